@@ -1,0 +1,253 @@
+"""The arithmetic of one update, on plain tensors: matrices of a parameter, momentum, scales, weights.
+
+Nothing here knows about process groups or parameter groups; every function works on lists of local
+tensors or on batches of matrices, so that it can be tested with plain tensors.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from dataclasses import dataclass
+from typing import Any, Mapping, Optional, Sequence, Union
+
+import torch
+from torch import Tensor
+
+from .groups import has_component, normalize_name
+
+Number = Union[float, Tensor]
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """``count`` matrices of ``rows`` rows each, consecutive rows of a stored matrix."""
+
+    start: int
+    rows: int
+    count: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.rows * self.count
+
+
+@dataclass(frozen=True)
+class Matrices:
+    """How a stored tensor is read as matrices.
+
+    Args:
+        shape: of the stored tensor: (experts…, rows, cols), or (rows, rest…) where flattened.
+        row_dim: the dimension that counts rows; those before it count experts, those behind it are
+            the columns.
+        blocks: how the rows of each stored matrix fall into matrices.
+    """
+
+    shape: tuple[int, ...]
+    row_dim: int
+    blocks: tuple[Blocks, ...]
+
+    @property
+    def experts(self) -> int:
+        return math.prod(self.shape[: self.row_dim])
+
+    @property
+    def rows(self) -> int:
+        return self.shape[self.row_dim]
+
+    @property
+    def cols(self) -> int:
+        return math.prod(self.shape[self.row_dim + 1 :])
+
+    @property
+    def long_sides(self) -> int:
+        """Numbers of the second moment per stored matrix: the longer side of every block."""
+        return sum(block.count * max(block.rows, self.cols) for block in self.blocks)
+
+    @property
+    def matrix_shapes(self) -> list[tuple[int, int]]:
+        """(rows, cols) of every matrix, experts first."""
+        return self.experts * [(b.rows, self.cols) for b in self.blocks for _ in range(b.count)]
+
+
+def read_as_matrices(
+    shape: Sequence[int], is_expert: bool, flatten: bool, row_counts: Union[None, int, Sequence]
+) -> Matrices:
+    """The matrices of a stored tensor.
+
+    Args:
+        shape: of the whole tensor.
+        is_expert: leading dimensions count experts.
+        flatten: read more than two dimensions as (dim 0, all the rest).
+        row_counts: None, rows of each block, or one number for blocks of that many rows.
+
+    Raises:
+        ValueError: not a matrix; row counts that do not add up. Completes "<parameter> …".
+    """
+    shape = tuple(shape)
+    if len(shape) < 2:
+        raise ValueError(
+            f"has shape {shape}: Muon orthogonalizes matrices, put it into a group with "
+            "use_muon=False"
+        )
+    if len(shape) > 2 and not (is_expert or flatten):
+        raise ValueError(
+            f"has shape {shape}: name its component in expert_keys if the leading dimensions are "
+            "experts, set flatten=True to read it as (dim 0, all the rest), or put it into a group "
+            "with use_muon=False"
+        )
+    row_dim = len(shape) - 2 if is_expert else 0
+    return Matrices(shape, row_dim, _blocks(shape[row_dim], row_counts))
+
+
+def _blocks(rows: int, row_counts: Union[None, int, Sequence]) -> tuple[Blocks, ...]:
+    if row_counts is None:
+        return (Blocks(0, rows, 1),)
+    if isinstance(row_counts, int):
+        if rows % row_counts:
+            raise ValueError(f"has {rows} rows, which split={row_counts} does not divide")
+        return (Blocks(0, row_counts, rows // row_counts),) if rows else ()
+    if sum(row_counts) != rows:
+        raise ValueError(
+            f"has {rows} rows, but split={list(row_counts)} adds up to {sum(row_counts)}"
+        )
+    merged: list[Blocks] = []
+    for count in row_counts:
+        last = merged[-1] if merged else None
+        if last is not None and last.rows == count:
+            merged[-1] = Blocks(last.start, count, last.count + 1)
+        else:
+            merged.append(Blocks(last.stop if last else 0, count, 1))
+    return tuple(merged)
+
+
+def row_counts_for(name: Optional[str], split: Any) -> Union[None, int, Sequence]:
+    """What ``split`` says of the parameter ``name``.
+
+    A pattern of a mapping is a shell-style pattern for the whole name, or whole components of it;
+    the first one that matches counts.
+    """
+    if not isinstance(split, Mapping):
+        return split
+    assert name is not None
+    for pattern, row_counts in split.items():
+        if fnmatch.fnmatchcase(normalize_name(name), pattern) or has_component(name, [pattern]):
+            return row_counts
+    return None
+
+
+def update_scale(rows: int, cols: int, adjust_lr: str) -> float:
+    """Factor on the orthogonalized update.
+
+    ``match_rms_adamw``: 0.2·sqrt(max(rows, cols)) brings its RMS to AdamW's (Liu et al. 2025,
+    arXiv:2502.16982, section 2.2). ``original``: sqrt(max(1, rows/cols)) (Jordan et al. 2024).
+    """
+    if rows == 0 or cols == 0 or adjust_lr == "none":
+        return 1.0
+    if adjust_lr == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, cols))
+    return math.sqrt(max(1.0, rows / cols))
+
+
+def update_momentum(
+    buffers: list[Tensor],
+    grads: list[Tensor],
+    outputs: list[Tensor],
+    *,
+    momentum: float,
+    nesterov: bool,
+    style: str,
+    maximize: bool,
+    keep: Optional[list[Tensor]] = None,
+) -> None:
+    """B ← μB + wG, and what is to be orthogonalized into ``outputs``: wG + μB, or B.
+
+    w is 1 (classical) or 1 − μ (ema), negative to maximize. Gradients are only read.
+
+    Args:
+        buffers, grads: momentum B and gradients G, local tensors of equal shapes.
+        outputs: of the same shapes, any floating dtype; overwritten.
+        keep: booleans that broadcast to each gradient; where False the buffer stays as it is and
+            the output is zero.
+    """
+    weight = (1.0 if style == "classical" else 1.0 - momentum) * (-1.0 if maximize else 1.0)
+    if keep is None:
+        torch._foreach_mul_(buffers, momentum)
+        torch._foreach_add_(buffers, grads, alpha=weight)
+    else:
+        # A product with zero would keep Inf and NaN: they have to be replaced.
+        grads = [torch.where(k, g, 0.0) for k, g in zip(keep, grads)]
+        for buffer, grad, kept in zip(buffers, grads, keep):
+            updated = torch.add(buffer * momentum, grad, alpha=weight)
+            buffer.copy_(torch.where(kept, updated, buffer))
+    if nesterov:
+        torch._foreach_copy_(outputs, grads)
+        if weight != 1.0:
+            torch._foreach_mul_(outputs, weight)
+        torch._foreach_add_(outputs, buffers, alpha=momentum)
+    else:
+        torch._foreach_copy_(outputs, buffers)
+    if keep is not None:
+        for output, kept in zip(outputs, keep):
+            output.masked_fill_(~kept, 0.0)
+
+
+def normalize_second_moment(
+    U: Tensor,  # (n, rows, cols)
+    V: Tensor,  # (n, max(rows, cols)), fp32, updated in place
+    beta2: float,
+    keep: Optional[Tensor] = None,  # (n,)
+) -> Tensor:
+    """Divides U by the root of a running mean of U² along the shorter side, norm preserved.
+
+    v = mean(U², shorter side); V ← lerp(V, v, 1 − β2); U · rsqrt(max(V, 1e-10)), rescaled to the
+    Frobenius norm of U (Li et al. 2025, arXiv:2510.05491, as nanochat has it).
+
+    Args:
+        keep: where False, V of that matrix stays as it is.
+
+    Returns:
+        (n, rows, cols) in fp32 (fp64 for fp64 input).
+    """
+    rows, cols = U.shape[-2:]
+    wide = U.to(torch.promote_types(U.dtype, torch.float32))
+    short = -1 if rows >= cols else -2
+    v = wide.square().mean(dim=short)  # (n, long)
+    updated = torch.lerp(V.to(v.dtype), v, 1.0 - beta2)
+    V.copy_(updated if keep is None else torch.where(keep[:, None], updated, V))
+    step = V.to(v.dtype).clamp_min(1e-10).rsqrt_()
+    # The number of columns summed over cancels in the quotient of the two norms.
+    norm = v.sum(dim=-1, keepdim=True).sqrt_()
+    norm_after = (v * step.square()).sum(dim=-1, keepdim=True).sqrt_().clamp_min_(1e-10)
+    return wide * (step * (norm / norm_after)).unsqueeze(short)
+
+
+def update_weights(
+    weights: list[Tensor],
+    deltas: list[Tensor],
+    *,
+    decay: Number,
+    cautious: bool,
+    keep: Optional[list[Tensor]] = None,
+) -> None:
+    """W ← W − (Δ + decay·W), in one rounding; Δ = lr·scale·U is overwritten.
+
+    Args:
+        weights: local tensors, any floating dtype.
+        deltas: of the same shapes, fp32 or wider.
+        decay: learning rate times weight decay.
+        cautious: decay only where Δ·W ≥ 0 (Chen et al. 2025, arXiv:2510.12402).
+        keep: booleans that broadcast to each weight; where False the weight stays as it is.
+    """
+    decayed = weights
+    if cautious:
+        decayed = [torch.where(d * w >= 0, w, 0.0) for d, w in zip(deltas, weights)]
+    if isinstance(decay, Tensor):  # an alpha= would be read from the device
+        for delta, weight in zip(deltas, decayed):
+            delta.add_(weight * decay)
+    elif decay != 0.0:
+        torch._foreach_add_(deltas, decayed, alpha=decay)
+    if keep is not None:
+        for delta, kept in zip(deltas, keep):
+            delta.masked_fill_(~kept, 0.0)
+    torch._foreach_sub_(weights, deltas)

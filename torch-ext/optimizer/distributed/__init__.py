@@ -1,0 +1,1 @@
+"""Layouts, plans, and the bridge from DTensors to both."""

@@ -1,0 +1,154 @@
+"""The hyperparameters of a parameter group: defaults, meaning of None, and what is accepted."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Callable, Mapping
+
+import torch
+
+from . import newton_schulz
+
+FLOATING_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+ADJUST_LR = ("match_rms_adamw", "original", "none")
+MOMENTUM_STYLES = ("classical", "ema")
+DECAY_LR = ("base", "adjusted")
+MISSING_GRAD = ("raise", "zero")
+NONFINITE = ("propagate", "skip")
+
+
+@dataclass(frozen=True)
+class Option:
+    """One key of a parameter group.
+
+    Args:
+        default: value where neither the group nor the constructor gives one.
+        accepts: whether a value is valid; must not read a tensor on a device.
+        expected: completes "… must be", in the error message.
+    """
+
+    default: Any
+    accepts: Callable[[Any], bool]
+    expected: str
+
+
+class DefaultSteps(int):
+    """The default of ``ns_steps``, told apart from the same number given by the caller."""
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _at_least_zero(value: Any) -> bool:
+    return _is_number(value) and value >= 0
+
+
+def _fraction(value: Any) -> bool:
+    return _is_number(value) and 0 <= value < 1
+
+
+def _learning_rate(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):  # its value stays unread: that would wait for the device
+        return value.numel() == 1
+    return _at_least_zero(value)
+
+
+def _betas(value: Any) -> bool:
+    return isinstance(value, (tuple, list)) and len(value) == 2 and all(map(_fraction, value))
+
+
+def _none_or(accepts: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: value is None or accepts(value)
+
+
+def _is_positive_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _is_split(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(isinstance(k, str) and _is_split(v) for k, v in value.items())
+    if isinstance(value, (list, tuple)):
+        return len(value) > 0 and all(map(_is_positive_int, value))
+    return _is_positive_int(value)
+
+
+def _one_of(*values: Any) -> tuple[Callable[[Any], bool], str]:
+    listed = ", ".join(repr(v) for v in values)
+    return (lambda value: any(value is v or value == v for v in values)), f"one of {listed}"
+
+
+_BOOL = (lambda value: isinstance(value, bool), "True or False")
+_NONNEGATIVE = (_at_least_zero, "a finite number ≥ 0")
+_FRACTION = (_fraction, "a number in [0, 1)")
+_OPTIONAL_DTYPE = (
+    lambda value: value is None or value in FLOATING_DTYPES,
+    "None or one of torch.bfloat16, torch.float16, torch.float32, torch.float64",
+)
+
+GROUP_OPTIONS: dict[str, Option] = {
+    "lr": Option(1e-3, _learning_rate, "a finite number ≥ 0 or a tensor of one element"),
+    "momentum": Option(0.95, *_FRACTION),
+    "nesterov": Option(True, *_BOOL),
+    "ns_steps": Option(DefaultSteps(5), _is_positive_int, "an int ≥ 1"),
+    "weight_decay": Option(0.1, *_NONNEGATIVE),
+    "adamw_betas": Option((0.9, 0.95), _betas, "two numbers in [0, 1)"),
+    "adamw_eps": Option(1e-8, *_NONNEGATIVE),
+    "none_grad": Option(True, *_BOOL),
+    "adjust_lr": Option("match_rms_adamw", *_one_of(*ADJUST_LR)),
+    "momentum_style": Option("classical", *_one_of(*MOMENTUM_STYLES)),
+    "ns_coefficients": Option(
+        "polar_express",
+        lambda value: isinstance(value, (str, list, tuple)),
+        f"one of {', '.join(newton_schulz.FAMILIES)}, or a list of (a, b, c)",
+    ),
+    "ns_algorithm": Option("auto", *_one_of(*newton_schulz.ALGORITHMS)),
+    "ns_norm": Option("frobenius", *_one_of(*newton_schulz.NORMS)),
+    "ns_dtype": Option(None, *_OPTIONAL_DTYPE),
+    "ns_eps": Option(1e-7, *_NONNEGATIVE),
+    "beta2": Option(None, _none_or(_fraction), "None or a number in [0, 1)"),
+    "cautious": Option(False, *_BOOL),
+    "decay_lr": Option("base", *_one_of(*DECAY_LR)),
+    "momentum_dtype": Option(None, *_OPTIONAL_DTYPE),
+    "missing_grad": Option("raise", *_one_of(*MISSING_GRAD)),
+    "nonfinite": Option("propagate", *_one_of(*NONFINITE)),
+    "split": Option(
+        None,
+        _none_or(_is_split),
+        "None, a list of row counts, a number of rows, or a mapping from name patterns to either",
+    ),
+    "flatten": Option(False, *_BOOL),
+    "maximize": Option(False, *_BOOL),
+    "capturable": Option(False, *_BOOL),
+    "foreach": Option(None, _none_or(lambda value: isinstance(value, bool)), "None or a bool"),
+}
+
+
+def settle_steps(group: dict[str, Any]) -> None:
+    """Lets an explicit coefficient list set ``ns_steps`` where the caller left the default."""
+    if isinstance(group["ns_steps"], DefaultSteps):
+        coefficients = group["ns_coefficients"]
+        explicit = isinstance(coefficients, (list, tuple))
+        group["ns_steps"] = len(coefficients) if explicit else int(group["ns_steps"])
+
+
+def validate(group: Mapping[str, Any], where: str) -> None:
+    """Checks every hyperparameter of a group.
+
+    Args:
+        group: a parameter group with all keys of `GROUP_OPTIONS`.
+        where: how the error message names the group.
+
+    Raises:
+        ValueError: says the key, what was found and what is accepted.
+    """
+    for key, option in GROUP_OPTIONS.items():
+        value = group[key]
+        if not option.accepts(value):
+            raise ValueError(f"{where}: {key} must be {option.expected}, found {value!r}")
+    try:
+        newton_schulz.resolve(group["ns_coefficients"], group["ns_steps"])
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{where}: {error}") from None
