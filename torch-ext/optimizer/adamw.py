@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,8 +24,10 @@ def is_fused(param: Tensor, options: Mapping[str, Any]) -> bool:
     )
 
 
-def init_state(param: Tensor, state: MutableMapping[str, Tensor], options: Mapping[str, Any]) -> None:
-    """Adds what is missing of ``step``, ``exp_avg``, ``exp_avg_sq``, as torch.optim.AdamW has it."""
+def init_state(
+    param: Tensor, state: MutableMapping[str, Tensor], options: Mapping[str, Any]
+) -> None:
+    """Adds what is missing of ``step``, ``exp_avg``, ``exp_avg_sq``: those of torch.optim."""
     if "step" not in state:
         state["step"] = torch.zeros((), dtype=torch.float32)
     on_device = options["capturable"] or is_fused(param, options)

@@ -1,4 +1,4 @@
-"""The arithmetic of one update, on plain tensors: matrices of a parameter, momentum, scales, weights.
+"""The arithmetic of one update: matrices of a parameter, momentum, scales, second moment, weights.
 
 Nothing here knows about process groups or parameter groups; every function works on lists of local
 tensors or on batches of matrices, so that it can be tested with plain tensors.
@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import fnmatch
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Mapping, Optional, Sequence, Union
+from typing import Any, Optional, Union
 
 import torch
 from torch import Tensor
@@ -64,6 +65,11 @@ class Matrices:
         """Numbers of the second moment per stored matrix: the longer side of every block."""
         return sum(block.count * max(block.rows, self.cols) for block in self.blocks)
 
+    def second_moment_offset(self, blocks: Blocks) -> int:
+        """Where the numbers of ``blocks`` begin among the `long_sides` of a stored matrix."""
+        before = self.blocks[: self.blocks.index(blocks)]
+        return sum(block.count * max(block.rows, self.cols) for block in before)
+
     @property
     def matrix_shapes(self) -> list[tuple[int, int]]:
         """(rows, cols) of every matrix, experts first."""
@@ -71,7 +77,7 @@ class Matrices:
 
 
 def read_as_matrices(
-    shape: Sequence[int], is_expert: bool, flatten: bool, row_counts: Union[None, int, Sequence]
+    shape: Sequence[int], is_expert: bool, flatten: bool, row_counts: Union[int, Sequence, None]
 ) -> Matrices:
     """The matrices of a stored tensor.
 
@@ -100,7 +106,7 @@ def read_as_matrices(
     return Matrices(shape, row_dim, _blocks(shape[row_dim], row_counts))
 
 
-def _blocks(rows: int, row_counts: Union[None, int, Sequence]) -> tuple[Blocks, ...]:
+def _blocks(rows: int, row_counts: Union[int, Sequence, None]) -> tuple[Blocks, ...]:
     if row_counts is None:
         return (Blocks(0, rows, 1),)
     if isinstance(row_counts, int):
@@ -121,7 +127,7 @@ def _blocks(rows: int, row_counts: Union[None, int, Sequence]) -> tuple[Blocks, 
     return tuple(merged)
 
 
-def row_counts_for(name: Optional[str], split: Any) -> Union[None, int, Sequence]:
+def row_counts_for(name: Optional[str], split: Any) -> Union[int, Sequence, None]:
     """What ``split`` says of the parameter ``name``.
 
     A pattern of a mapping is a shell-style pattern for the whole name, or whole components of it;

@@ -1,12 +1,13 @@
-"""Muon: momentum, orthogonalized by Newton-Schulz, for the matrices of a model; AdamW for the rest."""
+"""Muon: orthogonalized momentum for the matrices of a model, AdamW for the rest."""
 
 from __future__ import annotations
 
 import copy
 import logging
 import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Callable, Iterable, Mapping, Optional, Sequence
+from typing import Any, Callable, Optional
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from .core import Matrices, read_as_matrices, row_counts_for
 from .distributed import utils as dtensors
 from .distributed.plan import Chunk, Entry, plan_chunks
 from .groups import default_is_muon, get_default_muon_param_groups, has_component
-from .options import GROUP_OPTIONS, DefaultSteps
+from .options import GROUP_OPTIONS
 from .pipeline import takes_part, update_chunk
 
 __all__ = ["Muon", "default_is_muon", "get_default_muon_param_groups"]
@@ -24,7 +25,7 @@ __all__ = ["Muon", "default_is_muon", "get_default_muon_param_groups"]
 logger = logging.getLogger(__name__)
 
 _WRITE_THIS = (
-    'Muon takes a list of parameter groups that say use_muon, for example '
+    "Muon takes a list of parameter groups that say use_muon, for example "
     'Muon(get_default_muon_param_groups(model)), or Muon([{"params": matrices, "use_muon": True}, '
     '{"params": others, "use_muon": False}])'
 )
@@ -183,7 +184,7 @@ class Muon(torch.optim.Optimizer):
         params, names = group["params"], group.get("names")
         if names is not None and len(names) != len(params):
             raise ValueError(
-                f"{where}: {len(names)} names for {len(params)} parameters; give one name for each, "
+                f"{where}: {len(names)} names for {len(params)} parameters; give one for each, "
                 "in the same order"
             )
         if len({id(p) for p in params}) != len(params):
@@ -215,7 +216,7 @@ class Muon(torch.optim.Optimizer):
     # -- the step ------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def step(  # type: ignore[override]
+    def step(
         self,
         closure: Optional[Callable[[], Any]] = None,
         qk_logits: Optional[Mapping[Any, Tensor]] = None,
@@ -388,7 +389,9 @@ class OptimizerWide:
 
     def validate(self) -> None:
         if self.comm_dtype not in (None, *options.FLOATING_DTYPES):
-            raise ValueError(f"comm_dtype must be None or a floating dtype, found {self.comm_dtype}")
+            raise ValueError(
+                f"comm_dtype must be None or a floating dtype, found {self.comm_dtype}"
+            )
         if self.chunk_size != -1 and self.chunk_size < 1:
             raise ValueError(f"chunk_size must be −1 or at least 1, found {self.chunk_size}")
         if self.warmup_step < 0:
@@ -410,7 +413,9 @@ def _split_names(param_group: Any, where: str) -> dict[str, Any]:
     params = group["params"]
     params = [params] if isinstance(params, Tensor) else params
     if isinstance(params, (set, frozenset)):
-        raise ValueError(f"{where}: params is a set, whose order changes from run to run; use a list")
+        raise ValueError(
+            f"{where}: params is a set, whose order changes from run to run; use a list"
+        )
     params = list(params)
     pairs = [p for p in params if isinstance(p, tuple)]
     if pairs and (len(pairs) != len(params) or "names" in group):
@@ -476,7 +481,7 @@ def _init_muon_state(
 
 
 def _rename_moments(states: Mapping[Any, Any]) -> dict[Any, Any]:
-    """AdamW's state under the names of torch.optim, also from checkpoints that call it otherwise."""
+    """AdamW's state under the names of torch.optim, whatever the checkpoint calls it."""
     names = {"moment1": "exp_avg", "moment2": "exp_avg_sq"}
     return {
         key: {names.get(k, k): v for k, v in state.items()} if isinstance(state, dict) else state

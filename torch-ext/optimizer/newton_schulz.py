@@ -7,13 +7,14 @@ are, so a few well-chosen (a, b, c) push all singular values towards 1.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Optional, Sequence, Tuple, Union
+from typing import Optional, Union
 
 import torch
 from torch import Tensor
 
-Triple = Tuple[float, float, float]
+Triple = tuple[float, float, float]
 Coefficients = Union[str, Sequence[Sequence[float]]]
 
 NORMS = ("frobenius", "schatten4")
@@ -134,7 +135,7 @@ def resolve(coefficients: Coefficients, steps: int) -> Iteration:
     return Iteration(triples, 1.0)  # type: ignore[arg-type]
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _resolve_family(name: str, steps: int) -> Iteration:
     if name not in FAMILIES:
         raise ValueError(f"unknown ns_coefficients {name!r}; known: {', '.join(FAMILIES)}")
@@ -145,7 +146,7 @@ def _resolve_family(name: str, steps: int) -> Iteration:
     return Iteration(family.triples[:steps] + (CONVERGING,) * missing, family.norm_factor)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def overshoot(name: str, steps: int) -> Optional[float]:
     """Largest singular value of a shortened schedule where it exceeds 1.5, else None.
 
@@ -171,7 +172,7 @@ def default_dtype(matrix_dtype: torch.dtype, device: torch.device) -> torch.dtyp
     return torch.float32 if device.type == "mps" else torch.bfloat16
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _cpu_has_bfloat16() -> bool:
     probe = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
     return bool(probe is not None and torch.backends.mkldnn.is_available() and probe())

@@ -6,7 +6,9 @@ their update and keeps its own part.
 
 from __future__ import annotations
 
-from typing import Any, Mapping, Optional, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
@@ -19,6 +21,12 @@ from .distributed.plan import Chunk, Entry, Piece
 from .newton_schulz import default_dtype, newton_schulz
 
 State = Mapping[Tensor, Mapping[str, Tensor]]
+Hyper = Mapping[str, Any]
+
+
+def takes_part(param: Tensor, hyper: Hyper) -> bool:
+    """Whether this step updates the parameter."""
+    return param.requires_grad and (param.grad is not None or hyper["missing_grad"] == "zero")
 
 
 def update_chunk(
@@ -26,7 +34,7 @@ def update_chunk(
     entries: Sequence[Entry],
     params: Sequence[Tensor],
     state: State,
-    options: Mapping[str, Any],
+    hyper: Hyper,
     comm_dtype: Optional[torch.dtype],
 ) -> None:
     """Updates weights and state of a chunk's matrices.
@@ -35,219 +43,215 @@ def update_chunk(
         chunk: what to update; pieces whose parameter has no gradient are left out.
         entries, params: the plan's entries and the parameters they stand for, in one order.
         state: ``momentum_buffer`` and ``second_momentum_buffer`` of each parameter.
-        options: hyperparameters of the parameter group.
+        hyper: hyperparameters of the parameter group.
         comm_dtype: wire format; None is bf16 (fp64 where the arithmetic is).
     """
-    pieces = [piece for piece in chunk.pieces if takes_part(params[piece.entry], options)]
-    if not pieces:
+    parts: list[_Part] = []
+    for piece in chunk.pieces:
+        if takes_part(params[piece.entry], hyper):
+            first = parts[-1].last if parts else 0
+            parts.append(
+                _Part.of(
+                    params[piece.entry], entries[piece.entry], (piece.first, piece.last), first
+                )
+            )
+    if not parts:
         return
-    work = _Work(pieces, entries, params, options)
-    keep = work.rows_to_keep() if options["nonfinite"] == "skip" else None
-    X = work.momentum(state, keep, comm_dtype)  # (n, rows, cols)
-    for blocks in entries[pieces[0].entry].matrices.blocks:
-        work.apply(blocks, X, state, keep)
+    keep = _rows_to_keep(parts) if hyper["nonfinite"] == "skip" else None
+    X = _momentum(parts, state, hyper, keep, comm_dtype)
+    for blocks in parts[0].entry.matrices.blocks:
+        _update_blocks(blocks, X, parts, state, hyper, keep)
 
 
-def takes_part(param: Tensor, options: Mapping[str, Any]) -> bool:
-    if not param.requires_grad:
-        return False
-    return param.grad is not None or options["missing_grad"] == "zero"
+@dataclass(frozen=True)
+class _Part:
+    """A piece at work: where it lies in the stored tensor, on this rank, and in the batch.
+
+    Args:
+        whole: what the piece covers of the stored tensor.
+        mine: what of that this rank holds.
+        first, last: its stored matrices in the batch (n, rows, cols) of the chunk.
+    """
+
+    param: Tensor
+    entry: Entry
+    whole: layout.Region
+    mine: layout.Region
+    first: int
+    last: int
+
+    @classmethod
+    def of(cls, param: Tensor, entry: Entry, piece: Piece, first: int) -> _Part:
+        interval = (piece.first, piece.last)
+        whole = layout.clip(layout.whole(entry.matrices.shape), 0, interval)
+        mine = layout.clip(entry.region, 0, interval)
+        count = layout.numel(whole[: entry.matrices.row_dim])
+        return cls(param, entry, whole, mine, first, first + count)
+
+    def of_local(self, tensor: Tensor, rows: layout.Interval) -> Tensor:
+        """This rank's part of ``rows``, a view of a tensor or DTensor shaped like the parameter."""
+        mine = layout.clip(self.mine, self.entry.matrices.row_dim, rows)
+        return dtensors.local(tensor)[layout.slices(mine, self.entry.region)]
+
+    def of_batch(self, batch: Tensor, rows: layout.Interval, whole: bool = False) -> Tensor:
+        """The same part (or all of the piece) out of a contiguous batch (n, len(rows), cols)."""
+        row_dim = self.entry.matrices.row_dim
+        stored = layout.clip(self.whole, row_dim, rows)
+        wanted = stored if whole else layout.clip(self.mine, row_dim, rows)
+        shape = [stop - start for start, stop in stored]
+        return batch[self.first : self.last].view(shape)[layout.slices(wanted, stored)]
+
+    def second_moment(self, state: State, blocks: Blocks) -> Tensor:
+        """V of these blocks, a view (stored matrices, count, long side) of the flat buffer."""
+        matrices = self.entry.matrices
+        V = state[self.param]["second_momentum_buffer"].view(matrices.experts, -1)
+        if matrices.row_dim:
+            per_index = matrices.experts // matrices.shape[0]
+            V = V[self.whole[0][0] * per_index : self.whole[0][1] * per_index]
+        long_side, offset = max(blocks.rows, matrices.cols), matrices.second_moment_offset(blocks)
+        return V[:, offset : offset + blocks.count * long_side].unflatten(1, (-1, long_side))
 
 
-class _Work:
-    """The pieces of one chunk with a gradient, and the views of local tensors they stand for."""
+def _all_rows(parts: Sequence[_Part]) -> layout.Interval:
+    return (0, parts[0].entry.matrices.rows)
 
-    def __init__(
-        self,
-        pieces: Sequence[Piece],
-        entries: Sequence[Entry],
-        params: Sequence[Tensor],
-        options: Mapping[str, Any],
-    ):
-        self.options = options
-        self.params = [params[piece.entry] for piece in pieces]
-        self.entries = [entries[piece.entry] for piece in pieces]
-        # What each piece covers of the stored tensor, and what of that this rank holds.
-        self.wholes = [self._cover(p, e) for p, e in zip(pieces, self.entries)]
-        self.regions = [
-            layout.clip(entry.region, 0, region[0])
-            for entry, region in zip(self.entries, self.wholes)
-        ]
-        self.matrices = self.entries[0].matrices
-        self.offsets = [0]  # of each piece in the batch
-        for region, entry in zip(self.wholes, self.entries):
-            row_dim = entry.matrices.row_dim
-            self.offsets.append(self.offsets[-1] + layout.numel(region[:row_dim]))
-        self.grads = [self._grad(param) for param in self.params]
 
-    @staticmethod
-    def _cover(piece: Piece, entry: Entry) -> layout.Region:
-        return layout.clip(layout.whole(entry.matrices.shape), 0, (piece.first, piece.last))
+def _grad(part: _Part) -> Tensor:
+    rows = (0, part.entry.matrices.rows)
+    if part.param.grad is None:
+        return torch.zeros_like(part.of_local(part.param, rows))
+    return part.of_local(part.param.grad, rows)
 
-    def _grad(self, param: Tensor) -> Tensor:
-        if param.grad is None:
-            return torch.zeros_like(dtensors.local(param))
-        return dtensors.local(param.grad)
 
-    def _views(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """This rank's part of each piece, out of local tensors of the whole parameters."""
-        return [
-            tensor[layout.slices(region, entry.region)[:1]]
-            for tensor, region, entry in zip(tensors, self.regions, self.entries)
-        ]
+def _momentum(
+    parts: Sequence[_Part],
+    state: State,
+    hyper: Hyper,
+    keep: Optional[Tensor],
+    comm_dtype: Optional[torch.dtype],
+) -> Tensor:
+    """Updates the momentum and returns what is to be orthogonalized, (n, rows, cols)."""
+    rows, sharded = _all_rows(parts), parts[0].entry.sharded
+    grads = [_grad(part) for part in parts]
+    if sharded:
+        wire = _wire_dtype(parts, hyper, comm_dtype)
+        outputs = [torch.empty(g.shape, dtype=wire, device=g.device) for g in grads]
+    else:
+        X = _empty_batch(parts, torch.promote_types(grads[0].dtype, torch.float32))
+        outputs = [part.of_batch(X, rows) for part in parts]
+    core.update_momentum(
+        [part.of_local(state[part.param]["momentum_buffer"], rows) for part in parts],
+        grads,
+        outputs,
+        momentum=hyper["momentum"],
+        nesterov=hyper["nesterov"],
+        style=hyper["momentum_style"],
+        maximize=hyper["maximize"],
+        keep=_keep_of_parts(parts, keep, rows),
+    )
+    return _gather(parts, outputs) if sharded else X
 
-    def rows_to_keep(self) -> Tensor:
-        """(n, rows) False on the rows of every matrix whose gradient has Inf or NaN somewhere."""
-        finite = [torch.isfinite(grad) for grad in self._views(self.grads)]
-        full = self._gather([f.to(torch.uint8) for f in finite], torch.uint8)  # (n, rows, cols)
-        rows = full.amin(dim=-1).bool()
-        for blocks in self.matrices.blocks:
-            of_block = rows[:, blocks.start : blocks.stop].unflatten(1, (blocks.count, -1))
-            of_block.copy_(of_block.all(dim=-1, keepdim=True).expand_as(of_block))
-        return rows
 
-    def momentum(
-        self, state: State, keep: Optional[Tensor], comm_dtype: Optional[torch.dtype]
-    ) -> Tensor:
-        """Updates the momentum and returns what is to be orthogonalized, (n, rows, cols)."""
-        options = self.options
-        buffers = self._views([dtensors.local(state[p]["momentum_buffer"]) for p in self.params])
-        grads = self._views(self.grads)
-        wire = self._wire_dtype(comm_dtype)
-        X, outputs = None, None
-        if not any(entry.sharded for entry in self.entries):
-            X = self._empty_batch(wire)
-            outputs = self._cut(X, self.wholes, self.wholes)
-        else:
-            outputs = [torch.empty(g.shape, dtype=wire, device=g.device) for g in grads]
-        core.update_momentum(
-            buffers,
-            grads,
-            outputs,
-            momentum=options["momentum"],
-            nesterov=options["nesterov"],
-            style=options["momentum_style"],
-            maximize=options["maximize"],
-            keep=None if keep is None else self._cut_rows(keep, 0, self.matrices.rows),
-        )
-        return X if X is not None else self._gather(outputs, wire)
+def _update_blocks(
+    blocks: Blocks,
+    X: Tensor,  # (n, all rows, cols)
+    parts: Sequence[_Part],
+    state: State,
+    hyper: Hyper,
+    keep: Optional[Tensor],
+) -> None:
+    """Orthogonalizes the same blocks of all pieces and updates their weights."""
+    entry, rows = parts[0].entry, (blocks.start, blocks.stop)
+    U = newton_schulz(
+        X[:, blocks.start : blocks.stop].unflatten(1, (blocks.count, blocks.rows)),
+        hyper["ns_steps"],
+        hyper["ns_coefficients"],
+        norm=hyper["ns_norm"],
+        algorithm=hyper["ns_algorithm"],
+        dtype=_ns_dtype(entry, hyper),
+        eps=hyper["ns_eps"],
+    )  # (n, count, rows, cols)
+    if hyper["beta2"] is not None:
+        U = _normalize(U, blocks, parts, state, hyper, keep)
 
-    def apply(
-        self, blocks: Blocks, X: Tensor, state: State, keep: Optional[Tensor]
-    ) -> None:
-        """Orthogonalizes the same blocks of all pieces and updates their weights."""
-        options, cols = self.options, self.matrices.cols
-        of_blocks = X[:, blocks.start : blocks.stop].unflatten(1, (blocks.count, blocks.rows))
-        U = newton_schulz(
-            of_blocks,  # (n, count, rows, cols)
-            options["ns_steps"],
-            options["ns_coefficients"],
-            norm=options["ns_norm"],
-            algorithm=options["ns_algorithm"],
-            dtype=self._ns_dtype(),
-            eps=options["ns_eps"],
-        )
-        kept_matrices = None
-        if keep is not None:
-            kept_matrices = keep[:, blocks.start : blocks.stop : max(1, blocks.rows)]  # (n, count)
-        if options["beta2"] is not None:
-            U = self._normalize(U, blocks, state, kept_matrices)
+    lr, scale = hyper["lr"], core.update_scale(blocks.rows, U.shape[-1], hyper["adjust_lr"])
+    decay = lr * hyper["weight_decay"] * (scale if hyper["decay_lr"] == "adjusted" else 1.0)
+    wide = torch.promote_types(entry.dtype, torch.float32)
+    delta = U.to(wide).mul_(lr * scale).flatten(1, 2)  # (n, count·rows, cols)
+    core.update_weights(
+        [part.of_local(part.param, rows) for part in parts],
+        [part.of_batch(delta, rows) for part in parts],
+        decay=decay,
+        cautious=hyper["cautious"],
+        keep=_keep_of_parts(parts, keep, rows),
+    )
 
-        lr = options["lr"]
-        scale = core.update_scale(blocks.rows, cols, options["adjust_lr"])
-        wide = torch.promote_types(self.entries[0].dtype, torch.float32)
-        delta = U.to(wide, copy=True).mul_(lr * scale).flatten(1, 2)  # (n, count·rows, cols)
 
-        interval = (blocks.start, blocks.stop)
-        row_dims = [entry.matrices.row_dim for entry in self.entries]
-        mine = [layout.clip(r, d, interval) for r, d in zip(self.regions, row_dims)]
-        stored = [layout.clip(r, d, interval) for r, d in zip(self.wholes, row_dims)]
-        weights = [
-            dtensors.local(param)[layout.slices(region, entry.region)]
-            for param, region, entry in zip(self.params, mine, self.entries)
-        ]
-        core.update_weights(
-            weights,
-            self._cut(delta, stored, mine),
-            decay=lr * options["weight_decay"] * (scale if options["decay_lr"] == "adjusted" else 1),
-            cautious=options["cautious"],
-            keep=None if keep is None else self._cut_rows(keep, *interval),
-        )
+def _normalize(
+    U: Tensor,  # (n, count, rows, cols)
+    blocks: Blocks,
+    parts: Sequence[_Part],
+    state: State,
+    hyper: Hyper,
+    keep: Optional[Tensor],
+) -> Tensor:
+    views = [part.second_moment(state, blocks) for part in parts]
+    V = torch.cat(views)  # (n, count, long side)
+    if keep is not None:
+        keep = keep[:, blocks.start : blocks.stop : max(1, blocks.rows)].flatten()  # (n·count,)
+    normalized = core.normalize_second_moment(
+        U.flatten(0, 1), V.view(-1, V.shape[-1]), hyper["beta2"], keep
+    )
+    torch._foreach_copy_(views, list(V.split([len(view) for view in views])))
+    return normalized.view(U.shape)
 
-    def _normalize(
-        self, U: Tensor, blocks: Blocks, state: State, keep: Optional[Tensor]
-    ) -> Tensor:
-        V, views = self._second_moments(blocks, state)
-        normalized = core.normalize_second_moment(
-            U.flatten(0, 1),
-            V.flatten(0, 1),
-            self.options["beta2"],
-            None if keep is None else keep.flatten(),
-        )
-        torch._foreach_copy_(views, list(V.split([len(view) for view in views])))
-        return normalized.view(U.shape)
 
-    def _second_moments(self, blocks: Blocks, state: State) -> tuple[Tensor, list[Tensor]]:
-        """V of these blocks as one batch (n, count, long), and the views it came from."""
-        offset = 0
-        for other in self.matrices.blocks:
-            if other == blocks:
-                break
-            offset += other.count * max(other.rows, self.matrices.cols)
-        long_side = max(blocks.rows, self.matrices.cols)
-        views = []
-        for param, entry, region in zip(self.params, self.entries, self.wholes):
-            per_stored = state[param]["second_momentum_buffer"].view(entry.matrices.experts, -1)
-            first, last = region[0] if entry.matrices.row_dim else (0, 1)
-            per_index = entry.matrices.experts // max(1, entry.matrices.shape[0])
-            if entry.matrices.row_dim:
-                per_stored = per_stored[first * per_index : last * per_index]
-            part = per_stored[:, offset : offset + blocks.count * long_side]
-            views.append(part.unflatten(1, (blocks.count, long_side)))
-        return torch.cat(views), views
+def _rows_to_keep(parts: Sequence[_Part]) -> Tensor:
+    """(n, rows), False on all rows of a matrix whose gradient has Inf or NaN anywhere."""
+    finite = [torch.isfinite(_grad(part)).to(torch.uint8) for part in parts]
+    rows = _gather(parts, finite).amin(dim=-1).bool()
+    for blocks in parts[0].entry.matrices.blocks:
+        of_block = rows[:, blocks.start : blocks.stop].unflatten(1, (blocks.count, -1))
+        of_block.copy_(of_block.all(dim=-1, keepdim=True).expand_as(of_block))
+    return rows
 
-    def _gather(self, shards: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        """The whole of every piece from this rank's part, as one batch (n, rows, cols)."""
-        full = [
-            dtensors.all_gather(shard, like=param) if entry.sharded else shard
-            for shard, param, entry in zip(shards, self.params, self.entries)
-        ]
-        batch = self._empty_batch(dtype)
-        torch._foreach_copy_(self._cut(batch, self.wholes, self.wholes), full)
-        return batch
 
-    def _empty_batch(self, dtype: torch.dtype) -> Tensor:
-        shape = (self.offsets[-1], self.matrices.rows, self.matrices.cols)
-        return torch.empty(shape, dtype=dtype, device=self.entries[0].device)
+def _keep_of_parts(
+    parts: Sequence[_Part], keep: Optional[Tensor], rows: layout.Interval
+) -> Optional[list[Tensor]]:
+    """``keep`` in the shape of this rank's part of ``rows`` of each piece."""
+    if keep is None:
+        return None
+    cols = parts[0].entry.matrices.cols
+    batch = keep[:, rows[0] : rows[1], None].expand(-1, -1, cols).contiguous()
+    return [part.of_batch(batch, rows) for part in parts]
 
-    def _cut(
-        self,
-        batch: Tensor,  # (n, rows, cols) of the pieces' `stored` regions
-        stored: Sequence[layout.Region],
-        wanted: Sequence[layout.Region],
-    ) -> list[Tensor]:
-        """Views of a batch in the stored shape of each piece, cut to the wanted regions."""
-        views = []
-        for first, last, whole, region in zip(self.offsets, self.offsets[1:], stored, wanted):
-            shape = [stop - start for start, stop in whole]
-            views.append(batch[first:last].view(shape)[layout.slices(region, whole)])
-        return views
 
-    def _cut_rows(self, keep: Tensor, start: int, stop: int) -> list[Tensor]:
-        """``keep`` (n, rows) cut to this rank's part of rows [start, stop) of each piece."""
-        expanded = keep[:, start:stop, None].expand(-1, -1, self.matrices.cols).contiguous()
-        row_dims = [entry.matrices.row_dim for entry in self.entries]
-        stored = [layout.clip(r, d, (start, stop)) for r, d in zip(self.wholes, row_dims)]
-        mine = [layout.clip(r, d, (start, stop)) for r, d in zip(self.regions, row_dims)]
-        return self._cut(expanded, stored, mine)
+def _gather(parts: Sequence[_Part], shards: Sequence[Tensor]) -> Tensor:
+    """All pieces whole, from this rank's part of each, as one batch (n, rows, cols)."""
+    full = [
+        dtensors.all_gather(shard, like=part.param) if part.entry.sharded else shard
+        for part, shard in zip(parts, shards)
+    ]
+    batch, rows = _empty_batch(parts, shards[0].dtype), _all_rows(parts)
+    torch._foreach_copy_([part.of_batch(batch, rows, whole=True) for part in parts], full)
+    return batch
 
-    def _ns_dtype(self) -> torch.dtype:
-        entry = self.entries[0]
-        return self.options["ns_dtype"] or default_dtype(entry.dtype, entry.device)
 
-    def _wire_dtype(self, comm_dtype: Optional[torch.dtype]) -> torch.dtype:
-        if not any(entry.sharded for entry in self.entries):
-            return torch.promote_types(self.grads[0].dtype, torch.float32)
-        if comm_dtype is not None:
-            return comm_dtype
-        return torch.float64 if self._ns_dtype() == torch.float64 else torch.bfloat16
+def _empty_batch(parts: Sequence[_Part], dtype: torch.dtype) -> Tensor:
+    matrices = parts[0].entry.matrices
+    shape = (parts[-1].last, matrices.rows, matrices.cols)
+    return torch.empty(shape, dtype=dtype, device=parts[0].entry.device)
+
+
+def _ns_dtype(entry: Entry, hyper: Hyper) -> torch.dtype:
+    return hyper["ns_dtype"] or default_dtype(entry.dtype, entry.device)
+
+
+def _wire_dtype(
+    parts: Sequence[_Part], hyper: Hyper, comm_dtype: Optional[torch.dtype]
+) -> torch.dtype:
+    if comm_dtype is not None:
+        return comm_dtype
+    wide = _ns_dtype(parts[0].entry, hyper) == torch.float64
+    return torch.float64 if wide else torch.bfloat16

@@ -1,13 +1,14 @@
 """The numbers of other Muons: one call that takes what their constructors take.
 
-A preset returns the keyword arguments of `Muon`, groups included, so that its user changes one line::
+A preset returns the keyword arguments of `Muon`, groups included: its user changes one line::
 
     optimizer = Muon(**presets.torch_muon(matrices, lr=0.02))
 """
 
 from __future__ import annotations
 
-from typing import Any, Iterable, Mapping, Optional, Union
+from collections.abc import Iterable, Mapping
+from typing import Any, Optional, Union
 
 import torch
 from torch import Tensor

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Sequence, Tuple
+from collections.abc import Sequence
 
-Interval = Tuple[int, int]  # [start, stop)
-Region = Tuple[Interval, ...]  # one interval per dimension of the stored tensor
+Interval = tuple[int, int]  # [start, stop)
+Region = tuple[Interval, ...]  # one interval per dimension of the stored tensor
 
 
 def whole(shape: Sequence[int]) -> Region:

@@ -1,9 +1,9 @@
-"""What one step does, as data: which matrices go together, in which order. Needs no process group."""
+"""What one step does, as data: which matrices go together, in which order."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Sequence
 
 import torch
 

@@ -1,0 +1,70 @@
+# Every target sets up what it needs: `make test` in a fresh checkout is enough.
+
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+INSTALLED := $(VENV)/.installed
+
+# NPROC: ranks of `make train`. By default one per accelerator, or up to four that share the CPU.
+NPROC ?=
+# ARGS: extra arguments of `make train` (examples/compare.py) and `make bench`.
+ARGS ?=
+
+BENCHMARKS ?= benchmarks/step.py
+
+.DEFAULT_GOAL := help
+.PHONY: help build train test lint format bench clean
+
+help:
+	@echo "make build   build every Hub variant into build/"
+	@echo "make train   train a small model with Muon and AdamW (NPROC=ranks, ARGS=options)"
+	@echo "make test    lint, then run all tests"
+	@echo "make lint    ruff and mypy"
+	@echo "make format  let ruff rewrite the sources"
+	@echo "make bench   time an optimizer step (ARGS=options)"
+	@echo "make clean   remove outputs and caches (not the environment)"
+
+# Starting from an empty environment repairs an interrupted install and drops what is no longer
+# required; the stamp is written last, so that neither passes for a complete one.
+$(INSTALLED): requirements.txt
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed: make PYTHON=...")'
+	$(PYTHON) -m venv --clear $(VENV)
+	$(PY) -m pip install --no-input --quiet --disable-pip-version-check -r requirements.txt
+	@touch $@
+
+build: $(INSTALLED)
+	$(PY) scripts/build.py
+
+define COUNT_RANKS
+import os, torch
+cores = os.cpu_count() or 1
+ranks = int("$(NPROC)" or torch.accelerator.device_count() or min(cores, 4))
+print(ranks, max(1, cores // ranks))
+endef
+export COUNT_RANKS
+
+train: build
+	@counts=$$($(PY) -c "$$COUNT_RANKS") && set -- $$counts && set -x && \
+	LOCAL_KERNELS="org/optimizer=$(CURDIR)" OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$$2} \
+	$(VENV)/bin/torchrun --standalone --nproc-per-node=$$1 examples/compare.py $(ARGS)
+
+test: lint
+	$(PY) -m pytest
+
+lint: $(INSTALLED)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+format: $(INSTALLED)
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+bench: build
+	@for script in $(BENCHMARKS); do \
+		LOCAL_KERNELS="org/optimizer=$(CURDIR)" $(PY) $$script $(ARGS) || exit 1; \
+	done
+
+clean:
+	rm -rf build runs .pytest_cache .mypy_cache .ruff_cache
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

@@ -1,0 +1,179 @@
+"""Build the kernel's Hub variants without Nix: build/torch-<backend>/ as `get_kernel` loads them.
+
+The package is pure Python, so a variant is a copy of its files plus metadata.json. Parsing
+build.toml and hashing are the `kernels` library's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import re
+import shutil
+import subprocess
+import tempfile
+import tomllib
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from kernels._rust import Build, Digest, DigestAlgorithm, Metadata
+
+# What the Hub's own builder declares for this form of metadata.
+KERNELS_MINVER = "0.14.0"
+
+OPS = '''\
+import torch
+
+ops = torch.ops.{id}
+
+
+def add_op_namespace_prefix(op_name: str) -> str:
+    """Put an operator's name into this build's own namespace."""
+    return f"{id}::{{op_name}}"
+'''
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Build the kernel's Hub variants.")
+    root = Path(__file__).resolve().parent.parent
+    parser.add_argument("--source", type=Path, default=root, help="directory of build.toml")
+    parser.add_argument("--output", type=Path, help="where variants go (default: SOURCE/build)")
+    parser.add_argument("--backend", action="append", help="build this one only; may be repeated")
+    args = parser.parse_args()
+    output = args.output or args.source / "build"
+    try:
+        ids = build(args.source, output, args.backend)
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"build failed: {error}") from error
+    print(f"Built {', '.join(ids)} in {output}")
+
+
+def build(source: Path, output: Path, backends: Sequence[str] | None = None) -> list[str]:
+    """Build `backends` (default: all in build.toml) into `output`; returns the variants' ids.
+
+    Each variant is staged next to its place and moved there when complete, so that a process that
+    loads the kernel meanwhile sees the old build or the new one, never a part of either.
+    """
+    declared = [str(backend) for backend in Build.open(source).general.backends]
+    if unknown := set(backends or ()) - set(declared):
+        raise ValueError(f"backends {sorted(unknown)} are not in build.toml, which has {declared}")
+    output.mkdir(parents=True, exist_ok=True)
+    ids = []
+    for backend in backends or declared:
+        with tempfile.TemporaryDirectory(dir=output, prefix=".staging-") as staging:
+            variant = Path(staging, f"torch-{backend}")
+            ids.append(write_variant(source, variant, backend))
+            if not same_build(variant, output / variant.name):
+                move_into_place(variant, output / variant.name)
+    return ids
+
+
+def write_variant(source: Path, variant: Path, backend: str) -> str:
+    """Write the package's files, _ops.py if it is used, and metadata.json; returns the id."""
+    config = tomllib.loads((source / "build.toml").read_text())
+    general = config["general"]
+    module = general["name"].replace("-", "_")
+    copy_package(source / "torch-ext" / module, variant, config["torch-noarch"]["pyext"])
+
+    git = git_status(source)
+    # The id is the module's name once loaded. Two builds that share one would mix their
+    # submodules in a process that loads both, hence a hash of what is in the package.
+    uid = content_hash(variant) + ("_dirty" if git and git["dirty"] else "")
+    build_id = f"_{module}_{backend}_{uid}"
+    if uses_custom_ops(variant):
+        (variant / "_ops.py").write_text(OPS.format(id=build_id))
+
+    metadata = {
+        "name": general["name"],
+        "id": build_id,
+        "version": general["version"],
+        "kernels-minver": KERNELS_MINVER,
+        "license": general["license"],
+        "python-depends": [],
+        "kernel-depends": [],
+        "backend": {"type": backend},
+        "digest": {"algorithm": "sha256", "files": digests(variant)},
+        # The builder's version is a required field; its parts used here are the library's.
+        "provenance": {
+            "kernel-builder": {"version": version("kernels")},
+            **({"kernel": git} if git else {}),
+        },
+    }
+    path = variant / "metadata.json"
+    path.write_text(json.dumps(metadata, indent=2, sort_keys=True) + "\n")
+    Metadata.read_from_file(path)  # raises where the loader would
+    return build_id
+
+
+def copy_package(package: Path, variant: Path, suffixes: Sequence[str]) -> None:
+    """Copy the files that build.toml's `pyext` names; a variant holds the package's files flat."""
+    if not (package / "__init__.py").is_file():
+        raise FileNotFoundError(f"{package / '__init__.py'} does not exist")
+    for file in sorted(package.rglob("*")):
+        if file.is_file() and file.suffix.lstrip(".") in suffixes:
+            target = variant / file.relative_to(package)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, target)
+
+
+def content_hash(variant: Path) -> str:
+    return hashlib.sha256(json.dumps(digests(variant), sort_keys=True).encode()).hexdigest()[:12]
+
+
+def digests(variant: Path) -> dict[str, str]:
+    """Relative path to base64 digest, of all files but metadata.json and bytecode."""
+    return Digest.hash_variant(DigestAlgorithm.SHA256, variant).files
+
+
+def git_status(source: Path) -> dict[str, Any] | None:
+    """Commit and dirtiness of the sources; None outside a checkout or before its first commit."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(source), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    sources = ["--", "build.toml", "torch-ext"]
+    try:
+        commit = git("rev-parse", "HEAD")
+        # An unpacked release inside somebody else's checkout is not a part of it.
+        tracked = git("ls-files", *sources)
+        changed = git("status", "--porcelain", *sources)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return {"commit": commit, "dirty": bool(changed)} if tracked else None
+
+
+def uses_custom_ops(variant: Path) -> bool:
+    imports_ops = re.compile(r"^\s*from \.+_ops import", re.MULTILINE)
+    return any(imports_ops.search(file.read_text()) for file in variant.rglob("*.py"))
+
+
+def same_build(variant: Path, other: Path) -> bool:
+    metadata = other / "metadata.json"
+    return (
+        metadata.is_file()
+        and metadata.read_bytes() == (variant / metadata.name).read_bytes()
+        and digests(other) == digests(variant)
+    )
+
+
+def move_into_place(variant: Path, target: Path) -> None:
+    """Replace `target`. No single rename replaces a directory: the old one steps aside first."""
+    while True:
+        try:
+            variant.rename(target)
+            return
+        except OSError:
+            if not target.is_dir():
+                raise
+        # A parallel build may have replaced it first, or may do so before the next turn.
+        with suppress(FileNotFoundError):
+            target.rename(tempfile.mkdtemp(dir=variant.parent, prefix="old-") + "/variant")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,204 @@
+"""Runs a function on several gloo ranks, each a fresh process, from inside a test.
+
+The processes are forked from a server that has imported torch once, which makes a run cost tenths
+of a second. They see the environment as it was when the server started, at the first run.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+FORKSERVER = multiprocessing.get_context("forkserver")
+FORKSERVER.set_forkserver_preload(
+    [
+        "torch",
+        "torch.distributed.fsdp",
+        "torch.distributed.tensor.parallel",
+        "torch.distributed.checkpoint.state_dict",
+        "torch._dynamo",
+        "torch.profiler",
+        "kernels",
+        "pytest",
+    ]
+)
+
+# After a first failure the other ranks get this long to report theirs: a rank whose peer crashed
+# often fails sooner than the crash itself is seen, and would be blamed for it.
+GRACE_SECONDS = 0.3
+
+
+class RankError(RuntimeError):
+    """A rank raised, crashed or hung. The message names it and holds its traceback."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one rank ended: with a value, or with the class name of an exception.
+
+    The latter may also be "Crashed" or "TimedOut". `detail` is the traceback, the exit code, or
+    the stack on which the rank hung.
+    """
+
+    value: Any = None
+    error: str | None = None
+    message: str = ""
+    detail: str = ""
+
+
+def run_ranks(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 120,
+    pg_timeout: float = 30,
+    **kwargs: Any,
+) -> list[Any]:
+    """Call `fn(*args, **kwargs)` on `world_size` gloo ranks; returns the results in rank order.
+
+    `fn` is a module-level function of a test module, called with the default process group
+    initialized (`dist.get_rank()` tells who it is). Arguments and results are pickled. At the first
+    failure, or `timeout` seconds after the start, all ranks are killed and `RankError` is raised.
+    `pg_timeout` is the process group's own, in seconds.
+    """
+    outcomes = _run((fn, args, kwargs), world_size, timeout, pg_timeout, stop_on_failure=True)
+    failures = [
+        f"rank {rank} of {world_size}: {outcome.error}: {outcome.message}\n{outcome.detail}"
+        for rank, outcome in sorted(outcomes.items())
+        if outcome.error
+    ]
+    if failures:
+        raise RankError("\n".join(failures))
+    return [outcomes[rank].value for rank in range(world_size)]
+
+
+def rank_outcomes(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 120,
+    pg_timeout: float = 30,
+    **kwargs: Any,
+) -> list[Outcome]:
+    """Like `run_ranks`, but lets every rank end in its own way and tells how each did."""
+    outcomes = _run((fn, args, kwargs), world_size, timeout, pg_timeout, stop_on_failure=False)
+    return [outcomes[rank] for rank in range(world_size)]
+
+
+def _run(
+    call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]],
+    world_size: int,
+    timeout: float,
+    pg_timeout: float,
+    stop_on_failure: bool,
+) -> dict[int, Outcome]:
+    # Plain pickle: multiprocessing's own would pass tensors as shared memory of a dead process.
+    payload = pickle.dumps(call)
+    outcomes: dict[int, Outcome] = {}
+    processes, connections = [], {}
+    with tempfile.TemporaryDirectory(prefix="ranks-") as scratch:
+        try:
+            for rank in range(world_size):
+                ours, theirs = FORKSERVER.Pipe()
+                process = FORKSERVER.Process(
+                    target=_rank_main,
+                    args=(theirs, payload, rank, world_size, scratch, pg_timeout),
+                    daemon=True,
+                )
+                process.start()
+                theirs.close()  # so that a crash is an end of file on ours
+                processes.append(process)
+                connections[ours] = rank
+            deadline = time.monotonic() + timeout
+            pending = dict(connections)
+            while pending:
+                ready = wait(list(pending), max(0.0, deadline - time.monotonic()))
+                if not ready:
+                    break
+                for connection in ready:
+                    rank = pending.pop(connection)
+                    outcomes[rank] = _receive(connection, processes[rank])
+                    if stop_on_failure and outcomes[rank].error:
+                        deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+            if not (stop_on_failure and any(outcome.error for outcome in outcomes.values())):
+                for rank in pending.values():
+                    stack = _stack(processes[rank], _stack_file(scratch, rank))
+                    outcomes[rank] = Outcome(None, "TimedOut", f"no result in {timeout} s", stack)
+        finally:
+            for process in processes:
+                process.kill()
+            for process in processes:
+                process.join()
+            for connection in connections:
+                connection.close()
+    return outcomes
+
+
+def _rank_main(
+    connection: Connection,
+    payload: bytes,
+    rank: int,
+    world_size: int,
+    scratch: str,
+    pg_timeout: float,
+) -> None:
+    faulthandler.register(signal.SIGUSR1, file=open(_stack_file(scratch, rank), "w"))  # noqa: SIM115
+    try:
+        import torch
+        import torch.distributed as dist
+
+        torch.set_num_threads(1)
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        dist.init_process_group(
+            "gloo",
+            store=dist.FileStore(f"{scratch}/store", world_size),
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=pg_timeout),
+        )
+        fn, args, kwargs = pickle.loads(payload)
+        answer = pickle.dumps(Outcome(fn(*args, **kwargs)))
+    except BaseException as error:
+        answer = pickle.dumps(
+            Outcome(None, type(error).__name__, str(error), traceback.format_exc())
+        )
+    connection.send_bytes(answer)
+    # Stay until the parent has heard from all ranks: closing sockets that a slower rank still
+    # reads from would fail that rank. The parent kills us, or its end of the pipe goes with it.
+    wait([connection])
+    sys.stderr.flush()
+    os._exit(0)  # finalization is slow, and sometimes aborts
+
+
+def _receive(connection: Connection, process: multiprocessing.process.BaseProcess) -> Outcome:
+    try:
+        return pickle.loads(connection.recv_bytes())
+    except (EOFError, ConnectionResetError):
+        process.join()
+        return Outcome(None, "Crashed", f"exit code {process.exitcode}")
+
+
+def _stack_file(scratch: str, rank: int) -> Path:
+    return Path(scratch, f"stack-{rank}")
+
+
+def _stack(process: multiprocessing.process.BaseProcess, file: Path) -> str:
+    """Where all threads of a hanging rank are; empty when it hung before it could tell."""
+    if process.pid is None or not file.exists():
+        return ""
+    os.kill(process.pid, signal.SIGUSR1)
+    time.sleep(0.2)
+    return file.read_text()

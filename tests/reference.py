@@ -1,0 +1,535 @@
+"""Independent float64 reference of every update rule: plain, slow, one matrix at a time.
+
+Written from the formulas and never from the code under test, so it shares no name,
+constant or helper with the package. Order: orthogonalization, the other formulas of one
+step, the map from tensors to matrices, `ReferenceMuon` and `ReferenceAdamW` driven by the
+package's option names, then the five source optimizers, each from its own formulas.
+
+Notation: G gradient, B momentum buffer, U orthogonalized update, W weight, V second
+moment; a matrix has shape (rows, cols), s = min(rows, cols), l = max(rows, cols).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import torch
+from torch import Tensor
+
+# (a, b, c) of each iteration X <- aX + (bA + cA²)X with A = XXᵀ.
+FAMILIES = {
+    # K. Jordan, "Muon: An optimizer for hidden layers in neural networks" (2024).
+    "quintic": [(3.4445, -4.7750, 2.0315)],
+    # Y. Jiacheng's five triples, fitted for five iterations (2025).
+    "you": [
+        (4.0848, -6.8946, 2.9270),
+        (3.9505, -6.3029, 2.6377),
+        (3.7418, -5.5913, 2.3037),
+        (2.8769, -3.1427, 1.2046),
+        (2.8366, -3.0525, 1.2012),
+    ],
+    # Amsel, Persson, Musco, Gower, "The Polar Express" (arXiv 2505.16932), computed for
+    # 5 iterations with safety factor 2e-2 and cushion 2, as nanochat has them.
+    "polar_express": [
+        (8.156554524902461, -22.48329292557795, 15.878769915207462),
+        (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+        (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+        (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+        (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+    ],
+    # Grishina, Smirnov, Rakhuba, "CANS: Chebyshev-type Newton-Schulz" (arXiv 2506.10935).
+    "cans": [
+        (8.4703, -25.1081, 18.6293),
+        (4.1828, -3.1087, 0.5806),
+        (3.9619, -2.9541, 0.5630),
+        (3.2866, -2.4647, 0.5074),
+        (2.2737, -1.6447, 0.4162),
+    ],
+    # Relaxed cubic polynomials, no A² term (arXiv 2606.00371).
+    "cubic5": [
+        (3.3656576, -3.3420992, 0.0),
+        (2.5744352, -1.4957376, 0.0),
+        (2.5368962, -1.4312570, 0.0),
+        (2.4418906, -1.2764040, 0.0),
+        (2.2230472, -0.9630650, 0.0),
+    ],
+}
+CONSTANT_FAMILIES = {"quintic"}
+CONVERGING_TRIPLE = (15 / 8, -10 / 8, 3 / 8)  # p(1) = 1, p'(1) = p''(1) = 0
+NORM_FACTORS = {"polar_express": 1.02}  # every other family, and a list: 1
+
+
+def coefficients_of(ns_coefficients, ns_steps=5) -> list[tuple[float, float, float]]:
+    """The triples of all iterations.
+
+    A constant family repeats its triple. A scheduled one gives its first `ns_steps`
+    triples and goes on with `CONVERGING_TRIPLE`. An explicit list sets the count itself:
+    `ns_steps` must then be None or its length.
+    """
+    if isinstance(ns_coefficients, str):
+        family = FAMILIES[ns_coefficients]
+        if ns_coefficients in CONSTANT_FAMILIES:
+            return family * ns_steps
+        return (family + [CONVERGING_TRIPLE] * ns_steps)[:ns_steps]
+    if ns_steps not in (None, len(ns_coefficients)):
+        raise ValueError(f"{len(ns_coefficients)} explicit triples but ns_steps={ns_steps}")
+    return list(ns_coefficients)
+
+
+def norm_factor_of(ns_coefficients) -> float:
+    """What the input norm is multiplied by: 1.02 for `polar_express`, 1 otherwise."""
+    return NORM_FACTORS.get(ns_coefficients, 1.0) if isinstance(ns_coefficients, str) else 1.0
+
+
+def scalar_map(sigma: Tensor, coefficients) -> Tensor:
+    """What the iterations do to one singular value: p(σ) = aσ + bσ³ + cσ⁵, in turn."""
+    for a, b, c in coefficients:
+        sigma = a * sigma + b * sigma**3 + c * sigma**5
+    return sigma
+
+
+def largest_singular_value(ns_coefficients, ns_steps=5) -> float:
+    """Largest singular value the iterations can return for any normalized input (on a
+    fine grid); past 1.5 a shortened schedule deserves its warning."""
+    sigma = torch.linspace(0, 1 / norm_factor_of(ns_coefficients), 200_001, dtype=torch.float64)
+    return scalar_map(sigma, coefficients_of(ns_coefficients, ns_steps)).abs().max().item()
+
+
+def iterate(X: Tensor, coefficients) -> Tensor:
+    """X <- aX + (bA + cA²)X with A = XXᵀ, on the orientation with rows <= cols."""
+    if X.shape[0] > X.shape[1]:
+        return iterate(X.T, coefficients).T
+    for a, b, c in coefficients:
+        A = X @ X.T  # (s, s)
+        X = a * X + (b * A + c * (A @ A)) @ X
+    return X
+
+
+def newton_schulz(G: Tensor, coefficients, norm="frobenius", norm_factor=1.0, eps=1e-7) -> Tensor:
+    """U = iterate(X) of the normalized input, in float64. G: (rows, cols).
+
+    X = G / max|G|, then X / (‖X‖·norm_factor + eps), where ‖X‖ is the Frobenius norm
+    sqrt(Σσ²) or the Schatten-4 norm (Σσ⁴)^(1/4) = sqrt(‖XXᵀ‖_F). Division by the largest
+    magnitude comes first, so `eps` is relative to it and the scale of G never matters: a
+    source that adds eps to ‖G‖ itself differs by about eps/‖G‖. A zero or empty matrix
+    gives zeros of its shape, a non-finite entry makes every entry NaN.
+    """
+    X = G.to(torch.float64)
+    if X.numel() == 0 or X.abs().max() == 0:
+        return torch.zeros_like(X)
+    X = X / X.abs().max()
+    if norm == "frobenius":
+        size = X.square().sum().sqrt()
+    elif norm == "schatten4":
+        size = (X @ X.T).square().sum().sqrt().sqrt()
+    else:
+        raise ValueError(f"unknown norm {norm!r}")
+    return iterate(X / (size * norm_factor + eps), coefficients)
+
+
+def polar_factor(G: Tensor) -> Tensor:
+    """The exact polar factor P Qᵀ of G = P diag(σ) Qᵀ, over the σ that are not zero."""
+    G = G.to(torch.float64)
+    if G.numel() == 0:
+        return torch.zeros_like(G)
+    P, sigma, Qt = torch.linalg.svd(G, full_matrices=False)
+    kept = sigma > sigma.max() * max(G.shape) * torch.finfo(torch.float64).eps
+    return P[:, kept] @ Qt[kept]
+
+
+def momentum_update(
+    B: Tensor, G: Tensor, mu: float, style="classical", nesterov=True
+) -> tuple[Tensor, Tensor]:
+    """(new B, direction to orthogonalize).
+
+    classical (Sutskever et al. 2013, as torch.optim.SGD): B = μB + G; Nesterov G + μB.
+    ema: B = μB + (1-μ)G; Nesterov (1-μ)G + μB. Without Nesterov the direction is B.
+    """
+    weight = {"classical": 1.0, "ema": 1.0 - mu}[style]
+    B = mu * B + weight * G
+    return B, (weight * G + mu * B if nesterov else B)
+
+
+def update_scale(rows: int, cols: int, adjust_lr="match_rms_adamw") -> float:
+    """match_rms_adamw: 0.2·sqrt(l) (Liu et al., "Muon is Scalable for LLM Training",
+    arXiv 2502.16982, eq. 4); original: sqrt(max(1, rows/cols)) (K. Jordan); none: 1."""
+    if adjust_lr == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, cols))
+    if adjust_lr == "original":
+        return math.sqrt(max(1.0, rows / cols)) if cols else 1.0
+    if adjust_lr == "none":
+        return 1.0
+    raise ValueError(f"unknown scale {adjust_lr!r}")
+
+
+def normalize_second_moment(V: Tensor, U: Tensor, beta2: float) -> tuple[Tensor, Tensor]:
+    """(new V, rescaled U): NorMuon (arXiv 2510.05491) as nanochat has it. V: (l,).
+
+    v = mean of U² over the shorter side (the columns if rows >= cols), V = β2·V +
+    (1-β2)·v, U' = U / sqrt(max(V, 1e-10)), then U'·‖U‖_F / max(‖U'‖_F, 1e-10): the
+    Frobenius norm stays.
+    """
+    if U.numel() == 0:
+        return V, U
+    short = 1 if U.shape[0] >= U.shape[1] else 0
+    v = U.square().mean(dim=short)  # (l,)
+    V = beta2 * V + (1 - beta2) * v
+    scaled = U / V.clamp(min=1e-10).sqrt().unsqueeze(short)
+    return V, scaled * (frobenius(U) / frobenius(scaled).clamp(min=1e-10))
+
+
+def frobenius(X: Tensor) -> Tensor:
+    return X.square().sum().sqrt()
+
+
+def update_weight(
+    W: Tensor, U: Tensor, lr: float, scale: float, weight_decay=0.0, cautious=False, decay_lr="base"
+) -> Tensor:
+    """W - rate·wd·W - lr·scale·U, with rate = lr ("base") or lr·scale ("adjusted").
+
+    Cautious (Chen et al., arXiv 2510.12402): decay only the entries with U·W >= 0, by the
+    U that is applied (after second-moment normalization) and the weight before the step.
+    """
+    rate = {"base": lr, "adjusted": lr * scale}[decay_lr]
+    decay = rate * weight_decay * W
+    if cautious:
+        decay = torch.where(U * W >= 0, decay, torch.zeros_like(decay))
+    return W - decay - lr * scale * U
+
+
+def adamw_update(W, G, m, v, t, lr, betas, eps, weight_decay):
+    """(W, m, v) after step t = 1, 2, … of torch.optim.AdamW (arXiv 1711.05101, alg. 2).
+
+    W(1 - lr·wd) - lr · m̂ / (sqrt(v̂) + eps), m̂ = m/(1-β1ᵗ), v̂ = v/(1-β2ᵗ).
+    """
+    beta1, beta2 = betas
+    m = beta1 * m + (1 - beta1) * G
+    v = beta2 * v + (1 - beta2) * G**2
+    m_hat = m / (1 - beta1**t)
+    v_hat = v / (1 - beta2**t)
+    return W * (1 - lr * weight_decay) - lr * m_hat / (v_hat.sqrt() + eps), m, v
+
+
+def moonlight_adamw_update(W, G, m, v, t, lr, betas, eps, weight_decay):
+    """The AdamW inside Moonlight's (and LlamaFactory's) Muon: eps before bias correction.
+
+    W(1 - lr·wd) - lr/scale · m / (eps + sqrt(v)), scale = (1-β1ᵗ)/sqrt(1-β2ᵗ). It equals
+    torch's with eps/sqrt(1-β2ᵗ) in place of eps: at t = 1, β2 = 0.95 an eps 4.5 times as
+    large, and the same in the limit of many steps.
+    """
+    beta1, beta2 = betas
+    m = beta1 * m + (1 - beta1) * G
+    v = beta2 * v + (1 - beta2) * G**2
+    scale = (1 - beta1**t) / math.sqrt(1 - beta2**t)
+    return W * (1 - lr * weight_decay) - lr / scale * m / (eps + v.sqrt()), m, v
+
+
+def matrices_of(tensor: Tensor, split=None, flatten=False, expert=False) -> list[Tensor]:
+    """The matrices one stored tensor holds, in row-major order, as views of it.
+
+    expert: every leading dimension counts experts (before `flatten`, where both are set);
+    flatten: more than two dimensions become (dim 0, all the rest); then `split` cuts the
+    rows of each: a list of block heights that add up to the rows, or one height that
+    divides them. (Name patterns are the caller's to resolve.)
+    """
+    if tensor.ndim < 2:
+        raise ValueError(f"no matrix in shape {tuple(tensor.shape)}")
+    if expert:
+        indices = itertools.product(*(range(n) for n in tensor.shape[:-2]))
+        whole = [tensor[index] for index in indices]
+    elif tensor.ndim == 2:
+        whole = [tensor]
+    elif flatten:
+        whole = [tensor.view(tensor.shape[0], math.prod(tensor.shape[1:]))]
+    else:
+        raise ValueError(f"{tuple(tensor.shape)} needs expert=True or flatten=True")
+    return [block for matrix in whole for block in _row_blocks(matrix, split)]
+
+
+def _row_blocks(matrix: Tensor, split) -> list[Tensor]:
+    rows = matrix.shape[0]
+    if split is None:
+        return [matrix]
+    heights = [split] * (rows // split) if isinstance(split, int) else list(split)
+    if sum(heights) != rows:
+        raise ValueError(f"split {split} does not fit {rows} rows")
+    starts = [sum(heights[:i]) for i in range(len(heights))]
+    return [matrix[start : start + h] for start, h in zip(starts, heights)]
+
+
+def to_float64(tensor: Tensor) -> Tensor:
+    """A contiguous float64 copy that shares nothing with `tensor`."""
+    copy = torch.empty(tensor.shape, dtype=torch.float64)
+    return copy.copy_(tensor.detach())
+
+
+MUON_DEFAULTS = {
+    "lr": 1e-3,
+    "momentum": 0.95,
+    "nesterov": True,
+    "ns_steps": 5,
+    "weight_decay": 0.1,
+    "adjust_lr": "match_rms_adamw",
+    "momentum_style": "classical",
+    "ns_coefficients": "polar_express",
+    "ns_norm": "frobenius",
+    "ns_eps": 1e-7,
+    "beta2": None,
+    "cautious": False,
+    "decay_lr": "base",
+    "maximize": False,
+    "split": None,
+    "flatten": False,
+    "expert": False,
+    "nonfinite": "propagate",
+    "missing_grad": "raise",
+}
+ADAMW_DEFAULTS = dict(
+    lr=1e-3, adamw_betas=(0.9, 0.95), adamw_eps=1e-8, weight_decay=0.1, maximize=False
+)
+
+
+def _matrices(tensor, o):
+    return matrices_of(tensor, o["split"], o["flatten"], o["expert"])
+
+
+def _options_of_each(defaults, options, count) -> list[dict]:
+    each = options if isinstance(options, list) else [options or {}] * count
+    unknown = {key for given in each for key in given} - set(defaults)
+    if len(each) != count or unknown:
+        raise ValueError(f"{len(each)} options for {count} tensors, unknown {unknown}")
+    return [{**defaults, **given} for given in each]
+
+
+class ReferenceMuon:
+    """Muon with the package's options, per parameter.
+
+    `tensors` are copied to float64. `options`: one dict for all of them or a list with one
+    dict each, keys as in `MUON_DEFAULTS`; change `self.options[i]` for a schedule.
+    `step(grads)` takes a gradient or None per tensor (None: skipped, or zeros with
+    `missing_grad="zero"`). `weights[i]` and `momentum[i]` have the tensor's shape,
+    `second_moment[i]` is flat, the l entries of each matrix in turn, or None.
+    """
+
+    def __init__(self, tensors, options=None):
+        self.weights = [to_float64(t) for t in tensors]
+        self.momentum = [torch.zeros_like(W) for W in self.weights]
+        self.options = _options_of_each(MUON_DEFAULTS, options, len(self.weights))
+        self.second_moment = []
+        for W, o in zip(self.weights, self.options):
+            entries = sum(max(M.shape) for M in _matrices(W, o))
+            self.second_moment.append(None if o["beta2"] is None else W.new_zeros(entries))
+
+    def step(self, grads):
+        for i, G in enumerate(grads):
+            if G is not None:
+                self._step_parameter(i, to_float64(G))
+            elif self.options[i]["missing_grad"] == "zero":
+                self._step_parameter(i, torch.zeros_like(self.weights[i]))
+
+    def _step_parameter(self, i, full_G):
+        o = self.options[i]
+        if o["maximize"]:
+            full_G = -full_G
+        parts = (_matrices(t, o) for t in (self.weights[i], full_G, self.momentum[i]))
+        start = 0  # of this matrix in the flat second moment
+        for W, G, B in zip(*parts):
+            stop = start + max(W.shape)
+            V = None if o["beta2"] is None else self.second_moment[i][start:stop]
+            start = stop
+            if o["nonfinite"] == "propagate" or G.isfinite().all():
+                self._step_matrix(W, G, B, V, o)
+
+    @staticmethod
+    def _step_matrix(W, G, B, V, o):
+        """One step of one matrix, written into W, B and V."""
+        style, nesterov, family = o["momentum_style"], o["nesterov"], o["ns_coefficients"]
+        new_B, direction = momentum_update(B, G, o["momentum"], style, nesterov)
+        coefficients = coefficients_of(family, o["ns_steps"] if isinstance(family, str) else None)
+        factor = norm_factor_of(family)
+        U = newton_schulz(direction, coefficients, o["ns_norm"], factor, o["ns_eps"])
+        if V is not None:
+            new_V, U = normalize_second_moment(V, U, o["beta2"])
+            V.copy_(new_V)
+        scale = update_scale(*W.shape, o["adjust_lr"])
+        decay = o["weight_decay"], o["cautious"], o["decay_lr"]
+        W.copy_(update_weight(W, U, float(o["lr"]), scale, *decay))
+        B.copy_(new_B)
+
+
+class ReferenceAdamW:
+    """AdamW with the package's option names, per parameter; see `ReferenceMuon`.
+
+    `update` is `adamw_update` or `moonlight_adamw_update`.
+    """
+
+    def __init__(self, tensors, options=None, update=adamw_update):
+        self.weights = [to_float64(t) for t in tensors]
+        self.options = _options_of_each(ADAMW_DEFAULTS, options, len(self.weights))
+        self.update = update
+        self.exp_avg = [torch.zeros_like(W) for W in self.weights]
+        self.exp_avg_sq = [torch.zeros_like(W) for W in self.weights]
+        self.steps = [0] * len(self.weights)
+
+    def step(self, grads):
+        for i, (G, o) in enumerate(zip(grads, self.options)):
+            if G is None:
+                continue
+            self.steps[i] += 1
+            G = -to_float64(G) if o["maximize"] else to_float64(G)
+            state = self.weights[i], G, self.exp_avg[i], self.exp_avg_sq[i], self.steps[i]
+            hyper = float(o["lr"]), o["adamw_betas"], o["adamw_eps"], o["weight_decay"]
+            self.weights[i], self.exp_avg[i], self.exp_avg_sq[i] = self.update(*state, *hyper)
+
+
+class _Source:
+    """A source's Muon: subclasses write `_update(i, G)`, one step of `weights[i]`."""
+
+    def __init__(self, tensors):
+        self.weights = [to_float64(t) for t in tensors]
+        self.momentum = [torch.zeros_like(W) for W in self.weights]
+
+    def step(self, grads):
+        for i, G in enumerate(grads):
+            if G is not None:
+                self._update(i, to_float64(G))
+
+
+class MotifReference(_Source):
+    """Muon of the motif-technologies/optimizer kernel.
+
+    B = μB + G, D = G + μB (or B), X = D/(‖D‖ + 1e-7), always the five `you` iterations
+    (its `ns_steps` is not read), W(1 - lr·wd) - lr·0.2·sqrt(l)·U. A tensor of three
+    dimensions is (experts, rows, cols), each expert on its own.
+    """
+
+    def __init__(self, tensors, lr=1e-3, momentum=0.95, nesterov=True, weight_decay=0.1):
+        super().__init__(tensors)
+        self.lr, self.mu, self.nesterov, self.wd = lr, momentum, nesterov, weight_decay
+
+    def _update(self, i, G):
+        self.momentum[i] = B = self.mu * self.momentum[i] + G
+        D = G + self.mu * B if self.nesterov else B
+        stack = D if D.ndim == 3 else D.unsqueeze(0)  # (E, rows, cols)
+        U = torch.stack([iterate(X / (frobenius(X) + 1e-7), FAMILIES["you"]) for X in stack])
+        rate = self.lr * 0.2 * max(G.shape[-2:]) ** 0.5
+        self.weights[i] = self.weights[i] * (1 - self.lr * self.wd) - rate * U.view_as(D)
+
+
+class NanochatReference(_Source):
+    """Muon of nanochat's MuonAdamW and DistMuonAdamW, in the version with norm·1.02.
+
+    B = lerp(B, G, 1-μ), D = lerp(G, B, μ), X = D/(1.02·‖D‖ + 1e-6), the first `ns_steps`
+    Polar Express iterations (five at most), v = mean(U²) over the shorter side,
+    V = lerp(V, v, 1-β2) with β2 = None meaning 0, U scaled by rsqrt(max(V, 1e-10)) and
+    back to its norm, then with lr' = lr·max(1, rows/cols)^0.5 in both terms:
+    W - lr'·U - lr'·wd·W·[U·W >= 0].
+    """
+
+    def __init__(self, tensors, lr, momentum=0.95, ns_steps=5, beta2=None, weight_decay=0.0):
+        super().__init__(tensors)
+        self.lr, self.mu, self.wd = lr, momentum, weight_decay
+        self.beta2 = 0.0 if beta2 is None else beta2
+        self.coefficients = FAMILIES["polar_express"][:ns_steps]
+        self.second_moment = [W.new_zeros(max(W.shape)) for W in self.weights]
+
+    def _update(self, i, G):
+        W, (rows, cols) = self.weights[i], G.shape
+        self.momentum[i] = B = torch.lerp(self.momentum[i], G, 1 - self.mu)
+        D = torch.lerp(G, B, self.mu)
+        U = iterate(D / (1.02 * frobenius(D) + 1e-6), self.coefficients)
+        dim, length = (-1, cols) if rows >= cols else (-2, rows)
+        v = U.square().mean(dim)  # (l,)
+        self.second_moment[i] = V = torch.lerp(self.second_moment[i], v, 1 - self.beta2)
+        step = V.clamp(min=1e-10).rsqrt()
+        old_norm = (v.sum() * length).sqrt()
+        new_norm = ((v * length) * step.square()).sum().sqrt()
+        U = U * (step * (old_norm / new_norm.clamp(min=1e-10))).unsqueeze(dim)
+        lr = self.lr * max(1.0, rows / cols) ** 0.5
+        self.weights[i] = W - lr * U - lr * self.wd * W * (U * W >= 0)
+
+
+class KellerJordanReference(_Source):
+    """Muon of KellerJordan/Muon.
+
+    B = lerp(B, G, 1-β), D = lerp(G, B, β), X = D/(‖D‖ + 1e-7), quintic ×5, scale
+    max(1, rows/cols)^0.5, W(1 - lr·wd) - lr·scale·U. A missing gradient is zeros. A 4-D
+    convolution is orthogonalized as (out, rest), but its scale takes the gradient's last
+    two dimensions, the kernel's height and width: 1 for every square kernel, where a
+    flattened (out, rest) matrix would have sqrt(max(1, out/rest)).
+    """
+
+    def __init__(self, tensors, lr=0.02, weight_decay=0.0, momentum=0.95):
+        super().__init__(tensors)
+        self.lr, self.beta, self.wd = lr, momentum, weight_decay
+
+    def step(self, grads):
+        super().step([torch.zeros_like(W) if G is None else G for G, W in zip(grads, self.weights)])
+
+    def _update(self, i, G):
+        self.momentum[i] = torch.lerp(self.momentum[i], G, 1 - self.beta)
+        D = torch.lerp(G, self.momentum[i], self.beta)
+        if D.ndim == 4:
+            D = D.flatten(1)
+        U = iterate(D / (frobenius(D) + 1e-7), FAMILIES["quintic"] * 5)
+        U = U * max(1, G.shape[-2] / G.shape[-1]) ** 0.5
+        W = self.weights[i] * (1 - self.lr * self.wd)
+        self.weights[i] = W - self.lr * U.reshape(W.shape)
+
+
+class MoonlightReference(_Source):
+    """Muon of Moonlight and of LlamaFactory (arXiv 2502.16982), 2-D parameters.
+
+    B = μB + G, D = G + μB (or B), X = D/(‖D‖ + 1e-7), quintic × `ns_steps`,
+    W(1 - lr·wd) - lr·0.2·sqrt(max(rows, cols))·U. Its AdamW: `moonlight_adamw_update`.
+    """
+
+    def __init__(self, tensors, lr=1e-3, wd=0.1, momentum=0.95, nesterov=True, ns_steps=5):
+        super().__init__(tensors)
+        self.lr, self.wd, self.mu, self.nesterov = lr, wd, momentum, nesterov
+        self.coefficients = FAMILIES["quintic"] * ns_steps
+
+    def _update(self, i, G):
+        self.momentum[i] = B = self.momentum[i] * self.mu + G
+        D = G + B * self.mu if self.nesterov else B
+        U = iterate(D / (frobenius(D) + 1e-7), self.coefficients)
+        rate = self.lr * 0.2 * math.sqrt(max(G.shape))
+        self.weights[i] = self.weights[i] * (1 - self.lr * self.wd) - rate * U
+
+
+class TorchMuonReference(_Source):
+    """torch.optim.Muon.
+
+    B = lerp(B, G, 1-μ), D = lerp(G, B, μ) (or B), X = D/max(‖D‖, eps), one triple
+    `ns_steps` times, scale sqrt(max(1, rows/cols)) ("original", None) or
+    0.2·sqrt(max(rows, cols)) ("match_rms_adamw"), W(1 - lr·wd) - lr·scale·U.
+    """
+
+    def __init__(
+        self,
+        tensors,
+        lr=1e-3,
+        weight_decay=0.1,
+        momentum=0.95,
+        nesterov=True,
+        ns_coefficients=(3.4445, -4.7750, 2.0315),
+        eps=1e-7,
+        ns_steps=5,
+        adjust_lr_fn=None,
+    ):
+        super().__init__(tensors)
+        self.lr, self.wd, self.mu, self.nesterov = lr, weight_decay, momentum, nesterov
+        self.coefficients, self.eps = [ns_coefficients] * ns_steps, eps
+        self.adjust_lr_fn = adjust_lr_fn
+
+    def _update(self, i, G):
+        rows, cols = G.shape
+        self.momentum[i] = B = torch.lerp(self.momentum[i], G, 1 - self.mu)
+        D = torch.lerp(G, B, self.mu) if self.nesterov else B
+        U = iterate(D / frobenius(D).clamp(min=self.eps), self.coefficients)
+        if self.adjust_lr_fn == "match_rms_adamw":
+            scale = 0.2 * math.sqrt(max(rows, cols))
+        else:
+            scale = math.sqrt(max(1, rows / cols))
+        self.weights[i] = self.weights[i] * (1 - self.lr * self.wd) - self.lr * scale * U

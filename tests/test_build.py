@@ -1,0 +1,372 @@
+"""What the Hub asks of a kernel: of build.toml, of the package's sources, and of what is built.
+
+The source gates run anywhere. Those that build need scripts/build.py, which the Hub's own builder
+leaves out.
+"""
+
+import ast
+import importlib.util
+import shutil
+import subprocess
+import sys
+import tomllib
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from kernels import Metadata, get_local_kernel
+from kernels._rust import Build, Digest, DigestAlgorithm, DigestValidationError
+from kernels.backends import _backend
+
+from kernel import optimizer
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "torch-ext" / "optimizer"
+BUILD_SCRIPT = ROOT / "scripts" / "build.py"
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+BACKENDS = ["cpu", "cuda", "metal", "rocm", "xpu"]
+HERE = _backend().name
+
+each_source = pytest.mark.parametrize(
+    "source", SOURCES, ids=[str(source.relative_to(PACKAGE)) for source in SOURCES]
+)
+needs_build_script = pytest.mark.skipif(
+    not BUILD_SCRIPT.exists(), reason="scripts/ is not part of the published sources"
+)
+
+
+@pytest.mark.kernels_ci
+def test_build_toml_is_accepted_and_complete():
+    # The parser accepts an empty `backends` silently.
+    assert [str(backend) for backend in Build.open(ROOT).general.backends] == BACKENDS
+    config = tomllib.loads((ROOT / "build.toml").read_text())
+    assert config["general"]["name"] == "optimizer"
+    assert config["general"]["version"] == 1
+    assert config["general"]["license"] == "Apache-2.0"
+    assert config["general"]["hub"] == {"repo-id": "org/optimizer"}
+    assert config["torch-noarch"]["pyext"] == ["py", "pyi", "json"]
+
+
+@pytest.mark.skipif(not shutil.which("nix-instantiate"), reason="needs nix-instantiate")
+def test_flake_parses():
+    flake = ROOT / "flake.nix"
+    if not flake.exists():
+        pytest.skip("flake.nix is not part of the published sources")
+    subprocess.run(["nix-instantiate", "--parse", flake], check=True, capture_output=True)
+
+
+def test_card_renders_with_what_the_builder_passes():
+    card = ROOT / "CARD.md"
+    if not card.exists():
+        pytest.skip("CARD.md is not part of the published sources")
+    template = pytest.importorskip("jinja2").Template(card.read_text(), trim_blocks=True)
+    text = template.render(
+        repo_id="org/optimizer", functions=["Muon"], has_benchmark=True, license="apache-2.0"
+    )
+    front_matter = text.split("---\n")[1]
+    assert front_matter == "license: apache-2.0\nlibrary_name: kernels\ntags:\n  - kernels\n"
+    assert 'get_kernel("org/optimizer", version=1, trust_remote_code=["org/optimizer"])' in text
+    assert "- `Muon`" in text
+    assert "{%" not in text and "{{" not in text
+
+
+@pytest.mark.kernels_ci
+def test_public_names_are_a_literal_list_that_starts_with_muon():
+    tree = ast.parse((PACKAGE / "__init__.py").read_text())
+    (assignment,) = [
+        node
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    ]
+    names = ast.literal_eval(assignment.value)
+    assert isinstance(names, list)
+    assert names[0] == "Muon"
+    assert len(set(names)) == len(names)
+    assert [name for name in names if not hasattr(optimizer, name)] == []
+
+
+@pytest.mark.kernels_ci
+@each_source
+def test_imports_are_relative_or_standard_library_or_torch(source):
+    tree = ast.parse(source.read_text())
+    lazy = {
+        node
+        for function in ast.walk(tree)
+        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef))
+        for node in ast.walk(function)
+    }
+    # A Triton kernel needs triton's language among its module's globals; that such a module is
+    # itself imported lazily is what `test_package_imports_without_triton` shows.
+    triton_module = "triton_kernels" in source.parts
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            modules = [node.module or ""]
+        else:
+            continue
+        for module in modules:
+            top = module.partition(".")[0]
+            allowed = top == "torch" or top in sys.stdlib_module_names
+            if top == "triton":
+                allowed = triton_module or node in lazy
+            assert allowed, f"{source.name}:{node.lineno} imports {module}"
+
+
+# Names that the standard library got after Python 3.9.
+NEWER_THAN_39 = {
+    *("Concatenate", "Never", "NotRequired", "ParamSpec", "Required", "Self", "TypeAlias"),
+    *("TypeGuard", "Unpack", "assert_never", "override"),
+    *("StrEnum", "aclosing", "batched", "bit_count", "pairwise", "tomllib"),
+}
+
+
+@pytest.mark.kernels_ci
+@each_source
+def test_sources_are_python_39(source):
+    tree = ast.parse(source.read_text(), feature_version=(3, 9))
+    for node in ast.walk(tree):
+        where = f"{source.name}:{getattr(node, 'lineno', '?')}"
+        if isinstance(node, ast.Call):
+            name = ast.unparse(node.func).rpartition(".")[2]
+            keywords = {keyword.arg for keyword in node.keywords}
+            assert not (name == "zip" and "strict" in keywords), f"{where}: zip(strict=)"
+            newer = keywords & {"slots", "kw_only"} if name in ("dataclass", "field") else set()
+            assert not newer, f"{where}: {name}({newer})"
+            unions = [
+                a for a in node.args if isinstance(a, ast.BinOp) and isinstance(a.op, ast.BitOr)
+            ]
+            assert not (name in ("isinstance", "issubclass") and unions), f"{where}: X | Y"
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            newer = {alias.name for alias in node.names} & NEWER_THAN_39
+            assert not newer, f"{where}: imports {newer}"
+        elif isinstance(node, ast.Attribute):
+            assert node.attr not in NEWER_THAN_39, f"{where}: {node.attr}"
+        elif isinstance(node, (ast.AnnAssign, ast.arg)) and node.annotation is not None:
+            assert "annotations" in future_imports(tree), f"{where}: no lazy annotations"
+
+
+def future_imports(tree: ast.Module) -> set[str]:
+    return {
+        alias.name
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom) and node.module == "__future__"
+        for alias in node.names
+    }
+
+
+@pytest.mark.kernels_ci
+@each_source
+def test_custom_operators_are_in_the_namespace_of_the_build(source):
+    for node in ast.walk(ast.parse(source.read_text())):
+        if not isinstance(node, ast.Call):
+            continue
+        name = ast.unparse(node.func)
+        if name.endswith(("library.custom_op", "library.triton_op", "library.define")):
+            namespaced = ast.unparse(node.args[0])
+            assert namespaced.startswith("add_op_namespace_prefix('"), f"{source.name}: {name}"
+        assert not name.endswith("torch.library.Library"), f"{source.name}: {name}"
+
+
+IMPORT_PACKAGE = """
+import sys
+sys.path.insert(0, {path!r})
+{before}
+import optimizer
+print(*sorted(name for name in sys.modules if name.split(".")[0] == "optimizer"))
+"""
+
+# torch's own modules ask for devices when they are imported, so they come first.
+DEVICE_QUERIES_RAISE = """
+import torch
+import torch.distributed.checkpoint.state_dict, torch.distributed.fsdp, torch.distributed.tensor
+import torch._dynamo
+
+def refuse(*args, **kwargs):
+    raise AssertionError("device query at import")
+
+torch.cuda._lazy_init = refuse
+for module in (torch.cuda, torch.accelerator, torch.xpu, torch.mps, torch.backends.mps):
+    for name in ("is_available", "device_count", "current_device", "current_accelerator",
+                 "get_device_capability", "get_device_properties", "is_bf16_supported"):
+        if hasattr(module, name):
+            setattr(module, name, refuse)
+"""
+
+
+def import_package(before: str) -> set[str]:
+    script = IMPORT_PACKAGE.format(path=str(PACKAGE.parent), before=before)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.split())
+
+
+def test_importing_asks_for_no_device():
+    assert "optimizer.muon" in import_package(DEVICE_QUERIES_RAISE)
+
+
+def test_package_imports_without_triton():
+    assert "optimizer.muon" in import_package("sys.modules['triton'] = None")
+
+
+@pytest.fixture(scope="module")
+def builder():
+    spec = importlib.util.spec_from_file_location("build_script", BUILD_SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def source(tmp_path, monkeypatch):
+    """A copy of the sources outside any checkout, free to be changed."""
+    for name in ("GIT_DIR", "GIT_INDEX_FILE", "GIT_WORK_TREE"):  # set inside a git hook
+        monkeypatch.delenv(name, raising=False)
+    root = tmp_path / "source"
+    shutil.copytree(PACKAGE, root / "torch-ext" / "optimizer")
+    shutil.copy(ROOT / "build.toml", root)
+    return root
+
+
+def uid(build_id: str) -> str:
+    return build_id.removeprefix(f"_optimizer_{HERE}_")
+
+
+@needs_build_script
+@pytest.mark.kernels_ci
+def test_variants_have_valid_digests_and_metadata(builder, source):
+    output = source / "build"
+    ids = builder.build(source, output)
+    assert sorted(path.name for path in output.iterdir()) == [f"torch-{name}" for name in BACKENDS]
+    for backend, build_id in zip(BACKENDS, ids, strict=True):
+        variant = output / f"torch-{backend}"
+        metadata = Metadata.read_from_file(variant / "metadata.json")
+        assert (str(metadata.name), metadata.version) == ("optimizer", 1)
+        assert (metadata.id, metadata.license) == (build_id, "Apache-2.0")
+        assert str(metadata.backend.backend_type) == backend
+        assert metadata.python_depends == [] and metadata.kernel_depends == []
+        assert metadata.provenance.kernel is None and not metadata.provenance.dirty
+        actual = Digest.hash_variant(DigestAlgorithm.SHA256, variant)
+        metadata.digest.validate(actual)
+        files = {str(file.relative_to(PACKAGE)) for file in SOURCES}
+        assert files <= set(actual.files)
+        (variant / "__init__.py").write_text("tampered = True\n")
+        with pytest.raises(DigestValidationError):
+            metadata.digest.validate(Digest.hash_variant(DigestAlgorithm.SHA256, variant))
+
+
+@needs_build_script
+def test_command_line_builds_one_backend(tmp_path):
+    options = ["--source", ROOT, "--output", tmp_path, "--backend", "cuda"]
+    command = [sys.executable, BUILD_SCRIPT, *options]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert "_optimizer_cuda_" in done.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["torch-cuda"]
+    refused = subprocess.run([*command, "--backend", "abacus"], capture_output=True, text=True)
+    assert refused.returncode != 0 and "abacus" in refused.stderr
+
+
+@needs_build_script
+def test_id_follows_the_content_and_nothing_else(builder, source, tmp_path):
+    def build() -> str:
+        (build_id,) = builder.build(source, tmp_path / "output", [HERE])
+        return uid(build_id)
+
+    first = build()
+    assert build() == first
+    (source / "README.md").write_text("not part of the package")
+    assert build() == first
+
+    init = source / "torch-ext" / "optimizer" / "__init__.py"
+    init.write_text(init.read_text() + "CHANGED = True\n")
+    second = build()
+    data = source / "torch-ext" / "optimizer" / "data.json"
+    data.write_text("{}")
+    third = build()
+    data.rename(data.with_name("other.json"))
+    assert len({first, second, third, build()}) == 4
+    assert sorted(path.name for path in (tmp_path / "output").iterdir()) == [f"torch-{HERE}"]
+
+
+@needs_build_script
+@pytest.mark.skipif(not shutil.which("git"), reason="needs git")
+def test_id_and_provenance_tell_uncommitted_work(builder, source, tmp_path):
+    def git(*arguments: str) -> str:
+        identity = ["-c", "user.name=test", "-c", "user.email=test@example.com"]
+        command = ["git", "-C", str(source), *identity, *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    def build() -> Metadata:
+        builder.build(source, tmp_path / "output", [HERE])
+        return Metadata.read_from_file(tmp_path / "output" / f"torch-{HERE}" / "metadata.json")
+
+    outside = build()
+    git("init", "--quiet")
+    assert build().provenance.kernel is None, "there is no commit yet"
+    git("add", ".")
+    git("commit", "--quiet", "-m", "all")
+    clean = build()
+    assert clean.id == outside.id
+    assert clean.provenance.kernel.commit == git("rev-parse", "HEAD")
+    assert not clean.provenance.dirty
+
+    new = source / "torch-ext" / "optimizer" / "new.json"
+    ids = set()
+    for content in ("1", "2"):
+        new.write_text(content)
+        metadata = build()
+        assert metadata.id.endswith("_dirty") and metadata.provenance.dirty
+        ids.add(metadata.id)
+    assert len(ids) == 2, "different uncommitted contents share an id"
+
+
+@needs_build_script
+def test_sources_inside_another_checkout_do_not_take_its_commit(builder, source):
+    subprocess.run(["git", "-C", source.parent, "init", "--quiet"], check=True)
+    identity = ["-c", "user.name=test", "-c", "user.email=test@example.com"]
+    commit = ["commit", "--quiet", "--allow-empty", "-m", "other"]
+    subprocess.run(["git", "-C", source.parent, *identity, *commit], check=True)
+    assert builder.git_status(source) is None
+
+
+@needs_build_script
+def test_parallel_builds_leave_one_whole_build(builder, source, tmp_path):
+    sources = []
+    for index in range(4):
+        sources.append(tmp_path / f"source-{index}")
+        shutil.copytree(source, sources[-1])
+        (sources[-1] / "torch-ext" / "optimizer" / "index.json").write_text(str(index))
+    output = tmp_path / "output"
+    with ThreadPoolExecutor(len(sources)) as pool:
+        built = pool.map(lambda root: builder.build(root, output, [HERE]), sources * 5)
+        ids = {build_id for (build_id,) in built}
+    variant = output / f"torch-{HERE}"
+    metadata = Metadata.read_from_file(variant / "metadata.json")
+    assert metadata.id in ids and len(ids) == len(sources)
+    metadata.digest.validate(Digest.hash_variant(DigestAlgorithm.SHA256, variant))
+    assert [path.name for path in output.iterdir()] == [variant.name]
+
+
+@needs_build_script
+def test_custom_operators_get_the_namespace_of_their_build(builder, source, tmp_path):
+    init = source / "torch-ext" / "optimizer" / "__init__.py"
+    init.write_text("from ._ops import add_op_namespace_prefix, ops\n__all__ = []\n")
+    (build_id,) = builder.build(source, tmp_path / "output", [HERE])
+    loaded = get_local_kernel(tmp_path / "output")
+    assert loaded.add_op_namespace_prefix("gram") == f"{build_id}::gram"
+
+
+@needs_build_script
+def test_two_builds_in_one_process_keep_their_submodules_apart(builder, source, tmp_path):
+    for mark in ("first", "second"):
+        for file in (source / "torch-ext").rglob("*.py"):
+            file.write_text(f"{file.read_text()}\nBUILD_MARK = {mark!r}\n")
+        (build_id,) = builder.build(source, tmp_path / mark, [HERE])
+        loaded = get_local_kernel(tmp_path / mark)
+        assert loaded.__name__ == build_id and loaded.__name__ != optimizer.__name__
+        modules = {
+            name: sys.modules[name] for name in sys.modules if name.split(".")[0] == build_id
+        }
+        assert f"{build_id}.muon" in modules
+        assert {module.BUILD_MARK for module in modules.values()} == {mark}
+    assert not hasattr(optimizer, "BUILD_MARK")
