@@ -50,11 +50,7 @@ def update_chunk(
     for piece in chunk.pieces:
         if takes_part(params[piece.entry], hyper):
             first = parts[-1].last if parts else 0
-            parts.append(
-                _Part.of(
-                    params[piece.entry], entries[piece.entry], (piece.first, piece.last), first
-                )
-            )
+            parts.append(_Part.of(params[piece.entry], entries[piece.entry], piece, first))
     if not parts:
         return
     keep = _rows_to_keep(parts) if hyper["nonfinite"] == "skip" else None
