@@ -45,7 +45,7 @@ def check_placements(tensor: Tensor) -> None:
     for placement in tensor.placements:  # type: ignore[attr-defined]
         if not isinstance(placement, (Shard, _StridedShard, Replicate)):
             raise ValueError(
-                f"has placement {placement}; Shard and Replicate are supported, "
+                f"has placement {placement!r}; Shard and Replicate are supported, "
                 "reduce a Partial tensor first: tensor.redistribute(placements=[Replicate(), …])"
             )
 
