@@ -4,8 +4,6 @@ The package is pure Python, so a variant is a copy of its files plus metadata.js
 build.toml and hashing are the `kernels` library's own.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json
@@ -18,12 +16,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 from kernels._rust import Build, Digest, DigestAlgorithm, Metadata
-
-# What the Hub's own builder declares for this form of metadata.
-KERNELS_MINVER = "0.14.0"
 
 OPS = '''\
 import torch
@@ -67,8 +61,7 @@ def build(source: Path, output: Path, backends: Sequence[str] | None = None) -> 
         with tempfile.TemporaryDirectory(dir=output, prefix=".staging-") as staging:
             variant = Path(staging, f"torch-{backend}")
             ids.append(write_variant(source, variant, backend))
-            if not same_build(variant, output / variant.name):
-                move_into_place(variant, output / variant.name)
+            move_into_place(variant, output / variant.name)
     return ids
 
 
@@ -78,12 +71,12 @@ def write_variant(source: Path, variant: Path, backend: str) -> str:
     general = config["general"]
     module = general["name"].replace("-", "_")
     copy_package(source / "torch-ext" / module, variant, config["torch-noarch"]["pyext"])
-
     git = git_status(source)
     # The id is the module's name once loaded. Two builds that share one would mix their
     # submodules in a process that loads both, hence a hash of what is in the package.
-    uid = content_hash(variant) + ("_dirty" if git and git["dirty"] else "")
-    build_id = f"_{module}_{backend}_{uid}"
+    content = json.dumps(digests(variant), sort_keys=True)
+    uid = hashlib.sha256(content.encode()).hexdigest()[:12]
+    build_id = f"_{module}_{backend}_{uid}{'_dirty' if git and git['dirty'] else ''}"
     if uses_custom_ops(variant):
         (variant / "_ops.py").write_text(OPS.format(id=build_id))
 
@@ -91,7 +84,7 @@ def write_variant(source: Path, variant: Path, backend: str) -> str:
         "name": general["name"],
         "id": build_id,
         "version": general["version"],
-        "kernels-minver": KERNELS_MINVER,
+        "kernels-minver": "0.14.0",  # as the Hub's builder declares for this form of metadata
         "license": general["license"],
         "python-depends": [],
         "kernel-depends": [],
@@ -120,16 +113,12 @@ def copy_package(package: Path, variant: Path, suffixes: Sequence[str]) -> None:
             shutil.copyfile(file, target)
 
 
-def content_hash(variant: Path) -> str:
-    return hashlib.sha256(json.dumps(digests(variant), sort_keys=True).encode()).hexdigest()[:12]
-
-
 def digests(variant: Path) -> dict[str, str]:
     """Relative path to base64 digest, of all files but metadata.json and bytecode."""
     return Digest.hash_variant(DigestAlgorithm.SHA256, variant).files
 
 
-def git_status(source: Path) -> dict[str, Any] | None:
+def git_status(source: Path) -> dict[str, object] | None:
     """Commit and dirtiness of the sources; None outside a checkout or before its first commit."""
 
     def git(*arguments: str) -> str:
@@ -150,15 +139,6 @@ def git_status(source: Path) -> dict[str, Any] | None:
 def uses_custom_ops(variant: Path) -> bool:
     imports_ops = re.compile(r"^\s*from \.+_ops import", re.MULTILINE)
     return any(imports_ops.search(file.read_text()) for file in variant.rglob("*.py"))
-
-
-def same_build(variant: Path, other: Path) -> bool:
-    metadata = other / "metadata.json"
-    return (
-        metadata.is_file()
-        and metadata.read_bytes() == (variant / metadata.name).read_bytes()
-        and digests(other) == digests(variant)
-    )
 
 
 def move_into_place(variant: Path, target: Path) -> None:

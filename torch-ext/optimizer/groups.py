@@ -94,7 +94,7 @@ def get_default_muon_param_groups(
     Args:
         model: the model, sharded or not.
         is_muon_func: ``(name, param)`` or ``(name, param, expert_keys)`` to whether it is Muon's.
-        expert_keys: see `default_is_muon`; give the same to `Muon`.
+        expert_keys: see `default_is_muon`; the Muon group keeps them.
 
     Returns:
         Two groups, ``use_muon`` True and False, with ``params`` and ``names``; either may be empty.
@@ -107,6 +107,8 @@ def get_default_muon_param_groups(
         for param in module.parameters(recurse=False)
     }
     muon: dict[str, Any] = {"params": [], "names": [], "use_muon": True}
+    if expert_keys is not None:
+        muon["expert_keys"] = list(expert_keys)
     adamw: dict[str, Any] = {"params": [], "names": [], "use_muon": False}
     for name, param in model.named_parameters():
         if not param.requires_grad:

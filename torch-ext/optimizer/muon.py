@@ -70,7 +70,8 @@ class Muon(torch.optim.Optimizer):
         chunk_size: matrices orthogonalized as one batch; −1 chooses by bytes.
         use_distributed_muon: the plain all-gather path for DTensors, which this version always
             takes.
-        expert_keys: whole components of names of stacked experts ``(experts…, rows, cols)``.
+        expert_keys: whole components of names of stacked experts ``(experts…, rows, cols)``; groups
+            made with `get_default_muon_param_groups` bring their own.
         adjust_lr: update scale, ``"match_rms_adamw"`` 0.2·sqrt(max(rows, cols)), ``"original"``
             sqrt(max(1, rows/cols)), or ``"none"``.
         momentum_style: ``"classical"`` or ``"ema"``, see above.
@@ -146,7 +147,6 @@ class Muon(torch.optim.Optimizer):
             warmup_step=warmup_step,
             chunk_size=chunk_size,
             use_distributed_muon=use_distributed_muon,
-            expert_keys=tuple(expert_keys or ()),
             comm_dtype=comm_dtype,
         )
         if clip_config is not None:
@@ -198,9 +198,8 @@ class Muon(torch.optim.Optimizer):
     def _matrices(self, group: Mapping[str, Any], index: int, where: str) -> Matrices:
         """How a parameter of a Muon group is read as matrices."""
         hyper = self._read(group)
-        shape, flatten, split = group["params"][index].shape, hyper["flatten"], hyper["split"]
-        names = group.get("names")
-        keys = self._optimizer_wide.expert_keys
+        shape, names = group["params"][index].shape, group.get("names")
+        keys, split, flatten = (hyper[key] for key in options.STRUCTURE)
         if names is None and (isinstance(split, Mapping) or (keys and len(shape) > 2)):
             needed_for = "a split by name patterns" if isinstance(split, Mapping) else "expert_keys"
             raise ValueError(
@@ -273,8 +272,7 @@ class Muon(torch.optim.Optimizer):
         facts = (
             [(p.shape, p.dtype, p.device, dtensors.layout_of(p)) for p in params],
             list(group.get("names") or ()),
-            copy.deepcopy(hyper["split"]),
-            hyper["flatten"],
+            copy.deepcopy([hyper[key] for key in options.STRUCTURE]),
         )
         cached = self._plans.get(number)
         if cached is not None and cached.facts == facts:
@@ -337,7 +335,7 @@ class Muon(torch.optim.Optimizer):
         self._check_checkpoint(state_dict)
         super().load_state_dict(state_dict)
         for group, before, saved in zip(self.param_groups, groups, state_dict["param_groups"]):
-            for key in ("names", "use_muon"):
+            for key in ("names", "use_muon", *options.STRUCTURE):
                 if key in before:
                     group[key] = before[key]
             for key, default in self.defaults.items():
@@ -384,7 +382,6 @@ class OptimizerWide:
     warmup_step: int
     chunk_size: int
     use_distributed_muon: bool
-    expert_keys: tuple[str, ...]
     comm_dtype: Optional[torch.dtype]
 
     def validate(self) -> None:

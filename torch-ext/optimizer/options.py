@@ -11,6 +11,9 @@ import torch
 
 from . import newton_schulz
 
+# How parameters are read as matrices: facts of the model, which no checkpoint changes.
+STRUCTURE = ("expert_keys", "split", "flatten")
+
 FLOATING_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 ADJUST_LR = ("match_rms_adamw", "original", "none")
 MOMENTUM_STYLES = ("classical", "ema")
@@ -68,6 +71,10 @@ def _is_positive_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
+def _are_keys(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(isinstance(key, str) for key in value)
+
+
 def _is_split(value: Any) -> bool:
     if isinstance(value, Mapping):
         return all(isinstance(k, str) and _is_split(v) for k, v in value.items())
@@ -115,6 +122,7 @@ GROUP_OPTIONS: dict[str, Option] = {
     "momentum_dtype": Option(None, *_OPTIONAL_DTYPE),
     "missing_grad": Option("raise", *_one_of(*MISSING_GRAD)),
     "nonfinite": Option("propagate", *_one_of(*NONFINITE)),
+    "expert_keys": Option(None, _none_or(_are_keys), "None or a list of name components"),
     "split": Option(
         None,
         _none_or(_is_split),
