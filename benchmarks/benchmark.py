@@ -9,6 +9,8 @@ comparison; `step.py` beside this file makes one.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from kernels.benchmark import Benchmark
 from torch import Tensor
@@ -24,14 +26,14 @@ class Orthogonalize(Benchmark):
 
     def _setup(self, *shape: int) -> None:
         self.G = torch.randn(shape, device=self.device)
-        self.expected = polynomial_of_singular_values(self.kernel, self.G)
 
     def _run(self) -> None:
         self.out = self.kernel.newton_schulz.newton_schulz(self.G).float()
 
     def _verify(self) -> Tensor:
-        check(self.out, self.expected)
-        return self.expected
+        expected = polynomial_of_singular_values(self.kernel, self.G)
+        check(self.out, expected)
+        return expected
 
     def setup_square(self) -> None:
         self._setup(4, 512, 512)
@@ -58,30 +60,32 @@ class Step(Benchmark):
         self.weights = [torch.nn.Parameter(torch.randn(s, device=self.device)) for s in shapes]
         for weight in self.weights:
             weight.grad = torch.randn_like(weight)
-        self.before = self._flat()
-        self.expected = torch.cat([self._expected(w).flatten() for w in self.weights])
+        self.before = [weight.detach().clone() for weight in self.weights]
         group = {"params": self.weights, "use_muon": True, "none_grad": False}
         self.optimizer = self.kernel.Muon([group], lr=self.lr, weight_decay=self.weight_decay)
 
-    def _flat(self) -> Tensor:
-        return torch.cat([weight.detach().flatten() for weight in self.weights])
-
-    def _expected(self, weight: torch.nn.Parameter) -> Tensor:
+    def _expected(self, before: Tensor, grad: Tensor) -> Tensor:
         """After the first step, when momentum and gradient have one direction."""
-        assert weight.grad is not None
-        update = polynomial_of_singular_values(self.kernel, weight.grad)
-        scale = 0.2 * max(weight.shape) ** 0.5
-        return weight.detach() * (1 - self.lr * self.weight_decay) - self.lr * scale * update
+        update = polynomial_of_singular_values(self.kernel, grad)
+        scale = 0.2 * max(before.shape) ** 0.5
+        return before * (1 - self.lr * self.weight_decay) - self.lr * scale * update
 
     def benchmark_layer(self) -> None:
         self.optimizer.step()
         if self.steps == 0:
-            self.out = self._flat()
+            self.out = flat(self.weights)
         self.steps += 1
 
     def verify_layer(self) -> Tensor:
-        check(self.before - self.out, self.before - self.expected)
-        return self.expected
+        grads = [weight.grad for weight in self.weights]
+        expected = flat([self._expected(w, g) for w, g in zip(self.before, grads)])
+        before = flat(self.before)
+        check(self.out - before, expected - before)
+        return expected
+
+
+def flat(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([tensor.detach().flatten() for tensor in tensors])
 
 
 def polynomial_of_singular_values(kernel: object, G: Tensor) -> Tensor:
