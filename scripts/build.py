@@ -5,6 +5,7 @@ build.toml and hashing are the `kernels` library's own.
 """
 
 import argparse
+import errno
 import hashlib
 import json
 import re
@@ -147,10 +148,10 @@ def move_into_place(variant: Path, target: Path) -> None:
         try:
             variant.rename(target)
             return
-        except OSError:
-            if not target.is_dir():
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
-        # A parallel build may have replaced it first, or may do so before the next turn.
+        # A parallel build may move it first, and may put its own there before the next turn.
         with suppress(FileNotFoundError):
             target.rename(tempfile.mkdtemp(dir=variant.parent, prefix="old-") + "/variant")
 

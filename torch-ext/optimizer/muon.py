@@ -14,6 +14,7 @@ from torch import Tensor
 
 from . import adamw, newton_schulz, options
 from .core import Matrices, read_as_matrices, row_counts_for
+from .distributed import agreement
 from .distributed import utils as dtensors
 from .distributed.plan import Chunk, Entry, plan_chunks
 from .groups import default_is_muon, get_default_muon_param_groups, has_component
@@ -33,9 +34,15 @@ _WRITE_THIS = (
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """The plan of one Muon group, and the facts it was made from."""
+    """The plan of one parameter group; AdamW's has no entries and no chunks.
+
+    Args:
+        facts: what it was made from, to tell when it no longer holds.
+        lines: its sharded parameters, one line each, for ranks to compare.
+    """
 
     facts: tuple
+    lines: list[str]
     entries: list[Entry]
     chunks: list[Chunk]
 
@@ -92,6 +99,8 @@ class Muon(torch.optim.Optimizer):
         flatten: read tensors of more than two dimensions as (dim 0, all the rest).
         maximize, capturable, foreach: as in torch.optim.
         comm_dtype: wire format of gathers; None is bf16. For all groups.
+        consistency_check: how often ranks compare notes before a collective: every ``"step"``, once
+            per ``"plan"``, or never (``"off"``). For all groups.
 
     Raises:
         ValueError: wrong input, with the parameter's name; nothing was changed.
@@ -140,6 +149,7 @@ class Muon(torch.optim.Optimizer):
         capturable: bool = False,
         foreach: Optional[bool] = None,
         comm_dtype: Optional[torch.dtype] = None,
+        consistency_check: str = "step",
     ):
         arguments = dict(locals())
         self._optimizer_wide = OptimizerWide(
@@ -148,12 +158,13 @@ class Muon(torch.optim.Optimizer):
             chunk_size=chunk_size,
             use_distributed_muon=use_distributed_muon,
             comm_dtype=comm_dtype,
+            consistency_check=consistency_check,
         )
         if clip_config is not None:
             raise NotImplementedError("clip_config: this version has no QK-Clip")
         self._optimizer_wide.validate()
         defaults = {key: arguments[key] for key in GROUP_OPTIONS}
-        self._plans: dict[int, GroupPlan] = {}
+        self._forget_plans()
         super().__init__(_as_groups(params), defaults)
         options.settle_steps(self.defaults)
 
@@ -173,6 +184,7 @@ class Muon(torch.optim.Optimizer):
         self._check_group(group, where)
         _warn_of_overshoot(group, where)
         super().add_param_group(group)
+        self._agreed = False
 
     def _read(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
         """The hyperparameters of a group under the names used here."""
@@ -239,8 +251,7 @@ class Muon(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
 
-        plans = self._plan()
-        self._check_gradients()
+        plans = self._agree_on_plan()
         self._init_state(plans)
         for group, plan in zip(self.param_groups, plans):
             if group["use_muon"]:
@@ -261,6 +272,46 @@ class Muon(torch.optim.Optimizer):
                     torch.autograd.graph.increment_version(param)
                 if hyper["none_grad"] and piece.last == param.shape[0]:
                     param.grad = None
+
+    def _agree_on_plan(self) -> list[GroupPlan]:
+        """The plan of each group; raises on all ranks alike, before anything was written."""
+        error, plans = None, []
+        try:
+            plans = self._plan()
+            self._check_gradients()
+        except Exception as found:
+            error = found
+        wide = self._optimizer_wide
+        check = "off" if not agreement.available() else wide.consistency_check
+        if check == "step" or (check == "plan" and not self._agreed):
+            problem = self._agreement.check(self._meshes(), self._notes(plans, error))
+            if problem is not None and error is None:
+                raise ValueError(problem)
+        if error is not None:
+            raise error
+        self._agreed = True
+        return plans
+
+    def _meshes(self) -> set[agreement.Ranks]:
+        ranks = (dtensors.ranks_of(p) for group in self.param_groups for p in group["params"])
+        return {r for r in ranks if r is not None}
+
+    def _notes(self, plans: list[GroupPlan], error: Optional[Exception]) -> agreement.Notes:
+        """What all ranks have to share; a rank whose checks failed only says so."""
+        if error is not None:
+            return agreement.Notes([], [], str(error))
+        lines, gradients = [repr(self._optimizer_wide)], []
+        for number, (group, plan) in enumerate(zip(self.param_groups, plans)):
+            hyper = self._read(group)
+            values = {k: v for k, v in hyper.items() if k in GROUP_OPTIONS}
+            values["lr"] = None if isinstance(hyper["lr"], Tensor) else hyper["lr"]
+            lines += [f"param_groups[{number}]: {values}", *plan.lines]
+            gradients += [
+                entry.name
+                for entry, param in zip(plan.entries, group["params"])
+                if entry.sharded and takes_part(param, hyper)
+            ]
+        return agreement.Notes(lines, gradients, None)
 
     def _plan(self) -> list[GroupPlan]:
         """The checked plan of each group, made anew where the facts it rests on have changed."""
@@ -289,7 +340,13 @@ class Muon(torch.optim.Optimizer):
             )
             for index, param in enumerate(params if group["use_muon"] else ())
         ]
-        plan = GroupPlan(facts, entries, plan_chunks(entries, self._optimizer_wide.chunk_size))
+        lines = [
+            f"{_name(group, i, where)}: {tuple(p.shape)} {p.dtype} {dtensors.describe(p)}"
+            for i, p in enumerate(params)
+            if dtensors.is_dtensor(p)
+        ]
+        chunks = plan_chunks(entries, self._optimizer_wide.chunk_size)
+        plan = GroupPlan(facts, lines, entries, chunks)
         if self._optimizer_wide.debug:
             logger.info("%s: %d matrices in %d chunks", where, len(entries), len(plan.chunks))
         self._plans[number] = plan
@@ -371,7 +428,12 @@ class Muon(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._plans = {}
+        self._forget_plans()
+
+    def _forget_plans(self) -> None:
+        self._plans: dict[int, GroupPlan] = {}
+        self._agreement = agreement.Agreement()
+        self._agreed = False
 
 
 @dataclass(frozen=True)
@@ -383,11 +445,17 @@ class OptimizerWide:
     chunk_size: int
     use_distributed_muon: bool
     comm_dtype: Optional[torch.dtype]
+    consistency_check: str
 
     def validate(self) -> None:
         if self.comm_dtype not in (None, *options.FLOATING_DTYPES):
             raise ValueError(
                 f"comm_dtype must be None or a floating dtype, found {self.comm_dtype}"
+            )
+        if self.consistency_check not in agreement.CHECKS:
+            raise ValueError(
+                f"consistency_check must be one of {agreement.CHECKS}, "
+                f"found {self.consistency_check!r}"
             )
         if self.chunk_size != -1 and self.chunk_size < 1:
             raise ValueError(f"chunk_size must be −1 or at least 1, found {self.chunk_size}")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Optional
+import functools
+from typing import Any, Optional
 
 import torch
 import torch.distributed as dist
@@ -63,6 +64,16 @@ def describe(tensor: Tensor) -> str:
 def layout_of(tensor: Tensor) -> Optional[tuple]:
     """Mesh and placements, comparable; None for a plain tensor."""
     return (tensor.device_mesh, tensor.placements) if is_dtensor(tensor) else None  # type: ignore[attr-defined]
+
+
+def ranks_of(tensor: Tensor) -> Optional[tuple[int, ...]]:
+    """All ranks of a DTensor's mesh, ascending; None for a plain tensor."""
+    return _ranks_of_mesh(tensor.device_mesh) if is_dtensor(tensor) else None  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _ranks_of_mesh(mesh: Any) -> tuple[int, ...]:
+    return tuple(sorted(mesh.mesh.flatten().tolist()))  # a CPU tensor
 
 
 def is_sharded(tensor: Tensor) -> bool:
