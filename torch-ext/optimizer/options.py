@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Callable
+from typing import Any, Callable, Optional
 
 import torch
 
 from . import newton_schulz
+from .distributed import agreement
 
 # How parameters are read as matrices: facts of the model, which no checkpoint changes.
 STRUCTURE = ("expert_keys", "split", "flatten")
@@ -135,12 +136,13 @@ GROUP_OPTIONS: dict[str, Option] = {
 }
 
 
-def settle_steps(group: dict[str, Any]) -> None:
-    """Lets an explicit coefficient list set ``ns_steps`` where the caller left the default."""
-    if isinstance(group["ns_steps"], DefaultSteps):
-        coefficients = group["ns_coefficients"]
-        explicit = isinstance(coefficients, (list, tuple))
-        group["ns_steps"] = len(coefficients) if explicit else int(group["ns_steps"])
+def settle_steps(group: dict[str, Any], given: bool) -> None:
+    """Lets an explicit coefficient list set ``ns_steps`` where the caller has not ``given`` it."""
+    coefficients = group.get("ns_coefficients")
+    if not given and isinstance(coefficients, (list, tuple)):
+        group["ns_steps"] = len(coefficients)
+    elif "ns_steps" in group and isinstance(group["ns_steps"], DefaultSteps):
+        group["ns_steps"] = int(group["ns_steps"])  # checkpoints must not hold our classes
 
 
 def validate(group: Mapping[str, Any], where: str) -> None:
@@ -161,3 +163,30 @@ def validate(group: Mapping[str, Any], where: str) -> None:
         newton_schulz.resolve(group["ns_coefficients"], group["ns_steps"])
     except (TypeError, ValueError) as error:
         raise ValueError(f"{where}: {error}") from None
+
+
+@dataclass(frozen=True)
+class OptimizerWide:
+    """Options that hold for all groups; the constructor's arguments of these names."""
+
+    debug: bool
+    warmup_step: int
+    chunk_size: int
+    use_distributed_muon: bool
+    comm_dtype: Optional[torch.dtype]
+    consistency_check: str
+
+    def validate(self) -> None:
+        if self.comm_dtype not in (None, *FLOATING_DTYPES):
+            raise ValueError(
+                f"comm_dtype must be None or a floating dtype, found {self.comm_dtype}"
+            )
+        if self.consistency_check not in agreement.CHECKS:
+            raise ValueError(
+                f"consistency_check must be one of {agreement.CHECKS}, "
+                f"found {self.consistency_check!r}"
+            )
+        if self.chunk_size != -1 and self.chunk_size < 1:
+            raise ValueError(f"chunk_size must be −1 or at least 1, found {self.chunk_size}")
+        if self.warmup_step < 0:
+            raise ValueError(f"warmup_step must be at least 0, found {self.warmup_step}")

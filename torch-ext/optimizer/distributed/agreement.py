@@ -57,8 +57,8 @@ class Agreement:
         Returns:
             None where all agree; else what is wrong, the same decision on every rank of a mesh.
         """
-        mine = notes.record()
         records: dict[Ranks, torch.Tensor] = {}
+        mine = notes.record()
         for ranks in sorted(
             set(meshes)
         ):  # one order on all ranks, or two could wait for each other
@@ -108,9 +108,11 @@ class Agreement:
         )
 
 
-def available() -> bool:
-    """Whether there is anyone to compare notes with; a fake group only pretends."""
-    return dist.is_available() and dist.is_initialized() and dist.get_backend() != "fake"
+def is_due(consistency_check: str, agreed_before: bool) -> bool:
+    """Whether this step compares notes; with a fake process group there is nobody to ask."""
+    if not dist.is_available() or not dist.is_initialized() or dist.get_backend() == "fake":
+        return False
+    return consistency_check == "step" or (consistency_check == "plan" and not agreed_before)
 
 
 def _digest(lines: Sequence[str]) -> int:

@@ -1,0 +1,129 @@
+"""From a parameter group to its plan: the bridge between tensors and the pure data of `plan`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Optional
+
+from torch import Tensor
+
+from . import validation
+from .core import Matrices, read_as_matrices, row_counts_for
+from .distributed import agreement
+from .distributed import utils as dtensors
+from .distributed.plan import Chunk, Entry, plan_chunks
+from .groups import has_component
+from .options import GROUP_OPTIONS, STRUCTURE, OptimizerWide
+from .pipeline import takes_part
+
+Hyper = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """The plan of one parameter group; AdamW's has no entries and no chunks.
+
+    Args:
+        facts: what it was made from, to tell when it no longer holds.
+        lines: its DTensors, one line each, for ranks to compare.
+        entries: its Muon parameters, in the group's order.
+        chunks: what is orthogonalized together, in order.
+    """
+
+    facts: tuple
+    lines: list[str]
+    entries: list[Entry]
+    chunks: list[Chunk]
+
+
+def facts_of(group: Hyper, hyper: Hyper) -> tuple:
+    """All that a plan depends on, comparable, cheap enough for every step."""
+    return (
+        [(p.shape, p.dtype, p.device, dtensors.layout_of(p)) for p in group["params"]],
+        list(group.get("names") or ()),
+        copy.deepcopy([hyper[key] for key in STRUCTURE]),
+    )
+
+
+def plan_group(group: Hyper, hyper: Hyper, where: str, chunk_size: int) -> GroupPlan:
+    """The plan of a group.
+
+    Raises:
+        ValueError: wrong names or parameters, matrices that can't be read as asked for.
+    """
+    validation.check_params(group, where)
+    params = group["params"]
+    entries = [
+        Entry(
+            name=validation.name_of(group, index, where),
+            matrices=matrices_of(group, hyper, index, where),
+            region=dtensors.region_of(param),
+            sharded=dtensors.is_sharded(param),
+            dtype=param.dtype,
+            device=dtensors.local(param).device,
+        )
+        for index, param in enumerate(params if group["use_muon"] else ())
+    ]
+    lines = [
+        f"{validation.name_of(group, i, where)}: {tuple(p.shape)} {p.dtype} {dtensors.describe(p)}"
+        for i, p in enumerate(params)
+        if dtensors.is_dtensor(p)
+    ]
+    return GroupPlan(facts_of(group, hyper), lines, entries, plan_chunks(entries, chunk_size))
+
+
+def matrices_of(group: Hyper, hyper: Hyper, index: int, where: str) -> Matrices:
+    """How a parameter of a Muon group is read as matrices.
+
+    Raises:
+        ValueError: not a matrix; names missing where experts or name patterns need them.
+    """
+    shape, names = group["params"][index].shape, group.get("names")
+    expert_keys, split, flatten = (hyper[key] for key in STRUCTURE)
+    needs_names: Optional[str] = None
+    if isinstance(split, Mapping):
+        needs_names = "a split by name patterns"
+    elif expert_keys and len(shape) > 2:
+        needs_names = "expert_keys"
+    if names is None and needs_names:
+        raise ValueError(
+            f'{where}: {needs_names} needs names: give the group "names", one for each parameter'
+        )
+    name = names[index] if names is not None else None
+    is_expert = len(shape) > 2 and name is not None and has_component(name, expert_keys)
+    try:
+        return read_as_matrices(shape, is_expert, flatten, row_counts_for(name, split))
+    except ValueError as error:
+        raise ValueError(f"{validation.name_of(group, index, where)} {error}") from None
+
+
+def meshes_of(groups: Sequence[Hyper]) -> set[agreement.Ranks]:
+    """The ranks of every mesh that a parameter lives on."""
+    ranks = (dtensors.ranks_of(param) for group in groups for param in group["params"])
+    return {r for r in ranks if r is not None}
+
+
+def notes_of(
+    groups: Sequence[Hyper],
+    hypers: Sequence[Hyper],
+    plans: Sequence[GroupPlan],
+    wide: OptimizerWide,
+    error: Optional[Exception],
+) -> agreement.Notes:
+    """What all ranks have to share; a rank whose checks failed only says so."""
+    if error is not None:
+        return agreement.Notes([], [], str(error))
+    lines, gradients = [repr(wide)], []
+    for number, (group, hyper, plan) in enumerate(zip(groups, hypers, plans)):
+        values = {key: hyper[key] for key in GROUP_OPTIONS}
+        if isinstance(values["lr"], Tensor):  # its value stays on the device
+            values["lr"] = "tensor"
+        lines += [f"param_groups[{number}]: {values}", *plan.lines]
+        gradients += [
+            entry.name
+            for entry, param in zip(plan.entries, group["params"])
+            if entry.sharded and takes_part(param, hyper)
+        ]
+    return agreement.Notes(lines, gradients, None)

@@ -1,0 +1,176 @@
+"""Everything that can be wrong with groups, parameters, gradients and checkpoints, said clearly.
+
+Nothing here changes anything: a check passes or raises ValueError with the parameter's name, what
+was found and what to do.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import newton_schulz, options
+from .distributed import utils as dtensors
+from .distributed.plan import Entry
+
+Group = Mapping[str, Any]
+
+_WRITE_THIS = (
+    "Muon takes a list of parameter groups that say use_muon, for example "
+    'Muon(get_default_muon_param_groups(model)), or Muon([{"params": matrices, "use_muon": True}, '
+    '{"params": others, "use_muon": False}])'
+)
+
+
+def as_groups(params: Any) -> list[dict[str, Any]]:
+    """The constructor's ``params`` as a list of dicts.
+
+    Raises:
+        ValueError: tensors, (name, tensor) pairs or a single dict instead of groups.
+    """
+    if not isinstance(params, (Tensor, dict)):
+        groups = list(params)
+        if all(isinstance(group, dict) for group in groups):
+            return groups
+    raise ValueError(_WRITE_THIS)
+
+
+def normalize_group(param_group: Any, where: str) -> dict[str, Any]:
+    """A copy of the group with ``params`` a list, and ``names`` where they came as pairs.
+
+    Raises:
+        ValueError: no ``use_muon``, no ``params``, an unordered set, only some in pairs.
+    """
+    if not isinstance(param_group, dict) or not isinstance(param_group.get("use_muon"), bool):
+        raise ValueError(f"{where} does not say use_muon=True or False: {_WRITE_THIS}")
+    if "params" not in param_group:
+        raise ValueError(f"{where} has no params: {_WRITE_THIS}")
+    group = dict(param_group)
+    params = [group["params"]] if isinstance(group["params"], Tensor) else group["params"]
+    if isinstance(params, (set, frozenset)):
+        raise ValueError(f"{where}: params is a set, which has no fixed order; use a list")
+    params = list(params)
+    pairs = [p for p in params if isinstance(p, tuple)]
+    if pairs and (len(pairs) != len(params) or "names" in group):
+        raise ValueError(f"{where}: give all parameters as (name, parameter), or none, or names")
+    if pairs:
+        group["names"], params = [name for name, _ in pairs], [param for _, param in pairs]
+    group["params"] = params
+    return group
+
+
+def name_of(group: Group, index: int, where: str) -> str:
+    """What messages call a parameter: its FQN, or its place in the groups."""
+    names = group.get("names")
+    return names[index] if names is not None else f"{where}['params'][{index}]"
+
+
+def check_params(group: Group, where: str) -> None:
+    """Checks names and tensors of a group; how matrices are read is `planning`'s to check."""
+    params, names = group["params"], group.get("names")
+    if names is not None and len(names) != len(params):
+        raise ValueError(
+            f"{where}: {len(names)} names for {len(params)} parameters; give one for each, "
+            "in the same order"
+        )
+    seen: set[int] = set()
+    for index, param in enumerate(params):
+        name = name_of(group, index, where)
+        if id(param) in seen:
+            raise ValueError(f"{name} appears twice in {where}; give tied weights once")
+        seen.add(id(param))
+        _check_param(param, name, muon=group["use_muon"])
+
+
+def _check_param(param: Any, name: str, muon: bool) -> None:
+    if not isinstance(param, Tensor):
+        raise ValueError(f"{name} is a {type(param).__name__}; an optimizer takes tensors")
+    if param.layout != torch.strided:
+        raise ValueError(f"{name} is sparse ({param.layout}); make it dense: .to_dense()")
+    if muon and not param.is_floating_point():
+        raise ValueError(
+            f"{name} has dtype {param.dtype}; Muon takes real floating-point matrices, "
+            "put it into a group with use_muon=False"
+        )
+    try:
+        dtensors.check_placements(param)
+    except ValueError as error:
+        raise ValueError(f"{name} {error}") from None
+
+
+def check_gradients(group: Group, where: str) -> None:
+    for index, param in enumerate(group["params"]):
+        grad = param.grad
+        if grad is None:
+            continue
+        if grad.layout != torch.strided:
+            name = name_of(group, index, where)
+            raise ValueError(
+                f"{name} has a sparse gradient ({grad.layout}); make it dense, "
+                "for example nn.Embedding(..., sparse=False)"
+            )
+        if dtensors.layout_of(param) != dtensors.layout_of(grad):
+            name = name_of(group, index, where)
+            raise ValueError(
+                f"{name} is {dtensors.describe(param)} but its gradient {dtensors.describe(grad)}; "
+                "redistribute the gradient to the parameter's mesh and placements"
+            )
+
+
+def check_second_moments(
+    entries: Sequence[Entry], params: Sequence[Tensor], state: Mapping[Tensor, Any]
+) -> None:
+    for entry, param in zip(entries, params):
+        V = state[param].get("second_momentum_buffer") if param in state else None
+        expected = entry.matrices.experts * entry.matrices.long_sides
+        if V is not None and V.numel() != expected:
+            raise ValueError(
+                f"{entry.name} has a second_momentum_buffer of {V.numel()} numbers where its "
+                f"matrices need {expected}: it was made with another split"
+            )
+
+
+def check_checkpoint(
+    groups: Sequence[Group], defaults: Group, state_dict: Mapping[str, Any], read: Any
+) -> None:
+    """Whether a checkpoint fits the optimizer's groups, as far as torch does not look itself.
+
+    Args:
+        groups: of the optimizer.
+        defaults: what keys missing from the checkpoint will get.
+        state_dict: the checkpoint.
+        read: the optimizer's hyperparameters of a group.
+    """
+    for number, (group, saved) in enumerate(zip(groups, state_dict["param_groups"])):
+        where = f"param_groups[{number}]"
+        if saved.get("use_muon", group["use_muon"]) != group["use_muon"]:
+            raise ValueError(
+                f"{where} has use_muon={group['use_muon']} but the checkpoint's has "
+                f"{saved['use_muon']}: give the groups in the order they were saved in"
+            )
+        merged = {**group, **defaults, **{k: v for k, v in saved.items() if k != "params"}}
+        options.validate(read(merged), f"{where} of the checkpoint")
+        for index, (param, saved_id) in enumerate(zip(group["params"], saved["params"])):
+            for key in ("momentum_buffer", "exp_avg", "exp_avg_sq"):
+                value = state_dict["state"].get(saved_id, {}).get(key)
+                if value is not None and value.shape != param.shape:
+                    raise ValueError(
+                        f"{name_of(group, index, where)} has shape {tuple(param.shape)} but its "
+                        f"{key} in the checkpoint has {tuple(value.shape)}"
+                    )
+
+
+def warn_of_overshoot(group: Group, where: str) -> None:
+    """Warns where a schedule was cut so short that it leaves singular values far above 1."""
+    family, steps = group["ns_coefficients"], group["ns_steps"]
+    largest = newton_schulz.overshoot(family, steps) if isinstance(family, str) else None
+    if group["use_muon"] and largest is not None:
+        warnings.warn(
+            f"{where}: the first {steps} steps of {family!r} leave singular values up to "
+            f"{largest:.2f}; use all {len(newton_schulz.FAMILIES[family].triples)} or 'quintic'",
+            stacklevel=4,
+        )
