@@ -4,7 +4,7 @@
 
 Both optimizers hold equal matrices and gradients and take turns (A B A B …), so that whatever else
 the machine does falls on both. Memory is what a step allocates beyond what it started with, at its
-highest point, counted from the storages of every tensor made in a step of its own.
+highest point, counted in a step of its own; FLOPs likewise.
 """
 
 from __future__ import annotations
@@ -13,49 +13,14 @@ import argparse
 import platform
 import statistics
 import time
-import weakref
 from collections.abc import Callable
 
 import torch
 from kernels import get_kernel
 from rich.console import Console
 from rich.table import Table
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.flop_counter import FlopCounterMode
-
-
-class LiveBytes(TorchDispatchMode):
-    """Bytes of storages that came to life inside the context: now, and at the most."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self._seen: set[int] = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        before = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs or {})) if _is(t)}
-        result = func(*args, **(kwargs or {}))
-        for tensor in filter(_is, tree_leaves(result)):
-            storage = tensor.untyped_storage()
-            if storage._cdata not in before and storage._cdata not in self._seen:
-                self._track(storage)
-        return result
-
-    def _track(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        self._seen.add(key)
-        self.now += size
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._free, key, size)
-
-    def _free(self, key: int, size: int) -> None:
-        self._seen.discard(key)
-        self.now -= size
-
-
-def _is(value: object) -> bool:
-    return isinstance(value, torch.Tensor)
 
 
 def matrices(layers: int, dim: int, ffn: int, device: str) -> list[torch.nn.Parameter]:
@@ -77,6 +42,18 @@ def flops_of_formula(params: list[torch.nn.Parameter], steps: int = 5) -> int:
         s, long = sorted(param.shape)
         total += steps * (4 * s * s * long + 2 * s**3)
     return total
+
+
+def transient_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """The most a step holds beyond parameters, gradients and state."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    device = params[0].device
+    tracker = MemTracker()
+    tracker.track_external(optimizer, *params, *(p.grad for p in params))
+    with tracker:
+        before = tracker.get_tracker_snapshot("current")[device]["Total"]
+        optimizer.step()
+        return tracker.get_tracker_snapshot("peak")[device]["Total"] - before
 
 
 def measure(contenders: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
@@ -129,8 +106,6 @@ def main() -> None:
     for column in ("optimizer", "least ms", "median ms", "× torch", "transient / weights", "FLOPs"):
         table.add_column(column, justify="left" if column == "optimizer" else "right")
     for name, step in steps.items():
-        with LiveBytes() as memory:
-            step()
         with FlopCounterMode(display=False) as counter:
             step()
         table.add_row(
@@ -138,7 +113,7 @@ def main() -> None:
             f"{min(seconds[name]) * 1e3:.0f}",
             f"{statistics.median(seconds[name]) * 1e3:.0f}",
             f"{min(seconds[name]) / min(baseline):.2f}",
-            f"{memory.peak / param_bytes:.2f}",
+            f"{transient_bytes(optimizers[name]) / param_bytes:.2f}",
             f"{counter.get_total_flops() / formula:.3f} × formula",
         )
     Console(width=110).print(table)
