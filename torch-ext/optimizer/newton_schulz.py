@@ -88,7 +88,7 @@ FAMILIES: dict[str, Family] = {
             (2.4418906, -1.2764040, 0.0),
             (2.2230472, -0.9630650, 0.0),
         ),
-        "cubic schedule of five steps: no fifth power, so no A² product",
+        "optimal cubics composed, same method as polar_express; c = 0 saves the product A²",
     ),
 }
 

@@ -75,25 +75,34 @@ def keller_jordan(
     """Keller Jordan's ``Muon``, ``SingleDeviceMuon`` and ``MuonWithAuxAdam``.
 
     Averaged momentum, quintic, scale sqrt(max(1, rows/cols)), absent gradients count as zeros,
-    convolutions read as (out, rest).
-
-    The source scales a convolution by its kernel's two sides; here by those of the matrix that is
-    orthogonalized.
+    convolutions read as (out, rest). Their scale comes from the two sides of the kernel in the
+    source, which makes it 1: they get a group of their own, behind the one they came in.
 
     Args:
         params: tensors, or groups with ``use_muon`` as ``MuonWithAuxAdam`` takes them (there
             ``betas`` and ``eps`` are Adam's).
+
+    Raises:
+        ValueError: a convolution whose kernel is higher than wide, whose scale has no name here.
     """
-    groups = []
+    groups: list[dict[str, Any]] = []
     for group in _muon_groups(params):
-        group = dict(group)
-        if group["use_muon"]:
-            given = {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.0}
-        else:
-            given = {"lr": 3e-4, "weight_decay": 0.0}
+        if not group["use_muon"]:
             group["adamw_betas"] = group.pop("betas", (0.9, 0.95))
             group["adamw_eps"] = group.pop("eps", 1e-10)
-        groups.append({**given, **group} if _is_groups(params) else group)
+            groups.append({"lr": 3e-4, "weight_decay": 0.0, **group})
+            continue
+        if _is_groups(params):
+            group = {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.0, **group}
+        group["params"] = list(group["params"])
+        convolutions = [p for p in group["params"] if p.ndim == 4]
+        if any(p.shape[-2] > p.shape[-1] for p in convolutions):
+            raise ValueError(
+                "keller_jordan: a kernel higher than wide has a scale of its own there"
+            )
+        groups.append({**group, "params": [p for p in group["params"] if p.ndim != 4]})
+        if convolutions:
+            groups.append({**group, "params": convolutions, "adjust_lr": "none"})
     return {
         "params": groups,
         "lr": lr,
@@ -193,7 +202,7 @@ def _is_groups(params: Params) -> bool:
 
 
 def _muon_groups(params: Union[Params, Tensor]) -> list[dict[str, Any]]:
-    """Groups as they are (Muon's unless they say otherwise), anything else as one Muon group."""
+    """Copies of groups (Muon's unless they say otherwise), anything else as one Muon group."""
     if _is_groups(params):
         return [{"use_muon": True, **group} for group in params]
     tensors = [params] if isinstance(params, torch.Tensor) else list(params)
