@@ -1,0 +1,134 @@
+"""What a run leaves behind: one row a step, kept in memory, in a CSV file and in a plot."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Row:
+    step: int  # updates done so far
+    seconds: float  # of training: validation and checkpoints are not counted
+    tokens: int
+    lr: float
+    train_loss: float  # nats per byte, before the update
+    val_loss: float | None = None  # after it, where it was measured
+
+
+@dataclass
+class History:
+    rows: list[Row] = field(default_factory=list)
+
+    @property
+    def last(self) -> Row:
+        return self.rows[-1]
+
+    @property
+    def validations(self) -> list[tuple[Row, float]]:
+        return [(row, row.val_loss) for row in self.rows if row.val_loss is not None]
+
+    @property
+    def final_val_loss(self) -> float:
+        return self.validations[-1][1] if self.validations else float("nan")
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.last.tokens / self.last.seconds
+
+    def write_csv(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, [f.name for f in fields(Row)])
+            writer.writeheader()
+            writer.writerows(asdict(row) for row in self.rows)
+
+    def append_csv(self, path: Path) -> None:
+        """Adds the last row, so that a run that is killed leaves its log."""
+        with path.open("a", newline="") as file:
+            csv.DictWriter(file, [f.name for f in fields(Row)]).writerow(asdict(self.last))
+
+    @classmethod
+    def read_csv(cls, path: Path, through_step: int) -> History:
+        """The rows a run had written when it saved its checkpoint at `through_step`."""
+        if not path.exists():
+            return cls()
+        with path.open(newline="") as file:
+            rows = [_parse(row) for row in csv.DictReader(file)]
+        return cls([row for row in rows if row.step <= through_step])
+
+
+def _parse(row: dict[str, str]) -> Row:
+    # csv writes floats by repr(), so float() gives the same bits back.
+    return Row(
+        step=int(row["step"]),
+        seconds=float(row["seconds"]),
+        tokens=int(row["tokens"]),
+        lr=float(row["lr"]),
+        train_loss=float(row["train_loss"]),
+        val_loss=float(row["val_loss"]) if row["val_loss"] else None,
+    )
+
+
+COLOURS = {"AdamW": "#c2410c", "Muon": "#1d4ed8"}  # by the first word of a curve's name
+GREY = "#4b5563"
+
+
+def plot(path: Path, title: str, subtitle: str, runs: dict[str, list[History]]) -> None:
+    """Loss against steps and against time, a curve for each name: the mean of its histories.
+
+    The band reaches from the lowest to the highest history. A name with a single history also
+    shows its training loss.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    style: dict[Any, Any] = {"axes.spines.top": False, "axes.spines.right": False}
+    with plt.rc_context(style | {"font.size": 11, "axes.edgecolor": GREY}):
+        figure, panels = plt.subplots(1, 2, figsize=(11, 4.8), sharey=True)
+        figure.subplots_adjust(left=0.06, right=0.95, bottom=0.12, top=0.83, wspace=0.14)
+        for axes, x, label in zip(panels, ("step", "seconds"), ("Step", "Training time (s)")):
+            for name, histories in runs.items():
+                _draw(axes, name, histories, x)
+            axes.set_xlabel(label)
+            axes.set_xlim(left=0)
+            axes.grid(axis="y", color="#e5e7eb", linewidth=0.8)
+            axes.tick_params(length=0, labelleft=True)
+        panels[0].set_ylabel("Loss (nats per byte)")
+        if len(runs) > 1:
+            panels[0].legend(frameon=False, loc="upper right")
+        figure.text(0.06, 0.94, title, fontsize=14, fontweight="bold")
+        figure.text(0.06, 0.88, subtitle, color=GREY)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=150)
+        plt.close(figure)
+
+
+def _draw(axes: Any, name: str, histories: list[History], x: str) -> None:
+    colour = COLOURS.get(name.split()[0], GREY)
+    if len(histories) == 1:
+        rows = histories[0].rows
+        train = [row.train_loss for row in rows]
+        axes.plot([getattr(row, x) for row in rows], train, color=colour, alpha=0.3, linewidth=1)
+    at_same_step = list(zip(*(history.validations for history in histories)))
+    xs = [fmean(getattr(row, x) for row, _ in points) for points in at_same_step]
+    losses = [[loss for _, loss in points] for points in at_same_step]
+    axes.plot(xs, [fmean(ys) for ys in losses], color=colour, linewidth=2, label=name)
+    axes.fill_between(
+        xs, [min(ys) for ys in losses], [max(ys) for ys in losses], color=colour, alpha=0.2, lw=0
+    )
+    axes.annotate(
+        f"{fmean(losses[-1]):.2f}",
+        (xs[-1], fmean(losses[-1])),
+        xytext=(6, 0),
+        textcoords="offset points",
+        va="center",
+        color=colour,
+        fontweight="bold",
+        annotation_clip=False,
+    )

@@ -1,0 +1,332 @@
+"""Trains a small GPT on real text, under torchrun with FSDP2 or as one plain process.
+
+    torchrun --standalone --nproc-per-node 2 examples/train.py --optimizer muon --lr 3e-3
+    python examples/train.py --optimizer adamw
+
+Muon comes from the Hub by `get_kernel`; LOCAL_KERNELS="org/optimizer=/path/to/checkout" takes it
+from a local build instead. Other scripts call `train(config)` within `ranks.launch`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from dataclasses import dataclass, field, fields
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, ClassVar, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.optim.lr_scheduler import LambdaLR
+from tqdm import tqdm
+
+from data import load_corpus, train_batch, val_batches
+from history import History, Row, plot
+from model import ModelConfig, Transformer
+from ranks import launch, mean_over_ranks, pick_device, rank, world_size
+
+Batch = tuple[Tensor, Tensor]  # inputs and next bytes, each (rows, seq_len)
+
+
+def option(default: Any, help: str, **kwargs: Any) -> Any:
+    return field(default=default, metadata={"help": help, **kwargs})
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    optimizer: str = option("muon", "which optimizer", choices=("muon", "adamw"))
+    lr: float = option(1e-2, "peak learning rate; AdamW wants about a fifth of Muon's")
+    weight_decay: float = option(0.1, "decoupled weight decay, on every parameter")
+    steps: int = option(200, "updates that the learning-rate schedule spans")
+    warmup: int = option(20, "updates of linear warm-up; a linear decay to 0 follows")
+    batch_size: int = option(24, "sequences per update, over all ranks")
+    seq_len: int = option(48, "bytes per sequence")
+    grad_clip: float = option(1.0, "largest gradient norm")
+    seed: int = option(0, "of the weights and of the order of the data")
+    eval_every: int = option(20, "updates between validations")
+    eval_batches: int = option(8, "batches per validation")
+
+    dim: int = option(128, "model width")
+    layers: int = option(2, "model depth")
+    heads: int = option(4, "query heads")
+    kv_heads: int = option(2, "key and value heads")
+    hidden_dim: int = option(384, "width of the SwiGLU, or of each expert")
+    experts: int = option(0, "experts per layer; 0 is a dense model")
+    top_k: int = option(2, "experts per token")
+    reshard: bool = option(False, "free gathered weights before backward, to save memory")
+    balance_weight: float = option(0.01, "weight of the experts' load-balancing loss")
+
+    out: str = option("runs/train", "folder for log.csv and loss.png; empty writes nothing")
+    checkpoint_dir: str = option("", "folder for checkpoints; empty saves none")
+    save_every: int = option(100, "updates between checkpoints; the end is always saved")
+    resume: bool = option(False, "continue from the newest checkpoint in --checkpoint-dir")
+    stop_after: int = option(0, "end early, as a time limit would; 0 runs the whole schedule")
+
+
+def train(config: TrainConfig, label: str = "", quiet: bool = False) -> History:
+    """One run, from the weights' initialization to the last validation."""
+    device = pick_device()
+    batches = Batches(config, device)
+    run = Run.start(config, device)
+    if config.resume:
+        run.load_newest(config.checkpoint_dir)
+    history, csv_path = History(), None
+    if config.out and rank() == 0:
+        csv_path = Path(config.out, "log.csv")
+        if config.resume:
+            history = History.read_csv(csv_path, through_step=run.step)
+        history.write_csv(csv_path)
+
+    last_step = min(config.steps, config.stop_after or config.steps)
+    with progress_bar(config, label, run.step, quiet) as bar:
+        while run.step < last_step:
+            row = run.advance(batches)
+            history.rows.append(row)
+            if csv_path:
+                history.append_csv(csv_path)
+            saves = run.step == last_step or run.step % config.save_every == 0
+            if config.checkpoint_dir and saves:
+                run.save(config.checkpoint_dir)
+            show(bar, row)
+    return history
+
+
+class Run(Stateful):
+    """Everything that changes while training, which is also what a checkpoint holds."""
+
+    def __init__(self, config: TrainConfig, model: nn.Module, optimizer: torch.optim.Optimizer):
+        self.config = config
+        self.model = model
+        self.optimizer = optimizer
+        self.scheduler = LambdaLR(optimizer, lambda step: lr_factor(step, config))
+        self.step = 0
+        self.seconds = 0.0  # of updates alone
+
+    @classmethod
+    def start(cls, config: TrainConfig, device: torch.device) -> Run:
+        model = build_model(config, device)
+        return cls(config, model, build_optimizer(config, model))
+
+    def advance(self, batches: Batches) -> Row:
+        """One update, and a validation where one is due."""
+        config, lr = self.config, float(self.scheduler.get_last_lr()[0])
+        start = time.perf_counter()
+        train_loss = self.update(batches.train(self.step))
+        self.seconds += time.perf_counter() - start
+        tokens = self.step * config.batch_size * config.seq_len
+        due = self.step == config.steps or self.step % config.eval_every == 0
+        val_loss = self.validate(batches.val) if due else None
+        return Row(self.step, self.seconds, tokens, lr, train_loss, val_loss)
+
+    def update(self, batch: Batch) -> float:
+        """One update; returns the loss that it was computed from, averaged over ranks."""
+        loss, balance = self.losses(batch)
+        (loss + self.config.balance_weight * balance).backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), self.config.grad_clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.scheduler.step()
+        self.step += 1
+        return mean_over_ranks(loss.detach())
+
+    @torch.no_grad()
+    def validate(self, batches: list[Batch]) -> float:
+        losses = [self.losses(batch)[0] for batch in batches]
+        for module in self.model.modules():  # no backward pass will do it
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        return mean_over_ranks(torch.stack(losses).mean())
+
+    def losses(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Cross-entropy in nats per byte, and the experts' balance."""
+        inputs, targets = batch
+        logits, balance = self.model(inputs)
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten()), balance
+
+    def state_dict(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {
+            "model": model,
+            "optimizer": optimizer,
+            "scheduler": self.scheduler.state_dict(),
+            "step": self.step,
+            "seconds": self.seconds,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
+        self.scheduler.load_state_dict(state["scheduler"])
+        self.step, self.seconds = state["step"], state["seconds"]
+
+    def save(self, folder: str) -> None:
+        dcp.save({"run": self}, checkpoint_id=Path(folder, f"step-{self.step:06d}"))
+
+    def load_newest(self, folder: str) -> None:
+        # The metadata is written last: a checkpoint without it was cut off.
+        complete = sorted(path.parent for path in Path(folder).glob("step-*/.metadata"))
+        if not folder or not complete:
+            raise SystemExit(f"--resume: no checkpoint in --checkpoint-dir {folder!r}")
+        dcp.load({"run": self}, checkpoint_id=complete[-1])
+
+
+class Batches:
+    """This rank's share of the training and validation text, on the device."""
+
+    def __init__(self, config: TrainConfig, device: torch.device):
+        if config.batch_size % world_size():
+            raise SystemExit(
+                f"--batch-size {config.batch_size} does not divide over {world_size()} ranks"
+            )
+        self.config = config
+        self.device = device
+        self.text, val_text = load_corpus()
+        self.val = [
+            self.to_device(batch)
+            for batch in val_batches(
+                val_text,
+                config.batch_size,
+                config.seq_len,
+                config.eval_batches,
+                rank(),
+                world_size(),
+            )
+        ]
+
+    def train(self, step: int) -> Batch:
+        c = self.config
+        return self.to_device(
+            train_batch(self.text, c.batch_size, c.seq_len, c.seed, step, rank(), world_size())
+        )
+
+    def to_device(self, batch: Batch) -> Batch:
+        inputs, targets = batch
+        return inputs.to(self.device), targets.to(self.device)
+
+
+def build_model(config: TrainConfig, device: torch.device) -> nn.Module:
+    shared = {f.name for f in fields(ModelConfig)} & {f.name for f in fields(TrainConfig)}
+    model_config = ModelConfig(
+        max_seq_len=config.seq_len, **{name: getattr(config, name) for name in shared}
+    )
+    torch.manual_seed(config.seed)  # the same weights on every rank, before they are sharded
+    model = Transformer(model_config).to(device)
+    if dist.is_initialized():
+        kwargs: dict[str, Any] = {"reshard_after_forward": config.reshard}
+        if device.type != "cpu":
+            # No cast of inputs: activations are bf16 already, and RoPE's table stays fp32.
+            kwargs["mp_policy"] = MixedPrecisionPolicy(
+                torch.bfloat16, torch.float32, cast_forward_inputs=False
+            )
+        for layer in model.layers:
+            fully_shard(layer, **kwargs)
+        fully_shard(model, **kwargs)
+    return model
+
+
+def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimizer:
+    if config.optimizer == "adamw":
+        return torch.optim.AdamW(
+            model.parameters(),
+            lr=config.lr,
+            betas=(0.9, 0.95),
+            weight_decay=config.weight_decay,
+            fused=True,
+        )
+    kernel = load_kernel()
+    groups = kernel.muon.get_default_muon_param_groups(model, expert_keys=["experts"])
+    return kernel.Muon(groups, lr=config.lr, weight_decay=config.weight_decay)
+
+
+@lru_cache(maxsize=1)
+def load_kernel() -> Any:
+    from kernels import get_kernel
+
+    return get_kernel("org/optimizer", version=1, trust_remote_code=["org/optimizer"])
+
+
+def lr_factor(step: int, config: TrainConfig) -> float:
+    """Linear warm-up to 1, then linear decay that would reach 0 after the last update."""
+    warm = (step + 1) / max(1, config.warmup)
+    decay = (config.steps - step) / max(1, config.steps - config.warmup)
+    return max(0.0, min(1.0, warm, decay))
+
+
+def progress_bar(config: TrainConfig, label: str, step: int, quiet: bool) -> tqdm:
+    return tqdm(
+        total=config.steps,
+        initial=step,
+        desc=label or config.optimizer,
+        unit="step",
+        disable=quiet or rank() != 0,
+        mininterval=0.25 if sys.stderr.isatty() else 10,  # a log file keeps every redraw
+        dynamic_ncols=True,
+    )
+
+
+def show(bar: tqdm, row: Row) -> None:
+    shown = {"loss": f"{row.train_loss:.3f}", "tok/s": f"{row.tokens / row.seconds:,.0f}"}
+    if row.val_loss is not None:
+        shown["val"] = f"{row.val_loss:.3f}"
+    bar.set_postfix(shown, refresh=False)
+    bar.update()
+
+
+class Dataclass(Protocol):
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+
+D = TypeVar("D", bound=Dataclass)
+
+
+def parse_config(cls: type[D], description: str) -> D:
+    """Command line options from a dataclass: --some-name for each field `some_name`."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    for f in fields(cls):
+        flag = "--" + f.name.replace("_", "-")
+        kwargs = dict(f.metadata)
+        if isinstance(f.default, bool):
+            kwargs["action"] = "store_true"
+        else:
+            kwargs["type"] = type(f.default)
+        parser.add_argument(flag, default=f.default, **kwargs)
+    return cls(**vars(parser.parse_args()))
+
+
+def main() -> None:
+    config = parse_config(TrainConfig, __doc__.splitlines()[0])
+    history = train(config)
+    if rank() == 0 and history.rows:
+        report(config, history)
+
+
+def report(config: TrainConfig, history: History) -> None:
+    name, last = {"muon": "Muon", "adamw": "AdamW"}[config.optimizer], history.last
+    print(
+        f"{name}, lr {config.lr:g}: {last.step} of {config.steps} steps in {last.seconds:.1f} s, "
+        f"{history.tokens_per_second:,.0f} tokens/s, "
+        f"validation loss {history.final_val_loss:.4f} nats per byte"
+    )
+    if config.out:
+        picture = Path(config.out, "loss.png")
+        subtitle = f"Validation loss, and training loss (pale); lr {config.lr:g}"
+        plot(picture, f"{name}, ranks: {world_size()}", subtitle, {name: [history]})
+        print(f"plot: {picture}\nlog: {Path(config.out, 'log.csv')}")
+
+
+if __name__ == "__main__":
+    launch(main)
