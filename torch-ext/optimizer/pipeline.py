@@ -225,12 +225,11 @@ def _keep_of_parts(
 
 def _gather(parts: Sequence[_Part], shards: Sequence[Tensor]) -> Tensor:
     """All pieces whole, from this rank's part of each, as one batch (n, rows, cols)."""
-    full = [
-        dtensors.all_gather(shard, like=part.param) if part.entry.sharded else shard
-        for part, shard in zip(parts, shards)
-    ]
+    if parts[0].entry.sharded:
+        matrices = parts[0].entry.matrices
+        return dtensors.all_gather(shards, parts[0].param).view(-1, matrices.rows, matrices.cols)
     batch, rows = _empty_batch(parts, shards[0].dtype), _all_rows(parts)
-    torch._foreach_copy_([part.of_batch(batch, rows, whole=True) for part in parts], full)
+    torch._foreach_copy_([part.of_batch(batch, rows, whole=True) for part in parts], list(shards))
     return batch
 
 

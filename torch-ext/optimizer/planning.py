@@ -60,7 +60,7 @@ def plan_group(group: Hyper, hyper: Hyper, where: str, chunk_size: int) -> Group
             name=validation.name_of(group, index, where),
             matrices=matrices_of(group, hyper, index, where),
             region=dtensors.region_of(param),
-            sharded=dtensors.is_sharded(param),
+            sharding=dtensors.layout_of(param) if dtensors.is_sharded(param) else None,
             dtype=param.dtype,
             device=dtensors.local(param).device,
         )

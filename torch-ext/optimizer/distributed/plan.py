@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import Optional
 
 import torch
 
@@ -24,7 +25,7 @@ class Entry:
         name: for messages: its FQN, or its place in the groups where it has no name.
         matrices: how the whole tensor is read as matrices.
         region: the part of it that this rank holds.
-        sharded: whether other ranks hold parts that this one lacks.
+        sharding: None where this rank holds everything; else what tells one sharding from another.
         dtype: of the parameter.
         device: of its local tensor.
     """
@@ -32,15 +33,21 @@ class Entry:
     name: str
     matrices: Matrices
     region: layout.Region
-    sharded: bool
+    sharding: Optional[Hashable]
     dtype: torch.dtype
     device: torch.device
+
+    @property
+    def sharded(self) -> bool:
+        """Whether other ranks hold parts that this one lacks."""
+        return self.sharding is not None
 
     @property
     def batch_key(self) -> tuple:
         """Entries with equal keys can be orthogonalized in one batch."""
         m = self.matrices
-        return (m.rows, m.cols, m.blocks, self.dtype, self.device, self.sharded)
+        gathered_alike = (m.shape, self.sharding) if self.sharded else None
+        return (m.rows, m.cols, m.blocks, self.dtype, self.device, gathered_alike)
 
 
 @dataclass(frozen=True)

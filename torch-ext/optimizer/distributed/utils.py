@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, Optional
 
 import torch
@@ -14,11 +15,7 @@ from .layout import Region, whole
 if dist.is_available():
     from torch.distributed.tensor import DTensor, Replicate, Shard
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    try:  # no subclass of Shard, and not in every torch
-        from torch.distributed.tensor.placement_types import _StridedShard
-    except ImportError:  # pragma: no cover
-        _StridedShard = Shard  # type: ignore[misc,assignment]
+    from torch.distributed.tensor.placement_types import _StridedShard  # no subclass of Shard
 
 
 def is_dtensor(tensor: Optional[Tensor]) -> bool:
@@ -98,21 +95,29 @@ def region_of(tensor: Tensor) -> Region:
     return tuple((start, start + size) for start, size in zip(offset, shape))
 
 
-def all_gather(shard: Tensor, like: Tensor) -> Tensor:
-    """The whole tensor on every rank, from local shards laid out like ``like``."""
+def all_gather(shards: Sequence[Tensor], like: Tensor) -> Tensor:
+    """Whole tensors on every rank, stacked, by one gather of shards laid out like ``like``."""
     assert isinstance(like, DTensor)
+    stacked = torch.stack(list(shards))
+    shape = (len(shards), *like.shape)
     distributed = DTensor.from_local(
-        shard,
+        stacked,
         like.device_mesh,
-        like.placements,
+        [_behind_a_new_dimension(placement) for placement in like.placements],
         run_check=False,
-        shape=like.shape,
-        stride=_contiguous_stride(like.shape),
+        shape=torch.Size(shape),
+        stride=_contiguous_stride(shape),
     )
     return distributed.full_tensor()
 
 
-def _contiguous_stride(shape: torch.Size) -> tuple[int, ...]:
+def _behind_a_new_dimension(placement: Any) -> Any:
+    if isinstance(placement, _StridedShard):
+        return _StridedShard(placement.dim + 1, split_factor=placement.split_factor)
+    return Shard(placement.dim + 1) if isinstance(placement, Shard) else placement
+
+
+def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
     stride = [1]
     for size in reversed(shape[1:]):
         stride.append(stride[-1] * size)
