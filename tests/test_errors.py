@@ -1,0 +1,992 @@
+"""Wrong input is an error that names what is wrong and how to repair it, and it changes nothing.
+
+Most mistakes are made twice: on a fresh optimizer, which must have no state afterwards, and on one
+that has trained, whose weights, gradients and state must be bit-equal to a copy made before.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from kernel import optimizer
+from ranks import run_ranks
+
+Muon = optimizer.Muon
+GROUP_OPTIONS = optimizer.muon.GROUP_OPTIONS
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.fixture(autouse=True)
+def seeded_on_one_thread():
+    """Threads that wait for each other take longer than these matrices."""
+    torch.manual_seed(0)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def parameter(*shape: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
+    return nn.Parameter(torch.randn(shape, dtype=dtype))
+
+
+def good_groups() -> list[dict[str, Any]]:
+    """Both kinds of groups, and each kind behind the other."""
+    return [
+        {
+            "params": [parameter(4, 6), parameter(5, 5)],
+            "names": ["layers.0.w1.weight", "layers.0.w2.weight"],
+            "use_muon": True,
+        },
+        {
+            "params": [parameter(7), parameter(3, 2)],
+            "names": ["norm.weight", "embed.weight"],
+            "use_muon": False,
+        },
+        {"params": [parameter(6, 4)], "names": ["layers.1.w1.weight"], "use_muon": True},
+        {"params": [parameter(2)], "names": ["head.bias"], "use_muon": False},
+    ]
+
+
+def muon_group(*params: Any, **options: Any) -> dict[str, Any]:
+    return {"params": list(params), "use_muon": True, **options}
+
+
+def adamw_group(*params: Any, **options: Any) -> dict[str, Any]:
+    return {"params": list(params), "use_muon": False, **options}
+
+
+def all_params(optim: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [p for group in optim.param_groups for p in group["params"]]
+
+
+def set_gradients(optim: torch.optim.Optimizer, seed: int = 0) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for p in all_params(optim):
+        p.grad = torch.randn(p.shape, generator=generator)
+
+
+def trained(steps: int, **options: Any) -> Any:
+    """An optimizer after some steps, with gradients for the next one."""
+    optim = Muon(good_groups(), **options)
+    for step in range(steps):
+        set_gradients(optim, seed=step)
+        optim.step()
+    set_gradients(optim, seed=steps)
+    return optim
+
+
+def snapshot(optim: torch.optim.Optimizer) -> list[Any]:
+    """Copies of all that an optimizer holds; does not create state."""
+    assert {id(p) for p in optim.state} <= {id(p) for p in all_params(optim)}
+    held: list[Any] = [len(optim.param_groups)]
+    for group in optim.param_groups:
+        held.append(repr({key: value for key, value in group.items() if key != "params"}))
+        for p in group["params"]:
+            held.append(p.detach().clone())
+            held.append(None if p.grad is None else p.grad.clone())
+            state = optim.state.get(p, {})
+            held.append({key: copy.deepcopy(value) for key, value in state.items()})
+    return held
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    assert type(found) is type(expected)
+    if isinstance(found, torch.Tensor):
+        assert found.dtype == expected.dtype and found.layout == expected.layout
+        assert torch.equal(found.to_dense(), expected.to_dense())
+    elif isinstance(found, dict):
+        assert list(found) == list(expected)
+        for key in found:
+            assert_same(found[key], expected[key])
+    elif isinstance(found, list):
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected):
+            assert_same(one, other)
+    else:
+        assert found == expected
+
+
+def assert_refused(
+    optim: torch.optim.Optimizer,
+    call: Callable[[], Any],
+    *patterns: str,
+    error: type[Exception] = ValueError,
+) -> None:
+    """The call raises, the message has all patterns, and nothing that `optim` holds changed."""
+    before = snapshot(optim)
+    assert_raises(call, *patterns, error=error)
+    assert_same(snapshot(optim), before)
+
+
+def assert_raises(
+    call: Callable[[], Any], *patterns: str, error: type[Exception] = ValueError
+) -> None:
+    with pytest.raises(error) as caught:
+        call()
+    for pattern in patterns:
+        assert re.search(pattern, str(caught.value)), f"no {pattern!r} in: {caught.value}"
+
+
+def assert_steps_like(optim: Any, twin: Any) -> None:
+    """Both take one more step from the same gradients, to the same bits."""
+    before = [p.detach().clone() for p in all_params(optim)]
+    for each in (optim, twin):
+        set_gradients(each, seed=99)
+        each.step()
+    for p, other, old in zip(all_params(optim), all_params(twin), before):
+        assert torch.equal(p, other) and not torch.equal(p, old)
+        assert_same(dict(optim.state[p]), dict(twin.state[other]))
+
+
+# What is no list of groups
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize(
+    "params",
+    [
+        pytest.param(lambda: list(model().parameters()), id="list of tensors"),
+        pytest.param(lambda: model().parameters(), id="generator of tensors"),
+        pytest.param(lambda: model().named_parameters(), id="named_parameters"),
+        pytest.param(lambda: list(model().named_parameters()), id="list of pairs"),
+        pytest.param(lambda: model().state_dict(keep_vars=True), id="state dict"),
+        pytest.param(lambda: muon_group(parameter(3, 3)), id="one group"),
+        pytest.param(lambda: parameter(3, 3), id="tensor"),
+        pytest.param(lambda: [muon_group(parameter(3, 3)), parameter(3)], id="group and tensor"),
+        pytest.param(lambda: {parameter(3, 3)}, id="set of tensors"),
+    ],
+)
+def test_what_is_no_list_of_groups_is_told_what_to_write(params):
+    assert_raises(lambda: Muon(params()), "use_muon", r"get_default_muon_param_groups\(model\)")
+
+
+def test_no_groups_at_all_are_refused():
+    assert_raises(lambda: Muon([]), "empty")
+
+
+# Bad groups, at construction and added later
+
+
+def sparse_parameter(layout: str) -> nn.Parameter:
+    dense = torch.eye(3)
+    return nn.Parameter(dense.to_sparse_csr() if layout == "csr" else dense.to_sparse())
+
+
+W = "blocks.3.w.weight"
+GOOD = "blocks.0.w.weight"
+UNNAMED = r"param_groups\[4\]\['params'\]\[1\]"
+
+BAD_GROUPS = {
+    # use_muon
+    "no use_muon": (lambda _: {"params": [parameter(3, 3)]}, [r"param_groups\[4\]", "use_muon"]),
+    **{
+        f"use_muon={value!r}": (
+            lambda _, value=value: {"params": [parameter(3, 3)], "use_muon": value},
+            [r"param_groups\[4\]", "use_muon=True or False"],
+        )
+        for value in (1, 0, None, "yes")
+    },
+    # names
+    "names too few": (
+        lambda _: muon_group(parameter(3, 3), parameter(3, 3), names=[W]),
+        [r"param_groups\[4\]", "1 names for 2 parameters", "one for each"],
+    ),
+    "names too many": (
+        lambda _: muon_group(parameter(3, 3), names=[GOOD, W]),
+        [r"param_groups\[4\]", "2 names for 1 parameters", "one for each"],
+    ),
+    "names too few for AdamW": (
+        lambda _: adamw_group(parameter(3), parameter(3), names=[W]),
+        [r"param_groups\[4\]", "1 names for 2 parameters"],
+    ),
+    "names that are no strings": (
+        lambda _: muon_group(parameter(3, 3), names=[0]),
+        [r"param_groups\[4\]", "names"],
+    ),
+    "one string as names": (
+        lambda _: muon_group(parameter(3, 3), parameter(3, 3), names="ab"),
+        [r"param_groups\[4\]", "names"],
+    ),
+    "pairs mixed with plain": (
+        lambda _: muon_group((W, parameter(3, 3)), parameter(3, 3)),
+        [r"param_groups\[4\]", r"give all parameters as \(name, parameter\)"],
+    ),
+    "plain mixed with pairs": (
+        lambda _: adamw_group(parameter(3), (W, parameter(3))),
+        [r"param_groups\[4\]", r"give all parameters as \(name, parameter\)"],
+    ),
+    "pairs and names": (
+        lambda _: muon_group((W, parameter(3, 3)), names=[W]),
+        [r"param_groups\[4\]", "names"],
+    ),
+    "pairs the wrong way round": (
+        lambda _: muon_group((parameter(3, 3), W)),
+        [r"param_groups\[4\]", r"\(name, parameter\)"],
+    ),
+    "expert_keys without names": (
+        lambda _: muon_group(parameter(2, 3, 3), expert_keys=["experts"]),
+        [r"param_groups\[4\]", "expert_keys", "names"],
+    ),
+    "split by pattern without names": (
+        lambda _: muon_group(parameter(4, 3), split={"qkv": 2}),
+        [r"param_groups\[4\]", "split", "names"],
+    ),
+    # tensors
+    "vector": (
+        lambda _: muon_group(parameter(3, 3), parameter(3), names=[GOOD, W]),
+        [W, r"\(3,\)", "use_muon=False"],
+    ),
+    "vector without name": (
+        lambda _: muon_group(parameter(3, 3), parameter(3)),
+        [UNNAMED, r"\(3,\)", "use_muon=False"],
+    ),
+    "vector in a pair": (
+        lambda _: muon_group((GOOD, parameter(3, 3)), (W, parameter(3))),
+        [W, r"\(3,\)", "use_muon=False"],
+    ),
+    "scalar": (lambda _: muon_group(parameter(), names=[W]), [W, r"\(\)", "use_muon=False"]),
+    "vector with flatten": (
+        lambda _: muon_group(parameter(3), names=[W], flatten=True),
+        [W, "use_muon=False"],
+    ),
+    "vector of experts": (
+        lambda _: muon_group(parameter(3), names=["experts.w"], expert_keys=["experts"]),
+        ["experts.w", "use_muon=False"],
+    ),
+    **{
+        f"{dtype}": (
+            lambda _, dtype=dtype: muon_group(
+                parameter(3, 3), torch.ones(3, 3, dtype=dtype), names=[GOOD, W]
+            ),
+            [W, str(dtype), "use_muon=False"],
+        )
+        for dtype in (torch.complex64, torch.complex128, torch.int64, torch.uint8, torch.bool)
+    },
+    "complex without name": (
+        lambda _: muon_group(parameter(3, 3), parameter(3, 3, dtype=torch.complex64)),
+        [UNNAMED, "complex64", "use_muon=False"],
+    ),
+    **{
+        f"sparse {layout} in {name}": (
+            lambda _, layout=layout, group=group: group(
+                parameter(3, 3), sparse_parameter(layout), names=[GOOD, W]
+            ),
+            [W, "sparse", "dense"],
+        )
+        for layout in ("coo", "csr")
+        for name, group in (("Muon", muon_group), ("AdamW", adamw_group))
+    },
+    "three dimensions": (
+        lambda _: muon_group(parameter(3, 3), parameter(2, 3, 3), names=[GOOD, W]),
+        [W, r"\(2, 3, 3\)", "expert_keys", "flatten=True", "use_muon=False"],
+    ),
+    "four dimensions without name": (
+        lambda _: muon_group(parameter(3, 3), parameter(2, 3, 3, 3)),
+        [UNNAMED, r"\(2, 3, 3, 3\)", "expert_keys", "flatten=True"],
+    ),
+    "three dimensions of another name": (
+        lambda _: muon_group(
+            parameter(2, 3, 3), names=["layers.0.conv.weight"], expert_keys=["experts"]
+        ),
+        ["layers.0.conv.weight", "expert_keys", "flatten=True"],
+    ),
+    "three dimensions of half the name": (
+        lambda _: muon_group(parameter(2, 3, 3), names=["my_experts.w"], expert_keys=["experts"]),
+        ["my_experts.w", "expert_keys"],
+    ),
+    **{
+        f"{what} in {name}": (
+            lambda _, value=value, group=group: group(parameter(3, 3), value, names=[GOOD, W]),
+            [W, type(value).__name__],
+        )
+        for what, value in {"None": None, "number": 3.0, "list": [1.0]}.items()
+        for name, group in (("Muon", muon_group), ("AdamW", adamw_group))
+    },
+    "no leaf": (
+        lambda _: muon_group(parameter(3, 3), parameter(3, 3) * 2, names=[GOOD, W]),
+        [W, "leaf"],
+    ),
+    # duplicates
+    "set": (
+        lambda _: {"params": {parameter(3, 3)}, "use_muon": True},
+        [r"param_groups\[4\]", "set", "list"],
+    ),
+    "frozenset": (
+        lambda _: {"params": frozenset({parameter(3)}), "use_muon": False},
+        [r"param_groups\[4\]", "set", "list"],
+    ),
+    "twice in a Muon group": (
+        lambda _: muon_group(*[parameter(3, 3)] * 2, names=[GOOD, W]),
+        [f"{GOOD}|{W}", "twice|more than once"],
+    ),
+    "twice in an AdamW group": (
+        lambda _: adamw_group(*[parameter(3)] * 2),
+        [r"param_groups\[4\]", "twice|more than once"],
+    ),
+    "in two groups": (
+        lambda groups: muon_group(groups[0]["params"][1], names=["tied.weight"]),
+        [r"tied\.weight|layers\.0\.w2\.weight", "more than one|twice"],
+    ),
+    "in two groups without name": (
+        lambda groups: adamw_group(parameter(3), groups[1]["params"][0]),
+        [rf"{UNNAMED}|norm\.weight", "more than one|twice"],
+    ),
+    # splits
+    "split list": (
+        lambda _: muon_group(parameter(6, 3), parameter(5, 3), names=[GOOD, W], split=[2, 4]),
+        [W, "5 rows", "6"],
+    ),
+    "split list without name": (
+        lambda _: muon_group(parameter(6, 3), parameter(5, 3), split=(2, 4)),
+        [UNNAMED, "5 rows", "6"],
+    ),
+    "split number": (
+        lambda _: muon_group(parameter(6, 3), parameter(5, 3), names=[GOOD, W], split=2),
+        [W, "5 rows", "split=2"],
+    ),
+    "split larger than the rows": (
+        lambda _: muon_group(parameter(5, 3), names=[W], split=10),
+        [W, "5 rows", "split=10"],
+    ),
+    "split mapping to a list": (
+        lambda _: muon_group(
+            parameter(6, 3), parameter(5, 3), names=["a.qkv", "b.qkv"], split={"qkv": [2, 4]}
+        ),
+        ["b.qkv", "5 rows", "6"],
+    ),
+    "split mapping to a number": (
+        lambda _: muon_group(
+            parameter(5, 3), parameter(5, 3), names=["a.w", "b.qkv"], split={"*.qkv": 2}
+        ),
+        ["b.qkv", "5 rows", "split=2"],
+    ),
+    "split of experts counts their rows": (
+        lambda _: muon_group(
+            parameter(4, 5, 3), names=["experts.w"], expert_keys=["experts"], split=2
+        ),
+        ["experts.w", "5 rows", "split=2"],
+    ),
+    "split of a convolution counts dim 0": (
+        lambda _: muon_group(parameter(5, 4, 2, 2), names=[W], flatten=True, split=2),
+        [W, "5 rows", "split=2"],
+    ),
+    # options that contradict each other
+    "coefficients for another number of steps": (
+        lambda _: muon_group(parameter(3, 3), ns_coefficients=[(2.0, -1.5, 0.5)] * 3, ns_steps=5),
+        [r"param_groups\[4\]", "ns_coefficients", "3", "ns_steps", "5", "leave ns_steps out"],
+    ),
+}
+bad_groups = pytest.mark.parametrize("bad", BAD_GROUPS.values(), ids=BAD_GROUPS)
+
+
+@bad_groups
+@pytest.mark.kernels_ci
+def test_a_bad_last_group_is_refused_at_construction(bad):
+    make, patterns = bad
+    groups = good_groups()
+    before = copy.deepcopy(groups)
+    assert_raises(lambda: Muon([*groups, make(groups)]), *patterns)
+    assert_same(groups, before)
+
+
+@bad_groups
+def test_a_bad_added_group_is_refused_and_the_optimizer_goes_on(bad):
+    make, patterns = bad
+    for optim in trained(0), trained(2):
+        twin = copy.deepcopy(optim)
+        group = make(optim.param_groups)
+        assert_refused(optim, lambda o=optim, group=group: o.add_param_group(group), *patterns)
+    assert_steps_like(optim, twin)
+    added = parameter(3, 3)
+    optim.add_param_group(muon_group(added, names=[W]))
+    set_gradients(optim)
+    optim.step()
+    assert "momentum_buffer" in optim.state[added]
+
+
+@pytest.mark.parametrize("added", [parameter(3, 3), [parameter(3, 3)], (W, parameter(3, 3)), None])
+def test_adding_what_is_no_group_says_what_to_write(added):
+    optim = trained(1)
+    assert_refused(optim, lambda: optim.add_param_group(added), r"param_groups\[4\]", "use_muon")
+
+
+def test_an_explicit_list_sets_the_steps_of_a_group_added_later():
+    optim = Muon(good_groups())
+    optim.add_param_group(muon_group(parameter(3, 3), ns_coefficients=[(2.0, -1.5, 0.5)] * 3))
+    assert optim.param_groups[-1]["ns_steps"] == 3
+    set_gradients(optim)
+    optim.step()
+
+
+# Options of a group, one by one
+
+NO_NUMBERS = [NAN, INF, -INF, -1.0, True, None, "0.1", 1j, [0.1]]
+NO_FRACTIONS = [*NO_NUMBERS, 1.0, 1.5]
+NO_BOOLS = [1, 0, "yes", 0.5]
+NO_NAMES = ["unheard of", "", True, 1, ["none"]]
+NO_DTYPES = ["bfloat16", torch.int8, torch.complex64, torch.bool, 32, True]
+NO_FAMILIES = [
+    "newton",
+    "",
+    None,
+    5,
+    (3.4445, -4.7750, 2.0315),  # what torch.optim.Muon takes
+    [],
+    [(1.0, 2.0)] * 5,
+    [(1.0, 2.0, 3.0, 4.0)] * 5,
+    [("a", "b", "c")] * 5,
+    [(NAN, 0.0, 0.0)] * 5,
+    [(2.0, -INF, 0.5)] * 5,
+    [None] * 5,
+]
+BAD_VALUES: dict[str, list[Any]] = {
+    "lr": [*NO_NUMBERS, torch.ones(2), torch.ones(0)],
+    "momentum": NO_FRACTIONS,
+    "nesterov": [*NO_BOOLS, None],
+    "ns_steps": [0, -1, 5.0, True, None, "5", NAN],
+    "weight_decay": NO_NUMBERS,
+    "adamw_betas": [0.9, (0.9,), (0.9, 0.95, 0.99), None, "ab", (0.9, None)]
+    + [(0.9, bad) for bad in (1.0, -0.1, NAN, True)]
+    + [(bad, 0.9) for bad in (1.0, -0.1, NAN, True)],
+    "adamw_eps": NO_NUMBERS,
+    "none_grad": [*NO_BOOLS, None],
+    "adjust_lr": [*NO_NAMES, None],
+    "momentum_style": [*NO_NAMES, None],
+    "ns_coefficients": NO_FAMILIES,
+    "ns_algorithm": [*NO_NAMES, None],
+    "ns_norm": [*NO_NAMES, None],
+    "ns_dtype": NO_DTYPES,
+    "ns_eps": NO_NUMBERS,
+    "beta2": [bad for bad in NO_FRACTIONS if bad is not None],
+    "cautious": [*NO_BOOLS, None],
+    "decay_lr": [*NO_NAMES, None],
+    "momentum_dtype": NO_DTYPES,
+    "missing_grad": [*NO_NAMES, None],
+    "nonfinite": [*NO_NAMES, None],
+    "expert_keys": ["experts", [1], ["experts", None], 3, True],
+    "split": [0, -1, True, 2.0, NAN, [], [2, -2], [4, 0], [2, True], [2.0, 2.0], [[2], [2]]]
+    + ["qkv", {"w1": 0}, {"w1": []}, {"w1": "2"}, {1: 2}, {"w1": {"weight": 2}}],
+    "flatten": [*NO_BOOLS, None],
+    "maximize": [*NO_BOOLS, None],
+    "capturable": [*NO_BOOLS, None],
+    "foreach": NO_BOOLS,
+}
+bad_values = pytest.mark.parametrize(
+    "key, value",
+    [
+        pytest.param(key, value, id=f"{key}={str(value)[:40]}")
+        for key, values in BAD_VALUES.items()
+        for value in values
+    ],
+)
+a_bad_value_of_each = pytest.mark.parametrize(
+    "key, value", [(key, values[0]) for key, values in BAD_VALUES.items()], ids=list(BAD_VALUES)
+)
+
+
+def test_every_option_is_tried_with_bad_values():
+    assert set(BAD_VALUES) == set(GROUP_OPTIONS)
+
+
+def option_error(group: int, key: str) -> list[str]:
+    return [rf"param_groups\[{group}\]", key, "must be|known|adds? up|list"]
+
+
+@bad_values
+@pytest.mark.kernels_ci
+def test_a_bad_argument_is_refused(key, value):
+    assert_raises(lambda: Muon(good_groups(), **{key: value}), *option_error(0, key))
+
+
+@a_bad_value_of_each
+def test_a_bad_option_of_the_last_group_is_refused_at_construction(key, value):
+    groups = good_groups()
+    groups[-1][key] = value
+    assert_raises(lambda: Muon(groups), *option_error(3, key))
+
+
+@a_bad_value_of_each
+def test_a_bad_option_of_an_added_group_is_refused(key, value):
+    optim = trained(1)
+    group = muon_group(parameter(4, 4), names=[W], **{key: value})
+    assert_refused(optim, lambda: optim.add_param_group(group), *option_error(4, key))
+
+
+@bad_values
+def test_a_bad_option_set_later_in_the_last_group_stops_the_step_before_anything_changed(
+    key, value
+):
+    optim = trained(2)
+    twin, group = copy.deepcopy(optim), optim.param_groups[3]
+    good, group[key] = group[key], value
+    assert_refused(optim, optim.step, *option_error(3, key))
+    group[key] = good
+    assert_steps_like(optim, twin)
+
+
+@a_bad_value_of_each
+def test_a_bad_option_set_before_the_first_step_creates_no_state(key, value):
+    optim = trained(0)
+    twin, group = copy.deepcopy(optim), optim.param_groups[0]
+    good, group[key] = group[key], value
+    assert_refused(optim, optim.step, *option_error(0, key))
+    assert_refused(optim, optim.state_dict, *option_error(0, key))
+    assert not optim.state
+    group[key] = good
+    assert_steps_like(optim, twin)
+
+
+@pytest.mark.parametrize("number", [0, 2])
+@pytest.mark.parametrize(
+    "options, patterns",
+    [
+        ({"ns_steps": 3, "ns_coefficients": [(2.0, -1.5, 0.5)] * 4}, ["ns_coefficients", "4", "3"]),
+        ({"ns_coefficients": [(2.0, -1.5, 0.5)] * 4}, ["ns_coefficients", "4", "ns_steps", "5"]),
+        ({"split": [3, 4]}, ["layers", "rows", r"\[3, 4\]", "7"]),
+        ({"split": 5}, ["layers", "rows", "split=5"]),
+        ({"split": {"w1": 5}}, [r"layers\.\d\.w1\.weight", "rows", "split=5"]),
+        ({"split": {"layers.*.w1.weight": [1, 2]}}, [r"layers\.\d\.w1\.weight", "rows", "3"]),
+    ],
+)
+def test_options_that_contradict_set_later_stop_the_step(number, options, patterns):
+    optim = trained(1)
+    twin, group = copy.deepcopy(optim), optim.param_groups[number]
+    good = {key: group[key] for key in options}
+    group.update(options)
+    assert_refused(optim, optim.step, *patterns)
+    group.update(good)
+    assert_steps_like(optim, twin)
+
+
+@pytest.mark.parametrize("value", [None, "yes", 0])
+@pytest.mark.parametrize("number", [0, 3])
+def test_use_muon_set_later_to_no_bool_stops_the_step(number, value):
+    optim = trained(1)
+    optim.param_groups[number]["use_muon"] = value
+    assert_refused(optim, optim.step, rf"param_groups\[{number}\]", "use_muon")
+
+
+@pytest.mark.parametrize("value", [False, True])
+def test_use_muon_set_later_is_obeyed_or_refused(value):
+    optim = Muon([muon_group(parameter(4, 4)), {"params": parameter(4, 4), "use_muon": not value}])
+    for seed in range(2):
+        set_gradients(optim, seed)
+        optim.step()
+    set_gradients(optim)
+    optim.param_groups[1]["use_muon"] = value
+    before = snapshot(optim)
+    try:
+        optim.step()
+    except ValueError as error:
+        assert "use_muon" in str(error)
+        assert_same(snapshot(optim), before)
+    else:
+        state = optim.state[optim.param_groups[1]["params"][0]]
+        assert state["momentum_buffer" if value else "exp_avg"].any()
+
+
+@pytest.mark.parametrize(
+    "names", [["a"], ["a", "b", "c"], []], ids=["too few", "too many", "none at all"]
+)
+def test_names_set_later_of_another_length_stop_the_step(names):
+    optim = trained(1)
+    twin, good = copy.deepcopy(optim), optim.param_groups[0]["names"]
+    optim.param_groups[0]["names"] = names
+    assert_refused(optim, optim.step, r"param_groups\[0\]", f"{len(names)} names for 2 parameters")
+    optim.param_groups[0]["names"] = good
+    assert_steps_like(optim, twin)
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize(
+    "replacement, pattern",
+    [
+        (lambda: parameter(3), r"\(3,\)"),
+        (lambda: parameter(2, 3, 3), "expert_keys"),
+        (lambda: parameter(6, 4, dtype=torch.complex64), "complex64"),
+        (lambda: torch.ones(6, 4, dtype=torch.int32), "int32"),
+        (lambda: nn.Parameter(torch.ones(6, 4).to_sparse()), "sparse"),
+    ],
+    ids=["vector", "three dimensions", "complex", "integer", "sparse"],
+)
+def test_a_bad_parameter_swapped_in_later_stops_the_step(replacement, pattern, steps):
+    optim = trained(steps)
+    twin, good = copy.deepcopy(optim), optim.param_groups[2]["params"]
+    states, optim.param_groups[2]["params"] = optim.state.pop(good[0], None), [replacement()]
+    assert_refused(optim, optim.step, r"layers\.1\.w1\.weight", pattern)
+    optim.param_groups[2]["params"] = good
+    if states is not None:
+        optim.state[good[0]] = states
+    assert_steps_like(optim, twin)
+
+
+# Options of the whole optimizer
+
+
+@pytest.mark.parametrize(
+    "key, value",
+    [("chunk_size", bad) for bad in (0, -2, 2.5, True, None, "4")]
+    + [("warmup_step", bad) for bad in (-1, 1.5, None)]
+    + [("comm_dtype", bad) for bad in (torch.int8, torch.complex64, "bfloat16", 16)]
+    + [("consistency_check", bad) for bad in ("always", None, True)],
+)
+def test_a_bad_option_of_the_optimizer_is_refused(key, value):
+    assert_raises(lambda: Muon(good_groups(), **{key: value}), key, "must be")
+
+
+@pytest.mark.parametrize("config", [{}, {"q_indices": [0], "k_indices": [0], "head_dim": 4}])
+def test_clip_config_is_not_implemented_in_this_version(config):
+    assert_raises(
+        lambda: Muon(good_groups(), clip_config=config), "clip_config", error=NotImplementedError
+    )
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_qk_logits_are_not_implemented_in_this_version(steps):
+    optim = trained(steps)
+    twin = copy.deepcopy(optim)
+    assert_refused(
+        optim,
+        lambda: optim.step(qk_logits={0: torch.ones(2)}),
+        "qk_logits",
+        error=NotImplementedError,
+    )
+    assert_steps_like(optim, twin)
+
+
+# nanochat's groups
+
+
+def nanochat_groups() -> list[dict[str, Any]]:
+    return [
+        {"kind": "muon", "params": [parameter(4, 4)], "lr": 0.02, "beta2": 0.9},
+        {"kind": "adamw", "params": [parameter(3)], "lr": 0.1, "betas": (0.8, 0.95), "eps": 1e-10},
+    ]
+
+
+@pytest.mark.parametrize("kind", [None, "Muon", "sgd", True])
+def test_an_unknown_kind_is_refused(kind):
+    groups = nanochat_groups()
+    groups[1]["kind"] = kind
+    assert_raises(lambda: optimizer.MuonAdamW(groups), r"param_groups\[1\]", "kind", "'adamw'")
+
+
+@pytest.mark.parametrize(
+    "number, key, value",
+    [
+        (0, "lr", NAN),
+        (0, "beta2", 1.0),
+        (0, "momentum", -0.1),
+        (0, "ns_steps", 0),
+        (1, "betas", (0.9, 1.0)),
+        (1, "betas", 0.9),
+        (1, "eps", -1.0),
+        (1, "weight_decay", INF),
+    ],
+)
+def test_a_bad_live_key_of_nanochats_groups_is_refused(number, key, value):
+    groups = nanochat_groups()
+    groups[number][key] = value
+    assert_raises(lambda: optimizer.MuonAdamW(groups), rf"param_groups\[{number}\]", key)
+    optim = optimizer.MuonAdamW(nanochat_groups())
+    set_gradients(optim)
+    optim.step()
+    set_gradients(optim)
+    optim.param_groups[number][key] = value
+    assert_refused(optim, optim.step, rf"param_groups\[{number}\]", key)
+
+
+# Gradients
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize(
+    "number, index, name", [(1, 1, r"embed\.weight"), (2, 0, r"layers\.1\.w1\.weight")]
+)
+def test_a_sparse_gradient_stops_the_step_before_anything_changed(number, index, name, steps):
+    optim = trained(steps)
+    twin = copy.deepcopy(optim)
+    param = optim.param_groups[number]["params"][index]
+    param.grad = param.grad.to_sparse()
+    assert_refused(optim, optim.step, name, "sparse", "dense")
+    param.grad = param.grad.to_dense()
+    assert_steps_like(optim, twin)
+
+
+def test_the_gradient_of_a_sparse_embedding_stops_the_step():
+    embedding, matrix = nn.Embedding(5, 4, sparse=True), parameter(4, 4)
+    optim = Muon([muon_group(matrix), adamw_group(("embed.weight", embedding.weight))])
+    (embedding(torch.tensor([1, 2])) @ matrix).sum().backward()
+    assert_refused(optim, optim.step, r"embed\.weight", "sparse", "dense")
+    assert not optim.state
+    embedding.sparse = False
+    optim.zero_grad()
+    (embedding(torch.tensor([1, 2])) @ matrix).sum().backward()
+    optim.step()
+
+
+def test_a_sparse_gradient_of_a_nameless_parameter_is_told_by_its_place():
+    optim = Muon([muon_group(parameter(3, 3)), adamw_group(parameter(2), parameter(3, 3))])
+    set_gradients(optim)
+    optim.param_groups[1]["params"][1].grad = torch.eye(3).to_sparse()
+    assert_refused(optim, optim.step, r"param_groups\[1\]\['params'\]\[1\]", "sparse")
+
+
+def test_a_closure_that_raises_changes_nothing():
+    optim = trained(1)
+    twin = copy.deepcopy(optim)
+
+    def closure():
+        raise RuntimeError("out of data")
+
+    assert_refused(optim, lambda: optim.step(closure), "out of data", error=RuntimeError)
+    assert_steps_like(optim, twin)
+
+
+# A step happens wholly or not at all
+
+
+def assert_steps_wholly_or_not_at_all(optim: torch.optim.Optimizer) -> None:
+    before = snapshot(optim)
+    weights = [p.detach().clone() for p in all_params(optim)]
+    try:
+        optim.step()
+    except ValueError:
+        assert_same(snapshot(optim), before)
+    else:
+        for p, weight in zip(all_params(optim), weights):
+            assert not torch.equal(p, weight)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"lr": torch.tensor(0.1), "foreach": True},
+        {"lr": torch.tensor([0.1])},
+        {"lr": torch.tensor([0.1]), "foreach": False},
+        {"lr": torch.tensor([[0.1]], dtype=torch.float64), "foreach": False},
+        {"lr": torch.tensor(1)},
+        {"lr": torch.tensor(1 + 1j)},
+        {"capturable": True},
+        {"capturable": True, "foreach": True},
+        {"capturable": True, "foreach": False},
+        {"capturable": True, "foreach": True, "lr": torch.tensor(0.1)},
+    ],
+    ids=str,
+)
+def test_options_that_do_not_go_together_never_leave_half_a_step(options):
+    optim = trained(2)
+    for group in optim.param_groups:
+        group.update(options)
+    assert_steps_wholly_or_not_at_all(optim)
+
+
+def test_a_float8_matrix_never_leaves_half_a_step():
+    float8 = nn.Parameter(torch.ones(4, 4).to(torch.float8_e4m3fn))
+    groups = [muon_group(parameter(4, 4), float8, names=[GOOD, W])]
+    try:
+        optim = Muon(groups)
+    except ValueError as error:
+        assert W in str(error) and "float8" in str(error)
+        return
+    for p in all_params(optim):
+        p.grad = torch.ones(4, 4).to(p.dtype)
+    before = [p.detach().clone() for p in all_params(optim)]
+    with pytest.raises(ValueError, match=W):
+        optim.step()
+    for p, weight in zip(all_params(optim), before):
+        assert torch.equal(p.view(torch.uint8), weight.view(torch.uint8))
+
+
+def test_gradients_wider_than_their_parameters_never_leave_half_a_step():
+    matrix, vector = parameter(4, 4, dtype=torch.bfloat16), parameter(4, dtype=torch.bfloat16)
+    optim = Muon([muon_group(matrix), adamw_group(vector)], lr=1.0)
+    for p in (matrix, vector):
+        p.grad_dtype = torch.float32
+        p.grad = torch.randn(p.shape)
+    assert_steps_wholly_or_not_at_all(optim)
+
+
+# Checkpoints
+
+
+def replace(state: Any, index: int, key: str, value: Any) -> None:
+    state["state"][index][key] = value
+
+
+def edit_group(state: Any, number: int, **options: Any) -> None:
+    state["param_groups"][number].update(options)
+
+
+# Indices of state: 0, 1 Muon (4, 6), (5, 5); 2, 3 AdamW (7,), (3, 2); 4 Muon (6, 4); 5 AdamW (2,)
+BAD_CHECKPOINTS = {
+    "momentum of another shape": (
+        lambda s: replace(s, 4, "momentum_buffer", torch.zeros(4, 6)),
+        [r"layers\.1\.w1\.weight", "momentum_buffer", r"\(6, 4\)", r"\(4, 6\)"],
+    ),
+    "first moment of another shape": (
+        lambda s: replace(s, 5, "exp_avg", torch.zeros(3)),
+        [r"head\.bias", "exp_avg", r"\(2,\)", r"\(3,\)"],
+    ),
+    "second moment of another shape": (
+        lambda s: replace(s, 3, "exp_avg_sq", torch.zeros(6)),
+        [r"embed\.weight", "exp_avg_sq", r"\(3, 2\)", r"\(6,\)"],
+    ),
+    "factored second moment of another length": (
+        lambda s: replace(s, 4, "second_momentum_buffer", torch.zeros(5)),
+        [r"layers\.1\.w1\.weight", "second_momentum_buffer"],
+    ),
+    "momentum of integers": (
+        lambda s: replace(s, 4, "momentum_buffer", torch.zeros(6, 4, dtype=torch.int32)),
+        [r"layers\.1\.w1\.weight", "momentum_buffer", "int32"],
+    ),
+    "moment that is no tensor": (
+        lambda s: replace(s, 5, "exp_avg", [0.0, 0.0]),
+        [r"head\.bias", "exp_avg"],
+    ),
+    "groups in another order": (
+        lambda s: s["param_groups"].reverse(),
+        [r"param_groups\[0\]", "use_muon=True", "order"],
+    ),
+    "use_muon swapped": (
+        lambda s: edit_group(s, 3, use_muon=True),
+        [r"param_groups\[3\]", "use_muon=False", "True"],
+    ),
+    "a group too few": (lambda s: s["param_groups"].pop(), ["number of parameter groups"]),
+    "a group too many": (
+        lambda s: s["param_groups"].append({**s["param_groups"][0], "params": [6]}),
+        ["number of parameter groups"],
+    ),
+    "a parameter too few": (lambda s: s["param_groups"][0]["params"].pop(), ["size"]),
+    "a parameter too many": (lambda s: s["param_groups"][3]["params"].append(6), ["size"]),
+    **{
+        f"{key}={value} in group {number}": (
+            lambda s, key=key, value=value, number=number: edit_group(s, number, **{key: value}),
+            [rf"param_groups\[{number}\] of the checkpoint", key, "must be|known|list"],
+        )
+        for key, value, number in [
+            ("lr", NAN, 3),
+            ("lr", -1.0, 0),
+            ("lr", None, 3),
+            ("momentum", 1.0, 2),
+            ("weight_decay", INF, 3),
+            ("adamw_betas", (0.9, 1.0), 3),
+            ("adamw_eps", "small", 3),
+            ("adjust_lr", "rms", 2),
+            ("ns_steps", 0, 2),
+            ("ns_coefficients", "newton", 2),
+            ("ns_coefficients", [(2.0, -1.5, 0.5)], 2),
+            ("momentum_dtype", torch.int8, 2),
+            ("beta2", 2.0, 2),
+            ("foreach", "yes", 3),
+        ]
+    },
+}
+
+
+@pytest.mark.parametrize("edit", BAD_CHECKPOINTS.values(), ids=BAD_CHECKPOINTS)
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_checkpoint_that_does_not_fit_loads_nothing(edit, steps):
+    change, patterns = edit
+    saved = copy.deepcopy(trained(3, beta2=0.9, lr=0.5).state_dict())
+    change(saved)
+    torch.manual_seed(1)
+    optim = trained(steps, beta2=0.9)
+    twin, untouched = copy.deepcopy(optim), copy.deepcopy(saved)
+    assert_refused(optim, lambda: optim.load_state_dict(saved), *patterns)
+    assert bool(optim.state) is bool(steps)
+    assert repr(saved) == repr(untouched)
+    assert_steps_like(optim, twin)
+
+
+# DTensors, on one rank
+
+
+def on_one_rank_dtensor(placement: str, shape: tuple[int, ...] = (4, 4)) -> torch.Tensor:
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+    mesh = dist.device_mesh.init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+    placements = {"shard": Shard(0), "replicate": Replicate(), "partial": Partial()}
+    return DTensor.from_local(torch.randn(shape), mesh, [placements[placement]])
+
+
+def refuse_partial_parameters() -> None:
+    for group in (muon_group, adamw_group):
+        partial = nn.Parameter(on_one_rank_dtensor("partial"))
+        bad = group(parameter(4, 4), partial, names=[GOOD, W])
+        patterns = (W, "Partial", "redistribute")
+        assert_raises(lambda bad=bad: Muon([*good_groups(), bad]), *patterns)
+        optim = trained(1)
+        assert_refused(optim, lambda o=optim, bad=bad: o.add_param_group(bad), *patterns)
+
+
+def test_a_partial_parameter_is_refused():
+    run_ranks(refuse_partial_parameters, 1)
+
+
+def refuse_gradients_of_another_layout() -> None:
+    for use_muon in (True, False):
+        for found in ("replicate", "partial", "plain"):
+            sharded = nn.Parameter(on_one_rank_dtensor("shard"))
+            optim = trained(0)
+            optim.add_param_group({"params": [(W, sharded)], "use_muon": use_muon})
+            grad = torch.ones(4, 4) if found == "plain" else on_one_rank_dtensor(found)
+            sharded.grad = grad
+            for steps in range(2):
+                before = snapshot_without(optim, sharded)
+                assert_raises(optim.step, W, r"Shard\(dim=0\)|S\(0\)", "redistribute")
+                assert_same(snapshot_without(optim, sharded), before)
+                assert bool(optim.state) is bool(steps)
+                sharded.grad = on_one_rank_dtensor("shard")
+                optim.step()
+                set_gradients_without(optim, sharded)
+                sharded.grad = grad
+
+
+def snapshot_without(optim: Any, sharded: torch.Tensor) -> list[Any]:
+    """`snapshot` with the shards of one DTensor in its place."""
+    held: list[Any] = [sharded.to_local().detach().clone()]
+    held += [v.to_local().clone() for v in optim.state.get(sharded, {}).values() if v.ndim]
+    for p in all_params(optim):
+        if p is not sharded:
+            state = optim.state.get(p, {})
+            held += [p.detach().clone(), {key: value.clone() for key, value in state.items()}]
+    return held
+
+
+def set_gradients_without(optim: Any, sharded: torch.Tensor) -> None:
+    for p in all_params(optim):
+        if p is not sharded:
+            p.grad = torch.randn_like(p)
+
+
+def test_a_gradient_of_another_layout_than_its_parameter_stops_the_step():
+    run_ranks(refuse_gradients_of_another_layout, 1)
+
+
+def refuse_dtensors_without_a_process_group() -> None:
+    sharded = nn.Parameter(on_one_rank_dtensor("shard"))
+    dist.destroy_process_group()
+    for group in (muon_group, adamw_group):
+        bad = group((W, sharded))
+        assert_raises(lambda bad=bad: Muon([bad]), W, "DTensor", "process group")
+        optim = trained(1)
+        assert_refused(optim, lambda o=optim, bad=bad: o.add_param_group(bad), W, "process group")
+
+
+def test_a_dtensor_without_a_process_group_is_refused():
+    run_ranks(refuse_dtensors_without_a_process_group, 1)

@@ -1,0 +1,642 @@
+"""Which parameters go to Muon: by name, shape and module, through wrappers, ties and freezing."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn.utils import parametrizations, parametrize
+
+from kernel import optimizer
+from ranks import run_ranks
+
+Muon = optimizer.Muon
+default_is_muon = optimizer.muon.default_is_muon
+get_default_muon_param_groups = optimizer.muon.get_default_muon_param_groups
+
+# name, shape, expert_keys, whether it is Muon's
+TABLE = [
+    # Llama, as transformers and as torchtitan name it
+    ("model.embed_tokens.weight", (32, 8), None, False),
+    ("model.layers.0.self_attn.q_proj.weight", (8, 8), None, True),
+    ("model.layers.0.self_attn.k_proj.weight", (2, 8), None, True),
+    ("model.layers.11.mlp.gate_proj.weight", (16, 8), None, True),
+    ("model.layers.11.mlp.down_proj.weight", (8, 16), None, True),
+    ("model.layers.0.input_layernorm.weight", (8,), None, False),
+    ("model.layers.0.self_attn.q_proj.bias", (8,), None, False),
+    ("model.norm.weight", (8,), None, False),
+    ("lm_head.weight", (32, 8), None, False),
+    ("tok_embeddings.weight", (32, 8), None, False),
+    ("layers.0.attention.wq.weight", (8, 8), None, True),
+    ("layers.0.feed_forward.w1.weight", (16, 8), None, True),
+    ("output.weight", (32, 8), None, False),
+    # GPT-2: Conv1D stores (in, out)
+    ("transformer.wte.weight", (32, 8), None, False),
+    ("transformer.wpe.weight", (16, 8), None, False),
+    ("transformer.h.0.attn.c_attn.weight", (8, 24), None, True),
+    ("transformer.h.0.attn.c_attn.bias", (24,), None, False),
+    ("transformer.h.0.mlp.c_fc.weight", (8, 32), None, True),
+    ("transformer.ln_f.weight", (8,), None, False),
+    # GPT-NeoX
+    ("gpt_neox.embed_in.weight", (32, 8), None, False),
+    ("gpt_neox.layers.0.attention.query_key_value.weight", (24, 8), None, True),
+    ("embed_out.weight", (32, 8), None, False),
+    # nanochat
+    ("transformer.h.0.attn.c_q.weight", (8, 8), None, True),
+    ("value_embeds.1.weight", (32, 8), None, False),
+    ("resid_lambdas", (12,), None, False),
+    ("transformer.h.3.attn.ve_gate.weight", (4, 12), None, True),
+    # BERT
+    ("bert.embeddings.word_embeddings.weight", (32, 8), None, False),
+    ("bert.embeddings.position_embeddings.weight", (16, 8), None, False),
+    ("bert.embeddings.token_type_embeddings.weight", (2, 8), None, False),
+    ("bert.encoder.layer.0.attention.self.query.weight", (8, 8), None, True),
+    ("bert.encoder.layer.0.attention.output.dense.weight", (8, 8), None, True),
+    ("bert.encoder.layer.0.output.dense.weight", (8, 32), None, True),
+    ("layers.0.output.dense.weight", (8, 32), None, True),
+    ("bert.encoder.layer.0.output.LayerNorm.weight", (8,), None, False),
+    ("bert.pooler.dense.weight", (8, 8), None, True),
+    ("classifier.weight", (2, 8), None, False),
+    ("roberta.lm_head.dense.weight", (8, 8), None, True),
+    # T5
+    ("shared.weight", (32, 8), None, False),
+    ("encoder.embed_tokens.weight", (32, 8), None, False),
+    ("encoder.block.0.layer.0.SelfAttention.q.weight", (8, 8), None, True),
+    ("encoder.block.0.layer.1.DenseReluDense.wi_0.weight", (16, 8), None, True),
+    # ViT
+    ("vit.embeddings.patch_embeddings.projection.weight", (8, 3, 4, 4), None, False),
+    ("patch_embed.proj.weight", (8, 3, 4, 4), None, False),
+    ("pos_embed", (1, 17, 8), None, False),
+    ("pos_embed", (17, 8), None, False),
+    ("cls_token", (1, 1, 8), None, False),
+    ("blocks.0.attn.qkv.weight", (24, 8), None, True),
+    ("head.weight", (10, 8), None, False),
+    ("layer1.0.conv1.weight", (8, 8, 3, 3), None, False),
+    ("conv1d.weight", (8, 1, 4), None, False),
+    ("conv1d.weight", (8, 1, 4), ["experts"], False),
+    # Mixtral: a ModuleList of ordinary matrices
+    ("model.layers.0.block_sparse_moe.gate.weight", (4, 8), ["experts"], True),
+    ("model.layers.0.block_sparse_moe.experts.7.w1.weight", (16, 8), ["experts"], True),
+    ("experts.7.w1.weight", (16, 8), None, True),
+    ("experts.7.w1.bias", (16,), ["experts"], False),
+    # Qwen MoE
+    ("model.layers.0.mlp.experts.3.gate_proj.weight", (16, 8), None, True),
+    ("model.layers.0.mlp.shared_expert.up_proj.weight", (16, 8), ["experts"], True),
+    ("model.layers.0.mlp.shared_expert_gate.weight", (1, 8), ["experts"], True),
+    ("model.layers.0.self_attn.q_norm.weight", (8,), None, False),
+    # DeepSeek
+    ("model.layers.0.self_attn.kv_a_proj_with_mqa.weight", (6, 8), None, True),
+    ("model.layers.0.self_attn.kv_b_proj.weight", (16, 4), None, True),
+    ("model.layers.0.self_attn.kv_a_layernorm.weight", (4,), None, False),
+    ("model.layers.3.mlp.gate.weight", (4, 8), ["experts"], True),
+    ("model.layers.3.mlp.gate.e_score_correction_bias", (4,), ["experts"], False),
+    ("model.layers.3.mlp.shared_experts.down_proj.weight", (8, 16), ["experts"], True),
+    ("model.layers.61.eh_proj.weight", (8, 16), None, True),
+    ("model.layers.61.shared_head.head.weight", (32, 8), None, False),
+    ("model.layers.61.embed_tokens.weight", (32, 8), None, False),
+    # stacked experts
+    ("model.layers.0.mlp.experts.gate_up_proj", (4, 8, 16), ["experts"], True),
+    ("model.layers.0.mlp.experts.gate_up_proj", (4, 8, 16), None, False),
+    ("model.layers.0.mlp.experts.gate_up_proj", (4, 8, 16), [], False),
+    ("model.layers.0.mlp.experts.gate_up_proj", (4, 8, 16), ["mlp.experts"], True),
+    ("model.layers.0.mlp.experts.gate_up_proj", (4, 8, 16), ["other", "experts"], True),
+    ("model.layers.0.mlp.experts.gate_up_proj", (4, 8, 16), ["expert"], False),
+    ("model.layers.0.mlp.my_experts.w1", (4, 8, 16), ["experts"], False),
+    ("layers.0.moe.experts.w1.weight", (2, 4, 8, 16), ["experts"], True),
+    ("experts", (4, 8, 16), ["experts"], True),
+    # biases of stacked experts look like matrices
+    ("model.layers.0.mlp.experts.gate_up_proj_bias", (4, 16), ["experts"], False),
+    ("model.layers.0.mlp.experts.gate_up_proj_bias", (4, 16), None, False),
+    ("layers.0.moe.experts.w1.bias", (4, 16), ["experts"], False),
+    ("layers.0.moe.experts.mlp1_bias", (4, 16), ["experts"], False),
+    # heads of other models
+    ("score.weight", (2, 8), None, False),
+    ("decoder.lm_head.weight", (32, 8), None, False),
+    # what only sounds like an embedding or a head
+    ("layers.0.head_proj.weight", (8, 8), None, True),
+    ("layers.0.multihead.out_proj.weight", (8, 8), None, True),
+    ("encoder.output.proj.weight", (8, 8), None, True),
+    ("head.mlp.fc1.weight", (8, 8), None, True),
+    # no name to speak of
+    ("weight", (8, 8), None, True),
+    ("weight", (8,), None, False),
+    ("logit_scale", (), None, False),
+    ("0.weight", (8, 8), None, True),
+    ("in_proj_weight", (24, 8), None, True),
+    ("in_proj_bias", (24,), None, False),
+    # odd shapes
+    ("layers.0.wq.weight", (0, 8), None, True),
+    ("layers.0.wq.weight", (1, 8), None, True),
+]
+table = pytest.mark.parametrize("name, shape, expert_keys, expected", TABLE)
+
+WRAPPED_NAMES = [
+    "_orig_mod.{}",
+    "module.{}",
+    "module._orig_mod.{}",
+    "_orig_mod.module.{}",
+    "_fsdp_wrapped_module.{}",
+]
+
+
+def module_of(parameters: dict[str, nn.Parameter]) -> nn.Module:
+    """A model with parameters of these names."""
+    root = nn.Module()
+    for name, parameter in parameters.items():
+        *path, last = name.split(".")
+        owner = root
+        for part in path:
+            if part not in dict(owner.named_children()):
+                owner.add_module(part, nn.Module())
+            owner = owner.get_submodule(part)
+        owner.register_parameter(last, parameter)
+    return root
+
+
+def parameter(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.randn(shape))
+
+
+def names_of(groups: list[dict[str, Any]]) -> tuple[list[str], list[str]]:
+    """Names of Muon's and of AdamW's parameters, after checking what holds of all groups."""
+    muon, adamw = groups
+    assert muon["use_muon"] is True and adamw["use_muon"] is False
+    for group in groups:
+        assert len(group["params"]) == len(group["names"])
+    return muon["names"], adamw["names"]
+
+
+def assert_aligned(groups: list[dict[str, Any]], model: nn.Module) -> None:
+    """Every trainable parameter of the model is there once, under its own name."""
+    expected = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    found = [pair for g in groups for pair in zip(g["names"], g["params"])]
+    assert len(found) == len(expected)
+    for name, p in found:
+        assert p is expected[name]
+
+
+def assert_trains(groups: list[dict[str, Any]], **options: Any) -> None:
+    """Muon takes the groups and updates all their parameters."""
+    optim = Muon(groups, **options)
+    params = [p for group in groups for p in group["params"]]
+    before = [p.detach().clone() for p in params]
+    for p in params:
+        p.grad = torch.randn_like(p)
+    optim.step()
+    for p, old in zip(params, before):
+        assert p.numel() == 0 or not torch.equal(p, old)
+
+
+@pytest.mark.kernels_ci
+@table
+def test_each_name_and_shape_goes_where_it_belongs(name, shape, expert_keys, expected):
+    assert default_is_muon(name, parameter(*shape), expert_keys) is expected
+    assert default_is_muon(name, torch.empty(shape, device="meta"), expert_keys) is expected
+
+
+@pytest.mark.parametrize("wrapped", WRAPPED_NAMES)
+def test_wrapper_parts_of_a_name_are_not_its_owner(wrapped):
+    for name, shape, expert_keys, _ in TABLE:
+        p = torch.empty(shape, device="meta")
+        expected = default_is_muon(name, p, expert_keys)
+        assert default_is_muon(wrapped.format(name), p, expert_keys) is expected, name
+        *path, last = name.split(".")
+        inner = ".".join([*path, "_checkpoint_wrapped_module", last])
+        assert default_is_muon(inner, p, expert_keys) is expected, inner
+
+
+@pytest.mark.parametrize("expert_keys", [None, ["experts"]])
+def test_a_model_is_divided_as_its_names_are(expert_keys):
+    shapes = {name: shape for name, shape, keys, _ in TABLE if keys == expert_keys}
+    leaves = {
+        name: parameter(*shape)
+        for name, shape in shapes.items()
+        if not any(other.startswith(f"{name}.") for other in shapes)
+    }
+    model = module_of(leaves)
+    groups = get_default_muon_param_groups(model, expert_keys=expert_keys)
+    muon, _ = names_of(groups)
+    assert set(muon) == {n for n, p in leaves.items() if default_is_muon(n, p, expert_keys)}
+    assert_aligned(groups, model)
+    assert_trains(groups)
+
+
+# Whole models
+
+
+class Llama(nn.Module):
+    def __init__(self, tied: bool = False, head_first: bool = False):
+        super().__init__()
+        if head_first:
+            self.lm_head = nn.Linear(4, 16, bias=False)
+        self.tok = nn.Embedding(16, 4)
+        self.layers = nn.ModuleList(
+            nn.ModuleDict(
+                {"wq": nn.Linear(4, 4, bias=False), "w1": nn.Linear(4, 8), "norm": nn.LayerNorm(4)}
+            )
+            for _ in range(2)
+        )
+        if not head_first:
+            self.lm_head = nn.Linear(4, 16, bias=False)
+        if tied:
+            self.lm_head.weight = self.tok.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tok(tokens)
+        for layer in self.layers:
+            x = x + layer["w1"](layer["wq"](layer["norm"](x)))[..., :4]
+        return self.lm_head(x)
+
+
+MUONS = ["layers.0.wq.weight", "layers.0.w1.weight", "layers.1.wq.weight", "layers.1.w1.weight"]
+
+
+@pytest.mark.kernels_ci
+def test_names_stand_in_the_models_order_beside_their_parameters():
+    model = Llama()
+    groups = get_default_muon_param_groups(model)
+    muon, adamw = names_of(groups)
+    assert muon == MUONS
+    assert adamw == [name for name, _ in model.named_parameters() if name not in MUONS]
+    assert_aligned(groups, model)
+    assert_trains(groups)
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        pytest.param(lambda m: torch.compile(m, backend="eager"), id="torch.compile"),
+        pytest.param(lambda m: nn.DataParallel(m), id="DataParallel"),
+        pytest.param(lambda m: checkpoint_wrapper(m), id="checkpoint_wrapper"),
+        pytest.param(
+            lambda m: checkpoint_wrapper(torch.compile(nn.DataParallel(m), backend="eager")),
+            id="all of them",
+        ),
+    ],
+)
+def test_a_wrapped_model_gives_the_groups_of_the_model(wrap):
+    model = Llama()
+    expected = get_default_muon_param_groups(model)
+    found = get_default_muon_param_groups(wrap(model))
+    assert names_of(found) == names_of(expected)
+    for group, other in zip(found, expected):
+        assert all(p is q for p, q in zip(group["params"], other["params"]))
+    assert_aligned(found, model)
+
+
+def test_wrapped_layers_give_the_groups_of_the_model():
+    model = Llama()
+    expected = names_of(get_default_muon_param_groups(model))
+    for index, layer in enumerate(model.layers):
+        layer["wq"] = checkpoint_wrapper(torch.compile(layer["wq"], backend="eager"))
+        model.layers[index] = checkpoint_wrapper(layer)
+    model.lm_head = torch.compile(model.lm_head, backend="eager")
+    model.tok = checkpoint_wrapper(model.tok)
+    assert names_of(get_default_muon_param_groups(model)) == expected
+
+
+def names_under_ddp() -> tuple[list[str], list[str]]:
+    model = nn.parallel.DistributedDataParallel(Llama(tied=True))
+    return names_of(get_default_muon_param_groups(model))
+
+
+def test_a_model_in_ddp_gives_the_groups_of_the_model():
+    expected = names_of(get_default_muon_param_groups(Llama(tied=True)))
+    assert run_ranks(names_under_ddp, 1) == [expected]
+
+
+@pytest.mark.parametrize("head_first", [False, True])
+def test_a_head_tied_to_the_embedding_is_adamws_once(head_first):
+    model = Llama(tied=True, head_first=head_first)
+    groups = get_default_muon_param_groups(model)
+    muon, adamw = names_of(groups)
+    assert muon == MUONS
+    assert ("lm_head.weight" in adamw) is head_first
+    assert ("tok.weight" in adamw) is not head_first
+    assert_aligned(groups, model)
+    assert_trains(groups)
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize("embedding", [nn.Embedding, nn.EmbeddingBag])
+@pytest.mark.parametrize("first", [False, True])
+def test_what_is_tied_to_an_embedding_is_never_muons(embedding, first):
+    model = nn.Module()
+    projection, tokens = nn.Linear(4, 16, bias=False), embedding(16, 4)
+    tokens.weight = projection.weight
+    modules = {"projection": projection, "tokens": tokens, "other": nn.Linear(4, 4, bias=False)}
+    for name in modules if first else reversed(modules):
+        model.add_module(name, modules[name])
+    groups = get_default_muon_param_groups(model, is_muon_func=lambda name, p: p.ndim == 2)
+    muon, adamw = names_of(groups)
+    assert muon == ["other.weight"]
+    assert adamw == ["projection.weight" if first else "tokens.weight"]
+    assert_trains(groups)
+
+
+@pytest.mark.parametrize(
+    "name", ["anything", "relative_attention_bias", "codebook", "value_embeds", "position"]
+)
+def test_an_embedding_is_adamws_whatever_its_name(name):
+    class Positions(nn.Embedding):
+        """As OPT's, whose class is its own."""
+
+    model = nn.ModuleDict(
+        {
+            name: Positions(8, 4),
+            "many": nn.ModuleDict({"0": nn.Embedding(8, 4), "1": nn.Embedding(8, 4)}),
+            "proj": nn.Linear(4, 4),
+        }
+    )
+    muon, _ = names_of(get_default_muon_param_groups(model))
+    assert muon == ["proj.weight"]
+
+
+def test_two_tied_matrices_are_muons_once():
+    model = nn.ModuleDict({"a": nn.Linear(4, 4, bias=False), "b": nn.Linear(4, 4, bias=False)})
+    model["b"].weight = model["a"].weight
+    groups = get_default_muon_param_groups(model)
+    assert names_of(groups) == (["a.weight"], [])
+    assert_trains(groups)
+
+
+def test_frozen_parameters_are_skipped():
+    model = Llama()
+    model.tok.requires_grad_(False)
+    model.layers[0].requires_grad_(False)
+    groups = get_default_muon_param_groups(model)
+    muon, adamw = names_of(groups)
+    assert muon == ["layers.1.wq.weight", "layers.1.w1.weight"]
+    assert adamw == [
+        "layers.1.w1.bias",
+        "layers.1.norm.weight",
+        "layers.1.norm.bias",
+        "lm_head.weight",
+    ]
+    assert_aligned(groups, model)
+    assert_trains(groups)
+
+
+def test_an_embedding_frozen_together_with_its_tied_head_is_skipped():
+    model = Llama(tied=True)
+    model.tok.weight.requires_grad_(False)
+    muon, adamw = names_of(get_default_muon_param_groups(model))
+    assert muon == MUONS
+    assert not {"tok.weight", "lm_head.weight"} & set(adamw)
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize(
+    "model, expected",
+    [
+        (nn.Linear(4, 4, bias=False), (["weight"], [])),
+        (nn.Embedding(4, 4), ([], ["weight"])),
+        (nn.LayerNorm(4), ([], ["weight", "bias"])),
+        (nn.Linear(4, 4).requires_grad_(False), ([], [])),
+        (nn.ReLU(), ([], [])),
+    ],
+    ids=["matrix", "embedding", "vectors", "all frozen", "no parameters"],
+)
+def test_both_groups_are_there_and_muon_takes_them(model, expected):
+    groups = get_default_muon_param_groups(model)
+    assert names_of(groups) == expected
+    assert_trains(groups)
+
+
+def test_a_model_on_the_meta_device_has_its_groups():
+    with torch.device("meta"):
+        model = Llama(tied=True)
+    assert names_of(get_default_muon_param_groups(model))[0] == MUONS
+    Muon(get_default_muon_param_groups(model))
+
+
+# Experts
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate_up_proj = parameter(3, 4, 8)
+        self.gate_up_proj_bias = parameter(3, 8)
+        self.down_proj = parameter(3, 4, 4)
+
+
+def moe() -> nn.Module:
+    return nn.ModuleDict(
+        {
+            "experts": Experts(),
+            "shared_expert": nn.Linear(4, 4, bias=False),
+            "conv": nn.Conv1d(4, 4, 2),
+        }
+    )
+
+
+def test_groups_made_with_expert_keys_are_taken_as_they_are():
+    model = moe()
+    groups = get_default_muon_param_groups(model, expert_keys=["experts"])
+    muon, adamw = names_of(groups)
+    assert muon == ["experts.gate_up_proj", "experts.down_proj", "shared_expert.weight"]
+    assert adamw == ["experts.gate_up_proj_bias", "conv.weight", "conv.bias"]
+    assert_trains(groups)
+    assert_trains(get_default_muon_param_groups(moe(), expert_keys=("experts",)))
+    assert_trains(groups, expert_keys=["experts"])
+
+
+def test_without_expert_keys_stacked_experts_are_adamws():
+    groups = get_default_muon_param_groups(moe())
+    muon, adamw = names_of(groups)
+    assert muon == ["shared_expert.weight"]
+    assert {"experts.gate_up_proj", "experts.down_proj"} <= set(adamw)
+    assert_trains(groups)
+
+
+def test_one_string_as_expert_keys_is_refused_or_one_key():
+    try:
+        groups = get_default_muon_param_groups(moe(), expert_keys="experts")
+    except (TypeError, ValueError) as error:
+        assert "expert_keys" in str(error)
+    else:
+        assert names_of(groups)[0][:2] == ["experts.gate_up_proj", "experts.down_proj"]
+
+
+# Custom functions
+
+
+def of_two(name: str, p: torch.Tensor) -> bool:
+    return p.ndim == 2 and "wq" in name
+
+
+def of_three(name: str, p: torch.Tensor, expert_keys: list[str] | None) -> bool:
+    return p.ndim == 2 and expert_keys == ["wq"] and expert_keys[0] in name
+
+
+def of_three_with_default(name: str, p: torch.Tensor, expert_keys: list[str] | None = None) -> bool:
+    return of_three(name, p, expert_keys)
+
+
+def of_two_and_a_key(name: str, p: torch.Tensor, *, key: str = "wq") -> bool:
+    return p.ndim == 2 and key in name
+
+
+def of_many(*arguments: Any) -> bool:
+    return of_three(*arguments)
+
+
+def of_any(name: str, p: torch.Tensor, **options: Any) -> bool:
+    return of_two(name, p)
+
+
+def of_key_first(key: str, name: str, p: torch.Tensor) -> bool:
+    return p.ndim == 2 and key in name
+
+
+class Callable2:
+    def __call__(self, name: str, p: torch.Tensor) -> bool:
+        return of_two(name, p)
+
+    def method(self, name: str, p: torch.Tensor, expert_keys: list[str] | None) -> bool:
+        return of_three(name, p, expert_keys)
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize(
+    "is_muon",
+    [
+        pytest.param(of_two, id="two arguments"),
+        pytest.param(of_three, id="three arguments"),
+        pytest.param(of_three_with_default, id="three arguments, one with a default"),
+        pytest.param(of_two_and_a_key, id="keyword-only argument"),
+        pytest.param(of_many, id="any number of arguments"),
+        pytest.param(of_any, id="any keywords"),
+        pytest.param(lambda name, p: of_two(name, p), id="lambda of two"),
+        pytest.param(lambda n, p, keys: of_three(n, p, keys), id="lambda of three"),
+        pytest.param(functools.partial(of_key_first, "wq"), id="partial of the first"),
+        pytest.param(functools.partial(of_two_and_a_key, key="wq"), id="partial of a keyword"),
+        pytest.param(functools.partial(of_three, expert_keys=["wq"]), id="partial of the third"),
+        pytest.param(functools.partial(of_three), id="partial of nothing"),
+        pytest.param(Callable2(), id="object"),
+        pytest.param(Callable2().method, id="method"),
+    ],
+)
+def test_a_custom_function_gets_what_it_takes(is_muon):
+    model = Llama()
+    groups = get_default_muon_param_groups(model, is_muon, expert_keys=["wq"])
+    muon, adamw = names_of(groups)
+    assert muon == ["layers.0.wq.weight", "layers.1.wq.weight"]
+    assert "layers.0.w1.weight" in adamw and "lm_head.weight" in adamw
+    assert_aligned(groups, model)
+    assert_trains(groups)
+
+
+def test_a_custom_function_gets_names_without_wrapper_parts():
+    seen = []
+    model = torch.compile(nn.DataParallel(checkpoint_wrapper(Llama())), backend="eager")
+    get_default_muon_param_groups(model, lambda name, p: bool(seen.append(name)))
+    expected = {name for name, _ in Llama().named_parameters()}
+    assert set(seen) | {"tok.weight"} == expected  # an embedding needs no asking
+
+
+def test_a_partial_of_the_default_keeps_its_expert_keys():
+    is_muon = functools.partial(default_is_muon, expert_keys=["experts"])
+    muon, _ = names_of(get_default_muon_param_groups(moe(), is_muon))
+    assert muon == ["experts.gate_up_proj", "experts.down_proj", "shared_expert.weight"]
+
+
+def test_a_custom_function_can_hand_convolutions_to_muon():
+    model = nn.ModuleDict({"conv": nn.Conv2d(4, 8, 3), "head": nn.Linear(8, 2)})
+    groups = get_default_muon_param_groups(model, lambda name, p: p.ndim == 4)
+    assert names_of(groups) == (["conv.weight"], ["conv.bias", "head.weight", "head.bias"])
+    assert_trains(groups, flatten=True)
+    with pytest.raises(ValueError, match=r"conv\.weight.*flatten"):
+        Muon(groups)
+
+
+def test_a_custom_function_that_takes_a_vector_for_muon_is_told_by_muon():
+    groups = get_default_muon_param_groups(Llama(), lambda name, p: True)
+    with pytest.raises(ValueError, match=r"layers\.0\.w1\.bias.*use_muon=False"):
+        Muon(groups)
+
+
+# Parametrizations
+
+
+class Double(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return 2 * weight
+
+
+def test_a_parametrized_matrix_stays_muons():
+    model = Llama()
+    parametrize.register_parametrization(model.layers[0]["wq"], "weight", Double())
+    groups = get_default_muon_param_groups(model)
+    assert "layers.0.wq.parametrizations.weight.original" in names_of(groups)[0]
+    assert len(names_of(groups)[0]) == len(MUONS)
+    assert_aligned(groups, model)
+    assert_trains(groups)
+
+
+def test_a_parametrized_head_stays_adamws():
+    model = Llama()
+    parametrize.register_parametrization(model.lm_head, "weight", Double())
+    groups = get_default_muon_param_groups(model)
+    assert names_of(groups)[0] == MUONS
+    assert "lm_head.parametrizations.weight.original" in names_of(groups)[1]
+
+
+def test_a_parametrized_embedding_stays_adamws():
+    model = Llama()
+    parametrize.register_parametrization(model.tok, "weight", Double())
+    groups = get_default_muon_param_groups(model)
+    assert names_of(groups)[0] == MUONS
+    assert "tok.parametrizations.weight.original" in names_of(groups)[1]
+
+
+def test_what_is_tied_to_a_parametrized_embedding_stays_adamws():
+    model = nn.ModuleDict({"projection": nn.Linear(4, 16, bias=False), "tok": nn.Embedding(16, 4)})
+    model["tok"].weight = model["projection"].weight
+    parametrize.register_parametrization(model["tok"], "weight", Double())
+    assert names_of(get_default_muon_param_groups(model)) == ([], ["projection.weight"])
+
+
+@pytest.mark.parametrize(
+    "normalize", [parametrizations.weight_norm, parametrizations.spectral_norm]
+)
+def test_groups_of_a_normalized_model_are_taken_and_spare_head_and_embedding(normalize):
+    model = Llama()
+    for module in (model.tok, model.lm_head, model.layers[1]["wq"]):
+        normalize(module)
+    groups = get_default_muon_param_groups(model)
+    muon, _ = names_of(groups)
+    assert not [name for name in muon if name.startswith(("tok.", "lm_head."))]
+    assert [name for name in muon if name.startswith("layers.1.wq.")]
+    assert_aligned(groups, model)
+    assert_trains(groups)
+
+
+# What the groups are
+
+
+def test_groups_are_plain_and_can_take_options():
+    groups = get_default_muon_param_groups(Llama())
+    for group in groups:
+        assert type(group) is dict
+        assert type(group["params"]) is list and type(group["names"]) is list
+    groups[0].update(lr=0.02, beta2=0.9)
+    groups[1].update(lr=0.001)
+    optim = Muon(groups)
+    assert [group["lr"] for group in optim.param_groups] == [0.02, 0.001]
+    assert [group["beta2"] for group in optim.param_groups] == [0.9, None]
+
+
+def test_nothing_of_the_model_changes():
+    model = Llama(tied=True)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    get_default_muon_param_groups(model)
+    assert {name for name, _ in model.named_parameters()} == set(before)
+    for name, p in model.named_parameters():
+        assert torch.equal(p, before[name]) and p.grad is None and p.requires_grad

@@ -1,0 +1,1147 @@
+"""State: when it comes to be, what it holds, and that training resumes from it bit by bit."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.optim import lr_scheduler, swa_utils
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from kernel import optimizer
+
+Muon = optimizer.Muon
+GROUP_OPTIONS = optimizer.muon.GROUP_OPTIONS
+EXPLICIT = [(2.0, -1.5, 0.5), (1.875, -1.25, 0.375), (1.5, -0.5, 0.0)]
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Threads that wait for each other take longer than these matrices."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+class Model(nn.Module):
+    """A bit of everything: matrices, a fused one, experts, a convolution, vectors, an embedding."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32):
+        super().__init__()
+        self.embed = nn.Embedding(10, 6)
+        self.conv = nn.Conv1d(6, 4, 3, padding=1)
+        self.qkv = nn.Linear(4, 12)
+        self.down = nn.Linear(12, 4, bias=False)
+        self.experts = nn.Parameter(torch.randn(3, 4, 6) / 4)
+        self.frozen = nn.Parameter(torch.ones(6, 6), requires_grad=False)
+        self.head = nn.Linear(6, 10, bias=False)
+        self.to(dtype)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)  # (batch, length, 6)
+        x = self.conv(x.mT).mT
+        x = x + self.down(torch.tanh(self.qkv(x)))
+        x = torch.einsum("bli,eio->blo", x, self.experts)
+        return self.head(x @ self.frozen)
+
+
+def groups_of(model: nn.Module) -> list[dict[str, Any]]:
+    """Muon's matrices, its convolution, AdamW's."""
+    groups = optimizer.muon.get_default_muon_param_groups(model, expert_keys=["experts"])
+    conv = {"params": [], "names": [], "use_muon": True, "flatten": True}
+    for index in reversed(range(len(groups[1]["params"]))):
+        if groups[1]["params"][index].ndim == 3:
+            for key in ("params", "names"):
+                conv[key].append(groups[1][key].pop(index))
+    return [groups[0], conv, groups[1]]
+
+
+def build(dtype: torch.dtype = torch.float32, seed: int = 0, **options: Any) -> tuple[Model, Any]:
+    torch.manual_seed(seed)
+    model = Model(dtype)
+    return model, Muon(groups_of(model), **{"lr": 0.01, **options})
+
+
+def train(model: nn.Module, optim: Any, steps: int, seed: int = 0, schedule: Any = None) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        tokens = torch.randint(0, 10, (4, 5), generator=generator)
+        model(tokens).float().square().mean().backward()
+        optim.step()
+        optim.zero_grad()
+        if schedule is not None:
+            schedule.step()
+
+
+def trainable(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def set_gradients(model: nn.Module, seed: int = 0) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for p in trainable(model):
+        p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+
+
+def assert_equal(found: Any, expected: Any) -> None:
+    """Bit-equal, through dicts and lists."""
+    if isinstance(found, torch.Tensor):
+        assert isinstance(expected, torch.Tensor)
+        assert found.dtype == expected.dtype and torch.equal(found, expected)
+    elif isinstance(found, dict):
+        # torch puts `differentiable` into whatever it loads; a test of its own is about that.
+        assert set(found) ^ set(expected) <= {"differentiable"}
+        for key in set(found) & set(expected):
+            assert_equal(found[key], expected[key])
+    elif isinstance(found, (list, tuple)):
+        assert isinstance(expected, (list, tuple)) and len(found) == len(expected)
+        for one, other in zip(found, expected):
+            assert_equal(one, other)
+    else:
+        assert found == expected
+
+
+def assert_same_training(model: nn.Module, optim: Any, other: nn.Module, twin: Any) -> None:
+    assert_equal(list(model.parameters()), list(other.parameters()))
+    assert_equal(optim.state_dict(), twin.state_dict())
+
+
+# When state comes to be
+
+FIRST_CALLS = {
+    "step": lambda optim: optim.step(),
+    "state_dict": lambda optim: optim.state_dict(),
+    "load_state_dict": lambda optim: optim.load_state_dict(
+        {"state": {}, "param_groups": build(beta2=0.9)[1].state_dict()["param_groups"]}
+    ),
+}
+first_calls = pytest.mark.parametrize("call", FIRST_CALLS.values(), ids=FIRST_CALLS)
+
+
+@pytest.mark.kernels_ci
+@first_calls
+def test_all_state_is_created_at_the_first_call_and_none_before(call):
+    model, optim = build(beta2=0.9)
+    set_gradients(model)
+    assert not optim.state
+    model.qkv.weight.grad = None  # state comes all the same
+    repr(optim)
+    optim.zero_grad(set_to_none=False)
+    assert not optim.state
+    call(optim)
+    assert set(optim.state) == set(trainable(model))
+    for group in optim.param_groups:
+        for p in group["params"]:
+            keys = ["momentum_buffer", "second_momentum_buffer"]
+            assert list(optim.state[p]) == (
+                keys if group["use_muon"] else ["step", "exp_avg", "exp_avg_sq"]
+            )
+
+
+def test_a_frozen_parameter_has_no_state_until_it_is_trained():
+    model, optim = build()
+    optim.add_param_group({"params": [("frozen", model.frozen)], "use_muon": True})
+    train(model, optim, 2)
+    assert model.frozen not in optim.state
+    assert torch.equal(model.frozen, torch.ones(6, 6))
+    model.frozen.requires_grad_(True)
+    train(model, optim, 1)
+    assert optim.state[model.frozen]["momentum_buffer"].any()
+    assert not torch.equal(model.frozen, torch.ones(6, 6))
+
+
+def swap_parameters(optim: Any, make: Callable[[nn.Parameter], nn.Parameter]) -> list[nn.Parameter]:
+    """As trainers do between construction and the first step; returns the new parameters."""
+    for group in optim.param_groups:
+        group["params"] = [make(p) for p in group["params"]]
+    return [p for group in optim.param_groups for p in group["params"]]
+
+
+@pytest.mark.kernels_ci
+@first_calls
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(lambda p: nn.Parameter(p.detach().clone()), id="copies"),
+        pytest.param(lambda p: nn.Parameter(p.detach().bfloat16()), id="of another dtype"),
+        pytest.param(lambda p: nn.Parameter(p.detach().repeat(2, *[1] * (p.ndim - 1))), id="wider"),
+        pytest.param(lambda p: nn.Parameter(p.detach().mT.contiguous().mT), id="strided"),
+    ],
+)
+def test_parameters_swapped_before_the_first_call_have_the_state(make, call):
+    model, optim = build(beta2=0.9)
+    old = trainable(model)
+    for p in old:
+        p.data = torch.atleast_2d(p.data) if p.ndim < 2 else p.data
+    new = swap_parameters(optim, make)
+    for p in new:
+        p.grad = torch.randn_like(p)
+    call(optim)
+    assert set(optim.state) == set(new)
+    for p in new:
+        for key, value in optim.state[p].items():
+            if key in ("momentum_buffer", "exp_avg", "exp_avg_sq"):
+                assert value.shape == p.shape and value.dtype == p.dtype
+    before = [p.detach().clone() for p in new]
+    for p in new:
+        p.grad = torch.randn_like(p)
+    optim.step()
+    assert not any(torch.equal(p, q) for p, q in zip(new, before))
+    assert len(optim.state_dict()["state"]) == len(new)
+
+
+def test_parameters_on_the_meta_device_can_be_swapped_for_real_ones():
+    with torch.device("meta"):
+        model = Model()
+    optim = Muon(groups_of(model), lr=0.01)
+    real = swap_parameters(optim, lambda p: nn.Parameter(torch.randn(p.shape)))
+    for p in real:
+        p.grad = torch.randn_like(p)
+    optim.step()
+    assert set(optim.state) == set(real)
+    assert all(v.device.type == "cpu" for state in optim.state.values() for v in state.values())
+
+
+def test_parameters_materialized_in_place_train():
+    with torch.device("meta"):
+        model = Model()
+    model.frozen.requires_grad_(False)
+    optim = Muon(groups_of(model), lr=0.01)
+    model.to_empty(device="cpu")  # swaps the parameters' data, or the parameters
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_()
+    params = dict(model.named_parameters())
+    for group in optim.param_groups:
+        group["params"] = [params[name] for name in group["names"]]
+    train(model, optim, 2)
+    assert set(optim.state) == set(trainable(model))
+
+
+def test_a_group_added_after_steps_has_state_from_the_next_one_and_leaves_the_rest_alone():
+    model, optim = build()
+    train(model, optim, 3)
+    before = copy.deepcopy(optim.state_dict()["state"])
+    matrix, vector = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4))
+    optim.add_param_group({"params": [("new.matrix", matrix)], "use_muon": True, "lr": 0.5})
+    optim.add_param_group({"params": [("new.vector", vector)], "use_muon": False})
+    assert matrix not in optim.state and vector not in optim.state
+    saved = optim.state_dict()["state"]
+    assert_equal({key: saved[key] for key in before}, before)
+    assert not optim.state[matrix]["momentum_buffer"].any()
+    assert optim.state[vector]["step"] == 0
+    matrix.grad, vector.grad = torch.randn(4, 4), torch.randn(4)
+    train(model, optim, 1)
+    assert optim.state[vector]["step"] == 1
+    assert optim.state[model.embed.weight]["step"] == 4
+    assert optim.param_groups[-2]["lr"] == 0.5 and optim.param_groups[-1]["lr"] == 0.01
+
+
+# What state holds
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("momentum_dtype", [None, torch.float32, torch.bfloat16])
+def test_state_has_the_documented_keys_shapes_and_dtypes(dtype, momentum_dtype):
+    model, optim = build(dtype, beta2=0.9, momentum_dtype=momentum_dtype)
+    train(model, optim, 2)
+    lengths = {  # a number for each index of the longer side of each matrix
+        model.qkv.weight: 12,
+        model.down.weight: 12,
+        model.experts: 3 * 6,
+        model.conv.weight: 18,
+    }
+    for p, length in lengths.items():
+        state = optim.state[p]
+        assert list(state) == ["momentum_buffer", "second_momentum_buffer"]
+        assert state["momentum_buffer"].dtype == (momentum_dtype or dtype)
+        assert state["momentum_buffer"].shape == p.shape
+        assert state["second_momentum_buffer"].dtype == torch.float32
+        assert state["second_momentum_buffer"].shape == (length,)
+    for p in set(trainable(model)) - set(lengths):
+        state = optim.state[p]
+        assert list(state) == ["step", "exp_avg", "exp_avg_sq"]
+        assert state["step"].shape == () and state["step"] == 2
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert state[key].shape == p.shape and state[key].dtype == dtype
+
+
+def test_the_factored_second_moment_counts_the_longer_side_of_each_block():
+    fused, heads = nn.Parameter(torch.randn(10, 4)), nn.Parameter(torch.randn(6, 5))
+    optim = Muon(
+        [
+            {"params": [fused], "use_muon": True, "split": [6, 2, 2]},
+            {"params": [heads], "use_muon": True, "split": 2},
+        ],
+        beta2=0.9,
+    )
+    optim.state_dict()
+    assert optim.state[fused]["second_momentum_buffer"].shape == (6 + 4 + 4,)
+    assert optim.state[heads]["second_momentum_buffer"].shape == (3 * 5,)
+
+
+def test_without_beta2_there_is_no_second_moment_until_it_is_set():
+    model, optim = build()
+    train(model, optim, 1)
+    assert list(optim.state[model.qkv.weight]) == ["momentum_buffer"]
+    optim.param_groups[0]["beta2"] = 0.9
+    train(model, optim, 1)
+    assert optim.state[model.qkv.weight]["second_momentum_buffer"].any()
+    assert "second_momentum_buffer" not in optim.state[model.conv.weight]
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "all else": {
+        "lr": torch.tensor(0.01),
+        "momentum": 0.9,
+        "nesterov": False,
+        "weight_decay": 0.2,
+        "adamw_betas": (0.8, 0.9),
+        "none_grad": False,
+        "chunk_size": 1,
+        "adjust_lr": "original",
+        "momentum_style": "ema",
+        "ns_coefficients": EXPLICIT,
+        "ns_norm": "schatten4",
+        "ns_dtype": torch.float64,
+        "beta2": 0.9,
+        "cautious": True,
+        "decay_lr": "adjusted",
+        "momentum_dtype": torch.float64,
+        "missing_grad": "zero",
+        "nonfinite": "skip",
+        "split": {"qkv": [6, 3, 3], "down": 2},
+        "maximize": True,
+        "foreach": False,
+        "comm_dtype": torch.float32,
+    },
+    "list": {"ns_coefficients": [list(triple) for triple in EXPLICIT]},
+    "family": {"ns_coefficients": "quintic", "ns_steps": 7},
+    "split": {"split": {"qkv": 4}},
+    "foreach": {"foreach": True},
+    "capturable": {"capturable": True},
+}
+options_matrix = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+
+
+@options_matrix
+def test_state_and_saved_groups_hold_only_tensors_and_plain_values(options):
+    model, optim = build(**options)
+    train(model, optim, 2)
+    saved = optim.state_dict()
+    for state in saved["state"].values():
+        for value in state.values():
+            assert type(value) in (torch.Tensor, int, float)
+
+    def assert_plain(value: Any) -> None:
+        plain = (bool, int, float, str, torch.dtype, torch.Tensor, type(None))
+        if isinstance(value, (list, tuple)):
+            for each in value:
+                assert_plain(each)
+        elif isinstance(value, dict):
+            for key, each in value.items():
+                assert type(key) is str
+                assert_plain(each)
+        else:
+            assert type(value) in plain
+
+    for group in saved["param_groups"]:
+        assert_plain(group)
+
+
+@pytest.mark.kernels_ci
+def test_names_are_in_the_groups_but_not_in_the_state_dict_and_survive_loading():
+    model, optim = build()
+    train(model, optim, 1)
+    names = [group["names"] for group in optim.param_groups]
+    assert names[0] == ["experts", "qkv.weight", "down.weight"]
+    saved = optim.state_dict()
+    assert not [group for group in saved["param_groups"] if "names" in group]
+    assert [group["names"] for group in optim.param_groups] == names
+    twin = build(seed=1)[1]
+    twin.load_state_dict(saved)
+    assert [group["names"] for group in twin.param_groups] == names
+    twin.param_groups[2]["params"][0].grad = torch.eye(10, 6).to_sparse()
+    with pytest.raises(ValueError, match=r"^" + names[2][0]):
+        twin.step()
+
+
+def test_names_in_pairs_stay_beside_their_parameters():
+    model = nn.Linear(4, 4)
+    optim = Muon(
+        [
+            {"params": [("w", model.weight)], "use_muon": True},
+            {"params": iter([("b", model.bias)]), "use_muon": False},
+        ]
+    )
+    assert [group["names"] for group in optim.param_groups] == [["w"], ["b"]]
+    assert optim.param_groups[0]["params"][0] is model.weight
+    assert optim.param_groups[1]["params"][0] is model.bias
+
+
+def test_what_was_passed_in_is_not_changed():
+    model = Model()
+    groups = groups_of(model)
+    before = [dict(group, params=list(group["params"])) for group in groups]
+    coefficients = [list(triple) for triple in EXPLICIT]
+    optim = Muon(groups, ns_coefficients=coefficients)
+    train(model, optim, 1)
+    assert coefficients == [list(triple) for triple in EXPLICIT]
+    for group, old in zip(groups, before):
+        assert set(group) == set(old) and group["names"] == old["names"]
+        assert all(p is q for p, q in zip(group["params"], old["params"]))
+
+
+# Resuming
+
+
+def through_torch_save(saved: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(saved, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def through_whole_torch_save(value: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def each_with(first: dict[str, Any], names: str) -> Any:
+    """All options with the first way, and the two most different options with all ways."""
+    pairs = [
+        pytest.param(options, way, id=f"{name}-{way_name}")
+        for name, options in OPTIONS.items()
+        for way_name, way in first.items()
+        if name in ("defaults", "all else") or way_name == next(iter(first))
+    ]
+    return pytest.mark.parametrize(names, pairs)
+
+
+TRANSPORTS: dict[str, Callable[[Any], Any]] = {
+    "torch.save": through_torch_save,
+    "pickle": lambda saved: pickle.loads(pickle.dumps(saved)),
+    "deepcopy": copy.deepcopy,
+}
+
+
+@each_with(TRANSPORTS, "options, transport")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.kernels_ci
+def test_a_loaded_state_dict_resumes_bit_by_bit(options, transport, dtype):
+    model, optim = build(dtype, **options)
+    train(model, optim, 5)
+    saved = transport({"model": model.state_dict(), "optim": optim.state_dict()})
+    train(model, optim, 5, seed=1)
+    other, twin = build(dtype, seed=1, **options)
+    other.load_state_dict(saved["model"])
+    twin.load_state_dict(saved["optim"])
+    train(other, twin, 5, seed=1)
+    assert_same_training(model, optim, other, twin)
+
+
+def test_a_checkpoint_brings_its_hyperparameters_but_not_how_matrices_are_read():
+    options = {"lr": 0.5, "momentum": 0.8, "beta2": 0.7, "ns_coefficients": EXPLICIT}
+    saved = build(**options, split={"qkv": 4})[1].state_dict()
+    other, twin = build()
+    twin.load_state_dict({"state": {}, "param_groups": saved["param_groups"]})
+    for group in twin.param_groups:
+        assert {key: group[key] for key in options} == options
+        assert group["ns_steps"] == len(EXPLICIT)
+        assert group["split"] is None
+    train(other, twin, 2)
+
+
+@pytest.mark.kernels_ci
+def test_fp32_momentum_of_bf16_weights_is_loaded_exactly():
+    model, optim = build(torch.bfloat16, momentum_dtype=torch.float32, beta2=0.9)
+    train(model, optim, 3)
+    momentum = optim.state[model.qkv.weight]["momentum_buffer"].clone()
+    second = optim.state[model.qkv.weight]["second_momentum_buffer"].clone()
+    assert not torch.equal(momentum, momentum.bfloat16().float())
+    other, twin = build(torch.bfloat16, momentum_dtype=torch.float32, beta2=0.9)
+    twin.load_state_dict(through_torch_save(optim.state_dict()))
+    assert_equal(twin.state[other.qkv.weight]["momentum_buffer"], momentum)
+    assert_equal(twin.state[other.qkv.weight]["second_momentum_buffer"], second)
+
+
+def test_loading_adds_no_keys_to_the_groups():
+    optim = build()[1]
+    keys = [set(group) for group in optim.param_groups]
+    optim.load_state_dict(copy.deepcopy(optim.state_dict()))
+    assert [set(group) for group in optim.param_groups] == keys
+    copied = copy.deepcopy(optim)
+    added = {"params": [("w", nn.Parameter(torch.randn(2, 2)))], "use_muon": True}
+    copied.add_param_group(added)
+    assert set(copied.param_groups[-1]) == keys[0]
+
+
+def test_loading_twice_and_over_trained_state_is_loading():
+    model, optim = build(beta2=0.9)
+    train(model, optim, 3)
+    saved = copy.deepcopy(optim.state_dict())
+    other, twin = build(seed=1, beta2=0.9)
+    train(other, twin, 4, seed=7)
+    for _ in range(2):
+        twin.load_state_dict(copy.deepcopy(saved))
+    assert_equal(twin.state_dict(), saved)
+
+
+# Copies and pickles of the optimizer itself
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "pickle": lambda pair: pickle.loads(pickle.dumps(pair)),
+    "deepcopy": copy.deepcopy,
+    "torch.save": through_whole_torch_save,
+}
+
+
+def wide_options(optim: Any) -> dict[str, Any]:
+    """Options of the optimizer as a whole, wherever it keeps them."""
+    found: dict[str, Any] = {}
+    for value in vars(optim).values():
+        if dataclasses.is_dataclass(value) and hasattr(value, "chunk_size"):
+            found.update(dataclasses.asdict(value))
+    assert found
+    return found
+
+
+@each_with(COPIES, "options, duplicate")
+@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.kernels_ci
+def test_a_copied_optimizer_has_all_options_and_trains_bit_by_bit(options, steps, duplicate):
+    model, optim = build(**options)
+    train(model, optim, steps)
+    other, twin = duplicate((model, optim))
+    assert type(twin) is type(optim)
+    assert wide_options(twin) == wide_options(optim)
+    assert_equal(twin.defaults, optim.defaults)
+    for group, copied in zip(optim.param_groups, twin.param_groups):
+        assert_equal(
+            {key: value for key, value in copied.items() if key != "params"},
+            {key: value for key, value in group.items() if key != "params"},
+        )
+    train(model, optim, 3, seed=1)
+    train(other, twin, 3, seed=1)
+    assert_same_training(model, optim, other, twin)
+
+
+@pytest.mark.parametrize("duplicate", COPIES.values(), ids=COPIES)
+def test_a_copied_optimizer_still_has_the_constructors_options(duplicate):
+    options = {
+        "chunk_size": 3,
+        "warmup_step": 2,
+        "comm_dtype": torch.float32,
+        "debug": True,
+        "use_distributed_muon": True,
+        "consistency_check": "plan",
+    }
+    model = Model()
+    optim = Muon(groups_of(model), expert_keys=["stacked"], **options)
+    twin = duplicate((model, optim))[1]
+    found = wide_options(twin)
+    assert {key: found[key] for key in options} == options
+    added = nn.Parameter(torch.randn(2, 3, 4))
+    twin.add_param_group({"params": [("stacked.w", added)], "use_muon": True})
+    assert twin.param_groups[-1]["expert_keys"] == ["stacked"]
+
+
+def test_an_optimizer_can_be_copied_under_a_scheduler():
+    model, optim = build()
+    schedule = lr_scheduler.StepLR(optim, 1, gamma=0.5)
+    train(model, optim, 2, schedule=schedule)
+    other, twin, copied = copy.deepcopy((model, optim, schedule))
+    pickle.loads(pickle.dumps(optim))
+    train(model, optim, 2, schedule=schedule)
+    train(other, twin, 2, schedule=copied)
+    assert_same_training(model, optim, other, twin)
+
+
+def test_a_copied_nanochat_optimizer_trains_bit_by_bit():
+    torch.manual_seed(0)
+    model = Model()
+    optim = optimizer.MuonAdamW(
+        [
+            {"kind": "muon", "params": [model.qkv.weight, model.down.weight], "lr": 0.02},
+            {"kind": "adamw", "params": [model.embed.weight, model.head.weight], "lr": 0.1},
+        ]
+    )
+    train(model, optim, 2)
+    other, twin = copy.deepcopy((model, optim))
+    third = optimizer.MuonAdamW(
+        [
+            {"kind": "muon", "params": [other.qkv.weight, other.down.weight]},
+            {"kind": "adamw", "params": [other.embed.weight, other.head.weight]},
+        ]
+    )
+    third.load_state_dict(through_torch_save(twin.state_dict()))
+    train(model, optim, 2, seed=1)
+    train(other, third, 2, seed=1)
+    assert_same_training(model, optim, other, third)
+
+
+# Older and foreign checkpoints
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize("key", [*GROUP_OPTIONS, "use_muon"])
+def test_a_group_key_missing_from_a_checkpoint_gets_its_default(key):
+    model, optim = build()
+    train(model, optim, 2)
+    saved = copy.deepcopy(optim.state_dict())
+    for group in saved["param_groups"]:
+        del group[key]
+    other, twin = build(seed=1)
+    expected = [group[key] for group in twin.param_groups]
+    twin.load_state_dict(saved)
+    assert [group[key] for group in twin.param_groups] == expected
+    other.load_state_dict(model.state_dict())
+    train(model, optim, 2, seed=1)
+    train(other, twin, 2, seed=1)
+    assert_same_training(model, optim, other, twin)
+
+
+def test_a_checkpoint_without_any_group_keys_gets_the_constructors():
+    model, optim = build(beta2=0.9, cautious=True, ns_coefficients=EXPLICIT)
+    train(model, optim, 2)
+    saved = copy.deepcopy(optim.state_dict())
+    saved["param_groups"] = [{"params": group["params"]} for group in saved["param_groups"]]
+    other, twin = build(seed=1, beta2=0.9, cautious=True, ns_coefficients=EXPLICIT)
+    twin.load_state_dict(saved)
+    other.load_state_dict(model.state_dict())
+    train(model, optim, 2, seed=1)
+    train(other, twin, 2, seed=1)
+    assert_same_training(model, optim, other, twin)
+
+
+@pytest.mark.parametrize("missing", ["use_muon", "kind", "betas", "eps", "beta2"])
+def test_a_key_missing_from_a_checkpoint_of_nanochats_groups_is_no_obstacle(missing):
+    def make() -> Any:
+        torch.manual_seed(0)
+        return optimizer.MuonAdamW(
+            [
+                {"kind": "muon", "params": [nn.Parameter(torch.randn(4, 4))]},
+                {"kind": "adamw", "params": [nn.Parameter(torch.randn(4))]},
+            ]
+        )
+
+    optim, twin = make(), make()
+    saved = copy.deepcopy(optim.state_dict())
+    for group in saved["param_groups"]:
+        group.pop(missing, None)
+    twin.load_state_dict(saved)
+    for group, other in zip(twin.param_groups, optim.param_groups):
+        assert_equal(group, other)
+    for p in (g["params"][0] for g in twin.param_groups):
+        p.grad = torch.ones_like(p)
+    twin.step()
+
+
+@pytest.mark.kernels_ci
+def test_moments_under_their_old_names_load():
+    model, optim = build()
+    train(model, optim, 3)
+    saved = copy.deepcopy(optim.state_dict())
+    for state in saved["state"].values():
+        if "exp_avg" in state:
+            state["moment1"], state["moment2"] = state.pop("exp_avg"), state.pop("exp_avg_sq")
+    twin = build(seed=1)[1]
+    twin.load_state_dict(saved)
+    assert "moment1" in saved["state"][5], "the caller's dict was changed"
+    assert_equal(twin.state_dict(), optim.state_dict())
+
+
+@pytest.mark.parametrize("kind", [{"fused": True}, {"foreach": True}, {"foreach": False}, {}])
+def test_state_of_torchs_adamw_loads_into_an_adamw_group(kind):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    theirs = torch.optim.AdamW(model.parameters(), 0.01, (0.9, 0.95), weight_decay=0.1, **kind)
+
+    def step(model: nn.Module, optim: Any, seed: int) -> None:
+        set_gradients(model, seed)
+        optim.step()
+
+    for seed in range(5):
+        step(model, theirs, seed)
+    other = copy.deepcopy(model)
+    ours = Muon([{"params": list(other.parameters()), "use_muon": False}])
+    ours.load_state_dict(through_torch_save(theirs.state_dict()))
+    assert ours.param_groups[0]["lr"] == 0.01
+    for seed in range(5, 10):
+        step(model, theirs, seed)
+        step(other, ours, seed)
+    for p, q in zip(model.parameters(), other.parameters()):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
+        assert ours.state[q]["step"] == 10
+
+
+@pytest.mark.parametrize("number", [int, float])
+def test_a_step_count_saved_as_a_number_loads(number):
+    model, optim = build()
+    train(model, optim, 3)
+    saved = copy.deepcopy(optim.state_dict())
+    for state in saved["state"].values():
+        if "step" in state:
+            state["step"] = number(state["step"])
+    other, twin = build(seed=1)
+    other.load_state_dict(model.state_dict())
+    twin.load_state_dict(saved)
+    train(model, optim, 2, seed=1)
+    train(other, twin, 2, seed=1)
+    assert_same_training(model, optim, other, twin)
+
+
+def test_a_load_hook_can_change_what_is_loaded():
+    model, optim = build()
+    train(model, optim, 2)
+    expected = copy.deepcopy(optim.state_dict()["state"])
+    twin = build()[1]
+
+    def rename(_: Any, saved: Any) -> Any:
+        states = {
+            key: {name.removeprefix("old_"): value for name, value in state.items()}
+            for key, state in saved["state"].items()
+        }
+        return {**saved, "state": states}
+
+    saved = copy.deepcopy(optim.state_dict())
+    saved["state"] = {
+        key: {f"old_{name}": value for name, value in state.items()}
+        for key, state in saved["state"].items()
+    }
+    twin.register_load_state_dict_pre_hook(rename)
+    twin.load_state_dict(saved)
+    assert_equal(twin.state_dict()["state"], expected)
+
+
+def test_a_load_hook_can_change_momentum():
+    model, optim = build()
+    train(model, optim, 2)
+
+    def halve(_: Any, saved: Any) -> Any:
+        states = {
+            key: {k: v * 0.5 if k == "momentum_buffer" else v for k, v in state.items()}
+            for key, state in saved["state"].items()
+        }
+        return {**saved, "state": states}
+
+    other, twin = build()
+    twin.register_load_state_dict_pre_hook(halve)
+    twin.load_state_dict(copy.deepcopy(optim.state_dict()))
+    assert_equal(
+        twin.state[other.qkv.weight]["momentum_buffer"],
+        optim.state[model.qkv.weight]["momentum_buffer"] * 0.5,
+    )
+
+
+# torch.distributed.checkpoint, on one process
+
+
+@options_matrix
+def test_a_step_of_zeros_changes_neither_weights_nor_momentum(options):
+    model, optim = build(**{**options, "lr": 0.0})
+    before = [p.detach().clone() for p in model.parameters()]
+    for p in trainable(model):
+        p.grad = torch.zeros_like(p)
+    optim.step()
+    assert_equal([p.detach() for p in model.parameters()], before)
+    for state in optim.state.values():
+        for key in ("momentum_buffer", "exp_avg", "exp_avg_sq"):
+            assert key not in state or not state[key].any()
+
+
+flattened = pytest.mark.parametrize("flatten", [False, True], ids=["nested", "flattened"])
+
+
+@flattened
+@options_matrix
+def test_taking_the_state_of_a_fresh_optimizer_changes_nothing(options, flatten):
+    model, optim = build(**options)
+    before = [p.detach().clone() for p in model.parameters()]
+    lrs = [copy.deepcopy(group["lr"]) for group in optim.param_groups]
+    get_optimizer_state_dict(
+        model, optim, options=StateDictOptions(flatten_optimizer_state_dict=flatten)
+    )
+    assert_equal([p.detach() for p in model.parameters()], before)
+    assert_equal([group["lr"] for group in optim.param_groups], lrs)
+    assert all(p.grad is None for p in model.parameters())
+    for p in (model.qkv.weight, model.experts, model.conv.weight):
+        assert not optim.state[p]["momentum_buffer"].any()
+
+
+@pytest.mark.parametrize("warm", [False, True], ids=["fresh", "trained"])
+@each_with({"nested": False, "flattened": True}, "options, flatten")
+def test_training_resumes_bit_by_bit_through_distributed_checkpoint_state(options, flatten, warm):
+    how = StateDictOptions(flatten_optimizer_state_dict=flatten)
+    model, optim = build(**options)
+    train(model, optim, 3)
+    saved = copy.deepcopy(get_optimizer_state_dict(model, optim, options=how))
+    other, twin = build(seed=1, **options)
+    if warm:
+        train(other, twin, 2, seed=5)
+    other.load_state_dict(model.state_dict())
+    set_optimizer_state_dict(other, twin, saved, options=how)
+    assert [g["names"] for g in twin.param_groups] == [g["names"] for g in optim.param_groups]
+    train(model, optim, 3, seed=1)
+    train(other, twin, 3, seed=1)
+    assert_same_training(model, optim, other, twin)
+
+
+def test_full_state_resumes_bit_by_bit():
+    how = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    model, optim = build(beta2=0.9)
+    train(model, optim, 3)
+    saved = copy.deepcopy(get_optimizer_state_dict(model, optim, options=how))
+    other, twin = build(seed=1, beta2=0.9)
+    other.load_state_dict(model.state_dict())
+    set_optimizer_state_dict(other, twin, saved, options=how)
+    train(model, optim, 3, seed=1)
+    train(other, twin, 3, seed=1)
+    assert_same_training(model, optim, other, twin)
+
+
+@flattened
+def test_training_resumes_bit_by_bit_through_files(flatten, tmp_path):
+    how = StateDictOptions(flatten_optimizer_state_dict=flatten)
+    options = {"beta2": 0.9, "momentum_dtype": torch.float64, "split": {"qkv": 4}}
+    model, optim = build(**options)
+    train(model, optim, 3)
+    dcp.save(
+        {
+            "model": model.state_dict(),
+            "optim": get_optimizer_state_dict(model, optim, options=how),
+        },
+        checkpoint_id=tmp_path,
+        no_dist=True,
+    )
+    other, twin = build(seed=1, **options)
+    saved = {
+        "model": other.state_dict(),
+        "optim": get_optimizer_state_dict(other, twin, options=how),
+    }
+    dcp.load(saved, checkpoint_id=tmp_path, no_dist=True)
+    other.load_state_dict(saved["model"])
+    set_optimizer_state_dict(other, twin, saved["optim"], options=how)
+    train(model, optim, 3, seed=1)
+    train(other, twin, 3, seed=1)
+    assert_same_training(model, optim, other, twin)
+
+
+# Schedulers
+
+SCHEDULERS: dict[str, Callable[[Any], Any]] = {
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda t: 0.9**t),
+    "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda t: 0.9),
+    "StepLR": lambda o: lr_scheduler.StepLR(o, 2),
+    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [2, 4]),
+    "ConstantLR": lambda o: lr_scheduler.ConstantLR(o, 0.5, 3),
+    "LinearLR": lambda o: lr_scheduler.LinearLR(o, 0.1, total_iters=4),
+    "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.9),
+    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
+        o,
+        [lr_scheduler.LinearLR(o, 0.1, total_iters=3), lr_scheduler.CosineAnnealingLR(o, 4)],
+        milestones=[3],
+    ),
+    "PolynomialLR": lambda o: lr_scheduler.PolynomialLR(o, 5, power=2.0),
+    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 4),
+    "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.ConstantLR(o, 0.5, 3), lr_scheduler.ExponentialLR(o, 0.9)], optimizer=o
+    ),
+    "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=1),
+    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.001, 0.1, step_size_up=2),
+    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=10),
+    "SWALR": lambda o: swa_utils.SWALR(o, 0.001, anneal_epochs=3),
+}
+
+
+def test_every_scheduler_of_torch_is_tried():
+    bases = (lr_scheduler.LRScheduler, lr_scheduler._LRScheduler)
+    known = {
+        name
+        for name, value in vars(lr_scheduler).items()
+        if inspect.isclass(value) and issubclass(value, bases) and value not in bases
+    }
+    assert known == set(SCHEDULERS) - {"SWALR"}
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize("tensor", [False, True], ids=["number", "tensor"])
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_a_scheduler_sets_what_it_sets_for_torchs_sgd(name, tensor):
+    def lr() -> Any:
+        return torch.tensor(0.1) if tensor else 0.1
+
+    torch.manual_seed(0)
+    model, optim = build(lr=lr())
+    groups = [{"params": list(g["params"])} for g in copy.deepcopy(optim).param_groups]
+    sgd = torch.optim.SGD(groups, lr=lr(), momentum=0.95, foreach=False)
+    schedule, expected = SCHEDULERS[name](optim), SCHEDULERS[name](sgd)
+    seen = set()
+    for seed in range(8):
+        for group, theirs in zip(optim.param_groups, sgd.param_groups):
+            assert group["lr"] == theirs["lr"] and group["momentum"] == theirs["momentum"]
+            assert isinstance(group["lr"], torch.Tensor) is isinstance(theirs["lr"], torch.Tensor)
+        seen.add(float(optim.param_groups[0]["lr"]))
+        before = model.qkv.weight.detach().clone()
+        set_gradients(model, seed)
+        optim.step()
+        sgd.step()
+        assert (model.qkv.weight != before).any() or not optim.param_groups[0]["lr"]
+        for each in (schedule, expected):
+            each.step(1.0) if name == "ReduceLROnPlateau" else each.step()
+    assert len(seen) > 1, "nothing was scheduled"
+
+
+@pytest.mark.parametrize("total", [4, 10])
+def test_a_linear_decay_to_zero_can_be_followed_to_its_end(total):
+    """LinearLR ends a rounding error below zero; torch's optimizers step on."""
+    model, optim = build(lr=1e-3)
+    schedule = lr_scheduler.LinearLR(optim, end_factor=0.0, total_iters=total)
+    train(model, optim, total + 2, schedule=schedule)
+    assert abs(optim.param_groups[0]["lr"]) < 1e-15
+
+
+@pytest.mark.kernels_ci
+def test_one_cycle_cycles_momentum():
+    model, optim = build()
+    schedule = lr_scheduler.OneCycleLR(optim, 0.1, total_steps=10)
+    momenta = []
+    for _ in range(9):
+        momenta.append([group["momentum"] for group in optim.param_groups])
+        train(model, optim, 1)
+        schedule.step()
+    assert min(momenta) == [0.85] * 3 and max(momenta) == [0.95] * 3
+
+
+@pytest.mark.parametrize(
+    "lr",
+    [torch.tensor(0.25), torch.tensor([0.25]), torch.tensor(0.25, dtype=torch.float64)],
+    ids=["fp32", "one element", "fp64"],
+)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"decay_lr": "adjusted", "cautious": True}, {"foreach": False}, {"capturable": True}],
+    ids=str,
+)
+def test_a_tensor_learning_rate_is_the_number(lr, options):
+    model, optim = build(lr=0.25, **options)
+    other, twin = build(lr=lr, **options)
+    for seed in range(3):
+        for each, of in ((optim, model), (twin, other)):
+            set_gradients(of, seed)
+            each.step()
+    for p, q in zip(model.parameters(), other.parameters()):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+    assert twin.param_groups[0]["lr"].shape == lr.shape
+
+
+def test_a_tensor_learning_rate_changed_in_place_is_obeyed():
+    model, optim = build(lr=torch.tensor(0.1))
+    train(model, optim, 1)
+    for group in optim.param_groups:
+        group["lr"].zero_()
+    before = [p.detach().clone() for p in model.parameters()]
+    train(model, optim, 1)
+    assert_equal([p.detach() for p in model.parameters()], before)
+
+
+# What torch.optim's users call
+
+
+@pytest.mark.kernels_ci
+def test_a_closure_is_called_once_with_gradients_on_and_its_value_returned():
+    model, optim = build()
+    calls = []
+
+    def closure() -> torch.Tensor:
+        calls.append(torch.is_grad_enabled())
+        optim.zero_grad()
+        loss = model(torch.arange(10).view(2, 5)).square().mean()
+        loss.backward()
+        return loss
+
+    before = model.qkv.weight.detach().clone()
+    loss = optim.step(closure)
+    assert calls == [True]
+    assert isinstance(loss, torch.Tensor) and loss > 0
+    assert not torch.equal(model.qkv.weight, before)
+    assert optim.step(closure=closure) < loss or len(calls) == 2
+    assert optim.step() is None
+
+
+def test_a_closure_is_called_with_gradients_on_under_no_grad():
+    model, optim = build()
+    with torch.no_grad():
+        optim.step(lambda: model(torch.arange(5)[None]).sum().backward())
+    assert optim.state[model.qkv.weight]["momentum_buffer"].any()
+
+
+@pytest.mark.kernels_ci
+def test_step_hooks_fire_once_each_around_the_step():
+    model, optim = build()
+    seen: list[str] = []
+    before = model.qkv.weight.detach().clone()
+
+    def pre(hooked: Any, args: Any, kwargs: Any) -> None:
+        assert hooked is optim and torch.equal(model.qkv.weight, before)
+        seen.append("pre")
+
+    def post(hooked: Any, args: Any, kwargs: Any) -> None:
+        assert hooked is optim and not torch.equal(model.qkv.weight, before)
+        seen.append("post")
+
+    handles = [optim.register_step_pre_hook(pre), optim.register_step_post_hook(post)]
+    every_pre = register_optimizer_step_pre_hook(lambda *_: seen.append("global pre"))
+    every_post = register_optimizer_step_post_hook(lambda *_: seen.append("global post"))
+    try:
+        train(model, optim, 1)
+    finally:
+        every_pre.remove()
+        every_post.remove()
+    assert sorted(seen) == ["global post", "global pre", "post", "pre"]
+    assert seen.index("pre") < seen.index("post")
+    for handle in handles:
+        handle.remove()
+    train(model, optim, 1)
+    assert len(seen) == 4
+
+
+def test_state_dict_hooks_fire():
+    optim = build()[1]
+    seen = []
+    optim.register_state_dict_pre_hook(lambda o: seen.append("pre"))
+    optim.register_state_dict_post_hook(lambda o, s: seen.append("post"))
+    optim.register_load_state_dict_post_hook(lambda o: seen.append("loaded"))
+    optim.load_state_dict(optim.state_dict())
+    assert seen == ["pre", "post", "loaded"]
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize("none_grad", [False, True])
+def test_gradients_stay_or_go_as_asked_and_are_never_written(none_grad):
+    model, optim = build(none_grad=none_grad)
+    set_gradients(model)
+    held = {p: p.grad for p in trainable(model)}
+    values = {p: grad.clone() for p, grad in held.items()}
+    optim.step()
+    for group in optim.param_groups:
+        for p in group["params"]:
+            assert torch.equal(held[p], values[p])
+            assert (p.grad is None) is (none_grad and group["use_muon"])
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize("set_to_none", [False, True])
+def test_zero_grad_zeroes_or_drops(set_to_none):
+    model, optim = build(none_grad=False)
+    set_gradients(model)
+    optim.step()
+    optim.zero_grad(set_to_none=set_to_none)
+    for p in trainable(model):
+        assert p.grad is None if set_to_none else not p.grad.any()
+    before = [p.detach().clone() for p in trainable(model)]
+    optim.step()  # zeros are gradients, None is none
+    for p, old in zip(trainable(model), before):
+        assert torch.equal(p, old) is set_to_none
+
+
+@pytest.mark.kernels_ci
+def test_grad_scaler_takes_the_step_of_unscaled_gradients():
+    model, optim = build()
+    other, twin = build()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
+    for seed in range(3):
+        tokens = torch.randint(0, 10, (4, 5), generator=torch.Generator().manual_seed(seed))
+        model(tokens).square().mean().backward()
+        optim.step()
+        optim.zero_grad()
+        scaler.scale(other(tokens).square().mean()).backward()
+        if seed == 1:
+            scaler.unscale_(twin)
+        scaler.step(twin)
+        scaler.update()
+        twin.zero_grad()
+    assert_same_training(model, optim, other, twin)
+
+
+def test_grad_scaler_skips_the_step_of_infinite_gradients():
+    model, optim = build()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    train(model, optim, 1)
+    before = copy.deepcopy((model.state_dict(), optim.state_dict()))
+    scaler.scale(model(torch.arange(5)[None]).square().mean()).backward()
+    model.head.weight.grad[0, 0] = torch.inf
+    scaler.step(optim)
+    scaler.update()
+    assert scaler.get_scale() == 512.0
+    assert_equal((model.state_dict(), optim.state_dict()), before)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"beta2": 0.9, "cautious": True}], ids=str)
+def test_a_compiled_step_is_the_step(options):
+    options = {**options, "none_grad": False, "weight_decay": 0.1}
+    model, optim = build(**options)
+    other, twin = build(**options)
+    compiled = torch.compile(twin.step, backend="eager")
+    for seed in range(3):
+        set_gradients(model, seed)
+        set_gradients(other, seed)
+        gradients = [p.grad.clone() for p in trainable(other)]
+        optim.step()
+        compiled()
+        for p, q, grad in zip(trainable(model), trainable(other), gradients):
+            torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
+            assert torch.equal(q.grad, grad)
+
+
+@pytest.mark.kernels_ci
+@options_matrix
+def test_repr_shows_every_group_and_option(options):
+    model, optim = build(**options)
+    text = repr(optim)
+    assert text.startswith("Muon (") and "Parameter Group 2" in text
+    for key in (*GROUP_OPTIONS, "use_muon"):
+        assert f"{key}: " in text
+    train(model, optim, 1)
+    assert repr(optim) == text
+
+
+@pytest.mark.kernels_ci
+def test_empty_groups_are_fine():
+    p = nn.Parameter(torch.randn(4, 4))
+    groups = [
+        {"params": [], "use_muon": True, "names": []},
+        {"params": [], "use_muon": False},
+        {"params": [p], "use_muon": True},
+    ]
+    optim = Muon(groups)
+    p.grad = torch.randn(4, 4)
+    optim.step()
+    saved = copy.deepcopy(optim.state_dict())
+    optim.load_state_dict(saved)
+    assert_equal(optim.state_dict(), saved)
+    assert list(optim.state) == [p]
