@@ -154,8 +154,8 @@ def two_dimensional_mesh(placements, options):
                 p.grad = distribute_tensor(q.grad, mesh, p.placements)
         ours.step()
         reference.step()
-    for group, twin in zip(ours.param_groups, reference.param_groups):
-        for name, p, q in zip(group["names"], group["params"], twin["params"]):
+    for names, group, twin in zip(ours.names, ours.param_groups, reference.param_groups):
+        for name, p, q in zip(names, group["params"], twin["params"]):
             assert_same(name, p, q, 0.0 if group["use_muon"] else ADAMW_ROUNDING)
 
 

@@ -60,7 +60,7 @@ def update(
             continue
         shards = [local(p) for p in chosen]
         grads = [
-            torch.zeros_like(shard) if p.grad is None else local(p.grad)
+            torch.zeros_like(shard) if p.grad is None else local(p.grad).to(shard.dtype)
             for p, shard in zip(chosen, shards)
         ]
         beta1, beta2 = options["adamw_betas"]

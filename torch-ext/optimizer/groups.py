@@ -26,6 +26,7 @@ EMBEDDINGS_AND_HEADS = frozenset(
         "embedding",
         "embeddings",
         "word_embeddings",
+        "position_embedding",
         "position_embeddings",
         "token_type_embeddings",
         "token_embedding",
@@ -35,10 +36,14 @@ EMBEDDINGS_AND_HEADS = frozenset(
         "pos_embed",
         "patch_embed",
         "value_embeds",
+        "tok_emb",
+        "pos_emb",
         "wte",
         "wpe",
         "shared",
         "lm_head",
+        "lm_heads",
+        "output_layer",
         "output",
         "head",
         "classifier",
@@ -76,10 +81,24 @@ def default_is_muon(
     """
     if param.ndim < 2 or (param.ndim > 2 and not has_component(name, expert_keys)):
         return False
-    parts = normalize_name(name).split(".")
-    if parts[-1].split("_")[-1] == "bias":  # (experts, out) biases look like a matrix
+    owner, attribute = _owner_and_attribute(name)
+    if attribute.split("_")[-1] == "bias":  # (experts, out) biases look like a matrix
         return False
-    return EMBEDDINGS_AND_HEADS.isdisjoint(parts[-2:])
+    return owner not in EMBEDDINGS_AND_HEADS and attribute not in EMBEDDINGS_AND_HEADS
+
+
+def _owner_and_attribute(name: str) -> tuple[str, str]:
+    """The component that owns the parameter and what it calls it: ``("wq", "weight")``.
+
+    Indices of lists are looked through, and so are parametrizations: both ``lm_head.0.weight`` and
+    ``lm_head.parametrizations.weight.original0`` are ``lm_head``'s ``weight``.
+    """
+    parts = normalize_name(name).split(".")
+    if "parametrizations" in parts[:-1]:
+        index = parts.index("parametrizations")
+        parts = [*parts[:index], parts[index + 1]]
+    named = [part for part in parts if not part.isdigit()]
+    return (named[-2] if len(named) > 1 else ""), (named[-1] if named else "")
 
 
 def get_default_muon_param_groups(
@@ -99,12 +118,14 @@ def get_default_muon_param_groups(
     Returns:
         Two groups, ``use_muon`` True and False, with ``params`` and ``names``; either may be empty.
     """
+    if isinstance(expert_keys, str):
+        expert_keys = [expert_keys]
     takes_expert_keys = _takes_expert_keys(is_muon_func)
     embeddings = {
         id(param)
         for module in model.modules()
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag))
-        for param in module.parameters(recurse=False)
+        for param in module.parameters()  # of its parametrizations too
     }
     muon: dict[str, Any] = {"params": [], "names": [], "use_muon": True}
     if expert_keys is not None:
@@ -128,4 +149,7 @@ def _takes_expert_keys(function: Callable[..., bool]) -> bool:
     except (TypeError, ValueError):  # builtins have no signature
         return False
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return len(positional) >= 3 or any(p.kind == p.VAR_POSITIONAL for p in parameters)
+    if len(positional) >= 3:  # a third one with a default is the caller's own, unless it says so
+        third = positional[2]
+        return third.name == "expert_keys" or third.default is third.empty
+    return any(p.kind == p.VAR_POSITIONAL for p in parameters)

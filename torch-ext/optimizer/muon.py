@@ -9,14 +9,15 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from . import adamw, newton_schulz, options, validation
+from . import adamw, checkpoints, newton_schulz, options, validation
 from .core import Matrices
 from .distributed import agreement
 from .distributed import utils as dtensors
+from .distributed.plan import GroupPlan
 from .groups import default_is_muon, get_default_muon_param_groups
 from .options import GROUP_OPTIONS
 from .pipeline import takes_part, update_chunk
-from .planning import GroupPlan, facts_of, meshes_of, notes_of, plan_group
+from .planning import facts_of, meshes_of, notes_of, plan_group
 
 __all__ = ["Muon", "default_is_muon", "get_default_muon_param_groups"]
 
@@ -141,6 +142,7 @@ class Muon(torch.optim.Optimizer):
         self._wide.validate()
         defaults = {key: arguments[key] for key in GROUP_OPTIONS}
         options.settle_steps(defaults, given=not isinstance(ns_steps, options.DefaultSteps))
+        self._names: list[Optional[list[str]]] = []
         self._forget_plans()
         super().__init__(validation.as_groups(params), defaults)
 
@@ -155,17 +157,40 @@ class Muon(torch.optim.Optimizer):
         where = f"param_groups[{len(self.param_groups)}]"
         group = validation.normalize_group(param_group, where)
         options.settle_steps(group, given="ns_steps" in group)
-        for key, default in self.defaults.items():
-            group.setdefault(key, default)
-        options.validate(self._read(group), where)
-        plan_group(group, self._read(group), where, self._wide.chunk_size)
-        validation.warn_of_overshoot(group, where)
+        group = {"names": None, **self._defaults_of(group), **group}
+        view = self._translate(group)
+        options.validate(view, where)
+        plan_group(view, where, self._wide.chunk_size)
+        validation.check_unshared(view, where, self.param_groups)
+        validation.warn_of_overshoot(view, where)
+        names = group.pop("names")
         super().add_param_group(group)
+        self._names.append(names)
         self._agreed = False
 
-    def _read(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The hyperparameters of a group under the names used here."""
+    @property
+    def names(self) -> list[Optional[list[str]]]:
+        """For each group the names of its parameters, in order, or None.
+
+        They are no group keys: torch.distributed.checkpoint would look for them in checkpoints.
+        """
+        return [view["names"] for view in self._views()]
+
+    def _views(self) -> list[dict[str, Any]]:
+        """What the rest of the package reads of each group: names, and keys under its own terms."""
+        for number, group in enumerate(self.param_groups):
+            if "names" in group:  # set on the group after construction
+                self._names[number] = group.pop("names")
+        groups = zip(self.param_groups, self._names)
+        return [self._translate({**group, "names": names}) for group, names in groups]
+
+    def _translate(self, group: dict[str, Any]) -> dict[str, Any]:
+        """A group with the keys of `GROUP_OPTIONS`; for subclasses that call them otherwise."""
         return group
+
+    def _defaults_of(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """What keys missing from a group are set to."""
+        return {key: self.defaults[key] for key in GROUP_OPTIONS}
 
     # -- the step ------------------------------------------------------------------------------
 
@@ -194,41 +219,44 @@ class Muon(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
 
-        plans = self._agree_on_plan()
-        self._init_state(plans)
-        for group, plan in zip(self.param_groups, plans):
+        self._update()
+        return loss
+
+    @torch._disable_dynamo  # a compiled step() is this one, called from compiled code
+    def _update(self) -> None:
+        groups = self._views()
+        plans = self._agree_on_plans(groups)
+        self._init_state(groups, plans)
+        for group, plan in zip(groups, plans):
             if group["use_muon"]:
                 self._update_matrices(group, plan)
             else:
-                adamw.update(group["params"], self.state, self._read(group))
-        return loss
+                adamw.update(group["params"], self.state, group)
 
     def _update_matrices(self, group: Mapping[str, Any], plan: GroupPlan) -> None:
-        hyper, params = self._read(group), group["params"]
+        params = group["params"]
         for chunk in plan.chunks:
-            update_chunk(chunk, plan.entries, params, self.state, hyper, self._wide.comm_dtype)
+            update_chunk(chunk, plan.entries, params, self.state, group, self._wide.comm_dtype)
             for piece in chunk.pieces:
                 param = params[piece.entry]
-                if dtensors.is_dtensor(param) and takes_part(param, hyper):
+                if dtensors.is_dtensor(param) and takes_part(param, group):
                     torch.autograd.graph.increment_version(param)
-                if hyper["none_grad"] and piece.last == param.shape[0]:
+                if group["none_grad"] and piece.last == param.shape[0]:
                     param.grad = None
 
-    def _agree_on_plan(self) -> list[GroupPlan]:
+    def _agree_on_plans(self, groups: list[dict[str, Any]]) -> list[GroupPlan]:
         """The plan of each group; raises on all ranks alike, before anything was written."""
         error, plans = None, []
         try:
-            plans = self._plan()
-            for number, (group, plan) in enumerate(zip(self.param_groups, plans)):
+            plans = self._plan(groups)
+            for number, (group, plan) in enumerate(zip(groups, plans)):
                 validation.check_gradients(group, f"param_groups[{number}]")
                 validation.check_second_moments(plan.entries, group["params"], self.state)
         except Exception as found:
             error = found
-        meshes = meshes_of(self.param_groups)
+        meshes = meshes_of(groups)
         if meshes and agreement.is_due(self._wide.consistency_check, self._agreed):
-            hypers = [self._read(group) for group in self.param_groups]
-            notes = notes_of(self.param_groups, hypers, plans, self._wide, error)
-            problem = self._agreement.check(meshes, notes)
+            problem = self._agreement.check(meshes, notes_of(groups, plans, self._wide, error))
             if problem is not None and error is None:
                 raise ValueError(problem)
         if error is not None:
@@ -236,73 +264,84 @@ class Muon(torch.optim.Optimizer):
         self._agreed = True
         return plans
 
-    def _plan(self) -> list[GroupPlan]:
+    def _plan(self, groups: list[dict[str, Any]]) -> list[GroupPlan]:
         """The checked plan of each group, made anew where the facts it rests on have changed."""
-        return [self._plan_group(number, group) for number, group in enumerate(self.param_groups)]
-
-    def _plan_group(self, number: int, group: Mapping[str, Any]) -> GroupPlan:
-        hyper, where = self._read(group), f"param_groups[{number}]"
-        options.validate(hyper, where)
-        cached = self._plans.get(number)
-        if cached is not None and cached.facts == facts_of(group, hyper):
-            return cached
-        plan = plan_group(group, hyper, where, self._wide.chunk_size)
-        if self._wide.debug:
-            logger.info("%s: %d chunks of %d", where, len(plan.chunks), len(plan.entries))
-        self._plans[number] = plan
-        return plan
+        plans = []
+        for number, group in enumerate(groups):
+            where = f"param_groups[{number}]"
+            options.validate(group, where)
+            plan = self._plans.get(number)
+            if plan is None or plan.facts != facts_of(group):
+                plan = plan_group(group, where, self._wide.chunk_size)
+                if self._wide.debug:
+                    logger.info("%s: %d chunks of %d", where, len(plan.chunks), len(plan.entries))
+            self._plans[number] = plan
+            plans.append(plan)
+        return plans
 
     # -- state ---------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _init_state(self, plans: Sequence[GroupPlan]) -> None:
+    def _init_state(self, groups: list[dict[str, Any]], plans: list[GroupPlan]) -> None:
         """Creates whatever state is missing, for all trainable parameters, on all ranks alike."""
-        for group, plan in zip(self.param_groups, plans):
-            hyper = self._read(group)
+        for group, plan in zip(groups, plans):
             for index, param in enumerate(group["params"]):
                 if not param.requires_grad:
                     continue
                 if group["use_muon"]:
-                    _init_muon_state(param, self.state[param], plan.entries[index].matrices, hyper)
+                    _init_muon_state(param, self.state[param], plan.entries[index].matrices, group)
                 else:
-                    adamw.init_state(param, self.state[param], hyper)
+                    adamw.init_state(param, self.state[param], group)
 
     def state_dict(self) -> dict[str, Any]:
-        """As in torch.optim, created if need be; ``names`` of groups are left out."""
-        self._init_state(self._plan())
-        state_dict = super().state_dict()
-        for group in state_dict["param_groups"]:
-            group.pop("names", None)
-        return state_dict
+        """As in torch.optim, with the state created if need be."""
+        groups = self._views()
+        self._init_state(groups, self._plan(groups))
+        return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in torch.optim, but momentum keeps its dtype, and missing group keys get defaults.
 
+        How parameters are read as matrices (``expert_keys``, ``split``, ``flatten``) stays as
+        constructed.
+
         Raises:
             ValueError: the checkpoint does not fit; nothing was loaded.
         """
-        state_dict = {**state_dict, "state": _rename_moments(state_dict["state"])}
-        groups = self.param_groups
-        validation.check_checkpoint(groups, self.defaults, state_dict, self._read)
-        super().load_state_dict(state_dict)
-        for group, before, saved in zip(self.param_groups, groups, state_dict["param_groups"]):
-            for key in ("names", "use_muon", *options.STRUCTURE):
-                if key in before:
-                    group[key] = before[key]
-            for key, default in self.defaults.items():
-                group.setdefault(key, default)
-            for param, saved_id in zip(group["params"], saved["params"]):
-                for key in ("momentum_buffer", "second_momentum_buffer"):
-                    value = state_dict["state"].get(saved_id, {}).get(key)
-                    if value is not None:  # torch cast it to the parameter's dtype
-                        self.state[param][key] = value.to(device=self.state[param][key].device)
-        self._init_state(self._plan())
+        loaded: dict[str, Any] = {}
+
+        def check(_: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+            loaded.update(given, state=checkpoints.normalize_state(given["state"]))
+            loaded["param_groups"] = checkpoints.merge_groups(
+                self.param_groups, loaded["param_groups"], self._defaults_of
+            )
+            views = [self._translate({**group, "names": None}) for group in loaded["param_groups"]]
+            groups = self._views()
+            validation.check_checkpoint(groups, self._plan(groups), views, loaded["state"])
+            return loaded
+
+        def restore(_: torch.optim.Optimizer) -> None:
+            checkpoints.restore_dtypes(self.param_groups, self.state, loaded)
+            groups = self._views()
+            self._init_state(groups, self._plan(groups))
+
+        # Behind the user's hooks before loading, and ahead of theirs after it.
+        handles = [
+            self.register_load_state_dict_pre_hook(check),
+            self.register_load_state_dict_post_hook(restore, prepend=True),
+        ]
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_wide": self._wide}
+        return {**super().__getstate__(), "_names": self.names, "_wide": self._wide}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self.defaults.pop("differentiable", None)  # torch adds it, and groups would inherit it
         self._forget_plans()
 
     def _forget_plans(self) -> None:
@@ -328,12 +367,3 @@ def _init_muon_state(
             dtype=torch.float32,
             device=dtensors.local(param).device,
         )
-
-
-def _rename_moments(states: Mapping[Any, Any]) -> dict[Any, Any]:
-    """AdamW's state under the names of torch.optim, whatever the checkpoint calls it."""
-    names = {"moment1": "exp_avg", "moment2": "exp_avg_sq"}
-    return {
-        key: {names.get(k, k): v for k, v in state.items()} if isinstance(state, dict) else state
-        for key, state in states.items()
-    }

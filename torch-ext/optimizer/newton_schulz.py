@@ -7,8 +7,10 @@ are, so a few well-chosen (a, b, c) push all singular values towards 1.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Optional, Union
 
 import torch
@@ -19,6 +21,8 @@ Coefficients = Union[str, Sequence[Sequence[float]]]
 
 NORMS = ("frobenius", "schatten4")
 ALGORITHMS = ("auto", "standard")
+
+DEFAULT_STEPS = 5
 
 # Of a scheduled family, one more step than it was computed for: σ ← (15σ − 10σ³ + 3σ⁵)/8, the
 # quintic with p(1) = 1 and p'(1) = p''(1) = 0 (Björck & Bowie 1971, order 3).
@@ -33,11 +37,15 @@ class Family:
         triples: (a, b, c) of each iteration; a constant family has one, used for any count.
         source: where the literals were published.
         norm_factor: the input is divided by its norm times this (a safety margin of the source).
+        safety: in 16-bit arithmetic the polynomials but the last are those of σ/safety: a rounded
+            singular value may exceed the interval that a schedule without margins was made for,
+            and be driven away from 1 from then on.
     """
 
     triples: tuple[Triple, ...]
     source: str
     norm_factor: float = 1.0
+    safety: float = 1.0
 
     @property
     def constant(self) -> bool:
@@ -79,6 +87,7 @@ FAMILIES: dict[str, Family] = {
             (2.2737, -1.6447, 0.4162),
         ),
         "Grishina et al. 2025, arXiv:2506.10935",
+        safety=1.01,
     ),
     "cubic5": Family(
         (
@@ -95,10 +104,19 @@ FAMILIES: dict[str, Family] = {
 
 @dataclass(frozen=True)
 class Iteration:
-    """What one matrix goes through: the polynomials, and the margin on its norm."""
+    """What one matrix goes through: the polynomials, and their margins (see `Family`)."""
 
     triples: tuple[Triple, ...]
-    norm_factor: float
+    norm_factor: float = 1.0
+    safety: float = 1.0
+
+    def in_arithmetic(self, dtype: torch.dtype) -> tuple[Triple, ...]:
+        """The polynomials to run in ``dtype``."""
+        if self.safety == 1.0 or torch.finfo(dtype).bits > 16:
+            return self.triples
+        s = self.safety
+        guarded = tuple((a / s, b / s**3, c / s**5) for a, b, c in self.triples[:-1])
+        return guarded + self.triples[-1:]
 
     def largest_singular_value(self, points: int = 2000) -> float:
         """The largest value any singular value in (0, 1] is mapped to (on a grid)."""
@@ -111,8 +129,8 @@ class Iteration:
         return largest
 
 
-def resolve(coefficients: Coefficients, steps: int) -> Iteration:
-    """The polynomials of ``steps`` iterations.
+def resolve(coefficients: Coefficients, steps: Optional[int] = None) -> Iteration:
+    """The polynomials of ``steps`` iterations; None is 5, or the length of an explicit list.
 
     A constant family repeats. Of a scheduled one, fewer steps take the first ones and more continue
     with `CONVERGING`: cycling a schedule made for a fixed count can turn the update around.
@@ -121,18 +139,27 @@ def resolve(coefficients: Coefficients, steps: int) -> Iteration:
         ValueError: unknown family; an explicit list that is not ``steps`` triples of numbers.
     """
     if isinstance(coefficients, str):
-        return _resolve_family(coefficients, steps)
-    triples = tuple(tuple(float(x) for x in triple) for triple in coefficients)
-    if not triples or any(len(triple) != 3 for triple in triples):
+        return _resolve_family(coefficients, DEFAULT_STEPS if steps is None else steps)
+    if not coefficients or not all(map(_is_triple, coefficients)):
         raise ValueError(
-            f"ns_coefficients must be a family name or a list of (a, b, c), found {coefficients!r}"
+            "ns_coefficients must be a family name or a list of (a, b, c), one for each step, "
+            f"found {coefficients!r}"
         )
-    if len(triples) != steps:
+    triples = tuple((float(a), float(b), float(c)) for a, b, c in coefficients)
+    if steps is not None and len(triples) != steps:
         raise ValueError(
             f"ns_coefficients lists {len(triples)} iterations but ns_steps is {steps}: "
             "an explicit list sets the count itself, leave ns_steps out or make them equal"
         )
-    return Iteration(triples, 1.0)  # type: ignore[arg-type]
+    return Iteration(triples)
+
+
+def _is_triple(value: object) -> bool:
+    return (
+        isinstance(value, (tuple, list))
+        and len(value) == 3
+        and all(isinstance(x, Real) and math.isfinite(x) for x in value)
+    )
 
 
 @functools.cache
@@ -141,9 +168,10 @@ def _resolve_family(name: str, steps: int) -> Iteration:
         raise ValueError(f"unknown ns_coefficients {name!r}; known: {', '.join(FAMILIES)}")
     family = FAMILIES[name]
     if family.constant:
-        return Iteration(family.triples * steps, family.norm_factor)
+        return Iteration(family.triples * steps, family.norm_factor, family.safety)
     missing = max(0, steps - len(family.triples))
-    return Iteration(family.triples[:steps] + (CONVERGING,) * missing, family.norm_factor)
+    triples = family.triples[:steps] + (CONVERGING,) * missing
+    return Iteration(triples, family.norm_factor, family.safety)
 
 
 @functools.cache
@@ -192,7 +220,7 @@ def flops(rows: int, cols: int, triples: Sequence[Triple]) -> int:
 @torch.no_grad()
 def newton_schulz(
     G: Tensor,  # (..., rows, cols)
-    steps: int = 5,
+    steps: Optional[int] = None,
     coefficients: Coefficients = "polar_express",
     *,
     norm: str = "frobenius",
@@ -207,7 +235,7 @@ def newton_schulz(
 
     Args:
         G: matrices (..., rows, cols), real floating point; leading dimensions are a batch.
-        steps: number of iterations.
+        steps: number of iterations; None is 5, or what an explicit list of coefficients has.
         coefficients: a family of `FAMILIES`, or the (a, b, c) of each iteration.
         norm: ``"frobenius"`` or ``"schatten4"`` (‖XXᵀ‖_F^½, a tighter bound on the largest
             singular value, at the price of one more Gram product here).
@@ -238,7 +266,7 @@ def newton_schulz(
         return G.to(dtype, copy=True)
     batch = G.reshape(-1, *G.shape[-2:])  # (n, rows, cols)
     X = _normalize(batch, norm, iteration.norm_factor, eps, dtype)
-    return _iterate(X, iteration.triples).view(G.shape)
+    return _iterate(X, iteration.in_arithmetic(dtype)).view(G.shape)
 
 
 def _normalize(G: Tensor, norm: str, factor: float, eps: float, dtype: torch.dtype) -> Tensor:
@@ -252,8 +280,10 @@ def _normalize(G: Tensor, norm: str, factor: float, eps: float, dtype: torch.dty
     else:
         gram = X.mT @ X if X.shape[-2] > X.shape[-1] else X @ X.mT
         size = torch.linalg.vector_norm(gram, dim=(-2, -1), keepdim=True).sqrt_()
+    size.mul_(factor).add_(eps)
+    size.masked_fill_(size == 0, 1.0)  # a zero matrix without eps
     out = torch.empty(X.shape, dtype=dtype, device=X.device)
-    return torch.div(X, size.mul_(factor).add_(eps), out=out)
+    return torch.div(X, size, out=out)
 
 
 def _iterate(X: Tensor, triples: Sequence[Triple]) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any, Callable, Optional
 
 import torch
@@ -43,7 +44,11 @@ class DefaultSteps(int):
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, Real) and not _is_bool(value) and math.isfinite(value)
+
+
+def _is_bool(value: object) -> bool:  # a number to Python, a mistake here
+    return isinstance(value, bool)
 
 
 def _at_least_zero(value: Any) -> bool:
@@ -56,8 +61,9 @@ def _fraction(value: Any) -> bool:
 
 def _learning_rate(value: Any) -> bool:
     if isinstance(value, torch.Tensor):  # its value stays unread: that would wait for the device
-        return value.numel() == 1
-    return _at_least_zero(value)
+        return value.numel() == 1 and not value.is_complex()
+    # Schedules that end at zero may end a rounding error below it.
+    return _is_number(value) and value > -1e-12
 
 
 def _betas(value: Any) -> bool:
@@ -69,7 +75,11 @@ def _none_or(accepts: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 
 def _is_positive_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+    return _is_int(value) and value > 0
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, Integral) and not _is_bool(value)
 
 
 def _are_keys(value: Any) -> bool:
@@ -78,7 +88,11 @@ def _are_keys(value: Any) -> bool:
 
 def _is_split(value: Any) -> bool:
     if isinstance(value, Mapping):
-        return all(isinstance(k, str) and _is_split(v) for k, v in value.items())
+        return all(isinstance(k, str) and _are_row_counts(v) for k, v in value.items())
+    return _are_row_counts(value)
+
+
+def _are_row_counts(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return len(value) > 0 and all(map(_is_positive_int, value))
     return _is_positive_int(value)
@@ -139,7 +153,7 @@ GROUP_OPTIONS: dict[str, Option] = {
 def settle_steps(group: dict[str, Any], given: bool) -> None:
     """Lets an explicit coefficient list set ``ns_steps`` where the caller has not ``given`` it."""
     coefficients = group.get("ns_coefficients")
-    if not given and isinstance(coefficients, (list, tuple)):
+    if not given and isinstance(coefficients, (list, tuple)) and coefficients:
         group["ns_steps"] = len(coefficients)
     elif "ns_steps" in group and isinstance(group["ns_steps"], DefaultSteps):
         group["ns_steps"] = int(group["ns_steps"])  # checkpoints must not hold our classes
@@ -159,9 +173,13 @@ def validate(group: Mapping[str, Any], where: str) -> None:
         value = group[key]
         if not option.accepts(value):
             raise ValueError(f"{where}: {key} must be {option.expected}, found {value!r}")
+    if not isinstance(group["use_muon"], bool):
+        raise ValueError(f"{where}: use_muon must be True or False, found {group['use_muon']!r}")
+    if isinstance(group["lr"], torch.Tensor) and group["foreach"] and not group["capturable"]:
+        raise ValueError(f"{where}: a tensor lr with foreach=True needs capturable=True")
     try:
         newton_schulz.resolve(group["ns_coefficients"], group["ns_steps"])
-    except (TypeError, ValueError) as error:
+    except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
 
 
@@ -186,7 +204,10 @@ class OptimizerWide:
                 f"consistency_check must be one of {agreement.CHECKS}, "
                 f"found {self.consistency_check!r}"
             )
-        if self.chunk_size != -1 and self.chunk_size < 1:
-            raise ValueError(f"chunk_size must be −1 or at least 1, found {self.chunk_size}")
-        if self.warmup_step < 0:
-            raise ValueError(f"warmup_step must be at least 0, found {self.warmup_step}")
+        if not _is_int(self.chunk_size) or (self.chunk_size != -1 and self.chunk_size < 1):
+            raise ValueError(f"chunk_size must be −1 or an int ≥ 1, found {self.chunk_size!r}")
+        if not _is_int(self.warmup_step) or self.warmup_step < 0:
+            raise ValueError(f"warmup_step must be an int ≥ 0, found {self.warmup_step!r}")
+        for key in ("debug", "use_distributed_muon"):
+            if not isinstance(getattr(self, key), bool):
+                raise ValueError(f"{key} must be True or False, found {getattr(self, key)!r}")

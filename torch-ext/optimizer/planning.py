@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Optional
 
 from torch import Tensor
@@ -13,41 +12,24 @@ from . import validation
 from .core import Matrices, read_as_matrices, row_counts_for
 from .distributed import agreement
 from .distributed import utils as dtensors
-from .distributed.plan import Chunk, Entry, plan_chunks
+from .distributed.plan import Entry, GroupPlan, plan_chunks
 from .groups import has_component
 from .options import GROUP_OPTIONS, STRUCTURE, OptimizerWide
 from .pipeline import takes_part
 
-Hyper = Mapping[str, Any]
+Group = Mapping[str, Any]  # with all options, as `Muon._views` has them
 
 
-@dataclass(frozen=True)
-class GroupPlan:
-    """The plan of one parameter group; AdamW's has no entries and no chunks.
-
-    Args:
-        facts: what it was made from, to tell when it no longer holds.
-        lines: its DTensors, one line each, for ranks to compare.
-        entries: its Muon parameters, in the group's order.
-        chunks: what is orthogonalized together, in order.
-    """
-
-    facts: tuple
-    lines: list[str]
-    entries: list[Entry]
-    chunks: list[Chunk]
-
-
-def facts_of(group: Hyper, hyper: Hyper) -> tuple:
+def facts_of(group: Group) -> tuple:
     """All that a plan depends on, comparable, cheap enough for every step."""
     return (
-        [(p.shape, p.dtype, p.device, dtensors.layout_of(p)) for p in group["params"]],
-        list(group.get("names") or ()),
-        copy.deepcopy([hyper[key] for key in STRUCTURE]),
+        [(p.shape, p.dtype, p.layout, p.device, dtensors.layout_of(p)) for p in group["params"]],
+        copy.copy(group["names"]),
+        copy.deepcopy([group[key] for key in ("use_muon", "capturable", "foreach", *STRUCTURE)]),
     )
 
 
-def plan_group(group: Hyper, hyper: Hyper, where: str, chunk_size: int) -> GroupPlan:
+def plan_group(group: Group, where: str, chunk_size: int) -> GroupPlan:
     """The plan of a group.
 
     Raises:
@@ -58,7 +40,7 @@ def plan_group(group: Hyper, hyper: Hyper, where: str, chunk_size: int) -> Group
     entries = [
         Entry(
             name=validation.name_of(group, index, where),
-            matrices=matrices_of(group, hyper, index, where),
+            matrices=matrices_of(group, index, where),
             region=dtensors.region_of(param),
             sharding=dtensors.layout_of(param) if dtensors.is_sharded(param) else None,
             dtype=param.dtype,
@@ -71,17 +53,17 @@ def plan_group(group: Hyper, hyper: Hyper, where: str, chunk_size: int) -> Group
         for i, p in enumerate(params)
         if dtensors.is_dtensor(p)
     ]
-    return GroupPlan(facts_of(group, hyper), lines, entries, plan_chunks(entries, chunk_size))
+    return GroupPlan(facts_of(group), lines, entries, plan_chunks(entries, chunk_size))
 
 
-def matrices_of(group: Hyper, hyper: Hyper, index: int, where: str) -> Matrices:
+def matrices_of(group: Group, index: int, where: str) -> Matrices:
     """How a parameter of a Muon group is read as matrices.
 
     Raises:
         ValueError: not a matrix; names missing where experts or name patterns need them.
     """
-    shape, names = group["params"][index].shape, group.get("names")
-    expert_keys, split, flatten = (hyper[key] for key in STRUCTURE)
+    shape, names = group["params"][index].shape, group["names"]
+    expert_keys, split, flatten = (group[key] for key in STRUCTURE)
     needs_names: Optional[str] = None
     if isinstance(split, Mapping):
         needs_names = "a split by name patterns"
@@ -99,15 +81,14 @@ def matrices_of(group: Hyper, hyper: Hyper, index: int, where: str) -> Matrices:
         raise ValueError(f"{validation.name_of(group, index, where)} {error}") from None
 
 
-def meshes_of(groups: Sequence[Hyper]) -> set[agreement.Ranks]:
+def meshes_of(groups: Sequence[Group]) -> set[agreement.Ranks]:
     """The ranks of every mesh that a parameter lives on."""
     ranks = (dtensors.ranks_of(param) for group in groups for param in group["params"])
     return {r for r in ranks if r is not None}
 
 
 def notes_of(
-    groups: Sequence[Hyper],
-    hypers: Sequence[Hyper],
+    groups: Sequence[Group],
     plans: Sequence[GroupPlan],
     wide: OptimizerWide,
     error: Optional[Exception],
@@ -116,14 +97,14 @@ def notes_of(
     if error is not None:
         return agreement.Notes([], [], str(error))
     lines, gradients = [repr(wide)], []
-    for number, (group, hyper, plan) in enumerate(zip(groups, hypers, plans)):
-        values = {key: hyper[key] for key in GROUP_OPTIONS}
+    for number, (group, plan) in enumerate(zip(groups, plans)):
+        values = {key: group[key] for key in GROUP_OPTIONS}
         if isinstance(values["lr"], Tensor):  # its value stays on the device
             values["lr"] = "tensor"
         lines += [f"param_groups[{number}]: {values}", *plan.lines]
         gradients += [
             entry.name
             for entry, param in zip(plan.entries, group["params"])
-            if entry.sharded and takes_part(param, hyper)
+            if entry.sharded and takes_part(param, group)
         ]
     return agreement.Notes(lines, gradients, None)

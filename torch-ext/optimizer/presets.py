@@ -7,18 +7,15 @@ A preset returns the keyword arguments of `Muon`, groups included: its user chan
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, Optional, Union
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Optional
 
-import torch
 from torch import Tensor
 
+from . import validation
 from .muon import Muon
 
 Params = Iterable[Any]  # tensors, (name, tensor) pairs, or group dicts
-
-# All of them keep p.grad, as their sources do.
-_TORCH_ADJUST_LR = {None: "original", "original": "original", "match_rms_adamw": "match_rms_adamw"}
 
 
 def motif(params: Params, lr: Any = 1e-3, **arguments: Any) -> dict[str, Any]:
@@ -31,42 +28,60 @@ def motif(params: Params, lr: Any = 1e-3, **arguments: Any) -> dict[str, Any]:
     return {"params": list(params), "lr": lr, "ns_coefficients": "you", **arguments}
 
 
-def torch_muon(
-    params: Params,
-    lr: Any = 1e-3,
-    weight_decay: float = 0.1,
-    momentum: float = 0.95,
-    nesterov: bool = True,
-    ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
-    eps: float = 1e-7,
-    ns_steps: int = 5,
-    adjust_lr_fn: Optional[str] = None,
-) -> dict[str, Any]:
+def torch_muon(params: Params, lr: Any = 1e-3, **arguments: Any) -> dict[str, Any]:
     """``torch.optim.Muon``: averaged momentum, one triple of coefficients for every step.
 
     torch divides by max(norm, eps); here eps is added to the norm of the matrix scaled to a largest
     magnitude of 1, so gradients below eps keep their direction.
 
+    Args:
+        params: tensors, (name, tensor) pairs, or groups, which may have the arguments below.
+        lr: learning rate.
+        arguments: ``weight_decay`` (0.1), ``momentum`` (0.95), ``nesterov`` (True),
+            ``ns_coefficients`` (one (a, b, c), the quintic), ``eps`` (1e-7), ``ns_steps`` (5),
+            ``adjust_lr_fn`` (None: the original scale).
+
     Raises:
+        TypeError: an argument torch.optim.Muon does not have.
         ValueError: unknown ``adjust_lr_fn``.
     """
-    if adjust_lr_fn not in _TORCH_ADJUST_LR:
+    unknown = arguments.keys() - _TORCH_DEFAULTS.keys()
+    if unknown:
+        raise TypeError(f"torch.optim.Muon has no argument {', '.join(sorted(unknown))}")
+    given = {**_TORCH_DEFAULTS, **arguments}
+    groups = []
+    for group in _muon_groups(params):
+        own = {key: group.pop(key) for key in _TORCH_DEFAULTS if key in group}
+        groups.append({**group, **_from_torch({**given, **own})} if own else group)
+    options = {"momentum_style": "ema", "none_grad": False}
+    return {"params": groups, "lr": lr, **options, **_from_torch(given)}
+
+
+_TORCH_DEFAULTS = {
+    "weight_decay": 0.1,
+    "momentum": 0.95,
+    "nesterov": True,
+    "ns_coefficients": (3.4445, -4.7750, 2.0315),
+    "eps": 1e-7,
+    "ns_steps": 5,
+    "adjust_lr_fn": None,
+}
+
+
+def _from_torch(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """torch's names and meanings to those of `Muon`."""
+    own = dict(arguments)
+    scale, triple, steps = own.pop("adjust_lr_fn"), own["ns_coefficients"], own["ns_steps"]
+    if scale not in (None, "original", "match_rms_adamw"):
         raise ValueError(
-            f"adjust_lr_fn must be None, 'original' or 'match_rms_adamw', found {adjust_lr_fn!r}"
+            f"adjust_lr_fn must be None, 'original' or 'match_rms_adamw', found {scale!r}"
         )
-    return {
-        "params": _muon_groups(params),
-        "lr": lr,
-        "weight_decay": weight_decay,
-        "momentum": momentum,
-        "nesterov": nesterov,
-        "ns_coefficients": [tuple(ns_coefficients)] * ns_steps,
-        "ns_steps": ns_steps,
-        "ns_eps": eps,
-        "adjust_lr": _TORCH_ADJUST_LR[adjust_lr_fn],
-        "momentum_style": "ema",
-        "none_grad": False,
-    }
+    own.update(
+        adjust_lr=scale or "original",
+        ns_coefficients=[tuple(triple)] * steps,
+        ns_eps=own.pop("eps"),
+    )
+    return own
 
 
 def keller_jordan(
@@ -86,7 +101,8 @@ def keller_jordan(
         ValueError: a convolution whose kernel is higher than wide, whose scale has no name here.
     """
     groups: list[dict[str, Any]] = []
-    for group in _muon_groups(params):
+    params = _as_list(params)
+    for number, group in enumerate(_muon_groups(params)):
         if not group["use_muon"]:
             group["adamw_betas"] = group.pop("betas", (0.9, 0.95))
             group["adamw_eps"] = group.pop("eps", 1e-10)
@@ -94,15 +110,13 @@ def keller_jordan(
             continue
         if _is_groups(params):
             group = {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.0, **group}
-        group["params"] = list(group["params"])
-        convolutions = [p for p in group["params"] if p.ndim == 4]
-        if any(p.shape[-2] > p.shape[-1] for p in convolutions):
-            raise ValueError(
-                "keller_jordan: a kernel higher than wide has a scale of its own there"
-            )
-        groups.append({**group, "params": [p for p in group["params"] if p.ndim != 4]})
-        if convolutions:
-            groups.append({**group, "params": convolutions, "adjust_lr": "none"})
+        group = validation.normalize_group(group, f"param_groups[{number}]")
+        is_convolution = [p.ndim == 4 for p in group["params"]]
+        if any(p.ndim == 4 and p.shape[-2] > p.shape[-1] for p in group["params"]):
+            raise ValueError("keller_jordan has no scale for a kernel higher than wide")
+        groups.append(_subset(group, [not is_one for is_one in is_convolution]))
+        if any(is_convolution):
+            groups.append({**_subset(group, is_convolution), "adjust_lr": "none"})
     return {
         "params": groups,
         "lr": lr,
@@ -184,26 +198,36 @@ class MuonAdamW(Muon):
                 f"found {group.get('kind')!r}"
             )
         group["use_muon"] = group["kind"] == "muon"
-        if group["use_muon"]:
-            group.setdefault("beta2", 0.95)
-        else:
-            group.setdefault("betas", (0.9, 0.95))
-            group.setdefault("eps", 1e-8)
         super().add_param_group(group)
 
-    def _read(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _defaults_of(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        own = {"beta2": 0.95} if group["use_muon"] else {"betas": (0.9, 0.95), "eps": 1e-8}
+        return {**super()._defaults_of(group), **own}
+
+    def _translate(self, group: dict[str, Any]) -> dict[str, Any]:
         if group["use_muon"]:
             return {**group, "beta2": group["beta2"] or 0.0}
         return {**group, "adamw_betas": group["betas"], "adamw_eps": group["eps"]}
 
 
-def _is_groups(params: Params) -> bool:
-    return isinstance(params, (list, tuple)) and len(params) > 0 and isinstance(params[0], dict)
+def _as_list(params: Params) -> list[Any]:
+    return [params] if isinstance(params, Tensor) else list(params)
 
 
-def _muon_groups(params: Union[Params, Tensor]) -> list[dict[str, Any]]:
+def _is_groups(params: list[Any]) -> bool:
+    return len(params) > 0 and isinstance(params[0], dict)
+
+
+def _muon_groups(params: Params) -> list[dict[str, Any]]:
     """Copies of groups (Muon's unless they say otherwise), anything else as one Muon group."""
+    params = _as_list(params)
     if _is_groups(params):
         return [{"use_muon": True, **group} for group in params]
-    tensors = [params] if isinstance(params, torch.Tensor) else list(params)
-    return [{"params": tensors, "use_muon": True}]
+    return [{"params": params, "use_muon": True}]
+
+
+def _subset(group: Mapping[str, Any], chosen: Sequence[bool]) -> dict[str, Any]:
+    """The group with only the chosen parameters and their names."""
+    lists = {key: group[key] for key in ("params", "names") if key in group}
+    cut = {key: [x for x, keep in zip(each, chosen) if keep] for key, each in lists.items()}
+    return {**group, **cut}

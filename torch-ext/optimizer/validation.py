@@ -15,7 +15,7 @@ from torch import Tensor
 
 from . import newton_schulz, options
 from .distributed import utils as dtensors
-from .distributed.plan import Entry
+from .distributed.plan import Entry, GroupPlan
 
 Group = Mapping[str, Any]
 
@@ -57,6 +57,8 @@ def normalize_group(param_group: Any, where: str) -> dict[str, Any]:
     pairs = [p for p in params if isinstance(p, tuple)]
     if pairs and (len(pairs) != len(params) or "names" in group):
         raise ValueError(f"{where}: give all parameters as (name, parameter), or none, or names")
+    if pairs and not all(len(p) == 2 and isinstance(p[0], str) for p in pairs):
+        raise ValueError(f"{where}: pairs in params must be (name, parameter)")
     if pairs:
         group["names"], params = [name for name, _ in pairs], [param for _, param in pairs]
     group["params"] = params
@@ -65,18 +67,20 @@ def normalize_group(param_group: Any, where: str) -> dict[str, Any]:
 
 def name_of(group: Group, index: int, where: str) -> str:
     """What messages call a parameter: its FQN, or its place in the groups."""
-    names = group.get("names")
-    return names[index] if names is not None else f"{where}['params'][{index}]"
+    return group["names"][index] if group["names"] is not None else f"{where}['params'][{index}]"
 
 
 def check_params(group: Group, where: str) -> None:
     """Checks names and tensors of a group; how matrices are read is `planning`'s to check."""
-    params, names = group["params"], group.get("names")
-    if names is not None and len(names) != len(params):
-        raise ValueError(
-            f"{where}: {len(names)} names for {len(params)} parameters; give one for each, "
-            "in the same order"
-        )
+    params, names = group["params"], group["names"]
+    if names is not None:
+        if not isinstance(names, (list, tuple)) or not all(isinstance(n, str) for n in names):
+            raise ValueError(f"{where}: names must be a list of str, found {names!r}")
+        if len(names) != len(params):
+            raise ValueError(
+                f"{where}: {len(names)} names for {len(params)} parameters; give one for each, "
+                "in the same order"
+            )
     seen: set[int] = set()
     for index, param in enumerate(params):
         name = name_of(group, index, where)
@@ -84,18 +88,38 @@ def check_params(group: Group, where: str) -> None:
             raise ValueError(f"{name} appears twice in {where}; give tied weights once")
         seen.add(id(param))
         _check_param(param, name, muon=group["use_muon"])
+        if group["capturable"] and group["foreach"] is not None and param.device.type == "cpu":
+            raise ValueError(
+                f"{name} is on the CPU, where capturable=True leaves no choice of foreach: "
+                "set foreach=None"
+            )
+
+
+def check_unshared(group: Group, where: str, others: Sequence[Group]) -> None:
+    """No parameter is in two groups."""
+    taken = {id(p): number for number, other in enumerate(others) for p in other["params"]}
+    for index, param in enumerate(group["params"]):
+        if id(param) in taken:
+            raise ValueError(
+                f"{name_of(group, index, where)} is in param_groups[{taken[id(param)]}] already; "
+                "give every parameter to one group"
+            )
 
 
 def _check_param(param: Any, name: str, muon: bool) -> None:
     if not isinstance(param, Tensor):
         raise ValueError(f"{name} is a {type(param).__name__}; an optimizer takes tensors")
+    if not (param.is_leaf or param.retains_grad):
+        raise ValueError(f"{name} is no leaf: it was computed, so it gets no gradient of its own")
     if param.layout != torch.strided:
         raise ValueError(f"{name} is sparse ({param.layout}); make it dense: .to_dense()")
-    if muon and not param.is_floating_point():
+    if muon and param.dtype not in options.FLOATING_DTYPES:
         raise ValueError(
-            f"{name} has dtype {param.dtype}; Muon takes real floating-point matrices, "
+            f"{name} has dtype {param.dtype}; Muon takes bf16, fp16, fp32 and fp64 matrices, "
             "put it into a group with use_muon=False"
         )
+    if not (param.dtype in options.FLOATING_DTYPES or param.is_complex()):
+        raise ValueError(f"{name} has dtype {param.dtype}, which AdamW does not train")
     try:
         dtensors.check_placements(param)
     except ValueError as error:
@@ -126,42 +150,59 @@ def check_second_moments(
 ) -> None:
     for entry, param in zip(entries, params):
         V = state[param].get("second_momentum_buffer") if param in state else None
-        expected = entry.matrices.experts * entry.matrices.long_sides
-        if V is not None and V.numel() != expected:
+        if V is not None and V.shape != _second_moment_shape(entry):
             raise ValueError(
                 f"{entry.name} has a second_momentum_buffer of {V.numel()} numbers where its "
-                f"matrices need {expected}: it was made with another split"
+                f"matrices need {_second_moment_shape(entry)[0]}: it was made with another split"
             )
 
 
+def _second_moment_shape(entry: Entry) -> torch.Size:
+    return torch.Size([entry.matrices.experts * entry.matrices.long_sides])
+
+
 def check_checkpoint(
-    groups: Sequence[Group], defaults: Group, state_dict: Mapping[str, Any], read: Any
+    groups: Sequence[Group],
+    plans: Sequence[GroupPlan],
+    saved_groups: Sequence[Group],
+    saved_state: Mapping[Any, Any],
 ) -> None:
-    """Whether a checkpoint fits the optimizer's groups, as far as torch does not look itself.
+    """Whether a checkpoint fits the optimizer, as far as torch does not look itself.
 
     Args:
-        groups: of the optimizer.
-        defaults: what keys missing from the checkpoint will get.
-        state_dict: the checkpoint.
-        read: the optimizer's hyperparameters of a group.
+        groups, plans: of the optimizer.
+        saved_groups: of the checkpoint, with all keys.
+        saved_state: by the ids in ``params`` of the saved groups.
     """
-    for number, (group, saved) in enumerate(zip(groups, state_dict["param_groups"])):
+    for number, (group, plan, saved) in enumerate(zip(groups, plans, saved_groups)):
         where = f"param_groups[{number}]"
-        if saved.get("use_muon", group["use_muon"]) != group["use_muon"]:
+        if saved["use_muon"] != group["use_muon"]:
             raise ValueError(
                 f"{where} has use_muon={group['use_muon']} but the checkpoint's has "
                 f"{saved['use_muon']}: give the groups in the order they were saved in"
             )
-        merged = {**group, **defaults, **{k: v for k, v in saved.items() if k != "params"}}
-        options.validate(read(merged), f"{where} of the checkpoint")
+        options.validate(saved, f"{where} of the checkpoint")
         for index, (param, saved_id) in enumerate(zip(group["params"], saved["params"])):
-            for key in ("momentum_buffer", "exp_avg", "exp_avg_sq"):
-                value = state_dict["state"].get(saved_id, {}).get(key)
-                if value is not None and value.shape != param.shape:
-                    raise ValueError(
-                        f"{name_of(group, index, where)} has shape {tuple(param.shape)} but its "
-                        f"{key} in the checkpoint has {tuple(value.shape)}"
-                    )
+            shapes = dict.fromkeys(("momentum_buffer", "exp_avg", "exp_avg_sq"), param.shape)
+            if group["use_muon"]:
+                shapes["second_momentum_buffer"] = _second_moment_shape(plan.entries[index])
+            name = name_of(group, index, where)
+            _check_saved_state(saved_state.get(saved_id, {}), shapes, name)
+
+
+def _check_saved_state(state: Mapping[str, Any], shapes: Mapping[str, Any], name: str) -> None:
+    for key, shape in shapes.items():
+        value = state.get(key)
+        if value is None:
+            continue
+        if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
+            found = value.dtype if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(f"{key} of {name} in the checkpoint is {found}, no real tensor")
+        if value.shape != shape:
+            raise ValueError(
+                f"{key} of {name} has shape {tuple(value.shape)} in the checkpoint, "
+                f"where {tuple(shape)} is needed"
+            )
 
 
 def warn_of_overshoot(group: Group, where: str) -> None:

@@ -66,6 +66,23 @@ class Chunk:
     pieces: tuple[Piece, ...]
 
 
+@dataclass(frozen=True)
+class GroupPlan:
+    """The plan of one parameter group; AdamW's has no entries and no chunks.
+
+    Args:
+        facts: what it was made from, to tell when it no longer holds.
+        lines: its DTensors, one line each, for ranks to compare.
+        entries: its Muon parameters, in the group's order.
+        chunks: what is orthogonalized together, in order.
+    """
+
+    facts: tuple
+    lines: list[str]
+    entries: list[Entry]
+    chunks: list[Chunk]
+
+
 def plan_chunks(entries: Sequence[Entry], chunk_size: int = -1) -> list[Chunk]:
     """Groups the matrices of one parameter group into chunks of equal shape.
 

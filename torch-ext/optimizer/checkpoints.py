@@ -1,0 +1,62 @@
+"""What loading a checkpoint does beyond torch.optim: other names, missing keys, dtypes of state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Callable
+
+import torch
+
+from .options import STRUCTURE
+
+Group = Mapping[str, Any]
+
+# Momentum may be wider or narrower than its parameter; torch casts state to the parameter's dtype.
+OWN_DTYPE = ("momentum_buffer", "second_momentum_buffer")
+_OTHER_NAMES = {"moment1": "exp_avg", "moment2": "exp_avg_sq"}
+
+
+def normalize_state(states: Mapping[Any, Any]) -> dict[Any, Any]:
+    """State under the names of torch.optim, with step counts as tensors, whoever wrote it."""
+    return {
+        key: {_OTHER_NAMES.get(k, k): _as_tensor(k, v) for k, v in state.items()}
+        if isinstance(state, Mapping)
+        else state
+        for key, state in states.items()
+    }
+
+
+def _as_tensor(key: str, value: Any) -> Any:
+    if key == "step" and isinstance(value, (int, float)):
+        return torch.tensor(float(value), dtype=torch.float32)
+    return value
+
+
+def merge_groups(
+    groups: Sequence[Group], saved: Sequence[Group], defaults_of: Callable[[Group], dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Saved groups with every key: what they lack gets its default, or stays where there is none.
+
+    How parameters are read as matrices is not the checkpoint's to say.
+    """
+    merged = []
+    for index, group in enumerate(saved):
+        if index >= len(groups):  # torch says what is wrong
+            merged.append(dict(group))
+            continue
+        own = groups[index]
+        structure = {key: own[key] for key in STRUCTURE if key in own}
+        merged.append({**own, **defaults_of(own), **group, **structure})
+    return merged
+
+
+def restore_dtypes(
+    groups: Sequence[Group], state: Mapping[Any, dict[str, Any]], loaded: Mapping[str, Any]
+) -> None:
+    """Gives loaded momentum back the dtype it was saved in."""
+    for group, saved in zip(groups, loaded["param_groups"]):
+        for param, saved_id in zip(group["params"], saved["params"]):
+            for key in OWN_DTYPE:
+                value = loaded["state"].get(saved_id, {}).get(key)
+                if value is not None:
+                    state[param][key] = value.to(device=state[param][key].device)
