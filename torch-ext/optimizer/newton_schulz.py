@@ -227,11 +227,12 @@ def newton_schulz(
     algorithm: str = "auto",
     dtype: Optional[torch.dtype] = None,
     eps: float = 1e-7,
+    overwrite: bool = False,
 ) -> Tensor:
     """Approximate polar factor U of every matrix of ``G``: if G = PΣQᵀ, then U ≈ PQᵀ.
 
     Iterates A = XXᵀ, X ← aX + (bA + cA²)X on the shorter side (Jordan et al. 2024), from X = G
-    divided by its norm. The input is not modified.
+    divided by its norm.
 
     Args:
         G: matrices (..., rows, cols), real floating point; leading dimensions are a batch.
@@ -243,6 +244,7 @@ def newton_schulz(
         dtype: arithmetic of the iteration; None picks by device (`default_dtype`).
         eps: added to the norm of the matrix after its largest magnitude was scaled to 1, so that
             it acts alike on a matrix and on 1e-30 times that matrix.
+        overwrite: whether ``G`` may be used as scratch; else it is not modified.
 
     Returns:
         U (..., rows, cols) in the arithmetic dtype. Zero matrices give zeros, matrices with Inf or
@@ -265,16 +267,20 @@ def newton_schulz(
     if G.numel() == 0:
         return G.to(dtype, copy=True)
     batch = G.reshape(-1, *G.shape[-2:])  # (n, rows, cols)
-    X = _normalize(batch, norm, iteration.norm_factor, eps, dtype)
+    X = _normalize(batch, norm, iteration.norm_factor, eps, dtype, overwrite)
     return _iterate(X, iteration.in_arithmetic(dtype)).view(G.shape)
 
 
-def _normalize(G: Tensor, norm: str, factor: float, eps: float, dtype: torch.dtype) -> Tensor:
+def _normalize(
+    G: Tensor, norm: str, factor: float, eps: float, dtype: torch.dtype, overwrite: bool
+) -> Tensor:
     """``G / (factor · ‖G‖ + eps)`` per matrix, rounded once to ``dtype``; norms in fp32 or fp64."""
     wide = torch.promote_types(G.dtype, torch.float32)
     # Squares of values under 1e-19 vanish in fp32: bring the largest magnitude to 1 first.
-    largest = G.abs().amax(dim=(-2, -1), keepdim=True).to(wide)  # (n, 1, 1)
-    X = G / largest.masked_fill_(largest == 0, 1.0)
+    sides = (-2, -1)
+    largest = torch.maximum(G.amax(sides, keepdim=True), -G.amin(sides, keepdim=True)).to(wide)
+    largest.masked_fill_(largest == 0, 1.0)  # (n, 1, 1)
+    X = G.div_(largest) if overwrite and G.dtype == wide else G / largest
     if norm == "frobenius":
         size = torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True)
     else:

@@ -166,6 +166,7 @@ def _update_blocks(
         algorithm=hyper["ns_algorithm"],
         dtype=_ns_dtype(entry, hyper),
         eps=hyper["ns_eps"],
+        overwrite=True,
     )  # (n, count, rows, cols)
     if hyper["beta2"] is not None:
         U = _normalize(U, blocks, parts, state, hyper, keep)

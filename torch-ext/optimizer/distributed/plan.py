@@ -13,7 +13,7 @@ from . import layout
 
 # Matrices of one chunk are orthogonalized as one batch. A few of them fill an accelerator; on CPUs
 # a chunk that stays in the cache is faster than a large one.
-CHUNK_BYTES = {"cpu": 8 << 20}
+CHUNK_BYTES = {"cpu": 2 << 20}
 DEFAULT_CHUNK_BYTES = 256 << 20
 
 
