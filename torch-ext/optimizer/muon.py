@@ -18,6 +18,7 @@ from .groups import default_is_muon, get_default_muon_param_groups
 from .options import GROUP_OPTIONS
 from .pipeline import takes_part, update_chunk
 from .planning import facts_of, meshes_of, notes_of, plan_group
+from .scratch import Scratch
 
 __all__ = ["Muon", "default_is_muon", "get_default_muon_param_groups"]
 
@@ -227,16 +228,17 @@ class Muon(torch.optim.Optimizer):
         groups = self._views()
         plans = self._agree_on_plans(groups)
         self._init_state(groups, plans)
+        scratch = Scratch()
         for group, plan in zip(groups, plans):
             if group["use_muon"]:
-                self._update_matrices(group, plan)
+                self._update_matrices(group, plan, scratch)
             else:
                 adamw.update(group["params"], self.state, group)
 
-    def _update_matrices(self, group: Mapping[str, Any], plan: GroupPlan) -> None:
-        params = group["params"]
+    def _update_matrices(self, group: Mapping[str, Any], plan: GroupPlan, scratch: Scratch) -> None:
+        params, wire = group["params"], self._wide.comm_dtype
         for chunk in plan.chunks:
-            update_chunk(chunk, plan.entries, params, self.state, group, self._wide.comm_dtype)
+            update_chunk(chunk, plan.entries, params, self.state, group, wire, scratch)
             for piece in chunk.pieces:
                 param = params[piece.entry]
                 if dtensors.is_dtensor(param) and takes_part(param, group):

@@ -16,6 +16,8 @@ from typing import Optional, Union
 import torch
 from torch import Tensor
 
+from .scratch import Scratch
+
 Triple = tuple[float, float, float]
 Coefficients = Union[str, Sequence[Sequence[float]]]
 
@@ -227,7 +229,7 @@ def newton_schulz(
     algorithm: str = "auto",
     dtype: Optional[torch.dtype] = None,
     eps: float = 1e-7,
-    overwrite: bool = False,
+    scratch: Optional[Scratch] = None,
 ) -> Tensor:
     """Approximate polar factor U of every matrix of ``G``: if G = PΣQᵀ, then U ≈ PQᵀ.
 
@@ -244,7 +246,8 @@ def newton_schulz(
         dtype: arithmetic of the iteration; None picks by device (`default_dtype`).
         eps: added to the norm of the matrix after its largest magnitude was scaled to 1, so that
             it acts alike on a matrix and on 1e-30 times that matrix.
-        overwrite: whether ``G`` may be used as scratch; else it is not modified.
+        scratch: buffers to work in; with them, ``G`` is overwritten and U lies in one of them.
+            Without them ``G`` is not modified and U is new.
 
     Returns:
         U (..., rows, cols) in the arithmetic dtype. Zero matrices give zeros, matrices with Inf or
@@ -267,14 +270,16 @@ def newton_schulz(
     if G.numel() == 0:
         return G.to(dtype, copy=True)
     batch = G.reshape(-1, *G.shape[-2:])  # (n, rows, cols)
-    X = _normalize(batch, norm, iteration.norm_factor, eps, dtype, overwrite)
-    return _iterate(X, iteration.in_arithmetic(dtype)).view(G.shape)
+    overwrite, scratch = scratch is not None, scratch or Scratch()
+    X = scratch.empty("X", batch.shape, dtype, G.device)
+    _normalize(batch, norm, iteration.norm_factor, eps, overwrite, out=X)
+    return _iterate(X, iteration.in_arithmetic(dtype), scratch).view(G.shape)
 
 
 def _normalize(
-    G: Tensor, norm: str, factor: float, eps: float, dtype: torch.dtype, overwrite: bool
-) -> Tensor:
-    """``G / (factor · ‖G‖ + eps)`` per matrix, rounded once to ``dtype``; norms in fp32 or fp64."""
+    G: Tensor, norm: str, factor: float, eps: float, overwrite: bool, out: Tensor
+) -> None:
+    """``G / (factor · ‖G‖ + eps)`` per matrix, rounded once into ``out``; norms in fp32 or fp64."""
     wide = torch.promote_types(G.dtype, torch.float32)
     # Squares of values under 1e-19 vanish in fp32: bring the largest magnitude to 1 first.
     sides = (-2, -1)
@@ -288,17 +293,17 @@ def _normalize(
         size = torch.linalg.vector_norm(gram, dim=(-2, -1), keepdim=True).sqrt_()
     size.mul_(factor).add_(eps)
     size.masked_fill_(size == 0, 1.0)  # a zero matrix without eps
-    out = torch.empty(X.shape, dtype=dtype, device=X.device)
-    return torch.div(X, size, out=out)
+    torch.div(X, size, out=out)
 
 
-def _iterate(X: Tensor, triples: Sequence[Triple]) -> Tensor:
-    """The standard form on (n, rows, cols), whose storage is reused."""
+def _iterate(X: Tensor, triples: Sequence[Triple], scratch: Scratch) -> Tensor:
+    """The standard form on (n, rows, cols), whose storage is used too."""
     n, rows, cols = X.shape
     tall = rows > cols
     side = min(rows, cols)
-    A, B = X.new_empty(2, n, side, side).unbind(0)
-    Y = torch.empty_like(X)
+    A = scratch.empty("A", (n, side, side), X.dtype, X.device)
+    B = scratch.empty("B", (n, side, side), X.dtype, X.device)
+    Y = scratch.empty("Y", X.shape, X.dtype, X.device)
     for a, b, c in triples:
         if tall:
             torch.bmm(X.mT, X, out=A)

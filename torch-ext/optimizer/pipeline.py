@@ -19,6 +19,7 @@ from .distributed import layout
 from .distributed import utils as dtensors
 from .distributed.plan import Chunk, Entry, Piece
 from .newton_schulz import default_dtype, newton_schulz
+from .scratch import Scratch
 
 State = Mapping[Tensor, Mapping[str, Tensor]]
 Hyper = Mapping[str, Any]
@@ -36,6 +37,7 @@ def update_chunk(
     state: State,
     hyper: Hyper,
     comm_dtype: Optional[torch.dtype],
+    scratch: Scratch,
 ) -> None:
     """Updates weights and state of a chunk's matrices.
 
@@ -45,6 +47,7 @@ def update_chunk(
         state: ``momentum_buffer`` and ``second_momentum_buffer`` of each parameter.
         hyper: hyperparameters of the parameter group.
         comm_dtype: wire format; None is bf16 (fp64 where the arithmetic is).
+        scratch: buffers that the chunks of a step share.
     """
     parts: list[_Part] = []
     for piece in chunk.pieces:
@@ -54,9 +57,9 @@ def update_chunk(
     if not parts:
         return
     keep = _rows_to_keep(parts) if hyper["nonfinite"] == "skip" else None
-    X = _momentum(parts, state, hyper, keep, comm_dtype)
+    X = _momentum(parts, state, hyper, keep, comm_dtype, scratch)
     for blocks in parts[0].entry.matrices.blocks:
-        _update_blocks(blocks, X, parts, state, hyper, keep)
+        _update_blocks(blocks, X, parts, state, hyper, keep, scratch)
 
 
 @dataclass(frozen=True)
@@ -125,6 +128,7 @@ def _momentum(
     hyper: Hyper,
     keep: Optional[Tensor],
     comm_dtype: Optional[torch.dtype],
+    scratch: Scratch,
 ) -> Tensor:
     """Updates the momentum and returns what is to be orthogonalized, (n, rows, cols)."""
     rows, sharded = _all_rows(parts), parts[0].entry.sharded
@@ -133,7 +137,8 @@ def _momentum(
         wire = _wire_dtype(parts, hyper, comm_dtype)
         outputs = [torch.empty(g.shape, dtype=wire, device=g.device) for g in grads]
     else:
-        X = _empty_batch(parts, torch.promote_types(grads[0].dtype, torch.float32))
+        wide = torch.promote_types(grads[0].dtype, torch.float32)
+        X = scratch.empty("momentum", _batch_shape(parts), wide, parts[0].entry.device)
         outputs = [part.of_batch(X, rows) for part in parts]
     core.update_momentum(
         [part.of_local(state[part.param]["momentum_buffer"], rows) for part in parts],
@@ -155,6 +160,7 @@ def _update_blocks(
     state: State,
     hyper: Hyper,
     keep: Optional[Tensor],
+    scratch: Scratch,
 ) -> None:
     """Orthogonalizes the same blocks of all pieces and updates their weights."""
     entry, rows = parts[0].entry, (blocks.start, blocks.stop)
@@ -166,7 +172,7 @@ def _update_blocks(
         algorithm=hyper["ns_algorithm"],
         dtype=_ns_dtype(entry, hyper),
         eps=hyper["ns_eps"],
-        overwrite=True,
+        scratch=scratch,
     )  # (n, count, rows, cols)
     if hyper["beta2"] is not None:
         U = _normalize(U, blocks, parts, state, hyper, keep)
@@ -174,7 +180,8 @@ def _update_blocks(
     lr, scale = hyper["lr"], core.update_scale(blocks.rows, U.shape[-1], hyper["adjust_lr"])
     decay = lr * hyper["weight_decay"] * (scale if hyper["decay_lr"] == "adjusted" else 1.0)
     wide = torch.promote_types(entry.dtype, torch.float32)
-    delta = U.to(wide).mul_(lr * scale).flatten(1, 2)  # (n, count·rows, cols)
+    delta = scratch.empty("delta", U.shape, wide, U.device)
+    delta = delta.copy_(U).mul_(lr * scale).flatten(1, 2)  # (n, count·rows, cols)
     core.update_weights(
         [part.of_local(part.param, rows) for part in parts],
         [part.of_batch(delta, rows) for part in parts],
@@ -229,15 +236,15 @@ def _gather(parts: Sequence[_Part], shards: Sequence[Tensor]) -> Tensor:
     if parts[0].entry.sharded:
         matrices = parts[0].entry.matrices
         return dtensors.all_gather(shards, parts[0].param).view(-1, matrices.rows, matrices.cols)
-    batch, rows = _empty_batch(parts, shards[0].dtype), _all_rows(parts)
+    rows = _all_rows(parts)
+    batch = torch.empty(_batch_shape(parts), dtype=shards[0].dtype, device=shards[0].device)
     torch._foreach_copy_([part.of_batch(batch, rows, whole=True) for part in parts], list(shards))
     return batch
 
 
-def _empty_batch(parts: Sequence[_Part], dtype: torch.dtype) -> Tensor:
+def _batch_shape(parts: Sequence[_Part]) -> tuple[int, int, int]:
     matrices = parts[0].entry.matrices
-    shape = (parts[-1].last, matrices.rows, matrices.cols)
-    return torch.empty(shape, dtype=dtype, device=parts[0].entry.device)
+    return (parts[-1].last, matrices.rows, matrices.cols)
 
 
 def _ns_dtype(entry: Entry, hyper: Hyper) -> torch.dtype:
