@@ -1,6 +1,6 @@
 """Time, memory and FLOPs of one optimizer step beside torch.optim.Muon's, interleaved in one run.
 
-    python benchmarks/step.py --layers 12 --dim 512 --ffn 2048
+    make bench ARGS="--layers 12 --dim 512 --ffn 2048"
 
 Both optimizers hold equal matrices and gradients and take turns (A B A B …), so that whatever else
 the machine does falls on both. Memory is what a step allocates beyond what it started with, at its

@@ -3,13 +3,13 @@
     torchrun --standalone --nproc-per-node 2 examples/train.py --optimizer muon --lr 3e-3
     python examples/train.py --optimizer adamw
 
-Muon comes from the Hub by `get_kernel`; LOCAL_KERNELS="org/optimizer=/path/to/checkout" takes it
-from a local build instead. Other scripts call `train(config)` within `ranks.launch`.
+Muon comes from the Hub by `get_kernel`, or from this checkout once `make build` was run. Other scripts call `train(config)` within `ranks.launch`.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from dataclasses import dataclass, field, fields
@@ -254,6 +254,9 @@ def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimi
 def load_kernel() -> Any:
     from kernels import get_kernel
 
+    checkout = Path(__file__).resolve().parent.parent
+    if (checkout / "build").is_dir():  # made by `make build`
+        os.environ.setdefault("LOCAL_KERNELS", f"org/optimizer={checkout}")
     return get_kernel("org/optimizer", version=1, trust_remote_code=["org/optimizer"])
 
 
