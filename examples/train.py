@@ -3,7 +3,8 @@
     torchrun --standalone --nproc-per-node 2 examples/train.py --optimizer muon --lr 3e-3
     python examples/train.py --optimizer adamw
 
-Muon comes from the Hub by `get_kernel`, or from this checkout once `make build` was run. Other scripts call `train(config)` within `ranks.launch`.
+Muon comes from the Hub by `get_kernel`, or from this checkout once `make build` was run. Other
+scripts call `train(config)` within `ranks.launch`.
 """
 
 from __future__ import annotations
