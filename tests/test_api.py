@@ -1,0 +1,81 @@
+"""The names, order and defaults that users of Motif's kernel have already written down."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from torch import nn
+
+from kernel import optimizer
+
+pytestmark = pytest.mark.kernels_ci
+
+POSITIONAL = {
+    "lr": 1e-3,
+    "momentum": 0.95,
+    "nesterov": True,
+    "ns_steps": 5,
+    "weight_decay": 0.1,
+    "adamw_betas": (0.9, 0.95),
+    "adamw_eps": 1e-8,
+    "none_grad": True,
+    "debug": False,
+    "clip_config": None,
+    "warmup_step": 5,
+    "chunk_size": -1,
+    "use_distributed_muon": False,
+    "expert_keys": None,
+}
+
+
+def test_the_constructor_takes_motifs_arguments_in_motifs_order():
+    parameters = list(inspect.signature(optimizer.Muon).parameters.values())
+    assert parameters[0].name == "params"
+    positional = [p for p in parameters[1:] if p.kind == p.POSITIONAL_OR_KEYWORD]
+    assert {p.name: p.default for p in positional} == POSITIONAL
+    assert [p.name for p in positional] == list(POSITIONAL)
+
+
+def test_every_further_option_is_keyword_only_and_has_the_default_of_the_options_table():
+    parameters = inspect.signature(optimizer.Muon).parameters.values()
+    options = inspect.getmodule(optimizer.Muon).options.GROUP_OPTIONS
+    for parameter in parameters:
+        if parameter.name in options:
+            assert parameter.default == options[parameter.name].default, parameter.name
+    keywords = {p.name for p in parameters if p.kind == p.KEYWORD_ONLY}
+    assert keywords == options.keys() - POSITIONAL.keys() | {"comm_dtype", "consistency_check"}
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w1 = nn.Parameter(torch.randn(3, 6, 4))
+
+
+def test_what_users_of_motifs_kernel_write_runs():
+    model = nn.ModuleDict({"wq": nn.Linear(4, 4), "experts": Experts()})
+    groups = optimizer.muon.get_default_muon_param_groups(model, expert_keys=["experts"])
+    optim = optimizer.Muon(groups, lr=1e-3, weight_decay=0.1)
+    before = [p.detach().clone() for p in model.parameters()]
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    optim.step()
+    for p, old in zip(model.parameters(), before):
+        assert not torch.equal(p, old)
+
+
+def test_what_this_version_lacks_says_so():
+    weight = nn.Parameter(torch.randn(4, 4))
+    group = {"params": [weight], "names": ["layers.0.wq.weight"], "use_muon": True}
+    with pytest.raises(NotImplementedError, match="QK-Clip"):
+        optimizer.Muon([group], clip_config={"head_dim": 2})
+    with pytest.raises(NotImplementedError, match="QK-Clip"):
+        optimizer.Muon([group]).step(qk_logits={0: torch.ones(2)})
+
+
+def test_the_public_names_are_there():
+    for name in optimizer.__all__:
+        assert hasattr(optimizer, name)
+    assert optimizer.__all__[0] == "Muon"
