@@ -948,3 +948,34 @@ def test_muon_and_adamw_groups_do_not_touch_each_other():
         torchs.step()
     run.check()
     assert torch.equal(vector, expected)
+
+
+@pytest.mark.parametrize(
+    ("of_base", "grad"),
+    [
+        (lambda base: base[:, :3], lambda p: torch.randn(p.shape)),
+        (lambda base: base.clone(), lambda p: torch.randn(6, 8).t()),
+        (lambda base: base.clone(), lambda p: torch.arange(6.0).expand(8, 6)),
+        (lambda base: base.t(), lambda p: torch.randn(p.shape)),
+    ],
+    ids=["columns of a larger tensor", "transposed gradient", "expanded gradient", "transposed"],
+)
+def test_adamw_updates_the_right_elements_whatever_the_strides(of_base, grad):
+    # torch's fused kernel takes the storages for flat arrays of one order.
+    results = []
+    for ours in (True, False):
+        torch.manual_seed(0)
+        base = torch.randn(8, 6)
+        before = base.clone()
+        param = torch.nn.Parameter(of_base(base))
+        param.grad = grad(param)
+        if ours:
+            optim = optimizer.Muon([{"params": [param], "use_muon": False}], lr=0.1)
+        else:
+            optim = torch.optim.AdamW(
+                [param], lr=0.1, betas=(0.9, 0.95), weight_decay=0.1, foreach=False
+            )
+        optim.step()
+        results.append((param.detach().clone(), base != before))
+    torch.testing.assert_close(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])

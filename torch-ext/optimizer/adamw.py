@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -54,23 +55,19 @@ def update(
         for p in params
         if p.requires_grad and (p.grad is not None or options["missing_grad"] == "zero")
     ]
+    rows = [_Row.of(p, state[p]) for p in present]
+    beta1, beta2 = options["adamw_betas"]
     for fused in (True, False):
-        chosen = [p for p in present if is_fused(p, options) is fused]
+        chosen = [row for row in rows if (is_fused(row.param, options) and row.is_dense) is fused]
         if not chosen:
             continue
-        shards = [local(p) for p in chosen]
-        grads = [
-            torch.zeros_like(shard) if p.grad is None else local(p.grad).to(shard.dtype)
-            for p, shard in zip(chosen, shards)
-        ]
-        beta1, beta2 = options["adamw_betas"]
         adamw(
-            shards,
-            grads,
-            [local(state[p]["exp_avg"]) for p in chosen],
-            [local(state[p]["exp_avg_sq"]) for p in chosen],
+            [row.param for row in chosen],
+            [row.grad for row in chosen],
+            [row.exp_avg for row in chosen],
+            [row.exp_avg_sq for row in chosen],
             [],
-            [state[p]["step"] for p in chosen],
+            [row.step for row in chosen],
             foreach=False if fused else options["foreach"],
             fused=fused,
             capturable=options["capturable"],
@@ -82,6 +79,38 @@ def update(
             eps=options["adamw_eps"],
             maximize=options["maximize"],
         )
-        for p in chosen:
-            if is_dtensor(p):
-                torch.autograd.graph.increment_version(p)
+    for p in present:
+        if is_dtensor(p):
+            torch.autograd.graph.increment_version(p)
+
+
+@dataclass(frozen=True)
+class _Row:
+    """The local tensors of one parameter's update."""
+
+    param: Tensor
+    grad: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    step: Tensor
+
+    @classmethod
+    def of(cls, param: Tensor, state: Mapping[str, Tensor]) -> _Row:
+        shard = local(param)
+        if param.grad is None:
+            grad = torch.zeros_like(shard)
+        else:
+            grad = local(param.grad).to(shard.dtype)
+        moments = local(state["exp_avg"]), local(state["exp_avg_sq"])
+        return cls(shard, grad, *moments, state["step"])
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether all tensors fill their memory in one order: torch's fused kernel takes their
+        storages for flat arrays, and would write the wrong elements of any others."""
+        tensors = (self.param, self.grad, self.exp_avg, self.exp_avg_sq)
+        if any(t.stride() != self.param.stride() for t in tensors):
+            return False
+        size_and_stride = zip(self.param.shape, self.param.stride())
+        span = 1 + sum((size - 1) * stride for size, stride in size_and_stride)
+        return self.param.numel() == 0 or span == self.param.numel()
