@@ -136,10 +136,12 @@ def row_counts_for(name: Optional[str], split: Any) -> Union[int, Sequence, None
     if not isinstance(split, Mapping):
         return split
     assert name is not None
-    for pattern, row_counts in split.items():
-        if fnmatch.fnmatchcase(normalize_name(name), pattern) or has_component(name, [pattern]):
-            return row_counts
-    return None
+    return next((counts for pattern, counts in split.items() if matches(name, pattern)), None)
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether a shell-style pattern fits the whole name, or whole components of it do."""
+    return fnmatch.fnmatchcase(normalize_name(name), pattern) or has_component(name, [pattern])
 
 
 def update_scale(rows: int, cols: int, adjust_lr: str) -> float:

@@ -118,6 +118,8 @@ def get_default_muon_param_groups(
     Returns:
         Two groups, ``use_muon`` True and False, with ``params`` and ``names``; either may be empty.
     """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"takes a model (nn.Module), found a {type(model).__name__}")
     if isinstance(expert_keys, str):
         expert_keys = [expert_keys]
     takes_expert_keys = _takes_expert_keys(is_muon_func)

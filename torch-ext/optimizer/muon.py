@@ -146,6 +146,8 @@ class Muon(torch.optim.Optimizer):
         self._names: list[Optional[list[str]]] = []
         self._forget_plans()
         super().__init__(validation.as_groups(params), defaults)
+        muon_names = [g["names"] or () for g in self._views() if g["use_muon"]]
+        validation.warn_of_unmatched_split(split, [name for names in muon_names for name in names])
 
     # -- parameter groups ----------------------------------------------------------------------
 
@@ -157,6 +159,7 @@ class Muon(torch.optim.Optimizer):
         """
         where = f"param_groups[{len(self.param_groups)}]"
         group = validation.normalize_group(param_group, where)
+        validation.check_keys(group, self._defaults_of(group), where)
         options.settle_steps(group, given="ns_steps" in group)
         group = {"names": None, **self._defaults_of(group), **group}
         view = self._translate(group)
@@ -264,6 +267,7 @@ class Muon(torch.optim.Optimizer):
         if error is not None:
             raise error
         self._agreed = True
+        self._warned = self._warned or validation.warn_of_no_gradients(groups)
         return plans
 
     def _plan(self, groups: list[dict[str, Any]]) -> list[GroupPlan]:
@@ -350,6 +354,7 @@ class Muon(torch.optim.Optimizer):
         self._plans: dict[int, GroupPlan] = {}
         self._agreement = agreement.Agreement()
         self._agreed = False
+        self._warned = False
 
 
 def _init_muon_state(

@@ -6,14 +6,16 @@ was found and what to do.
 
 from __future__ import annotations
 
+import difflib
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import newton_schulz, options
+from .core import matches
 from .distributed import utils as dtensors
 from .distributed.plan import Entry, GroupPlan
 
@@ -32,7 +34,7 @@ def as_groups(params: Any) -> list[dict[str, Any]]:
     Raises:
         ValueError: tensors, (name, tensor) pairs or a single dict instead of groups.
     """
-    if not isinstance(params, (Tensor, dict)):
+    if isinstance(params, Iterable) and not isinstance(params, (Tensor, dict)):
         groups = list(params)
         if all(isinstance(group, dict) for group in groups):
             return groups
@@ -63,6 +65,20 @@ def normalize_group(param_group: Any, where: str) -> dict[str, Any]:
         group["names"], params = [name for name, _ in pairs], [param for _, param in pairs]
     group["params"] = params
     return group
+
+
+def check_keys(group: Group, known: Iterable[str], where: str) -> None:
+    """Other keys than the options are the user's own, unless they look like a mistyped option."""
+    known = {"params", "names", "use_muon", *known}
+    for key in group.keys() - known:
+        meant = _OTHER_NAMES.get(key) or next(
+            iter(difflib.get_close_matches(key, known, n=1, cutoff=0.85)), None
+        )
+        if meant is not None:
+            raise ValueError(f"{where} has a key {key!r} that means nothing here; use {meant!r}")
+
+
+_OTHER_NAMES = {"betas": "adamw_betas", "eps": "adamw_eps", "wd": "weight_decay"}
 
 
 def name_of(group: Group, index: int, where: str) -> str:
@@ -203,6 +219,27 @@ def _check_saved_state(state: Mapping[str, Any], shapes: Mapping[str, Any], name
                 f"{key} of {name} has shape {tuple(value.shape)} in the checkpoint, "
                 f"where {tuple(shape)} is needed"
             )
+
+
+def warn_of_unmatched_split(split: Any, names: Iterable[str]) -> None:
+    """Warns of name patterns that match no matrix at all."""
+    names = list(names)
+    for pattern in split if isinstance(split, Mapping) else ():
+        if not any(matches(name, pattern) for name in names):
+            warnings.warn(f"split: the pattern {pattern!r} matches no matrix", stacklevel=4)
+
+
+def warn_of_no_gradients(groups: Sequence[Group]) -> bool:
+    """Warns where there are parameters but not one gradient; returns whether it did."""
+    params = [param for group in groups for param in group["params"] if param.requires_grad]
+    if not params or any(param.grad is not None for param in params):
+        return False
+    warnings.warn(
+        "step() found no gradient on any parameter: nothing is updated. Were the groups made "
+        "before the model was sharded or moved? Make them from the parameters it has now",
+        stacklevel=5,
+    )
+    return True
 
 
 def warn_of_overshoot(group: Group, where: str) -> None:
