@@ -79,6 +79,11 @@ def train(config: TrainConfig, label: str = "", quiet: bool = False) -> History:
     run = Run.start(config, device)
     if config.resume:
         run.load_newest(config.checkpoint_dir)
+    elif config.checkpoint_dir and any(Path(config.checkpoint_dir).glob("step-*")):
+        raise SystemExit(
+            f"--checkpoint-dir {config.checkpoint_dir!r} holds another run's checkpoints: continue "
+            "it with --resume and the same options, or name another folder"
+        )
     history, csv_path = History(), None
     if config.out and rank() == 0:
         csv_path = Path(config.out, "log.csv")

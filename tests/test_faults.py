@@ -8,7 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from kernel import optimizer
@@ -141,13 +147,14 @@ def count_exchanges(consistency_check):
     group = sharded_group(mesh, none_grad=False)
     optim = optimizer.Muon([group], lr=0.1, consistency_check=consistency_check)
     calls = []
-    original = dist.all_gather
+    agreement = optimizer.muon.agreement
+    original = agreement.check
 
-    def counted(*args, **kwargs):
+    def counted(*args):
         calls.append(1)
-        return original(*args, **kwargs)
+        return original(*args)
 
-    dist.all_gather = counted
+    agreement.check = counted
     for _ in range(3):
         optim.step()
     return len(calls)
@@ -156,3 +163,82 @@ def count_exchanges(consistency_check):
 @pytest.mark.parametrize(("check", "exchanges"), [("step", 3), ("plan", 1), ("off", 0)])
 def test_consistency_check_says_how_often_ranks_compare_notes(check, exchanges):
     assert run_ranks(count_exchanges, 2, check) == [exchanges] * 2
+
+
+def ranks_in_different_numbers_of_groups():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "dp"))["dp"]
+    if dist.get_rank() in (0, 2):
+        dist.new_group([0, 2], use_local_synchronization=True)
+    optim = optimizer.Muon([sharded_group(mesh)], lr=0.1)
+    optim.step()
+    assert not torch.equal(optim.param_groups[0]["params"][0].to_local(), torch.ones(3, 4))
+
+
+def test_ranks_that_are_in_different_numbers_of_groups_find_each_other():
+    run_ranks(ranks_in_different_numbers_of_groups, 4, timeout=60)
+
+
+def overlapping_meshes():
+    groups = []
+    for number, ranks in enumerate(([0, 1], [1, 2])):
+        mesh = DeviceMesh("cpu", ranks)
+        if dist.get_rank() in ranks:
+            groups.append(sharded_group(mesh, (f"{number}.weight",)))
+    optimizer.Muon(groups, lr=0.1).step()
+
+
+def test_meshes_that_share_a_rank_step_together():
+    run_ranks(overlapping_meshes, 3, timeout=60)
+
+
+def plain_state_into_shards():
+    mesh = init_device_mesh("cpu", (2,))
+    weight = nn.Parameter(torch.ones(6, 4))
+    weight.grad = torch.ones(6, 4)
+    plain = optimizer.Muon([{"params": [weight], "names": ["a.weight"], "use_muon": True}])
+    plain.step()
+    optim = optimizer.Muon([sharded_group(mesh, ("a.weight",))])
+    with pytest.raises(ValueError, match=r"a\.weight in the checkpoint is plain, unlike its"):
+        optim.load_state_dict(plain.state_dict())
+    check_untouched(optim)
+
+
+def test_plain_state_does_not_load_into_a_shard_as_if_it_were_one():
+    run_ranks(plain_state_into_shards, 2)
+
+
+def full_state(options):
+    mesh = init_device_mesh("cpu", (2,))
+    model = nn.Linear(4, 6, bias=False)
+    fully_shard(model, mesh=mesh)
+    groups = optimizer.muon.get_default_muon_param_groups(model)
+    optim = optimizer.Muon(groups, momentum_dtype=torch.float32, ns_dtype=torch.float32)
+    model(torch.ones(2, 4)).sum().backward()
+    optim.step()
+    how = StateDictOptions(**options)
+    saved = get_optimizer_state_dict(model, optim, options=how)
+    set_optimizer_state_dict(model, optim, saved, options=StateDictOptions(**options))
+    assert optim.param_groups[0]["ns_dtype"] is torch.float32
+
+
+@pytest.mark.parametrize("options", [{}, {"cpu_offload": True}], ids=str)
+def test_options_that_are_dtypes_go_through_distributed_state_dicts(options):
+    run_ranks(full_state, 2, options)
+
+
+def full_state_only_saves():
+    mesh = init_device_mesh("cpu", (2,))
+    model = nn.Linear(4, 6, bias=False)
+    fully_shard(model, mesh=mesh)
+    groups = optimizer.muon.get_default_muon_param_groups(model)
+    optim = optimizer.Muon(groups, momentum_dtype=torch.float32)
+    model(torch.ones(2, 4)).sum().backward()
+    optim.step()
+    how = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    saved = get_optimizer_state_dict(model, optim, options=how)
+    return saved.get("state", {}).get("weight", {}).get("momentum_buffer")
+
+
+def test_full_state_dicts_gather_the_momentum():
+    first, _ = run_ranks(full_state_only_saves, 2)
+    assert first.shape == (6, 4)

@@ -1145,3 +1145,31 @@ def test_empty_groups_are_fine():
     optim.load_state_dict(saved)
     assert_equal(optim.state_dict(), saved)
     assert list(optim.state) == [p]
+
+
+def test_a_state_dict_after_parameters_were_swapped_out_has_only_the_present_ones():
+    old, new = nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(4, 4))
+    optim = Muon([{"params": [old], "use_muon": True}])
+    optim.state_dict()
+    optim.param_groups[0]["params"] = [new]
+    assert set(optim.state_dict()["state"]) == {0}
+
+
+def test_groups_appended_behind_the_optimizers_back_raise():
+    optim = Muon([{"params": [nn.Parameter(torch.ones(4, 4))], "use_muon": True}])
+    optim.param_groups.append({**optim.param_groups[0], "params": []})
+    with pytest.raises(ValueError, match="add_param_group"):
+        optim.step()
+
+
+def test_a_parameter_that_shrank_is_not_stepped_with_its_old_momentum():
+    param = nn.Parameter(torch.ones(8, 4))
+    optim = Muon([{"params": [param], "names": ["w"], "use_muon": True}])
+    param.grad = torch.ones(8, 4)
+    optim.step()
+    param.data = param.data[2:6].clone()
+    param.grad = torch.ones(4, 4)
+    before = param.detach().clone()
+    with pytest.raises(ValueError, match=r"momentum_buffer of w has shape \(8, 4\)"):
+        optim.step()
+    assert torch.equal(param, before)

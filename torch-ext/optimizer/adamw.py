@@ -30,7 +30,7 @@ def init_state(
 ) -> None:
     """Adds what is missing of ``step``, ``exp_avg``, ``exp_avg_sq``: those of torch.optim."""
     if "step" not in state:
-        state["step"] = torch.zeros((), dtype=torch.float32)
+        state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
     on_device = options["capturable"] or is_fused(param, options)
     device = local(param).device if on_device else torch.device("cpu")
     if state["step"].device != device:

@@ -28,7 +28,7 @@ def normalize_state(states: Mapping[Any, Any]) -> dict[Any, Any]:
 
 def _as_tensor(key: str, value: Any) -> Any:
     if key == "step" and isinstance(value, (int, float)):
-        return torch.tensor(float(value), dtype=torch.float32)
+        return torch.tensor(float(value), dtype=torch.float32, device="cpu")
     return value
 
 
@@ -46,8 +46,16 @@ def merge_groups(
             continue
         own = groups[index]
         structure = {key: own[key] for key in STRUCTURE if key in own}
+        group = {key: _as_dtype(value) for key, value in group.items()}
         merged.append({**own, **defaults_of(own), **group, **structure})
     return merged
+
+
+def _as_dtype(value: Any) -> Any:
+    """A dtype from its text, which is how `Muon.state_dict` writes it."""
+    name = value[len("torch.") :] if isinstance(value, str) and value.startswith("torch.") else ""
+    dtype = getattr(torch, name, None)
+    return dtype if isinstance(dtype, torch.dtype) else value
 
 
 def restore_dtypes(

@@ -252,7 +252,7 @@ def update_weights(
         decayed = [torch.where(d * w >= 0, w, 0.0) for d, w in zip(deltas, weights)]
     if isinstance(decay, Tensor):  # an alpha= would be read from the device
         for delta, weight in zip(deltas, decayed):
-            delta.add_(weight * decay)
+            delta.add_(weight.to(delta.dtype) * decay)
     elif decay != 0.0:
         torch._foreach_add_(deltas, decayed, alpha=decay)
     if keep is not None:

@@ -144,6 +144,7 @@ class Muon(torch.optim.Optimizer):
         defaults = {key: arguments[key] for key in GROUP_OPTIONS}
         options.settle_steps(defaults, given=not isinstance(ns_steps, options.DefaultSteps))
         self._names: list[Optional[list[str]]] = []
+        self._warned = False
         self._forget_plans()
         super().__init__(validation.as_groups(params), defaults)
         muon_names = [g["names"] or () for g in self._views() if g["use_muon"]]
@@ -182,6 +183,11 @@ class Muon(torch.optim.Optimizer):
 
     def _views(self) -> list[dict[str, Any]]:
         """What the rest of the package reads of each group: names, and keys under its own terms."""
+        if len(self._names) != len(self.param_groups):
+            raise ValueError(
+                f"there are {len(self.param_groups)} param_groups where {len(self._names)} were "
+                "added: use add_param_group, and a new optimizer to leave groups out"
+            )
         for number, group in enumerate(self.param_groups):
             if "names" in group:  # set on the group after construction
                 self._names[number] = group.pop("names")
@@ -228,8 +234,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch._disable_dynamo  # a compiled step() is this one, called from compiled code
     def _update(self) -> None:
-        groups = self._views()
-        plans = self._agree_on_plans(groups)
+        groups, plans = self._agree_on_plans()
         self._init_state(groups, plans)
         scratch = Scratch()
         for group, plan in zip(groups, plans):
@@ -249,26 +254,29 @@ class Muon(torch.optim.Optimizer):
                 if group["none_grad"] and piece.last == param.shape[0]:
                     param.grad = None
 
-    def _agree_on_plans(self, groups: list[dict[str, Any]]) -> list[GroupPlan]:
-        """The plan of each group; raises on all ranks alike, before anything was written."""
-        error, plans = None, []
+    def _agree_on_plans(self) -> tuple[list[dict[str, Any]], list[GroupPlan]]:
+        """Groups and their plans; raises on all ranks alike, before anything was written."""
+        error, groups, plans = None, [], []
         try:
+            groups = self._views()
             plans = self._plan(groups)
             for number, (group, plan) in enumerate(zip(groups, plans)):
                 validation.check_gradients(group, f"param_groups[{number}]")
-                validation.check_second_moments(plan.entries, group["params"], self.state)
+                validation.check_state(group, plan, self.state, f"param_groups[{number}]")
         except Exception as found:
             error = found
-        meshes = meshes_of(groups)
+        meshes = meshes_of(self.param_groups)
         if meshes and agreement.is_due(self._wide.consistency_check, self._agreed):
-            problem = self._agreement.check(meshes, notes_of(groups, plans, self._wide, error))
+            problem = agreement.check(
+                {ranks: notes_of(ranks, groups, plans, self._wide, error) for ranks in meshes}
+            )
             if problem is not None and error is None:
                 raise ValueError(problem)
         if error is not None:
             raise error
         self._agreed = True
         self._warned = self._warned or validation.warn_of_no_gradients(groups)
-        return plans
+        return groups, plans
 
     def _plan(self, groups: list[dict[str, Any]]) -> list[GroupPlan]:
         """The checked plan of each group, made anew where the facts it rests on have changed."""
@@ -279,6 +287,7 @@ class Muon(torch.optim.Optimizer):
             plan = self._plans.get(number)
             if plan is None or plan.facts != facts_of(group):
                 plan = plan_group(group, where, self._wide.chunk_size)
+                self._agreed = False
                 if self._wide.debug:
                     logger.info("%s: %d chunks of %d", where, len(plan.chunks), len(plan.entries))
             self._plans[number] = plan
@@ -300,10 +309,21 @@ class Muon(torch.optim.Optimizer):
                     adamw.init_state(param, self.state[param], group)
 
     def state_dict(self) -> dict[str, Any]:
-        """As in torch.optim, with the state created if need be."""
+        """As in torch.optim, with the state created if need be, and dtypes of options as text.
+
+        torch.distributed.checkpoint takes no dtypes in full state dicts.
+        """
         groups = self._views()
         self._init_state(groups, self._plan(groups))
-        return super().state_dict()
+        held = {id(param) for group in groups for param in group["params"]}
+        swapped_out = {p: self.state.pop(p) for p in list(self.state) if id(p) not in held}
+        try:
+            state_dict = super().state_dict()
+        finally:
+            self.state.update(swapped_out)
+        for group in state_dict["param_groups"]:
+            group.update({k: str(v) for k, v in group.items() if isinstance(v, torch.dtype)})
+        return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in torch.optim, but momentum keeps its dtype, and missing group keys get defaults.
@@ -352,9 +372,7 @@ class Muon(torch.optim.Optimizer):
 
     def _forget_plans(self) -> None:
         self._plans: dict[int, GroupPlan] = {}
-        self._agreement = agreement.Agreement()
-        self._agreed = False
-        self._warned = False
+        self._agreed = self._warned = False
 
 
 def _init_muon_state(

@@ -195,9 +195,10 @@ class OptimizerWide:
     consistency_check: str
 
     def validate(self) -> None:
-        if self.comm_dtype not in (None, *FLOATING_DTYPES):
-            raise ValueError(
-                f"comm_dtype must be None or a floating dtype, found {self.comm_dtype}"
+        if self.comm_dtype not in (None, torch.bfloat16, torch.float32, torch.float64):
+            raise ValueError(  # fp16 has no room for gradients without a scale
+                "comm_dtype must be None, torch.bfloat16, torch.float32 or torch.float64, "
+                f"found {self.comm_dtype}"
             )
         if self.consistency_check not in agreement.CHECKS:
             raise ValueError(

@@ -51,7 +51,6 @@ def plan_group(group: Group, where: str, chunk_size: int) -> GroupPlan:
     lines = [
         f"{validation.name_of(group, i, where)}: {tuple(p.shape)} {p.dtype} {dtensors.describe(p)}"
         for i, p in enumerate(params)
-        if dtensors.is_dtensor(p)
     ]
     return GroupPlan(facts_of(group), lines, entries, plan_chunks(entries, chunk_size))
 
@@ -88,23 +87,29 @@ def meshes_of(groups: Sequence[Group]) -> set[agreement.Ranks]:
 
 
 def notes_of(
+    ranks: agreement.Ranks,
     groups: Sequence[Group],
     plans: Sequence[GroupPlan],
     wide: OptimizerWide,
     error: Optional[Exception],
 ) -> agreement.Notes:
-    """What all ranks have to share; a rank whose checks failed only says so."""
+    """What the ranks of one mesh have to share; a rank whose checks failed only says so."""
     if error is not None:
         return agreement.Notes([], [], str(error))
     lines, gradients = [repr(wide)], []
-    for number, (group, plan) in enumerate(zip(groups, plans)):
+    for group, plan in zip(groups, plans):
+        here = [i for i, param in enumerate(group["params"]) if dtensors.ranks_of(param) == ranks]
+        if not here:
+            continue
         values = {key: group[key] for key in GROUP_OPTIONS}
         if isinstance(values["lr"], Tensor):  # its value stays on the device
             values["lr"] = "tensor"
-        lines += [f"param_groups[{number}]: {values}", *plan.lines]
+        lines += [f"a group with {values}", *(plan.lines[index] for index in here)]
         gradients += [
-            entry.name
-            for entry, param in zip(plan.entries, group["params"])
-            if entry.sharded and takes_part(param, group)
+            plan.entries[index].name
+            for index in here
+            if group["use_muon"]
+            and plan.entries[index].sharded
+            and takes_part(group["params"][index], group)
         ]
     return agreement.Notes(lines, gradients, None)

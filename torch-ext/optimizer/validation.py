@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
@@ -161,15 +161,44 @@ def check_gradients(group: Group, where: str) -> None:
             )
 
 
-def check_second_moments(
-    entries: Sequence[Entry], params: Sequence[Tensor], state: Mapping[Tensor, Any]
+def check_state(group: Group, plan: GroupPlan, state: Mapping[Tensor, Any], where: str) -> None:
+    """State fits the parameters as they are now, whatever was done to them since it was made."""
+    for index, param in enumerate(group["params"]):
+        own = state.get(param)  # `state[param]` would create it
+        if own:
+            expected = _expected_state(param, plan.entries[index] if plan.entries else None)
+            _check_tensors(own, expected, "state", name_of(group, index, where))
+
+
+def _expected_state(param: Tensor, entry: Optional[Entry]) -> dict[str, tuple]:
+    """Shape and layout of each tensor of a parameter's state."""
+    like_param = (param.shape, dtensors.layout_of(param))
+    expected = dict.fromkeys(("momentum_buffer", "exp_avg", "exp_avg_sq"), like_param)
+    if entry is not None:
+        expected["second_momentum_buffer"] = (_second_moment_shape(entry), None)
+    return expected
+
+
+def _check_tensors(
+    state: Mapping[str, Any], expected: Mapping[str, tuple], place: str, name: str
 ) -> None:
-    for entry, param in zip(entries, params):
-        V = state[param].get("second_momentum_buffer") if param in state else None
-        if V is not None and V.shape != _second_moment_shape(entry):
+    for key, (shape, sharding) in expected.items():
+        value = state.get(key)
+        if value is None:
+            continue
+        if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
+            found = value.dtype if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(f"{key} of {name} in the {place} is {found}, no real tensor")
+        if value.shape != shape:
             raise ValueError(
-                f"{entry.name} has a second_momentum_buffer of {V.numel()} numbers where its "
-                f"matrices need {_second_moment_shape(entry)[0]}: it was made with another split"
+                f"{key} of {name} has shape {tuple(value.shape)} in the {place}, "
+                f"where {tuple(shape)} is needed"
+            )
+        if dtensors.layout_of(value) != sharding:
+            raise ValueError(
+                f"{key} of {name} in the {place} is {dtensors.describe(value)}, unlike its "
+                "parameter; load it with "
+                "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
             )
 
 
@@ -199,26 +228,9 @@ def check_checkpoint(
             )
         options.validate(saved, f"{where} of the checkpoint")
         for index, (param, saved_id) in enumerate(zip(group["params"], saved["params"])):
-            shapes = dict.fromkeys(("momentum_buffer", "exp_avg", "exp_avg_sq"), param.shape)
-            if group["use_muon"]:
-                shapes["second_momentum_buffer"] = _second_moment_shape(plan.entries[index])
+            expected = _expected_state(param, plan.entries[index] if plan.entries else None)
             name = name_of(group, index, where)
-            _check_saved_state(saved_state.get(saved_id, {}), shapes, name)
-
-
-def _check_saved_state(state: Mapping[str, Any], shapes: Mapping[str, Any], name: str) -> None:
-    for key, shape in shapes.items():
-        value = state.get(key)
-        if value is None:
-            continue
-        if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
-            found = value.dtype if isinstance(value, Tensor) else type(value).__name__
-            raise ValueError(f"{key} of {name} in the checkpoint is {found}, no real tensor")
-        if value.shape != shape:
-            raise ValueError(
-                f"{key} of {name} has shape {tuple(value.shape)} in the checkpoint, "
-                f"where {tuple(shape)} is needed"
-            )
+            _check_tensors(saved_state.get(saved_id, {}), expected, "checkpoint", name)
 
 
 def warn_of_unmatched_split(split: Any, names: Iterable[str]) -> None:

@@ -72,7 +72,7 @@ class GroupPlan:
 
     Args:
         facts: what it was made from, to tell when it no longer holds.
-        lines: its DTensors, one line each, for ranks to compare.
+        lines: its parameters, one line each, for ranks to compare.
         entries: its Muon parameters, in the group's order.
         chunks: what is orthogonalized together, in order.
     """

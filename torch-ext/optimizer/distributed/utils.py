@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, Optional
 
@@ -46,6 +47,16 @@ def check_placements(tensor: Tensor) -> None:
                 f"has placement {placement!r}; Shard and Replicate are supported, "
                 "reduce a Partial tensor first: tensor.redistribute(placements=[Replicate(), …])"
             )
+    for index, placement in enumerate(tensor.placements):  # type: ignore[attr-defined]
+        if isinstance(placement, _StridedShard):
+            later = zip(tensor.placements[index + 1 :], tensor.device_mesh.shape[index + 1 :])  # type: ignore[attr-defined]
+            parts = math.prod(
+                size
+                for other, size in later
+                if isinstance(other, (Shard, _StridedShard)) and other.dim == placement.dim
+            )
+            if parts != placement.split_factor:  # the local shard is no interval of rows
+                raise ValueError(f"has placement {placement!r} without the shards it strides over")
 
 
 def describe(tensor: Tensor) -> str:
