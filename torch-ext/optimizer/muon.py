@@ -251,7 +251,7 @@ class Muon(torch.optim.Optimizer):
                 param = params[piece.entry]
                 if dtensors.is_dtensor(param) and takes_part(param, group):
                     torch.autograd.graph.increment_version(param)
-                if group["none_grad"] and piece.last == param.shape[0]:
+                if group["none_grad"] and param.requires_grad and piece.last == param.shape[0]:
                     param.grad = None
 
     def _agree_on_plans(self) -> tuple[list[dict[str, Any]], list[GroupPlan]]:
