@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from .core import takes_part
 from .distributed.utils import is_dtensor, local
 
 # Devices whose fused kernel keeps `step` beside the parameter.
@@ -50,11 +51,7 @@ def update(
     Works on the local shards of DTensors: AdamW is element-wise. Gradients are only read; with
     ``missing_grad="zero"`` an absent one counts as zeros.
     """
-    present = [
-        p
-        for p in params
-        if p.requires_grad and (p.grad is not None or options["missing_grad"] == "zero")
-    ]
+    present = [p for p in params if takes_part(p, options)]
     rows = [_Row.of(p, state[p]) for p in present]
     beta1, beta2 = options["adamw_betas"]
     for fused in (True, False):

@@ -20,6 +20,11 @@ from .groups import has_component, normalize_name
 Number = Union[float, Tensor]
 
 
+def takes_part(param: Tensor, group: Mapping[str, Any]) -> bool:
+    """Whether this step updates the parameter."""
+    return param.requires_grad and (param.grad is not None or group["missing_grad"] == "zero")
+
+
 @dataclass(frozen=True)
 class Blocks:
     """``count`` matrices of ``rows`` rows each, consecutive rows of a stored matrix."""
@@ -69,11 +74,6 @@ class Matrices:
         """Where the numbers of ``blocks`` begin among the `long_sides` of a stored matrix."""
         before = self.blocks[: self.blocks.index(blocks)]
         return sum(block.count * max(block.rows, self.cols) for block in before)
-
-    @property
-    def matrix_shapes(self) -> list[tuple[int, int]]:
-        """(rows, cols) of every matrix, experts first."""
-        return self.experts * [(b.rows, self.cols) for b in self.blocks for _ in range(b.count)]
 
 
 def read_as_matrices(

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from . import adamw, checkpoints, newton_schulz, options, validation
-from .core import Matrices
+from .core import Matrices, takes_part
 from .distributed import agreement
 from .distributed import utils as dtensors
 from .distributed.plan import GroupPlan
 from .groups import default_is_muon, get_default_muon_param_groups
 from .options import GROUP_OPTIONS
-from .pipeline import takes_part, update_chunk
+from .pipeline import update_chunk
 from .planning import facts_of, meshes_of, notes_of, plan_group
 from .scratch import Scratch
 
@@ -90,6 +90,9 @@ class Muon(torch.optim.Optimizer):
         >>> optimizer.step()
     """
 
+    _agreed: bool  # ranks have compared notes on the plans there are
+    _warned: bool  # of a step without gradients
+
     def __init__(
         self,
         params: Iterable[dict[str, Any]],
@@ -144,7 +147,6 @@ class Muon(torch.optim.Optimizer):
         defaults = {key: arguments[key] for key in GROUP_OPTIONS}
         options.settle_steps(defaults, given=not isinstance(ns_steps, options.DefaultSteps))
         self._names: list[Optional[list[str]]] = []
-        self._warned = False
         self._forget_plans()
         super().__init__(validation.as_groups(params), defaults)
         muon_names = [g["names"] or () for g in self._views() if g["use_muon"]]

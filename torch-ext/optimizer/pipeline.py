@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import core
-from .core import Blocks
+from .core import Blocks, takes_part
 from .distributed import layout
 from .distributed import utils as dtensors
 from .distributed.plan import Chunk, Entry, Piece
@@ -23,11 +23,6 @@ from .scratch import Scratch
 
 State = Mapping[Tensor, Mapping[str, Tensor]]
 Hyper = Mapping[str, Any]
-
-
-def takes_part(param: Tensor, hyper: Hyper) -> bool:
-    """Whether this step updates the parameter."""
-    return param.requires_grad and (param.grad is not None or hyper["missing_grad"] == "zero")
 
 
 def update_chunk(

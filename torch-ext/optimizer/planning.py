@@ -9,13 +9,12 @@ from typing import Any, Optional
 from torch import Tensor
 
 from . import validation
-from .core import Matrices, read_as_matrices, row_counts_for
+from .core import Matrices, read_as_matrices, row_counts_for, takes_part
 from .distributed import agreement
 from .distributed import utils as dtensors
 from .distributed.plan import Entry, GroupPlan, plan_chunks
 from .groups import has_component
 from .options import GROUP_OPTIONS, STRUCTURE, OptimizerWide
-from .pipeline import takes_part
 
 Group = Mapping[str, Any]  # with all options, as `Muon._views` has them
 
