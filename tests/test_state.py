@@ -264,20 +264,20 @@ def test_a_group_added_after_steps_has_state_from_the_next_one_and_leaves_the_re
 def test_state_has_the_documented_keys_shapes_and_dtypes(dtype, momentum_dtype):
     model, optim = build(dtype, beta2=0.9, momentum_dtype=momentum_dtype)
     train(model, optim, 2)
-    lengths = {  # a number for each index of the longer side of each matrix
-        model.qkv.weight: 12,
-        model.down.weight: 12,
-        model.experts: 3 * 6,
-        model.conv.weight: 18,
+    shapes = {  # a number for each index of the longer side of each matrix
+        model.qkv.weight: (12,),
+        model.down.weight: (12,),
+        model.experts: (3, 6),
+        model.conv.weight: (18,),
     }
-    for p, length in lengths.items():
+    for p, shape in shapes.items():
         state = optim.state[p]
         assert list(state) == ["momentum_buffer", "second_momentum_buffer"]
         assert state["momentum_buffer"].dtype == (momentum_dtype or dtype)
         assert state["momentum_buffer"].shape == p.shape
         assert state["second_momentum_buffer"].dtype == torch.float32
-        assert state["second_momentum_buffer"].shape == (length,)
-    for p in set(trainable(model)) - set(lengths):
+        assert state["second_momentum_buffer"].shape == shape
+    for p in set(trainable(model)) - set(shapes):
         state = optim.state[p]
         assert list(state) == ["step", "exp_avg", "exp_avg_sq"]
         assert state["step"].shape == () and state["step"] == 2

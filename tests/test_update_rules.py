@@ -96,7 +96,7 @@ class Run:
         if self.reference.second_moment[i] is not None:
             V = state["second_momentum_buffer"]
             assert V.dtype == torch.float32
-            errors.append(relative_error(V, self.reference.second_moment[i]))
+            errors.append(relative_error(V.flatten(), self.reference.second_moment[i]))
         return errors
 
     def check(self, tolerance=None):

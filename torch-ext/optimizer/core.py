@@ -70,10 +70,20 @@ class Matrices:
         """Numbers of the second moment per stored matrix: the longer side of every block."""
         return sum(block.count * max(block.rows, self.cols) for block in self.blocks)
 
-    def second_moment_offset(self, blocks: Blocks) -> int:
-        """Where the numbers of ``blocks`` begin among the `long_sides` of a stored matrix."""
-        before = self.blocks[: self.blocks.index(blocks)]
-        return sum(block.count * max(block.rows, self.cols) for block in before)
+    def count(self, box: Sequence[tuple[int, int]], rows: int) -> int:
+        """Matrices of ``rows`` rows in a box of the stored tensor."""
+        return math.prod(stop - start for start, stop in box[: self.row_dim + 1]) // rows
+
+    def second_moment_interval(self, start: int, rows: int, count: int) -> tuple[int, int]:
+        """Which of the `long_sides` belong to ``count`` matrices of ``rows`` rows each."""
+        offset = 0
+        for block in self.blocks:
+            long_side = max(block.rows, self.cols)
+            if start < block.stop:
+                first = offset + (start - block.start) // rows * long_side
+                return first, first + count * long_side
+            offset += block.count * long_side
+        raise IndexError(start)
 
 
 def read_as_matrices(
@@ -174,20 +184,25 @@ def update_momentum(
 
     Args:
         buffers, grads: momentum B and gradients G, local tensors of equal shapes.
-        outputs: of the same shapes, any floating dtype; overwritten.
+        outputs: of the same shapes, fp32 or wider; overwritten.
         keep: booleans that broadcast to each gradient; where False the buffer stays as it is and
             the output is zero.
     """
     weight = (1.0 if style == "classical" else 1.0 - momentum) * (-1.0 if maximize else 1.0)
-    if keep is None:
+    if keep is not None:  # a product with zero would keep Inf and NaN: they have to be replaced
+        grads = [torch.where(kept, grad, 0.0) for grad, kept in zip(grads, keep)]
+        before = [buffer.clone() for buffer in buffers]
+    if all(b.dtype.itemsize >= out.dtype.itemsize for b, out in zip(buffers, outputs)):
         torch._foreach_mul_(buffers, momentum)
         torch._foreach_add_(buffers, grads, alpha=weight)
-    else:
-        # A product with zero would keep Inf and NaN: they have to be replaced.
-        grads = [torch.where(k, g, 0.0) for k, g in zip(keep, grads)]
-        for buffer, grad, kept in zip(buffers, grads, keep):
-            updated = torch.add(buffer * momentum, grad, alpha=weight)
-            buffer.copy_(torch.where(kept, updated, buffer))
+    else:  # one rounding, which is the same wherever an element lies: torch's with alpha is not
+        torch._foreach_copy_(outputs, buffers)
+        torch._foreach_mul_(outputs, momentum)
+        torch._foreach_add_(outputs, grads, alpha=weight)
+        torch._foreach_copy_(buffers, outputs)
+    if keep is not None:
+        for buffer, old, kept in zip(buffers, before, keep):
+            buffer.copy_(torch.where(kept, buffer, old))
     if nesterov:
         torch._foreach_copy_(outputs, grads)
         if weight != 1.0:
@@ -200,34 +215,38 @@ def update_momentum(
             output.masked_fill_(~kept, 0.0)
 
 
-def normalize_second_moment(
-    U: Tensor,  # (n, rows, cols)
-    V: Tensor,  # (n, max(rows, cols)), fp32, updated in place
+def second_moment(U: Tensor) -> Tensor:
+    """Mean of U² along the shorter side, (n, max(rows, cols)), in fp32 (fp64 for fp64 input).
+
+    Args:
+        U: (n, rows, cols).
+    """
+    wide = U.to(torch.promote_types(U.dtype, torch.float32))
+    return wide.square().mean(dim=-1 if U.shape[-2] >= U.shape[-1] else -2)
+
+
+def second_moment_factor(
+    V: Tensor,  # (n, long), fp32, updated in place
+    v: Tensor,  # (n, long)
     beta2: float,
     keep: Optional[Tensor] = None,  # (n,)
 ) -> Tensor:
-    """Divides U by the root of a running mean of U² along the shorter side, norm preserved.
+    """What an update is multiplied with along its longer side, (n, long).
 
-    v = mean(U², shorter side); V ← lerp(V, v, 1 − β2); U · rsqrt(max(V, 1e-10)), rescaled to the
-    Frobenius norm of U (Li et al. 2025, arXiv:2510.05491, as nanochat has it).
+    V ← lerp(V, v, 1 − β2); rsqrt(max(V, 1e-10)), rescaled to the Frobenius norm that the update had
+    (Li et al. 2025, arXiv:2510.05491, as nanochat has it).
 
     Args:
+        v: `second_moment` of the update.
         keep: where False, V of that matrix stays as it is.
-
-    Returns:
-        (n, rows, cols) in fp32 (fp64 for fp64 input).
     """
-    rows, cols = U.shape[-2:]
-    wide = U.to(torch.promote_types(U.dtype, torch.float32))
-    short = -1 if rows >= cols else -2
-    v = wide.square().mean(dim=short)  # (n, long)
     updated = torch.lerp(V.to(v.dtype), v, 1.0 - beta2)
     V.copy_(updated if keep is None else torch.where(keep[:, None], updated, V))
     step = V.to(v.dtype).clamp_min(1e-10).rsqrt_()
     # The number of columns summed over cancels in the quotient of the two norms.
     norm = v.sum(dim=-1, keepdim=True).sqrt_()
     norm_after = (v * step.square()).sum(dim=-1, keepdim=True).sqrt_().clamp_min_(1e-10)
-    return wide * (step * (norm / norm_after)).unsqueeze(short)
+    return step * (norm / norm_after)
 
 
 def update_weights(

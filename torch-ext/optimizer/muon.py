@@ -10,15 +10,14 @@ import torch
 from torch import Tensor
 
 from . import adamw, checkpoints, newton_schulz, options, validation
-from .core import Matrices, takes_part
+from .core import Matrices
 from .distributed import agreement
 from .distributed import utils as dtensors
-from .distributed.plan import GroupPlan
+from .distributed.plan import Plan
 from .groups import default_is_muon, get_default_muon_param_groups
 from .options import GROUP_OPTIONS
-from .pipeline import update_chunk
-from .planning import facts_of, meshes_of, notes_of, plan_group
-from .scratch import Scratch
+from .pipeline import Step
+from .planning import Survey, entries_of, notes_of, plan_step, rank_sets, survey
 
 __all__ = ["Muon", "default_is_muon", "get_default_muon_param_groups"]
 
@@ -90,6 +89,7 @@ class Muon(torch.optim.Optimizer):
         >>> optimizer.step()
     """
 
+    _survey: Optional[Survey]  # of the groups as they last were
     _agreed: bool  # ranks have compared notes on the plans there are
     _warned: bool  # of a step without gradients
 
@@ -167,7 +167,7 @@ class Muon(torch.optim.Optimizer):
         group = {"names": None, **self._defaults_of(group), **group}
         view = self._translate(group)
         options.validate(view, where)
-        plan_group(view, where, self._wide.chunk_size)
+        entries_of(view, len(self.param_groups), where, self._wide)
         validation.check_unshared(view, where, self.param_groups)
         validation.warn_of_overshoot(view, where)
         names = group.pop("names")
@@ -236,41 +236,36 @@ class Muon(torch.optim.Optimizer):
 
     @torch._disable_dynamo  # a compiled step() is this one, called from compiled code
     def _update(self) -> None:
-        groups, plans = self._agree_on_plans()
-        self._init_state(groups, plans)
-        scratch = Scratch()
-        for group, plan in zip(groups, plans):
-            if group["use_muon"]:
-                self._update_matrices(group, plan, scratch)
-            else:
-                adamw.update(group["params"], self.state, group)
+        groups, plan = self._agree_on_plan()
+        self._init_state(groups)
 
-    def _update_matrices(self, group: Mapping[str, Any], plan: GroupPlan, scratch: Scratch) -> None:
-        params, wire = group["params"], self._wide.comm_dtype
-        for chunk in plan.chunks:
-            update_chunk(chunk, plan.entries, params, self.state, group, wire, scratch)
-            for piece in chunk.pieces:
-                param = params[piece.entry]
-                if dtensors.is_dtensor(param) and takes_part(param, group):
-                    torch.autograd.graph.increment_version(param)
-                if group["none_grad"] and param.requires_grad and piece.last == param.shape[0]:
-                    param.grad = None
+        def update_others() -> None:
+            for group in groups:
+                if not group["use_muon"]:
+                    adamw.update(group["params"], self.state, group)
 
-    def _agree_on_plans(self) -> tuple[list[dict[str, Any]], list[GroupPlan]]:
-        """Groups and their plans; raises on all ranks alike, before anything was written."""
-        error, groups, plans = None, [], []
+        Step(plan, groups, self.state).run(meanwhile=update_others)
+
+    def _agree_on_plan(self) -> tuple[list[dict[str, Any]], Plan]:
+        """Groups and the plan; raises on all ranks alike, before anything was written."""
+        error, groups, plan = None, [], None
         try:
             groups = self._views()
-            plans = self._plan(groups)
-            for number, (group, plan) in enumerate(zip(groups, plans)):
-                validation.check_gradients(group, f"param_groups[{number}]")
-                validation.check_state(group, plan, self.state, f"param_groups[{number}]")
-        except Exception as found:
-            error = found
-        meshes = meshes_of(self.param_groups)
-        if meshes and agreement.is_due(self._wide.consistency_check, self._agreed):
+            found = self._look_at(groups)
+            for number, (group, entries) in enumerate(zip(groups, found.entries)):
+                where = f"param_groups[{number}]"
+                validation.check_gradients(group, where)
+                validation.check_state(group, entries, self.state, where)
+            plan = plan_step(found, groups, self._wide)
+        except Exception as raised:
+            error = raised
+        sets = rank_sets(self.param_groups, plan)
+        if sets and agreement.is_due(self._wide.consistency_check, self._agreed):
             problem = agreement.check(
-                {ranks: notes_of(ranks, groups, plans, self._wide, error) for ranks in meshes}
+                {
+                    ranks: notes_of(ranks, groups, self._survey, plan, self._wide, error)
+                    for ranks in sets
+                }
             )
             if problem is not None and error is None:
                 raise ValueError(problem)
@@ -278,35 +273,28 @@ class Muon(torch.optim.Optimizer):
             raise error
         self._agreed = True
         self._warned = self._warned or validation.warn_of_no_gradients(groups)
-        return groups, plans
+        return groups, plan
 
-    def _plan(self, groups: list[dict[str, Any]]) -> list[GroupPlan]:
-        """The checked plan of each group, made anew where the facts it rests on have changed."""
-        plans = []
+    def _look_at(self, groups: list[dict[str, Any]]) -> Survey:
+        """Checks the groups, and surveys them anew where something has changed."""
         for number, group in enumerate(groups):
-            where = f"param_groups[{number}]"
-            options.validate(group, where)
-            plan = self._plans.get(number)
-            if plan is None or plan.facts != facts_of(group):
-                plan = plan_group(group, where, self._wide.chunk_size)
-                self._agreed = False
-                if self._wide.debug:
-                    logger.info("%s: %d chunks of %d", where, len(plan.chunks), len(plan.entries))
-            self._plans[number] = plan
-            plans.append(plan)
-        return plans
+            options.validate(group, f"param_groups[{number}]")
+        found = survey(groups, self._wide, self._survey)
+        if found is not self._survey:
+            self._survey, self._agreed = found, False
+        return found
 
     # -- state ---------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _init_state(self, groups: list[dict[str, Any]], plans: list[GroupPlan]) -> None:
+    def _init_state(self, groups: list[dict[str, Any]]) -> None:
         """Creates whatever state is missing, for all trainable parameters, on all ranks alike."""
-        for group, plan in zip(groups, plans):
+        for group, entries in zip(groups, self._look_at(groups).entries):
             for index, param in enumerate(group["params"]):
                 if not param.requires_grad:
                     continue
                 if group["use_muon"]:
-                    _init_muon_state(param, self.state[param], plan.entries[index].matrices, group)
+                    _init_muon_state(param, self.state[param], entries[index].matrices, group)
                 else:
                     adamw.init_state(param, self.state[param], group)
 
@@ -316,7 +304,7 @@ class Muon(torch.optim.Optimizer):
         torch.distributed.checkpoint takes no dtypes in full state dicts.
         """
         groups = self._views()
-        self._init_state(groups, self._plan(groups))
+        self._init_state(groups)
         held = {id(param) for group in groups for param in group["params"]}
         swapped_out = {p: self.state.pop(p) for p in list(self.state) if id(p) not in held}
         try:
@@ -345,13 +333,14 @@ class Muon(torch.optim.Optimizer):
             )
             views = [self._translate({**group, "names": None}) for group in loaded["param_groups"]]
             groups = self._views()
-            validation.check_checkpoint(groups, self._plan(groups), views, loaded["state"])
+            entries = self._look_at(groups).entries
+            validation.check_checkpoint(groups, entries, views, loaded["state"])
             return loaded
 
         def restore(_: torch.optim.Optimizer) -> None:
             checkpoints.restore_dtypes(self.param_groups, self.state, loaded)
             groups = self._views()
-            self._init_state(groups, self._plan(groups))
+            self._init_state(groups)
 
         # Behind the user's hooks before loading, and ahead of theirs after it.
         handles = [
@@ -373,7 +362,7 @@ class Muon(torch.optim.Optimizer):
         self._forget_plans()
 
     def _forget_plans(self) -> None:
-        self._plans: dict[int, GroupPlan] = {}
+        self._survey = None
         self._agreed = self._warned = False
 
 
@@ -389,8 +378,6 @@ def _init_muon_state(
     elif hyper["momentum_dtype"] not in (None, buffer.dtype):
         state["momentum_buffer"] = buffer.to(hyper["momentum_dtype"])
     if hyper["beta2"] is not None and "second_momentum_buffer" not in state:
-        state["second_momentum_buffer"] = torch.zeros(
-            matrices.experts * matrices.long_sides,
-            dtype=torch.float32,
-            device=dtensors.local(param).device,
+        state["second_momentum_buffer"] = dtensors.zeros_by_expert(
+            param, (*matrices.shape[: matrices.row_dim], matrices.long_sides)
         )

@@ -195,11 +195,9 @@ class OptimizerWide:
     consistency_check: str
 
     def validate(self) -> None:
-        if self.comm_dtype not in (None, torch.bfloat16, torch.float32, torch.float64):
-            raise ValueError(  # fp16 has no room for gradients without a scale
-                "comm_dtype must be None, torch.bfloat16, torch.float32 or torch.float64, "
-                f"found {self.comm_dtype}"
-            )
+        if not (self.comm_dtype is None or self.comm_dtype in FLOATING_DTYPES):
+            expected = _OPTIONAL_DTYPE[1]
+            raise ValueError(f"comm_dtype must be {expected}, found {self.comm_dtype!r}")
         if self.consistency_check not in agreement.CHECKS:
             raise ValueError(
                 f"consistency_check must be one of {agreement.CHECKS}, "

@@ -1,23 +1,29 @@
-"""One chunk of a step: momentum → gather → orthogonalize → normalize → update the weights.
+"""One chunk of a step: momentum → gather → orthogonalize → give back → update the weights.
 
-On one device nothing is gathered. Sharded matrices are gathered whole on every rank, which computes
-their update and keeps its own part.
+Every rank updates the momentum of what it holds and sends it to the owners of the matrices; the
+owners orthogonalize whole matrices and send every rank its part of the update. Where a rank holds
+whole matrices the same happens without traffic, which is all that happens on one device.
+
+Buffers in flight belong to their chunk until the collective that uses them has been waited for;
+waiting makes the current stream wait, not the host, and all later work is on that stream.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Optional
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from . import core
-from .core import Blocks, takes_part
-from .distributed import layout
+from .async_utils import Task, interleave
+from .distributed import layout, wire
 from .distributed import utils as dtensors
-from .distributed.plan import Chunk, Entry, Piece
+from .distributed.plan import Batch, Bundle, Chunk, Entry, Lane, Plan, Traffic, Unit
 from .newton_schulz import default_dtype, newton_schulz
 from .scratch import Scratch
 
@@ -25,231 +31,358 @@ State = Mapping[Tensor, Mapping[str, Tensor]]
 Hyper = Mapping[str, Any]
 
 
-def update_chunk(
-    chunk: Chunk,
-    entries: Sequence[Entry],
-    params: Sequence[Tensor],
-    state: State,
-    hyper: Hyper,
-    comm_dtype: Optional[torch.dtype],
-    scratch: Scratch,
-) -> None:
+class Step:
+    """What the chunks of one step share.
+
+    Args:
+        plan: what to do.
+        groups: hyperparameters and parameters of each group.
+        state: ``momentum_buffer`` and ``second_momentum_buffer`` of each parameter.
+    """
+
+    def __init__(self, plan: Plan, groups: Sequence[Hyper], state: State):
+        self.plan = plan
+        self.groups = groups
+        self.params = [groups[entry.group]["params"][entry.index] for entry in plan.entries]
+        self.state = [state[param] for param in self.params]
+        self.weights = [dtensors.local(param) for param in self.params]
+        self.momenta = [dtensors.local(own["momentum_buffer"]) for own in self.state]
+        self.grads: dict[int, Tensor] = {}
+        self.unread = Counter(plan.reads)
+        self.finite: dict[int, Tensor] = {}  # by id of a unit, (matrices,), with nonfinite="skip"
+        self.scratch = Scratch()
+
+    def run(self, meanwhile: Callable[[], None]) -> None:
+        """Updates all matrices; ``meanwhile`` is other work, done under the first gathers."""
+
+        def without_traffic() -> None:
+            for lane in self.plan.alone:
+                interleave(self._chunks(lane, None), in_flight=1)
+            meanwhile()
+
+        lanes = [(lane, self._process_group(lane)) for lane in self.plan.lanes]
+        _find_nonfinite(self, lanes)
+        for number, (lane, group) in enumerate(lanes):
+            under_first = without_traffic if number == 0 else None
+            interleave(self._chunks(lane, group), lane.in_flight, under_first)
+        if not lanes:
+            without_traffic()
+        for entry, param in enumerate(self.params):
+            self._release_grad(entry)
+            if dtensors.is_dtensor(param):
+                torch.autograd.graph.increment_version(param)
+
+    def _chunks(self, lane: Lane, group: Any) -> Iterator[Task]:
+        return (update_chunk(chunk, lane, group, self) for chunk in lane.chunks)
+
+    def _process_group(self, lane: Lane) -> Any:
+        return dtensors.process_group(self.params[lane.owners[0][0].entry], lane.peers)
+
+    def entry(self, unit: Unit) -> Entry:
+        return self.plan.entries[unit.entry]
+
+    def hyper(self, unit: Unit) -> Hyper:
+        return self.groups[self.entry(unit).group]
+
+    def grad(self, unit: Unit) -> Tensor:
+        """The local gradient of the unit's parameter; zeros where there is none."""
+        number = unit.entry
+        if number not in self.grads:
+            grad = self.params[number].grad
+            self.grads[number] = (
+                torch.zeros_like(self.weights[number]) if grad is None else dtensors.local(grad)
+            )
+        return self.grads[number]
+
+    def was_read(self, units: Sequence[Unit]) -> None:
+        """Lets a gradient go once all units of its parameter have been read."""
+        for unit in units:
+            self.unread[unit.entry] -= 1
+            if not self.unread[unit.entry]:
+                self._release_grad(unit.entry)
+
+    def _release_grad(self, number: int) -> None:
+        self.grads.pop(number, None)
+        if self.groups[self.plan.entries[number].group]["none_grad"]:
+            self.params[number].grad = None
+
+    def second_moment(self, unit: Unit) -> Tensor:
+        """V of a unit's matrices, a view (experts…, matrices of each, long side)."""
+        entry = self.entry(unit)
+        row_dim = entry.matrices.row_dim
+        start, stop = unit.box[row_dim]
+        count = (stop - start) // unit.rows
+        numbers = entry.matrices.second_moment_interval(start, unit.rows, count)
+        held = entry.region(self.plan.rank)[:row_dim]
+        experts = layout.slices(layout.relative(unit.box[:row_dim], held))
+        V = dtensors.local(self.state[unit.entry]["second_momentum_buffer"])
+        return V[(*experts, slice(*numbers))].unflatten(-1, (count, -1))
+
+    def keep(self, unit: Unit, box: layout.Region) -> Optional[Tensor]:
+        """Whether to update, for the elements of a part of a unit; broadcasts to them."""
+        if id(unit) not in self.finite:
+            return None
+        row_dim = self.entry(unit).matrices.row_dim
+        experts = layout.shape_of(unit.box[:row_dim])
+        by_matrix = self.finite[id(unit)].view(*experts, -1, 1)
+        rows = by_matrix.expand(*by_matrix.shape[:-1], unit.rows).flatten(-2)[
+            (..., slice(*box[row_dim]))
+        ]
+        return rows.view(*rows.shape, *(1 for _ in box[row_dim + 1 :]))
+
+
+def update_chunk(chunk: Chunk, lane: Lane, group: Any, step: Step) -> Task:
     """Updates weights and state of a chunk's matrices.
 
-    Args:
-        chunk: what to update; pieces whose parameter has no gradient are left out.
-        entries, params: the plan's entries and the parameters they stand for, in one order.
-        state: ``momentum_buffer`` and ``second_momentum_buffer`` of each parameter.
-        hyper: hyperparameters of the parameter group.
-        comm_dtype: wire format; None is bf16 (fp64 where the arithmetic is).
-        scratch: buffers that the chunks of a step share.
+    Yields when the momentum is on its way to the owners, and when the updates are on their way
+    back; without traffic there is nothing to wait for.
     """
-    parts: list[_Part] = []
-    for piece in chunk.pieces:
-        if takes_part(params[piece.entry], hyper):
-            first = parts[-1].last if parts else 0
-            parts.append(_Part.of(params[piece.entry], entries[piece.entry], piece, first))
-    if not parts:
-        return
-    keep = _rows_to_keep(parts) if hyper["nonfinite"] == "skip" else None
-    X = _momentum(parts, state, hyper, keep, comm_dtype, scratch)
-    for blocks in parts[0].entry.matrices.blocks:
-        _update_blocks(blocks, X, parts, state, hyper, keep, scratch)
+    take, give = step.scratch.take, step.scratch.give
+    momentum = _momentum(chunk, lane, step)
+    gathered = take(sum(chunk.gather.received), lane.wire, lane.device)
+    gathering = _exchange(momentum[chunk.kept :], gathered, chunk.gather, group)
+    yield
+    _wait(gathering)
+    updates = take(chunk.kept_back + sum(chunk.scatter.received), lane.wire, lane.device)
+    returned = take(sum(chunk.scatter.sent), lane.wire, lane.device)
+    for batch in chunk.batches:
+        U = _orthogonalize(_assemble(batch, momentum, gathered, lane, step), batch, step)
+        _give_back(U, batch, updates, returned, lane, step)
+    give(momentum, gathered)
+    scattering = None
+    if not lane.everywhere:
+        scattering = _exchange(returned, updates[chunk.kept_back :], chunk.scatter, group)
+    yield
+    _wait(scattering)
+    _update_weights(chunk, updates, lane, step)
+    give(updates, returned)
 
 
-@dataclass(frozen=True)
-class _Part:
-    """A piece at work: where it lies in the stored tensor, on this rank, and in the batch.
-
-    Args:
-        whole: what the piece covers of the stored tensor.
-        mine: what of that this rank holds.
-        first, last: its stored matrices in the batch (n, rows, cols) of the chunk.
-    """
-
-    param: Tensor
-    entry: Entry
-    whole: layout.Region
-    mine: layout.Region
-    first: int
-    last: int
-
-    @classmethod
-    def of(cls, param: Tensor, entry: Entry, piece: Piece, first: int) -> _Part:
-        interval = (piece.first, piece.last)
-        whole = layout.clip(layout.whole(entry.matrices.shape), 0, interval)
-        mine = layout.clip(entry.region, 0, interval)
-        count = layout.numel(whole[: entry.matrices.row_dim])
-        return cls(param, entry, whole, mine, first, first + count)
-
-    def of_local(self, tensor: Tensor, rows: layout.Interval) -> Tensor:
-        """This rank's part of ``rows``, a view of a tensor or DTensor shaped like the parameter."""
-        mine = layout.clip(self.mine, self.entry.matrices.row_dim, rows)
-        return dtensors.local(tensor)[layout.slices(mine, self.entry.region)]
-
-    def of_batch(self, batch: Tensor, rows: layout.Interval, whole: bool = False) -> Tensor:
-        """The same part (or all of the piece) out of a contiguous batch (n, len(rows), cols)."""
-        row_dim = self.entry.matrices.row_dim
-        stored = layout.clip(self.whole, row_dim, rows)
-        wanted = stored if whole else layout.clip(self.mine, row_dim, rows)
-        shape = [stop - start for start, stop in stored]
-        return batch[self.first : self.last].view(shape)[layout.slices(wanted, stored)]
-
-    def second_moment(self, state: State, blocks: Blocks) -> Tensor:
-        """V of these blocks, a view (stored matrices, count, long side) of the flat buffer."""
-        matrices = self.entry.matrices
-        V = state[self.param]["second_momentum_buffer"].view(matrices.experts, -1)
-        if matrices.row_dim:
-            per_index = matrices.experts // matrices.shape[0]
-            V = V[self.whole[0][0] * per_index : self.whole[0][1] * per_index]
-        long_side, offset = max(blocks.rows, matrices.cols), matrices.second_moment_offset(blocks)
-        return V[:, offset : offset + blocks.count * long_side].unflatten(1, (-1, long_side))
-
-
-def _all_rows(parts: Sequence[_Part]) -> layout.Interval:
-    return (0, parts[0].entry.matrices.rows)
-
-
-def _grad(part: _Part) -> Tensor:
-    rows = (0, part.entry.matrices.rows)
-    if part.param.grad is None:
-        return torch.zeros_like(part.of_local(part.param, rows))
-    return part.of_local(part.param.grad, rows)
-
-
-def _momentum(
-    parts: Sequence[_Part],
-    state: State,
-    hyper: Hyper,
-    keep: Optional[Tensor],
-    comm_dtype: Optional[torch.dtype],
-    scratch: Scratch,
-) -> Tensor:
-    """Updates the momentum and returns what is to be orthogonalized, (n, rows, cols)."""
-    rows, sharded = _all_rows(parts), parts[0].entry.sharded
-    grads = [_grad(part) for part in parts]
-    if sharded:
-        wire = _wire_dtype(parts, hyper, comm_dtype)
-        outputs = [torch.empty(g.shape, dtype=wire, device=g.device) for g in grads]
-    else:
-        wide = torch.promote_types(grads[0].dtype, torch.float32)
-        X = scratch.empty("momentum", _batch_shape(parts), wide, parts[0].entry.device)
-        outputs = [part.of_batch(X, rows) for part in parts]
-    core.update_momentum(
-        [part.of_local(state[part.param]["momentum_buffer"], rows) for part in parts],
-        grads,
-        outputs,
-        momentum=hyper["momentum"],
-        nesterov=hyper["nesterov"],
-        style=hyper["momentum_style"],
-        maximize=hyper["maximize"],
-        keep=_keep_of_parts(parts, keep, rows),
+def _exchange(sent: Tensor, received: Tensor, traffic: Traffic, group: Any) -> Any:
+    """Starts one all-to-all; None without a group."""
+    if group is None:
+        return None
+    return dist.all_to_all_single(
+        received, sent, list(traffic.received), list(traffic.sent), group=group, async_op=True
     )
-    return _gather(parts, outputs) if sharded else X
 
 
-def _update_blocks(
-    blocks: Blocks,
-    X: Tensor,  # (n, all rows, cols)
-    parts: Sequence[_Part],
-    state: State,
-    hyper: Hyper,
-    keep: Optional[Tensor],
-    scratch: Scratch,
-) -> None:
-    """Orthogonalizes the same blocks of all pieces and updates their weights."""
-    entry, rows = parts[0].entry, (blocks.start, blocks.stop)
-    U = newton_schulz(
-        X[:, blocks.start : blocks.stop].unflatten(1, (blocks.count, blocks.rows)),
+def _wait(work: Any) -> None:
+    if work is not None:
+        work.wait()
+
+
+def _momentum(chunk: Chunk, lane: Lane, step: Step) -> Tensor:
+    """Updates the momentum and returns what is to be orthogonalized, in the order of the wire."""
+    sent = sum(chunk.gather.sent)
+    buffer = step.scratch.take(chunk.kept + sent, lane.wire, lane.device)
+    once = buffer[: chunk.kept] if lane.everywhere else buffer
+    wide = once
+    if lane.wire != lane.wide:
+        wide = step.scratch.empty("wide", once.shape, lane.wide, lane.device)
+    by_group: dict[int, list[tuple]] = defaultdict(list)
+    for bundle in chunk.bundles:
+        outputs = _views(wide, bundle.sent, bundle.shape)
+        for unit, index, output in zip(bundle.units, bundle.indices, outputs):
+            by_group[step.entry(unit).group].append(
+                (
+                    _part_of(step.momenta[unit.entry], index),
+                    _part_of(step.grad(unit), index),
+                    output,
+                    step.keep(unit, bundle.box),
+                )
+            )
+        step.was_read(bundle.units)
+    for group, rows in by_group.items():
+        hyper = step.groups[group]
+        momenta, grads, outputs, kept = map(list, zip(*rows))
+        core.update_momentum(
+            momenta,
+            grads,
+            outputs,
+            momentum=hyper["momentum"],
+            nesterov=hyper["nesterov"],
+            style=hyper["momentum_style"],
+            maximize=hyper["maximize"],
+            keep=kept if hyper["nonfinite"] == "skip" else None,
+        )
+    if lane.scaled:
+        _scale_down(chunk, wide)
+    if wide is not once:
+        once.copy_(wide)
+    if lane.everywhere:
+        buffer[chunk.kept :].view(-1, max(1, chunk.kept)).copy_(once)
+    return buffer
+
+
+def _scale_down(chunk: Chunk, wide: Tensor) -> None:
+    """Scales every part to the range of fp16; the exponents go behind the parts of a batch."""
+    bundles = [bundle for bundle in chunk.bundles if bundle.numel]
+    parts = [view for bundle in bundles for view in _views(wide, bundle.sent, bundle.shape)]
+    exponents = wire.scale_down(parts).split([len(bundle.units) for bundle in bundles])
+    places = [wide[b.sent + b.numel :][: len(b.units)] for b in bundles]
+    torch._foreach_copy_(places, list(exponents))
+
+
+def _assemble(batch: Batch, momentum: Tensor, gathered: Tensor, lane: Lane, step: Step) -> Tensor:
+    """Whole units, (n, *shape of each), from the peers' parts."""
+    shape = (len(batch.units), *layout.shape_of(batch.units[0].box))
+    if len(lane.peers) == 1:  # they are whole already
+        return momentum[batch.parts[0].gathered :][: math.prod(shape)].view(shape)
+    X = step.scratch.empty("gathered", shape, lane.wide, lane.device)
+    here, there, exponents = [], [], []
+    for part in batch.parts:
+        if part.numel:
+            source = momentum if part.peer == lane.me else gathered
+            here.append(X[(slice(None), *layout.slices(part.box))])
+            numel = part.numel * shape[0]
+            there.append(source[part.gathered : part.gathered + numel].view(here[-1].shape))
+            exponents.append(source[part.gathered + numel :][: shape[0]])
+    torch._foreach_copy_(here, there)
+    if lane.scaled:
+        wire.scale_up([part for parts in here for part in parts.unbind(0)], torch.cat(exponents))
+    return X
+
+
+def _orthogonalize(X: Tensor, batch: Batch, step: Step) -> Tensor:
+    """The polar factor of every matrix, (n, rows, cols)."""
+    unit = batch.units[0]
+    entry, hyper = step.entry(unit), step.hyper(unit)
+    return newton_schulz(
+        X.view(-1, unit.rows, entry.matrices.cols),
         hyper["ns_steps"],
         hyper["ns_coefficients"],
         norm=hyper["ns_norm"],
         algorithm=hyper["ns_algorithm"],
-        dtype=_ns_dtype(entry, hyper),
+        dtype=hyper["ns_dtype"] or default_dtype(entry.dtype, entry.device),
         eps=hyper["ns_eps"],
-        scratch=scratch,
-    )  # (n, count, rows, cols)
-    if hyper["beta2"] is not None:
-        U = _normalize(U, blocks, parts, state, hyper, keep)
-
-    lr, scale = hyper["lr"], core.update_scale(blocks.rows, U.shape[-1], hyper["adjust_lr"])
-    decay = lr * hyper["weight_decay"] * (scale if hyper["decay_lr"] == "adjusted" else 1.0)
-    wide = torch.promote_types(entry.dtype, torch.float32)
-    delta = scratch.empty("delta", U.shape, wide, U.device)
-    delta = delta.copy_(U).mul_(lr * scale).flatten(1, 2)  # (n, count·rows, cols)
-    core.update_weights(
-        [part.of_local(part.param, rows) for part in parts],
-        [part.of_batch(delta, rows) for part in parts],
-        decay=decay,
-        cautious=hyper["cautious"],
-        keep=_keep_of_parts(parts, keep, rows),
+        scratch=step.scratch,
     )
 
 
-def _normalize(
-    U: Tensor,  # (n, count, rows, cols)
-    blocks: Blocks,
-    parts: Sequence[_Part],
-    state: State,
-    hyper: Hyper,
-    keep: Optional[Tensor],
-) -> Tensor:
-    views = [part.second_moment(state, blocks) for part in parts]
-    V = torch.cat(views)  # (n, count, long side)
-    if keep is not None:
-        keep = keep[:, blocks.start : blocks.stop : max(1, blocks.rows)].flatten()  # (n·count,)
-    normalized = core.normalize_second_moment(
-        U.flatten(0, 1), V.view(-1, V.shape[-1]), hyper["beta2"], keep
-    )
-    torch._foreach_copy_(views, list(V.split([len(view) for view in views])))
-    return normalized.view(U.shape)
+def _give_back(
+    U: Tensor, batch: Batch, updates: Tensor, returned: Tensor, lane: Lane, step: Step
+) -> None:
+    """Puts every peer's part of the update, with its mean squares, where it is sent from."""
+    unit = batch.units[0]
+    units = U.view(len(batch.units), *layout.shape_of(unit.box))
+    v = core.second_moment(U) if step.hyper(unit)["beta2"] is not None else None
+    here, there = [], []
+    for part in batch.parts:
+        if lane.everywhere and part.peer != lane.me:
+            continue
+        buffer = updates if part.peer == lane.me else returned
+        start, stop = part.returned, part.returned + part.numel * len(batch.units)
+        if part.numel:
+            there.append(units[(slice(None), *layout.slices(part.box))])
+            here.append(buffer[start:stop].view(there[-1].shape))
+        if v is not None:
+            wire.write_numbers(v, buffer, stop)
+    torch._foreach_copy_(here, there)
 
 
-def _rows_to_keep(parts: Sequence[_Part]) -> Tensor:
-    """(n, rows), False on all rows of a matrix whose gradient has Inf or NaN anywhere."""
-    finite = [torch.isfinite(_grad(part)).to(torch.uint8) for part in parts]
-    rows = _gather(parts, finite).amin(dim=-1).bool()
-    for blocks in parts[0].entry.matrices.blocks:
-        of_block = rows[:, blocks.start : blocks.stop].unflatten(1, (blocks.count, -1))
-        of_block.copy_(of_block.all(dim=-1, keepdim=True).expand_as(of_block))
-    return rows
+def _update_weights(chunk: Chunk, updates: Tensor, lane: Lane, step: Step) -> None:
+    """Applies this rank's parts of the updates, which are overwritten, to its weights."""
+    deltas = updates
+    if lane.wire != lane.wide:
+        deltas = step.scratch.empty("wide", updates.shape, lane.wide, lane.device)
+        deltas.copy_(updates)
+    by_rates: dict[tuple[int, float], list[tuple]] = defaultdict(list)
+    for bundle in chunk.bundles:
+        parts = _views(deltas, bundle.received, bundle.shape)
+        entry, hyper = step.entry(bundle.units[0]), step.hyper(bundle.units[0])
+        if hyper["beta2"] is not None:
+            _normalize(parts, bundle, updates, step)
+        cols = entry.matrices.cols
+        scale = core.update_scale(bundle.units[0].rows, cols, hyper["adjust_lr"])
+        for unit, index, delta in zip(bundle.units, bundle.indices, parts):
+            weight = _part_of(step.weights[unit.entry], index)
+            keep = step.keep(unit, bundle.box)
+            by_rates[entry.group, scale].append((weight, delta, keep))
+    for (group, scale), rows in by_rates.items():
+        hyper = step.groups[group]
+        weights, parts, kept = map(list, zip(*rows))
+        lr = hyper["lr"]
+        for part in parts if isinstance(lr, Tensor) else ():
+            part.mul_(lr * scale)
+        if not isinstance(lr, Tensor):
+            torch._foreach_mul_(parts, lr * scale)
+        core.update_weights(
+            weights,
+            parts,
+            decay=lr * hyper["weight_decay"] * (scale if hyper["decay_lr"] == "adjusted" else 1.0),
+            cautious=hyper["cautious"],
+            keep=kept if hyper["nonfinite"] == "skip" else None,
+        )
 
 
-def _keep_of_parts(
-    parts: Sequence[_Part], keep: Optional[Tensor], rows: layout.Interval
-) -> Optional[list[Tensor]]:
-    """``keep`` in the shape of this rank's part of ``rows`` of each piece."""
-    if keep is None:
-        return None
-    cols = parts[0].entry.matrices.cols
-    batch = keep[:, rows[0] : rows[1], None].expand(-1, -1, cols).contiguous()
-    return [part.of_batch(batch, rows) for part in parts]
+def _normalize(parts: list[Tensor], bundle: Bundle, updates: Tensor, step: Step) -> None:
+    """Updates V of a bundle's units and divides this rank's parts of the update by its root."""
+    unit = bundle.units[0]
+    m = step.entry(unit).matrices
+    views = [step.second_moment(unit) for unit in bundle.units]
+    V = torch.stack(views)  # (n, experts…, matrices of each, long side)
+    v = wire.read_numbers(updates, bundle.received + bundle.numel, V.numel()).view(V.shape)
+    keep = None
+    if id(unit) in step.finite:
+        keep = torch.cat([step.finite[id(unit)] for unit in bundle.units])
+    flat = V.view(-1, V.shape[-1])
+    factor = core.second_moment_factor(
+        flat, v.view(flat.shape), step.hyper(unit)["beta2"], keep
+    ).view(V.shape)
+    torch._foreach_copy_(views, list(V))
+    if not parts:
+        return
+    experts, rest = V.shape[:-2], m.shape[m.row_dim + 1 :]
+    if unit.rows >= m.cols:
+        factor = factor.reshape(*experts, -1, *(1 for _ in rest))
+        index = bundle.box[: m.row_dim + 1]
+    else:
+        factor = factor.reshape(*experts, -1, 1, *rest)
+        rows = (*factor.shape[: len(experts) + 1], unit.rows, *rest)
+        factor = factor.expand(rows).flatten(len(experts), len(experts) + 1)
+        index = bundle.box
+    factor = factor[(slice(None), *layout.slices(index))]
+    torch._foreach_mul_(parts, list(factor))
 
 
-def _gather(parts: Sequence[_Part], shards: Sequence[Tensor]) -> Tensor:
-    """All pieces whole, from this rank's part of each, as one batch (n, rows, cols)."""
-    if parts[0].entry.sharded:
-        matrices = parts[0].entry.matrices
-        return dtensors.all_gather(shards, parts[0].param).view(-1, matrices.rows, matrices.cols)
-    rows = _all_rows(parts)
-    batch = torch.empty(_batch_shape(parts), dtype=shards[0].dtype, device=shards[0].device)
-    torch._foreach_copy_([part.of_batch(batch, rows, whole=True) for part in parts], list(shards))
-    return batch
+def _find_nonfinite(step: Step, lanes: Sequence[tuple[Lane, Any]]) -> None:
+    """With nonfinite="skip": which matrices have a finite gradient on all ranks."""
+    work = []
+    for lane, group in (*lanes, *((lane, None) for lane in step.plan.alone)):
+        units = [unit for unit, _ in lane.owners if step.hyper(unit)["nonfinite"] == "skip"]
+        if not units:
+            continue
+        counts = [step.entry(unit).matrices.count(unit.box, unit.rows) for unit in units]
+        finite = torch.ones(sum(counts), dtype=torch.uint8, device=lane.device)
+        of_unit = {id(unit): flags for unit, flags in zip(units, finite.split(counts))}
+        for bundle in (bundle for chunk in lane.chunks for bundle in chunk.bundles):
+            for unit, index in zip(bundle.units, bundle.indices):
+                if bundle.numel and id(unit) in of_unit:
+                    grad = _part_of(step.grad(unit), index)
+                    _mark_finite(grad, unit, bundle.box, of_unit[id(unit)], step)
+        if group is not None:
+            work.append(dist.all_reduce(finite, dist.ReduceOp.MIN, group=group, async_op=True))
+        step.finite.update(of_unit)
+    for waited in work:
+        waited.wait()
+    step.finite = {key: finite.bool() for key, finite in step.finite.items()}
 
 
-def _batch_shape(parts: Sequence[_Part]) -> tuple[int, int, int]:
-    matrices = parts[0].entry.matrices
-    return (parts[-1].last, matrices.rows, matrices.cols)
+def _mark_finite(grad: Tensor, unit: Unit, box: layout.Region, out: Tensor, step: Step) -> None:
+    row_dim = step.entry(unit).matrices.row_dim
+    rows = torch.isfinite(grad).flatten(row_dim + 1).all(dim=-1)  # (experts…, rows here)
+    shape = layout.shape_of(unit.box[: row_dim + 1])
+    whole = rows.new_ones(shape)
+    whole[(..., slice(*box[row_dim]))] = rows
+    out.copy_(whole.unflatten(-1, (-1, unit.rows)).all(dim=-1).flatten())
 
 
-def _ns_dtype(entry: Entry, hyper: Hyper) -> torch.dtype:
-    return hyper["ns_dtype"] or default_dtype(entry.dtype, entry.device)
+def _views(flat: Tensor, start: int, shape: Sequence[int]) -> list[Tensor]:
+    """(n, *shape of each) from ``start`` of a flat buffer, as n views; none where it is empty."""
+    numel = math.prod(shape)
+    return list(flat[start : start + numel].view(shape).unbind(0)) if numel else []
 
 
-def _wire_dtype(
-    parts: Sequence[_Part], hyper: Hyper, comm_dtype: Optional[torch.dtype]
-) -> torch.dtype:
-    if comm_dtype is not None:
-        return comm_dtype
-    wide = _ns_dtype(parts[0].entry, hyper) == torch.float64
-    return torch.float64 if wide else torch.bfloat16
+def _part_of(tensor: Tensor, index: Optional[tuple[slice, ...]]) -> Tensor:
+    return tensor if index is None else tensor[index]

@@ -1,57 +1,134 @@
-"""From a parameter group to its plan: the bridge between tensors and the pure data of `plan`."""
+"""From parameter groups to a plan: the bridge between tensors and the pure data of `plan`."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Optional
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from . import validation
+from . import newton_schulz, validation
 from .core import Matrices, read_as_matrices, row_counts_for, takes_part
 from .distributed import agreement
 from .distributed import utils as dtensors
-from .distributed.plan import Entry, GroupPlan, plan_chunks
+from .distributed.plan import Entry, Plan, make_plan
 from .groups import has_component
 from .options import GROUP_OPTIONS, STRUCTURE, OptimizerWide
 
 Group = Mapping[str, Any]  # with all options, as `Muon._views` has them
 
+# What plans depend on, beside the parameters.
+_PLANNED = ("use_muon", "capturable", "foreach", *STRUCTURE)
+_PLANNED_FOR_MUON = ("ns_steps", "ns_coefficients", "ns_dtype")
+
+
+@dataclass
+class Survey:
+    """What there is to plan, until it changes.
+
+    Args:
+        facts: of each group, what it was made from.
+        lines: of each group, its parameters, one line each, for ranks to compare.
+        entries: of each group, its Muon parameters in order; none for AdamW's.
+        plans: made so far, by which entries take part.
+    """
+
+    facts: list[tuple]
+    lines: list[list[str]]
+    entries: list[list[Entry]]
+    plans: dict[tuple[bool, ...], Plan] = field(default_factory=dict)
+
 
 def facts_of(group: Group) -> tuple:
-    """All that a plan depends on, comparable, cheap enough for every step."""
+    """All that a survey depends on, comparable, cheap enough for every step."""
     return (
-        [(p.shape, p.dtype, p.layout, p.device, dtensors.layout_of(p)) for p in group["params"]],
+        [(id(p), p.shape, p.dtype, p.device, dtensors.layout_of(p)) for p in group["params"]],
         copy.copy(group["names"]),
-        copy.deepcopy([group[key] for key in ("use_muon", "capturable", "foreach", *STRUCTURE)]),
+        copy.deepcopy([group[key] for key in _PLANNED]),
+        copy.copy([group[key] for key in _PLANNED_FOR_MUON]),
+        group["beta2"] is None,
     )
 
 
-def plan_group(group: Group, where: str, chunk_size: int) -> GroupPlan:
-    """The plan of a group.
+def survey(groups: Sequence[Group], wide: OptimizerWide, last: Optional[Survey]) -> Survey:
+    """The survey of all groups; the last one where nothing has changed.
+
+    Raises:
+        ValueError: wrong names or parameters, matrices that can't be read as asked for.
+    """
+    facts = [facts_of(group) for group in groups]
+    if last is not None and facts == last.facts:
+        return last
+    found = Survey(facts, [], [])
+    for number, group in enumerate(groups):
+        where = f"param_groups[{number}]"
+        found.entries.append(entries_of(group, number, where, wide))
+        found.lines.append(
+            [
+                f"{validation.name_of(group, i, where)}: "
+                f"{tuple(p.shape)} {p.dtype} {dtensors.describe(p)}"
+                for i, p in enumerate(group["params"])
+            ]
+        )
+    return found
+
+
+def entries_of(group: Group, number: int, where: str, wide: OptimizerWide) -> list[Entry]:
+    """A group's Muon parameters as a plan sees them, all of them checked.
 
     Raises:
         ValueError: wrong names or parameters, matrices that can't be read as asked for.
     """
     validation.check_params(group, where)
-    params = group["params"]
-    entries = [
+    if not group["use_muon"]:
+        return []
+    iteration = newton_schulz.resolve(group["ns_coefficients"], group["ns_steps"])
+    return [
         Entry(
             name=validation.name_of(group, index, where),
+            group=number,
+            index=index,
             matrices=matrices_of(group, index, where),
-            region=dtensors.region_of(param),
-            sharding=dtensors.layout_of(param) if dtensors.is_sharded(param) else None,
+            sharding=dtensors.sharding_of(param),
             dtype=param.dtype,
             device=dtensors.local(param).device,
+            wire=_wire_dtype(param, group, wide),
+            triples=iteration.triples,
+            second_moment=group["beta2"] is not None,
         )
-        for index, param in enumerate(params if group["use_muon"] else ())
+        for index, param in enumerate(group["params"])
     ]
-    lines = [
-        f"{validation.name_of(group, i, where)}: {tuple(p.shape)} {p.dtype} {dtensors.describe(p)}"
-        for i, p in enumerate(params)
-    ]
-    return GroupPlan(facts_of(group), lines, entries, plan_chunks(entries, chunk_size))
+
+
+def _wire_dtype(param: Tensor, group: Group, wide: OptimizerWide) -> torch.dtype:
+    if wide.comm_dtype is not None:
+        return wide.comm_dtype
+    arithmetic = group["ns_dtype"] or newton_schulz.default_dtype(param.dtype, param.device)
+    return torch.float64 if arithmetic == torch.float64 else torch.bfloat16
+
+
+def plan_step(found: Survey, groups: Sequence[Group], wide: OptimizerWide) -> Plan:
+    """The plan of the matrices that have a gradient; made once for each set of them."""
+    entries = [entry for of_group in found.entries for entry in of_group]
+    present = tuple(
+        takes_part(groups[entry.group]["params"][entry.index], groups[entry.group])
+        for entry in entries
+    )
+    if present not in found.plans:
+        if len(found.plans) >= 8:  # where they change all the time, old ones are of no use
+            found.plans.clear()
+        found.plans[present] = make_plan(
+            [entry for entry, there in zip(entries, present) if there],
+            dist.get_rank() if dist.is_available() and dist.is_initialized() else 0,
+            chunk_size=wide.chunk_size,
+            warmup_step=wide.warmup_step,
+            everywhere=wide.use_distributed_muon,
+        )
+    return found.plans[present]
 
 
 def matrices_of(group: Group, index: int, where: str) -> Matrices:
@@ -79,36 +156,33 @@ def matrices_of(group: Group, index: int, where: str) -> Matrices:
         raise ValueError(f"{validation.name_of(group, index, where)} {error}") from None
 
 
-def meshes_of(groups: Sequence[Group]) -> set[agreement.Ranks]:
-    """The ranks of every mesh that a parameter lives on."""
-    ranks = (dtensors.ranks_of(param) for group in groups for param in group["params"])
-    return {r for r in ranks if r is not None}
+def rank_sets(groups: Sequence[Group], plan: Optional[Plan]) -> set[agreement.Ranks]:
+    """The ranks of every mesh that a parameter lives on, and of every lane of the plan."""
+    found = {dtensors.ranks_of(param) for group in groups for param in group["params"]}
+    return {ranks for ranks in found if ranks is not None}
 
 
 def notes_of(
     ranks: agreement.Ranks,
     groups: Sequence[Group],
-    plans: Sequence[GroupPlan],
+    found: Survey,
+    plan: Plan,
     wide: OptimizerWide,
     error: Optional[Exception],
 ) -> agreement.Notes:
-    """What the ranks of one mesh have to share; a rank whose checks failed only says so."""
+    """What the ranks of one set have to share; a rank whose checks failed only says so."""
     if error is not None:
         return agreement.Notes([], [], str(error))
     lines, gradients = [repr(wide)], []
-    for group, plan in zip(groups, plans):
+    for group, of_group in zip(groups, found.lines):
         here = [i for i, param in enumerate(group["params"]) if dtensors.ranks_of(param) == ranks]
         if not here:
             continue
         values = {key: group[key] for key in GROUP_OPTIONS}
         if isinstance(values["lr"], Tensor):  # its value stays on the device
             values["lr"] = "tensor"
-        lines += [f"a group with {values}", *(plan.lines[index] for index in here)]
-        gradients += [
-            plan.entries[index].name
-            for index in here
-            if group["use_muon"]
-            and plan.entries[index].sharded
-            and takes_part(group["params"][index], group)
-        ]
+        lines += [f"a group with {values}", *(of_group[index] for index in here)]
+    for lane in plan.lanes:
+        if set(lane.peers) <= set(ranks):
+            gradients += sorted({plan.entries[unit.entry].name for unit, _ in lane.owners})
     return agreement.Notes(lines, gradients, None)

@@ -17,7 +17,7 @@ from torch import Tensor
 from . import newton_schulz, options
 from .core import matches
 from .distributed import utils as dtensors
-from .distributed.plan import Entry, GroupPlan
+from .distributed.plan import Entry
 
 Group = Mapping[str, Any]
 
@@ -161,12 +161,14 @@ def check_gradients(group: Group, where: str) -> None:
             )
 
 
-def check_state(group: Group, plan: GroupPlan, state: Mapping[Tensor, Any], where: str) -> None:
+def check_state(
+    group: Group, entries: Sequence[Entry], state: Mapping[Tensor, Any], where: str
+) -> None:
     """State fits the parameters as they are now, whatever was done to them since it was made."""
     for index, param in enumerate(group["params"]):
         own = state.get(param)  # `state[param]` would create it
         if own:
-            expected = _expected_state(param, plan.entries[index] if plan.entries else None)
+            expected = _expected_state(param, entries[index] if entries else None)
             _check_tensors(own, expected, "state", name_of(group, index, where))
 
 
@@ -175,7 +177,9 @@ def _expected_state(param: Tensor, entry: Optional[Entry]) -> dict[str, tuple]:
     like_param = (param.shape, dtensors.layout_of(param))
     expected = dict.fromkeys(("momentum_buffer", "exp_avg", "exp_avg_sq"), like_param)
     if entry is not None:
-        expected["second_momentum_buffer"] = (_second_moment_shape(entry), None)
+        m = entry.matrices
+        shape = torch.Size([*m.shape[: m.row_dim], m.long_sides])
+        expected["second_momentum_buffer"] = (shape, dtensors.layout_by_expert(param, m.row_dim))
     return expected
 
 
@@ -202,24 +206,20 @@ def _check_tensors(
             )
 
 
-def _second_moment_shape(entry: Entry) -> torch.Size:
-    return torch.Size([entry.matrices.experts * entry.matrices.long_sides])
-
-
 def check_checkpoint(
     groups: Sequence[Group],
-    plans: Sequence[GroupPlan],
+    entries_of_groups: Sequence[Sequence[Entry]],
     saved_groups: Sequence[Group],
     saved_state: Mapping[Any, Any],
 ) -> None:
     """Whether a checkpoint fits the optimizer, as far as torch does not look itself.
 
     Args:
-        groups, plans: of the optimizer.
+        groups, entries_of_groups: of the optimizer.
         saved_groups: of the checkpoint, with all keys.
         saved_state: by the ids in ``params`` of the saved groups.
     """
-    for number, (group, plan, saved) in enumerate(zip(groups, plans, saved_groups)):
+    for number, (group, entries, saved) in enumerate(zip(groups, entries_of_groups, saved_groups)):
         where = f"param_groups[{number}]"
         if saved["use_muon"] != group["use_muon"]:
             raise ValueError(
@@ -228,7 +228,7 @@ def check_checkpoint(
             )
         options.validate(saved, f"{where} of the checkpoint")
         for index, (param, saved_id) in enumerate(zip(group["params"], saved["params"])):
-            expected = _expected_state(param, plan.entries[index] if plan.entries else None)
+            expected = _expected_state(param, entries[index] if entries else None)
             name = name_of(group, index, where)
             _check_tensors(saved_state.get(saved_id, {}), expected, "checkpoint", name)
 

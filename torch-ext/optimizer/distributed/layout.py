@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Optional
 
 Interval = tuple[int, int]  # [start, stop)
 Region = tuple[Interval, ...]  # one interval per dimension of the stored tensor
@@ -20,13 +23,129 @@ def numel(region: Region) -> int:
     return product
 
 
-def clip(region: Region, dim: int, interval: Interval) -> Region:
-    """The part of ``region`` whose indices along ``dim`` lie in ``interval``; may be empty."""
-    start = max(region[dim][0], interval[0])
-    stop = max(start, min(region[dim][1], interval[1]))
-    return region[:dim] + ((start, stop),) + region[dim + 1 :]
+def shape_of(region: Region) -> tuple[int, ...]:
+    return tuple(stop - start for start, stop in region)
 
 
-def slices(region: Region, origin: Region) -> tuple[slice, ...]:
-    """Indices that take ``region`` out of a tensor that holds ``origin``."""
-    return tuple(slice(a - o, b - o) for (a, b), (o, _) in zip(region, origin))
+def overlap(a: Interval, b: Interval) -> Interval:
+    """What two intervals share; empty ones lie within the first."""
+    start = min(max(a[0], b[0]), a[1])
+    return (start, max(start, min(a[1], b[1])))
+
+
+def intersect(a: Region, b: Region) -> Region:
+    return tuple(map(overlap, a, b))
+
+
+def relative(region: Region, origin: Region) -> Region:
+    """``region`` in coordinates that begin where ``origin`` does."""
+    return tuple((start - o, stop - o) for (start, stop), (o, _) in zip(region, origin))
+
+
+def slices(region: Region) -> tuple[slice, ...]:
+    return tuple(slice(start, stop) for start, stop in region)
+
+
+def shard(size: int, parts: int, index: int) -> Interval:
+    """Part ``index`` of ``range(size)`` as `torch.chunk` cuts it: equal, the last ones short."""
+    each = -(-size // parts)
+    start = min(size, each * index)
+    return (start, min(size, start + each))
+
+
+@dataclass(frozen=True)
+class Split:
+    """A mesh dimension that cuts a tensor dimension.
+
+    Args:
+        dim: of the tensor.
+        strided: the later mesh dimensions that cut the same tensor dimension were cut first, as
+            FSDP over tensor parallelism does it (torch's ``_StridedShard``).
+    """
+
+    dim: int
+    strided: bool = False
+
+
+Placement = Optional[Split]  # None: replicated
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How tensors lie on a mesh of ranks.
+
+    Args:
+        mesh: its shape.
+        ranks: global ranks in row-major order of the mesh.
+        placements: one for each mesh dimension.
+    """
+
+    mesh: tuple[int, ...]
+    ranks: tuple[int, ...]
+    placements: tuple[Placement, ...]
+
+    def __post_init__(self) -> None:
+        fields = (self.mesh, self.ranks, self.placements)
+        object.__setattr__(self, "_hash", hash(fields))  # once: ranks can be thousands
+
+    def __hash__(self) -> int:
+        return self._hash  # type: ignore[attr-defined]
+
+    def coordinate(self, rank: int) -> tuple[int, ...]:
+        """Place of a rank in the mesh.
+
+        Raises:
+            ValueError: the rank is not in the mesh.
+        """
+        index, coordinate = self.ranks.index(rank), []
+        for size in reversed(self.mesh):
+            index, remainder = divmod(index, size)
+            coordinate.append(remainder)
+        return tuple(reversed(coordinate))
+
+    def region(self, shape: Sequence[int], rank: int) -> Region:
+        """What ``rank`` holds of a tensor of ``shape``; nothing where it is not in the mesh."""
+        return _region(self, tuple(shape), rank)
+
+    def peers(self, rank: int, dims: Iterable[int]) -> tuple[int, ...]:
+        """Ranks, ascending, that differ from ``rank`` only in how tensor ``dims`` are cut."""
+        return _peers(self, rank, frozenset(dims))
+
+    def cutting_order(self) -> list[int]:
+        """Mesh dimensions in the order in which they cut the tensor."""
+        order: list[int] = []
+        for index in reversed(range(len(self.mesh))):
+            placement = self.placements[index]
+            if placement is not None and placement.strided:
+                order.append(index)
+            else:
+                order.insert(0, index)
+        return order
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _region(sharding: Sharding, shape: tuple[int, ...], rank: int) -> Region:
+    if rank not in sharding.ranks:
+        return tuple((0, 0) for _ in shape)
+    region = list(whole(shape))
+    coordinate = sharding.coordinate(rank)
+    for index in sharding.cutting_order():
+        placement = sharding.placements[index]
+        if placement is None:
+            continue
+        start, stop = region[placement.dim]
+        first, last = shard(stop - start, sharding.mesh[index], coordinate[index])
+        region[placement.dim] = (start + first, start + last)
+    return tuple(region)
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _peers(sharding: Sharding, rank: int, dims: frozenset[int]) -> tuple[int, ...]:
+    if rank not in sharding.ranks:
+        return ()
+    free = [placement is not None and placement.dim in dims for placement in sharding.placements]
+    mine = sharding.coordinate(rank)
+    found = [0]
+    for size, at, is_free in zip(sharding.mesh, mine, free):
+        found = [i * size + j for i in found for j in (range(size) if is_free else (at,))]
+    return tuple(sorted(sharding.ranks[i] for i in found))

@@ -11,11 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .layout import Region, whole
+from .layout import Sharding, Split, shape_of
 
 if dist.is_available():
     from torch.distributed.tensor import DTensor, Replicate, Shard
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
     from torch.distributed.tensor.placement_types import _StridedShard  # no subclass of Shard
 
 
@@ -47,16 +46,25 @@ def check_placements(tensor: Tensor) -> None:
                 f"has placement {placement!r}; Shard and Replicate are supported, "
                 "reduce a Partial tensor first: tensor.redistribute(placements=[Replicate(), …])"
             )
-    for index, placement in enumerate(tensor.placements):  # type: ignore[attr-defined]
-        if isinstance(placement, _StridedShard):
-            later = zip(tensor.placements[index + 1 :], tensor.device_mesh.shape[index + 1 :])  # type: ignore[attr-defined]
-            parts = math.prod(
-                size
-                for other, size in later
-                if isinstance(other, (Shard, _StridedShard)) and other.dim == placement.dim
+    _check_strides(tuple(tensor.shape), tensor.device_mesh.shape, tensor.placements)  # type: ignore[attr-defined]
+
+
+def _check_strides(shape: Sequence[int], mesh: Sequence[int], placements: Sequence) -> None:
+    """Strided shards are supported where every local shard is one interval of the dimension."""
+    for index, placement in enumerate(placements):
+        if not isinstance(placement, _StridedShard):
+            continue
+        dim = placement.dim
+        cuts = [getattr(other, "dim", None) == dim for other in placements]
+        later = math.prod(n for n, cut in zip(mesh[index + 1 :], cuts[index + 1 :]) if cut)
+        if later != placement.split_factor:
+            raise ValueError(f"has placement {placement!r} without the shards it strides over")
+        parts = math.prod(n for n, cut in zip(mesh, cuts) if cut)
+        if sum(cuts) > 2 and shape[dim] % parts:
+            raise ValueError(
+                f"has {shape[dim]} indices in dimension {dim}, which {parts} shards of three mesh "
+                f"dimensions cut unevenly ({list(placements)}); make it a multiple"
             )
-            if parts != placement.split_factor:  # the local shard is no interval of rows
-                raise ValueError(f"has placement {placement!r} without the shards it strides over")
 
 
 def describe(tensor: Tensor) -> str:
@@ -84,52 +92,95 @@ def _ranks_of_mesh(mesh: Any) -> tuple[int, ...]:
     return tuple(sorted(mesh.mesh.flatten().tolist()))  # a CPU tensor
 
 
-def is_sharded(tensor: Tensor) -> bool:
-    """Whether other ranks hold parts of the tensor that this one lacks."""
-    if not is_dtensor(tensor):
-        return False
-    return any(
-        not isinstance(placement, Replicate) and size > 1
-        for placement, size in zip(tensor.placements, tensor.device_mesh.shape)  # type: ignore[attr-defined]
+def sharding_of(tensor: Tensor) -> Optional[Sharding]:
+    """How a DTensor lies on its mesh, as plain data; None for a plain tensor."""
+    layout = layout_of(tensor)
+    return None if layout is None else _sharding(*layout)
+
+
+@functools.lru_cache(maxsize=256)
+def _sharding(mesh: Any, placements: tuple) -> Sharding:
+    splits = [
+        None
+        if isinstance(placement, Replicate)
+        else Split(placement.dim, strided=isinstance(placement, _StridedShard))
+        for placement in placements
+    ]
+    ranks = mesh.mesh.flatten().tolist()  # a CPU tensor
+    return Sharding(tuple(mesh.mesh.shape), tuple(ranks), tuple(splits))
+
+
+def layout_by_expert(param: Tensor, experts: int) -> Optional[tuple]:
+    """Mesh and placements of a DTensor as far as they cut its first ``experts`` dimensions."""
+    if not is_dtensor(param):
+        return None
+    placements = (
+        placement if getattr(placement, "dim", experts) < experts else Replicate()
+        for placement in param.placements  # type: ignore[attr-defined]
     )
+    return param.device_mesh, tuple(placements)  # type: ignore[attr-defined]
 
 
-def region_of(tensor: Tensor) -> Region:
-    """Which part of the whole tensor this rank holds."""
-    if not is_dtensor(tensor):
-        return whole(tensor.shape)
-    shape, offset = compute_local_shape_and_global_offset(
-        tensor.shape,
-        tensor.device_mesh,  # type: ignore[attr-defined]
-        tensor.placements,  # type: ignore[attr-defined]
-    )
-    return tuple((start, start + size) for start, size in zip(offset, shape))
+def zeros_by_expert(param: Tensor, shape: Sequence[int]) -> Tensor:
+    """fp32 zeros (experts…, numbers): experts lie as the parameter's do, each with all its numbers.
 
-
-def all_gather(shards: Sequence[Tensor], like: Tensor) -> Tensor:
-    """Whole tensors on every rank, stacked, by one gather of shards laid out like ``like``."""
-    assert isinstance(like, DTensor)
-    stacked = torch.stack(list(shards))
-    shape = (len(shards), *like.shape)
-    distributed = DTensor.from_local(
-        stacked,
-        like.device_mesh,
-        [_behind_a_new_dimension(placement) for placement in like.placements],
+    A DTensor where the parameter is one.
+    """
+    layout, device = layout_by_expert(param, len(shape) - 1), local(param).device
+    if layout is None:
+        return torch.zeros(tuple(shape), dtype=torch.float32, device=device)
+    held = _sharding(*layout).region(shape, dist.get_rank())
+    return DTensor.from_local(
+        torch.zeros(shape_of(held), dtype=torch.float32, device=device),
+        *layout,
         run_check=False,
         shape=torch.Size(shape),
         stride=_contiguous_stride(shape),
     )
-    return distributed.full_tensor()
 
 
-def _behind_a_new_dimension(placement: Any) -> Any:
-    if isinstance(placement, _StridedShard):
-        return _StridedShard(placement.dim + 1, split_factor=placement.split_factor)
-    return Shard(placement.dim + 1) if isinstance(placement, Shard) else placement
+def process_group(tensor: Tensor, ranks: Sequence[int]) -> Any:
+    """A process group of ``ranks`` for tensors like a DTensor: its mesh's own, or a new one.
+
+    All of ``ranks`` make this call together, at one place of their programs.
+    """
+    mesh = tensor.device_mesh  # type: ignore[attr-defined]
+    for group in (*mesh.get_all_groups(), dist.group.WORLD):
+        if dist.get_process_group_ranks(group) == list(ranks):
+            return group
+    return _new_group(tuple(ranks), mesh.device_type)
+
+
+# Held as long as the default process group is the same, for all optimizers.
+_groups: dict[tuple, Any] = {}
+
+
+def _new_group(ranks: tuple[int, ...], device_type: str) -> Any:
+    """A group that only its ranks need to hear of.
+
+    `dist.new_group` has to be called by all ranks of the world, or names groups by how many a rank
+    is in, so that ranks of different numbers of groups wait under different names.
+    """
+    c10d = dist.distributed_c10d
+    world = c10d._get_default_group()
+    key = (id(world), ranks)
+    if key not in _groups:
+        name = f"optimizer/{'-'.join(map(str, ranks))}"
+        backend, store = c10d._world.pg_map[world]
+        options = getattr(world._get_backend(torch.device(device_type)), "options", None)
+        timeout = getattr(options, "_timeout", c10d.default_pg_timeout)
+        bound, world.bound_device_id = world.bound_device_id, None  # or all ranks had to take part
+        try:
+            me = ranks.index(dist.get_rank())
+            group, _ = c10d._new_process_group_helper(
+                len(ranks), me, list(ranks), backend, store, name, timeout=timeout
+            )
+        finally:
+            world.bound_device_id = bound
+        c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
+        _groups[key] = group
+    return _groups[key]
 
 
 def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    stride = [1]
-    for size in reversed(shape[1:]):
-        stride.append(stride[-1] * size)
-    return tuple(reversed(stride))
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))

@@ -1,0 +1,46 @@
+"""What rides along in buffers of a 16-bit wire: exponents of scaled parts, and numbers in fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+# A part is scaled so that its largest magnitude lies in [2^12, 2^13): fp16 then resolves what is
+# 2^26 times smaller, where a part without scale would lose gradients under 6e-5.
+_LARGEST = 13
+_SMALLEST_EXPONENT = -110  # so that no factor leaves fp32
+
+
+def scale_down(parts: Sequence[Tensor]) -> Tensor:
+    """Scales parts in fp32, in place, to fit fp16; a power of two each, so nothing is rounded.
+
+    Returns:
+        The exponents to scale up with, (len(parts),) in fp32: whole numbers that fp16 holds.
+    """
+    largest = torch.stack(torch._foreach_norm(list(parts), float("inf")))
+    exponents = torch.frexp(largest).exponent.clamp_min(_SMALLEST_EXPONENT) - _LARGEST
+    # Inf and NaN go as they are.
+    exponents = torch.where(torch.isfinite(largest), exponents, 0).to(torch.float32)
+    torch._foreach_mul_(list(parts), list(torch.exp2(-exponents)))
+    return exponents
+
+
+def scale_up(parts: Sequence[Tensor], exponents: Tensor) -> None:
+    """Undoes `scale_down` in place; ``parts`` in fp32, one exponent each."""
+    torch._foreach_mul_(list(parts), list(torch.exp2(exponents.to(torch.float32))))
+
+
+def write_numbers(numbers: Tensor, buffer: Tensor, start: int) -> None:
+    """Writes numbers exactly: fp32 ones into two elements each where the wire has 16 bits."""
+    if buffer.dtype.itemsize < 4:
+        numbers = numbers.to(torch.float32).contiguous().view(buffer.dtype)
+    buffer[start : start + numbers.numel()].copy_(numbers.flatten())
+
+
+def read_numbers(buffer: Tensor, start: int, count: int) -> Tensor:
+    """``count`` numbers that `write_numbers` wrote, flat."""
+    if buffer.dtype.itemsize < 4:
+        return buffer[start : start + 2 * count].clone().view(torch.float32)
+    return buffer[start : start + count]
