@@ -147,7 +147,7 @@ def count_exchanges(consistency_check):
     group = sharded_group(mesh, none_grad=False)
     optim = optimizer.Muon([group], lr=0.1, consistency_check=consistency_check)
     calls = []
-    agreement = optimizer.muon.agreement
+    agreement = optimizer.muon.agreement.Agreement
     original = agreement.check
 
     def counted(*args):

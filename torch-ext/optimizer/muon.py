@@ -13,11 +13,11 @@ from . import adamw, checkpoints, newton_schulz, options, validation
 from .core import Matrices
 from .distributed import agreement
 from .distributed import utils as dtensors
-from .distributed.plan import Plan
+from .distributed.plan import NOTHING, Plan
 from .groups import default_is_muon, get_default_muon_param_groups
 from .options import GROUP_OPTIONS
 from .pipeline import Step
-from .planning import Survey, entries_of, notes_of, plan_step, rank_sets, survey
+from .planning import Survey, entries_of, notes_of, plan_step, sets_of, survey
 
 __all__ = ["Muon", "default_is_muon", "get_default_muon_param_groups"]
 
@@ -224,19 +224,21 @@ class Muon(torch.optim.Optimizer):
         Raises:
             ValueError: wrong gradients or hyperparameters; no parameter and no state was changed.
         """
-        if qk_logits is not None:
-            raise NotImplementedError("qk_logits: this version has no QK-Clip")
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-
-        self._update()
+        loss, error = None, None
+        try:
+            if qk_logits is not None:
+                raise NotImplementedError("qk_logits: this version has no QK-Clip")
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+        except Exception as raised:  # again, once the other ranks know
+            error = raised
+        self._update(error)
         return loss
 
     @torch._disable_dynamo  # a compiled step() is this one, called from compiled code
-    def _update(self) -> None:
-        groups, plan = self._agree_on_plan()
+    def _update(self, error: Optional[Exception]) -> None:
+        groups, plan = self._agree_on_plan(error)
         self._init_state(groups)
 
         def update_others() -> None:
@@ -246,34 +248,45 @@ class Muon(torch.optim.Optimizer):
 
         Step(plan, groups, self.state).run(meanwhile=update_others)
 
-    def _agree_on_plan(self) -> tuple[list[dict[str, Any]], Plan]:
-        """Groups and the plan; raises on all ranks alike, before anything was written."""
-        error, groups, plan = None, [], None
+    def _agree_on_plan(self, error: Optional[Exception]) -> tuple[list[dict[str, Any]], Plan]:
+        """Groups and the plan; raises on all ranks alike, before anything was written.
+
+        Args:
+            error: what kept this rank from getting this far.
+        """
+        groups: list[dict[str, Any]] = []
+        plan, notes = NOTHING, dict[agreement.Ranks, agreement.Notes]()
         try:
-            groups = self._views()
-            found = self._look_at(groups)
-            for number, (group, entries) in enumerate(zip(groups, found.entries)):
-                where = f"param_groups[{number}]"
-                validation.check_gradients(group, where)
-                validation.check_state(group, entries, self.state, where)
-            plan = plan_step(found, groups, self._wide)
+            if error is None:
+                groups, plan, notes = self._plan()
         except Exception as raised:
             error = raised
-        sets = rank_sets(self.param_groups, plan)
-        if sets and agreement.is_due(self._wide.consistency_check, self._agreed):
-            problem = agreement.check(
-                {
-                    ranks: notes_of(ranks, groups, self._survey, plan, self._wide, error)
-                    for ranks in sets
-                }
-            )
-            if problem is not None and error is None:
-                raise ValueError(problem)
+        if agreement.is_due(self._wide.consistency_check, self._agreed):
+            try:
+                sets = sets_of(self.param_groups)
+                problem = self._agreement.check(notes, _in_words(error), sets)
+            except RuntimeError:
+                if error is None:  # else this rank's own is the cause, or says more
+                    raise
+            else:
+                if problem is not None and error is None:
+                    raise ValueError(problem)
         if error is not None:
             raise error
         self._agreed = True
         self._warned = self._warned or validation.warn_of_no_gradients(groups)
         return groups, plan
+
+    def _plan(self) -> tuple[list[dict[str, Any]], Plan, dict[agreement.Ranks, agreement.Notes]]:
+        """Groups, checked, the plan of the step, and what other ranks are to know of it."""
+        groups = self._views()
+        found = self._look_at(groups)
+        for number, (group, entries) in enumerate(zip(groups, found.entries)):
+            where = f"param_groups[{number}]"
+            validation.check_gradients(group, where)
+            validation.check_state(group, entries, self.state, where)
+        plan = plan_step(found, groups, self._wide)
+        return groups, plan, notes_of(groups, found, plan, self._wide)
 
     def _look_at(self, groups: list[dict[str, Any]]) -> Survey:
         """Checks the groups, and surveys them anew where something has changed."""
@@ -363,7 +376,14 @@ class Muon(torch.optim.Optimizer):
 
     def _forget_plans(self) -> None:
         self._survey = None
+        self._agreement = agreement.Agreement()
         self._agreed = self._warned = False
+
+
+def _in_words(error: Optional[Exception]) -> Optional[str]:
+    if error is None:
+        return None
+    return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
 
 
 def _init_muon_state(

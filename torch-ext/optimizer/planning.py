@@ -156,33 +156,36 @@ def matrices_of(group: Group, index: int, where: str) -> Matrices:
         raise ValueError(f"{validation.name_of(group, index, where)} {error}") from None
 
 
-def rank_sets(groups: Sequence[Group], plan: Optional[Plan]) -> set[agreement.Ranks]:
-    """The ranks of every mesh that a parameter lives on, and of every lane of the plan."""
+def sets_of(groups: Sequence[Group]) -> set[agreement.Ranks]:
+    """The ranks of every mesh that a parameter lives on."""
     found = {dtensors.ranks_of(param) for group in groups for param in group["params"]}
     return {ranks for ranks in found if ranks is not None}
 
 
 def notes_of(
-    ranks: agreement.Ranks,
-    groups: Sequence[Group],
-    found: Survey,
-    plan: Plan,
-    wide: OptimizerWide,
-    error: Optional[Exception],
-) -> agreement.Notes:
-    """What the ranks of one set have to share; a rank whose checks failed only says so."""
-    if error is not None:
-        return agreement.Notes([], [], str(error))
-    lines, gradients = [repr(wide)], []
+    groups: Sequence[Group], found: Survey, plan: Plan, wide: OptimizerWide
+) -> dict[agreement.Ranks, agreement.Notes]:
+    """What ranks must share: those of a mesh what is on it, those of a lane what they exchange."""
+    lines: dict[agreement.Ranks, list[str]] = {}
+    gradients: dict[agreement.Ranks, list[str]] = {}
     for group, of_group in zip(groups, found.lines):
-        here = [i for i, param in enumerate(group["params"]) if dtensors.ranks_of(param) == ranks]
-        if not here:
-            continue
         values = {key: group[key] for key in GROUP_OPTIONS}
         if isinstance(values["lr"], Tensor):  # its value stays on the device
             values["lr"] = "tensor"
-        lines += [f"a group with {values}", *(of_group[index] for index in here)]
+        on_mesh: dict[agreement.Ranks, list[str]] = {}
+        for param, line in zip(group["params"], of_group):
+            ranks = dtensors.ranks_of(param)
+            if ranks is not None:
+                on_mesh.setdefault(ranks, []).append(line)
+        for ranks, listed in on_mesh.items():
+            lines.setdefault(ranks, [repr(wide)]).extend((f"a group with {values}", *listed))
+    owners: dict[agreement.Ranks, str] = {}
     for lane in plan.lanes:
-        if set(lane.peers) <= set(ranks):
-            gradients += sorted({plan.entries[unit.entry].name for unit, _ in lane.owners})
-    return agreement.Notes(lines, gradients, None)
+        gradients.setdefault(lane.peers, []).extend(lane.names)
+        owners[lane.peers] = owners.get(lane.peers, "") + lane.digest
+    return {
+        ranks: agreement.Notes(
+            lines.get(ranks, ()), gradients.get(ranks, ()), owners.get(ranks, "")
+        )
+        for ranks in {**lines, **gradients}
+    }

@@ -1,17 +1,22 @@
 """Ranks compare notes before the first collective of a step, so that all go on or all raise.
 
-Every rank sends one record of fixed size: a hash of its plan, a hash of which gradients it has, and
-whether its own checks failed. The exchange runs on the CPU, over a gloo group of the ranks that
-share a mesh; hosts wait for each other, devices don't. Only when records differ do ranks send more,
-to name what differs.
+A rank that raises leaves the ranks of its meshes waiting, those leave the ranks of theirs, and so
+on. So all ranks that a chain of meshes connects decide together: they are the union of the sets of
+ranks that meshes have. In each step every rank sends one record of fixed size to the whole union: a
+hash of its plans, a hash of which gradients it has, whether its own checks failed. The exchange
+runs on the CPU over gloo; hosts wait for each other, devices don't. Only when records differ do
+ranks send more, to name what differs.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import uuid
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Optional
 
 import torch
@@ -19,127 +24,206 @@ import torch.distributed as dist
 
 CHECKS = ("step", "plan", "off")
 
-Ranks = tuple[int, ...]
+Ranks = tuple[int, ...]  # global and ascending
+
+# Every exchange starts with one record of this many int64. Gloo aborts the process when ranks send
+# different sizes, so even ranks that are not at the same exchange must send the same.
+RECORD_FIELDS = 6
+_DISCOVER, _STEP, _SETS, _NOTES = range(4)  # first field: which exchange the sender is at
 
 
 @dataclass(frozen=True)
 class Notes:
-    """What a rank is about to do.
+    """What this rank is about to do together with the ranks of one set.
 
     Args:
-        plan: one line per fact that all ranks must share: parameters, layouts, options.
+        plan: one line per fact that all ranks of the set must share: parameters, layouts, options.
         gradients: names of the sharded matrices that have a gradient.
-        error: what this rank's checks found, or None.
+        owners: a hash of the plan that follows from them.
     """
 
     plan: Sequence[str]
     gradients: Sequence[str]
-    error: Optional[str]
-
-    def record(self) -> torch.Tensor:
-        return torch.tensor(
-            [_digest(self.plan), _digest(self.gradients), int(self.error is not None)],
-            device="cpu",  # whatever the default device is
-        )
+    owners: str = ""
 
 
-def check(notes: Mapping[Ranks, Notes]) -> Optional[str]:
-    """Compares notes with the ranks of every mesh this rank is part of.
+class _Disagreement(Exception):
+    """Ranks can't go on with an exchange; raised on all ranks of the set it runs over."""
+
+
+@dataclass(frozen=True)
+class _Topology:
+    """Who steps with whom: the same on all ranks of the union, but for ``sets``.
 
     Args:
-        notes: this rank's, for the ranks of each mesh; all of them make this call.
-
-    Returns:
-        None where all agree; else what is wrong, the same decision on every rank of a mesh.
+        sets: those this rank is in, `_in_order`.
+        union: all ranks that a chain of sets connects with this one.
+        identity: a hash of all sets of the union.
+        world: a weak reference to the default process group all this is about.
     """
-    records = {}
-    for ranks in sorted(notes):  # in one order on all ranks, or two wait for each other
-        records[ranks] = torch.stack(_all_gather(ranks, notes[ranks].record()))
-    problems = [
-        _explain(ranks, notes[ranks])
-        for ranks, gathered in records.items()
-        if bool((gathered != gathered[0]).any()) or bool(gathered[:, 2].any())
-    ]
-    return problems[0] if problems else None
+
+    sets: tuple[Ranks, ...]
+    union: Ranks
+    identity: int
+    world: Callable[[], Any]
 
 
-def _explain(ranks: Ranks, notes: Notes) -> str:
-    everyone = _all_gather_notes(ranks, notes)
-    for rank, other in zip(ranks, everyone):
-        if other.error is not None:
-            return f"rank {rank}: {other.error}"
-    for rank, other in zip(ranks, everyone):
-        if list(other.plan) != list(everyone[0].plan):
-            return (
-                f"ranks {ranks[0]} and {rank} would do different things; give all ranks the "
-                f"same parameters and options in the same order. "
-                f"{_first_difference(ranks[0], everyone[0].plan, rank, other.plan)}"
-            )
-    present: list[set[str]] = [set(other.gradients) for other in everyone]
-    missing = {
-        name: [rank for rank, names in zip(ranks, present) if name not in names]
-        for name in sorted(set().union(*present) - present[0].intersection(*present[1:]))
-    }
-    listed = "; ".join(f"{name} on ranks {where}" for name, where in list(missing.items())[:8])
-    return (
-        f"gradients are missing on some ranks only: {listed}. Let every rank compute one for "
-        'it, or set missing_grad="zero"'
+class Agreement:
+    """What an optimizer keeps between comparisons: with whom this rank steps.
+
+    Copies and pickles start afresh. All ranks of a union use theirs from the start, or none does.
+    """
+
+    def __init__(self) -> None:
+        self._topology: Optional[_Topology] = None
+
+    def __reduce__(self) -> tuple:
+        return Agreement, ()
+
+    def check(
+        self,
+        notes: Mapping[Ranks, Notes],
+        error: Optional[str],
+        sets: Optional[Iterable[Ranks]] = None,
+    ) -> Optional[str]:
+        """Compares notes with all ranks that this one depends on, however indirectly.
+
+        Args:
+            notes: what this rank is to share with the ranks of each set, or with some of them.
+            error: why this rank can't step, or None. There need not be notes then.
+            sets: the ranks that share parameters with this one, mesh by mesh; those of the notes
+                where left out. Sets of one rank, or without this one, don't matter. All ranks of
+                each set make this call, and so do ranks that had sets at the last one, even if they
+                have none any more.
+
+        Returns:
+            None where all agree; else what is wrong, on every rank of the union.
+
+        Raises:
+            RuntimeError: a rank did not come, or died meanwhile.
+        """
+        rank = dist.get_rank()
+        given = notes if sets is None else sets
+        sets = _in_order(ranks for ranks in given if len(ranks) > 1 and rank in ranks)
+        notes = {ranks: of_ranks for ranks, of_ranks in notes.items() if rank in ranks}
+        if self._topology is not None and self._topology.world() is not dist.group.WORLD:
+            self._topology = None
+        try:
+            while sets or self._topology is not None:
+                if self._topology is None:
+                    self._topology = _discover(sets)
+                # Ranks whose sets have changed still meet those who count on them, for they can't
+                # know whose sets have changed as well.
+                topology = self._topology
+                records = _exchange(topology.union, _record(topology, sets, notes, error))
+                if bool((records[:, 1] != records[0, 1]).any()):
+                    raise _Disagreement(_apart(topology.union, records[:, 1]))
+                if not bool(records[:, 2].any()):
+                    if _all_agree(records):
+                        return None
+                    return _explain(topology, notes, error)
+                problem = _compare_sets(topology.union, sets, error)
+                if problem is not None:
+                    return problem
+                self._topology = None
+            return None
+        except _Disagreement as found:
+            self._topology = None
+            return str(found)
+        except BaseException:
+            # An exchange that broke off leaves its group unusable. Closing the others spares those
+            # who wait for this rank their timeout.
+            for ranks in (*sets, *(self._topology.sets if self._topology else ())):
+                _groups.pop(ranks, None)
+            if self._topology is not None:
+                _groups.pop(self._topology.union, None)
+            self._topology = None
+            raise
+
+
+def _in_order(sets: Iterable[Ranks]) -> tuple[Ranks, ...]:
+    """The order in which all ranks go through their sets, or they would wait for each other.
+
+    Larger ones first: their ranks see contradictions before anyone waits in a smaller one in vain.
+    """
+    return tuple(sorted(sets, key=lambda ranks: (-len(ranks), ranks)))
+
+
+# -- the step ----------------------------------------------------------------------------------
+
+
+def _record(
+    topology: _Topology, sets: Sequence[Ranks], notes: Mapping[Ranks, Notes], error: Optional[str]
+) -> torch.Tensor:
+    """What this rank sends in a step, int64 of shape (RECORD_FIELDS,).
+
+    The hashes of all its sets go in as one weighted sum, so that the size depends on nothing. The
+    weights of a set add up to 0, and those of no part of it do: n − 1 for the first rank, −1 for
+    each of the others. Where all ranks of each set have the same hash, the sum over the union is 0
+    modulo 2⁶⁴. Where they don't, it is 0 by a chance of less than 1 in 2⁴⁸ (for up to 2¹⁶ ranks):
+    each hash covers the ranks of its set as well, so sets with equal notes don't cancel out.
+    """
+    rank = dist.get_rank()
+    plans = gradients = 0
+    if error is None and topology.sets == sets:
+        for ranks in notes:
+            weight = len(ranks) - 1 if rank == ranks[0] else -1
+            plans += weight * _digest(ranks, notes[ranks].plan)
+            present = sorted(set(notes[ranks].gradients))
+            gradients += weight * _digest(ranks, [*present, notes[ranks].owners])
+    return _int64(
+        _STEP,
+        topology.identity,
+        int(topology.sets != sets),
+        int(error is not None),
+        (plans + 2**63) % 2**64 - 2**63,
+        (gradients + 2**63) % 2**64 - 2**63,
     )
 
 
-def _all_gather(ranks: Ranks, tensor: torch.Tensor) -> list[torch.Tensor]:
-    gathered = [torch.empty_like(tensor) for _ in ranks]
-    _group(ranks).allgather([gathered], [tensor]).wait()
-    return gathered
+def _all_agree(records: torch.Tensor) -> bool:
+    return not bool(records[:, 3].any()) and not bool(records[:, 4:].sum(0).any())  # modulo 2⁶⁴
 
 
-def _all_gather_notes(ranks: Ranks, notes: Notes) -> list[Notes]:
-    encoded = json.dumps([list(notes.plan), list(notes.gradients), notes.error]).encode()
-    payload = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
-    sizes = [int(n) for n in _all_gather(ranks, torch.tensor([len(payload)], device="cpu"))]
-    padded = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
-    padded[: len(payload)] = payload
-    gathered = _all_gather(ranks, padded)
-    return [Notes(*json.loads(bytes(g[:n].tolist()))) for g, n in zip(gathered, sizes)]
-
-
-# One group for the same ranks in all optimizers, as long as the process group lives.
-_groups: dict[tuple[int, Ranks], Any] = {}
-
-
-def _group(ranks: Ranks) -> Any:
-    """A gloo group of ``ranks``, which no other rank needs to hear of.
-
-    `dist.new_group` names groups by how many a rank is in already, so ranks that are in different
-    numbers of groups would wait for each other under different names: this one names its own.
-    """
-    world = dist.group.WORLD
-    key = (id(world), ranks)
-    if key not in _groups:
-        is_world = list(ranks) == list(range(dist.get_world_size()))
-        if is_world and "gloo" in dist.get_backend_config():
-            _groups[key] = world
-        else:
-            store = dist.PrefixStore(
-                f"optimizer-agreement/{'-'.join(map(str, ranks))}",
-                dist.distributed_c10d._get_default_store(),
-            )
-            rank = ranks.index(dist.get_rank())
-            timeout = dist.distributed_c10d.default_pg_timeout
-            _groups[key] = dist.ProcessGroupGloo(store, rank, len(ranks), timeout)
-    return _groups[key]
-
-
-def is_due(consistency_check: str, agreed_before: bool) -> bool:
-    """Whether this step compares notes; with a fake process group there is nobody to ask."""
-    if not dist.is_available() or not dist.is_initialized() or dist.get_backend() == "fake":
-        return False
-    return consistency_check == "step" or (consistency_check == "plan" and not agreed_before)
-
-
-def _digest(lines: Sequence[str]) -> int:
-    digest = hashlib.sha256("\n".join(lines).encode()).digest()
-    return int.from_bytes(digest[:8], "little", signed=True)
+def _explain(topology: _Topology, notes: Mapping[Ranks, Notes], error: Optional[str]) -> str:
+    """What is wrong, for a union whose records don't agree; the same on all its ranks."""
+    ours = [(ranks, list(of.plan), list(of.gradients)) for ranks, of in notes.items()]
+    everyone: dict[Ranks, dict[int, Notes]] = {}
+    answers = dict(zip(topology.union, _exchange_text(topology.union, _NOTES, [error, ours])))
+    for rank, (found, _) in answers.items():
+        if found is not None:
+            return f"rank {rank}: {found}"
+    for rank, (_, theirs) in answers.items():
+        for ranks, plan, gradients in theirs:
+            everyone.setdefault(tuple(ranks), {})[rank] = Notes(plan, gradients)
+    for ranks in _in_order(everyone):
+        of_set = everyone[ranks]
+        first = ranks[0]
+        for rank in ranks:
+            if rank not in of_set or first not in of_set:
+                other = next(iter(of_set))
+                return (
+                    f"ranks {rank if rank not in of_set else first} and {other} would do different "
+                    f"things: only the latter exchanges matrices with ranks {list(ranks)}"
+                )
+            if of_set[rank].plan != of_set[first].plan:
+                return (
+                    f"ranks {first} and {rank} would do different things; give all ranks the "
+                    f"same parameters and options in the same order. "
+                    f"{_first_difference(first, of_set[first].plan, rank, of_set[rank].plan)}"
+                )
+    missing: list[str] = []
+    for ranks in _in_order(everyone):
+        present = {rank: set(everyone[ranks][rank].gradients) for rank in ranks}
+        everywhere = set(everyone[ranks][ranks[0]].gradients).intersection(*present.values())
+        for name in sorted(set().union(*present.values()) - everywhere):
+            missing.append(f"{name} on ranks {[r for r in ranks if name not in present[r]]}")
+    if not missing:
+        return "ranks have planned different owners; do all load the same version of this package?"
+    return (
+        f"gradients are missing on some ranks only: {'; '.join(missing[:8])}. Let every rank "
+        'compute one for it, or set missing_grad="zero"'
+    )
 
 
 def _first_difference(rank: int, plan: Sequence[str], other: int, others: Sequence[str]) -> str:
@@ -148,3 +232,223 @@ def _first_difference(rank: int, plan: Sequence[str], other: int, others: Sequen
             return f"Rank {rank} has {ours!r}, rank {other} has {theirs!r}"
     longer, line = (rank, plan) if len(plan) > len(others) else (other, others)
     return f"Only rank {longer} has {line[min(len(plan), len(others))]!r}"
+
+
+def _digest(ranks: Ranks, lines: Sequence[str]) -> int:
+    text = "\n".join([repr(ranks), *lines])
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
+
+
+# -- who steps with whom -----------------------------------------------------------------------
+
+
+def _discover(sets: tuple[Ranks, ...]) -> _Topology:
+    """Finds the union that this rank belongs to, by passing on which ranks are in which sets.
+
+    In a round, every rank exchanges what it has heard with the ranks of each of its sets. Let the
+    distance of two ranks be the least number of sets that lead from one to the other, and D the
+    largest in the union. After t rounds a rank has heard of the sets of every rank at distance t or
+    less, by induction: the next rank on a shortest path knew them a round earlier. It has heard of
+    everyone when it knows the sets of all ranks that are named in sets it knows. That is so after
+    at most D rounds, no rank can take it for so earlier than it is, and from then on the rank knows
+    D, which depends on nothing but the sets. So all ranks can stop after round D, having done the
+    same exchanges: a round per set each, in an order of (round, set) that is the same everywhere,
+    which rules out that two wait for each other. One set that holds all ranks makes D = 1.
+
+    Raises:
+        _Disagreement: a rank lacks a set that another says it is in. All ranks of the set in which
+            this shows raise; ranks outside of it wait for their timeout.
+    """
+    rank = dist.get_rank()
+    known: dict[int, tuple[Ranks, ...]] = {rank: sets}
+    rounds = 0
+    while True:
+        rounds += 1
+        heard = list(known.items())  # before this round: what it brings would multiply in it
+        for ranks in sets:
+            # Nothing to tell but the set at hand is told by no text at all.
+            news = heard if heard != [(rank, (ranks,))] else None
+            told: dict[int, tuple[Ranks, ...]] = {}
+            for other, text in zip(ranks, _exchange_text(ranks, _DISCOVER, news)):
+                for number, theirs in text if text is not None else [(other, [ranks])]:
+                    told[number] = tuple(tuple(members) for members in theirs)
+            problem = _contradiction(told)
+            if problem is not None:
+                raise _Disagreement(problem)
+            known.update(told)
+        union = {member for theirs in known.values() for ranks in theirs for member in ranks}
+        if union == set(known) and rounds >= _diameter(known):
+            text = repr(sorted(set().union(*known.values())))
+            identity = _digest((), [text])
+            return _Topology(sets, tuple(sorted(union)), identity, weakref.ref(dist.group.WORLD))
+
+
+def _diameter(sets_of: Mapping[int, tuple[Ranks, ...]]) -> int:
+    """The largest distance of two ranks, given the sets of every rank of a union."""
+    members = list(set().union(*sets_of.values()))
+    number_of = {ranks: number for number, ranks in enumerate(members)}
+    numbers_of = {rank: [number_of[s] for s in sets] for rank, sets in sets_of.items()}
+    diameter = 1  # ranks of the same sets are at this distance, and equally far from the rest
+    for start in {tuple(numbers): rank for rank, numbers in numbers_of.items()}.values():
+        reached, latest, passed, steps = {start}, {start}, set[int](), 0
+        while len(reached) < len(sets_of):
+            passing = {number for rank in latest for number in numbers_of[rank]} - passed
+            latest = set().union(*(members[number] for number in passing)) - reached
+            reached |= latest
+            passed |= passing
+            steps += 1
+        diameter = max(diameter, steps)
+    return diameter
+
+
+def _compare_sets(union: Ranks, sets: Sequence[Ranks], error: Optional[str]) -> Optional[str]:
+    """Whether ranks whose sets have changed agree on them, as far as the old union can tell."""
+    answers = dict(zip(union, _exchange_text(union, _SETS, [error, sets])))
+    told = {rank: tuple(map(tuple, theirs)) for rank, (_, theirs) in answers.items()}
+    problem = _contradiction(told)
+    if problem is None:
+        return None
+    failed = [f"rank {rank}: {found}" for rank, (found, _) in answers.items() if found is not None]
+    return failed[0] if failed else problem
+
+
+def _contradiction(sets_of: Mapping[int, tuple[Ranks, ...]]) -> Optional[str]:
+    """A rank in a set that it doesn't know of, among ranks whose sets are given."""
+    named_by: dict[Ranks, list[int]] = {}
+    for rank in sorted(sets_of):
+        for ranks in sets_of[rank]:
+            named_by.setdefault(ranks, []).append(rank)
+    for ranks in _in_order(named_by):
+        lacking = sorted(set(ranks).intersection(sets_of).difference(named_by[ranks]))
+        if lacking:
+            return (
+                f"rank {named_by[ranks][0]} has parameters on a mesh of ranks {list(ranks)}, rank "
+                f"{lacking[0]} has none there; give all ranks of a mesh the same parameters"
+            )
+    return None
+
+
+# -- exchanges ---------------------------------------------------------------------------------
+
+
+def _exchange(ranks: Ranks, record: torch.Tensor) -> torch.Tensor:
+    """The records of all ``ranks``, in order, of shape (ranks, RECORD_FIELDS).
+
+    Raises:
+        _Disagreement: they are not at the same exchange.
+    """
+    records = _all_gather(ranks, record)
+    if bool((records[:, 0] != records[0, 0]).any()):
+        raise _Disagreement(_apart(ranks, records[:, 0]))
+    return records
+
+
+def _exchange_text(ranks: Ranks, which: int, content: Optional[list]) -> list[Any]:
+    """What all ``ranks`` have to say, in order: JSON, or None where a rank says nothing."""
+    encoded = json.dumps(content).encode() if content is not None else b""
+    header = _int64(which, len(encoded), 0, 0, 0, 0)
+    sizes = _exchange(ranks, header)[:, 1].tolist()
+    if not any(sizes):
+        return [None] * len(ranks)
+    padded = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
+    if encoded:
+        padded[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+    gathered = _all_gather(ranks, padded)
+    texts = bytearray(gathered.numel())
+    torch.frombuffer(texts, dtype=torch.uint8).copy_(gathered.flatten())
+    starts = range(0, len(texts), len(padded))
+    spans = [texts[start : start + size] for start, size in zip(starts, sizes)]
+    return [json.loads(span) if span else None for span in spans]
+
+
+def _apart(ranks: Ranks, places: torch.Tensor) -> str:
+    other = ranks[int((places != places[0]).nonzero()[0])]
+    return (
+        f"ranks {ranks[0]} and {other} step different optimizers; let all ranks make, copy, load "
+        "and step theirs alike and in the same order"
+    )
+
+
+def _int64(*fields: int) -> torch.Tensor:
+    return torch.tensor(fields, dtype=torch.int64, device="cpu")  # whatever the default device is
+
+
+def _all_gather(ranks: Ranks, tensor: torch.Tensor) -> torch.Tensor:
+    """Tensors of one shape from all ``ranks``, stacked.
+
+    Raises:
+        RuntimeError: a rank did not come.
+    """
+    gathered = tensor.new_empty((len(ranks), *tensor.shape))
+    try:
+        _group(ranks).allgather([list(gathered)], [tensor]).wait()
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"ranks {list(ranks)} have to call step() together, but one of them didn't within "
+            f"{_timeout()} or failed meanwhile: {error}"
+        ) from error
+    return gathered
+
+
+# One group for the same ranks in all optimizers, as long as the default process group lives.
+_groups: dict[Ranks, Any] = {}
+_world: Callable[[], Any] = lambda: None  # noqa: E731
+
+
+def _group(ranks: Ranks) -> Any:
+    """A gloo group of ``ranks``, which no other rank needs to hear of.
+
+    `dist.new_group` names groups by how many a rank is in already, so ranks that are in different
+    numbers of groups would wait for each other under different names: this one names its own.
+    """
+    global _world
+    if _world() is not dist.group.WORLD:
+        _groups.clear()
+        _world = weakref.ref(dist.group.WORLD)
+    is_world = list(ranks) == list(range(dist.get_world_size()))
+    if is_world and "cpu:gloo" in dist.get_backend_config():
+        return dist.group.WORLD
+    if ranks not in _groups:
+        _groups[ranks] = _new_group(ranks)
+    return _groups[ranks]
+
+
+def _new_group(ranks: Ranks) -> Any:
+    """Connects ``ranks``, under a name that the first of them draws.
+
+    The store may outlive the process group, and gloo would read addresses of earlier groups of the
+    same name. So the name is new, and forgotten once all are connected, or nobody came.
+    """
+    store, timeout = dist.distributed_c10d._get_default_store(), _timeout()
+    key = f"optimizer-agreement/{'-'.join(map(str, ranks))}"
+    rank = ranks.index(dist.get_rank())
+    if rank == 0:
+        store.set(key, uuid.uuid4().hex)
+    try:
+        store.wait([key], timeout)
+        name = store.get(key).decode()
+        prefixed = dist.PrefixStore(f"{key}/{name}", store)
+        group: Any = dist.ProcessGroupGloo(prefixed, rank, len(ranks), timeout)
+        group.barrier().wait()  # gloo may connect lazily, and others not have read the name yet
+        return group
+    finally:
+        if rank == 0:
+            store.delete_key(key)
+
+
+def _timeout() -> timedelta:
+    """The default process group's, or torch's default where it can't be told."""
+    world: Any = dist.group.WORLD
+    for device in ("cpu", "cuda", "xpu"):
+        try:
+            return world._get_backend(torch.device(device)).options._timeout
+        except (AttributeError, RuntimeError, TypeError):  # no backend, or none with options
+            continue
+    return dist.distributed_c10d.default_pg_timeout
+
+
+def is_due(consistency_check: str, agreed_before: bool) -> bool:
+    """Whether this step compares notes; with a fake process group there is nobody to ask."""
+    if not dist.is_available() or not dist.is_initialized() or dist.get_backend() == "fake":
+        return False
+    return consistency_check == "step" or (consistency_check == "plan" and not agreed_before)

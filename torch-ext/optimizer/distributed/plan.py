@@ -206,6 +206,7 @@ class Lane:
         chunks: in order.
         in_flight: how many chunks may be under way at once.
         owners: the units with the number of their owner, in order, for summaries and comparison.
+        names: of the entries, each once.
         digest: of owners and chunks, equal on all peers.
     """
 
@@ -218,6 +219,7 @@ class Lane:
     chunks: tuple[Chunk, ...]
     in_flight: int
     owners: tuple[tuple[Unit, Optional[int]], ...]
+    names: tuple[str, ...]
     digest: str
 
     @property
@@ -252,6 +254,9 @@ class Plan:
             for bundle in chunk.bundles
             for unit in bundle.units
         )
+
+
+NOTHING = Plan(0, (), (), ())
 
 
 def make_plan(
@@ -425,6 +430,7 @@ class _Planner:
                 for units in owned.values()
                 for unit in units
             ),
+            tuple(dict.fromkeys(self.entries[unit.entry].name for unit in draft.units)),
             digest.hexdigest(),
         )
 

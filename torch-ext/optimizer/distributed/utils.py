@@ -165,13 +165,13 @@ def _new_group(ranks: tuple[int, ...], device_type: str) -> Any:
     world = c10d._get_default_group()
     key = (id(world), ranks)
     if key not in _groups:
-        name = f"optimizer/{'-'.join(map(str, ranks))}"
         backend, store = c10d._world.pg_map[world]
         options = getattr(world._get_backend(torch.device(device_type)), "options", None)
         timeout = getattr(options, "_timeout", c10d.default_pg_timeout)
         bound, world.bound_device_id = world.bound_device_id, None  # or all ranks had to take part
         try:
             me = ranks.index(dist.get_rank())
+            name: Any = f"optimizer/{'-'.join(map(str, ranks))}"
             group, _ = c10d._new_process_group_helper(
                 len(ranks), me, list(ranks), backend, store, name, timeout=timeout
             )

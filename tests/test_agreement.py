@@ -1,0 +1,396 @@
+"""All ranks that a chain of meshes connects hear of what is wrong on any of them, in seconds."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+import random
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from kernel import optimizer
+from ranks import rank_outcomes, run_ranks
+
+agreement = optimizer.distributed.agreement
+Agreement, Notes = agreement.Agreement, agreement.Notes
+
+CHAIN = ((0, 1), (1, 2), (2, 3))
+STAR = ((0, 1), (0, 2), (0, 3), (0, 4))
+NESTED = ((0, 1, 2, 3), (0, 1), (1, 2, 3), (3, 4))
+
+
+def notes_on(sets, plan=("a.weight: (6, 4)",), gradients=("a.weight",)):
+    return {ranks: Notes(plan, gradients) for ranks in sets if dist.get_rank() in ranks}
+
+
+def in_seconds(call, *args, limit=10):
+    start = time.monotonic()
+    try:
+        return call(*args)
+    finally:
+        assert time.monotonic() - start < limit
+
+
+def fault_and_recovery(sets, faulty, fault):
+    """Answers before, with, and after a fault on one rank."""
+    shared = Agreement()
+    answers = [shared.check(notes_on(sets), None)]
+    notes, error = notes_on(sets), None
+    if dist.get_rank() == faulty:
+        where = max(notes)
+        if fault == "error":
+            notes, error = notes_on(sets, [], []), "out of data"
+        if fault == "plan":
+            notes[where] = Notes(["a.weight: (4, 6)"], ["a.weight"])
+        if fault == "gradient":
+            notes[where] = Notes(notes[where].plan, [])
+    answers.append(in_seconds(shared.check, notes, error))
+    answers.append(in_seconds(shared.check, notes_on(sets), None))
+    return answers
+
+
+def expected_words(sets, faulty, fault):
+    if fault == "error":
+        return f"rank {faulty}: out of data"
+    if fault == "gradient":
+        return f"gradients are missing on some ranks only: a.weight on ranks [{faulty}]"
+    where = max(ranks for ranks in sets if faulty in ranks)
+    other = faulty if faulty != where[0] else where[1]
+    return f"ranks {where[0]} and {other} would do different things; "
+
+
+@pytest.mark.parametrize("fault", ["error", "plan", "gradient"])
+@pytest.mark.parametrize(
+    ("sets", "faulty"),
+    [
+        (((0, 1),), 1),
+        (CHAIN, 0),
+        (CHAIN, 3),
+        (STAR, 4),
+        (NESTED, 2),
+        (NESTED, 4),
+    ],
+    ids=str,
+)
+def test_a_fault_reaches_all_connected_ranks_and_leaves_nothing_behind(sets, faulty, fault):
+    ranks = max(max(s) for s in sets) + 1
+    for before, answer, after in run_ranks(fault_and_recovery, ranks, sets, faulty, fault):
+        assert before is None
+        assert expected_words(sets, faulty, fault) in answer
+        assert after is None
+
+
+def test_unconnected_ranks_hear_nothing():
+    sets = ((0, 1), (2, 3))
+    first, second, third, fourth = run_ranks(fault_and_recovery, 4, sets, 3, "error")
+    assert first == second == [None] * 3
+    assert third == fourth == [None, "rank 3: out of data", None]
+
+
+def random_sets(seed, ranks):
+    """A connected hypergraph: every rank but the first joins one that came before it."""
+    draw = random.Random(seed)
+    sets = set()
+    for rank in range(1, ranks):
+        others = draw.sample(range(rank), draw.randint(1, min(rank, 2)))
+        sets.add(tuple(sorted([rank, *others])))
+    for _ in range(draw.randint(0, 3)):
+        sets.add(tuple(sorted(draw.sample(range(ranks), draw.randint(2, ranks)))))
+    return sorted(sets)
+
+
+def many_hypergraphs(seeds):
+    ranks, answers = dist.get_world_size(), []
+    for seed in seeds:
+        sets = random_sets(seed, ranks)
+        draw = random.Random(seed)
+        fault, faulty = draw.choice(["error", "plan", "gradient"]), draw.randrange(ranks)
+        answers.append(fault_and_recovery(sets, faulty, fault))
+        assert answers[-1][0] is None and answers[-1][2] is None, (sets, answers[-1])
+        assert expected_words(sets, faulty, fault) in answers[-1][1], (sets, answers[-1])
+    return answers
+
+
+@pytest.mark.parametrize("ranks", [5, 6])
+def test_any_connected_sets_will_do(ranks):
+    answers = run_ranks(many_hypergraphs, ranks, range(12))
+    assert all(other == answers[0] for other in answers)
+
+
+def distances(sets, ranks):
+    """Floyd and Warshall's."""
+    table = {pair: 0 if pair[0] == pair[1] else 99 for pair in itertools.product(ranks, ranks)}
+    for members in sets:
+        table.update(dict.fromkeys(itertools.permutations(members, 2), 1))
+    for via, a, b in itertools.product(ranks, ranks, ranks):
+        table[a, b] = min(table[a, b], table[a, via] + table[via, b])
+    return table
+
+
+def test_rounds_are_the_largest_distance_of_two_ranks():
+    for seed, ranks in itertools.product(range(40), (2, 5, 9)):
+        sets = random_sets(seed, ranks)
+        sets_of = {rank: tuple(s for s in sets if rank in s) for rank in range(ranks)}
+        assert agreement._diameter(sets_of) == max(distances(sets, range(ranks)).values())
+
+
+def count_exchanges(steps):
+    """Runs steps, given as the sets of each; returns how many gathers each took on this rank."""
+    totals, calls, shared, gather = [0], [], Agreement(), agreement._all_gather
+
+    def counted(*args):
+        calls.append(args)
+        return gather(*args)
+
+    agreement._all_gather = counted
+    for sets in steps:
+        assert shared.check(notes_on(sets), None) is None
+        totals.append(len(calls))
+    return [after - before for before, after in itertools.pairwise(totals)]
+
+
+def test_a_step_takes_one_exchange_and_a_single_set_one_more_at_first():
+    assert run_ranks(count_exchanges, 3, [((0, 1, 2),)] * 3) == [[2, 1, 1]] * 3
+
+
+def test_a_chain_takes_one_exchange_a_step_too():
+    for counts in run_ranks(count_exchanges, 4, [CHAIN] * 3):
+        assert counts[1:] == [1, 1]
+
+
+def test_ranks_without_company_exchange_nothing():
+    assert run_ranks(count_exchanges, 2, [(), ((0,), (1,))]) == [[0, 0]] * 2
+
+
+@pytest.mark.parametrize(
+    "after",
+    [
+        ((0, 1), (2, 3)),
+        ((0, 1, 2, 3),),
+        ((1, 2),),
+        (),
+        ((0, 4), (0, 1), (1, 2), (2, 3)),
+        ((2, 3, 4),),
+    ],
+    ids=str,
+)
+def test_sets_may_change_on_all_their_ranks(after):
+    steps = [CHAIN, CHAIN, after, after, CHAIN, CHAIN]
+    for rank, counts in enumerate(run_ranks(count_exchanges, 5, steps)):
+        connected = any(rank in ranks for ranks in after)
+        assert counts[3] == int(connected)
+        assert counts[5] == int(rank != 4)
+
+
+def merge():
+    shared = Agreement()
+    steps = [((0, 1), (2, 3)), ((0, 1), (1, 2), (2, 3))]
+    first, second = (shared.check(notes_on(sets), None) for sets in steps)
+    error = "out of data" if dist.get_rank() == 0 else None
+    return first, second, shared.check(notes_on(steps[1]), error)
+
+
+def test_unions_may_merge():
+    assert run_ranks(merge, 4) == [(None, None, "rank 0: out of data")] * 4
+
+
+def change_on_one_rank(own, error):
+    shared = Agreement()
+    assert shared.check(notes_on(CHAIN), None) is None
+    odd = dist.get_rank() == 2
+    first = in_seconds(shared.check, notes_on(own if odd else CHAIN), error if odd else None)
+    return first, in_seconds(shared.check, notes_on(CHAIN), None)
+
+
+@pytest.mark.parametrize(
+    ("own", "error", "words"),
+    [
+        (((1, 2),), None, "rank 3 has parameters on a mesh of ranks [2, 3], rank 2 has none there"),
+        ((), None, "rank 1 has parameters on a mesh of ranks [1, 2], rank 2 has none there"),
+        (((0, 2), *CHAIN), None, "rank 2 has parameters on a mesh of ranks [0, 2], rank 0 has"),
+        (((1, 2),), "no such mesh", "rank 2: no such mesh"),
+    ],
+    ids=str,
+)
+def test_sets_that_change_on_one_rank_raise_on_all(own, error, words):
+    for first, second in run_ranks(change_on_one_rank, 4, own, error):
+        assert words in first
+        assert second is None
+
+
+def contradict_from_the_start():
+    sets = ((0, 1, 2, 3), (0, 1)) if dist.get_rank() == 0 else ((0, 1, 2, 3),)
+    shared = Agreement()
+    first = in_seconds(shared.check, notes_on(sets), None)
+    return first, in_seconds(shared.check, notes_on(((0, 1, 2, 3),)), None)
+
+
+def test_a_smaller_mesh_that_only_one_rank_has_raises_at_the_first_step():
+    words = "rank 0 has parameters on a mesh of ranks [0, 1], rank 1 has none there"
+    for first, second in run_ranks(contradict_from_the_start, 4):
+        assert words in first
+        assert second is None
+
+
+def two_agreements(in_turn):
+    """Optimizers of different unions, which one rank steps the other way round at the third step"""
+    both = [(Agreement(), CHAIN), (Agreement(), ((0, 1, 2, 3), (1, 2)))]
+    answers = []
+    for step in range(4):
+        error = "out of data" if dist.get_rank() == 3 and step == 1 else None
+        order = both[::-1] if dist.get_rank() == 1 and step == 2 and not in_turn else both
+        answers.append([in_seconds(one.check, notes_on(s), error) for one, s in order])
+    return answers
+
+
+@pytest.mark.parametrize("in_turn", [True, False])
+def test_two_optimizers_step_in_turn_or_are_told(in_turn):
+    agreed, fault = [None, None], ["rank 3: out of data"] * 2
+    for first, second, third, fourth in run_ranks(two_agreements, 4, in_turn):
+        assert (first, second, fourth) == (agreed, fault, agreed)
+        if in_turn:
+            assert third == agreed
+        else:
+            assert all("ranks 0 and 1 step different optimizers" in answer for answer in third)
+
+
+def fresh_on_one_rank():
+    shared = Agreement()
+    shared.check(notes_on(((0, 1),)), None)
+    if dist.get_rank() == 1:
+        shared = copy.deepcopy(shared)
+    return [in_seconds(shared.check, notes_on(((0, 1),)), None) for _ in range(2)]
+
+
+def test_a_copy_on_one_rank_is_told_apart_and_then_counts():
+    for first, second in run_ranks(fresh_on_one_rank, 2):
+        assert "ranks 0 and 1 step different optimizers" in first
+        assert second is None
+
+
+def groups_made_anew():
+    shared = Agreement()
+    for _ in range(3):
+        assert shared.check(notes_on(CHAIN), None) is None
+        agreement._groups.clear()  # as when the process group was replaced but its store was not
+        shared = pickle.loads(pickle.dumps(shared))
+
+
+def test_groups_of_the_same_ranks_can_be_made_anew_in_one_store():
+    run_ranks(groups_made_anew, 4)
+
+
+def process_group_made_anew():
+    shared = Agreement()
+    for lifetime in range(3):
+        assert [shared.check(notes_on(CHAIN), None) for _ in range(2)] == [None, None]
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        store = dist.PrefixStore(str(lifetime), dist.distributed_c10d._get_default_store())
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+
+
+def test_the_process_group_can_be_made_anew():
+    run_ranks(process_group_made_anew, 4)
+
+
+def one_stays_away(at):
+    shared = Agreement()
+    for step in range(2):
+        if dist.get_rank() == 2 and step == at:
+            return None
+        shared.check(notes_on(((0, 1), (1, 2))), None)
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_rank_that_stays_away_is_left_to_the_timeout_of_the_process_group(at):
+    first, second, third = rank_outcomes(one_stays_away, 3, at, pg_timeout=2, timeout=30)
+    assert third.error is None
+    for outcome in (first, second):
+        assert outcome.error == "RuntimeError"
+        assert "have to call step() together" in outcome.message
+    assert "ranks [1, 2] have" in second.message if at == 0 else "[0, 1, 2]" in second.message
+
+
+# -- optimizers --------------------------------------------------------------------------------
+
+
+def chained_optimizer():
+    groups = []
+    for number, ranks in enumerate(CHAIN):
+        mesh = DeviceMesh("cpu", list(ranks))
+        if dist.get_rank() in ranks:
+            param = nn.Parameter(distribute_tensor(torch.ones(6, 4), mesh, [Shard(0)]))
+            param.grad = distribute_tensor(torch.ones(6, 4), mesh, [Shard(0)])
+            names = [f"{number}.weight"]
+            groups.append({"params": [param], "names": names, "use_muon": True})
+    return optimizer.Muon(groups, lr=0.1)
+
+
+def step_a_chain(faulty, fault):
+    optim = chained_optimizer()
+    group = optim.param_groups[0]
+    fails = dist.get_rank() == faulty
+    if fails and fault == "momentum":
+        group["momentum"] = 2.0
+    if fails and fault == "gradient":
+        group["params"][0].grad = None
+
+    def closure():
+        if fails and fault == "closure":
+            raise KeyError("no batch")
+        return 1.0
+
+    try:
+        in_seconds(optim.step, closure)
+    finally:
+        assert not optim.state
+        for param in (p for g in optim.param_groups for p in g["params"]):
+            assert torch.equal(param.to_local(), torch.ones(3, 4))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("faulty", [0, 3])
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("momentum", "momentum must be a number in [0, 1), found 2.0"),
+        ("gradient", "gradients are missing on some ranks only: {}.weight on ranks [{}]"),
+        ("closure", "no batch"),
+    ],
+)
+def test_a_fault_at_one_end_of_a_chain_raises_on_all_and_touches_nothing(faulty, fault, words):
+    words = words.format(min(faulty, 2), faulty)
+    for rank, outcome in enumerate(rank_outcomes(step_a_chain, 4, faulty, fault, pg_timeout=20)):
+        own = "KeyError" if fault == "closure" and rank == faulty else "ValueError"
+        assert outcome.error == own, outcome
+        assert words in outcome.message
+
+
+def closure_recovers():
+    mesh = init_device_mesh("cpu", (2,))
+    param = nn.Parameter(distribute_tensor(torch.ones(6, 4), mesh, [Shard(0)]))
+    param.grad = distribute_tensor(torch.ones(6, 4), mesh, [Shard(0)])
+    optim = optimizer.Muon([{"params": [param], "names": ["a.weight"], "use_muon": True}], lr=0.1)
+
+    def closure():
+        if dist.get_rank() == 1:
+            raise RuntimeError("out of data")
+
+    kind = RuntimeError if dist.get_rank() == 1 else ValueError
+    words = "^out of data$" if dist.get_rank() == 1 else "^rank 1: RuntimeError: out of data$"
+    with pytest.raises(kind, match=words):
+        optim.step(closure)
+    optim.step()
+    assert not torch.equal(param.to_local(), torch.ones(3, 4))
+
+
+def test_after_a_closure_that_raised_on_one_rank_all_go_on():
+    run_ranks(closure_recovers, 2)
