@@ -12,15 +12,19 @@ from __future__ import annotations
 import argparse
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from kernels import get_kernel
 from rich.console import Console
 from rich.table import Table
-from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.flop_counter import FlopCounterMode
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
+from counters import transient_bytes
 
 
 def matrices(layers: int, dim: int, ffn: int, device: str) -> list[torch.nn.Parameter]:
@@ -42,18 +46,6 @@ def flops_of_formula(params: list[torch.nn.Parameter], steps: int = 5) -> int:
         s, long = sorted(param.shape)
         total += steps * (4 * s * s * long + 2 * s**3)
     return total
-
-
-def transient_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """The most a step holds beyond parameters, gradients and state."""
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    device = params[0].device
-    tracker = MemTracker()
-    tracker.track_external(optimizer, *params, *(p.grad for p in params))
-    with tracker:
-        before = tracker.get_tracker_snapshot("current")[device]["Total"]
-        optimizer.step()
-        return tracker.get_tracker_snapshot("peak")[device]["Total"] - before
 
 
 def measure(contenders: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:

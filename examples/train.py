@@ -1,6 +1,7 @@
 """Trains a small GPT on real text, under torchrun with FSDP2 or as one plain process.
 
     torchrun --standalone --nproc-per-node 2 examples/train.py --optimizer muon --lr 3e-3
+    torchrun --standalone --nproc-per-node 4 examples/train.py --tp 2
     python examples/train.py --optimizer adamw
 
 Muon comes from the Hub by `get_kernel`, or from this checkout once `make build` was run. Other
@@ -25,7 +26,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 
@@ -62,6 +71,7 @@ class TrainConfig:
     hidden_dim: int = option(384, "width of the SwiGLU, or of each expert")
     experts: int = option(0, "experts per layer; 0 is a dense model")
     top_k: int = option(2, "experts per token")
+    tp: int = option(1, "ranks that divide each layer among them (tensor parallelism)")
     reshard: bool = option(False, "free gathered weights before backward, to save memory")
     balance_weight: float = option(0.01, "weight of the experts' load-balancing loss")
 
@@ -136,7 +146,7 @@ class Run(Stateful):
         """One update; returns the loss that it was computed from, averaged over ranks."""
         loss, balance = self.losses(batch)
         (loss + self.config.balance_weight * balance).backward()
-        nn.utils.clip_grad_norm_(self.model.parameters(), self.config.grad_clip)
+        clip_grad_norm(self.model, self.config.grad_clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.scheduler.step()
@@ -192,9 +202,13 @@ class Batches:
     """This rank's share of the training and validation text, on the device."""
 
     def __init__(self, config: TrainConfig, device: torch.device):
-        if config.batch_size % world_size():
+        if config.tp < 1 or world_size() % config.tp:
+            raise SystemExit(f"--tp {config.tp} does not divide {world_size()} ranks")
+        # The ranks that divide a layer among them see the same text.
+        self.rank, self.world_size = rank() // config.tp, world_size() // config.tp
+        if config.batch_size % self.world_size:
             raise SystemExit(
-                f"--batch-size {config.batch_size} does not divide over {world_size()} ranks"
+                f"--batch-size {config.batch_size} does not divide over {self.world_size} ranks"
             )
         self.config = config
         self.device = device
@@ -206,15 +220,17 @@ class Batches:
                 config.batch_size,
                 config.seq_len,
                 config.eval_batches,
-                rank(),
-                world_size(),
+                self.rank,
+                self.world_size,
             )
         ]
 
     def train(self, step: int) -> Batch:
         c = self.config
         return self.to_device(
-            train_batch(self.text, c.batch_size, c.seq_len, c.seed, step, rank(), world_size())
+            train_batch(
+                self.text, c.batch_size, c.seq_len, c.seed, step, self.rank, self.world_size
+            )
         )
 
     def to_device(self, batch: Batch) -> Batch:
@@ -230,7 +246,11 @@ def build_model(config: TrainConfig, device: torch.device) -> nn.Module:
     torch.manual_seed(config.seed)  # the same weights on every rank, before they are sharded
     model = Transformer(model_config).to(device)
     if dist.is_initialized():
-        kwargs: dict[str, Any] = {"reshard_after_forward": config.reshard}
+        shape = (world_size() // config.tp, config.tp)
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("dp", "tp"))
+        if config.tp > 1:
+            apply_tp(model, mesh["tp"])
+        kwargs: dict[str, Any] = {"mesh": mesh["dp"], "reshard_after_forward": config.reshard}
         if device.type != "cpu":
             # No cast of inputs: activations are bf16 already, and RoPE's table stays fp32.
             kwargs["mp_policy"] = MixedPrecisionPolicy(
@@ -240,6 +260,45 @@ def build_model(config: TrainConfig, device: torch.device) -> nn.Module:
             fully_shard(layer, **kwargs)
         fully_shard(model, **kwargs)
     return model
+
+
+def apply_tp(model: Transformer, mesh: DeviceMesh) -> None:
+    """Divides heads and hidden units among ranks; embeddings, norms and experts stay whole."""
+    c = model.config
+    hidden_dim = 0 if c.experts else c.hidden_dim
+    if any(count % mesh.size() for count in (c.heads, c.kv_heads, hidden_dim)):
+        raise SystemExit(
+            f"--tp {mesh.size()} must divide --heads {c.heads}, --kv-heads {c.kv_heads} and, of a "
+            f"dense model, --hidden-dim {c.hidden_dim}"
+        )
+    plan: dict[str, ParallelStyle] = {
+        "attention.wq": ColwiseParallel(),
+        "attention.wk": ColwiseParallel(),
+        "attention.wv": ColwiseParallel(),
+        "attention.wo": RowwiseParallel(),
+    }
+    if not c.experts:
+        plan |= {
+            "feed_forward.w1": ColwiseParallel(),
+            "feed_forward.w3": ColwiseParallel(),
+            "feed_forward.w2": RowwiseParallel(),
+        }
+    for layer in model.layers:
+        parallelize_module(layer, mesh, plan)
+
+
+def clip_grad_norm(model: nn.Module, max_norm: float) -> None:
+    """`nn.utils.clip_grad_norm_`, which takes no parameters of several meshes, mesh by mesh."""
+    by_mesh: dict[Any, list[nn.Parameter]] = {}
+    for param in model.parameters():
+        by_mesh.setdefault(getattr(param, "device_mesh", None), []).append(param)
+    norms = []
+    for params in by_mesh.values():
+        norm = nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
+        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    total = torch.linalg.vector_norm(torch.stack(norms))
+    for params in by_mesh.values():
+        nn.utils.clip_grads_with_norm_(params, max_norm, total)
 
 
 def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimizer:

@@ -1,13 +1,19 @@
-"""What a step costs, by counting: FLOPs, memory, and what it leaves to the allocator."""
+"""What a step costs, by counting: FLOPs, memory, traffic, and what it leaves to the allocator."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from torch.distributed._tools.mem_tracker import MemTracker
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from counters import count, transient_bytes
 from kernel import optimizer
+from ranks import run_ranks
 
 
 def transformer(layers: int, dim: int, ffn: int) -> list[torch.nn.Parameter]:
@@ -36,17 +42,6 @@ def test_flops_of_a_step_equal_the_formula(family, squares):
         s, long = sorted(param.shape)
         expected += 20 * s * s * long + squares * 2 * s**3
     assert counter.get_total_flops() == expected
-
-
-def transient_bytes(optim: torch.optim.Optimizer) -> int:
-    params = [p for group in optim.param_groups for p in group["params"]]
-    tracker = MemTracker()
-    tracker.track_external(optim, *params, *(p.grad for p in params))
-    device = torch.device("cpu")
-    with tracker:
-        before = tracker.get_tracker_snapshot("current")[device]["Total"]
-        optim.step()
-        return tracker.get_tracker_snapshot("peak")[device]["Total"] - before
 
 
 @pytest.mark.parametrize(
@@ -87,3 +82,163 @@ def test_memory_does_not_grow_over_steps():
     for _ in range(5):
         optim.step()
     assert transient_bytes(optim) == first
+
+
+# The counters themselves, against cases counted by hand.
+
+
+def uneven_all_to_all() -> list[float]:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    sizes = [1 + (rank + other) % 3 for other in range(ranks)]  # the same in both directions
+    output, input = torch.empty(sum(sizes), 5), torch.randn(sum(sizes), 5)
+    counter = count(lambda: dist.all_to_all_single(output, input, sizes, sizes))
+    return [counter.sent, (sum(sizes) - sizes[rank]) * 5 * 4, counter.chunks]
+
+
+def test_an_uneven_all_to_all_sends_its_splits_for_others():
+    for sent, expected, chunks in run_ranks(uneven_all_to_all, 3):
+        assert sent == expected
+        assert chunks == 0.5  # half of a way there and back
+
+
+def gathers_and_reductions() -> list[float]:
+    ranks, piece = dist.get_world_size(), torch.randn(7)
+    pieces = [torch.empty(7) for _ in range(ranks)]
+    return [
+        count(lambda: dist.all_gather(pieces, piece)).sent,
+        count(lambda: dist.all_reduce(piece)).sent,
+        count(lambda: dist.all_gather(pieces, torch.zeros(7))).sent_in_notes,
+        count(lambda: dist.all_gather([p.long() for p in pieces], piece.long())).sent_in_notes,
+        count(dist.barrier).sent,
+        count(lambda: dist.broadcast(piece, src=0)).sent,
+    ]
+
+
+def test_gathers_send_to_all_others_and_reductions_twice_as_much_as_is_missing():
+    for rank, sent in enumerate(run_ranks(gathers_and_reductions, 4)):
+        broadcast = 0 if rank else 3 * 28
+        assert sent == [3 * 28, 2 * 28 * 3 / 4, 0, 3 * 56, 0, broadcast]
+
+
+def full_tensor(rows: int) -> tuple[float, int, int]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    sharded = distribute_tensor(torch.randn(rows, 6), mesh, [Shard(0)])
+    counter = count(sharded.full_tensor)
+    return counter.sent, len(counter.messages), counter.peak_bytes
+
+
+@pytest.mark.parametrize("rows", [8, 7])  # uneven shards are padded to equal ones
+def test_a_full_tensor_is_one_gather_of_equal_shards(rows):
+    for sent, messages, peak in run_ranks(full_tensor, 4, rows):
+        assert (sent, messages) == (2 * 6 * 4 * 3, 1)
+        if rows == 8:
+            assert peak == 8 * 6 * 4
+
+
+def test_the_peak_is_what_lives_at_one_time():
+    x = torch.randn(1000)
+
+    def work():
+        a = torch.empty(1000)
+        b = a + x  # 8000 bytes
+        del a
+        x.mul_(2)  # in place
+        c = torch.empty(2000)
+        b = b.view(10, 100)  # of the same memory: 12000
+        del b
+        c.add_(torch.empty(1500).sum())  # 14000, and the sum's 4
+
+    assert count(work).peak_bytes == 14_004
+
+
+# Traffic and memory of sharded matrices.
+
+
+def floor(ranks: int) -> float:
+    """Bytes on the wire per local element: two each way, a rank's own piece not sent."""
+    return 4 * (ranks - 1) / ranks
+
+
+class Matrices(nn.Module):
+    def __init__(self, shapes):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(i, o, bias=False) for o, i in shapes)
+
+
+def with_gradients(model: nn.Module) -> list[nn.Parameter]:
+    params = list(model.parameters())
+    for p in params:
+        p.grad = torch.empty_like(p)
+        p.grad.to_local().normal_()
+    return params
+
+
+def cost_of_a_step(params: list[nn.Parameter], options: dict) -> dict[str, float]:
+    optim = make(params, **options)
+    optim.step()  # creates state, plan and process groups
+    counter = count(optim.step)
+    return {
+        "sent": counter.sent,
+        "elements": sum(p.to_local().numel() for p in params),
+        "messages": len(counter.messages),
+        "peak": counter.peak_bytes,
+        "local": sum(p.to_local().numel() * p.element_size() for p in params),
+        "largest": max(p.numel() * p.element_size() for p in params),
+    }
+
+
+def fsdp2_cost(shapes, **options) -> dict[str, float]:
+    model = Matrices(shapes)
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    return cost_of_a_step(with_gradients(model), options)
+
+
+def sent_per_local_element(costs: list[dict[str, float]]) -> float:
+    return sum(c["sent"] for c in costs) / sum(c["elements"] for c in costs)
+
+
+TRANSFORMER = 3 * [(64, 64)] * 4 + 3 * [(256, 64), (256, 64), (64, 256)]
+ONE_OF_EACH = [(8 * i, 136 - 8 * i) for i in range(1, 17)]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "shapes"),
+    [(4, TRANSFORMER), (4, ONE_OF_EACH), (8, [(64, 32), (64, 32), (32, 64)])],
+    ids=["transformer", "one-matrix-per-shape", "3-matrices-on-8-ranks"],
+)
+def test_a_matrix_travels_to_one_owner_and_back(ranks, shapes):
+    costs = run_ranks(fsdp2_cost, ranks, shapes)
+    # A thousandth for headers; shards here are even, so no piece is more its owner's than others.
+    assert sent_per_local_element(costs) <= floor(ranks) * 1.001
+
+
+@pytest.mark.parametrize("chunk_size", [1, 4, 100])
+def test_a_chunk_takes_two_collectives(chunk_size):
+    for cost in run_ranks(fsdp2_cost, 4, [(32, 16)] * 10, chunk_size=chunk_size):
+        chunks = -(-10 // chunk_size)
+        assert 0 < cost["messages"] <= 2 * chunks
+
+
+@pytest.mark.parametrize("options", [{}, {"beta2": 0.9}, {"chunk_size": 1}], ids=str)
+def test_transient_memory_on_ranks_is_bounded_by_local_bytes_and_the_largest_matrix(options):
+    for cost in run_ranks(fsdp2_cost, 4, TRANSFORMER, **options):
+        assert cost["peak"] <= 1.5 * cost["local"] + 4 * cost["largest"]
+
+
+def experts_cost() -> dict[str, float]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    w = torch.randn(8, 32, 16)
+    param = nn.Parameter(distribute_tensor(w, mesh, [Shard(0)]))
+    param.grad = DTensor.from_local(torch.randn(2, 32, 16), mesh, [Shard(0)])
+    groups = [{"params": [param], "names": ["experts.w1"], "use_muon": True, "none_grad": False}]
+    optim = optimizer.Muon(groups, expert_keys=["experts"])
+    optim.step()
+    counter = count(optim.step)
+    return {"sent": counter.sent, "messages": len(counter.messages)}
+
+
+def test_experts_that_are_whole_on_a_rank_stay_there():
+    assert run_ranks(experts_cost, 4) == 4 * [{"sent": 0, "messages": 0}]

@@ -33,19 +33,29 @@ def losses(folder: Path) -> list[tuple[str, str, str]]:
         return [(row["step"], row["train_loss"], row["val_loss"]) for row in csv.DictReader(file)]
 
 
-@pytest.mark.parametrize("experts", [0, 2])
-def test_resuming_continues_bit_exactly(tmp_path, experts):
-    common = [*TINY, "--optimizer", "muon", "--lr", "1e-2", "--experts", experts]
-    run(*common, "--out", tmp_path / "whole")
+@pytest.mark.parametrize(("experts", "tp"), [(0, 1), (2, 1), (2, 2)])
+def test_resuming_continues_bit_exactly(tmp_path, experts, tp):
+    common = [*TINY, "--optimizer", "muon", "--lr", "1e-2", "--experts", experts, "--tp", tp]
+    run(*common, "--out", tmp_path / "whole", ranks=2 * tp)
     checkpoints = ["--checkpoint-dir", tmp_path / "checkpoints", "--save-every", "4"]
     cut = [*common, "--out", tmp_path / "cut", *checkpoints]
-    run(*cut, "--stop-after", "5")
+    run(*cut, "--stop-after", "5", ranks=2 * tp)
     for late in (tmp_path / "checkpoints").glob("step-000005"):
         late.rename(tmp_path / "unused")  # as if the run had died between two checkpoints
-    run(*cut, "--resume")
+    run(*cut, "--resume", ranks=2 * tp)
     whole = losses(tmp_path / "whole")
     assert len(whole) == 8
     assert losses(tmp_path / "cut") == whole
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_tensor_parallelism_trains_as_plain_sharding_does(tmp_path, optimizer):
+    for tp in (1, 2):
+        run(*TINY, "--optimizer", optimizer, "--tp", tp, "--out", tmp_path / f"tp{tp}", ranks=4)
+    for whole, divided in zip(losses(tmp_path / "tp1"), losses(tmp_path / "tp2"), strict=True):
+        assert [float(x or 0) for x in divided] == pytest.approx(
+            [float(x or 0) for x in whole], rel=1e-3
+        )
 
 
 def test_a_run_writes_its_log_and_its_plot(tmp_path):

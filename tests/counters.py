@@ -1,0 +1,227 @@
+"""What a step does, by counting: bytes on the wire, collectives, operations, memory.
+
+Tests assert on these numbers and the benchmarks print them. Bytes are what a rank hands to the
+network, its own piece not counted, with the formulas of bandwidth-optimal algorithms for P ranks:
+
+    all-to-all              what its splits for other ranks hold
+    all-gather of n bytes   n · (P − 1): its piece reaches every other rank
+    reduce-scatter of n     n · (P − 1) / P: a partial sum for each piece of the others
+    all-reduce of n         2 · n · (P − 1) / P: a reduce-scatter, then an all-gather
+    broadcast, scatter      on the root n · (P − 1); of scatter each n is another rank's piece
+    gather, reduce, send    n from every rank but the root
+
+Seen is what passes torch's dispatcher: calls of `torch.distributed`, of process groups and of
+DTensor. Of what goes straight to a backend, `count` sees the all-gathers of `ProcessGroupGloo`, by
+which the hosts of this package compare notes.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
+from torch.utils._pytree import tree_leaves
+
+NAMESPACES = ("c10d", "_c10d_functional", "_dtensor")
+UNCOUNTED = {
+    "wait_tensor",
+    "_wrap_tensor_autograd",
+    "check_for_nan",
+    "barrier",
+    "monitored_barrier_",
+}
+UNCOUNTED |= {"recv_", "recv_any_source_"}
+ALL_GATHERS = {"_allgather_base_", "all_gather_into_tensor", "all_gather_into_tensor_out"}
+ALL_GATHERS |= {"allgather_", "allgather_coalesced_", "allgather_into_tensor_coalesced_"}
+ALL_GATHERS |= {"all_gather_into_tensor_coalesced"}
+ALL_REDUCES = {"allreduce_", "allreduce_coalesced_", "all_reduce", "all_reduce_"}
+ALL_REDUCES |= {"all_reduce_coalesced", "all_reduce_coalesced_"}
+SHARES = {"_reduce_scatter_base_", "reduce_scatter_", "reduce_scatter_tensor_coalesced_"}
+SHARES |= {"reduce_scatter_tensor", "reduce_scatter_tensor_out", "reduce_scatter_tensor_coalesced"}
+SHARES |= {"shard_dim_alltoall"}  # every rank but this one gets its share
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One call; `sent` are the bytes that leave this rank.
+
+    `notes`: integers only, which is how the hosts of an optimizer's ranks compare notes.
+    """
+
+    name: str
+    ranks: int
+    sent: float
+    notes: bool
+
+    @property
+    def is_all_to_all(self) -> bool:
+        return self.name in ("alltoall_base_", "all_to_all_single", "alltoall_")
+
+
+class Counter(TorchDispatchMode):
+    """Counts while active. Operations on a DTensor are counted as those on its local tensors.
+
+    Attributes:
+        operations: how many torch operations were dispatched, views and collectives included.
+        collectives: each one, in order.
+        peak_bytes: the most that storages made meanwhile held at one time.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations = 0
+        self.collectives: list[Collective] = []
+        self.peak_bytes = 0
+        self._bytes = 0
+        self._known: dict[int, Any] = {}  # by identity, as long as the storage lives
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(is_traceable_wrapper_subclass_type(t) for t in types):
+            return NotImplemented  # seen again as operations on the tensors within
+        kwargs = kwargs or {}
+        self.operations += 1
+        if func.namespace in NAMESPACES and func._opname not in UNCOUNTED:
+            self.collectives.append(_collective(func, args, kwargs))
+        for tensor in _tensors((args, kwargs)):
+            self._meet(tensor, is_new=False)
+        result = func(*args, **kwargs)
+        for tensor in _tensors(result):
+            self._meet(tensor, is_new=True)
+        return result
+
+    @property
+    def messages(self) -> list[Collective]:
+        """The collectives that carry matrices."""
+        return [c for c in self.collectives if not c.notes]
+
+    @property
+    def sent(self) -> float:
+        return sum(c.sent for c in self.messages)
+
+    @property
+    def sent_in_notes(self) -> float:
+        return sum(c.sent for c in self.collectives if c.notes)
+
+    @property
+    def chunks(self) -> float:
+        """All-to-alls there and back."""
+        return sum(c.is_all_to_all for c in self.messages) / 2
+
+    def _meet(self, tensor: Tensor, is_new: bool) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._known:
+            return
+        size = storage.nbytes() if is_new else 0
+        self._known[key] = weakref.ref(storage, lambda _: self._forget(key, size))
+        self._bytes += size
+        self.peak_bytes = max(self.peak_bytes, self._bytes)
+
+    def _forget(self, key: int, size: int) -> None:
+        self._known.pop(key, None)
+        self._bytes -= size
+
+
+def count(step: Callable[[], object]) -> Counter:
+    """What one call does."""
+    with Counter() as counter, _count_raw_gloo(counter):
+        step()
+    return counter
+
+
+@contextmanager
+def _count_raw_gloo(counter: Counter) -> Iterator[None]:
+    backend: Any = getattr(dist, "ProcessGroupGloo", None)
+    if backend is None:
+        yield
+        return
+    allgather = backend.allgather
+
+    def counted(group: Any, outputs: Any, inputs: Any, *rest: Any) -> Any:
+        sent = _nbytes(inputs) * (group.size() - 1)
+        counter.collectives.append(Collective("raw_allgather", group.size(), sent, _notes(inputs)))
+        return allgather(group, outputs, inputs, *rest)
+
+    backend.allgather = counted
+    try:
+        yield
+    finally:
+        backend.allgather = allgather
+
+
+def transient_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """The most a step holds beyond what was there before it."""
+    return count(optimizer.step).peak_bytes
+
+
+def local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    """All that own memory: a wrapper's storage is none."""
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, Tensor) and not is_traceable_wrapper_subclass_type(type(leaf)):
+            yield leaf
+
+
+def _notes(tree: Any) -> bool:
+    return not any(tensor.is_floating_point() for tensor in _tensors(tree))
+
+
+def _nbytes(tree: Any) -> int:
+    return sum(t.numel() * t.element_size() for t in _tensors(tree))
+
+
+def _collective(func: Any, args: Any, kwargs: Any) -> Collective:
+    named = dict(zip((argument.name for argument in func._schema.arguments), args)) | kwargs
+    group = _group(named)
+    inputs = next(
+        named[key]
+        for key in ("input_tensors", "input_tensor", "input_list", "inputs", "input", "tensors")
+        if named.get(key) is not None
+    )
+    sent = _sent(func._opname, named, inputs, group)
+    return Collective(func._opname, group.size(), sent, _notes(inputs))
+
+
+def _sent(name: str, named: dict[str, Any], inputs: Any, group: dist.ProcessGroup) -> float:
+    ranks, rank, n = group.size(), group.rank(), _nbytes(inputs)
+    if name in ("alltoall_base_", "all_to_all_single"):
+        splits = named["input_split_sizes"]
+        if not splits:
+            return n * (ranks - 1) / ranks
+        return n - n * splits[rank] // max(1, sum(splits))
+    if name == "alltoall_":
+        return n - _nbytes(inputs[rank])
+    if name in ALL_GATHERS:
+        return n * (ranks - 1)
+    if name in ALL_REDUCES:
+        return 2 * n * (ranks - 1) / ranks
+    if name in SHARES:
+        return n * (ranks - 1) / ranks
+    if name in ("broadcast_", "broadcast"):
+        root = named["root_rank"] if "root_rank" in named else named["src"]
+        return n * (ranks - 1) if rank == root else 0
+    if name == "scatter_":
+        return n * (ranks - 1) / ranks if rank == named["root_rank"] else 0
+    if name in ("gather_", "reduce_"):
+        return 0 if rank == named["root_rank"] else n
+    if name == "send":
+        return n
+    raise NotImplementedError(f"no formula for the bytes of {name}")
+
+
+def _group(named: dict[str, Any]) -> dist.ProcessGroup:
+    if "process_group" in named:
+        return dist.ProcessGroup.unbox(named["process_group"])
+    group = named["group_name"]
+    return group if isinstance(group, dist.ProcessGroup) else _resolve_process_group(group)
