@@ -7,8 +7,9 @@ network, its own piece not counted, with the formulas of bandwidth-optimal algor
     all-gather of n bytes   n · (P − 1): its piece reaches every other rank
     reduce-scatter of n     n · (P − 1) / P: a partial sum for each piece of the others
     all-reduce of n         2 · n · (P − 1) / P: a reduce-scatter, then an all-gather
-    broadcast, scatter      on the root n · (P − 1); of scatter each n is another rank's piece
-    gather, reduce, send    n from every rank but the root
+    broadcast of n          n · (P − 1), on its root
+    scatter of n            n · (P − 1) / P, on its root
+    gather, reduce of n     n, on all but its root
 
 Seen is what passes torch's dispatcher: calls of `torch.distributed`, of process groups and of
 DTensor. Of what goes straight to a backend, `count` sees the all-gathers of `ProcessGroupGloo`, by
@@ -31,29 +32,14 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 NAMESPACES = ("c10d", "_c10d_functional", "_dtensor")
-UNCOUNTED = {
-    "wait_tensor",
-    "_wrap_tensor_autograd",
-    "check_for_nan",
-    "barrier",
-    "monitored_barrier_",
-}
-UNCOUNTED |= {"recv_", "recv_any_source_"}
-ALL_GATHERS = {"_allgather_base_", "all_gather_into_tensor", "all_gather_into_tensor_out"}
-ALL_GATHERS |= {"allgather_", "allgather_coalesced_", "allgather_into_tensor_coalesced_"}
-ALL_GATHERS |= {"all_gather_into_tensor_coalesced"}
-ALL_REDUCES = {"allreduce_", "allreduce_coalesced_", "all_reduce", "all_reduce_"}
-ALL_REDUCES |= {"all_reduce_coalesced", "all_reduce_coalesced_"}
-SHARES = {"_reduce_scatter_base_", "reduce_scatter_", "reduce_scatter_tensor_coalesced_"}
-SHARES |= {"reduce_scatter_tensor", "reduce_scatter_tensor_out", "reduce_scatter_tensor_coalesced"}
-SHARES |= {"shard_dim_alltoall"}  # every rank but this one gets its share
+SENDING_NOTHING = ("wait", "wrap", "check", "barrier", "recv")  # by a part of their names
 
 
 @dataclass(frozen=True)
 class Collective:
     """One call; `sent` are the bytes that leave this rank.
 
-    `notes`: integers only, which is how the hosts of an optimizer's ranks compare notes.
+    `notes`: an all-gather of integers on the CPU, by which the hosts of ranks compare notes.
     """
 
     name: str
@@ -63,7 +49,7 @@ class Collective:
 
     @property
     def is_all_to_all(self) -> bool:
-        return self.name in ("alltoall_base_", "all_to_all_single", "alltoall_")
+        return _plain(self.name).startswith("alltoall")
 
 
 class Counter(TorchDispatchMode):
@@ -88,7 +74,8 @@ class Counter(TorchDispatchMode):
             return NotImplemented  # seen again as operations on the tensors within
         kwargs = kwargs or {}
         self.operations += 1
-        if func.namespace in NAMESPACES and func._opname not in UNCOUNTED:
+        silent = any(part in func._opname for part in SENDING_NOTHING)
+        if func.namespace in NAMESPACES and not silent:
             self.collectives.append(_collective(func, args, kwargs))
         for tensor in _tensors((args, kwargs)):
             self._meet(tensor, is_new=False)
@@ -99,7 +86,7 @@ class Counter(TorchDispatchMode):
 
     @property
     def messages(self) -> list[Collective]:
-        """The collectives that carry matrices."""
+        """All collectives but the notes of hosts."""
         return [c for c in self.collectives if not c.notes]
 
     @property
@@ -174,7 +161,7 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
 
 
 def _notes(tree: Any) -> bool:
-    return not any(tensor.is_floating_point() for tensor in _tensors(tree))
+    return not any(t.is_floating_point() or t.device.type != "cpu" for t in _tensors(tree))
 
 
 def _nbytes(tree: Any) -> int:
@@ -190,34 +177,38 @@ def _collective(func: Any, args: Any, kwargs: Any) -> Collective:
         if named.get(key) is not None
     )
     sent = _sent(func._opname, named, inputs, group)
-    return Collective(func._opname, group.size(), sent, _notes(inputs))
+    notes = _plain(func._opname).startswith("allgather") and _notes(inputs)
+    return Collective(func._opname, group.size(), sent, notes)
 
 
 def _sent(name: str, named: dict[str, Any], inputs: Any, group: dist.ProcessGroup) -> float:
-    ranks, rank, n = group.size(), group.rank(), _nbytes(inputs)
-    if name in ("alltoall_base_", "all_to_all_single"):
-        splits = named["input_split_sizes"]
-        if not splits:
-            return n * (ranks - 1) / ranks
-        return n - n * splits[rank] // max(1, sum(splits))
-    if name == "alltoall_":
+    ranks, rank, n, kind = group.size(), group.rank(), _nbytes(inputs), _plain(name)
+    is_root = rank == named.get("root_rank", named.get("src"))
+    if name == "alltoall_":  # the tensors of a list need not be equal
         return n - _nbytes(inputs[rank])
-    if name in ALL_GATHERS:
+    if "alltoall" in kind:
+        splits = named.get("input_split_sizes")
+        return n - n * splits[rank] // max(1, sum(splits)) if splits else n * (ranks - 1) / ranks
+    if "allgather" in kind:
         return n * (ranks - 1)
-    if name in ALL_REDUCES:
+    if "allreduce" in kind:
         return 2 * n * (ranks - 1) / ranks
-    if name in SHARES:
+    if "reducescatter" in kind:
         return n * (ranks - 1) / ranks
-    if name in ("broadcast_", "broadcast"):
-        root = named["root_rank"] if "root_rank" in named else named["src"]
-        return n * (ranks - 1) if rank == root else 0
-    if name == "scatter_":
-        return n * (ranks - 1) / ranks if rank == named["root_rank"] else 0
-    if name in ("gather_", "reduce_"):
-        return 0 if rank == named["root_rank"] else n
-    if name == "send":
+    if "broadcast" in kind:
+        return n * (ranks - 1) if is_root else 0
+    if kind == "scatter":
+        return n * (ranks - 1) / ranks if is_root else 0
+    if kind in ("gather", "reduce"):
+        return 0 if is_root else n
+    if kind in ("send", "isend"):
         return n
     raise NotImplementedError(f"no formula for the bytes of {name}")
+
+
+def _plain(name: str) -> str:
+    """torch writes `allgather_`, `_allgather_base_` and `all_gather_into_tensor`."""
+    return name.replace("_", "")
 
 
 def _group(named: dict[str, Any]) -> dist.ProcessGroup:
