@@ -246,11 +246,12 @@ def build_model(config: TrainConfig, device: torch.device) -> nn.Module:
     torch.manual_seed(config.seed)  # the same weights on every rank, before they are sharded
     model = Transformer(model_config).to(device)
     if dist.is_initialized():
-        shape = (world_size() // config.tp, config.tp)
-        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("dp", "tp"))
+        kwargs: dict[str, Any] = {"reshard_after_forward": config.reshard}
         if config.tp > 1:
+            shape = (world_size() // config.tp, config.tp)
+            mesh = init_device_mesh(device.type, shape, mesh_dim_names=("dp", "tp"))
             apply_tp(model, mesh["tp"])
-        kwargs: dict[str, Any] = {"mesh": mesh["dp"], "reshard_after_forward": config.reshard}
+            kwargs["mesh"] = mesh["dp"]  # the other parameters are alike on all of "tp"
         if device.type != "cpu":
             # No cast of inputs: activations are bf16 already, and RoPE's table stays fp32.
             kwargs["mp_policy"] = MixedPrecisionPolicy(
