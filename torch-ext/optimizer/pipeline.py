@@ -84,6 +84,11 @@ class Step:
     def hyper(self, unit: Unit) -> Hyper:
         return self.groups[self.entry(unit).group]
 
+    def arithmetic(self, unit: Unit) -> torch.dtype:
+        """What a unit's matrices are orthogonalized in."""
+        entry = self.entry(unit)
+        return self.hyper(unit)["ns_dtype"] or default_dtype(entry.dtype, entry.device)
+
     def grad(self, unit: Unit) -> Tensor:
         """The local gradient of the unit's parameter; zeros where there is none."""
         number = unit.entry
@@ -210,8 +215,8 @@ def _momentum(chunk: Chunk, lane: Lane, step: Step) -> Tensor:
         _scale_down(chunk, wide)
     if wide is not once:
         once.copy_(wide)
-    if lane.everywhere:
-        buffer[chunk.kept :].view(-1, max(1, chunk.kept)).copy_(once)
+    if lane.everywhere and chunk.kept:
+        buffer[chunk.kept :].view(-1, chunk.kept).copy_(once)
     return buffer
 
 
@@ -247,14 +252,14 @@ def _assemble(batch: Batch, momentum: Tensor, gathered: Tensor, lane: Lane, step
 def _orthogonalize(X: Tensor, batch: Batch, step: Step) -> Tensor:
     """The polar factor of every matrix, (n, rows, cols)."""
     unit = batch.units[0]
-    entry, hyper = step.entry(unit), step.hyper(unit)
+    hyper = step.hyper(unit)
     return newton_schulz(
-        X.view(-1, unit.rows, entry.matrices.cols),
+        X.view(-1, unit.rows, step.entry(unit).matrices.cols),
         hyper["ns_steps"],
         hyper["ns_coefficients"],
         norm=hyper["ns_norm"],
         algorithm=hyper["ns_algorithm"],
-        dtype=hyper["ns_dtype"] or default_dtype(entry.dtype, entry.device),
+        dtype=step.arithmetic(unit),
         eps=hyper["ns_eps"],
         scratch=step.scratch,
     )
@@ -278,7 +283,8 @@ def _give_back(
             here.append(buffer[start:stop].view(there[-1].shape))
         if v is not None:
             wire.write_numbers(v, buffer, stop)
-    torch._foreach_copy_(here, there)
+    if here:
+        torch._foreach_copy_(here, there)
 
 
 def _update_weights(chunk: Chunk, updates: Tensor, lane: Lane, step: Step) -> None:
@@ -323,6 +329,7 @@ def _normalize(parts: list[Tensor], bundle: Bundle, updates: Tensor, step: Step)
     views = [step.second_moment(unit) for unit in bundle.units]
     V = torch.stack(views)  # (n, experts…, matrices of each, long side)
     v = wire.read_numbers(updates, bundle.received + bundle.numel, V.numel()).view(V.shape)
+    v = v.to(torch.promote_types(step.arithmetic(unit), torch.float32))  # as the owner had it
     keep = None
     if id(unit) in step.finite:
         keep = torch.cat([step.finite[id(unit)] for unit in bundle.units])
