@@ -24,6 +24,10 @@ Coefficients = Union[str, Sequence[Sequence[float]]]
 NORMS = ("frobenius", "schatten4")
 ALGORITHMS = ("auto", "standard")
 
+# Matrices are brought to norm 1 in fp32, this many bytes of it at once.
+NORMALIZE_BYTES = {"cpu": 2 << 20}
+DEFAULT_NORMALIZE_BYTES = 64 << 20
+
 DEFAULT_STEPS = 5
 
 # Of a scheduled family, one more step than it was computed for: σ ← (15σ − 10σ³ + 3σ⁵)/8, the
@@ -271,13 +275,19 @@ def newton_schulz(
         return G.to(dtype, copy=True)
     batch = G.reshape(-1, *G.shape[-2:])  # (n, rows, cols)
     overwrite, scratch = scratch is not None, scratch or Scratch()
-    X = scratch.empty("X", batch.shape, dtype, G.device)
-    _normalize(batch, norm, iteration.norm_factor, eps, overwrite, out=X)
+    if overwrite and G.dtype == dtype:
+        X = batch
+    else:
+        X = scratch.empty("X", batch.shape, dtype, G.device)
+    limit = NORMALIZE_BYTES.get(G.device.type, DEFAULT_NORMALIZE_BYTES)
+    at_once = max(1, limit // (4 * G.shape[-2] * G.shape[-1]))
+    for matrices, out in zip(batch.split(at_once), X.split(at_once)):
+        _normalize(matrices, norm, iteration.norm_factor, eps, overwrite, scratch, out)
     return _iterate(X, iteration.in_arithmetic(dtype), scratch).view(G.shape)
 
 
 def _normalize(
-    G: Tensor, norm: str, factor: float, eps: float, overwrite: bool, out: Tensor
+    G: Tensor, norm: str, factor: float, eps: float, overwrite: bool, scratch: Scratch, out: Tensor
 ) -> None:
     """``G / (factor · ‖G‖ + eps)`` per matrix, rounded once into ``out``; norms in fp32 or fp64."""
     wide = torch.promote_types(G.dtype, torch.float32)
@@ -285,7 +295,9 @@ def _normalize(
     sides = (-2, -1)
     largest = torch.maximum(G.amax(sides, keepdim=True), -G.amin(sides, keepdim=True)).to(wide)
     largest.masked_fill_(largest == 0, 1.0)  # (n, 1, 1)
-    X = G.div_(largest) if overwrite and G.dtype == wide else G / largest
+    in_place = overwrite and G.dtype == wide
+    X = G if in_place else scratch.empty("wide", G.shape, wide, G.device).copy_(G)
+    X.div_(largest)
     if norm == "frobenius":
         size = torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True)
     else:

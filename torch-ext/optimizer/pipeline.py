@@ -184,7 +184,7 @@ def _momentum(chunk: Chunk, lane: Lane, step: Step) -> Tensor:
     once = buffer[: chunk.kept] if lane.everywhere else buffer
     wide = once
     if lane.wire != lane.wide:
-        wide = step.scratch.empty("wide", once.shape, lane.wide, lane.device)
+        wide = step.scratch.take(once.numel(), lane.wide, lane.device)
     by_group: dict[int, list[tuple]] = defaultdict(list)
     for bundle in chunk.bundles:
         outputs = _views(wide, bundle.sent, bundle.shape)
@@ -215,6 +215,7 @@ def _momentum(chunk: Chunk, lane: Lane, step: Step) -> Tensor:
         _scale_down(chunk, wide)
     if wide is not once:
         once.copy_(wide)
+        step.scratch.give(wide)
     if lane.everywhere and chunk.kept:
         buffer[chunk.kept :].view(-1, chunk.kept).copy_(once)
     return buffer
@@ -234,7 +235,8 @@ def _assemble(batch: Batch, momentum: Tensor, gathered: Tensor, lane: Lane, step
     shape = (len(batch.units), *layout.shape_of(batch.units[0].box))
     if len(lane.peers) == 1:  # they are whole already
         return momentum[batch.parts[0].gathered :][: math.prod(shape)].view(shape)
-    X = step.scratch.empty("gathered", shape, lane.wide, lane.device)
+    dtype = lane.wide if lane.scaled else lane.wire
+    X = step.scratch.empty("gathered", shape, dtype, lane.device)
     here, there, exponents = [], [], []
     for part in batch.parts:
         if part.numel:
@@ -291,8 +293,7 @@ def _update_weights(chunk: Chunk, updates: Tensor, lane: Lane, step: Step) -> No
     """Applies this rank's parts of the updates, which are overwritten, to its weights."""
     deltas = updates
     if lane.wire != lane.wide:
-        deltas = step.scratch.empty("wide", updates.shape, lane.wide, lane.device)
-        deltas.copy_(updates)
+        deltas = step.scratch.take(updates.numel(), lane.wide, lane.device).copy_(updates)
     by_rates: dict[tuple[int, float], list[tuple]] = defaultdict(list)
     for bundle in chunk.bundles:
         parts = _views(deltas, bundle.received, bundle.shape)
@@ -320,6 +321,8 @@ def _update_weights(chunk: Chunk, updates: Tensor, lane: Lane, step: Step) -> No
             cautious=hyper["cautious"],
             keep=kept if hyper["nonfinite"] == "skip" else None,
         )
+    if deltas is not updates:
+        step.scratch.give(deltas)
 
 
 def _normalize(parts: list[Tensor], bundle: Bundle, updates: Tensor, step: Step) -> None:

@@ -18,7 +18,8 @@ class Scratch:
 
     def __init__(self) -> None:
         self._buffers: dict[tuple, Tensor] = {}
-        self._free: dict[tuple, list[Tensor]] = {}
+        self._free: dict[torch.device, list[Tensor]] = {}  # of bytes
+        self._taken: dict[int, Tensor] = {}  # by id of what was handed out
 
     def empty(
         self, purpose: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device
@@ -32,17 +33,19 @@ class Scratch:
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A flat tensor for as long as it is not given back with `give`."""
-        free = self._free.get((dtype, device), [])
-        fitting = [index for index, buffer in enumerate(free) if buffer.numel() >= numel]
-        if not fitting:
-            if free:  # too small for what comes next: let it go, or staging would grow
+        size, free = numel * dtype.itemsize, self._free.setdefault(device, [])
+        fitting = [index for index, buffer in enumerate(free) if buffer.numel() >= size]
+        if fitting:
+            buffer = free.pop(min(fitting, key=lambda index: free[index].numel()))
+        else:
+            if free:  # too small for this: let it go, or what is held would only grow
                 free.pop()
-            return torch.empty(numel, dtype=dtype, device=device)
-        smallest = min(fitting, key=lambda index: free[index].numel())
-        return free.pop(smallest)[:numel]
+            buffer = torch.empty(size, dtype=torch.uint8, device=device)
+        taken = buffer[:size].view(dtype)
+        self._taken[id(taken)] = buffer
+        return taken
 
-    def give(self, *buffers: Tensor) -> None:
-        """Lets the next `take` have what this one took; its users are on the same stream."""
-        for buffer in buffers:
-            whole = buffer if buffer._base is None else buffer._base
-            self._free.setdefault((buffer.dtype, buffer.device), []).append(whole)
+    def give(self, *tensors: Tensor) -> None:
+        """Lets later `take`s have what these were; their users are on the same stream."""
+        for tensor in tensors:
+            self._free[tensor.device].append(self._taken.pop(id(tensor)))

@@ -29,6 +29,9 @@ from .layout import Interval, Region, Sharding
 BATCH_BYTES = {"cpu": 2 << 20}
 DEFAULT_BATCH_BYTES = 256 << 20
 
+# The same as a share of what a rank holds, where that is less.
+BATCH_SHARE = 0.125
+
 # What a rank sends in one chunk, in bytes: the least that makes a collective worth its latency, and
 # the most that helps. Between them a chunk is what lets `warmup_step + 1` of them cover all.
 CHUNK_BYTES = {"cpu": (512 << 10, 2 << 20)}
@@ -367,8 +370,8 @@ class _Planner:
 
     def _cut(self, unit: Unit) -> list[Unit]:
         """A unit in pieces that are small enough to be orthogonalized at once."""
-        limit = self._matrices_per_batch(unit)
-        count = self._count(unit)
+        limit = self.matrices_per_batch(unit)
+        count = self.count(unit)
         if count <= limit:
             return [unit]
         row_dim = self.entries[unit.entry].matrices.row_dim
@@ -383,18 +386,19 @@ class _Planner:
         ]
         return [piece for cut in cuts for piece in self._cut(cut)]
 
-    def _count(self, unit: Unit) -> int:
+    def count(self, unit: Unit) -> int:
         """Matrices in a unit."""
         return self.entries[unit.entry].matrices.count(unit.box, unit.rows)
 
     def _cost(self, unit: Unit) -> int:
-        return self._count(unit) * self.entries[unit.entry].cost(unit.rows)
+        return self.count(unit) * self.entries[unit.entry].cost(unit.rows)
 
-    def _matrices_per_batch(self, unit: Unit) -> int:
+    def matrices_per_batch(self, unit: Unit, most_bytes: Optional[int] = None) -> int:
         if self.chunk_size > 0:
             return self.chunk_size
         entry = self.entries[unit.entry]
         limit = BATCH_BYTES.get(entry.device.type, DEFAULT_BATCH_BYTES)
+        limit = limit if most_bytes is None else min(limit, most_bytes)
         return max(1, limit // (unit.rows * entry.matrices.cols * entry.wide.itemsize))
 
     # -- owners ----------------------------------------------------------------------------
@@ -410,6 +414,7 @@ class _Planner:
         for number in sorted(range(len(draft.units)), key=lambda i: -self._cost(draft.units[i])):
             queues[owners[number]].append(draft.units[number])
         rounds = self._rounds(draft, queues)
+        builder = _ChunkBuilder(self, draft, everywhere)
         digest = hashlib.sha256()
         for owned in rounds:
             listed = [(peer, unit.box) for peer, units in owned.items() for unit in units]
@@ -422,7 +427,7 @@ class _Planner:
             draft.wire,
             draft.wide,
             draft.device,
-            tuple(_ChunkBuilder(self, draft, everywhere).chunk(owned) for owned in rounds),
+            tuple(builder.chunk(owned) for owned in rounds),
             self._in_flight(draft, rounds, everywhere),
             tuple(
                 (unit, None if everywhere else owner_of[id(unit)])
@@ -483,7 +488,7 @@ class _Planner:
                 for unit in queue[first:]:
                     cost += self._cost(unit)
                     used += layout.numel(unit.box) * size
-                    count += self._count(unit)
+                    count += self.count(unit)
                     full = cost > most_cost or used > most_bytes
                     if taken[peer] > first and (full or 0 < self.chunk_size < count):
                         break
@@ -535,6 +540,10 @@ class _ChunkBuilder:
         self.peers = draft.peers
         self.me = draft.peers.index(planner.rank)
         self.everywhere = everywhere
+        self.batch_bytes = None  # the default
+        if len(draft.peers) > 1:
+            local = sum(layout.numel(unit.box) for unit in draft.units) // len(draft.peers)
+            self.batch_bytes = int(BATCH_SHARE * local * draft.wide.itemsize)
         self.slots = max(1, 4 // draft.wire.itemsize)  # elements that hold a number in fp32
         self.exponents = int(draft.wire == torch.float16 and len(draft.peers) > 1)
 
@@ -603,8 +612,8 @@ class _ChunkBuilder:
             alike.setdefault(key, []).append(unit)
         batches = []
         for group in alike.values():
-            count = self.planner._count(group[0])
-            size = max(1, self.planner._matrices_per_batch(group[0]) // count)
+            count = self.planner.count(group[0])
+            size = max(1, self.planner.matrices_per_batch(group[0], self.batch_bytes) // count)
             batches += [tuple(group[at : at + size]) for at in range(0, len(group), size)]
         return batches
 
@@ -637,7 +646,7 @@ class _ChunkBuilder:
         entry = self.entries[unit.entry]
         if not entry.second_moment:
             return 0
-        return self.planner._count(unit) * max(unit.rows, entry.matrices.cols) * self.slots
+        return self.planner.count(unit) * max(unit.rows, entry.matrices.cols) * self.slots
 
 
 def _runs(
