@@ -1,0 +1,305 @@
+"""Steps parameters on device meshes beside plain twins on one device, and compares them.
+
+Either tensors placed by hand (`Weight`, `check`), or models that torch's own wrappers have sharded
+(`beside`). Each rank compares what it holds with its part of the twin, replicas included.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from kernel import optimizer
+from ranks import run_ranks
+
+STEPS = 3
+
+# fp32 on the wire and in the arithmetic. That is exact only where a product of two matrices has the
+# same bits alone and in a batch, since layouts put other matrices into one batch. CPU kernels take
+# other paths for odd sizes that do not lie on cache lines: where the shorter side is one of
+# `SHORT_SIDES` they were found to agree; where it is 5, 7 or 9 they differ by up to 4e-6 of 1.
+EXACT = {"ns_dtype": torch.float32, "comm_dtype": torch.float32}
+
+SHORT_SIDES = (1, 2, 3, 4, 8, 12, 16, 20)
+
+# torch's fused AdamW rounds the last elements of a tensor, which do not fill a vector register,
+# differently, and shards end elsewhere.
+ADAMW_ROUNDING = 1e-6
+
+VARIANTS: list[dict[str, Any]] = [
+    {},
+    {"beta2": 0.9, "cautious": True, "decay_lr": "adjusted"},
+    {"momentum_style": "ema", "nesterov": False, "adjust_lr": "original", "chunk_size": 1},
+    {"warmup_step": 0, "chunk_size": 2, "beta2": 0.9},
+    {"warmup_step": 1, "chunk_size": 1},
+    {"nonfinite": "skip", "beta2": 0.9},
+    {"use_distributed_muon": True, "beta2": 0.9},
+    {"momentum_dtype": torch.bfloat16, "ns_norm": "schatten4", "maximize": True},
+]
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One parameter and where it lives.
+
+    Args:
+        shape: of the whole tensor; more than two dimensions are experts, or flattened.
+        mesh: sizes of a mesh over all ranks; None for a plain tensor.
+        dims: for each mesh dimension the tensor dimension that it shards, or None: replicas. One
+            that shards the same as a later one does so in strides, like FSDP2 over TP.
+        nested: it cuts first instead, and the later one cuts its pieces.
+        dtype: of the parameter and its gradient.
+    """
+
+    shape: tuple[int, ...]
+    mesh: tuple[int, ...] | None = None
+    dims: tuple[int | None, ...] = ()
+    nested: bool = False
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def placements(self) -> list[Any]:
+        assert self.mesh is not None
+        placements: list[Any] = []
+        for index, dim in enumerate(self.dims):
+            later = zip(self.dims[index + 1 :], self.mesh[index + 1 :])
+            pieces = math.prod(size for other, size in later if other == dim)
+            if dim is None:
+                placements.append(Replicate())
+            elif pieces > 1 and not self.nested:
+                placements.append(_StridedShard(dim, split_factor=pieces))
+            else:
+                placements.append(Shard(dim))
+        return placements
+
+
+@dataclass(frozen=True)
+class Group:
+    """A param group: its weights, and its own options."""
+
+    weights: Sequence[Weight]
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def param_group(self, params: Sequence[nn.Parameter], number: int) -> dict[str, Any]:
+        stacked = "layers" if self.options.get("flatten") else "experts"
+        names = [
+            f"{stacked if p.ndim > 2 else 'layers'}.{number}.{index}.weight"
+            for index, p in enumerate(params)
+        ]
+        return {"params": list(params), "names": names, "use_muon": True, **self.options}
+
+
+Cases = Mapping[str, Sequence[Weight] | Sequence[Group]]
+
+
+def check(
+    ranks: int,
+    cases: Cases,
+    variants: Sequence[Mapping[str, Any]] = (),
+    atol: float = 0.0,
+    **options,
+) -> None:
+    """Asserts that all cases take the steps of one process, in one launch of ``ranks`` ranks.
+
+    Args:
+        cases: by name the weights of one group, or groups.
+        variants: further options, for each case all of them; by default one of `VARIANTS` in turn.
+        atol: of Muon's weights and second moments.
+        options: of every group.
+    """
+    varied = []
+    for number, (name, content) in enumerate(cases.items()):
+        groups = content if isinstance(content[0], Group) else [Group(content, options)]
+        turn = VARIANTS[(ranks + 3 * number) % len(VARIANTS)]
+        varied += [(name, groups, {**EXACT, **variant}) for variant in variants or [turn]]
+    run_ranks(step_placed, ranks, varied, atol)
+
+
+def step_placed(
+    cases: Iterable[tuple[str, Sequence[Group], Mapping[str, Any]]], atol: float
+) -> None:
+    meshes: dict[tuple[int, ...], DeviceMesh] = {}
+    for weight in (w for _, groups, _ in cases for group in groups for w in group.weights):
+        if weight.mesh is not None and weight.mesh not in meshes:
+            meshes[weight.mesh] = init_device_mesh("cpu", weight.mesh)
+    for name, groups, options in cases:
+        with case(f"{name}, {options}"):
+            Twins.placed(groups, meshes, options).step_and_compare(atol)
+
+
+@contextlib.contextmanager
+def case(name: str) -> Iterator[None]:
+    """Names in the traceback of a failure which of several cases it was."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"In the case: {name}")
+        raise
+
+
+@dataclass
+class Twins:
+    """An optimizer of parameters on meshes, one of the same parameters whole, and their names."""
+
+    ours: torch.optim.Optimizer
+    reference: torch.optim.Optimizer
+    pairs: list[tuple[str, nn.Parameter, nn.Parameter]]
+
+    @classmethod
+    def placed(
+        cls,
+        groups: Sequence[Group],
+        meshes: Mapping[tuple[int, ...], DeviceMesh],
+        options: Mapping[str, Any],
+        reference: Mapping[str, Any] | None = None,
+    ) -> Twins:
+        """Random weights; the optimizers have the same options unless ``reference`` has others."""
+        generator = torch.Generator().manual_seed(0)
+        ours, plain, pairs = [], [], []
+        for number, group in enumerate(groups):
+            whole_params = [
+                nn.Parameter(torch.randn(w.shape, generator=generator).to(w.dtype))
+                for w in group.weights
+            ]
+            params = [
+                nn.Parameter(
+                    part(q.detach(), meshes[w.mesh], w.placements) if w.mesh else q.clone()
+                )
+                for w, q in zip(group.weights, whole_params)
+            ]
+            ours.append(group.param_group(params, number))
+            plain.append(group.param_group(whole_params, number))
+            pairs += zip(ours[-1]["names"], params, whole_params)
+        reference = options if reference is None else reference
+        return cls(build(ours, **options), build(plain, **reference), pairs)
+
+    def step_and_compare(self, atol: float = 0.0) -> None:
+        self.step()
+        self.compare(atol)
+
+    def step(self) -> None:
+        """Steps with random gradients, in one of which a NaN if they are to be skipped."""
+        generator = torch.Generator().manual_seed(1)
+        for step in range(STEPS):
+            for index, (_, p, q) in enumerate(self.pairs):
+                q.grad = torch.randn(q.shape, generator=generator).to(q.dtype)
+                if step == 1 and index == 0 and self.ours.defaults["nonfinite"] == "skip":
+                    q.grad.view(-1)[q.numel() // 2 :][:1] = float("nan")
+                p.grad = part_for(p, q.grad)
+            self.ours.step()
+            self.reference.step()
+
+    def train_and_compare(self, backward: Callable[[int], None]) -> None:
+        """``backward(step)`` makes gradients of the sharded parameters; their twins take them."""
+        for step in range(STEPS):
+            backward(step)
+            for _, p, q in self.pairs:
+                q.grad = None if p.grad is None else whole(p.grad).clone()
+            self.ours.step()
+            self.reference.step()
+            self.ours.zero_grad()
+        self.compare()
+
+    def compare(self, atol: float = 0.0) -> None:
+        """Weights and state; ``atol`` is for Muon's, whose momentum is always exact."""
+        for name, p, q in self.pairs:
+            ours, reference = self.ours.state[p], self.reference.state[q]
+            assert ours.keys() == reference.keys(), name
+            assert torch.isfinite(q).all(), name
+            is_muon = "momentum_buffer" in ours
+            assert_same(name, p, q, atol if is_muon else ADAMW_ROUNDING)
+            if not is_muon:
+                continue
+            momentum = ours["momentum_buffer"]
+            assert_same(f"momentum of {name}", momentum, reference["momentum_buffer"], 0.0)
+            if isinstance(p, DTensor):
+                assert momentum.placements == p.placements, name
+            if "second_momentum_buffer" in ours:
+                V, expected = (s["second_momentum_buffer"] for s in (ours, reference))
+                assert_same(f"V of {name}", whole(V).flatten(), whole(expected).flatten(), atol)
+
+
+def build(groups: list[dict[str, Any]], **options) -> torch.optim.Optimizer:
+    return optimizer.Muon(groups, **{"lr": 0.02, "expert_keys": ["experts"], **options})
+
+
+def part(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Any]) -> DTensor:
+    """A tensor that all ranks have, distributed without traffic."""
+    return distribute_tensor(tensor, mesh, placements, src_data_rank=None)
+
+
+def part_for(param: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    if not isinstance(param, DTensor):
+        return tensor.clone()
+    return part(tensor, param.device_mesh, param.placements)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def assert_same(name: str, ours: torch.Tensor, expected: torch.Tensor, atol: float) -> None:
+    expected = part_for(ours, expected.detach())
+    assert ours.shape == expected.shape, name
+    ours, expected = (t.to_local() if isinstance(t, DTensor) else t for t in (ours, expected))
+    torch.testing.assert_close(
+        ours.detach(), expected, rtol=0, atol=atol, msg=lambda text: f"{name}: {text}"
+    )
+
+
+class Experts(nn.Module):
+    def __init__(self, count: int, cols: int, rows: int):
+        super().__init__()
+        self.w1 = nn.Parameter(torch.randn(count, rows, cols) / cols**0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.einsum("bi,eoi->bo", x, self.w1) / len(self.w1)
+
+
+class Model(nn.Module):
+    """Row counts that 2, 4 and 8 ranks divide evenly, unevenly, and into empty shards."""
+
+    def __init__(self, widths: Sequence[int] = (16, 24, 10, 3, 1, 32), experts: int = 6):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed_tokens = nn.Embedding(50, widths[0])
+        self.layers = nn.ModuleList(nn.Linear(i, o) for i, o in itertools.pairwise(widths))
+        self.experts = Experts(experts, widths[-1], 20)
+        self.lm_head = nn.Linear(20, 50, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed_tokens(tokens)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.lm_head(self.experts(x))
+
+
+def make(model: nn.Module, **options) -> torch.optim.Optimizer:
+    groups = optimizer.muon.get_default_muon_param_groups(model, expert_keys=["experts"])
+    return build(groups, **options)
+
+
+def backward(model: nn.Module, step: int) -> None:
+    """Gradients of a loss on other tokens on each rank and at each step."""
+    generator = torch.Generator().manual_seed(step * 100 + dist.get_rank())
+    tokens = torch.randint(0, 50, (8,), generator=generator)
+    nn.functional.cross_entropy(model(tokens), tokens).backward()
+
+
+def beside(model: nn.Module, twin: nn.Module, **options) -> Twins:
+    """A sharded model and an unsharded copy of it."""
+    options = {**EXACT, **options}
+    names = [name for name, _ in model.named_parameters()]
+    pairs = list(zip(names, model.parameters(), twin.parameters()))
+    return Twins(make(model, **options), make(twin, **options), pairs)
