@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .groups import has_component, normalize_name
+from .scratch import Scratch
 
 Number = Union[float, Tensor]
 
@@ -215,14 +216,18 @@ def update_momentum(
             output.masked_fill_(~kept, 0.0)
 
 
-def second_moment(U: Tensor) -> Tensor:
+def second_moment(U: Tensor, scratch: Scratch) -> Tensor:
     """Mean of U² along the shorter side, (n, max(rows, cols)), in fp32 (fp64 for fp64 input).
 
     Args:
         U: (n, rows, cols).
     """
-    wide = U.to(torch.promote_types(U.dtype, torch.float32))
-    return wide.square().mean(dim=-1 if U.shape[-2] >= U.shape[-1] else -2)
+    dtype = torch.promote_types(U.dtype, torch.float32)
+    means = []
+    for matrix in U:  # one by one: their squares take twice the bytes of U in bf16
+        square = scratch.empty("wide", matrix.shape, dtype, U.device).copy_(matrix).square_()
+        means.append(square.mean(dim=-1 if U.shape[-2] >= U.shape[-1] else -2))
+    return torch.stack(means)
 
 
 def second_moment_factor(

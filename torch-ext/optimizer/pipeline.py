@@ -179,24 +179,30 @@ def _wait(work: Any) -> None:
 
 def _momentum(chunk: Chunk, lane: Lane, step: Step) -> Tensor:
     """Updates the momentum and returns what is to be orthogonalized, in the order of the wire."""
-    sent = sum(chunk.gather.sent)
-    buffer = step.scratch.take(chunk.kept + sent, lane.wire, lane.device)
-    once = buffer[: chunk.kept] if lane.everywhere else buffer
-    wide = once
-    if lane.wire != lane.wide:
-        wide = step.scratch.take(once.numel(), lane.wide, lane.device)
+    buffer = step.scratch.take(chunk.kept + sum(chunk.gather.sent), lane.wire, lane.device)
+    for run in chunk.runs:
+        start, stop = run[0].sent, run[-1].sent + run[-1].numel
+        wide = step.scratch.wide(buffer[start:stop], lane.wide)
+        _update_momentum(run, wide, start, step)
+        if lane.scaled:
+            _scale_down(run, wide, start, buffer)
+        if wide.dtype != lane.wire:
+            buffer[start:stop].copy_(wide)
+    if lane.everywhere and chunk.kept:
+        buffer[chunk.kept :].view(-1, chunk.kept).copy_(buffer[: chunk.kept])
+    return buffer
+
+
+def _update_momentum(run: Sequence[Bundle], wide: Tensor, start: int, step: Step) -> None:
+    """Updates the momentum of a run; what is to be orthogonalized goes into ``wide``."""
     by_group: dict[int, list[tuple]] = defaultdict(list)
-    for bundle in chunk.bundles:
-        outputs = _views(wide, bundle.sent, bundle.shape)
+    for bundle in run:
+        outputs = _views(wide, bundle.sent - start, bundle.shape)
         for unit, index, output in zip(bundle.units, bundle.indices, outputs):
-            by_group[step.entry(unit).group].append(
-                (
-                    _part_of(step.momenta[unit.entry], index),
-                    _part_of(step.grad(unit), index),
-                    output,
-                    step.keep(unit, bundle.box),
-                )
-            )
+            momentum = _part_of(step.momenta[unit.entry], index)
+            grad = _part_of(step.grad(unit), index)
+            row = momentum, grad, output, step.keep(unit, bundle.box)
+            by_group[step.entry(unit).group].append(row)
         step.was_read(bundle.units)
     for group, rows in by_group.items():
         hyper = step.groups[group]
@@ -211,23 +217,16 @@ def _momentum(chunk: Chunk, lane: Lane, step: Step) -> Tensor:
             maximize=hyper["maximize"],
             keep=kept if hyper["nonfinite"] == "skip" else None,
         )
-    if lane.scaled:
-        _scale_down(chunk, wide)
-    if wide is not once:
-        once.copy_(wide)
-        step.scratch.give(wide)
-    if lane.everywhere and chunk.kept:
-        buffer[chunk.kept :].view(-1, chunk.kept).copy_(once)
-    return buffer
 
 
-def _scale_down(chunk: Chunk, wide: Tensor) -> None:
-    """Scales every part to the range of fp16; the exponents go behind the parts of a batch."""
-    bundles = [bundle for bundle in chunk.bundles if bundle.numel]
-    parts = [view for bundle in bundles for view in _views(wide, bundle.sent, bundle.shape)]
-    exponents = wire.scale_down(parts).split([len(bundle.units) for bundle in bundles])
-    places = [wide[b.sent + b.numel :][: len(b.units)] for b in bundles]
-    torch._foreach_copy_(places, list(exponents))
+def _scale_down(run: Sequence[Bundle], wide: Tensor, start: int, buffer: Tensor) -> None:
+    """Scales every part of a run to the range of fp16 and adds its exponent to the buffer."""
+    bundles = [bundle for bundle in run if bundle.numel]
+    parts = [view for b in bundles for view in _views(wide, b.sent - start, b.shape)]
+    if parts:
+        exponents = wire.scale_down(parts).split([len(b.units) for b in bundles])
+        places = [buffer[b.exponents : b.exponents + len(b.units)] for b in bundles]
+        torch._foreach_copy_(places, list(exponents))
 
 
 def _assemble(batch: Batch, momentum: Tensor, gathered: Tensor, lane: Lane, step: Step) -> Tensor:
@@ -273,7 +272,7 @@ def _give_back(
     """Puts every peer's part of the update, with its mean squares, where it is sent from."""
     unit = batch.units[0]
     units = U.view(len(batch.units), *layout.shape_of(unit.box))
-    v = core.second_moment(U) if step.hyper(unit)["beta2"] is not None else None
+    v = core.second_moment(U, step.scratch) if step.hyper(unit)["beta2"] is not None else None
     here, there = [], []
     for part in batch.parts:
         if lane.everywhere and part.peer != lane.me:
@@ -291,38 +290,43 @@ def _give_back(
 
 def _update_weights(chunk: Chunk, updates: Tensor, lane: Lane, step: Step) -> None:
     """Applies this rank's parts of the updates, which are overwritten, to its weights."""
-    deltas = updates
-    if lane.wire != lane.wide:
-        deltas = step.scratch.take(updates.numel(), lane.wide, lane.device).copy_(updates)
-    by_rates: dict[tuple[int, float], list[tuple]] = defaultdict(list)
-    for bundle in chunk.bundles:
-        parts = _views(deltas, bundle.received, bundle.shape)
-        entry, hyper = step.entry(bundle.units[0]), step.hyper(bundle.units[0])
-        if hyper["beta2"] is not None:
-            _normalize(parts, bundle, updates, step)
-        cols = entry.matrices.cols
-        scale = core.update_scale(bundle.units[0].rows, cols, hyper["adjust_lr"])
-        for unit, index, delta in zip(bundle.units, bundle.indices, parts):
-            weight = _part_of(step.weights[unit.entry], index)
-            keep = step.keep(unit, bundle.box)
-            by_rates[entry.group, scale].append((weight, delta, keep))
-    for (group, scale), rows in by_rates.items():
-        hyper = step.groups[group]
-        weights, parts, kept = map(list, zip(*rows))
-        lr = hyper["lr"]
-        for part in parts if isinstance(lr, Tensor) else ():
-            part.mul_(lr * scale)
-        if not isinstance(lr, Tensor):
-            torch._foreach_mul_(parts, lr * scale)
-        core.update_weights(
-            weights,
-            parts,
-            decay=lr * hyper["weight_decay"] * (scale if hyper["decay_lr"] == "adjusted" else 1.0),
-            cautious=hyper["cautious"],
-            keep=kept if hyper["nonfinite"] == "skip" else None,
-        )
-    if deltas is not updates:
-        step.scratch.give(deltas)
+    for run in chunk.runs:
+        start, stop = run[0].received, run[-1].received + run[-1].numel
+        deltas = step.scratch.wide(updates[start:stop], lane.wide)
+        if deltas.dtype != lane.wire:
+            deltas.copy_(updates[start:stop])
+        by_rates: dict[tuple[int, float], list[tuple]] = defaultdict(list)
+        for bundle in run:
+            parts = _views(deltas, bundle.received - start, bundle.shape)
+            entry, hyper = step.entry(bundle.units[0]), step.hyper(bundle.units[0])
+            if hyper["beta2"] is not None:
+                _normalize(parts, bundle, updates, step)
+            rows, cols = bundle.units[0].rows, entry.matrices.cols
+            scale = core.update_scale(rows, cols, hyper["adjust_lr"])
+            for unit, index, delta in zip(bundle.units, bundle.indices, parts):
+                weight = _part_of(step.weights[unit.entry], index)
+                row = weight, delta, step.keep(unit, bundle.box)
+                by_rates[entry.group, scale].append(row)
+        for (group, scale), weights in by_rates.items():
+            _apply(step.groups[group], scale, weights)
+
+
+def _apply(hyper: Hyper, scale: float, rows: Sequence[tuple]) -> None:
+    """W ← W − lr·scale·U with its decay, for rows of W, U (overwritten) and where to do so."""
+    weights, updates, keep = map(list, zip(*rows))
+    lr = hyper["lr"]
+    if isinstance(lr, Tensor):
+        for update in updates:
+            update.mul_(lr * scale)
+    else:
+        torch._foreach_mul_(updates, lr * scale)
+    core.update_weights(
+        weights,
+        updates,
+        decay=lr * hyper["weight_decay"] * (scale if hyper["decay_lr"] == "adjusted" else 1.0),
+        cautious=hyper["cautious"],
+        keep=keep if hyper["nonfinite"] == "skip" else None,
+    )
 
 
 def _normalize(parts: list[Tensor], bundle: Bundle, updates: Tensor, step: Step) -> None:
@@ -331,7 +335,7 @@ def _normalize(parts: list[Tensor], bundle: Bundle, updates: Tensor, step: Step)
     m = step.entry(unit).matrices
     views = [step.second_moment(unit) for unit in bundle.units]
     V = torch.stack(views)  # (n, experts…, matrices of each, long side)
-    v = wire.read_numbers(updates, bundle.received + bundle.numel, V.numel()).view(V.shape)
+    v = wire.read_numbers(updates, bundle.moments, V.numel()).view(V.shape)
     v = v.to(torch.promote_types(step.arithmetic(unit), torch.float32))  # as the owner had it
     keep = None
     if id(unit) in step.finite:

@@ -32,6 +32,10 @@ DEFAULT_BATCH_BYTES = 256 << 20
 # The same as a share of what a rank holds, where that is less.
 BATCH_SHARE = 0.125
 
+# What element-wise arithmetic is done on at once, in bytes of a wide copy.
+RUN_BYTES = {"cpu": 256 << 10}
+DEFAULT_RUN_BYTES = 64 << 20
+
 # What a rank sends in one chunk, in bytes: the least that makes a collective worth its latency, and
 # the most that helps. Between them a chunk is what lets `warmup_step + 1` of them cover all.
 CHUNK_BYTES = {"cpu": (512 << 10, 2 << 20)}
@@ -108,14 +112,16 @@ class Unit:
 
 @dataclass(frozen=True)
 class Bundle:
-    """This rank's parts of the units of one batch, whoever owns it; all of one shape.
+    """This rank's parts of some units of one batch, whoever owns it; all of one shape.
 
     Args:
-        units: of the batch.
+        units: consecutive ones of the batch.
         box: the part of each, in coordinates of the unit's box.
         indices: slices that take the part out of the parameter's local tensor; None takes it all.
         sent: where the parts begin in the buffer of momentum on its way to the owners.
         received: where they begin in the buffer of updates that come back.
+        exponents: where their exponents are in the former.
+        moments: where their mean squares are in the latter.
     """
 
     units: tuple[Unit, ...]
@@ -123,6 +129,8 @@ class Bundle:
     indices: tuple[Optional[tuple[slice, ...]], ...]
     sent: int
     received: int
+    exponents: int
+    moments: int
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -181,18 +189,23 @@ class Chunk:
     there (with an fp16 wire), mean squares of the update on the way back (with a second moment).
 
     Args:
-        bundles: this rank's parts of all batches, in the order of those buffers.
+        runs: this rank's parts of all batches, in the order of those buffers, with as much in one
+            run as element-wise arithmetic is best done on at once.
         batches: what this rank owns.
         gather, scatter: the traffic.
         kept, kept_back: elements at the beginning of the two buffers that stay on this rank.
     """
 
-    bundles: tuple[Bundle, ...]
+    runs: tuple[tuple[Bundle, ...], ...]
     batches: tuple[Batch, ...]
     gather: Traffic
     scatter: Traffic
     kept: int
     kept_back: int
+
+    @property
+    def bundles(self) -> Iterator[Bundle]:
+        return itertools.chain.from_iterable(self.runs)
 
 
 @dataclass(frozen=True)
@@ -540,6 +553,8 @@ class _ChunkBuilder:
         self.peers = draft.peers
         self.me = draft.peers.index(planner.rank)
         self.everywhere = everywhere
+        kind = draft.device.type
+        self.run_numel = RUN_BYTES.get(kind, DEFAULT_RUN_BYTES) // draft.wide.itemsize
         self.batch_bytes = None  # the default
         if len(draft.peers) > 1:
             local = sum(layout.numel(unit.box) for unit in draft.units) // len(draft.peers)
@@ -552,50 +567,74 @@ class _ChunkBuilder:
         peers = range(len(self.peers))
         if self.everywhere:
             owned = {self.me: [unit for units in owned.values() for unit in units]}
-        bundles: list[Bundle] = []
-        mine: list[Bundle] = []
+        runs: list[list[Bundle]] = []
+        mine: list[tuple[tuple[Unit, ...], Region, int, int]] = []
         out, back = [0] * len(peers), [0] * len(peers)
         place = place_back = 0
         for owner in sorted(owned, key=lambda peer: (peer != self.me, peer)):
             begin, begin_back = place, place_back
             for units in self._batches(owned[owner]):
                 box = self._part(units[0], self.me)
-                indices = tuple(self._index(unit, box) for unit in units)
-                bundles.append(Bundle(units, box, indices, place, place_back))
+                if owner == self.me:
+                    mine.append((units, box, place, place_back))
+                for bundle in self._bundles(units, box, place, place_back):
+                    if runs and sum(b.numel for b in runs[-1]) + bundle.numel <= self.run_numel:
+                        runs[-1].append(bundle)
+                    else:
+                        runs.append([bundle])
                 place += self._size_out(units, box)
                 place_back += self._size_back(units, box)
             out[owner], back[owner] = place - begin, place_back - begin_back
-            if owner == self.me:
-                mine = list(bundles)
         kept, kept_back = out[self.me], back[self.me]
         out = [kept if self.everywhere else size for size in out]
         out[self.me] = back[self.me] = 0
         parts, came, returned = self._parts(mine)
         return Chunk(
-            tuple(bundles),
-            tuple(Batch(bundle.units, tuple(p)) for bundle, p in zip(mine, parts)),
+            tuple(map(tuple, runs)),
+            tuple(Batch(units, tuple(p)) for (units, *_), p in zip(mine, parts)),
             Traffic(tuple(out), tuple(came)),
             Traffic(tuple(returned), tuple(back)),
             kept,
             kept_back,
         )
 
-    def _parts(self, mine: list[Bundle]) -> tuple[list[list[Part]], list[int], list[int]]:
+    def _bundles(
+        self, units: tuple[Unit, ...], box: Region, sent: int, received: int
+    ) -> Iterator[Bundle]:
+        """This rank's parts of a batch, of which the first begins at ``sent`` and ``received``."""
+        size = layout.numel(box)
+        exponents, moments = sent + len(units) * size, received + len(units) * size
+        step = max(1, self.run_numel // size) if size else len(units)
+        for first in range(0, len(units), step):
+            some = units[first : first + step]
+            yield Bundle(
+                some,
+                box,
+                tuple(self._index(unit, box) for unit in some),
+                sent + first * size,
+                received + first * size,
+                exponents + first * self.exponents,
+                moments + first * self._moments(units[0]),
+            )
+
+    def _parts(
+        self, mine: Sequence[tuple[tuple[Unit, ...], Region, int, int]]
+    ) -> tuple[list[list[Part]], list[int], list[int]]:
         """Every peer's parts of the batches owned here, and how much goes to and fro."""
         parts: list[list[Part]] = [[] for _ in mine]
         came, returned = [0] * len(self.peers), [0] * len(self.peers)
         place = place_back = 0
         for peer in range(len(self.peers)):
             begin, begin_back = place, place_back
-            for bundle, of_bundle in zip(mine, parts):
+            for (units, own, sent, received), of_batch in zip(mine, parts):
                 if peer == self.me:
-                    of_bundle.append(Part(peer, bundle.box, bundle.sent, bundle.received))
+                    of_batch.append(Part(peer, own, sent, received))
                     continue
-                box = self._part(bundle.units[0], peer)
-                of_bundle.append(Part(peer, box, place, place_back))
-                place += self._size_out(bundle.units, box)
+                box = self._part(units[0], peer)
+                of_batch.append(Part(peer, box, place, place_back))
+                place += self._size_out(units, box)
                 if not self.everywhere:
-                    place_back += self._size_back(bundle.units, box)
+                    place_back += self._size_back(units, box)
             came[peer], returned[peer] = place - begin, place_back - begin_back
         return parts, came, returned
 
