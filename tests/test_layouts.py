@@ -813,7 +813,7 @@ def random_weight(rng, ranks, options):
     shape = rng.choice([(long, short), (short, long)])
     if options.get("flatten") and rng.random() < 0.7:
         shape = (rng.choice(SHORT_SIDES), rng.randint(1, 5), *rng.choice([(20,), (4, 5)]))
-    elif rng.random() < 0.4:
+    elif not options.get("flatten") and rng.random() < 0.4:
         shape = (*(rng.randint(1, 6) for _ in range(rng.randint(1, 2))), *shape)
     if rng.random() < 0.1:
         return Weight(shape)
