@@ -130,18 +130,18 @@ def _count_raw_gloo(counter: Counter) -> Iterator[None]:
     if backend is None:
         yield
         return
-    allgather = backend.allgather
+    alltoall = backend.alltoall_base
 
-    def counted(group: Any, outputs: Any, inputs: Any, *rest: Any) -> Any:
-        sent = _nbytes(inputs) * (group.size() - 1)
-        counter.collectives.append(Collective("raw_allgather", group.size(), sent, _notes(inputs)))
-        return allgather(group, outputs, inputs, *rest)
+    def counted(group: Any, output: Any, given: Any, *rest: Any) -> Any:
+        sent = _nbytes(given) * (group.size() - 1) / group.size()
+        counter.collectives.append(Collective("raw_alltoall", group.size(), sent, _notes(given)))
+        return alltoall(group, output, given, *rest)
 
-    backend.allgather = counted
+    backend.alltoall_base = counted
     try:
         yield
     finally:
-        backend.allgather = allgather
+        backend.alltoall_base = alltoall
 
 
 def transient_bytes(optimizer: torch.optim.Optimizer) -> int:
@@ -177,7 +177,7 @@ def _collective(func: Any, args: Any, kwargs: Any) -> Collective:
         if named.get(key) is not None
     )
     sent = _sent(func._opname, named, inputs, group)
-    notes = _plain(func._opname).startswith("allgather") and _notes(inputs)
+    notes = _plain(func._opname).startswith(("allgather", "alltoall")) and _notes(inputs)
     return Collective(func._opname, group.size(), sent, notes)
 
 

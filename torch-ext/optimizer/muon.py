@@ -17,7 +17,7 @@ from .distributed.plan import NOTHING, Plan
 from .groups import default_is_muon, get_default_muon_param_groups
 from .options import GROUP_OPTIONS
 from .pipeline import Step
-from .planning import Survey, entries_of, notes_of, plan_step, sets_of, survey
+from .planning import NO_SURVEY, Survey, entries_of, notes_of, plan_step, sets_of, survey
 
 __all__ = ["Muon", "default_is_muon", "get_default_muon_param_groups"]
 
@@ -89,7 +89,7 @@ class Muon(torch.optim.Optimizer):
         >>> optimizer.step()
     """
 
-    _survey: Optional[Survey]  # of the groups as they last were
+    _survey: Survey  # of the groups as they last were
     _agreed: bool  # ranks have compared notes on the plans there are
     _warned: bool  # of a step without gradients
 
@@ -239,7 +239,7 @@ class Muon(torch.optim.Optimizer):
     @torch._disable_dynamo  # a compiled step() is this one, called from compiled code
     def _update(self, error: Optional[Exception]) -> None:
         groups, plan = self._agree_on_plan(error)
-        self._init_state(groups)
+        self._init_state(groups, self._survey)
 
         def update_others() -> None:
             for group in groups:
@@ -300,9 +300,9 @@ class Muon(torch.optim.Optimizer):
     # -- state ---------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _init_state(self, groups: list[dict[str, Any]]) -> None:
+    def _init_state(self, groups: list[dict[str, Any]], found: Survey) -> None:
         """Creates whatever state is missing, for all trainable parameters, on all ranks alike."""
-        for group, entries in zip(groups, self._look_at(groups).entries):
+        for group, entries in zip(groups, found.entries):
             for index, param in enumerate(group["params"]):
                 if not param.requires_grad:
                     continue
@@ -317,7 +317,7 @@ class Muon(torch.optim.Optimizer):
         torch.distributed.checkpoint takes no dtypes in full state dicts.
         """
         groups = self._views()
-        self._init_state(groups)
+        self._init_state(groups, self._look_at(groups))
         held = {id(param) for group in groups for param in group["params"]}
         swapped_out = {p: self.state.pop(p) for p in list(self.state) if id(p) not in held}
         try:
@@ -353,7 +353,7 @@ class Muon(torch.optim.Optimizer):
         def restore(_: torch.optim.Optimizer) -> None:
             checkpoints.restore_dtypes(self.param_groups, self.state, loaded)
             groups = self._views()
-            self._init_state(groups)
+            self._init_state(groups, self._look_at(groups))
 
         # Behind the user's hooks before loading, and ahead of theirs after it.
         handles = [
@@ -375,7 +375,7 @@ class Muon(torch.optim.Optimizer):
         self._forget_plans()
 
     def _forget_plans(self) -> None:
-        self._survey = None
+        self._survey = NO_SURVEY
         self._agreement = agreement.Agreement()
         self._agreed = self._warned = False
 

@@ -43,6 +43,9 @@ class Survey:
     plans: dict[tuple[bool, ...], Plan] = field(default_factory=dict)
 
 
+NO_SURVEY = Survey([()], [], [])  # of no groups that there could be
+
+
 def facts_of(group: Group) -> tuple:
     """All that a survey depends on, comparable, cheap enough for every step."""
     return (
@@ -54,14 +57,14 @@ def facts_of(group: Group) -> tuple:
     )
 
 
-def survey(groups: Sequence[Group], wide: OptimizerWide, last: Optional[Survey]) -> Survey:
+def survey(groups: Sequence[Group], wide: OptimizerWide, last: Survey) -> Survey:
     """The survey of all groups; the last one where nothing has changed.
 
     Raises:
         ValueError: wrong names or parameters, matrices that can't be read as asked for.
     """
     facts = [facts_of(group) for group in groups]
-    if last is not None and facts == last.facts:
+    if facts == last.facts:
         return last
     found = Survey(facts, [], [])
     for number, group in enumerate(groups):

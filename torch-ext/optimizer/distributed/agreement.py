@@ -381,7 +381,9 @@ def _all_gather(ranks: Ranks, tensor: torch.Tensor) -> torch.Tensor:
     """
     gathered = tensor.new_empty((len(ranks), *tensor.shape))
     try:
-        _group(ranks).allgather([list(gathered)], [tensor]).wait()
+        # To all at once: gloo's own all-gather passes tensors around a ring, one hop after another.
+        copies = tensor.expand_as(gathered).contiguous()
+        _group(ranks).alltoall_base(gathered, copies, [], []).wait()
     except RuntimeError as error:
         raise RuntimeError(
             f"ranks {list(ranks)} have to call step() together, but one of them didn't within "

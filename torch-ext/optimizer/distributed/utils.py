@@ -13,13 +13,14 @@ from torch import Tensor
 
 from .layout import Sharding, Split, shape_of
 
-if dist.is_available():
+_DTENSORS = dist.is_available()
+if _DTENSORS:
     from torch.distributed.tensor import DTensor, Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard  # no subclass of Shard
 
 
 def is_dtensor(tensor: Optional[Tensor]) -> bool:
-    return dist.is_available() and isinstance(tensor, DTensor)
+    return _DTENSORS and isinstance(tensor, DTensor)
 
 
 def local(tensor: Tensor) -> Tensor:
