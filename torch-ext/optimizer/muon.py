@@ -17,7 +17,8 @@ from .distributed.plan import NOTHING, Plan
 from .groups import default_is_muon, get_default_muon_param_groups
 from .options import GROUP_OPTIONS
 from .pipeline import Step
-from .planning import NO_SURVEY, Survey, entries_of, notes_of, plan_step, sets_of, survey
+from .planning import NO_SURVEY, Survey, entries_of, notes_of, plan_all, plan_step, sets_of, survey
+from .summary import Summary, summarize
 
 __all__ = ["Muon", "default_is_muon", "get_default_muon_param_groups"]
 
@@ -296,6 +297,16 @@ class Muon(torch.optim.Optimizer):
         if found is not self._survey:
             self._survey, self._agreed = found, False
         return found
+
+    def summary(self) -> Summary:
+        """What a step does with every parameter, for a person to read: ``print(optim.summary())``.
+
+        Made from the plan of a step in which all trainable parameters have a gradient, without
+        talking to other ranks. `Summary.rows` and `Summary.totals` hold it as plain data.
+        """
+        groups = self._views()
+        found = self._look_at(groups)
+        return summarize(groups, found, plan_all(found, groups, self._wide))
 
     # -- state ---------------------------------------------------------------------------------
 

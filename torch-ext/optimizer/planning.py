@@ -32,18 +32,20 @@ class Survey:
 
     Args:
         facts: of each group, what it was made from.
+        names: of each group, what messages call its parameters.
         lines: of each group, its parameters, one line each, for ranks to compare.
         entries: of each group, its Muon parameters in order; none for AdamW's.
         plans: made so far, by which entries take part.
     """
 
     facts: list[tuple]
+    names: list[list[str]]
     lines: list[list[str]]
     entries: list[list[Entry]]
     plans: dict[tuple[bool, ...], Plan] = field(default_factory=dict)
 
 
-NO_SURVEY = Survey([()], [], [])  # of no groups that there could be
+NO_SURVEY = Survey([()], [], [], [])  # of no groups that there could be
 
 
 def facts_of(group: Group) -> tuple:
@@ -66,15 +68,16 @@ def survey(groups: Sequence[Group], wide: OptimizerWide, last: Survey) -> Survey
     facts = [facts_of(group) for group in groups]
     if facts == last.facts:
         return last
-    found = Survey(facts, [], [])
+    found = Survey(facts, [], [], [])
     for number, group in enumerate(groups):
         where = f"param_groups[{number}]"
         found.entries.append(entries_of(group, number, where, wide))
+        names = [validation.name_of(group, index, where) for index in range(len(group["params"]))]
+        found.names.append(names)
         found.lines.append(
             [
-                f"{validation.name_of(group, i, where)}: "
-                f"{tuple(p.shape)} {p.dtype} {dtensors.describe(p)}"
-                for i, p in enumerate(group["params"])
+                f"{name}: {tuple(p.shape)} {p.dtype} {dtensors.describe(p)}"
+                for name, p in zip(names, group["params"])
             ]
         )
     return found
@@ -115,12 +118,28 @@ def _wire_dtype(param: Tensor, group: Group, wide: OptimizerWide) -> torch.dtype
 
 
 def plan_step(found: Survey, groups: Sequence[Group], wide: OptimizerWide) -> Plan:
-    """The plan of the matrices that have a gradient; made once for each set of them."""
-    entries = [entry for of_group in found.entries for entry in of_group]
-    present = tuple(
-        takes_part(groups[entry.group]["params"][entry.index], groups[entry.group])
-        for entry in entries
+    """The plan of the matrices that have a gradient."""
+    return _plan(
+        found,
+        wide,
+        [
+            takes_part(groups[entry.group]["params"][entry.index], groups[entry.group])
+            for of_group in found.entries
+            for entry in of_group
+        ],
     )
+
+
+def plan_all(found: Survey, groups: Sequence[Group], wide: OptimizerWide) -> Plan:
+    """The plan of a step in which all trainable matrices have a gradient."""
+    params = [param for group in groups if group["use_muon"] for param in group["params"]]
+    return _plan(found, wide, [param.requires_grad for param in params])
+
+
+def _plan(found: Survey, wide: OptimizerWide, take_part: Sequence[bool]) -> Plan:
+    """Made once for each set of entries that take part."""
+    entries = [entry for of_group in found.entries for entry in of_group]
+    present = tuple(take_part)
     if present not in found.plans:
         if len(found.plans) >= 8:  # where they change all the time, old ones are of no use
             found.plans.clear()

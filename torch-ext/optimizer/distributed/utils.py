@@ -93,6 +93,16 @@ def _ranks_of_mesh(mesh: Any) -> tuple[int, ...]:
     return tuple(sorted(mesh.mesh.flatten().tolist()))  # a CPU tensor
 
 
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether other ranks hold parts of the tensor that this one lacks."""
+    if not is_dtensor(tensor):
+        return False
+    return any(
+        not isinstance(placement, Replicate) and size > 1
+        for placement, size in zip(tensor.placements, tensor.device_mesh.shape)  # type: ignore[attr-defined]
+    )
+
+
 def sharding_of(tensor: Tensor) -> Optional[Sharding]:
     """How a DTensor lies on its mesh, as plain data; None for a plain tensor."""
     layout = layout_of(tensor)

@@ -1,0 +1,182 @@
+"""What an optimizer does with every parameter, read from its plan, as data and as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from . import adamw, newton_schulz
+from .distributed import layout
+from .distributed import utils as dtensors
+from .distributed.plan import Lane, Plan, Unit
+from .planning import Group, Survey
+
+COLUMNS = ("parameter", "shape", "placement", "algorithm", "owner", "FLOPs", "moved")
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What one step does; ``print`` shows it as a table.
+
+    Args:
+        rows: one for each parameter, with ``name``, ``group`` (its number), ``shape``, ``dtype``,
+            ``placement``, ``sharded``, ``algorithm``, ``matrices`` (how many), ``owners`` (global
+            ranks), ``whole`` (whether they are so without traffic), ``flops`` of orthogonalization and
+            ``bytes`` that travel for it. Of experts that are divided among ranks, those that this
+            rank and its peers hold.
+        totals: of this rank, ``flops``, ``sent_bytes``, ``received_bytes``, ``chunks`` with
+            traffic, ``in_flight`` of them, and ``balance``: the most FLOPs of a peer over the mean.
+    """
+
+    rows: list[dict[str, Any]]
+    totals: dict[str, Any]
+
+    def __str__(self) -> str:
+        table = [COLUMNS, *(_cells(row) for row in self.rows)]
+        widths = [max(len(cells[i]) for cells in table) for i in range(len(COLUMNS))]
+        lines = [
+            "  ".join(
+                cell.rjust(width) if column >= 5 else cell.ljust(width)
+                for column, (cell, width) in enumerate(zip(cells, widths))
+            ).rstrip()
+            for cells in table
+        ]
+        lines.insert(1, "  ".join("-" * width for width in widths))
+        t = self.totals
+        lines.append(
+            f"this rank: {_short(t['flops'])}FLOP a step; sends {_short(t['sent_bytes'])}B and "
+            f"receives {_short(t['received_bytes'])}B in chunks: {t['chunks']}, in flight: "
+            f"{t['in_flight']}; most FLOPs of a rank over the mean: {t['balance']:.2f}"
+        )
+        return "\n".join(lines)
+
+
+def summarize(groups: Sequence[Group], found: Survey, plan: Plan) -> Summary:
+    """The summary of a plan in which all trainable parameters take part."""
+    by_entry: dict[tuple[int, int], dict[str, Any]] = {}
+    for lane in (*plan.lanes, *plan.alone):
+        for unit, owner in lane.owners:
+            entry = plan.entries[unit.entry]
+            row = by_entry.setdefault(
+                (entry.group, entry.index),
+                {"matrices": 0, "owners": set(), "whole": True, "flops": 0, "bytes": 0},
+            )
+            count = entry.matrices.count(unit.box, unit.rows)
+            owners = lane.peers if owner is None else (lane.peers[owner],)
+            row["matrices"] += count
+            row["owners"].update(owners)
+            row["whole"] &= len(lane.peers) == 1
+            row["flops"] += count * entry.cost(unit.rows)
+            row["bytes"] += sum(_bytes_moved(plan, lane, unit, rank) for rank in owners)
+    rows = []
+    for number, (group, of_group) in enumerate(zip(groups, found.entries)):
+        for index, param in enumerate(group["params"]):
+            row = by_entry.get((number, index), {})
+            rows.append(
+                {
+                    "name": found.names[number][index],
+                    "group": number,
+                    "shape": tuple(param.shape),
+                    "dtype": param.dtype,
+                    "placement": dtensors.describe(param),
+                    "sharded": dtensors.is_sharded(param),
+                    "algorithm": _algorithm(group, index, bool(of_group)),
+                    "matrices": row.get("matrices", 0),
+                    "owners": sorted(row.get("owners", ())),
+                    "whole": row.get("whole", False),
+                    "flops": row.get("flops", 0),
+                    "bytes": row.get("bytes", 0),
+                }
+            )
+    return Summary(rows, _totals(plan))
+
+
+def _bytes_moved(plan: Plan, lane: Lane, unit: Unit, owner: int) -> int:
+    """What travels to one owner of a unit and back from it."""
+    if len(lane.peers) == 1:
+        return 0
+    entry = plan.entries[unit.entry]
+    row_dim = entry.matrices.row_dim
+    own = layout.intersect(unit.box[row_dim:], entry.region(owner)[row_dim:])
+    elements = layout.numel(unit.box) - layout.numel(own)
+    moments = 0
+    if entry.second_moment and not lane.everywhere:
+        long_side = max(unit.rows, entry.matrices.cols)
+        count = entry.matrices.count(unit.box, unit.rows)
+        moments = (len(lane.peers) - 1) * count * long_side * max(4, lane.wire.itemsize)
+    return (1 if lane.everywhere else 2) * elements * lane.wire.itemsize + moments
+
+
+def _algorithm(group: Mapping[str, Any], index: int, is_muon: bool) -> str:
+    param = group["params"][index]
+    if not param.requires_grad:
+        return "frozen"
+    if not is_muon:
+        return "AdamW, fused" if adamw.is_fused(param, group) else "AdamW"
+    dtype = group["ns_dtype"] or newton_schulz.default_dtype(param.dtype, param.device)
+    family = group["ns_coefficients"]
+    name = family if isinstance(family, str) else "own coefficients"
+    return f"Muon, {name} ×{group['ns_steps']}, standard, {_text(dtype)}"
+
+
+def _totals(plan: Plan) -> dict[str, Any]:
+    lanes = (*plan.lanes, *plan.alone)
+    sizes = [(chunk, lane.wire.itemsize) for lane in plan.lanes for chunk in lane.chunks]
+    mine = max_over_mean = 0.0
+    for lane in lanes:
+        loads = [0] * len(lane.peers)
+        for unit, owner in lane.owners:
+            entry = plan.entries[unit.entry]
+            cost = entry.matrices.count(unit.box, unit.rows) * entry.cost(unit.rows)
+            for peer in range(len(loads)) if owner is None else (owner,):
+                loads[peer] += cost
+        mine += loads[lane.me]
+        if len(loads) > 1 and any(loads):
+            max_over_mean = max(max_over_mean, max(loads) * len(loads) / sum(loads))
+    return {
+        "flops": int(mine),
+        "sent_bytes": sum((sum(c.gather.sent) + sum(c.scatter.sent)) * size for c, size in sizes),
+        "received_bytes": sum(
+            (sum(c.gather.received) + sum(c.scatter.received)) * size for c, size in sizes
+        ),
+        "chunks": len(sizes),
+        "in_flight": max((lane.in_flight for lane in plan.lanes), default=0),
+        "balance": max_over_mean or 1.0,
+    }
+
+
+def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+    shape = "×".join(map(str, row["shape"])) or "scalar"
+    if row["matrices"] > 1:
+        shape += f" ({row['matrices']} matrices)"
+    return (
+        row["name"],
+        f"{shape} {_text(row['dtype'])}",
+        row["placement"],
+        row["algorithm"],
+        "each rank its own" if row["whole"] and row["sharded"] else _ranks(row["owners"]),
+        _short(row["flops"]) if row["flops"] else "–",
+        f"{_short(row['bytes'])}B" if row["bytes"] else "–",
+    )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if not ranks:
+        return "–"
+    if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
+        return f"ranks {ranks[0]}–{ranks[-1]}"
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+
+
+def _short(number: float) -> str:
+    """Three digits and a unit: 1.23 M."""
+    for unit in ("", "k", "M", "G", "T"):
+        if number < 1000:
+            return f"{number:.3g} {unit}"
+        number /= 1000
+    return f"{number:.3g} P"
+
+
+def _text(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
