@@ -29,7 +29,7 @@ from .layout import Interval, Region, Sharding
 BATCH_BYTES = {"cpu": 2 << 20}
 DEFAULT_BATCH_BYTES = 256 << 20
 
-# The same as a share of what a rank holds, where that is less.
+# The same as a share of what a rank holds, where that is less (but not less than a chunk).
 BATCH_SHARE = 0.125
 
 # What element-wise arithmetic is done on at once, in bytes of a wide copy.
@@ -558,7 +558,8 @@ class _ChunkBuilder:
         self.batch_bytes = None  # the default
         if len(draft.peers) > 1:
             local = sum(layout.numel(unit.box) for unit in draft.units) // len(draft.peers)
-            self.batch_bytes = int(BATCH_SHARE * local * draft.wide.itemsize)
+            least, _ = CHUNK_BYTES.get(kind, DEFAULT_CHUNK_BYTES)
+            self.batch_bytes = max(least, int(BATCH_SHARE * local * draft.wide.itemsize))
         self.slots = max(1, 4 // draft.wire.itemsize)  # elements that hold a number in fp32
         self.exponents = int(draft.wire == torch.float16 and len(draft.peers) > 1)
 
