@@ -11,6 +11,7 @@ import math
 import random
 import tempfile
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -80,10 +81,13 @@ LAYOUTS = {
 }
 
 
-def test_every_layout_names_tests_that_exist():
+def test_every_layout_names_tests_that_exist_and_are_documented():
+    documents = Path(__file__).parent.parent / "docs" / "layouts.md"
+    table = documents.read_text() if documents.exists() else None  # not in the Hub's builder
     for layout, names in LAYOUTS.items():
         for name in names:
             assert callable(globals().get(name)), f"{layout}: {name}"
+            assert table is None or f"`{name}`" in table, f"{layout}: {name}"
 
 
 # -- one device ------------------------------------------------------------------------------------

@@ -51,10 +51,11 @@ class Muon(torch.optim.Optimizer):
         none_grad: set ``p.grad`` of Muon's matrices to None once it was read, to save memory.
         debug: log plans as they are made.
         clip_config: QK-Clip; must be None in this version.
-        warmup_step: chunks in flight ahead; without effect in this version, which gathers whole.
-        chunk_size: matrices orthogonalized as one batch; −1 chooses by bytes.
-        use_distributed_muon: the plain all-gather path for DTensors, which this version always
-            takes.
+        warmup_step: how many chunks of matrices may be on their way beside the one at work, where
+            the bound on staging memory (docs/layouts.md) lets them.
+        chunk_size: matrices that a rank orthogonalizes per chunk; −1 chooses by bytes.
+        use_distributed_muon: every rank gathers and orthogonalizes every matrix of a DTensor, as a
+            reference; otherwise one rank does.
         expert_keys: whole components of names of stacked experts ``(experts…, rows, cols)``; groups
             made with `get_default_muon_param_groups` bring their own.
         adjust_lr: update scale, ``"match_rms_adamw"`` 0.2·sqrt(max(rows, cols)), ``"original"``
@@ -76,7 +77,8 @@ class Muon(torch.optim.Optimizer):
             all, or a mapping from name patterns to either.
         flatten: read tensors of more than two dimensions as (dim 0, all the rest).
         maximize, capturable, foreach: as in torch.optim.
-        comm_dtype: wire format of gathers; None is bf16. For all groups.
+        comm_dtype: format in which momentum and updates travel between ranks; None is bf16 (fp64
+            where the arithmetic is). fp16 travels with a scale per rank and matrix. For all groups.
         consistency_check: how often ranks compare notes before a collective: every ``"step"``, once
             per ``"plan"``, or never (``"off"``). For all groups.
 

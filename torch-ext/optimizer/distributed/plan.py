@@ -37,9 +37,10 @@ RUN_BYTES = {"cpu": 256 << 10}
 DEFAULT_RUN_BYTES = 64 << 20
 
 # What a rank sends in one chunk, in bytes: the least that makes a collective worth its latency, and
-# the most that helps. Between them a chunk is what lets `warmup_step + 1` of them cover all.
+# the most that helps. Between them, there are so many chunks.
 CHUNK_BYTES = {"cpu": (512 << 10, 2 << 20)}
 DEFAULT_CHUNK_BYTES = (4 << 20, 64 << 20)
+CHUNKS = 6
 
 # Staging of the chunks in flight, as a multiple of the local parameters' bytes.
 STAGING = 0.75
@@ -518,7 +519,7 @@ class _Planner:
             return BATCH_BYTES.get(kind, DEFAULT_BATCH_BYTES)
         least, most = CHUNK_BYTES.get(kind, DEFAULT_CHUNK_BYTES)
         elements = sum(layout.numel(unit.box) for unit in draft.units) // len(draft.peers)
-        share = elements * draft.wire.itemsize // (self.warmup_step + 1)
+        share = elements * draft.wire.itemsize // CHUNKS
         return max(least, min(most, share))
 
     def _in_flight(
