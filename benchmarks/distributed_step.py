@@ -165,11 +165,24 @@ def step_table(arguments: argparse.Namespace) -> None:
     costs = {name: over_ranks(cost_of_a_step(optim)) for name, optim in optimizers.items()}
     steps = {name: optim.step for name, optim in optimizers.items()}
     seconds = measure(steps, arguments.rounds)
+    comparing = measure({"notes": comparison(len(params))}, 200)["notes"]
     if dist.get_rank() == 0:
-        print_steps(params, costs, seconds, device)
+        print_steps(params, costs, seconds, comparing, device)
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)  # shutting the interpreter down sometimes aborts after gloo was used
+
+
+def comparison(lines: int) -> Callable[[], object]:
+    """What hosts do before a step: compare notes of so many lines on plan and gradients."""
+    agreement = load_kernel().muon.agreement
+    ranks = tuple(range(dist.get_world_size()))
+    shared = agreement.Agreement()
+    notes = agreement.Notes(
+        [f"layers.{i}.weight: (512, 512) torch.float32 [Shard(0)] on (dp=4)" for i in range(lines)],
+        [f"layers.{i}.weight" for i in range(lines)],
+    )
+    return lambda: shared.check({ranks: notes}, None)
 
 
 def torch_backend(device: torch.device) -> str:
@@ -216,6 +229,7 @@ def print_steps(
     params: list[nn.Parameter],
     costs: dict[str, list[Cost]],
     seconds: dict[str, list[float]],
+    comparing: list[float],
     device: torch.device,
 ) -> None:
     ranks = dist.get_world_size()
@@ -258,7 +272,8 @@ def print_steps(
     notes = costs[OURS][0].notes
     print(
         f"bound: 1.5 × local weights + 4 × largest matrix; hosts compare notes in {notes:.0f} more "
-        f"bytes a step and rank\ntorch {torch.__version__}, "
+        f"bytes a step and rank,\nwhich takes {min(comparing) * 1e3:.2f} ms at least, "
+        f"{statistics.median(comparing) * 1e3:.2f} ms median\ntorch {torch.__version__}, "
         f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads a rank"
     )
 

@@ -20,11 +20,11 @@ class Summary:
     """What one step does; ``print`` shows it as a table.
 
     Args:
-        rows: one for each parameter, with ``name``, ``group`` (its number), ``shape``, ``dtype``,
+        rows: one for each parameter: ``name``, ``group`` (its number), ``shape``, ``dtype``,
             ``placement``, ``sharded``, ``algorithm``, ``matrices`` (how many), ``owners`` (global
-            ranks), ``whole`` (whether they are so without traffic), ``flops`` of orthogonalization and
-            ``bytes`` that travel for it. Of experts that are divided among ranks, those that this
-            rank and its peers hold.
+            ranks), ``whole`` (owned where they are, without traffic), ``flops`` (of their
+            orthogonalization) and ``bytes`` (that travel). Of experts that are divided among
+            ranks, the matrices that this rank and its peers hold.
         totals: of this rank, ``flops``, ``sent_bytes``, ``received_bytes``, ``chunks`` with
             traffic, ``in_flight`` of them, and ``balance``: the most FLOPs of a peer over the mean.
     """
