@@ -1,0 +1,290 @@
+"""Which part of a tensor each rank holds: as torch has it, for all ranks from inside one process."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from kernel import optimizer
+
+layout = optimizer.distributed.layout
+dtensors = optimizer.distributed.utils
+Sharding, Split = layout.Sharding, layout.Split
+
+SIZES = (0, 1, 2, 3, 5, 7, 8, 12, 16, 23)
+
+
+@contextlib.contextmanager
+def one_of(ranks: int, rank: int = 0) -> Iterator[None]:
+    """A process group of this process alone, which takes the others to be there."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def random_mesh(rng: random.Random) -> torch.Tensor:
+    """Up to three dimensions of at most four ranks each, of more ranks than those, in any order."""
+    sizes = [rng.randint(1, 4) for _ in range(rng.randint(1, 3))]
+    numel = math.prod(sizes)
+    return torch.tensor(rng.sample(range(numel + 3), numel)).view(sizes)
+
+
+def random_placements(rng: random.Random, mesh: torch.Tensor, dims: int) -> list[Any]:
+    """Shards, strided where later ones cut the same dimension, and replicas."""
+    placements: list[Any] = []
+    for index in reversed(range(mesh.ndim)):
+        dim = rng.choice([None, *range(dims)])
+        later = zip(mesh.shape[index + 1 :], placements)
+        cuts = [size for size, other in later if getattr(other, "dim", None) == dim]
+        if dim is None:
+            placement: Any = Replicate()
+        elif cuts and rng.random() < 0.6:
+            placement = _StridedShard(dim, split_factor=math.prod(cuts))
+        else:
+            placement = Shard(dim)
+        placements.insert(0, placement)
+    return placements
+
+
+def random_shape(rng: random.Random, mesh: torch.Tensor, placements: list[Any]) -> tuple[int, ...]:
+    """Any sizes, but multiples where three mesh dimensions cut one, some in strides."""
+    shape = [rng.choice(SIZES) for _ in range(3)]
+    for dim in range(3):
+        cuts = [n for n, p in zip(mesh.shape, placements) if getattr(p, "dim", None) == dim]
+        strided = any(isinstance(p, _StridedShard) and p.dim == dim for p in placements)
+        if strided and len(cuts) > 2:
+            shape[dim] = math.prod(cuts) * rng.randint(0, 3)
+    return tuple(shape)
+
+
+def random_cases(seed: int, count: int) -> Iterator[tuple[torch.Tensor, list[Any], tuple]]:
+    rng = random.Random(seed)
+    for _ in range(count):
+        mesh = random_mesh(rng)
+        placements = random_placements(rng, mesh, dims=3)
+        yield mesh, placements, random_shape(rng, mesh, placements)
+
+
+def sharding_of(mesh: torch.Tensor, placements: list[Any]) -> Any:
+    splits = [
+        None if isinstance(p, Replicate) else Split(p.dim, isinstance(p, _StridedShard))
+        for p in placements
+    ]
+    return Sharding(tuple(mesh.shape), tuple(mesh.flatten().tolist()), tuple(splits))
+
+
+def torch_has(
+    mesh: torch.Tensor, placements: list[Any], shape: tuple[int, ...], rank: int
+) -> tuple:
+    """Local shape and offset of a rank, without a process group."""
+    device_mesh = DeviceMesh("cpu", mesh, _init_backend=False, _rank=rank)
+    return compute_local_shape_and_global_offset(shape, device_mesh, placements)
+
+
+# -- intervals and regions -------------------------------------------------------------------------
+
+
+@pytest.mark.kernels_ci
+def test_a_dimension_is_cut_as_torch_chunks_it():
+    for size, parts in itertools.product(range(40), range(1, 12)):
+        expected = [piece.tolist() for piece in torch.arange(size).chunk(parts) if size]
+        expected += [[]] * (parts - len(expected))
+        found = [layout.shard(size, parts, index) for index in range(parts)]
+        assert [list(range(*interval)) for interval in found] == expected
+        assert all(0 <= start <= stop <= size for start, stop in found)
+
+
+def test_an_overlap_is_what_both_intervals_hold():
+    intervals = [(start, stop) for start in range(6) for stop in range(start, 6)]
+    for a, b in itertools.product(intervals, intervals):
+        start, stop = layout.overlap(a, b)
+        assert set(range(start, stop)) == set(range(*a)) & set(range(*b))
+        assert a[0] <= start <= stop <= a[1]
+
+
+def test_regions_intersect_dimension_by_dimension_and_slice_what_they_say():
+    rng = random.Random(0)
+    grid = torch.arange(6 * 5 * 4).view(6, 5, 4)
+
+    def interval(size: int) -> tuple[int, int]:
+        return tuple(sorted((rng.randint(0, size), rng.randint(0, size))))
+
+    for _ in range(200):
+        a, b = (tuple(map(interval, grid.shape)) for _ in range(2))
+        both = layout.intersect(a, b)
+        held = [set(grid[layout.slices(region)].flatten().tolist()) for region in (a, b, both)]
+        assert held[2] == held[0] & held[1]
+        assert layout.numel(both) == len(held[2])
+        assert layout.shape_of(both) == tuple(grid[layout.slices(both)].shape)
+        inside = grid[layout.slices(a)][layout.slices(layout.relative(both, a))]
+        assert torch.equal(inside, grid[layout.slices(both)])
+    assert torch.equal(grid[layout.slices(layout.whole(grid.shape))], grid)
+    assert layout.numel(()) == 1
+
+
+# -- shardings -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_every_rank_holds_what_torch_gives_it(seed):
+    for mesh, placements, shape in random_cases(seed, 150):
+        sharding = sharding_of(mesh, placements)
+        for rank in mesh.flatten().tolist():
+            region = sharding.region(shape, rank)
+            sizes, offsets = torch_has(mesh, placements, shape, rank)
+            what = f"rank {rank} of {mesh.tolist()}: {placements} of {shape}"
+            assert layout.shape_of(region) == tuple(sizes), what
+            for (start, stop), offset in zip(region, offsets):
+                assert start == offset or start == stop, what
+
+
+def test_ranks_outside_of_the_mesh_hold_nothing_and_have_no_peers():
+    sharding = Sharding((2,), (4, 1), (Split(0),))
+    assert sharding.region((8, 3), 4) == ((0, 4), (0, 3))
+    assert sharding.region((8, 3), 1) == ((4, 8), (0, 3))
+    assert layout.numel(sharding.region((8, 3), 0)) == 0
+    assert sharding.peers(0, [0, 1]) == ()
+    with pytest.raises(ValueError):
+        sharding.coordinate(0)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_shards_tile_the_tensor_and_replicas_hold_the_same(seed):
+    for mesh, placements, shape in random_cases(100 + seed, 100):
+        sharding = sharding_of(mesh, placements)
+        counts = torch.zeros(shape, dtype=torch.long)
+        for rank in sharding.ranks:
+            counts[layout.slices(sharding.region(shape, rank))] += 1
+        replicas = math.prod(
+            size for size, p in zip(mesh.shape, placements) if isinstance(p, Replicate)
+        )
+        assert (counts == replicas).all(), f"{mesh.tolist()}: {placements} of {shape}"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_peers_differ_in_nothing_but_how_those_dimensions_are_cut(seed):
+    for mesh, placements, _ in random_cases(200 + seed, 50):
+        sharding = sharding_of(mesh, placements)
+        for dims in ([], [0], [2], [1, 2], [0, 1, 2]):
+            free = [getattr(p, "dim", None) in dims for p in placements]
+            kept = [number for number, is_free in enumerate(free) if not is_free]
+            for rank in sharding.ranks:
+                mine = sharding.coordinate(rank)
+                peers = sharding.peers(rank, dims)
+                assert rank in peers and list(peers) == sorted(set(peers))
+                assert peers == tuple(
+                    other
+                    for other in sorted(sharding.ranks)
+                    if all(sharding.coordinate(other)[d] == mine[d] for d in kept)
+                )
+                assert all(sharding.peers(other, dims) == peers for other in peers)
+
+
+def test_coordinates_are_places_in_the_mesh():
+    for mesh, placements, _ in random_cases(300, 50):
+        sharding = sharding_of(mesh, placements)
+        for rank in sharding.ranks:
+            assert int(mesh[sharding.coordinate(rank)]) == rank
+
+
+@pytest.mark.parametrize(
+    ("strided", "order"),
+    [
+        ((False, False, False), [0, 1, 2]),
+        ((True, False, False), [1, 2, 0]),
+        ((False, True, False), [0, 2, 1]),
+        ((True, True, False), [2, 1, 0]),
+    ],
+    ids=str,
+)
+def test_a_strided_shard_cuts_what_later_mesh_dimensions_have_cut(strided, order):
+    splits = tuple(Split(0, is_strided) for is_strided in strided)
+    assert Sharding((2, 2, 2), tuple(range(8)), splits).cutting_order() == order
+
+
+def test_replicas_do_not_change_the_order_of_the_cuts():
+    splits = (Split(0, strided=True), None, Split(0))
+    order = Sharding((2, 2, 2), tuple(range(8)), splits).cutting_order()
+    assert order.index(2) < order.index(0)
+
+
+def test_equal_shardings_are_one_key():
+    first, second = (Sharding((2, 2), (0, 1, 2, 3), (Split(0), None)) for _ in range(2))
+    assert first == second and hash(first) == hash(second)
+    assert first != Sharding((2, 2), (0, 1, 2, 3), (None, Split(0)))
+    assert first != Sharding((2, 2), (1, 0, 2, 3), (Split(0), None))
+
+
+# -- DTensors --------------------------------------------------------------------------------------
+
+
+def dtensor(mesh: DeviceMesh, placements: list[Any], shape: tuple[int, ...]) -> DTensor:
+    """Zeros, as torch lays them out on this rank."""
+    sizes, _ = compute_local_shape_and_global_offset(shape, mesh, placements)
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        torch.zeros(sizes),
+        mesh,
+        placements,
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=stride,
+    )
+
+
+def test_a_dtensor_tells_how_it_lies():
+    placements = [Replicate(), _StridedShard(0, split_factor=2), Shard(0)]
+    with one_of(8, rank=5):
+        mesh = DeviceMesh("cpu", torch.arange(8).view(2, 2, 2), _init_backend=False)
+        tensor = dtensor(mesh, placements, (10, 6))
+        found = dtensors.sharding_of(tensor)
+        assert found == sharding_of(mesh.mesh, placements)
+        assert layout.shape_of(found.region((10, 6), 5)) == tuple(tensor.to_local().shape)
+        assert dtensors.ranks_of(tensor) == tuple(range(8))
+        assert dtensors.sharding_of(torch.zeros(2, 2)) is None
+
+
+def make_muon(mesh: torch.Tensor, placements: list[Any], shape: tuple[int, ...]) -> None:
+    with one_of(mesh.numel()):
+        device_mesh = DeviceMesh("cpu", mesh, _init_backend=False)
+        weight = nn.Parameter(dtensor(device_mesh, placements, shape))
+        optimizer.Muon([{"params": [weight], "names": ["layers.3.wo.weight"], "use_muon": True}])
+
+
+THREE_CUTS = [
+    [_StridedShard(0, split_factor=4), Shard(0), Shard(0)],
+    [_StridedShard(0, split_factor=4), _StridedShard(0, split_factor=2), Shard(0)],
+    [Shard(0), _StridedShard(0, split_factor=2), Shard(0)],
+]
+
+
+@pytest.mark.parametrize("placements", THREE_CUTS, ids=str)
+def test_three_uneven_cuts_of_a_dimension_in_strides_are_refused_by_name(placements):
+    mesh = torch.arange(8).view(2, 2, 2)
+    with pytest.raises(ValueError, match=r"^layers\.3\.wo\.weight has 12 indices in dimension 0"):
+        make_muon(mesh, placements, (12, 6))
+    make_muon(mesh, placements, (16, 6))
+
+
+@pytest.mark.parametrize("factor", [1, 3, 4])
+def test_a_strided_shard_without_the_shards_that_it_strides_over_is_refused_by_name(factor):
+    mesh = torch.arange(4).view(2, 2)
+    placements = [_StridedShard(0, split_factor=factor), Shard(0)]
+    with pytest.raises(ValueError, match=r"^layers\.3\.wo\.weight has placement _StridedShard"):
+        make_muon(mesh, placements, (16, 6))
