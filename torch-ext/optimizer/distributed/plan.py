@@ -354,8 +354,9 @@ class _Planner:
                     draft.units += self._cut(unit)
             else:
                 draft = self._draft(entry, peers, entry.wire)
-                draft.units.append(unit)
-                draft.holders.append(holders)
+                pieces = self._cut(unit)
+                draft.units += pieces
+                draft.holders += [holders] * len(pieces)
 
     def _draft(self, entry: Entry, peers: tuple[int, ...], wire: torch.dtype) -> _Draft:
         draft = _Draft(peers, wire, entry.wide, entry.device, [], [])
