@@ -1,4 +1,4 @@
-"""Which part of a tensor each rank holds: as torch has it, for all ranks from inside one process."""
+"""Which part of a tensor each rank holds: what torch says, for all ranks inside one process."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_every_rank_holds_what_torch_gives_it(seed):
             what = f"rank {rank} of {mesh.tolist()}: {placements} of {shape}"
             assert layout.shape_of(region) == tuple(sizes), what
             for (start, stop), offset in zip(region, offsets):
-                assert start == offset or start == stop, what
+                assert start in (offset, stop), what
 
 
 def test_ranks_outside_of_the_mesh_hold_nothing_and_have_no_peers():
