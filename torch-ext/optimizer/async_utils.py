@@ -19,9 +19,9 @@ def interleave(
 ) -> None:
     """Runs tasks to their ends, at most ``in_flight`` of them begun and not ended at any time.
 
-    While chunk k is computed, the next ones are being gathered and chunk k − 1 is on its way back.
-    The order depends on the number of tasks and on ``in_flight`` alone: ranks for which these are
-    equal launch their collectives in one order.
+    While chunk k is computed, the next ones are being gathered and, where ``in_flight`` allows
+    three, chunk k − 1 is on its way back. The order depends on the number of tasks and on
+    ``in_flight`` alone: ranks for which these are equal launch their collectives in one order.
 
     Args:
         tasks: begun in this order.
@@ -29,15 +29,14 @@ def interleave(
         meanwhile: work that needs no traffic, done under the first gathers.
     """
     waiting = iter(tasks)
+    upcoming = next(waiting, None)
     gathering: deque[Task] = deque()
     returning: deque[Task] = deque()
     while True:
-        while len(gathering) + len(returning) < in_flight:
-            task = next(waiting, None)
-            if task is None:
-                break
-            next(task)
-            gathering.append(task)
+        while upcoming is not None and len(gathering) + len(returning) < in_flight:
+            next(upcoming)
+            gathering.append(upcoming)
+            upcoming = next(waiting, None)
         if meanwhile is not None:
             meanwhile()
             meanwhile = None
@@ -47,5 +46,7 @@ def interleave(
             returning.append(task)
         if not returning:
             return
-        if len(returning) > 1 or not gathering or in_flight == 1:
+        # Room for the chunk behind the next one: gathered later, it would hide under nothing.
+        makes_room = upcoming is not None and len(gathering) < 2
+        if len(returning) > 1 or not gathering or makes_room:
             next(returning.popleft(), None)
