@@ -452,7 +452,7 @@ def test_as_a_reference_every_peer_owns_all_that_travels():
 def test_owners_are_those_whose_batches_hold_the_units():
     for what, _, plans in random_cases(everywhere=False):
         for lanes in lanes_of(plans).values():
-            expected = {unit: owner for unit, owner in lanes[0].owners}
+            expected = dict(lanes[0].owners)
             assert len(expected) == len(lanes[0].owners), what
             found = {
                 unit: lane.me

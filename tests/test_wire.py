@@ -1,0 +1,158 @@
+"""What rides along on a 16-bit wire: parts scaled to the range of fp16, and numbers in fp32."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from kernel import optimizer
+
+wire = optimizer.distributed.wire
+INF, NAN = float("inf"), float("nan")
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+def over_the_wire(parts: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Scaled, sent in fp16 with their exponents, and scaled back; the given ones stay."""
+    scaled = [part.clone() for part in parts]
+    exponents = wire.scale_down(scaled)
+    received = [part.half().float() for part in scaled]
+    wire.scale_up(received, exponents.half())
+    return received
+
+
+@pytest.mark.kernels_ci
+def test_scaling_down_and_up_is_exact_in_fp32():
+    parts = [torch.randn(5, 7) * 2.0**power for power in range(-95, 120, 5)]
+    scaled = [part.clone() for part in parts]
+    wire.scale_up(scaled, wire.scale_down(scaled))
+    assert all(torch.equal(found, part) for found, part in zip(scaled, parts))
+
+
+def test_powers_of_two_arrive_as_they_are():
+    for power in range(-120, 127):
+        (found,) = over_the_wire([torch.tensor([2.0**power, -(2.0 ** (power - 6)), 0.0])])
+        assert found.tolist() == [2.0**power, -(2.0 ** (power - 6)), 0.0]
+
+
+def test_the_largest_magnitude_of_a_part_comes_to_lie_in_one_octave():
+    parts = [torch.randn(20) * 10.0**power for power in range(-30, 38, 4)]
+    wire.scale_down(parts)
+    for part in parts:
+        assert 2.0**12 <= part.abs().max() < 2.0**13
+
+
+@pytest.mark.parametrize("magnitude", [1e-30, 1e-7, 1.0, 1e4, 1e30])
+def test_what_is_a_millionth_of_the_largest_keeps_the_precision_of_fp16(magnitude):
+    parts = [torch.randn(1000) * torch.exp2(-20 * torch.rand(1000)) for _ in range(4)]
+    parts = [part * (magnitude / part.abs().max()) for part in parts]
+    for found, part in zip(over_the_wire(parts), parts):
+        resolved = part.abs() >= 2.0**-20 * part.abs().max()
+        error = (found - part).abs() / part.abs()
+        assert resolved.sum() > 800
+        assert error[resolved].max() <= 2.0**-11
+
+
+def test_every_part_has_a_scale_of_its_own():
+    parts = [torch.randn(6, 4) * scale for scale in (1e-30, 1e30, 1e-7, 0.0)]
+    for found, part in zip(over_the_wire(parts), parts):
+        torch.testing.assert_close(found, part, rtol=2.0**-11, atol=0.0)
+
+
+def test_zeros_stay_zeros():
+    (found,) = over_the_wire([torch.zeros(3, 4)])
+    assert torch.equal(found, torch.zeros(3, 4))
+
+
+def test_what_is_smaller_than_any_factor_reaches_stays_finite():
+    tiny = torch.tensor([1.2e-38, 1e-40, 0.0])
+    exponents = wire.scale_down([scaled := tiny.clone()])
+    assert torch.isfinite(scaled).all() and torch.isfinite(exponents).all()
+    wire.scale_up([scaled], exponents)
+    assert torch.isfinite(scaled).all()
+    assert (scaled - tiny).abs().max() <= 1e-38
+
+
+@pytest.mark.parametrize("bad", [INF, -INF, NAN])
+def test_inf_and_nan_go_as_they_are_and_leave_other_parts_alone(bad):
+    part = torch.randn(8)
+    broken = part.clone()
+    broken[3] = bad
+    found = over_the_wire([broken, part])
+    expected = torch.tensor(bad)
+    assert torch.equal(found[0][3], expected) or (math.isnan(bad) and found[0][3].isnan())
+    torch.testing.assert_close(found[1], part, rtol=2.0**-11, atol=1e-7)
+
+
+def test_exponents_are_whole_numbers_that_fp16_and_bf16_hold():
+    powers = torch.arange(-140, 128, dtype=torch.float64)
+    exponents = wire.scale_down([torch.exp2(power).float().view(1) for power in powers])
+    assert exponents.dtype == torch.float32 and exponents.shape == powers.shape
+    assert torch.equal(exponents, exponents.round())
+    assert torch.equal(exponents.half().float(), exponents)
+    assert torch.equal(exponents.bfloat16().float(), exponents)
+
+
+# -- numbers ---------------------------------------------------------------------------------------
+
+FLOATING = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
+
+
+def slots(dtype: torch.dtype) -> int:
+    return 2 if dtype.itemsize == 2 else 1
+
+
+@pytest.mark.parametrize("dtype", FLOATING, ids=str)
+@pytest.mark.parametrize("start", [0, 1, 2, 5, 7])
+def test_numbers_come_out_as_they_went_in(dtype, start):
+    numbers = torch.cat([torch.randn(50) * 10.0**power for power in (-38, -20, 0, 20, 37)])
+    numbers = torch.cat([numbers, torch.tensor([0.0, -0.0, INF, -INF, 1e-45])])
+    if dtype == torch.float64:
+        numbers = torch.cat([numbers.double(), torch.randn(9, dtype=dtype) * 1e300])
+    used = slots(dtype) * len(numbers)
+    buffer = torch.full((start + used + 3,), 7.0, dtype=dtype)
+    wire.write_numbers(numbers, buffer, start)
+    found = wire.read_numbers(buffer, start, len(numbers))
+    assert torch.equal(found, numbers)
+    assert torch.equal(found.signbit(), numbers.signbit())
+    untouched = torch.cat([buffer[:start], buffer[start + used :]])
+    assert untouched.tolist() == [7.0] * (start + 3)
+
+
+@pytest.mark.parametrize("dtype", FLOATING, ids=str)
+def test_nan_comes_out_as_nan(dtype):
+    numbers = torch.tensor([1.0, NAN, -NAN, 2.0])
+    buffer = torch.zeros(1 + slots(dtype) * 4, dtype=dtype)
+    wire.write_numbers(numbers, buffer, 1)
+    found = wire.read_numbers(buffer, 1, 4)
+    assert found.isnan().tolist() == [False, True, True, False]
+    assert found[[0, 3]].tolist() == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("dtype", FLOATING, ids=str)
+def test_numbers_are_written_flat_from_any_layout(dtype):
+    numbers = torch.randn(4, 3).t()
+    assert not numbers.is_contiguous()
+    buffer = torch.zeros(5 + slots(dtype) * 12, dtype=dtype)
+    wire.write_numbers(numbers, buffer, 5)
+    assert torch.equal(wire.read_numbers(buffer, 5, 12), numbers.flatten().to(torch.float32))
+
+
+def test_numbers_that_were_made_in_fp64_keep_fp32_on_a_16_bit_wire():
+    numbers = torch.rand(10, dtype=torch.float64)
+    buffer = torch.zeros(21, dtype=torch.bfloat16)
+    wire.write_numbers(numbers, buffer, 1)
+    assert torch.equal(wire.read_numbers(buffer, 1, 10), numbers.float())
+
+
+def test_no_numbers_take_no_place():
+    buffer = torch.ones(3, dtype=torch.bfloat16)
+    wire.write_numbers(torch.zeros(0), buffer, 3)
+    assert wire.read_numbers(buffer, 3, 0).shape == (0,)
+    assert buffer.tolist() == [1.0, 1.0, 1.0]
