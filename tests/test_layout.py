@@ -20,6 +20,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from kernel import optimizer
+from ranks import run_ranks
 
 layout = optimizer.distributed.layout
 dtensors = optimizer.distributed.utils
@@ -288,3 +289,52 @@ def test_a_strided_shard_without_the_shards_that_it_strides_over_is_refused_by_n
     placements = [_StridedShard(0, split_factor=factor), Shard(0)]
     with pytest.raises(ValueError, match=r"^layers\.3\.wo\.weight has placement _StridedShard"):
         make_muon(mesh, placements, (16, 6))
+
+
+# -- process groups --------------------------------------------------------------------------------
+
+
+def sharded_on(mesh: DeviceMesh) -> DTensor:
+    return DTensor.from_local(torch.zeros(2, 4), mesh, [Shard(0), Shard(0)], run_check=False)
+
+
+def groups_of_two_stages() -> tuple[list[int], float, bool]:
+    """Each stage is a mesh of two by two, whose ranks together have no group yet."""
+    rank = dist.get_rank()
+    stages = torch.tensor([[[0, 3], [4, 6]], [[1, 2], [5, 7]]])
+    meshes = [DeviceMesh("cpu", stage) for stage in stages]
+    number = next(n for n, stage in enumerate(stages) if rank in stage)
+    if rank in (1, 6):
+        dist.new_group([1, 6], use_local_synchronization=True)
+    for _ in range(rank % 3):  # torch would now name a next group differently on each
+        dist.new_group([rank], use_local_synchronization=True)
+    tensor = sharded_on(meshes[number])
+    ranks = sorted(stages[number].flatten().tolist())
+    group = dtensors.process_group(tensor, ranks)
+    total = torch.tensor(float(rank))
+    dist.all_reduce(total, group=group)
+    again = dtensors.process_group(sharded_on(meshes[number]), ranks)
+    return dist.get_process_group_ranks(group), total.item(), again is group
+
+
+def test_stages_make_groups_of_their_own_whatever_groups_their_ranks_are_in():
+    found = run_ranks(groups_of_two_stages, 8)
+    for stage in ([0, 3, 4, 6], [1, 2, 5, 7]):
+        for rank in stage:
+            assert found[rank] == (stage, float(sum(stage)), True)
+
+
+def groups_that_exist() -> list[bool]:
+    rank = dist.get_rank()
+    mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2))
+    tensor = sharded_on(mesh)
+    rows, columns = mesh.get_group(0), mesh.get_group(1)
+    return [
+        dtensors.process_group(tensor, [rank % 2, rank % 2 + 2]) is rows,
+        dtensors.process_group(tensor, [rank // 2 * 2, rank // 2 * 2 + 1]) is columns,
+        dtensors.process_group(tensor, range(4)) is dist.group.WORLD,
+    ]
+
+
+def test_groups_of_a_mesh_and_of_the_world_serve_where_they_have_these_ranks():
+    assert run_ranks(groups_that_exist, 4) == 4 * [[True] * 3]
