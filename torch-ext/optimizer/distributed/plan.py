@@ -337,6 +337,8 @@ class _Planner:
         self.everywhere = everywhere
         self.drafts: dict[tuple, _Draft] = {}
         self.loads: dict[tuple[int, ...], list[int]] = {}  # FLOPs of each peer
+        self.costs: dict[tuple[int, int], int] = {}  # FLOPs of a matrix, by entry and rows
+        self.runs: dict[tuple, list[tuple[Interval, int, tuple[int, ...]]]] = {}  # by layout
 
     # -- units -----------------------------------------------------------------------------
 
@@ -376,8 +378,11 @@ class _Planner:
                 rows = (blocks.start, blocks.stop)
                 yield Unit(number, (*experts, rows, *cols), blocks.rows), (0,)
             return
-        held = [entry.region(peer)[m.row_dim :] for peer in peers]
-        runs = list(_runs(m.blocks, held))
+        key = (m, entry.sharding, peers)
+        if key not in self.runs:
+            held = [entry.region(peer)[m.row_dim :] for peer in peers]
+            self.runs[key] = list(_runs(m.blocks, held))
+        runs = self.runs[key]
         for expert in itertools.product(*(range(start, stop) for start, stop in experts)):
             box = tuple((index, index + 1) for index in expert)
             for rows, each, holders in runs:
@@ -406,7 +411,10 @@ class _Planner:
         return self.entries[unit.entry].matrices.count(unit.box, unit.rows)
 
     def _cost(self, unit: Unit) -> int:
-        return self.count(unit) * self.entries[unit.entry].cost(unit.rows)
+        key = (unit.entry, unit.rows)
+        if key not in self.costs:
+            self.costs[key] = self.entries[unit.entry].cost(unit.rows)
+        return self.count(unit) * self.costs[key]
 
     def matrices_per_batch(self, unit: Unit, most_bytes: Optional[int] = None) -> int:
         if self.chunk_size > 0:
