@@ -516,6 +516,14 @@ def test_heads_that_are_whole_on_a_rank_stay_there():
         assert [unit.box[0] for unit, _ in of_rank.owners] == [whole[rank]]
 
 
+def test_heads_that_are_cut_are_owned_one_by_one():
+    (lane,) = make_plan([entry((12, 8), sharded(4, 1), split=2)]).lanes
+    assert sorted(unit.box[0] for unit, _ in lane.owners) == [
+        (at, at + 2) for at in range(0, 12, 2)
+    ]
+    assert Counter(owner for _, owner in lane.owners) == {0: 2, 1: 2, 2: 1, 3: 1}
+
+
 # -- balance ---------------------------------------------------------------------------------------
 
 
