@@ -509,11 +509,11 @@ def test_experts_that_are_whole_where_they_lie_have_no_traffic(sharding, second_
 def test_heads_that_are_whole_on_a_rank_stay_there():
     for rank in range(4):
         (lane,) = make_plan([entry((12, 8), sharded(4), split=2)], rank).lanes
-        (of_rank,) = make_plan([entry((12, 8), sharded(4), split=2)], rank).alone
-        # Rows 3, 4 and 5 are one's, of which 4 and 5 are a head; the head of 2 and 3 is cut.
+        (alone,) = make_plan([entry((12, 8), sharded(4), split=2)], rank).alone
+        # Rank 1 holds rows 3 to 5: a whole head, and half of the one that rank 0 has begun.
         assert [unit.box[0] for unit, _ in lane.owners] == [(2, 4), (8, 10)]
         whole = {0: (0, 2), 1: (4, 6), 2: (6, 8), 3: (10, 12)}
-        assert [unit.box[0] for unit, _ in of_rank.owners] == [whole[rank]]
+        assert [unit.box[0] for unit, _ in alone.owners] == [whole[rank]]
 
 
 def test_heads_that_are_cut_are_owned_one_by_one():
