@@ -620,8 +620,9 @@ def test_staging_is_bounded_by_local_bytes_and_the_largest_matrix(ranks, device,
     deepest = 0
     for shapes in (llama(2, 512, 1536, 128), LLAMA_3_8B, [(1024, 1024)] * 40):
         entries = entries_of(shapes, sharded(ranks), device=device, dtype=torch.bfloat16)
-        room = 2 * max(map(math.prod, shapes))
-        room += planning.STAGING * 2 * sum(map(math.prod, shapes)) / ranks
+        # Of 4 of the largest matrix, two are what it is orthogonalized in.
+        room = 2 * 2 * max(map(math.prod, shapes))
+        room += 1.5 * 2 * sum(map(math.prod, shapes)) / ranks
         for rank in range(ranks):
             (lane,) = make_plan(entries, rank, warmup_step=warmup_step).lanes
             staged = [c.kept + sum(c.gather.sent) + sum(c.gather.received) for c in lane.chunks]
@@ -630,7 +631,7 @@ def test_staging_is_bounded_by_local_bytes_and_the_largest_matrix(ranks, device,
                 for at in range(len(staged) - lane.in_flight + 1)
             ]
             assert 1 <= lane.in_flight <= warmup_step + 1
-            assert lane.in_flight == 1 or max(at_once) <= room
+            assert lane.in_flight == 1 or max(at_once) + 2 * max(staged) <= room
             deepest = max(deepest, lane.in_flight)
     assert deepest == warmup_step + 1
 

@@ -290,22 +290,38 @@ def _normalize(
     G: Tensor, norm: str, factor: float, eps: float, overwrite: bool, scratch: Scratch, out: Tensor
 ) -> None:
     """``G / (factor · ‖G‖ + eps)`` per matrix, rounded once into ``out``; norms in fp32 or fp64."""
-    wide = torch.promote_types(G.dtype, torch.float32)
+    dtype = torch.promote_types(G.dtype, torch.float32)
     # Squares of values under 1e-19 vanish in fp32: bring the largest magnitude to 1 first.
     sides = (-2, -1)
-    largest = torch.maximum(G.amax(sides, keepdim=True), -G.amin(sides, keepdim=True)).to(wide)
+    largest = torch.maximum(G.amax(sides, keepdim=True), -G.amin(sides, keepdim=True)).to(dtype)
     largest.masked_fill_(largest == 0, 1.0)  # (n, 1, 1)
-    in_place = overwrite and G.dtype == wide
-    X = G if in_place else scratch.empty("wide", G.shape, wide, G.device).copy_(G)
-    X.div_(largest)
-    if norm == "frobenius":
-        size = torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True)
-    else:
-        gram = X.mT @ X if X.shape[-2] > X.shape[-1] else X @ X.mT
-        size = torch.linalg.vector_norm(gram, dim=(-2, -1), keepdim=True).sqrt_()
+
+    def divided(rows: Tensor) -> Tensor:
+        if overwrite and rows.dtype == dtype:
+            return rows.div_(largest)
+        return scratch.empty("wide", rows.shape, dtype, rows.device).copy_(rows).div_(largest)
+
+    # A large matrix in 16 bits goes by in rows, twice, rather than being copied to fp32 whole.
+    narrow = norm == "frobenius" and G.dtype != dtype
+    limit = NORMALIZE_BYTES.get(G.device.type, DEFAULT_NORMALIZE_BYTES)
+    rows_at_once = max(1, limit // (4 * len(G) * G.shape[-1])) if narrow else G.shape[-2]
+    slices = G.split(rows_at_once, dim=-2)
+    norms = []
+    for rows in slices:
+        X = divided(rows)
+        if norm == "schatten4":
+            X_gram = X.mT @ X if X.shape[-2] > X.shape[-1] else X @ X.mT
+            norms.append(torch.linalg.vector_norm(X_gram, dim=sides, keepdim=True).sqrt_())
+        else:
+            norms.append(torch.linalg.vector_norm(X, dim=sides, keepdim=True))
+    size = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), dim=0)
     size.mul_(factor).add_(eps)
     size.masked_fill_(size == 0, 1.0)  # a zero matrix without eps
-    torch.div(X, size, out=out)
+    if len(slices) == 1:
+        torch.div(X, size, out=out)
+    else:
+        for rows, of_rows in zip(slices, out.split(rows_at_once, dim=-2)):
+            torch.div(divided(rows), size, out=of_rows)
 
 
 def _iterate(X: Tensor, triples: Sequence[Triple], scratch: Scratch) -> Tensor:

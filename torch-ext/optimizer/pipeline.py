@@ -184,10 +184,11 @@ def _momentum(chunk: Chunk, lane: Lane, step: Step) -> Tensor:
         start, stop = run[0].sent, run[-1].sent + run[-1].numel
         wide = step.scratch.wide(buffer[start:stop], lane.wide)
         _update_momentum(run, wide, start, step)
-        if lane.scaled:
-            _scale_down(run, wide, start, buffer)
+        exponents = _scale_down(run, wide, start) if lane.scaled else ()
         if wide.dtype != lane.wire:
             buffer[start:stop].copy_(wide)
+        for place, of_bundle in exponents:  # last: they lie between the parts of batches
+            buffer[place : place + len(of_bundle)].copy_(of_bundle)
     if lane.everywhere and chunk.kept:
         buffer[chunk.kept :].view(-1, chunk.kept).copy_(buffer[: chunk.kept])
     return buffer
@@ -219,14 +220,14 @@ def _update_momentum(run: Sequence[Bundle], wide: Tensor, start: int, step: Step
         )
 
 
-def _scale_down(run: Sequence[Bundle], wide: Tensor, start: int, buffer: Tensor) -> None:
-    """Scales every part of a run to the range of fp16 and adds its exponent to the buffer."""
+def _scale_down(run: Sequence[Bundle], wide: Tensor, start: int) -> list[tuple[int, Tensor]]:
+    """Scales every part of a run to the range of fp16; exponents by their place in the buffer."""
     bundles = [bundle for bundle in run if bundle.numel]
     parts = [view for b in bundles for view in _views(wide, b.sent - start, b.shape)]
-    if parts:
-        exponents = wire.scale_down(parts).split([len(b.units) for b in bundles])
-        places = [buffer[b.exponents : b.exponents + len(b.units)] for b in bundles]
-        torch._foreach_copy_(places, list(exponents))
+    if not parts:
+        return []
+    exponents = wire.scale_down(parts).split([len(b.units) for b in bundles])
+    return [(bundle.exponents, of) for bundle, of in zip(bundles, exponents)]
 
 
 def _assemble(batch: Batch, momentum: Tensor, gathered: Tensor, lane: Lane, step: Step) -> Tensor:

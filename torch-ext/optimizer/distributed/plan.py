@@ -8,6 +8,7 @@ the update back. Every rank computes the same owners and chunks, and only its ow
 from __future__ import annotations
 
 import functools
+import gc
 import hashlib
 import heapq
 import itertools
@@ -19,10 +20,23 @@ from typing import Optional
 
 import torch
 
-from ..core import Blocks, Matrices
-from ..newton_schulz import Triple, flops
 from . import layout
-from .layout import Interval, Region, Sharding
+from .chunks import Batch, Bundle, Chunk, ChunkBuilder, Part, Traffic
+from .layout import Interval
+from .units import Entry, Unit, runs_of
+
+__all__ = [
+    "Batch",
+    "Bundle",
+    "Chunk",
+    "Entry",
+    "Lane",
+    "Part",
+    "Plan",
+    "Traffic",
+    "Unit",
+    "make_plan",
+]
 
 # Matrices orthogonalized as one batch, in bytes of their wide copy: a few of them fill an
 # accelerator; on CPUs a batch that stays in the cache is faster than a large one.
@@ -32,181 +46,16 @@ DEFAULT_BATCH_BYTES = 256 << 20
 # The same as a share of what a rank holds, where that is less (but not less than a chunk).
 BATCH_SHARE = 0.125
 
-# What element-wise arithmetic is done on at once, in bytes of a wide copy.
-RUN_BYTES = {"cpu": 256 << 10}
-DEFAULT_RUN_BYTES = 64 << 20
-
 # What a rank sends in one chunk, in bytes: the least that makes a collective worth its latency, and
 # the most that helps. Between them, there are so many chunks.
 CHUNK_BYTES = {"cpu": (512 << 10, 2 << 20)}
 DEFAULT_CHUNK_BYTES = (4 << 20, 64 << 20)
 CHUNKS = 6
 
-# Staging of the chunks in flight, as a multiple of the local parameters' bytes.
-STAGING = 0.75
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One Muon parameter as a plan sees it.
-
-    Args:
-        name: its FQN, or its place in the groups where it has no name.
-        group: number of its parameter group.
-        index: its place in that group.
-        matrices: how the whole tensor is read as matrices.
-        sharding: how it lies on a mesh; None where this rank holds everything.
-        dtype: of the parameter.
-        device: of its local tensor.
-        wire: format in which momentum and update travel.
-        triples: polynomials of its orthogonalization, which set its cost.
-        second_moment: whether owners send the mean squares of the update along.
-    """
-
-    name: str
-    group: int
-    index: int
-    matrices: Matrices
-    sharding: Optional[Sharding]
-    dtype: torch.dtype
-    device: torch.device
-    wire: torch.dtype
-    triples: tuple[Triple, ...]
-    second_moment: bool = False
-
-    @property
-    def wide(self) -> torch.dtype:
-        """What element-wise arithmetic is done in."""
-        return torch.promote_types(self.dtype, torch.float32)
-
-    def region(self, rank: int) -> Region:
-        """The part of the stored tensor that a rank holds."""
-        shape = self.matrices.shape
-        return layout.whole(shape) if self.sharding is None else self.sharding.region(shape, rank)
-
-    def peers(self, rank: int) -> tuple[int, ...]:
-        """The ranks that hold parts of the matrices of which ``rank`` does; ascending."""
-        if self.sharding is None:
-            return (rank,)
-        dims = range(self.matrices.row_dim, len(self.matrices.shape))
-        return self.sharding.peers(rank, dims)
-
-    def cost(self, rows: int) -> int:
-        """FLOPs for one matrix of so many rows."""
-        return flops(rows, self.matrices.cols, self.triples)
-
-
-@dataclass(frozen=True)
-class Unit:
-    """Matrices of one parameter that have one owner: a box of the stored tensor.
-
-    Args:
-        entry: number of its entry.
-        box: experts, rows, and all columns; rows are one or several blocks of ``rows``.
-        rows: of each matrix.
-    """
-
-    entry: int
-    box: Region
-    rows: int
-
-
-@dataclass(frozen=True)
-class Bundle:
-    """This rank's parts of some units of one batch, whoever owns it; all of one shape.
-
-    Args:
-        units: consecutive ones of the batch.
-        box: the part of each, in coordinates of the unit's box.
-        indices: slices that take the part out of the parameter's local tensor; None takes it all.
-        sent: where the parts begin in the buffer of momentum on its way to the owners.
-        received: where they begin in the buffer of updates that come back.
-        exponents: where their exponents are in the former.
-        moments: where their mean squares are in the latter.
-    """
-
-    units: tuple[Unit, ...]
-    box: Region
-    indices: tuple[Optional[tuple[slice, ...]], ...]
-    sent: int
-    received: int
-    exponents: int
-    moments: int
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (len(self.units), *layout.shape_of(self.box))
-
-    @property
-    def numel(self) -> int:
-        return len(self.units) * layout.numel(self.box)
-
-
-@dataclass(frozen=True)
-class Part:
-    """One peer's parts of the units of a batch, as the owner keeps them.
-
-    Args:
-        peer: number of the peer in its lane.
-        box: the part of each unit, in coordinates of the unit's box.
-        gathered: where they begin in what came from the peers, or, where the peer is the owner
-            itself, in its own buffer of momentum.
-        returned: the same for what goes back.
-    """
-
-    peer: int
-    box: Region
-    gathered: int
-    returned: int
-
-    @property
-    def numel(self) -> int:
-        return layout.numel(self.box)  # of one unit
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Units that are orthogonalized together: of one group, of one shape, laid out alike."""
-
-    units: tuple[Unit, ...]
-    parts: tuple[Part, ...]
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """Elements to and from each peer in one direction; none for this rank itself."""
-
-    sent: tuple[int, ...]
-    received: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """What is gathered, orthogonalized and given back together, as one rank sees it.
-
-    The buffers of momentum sent and of updates received begin with what this rank owns itself;
-    then comes what is for, or from, each peer. Between two ranks travel, batch by batch, the parts
-    of the units one behind the other, then what goes along: an exponent for each unit on the way
-    there (with an fp16 wire), mean squares of the update on the way back (with a second moment).
-
-    Args:
-        runs: this rank's parts of all batches, in the order of those buffers, with as much in one
-            run as element-wise arithmetic is best done on at once.
-        batches: what this rank owns.
-        gather, scatter: the traffic.
-        kept, kept_back: elements at the beginning of the two buffers that stay on this rank.
-    """
-
-    runs: tuple[tuple[Bundle, ...], ...]
-    batches: tuple[Batch, ...]
-    gather: Traffic
-    scatter: Traffic
-    kept: int
-    kept_back: int
-
-    @property
-    def bundles(self) -> Iterator[Bundle]:
-        return itertools.chain.from_iterable(self.runs)
+# What chunks in flight are chosen by, in bytes of the local weights and of the largest matrix: two
+# thirds of the bound on the memory of a step, because freed buffers do not fit the next exactly.
+STAGING_OF_LOCAL = 1.0
+STAGING_OF_LARGEST = 3.0
 
 
 @dataclass(frozen=True)
@@ -294,9 +143,15 @@ def make_plan(
         everywhere: every peer gathers every matrix, as a reference for tests.
     """
     planner = _Planner(entries, rank, chunk_size, warmup_step, everywhere)
-    for number, entry in enumerate(entries):
-        planner.add(number, entry)
-    lanes = planner.lanes()
+    collects = gc.isenabled()
+    gc.disable()  # nothing here is garbage, and looking for it takes half of the time
+    try:
+        for number, entry in enumerate(entries):
+            planner.add(number, entry)
+        lanes = planner.lanes()
+    finally:
+        if collects:
+            gc.enable()
     return Plan(
         rank,
         tuple(entries),
@@ -381,7 +236,7 @@ class _Planner:
         key = (m, entry.sharding, peers)
         if key not in self.runs:
             held = [entry.region(peer)[m.row_dim :] for peer in peers]
-            self.runs[key] = list(_runs(m.blocks, held))
+            self.runs[key] = list(runs_of(m.blocks, held))
         runs = self.runs[key]
         for expert in itertools.product(*(range(start, stop) for start, stop in experts)):
             box = tuple((index, index + 1) for index in expert)
@@ -424,6 +279,14 @@ class _Planner:
         limit = limit if most_bytes is None else min(limit, most_bytes)
         return max(1, limit // (unit.rows * entry.matrices.cols * entry.wide.itemsize))
 
+    def _batch_bytes(self, draft: _Draft) -> Optional[int]:
+        """The share of what a rank holds that bounds a batch; None where nothing is staged."""
+        if len(draft.peers) == 1:
+            return None
+        local = sum(layout.numel(unit.box) for unit in draft.units) // len(draft.peers)
+        least, _ = CHUNK_BYTES.get(draft.device.type, DEFAULT_CHUNK_BYTES)
+        return max(least, int(BATCH_SHARE * local * draft.wide.itemsize))
+
     # -- owners ----------------------------------------------------------------------------
 
     def lanes(self) -> list[Lane]:
@@ -437,7 +300,16 @@ class _Planner:
         for number in sorted(range(len(draft.units)), key=lambda i: -self._cost(draft.units[i])):
             queues[owners[number]].append(draft.units[number])
         rounds = self._rounds(draft, queues)
-        builder = _ChunkBuilder(self, draft, everywhere)
+        builder = ChunkBuilder(
+            self.entries,
+            draft.peers,
+            draft.peers.index(self.rank),
+            draft.wire,
+            draft.wide,
+            draft.device,
+            everywhere,
+            functools.partial(self.matrices_per_batch, most_bytes=self._batch_bytes(draft)),
+        )
         digest = hashlib.sha256()
         for owned in rounds:
             listed = [(peer, unit.box) for peer, units in owned.items() for unit in units]
@@ -534,14 +406,20 @@ class _Planner:
     def _in_flight(
         self, draft: _Draft, rounds: Sequence[dict[int, list[Unit]]], everywhere: bool
     ) -> int:
-        """How many chunks fit into the bound on staging; the same number on all peers."""
+        """How many chunks fit into the bound on memory; the same number on all peers.
+
+        While one of them is computed, its buffers there and back are held beside those of the
+        others, and what it is computed in: matrices twice, and two products of their shorter sides.
+        """
         peers, size = len(draft.peers), draft.wire.itemsize
         staged = []
         for owned in rounds:
             elements = [sum(layout.numel(u.box) for u in units) for units in owned.values()]
             staged.append(size * (max(elements) + sum(elements) // (1 if everywhere else peers)))
-        room = max((self._bytes(unit) for unit in draft.units), default=0)
-        room += int(STAGING * sum(map(self._bytes, draft.units))) // peers
+        largest = max(draft.units, key=self._bytes)
+        room = STAGING_OF_LOCAL * sum(map(self._bytes, draft.units)) / peers
+        room += STAGING_OF_LARGEST * self._bytes(largest)
+        room -= max(staged) + size * max(map(self._elements_of_work, draft.units))
         depth = 1
         while depth <= min(self.warmup_step, len(staged) - 1):
             windows = (sum(staged[at : at + depth + 1]) for at in range(len(staged) - depth))
@@ -550,174 +428,9 @@ class _Planner:
             depth += 1
         return depth
 
+    def _elements_of_work(self, unit: Unit) -> int:
+        numel, cols = layout.numel(unit.box), self.entries[unit.entry].matrices.cols
+        return 2 * numel + 2 * self.count(unit) * min(unit.rows, cols) ** 2
+
     def _bytes(self, unit: Unit) -> int:
         return layout.numel(unit.box) * self.entries[unit.entry].dtype.itemsize
-
-
-class _ChunkBuilder:
-    """Lays chunks of one lane out in the buffers of this rank."""
-
-    def __init__(self, planner: _Planner, draft: _Draft, everywhere: bool):
-        self.planner = planner
-        self.entries = planner.entries
-        self.peers = draft.peers
-        self.me = draft.peers.index(planner.rank)
-        self.everywhere = everywhere
-        kind = draft.device.type
-        self.run_numel = RUN_BYTES.get(kind, DEFAULT_RUN_BYTES) // draft.wide.itemsize
-        self.batch_bytes = None  # the default
-        if len(draft.peers) > 1:
-            local = sum(layout.numel(unit.box) for unit in draft.units) // len(draft.peers)
-            least, _ = CHUNK_BYTES.get(kind, DEFAULT_CHUNK_BYTES)
-            self.batch_bytes = max(least, int(BATCH_SHARE * local * draft.wide.itemsize))
-        self.slots = max(1, 4 // draft.wire.itemsize)  # elements that hold a number in fp32
-        self.exponents = int(draft.wire == torch.float16 and len(draft.peers) > 1)
-
-    def chunk(self, owned: dict[int, list[Unit]]) -> Chunk:
-        """The chunk in which each owner, by its number, orthogonalizes these units."""
-        peers = range(len(self.peers))
-        if self.everywhere:
-            owned = {self.me: [unit for units in owned.values() for unit in units]}
-        runs: list[list[Bundle]] = []
-        mine: list[tuple[tuple[Unit, ...], Region, int, int]] = []
-        out, back = [0] * len(peers), [0] * len(peers)
-        place = place_back = 0
-        for owner in sorted(owned, key=lambda peer: (peer != self.me, peer)):
-            begin, begin_back = place, place_back
-            for units in self._batches(owned[owner]):
-                box = self._part(units[0], self.me)
-                if owner == self.me:
-                    mine.append((units, box, place, place_back))
-                for bundle in self._bundles(units, box, place, place_back):
-                    if runs and sum(b.numel for b in runs[-1]) + bundle.numel <= self.run_numel:
-                        runs[-1].append(bundle)
-                    else:
-                        runs.append([bundle])
-                place += self._size_out(units, box)
-                place_back += self._size_back(units, box)
-            out[owner], back[owner] = place - begin, place_back - begin_back
-        kept, kept_back = out[self.me], back[self.me]
-        out = [kept if self.everywhere else size for size in out]
-        out[self.me] = back[self.me] = 0
-        parts, came, returned = self._parts(mine)
-        return Chunk(
-            tuple(map(tuple, runs)),
-            tuple(Batch(units, tuple(p)) for (units, *_), p in zip(mine, parts)),
-            Traffic(tuple(out), tuple(came)),
-            Traffic(tuple(returned), tuple(back)),
-            kept,
-            kept_back,
-        )
-
-    def _bundles(
-        self, units: tuple[Unit, ...], box: Region, sent: int, received: int
-    ) -> Iterator[Bundle]:
-        """This rank's parts of a batch, of which the first begins at ``sent`` and ``received``."""
-        size = layout.numel(box)
-        exponents, moments = sent + len(units) * size, received + len(units) * size
-        step = max(1, self.run_numel // size) if size else len(units)
-        for first in range(0, len(units), step):
-            some = units[first : first + step]
-            yield Bundle(
-                some,
-                box,
-                tuple(self._index(unit, box) for unit in some),
-                sent + first * size,
-                received + first * size,
-                exponents + first * self.exponents,
-                moments + first * self._moments(units[0]),
-            )
-
-    def _parts(
-        self, mine: Sequence[tuple[tuple[Unit, ...], Region, int, int]]
-    ) -> tuple[list[list[Part]], list[int], list[int]]:
-        """Every peer's parts of the batches owned here, and how much goes to and fro."""
-        parts: list[list[Part]] = [[] for _ in mine]
-        came, returned = [0] * len(self.peers), [0] * len(self.peers)
-        place = place_back = 0
-        for peer in range(len(self.peers)):
-            begin, begin_back = place, place_back
-            for (units, own, sent, received), of_batch in zip(mine, parts):
-                if peer == self.me:
-                    of_batch.append(Part(peer, own, sent, received))
-                    continue
-                box = self._part(units[0], peer)
-                of_batch.append(Part(peer, box, place, place_back))
-                place += self._size_out(units, box)
-                if not self.everywhere:
-                    place_back += self._size_back(units, box)
-            came[peer], returned[peer] = place - begin, place_back - begin_back
-        return parts, came, returned
-
-    def _batches(self, units: Sequence[Unit]) -> list[tuple[Unit, ...]]:
-        """Units that can be orthogonalized together, in batches of a limited size."""
-        alike: dict[tuple, list[Unit]] = {}
-        for unit in units:
-            entry = self.entries[unit.entry]
-            m = entry.matrices
-            shape = layout.shape_of(unit.box)
-            key: tuple = (entry.group, entry.dtype, entry.triples, shape, m.row_dim, unit.rows)
-            if len(self.peers) > 1:  # every peer's part must be the same of all
-                key += (entry.sharding, m.shape[m.row_dim :], unit.box[m.row_dim])
-            alike.setdefault(key, []).append(unit)
-        batches = []
-        for group in alike.values():
-            count = self.planner.count(group[0])
-            size = max(1, self.planner.matrices_per_batch(group[0], self.batch_bytes) // count)
-            batches += [tuple(group[at : at + size]) for at in range(0, len(group), size)]
-        return batches
-
-    def _part(self, unit: Unit, peer: int) -> Region:
-        """What a peer holds of a unit, in coordinates of its box."""
-        entry = self.entries[unit.entry]
-        row_dim = entry.matrices.row_dim
-        held = entry.region(self.peers[peer])[row_dim:]
-        experts = layout.whole(layout.shape_of(unit.box[:row_dim]))
-        rest = layout.intersect(unit.box[row_dim:], held)
-        return experts + layout.relative(rest, unit.box[row_dim:])
-
-    def _index(self, unit: Unit, part: Region) -> Optional[tuple[slice, ...]]:
-        """Where a part of a unit lies in the parameter's local tensor."""
-        held = self.entries[unit.entry].region(self.peers[self.me])
-        stored = tuple((a + o, b + o) for (a, b), (o, _) in zip(part, unit.box))
-        if stored == held:
-            return None
-        return layout.slices(layout.relative(stored, held))
-
-    def _size_out(self, units: Sequence[Unit], box: Region) -> int:
-        size = layout.numel(box)
-        return len(units) * (size + self.exponents) if size else 0
-
-    def _size_back(self, units: Sequence[Unit], box: Region) -> int:
-        return len(units) * (layout.numel(box) + self._moments(units[0]))
-
-    def _moments(self, unit: Unit) -> int:
-        """Elements that the mean squares of a unit's update take on the wire."""
-        entry = self.entries[unit.entry]
-        if not entry.second_moment:
-            return 0
-        return self.planner.count(unit) * max(unit.rows, entry.matrices.cols) * self.slots
-
-
-def _runs(
-    blocks: Sequence[Blocks], held: Sequence[Region]
-) -> Iterator[tuple[Interval, int, tuple[int, ...]]]:
-    """Rows of units, rows of each of their matrices, and the numbers of the peers that hold some.
-
-    Args:
-        blocks: how the rows of a stored matrix fall into matrices.
-        held: the rows and columns that each peer has of it.
-    """
-    for run in blocks:
-        of_run: list[tuple[Interval, int, tuple[int, ...]]] = []
-        for start in range(run.start, run.stop, run.rows):
-            rows = (start, start + run.rows)
-            holders = tuple(
-                peer
-                for peer, region in enumerate(held)
-                if layout.numel((layout.overlap(region[0], rows), *region[1:]))
-            )
-            if len(holders) == 1 and of_run and of_run[-1][2] == holders:
-                rows = (of_run.pop()[0][0], rows[1])
-            of_run.append((rows, run.rows, holders))
-        yield from of_run

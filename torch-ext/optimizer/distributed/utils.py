@@ -56,7 +56,8 @@ def _check_strides(shape: Sequence[int], mesh: Sequence[int], placements: Sequen
         if not isinstance(placement, _StridedShard):
             continue
         dim = placement.dim
-        cuts = [getattr(other, "dim", None) == dim for other in placements]
+        sizes = zip(mesh, placements)
+        cuts = [n > 1 and getattr(other, "dim", None) == dim for n, other in sizes]
         later = math.prod(n for n, cut in zip(mesh[index + 1 :], cuts[index + 1 :]) if cut)
         if later != placement.split_factor:
             raise ValueError(f"has placement {placement!r} without the shards it strides over")
