@@ -11,6 +11,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from counters import count, transient_bytes
@@ -258,3 +260,46 @@ def experts_cost() -> dict[str, float]:
 
 def test_experts_that_are_whole_on_a_rank_stay_there():
     assert run_ranks(experts_cost, 4) == 4 * [{"sent": 0, "messages": 0}]
+
+
+class RefusesToRead(TorchDispatchMode):
+    """Raises where the value or the shape of a result depends on what a device holds."""
+
+    READS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "_unique2", "equal")
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func._opname not in self.READS, func
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"beta2": 0.9, "cautious": True, "decay_lr": "adjusted"},
+        {"nonfinite": "skip", "beta2": 0.9},
+        {"comm_dtype": torch.float16, "ns_norm": "schatten4"},
+        {"use_distributed_muon": True, "momentum_style": "ema", "nesterov": False},
+        {"lr": torch.tensor(0.01), "maximize": True},
+    ],
+    ids=lambda options: "-".join(options) or "defaults",
+)
+def test_a_step_on_ranks_reads_nothing_from_the_device(options):
+    run_ranks(step_without_reading, 1, options)
+
+
+def step_without_reading(options):
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)  # no notes to read
+    mesh = init_device_mesh("cpu", (4,))
+    whole = nn.Parameter(torch.randn(6, 8))
+    rows, columns = (
+        nn.Parameter(distribute_tensor(torch.randn(10, 12), mesh, [Shard(d)])) for d in (0, 1)
+    )
+    for param in (whole, rows, columns):
+        param.grad = torch.randn_like(param)
+    optim = optimizer.Muon(
+        [{"params": [whole, rows, columns], "use_muon": True, "split": 2}], **options
+    )
+    with RefusesToRead():
+        optim.step()

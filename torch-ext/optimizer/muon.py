@@ -93,7 +93,7 @@ class Muon(torch.optim.Optimizer):
     """
 
     _survey: Survey  # of the groups as they last were
-    _agreed: bool  # ranks have compared notes on the plans there are
+    _agreed: list[Plan]  # on which ranks have compared notes
     _warned: bool  # of a step without gradients
 
     def __init__(
@@ -176,7 +176,6 @@ class Muon(torch.optim.Optimizer):
         names = group.pop("names")
         super().add_param_group(group)
         self._names.append(names)
-        self._agreed = False
 
     @property
     def names(self) -> list[Optional[list[str]]]:
@@ -264,7 +263,9 @@ class Muon(torch.optim.Optimizer):
                 groups, plan, notes = self._plan()
         except Exception as raised:
             error = raised
-        if agreement.is_due(self._wide.consistency_check, self._agreed):
+        # A rank that fails can't tell whether the others would ask: not after the first time.
+        known = bool(self._agreed) if error else any(plan is other for other in self._agreed)
+        if agreement.is_due(self._wide.consistency_check, known):
             try:
                 sets = sets_of(self.param_groups)
                 problem = self._agreement.check(notes, _in_words(error), sets)
@@ -276,7 +277,8 @@ class Muon(torch.optim.Optimizer):
                     raise ValueError(problem)
         if error is not None:
             raise error
-        self._agreed = True
+        if not known:
+            self._agreed = [*self._agreed[-7:], plan]  # as many as are kept
         self._warned = self._warned or validation.warn_of_no_gradients(groups)
         return groups, plan
 
@@ -297,7 +299,7 @@ class Muon(torch.optim.Optimizer):
             options.validate(group, f"param_groups[{number}]")
         found = survey(groups, self._wide, self._survey)
         if found is not self._survey:
-            self._survey, self._agreed = found, False
+            self._survey, self._agreed = found, []
         return found
 
     def summary(self) -> Summary:
@@ -390,7 +392,8 @@ class Muon(torch.optim.Optimizer):
     def _forget_plans(self) -> None:
         self._survey = NO_SURVEY
         self._agreement = agreement.Agreement()
-        self._agreed = self._warned = False
+        self._agreed = []
+        self._warned = False
 
 
 def _in_words(error: Optional[Exception]) -> Optional[str]:
