@@ -35,7 +35,8 @@ def check_placements(tensor: Tensor) -> None:
     """Refuses DTensors whose pieces can't be told from their placements.
 
     Raises:
-        ValueError: no process group, or a placement other than Shard and Replicate.
+        ValueError: no process group, or none for its device; a placement other than Shard and
+            Replicate; strided shards that are no intervals.
     """
     if not is_dtensor(tensor):
         return
@@ -48,6 +49,23 @@ def check_placements(tensor: Tensor) -> None:
                 "reduce a Partial tensor first: tensor.redistribute(placements=[Replicate(), …])"
             )
     _check_strides(tuple(tensor.shape), tensor.device_mesh.shape, tensor.placements)  # type: ignore[attr-defined]
+    if is_sharded(tensor) and not _has_backend(tensor):
+        raise ValueError(
+            f"is on {tensor.device.type}, for which the process group of its mesh has no backend; "
+            'name one for each device: init_process_group("cpu:gloo,cuda:nccl")'
+        )
+
+
+def _has_backend(tensor: Tensor) -> bool:
+    try:
+        group = tensor.device_mesh.get_all_groups()[0]  # type: ignore[attr-defined]
+    except RuntimeError:  # a mesh made without groups, to plan with
+        return True
+    try:
+        group._get_backend(tensor.device)
+    except RuntimeError:
+        return tensor.device.type == "meta"
+    return True
 
 
 def _check_strides(shape: Sequence[int], mesh: Sequence[int], placements: Sequence) -> None:
