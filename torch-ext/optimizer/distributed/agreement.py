@@ -198,6 +198,9 @@ def _explain(topology: _Topology, notes: Mapping[Ranks, Notes], error: Optional[
             everyone.setdefault(tuple(ranks), {})[rank] = Notes(plan, gradients)
     for ranks in _in_order(everyone):
         of_set = everyone[ranks]
+        if not any(of.plan for of in of_set.values()):
+            # Part of a mesh, of which a rank without any gradient there has no notes.
+            of_set.update({rank: Notes([], []) for rank in ranks if rank not in of_set})
         first = ranks[0]
         for rank in ranks:
             if rank not in of_set or first not in of_set:
