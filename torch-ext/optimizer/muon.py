@@ -294,13 +294,16 @@ class Muon(torch.optim.Optimizer):
         return groups, plan, notes_of(groups, found, plan, self._wide)
 
     def _look_at(self, groups: list[dict[str, Any]]) -> Survey:
-        """Checks the groups, and surveys them anew where something has changed."""
-        for number, group in enumerate(groups):
-            options.validate(group, f"param_groups[{number}]")
-        found = survey(groups, self._wide, self._survey)
+        """Checks the groups, and keeps what there is to plan from now on."""
+        found = self._survey_of(groups)
         if found is not self._survey:
             self._survey, self._agreed = found, []
         return found
+
+    def _survey_of(self, groups: list[dict[str, Any]]) -> Survey:
+        for number, group in enumerate(groups):
+            options.validate(group, f"param_groups[{number}]")
+        return survey(groups, self._wide, self._survey)
 
     def summary(self) -> Summary:
         """What a step does with every parameter, for a person to read: ``print(optim.summary())``.
@@ -309,7 +312,7 @@ class Muon(torch.optim.Optimizer):
         talking to other ranks. `Summary.rows` and `Summary.totals` hold it as plain data.
         """
         groups = self._views()
-        found = self._look_at(groups)
+        found = self._survey_of(groups)  # not kept: other ranks may make none
         return summarize(groups, found, plan_all(found, groups, self._wide))
 
     # -- state ---------------------------------------------------------------------------------
