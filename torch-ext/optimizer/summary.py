@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Optional
 
 from . import adamw, newton_schulz
 from .distributed import layout
@@ -22,9 +23,9 @@ class Summary:
     Args:
         rows: one for each parameter: ``name``, ``group`` (its number), ``shape``, ``dtype``,
             ``placement``, ``sharded``, ``algorithm``, ``matrices`` (how many), ``owners`` (global
-            ranks), ``whole`` (owned where they are, without traffic), ``flops`` (of their
-            orthogonalization) and ``bytes`` (that travel). Of experts that are divided among
-            ranks, the matrices that this rank and its peers hold.
+            ranks), ``whole`` (owned where they are, without traffic), ``flops`` (of
+            orthogonalization, by all owners) and ``bytes`` (that travel). Of experts that are
+            divided among ranks, the matrices that this rank and its peers hold.
         totals: of this rank, ``flops``, ``sent_bytes``, ``received_bytes``, ``chunks`` with
             traffic, ``in_flight`` of them, and ``balance``: the most FLOPs of a peer over the mean.
     """
@@ -55,19 +56,17 @@ class Summary:
 def summarize(groups: Sequence[Group], found: Survey, plan: Plan) -> Summary:
     """The summary of a plan in which all trainable parameters take part."""
     by_entry: dict[tuple[int, int], dict[str, Any]] = {}
-    for lane in (*plan.lanes, *plan.alone):
-        for unit, owner in lane.owners:
-            entry = plan.entries[unit.entry]
-            row = by_entry.setdefault(
-                (entry.group, entry.index),
-                {"matrices": 0, "owners": set(), "whole": True, "flops": 0, "bytes": 0},
-            )
-            count = entry.matrices.count(unit.box, unit.rows)
-            owners = lane.peers if owner is None else (lane.peers[owner],)
-            row["matrices"] += count
-            row["owners"].update(owners)
-            row["whole"] &= len(lane.peers) == 1
-            row["flops"] += count * entry.cost(unit.rows)
+    for unit, owners, lane in _units(plan):
+        entry = plan.entries[unit.entry]
+        row = by_entry.setdefault(
+            (entry.group, entry.index),
+            {"matrices": 0, "owners": set(), "whole": True, "flops": 0, "bytes": 0},
+        )
+        row["matrices"] += entry.matrices.count(unit.box, unit.rows)
+        row["owners"].update(owners)
+        row["flops"] += len(owners) * _flops(plan, unit)
+        if lane is not None:
+            row["whole"] = False
             row["bytes"] += sum(_bytes_moved(plan, lane, unit, rank) for rank in owners)
     rows = []
     for number, (group, of_group) in enumerate(zip(groups, found.entries)):
@@ -92,20 +91,38 @@ def summarize(groups: Sequence[Group], found: Survey, plan: Plan) -> Summary:
     return Summary(rows, _totals(plan))
 
 
+def _units(plan: Plan) -> Iterator[tuple[Unit, tuple[int, ...], Optional[Lane]]]:
+    """All units of this rank and its peers, the ranks that own them, and where they travel."""
+    for lane in (*plan.lanes, *plan.alone):
+        for unit, owner in lane.owners:
+            owners = lane.peers if owner is None else (lane.peers[owner],)
+            yield unit, owners, lane if len(lane.peers) > 1 else None
+    for unit, rank in plan.elsewhere:
+        yield unit, (rank,), None
+
+
+def _flops(plan: Plan, unit: Unit) -> int:
+    entry = plan.entries[unit.entry]
+    return entry.matrices.count(unit.box, unit.rows) * entry.cost(unit.rows)
+
+
 def _bytes_moved(plan: Plan, lane: Lane, unit: Unit, owner: int) -> int:
     """What travels to one owner of a unit and back from it."""
-    if len(lane.peers) == 1:
-        return 0
     entry = plan.entries[unit.entry]
     row_dim = entry.matrices.row_dim
     own = layout.intersect(unit.box[row_dim:], entry.region(owner)[row_dim:])
     elements = layout.numel(unit.box) - layout.numel(own)
-    moments = 0
+    exponents = moments = 0
+    if lane.scaled:
+        held = [entry.region(peer)[row_dim:] for peer in lane.peers if peer != owner]
+        parts = (layout.intersect(unit.box[row_dim:], region) for region in held)
+        exponents = sum(map(bool, map(layout.numel, parts))) * lane.wire.itemsize
     if entry.second_moment and not lane.everywhere:
         long_side = max(unit.rows, entry.matrices.cols)
         count = entry.matrices.count(unit.box, unit.rows)
         moments = (len(lane.peers) - 1) * count * long_side * max(4, lane.wire.itemsize)
-    return (1 if lane.everywhere else 2) * elements * lane.wire.itemsize + moments
+    ways = 1 if lane.everywhere else 2
+    return ways * elements * lane.wire.itemsize + exponents + moments
 
 
 def _algorithm(group: Mapping[str, Any], index: int, is_muon: bool) -> str:
@@ -121,28 +138,25 @@ def _algorithm(group: Mapping[str, Any], index: int, is_muon: bool) -> str:
 
 
 def _totals(plan: Plan) -> dict[str, Any]:
-    lanes = (*plan.lanes, *plan.alone)
     sizes = [(chunk, lane.wire.itemsize) for lane in plan.lanes for chunk in lane.chunks]
-    mine = max_over_mean = 0.0
-    for lane in lanes:
-        loads = [0] * len(lane.peers)
-        for unit, owner in lane.owners:
-            entry = plan.entries[unit.entry]
-            cost = entry.matrices.count(unit.box, unit.rows) * entry.cost(unit.rows)
-            for peer in range(len(loads)) if owner is None else (owner,):
-                loads[peer] += cost
-        mine += loads[lane.me]
-        if len(loads) > 1 and any(loads):
-            max_over_mean = max(max_over_mean, max(loads) * len(loads) / sum(loads))
+    loads: dict[tuple[int, ...], Counter[int]] = {}  # FLOPs of each rank, by those it shares with
+    for unit, owners, _ in _units(plan):
+        peers = plan.entries[unit.entry].peers(plan.rank)
+        loads.setdefault(peers, Counter()).update(dict.fromkeys(owners, _flops(plan, unit)))
+    balances = (
+        max(load.values()) * len(peers) / sum(load.values())
+        for peers, load in loads.items()
+        if any(load.values())
+    )
     return {
-        "flops": int(mine),
+        "flops": sum(load[plan.rank] for load in loads.values()),
         "sent_bytes": sum((sum(c.gather.sent) + sum(c.scatter.sent)) * size for c, size in sizes),
         "received_bytes": sum(
             (sum(c.gather.received) + sum(c.scatter.received)) * size for c, size in sizes
         ),
         "chunks": len(sizes),
         "in_flight": max((lane.in_flight for lane in plan.lanes), default=0),
-        "balance": max_over_mean or 1.0,
+        "balance": max(balances, default=1.0),
     }
 
 
@@ -172,7 +186,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 def _short(number: float) -> str:
     """Three digits and a unit: 1.23 M."""
     for unit in ("", "k", "M", "G", "T"):
-        if number < 1000:
+        if number < 999.5:
             return f"{number:.3g} {unit}"
         number /= 1000
     return f"{number:.3g} P"

@@ -103,12 +103,15 @@ class Plan:
         entries: Muon's parameters that take part.
         lanes: with traffic, in the order in which all ranks go through them.
         alone: lanes without traffic.
+        elsewhere: units that lie whole on another rank among this one's peers, with that rank, for
+            summaries.
     """
 
     rank: int
     entries: tuple[Entry, ...]
     lanes: tuple[Lane, ...]
     alone: tuple[Lane, ...]
+    elsewhere: tuple[tuple[Unit, int], ...] = ()
 
     @functools.cached_property
     def reads(self) -> Counter[int]:
@@ -157,6 +160,7 @@ def make_plan(
         tuple(entries),
         tuple(lane for lane in lanes if len(lane.peers) > 1),
         tuple(lane for lane in lanes if len(lane.peers) == 1),
+        tuple(planner.elsewhere),
     )
 
 
@@ -194,6 +198,7 @@ class _Planner:
         self.loads: dict[tuple[int, ...], list[int]] = {}  # FLOPs of each peer
         self.costs: dict[tuple[int, int], int] = {}  # FLOPs of a matrix, by entry and rows
         self.runs: dict[tuple, list[tuple[Interval, int, tuple[int, ...]]]] = {}  # by layout
+        self.elsewhere: list[tuple[Unit, int]] = []
 
     # -- units -----------------------------------------------------------------------------
 
@@ -209,6 +214,8 @@ class _Planner:
                 if peers[holders[0]] == self.rank:
                     draft = self._draft(entry, (self.rank,), entry.wide)
                     draft.units += self._cut(unit)
+                else:
+                    self.elsewhere.append((unit, peers[holders[0]]))
             else:
                 draft = self._draft(entry, peers, entry.wire)
                 pieces = self._cut(unit)
