@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
+import random
+import re
 import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -15,9 +22,10 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from kernel import optimizer
+from layouts import EXACT, Group, Twins, Weight, assert_same, build, case, part, part_for
 from ranks import rank_outcomes, run_ranks
 
 
@@ -242,3 +250,418 @@ def full_state_only_saves():
 def test_full_state_dicts_gather_the_momentum():
     first, _ = run_ranks(full_state_only_saves, 2)
     assert first.shape == (6, 4)
+
+
+# -- every kind of mesh ------------------------------------------------------------------------
+
+
+ADAMW = Group([Weight((12, 8), (4,), (0,))], {"use_muon": False})
+
+# Names are layers.GROUP.INDEX.weight, or experts.… where there are more than two dimensions.
+LAYOUTS = {
+    "FSDP2": [
+        Group(
+            [Weight((12, 8), (4,), (0,)), Weight((2, 16), (4,), (0,)), Weight((8, 12), (4,), (1,))]
+        ),
+        Group([Weight((8, 8), (4,), (0,)), Weight((6, 4), (4,), (0,))], {"beta2": 0.9}),
+        ADAMW,
+    ],
+    "TP + FSDP2": [
+        Group([Weight((12, 8), (2, 2), (0, 0)), Weight((8, 12), (2, 2), (0, 1))]),
+        Group([Weight((8, 8), (2, 2), (0, None)), Weight((6, 4), (2, 2), (None, 0))]),
+        ADAMW,
+    ],
+    "experts": [
+        Group([Weight((4, 8, 12), (2, 2), (0, 1)), Weight((2, 4, 8), (2, 2), (0, 2))]),
+        Group([Weight((4, 8, 4), (2, 2), (0, 1))], {"beta2": 0.9}),
+    ],
+    "experts and dense weights": [
+        Group([Weight((4, 8, 12), (2, 2), (0, 1)), Weight((12, 8), (4,), (0,))]),
+        Group([Weight((4, 4, 8), (4,), (0,)), Weight((4, 8, 4), (2, 2), (0, 0))]),
+        ADAMW,
+    ],
+}
+
+
+def name_of(layout: str, number: int, index: int) -> str:
+    shape = LAYOUTS[layout][number].weights[index].shape
+    return f"{'experts' if len(shape) > 2 else 'layers'}.{number}.{index}.weight"
+
+
+def travels(weight: Weight) -> bool:
+    """Whether shards cut its matrices; else they divide whole experts among the ranks."""
+    experts = len(weight.shape) - 2
+    return any(dim is not None and dim >= experts for dim in weight.dims)
+
+
+def placed(layout: str) -> Twins:
+    weights = [weight for group in LAYOUTS[layout] for weight in group.weights]
+    meshes = {shape: init_device_mesh("cpu", shape) for shape in {w.mesh for w in weights}}
+    return Twins.placed(LAYOUTS[layout], meshes, EXACT)
+
+
+def give_gradients(twins: Twins, step: int, absent: Sequence[int] = ()) -> None:
+    """Random gradients, the same for both twins, but none for those of the numbers ``absent``."""
+    generator = torch.Generator().manual_seed(step)
+    for number, (_, p, q) in enumerate(twins.pairs):
+        grad = torch.randn(q.shape, generator=generator)
+        q.grad = None if number in absent else grad
+        p.grad = None if number in absent else part_for(p, grad)
+
+
+def step_both(twins: Twins) -> None:
+    twins.ours.step()
+    twins.reference.step()
+
+
+def take_steps(twins: Twins, steps: int) -> None:
+    for step in range(steps):
+        give_gradients(twins, step)
+        step_both(twins)
+
+
+def local_copy(tensor: Any) -> Any:
+    if not isinstance(tensor, torch.Tensor):
+        return copy.copy(tensor)
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+@dataclass
+class Before:
+    """Everything a step might touch, as it was."""
+
+    params: list[nn.Parameter]
+    weights: list[torch.Tensor]
+    grads: list[tuple[Any, Any]]
+    state: list[dict[str, Any]]
+
+    @classmethod
+    def of(cls, optim: torch.optim.Optimizer, params: list[nn.Parameter]) -> Before:
+        return cls(
+            params,
+            [local_copy(p) for p in params],
+            [(p.grad, local_copy(p.grad)) for p in params],
+            [{k: local_copy(v) for k, v in optim.state.get(p, {}).items()} for p in params],
+        )
+
+    def check(self, optim: torch.optim.Optimizer) -> None:
+        assert set(optim.state) == {p for p, own in zip(self.params, self.state) if own}
+        now = Before.of(optim, self.params)
+        for old, new in zip(self.weights, now.weights):
+            assert torch.equal(old, new)
+        for (old, values), (new, new_values) in zip(self.grads, now.grads):
+            assert old is new
+            assert values is None or torch.equal(values, new_values)
+        for old, new in zip(self.state, now.state):
+            assert old.keys() == new.keys()
+            assert all(torch.equal(old[key], new[key]) for key in old)
+
+
+@dataclass
+class Saved:
+    """The groups and their gradients, to be put back after a fault."""
+
+    groups: list[dict[str, Any]]
+    names: list[Any]
+    grads: list[tuple[nn.Parameter, Any]]
+
+    @classmethod
+    def of(cls, optim: torch.optim.Optimizer) -> Saved:
+        params = [p for group in optim.param_groups for p in group["params"]]
+        groups = [{**group, "params": list(group["params"])} for group in optim.param_groups]
+        return cls(groups, optim.names, [(p, p.grad) for p in params])
+
+    def put_back(self, optim: torch.optim.Optimizer) -> None:
+        for group, saved, names in zip(optim.param_groups, self.groups, self.names):
+            group.update(saved, names=names)
+        for param, grad in self.grads:
+            param.requires_grad_(True)
+            param.grad = grad
+
+
+Inject = Callable[[torch.optim.Optimizer], None]
+
+
+def without_gradient(number: int, index: int) -> Inject:
+    def inject(optim):
+        optim.param_groups[number]["params"][index].grad = None
+
+    return inject
+
+
+def frozen(number: int, index: int) -> Inject:
+    def inject(optim):
+        optim.param_groups[number]["params"][index].requires_grad_(False)
+
+    return inject
+
+
+def without_any_gradient(*numbers: int) -> Inject:
+    def inject(optim):
+        for number in numbers:
+            for param in optim.param_groups[number]["params"]:
+                param.grad = None
+
+    return inject
+
+
+def backwards(number: int) -> Inject:
+    def inject(optim):
+        names = optim.names[number]
+        group = optim.param_groups[number]
+        group["params"] = group["params"][::-1]
+        group["names"] = names[::-1]
+
+    return inject
+
+
+def with_option(number: int, key: str, value: Any) -> Inject:
+    def inject(optim):
+        optim.param_groups[number][key] = value
+
+    return inject
+
+
+def with_gradient_everywhere(number: int, index: int) -> Inject:
+    def inject(optim):
+        param = optim.param_groups[number]["params"][index]
+        placements = [Replicate()] * param.device_mesh.ndim
+        param.grad = part(torch.ones(param.shape), param.device_mesh, placements)
+
+    return inject
+
+
+def with_other_shape(number: int, index: int) -> Inject:
+    def inject(optim):
+        param = optim.param_groups[number]["params"][index]
+        shape = (*param.shape[:-1], 2 * param.shape[-1])
+        other = nn.Parameter(part(torch.ones(shape), param.device_mesh, param.placements))
+        other.grad = part(torch.ones(shape), param.device_mesh, param.placements)
+        optim.param_groups[number]["params"][index] = other
+
+    return inject
+
+
+def faults_of(layout: str) -> dict[str, tuple[Inject, str]]:
+    """What is done on one rank, and words of the error on all of them."""
+    first, last = name_of(layout, 0, 0), name_of(layout, 0, 1)
+    missing = "gradients are missing on some ranks only: "
+    differ = "would do different things; give all ranks the same parameters and options"
+    faults: dict[str, tuple[Inject, str]] = {
+        "no gradient of the first": (without_gradient(0, 0), f"{missing}{first} on ranks [RANK]"),
+        "no gradient of another": (without_gradient(0, 1), f"{missing}{last} on ranks [RANK]"),
+        "frozen": (frozen(0, 0), f"{missing}{first} on ranks [RANK]"),
+        "no gradient in a group": (without_any_gradient(0), f"{first} on ranks [RANK]"),
+        "no gradient at all": (
+            without_any_gradient(*range(len(LAYOUTS[layout]))),
+            f"{first} on ranks [RANK]",
+        ),
+        "order": (backwards(0), f"'{first}: "),
+        "placement of a gradient": (with_gradient_everywhere(0, 1), f"{last} is [Shard"),
+        "shape": (with_other_shape(0, 1), f"'{last}: ("),
+        "bad momentum": (with_option(0, "momentum", 2.0), "momentum must be a number in [0, 1)"),
+        "bad steps": (with_option(1, "ns_steps", 0), "param_groups[1]: ns_steps must be an int"),
+        "bad split": (with_option(0, "split", [5]), f"{first} has"),
+    }
+    options = {"lr": 0.03, "ns_steps": 3, "split": 2, "beta2": 0.5, "cautious": True}
+    for key, value in options.items():
+        faults[f"other {key}"] = (with_option(0, key, value), differ)
+    return faults
+
+
+def step_with_faults(layout: str, steps: int) -> None:
+    """Each fault on another rank; then all go on as if nothing had been."""
+    for number, (fault, (inject, words)) in enumerate(faults_of(layout).items()):
+        with case(f"{fault} after {steps} steps"):
+            faulty = number % dist.get_world_size()
+            twins = placed(layout)
+            take_steps(twins, steps)
+            give_gradients(twins, steps)
+            saved = Saved.of(twins.ours)
+            if dist.get_rank() == faulty:
+                inject(twins.ours)
+            check_that_all_raise(twins, words.replace("RANK", str(faulty)))
+            saved.put_back(twins.ours)
+            for step in range(steps, steps + 2):
+                give_gradients(twins, step)
+                step_both(twins)
+            twins.compare()
+
+
+def check_that_all_raise(twins: Twins, words: str) -> None:
+    before = Before.of(twins.ours, [p for _, p, _ in twins.pairs])
+    start = time.monotonic()
+    with pytest.raises(ValueError, match=re.escape(words)):
+        twins.ours.step()
+    assert time.monotonic() - start < 10
+    before.check(twins.ours)
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+def test_no_fault_on_one_rank_of_a_mesh_leaves_a_trace(layout, steps):
+    run_ranks(step_with_faults, 4, layout, steps, pg_timeout=20)
+
+
+def resume_with_other_options(layout: str) -> None:
+    """An optimizer that goes on from another's checkpoint, on one rank with an option of its own"""
+    options = {"chunk_size": 1, "warmup_step": 1, "comm_dtype": torch.float16}
+    for number, (key, value) in enumerate(options.items()):
+        with case(key):
+            faulty = number + 1
+            twins = placed(layout)
+            take_steps(twins, 2)
+            give_gradients(twins, 2)
+            groups = [
+                {**group, "names": names}
+                for group, names in zip(twins.ours.param_groups, twins.ours.names)
+            ]
+            own = {key: value} if dist.get_rank() == faulty else {}
+            resumed = build(groups, **{**EXACT, **own})
+            resumed.load_state_dict(twins.ours.state_dict())
+            before = [
+                Before.of(optim, [p for _, p, _ in twins.pairs]) for optim in (twins.ours, resumed)
+            ]
+            start = time.monotonic()
+            with pytest.raises(ValueError, match=f"would do different things.*{key}="):
+                resumed.step()
+            assert time.monotonic() - start < 10
+            for unchanged, optim in zip(before, (twins.ours, resumed)):
+                unchanged.check(optim)
+            step_both(twins)
+            twins.compare()
+
+
+@pytest.mark.parametrize("layout", ["TP + FSDP2", "experts"])
+def test_an_option_of_the_optimizer_that_one_rank_has_otherwise_raises_on_all(layout):
+    run_ranks(resume_with_other_options, 4, layout, pg_timeout=20)
+
+
+# -- what is no fault --------------------------------------------------------------------------
+
+
+def step_without_local_experts(layout: str, number: int, lacking: Sequence[Sequence[int]]) -> None:
+    """One parameter has no gradient on some ranks, which hold its experts for themselves."""
+    for ranks in lacking:
+        for start in (0, 2):
+            with case(f"ranks {ranks} after {start} steps"):
+                twins = placed(layout)
+                take_steps(twins, start)
+                name, idle, q = twins.pairs[number]
+                weight, state = local_copy(idle), twins.ours.state
+                momentum = local_copy(state[idle]["momentum_buffer"]) if start else 0 * weight
+                for step in range(start, start + 3):
+                    give_gradients(twins, step)
+                    if dist.get_rank() in ranks:
+                        idle.grad = None
+                    step_both(twins)
+                if dist.get_rank() in ranks:
+                    assert torch.equal(local_copy(idle), weight)
+                    assert torch.equal(local_copy(state[idle]["momentum_buffer"]), momentum)
+                else:
+                    assert_same(name, idle, q, 0.0)
+                    assert not torch.equal(local_copy(idle), weight)
+                del twins.pairs[number]
+                twins.compare()
+
+
+def test_experts_without_traffic_may_lack_their_gradient_on_one_rank():
+    lacking = [(0,), (3,), (1, 2), (0, 1, 2)]
+    run_ranks(step_without_local_experts, 4, "experts and dense weights", 2, lacking)
+    run_ranks(step_without_local_experts, 4, "experts and dense weights", 3, lacking)
+
+
+@pytest.mark.parametrize(("layout", "number"), [("experts", 0), ("experts", 2)])
+def test_experts_may_lack_their_gradient_on_all_ranks_that_exchange_them(layout, number):
+    run_ranks(step_without_local_experts, 4, layout, number, [(0, 1), (2, 3)])
+
+
+def step_without(layout: str, frozen: bool) -> None:
+    """Every parameter in turn, and every group, has no gradient, or is frozen, on all ranks."""
+    ends = [0]
+    for group in LAYOUTS[layout]:
+        ends.append(ends[-1] + len(group.weights))
+    everything = range(ends[-1])
+    of_groups = [range(start, stop) for start, stop in itertools.pairwise(ends)]
+    for absent in [*([number] for number in everything), *of_groups, everything]:
+        with case(f"without {list(absent)}"):
+            twins = placed(layout)
+            take_steps(twins, 1)
+            for number in absent if frozen else ():
+                for param in twins.pairs[number][1:]:
+                    param.requires_grad_(False)
+            before = [local_copy(p) for _, p, _ in twins.pairs]
+            for step in (1, 2):
+                give_gradients(twins, step, () if frozen else absent)
+                step_both(twins)
+            twins.compare()
+            for number, (_, p, _) in enumerate(twins.pairs):
+                same = number in absent or not p.to_local().numel()
+                assert torch.equal(local_copy(p), before[number]) == same
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("layout", ["FSDP2", "experts and dense weights"])
+def test_what_lacks_a_gradient_or_is_frozen_on_all_ranks_is_skipped(layout, frozen):
+    run_ranks(step_without, 4, layout, frozen)
+
+
+def step_with_nan(layout: str) -> None:
+    for number in range(len(placed(layout).pairs)):
+        with case(f"NaN in parameter {number}"):
+            twins = placed(layout)
+            take_steps(twins, 1)
+            give_gradients(twins, 1)
+            _, p, q = twins.pairs[number]
+            q.grad.view(-1)[-1] = float("nan")
+            p.grad = part_for(p, q.grad)
+            step_both(twins)
+            expected = part_for(p, q.detach()).to_local().isnan()
+            assert torch.equal(p.to_local().isnan(), expected)
+            del twins.pairs[number]
+            give_gradients(twins, 2)
+            step_both(twins)
+            twins.compare()
+
+
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+def test_a_nan_on_one_rank_is_no_fault_and_stays_in_its_matrix(layout):
+    run_ranks(step_with_nan, 4, layout)
+
+
+# -- changing gradients ------------------------------------------------------------------------
+
+
+def step_with_changing_gradients(layout: str, faulty_steps: Sequence[int]) -> None:
+    """Twelve steps, each with gradients of other parameters; more subsets than plans are kept."""
+    twins, draw = placed(layout), random.Random(0)
+    twins.ours.param_groups[1]["none_grad"] = False
+    weights = [(w, group) for group in LAYOUTS[layout] for w in group.weights]
+    travelling = [n for n, (w, group) in enumerate(weights) if travels(w) and group is not ADAMW]
+    kept = {p for group in twins.ours.param_groups[1:] for p in group["params"]}
+    for step in range(12):
+        with case(f"step {step}"):
+            absent = draw.sample(range(len(twins.pairs)), draw.randint(0, len(twins.pairs) - 1))
+            give_gradients(twins, step, absent)
+            present = [number for number in travelling if number not in absent]
+            if step in faulty_steps and present:
+                name, param, _ = twins.pairs[draw.choice(present)]
+                grad, faulty = param.grad, step % dist.get_world_size()
+                if dist.get_rank() == faulty:
+                    param.grad = None
+                words = f"gradients are missing on some ranks only: {name} on ranks [{faulty}]"
+                check_that_all_raise(twins, words)
+                param.grad = grad
+            grads = [(p, p.grad, local_copy(p.grad)) for _, p, _ in twins.pairs]
+            step_both(twins)
+            twins.compare()
+            for p, grad, values in grads:
+                assert p.grad is (grad if p in kept else None)
+                assert grad is None or torch.equal(local_copy(grad), values)
+
+
+@pytest.mark.parametrize("faulty_steps", [(), (0, 3, 4, 8, 11)], ids=["no-faults", "faults"])
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+def test_gradients_of_changing_parameters_step_as_in_one_process(layout, faulty_steps):
+    run_ranks(step_with_changing_gradients, 4, layout, faulty_steps)
