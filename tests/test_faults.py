@@ -503,6 +503,26 @@ def test_no_fault_on_one_rank_of_a_mesh_leaves_a_trace(layout, steps):
     run_ranks(step_with_faults, 4, layout, steps, pg_timeout=20)
 
 
+def lack_different_gradients(dims: tuple[int | None, ...]) -> None:
+    """Every rank lacks one of several matrices of a shape, whose plans are alike but for names."""
+    mesh, rank = init_device_mesh("cpu", (2, 2)), dist.get_rank()
+    groups = [Group([Weight((8, 12), (2, 2), dims)] * 4)]
+    twins = Twins.placed(groups, {(2, 2): mesh}, EXACT)
+    for step in range(3):
+        give_gradients(twins, step)
+        saved = Saved.of(twins.ours)
+        without_gradient(0, 2 if rank == step + 1 else 1)(twins.ours)
+        check_that_all_raise(twins, "layers.0.1.weight on ranks [")
+        saved.put_back(twins.ours)
+        step_both(twins)
+        twins.compare()
+
+
+@pytest.mark.parametrize("dims", [(0, 0), (None, 0)], ids=str)
+def test_ranks_that_lack_different_gradients_of_one_shape_are_told(dims):
+    run_ranks(lack_different_gradients, 4, dims, pg_timeout=20)
+
+
 def resume_with_other_options(layout: str) -> None:
     """An optimizer that goes on from another's checkpoint, on one rank with an option of its own"""
     options = {"chunk_size": 1, "warmup_step": 1, "comm_dtype": torch.float16}
