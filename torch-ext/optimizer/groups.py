@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Sequence
 from typing import Any, Callable, Optional
 
@@ -133,6 +134,10 @@ def get_default_muon_param_groups(
     if expert_keys is not None:
         muon["expert_keys"] = list(expert_keys)
     adamw: dict[str, Any] = {"params": [], "names": [], "use_muon": False}
+    names = [name for name, _ in model.named_parameters()]
+    for key in expert_keys or ():
+        if not any(has_component(name, [key]) for name in names):
+            warnings.warn(f"expert_keys: no parameter has a component {key!r}", stacklevel=2)
     for name, param in model.named_parameters():
         if not param.requires_grad:
             continue

@@ -49,7 +49,7 @@ class Muon(torch.optim.Optimizer):
         weight_decay: decoupled weight decay.
         adamw_betas, adamw_eps: AdamW's, in groups with ``use_muon=False``.
         none_grad: set ``p.grad`` of Muon's matrices to None once it was read, to save memory.
-        debug: log plans as they are made.
+        debug: log a `summary` whenever there is something new to plan, at level INFO.
         clip_config: QK-Clip; must be None in this version.
         warmup_step: how many chunks of matrices may be on their way beside the one at work, where
             the bound on staging memory (docs/layouts.md) lets them.
@@ -70,8 +70,8 @@ class Muon(torch.optim.Optimizer):
         cautious: decay a weight only where the update moves it towards zero or not at all.
         decay_lr: decay by lr (``"base"``) or by lr·scale (``"adjusted"``).
         momentum_dtype: dtype of the momentum buffer; None is the gradient's.
-        missing_grad: ``"raise"`` skips a matrix without gradient (and raises where other ranks have
-            one), ``"zero"`` counts it as zeros.
+        missing_grad: ``"raise"`` raises where only some ranks have a gradient, and skips a matrix
+            that has none on any; ``"zero"`` counts absent gradients as zeros.
         nonfinite: ``"skip"`` leaves a matrix whose gradient has Inf or NaN as it is.
         split: read one tensor as several matrices: rows of each block, or one number of rows for
             all, or a mapping from name patterns to either.
@@ -298,6 +298,9 @@ class Muon(torch.optim.Optimizer):
         found = self._survey_of(groups)
         if found is not self._survey:
             self._survey, self._agreed = found, []
+            if self._wide.debug:
+                plan = plan_all(found, groups, self._wide)
+                logger.info("planned:\n%s", summarize(groups, found, plan))
         return found
 
     def _survey_of(self, groups: list[dict[str, Any]]) -> Survey:

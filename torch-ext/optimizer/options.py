@@ -204,9 +204,13 @@ class OptimizerWide:
                 f"found {self.consistency_check!r}"
             )
         if not _is_int(self.chunk_size) or (self.chunk_size != -1 and self.chunk_size < 1):
-            raise ValueError(f"chunk_size must be −1 or an int ≥ 1, found {self.chunk_size!r}")
+            raise ValueError(f"chunk_size must be -1 or an int ≥ 1, found {self.chunk_size!r}")
         if not _is_int(self.warmup_step) or self.warmup_step < 0:
             raise ValueError(f"warmup_step must be an int ≥ 0, found {self.warmup_step!r}")
         for key in ("debug", "use_distributed_muon"):
             if not isinstance(getattr(self, key), bool):
                 raise ValueError(f"{key} must be True or False, found {getattr(self, key)!r}")
+
+
+# What a group can't have of its own.
+OPTIMIZER_WIDE = (*OptimizerWide.__dataclass_fields__, "clip_config")

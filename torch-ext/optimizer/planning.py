@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Optional
@@ -187,27 +188,36 @@ def sets_of(groups: Sequence[Group]) -> set[agreement.Ranks]:
 def notes_of(
     groups: Sequence[Group], found: Survey, plan: Plan, wide: OptimizerWide
 ) -> dict[agreement.Ranks, agreement.Notes]:
-    """What ranks must share: those of a mesh what is on it, those of a lane what they exchange."""
-    lines: dict[agreement.Ranks, list[str]] = {}
-    gradients: dict[agreement.Ranks, list[str]] = {}
-    for group, of_group in zip(groups, found.lines):
-        values = {key: group[key] for key in GROUP_OPTIONS}
-        if isinstance(values["lr"], Tensor):  # its value stays on the device
-            values["lr"] = "tensor"
-        on_mesh: dict[agreement.Ranks, list[str]] = {}
-        for param, line in zip(group["params"], of_group):
+    """What ranks must share: those of a mesh what is on it; those that hold parts or replicas of
+    the same matrices which of these have gradients; those of a lane what they exchange."""
+    lines: dict[agreement.Ranks, list[str]] = defaultdict(list)
+    gradients: dict[agreement.Ranks, list[str]] = defaultdict(list)
+    owners: dict[agreement.Ranks, str] = defaultdict(str)
+    for group, names, of_group in zip(groups, found.names, found.lines):
+        on_mesh: dict[agreement.Ranks, list[str]] = defaultdict(list)
+        first: dict[agreement.Ranks, str] = {}  # groups are told by it: ranks may number them apart
+        for param, name, line in zip(group["params"], names, of_group):
             ranks = dtensors.ranks_of(param)
             if ranks is not None:
-                on_mesh.setdefault(ranks, []).append(line)
+                on_mesh[ranks].append(line)
+                first.setdefault(ranks, name)
+        chosen = [f"{key} = {_told(group[key])}" for key in GROUP_OPTIONS]
         for ranks, listed in on_mesh.items():
-            lines.setdefault(ranks, [repr(wide)]).extend((f"a group with {values}", *listed))
-    owners: dict[agreement.Ranks, str] = {}
+            if ranks not in lines:
+                lines[ranks] += [f"{key} = {value!r}" for key, value in vars(wide).items()]
+            lines[ranks] += listed
+            lines[ranks] += [f"{option} in the group of {first[ranks]}" for option in chosen]
+    for entry in plan.entries:
+        gradients[entry.sharers(plan.rank)].append(entry.name)
     for lane in plan.lanes:
-        gradients.setdefault(lane.peers, []).extend(lane.names)
-        owners[lane.peers] = owners.get(lane.peers, "") + lane.digest
+        owners[lane.peers] += lane.digest
     return {
         ranks: agreement.Notes(
             lines.get(ranks, ()), gradients.get(ranks, ()), owners.get(ranks, "")
         )
-        for ranks in {**lines, **gradients}
+        for ranks in {**lines, **gradients, **owners}
     }
+
+
+def _told(value: Any) -> str:
+    return "a tensor" if isinstance(value, Tensor) else repr(value)  # whose value stays unread

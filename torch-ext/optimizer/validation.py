@@ -71,6 +71,8 @@ def check_keys(group: Group, known: Iterable[str], where: str) -> None:
     """Other keys than the options are the user's own, unless they look like a mistyped option."""
     known = {"params", "names", "use_muon", *known}
     for key in group.keys() - known:
+        if key in options.OPTIMIZER_WIDE:
+            raise ValueError(f"{where} has {key!r}, which is for all groups: give it to Muon(...)")
         meant = _OTHER_NAMES.get(key) or next(
             iter(difflib.get_close_matches(key, known, n=1, cutoff=0.85)), None
         )
@@ -78,7 +80,12 @@ def check_keys(group: Group, known: Iterable[str], where: str) -> None:
             raise ValueError(f"{where} has a key {key!r} that means nothing here; use {meant!r}")
 
 
-_OTHER_NAMES = {"betas": "adamw_betas", "eps": "adamw_eps", "wd": "weight_decay"}
+_OTHER_NAMES = {
+    "betas": "adamw_betas",
+    "eps": "adamw_eps",
+    "wd": "weight_decay",
+    "learning_rate": "lr",
+}
 
 
 def name_of(group: Group, index: int, where: str) -> str:
@@ -157,7 +164,8 @@ def check_gradients(group: Group, where: str) -> None:
             name = name_of(group, index, where)
             raise ValueError(
                 f"{name} is {dtensors.describe(param)} but its gradient {dtensors.describe(grad)}; "
-                "redistribute the gradient to the parameter's mesh and placements"
+                "before step(): p.grad = p.grad.redistribute(p.device_mesh, p.placements). "
+                "FSDP2 around tensor parallelism does it by itself"
             )
 
 

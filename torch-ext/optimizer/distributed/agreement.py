@@ -232,6 +232,10 @@ def _explain(topology: _Topology, notes: Mapping[Ranks, Notes], error: Optional[
 def _first_difference(rank: int, plan: Sequence[str], other: int, others: Sequence[str]) -> str:
     for ours, theirs in zip(plan, others):
         if ours != theirs:
+            if theirs in plan and ours not in others:
+                return f"Only rank {rank} has {ours!r}"
+            if ours in others and theirs not in plan:
+                return f"Only rank {other} has {theirs!r}"
             return f"Rank {rank} has {ours!r}, rank {other} has {theirs!r}"
     longer, line = (rank, plan) if len(plan) > len(others) else (other, others)
     return f"Only rank {longer} has {line[min(len(plan), len(others))]!r}"

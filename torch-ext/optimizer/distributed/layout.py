@@ -107,9 +107,15 @@ class Sharding:
         """What ``rank`` holds of a tensor of ``shape``; nothing where it is not in the mesh."""
         return _region(self, tuple(shape), rank)
 
-    def peers(self, rank: int, dims: Iterable[int]) -> tuple[int, ...]:
-        """Ranks, ascending, that differ from ``rank`` only in how tensor ``dims`` are cut."""
-        return _peers(self, rank, frozenset(dims))
+    def peers(self, rank: int, dims: Iterable[int], replicas: bool = False) -> tuple[int, ...]:
+        """Ranks, ascending, that differ from ``rank`` only in how tensor ``dims`` are cut.
+
+        Args:
+            rank: global rank; where it is not in the mesh, there are none.
+            dims: of the tensor.
+            replicas: also those that differ in which replica they hold.
+        """
+        return _peers(self, rank, frozenset(dims), replicas)
 
     def cutting_order(self) -> list[int]:
         """Mesh dimensions in the order in which they cut the tensor."""
@@ -140,10 +146,13 @@ def _region(sharding: Sharding, shape: tuple[int, ...], rank: int) -> Region:
 
 
 @functools.lru_cache(maxsize=1 << 12)
-def _peers(sharding: Sharding, rank: int, dims: frozenset[int]) -> tuple[int, ...]:
+def _peers(sharding: Sharding, rank: int, dims: frozenset[int], replicas: bool) -> tuple[int, ...]:
     if rank not in sharding.ranks:
         return ()
-    free = [placement is not None and placement.dim in dims for placement in sharding.placements]
+    free = [
+        replicas if placement is None else placement.dim in dims
+        for placement in sharding.placements
+    ]
     mine = sharding.coordinate(rank)
     found = [0]
     for size, at, is_free in zip(sharding.mesh, mine, free):

@@ -59,6 +59,13 @@ class Entry:
         dims = range(self.matrices.row_dim, len(self.matrices.shape))
         return self.sharding.peers(rank, dims)
 
+    def sharers(self, rank: int) -> tuple[int, ...]:
+        """The ranks that hold parts or replicas of the matrices of which ``rank`` does."""
+        if self.sharding is None:
+            return (rank,)
+        dims = range(self.matrices.row_dim, len(self.matrices.shape))
+        return self.sharding.peers(rank, dims, replicas=True)
+
     def cost(self, rows: int) -> int:
         """FLOPs for one matrix of so many rows."""
         return flops(rows, self.matrices.cols, self.triples)
