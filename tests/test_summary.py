@@ -148,7 +148,7 @@ def check_table(summary) -> None:
     head, _, *lines, last = str(summary).splitlines()
     assert len(lines) == len(summary.rows)
     columns = columns_of(str(summary))
-    labels = ["parameter", "shape", "placement", "algorithm", "owner", "FLOPs", "moved"]
+    labels = ["parameter", "shape", "placement", "algorithm", "owner", "FLOPs", "moved by all"]
     assert [head[start:stop].strip() for start, stop in columns] == labels
     for line, row in zip(lines, summary.rows):
         cells = [line[start:stop] for start, stop in columns]

@@ -413,7 +413,8 @@ def _init_muon_state(
 ) -> None:
     buffer = state.get("momentum_buffer")
     if buffer is None:
-        dtype = hyper["momentum_dtype"] or (param.grad if param.grad is not None else param).dtype
+        # What a gradient has or would have: the same on all ranks, whichever have one.
+        dtype = hyper["momentum_dtype"] or getattr(param, "grad_dtype", None) or param.dtype
         state["momentum_buffer"] = torch.zeros_like(
             param, dtype=dtype, memory_format=torch.preserve_format
         )

@@ -180,15 +180,17 @@ def _wait(work: Any) -> None:
 def _momentum(chunk: Chunk, lane: Lane, step: Step) -> Tensor:
     """Updates the momentum and returns what is to be orthogonalized, in the order of the wire."""
     buffer = step.scratch.take(chunk.kept + sum(chunk.gather.sent), lane.wire, lane.device)
+    exponents: list[tuple[int, Tensor]] = []
     for run in chunk.runs:
         start, stop = run[0].sent, run[-1].sent + run[-1].numel
         wide = step.scratch.wide(buffer[start:stop], lane.wide)
         _update_momentum(run, wide, start, step)
-        exponents = _scale_down(run, wide, start) if lane.scaled else ()
+        if lane.scaled:
+            exponents += _scale_down(run, wide, start)
         if wide.dtype != lane.wire:
             buffer[start:stop].copy_(wide)
-        for place, of_bundle in exponents:  # last: they lie between the parts of batches
-            buffer[place : place + len(of_bundle)].copy_(of_bundle)
+    for place, of_bundle in exponents:  # last: they lie between the parts that runs write
+        buffer[place : place + len(of_bundle)].copy_(of_bundle)
     if lane.everywhere and chunk.kept:
         buffer[chunk.kept :].view(-1, chunk.kept).copy_(buffer[: chunk.kept])
     return buffer

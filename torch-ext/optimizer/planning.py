@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Optional
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from . import newton_schulz, validation
 from .core import Matrices, read_as_matrices, row_counts_for, takes_part
-from .distributed import agreement
+from .distributed import agreement, layout
 from .distributed import utils as dtensors
 from .distributed.plan import Entry, Plan, make_plan
 from .groups import has_component
@@ -70,10 +70,16 @@ def survey(groups: Sequence[Group], wide: OptimizerWide, last: Survey) -> Survey
     if facts == last.facts:
         return last
     found = Survey(facts, [], [], [])
+    seen: Counter[str] = Counter()  # two models in one optimizer may use the same names
     for number, group in enumerate(groups):
         where = f"param_groups[{number}]"
-        found.entries.append(entries_of(group, number, where, wide))
-        names = [validation.name_of(group, index, where) for index in range(len(group["params"]))]
+        entries = entries_of(group, number, where, wide)  # checks the group first
+        names = []
+        for index in range(len(group["params"])):
+            name = validation.name_of(group, index, where)
+            seen[name] += 1
+            names.append(name if seen[name] == 1 else f"{name} ({seen[name]})")
+        found.entries.append([replace(e, name=name) for e, name in zip(entries, names)])
         found.names.append(names)
         found.lines.append(
             [
@@ -93,6 +99,8 @@ def entries_of(group: Group, number: int, where: str, wide: OptimizerWide) -> li
     validation.check_params(group, where)
     if not group["use_muon"]:
         return []
+    for index, param in enumerate(group["params"]):
+        _check_shard(param, validation.name_of(group, index, where))
     iteration = newton_schulz.resolve(group["ns_coefficients"], group["ns_steps"])
     return [
         Entry(
@@ -109,6 +117,19 @@ def entries_of(group: Group, number: int, where: str, wide: OptimizerWide) -> li
         )
         for index, param in enumerate(group["params"])
     ]
+
+
+def _check_shard(param: Tensor, name: str) -> None:
+    """Its rank holds of a DTensor what everyone else takes it to hold."""
+    sharding = dtensors.sharding_of(param)
+    if sharding is None or not dist.is_initialized() or dist.get_rank() not in sharding.ranks:
+        return
+    expected = layout.shape_of(sharding.region(param.shape, dist.get_rank()))
+    if dtensors.local(param).shape != expected:
+        raise ValueError(
+            f"{name} is {dtensors.describe(param)}, of which this rank should hold {expected}, but "
+            f"it holds {tuple(dtensors.local(param).shape)}: shards must be cut as torch.chunk does"
+        )
 
 
 def _wire_dtype(param: Tensor, group: Group, wide: OptimizerWide) -> torch.dtype:

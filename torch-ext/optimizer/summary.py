@@ -13,7 +13,7 @@ from .distributed import utils as dtensors
 from .distributed.plan import Lane, Plan, Unit
 from .planning import Group, Survey
 
-COLUMNS = ("parameter", "shape", "placement", "algorithm", "owner", "FLOPs", "moved")
+COLUMNS = ("parameter", "shape", "placement", "algorithm", "owner", "FLOPs", "moved by all")
 
 
 @dataclass(frozen=True)
@@ -163,16 +163,22 @@ def _totals(plan: Plan) -> dict[str, Any]:
 def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     shape = "×".join(map(str, row["shape"])) or "scalar"
     if row["matrices"] > 1:
-        shape += f" ({row['matrices']} matrices)"
+        shape += f" ({row['matrices']} matrices{' here' if row['sharded'] else ''})"
     return (
         row["name"],
         f"{shape} {_text(row['dtype'])}",
         row["placement"],
         row["algorithm"],
-        "each rank its own" if row["whole"] and row["sharded"] else _ranks(row["owners"]),
+        _owner(row),
         _short(row["flops"]) if row["flops"] else "–",
         f"{_short(row['bytes'])}B" if row["bytes"] else "–",
     )
+
+
+def _owner(row: Mapping[str, Any]) -> str:
+    if row["whole"] and (row["sharded"] or dtensors.world_size() > 1):
+        return "each rank its own" if row["sharded"] else "each rank"
+    return _ranks(row["owners"])
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -7,6 +7,8 @@ was found and what to do.
 from __future__ import annotations
 
 import difflib
+import os
+import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Optional
@@ -167,6 +169,12 @@ def check_gradients(group: Group, where: str) -> None:
                 "before step(): p.grad = p.grad.redistribute(p.device_mesh, p.placements). "
                 "FSDP2 around tensor parallelism does it by itself"
             )
+        if dtensors.local(param).shape != dtensors.local(grad).shape:
+            name, held = name_of(group, index, where), dtensors.local(grad).shape
+            raise ValueError(
+                f"{name} has a gradient of which this rank holds {tuple(held)}, but of the "
+                f"parameter {tuple(dtensors.local(param).shape)}"
+            )
 
 
 def check_state(
@@ -257,9 +265,18 @@ def warn_of_no_gradients(groups: Sequence[Group]) -> bool:
     warnings.warn(
         "step() found no gradient on any parameter: nothing is updated. Were the groups made "
         "before the model was sharded or moved? Make them from the parameters it has now",
-        stacklevel=5,
+        stacklevel=_frames_to_the_caller(),
     )
     return True
+
+
+def _frames_to_the_caller() -> int:
+    """``stacklevel`` that blames the first caller outside of this package and of torch."""
+    inner = (os.path.dirname(__file__), os.path.dirname(torch.__file__))
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(inner):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def warn_of_overshoot(group: Group, where: str) -> None:

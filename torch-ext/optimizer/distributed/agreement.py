@@ -405,7 +405,10 @@ _world: Callable[[], Any] = lambda: None  # noqa: E731
 
 
 def _group(ranks: Ranks) -> Any:
-    """A gloo group of ``ranks``, which no other rank needs to hear of.
+    """A gloo group of ``ranks``, for nothing else, which no other rank needs to hear of.
+
+    A group that others use too, the world's for one, would have to be used in one order on all
+    ranks: a checkpoint that is being saved in the background uses it when it likes.
 
     `dist.new_group` names groups by how many a rank is in already, so ranks that are in different
     numbers of groups would wait for each other under different names: this one names its own.
@@ -414,9 +417,6 @@ def _group(ranks: Ranks) -> Any:
     if _world() is not dist.group.WORLD:
         _groups.clear()
         _world = weakref.ref(dist.group.WORLD)
-    is_world = list(ranks) == list(range(dist.get_world_size()))
-    if is_world and "cpu:gloo" in dist.get_backend_config():
-        return dist.group.WORLD
     if ranks not in _groups:
         _groups[ranks] = _new_group(ranks)
     return _groups[ranks]

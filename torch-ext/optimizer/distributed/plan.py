@@ -319,7 +319,11 @@ class _Planner:
         )
         digest = hashlib.sha256()
         for owned in rounds:
-            listed = [(peer, unit.box) for peer, units in owned.items() for unit in units]
+            listed = [
+                (peer, self.entries[unit.entry].name, unit.box)
+                for peer, units in owned.items()
+                for unit in units
+            ]
             digest.update(repr(listed).encode())
         owner_of = {id(unit): owner for unit, owner in zip(draft.units, owners)}
         return Lane(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any, Optional
 
 import torch
@@ -17,6 +18,10 @@ _DTENSORS = dist.is_available()
 if _DTENSORS:
     from torch.distributed.tensor import DTensor, Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard  # no subclass of Shard
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def is_dtensor(tensor: Optional[Tensor]) -> bool:
@@ -181,8 +186,9 @@ def process_group(tensor: Tensor, ranks: Sequence[int]) -> Any:
     return _new_group(tuple(ranks), mesh.device_type)
 
 
-# Held as long as the default process group is the same, for all optimizers.
-_groups: dict[tuple, Any] = {}
+# For all optimizers, as long as the default process group lives.
+_groups: dict[tuple[int, ...], Any] = {}
+_world: Callable[[], Any] = lambda: None  # noqa: E731
 
 
 def _new_group(ranks: tuple[int, ...], device_type: str) -> Any:
@@ -191,10 +197,13 @@ def _new_group(ranks: tuple[int, ...], device_type: str) -> Any:
     `dist.new_group` has to be called by all ranks of the world, or names groups by how many a rank
     is in, so that ranks of different numbers of groups wait under different names.
     """
+    global _world
     c10d = dist.distributed_c10d
     world = c10d._get_default_group()
-    key = (id(world), ranks)
-    if key not in _groups:
+    if _world() is not world:
+        _groups.clear()
+        _world = weakref.ref(world)
+    if ranks not in _groups:
         backend, store = c10d._world.pg_map[world]
         options = getattr(world._get_backend(torch.device(device_type)), "options", None)
         timeout = getattr(options, "_timeout", c10d.default_pg_timeout)
@@ -208,8 +217,8 @@ def _new_group(ranks: tuple[int, ...], device_type: str) -> Any:
         finally:
             world.bound_device_id = bound
         c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
-        _groups[key] = group
-    return _groups[key]
+        _groups[ranks] = group
+    return _groups[ranks]
 
 
 def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
