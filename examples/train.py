@@ -1,6 +1,6 @@
 """Trains a small GPT on real text, under torchrun with FSDP2 or as one plain process.
 
-    torchrun --standalone --nproc-per-node 2 examples/train.py --optimizer muon --lr 3e-3
+    torchrun --standalone --nproc-per-node 2 examples/train.py --optimizer muon --lr 1e-2
     torchrun --standalone --nproc-per-node 4 examples/train.py --tp 2
     python examples/train.py --optimizer adamw
 

@@ -685,3 +685,82 @@ def step_with_changing_gradients(layout: str, faulty_steps: Sequence[int]) -> No
 @pytest.mark.parametrize("layout", list(LAYOUTS))
 def test_gradients_of_changing_parameters_step_as_in_one_process(layout, faulty_steps):
     run_ranks(step_with_changing_gradients, 4, layout, faulty_steps)
+
+
+# -- what would tear replicas and halves apart -----------------------------------------------------
+
+
+def one_of_two_matrices(same_name):
+    """Each rank lacks the gradient that the other has."""
+    mesh = init_device_mesh("cpu", (2,))
+    names = ("a.weight", "a.weight" if same_name else "b.weight")
+    groups = [sharded_group(mesh, (name,)) for name in names]
+    optim = optimizer.Muon(groups, lr=0.1)
+    optim.param_groups[dist.get_rank()]["params"][0].grad = None
+    try:
+        optim.step()
+    finally:
+        check_untouched(optim)
+
+
+@pytest.mark.parametrize("same_name", [False, True])
+def test_halves_of_two_matrices_are_not_taken_for_one(same_name):
+    for outcome in rank_outcomes(one_of_two_matrices, 2, same_name, pg_timeout=20):
+        assert outcome.error == "ValueError", outcome
+        assert "a.weight on ranks [0]" in outcome.message
+
+
+def replica_without_gradient(placements):
+    mesh = init_device_mesh("cpu", (2, 2))
+    params = [nn.Parameter(distribute_tensor(torch.ones(6, 4), mesh, placements))]
+    params[0].grad = distribute_tensor(torch.ones(6, 4), mesh, placements)
+    if dist.get_rank() >= 2:
+        params[0].grad = None
+    optim = optimizer.Muon([{"params": params, "names": ["a.weight"], "use_muon": True}])
+    try:
+        optim.step()
+    finally:
+        check_untouched(optim)
+
+
+@pytest.mark.parametrize("placements", [[Replicate(), Shard(0)], [Replicate(), Replicate()]])
+def test_a_replica_without_a_gradient_raises_on_all(placements):
+    for outcome in rank_outcomes(replica_without_gradient, 4, placements, pg_timeout=20):
+        assert outcome.error == "ValueError", outcome
+        assert "a.weight on ranks [2, 3]" in outcome.message
+
+
+def shards_of_other_sizes():
+    mesh = init_device_mesh("cpu", (2,))
+    rows = (1, 3)[dist.get_rank()]
+    weight = DTensor.from_local(
+        torch.ones(rows, 4), mesh, [Shard(0)], run_check=False, shape=(4, 4), stride=(4, 1)
+    )
+    optimizer.Muon([{"params": [nn.Parameter(weight)], "names": ["a.weight"], "use_muon": True}])
+
+
+def test_shards_that_torch_would_have_cut_otherwise_are_refused():
+    for outcome in rank_outcomes(shards_of_other_sizes, 2):
+        assert outcome.error == "ValueError"
+        assert "a.weight is [Shard(dim=0)]" in outcome.message
+        assert "as torch.chunk does" in outcome.message
+
+
+def world_made_anew():
+    rank, size = dist.get_rank(), dist.get_world_size()
+    store = dist.distributed_c10d._get_default_store()
+    for number in range(8):
+        mesh = init_device_mesh("cpu", (2, 2))  # of five ranks: needs a group of its own
+        if rank < 4:
+            weight = nn.Parameter(
+                DTensor.from_local(torch.ones(2, 2), mesh, [Shard(0), Shard(1)], run_check=False)
+            )
+            weight.grad = torch.ones_like(weight)
+            optimizer.Muon([{"params": [weight], "use_muon": True}]).step()
+        dist.destroy_process_group()
+        prefixed = dist.PrefixStore(f"world {number}", store)
+        dist.init_process_group("gloo", store=prefixed, rank=rank, world_size=size)
+
+
+def test_groups_go_with_the_process_group_they_were_made_in():
+    run_ranks(world_made_anew, 5, timeout=100)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -172,38 +173,45 @@ SCALES = [1e-7, 1e4, 1.0, 1e-7, 1e4]
 class Matrices(nn.Module):
     """Matrices side by side, sharded by FSDP2."""
 
-    def __init__(self):
+    def __init__(self, shapes=SHAPES):
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(i, o, bias=False) for o, i in SHAPES)
+        self.layers = nn.ModuleList(nn.Linear(i, o, bias=False) for o, i in shapes)
         fully_shard(self)
 
 
 def with_well_conditioned_gradients(model: nn.Module) -> None:
     """Singular values of 1 to 2, times the scale: the polar factor amplifies no rounding."""
     generator = torch.Generator().manual_seed(1)
-    for p, scale in zip(model.parameters(), SCALES):
+    for p, scale in zip(model.parameters(), itertools.cycle(SCALES)):
         G = torch.randn(p.shape, generator=generator)
         U, S, Vh = torch.linalg.svd(G, full_matrices=False)
         p.grad = part_for(p, scale * (U * torch.linspace(1, 2, len(S))) @ Vh)
 
 
-def step_with(wire_dtype: torch.dtype) -> list[torch.Tensor]:
+def step_with(wire_dtype: torch.dtype, shapes=SHAPES, **options) -> list[torch.Tensor]:
     """What a step adds to the weights."""
-    model = Matrices()
+    model = Matrices(shapes)
     before = [whole(p).detach().clone() for p in model.parameters()]
     with_well_conditioned_gradients(model)
-    make(model, comm_dtype=wire_dtype, ns_dtype=torch.float32, weight_decay=0.0).step()
+    exact = {"ns_dtype": torch.float32, "weight_decay": 0.0}
+    make(model, comm_dtype=wire_dtype, **exact, **options).step()
     return [whole(p).detach() - w for p, w in zip(model.parameters(), before)]
 
 
-def distances_from_fp32(wire_dtype: torch.dtype) -> list[float]:
-    pairs = zip(step_with(wire_dtype), step_with(torch.float32))
+def distances_from_fp32(wire_dtype: torch.dtype, *shapes, **options) -> list[float]:
+    pairs = zip(step_with(wire_dtype, *shapes, **options), step_with(torch.float32, *shapes))
     return [float((a - b).norm() / b.norm()) for a, b in pairs]
 
 
 def test_gradients_of_any_scale_keep_their_direction_on_an_fp16_wire():
     for of_rank in run_ranks(distances_from_fp32, 4, torch.float16):
+        assert 0 < max(of_rank) <= 2e-3, of_rank
+
+
+def test_exponents_survive_where_a_batch_is_longer_than_a_run():
+    shapes = [(64, 128)] * 48 + [(32, 64)] * 4  # 28 of the former on two ranks: 458 kB
+    for of_rank in run_ranks(distances_from_fp32, 2, torch.float16, shapes, chunk_size=28):
         assert 0 < max(of_rank) <= 2e-3, of_rank
 
 
