@@ -312,7 +312,8 @@ def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimi
             fused=True,
         )
     kernel = load_kernel()
-    groups = kernel.muon.get_default_muon_param_groups(model, expert_keys=["experts"])
+    expert_keys = ["experts"] if config.experts else None
+    groups = kernel.muon.get_default_muon_param_groups(model, expert_keys=expert_keys)
     return kernel.Muon(groups, lr=config.lr, weight_decay=config.weight_decay)
 
 
