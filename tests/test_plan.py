@@ -408,15 +408,21 @@ def replicas(e: Any, ranks: int) -> int:
     return math.prod(size for size, placement in places if placement is None)
 
 
+def moved(what: str, case: Any, plans: Any) -> Numbered:
+    """All elements of a case, numbered, after they went where the plans send them."""
+    numbered = Numbered(case, plans)
+    try:
+        numbered.run()
+    except Exception as error:
+        error.add_note(what)
+        raise
+    return numbered
+
+
 def test_every_element_comes_to_one_owner_and_back_to_its_holders():
     traveled = 0
     for what, case, plans in random_cases(everywhere=False):
-        numbered = Numbered(case, plans)
-        try:
-            numbered.run()
-        except Exception as error:
-            error.add_note(what)
-            raise
+        numbered = moved(what, case, plans)
         for number, e in enumerate(case.entries):
             for plan, updates in zip(plans, numbered.updates):
                 expected = torch.zeros_like(updates[number])
@@ -430,12 +436,7 @@ def test_every_element_comes_to_one_owner_and_back_to_its_holders():
 
 def test_as_a_reference_every_peer_owns_all_that_travels():
     for what, case, plans in random_cases(everywhere=True):
-        numbered = Numbered(case, plans)
-        try:
-            numbered.run()
-        except Exception as error:
-            error.add_note(what)
-            raise
+        numbered = moved(what, case, plans)
         for lanes in lanes_of(plans).values():
             for lane in lanes:
                 assert not any(sum(chunk.scatter.sent) for chunk in lane.chunks), what

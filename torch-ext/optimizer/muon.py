@@ -257,15 +257,16 @@ class Muon(torch.optim.Optimizer):
             error: what kept this rank from getting this far.
         """
         groups: list[dict[str, Any]] = []
-        plan, notes = NOTHING, dict[agreement.Ranks, agreement.Notes]()
+        plan = NOTHING
         try:
             if error is None:
-                groups, plan, notes = self._plan()
+                groups, plan = self._plan()
         except Exception as raised:
             error = raised
         # A rank that fails can't tell whether the others would ask: not after the first time.
         known = bool(self._agreed) if error else any(plan is other for other in self._agreed)
         if agreement.is_due(self._wide.consistency_check, known):
+            notes = {} if error else notes_of(groups, self._survey, plan, self._wide)
             try:
                 sets = sets_of(self.param_groups)
                 problem = self._agreement.check(notes, _in_words(error), sets)
@@ -282,16 +283,15 @@ class Muon(torch.optim.Optimizer):
         self._warned = self._warned or validation.warn_of_no_gradients(groups)
         return groups, plan
 
-    def _plan(self) -> tuple[list[dict[str, Any]], Plan, dict[agreement.Ranks, agreement.Notes]]:
-        """Groups, checked, the plan of the step, and what other ranks are to know of it."""
+    def _plan(self) -> tuple[list[dict[str, Any]], Plan]:
+        """Groups, checked, and the plan of the step."""
         groups = self._views()
         found = self._look_at(groups)
         for number, (group, entries) in enumerate(zip(groups, found.entries)):
             where = f"param_groups[{number}]"
             validation.check_gradients(group, where)
             validation.check_state(group, entries, self.state, where)
-        plan = plan_step(found, groups, self._wide)
-        return groups, plan, notes_of(groups, found, plan, self._wide)
+        return groups, plan_step(found, groups, self._wide)
 
     def _look_at(self, groups: list[dict[str, Any]]) -> Survey:
         """Checks the groups, and keeps what there is to plan from now on."""

@@ -22,6 +22,8 @@ from typing import Any, Optional
 import torch
 import torch.distributed as dist
 
+from .utils import GroupCache, world_timeout
+
 CHECKS = ("step", "plan", "off")
 
 Ranks = tuple[int, ...]  # global and ascending
@@ -399,9 +401,7 @@ def _all_gather(ranks: Ranks, tensor: torch.Tensor) -> torch.Tensor:
     return gathered
 
 
-# One group for the same ranks in all optimizers, as long as the default process group lives.
-_groups: dict[Ranks, Any] = {}
-_world: Callable[[], Any] = lambda: None  # noqa: E731
+_groups = GroupCache()
 
 
 def _group(ranks: Ranks) -> Any:
@@ -413,13 +413,10 @@ def _group(ranks: Ranks) -> Any:
     `dist.new_group` names groups by how many a rank is in already, so ranks that are in different
     numbers of groups would wait for each other under different names: this one names its own.
     """
-    global _world
-    if _world() is not dist.group.WORLD:
-        _groups.clear()
-        _world = weakref.ref(dist.group.WORLD)
-    if ranks not in _groups:
-        _groups[ranks] = _new_group(ranks)
-    return _groups[ranks]
+    groups = _groups.current()
+    if ranks not in groups:
+        groups[ranks] = _new_group(ranks)
+    return groups[ranks]
 
 
 def _new_group(ranks: Ranks) -> Any:
@@ -446,14 +443,7 @@ def _new_group(ranks: Ranks) -> Any:
 
 
 def _timeout() -> timedelta:
-    """The default process group's, or torch's default where it can't be told."""
-    world: Any = dist.group.WORLD
-    for device in ("cpu", "cuda", "xpu"):
-        try:
-            return world._get_backend(torch.device(device)).options._timeout
-        except (AttributeError, RuntimeError, TypeError):  # no backend, or none with options
-            continue
-    return dist.distributed_c10d.default_pg_timeout
+    return world_timeout("cpu", "cuda", "xpu")
 
 
 def is_due(consistency_check: str, agreed_before: bool) -> bool:

@@ -145,6 +145,7 @@ class ChunkBuilder:
         if self.everywhere:
             owned = {self.me: [unit for units in owned.values() for unit in units]}
         runs: list[list[Bundle]] = []
+        of_run = 0  # elements in the last one
         mine: list[tuple[tuple[Unit, ...], Region, int, int]] = []
         out, back = [0] * len(peers), [0] * len(peers)
         place = place_back = 0
@@ -155,10 +156,11 @@ class ChunkBuilder:
                 if owner == self.me:
                     mine.append((units, box, place, place_back))
                 for bundle in self._bundles(units, box, place, place_back):
-                    if runs and sum(b.numel for b in runs[-1]) + bundle.numel <= self.run_numel:
-                        runs[-1].append(bundle)
-                    else:
-                        runs.append([bundle])
+                    if not runs or of_run + bundle.numel > self.run_numel:
+                        runs.append([])
+                        of_run = 0
+                    runs[-1].append(bundle)
+                    of_run += bundle.numel
                 place += self._size_out(units, box)
                 place_back += self._size_back(units, box)
             out[owner], back[owner] = place - begin, place_back - begin_back

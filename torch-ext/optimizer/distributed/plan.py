@@ -307,10 +307,11 @@ class _Planner:
         for number in sorted(range(len(draft.units)), key=lambda i: -self._cost(draft.units[i])):
             queues[owners[number]].append(draft.units[number])
         rounds = self._rounds(draft, queues)
+        me = draft.peers.index(self.rank)
         builder = ChunkBuilder(
             self.entries,
             draft.peers,
-            draft.peers.index(self.rank),
+            me,
             draft.wire,
             draft.wide,
             draft.device,
@@ -325,10 +326,9 @@ class _Planner:
                 for unit in units
             ]
             digest.update(repr(listed).encode())
-        owner_of = {id(unit): owner for unit, owner in zip(draft.units, owners)}
         return Lane(
             draft.peers,
-            draft.peers.index(self.rank),
+            me,
             everywhere,
             draft.wire,
             draft.wide,
@@ -336,9 +336,9 @@ class _Planner:
             tuple(builder.chunk(owned) for owned in rounds),
             self._in_flight(draft, rounds, everywhere),
             tuple(
-                (unit, None if everywhere else owner_of[id(unit)])
+                (unit, None if everywhere else owner)
                 for owned in rounds
-                for units in owned.values()
+                for owner, units in owned.items()
                 for unit in units
             ),
             tuple(dict.fromkeys(self.entries[unit.entry].name for unit in draft.units)),

@@ -52,19 +52,17 @@ class Entry:
         shape = self.matrices.shape
         return layout.whole(shape) if self.sharding is None else self.sharding.region(shape, rank)
 
-    def peers(self, rank: int) -> tuple[int, ...]:
-        """The ranks that hold parts of the matrices of which ``rank`` does; ascending."""
-        if self.sharding is None:
-            return (rank,)
-        dims = range(self.matrices.row_dim, len(self.matrices.shape))
-        return self.sharding.peers(rank, dims)
+    def peers(self, rank: int, replicas: bool = False) -> tuple[int, ...]:
+        """The ranks that hold parts of the matrices of which ``rank`` does; ascending.
 
-    def sharers(self, rank: int) -> tuple[int, ...]:
-        """The ranks that hold parts or replicas of the matrices of which ``rank`` does."""
+        Args:
+            rank: global rank.
+            replicas: also those that hold replicas of such parts.
+        """
         if self.sharding is None:
             return (rank,)
         dims = range(self.matrices.row_dim, len(self.matrices.shape))
-        return self.sharding.peers(rank, dims, replicas=True)
+        return self.sharding.peers(rank, dims, replicas)
 
     def cost(self, rows: int) -> int:
         """FLOPs for one matrix of so many rows."""

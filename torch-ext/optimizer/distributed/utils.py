@@ -6,6 +6,7 @@ import functools
 import math
 import weakref
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, Optional
 
 import torch
@@ -186,9 +187,31 @@ def process_group(tensor: Tensor, ranks: Sequence[int]) -> Any:
     return _new_group(tuple(ranks), mesh.device_type)
 
 
-# For all optimizers, as long as the default process group lives.
-_groups: dict[tuple[int, ...], Any] = {}
-_world: Callable[[], Any] = lambda: None  # noqa: E731
+class GroupCache(dict[tuple[int, ...], Any]):
+    """Process groups by their ranks, for all optimizers, as long as the default one lives."""
+
+    _world: Callable[[], Any] = staticmethod(lambda: None)
+
+    def current(self) -> GroupCache:
+        """Itself, without the groups of a default process group that is gone."""
+        if self._world() is not dist.group.WORLD:
+            self.clear()
+            self._world = weakref.ref(dist.group.WORLD)
+        return self
+
+
+def world_timeout(*device_types: str) -> timedelta:
+    """The default process group's for the first device it has a backend for; else torch's own."""
+    world: Any = dist.group.WORLD
+    for device_type in device_types:
+        try:
+            return world._get_backend(torch.device(device_type)).options._timeout
+        except (AttributeError, RuntimeError, TypeError):  # no backend, or none with options
+            continue
+    return dist.distributed_c10d.default_pg_timeout
+
+
+_groups = GroupCache()
 
 
 def _new_group(ranks: tuple[int, ...], device_type: str) -> Any:
@@ -197,16 +220,11 @@ def _new_group(ranks: tuple[int, ...], device_type: str) -> Any:
     `dist.new_group` has to be called by all ranks of the world, or names groups by how many a rank
     is in, so that ranks of different numbers of groups wait under different names.
     """
-    global _world
-    c10d = dist.distributed_c10d
+    c10d, groups = dist.distributed_c10d, _groups.current()
     world = c10d._get_default_group()
-    if _world() is not world:
-        _groups.clear()
-        _world = weakref.ref(world)
-    if ranks not in _groups:
+    if ranks not in groups:
         backend, store = c10d._world.pg_map[world]
-        options = getattr(world._get_backend(torch.device(device_type)), "options", None)
-        timeout = getattr(options, "_timeout", c10d.default_pg_timeout)
+        timeout = world_timeout(device_type)
         bound, world.bound_device_id = world.bound_device_id, None  # or all ranks had to take part
         try:
             me = ranks.index(dist.get_rank())
@@ -217,8 +235,8 @@ def _new_group(ranks: tuple[int, ...], device_type: str) -> Any:
         finally:
             world.bound_device_id = bound
         c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
-        _groups[ranks] = group
-    return _groups[ranks]
+        groups[ranks] = group
+    return groups[ranks]
 
 
 def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
