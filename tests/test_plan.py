@@ -190,7 +190,7 @@ def test_the_peers_of_a_lane_see_the_same_lane():
             for lane in lanes[1:]:
                 assert lane.digest == lanes[0].digest, what
                 assert lane.owners == lanes[0].owners, what
-                assert lane.names == lanes[0].names, what
+                assert lane.rounds == lanes[0].rounds, what
                 assert lane.in_flight == lanes[0].in_flight, what
                 assert lane.everywhere == lanes[0].everywhere, what
                 assert len(lane.chunks) == len(lanes[0].chunks), what

@@ -71,8 +71,8 @@ class Lane:
         device: of the local tensors.
         chunks: in order.
         in_flight: how many chunks may be under way at once.
-        owners: the units with the number of their owner, in order, for summaries and comparison.
-        names: of the entries, each once.
+        rounds: of each chunk the units with the number of their owner (None: everyone), equal on
+            all peers.
         digest: of owners and chunks, equal on all peers.
     """
 
@@ -84,9 +84,13 @@ class Lane:
     device: torch.device
     chunks: tuple[Chunk, ...]
     in_flight: int
-    owners: tuple[tuple[Unit, Optional[int]], ...]
-    names: tuple[str, ...]
+    rounds: tuple[tuple[tuple[Unit, Optional[int]], ...], ...]
     digest: str
+
+    @functools.cached_property
+    def owners(self) -> tuple[tuple[Unit, Optional[int]], ...]:
+        """The units of all chunks with the number of their owner."""
+        return tuple(itertools.chain.from_iterable(self.rounds))
 
     @property
     def scaled(self) -> bool:
@@ -336,12 +340,13 @@ class _Planner:
             tuple(builder.chunk(owned) for owned in rounds),
             self._in_flight(draft, rounds, everywhere),
             tuple(
-                (unit, None if everywhere else owner)
+                tuple(
+                    (unit, None if everywhere else owner)
+                    for owner, units in owned.items()
+                    for unit in units
+                )
                 for owned in rounds
-                for owner, units in owned.items()
-                for unit in units
             ),
-            tuple(dict.fromkeys(self.entries[unit.entry].name for unit in draft.units)),
             digest.hexdigest(),
         )
 
