@@ -1,7 +1,7 @@
 """How fast ranks compute and how fast they are connected: what layouts are compared by.
 
-The figures are what a run reaches, not what a data sheet promises. They decide `hsdp="auto"` and the
-times that `examples/plan.py` prints; nothing is measured, so that all ranks decide alike.
+The figures are what a run reaches, not what a data sheet promises. They decide `hsdp="auto"` and
+the times that `examples/plan.py` prints; nothing is measured, so that all ranks decide alike.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Machine:
         return max(here / self.host_bytes, away / self.network_bytes)
 
 
-# By device type. Eight H100s to a host, with NVLink in it and 400 Gbit/s for each of them out of it;
-# two thirds of what either could do, and half of the bf16 FLOPs.
+# By device type. Eight H100s to a host, with NVLink in it and 400 Gbit/s for each of them out of
+# it: two thirds of what either could do, and half of the bf16 FLOPs.
 MACHINES = {
     "cuda": Machine(
         flops=400e12, host_bytes=300e9, network_bytes=33e9, latency=40e-6, ranks_per_host=8
