@@ -7,6 +7,7 @@ what arrives has to be what was expected, with nothing written twice and nothing
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import graphlib
 import itertools
@@ -54,6 +55,8 @@ def entry(
     device: torch.device = CPU,
     wire: torch.dtype = torch.bfloat16,
     second_moment: bool = False,
+    momentum: Any = None,
+    spread: bool = False,
 ) -> Any:
     is_expert = len(shape) > 2 and not flatten
     return Entry(
@@ -67,6 +70,8 @@ def entry(
         wire=wire,
         triples=TRIPLES,
         second_moment=second_moment,
+        momentum=momentum,
+        spread=spread,
     )
 
 
@@ -103,6 +108,7 @@ def random_case(seed: int, **fixed: Any) -> Case:
         random_entry(rng, number, rng.choice(shardings), rng.choice(wires), second_moment)
         for number in range(rng.randint(1, 12))
     ]
+    entries = [with_replicas(rng, e, options["everywhere"]) for e in entries]
     return Case(ranks, tuple(entries), options)
 
 
@@ -157,7 +163,17 @@ def random_entry(
     )
 
 
-SEEDS = range(150)
+def with_replicas(rng: random.Random, e: Any, everywhere: bool) -> Any:
+    """Replicas that share the work, or none; those of whole weights may divide the momentum."""
+    if e.sharding is None or rng.random() < 0.5:
+        return e
+    if len(e.sharding.mesh) == 1 and e.sharding.placements == (None,):
+        divided = Sharding(e.sharding.mesh, e.sharding.ranks, (Split(0),))
+        return dataclasses.replace(e, spread=True, momentum=divided)
+    return dataclasses.replace(e, spread=not everywhere)
+
+
+SEEDS = range(200)
 
 
 def random_cases(**fixed: Any) -> Iterator[tuple[str, Case, list[Any]]]:
@@ -277,6 +293,7 @@ class Numbered:
             [torch.zeros_like(whole) for whole in self.whole] for _ in plans
         ]
         self.owned = [[torch.zeros_like(whole) for whole in self.whole] for _ in plans]
+        self.read = [[torch.zeros_like(whole) for whole in self.whole] for _ in plans]
 
     def run(self) -> None:
         for lanes in lanes_of(self.plans).values():
@@ -308,21 +325,29 @@ class Numbered:
     def pack(self, lane: Any, chunk: Any) -> torch.Tensor:
         buffer = torch.full((chunk.kept + sum(chunk.gather.sent),), NONE)
         once = buffer[: chunk.kept] if lane.everywhere else buffer
-        for bundle in chunk.bundles:
+        for bundle in chunk.read:
             parts = torch.cat([self.part(unit, bundle.box).flatten() for unit in bundle.units])
             assert len(parts) == bundle.numel
-            write(once, bundle.sent, parts)
-            if lane.scaled and bundle.numel:
-                write(once, bundle.sent + bundle.numel, [EXPONENT] * len(bundle.units))
-            held = [
-                local(self, lane, unit.entry)[... if index is None else index]
-                for unit, index in zip(bundle.units, bundle.indices)
-            ]
-            assert torch.equal(parts, torch.cat([piece.flatten() for piece in held]))
+            if bundle.travels:
+                write(once, bundle.start, parts)
+            if bundle.travels and lane.scaled and bundle.numel:
+                write(once, bundle.along, [EXPONENT] * len(bundle.units))
+            self.check_indices(lane, bundle, Entry.momentum_region)
+            for unit in bundle.units:
+                read = self.read[lane.peers[lane.me]][unit.entry]
+                read[layout.slices(unit.box)][layout.slices(bundle.box)] += 1
         if lane.everywhere and chunk.kept:
             buffer[chunk.kept :].view(-1, chunk.kept).copy_(once)
         assert (buffer != NONE).all()
         return buffer
+
+    def check_indices(self, lane: Any, bundle: Any, held: Any) -> None:
+        """They take the bundle's parts out of a local tensor."""
+        for unit, index in zip(bundle.units, bundle.indices):
+            region = held(self.case.entries[unit.entry], lane.peers[lane.me])
+            local = self.whole[unit.entry][layout.slices(region)]
+            piece = local[... if index is None else index]
+            assert torch.equal(piece, self.part(unit, bundle.box))
 
     def assemble(
         self, lane: Any, batch: Any, momentum: torch.Tensor, came: torch.Tensor
@@ -332,10 +357,12 @@ class Numbered:
         units = torch.full((count, *layout.shape_of(first.box)), NONE)
         for part in batch.parts:
             source = momentum if part.peer == lane.me else came
-            there = units[(slice(None), *layout.slices(part.box))]
+            if not layout.numel(part.momentum):
+                continue
+            there = units[(slice(None), *layout.slices(part.momentum))]
             assert (there == NONE).all()
             there.copy_(source[part.gathered :][: there.numel()].view(there.shape))
-            if lane.scaled and part.numel:
+            if lane.scaled:
                 exponents = source[part.gathered + there.numel() :][:count]
                 assert exponents.tolist() == [EXPONENT] * count
         for unit, found in zip(batch.units, units):
@@ -351,19 +378,20 @@ class Numbered:
             if lane.everywhere and part.peer != lane.me:
                 continue
             buffer = kept if part.peer == lane.me else sent
-            numbers = units[(slice(None), *layout.slices(part.box))].flatten()
+            numbers = units[(slice(None), *layout.slices(part.weights))].flatten()
             write(buffer, part.returned, numbers)
             moments = sum(self.moments(lane, unit) for unit in batch.units)
             write(buffer, part.returned + len(numbers), [MOMENT] * moments)
 
     def unpack(self, lane: Any, chunk: Any, updates: torch.Tensor) -> None:
         seen = torch.zeros_like(updates)
-        for bundle in chunk.bundles:
-            parts = updates[bundle.received :][: bundle.numel].view(bundle.shape)
+        for bundle in (bundle for run in chunk.weights for bundle in run):
+            parts = updates[bundle.start :][: bundle.numel].view(bundle.shape)
             moments = sum(self.moments(lane, unit) for unit in bundle.units)
-            along = updates[bundle.received + bundle.numel :][:moments]
-            assert along.tolist() == [MOMENT] * moments
-            seen[bundle.received :][: bundle.numel + moments] += 1
+            assert updates[bundle.along :][:moments].tolist() == [MOMENT] * moments
+            seen[bundle.start :][: bundle.numel] += 1
+            seen[bundle.along :][:moments] += 1
+            self.check_indices(lane, bundle, Entry.region)
             for unit, found in zip(bundle.units, parts):
                 assert torch.equal(found, self.part(unit, bundle.box))
                 updated = self.updates[lane.peers[lane.me]][unit.entry]
@@ -377,11 +405,6 @@ class Numbered:
             return 0
         long = max(unit.rows, e.matrices.cols) * e.matrices.count(unit.box, unit.rows)
         return long * (2 if lane.wire.itemsize == 2 else 1)
-
-
-def local(numbered: Numbered, lane: Any, number: int) -> torch.Tensor:
-    region = numbered.case.entries[number].region(lane.peers[lane.me])
-    return numbered.whole[number][layout.slices(region)]
 
 
 def write(buffer: torch.Tensor, start: int, numbers: Any) -> None:
@@ -401,9 +424,11 @@ def exchange(buffers: Sequence[torch.Tensor], chunks: Sequence[Any], way: str) -
     return [torch.cat(came) for came in received]
 
 
-def replicas(e: Any, ranks: int) -> int:
+def owners_of_each(e: Any, ranks: int) -> int:
     if e.sharding is None:
         return ranks
+    if e.spread:
+        return 1
     places = zip(e.sharding.mesh, e.sharding.placements)
     return math.prod(size for size, placement in places if placement is None)
 
@@ -428,8 +453,12 @@ def test_every_element_comes_to_one_owner_and_back_to_its_holders():
                 expected = torch.zeros_like(updates[number])
                 expected[layout.slices(e.region(plan.rank))] = 1
                 assert torch.equal(updates[number], expected), what
+            for plan, read in zip(plans, numbered.read):
+                expected = torch.zeros_like(read[number])
+                expected[layout.slices(e.momentum_region(plan.rank))] = 1
+                assert torch.equal(read[number], expected), what
             owners = sum(owned[number] for owned in numbered.owned)
-            assert (owners == replicas(e, case.ranks)).all(), what
+            assert (owners == owners_of_each(e, case.ranks)).all(), what
         traveled += sum(len(plan.lanes) for plan in plans)
     assert traveled > 200
 
@@ -472,7 +501,7 @@ def test_gradients_are_read_once_for_each_unit():
                 unit.entry
                 for lane in (*plan.lanes, *plan.alone)
                 for chunk in lane.chunks
-                for bundle in chunk.bundles
+                for bundle in chunk.read
                 for unit in bundle.units
             )
             assert plan.reads == units, what
@@ -561,7 +590,7 @@ def loads_of(plan: Any) -> Loads:
     by_chunk = []
     for chunk in lane.chunks:
         loads = [0] * len(lane.peers)
-        for unit in (unit for bundle in chunk.bundles for unit in bundle.units):
+        for unit in (unit for bundle in chunk.read for unit in bundle.units):
             loads[owners[unit]] += cost(unit)
         by_chunk.append(loads)
     return Loads([sum(of) for of in zip(*by_chunk)], by_chunk, max(map(cost, owners)))
@@ -695,7 +724,7 @@ def test_a_trillion_parameters_on_1024_ranks_are_planned_in_seconds(name):
     assert seconds < 20
     numel = [0] * len(plan.entries)
     for lane in (*plan.lanes, *plan.alone):
-        for bundle in (bundle for chunk in lane.chunks for bundle in chunk.bundles):
+        for bundle in (bundle for chunk in lane.chunks for bundle in chunk.read):
             for unit in bundle.units:
                 numel[unit.entry] += layout.numel(bundle.box)
     assert numel == [layout.numel(e.region(517)) for e in plan.entries]

@@ -178,6 +178,7 @@ def update_momentum(
     style: str,
     maximize: bool,
     keep: Optional[list[Tensor]] = None,
+    wanted: bool = True,
 ) -> None:
     """B ← μB + wG, and what is to be orthogonalized into ``outputs``: wG + μB, or B.
 
@@ -188,6 +189,7 @@ def update_momentum(
         outputs: of the same shapes, fp32 or wider; overwritten.
         keep: booleans that broadcast to each gradient; where False the buffer stays as it is and
             the output is zero.
+        wanted: whether anybody reads the outputs; they are scratch where not.
     """
     weight = (1.0 if style == "classical" else 1.0 - momentum) * (-1.0 if maximize else 1.0)
     if keep is not None:  # a product with zero would keep Inf and NaN: they have to be replaced
@@ -204,6 +206,8 @@ def update_momentum(
     if keep is not None:
         for buffer, old, kept in zip(buffers, before, keep):
             buffer.copy_(torch.where(kept, buffer, old))
+    if not wanted:
+        return
     if nesterov:
         torch._foreach_copy_(outputs, grads)
         if weight != 1.0:

@@ -23,7 +23,7 @@ from . import core
 from .async_utils import Task, interleave
 from .distributed import layout, wire
 from .distributed import utils as dtensors
-from .distributed.plan import Batch, Bundle, Chunk, Entry, Lane, Plan, Traffic, Unit
+from .distributed.plan import Batch, Bundle, Chunk, Entry, Lane, Plan, Run, Traffic, Unit
 from .newton_schulz import default_dtype, newton_schulz
 from .scratch import Scratch
 
@@ -181,14 +181,19 @@ def _momentum(chunk: Chunk, lane: Lane, step: Step) -> Tensor:
     """Updates the momentum and returns what is to be orthogonalized, in the order of the wire."""
     buffer = step.scratch.take(chunk.kept + sum(chunk.gather.sent), lane.wire, lane.device)
     exponents: list[tuple[int, Tensor]] = []
-    for run in chunk.runs:
-        start, stop = run[0].sent, run[-1].sent + run[-1].numel
-        wide = step.scratch.wide(buffer[start:stop], lane.wide)
+    for run in chunk.momentum:
+        start, stop = run[0].start, _end(run)
+        if not run[0].travels:
+            wide = step.scratch.empty("wide", (stop - start,), lane.wide, lane.device)
+            _update_momentum(run, wide, start, step)
+            continue
+        sent = buffer[start:stop]
+        wide = step.scratch.wide(sent, lane.wide)
         _update_momentum(run, wide, start, step)
         if lane.scaled:
             exponents += _scale_down(run, wide, start)
         if wide.dtype != lane.wire:
-            buffer[start:stop].copy_(wide)
+            sent.copy_(wide)
     for place, of_bundle in exponents:  # last: they lie between the parts that runs write
         buffer[place : place + len(of_bundle)].copy_(of_bundle)
     if lane.everywhere and chunk.kept:
@@ -196,11 +201,11 @@ def _momentum(chunk: Chunk, lane: Lane, step: Step) -> Tensor:
     return buffer
 
 
-def _update_momentum(run: Sequence[Bundle], wide: Tensor, start: int, step: Step) -> None:
+def _update_momentum(run: Run, wide: Tensor, start: int, step: Step) -> None:
     """Updates the momentum of a run; what is to be orthogonalized goes into ``wide``."""
     by_group: dict[int, list[tuple]] = defaultdict(list)
     for bundle in run:
-        outputs = _views(wide, bundle.sent - start, bundle.shape)
+        outputs = _views(wide, bundle.start - start, bundle.shape)
         for unit, index, output in zip(bundle.units, bundle.indices, outputs):
             momentum = _part_of(step.momenta[unit.entry], index)
             grad = _part_of(step.grad(unit), index)
@@ -219,17 +224,18 @@ def _update_momentum(run: Sequence[Bundle], wide: Tensor, start: int, step: Step
             style=hyper["momentum_style"],
             maximize=hyper["maximize"],
             keep=kept if hyper["nonfinite"] == "skip" else None,
+            wanted=run[0].travels,
         )
 
 
-def _scale_down(run: Sequence[Bundle], wide: Tensor, start: int) -> list[tuple[int, Tensor]]:
+def _scale_down(run: Run, wide: Tensor, start: int) -> list[tuple[int, Tensor]]:
     """Scales every part of a run to the range of fp16; exponents by their place in the buffer."""
     bundles = [bundle for bundle in run if bundle.numel]
-    parts = [view for b in bundles for view in _views(wide, b.sent - start, b.shape)]
+    parts = [view for b in bundles for view in _views(wide, b.start - start, b.shape)]
     if not parts:
         return []
     exponents = wire.scale_down(parts).split([len(b.units) for b in bundles])
-    return [(bundle.exponents, of) for bundle, of in zip(bundles, exponents)]
+    return [(bundle.along, of) for bundle, of in zip(bundles, exponents)]
 
 
 def _assemble(batch: Batch, momentum: Tensor, gathered: Tensor, lane: Lane, step: Step) -> Tensor:
@@ -241,10 +247,10 @@ def _assemble(batch: Batch, momentum: Tensor, gathered: Tensor, lane: Lane, step
     X = step.scratch.empty("gathered", shape, dtype, lane.device)
     here, there, exponents = [], [], []
     for part in batch.parts:
-        if part.numel:
+        numel = layout.numel(part.momentum) * shape[0]
+        if numel:
             source = momentum if part.peer == lane.me else gathered
-            here.append(X[(slice(None), *layout.slices(part.box))])
-            numel = part.numel * shape[0]
+            here.append(X[(slice(None), *layout.slices(part.momentum))])
             there.append(source[part.gathered : part.gathered + numel].view(here[-1].shape))
             exponents.append(source[part.gathered + numel :][: shape[0]])
     torch._foreach_copy_(here, there)
@@ -281,9 +287,10 @@ def _give_back(
         if lane.everywhere and part.peer != lane.me:
             continue
         buffer = updates if part.peer == lane.me else returned
-        start, stop = part.returned, part.returned + part.numel * len(batch.units)
-        if part.numel:
-            there.append(units[(slice(None), *layout.slices(part.box))])
+        numel = layout.numel(part.weights) * len(batch.units)
+        start, stop = part.returned, part.returned + numel
+        if numel:
+            there.append(units[(slice(None), *layout.slices(part.weights))])
             here.append(buffer[start:stop].view(there[-1].shape))
         if v is not None:
             wire.write_numbers(v, buffer, stop)
@@ -293,14 +300,15 @@ def _give_back(
 
 def _update_weights(chunk: Chunk, updates: Tensor, lane: Lane, step: Step) -> None:
     """Applies this rank's parts of the updates, which are overwritten, to its weights."""
-    for run in chunk.runs:
-        start, stop = run[0].received, run[-1].received + run[-1].numel
-        deltas = step.scratch.wide(updates[start:stop], lane.wide)
+    for run in chunk.weights:
+        start = run[0].start
+        received = updates[start : _end(run)]
+        deltas = step.scratch.wide(received, lane.wide)
         if deltas.dtype != lane.wire:
-            deltas.copy_(updates[start:stop])
+            deltas.copy_(received)
         by_rates: dict[tuple[int, float], list[tuple]] = defaultdict(list)
         for bundle in run:
-            parts = _views(deltas, bundle.received - start, bundle.shape)
+            parts = _views(deltas, bundle.start - start, bundle.shape)
             entry, hyper = step.entry(bundle.units[0]), step.hyper(bundle.units[0])
             if hyper["beta2"] is not None:
                 _normalize(parts, bundle, updates, step)
@@ -338,7 +346,7 @@ def _normalize(parts: list[Tensor], bundle: Bundle, updates: Tensor, step: Step)
     m = step.entry(unit).matrices
     views = [step.second_moment(unit) for unit in bundle.units]
     V = torch.stack(views)  # (n, experts…, matrices of each, long side)
-    v = wire.read_numbers(updates, bundle.moments, V.numel()).view(V.shape)
+    v = wire.read_numbers(updates, bundle.along, V.numel()).view(V.shape)
     v = v.to(torch.promote_types(step.arithmetic(unit), torch.float32))  # as the owner had it
     keep = None
     if id(unit) in step.finite:
@@ -373,7 +381,7 @@ def _find_nonfinite(step: Step, lanes: Sequence[tuple[Lane, Any]]) -> None:
         counts = [step.entry(unit).matrices.count(unit.box, unit.rows) for unit in units]
         finite = torch.ones(sum(counts), dtype=torch.uint8, device=lane.device)
         of_unit = {id(unit): flags for unit, flags in zip(units, finite.split(counts))}
-        for bundle in (bundle for chunk in lane.chunks for bundle in chunk.bundles):
+        for bundle in (bundle for chunk in lane.chunks for bundle in chunk.read):
             for unit, index in zip(bundle.units, bundle.indices):
                 if bundle.numel and id(unit) in of_unit:
                     grad = _part_of(step.grad(unit), index)
@@ -393,6 +401,10 @@ def _mark_finite(grad: Tensor, unit: Unit, box: layout.Region, out: Tensor, step
     whole = rows.new_ones(shape)
     whole[(..., slice(*box[row_dim]))] = rows
     out.copy_(whole.unflatten(-1, (-1, unit.rows)).all(dim=-1).flatten())
+
+
+def _end(run: Run) -> int:
+    return run[-1].start + run[-1].numel
 
 
 def _views(flat: Tensor, start: int, shape: Sequence[int]) -> list[Tensor]:

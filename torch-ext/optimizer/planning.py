@@ -229,7 +229,7 @@ def notes_of(
             lines[ranks] += listed
             lines[ranks] += [f"{option} in the group of {first[ranks]}" for option in chosen]
     for entry in plan.entries:
-        gradients[entry.peers(plan.rank, replicas=True)].append(entry.name)
+        gradients[entry.holders(plan.rank)].append(entry.name)
     for lane in plan.lanes:
         owners[lane.peers] += lane.digest
     return {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Optional
 
@@ -17,6 +17,8 @@ from .units import Entry, Unit
 RUN_BYTES = {"cpu": 256 << 10}
 DEFAULT_RUN_BYTES = 64 << 20
 
+NOTHING: Region = ((0, 0),)
+
 
 @dataclass(frozen=True)
 class Bundle:
@@ -25,20 +27,18 @@ class Bundle:
     Args:
         units: consecutive ones of the batch.
         box: the part of each, in coordinates of the unit's box.
-        indices: slices that take the part out of the parameter's local tensor; None takes it all.
-        sent: where the parts begin in the buffer of momentum on its way to the owners.
-        received: where they begin in the buffer of updates that come back.
-        exponents: where their exponents are in the former.
-        moments: where their mean squares are in the latter.
+        indices: slices that take the part out of the local tensor; None takes it all.
+        start: where the parts begin in the chunk's buffer.
+        along: where what goes along with them begins there: exponents, or mean squares.
+        travels: whether there is such a buffer: not for momentum that a replica sends.
     """
 
     units: tuple[Unit, ...]
     box: Region
     indices: tuple[Optional[tuple[slice, ...]], ...]
-    sent: int
-    received: int
-    exponents: int
-    moments: int
+    start: int
+    along: int
+    travels: bool = True
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -49,26 +49,27 @@ class Bundle:
         return len(self.units) * layout.numel(self.box)
 
 
+Run = tuple[Bundle, ...]  # what element-wise arithmetic is done on at once
+
+
 @dataclass(frozen=True)
 class Part:
     """One peer's parts of the units of a batch, as the owner keeps them.
 
     Args:
         peer: number of the peer in its lane.
-        box: the part of each unit, in coordinates of the unit's box.
-        gathered: where they begin in what came from the peers, or, where the peer is the owner
-            itself, in its own buffer of momentum.
+        momentum: the part of each unit that it sends, in coordinates of the unit's box.
+        weights: the part of each unit that it gets back.
+        gathered: where the former begin in what came from the peers, or, where the peer is the
+            owner itself, in its own buffer of momentum.
         returned: the same for what goes back.
     """
 
     peer: int
-    box: Region
+    momentum: Region
+    weights: Region
     gathered: int
     returned: int
-
-    @property
-    def numel(self) -> int:
-        return layout.numel(self.box)  # of one unit
 
 
 @dataclass(frozen=True)
@@ -97,14 +98,15 @@ class Chunk:
     there (with an fp16 wire), mean squares of the update on the way back (with a second moment).
 
     Args:
-        runs: this rank's parts of all batches, in the order of those buffers, with as much in one
-            run as element-wise arithmetic is best done on at once.
+        momentum, weights: this rank's parts of all batches, in the order of those buffers, with as
+            much in one run as element-wise arithmetic is best done on at once.
         batches: what this rank owns.
         gather, scatter: the traffic.
         kept, kept_back: elements at the beginning of the two buffers that stay on this rank.
     """
 
-    runs: tuple[tuple[Bundle, ...], ...]
+    momentum: tuple[Run, ...]
+    weights: tuple[Run, ...]
     batches: tuple[Batch, ...]
     gather: Traffic
     scatter: Traffic
@@ -112,8 +114,20 @@ class Chunk:
     kept_back: int
 
     @property
-    def bundles(self) -> Iterator[Bundle]:
-        return itertools.chain.from_iterable(self.runs)
+    def read(self) -> Iterator[Bundle]:
+        """The bundles whose gradients are read: of all units, once each."""
+        return itertools.chain.from_iterable(self.momentum)
+
+
+@dataclass(frozen=True)
+class _Mine:
+    """Units of a batch that this rank owns, and its own parts of them, for `ChunkBuilder`."""
+
+    units: tuple[Unit, ...]
+    momentum: Region
+    weights: Region
+    start: int
+    start_back: int
 
 
 class ChunkBuilder:
@@ -144,76 +158,105 @@ class ChunkBuilder:
         peers = range(len(self.peers))
         if self.everywhere:
             owned = {self.me: [unit for units in owned.values() for unit in units]}
-        runs: list[list[Bundle]] = []
-        of_run = 0  # elements in the last one
-        mine: list[tuple[tuple[Unit, ...], Region, int, int]] = []
+        momentum: list[Bundle] = []
+        weights: list[Bundle] = []
+        mine: list[_Mine] = []
         out, back = [0] * len(peers), [0] * len(peers)
-        place = place_back = 0
+        place = place_back = aside = 0
         for owner in sorted(owned, key=lambda peer: (peer != self.me, peer)):
             begin, begin_back = place, place_back
             for units in self._batches(owned[owner]):
-                box = self._part(units[0], self.me)
+                sends = self._serves(units[0], self.me, owner)
+                box, box_back = self._momentum(units[0], self.me), self._weights(units[0], self.me)
                 if owner == self.me:
-                    mine.append((units, box, place, place_back))
-                for bundle in self._bundles(units, box, place, place_back):
-                    if not runs or of_run + bundle.numel > self.run_numel:
-                        runs.append([])
-                        of_run = 0
-                    runs[-1].append(bundle)
-                    of_run += bundle.numel
-                place += self._size_out(units, box)
-                place_back += self._size_back(units, box)
+                    mine.append(_Mine(units, box, box_back, place, place_back))
+                momentum += self._read(units, box, place if sends else aside, sends)
+                weights += self._written(units, box_back, place_back)
+                if sends:
+                    place += self._size_out(units, box)
+                else:
+                    aside += self._size_out(units, box)
+                place_back += self._size_back(units, box_back)
             out[owner], back[owner] = place - begin, place_back - begin_back
         kept, kept_back = out[self.me], back[self.me]
         out = [kept if self.everywhere else size for size in out]
         out[self.me] = back[self.me] = 0
         parts, came, returned = self._parts(mine)
         return Chunk(
-            tuple(map(tuple, runs)),
-            tuple(Batch(units, tuple(p)) for (units, *_), p in zip(mine, parts)),
+            self._runs(momentum),
+            self._runs(weights),
+            tuple(Batch(own.units, tuple(p)) for own, p in zip(mine, parts)),
             Traffic(tuple(out), tuple(came)),
             Traffic(tuple(returned), tuple(back)),
             kept,
             kept_back,
         )
 
-    def _bundles(
-        self, units: tuple[Unit, ...], box: Region, sent: int, received: int
+    def _read(
+        self, units: tuple[Unit, ...], box: Region, start: int, travels: bool
     ) -> Iterator[Bundle]:
-        """This rank's parts of a batch, of which the first begins at ``sent`` and ``received``."""
-        size = layout.numel(box)
-        exponents, moments = sent + len(units) * size, received + len(units) * size
+        """This rank's momentum of a batch, of which the first begins at ``start``."""
+        return self._bundles(units, box, Entry.momentum_region, start, self.exponents, travels)
+
+    def _written(self, units: tuple[Unit, ...], box: Region, start: int) -> Iterator[Bundle]:
+        """This rank's weights of a batch, whose updates begin at ``start``."""
+        return self._bundles(units, box, Entry.region, start, self._moments(units[0]))
+
+    def _bundles(
+        self,
+        units: tuple[Unit, ...],
+        box: Region,
+        held: Callable[[Entry, int], Region],
+        start: int,
+        along: int,
+        travels: bool = True,
+    ) -> Iterator[Bundle]:
+        size, me = layout.numel(box), self.peers[self.me]
         step = max(1, self.run_numel // size) if size else len(units)
         for first in range(0, len(units), step):
             some = units[first : first + step]
             yield Bundle(
                 some,
                 box,
-                tuple(self._index(unit, box) for unit in some),
-                sent + first * size,
-                received + first * size,
-                exponents + first * self.exponents,
-                moments + first * self._moments(units[0]),
+                tuple(_index(unit, box, held(self.entries[unit.entry], me)) for unit in some),
+                start + first * size,
+                start + len(units) * size + first * along,
+                travels,
             )
 
-    def _parts(
-        self, mine: Sequence[tuple[tuple[Unit, ...], Region, int, int]]
-    ) -> tuple[list[list[Part]], list[int], list[int]]:
+    def _runs(self, bundles: Iterable[Bundle]) -> tuple[Run, ...]:
+        """Bundles that lie one behind the other in one buffer, as many as fit into a run."""
+        runs: list[list[Bundle]] = []
+        numel = 0  # of the last one
+        for bundle in sorted(bundles, key=lambda bundle: not bundle.travels):
+            full = numel + bundle.numel > self.run_numel
+            if not runs or full or runs[-1][0].travels != bundle.travels:
+                runs.append([])
+                numel = 0
+            runs[-1].append(bundle)
+            numel += bundle.numel
+        return tuple(map(tuple, runs))
+
+    def _parts(self, mine: Sequence[_Mine]) -> tuple[list[list[Part]], list[int], list[int]]:
         """Every peer's parts of the batches owned here, and how much goes to and fro."""
         parts: list[list[Part]] = [[] for _ in mine]
         came, returned = [0] * len(self.peers), [0] * len(self.peers)
         place = place_back = 0
         for peer in range(len(self.peers)):
             begin, begin_back = place, place_back
-            for (units, own, sent, received), of_batch in zip(mine, parts):
+            for own, of_batch in zip(mine, parts):
                 if peer == self.me:
-                    of_batch.append(Part(peer, own, sent, received))
+                    of_batch.append(
+                        Part(peer, own.momentum, own.weights, own.start, own.start_back)
+                    )
                     continue
-                box = self._part(units[0], peer)
-                of_batch.append(Part(peer, box, place, place_back))
-                place += self._size_out(units, box)
+                box, box_back = NOTHING, self._weights(own.units[0], peer)
+                if self._serves(own.units[0], peer, self.me):
+                    box = self._momentum(own.units[0], peer)
+                of_batch.append(Part(peer, box, box_back, place, place_back))
+                place += self._size_out(own.units, box)
                 if not self.everywhere:
-                    place_back += self._size_back(units, box)
+                    place_back += self._size_back(own.units, box_back)
             came[peer], returned[peer] = place - begin, place_back - begin_back
         return parts, came, returned
 
@@ -227,6 +270,7 @@ class ChunkBuilder:
             key: tuple = (entry.group, entry.dtype, entry.triples, shape, m.row_dim, unit.rows)
             if len(self.peers) > 1:  # every peer's part must be the same of all
                 key += (entry.sharding, m.shape[m.row_dim :], unit.box[m.row_dim])
+                key += (entry.momentum_part(unit.box),)
             alike.setdefault(key, []).append(unit)
         batches = []
         for group in alike.values():
@@ -234,22 +278,19 @@ class ChunkBuilder:
             batches += [tuple(group[at : at + size]) for at in range(0, len(group), size)]
         return batches
 
-    def _part(self, unit: Unit, peer: int) -> Region:
-        """What a peer holds of a unit, in coordinates of its box."""
-        entry = self.entries[unit.entry]
-        row_dim = entry.matrices.row_dim
-        held = entry.region(self.peers[peer])[row_dim:]
-        experts = layout.whole(layout.shape_of(unit.box[:row_dim]))
-        rest = layout.intersect(unit.box[row_dim:], held)
-        return experts + layout.relative(rest, unit.box[row_dim:])
+    def _serves(self, unit: Unit, peer: int, owner: int) -> bool:
+        return self.entries[unit.entry].serves(self.peers[peer], self.peers[owner])
 
-    def _index(self, unit: Unit, part: Region) -> Optional[tuple[slice, ...]]:
-        """Where a part of a unit lies in the parameter's local tensor."""
-        held = self.entries[unit.entry].region(self.peers[self.me])
-        stored = tuple((a + o, b + o) for (a, b), (o, _) in zip(part, unit.box))
-        if stored == held:
-            return None
-        return layout.slices(layout.relative(stored, held))
+    def _momentum(self, unit: Unit, peer: int) -> Region:
+        """The momentum that a peer holds of a unit, in coordinates of its box."""
+        return self._part(unit, self.entries[unit.entry].momentum_region(self.peers[peer]))
+
+    def _weights(self, unit: Unit, peer: int) -> Region:
+        """The weights that a peer holds of a unit, in coordinates of its box."""
+        return self._part(unit, self.entries[unit.entry].region(self.peers[peer]))
+
+    def _part(self, unit: Unit, held: Region) -> Region:
+        return layout.relative(layout.intersect(unit.box, held), unit.box)
 
     def _size_out(self, units: Sequence[Unit], box: Region) -> int:
         size = layout.numel(box)
@@ -267,3 +308,11 @@ class ChunkBuilder:
 
     def _count(self, unit: Unit) -> int:
         return self.entries[unit.entry].matrices.count(unit.box, unit.rows)
+
+
+def _index(unit: Unit, part: Region, held: Region) -> Optional[tuple[slice, ...]]:
+    """Where a part of a unit lies in the local tensor, which holds that region."""
+    stored = tuple((a + o, b + o) for (a, b), (o, _) in zip(part, unit.box))
+    if stored == held:
+        return None
+    return layout.slices(layout.relative(stored, held))

@@ -117,6 +117,10 @@ class Sharding:
         """
         return _peers(self, rank, frozenset(dims), replicas)
 
+    def replica(self, rank: int) -> tuple[int, ...]:
+        """Which replica ``rank`` holds a part of: its place in the dimensions that cut nothing."""
+        return _replica(self, rank)
+
     def cutting_order(self) -> list[int]:
         """Mesh dimensions in the order in which they cut the tensor."""
         order: list[int] = []
@@ -143,6 +147,12 @@ def _region(sharding: Sharding, shape: tuple[int, ...], rank: int) -> Region:
         first, last = shard(stop - start, sharding.mesh[index], coordinate[index])
         region[placement.dim] = (start + first, start + last)
     return tuple(region)
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _replica(sharding: Sharding, rank: int) -> tuple[int, ...]:
+    at = sharding.coordinate(rank)
+    return tuple(i for i, placement in zip(at, sharding.placements) if placement is None)
 
 
 @functools.lru_cache(maxsize=1 << 12)

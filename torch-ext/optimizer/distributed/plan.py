@@ -21,7 +21,7 @@ from typing import Optional
 import torch
 
 from . import layout
-from .chunks import Batch, Bundle, Chunk, ChunkBuilder, Part, Traffic
+from .chunks import Batch, Bundle, Chunk, ChunkBuilder, Part, Run, Traffic
 from .layout import Interval
 from .units import Entry, Unit, runs_of
 
@@ -33,6 +33,7 @@ __all__ = [
     "Lane",
     "Part",
     "Plan",
+    "Run",
     "Traffic",
     "Unit",
     "make_plan",
@@ -124,7 +125,7 @@ class Plan:
             unit.entry
             for lane in (*self.lanes, *self.alone)
             for chunk in lane.chunks
-            for bundle in chunk.bundles
+            for bundle in chunk.read
             for unit in bundle.units
         )
 

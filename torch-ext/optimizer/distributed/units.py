@@ -23,12 +23,15 @@ class Entry:
         group: number of its parameter group.
         index: its place in that group.
         matrices: how the whole tensor is read as matrices.
-        sharding: how it lies on a mesh; None where this rank holds everything.
+        sharding: how its weights lie on a mesh; None where this rank has nobody to share with.
         dtype: of the parameter.
         device: of its local tensor.
         wire: format in which momentum and update travel.
         triples: polynomials of its orthogonalization, which set its cost.
         second_moment: whether owners send the mean squares of the update along.
+        momentum: how its momentum lies, where that is unlike its weights: replicated ones may have
+            theirs divided.
+        spread: each matrix has one owner among all replicas, not one in each of them.
     """
 
     name: str
@@ -41,6 +44,8 @@ class Entry:
     wire: torch.dtype
     triples: tuple[Triple, ...]
     second_moment: bool = False
+    momentum: Optional[Sharding] = None
+    spread: bool = False
 
     @property
     def wide(self) -> torch.dtype:
@@ -48,11 +53,33 @@ class Entry:
         return torch.promote_types(self.dtype, torch.float32)
 
     def region(self, rank: int) -> Region:
-        """The part of the stored tensor that a rank holds."""
-        shape = self.matrices.shape
-        return layout.whole(shape) if self.sharding is None else self.sharding.region(shape, rank)
+        """The part of the stored tensor whose weights a rank holds."""
+        return self._region(self.sharding, rank)
 
-    def peers(self, rank: int, replicas: bool = False) -> tuple[int, ...]:
+    def momentum_region(self, rank: int) -> Region:
+        """The part of the stored tensor whose momentum a rank holds."""
+        return self._region(self.momentum or self.sharding, rank)
+
+    def _region(self, sharding: Optional[Sharding], rank: int) -> Region:
+        shape = self.matrices.shape
+        return layout.whole(shape) if sharding is None else sharding.region(shape, rank)
+
+    def momentum_part(self, box: Region) -> Optional[int]:
+        """Whose momentum a box of some experts begins in, where replicas divide experts."""
+        if self.momentum is None or not self.matrices.row_dim:
+            return None
+        return box[0][0] // -(-self.matrices.shape[0] // len(self.momentum.ranks))
+
+    def serves(self, rank: int, owner: int) -> bool:
+        """Whether a rank sends its momentum to an owner: not where a replica of it does."""
+        sharding = self.momentum or self.sharding
+        return sharding is None or sharding.replica(rank) == sharding.replica(owner)
+
+    def peers(self, rank: int) -> tuple[int, ...]:
+        """The ranks that share the work on the matrices of which ``rank`` holds parts."""
+        return self.holders(rank, replicas=self.spread)
+
+    def holders(self, rank: int, replicas: bool = True) -> tuple[int, ...]:
         """The ranks that hold parts of the matrices of which ``rank`` does; ascending.
 
         Args:
@@ -63,6 +90,10 @@ class Entry:
             return (rank,)
         dims = range(self.matrices.row_dim, len(self.matrices.shape))
         return self.sharding.peers(rank, dims, replicas)
+
+    def copies(self, rank: int) -> int:
+        """How many of the `peers` hold each weight."""
+        return len(self.peers(rank)) // max(1, len(self.holders(rank, replicas=False)))
 
     def cost(self, rows: int) -> int:
         """FLOPs for one matrix of so many rows."""
