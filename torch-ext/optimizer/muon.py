@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Optional
@@ -13,7 +14,9 @@ from . import adamw, checkpoints, newton_schulz, options, validation
 from .core import Matrices
 from .distributed import agreement
 from .distributed import utils as dtensors
+from .distributed.machine import Machine
 from .distributed.plan import NOTHING, Plan
+from .distributed.replicas import Replicas
 from .groups import default_is_muon, get_default_muon_param_groups
 from .options import GROUP_OPTIONS
 from .pipeline import Step
@@ -81,6 +84,16 @@ class Muon(torch.optim.Optimizer):
             where the arithmetic is). fp16 travels with a scale per rank and matrix. For all groups.
         consistency_check: how often ranks compare notes before a collective: every ``"step"``, once
             per ``"plan"``, or never (``"off"``). For all groups.
+        hsdp: what replicas of DTensors do: ``"redundant"``, each orthogonalizes every matrix;
+            ``"spread"``, they share the work and send each other the updates; ``"auto"``, what
+            is faster by an estimate (`distributed.hsdp`). For all groups.
+        machine: the speeds by which ``"auto"`` estimates, a `distributed.machine.Machine`; None
+            takes those of the device type in `distributed.machine.MACHINES`. For all groups.
+        process_group: ranks that all hold the same plain parameters. They divide Muon's work and
+            its momentum, which becomes a DTensor, ``Shard(0)``. Also a mesh of one dimension.
+            Not pickled: set `process_group` again. For all groups.
+        grad_reduce: None where gradients are averaged already, as under DDP; ``"mean"`` averages
+            them over ``process_group`` within the step, and divides AdamW's state too (ZeRO-2).
 
     Raises:
         ValueError: wrong input, with the parameter's name; nothing was changed.
@@ -134,6 +147,10 @@ class Muon(torch.optim.Optimizer):
         foreach: Optional[bool] = None,
         comm_dtype: Optional[torch.dtype] = None,
         consistency_check: str = "step",
+        hsdp: str = "auto",
+        machine: Optional[Machine] = None,
+        process_group: Any = None,
+        grad_reduce: Optional[str] = None,
     ):
         arguments = dict(locals())
         self._wide = options.OptimizerWide(
@@ -143,6 +160,10 @@ class Muon(torch.optim.Optimizer):
             use_distributed_muon=use_distributed_muon,
             comm_dtype=comm_dtype,
             consistency_check=consistency_check,
+            hsdp=hsdp,
+            machine=machine,
+            process_group=None if process_group is None else Replicas(process_group),
+            grad_reduce=grad_reduce,
         )
         if clip_config is not None:
             raise NotImplementedError("clip_config: this version has no QK-Clip")
@@ -206,6 +227,18 @@ class Muon(torch.optim.Optimizer):
         """What keys missing from a group are set to."""
         return {key: self.defaults[key] for key in GROUP_OPTIONS}
 
+    @property
+    def process_group(self) -> Any:
+        """The ranks of replicated parameters; set it again after unpickling."""
+        replicas = self._wide.process_group
+        return None if replicas is None else replicas.group
+
+    @process_group.setter
+    def process_group(self, group: Any) -> None:
+        replicas = None if group is None else Replicas(group)
+        self._wide = dataclasses.replace(self._wide, process_group=replicas)
+        self._forget_plans()
+
     # -- the step ------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -248,7 +281,7 @@ class Muon(torch.optim.Optimizer):
                 if not group["use_muon"]:
                     adamw.update(group["params"], self.state, group)
 
-        Step(plan, groups, self.state).run(meanwhile=update_others)
+        Step(plan, groups, self.state, self._wide).run(meanwhile=update_others)
 
     def _agree_on_plan(self, error: Optional[Exception]) -> tuple[list[dict[str, Any]], Plan]:
         """Groups and the plan; raises on all ranks alike, before anything was written.
@@ -268,7 +301,7 @@ class Muon(torch.optim.Optimizer):
         if agreement.is_due(self._wide.consistency_check, known):
             notes = {} if error else notes_of(groups, self._survey, plan, self._wide)
             try:
-                sets = sets_of(self.param_groups)
+                sets = sets_of(self.param_groups, self._wide)
                 problem = self._agreement.check(notes, _in_words(error), sets)
             except RuntimeError:
                 if error is None:  # else this rank's own is the cause, or says more
@@ -285,12 +318,13 @@ class Muon(torch.optim.Optimizer):
 
     def _plan(self) -> tuple[list[dict[str, Any]], Plan]:
         """Groups, checked, and the plan of the step."""
+        self._wide.validate()
         groups = self._views()
         found = self._look_at(groups)
         for number, (group, entries) in enumerate(zip(groups, found.entries)):
             where = f"param_groups[{number}]"
             validation.check_gradients(group, where)
-            validation.check_state(group, entries, self.state, where)
+            validation.check_state(group, entries, self.state, self._wide, where)
         return groups, plan_step(found, groups, self._wide)
 
     def _look_at(self, groups: list[dict[str, Any]]) -> Survey:
@@ -328,7 +362,8 @@ class Muon(torch.optim.Optimizer):
                 if not param.requires_grad:
                     continue
                 if group["use_muon"]:
-                    _init_muon_state(param, self.state[param], entries[index].matrices, group)
+                    matrices, replicas = entries[index].matrices, self._wide.process_group
+                    _init_muon_state(param, self.state[param], matrices, group, replicas)
                 else:
                     adamw.init_state(param, self.state[param], group)
 
@@ -368,7 +403,7 @@ class Muon(torch.optim.Optimizer):
             views = [self._translate({**group, "names": None}) for group in loaded["param_groups"]]
             groups = self._views()
             entries = self._look_at(groups).entries
-            validation.check_checkpoint(groups, entries, views, loaded["state"])
+            validation.check_checkpoint(groups, entries, views, loaded["state"], self._wide)
             return loaded
 
         def restore(_: torch.optim.Optimizer) -> None:
@@ -409,14 +444,21 @@ def _in_words(error: Optional[Exception]) -> Optional[str]:
 
 
 def _init_muon_state(
-    param: Tensor, state: dict[str, Tensor], matrices: Matrices, hyper: Mapping[str, Any]
+    param: Tensor,
+    state: dict[str, Tensor],
+    matrices: Matrices,
+    hyper: Mapping[str, Any],
+    replicas: Optional[Replicas],
 ) -> None:
     buffer = state.get("momentum_buffer")
     if buffer is None:
         # What a gradient has or would have: the same on all ranks, whichever have one.
         dtype = hyper["momentum_dtype"] or getattr(param, "grad_dtype", None) or param.dtype
-        state["momentum_buffer"] = torch.zeros_like(
-            param, dtype=dtype, memory_format=torch.preserve_format
+        rows = dtensors.state_layout(param, replicas)
+        state["momentum_buffer"] = (
+            torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
+            if rows is None
+            else dtensors.zeros_by_rows(param, rows, dtype)
         )
     elif hyper["momentum_dtype"] not in (None, buffer.dtype):
         state["momentum_buffer"] = buffer.to(hyper["momentum_dtype"])

@@ -11,7 +11,9 @@ from typing import Any, Callable, Optional
 import torch
 
 from . import newton_schulz
-from .distributed import agreement
+from .distributed import agreement, hsdp
+from .distributed.machine import Machine
+from .distributed.replicas import Replicas
 
 # How parameters are read as matrices: facts of the model, which no checkpoint changes.
 STRUCTURE = ("expert_keys", "split", "flatten")
@@ -185,7 +187,10 @@ def validate(group: Mapping[str, Any], where: str) -> None:
 
 @dataclass(frozen=True)
 class OptimizerWide:
-    """Options that hold for all groups; the constructor's arguments of these names."""
+    """Options that hold for all groups; the constructor's arguments of these names.
+
+    ``process_group`` is known by its ranks, which all of them compare.
+    """
 
     debug: bool
     warmup_step: int
@@ -193,6 +198,15 @@ class OptimizerWide:
     use_distributed_muon: bool
     comm_dtype: Optional[torch.dtype]
     consistency_check: str
+    hsdp: str
+    machine: Optional[Machine]
+    process_group: Optional[Replicas]
+    grad_reduce: Optional[str]
+
+    @property
+    def divided(self) -> Optional[Replicas]:
+        """The ranks that divide all state by rows, AdamW's too, and average gradients: ZeRO-2."""
+        return self.process_group if self.grad_reduce is not None else None
 
     def validate(self) -> None:
         if not (self.comm_dtype is None or self.comm_dtype in FLOATING_DTYPES):
@@ -207,6 +221,20 @@ class OptimizerWide:
             raise ValueError(f"chunk_size must be -1 or an int ≥ 1, found {self.chunk_size!r}")
         if not _is_int(self.warmup_step) or self.warmup_step < 0:
             raise ValueError(f"warmup_step must be an int ≥ 0, found {self.warmup_step!r}")
+        if self.hsdp not in hsdp.CHOICES:
+            raise ValueError(f"hsdp must be one of {hsdp.CHOICES}, found {self.hsdp!r}")
+        if not (self.machine is None or isinstance(self.machine, Machine)):
+            raise ValueError(f"machine must be None or a Machine, found {self.machine!r}")
+        if self.grad_reduce not in (None, "mean"):
+            raise ValueError(
+                f"grad_reduce must be one of {GRAD_REDUCE}, found {self.grad_reduce!r}"
+            )
+        if self.grad_reduce is not None and self.process_group is None:
+            raise ValueError(
+                f"grad_reduce={self.grad_reduce!r} averages gradients over a process group: give "
+                "process_group, for example torch.distributed.group.WORLD. One that was pickled "
+                "has lost it: optim.process_group = ..."
+            )
         for key in ("debug", "use_distributed_muon"):
             if not isinstance(getattr(self, key), bool):
                 raise ValueError(f"{key} must be True or False, found {getattr(self, key)!r}")

@@ -25,6 +25,7 @@ from .distributed import layout, wire
 from .distributed import utils as dtensors
 from .distributed.plan import Batch, Bundle, Chunk, Entry, Lane, Plan, Run, Traffic, Unit
 from .newton_schulz import default_dtype, newton_schulz
+from .options import OptimizerWide
 from .scratch import Scratch
 
 State = Mapping[Tensor, Mapping[str, Tensor]]
@@ -38,11 +39,13 @@ class Step:
         plan: what to do.
         groups: hyperparameters and parameters of each group.
         state: ``momentum_buffer`` and ``second_momentum_buffer`` of each parameter.
+        wide: options that hold for all groups.
     """
 
-    def __init__(self, plan: Plan, groups: Sequence[Hyper], state: State):
+    def __init__(self, plan: Plan, groups: Sequence[Hyper], state: State, wide: OptimizerWide):
         self.plan = plan
         self.groups = groups
+        self.wide = wide
         self.params = [groups[entry.group]["params"][entry.index] for entry in plan.entries]
         self.state = [state[param] for param in self.params]
         self.weights = [dtensors.local(param) for param in self.params]
@@ -76,7 +79,8 @@ class Step:
         return (update_chunk(chunk, lane, group, self) for chunk in lane.chunks)
 
     def _process_group(self, lane: Lane) -> Any:
-        return dtensors.process_group(self.params[lane.owners[0][0].entry], lane.peers)
+        param = self.params[lane.owners[0][0].entry]
+        return dtensors.process_group(param, lane.peers, self.wide.process_group)
 
     def entry(self, unit: Unit) -> Entry:
         return self.plan.entries[unit.entry]
@@ -90,13 +94,14 @@ class Step:
         return self.hyper(unit)["ns_dtype"] or default_dtype(entry.dtype, entry.device)
 
     def grad(self, unit: Unit) -> Tensor:
-        """The local gradient of the unit's parameter; zeros where there is none."""
+        """The gradient of the unit's parameter where its momentum is; zeros where there is none."""
         number = unit.entry
         if number not in self.grads:
-            grad = self.params[number].grad
-            self.grads[number] = (
-                torch.zeros_like(self.weights[number]) if grad is None else dtensors.local(grad)
-            )
+            grad, entry = self.params[number].grad, self.entry(unit)
+            grad = torch.zeros_like(self.weights[number]) if grad is None else dtensors.local(grad)
+            if entry.momentum is not None:  # a part of what the weights' ranks all have
+                grad = grad[layout.slices(entry.momentum_region(self.plan.rank))]
+            self.grads[number] = grad
         return self.grads[number]
 
     def was_read(self, units: Sequence[Unit]) -> None:

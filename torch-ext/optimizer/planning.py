@@ -14,7 +14,7 @@ from torch import Tensor
 
 from . import newton_schulz, validation
 from .core import Matrices, read_as_matrices, row_counts_for, takes_part
-from .distributed import agreement, layout
+from .distributed import agreement, hsdp, layout
 from .distributed import utils as dtensors
 from .distributed.plan import Entry, Plan, make_plan
 from .groups import has_component
@@ -44,6 +44,10 @@ class Survey:
     lines: list[list[str]]
     entries: list[list[Entry]]
     plans: dict[tuple[bool, ...], Plan] = field(default_factory=dict)
+
+    @property
+    def all_entries(self) -> list[Entry]:
+        return [entry for of_group in self.entries for entry in of_group]
 
 
 NO_SURVEY = Survey([()], [], [], [])  # of no groups that there could be
@@ -87,7 +91,14 @@ def survey(groups: Sequence[Group], wide: OptimizerWide, last: Survey) -> Survey
                 for name, p in zip(names, group["params"])
             ]
         )
+    if not wide.use_distributed_muon:
+        told = iter(hsdp.share_work(found.all_entries, _rank(), wide.hsdp, wide.machine))
+        found.entries = [[next(told) for _ in of_group] for of_group in found.entries]
     return found
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def entries_of(group: Group, number: int, where: str, wide: OptimizerWide) -> list[Entry]:
@@ -101,19 +112,23 @@ def entries_of(group: Group, number: int, where: str, wide: OptimizerWide) -> li
         return []
     for index, param in enumerate(group["params"]):
         _check_shard(param, validation.name_of(group, index, where))
+    validation.check_replicas(group, wide.process_group, where)
     iteration = newton_schulz.resolve(group["ns_coefficients"], group["ns_steps"])
+    replicas = wide.process_group
     return [
         Entry(
             name=validation.name_of(group, index, where),
             group=number,
             index=index,
             matrices=matrices_of(group, index, where),
-            sharding=dtensors.sharding_of(param),
+            sharding=dtensors.sharding_of(param) or (replicas and replicas.weights),
             dtype=param.dtype,
             device=dtensors.local(param).device,
             wire=_wire_dtype(param, group, wide),
             triples=iteration.triples,
             second_moment=group["beta2"] is not None,
+            momentum=replicas.state if replicas and not dtensors.is_dtensor(param) else None,
+            spread=replicas is not None and not dtensors.is_dtensor(param),
         )
         for index, param in enumerate(group["params"])
     ]
@@ -146,8 +161,7 @@ def plan_step(found: Survey, groups: Sequence[Group], wide: OptimizerWide) -> Pl
         wide,
         [
             takes_part(groups[entry.group]["params"][entry.index], groups[entry.group])
-            for of_group in found.entries
-            for entry in of_group
+            for entry in found.all_entries
         ],
     )
 
@@ -160,14 +174,14 @@ def plan_all(found: Survey, groups: Sequence[Group], wide: OptimizerWide) -> Pla
 
 def _plan(found: Survey, wide: OptimizerWide, take_part: Sequence[bool]) -> Plan:
     """Made once for each set of entries that take part."""
-    entries = [entry for of_group in found.entries for entry in of_group]
+    entries = found.all_entries
     present = tuple(take_part)
     if present not in found.plans:
         if len(found.plans) >= 8:  # where they change all the time, old ones are of no use
             found.plans.clear()
         found.plans[present] = make_plan(
             [entry for entry, there in zip(entries, present) if there],
-            dist.get_rank() if dist.is_available() and dist.is_initialized() else 0,
+            _rank(),
             chunk_size=wide.chunk_size,
             warmup_step=wide.warmup_step,
             everywhere=wide.use_distributed_muon,
@@ -200,10 +214,20 @@ def matrices_of(group: Group, index: int, where: str) -> Matrices:
         raise ValueError(f"{validation.name_of(group, index, where)} {error}") from None
 
 
-def sets_of(groups: Sequence[Group]) -> set[agreement.Ranks]:
-    """The ranks of every mesh that a parameter lives on."""
-    found = {dtensors.ranks_of(param) for group in groups for param in group["params"]}
+def sets_of(groups: Sequence[Group], wide: OptimizerWide) -> set[agreement.Ranks]:
+    """The ranks of every mesh that a parameter lives on, and those of the process group."""
+    found = {_ranks_of(param, wide) for group in groups for param in group["params"]}
+    if wide.process_group is not None:
+        found.add(_ranks_of(None, wide))
     return {ranks for ranks in found if ranks is not None}
+
+
+def _ranks_of(param: Optional[Tensor], wide: OptimizerWide) -> Optional[agreement.Ranks]:
+    """The ranks that a parameter is shared with; of None, a plain one."""
+    if param is not None and dtensors.is_dtensor(param):
+        return dtensors.ranks_of(param)
+    replicas = wide.process_group
+    return None if replicas is None else tuple(sorted(replicas.ranks))
 
 
 def notes_of(
@@ -218,10 +242,13 @@ def notes_of(
         on_mesh: dict[agreement.Ranks, list[str]] = defaultdict(list)
         first: dict[agreement.Ranks, str] = {}  # groups are told by it: ranks may number them apart
         for param, name, line in zip(group["params"], names, of_group):
-            ranks = dtensors.ranks_of(param)
+            ranks = _ranks_of(param, wide)
             if ranks is not None:
                 on_mesh[ranks].append(line)
                 first.setdefault(ranks, name)
+                is_replica = not group["use_muon"] and not dtensors.is_dtensor(param)
+                if is_replica and takes_part(param, group):
+                    gradients[ranks].append(name)
         chosen = [f"{key} = {_told(group[key])}" for key in GROUP_OPTIONS]
         for ranks, listed in on_mesh.items():
             if ranks not in lines:

@@ -16,10 +16,12 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from . import newton_schulz, options
+from . import adamw, newton_schulz, options
 from .core import matches
 from .distributed import utils as dtensors
 from .distributed.plan import Entry
+from .distributed.replicas import Replicas
+from .options import OptimizerWide
 
 Group = Mapping[str, Any]
 
@@ -151,6 +153,18 @@ def _check_param(param: Any, name: str, muon: bool) -> None:
         raise ValueError(f"{name} {error}") from None
 
 
+def check_replicas(group: Group, replicas: Optional[Replicas], where: str) -> None:
+    """Plain parameters can be exchanged by the process group that is to divide their state."""
+    for index, param in enumerate(group["params"]):
+        plain = replicas is not None and not dtensors.is_dtensor(param)
+        if plain and not replicas.has_backend(param.device):
+            raise ValueError(
+                f"{name_of(group, index, where)} is on {param.device.type}, for which "
+                "process_group has no backend; name one for each device: "
+                'init_process_group("cpu:gloo,cuda:nccl")'
+            )
+
+
 def check_gradients(group: Group, where: str) -> None:
     for index, param in enumerate(group["params"]):
         grad = param.grad
@@ -178,20 +192,26 @@ def check_gradients(group: Group, where: str) -> None:
 
 
 def check_state(
-    group: Group, entries: Sequence[Entry], state: Mapping[Tensor, Any], where: str
+    group: Group,
+    entries: Sequence[Entry],
+    state: Mapping[Tensor, Any],
+    wide: OptimizerWide,
+    where: str,
 ) -> None:
     """State fits the parameters as they are now, whatever was done to them since it was made."""
     for index, param in enumerate(group["params"]):
         own = state.get(param)  # `state[param]` would create it
         if own:
-            expected = _expected_state(param, entries[index] if entries else None)
+            expected = _expected_state(param, entries[index] if entries else None, wide)
             _check_tensors(own, expected, "state", name_of(group, index, where))
 
 
-def _expected_state(param: Tensor, entry: Optional[Entry]) -> dict[str, tuple]:
+def _expected_state(param: Tensor, entry: Optional[Entry], wide: OptimizerWide) -> dict[str, tuple]:
     """Shape and layout of each tensor of a parameter's state."""
-    like_param = (param.shape, dtensors.layout_of(param))
-    expected = dict.fromkeys(("momentum_buffer", "exp_avg", "exp_avg_sq"), like_param)
+    layout = dtensors.layout_of(param)
+    momentum = (param.shape, dtensors.state_layout(param, wide.process_group) or layout)
+    moments = (param.shape, adamw.state_layout(param, wide.divided) or layout)
+    expected = {"momentum_buffer": momentum, "exp_avg": moments, "exp_avg_sq": moments}
     if entry is not None:
         m = entry.matrices
         shape = torch.Size([*m.shape[: m.row_dim], m.long_sides])
@@ -227,6 +247,7 @@ def check_checkpoint(
     entries_of_groups: Sequence[Sequence[Entry]],
     saved_groups: Sequence[Group],
     saved_state: Mapping[Any, Any],
+    wide: OptimizerWide,
 ) -> None:
     """Whether a checkpoint fits the optimizer, as far as torch does not look itself.
 
@@ -244,7 +265,7 @@ def check_checkpoint(
             )
         options.validate(saved, f"{where} of the checkpoint")
         for index, (param, saved_id) in enumerate(zip(group["params"], saved["params"])):
-            expected = _expected_state(param, entries[index] if entries else None)
+            expected = _expected_state(param, entries[index] if entries else None, wide)
             name = name_of(group, index, where)
             _check_tensors(saved_state.get(saved_id, {}), expected, "checkpoint", name)
 

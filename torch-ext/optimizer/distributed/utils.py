@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .layout import Sharding, Split, shape_of
+from .replicas import Replicas
 
 _DTENSORS = dist.is_available()
 if _DTENSORS:
@@ -175,16 +176,41 @@ def zeros_by_expert(param: Tensor, shape: Sequence[int]) -> Tensor:
     )
 
 
-def process_group(tensor: Tensor, ranks: Sequence[int]) -> Any:
-    """A process group of ``ranks`` for tensors like a DTensor: its mesh's own, or a new one.
+def state_layout(param: Tensor, replicas: Optional[Replicas]) -> Optional[tuple]:
+    """Mesh and placements of state that replicas of a plain parameter divide by rows, if any do."""
+    if replicas is None or is_dtensor(param):
+        return None
+    return replicas.layout(param.device.type)
 
-    All of ``ranks`` make this call together, at one place of their programs.
+
+def zeros_by_rows(param: Tensor, layout: tuple, dtype: torch.dtype) -> Tensor:
+    """Zeros in the shape of a plain parameter, as a DTensor of that mesh and those placements."""
+    held = _sharding(*layout).region(tuple(param.shape), dist.get_rank())
+    return DTensor.from_local(
+        torch.zeros(shape_of(held), dtype=dtype, device=param.device),
+        *layout,
+        run_check=False,
+        shape=param.shape,
+        stride=_contiguous_stride(param.shape),
+    )
+
+
+def process_group(tensor: Tensor, ranks: Sequence[int], replicas: Optional[Replicas]) -> Any:
+    """A process group of ``ranks`` for tensors like a DTensor, or a replicated one.
+
+    That of its mesh, that of the replicas, the default one, or a new one. All of ``ranks`` make
+    this call together, at one place of their programs.
     """
-    mesh = tensor.device_mesh  # type: ignore[attr-defined]
-    for group in (*mesh.get_all_groups(), dist.group.WORLD):
+    if is_dtensor(tensor):
+        mesh = tensor.device_mesh  # type: ignore[attr-defined]
+        known, device_type = mesh.get_all_groups(), mesh.device_type
+    else:
+        assert replicas is not None
+        known, device_type = [replicas.group], tensor.device.type
+    for group in (*known, dist.group.WORLD):
         if dist.get_process_group_ranks(group) == list(ranks):
             return group
-    return _new_group(tuple(ranks), mesh.device_type)
+    return _new_group(tuple(ranks), device_type)
 
 
 class GroupCache(dict[tuple[int, ...], Any]):
