@@ -227,7 +227,7 @@ class OptimizerWide:
             raise ValueError(f"machine must be None or a Machine, found {self.machine!r}")
         if self.grad_reduce not in (None, "mean"):
             raise ValueError(
-                f"grad_reduce must be one of {GRAD_REDUCE}, found {self.grad_reduce!r}"
+                f"grad_reduce must be one of None or 'mean', found {self.grad_reduce!r}"
             )
         if self.grad_reduce is not None and self.process_group is None:
             raise ValueError(

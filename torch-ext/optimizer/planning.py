@@ -108,27 +108,32 @@ def entries_of(group: Group, number: int, where: str, wide: OptimizerWide) -> li
         ValueError: wrong names or parameters, matrices that can't be read as asked for.
     """
     validation.check_params(group, where)
+    if wide.process_group is not None and (group["use_muon"] or wide.divided):
+        validation.check_replicas(group, wide.process_group, where)
     if not group["use_muon"]:
         return []
     for index, param in enumerate(group["params"]):
         _check_shard(param, validation.name_of(group, index, where))
-    validation.check_replicas(group, wide.process_group, where)
     iteration = newton_schulz.resolve(group["ns_coefficients"], group["ns_steps"])
-    replicas = wide.process_group
+    replicas = {
+        index: wide.process_group
+        for index, param in enumerate(group["params"])
+        if wide.process_group is not None and not dtensors.is_dtensor(param)
+    }
     return [
         Entry(
             name=validation.name_of(group, index, where),
             group=number,
             index=index,
             matrices=matrices_of(group, index, where),
-            sharding=dtensors.sharding_of(param) or (replicas and replicas.weights),
+            sharding=replicas[index].weights if index in replicas else dtensors.sharding_of(param),
             dtype=param.dtype,
             device=dtensors.local(param).device,
             wire=_wire_dtype(param, group, wide),
             triples=iteration.triples,
             second_moment=group["beta2"] is not None,
-            momentum=replicas.state if replicas and not dtensors.is_dtensor(param) else None,
-            spread=replicas is not None and not dtensors.is_dtensor(param),
+            momentum=replicas[index].state if index in replicas else None,
+            spread=index in replicas,
         )
         for index, param in enumerate(group["params"])
     ]

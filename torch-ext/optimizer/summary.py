@@ -108,21 +108,23 @@ def _flops(plan: Plan, unit: Unit) -> int:
 
 def _bytes_moved(plan: Plan, lane: Lane, unit: Unit, owner: int) -> int:
     """What travels to one owner of a unit and back from it."""
-    entry = plan.entries[unit.entry]
-    row_dim = entry.matrices.row_dim
-    own = layout.intersect(unit.box[row_dim:], entry.region(owner)[row_dim:])
-    elements = layout.numel(unit.box) - layout.numel(own)
-    exponents = moments = 0
-    if lane.scaled:
-        held = [entry.region(peer)[row_dim:] for peer in lane.peers if peer != owner]
-        parts = (layout.intersect(unit.box[row_dim:], region) for region in held)
-        exponents = sum(map(bool, map(layout.numel, parts))) * lane.wire.itemsize
-    if entry.second_moment and not lane.everywhere:
+    entry, numel = plan.entries[unit.entry], layout.numel(unit.box)
+    elements = numel - _held(unit, entry.momentum_region(owner))
+    if lane.scaled:  # an exponent for each part
+        serving = (p for p in lane.peers if p != owner and entry.serves(p, owner))
+        elements += sum(_held(unit, entry.momentum_region(peer)) > 0 for peer in serving)
+    if lane.everywhere:
+        return elements * lane.wire.itemsize
+    elements += entry.copies(owner) * numel - _held(unit, entry.region(owner))
+    moments = 0
+    if entry.second_moment:
         long_side = max(unit.rows, entry.matrices.cols)
-        count = entry.matrices.count(unit.box, unit.rows)
-        moments = (len(lane.peers) - 1) * count * long_side * max(4, lane.wire.itemsize)
-    ways = 1 if lane.everywhere else 2
-    return ways * elements * lane.wire.itemsize + exponents + moments
+        moments = (len(lane.peers) - 1) * entry.matrices.count(unit.box, unit.rows) * long_side
+    return elements * lane.wire.itemsize + moments * max(4, lane.wire.itemsize)
+
+
+def _held(unit: Unit, region: layout.Region) -> int:
+    return layout.numel(layout.intersect(unit.box, region))
 
 
 def _algorithm(group: Mapping[str, Any], index: int, is_muon: bool) -> str:

@@ -153,11 +153,10 @@ def _check_param(param: Any, name: str, muon: bool) -> None:
         raise ValueError(f"{name} {error}") from None
 
 
-def check_replicas(group: Group, replicas: Optional[Replicas], where: str) -> None:
+def check_replicas(group: Group, replicas: Replicas, where: str) -> None:
     """Plain parameters can be exchanged by the process group that is to divide their state."""
     for index, param in enumerate(group["params"]):
-        plain = replicas is not None and not dtensors.is_dtensor(param)
-        if plain and not replicas.has_backend(param.device):
+        if not (dtensors.is_dtensor(param) or replicas.has_backend(param.device)):
             raise ValueError(
                 f"{name_of(group, index, where)} is on {param.device.type}, for which "
                 "process_group has no backend; name one for each device: "
