@@ -1,7 +1,9 @@
-"""Trains a small GPT on real text, under torchrun with FSDP2 or as one plain process.
+"""Trains a small GPT on real text: with FSDP2 and others under torchrun, or as one plain process.
 
     torchrun --standalone --nproc-per-node 2 examples/train.py --optimizer muon --lr 1e-2
     torchrun --standalone --nproc-per-node 4 examples/train.py --tp 2
+    torchrun --standalone --nproc-per-node 4 examples/train.py --hsdp 2
+    torchrun --standalone --nproc-per-node 2 examples/train.py --zero2
     python examples/train.py --optimizer adamw
 
 Muon comes from the Hub by `get_kernel`, or from this checkout once `make build` was run. Other
@@ -35,6 +37,7 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 
@@ -59,7 +62,7 @@ class TrainConfig:
     warmup: int = option(20, "updates of linear warm-up; a linear decay to 0 follows")
     batch_size: int = option(24, "sequences per update, over all ranks")
     seq_len: int = option(48, "bytes per sequence")
-    grad_clip: float = option(1.0, "largest gradient norm")
+    grad_clip: float = option(1.0, "largest gradient norm; --zero2 clips nothing")
     seed: int = option(0, "of the weights and of the order of the data")
     eval_every: int = option(20, "updates between validations")
     eval_batches: int = option(8, "batches per validation")
@@ -72,6 +75,9 @@ class TrainConfig:
     experts: int = option(0, "experts per layer; 0 is a dense model")
     top_k: int = option(2, "experts per token")
     tp: int = option(1, "ranks that divide each layer among them (tensor parallelism)")
+    hsdp: int = option(1, "replicas of the shards (HSDP)")
+    ddp: bool = option(False, "whole weights on every rank, gradients averaged by DDP")
+    zero2: bool = option(False, "whole weights on every rank, Muon averages the gradients")
     reshard: bool = option(False, "free gathered weights before backward, to save memory")
     balance_weight: float = option(0.01, "weight of the experts' load-balancing loss")
 
@@ -84,6 +90,7 @@ class TrainConfig:
 
 def train(config: TrainConfig, label: str = "", quiet: bool = False) -> History:
     """One run, from the weights' initialization to the last validation."""
+    check_layout(config)
     device = pick_device()
     batches = Batches(config, device)
     run = Run.start(config, device)
@@ -146,7 +153,8 @@ class Run(Stateful):
         """One update; returns the loss that it was computed from, averaged over ranks."""
         loss, balance = self.losses(batch)
         (loss + self.config.balance_weight * balance).backward()
-        clip_grad_norm(self.model, self.config.grad_clip)
+        if not self.config.zero2:  # whose gradients are no averages before the step
+            clip_grad_norm(self.model, self.config.grad_clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.scheduler.step()
@@ -202,8 +210,6 @@ class Batches:
     """This rank's share of the training and validation text, on the device."""
 
     def __init__(self, config: TrainConfig, device: torch.device):
-        if config.tp < 1 or world_size() % config.tp:
-            raise SystemExit(f"--tp {config.tp} does not divide {world_size()} ranks")
         # The ranks that divide a layer among them see the same text.
         self.rank, self.world_size = rank() // config.tp, world_size() // config.tp
         if config.batch_size % self.world_size:
@@ -238,6 +244,20 @@ class Batches:
         return inputs.to(self.device), targets.to(self.device)
 
 
+def check_layout(config: TrainConfig) -> None:
+    """Options that say how the model lies on the ranks fit each other and the ranks."""
+    if min(config.hsdp, config.tp) < 1 or world_size() % (config.hsdp * config.tp):
+        raise SystemExit(
+            f"--hsdp {config.hsdp} times --tp {config.tp} does not divide {world_size()} ranks"
+        )
+    if config.ddp + config.zero2 + (config.hsdp * config.tp > 1) > 1:
+        raise SystemExit("--ddp, --zero2, and --hsdp or --tp exclude each other")
+    if (config.ddp or config.zero2) and not dist.is_initialized():
+        raise SystemExit("--ddp and --zero2 need ranks: start with torchrun")
+    if config.zero2 and config.optimizer != "muon":
+        raise SystemExit("--zero2 is Muon's: torch.optim.AdamW averages no gradients")
+
+
 def build_model(config: TrainConfig, device: torch.device) -> nn.Module:
     shared = {f.name for f in fields(ModelConfig)} & {f.name for f in fields(TrainConfig)}
     model_config = ModelConfig(
@@ -245,22 +265,34 @@ def build_model(config: TrainConfig, device: torch.device) -> nn.Module:
     )
     torch.manual_seed(config.seed)  # the same weights on every rank, before they are sharded
     model = Transformer(model_config).to(device)
-    if dist.is_initialized():
-        kwargs: dict[str, Any] = {"reshard_after_forward": config.reshard}
-        if config.tp > 1:
-            shape = (world_size() // config.tp, config.tp)
-            mesh = init_device_mesh(device.type, shape, mesh_dim_names=("dp", "tp"))
-            apply_tp(model, mesh["tp"])
-            kwargs["mesh"] = mesh["dp"]  # the other parameters are alike on all of "tp"
-        if device.type != "cpu":
-            # No cast of inputs: activations are bf16 already, and RoPE's table stays fp32.
-            kwargs["mp_policy"] = MixedPrecisionPolicy(
-                torch.bfloat16, torch.float32, cast_forward_inputs=False
-            )
-        for layer in model.layers:
-            fully_shard(layer, **kwargs)
-        fully_shard(model, **kwargs)
+    if not dist.is_initialized() or config.zero2:
+        return model
+    if config.ddp:
+        return DistributedDataParallel(model)
+    shard(model, config, device)
     return model
+
+
+def shard(model: Transformer, config: TrainConfig, device: torch.device) -> None:
+    """FSDP2, over replicas of shards with --hsdp, over tensor parallelism with --tp."""
+    shards = world_size() // (config.hsdp * config.tp)
+    names = ("replicas", "shards", "tp")
+    mesh = init_device_mesh(device.type, (config.hsdp, shards, config.tp), mesh_dim_names=names)
+    if config.tp > 1:
+        apply_tp(model, mesh["tp"])
+    # The parameters that TP leaves whole are alike on all of "tp".
+    kwargs: dict[str, Any] = {
+        "mesh": mesh["replicas", "shards"] if config.hsdp > 1 else mesh["shards"],
+        "reshard_after_forward": config.reshard,
+    }
+    if device.type != "cpu":
+        # No cast of inputs: activations are bf16 already, and RoPE's table stays fp32.
+        kwargs["mp_policy"] = MixedPrecisionPolicy(
+            torch.bfloat16, torch.float32, cast_forward_inputs=False
+        )
+    for layer in model.layers:
+        fully_shard(layer, **kwargs)
+    fully_shard(model, **kwargs)
 
 
 def apply_tp(model: Transformer, mesh: DeviceMesh) -> None:
@@ -314,7 +346,13 @@ def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimi
     kernel = load_kernel()
     expert_keys = ["experts"] if config.experts else None
     groups = kernel.muon.get_default_muon_param_groups(model, expert_keys=expert_keys)
-    return kernel.Muon(groups, lr=config.lr, weight_decay=config.weight_decay)
+    return kernel.Muon(
+        groups,
+        lr=config.lr,
+        weight_decay=config.weight_decay,
+        process_group=dist.group.WORLD if config.ddp or config.zero2 else None,
+        grad_reduce="mean" if config.zero2 else None,
+    )
 
 
 @lru_cache(maxsize=1)

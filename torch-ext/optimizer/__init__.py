@@ -2,6 +2,6 @@
 
 from . import muon, newton_schulz, presets
 from .muon import Muon
-from .presets import MuonAdamW
+from .presets import DistMuonAdamW, MuonAdamW
 
-__all__ = ["Muon", "MuonAdamW", "muon", "newton_schulz", "presets"]
+__all__ = ["Muon", "MuonAdamW", "DistMuonAdamW", "muon", "newton_schulz", "presets"]

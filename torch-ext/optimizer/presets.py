@@ -13,6 +13,7 @@ from typing import Any, Optional
 from torch import Tensor
 
 from . import validation
+from .distributed import utils as dtensors
 from .muon import Muon
 
 Params = Iterable[Any]  # tensors, (name, tensor) pairs, or group dicts
@@ -85,9 +86,13 @@ def _from_torch(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def keller_jordan(
-    params: Params, lr: Any = 0.02, weight_decay: float = 0.0, momentum: float = 0.95
+    params: Params,
+    lr: Any = 0.02,
+    weight_decay: float = 0.0,
+    momentum: float = 0.95,
+    process_group: Any = None,
 ) -> dict[str, Any]:
-    """Keller Jordan's ``Muon``, ``SingleDeviceMuon`` and ``MuonWithAuxAdam``.
+    """Keller Jordan's ``Muon``, ``SingleDeviceMuon``, ``MuonWithAuxAdam`` and their like.
 
     Averaged momentum, quintic, scale sqrt(max(1, rows/cols)), absent gradients count as zeros,
     convolutions read as (out, rest). Their scale comes from the two sides of the kernel in the
@@ -96,6 +101,8 @@ def keller_jordan(
     Args:
         params: tensors, or groups with ``use_muon`` as ``MuonWithAuxAdam`` takes them (there
             ``betas`` and ``eps`` are Adam's).
+        process_group: the ranks that divide the work, all with the same parameters and averaged
+            gradients; the source takes the default group, ``torch.distributed.group.WORLD``.
 
     Raises:
         ValueError: a convolution whose kernel is higher than wide, whose scale has no name here.
@@ -128,6 +135,7 @@ def keller_jordan(
         "missing_grad": "zero",
         "flatten": True,
         "none_grad": False,
+        "process_group": process_group,
     }
 
 
@@ -171,6 +179,7 @@ class MuonAdamW(Muon):
         param_groups: groups with ``kind``: ``"muon"`` (``lr``, ``momentum``, ``ns_steps``,
             ``beta2``, ``weight_decay``; ``beta2=None`` means 0) or ``"adamw"`` (``lr``, ``betas``,
             ``eps``, ``weight_decay``). The keys stay live: schedules may set them at any time.
+        options: further ones of `Muon`, such as ``ns_dtype``.
 
     The learning rate, decay and betas are not rounded to the parameters' dtype, and the momentum of
     each matrix is its own state entry.
@@ -179,7 +188,7 @@ class MuonAdamW(Muon):
         ValueError: an unknown ``kind``; whatever `Muon` raises.
     """
 
-    def __init__(self, param_groups: list[dict[str, Any]]):
+    def __init__(self, param_groups: list[dict[str, Any]], **options: Any):
         super().__init__(
             param_groups,
             ns_coefficients="polar_express",
@@ -188,6 +197,7 @@ class MuonAdamW(Muon):
             decay_lr="adjusted",
             cautious=True,
             none_grad=False,
+            **options,
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -208,6 +218,29 @@ class MuonAdamW(Muon):
         if group["use_muon"]:
             return {**group, "beta2": group["beta2"] or 0.0}
         return {**group, "adamw_betas": group["betas"], "adamw_eps": group["eps"]}
+
+
+class DistMuonAdamW(MuonAdamW):
+    """nanochat's ``DistMuonAdamW``: `MuonAdamW` of replicas, in ZeRO-2, without a DDP wrapper.
+
+    Every rank comes with the gradients of its own batch. ``step()`` averages them by
+    reduce-scatter, each rank keeps the state of its rows, owners orthogonalize, updates are
+    gathered. Counts of matrices, numbers of rows and sizes of groups are free.
+
+    Args:
+        param_groups: as for `MuonAdamW`, the same on all ranks.
+        process_group: the ranks; None is all of them.
+
+    Raises:
+        ValueError: torch.distributed is not initialized; whatever `MuonAdamW` raises.
+    """
+
+    def __init__(
+        self, param_groups: list[dict[str, Any]], process_group: Any = None, **options: Any
+    ):
+        if process_group is None:
+            process_group = dtensors.world()
+        super().__init__(param_groups, process_group=process_group, grad_reduce="mean", **options)
 
 
 def _as_list(params: Params) -> list[Any]:

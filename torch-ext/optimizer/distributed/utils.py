@@ -26,6 +26,20 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
+def world() -> Any:
+    """The default process group.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        raise ValueError(
+            "torch.distributed has no initialized process group: call init_process_group() first, "
+            "or use MuonAdamW on one process"
+        )
+    return dist.group.WORLD
+
+
 def is_dtensor(tensor: Optional[Tensor]) -> bool:
     return _DTENSORS and isinstance(tensor, DTensor)
 
