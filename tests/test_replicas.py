@@ -1,0 +1,526 @@
+"""Plain parameters that all ranks hold: under DDP, and in ZeRO-2 without it.
+
+Gradients are small integers, whose sums over ranks are exact in every format and order, so Muon's
+matrices are those of one process bit for bit, as on other layouts.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parallel import DistributedDataParallel
+
+from counters import count
+from kernel import optimizer
+from layouts import (
+    ADAMW_ROUNDING,
+    EXACT,
+    STEPS,
+    VARIANTS,
+    Group,
+    Model,
+    Twins,
+    Weight,
+    assert_same,
+    backward,
+    case,
+    make,
+    part_for,
+    whole,
+)
+from ranks import rank_outcomes, run_ranks
+
+KINDS = ("DDP", "ZeRO-2")
+
+
+def options_of(kind: str, group: Any = None) -> dict[str, Any]:
+    group = dist.group.WORLD if group is None else group
+    return {"process_group": group, "grad_reduce": "mean" if kind == "ZeRO-2" else None}
+
+
+def integers(shape: Any, dtype: torch.dtype, *seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(hash(seed) % 2**63)
+    return torch.randint(-8, 9, tuple(shape), generator=generator).to(dtype)
+
+
+def give_gradients(twins: Twins, kind: str, step: int, group: Any = None, absent: Any = ()) -> None:
+    """To the twin the mean; to ours the mean under DDP, and in ZeRO-2 this rank's own."""
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    for index, (_, p, q) in enumerate(twins.pairs):
+        if index in absent:
+            continue
+        each = [integers(p.shape, p.dtype, step, index, r) for r in range(ranks)]
+        q.grad = sum(each) / ranks
+        p.grad = each[rank] if kind == "ZeRO-2" else q.grad.clone()
+
+
+def assert_replicas_alike(twins: Twins, group: Any = None) -> None:
+    """All ranks hold the same bits."""
+    digests = [hashlib.sha256() for _ in twins.pairs]
+    for digest, (_, p, _) in zip(digests, twins.pairs):
+        digest.update(p.detach().flatten().view(torch.uint8).numpy().tobytes())
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, [digest.hexdigest() for digest in digests], group=group)
+    assert all(other == found[0] for other in found)
+
+
+MATRICES = [
+    Group([Weight(shape) for shape in ((16, 24), (20, 8), (3, 12), (1, 8), (8, 30), (24, 12))]),
+    Group([Weight((5, 8, 12)), Weight((12, 4, 3))], {"lr": 0.01}),
+    Group([Weight((24, 16)), Weight((24, 8))], {"split": [8, 16]}),
+    Group([Weight((12, 4, 3, 1)), Weight((8, 2, 2, 3))], {"flatten": True}),
+    Group([Weight((16, 12), dtype=torch.bfloat16)], {"momentum_dtype": torch.float32}),
+]
+CASES = {
+    "many": MATRICES,
+    "one matrix": [Group([Weight((12, 20))])],
+    "fewer rows than ranks": [Group([Weight((1, 12)), Weight((3, 4)), Weight((2, 20))])],
+    "nothing in it": [Group([Weight((0, 4)), Weight((4, 0)), Weight((8, 4))]), Group([])],
+}
+
+
+def step_replicated(kind: str, cases: Any) -> None:
+    for name, groups, options in cases:
+        with case(f"{name}, {options}"):
+            ours = {**options, **options_of(kind)}
+            twins = Twins.placed(groups, {}, ours, reference=options)
+            for step in range(STEPS):
+                give_gradients(twins, kind, step)
+                if step == 1 and options.get("nonfinite") == "skip":
+                    for _, p, q in twins.pairs[:1]:
+                        p.grad.view(-1)[3] = q.grad.view(-1)[3] = float("nan")
+                twins.ours.step()
+                twins.reference.step()
+            twins.compare()
+            assert_replicas_alike(twins)
+            for _, p, _ in twins.pairs:
+                momentum = twins.ours.state[p]["momentum_buffer"]
+                assert isinstance(momentum, DTensor)
+                assert momentum.placements == (Shard(0),)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+def test_replicated_matrices_take_the_steps_of_one_process(kind, ranks):
+    variants = VARIANTS if ranks in (3, 4) else VARIANTS[ranks % 2 :: 2]
+    varied = [("many", MATRICES, {**EXACT, **variant}) for variant in variants]
+    varied += [(name, groups, {**EXACT, "beta2": 0.9}) for name, groups in CASES.items()]
+    run_ranks(step_replicated, ranks, kind, varied)
+
+
+def train_under_ddp() -> None:
+    model = Model()
+    twin = copy.deepcopy(model)
+    options = {"ns_dtype": torch.float32, "comm_dtype": torch.float32}
+    wrapped = DistributedDataParallel(model)
+    names = [name for name, _ in model.named_parameters()]
+    pairs = list(zip(names, model.parameters(), twin.parameters()))
+    ours = make(wrapped, **options, process_group=dist.group.WORLD)
+    twins = Twins(ours, make(twin, **options), pairs)
+    twins.train_and_compare(lambda step: backward(wrapped, step))
+    assert_replicas_alike(twins)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_a_model_under_ddp(ranks):
+    run_ranks(train_under_ddp, ranks)
+
+
+def train_zero2() -> None:
+    """Without a wrapper: the twin's gradients are added up rank by rank, and divided."""
+    model = Model()
+    twin = copy.deepcopy(model)
+    ours = make(model, **EXACT, **options_of("ZeRO-2"))
+    reference = make(twin, **EXACT)
+    names = [name for name, _ in model.named_parameters()]
+    twins = Twins(ours, reference, list(zip(names, model.parameters(), twin.parameters())))
+    for step in range(STEPS):
+        backward(model, step)
+        for _, p, q in twins.pairs:
+            every = [torch.empty_like(p) for _ in range(dist.get_world_size())]
+            dist.all_gather(every, p.grad)
+            q.grad = torch.stack(every).double().mean(0).float()
+        ours.step()
+        reference.step()
+        ours.zero_grad()
+    for name, p, q in twins.pairs:
+        assert_same(name, p, q, 2e-4)  # the order of sums over ranks is the backend's
+    assert_replicas_alike(twins)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_model_in_zero2_without_a_wrapper(ranks):
+    run_ranks(train_zero2, ranks)
+
+
+# -- AdamW's parameters ----------------------------------------------------------------------------
+
+SHAPES_OF_ADAMW = [(50, 40), (64,), (), (2000,), (7, 300), (3, 500), (1, 2048), (0, 5)]
+
+
+def step_with_adamw(kind: str) -> None:
+    torch.manual_seed(0)
+    shapes = [(16, 24), (9, 8)]
+    whole_params = [nn.Parameter(torch.randn(s)) for s in [*shapes, *SHAPES_OF_ADAMW]]
+    frozen = nn.Parameter(torch.randn(40, 40), requires_grad=False)
+    params = [nn.Parameter(p.detach().clone()) for p in whole_params]
+
+    def groups(all_params):
+        muon, adamw = all_params[: len(shapes)], all_params[len(shapes) :]
+        return [
+            {"params": muon, "use_muon": True},
+            {"params": [*adamw, nn.Parameter(frozen.clone(), False)], "use_muon": False},
+        ]
+
+    ours = optimizer.Muon(groups(params), lr=0.02, **EXACT, **options_of(kind))
+    reference = optimizer.Muon(groups(whole_params), lr=0.02, **EXACT)
+    names = [str(tuple(p.shape)) for p in params]
+    twins = Twins(ours, reference, list(zip(names, params, whole_params)))
+    for step in range(STEPS + 1):
+        # Unused on all ranks: a matrix, and one of AdamW's that is divided.
+        give_gradients(twins, kind, step, absent=(1, 2) if step == 1 else ())
+        ours.step()
+        reference.step()
+        ours.zero_grad()
+        reference.zero_grad()
+    for (name, p, q), muon in zip(twins.pairs, [True] * len(shapes) + [False] * 99):
+        assert_same(name, p, q, 0.0 if muon else ADAMW_ROUNDING)
+        for key, value in reference.state[q].items():
+            found = ours.state[p][key]
+            assert_same(f"{key} of {name}", whole(found), value, 0.0 if muon else ADAMW_ROUNDING)
+    assert_replicas_alike(twins)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_adamws_parameters_beside_frozen_and_unused_ones(kind, ranks):
+    run_ranks(step_with_adamw, ranks, kind)
+
+
+def state_bytes(kind: str) -> tuple[int, int]:
+    """What this rank holds, and what one process would."""
+    torch.manual_seed(0)
+    d, vocabulary = 768, 4096
+    shapes = [(d, d), (d, d), (4 * d, d), (d, 4 * d)] * 2
+    others = [(vocabulary, d), (vocabulary, d), (d,), (d,), (1,)]
+    muon, adamw = ([nn.Parameter(torch.zeros(s)) for s in some] for some in (shapes, others))
+    groups = [
+        {"params": muon, "use_muon": True, "beta2": 0.95},
+        {"params": adamw, "use_muon": False},
+    ]
+    optim = optimizer.Muon(groups, **options_of(kind))
+    optim.state_dict()
+    held = total = 0
+    for state in optim.state.values():
+        for value in state.values():
+            local = value.to_local() if isinstance(value, DTensor) else value
+            held += local.numel() * local.element_size()
+            total += value.numel() * value.element_size()
+    return held, total
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_state_in_zero2_is_an_equal_share(ranks):
+    for held, total in run_ranks(state_bytes, ranks, "ZeRO-2"):
+        assert held <= 1.01 * total / ranks
+
+
+# -- groups of some ranks, and other layouts beside them -------------------------------------------
+
+
+def step_on_half_of_the_ranks(kind: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    for group in (mesh["dp"].get_group(), mesh["dp"]):  # both are taken
+        plain = mesh["dp"].get_group()
+        stage = mesh.get_coordinate()[0]
+        groups = [Group([Weight((16, 24)), Weight((12 + 4 * stage, 8)), Weight((3, 20))])]
+        twins = Twins.placed(groups, {}, {**EXACT, **options_of(kind, group)}, reference=EXACT)
+        for step in range(STEPS):
+            give_gradients(twins, kind, step, plain)
+            twins.ours.step()
+            twins.reference.step()
+        twins.compare()
+        assert_replicas_alike(twins, plain)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_stage_of_a_pipeline_has_its_own_replicas(kind):
+    run_ranks(step_on_half_of_the_ranks, 4, kind)
+
+
+def step_beside_dtensors(kind: str) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    groups = [Group([Weight((16, 24)), Weight((16, 12), mesh.shape, (0,)), Weight((6, 8, 12))])]
+    options = {**EXACT, **options_of("DDP")}
+    twins = Twins.placed(groups, {tuple(mesh.shape): mesh}, options, reference=EXACT)
+    if kind == "DDP":
+        twins.step_and_compare()
+        return
+    twins.ours = beside_zero2(twins)
+    for step in range(STEPS):
+        for index, (_, p, q) in enumerate(twins.pairs):
+            each = [integers(q.shape, q.dtype, step, index, r) for r in range(mesh.size())]
+            q.grad = sum(each) / mesh.size()
+            p.grad = each[dist.get_rank()]
+            if isinstance(p, DTensor):  # whose gradients FSDP2 has averaged
+                p.grad = part_for(p, q.grad)
+        twins.ours.step()
+        twins.reference.step()
+    twins.compare()
+
+
+def beside_zero2(twins: Twins) -> Any:
+    groups = [{"params": [p for _, p, _ in twins.pairs], "use_muon": True}]
+    groups[0]["names"] = [name for name, _, _ in twins.pairs]
+    return optimizer.Muon(groups, lr=0.02, expert_keys=["experts"], **EXACT, **options_of("ZeRO-2"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_replicated_matrices_beside_sharded_ones(kind):
+    run_ranks(step_beside_dtensors, 4, kind)
+
+
+# -- what is wrong ---------------------------------------------------------------------------------
+
+
+def without_a_gradient_on_rank_1(kind: str, use_muon: bool, missing: str) -> None:
+    torch.manual_seed(0)
+    params = [nn.Parameter(torch.randn(64, 32)) for _ in range(2)]
+    groups = [{"params": params, "names": ["a", "b"], "use_muon": use_muon}]
+    optim = optimizer.Muon(groups, missing_grad=missing, **EXACT, **options_of(kind))
+    before = [p.detach().clone() for p in params]
+    for index, p in enumerate(params):
+        if index or dist.get_rank() != 1:
+            p.grad = integers(p.shape, p.dtype, index)
+    try:
+        optim.step()
+    except ValueError:
+        assert all(torch.equal(p, b) for p, b in zip(params, before))
+        assert not any(optim.state.values())
+        raise
+    mean = 0.75 if kind == "ZeRO-2" else 1.0  # zeros count
+    key = "momentum_buffer" if use_muon else "exp_avg"
+    expected = integers(params[0].shape, torch.float32, 0) * mean * (1 if use_muon else 0.1)
+    if kind == "ZeRO-2":
+        assert_same(key, whole(optim.state[params[0]][key]), expected, 1e-6)
+
+
+@pytest.mark.parametrize("use_muon", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_gradient_missing_on_one_replica_raises_on_all(kind, use_muon):
+    for outcome in rank_outcomes(without_a_gradient_on_rank_1, 4, kind, use_muon, "raise"):
+        assert outcome.error == "ValueError"
+        assert "a on ranks [1]" in outcome.message
+
+
+@pytest.mark.parametrize("use_muon", [True, False])
+def test_a_gradient_missing_on_one_replica_counts_as_zeros_if_told_so(use_muon):
+    run_ranks(without_a_gradient_on_rank_1, 4, "ZeRO-2", use_muon, "zero")
+
+
+def test_grad_reduce_needs_a_process_group():
+    groups = [{"params": [nn.Parameter(torch.zeros(4, 4))], "use_muon": True}]
+    with pytest.raises(ValueError, match="process_group"):
+        optimizer.Muon(groups, grad_reduce="mean")
+    with pytest.raises(ValueError, match="grad_reduce must be"):
+        optimizer.Muon(groups, grad_reduce="sum")
+    for group in ("world", 3, [0, 1]):
+        with pytest.raises(ValueError, match="process_group must be"):
+            optimizer.Muon(groups, process_group=group)
+    with pytest.raises(ValueError, match="process_group"):
+        optimizer.Muon([{**groups[0], "process_group": None}])
+
+
+def with_a_group_of_others() -> None:
+    others = dist.new_group([1])
+    groups = [{"params": [nn.Parameter(torch.zeros(4, 4))], "use_muon": True}]
+    if dist.get_rank() == 0:
+        with pytest.raises(ValueError, match="process_group must be"):
+            optimizer.Muon(groups, process_group=others)
+
+
+def test_a_process_group_without_this_rank_is_refused():
+    run_ranks(with_a_group_of_others, 2)
+
+
+def with_other_parameters(kind: str) -> None:
+    rows = 8 if dist.get_rank() else 12
+    groups = [{"params": [nn.Parameter(torch.zeros(rows, 4))], "names": ["a"], "use_muon": True}]
+    optim = optimizer.Muon(groups, **options_of(kind))
+    groups[0]["params"][0].grad = torch.ones(rows, 4)
+    optim.step()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_parameters_on_another_rank_raise_on_all(kind):
+    for outcome in rank_outcomes(with_other_parameters, 3, kind):
+        assert outcome.error == "ValueError"
+        assert "would do different things" in outcome.message
+
+
+# -- copies ----------------------------------------------------------------------------------------
+
+
+def copied_and_pickled(kind: str) -> None:
+    groups = [Group([Weight((16, 24)), Weight((12, 8))])]
+    twins = Twins.placed(groups, {}, {**EXACT, **options_of(kind)}, reference=EXACT)
+    give_gradients(twins, kind, 0)
+    twins.ours.step()
+    copied = copy.deepcopy(twins.ours)
+    assert copied.process_group is dist.group.WORLD
+    pickled = pickle.loads(pickle.dumps(twins.ours))
+    assert pickled.process_group is None
+    pickled.process_group = dist.group.WORLD
+    give_gradients(twins, kind, 1)
+    for optim in (copied, pickled):
+        for p, (_, q, _) in zip(optim.param_groups[0]["params"], twins.pairs):
+            p.grad = q.grad.clone()
+        optim.step()
+    twins.ours.step()
+    for optim in (copied, pickled):
+        for p, (name, q, _) in zip(optim.param_groups[0]["params"], twins.pairs):
+            assert_same(name, p, q, 0.0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_copies_and_pickles_go_on_alike(kind):
+    run_ranks(copied_and_pickled, 2, kind)
+
+
+def without_its_group(kind: str) -> None:
+    groups = [Group([Weight((16, 24))])]
+    twins = Twins.placed(groups, {}, {**EXACT, **options_of(kind)}, reference=EXACT)
+    give_gradients(twins, kind, 0)
+    twins.ours.step()
+    pickled = pickle.loads(pickle.dumps(twins.ours))
+    (param,) = pickled.param_groups[0]["params"]
+    param.grad = torch.ones_like(param)
+    pickled.step()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_unpickled_optimizer_asks_for_its_process_group(kind):
+    for outcome in rank_outcomes(without_its_group, 2, kind):
+        assert outcome.error == "ValueError"
+        assert "process_group" in outcome.message
+
+
+# -- nanochat --------------------------------------------------------------------------------------
+
+
+class Chat(nn.Module):
+    """Embedding, blocks, head and scalars, in the groups that nanochat makes of them."""
+
+    def __init__(self, d: int = 16, vocabulary: int = 80, layers: int = 3):
+        super().__init__()
+        torch.manual_seed(0)
+        self.wte = nn.Embedding(vocabulary, d)
+        self.up = nn.ModuleList(nn.Linear(d, 4 * d, bias=False) for _ in range(layers))
+        self.down = nn.ModuleList(nn.Linear(4 * d, d, bias=False) for _ in range(layers))
+        self.gain = nn.Parameter(torch.ones(layers))
+        self.lm_head = nn.Linear(d, vocabulary, bias=False)
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.wte(tokens)
+        for gain, up, down in zip(self.gain, self.up, self.down):
+            x = x + gain * down(up(nn.functional.rms_norm(x, x.shape[-1:])).relu().square())
+        logits = self.lm_head(nn.functional.rms_norm(x, x.shape[-1:]))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    def param_groups(self) -> list[dict[str, Any]]:
+        adamw = dict(kind="adamw", betas=(0.8, 0.95), eps=1e-10, weight_decay=0.0)
+        muon = dict(kind="muon", lr=0.02, momentum=0.95, ns_steps=5, beta2=0.9, weight_decay=0.2)
+        matrices = [*self.up.parameters(), *self.down.parameters()]
+        return [
+            dict(adamw, params=list(self.lm_head.parameters()), lr=0.004),
+            dict(adamw, params=list(self.wte.parameters()), lr=0.2),
+            dict(adamw, params=[self.gain], lr=0.005),
+            *(
+                dict(muon, params=[p for p in matrices if p.shape == shape])
+                for shape in sorted({p.shape for p in matrices})
+            ),
+        ]
+
+
+def schedule(optim: torch.optim.Optimizer, step: int, steps: int) -> None:
+    """Live hyperparameters, as nanochat's loop sets them before every step."""
+    for group in optim.param_groups:
+        group.setdefault("initial_lr", group["lr"])
+        group["lr"] = group["initial_lr"] * (1 - step / steps)
+        if group["kind"] == "muon":
+            group["momentum"] = 0.85 + 0.1 * min(step / 5, 1)
+            group["weight_decay"] = 0.2 * (1 - step / steps)
+
+
+def nanochat_loop(steps: int) -> tuple[list[float], float]:
+    """Losses of the ranks' own model, and how far its weights are from those of one process."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    model = Chat()
+    twin = copy.deepcopy(model)
+    optim = optimizer.DistMuonAdamW(model.param_groups(), **EXACT)
+    reference = optimizer.MuonAdamW(twin.param_groups(), **EXACT)
+    losses = []
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(step)
+        text = torch.randint(0, 80, (ranks, 4, 9), generator=generator).cumsum(-1) % 80
+        batches = [(rows[:, :-1], rows[:, 1:]) for rows in text]
+        loss = model(*batches[rank])
+        loss.backward()
+        for batch in batches:  # one process sees all of them
+            (twin(*batch) / ranks).backward()
+        for each in (optim, reference):
+            schedule(each, step, steps)
+            each.step()
+            each.zero_grad(set_to_none=True)
+        dist.all_reduce(loss.detach_())
+        losses.append(loss.item() / ranks)
+    pairs = zip(model.parameters(), twin.parameters())
+    return losses, max((p - q).abs().max().item() for p, q in pairs)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_nanochat_loop_trains_as_on_one_process(ranks):
+    found = run_ranks(nanochat_loop, ranks, 20)
+    losses, _ = found[0]
+    assert all(other == losses for other, _ in found)
+    assert losses[-1] < 0.9 * losses[0]
+    # AdamW's fused kernel rounds by position, and the last bits grow from step to step.
+    assert max(distance for _, distance in found) < 1e-3
+
+
+def test_dist_muon_adamw_needs_a_process_group():
+    with pytest.raises(ValueError, match="init_process_group"):
+        optimizer.DistMuonAdamW(Chat().param_groups())
+
+
+# -- costs -----------------------------------------------------------------------------------------
+
+
+def bytes_per_element(kind: str) -> float:
+    """What this rank sends in a step of Muon's matrices."""
+    params = [nn.Parameter(torch.zeros(96, 64 + 32 * (i % 2))) for i in range(24)]
+    optim = optimizer.Muon([{"params": params, "use_muon": True}], **options_of(kind))
+    for _ in range(2):
+        for p in params:
+            p.grad = torch.ones_like(p)
+        counter = count(optim.step)
+    return counter.sent / sum(p.numel() for p in params)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_wire_is_two_bytes_an_element_and_a_share_of_two(kind, ranks):
+    sent = run_ranks(bytes_per_element, ranks, kind)
+    gradients = 4 * (ranks - 1) / ranks if kind == "ZeRO-2" else 0  # fp32, reduce-scattered
+    assert sum(sent) / ranks <= 2 + 2 / ranks + gradients
+    least = 2 * (ranks - 1) / ranks * (1 + 1 / ranks)
+    assert abs(sum(sent) / ranks - least - gradients) < 0.01
