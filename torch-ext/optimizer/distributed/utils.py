@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .layout import Sharding, Split, shape_of
+from .layout import Sharding, Split, shape_of, shard
 from .replicas import Replicas
 
 _DTENSORS = dist.is_available()
@@ -197,12 +197,21 @@ def state_layout(param: Tensor, replicas: Optional[Replicas]) -> Optional[tuple]
     return replicas.layout(param.device.type)
 
 
-def zeros_by_rows(param: Tensor, layout: tuple, dtype: torch.dtype) -> Tensor:
-    """Zeros in the shape of a plain parameter, as a DTensor of that mesh and those placements."""
-    held = _sharding(*layout).region(tuple(param.shape), dist.get_rank())
+def zeros_by_rows(param: Tensor, mesh: Any, dtype: torch.dtype) -> Tensor:
+    """Zeros of a plain tensor's shape, contiguous, of which each rank holds its rows.
+
+    Args:
+        param: of at least one dimension.
+        mesh: 1-D, of the parameter's device type.
+
+    Returns:
+        A DTensor (*shape) with placement Shard(0).
+    """
+    first, last = shard(param.shape[0], mesh.size(), mesh.get_local_rank())
     return DTensor.from_local(
-        torch.zeros(shape_of(held), dtype=dtype, device=param.device),
-        *layout,
+        torch.zeros((last - first, *param.shape[1:]), dtype=dtype, device=param.device),
+        mesh,
+        [Shard(0)],
         run_check=False,
         shape=param.shape,
         stride=_contiguous_stride(param.shape),

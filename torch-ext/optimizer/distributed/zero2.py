@@ -1,0 +1,443 @@
+"""ZeRO-2 of replicated parameters: gradients averaged to where they are used, rows gathered back.
+
+Every rank of a group holds whole parameters and gradients of its own. A tensor that is *divided* is
+cut along dimension 0 as `torch.chunk` cuts it: a reduce-scatter brings each rank the mean gradient
+of its rows, the rank updates these rows, and an all-gather brings them to the others. Tensors too
+small for that are all-reduced, and every rank updates the whole of them.
+
+Tensors travel in buckets that follow from shapes alone, so that all ranks launch the same
+collectives in the same order. In a bucket of divided tensors, what is for a rank, or comes from
+it, is one interval, a *slot*; all slots are as large as the one of the first rank.
+
+A buffer belongs to its bucket until the collective has been waited for; waiting makes the current
+stream wait, not the host, and all other work is on that stream.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Optional
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..scratch import Scratch
+from .layout import shard
+
+# A tensor of fewer elements is not divided: its state is too small to be worth it.
+SMALL_NUMEL = 1024
+
+# Staging of one bucket: so large that latency does not count (of 64 ranks, each still gets 1 MiB),
+# or, on CPUs, so small that what was packed is still in the cache when it is sent.
+BUCKET_BYTES = {"cpu": 4 << 20}
+DEFAULT_BUCKET_BYTES = 64 << 20
+
+# One is being packed, one is on the wire, one is there: more would take memory and hide nothing.
+BUCKETS_IN_FLIGHT = 3
+
+
+def is_divided(shape: Sequence[int], ranks: int) -> bool:
+    """Whether each rank has rows of a tensor that is not Muon's, rather than all of it."""
+    return len(shape) > 0 and shape[0] >= ranks and math.prod(shape) >= SMALL_NUMEL
+
+
+# -- what travels together ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A tensor as buckets see it; one in slots has at least one dimension."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    in_slots: bool
+
+    def slot_numel(self, ranks: int) -> int:
+        """Elements in the slot of each rank; in the one there is where it is not in slots."""
+        if not self.in_slots:
+            return math.prod(self.shape)
+        return -(-self.shape[0] // ranks) * math.prod(self.shape[1:])
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """What one collective carries: tensors of one dtype and device, all or none of them in slots.
+
+    Args:
+        members: numbers of the tensors.
+        offsets: where each begins in a slot.
+        in_slots: one slot for each rank, else a single one.
+        numel: elements of a slot.
+    """
+
+    members: tuple[int, ...]
+    offsets: tuple[int, ...]
+    in_slots: bool
+    numel: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """All buckets, in the order of the first tensor in each.
+
+    Args:
+        places: of each tensor, its bucket and where it begins in a slot.
+        through: for each tensor, how many buckets hold it and all tensors before it.
+    """
+
+    buckets: tuple[Bucket, ...]
+    places: tuple[tuple[int, int], ...]
+    through: tuple[int, ...]
+
+
+@functools.lru_cache(maxsize=32)
+def plan_buckets(pieces: tuple[Piece, ...], ranks: int) -> Buckets:
+    """Fills buckets with tensors, in their order; one above the limit has a bucket to itself.
+
+    Args:
+        pieces: equal on all ranks but for their devices' indices.
+        ranks: how many there are.
+    """
+    members: list[list[int]] = []
+    numels: list[int] = []
+    places: list[tuple[int, int]] = []
+    through: list[int] = []
+    latest: dict[tuple, int] = {}  # bucket of each kind
+    for index, piece in enumerate(pieces):
+        kind = (piece.dtype, piece.device, piece.in_slots)
+        limit = BUCKET_BYTES.get(piece.device.type, DEFAULT_BUCKET_BYTES) // piece.dtype.itemsize
+        if piece.in_slots:
+            limit //= ranks
+        numel, number = piece.slot_numel(ranks), latest.get(kind)
+        if number is None or numels[number] + numel > limit:
+            number = len(members)
+            members.append([])
+            numels.append(0)
+            if numel <= limit:  # else what was begun is left open for smaller ones
+                latest[kind] = number
+        places.append((number, numels[number]))
+        through.append(max([number + 1, *through[-1:]]))
+        members[number].append(index)
+        numels[number] += numel
+    buckets = []
+    for of_bucket, numel in zip(members, numels):
+        first = pieces[of_bucket[0]]
+        offsets = tuple(places[index][1] for index in of_bucket)
+        buckets.append(
+            Bucket(tuple(of_bucket), offsets, first.in_slots, numel, first.dtype, first.device)
+        )
+    return Buckets(tuple(buckets), tuple(places), tuple(through))
+
+
+# -- gradients ---------------------------------------------------------------------------------
+
+
+class MeanGradients:
+    """The means of gradients over a group; of those that are divided, this rank's rows.
+
+    Which collectives are launched, and in which order, follows from ``params``, ``divided`` and the
+    calls of `launch_through` alone: these must be alike on all ranks of the group. `result` may be
+    called in any order. Gradients are not changed; one that is a bucket as it stands (alone in it,
+    contiguous, as many rows for each rank) is sent without a copy.
+
+    Staging is bounded by `BUCKETS_IN_FLIGHT` buckets, each of `BUCKET_BYTES` or of one tensor.
+
+    Args:
+        params: plain tensors, whose ``grad`` is averaged; an absent one counts as zeros.
+        divided: for each whether this rank gets its rows, maybe none; never of 0-D tensors.
+        group: process group.
+        on_read: called with the number of a tensor once its gradient has been read.
+        scratch: what staging is taken from.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        divided: Sequence[bool],
+        group: Any,
+        on_read: Optional[Callable[[int], None]] = None,
+        scratch: Optional[Scratch] = None,
+    ):
+        self._params = params
+        self._divided = divided
+        self._group = group
+        self._ranks, self._rank = dist.get_world_size(group), dist.get_rank(group)
+        self._on_read = on_read
+        self._scratch = Scratch() if scratch is None else scratch
+        pieces = tuple(
+            Piece(
+                tuple(param.shape),
+                # What a gradient has or would have: the same on all ranks, whichever have one.
+                getattr(param, "grad_dtype", None) or param.dtype,
+                param.device,
+                is_cut and _scatters(param.shape[0], self._ranks),
+            )
+            for param, is_cut in zip(params, divided)
+        )
+        self._plan = plan_buckets(pieces, self._ranks)
+        self._launched = 0
+        self._under_way: dict[int, _UnderWay] = {}
+        self._outputs: dict[int, Tensor] = {}
+        self._unread = [len(bucket.members) for bucket in self._plan.buckets]
+
+    def launch_through(self, index: int) -> None:
+        """Starts to average all tensors up to number ``index``, and some buckets behind them."""
+        end = min(self._plan.through[index] + BUCKETS_IN_FLIGHT - 1, len(self._unread))
+        while self._launched < end:
+            if len(self._under_way) == BUCKETS_IN_FLIGHT:
+                self._finish(next(iter(self._under_way)))
+            self._launch(self._launched)
+            self._launched += 1
+
+    def result(self, index: int) -> Tensor:
+        """This rank's rows of a mean, (rows here, *rest), or all of it; once for each tensor.
+
+        Contiguous, of the dtype that gradients of the parameter have, and not used again here.
+
+        Raises:
+            RuntimeError: no call of `launch_through` has reached the tensor.
+        """
+        number, start = self._plan.places[index]
+        if number >= self._launched:
+            raise RuntimeError(f"result({index}) without launch_through({index})")
+        if number in self._under_way:
+            self._finish(number)
+        output = self._outputs[number]
+        self._unread[number] -= 1
+        if not self._unread[number]:
+            del self._outputs[number]
+        shape = tuple(self._params[index].shape)
+        if self._divided[index]:
+            first, last = shard(shape[0], self._ranks, self._rank)
+            shape = (last - first, *shape[1:])
+            if not self._plan.buckets[number].in_slots:
+                start += first * math.prod(shape[1:])
+        return output[start : start + math.prod(shape)].view(shape)
+
+    def _launch(self, number: int) -> None:
+        bucket = self._plan.buckets[number]
+        sent, staging = self._as_it_stands(bucket), None
+        if bucket.in_slots:
+            if sent is None:
+                numel = self._ranks * bucket.numel
+                sent = staging = self._scratch.take(numel, bucket.dtype, bucket.device)
+                self._pack(sent, bucket)
+            output = sent.new_empty(bucket.numel)
+        else:  # summed in place, and kept: nothing that a later bucket could use
+            sent = output = torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device)
+            self._pack(sent, bucket)
+        work = _sum(sent, output, self._group) if bucket.numel else None
+        self._outputs[number] = output
+        self._under_way[number] = _UnderWay(work, sent, staging)
+        if self._on_read is not None:
+            for index in bucket.members:
+                self._on_read(index)
+
+    def _finish(self, number: int) -> None:
+        under_way = self._under_way.pop(number)
+        if under_way.work is not None:
+            under_way.work.wait()
+        if under_way.staging is not None:
+            self._scratch.give(under_way.staging)
+        if not _divides_first(self._plan.buckets[number]):
+            self._outputs[number].div_(self._ranks)
+
+    def _as_it_stands(self, bucket: Bucket) -> Optional[Tensor]:
+        """The gradient, flat, that is all the bucket holds, if it can be sent without a copy."""
+        if not bucket.in_slots or len(bucket.members) > 1 or _divides_first(bucket):
+            return None
+        grad = self._params[bucket.members[0]].grad
+        if grad is None or grad.dtype != bucket.dtype or not _is_slots(grad, self._ranks):
+            return None
+        return grad.detach().view(-1)
+
+    def _pack(self, buffer: Tensor, bucket: Bucket) -> None:
+        here, there = [], []
+        slots = buffer.view(self._ranks if bucket.in_slots else 1, bucket.numel)
+        for index, offset in zip(bucket.members, bucket.offsets):
+            room = _room(self._params[index].shape, slots, offset)
+            grad = self._params[index].grad
+            if grad is None:
+                room.zero_()
+                continue
+            grad = torch.atleast_1d(grad.detach())
+            for part, place in _parts(grad, room, 0, len(slots)):
+                there.append(part)
+                here.append(place)
+            _clear_padding(len(grad), room)
+        if here:
+            torch._foreach_copy_(here, there)
+        if _divides_first(bucket):
+            buffer.div_(self._ranks)
+
+
+@dataclass(frozen=True)
+class _UnderWay:
+    """A collective, what it reads, and whether that is to be given back to the scratch."""
+
+    work: Any
+    sent: Tensor
+    staging: Optional[Tensor]
+
+
+def _scatters(rows: int, ranks: int) -> bool:
+    """Whether a reduce-scatter of equal slots moves no more than an all-reduce without padding."""
+    return -(-rows // ranks) * ranks <= 2 * rows
+
+
+def _divides_first(bucket: Bucket) -> bool:
+    """Whether gradients are divided by the number of ranks before they are summed, not after."""
+    return bucket.dtype == torch.float16  # the sum could overflow
+
+
+# -- rows --------------------------------------------------------------------------------------
+
+
+def gather_rows(tensors: Sequence[Tensor], group: Any) -> RowGathering:
+    """Starts to bring the rows that each rank has updated to the others.
+
+    Call it alike on all ranks of the group. A tensor that is a bucket as it stands is received in
+    place: until `RowGathering.wait` returns, only this rank's rows of the tensors are defined.
+
+    Staging is bounded like that of `MeanGradients`.
+
+    Args:
+        tensors: plain ones of at least one dimension, whole on each rank, strided as they like;
+            of each, this rank's rows (dimension 0) are up to date.
+        group: process group.
+    """
+    gathering = RowGathering(tensors, group)
+    gathering.launch()
+    return gathering
+
+
+class RowGathering:
+    """Rows of tensors on their way from each rank to all others."""
+
+    def __init__(self, tensors: Sequence[Tensor], group: Any):
+        self._tensors = [tensor.detach() for tensor in tensors]  # of the same version counters
+        self._group = group
+        self._ranks, self._rank = dist.get_world_size(group), dist.get_rank(group)
+        self._scratch = Scratch()
+        self._under_way: deque[tuple[Any, Bucket, Optional[Tensor]]] = deque()
+
+    def launch(self) -> None:
+        pieces = tuple(Piece(tuple(t.shape), t.dtype, t.device, True) for t in self._tensors)
+        for bucket in plan_buckets(pieces, self._ranks).buckets:
+            if not bucket.numel:
+                continue
+            if len(self._under_way) == BUCKETS_IN_FLIGHT:
+                self._finish()
+            self._launch(bucket)
+
+    def wait(self) -> None:
+        """Completes the tensors: whatever follows on the current stream finds all rows in them."""
+        while self._under_way:
+            self._finish()
+
+    def _launch(self, bucket: Bucket) -> None:
+        tensor, staging = self._tensors[bucket.members[0]], None
+        if len(bucket.members) == 1 and _is_slots(tensor, self._ranks):
+            received = tensor.view(-1)
+        else:
+            numel = self._ranks * bucket.numel
+            received = staging = self._scratch.take(numel, bucket.dtype, bucket.device)
+        sent = received.view(self._ranks, bucket.numel)[self._rank]
+        if staging is not None:
+            self._pack(sent, bucket)
+        work = _collective("all_gather")(
+            _real(received), _real(sent), group=self._group, async_op=True
+        )
+        self._under_way.append((work, bucket, staging))
+
+    def _pack(self, slot: Tensor, bucket: Bucket) -> None:
+        here, there = [], []
+        for index, offset in zip(bucket.members, bucket.offsets):
+            tensor = self._tensors[index]
+            rows = tensor[slice(*shard(len(tensor), self._ranks, self._rank))]
+            room = slot[offset:][: -(-len(tensor) // self._ranks) * math.prod(tensor.shape[1:])]
+            room[rows.numel() :].zero_()
+            here.append(room[: rows.numel()].view(rows.shape))
+            there.append(rows)
+        torch._foreach_copy_(here, there)
+
+    def _finish(self) -> None:
+        work, bucket, staging = self._under_way.popleft()
+        work.wait()
+        if staging is None:  # it was received in place, which no version counter has seen
+            torch.autograd.graph.increment_version(self._tensors[bucket.members[0]])
+            return
+        here, there = [], []
+        slots = staging.view(self._ranks, bucket.numel)
+        for index, offset in zip(bucket.members, bucket.offsets):
+            room = _room(self._tensors[index].shape, slots, offset)
+            for first, last in ((0, self._rank), (self._rank + 1, self._ranks)):
+                for part, place in _parts(self._tensors[index], room, first, last):
+                    here.append(part)
+                    there.append(place)
+        if here:
+            torch._foreach_copy_(here, there)
+        self._scratch.give(staging)
+
+
+# -- tensors, slots and collectives ------------------------------------------------------------
+
+
+def _room(shape: Sequence[int], slots: Tensor, offset: int) -> Tensor:
+    """What a tensor takes in slots (n, numel): (n, rows in each, *rest)."""
+    rows, *rest = shape or (1,)
+    room = (-(-rows // len(slots)), *rest)
+    return slots[:, offset : offset + math.prod(room)].view(len(slots), *room)
+
+
+def _parts(tensor: Tensor, room: Tensor, first: int, last: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Rows of a tensor that belong into the slots ``first`` to ``last``, and their places there."""
+    if room.numel() == 0:
+        return
+    each = room.shape[1]
+    full = min(max(len(tensor) // each, first), last)  # where the slots end that are filled
+    if full > first:
+        yield tensor[first * each : full * each].unflatten(0, (-1, each)), room[first:full]
+    rows = tensor[full * each : last * each]
+    if len(rows) > 0:
+        yield rows, room[full, : len(rows)]
+
+
+def _clear_padding(rows: int, room: Tensor) -> None:
+    """Whatever lay in the buffer might be NaN, for which debugging tools watch the wire."""
+    ranks, each = room.shape[:2]
+    if room.numel() > 0 and rows < ranks * each:
+        full, partial = divmod(rows, each)
+        room[full, partial:].zero_()
+        room[full + 1 :].zero_()
+
+
+def _is_slots(tensor: Tensor, ranks: int) -> bool:
+    """Whether a tensor is, in memory, what a bucket of it alone would be."""
+    return tensor.is_contiguous() and tensor.shape[0] % ranks == 0
+
+
+def _sum(sent: Tensor, output: Tensor, group: Any) -> Any:
+    """Starts a sum over ranks: of slots, or in place of all."""
+    if output is sent:
+        return dist.all_reduce(_real(sent), group=group, async_op=True)
+    return _collective("reduce_scatter")(_real(output), _real(sent), group=group, async_op=True)
+
+
+def _collective(name: str) -> Callable[..., Any]:
+    """An all-gather or reduce-scatter of single tensors: torch 2.13 warns of their old names."""
+    old = {"all_gather": "all_gather_into_tensor", "reduce_scatter": "reduce_scatter_tensor"}
+    return getattr(dist, f"{name}_single", None) or getattr(dist, old[name])
+
+
+def _real(buffer: Tensor) -> Tensor:
+    """Complex numbers as pairs: not all backends know others."""
+    return torch.view_as_real(buffer) if buffer.is_complex() else buffer
