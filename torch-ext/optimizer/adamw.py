@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Optional
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim.adamw import adamw
 
 from .core import takes_part
-from .distributed.utils import is_dtensor, local
+from .distributed.layout import shard
+from .distributed.utils import is_dtensor, local, zeros_by_rows
+from .distributed.zero2 import RowGathering, gather_rows, is_divided
 
 # Devices whose fused kernel keeps `step` beside the parameter.
 FUSED_DEVICES = ("cpu", "cuda", "xpu", "mps")
@@ -27,17 +30,27 @@ def is_fused(param: Tensor, options: Mapping[str, Any]) -> bool:
 
 
 def init_state(
-    param: Tensor, state: MutableMapping[str, Tensor], options: Mapping[str, Any]
+    param: Tensor, state: MutableMapping[str, Tensor], options: Mapping[str, Any], mesh: Any = None
 ) -> None:
-    """Adds what is missing of ``step``, ``exp_avg``, ``exp_avg_sq``: those of torch.optim."""
+    """Adds what is missing of ``step``, ``exp_avg``, ``exp_avg_sq``: those of torch.optim.
+
+    Args:
+        mesh: 1-D, of ranks that have replicas of the plain parameters and divide their moments, of
+            which each makes its rows only.
+    """
     if "step" not in state:
         state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
     on_device = options["capturable"] or is_fused(param, options)
     device = local(param).device if on_device else torch.device("cpu")
     if state["step"].device != device:
         state["step"] = state["step"].to(device)
+    by_rows = mesh is not None and not is_dtensor(param) and is_divided(param.shape, mesh.size())
     for key in ("exp_avg", "exp_avg_sq"):
-        if key not in state:
+        if key in state:
+            continue
+        if by_rows:
+            state[key] = zeros_by_rows(param, mesh, param.dtype)
+        else:
             state[key] = torch.zeros_like(param, memory_format=torch.preserve_format)
 
 
@@ -52,10 +65,49 @@ def update(
     ``missing_grad="zero"`` an absent one counts as zeros.
     """
     present = [p for p in params if takes_part(p, options)]
-    rows = [_Row.of(p, state[p]) for p in present]
+    _update([_Row.of(local(p), p.grad, state[p]) for p in present], options)
+    _bump_versions(present)
+
+
+def update_rows(
+    params: Sequence[Tensor],
+    state: Mapping[Tensor, MutableMapping[str, Tensor]],
+    options: Mapping[str, Any],
+    mean: Callable[[Tensor], Tensor],
+    group: Any,
+) -> RowGathering:
+    """The same step of replicas, each rank of which updates its rows and gets the others'.
+
+    Call it alike on all ranks of the group, and ``wait()`` for what it returns. DTensors among the
+    parameters are updated as by `update`, without traffic.
+
+    Args:
+        params: that take part, on all ranks.
+        state: from `init_state` with a mesh of the group.
+        mean: the mean gradient over the group of a plain parameter: all of it, or this rank's rows
+            where `is_divided` says so.
+        group: process group.
+    """
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    rows, divided = [], []
+    for p in params:
+        if is_dtensor(p):
+            rows.append(_Row.of(local(p), p.grad, state[p]))
+        elif is_divided(p.shape, ranks):
+            held = p.detach()[slice(*shard(p.shape[0], ranks, rank))]
+            rows.append(_Row.of(held, mean(p), state[p]))
+            divided.append(p)
+        else:
+            rows.append(_Row.of(p.detach(), mean(p), state[p]))
+    _update(rows, options)
+    _bump_versions(params)
+    return gather_rows(divided, group)
+
+
+def _update(rows: Sequence[_Row], options: Mapping[str, Any]) -> None:
     beta1, beta2 = options["adamw_betas"]
     for fused in (True, False):
-        chosen = [row for row in rows if (is_fused(row.param, options) and row.is_dense) is fused]
+        chosen = [row for row in rows if row.is_fused(options) is fused]
         if not chosen:
             continue
         adamw(
@@ -76,14 +128,17 @@ def update(
             eps=options["adamw_eps"],
             maximize=options["maximize"],
         )
-    for p in present:
-        if is_dtensor(p):
-            torch.autograd.graph.increment_version(p)
+
+
+def _bump_versions(params: Iterable[Tensor]) -> None:
+    """A DTensor's counter is not its shard's, and torch's fused kernel leaves both alone."""
+    for p in params:
+        torch.autograd.graph.increment_version(p)
 
 
 @dataclass(frozen=True)
 class _Row:
-    """The local tensors of one parameter's update."""
+    """The local tensors of one parameter's update: all of it, a shard, or its rows here."""
 
     param: Tensor
     grad: Tensor
@@ -92,14 +147,15 @@ class _Row:
     step: Tensor
 
     @classmethod
-    def of(cls, param: Tensor, state: Mapping[str, Tensor]) -> _Row:
-        shard = local(param)
-        if param.grad is None:
-            grad = torch.zeros_like(shard)
+    def of(cls, param: Tensor, grad: Optional[Tensor], state: Mapping[str, Tensor]) -> _Row:
+        if grad is None:
+            grad = torch.zeros_like(param)
         else:
-            grad = local(param.grad).to(shard.dtype)
-        moments = local(state["exp_avg"]), local(state["exp_avg_sq"])
-        return cls(shard, grad, *moments, state["step"])
+            grad = local(grad).to(param.dtype)
+        return cls(param, grad, local(state["exp_avg"]), local(state["exp_avg_sq"]), state["step"])
+
+    def is_fused(self, options: Mapping[str, Any]) -> bool:
+        return is_fused(self.param, options) and self.is_dense
 
     @property
     def is_dense(self) -> bool:
