@@ -866,11 +866,18 @@ def network(layout):
         for block in model.blocks:
             parallelize_module(block, mesh["tp"], COLWISE_AND_ROWWISE)
         fully_shard(model, mesh=mesh["dp"])
-    elif layout == "FSDP2":
+    elif layout in ("FSDP2", "HSDP"):
+        sizes = (2, dist.get_world_size() // 2) if layout == "HSDP" else (dist.get_world_size(),)
+        mesh = init_device_mesh("cpu", sizes)
         for block in model.blocks:
-            fully_shard(block)
-        fully_shard(model)
-    return model, make(model, beta2=0.9, **EXACT)
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    replicated = {
+        "DDP": {"process_group": dist.group.WORLD},
+        "ZeRO-2": {"process_group": dist.group.WORLD, "grad_reduce": "mean"},
+        "HSDP": {"hsdp": "spread"},
+    }
+    return model, make(model, beta2=0.9, **EXACT, **replicated.get(layout, {}))
 
 
 def train(model, optim, steps):
@@ -916,7 +923,11 @@ def load(layout, directory):
     [
         ((4, "FSDP2"), [(4, "FSDP2 + TP"), (2, "FSDP2"), (1, "plain")]),
         ((4, "FSDP2 + TP"), [(4, "FSDP2"), (1, "plain")]),
-        ((1, "plain"), [(4, "FSDP2")]),
+        ((1, "plain"), [(4, "FSDP2"), (4, "DDP"), (4, "ZeRO-2")]),
+        ((4, "HSDP"), [(2, "FSDP2"), (4, "HSDP")]),
+        ((4, "DDP"), [(4, "DDP"), (2, "DDP"), (1, "DDP"), (1, "plain"), (4, "FSDP2")]),
+        ((4, "ZeRO-2"), [(2, "ZeRO-2"), (1, "ZeRO-2"), (1, "plain"), (4, "DDP")]),
+        ((2, "ZeRO-2"), [(4, "ZeRO-2"), (4, "FSDP2 + TP")]),
     ],
     ids=str,
 )

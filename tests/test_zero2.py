@@ -24,7 +24,7 @@ from layouts import ADAMW_ROUNDING, case
 from ranks import run_ranks
 
 adamw = optimizer.adamw
-zero2 = optimizer.distributed.zero2
+replicas, zero2 = optimizer.distributed.replicas, optimizer.distributed.zero2
 shard = optimizer.distributed.layout.shard
 MeanGradients, gather_rows, is_divided = zero2.MeanGradients, zero2.gather_rows, zero2.is_divided
 
@@ -446,12 +446,13 @@ class Training:
 
         self.mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         self.group = self.mesh.get_group()
+        self.replicas = replicas.Replicas(self.mesh)
         self.params = [initial(*item) for item in enumerate(shapes)]
         self.twins = [initial(*item) for item in enumerate(shapes)]
         self.options = group_of(self.params, **options)
         self.state: dict[torch.Tensor, dict[str, torch.Tensor]] = {p: {} for p in self.params}
         for p in self.params:
-            adamw.init_state(p, self.state[p], self.options, self.mesh)
+            adamw.init_state(p, self.state[p], self.options, self.replicas)
         self.reference = torch.optim.AdamW(
             self.twins,
             lr=options.get("lr", 0.02),
@@ -474,7 +475,7 @@ class Training:
         means.launch_through(len(self.params) - 1)
         index = {p: number for number, p in enumerate(self.params)}
         gathering = adamw.update_rows(
-            self.params, self.state, self.options, lambda p: means.result(index[p]), self.group
+            self.params, self.state, self.options, lambda p: means.result(index[p]), self.replicas
         )
         gathering.wait()
         self.reference.step()
@@ -531,7 +532,7 @@ def train_beside_dtensors() -> None:
     state: dict[Any, Any] = {p: {} for p in (sharded, replica)}
     plain_state: dict[Any, Any] = {p: {} for p in twins}
     for p in state:
-        adamw.init_state(p, state[p], options, mesh)
+        adamw.init_state(p, state[p], options, replicas.Replicas(mesh))
     for p in twins:
         adamw.init_state(p, plain_state[p], plain)
         p.grad = grad
@@ -543,7 +544,7 @@ def train_beside_dtensors() -> None:
     def update() -> None:
         params = (sharded, replica)
         adamw.update_rows(
-            params, state, options, lambda _: means.result(0), mesh.get_group()
+            params, state, options, lambda _: means.result(0), replicas.Replicas(mesh)
         ).wait()
 
     with torch.no_grad():
@@ -574,7 +575,7 @@ def state_bytes() -> tuple[int, int, int]:
 
     def make() -> None:
         for p, own in zip(params, state):
-            adamw.init_state(p, own, options, mesh)
+            adamw.init_state(p, own, options, replicas.Replicas(mesh))
 
     peak = count(make).peak_bytes
     moments = [local(own[key]) for own in state for key in ("exp_avg", "exp_avg_sq")]
@@ -595,7 +596,7 @@ def moments_of(shapes: Any) -> dict[str, torch.Tensor]:
     found = {}
     for number, shape in enumerate(shapes):
         own: dict[str, torch.Tensor] = {}
-        adamw.init_state(nn.Parameter(torch.zeros(shape)), own, options, mesh)
+        adamw.init_state(nn.Parameter(torch.zeros(shape)), own, options, replicas.Replicas(mesh))
         found[f"{number}.exp_avg"] = own["exp_avg"]
     return found
 

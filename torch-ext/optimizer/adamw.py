@@ -7,14 +7,15 @@ from dataclasses import dataclass
 from typing import Any, Optional
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim.adamw import adamw
 
 from .core import takes_part
+from .distributed import utils as dtensors
 from .distributed.layout import shard
-from .distributed.utils import is_dtensor, local, zeros_by_rows
-from .distributed.zero2 import RowGathering, gather_rows, is_divided
+from .distributed.replicas import Replicas
+from .distributed.utils import is_dtensor, local
+from .distributed.zero2 import MeanGradients, RowGathering, gather_rows, is_divided
 
 # Devices whose fused kernel keeps `step` beside the parameter.
 FUSED_DEVICES = ("cpu", "cuda", "xpu", "mps")
@@ -29,14 +30,23 @@ def is_fused(param: Tensor, options: Mapping[str, Any]) -> bool:
     )
 
 
+def state_layout(param: Tensor, replicas: Optional[Replicas]) -> Optional[tuple]:
+    """Mesh and placements of the moments that replicas of a plain parameter divide, if they do."""
+    if replicas is None or not is_divided(param.shape, len(replicas.ranks)):
+        return None
+    return dtensors.state_layout(param, replicas)
+
+
 def init_state(
-    param: Tensor, state: MutableMapping[str, Tensor], options: Mapping[str, Any], mesh: Any = None
+    param: Tensor,
+    state: MutableMapping[str, Tensor],
+    options: Mapping[str, Any],
+    replicas: Optional[Replicas] = None,
 ) -> None:
     """Adds what is missing of ``step``, ``exp_avg``, ``exp_avg_sq``: those of torch.optim.
 
     Args:
-        mesh: 1-D, of ranks that have replicas of the plain parameters and divide their moments, of
-            which each makes its rows only.
+        replicas: those of plain parameters that divide their moments, if any do.
     """
     if "step" not in state:
         state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
@@ -44,14 +54,49 @@ def init_state(
     device = local(param).device if on_device else torch.device("cpu")
     if state["step"].device != device:
         state["step"] = state["step"].to(device)
-    by_rows = mesh is not None and not is_dtensor(param) and is_divided(param.shape, mesh.size())
+    by_rows = state_layout(param, replicas)
     for key in ("exp_avg", "exp_avg_sq"):
         if key in state:
             continue
-        if by_rows:
-            state[key] = zeros_by_rows(param, mesh, param.dtype)
+        if by_rows is not None:
+            state[key] = dtensors.zeros_by_rows(param, by_rows[0], param.dtype)
         else:
             state[key] = torch.zeros_like(param, memory_format=torch.preserve_format)
+
+
+def update_groups(
+    groups: Sequence[Mapping[str, Any]],
+    state: Mapping[Tensor, MutableMapping[str, Tensor]],
+    replicas: Optional[Replicas] = None,
+) -> list[RowGathering]:
+    """AdamW's share of a step.
+
+    Args:
+        groups: all of them; Muon's are passed over.
+        state: of each parameter.
+        replicas: those that average gradients and divide the work, in ZeRO-2.
+
+    Returns:
+        What to ``wait()`` for at the end of the step.
+    """
+    groups = [group for group in groups if not group["use_muon"]]
+    if replicas is None:
+        for group in groups:
+            update(group["params"], state, group)
+        return []
+    present = [[p for p in group["params"] if takes_part(p, group)] for group in groups]
+    plain = [p for params in present for p in params if not is_dtensor(p)]
+    number = {p: index for index, p in enumerate(plain)}
+    divided = [is_divided(p.shape, len(replicas.ranks)) for p in plain]
+    means = MeanGradients(plain, divided, replicas.group)
+
+    def mean(param: Tensor) -> Tensor:
+        means.launch_through(number[param])
+        return means.result(number[param])
+
+    return [
+        update_rows(params, state, group, mean, replicas) for params, group in zip(present, groups)
+    ]
 
 
 def update(
@@ -74,21 +119,20 @@ def update_rows(
     state: Mapping[Tensor, MutableMapping[str, Tensor]],
     options: Mapping[str, Any],
     mean: Callable[[Tensor], Tensor],
-    group: Any,
+    replicas: Replicas,
 ) -> RowGathering:
     """The same step of replicas, each rank of which updates its rows and gets the others'.
 
-    Call it alike on all ranks of the group, and ``wait()`` for what it returns. DTensors among the
-    parameters are updated as by `update`, without traffic.
+    Call it alike on all ranks, and ``wait()`` for what it returns. DTensors among the parameters
+    are updated as by `update`, without traffic.
 
     Args:
         params: that take part, on all ranks.
-        state: from `init_state` with a mesh of the group.
-        mean: the mean gradient over the group of a plain parameter: all of it, or this rank's rows
-            where `is_divided` says so.
-        group: process group.
+        state: from `init_state` with the same replicas.
+        mean: the mean gradient of a plain parameter: all of it, or this rank's rows where
+            `is_divided` says so.
     """
-    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    ranks, rank = len(replicas.ranks), replicas.group.rank()
     rows, divided = [], []
     for p in params:
         if is_dtensor(p):
@@ -101,7 +145,7 @@ def update_rows(
             rows.append(_Row.of(p.detach(), mean(p), state[p]))
     _update(rows, options)
     _bump_versions(params)
-    return gather_rows(divided, group)
+    return gather_rows(divided, replicas.group)
 
 
 def _update(rows: Sequence[_Row], options: Mapping[str, Any]) -> None:
@@ -167,7 +211,3 @@ class _Row:
         size_and_stride = zip(self.param.shape, self.param.stride())
         span = 1 + sum((size - 1) * stride for size, stride in size_and_stride)
         return self.param.numel() == 0 or span == self.param.numel()
-
-
-def state_layout(param, replicas):
-    return None

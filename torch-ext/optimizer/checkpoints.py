@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Callable
+from typing import Any, Callable, Optional
 
 import torch
 
-from .options import STRUCTURE
+from . import adamw
+from .distributed import utils as dtensors
+from .options import STRUCTURE, OptimizerWide
 
 Group = Mapping[str, Any]
 
@@ -56,6 +58,30 @@ def _as_dtype(value: Any) -> Any:
     name = value[len("torch.") :] if isinstance(value, str) and value.startswith("torch.") else ""
     dtype = getattr(torch, name, None)
     return dtype if isinstance(dtype, torch.dtype) else value
+
+
+def divide_state(
+    groups: Sequence[Group],
+    saved_groups: Sequence[Group],
+    states: Mapping[Any, dict[str, Any]],
+    wide: OptimizerWide,
+) -> None:
+    """Takes this rank's rows of what replicas are to divide, where a checkpoint has all of it."""
+    for group, saved in zip(groups, saved_groups):
+        for param, saved_id in zip(group["params"], saved["params"]):
+            own, layout = states.get(saved_id, {}), state_layout(param, group, wide)
+            for key in ("momentum_buffer", "exp_avg", "exp_avg_sq") if layout else ():
+                value = own.get(key)
+                is_plain = isinstance(value, torch.Tensor) and not dtensors.is_dtensor(value)
+                if is_plain and value.shape == param.shape:
+                    own[key] = dtensors.divide_by_rows(value.to(param.device), layout[0])
+
+
+def state_layout(param: torch.Tensor, group: Group, wide: OptimizerWide) -> Optional[tuple]:
+    """Mesh and placements of a parameter's state where replicas divide it."""
+    if group["use_muon"]:
+        return dtensors.state_layout(param, wide.process_group)
+    return adamw.state_layout(param, wide.divided)
 
 
 def restore_dtypes(

@@ -17,6 +17,7 @@ from .distributed import utils as dtensors
 from .distributed.machine import Machine
 from .distributed.plan import NOTHING, Plan
 from .distributed.replicas import Replicas
+from .distributed.zero2 import RowGathering
 from .groups import default_is_muon, get_default_muon_param_groups
 from .options import GROUP_OPTIONS
 from .pipeline import Step
@@ -276,12 +277,14 @@ class Muon(torch.optim.Optimizer):
         groups, plan = self._agree_on_plan(error)
         self._init_state(groups, self._survey)
 
+        gathering: list[RowGathering] = []
+
         def update_others() -> None:
-            for group in groups:
-                if not group["use_muon"]:
-                    adamw.update(group["params"], self.state, group)
+            gathering.extend(adamw.update_groups(groups, self.state, self._wide.divided))
 
         Step(plan, groups, self.state, self._wide).run(meanwhile=update_others)
+        for rows in gathering:
+            rows.wait()
 
     def _agree_on_plan(self, error: Optional[Exception]) -> tuple[list[dict[str, Any]], Plan]:
         """Groups and the plan; raises on all ranks alike, before anything was written.
@@ -365,7 +368,7 @@ class Muon(torch.optim.Optimizer):
                     matrices, replicas = entries[index].matrices, self._wide.process_group
                     _init_muon_state(param, self.state[param], matrices, group, replicas)
                 else:
-                    adamw.init_state(param, self.state[param], group)
+                    adamw.init_state(param, self.state[param], group, self._wide.divided)
 
     def state_dict(self) -> dict[str, Any]:
         """As in torch.optim, with the state created if need be, and dtypes of options as text.
@@ -403,6 +406,7 @@ class Muon(torch.optim.Optimizer):
             views = [self._translate({**group, "names": None}) for group in loaded["param_groups"]]
             groups = self._views()
             entries = self._look_at(groups).entries
+            checkpoints.divide_state(groups, views, loaded["state"], self._wide)
             validation.check_checkpoint(groups, entries, views, loaded["state"], self._wide)
             return loaded
 
@@ -458,7 +462,7 @@ def _init_muon_state(
         state["momentum_buffer"] = (
             torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
             if rows is None
-            else dtensors.zeros_by_rows(param, rows, dtype)
+            else dtensors.zeros_by_rows(param, rows[0], dtype)
         )
     elif hyper["momentum_dtype"] not in (None, buffer.dtype):
         state["momentum_buffer"] = buffer.to(hyper["momentum_dtype"])

@@ -24,6 +24,8 @@ from .async_utils import Task, interleave
 from .distributed import layout, wire
 from .distributed import utils as dtensors
 from .distributed.plan import Batch, Bundle, Chunk, Entry, Lane, Plan, Run, Traffic, Unit
+from .distributed.replicas import Replicas
+from .distributed.zero2 import MeanGradients
 from .newton_schulz import default_dtype, newton_schulz
 from .options import OptimizerWide
 from .scratch import Scratch
@@ -54,6 +56,7 @@ class Step:
         self.unread = Counter(plan.reads)
         self.finite: dict[int, Tensor] = {}  # by id of a unit, (matrices,), with nonfinite="skip"
         self.scratch = Scratch()
+        self.means = None if wide.divided is None else _Means(self, wide.divided)
 
     def run(self, meanwhile: Callable[[], None]) -> None:
         """Updates all matrices; ``meanwhile`` is other work, done under the first gathers."""
@@ -93,16 +96,26 @@ class Step:
         entry = self.entry(unit)
         return self.hyper(unit)["ns_dtype"] or default_dtype(entry.dtype, entry.device)
 
+    def average_gradients(self, chunk: Chunk) -> None:
+        """Starts to, in ZeRO-2, for what a chunk needs; on all ranks alike."""
+        if self.means is not None:
+            self.means.launch(chunk)
+
     def grad(self, unit: Unit) -> Tensor:
         """The gradient of the unit's parameter where its momentum is; zeros where there is none."""
         number = unit.entry
         if number not in self.grads:
-            grad, entry = self.params[number].grad, self.entry(unit)
-            grad = torch.zeros_like(self.weights[number]) if grad is None else dtensors.local(grad)
-            if entry.momentum is not None:  # a part of what the weights' ranks all have
-                grad = grad[layout.slices(entry.momentum_region(self.plan.rank))]
-            self.grads[number] = grad
+            self.grads[number] = self._grad(number)
         return self.grads[number]
+
+    def _grad(self, number: int) -> Tensor:
+        if self.means is not None and number in self.means.numbers:
+            return self.means.rows(number)
+        grad, entry = self.params[number].grad, self.plan.entries[number]
+        grad = torch.zeros_like(self.weights[number]) if grad is None else dtensors.local(grad)
+        if entry.momentum is not None:  # replicas divide the momentum, not the gradient
+            grad = grad[layout.slices(entry.momentum_region(self.plan.rank))]
+        return grad
 
     def was_read(self, units: Sequence[Unit]) -> None:
         """Lets a gradient go once all units of its parameter have been read."""
@@ -113,6 +126,10 @@ class Step:
 
     def _release_grad(self, number: int) -> None:
         self.grads.pop(number, None)
+        self.drop_grad(number)
+
+    def drop_grad(self, number: int) -> None:
+        """Lets a gradient go that has been read, where that is asked for."""
         if self.groups[self.plan.entries[number].group]["none_grad"]:
             self.params[number].grad = None
 
@@ -141,6 +158,35 @@ class Step:
         return rows.view(*rows.shape, *(1 for _ in box[row_dim + 1 :]))
 
 
+class _Means:
+    """Gradients of replicas, averaged over their ranks in the order in which chunks need them."""
+
+    def __init__(self, step: Step, replicas: Replicas):
+        self.numbers: dict[int, int] = {}  # of entries, in the order of the first chunk of each
+        self._through: dict[int, int] = {}  # by id of a chunk, the last that it needs
+        for lane in (*step.plan.lanes, *step.plan.alone):
+            for chunk, units in zip(lane.chunks, lane.rounds):
+                for unit, _ in units:
+                    if step.entry(unit).momentum is not None:
+                        self.numbers.setdefault(unit.entry, len(self.numbers))
+                self._through[id(chunk)] = len(self.numbers) - 1
+        entries = list(self.numbers)
+        self._gradients = MeanGradients(
+            [step.params[entry] for entry in entries],
+            [True] * len(entries),
+            replicas.group,
+            on_read=lambda number: step.drop_grad(entries[number]),
+            scratch=step.scratch,
+        )
+
+    def launch(self, chunk: Chunk) -> None:
+        if self._through[id(chunk)] >= 0:
+            self._gradients.launch_through(self._through[id(chunk)])
+
+    def rows(self, entry: int) -> Tensor:
+        return self._gradients.result(self.numbers[entry])
+
+
 def update_chunk(chunk: Chunk, lane: Lane, group: Any, step: Step) -> Task:
     """Updates weights and state of a chunk's matrices.
 
@@ -148,6 +194,7 @@ def update_chunk(chunk: Chunk, lane: Lane, group: Any, step: Step) -> Task:
     back; without traffic there is nothing to wait for.
     """
     take, give = step.scratch.take, step.scratch.give
+    step.average_gradients(chunk)
     momentum = _momentum(chunk, lane, step)
     gathered = take(sum(chunk.gather.received), lane.wire, lane.device)
     gathering = _exchange(momentum[chunk.kept :], gathered, chunk.gather, group)
@@ -386,6 +433,8 @@ def _find_nonfinite(step: Step, lanes: Sequence[tuple[Lane, Any]]) -> None:
         counts = [step.entry(unit).matrices.count(unit.box, unit.rows) for unit in units]
         finite = torch.ones(sum(counts), dtype=torch.uint8, device=lane.device)
         of_unit = {id(unit): flags for unit, flags in zip(units, finite.split(counts))}
+        for chunk in lane.chunks:
+            step.average_gradients(chunk)
         for bundle in (bundle for chunk in lane.chunks for bundle in chunk.read):
             for unit, index in zip(bundle.units, bundle.indices):
                 if bundle.numel and id(unit) in of_unit:

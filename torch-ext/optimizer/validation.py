@@ -234,11 +234,17 @@ def _check_tensors(
                 f"where {tuple(shape)} is needed"
             )
         if dtensors.layout_of(value) != sharding:
+            remedy = "load it with torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
+            if sharding is None:  # as after unpickling, which brings no process group back
+                remedy = f"give the replicas' again, optim.process_group = ..., or {remedy}"
             raise ValueError(
-                f"{key} of {name} in the {place} is {dtensors.describe(value)}, unlike its "
-                "parameter; load it with "
-                "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
+                f"{key} of {name} in the {place} is {dtensors.describe(value)}, where it should be "
+                f"{_in_words(sharding)}; {remedy}"
             )
+
+
+def _in_words(sharding: Optional[tuple]) -> str:
+    return "plain" if sharding is None else f"{list(sharding[1])} on {sharding[0]}"
 
 
 def check_checkpoint(

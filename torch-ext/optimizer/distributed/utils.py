@@ -218,6 +218,14 @@ def zeros_by_rows(param: Tensor, mesh: Any, dtype: torch.dtype) -> Tensor:
     )
 
 
+def divide_by_rows(tensor: Tensor, mesh: Any) -> Tensor:
+    """This rank's rows of a plain tensor that all ranks of a 1-D mesh have, as `zeros_by_rows`."""
+    rows = zeros_by_rows(tensor, mesh, tensor.dtype)
+    first, last = shard(tensor.shape[0], mesh.size(), mesh.get_local_rank())
+    local(rows).copy_(tensor.detach()[first:last])
+    return rows
+
+
 def process_group(tensor: Tensor, ranks: Sequence[int], replicas: Optional[Replicas]) -> Any:
     """A process group of ``ranks`` for tensors like a DTensor, or a replicated one.
 
