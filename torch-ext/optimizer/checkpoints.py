@@ -70,10 +70,13 @@ def divide_state(
     for group, saved in zip(groups, saved_groups):
         for param, saved_id in zip(group["params"], saved["params"]):
             own, layout = states.get(saved_id, {}), state_layout(param, group, wide)
-            for key in ("momentum_buffer", "exp_avg", "exp_avg_sq") if layout else ():
-                value = own.get(key)
-                is_plain = isinstance(value, torch.Tensor) and not dtensors.is_dtensor(value)
-                if is_plain and value.shape == param.shape:
+            if layout is None:
+                continue
+            for key in {"momentum_buffer", "exp_avg", "exp_avg_sq"}.intersection(own):
+                value = own[key]
+                if not isinstance(value, torch.Tensor) or dtensors.is_dtensor(value):
+                    continue
+                if value.shape == param.shape:
                     own[key] = dtensors.divide_by_rows(value.to(param.device), layout[0])
 
 
