@@ -868,7 +868,7 @@ def network(layout):
         fully_shard(model, mesh=mesh["dp"])
     elif layout in ("FSDP2", "HSDP"):
         sizes = (2, dist.get_world_size() // 2) if layout == "HSDP" else (dist.get_world_size(),)
-        mesh = init_device_mesh("cpu", sizes)
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "shards")[-len(sizes) :])
         for block in model.blocks:
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
