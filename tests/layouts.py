@@ -42,8 +42,8 @@ VARIANTS: list[dict[str, Any]] = [
     {"beta2": 0.9, "cautious": True, "decay_lr": "adjusted"},
     {"momentum_style": "ema", "nesterov": False, "adjust_lr": "original", "chunk_size": 1},
     {"warmup_step": 0, "chunk_size": 2, "beta2": 0.9},
-    {"warmup_step": 1, "chunk_size": 1},
-    {"nonfinite": "skip", "beta2": 0.9},
+    {"warmup_step": 1, "chunk_size": 1, "hsdp": "spread"},
+    {"nonfinite": "skip", "beta2": 0.9, "hsdp": "spread"},
     {"use_distributed_muon": True, "beta2": 0.9},
     {"momentum_dtype": torch.bfloat16, "ns_norm": "schatten4", "maximize": True},
 ]

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -30,6 +30,31 @@ def transformer(layers: int, dim: int, ffn: int) -> list[torch.nn.Parameter]:
 
 def make(params, **options):
     return optimizer.Muon([{"params": params, "use_muon": True, "none_grad": False}], **options)
+
+
+def bytes_between_replicas(replicas: int, shards: int, hsdp: str) -> float:
+    """What this rank sends per local element."""
+    mesh = init_device_mesh("cpu", (replicas, shards))
+    params = [
+        nn.Parameter(distribute_tensor(torch.zeros(96, 64), mesh, [Replicate(), Shard(0)]))
+        for _ in range(24)
+    ]
+    for p in params:
+        p.grad = distribute_tensor(torch.ones(96, 64), mesh, p.placements)
+    optim = make(params, hsdp=hsdp)
+    optim.step()
+    return count(optim.step).sent / sum(p.to_local().numel() for p in params)
+
+
+@pytest.mark.parametrize(("replicas", "shards"), [(2, 2), (2, 4), (4, 2)])
+def test_hsdp_moves_what_its_choice_says(replicas, shards):
+    ranks = replicas * shards
+    redundant = run_ranks(bytes_between_replicas, ranks, replicas, shards, "redundant")
+    assert redundant == pytest.approx([4 * (shards - 1) / shards] * ranks)
+    spread = run_ranks(bytes_between_replicas, ranks, replicas, shards, "spread")
+    within, back = 2 * (shards - 1) / shards / replicas, 2 * (ranks - 1) / ranks
+    assert spread == pytest.approx([within + back] * ranks)
+    assert within + back < 2 + 2 / replicas
 
 
 @pytest.mark.kernels_ci

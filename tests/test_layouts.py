@@ -31,6 +31,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+import test_replicas
 from layouts import (
     ADAMW_ROUNDING,
     EXACT,
@@ -74,6 +75,12 @@ LAYOUTS = {
         "test_several_meshes_and_placements",
         "test_expert_parallelism_under_fsdp2_beside_dense_weights",
     ],
+    "DDP": ["test_replicated_matrices_take_the_steps_of_one_process", "test_a_model_under_ddp"],
+    "ZeRO-2": [
+        "test_replicated_matrices_take_the_steps_of_one_process",
+        "test_a_model_in_zero2_without_a_wrapper",
+        "test_adamws_parameters_beside_frozen_and_unused_ones",
+    ],
     "PP": ["test_pipeline_stages", "test_pipeline_stages_under_fsdp2"],
     "FSDP2 with CPUOffloadPolicy": ["test_parameters_offloaded_to_the_cpu"],
     "use_distributed_muon=True": ["test_fsdp2", "test_random_layouts"],
@@ -86,7 +93,8 @@ def test_every_layout_names_tests_that_exist_and_are_documented():
     table = documents.read_text() if documents.exists() else None  # not in the Hub's builder
     for layout, names in LAYOUTS.items():
         for name in names:
-            assert callable(globals().get(name)), f"{layout}: {name}"
+            found = globals().get(name) or getattr(test_replicas, name, None)
+            assert callable(found), f"{layout}: {name}"
             assert table is None or f"`{name}`" in table, f"{layout}: {name}"
 
 
@@ -282,7 +290,10 @@ def test_parameters_swapped_after_construction():
 # -- HSDP ------------------------------------------------------------------------------------------
 
 
-def hsdp(sizes):
+HSDP = ("redundant", "spread")
+
+
+def hsdp(sizes, **options):
     if len(sizes) == 3:  # replicate × (shard × context parallel), as in torchtitan
         mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard", "cp"))
         mesh["shard", "cp"]._flatten("shard_cp")
@@ -292,17 +303,20 @@ def hsdp(sizes):
     model = Model()
     twin = copy.deepcopy(model)
     fully_shard(model, mesh=mesh)
-    beside(model, twin, **VARIANTS[len(sizes)]).train_and_compare(partial(backward, model))
+    options = {**VARIANTS[len(sizes)], **options}
+    beside(model, twin, **options).train_and_compare(partial(backward, model))
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("choice", HSDP)
 @pytest.mark.parametrize("sizes", [(2, 2), (4, 2), (2, 2, 2)], ids=str)
-def test_hsdp(sizes):
-    run_ranks(hsdp, math.prod(sizes), sizes)
+def test_hsdp(sizes, choice):
+    run_ranks(hsdp, math.prod(sizes), sizes, hsdp=choice)
 
 
+@pytest.mark.parametrize("choice", HSDP)
 @pytest.mark.parametrize("sizes", [(2, 2), (2, 4), (2, 2, 2)], ids=str)
-def test_replicas_of_shards(sizes):
+def test_replicas_of_shards(sizes, choice):
     replicas = (None,) * (len(sizes) - 1)
 
     def rows(*shapes):
@@ -316,8 +330,9 @@ def test_replicas_of_shards(sizes):
             "shards, then replicas": [
                 Weight(shape, sizes, (0, *replicas)) for shape in ((16, 24), (9, 8), (6, 8, 4))
             ],
-            "replicas only": [Weight((16, 24), sizes, (*replicas, None))],
+            "replicas only": [Weight((16, 24), sizes, (*replicas, None))] * 3,
         },
+        [{"hsdp": choice}, {"hsdp": choice, "beta2": 0.9, "chunk_size": 1, "nonfinite": "skip"}],
     )
 
 

@@ -234,6 +234,43 @@ def test_state_in_zero2_is_an_equal_share(ranks):
         assert held <= 1.01 * total / ranks
 
 
+# -- replicas of shards ---------------------------------------------------------------------------
+
+
+def step_shards(sizes: tuple[int, ...], dims: tuple[Any, ...], hsdp: str) -> list[Any]:
+    """Digests of what this rank holds after some steps in the default formats."""
+    names = ("replicas", "shards")
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    shapes = [(48, 64), (32, 96), (40, 40), (6, 24, 32)]
+    groups = [Group([Weight(shape, sizes, dims) for shape in shapes], {"beta2": 0.9})]
+    twins = Twins.placed(groups, {sizes: mesh}, {"hsdp": hsdp}, reference={})
+    twins.step()
+    for name, p, q in twins.pairs:
+        assert_same(name, p, q, 0.02)
+    held = [
+        (name, [p.to_local(), *(value.to_local() for value in twins.ours.state[p].values())])
+        for name, p, _ in twins.pairs
+    ]
+    digests = [
+        (name, [hashlib.sha256(t.detach().flatten().numpy().tobytes()).hexdigest() for t in of])
+        for name, of in held
+    ]
+    coordinate = mesh.get_coordinate()
+    return [coordinate[dims.index(0)], digests]
+
+
+@pytest.mark.parametrize("hsdp", ["spread", "redundant", "auto"])
+@pytest.mark.parametrize(
+    ("sizes", "dims"), [((2, 2), (None, 0)), ((4, 2), (None, 0)), ((2, 2), (0, None))], ids=str
+)
+def test_replicas_of_shards_hold_the_same_bits_in_the_default_formats(sizes, dims, hsdp):
+    """HSDP, and replicas on a mesh of tensor parallelism."""
+    of_shard: dict[int, Any] = {}
+    for shard, digests in run_ranks(step_shards, sizes[0] * sizes[1], sizes, dims, hsdp):
+        assert of_shard.setdefault(shard, digests) == digests
+    assert len(of_shard) == sizes[dims.index(0)]
+
+
 # -- groups of some ranks, and other layouts beside them -------------------------------------------
 
 
