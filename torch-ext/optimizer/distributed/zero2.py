@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Optional
 
@@ -260,21 +260,22 @@ class MeanGradients:
         return grad.detach().view(-1)
 
     def _pack(self, buffer: Tensor, bucket: Bucket) -> None:
-        here, there = [], []
+        pairs: list[Pair] = []
         slots = buffer.view(self._ranks if bucket.in_slots else 1, bucket.numel)
         for index, offset in zip(bucket.members, bucket.offsets):
-            room = _room(self._params[index].shape, slots, offset)
-            grad = self._params[index].grad
-            if grad is None:
+            param = self._params[index]
+            if bucket.in_slots:
+                room = _room(param.shape, slots, offset)
+            else:
+                room = buffer[offset : offset + param.numel()].view(param.shape)
+            if param.grad is None:
                 room.zero_()
-                continue
-            grad = torch.atleast_1d(grad.detach())
-            for part, place in _parts(grad, room, 0, len(slots)):
-                there.append(part)
-                here.append(place)
-            _clear_padding(len(grad), room)
-        if here:
-            torch._foreach_copy_(here, there)
+            elif bucket.in_slots:
+                pairs += _parts(param.grad.detach(), room, 0, self._ranks)
+                _clear_padding(param.shape[0], room)
+            else:
+                pairs.append((param.grad.detach(), room))
+        _copy(pairs, into_slots=True)
         if _divides_first(bucket):
             buffer.div_(self._ranks)
 
@@ -350,24 +351,24 @@ class RowGathering:
         else:
             numel = self._ranks * bucket.numel
             received = staging = self._scratch.take(numel, bucket.dtype, bucket.device)
+            self._pack(staging.view(self._ranks, bucket.numel), bucket)
         sent = received.view(self._ranks, bucket.numel)[self._rank]
-        if staging is not None:
-            self._pack(sent, bucket)
         work = _collective("all_gather")(
             _real(received), _real(sent), group=self._group, async_op=True
         )
         self._under_way.append((work, bucket, staging))
 
-    def _pack(self, slot: Tensor, bucket: Bucket) -> None:
-        here, there = [], []
+    def _pack(self, slots: Tensor, bucket: Bucket) -> None:
+        """Puts this rank's rows into its slot; the others are to be received."""
+        pairs: list[Pair] = []
         for index, offset in zip(bucket.members, bucket.offsets):
             tensor = self._tensors[index]
-            rows = tensor[slice(*shard(len(tensor), self._ranks, self._rank))]
-            room = slot[offset:][: -(-len(tensor) // self._ranks) * math.prod(tensor.shape[1:])]
-            room[rows.numel() :].zero_()
-            here.append(room[: rows.numel()].view(rows.shape))
-            there.append(rows)
-        torch._foreach_copy_(here, there)
+            room = _room(tensor.shape, slots, offset)[self._rank]
+            start, stop = shard(tensor.shape[0], self._ranks, self._rank)
+            pairs.append((tensor[start:stop], room[: stop - start]))
+            if stop - start < room.shape[0]:
+                room[stop - start :].zero_()
+        _copy(pairs, into_slots=True)
 
     def _finish(self) -> None:
         work, bucket, staging = self._under_way.popleft()
@@ -375,49 +376,58 @@ class RowGathering:
         if staging is None:  # it was received in place, which no version counter has seen
             torch.autograd.graph.increment_version(self._tensors[bucket.members[0]])
             return
-        here, there = [], []
+        pairs: list[Pair] = []  # not of this rank's rows: they may have been changed meanwhile
         slots = staging.view(self._ranks, bucket.numel)
         for index, offset in zip(bucket.members, bucket.offsets):
-            room = _room(self._tensors[index].shape, slots, offset)
-            for first, last in ((0, self._rank), (self._rank + 1, self._ranks)):
-                for part, place in _parts(self._tensors[index], room, first, last):
-                    here.append(part)
-                    there.append(place)
-        if here:
-            torch._foreach_copy_(here, there)
+            tensor = self._tensors[index]
+            room = _room(tensor.shape, slots, offset)
+            pairs += _parts(tensor, room, 0, self._rank)
+            pairs += _parts(tensor, room, self._rank + 1, self._ranks)
+        _copy(pairs, into_slots=False)
         self._scratch.give(staging)
 
 
 # -- tensors, slots and collectives ------------------------------------------------------------
 
+Pair = tuple[Tensor, Tensor]  # rows of a tensor, and their place in slots
+
 
 def _room(shape: Sequence[int], slots: Tensor, offset: int) -> Tensor:
     """What a tensor takes in slots (n, numel): (n, rows in each, *rest)."""
-    rows, *rest = shape or (1,)
-    room = (-(-rows // len(slots)), *rest)
-    return slots[:, offset : offset + math.prod(room)].view(len(slots), *room)
+    ranks = slots.shape[0]
+    room = (-(-shape[0] // ranks), *shape[1:])
+    return slots[:, offset : offset + math.prod(room)].view(ranks, *room)
 
 
-def _parts(tensor: Tensor, room: Tensor, first: int, last: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Rows of a tensor that belong into the slots ``first`` to ``last``, and their places there."""
+def _parts(tensor: Tensor, room: Tensor, first: int, last: int) -> list[Pair]:
+    """The rows of a tensor that belong into the slots ``first`` to ``last``."""
     if room.numel() == 0:
-        return
-    each = room.shape[1]
-    full = min(max(len(tensor) // each, first), last)  # where the slots end that are filled
+        return []
+    rows, each = tensor.shape[0], room.shape[1]
+    full = min(max(rows // each, first), last)  # the slots before it have as many as they can
+    pairs = []
     if full > first:
-        yield tensor[first * each : full * each].unflatten(0, (-1, each)), room[first:full]
-    rows = tensor[full * each : last * each]
-    if len(rows) > 0:
-        yield rows, room[full, : len(rows)]
+        filled = tensor[first * each : full * each].unflatten(0, (full - first, each))
+        pairs.append((filled, room[first:full]))
+    if full < last and full * each < rows:
+        rest = tensor[full * each : last * each]
+        pairs.append((rest, room[full, : rest.shape[0]]))
+    return pairs
 
 
 def _clear_padding(rows: int, room: Tensor) -> None:
     """Whatever lay in the buffer might be NaN, for which debugging tools watch the wire."""
     ranks, each = room.shape[:2]
-    if room.numel() > 0 and rows < ranks * each:
+    if rows < ranks * each and room.numel() > 0:
         full, partial = divmod(rows, each)
         room[full, partial:].zero_()
         room[full + 1 :].zero_()
+
+
+def _copy(pairs: Sequence[Pair], into_slots: bool) -> None:
+    rows, places = [rows for rows, _ in pairs], [place for _, place in pairs]
+    if pairs:
+        torch._foreach_copy_(*((places, rows) if into_slots else (rows, places)))
 
 
 def _is_slots(tensor: Tensor, ranks: int) -> bool:
