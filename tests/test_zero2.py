@@ -310,7 +310,13 @@ def test_collectives_come_in_one_order_whichever_results_ranks_ask_for_first():
 
 def cost_of_means(shapes: Any, dtype: torch.dtype, by_size: bool) -> Any:
     replicas = Replicas(shapes, [dtype], by_size=by_size, odd=False)
-    counter = count(lambda: results_of(replicas.averaging(), len(shapes)))
+
+    def run() -> None:
+        means = replicas.averaging()
+        means.launch_through(len(shapes) - 1)
+        results_of(means, len(shapes))
+
+    counter = count(run)
     return counter.peak_bytes, [(c.name, c.sent) for c in counter.messages]
 
 
@@ -330,7 +336,7 @@ def test_a_mean_moves_one_reduce_scatter_of_the_gradients(dtype):
 
 
 def test_padding_never_costs_more_than_reducing_whole():
-    shapes = [(2, 3000), (5, 700), (1, 100), (9, 64)]
+    shapes = [(1, 3000), (5, 70), (9, 64)]
     for _, messages in run_in_small_buckets(cost_of_means, 4, shapes, torch.float32, False):
         whole = sum(math.prod(s) for s in shapes) * 4 * 2 * 3 / 4
         assert sum(sent for _, sent in messages) <= whole
