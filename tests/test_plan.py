@@ -284,6 +284,7 @@ class Numbered:
     def __init__(self, case: Case, plans: Sequence[Any]):
         self.case = case
         self.plans = plans
+        self.gathered = 0  # chunks whose updates are all-gathered
         self.whole, begin = [], 0
         for e in case.entries:
             numel = math.prod(e.matrices.shape)
@@ -309,15 +310,22 @@ class Numbered:
         gathered = exchange([m[c.kept :] for m, c in zip(momenta, chunks)], chunks, "gather")
         updates, returned = [], []
         for lane, chunk, momentum, came in zip(lanes, chunks, momenta, gathered):
-            updates.append(torch.full((chunk.kept_back,), NONE))
-            returned.append(torch.full((sum(chunk.scatter.sent),), NONE))
+            everything = chunk.kept_back + sum(chunk.scatter.received)
+            updates.append(torch.full((everything if chunk.slot else chunk.kept_back,), NONE))
+            sent = 0 if chunk.slot else sum(chunk.scatter.sent)
+            returned.append(torch.full((sent,), NONE))
             for batch in chunk.batches:
                 units = self.assemble(lane, batch, momentum, came)
-                self.give_back(lane, batch, units, updates[-1], returned[-1])
-            assert (updates[-1] != NONE).all() and (returned[-1] != NONE).all()
-        back = exchange(returned, chunks, "scatter")
-        for lane, chunk, kept, came in zip(lanes, chunks, updates, back):
-            self.unpack(lane, chunk, torch.cat([kept, came]))
+                self.give_back(lane, chunk, batch, units, updates[-1], returned[-1])
+        if chunks[0].slot:
+            self.gathered += 1
+            updates = [sum_of_slots(updates, chunks)] * len(lanes)
+        else:
+            assert all((u != NONE).all() for u in (*updates, *returned))
+            back = exchange(returned, chunks, "scatter")
+            updates = [torch.cat([kept, came]) for kept, came in zip(updates, back)]
+        for lane, chunk, of_rank in zip(lanes, chunks, updates):
+            self.unpack(lane, chunk, of_rank)
 
     def part(self, unit: Any, box: Any) -> torch.Tensor:
         return self.whole[unit.entry][layout.slices(unit.box)][layout.slices(box)]
@@ -372,10 +380,16 @@ class Numbered:
         return units
 
     def give_back(
-        self, lane: Any, batch: Any, units: torch.Tensor, kept: torch.Tensor, sent: torch.Tensor
+        self,
+        lane: Any,
+        chunk: Any,
+        batch: Any,
+        units: torch.Tensor,
+        kept: torch.Tensor,
+        sent: torch.Tensor,
     ) -> None:
         for part in batch.parts:
-            if lane.everywhere and part.peer != lane.me:
+            if (lane.everywhere or chunk.slot) and part.peer != lane.me:
                 continue
             buffer = kept if part.peer == lane.me else sent
             numbers = units[(slice(None), *layout.slices(part.weights))].flatten()
@@ -396,7 +410,8 @@ class Numbered:
                 assert torch.equal(found, self.part(unit, bundle.box))
                 updated = self.updates[lane.peers[lane.me]][unit.entry]
                 updated[layout.slices(unit.box)][layout.slices(bundle.box)] += 1
-        assert (seen == 1).all()
+        assert (seen <= 1).all() and ((seen == 1) == (updates != NONE)).all()
+        assert chunk.slot or (seen == 1).all()  # else but for padding
 
     def moments(self, lane: Any, unit: Any) -> int:
         """Elements for the longer side of every matrix, in fp32 or wider."""
@@ -405,6 +420,16 @@ class Numbered:
             return 0
         long = max(unit.rows, e.matrices.cols) * e.matrices.count(unit.box, unit.rows)
         return long * (2 if lane.wire.itemsize == 2 else 1)
+
+
+def sum_of_slots(buffers: Sequence[torch.Tensor], chunks: Sequence[Any]) -> torch.Tensor:
+    """What an all-gather makes of buffers in which each rank has filled its slot, and no other."""
+    (slot,) = {chunk.slot for chunk in chunks}
+    slots = [buffer.split(slot) for buffer in buffers]
+    for me, of_rank in enumerate(slots):
+        assert len(of_rank) == len(buffers)
+        assert all((s == NONE).all() for other, s in enumerate(of_rank) if other != me)
+    return torch.cat([of_rank[me] for me, of_rank in enumerate(slots)])
 
 
 def write(buffer: torch.Tensor, start: int, numbers: Any) -> None:
@@ -445,7 +470,7 @@ def moved(what: str, case: Any, plans: Any) -> Numbered:
 
 
 def test_every_element_comes_to_one_owner_and_back_to_its_holders():
-    traveled = 0
+    traveled = gathered = 0
     for what, case, plans in random_cases(everywhere=False):
         numbered = moved(what, case, plans)
         for number, e in enumerate(case.entries):
@@ -460,7 +485,9 @@ def test_every_element_comes_to_one_owner_and_back_to_its_holders():
             owners = sum(owned[number] for owned in numbered.owned)
             assert (owners == owners_of_each(e, case.ranks)).all(), what
         traveled += sum(len(plan.lanes) for plan in plans)
+        gathered += numbered.gathered
     assert traveled > 200
+    assert gathered > 10
 
 
 def test_as_a_reference_every_peer_owns_all_that_travels():

@@ -201,13 +201,18 @@ def update_chunk(chunk: Chunk, lane: Lane, group: Any, step: Step) -> Task:
     yield
     _wait(gathering)
     updates = take(chunk.kept_back + sum(chunk.scatter.received), lane.wire, lane.device)
-    returned = take(sum(chunk.scatter.sent), lane.wire, lane.device)
+    only_own = lane.everywhere or chunk.slot > 0
+    if chunk.slot:  # nothing undefined is sent where it is padded
+        updates[lane.me * chunk.slot :][: chunk.slot].zero_()
+    returned = take(0 if only_own else sum(chunk.scatter.sent), lane.wire, lane.device)
     for batch in chunk.batches:
         U = _orthogonalize(_assemble(batch, momentum, gathered, lane, step), batch, step)
-        _give_back(U, batch, updates, returned, lane, step)
+        _give_back(U, batch, updates, None if only_own else returned, lane, step)
     give(momentum, gathered)
     scattering = None
-    if not lane.everywhere:
+    if chunk.slot:
+        scattering = dtensors.all_gather_slots(updates, group)
+    elif not lane.everywhere:
         scattering = _exchange(returned, updates[chunk.kept_back :], chunk.scatter, group)
     yield
     _wait(scattering)
@@ -328,17 +333,20 @@ def _orthogonalize(X: Tensor, batch: Batch, step: Step) -> Tensor:
 
 
 def _give_back(
-    U: Tensor, batch: Batch, updates: Tensor, returned: Tensor, lane: Lane, step: Step
+    U: Tensor, batch: Batch, updates: Tensor, returned: Optional[Tensor], lane: Lane, step: Step
 ) -> None:
-    """Puts every peer's part of the update, with its mean squares, where it is sent from."""
+    """Puts every peer's part of the update, with its mean squares, where it is sent from.
+
+    Where nothing is returned to single peers, only this rank's own part.
+    """
     unit = batch.units[0]
     units = U.view(len(batch.units), *layout.shape_of(unit.box))
     v = core.second_moment(U, step.scratch) if step.hyper(unit)["beta2"] is not None else None
     here, there = [], []
     for part in batch.parts:
-        if lane.everywhere and part.peer != lane.me:
-            continue
         buffer = updates if part.peer == lane.me else returned
+        if buffer is None:
+            continue
         numel = layout.numel(part.weights) * len(batch.units)
         start, stop = part.returned, part.returned + numel
         if numel:

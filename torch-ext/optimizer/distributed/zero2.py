@@ -28,6 +28,7 @@ from torch import Tensor
 
 from ..scratch import Scratch
 from .layout import shard
+from .utils import all_gather_slots, single_tensor_collective
 
 # A tensor of fewer elements is not divided: its state is too small to be worth it.
 SMALL_NUMEL = 1024
@@ -352,10 +353,7 @@ class RowGathering:
             numel = self._ranks * bucket.numel
             received = staging = self._scratch.take(numel, bucket.dtype, bucket.device)
             self._pack(staging.view(self._ranks, bucket.numel), bucket)
-        sent = received.view(self._ranks, bucket.numel)[self._rank]
-        work = _collective("all_gather")(
-            _real(received), _real(sent), group=self._group, async_op=True
-        )
+        work = all_gather_slots(_real(received), self._group)
         self._under_way.append((work, bucket, staging))
 
     def _pack(self, slots: Tensor, bucket: Bucket) -> None:
@@ -439,13 +437,9 @@ def _sum(sent: Tensor, output: Tensor, group: Any) -> Any:
     """Starts a sum over ranks: of slots, or in place of all."""
     if output is sent:
         return dist.all_reduce(_real(sent), group=group, async_op=True)
-    return _collective("reduce_scatter")(_real(output), _real(sent), group=group, async_op=True)
-
-
-def _collective(name: str) -> Callable[..., Any]:
-    """An all-gather or reduce-scatter of single tensors: torch 2.13 warns of their old names."""
-    old = {"all_gather": "all_gather_into_tensor", "reduce_scatter": "reduce_scatter_tensor"}
-    return getattr(dist, f"{name}_single", None) or getattr(dist, old[name])
+    return single_tensor_collective("reduce_scatter")(
+        _real(output), _real(sent), group=group, async_op=True
+    )
 
 
 def _real(buffer: Tensor) -> Tensor:
