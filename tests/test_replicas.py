@@ -563,6 +563,36 @@ def test_dist_muon_adamw_needs_a_process_group():
 # -- costs -----------------------------------------------------------------------------------------
 
 
+def summary_and_bytes(kind: str) -> tuple[Any, float]:
+    params = [nn.Parameter(torch.zeros(s)) for s in [(96, 64)] * 8 + [(30, 20), (12, 4, 8)]]
+    others = [nn.Parameter(torch.zeros(s)) for s in [(50, 40), (64,), (1000, 16)]]
+    frozen = nn.Parameter(torch.zeros(400, 40), requires_grad=False)
+    names = [f"experts.{index}" for index in range(len(params))]
+    groups = [
+        {"params": params, "names": names, "use_muon": True, "beta2": 0.9},
+        {"params": [*others, frozen], "use_muon": False},
+    ]
+    optim = optimizer.Muon(groups, expert_keys=["experts"], **options_of(kind))
+    for p in (*params, *others):
+        p.grad = torch.ones_like(p)
+    summary = optim.summary()
+    assert len(str(summary).splitlines()) == 2 + len(summary.rows) + 1
+    return summary, count(optim.step).sent
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_summaries_tell_what_replicas_send(kind, ranks):
+    found = run_ranks(summary_and_bytes, ranks, kind)
+    for summary, sent in found:
+        assert summary.totals["sent_bytes"] == pytest.approx(sent, abs=2)
+        assert summary.rows[0]["placement"] == f"on each of {ranks} ranks"
+        assert [row["bytes"] for row in summary.rows] == [row["bytes"] for row in found[0][0].rows]
+    if kind == "ZeRO-2":  # all-gathers of updates pad a little, which no parameter answers for
+        moved = sum(row["bytes"] for row in found[0][0].rows)
+        assert moved == pytest.approx(sum(sent for _, sent in found), rel=0.1)
+
+
 def bytes_per_element(kind: str) -> float:
     """What this rank sends in a step of Muon's matrices."""
     params = [nn.Parameter(torch.zeros(96, 64 + 32 * (i % 2))) for i in range(24)]

@@ -337,7 +337,7 @@ class Muon(torch.optim.Optimizer):
             self._survey, self._agreed = found, []
             if self._wide.debug:
                 plan = plan_all(found, groups, self._wide)
-                logger.info("planned:\n%s", summarize(groups, found, plan))
+                logger.info("planned:\n%s", summarize(groups, found, plan, self._wide))
         return found
 
     def _survey_of(self, groups: list[dict[str, Any]]) -> Survey:
@@ -353,7 +353,7 @@ class Muon(torch.optim.Optimizer):
         """
         groups = self._views()
         found = self._survey_of(groups)  # not kept: other ranks may make none
-        return summarize(groups, found, plan_all(found, groups, self._wide))
+        return summarize(groups, found, plan_all(found, groups, self._wide), self._wide)
 
     # -- state ---------------------------------------------------------------------------------
 

@@ -7,10 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Optional
 
+from torch import Tensor
+
 from . import adamw, newton_schulz
-from .distributed import layout
+from .distributed import layout, zero2
 from .distributed import utils as dtensors
 from .distributed.plan import Lane, Plan, Unit
+from .distributed.replicas import Replicas
+from .options import OptimizerWide
 from .planning import Group, Survey
 
 COLUMNS = ("parameter", "shape", "placement", "algorithm", "owner", "FLOPs", "moved by all")
@@ -53,7 +57,7 @@ class Summary:
         return "\n".join(lines)
 
 
-def summarize(groups: Sequence[Group], found: Survey, plan: Plan) -> Summary:
+def summarize(groups: Sequence[Group], found: Survey, plan: Plan, wide: OptimizerWide) -> Summary:
     """The summary of a plan in which all trainable parameters take part."""
     by_entry: dict[tuple[int, int], dict[str, Any]] = {}
     for unit, owners, lane in _units(plan):
@@ -68,27 +72,50 @@ def summarize(groups: Sequence[Group], found: Survey, plan: Plan) -> Summary:
         if lane is not None:
             row["whole"] = False
             row["bytes"] += sum(_bytes_moved(plan, lane, unit, rank) for rank in owners)
-    rows = []
+    rows, sent = [], 0.0
+    ranks = 0 if wide.divided is None else len(wide.divided.ranks)
     for number, (group, of_group) in enumerate(zip(groups, found.entries)):
         for index, param in enumerate(group["params"]):
             row = by_entry.get((number, index), {})
+            averaging = _bytes_of_zero2(param, group, wide.divided)
             rows.append(
                 {
                     "name": found.names[number][index],
                     "group": number,
                     "shape": tuple(param.shape),
                     "dtype": param.dtype,
-                    "placement": dtensors.describe(param),
+                    "placement": _placement(param, wide),
                     "sharded": dtensors.is_sharded(param),
                     "algorithm": _algorithm(group, index, bool(of_group)),
                     "matrices": row.get("matrices", 0),
                     "owners": sorted(row.get("owners", ())),
                     "whole": row.get("whole", False),
                     "flops": row.get("flops", 0),
-                    "bytes": row.get("bytes", 0),
+                    "bytes": row.get("bytes", 0) + round(averaging * ranks),
                 }
             )
-    return Summary(rows, _totals(plan))
+            sent += averaging
+    totals = _totals(plan)
+    totals["sent_bytes"] += round(sent)
+    totals["received_bytes"] += round(sent)
+    return Summary(rows, totals)
+
+
+def _placement(param: Tensor, wide: OptimizerWide) -> str:
+    if wide.process_group is None or dtensors.is_dtensor(param):
+        return dtensors.describe(param)
+    return f"on each of {len(wide.process_group.ranks)} ranks"
+
+
+def _bytes_of_zero2(param: Tensor, group: Group, replicas: Optional[Replicas]) -> float:
+    """What each rank sends to average gradients and to gather AdamW's rows."""
+    if replicas is None or dtensors.is_dtensor(param) or not param.requires_grad:
+        return 0.0
+    ranks = len(replicas.ranks)
+    if group["use_muon"]:
+        return zero2.bytes_sent(param, divided=True, gathered=False, ranks=ranks)
+    divided = zero2.is_divided(param.shape, ranks)
+    return zero2.bytes_sent(param, divided, gathered=divided, ranks=ranks)
 
 
 def _units(plan: Plan) -> Iterator[tuple[Unit, tuple[int, ...], Optional[Lane]]]:

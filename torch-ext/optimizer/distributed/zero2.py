@@ -174,14 +174,7 @@ class MeanGradients:
         self._on_read = on_read
         self._scratch = Scratch() if scratch is None else scratch
         pieces = tuple(
-            Piece(
-                tuple(param.shape),
-                # What a gradient has or would have: the same on all ranks, whichever have one.
-                getattr(param, "grad_dtype", None) or param.dtype,
-                param.device,
-                is_cut and _scatters(param.shape[0], self._ranks),
-            )
-            for param, is_cut in zip(params, divided)
+            _piece_of_gradient(param, is_cut, self._ranks) for param, is_cut in zip(params, divided)
         )
         self._plan = plan_buckets(pieces, self._ranks)
         self._launched = 0
@@ -279,6 +272,27 @@ class MeanGradients:
         _copy(pairs, into_slots=True)
         if _divides_first(bucket):
             buffer.div_(self._ranks)
+
+
+def bytes_sent(param: Tensor, divided: bool, gathered: bool, ranks: int) -> float:
+    """What each rank sends to average a parameter's gradient and, if so, to gather its rows."""
+    piece = _piece_of_gradient(param, divided, ranks)
+    size = (ranks - 1) * piece.slot_numel(ranks) * piece.dtype.itemsize
+    sent = float(size) if piece.in_slots else 2 * size / ranks
+    if gathered:
+        rows = Piece(piece.shape, param.dtype, param.device, True)
+        sent += (ranks - 1) * rows.slot_numel(ranks) * param.dtype.itemsize
+    return sent
+
+
+def _piece_of_gradient(param: Tensor, divided: bool, ranks: int) -> Piece:
+    return Piece(
+        tuple(param.shape),
+        # What a gradient has or would have: the same on all ranks, whichever have one.
+        getattr(param, "grad_dtype", None) or param.dtype,
+        param.device,
+        divided and _scatters(param.shape[0], ranks),
+    )
 
 
 @dataclass(frozen=True)
