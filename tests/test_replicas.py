@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
+import reference as ref
 from counters import count
 from kernel import optimizer
 from layouts import (
@@ -558,6 +559,33 @@ def test_a_nanochat_loop_trains_as_on_one_process(ranks):
 def test_dist_muon_adamw_needs_a_process_group():
     with pytest.raises(ValueError, match="init_process_group"):
         optimizer.DistMuonAdamW(Chat().param_groups())
+
+
+def step_keller_jordan(steps: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Weights under averaged gradients, and those of the source's formulas."""
+    torch.manual_seed(0)
+    shapes = [(16, 24), (20, 8), (12, 12), (8, 3, 3, 3), (7, 9)]
+    params = [nn.Parameter(torch.randn(shape)) for shape in shapes]
+    source = ref.KellerJordanReference(params, lr=0.02, weight_decay=0.1)
+    given = optimizer.presets.keller_jordan(
+        params, lr=0.02, weight_decay=0.1, process_group=dist.group.WORLD
+    )
+    optim = optimizer.Muon(**given, **EXACT)
+    for step in range(steps):
+        grads = [integers(p.shape, p.dtype, step, index) for index, p in enumerate(params)]
+        grads[step % len(grads)] = None  # counts as zeros
+        for p, grad in zip(params, grads):
+            p.grad = grad
+        optim.step()
+        source.step(grads)
+    return [(p.detach(), W) for p, W in zip(params, source.weights)]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_keller_jordans_preset_divides_the_work(ranks):
+    for found in run_ranks(step_keller_jordan, ranks, 5):
+        for weight, expected in found:
+            torch.testing.assert_close(weight.double(), expected, rtol=0, atol=2e-5)
 
 
 # -- costs -----------------------------------------------------------------------------------------

@@ -33,16 +33,27 @@ def losses(folder: Path) -> list[tuple[str, str, str]]:
         return [(row["step"], row["train_loss"], row["val_loss"]) for row in csv.DictReader(file)]
 
 
-@pytest.mark.parametrize(("experts", "tp"), [(0, 1), (2, 1), (2, 2)])
-def test_resuming_continues_bit_exactly(tmp_path, experts, tp):
-    common = [*TINY, "--optimizer", "muon", "--lr", "1e-2", "--experts", experts, "--tp", tp]
-    run(*common, "--out", tmp_path / "whole", ranks=2 * tp)
+@pytest.mark.parametrize(
+    ("layout", "ranks"),
+    [
+        ([], 2),
+        (["--experts", 2], 2),
+        (["--experts", 2, "--tp", 2], 4),
+        (["--hsdp", 2], 4),
+        (["--ddp"], 2),
+        (["--zero2", "--experts", 2], 2),
+    ],
+    ids=str,
+)
+def test_resuming_continues_bit_exactly(tmp_path, layout, ranks):
+    common = [*TINY, "--optimizer", "muon", "--lr", "1e-2", *layout]
+    run(*common, "--out", tmp_path / "whole", ranks=ranks)
     checkpoints = ["--checkpoint-dir", tmp_path / "checkpoints", "--save-every", "4"]
     cut = [*common, "--out", tmp_path / "cut", *checkpoints]
-    run(*cut, "--stop-after", "5", ranks=2 * tp)
+    run(*cut, "--stop-after", "5", ranks=ranks)
     for late in (tmp_path / "checkpoints").glob("step-000005"):
         late.rename(tmp_path / "unused")  # as if the run had died between two checkpoints
-    run(*cut, "--resume", ranks=2 * tp)
+    run(*cut, "--resume", ranks=ranks)
     whole = losses(tmp_path / "whole")
     assert len(whole) == 8
     assert losses(tmp_path / "cut") == whole
@@ -82,3 +93,15 @@ def test_muon_reaches_a_loss_well_below_that_of_adamw(tmp_path):
         run("--optimizer", name, "--lr", lr, "--out", tmp_path / name)
         final[name] = float(losses(tmp_path / name)[-1][2])
     assert final["muon"] < final["adamw"] - 0.3
+
+
+@pytest.mark.parametrize(("layout", "ranks"), [("--ddp", 2), ("--zero2", 2), ("--hsdp", 4)])
+def test_replicas_train_as_plain_sharding_does(tmp_path, layout, ranks):
+    common = [*TINY, "--grad-clip", "1e9"]  # ZeRO-2 has nothing to clip by
+    run(*common, "--out", tmp_path / "plain", ranks=ranks)
+    arguments = [layout, 2] if layout == "--hsdp" else [layout]
+    run(*common, "--out", tmp_path / "replicas", *arguments, ranks=ranks)
+    for plain, replicas in zip(losses(tmp_path / "plain"), losses(tmp_path / "replicas")):
+        assert plain[0] == replicas[0]
+        for expected, found in zip(plain[1:], replicas[1:]):
+            assert not expected or abs(float(found) - float(expected)) < 1e-3
