@@ -1,0 +1,308 @@
+"""How evenly plans share the work of orthogonalization: real models on 8 to 1024 ranks of FSDP2.
+
+    make bench BENCHMARKS=benchmarks/balance.py ARGS="--ranks 64 256"
+
+Plans are made, not run: no accelerator and no process group is needed. For each model, number of
+ranks and dtype of the parameters:
+
+- max/mean: FLOPs of the busiest owner over the mean.
+- to pigeonhole: the same FLOPs over the larger of the mean and the costliest matrix.
+- to proven: the same over a bound that takes into account that matrices are not divided (see
+  `least_load`); 1.000 is an assignment that cannot be improved.
+- makespan: a chunk's all-to-all waits for all owners, so a step lasts as long as the busiest owner
+  of each chunk, summed over chunks; over the pigeonhole's bound, and over what is proven of it.
+- chunks, and how many of them may be in flight; MiB of the largest chunk that a rank stages; host
+  seconds to plan.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from kernels import get_kernel
+from rich.console import Console
+from rich.table import Table
+
+optimizer = get_kernel("org/optimizer", version=1)
+core, layout, planning = optimizer.core, optimizer.distributed.layout, optimizer.distributed.plan
+
+RANKS = (8, 16, 32, 64, 128, 256, 512, 1024)
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+DEVICE = torch.device("cuda")  # a name: plans need no device
+TRIPLES = optimizer.newton_schulz.resolve("polar_express", 5).triples
+
+Shape = tuple[int, ...]
+
+
+# -- models ----------------------------------------------------------------------------------------
+
+
+def llama(layers: int, dim: int, kv: int, ffn: int) -> list[Shape]:
+    attention = [(dim, dim), (kv, dim), (kv, dim), (dim, dim)]
+    return layers * [*attention, *feed_forward(dim, ffn)]
+
+
+def feed_forward(dim: int, ffn: int) -> list[Shape]:
+    return [(ffn, dim), (ffn, dim), (dim, ffn)]
+
+
+def experts(count: int, dim: int, ffn: int) -> list[Shape]:
+    return [(count, *shape) for shape in feed_forward(dim, ffn)]
+
+
+def qwen3_30b() -> list[Shape]:
+    attention = [(4096, 2048), (512, 2048), (512, 2048), (2048, 4096)]
+    return 48 * [*attention, (128, 2048), *experts(128, 2048, 768)]
+
+
+def trillion() -> list[Shape]:
+    """Latent attention and 384 experts, as Kimi K2 has them."""
+    dim = 7168
+    attention = [(1536, dim), (12288, 1536), (576, dim), (16384, 512), (dim, 8192)]
+    sparse = [(384, dim), *feed_forward(dim, 2048), *experts(384, dim, 2048)]
+    return [*attention, *feed_forward(dim, 18432), *(60 * [*attention, *sparse])]
+
+
+MODELS: dict[str, Callable[[], list[Shape]]] = {
+    "Llama-3-8B": lambda: llama(32, 4096, 1024, 14336),
+    "Llama-3-70B": lambda: llama(80, 8192, 1024, 28672),
+    "Qwen3-30B-A3B": qwen3_30b,
+    "1T": trillion,
+}
+
+
+def entries_of(
+    shapes: Iterable[Shape],
+    ranks: int,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device = DEVICE,
+    whole_experts: bool = False,
+) -> list[Any]:
+    """Parameters as FSDP2 shards them: along dim 0, experts that travel along dim 1."""
+    by_dim = [
+        layout.Sharding((ranks,), tuple(range(ranks)), (layout.Split(dim),)) for dim in (0, 1)
+    ]
+    return [
+        planning.Entry(
+            name=f"layers.{number}.weight",
+            group=0,
+            index=number,
+            matrices=core.read_as_matrices(shape, len(shape) > 2, False, None),
+            sharding=by_dim[len(shape) > 2 and not whole_experts],
+            dtype=dtype,
+            device=device,
+            wire=torch.bfloat16,
+            triples=TRIPLES,
+        )
+        for number, shape in enumerate(shapes)
+    ]
+
+
+# -- bounds ----------------------------------------------------------------------------------------
+
+
+def pigeonhole(costs: Sequence[int], ranks: int) -> float:
+    """Some owner has the mean, and some owner the costliest matrix."""
+    return max(sum(costs) / ranks, max(costs))
+
+
+def least_load(costs: Sequence[int], ranks: int) -> int:
+    """A load that the busiest owner of whole matrices has in every assignment.
+
+    A capacity C is too small if some f with f(A) ≤ 1 for every set A of costs whose sum is at most
+    C (a dual feasible function) has Σ f(cost) > ranks. Tried are those of Fekete and Schepers 2001
+    (New classes of fast lower bounds for bin packing problems): costs above C − ε count as 1 and
+    those below ε as nothing, for every cost ε ≤ C/2, before and after cost/C is rounded down to
+    k-ths where (k + 1)·cost/C is no integer.
+    """
+    count: dict[int, int] = {}
+    for cost in costs:
+        count[cost] = count.get(cost, 0) + 1
+    low = max(-(-sum(costs) // ranks), max(costs)) - 1  # too small
+    high = low + max(costs) + 1  # longest processing time first never needs more
+    while high - low > 1:
+        middle = (low + high) // 2
+        if _is_too_small(middle, count, ranks):
+            low = middle
+        else:
+            high = middle
+    return low + 1
+
+
+def _is_too_small(capacity: int, count: dict[int, int], ranks: int, roundings: int = 12) -> bool:
+    thresholds = [0, *(cost for cost in count if 2 * cost <= capacity)]
+    for k in range(roundings + 1):
+        # In units of 1/(k · capacity), so that all numbers are integers.
+        value = {cost: _rounded(cost, capacity, k) for cost in count}
+        one = max(1, k) * capacity
+        for least in thresholds:
+            total = 0
+            for cost, number in count.items():
+                if least and cost > capacity - least:
+                    total += number * one
+                elif cost >= least:
+                    total += number * value[cost]
+            if total > ranks * one:
+                return True
+    return False
+
+
+def _rounded(cost: int, capacity: int, k: int) -> int:
+    if k == 0:
+        return cost
+    down, rest = divmod((k + 1) * cost, capacity)
+    return down * capacity if rest else k * cost
+
+
+def least_makespan(costs: Sequence[int], ranks: int, chunk_size: int = -1) -> int:
+    """A makespan that every sequence of chunks has.
+
+    With n matrices of an owner in a chunk, r chunks leave all but r·n·ranks of the costliest
+    matrices to later ones, whatever the order.
+    """
+    bound = least_load(costs, ranks)
+    if chunk_size > 0:
+        bound = max(bound, sum(sorted(costs, reverse=True)[:: chunk_size * ranks]))
+    return bound
+
+
+# -- plans -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Balance:
+    """FLOPs of the owners of a plan's only lane with traffic."""
+
+    costs: tuple[int, ...]  # of its matrices
+    loads: tuple[tuple[int, ...], ...]  # of each chunk, by owner
+    chunk_size: int
+
+    @property
+    def busiest(self) -> int:
+        return max(map(sum, zip(*self.loads)))
+
+    @property
+    def makespan(self) -> int:
+        return sum(map(max, self.loads))
+
+    @property
+    def ranks(self) -> int:
+        return len(self.loads[0])
+
+    @property
+    def max_over_mean(self) -> float:
+        return self.busiest * self.ranks / sum(self.costs)
+
+    @property
+    def to_pigeonhole(self) -> float:
+        return self.busiest / pigeonhole(self.costs, self.ranks)
+
+    @property
+    def to_proven(self) -> float:
+        return self.busiest / least_load(self.costs, self.ranks)
+
+    @property
+    def makespan_to_pigeonhole(self) -> float:
+        return self.makespan / pigeonhole(self.costs, self.ranks)
+
+    @property
+    def makespan_to_proven(self) -> float:
+        return self.makespan / least_makespan(self.costs, self.ranks, self.chunk_size)
+
+
+def balance_of(plan: Any, chunk_size: int = -1) -> Balance:
+    (lane,) = plan.lanes
+    costs, loads = [], []
+    for owned in lane.rounds:
+        of_chunk = [0] * len(lane.peers)
+        for unit, owner in owned:
+            entry = plan.entries[unit.entry]
+            number, cost = entry.matrices.count(unit.box, unit.rows), entry.cost(unit.rows)
+            costs += [cost] * number
+            of_chunk[owner] += number * cost
+        loads.append(tuple(of_chunk))
+    return Balance(tuple(costs), tuple(loads), chunk_size)
+
+
+def staged_bytes(lane: Any) -> int:
+    """Of the largest chunk: what a rank sends, and what the busiest owner gathers."""
+    staged = []
+    for owned in lane.rounds:
+        gathered = [0] * len(lane.peers)
+        for unit, owner in owned:
+            gathered[owner] += layout.numel(unit.box)
+        staged.append(max(gathered) + sum(gathered) // len(gathered))
+    return max(staged) * lane.wire.itemsize
+
+
+def layouts_of(shapes: Sequence[Shape], ranks: int) -> dict[str, bool]:
+    """Names of the layouts of a model, and whether whole experts stay on their ranks in them."""
+    counts = {shape[0] for shape in shapes if len(shape) > 2}
+    if not counts:
+        return {"": False}
+    whole = {"experts stay": True} if all(count % ranks == 0 for count in counts) else {}
+    return {"experts travel": False, **whole}
+
+
+COLUMNS = (
+    *("ranks", "dtype", "chunk_size", "max/mean", "to pigeonhole", "to proven"),
+    *("makespan", "to proven", "chunks", "in flight", "MiB staged", "s"),
+)
+
+
+def table_of(name: str, shapes: Sequence[Shape], arguments: argparse.Namespace) -> Table:
+    table = Table(title=name)
+    table.add_column("layout")
+    for column in COLUMNS:
+        table.add_column(column, justify="right")
+    for ranks in arguments.ranks:
+        for kind, whole_experts in layouts_of(shapes, ranks).items():
+            for dtype in arguments.dtypes:
+                entries = entries_of(
+                    shapes, ranks, dtype=DTYPES[dtype], whole_experts=whole_experts
+                )
+                for size in arguments.chunk_size:
+                    table.add_row(kind, f"{ranks}", dtype, f"{size}", *row_of(entries, size))
+    return table
+
+
+def row_of(entries: Sequence[Any], chunk_size: int) -> list[str]:
+    start = time.process_time()
+    plan = planning.make_plan(entries, chunk_size=chunk_size)
+    seconds = time.process_time() - start
+    balance = balance_of(plan, chunk_size)
+    ratios = (
+        *(balance.max_over_mean, balance.to_pigeonhole, balance.to_proven),
+        *(balance.makespan_to_pigeonhole, balance.makespan_to_proven),
+    )
+    (lane,) = plan.lanes
+    return [
+        *(f"{ratio:.3f}" for ratio in ratios),
+        f"{len(lane.rounds)}",
+        f"{lane.in_flight}",
+        f"{staged_bytes(lane) / 2**20:.0f}",
+        f"{seconds:.1f}",
+    ]
+
+
+def main() -> None:
+    assert __doc__
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--ranks", nargs="+", type=int, default=RANKS)
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
+    parser.add_argument("--chunk-size", nargs="+", type=int, default=[-1])
+    arguments = parser.parse_args()
+    console = Console(width=118)
+    for name in arguments.models:
+        console.print(table_of(name, MODELS[name](), arguments))
+
+
+if __name__ == "__main__":
+    main()
