@@ -299,7 +299,7 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--chunk-size", nargs="+", type=int, default=[-1])
     arguments = parser.parse_args()
-    console = Console(width=118)
+    console = Console(width=160)
     for name in arguments.models:
         console.print(table_of(name, MODELS[name](), arguments))
 

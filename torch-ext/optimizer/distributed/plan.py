@@ -16,7 +16,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Optional
+from typing import NamedTuple, Optional
 
 import torch
 
@@ -55,8 +55,16 @@ CHUNKS = 6
 
 # What chunks in flight are chosen by, in bytes of the local weights and of the largest matrix: two
 # thirds of the bound on the memory of a step, because freed buffers do not fit the next exactly.
-STAGING_OF_LOCAL = 1.0
-STAGING_OF_LARGEST = 3.0
+STAGING_OF_LOCAL = 1.35
+STAGING_OF_LARGEST = 3.6
+
+# Chunks in flight that hide the traffic of both ways: one on its way there, one computed, one on
+# its way back.
+HIDING = 3
+
+# Waiting for other owners, as a share of a rank's FLOPs: what is not worth larger chunks, and what
+# is worth one chunk less in flight.
+EVEN, UNEVEN = 0.02, 0.12
 
 
 @dataclass(frozen=True)
@@ -183,6 +191,127 @@ class _Draft:
     @property
     def order(self) -> tuple:
         return (-len(self.peers), self.peers, str(self.wire), str(self.wide), str(self.device))
+
+
+def _most_staged(staged: Sequence[int], in_flight: int) -> int:
+    """Bytes of the chunks in flight, and of the way back of one that is computed."""
+    windows = (sum(staged[at : at + in_flight]) for at in range(len(staged)))
+    return max(windows) + max(staged)
+
+
+class _Kind(NamedTuple):
+    """Units that are alike: FLOPs, bytes on the wire and matrices of each."""
+
+    cost: int
+    bytes: int
+    matrices: int
+
+
+_Queue = tuple[tuple[_Kind, int], ...]  # of an owner: so many units of a kind, costliest first
+_Round = dict[_Queue, list[int]]  # what owners with these queues take: so many of each kind
+
+
+@dataclass
+class _Cutter:
+    """Cuts the queues of owners into rounds, one for each chunk.
+
+    Args:
+        owners: how many have which queue.
+        budget: bytes that an owner gathers in a chunk, as a rule.
+        chunk_size: most matrices of an owner in a chunk; −1 for any number.
+    """
+
+    owners: dict[_Queue, int]
+    budget: int
+    chunk_size: int
+
+    @property
+    def all(self) -> _Round:
+        return {queue: [number for _, number in queue] for queue in self.owners if queue}
+
+    @property
+    def busiest(self) -> int:
+        """FLOPs of the owner that has most to do."""
+        return max(self._loads(self.all))
+
+    def cut(self, widest: int) -> list[_Round]:
+        """Rounds in which the owners have about as much to do.
+
+        A round ends for an owner where nothing is left that keeps it within the cost of the
+        costliest next unit, or within an equal share of all rounds where that is more, and within
+        its bytes: the budget, or ``widest`` in rounds of such a unit.
+        """
+        left, rounds = self.all, []
+        while left:
+            share = -(-max(self._loads(left)) // -(-max(self._bytes(left)) // self.budget))
+            heads = [next(kind for (kind, _), n in zip(q, of) if n) for q, of in left.items()]
+            head = max(kind.cost for kind in heads)
+            most_bytes = widest if head > share else self.budget
+            most_bytes = max(most_bytes, *(kind.bytes for kind in heads))
+            taken = {q: self._take(q, of, max(share, head), most_bytes) for q, of in left.items()}
+            rounds.append(taken)
+            left = {q: [n - t for n, t in zip(of, taken[q])] for q, of in left.items()}
+            left = {queue: numbers for queue, numbers in left.items() if any(numbers)}
+        return rounds
+
+    def _take(self, queue: _Queue, left: list[int], cost: int, most_bytes: int) -> list[int]:
+        """The costliest units that fit into what remains, one after the other."""
+        taken, matrices = [], self.chunk_size
+        for (kind, _), number in zip(queue, left):
+            number = min(number, cost // kind.cost, most_bytes // kind.bytes)
+            if self.chunk_size > 0:
+                number = min(number, matrices // kind.matrices)
+            taken.append(number)
+            cost -= number * kind.cost
+            most_bytes -= number * kind.bytes
+            matrices -= number * kind.matrices
+        return taken
+
+    @staticmethod
+    def _loads(numbers: _Round) -> list[int]:
+        return [sum(k.cost * n for (k, _), n in zip(q, of)) for q, of in numbers.items()]
+
+    @staticmethod
+    def _bytes(numbers: _Round) -> list[int]:
+        return [sum(k.bytes * n for (k, _), n in zip(q, of)) for q, of in numbers.items()]
+
+    def makespan(self, rounds: Sequence[_Round]) -> int:
+        """FLOPs until all chunks are done, where each waits for its busiest owner."""
+        return sum(max(self._loads(taken)) for taken in rounds)
+
+    def staged(self, rounds: Sequence[_Round]) -> list[int]:
+        """Bytes of each chunk's buffers in one direction: the most gathered, and what is sent."""
+        peers, staged = sum(self.owners.values()), []
+        for taken in rounds:
+            gathered = self._bytes(taken)
+            sent = sum(size * self.owners[queue] for size, queue in zip(gathered, taken)) // peers
+            staged.append(max(gathered) + sent)
+        return staged
+
+    def widened(
+        self, rounds: list[_Round], in_flight: int, room: float, enough: float
+    ) -> list[_Round]:
+        """The rounds, or wider ones with a shorter makespan, of which so many in flight fit.
+
+        Args:
+            rounds: none of which is wider than the budget.
+            in_flight: how many.
+            room: bytes for them.
+            enough: a makespan that is not worth wider rounds.
+        """
+        best, makespan = rounds, self.makespan(rounds)
+        low, high = self.budget, max(self._bytes(self.all))
+        while high - low > self.budget // 16:
+            widest = (low + high) // 2
+            rounds = self.cut(widest)
+            fits = _most_staged(self.staged(rounds), in_flight) <= room
+            if fits and (self.makespan(rounds) <= enough or self.makespan(rounds) < makespan):
+                best, makespan = rounds, self.makespan(rounds)
+            if fits and makespan > enough:
+                low = widest
+            else:
+                high = widest
+        return best
 
 
 class _Planner:
@@ -378,37 +507,47 @@ class _Planner:
     # -- chunks ----------------------------------------------------------------------------
 
     def _rounds(self, draft: _Draft, queues: list[list[Unit]]) -> list[dict[int, list[Unit]]]:
-        """Cuts the owners' queues, costliest units first, into chunks that give all of them work.
-
-        A chunk ends for an owner where it has as much to do as the owner with the costliest next
-        unit, or as much as an equal share of all chunks, or where its bytes are used up.
-        """
-        size = draft.wire.itemsize
-        budget = self._chunk_bytes(draft)
-        bytes_of = [sum(layout.numel(unit.box) for unit in queue) * size for queue in queues]
-        cost_of = [sum(map(self._cost, queue)) for queue in queues]
-        share = max(cost_of) / max(1, -(-max(bytes_of) // budget))
-        rounds, taken = [], [0] * len(queues)
-        while any(at < len(queue) for at, queue in zip(taken, queues)):
-            heads = [queue[at] for at, queue in zip(taken, queues) if at < len(queue)]
-            most_cost = max(share, max(map(self._cost, heads))) * (1 + 1e-9)
-            most_bytes = max(budget, max(layout.numel(unit.box) for unit in heads) * size)
-            owned: dict[int, list[Unit]] = {}
-            for peer, queue in enumerate(queues):
-                cost = used = count = 0
-                first = taken[peer]
-                for unit in queue[first:]:
-                    cost += self._cost(unit)
-                    used += layout.numel(unit.box) * size
-                    count += self.count(unit)
-                    full = cost > most_cost or used > most_bytes
-                    if taken[peer] > first and (full or 0 < self.chunk_size < count):
-                        break
-                    taken[peer] += 1
-                if taken[peer] > first:
-                    owned[peer] = queue[first : taken[peer]]
+        """Cuts the owners' queues into chunks: of each, what its owners orthogonalize."""
+        by_kind: list[dict[_Kind, list[Unit]]] = [{} for _ in queues]
+        for queue, of_owner in zip(queues, by_kind):
+            for unit in queue:
+                size = layout.numel(unit.box) * draft.wire.itemsize
+                kind = _Kind(self._cost(unit), size, self.count(unit))
+                of_owner.setdefault(kind, []).append(unit)
+        keys = [tuple((kind, len(units)) for kind, units in of.items()) for of in by_kind]
+        waiting = [list(map(iter, of_owner.values())) for of_owner in by_kind]
+        rounds = []
+        for taken in self._cut_evenly(draft, Counter(keys)):
+            owned = {}
+            for peer, (key, of_owner) in enumerate(zip(keys, waiting)):
+                if any(taken.get(key, ())):
+                    some = map(itertools.islice, of_owner, taken[key])
+                    owned[peer] = list(itertools.chain.from_iterable(some))
             rounds.append(owned)
         return rounds
+
+    def _cut_evenly(self, draft: _Draft, owners: dict[_Queue, int]) -> list[_Round]:
+        """Rounds in which the owners wait little for each other.
+
+        Beside a unit that costs more than the others' bytes let them do meanwhile, they idle. They
+        gather more in such a round then, as far as chunks go on to hide each other's traffic, or,
+        where they would wait long otherwise, two chunks do.
+        """
+        cutter = _Cutter(owners, self._chunk_bytes(draft), self.chunk_size)
+        rounds = cutter.cut(cutter.budget)
+        if len(draft.peers) == 1 or self.everywhere:
+            return rounds
+        load = max(self.loads[draft.peers])  # with what does not travel
+        enough, bearable = (cutter.busiest + share * load for share in (EVEN, UNEVEN))
+        if cutter.makespan(rounds) <= enough:
+            return rounds
+        room = self._room(draft)
+        depth = min(HIDING, self._depth(cutter.staged(rounds), room))
+        wider = cutter.widened(rounds, depth, room, enough)
+        if depth > 2 and cutter.makespan(wider) > bearable:
+            widest = cutter.widened(rounds, 2, room, enough)
+            return widest if cutter.makespan(widest) <= bearable else wider
+        return wider
 
     def _chunk_bytes(self, draft: _Draft) -> int:
         """What one owner gathers in a chunk, as a rule."""
@@ -423,27 +562,30 @@ class _Planner:
     def _in_flight(
         self, draft: _Draft, rounds: Sequence[dict[int, list[Unit]]], everywhere: bool
     ) -> int:
-        """How many chunks fit into the bound on memory; the same number on all peers.
-
-        While one of them is computed, its buffers there and back are held beside those of the
-        others, and what it is computed in: matrices twice, and two products of their shorter sides.
-        """
-        peers, size = len(draft.peers), draft.wire.itemsize
+        """How many chunks fit into the bound on memory; the same number on all peers."""
         staged = []
         for owned in rounds:
             elements = [sum(layout.numel(u.box) for u in units) for units in owned.values()]
-            staged.append(size * (max(elements) + sum(elements) // (1 if everywhere else peers)))
-        largest = max(draft.units, key=self._bytes)
-        room = STAGING_OF_LOCAL * sum(map(self._bytes, draft.units)) / peers
-        room += STAGING_OF_LARGEST * self._bytes(largest)
-        room -= max(staged) + size * max(map(self._elements_of_work, draft.units))
+            sent = sum(elements) // (1 if everywhere else len(draft.peers))
+            staged.append(draft.wire.itemsize * (max(elements) + sent))
+        return self._depth(staged, self._room(draft))
+
+    def _depth(self, staged: Sequence[int], room: float) -> int:
         depth = 1
         while depth <= min(self.warmup_step, len(staged) - 1):
-            windows = (sum(staged[at : at + depth + 1]) for at in range(len(staged) - depth))
-            if max(windows) > room:
+            if _most_staged(staged, depth + 1) > room:
                 break
             depth += 1
         return depth
+
+    def _room(self, draft: _Draft) -> float:
+        """Bytes for the buffers of chunks in flight, beside what a chunk is computed in.
+
+        That are matrices twice and two products of their shorter sides, and wide copies of a run.
+        """
+        room = STAGING_OF_LOCAL * sum(map(self._bytes, draft.units)) / len(draft.peers)
+        room += STAGING_OF_LARGEST * max(map(self._bytes, draft.units))
+        return room - draft.wire.itemsize * max(map(self._elements_of_work, draft.units))
 
     def _elements_of_work(self, unit: Unit) -> int:
         numel, cols = layout.numel(unit.box), self.entries[unit.entry].matrices.cols
