@@ -13,15 +13,26 @@ import hashlib
 import heapq
 import itertools
 import math
+import operator
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Optional
 
 import torch
 
 from . import layout
-from .chunks import Batch, Bundle, Chunk, ChunkBuilder, Part, Run, Traffic
+from .chunks import (
+    DEFAULT_RUN_BYTES,
+    RUN_BYTES,
+    Batch,
+    Bundle,
+    Chunk,
+    ChunkBuilder,
+    Part,
+    Run,
+    Traffic,
+)
 from .layout import Interval
 from .units import Entry, Unit, runs_of
 
@@ -55,8 +66,8 @@ CHUNKS = 6
 
 # What chunks in flight are chosen by, in bytes of the local weights and of the largest matrix: two
 # thirds of the bound on the memory of a step, because freed buffers do not fit the next exactly.
-STAGING_OF_LOCAL = 1.35
-STAGING_OF_LARGEST = 3.6
+STAGING_OF_LOCAL = 1.4
+STAGING_OF_LARGEST = 3.7
 
 # Chunks in flight that hide the traffic of both ways: one on its way there, one computed, one on
 # its way back.
@@ -64,7 +75,7 @@ HIDING = 3
 
 # Waiting for other owners, as a share of a rank's FLOPs: what is not worth larger chunks, and what
 # is worth one chunk less in flight.
-EVEN, UNEVEN = 0.02, 0.12
+EVEN, UNEVEN = 0.02, 0.14
 
 
 @dataclass(frozen=True)
@@ -193,10 +204,18 @@ class _Draft:
         return (-len(self.peers), self.peers, str(self.wire), str(self.wide), str(self.device))
 
 
-def _most_staged(staged: Sequence[int], in_flight: int) -> int:
+class _Staged(NamedTuple):
+    """Bytes of a chunk: of its buffers there, or back, and of a wide copy of what is sent."""
+
+    buffers: int
+    wide: int
+
+
+def _most_staged(staged: Sequence[_Staged], in_flight: int) -> int:
     """Bytes of the chunks in flight, and of the way back of one that is computed."""
-    windows = (sum(staged[at : at + in_flight]) for at in range(len(staged)))
-    return max(windows) + max(staged)
+    windows = (staged[at : at + in_flight] for at in range(len(staged)))
+    of_windows = max(sum(chunk.buffers for chunk in window) for window in windows)
+    return of_windows + max(map(sum, staged))
 
 
 class _Kind(NamedTuple):
@@ -279,32 +298,27 @@ class _Cutter:
         """FLOPs until all chunks are done, where each waits for its busiest owner."""
         return sum(max(self._loads(taken)) for taken in rounds)
 
-    def staged(self, rounds: Sequence[_Round]) -> list[int]:
-        """Bytes of each chunk's buffers in one direction: the most gathered, and what is sent."""
-        peers, staged = sum(self.owners.values()), []
-        for taken in rounds:
-            gathered = self._bytes(taken)
-            sent = sum(size * self.owners[queue] for size, queue in zip(gathered, taken)) // peers
-            staged.append(max(gathered) + sent)
-        return staged
+    def gathered(self, rounds: Sequence[_Round]) -> list[tuple[int, int]]:
+        """Of each chunk the bytes that the busiest owner gathers, and those of all owners."""
+        by_queue = [(self._bytes(taken), map(self.owners.get, taken)) for taken in rounds]
+        return [(max(of), sum(map(operator.mul, of, owners))) for of, owners in by_queue]
 
     def widened(
-        self, rounds: list[_Round], in_flight: int, room: float, enough: float
+        self, rounds: list[_Round], enough: float, fit: Callable[[list[_Round]], bool]
     ) -> list[_Round]:
-        """The rounds, or wider ones with a shorter makespan, of which so many in flight fit.
+        """The rounds, or wider ones that fit into memory and have a shorter makespan.
 
         Args:
             rounds: none of which is wider than the budget.
-            in_flight: how many.
-            room: bytes for them.
             enough: a makespan that is not worth wider rounds.
+            fit: whether rounds do.
         """
         best, makespan = rounds, self.makespan(rounds)
         low, high = self.budget, max(self._bytes(self.all))
         while high - low > self.budget // 16:
             widest = (low + high) // 2
             rounds = self.cut(widest)
-            fits = _most_staged(self.staged(rounds), in_flight) <= room
+            fits = fit(rounds)
             if fits and (self.makespan(rounds) <= enough or self.makespan(rounds) < makespan):
                 best, makespan = rounds, self.makespan(rounds)
             if fits and makespan > enough:
@@ -541,11 +555,19 @@ class _Planner:
         enough, bearable = (cutter.busiest + share * load for share in (EVEN, UNEVEN))
         if cutter.makespan(rounds) <= enough:
             return rounds
+        depth = min(HIDING, self._depth(draft, cutter.gathered(rounds)))
+
+        def widened(in_flight: int) -> list[_Round]:
+            def fit(rounds: list[_Round]) -> bool:
+                staged = self._staged(draft, cutter.gathered(rounds))
+                return _most_staged(staged, in_flight) <= room
+
+            return cutter.widened(rounds, enough, fit)
+
         room = self._room(draft)
-        depth = min(HIDING, self._depth(cutter.staged(rounds), room))
-        wider = cutter.widened(rounds, depth, room, enough)
+        wider = widened(depth)
         if depth > 2 and cutter.makespan(wider) > bearable:
-            widest = cutter.widened(rounds, 2, room, enough)
+            widest = widened(2)
             return widest if cutter.makespan(widest) <= bearable else wider
         return wider
 
@@ -563,14 +585,15 @@ class _Planner:
         self, draft: _Draft, rounds: Sequence[dict[int, list[Unit]]], everywhere: bool
     ) -> int:
         """How many chunks fit into the bound on memory; the same number on all peers."""
-        staged = []
+        gathered = []
         for owned in rounds:
-            elements = [sum(layout.numel(u.box) for u in units) for units in owned.values()]
-            sent = sum(elements) // (1 if everywhere else len(draft.peers))
-            staged.append(draft.wire.itemsize * (max(elements) + sent))
-        return self._depth(staged, self._room(draft))
+            sizes = [sum(layout.numel(u.box) for u in units) for units in owned.values()]
+            sizes = [size * draft.wire.itemsize for size in sizes]
+            gathered.append((max(sizes), sum(sizes) * (len(draft.peers) if everywhere else 1)))
+        return self._depth(draft, gathered)
 
-    def _depth(self, staged: Sequence[int], room: float) -> int:
+    def _depth(self, draft: _Draft, gathered: Sequence[tuple[int, int]]) -> int:
+        staged, room = self._staged(draft, gathered), self._room(draft)
         depth = 1
         while depth <= min(self.warmup_step, len(staged) - 1):
             if _most_staged(staged, depth + 1) > room:
@@ -578,10 +601,19 @@ class _Planner:
             depth += 1
         return depth
 
-    def _room(self, draft: _Draft) -> float:
-        """Bytes for the buffers of chunks in flight, beside what a chunk is computed in.
+    def _staged(self, draft: _Draft, gathered: Sequence[tuple[int, int]]) -> list[_Staged]:
+        """Of each chunk, from the bytes that the busiest owner gathers and those of all owners."""
+        size, wide = draft.wire.itemsize, draft.wide.itemsize
+        run = RUN_BYTES.get(draft.device.type, DEFAULT_RUN_BYTES) if wide > size else 0
+        return [
+            _Staged(most + sent, min(run, sent * wide // size))
+            for most, sent in ((most, total // len(draft.peers)) for most, total in gathered)
+        ]
 
-        That are matrices twice and two products of their shorter sides, and wide copies of a run.
+    def _room(self, draft: _Draft) -> float:
+        """Bytes for chunks in flight, beside what one is computed in.
+
+        That are matrices twice, and two products of their shorter sides.
         """
         room = STAGING_OF_LOCAL * sum(map(self._bytes, draft.units)) / len(draft.peers)
         room += STAGING_OF_LARGEST * max(map(self._bytes, draft.units))
