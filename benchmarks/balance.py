@@ -5,19 +5,22 @@
 Plans are made, not run: no accelerator and no process group is needed. For each model, number of
 ranks and dtype of the parameters:
 
-- max/mean: FLOPs of the busiest owner over the mean.
-- to pigeonhole: the same FLOPs over the larger of the mean and the costliest matrix.
-- to proven: the same over a bound that takes into account that matrices are not divided (see
+- size: `chunk_size`.
+- max/mean: FLOPs of the busiest owner over the mean, those of experts that stay included.
+- pigeonhole: the same FLOPs over the larger of the mean and the costliest matrix.
+- proven: the same over a bound that takes into account that matrices are not divided (see
   `least_load`); 1.000 is an assignment that cannot be improved.
 - makespan: a chunk's all-to-all waits for all owners, so a step lasts as long as the busiest owner
-  of each chunk, summed over chunks; over the pigeonhole's bound, and over what is proven of it.
-- chunks, and how many of them may be in flight; MiB of the largest chunk that a rank stages; host
-  seconds to plan.
+  of each chunk, summed over chunks; over the pigeonhole's bound.
+- proven: the same over a bound that holds for any sequence of chunks (see `least_makespan`).
+- chunks, and how many of them may be in flight; MiB of the largest chunk's buffers, there or back;
+  host seconds to plan.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -107,11 +110,6 @@ def entries_of(
 # -- bounds ----------------------------------------------------------------------------------------
 
 
-def pigeonhole(costs: Sequence[int], ranks: int) -> float:
-    """Some owner has the mean, and some owner the costliest matrix."""
-    return max(sum(costs) / ranks, max(costs))
-
-
 def least_load(costs: Sequence[int], ranks: int) -> int:
     """A load that the busiest owner of whole matrices has in every assignment.
 
@@ -177,57 +175,67 @@ def least_makespan(costs: Sequence[int], ranks: int, chunk_size: int = -1) -> in
 
 @dataclass(frozen=True)
 class Balance:
-    """FLOPs of the owners of a plan's only lane with traffic."""
+    """FLOPs of the owners of a plan that sends matrices along one lane.
 
-    costs: tuple[int, ...]  # of its matrices
-    loads: tuple[tuple[int, ...], ...]  # of each chunk, by owner
+    Args:
+        costs: of the matrices that travel.
+        loads: of each chunk, by owner.
+        staying: of the matrices that do not travel, on each rank.
+        chunk_size: of the plan.
+    """
+
+    costs: tuple[int, ...]
+    loads: tuple[tuple[int, ...], ...]
+    staying: int
     chunk_size: int
-
-    @property
-    def busiest(self) -> int:
-        return max(map(sum, zip(*self.loads)))
-
-    @property
-    def makespan(self) -> int:
-        return sum(map(max, self.loads))
 
     @property
     def ranks(self) -> int:
         return len(self.loads[0])
 
     @property
-    def max_over_mean(self) -> float:
-        return self.busiest * self.ranks / sum(self.costs)
+    def mean(self) -> float:
+        return self.staying + sum(self.costs) / self.ranks
 
     @property
-    def to_pigeonhole(self) -> float:
-        return self.busiest / pigeonhole(self.costs, self.ranks)
+    def busiest(self) -> int:
+        return self.staying + max(map(sum, zip(*self.loads)))
 
     @property
-    def to_proven(self) -> float:
-        return self.busiest / least_load(self.costs, self.ranks)
+    def makespan(self) -> int:
+        return self.staying + sum(map(max, self.loads))
 
     @property
-    def makespan_to_pigeonhole(self) -> float:
-        return self.makespan / pigeonhole(self.costs, self.ranks)
+    def pigeonhole(self) -> float:
+        """No assignment of whole matrices ends sooner: mean load, and costliest matrix."""
+        return max(self.mean, *self.costs)
 
     @property
-    def makespan_to_proven(self) -> float:
-        return self.makespan / least_makespan(self.costs, self.ranks, self.chunk_size)
+    def least_load(self) -> int:
+        return self.staying + least_load(self.costs, self.ranks)
+
+    @property
+    def least_makespan(self) -> int:
+        return self.staying + least_makespan(self.costs, self.ranks, self.chunk_size)
 
 
 def balance_of(plan: Any, chunk_size: int = -1) -> Balance:
+    def count_and_cost(unit: Any) -> tuple[int, int]:
+        entry = plan.entries[unit.entry]
+        return entry.matrices.count(unit.box, unit.rows), entry.cost(unit.rows)
+
     (lane,) = plan.lanes
     costs, loads = [], []
     for owned in lane.rounds:
         of_chunk = [0] * len(lane.peers)
         for unit, owner in owned:
-            entry = plan.entries[unit.entry]
-            number, cost = entry.matrices.count(unit.box, unit.rows), entry.cost(unit.rows)
+            number, cost = count_and_cost(unit)
             costs += [cost] * number
             of_chunk[owner] += number * cost
         loads.append(tuple(of_chunk))
-    return Balance(tuple(costs), tuple(loads), chunk_size)
+    alone = (unit for lane in plan.alone for unit, _ in lane.owners)
+    staying = sum(math.prod(count_and_cost(unit)) for unit in alone)
+    return Balance(tuple(costs), tuple(loads), staying, chunk_size)
 
 
 def staged_bytes(lane: Any) -> int:
@@ -251,8 +259,8 @@ def layouts_of(shapes: Sequence[Shape], ranks: int) -> dict[str, bool]:
 
 
 COLUMNS = (
-    *("ranks", "dtype", "chunk_size", "max/mean", "to pigeonhole", "to proven"),
-    *("makespan", "to proven", "chunks", "in flight", "MiB staged", "s"),
+    *("ranks", "dtype", "size", "max/mean", "pigeonhole", "proven", "makespan", "proven"),
+    *("chunks", "in flight", "MiB", "s"),
 )
 
 
@@ -278,8 +286,8 @@ def row_of(entries: Sequence[Any], chunk_size: int) -> list[str]:
     seconds = time.process_time() - start
     balance = balance_of(plan, chunk_size)
     ratios = (
-        *(balance.max_over_mean, balance.to_pigeonhole, balance.to_proven),
-        *(balance.makespan_to_pigeonhole, balance.makespan_to_proven),
+        *(balance.busiest / of for of in (balance.mean, balance.pigeonhole, balance.least_load)),
+        *(balance.makespan / of for of in (balance.pigeonhole, balance.least_makespan)),
     )
     (lane,) = plan.lanes
     return [

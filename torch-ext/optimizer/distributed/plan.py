@@ -66,8 +66,8 @@ CHUNKS = 6
 
 # What chunks in flight are chosen by, in bytes of the local weights and of the largest matrix: two
 # thirds of the bound on the memory of a step, because freed buffers do not fit the next exactly.
-STAGING_OF_LOCAL = 1.4
-STAGING_OF_LARGEST = 3.7
+STAGING_OF_LOCAL = 1.45
+STAGING_OF_LARGEST = 3.85
 
 # Chunks in flight that hide the traffic of both ways: one on its way there, one computed, one on
 # its way back.
@@ -75,7 +75,7 @@ HIDING = 3
 
 # Waiting for other owners, as a share of a rank's FLOPs: what is not worth larger chunks, and what
 # is worth one chunk less in flight.
-EVEN, UNEVEN = 0.02, 0.14
+EVEN, UNEVEN = 0.02, 0.145
 
 
 @dataclass(frozen=True)
@@ -529,14 +529,15 @@ class _Planner:
                 kind = _Kind(self._cost(unit), size, self.count(unit))
                 of_owner.setdefault(kind, []).append(unit)
         keys = [tuple((kind, len(units)) for kind, units in of.items()) for of in by_kind]
-        waiting = [list(map(iter, of_owner.values())) for of_owner in by_kind]
+        waiting = [[iter(units) for units in of_owner.values()] for of_owner in by_kind]
         rounds = []
         for taken in self._cut_evenly(draft, Counter(keys)):
-            owned = {}
-            for peer, (key, of_owner) in enumerate(zip(keys, waiting)):
-                if any(taken.get(key, ())):
-                    some = map(itertools.islice, of_owner, taken[key])
-                    owned[peer] = list(itertools.chain.from_iterable(some))
+            owned: dict[int, list[Unit]] = {}
+            for peer, (key, units_of) in enumerate(zip(keys, waiting)):
+                some = map(itertools.islice, units_of, taken.get(key, ()))
+                units = list(itertools.chain.from_iterable(some))
+                if units:
+                    owned[peer] = units
             rounds.append(owned)
         return rounds
 
@@ -611,17 +612,21 @@ class _Planner:
         ]
 
     def _room(self, draft: _Draft) -> float:
-        """Bytes for chunks in flight, beside what one is computed in.
-
-        That are matrices twice, and two products of their shorter sides.
-        """
+        """Bytes for chunks in flight, beside what one is computed in."""
         room = STAGING_OF_LOCAL * sum(map(self._bytes, draft.units)) / len(draft.peers)
         room += STAGING_OF_LARGEST * max(map(self._bytes, draft.units))
-        return room - draft.wire.itemsize * max(map(self._elements_of_work, draft.units))
+        return room - max(map(self._bytes_of_work, draft.units))
 
-    def _elements_of_work(self, unit: Unit) -> int:
-        numel, cols = layout.numel(unit.box), self.entries[unit.entry].matrices.cols
-        return 2 * numel + 2 * self.count(unit) * min(unit.rows, cols) ** 2
+    def _bytes_of_work(self, unit: Unit) -> int:
+        """Matrices twice, two products of their shorter sides, and wide copies where there are."""
+        entry = self.entries[unit.entry]
+        numel, cols = layout.numel(unit.box), entry.matrices.cols
+        work = 2 * (numel + self.count(unit) * min(unit.rows, cols) ** 2) * entry.wire.itemsize
+        if entry.second_moment:
+            work += unit.rows * cols * entry.wide.itemsize  # squares, matrix by matrix
+        if entry.wire == torch.float16:
+            work += numel * entry.wide.itemsize  # what scales are undone in
+        return work
 
     def _bytes(self, unit: Unit) -> int:
         return layout.numel(unit.box) * self.entries[unit.entry].dtype.itemsize
