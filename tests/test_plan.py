@@ -640,8 +640,20 @@ def test_no_owner_does_more_than_its_share_and_one_matrix(seed):
 def test_a_language_model_is_balanced_in_all_and_chunk_by_chunk(ranks, device):
     entries = entries_of(LLAMA_3_8B, sharded(ranks), device=device, dtype=torch.bfloat16)
     loads = loads_of(make_plan(entries))
-    assert max(loads.total) <= 1.10 * loads.pigeonhole
+    assert max(loads.total) <= 1.06 * loads.pigeonhole  # at 64 ranks some own two of 96
     makespan = sum(max(of_chunk) for of_chunk in loads.by_chunk)  # each waits for its slowest rank
+    assert makespan <= 1.06 * loads.pigeonhole
+
+
+@pytest.mark.parametrize("device", [CPU, CUDA], ids=str)
+@pytest.mark.parametrize("ranks", [8, 16])
+def test_beside_a_costly_matrix_the_others_do_as_much(ranks, device):
+    shapes = [(2048, 2048)] * 2 + [(256, 1024)] * 300 * ranks
+    loads = loads_of(make_plan(entries_of(shapes, sharded(ranks), device=device)))
+    makespan = sum(max(of_chunk) for of_chunk in loads.by_chunk)
+    costly = loads.by_chunk[0]
+    assert max(costly) == loads.largest
+    assert min(costly) >= 0.7 * loads.largest
     assert makespan <= 1.10 * loads.pigeonhole
 
 
@@ -675,7 +687,8 @@ def test_traffic_is_two_bytes_per_local_element_each_way_but_for_ones_own(
 @pytest.mark.parametrize("device", [CPU, CUDA], ids=str)
 def test_staging_is_bounded_by_local_bytes_and_the_largest_matrix(ranks, device, warmup_step):
     deepest = 0
-    for shapes in (llama(2, 512, 1536, 128), LLAMA_3_8B, [(1024, 1024)] * 40):
+    uneven = [(2048, 2048)] * 2 + [(256, 1024)] * 150 * ranks
+    for shapes in (llama(2, 512, 1536, 128), LLAMA_3_8B, [(1024, 1024)] * 40, uneven):
         entries = entries_of(shapes, sharded(ranks), device=device, dtype=torch.bfloat16)
         # Of 4 of the largest matrix, two are what it is orthogonalized in.
         room = 2 * 2 * max(map(math.prod, shapes))
@@ -760,5 +773,5 @@ def test_a_trillion_parameters_on_1024_ranks_are_planned_in_seconds(name):
 @pytest.mark.parametrize("name", ["FSDP", "HSDP 4 × 256"])
 def test_a_trillion_parameters_are_balanced_over_their_owners(name):
     loads = loads_of(trillion(name)[0])
-    assert max(loads.total) <= 1.10 * loads.pigeonhole
-    assert sum(max(of_chunk) for of_chunk in loads.by_chunk) <= 1.25 * loads.pigeonhole
+    assert max(loads.total) <= 1.05 * loads.pigeonhole
+    assert sum(max(of_chunk) for of_chunk in loads.by_chunk) <= 1.15 * loads.pigeonhole
