@@ -64,8 +64,8 @@ CHUNK_BYTES = {"cpu": (512 << 10, 2 << 20)}
 DEFAULT_CHUNK_BYTES = (4 << 20, 64 << 20)
 CHUNKS = 6
 
-# What chunks in flight are chosen by, in bytes of the local weights and of the largest matrix: two
-# thirds of the bound on the memory of a step, because freed buffers do not fit the next exactly.
+# What chunks in flight are chosen by, in bytes of the local weights and of the largest matrix: a
+# little less than the bound on the memory of a step, for small tensors that are not counted.
 STAGING_OF_LOCAL = 1.45
 STAGING_OF_LARGEST = 3.85
 
@@ -615,17 +615,20 @@ class _Planner:
         """Bytes for chunks in flight, beside what one is computed in."""
         room = STAGING_OF_LOCAL * sum(map(self._bytes, draft.units)) / len(draft.peers)
         room += STAGING_OF_LARGEST * max(map(self._bytes, draft.units))
-        return room - max(map(self._bytes_of_work, draft.units))
+        batch_bytes = self._batch_bytes(draft)
+        return room - max(self._bytes_of_work(unit, batch_bytes) for unit in draft.units)
 
-    def _bytes_of_work(self, unit: Unit) -> int:
-        """Matrices twice, two products of their shorter sides, and wide copies where there are."""
+    def _bytes_of_work(self, unit: Unit, batch_bytes: Optional[int]) -> int:
+        """For a batch: matrices twice, two products of their shorter sides, and wide copies."""
         entry = self.entries[unit.entry]
         numel, cols = layout.numel(unit.box), entry.matrices.cols
-        work = 2 * (numel + self.count(unit) * min(unit.rows, cols) ** 2) * entry.wire.itemsize
-        if entry.second_moment:
-            work += unit.rows * cols * entry.wide.itemsize  # squares, matrix by matrix
+        count = self.count(unit)
+        work = 2 * (numel + count * min(unit.rows, cols) ** 2) * entry.wire.itemsize
         if entry.wire == torch.float16:
             work += numel * entry.wide.itemsize  # what scales are undone in
+        work *= max(1, self.matrices_per_batch(unit, batch_bytes) // count)
+        if entry.second_moment:
+            work += unit.rows * cols * entry.wide.itemsize  # squares, matrix by matrix
         return work
 
     def _bytes(self, unit: Unit) -> int:
