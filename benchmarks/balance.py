@@ -12,8 +12,7 @@ ranks and dtype of the parameters:
   `least_load`); 1.000 is an assignment that cannot be improved.
 - makespan: a chunk's all-to-all waits for all owners, so a step lasts as long as the busiest owner
   of each chunk, summed over chunks; over the pigeonhole's bound.
-- proven: the same over a bound that holds for any sequence of chunks (see `least_makespan`),
-  within the memory that docs/layouts.md states.
+- proven: the same over a bound that holds for any sequence of chunks (see `least_makespan`).
 - chunks, and how many of them may be in flight; MiB of the largest chunk's buffers, there or back;
   host seconds to plan.
 """
@@ -171,45 +170,6 @@ def least_makespan(costs: Sequence[int], ranks: int, chunk_size: int = -1) -> in
     return bound
 
 
-def least_makespan_in(room: float, costs: Sequence[int], sizes: Sequence[int], ranks: int) -> float:
-    """A makespan that every sequence of chunks has of which one at a time fits into memory.
-
-    A chunk is held on its way there and back, each time as what a rank sends, which on average is
-    what it gathers: a quarter of the room is gathered at most. In chunks of a matrix that costs c
-    or more, the owners without one do no more than K, the most that so many bytes of the cheaper
-    matrices cost. So they wait for c − K or more, at least once all of them but those with such
-    matrices.
-
-    Args:
-        room: bytes for buffers.
-        costs: of the matrices.
-        sizes: their bytes on the wire.
-        ranks: that own them.
-    """
-    mean = sum(costs) / ranks
-    bound = max(mean, *costs)
-    for least in set(costs):
-        owners = sum(cost >= least for cost in costs)
-        meanwhile = max((c / size for c, size in zip(costs, sizes) if c < least), default=0.0)
-        waiting = least - meanwhile * room / 4
-        if owners < ranks and waiting > 0:
-            bound = max(bound, mean + waiting * (1 - owners / ranks))
-    return bound
-
-
-def room_of(plan: Any, lane: Any) -> float:
-    """Bytes for buffers: the bound that docs/layouts.md states, less what a step works in."""
-    local, largest, work = 0, 0, 0
-    for unit, _ in lane.owners:
-        entry, numel = plan.entries[unit.entry], layout.numel(unit.box)
-        count = entry.matrices.count(unit.box, unit.rows)
-        local += numel * entry.dtype.itemsize
-        largest = max(largest, numel * entry.dtype.itemsize)
-        square = count * min(unit.rows, entry.matrices.cols) ** 2
-        work = max(work, 2 * (numel + square) * lane.wire.itemsize)
-    return 1.5 * local / len(lane.peers) + 4 * largest - work
-
-
 # -- plans -----------------------------------------------------------------------------------------
 
 
@@ -219,19 +179,15 @@ class Balance:
 
     Args:
         costs: of the matrices that travel.
-        sizes: their bytes on the wire.
         loads: of each chunk, by owner.
         staying: of the matrices that do not travel, on each rank.
         chunk_size: of the plan.
-        room: bytes for buffers.
     """
 
     costs: tuple[int, ...]
-    sizes: tuple[int, ...]
     loads: tuple[tuple[int, ...], ...]
     staying: int
     chunk_size: int
-    room: float
 
     @property
     def ranks(self) -> int:
@@ -259,11 +215,8 @@ class Balance:
         return self.staying + least_load(self.costs, self.ranks)
 
     @property
-    def least_makespan(self) -> float:
-        in_memory = least_makespan_in(self.room, self.costs, self.sizes, self.ranks)
-        return self.staying + max(
-            least_makespan(self.costs, self.ranks, self.chunk_size), in_memory
-        )
+    def least_makespan(self) -> int:
+        return self.staying + least_makespan(self.costs, self.ranks, self.chunk_size)
 
 
 def balance_of(plan: Any, chunk_size: int = -1) -> Balance:
@@ -272,19 +225,17 @@ def balance_of(plan: Any, chunk_size: int = -1) -> Balance:
         return entry.matrices.count(unit.box, unit.rows), entry.cost(unit.rows)
 
     (lane,) = plan.lanes
-    costs, sizes, loads = [], [], []
+    costs, loads = [], []
     for owned in lane.rounds:
         of_chunk = [0] * len(lane.peers)
         for unit, owner in owned:
             number, cost = count_and_cost(unit)
             costs += [cost] * number
-            sizes += [layout.numel(unit.box) // number * lane.wire.itemsize] * number
             of_chunk[owner] += number * cost
         loads.append(tuple(of_chunk))
     alone = (unit for lane in plan.alone for unit, _ in lane.owners)
     staying = sum(math.prod(count_and_cost(unit)) for unit in alone)
-    room = room_of(plan, lane)
-    return Balance(tuple(costs), tuple(sizes), tuple(loads), staying, chunk_size, room)
+    return Balance(tuple(costs), tuple(loads), staying, chunk_size)
 
 
 def staged_bytes(lane: Any) -> int:

@@ -21,10 +21,6 @@ CASES = [
     *itertools.product(["1T"], (8, 32, 256, 512, 1024)),
 ]
 
-# Here a (4096, 2048) costs two fifths of a rank's load, or three quarters of it. The others would
-# have to gather as much of what they own at once, and to send as much: more than memory allows.
-MEMORY_BOUND = {("Qwen3-30B-A3B", 512): 1.25, ("Qwen3-30B-A3B", 1024): 1.55}
-
 
 @pytest.mark.parametrize(("model", "ranks"), CASES)
 def test_owners_of_a_real_model_are_evenly_loaded_and_wait_little_for_each_other(model, ranks):
@@ -34,8 +30,7 @@ def test_owners_of_a_real_model_are_evenly_loaded_and_wait_little_for_each_other
         found = balance.balance_of(make_plan(entries))
         bound = max(1.05 * found.pigeonhole, found.least_load)
         assert found.busiest <= bound
-        worst = MEMORY_BOUND.get((model, ranks), 1.15)
-        assert found.makespan <= max(worst * found.pigeonhole, found.least_makespan)
+        assert found.makespan <= max(1.15 * found.pigeonhole, found.least_makespan)
 
 
 @pytest.mark.parametrize("ranks", [8, 64])
@@ -92,9 +87,3 @@ def test_a_limit_on_matrices_lengthens_the_makespan():
     assert balance.least_makespan(costs, 64) == 160
     assert balance.least_makespan(costs, 64, chunk_size=1) == 80 + 80 + 30
     assert balance.least_makespan(costs, 64, chunk_size=2) == 160
-
-
-def test_owners_wait_for_a_costly_matrix_where_memory_lets_them_do_no_more_meanwhile():
-    costs, sizes = [100] + [1] * 1500, [10] + [1] * 1500
-    assert balance.least_makespan_in(400, costs, sizes, ranks=10) == 160
-    assert balance.least_makespan_in(160, costs, sizes, ranks=10) == 160 + (100 - 40) * 0.9

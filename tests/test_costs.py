@@ -306,6 +306,8 @@ class RefusesToRead(TorchDispatchMode):
         {"comm_dtype": torch.float16, "ns_norm": "schatten4"},
         {"use_distributed_muon": True, "momentum_style": "ema", "nesterov": False},
         {"lr": torch.tensor(0.01), "maximize": True},
+        {"hsdp": "spread", "process_group": "world"},
+        {"process_group": "world", "grad_reduce": "mean", "nonfinite": "skip", "beta2": 0.9},
     ],
     ids=lambda options: "-".join(options) or "defaults",
 )
@@ -321,10 +323,17 @@ def step_without_reading(options):
     rows, columns = (
         nn.Parameter(distribute_tensor(torch.randn(10, 12), mesh, [Shard(d)])) for d in (0, 1)
     )
-    for param in (whole, rows, columns):
+    replicas = init_device_mesh("cpu", (2, 2))
+    both = nn.Parameter(distribute_tensor(torch.randn(8, 12), replicas, [Replicate(), Shard(0)]))
+    other = nn.Parameter(torch.randn(40, 50))
+    for param in (whole, rows, columns, both, other):
         param.grad = torch.randn_like(param)
-    optim = optimizer.Muon(
-        [{"params": [whole, rows, columns], "use_muon": True, "split": 2}], **options
-    )
+    options = {k: dist.group.WORLD if v == "world" else v for k, v in options.items()}
+    groups = [
+        {"params": [whole, rows, columns, both], "use_muon": True, "split": 2},
+        {"params": [other], "use_muon": False},
+    ]
+    optim = optimizer.Muon(groups, **options)
+    optim.state_dict()  # creates state, on meshes that are looked up on the CPU
     with RefusesToRead():
         optim.step()

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import reference as ref
@@ -640,3 +640,38 @@ def test_the_wire_is_two_bytes_an_element_and_a_share_of_two(kind, ranks):
     assert sum(sent) / ranks <= 2 + 2 / ranks + gradients
     least = 2 * (ranks - 1) / ranks * (1 + 1 / ranks)
     assert abs(sum(sent) / ranks - least - gradients) < 0.01
+
+
+def memory_of(kind: str, dtype: torch.dtype, options: dict[str, Any]) -> tuple[int, float]:
+    """The most that a step holds beside what was there, and what it may."""
+    d = 256
+    shapes = 4 * ([(d, d)] * 4 + [(4 * d, d), (4 * d, d), (d, 4 * d)])
+    if kind == "spread":
+        mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2))
+        whole_params = [torch.zeros(shape, dtype=dtype) for shape in shapes]
+        placements = [Replicate(), Shard(0)]
+        params = [nn.Parameter(distribute_tensor(p, mesh, placements)) for p in whole_params]
+        options = {**options, "hsdp": kind}
+    else:
+        params = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in shapes]
+        options = {**options, **options_of(kind)}
+    optim = optimizer.Muon([{"params": params, "use_muon": True, "none_grad": False}], **options)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optim.step()
+    peak = count(optim.step).peak_bytes
+    local = sum(getattr(p, "_local_tensor", p).nbytes for p in params)
+    shards = sum(p.numel() for p in params) * 4 / dist.get_world_size()  # of mean gradients
+    gradients = (shards + 3 * BUCKET_BYTES) * (kind == "ZeRO-2")
+    return peak, 1.5 * local + 4 * max(p.numel() * p.element_size() for p in params) + gradients
+
+
+BUCKET_BYTES = optimizer.distributed.zero2.BUCKET_BYTES["cpu"]
+
+
+@pytest.mark.parametrize("options", [{}, {"beta2": 0.9}, {"chunk_size": 1}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", [*KINDS, "spread"])
+def test_memory_is_bounded_by_local_bytes_and_the_largest_matrix(kind, dtype, options):
+    for peak, bound in run_ranks(memory_of, 4, kind, dtype, options):
+        assert peak <= bound

@@ -69,6 +69,10 @@ CHUNKS = 6
 STAGING_OF_LOCAL = 1.45
 STAGING_OF_LARGEST = 3.85
 
+# Bytes to which the bound need not keep: of an accelerator's memory they are nothing.
+LEAST_STAGING = {"cpu": 0}
+DEFAULT_LEAST_STAGING = 512 << 20
+
 # Chunks in flight that hide the traffic of both ways: one on its way there, one computed, one on
 # its way back.
 HIDING = 3
@@ -198,6 +202,7 @@ class _Draft:
     device: torch.device
     units: list[Unit]
     holders: list[tuple[int, ...]]
+    copies: float = 1.0  # of each weight, among the peers, as a mean
 
     @property
     def order(self) -> tuple:
@@ -438,9 +443,9 @@ class _Planner:
         """The share of what a rank holds that bounds a batch; None where nothing is staged."""
         if len(draft.peers) == 1:
             return None
-        local = sum(layout.numel(unit.box) for unit in draft.units) // len(draft.peers)
+        held = sum(layout.numel(unit.box) for unit in draft.units) * draft.copies
         least, _ = CHUNK_BYTES.get(draft.device.type, DEFAULT_CHUNK_BYTES)
-        return max(least, int(BATCH_SHARE * local * draft.wide.itemsize))
+        return max(least, int(BATCH_SHARE * held * draft.wide.itemsize) // len(draft.peers))
 
     # -- owners ----------------------------------------------------------------------------
 
@@ -449,6 +454,11 @@ class _Planner:
         return [self._lane(self.drafts[order]) for order in sorted(self.drafts)]
 
     def _lane(self, draft: _Draft) -> Lane:
+        held: Counter[int] = Counter()  # elements of each entry
+        for unit in draft.units:
+            held[unit.entry] += layout.numel(unit.box)
+        copies = sum(n * self.entries[number].copies(self.rank) for number, n in held.items())
+        draft.copies = copies / max(1, sum(held.values()))
         everywhere = self.everywhere and len(draft.peers) > 1
         owners = [0] * len(draft.units) if everywhere else self._owners(draft)
         queues: list[list[Unit]] = [[] for _ in draft.peers]
@@ -578,9 +588,10 @@ class _Planner:
         if len(draft.peers) == 1:
             return BATCH_BYTES.get(kind, DEFAULT_BATCH_BYTES)
         least, most = CHUNK_BYTES.get(kind, DEFAULT_CHUNK_BYTES)
-        elements = sum(layout.numel(unit.box) for unit in draft.units) // len(draft.peers)
-        share = elements * draft.wire.itemsize // CHUNKS
-        return max(least, min(most, share))
+        held = sum(layout.numel(unit.box) for unit in draft.units) * draft.copies
+        share = int(held * draft.wire.itemsize) // len(draft.peers) // CHUNKS
+        # What comes back from an owner are as many copies.
+        return int(max(least, min(most, share)) / draft.copies)
 
     def _in_flight(
         self, draft: _Draft, rounds: Sequence[dict[int, list[Unit]]], everywhere: bool
@@ -606,15 +617,20 @@ class _Planner:
         """Of each chunk, from the bytes that the busiest owner gathers and those of all owners."""
         size, wide = draft.wire.itemsize, draft.wide.itemsize
         run = RUN_BYTES.get(draft.device.type, DEFAULT_RUN_BYTES) if wide > size else 0
+        # On the way back at most; on the way there are no copies.
+        back = [
+            (most * draft.copies, total * draft.copies / len(draft.peers))
+            for most, total in gathered
+        ]
         return [
-            _Staged(most + sent, min(run, sent * wide // size))
-            for most, sent in ((most, total // len(draft.peers)) for most, total in gathered)
+            _Staged(int(most + held), min(run, int(held) * wide // size)) for most, held in back
         ]
 
     def _room(self, draft: _Draft) -> float:
         """Bytes for chunks in flight, beside what one is computed in."""
-        room = STAGING_OF_LOCAL * sum(map(self._bytes, draft.units)) / len(draft.peers)
-        room += STAGING_OF_LARGEST * max(map(self._bytes, draft.units))
+        local = sum(map(self._bytes, draft.units)) * draft.copies / len(draft.peers)
+        room = STAGING_OF_LOCAL * local + STAGING_OF_LARGEST * max(map(self._bytes, draft.units))
+        room = max(room, LEAST_STAGING.get(draft.device.type, DEFAULT_LEAST_STAGING))
         batch_bytes = self._batch_bytes(draft)
         return room - max(self._bytes_of_work(unit, batch_bytes) for unit in draft.units)
 
