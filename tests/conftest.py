@@ -16,7 +16,7 @@ from kernels.backends import _backend
 BUILD_SCRIPT = Path(__file__).parent.parent / "scripts" / "build.py"
 
 if not (BUILD_SCRIPT.parent.parent / "examples").exists():
-    collect_ignore = ["test_training.py"]
+    collect_ignore = ["test_plan_example.py", "test_training.py"]
 
 if BUILD_SCRIPT.exists():
     # Held by the module: the directory goes when the test process ends.

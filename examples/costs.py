@@ -1,0 +1,313 @@
+"""What a plan costs every rank: FLOPs and bytes, counted exactly, for thousands of ranks at once.
+
+A lane of the plan tells for all of its ranks who owns which matrix. What a rank holds of a matrix
+follows from the layout, so bytes are sums of products: elements that a rank holds of each kind of
+unit × how many of these an owner has. Ranks whose lanes differ in nothing but the numbers of their
+members are planned once.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+
+# Places on the axes of bytes: (way, direction, link, rank).
+GATHER, SCATTER = 0, 1
+SENT, RECEIVED = 0, 1
+HOST, NETWORK = 0, 1  # between ranks of one host, or of two
+
+
+@dataclass(frozen=True)
+class LaneCosts:
+    """A lane's chunks, for each of its ranks.
+
+    Args:
+        peers: global ranks, ascending.
+        flops: of orthogonalization, (chunks, peers).
+        bytes: on the wire, (chunks, ways, directions, links, peers).
+        kept: bytes in the buffers that stay on their rank, (chunks, ways, peers).
+        in_flight: chunks under way at once.
+    """
+
+    peers: tuple[int, ...]
+    flops: Ints
+    bytes: Ints
+    kept: Ints
+    in_flight: int
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a step costs every rank of a layout.
+
+    Args:
+        alone: FLOPs of matrices that are whole where they lie, (ranks,).
+        lanes: by their ranks, in the order in which each of these goes through its own.
+        largest: FLOPs of the costliest matrix.
+    """
+
+    alone: Ints
+    lanes: tuple[LaneCosts, ...]
+    largest: int
+
+    @cached_property
+    def flops(self) -> Ints:
+        """(ranks,)"""
+        total = self.alone.copy()
+        for lane in self.lanes:
+            total[list(lane.peers)] += lane.flops.sum(0)
+        return total
+
+    @cached_property
+    def bytes(self) -> Ints:
+        """(ways, directions, links, ranks)"""
+        total = np.zeros((2, 2, 2, len(self.alone)), np.int64)
+        for lane in self.lanes:
+            total[..., list(lane.peers)] += lane.bytes.sum(0)
+        return total
+
+    def lanes_of(self, rank: int) -> list[LaneCosts]:
+        return [lane for lane in self.lanes if rank in lane.peers]
+
+    @property
+    def busiest(self) -> int:
+        """The rank with the most FLOPs."""
+        return int(self.flops.argmax())
+
+    @property
+    def bound(self) -> float:
+        """FLOPs that the most loaded rank has at least, however whole matrices are assigned."""
+        return max(float(self.flops.mean()), float(self.largest))
+
+    @cached_property
+    def makespan(self) -> int:
+        """FLOPs that a step waits for: ranks meet in every chunk, each as long as its slowest."""
+        return max(map(self._makespan, self._one_of_each_kind()), default=0)
+
+    def _makespan(self, rank: int) -> int:
+        lanes = self.lanes_of(rank)
+        met = sorted({rank}.union(*(lane.peers for lane in lanes)))
+        waits = sum(int(lane.flops.max(1).sum()) for lane in lanes)
+        return int(self.alone[met].max()) + waits
+
+    def _one_of_each_kind(self) -> Iterator[int]:
+        """A rank of each set of lanes."""
+        lanes_of: dict[int, list[int]] = defaultdict(list)
+        for number, lane in enumerate(self.lanes):
+            for rank in lane.peers:
+                lanes_of[rank].append(number)
+        seen = set()
+        for rank in np.argsort(-self.alone, kind="stable").tolist():
+            kind = tuple(lanes_of[rank])
+            if kind not in seen:
+                seen.add(kind)
+                yield rank
+
+
+def costs_of(
+    kernel: Any, entries: Sequence[Any], ranks: int, ranks_per_host: int, **options: Any
+) -> Costs:
+    """The costs of a step of all entries, for ranks 0 to ``ranks`` − 1.
+
+    Args:
+        kernel: the package.
+        entries: as `deployment.entries_of` makes them.
+        ranks: how many.
+        ranks_per_host: consecutive ranks that share a host.
+        options: of `distributed.plan.make_plan`.
+    """
+    hosts = np.arange(ranks) // ranks_per_host
+    alike = {_anonymous(entry) for entry in entries}
+    kinds: dict[tuple, list[int]] = defaultdict(list)
+    for rank in range(ranks):
+        kinds[_kind(alike, rank)].append(rank)
+    alone = np.zeros(ranks, np.int64)
+    counted: set[tuple] = set()
+    found: dict[tuple, LaneCosts] = {}
+    for members in kinds.values():
+        plan = kernel.distributed.plan.make_plan(entries, members[0], **options)
+        for lane in map(functools.partial(LaneUnits, entries), plan.lanes):
+            for rank in members:
+                peers = lane.entry.peers(rank)
+                order = (-len(peers), peers, str(lane.lane.wire), str(lane.lane.wide))
+                if order not in found:
+                    found[order] = lane.costs(peers, hosts[list(peers)])
+        for entry, flops in _alone(plan).items():
+            for rank in members:
+                peers = entry.peers(rank)
+                if (entry, peers) not in counted:
+                    counted.add((entry, peers))
+                    alone[list(peers)] += flops
+    largest = max((e.cost(b.rows) for e in alike for b in e.matrices.blocks), default=0)
+    return Costs(alone, tuple(found[order] for order in sorted(found)), largest)
+
+
+def _anonymous(entry: Any) -> Any:
+    """Equal for entries that lie alike."""
+    return replace(entry, name="", index=0)
+
+
+def _kind(entries: Iterable[Any], rank: int) -> tuple:
+    """Equal for ranks whose plans differ only in who their members are and in their own place."""
+    first: dict[tuple[int, ...], int] = {}
+    kind = []
+    for number, entry in enumerate(entries):
+        peers = entry.peers(rank)
+        experts = entry.region(rank)[: entry.matrices.row_dim]
+        which = first.setdefault(peers, number)  # those that meet in one lane
+        kind.append((which, len(peers), tuple(stop - start for start, stop in experts)))
+    return tuple(kind)
+
+
+def _alone(plan: Any) -> dict[Any, Ints]:
+    """FLOPs of what needs no traffic, for each peer, by how entries lie."""
+    found: dict[Any, Ints] = {}
+    whole = [(unit, plan.rank) for lane in plan.alone for unit, _ in lane.owners]
+    for unit, owner in (*whole, *plan.elsewhere):
+        entry = plan.entries[unit.entry]
+        peers = entry.peers(plan.rank)
+        flops = found.setdefault(_anonymous(entry), np.zeros(len(peers), np.int64))
+        count = entry.matrices.count(unit.box, unit.rows)
+        flops[peers.index(owner)] += count * entry.cost(unit.rows)
+    return found
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Units that lie alike: every peer holds as many elements of each.
+
+    Args:
+        entry: one that they may be of.
+        box: their rows and columns.
+        rows: of each matrix.
+    """
+
+    entry: Any
+    box: tuple[tuple[int, int], ...]
+    rows: int
+
+    @property
+    def matrices(self) -> int:
+        """In each unit, per expert."""
+        start, stop = self.box[0]
+        return (stop - start) // self.rows
+
+    @property
+    def flops(self) -> int:
+        return self.matrices * self.entry.cost(self.rows)
+
+    def held(self, sharding: Any, peers: Sequence[int]) -> Ints:
+        """Elements that each peer has of a unit, (peers,)."""
+        m, (start, stop) = self.entry.matrices, self.box[0]
+        regions = [sharding.region(m.shape, peer)[m.row_dim :] for peer in peers]
+        first, last = np.array([region[0] for region in regions], np.int64).T
+        columns = np.array([math.prod(b - a for a, b in region[1:]) for region in regions])
+        return np.clip(np.minimum(last, stop) - np.maximum(first, start), 0, None) * columns
+
+    def replica(self, sharding: Any, peers: Sequence[int]) -> Ints:
+        """Which replica of the momentum each peer has, (peers,)."""
+        whole = [placement is None for placement in sharding.placements]
+        places = (sharding.coordinate(peer) for peer in peers)
+        numbers = [
+            tuple(at for at, replicated in zip(place, whole) if replicated) for place in places
+        ]
+        known = {number: index for index, number in enumerate(dict.fromkeys(numbers))}
+        return np.array([known[number] for number in numbers], np.int64)
+
+
+class LaneUnits:
+    """The units of a lane, counted by kind, chunk and owner.
+
+    Attributes:
+        lane: as the plan of one of its ranks has it.
+        entry: one whose peers are those of the lane.
+        counts: of each kind, (chunks, peers).
+    """
+
+    def __init__(self, entries: Sequence[Any], lane: Any):
+        self.lane, self.entry = lane, entries[lane.owners[0][0].entry]
+        shape = (len(lane.rounds), len(lane.peers))
+        alike: dict[int, Any] = {}
+        numbers: dict[Any, int] = {}
+        found: dict[tuple, Ints] = {}
+        for chunk, owned in enumerate(lane.rounds):
+            for unit, owner in owned:
+                if unit.entry not in alike:
+                    entry = _anonymous(entries[unit.entry])
+                    alike[unit.entry] = numbers.setdefault(entry, len(numbers))
+                row_dim = entries[unit.entry].matrices.row_dim
+                key = (alike[unit.entry], unit.box[row_dim:], unit.rows)
+                if key not in found:
+                    found[key] = np.zeros(shape, np.int64)
+                found[key][chunk, owner] += math.prod(b - a for a, b in unit.box[:row_dim])
+        of_number = list(numbers)
+        self.counts = {
+            Kind(of_number[number], box, rows): counts
+            for (number, box, rows), counts in found.items()
+        }
+        self.flops = np.zeros(shape, np.int64)
+        for kind, counts in self.counts.items():
+            self.flops += counts * kind.flops
+
+    def costs(self, peers: tuple[int, ...], hosts: Ints) -> LaneCosts:
+        """What these ranks exchange, if the lane is theirs; ``hosts`` of each, (peers,)."""
+        wire, chunks = self.lane.wire.itemsize, len(self.lane.rounds)
+        moved = np.zeros((chunks, 2, 2, 2, len(peers)), np.int64)
+        kept = np.zeros((chunks, 2, len(peers)), np.int64)
+        everyone = np.zeros(len(peers), np.int64)
+        for kind, counts in self.counts.items():
+            entry = kind.entry
+            source = getattr(entry, "momentum", entry.sharding)
+            out = kind.held(source, peers) * wire
+            if self.lane.scaled:
+                out += (out > 0) * wire  # an exponent goes along
+            back = kind.held(entry.sharding, peers) * wire
+            if entry.second_moment:  # mean squares, in fp32
+                longest = max(kind.rows, entry.matrices.cols)
+                back += kind.matrices * longest * max(4, wire)
+            replica = kind.replica(source, peers)
+            moved[:, GATHER] += _exchanged(out, counts, replica, hosts)
+            moved[:, SCATTER] += _exchanged(back, counts, everyone, hosts)[:, ::-1]
+            kept[:, GATHER] += counts * out
+            kept[:, SCATTER] += counts * back
+        return LaneCosts(peers, self.flops, moved, kept, self.lane.in_flight)
+
+
+def _exchanged(held: Ints, counts: Ints, replica: Ints, hosts: Ints) -> Ints:
+    """Bytes that go to the owners of some units from all who have the same replica.
+
+    Args:
+        held: bytes that each peer has of a unit, (peers,).
+        counts: units that each peer owns, (chunks, peers).
+        replica: that each peer has, (peers,).
+        hosts: of the peers, (peers,).
+
+    Returns:
+        (chunks, directions, links, peers)
+    """
+    result = np.zeros((len(counts), 2, 2, len(held)), np.int64)
+    in_replica = _sums(held, counts, replica)
+    in_host = _sums(held, counts, replica * (hosts.max() + 1) + hosts)
+    own = np.stack((held * counts, counts * held), 1)  # (chunks, directions, peers)
+    result[:, :, HOST] = in_host - own
+    result[:, :, NETWORK] = in_replica - in_host
+    return result
+
+
+def _sums(held: Ints, counts: Ints, label: Ints) -> Ints:
+    """Sent and received among peers of one label, own pieces included, (chunks, 2, peers)."""
+    _, place = np.unique(label, return_inverse=True)
+    labels = np.zeros((place.max() + 1, len(held)), np.int64)
+    labels[place, np.arange(len(held))] = 1
+    owned, there = counts @ labels.T, labels @ held  # (chunks, labels), (labels,)
+    return np.stack((held * owned[:, place], counts * there[place]), 1)

@@ -1,0 +1,165 @@
+"""A model on a mesh: from a layout written as text to what the package's plans are made from.
+
+    fsdp              Shard(0) on all ranks
+    hsdp:RxP          R replicas of P shards; :redundant (each replica does all the work) or
+                      :spread (a matrix has one owner among all replicas)
+    fsdp+tp:N         FSDP2 over tensor parallelism on N ranks
+    ep:N              experts divided among N ranks, then by FSDP2; all else FSDP2 on all ranks
+    ddp, zero2        plain weights, momentum in row shards; zero2 also reduces the gradients
+
+One of R, P may be *: as many as there are ranks.
+
+Stacks of experts are cut by expert where there are enough of them for all ranks that cut them, and
+by rows where there are not, as torchtitan does it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from architectures import Weight
+
+KINDS = ("fsdp", "hsdp:RxP[:spread|:redundant]", "fsdp+tp:N", "ep:N", "ddp", "zero2")
+_PATTERN = re.compile(
+    r"(?P<plain>fsdp|ddp|zero2)"
+    r"|(?P<divided>fsdp\+tp|ep):(?P<inner>\d+)"
+    r"|hsdp:(?P<replicas>\d+|\*)x(?P<shards>\d+|\*)(?P<how>:spread|:redundant)?"
+)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where weights lie.
+
+    Args:
+        text: as it was written.
+        kind: its first part.
+        mesh: (ranks,), or outer and inner ranks of a mesh.
+        spread: one owner among all replicas.
+    """
+
+    text: str
+    kind: str
+    mesh: tuple[int, ...]
+    spread: bool = False
+
+    @property
+    def replicated(self) -> bool:
+        """Weights are plain tensors, equal on all ranks."""
+        return self.kind in ("ddp", "zero2")
+
+
+def parse_layout(text: str, ranks: int) -> Layout:
+    """A layout of so many ranks.
+
+    Raises:
+        ValueError: not a layout, or not of so many ranks.
+    """
+    found = _PATTERN.fullmatch(text)
+    if found is None:
+        raise ValueError(f"{text!r} is no layout; there are {', '.join(KINDS)}")
+    if found["plain"]:
+        return Layout(text, text, (ranks,))
+    if found["divided"]:
+        inner = int(found["inner"])
+        if not inner or ranks % inner:
+            raise ValueError(f"{text}: {inner} does not divide {ranks} ranks")
+        return Layout(text, found["divided"], (ranks // inner, inner))
+    replicas, shards = found["replicas"], found["shards"]
+    if shards == "*" != replicas:
+        shards = ranks // max(1, int(replicas))
+    elif replicas == "*" != shards:
+        replicas = ranks // max(1, int(shards))
+    how = found["how"] or ""
+    if "*" in (replicas, shards) or int(replicas) * int(shards) != ranks:
+        raise ValueError(f"{text} is no layout of {ranks} ranks")
+    mesh = int(replicas), int(shards)
+    return Layout(f"hsdp:{mesh[0]}x{mesh[1]}{how}", "hsdp", mesh, how == ":spread")
+
+
+def entries_of(
+    kernel: Any,
+    weights: Iterable[Weight],
+    layout: Layout,
+    dtype: torch.dtype = torch.bfloat16,
+    device_type: str = "cuda",
+    wire: torch.dtype = torch.bfloat16,
+    second_moment: bool = False,
+) -> list[Any]:
+    """Muon's weights as `distributed.plan.Entry`, one each, with the optimizer's default options.
+
+    Args:
+        kernel: the package.
+        weights: of the model; AdamW's are left out.
+        layout: where they lie.
+        dtype: of the weights.
+        device_type: of the ranks' devices.
+        wire: format in which momentum and updates travel.
+        second_moment: with `beta2`.
+
+    Raises:
+        ValueError: the package can't plan this layout.
+    """
+    triples = kernel.newton_schulz.resolve("polar_express", 5).triples
+    plan, device = kernel.distributed.plan, torch.device(device_type)
+    return [
+        plan.Entry(
+            name=weight.name,
+            group=0,
+            index=index,
+            matrices=kernel.core.read_as_matrices(weight.shape, weight.is_expert, False, None),
+            dtype=dtype,
+            device=device,
+            wire=wire,
+            triples=triples,
+            second_moment=second_moment,
+            **_where(kernel, weight, layout),
+        )
+        for index, weight in enumerate(weight for weight in weights if weight.muon)
+    ]
+
+
+def _where(kernel: Any, weight: Weight, layout: Layout) -> dict[str, Any]:
+    """Where a weight and its momentum lie, and among whom its owner is chosen."""
+    sharding = sharding_of(kernel, weight, layout)
+    known = {field.name for field in fields(kernel.distributed.plan.Entry)}
+    if not {"momentum", "spread"} <= known:
+        if layout.spread or layout.replicated:
+            raise ValueError(f"{layout.text}: this version of the package can't plan it")
+        return {"sharding": sharding}
+    momentum = sharding
+    if layout.replicated:
+        parts = kernel.distributed.layout
+        momentum = parts.Sharding(sharding.mesh, sharding.ranks, (parts.Split(0),))
+    return {"sharding": sharding, "momentum": momentum, "spread": layout.spread}
+
+
+def sharding_of(kernel: Any, weight: Weight, layout: Layout) -> Any:
+    """Where a weight lies, as `distributed.layout.Sharding`."""
+    Sharding, Split = kernel.distributed.layout.Sharding, kernel.distributed.layout.Split
+    mesh = layout.mesh
+    ranks = tuple(range(mesh[0] * mesh[-1] if len(mesh) > 1 else mesh[0]))
+    experts = weight.shape[0] if weight.is_expert else 0
+    row_dim = len(weight.shape) - 2
+    by_expert = Split(0 if not experts or experts >= mesh[-1] else 1)
+    if layout.replicated:
+        return Sharding(mesh, ranks, (None,))
+    if layout.kind == "fsdp":
+        return Sharding(mesh, ranks, (by_expert,))
+    if layout.kind == "hsdp":
+        return Sharding(mesh, ranks, (None, by_expert))
+    if layout.kind == "ep":
+        if not experts:
+            return Sharding((len(ranks),), ranks, (Split(0),))
+        whole = experts >= len(ranks)  # FSDP2 cuts what expert parallelism has cut
+        return Sharding(mesh, ranks, (Split(0, strided=True) if whole else Split(1), Split(0)))
+    sides = {"colwise": Split(row_dim), "rowwise": Split(row_dim + 1), None: None}
+    tp, fsdp = sides[weight.parallel], Split(0 if not experts or experts >= mesh[0] else 1)
+    if tp is not None and tp.dim == fsdp.dim:
+        fsdp = Split(fsdp.dim, strided=True)
+    return Sharding(mesh, ranks, (fsdp, tp))

@@ -1,0 +1,212 @@
+"""When a step gathers, computes and gives back, on a machine that nobody has rented yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from costs import GATHER, HOST, NETWORK, SCATTER, Costs, LaneCosts
+
+WAYS = {GATHER: "gather", SCATTER: "scatter"}
+
+
+@dataclass(frozen=True)
+class Span:
+    """What a rank does from ``start`` to ``stop``, in seconds.
+
+    Args:
+        what: ``"gather"``, ``"compute"`` or ``"scatter"``.
+        chunk: counted over all lanes; −1 for matrices that need no traffic.
+    """
+
+    what: str
+    chunk: int
+    start: float
+    stop: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A step as one rank sees it.
+
+    Args:
+        rank: which.
+        spans: those of its chunks.
+        seconds: until it has all updates.
+        staged: bytes in the buffers of chunks in flight, at most, on the rank that has most.
+    """
+
+    rank: int
+    spans: tuple[Span, ...]
+    seconds: float
+    staged: int
+
+    @property
+    def computing(self) -> float:
+        """Seconds of orthogonalization on this rank."""
+        return sum(span.stop - span.start for span in self.spans if span.what == "compute")
+
+
+def simulate(
+    interleave: Callable[..., None], costs: Costs, machine: Any, rank: int | None = None
+) -> Timeline:
+    """Runs the chunks of a rank and of all its peers by the package's own scheduler.
+
+    Every rank computes on one stream, in the order of the program. An all-to-all starts when all
+    its ranks have reached it and the one before it has ended, and takes as long as its slowest
+    rank. Counted are orthogonalization and traffic; element-wise work, which is bound by memory,
+    is not.
+
+    Args:
+        interleave: the package's ``async_utils.interleave``.
+        costs: of all ranks.
+        machine: a ``distributed.machine.Machine``.
+        rank: whose timeline; None is the one with the most FLOPs.
+    """
+    rank = costs.busiest if rank is None else rank
+    free = np.zeros(len(costs.alone))  # when each rank has done what it was given
+    spans: list[Span] = []
+    staged, first = 0, 0
+
+    def without_traffic() -> None:
+        start = free[rank]
+        free[:] += costs.alone / machine.flops
+        if costs.alone[rank]:
+            spans.append(Span("compute", -1, start, free[rank]))
+
+    lanes = costs.lanes_of(rank)
+    for number, lane in enumerate(lanes):
+        run = _LaneRun(lane, machine, free, lane.peers.index(rank), first, spans)
+        interleave(run.tasks(), lane.in_flight, without_traffic if number == 0 else None)
+        staged, first = max(staged, run.most_held), first + len(lane.flops)
+    if not lanes:
+        without_traffic()
+    return Timeline(rank, tuple(spans), float(free[rank]), staged)
+
+
+class _LaneRun:
+    """The chunks of a lane, on all its ranks at once.
+
+    Args:
+        free: when each rank of the world is free, in seconds; moved on.
+        me: number of the peer whose spans are kept.
+        first: number of the lane's first chunk.
+    """
+
+    def __init__(
+        self, lane: LaneCosts, machine: Any, free: np.ndarray, me: int, first: int, spans: list
+    ):
+        self.lane, self.machine, self.spans = lane, machine, spans
+        self.free, self.peers = free, np.array(lane.peers)
+        self.me, self.first = me, first
+        self.wire = 0.0  # when the last collective ends
+        self.held = np.zeros(len(lane.peers), np.int64)
+        self.most_held = 0
+
+    def tasks(self) -> Iterator[Iterator[None]]:
+        return (self._task(chunk) for chunk in range(len(self.lane.flops)))
+
+    def _task(self, chunk: int) -> Iterator[None]:
+        gathered = self._hold(chunk, GATHER)
+        arrival = self._exchange(chunk, GATHER)
+        yield
+        self._wait(arrival)
+        returned = self._hold(chunk, SCATTER)
+        self._compute(chunk)
+        self.held -= gathered
+        arrival = self._exchange(chunk, SCATTER)
+        yield
+        self._wait(arrival)
+        self.held -= returned
+
+    def _hold(self, chunk: int, way: int) -> np.ndarray:
+        """Bytes of the two buffers of one way, (peers,)."""
+        size = self.lane.bytes[chunk, way].sum((0, 1)) + self.lane.kept[chunk, way]
+        self.held += size
+        self.most_held = max(self.most_held, int(self.held.max()))
+        return size
+
+    def _exchange(self, chunk: int, way: int) -> float:
+        """When an all-to-all that is launched now ends."""
+        moved = self.lane.bytes[chunk, way]
+        start = max(self.wire, float(self.free[self.peers].max()))
+        self.wire = start
+        if moved.any():
+            here = moved[:, HOST].max() / self.machine.host_bytes
+            away = moved[:, NETWORK].max() / self.machine.network_bytes
+            self.wire += max(here, away) + self.machine.latency
+        self.spans.append(Span(WAYS[way], self.first + chunk, start, self.wire))
+        return self.wire
+
+    def _wait(self, arrival: float) -> None:
+        self.free[self.peers] = np.maximum(self.free[self.peers], arrival)
+
+    def _compute(self, chunk: int) -> None:
+        start = self.free[self.peers[self.me]]
+        self.free[self.peers] += self.lane.flops[chunk] / self.machine.flops
+        stop = self.free[self.peers[self.me]]
+        if stop > start:
+            self.spans.append(Span("compute", self.first + chunk, start, stop))
+
+
+# -- the picture -----------------------------------------------------------------------------------
+
+ROWS = ("gather", "compute", "scatter")
+COLOURS = {
+    "gather": ("#1d4ed8", "#93c5fd"),  # of even and of odd chunks
+    "compute": ("#c2410c", "#fdba74"),
+    "scatter": ("#0f766e", "#5eead4"),
+}
+GREY = "#4b5563"
+
+
+def draw(path: Path, title: str, subtitle: str, timelines: dict[str, Timeline]) -> None:
+    """A panel for each layout, on one axis of time; chunks are told apart by their shade."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    style: dict[Any, Any] = {"axes.spines.top": False, "axes.spines.right": False}
+    height = 1.5 * len(timelines) + 1.6
+    with plt.rc_context(style | {"font.size": 11, "axes.edgecolor": GREY}):
+        figure, panels = plt.subplots(
+            len(timelines), 1, figsize=(11, height), sharex=True, squeeze=False
+        )
+        figure.subplots_adjust(
+            left=0.09, right=0.97, bottom=0.6 / height, top=1 - 1.15 / height, hspace=0.55
+        )
+        for axes, (name, timeline) in zip(panels[:, 0], timelines.items()):
+            _draw_rows(axes, timeline)
+            axes.set_title(_told(name, timeline), loc="left", fontsize=11, color=GREY)
+        panels[-1, 0].set_xlabel("Milliseconds since the step began")
+        panels[-1, 0].set_xlim(left=0)
+        figure.text(0.02, 1 - 0.4 / height, title, fontsize=14, fontweight="bold")
+        figure.text(0.02, 1 - 0.68 / height, subtitle, color=GREY)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=150)
+        plt.close(figure)
+
+
+def _told(name: str, timeline: Timeline) -> str:
+    return (
+        f"{name}: {1e3 * timeline.seconds:.1f} ms, of which rank {timeline.rank} orthogonalizes "
+        f"for {1e3 * timeline.computing:.1f} ms"
+    )
+
+
+def _draw_rows(axes: Any, timeline: Timeline) -> None:
+    for row, what in enumerate(ROWS):
+        for shade, colour in enumerate(COLOURS[what]):
+            spans = [s for s in timeline.spans if s.what == what and s.chunk % 2 == shade]
+            bars = [(1e3 * s.start, 1e3 * (s.stop - s.start)) for s in spans]
+            axes.broken_barh(bars, (row - 0.4, 0.8), facecolors=colour, linewidth=0)
+    axes.set_yticks(range(len(ROWS)), ROWS)
+    axes.set_ylim(len(ROWS) - 0.4, -0.6)
+    axes.grid(axis="x", color="#e5e7eb", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(length=0)
