@@ -188,7 +188,7 @@ class Kind:
 
     Args:
         entry: one that they may be of.
-        box: their rows and columns.
+        box: of one of them.
         rows: of each matrix.
     """
 
@@ -199,30 +199,37 @@ class Kind:
     @property
     def matrices(self) -> int:
         """In each unit, per expert."""
-        start, stop = self.box[0]
+        start, stop = self.box[self.entry.matrices.row_dim]
         return (stop - start) // self.rows
 
     @property
     def flops(self) -> int:
         return self.matrices * self.entry.cost(self.rows)
 
-    def held(self, sharding: Any, peers: Sequence[int]) -> Ints:
-        """Elements that each peer has of a unit, (peers,)."""
-        m, (start, stop) = self.entry.matrices, self.box[0]
-        regions = [sharding.region(m.shape, peer)[m.row_dim :] for peer in peers]
-        first, last = np.array([region[0] for region in regions], np.int64).T
-        columns = np.array([math.prod(b - a for a, b in region[1:]) for region in regions])
-        return np.clip(np.minimum(last, stop) - np.maximum(first, start), 0, None) * columns
+    def weights(self, peers: Sequence[int]) -> Ints:
+        """Elements of a unit, per expert, whose weights each peer has, (peers,)."""
+        row_dim = self.entry.matrices.row_dim  # whose experts are others' elsewhere
+        return _elements([self.entry.region(p)[row_dim:] for p in peers], self.box[row_dim:])
 
-    def replica(self, sharding: Any, peers: Sequence[int]) -> Ints:
+    def momentum(self, peers: Sequence[int]) -> Ints:
+        """Elements of a unit, per expert, whose momentum each peer has, (peers,)."""
+        if self.entry.momentum is None:
+            return self.weights(peers)
+        return _elements([self.entry.momentum_region(p) for p in peers], self.box)
+
+    def replica(self, peers: Sequence[int]) -> Ints:
         """Which replica of the momentum each peer has, (peers,)."""
-        whole = [placement is None for placement in sharding.placements]
-        places = (sharding.coordinate(peer) for peer in peers)
-        numbers = [
-            tuple(at for at, replicated in zip(place, whole) if replicated) for place in places
-        ]
-        known = {number: index for index, number in enumerate(dict.fromkeys(numbers))}
-        return np.array([known[number] for number in numbers], np.int64)
+        sharding = self.entry.momentum or self.entry.sharding
+        replicas = [sharding.replica(peer) for peer in peers]
+        numbers = {replica: number for number, replica in enumerate(dict.fromkeys(replicas))}
+        return np.array([numbers[replica] for replica in replicas], np.int64)
+
+
+def _elements(held: Sequence[Any], box: Any) -> Ints:
+    """Elements of a box that lie in each of some regions, (regions,)."""
+    regions, box = np.array(held, np.int64), np.array(box, np.int64)
+    start, stop = np.maximum(regions[..., 0], box[:, 0]), np.minimum(regions[..., 1], box[:, 1])
+    return np.clip(stop - start, 0, None).prod(1)
 
 
 class LaneUnits:
@@ -231,32 +238,29 @@ class LaneUnits:
     Attributes:
         lane: as the plan of one of its ranks has it.
         entry: one whose peers are those of the lane.
-        counts: of each kind, (chunks, peers).
+        counts: of each kind how many, (chunks, peers).
     """
 
     def __init__(self, entries: Sequence[Any], lane: Any):
         self.lane, self.entry = lane, entries[lane.owners[0][0].entry]
         shape = (len(lane.rounds), len(lane.peers))
-        alike: dict[int, Any] = {}
-        numbers: dict[Any, int] = {}
-        found: dict[tuple, Ints] = {}
+        alike = {unit.entry: _anonymous(entries[unit.entry]) for unit, _ in lane.owners}
+        numbers = {entry: number for number, entry in enumerate(dict.fromkeys(alike.values()))}
+        number_of = {number: numbers[entry] for number, entry in alike.items()}
+        found: dict[tuple, tuple[Kind, Ints]] = {}
         for chunk, owned in enumerate(lane.rounds):
             for unit, owner in owned:
-                if unit.entry not in alike:
-                    entry = _anonymous(entries[unit.entry])
-                    alike[unit.entry] = numbers.setdefault(entry, len(numbers))
-                row_dim = entries[unit.entry].matrices.row_dim
-                key = (alike[unit.entry], unit.box[row_dim:], unit.rows)
+                entry = alike[unit.entry]
+                row_dim = entry.matrices.row_dim
+                lies = unit.box[row_dim:], unit.rows, entry.momentum_part(unit.box)
+                key = (number_of[unit.entry], *lies)
                 if key not in found:
-                    found[key] = np.zeros(shape, np.int64)
-                found[key][chunk, owner] += math.prod(b - a for a, b in unit.box[:row_dim])
-        of_number = list(numbers)
-        self.counts = {
-            Kind(of_number[number], box, rows): counts
-            for (number, box, rows), counts in found.items()
-        }
+                    found[key] = Kind(entry, unit.box, unit.rows), np.zeros(shape, np.int64)
+                experts = math.prod(stop - start for start, stop in unit.box[:row_dim])
+                found[key][1][chunk, owner] += experts
+        self.counts = tuple(found.values())
         self.flops = np.zeros(shape, np.int64)
-        for kind, counts in self.counts.items():
+        for kind, counts in self.counts:
             self.flops += counts * kind.flops
 
     def costs(self, peers: tuple[int, ...], hosts: Ints) -> LaneCosts:
@@ -265,18 +269,16 @@ class LaneUnits:
         moved = np.zeros((chunks, 2, 2, 2, len(peers)), np.int64)
         kept = np.zeros((chunks, 2, len(peers)), np.int64)
         everyone = np.zeros(len(peers), np.int64)
-        for kind, counts in self.counts.items():
+        for kind, counts in self.counts:
             entry = kind.entry
-            source = getattr(entry, "momentum", entry.sharding)
-            out = kind.held(source, peers) * wire
+            out = kind.momentum(peers) * wire
             if self.lane.scaled:
                 out += (out > 0) * wire  # an exponent goes along
-            back = kind.held(entry.sharding, peers) * wire
+            back = kind.weights(peers) * wire
             if entry.second_moment:  # mean squares, in fp32
                 longest = max(kind.rows, entry.matrices.cols)
                 back += kind.matrices * longest * max(4, wire)
-            replica = kind.replica(source, peers)
-            moved[:, GATHER] += _exchanged(out, counts, replica, hosts)
+            moved[:, GATHER] += _exchanged(out, counts, kind.replica(peers), hosts)
             moved[:, SCATTER] += _exchanged(back, counts, everyone, hosts)[:, ::-1]
             kept[:, GATHER] += counts * out
             kept[:, SCATTER] += counts * back

@@ -1,8 +1,8 @@
 """A model on a mesh: from a layout written as text to what the package's plans are made from.
 
     fsdp              Shard(0) on all ranks
-    hsdp:RxP          R replicas of P shards; :redundant (each replica does all the work) or
-                      :spread (a matrix has one owner among all replicas)
+    hsdp:RxP          R replicas of P shards; then :redundant (each replica does all the work) or
+                      :spread (a matrix has one owner among all replicas), else what is faster
     fsdp+tp:N         FSDP2 over tensor parallelism on N ranks
     ep:N              experts divided among N ranks, then by FSDP2; all else FSDP2 on all ranks
     ddp, zero2        plain weights, momentum in row shards; zero2 also reduces the gradients
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -40,13 +40,13 @@ class Layout:
         text: as it was written.
         kind: its first part.
         mesh: (ranks,), or outer and inner ranks of a mesh.
-        spread: one owner among all replicas.
+        hsdp: the optimizer's option of this name.
     """
 
     text: str
     kind: str
     mesh: tuple[int, ...]
-    spread: bool = False
+    hsdp: str = "auto"
 
     @property
     def replicated(self) -> bool:
@@ -79,7 +79,7 @@ def parse_layout(text: str, ranks: int) -> Layout:
     if "*" in (replicas, shards) or int(replicas) * int(shards) != ranks:
         raise ValueError(f"{text} is no layout of {ranks} ranks")
     mesh = int(replicas), int(shards)
-    return Layout(f"hsdp:{mesh[0]}x{mesh[1]}{how}", "hsdp", mesh, how == ":spread")
+    return Layout(f"hsdp:{mesh[0]}x{mesh[1]}{how}", "hsdp", mesh, how[1:] or "auto")
 
 
 def entries_of(
@@ -90,6 +90,7 @@ def entries_of(
     device_type: str = "cuda",
     wire: torch.dtype = torch.bfloat16,
     second_moment: bool = False,
+    machine: Any = None,
 ) -> list[Any]:
     """Muon's weights as `distributed.plan.Entry`, one each, with the optimizer's default options.
 
@@ -101,42 +102,30 @@ def entries_of(
         device_type: of the ranks' devices.
         wire: format in which momentum and updates travel.
         second_moment: with `beta2`.
-
-    Raises:
-        ValueError: the package can't plan this layout.
+        machine: by which it is decided whether replicas share the work; None: the package's own.
     """
     triples = kernel.newton_schulz.resolve("polar_express", 5).triples
-    plan, device = kernel.distributed.plan, torch.device(device_type)
-    return [
-        plan.Entry(
+    device = torch.device(device_type)
+    entries = []
+    for index, weight in enumerate(weight for weight in weights if weight.muon):
+        sharding = sharding_of(kernel, weight, layout)
+        rows = replace(sharding, placements=(kernel.distributed.layout.Split(0),))
+        entry = kernel.distributed.plan.Entry(
             name=weight.name,
             group=0,
             index=index,
             matrices=kernel.core.read_as_matrices(weight.shape, weight.is_expert, False, None),
+            sharding=sharding,
             dtype=dtype,
             device=device,
             wire=wire,
             triples=triples,
             second_moment=second_moment,
-            **_where(kernel, weight, layout),
+            momentum=rows if layout.replicated else None,
+            spread=layout.replicated,
         )
-        for index, weight in enumerate(weight for weight in weights if weight.muon)
-    ]
-
-
-def _where(kernel: Any, weight: Weight, layout: Layout) -> dict[str, Any]:
-    """Where a weight and its momentum lie, and among whom its owner is chosen."""
-    sharding = sharding_of(kernel, weight, layout)
-    known = {field.name for field in fields(kernel.distributed.plan.Entry)}
-    if not {"momentum", "spread"} <= known:
-        if layout.spread or layout.replicated:
-            raise ValueError(f"{layout.text}: this version of the package can't plan it")
-        return {"sharding": sharding}
-    momentum = sharding
-    if layout.replicated:
-        parts = kernel.distributed.layout
-        momentum = parts.Sharding(sharding.mesh, sharding.ranks, (parts.Split(0),))
-    return {"sharding": sharding, "momentum": momentum, "spread": layout.spread}
+        entries.append(entry)
+    return kernel.distributed.hsdp.share_work(entries, 0, layout.hsdp, machine)
 
 
 def sharding_of(kernel: Any, weight: Weight, layout: Layout) -> Any:

@@ -64,7 +64,9 @@ class Report:
         per_element = sent.sum() / max(1, self.local.sum())
         chunks = max((len(lane.flops) for lane in c.lanes), default=0)
         computing = c.makespan / self.flops_per_second
+        shared = any(entry.spread for entry in self.entries)
         return {
+            "each matrix owned by": "one rank" if shared else "a rank of each replica",
             "owners": f"{np.count_nonzero(flops)} of {len(flops)} ranks",
             "TFLOP per rank, mean": _number(flops.mean() / 1e12),
             "TFLOP per rank, most": _number(flops.max() / 1e12),
@@ -91,8 +93,10 @@ def report_of(
     """Plans, counts and simulates one layout."""
     began = time.perf_counter()
     dtype = DTYPES[args.dtype]
-    entries = entries_of(kernel, weights, layout, dtype, args.device_type, DTYPES[args.wire])
     machine = machine_of(kernel, args)
+    entries = entries_of(
+        kernel, weights, layout, dtype, args.device_type, DTYPES[args.wire], machine=machine
+    )
     costs = costs_of(
         kernel,
         entries,

@@ -50,9 +50,9 @@ RANKS_PER_HOST = 8
 # Rows that 64, 16 and 4 ranks divide evenly, unevenly, and into empty shards.
 DENSE = [
     *[Weight(f"layers.{i}.wide.weight", (128, 64), "colwise") for i in range(5)],
-    *[Weight(f"layers.{i}.tall.weight", (100, 36), "colwise") for i in range(12)],
-    *[Weight(f"layers.{i}.flat.weight", (30, 48), "rowwise") for i in range(44)],
-    *[Weight(f"layers.{i}.router.weight", (7, 33)) for i in range(12)],
+    *[Weight(f"layers.{i}.tall.weight", (100, 36), "colwise") for i in range(20)],
+    *[Weight(f"layers.{i}.flat.weight", (30, 48), "rowwise") for i in range(70)],
+    *[Weight(f"layers.{i}.router.weight", (7, 33)) for i in range(4)],
 ]
 EXPERTS = [
     Weight("layers.0.experts.gate_proj", (72, 24, 16), "colwise"),
@@ -105,6 +105,10 @@ def predicted(lanes: list[costs.LaneCosts], rank: int) -> list[np.ndarray]:
 
 
 def placed(weight: Weight, layout: deployment.Layout, meshes: dict) -> nn.Parameter:
+    if layout.replicated:
+        param = nn.Parameter(torch.randn(weight.shape))
+        param.grad = torch.randn_like(param)
+        return param
     sharding = deployment.sharding_of(optimizer, weight, layout)
     if sharding.mesh not in meshes:
         meshes[sharding.mesh] = init_device_mesh("cpu", sharding.mesh)
@@ -147,7 +151,8 @@ def step_as_every_rank(text: str, weights: list[Weight], options: dict[str, Any]
         meshes: dict[tuple[int, ...], DeviceMesh] = {}
         params = [placed(weight, layout, meshes) for weight in weights]
         group = {"params": params, "names": [w.name for w in weights], "use_muon": True}
-        optim = optimizer.Muon([group], expert_keys=["experts"], **options)
+        ranks = {"process_group": dist.group.WORLD} if layout.replicated else {"hsdp": layout.hsdp}
+        optim = optimizer.Muon([group], expert_keys=["experts"], **ranks, **options)
         with FlopCounterMode(display=False) as flops, Exchanges() as exchanges:
             counted = count(optim.step)
         lanes = found.lanes_of(rank)
@@ -161,7 +166,9 @@ def step_as_every_rank(text: str, weights: list[Weight], options: dict[str, Any]
 CASES = {
     "fsdp": ("fsdp", DENSE, {}),
     "fsdp, some experts": ("fsdp", EXPERTS, {"beta2": 0.9}),
-    "hsdp": ("hsdp:4x16", [*DENSE, *EXPERTS], {"chunk_size": 2, "warmup_step": 1}),
+    "hsdp": ("hsdp:4x16:redundant", DENSE, {"chunk_size": 2, "warmup_step": 1}),
+    "hsdp, shared": ("hsdp:4x16:spread", [*DENSE, *EXPERTS], {"beta2": 0.9}),
+    "ddp": ("ddp", [*DENSE, *EXPERTS], {"comm_dtype": torch.float16}),
     "fsdp over tp": ("fsdp+tp:4", [*DENSE, *EXPERTS], {"comm_dtype": torch.float16}),
     "ep": ("ep:4", [*DENSE, *EXPERTS], {}),
 }
