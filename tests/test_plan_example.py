@@ -49,11 +49,12 @@ RANKS_PER_HOST = 8
 
 # Rows that 64, 16 and 4 ranks divide evenly, unevenly, and into empty shards.
 DENSE = [
-    *[Weight(f"layers.{i}.wide.weight", (128, 64), "colwise") for i in range(5)],
-    *[Weight(f"layers.{i}.tall.weight", (100, 36), "colwise") for i in range(20)],
-    *[Weight(f"layers.{i}.flat.weight", (30, 48), "rowwise") for i in range(70)],
-    *[Weight(f"layers.{i}.router.weight", (7, 33)) for i in range(4)],
+    *[Weight(f"layers.{i}.wide.weight", (128, 64), "colwise") for i in range(3)],
+    *[Weight(f"layers.{i}.tall.weight", (100, 36), "colwise") for i in range(6)],
+    *[Weight(f"layers.{i}.flat.weight", (30, 48), "rowwise") for i in range(12)],
+    *[Weight(f"layers.{i}.router.weight", (7, 33)) for i in range(3)],
 ]
+MORE = [Weight(f"layers.{i}.small.weight", (40, 24)) for i in range(60)]  # than there are ranks
 EXPERTS = [
     Weight("layers.0.experts.gate_proj", (72, 24, 16), "colwise"),
     Weight("layers.0.experts.down_proj", (72, 16, 24), "rowwise"),
@@ -163,19 +164,20 @@ def step_as_every_rank(text: str, weights: list[Weight], options: dict[str, Any]
     return max((len(lane.bytes) for lane in found.lanes), default=0)
 
 
-CASES = {
-    "fsdp": ("fsdp", DENSE, {}),
-    "fsdp, some experts": ("fsdp", EXPERTS, {"beta2": 0.9}),
-    "hsdp": ("hsdp:4x16:redundant", DENSE, {"chunk_size": 2, "warmup_step": 1}),
-    "hsdp, shared": ("hsdp:4x16:spread", [*DENSE, *EXPERTS], {"beta2": 0.9}),
-    "ddp": ("ddp", [*DENSE, *EXPERTS], {"comm_dtype": torch.float16}),
-    "fsdp over tp": ("fsdp+tp:4", [*DENSE, *EXPERTS], {"comm_dtype": torch.float16}),
-    "ep": ("ep:4", [*DENSE, *EXPERTS], {}),
+CASES = {  # layout, weights, options, chunks at least
+    "fsdp": ("fsdp", [*DENSE, *MORE], {"chunk_size": 1}, 2),
+    "fsdp, some experts": ("fsdp", EXPERTS, {"beta2": 0.9}, 2),
+    "hsdp": ("hsdp:4x16:redundant", DENSE, {"chunk_size": 1, "warmup_step": 1}, 2),
+    "hsdp, shared": ("hsdp:4x16:spread", [*DENSE, *EXPERTS], {"beta2": 0.9}, 2),
+    "ddp": ("ddp", [*DENSE, *EXPERTS], {"comm_dtype": torch.float16, "chunk_size": 1}, 2),
+    "fsdp over tp": ("fsdp+tp:4", [*DENSE, *EXPERTS], {"comm_dtype": torch.float16}, 1),
+    "ep": ("ep:4", [*DENSE, *EXPERTS], {}, 1),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_the_costs_of_a_plan_are_those_of_its_steps(case):
-    (chunks,) = run_ranks(step_as_every_rank, 1, *CASES[case])
-    assert chunks > 1
+    *arguments, least = CASES[case]
+    (chunks,) = run_ranks(step_as_every_rank, 1, *arguments, timeout=300)
+    assert chunks >= least
