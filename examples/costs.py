@@ -19,6 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from averaging import NOTHING, Collectives
+
 Ints = NDArray[np.int64]
 
 # Places on the axes of bytes: (way, direction, link, rank).
@@ -54,11 +56,14 @@ class Costs:
         alone: FLOPs of matrices that are whole where they lie, (ranks,).
         lanes: by their ranks, in the order in which each of these goes through its own.
         largest: FLOPs of the costliest matrix.
+        before, after: collectives of all ranks around them, of ZeRO-2.
     """
 
     alone: Ints
     lanes: tuple[LaneCosts, ...]
     largest: int
+    before: Collectives = NOTHING
+    after: Collectives = NOTHING
 
     @cached_property
     def flops(self) -> Ints:

@@ -9,12 +9,14 @@
 
 One of R, P may be *: as many as there are ranks.
 
-Stacks of experts are cut by expert where there are enough of them for all ranks that cut them, and
-by rows where there are not, as torchtitan does it.
+Stacks of experts are cut by expert where there are enough of them for all ranks that cut them,
+else by rows, as torchtitan does it. FSDP2 needs rows that divide evenly for that; where they do
+not, some ranks have no experts.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -131,24 +133,27 @@ def entries_of(
 def sharding_of(kernel: Any, weight: Weight, layout: Layout) -> Any:
     """Where a weight lies, as `distributed.layout.Sharding`."""
     Sharding, Split = kernel.distributed.layout.Sharding, kernel.distributed.layout.Split
-    mesh = layout.mesh
-    ranks = tuple(range(mesh[0] * mesh[-1] if len(mesh) > 1 else mesh[0]))
-    experts = weight.shape[0] if weight.is_expert else 0
-    row_dim = len(weight.shape) - 2
-    by_expert = Split(0 if not experts or experts >= mesh[-1] else 1)
+    mesh, ranks = layout.mesh, tuple(range(math.prod(layout.mesh)))
     if layout.replicated:
         return Sharding(mesh, ranks, (None,))
     if layout.kind == "fsdp":
-        return Sharding(mesh, ranks, (by_expert,))
+        return Sharding(mesh, ranks, (Split(_fsdp_dim(weight, mesh[0], 1, 1)),))
     if layout.kind == "hsdp":
-        return Sharding(mesh, ranks, (None, by_expert))
+        return Sharding(mesh, ranks, (None, Split(_fsdp_dim(weight, mesh[1], 1, 1))))
     if layout.kind == "ep":
-        if not experts:
+        if not weight.is_expert:
             return Sharding((len(ranks),), ranks, (Split(0),))
-        whole = experts >= len(ranks)  # FSDP2 cuts what expert parallelism has cut
-        return Sharding(mesh, ranks, (Split(0, strided=True) if whole else Split(1), Split(0)))
-    sides = {"colwise": Split(row_dim), "rowwise": Split(row_dim + 1), None: None}
-    tp, fsdp = sides[weight.parallel], Split(0 if not experts or experts >= mesh[0] else 1)
-    if tp is not None and tp.dim == fsdp.dim:
-        fsdp = Split(fsdp.dim, strided=True)
-    return Sharding(mesh, ranks, (fsdp, tp))
+        dim = _fsdp_dim(weight, mesh[0], mesh[1], 1)
+        return Sharding(mesh, ranks, (Split(dim, strided=dim == 0), Split(0)))
+    row_dim = len(weight.shape) - 2
+    tp = {"colwise": Split(row_dim), "rowwise": Split(row_dim + 1), None: None}[weight.parallel]
+    dim = _fsdp_dim(weight, mesh[0], 1, mesh[1] if weight.parallel == "colwise" else 1)
+    return Sharding(mesh, ranks, (Split(dim, strided=tp is not None and tp.dim == dim), tp))
+
+
+def _fsdp_dim(weight: Weight, ranks: int, of_experts: int, of_rows: int) -> int:
+    """The dimension that FSDP2 cuts among some ranks, once others have cut experts or rows."""
+    if not weight.is_expert:
+        return 0
+    experts, rows = weight.shape[0], weight.shape[1]
+    return 0 if experts >= ranks * of_experts or rows % (ranks * of_rows) else 1

@@ -1,6 +1,7 @@
-"""What an optimizer step will cost on thousands of ranks, before they are rented.
+r"""What an optimizer step will cost on thousands of ranks, before they are rented.
 
-    python examples/plan.py --model llama-3-8b --ranks 64 --layout fsdp --layout hsdp:8x8
+    python examples/plan.py --model llama-3-8b --ranks 64 --layout fsdp --layout hsdp:8x8 \
+        --png runs/plan.png
 
 One process, no process group, no device: it reads a model's shapes, makes the plans that ranks
 would make, and adds up what they say.
@@ -26,6 +27,7 @@ from rich.table import Table
 
 import deployment
 from architectures import MODELS, Weight, read_config, weights_of
+from averaging import averaging_of
 from costs import HOST, NETWORK, RECEIVED, SENT, Costs, costs_of
 from deployment import Layout, entries_of, parse_layout
 from timeline import Timeline, draw, simulate
@@ -45,6 +47,7 @@ class Report:
         itemsize: bytes of each.
         costs: of all ranks.
         timeline: of one of them.
+        machine: that it is estimated for.
         seconds: that planning and counting took.
     """
 
@@ -54,37 +57,54 @@ class Report:
     itemsize: int
     costs: Costs
     timeline: Timeline
-    flops_per_second: float
+    machine: Any
     seconds: float
 
     def rows(self) -> dict[str, str]:
         """What is printed, by its label."""
         c, t = self.costs, self.timeline
-        flops, sent = c.flops, c.bytes[:, SENT].sum(0)
-        per_element = sent.sum() / max(1, self.local.sum())
-        chunks = max((len(lane.flops) for lane in c.lanes), default=0)
-        computing = c.makespan / self.flops_per_second
-        shared = any(entry.spread for entry in self.entries)
+        around = self._around()  # by every rank, sent and received
+        sent = c.bytes[:, SENT].sum(0) + around
+        received = c.bytes[:, RECEIVED].sum(0) + around
+        computing = c.makespan / self.machine.flops
         return {
-            "each matrix owned by": "one rank" if shared else "a rank of each replica",
-            "owners": f"{np.count_nonzero(flops)} of {len(flops)} ranks",
-            "TFLOP per rank, mean": _number(flops.mean() / 1e12),
-            "TFLOP per rank, most": _number(flops.max() / 1e12),
-            "most / mean": f"{flops.max() / flops.mean():.2f}",
+            "replicas": self._replicas(),
+            "owners": f"{np.count_nonzero(c.flops)} of {len(c.flops)} ranks",
+            "TFLOP per rank, mean": _number(c.flops.mean() / 1e12),
+            "TFLOP per rank, most": _number(c.flops.max() / 1e12),
+            "most / mean": f"{c.flops.max() / c.flops.mean():.2f}",
             "makespan of the chunks, TFLOP": _number(c.makespan / 1e12),
             "makespan / bound": f"{c.makespan / c.bound:.2f}",
             "sent within a host, GB, mean": _number(sent[HOST].mean() / 1e9),
             "sent within a host, GB, most": _number(sent[HOST].max() / 1e9),
             "sent to other hosts, GB, mean": _number(sent[NETWORK].mean() / 1e9),
             "sent to other hosts, GB, most": _number(sent[NETWORK].max() / 1e9),
-            "received, GB, most": _number(c.bytes[:, RECEIVED].sum((0, 1)).max() / 1e9),
-            "bytes sent per local element": f"{per_element:.2f}",
+            "received, GB, most": _number(received.sum(0).max() / 1e9),
+            "of which ZeRO-2's averages, GB": _number(around.sum() / 1e9),
+            "bytes sent per local element": f"{sent.sum() / self.local.sum():.2f}",
             "local weights, GB, most": _number(self.local.max() * self.itemsize / 1e9),
             "staged in flight, GB, most": _number(t.staged / 1e9),
-            "chunks, in flight": f"{chunks}, {max((la.in_flight for la in c.lanes), default=0)}",
+            "chunks": str(max((len(lane.flops) for lane in c.lanes), default=0)),
+            "chunks in flight": str(max((lane.in_flight for lane in c.lanes), default=0)),
             "step, ms": _number(1e3 * t.seconds),
             "of which traffic shows, ms": _number(1e3 * max(0.0, t.seconds - computing)),
         }
+
+    def _around(self) -> np.ndarray:
+        """Bytes of ZeRO-2's averages and gathers that each rank sends, (links, 1)."""
+        ranks, per_host = len(self.local), self.machine.ranks_per_host
+        both = (self.costs.before, self.costs.after)
+        by_link = np.array([collectives.by_link(ranks, per_host) for collectives in both])
+        return by_link.sum(0)[:, None]
+
+    def _replicas(self) -> str:
+        """What those do that hold the same parts of a matrix."""
+        told = {
+            "share the work" if entry.spread else "each do all work"
+            for entry in self.entries
+            if len(entry.holders(0)) > len(entry.holders(0, replicas=False))
+        }
+        return " or ".join(sorted(told)) or "0"
 
 
 def report_of(
@@ -105,11 +125,14 @@ def report_of(
         chunk_size=args.chunk_size,
         warmup_step=args.warmup_step,
     )
+    if layout.kind == "zero2":
+        before, after = averaging_of(kernel, weights, ranks, dtype, args.device_type)
+        costs = replace(costs, before=before, after=after)
     interleave = importlib.import_module(f"{kernel.__name__}.async_utils").interleave
     timeline = simulate(interleave, costs, machine, args.rank)
     local = local_elements(kernel, entries, ranks)
     seconds = time.perf_counter() - began
-    return Report(layout, entries, local, dtype.itemsize, costs, timeline, machine.flops, seconds)
+    return Report(layout, entries, local, dtype.itemsize, costs, timeline, machine, seconds)
 
 
 def local_elements(kernel: Any, entries: Iterable[Any], ranks: int) -> np.ndarray:
@@ -152,7 +175,9 @@ def compare(title: str, reports: Sequence[Report]) -> Table:
     for report in reports:
         table.add_column(report.layout.text, justify="right")
     for label in columns[0]:
-        table.add_row(label, *(column[label] for column in columns))
+        cells = [column[label] for column in columns]
+        if any(cell != "0" for cell in cells):
+            table.add_row(label, *cells)
     return table
 
 

@@ -19,8 +19,9 @@ class Span:
     """What a rank does from ``start`` to ``stop``, in seconds.
 
     Args:
-        what: ``"gather"``, ``"compute"`` or ``"scatter"``.
-        chunk: counted over all lanes; −1 for matrices that need no traffic.
+        what: ``"gather"``, ``"compute"`` or ``"scatter"``; ``"average"`` of what ZeRO-2 does before
+            and after these.
+        chunk: counted over all lanes; −1 for what is in none.
     """
 
     what: str
@@ -46,6 +47,11 @@ class Timeline:
     staged: int
 
     @property
+    def rows(self) -> list[str]:
+        """What there are spans of."""
+        return [row for row in ROWS if any(span.what == row for span in self.spans)]
+
+    @property
     def computing(self) -> float:
         """Seconds of orthogonalization on this rank."""
         return sum(span.stop - span.start for span in self.spans if span.what == "compute")
@@ -58,8 +64,9 @@ def simulate(
 
     Every rank computes on one stream, in the order of the program. An all-to-all starts when all
     its ranks have reached it and the one before it has ended, and takes as long as its slowest
-    rank. Counted are orthogonalization and traffic; element-wise work, which is bound by memory,
-    is not.
+    rank. ZeRO-2 is taken to average all gradients before the first chunk, and to gather AdamW's
+    weights after the last. Counted are orthogonalization and traffic; element-wise work, which is
+    bound by memory, is not.
 
     Args:
         interleave: the package's ``async_utils.interleave``.
@@ -68,8 +75,10 @@ def simulate(
         rank: whose timeline; None is the one with the most FLOPs.
     """
     rank = costs.busiest if rank is None else rank
-    free = np.zeros(len(costs.alone))  # when each rank has done what it was given
-    spans: list[Span] = []
+    ranks = len(costs.alone)
+    averaged = costs.before.seconds(ranks, machine)
+    free = np.full(ranks, averaged)  # when each rank has done what it was given
+    spans = [Span("average", -1, 0.0, averaged)] if averaged else []
     staged, first = 0, 0
 
     def without_traffic() -> None:
@@ -85,7 +94,11 @@ def simulate(
         staged, first = max(staged, run.most_held), first + len(lane.flops)
     if not lanes:
         without_traffic()
-    return Timeline(rank, tuple(spans), float(free[rank]), staged)
+    end = float(free[rank])
+    gathered = costs.after.seconds(ranks, machine)
+    if gathered:
+        spans.append(Span("average", -1, end, end + gathered))
+    return Timeline(rank, tuple(spans), end + gathered, staged)
 
 
 class _LaneRun:
@@ -155,8 +168,9 @@ class _LaneRun:
 
 # -- the picture -----------------------------------------------------------------------------------
 
-ROWS = ("gather", "compute", "scatter")
+ROWS = ("average", "gather", "compute", "scatter")
 COLOURS = {
+    "average": ("#6d28d9", "#6d28d9"),
     "gather": ("#1d4ed8", "#93c5fd"),  # of even and of odd chunks
     "compute": ("#c2410c", "#fdba74"),
     "scatter": ("#0f766e", "#5eead4"),
@@ -200,13 +214,13 @@ def _told(name: str, timeline: Timeline) -> str:
 
 
 def _draw_rows(axes: Any, timeline: Timeline) -> None:
-    for row, what in enumerate(ROWS):
+    for row, what in enumerate(timeline.rows):
         for shade, colour in enumerate(COLOURS[what]):
             spans = [s for s in timeline.spans if s.what == what and s.chunk % 2 == shade]
             bars = [(1e3 * s.start, 1e3 * (s.stop - s.start)) for s in spans]
-            axes.broken_barh(bars, (row - 0.4, 0.8), facecolors=colour, linewidth=0)
-    axes.set_yticks(range(len(ROWS)), ROWS)
-    axes.set_ylim(len(ROWS) - 0.4, -0.6)
+            axes.broken_barh(bars, (row - 0.4, 0.8), color=colour, linewidth=0.5)  # never too thin
+    axes.set_yticks(range(len(timeline.rows)), timeline.rows)
+    axes.set_ylim(len(timeline.rows) - 0.4, -0.6)
     axes.grid(axis="x", color="#e5e7eb", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.tick_params(length=0)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
+import json
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, debug, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,11 +33,16 @@ from counters import count
 from kernel import optimizer
 from ranks import run_ranks
 
-sys.path.append(str(Path(__file__).parent.parent / "examples"))
+EXAMPLES = Path(__file__).parent.parent / "examples"
+sys.path.append(str(EXAMPLES))
 
 import costs
 import deployment
+import timeline
 from architectures import MODELS, Weight, weights_of
+
+RANKS = 64
+RANKS_PER_HOST = 8
 
 # -- models ----------------------------------------------------------------------------------------
 
@@ -42,10 +56,150 @@ def test_models_have_as_many_parameters_as_was_published(model, billions):
     assert numel == pytest.approx(billions * 1e9, rel=0.01)
 
 
-# -- steps, on a fake process group ----------------------------------------------------------------
+@pytest.mark.parametrize("model", MODELS)
+def test_models_have_the_published_number_of_matrices_by_layer(model):
+    matrices = [weight for weight in weights_of(MODELS[model]) if weight.muon]
+    of_layer = [weight for weight in matrices if weight.name.startswith("layers.1.")]
+    assert len(of_layer) == {"llama": 7, "qwen3": 8, "kimi": 12}[model.split("-")[0]]
+    assert all("embed" not in weight.name and "head" not in weight.name for weight in matrices)
 
-RANKS = 64
-RANKS_PER_HOST = 8
+
+DENSE_CONFIG = {
+    "model_type": "new",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 160,
+    "vocab_size": 1000,
+    "tie_word_embeddings": True,
+}
+
+
+def test_an_unknown_model_with_the_usual_keys_has_shapes():
+    weights = weights_of(DENSE_CONFIG)
+    assert sum(w.numel for w in weights if w.muon) == 2 * (4 * 64 * 64 + 3 * 64 * 160)
+    assert sum(w.numel for w in weights if not w.muon) == 1000 * 64 + 5 * 64
+
+
+def test_experts_replace_the_feed_forward_of_some_layers():
+    keys = {"num_local_experts": 6, "first_k_dense_replace": 1}  # Mixtral's, DeepSeek's
+    shapes = {w.name: w.shape for w in weights_of({**DENSE_CONFIG, **keys})}
+    assert shapes["layers.0.mlp.down_proj.weight"] == (64, 160)
+    assert shapes["layers.1.mlp.experts.down_proj"] == (6, 64, 160)
+    assert shapes["layers.1.mlp.gate.weight"] == (6, 64)
+
+
+@pytest.mark.parametrize(
+    ("without", "given", "missing"),
+    [
+        (("hidden_size", "vocab_size"), {}, "hidden_size, vocab_size"),
+        (("intermediate_size",), {}, "intermediate_size"),
+        ((), {"kv_lora_rank": 16, "v_head_dim": 8}, "qk_nope_head_dim, qk_rope_head_dim"),
+    ],
+)
+def test_missing_keys_are_named(without, given, missing):
+    config = {key: value for key, value in DENSE_CONFIG.items() if key not in without}
+    with pytest.raises(ValueError, match=rf"'new' lacks {missing},"):
+        weights_of({**config, **given})
+
+
+# -- layouts ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("fdsp", "'fdsp' is no layout; there are fsdp,"),
+        ("hsdp:3x16", "hsdp:3x16 is no layout of 64 ranks"),
+        ("hsdp:*x*", "is no layout of 64 ranks"),
+        ("ep:5", "5 does not divide 64 ranks"),
+    ],
+)
+def test_wrong_layouts_are_refused(text, problem):
+    with pytest.raises(ValueError, match=problem.replace("*", r"\*")):
+        deployment.parse_layout(text, 64)
+
+
+def test_a_star_takes_the_rest_of_the_ranks():
+    assert deployment.parse_layout("hsdp:*x8", 64) == deployment.parse_layout("hsdp:8x8", 64)
+    assert deployment.parse_layout("hsdp:2x*:spread", 64).mesh == (2, 32)
+
+
+class Block(nn.Module):
+    """One weight of each kind, of the names of `of_block`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(64, 128, bias=False)
+        self.down = nn.Linear(128, 64, bias=False)
+        self.many, self.few = Stack(72), Stack(10)
+
+
+class Stack(nn.Module):
+    def __init__(self, experts: int):
+        super().__init__()
+        self.experts = nn.Parameter(torch.randn(experts, 64, 32))
+
+
+OF_BLOCK = {
+    "up.weight": Weight("up.weight", (128, 64), "colwise"),
+    "down.weight": Weight("down.weight", (64, 128), "rowwise"),
+    "many.experts": Weight("many.experts", (72, 64, 32), "colwise"),
+    "few.experts": Weight("few.experts", (10, 64, 32), "colwise"),
+}
+
+
+def sharded_by_torch(text: str) -> dict[str, Any]:
+    """Where `fully_shard` and `parallelize_module` leave the weights of a block, on rank 13."""
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=13, world_size=RANKS)
+    kind, mesh = (layout := deployment.parse_layout(text, RANKS)).kind, layout.mesh
+    block, everyone = Block(), init_device_mesh("cpu", (RANKS,))
+    by_rows = {id(block.few.experts)}  # there are less of them than ranks
+
+    def placed(param: nn.Parameter) -> Shard:
+        return Shard(1 if id(param) in by_rows else 0)
+
+    if kind in ("fsdp", "hsdp"):
+        names = ("replicas", "shards")[2 - len(mesh) :]
+        of_all = init_device_mesh("cpu", mesh, mesh_dim_names=names)
+        fully_shard(block, mesh=of_all, shard_placement_fn=placed)
+    else:
+        two = init_device_mesh("cpu", mesh, mesh_dim_names=("outer", "inner"))
+        if kind == "ep":
+            for stack in (block.many, block.few):
+                stack.experts = nn.Parameter(
+                    distribute_tensor(stack.experts, two["inner"], [Shard(0)])
+                )
+                by_rows = {id(block.few.experts)}
+                fully_shard(stack, mesh=two["outer"], shard_placement_fn=placed)
+            fully_shard(block, mesh=everyone)
+        else:
+            plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            parallelize_module(block, two["inner"], plan)
+            fully_shard(block, mesh=two["outer"])
+    sharding_of = optimizer.distributed.utils.sharding_of
+    return {name: sharding_of(param) for name, param in block.named_parameters()}
+
+
+@pytest.mark.parametrize("text", ["fsdp", "hsdp:4x16", "fsdp+tp:4", "ep:4"])
+def test_weights_lie_as_torch_places_them(text):
+    (found,) = run_ranks(placements_of, 1, text)
+    for name, (theirs, ours) in found.items():
+        if text != "fsdp+tp:4" or "experts" not in name:  # which torch's styles leave alone
+            assert theirs == ours, name
+
+
+def placements_of(text: str) -> dict[str, tuple[str, str]]:
+    """By name what torch makes of a weight, and what is planned for it."""
+    layout = deployment.parse_layout(text, RANKS)
+    return {
+        name: (repr(theirs), repr(deployment.sharding_of(optimizer, OF_BLOCK[name], layout)))
+        for name, theirs in sharded_by_torch(text).items()
+    }
+
+
+# -- steps, on a fake process group ----------------------------------------------------------------
 
 # Rows that 64, 16 and 4 ranks divide evenly, unevenly, and into empty shards.
 DENSE = [
@@ -58,8 +212,8 @@ MORE = [Weight(f"layers.{i}.small.weight", (40, 24)) for i in range(60)]  # than
 EXPERTS = [
     Weight("layers.0.experts.gate_proj", (72, 24, 16), "colwise"),
     Weight("layers.0.experts.down_proj", (72, 16, 24), "rowwise"),
-    Weight("layers.1.experts.gate_proj", (10, 40, 16), "colwise"),
-    Weight("layers.1.experts.down_proj", (10, 16, 40), "rowwise"),
+    Weight("layers.1.experts.gate_proj", (10, 64, 16), "colwise"),
+    Weight("layers.1.experts.down_proj", (10, 64, 40), "rowwise"),
 ]
 
 
@@ -164,9 +318,65 @@ def step_as_every_rank(text: str, weights: list[Weight], options: dict[str, Any]
     return max((len(lane.bytes) for lane in found.lanes), default=0)
 
 
+EVEN = [Weight(f"layers.{i}.weight", (128, 64 + 64 * (i % 2))) for i in range(200)]
+
+
+def costs_on(text: str, weights: list[Weight], ranks: int, **options: Any) -> costs.Costs:
+    layout = deployment.parse_layout(text, ranks)
+    entries = deployment.entries_of(optimizer, weights, layout, **options)
+    return costs.costs_of(optimizer, entries, ranks, RANKS_PER_HOST)
+
+
+@pytest.mark.parametrize(
+    ("text", "local", "expected"),
+    [
+        ("fsdp", 1 / 64, 4 * 63 / 64),
+        ("fsdp+tp:4", 1 / 64, 4 * 63 / 64),
+        ("hsdp:4x16:redundant", 1 / 16, 4 * 15 / 16),
+        # To one of 64 owners from the 16 of its replica, from there to all of 4 replicas.
+        ("hsdp:4x16:spread", 1 / 16, 2 * 15 / 16 / 4 + 2 * 63 / 64),
+        ("ddp", 1, 2 * 63 / 64 * (1 + 1 / 64)),
+    ],
+)
+def test_bytes_sent_per_local_element_are_those_of_the_formula(text, local, expected):
+    numel = sum(weight.numel for weight in EVEN)
+    moved = costs_on(text, EVEN, RANKS).bytes
+    assert moved[:, costs.SENT].sum() == moved[:, costs.RECEIVED].sum()
+    assert moved[:, costs.SENT].sum() / (RANKS * numel * local) == pytest.approx(expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [("kimi-k2", "ep:8"), ("kimi-k2", "fsdp+tp:8"), ("qwen3-30b-a3b", "hsdp:4x*")],
+)
+def test_a_thousand_ranks_cost_what_the_plan_of_each_says(model, text):
+    layout = deployment.parse_layout(text, 1024)
+    entries = deployment.entries_of(optimizer, weights_of(MODELS[model]), layout)
+    found = costs.costs_of(optimizer, entries, 1024, RANKS_PER_HOST)
+    for rank in (0, 13, 517, 1023):
+        plan = optimizer.distributed.plan.make_plan(entries, rank)
+        chunks = [chunk for lane in plan.lanes for chunk in lane.chunks]
+        for way, traffic in enumerate(("gather", "scatter")):
+            for direction in ("sent", "received"):
+                elements = sum(sum(getattr(getattr(c, traffic), direction)) for c in chunks)
+                index = costs.SENT if direction == "sent" else costs.RECEIVED
+                assert 2 * elements == found.bytes[way, index, :, rank].sum(), (rank, traffic)
+        flops = sum(
+            len(batch.units)
+            * plan.entries[unit.entry].matrices.count(unit.box, unit.rows)
+            * plan.entries[unit.entry].cost(unit.rows)
+            for lane in (*plan.lanes, *plan.alone)
+            for chunk in lane.chunks
+            for batch in chunk.batches
+            for unit in batch.units[:1]
+        )
+        assert flops == found.flops[rank], rank
+
+
 CASES = {  # layout, weights, options, chunks at least
     "fsdp": ("fsdp", [*DENSE, *MORE], {"chunk_size": 1}, 2),
-    "fsdp, some experts": ("fsdp", EXPERTS, {"beta2": 0.9}, 2),
+    "fsdp, some experts": ("fsdp", EXPERTS, {"beta2": 0.9}, 1),
     "hsdp": ("hsdp:4x16:redundant", DENSE, {"chunk_size": 1, "warmup_step": 1}, 2),
     "hsdp, shared": ("hsdp:4x16:spread", [*DENSE, *EXPERTS], {"beta2": 0.9}, 2),
     "ddp": ("ddp", [*DENSE, *EXPERTS], {"comm_dtype": torch.float16, "chunk_size": 1}, 2),
@@ -181,3 +391,60 @@ def test_the_costs_of_a_plan_are_those_of_its_steps(case):
     *arguments, least = CASES[case]
     (chunks,) = run_ranks(step_as_every_rank, 1, *arguments, timeout=300)
     assert chunks >= least
+
+
+# -- times, and what is printed --------------------------------------------------------------------
+
+
+def machine(**given: Any) -> Any:
+    machines = importlib.import_module(f"{optimizer.__name__}.distributed.machine")
+    speeds = {"flops": 1e12, "host_bytes": 1e11, "network_bytes": 1e10, "latency": 0.0}
+    return machines.Machine(**{**speeds, "ranks_per_host": RANKS_PER_HOST, **given})
+
+
+def simulated(found: costs.Costs, **given: Any) -> timeline.Timeline:
+    interleave = importlib.import_module(f"{optimizer.__name__}.async_utils").interleave
+    return timeline.simulate(interleave, found, machine(**given))
+
+
+def test_a_step_takes_at_least_its_arithmetic_and_at_least_its_traffic():
+    found = costs_on("fsdp", weights_of(MODELS["llama-3-8b"]), RANKS)
+    away = found.bytes[:, costs.SENT, costs.NETWORK].max()
+    step = simulated(found)
+    assert step.seconds > max(found.makespan / 1e12, away / 1e10)
+    without_traffic = simulated(found, host_bytes=1e30, network_bytes=1e30)
+    assert without_traffic.seconds == pytest.approx(found.makespan / 1e12)
+    assert simulated(found, latency=1.0).seconds > step.seconds + 1
+
+
+def test_chunks_in_flight_hide_traffic_under_arithmetic():
+    found = costs_on("hsdp:8x8:redundant", weights_of(MODELS["llama-3-8b"]), RANKS)
+    (one, *_) = found.lanes
+    assert one.in_flight > 2
+    alone = dataclasses.replace(found, lanes=(dataclasses.replace(one, in_flight=1),))
+    shown = [
+        step.seconds - found.makespan / 1e12
+        for step in (simulated(found, host_bytes=1e9), simulated(alone, host_bytes=1e9))
+    ]
+    assert 3 * shown[0] < shown[1]
+
+
+@pytest.mark.slow
+def test_the_script_prints_layouts_side_by_side_and_draws_them(tmp_path):
+    picture, config = tmp_path / "plan.png", tmp_path / "mine" / "config.json"
+    config.parent.mkdir()
+    config.write_text(json.dumps(DENSE_CONFIG))
+    command = [sys.executable, EXAMPLES / "plan.py", "--config", config, "--ranks", "16"]
+    command += ["--layout", "fsdp", "--layout", "hsdp:*x8:spread", "--owners", "--png", picture]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    for text in ("mine on 16 ranks", "fsdp", "hsdp:2x8:spread", "step, ms", "layers.*.mlp.up_proj"):
+        assert text in done.stdout
+    assert picture.stat().st_size > 10_000
+    table = [*command[:4], "--ranks", "8", "--ranks", "16", "--layout", "ddp", "--markdown"]
+    done = subprocess.run(table, capture_output=True, text=True, timeout=120, check=True)
+    assert [line.count("|") for line in done.stdout.splitlines()] == [14] * 4
+    wrong = subprocess.run(
+        [*command, "--layout", "ep"], capture_output=True, text=True, check=False
+    )
+    assert wrong.returncode == 1
+    assert wrong.stderr.startswith("plan.py: 'ep' is no layout")
