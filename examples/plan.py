@@ -314,6 +314,8 @@ def run(args: argparse.Namespace) -> None:
         print("\n".join(markdown_head()))
     for model, weights in models.items():
         for ranks in args.ranks:
+            if args.rank is not None and not 0 <= args.rank < ranks:
+                raise ValueError(f"there is no rank {args.rank} of {ranks}")
             reports = []
             for layout in layouts_of(args, weights, ranks):
                 report = report_of(kernel, weights, layout, ranks, args)

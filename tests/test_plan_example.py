@@ -33,13 +33,14 @@ from counters import count
 from kernel import optimizer
 from ranks import run_ranks
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
-sys.path.append(str(EXAMPLES))
+sys.path.append(str(Path(__file__).parent.parent / "examples"))
 
 import costs
 import deployment
 import timeline
 from architectures import MODELS, Weight, weights_of
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
 
 RANKS = 64
 RANKS_PER_HOST = 8
@@ -318,7 +319,7 @@ def step_as_every_rank(text: str, weights: list[Weight], options: dict[str, Any]
     return max((len(lane.bytes) for lane in found.lanes), default=0)
 
 
-EVEN = [Weight(f"layers.{i}.weight", (128, 64 + 64 * (i % 2))) for i in range(200)]
+EVEN = [Weight(f"layers.{i}.weight", (128, 64 + 64 * (i % 2)), "colwise") for i in range(200)]
 
 
 def costs_on(text: str, weights: list[Weight], ranks: int, **options: Any) -> costs.Costs:
