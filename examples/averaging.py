@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-import torch
 
 from architectures import Weight
 
 
 @dataclass(frozen=True)
-class Collectives:
+class Ring:
     """Collectives over all ranks, in rings that visit host after host.
 
     Args:
@@ -21,60 +19,101 @@ class Collectives:
         sent: bytes that each rank sends in all of them, and receives.
     """
 
-    count: int = 0
-    sent: float = 0.0
+    count: int
+    sent: float
 
-    def by_link(self, ranks: int, ranks_per_host: int) -> tuple[float, float]:
+    def by_link(self, ranks: int, hosts: int) -> tuple[float, float]:
         """Bytes that a rank sends within its host and to others.
 
         Of each ring one of the ranks of a host leaves it; rings take turns in which.
         """
-        if ranks <= ranks_per_host:
-            return self.sent, 0.0
-        away = self.sent / ranks_per_host
+        away = self.sent * hosts / ranks if hosts > 1 else 0.0
         return self.sent - away, away
 
     def seconds(self, ranks: int, machine: Any) -> float:
-        here, away = self.by_link(ranks, machine.ranks_per_host)
+        here, away = self.by_link(ranks, -(-ranks // machine.ranks_per_host))
         slowest = max(here / machine.host_bytes, away / machine.network_bytes)
         return slowest + self.count * machine.latency
 
 
-NOTHING = Collectives()
+@dataclass(frozen=True)
+class Averages:
+    """ZeRO-2's collectives.
+
+    Args:
+        gradients: of Muon's weights, bucket by bucket.
+        needed: how many of these buckets each chunk needs.
+        ahead: buckets that are launched before they are needed.
+        other_gradients: AdamW's.
+        other_rows: of AdamW's weights, each from the rank that has updated them.
+    """
+
+    gradients: tuple[Ring, ...]
+    needed: tuple[int, ...]
+    ahead: int
+    other_gradients: Ring
+    other_rows: Ring
+
+    @property
+    def all(self) -> Ring:
+        rings = (*self.gradients, self.other_gradients, self.other_rows)
+        return Ring(sum(ring.count for ring in rings), sum(ring.sent for ring in rings))
 
 
-def averaging_of(
-    kernel: Any, weights: Iterable[Weight], ranks: int, dtype: torch.dtype, device_type: str
-) -> tuple[Collectives, Collectives]:
-    """The averages of all gradients, and the gathers of the rows that AdamW has updated.
+def averages_of(
+    kernel: Any,
+    entries: Sequence[Any],
+    weights: Iterable[Weight],
+    first_used: Sequence[Sequence[int]],
+    ranks: int,
+) -> Averages:
+    """The collectives of a step in which all weights have a gradient of their own dtype.
 
     Args:
         kernel: the package.
-        weights: of the model.
+        entries: Muon's weights, as the plan sees them.
+        weights: of the model, of which AdamW's are looked at.
+        first_used: the numbers of the entries that each chunk is the first to need.
         ranks: how many.
-        dtype: of weights and gradients.
-        device_type: of the ranks' devices.
     """
     zero2 = importlib.import_module(f"{kernel.__name__}.distributed.zero2")
-    device = torch.device(device_type)
-    gradients, rows = [], []
-    for weight in weights:
-        divided = weight.muon or zero2.is_divided(weight.shape, ranks)
-        piece = zero2.Piece(weight.shape, dtype, device, divided)
-        padded = piece.slot_numel(ranks) * ranks
-        if divided and padded > 2 * weight.numel:  # an all-reduce moves less
-            gradients.append(zero2.Piece(weight.shape, dtype, device, False))
-        else:
-            gradients.append(piece)
-        if divided and not weight.muon:
-            rows.append(piece)
-    return _collectives(zero2, gradients, ranks), _collectives(zero2, rows, ranks)
+    dtype, device = entries[0].dtype, entries[0].device
+
+    def piece(shape: Sequence[int], in_slots: bool) -> Any:
+        return zero2.Piece(tuple(shape), dtype, device, in_slots)
+
+    def gradient(shape: Sequence[int], divided: bool) -> Any:
+        whole, slots = piece(shape, False), piece(shape, divided)
+        few_rows = slots.slot_numel(ranks) * ranks > 2 * whole.slot_numel(ranks)
+        return whole if few_rows else slots  # an all-reduce moves less than padded slots
+
+    numbers = [number for of_chunk in first_used for number in of_chunk]
+    of_muon = [gradient(entries[number].matrices.shape, True) for number in numbers]
+    buckets = zero2.plan_buckets(tuple(of_muon), ranks)
+    needed, seen = [], 0
+    for of_chunk in first_used:
+        seen += len(of_chunk)
+        needed.append(buckets.through[seen - 1] if seen else 0)
+    others = [weight.shape for weight in weights if not weight.muon]
+    divided = [zero2.is_divided(shape, ranks) for shape in others]
+    rows = [piece(shape, True) for shape, cut in zip(others, divided) if cut]
+    return Averages(
+        tuple(_ring([of_muon[i] for i in bucket.members], 1, ranks) for bucket in buckets.buckets),
+        tuple(needed),
+        zero2.BUCKETS_IN_FLIGHT - 1,
+        _rings(zero2, [gradient(*of) for of in zip(others, divided)], ranks),
+        _rings(zero2, rows, ranks),
+    )
 
 
-def _collectives(zero2: Any, pieces: list[Any], ranks: int) -> Collectives:
+def _rings(zero2: Any, pieces: Sequence[Any], ranks: int) -> Ring:
+    return _ring(pieces, len(zero2.plan_buckets(tuple(pieces), ranks).buckets), ranks)
+
+
+def _ring(pieces: Sequence[Any], count: int, ranks: int) -> Ring:
     """Reduce-scatters or all-gathers of what is in slots, all-reduces of the rest."""
     sent = 0.0
     for piece in pieces:
         size = piece.slot_numel(ranks) * piece.dtype.itemsize
         sent += size * (ranks - 1) if piece.in_slots else 2 * size * (ranks - 1) / ranks
-    return Collectives(len(zero2.plan_buckets(tuple(pieces), ranks).buckets), sent)
+    return Ring(count, sent)

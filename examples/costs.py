@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from averaging import NOTHING, Collectives
+from averaging import Averages, Ring
 
 Ints = NDArray[np.int64]
 
@@ -39,6 +39,7 @@ class LaneCosts:
         bytes: on the wire, (chunks, ways, directions, links, peers).
         kept: bytes in the buffers that stay on their rank, (chunks, ways, peers).
         in_flight: chunks under way at once.
+        first_used: numbers of the entries that each chunk is the first to need.
     """
 
     peers: tuple[int, ...]
@@ -46,6 +47,7 @@ class LaneCosts:
     bytes: Ints
     kept: Ints
     in_flight: int
+    first_used: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -56,14 +58,13 @@ class Costs:
         alone: FLOPs of matrices that are whole where they lie, (ranks,).
         lanes: by their ranks, in the order in which each of these goes through its own.
         largest: FLOPs of the costliest matrix.
-        before, after: collectives of all ranks around them, of ZeRO-2.
+        averages: what ZeRO-2 does beside; None elsewhere.
     """
 
     alone: Ints
     lanes: tuple[LaneCosts, ...]
     largest: int
-    before: Collectives = NOTHING
-    after: Collectives = NOTHING
+    averages: Averages | None = None
 
     @cached_property
     def flops(self) -> Ints:
@@ -244,6 +245,7 @@ class LaneUnits:
         lane: as the plan of one of its ranks has it.
         entry: one whose peers are those of the lane.
         counts: of each kind how many, (chunks, peers).
+        first_used: numbers of the entries that each chunk is the first to need.
     """
 
     def __init__(self, entries: Sequence[Any], lane: Any):
@@ -264,6 +266,11 @@ class LaneUnits:
                 experts = math.prod(stop - start for start, stop in unit.box[:row_dim])
                 found[key][1][chunk, owner] += experts
         self.counts = tuple(found.values())
+        chunk_of = dict(reversed([(u.entry, c) for c, us in enumerate(lane.rounds) for u, _ in us]))
+        self.first_used: tuple[tuple[int, ...], ...] = tuple(
+            tuple(dict.fromkeys(unit.entry for unit, _ in owned if chunk_of[unit.entry] == chunk))
+            for chunk, owned in enumerate(lane.rounds)
+        )
         self.flops = np.zeros(shape, np.int64)
         for kind, counts in self.counts:
             self.flops += counts * kind.flops
@@ -287,7 +294,13 @@ class LaneUnits:
             moved[:, SCATTER] += _exchanged(back, counts, everyone, hosts)[:, ::-1]
             kept[:, GATHER] += counts * out
             kept[:, SCATTER] += counts * back
-        return LaneCosts(peers, self.flops, moved, kept, self.lane.in_flight)
+        for chunk, planned in enumerate(self.lane.chunks):
+            if planned.slot:  # an all-gather, in a ring
+                sent = planned.slot * wire * (len(peers) - 1)
+                here, away = Ring(1, sent).by_link(len(peers), len(np.unique(hosts)))
+                moved[chunk, SCATTER] = np.array([here, away]).round()[:, None]
+                kept[chunk, SCATTER] = planned.slot * wire - sent  # received in place
+        return LaneCosts(peers, self.flops, moved, kept, self.lane.in_flight, self.first_used)
 
 
 def _exchanged(held: Ints, counts: Ints, replica: Ints, hosts: Ints) -> Ints:

@@ -27,7 +27,7 @@ from rich.table import Table
 
 import deployment
 from architectures import MODELS, Weight, read_config, weights_of
-from averaging import averaging_of
+from averaging import averages_of
 from costs import HOST, NETWORK, RECEIVED, SENT, Costs, costs_of
 from deployment import Layout, entries_of, parse_layout
 from timeline import Timeline, draw, simulate
@@ -92,10 +92,11 @@ class Report:
 
     def _around(self) -> np.ndarray:
         """Bytes of ZeRO-2's averages and gathers that each rank sends, (links, 1)."""
-        ranks, per_host = len(self.local), self.machine.ranks_per_host
-        both = (self.costs.before, self.costs.after)
-        by_link = np.array([collectives.by_link(ranks, per_host) for collectives in both])
-        return by_link.sum(0)[:, None]
+        if self.costs.averages is None:
+            return np.zeros((2, 1))
+        ranks = len(self.local)
+        by_link = self.costs.averages.all.by_link(ranks, -(-ranks // self.machine.ranks_per_host))
+        return np.array(by_link)[:, None]
 
     def _replicas(self) -> str:
         """What those do that hold the same parts of a matrix."""
@@ -126,8 +127,9 @@ def report_of(
         warmup_step=args.warmup_step,
     )
     if layout.kind == "zero2":
-        before, after = averaging_of(kernel, weights, ranks, dtype, args.device_type)
-        costs = replace(costs, before=before, after=after)
+        (lane,) = costs.lanes
+        averages = averages_of(kernel, entries, weights, lane.first_used, ranks)
+        costs = replace(costs, averages=averages)
     interleave = importlib.import_module(f"{kernel.__name__}.async_utils").interleave
     timeline = simulate(interleave, costs, machine, args.rank)
     local = local_elements(kernel, entries, ranks)

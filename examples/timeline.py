@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from averaging import Averages, Ring
 from costs import GATHER, HOST, NETWORK, SCATTER, Costs, LaneCosts
 
 WAYS = {GATHER: "gather", SCATTER: "scatter"}
@@ -19,8 +20,7 @@ class Span:
     """What a rank does from ``start`` to ``stop``, in seconds.
 
     Args:
-        what: ``"gather"``, ``"compute"`` or ``"scatter"``; ``"average"`` of what ZeRO-2 does before
-            and after these.
+        what: ``"gather"``, ``"compute"`` or ``"scatter"``; ``"average"``: what ZeRO-2 does beside.
         chunk: counted over all lanes; −1 for what is in none.
     """
 
@@ -64,9 +64,8 @@ def simulate(
 
     Every rank computes on one stream, in the order of the program. An all-to-all starts when all
     its ranks have reached it and the one before it has ended, and takes as long as its slowest
-    rank. ZeRO-2 is taken to average all gradients before the first chunk, and to gather AdamW's
-    weights after the last. Counted are orthogonalization and traffic; element-wise work, which is
-    bound by memory, is not.
+    rank. Counted are orthogonalization and traffic; element-wise work, which is bound by memory,
+    is not.
 
     Args:
         interleave: the package's ``async_utils.interleave``.
@@ -75,11 +74,10 @@ def simulate(
         rank: whose timeline; None is the one with the most FLOPs.
     """
     rank = costs.busiest if rank is None else rank
-    ranks = len(costs.alone)
-    averaged = costs.before.seconds(ranks, machine)
-    free = np.full(ranks, averaged)  # when each rank has done what it was given
-    spans = [Span("average", -1, 0.0, averaged)] if averaged else []
+    free = np.zeros(len(costs.alone))  # when each rank has done what it was given
+    spans: list[Span] = []
     staged, first = 0, 0
+    lanes = costs.lanes_of(rank)
 
     def without_traffic() -> None:
         start = free[rank]
@@ -87,18 +85,43 @@ def simulate(
         if costs.alone[rank]:
             spans.append(Span("compute", -1, start, free[rank]))
 
-    lanes = costs.lanes_of(rank)
     for number, lane in enumerate(lanes):
-        run = _LaneRun(lane, machine, free, lane.peers.index(rank), first, spans)
-        interleave(run.tasks(), lane.in_flight, without_traffic if number == 0 else None)
+        averages = None if costs.averages is None else _Averaging(costs.averages)
+        run = _LaneRun(lane, machine, free, lane.peers.index(rank), first, spans, averages)
+
+        def meanwhile(run: _LaneRun = run) -> None:
+            without_traffic()
+            run.update_others()
+
+        interleave(run.tasks(), lane.in_flight, meanwhile if number == 0 else None)
+        run.finish()
         staged, first = max(staged, run.most_held), first + len(lane.flops)
     if not lanes:
         without_traffic()
-    end = float(free[rank])
-    gathered = costs.after.seconds(ranks, machine)
-    if gathered:
-        spans.append(Span("average", -1, end, end + gathered))
-    return Timeline(rank, tuple(spans), end + gathered, staged)
+    return Timeline(rank, tuple(spans), float(free[rank]), staged)
+
+
+class _Averaging:
+    """ZeRO-2's collectives while they are launched.
+
+    Attributes:
+        arrivals: when each bucket of gradients is there, of those launched.
+        rows: when AdamW's weights are there.
+    """
+
+    def __init__(self, averages: Averages):
+        self.averages = averages
+        self.arrivals: list[float] = []
+        self.rows = 0.0
+
+    def due(self, chunk: int) -> list[Ring]:
+        """Buckets to launch when a chunk begins."""
+        last = self.averages.needed[chunk] + self.averages.ahead
+        return list(self.averages.gradients[len(self.arrivals) : last])
+
+    def arrival(self, chunk: int) -> float:
+        """When all gradients of a chunk are there."""
+        return max(self.arrivals[: self.averages.needed[chunk]], default=0.0)
 
 
 class _LaneRun:
@@ -108,12 +131,21 @@ class _LaneRun:
         free: when each rank of the world is free, in seconds; moved on.
         me: number of the peer whose spans are kept.
         first: number of the lane's first chunk.
+        spans: filled.
+        averaging: what ZeRO-2 does beside.
     """
 
     def __init__(
-        self, lane: LaneCosts, machine: Any, free: np.ndarray, me: int, first: int, spans: list
+        self,
+        lane: LaneCosts,
+        machine: Any,
+        free: np.ndarray,
+        me: int,
+        first: int,
+        spans: list[Span],
+        averaging: _Averaging | None,
     ):
-        self.lane, self.machine, self.spans = lane, machine, spans
+        self.lane, self.machine, self.spans, self.averaging = lane, machine, spans, averaging
         self.free, self.peers = free, np.array(lane.peers)
         self.me, self.first = me, first
         self.wire = 0.0  # when the last collective ends
@@ -123,7 +155,20 @@ class _LaneRun:
     def tasks(self) -> Iterator[Iterator[None]]:
         return (self._task(chunk) for chunk in range(len(self.lane.flops)))
 
+    def update_others(self) -> None:
+        """ZeRO-2 averages AdamW's gradients and starts to gather the rows that it updates."""
+        if self.averaging is not None:
+            self._wait(self._ring(self.averaging.averages.other_gradients))
+            self.averaging.rows = self._ring(self.averaging.averages.other_rows)
+
+    def finish(self) -> None:
+        if self.averaging is not None:
+            self._wait(self.averaging.rows)
+
     def _task(self, chunk: int) -> Iterator[None]:
+        if self.averaging is not None:
+            self.averaging.arrivals += map(self._ring, self.averaging.due(chunk))
+            self._wait(self.averaging.arrival(chunk))
         gathered = self._hold(chunk, GATHER)
         arrival = self._exchange(chunk, GATHER)
         yield
@@ -153,6 +198,13 @@ class _LaneRun:
             away = moved[:, NETWORK].max() / self.machine.network_bytes
             self.wire += max(here, away) + self.machine.latency
         self.spans.append(Span(WAYS[way], self.first + chunk, start, self.wire))
+        return self.wire
+
+    def _ring(self, ring: Ring) -> float:
+        """When a collective of ZeRO-2 that is launched now ends."""
+        start = max(self.wire, float(self.free[self.peers].max()))
+        self.wire = start + ring.seconds(len(self.peers), self.machine)
+        self.spans.append(Span("average", -1, start, self.wire))
         return self.wire
 
     def _wait(self, arrival: float) -> None:
