@@ -66,6 +66,47 @@ def test_models_have_the_published_number_of_matrices_by_layer(model):
     assert all("embed" not in weight.name and "head" not in weight.name for weight in matrices)
 
 
+def config_of(kind: str, *sizes: int, **others: Any) -> dict[str, Any]:
+    keys = ["hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"]
+    keys += ["intermediate_size", "vocab_size"]
+    return {"model_type": kind, **dict(zip(keys, sizes)), **others}
+
+
+LATENT = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128}
+LATENT |= {"qk_rope_head_dim": 64, "v_head_dim": 128}
+ROUTED = {"n_routed_experts": 256, "moe_intermediate_size": 2048, "n_shared_experts": 1}
+
+
+@pytest.mark.parametrize(
+    ("config", "billions"),
+    [
+        (config_of("mistral", 4096, 32, 32, 8, 14336, 32000), 7.24),
+        (config_of("qwen2", 3584, 28, 28, 4, 18944, 152064), 7.62),
+        (config_of("qwen3", 4096, 36, 32, 8, 12288, 151936, head_dim=128), 8.19),
+        (config_of("mixtral", 4096, 32, 32, 8, 14336, 32000, num_local_experts=8), 46.7),
+        (
+            config_of(
+                "deepseek_v3",
+                7168,
+                61,
+                128,
+                128,
+                18432,
+                129280,
+                first_k_dense_replace=3,
+                **LATENT,
+                **ROUTED,
+            ),
+            671,
+        ),
+    ],
+    ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
+)
+def test_other_configs_have_as_many_parameters_as_was_published(config, billions):
+    numel = sum(weight.numel for weight in weights_of(config))
+    assert numel == pytest.approx(billions * 1e9, rel=0.002)
+
+
 DENSE_CONFIG = {
     "model_type": "new",
     "hidden_size": 64,
