@@ -21,9 +21,11 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,7 +33,10 @@ from kernels import get_kernel
 from rich.console import Console
 from rich.table import Table
 
-optimizer = get_kernel("org/optimizer", version=1)
+sys.path.append(str(Path(__file__).resolve().parent.parent / "examples"))
+from planner.architectures import MODELS, weights_of
+
+optimizer = get_kernel("org/optimizer", version=1, trust_remote_code=["org/optimizer"])
 core, layout, planning = optimizer.core, optimizer.distributed.layout, optimizer.distributed.plan
 
 RANKS = (8, 16, 32, 64, 128, 256, 512, 1024)
@@ -45,38 +50,9 @@ Shape = tuple[int, ...]
 # -- models ----------------------------------------------------------------------------------------
 
 
-def llama(layers: int, dim: int, kv: int, ffn: int) -> list[Shape]:
-    attention = [(dim, dim), (kv, dim), (kv, dim), (dim, dim)]
-    return layers * [*attention, *feed_forward(dim, ffn)]
-
-
-def feed_forward(dim: int, ffn: int) -> list[Shape]:
-    return [(ffn, dim), (ffn, dim), (dim, ffn)]
-
-
-def experts(count: int, dim: int, ffn: int) -> list[Shape]:
-    return [(count, *shape) for shape in feed_forward(dim, ffn)]
-
-
-def qwen3_30b() -> list[Shape]:
-    attention = [(4096, 2048), (512, 2048), (512, 2048), (2048, 4096)]
-    return 48 * [*attention, (128, 2048), *experts(128, 2048, 768)]
-
-
-def trillion() -> list[Shape]:
-    """Latent attention and 384 experts, as Kimi K2 has them."""
-    dim = 7168
-    attention = [(1536, dim), (12288, 1536), (576, dim), (16384, 512), (dim, 8192)]
-    sparse = [(384, dim), *feed_forward(dim, 2048), *experts(384, dim, 2048)]
-    return [*attention, *feed_forward(dim, 18432), *(60 * [*attention, *sparse])]
-
-
-MODELS: dict[str, Callable[[], list[Shape]]] = {
-    "Llama-3-8B": lambda: llama(32, 4096, 1024, 14336),
-    "Llama-3-70B": lambda: llama(80, 8192, 1024, 28672),
-    "Qwen3-30B-A3B": qwen3_30b,
-    "1T": trillion,
-}
+def shapes_of(model: str) -> list[Shape]:
+    """Of Muon's parameters."""
+    return [tuple(weight.shape) for weight in weights_of(MODELS[model]) if weight.muon]
 
 
 def entries_of(
@@ -259,16 +235,13 @@ def layouts_of(shapes: Sequence[Shape], ranks: int) -> dict[str, bool]:
 
 
 COLUMNS = (
-    *("ranks", "dtype", "size", "max/mean", "pigeonhole", "proven", "makespan", "proven"),
+    *("model", "ranks", "dtype", "size", "max/mean", "pigeonhole", "proven", "makespan", "proven"),
     *("chunks", "in flight", "MiB", "s"),
 )
 
 
-def table_of(name: str, shapes: Sequence[Shape], arguments: argparse.Namespace) -> Table:
-    table = Table(title=name)
-    table.add_column("layout")
-    for column in COLUMNS:
-        table.add_column(column, justify="right")
+def rows_of(model: str, arguments: argparse.Namespace) -> Iterator[list[str]]:
+    shapes = shapes_of(model)
     for ranks in arguments.ranks:
         for kind, whole_experts in layouts_of(shapes, ranks).items():
             for dtype in arguments.dtypes:
@@ -276,8 +249,25 @@ def table_of(name: str, shapes: Sequence[Shape], arguments: argparse.Namespace) 
                     shapes, ranks, dtype=DTYPES[dtype], whole_experts=whole_experts
                 )
                 for size in arguments.chunk_size:
-                    table.add_row(kind, f"{ranks}", dtype, f"{size}", *row_of(entries, size))
-    return table
+                    name = f"{model}, {kind}" if kind else model
+                    yield [name, f"{ranks}", dtype, f"{size}", *row_of(entries, size)]
+
+
+def print_table(arguments: argparse.Namespace) -> None:
+    table = Table()
+    for column in COLUMNS:
+        table.add_column(column, justify="left" if column == COLUMNS[0] else "right")
+    for model in arguments.models:
+        for row in rows_of(model, arguments):
+            table.add_row(*row)
+    Console(width=160).print(table)
+
+
+def print_markdown(arguments: argparse.Namespace) -> None:
+    print(f"| {' | '.join(COLUMNS)} |", "|---|" + "---:|" * (len(COLUMNS) - 1), sep="\n")
+    for model in arguments.models:
+        for row in rows_of(model, arguments):
+            print(f"| {' | '.join(row)} |", flush=True)
 
 
 def row_of(entries: Sequence[Any], chunk_size: int) -> list[str]:
@@ -306,10 +296,9 @@ def main() -> None:
     parser.add_argument("--ranks", nargs="+", type=int, default=RANKS)
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--chunk-size", nargs="+", type=int, default=[-1])
+    parser.add_argument("--markdown", action="store_true", help="print the table in markdown")
     arguments = parser.parse_args()
-    console = Console(width=160)
-    for name in arguments.models:
-        console.print(table_of(name, MODELS[name](), arguments))
+    (print_markdown if arguments.markdown else print_table)(arguments)
 
 
 if __name__ == "__main__":

@@ -25,12 +25,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-import deployment
-from architectures import MODELS, Weight, read_config, weights_of
-from averaging import averages_of
-from costs import HOST, NETWORK, RECEIVED, SENT, Costs, costs_of
-from deployment import Layout, entries_of, parse_layout
-from timeline import Timeline, draw, simulate
+from planner import deployment
+from planner.architectures import MODELS, Weight, read_config, weights_of
+from planner.averaging import averages_of
+from planner.costs import HOST, NETWORK, RECEIVED, SENT, Costs, costs_of
+from planner.deployment import Layout, entries_of, parse_layout
+from planner.timeline import Timeline, draw, simulate
 from train import load_kernel
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

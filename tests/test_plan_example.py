@@ -35,11 +35,8 @@ from ranks import run_ranks
 
 sys.path.append(str(Path(__file__).parent.parent / "examples"))
 
-import averaging
-import costs
-import deployment
-import timeline
-from architectures import MODELS, Weight, weights_of
+from planner import averaging, costs, deployment, timeline
+from planner.architectures import MODELS, Weight, weights_of
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 

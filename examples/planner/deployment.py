@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from architectures import Weight
+from planner.architectures import Weight
 
 KINDS = ("fsdp", "hsdp:RxP[:spread|:redundant]", "fsdp+tp:N", "ep:N", "ddp", "zero2")
 _PATTERN = re.compile(

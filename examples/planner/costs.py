@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from averaging import Averages, Ring
+from planner.averaging import Averages, Ring
 
 Ints = NDArray[np.int64]
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from architectures import Weight
+from planner.architectures import Weight
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from averaging import Averages, Ring
-from costs import GATHER, HOST, NETWORK, SCATTER, Costs, LaneCosts
+from planner.averaging import Averages, Ring
+from planner.costs import GATHER, HOST, NETWORK, SCATTER, Costs, LaneCosts
 
 WAYS = {GATHER: "gather", SCATTER: "scatter"}
 
