@@ -53,50 +53,69 @@ def share_work(
 def seconds(entries: Sequence[Entry], rank: int, machine: Machine, spread: bool = False) -> float:
     """Estimated time of a step's orthogonalization and traffic, for the replicas of some entries.
 
-    Arithmetic and traffic hide under each other but for one chunk. The owners' arithmetic is the
-    mean of all ranks that share it, or the largest matrix where that is more. All links are taken
-    to be as far from each other as those of the first rank.
+    Arithmetic and traffic hide under each other but for one chunk. Either takes as long as on a
+    rank with an equal share, or as the costliest matrix takes its owner where that is more. All
+    links are taken to be as far from each other as those of the first rank.
     """
-    work = _Work()
+    work = _Work(machine)
     for entry in entries:
-        work.add(entry, rank, machine, spread)
-    compute = max(work.flops, work.largest) / machine.flops
-    wire = max(work.host_bytes / machine.host_bytes, work.network_bytes / machine.network_bytes)
+        work.add(entry, rank, spread)
+    compute, wire = work.compute, work.wire
     latency = 2 * CHUNKS * machine.latency if wire else 0.0
     return max(compute, wire) + min(compute, wire) / CHUNKS + latency
 
 
 @dataclass
 class _Work:
-    """What one rank does on average: FLOPs, those of the largest matrix, and bytes it sends."""
+    """What a rank does on average, and what the owner of the costliest matrix does for it.
 
+    Args:
+        flops, largest: FLOPs.
+        sent, of_largest: bytes within a host, and to other hosts.
+    """
+
+    machine: Machine
     flops: float = 0.0
     largest: float = 0.0
-    host_bytes: float = 0.0
-    network_bytes: float = 0.0
+    sent: tuple[float, float] = (0.0, 0.0)
+    of_largest: tuple[float, float] = (0.0, 0.0)
 
-    def add(self, entry: Entry, rank: int, machine: Machine, spread: bool) -> None:
+    @property
+    def compute(self) -> float:
+        return max(self.flops, self.largest) / self.machine.flops
+
+    @property
+    def wire(self) -> float:
+        speeds = (self.machine.host_bytes, self.machine.network_bytes)
+        return max(
+            max(mean, most) / speed for mean, most, speed in zip(self.sent, self.of_largest, speeds)
+        )
+
+    def add(self, entry: Entry, rank: int, spread: bool) -> None:
         everyone = entry.holders(rank)
         shards = entry.holders(everyone[0], replicas=False)
-        replicas = len(everyone) // len(shards)
+        replicas = len(everyone) // len(shards) if spread else 1
+        others = tuple(r for r in everyone if r == everyone[0] or r not in shards)
         m = entry.matrices
         experts = layout.numel(entry.region(rank)[: m.row_dim])
-        flops = experts * sum(block.count * entry.cost(block.rows) for block in m.blocks)
-        local = experts * m.rows * m.cols * entry.wire.itemsize / len(shards)
-        self.flops += flops / len(everyone if spread else shards)
-        costs = [entry.cost(block.rows) for block in m.blocks if experts]
-        self.largest = max([self.largest, *costs])
-        owned = local / (replicas if spread else 1)  # gathered by the rank, and given back
-        self._send(2 * owned * (len(shards) - 1) / len(shards), shards, machine)
-        if spread:
-            others = tuple(r for r in everyone if r == everyone[0] or r not in shards)
-            self._send(owned * (replicas - 1), others, machine)
+        for block in m.blocks if experts else ():
+            cost, count = entry.cost(block.rows), experts * block.count
+            size = block.rows * m.cols * entry.wire.itemsize
+            # An owner gathers and gives back within its replica, then gives to the others.
+            within = self._links(2 * size * (len(shards) - 1) / len(shards), shards)
+            between = self._links(size * (replicas - 1), others)
+            of_owner = (within[0] + between[0], within[1] + between[1])
+            owned = count / (len(shards) * replicas)
+            self.flops += owned * cost
+            self.sent = (self.sent[0] + owned * of_owner[0], self.sent[1] + owned * of_owner[1])
+            if cost > self.largest:
+                self.largest, self.of_largest = cost, of_owner
 
-    def _send(self, size: float, ranks: Sequence[int], machine: Machine) -> None:
-        """To all of the others alike, from the first of ``ranks``."""
+    def _links(self, size: float, ranks: Sequence[int]) -> tuple[float, float]:
+        """Bytes to all of the others alike, from the first of ``ranks``: in its host, and away."""
         others = [rank for rank in ranks if rank != ranks[0]]
         if not others:
-            return
-        near = sum(machine.host(rank) == machine.host(ranks[0]) for rank in others) / len(others)
-        self.host_bytes += size * near
-        self.network_bytes += size * (1 - near)
+            return (0.0, 0.0)
+        home = self.machine.host(ranks[0])
+        near = sum(self.machine.host(rank) == home for rank in others) / len(others)
+        return (size * near, size * (1 - near))
