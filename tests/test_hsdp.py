@@ -69,7 +69,7 @@ def test_the_estimate_counts_flops_links_and_latency():
     )
     entries = entries_of([(1024, 1024)] * 8, replicated(2, 2), device=CUDA)
     cost, n = entries[0].cost(1024), 1024 * 1024
-    chunks = optimizer.distributed.plan.CHUNKS
+    chunks = optimizer.distributed.staging.CHUNKS
 
     def expected(compute: float, wire: float) -> float:
         return max(compute, wire) + min(compute, wire) / chunks + 2 * chunks * 1e-3

@@ -354,7 +354,7 @@ def muon_of(
 def step_as_every_rank(text: str, weights: list[Weight], options: dict[str, Any]) -> int:
     """Compares what a step does with what was predicted, rank by rank; returns the chunks."""
     planning = optimizer.distributed.plan
-    planning.CHUNK_BYTES["cpu"] = (256, 1024)  # several chunks of small matrices
+    optimizer.distributed.staging.CHUNK_BYTES["cpu"] = (256, 1024)  # several chunks of small matrices
     layout = deployment.parse_layout(text, RANKS)
     entries = deployment.entries_of(
         optimizer,
@@ -521,4 +521,4 @@ def test_the_script_prints_layouts_side_by_side_and_draws_them(tmp_path):
         [*command, "--layout", "ep"], capture_output=True, text=True, check=False
     )
     assert wrong.returncode == 1
-    assert wrong.stderr.startswith("plan.py: 'ep' is no layout")
+    assert "plan.py: 'ep' is no layout" in wrong.stderr

@@ -14,7 +14,7 @@ from typing import Optional
 
 from . import layout
 from .machine import DEFAULT_MACHINE, MACHINES, Machine
-from .plan import CHUNKS
+from .staging import CHUNKS
 from .units import Entry
 
 CHOICES = ("auto", "spread", "redundant")
