@@ -353,8 +353,8 @@ def muon_of(
 
 def step_as_every_rank(text: str, weights: list[Weight], options: dict[str, Any]) -> int:
     """Compares what a step does with what was predicted, rank by rank; returns the chunks."""
-    planning = optimizer.distributed.plan
-    optimizer.distributed.staging.CHUNK_BYTES["cpu"] = (256, 1024)  # several chunks of small matrices
+    # Several chunks of small matrices.
+    optimizer.distributed.staging.CHUNK_BYTES["cpu"] = (256, 1024)
     layout = deployment.parse_layout(text, RANKS)
     entries = deployment.entries_of(
         optimizer,
