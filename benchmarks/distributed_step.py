@@ -109,11 +109,13 @@ def load_kernel() -> Any:
     return get_kernel("org/optimizer", version=1, trust_remote_code=["org/optimizer"])
 
 
-def muon(params: list[nn.Parameter], names: list[str] | None = None) -> torch.optim.Optimizer:
+def muon(
+    params: list[nn.Parameter], names: list[str] | None = None, **options: Any
+) -> torch.optim.Optimizer:
     group: dict[str, Any] = {"params": params, "use_muon": True, "none_grad": False}
     if names:
         group |= {"names": names}
-    return load_kernel().Muon([group], expert_keys=["experts"] if names else None)
+    return load_kernel().Muon([group], expert_keys=["experts"] if names else None, **options)
 
 
 def torch_muon(params: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -283,13 +285,14 @@ def print_steps(
 
 @dataclass(frozen=True)
 class Layout:
-    """How a rank's parameters are made; `sharers` hold a matrix together, which sets the floor."""
+    """How a rank's parameters are made, and the floor of what it sends per local element."""
 
     ranks: int
-    sharers: int
+    floor: float
     matrices: int
     params: Callable[[int], list[nn.Parameter]]
     names: list[str] | None = None
+    options: Callable[[], Mapping[str, Any]] = dict
 
 
 SMALL = [(64, 64), (64, 64), (160, 64), (64, 160)]
@@ -314,6 +317,21 @@ def fsdp2_and_tp(ranks: int) -> list[nn.Parameter]:
     return shard(model, mesh["dp"])
 
 
+def replicated(ranks: int) -> list[nn.Parameter]:
+    return with_gradients([nn.Parameter(torch.randn(shape)) for shape in 2 * SMALL])
+
+
+def floor_of_replicas(replicas: int, shards: int) -> float:
+    """Gathered within the owner's replica, given back to all of them."""
+    ranks = replicas * shards
+    return 2 * (shards - 1) / shards / replicas + 2 * (ranks - 1) / ranks
+
+
+def floor_of_ddp(ranks: int) -> float:
+    """Gathered from where the momentum is, given back to all."""
+    return 2 * (ranks - 1) / ranks * (1 + 1 / ranks)
+
+
 def experts(ranks: int) -> list[nn.Parameter]:
     mesh = init_device_mesh("cpu", (ranks,))
     shards = [torch.randn(2, 64, 32), torch.randn(2, 32, 64)]
@@ -323,14 +341,31 @@ def experts(ranks: int) -> list[nn.Parameter]:
 
 
 LAYOUTS = {
-    "one matrix per shape": Layout(4, 4, 16, fsdp2([(8 * i, 136 - 8 * i) for i in range(1, 17)])),
-    "3 matrices on 8 ranks": Layout(8, 8, 3, fsdp2([(64, 32), (64, 32), (32, 64)])),
-    "uneven and empty shards": Layout(
-        4, 4, 5, fsdp2([(50, 64), (7, 64), (3, 64), (65, 64), (1, 9)])
+    "one matrix per shape": Layout(
+        4, floor(4), 16, fsdp2([(8 * i, 136 - 8 * i) for i in range(1, 17)])
     ),
-    "HSDP, 2 replicas of 4 shards": Layout(8, 4, 8, hsdp),
-    "FSDP2 of 4 × TP of 2": Layout(8, 8, 8, fsdp2_and_tp),
-    "experts, Shard(0)": Layout(4, 1, 16, experts, names=["experts.w1", "experts.w2"]),
+    "3 matrices on 8 ranks": Layout(8, floor(8), 3, fsdp2([(64, 32), (64, 32), (32, 64)])),
+    "uneven and empty shards": Layout(
+        4, floor(4), 5, fsdp2([(50, 64), (7, 64), (3, 64), (65, 64), (1, 9)])
+    ),
+    "HSDP, 2 replicas of 4 shards, redundant": Layout(
+        8, floor(4), 8, hsdp, options=lambda: {"hsdp": "redundant"}
+    ),
+    "the same, spread": Layout(
+        8, floor_of_replicas(2, 4), 8, hsdp, options=lambda: {"hsdp": "spread"}
+    ),
+    "DDP": Layout(
+        4, floor_of_ddp(4), 8, replicated, options=lambda: {"process_group": dist.group.WORLD}
+    ),
+    "ZeRO-2, fp32 gradients included": Layout(
+        4,
+        floor_of_ddp(4) + 4 * 3 / 4,
+        8,
+        replicated,
+        options=lambda: {"process_group": dist.group.WORLD, "grad_reduce": "mean"},
+    ),
+    "FSDP2 of 4 × TP of 2": Layout(8, floor(8), 8, fsdp2_and_tp),
+    "experts, Shard(0)": Layout(4, 0.0, 16, experts, names=["experts.w1", "experts.w2"]),
 }
 
 
@@ -349,7 +384,7 @@ def layout_table() -> None:
             name,
             f"{layout.ranks}",
             f"{layout.matrices}",
-            f"{floor(layout.sharers):.2f}",
+            f"{layout.floor:.2f}",
             f"{sent_per_local_element(ours):.2f}",
             f"{ours[0].collectives}",
             f"{sent_per_local_element(theirs):.2f}" if theirs else "raises",
@@ -362,7 +397,9 @@ def layout_cost(name: str, optimizer: str) -> Cost:
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     layout = LAYOUTS[name]
     params = layout.params(layout.ranks)
-    return cost_of_a_step(muon(params, layout.names) if optimizer == OURS else torch_muon(params))
+    if optimizer == OURS:
+        return cost_of_a_step(muon(params, layout.names, **layout.options()))
+    return cost_of_a_step(torch_muon(params))
 
 
 # 3. Host
