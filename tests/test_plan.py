@@ -702,7 +702,7 @@ def test_staging_is_bounded_by_local_bytes_and_the_largest_matrix(ranks, device,
                 for at in range(len(staged) - lane.in_flight + 1)
             ]
             assert 1 <= lane.in_flight <= warmup_step + 1
-            assert lane.in_flight == 1 or max(at_once) + 2 * max(staged) <= room
+            assert lane.in_flight == 1 or max(at_once) <= room  # updates go back in place
             deepest = max(deepest, lane.in_flight)
     assert deepest == warmup_step + 1
 

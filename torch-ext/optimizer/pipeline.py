@@ -200,15 +200,18 @@ def update_chunk(chunk: Chunk, lane: Lane, group: Any, step: Step) -> Task:
     gathering = _exchange(momentum[chunk.kept :], gathered, chunk.gather, group)
     yield
     _wait(gathering)
-    updates = take(chunk.kept_back + sum(chunk.scatter.received), lane.wire, lane.device)
+    updates, returned = momentum, gathered
     only_own = lane.everywhere or chunk.slot > 0
+    if not chunk.in_place:
+        updates = take(chunk.kept_back + sum(chunk.scatter.received), lane.wire, lane.device)
+        returned = take(0 if only_own else sum(chunk.scatter.sent), lane.wire, lane.device)
     if chunk.slot:  # nothing undefined is sent where it is padded
         updates[lane.me * chunk.slot :][: chunk.slot].zero_()
-    returned = take(0 if only_own else sum(chunk.scatter.sent), lane.wire, lane.device)
     for batch in chunk.batches:
         U = _orthogonalize(_assemble(batch, momentum, gathered, lane, step), batch, step)
         _give_back(U, batch, updates, None if only_own else returned, lane, step)
-    give(momentum, gathered)
+    if not chunk.in_place:
+        give(momentum, gathered)
     scattering = None
     if chunk.slot:
         scattering = dtensors.all_gather_slots(updates, group)

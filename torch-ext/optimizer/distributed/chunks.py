@@ -106,6 +106,7 @@ class Chunk:
         batches: what this rank owns.
         gather, scatter: the traffic.
         kept, kept_back: elements at the beginning of the two buffers that stay on this rank.
+        in_place: updates take the places of the momentum that they are made of.
         slot: where all peers get all updates, the elements that each gives to all others, padded
             to be equal: the buffer of updates has one for each, in their order. 0 where not.
     """
@@ -117,6 +118,7 @@ class Chunk:
     scatter: Traffic
     kept: int
     kept_back: int
+    in_place: bool
     slot: int = 0
 
     @property
@@ -201,6 +203,9 @@ class ChunkBuilder:
             Traffic(tuple(returned), tuple(back)),
             kept,
             kept_back,
+            all(
+                goes_back_in_place(self.entries[u.entry]) for units in owned.values() for u in units
+            ),
             slot,
         )
 
@@ -338,6 +343,12 @@ class ChunkBuilder:
 
     def _count(self, unit: Unit) -> int:
         return self.entries[unit.entry].matrices.count(unit.box, unit.rows)
+
+
+def goes_back_in_place(entry: Entry) -> bool:
+    """Whether the same elements travel in both directions, and nothing along with them."""
+    one_copy = entry.momentum is None and not entry.spread
+    return one_copy and not entry.second_moment and entry.wire != torch.float16
 
 
 def _index(unit: Unit, part: Region, held: Region) -> Optional[tuple[slice, ...]]:

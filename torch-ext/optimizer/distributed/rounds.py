@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .staging import Staging, most_staged
+from .staging import Staging
 
 # Chunks in flight that hide the traffic of both ways: one on its way there, one computed, one on
 # its way back.
@@ -152,7 +152,7 @@ def even_rounds(cutter: Cutter, load: int, staging: Staging) -> list[Round]:
 
     def widened(in_flight: int) -> list[Round]:
         def fit(rounds: list[Round]) -> bool:
-            return most_staged(staging.staged(cutter.gathered(rounds)), in_flight) <= staging.room
+            return staging.fit(cutter.gathered(rounds), in_flight)
 
         return cutter.widened(rounds, enough, fit)
 

@@ -10,7 +10,7 @@ from typing import NamedTuple, Optional
 import torch
 
 from . import layout
-from .chunks import DEFAULT_RUN_BYTES, RUN_BYTES
+from .chunks import DEFAULT_RUN_BYTES, RUN_BYTES, goes_back_in_place
 from .units import Entry, Unit
 
 # Matrices orthogonalized as one batch, in bytes of their wide copy: a few of them fill an
@@ -55,13 +55,6 @@ class Staged(NamedTuple):
 
     buffers: int
     wide: int
-
-
-def most_staged(staged: Sequence[Staged], in_flight: int) -> int:
-    """Bytes of the chunks in flight, and of the way back of one that is computed."""
-    windows = (staged[at : at + in_flight] for at in range(len(staged)))
-    of_windows = max(sum(chunk.buffers for chunk in window) for window in windows)
-    return of_windows + max(map(sum, staged))
 
 
 @dataclass(frozen=True)
@@ -113,14 +106,26 @@ class Staging:
 
     def depth(self, gathered: Sequence[Gathered]) -> int:
         """How many chunks fit into the bound on memory; the same number on all ranks."""
-        staged, depth = self.staged(gathered), 1
-        while depth <= min(self.warmup_step, len(staged) - 1):
-            if most_staged(staged, depth + 1) > self.room:
+        depth = 1
+        while depth <= min(self.warmup_step, len(gathered) - 1):
+            if not self.fit(gathered, depth + 1):
                 break
             depth += 1
         return depth
 
-    def staged(self, gathered: Sequence[Gathered]) -> list[Staged]:
+    def fit(self, gathered: Sequence[Gathered], in_flight: int) -> bool:
+        """Whether so many chunks fit into it, with the way back of one that is computed."""
+        staged = self._staged(gathered)
+        windows = (staged[at : at + in_flight] for at in range(len(staged)))
+        of_windows = max(sum(chunk.buffers for chunk in window) for window in windows)
+        back = (chunk.wide if self._in_place else sum(chunk) for chunk in staged)
+        return of_windows + max(back) <= self._room
+
+    @functools.cached_property
+    def _in_place(self) -> bool:
+        return all(goes_back_in_place(self.entries[unit.entry]) for unit in self.units)
+
+    def _staged(self, gathered: Sequence[Gathered]) -> list[Staged]:
         """Of each chunk, on its way back, where there are copies."""
         size, wide = self.wire.itemsize, self.wide.itemsize
         run = RUN_BYTES.get(self.device.type, DEFAULT_RUN_BYTES) if wide > size else 0
@@ -128,7 +133,7 @@ class Staging:
         return [Staged(int(most + held), min(run, int(held) * wide // size)) for most, held in back]
 
     @functools.cached_property
-    def room(self) -> float:
+    def _room(self) -> float:
         """Bytes for chunks in flight, beside what one is computed in."""
         sizes = [self._bytes(unit) for unit in self.units]
         local = sum(sizes) * self.copies / self.ranks
