@@ -254,6 +254,8 @@ def check_layout(config: TrainConfig) -> None:
         raise SystemExit("--ddp, --zero2, and --hsdp or --tp exclude each other")
     if (config.ddp or config.zero2) and not dist.is_initialized():
         raise SystemExit("--ddp and --zero2 need ranks: start with torchrun")
+    if config.zero2 and config.grad_clip != TrainConfig.grad_clip:
+        raise SystemExit("--zero2 clips nothing: before the step no rank has the mean gradients")
     if config.zero2 and config.optimizer != "muon":
         raise SystemExit("--zero2 is Muon's: torch.optim.AdamW averages no gradients")
 
@@ -424,12 +426,15 @@ def main() -> None:
 
 def report(config: TrainConfig, history: History) -> None:
     name, last = {"muon": "Muon", "adamw": "AdamW"}[config.optimizer], history.last
+    loss = f"validation loss {history.final_val_loss:.4f} nats per byte"
     print(
         f"{name}, lr {config.lr:g}: {last.step} of {config.steps} steps in {last.seconds:.1f} s, "
         f"{history.tokens_per_second:,.0f} tokens/s, "
-        f"validation loss {history.final_val_loss:.4f} nats per byte"
+        f"{loss if history.validations else 'no validation yet'}"
     )
-    if config.out:
+    if config.out and not history.validations:
+        print(f"log: {Path(config.out, 'log.csv')}; no plot before the first validation")
+    elif config.out:
         picture = Path(config.out, "loss.png")
         subtitle = f"Validation loss, and training loss (pale); lr {config.lr:g}"
         plot(picture, f"{name}, ranks: {world_size()}", subtitle, {name: [history]})

@@ -390,6 +390,38 @@ def test_a_process_group_without_this_rank_is_refused():
     run_ranks(with_a_group_of_others, 2)
 
 
+def that_were_not_averaged(kind: str, seed_of_weights: int) -> None:
+    torch.manual_seed(seed_of_weights * dist.get_rank())
+    params = [nn.Parameter(torch.randn(16, 8)), nn.Parameter(torch.randn(30))]
+    groups = [
+        {"params": params[:1], "names": ["a"], "use_muon": True},
+        {"params": params[1:], "names": ["b"], "use_muon": False},
+    ]
+    optim = optimizer.Muon(groups, **options_of(kind))
+    before = [p.detach().clone() for p in params]
+    for p in params:
+        p.grad = torch.full_like(p, 1.0 + dist.get_rank())
+    try:
+        optim.step()
+    finally:
+        same = [torch.equal(p, b) for p, b in zip(params, before)]
+        assert all(same) == (kind == "DDP" or seed_of_weights > 0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_weights_on_a_rank_raise_before_the_first_step(kind):
+    for outcome in rank_outcomes(that_were_not_averaged, 2, kind, 1):
+        assert outcome.error == "ValueError"
+        assert "a has other weights on rank 1" in outcome.message
+
+
+def test_gradients_that_nobody_averaged_raise_before_the_first_step():
+    for outcome in rank_outcomes(that_were_not_averaged, 2, "DDP", 0):
+        assert outcome.error == "ValueError"
+        assert 'grad_reduce="mean"' in outcome.message
+    run_ranks(that_were_not_averaged, 2, "ZeRO-2", 0)
+
+
 def with_other_parameters(kind: str) -> None:
     rows = 8 if dist.get_rank() else 12
     groups = [{"params": [nn.Parameter(torch.zeros(rows, 4))], "names": ["a"], "use_muon": True}]
@@ -601,11 +633,13 @@ def summary_and_bytes(kind: str) -> tuple[Any, float]:
         {"params": [*others, frozen], "use_muon": False},
     ]
     optim = optimizer.Muon(groups, expert_keys=["experts"], **options_of(kind))
-    for p in (*params, *others):
-        p.grad = torch.ones_like(p)
+    for _ in range(2):  # before the first step ranks compare what they hold
+        for p in (*params, *others):
+            p.grad = torch.ones_like(p)
+        sent = count(optim.step).sent
     summary = optim.summary()
     assert len(str(summary).splitlines()) == 2 + len(summary.rows) + 1
-    return summary, count(optim.step).sent
+    return summary, sent
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

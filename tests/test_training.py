@@ -97,10 +97,10 @@ def test_muon_reaches_a_loss_well_below_that_of_adamw(tmp_path):
 
 @pytest.mark.parametrize(("layout", "ranks"), [("--ddp", 2), ("--zero2", 2), ("--hsdp", 4)])
 def test_replicas_train_as_plain_sharding_does(tmp_path, layout, ranks):
-    common = [*TINY, "--grad-clip", "1e9"]  # ZeRO-2 has nothing to clip by
-    run(*common, "--out", tmp_path / "plain", ranks=ranks)
-    arguments = [layout, 2] if layout == "--hsdp" else [layout]
-    run(*common, "--out", tmp_path / "replicas", *arguments, ranks=ranks)
+    unclipped = ["--grad-clip", "1e9"]
+    run(*TINY, *unclipped, "--out", tmp_path / "plain", ranks=ranks)
+    arguments = {"--hsdp": [2, *unclipped], "--ddp": unclipped, "--zero2": []}[layout]
+    run(*TINY, "--out", tmp_path / "replicas", layout, *arguments, ranks=ranks)
     for plain, replicas in zip(losses(tmp_path / "plain"), losses(tmp_path / "replicas")):
         assert plain[0] == replicas[0]
         for expected, found in zip(plain[1:], replicas[1:]):

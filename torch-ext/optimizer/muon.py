@@ -108,6 +108,7 @@ class Muon(torch.optim.Optimizer):
 
     _survey: Survey  # of the groups as they last were
     _agreed: list[Plan]  # on which ranks have compared notes
+    _compared: bool  # what replicas hold
     _warned: bool  # of a step without gradients
 
     def __init__(
@@ -312,12 +313,31 @@ class Muon(torch.optim.Optimizer):
             else:
                 if problem is not None and error is None:
                     raise ValueError(problem)
+                if error is None and not self._compared:
+                    self._compare_replicas(groups)
+                    self._compared = True
         if error is not None:
             raise error
         if not known:
             self._agreed = [*self._agreed[-7:], plan]  # as many as are kept
         self._warned = self._warned or validation.warn_of_no_gradients(groups)
         return groups, plan
+
+    def _compare_replicas(self, groups: list[dict[str, Any]]) -> None:
+        """Before a first step, whether ranks hold the same plain parameters, and gradients."""
+        replicas = self._wide.process_group
+        if replicas is None:
+            return
+        plain = [
+            (name, param)
+            for group, names in zip(groups, self._survey.names)
+            for name, param in zip(names, group["params"])
+            if param.requires_grad and not dtensors.is_dtensor(param)
+        ]
+        names, params = [name for name, _ in plain], [param for _, param in plain]
+        problem = replicas.difference(names, params, averaged=self._wide.divided is None)
+        if problem is not None:
+            raise ValueError(problem)
 
     def _plan(self) -> tuple[list[dict[str, Any]], Plan]:
         """Groups, checked, and the plan of the step."""
@@ -438,6 +458,7 @@ class Muon(torch.optim.Optimizer):
         self._survey = NO_SURVEY
         self._agreement = agreement.Agreement()
         self._agreed = []
+        self._compared = False
         self._warned = False
 
 

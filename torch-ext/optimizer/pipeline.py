@@ -23,6 +23,7 @@ from . import core
 from .async_utils import Task, interleave
 from .distributed import layout, wire
 from .distributed import utils as dtensors
+from .distributed.collectives import all_gather_slots
 from .distributed.plan import Batch, Bundle, Chunk, Entry, Lane, Plan, Run, Traffic, Unit
 from .distributed.replicas import Replicas
 from .distributed.zero2 import MeanGradients
@@ -214,7 +215,7 @@ def update_chunk(chunk: Chunk, lane: Lane, group: Any, step: Step) -> Task:
         give(momentum, gathered)
     scattering = None
     if chunk.slot:
-        scattering = dtensors.all_gather_slots(updates, group)
+        scattering = all_gather_slots(updates, group)
     elif not lane.everywhere:
         scattering = _exchange(returned, updates[chunk.kept_back :], chunk.scatter, group)
     yield

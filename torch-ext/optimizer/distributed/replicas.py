@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, Optional
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from .collectives import all_gather_slots
 from .layout import Sharding, Split
 
 if dist.is_available():
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Shard
+
+
+# By how much gradients that were averaged may differ between ranks: some do so in their own order.
+GRADIENT_ROUNDING = 1e-3
 
 
 class Replicas:
@@ -61,6 +68,48 @@ class Replicas:
             return device.type == "meta"
         return True
 
+    def difference(
+        self, names: Sequence[str], params: Sequence[Tensor], averaged: bool
+    ) -> Optional[str]:
+        """What ranks do not hold alike of the same plain parameters; the same answer on all.
+
+        Reads from the device: it is for a first step.
+
+        Args:
+            names: for the answer.
+            params: the same on all ranks, with a gradient or without.
+            averaged: whether gradients should be equal already, up to the order of sums.
+        """
+        by_device: dict[torch.device, list[int]] = {}
+        for index, param in enumerate(params):
+            by_device.setdefault(param.device, []).append(index)
+        for indices in by_device.values():
+            some = [params[index] for index in indices]
+            bits = self._gather(torch.stack([_sum_of_bits(param) for param in some]))
+            norms = self._gather(torch.stack([_norm_of_gradient(param) for param in some]))
+            other_weights = bits != bits[0]
+            distance = (norms - norms[0]).abs()
+            other_gradients = distance > GRADIENT_ROUNDING * norms.abs().maximum(norms[0].abs())
+            for rank, at in other_weights.nonzero().tolist():
+                return (
+                    f"{names[indices[at]]} has other weights on rank {self.ranks[rank]} than on "
+                    f"rank {self.ranks[0]}: let all ranks of process_group start from the same"
+                )
+            for rank, at in other_gradients.nonzero().tolist() if averaged else ():
+                return (
+                    f"the gradient of {names[indices[at]]} on rank {self.ranks[rank]} is another "
+                    f"than on rank {self.ranks[0]}: DistributedDataParallel averages them in "
+                    'backward, or step() does, with grad_reduce="mean"'
+                )
+        return None
+
+    def _gather(self, numbers: Tensor) -> Tensor:
+        """One vector from each rank, (ranks, n), on the CPU."""
+        gathered = numbers.new_empty((len(self.ranks), *numbers.shape))
+        gathered[self.group.rank()] = numbers
+        all_gather_slots(gathered.view(-1), self.group).wait()
+        return gathered.cpu()
+
     def __repr__(self) -> str:
         return f"ranks {list(self.ranks)}"
 
@@ -69,6 +118,20 @@ class Replicas:
 
     def __reduce__(self) -> tuple:
         return _forgotten, ()
+
+
+def _sum_of_bits(tensor: Tensor) -> Tensor:
+    """A checksum that depends on no order, () in int64."""
+    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    numbers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize]
+    return tensor.detach().contiguous().view(numbers).sum(dtype=torch.int64)
+
+
+def _norm_of_gradient(param: Tensor) -> Tensor:
+    """The sum of magnitudes, which does not underflow, () in fp32; NaN where there is none."""
+    if param.grad is None:
+        return torch.full((), float("nan"), device=param.device)
+    return param.grad.detach().abs().sum(dtype=torch.float32)
 
 
 def _forgotten() -> None:

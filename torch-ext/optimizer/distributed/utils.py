@@ -244,19 +244,6 @@ def process_group(tensor: Tensor, ranks: Sequence[int], replicas: Optional[Repli
     return _new_group(tuple(ranks), device_type)
 
 
-def single_tensor_collective(name: str) -> Callable[..., Any]:
-    """``all_gather`` or ``reduce_scatter`` of single tensors: torch 2.13 warns of the old names."""
-    old = {"all_gather": "all_gather_into_tensor", "reduce_scatter": "reduce_scatter_tensor"}
-    return getattr(dist, f"{name}_single", None) or getattr(dist, old[name])
-
-
-def all_gather_slots(buffer: Tensor, group: Any) -> Any:
-    """Starts to fill a flat buffer of one slot for each rank, in which this rank's is filled."""
-    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-    sent = buffer.chunk(ranks)[rank]
-    return single_tensor_collective("all_gather")(buffer, sent, group=group, async_op=True)
-
-
 class GroupCache(dict[tuple[int, ...], Any]):
     """Process groups by their ranks, for all optimizers, as long as the default one lives."""
 

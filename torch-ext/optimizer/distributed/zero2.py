@@ -27,8 +27,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..scratch import Scratch
+from .collectives import all_gather_slots, single_tensor_collective
 from .layout import shard
-from .utils import all_gather_slots, single_tensor_collective
 
 # A tensor of fewer elements is not divided: its state is too small to be worth it.
 SMALL_NUMEL = 1024
