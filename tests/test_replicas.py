@@ -327,6 +327,21 @@ def test_replicated_matrices_beside_sharded_ones(kind):
     run_ranks(step_beside_dtensors, 4, kind)
 
 
+def step_beside_replicated_dtensors(order: tuple[int, ...]) -> None:
+    """Of one shape, and all on each rank, but only the plain ones divide their momentum."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    kinds = [Weight((16, 24)), Weight((16, 24), tuple(mesh.shape), (None,))]
+    options = {**EXACT, **options_of("DDP"), "hsdp": "spread"}
+    groups = [Group([kinds[number] for number in order])]
+    twins = Twins.placed(groups, {tuple(mesh.shape): mesh}, options, reference=EXACT)
+    twins.step_and_compare()
+
+
+@pytest.mark.parametrize("order", [(0, 0, 1, 1), (1, 1, 0, 0)], ids=str)
+def test_replicated_matrices_beside_replicated_dtensors(order):
+    run_ranks(step_beside_replicated_dtensors, 2, order)
+
+
 # -- what is wrong ---------------------------------------------------------------------------------
 
 

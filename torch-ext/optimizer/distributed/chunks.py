@@ -305,7 +305,7 @@ class ChunkBuilder:
             key: tuple = (entry.group, entry.dtype, entry.triples, shape, m.row_dim, unit.rows)
             if len(self.peers) > 1:  # every peer's part must be the same of all
                 key += (entry.sharding, m.shape[m.row_dim :], unit.box[m.row_dim])
-                key += (entry.momentum_part(unit.box),)
+                key += (entry.momentum, entry.momentum_part(unit.box))
             alike.setdefault(key, []).append(unit)
         batches = []
         for group in alike.values():
