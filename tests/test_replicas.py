@@ -342,6 +342,36 @@ def test_replicated_matrices_beside_replicated_dtensors(order):
     run_ranks(step_beside_replicated_dtensors, 2, order)
 
 
+def step_beside_tensor_parallelism(kind: str, check: str) -> None:
+    """Each column of the mesh is a process group; its rows exchange matrices as well."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    group, tp = mesh["dp"].get_group(), mesh["tp"]
+    torch.manual_seed(0)
+    whole_params = [nn.Parameter(torch.randn(s)) for s in [(16, 24), (12, 8), (64, 32), (7,)]]
+    params = [nn.Parameter(p.detach().clone()) for p in whole_params]
+    params[0] = nn.Parameter(distribute_tensor(params[0].detach(), tp, [Shard(0)]))
+    names = [str(tuple(p.shape)) for p in whole_params]
+
+    def make(of: Any, **options: Any) -> Any:
+        groups = [{"params": of[:2], "use_muon": True}, {"params": of[2:], "use_muon": False}]
+        return optimizer.Muon(groups, lr=0.02, consistency_check=check, **EXACT, **options)
+
+    ours, reference = make(params, **options_of(kind, group)), make(whole_params)
+    twins = Twins(ours, reference, list(zip(names, params, whole_params)))
+    for step in range(STEPS):
+        give_gradients(twins, kind, step, group)
+        params[0].grad = part_for(params[0], whole_params[0].grad)
+        ours.step()
+        reference.step()
+    twins.compare()
+
+
+@pytest.mark.parametrize("check", ["step", "off"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_replicas_of_each_tensor_parallel_rank(kind, check):
+    run_ranks(step_beside_tensor_parallelism, 4, kind, check)
+
+
 # -- what is wrong ---------------------------------------------------------------------------------
 
 

@@ -26,7 +26,7 @@ def interleave(
     Args:
         tasks: begun in this order.
         in_flight: at least 1.
-        meanwhile: work that needs no traffic, done under the first gathers.
+        meanwhile: other work, done under the first gathers.
     """
     waiting = iter(tasks)
     upcoming = next(waiting, None)

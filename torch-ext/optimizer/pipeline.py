@@ -10,6 +10,7 @@ waiting makes the current stream wait, not the host, and all later work is on th
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +25,18 @@ from .async_utils import Task, interleave
 from .distributed import layout, wire
 from .distributed import utils as dtensors
 from .distributed.collectives import all_gather_slots
-from .distributed.plan import Batch, Bundle, Chunk, Entry, Lane, Plan, Run, Traffic, Unit
+from .distributed.plan import (
+    Batch,
+    Bundle,
+    Chunk,
+    Entry,
+    Lane,
+    Plan,
+    Run,
+    Traffic,
+    Unit,
+    turn_of,
+)
 from .distributed.replicas import Replicas
 from .distributed.zero2 import MeanGradients
 from .newton_schulz import default_dtype, newton_schulz
@@ -60,24 +72,49 @@ class Step:
         self.means = None if wide.divided is None else _Means(self, wide.divided)
 
     def run(self, meanwhile: Callable[[], None]) -> None:
-        """Updates all matrices; ``meanwhile`` is other work, done under the first gathers."""
+        """Updates all matrices; ``meanwhile`` is other work, done under the first gathers.
+
+        In ZeRO-2 that has traffic of its own, which takes its turn among the lanes: under those of
+        the same ranks, or between the others. Out of turn, two ranks would use one process group
+        in different orders, since each may have another first lane.
+        """
+
+        lanes = [(lane, self._process_group(lane)) for lane in self.plan.lanes]
+        _find_nonfinite(self, lanes)
+        turn, is_under = self._turn_of_others()
 
         def without_traffic() -> None:
             for lane in self.plan.alone:
                 interleave(self._chunks(lane, None), in_flight=1)
-            meanwhile()
 
-        lanes = [(lane, self._process_group(lane)) for lane in self.plan.lanes]
-        _find_nonfinite(self, lanes)
+        def hidden_under(number: int) -> None:
+            if number == 0:
+                without_traffic()
+            if number == turn and is_under:
+                meanwhile()
+
         for number, (lane, group) in enumerate(lanes):
-            under_first = without_traffic if number == 0 else None
-            interleave(self._chunks(lane, group), lane.in_flight, under_first)
+            if number == turn and not is_under:
+                meanwhile()
+            hidden = functools.partial(hidden_under, number)
+            interleave(self._chunks(lane, group), lane.in_flight, hidden)
         if not lanes:
             without_traffic()
+        if turn == len(lanes):
+            meanwhile()
         for entry, param in enumerate(self.params):
             self._release_grad(entry)
             if dtensors.is_dtensor(param):
                 torch.autograd.graph.increment_version(param)
+
+    def _turn_of_others(self) -> tuple[int, bool]:
+        """The number of the lane with which other work has its turn, and whether under it."""
+        replicas = self.wide.divided
+        if replicas is None or len(replicas.ranks) == 1:  # without traffic
+            return 0, bool(self.plan.lanes)
+        ranks = tuple(sorted(replicas.ranks))
+        turn = sum(turn_of(lane.peers) < turn_of(ranks) for lane in self.plan.lanes)
+        return turn, turn < len(self.plan.lanes) and self.plan.lanes[turn].peers == ranks
 
     def _chunks(self, lane: Lane, group: Any) -> Iterator[Task]:
         return (update_chunk(chunk, lane, group, self) for chunk in lane.chunks)

@@ -257,7 +257,7 @@ def notes_of(
         chosen = [f"{key} = {_told(group[key])}" for key in GROUP_OPTIONS]
         for ranks, listed in on_mesh.items():
             if ranks not in lines:
-                lines[ranks] += [f"{key} = {value!r}" for key, value in vars(wide).items()]
+                lines[ranks] += _lines_of_wide(wide, ranks)
             lines[ranks] += listed
             lines[ranks] += [f"{option} in the group of {first[ranks]}" for option in chosen]
     for entry in plan.entries:
@@ -270,6 +270,12 @@ def notes_of(
         )
         for ranks in {**lines, **gradients, **owners}
     }
+
+
+def _lines_of_wide(wide: OptimizerWide, ranks: agreement.Ranks) -> list[str]:
+    """Options of all groups; ranks of another mesh may each have a process group of their own."""
+    apart = () if ranks == _ranks_of(None, wide) else ("process_group",)
+    return [f"{key} = {value!r}" for key, value in vars(wide).items() if key not in apart]
 
 
 def _told(value: Any) -> str:

@@ -152,6 +152,11 @@ def make_plan(
     )
 
 
+def turn_of(peers: tuple[int, ...]) -> tuple:
+    """Sorts the sets of ranks that exchange something into the order in which all ranks do."""
+    return (-len(peers), peers)
+
+
 @dataclass
 class _Draft:
     """A lane while its units are collected; ``holders`` are numbers of peers, for each unit."""
@@ -165,7 +170,7 @@ class _Draft:
 
     @property
     def order(self) -> tuple:
-        return (-len(self.peers), self.peers, str(self.wire), str(self.wide), str(self.device))
+        return (*turn_of(self.peers), str(self.wire), str(self.wide), str(self.device))
 
 
 class _Planner:
