@@ -241,6 +241,21 @@ def test_gradients_are_not_changed():
     run_in_small_buckets(keep_gradients, 2)
 
 
+def average_conjugated() -> None:
+    """Lazily conjugated gradients, and negated ones, hold other numbers in memory."""
+    params = [torch.zeros(64, 32, dtype=dtype) for dtype in (torch.complex64, torch.float32)]
+    params[0].grad = torch.full((64, 32), 1 + 2j).conj()
+    params[1].grad = torch._neg_view(torch.ones(64, 32))
+    means = MeanGradients(params, [True, True], dist.group.WORLD)
+    assert bool((results_of(means, 2)[0] == 1 - 2j).all())
+    means = MeanGradients(params[1:], [True], dist.group.WORLD)
+    assert bool((results_of(means, 1)[0] == -1).all())
+
+
+def test_lazily_conjugated_gradients():
+    run_ranks(average_conjugated, 2)
+
+
 def free_gradients() -> None:
     shapes = [(64, 32), (7, 300), (5,), (128, 512), (128, 512)]  # the last fill buckets
     replicas = Replicas(shapes, [torch.float32], odd=False, exact=True, by_size=True)

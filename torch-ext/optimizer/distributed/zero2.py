@@ -251,6 +251,8 @@ class MeanGradients:
         grad = self._params[bucket.members[0]].grad
         if grad is None or grad.dtype != bucket.dtype or not _is_slots(grad, self._ranks):
             return None
+        if grad.is_conj() or grad.is_neg():  # in memory, it is another number
+            return None
         return grad.detach().view(-1)
 
     def _pack(self, buffer: Tensor, bucket: Bucket) -> None:
