@@ -410,6 +410,27 @@ def test_a_gradient_missing_on_one_replica_counts_as_zeros_if_told_so(use_muon):
     run_ranks(without_a_gradient_on_rank_1, 4, "ZeRO-2", use_muon, "zero")
 
 
+def absent_under_ddp(on_rank_0: bool) -> None:
+    torch.manual_seed(0)
+    matrix, other = (nn.Parameter(torch.randn(4, 4)) for _ in range(2))
+    groups = [
+        {"params": [matrix], "use_muon": True},
+        {"params": [other], "names": ["a"], "use_muon": False},
+    ]
+    optim = optimizer.Muon(groups, missing_grad="zero", **EXACT, **options_of("DDP"))
+    matrix.grad = torch.ones(4, 4)
+    if on_rank_0 and dist.get_rank() == 0:
+        other.grad = torch.ones(4, 4)
+    optim.step()
+
+
+def test_zeros_on_one_replica_only_would_part_adamws_under_ddp():
+    run_ranks(absent_under_ddp, 2, False)
+    for outcome in rank_outcomes(absent_under_ddp, 2, True):
+        assert outcome.error == "ValueError"
+        assert "a on ranks [1]" in outcome.message
+
+
 def test_grad_reduce_needs_a_process_group():
     groups = [{"params": [nn.Parameter(torch.zeros(4, 4))], "use_muon": True}]
     with pytest.raises(ValueError, match="process_group"):

@@ -252,7 +252,7 @@ def notes_of(
                 on_mesh[ranks].append(line)
                 first.setdefault(ranks, name)
                 is_replica = not group["use_muon"] and not dtensors.is_dtensor(param)
-                if is_replica and takes_part(param, group):
+                if is_replica and _has_gradient(param, group, wide):
                     gradients[ranks].append(name)
         chosen = [f"{key} = {_told(group[key])}" for key in GROUP_OPTIONS]
         for ranks, listed in on_mesh.items():
@@ -270,6 +270,15 @@ def notes_of(
         )
         for ranks in {**lines, **gradients, **owners}
     }
+
+
+def _has_gradient(param: Tensor, group: Group, wide: OptimizerWide) -> bool:
+    """Of a replica that is AdamW's: whether there is one to average or, under DDP, to apply.
+
+    Under DDP every rank applies its own: zeros on some ranks only would part the replicas.
+    """
+    absent_counts = wide.divided is not None and takes_part(param, group)
+    return absent_counts or (param.requires_grad and param.grad is not None)
 
 
 def _lines_of_wide(wide: OptimizerWide, ranks: agreement.Ranks) -> list[str]:
