@@ -431,6 +431,25 @@ def test_zeros_on_one_replica_only_would_part_adamws_under_ddp():
         assert "a on ranks [1]" in outcome.message
 
 
+def after_the_process_group(kind: str) -> None:
+    param = nn.Parameter(torch.ones(8, 4))
+    optim = optimizer.Muon([{"params": [param], "use_muon": True}], **options_of(kind))
+    param.grad = torch.ones(8, 4)
+    optim.step()
+    dist.barrier()
+    dist.destroy_process_group()
+    before = param.detach().clone()
+    param.grad = torch.ones(8, 4)
+    with pytest.raises(ValueError, match="process_group was destroyed"):
+        optim.step()
+    assert torch.equal(param, before)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_destroyed_process_group_is_refused(kind):
+    run_ranks(after_the_process_group, 2, kind)
+
+
 def test_grad_reduce_needs_a_process_group():
     groups = [{"params": [nn.Parameter(torch.zeros(4, 4))], "use_muon": True}]
     with pytest.raises(ValueError, match="process_group"):

@@ -235,6 +235,8 @@ class OptimizerWide:
                 "process_group, for example torch.distributed.group.WORLD. One that was pickled "
                 "has lost it: optim.process_group = ..."
             )
+        if self.process_group is not None:
+            self.process_group.check_alive()
         for key in ("debug", "use_distributed_muon"):
             if not isinstance(getattr(self, key), bool):
                 raise ValueError(f"{key} must be True or False, found {getattr(self, key)!r}")

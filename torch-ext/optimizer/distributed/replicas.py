@@ -43,10 +43,20 @@ class Replicas:
                 f"dimension, found {group!r}"
             )
         self.group = group
+        self.check_alive()
         self.ranks = tuple(dist.get_process_group_ranks(group))
         whole: list[Optional[Split]] = [None]
         self.weights = Sharding((len(self.ranks),), self.ranks, tuple(whole))
         self.state = Sharding((len(self.ranks),), self.ranks, (Split(0),))
+
+    def check_alive(self) -> None:
+        """Raises ValueError where the process group was destroyed."""
+        try:
+            dist.get_process_group_ranks(self.group)
+        except (KeyError, ValueError):
+            raise ValueError(
+                "process_group was destroyed: set optim.process_group to one that exists"
+            ) from None
 
     def layout(self, device_type: str) -> tuple:
         """Mesh and placements of state that is divided by rows."""
