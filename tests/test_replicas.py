@@ -431,6 +431,36 @@ def test_zeros_on_one_replica_only_would_part_adamws_under_ddp():
         assert "a on ranks [1]" in outcome.message
 
 
+def absent_in_a_replica(layout: str) -> None:
+    """Of a matrix, with ``missing_grad="zero"``, where replicas don't average."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    torch.manual_seed(0)
+    weight, options = torch.randn(16, 24), dict(options_of("DDP"), missing_grad="zero")
+    if layout != "DDP":
+        placements = [Replicate(), Shard(0) if layout == "HSDP" else Replicate()]
+        weight = distribute_tensor(weight, mesh, placements)
+        options = {"missing_grad": "zero"}
+    for absent in ((), (0, 1, 2, 3), (1, 3), (2, 3)):
+        param = nn.Parameter(weight.clone())
+        optim = optimizer.Muon([{"params": [param], "names": ["a"], "use_muon": True}], **options)
+        before = param.detach().clone()
+        if dist.get_rank() not in absent:
+            param.grad = torch.ones_like(param)
+        # Shards without a gradient are zeros; both replicas of them have none.
+        if len(absent) % 4 == 0 or (layout == "HSDP" and absent == (1, 3)):
+            optim.step()
+            continue
+        with pytest.raises(ValueError, match=r"a on ranks \[.*grad_reduce"):
+            optim.step()
+        assert torch.equal(whole(param), whole(before))
+        assert not any(optim.state.values())
+
+
+@pytest.mark.parametrize("layout", ["DDP", "HSDP", "replicated DTensors"])
+def test_zeros_on_one_replica_only_would_part_replicas(layout):
+    run_ranks(absent_in_a_replica, 4, layout)
+
+
 def after_the_process_group(kind: str) -> None:
     param = nn.Parameter(torch.ones(8, 4))
     optim = optimizer.Muon([{"params": [param], "use_muon": True}], **options_of(kind))

@@ -75,7 +75,8 @@ class Muon(torch.optim.Optimizer):
         decay_lr: decay by lr (``"base"``) or by lr·scale (``"adjusted"``).
         momentum_dtype: dtype of the momentum buffer; None is the gradient's.
         missing_grad: ``"raise"`` raises where only some ranks have a gradient, and skips a matrix
-            that has none on any; ``"zero"`` counts absent gradients as zeros.
+            that has none on any; ``"zero"`` counts absent gradients as zeros, but of replicas whose
+            gradients are averaged already, all must have one, or none.
         nonfinite: ``"skip"`` leaves a matrix whose gradient has Inf or NaN as it is.
         split: read one tensor as several matrices: rows of each block, or one number of rows for
             all, or a mapping from name patterns to either.

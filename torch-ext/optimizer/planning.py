@@ -261,7 +261,9 @@ def notes_of(
             lines[ranks] += listed
             lines[ranks] += [f"{option} in the group of {first[ranks]}" for option in chosen]
     for entry in plan.entries:
-        gradients[entry.holders(plan.rank)].append(entry.name)
+        param = groups[entry.group]["params"][entry.index]
+        for ranks in _compare_gradients(entry, param, plan.rank, wide):
+            gradients[ranks].append(entry.name)
     for lane in plan.lanes:
         owners[lane.peers] += lane.digest
     return {
@@ -270,6 +272,24 @@ def notes_of(
         )
         for ranks in {**lines, **gradients, **owners}
     }
+
+
+def _compare_gradients(
+    entry: Entry, param: Tensor, rank: int, wide: OptimizerWide
+) -> list[agreement.Ranks]:
+    """The sets of ranks that hear of an entry that takes part; the others of a set have to as well.
+
+    An absent gradient that counts as zeros is none to the ranks that hold the same part, where they
+    don't average: replicas would part, or make one matrix of the gradient and of zeros.
+    """
+    holders = entry.holders(rank)
+    averaged = entry.momentum is not None and wide.divided is not None
+    if averaged or entry.sharding is None:
+        return [holders]
+    replicas = entry.sharding.peers(rank, (), replicas=True)
+    if param.grad is None:
+        return [] if replicas == holders else [holders]
+    return [holders] if replicas == holders or len(replicas) == 1 else [holders, replicas]
 
 
 def _has_gradient(param: Tensor, group: Group, wide: OptimizerWide) -> bool:

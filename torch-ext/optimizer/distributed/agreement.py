@@ -227,8 +227,8 @@ def _explain(topology: _Topology, notes: Mapping[Ranks, Notes], error: Optional[
         return "ranks have planned different owners; do all load the same version of this package?"
     return (
         f"gradients are missing on some ranks only: {'; '.join(missing[:8])}. Let every rank "
-        'compute one for it, or set missing_grad="zero" (which replicated parameters of AdamW need '
-        'grad_reduce="mean" for)'
+        'compute one for it, or set missing_grad="zero", which does not help replicas that do not '
+        'average: they need grad_reduce="mean" for it'
     )
 
 
