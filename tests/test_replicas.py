@@ -552,6 +552,26 @@ def test_other_parameters_on_another_rank_raise_on_all(kind):
         assert "would do different things" in outcome.message
 
 
+def with_other_gradients(kind: str) -> None:
+    param = nn.Parameter(torch.zeros(64, 32, dtype=torch.bfloat16))
+    optim = optimizer.Muon([{"params": [param], "use_muon": True}], **options_of(kind))
+    for _ in range(2):
+        param.grad = torch.ones_like(param)
+        optim.step()
+    if dist.get_rank() == 1:
+        param.grad_dtype = torch.float32
+    param.grad = torch.ones_like(param, dtype=param.grad_dtype)
+    optim.step()
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="gradients have one dtype")
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_of_another_dtype_on_another_rank_raise_on_all(kind):
+    for outcome in rank_outcomes(with_other_gradients, 2, kind):
+        assert outcome.error == "ValueError"
+        assert "gradients torch.float32" in outcome.message
+
+
 # -- copies ----------------------------------------------------------------------------------------
 
 

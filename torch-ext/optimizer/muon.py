@@ -478,8 +478,7 @@ def _init_muon_state(
 ) -> None:
     buffer = state.get("momentum_buffer")
     if buffer is None:
-        # What a gradient has or would have: the same on all ranks, whichever have one.
-        dtype = hyper["momentum_dtype"] or getattr(param, "grad_dtype", None) or param.dtype
+        dtype = hyper["momentum_dtype"] or dtensors.grad_dtype(param)
         rows = dtensors.state_layout(param, replicas)
         state["momentum_buffer"] = (
             torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)

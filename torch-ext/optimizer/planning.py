@@ -56,7 +56,10 @@ NO_SURVEY = Survey([()], [], [], [])  # of no groups that there could be
 def facts_of(group: Group) -> tuple:
     """All that a survey depends on, comparable, cheap enough for every step."""
     return (
-        [(id(p), p.shape, p.dtype, p.device, dtensors.layout_of(p)) for p in group["params"]],
+        [
+            (id(p), p.shape, p.dtype, dtensors.grad_dtype(p), p.device, dtensors.layout_of(p))
+            for p in group["params"]
+        ],
         copy.copy(group["names"]),
         copy.deepcopy([group[key] for key in _PLANNED]),
         copy.copy([group[key] for key in _PLANNED_FOR_MUON]),
@@ -85,16 +88,17 @@ def survey(groups: Sequence[Group], wide: OptimizerWide, last: Survey) -> Survey
             names.append(name if seen[name] == 1 else f"{name} ({seen[name]})")
         found.entries.append([replace(e, name=name) for e, name in zip(entries, names)])
         found.names.append(names)
-        found.lines.append(
-            [
-                f"{name}: {tuple(p.shape)} {p.dtype} {dtensors.describe(p)}"
-                for name, p in zip(names, group["params"])
-            ]
-        )
+        found.lines.append([_line(name, p) for name, p in zip(names, group["params"])])
     if not wide.use_distributed_muon:
         told = iter(hsdp.share_work(found.all_entries, _rank(), wide.hsdp, wide.machine))
         found.entries = [[next(told) for _ in of_group] for of_group in found.entries]
     return found
+
+
+def _line(name: str, param: Tensor) -> str:
+    dtype = dtensors.grad_dtype(param)
+    of_gradient = "" if dtype == param.dtype else f", gradients {dtype}"
+    return f"{name}: {tuple(param.shape)} {param.dtype} {dtensors.describe(param)}{of_gradient}"
 
 
 def _rank() -> int:

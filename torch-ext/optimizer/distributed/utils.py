@@ -52,6 +52,11 @@ def local(tensor: Tensor) -> Tensor:
     return (tensor.to_local() if is_dtensor(tensor) else tensor).detach()  # type: ignore[attr-defined]
 
 
+def grad_dtype(param: Tensor) -> torch.dtype:
+    """What a gradient has or would have: the same on all ranks, whichever have one."""
+    return getattr(param, "grad_dtype", None) or param.dtype
+
+
 def check_placements(tensor: Tensor) -> None:
     """Refuses DTensors whose pieces can't be told from their placements.
 

@@ -29,6 +29,7 @@ from torch import Tensor
 from ..scratch import Scratch
 from .collectives import all_gather_slots, single_tensor_collective
 from .layout import shard
+from .utils import grad_dtype
 
 # A tensor of fewer elements is not divided: its state is too small to be worth it.
 SMALL_NUMEL = 1024
@@ -290,8 +291,7 @@ def bytes_sent(param: Tensor, divided: bool, gathered: bool, ranks: int) -> floa
 def _piece_of_gradient(param: Tensor, divided: bool, ranks: int) -> Piece:
     return Piece(
         tuple(param.shape),
-        # What a gradient has or would have: the same on all ranks, whichever have one.
-        getattr(param, "grad_dtype", None) or param.dtype,
+        grad_dtype(param),
         param.device,
         divided and _scatters(param.shape[0], ranks),
     )
