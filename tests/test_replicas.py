@@ -505,6 +505,24 @@ def test_a_process_group_without_this_rank_is_refused():
     run_ranks(with_a_group_of_others, 2)
 
 
+def without_an_adamw_gradient_on_a_replica(missing: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    weight = torch.zeros(8, 4)
+    param = nn.Parameter(distribute_tensor(weight, mesh, [Replicate(), Shard(0)]))
+    group = {"params": [param], "names": ["a"], "use_muon": False}
+    optim = optimizer.Muon([group], missing_grad=missing)
+    if dist.get_rank() != 3:
+        param.grad = part_for(param, weight + 1)
+    optim.step()
+
+
+@pytest.mark.parametrize("missing", ["raise", "zero"])
+def test_adamws_gradient_missing_on_one_replica_of_a_shard_raises_on_all(missing):
+    for outcome in rank_outcomes(without_an_adamw_gradient_on_a_replica, 4, missing):
+        assert outcome.error == "ValueError"
+        assert "a on ranks [3]" in outcome.message
+
+
 def that_were_not_averaged(kind: str, seed_of_weights: int) -> None:
     torch.manual_seed(seed_of_weights * dist.get_rank())
     params = [nn.Parameter(torch.randn(16, 8)), nn.Parameter(torch.randn(30))]

@@ -255,9 +255,9 @@ def notes_of(
             if ranks is not None:
                 on_mesh[ranks].append(line)
                 first.setdefault(ranks, name)
-                is_replica = not group["use_muon"] and not dtensors.is_dtensor(param)
-                if is_replica and _has_gradient(param, group, wide):
-                    gradients[ranks].append(name)
+                replicas = () if group["use_muon"] else _replicas_of(param, plan.rank, wide)
+                if len(replicas) > 1 and _has_gradient(param, group, wide):
+                    gradients[replicas].append(name)
         chosen = [f"{key} = {_told(group[key])}" for key in GROUP_OPTIONS]
         for ranks, listed in on_mesh.items():
             if ranks not in lines:
@@ -296,12 +296,21 @@ def _compare_gradients(
     return [holders] if replicas == holders or len(replicas) == 1 else [holders, replicas]
 
 
-def _has_gradient(param: Tensor, group: Group, wide: OptimizerWide) -> bool:
-    """Of a replica that is AdamW's: whether there is one to average or, under DDP, to apply.
+def _replicas_of(param: Tensor, rank: int, wide: OptimizerWide) -> agreement.Ranks:
+    """The ranks that hold the same part of a parameter as this one."""
+    sharding = dtensors.sharding_of(param)
+    if sharding is None:
+        return _ranks_of(None, wide) or ()
+    return sharding.peers(rank, (), replicas=True)
 
-    Under DDP every rank applies its own: zeros on some ranks only would part the replicas.
+
+def _has_gradient(param: Tensor, group: Group, wide: OptimizerWide) -> bool:
+    """Of a replica that is AdamW's: whether there is one to average or, but in ZeRO-2, to apply.
+
+    Where every rank applies its own, zeros on some ranks only would part the replicas.
     """
-    absent_counts = wide.divided is not None and takes_part(param, group)
+    is_averaged = wide.divided is not None and not dtensors.is_dtensor(param)
+    absent_counts = is_averaged and takes_part(param, group)
     return absent_counts or (param.requires_grad and param.grad is not None)
 
 
