@@ -212,28 +212,39 @@ class Kind:
     def flops(self) -> int:
         return self.matrices * self.entry.cost(self.rows)
 
-    def weights(self, peers: Sequence[int]) -> Ints:
+    def weights(self, peers: tuple[int, ...]) -> Ints:
         """Elements of a unit, per expert, whose weights each peer has, (peers,)."""
         row_dim = self.entry.matrices.row_dim  # whose experts are others' elsewhere
-        return _elements([self.entry.region(p)[row_dim:] for p in peers], self.box[row_dim:])
+        held = _regions(self.entry.sharding, self.entry.matrices.shape, peers)
+        return _elements(held[:, row_dim:], self.box[row_dim:])
 
-    def momentum(self, peers: Sequence[int]) -> Ints:
+    def momentum(self, peers: tuple[int, ...]) -> Ints:
         """Elements of a unit, per expert, whose momentum each peer has, (peers,)."""
         if self.entry.momentum is None:
             return self.weights(peers)
-        return _elements([self.entry.momentum_region(p) for p in peers], self.box)
+        return _elements(_regions(self.entry.momentum, self.entry.matrices.shape, peers), self.box)
 
-    def replica(self, peers: Sequence[int]) -> Ints:
+    def replica(self, peers: tuple[int, ...]) -> Ints:
         """Which replica of the momentum each peer has, (peers,)."""
-        sharding = self.entry.momentum or self.entry.sharding
-        replicas = [sharding.replica(peer) for peer in peers]
-        numbers = {replica: number for number, replica in enumerate(dict.fromkeys(replicas))}
-        return np.array([numbers[replica] for replica in replicas], np.int64)
+        return _replicas(self.entry.momentum or self.entry.sharding, peers)
 
 
-def _elements(held: Sequence[Any], box: Any) -> Ints:
+@functools.lru_cache(maxsize=64)
+def _regions(sharding: Any, shape: tuple[int, ...], peers: tuple[int, ...]) -> Ints:
+    """What each peer holds of a tensor, (peers, dimensions, 2)."""
+    return np.array([sharding.region(shape, peer) for peer in peers], np.int64)
+
+
+@functools.lru_cache(maxsize=64)
+def _replicas(sharding: Any, peers: tuple[int, ...]) -> Ints:
+    replicas = [sharding.replica(peer) for peer in peers]
+    numbers = {replica: number for number, replica in enumerate(dict.fromkeys(replicas))}
+    return np.array([numbers[replica] for replica in replicas], np.int64)
+
+
+def _elements(regions: Ints, box: Any) -> Ints:
     """Elements of a box that lie in each of some regions, (regions,)."""
-    regions, box = np.array(held, np.int64), np.array(box, np.int64)
+    box = np.array(box, np.int64)
     start, stop = np.maximum(regions[..., 0], box[:, 0]), np.minimum(regions[..., 1], box[:, 1])
     return np.clip(stop - start, 0, None).prod(1)
 
@@ -251,7 +262,8 @@ class LaneUnits:
     def __init__(self, entries: Sequence[Any], lane: Any):
         self.lane, self.entry = lane, entries[lane.owners[0][0].entry]
         shape = (len(lane.rounds), len(lane.peers))
-        alike = {unit.entry: _anonymous(entries[unit.entry]) for unit, _ in lane.owners}
+        members = dict.fromkeys(unit.entry for unit, _ in lane.owners)
+        alike = {number: _anonymous(entries[number]) for number in members}
         numbers = {entry: number for number, entry in enumerate(dict.fromkeys(alike.values()))}
         number_of = {number: numbers[entry] for number, entry in alike.items()}
         found: dict[tuple, tuple[Kind, Ints]] = {}
@@ -266,11 +278,13 @@ class LaneUnits:
                 experts = math.prod(stop - start for start, stop in unit.box[:row_dim])
                 found[key][1][chunk, owner] += experts
         self.counts = tuple(found.values())
-        chunk_of = dict(reversed([(u.entry, c) for c, us in enumerate(lane.rounds) for u, _ in us]))
-        self.first_used: tuple[tuple[int, ...], ...] = tuple(
-            tuple(dict.fromkeys(unit.entry for unit, _ in owned if chunk_of[unit.entry] == chunk))
-            for chunk, owned in enumerate(lane.rounds)
-        )
+        seen: set[int] = set()
+        used: list[tuple[int, ...]] = []
+        for owned in lane.rounds:
+            of_chunk = dict.fromkeys(unit.entry for unit, _ in owned)
+            used.append(tuple(number for number in of_chunk if number not in seen))
+            seen.update(of_chunk)
+        self.first_used: tuple[tuple[int, ...], ...] = tuple(used)
         self.flops = np.zeros(shape, np.int64)
         for kind, counts in self.counts:
             self.flops += counts * kind.flops
@@ -290,10 +304,11 @@ class LaneUnits:
             if entry.second_moment:  # mean squares, in fp32
                 longest = max(kind.rows, entry.matrices.cols)
                 back += kind.matrices * longest * max(4, wire)
-            moved[:, GATHER] += _exchanged(out, counts, kind.replica(peers), hosts)
-            moved[:, SCATTER] += _exchanged(back, counts, everyone, hosts)[:, ::-1]
-            kept[:, GATHER] += counts * out
-            kept[:, SCATTER] += counts * back
+            at = np.flatnonzero(counts.any(1))  # chunks, seldom all of them
+            moved[at, GATHER] += _exchanged(out, counts[at], kind.replica(peers), hosts)
+            moved[at, SCATTER] += _exchanged(back, counts[at], everyone, hosts)[:, ::-1]
+            kept[at, GATHER] += counts[at] * out
+            kept[at, SCATTER] += counts[at] * back
         for chunk, planned in enumerate(self.lane.chunks):
             if planned.slot:  # an all-gather, in a ring
                 sent = planned.slot * wire * (len(peers) - 1)
@@ -327,7 +342,8 @@ def _exchanged(held: Ints, counts: Ints, replica: Ints, hosts: Ints) -> Ints:
 def _sums(held: Ints, counts: Ints, label: Ints) -> Ints:
     """Sent and received among peers of one label, own pieces included, (chunks, 2, peers)."""
     _, place = np.unique(label, return_inverse=True)
-    labels = np.zeros((place.max() + 1, len(held)), np.int64)
-    labels[place, np.arange(len(held))] = 1
-    owned, there = counts @ labels.T, labels @ held  # (chunks, labels), (labels,)
+    order = np.argsort(place, kind="stable")
+    starts = np.searchsorted(place[order], np.arange(place.max() + 1))
+    owned = np.add.reduceat(counts[:, order], starts, axis=1)  # (chunks, labels)
+    there = np.add.reduceat(held[order], starts)  # (labels,)
     return np.stack((held * owned[:, place], counts * there[place]), 1)
