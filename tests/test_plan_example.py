@@ -35,8 +35,9 @@ from ranks import run_ranks
 
 sys.path.append(str(Path(__file__).parent.parent / "examples"))
 
-from planner import averaging, costs, deployment, timeline
-from planner.architectures import MODELS, Weight, weights_of
+import plan
+from planner import averaging, costs, deployment, memory, report, timeline
+from planner.architectures import MODELS, Weight, read_config, weights_of
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -104,6 +105,54 @@ def test_other_configs_have_as_many_parameters_as_was_published(config, billions
     assert numel == pytest.approx(billions * 1e9, rel=0.002)
 
 
+MOE = {"moe_intermediate_size": 1408}
+LITE = {**LATENT, **MOE, "q_lora_rank": None, "n_routed_experts": 64, "n_shared_experts": 2}
+GLM = {"head_dim": 128, "n_routed_experts": 160, "n_shared_experts": 1, "attention_bias": True}
+GLM |= {"moe_intermediate_size": 1536, "first_k_dense_replace": 3}
+
+
+@pytest.mark.parametrize(
+    ("config", "billions"),  # keys that published configs leave out are left out
+    [
+        (config_of("cohere", 8192, 40, 64, 64, 22528, 256000), 34.98),
+        (config_of("cohere2", 4096, 32, 32, 8, 14336, 256000), 8.03),
+        (
+            config_of("deepseek_v2", 2048, 27, 16, 16, 10944, 102400, **LITE)
+            | {"first_k_dense_replace": 1},
+            15.7,
+        ),
+        (config_of("gemma", 3072, 28, 16, 16, 24576, 256000), 8.54),
+        (config_of("gemma2", 3584, 42, 16, 8, 14336, 256000), 9.24),
+        (
+            {
+                "model_type": "gemma3_text",
+                "hidden_size": 2560,
+                "num_hidden_layers": 34,
+                "intermediate_size": 10240,
+            },
+            3.88,
+        ),
+        (config_of("glm4_moe", 5120, 92, 96, 8, 12288, 151552, **GLM), 355),
+        (
+            config_of("granite", 4096, 40, 32, 8, 12800, 49155, tie_word_embeddings=True),
+            8.17,
+        ),
+        (config_of("olmo2", 4096, 32, 32, 32, 11008, 100352), 7.30),
+        (config_of("olmoe", 2048, 16, 16, 16, 1024, 50304, num_experts=64), 6.92),
+        (
+            config_of("qwen2_moe", 2048, 24, 16, 16, 5632, 151936, num_experts=60, **MOE)
+            | {"shared_expert_intermediate_size": 5632},
+            14.3,
+        ),
+        (config_of("smollm3", 2048, 36, 16, 4, 11008, 128256), 3.08),
+    ],
+    ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
+)
+def test_known_kinds_of_models_are_counted_within_a_hundredth(config, billions):
+    numel = sum(weight.numel for weight in weights_of(config))
+    assert numel == pytest.approx(billions * 1e9, rel=0.01)
+
+
 DENSE_CONFIG = {
     "model_type": "new",
     "hidden_size": 64,
@@ -116,14 +165,14 @@ DENSE_CONFIG = {
 
 
 def test_an_unknown_model_with_the_usual_keys_has_shapes():
-    weights = weights_of(DENSE_CONFIG)
+    weights = weights_of(DENSE_CONFIG, assume_gated=True)
     assert sum(w.numel for w in weights if w.muon) == 2 * (4 * 64 * 64 + 3 * 64 * 160)
     assert sum(w.numel for w in weights if not w.muon) == 1000 * 64 + 5 * 64
 
 
 def test_experts_replace_the_feed_forward_of_some_layers():
     keys = {"num_local_experts": 6, "first_k_dense_replace": 1}  # Mixtral's, DeepSeek's
-    shapes = {w.name: w.shape for w in weights_of({**DENSE_CONFIG, **keys})}
+    shapes = {w.name: w.shape for w in weights_of({**DENSE_CONFIG, **keys}, True)}
     assert shapes["layers.0.mlp.down_proj.weight"] == (64, 160)
     assert shapes["layers.1.mlp.experts.down_proj"] == (6, 64, 160)
     assert shapes["layers.1.mlp.gate.weight"] == (6, 64)
@@ -140,7 +189,22 @@ def test_experts_replace_the_feed_forward_of_some_layers():
 def test_missing_keys_are_named(without, given, missing):
     config = {key: value for key, value in DENSE_CONFIG.items() if key not in without}
     with pytest.raises(ValueError, match=rf"'new' lacks {missing},"):
-        weights_of({**config, **given})
+        weights_of({**config, **given}, assume_gated=True)
+
+
+@pytest.mark.parametrize("kind", ["bert", "gpt_neox", None])
+def test_other_architectures_are_refused_unless_told_to_be_decoders(kind):
+    config = {**DENSE_CONFIG, "model_type": kind}
+    with pytest.raises(ValueError, match=r"known to be a decoder .*; --assume-gated counts it"):
+        weights_of(config)
+    assert weights_of(config, assume_gated=True)
+
+
+def test_a_folder_stands_for_its_config(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(DENSE_CONFIG))
+    assert read_config(tmp_path) == read_config(tmp_path / "config.json") == DENSE_CONFIG
+    args = plan.parse_args(["--config", str(tmp_path), "--assume-gated"])
+    assert list(plan.models_of(args)) == [tmp_path.name]
 
 
 # -- layouts ---------------------------------------------------------------------------------------
@@ -150,8 +214,10 @@ def test_missing_keys_are_named(without, given, missing):
     ("text", "problem"),
     [
         ("fdsp", "'fdsp' is no layout; there are fsdp,"),
-        ("hsdp:3x16", "hsdp:3x16 is no layout of 64 ranks"),
-        ("hsdp:*x*", "is no layout of 64 ranks"),
+        ("hsdp:3x16", "hsdp:3x16: 3 × 16 is not 64 ranks"),
+        ("hsdp:3x*", "hsdp:3x*: 3 does not divide 64 ranks"),
+        ("hsdp:*x0", "0 does not divide 64 ranks"),
+        ("hsdp:*x*", "hsdp:*x*: only one of R, P may be *"),
         ("ep:5", "5 does not divide 64 ranks"),
     ],
 )
@@ -503,18 +569,102 @@ def test_chunks_in_flight_hide_traffic_under_arithmetic():
     assert 3 * shown[0] < shown[1]
 
 
+def reports_of(model: str, ranks: int, *layouts: str) -> dict[str, report.Report]:
+    args = plan.parse_args([])
+    weights = weights_of(MODELS[model])
+    parsed = [deployment.parse_layout(text, ranks) for text in layouts]
+    return {at.text: plan.report_of(optimizer, weights, at, ranks, args) for at in parsed}
+
+
+def test_zero2_differs_from_ddp_in_what_averages_send_and_in_memory():
+    found = reports_of("llama-3-8b", 8, "ddp", "zero2")
+    ddp, zero2 = (found[text].rows() for text in ("ddp", "zero2"))
+    assert ddp["bytes sent per local element"] == zero2["bytes sent per local element"] == "1.97"
+    assert ddp["gradients averaged in backward, GB"] == "28.1"
+    assert zero2["gradients averaged in backward, GB"] == "in the step"
+    assert "of which averages and AdamW's rows, GB" in ddp
+    total = sum(weight.numel for weight in weights_of(MODELS["llama-3-8b"]))
+    muon = sum(weight.numel for weight in weights_of(MODELS["llama-3-8b"]) if weight.muon)
+    assert found["ddp"].held.max() == 2 * total + muon / 8 + 2 * (total - muon)
+    assert found["zero2"].held.max() == 2 * total + muon / 8 + 2 * (total - muon) / 8
+
+
+@pytest.mark.parametrize(
+    ("text", "held", "backward"),  # of an element, by how often a rank holds it
+    [
+        ("fsdp", 1 / 8, 7 / 8),
+        ("hsdp:2x4", 1 / 4, 3 / 4 + 2 * 1 / 2 / 4),
+        ("fsdp+tp:4", 1 / 8, 1 / 2 / 4),
+        ("ep:4", 1 / 8, 1 / 2 / 4),
+    ],
+)
+def test_memory_and_averages_follow_from_the_layout(text, held, backward):
+    shape, parallel = ((8, 64, 64), None) if text == "ep:4" else ((64, 64), "colwise")
+    weights = [Weight("a", shape, parallel), Weight("b", shape, parallel, muon=False)]
+    layout = deployment.parse_layout(text, 8)
+    entries = deployment.entries_of(optimizer, weights, layout)
+    numel = weights[0].numel
+    found = memory.elements_of_all(optimizer, entries, weights, layout, 8)
+    assert found.tolist() == [(3 + 4) * numel * held] * 8
+    sent = memory.averaged_in_backward(optimizer, weights, layout)
+    assert sent == pytest.approx(2 * numel * backward)
+
+
+def test_experts_are_left_out_of_models_without_them(capsys):
+    args = plan.parse_args(["--ranks", "8", "--layout", "ep:8", "--layout", "fsdp"])
+    models = plan.models_of(args)
+    left = plan.tables_of(args, models)
+    assert [layout.text for layout in left["llama-3-8b", 8]] == ["fsdp"]
+    told = "llama-3-8b has no routed experts: ep:8 is left out\n"
+    assert capsys.readouterr().err == told
+    args.layout.remove("fsdp")
+    with pytest.raises(SystemExit) as stopped:
+        plan.tables_of(args, models)
+    assert stopped.value.code == 1
+    assert capsys.readouterr().err == told
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ("--ranks 0", "--ranks must be at least 1"),
+        ("--ranks 8 --ranks -1", "--ranks must be at least 1"),
+        ("--ranks 8 --rank 8", "there is no rank 8 of 8"),
+        ("--chunk-size 0", "--chunk-size must be -1 or at least 1"),
+        ("--warmup-step -1", "--warmup-step must be at least 0"),
+        ("--png /none/of/these.png", "--png /none/of/these.png: there is no folder /none"),
+    ],
+)
+def test_wrong_options_are_refused(options, problem):
+    with pytest.raises(ValueError, match=problem):
+        plan.check(plan.parse_args(options.split()))
+
+
+def test_titles_are_not_wrapped_and_say_seconds_only_of_long_plans():
+    found = reports_of("llama-3-8b", 8, "fsdp")["fsdp"]
+    weights = weights_of(MODELS["llama-3-8b"])
+    quick, slow = (dataclasses.replace(found, seconds=seconds) for seconds in (0.1, 4.2))
+    title = "llama-3-8b on 8 ranks: 8.03 B parameters, 6.979 B Muon's"
+    assert plan.title_of("llama-3-8b", weights, 8, [quick]) == title
+    assert plan.title_of("llama-3-8b", weights, 8, [slow]) == f"{title}; planned in 4 s"
+    assert found.rows()["replicas"] == "none"
+    assert set(report.MARKDOWN) <= set(found.rows())
+
+
 @pytest.mark.slow
 def test_the_script_prints_layouts_side_by_side_and_draws_them(tmp_path):
     picture, config = tmp_path / "plan.png", tmp_path / "mine" / "config.json"
     config.parent.mkdir()
     config.write_text(json.dumps(DENSE_CONFIG))
-    command = [sys.executable, EXAMPLES / "plan.py", "--config", config, "--ranks", "16"]
+    command = [sys.executable, EXAMPLES / "plan.py", "--config", config, "--assume-gated"]
+    command += ["--ranks", "16"]
     command += ["--layout", "fsdp", "--layout", "hsdp:*x8:spread", "--owners", "--png", picture]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert report.LEGEND in done.stdout
     for text in ("mine on 16 ranks", "fsdp", "hsdp:2x8:spread", "step, ms", "layers.*.mlp.up_proj"):
         assert text in done.stdout
     assert picture.stat().st_size > 10_000
-    table = [*command[:4], "--ranks", "8", "--ranks", "16", "--layout", "ddp", "--markdown"]
+    table = [*command[:5], "--ranks", "8", "--ranks", "16", "--layout", "ddp", "--markdown"]
     done = subprocess.run(table, capture_output=True, text=True, timeout=120, check=True)
     assert [line.count("|") for line in done.stdout.splitlines()] == [14] * 4
     wrong = subprocess.run(

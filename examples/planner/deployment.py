@@ -16,10 +16,11 @@ not, some ranks have no experts.
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -72,16 +73,23 @@ def parse_layout(text: str, ranks: int) -> Layout:
         if not inner or ranks % inner:
             raise ValueError(f"{text}: {inner} does not divide {ranks} ranks")
         return Layout(text, found["divided"], (ranks // inner, inner))
-    replicas, shards = found["replicas"], found["shards"]
-    if shards == "*" != replicas:
-        shards = ranks // max(1, int(replicas))
-    elif replicas == "*" != shards:
-        replicas = ranks // max(1, int(shards))
+    mesh = _replicas_and_shards(text, found["replicas"], found["shards"], ranks)
     how = found["how"] or ""
-    if "*" in (replicas, shards) or int(replicas) * int(shards) != ranks:
-        raise ValueError(f"{text} is no layout of {ranks} ranks")
-    mesh = int(replicas), int(shards)
     return Layout(f"hsdp:{mesh[0]}x{mesh[1]}{how}", "hsdp", mesh, how[1:] or "auto")
+
+
+def _replicas_and_shards(text: str, replicas: str, shards: str, ranks: int) -> tuple[int, int]:
+    """The numbers in ``hsdp:RxP``, with a star replaced."""
+    if replicas == shards == "*":
+        raise ValueError(f"{text}: only one of R, P may be *")
+    if "*" not in (replicas, shards):
+        if int(replicas) * int(shards) != ranks:
+            raise ValueError(f"{text}: {replicas} × {shards} is not {ranks} ranks")
+        return int(replicas), int(shards)
+    given = int(shards if replicas == "*" else replicas)
+    if not given or ranks % given:
+        raise ValueError(f"{text}: {given} does not divide {ranks} ranks")
+    return (ranks // given, given) if replicas == "*" else (given, ranks // given)
 
 
 def entries_of(
@@ -111,7 +119,6 @@ def entries_of(
     entries = []
     for index, weight in enumerate(weight for weight in weights if weight.muon):
         sharding = sharding_of(kernel, weight, layout)
-        rows = replace(sharding, placements=(kernel.distributed.layout.Split(0),))
         entry = kernel.distributed.plan.Entry(
             name=weight.name,
             group=0,
@@ -123,32 +130,47 @@ def entries_of(
             wire=wire,
             triples=triples,
             second_moment=second_moment,
-            momentum=rows if layout.replicated else None,
+            momentum=rows_of(kernel, layout) if layout.replicated else None,
             spread=layout.replicated,
         )
         entries.append(entry)
     return kernel.distributed.hsdp.share_work(entries, 0, layout.hsdp, machine)
 
 
+def rows_of(kernel: Any, layout: Layout) -> Any:
+    """Rows of replicated weights, divided among all ranks, as `distributed.layout.Sharding`."""
+    return _sharding(kernel, layout.mesh, (0, False))
+
+
 def sharding_of(kernel: Any, weight: Weight, layout: Layout) -> Any:
     """Where a weight lies, as `distributed.layout.Sharding`."""
-    Sharding, Split = kernel.distributed.layout.Sharding, kernel.distributed.layout.Split
-    mesh, ranks = layout.mesh, tuple(range(math.prod(layout.mesh)))
+    mesh, everyone = layout.mesh, (math.prod(layout.mesh),)
     if layout.replicated:
-        return Sharding(mesh, ranks, (None,))
+        return _sharding(kernel, mesh, None)
     if layout.kind == "fsdp":
-        return Sharding(mesh, ranks, (Split(_fsdp_dim(weight, mesh[0], 1, 1)),))
+        return _sharding(kernel, mesh, (_fsdp_dim(weight, mesh[0], 1, 1), False))
     if layout.kind == "hsdp":
-        return Sharding(mesh, ranks, (None, Split(_fsdp_dim(weight, mesh[1], 1, 1))))
+        return _sharding(kernel, mesh, None, (_fsdp_dim(weight, mesh[1], 1, 1), False))
     if layout.kind == "ep":
         if not weight.is_expert:
-            return Sharding((len(ranks),), ranks, (Split(0),))
+            return _sharding(kernel, everyone, (0, False))
         dim = _fsdp_dim(weight, mesh[0], mesh[1], 1)
-        return Sharding(mesh, ranks, (Split(dim, strided=dim == 0), Split(0)))
+        return _sharding(kernel, mesh, (dim, dim == 0), (0, False))
     row_dim = len(weight.shape) - 2
-    tp = {"colwise": Split(row_dim), "rowwise": Split(row_dim + 1), None: None}[weight.parallel]
+    tp = {"colwise": row_dim, "rowwise": row_dim + 1, None: None}[weight.parallel]
     dim = _fsdp_dim(weight, mesh[0], 1, mesh[1] if weight.parallel == "colwise" else 1)
-    return Sharding(mesh, ranks, (Split(dim, strided=tp is not None and tp.dim == dim), tp))
+    return _sharding(kernel, mesh, (dim, tp == dim), None if tp is None else (tp, False))
+
+
+@functools.cache  # one object for all weights that lie alike: of thousands of ranks, told by id
+def _sharding(kernel: Any, mesh: tuple[int, ...], *splits: tuple[int, bool] | None) -> Any:
+    """A `Sharding` of all ranks, from (dimension, strided) or None for each mesh dimension."""
+    Split = kernel.distributed.layout.Split
+    return kernel.distributed.layout.Sharding(
+        mesh,
+        tuple(range(math.prod(mesh))),
+        tuple(None if split is None else Split(*split) for split in splits),
+    )
 
 
 def _fsdp_dim(weight: Weight, ranks: int, of_experts: int, of_rows: int) -> int:

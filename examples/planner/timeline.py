@@ -253,15 +253,15 @@ def draw(path: Path, title: str, subtitle: str, timelines: dict[str, Timeline]) 
         panels[-1, 0].set_xlim(left=0)
         figure.text(0.02, 1 - 0.4 / height, title, fontsize=14, fontweight="bold")
         figure.text(0.02, 1 - 0.68 / height, subtitle, color=GREY)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(exist_ok=True)
         figure.savefig(path, dpi=150)
         plt.close(figure)
 
 
 def _told(name: str, timeline: Timeline) -> str:
     return (
-        f"{name}: {1e3 * timeline.seconds:.1f} ms, of which rank {timeline.rank} orthogonalizes "
-        f"for {1e3 * timeline.computing:.1f} ms"
+        f"{name}: {1e3 * timeline.seconds:,.1f} ms, of which rank {timeline.rank} orthogonalizes "
+        f"for {1e3 * timeline.computing:,.1f} ms"
     )
 
 
@@ -271,6 +271,7 @@ def _draw_rows(axes: Any, timeline: Timeline) -> None:
             spans = [s for s in timeline.spans if s.what == what and s.chunk % 2 == shade]
             bars = [(1e3 * s.start, 1e3 * (s.stop - s.start)) for s in spans]
             axes.broken_barh(bars, (row - 0.4, 0.8), color=colour, linewidth=0.5)  # never too thin
+    axes.xaxis.set_major_formatter("{x:,.10g}")
     axes.set_yticks(range(len(timeline.rows)), timeline.rows)
     axes.set_ylim(len(timeline.rows) - 0.4, -0.6)
     axes.grid(axis="x", color="#e5e7eb", linewidth=0.8)
