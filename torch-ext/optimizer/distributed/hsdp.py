@@ -95,7 +95,8 @@ class _Work:
         everyone = entry.holders(rank)
         shards = entry.holders(everyone[0], replicas=False)
         replicas = len(everyone) // len(shards) if spread else 1
-        others = tuple(r for r in everyone if r == everyone[0] or r not in shards)
+        beside_first = set(shards[1:])
+        others = tuple(r for r in everyone if r not in beside_first)
         m = entry.matrices
         experts = layout.numel(entry.region(rank)[: m.row_dim])
         for block in m.blocks if experts else ():
