@@ -37,9 +37,7 @@ def losses(folder: Path) -> list[tuple[str, str, str]]:
     ("layout", "ranks"),
     [
         ([], 2),
-        (["--experts", 2], 2),
         (["--experts", 2, "--tp", 2], 4),
-        (["--hsdp", 2], 4),
         (["--ddp"], 2),
         (["--zero2", "--experts", 2], 2),
     ],

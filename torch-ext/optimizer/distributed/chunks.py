@@ -20,6 +20,10 @@ DEFAULT_RUN_BYTES = 64 << 20
 # The most that slots of an all-gather may take, in bytes of what they hold.
 MOST_PADDED = 1.25
 
+# Where a matrix lies in memory decides which of their paths CPU kernels take, and so its last bits:
+# one that is whole on its rank begins a cache line, as one that was gathered does.
+ALIGNMENT = 64
+
 NOTHING: Region = ((0, 0),)
 
 
@@ -158,6 +162,7 @@ class ChunkBuilder:
         self.everywhere = everywhere
         self.matrices_per_batch = matrices_per_batch
         self.run_numel = RUN_BYTES.get(device.type, DEFAULT_RUN_BYTES) // wide.itemsize
+        self.aligned_numel = ALIGNMENT // wire.itemsize
         self.slots = max(1, 4 // wire.itemsize)  # elements that hold a number in fp32
         self.exponents = int(wire == torch.float16 and len(peers) > 1)
 
@@ -178,6 +183,8 @@ class ChunkBuilder:
             for units in self._batches(owned[owner]):
                 sends = self._serves(units[0], self.me, owner)
                 box, box_back = self._momentum(units[0], self.me), self._weights(units[0], self.me)
+                if len(peers) == 1:
+                    place, place_back = self._aligned(place), self._aligned(place_back)
                 if owner == self.me:
                     mine.append(_Mine(units, box, box_back, place, place_back))
                 momentum += self._read(units, box, place if sends else aside, sends)
@@ -326,6 +333,9 @@ class ChunkBuilder:
 
     def _part(self, unit: Unit, held: Region) -> Region:
         return layout.relative(layout.intersect(unit.box, held), unit.box)
+
+    def _aligned(self, place: int) -> int:
+        return -(-place // self.aligned_numel) * self.aligned_numel
 
     def _size_out(self, units: Sequence[Unit], box: Region) -> int:
         size = layout.numel(box)

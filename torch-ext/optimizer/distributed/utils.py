@@ -231,7 +231,7 @@ def divide_by_rows(tensor: Tensor, mesh: Any) -> Tensor:
     return rows
 
 
-def process_group(tensor: Tensor, ranks: Sequence[int], replicas: Optional[Replicas]) -> Any:
+def process_group(tensor: Tensor, ranks: Sequence[int], replicas: Optional[Replicas] = None) -> Any:
     """A process group of ``ranks`` for tensors like a DTensor, or a replicated one.
 
     That of its mesh, that of the replicas, the default one, or a new one. All of ``ranks`` make
