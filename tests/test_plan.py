@@ -173,7 +173,7 @@ def with_replicas(rng: random.Random, e: Any, everywhere: bool) -> Any:
     return dataclasses.replace(e, spread=not everywhere)
 
 
-SEEDS = range(200)
+SEEDS = range(160)
 
 
 def random_cases(**fixed: Any) -> Iterator[tuple[str, Case, list[Any]]]:
