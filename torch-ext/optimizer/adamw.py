@@ -59,7 +59,7 @@ def init_state(
         if key in state:
             continue
         if by_rows is not None:
-            state[key] = dtensors.zeros_by_rows(param, by_rows[0], param.dtype)
+            state[key] = dtensors.zeros_by_rows(param, by_rows, param.dtype)
         else:
             state[key] = torch.zeros_like(param, memory_format=torch.preserve_format)
 

@@ -77,7 +77,7 @@ def divide_state(
                 if not isinstance(value, torch.Tensor) or dtensors.is_dtensor(value):
                     continue
                 if value.shape == param.shape:
-                    own[key] = dtensors.divide_by_rows(value.to(param.device), layout[0])
+                    own[key] = dtensors.divide_by_rows(value.to(param.device), layout)
 
 
 def state_layout(param: torch.Tensor, group: Group, wide: OptimizerWide) -> Optional[tuple]:

@@ -483,7 +483,7 @@ def _init_muon_state(
         state["momentum_buffer"] = (
             torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
             if rows is None
-            else dtensors.zeros_by_rows(param, rows[0], dtype)
+            else dtensors.zeros_by_rows(param, rows, dtype)
         )
     elif hyper["momentum_dtype"] not in (None, buffer.dtype):
         state["momentum_buffer"] = buffer.to(hyper["momentum_dtype"])

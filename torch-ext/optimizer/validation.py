@@ -19,6 +19,7 @@ from torch import Tensor
 from . import adamw, newton_schulz, options
 from .core import matches
 from .distributed import utils as dtensors
+from .distributed.collectives import has_backend
 from .distributed.plan import Entry
 from .distributed.replicas import Replicas
 from .options import OptimizerWide
@@ -156,7 +157,7 @@ def _check_param(param: Any, name: str, muon: bool) -> None:
 def check_replicas(group: Group, replicas: Replicas, where: str) -> None:
     """Plain parameters can be exchanged by the process group that is to divide their state."""
     for index, param in enumerate(group["params"]):
-        if not (dtensors.is_dtensor(param) or replicas.has_backend(param.device)):
+        if not (dtensors.is_dtensor(param) or has_backend(replicas.group, param.device)):
             raise ValueError(
                 f"{name_of(group, index, where)} is on {param.device.type}, for which "
                 "process_group has no backend; name one for each device: "

@@ -5,8 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
+
+
+def has_backend(group: Any, device: torch.device) -> bool:
+    """Whether a process group can exchange tensors of a device."""
+    try:
+        group._get_backend(device)
+    except RuntimeError:
+        return device.type == "meta"
+    return True
 
 
 def single_tensor_collective(name: str) -> Callable[..., Any]:

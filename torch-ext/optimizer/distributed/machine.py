@@ -6,7 +6,6 @@ the times that `examples/plan.py` prints; nothing is measured, so that all ranks
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -37,12 +36,6 @@ class Machine:
 
     def host(self, rank: int) -> int:
         return rank // self.ranks_per_host
-
-    def seconds(self, rank: int, sent: Sequence[tuple[int, float]]) -> float:
-        """For a rank to send so many bytes to other ranks: both kinds of links work at once."""
-        here = sum(size for peer, size in sent if self.host(peer) == self.host(rank))
-        away = sum(size for peer, size in sent if self.host(peer) != self.host(rank))
-        return max(here / self.host_bytes, away / self.network_bytes)
 
 
 # By device type. Eight H100s to a host, with NVLink in it and 400 Gbit/s for each of them out of

@@ -285,7 +285,9 @@ class _Planner:
         queues: list[list[Unit]] = [[] for _ in draft.peers]
         for number in sorted(range(len(draft.units)), key=lambda i: -self._cost(draft.units[i])):
             queues[owners[number]].append(draft.units[number])
-        rounds = self._rounds(draft, queues, staging)
+        rounds, gathered = self._rounds(draft, queues, staging)
+        if everywhere:  # every peer gathers what all own
+            gathered = [(most, total * len(draft.peers)) for most, total in gathered]
         me = draft.peers.index(self.rank)
         builder = ChunkBuilder(
             self.entries,
@@ -315,7 +317,7 @@ class _Planner:
             draft.wide,
             draft.device,
             tuple(builder.chunk(owned) for owned in rounds),
-            staging.depth(self._gathered(draft, rounds, everywhere)),
+            staging.depth(gathered),
             tuple(
                 tuple(
                     (unit, None if everywhere else owner)
@@ -372,8 +374,8 @@ class _Planner:
 
     def _rounds(
         self, draft: _Draft, queues: list[list[Unit]], staging: Staging
-    ) -> list[dict[int, list[Unit]]]:
-        """Cuts the owners' queues into chunks: of each, what its owners orthogonalize."""
+    ) -> tuple[list[dict[int, list[Unit]]], list[Gathered]]:
+        """Cuts the owners' queues into chunks: what owners orthogonalize in each, and gather."""
         by_kind: list[dict[Kind, list[Unit]]] = [{} for _ in queues]
         for queue, of_owner in zip(queues, by_kind):
             for unit in queue:
@@ -396,14 +398,4 @@ class _Planner:
                 if units:
                     owned[peer] = units
             rounds.append(owned)
-        return rounds
-
-    def _gathered(
-        self, draft: _Draft, rounds: Sequence[dict[int, list[Unit]]], everywhere: bool
-    ) -> list[Gathered]:
-        gathered = []
-        for owned in rounds:
-            sizes = [sum(layout.numel(u.box) for u in units) for units in owned.values()]
-            sizes = [size * draft.wire.itemsize for size in sizes]
-            gathered.append((max(sizes), sum(sizes) * (len(draft.peers) if everywhere else 1)))
-        return gathered
+        return rounds, cutter.gathered(cut)

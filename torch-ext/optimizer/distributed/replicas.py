@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any, Optional
 
@@ -45,9 +44,9 @@ class Replicas:
         self.group = group
         self.check_alive()
         self.ranks = tuple(dist.get_process_group_ranks(group))
-        whole: list[Optional[Split]] = [None]
-        self.weights = Sharding((len(self.ranks),), self.ranks, tuple(whole))
+        self.weights = Sharding((len(self.ranks),), self.ranks, (None,))
         self.state = Sharding((len(self.ranks),), self.ranks, (Split(0),))
+        self._meshes: dict[str, Any] = {}  # by device type
 
     def check_alive(self) -> None:
         """Raises ValueError where the process group was destroyed."""
@@ -60,23 +59,9 @@ class Replicas:
 
     def layout(self, device_type: str) -> tuple:
         """Mesh and placements of state that is divided by rows."""
-        return self._mesh(device_type), (Shard(0),)
-
-    @functools.cached_property
-    def _meshes(self) -> dict[str, Any]:
-        return {}
-
-    def _mesh(self, device_type: str) -> Any:
         if device_type not in self._meshes:
             self._meshes[device_type] = DeviceMesh.from_group(self.group, device_type)
-        return self._meshes[device_type]
-
-    def has_backend(self, device: torch.device) -> bool:
-        try:
-            self.group._get_backend(device)
-        except RuntimeError:
-            return device.type == "meta"
-        return True
+        return self._meshes[device_type], (Shard(0),)
 
     def difference(
         self, names: Sequence[str], params: Sequence[Tensor], averaged: bool

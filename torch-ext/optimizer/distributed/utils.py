@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .layout import Sharding, Split, shape_of, shard
+from .collectives import has_backend
+from .layout import Sharding, Split, shape_of, slices
 from .replicas import Replicas
 
 _DTENSORS = dist.is_available()
@@ -87,11 +88,7 @@ def _has_backend(tensor: Tensor) -> bool:
         group = tensor.device_mesh.get_all_groups()[0]  # type: ignore[attr-defined]
     except RuntimeError:  # a mesh made without groups, to plan with
         return True
-    try:
-        group._get_backend(tensor.device)
-    except RuntimeError:
-        return tensor.device.type == "meta"
-    return True
+    return has_backend(group, tensor.device)
 
 
 def _check_strides(shape: Sequence[int], mesh: Sequence[int], placements: Sequence) -> None:
@@ -185,14 +182,7 @@ def zeros_by_expert(param: Tensor, shape: Sequence[int]) -> Tensor:
     layout, device = layout_by_expert(param, len(shape) - 1), local(param).device
     if layout is None:
         return torch.zeros(tuple(shape), dtype=torch.float32, device=device)
-    held = _sharding(*layout).region(shape, dist.get_rank())
-    return DTensor.from_local(
-        torch.zeros(shape_of(held), dtype=torch.float32, device=device),
-        *layout,
-        run_check=False,
-        shape=torch.Size(shape),
-        stride=_contiguous_stride(shape),
-    )
+    return _zeros(shape, layout, torch.float32, device)
 
 
 def state_layout(param: Tensor, replicas: Optional[Replicas]) -> Optional[tuple]:
@@ -202,33 +192,34 @@ def state_layout(param: Tensor, replicas: Optional[Replicas]) -> Optional[tuple]
     return replicas.layout(param.device.type)
 
 
-def zeros_by_rows(param: Tensor, mesh: Any, dtype: torch.dtype) -> Tensor:
-    """Zeros of a plain tensor's shape, contiguous, of which each rank holds its rows.
+def zeros_by_rows(param: Tensor, layout: tuple, dtype: torch.dtype) -> Tensor:
+    """Zeros of a plain tensor's shape, a DTensor of which each rank holds its rows.
 
     Args:
         param: of at least one dimension.
-        mesh: 1-D, of the parameter's device type.
-
-    Returns:
-        A DTensor (*shape) with placement Shard(0).
+        layout: `state_layout` of it.
     """
-    first, last = shard(param.shape[0], mesh.size(), mesh.get_local_rank())
-    return DTensor.from_local(
-        torch.zeros((last - first, *param.shape[1:]), dtype=dtype, device=param.device),
-        mesh,
-        [Shard(0)],
-        run_check=False,
-        shape=param.shape,
-        stride=_contiguous_stride(param.shape),
-    )
+    return _zeros(param.shape, layout, dtype, param.device)
 
 
-def divide_by_rows(tensor: Tensor, mesh: Any) -> Tensor:
-    """This rank's rows of a plain tensor that all ranks of a 1-D mesh have, as `zeros_by_rows`."""
-    rows = zeros_by_rows(tensor, mesh, tensor.dtype)
-    first, last = shard(tensor.shape[0], mesh.size(), mesh.get_local_rank())
-    local(rows).copy_(tensor.detach()[first:last])
+def divide_by_rows(tensor: Tensor, layout: tuple) -> Tensor:
+    """This rank's rows of a plain tensor that all ranks have, as `zeros_by_rows`."""
+    rows = zeros_by_rows(tensor, layout, tensor.dtype)
+    held = _sharding(*layout).region(tensor.shape, dist.get_rank())
+    local(rows).copy_(tensor.detach()[slices(held)])
     return rows
+
+
+def _zeros(shape: Sequence[int], layout: tuple, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A contiguous DTensor of mesh and placements, of which only this rank's part is made."""
+    held = _sharding(*layout).region(shape, dist.get_rank())
+    return DTensor.from_local(
+        torch.zeros(shape_of(held), dtype=dtype, device=device),
+        *layout,
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=_contiguous_stride(shape),
+    )
 
 
 def process_group(tensor: Tensor, ranks: Sequence[int], replicas: Optional[Replicas] = None) -> Any:
