@@ -25,11 +25,14 @@ help:
 	@echo "make clean   remove outputs and caches (not the environment)"
 
 # Starting from an empty environment repairs an interrupted install and drops what is no longer
-# required; the stamp is written last, so that neither passes for a complete one.
-$(INSTALLED): requirements.txt
+# required; the stamp is written last, so that neither passes for a complete one. GPU builds of torch
+# bring the Triton that fits them; beside its CPU build this one interprets and compiles the kernels.
+$(INSTALLED): requirements.txt requirements-triton.txt
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed: make PYTHON=...")'
 	$(PYTHON) -m venv --clear $(VENV)
 	$(PY) -m pip install --no-input --quiet --disable-pip-version-check -r requirements.txt
+	@$(PY) -c 'import triton' 2>/dev/null || \
+	$(PY) -m pip install --no-input --quiet --disable-pip-version-check --no-deps -r requirements-triton.txt
 	@touch $@
 
 build: $(INSTALLED)
