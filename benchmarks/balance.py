@@ -42,7 +42,6 @@ core, layout, planning = optimizer.core, optimizer.distributed.layout, optimizer
 RANKS = (8, 16, 32, 64, 128, 256, 512, 1024)
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 DEVICE = torch.device("cuda")  # a name: plans need no device
-TRIPLES = optimizer.newton_schulz.resolve("polar_express", 5).triples
 
 Shape = tuple[int, ...]
 
@@ -64,6 +63,7 @@ def entries_of(
     whole_experts: bool = False,
 ) -> list[Any]:
     """Parameters as FSDP2 shards them: along dim 0, experts that travel along dim 1."""
+    recipe = optimizer.newton_schulz.recipe_for("polar_express", 5, "auto", None, dtype, device)
     by_dim = [
         layout.Sharding((ranks,), tuple(range(ranks)), (layout.Split(dim),)) for dim in (0, 1)
     ]
@@ -76,8 +76,8 @@ def entries_of(
             sharding=by_dim[len(shape) > 2 and not whole_experts],
             dtype=dtype,
             device=device,
-            wire=torch.bfloat16,
-            triples=TRIPLES,
+            wire=optimizer.planning.wire_of(recipe),
+            recipe=recipe,
         )
         for number, shape in enumerate(shapes)
     ]

@@ -32,9 +32,9 @@ core = optimizer.core
 layout = optimizer.distributed.layout
 planning = optimizer.distributed.plan
 Entry, Plan, make_plan = planning.Entry, planning.Plan, planning.make_plan
+recipe_for = optimizer.newton_schulz.recipe_for
 Sharding, Split = layout.Sharding, layout.Split
 
-TRIPLES = optimizer.newton_schulz.resolve("polar_express", 5).triples
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda")  # a name: plans need no device
 NONE = -1  # nothing has been written here
@@ -68,7 +68,7 @@ def entry(
         dtype=dtype,
         device=device,
         wire=wire,
-        triples=TRIPLES,
+        recipe=recipe_for("polar_express", 5, "auto", None, dtype, device),
         second_moment=second_moment,
         momentum=momentum,
         spread=spread,

@@ -98,7 +98,7 @@ def entries_of(
     layout: Layout,
     dtype: torch.dtype = torch.bfloat16,
     device_type: str = "cuda",
-    wire: torch.dtype = torch.bfloat16,
+    wire: torch.dtype | None = None,
     second_moment: bool = False,
     machine: Any = None,
 ) -> list[Any]:
@@ -110,12 +110,12 @@ def entries_of(
         layout: where they lie.
         dtype: of the weights.
         device_type: of the ranks' devices.
-        wire: format in which momentum and updates travel.
+        wire: format in which momentum and updates travel; None: the package's choice.
         second_moment: with `beta2`.
         machine: by which it is decided whether replicas share the work; None: the package's own.
     """
-    triples = kernel.newton_schulz.resolve("polar_express", 5).triples
     device = torch.device(device_type)
+    recipe = kernel.newton_schulz.recipe_for("polar_express", 5, "auto", None, dtype, device)
     entries = []
     for index, weight in enumerate(weight for weight in weights if weight.muon):
         sharding = sharding_of(kernel, weight, layout)
@@ -127,8 +127,8 @@ def entries_of(
             sharding=sharding,
             dtype=dtype,
             device=device,
-            wire=wire,
-            triples=triples,
+            wire=wire or kernel.planning.wire_of(recipe),
+            recipe=recipe,
             second_moment=second_moment,
             momentum=rows_of(kernel, layout) if layout.replicated else None,
             spread=layout.replicated,

@@ -39,7 +39,7 @@ from .distributed.plan import (
 )
 from .distributed.replicas import Replicas
 from .distributed.zero2 import MeanGradients
-from .newton_schulz import default_dtype, newton_schulz
+from .newton_schulz import newton_schulz
 from .options import OptimizerWide
 from .scratch import Scratch
 
@@ -128,11 +128,6 @@ class Step:
 
     def hyper(self, unit: Unit) -> Hyper:
         return self.groups[self.entry(unit).group]
-
-    def arithmetic(self, unit: Unit) -> torch.dtype:
-        """What a unit's matrices are orthogonalized in."""
-        entry = self.entry(unit)
-        return self.hyper(unit)["ns_dtype"] or default_dtype(entry.dtype, entry.device)
 
     def average_gradients(self, chunk: Chunk) -> None:
         """Starts to, in ZeRO-2, for what a chunk needs; on all ranks alike."""
@@ -367,7 +362,7 @@ def _orthogonalize(X: Tensor, batch: Batch, step: Step) -> Tensor:
         hyper["ns_coefficients"],
         norm=hyper["ns_norm"],
         algorithm=hyper["ns_algorithm"],
-        dtype=step.arithmetic(unit),
+        dtype=step.entry(unit).recipe.dtype,
         eps=hyper["ns_eps"],
         scratch=step.scratch,
     )
@@ -448,7 +443,9 @@ def _normalize(parts: list[Tensor], bundle: Bundle, updates: Tensor, step: Step)
     views = [step.second_moment(unit) for unit in bundle.units]
     V = torch.stack(views)  # (n, experts…, matrices of each, long side)
     v = wire.read_numbers(updates, bundle.along, V.numel()).view(V.shape)
-    v = v.to(torch.promote_types(step.arithmetic(unit), torch.float32))  # as the owner had it
+    v = v.to(
+        torch.promote_types(step.entry(unit).recipe.dtype, torch.float32)
+    )  # as the owner had it
     keep = None
     if id(unit) in step.finite:
         keep = torch.cat([step.finite[id(unit)] for unit in bundle.units])

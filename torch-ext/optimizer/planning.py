@@ -12,19 +12,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import newton_schulz, validation
+from . import validation
 from .core import Matrices, read_as_matrices, row_counts_for, takes_part
 from .distributed import agreement, hsdp, layout
 from .distributed import utils as dtensors
 from .distributed.plan import Entry, Plan, make_plan
 from .groups import has_component
+from .newton_schulz import Recipe, recipe_for
 from .options import GROUP_OPTIONS, STRUCTURE, OptimizerWide
 
 Group = Mapping[str, Any]  # with all options, as `Muon._views` has them
 
 # What plans depend on, beside the parameters.
 _PLANNED = ("use_muon", "capturable", "foreach", *STRUCTURE)
-_PLANNED_FOR_MUON = ("ns_steps", "ns_coefficients", "ns_dtype")
+_PLANNED_FOR_MUON = ("ns_steps", "ns_coefficients", "ns_algorithm", "ns_dtype")
 
 
 @dataclass
@@ -118,7 +119,7 @@ def entries_of(group: Group, number: int, where: str, wide: OptimizerWide) -> li
         return []
     for index, param in enumerate(group["params"]):
         _check_shard(param, validation.name_of(group, index, where))
-    iteration = newton_schulz.resolve(group["ns_coefficients"], group["ns_steps"])
+    recipes = [_recipe(param, group) for param in group["params"]]
     replicas = {
         index: wide.process_group
         for index, param in enumerate(group["params"])
@@ -133,8 +134,8 @@ def entries_of(group: Group, number: int, where: str, wide: OptimizerWide) -> li
             sharding=replicas[index].weights if index in replicas else dtensors.sharding_of(param),
             dtype=param.dtype,
             device=dtensors.local(param).device,
-            wire=_wire_dtype(param, group, wide),
-            triples=iteration.triples,
+            wire=wide.comm_dtype or wire_of(recipes[index]),
+            recipe=recipes[index],
             second_moment=group["beta2"] is not None,
             momentum=replicas[index].state if index in replicas else None,
             spread=index in replicas,
@@ -156,11 +157,22 @@ def _check_shard(param: Tensor, name: str) -> None:
         )
 
 
-def _wire_dtype(param: Tensor, group: Group, wide: OptimizerWide) -> torch.dtype:
-    if wide.comm_dtype is not None:
-        return wide.comm_dtype
-    arithmetic = group["ns_dtype"] or newton_schulz.default_dtype(param.dtype, param.device)
-    return torch.float64 if arithmetic == torch.float64 else torch.bfloat16
+def _recipe(param: Tensor, group: Group) -> Recipe:
+    return recipe_for(
+        group["ns_coefficients"],
+        group["ns_steps"],
+        group["ns_algorithm"],
+        group["ns_dtype"],
+        param.dtype,
+        dtensors.local(param).device,
+    )
+
+
+def wire_of(recipe: Recipe) -> torch.dtype:
+    """The format in which to travel: as many digits as 16 bits have for the arithmetic to use."""
+    if recipe.dtype in (torch.float16, torch.float64):
+        return recipe.dtype
+    return torch.bfloat16
 
 
 def plan_step(found: Survey, groups: Sequence[Group], wide: OptimizerWide) -> Plan:

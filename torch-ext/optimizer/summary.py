@@ -9,11 +9,12 @@ from typing import Any, Optional
 
 from torch import Tensor
 
-from . import adamw, newton_schulz
+from . import adamw
 from .distributed import layout, zero2
 from .distributed import utils as dtensors
-from .distributed.plan import Lane, Plan, Unit
+from .distributed.plan import Entry, Lane, Plan, Unit
 from .distributed.replicas import Replicas
+from .newton_schulz import Form
 from .options import OptimizerWide
 from .planning import Group, Survey
 
@@ -86,7 +87,7 @@ def summarize(groups: Sequence[Group], found: Survey, plan: Plan, wide: Optimize
                     "dtype": param.dtype,
                     "placement": _placement(param, wide),
                     "sharded": dtensors.is_sharded(param),
-                    "algorithm": _algorithm(group, index, bool(of_group)),
+                    "algorithm": _algorithm(group, index, of_group[index] if of_group else None),
                     "matrices": row.get("matrices", 0),
                     "owners": sorted(row.get("owners", ())),
                     "whole": row.get("whole", False),
@@ -154,16 +155,25 @@ def _held(unit: Unit, region: layout.Region) -> int:
     return layout.numel(layout.intersect(unit.box, region))
 
 
-def _algorithm(group: Mapping[str, Any], index: int, is_muon: bool) -> str:
+def _algorithm(group: Mapping[str, Any], index: int, entry: Optional[Entry]) -> str:
     param = group["params"][index]
     if not param.requires_grad:
         return "frozen"
-    if not is_muon:
+    if entry is None:
         return "AdamW, fused" if adamw.is_fused(param, group) else "AdamW"
-    dtype = group["ns_dtype"] or newton_schulz.default_dtype(param.dtype, param.device)
     family = group["ns_coefficients"]
     name = family if isinstance(family, str) else "own coefficients"
-    return f"Muon, {name} ×{group['ns_steps']}, standard, {_text(dtype)}"
+    m = entry.matrices
+    forms = [entry.recipe.form(rows, m.cols) for rows in dict.fromkeys(b.rows for b in m.blocks)]
+    chosen = " and ".join(dict.fromkeys(map(_form, forms))) or "no rows"
+    return f"Muon, {name} ×{group['ns_steps']}, {chosen}, {_text(entry.recipe.dtype)}"
+
+
+def _form(form: Form) -> str:
+    if not form.is_gram:
+        return f"standard ({form.why})"
+    after = " and ".join(map(str, form.restarts))
+    return f"gram{', restarted after ' + after if after else ''} ({form.why})"
 
 
 def _totals(plan: Plan) -> dict[str, Any]:

@@ -309,7 +309,7 @@ class ChunkBuilder:
             entry = self.entries[unit.entry]
             m = entry.matrices
             shape = layout.shape_of(unit.box)
-            key: tuple = (entry.group, entry.dtype, entry.triples, shape, m.row_dim, unit.rows)
+            key: tuple = (entry.group, entry.dtype, entry.recipe, shape, m.row_dim, unit.rows)
             if len(self.peers) > 1:  # every peer's part must be the same of all
                 key += (entry.sharding, m.shape[m.row_dim :], unit.box[m.row_dim])
                 key += (entry.momentum, entry.momentum_part(unit.box))

@@ -142,11 +142,12 @@ class Staging:
         return room - max(map(self._bytes_of_work, self.units))
 
     def _bytes_of_work(self, unit: Unit) -> int:
-        """For a batch: matrices twice, two products of their shorter sides, and wide copies."""
+        """For a batch: matrices twice, products of their shorter sides, and wide copies."""
         entry = self.entries[unit.entry]
         numel, cols = layout.numel(unit.box), entry.matrices.cols
         count = entry.matrices.count(unit.box, unit.rows)
-        work = 2 * (numel + count * min(unit.rows, cols) ** 2) * entry.wire.itemsize
+        squares = 4 if entry.recipe.form(unit.rows, cols).is_gram else 2
+        work = (2 * numel + squares * count * min(unit.rows, cols) ** 2) * entry.wire.itemsize
         if entry.wire == torch.float16:
             work += numel * entry.wide.itemsize  # what scales are undone in
         together = matrices_per_batch(entry, unit.rows, self.chunk_size, self.batch_bytes)

@@ -9,7 +9,7 @@ from typing import Optional
 import torch
 
 from ..core import Blocks, Matrices
-from ..newton_schulz import Triple, flops
+from ..newton_schulz import Recipe
 from . import layout
 from .layout import Interval, Region, Sharding
 
@@ -27,7 +27,7 @@ class Entry:
         dtype: of the parameter.
         device: of its local tensor.
         wire: format in which momentum and update travel.
-        triples: polynomials of its orthogonalization, which set its cost.
+        recipe: how its matrices are orthogonalized, which sets their cost.
         second_moment: whether owners send the mean squares of the update along.
         momentum: how its momentum lies, where that is unlike its weights: replicated ones may have
             theirs divided.
@@ -42,7 +42,7 @@ class Entry:
     dtype: torch.dtype
     device: torch.device
     wire: torch.dtype
-    triples: tuple[Triple, ...]
+    recipe: Recipe
     second_moment: bool = False
     momentum: Optional[Sharding] = None
     spread: bool = False
@@ -97,7 +97,8 @@ class Entry:
 
     def cost(self, rows: int) -> int:
         """FLOPs for one matrix of so many rows."""
-        return flops(rows, self.matrices.cols, self.triples)
+        cols = self.matrices.cols
+        return self.recipe.form(rows, cols).flops(rows, cols)
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ import functools
 import importlib.util
 
 # Device types that Triton compiles for; AMD's are "cuda" to torch as well.
-_DEVICE_TYPES = ("cuda", "xpu")
+DEVICE_TYPES = ("cuda", "xpu")
 
 
 @functools.cache
 def run_on(device_type: str) -> bool:
     """Whether kernels are used for tensors there; asks no device."""
-    return device_type in _DEVICE_TYPES and importlib.util.find_spec("triton") is not None
+    return device_type in DEVICE_TYPES and importlib.util.find_spec("triton") is not None

@@ -1,0 +1,183 @@
+"""The polynomials: published families by name, or one's own, for any number of iterations.
+
+Each iteration maps every singular value σ to aσ + bσ³ + cσ⁵ and leaves the singular vectors as they
+are, so a few well-chosen (a, b, c) push all singular values towards 1.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Optional, Union
+
+import torch
+
+Triple = tuple[float, float, float]
+Coefficients = Union[str, Sequence[Sequence[float]]]
+
+DEFAULT_STEPS = 5
+
+# Of a scheduled family, one more step than it was computed for: σ ← (15σ − 10σ³ + 3σ⁵)/8, the
+# quintic with p(1) = 1 and p'(1) = p''(1) = 0 (Björck & Bowie 1971, order 3).
+CONVERGING: Triple = (15 / 8, -10 / 8, 3 / 8)
+
+
+@dataclass(frozen=True)
+class Family:
+    """Published polynomials of one name.
+
+    Args:
+        triples: (a, b, c) of each iteration; a constant family has one, used for any count.
+        source: where the literals were published.
+        norm_factor: the input is divided by its norm times this (a safety margin of the source).
+        safety: in 16-bit arithmetic the polynomials but the last are those of σ/safety: a rounded
+            singular value may exceed the interval that a schedule without margins was made for,
+            and be driven away from 1 from then on.
+    """
+
+    triples: tuple[Triple, ...]
+    source: str
+    norm_factor: float = 1.0
+    safety: float = 1.0
+
+    @property
+    def constant(self) -> bool:
+        return len(self.triples) == 1
+
+
+FAMILIES: dict[str, Family] = {
+    "quintic": Family(
+        ((3.4445, -4.7750, 2.0315),),
+        "Jordan et al. 2024, Muon: an optimizer for hidden layers in neural networks",
+    ),
+    "you": Family(
+        (
+            (4.0848, -6.8946, 2.9270),
+            (3.9505, -6.3029, 2.6377),
+            (3.7418, -5.5913, 2.3037),
+            (2.8769, -3.1427, 1.2046),
+            (2.8366, -3.0525, 1.2012),
+        ),
+        "You 2025, per-iteration coefficients by gradient descent",
+    ),
+    "polar_express": Family(
+        (
+            (8.156554524902461, -22.48329292557795, 15.878769915207462),
+            (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+            (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+            (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+            (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+        ),
+        "Amsel et al. 2025, arXiv:2505.16932, 5 iterations, safety 2e-2, cushion 2",
+        norm_factor=1.02,
+    ),
+    "cans": Family(
+        (
+            (8.4703, -25.1081, 18.6293),
+            (4.1828, -3.1087, 0.5806),
+            (3.9619, -2.9541, 0.5630),
+            (3.2866, -2.4647, 0.5074),
+            (2.2737, -1.6447, 0.4162),
+        ),
+        "Grishina et al. 2025, arXiv:2506.10935",
+        safety=1.01,
+    ),
+    "cubic5": Family(
+        (
+            (3.3656576, -3.3420992, 0.0),
+            (2.5744352, -1.4957376, 0.0),
+            (2.5368962, -1.4312570, 0.0),
+            (2.4418906, -1.2764040, 0.0),
+            (2.2230472, -0.9630650, 0.0),
+        ),
+        "optimal cubics composed, same method as polar_express; c = 0 saves the product A²",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """What one matrix goes through: the polynomials, and their margins (see `Family`)."""
+
+    triples: tuple[Triple, ...]
+    norm_factor: float = 1.0
+    safety: float = 1.0
+
+    def in_arithmetic(self, dtype: torch.dtype) -> tuple[Triple, ...]:
+        """The polynomials to run in ``dtype``."""
+        if self.safety == 1.0 or torch.finfo(dtype).bits > 16:
+            return self.triples
+        s = self.safety
+        guarded = tuple((a / s, b / s**3, c / s**5) for a, b, c in self.triples[:-1])
+        return guarded + self.triples[-1:]
+
+    def largest_singular_value(self, points: int = 2000) -> float:
+        """The largest value any singular value in (0, 1] is mapped to (on a grid)."""
+        largest = 0.0
+        for i in range(1, points + 1):
+            x = i / points / self.norm_factor
+            for a, b, c in self.triples:
+                x = x * (a + x * x * (b + c * x * x))
+            largest = max(largest, abs(x))
+        return largest
+
+
+def resolve(coefficients: Coefficients, steps: Optional[int] = None) -> Iteration:
+    """The polynomials of ``steps`` iterations; None is 5, or the length of an explicit list.
+
+    A constant family repeats. Of a scheduled one, fewer steps take the first ones and more continue
+    with `CONVERGING`: cycling a schedule made for a fixed count can turn the update around.
+
+    Raises:
+        ValueError: unknown family; an explicit list that is not ``steps`` triples of numbers.
+    """
+    if isinstance(coefficients, str):
+        return _resolve_family(coefficients, DEFAULT_STEPS if steps is None else steps)
+    if not coefficients or not all(map(_is_triple, coefficients)):
+        raise ValueError(
+            "ns_coefficients must be a family name or a list of (a, b, c), one for each step, "
+            f"found {coefficients!r}"
+        )
+    triples = tuple((float(a), float(b), float(c)) for a, b, c in coefficients)
+    if steps is not None and len(triples) != steps:
+        raise ValueError(
+            f"ns_coefficients lists {len(triples)} iterations but ns_steps is {steps}: "
+            "an explicit list sets the count itself, leave ns_steps out or make them equal"
+        )
+    return Iteration(triples)
+
+
+def _is_triple(value: object) -> bool:
+    return (
+        isinstance(value, (tuple, list))
+        and len(value) == 3
+        and all(isinstance(x, Real) and math.isfinite(x) for x in value)
+    )
+
+
+@functools.cache
+def _resolve_family(name: str, steps: int) -> Iteration:
+    if name not in FAMILIES:
+        raise ValueError(f"unknown ns_coefficients {name!r}; known: {', '.join(FAMILIES)}")
+    family = FAMILIES[name]
+    if family.constant:
+        return Iteration(family.triples * steps, family.norm_factor, family.safety)
+    missing = max(0, steps - len(family.triples))
+    triples = family.triples[:steps] + (CONVERGING,) * missing
+    return Iteration(triples, family.norm_factor, family.safety)
+
+
+@functools.cache
+def overshoot(name: str, steps: int) -> Optional[float]:
+    """Largest singular value of a shortened schedule where it exceeds 1.5, else None.
+
+    The first polynomials of a schedule overshoot on purpose and count on the later ones.
+    """
+    family = FAMILIES[name]
+    if family.constant or steps >= len(family.triples):
+        return None
+    largest = _resolve_family(name, steps).largest_singular_value()
+    return largest if largest > 1.5 else None

@@ -1,0 +1,175 @@
+"""Which form of the iteration a shape gets, in which arithmetic, and what that costs.
+
+The choice depends on shape, dtypes and device type alone, never on batch or mesh: a matrix takes
+the same path on every layout.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Optional
+
+import torch
+
+from .. import triton_kernels
+from .coefficients import Coefficients, Iteration, Triple, resolve
+from .restarts import plan_restarts, segments
+
+ALGORITHMS = ("auto", "standard", "gram")
+
+# From which shorter side on symmetric products are computed by halves, and in blocks of how many
+# rows: under it the products of the halves are too small to run at full speed.
+HALVES_FROM = 512
+BLOCK_ROWS = {"blocks": 256, "tiles": 128}
+
+# The Gram form is taken from this shorter side on and where it saves so much of the FLOPs, by
+# device type. It does more of its work in small products, and in 16 bits small matrices round
+# coarsely: benchmarks/orthogonalize.py and benchmarks/accuracy.py show both.
+GRAM_FROM = 512
+GRAM_FLOPS = {"cpu": 0.85}
+DEFAULT_GRAM_FLOPS = 0.95
+
+
+@dataclass(frozen=True)
+class Form:
+    """How matrices of one shape are orthogonalized.
+
+    Args:
+        triples: the polynomials.
+        restarts: after which iterations X is brought up to date: after all, in the standard form.
+        products: how symmetric products are computed, a key of `products.PRODUCTS`.
+        why: in a few words.
+    """
+
+    triples: tuple[Triple, ...]
+    restarts: tuple[int, ...]
+    products: str
+    why: str
+
+    @property
+    def segments(self) -> list[tuple[int, int]]:
+        """First and last (exclusive) iteration between two restarts."""
+        return segments(self.restarts, len(self.triples))
+
+    @property
+    def is_gram(self) -> bool:
+        return len(self.restarts) + 1 < len(self.triples)
+
+    def flops(self, rows: int, cols: int) -> int:
+        """For one matrix, a multiply-add counted as two.
+
+        With s ≤ l the two sides and whole products, a segment of m iterations takes 4s²l for XXᵀ
+        and QX and 2s³·(m + 3(m − 1)), without squares where c = 0. Symmetric products by halves
+        take little more than half of it.
+        """
+        s, l = min(rows, cols), max(rows, cols)
+        if s == 0:
+            return 0
+        total = 0
+        for start, stop in self.segments:
+            squares = sum(1 for _, _, c in self.triples[start:stop] if c != 0.0)
+            small = squares + 3 * (stop - start - 1)
+            total += self._symmetric(s, l) + small * self._symmetric(s, s) + 2 * s * s * l
+        return total
+
+    def _symmetric(self, s: int, k: int) -> int:
+        """Of (s, k) times (k, s): blocks of rows end at the diagonal."""
+        block = BLOCK_ROWS.get(self.products, s)
+        ends = [min(s, start + block) for start in range(0, s, block)]
+        return sum(2 * (end - start) * end * k for start, end in zip([0, *ends], ends))
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a group's matrices are orthogonalized on one type of device, whatever their shape.
+
+    Args:
+        iteration: the polynomials.
+        algorithm: of `ALGORITHMS`.
+        dtype: arithmetic of the iteration.
+        device_type: where.
+    """
+
+    iteration: Iteration
+    algorithm: str
+    dtype: torch.dtype
+    device_type: str
+
+    def form(self, rows: int, cols: int) -> Form:
+        """The form for matrices (rows, cols)."""
+        return _form(self, min(rows, cols), max(rows, cols))
+
+
+def recipe_for(
+    coefficients: Coefficients,
+    steps: Optional[int],
+    algorithm: str,
+    dtype: Optional[torch.dtype],
+    matrix_dtype: torch.dtype,
+    device: torch.device,
+) -> Recipe:
+    """The recipe of options as `newton_schulz` takes them.
+
+    Raises:
+        ValueError: see `resolve`.
+    """
+    dtype = dtype or default_dtype(matrix_dtype, device)
+    return Recipe(resolve(coefficients, steps), algorithm, dtype, device.type)
+
+
+def default_dtype(matrix_dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Arithmetic of the iteration where ``ns_dtype`` is None.
+
+    float64 stays float64. Accelerators take float16, as fast as bfloat16 and eight times as exact;
+    singular values of at most about 1 fit its range. CPUs take bfloat16 where oneDNN has fast
+    products in it, else float32: float16 is far slower there. Apple's take float32.
+    """
+    if matrix_dtype == torch.float64:
+        return torch.float64
+    if device.type == "cpu":
+        return torch.bfloat16 if _cpu_has_bfloat16() else torch.float32
+    return torch.float32 if device.type == "mps" else torch.float16
+
+
+@functools.cache
+def _cpu_has_bfloat16() -> bool:
+    probe = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
+    return bool(probe is not None and torch.backends.mkldnn.is_available() and probe())
+
+
+@functools.lru_cache(maxsize=4096)
+def _form(recipe: Recipe, s: int, l: int) -> Form:
+    triples = recipe.iteration.in_arithmetic(recipe.dtype)
+    products = _products(recipe, s)
+    standard = Form(triples, tuple(range(1, len(triples))), products, "as asked for")
+    gram = Form(triples, plan_restarts(triples, recipe.dtype), products, "as asked for")
+    if recipe.algorithm != "auto":
+        return gram if recipe.algorithm == "gram" else standard
+    if s < GRAM_FROM:
+        return _because(standard, f"shorter side under {GRAM_FROM}")
+    saved = gram.flops(s, l) / max(1, standard.flops(s, l))
+    why = f"the Gram form takes {saved:.2f} of the FLOPs"
+    worth = saved <= GRAM_FLOPS.get(recipe.device_type, DEFAULT_GRAM_FLOPS)
+    return _because(gram if worth else standard, why)
+
+
+def _because(form: Form, why: str) -> Form:
+    return Form(form.triples, form.restarts, form.products, why)
+
+
+def _products(recipe: Recipe, s: int) -> str:
+    if recipe.device_type == "cpu" and recipe.dtype == torch.float16:
+        return "widened"
+    if s < HALVES_FROM:
+        return "whole"
+    if recipe.device_type == "cpu":
+        return "blocks"
+    has_kernels = recipe.device_type in triton_kernels.DEVICE_TYPES
+    return "tiles" if has_kernels and recipe.dtype != torch.float64 else "whole"
+
+
+def flops(rows: int, cols: int, triples: tuple[Triple, ...]) -> int:
+    """FLOPs of the standard form with whole products: 20·s²l + 10·s³ for five quintic steps."""
+    triples = tuple(triples)
+    return Form(triples, tuple(range(1, len(triples))), "whole", "").flops(rows, cols)

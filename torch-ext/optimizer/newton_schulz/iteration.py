@@ -1,0 +1,241 @@
+"""The algorithm: matrices are brought to norm 1, iterated on, and come out nearly orthogonal.
+
+On X of shape (s, l), s ≤ l, transposed where it is tall, one iteration is X ← aX + (bR + cR²)X with
+R = XXᵀ (Jordan et al. 2024). In its Gram form (Zhang, Amsel, Chen & Dao 2026, "Gram Newton-Schulz")
+several iterations are made on matrices of s × s alone:
+
+    Z = bR + cR²       Q ← QZ + aQ       T = RZ + aR,  R ← ZT + aT       …       X ← QX
+
+A segment is what happens between two updates of X. The standard form is segments of one iteration.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from ..scratch import Scratch
+from .coefficients import Coefficients, Triple
+from .forms import ALGORITHMS, Form, recipe_for
+from .products import PRODUCTS, Products
+
+NORMS = ("frobenius", "schatten4")
+
+# Matrices are brought to norm 1 in fp32, this many bytes of it at once.
+NORMALIZE_BYTES = {"cpu": 2 << 20}
+DEFAULT_NORMALIZE_BYTES = 64 << 20
+
+
+@torch.no_grad()
+def newton_schulz(
+    G: Tensor,  # (..., rows, cols)
+    steps: Optional[int] = None,
+    coefficients: Coefficients = "polar_express",
+    *,
+    norm: str = "frobenius",
+    algorithm: str = "auto",
+    dtype: Optional[torch.dtype] = None,
+    eps: float = 1e-7,
+    scratch: Optional[Scratch] = None,
+) -> Tensor:
+    """Approximate polar factor U of every matrix of ``G``: if G = PΣQᵀ, then U ≈ PQᵀ.
+
+    Args:
+        G: matrices (..., rows, cols), real floating point; leading dimensions are a batch.
+        steps: number of iterations; None is 5, or what an explicit list of coefficients has.
+        coefficients: a family of `FAMILIES`, or the (a, b, c) of each iteration.
+        norm: ``"frobenius"`` or ``"schatten4"`` (‖XXᵀ‖_F^½, a tighter bound on the largest
+            singular value), what matrices are divided by first.
+        algorithm: ``"standard"``, ``"gram"``, or ``"auto"``: what is faster for the shape.
+        dtype: arithmetic of the iteration; None picks by device (`default_dtype`).
+        eps: added to the norm of the matrix after its largest magnitude was scaled to 1, so that
+            it acts alike on a matrix and on 1e-30 times that matrix.
+        scratch: buffers to work in; with them, ``G`` is overwritten and U lies in one of them.
+            Without them ``G`` is not modified and U is new.
+
+    Returns:
+        U (..., rows, cols) in the arithmetic dtype. Zero matrices give zeros, matrices with Inf or
+        NaN give NaN, empty ones stay empty.
+
+    Raises:
+        ValueError: fewer than two dimensions, complex or integer input, unknown options.
+    """
+    if G.ndim < 2 or not G.is_floating_point():
+        raise ValueError(
+            f"newton_schulz takes real matrices (..., rows, cols), found {tuple(G.shape)} {G.dtype}"
+        )
+    if norm not in NORMS or algorithm not in ALGORITHMS:
+        raise ValueError(
+            f"norm must be one of {NORMS} and algorithm one of {ALGORITHMS}, "
+            f"found {norm!r} and {algorithm!r}"
+        )
+    recipe = recipe_for(coefficients, steps, algorithm, dtype, G.dtype, G.device)
+    if G.numel() == 0:
+        return G.to(recipe.dtype, copy=True)
+    batch = G.reshape(-1, *G.shape[-2:])  # (n, rows, cols)
+    overwrite, scratch = scratch is not None, scratch or Scratch()
+    if overwrite and G.dtype == recipe.dtype:
+        X = batch
+    else:
+        X = scratch.empty("X", batch.shape, recipe.dtype, G.device)
+    limit = NORMALIZE_BYTES.get(G.device.type, DEFAULT_NORMALIZE_BYTES)
+    at_once = max(1, limit // (4 * G.shape[-2] * G.shape[-1]))
+    factor, scale = recipe.iteration.norm_factor, _scale(X)
+    sizes = [
+        _normalize(matrices, factor, eps, overwrite, scratch, out, scale)
+        for matrices, out in zip(batch.split(at_once), X.split(at_once))
+    ]
+    size = sizes[0] if len(sizes) == 1 else torch.cat(sizes)  # (n, 1, 1)
+    form = recipe.form(*G.shape[-2:])
+    return _iterate(X, size, form, norm, factor, eps, scale, scratch).view(G.shape)
+
+
+def _scale(X: Tensor) -> float:
+    """What matrices of norm 1 are multiplied with to lie well in the range of their dtype.
+
+    In fp16 the entries of a large matrix of norm 1 would be lost under 6e-5: a power of two brings
+    them near 1. No entry exceeds twice the norm, so nothing overflows.
+    """
+    if X.dtype != torch.float16:
+        return 1.0
+    return 2.0 ** min(14, int(math.log2(X.shape[-2] * X.shape[-1]) / 2))
+
+
+def _normalize(
+    G: Tensor,  # (n, rows, cols)
+    factor: float,
+    eps: float,
+    overwrite: bool,
+    scratch: Scratch,
+    out: Tensor,
+    scale: float,
+) -> Tensor:
+    """Divides each matrix by its size, factor·‖G‖_F + eps, rounding once into ``out``.
+
+    In fp16 they are divided by a power of two near their size instead, and multiplied by ``scale``:
+    what came in fp16, scaled by a power of two, is not rounded again.
+
+    Returns:
+        The sizes, of matrices whose largest magnitude has been divided out, (n, 1, 1) in fp32 or
+        fp64; NaN of a matrix with Inf or NaN.
+    """
+    dtype = torch.promote_types(G.dtype, torch.float32)
+    exact = out.dtype == torch.float16
+    # Squares of values under 1e-19 vanish in fp32: bring the largest magnitude to 1 first.
+    sides = (-2, -1)
+    largest = torch.maximum(G.amax(sides, keepdim=True), -G.amin(sides, keepdim=True)).to(dtype)
+    if exact:
+        largest = _power_of_two(largest)
+    largest.masked_fill_(largest == 0, 1.0)  # (n, 1, 1)
+
+    def divided(rows: Tensor) -> Tensor:
+        if overwrite and rows.dtype == dtype:
+            return rows.div_(largest)
+        return scratch.empty("wide", rows.shape, dtype, rows.device).copy_(rows).div_(largest)
+
+    # A large matrix in 16 bits goes by in rows, twice, rather than being copied to fp32 whole.
+    limit = NORMALIZE_BYTES.get(G.device.type, DEFAULT_NORMALIZE_BYTES)
+    rows_at_once = max(1, limit // (4 * len(G) * G.shape[-1]))
+    slices = G.split(rows_at_once if G.dtype != dtype else G.shape[-2], dim=-2)
+    norms = []
+    for rows in slices:
+        X = divided(rows)
+        norms.append(torch.linalg.vector_norm(X, dim=sides, keepdim=True))
+    size = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), dim=0)
+    size.mul_(factor).add_(eps)
+    size.masked_fill_(size == 0, 1.0)  # a zero matrix without eps
+    divisor = _power_of_two(size).div_(scale) if exact else size
+    if len(slices) == 1:
+        torch.div(X, divisor, out=out)
+    else:
+        for rows, of_rows in zip(slices, out.split(rows_at_once, dim=-2)):
+            torch.div(divided(rows), divisor, out=of_rows)
+    return size
+
+
+def _power_of_two(values: Tensor) -> Tensor:
+    """The greatest power of two not above each value; zero, Inf and NaN as they are."""
+    powers = values / torch.frexp(values).mantissa.mul_(2)
+    return torch.where(torch.isfinite(values) & (values != 0), powers, values)
+
+
+def _iterate(
+    X: Tensor,  # (n, rows, cols)
+    size: Tensor,  # (n, 1, 1)
+    form: Form,
+    norm: str,
+    factor: float,
+    eps: float,
+    scale: float,
+    scratch: Scratch,
+) -> Tensor:
+    """The segments of a form, on X as `_normalize` left it, whose storage is used too."""
+    products = PRODUCTS[form.products]
+    Y = scratch.empty("Y", X.shape, X.dtype, X.device)
+    side = min(X.shape[-2:])
+    squares = [
+        scratch.empty(purpose, (len(X), side, side), X.dtype, X.device)
+        for purpose in ("RZQT" if form.is_gram else "RZ")
+    ]
+    # What X is still to be divided by: the first segment does so.
+    rest = size / _power_of_two(size) if X.dtype == torch.float16 else None
+    for start, stop in form.segments:
+        R = products.gram(
+            X, scale**-2, None if rest is None else rest.square().reciprocal_(), squares[0]
+        )
+        if start == 0 and norm == "schatten4":
+            closer = _of_schatten4(R, factor, eps / size)
+            R.div_(closer.square())
+            rest = closer if rest is None else rest * closer
+        Q, alpha, beta = _segment(R, form.triples[start:stop], rest, products, squares[1:])
+        rest = None
+        if stop == len(form.triples):
+            alpha, beta = alpha / scale, beta / scale
+        X, Y = products.apply(Q, X, alpha, beta, Y), X
+    return X
+
+
+def _of_schatten4(R: Tensor, factor: float, eps: Tensor) -> Tensor:
+    """What X, of size 1 by the Frobenius norm, is divided by to be so by ‖XXᵀ‖_F^½, (n, 1, 1)."""
+    dtype = torch.promote_types(R.dtype, torch.float32)
+    norm = torch.linalg.vector_norm(R, dim=(-2, -1), keepdim=True, dtype=dtype).sqrt_()
+    norm = norm.mul_(factor).add_(eps)
+    return norm.masked_fill_(norm == 0, 1.0)  # a zero matrix without eps
+
+
+def _segment(
+    R: Tensor,  # (n, s, s), overwritten
+    triples: Sequence[Triple],
+    rest: Optional[Tensor],
+    products: Products,
+    buffers: Sequence[Tensor],
+) -> tuple[Tensor, float, float]:
+    """Q, α and β of the update X ← αQX + βX that the iterations of a segment make together.
+
+    X is divided by ``rest``, (n, 1, 1), at that, where it is not None.
+    """
+    Z, *more = buffers
+    alone = len(triples) == 1
+    for step, (a, b, c) in enumerate(triples):
+        if c == 0.0 and alone and rest is None:
+            return R, b, a
+        Z = torch.mul(R, b, out=Z) if c == 0.0 else products.symmetric(R, R, c, b, R, Z)
+        if alone and rest is None:
+            return Z, 1.0, a
+        if step < len(triples) - 1:
+            T = products.symmetric(R, Z, 1.0, a, R, more[-1])
+            R = products.symmetric(Z, T, 1.0, a, T, R)
+        if step == 0:  # Q = Z + aI
+            Q = Z if alone else more[0]
+            inverse = torch.ones_like(Z[:, :1, :1]) if rest is None else rest.reciprocal()
+            torch.mul(Z, inverse, out=Q)
+            Q.diagonal(dim1=-2, dim2=-1).add_(inverse.squeeze(-1), alpha=a)
+        else:
+            Q, spare = more
+            Q = products.symmetric(Q, Z, 1.0, a, Q, spare)
+            more = [Q, more[0]]
+    return Q, 1.0, 0.0

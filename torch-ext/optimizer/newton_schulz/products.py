@@ -1,0 +1,131 @@
+"""Products of symmetric matrices: whole, by halves in blocks or tiles, or of fp16 on CPUs.
+
+One set of three functions for each way, over batches: R = XXᵀ, and αAB + βC of matrices that
+commute, both symmetric; and the multiplication of X by such a matrix, on its shorter side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, Optional
+
+import torch
+from torch import Tensor
+
+from .. import triton_kernels
+from .forms import BLOCK_ROWS
+
+
+class Products(NamedTuple):
+    """One way to multiply.
+
+    Args:
+        gram: ``(X, alpha, factor, out)``: alpha·factor·XXᵀ, or XᵀX of a tall X, into ``out``;
+            ``factor`` is None or a tensor (n, 1, 1).
+        symmetric: ``(A, B, alpha, beta, C, out)``: alpha·AB + beta·C into ``out``.
+        apply: ``(Q, X, alpha, beta, out)``: alpha·QX + beta·X, or alpha·XQ + beta·X of a tall X.
+    """
+
+    gram: Callable[[Tensor, float, Optional[Tensor], Tensor], Tensor]
+    symmetric: Callable[[Tensor, Tensor, float, float, Tensor, Tensor], Tensor]
+    apply: Callable[[Tensor, Tensor, float, float, Tensor], Tensor]
+
+
+def _sides(X: Tensor) -> tuple[Tensor, Tensor]:
+    """The factors of the smaller of X's two Gram matrices."""
+    return (X.mT, X) if X.shape[-2] > X.shape[-1] else (X, X.mT)
+
+
+def _product(A: Tensor, B: Tensor, alpha: float, beta: float, C: Tensor, out: Tensor) -> Tensor:
+    if alpha == 1.0 and beta == 0.0:
+        return torch.bmm(A, B, out=out)
+    return torch.baddbmm(C, A, B, alpha=alpha, beta=beta, out=out)
+
+
+def _gram_whole(X: Tensor, alpha: float, factor: Optional[Tensor], out: Tensor) -> Tensor:
+    _product(*_sides(X), alpha, 0.0, out, out)
+    return out if factor is None else out.mul_(factor)
+
+
+def _apply_whole(Q: Tensor, X: Tensor, alpha: float, beta: float, out: Tensor) -> Tensor:
+    left, right = (X, Q) if X.shape[-2] > X.shape[-1] else (Q, X)
+    return _product(left, right, alpha, beta, X, out)
+
+
+def _blocks(s: int) -> Iterator[tuple[int, int]]:
+    rows = BLOCK_ROWS["blocks"]
+    return ((start, min(start + rows, s)) for start in range(0, s, rows))
+
+
+def _symmetric_blocks(
+    A: Tensor, B: Tensor, alpha: float, beta: float, C: Tensor, out: Tensor
+) -> Tensor:
+    """Rows up to the diagonal, block by block; the rest is their mirror image.
+
+    One matrix at a time: CPUs multiply into a part of a matrix in place, but not of a batch.
+    """
+    for A_i, B_i, C_i, out_i in zip(A, B, C, out):
+        for start, stop in _blocks(len(out_i)):
+            left, right, target = A_i[start:stop], B_i[:, :stop], out_i[start:stop, :stop]
+            if alpha == 1.0 and beta == 0.0:
+                torch.mm(left, right, out=target)
+            else:
+                torch.addmm(C_i[start:stop, :stop], left, right, alpha=alpha, beta=beta, out=target)
+            out_i[:start, start:stop].copy_(out_i[start:stop, :start].mT)
+    return out
+
+
+def _gram_blocks(X: Tensor, alpha: float, factor: Optional[Tensor], out: Tensor) -> Tensor:
+    _symmetric_blocks(*_sides(X), alpha, 0.0, out, out)
+    return out if factor is None else out.mul_(factor)
+
+
+def _mirrored(wide: Tensor, out: Tensor) -> Tensor:
+    """One rounding of the upper triangle, as kernels by tiles have it."""
+    return out.copy_(wide.triu().add_(wide.triu(1).mT))
+
+
+def _gram_widened(X: Tensor, alpha: float, factor: Optional[Tensor], out: Tensor) -> Tensor:
+    left, right = _sides(X.float())
+    wide = torch.bmm(left, right).mul_(alpha)
+    return _mirrored(wide if factor is None else wide.mul_(factor), out)
+
+
+def _symmetric_widened(
+    A: Tensor, B: Tensor, alpha: float, beta: float, C: Tensor, out: Tensor
+) -> Tensor:
+    wide = torch.baddbmm(C.float(), A.float(), B.float(), alpha=alpha, beta=beta)
+    return _mirrored(wide, out)
+
+
+def _apply_widened(Q: Tensor, X: Tensor, alpha: float, beta: float, out: Tensor) -> Tensor:
+    wide = X.float()
+    return out.copy_(_apply_whole(Q.float(), wide, alpha, beta, torch.empty_like(wide)))
+
+
+def _gram_tiles(X: Tensor, alpha: float, factor: Optional[Tensor], out: Tensor) -> Tensor:
+    if not triton_kernels.run_on(X.device.type):
+        return _gram_whole(X, alpha, factor, out)
+    from ..triton_kernels.symmetric import symmetric_product
+
+    scale = alpha if factor is None else factor.flatten() * alpha
+    return symmetric_product(*_sides(X), alpha=scale, out=out)
+
+
+def _symmetric_tiles(
+    A: Tensor, B: Tensor, alpha: float, beta: float, C: Tensor, out: Tensor
+) -> Tensor:
+    if not triton_kernels.run_on(A.device.type):
+        return _product(A, B, alpha, beta, C, out)
+    from ..triton_kernels.symmetric import symmetric_product
+
+    return symmetric_product(A, B, alpha=alpha, beta=beta, C=C, out=out)
+
+
+PRODUCTS = {
+    "whole": Products(_gram_whole, _product, _apply_whole),
+    "blocks": Products(_gram_blocks, _symmetric_blocks, _apply_whole),
+    # fp16 on CPUs: the arithmetic of accelerators, products in fp32 and one rounding.
+    "widened": Products(_gram_widened, _symmetric_widened, _apply_widened),
+    "tiles": Products(_gram_tiles, _symmetric_tiles, _apply_whole),
+}
