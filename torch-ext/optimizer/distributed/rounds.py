@@ -21,6 +21,10 @@ HIDING = 3
 # is worth one chunk less in flight.
 EVEN, UNEVEN = 0.02, 0.145
 
+# How much more than the costliest unit others may do beside it: two that cost 55 % of it each are
+# better done in its round than one of them in a round of its own.
+SLACKS = (1.0, 1.05, 1.1, 1.2, 1.35, 1.5)
+
 
 class Kind(NamedTuple):
     """Units that are alike: FLOPs, bytes on the wire and matrices of each."""
@@ -57,18 +61,18 @@ class Cutter:
         """FLOPs of the owner that has most to do."""
         return max(self._loads(self.all))
 
-    def cut(self, widest: int) -> list[Round]:
+    def cut(self, widest: int, slack: float = 1.0) -> list[Round]:
         """Rounds in which the owners have about as much to do.
 
-        A round ends for an owner where nothing is left that keeps it within the cost of the
-        costliest next unit, or within an equal share of all rounds where that is more, and within
-        its bytes: the budget, or ``widest`` in rounds of such a unit.
+        A round ends for an owner where nothing is left that keeps it within ``slack`` times the
+        cost of the costliest next unit, or within an equal share of all rounds where that is more,
+        and within its bytes: the budget, or ``widest`` in rounds of such a unit.
         """
         left, rounds = self.all, []
         while left:
             share = -(-max(self._loads(left)) // -(-max(self._bytes(left)) // self.budget))
             heads = [next(kind for (kind, _), n in zip(q, of) if n) for q, of in left.items()]
-            head = max(kind.cost for kind in heads)
+            head = int(slack * max(kind.cost for kind in heads))
             most_bytes = widest if head > share else self.budget
             most_bytes = max(most_bytes, *(kind.bytes for kind in heads))
             taken = {q: self._take(q, of, max(share, head), most_bytes) for q, of in left.items()}
@@ -108,20 +112,25 @@ class Cutter:
         return [(max(of), sum(map(operator.mul, of, owners))) for of, owners in by_queue]
 
     def widened(
-        self, rounds: list[Round], enough: float, fit: Callable[[list[Round]], bool]
+        self,
+        rounds: list[Round],
+        enough: float,
+        slack: float,
+        fit: Callable[[list[Round]], bool],
     ) -> list[Round]:
         """The rounds, or wider ones that fit into memory and have a shorter makespan.
 
         Args:
             rounds: none of which is wider than the budget.
             enough: a makespan that is not worth wider rounds.
+            slack: see `cut`.
             fit: whether rounds do.
         """
         best, makespan = rounds, self.makespan(rounds)
         low, high = self.budget, max(self._bytes(self.all))
         while high - low > self.budget // 16:
             widest = (low + high) // 2
-            rounds = self.cut(widest)
+            rounds = self.cut(widest, slack)
             fits = fit(rounds)
             if fits and (self.makespan(rounds) <= enough or self.makespan(rounds) < makespan):
                 best, makespan = rounds, self.makespan(rounds)
@@ -144,8 +153,22 @@ def even_rounds(cutter: Cutter, load: int, staging: Staging) -> list[Round]:
         load: FLOPs of the busiest of them, with what does not travel.
         staging: of the lane.
     """
-    rounds = cutter.cut(cutter.budget)
     enough, bearable = (cutter.busiest + share * load for share in (EVEN, UNEVEN))
+    best: list[Round] = []
+    for slack in SLACKS:
+        rounds = _widened(cutter, staging, slack, enough, bearable)
+        if not best or cutter.makespan(rounds) < cutter.makespan(best):
+            best = rounds
+        if cutter.makespan(best) <= enough:
+            break
+    return best
+
+
+def _widened(
+    cutter: Cutter, staging: Staging, slack: float, enough: float, bearable: float
+) -> list[Round]:
+    """Rounds with one slack, the budget, and, where owners would wait, wider ones."""
+    rounds = cutter.cut(cutter.budget, slack)
     if cutter.makespan(rounds) <= enough:
         return rounds
     depth = min(HIDING, staging.depth(cutter.gathered(rounds)))
@@ -154,7 +177,7 @@ def even_rounds(cutter: Cutter, load: int, staging: Staging) -> list[Round]:
         def fit(rounds: list[Round]) -> bool:
             return staging.fit(cutter.gathered(rounds), in_flight)
 
-        return cutter.widened(rounds, enough, fit)
+        return cutter.widened(rounds, enough, slack, fit)
 
     wider = widened(depth)
     if depth > 2 and cutter.makespan(wider) > bearable:
