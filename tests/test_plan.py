@@ -397,6 +397,8 @@ class Numbered:
             write(buffer, part.returned, numbers)
             moments = sum(self.moments(lane, unit) for unit in batch.units)
             write(buffer, part.returned + len(numbers), [MOMENT] * moments)
+            places = self.places_of_exponents(lane, batch.units, len(numbers))
+            write(buffer, part.returned + len(numbers), [EXPONENT] * places)
 
     def unpack(self, lane: Any, chunk: Any, updates: torch.Tensor) -> None:
         seen = torch.zeros_like(updates)
@@ -406,6 +408,7 @@ class Numbered:
             assert updates[bundle.along :][:moments].tolist() == [MOMENT] * moments
             seen[bundle.start :][: bundle.numel] += 1
             seen[bundle.along :][:moments] += 1
+            seen[bundle.along :][: self.places_of_exponents(lane, bundle.units, bundle.numel)] += 1
             self.check_indices(lane, bundle, Entry.region)
             for unit, found in zip(bundle.units, parts):
                 assert torch.equal(found, self.part(unit, bundle.box))
@@ -413,6 +416,12 @@ class Numbered:
                 updated[layout.slices(unit.box)][layout.slices(bundle.box)] += 1
         assert (seen <= 1).all() and ((seen == 1) == (updates != NONE)).all()
         assert chunk.slot or len(lane.peers) == 1 or (seen == 1).all()  # else but for padding
+
+    def places_of_exponents(self, lane: Any, units: Sequence[Any], numel: int) -> int:
+        """What parts that go back in place leave between them, as it came."""
+        in_place = optimizer.distributed.chunks.goes_back_in_place
+        has_places = lane.scaled and in_place(self.case.entries[units[0].entry])
+        return len(units) if has_places and numel else 0
 
     def moments(self, lane: Any, unit: Any) -> int:
         """Elements for the longer side of every matrix, in fp32 or wider."""

@@ -28,16 +28,18 @@ def over_the_wire(parts: list[torch.Tensor]) -> list[torch.Tensor]:
     """Scaled, sent in fp16 with their exponents, and scaled back; the given ones stay."""
     scaled = [part.clone() for part in parts]
     exponents = wire.scale_down(scaled)
-    received = [part.half().float() for part in scaled]
-    wire.scale_up(received, exponents.half())
-    return received
+    return scaled_up([part.half() for part in scaled], exponents.half())
+
+
+def scaled_up(parts: list[torch.Tensor], exponents: torch.Tensor) -> list[torch.Tensor]:
+    return [part.float() * 2.0**power for part, power in zip(parts, exponents.tolist())]
 
 
 @pytest.mark.kernels_ci
 def test_scaling_down_and_up_is_exact_in_fp32():
     parts = [torch.randn(5, 7) * 2.0**power for power in range(-95, 120, 5)]
     scaled = [part.clone() for part in parts]
-    wire.scale_up(scaled, wire.scale_down(scaled))
+    scaled = scaled_up(scaled, wire.scale_down(scaled))
     assert all(torch.equal(found, part) for found, part in zip(scaled, parts))
 
 
@@ -80,7 +82,7 @@ def test_what_is_smaller_than_any_factor_reaches_stays_finite():
     tiny = torch.tensor([1.2e-38, 1e-40, 0.0])
     exponents = wire.scale_down([scaled := tiny.clone()])
     assert torch.isfinite(scaled).all() and torch.isfinite(exponents).all()
-    wire.scale_up([scaled], exponents)
+    (scaled,) = scaled_up([scaled], exponents)
     assert torch.isfinite(scaled).all()
     assert (scaled - tiny).abs().max() <= 1e-38
 
@@ -103,6 +105,42 @@ def test_exponents_are_whole_numbers_that_fp16_and_bf16_hold():
     assert torch.equal(exponents, exponents.round())
     assert torch.equal(exponents.half().float(), exponents)
     assert torch.equal(exponents.bfloat16().float(), exponents)
+
+
+def parts_of_two_matrices(scales: list[tuple[float, float]]) -> list[torch.Tensor]:
+    """(2, 3, 5) each, of two matrices of very different size."""
+    return [torch.randn(2, 3, 5) * torch.tensor(of).view(2, 1, 1) for of in scales]
+
+
+def test_parts_of_a_matrix_come_to_one_scale_without_rounding():
+    parts = parts_of_two_matrices([(1.0, 1e20), (1e-3, 1e20), (3e2, 1e18), (0.0, 1e19)])
+    scaled = [part.clone() for part in parts]
+    exponents = wire.scale_down([m for part in scaled for m in part]).view(len(parts), 2)
+    sent = [part.half() for part in scaled]
+    aligned = [part.clone() for part in sent]
+    wire.align(aligned, exponents.half())
+    for part, before, powers in zip(aligned, sent, exponents - exponents.amax(dim=0)):
+        assert part.dtype == torch.float16
+        exact = before.double() * torch.exp2(powers.double()).view(2, 1, 1)
+        assert (part.double() - exact).abs().max() <= 2.0**-25  # half of fp16's least magnitude
+    together, given = (torch.cat([p.double().flatten(1) for p in of], 1) for of in (aligned, parts))
+    for found, of_matrix in zip(together, given):
+        found, of_matrix = found / found.norm(), of_matrix / of_matrix.norm()
+        assert (found - of_matrix).norm() < 2.0**-11
+
+
+@pytest.mark.parametrize("bad", [INF, NAN])
+def test_alignment_leaves_what_is_not_finite_and_other_matrices_alone(bad):
+    scaled = parts_of_two_matrices([(1.0, 1.0), (1e-4, 1e-4)])
+    scaled[1][0, 0, 0] = bad
+    expected = [part.clone() for part in scaled]
+    exponents = wire.scale_down([m for part in scaled for m in part]).view(2, 2)
+    aligned = [part.half() for part in scaled]
+    wire.align(aligned, exponents)
+    assert not aligned[1][0, 0, 0].isfinite()
+    second = torch.stack([part[1] for part in aligned]).float()
+    ratio = second / torch.stack([part[1] for part in expected])
+    assert (ratio / ratio.flatten()[0] - 1).abs().max() < 2.0**-9
 
 
 # -- numbers ---------------------------------------------------------------------------------------

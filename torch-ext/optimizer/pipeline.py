@@ -336,8 +336,7 @@ def _assemble(batch: Batch, momentum: Tensor, gathered: Tensor, lane: Lane, step
     shape = (len(batch.units), *layout.shape_of(batch.units[0].box))
     if len(lane.peers) == 1:  # they are whole already
         return momentum[batch.parts[0].gathered :][: math.prod(shape)].view(shape)
-    dtype = lane.wide if lane.scaled else lane.wire
-    X = step.scratch.empty("gathered", shape, dtype, lane.device)
+    X = step.scratch.empty("gathered", shape, lane.wire, lane.device)
     here, there, exponents = [], [], []
     for part in batch.parts:
         numel = layout.numel(part.momentum) * shape[0]
@@ -348,7 +347,7 @@ def _assemble(batch: Batch, momentum: Tensor, gathered: Tensor, lane: Lane, step
             exponents.append(source[part.gathered + numel :][: shape[0]])
     torch._foreach_copy_(here, there)
     if lane.scaled:
-        wire.scale_up([part for parts in here for part in parts.unbind(0)], torch.cat(exponents))
+        wire.align(here, torch.stack(exponents))
     return X
 
 

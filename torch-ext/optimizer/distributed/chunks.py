@@ -242,7 +242,8 @@ class ChunkBuilder:
 
     def _written(self, units: tuple[Unit, ...], box: Region, start: int) -> Iterator[Bundle]:
         """This rank's weights of a batch, whose updates begin at ``start``."""
-        return self._bundles(units, box, Entry.region, start, self._moments(units[0]))
+        along = self._moments(units[0]) or self._places(units[0])
+        return self._bundles(units, box, Entry.region, start, along)
 
     def _bundles(
         self,
@@ -342,7 +343,10 @@ class ChunkBuilder:
         return len(units) * (size + self.exponents) if size else 0
 
     def _size_back(self, units: Sequence[Unit], box: Region) -> int:
-        return len(units) * (layout.numel(box) + self._moments(units[0]))
+        size = layout.numel(box)
+        return len(units) * (
+            size + self._moments(units[0]) + (self._places(units[0]) if size else 0)
+        )
 
     def _moments(self, unit: Unit) -> int:
         """Elements that the mean squares of a unit's update take on the wire."""
@@ -351,6 +355,10 @@ class ChunkBuilder:
             return 0
         return self._count(unit) * max(unit.rows, entry.matrices.cols) * self.slots
 
+    def _places(self, unit: Unit) -> int:
+        """Elements that an exponent leaves free, on the way back, where that is in place."""
+        return self.exponents * goes_back_in_place(self.entries[unit.entry])
+
     def _count(self, unit: Unit) -> int:
         return self.entries[unit.entry].matrices.count(unit.box, unit.rows)
 
@@ -358,7 +366,7 @@ class ChunkBuilder:
 def goes_back_in_place(entry: Entry) -> bool:
     """Whether the same elements travel in both directions, and nothing along with them."""
     one_copy = entry.momentum is None and not entry.spread
-    return one_copy and not entry.second_moment and entry.wire != torch.float16
+    return one_copy and not entry.second_moment
 
 
 def _index(unit: Unit, part: Region, held: Region) -> Optional[tuple[slice, ...]]:

@@ -148,8 +148,6 @@ class Staging:
         count = entry.matrices.count(unit.box, unit.rows)
         squares = 4 if entry.recipe.form(unit.rows, cols).is_gram else 2
         work = (2 * numel + squares * count * min(unit.rows, cols) ** 2) * entry.wire.itemsize
-        if entry.wire == torch.float16:
-            work += numel * entry.wide.itemsize  # what scales are undone in
         together = matrices_per_batch(entry, unit.rows, self.chunk_size, self.batch_bytes)
         work *= max(1, together // count)
         if entry.second_moment:

@@ -27,9 +27,19 @@ def scale_down(parts: Sequence[Tensor]) -> Tensor:
     return exponents
 
 
-def scale_up(parts: Sequence[Tensor], exponents: Tensor) -> None:
-    """Undoes `scale_down` in place; ``parts`` in fp32, one exponent each."""
-    torch._foreach_mul_(list(parts), list(torch.exp2(exponents.to(torch.float32))))
+def align(parts: Sequence[Tensor], exponents: Tensor) -> None:
+    """Brings the parts of a matrix to one scale, in place: that of its largest.
+
+    What falls under the range of fp16 thereby is 2^-37 of the largest magnitude.
+
+    Args:
+        parts: of n matrices each, (n, …) in fp16, as `scale_down` left them.
+        exponents: (parts, n).
+    """
+    exponents = exponents.to(torch.float32)
+    factors = torch.exp2(exponents - exponents.amax(dim=0)).to(parts[0].dtype)
+    for part, factor in zip(parts, factors):
+        part.mul_(factor.view(-1, *(1 for _ in part.shape[1:])))
 
 
 def write_numbers(numbers: Tensor, buffer: Tensor, start: int) -> None:
