@@ -63,7 +63,9 @@ def entries_of(
     whole_experts: bool = False,
 ) -> list[Any]:
     """Parameters as FSDP2 shards them: along dim 0, experts that travel along dim 1."""
-    recipe = optimizer.newton_schulz.recipe_for("polar_express", 5, "auto", None, dtype, device)
+    recipe = optimizer.newton_schulz.recipe_for(
+        "polar_express", 5, "auto", "frobenius", None, dtype, device
+    )
     by_dim = [
         layout.Sharding((ranks,), tuple(range(ranks)), (layout.Split(dim),)) for dim in (0, 1)
     ]

@@ -25,7 +25,7 @@ Group = Mapping[str, Any]  # with all options, as `Muon._views` has them
 
 # What plans depend on, beside the parameters.
 _PLANNED = ("use_muon", "capturable", "foreach", *STRUCTURE)
-_PLANNED_FOR_MUON = ("ns_steps", "ns_coefficients", "ns_algorithm", "ns_dtype")
+_PLANNED_FOR_MUON = ("ns_steps", "ns_coefficients", "ns_algorithm", "ns_norm", "ns_dtype")
 
 
 @dataclass
@@ -162,6 +162,7 @@ def _recipe(param: Tensor, group: Group) -> Recipe:
         group["ns_coefficients"],
         group["ns_steps"],
         group["ns_algorithm"],
+        group["ns_norm"],
         group["ns_dtype"],
         param.dtype,
         dtensors.local(param).device,

@@ -12,6 +12,7 @@ from torch import Tensor
 from . import adamw
 from .distributed import layout, zero2
 from .distributed import utils as dtensors
+from .distributed.chunks import goes_back_in_place
 from .distributed.plan import Entry, Lane, Plan, Unit
 from .distributed.replicas import Replicas
 from .newton_schulz import Form
@@ -140,7 +141,9 @@ def _bytes_moved(plan: Plan, lane: Lane, unit: Unit, owner: int) -> int:
     elements = numel - _held(unit, entry.momentum_region(owner))
     if lane.scaled:  # an exponent for each part
         serving = (p for p in lane.peers if p != owner and entry.serves(p, owner))
-        elements += sum(_held(unit, entry.momentum_region(peer)) > 0 for peer in serving)
+        exponents = sum(_held(unit, entry.momentum_region(peer)) > 0 for peer in serving)
+        # Where updates go back in place, there is room for them too.
+        elements += exponents * (2 if goes_back_in_place(entry) and not lane.everywhere else 1)
     if lane.everywhere:
         return elements * lane.wire.itemsize
     elements += entry.copies(owner) * numel - _held(unit, entry.region(owner))

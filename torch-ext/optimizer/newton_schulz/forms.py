@@ -87,12 +87,14 @@ class Recipe:
     Args:
         iteration: the polynomials.
         algorithm: of `ALGORITHMS`.
+        norm: what matrices are divided by first.
         dtype: arithmetic of the iteration.
         device_type: where.
     """
 
     iteration: Iteration
     algorithm: str
+    norm: str
     dtype: torch.dtype
     device_type: str
 
@@ -105,6 +107,7 @@ def recipe_for(
     coefficients: Coefficients,
     steps: Optional[int],
     algorithm: str,
+    norm: str,
     dtype: Optional[torch.dtype],
     matrix_dtype: torch.dtype,
     device: torch.device,
@@ -115,7 +118,7 @@ def recipe_for(
         ValueError: see `resolve`.
     """
     dtype = dtype or default_dtype(matrix_dtype, device)
-    return Recipe(resolve(coefficients, steps), algorithm, dtype, device.type)
+    return Recipe(resolve(coefficients, steps), algorithm, norm, dtype, device.type)
 
 
 def default_dtype(matrix_dtype: torch.dtype, device: torch.device) -> torch.dtype:
@@ -143,7 +146,8 @@ def _form(recipe: Recipe, s: int, l: int) -> Form:
     triples = recipe.iteration.in_arithmetic(recipe.dtype)
     products = _products(recipe, s)
     standard = Form(triples, tuple(range(1, len(triples))), products, "as asked for")
-    gram = Form(triples, plan_restarts(triples, recipe.dtype), products, "as asked for")
+    restarts = plan_restarts(triples, recipe.dtype, recipe.norm, s)
+    gram = Form(triples, restarts, products, "as asked for")
     if recipe.algorithm != "auto":
         return gram if recipe.algorithm == "gram" else standard
     if s < GRAM_FROM:

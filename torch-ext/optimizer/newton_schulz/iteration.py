@@ -4,7 +4,7 @@ On X of shape (s, l), s ≤ l, transposed where it is tall, one iteration is X �
 R = XXᵀ (Jordan et al. 2024). In its Gram form (Zhang, Amsel, Chen & Dao 2026, "Gram Newton-Schulz")
 several iterations are made on matrices of s × s alone:
 
-    Z = bR + cR²       Q ← QZ + aQ       T = RZ + aR,  R ← ZT + aT       …       X ← QX
+    Z = bR + cR²       Q ← ZQ + aQ       T = RZ + aR,  R ← ZT + aT       …       X ← QX
 
 A segment is what happens between two updates of X. The standard form is segments of one iteration.
 """
@@ -73,7 +73,7 @@ def newton_schulz(
             f"norm must be one of {NORMS} and algorithm one of {ALGORITHMS}, "
             f"found {norm!r} and {algorithm!r}"
         )
-    recipe = recipe_for(coefficients, steps, algorithm, dtype, G.dtype, G.device)
+    recipe = recipe_for(coefficients, steps, algorithm, norm, dtype, G.dtype, G.device)
     if G.numel() == 0:
         return G.to(recipe.dtype, copy=True)
     batch = G.reshape(-1, *G.shape[-2:])  # (n, rows, cols)
@@ -236,6 +236,6 @@ def _segment(
             Q.diagonal(dim1=-2, dim2=-1).add_(inverse.squeeze(-1), alpha=a)
         else:
             Q, spare = more
-            Q = products.symmetric(Q, Z, 1.0, a, Q, spare)
+            Q = products.symmetric(Z, Q, 1.0, a, Q, spare)  # Z last, as in R: roundings agree
             more = [Q, more[0]]
     return Q, 1.0, 0.0

@@ -24,47 +24,61 @@ import torch
 
 from .coefficients import Triple
 
-# Errors that a schedule may have: so many times those of a restart after every iteration, which is
-# the standard form, or less than matters.
-_TOLERATED = 1.3
-_UNSEEN = 1e-4
+# The error that a schedule may have, as a multiple of that of the standard form, which restarts
+# after every iteration. To first order roundings of the first segment come out twice as bad as they
+# are measured: of schedules within the limit the one that restarts last is taken.
+_TOLERATED = 2.1
 
-_COARSE = 2.0**-9  # eps of a format in which at least one restart is needed
+# In bf16 errors are no longer of first order, and a Gram matrix may lose its positive eigenvalues:
+# hardly more is tolerated than the standard form has, and at least one restart is needed.
+_COARSE = 2.0**-9  # eps of such a format
+_TOLERATED_COARSE = 1.3
 
-_SIDE = 512  # of the matrices that schedules are made for; in longer ones, more averages out
-_POINTS = 16  # of a spectrum, each for _SIDE/_POINTS singular values
-_WEIGHT = _SIDE / _POINTS
+_LARGEST_SIDE = 512  # that is told apart: in longer matrices, more averages out
+_POINTS = 16  # of a spectrum, each for many singular values
 
 _MOST_TRIED = 10  # iterations of which all subsets are tried as restarts
 
 
-@functools.cache
-def plan_restarts(triples: tuple[Triple, ...], dtype: torch.dtype) -> tuple[int, ...]:
+def plan_restarts(
+    triples: tuple[Triple, ...], dtype: torch.dtype, norm: str = "frobenius", side: int = 512
+) -> tuple[int, ...]:
     """After which iterations to restart, ascending: as few as keep the accuracy.
 
     Args:
         triples: (a, b, c) of each iteration.
         dtype: of the matrices; products are summed up in fp32 or better.
+        norm: ``"frobenius"`` or ``"schatten4"``, which is 1 at the start.
+        side: the shorter one of the matrices.
     """
+    if len(triples) < 2:
+        return ()
+    coarse = torch.finfo(dtype).eps > _COARSE
+    side = min(_LARGEST_SIDE, 1 << max(4, side.bit_length() - 1))
+    return _plan(triples, coarse, norm, side)
+
+
+@functools.cache
+def _plan(triples: tuple[Triple, ...], coarse: bool, norm: str, side: int) -> tuple[int, ...]:
     every = tuple(range(1, len(triples)))
-    # To first order a short iteration in bf16 could do without; with its few digits it is not first
-    # order that decides on decaying spectra.
-    least = int(torch.finfo(dtype).eps > _COARSE and len(triples) > 1)
-    limit = max(_TOLERATED * predicted_error(triples, every, dtype), _UNSEEN)
-    for count in range(least, len(every) if len(triples) <= _MOST_TRIED else 3):
-        tried = itertools.combinations(every, count)
-        error, restarts = min((predicted_error(triples, r, dtype), r) for r in tried)
-        if error <= limit:
-            return restarts
+    tolerated = _TOLERATED_COARSE if coarse else _TOLERATED
+    limits = [tolerated * e for e in predicted_errors(triples, every, norm, side)]
+    for count in range(int(coarse), len(every) if len(triples) <= _MOST_TRIED else 3):
+        for restarts in reversed(list(itertools.combinations(every, count))):
+            errors = predicted_errors(triples, restarts, norm, side)
+            if all(error <= limit for error, limit in zip(errors, limits)):
+                return restarts
     return every
 
 
-def predicted_error(
-    triples: Sequence[Triple], restarts: Sequence[int], dtype: torch.dtype
-) -> float:
-    """‖U − U₀‖_F/‖U₀‖_F, where U₀ is U without roundings, for the worse of the two spectra."""
-    rounding = torch.finfo(dtype).eps / 2 / math.sqrt(3)  # standard deviation, relative
-    return rounding * max(_roundings(triples, restarts, sigmas) for sigmas in _spectra())
+def predicted_errors(
+    triples: Sequence[Triple], restarts: Sequence[int], norm: str, side: int
+) -> list[float]:
+    """‖U − U₀‖_F/‖U₀‖_F for each of the two spectra, where U₀ is U without roundings.
+
+    In units of one rounding's standard deviation, relative: about eps/5.
+    """
+    return [_error(triples, restarts, sigmas, side) for sigmas in _spectra(norm, side)]
 
 
 def segments(restarts: Sequence[int], count: int) -> list[tuple[int, int]]:
@@ -72,24 +86,30 @@ def segments(restarts: Sequence[int], count: int) -> list[tuple[int, int]]:
     return list(zip((0, *restarts), (*restarts, count)))
 
 
-def _roundings(
-    triples: Sequence[Triple], restarts: Sequence[int], spectrum: Sequence[float]
+def _error(
+    triples: Sequence[Triple], restarts: Sequence[int], spectrum: Sequence[float], side: int
 ) -> float:
-    """The error in units of one rounding."""
+    weight = side / _POINTS  # singular values for each that is followed
+
+    def variance(values: Sequence[float]) -> float:
+        """Of an entry of the rounding of a matrix with these singular values."""
+        return weight * _square(values) / side**2
+
     sigmas = list(spectrum)
     errors = [[0.0] * _POINTS for _ in sigmas]  # variances of O, (v, t)
     for start, stop in segments(restarts, len(triples)):
-        of_X = _variance(sigmas)
+        of_X = variance(sigmas)
         errors = [[O + of_X for O in row] for row in errors]
         lambdas, before, Q = [x * x for x in sigmas], sigmas, [1.0] * _POINTS
-        drift = [[_variance(lambdas)] * _POINTS for _ in sigmas]  # variances of D
+        drift = [[variance(lambdas)] * _POINTS for _ in sigmas]  # variances of D
         for a, b, c in triples[start:stop]:
             Z = [b * x + c * x * x for x in lambdas]
             Y = [a + z for z in Z]
             Q = [q * y for q, y in zip(Q, Y)]
             T = [x * y for x, y in zip(lambdas, Y)]
             R = [t * y for t, y in zip(T, Y)]
-            of_Z, of_Q, of_T, of_R = map(_variance, (Z, Q, T, R))
+            of_Z, of_Q, of_T, of_R = map(variance, (Z, Q, T, R))
+            of_Q *= stop - start > 1  # else X ← ZX + aX
             for v, (O, D) in enumerate(zip(errors, drift)):
                 for t, sigma in enumerate(sigmas):
                     slope = b + c * (lambdas[v] + lambdas[t])
@@ -97,12 +117,7 @@ def _roundings(
                     O[t] += (slope**2 * D[t] + of_Z) * sigma**2 + of_Q * before[t] ** 2
                     D[t] = (Y[v] * Y[t]) ** 2 * D[t] + Y[v] ** 2 * of_T + of_R
             lambdas, sigmas = R, [x * y for x, y in zip(sigmas, Y)]
-    return math.sqrt(_WEIGHT**2 * sum(map(sum, errors)) / (_WEIGHT * _square(sigmas)))
-
-
-def _variance(values: Sequence[float]) -> float:
-    """Of an entry of the rounding of a matrix with these singular values."""
-    return _WEIGHT * _square(values) / _SIDE**2
+    return math.sqrt(weight**2 * sum(map(sum, errors)) / (weight * _square(sigmas)))
 
 
 def _square(values: Sequence[float]) -> float:
@@ -110,15 +125,17 @@ def _square(values: Sequence[float]) -> float:
 
 
 @functools.cache
-def _spectra() -> tuple[list[float], ...]:
-    """Singular values of two matrices of Frobenius norm 1."""
+def _spectra(norm: str, side: int) -> tuple[list[float], ...]:
+    """Singular values of two matrices of norm 1."""
     middles = [(i + 0.5) / _POINTS for i in range(_POINTS)]
     random = [_quarter_circle(p) for p in middles]
     decaying = [10.0 ** (-4.0 * p) for p in middles]
-    return tuple(
-        [x / math.sqrt(_WEIGHT * _square(spectrum)) for x in spectrum]
+    power = {"frobenius": 2, "schatten4": 4}[norm]
+    sizes = [
+        (side / _POINTS * sum(x**power for x in spectrum)) ** (1 / power)
         for spectrum in (random, decaying)
-    )
+    ]
+    return tuple([x / size for x in of] for of, size in zip((random, decaying), sizes))
 
 
 def _quarter_circle(p: float) -> float:
