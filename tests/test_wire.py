@@ -24,11 +24,20 @@ def seeded():
     torch.manual_seed(0)
 
 
+def scaled_down(
+    parts: list[torch.Tensor], dtype: torch.dtype = torch.float32
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Scaled parts in a dtype, and their exponents; the given ones stay."""
+    outputs = [torch.empty_like(part, dtype=dtype) for part in parts]
+    largest = torch.stack([part.abs().max() for part in parts])
+    exponents = wire.scale_down([part.clone() for part in parts], outputs, largest)
+    return outputs, exponents
+
+
 def over_the_wire(parts: list[torch.Tensor]) -> list[torch.Tensor]:
     """Scaled, sent in fp16 with their exponents, and scaled back; the given ones stay."""
-    scaled = [part.clone() for part in parts]
-    exponents = wire.scale_down(scaled)
-    received = [part.half().float() for part in scaled]
+    sent, exponents = scaled_down(parts, torch.float16)
+    received = [part.float() for part in sent]
     wire.scale_up(received, exponents.half())
     return received
 
@@ -36,8 +45,8 @@ def over_the_wire(parts: list[torch.Tensor]) -> list[torch.Tensor]:
 @pytest.mark.kernels_ci
 def test_scaling_down_and_up_is_exact_in_fp32():
     parts = [torch.randn(5, 7) * 2.0**power for power in range(-95, 120, 5)]
-    scaled = [part.clone() for part in parts]
-    wire.scale_up(scaled, wire.scale_down(scaled))
+    scaled, exponents = scaled_down(parts)
+    wire.scale_up(scaled, exponents)
     assert all(torch.equal(found, part) for found, part in zip(scaled, parts))
 
 
@@ -49,8 +58,7 @@ def test_powers_of_two_arrive_as_they_are():
 
 def test_the_largest_magnitude_of_a_part_comes_to_lie_in_one_octave():
     parts = [torch.randn(20) * 10.0**power for power in range(-30, 38, 4)]
-    wire.scale_down(parts)
-    for part in parts:
+    for part in scaled_down(parts)[0]:
         assert 2.0**12 <= part.abs().max() < 2.0**13
 
 
@@ -78,7 +86,7 @@ def test_zeros_stay_zeros():
 
 def test_what_is_smaller_than_any_factor_reaches_stays_finite():
     tiny = torch.tensor([1.2e-38, 1e-40, 0.0])
-    exponents = wire.scale_down([scaled := tiny.clone()])
+    (scaled,), exponents = scaled_down([tiny])
     assert torch.isfinite(scaled).all() and torch.isfinite(exponents).all()
     wire.scale_up([scaled], exponents)
     assert torch.isfinite(scaled).all()
@@ -98,7 +106,7 @@ def test_inf_and_nan_go_as_they_are_and_leave_other_parts_alone(bad):
 
 def test_exponents_are_whole_numbers_that_fp16_and_bf16_hold():
     powers = torch.arange(-140, 128, dtype=torch.float64)
-    exponents = wire.scale_down([torch.exp2(power).float().view(1) for power in powers])
+    _, exponents = scaled_down([torch.exp2(power).float().view(1) for power in powers])
     assert exponents.dtype == torch.float32 and exponents.shape == powers.shape
     assert torch.equal(exponents, exponents.round())
     assert torch.equal(exponents.half().float(), exponents)
