@@ -168,8 +168,12 @@ class Step:
         self.drop_grad(number)
 
     def drop_grad(self, number: int) -> None:
-        """Lets a gradient go that has been read, where that is asked for."""
-        if self.groups[self.plan.entries[number].group]["none_grad"]:
+        """Lets a gradient go that has been read, where that is asked for.
+
+        Not in capturable groups: the backward of a replayed graph writes where it was captured.
+        """
+        hyper = self.groups[self.plan.entries[number].group]
+        if hyper["none_grad"] and not hyper["capturable"]:
             self.params[number].grad = None
 
     def second_moment(self, unit: Unit) -> Tensor:
