@@ -205,7 +205,7 @@ def _momentum_kernel(
     B_at = B + _offsets(part, index, row, col, B_strides)
     before = tl.load(B_at, inside, 0.0)
     grad = tl.load(G + _offsets(part, index, row, col, G_strides), inside, 0.0).to(DTYPE) * weight_
-    after = (before.to(DTYPE) * momentum_ + grad).to(before.dtype)
+    after = _rounded(before.to(DTYPE) * momentum_ + grad, before.dtype)
     result = after.to(DTYPE)
     if NESTEROV:
         result = grad + result * momentum_
@@ -216,7 +216,7 @@ def _momentum_kernel(
     tl.store(B_at, after, inside)
     if WANTED:
         out_at = out + _offsets(part, index, row, col, out_strides)
-        tl.store(out_at, result.to(out.dtype.element_ty), inside)
+        tl.store(out_at, _rounded(result, out.dtype.element_ty), inside)
     if MEASURED:  # elements outside are zeros
         largest = _largest(tl.max(_bits(tl.where(inside, result, 0.0))), DTYPE)
         scaled = tl.where(inside, result, 0.0) / tl.where(largest == 0, 1.0, largest)
@@ -273,10 +273,8 @@ def _pack_kernel(
     exponent = tl.load(exponents + part * exponent_stride).to(tl.int32)
     factor = ((127 - exponent) << 23).to(tl.float32, bitcast=True)  # exact, which exp2 need not be
     at = parts + _offsets(part, index, row, col, parts_strides)
-    scaled = tl.load(at, inside, 0.0) * factor
-    tl.store(
-        out + _offsets(part, index, row, col, out_strides), scaled.to(out.dtype.element_ty), inside
-    )
+    scaled = _rounded(tl.load(at, inside, 0.0) * factor, out.dtype.element_ty)
+    tl.store(out + _offsets(part, index, row, col, out_strides), scaled, inside)
 
 
 @triton.jit
@@ -317,7 +315,7 @@ def _weights_kernel(
         if CAUTIOUS:
             decayed = tl.where(delta * weight >= 0.0, decayed, 0.0)
         delta = delta + decayed
-    after = (weight - delta).to(before.dtype)
+    after = _rounded(weight - delta, before.dtype)
     if KEEP:
         kept = tl.load(keep + _offsets(part, index, row, col, keep_strides), inside, 0) != 0
         after = tl.where(kept, after, before)
@@ -350,6 +348,14 @@ def _number(number, DTYPE: tl.constexpr, ON_DEVICE: tl.constexpr):
         return tl.load(number).to(DTYPE)
     else:
         return number
+
+
+@triton.jit
+def _rounded(x, dtype: tl.constexpr):
+    if x.dtype == tl.float64 and dtype == tl.bfloat16:  # which not all compilers know
+        return x.to(tl.float32).to(dtype)
+    else:
+        return x.to(dtype)
 
 
 @triton.jit
