@@ -65,7 +65,9 @@ def update_momentum(
         partials = None
         if top is not None:
             partials = torch.empty((2, len(B), tiles.count), dtype=dtype, device=B.device)
-        _momentum_kernel[(len(B) * tiles.count,)](
+        _launch(
+            _momentum_kernel,
+            len(B) * tiles.count,
             B_,
             G_,
             out_,
@@ -83,11 +85,12 @@ def update_momentum(
             MEASURED=top is not None,
             ROWS=tiles.rows,
             COLS=tiles.cols,
-            **_ROUNDED,
         )
         _write_back((B, B_), (out, out_))
         if partials is not None:
-            _combine_kernel[(len(B),)](
+            _launch(
+                _combine_kernel,
+                len(B),
                 partials,
                 top,
                 norm,
@@ -98,7 +101,6 @@ def update_momentum(
                 BITS=_BITS[dtype],
                 NORM=norm is not None,
                 BLOCK=_PARTIALS,
-                **_ROUNDED,
             )
 
 
@@ -127,7 +129,9 @@ def update_weights(
         dtype = _arithmetic(W, U)
         numbers, on_device = _numbers((rate, decay), dtype, W.device)
         tiles, (W_, U_, factor_, kept_) = _tiled(W, U, factor, kept)
-        _weights_kernel[(len(W) * tiles.count,)](
+        _launch(
+            _weights_kernel,
+            len(W) * tiles.count,
             W_,
             U_,
             factor_,
@@ -143,7 +147,6 @@ def update_weights(
             KEEP=kept is not None,
             ROWS=tiles.rows,
             COLS=tiles.cols,
-            **_ROUNDED,
         )
         _write_back((W, W_))
 
@@ -156,7 +159,9 @@ def pack(parts: Sequence[Tensor], outputs: Sequence[Tensor], exponents: Tensor) 
     """
     for part, output, exponent in _joined(zip(parts, outputs, exponents.unbind())):
         tiles, (part_, output_) = _tiled(part, output)
-        _pack_kernel[(len(part) * tiles.count,)](
+        _launch(
+            _pack_kernel,
+            len(part) * tiles.count,
             part_,
             output_,
             exponent,
@@ -165,9 +170,14 @@ def pack(parts: Sequence[Tensor], outputs: Sequence[Tensor], exponents: Tensor) 
             *tiles.strides,
             ROWS=tiles.rows,
             COLS=tiles.cols,
-            **_ROUNDED,
         )
         _write_back((output, output_))
+
+
+def _launch(kernel: Any, programs: int, first: Any, *arguments: Any, **constants: Any) -> None:
+    """On the device of the first argument: left to itself, Triton takes the current one."""
+    with torch.accelerator.device_index(first.device.index):
+        kernel[(programs,)](first, *arguments, **constants, **_ROUNDED)
 
 
 # -- kernels ---------------------------------------------------------------------------------------
@@ -522,7 +532,8 @@ def _numbers(
 ) -> tuple[list[Number], bool]:
     """What a kernel takes them as, and whether those are tensors: it takes floats in fp32 only."""
     values = [  # reading what is on the host waits for no device
-        float(v) if isinstance(v, Tensor) and v.device != device else v for v in values
+        float(v) if isinstance(v, Tensor) and v.is_cpu and device.type != "cpu" else v
+        for v in values
     ]
     if dtype == torch.float32 and not any(isinstance(value, Tensor) for value in values):
         return values, False
