@@ -7,9 +7,7 @@ element becomes the same bits wherever it lies, and ranks of different layouts a
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any, Optional, Union
 
 import torch
@@ -17,11 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .tiles import joined, tiled, write_back
+
 Number = Union[float, Tensor]
 
-# Elements per program: two vectors of 16 bytes in bf16 for each thread of four warps.
-_TILE = 2048
-_SQUARE_TILE = (32, 64)  # where rows are contiguous in one tensor and columns in another
 _PARTIALS = 1024  # read at once where they are combined
 _ROUNDED = {"num_warps": 4, "enable_fp_fusion": False}
 
@@ -58,10 +55,10 @@ def update_momentum(
     """
     none = [None] * len(buffers)
     columns = (buffers, grads, outputs, keep or none, largest or none, norms or none)
-    for B, G, out, kept, top, norm in _joined(zip(*columns)):
+    for B, G, out, kept, top, norm in joined(zip(*columns)):
         dtype = _arithmetic(B, G, out)
         numbers, on_device = _numbers((momentum, weight), dtype, B.device)
-        tiles, (B_, G_, out_, kept_) = _tiled(B, G, out, kept)
+        tiles, (B_, G_, out_, kept_) = tiled(B, G, out, kept)
         partials = None
         if top is not None:
             partials = torch.empty((2, len(B), tiles.count), dtype=dtype, device=B.device)
@@ -86,7 +83,7 @@ def update_momentum(
             ROWS=tiles.rows,
             COLS=tiles.cols,
         )
-        _write_back((B, B_), (out, out_))
+        write_back((B, B_), (out, out_))
         if partials is not None:
             _launch(
                 _combine_kernel,
@@ -125,10 +122,10 @@ def update_weights(
         keep: booleans that broadcast to each weight; where False the weight stays as it is.
     """
     none = [None] * len(weights)
-    for W, U, factor, kept in _joined(zip(weights, updates, factors or none, keep or none)):
+    for W, U, factor, kept in joined(zip(weights, updates, factors or none, keep or none)):
         dtype = _arithmetic(W, U)
         numbers, on_device = _numbers((rate, decay), dtype, W.device)
-        tiles, (W_, U_, factor_, kept_) = _tiled(W, U, factor, kept)
+        tiles, (W_, U_, factor_, kept_) = tiled(W, U, factor, kept)
         _launch(
             _weights_kernel,
             len(W) * tiles.count,
@@ -148,7 +145,7 @@ def update_weights(
             ROWS=tiles.rows,
             COLS=tiles.cols,
         )
-        _write_back((W, W_))
+        write_back((W, W_))
 
 
 def pack(parts: Sequence[Tensor], outputs: Sequence[Tensor], exponents: Tensor) -> None:
@@ -157,8 +154,8 @@ def pack(parts: Sequence[Tensor], outputs: Sequence[Tensor], exponents: Tensor) 
     Args:
         exponents: (len(parts),) in fp32, whole numbers between −127 and 126.
     """
-    for part, output, exponent in _joined(zip(parts, outputs, exponents.unbind())):
-        tiles, (part_, output_) = _tiled(part, output)
+    for part, output, exponent in joined(zip(parts, outputs, exponents.unbind())):
+        tiles, (part_, output_) = tiled(part, output)
         _launch(
             _pack_kernel,
             len(part) * tiles.count,
@@ -171,7 +168,7 @@ def pack(parts: Sequence[Tensor], outputs: Sequence[Tensor], exponents: Tensor) 
             ROWS=tiles.rows,
             COLS=tiles.cols,
         )
-        _write_back((output, output_))
+        write_back((output, output_))
 
 
 def _launch(kernel: Any, programs: int, first: Any, *arguments: Any, **constants: Any) -> None:
@@ -227,9 +224,10 @@ def _momentum_kernel(
     if WANTED:
         out_at = out + _offsets(part, index, row, col, out_strides)
         tl.store(out_at, _rounded(result, out.dtype.element_ty), inside)
-    if MEASURED:  # elements outside are zeros
-        largest = _largest(tl.max(_bits(tl.where(inside, result, 0.0))), DTYPE)
-        scaled = tl.where(inside, result, 0.0) / tl.where(largest == 0, 1.0, largest)
+    if MEASURED:
+        result = tl.where(inside, result, 0.0)
+        largest = tl.max(_bits(result)).to(DTYPE, bitcast=True)
+        scaled = result / tl.where(largest == 0, 1.0, largest)
         tl.store(partials + tl.program_id(0), largest)
         tl.store(partials + programs + tl.program_id(0), tl.sum(scaled * scaled))
 
@@ -255,7 +253,7 @@ def _combine_kernel(
     for start in range(0, count, BLOCK):
         at = start + tl.arange(0, BLOCK)
         top = tl.maximum(top, _bits(tl.load(partials + at, at < count, 0.0)))
-    whole = _largest(tl.max(top), DTYPE)
+    whole = tl.max(top).to(DTYPE, bitcast=True)
     tl.store(largest + part * largest_stride, whole)
     if NORM:
         divisor = tl.where(whole == 0, 1.0, whole)
@@ -377,149 +375,10 @@ def _bits(x):
         return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
-@triton.jit
-def _largest(bits, DTYPE: tl.constexpr):
-    return bits.to(DTYPE, bitcast=True)
-
-
-# -- tensors to tiles ------------------------------------------------------------------------------
+# -- arguments -------------------------------------------------------------------------------------
 
 _TL = {torch.float32: tl.float32, torch.float64: tl.float64}
 _BITS = {torch.float32: tl.int32, torch.float64: tl.int64}
-
-Shape = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class _Tiles:
-    """How tensors (parts, …) are cut.
-
-    Args:
-        shape: of each part, (slices, rows, cols).
-        strides: of each tensor, for (parts, slices, rows, cols).
-        rows, cols: of a tile.
-    """
-
-    shape: Shape
-    strides: tuple[Shape, ...]
-    rows: int
-    cols: int
-
-    @property
-    def count(self) -> int:
-        """Tiles of each part."""
-        slices, rows, cols = self.shape
-        return slices * -(-rows // self.rows) * -(-cols // self.cols)
-
-
-def _tiled(*tensors: Optional[Tensor]) -> tuple[_Tiles, list[Optional[Tensor]]]:
-    """The tiles of tensors (parts, …) and what they are tiles of, each of the first one's shape.
-
-    That is the tensors themselves, but contiguous copies where not even four strides tell where
-    the elements of all of them lie.
-    """
-    shape = tensors[0].shape  # type: ignore[union-attr]
-    of_shape = [None if tensor is None else _expanded(tensor, shape) for tensor in tensors]
-    tiles = _tiles_of(shape, _strides(of_shape))
-    if tiles is None:
-        of_shape = [None if tensor is None else tensor.contiguous() for tensor in of_shape]
-        tiles = _tiles_of(shape, _strides(of_shape))
-        assert tiles is not None
-    return tiles, of_shape
-
-
-def _expanded(tensor: Tensor, shape: torch.Size) -> Tensor:
-    """(parts, …) of what broadcasts to each part."""
-    missing = (1,) * (len(shape) - tensor.ndim)
-    return tensor.view(len(tensor), *missing, *tensor.shape[1:]).expand(shape)
-
-
-def _strides(tensors: Iterable[Optional[Tensor]]) -> tuple[Optional[Shape], ...]:
-    return tuple(None if tensor is None else tensor.stride() for tensor in tensors)
-
-
-@functools.lru_cache(maxsize=4096)
-def _tiles_of(shape: Shape, strides: tuple[Optional[Shape], ...]) -> Optional[_Tiles]:
-    """None where parts have more than three dimensions even when neighbours are merged."""
-    of_each = [(0,) * len(shape) if of is None else of for of in strides]
-    sizes: list[int] = []
-    steps: list[Shape] = []  # of each size, one for each tensor
-    for size, step in zip(shape[1:], list(zip(*of_each))[1:]):
-        if size == 1:
-            continue
-        if sizes and all(outer == size * inner for outer, inner in zip(steps[-1], step)):
-            sizes[-1], steps[-1] = sizes[-1] * size, step
-        else:
-            sizes.append(size)
-            steps.append(step)
-    if len(sizes) > 3:
-        return None
-    sizes = [1] * (3 - len(sizes)) + sizes
-    steps = [(0,) * len(strides)] * (3 - len(steps)) + steps
-    crossing = any(row == 1 and col > 1 for row, col in zip(steps[1], steps[2]))
-    if crossing:
-        rows, cols = _SQUARE_TILE
-    else:
-        cols = min(_TILE, triton.next_power_of_2(sizes[2]))
-        rows = min(_TILE // cols, triton.next_power_of_2(sizes[1]))
-    parts = tuple(of[0] for of in of_each)
-    return _Tiles(tuple(sizes), tuple(zip(parts, *steps)), rows, cols)
-
-
-def _joined(rows: Iterable[tuple[Optional[Tensor], ...]]) -> Iterator[list[Any]]:
-    """Rows of tensors, none of them empty, each with a dimension of parts in front.
-
-    Consecutive rows become one, with as many parts, where the tensors of each column lie evenly
-    spaced in one storage, as experts and buffers do: that is one launch for all of them.
-    """
-    pending: list[tuple[Optional[Tensor], ...]] = []
-    spacing: Optional[list[int]] = None
-    for row in rows:
-        if row[0] is None or not row[0].numel():
-            continue
-        found = _spacing(pending[-1], row) if pending else None
-        if found is not None and (len(pending) == 1 or found == spacing):
-            spacing = found
-        elif pending:
-            yield _stacked(pending[0], len(pending), spacing)
-            pending, spacing = [], None
-        pending.append(row)
-    if pending:
-        yield _stacked(pending[0], len(pending), spacing)
-
-
-def _spacing(
-    row: tuple[Optional[Tensor], ...], following: tuple[Optional[Tensor], ...]
-) -> Optional[list[int]]:
-    """How many elements lie from the tensors of one row to those of the next; None: unlike ones."""
-    found: list[int] = []
-    for one, other in zip(row, following):
-        if one is None or other is None:
-            if one is not other:
-                return None
-            found.append(0)
-            continue
-        alike = (
-            one.shape == other.shape
-            and one.stride() == other.stride()
-            and one.dtype == other.dtype
-            and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
-        )
-        distance = int(other.storage_offset()) - int(one.storage_offset())
-        found.append(distance)
-        if not alike or distance < 0:
-            return None
-    return found
-
-
-def _stacked(
-    row: tuple[Optional[Tensor], ...], parts: int, spacing: Optional[list[int]]
-) -> list[Optional[Tensor]]:
-    steps = [0] * len(row) if spacing is None else spacing
-    return [
-        None if t is None else t.as_strided((parts, *t.shape), (step, *t.stride()))
-        for t, step in zip(row, steps)
-    ]
 
 
 def _arithmetic(*tensors: Tensor) -> torch.dtype:
@@ -545,10 +404,3 @@ def _numbers(
 
 def _bytes(flags: Optional[Tensor]) -> Optional[Tensor]:
     return None if flags is None else flags.view(torch.uint8)
-
-
-def _write_back(*pairs: tuple[Tensor, Optional[Tensor]]) -> None:
-    """Copies what was written to copies, see `_tiled`."""
-    for tensor, written in pairs:
-        if written is not None and written.data_ptr() != tensor.data_ptr():
-            tensor.copy_(written)
