@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import re
 
 import pytest
 import torch
@@ -116,12 +117,25 @@ def test_algorithms_are_told():
             "ns_dtype": torch.float64,
         }
     )
-    *rows, foreach, own = (row["algorithm"] for row in optimizer.Muon(groups).summary().rows)
-    assert all(text.startswith("Muon, polar_express ×5, standard, ") for text in rows[:5])
+    groups.append(
+        {
+            "params": [nn.Parameter(torch.ones(4608, 512)), nn.Parameter(torch.ones(640, 640))],
+            "use_muon": True,
+            "ns_dtype": torch.bfloat16,
+            "ns_coefficients": "quintic",
+        }
+    )
+    algorithms = [row["algorithm"] for row in optimizer.Muon(groups).summary().rows]
+    *rows, foreach, own, long, square = algorithms
+    short = "Muon, polar_express ×5, standard (shorter side under 512), "
+    assert all(text.startswith(short) for text in rows[:5])
     assert rows[5] == "frozen"
     assert rows[6:] == ["AdamW, fused"] * 4
     assert foreach == "AdamW"
-    assert own == "Muon, own coefficients ×7, standard, float64"
+    assert own == "Muon, own coefficients ×7, standard (shorter side under 512), float64"
+    why = r"\(0\.\d\d of the standard form's FLOPs\), bfloat16"
+    assert re.fullmatch(rf"Muon, quintic ×5, gram, restarted after 3 and 4 {why}", long)
+    assert re.fullmatch(r"Muon, quintic ×5, standard \(the Gram form takes 1\.\d\d .*", square)
 
 
 def test_flops_are_those_of_a_step():

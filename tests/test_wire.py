@@ -24,11 +24,20 @@ def seeded():
     torch.manual_seed(0)
 
 
+def scaled_down(
+    parts: list[torch.Tensor], dtype: torch.dtype = torch.float32
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Scaled parts in a dtype, and their exponents; the given ones stay."""
+    outputs = [torch.empty_like(part, dtype=dtype) for part in parts]
+    largest = torch.stack([part.abs().max() for part in parts])
+    exponents = wire.scale_down([part.clone() for part in parts], outputs, largest)
+    return outputs, exponents
+
+
 def over_the_wire(parts: list[torch.Tensor]) -> list[torch.Tensor]:
     """Scaled, sent in fp16 with their exponents, and scaled back; the given ones stay."""
-    scaled = [part.clone() for part in parts]
-    exponents = wire.scale_down(scaled)
-    return scaled_up([part.half() for part in scaled], exponents.half())
+    sent, exponents = scaled_down(parts, torch.float16)
+    return scaled_up(sent, exponents.half())
 
 
 def scaled_up(parts: list[torch.Tensor], exponents: torch.Tensor) -> list[torch.Tensor]:
@@ -38,8 +47,7 @@ def scaled_up(parts: list[torch.Tensor], exponents: torch.Tensor) -> list[torch.
 @pytest.mark.kernels_ci
 def test_scaling_down_and_up_is_exact_in_fp32():
     parts = [torch.randn(5, 7) * 2.0**power for power in range(-95, 120, 5)]
-    scaled = [part.clone() for part in parts]
-    scaled = scaled_up(scaled, wire.scale_down(scaled))
+    scaled = scaled_up(*scaled_down(parts))
     assert all(torch.equal(found, part) for found, part in zip(scaled, parts))
 
 
@@ -51,8 +59,7 @@ def test_powers_of_two_arrive_as_they_are():
 
 def test_the_largest_magnitude_of_a_part_comes_to_lie_in_one_octave():
     parts = [torch.randn(20) * 10.0**power for power in range(-30, 38, 4)]
-    wire.scale_down(parts)
-    for part in parts:
+    for part in scaled_down(parts)[0]:
         assert 2.0**12 <= part.abs().max() < 2.0**13
 
 
@@ -80,7 +87,7 @@ def test_zeros_stay_zeros():
 
 def test_what_is_smaller_than_any_factor_reaches_stays_finite():
     tiny = torch.tensor([1.2e-38, 1e-40, 0.0])
-    exponents = wire.scale_down([scaled := tiny.clone()])
+    (scaled,), exponents = scaled_down([tiny])
     assert torch.isfinite(scaled).all() and torch.isfinite(exponents).all()
     (scaled,) = scaled_up([scaled], exponents)
     assert torch.isfinite(scaled).all()
@@ -100,7 +107,7 @@ def test_inf_and_nan_go_as_they_are_and_leave_other_parts_alone(bad):
 
 def test_exponents_are_whole_numbers_that_fp16_and_bf16_hold():
     powers = torch.arange(-140, 128, dtype=torch.float64)
-    exponents = wire.scale_down([torch.exp2(power).float().view(1) for power in powers])
+    _, exponents = scaled_down([torch.exp2(power).float().view(1) for power in powers])
     assert exponents.dtype == torch.float32 and exponents.shape == powers.shape
     assert torch.equal(exponents, exponents.round())
     assert torch.equal(exponents.half().float(), exponents)
@@ -112,11 +119,17 @@ def parts_of_two_matrices(scales: list[tuple[float, float]]) -> list[torch.Tenso
     return [torch.randn(2, 3, 5) * torch.tensor(of).view(2, 1, 1) for of in scales]
 
 
+def sent_in_fp16(parts: list[torch.Tensor]) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Parts of n matrices each, and their exponents, (parts, n)."""
+    sent, exponents = scaled_down([matrix for part in parts for matrix in part], torch.float16)
+    n = len(parts[0])
+    together = [torch.stack(sent[at : at + n]) for at in range(0, len(sent), n)]
+    return together, exponents.view(len(parts), n)
+
+
 def test_parts_of_a_matrix_come_to_one_scale_without_rounding():
     parts = parts_of_two_matrices([(1.0, 1e20), (1e-3, 1e20), (3e2, 1e18), (0.0, 1e19)])
-    scaled = [part.clone() for part in parts]
-    exponents = wire.scale_down([m for part in scaled for m in part]).view(len(parts), 2)
-    sent = [part.half() for part in scaled]
+    sent, exponents = sent_in_fp16(parts)
     aligned = [part.clone() for part in sent]
     wire.align(aligned, exponents.half())
     for part, before, powers in zip(aligned, sent, exponents - exponents.amax(dim=0)):
@@ -131,11 +144,9 @@ def test_parts_of_a_matrix_come_to_one_scale_without_rounding():
 
 @pytest.mark.parametrize("bad", [INF, NAN])
 def test_alignment_leaves_what_is_not_finite_and_other_matrices_alone(bad):
-    scaled = parts_of_two_matrices([(1.0, 1.0), (1e-4, 1e-4)])
-    scaled[1][0, 0, 0] = bad
-    expected = [part.clone() for part in scaled]
-    exponents = wire.scale_down([m for part in scaled for m in part]).view(2, 2)
-    aligned = [part.half() for part in scaled]
+    expected = parts_of_two_matrices([(1.0, 1.0), (1e-4, 1e-4)])
+    expected[1][0, 0, 0] = bad
+    aligned, exponents = sent_in_fp16(expected)
     wire.align(aligned, exponents)
     assert not aligned[1][0, 0, 0].isfinite()
     second = torch.stack([part[1] for part in aligned]).float()

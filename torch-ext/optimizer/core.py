@@ -15,6 +15,7 @@ from typing import Any, Optional, Union
 import torch
 from torch import Tensor
 
+from . import triton_kernels
 from .groups import has_component, normalize_name
 from .scratch import Scratch
 
@@ -168,6 +169,14 @@ def update_scale(rows: int, cols: int, adjust_lr: str) -> float:
     return math.sqrt(max(1.0, rows / cols))
 
 
+def update_dtype(wire: torch.dtype, wide: torch.dtype, device: torch.device) -> torch.dtype:
+    """What `update_momentum` writes and `update_weights` reads of a buffer in the dtype ``wire``.
+
+    Kernels convert as they go; torch's functions want a ``wide`` copy.
+    """
+    return wire if triton_kernels.run_on(device.type) else wide
+
+
 def update_momentum(
     buffers: list[Tensor],
     grads: list[Tensor],
@@ -179,6 +188,7 @@ def update_momentum(
     maximize: bool,
     keep: Optional[list[Tensor]] = None,
     wanted: bool = True,
+    largest: Optional[list[Tensor]] = None,
 ) -> None:
     """B ← μB + wG, and what is to be orthogonalized into ``outputs``: wG + μB, or B.
 
@@ -186,12 +196,29 @@ def update_momentum(
 
     Args:
         buffers, grads: momentum B and gradients G, local tensors of equal shapes.
-        outputs: of the same shapes, fp32 or wider; overwritten.
+        outputs: of the same shapes, of `update_dtype` or wider; overwritten.
         keep: booleans that broadcast to each gradient; where False the buffer stays as it is and
             the output is zero.
         wanted: whether anybody reads the outputs; they are scratch where not.
+        largest: one element for each output, set to its largest magnitude, NaN where there is one;
+            only of outputs that are wanted and not empty.
     """
     weight = (1.0 if style == "classical" else 1.0 - momentum) * (-1.0 if maximize else 1.0)
+    if triton_kernels.run_on(buffers[0].device.type):
+        from .triton_kernels import elementwise
+
+        elementwise.update_momentum(
+            buffers,
+            grads,
+            outputs,
+            momentum=momentum,
+            weight=weight,
+            nesterov=nesterov,
+            keep=keep,
+            wanted=wanted,
+            largest=largest,
+        )
+        return
     if keep is not None:  # a product with zero would keep Inf and NaN: they have to be replaced
         grads = [torch.where(kept, grad, 0.0) for grad, kept in zip(grads, keep)]
         before = [buffer.clone() for buffer in buffers]
@@ -218,6 +245,8 @@ def update_momentum(
     if keep is not None:
         for output, kept in zip(outputs, keep):
             output.masked_fill_(~kept, 0.0)
+    if largest is not None:
+        torch._foreach_copy_(largest, torch._foreach_norm(outputs, math.inf))
 
 
 def second_moment(U: Tensor, scratch: Scratch) -> Tensor:
@@ -260,22 +289,47 @@ def second_moment_factor(
 
 def update_weights(
     weights: list[Tensor],
-    deltas: list[Tensor],
+    updates: list[Tensor],
     *,
+    rate: Number,
     decay: Number,
     cautious: bool,
+    factors: Optional[list[Tensor]] = None,
     keep: Optional[list[Tensor]] = None,
 ) -> None:
-    """W ← W − (Δ + decay·W), in one rounding; Δ = lr·scale·U is overwritten.
+    """W ← W − (Δ + decay·W), Δ = rate·factor·U, in one rounding; U may be overwritten.
 
     Args:
         weights: local tensors, any floating dtype.
-        deltas: of the same shapes, fp32 or wider.
+        updates: U, of the same shapes, of `update_dtype` or wider.
+        rate: learning rate times scale; like ``decay`` a number, or a tensor of one element, which
+            is not read by the host where it is on the weights' device.
         decay: learning rate times weight decay.
         cautious: decay only where Δ·W ≥ 0 (Chen et al. 2025, arXiv:2510.12402).
+        factors: broadcast to each update.
         keep: booleans that broadcast to each weight; where False the weight stays as it is.
     """
-    decayed = weights
+    if triton_kernels.run_on(weights[0].device.type):
+        from .triton_kernels import elementwise
+
+        elementwise.update_weights(
+            weights,
+            updates,
+            rate=rate,
+            decay=decay,
+            cautious=cautious,
+            factors=factors,
+            keep=keep,
+        )
+        return
+    if factors is not None:
+        torch._foreach_mul_(updates, factors)
+    if isinstance(rate, Tensor):
+        for update in updates:
+            update.mul_(rate)
+    else:
+        torch._foreach_mul_(updates, rate)
+    deltas, decayed = updates, weights
     if cautious:
         decayed = [torch.where(d * w >= 0, w, 0.0) for d, w in zip(deltas, weights)]
     if isinstance(decay, Tensor):  # an alpha= would be read from the device

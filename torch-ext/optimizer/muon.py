@@ -52,7 +52,8 @@ class Muon(torch.optim.Optimizer):
         ns_steps: iterations of the orthogonalization.
         weight_decay: decoupled weight decay.
         adamw_betas, adamw_eps: AdamW's, in groups with ``use_muon=False``.
-        none_grad: set ``p.grad`` of Muon's matrices to None once it was read, to save memory.
+        none_grad: set ``p.grad`` of Muon's matrices to None once it was read, to save memory; not
+            with ``capturable``.
         debug: log a `summary` whenever there is something new to plan, at level INFO.
         clip_config: QK-Clip; must be None in this version.
         warmup_step: how many chunks of matrices may be on their way beside the one at work, where
@@ -81,7 +82,9 @@ class Muon(torch.optim.Optimizer):
         split: read one tensor as several matrices: rows of each block, or one number of rows for
             all, or a mapping from name patterns to either.
         flatten: read tensors of more than two dimensions as (dim 0, all the rest).
-        maximize, capturable, foreach: as in torch.optim.
+        maximize, foreach: as in torch.optim.
+        capturable: as in torch.optim, the step may be captured in a CUDA graph: gradients stay
+            where they are, whatever ``none_grad`` says. Only without traffic between ranks.
         comm_dtype: format in which momentum and updates travel between ranks; None is bf16 (fp64
             where the arithmetic is). fp16 travels with a scale per rank and matrix. For all groups.
         consistency_check: how often ranks compare notes before a collective: every ``"step"``, once
@@ -349,7 +352,9 @@ class Muon(torch.optim.Optimizer):
             where = f"param_groups[{number}]"
             validation.check_gradients(group, where)
             validation.check_state(group, entries, self.state, self._wide, where)
-        return groups, plan_step(found, groups, self._wide)
+        plan = plan_step(found, groups, self._wide)
+        validation.check_capturable(groups, plan, self._wide)
+        return groups, plan
 
     def _look_at(self, groups: list[dict[str, Any]]) -> Survey:
         """Checks the groups, and keeps what there is to plan from now on."""

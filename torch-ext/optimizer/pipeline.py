@@ -11,9 +11,10 @@ waiting makes the current stream wait, not the host, and all later work is on th
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Optional
 
 import torch
@@ -162,8 +163,12 @@ class Step:
         self.drop_grad(number)
 
     def drop_grad(self, number: int) -> None:
-        """Lets a gradient go that has been read, where that is asked for."""
-        if self.groups[self.plan.entries[number].group]["none_grad"]:
+        """Lets a gradient go that has been read, where that is asked for.
+
+        Not in capturable groups: the backward of a replayed graph writes where it was captured.
+        """
+        hyper = self.groups[self.plan.entries[number].group]
+        if hyper["none_grad"] and not hyper["capturable"]:
             self.params[number].grad = None
 
     def second_moment(self, unit: Unit) -> Tensor:
@@ -274,19 +279,21 @@ def _momentum(chunk: Chunk, lane: Lane, step: Step) -> Tensor:
     """Updates the momentum and returns what is to be orthogonalized, in the order of the wire."""
     buffer = step.scratch.take(chunk.kept + sum(chunk.gather.sent), lane.wire, lane.device)
     exponents: list[tuple[int, Tensor]] = []
+    dtype = lane.wide if lane.scaled else core.update_dtype(lane.wire, lane.wide, lane.device)
     for run in chunk.momentum:
         start, stop = run[0].start, _end(run)
         if not run[0].travels:
-            wide = step.scratch.empty("wide", (stop - start,), lane.wide, lane.device)
-            _update_momentum(run, wide, start, step)
+            unread = step.scratch.empty("wide", (stop - start,), lane.wide, lane.device)
+            _update_momentum(run, unread, start, step)
             continue
         sent = buffer[start:stop]
-        wide = step.scratch.wide(sent, lane.wide)
-        _update_momentum(run, wide, start, step)
+        written = step.scratch.wide(sent, dtype)
         if lane.scaled:
-            exponents += _scale_down(run, wide, start)
-        if wide.dtype != lane.wire:
-            sent.copy_(wide)
+            exponents += _update_and_scale(run, written, sent, start, step)
+        else:
+            _update_momentum(run, written, start, step)
+            if dtype != lane.wire:
+                sent.copy_(written)
     for place, of_bundle in exponents:  # last: they lie between the parts that runs write
         buffer[place : place + len(of_bundle)].copy_(of_bundle)
     if lane.everywhere and chunk.kept:
@@ -294,20 +301,26 @@ def _momentum(chunk: Chunk, lane: Lane, step: Step) -> Tensor:
     return buffer
 
 
-def _update_momentum(run: Run, wide: Tensor, start: int, step: Step) -> None:
-    """Updates the momentum of a run; what is to be orthogonalized goes into ``wide``."""
+def _update_momentum(
+    run: Run, written: Tensor, start: int, step: Step, largest: Optional[Tensor] = None
+) -> None:
+    """Updates the momentum of a run; what is to be orthogonalized goes into ``written``.
+
+    The largest magnitude of every part goes into ``largest``.
+    """
     by_group: dict[int, list[tuple]] = defaultdict(list)
+    slots = itertools.repeat(None) if largest is None else iter(largest.unbind())
     for bundle in run:
-        outputs = _views(wide, bundle.start - start, bundle.shape)
+        outputs = _views(written, bundle.start - start, bundle.shape)
         for unit, index, output in zip(bundle.units, bundle.indices, outputs):
             momentum = _part_of(step.momenta[unit.entry], index)
             grad = _part_of(step.grad(unit), index)
-            row = momentum, grad, output, step.keep(unit, bundle.box)
+            row = momentum, grad, output, step.keep(unit, bundle.box), next(slots)
             by_group[step.entry(unit).group].append(row)
         step.was_read(bundle.units)
     for group, rows in by_group.items():
         hyper = step.groups[group]
-        momenta, grads, outputs, kept = map(list, zip(*rows))
+        momenta, grads, outputs, kept, slots_of_group = map(list, zip(*rows))
         core.update_momentum(
             momenta,
             grads,
@@ -318,16 +331,29 @@ def _update_momentum(run: Run, wide: Tensor, start: int, step: Step) -> None:
             maximize=hyper["maximize"],
             keep=kept if hyper["nonfinite"] == "skip" else None,
             wanted=run[0].travels,
+            largest=None if largest is None else slots_of_group,
         )
 
 
-def _scale_down(run: Run, wide: Tensor, start: int) -> list[tuple[int, Tensor]]:
-    """Scales every part of a run to the range of fp16; exponents by their place in the buffer."""
+def _update_and_scale(
+    run: Run, wide: Tensor, sent: Tensor, start: int, step: Step
+) -> list[tuple[int, Tensor]]:
+    """Updates the momentum of a run; what is to be orthogonalized goes into ``sent``, scaled.
+
+    Returns:
+        Exponents of each bundle's parts with their place in the buffer.
+    """
     bundles = [bundle for bundle in run if bundle.numel]
-    parts = [view for b in bundles for view in _views(wide, b.start - start, b.shape)]
-    if not parts:
+    counts = [len(bundle.units) for bundle in bundles]
+    largest = torch.empty(sum(counts), dtype=wide.dtype, device=wide.device)
+    _update_momentum(run, wide, start, step, largest)
+    if not bundles:
         return []
-    exponents = wire.scale_down(parts).split([len(b.units) for b in bundles])
+    parts, outputs = (
+        [view for b in bundles for view in _views(flat, b.start - start, b.shape)]
+        for flat in (wide, sent)
+    )
+    exponents = wire.scale_down(parts, outputs, largest).split(counts)
     return [(bundle.along, of) for bundle, of in zip(bundles, exponents)]
 
 
@@ -394,49 +420,48 @@ def _give_back(
 
 
 def _update_weights(chunk: Chunk, updates: Tensor, lane: Lane, step: Step) -> None:
-    """Applies this rank's parts of the updates, which are overwritten, to its weights."""
+    """Applies this rank's parts of the updates, which may be overwritten, to its weights."""
+    dtype = core.update_dtype(lane.wire, lane.wide, lane.device)
     for run in chunk.weights:
         start = run[0].start
         received = updates[start : _end(run)]
-        deltas = step.scratch.wide(received, lane.wide)
-        if deltas.dtype != lane.wire:
-            deltas.copy_(received)
+        read = step.scratch.wide(received, dtype)
+        if dtype != lane.wire:
+            read.copy_(received)
         by_rates: dict[tuple[int, float], list[tuple]] = defaultdict(list)
         for bundle in run:
-            parts = _views(deltas, bundle.start - start, bundle.shape)
+            parts = _views(read, bundle.start - start, bundle.shape)
             entry, hyper = step.entry(bundle.units[0]), step.hyper(bundle.units[0])
+            factors: Iterable[Optional[Tensor]] = itertools.repeat(None)
             if hyper["beta2"] is not None:
-                _normalize(parts, bundle, updates, step)
+                factors = _second_moment_factors(bundle, updates, step)
             rows, cols = bundle.units[0].rows, entry.matrices.cols
             scale = core.update_scale(rows, cols, hyper["adjust_lr"])
-            for unit, index, delta in zip(bundle.units, bundle.indices, parts):
+            for unit, index, part, factor in zip(bundle.units, bundle.indices, parts, factors):
                 weight = _part_of(step.weights[unit.entry], index)
-                row = weight, delta, step.keep(unit, bundle.box)
+                row = weight, part, factor, step.keep(unit, bundle.box)
                 by_rates[entry.group, scale].append(row)
         for (group, scale), weights in by_rates.items():
             _apply(step.groups[group], scale, weights)
 
 
 def _apply(hyper: Hyper, scale: float, rows: Sequence[tuple]) -> None:
-    """W ← W − lr·scale·U with its decay, for rows of W, U (overwritten) and where to do so."""
-    weights, updates, keep = map(list, zip(*rows))
+    """W ← W − lr·scale·U with its decay, for rows of W, U, a factor on it and where to do so."""
+    weights, updates, factors, keep = map(list, zip(*rows))
     lr = hyper["lr"]
-    if isinstance(lr, Tensor):
-        for update in updates:
-            update.mul_(lr * scale)
-    else:
-        torch._foreach_mul_(updates, lr * scale)
     core.update_weights(
         weights,
         updates,
+        rate=lr * scale,
         decay=lr * hyper["weight_decay"] * (scale if hyper["decay_lr"] == "adjusted" else 1.0),
         cautious=hyper["cautious"],
+        factors=factors if hyper["beta2"] is not None else None,
         keep=keep if hyper["nonfinite"] == "skip" else None,
     )
 
 
-def _normalize(parts: list[Tensor], bundle: Bundle, updates: Tensor, step: Step) -> None:
-    """Updates V of a bundle's units and divides this rank's parts of the update by its root."""
+def _second_moment_factors(bundle: Bundle, updates: Tensor, step: Step) -> list[Tensor]:
+    """Updates V of a bundle's units; what this rank's parts of the update are multiplied with."""
     unit = bundle.units[0]
     m = step.entry(unit).matrices
     views = [step.second_moment(unit) for unit in bundle.units]
@@ -453,8 +478,8 @@ def _normalize(parts: list[Tensor], bundle: Bundle, updates: Tensor, step: Step)
         flat, v.view(flat.shape), step.hyper(unit)["beta2"], keep
     ).view(V.shape)
     torch._foreach_copy_(views, list(V))
-    if not parts:
-        return
+    if not bundle.numel:
+        return []
     experts, rest = V.shape[:-2], m.shape[m.row_dim + 1 :]
     if unit.rows >= m.cols:
         factor = factor.reshape(*experts, -1, *(1 for _ in rest))
@@ -464,8 +489,7 @@ def _normalize(parts: list[Tensor], bundle: Bundle, updates: Tensor, step: Step)
         rows = (*factor.shape[: len(experts) + 1], unit.rows, *rest)
         factor = factor.expand(rows).flatten(len(experts), len(experts) + 1)
         index = bundle.box
-    factor = factor[(slice(None), *layout.slices(index))]
-    torch._foreach_mul_(parts, list(factor))
+    return list(factor[(slice(None), *layout.slices(index))])
 
 
 def _find_nonfinite(step: Step, lanes: Sequence[tuple[Lane, Any]]) -> None:

@@ -20,7 +20,7 @@ from . import adamw, newton_schulz, options
 from .core import matches
 from .distributed import utils as dtensors
 from .distributed.collectives import has_backend
-from .distributed.plan import Entry
+from .distributed.plan import Entry, Plan
 from .distributed.replicas import Replicas
 from .options import OptimizerWide
 
@@ -189,6 +189,26 @@ def check_gradients(group: Group, where: str) -> None:
                 f"{name} has a gradient of which this rank holds {tuple(held)}, but of the "
                 f"parameter {tuple(dtensors.local(param).shape)}"
             )
+
+
+def check_capturable(groups: Sequence[Group], plan: Plan, wide: OptimizerWide) -> None:
+    """No group that is to be captured in a graph has traffic, which waits for other ranks."""
+    capturable = [number for number, group in enumerate(groups) if group["capturable"]]
+    if not capturable:
+        return
+    if wide.divided is not None and len(wide.divided.ranks) > 1:
+        raise ValueError(
+            f'param_groups[{capturable[0]}]: grad_reduce="mean" averages gradients within the '
+            "step, which no graph captures: set capturable=False"
+        )
+    for lane in plan.lanes:
+        for number in dict.fromkeys(unit.entry for unit, _ in lane.owners):
+            entry = plan.entries[number]
+            if entry.group in capturable:
+                raise ValueError(
+                    f"{entry.name} is exchanged between ranks {list(lane.peers)}, which no graph "
+                    f"captures: set capturable=False in param_groups[{entry.group}]"
+                )
 
 
 def check_state(

@@ -7,23 +7,35 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .. import triton_kernels
+
 # A part is scaled so that its largest magnitude lies in [2^12, 2^13): fp16 then resolves what is
 # 2^26 times smaller, where a part without scale would lose gradients under 6e-5.
 _LARGEST = 13
 _SMALLEST_EXPONENT = -110  # so that no factor leaves fp32
 
 
-def scale_down(parts: Sequence[Tensor]) -> Tensor:
-    """Scales parts in fp32, in place, to fit fp16; a power of two each, so nothing is rounded.
+def scale_down(parts: Sequence[Tensor], outputs: Sequence[Tensor], largest: Tensor) -> Tensor:
+    """Rounds parts in fp32 into fp16 ``outputs``, each scaled by a power of two to fit.
+
+    Args:
+        parts: none of them empty; overwritten.
+        outputs: of the same shapes.
+        largest: (len(parts),), their largest magnitudes; Inf or NaN where there is one.
 
     Returns:
         The exponents to scale up with, (len(parts),) in fp32: whole numbers that fp16 holds.
     """
-    largest = torch.stack(torch._foreach_norm(list(parts), float("inf")))
     exponents = torch.frexp(largest).exponent.clamp_min(_SMALLEST_EXPONENT) - _LARGEST
     # Inf and NaN go as they are.
     exponents = torch.where(torch.isfinite(largest), exponents, 0).to(torch.float32)
-    torch._foreach_mul_(list(parts), list(torch.exp2(-exponents)))
+    if triton_kernels.run_on(largest.device.type):
+        from ..triton_kernels import elementwise
+
+        elementwise.pack(parts, outputs, exponents)
+    else:
+        torch._foreach_mul_(list(parts), list(torch.exp2(-exponents)))
+        torch._foreach_copy_(list(outputs), list(parts))
     return exponents
 
 

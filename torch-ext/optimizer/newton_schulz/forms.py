@@ -153,9 +153,9 @@ def _form(recipe: Recipe, s: int, l: int) -> Form:
     if s < GRAM_FROM:
         return _because(standard, f"shorter side under {GRAM_FROM}")
     saved = gram.flops(s, l) / max(1, standard.flops(s, l))
-    why = f"the Gram form takes {saved:.2f} of the FLOPs"
-    worth = saved <= GRAM_FLOPS.get(recipe.device_type, DEFAULT_GRAM_FLOPS)
-    return _because(gram if worth else standard, why)
+    if saved <= GRAM_FLOPS.get(recipe.device_type, DEFAULT_GRAM_FLOPS):
+        return _because(gram, f"{saved:.2f} of the standard form's FLOPs")
+    return _because(standard, f"the Gram form takes {saved:.2f} of its FLOPs")
 
 
 def _because(form: Form, why: str) -> Form:

@@ -1,0 +1,115 @@
+"""Compiles what calls of the package would launch, for accelerators that are not there.
+
+Run as a program, without TRITON_INTERPRET: prints a JSON list of what `FACTS` says of each kernel.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+FACTS = ("kernel", "architecture", "spills", "fused", "vectors")
+TARGETS = [("cuda", 80, 32), ("cuda", 90, 32), ("cuda", 100, 32), ("hip", "gfx942", 64)]
+
+
+def compile_for_all(calls: Callable[[], None]) -> list[dict[str, Any]]:
+    """The facts of every kernel that ``calls`` launches on CPU tensors, for each target."""
+    import torch
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    class Absent:
+        """The driver of a device that is not there."""
+
+        def __init__(self, target: GPUTarget):
+            self.target = target
+
+        def get_current_target(self) -> GPUTarget:
+            return self.target
+
+        def get_current_device(self) -> str:
+            return str(self.target)
+
+        def get_current_stream(self, device: Any = None) -> int:
+            return 0
+
+        def get_active_torch_device(self) -> torch.device:
+            return torch.device("cpu")
+
+    compiled: list[Any] = []
+    run = JITFunction.run
+
+    def compile_only(self, *args, grid, warmup, **options):
+        compiled.append((self.__name__, run(self, *args, grid=grid, warmup=True, **options)))
+
+    JITFunction.run = compile_only
+    for target in TARGETS:
+        driver.set_active(Absent(GPUTarget(*target)))
+        calls()
+    return [dict(zip(FACTS, facts_of(name, kernel))) for name, kernel in compiled]
+
+
+def facts_of(name: str, kernel: Any) -> tuple:
+    """`FACTS` of a compiled kernel: registers spilled, products fused with sums, wide accesses."""
+    architecture = str(kernel.metadata.target.arch)
+    if "amdgcn" in kernel.asm:
+        text = kernel.asm["amdgcn"]
+        spills = sum(map(int, re.findall(r"[sv]gpr_spill_count: *(\d+)", text)))
+        fused = len(re.findall(r"v_(?:pk_)?(?:fma|fmac|mad|mac)_f\d+", text))
+        vectors = len(re.findall(r"(?:global|buffer)_(?:load|store)_dwordx4", text))
+    else:
+        text = kernel.asm["ptx"]
+        spills = sum(local_bytes(kernel.asm["cubin"]))
+        fused = len(re.findall(r"\b(?:fma|mad)\.\w+\.f\d+", text))
+        vectors = len(re.findall(r"(?:ld|st)\.global\.v4", text))
+    return name, architecture, spills, fused, vectors
+
+
+def local_bytes(cubin: bytes) -> Iterator[int]:
+    """What a kernel keeps in memory of its threads."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [tool, "-res-usage", file.name]
+        told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    for usage in re.findall(r"(?:STACK|LOCAL):(\d+)", told):
+        yield int(usage)
+
+
+def elementwise_calls() -> None:
+    """Every kernel as a step launches it: all options, flat and strided."""
+    import torch
+
+    from kernel import optimizer
+
+    elementwise = importlib.import_module(f"{optimizer.__name__}.triton_kernels.elementwise")
+    W = torch.zeros(256, 512)
+    B, G, out = W.clone(), W.to(torch.bfloat16), W.to(torch.bfloat16)
+    kept = torch.ones(256, 1, dtype=torch.bool)
+    number, factor = torch.zeros(1), torch.ones(256, 1)
+    plain = {"momentum": 0.9, "weight": 1.0, "nesterov": True}
+    measured = {"largest": [number[0]], "norms": [number.clone()[0]]}
+    elementwise.update_momentum([B], [G], [out], **plain)
+    elementwise.update_momentum([G], [G], [out], keep=[kept], wanted=False, **plain)
+    elementwise.update_momentum([B[:, 1:]], [G[:, 1:]], [out[:, 1:]], **measured, **plain)
+    rates = {"rate": 0.1, "decay": 0.01}
+    on_device = {"rate": number, "decay": number, "factors": [factor], "keep": [kept]}
+    elementwise.update_weights([W], [G], cautious=False, **rates)
+    elementwise.update_weights([G], [out], cautious=True, **on_device)
+    elementwise.update_weights([W.t()], [G.view(512, 256)], cautious=False, **rates)
+    elementwise.pack([W], [out], number)
+
+
+if __name__ == "__main__":
+    json.dump(compile_for_all(elementwise_calls), sys.stdout)

@@ -1,0 +1,406 @@
+"""Element-wise steps of an update, each in one pass over memory.
+
+Every operation is rounded on its own: launches forbid the compiler to fuse products with sums
+(`_ROUNDED`), which it would do in one kernel, tile or vector width and not in another. So the same
+element becomes the same bits wherever it lies, and ranks of different layouts agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Optional, Union
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .tiles import joined, tiled, write_back
+
+Number = Union[float, Tensor]
+
+_PARTIALS = 1024  # read at once where they are combined
+_ROUNDED = {"num_warps": 4, "enable_fp_fusion": False}
+
+
+def update_momentum(
+    buffers: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    *,
+    momentum: float,
+    weight: float,
+    nesterov: bool,
+    keep: Optional[Sequence[Tensor]] = None,
+    wanted: bool = True,
+    largest: Optional[Sequence[Tensor]] = None,
+    norms: Optional[Sequence[Tensor]] = None,
+) -> None:
+    """B ← μB + wG, and wG + μB, or B, into ``outputs``; in fp32, or fp64 where a tensor has it.
+
+    B is rounded once, into its dtype, and the output is made of what it was rounded to.
+
+    Args:
+        buffers, grads: B and G, of equal shapes, with any strides; gradients are only read.
+        outputs: of the same shapes, any floating dtype; overwritten.
+        momentum, weight: μ and w.
+        nesterov: whether the output is wG + μB.
+        keep: booleans that broadcast to each gradient; where False the buffer stays as it is and
+            the output is zero.
+        wanted: whether to write the outputs.
+        largest: one element each, for the largest magnitude of an output before it is rounded; NaN
+            where there is one. Outputs are wanted then and not empty.
+        norms: one element each, for the Frobenius norm over that magnitude, which neither
+            underflows nor overflows; only with ``largest``. Its last bits depend on the tiles.
+    """
+    none = [None] * len(buffers)
+    columns = (buffers, grads, outputs, keep or none, largest or none, norms or none)
+    for B, G, out, kept, top, norm in joined(zip(*columns)):
+        dtype = _arithmetic(B, G, out)
+        numbers, on_device = _numbers((momentum, weight), dtype, B.device)
+        tiles, (B_, G_, out_, kept_) = tiled(B, G, out, kept)
+        partials = None
+        if top is not None:
+            partials = torch.empty((2, len(B), tiles.count), dtype=dtype, device=B.device)
+        _launch(
+            _momentum_kernel,
+            len(B) * tiles.count,
+            B_,
+            G_,
+            out_,
+            _bytes(kept_),
+            partials,
+            *numbers,
+            len(B) * tiles.count,
+            tiles.shape,
+            *tiles.strides,
+            DTYPE=_TL[dtype],
+            ON_DEVICE=on_device,
+            NESTEROV=nesterov,
+            KEEP=kept is not None,
+            WANTED=wanted,
+            MEASURED=top is not None,
+            ROWS=tiles.rows,
+            COLS=tiles.cols,
+        )
+        write_back((B, B_), (out, out_))
+        if partials is not None:
+            _launch(
+                _combine_kernel,
+                len(B),
+                partials,
+                top,
+                norm,
+                len(B) * tiles.count,
+                tiles.count,
+                top.stride(0),
+                0 if norm is None else norm.stride(0),
+                BITS=_BITS[dtype],
+                NORM=norm is not None,
+                BLOCK=_PARTIALS,
+            )
+
+
+def update_weights(
+    weights: Sequence[Tensor],
+    updates: Sequence[Tensor],
+    *,
+    rate: Number,
+    decay: Number,
+    cautious: bool,
+    factors: Optional[Sequence[Tensor]] = None,
+    keep: Optional[Sequence[Tensor]] = None,
+) -> None:
+    """W ← W − (Δ + decay·W), Δ = rate·factor·U; in fp32, or fp64 where a tensor has it.
+
+    Args:
+        weights: W, with any strides and floating dtype; rounded once.
+        updates: U, of the same shapes, any floating dtype; only read.
+        rate, decay: numbers, or tensors of one element, which stay on their device.
+        cautious: decay only where Δ·W ≥ 0.
+        factors: broadcast to each update.
+        keep: booleans that broadcast to each weight; where False the weight stays as it is.
+    """
+    none = [None] * len(weights)
+    for W, U, factor, kept in joined(zip(weights, updates, factors or none, keep or none)):
+        dtype = _arithmetic(W, U)
+        numbers, on_device = _numbers((rate, decay), dtype, W.device)
+        tiles, (W_, U_, factor_, kept_) = tiled(W, U, factor, kept)
+        _launch(
+            _weights_kernel,
+            len(W) * tiles.count,
+            W_,
+            U_,
+            factor_,
+            _bytes(kept_),
+            *numbers,
+            tiles.shape,
+            *tiles.strides,
+            DTYPE=_TL[dtype],
+            ON_DEVICE=on_device,
+            DECAYS=isinstance(decay, Tensor) or decay != 0.0,
+            CAUTIOUS=cautious,
+            FACTOR=factor is not None,
+            KEEP=kept is not None,
+            ROWS=tiles.rows,
+            COLS=tiles.cols,
+        )
+        write_back((W, W_))
+
+
+def pack(parts: Sequence[Tensor], outputs: Sequence[Tensor], exponents: Tensor) -> None:
+    """``parts``·2^−e into ``outputs``, of any floating dtype.
+
+    Args:
+        exponents: (len(parts),) in fp32, whole numbers between −127 and 126.
+    """
+    for part, output, exponent in joined(zip(parts, outputs, exponents.unbind())):
+        tiles, (part_, output_) = tiled(part, output)
+        _launch(
+            _pack_kernel,
+            len(part) * tiles.count,
+            part_,
+            output_,
+            exponent,
+            exponent.stride(0),
+            tiles.shape,
+            *tiles.strides,
+            ROWS=tiles.rows,
+            COLS=tiles.cols,
+        )
+        write_back((output, output_))
+
+
+def _launch(kernel: Any, programs: int, first: Any, *arguments: Any, **constants: Any) -> None:
+    """On the device of the first argument: left to itself, Triton takes the current one."""
+    with torch.accelerator.device_index(first.device.index):
+        kernel[(programs,)](first, *arguments, **constants, **_ROUNDED)
+
+
+# -- kernels ---------------------------------------------------------------------------------------
+# Tensors are (parts, slices, rows, cols), with a tuple of four strides each; a program has one tile
+# of rows and columns. Offsets have 64 bits: there are tensors of more than 2^31 elements.
+
+
+@triton.jit
+def _momentum_kernel(
+    B,
+    G,
+    out,
+    keep,
+    partials,  # (2, programs)
+    momentum,
+    weight,
+    programs,
+    shape,
+    B_strides,
+    G_strides,
+    out_strides,
+    keep_strides,
+    DTYPE: tl.constexpr,
+    ON_DEVICE: tl.constexpr,
+    NESTEROV: tl.constexpr,
+    KEEP: tl.constexpr,
+    WANTED: tl.constexpr,
+    MEASURED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    momentum_ = _number(momentum, DTYPE, ON_DEVICE)
+    weight_ = _number(weight, DTYPE, ON_DEVICE)
+    part, index, row, col, inside = _place(shape, ROWS, COLS)
+    B_at = B + _offsets(part, index, row, col, B_strides)
+    before = tl.load(B_at, inside, 0.0)
+    grad = tl.load(G + _offsets(part, index, row, col, G_strides), inside, 0.0).to(DTYPE) * weight_
+    after = _rounded(before.to(DTYPE) * momentum_ + grad, before.dtype)
+    result = after.to(DTYPE)
+    if NESTEROV:
+        result = grad + result * momentum_
+    if KEEP:
+        kept = tl.load(keep + _offsets(part, index, row, col, keep_strides), inside, 0) != 0
+        after = tl.where(kept, after, before)
+        result = tl.where(kept, result, 0.0)
+    tl.store(B_at, after, inside)
+    if WANTED:
+        out_at = out + _offsets(part, index, row, col, out_strides)
+        tl.store(out_at, _rounded(result, out.dtype.element_ty), inside)
+    if MEASURED:
+        result = tl.where(inside, result, 0.0)
+        largest = tl.max(_bits(result)).to(DTYPE, bitcast=True)
+        scaled = result / tl.where(largest == 0, 1.0, largest)
+        tl.store(partials + tl.program_id(0), largest)
+        tl.store(partials + programs + tl.program_id(0), tl.sum(scaled * scaled))
+
+
+@triton.jit
+def _combine_kernel(
+    partials,  # (2, parts, count)
+    largest,
+    norms,
+    programs,
+    count,
+    largest_stride,
+    norms_stride,
+    BITS: tl.constexpr,
+    NORM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Largest magnitude, and norm over it, of each part from those of its tiles, in their order."""
+    DTYPE: tl.constexpr = partials.dtype.element_ty
+    part = tl.program_id(0).to(tl.int64)
+    partials += part * count
+    top = tl.zeros((BLOCK,), dtype=BITS)
+    for start in range(0, count, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        top = tl.maximum(top, _bits(tl.load(partials + at, at < count, 0.0)))
+    whole = tl.max(top).to(DTYPE, bitcast=True)
+    tl.store(largest + part * largest_stride, whole)
+    if NORM:
+        divisor = tl.where(whole == 0, 1.0, whole)
+        squares = tl.zeros((BLOCK,), dtype=DTYPE)
+        for start in range(0, count, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            ratio = tl.load(partials + at, at < count, 0.0) / divisor
+            squares += tl.load(partials + programs + at, at < count, 0.0) * ratio * ratio
+        tl.store(norms + part * norms_stride, tl.sqrt(tl.sum(squares)))
+
+
+@triton.jit
+def _pack_kernel(
+    parts,
+    out,
+    exponents,
+    exponent_stride,
+    shape,
+    parts_strides,
+    out_strides,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    part, index, row, col, inside = _place(shape, ROWS, COLS)
+    exponent = tl.load(exponents + part * exponent_stride).to(tl.int32)
+    factor = ((127 - exponent) << 23).to(tl.float32, bitcast=True)  # exact, which exp2 need not be
+    at = parts + _offsets(part, index, row, col, parts_strides)
+    scaled = _rounded(tl.load(at, inside, 0.0) * factor, out.dtype.element_ty)
+    tl.store(out + _offsets(part, index, row, col, out_strides), scaled, inside)
+
+
+@triton.jit
+def _weights_kernel(
+    W,
+    U,
+    factor,
+    keep,
+    rate,
+    decay,
+    shape,
+    W_strides,
+    U_strides,
+    factor_strides,
+    keep_strides,
+    DTYPE: tl.constexpr,
+    ON_DEVICE: tl.constexpr,
+    DECAYS: tl.constexpr,
+    CAUTIOUS: tl.constexpr,
+    FACTOR: tl.constexpr,
+    KEEP: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    rate_ = _number(rate, DTYPE, ON_DEVICE)
+    decay_ = _number(decay, DTYPE, ON_DEVICE)
+    part, index, row, col, inside = _place(shape, ROWS, COLS)
+    W_at = W + _offsets(part, index, row, col, W_strides)
+    before = tl.load(W_at, inside, 0.0)
+    weight = before.to(DTYPE)
+    delta = tl.load(U + _offsets(part, index, row, col, U_strides), inside, 0.0).to(DTYPE)
+    if FACTOR:
+        at = factor + _offsets(part, index, row, col, factor_strides)
+        delta = delta * tl.load(at, inside, 0.0).to(DTYPE)
+    delta = delta * rate_
+    if DECAYS:
+        decayed = weight * decay_
+        if CAUTIOUS:
+            decayed = tl.where(delta * weight >= 0.0, decayed, 0.0)
+        delta = delta + decayed
+    after = _rounded(weight - delta, before.dtype)
+    if KEEP:
+        kept = tl.load(keep + _offsets(part, index, row, col, keep_strides), inside, 0) != 0
+        after = tl.where(kept, after, before)
+    tl.store(W_at, after, inside)
+
+
+@triton.jit
+def _place(shape, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """This program's part, slice, rows (ROWS, 1), columns (1, COLS), and which lie inside."""
+    program = tl.program_id(0)
+    across = tl.cdiv(shape[2], COLS)
+    down = tl.cdiv(shape[1], ROWS)
+    col = (program % across).to(tl.int64) * COLS + tl.arange(0, COLS)[None, :]
+    program = program // across
+    row = (program % down).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    program = program // down
+    part = (program // shape[0]).to(tl.int64)
+    index = (program % shape[0]).to(tl.int64)
+    return part, index, row, col, (row < shape[1]) & (col < shape[2])
+
+
+@triton.jit
+def _offsets(part, index, row, col, strides):
+    return (part * strides[0] + index * strides[1]) + row * strides[2] + col * strides[3]
+
+
+@triton.jit
+def _number(number, DTYPE: tl.constexpr, ON_DEVICE: tl.constexpr):
+    if ON_DEVICE:
+        return tl.load(number).to(DTYPE)
+    else:
+        return number
+
+
+@triton.jit
+def _rounded(x, dtype: tl.constexpr):
+    if x.dtype == tl.float64 and dtype == tl.bfloat16:  # which not all compilers know
+        return x.to(tl.float32).to(dtype)
+    else:
+        return x.to(dtype)
+
+
+@triton.jit
+def _bits(x):
+    """Magnitudes as integers, which order like them, with NaN above Inf."""
+    if x.dtype == tl.float64:
+        return x.to(tl.int64, bitcast=True) & 0x7FFFFFFFFFFFFFFF
+    else:
+        return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+# -- arguments -------------------------------------------------------------------------------------
+
+_TL = {torch.float32: tl.float32, torch.float64: tl.float64}
+_BITS = {torch.float32: tl.int32, torch.float64: tl.int64}
+
+
+def _arithmetic(*tensors: Tensor) -> torch.dtype:
+    wide = any(tensor.dtype == torch.float64 for tensor in tensors)
+    return torch.float64 if wide else torch.float32
+
+
+def _numbers(
+    values: Sequence[Number], dtype: torch.dtype, device: torch.device
+) -> tuple[list[Number], bool]:
+    """What a kernel takes them as, and whether those are tensors: it takes floats in fp32 only."""
+    values = [  # reading what is on the host waits for no device
+        float(v) if isinstance(v, Tensor) and v.is_cpu and device.type != "cpu" else v
+        for v in values
+    ]
+    if dtype == torch.float32 and not any(isinstance(value, Tensor) for value in values):
+        return values, False
+    return [
+        value if isinstance(value, Tensor) else torch.full((), value, dtype=dtype, device=device)
+        for value in values
+    ], True
+
+
+def _bytes(flags: Optional[Tensor]) -> Optional[Tensor]:
+    return None if flags is None else flags.view(torch.uint8)
