@@ -67,9 +67,12 @@ class Muon(torch.optim.Optimizer):
             sqrt(max(1, rows/cols)), or ``"none"``.
         momentum_style: ``"classical"`` or ``"ema"``, see above.
         ns_coefficients: a name in `newton_schulz.FAMILIES` or the (a, b, c) of every iteration.
-        ns_algorithm: ``"auto"`` or ``"standard"``.
+        ns_algorithm: ``"standard"``; ``"gram"``, which iterates on matrices of the shorter side
+            alone and touches the whole ones a few times; or ``"auto"``, what is faster for the
+            shape (`newton_schulz.forms`): `summary` tells what was taken, and why.
         ns_norm: ``"frobenius"`` or ``"schatten4"``, how the input is normalized.
-        ns_dtype: arithmetic of the iteration; None picks by device.
+        ns_dtype: arithmetic of the iteration; None is fp16 on accelerators, bf16 on CPUs that are
+            fast in it, else fp32, and fp64 for fp64 weights.
         ns_eps: added to the norm of the matrix scaled to a largest magnitude of 1.
         beta2: decay of the factored second moment; None turns it off.
         cautious: decay a weight only where the update moves it towards zero or not at all.
@@ -85,8 +88,9 @@ class Muon(torch.optim.Optimizer):
         maximize, foreach: as in torch.optim.
         capturable: as in torch.optim, the step may be captured in a CUDA graph: gradients stay
             where they are, whatever ``none_grad`` says. Only without traffic between ranks.
-        comm_dtype: format in which momentum and updates travel between ranks; None is bf16 (fp64
-            where the arithmetic is). fp16 travels with a scale per rank and matrix. For all groups.
+        comm_dtype: format in which momentum and updates travel between ranks; None is that of the
+            arithmetic, but bf16 for fp32. fp16 travels with a scale per rank and matrix. For all
+            groups.
         consistency_check: how often ranks compare notes before a collective: every ``"step"``, once
             per ``"plan"``, or never (``"off"``). For all groups.
         hsdp: what replicas of DTensors do: ``"redundant"``, each orthogonalizes every matrix;

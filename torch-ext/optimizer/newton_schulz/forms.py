@@ -7,7 +7,7 @@ the same path on every layout.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Optional
 
 import torch
@@ -23,12 +23,11 @@ ALGORITHMS = ("auto", "standard", "gram")
 HALVES_FROM = 512
 BLOCK_ROWS = {"blocks": 256, "tiles": 128}
 
-# The Gram form is taken from this shorter side on and where it saves so much of the FLOPs, by
-# device type. It does more of its work in small products, and in 16 bits small matrices round
-# coarsely: benchmarks/orthogonalize.py and benchmarks/accuracy.py show both.
+# The Gram form is taken from this shorter side on, and where it takes at most so much of the
+# standard form's FLOPs, by the way of multiplying: it does more of its work in small products.
+# benchmarks/orthogonalize.py and benchmarks/accuracy.py show times and errors of both.
 GRAM_FROM = 512
-GRAM_FLOPS = {"cpu": 0.85}
-DEFAULT_GRAM_FLOPS = 0.95
+GRAM_FLOPS = {"whole": 0.85, "blocks": 0.85, "tiles": 0.95}
 
 
 @dataclass(frozen=True)
@@ -152,14 +151,17 @@ def _form(recipe: Recipe, s: int, l: int) -> Form:
         return gram if recipe.algorithm == "gram" else standard
     if s < GRAM_FROM:
         return _because(standard, f"shorter side under {GRAM_FROM}")
-    saved = gram.flops(s, l) / max(1, standard.flops(s, l))
-    if saved <= GRAM_FLOPS.get(recipe.device_type, DEFAULT_GRAM_FLOPS):
+    # What only stands in for accelerators' arithmetic takes the form that they take.
+    weighed = "tiles" if products == "widened" else products
+    costs = (replace(form, products=weighed).flops(s, l) for form in (gram, standard))
+    saved = next(costs) / max(1, next(costs))
+    if saved <= GRAM_FLOPS[weighed]:
         return _because(gram, f"{saved:.2f} of the standard form's FLOPs")
     return _because(standard, f"the Gram form takes {saved:.2f} of its FLOPs")
 
 
 def _because(form: Form, why: str) -> Form:
-    return Form(form.triples, form.restarts, form.products, why)
+    return replace(form, why=why)
 
 
 def _products(recipe: Recipe, s: int) -> str:

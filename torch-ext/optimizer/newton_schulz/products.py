@@ -57,20 +57,27 @@ def _blocks(s: int) -> Iterator[tuple[int, int]]:
     return ((start, min(start + rows, s)) for start in range(0, s, rows))
 
 
+def _product_of_one(
+    A: Tensor, B: Tensor, alpha: float, beta: float, C: Tensor, out: Tensor
+) -> None:
+    if alpha == 1.0 and beta == 0.0:
+        torch.mm(A, B, out=out)
+    else:
+        torch.addmm(C, A, B, alpha=alpha, beta=beta, out=out)
+
+
 def _symmetric_blocks(
     A: Tensor, B: Tensor, alpha: float, beta: float, C: Tensor, out: Tensor
 ) -> Tensor:
     """Rows up to the diagonal, block by block; the rest is their mirror image.
 
-    One matrix at a time: CPUs multiply into a part of a matrix in place, but not of a batch.
+    One matrix at a time: CPUs multiply into a part of a matrix in place, but not of a batch, and
+    what a matrix gets does not depend on its batch.
     """
     for A_i, B_i, C_i, out_i in zip(A, B, C, out):
         for start, stop in _blocks(len(out_i)):
-            left, right, target = A_i[start:stop], B_i[:, :stop], out_i[start:stop, :stop]
-            if alpha == 1.0 and beta == 0.0:
-                torch.mm(left, right, out=target)
-            else:
-                torch.addmm(C_i[start:stop, :stop], left, right, alpha=alpha, beta=beta, out=target)
+            block = (slice(start, stop), slice(stop))
+            _product_of_one(A_i[start:stop], B_i[:, :stop], alpha, beta, C_i[block], out_i[block])
             out_i[:start, start:stop].copy_(out_i[start:stop, :start].mT)
     return out
 
@@ -78,6 +85,14 @@ def _symmetric_blocks(
 def _gram_blocks(X: Tensor, alpha: float, factor: Optional[Tensor], out: Tensor) -> Tensor:
     _symmetric_blocks(*_sides(X), alpha, 0.0, out, out)
     return out if factor is None else out.mul_(factor)
+
+
+def _apply_one_by_one(Q: Tensor, X: Tensor, alpha: float, beta: float, out: Tensor) -> Tensor:
+    tall = X.shape[-2] > X.shape[-1]
+    for Q_i, X_i, out_i in zip(Q, X, out):
+        left, right = (X_i, Q_i) if tall else (Q_i, X_i)
+        _product_of_one(left, right, alpha, beta, X_i, out_i)
+    return out
 
 
 def _mirrored(wide: Tensor, out: Tensor) -> Tensor:
@@ -124,7 +139,7 @@ def _symmetric_tiles(
 
 PRODUCTS = {
     "whole": Products(_gram_whole, _product, _apply_whole),
-    "blocks": Products(_gram_blocks, _symmetric_blocks, _apply_whole),
+    "blocks": Products(_gram_blocks, _symmetric_blocks, _apply_one_by_one),
     # fp16 on CPUs: the arithmetic of accelerators, products in fp32 and one rounding.
     "widened": Products(_gram_widened, _symmetric_widened, _apply_widened),
     "tiles": Products(_gram_tiles, _symmetric_tiles, _apply_whole),

@@ -112,10 +112,10 @@ def _error(
             of_Q *= stop - start > 1  # else X ← ZX + aX
             for v, (O, D) in enumerate(zip(errors, drift)):
                 for t, sigma in enumerate(sigmas):
-                    slope = b + c * (lambdas[v] + lambdas[t])
-                    O[t] *= Y[v] ** 2
-                    O[t] += (slope**2 * D[t] + of_Z) * sigma**2 + of_Q * before[t] ** 2
-                    D[t] = (Y[v] * Y[t]) ** 2 * D[t] + Y[v] ** 2 * of_T + of_R
+                    slope, squared = b + c * (lambdas[v] + lambdas[t]), Y[v] * Y[v]
+                    O[t] = squared * O[t] + of_Q * before[t] * before[t]
+                    O[t] += (slope * slope * D[t] + of_Z) * sigma * sigma
+                    D[t] = squared * (Y[t] * Y[t] * D[t] + of_T) + of_R
             lambdas, sigmas = R, [x * y for x, y in zip(sigmas, Y)]
     return math.sqrt(weight**2 * sum(map(sum, errors)) / (weight * _square(sigmas)))
 

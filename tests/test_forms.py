@@ -1,0 +1,358 @@
+"""Forms of the iteration: the same matrix by fewer FLOPs, restarted where roundings would grow."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import random
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import reference as ref
+from kernel import optimizer
+
+ns = optimizer.newton_schulz
+newton_schulz, plan_restarts, recipe_for = ns.newton_schulz, ns.plan_restarts, ns.recipe_for
+predicted_errors = ns.restarts.predicted_errors
+FAMILIES = list(ref.FAMILIES)
+NORMS = ["frobenius", "schatten4"]
+FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")  # names: forms need no device
+ODD = [(17, 4096), (97, 33), (64, 64), (1, 37), (37, 1), (1, 1), (130, 61)]
+
+
+def randn(*shape, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=FP64)
+
+
+def relative_error(actual, expected):
+    return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+def form_of(
+    rows, cols, algorithm="auto", dtype=None, device=CPU, family="polar_express", norm=None
+):
+    recipe = recipe_for(family, 5, algorithm, norm or NORMS[0], dtype, FP32, device)
+    return recipe.form(rows, cols)
+
+
+def with_spectrum(sigmas, cols):
+    """A matrix of these singular values."""
+    P = torch.linalg.qr(randn(len(sigmas), len(sigmas), seed=1))[0]
+    Q = torch.linalg.qr(randn(cols, len(sigmas), seed=2))[0]
+    return (P * sigmas) @ Q.mT
+
+
+@functools.cache
+def hard_matrix(kind, s, l):
+    if s > l:
+        return hard_matrix(kind, l, s).mT
+    if kind == "gaussian":
+        return randn(s, l)
+    if kind == "low rank":
+        return randn(s, s // 8) @ randn(s // 8, l, seed=1)
+    if kind == "heavy tails":
+        return randn(s, l) / randn(s, l, seed=1).abs().pow(2 / 3)
+    decades = {"condition 1e4": 4.0, "condition 1e8": 8.0}
+    if kind in decades:
+        return with_spectrum(torch.logspace(0, -decades[kind], s, dtype=FP64), l)
+    return with_spectrum(torch.arange(1, s + 1, dtype=FP64).reciprocal(), l)
+
+
+@functools.cache
+def polynomial_of(kind, s, l, family="polar_express", norm="frobenius"):
+    """The same polynomials in float64, of `hard_matrix`."""
+    coefficients = ref.coefficients_of(family, 5)
+    return ref.newton_schulz(
+        hard_matrix(kind, s, l), coefficients, norm, ref.norm_factor_of(family)
+    )
+
+
+# -- restarts --------------------------------------------------------------------------------------
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize("family", ["polar_express", "quintic", "you", "cans"])
+def test_five_steps_restart_once_in_fp16_after_the_third(family):
+    triples = ns.resolve(family, 5).triples
+    assert plan_restarts(triples, FP16) == (3,)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bf16_restarts_more_often_and_at_least_once(family, norm):
+    for steps in range(2, 9):
+        triples = ns.resolve(family, steps).triples
+        coarse, fine = (plan_restarts(triples, dtype, norm) for dtype in (BF16, FP16))
+        assert len(coarse) >= max(1, len(fine))
+
+
+def test_one_step_needs_no_restart():
+    assert plan_restarts(((2.0, -1.5, 0.5),), BF16) == plan_restarts((), FP32) == ()
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_schedules_keep_the_predicted_error_near_that_of_the_standard_form(norm):
+    rng = random.Random(0)
+    own = [
+        tuple((rng.uniform(1, 3), rng.uniform(-2, 0), rng.uniform(0, 0.5)) for _ in range(steps))
+        for steps in (2, 3, 4, 6)
+    ]
+    for triples in (*own, *(ns.resolve(family, 5).triples for family in FAMILIES)):
+        for dtype, side in itertools.product((FP16, BF16), (1, 16, 100, 4096)):
+            restarts = plan_restarts(triples, dtype, norm, side)
+            assert list(restarts) == sorted(set(restarts) & set(range(1, len(triples))))
+            side = min(512, max(16, 2 ** int(math.log2(side))))
+            found = predicted_errors(triples, restarts, norm, side)
+            standard = predicted_errors(triples, tuple(range(1, len(triples))), norm, side)
+            assert not any(f > 2.1 * s for f, s in zip(found, standard))
+
+
+def test_long_iterations_are_planned_too():
+    triples = ns.resolve("quintic", 25).triples
+    assert len(plan_restarts(triples, FP16)) in (*range(3), 24)
+
+
+def test_polynomials_that_diverge_are_planned_like_the_standard_form():
+    assert plan_restarts(((9.0, 50.0, 90.0),) * 8, FP32) == tuple(range(1, 8))
+
+
+def gram_form(G, triples, restarts):
+    """The Gram form with every matrix rounded to fp16, products in float64."""
+    X = round16(G / G.norm() * 2.0**8) / 2.0**8
+    for start, stop in zip((0, *restarts), (*restarts, len(triples))):
+        R, Q = round16(X @ X.T), torch.eye(len(G), dtype=FP64)
+        for step, (a, b, c) in enumerate(triples[start:stop]):
+            Z = round16(b * R + c * R @ R)
+            Q = round16(Z @ Q + a * Q)
+            if step < stop - start - 1:
+                T = round16(R @ Z + a * R)
+                R = round16(Z @ T + a * T)
+        X = round16(Q @ X * 2.0**8) / 2.0**8
+    return X
+
+
+def round16(X):
+    return X.half().double()
+
+
+@pytest.mark.parametrize("restarts", [(), (2,), (3,), (2, 3), (2, 4), (1, 2, 3, 4)], ids=str)
+@pytest.mark.parametrize("family", ["polar_express", "quintic"])
+def test_predicted_errors_are_about_those_that_roundings_make(family, restarts):
+    triples = ns.resolve(family, 5).triples
+    predicted = predicted_errors(triples, restarts, "frobenius", 256)
+    for kind, rounds in zip(("gaussian", "condition 1e4"), predicted):
+        G = hard_matrix(kind, 256, 256)
+        found = relative_error(gram_form(G, triples, restarts), ref.newton_schulz(G, triples))
+        assert found / 4 < rounds * 2.0**-10 / math.sqrt(12) < found * 4
+
+
+# -- the same matrix -------------------------------------------------------------------------------
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype, bound", [(FP64, 1e-8), (FP32, 1e-3)])
+def test_the_gram_form_gives_the_references_numbers(dtype, bound, family, norm):
+    for shape in ODD:
+        if family == "cans" and min(shape) == 1 and dtype == FP32:
+            continue  # see test_newton_schulz.tolerance: one rounding turns into a hundredth
+        G = randn(*shape)
+        U = newton_schulz(G.to(dtype), 5, family, norm=norm, algorithm="gram", dtype=dtype)
+        coefficients, factor = ref.coefficients_of(family, 5), ref.norm_factor_of(family)
+        assert relative_error(U, ref.newton_schulz(G, coefficients, norm, factor)) < bound, shape
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 6, 7, 12])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.filterwarnings("ignore")
+def test_the_gram_form_takes_any_number_of_steps(family, steps):
+    G = randn(40, 72)
+    U = newton_schulz(G, steps, family, algorithm="gram")
+    expected = ref.coefficients_of(family, steps)
+    assert (
+        relative_error(U, ref.newton_schulz(G, expected, "frobenius", ref.norm_factor_of(family)))
+        < 1e-8
+    )
+
+
+@pytest.mark.parametrize("algorithm", ["standard", "gram"])
+@pytest.mark.parametrize("shape", [(513, 600), (700, 511), (1024, 512)])
+def test_blocks_give_the_references_numbers(shape, algorithm):
+    G = randn(*shape)
+    assert form_of(*shape, algorithm).products == ("blocks" if min(shape) >= 512 else "whole")
+    coefficients = ref.coefficients_of("polar_express", 5)
+    U = newton_schulz(G.float(), algorithm=algorithm, dtype=FP32)
+    assert relative_error(U, ref.newton_schulz(G, coefficients, "frobenius", 1.02)) < 1e-4
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
+@pytest.mark.parametrize("shape", [(512, 520), (1100, 528), (24, 200)])
+@pytest.mark.parametrize("algorithm", ["standard", "gram"])
+def test_a_batch_gives_bit_for_bit_what_its_matrices_give_alone(algorithm, shape, dtype):
+    G = randn(3, *shape).float()
+    together = newton_schulz(G, algorithm=algorithm, dtype=dtype)
+    alone = torch.stack([newton_schulz(g, algorithm=algorithm, dtype=dtype) for g in G])
+    assert torch.equal(together, alone)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("algorithm", ["standard", "gram"])
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
+def test_the_input_is_never_modified_whatever_its_strides(dtype, algorithm, norm):
+    stored = randn(4, 40, 72).float()
+    for G in (stored, stored.mT, stored[:, ::2], stored[..., 3:50], stored[:1].expand(3, -1, -1)):
+        before, version = G.clone(), G._version
+        U = newton_schulz(G, norm=norm, algorithm=algorithm, dtype=dtype)
+        assert torch.equal(G, before) and G._version == version
+        whole = newton_schulz(G.contiguous(), norm=norm, algorithm=algorithm, dtype=dtype)
+        # The norm may be summed in another order, which is a rounding of X.
+        assert relative_error(U, whole) < {FP32: 1e-3, BF16: 0.1, FP16: 1e-2}[dtype]
+
+
+# -- accelerators' arithmetic ----------------------------------------------------------------------
+
+
+def largest_singular_value(U):
+    U = U.double()
+    return torch.linalg.eigvalsh(U.mT @ U if U.shape[0] > U.shape[1] else U @ U.mT).max().sqrt()
+
+
+@pytest.mark.parametrize("shape", [(512, 512), (1024, 512)])
+@pytest.mark.parametrize(
+    "kind, bound",
+    [
+        ("gaussian", 0.02),
+        ("condition 1e4", 0.02),
+        ("condition 1e8", 0.02),
+        ("low rank", 0.05),
+        ("heavy tails", 0.05),
+        ("power law", 0.05),
+    ],
+)
+def test_fp16_is_close_to_the_polynomial_on_any_spectrum(kind, bound, shape):
+    G, expected = hard_matrix(kind, *shape), polynomial_of(kind, *shape)
+    for algorithm in ("standard", "gram"):
+        U = newton_schulz(G.float(), algorithm=algorithm, dtype=FP16)
+        assert relative_error(U, expected) < bound
+        assert largest_singular_value(U) < 1.25
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_gram_form_lets_no_singular_value_grow(family, dtype, norm):
+    for kind in ("gaussian", "condition 1e8", "low rank", "power law"):
+        G = hard_matrix(kind, 192, 256).float()
+        U = newton_schulz(G, 5, family, norm=norm, algorithm="gram", dtype=dtype)
+        assert largest_singular_value(U) < 1.4, kind
+
+
+def test_what_came_in_fp16_is_not_rounded_again():
+    # Of low rank and exact in fp16: any rounding would fill the null space, enlarged 2,000 times.
+    generator = torch.Generator().manual_seed(0)
+    P, Q = (torch.randint(-8, 9, of, generator=generator) for of in ((128, 8), (8, 256)))
+    G = (P @ Q).double()
+    assert torch.equal(G.half().double(), G)
+    expected = ref.newton_schulz(G, ref.coefficients_of("polar_express", 5), "frobenius", 1.02)
+    for scale in (1.0, 2.0**-60, 2.0**70):
+        U = newton_schulz((G * scale).float(), algorithm="gram", dtype=FP16)
+        assert relative_error(U, expected) < 0.03
+    bent = newton_schulz((G * 1.01).half().float(), algorithm="gram", dtype=FP16)
+    assert relative_error(bent, expected) > 0.03
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("algorithm", ["standard", "gram"])
+def test_fp16_takes_matrices_of_any_scale(algorithm, norm):
+    G = randn(4, 24, 40).float() * torch.tensor([1.0, 1e-30, 1e30, 0.0]).view(4, 1, 1)
+    U = newton_schulz(G, norm=norm, algorithm=algorithm, dtype=FP16)
+    alone = [newton_schulz(g, norm=norm, algorithm=algorithm, dtype=FP16) for g in G]
+    assert torch.equal(U, torch.stack(alone))
+    assert torch.equal(U[3], torch.zeros(24, 40, dtype=FP16))
+    unscaled = randn(4, 24, 40).float()
+    whole = newton_schulz(unscaled, norm=norm, algorithm=algorithm, dtype=FP16)
+    assert relative_error(U[:3], whole[:3]) < 1e-2
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("algorithm", ["standard", "gram"])
+@pytest.mark.parametrize("dtype", [FP16, BF16, FP32], ids=str)
+def test_inf_and_nan_stay_within_their_own_matrix(dtype, algorithm, norm, bad):
+    G = randn(4, 20, 12).float()
+    U = newton_schulz(G, norm=norm, algorithm=algorithm, dtype=dtype)
+    G[1, 0, -1] = bad
+    found = newton_schulz(G, norm=norm, algorithm=algorithm, dtype=dtype)
+    assert found[1].isnan().all()
+    assert torch.equal(found[[0, 2, 3]], U[[0, 2, 3]])
+
+
+def test_entries_of_large_matrices_stay_within_the_range_of_fp16():
+    # Divided by their norm they would be 1e-4, where fp16 has few digits left.
+    G = randn(64, 40000)
+    expected = ref.newton_schulz(G, ref.coefficients_of("polar_express", 5), "frobenius", 1.02)
+    assert relative_error(newton_schulz(G.float(), dtype=FP16), expected) < 5e-3
+    spike = torch.zeros(64, 40000)
+    spike[3, 5] = 7.0
+    assert newton_schulz(spike, dtype=FP16).isfinite().all()
+
+
+# -- the choice ------------------------------------------------------------------------------------
+
+
+@pytest.mark.kernels_ci
+def test_the_choice_looks_at_shape_dtype_and_device_type_alone():
+    for rows, cols in ((512, 4096), (4096, 512), (1024, 1024), (100, 9000)):
+        for dtype, device in itertools.product((BF16, FP16, FP32), (CPU, CUDA)):
+            form = form_of(rows, cols, dtype=dtype, device=device)
+            assert form == form_of(cols, rows, dtype=dtype, device=device)
+    assert not form_of(100, 9000).is_gram  # too small
+    assert form_of(512, 4096, dtype=BF16).is_gram
+    assert not form_of(512, 512, dtype=BF16).is_gram  # nothing to gain
+    assert form_of(4096, 14336, device=CUDA) == form_of(4096, 14336, dtype=FP16, device=CUDA)
+
+
+def test_fp16_on_cpus_takes_the_form_that_it_has_on_accelerators():
+    for rows, cols in ((512, 512), (640, 960), (512, 4096), (4096, 1024)):
+        here, there = (form_of(rows, cols, dtype=FP16, device=device) for device in (CPU, CUDA))
+        assert here.restarts == there.restarts
+        assert (here.products, there.products) == ("widened", "tiles")
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+@pytest.mark.parametrize("algorithm", ["standard", "gram", "auto"])
+@pytest.mark.parametrize("family", ["polar_express", "cubic5"])
+def test_flops_are_those_that_torch_counts(family, algorithm, dtype):
+    for rows, cols in [(24, 24), (40, 16), (512, 1100), (600, 513)]:
+        form = form_of(rows, cols, algorithm, dtype, family=family)
+        with FlopCounterMode(display=False) as counter:
+            newton_schulz(randn(rows, cols).float(), 5, family, algorithm=algorithm, dtype=dtype)
+        assert counter.get_total_flops() == form.flops(rows, cols)
+
+
+def test_flops_of_the_forms_are_those_of_the_formulas():
+    s, l = 4096, 14336
+    gram = form_of(s, l, "gram", FP16, CUDA)
+    standard = form_of(s, l, "standard", FP16, CUDA)
+    assert gram.restarts == (3,) and gram.products == "tiles"
+    # Halves of symmetric products, and half a tile's width more.
+    more = 1 + 128 / s
+    assert gram.flops(s, l) == pytest.approx(4 * s * s * l + (2 * s * s * l + 14 * s**3) * more)
+    assert standard.flops(s, l) == pytest.approx(10 * s * s * l + (5 * s * s * l + 5 * s**3) * more)
+    plain = ns.flops(s, l, ns.resolve("quintic", 5).triples)
+    assert plain == 20 * s * s * l + 10 * s**3
+    assert plain / gram.flops(s, l) > 2.2
+
+
+def test_on_cpus_halves_and_the_gram_form_save_an_eighth_of_the_flops_and_more():
+    triples = ns.resolve("polar_express", 5).triples
+    for rows, cols in ((512, 512), (512, 2048), (2048, 512), (1024, 4096), (1024, 1024)):
+        with FlopCounterMode(display=False) as counter:
+            newton_schulz(randn(rows, cols).float(), dtype=BF16)
+        assert counter.get_total_flops() <= 0.87 * ns.flops(rows, cols, triples)
