@@ -96,7 +96,7 @@ def symmetric_job(
         "beta": "*fp32:16" if full else "fp32",
         "diagonal": "fp32",
         **dict.fromkeys(("s", "k", "a_matrix", "b_matrix", "c_matrix", "out_matrix"), size),
-        **dict.fromkeys(("tiles", "alpha_stride", "beta_stride"), "i32"),
+        **dict.fromkeys(("tiles", "per_matrix", "alpha_stride", "beta_stride"), "i32"),
         **dict(zip(("a_row", "a_col", "b_row", "b_col"), inner + outer)),
         **dict.fromkeys(("c_row", "out_row"), size),
         **dict.fromkeys(("c_col", "out_col"), 1),

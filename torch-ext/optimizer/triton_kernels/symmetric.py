@@ -46,8 +46,9 @@ def symmetric_product(
     Args:
         A, B: fp16, bf16 or fp32, of one dtype, with any strides; they may be one tensor.
         alpha, beta: a number, or one for each matrix: a tensor (n,) in fp32 on the same device.
-        C: fp16, bf16 or fp32, any strides. Not read where beta is 0, nor below the diagonal. May
-            be A or B; may be ``out`` itself, since a tile reads only the place that it writes.
+        C: fp16, bf16 or fp32, any strides. Not read where beta is 0; what lies below its diagonal
+            is never used. May be A or B; may be ``out`` itself, for a tile reads of it only the
+            place that it writes, and no tile the other one's mirror image.
         diagonal: added to the diagonal.
         out: fp16, bf16 or fp32, whatever the inputs have; any strides, but memory of its own.
         config: tiles to use; None looks them up (`configs.choose`).
@@ -71,7 +72,8 @@ def symmetric_product(
     if config is None:
         config = configs.choose("symmetric", A.dtype, s, k, matrices, aligned, target)
     even = s % config.block == 0 and k % config.block_k == 0
-    tiles = configs.symmetric_tiles(s, config.block) * matrices
+    per_matrix = configs.symmetric_tiles(s, config.block)
+    tiles = matrices * per_matrix
     programs = _programs(tiles, config, even and aligned, target)
     read = out if C is None else C  # a pointer must be given even where it is not used
     with _on(out.device):
@@ -84,6 +86,7 @@ def symmetric_product(
             beta if isinstance(beta, Tensor) else float(beta),
             float(diagonal),
             tiles,
+            per_matrix,
             s,
             k,
             *A.stride(),
@@ -228,7 +231,8 @@ def _on(device: torch.device) -> contextlib.AbstractContextManager:
     return torch.get_device_module(device).device(device)
 
 
-@triton.jit
+# Whether these are 1, or divisible by 16, is not worth another compilation.
+@triton.jit(do_not_specialize=["tiles", "per_matrix", "alpha_stride", "beta_stride"])
 def _symmetric_kernel(  # type: ignore[no-untyped-def]
     a_ptr,  # (matrices, s, k)
     b_ptr,  # (matrices, k, s)
@@ -237,7 +241,8 @@ def _symmetric_kernel(  # type: ignore[no-untyped-def]
     alpha,  # a number, or where ALPHAS a pointer (matrices,)
     beta,  # likewise by BETAS
     diagonal,
-    tiles,
+    tiles,  # to compute, of all matrices
+    per_matrix,
     s,
     k,
     a_matrix,
@@ -266,7 +271,6 @@ def _symmetric_kernel(  # type: ignore[no-untyped-def]
     GROUP: tl.constexpr,
 ):
     side = tl.cdiv(s, BLOCK)
-    per_matrix = side * (side + 1) // 2
     first = tl.program_id(0).to(tl.int64)
     last = tiles if PERSISTENT else first + 1
     step = tl.num_programs(0) if PERSISTENT else 1
@@ -288,6 +292,7 @@ def _symmetric_kernel(  # type: ignore[no-untyped-def]
         b_base = b_ptr + matrix * b_matrix
         a_offsets = rows[:, None] * a_row + inner[None, :] * a_col
         b_offsets = inner[:, None] * b_row + cols[None, :] * b_col
+        advance = tl.full([], BLOCK_K, tl.int64)
         acc = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
         for start in range(0, k, BLOCK_K):
             if EVEN:
@@ -303,8 +308,8 @@ def _symmetric_kernel(  # type: ignore[no-untyped-def]
                 a = a.to(tl.float32)
                 b = b.to(tl.float32)
             acc = tl.dot(a, b, acc, input_precision="ieee")
-            a_base += BLOCK_K * a_col
-            b_base += BLOCK_K * b_row
+            a_base += advance * a_col
+            b_base += advance * b_row
 
         if ALPHAS:
             acc *= tl.load(alpha + matrix * alpha_stride)
