@@ -244,6 +244,14 @@ def test_wide_offsets_and_the_largest_grid_change_no_bit(monkeypatch):
     assert torch.equal(product(X, X.mT, beta=0.5, C=C, config=SMALL), expected)
 
 
+@pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter copies all 5 GB of it")
+def test_a_matrix_may_span_more_than_32_bits_of_offsets():
+    rows = torch.empty(40 * 2**26, dtype=torch.float16, device=DEVICE)
+    X = rows.as_strided((1, 40, 16), (1, 2**26, 1)).copy_(randn(1, 40, 16))
+    expected = product(X.contiguous(), X.contiguous().mT, config=SMALL)
+    assert torch.equal(product(X, X.mT, config=SMALL), expected)
+
+
 @pytest.mark.skipif(DEVICE != "cuda", reason="only CUDA and ROCm have graphs")
 def test_a_launch_can_be_captured_in_a_graph():
     X, alpha = randn(2, 256, 256, dtype=torch.float16), torch.ones(2, device=DEVICE)
@@ -311,12 +319,15 @@ def test_nothing_around_the_output_is_written():
 # Memory that is shared, and what is read
 
 
-def test_c_may_be_the_output_itself():
-    X, C = randn(2, 50, 24), gram(randn(2, 50, 24))
-    expected = product(X, X.mT, alpha=0.5, beta=-2.0, C=C, diagonal=1.0, config=SMALL)
+@pytest.mark.parametrize("s, persistent", [(50, 0), (64, 1)])
+def test_c_may_be_the_output_itself(s, persistent):
+    X, C = randn(2, s, 16), gram(randn(2, s, 16))
+    config = dataclasses.replace(SMALL, persistent=persistent)
+    options = dict(alpha=0.5, beta=-2.0, diagonal=1.0)
+    expected = product(X, X.mT, C=C, config=SMALL, **options)
     for out in (C.clone(), C.mT.clone().mT):
-        options = dict(alpha=0.5, beta=-2.0, C=out, diagonal=1.0, config=SMALL)
-        assert torch.equal(symmetric_product(X, X.mT, out=out, **options), expected)
+        symmetric_product(X, X.mT, C=out, out=out, config=config, **options)
+        assert torch.equal(out, expected)  # a tile computed twice would have added C twice
 
 
 def test_only_the_upper_triangle_of_c_is_used():
