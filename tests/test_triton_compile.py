@@ -57,7 +57,7 @@ class Case:
 
 
 def symmetric_cases(chip: Chip) -> list[Case]:
-    """Each configuration as XXᵀ on whole tiles, and as αAB + βC of tall matrices with all there is.
+    """Each configuration as bA + cA² on whole tiles, and as αAB + βC with masks and all there is.
 
     Where a rule is for operands that cannot be loaded in vectors, the latter is compiled for those.
     """
@@ -100,7 +100,8 @@ def symmetric_job(
         **dict(zip(("a_row", "a_col", "b_row", "b_col"), inner + outer)),
         **dict.fromkeys(("c_row", "out_row"), size),
         **dict.fromkeys(("c_col", "out_col"), 1),
-        **dict.fromkeys(("ALPHAS", "BETAS", "HAS_C"), full),
+        **dict.fromkeys(("ALPHAS", "BETAS"), full),
+        "HAS_C": True,
         "EVEN": even,
         "WIDE": False,
         "PERSISTENT": even and aligned and config.persistent > 0,
