@@ -1,0 +1,221 @@
+"""Finds the fastest tiles for this GPU and writes them where the package looks them up.
+
+    make bench BENCHMARKS=benchmarks/tune.py
+
+For each size, every candidate is timed with a cold L2 cache beside torch.bmm of the full product,
+and its result compared with bmm's. The fastest go to triton_kernels/configs/<device>.json; a
+configuration is looked up there by the nearest size, and nothing is timed while training.
+`--dry-run` goes the same way with tiny sizes and no clock, in Triton's interpreter where there is
+no GPU, and writes nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import itertools
+import json
+import math
+import os
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from kernels import get_kernel
+from rich.console import Console
+from rich.table import Table
+
+CONFIGS = Path(__file__).resolve().parent.parent / "torch-ext/optimizer/triton_kernels/configs"
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+class Size(NamedTuple):
+    s: int
+    k: int
+    batch: int
+
+
+# Gram matrices of (s, k), and products of two (s, s).
+SIZES = [
+    Size(1024, 1024, 1),
+    Size(4096, 4096, 1),  # Llama-3-8B: queries, outputs
+    Size(1024, 4096, 8),  # keys, values
+    Size(1024, 1024, 8),
+    Size(4096, 14336, 1),  # feed-forward
+    Size(4096, 4096, 4),
+    Size(768, 2048, 128),  # experts
+    Size(768, 768, 128),
+    Size(2048, 7168, 1),
+    Size(2048, 2048, 1),
+]
+DRY_SIZES = [Size(48, 32, 2), Size(32, 32, 1)]
+
+# Sums of k products: of what bmm rounds otherwise, in units of the result's magnitude.
+TOLERANCE = {"bfloat16": 2e-2, "float16": 4e-3, "float32": 1e-4}
+
+
+class Finding(NamedTuple):
+    """The fastest configuration for one size, and what failed on the way."""
+
+    size: Size
+    dtype: str
+    config: Any
+    microseconds: float
+    bmm_microseconds: float
+    candidates: int
+    refused: int  # too much shared memory, too many registers
+
+
+def candidates(kind: Any, dtype: str, dry: bool) -> list[Any]:
+    """Configurations to time; more groups of columns are tried on the fastest (`tune`)."""
+    if dry:
+        return [kind(16, 16, 4, 2, group=2, persistent=p) for p in (0, 1)]
+    blocks = (64, 128, 256) if dtype != "float32" else (32, 64, 128)
+    blocks_k = (32, 64, 128) if dtype != "float32" else (16, 32)
+    rest = itertools.product(blocks, blocks_k, (4, 8), (2, 3, 4, 5), (0, 1, 2))
+    return [
+        kind(block, block_k, warps, stages, persistent=persistent)
+        for block, block_k, warps, stages, persistent in rest
+        # Of accumulators alone, more than a thread's registers.
+        if block * block <= 32 * warps * 255
+    ]
+
+
+def tune(
+    symmetric: Any, size: Size, dtype: str, device: str, clock: Callable, dry: bool
+) -> Finding:
+    s, k, batch = size
+    generator = torch.Generator(device).manual_seed(0)
+    X = torch.randn(batch, s, k, generator=generator, device=device).to(getattr(torch, dtype))
+    expected = torch.bmm(X, X.mT)
+    out = torch.empty_like(expected)
+    bound = TOLERANCE[dtype] * expected.abs().amax().item()
+
+    def microseconds(config: Any) -> float:
+        def run() -> None:
+            symmetric.symmetric_product(X, X.mT, out=out, config=config)
+
+        try:
+            run()
+        except Exception as error:  # Triton raises what the backend says; any is a refusal
+            if dry:
+                raise
+            print(f"{config} was refused: {str(error)[:100]!r}", file=sys.stderr)
+            return math.inf
+        if (out - expected).abs().amax().item() > bound or not torch.equal(out, out.mT):
+            raise RuntimeError(f"{config} gives another product at {size} in {dtype}")
+        return clock(run) * 1e3
+
+    kind = symmetric.SymmetricConfig
+    times = {config: microseconds(config) for config in candidates(kind, dtype, dry)}
+    fastest = min(times, key=lambda config: times[config])
+    for group in (1, 4, 16):
+        config = dataclasses.replace(fastest, group=group)
+        times[config] = microseconds(config)
+    fastest = min(times, key=lambda config: times[config])
+    refused = sum(time == math.inf for time in times.values())
+    if refused == len(times):
+        raise RuntimeError(f"no configuration runs at {size} in {dtype}")
+    bmm = clock(lambda: torch.bmm(X, X.mT, out=out)) * 1e3
+    return Finding(size, dtype, fastest, times[fastest], bmm, len(times), refused)
+
+
+def document(device: str, findings: list[Finding]) -> dict[str, Any]:
+    import triton
+
+    versions = f"torch {torch.__version__}, triton {triton.__version__}"
+    day = datetime.datetime.now(datetime.UTC).date()
+    entries = [
+        {
+            "operation": "symmetric",
+            "dtype": finding.dtype,
+            **finding.size._asdict(),
+            "config": dataclasses.asdict(finding.config),
+            "microseconds": round(finding.microseconds, 1),
+            "bmm_microseconds": round(finding.bmm_microseconds, 1),
+        }
+        for finding in findings
+    ]
+    why = f"Measured with benchmarks/tune.py, {versions}, {day}."
+    return {"schema": 1, "device": device, "why": why, "entries": entries}
+
+
+def text_of(document: dict[str, Any]) -> str:
+    """JSON with an entry in each line."""
+    head = {key: value for key, value in document.items() if key != "entries"}
+    lines = ",\n".join(f"    {json.dumps(entry)}" for entry in document["entries"])
+    return json.dumps(head, indent=2)[:-2] + f',\n  "entries": [\n{lines}\n  ]\n}}\n'
+
+
+def table_of(findings: list[Finding], title: str) -> Table:
+    table = Table(title=title)
+    for column in ("dtype", "s", "k", "batch", "tile", "warps", "stages", "group", "loops"):
+        table.add_column(column, justify="right")
+    for column in ("µs", "TFLOP/s", "bmm µs", "× bmm", "refused"):
+        table.add_column(column, justify="right")
+    for finding in findings:
+        (s, k, batch), config = finding.size, finding.config
+        speed = 2 * batch * s * s * k / finding.microseconds / 1e6
+        table.add_row(
+            *(finding.dtype, str(s), str(k), str(batch), f"{config.block}×{config.block_k}"),
+            *(str(config.num_warps), str(config.num_stages)),
+            *(str(config.group), str(config.persistent)),
+            *(f"{finding.microseconds:.1f}", f"{speed:.0f}", f"{finding.bmm_microseconds:.1f}"),
+            f"{finding.bmm_microseconds / finding.microseconds:.2f}",
+            f"{finding.refused}/{finding.candidates}",
+        )
+    return table
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
+    parser.add_argument("--dry-run", action="store_true", help="tiny sizes, no clock, no file")
+    arguments = parser.parse_args()
+
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        if not arguments.dry_run:
+            print("There is no GPU here, and nothing to tune without one.", file=sys.stderr)
+            return 1
+        os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
+    device = accelerator.type if accelerator else "cpu"
+    optimizer = get_kernel("org/optimizer", version=1, trust_remote_code=["org/optimizer"])
+    configs = import_module(f"{optimizer.__name__}.triton_kernels.configs")
+    symmetric = import_module(f"{optimizer.__name__}.triton_kernels.symmetric")
+    from triton.testing import do_bench  # clears the L2 cache before every run
+
+    def clock(run: Callable[[], object]) -> float:
+        """Milliseconds, the median of many runs."""
+        if not arguments.dry_run:
+            return do_bench(run, warmup=10, rep=50, return_mode="median")
+        run()
+        return math.nan
+
+    where = torch.empty(0, device=device).device  # with its index
+    target = configs.target_of(where)
+    findings = []
+    for dtype in arguments.dtypes:
+        for size in DRY_SIZES if arguments.dry_run else SIZES:
+            findings.append(tune(symmetric, size, dtype, device, clock, arguments.dry_run))
+            print(f"{dtype} {size}: {findings[-1].config}", file=sys.stderr)
+
+    title = f"Symmetric products on {target.device}; TFLOP/s as if all tiles were computed"
+    Console(width=130).print(table_of(findings, title))
+    written = document(target.device, findings)
+    path = CONFIGS / f"{target.device}.json"
+    configs.parse_measured(json.loads(text_of(written)), path.name)  # raises what a user would meet
+    if arguments.dry_run:
+        print("A dry run: nothing was timed or written.")
+    else:
+        path.write_text(text_of(written), encoding="utf-8")
+        print(f"Wrote {path}; `make build` puts it into the kernel.")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

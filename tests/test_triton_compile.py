@@ -1,0 +1,165 @@
+"""Every kernel, in every configuration that is picked without measuring, compiles for every chip.
+
+No chip is needed: two processes cross-compile what `CASES` lists, and each case is a test. Another
+kernel joins by a function like `symmetric_cases` and a place in `CASES`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kernel import optimizer
+
+triton = pytest.importorskip("triton")
+
+from importlib import import_module  # noqa: E402
+
+configs = import_module(f"{optimizer.__name__}.triton_kernels.configs")
+
+PROCESSES = 2
+
+
+@dataclass(frozen=True)
+class Chip:
+    architecture: str
+    backend: str
+    shared_bytes: int  # that one program may have
+    matrix_instruction: str
+    has_fp32_matrices: bool = False
+
+
+CHIPS = [
+    Chip("sm_80", "cuda", 163 << 10, "mma.sync"),
+    Chip("sm_90", "cuda", 227 << 10, "wgmma.mma_async"),
+    Chip("sm_100", "cuda", 227 << 10, "tcgen05.mma"),
+    Chip("gfx942", "hip", 64 << 10, "v_mfma", has_fp32_matrices=True),
+]
+POINTERS = {"float16": "*fp16", "bfloat16": "*bf16", "float32": "*fp32"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What to compile, and what must be found in it."""
+
+    name: str
+    chip: Chip
+    job: dict[str, Any]
+    matrix_instruction: bool
+    may_spill: bool = False
+
+
+def symmetric_cases(chip: Chip) -> list[Case]:
+    """Each configuration as bA + cA² on whole tiles, and as αAB + βC with masks and all there is.
+
+    Where a rule is for operands that cannot be loaded in vectors, the latter is compiled for those.
+    """
+    cases = {}
+    for dtype in ("bfloat16", "float16", "float32"):
+        for rule in configs.rules_of("symmetric", dtype, chip.architecture, chip.backend):
+            config = rule.config
+            key = f"{chip.architecture}-symmetric-{config.block}x{config.block_k}"
+            uses_matrices = dtype != "float32" or chip.has_fp32_matrices
+            if dtype == "bfloat16" and rule.aligned:
+                job = symmetric_job(chip, dtype, dtype, config, even=True, aligned=True)
+                cases[f"{key}-plain"] = Case(f"{key}-{dtype}-even", chip, job, uses_matrices)
+            elif dtype != "bfloat16":
+                job = symmetric_job(chip, dtype, "float32", config, False, rule.aligned)
+                cases[f"{key}-{dtype}"] = Case(f"{key}-{dtype}-masked", chip, job, uses_matrices)
+    if chip.architecture == "sm_90":  # what sizes do to the kernel, whatever the chip
+        job = symmetric_job(chip, "float16", "float16", config, even=False, aligned=False)
+        one = {**job, "arguments": {**job["arguments"], "s": 1, "k": 1}}  # Triton makes 1 constant
+        wide = {**job, "arguments": {**job["arguments"], "WIDE": True}}
+        cases["one"] = Case(f"{chip.architecture}-symmetric-one", chip, one, True)
+        cases["wide"] = Case(f"{chip.architecture}-symmetric-wide", chip, wide, True, True)
+    return list(cases.values())
+
+
+def symmetric_job(
+    chip: Chip, dtype: str, out_dtype: str, config: Any, even: bool, aligned: bool
+) -> dict[str, Any]:
+    size, full = ("i32:16" if aligned else "i32"), not even
+    inner, outer = ((1, size), (size, 1)) if full else ((size, 1), (1, size))
+    arguments = {
+        "a_ptr": f"{POINTERS[dtype]}:16",
+        "b_ptr": f"{POINTERS[dtype]}:16",
+        "c_ptr": f"{POINTERS[out_dtype]}:16",
+        "out_ptr": f"{POINTERS[out_dtype]}:16",
+        "alpha": "*fp32:16" if full else "fp32",
+        "beta": "*fp32:16" if full else "fp32",
+        "diagonal": "fp32",
+        **dict.fromkeys(("s", "k", "a_matrix", "b_matrix", "c_matrix", "out_matrix"), size),
+        **dict.fromkeys(("tiles", "per_matrix", "alpha_stride", "beta_stride"), "i32"),
+        **dict(zip(("a_row", "a_col", "b_row", "b_col"), inner + outer)),
+        **dict.fromkeys(("c_row", "out_row"), size),
+        **dict.fromkeys(("c_col", "out_col"), 1),
+        **dict.fromkeys(("ALPHAS", "BETAS"), full),
+        "HAS_C": True,
+        "EVEN": even,
+        "WIDE": False,
+        "PERSISTENT": even and aligned and config.persistent > 0,
+        "INTERPRETED": False,
+        "BLOCK": config.block,
+        "BLOCK_K": config.block_k,
+        "GROUP": config.group,
+    }
+    return {
+        "module": "symmetric",
+        "kernel": "_symmetric_kernel",
+        "architecture": chip.architecture,
+        "arguments": arguments,
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+    }
+
+
+CASES = [case for chip in CHIPS for case in symmetric_cases(chip)]
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, dict[str, Any]]:
+    """What became of each case, by name."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    script = Path(__file__).with_name("compile_kernels.py")
+    shares = [CASES[first::PROCESSES] for first in range(PROCESSES)]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, script],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for _ in shares
+    ]
+    for process, share in zip(processes, shares):
+        json.dump([case.job for case in share], process.stdin)
+        process.stdin.close()
+    results: dict[str, dict[str, Any]] = {}
+    for process, share in zip(processes, shares):
+        answer = process.stdout.read()
+        assert process.wait() == 0
+        results.update(zip((case.name for case in share), json.loads(answer)))
+    return results
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_it_compiles_to_matrix_instructions_without_spilling(case, compiled):
+    found = compiled[case.name]
+    assert "error" not in found, found["error"]
+    expected = [case.chip.matrix_instruction] if case.matrix_instruction else []
+    assert found["matrix_instructions"] == expected
+    assert found["spilled"] == 0 or case.may_spill, found
+    assert found["shared"] <= case.chip.shared_bytes, found
+
+
+def test_names_are_of_one_case_each():
+    names = [case.name for case in CASES]
+    assert len(set(names)) == len(names)

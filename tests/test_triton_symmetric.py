@@ -1,0 +1,618 @@
+"""`symmetric_product`: float64's numbers, exactly symmetric, whatever the shapes and strides.
+
+Runs on an accelerator where there is one, else in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+import sys
+from importlib import import_module, util
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernel import optimizer
+
+triton = pytest.importorskip("triton")
+tl = triton.language
+
+symmetric = import_module(f"{optimizer.__name__}.triton_kernels.symmetric")
+configs = import_module(f"{optimizer.__name__}.triton_kernels.configs")
+symmetric_product = symmetric.symmetric_product
+SymmetricConfig = configs.SymmetricConfig
+
+ACCELERATOR = torch.accelerator.current_accelerator(check_available=True)
+DEVICE = ACCELERATOR.type if ACCELERATOR else "cpu"
+DTYPES = [torch.float16, torch.bfloat16, torch.float32]
+# The interpreter's own, of numpy: lanes that are masked out may divide by zero.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+SMALL = SymmetricConfig(block=16, block_k=16, num_warps=4, num_stages=2)
+
+
+def randn(*shape, seed=0, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(DEVICE, dtype)
+
+
+def gram(X):
+    return X @ X.mT
+
+
+def expected_product(A, B, alpha=1.0, beta=0.0, C=None, diagonal=0.0):
+    """In float64, from the formula."""
+
+    def per_matrix(value):
+        return value.double().view(-1, 1, 1) if isinstance(value, torch.Tensor) else value
+
+    result = per_matrix(alpha) * (A.double() @ B.double())
+    if C is not None:
+        result = result + per_matrix(beta) * C.double()
+    return result + diagonal * torch.eye(A.shape[1], dtype=torch.float64, device=A.device)
+
+
+def assert_product(out, expected, terms=1.0):
+    """Within one rounding of ``out``, and the sum's own error in fp32; symmetric to the last bit.
+
+    Args:
+        terms: magnitude of what was summed, where it is larger than the sum.
+    """
+    precision = torch.finfo(out.dtype).eps / 2
+    bound = precision * expected.abs() + 4e-6 * terms * expected.abs().amax().clamp_min(1.0)
+    assert ((out.double() - expected).abs() <= bound).all()
+    assert torch.equal(out, out.mT)
+
+
+def product(A, B, out_dtype=None, **options):
+    n, s, _ = A.shape
+    out = torch.full((n, s, s), math.nan, dtype=out_dtype or A.dtype, device=A.device)
+    assert symmetric_product(A, B, out=out, **options) is out
+    return out
+
+
+# Float64's numbers
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_gram_matrix_is_float64s(dtype):
+    for n, s, k in [(2, 33, 40), (1, 1, 37), (1, 37, 1), (1, 1, 1), (2, 16, 32)]:
+        X = randn(n, s, k, dtype=dtype)
+        for A, B in [(X, X.mT), (X.mT, X)]:
+            for config in (None, SMALL):
+                assert_product(product(A, B, config=config), expected_product(A, B))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sizes_need_not_be_multiples_of_tiles(dtype):
+    for s, k in [(511, 513), (17, 4096)]:
+        X = randn(1, s, k, dtype=dtype)
+        assert_product(product(X, X.mT), expected_product(X, X.mT))
+
+
+def test_tall_matrices_are_multiplied_from_the_left():
+    X = randn(2, 513, 65)
+    assert_product(product(X.mT, X), expected_product(X.mT, X))
+
+
+@pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_output_is_rounded_once_to_a_dtype_of_its_own(dtype, out_dtype):
+    X = randn(2, 40, 24, dtype=dtype)
+    out = product(X, X.mT, out_dtype)
+    assert out.dtype == out_dtype
+    assert_product(out, expected_product(X, X.mT))
+    in_fp32 = product(X, X.mT, torch.float32)
+    assert torch.equal(out, in_fp32.to(out_dtype))
+
+
+def test_integers_are_exact():
+    X = torch.randint(-3, 4, (2, 50, 70), generator=torch.Generator().manual_seed(0))
+    for dtype in DTYPES:
+        A = X.to(DEVICE, dtype)
+        assert torch.equal(product(A, A.mT, torch.float32, config=SMALL).cpu(), gram(X).float())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_polynomial_of_a_matrix_takes_it_three_times(dtype):
+    A = product(randn(2, 40, 24), randn(2, 40, 24).mT).div_(24).to(dtype)
+    for options in [
+        dict(alpha=2.5, beta=-3.5, C=A),
+        dict(alpha=2.5, beta=-3.5, C=A, diagonal=3.75),
+        dict(alpha=-2.0, diagonal=-0.5),
+        dict(beta=1.0, C=A),
+    ]:
+        out = product(A, A, config=SMALL, **options)
+        assert_product(out, expected_product(A, A, **options), terms=20.0)
+
+
+@pytest.mark.parametrize("c_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
+def test_c_may_have_a_dtype_of_its_own(out_dtype, c_dtype):
+    X, C = randn(2, 24, 40, dtype=torch.float16), gram(randn(2, 24, 24)).to(c_dtype)
+    options = dict(alpha=0.5, beta=-1.5, C=C, diagonal=2.0)
+    out = product(X, X.mT, out_dtype, config=SMALL, **options)
+    assert_product(out, expected_product(X, X.mT, **options), terms=4.0)
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize("persistent", [0, 1])
+def test_factors_of_each_matrix_are_read_on_the_device(persistent):
+    X, C = randn(3, 24, 16), gram(randn(3, 24, 16))
+    table = torch.tensor([[0.5, -1.5], [2.0, 0.0], [0.0, 3.0]], device=DEVICE)
+    alpha, beta = table.unbind(1)  # every second number
+    config = dataclasses.replace(SMALL, persistent=persistent)
+    for options in [
+        dict(alpha=alpha, beta=beta, C=C),
+        dict(alpha=alpha, beta=0.25, C=C),
+        dict(alpha=1.5, beta=beta.contiguous(), C=C),
+        dict(alpha=alpha[:1].expand(3), beta=beta, C=C),
+    ]:
+        out = product(X, X.mT, config=config, **options)
+        assert_product(out, expected_product(X, X.mT, **options), terms=4.0)
+
+
+def test_numbers_and_tensors_of_them_give_equal_bits():
+    X, C = randn(2, 40, 24), gram(randn(2, 40, 24))
+    numbers = product(X, X.mT, alpha=0.3, beta=0.7, C=C, config=SMALL)
+    fill = dict(device=DEVICE, dtype=torch.float32)
+    alpha, beta = torch.full((2,), 0.3, **fill), torch.full((2,), 0.7, **fill)
+    assert torch.equal(product(X, X.mT, alpha=alpha, beta=beta, C=C, config=SMALL), numbers)
+
+
+def test_fp32_is_multiplied_in_full_precision():
+    # TF32 keeps ten bits of 1 + 2⁻¹⁶: the difference of the products would be 0.
+    X = torch.tensor([[[1 + 2.0**-16, 1.0], [1.0, -1.0]]], device=DEVICE)
+    assert product(X, X.mT)[0, 0, 1].item() == 2.0**-16
+
+
+# Tiles
+
+
+@pytest.mark.kernels_ci
+def test_order_of_tiles_and_number_of_programs_change_no_bit():
+    X = randn(2, 64, 32, dtype=torch.float16)
+    C = gram(randn(2, 64, 32)).half()
+    outs = [
+        product(X, X.mT, beta=0.5, C=C, config=dataclasses.replace(SMALL, group=g, persistent=p))
+        for g, p in [(1, 0), (3, 0), (8, 1), (2, 2), (4, 1000)]
+    ]
+    for out in outs[1:]:
+        assert torch.equal(out, outs[0])
+
+
+def test_a_batch_gives_bit_for_bit_what_its_matrices_give_alone():
+    X = randn(3, 32, 32, dtype=torch.float16)
+    config = dataclasses.replace(SMALL, persistent=1)
+    together = product(X, X.mT, config=config)
+    assert torch.equal(together, torch.cat([product(x, x.mT, config=SMALL) for x in X.split(1)]))
+
+
+@triton.jit(do_not_specialize=["first", "side"])
+def number_tiles(first, rows_ptr, cols_ptr, side, GROUP: tl.constexpr, COUNT: tl.constexpr):
+    numbers = first + tl.arange(0, COUNT).to(tl.int64)
+    rows, cols = tile_at(numbers, side, GROUP)
+    tl.store(rows_ptr + tl.arange(0, COUNT), rows)
+    tl.store(cols_ptr + tl.arange(0, COUNT), cols)
+
+
+tile_at = symmetric._tile_at
+
+
+@pytest.mark.parametrize("group", [1, 3, 8])
+def test_every_tile_on_and_above_the_diagonal_has_one_number(group):
+    for side in (1, 2, 7, 8, 17):
+        count = side * (side + 1) // 2
+        size = triton.next_power_of_2(count)
+        rows, cols = torch.empty(2, size, dtype=torch.int64, device=DEVICE)
+        number_tiles[(1,)](0, rows, cols, side, GROUP=group, COUNT=size)
+        found = set(zip(rows[:count].tolist(), cols[:count].tolist()))
+        assert found == {(row, col) for col in range(side) for row in range(col + 1)}
+
+
+def test_numbers_of_tiles_are_exact_where_floats_are_not():
+    # At 2³¹ tiles, neighbours of fp32 are 128 apart.
+    side = 65535
+    rows, cols = torch.empty(2, 8, dtype=torch.int64, device=DEVICE)
+    for col in (4095, 5793, 8191, 16384, 32767, 46340, 46341, 65534):
+        start = col * (col + 1) // 2
+        number_tiles[(1,)](start - 4, rows, cols, side, GROUP=1, COUNT=8)
+        expected = [(col - 4 + i, col - 1) for i in range(4)] + [(i, col) for i in range(4)]
+        assert list(zip(rows.tolist(), cols.tolist())) == expected
+
+
+def test_more_tiles_than_a_grid_holds_are_taken_in_turns():
+    target = configs.Target("d", "sm_90", "cuda", 132)
+    programs = symmetric._programs
+    assert programs(2**33, SMALL, False, target) == 2**31 - 1
+    persistent = dataclasses.replace(SMALL, persistent=2)
+    assert programs(1000, persistent, True, target) == 264
+    assert programs(100, persistent, True, target) == 100
+    assert programs(1000, persistent, False, target) == 1000
+    assert programs(1000, SMALL, True, target) == 1000
+
+
+def test_wide_offsets_and_the_largest_grid_change_no_bit(monkeypatch):
+    X, C = randn(3, 50, 24), gram(randn(3, 50, 24))
+    expected = product(X, X.mT, beta=0.5, C=C, config=SMALL)
+    monkeypatch.setattr(symmetric, "INT32_MAX", 5)
+    assert torch.equal(product(X, X.mT, beta=0.5, C=C, config=SMALL), expected)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter copies all 5 GB of it")
+def test_a_matrix_may_span_more_than_32_bits_of_offsets():
+    rows = torch.empty(40 * 2**26, dtype=torch.float16, device=DEVICE)
+    X = rows.as_strided((1, 40, 16), (1, 2**26, 1)).copy_(randn(1, 40, 16))
+    expected = product(X.contiguous(), X.contiguous().mT, config=SMALL)
+    assert torch.equal(product(X, X.mT, config=SMALL), expected)
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="only CUDA and ROCm have graphs")
+def test_a_launch_can_be_captured_in_a_graph():
+    X, alpha = randn(2, 256, 256, dtype=torch.float16), torch.ones(2, device=DEVICE)
+    out = product(X, X.mT, alpha=alpha)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        symmetric_product(X, X.mT, alpha=alpha, out=out)
+    X.copy_(randn(2, 256, 256, seed=1))
+    alpha.fill_(0.5)
+    graph.replay()
+    assert_product(out, expected_product(X, X.mT, alpha=alpha))
+
+
+# Strides
+
+
+def views(n, s, k, dtype=torch.float32):
+    """The same sizes, stored in other ways."""
+    return {
+        "contiguous": randn(n, s, k, dtype=dtype),
+        "transposed": randn(n, k, s, dtype=dtype).mT,
+        "some rows": randn(n, s + 9, k, dtype=dtype)[:, 5 : 5 + s],
+        "some columns": randn(n, s, k + 7, dtype=dtype)[..., 3 : 3 + k],
+        "every second row": randn(n, 2 * s, k, dtype=dtype)[:, ::2],
+        "every third column": randn(n, s, 3 * k, dtype=dtype)[..., ::3],
+        "expanded batch": randn(1, s, k, dtype=dtype).expand(n, -1, -1),
+        "expanded rows": randn(n, 1, k, dtype=dtype).expand(-1, s, -1),
+        "batch last": randn(s, k, n, dtype=dtype).permute(2, 0, 1),
+    }
+
+
+@pytest.mark.parametrize("name", views(1, 1, 1))
+def test_strides_of_the_inputs_do_not_matter(name):
+    A = views(2, 24, 40)[name]
+    expected = product(A.contiguous(), A.contiguous().mT, config=SMALL)
+    for left, right in [(A, A.mT), (A.contiguous(), A.mT), (A, A.mT.contiguous())]:
+        assert torch.equal(product(left, right, config=SMALL), expected)
+
+
+@pytest.mark.parametrize("name", [name for name in views(1, 1, 1) if name != "expanded rows"])
+def test_strides_of_c_and_out_do_not_matter(name):
+    X, stored = randn(2, 24, 40), views(2, 24, 24)[name]
+    C = (stored.triu() + stored.triu(1).mT).contiguous()
+    if name != "expanded batch":
+        C = stored.copy_(C)
+    plain = product(X, X.mT, beta=0.5, C=C.contiguous(), config=SMALL)
+    assert torch.equal(product(X, X.mT, beta=0.5, C=C, config=SMALL), plain)
+    if name != "expanded batch":
+        out = views(2, 24, 24)[name]
+        symmetric_product(X, X.mT, beta=0.5, C=C, out=out, config=SMALL)
+        assert torch.equal(out, plain)
+
+
+def test_nothing_around_the_output_is_written():
+    X = randn(2, 21, 40)
+    around = torch.full((4, 25, 30), 7.0, device=DEVICE)
+    before = around.clone()
+    out = around[1:3, 2:23, 4:25]
+    symmetric_product(X, X.mT, out=out, config=SMALL)
+    assert torch.equal(out, product(X, X.mT, config=SMALL))
+    out.copy_(before[1:3, 2:23, 4:25])
+    assert torch.equal(around, before)
+
+
+# Memory that is shared, and what is read
+
+
+@pytest.mark.parametrize("s, persistent", [(50, 0), (64, 1)])
+def test_c_may_be_the_output_itself(s, persistent):
+    X, C = randn(2, s, 16), gram(randn(2, s, 16))
+    config = dataclasses.replace(SMALL, persistent=persistent)
+    options = dict(alpha=0.5, beta=-2.0, diagonal=1.0)
+    expected = product(X, X.mT, C=C, config=SMALL, **options)
+    for out in (C.clone(), C.mT.clone().mT):
+        symmetric_product(X, X.mT, C=out, out=out, config=config, **options)
+        assert torch.equal(out, expected)  # a tile computed twice would have added C twice
+
+
+def test_only_the_upper_triangle_of_c_is_used():
+    X, C = randn(2, 40, 24), gram(randn(2, 40, 24))
+    noise = C + randn(2, 40, 40, seed=1).tril(-1)
+    out = product(X, X.mT, beta=1.0, C=noise, config=SMALL)
+    assert torch.equal(out, product(X, X.mT, beta=1.0, C=C, config=SMALL))
+
+
+def test_inputs_are_never_modified():
+    A = gram(randn(2, 40, 24))
+    alpha, beta = torch.ones(2, device=DEVICE), torch.ones(2, device=DEVICE)
+    C = gram(randn(2, 40, 24))
+    operands = (A, alpha, beta, C)
+    before = [(tensor.clone(), tensor._version) for tensor in operands]
+    product(A, A, alpha=alpha, beta=beta, C=C, config=SMALL)
+    for tensor, (value, version) in zip(operands, before):
+        assert torch.equal(tensor, value) and tensor._version == version
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_inf_and_nan_stay_within_their_own_matrix(bad):
+    X = randn(3, 40, 24)
+    expected = product(X, X.mT, config=SMALL)
+    X[1, 5, 7] = bad
+    out = product(X, X.mT, config=SMALL)
+    assert torch.equal(out[[0, 2]], expected[[0, 2]])
+    assert not out[1, 5].isfinite().any() and not out[1, :, 5].isfinite().any()
+    keep = torch.arange(40) != 5
+    assert torch.equal(out[1][keep][:, keep], expected[1][keep][:, keep])
+
+
+@pytest.mark.kernels_ci
+def test_where_beta_is_zero_c_is_not_read():
+    X, C = randn(3, 40, 24), torch.full((3, 40, 40), math.nan, device=DEVICE)
+    expected = product(X, X.mT, config=SMALL)
+    assert torch.equal(product(X, X.mT, beta=0.0, C=C, config=SMALL), expected)
+    beta = torch.tensor([0.0, 1.0, 0.0], device=DEVICE)
+    out = product(X, X.mT, beta=beta, C=C, config=SMALL)
+    assert torch.equal(out[[0, 2]], expected[[0, 2]]) and out[1].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_nan_and_overflow_are_kept_when_rounding(dtype):
+    X = torch.tensor([[[3e38, 0.0], [1.0, math.nan]]], device=DEVICE)
+    out = product(X, X.mT, dtype)
+    assert out[0, 0, 0] == math.inf and out[0, 0, 1].isnan() and out[0, 1, 1].isnan()
+
+
+# Empty shapes
+
+
+def test_empty_shapes_are_left_alone():
+    for n, s, k in [(0, 4, 3), (2, 0, 3), (0, 0, 0), (0, 4, 0)]:
+        A = randn(n, s, k)
+        assert product(A, A.mT).shape == (n, s, s)
+
+
+def test_products_over_nothing_leave_c_and_the_diagonal():
+    A, C = randn(2, 20, 0), gram(randn(2, 20, 5))
+    assert torch.equal(product(A, A.mT), torch.zeros(2, 20, 20, device=DEVICE))
+    out = product(A, A.mT, beta=2.0, C=C, diagonal=3.0)
+    expected = 2 * C + 3 * torch.eye(20, device=DEVICE)
+    assert torch.equal(out, expected.triu() + expected.triu(1).mT)
+
+
+# What raises
+
+
+def wrong_arguments():
+    A, C = randn(2, 6, 4), randn(2, 6, 6)
+    ok = dict(A=A, B=A.mT, out=torch.empty_like(C))
+    other = "meta"
+    per_matrix = torch.ones(3, device=DEVICE)
+    square = randn(2, 6, 6)
+    return {
+        "a matrix": (ok | dict(A=A[0]), r"A \(n, s, k\).*found A \(6, 4\)"),
+        "inner sizes": (ok | dict(B=A), r"B \(2, 6, 4\)"),
+        "batches": (ok | dict(B=A[:1].mT), r"B \(1, 4, 6\)"),
+        "shape of out": (ok | dict(out=C[:, :5]), r"out \(2, 5, 6\)"),
+        "shape of C": (ok | dict(beta=1.0, C=C[0]), r"C \(6, 6\)"),
+        "float64": (ok | dict(A=A.double(), B=A.double().mT), "A torch.float64"),
+        "two dtypes": (ok | dict(B=A.mT.half()), "A torch.float32, B torch.float16"),
+        "integer out": (ok | dict(out=C.int()), "out torch.int32"),
+        "length of alpha": (ok | dict(alpha=per_matrix), r"alpha must be.*\(2,\).*\(3,\)"),
+        "dtype of beta": (ok | dict(beta=per_matrix[:2].half(), C=C), "beta must be.*float16"),
+        "beta without C": (ok | dict(beta=0.5), "beta is 0.5, but there is no C"),
+        "devices": (ok | dict(out=C.to(other)), "one device, found.*out on meta"),
+        "out is A": (dict(A=square, B=C, out=square), "out and A overlap"),
+        "out is B": (dict(A=C, B=square.mT, out=square), "out and B overlap"),
+        "C is out, transposed": (ok | dict(out=C, C=C.mT, beta=1.0), "out and C overlap.*entry"),
+        "out is expanded": (ok | dict(out=C[:1].expand(2, -1, -1)), "must not share memory"),
+        "out is a diagonal": (
+            ok | dict(out=torch.empty(99, device=DEVICE).as_strided((2, 6, 6), (36, 2, 3))),
+            r"must not share memory, found strides \(36, 2, 3\)",
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", wrong_arguments())
+def test_what_does_not_fit_raises_and_says_what_was_found(name):
+    arguments, message = wrong_arguments()[name]
+    with pytest.raises(ValueError, match=message):
+        symmetric_product(**arguments)
+
+
+# Configurations
+
+
+ARCHITECTURES = [
+    *(("sm_80", "cuda", 108), ("sm_90", "cuda", 132), ("sm_100", "cuda", 148)),
+    *(("gfx942", "hip", 304), ("sm_75", "cuda", 40), ("gfx1100", "hip", 96), ("xpu", "xpu", 64)),
+    ("interpreter", "interpreter", 4),
+]
+
+
+def choose(dtype, s, k, batch, aligned, target):
+    return configs.choose("symmetric", dtype, s, k, batch, aligned, target)
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize("architecture, backend, processors", ARCHITECTURES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_heuristic_has_a_rule_for_every_size(dtype, architecture, backend, processors):
+    target = configs.Target("unknown", architecture, backend, processors)
+    name = str(dtype).removeprefix("torch.")
+    rules = configs.rules_of("symmetric", name, architecture, backend)
+    possible = {rule.config for rule in rules}  # what test_triton_compile.py compiles
+    sizes = itertools.product((1, 17, 128, 512, 4096, 65536), (1, 4096), (1, 128), (False, True))
+    found = {choose(dtype, *size, target) for size in sizes}
+    assert found == possible
+
+
+def test_large_tiles_are_for_many_of_them():
+    target = configs.Target("unknown", "sm_90", "cuda", 132)
+    blocks = [
+        choose(torch.float16, s, s, batch, aligned, target).block
+        for s, batch, aligned in [
+            (1024, 1, True),
+            (4096, 1, True),
+            (1024, 8, True),
+            (128, 999, True),
+        ]
+    ]
+    assert blocks == [64, 128, 128, 64]
+    assert choose(torch.float16, 4096, 4096, 1, False, target).block == 64
+
+
+ENTRY = {"operation": "symmetric", "dtype": "float16", "s": 1024, "k": 1024, "batch": 1}
+CONFIG = dataclasses.asdict(SMALL)
+
+
+def measured_file(*entries, **changes):
+    return {"schema": 1, "device": "chip", "why": "a test", "entries": list(entries), **changes}
+
+
+def entry(s, k=1024, batch=1, dtype="float16", group=8, **more):
+    config = {**CONFIG, "group": group}
+    return {**ENTRY, "dtype": dtype, "s": s, "k": k, "batch": batch, "config": config, **more}
+
+
+def test_the_nearest_measurement_comes_before_the_heuristic(tmp_path, monkeypatch):
+    entries = [
+        entry(1024, group=1),
+        entry(4096, 4096, group=2),
+        entry(768, 2048, 128, group=3, microseconds=1.5, bmm_microseconds=2),
+        entry(1024, dtype="float32", group=4),
+        entry(1024, dtype="bfloat16", group=5),
+    ]
+    (tmp_path / "chip.json").write_text(json.dumps(measured_file(*entries)))
+    monkeypatch.setattr(configs, "DIRECTORY", tmp_path)
+    target = configs.Target("chip", "sm_90", "cuda", 132)
+    sizes = [(1000, 1000, 1), (8192, 8192, 1), (900, 1024, 64), (1, 1, 1)]
+    assert [choose(torch.float16, *size, True, target).group for size in sizes] == [1, 2, 3, 1]
+    assert choose(torch.float32, 4096, 4096, 1, True, target).group == 4
+    assert choose(torch.bfloat16, 1024, 1024, 1, True, target).group == 5
+    assert choose(torch.bfloat16, 4096, 4096, 1, True, target).group == 2
+
+
+def test_operands_that_were_not_measured_are_left_to_the_heuristic(tmp_path, monkeypatch):
+    for file in configs.DIRECTORY.glob("*.json"):
+        (tmp_path / file.name).write_text(file.read_text())
+    (tmp_path / "single.json").write_text(json.dumps(measured_file(entry(1024), device="single")))
+    monkeypatch.setattr(configs, "DIRECTORY", tmp_path)
+    target = configs.Target("single", "sm_90", "cuda", 132)
+    assert choose(torch.float16, 1024, 1024, 1, True, target) == SMALL
+    assert choose(torch.float16, 1024, 1024, 1, False, target).block == 64
+    assert choose(torch.float32, 1024, 1024, 1, True, target).block == 64
+
+
+def test_every_file_that_is_shipped_is_valid():
+    names = sorted(path.name for path in configs.DIRECTORY.glob("*.json"))
+    assert "heuristic.json" in names
+    for name in names:
+        document = json.loads((configs.DIRECTORY / name).read_text())
+        parse = configs.parse_rules if name == "heuristic.json" else configs.parse_measured
+        assert parse(document, name)
+        assert document["why"]
+
+
+RULE = {"operation": "symmetric", "architectures": ["sm_90"], "dtypes": ["float16"]}
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"speed": 3}, "chip.json: unknown keys .'speed'."),
+        ({"schema": 2}, "schema 2 is not 1"),
+        ({"device": "other"}, "chip.json is of another device, 'other'"),
+        ({"entries": [entry(8, speed=1)]}, "entry 0: unknown keys .'speed'."),
+        ({"entries": [{**ENTRY}]}, "entry 0: unknown keys .., missing keys .'config'."),
+        ({"entries": [entry(True)]}, "s has the wrong type, found True"),
+        ({"entries": [entry(0)]}, "must be positive"),
+        ({"entries": [entry(8, dtype="int8")]}, "dtype must be one of"),
+        ({"entries": [entry(8, operation="product")]}, "operation must be one of.*'product'"),
+        ({"entries": [{**ENTRY, "config": {**CONFIG, "tile": 8}}]}, "config: unknown keys .'tile'"),
+        ({"entries": [{**ENTRY, "config": {**CONFIG, "block": 48}}]}, "power of two"),
+        ({"entries": [{**ENTRY, "config": {**CONFIG, "num_stages": 0}}]}, "positive integer"),
+    ],
+)
+def test_files_of_measurements_are_validated(change, message):
+    with pytest.raises(ValueError, match=message):
+        configs.parse_measured(measured_file(**change), "chip.json")
+
+
+@pytest.mark.parametrize(
+    "rule, message",
+    [
+        ({**RULE, "config": CONFIG, "max_s": 3}, "rule 0: unknown keys .'max_s'."),
+        (RULE, "missing keys .'config'."),
+        ({**RULE, "config": CONFIG, "aligned": 1}, "aligned has the wrong type"),
+        ({**RULE, "config": CONFIG, "dtypes": ["fp16"]}, "dtype must be one of"),
+        ({**RULE, "config": {"block": 16}}, "missing keys"),
+        ([], "expected an object"),
+    ],
+)
+def test_rules_of_the_heuristic_are_validated(rule, message):
+    with pytest.raises(ValueError, match=message):
+        configs.parse_rules({"schema": 1, "why": "", "rules": [rule]}, "heuristic.json")
+
+
+def test_names_of_devices_become_names_of_files():
+    assert configs.normalized("NVIDIA H200") == "nvidia_h200"
+    assert configs.normalized("AMD Instinct MI300X (OAM)") == "amd_instinct_mi300x_oam"
+
+
+def test_looking_up_a_device_is_done_once():
+    device = torch.device(DEVICE, 0) if DEVICE != "cpu" else torch.device("cpu")
+    assert configs.target_of(device) is configs.target_of(device)
+
+
+# The tuner
+
+
+def tuner():
+    path = Path(__file__).parent.parent / "benchmarks" / "tune.py"
+    if not path.exists():
+        pytest.skip("benchmarks/tune.py is not here")
+    spec = util.spec_from_file_location("tune", path)
+    module = util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_tuner_runs_dry_and_writes_nothing(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["tune.py", "--dry-run", "--dtypes", "float16"])
+    tune = tuner()
+    before = {path: path.stat().st_mtime_ns for path in tune.CONFIGS.iterdir()}
+    assert tune.main() == 0
+    assert "nothing was timed or written" in capsys.readouterr().out
+    assert {path: path.stat().st_mtime_ns for path in tune.CONFIGS.iterdir()} == before
+
+
+def test_what_the_tuner_writes_is_what_is_looked_up(tmp_path, monkeypatch):
+    tune = tuner()
+    found = tune.Finding(tune.Size(1024, 2048, 3), "float16", SMALL, 1.25, 2.5, 9, 1)
+    text = tune.text_of(tune.document("written", [found, found]))
+    (tmp_path / "written.json").write_text(text)
+    monkeypatch.setattr(configs, "DIRECTORY", tmp_path)
+    first, second = configs.measured("written")
+    assert first == second == configs.Measured("symmetric", "float16", 1024, 2048, 3, SMALL)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="there is something to tune")
+def test_the_tuner_says_that_there_is_no_gpu(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["tune.py"])
+    assert tuner().main() == 1
+    assert "There is no GPU here" in capsys.readouterr().err

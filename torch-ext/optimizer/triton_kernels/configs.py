@@ -1,0 +1,302 @@
+"""Which tiles a kernel is launched with: measured on this device beforehand, else by a heuristic.
+
+Both are data in configs/*.json. Nothing is timed while training: a configuration follows from
+operation, dtype, sizes and device alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Optional
+
+import torch
+
+DIRECTORY = Path(__file__).parent / "configs"
+SCHEMA = 1
+
+DTYPES = ("float16", "bfloat16", "float32")
+
+# Processors that an interpreted launch pretends to have.
+INTERPRETED_PROCESSORS = 4
+
+
+@dataclass(frozen=True)
+class SymmetricConfig:
+    """Tiles of `symmetric.symmetric_product`.
+
+    Args:
+        block: rows and columns of a tile of the output.
+        block_k: how much of k is loaded at once.
+        num_warps, num_stages: warps of a program; loads in flight (Triton's own meaning).
+        group: columns of tiles computed together, for reuse in L2.
+        persistent: programs per processor, which take tiles in turns until all are done; 0 launches
+            one program for each tile.
+    """
+
+    block: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    group: int = 8
+    persistent: int = 0
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if type(value) is not int or value < (field.name != "persistent"):
+                raise ValueError(f"{field.name} must be a positive integer, found {value!r}")
+        for name, least in (("block", 16), ("block_k", 16), ("num_warps", 1)):
+            value = getattr(self, name)
+            if value < least or value & (value - 1):
+                raise ValueError(f"{name} must be a power of two from {least} on, found {value}")
+
+
+# By operation; the fields of the class are the keys of "config" in the files.
+OPERATIONS = {"symmetric": SymmetricConfig}
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a kernel is compiled for.
+
+    Args:
+        device: the device's name in lower case with underscores, such as ``nvidia_h200``.
+        architecture: ``sm_90``, ``gfx942``, …; ``xpu``; ``interpreter``.
+        backend: ``cuda``, ``hip``, ``xpu`` or ``interpreter``.
+        processors: streaming multiprocessors, compute units.
+    """
+
+    device: str
+    architecture: str
+    backend: str
+    processors: int
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A configuration of the heuristic, for where its conditions hold.
+
+    Args:
+        aligned: holds only where all operands can be loaded in vectors.
+        min_s, min_tiles_per_processor: holds from there on, over all matrices of the batch.
+    """
+
+    operation: str
+    architectures: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    config: SymmetricConfig
+    aligned: bool
+    min_s: int
+    min_tiles_per_processor: float
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The fastest configuration found for one size on one device."""
+
+    operation: str
+    dtype: str
+    s: int
+    k: int
+    batch: int
+    config: SymmetricConfig
+
+    def distance(self, s: int, k: int, batch: int) -> float:
+        """In octaves, over all sizes."""
+        pairs = ((self.s, s), (self.k, k), (self.batch, batch))
+        return sum(abs(math.log2(ours / max(1, theirs))) for ours, theirs in pairs)
+
+
+def symmetric_tiles(s: int, block: int) -> int:
+    """Tiles on and above the diagonal of one (s, s) matrix."""
+    side = -(-s // block)
+    return side * (side + 1) // 2
+
+
+@functools.lru_cache(maxsize=4096)
+def choose(
+    operation: str, dtype: torch.dtype, s: int, k: int, batch: int, aligned: bool, target: Target
+) -> SymmetricConfig:
+    """The configuration measured nearest to these sizes on that device, else the heuristic's.
+
+    Measured were operands that can be loaded in vectors; others are left to the heuristic.
+    """
+    name = str(dtype).rpartition(".")[2]
+    # Tiles of fp16 and bf16 cost the same: either stands in for the other.
+    alike = ("float16", "bfloat16") if dtype.itemsize == 2 else (name,)
+    entries = [
+        entry
+        for entry in measured(target.device)
+        if aligned and entry.operation == operation and entry.dtype in alike
+    ]
+    if entries:
+        return min(entries, key=lambda e: (e.distance(s, k, batch), e.dtype != name)).config
+    return heuristic(operation, name, s, batch, aligned, target)
+
+
+def heuristic(
+    operation: str, dtype: str, s: int, batch: int, aligned: bool, target: Target
+) -> SymmetricConfig:
+    """The first rule that holds, of those for the architecture, else of those for the backend.
+
+    Large tiles reuse more of what they load, but there must be enough of them for all processors,
+    and s must fill them. k is not asked for: it is how long a tile takes, whatever its size.
+    """
+    for rule in rules_of(operation, dtype, target.architecture, target.backend):
+        tiles = batch * symmetric_tiles(s, rule.config.block)
+        enough = tiles >= rule.min_tiles_per_processor * target.processors
+        if s >= rule.min_s and enough and (aligned or not rule.aligned):
+            return rule.config
+    raise ValueError(f"heuristic.json has no rule for {operation} in {dtype} on {target}")
+
+
+@functools.cache
+def rules_of(operation: str, dtype: str, architecture: str, backend: str) -> tuple[Rule, ...]:
+    """Rules for the architecture; where there are none, for the backend."""
+    for name in (architecture, backend):
+        found = tuple(
+            rule
+            for rule in _rules()
+            if rule.operation == operation and name in rule.architectures and dtype in rule.dtypes
+        )
+        if found:
+            return found
+    return ()
+
+
+@functools.cache
+def _rules() -> tuple[Rule, ...]:
+    path = DIRECTORY / "heuristic.json"
+    return parse_rules(json.loads(path.read_text(encoding="utf-8")), path.name)
+
+
+@functools.cache
+def measured(device: str) -> tuple[Measured, ...]:
+    """What benchmarks/tune.py wrote for that device; empty where there is no file."""
+    path = DIRECTORY / f"{device}.json"
+    if device == "heuristic" or not path.is_file():
+        return ()
+    return parse_measured(json.loads(path.read_text(encoding="utf-8")), path.name)
+
+
+@functools.cache
+def target_of(device: torch.device) -> Target:
+    """Asks the device once, when something is first launched there."""
+    if device.type == "cpu":
+        return Target("interpreter", "interpreter", "interpreter", INTERPRETED_PROCESSORS)
+    if device.type == "xpu":
+        xpu = torch.xpu.get_device_properties(device)
+        return Target(normalized(xpu.name), "xpu", "xpu", xpu.gpu_subslice_count)
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        architecture, backend = properties.gcnArchName.partition(":")[0], "hip"
+    else:
+        architecture, backend = f"sm_{properties.major}{properties.minor}", "cuda"
+    processors = properties.multi_processor_count
+    return Target(normalized(properties.name), architecture, backend, processors)
+
+
+def normalized(device_name: str) -> str:
+    """``NVIDIA H200`` becomes ``nvidia_h200``: a file's name."""
+    return re.sub(r"[^a-z0-9]+", "_", device_name.lower()).strip("_")
+
+
+# Files
+
+
+def parse_rules(document: Any, source: str) -> tuple[Rule, ...]:
+    """heuristic.json: ``schema``, ``why`` (how the numbers were found) and ``rules``, in order.
+
+    A rule has ``operation``, ``architectures`` (or backends), ``dtypes``, ``config``, and, if it
+    is not to hold everywhere, ``aligned``, ``min_s`` and ``min_tiles_per_processor`` (see `Rule`).
+
+    Raises:
+        ValueError: keys unknown or missing, values of the wrong type or range.
+    """
+    _check_keys(document, {"schema": int, "why": str, "rules": list}, {}, source)
+    rules = []
+    for index, rule in enumerate(document["rules"]):
+        where = f"{source}, rule {index}"
+        keys = {"operation": str, "architectures": list, "dtypes": list, "config": dict}
+        conditions = {"aligned": bool, "min_s": int, "min_tiles_per_processor": (int, float)}
+        _check_keys(rule, keys, conditions, where)
+        for dtype in rule["dtypes"]:
+            _check_dtype(dtype, where)
+        rules.append(
+            Rule(
+                rule["operation"],
+                tuple(rule["architectures"]),
+                tuple(rule["dtypes"]),
+                _parse_config(rule["operation"], rule["config"], where),
+                rule.get("aligned", False),
+                rule.get("min_s", 0),
+                rule.get("min_tiles_per_processor", 0),
+            )
+        )
+    return tuple(rules)
+
+
+def parse_measured(document: Any, source: str) -> tuple[Measured, ...]:
+    """<device>.json: ``schema``, ``device``, ``why`` (versions, date) and ``entries``.
+
+    An entry has ``operation``, ``dtype``, ``s``, ``k``, ``batch`` and ``config``; it may have
+    ``microseconds`` and ``bmm_microseconds``, as measured.
+
+    Raises:
+        ValueError: keys unknown or missing, values of the wrong type or range.
+    """
+    _check_keys(document, {"schema": int, "device": str, "why": str, "entries": list}, {}, source)
+    if f"{document['device']}.json" != source:
+        raise ValueError(f"{source} is of another device, {document['device']!r}")
+    entries = []
+    for index, entry in enumerate(document["entries"]):
+        where = f"{source}, entry {index}"
+        sizes = {"s": int, "k": int, "batch": int}
+        keys = {"operation": str, "dtype": str, "config": dict, **sizes}
+        times = {"microseconds": (int, float), "bmm_microseconds": (int, float)}
+        _check_keys(entry, keys, times, where)
+        _check_dtype(entry["dtype"], where)
+        if min(entry[size] for size in sizes) < 1:
+            raise ValueError(f"{where}: s, k and batch must be positive, found {entry}")
+        config = _parse_config(entry["operation"], entry["config"], where)
+        size = {name: entry[name] for name in sizes}
+        entries.append(Measured(entry["operation"], entry["dtype"], **size, config=config))
+    return tuple(entries)
+
+
+def _check_keys(found: Any, required: dict, optional: dict, where: str) -> None:
+    if not isinstance(found, dict):
+        raise ValueError(f"{where}: expected an object, found {found!r}")
+    unknown = sorted(found.keys() - required.keys() - optional.keys())
+    missing = sorted(required.keys() - found.keys())
+    if unknown or missing:
+        raise ValueError(f"{where}: unknown keys {unknown}, missing keys {missing}")
+    for key, value in found.items():
+        kind = required.get(key) or optional[key]
+        if not isinstance(value, kind) or isinstance(value, bool) != (kind is bool):
+            raise ValueError(f"{where}: {key} has the wrong type, found {value!r}")
+    if found.get("schema", SCHEMA) != SCHEMA:
+        raise ValueError(f"{where}: schema {found['schema']} is not {SCHEMA}")
+
+
+def _check_dtype(name: Any, where: str) -> None:
+    if name not in DTYPES:
+        raise ValueError(f"{where}: dtype must be one of {DTYPES}, found {name!r}")
+
+
+def _parse_config(operation: str, config: dict, where: str) -> SymmetricConfig:
+    kind: Optional[type[SymmetricConfig]] = OPERATIONS.get(operation)
+    if kind is None:
+        raise ValueError(f"{where}: operation must be one of {list(OPERATIONS)}: {operation!r}")
+    fields = {field.name: int for field in dataclasses.fields(kind)}
+    _check_keys(config, fields, {}, f"{where}, config")
+    try:
+        return kind(**config)
+    except ValueError as error:
+        raise ValueError(f"{where}, config: {error}") from None

@@ -1,0 +1,386 @@
+"""Products known to be symmetric, at half the price: tiles below the diagonal are mirror images.
+
+The products XXᵀ, bA + cA² and αAB + βC (of A, B, C that commute) are symmetric by algebra, yet a
+general product rounds (i, j) and (j, i) differently where it sums in another order. Here each pair
+is one number stored twice, so what is symmetric stays so to the last bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Optional, Union
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import configs
+from .configs import SymmetricConfig, Target
+
+Scalar = Union[float, Tensor]  # a tensor holds one number for each matrix, (n,) in fp32
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+INT32_MAX = 2**31 - 1
+
+
+def symmetric_product(
+    A: Tensor,  # (n, s, k)
+    B: Tensor,  # (n, k, s)
+    *,
+    alpha: Scalar = 1.0,
+    beta: Scalar = 0.0,
+    C: Optional[Tensor] = None,  # (n, s, s)
+    diagonal: float = 0.0,
+    out: Tensor,  # (n, s, s)
+    config: Optional[SymmetricConfig] = None,
+) -> Tensor:
+    """``out = alpha · A @ B + beta · C + diagonal · I`` of every matrix, where that is symmetric.
+
+    Only the entries on and above the diagonal are computed; each is stored in its mirror's place
+    too, so the result is exactly symmetric. That the sum is symmetric is the caller's knowledge,
+    and not checked. Products and sums are in fp32 (fp32 input is not cut to TF32), with one
+    rounding to the dtype of ``out``. Nothing is allocated, and the host waits for nothing.
+
+    Args:
+        A, B: fp16, bf16 or fp32, of one dtype, with any strides; they may be one tensor.
+        alpha, beta: a number, or one for each matrix: a tensor (n,) in fp32 on the same device.
+        C: fp16, bf16 or fp32, any strides. Not read where beta is 0; what lies below its diagonal
+            is never used. May be A or B; may be ``out`` itself, for a tile reads of it only the
+            place that it writes, and no tile the other one's mirror image.
+        diagonal: added to the diagonal.
+        out: fp16, bf16 or fp32, whatever the inputs have; any strides, but memory of its own.
+        config: tiles to use; None looks them up (`configs.choose`).
+
+    Returns:
+        ``out``.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit; ``out`` overlapping itself, A, B, or
+            a C that is not ``out`` itself; beta without C.
+    """
+    _validate(A, B, C, out, alpha, beta, diagonal)
+    matrices, s, k = A.shape
+    if matrices == 0 or s == 0:
+        return out
+    if not isinstance(beta, Tensor) and beta == 0:
+        C = None
+    operands = [A, B, out] if C is None else [A, B, out, C]
+    aligned = s % 16 == 0 and k % 16 == 0 and all(map(_is_aligned, operands))
+    target = configs.target_of(out.device)
+    if config is None:
+        config = configs.choose("symmetric", A.dtype, s, k, matrices, aligned, target)
+    even = s % config.block == 0 and k % config.block_k == 0
+    per_matrix = configs.symmetric_tiles(s, config.block)
+    tiles = matrices * per_matrix
+    programs = _programs(tiles, config, even and aligned, target)
+    read = out if C is None else C  # a pointer must be given even where it is not used
+    with _on(out.device):
+        _symmetric_kernel[(programs,)](
+            A,
+            B,
+            read,
+            out,
+            alpha if isinstance(alpha, Tensor) else float(alpha),
+            beta if isinstance(beta, Tensor) else float(beta),
+            float(diagonal),
+            tiles,
+            per_matrix,
+            s,
+            k,
+            *A.stride(),
+            *B.stride(),
+            *read.stride(),
+            *out.stride(),
+            alpha.stride(0) if isinstance(alpha, Tensor) else 0,
+            beta.stride(0) if isinstance(beta, Tensor) else 0,
+            ALPHAS=isinstance(alpha, Tensor),
+            BETAS=isinstance(beta, Tensor),
+            HAS_C=C is not None,
+            EVEN=even,
+            WIDE=any(_extent(X.shape[1:], X.stride()[1:]) > INT32_MAX for X in operands),
+            PERSISTENT=programs < tiles,
+            INTERPRETED=INTERPRETED,
+            BLOCK=config.block,
+            BLOCK_K=config.block_k,
+            GROUP=config.group,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+        )
+    return out
+
+
+def _is_aligned(operand: Tensor) -> bool:
+    """Whether Triton, which looks for multiples of 16, can load vectors rather than entries."""
+    strides = operand.stride()
+    contiguous = strides[1] == 1 or strides[2] == 1
+    multiples = all(stride == 1 or stride % 16 == 0 for stride in strides)
+    return contiguous and multiples and operand.data_ptr() % 16 == 0
+
+
+def _programs(tiles: int, config: SymmetricConfig, regular: bool, target: Target) -> int:
+    """Programs to launch: one for each tile, or fewer that take tiles in turns."""
+    if tiles > INT32_MAX:  # the largest grid
+        return INT32_MAX
+    # With masks or single entries, the registers that the outer loop takes would be spilled.
+    if config.persistent == 0 or not regular:
+        return tiles
+    return min(tiles, config.persistent * target.processors)
+
+
+def _validate(
+    A: Tensor,
+    B: Tensor,
+    C: Optional[Tensor],
+    out: Tensor,
+    alpha: Scalar,
+    beta: Scalar,
+    diagonal: float,
+) -> None:
+    matrices, s, k = A.shape if A.ndim == 3 else (-1, -1, -1)
+    square = (matrices, s, s)
+    shapes_fit = A.ndim == 3 and B.shape == (matrices, k, s) and out.shape == square
+    if not shapes_fit or (C is not None and C.shape != square):
+        raise ValueError(
+            "symmetric_product takes A (n, s, k), B (n, k, s), C and out (n, s, s), found "
+            f"A {tuple(A.shape)}, B {tuple(B.shape)}, "
+            f"C {None if C is None else tuple(C.shape)}, out {tuple(out.shape)}"
+        )
+    operands = {"A": A, "B": B, "out": out}
+    if C is not None:
+        operands["C"] = C
+    dtypes = {name: tensor.dtype for name, tensor in operands.items()}
+    if A.dtype != B.dtype or any(dtype not in DTYPES for dtype in dtypes.values()):
+        raise ValueError(
+            "symmetric_product takes fp16, bf16 or fp32, and A and B of one dtype, found "
+            + ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
+        )
+    for name, value in (("alpha", alpha), ("beta", beta)):
+        if isinstance(value, Tensor):
+            if value.shape != (matrices,) or value.dtype != torch.float32:
+                raise ValueError(
+                    f"{name} must be a number or a float32 tensor ({matrices},), one for each "
+                    f"matrix, found {value.dtype} {tuple(value.shape)}"
+                )
+            operands[name] = value
+    if C is None and (isinstance(beta, Tensor) or beta != 0):
+        raise ValueError(f"beta is {beta!r}, but there is no C to multiply")
+    devices = {name: tensor.device for name, tensor in operands.items()}
+    if len(set(devices.values())) > 1:
+        raise ValueError(
+            "operands must be on one device, found "
+            + ", ".join(f"{name} on {device}" for name, device in devices.items())
+        )
+    if out.device.type == "cpu" and not INTERPRETED:
+        raise ValueError(
+            "symmetric_product runs on accelerators; operands are on cpu, which takes "
+            "TRITON_INTERPRET=1 before triton is imported"
+        )
+    _validate_memory(operands)
+
+
+def _validate_memory(operands: dict[str, Tensor]) -> None:
+    """``out`` is written to while other programs still read: what they read must lie elsewhere."""
+    out = operands["out"]
+    extent = 1
+    for stride, size in sorted(zip(out.stride(), out.shape)):
+        if size > 1:
+            if stride < extent:
+                raise ValueError(
+                    "entries of out must not share memory, found strides "
+                    f"{out.stride()} for shape {tuple(out.shape)}"
+                )
+            extent += (size - 1) * stride
+    first, last = _memory(out)
+    for name, operand in operands.items():
+        if name == "out" or 0 in operand.shape or 0 in out.shape:
+            continue
+        at, until = _memory(operand)
+        if first < until and at < last and not (name == "C" and _same_entries(operand, out)):
+            hint = "; C may be out itself, entry for entry" if name == "C" else ""
+            raise ValueError(
+                f"out and {name} overlap in memory: bytes {first:#x} to {last:#x} and "
+                f"{at:#x} to {until:#x}{hint}"
+            )
+
+
+def _same_entries(C: Tensor, out: Tensor) -> bool:
+    strides = [
+        [stride for stride, size in zip(tensor.stride(), tensor.shape) if size > 1]
+        for tensor in (C, out)
+    ]
+    return C.data_ptr() == out.data_ptr() and C.dtype == out.dtype and strides[0] == strides[1]
+
+
+def _memory(tensor: Tensor) -> tuple[int, int]:
+    """The first byte, and the one after the last."""
+    first = tensor.data_ptr()
+    return first, first + _extent(tensor.shape, tensor.stride()) * tensor.element_size()
+
+
+def _extent(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Elements from the first to the last, those between that belong to nobody included."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides))
+
+
+def _on(device: torch.device) -> contextlib.AbstractContextManager:
+    """Triton launches on the current device, which need not be that of the tensors."""
+    if device.type == "cpu":
+        return contextlib.nullcontext()
+    return torch.get_device_module(device).device(device)
+
+
+# Whether these are 1, or divisible by 16, is not worth another compilation.
+@triton.jit(do_not_specialize=["tiles", "per_matrix", "alpha_stride", "beta_stride"])
+def _symmetric_kernel(  # type: ignore[no-untyped-def]
+    a_ptr,  # (matrices, s, k)
+    b_ptr,  # (matrices, k, s)
+    c_ptr,  # (matrices, s, s)
+    out_ptr,  # (matrices, s, s)
+    alpha,  # a number, or where ALPHAS a pointer (matrices,)
+    beta,  # likewise by BETAS
+    diagonal,
+    tiles,  # to compute, of all matrices
+    per_matrix,
+    s,
+    k,
+    a_matrix,
+    a_row,
+    a_col,
+    b_matrix,
+    b_row,
+    b_col,
+    c_matrix,
+    c_row,
+    c_col,
+    out_matrix,
+    out_row,
+    out_col,
+    alpha_stride,
+    beta_stride,
+    ALPHAS: tl.constexpr,
+    BETAS: tl.constexpr,
+    HAS_C: tl.constexpr,
+    EVEN: tl.constexpr,  # tiles end where the matrices do: no masks
+    WIDE: tl.constexpr,  # 64-bit offsets within a matrix
+    PERSISTENT: tl.constexpr,  # a program takes every num_programs-th tile
+    INTERPRETED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    side = tl.cdiv(s, BLOCK)
+    first = tl.program_id(0).to(tl.int64)
+    last = tiles if PERSISTENT else first + 1
+    step = tl.num_programs(0) if PERSISTENT else 1
+    for number in range(first, last, step):
+        matrix = number // per_matrix
+        row, col = _tile_at(number % per_matrix, side, GROUP)
+        # Triton keeps 32-bit offsets in fewer registers, and AMD's buffer loads need them.
+        if not WIDE:
+            row = row.to(tl.int32)
+            col = col.to(tl.int32)
+        rows = row * BLOCK + tl.arange(0, BLOCK)
+        cols = col * BLOCK + tl.arange(0, BLOCK)
+        inner = tl.arange(0, BLOCK_K)
+        if WIDE:
+            inner = inner.to(tl.int64)
+
+        # Offsets stay as they are while the bases advance: half the registers of pointers.
+        a_base = a_ptr + matrix * a_matrix
+        b_base = b_ptr + matrix * b_matrix
+        a_offsets = rows[:, None] * a_row + inner[None, :] * a_col
+        b_offsets = inner[:, None] * b_row + cols[None, :] * b_col
+        advance = tl.full([], BLOCK_K, tl.int64)
+        acc = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
+        for start in range(0, k, BLOCK_K):
+            if EVEN:
+                a = tl.load(a_base + a_offsets)
+                b = tl.load(b_base + b_offsets)
+            else:
+                left = k - start
+                a_mask = (rows[:, None] < s) & (inner[None, :] < left)
+                b_mask = (inner[:, None] < left) & (cols[None, :] < s)
+                a = tl.load(a_base + a_offsets, mask=a_mask, other=0.0)
+                b = tl.load(b_base + b_offsets, mask=b_mask, other=0.0)
+            if INTERPRETED:  # which multiplies bf16 as if it were integers
+                a = a.to(tl.float32)
+                b = b.to(tl.float32)
+            acc = tl.dot(a, b, acc, input_precision="ieee")
+            a_base += advance * a_col
+            b_base += advance * b_row
+
+        if ALPHAS:
+            acc *= tl.load(alpha + matrix * alpha_stride)
+        else:
+            acc *= alpha
+        acc += tl.where(rows[:, None] == cols[None, :], diagonal, 0.0)
+        if HAS_C:
+            if BETAS:
+                factor = tl.load(beta + matrix * beta_stride)
+            else:
+                factor = beta
+            # Where beta is 0, C may be anything, NaN too: it is not read.
+            read_rows = tl.where(factor != 0.0, s, 0)
+            c_base = c_ptr + matrix * c_matrix
+            c_offsets = rows[:, None] * c_row + cols[None, :] * c_col
+            c_mask = (rows[:, None] < read_rows) & (cols[None, :] < s)
+            acc += factor * tl.load(c_base + c_offsets, mask=c_mask, other=0.0).to(tl.float32)
+
+        # The tile, and its mirror image; a tile on the diagonal is its own. Without a branch, whose
+        # ends would hold the tile in registers twice.
+        out_base = out_ptr + matrix * out_matrix
+        tile = _rounded(acc, out_ptr.dtype.element_ty, INTERPRETED)
+        mirrored = tl.trans(tile)
+        tile = tl.where(rows[:, None] <= cols[None, :], tile, mirrored)
+        out_offsets = rows[:, None] * out_row + cols[None, :] * out_col
+        tl.store(out_base + out_offsets, tile, mask=(rows[:, None] < s) & (cols[None, :] < s))
+        mirrored_cols = tl.where(row != col, s, 0)
+        out_offsets = cols[:, None] * out_row + rows[None, :] * out_col
+        out_mask = (cols[:, None] < s) & (rows[None, :] < mirrored_cols)
+        tl.store(out_base + out_offsets, mirrored, mask=out_mask)
+
+
+@triton.jit
+def _tile_at(number, side, GROUP):
+    """(row, column) of the tile with that number, of those on and above the diagonal.
+
+    Columns come in bands of GROUP. A band of columns from c on follows c(c + 1)/2 tiles, whatever
+    GROUP is; it goes down row by row, so that tiles computed at the same time share rows of A and
+    the band's columns of B in L2, and ends with the triangle at the diagonal.
+    """
+    row, col = _triangular(number)
+    band = col // GROUP * GROUP
+    width = tl.minimum(GROUP, side - band)
+    number -= band * (band + 1) // 2
+    above = band * width
+    row, col = _triangular(tl.maximum(number - above, 0))
+    row = tl.where(number < above, number // width, band + row)
+    col = tl.where(number < above, number % width, col) + band
+    return row, col
+
+
+@triton.jit
+def _triangular(number):
+    """(row, column) with row ≤ column and column · (column + 1)/2 + row = number, in 64 bits."""
+    col = tl.sqrt(2.0 * number.to(tl.float32)).to(tl.int64)
+    # The root lies in [column, column + 1.5], give or take its rounding.
+    col -= tl.where(col * (col + 1) // 2 > number, 1, 0)
+    col += tl.where((col + 1) * (col + 2) // 2 <= number, 1, 0)
+    return number - col * (col + 1) // 2, col
+
+
+@triton.jit
+def _rounded(value, dtype, INTERPRETED):
+    """To the nearest of ``dtype``, also where it is interpreted, which cuts bf16 off."""
+    if INTERPRETED and dtype == tl.bfloat16:
+        bits = value.to(tl.int32, bitcast=True)
+        nearest = bits + 0x7FFF + ((bits >> 16) & 1)
+        bits = tl.where(value == value, nearest, bits | 0x400000)  # NaN stays NaN
+        value = (bits & -0x10000).to(tl.float32, bitcast=True)
+    return value.to(dtype)
+
+
+# TRITON_INTERPRET was set when triton was imported.
+INTERPRETED = not isinstance(_symmetric_kernel, triton.JITFunction)
