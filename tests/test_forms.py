@@ -356,3 +356,57 @@ def test_on_cpus_halves_and_the_gram_form_save_an_eighth_of_the_flops_and_more()
         with FlopCounterMode(display=False) as counter:
             newton_schulz(randn(rows, cols).float(), dtype=BF16)
         assert counter.get_total_flops() <= 0.87 * ns.flops(rows, cols, triples)
+
+
+# -- ways to multiply ------------------------------------------------------------------------------
+
+
+def products_by_tiles(monkeypatch):
+    """Kernels, interpreted where there is no accelerator."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(ns.products.triton_kernels, "run_on", lambda device_type: True)
+    return ns.products.PRODUCTS["tiles"]
+
+
+@pytest.mark.parametrize("rows, cols", [(48, 80), (80, 48), (33, 65)])
+def test_all_ways_to_multiply_agree(rows, cols, monkeypatch):
+    s, n = min(rows, cols), 2
+    X = torch.randn(n, rows, cols).half()
+    G = (X.mT @ X if rows > cols else X @ X.mT).double() / 64
+    factor = torch.tensor([0.5, 3.0]).view(n, 1, 1)
+    out, applied = torch.empty(n, s, s, dtype=FP16), torch.empty_like(X)
+    tiles = products_by_tiles(monkeypatch)
+    for name, of in {**ns.products.PRODUCTS, "tiles": tiles}.items():
+        if torch.accelerator.is_available() and name != "tiles":
+            continue  # those of CPUs have been compared with these there
+        R = of.gram(X, 1 / 64, factor, out).double()
+        assert (R - G * factor).abs().max() < 2e-3 * (G * factor).abs().max(), name
+        A = (G / 64).half()
+        Z = of.symmetric(A, A, -0.5, 2.0, A, torch.empty_like(A)).double()
+        expected = 2.0 * A.double() - 0.5 * A.double() @ A.double()
+        assert (Z - expected).abs().max() < 2e-3 * expected.abs().max(), name
+        Y = of.apply(A, X, 0.5, 2.0, applied).double()
+        left, right = (X, A) if rows > cols else (A, X)
+        expected = 0.5 * left.double() @ right.double() + 2.0 * X.double()
+        assert (Y - expected).abs().max() < 2e-3 * expected.abs().max(), name
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("restarts", [(1, 2, 3, 4), (3,), (2,)], ids=str)
+@pytest.mark.parametrize("shape", [(64, 96), (96, 64)])
+def test_kernels_take_the_iteration_where_its_stand_in_takes_it(shape, restarts, norm, monkeypatch):
+    products_by_tiles(monkeypatch)
+    triples = ns.resolve("polar_express", 5).triples
+    found = []
+    for products in ("tiles", "widened"):
+        X = randn(2, *shape).half()
+        size = (X.double().norm(dim=(1, 2), keepdim=True) * 1.02 / 64).float()
+        form = ns.Form(triples, restarts, products, "")
+        scratch = optimizer.scratch.Scratch()
+        power = ns.iteration._power_of_two(size)
+        X = (X / power).half()
+        found.append(ns.iteration._iterate(X, size, form, norm, 1.02, 1e-7, 64.0, scratch))
+    assert relative_error(*found) < 1e-2
+    for one, G in zip(found[0], randn(2, *shape).half()):
+        coefficients = ref.coefficients_of("polar_express", 5)
+        assert relative_error(one, ref.newton_schulz(G, coefficients, norm, 1.02)) < 2e-2

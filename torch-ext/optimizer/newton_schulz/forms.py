@@ -143,7 +143,7 @@ def _cpu_has_bfloat16() -> bool:
 @functools.lru_cache(maxsize=4096)
 def _form(recipe: Recipe, s: int, l: int) -> Form:
     triples = recipe.iteration.in_arithmetic(recipe.dtype)
-    products = _products(recipe, s)
+    products = _products(recipe, s, l)
     standard = Form(triples, tuple(range(1, len(triples))), products, "as asked for")
     restarts = plan_restarts(triples, recipe.dtype, recipe.norm, s)
     gram = Form(triples, restarts, products, "as asked for")
@@ -164,7 +164,7 @@ def _because(form: Form, why: str) -> Form:
     return replace(form, why=why)
 
 
-def _products(recipe: Recipe, s: int) -> str:
+def _products(recipe: Recipe, s: int, l: int) -> str:
     if recipe.device_type == "cpu" and recipe.dtype == torch.float16:
         return "widened"
     if s < HALVES_FROM:
@@ -172,7 +172,9 @@ def _products(recipe: Recipe, s: int) -> str:
     if recipe.device_type == "cpu":
         return "blocks"
     has_kernels = recipe.device_type in triton_kernels.DEVICE_TYPES
-    return "tiles" if has_kernels and recipe.dtype != torch.float64 else "whole"
+    # Of rows that do not begin at multiples of 16 entries, kernels load each entry by itself.
+    fits = recipe.dtype != torch.float64 and s % 16 == l % 16 == 0
+    return "tiles" if has_kernels and fits else "whole"
 
 
 def flops(rows: int, cols: int, triples: tuple[Triple, ...]) -> int:

@@ -233,7 +233,7 @@ def _on(device: torch.device) -> contextlib.AbstractContextManager:
 
 # Whether these are 1, or divisible by 16, is not worth another compilation.
 @triton.jit(do_not_specialize=["tiles", "per_matrix", "alpha_stride", "beta_stride"])
-def _symmetric_kernel(  # type: ignore[no-untyped-def]
+def _symmetric_kernel(
     a_ptr,  # (matrices, s, k)
     b_ptr,  # (matrices, k, s)
     c_ptr,  # (matrices, s, s)
