@@ -403,10 +403,21 @@ def test_kernels_take_the_iteration_where_its_stand_in_takes_it(shape, restarts,
         size = (X.double().norm(dim=(1, 2), keepdim=True) * 1.02 / 64).float()
         form = ns.Form(triples, restarts, products, "")
         scratch = optimizer.scratch.Scratch()
-        power = ns.iteration._power_of_two(size)
-        X = (X / power).half()
+        X = (X / 2.0 ** ns.iteration._exponent(size)).half()
         found.append(ns.iteration._iterate(X, size, form, norm, 1.02, 1e-7, 64.0, scratch))
     assert relative_error(*found) < 1e-2
     for one, G in zip(found[0], randn(2, *shape).half()):
         coefficients = ref.coefficients_of("polar_express", 5)
         assert relative_error(one, ref.newton_schulz(G, coefficients, norm, 1.02)) < 2e-2
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_kernels_bring_matrices_to_the_range_of_fp16_as_torch_does(overwrite, monkeypatch):
+    scales = torch.tensor([1.0, 1e-30, 3e30, 0.0, 1e-3]).view(-1, 1, 1)
+    G = randn(5, 24, 40).float() * scales
+    G[4, 2, 3] = math.nan
+    expected = newton_schulz(G, dtype=FP16)
+    products_by_tiles(monkeypatch)
+    scratch = optimizer.scratch.Scratch() if overwrite else None
+    found = newton_schulz(G.clone(), dtype=FP16, scratch=scratch)
+    assert torch.equal(found[:4], expected[:4]) and found[4].isnan().all()

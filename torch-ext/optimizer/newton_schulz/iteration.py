@@ -18,12 +18,14 @@ from typing import Optional
 import torch
 from torch import Tensor
 
+from .. import triton_kernels
 from ..scratch import Scratch
 from .coefficients import Coefficients, Triple
 from .forms import ALGORITHMS, Form, recipe_for
 from .products import PRODUCTS, Products
 
 NORMS = ("frobenius", "schatten4")
+_SIDES = (-2, -1)
 
 # Matrices are brought to norm 1 in fp32, this many bytes of it at once.
 NORMALIZE_BYTES = {"cpu": 2 << 20}
@@ -82,14 +84,11 @@ def newton_schulz(
         X = batch
     else:
         X = scratch.empty("X", batch.shape, recipe.dtype, G.device)
-    limit = NORMALIZE_BYTES.get(G.device.type, DEFAULT_NORMALIZE_BYTES)
-    at_once = max(1, limit // (4 * G.shape[-2] * G.shape[-1]))
     factor, scale = recipe.iteration.norm_factor, _scale(X)
-    sizes = [
-        _normalize(matrices, factor, eps, overwrite, scratch, out, scale)
-        for matrices, out in zip(batch.split(at_once), X.split(at_once))
-    ]
-    size = sizes[0] if len(sizes) == 1 else torch.cat(sizes)  # (n, 1, 1)
+    if recipe.dtype == torch.float16:
+        size = _normalize_exactly(batch, factor, eps, scale, X)
+    else:
+        size = _normalize(batch, factor, eps, overwrite, scratch, X)  # (n, 1, 1)
     form = recipe.form(*G.shape[-2:])
     return _iterate(X, size, form, norm, factor, eps, scale, scratch).view(G.shape)
 
@@ -106,30 +105,35 @@ def _scale(X: Tensor) -> float:
 
 
 def _normalize(
-    G: Tensor,  # (n, rows, cols)
+    G: Tensor, factor: float, eps: float, overwrite: bool, scratch: Scratch, out: Tensor
+) -> Tensor:
+    """Divides each matrix by its size, factor·‖G‖_F + eps, rounding once into ``out``.
+
+    Returns:
+        The sizes, of matrices whose largest magnitude has been divided out, (n, 1, 1) in fp32 or
+        fp64; not finite of a matrix with Inf or NaN.
+    """
+    limit = NORMALIZE_BYTES.get(G.device.type, DEFAULT_NORMALIZE_BYTES)
+    at_once = max(1, limit // (4 * G.shape[-2] * G.shape[-1]))
+    sizes = [
+        _normalize_some(matrices, factor, eps, overwrite, scratch, limit, of_matrices)
+        for matrices, of_matrices in zip(G.split(at_once), out.split(at_once))
+    ]
+    return sizes[0] if len(sizes) == 1 else torch.cat(sizes)
+
+
+def _normalize_some(
+    G: Tensor,
     factor: float,
     eps: float,
     overwrite: bool,
     scratch: Scratch,
+    limit: int,
     out: Tensor,
-    scale: float,
 ) -> Tensor:
-    """Divides each matrix by its size, factor·‖G‖_F + eps, rounding once into ``out``.
-
-    In fp16 they are divided by a power of two near their size instead, and multiplied by ``scale``:
-    what came in fp16, scaled by a power of two, is not rounded again.
-
-    Returns:
-        The sizes, of matrices whose largest magnitude has been divided out, (n, 1, 1) in fp32 or
-        fp64; NaN of a matrix with Inf or NaN.
-    """
     dtype = torch.promote_types(G.dtype, torch.float32)
-    exact = out.dtype == torch.float16
     # Squares of values under 1e-19 vanish in fp32: bring the largest magnitude to 1 first.
-    sides = (-2, -1)
-    largest = torch.maximum(G.amax(sides, keepdim=True), -G.amin(sides, keepdim=True)).to(dtype)
-    if exact:
-        largest = _power_of_two(largest)
+    largest = torch.maximum(G.amax(_SIDES, keepdim=True), -G.amin(_SIDES, keepdim=True)).to(dtype)
     largest.masked_fill_(largest == 0, 1.0)  # (n, 1, 1)
 
     def divided(rows: Tensor) -> Tensor:
@@ -138,29 +142,64 @@ def _normalize(
         return scratch.empty("wide", rows.shape, dtype, rows.device).copy_(rows).div_(largest)
 
     # A large matrix in 16 bits goes by in rows, twice, rather than being copied to fp32 whole.
-    limit = NORMALIZE_BYTES.get(G.device.type, DEFAULT_NORMALIZE_BYTES)
     rows_at_once = max(1, limit // (4 * len(G) * G.shape[-1]))
     slices = G.split(rows_at_once if G.dtype != dtype else G.shape[-2], dim=-2)
     norms = []
     for rows in slices:
         X = divided(rows)
-        norms.append(torch.linalg.vector_norm(X, dim=sides, keepdim=True))
+        norms.append(torch.linalg.vector_norm(X, dim=_SIDES, keepdim=True))
     size = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), dim=0)
     size.mul_(factor).add_(eps)
     size.masked_fill_(size == 0, 1.0)  # a zero matrix without eps
-    divisor = _power_of_two(size).div_(scale) if exact else size
     if len(slices) == 1:
-        torch.div(X, divisor, out=out)
+        torch.div(X, size, out=out)
     else:
         for rows, of_rows in zip(slices, out.split(rows_at_once, dim=-2)):
-            torch.div(divided(rows), divisor, out=of_rows)
+            torch.div(divided(rows), size, out=of_rows)
     return size
 
 
-def _power_of_two(values: Tensor) -> Tensor:
-    """The greatest power of two not above each value; zero, Inf and NaN as they are."""
-    powers = values / torch.frexp(values).mantissa.mul_(2)
-    return torch.where(torch.isfinite(values) & (values != 0), powers, values)
+def _normalize_exactly(G: Tensor, factor: float, eps: float, scale: float, out: Tensor) -> Tensor:
+    """Multiplies each matrix by a power of two that brings its size near ``scale``, in fp16.
+
+    What came in fp16, scaled by a power of two for the wire, is not rounded again; the first
+    segment divides by what is left of the size. G may be ``out``.
+
+    Returns:
+        As `_normalize` does, of matrices whose largest magnitude has been brought to [1, 2).
+    """
+    dtype = torch.promote_types(G.dtype, torch.float32)
+    largest = torch.linalg.vector_norm(G, math.inf, _SIDES, True, dtype=dtype)
+    largest.masked_fill_(largest == 0, 1.0)  # (n, 1, 1)
+    first = _exponent(largest)
+    # In fp64 squares neither vanish nor overflow; few devices lack it.
+    if G.device.type in ("cpu", "cuda"):
+        size = torch.linalg.vector_norm(G, 2, _SIDES, True, dtype=torch.float64)
+        size = torch.ldexp(size, -first).to(dtype)
+    else:
+        size = torch.linalg.vector_norm(torch.ldexp(G.to(dtype), -first), 2, _SIDES, True)
+    size.mul_(factor).add_(eps)
+    size.masked_fill_(size == 0, 1.0)  # a zero matrix without eps
+    exponents = first + _exponent(size) - int(math.log2(scale))
+    if triton_kernels.run_on(G.device.type):
+        from ..triton_kernels import elementwise
+
+        exponents = exponents.clamp(-126, 126).flatten().to(torch.float32)
+        elementwise.pack(list(G), list(out), exponents)
+    else:
+        half = exponents // 2  # a power of two for the whole may leave the range of fp32
+        out.copy_(torch.ldexp(torch.ldexp(G.to(dtype), -half), half - exponents))
+    return size
+
+
+def _exponent(values: Tensor) -> Tensor:
+    """k, where 2^k is the greatest power of two not above a value; whole numbers."""
+    return torch.frexp(values).exponent - 1
+
+
+def _mantissa(values: Tensor) -> Tensor:
+    """What is left of values when their `_exponent` is divided out, in [1, 2); NaN of Inf."""
+    return torch.where(torch.isfinite(values), torch.frexp(values).mantissa * 2, math.nan)
 
 
 def _iterate(
@@ -182,7 +221,7 @@ def _iterate(
         for purpose in ("RZQT" if form.is_gram else "RZ")
     ]
     # What X is still to be divided by: the first segment does so.
-    rest = size / _power_of_two(size) if X.dtype == torch.float16 else None
+    rest = _mantissa(size) if X.dtype == torch.float16 else None
     for start, stop in form.segments:
         R = products.gram(
             X, scale**-2, None if rest is None else rest.square().reciprocal_(), squares[0]
@@ -202,7 +241,7 @@ def _iterate(
 def _of_schatten4(R: Tensor, factor: float, eps: Tensor) -> Tensor:
     """What X, of size 1 by the Frobenius norm, is divided by to be so by ‖XXᵀ‖_F^½, (n, 1, 1)."""
     dtype = torch.promote_types(R.dtype, torch.float32)
-    norm = torch.linalg.vector_norm(R, dim=(-2, -1), keepdim=True, dtype=dtype).sqrt_()
+    norm = torch.linalg.vector_norm(R, dim=_SIDES, keepdim=True, dtype=dtype).sqrt_()
     norm = norm.mul_(factor).add_(eps)
     return norm.masked_fill_(norm == 0, 1.0)  # a zero matrix without eps
 
