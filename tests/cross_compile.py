@@ -99,7 +99,7 @@ def elementwise_calls() -> None:
     kept = torch.ones(256, 1, dtype=torch.bool)
     number, factor = torch.zeros(1), torch.ones(256, 1)
     plain = {"momentum": 0.9, "weight": 1.0, "nesterov": True}
-    measured = {"largest": [number[0]], "norms": [number.clone()[0]]}
+    measured = {"largest": [number[0]]}
     elementwise.update_momentum([B], [G], [out], **plain)
     elementwise.update_momentum([G], [G], [out], keep=[kept], wanted=False, **plain)
     elementwise.update_momentum([B[:, 1:]], [G[:, 1:]], [out[:, 1:]], **measured, **plain)
@@ -109,6 +109,7 @@ def elementwise_calls() -> None:
     elementwise.update_weights([G], [out], cautious=True, **on_device)
     elementwise.update_weights([W.t()], [G.view(512, 256)], cautious=False, **rates)
     elementwise.pack([W], [out], number)
+    elementwise.measure([W], number, number.clone())
 
 
 if __name__ == "__main__":

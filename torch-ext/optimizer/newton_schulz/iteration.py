@@ -169,21 +169,23 @@ def _normalize_exactly(G: Tensor, factor: float, eps: float, scale: float, out: 
         As `_normalize` does, of matrices whose largest magnitude has been brought to [1, 2).
     """
     dtype = torch.promote_types(G.dtype, torch.float32)
-    largest = torch.linalg.vector_norm(G, math.inf, _SIDES, True, dtype=dtype)
-    largest.masked_fill_(largest == 0, 1.0)  # (n, 1, 1)
-    first = _exponent(largest)
-    # In fp64 squares neither vanish nor overflow; few devices lack it.
-    if G.device.type in ("cpu", "cuda"):
-        size = torch.linalg.vector_norm(G, 2, _SIDES, True, dtype=torch.float64)
-        size = torch.ldexp(size, -first).to(dtype)
-    else:
-        size = torch.linalg.vector_norm(torch.ldexp(G.to(dtype), -first), 2, _SIDES, True)
-    size.mul_(factor).add_(eps)
-    size.masked_fill_(size == 0, 1.0)  # a zero matrix without eps
-    exponents = first + _exponent(size) - int(math.log2(scale))
-    if triton_kernels.run_on(G.device.type):
+    by_kernels = triton_kernels.run_on(G.device.type)
+    if by_kernels:
         from ..triton_kernels import elementwise
 
+        largest, size = torch.empty((2, len(G), 1, 1), dtype=dtype, device=G.device)
+        elementwise.measure(list(G), largest.flatten(), size.flatten())
+        largest.masked_fill_(largest == 0, 1.0)  # (n, 1, 1)
+        size.mul_(_mantissa(largest))
+    else:
+        largest = torch.linalg.vector_norm(G, math.inf, _SIDES, True, dtype=dtype)
+        largest.masked_fill_(largest == 0, 1.0)
+        scaled = torch.ldexp(G.to(dtype), -_exponent(largest))
+        size = torch.linalg.vector_norm(scaled, 2, _SIDES, True)
+    size.mul_(factor).add_(eps)
+    size.masked_fill_(size == 0, 1.0)  # a zero matrix without eps
+    exponents = _exponent(largest) + _exponent(size) - int(math.log2(scale))
+    if by_kernels:
         exponents = exponents.clamp(-126, 126).flatten().to(torch.float32)
         elementwise.pack(list(G), list(out), exponents)
     else:

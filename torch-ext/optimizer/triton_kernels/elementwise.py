@@ -34,7 +34,6 @@ def update_momentum(
     keep: Optional[Sequence[Tensor]] = None,
     wanted: bool = True,
     largest: Optional[Sequence[Tensor]] = None,
-    norms: Optional[Sequence[Tensor]] = None,
 ) -> None:
     """B ← μB + wG, and wG + μB, or B, into ``outputs``; in fp32, or fp64 where a tensor has it.
 
@@ -50,18 +49,16 @@ def update_momentum(
         wanted: whether to write the outputs.
         largest: one element each, for the largest magnitude of an output before it is rounded; NaN
             where there is one. Outputs are wanted then and not empty.
-        norms: one element each, for the Frobenius norm over that magnitude, which neither
-            underflows nor overflows; only with ``largest``. Its last bits depend on the tiles.
     """
     none = [None] * len(buffers)
-    columns = (buffers, grads, outputs, keep or none, largest or none, norms or none)
-    for B, G, out, kept, top, norm in joined(zip(*columns)):
+    columns = (buffers, grads, outputs, keep or none, largest or none)
+    for B, G, out, kept, top in joined(zip(*columns)):
         dtype = _arithmetic(B, G, out)
         numbers, on_device = _numbers((momentum, weight), dtype, B.device)
         tiles, (B_, G_, out_, kept_) = tiled(B, G, out, kept)
         partials = None
         if top is not None:
-            partials = torch.empty((2, len(B), tiles.count), dtype=dtype, device=B.device)
+            partials = torch.empty((1, len(B), tiles.count), dtype=dtype, device=B.device)
         _launch(
             _momentum_kernel,
             len(B) * tiles.count,
@@ -71,7 +68,6 @@ def update_momentum(
             _bytes(kept_),
             partials,
             *numbers,
-            len(B) * tiles.count,
             tiles.shape,
             *tiles.strides,
             DTYPE=_TL[dtype],
@@ -85,20 +81,7 @@ def update_momentum(
         )
         write_back((B, B_), (out, out_))
         if partials is not None:
-            _launch(
-                _combine_kernel,
-                len(B),
-                partials,
-                top,
-                norm,
-                len(B) * tiles.count,
-                tiles.count,
-                top.stride(0),
-                0 if norm is None else norm.stride(0),
-                BITS=_BITS[dtype],
-                NORM=norm is not None,
-                BLOCK=_PARTIALS,
-            )
+            _combine(partials, top, None)
 
 
 def update_weights(
@@ -148,6 +131,51 @@ def update_weights(
         write_back((W, W_))
 
 
+def measure(matrices: Sequence[Tensor], largest: Tensor, norms: Tensor) -> None:
+    """Largest magnitudes, and Frobenius norms over them, which neither underflow nor overflow.
+
+    Args:
+        matrices: of equal shapes, not empty, with any strides; in fp32 arithmetic, or fp64 of fp64.
+        largest: (len(matrices),), overwritten; NaN where there is one.
+        norms: likewise; not finite where there is Inf or NaN, and 0 of zeros.
+    """
+    for X, top, norm in joined(zip(matrices, largest.unbind(), norms.unbind())):
+        dtype = _arithmetic(X)
+        tiles, (X_,) = tiled(X)
+        partials = torch.empty((2, len(X), tiles.count), dtype=dtype, device=X.device)
+        _launch(
+            _measure_kernel,
+            len(X) * tiles.count,
+            X_,
+            partials,
+            len(X) * tiles.count,
+            tiles.shape,
+            *tiles.strides,
+            DTYPE=_TL[dtype],
+            ROWS=tiles.rows,
+            COLS=tiles.cols,
+        )
+        _combine(partials, top, norm)
+
+
+def _combine(partials: Tensor, largest: Tensor, norms: Optional[Tensor]) -> None:
+    _, parts, count = partials.shape
+    _launch(
+        _combine_kernel,
+        parts,
+        partials,
+        largest,
+        norms,
+        parts * count,
+        count,
+        largest.stride(0),
+        0 if norms is None else norms.stride(0),
+        BITS=_BITS[partials.dtype],
+        NORM=norms is not None,
+        BLOCK=_PARTIALS,
+    )
+
+
 def pack(parts: Sequence[Tensor], outputs: Sequence[Tensor], exponents: Tensor) -> None:
     """``parts``·2^−e into ``outputs``, of any floating dtype.
 
@@ -188,10 +216,9 @@ def _momentum_kernel(
     G,
     out,
     keep,
-    partials,  # (2, programs)
+    partials,  # (programs,)
     momentum,
     weight,
-    programs,
     shape,
     B_strides,
     G_strides,
@@ -225,16 +252,32 @@ def _momentum_kernel(
         out_at = out + _offsets(part, index, row, col, out_strides)
         tl.store(out_at, _rounded(result, out.dtype.element_ty), inside)
     if MEASURED:
-        result = tl.where(inside, result, 0.0)
-        largest = tl.max(_bits(result)).to(DTYPE, bitcast=True)
-        scaled = result / tl.where(largest == 0, 1.0, largest)
+        largest = tl.max(_bits(tl.where(inside, result, 0.0))).to(DTYPE, bitcast=True)
         tl.store(partials + tl.program_id(0), largest)
-        tl.store(partials + programs + tl.program_id(0), tl.sum(scaled * scaled))
+
+
+@triton.jit
+def _measure_kernel(
+    X,
+    partials,  # (2, programs)
+    programs,
+    shape,
+    X_strides,
+    DTYPE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    part, index, row, col, inside = _place(shape, ROWS, COLS)
+    values = tl.load(X + _offsets(part, index, row, col, X_strides), inside, 0.0).to(DTYPE)
+    largest = tl.max(_bits(values)).to(DTYPE, bitcast=True)
+    scaled = values / tl.where(largest == 0, 1.0, largest)
+    tl.store(partials + tl.program_id(0), largest)
+    tl.store(partials + programs + tl.program_id(0), tl.sum(scaled * scaled))
 
 
 @triton.jit
 def _combine_kernel(
-    partials,  # (2, parts, count)
+    partials,  # (2, parts, count), or (1, …) without norms
     largest,
     norms,
     programs,
