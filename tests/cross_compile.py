@@ -8,12 +8,17 @@ from __future__ import annotations
 import importlib
 import json
 import re
-import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from compile_kernels import usage_of_amd, usage_of_nvidia
+from kernel import optimizer
 
 FACTS = ("kernel", "architecture", "spills", "fused", "vectors")
 TARGETS = [("cuda", 80, 32), ("cuda", 90, 32), ("cuda", 100, 32), ("hip", "gfx942", 64)]
@@ -21,10 +26,6 @@ TARGETS = [("cuda", 80, 32), ("cuda", 90, 32), ("cuda", 100, 32), ("hip", "gfx94
 
 def compile_for_all(calls: Callable[[], None]) -> list[dict[str, Any]]:
     """The facts of every kernel that ``calls`` launches on CPU tensors, for each target."""
-    import torch
-    from triton.backends.compiler import GPUTarget
-    from triton.runtime import driver
-    from triton.runtime.jit import JITFunction
 
     class Absent:
         """The driver of a device that is not there."""
@@ -61,38 +62,18 @@ def facts_of(name: str, kernel: Any) -> tuple:
     """`FACTS` of a compiled kernel: registers spilled, products fused with sums, wide accesses."""
     architecture = str(kernel.metadata.target.arch)
     if "amdgcn" in kernel.asm:
-        text = kernel.asm["amdgcn"]
-        spills = sum(map(int, re.findall(r"[sv]gpr_spill_count: *(\d+)", text)))
+        text, usage = kernel.asm["amdgcn"], usage_of_amd(kernel)
         fused = len(re.findall(r"v_(?:pk_)?(?:fma|fmac|mad|mac)_f\d+", text))
         vectors = len(re.findall(r"(?:global|buffer)_(?:load|store)_dwordx4", text))
     else:
-        text = kernel.asm["ptx"]
-        spills = sum(local_bytes(kernel.asm["cubin"]))
+        text, usage = kernel.asm["ptx"], usage_of_nvidia(kernel)
         fused = len(re.findall(r"\b(?:fma|mad)\.\w+\.f\d+", text))
         vectors = len(re.findall(r"(?:ld|st)\.global\.v4", text))
-    return name, architecture, spills, fused, vectors
-
-
-def local_bytes(cubin: bytes) -> Iterator[int]:
-    """What a kernel keeps in memory of its threads."""
-    import triton
-
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [tool, "-res-usage", file.name]
-        told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    for usage in re.findall(r"(?:STACK|LOCAL):(\d+)", told):
-        yield int(usage)
+    return name, architecture, usage["spilled"], fused, vectors
 
 
 def elementwise_calls() -> None:
     """Every kernel as a step launches it: all options, flat and strided."""
-    import torch
-
-    from kernel import optimizer
-
     elementwise = importlib.import_module(f"{optimizer.__name__}.triton_kernels.elementwise")
     W = torch.zeros(256, 512)
     B, G, out = W.clone(), W.to(torch.bfloat16), W.to(torch.bfloat16)

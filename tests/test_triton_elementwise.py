@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-import cross_compile
 from kernel import optimizer
 from layouts import Group, Weight, make, part_for, step_placed, whole
 from ranks import rank_outcomes, run_ranks
@@ -407,7 +406,7 @@ def test_tensors_that_lie_apart_are_launched_apart(monkeypatch):
 def test_kernels_compile_without_spills_and_without_fused_rounding():
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, Path(cross_compile.__file__)],
+        [sys.executable, Path(__file__).with_name("cross_compile.py")],
         capture_output=True,
         text=True,
         env=environment,
