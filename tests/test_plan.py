@@ -419,8 +419,7 @@ class Numbered:
 
     def places_of_exponents(self, lane: Any, units: Sequence[Any], numel: int) -> int:
         """What parts that go back in place leave between them, as it came."""
-        in_place = optimizer.distributed.chunks.goes_back_in_place
-        has_places = lane.scaled and in_place(self.case.entries[units[0].entry])
+        has_places = lane.scaled and self.case.entries[units[0].entry].goes_back_in_place
         return len(units) if has_places and numel else 0
 
     def moments(self, lane: Any, unit: Any) -> int:

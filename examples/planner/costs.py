@@ -301,6 +301,8 @@ class LaneUnits:
             if self.lane.scaled:
                 out += (out > 0) * wire  # an exponent goes along
             back = kind.weights(peers) * wire
+            if self.lane.scaled and entry.goes_back_in_place:
+                back += (back > 0) * wire  # and its place comes back
             if entry.second_moment:  # mean squares, in fp32
                 longest = max(kind.rows, entry.matrices.cols)
                 back += kind.matrices * longest * max(4, wire)

@@ -12,7 +12,6 @@ from torch import Tensor
 from . import adamw
 from .distributed import layout, zero2
 from .distributed import utils as dtensors
-from .distributed.chunks import goes_back_in_place
 from .distributed.plan import Entry, Lane, Plan, Unit
 from .distributed.replicas import Replicas
 from .newton_schulz import Form
@@ -143,7 +142,7 @@ def _bytes_moved(plan: Plan, lane: Lane, unit: Unit, owner: int) -> int:
         serving = (p for p in lane.peers if p != owner and entry.serves(p, owner))
         exponents = sum(_held(unit, entry.momentum_region(peer)) > 0 for peer in serving)
         # Where updates go back in place, there is room for them too.
-        elements += exponents * (2 if goes_back_in_place(entry) and not lane.everywhere else 1)
+        elements += exponents * (2 if entry.goes_back_in_place and not lane.everywhere else 1)
     if lane.everywhere:
         return elements * lane.wire.itemsize
     elements += entry.copies(owner) * numel - _held(unit, entry.region(owner))

@@ -211,7 +211,7 @@ class ChunkBuilder:
             kept,
             kept_back,
             all(
-                goes_back_in_place(self.entries[u.entry]) for units in owned.values() for u in units
+                self.entries[u.entry].goes_back_in_place for units in owned.values() for u in units
             ),
             slot,
         )
@@ -357,16 +357,10 @@ class ChunkBuilder:
 
     def _places(self, unit: Unit) -> int:
         """Elements that an exponent leaves free, on the way back, where that is in place."""
-        return self.exponents * goes_back_in_place(self.entries[unit.entry])
+        return self.exponents * self.entries[unit.entry].goes_back_in_place
 
     def _count(self, unit: Unit) -> int:
         return self.entries[unit.entry].matrices.count(unit.box, unit.rows)
-
-
-def goes_back_in_place(entry: Entry) -> bool:
-    """Whether the same elements travel in both directions, and nothing along with them."""
-    one_copy = entry.momentum is None and not entry.spread
-    return one_copy and not entry.second_moment
 
 
 def _index(unit: Unit, part: Region, held: Region) -> Optional[tuple[slice, ...]]:

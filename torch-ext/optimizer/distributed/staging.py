@@ -10,7 +10,7 @@ from typing import NamedTuple, Optional
 import torch
 
 from . import layout
-from .chunks import DEFAULT_RUN_BYTES, RUN_BYTES, goes_back_in_place
+from .chunks import DEFAULT_RUN_BYTES, RUN_BYTES
 from .units import Entry, Unit
 
 # Matrices orthogonalized as one batch, in bytes of their wide copy: a few of them fill an
@@ -123,7 +123,7 @@ class Staging:
 
     @functools.cached_property
     def _in_place(self) -> bool:
-        return all(goes_back_in_place(self.entries[unit.entry]) for unit in self.units)
+        return all(self.entries[unit.entry].goes_back_in_place for unit in self.units)
 
     def _staged(self, gathered: Sequence[Gathered]) -> list[Staged]:
         """Of each chunk, on its way back, where there are copies."""

@@ -95,6 +95,11 @@ class Entry:
         """How many of the `peers` hold each weight."""
         return len(self.peers(rank)) // max(1, len(self.holders(rank, replicas=False)))
 
+    @property
+    def goes_back_in_place(self) -> bool:
+        """Whether the same elements travel in both directions, and nothing new on the way back."""
+        return self.momentum is None and not self.spread and not self.second_moment
+
     def cost(self, rows: int) -> int:
         """FLOPs for one matrix of so many rows."""
         cols = self.matrices.cols
