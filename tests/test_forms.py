@@ -47,6 +47,13 @@ def with_spectrum(sigmas, cols):
     return (P * sigmas) @ Q.mT
 
 
+def spiked(share, power, s, l):
+    """One direction has this share of the squares, the others decay from the second on."""
+    sigmas = torch.arange(1, s + 1, dtype=FP64).pow(-power)
+    sigmas[0] = math.sqrt(share / (1 - share)) * sigmas[1:].norm()
+    return with_spectrum(sigmas, l)
+
+
 @functools.cache
 def hard_matrix(kind, s, l):
     if s > l:
@@ -57,6 +64,8 @@ def hard_matrix(kind, s, l):
         return randn(s, s // 8) @ randn(s // 8, l, seed=1)
     if kind == "heavy tails":
         return randn(s, l) / randn(s, l, seed=1).abs().pow(2 / 3)
+    if kind.startswith("spike"):
+        return spiked(float(kind.split()[1]), 1.0, s, l)
     decades = {"condition 1e4": 4.0, "condition 1e8": 8.0}
     if kind in decades:
         return with_spectrum(torch.logspace(0, -decades[kind], s, dtype=FP64), l)
@@ -76,19 +85,28 @@ def polynomial_of(kind, s, l, family="polar_express", norm="frobenius"):
 
 
 @pytest.mark.kernels_ci
-@pytest.mark.parametrize("family", ["polar_express", "quintic", "you", "cans"])
-def test_five_steps_restart_once_in_fp16_after_the_third(family):
-    triples = ns.resolve(family, 5).triples
-    assert plan_restarts(triples, FP16) == (3,)
+@pytest.mark.parametrize(
+    "family, dtype, restarts",
+    [
+        ("polar_express", FP16, (2, 3)),
+        ("polar_express", BF16, (1, 3)),
+        ("quintic", FP16, (3,)),
+        ("cubic5", FP16, (3,)),
+    ],
+)
+def test_restarts_of_five_steps(family, dtype, restarts):
+    assert plan_restarts(ns.resolve(family, 5).triples, dtype) == restarts
 
 
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_bf16_restarts_more_often_and_at_least_once(family, norm):
+def test_bf16_restarts_as_often_as_fp16_and_before_small_values_have_grown_much(family, norm):
     for steps in range(2, 9):
         triples = ns.resolve(family, steps).triples
         coarse, fine = (plan_restarts(triples, dtype, norm) for dtype in (BF16, FP16))
-        assert len(coarse) >= max(1, len(fine))
+        assert len(coarse) >= len(fine)
+        for start, stop in ns.restarts.segments(coarse, steps):
+            assert stop - start == 1 or math.prod(a for a, _, _ in triples[start:stop]) <= 16
 
 
 def test_one_step_needs_no_restart():
@@ -109,7 +127,7 @@ def test_schedules_keep_the_predicted_error_near_that_of_the_standard_form(norm)
             side = min(512, max(16, 2 ** int(math.log2(side))))
             found = predicted_errors(triples, restarts, norm, side)
             standard = predicted_errors(triples, tuple(range(1, len(triples))), norm, side)
-            assert not any(f > 2.1 * s for f, s in zip(found, standard))
+            assert not any(f > 1.5 * s for f, s in zip(found, standard))
 
 
 def test_long_iterations_are_planned_too():
@@ -233,6 +251,8 @@ def largest_singular_value(U):
         ("low rank", 0.05),
         ("heavy tails", 0.05),
         ("power law", 0.05),
+        ("spike 0.5", 0.05),
+        ("spike 0.85", 0.05),
     ],
 )
 def test_fp16_is_close_to_the_polynomial_on_any_spectrum(kind, bound, shape):
@@ -247,10 +267,19 @@ def test_fp16_is_close_to_the_polynomial_on_any_spectrum(kind, bound, shape):
 @pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_gram_form_lets_no_singular_value_grow(family, dtype, norm):
-    for kind in ("gaussian", "condition 1e8", "low rank", "power law"):
-        G = hard_matrix(kind, 192, 256).float()
-        U = newton_schulz(G, 5, family, norm=norm, algorithm="gram", dtype=dtype)
-        assert largest_singular_value(U) < 1.4, kind
+    matrices = {kind: hard_matrix(kind, 192, 256) for kind in ("gaussian", "low rank", "power law")}
+    # One large singular value, wherever it lies: polynomials have peaks, and diverge beyond.
+    for share, power in itertools.product(
+        (0.1, 0.2, 0.35, 0.5, 0.6, 0.7, 0.85, 0.95), (0.0, 1.0, 2.0)
+    ):
+        matrices[f"{share} and a power of {power}"] = spiked(share, power, 192, 256)
+    G = torch.stack(list(matrices.values())).float()
+    U, standard = (
+        newton_schulz(G, 5, family, norm=norm, algorithm=algorithm, dtype=dtype)
+        for algorithm in ("gram", "standard")
+    )
+    for kind, found, expected in zip(matrices, U, standard):
+        assert largest_singular_value(found) < 1.05 * largest_singular_value(expected) + 0.1, kind
 
 
 def test_what_came_in_fp16_is_not_rounded_again():
@@ -340,14 +369,14 @@ def test_flops_of_the_forms_are_those_of_the_formulas():
     s, l = 4096, 14336
     gram = form_of(s, l, "gram", FP16, CUDA)
     standard = form_of(s, l, "standard", FP16, CUDA)
-    assert gram.restarts == (3,) and gram.products == "tiles"
+    assert gram.restarts == (2, 3) and gram.products == "tiles"
     # Halves of symmetric products, and half a tile's width more.
     more = 1 + 128 / s
-    assert gram.flops(s, l) == pytest.approx(4 * s * s * l + (2 * s * s * l + 14 * s**3) * more)
+    assert gram.flops(s, l) == pytest.approx(6 * s * s * l + (3 * s * s * l + 11 * s**3) * more)
     assert standard.flops(s, l) == pytest.approx(10 * s * s * l + (5 * s * s * l + 5 * s**3) * more)
     plain = ns.flops(s, l, ns.resolve("quintic", 5).triples)
     assert plain == 20 * s * s * l + 10 * s**3
-    assert plain / gram.flops(s, l) > 2.2
+    assert plain / gram.flops(s, l) > 1.85
 
 
 def test_on_cpus_halves_and_the_gram_form_save_an_eighth_of_the_flops_and_more():

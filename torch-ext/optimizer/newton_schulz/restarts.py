@@ -25,14 +25,15 @@ import torch
 from .coefficients import Triple
 
 # The error that a schedule may have, as a multiple of that of the standard form, which restarts
-# after every iteration. To first order roundings of the first segment come out twice as bad as they
-# are measured: of schedules within the limit the one that restarts last is taken.
-_TOLERATED = 2.1
+# after every iteration.
+_TOLERATED = 1.5
 
-# In bf16 errors are no longer of first order, and a Gram matrix may lose its positive eigenvalues:
-# hardly more is tolerated than the standard form has, and at least one restart is needed.
-_COARSE = 2.0**-9  # eps of such a format
-_TOLERATED_COARSE = 1.3
+# What first order does not see: a singular value that stands alone may come to the peak of a
+# polynomial, where little more makes the next ones diverge, and in a Gram matrix it is off by as
+# much as all others have grown meanwhile. Measured on matrices of one large singular value beside
+# any others, that grows to harm where the product of a in a segment exceeds these.
+_MOST_GROWTH = {torch.bfloat16: 16.0, torch.float16: 64.0}
+_MOST_GROWTH_IN_FP32 = 1000.0
 
 _LARGEST_SIDE = 512  # that is told apart: in longer matrices, more averages out
 _POINTS = 16  # of a spectrum, each for many singular values
@@ -53,22 +54,31 @@ def plan_restarts(
     """
     if len(triples) < 2:
         return ()
-    coarse = torch.finfo(dtype).eps > _COARSE
+    growth = _MOST_GROWTH.get(dtype, _MOST_GROWTH_IN_FP32)
     side = min(_LARGEST_SIDE, 1 << max(4, side.bit_length() - 1))
-    return _plan(triples, coarse, norm, side)
+    return _plan(triples, growth, norm, side)
 
 
 @functools.cache
-def _plan(triples: tuple[Triple, ...], coarse: bool, norm: str, side: int) -> tuple[int, ...]:
+def _plan(triples: tuple[Triple, ...], growth: float, norm: str, side: int) -> tuple[int, ...]:
     every = tuple(range(1, len(triples)))
-    tolerated = _TOLERATED_COARSE if coarse else _TOLERATED
-    limits = [tolerated * e for e in predicted_errors(triples, every, norm, side)]
-    for count in range(int(coarse), len(every) if len(triples) <= _MOST_TRIED else 3):
-        for restarts in reversed(list(itertools.combinations(every, count))):
-            errors = predicted_errors(triples, restarts, norm, side)
-            if all(error <= limit for error, limit in zip(errors, limits)):
-                return restarts
+    standard = predicted_errors(triples, every, norm, side)
+    for count in range(len(every) if len(triples) <= _MOST_TRIED else 3):
+        worst = {}
+        for restarts in itertools.combinations(every, count):
+            if _growth(triples, restarts) <= growth:
+                errors = predicted_errors(triples, restarts, norm, side)
+                worst[restarts] = max(error / least for error, least in zip(errors, standard))
+        best = min(worst, key=lambda restarts: worst[restarts], default=every)
+        if best != every and worst[best] <= _TOLERATED:
+            return best
     return every
+
+
+def _growth(triples: Sequence[Triple], restarts: Sequence[int]) -> float:
+    """By how much small singular values grow within a segment, at most."""
+    within = [triples[a:b] for a, b in segments(restarts, len(triples)) if b - a > 1]
+    return max((math.prod(abs(a) for a, _, _ in segment) for segment in within), default=1.0)
 
 
 def predicted_errors(
