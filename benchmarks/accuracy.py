@@ -41,7 +41,8 @@ FAMILIES = ("quintic", "you", "polar_express", "cans", "cubic5")
 PARTS = 4  # of a matrix on the wire
 
 # Of the accelerators' default: errors by input, and singular values.
-BOUNDS = {"Gaussian": 0.02, "condition 1e4": 0.02, "condition 1e8": 0.02, "power law": 0.02}
+STRICT = ("Gaussian", "condition 1e4", "condition 1e8", "power law", "spiked")
+BOUNDS = dict.fromkeys(STRICT, 0.02)
 DEFAULT_BOUND = 0.05
 LARGEST_SIGMA = 1.25
 

@@ -41,6 +41,13 @@ def power_law(rows: int, cols: int, generator: Generator) -> Tensor:
     return with_spectrum(sigmas, rows, cols, generator)
 
 
+def spiked(rows: int, cols: int, generator: Generator) -> Tensor:
+    """One direction has half of the squares, a power law the others, as momentum may early on."""
+    sigmas = 1 / torch.arange(min(rows, cols), dtype=torch.float64).clamp_min_(1)
+    sigmas[0] = sigmas[1:].norm()
+    return with_spectrum(sigmas, rows, cols, generator)
+
+
 def low_rank(divisor: int) -> Callable[[int, int, Generator], Tensor]:
     """Rank s / divisor exactly: a product of two matrices of small integers, which fp32 holds."""
 
@@ -68,6 +75,7 @@ MADE: dict[str, Callable[[int, int, Generator], Tensor]] = {
     "condition 1e4": ill_conditioned(1e4),
     "condition 1e8": ill_conditioned(1e8),
     "power law": power_law,
+    "spiked": spiked,
     "rank s/4": low_rank(4),
     "rank s/16": low_rank(16),
     "heavy-tailed": heavy_tailed,

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 from torch.optim._muon import _zeropower_via_newtonschulz
 
+import symmetric_products
 from timing import (
     Ceilings,
     Seconds,
@@ -190,79 +191,6 @@ def name_of(shape: Shape) -> str:
     return f"{rows} × {cols}" + (f", {count}" if count > 1 else "")
 
 
-# -- kernels ---------------------------------------------------------------------------------------
-
-
-def kernel_rows(
-    kernel: Any, shapes: Sequence[Shape], device: torch.device, dtype: torch.dtype, rounds: int
-) -> list[list[str]]:
-    """XXᵀ of every shape, and cA² + bA of every shorter side."""
-    symmetric_product = kernel.triton_kernels.symmetric.symmetric_product
-    found = []
-    squares = dict.fromkeys((count, min(sides), min(sides)) for count, *sides in shapes)
-    products = [(shape, False) for shape in shapes] + [(shape, True) for shape in squares]
-    for (count, rows, cols), is_square in products:
-        s, k = sorted((rows, cols))
-        A = (torch.randn(count, s, k, device=device) / k**0.5).to(dtype)
-        if is_square:
-            A = A + A.mT
-        calls = _square_calls if is_square else _gram_calls
-        contenders = calls(symmetric_product, A)
-        replays = {name: captured(call, device) for name, call in contenders.items()}
-        seconds = take_turns(replays, rounds, least_sample(device))
-        least = {name: min(samples) for name, samples in seconds.items()}
-        ratio = least["library"] / least["kernel"]
-        found.append(
-            [
-                f"cA² + bA, {s}" if is_square else f"XXᵀ, {s} × {k}",
-                f"{count}",
-                *milliseconds(seconds["kernel"]),
-                *milliseconds(seconds["library"]),
-                f"{2 * count * s * s * k / least['kernel'] / 1e12:.3g}",
-                f"{2 * count * s * s * k / least['library'] / 1e12:.3g}",
-                f"{ratio:.2f}" + (" (slower)" if ratio < 1 else ""),
-            ]
-        )
-    return found
-
-
-KERNEL_COLUMNS = (
-    *("product", "matrices", "kernel, least ms", "median ms", "library, least ms", "median ms"),
-    *("kernel, effective TFLOP/s", "library", "speed-up"),
-)
-
-
-Calls = dict[str, Callable[[], object]]
-
-
-def _gram_calls(symmetric_product: Callable[..., object], A: Tensor) -> Calls:
-    out = torch.empty(len(A), A.shape[1], A.shape[1], dtype=A.dtype, device=A.device)
-    return {
-        "kernel": lambda: symmetric_product(A, A.mT, out=out),
-        "library": lambda: torch.bmm(A, A.mT, out=out),
-    }
-
-
-def _square_calls(symmetric_product: Callable[..., object], A: Tensor) -> Calls:
-    (_, b, c), out = QUINTIC, torch.empty_like(A)
-    return {
-        "kernel": lambda: symmetric_product(A, A, alpha=c, beta=b, C=A, out=out),
-        "library": lambda: torch.baddbmm(A, A, A, alpha=c, beta=b, out=out),
-    }
-
-
-def captured(call: Callable[[], object], device: torch.device) -> Callable[[], object]:
-    """A replay of the call, where there are graphs: small products end before they are launched."""
-    if device.type != "cuda":
-        return call
-    call()  # compiles
-    torch.accelerator.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph.replay
-
-
 def parse_shape(text: str) -> Shape:
     """ROWSxCOLS or ROWSxCOLSxCOUNT."""
     numbers = [int(part) for part in text.split("x")]
@@ -299,9 +227,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"auto, {name_of(shape)}: {auto.form}, for {auto.why}")
     if kernel.triton_kernels.run_on(device.type):
         for dtype in (torch.float16, torch.bfloat16):
-            rows = kernel_rows(kernel, shapes, device, dtype, options.rounds)
+            rows = symmetric_products.rows_of(kernel, shapes, device, dtype, options.rounds)
             title = f"Symmetric products by halves, {dtype}"
-            show(title, KERNEL_COLUMNS, rows, markdown=options.markdown)
+            show(title, symmetric_products.COLUMNS, rows, markdown=options.markdown)
     print(f"{machine(device)}; {ceilings}")
 
 
