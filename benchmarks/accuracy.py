@@ -178,14 +178,15 @@ def worst(found: Sequence[Errors]) -> Errors:
 def inputs_of(options: argparse.Namespace) -> Iterator[tuple[str, list[Decomposed]]]:
     """Decomposed once for all settings, and forgotten before the next ones."""
     for name, make in MADE.items():
-        generator = torch.Generator().manual_seed(0)
-        yield (
-            name,
-            [Decomposed.of(make(rows, cols, generator)) for rows, cols in options.shapes],
-        )
-    for dim, steps in options.momentum.items():
+        if name in options.inputs:  # the same matrices whatever else is asked for
+            yield name, [Decomposed.of(make(r, c, seeded())) for r, c in options.shapes]
+    for dim, steps in options.momentum.items() if "momentum" in options.inputs else ():
         matrices = [Decomposed.of(matrix) for _, matrix in momentum(dim, steps)]
         yield f"momentum, d = {dim}", matrices
+
+
+def seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
 
 
 # -- tables ----------------------------------------------------------------------------------------
@@ -259,8 +260,8 @@ def all_rows(
 
 ADVICE = """\
 error: to the same polynomials in float64; polar: to the exact polar factor; σ: of the result, as
-many as the input has that are not zero, at most 1.25; null: the largest of the others. Worst of all
-shapes, and of all matrices of momentum.
+many as the input has that are not zero; null: the largest of the others. Worst of all shapes and
+of all matrices of momentum. Bounds are those of the error; σ must not exceed 1.25.
 Where bf16 is not good enough, set ns_dtype=torch.float32, and, where matrices travel,
 comm_dtype=torch.float16 or torch.float32: with ns_dtype alone they travel in bf16."""
 
@@ -274,6 +275,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     assert __doc__
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--all", action="store_true", help="also every family, form, arithmetic")
+    inputs = (*MADE, "momentum")
+    parser.add_argument("--inputs", nargs="+", choices=inputs, default=inputs, help="which")
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=FAMILIES)
     parser.add_argument("--norm", nargs="+", default=["frobenius"], help="of --all; or schatten4")
     parser.add_argument("--shapes", nargs="+", type=parse_shape, default=SHAPES, help="ROWSxCOLS")
