@@ -10,7 +10,8 @@ NPROC ?=
 # ARGS: extra arguments of `make train` (examples/compare.py) and `make bench`.
 ARGS ?=
 
-BENCHMARKS ?= benchmarks/step.py benchmarks/distributed_step.py
+# BENCHMARKS: which scripts; ARGS go to each of them.
+BENCHMARKS ?= $(addprefix benchmarks/,step.py distributed_step.py orthogonalize.py accuracy.py)
 
 .DEFAULT_GOAL := help
 .PHONY: help build train test lint format bench clean
@@ -21,7 +22,7 @@ help:
 	@echo "make test    lint, then run all tests"
 	@echo "make lint    ruff and mypy"
 	@echo "make format  let ruff rewrite the sources"
-	@echo "make bench   time an optimizer step, on one device and sharded (ARGS=options)"
+	@echo "make bench   time steps and orthogonalization, and show its accuracy (BENCHMARKS=script, ARGS=options)"
 	@echo "make clean   remove outputs and caches (not the environment)"
 
 # Starting from an empty environment repairs an interrupted install and drops what is no longer

@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -32,7 +31,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from kernels import get_kernel
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -46,11 +44,11 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from timing import load_kernel, machine, synchronize
+
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
 from counters import count
 from ranks import RankError, run_ranks  # type: ignore[attr-defined]  # mypy takes examples/ranks.py
-
-CHECKOUT = Path(__file__).resolve().parent.parent
 
 OURS, THEIRS, ADAMW = "Muon (this package)", "torch.optim.Muon", "AdamW (fused)"
 CONSOLE = Console(width=118)
@@ -101,12 +99,6 @@ def with_gradients(params: list[nn.Parameter]) -> list[nn.Parameter]:
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def load_kernel() -> Any:
-    if (CHECKOUT / "build").is_dir():  # made by `make build`
-        os.environ.setdefault("LOCAL_KERNELS", f"org/optimizer={CHECKOUT}")
-    return get_kernel("org/optimizer", version=1, trust_remote_code=["org/optimizer"])
 
 
 def muon(
@@ -222,11 +214,6 @@ def over_ranks(value: Any) -> list[Any]:
     return gathered
 
 
-def synchronize() -> None:
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
-
-
 def print_steps(
     params: list[nn.Parameter],
     costs: dict[str, list[Cost]],
@@ -275,8 +262,7 @@ def print_steps(
     print(
         f"bound: 1.5 × local weights + 4 × largest matrix; hosts compare notes in {notes:.0f} more "
         f"bytes a step and rank,\nwhich takes {min(comparing) * 1e3:.2f} ms at least, "
-        f"{statistics.median(comparing) * 1e3:.2f} ms median\ntorch {torch.__version__}, "
-        f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads a rank"
+        f"{statistics.median(comparing) * 1e3:.2f} ms median\n{machine(device)} a rank"
     )
 
 

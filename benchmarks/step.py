@@ -1,118 +1,244 @@
-"""Time, memory and FLOPs of one optimizer step beside torch.optim.Muon's, interleaved in one run.
+"""Time, memory and FLOPs of one optimizer step, beside other optimizers and beside a floor.
 
-    make bench ARGS="--layers 12 --dim 512 --ffn 2048"
+    make bench BENCHMARKS=benchmarks/step.py ARGS="--layers 12 --dim 512 --ffn 2048"
+    make bench BENCHMARKS=benchmarks/step.py ARGS="--model llama-3-8b --share 8"
 
-Both optimizers hold equal matrices and gradients and take turns (A B A B …), so that whatever else
-the machine does falls on both. Memory is what a step allocates beyond what it started with, at its
-highest point, counted in a step of its own; FLOPs likewise.
+The optimizers share weights and gradients, each has its own state, and they take turns (A B C A B
+C …), so that whatever else the machine does falls on all. Without --model the matrices are those of
+a small transformer; with it all of a model's that are Muon's, stacked experts as matrices of their
+own, or with --share the ones that rank 0 orthogonalizes where so many ranks share them by FSDP2.
+
+- × floor: over the time of a Muon step that does nothing but its products, at the best rate of a
+  square torch.mm, and reads and writes weights and momentum once and reads gradients, 20 bytes per
+  parameter in fp32, at the rate of a copy. Both rates take turns with the optimizers.
+- transient: what a step allocates beyond what it started with, at its highest point, counted in a
+  step of its own.
+- FLOPs: counted likewise; plain is 20·s²l + 10·s³ for each matrix of sides s ≤ l. Where Triton's
+  kernels run, which the counter does not see, those of the forms that were chosen.
 """
 
 from __future__ import annotations
 
 import argparse
-import platform
-import statistics
 import sys
-import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
-from kernels import get_kernel
-from rich.console import Console
-from rich.table import Table
 from torch.utils.flop_counter import FlopCounterMode
 
+from orthogonalize import plain_flops
+from timing import (
+    COPIED,
+    DEFAULT_COPIED,
+    Ceilings,
+    load_kernel,
+    machine,
+    milliseconds,
+    pick_device,
+    show,
+    take_turns,
+)
+
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
+sys.path.append(str(Path(__file__).resolve().parent.parent / "examples"))
 from counters import transient_bytes
+from planner.architectures import MODELS, weights_of
+
+OURS, THEIRS, ADAMW = "Muon (this package)", "torch.optim.Muon", "AdamW (fused)"
+CONTENDERS = {"ours": OURS, "torch": THEIRS, "adamw": ADAMW}
+STATES = {OURS: 1, THEIRS: 1, ADAMW: 2}  # tensors like the weights
+
+Shapes = Counter[tuple[int, int]]
 
 
-def matrices(layers: int, dim: int, ffn: int, device: str) -> list[torch.nn.Parameter]:
+# -- matrices --------------------------------------------------------------------------------------
+
+
+def small(layers: int, dim: int, ffn: int) -> Shapes:
     """Weights of a transformer: four (dim, dim) and three of the feed-forward in each layer."""
-    shapes = layers * [(dim, dim)] * 4 + layers * [(ffn, dim), (ffn, dim), (dim, ffn)]
+    shapes = Shapes()
+    for shape, count in (((dim, dim), 4), ((ffn, dim), 2), ((dim, ffn), 1)):
+        shapes[shape] += count * layers
+    return shapes
+
+
+def of_model(model: str, layers: int | None) -> list[tuple[int, ...]]:
+    """Muon's parameters as they are stored, of all layers or the first ones."""
+    config = dict(MODELS[model])
+    if layers is not None:
+        config["num_hidden_layers"] = min(layers, config["num_hidden_layers"])
+    return [tuple(weight.shape) for weight in weights_of(config) if weight.muon]
+
+
+def matrices_in(shapes: Sequence[tuple[int, ...]]) -> Shapes:
+    found = Shapes()
+    for *experts, rows, cols in shapes:
+        found[rows, cols] += torch.Size(experts).numel()
+    return found
+
+
+def share_of(shapes: Sequence[tuple[int, ...]], ranks: int, device: torch.device) -> Shapes:
+    """The matrices that rank 0 orthogonalizes in the plan of so many ranks."""
+    import balance  # loads the kernel
+
+    entries = balance.entries_of(shapes, ranks, dtype=torch.float32, device=device)
+    plan = balance.planning.make_plan(entries)
+    found = Shapes()
+    for lane in (*plan.lanes, *plan.alone):
+        for unit, owner in lane.owners:
+            if owner == lane.me:
+                matrices = plan.entries[unit.entry].matrices
+                found[unit.rows, matrices.cols] += matrices.count(unit.box, unit.rows)
+    return found
+
+
+def tensors_of(shapes: Shapes, dtype: torch.dtype, device: torch.device) -> list[Any]:
     generator = torch.Generator(device).manual_seed(0)
     params = []
-    for shape in shapes:
-        param = torch.nn.Parameter(torch.randn(shape, generator=generator, device=device) * 0.02)
-        param.grad = torch.randn(shape, generator=generator, device=device)
-        params.append(param)
+    for shape, count in shapes.items():
+        for _ in range(count):
+            weight = torch.randn(shape, generator=generator, device=device, dtype=dtype)
+            param = torch.nn.Parameter(weight.mul_(0.02))
+            param.grad = torch.randn(shape, generator=generator, device=device, dtype=dtype)
+            params.append(param)
     return params
 
 
-def flops_of_formula(params: list[torch.nn.Parameter], steps: int = 5) -> int:
-    """20·s²l + 10·s³ for five steps, a multiply-add counted as two."""
-    total = 0
-    for param in params:
-        s, long = sorted(param.shape)
-        total += steps * (4 * s * s * long + 2 * s**3)
-    return total
-
-
-def measure(contenders: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of every step, contenders taking turns."""
-    seconds: dict[str, list[float]] = {name: [] for name in contenders}
-    for step in contenders.values():
-        step()
-    for _ in range(rounds):
-        for name, step in contenders.items():
-            synchronize()
-            start = time.perf_counter()
-            step()
-            synchronize()
-            seconds[name].append(time.perf_counter() - start)
-    return seconds
-
-
-def synchronize() -> None:
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--dim", type=int, default=512)
-    parser.add_argument("--ffn", type=int, default=2048)
-    parser.add_argument("--rounds", type=int, default=9)
-    arguments = parser.parse_args()
-
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    device = accelerator.type if accelerator else "cpu"
-    optimizer = get_kernel("org/optimizer", version=1, trust_remote_code=["org/optimizer"])
-    sizes = (arguments.layers, arguments.dim, arguments.ffn, device)
-    ours, theirs = matrices(*sizes), matrices(*sizes)
-    groups = [{"params": ours, "use_muon": True, "none_grad": False}]
-    optimizers = {
-        "Muon (this package)": optimizer.Muon(groups, lr=1e-3, weight_decay=0.1),
-        "torch.optim.Muon": torch.optim.Muon(
-            theirs, lr=1e-3, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"
-        ),
-    }
-    steps = {name: optim.step for name, optim in optimizers.items()}
-    seconds = measure(steps, arguments.rounds)
-    baseline = seconds["torch.optim.Muon"]
-    param_bytes = sum(p.numel() * p.element_size() for p in ours)
-    formula = flops_of_formula(ours)
-
-    table = Table(title=f"One step, {len(ours)} matrices, {param_bytes / 2**20:.0f} MiB, {device}")
-    for column in ("optimizer", "least ms", "median ms", "× torch", "transient / weights", "FLOPs"):
-        table.add_column(column, justify="left" if column == "optimizer" else "right")
-    for name, step in steps.items():
-        with FlopCounterMode(display=False) as counter:
-            step()
-        table.add_row(
-            name,
-            f"{min(seconds[name]) * 1e3:.0f}",
-            f"{statistics.median(seconds[name]) * 1e3:.0f}",
-            f"{min(seconds[name]) / min(baseline):.2f}",
-            f"{transient_bytes(optimizers[name]) / param_bytes:.2f}",
-            f"{counter.get_total_flops() / formula:.3f} × formula",
+def check_room(
+    numel: int, dtype: torch.dtype, contenders: Sequence[str], device: torch.device
+) -> None:
+    """Weights, gradients and all states fit, with a tenth to spare for what steps allocate."""
+    needed = numel * dtype.itemsize * (2 + sum(STATES[name] for name in contenders))
+    if device.type == "cpu":
+        return
+    free, _ = torch.accelerator.get_memory_info()
+    if 1.1 * needed > free:
+        raise SystemExit(
+            f"{needed / 2**30:.0f} GiB of weights, gradients and states, and "
+            f"{free / 2**30:.0f} GiB are free: leave some out with --contenders, take --dtype "
+            "bfloat16, a --share, or fewer --layers"
         )
-    Console(width=110).print(table)
-    print(
-        f"torch {torch.__version__}, {platform.processor() or platform.machine()}, "
-        f"{torch.get_num_threads()} threads; formula: {formula / 1e9:.0f} GFLOP"
+
+
+# -- step ------------------------------------------------------------------------------------------
+
+
+def optimizers_of(names: Sequence[str], params: list[Any], kernel: Any) -> dict[str, Any]:
+    def ours() -> Any:
+        groups = [{"params": params, "use_muon": True, "none_grad": False}]
+        return kernel.Muon(groups, lr=1e-3, weight_decay=0.1)
+
+    makers = {
+        OURS: ours,
+        THEIRS: lambda: torch.optim.Muon(
+            params, lr=1e-3, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"
+        ),
+        ADAMW: lambda: torch.optim.AdamW(params, lr=1e-3, fused=True),
+    }
+    return {name: makers[name]() for name in names}
+
+
+def flops_of_forms(shapes: Shapes, recipe: Any) -> int:
+    return sum(recipe.form(*sides).flops(*sides) * count for sides, count in shapes.items())
+
+
+def counted_flops(optimizer: Any) -> int:
+    with FlopCounterMode(display=False) as counter:
+        optimizer.step()
+    return counter.get_total_flops()
+
+
+COLUMNS = (
+    *("optimizer", "least ms", "median ms", "× torch", "× floor"),
+    *("transient / weights", "FLOPs / plain"),
+)
+
+
+def measure(shapes: Shapes, options: argparse.Namespace, device: torch.device) -> None:
+    kernel, names = load_kernel(), [CONTENDERS[name] for name in options.contenders]
+    dtype = getattr(torch, options.dtype)
+    numel = sum(rows * cols * count for (rows, cols), count in shapes.items())
+    check_room(numel, dtype, names, device)
+    recipe = kernel.newton_schulz.recipe_for(
+        "polar_express", None, "auto", "frobenius", None, dtype, device
     )
+    forms = flops_of_forms(shapes, recipe)
+    plain = sum(plain_flops(*sides) * count for sides, count in shapes.items())
+
+    params = tensors_of(shapes, dtype, device)
+    optimizers = optimizers_of(names, params, kernel)
+    copied = min(COPIED.get(device.type, DEFAULT_COPIED), max(1 << 20, numel))
+    ceilings = Ceilings(device, [recipe.dtype], options.ceiling, copied)
+    steps = {name: optimizer.step for name, optimizer in optimizers.items()}
+    seconds = take_turns({**steps, **ceilings.contenders}, options.rounds)
+    ceilings.take(seconds)
+
+    traffic = 5 * dtype.itemsize * numel  # momentum has the gradients' dtype
+    for_products = forms / ceilings.flops_per_second(recipe.dtype)
+    for_traffic = traffic / ceilings.bytes_per_second()
+    floor = for_products + for_traffic
+    unseen = kernel.triton_kernels.run_on(device.type)
+    rows = []
+    for name, optimizer in optimizers.items():
+        flops = forms if name == OURS and unseen else counted_flops(optimizer)
+        least = min(seconds[name])
+        ratio = f"{least / min(seconds[THEIRS]):.2f}" if THEIRS in seconds else "–"
+        transient = transient_bytes(optimizer) / (numel * dtype.itemsize)
+        rows.append(
+            [
+                *(name, *milliseconds(seconds[name]), ratio),
+                "–" if name == ADAMW else f"{least / floor:.2f}",
+                f"{transient:.2f}",
+                "–" if name == ADAMW else f"{flops / plain:.3f}",
+            ]
+        )
+    what = options.model or "a small transformer"
+    share = f", rank 0's share of {options.share}" if options.share else ""
+    title = (
+        f"One step, {what}{share}: {len(params)} matrices, {numel / 1e6:.1f} M parameters, "
+        f"{options.dtype}, {options.rounds} rounds, {device.type}"
+    )
+    show(title, COLUMNS, rows, markdown=options.markdown, width=110)
+    print(
+        f"floor: {floor * 1e3:.1f} ms = {for_products * 1e3:.1f} ms for {forms / 1e9:.0f} GFLOP "
+        f"({forms / plain:.3f} × plain) + {for_traffic * 1e3:.1f} ms for {traffic / 2**20:.0f} MiB"
+        f"\n{machine(device)}; {ceilings}"
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    assert __doc__
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=MODELS, help="all of its matrices that are Muon's")
+    parser.add_argument("--share", type=int, help="of --model, rank 0's of so many ranks")
+    parser.add_argument("--layers", type=int, help="12, or all of --model")
+    parser.add_argument("--dim", type=int, default=512, help="without --model")
+    parser.add_argument("--ffn", type=int, default=2048, help="without --model")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument(
+        "--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS), help="which"
+    )
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--ceiling", nargs="+", type=int, help="sides of the square products")
+    parser.add_argument("--markdown", action="store_true", help="print the table in markdown")
+    options = parser.parse_args(arguments)
+    device = pick_device()
+    if options.model is None:
+        if options.share:
+            parser.error("--share needs a --model")
+        shapes = small(options.layers or 12, options.dim, options.ffn)
+    else:
+        if device.type == "cpu" and options.layers is None:
+            parser.error(
+                f"{options.model} is too large for a CPU: take its first layers with --layers, or "
+                "run this on an accelerator"
+            )
+        stored = of_model(options.model, options.layers)
+        shapes = share_of(stored, options.share, device) if options.share else matrices_in(stored)
+    measure(shapes, options, device)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ if not torch.accelerator.is_available():
 BUILD_SCRIPT = Path(__file__).parent.parent / "scripts" / "build.py"
 
 if not (BUILD_SCRIPT.parent.parent / "examples").exists():
-    collect_ignore = ["test_plan_example.py", "test_training.py"]
+    collect_ignore = ["test_benchmarks.py", "test_plan_example.py", "test_training.py"]
 
 if BUILD_SCRIPT.exists():
     # Held by the module: the directory goes when the test process ends.

@@ -1,0 +1,195 @@
+"""What the benchmarks share: kernel and device, taking turns, ceilings of the machine, tables."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from kernels import get_kernel
+from rich.console import Console
+from rich.table import Table
+
+CHECKOUT = Path(__file__).resolve().parent.parent
+
+Seconds = dict[str, list[float]]  # of one call, by contender
+
+# How long a sample lasts at least, by repeating calls: on an accelerator, so long that waiting for
+# it, some 20 µs, is lost in it.
+LEAST_SAMPLE = {"cpu": 0.005}
+DEFAULT_LEAST_SAMPLE = 0.02
+
+# Sides of the square products whose best rate is the ceiling, and elements of a copy in fp32.
+CEILING_SIDES = {"cpu": (1024, 2048)}
+DEFAULT_CEILING_SIDES = (4096, 8192)
+COPIED = {"cpu": 32 << 20}
+DEFAULT_COPIED = 256 << 20
+
+
+def load_kernel() -> Any:
+    if (CHECKOUT / "build").is_dir():  # made by `make build`
+        os.environ.setdefault("LOCAL_KERNELS", f"org/optimizer={CHECKOUT}")
+    return get_kernel("org/optimizer", version=1, trust_remote_code=["org/optimizer"])
+
+
+def pick_device() -> torch.device:
+    """The accelerator of this process where there is one, else the CPU."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return torch.device(accelerator.type if accelerator else "cpu")
+
+
+def synchronize() -> None:
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+
+
+def machine(device: torch.device | str) -> str:
+    """Versions and processor, for the line under a table."""
+    device = torch.device(device)
+    cpu = platform.processor() or platform.machine()
+    parts = [f"torch {torch.__version__}"]
+    if device.type == "cpu":
+        return ", ".join([*parts, cpu, f"{torch.get_num_threads()} threads"])
+    backend = getattr(torch, device.type)  # of names there is no generic query
+    name = backend.get_device_name(device) if hasattr(backend, "get_device_name") else device.type
+    return ", ".join([*parts, name, cpu])
+
+
+def take_turns(
+    contenders: Mapping[str, Callable[[], object]], rounds: int, least_sample: float = 0.0
+) -> Seconds:
+    """Seconds of a call, one sample of each contender in every round: A B C A B C …
+
+    Whatever else the machine does falls on all of them.
+
+    Args:
+        contenders: called twice before anything is counted.
+        least_sample: seconds that a sample lasts at least: calls are repeated, and averaged.
+    """
+    calls = {}
+    for name, call in contenders.items():
+        call()
+        once = seconds_of(call, 1)
+        calls[name] = max(1, round(least_sample / max(once, 1e-6)))
+    seconds: Seconds = {name: [] for name in contenders}
+    for _ in range(rounds):
+        for name, call in contenders.items():
+            seconds[name].append(seconds_of(call, calls[name]))
+    return seconds
+
+
+def seconds_of(call: Callable[[], object], calls: int) -> float:
+    synchronize()
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    synchronize()
+    return (time.perf_counter() - start) / calls
+
+
+def least_sample(device: torch.device) -> float:
+    return LEAST_SAMPLE.get(device.type, DEFAULT_LEAST_SAMPLE)
+
+
+def milliseconds(samples: Sequence[float]) -> tuple[str, str]:
+    """Least and median."""
+    return tuple(  # type: ignore[return-value]
+        f"{seconds * 1e3:.{0 if seconds >= 0.1 else 2 if seconds >= 1e-3 else 4}f}"
+        for seconds in (min(samples), statistics.median(samples))
+    )
+
+
+# -- ceilings --------------------------------------------------------------------------------------
+
+
+class Ceilings:
+    """Rates of the machine, measured among the contenders: square products, and a copy.
+
+    Args:
+        dtypes: of the products.
+        sides: of the products; None takes those of the type of device.
+        copied: elements of the copy; 0 leaves it out.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        dtypes: Sequence[torch.dtype],
+        sides: Sequence[int] | None = None,
+        copied: int = 0,
+    ) -> None:
+        self.work: dict[str, float] = {}  # FLOPs or bytes
+        self.contenders: dict[str, Callable[[], object]] = {}
+        self.seconds: Seconds = {}
+        for side in sides or CEILING_SIDES.get(device.type, DEFAULT_CEILING_SIDES):
+            for dtype in dict.fromkeys(dtypes):
+                # Normal values: products of zeros draw less power, and run at higher clocks.
+                A = torch.randn(side, side, device=device).to(dtype)
+                out = torch.empty_like(A)
+                self._add(f"mm {dtype} {side}", 2 * side**3, partial(torch.mm, A, A, out=out))
+        if copied:
+            source = torch.randn(copied, device=device)
+            target = torch.empty_like(source)
+            self._add("copy", 8 * copied, partial(target.copy_, source))
+
+    def _add(self, name: str, work: float, call: Callable[[], object]) -> None:
+        self.work[name], self.contenders[name], self.seconds[name] = work, call, []
+
+    def take(self, seconds: Seconds) -> None:
+        """Takes its own samples out of those of a run."""
+        for name in self.work:
+            self.seconds[name] += seconds.pop(name)
+
+    def flops_per_second(self, dtype: torch.dtype) -> float:
+        return self._best(f"mm {dtype} ")
+
+    def bytes_per_second(self) -> float:
+        return self._best("copy")
+
+    def _best(self, prefix: str) -> float:
+        names = [name for name in self.work if name.startswith(prefix)]
+        return max(self.work[name] / min(self.seconds[name]) for name in names)
+
+    def __str__(self) -> str:
+        lines = [
+            f"{name}: {work / min(self.seconds[name]) / 1e9:.0f} "
+            f"{'GB/s' if name == 'copy' else 'GFLOP/s'}"
+            for name, work in self.work.items()
+        ]
+        return "ceilings: " + ", ".join(lines).replace("torch.", "")
+
+
+# -- tables ----------------------------------------------------------------------------------------
+
+
+def show(
+    title: str,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    markdown: bool = False,
+    left: int = 1,
+    width: int = 150,
+) -> None:
+    """Prints a table, whose first ``left`` columns are words and all others numbers."""
+    if markdown:
+        header = " | ".join(columns).replace("\n", " ")
+        print(f"{title}\n\n| {header} |")
+        print("|" + "---|" * left + "---:|" * (len(columns) - left))
+        for row in rows:
+            print(f"| {' | '.join(row)} |")
+        print()
+        return
+    table = Table(title=title)
+    for number, column in enumerate(columns):
+        is_word = number < left
+        table.add_column(column, justify="left" if is_word else "right", no_wrap=is_word)
+    for row in rows:
+        table.add_row(*row)
+    Console(width=width).print(table)

@@ -1,0 +1,130 @@
+"""The benchmark scripts run and print their tables, on matrices too small to say anything."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
+import accuracy
+import orthogonalize
+import step
+import timing
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+CPU = torch.device("cpu")
+TINY = ["--rounds", "1", "--ceiling", "32", "--markdown"]
+
+
+def rows_of(printed: str, first: str) -> list[list[str]]:
+    """Cells of the markdown rows that begin so."""
+    lines = [line for line in printed.splitlines() if line.startswith(f"| {first}")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_orthogonalize_compares_every_form_with_plain_torch(capsys):
+    orthogonalize.main(
+        ["--shapes", "32x64", "24x24x2", "--rounds", "1", "--ceiling", "32", "--markdown"]
+    )
+    printed = capsys.readouterr().out
+    for first in ("32 × 64", "24 × 24, 2"):
+        rows = rows_of(printed, first)
+        assert [row[1] for row in rows] == [
+            *("auto", "standard", "gram", orthogonalize.PLAIN, orthogonalize.THEIRS)
+        ]
+        assert rows[1][4] == rows[3][4] == "1.00"  # FLOPs / plain, of products that are whole
+    assert "mm bfloat16 32" in printed
+
+
+def test_plain_torch_is_an_orthogonalization():
+    wide = orthogonalize.plain(torch.randn(3, 16, 48)).double()
+    tall = orthogonalize.plain(torch.randn(3, 48, 16)).double()
+    for U in (wide, tall.mT):
+        sigmas = torch.linalg.svdvals(U)
+        assert sigmas.min() > 0.5 and sigmas.max() < 1.3
+
+
+def test_step_holds_all_contenders_to_a_floor(capsys):
+    step.main(
+        [
+            "--layers",
+            "1",
+            "--dim",
+            "32",
+            "--ffn",
+            "64",
+            "--rounds",
+            "1",
+            "--ceiling",
+            "32",
+            "--markdown",
+        ]
+    )
+    printed = capsys.readouterr().out
+    (ours,) = rows_of(printed, step.OURS)
+    assert float(ours[4]) > 0 and ours[6] == "1.000"
+    assert len(rows_of(printed, step.THEIRS)) == len(rows_of(printed, step.ADAMW)) == 1
+    assert "1.000 × plain" in printed
+
+
+@pytest.mark.parametrize("ranks", [8, 64])
+def test_a_share_of_a_model_is_one_ranks_part_of_its_flops(ranks):
+    stored = step.of_model("llama-3-8b", layers=None)
+    whole, share = step.matrices_in(stored), step.share_of(stored, ranks, CPU)
+    recipe = timing.load_kernel().newton_schulz.recipe_for(
+        "polar_express", None, "auto", "frobenius", None, torch.float32, CPU
+    )
+    parts = step.flops_of_forms(whole, recipe) / step.flops_of_forms(share, recipe)
+    assert whole.total() == 7 * 32
+    assert 0.9 * ranks < parts < 1.1 * ranks
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator to try it")
+def test_models_too_large_for_a_cpu_are_refused(capsys):
+    with pytest.raises(SystemExit):
+        step.main(["--model", "llama-3-8b"])
+    assert "--layers" in capsys.readouterr().err
+
+
+def test_accuracy_tells_every_input_and_setting():
+    # A process of its own: modules of examples/ and of tests/ share names.
+    options = "--quick --all --families cans cubic5 --norm frobenius schatten4 --markdown"
+    command = [sys.executable, BENCHMARKS / "accuracy.py", *options.split()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    for name in (*accuracy.MADE, "momentum, d = 64"):
+        default, other, *rest = rows_of(done.stdout, f"{name} |")
+        assert default[2].startswith(("pass", "FAIL")) and "%" in default[1]
+        assert "e-0" in other[5]  # fp32
+        assert len(rest) == 2 * 2 * 3 * 2  # families, forms, arithmetics, norms
+
+
+@pytest.mark.parametrize("shape", [(32, 32), (24, 56), (56, 24)])
+def test_references_of_accuracy_are_those_of_the_formulas(shape):
+    import reference
+
+    G = accuracy.MADE["rank s/4"](*shape, torch.Generator().manual_seed(0))
+    triples = reference.FAMILIES["polar_express"]
+    for norm in ("frobenius", "schatten4"):
+        setting = accuracy.Setting(torch.float64, None, norm=norm)
+        U = reference.newton_schulz(G, triples, norm=norm, norm_factor=1.02, eps=0.0)
+        family = timing.load_kernel().newton_schulz.FAMILIES["polar_express"]
+        matrix = accuracy.Decomposed.of(G)
+        found = accuracy.compare(U, matrix, triples, family, setting)
+        assert len(matrix.sigmas) == min(shape) // 4
+        assert found.error < 1e-10 and found.null < 1e-6
+        assert found.polar == pytest.approx(found.polar_of_float64)
+        polar = reference.polar_factor(G)
+        assert found.polar == pytest.approx(float((U - polar).norm() / polar.norm()))
+
+
+def test_the_wire_keeps_a_matrix_up_to_a_power_of_two():
+    G = torch.randn(50, 24) * torch.logspace(-6, 2, 50).unsqueeze(1)
+    sent = accuracy.through_wire(timing.load_kernel(), G, torch.float16).double()
+    scale = float(sent.norm() / G.double().norm())
+    exact = 2.0 ** round(torch.tensor(scale).log2().item())
+    assert float((sent / exact - G).norm() / G.norm()) < 2**-11
