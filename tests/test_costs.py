@@ -337,3 +337,9 @@ def step_without_reading(options):
     optim.state_dict()  # creates state, on meshes that are looked up on the CPU
     with RefusesToRead():
         optim.step()
+
+
+def test_staging_keeps_to_its_bound_in_fp32_arithmetic():
+    shapes = [(1024, 2048)] * 3
+    for cost in run_ranks(fsdp2_cost, 4, shapes, ns_dtype=torch.float32):
+        assert cost["peak"] <= 1.5 * cost["local"] + 4 * cost["largest"]

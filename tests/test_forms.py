@@ -6,6 +6,7 @@ import functools
 import itertools
 import math
 import random
+import time
 
 import pytest
 import torch
@@ -169,6 +170,30 @@ def test_predicted_errors_are_about_those_that_roundings_make(family, restarts):
         assert found / 4 < rounds * 2.0**-10 / math.sqrt(12) < found * 4
 
 
+@pytest.mark.parametrize("algorithm", ["standard", "gram"])
+def test_fifty_steps_are_planned_in_no_time(algorithm):
+    """Where the standard form is asked for, no restarts are needed at all."""
+    recipe = ns.recipe_for("quintic", 50, algorithm, "frobenius", FP16, FP32, CPU)
+    ns.restarts._plan.cache_clear()
+    ns.forms._form.cache_clear()
+    start = time.perf_counter()
+    recipe.form(64, 96)
+    assert time.perf_counter() - start < 2
+
+
+@pytest.mark.parametrize("algorithm", ["auto", "standard", "gram"])
+def test_polynomials_that_make_everything_zero_are_planned_too(algorithm):
+    U = newton_schulz(torch.randn(8, 12), coefficients=[(0, 0, 0)] * 2, algorithm=algorithm)
+    assert torch.equal(U, torch.zeros_like(U))
+
+
+def test_no_steps_are_refused_or_taken_but_do_not_crash():
+    try:
+        newton_schulz(torch.randn(4, 6), 0)
+    except ValueError:  # as options say of ns_steps
+        pass
+
+
 # -- the same matrix -------------------------------------------------------------------------------
 
 
@@ -280,6 +305,58 @@ def test_the_gram_form_lets_no_singular_value_grow(family, dtype, norm):
     )
     for kind, found, expected in zip(matrices, U, standard):
         assert largest_singular_value(found) < 1.05 * largest_singular_value(expected) + 0.1, kind
+
+
+def spectrum(kind: str, s: int) -> torch.Tensor:
+    if kind.startswith("rank"):
+        return (torch.arange(s) < int(kind[5:])).double()
+    return torch.logspace(0, -int(kind[8:]), s, dtype=FP64)
+
+
+BY_DEFAULT = [  # "auto" takes the Gram form here
+    ("polar_express", 8, "schatten4", BF16, "rank 128", 2048),
+    ("polar_express", 10, "schatten4", BF16, "rank 128", 2048),
+    ("polar_express", 10, "schatten4", BF16, "decades 6", 2048),
+    ("quintic", 9, "frobenius", BF16, "decades 10", 2048),
+    ("quintic", 12, "frobenius", FP16, "rank 128", 1024),
+    ("quintic", 12, "frobenius", FP16, "rank 1", 1024),
+    ("quintic", 12, "schatten4", FP16, "rank 1", 1024),
+]
+
+
+@pytest.mark.parametrize("family, steps, norm, dtype, kind, cols", BY_DEFAULT)
+def test_more_steps_blow_no_singular_value_up_in_the_form_that_auto_takes(
+    family, steps, norm, dtype, kind, cols
+):
+    G, options = with_spectrum(spectrum(kind, 512), cols).float(), {"norm": norm, "dtype": dtype}
+    recipe = ns.recipe_for(family, steps, "auto", norm, dtype, FP32, CPU)
+    assert recipe.form(*G.shape).is_gram
+    standard = newton_schulz(G, steps, family, algorithm="standard", **options)
+    assert largest_singular_value(standard) < 1.25
+    assert largest_singular_value(newton_schulz(G, steps, family, **options)) < 1.4
+
+
+ASKED_FOR = [
+    ("cans", 5, "schatten4", BF16, "decades 6"),  # five steps, as published
+    ("cans", 6, "schatten4", BF16, "decades 1"),
+    ("cans", 8, "schatten4", BF16, "decades 1"),
+    ("you", 8, "schatten4", BF16, "decades 4"),
+    ("polar_express", 8, "frobenius", BF16, "rank 32"),
+    ("polar_express", 10, "schatten4", BF16, "rank 2"),
+    ("quintic", 8, "frobenius", BF16, "decades 12"),
+    ("quintic", 10, "schatten4", FP16, "rank 32"),
+    ("quintic", 12, "schatten4", FP16, "rank 1"),
+    ("cubic5", 10, "schatten4", BF16, "rank 16"),
+]
+
+
+@pytest.mark.parametrize("family, steps, norm, dtype, kind", ASKED_FOR)
+def test_more_steps_blow_no_singular_value_up_in_the_gram_form(family, steps, norm, dtype, kind):
+    G, options = with_spectrum(spectrum(kind, 64), 96).float(), {"norm": norm, "dtype": dtype}
+    standard = newton_schulz(G, steps, family, algorithm="standard", **options)
+    assert largest_singular_value(standard) < 1.25
+    gram = newton_schulz(G, steps, family, algorithm="gram", **options)
+    assert largest_singular_value(gram) < 1.4
 
 
 def test_what_came_in_fp16_is_not_rounded_again():
@@ -433,7 +510,8 @@ def test_kernels_take_the_iteration_where_its_stand_in_takes_it(shape, restarts,
         form = ns.Form(triples, restarts, products, "")
         scratch = optimizer.scratch.Scratch()
         X = (X / 2.0 ** ns.iteration._exponent(size)).half()
-        found.append(ns.iteration._iterate(X, size, form, norm, 1.02, 1e-7, 64.0, scratch))
+        rest = ns.iteration._mantissa(size)
+        found.append(ns.iteration._iterate(X, size, rest, form, norm, 1.02, 1e-7, 64.0, scratch))
     assert relative_error(*found) < 1e-2
     for one, G in zip(found[0], randn(2, *shape).half()):
         coefficients = ref.coefficients_of("polar_express", 5)
@@ -450,3 +528,26 @@ def test_kernels_bring_matrices_to_the_range_of_fp16_as_torch_does(overwrite, mo
     scratch = optimizer.scratch.Scratch() if overwrite else None
     found = newton_schulz(G.clone(), dtype=FP16, scratch=scratch)
     assert torch.equal(found[:4], expected[:4]) and found[4].isnan().all()
+
+
+@pytest.mark.parametrize("algorithm", ["standard", "gram"])
+def test_kernels_take_matrices_in_fp64_to_fp16(algorithm, monkeypatch):
+    """What "cuda" runs for fp64 weights with ns_dtype=torch.float16, from a shorter side of 512."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(ns.products.triton_kernels, "run_on", lambda device_type: True)
+    triples = ns.resolve("polar_express", 5).triples
+    restarts = (3,) if algorithm == "gram" else (1, 2, 3, 4)
+    form = ns.Form(triples, restarts, "tiles", "")
+    monkeypatch.setattr(ns.forms, "_form", lambda *sizes: form)
+    G = torch.randn(1, 32, 48, dtype=FP64)
+    assert newton_schulz(G, dtype=FP16).isfinite().all()
+
+
+@pytest.mark.parametrize("norm", ["frobenius", "schatten4"])
+def test_eps_acts_alike_on_a_matrix_of_any_scale_in_fp16(norm):
+    """It is added where the largest magnitude is 1, not somewhere in [1, 2)."""
+    G, options = torch.randn(24, 40), {"norm": norm, "eps": 10.0}
+    G /= G.abs().max()
+    for dtype, bound in ((FP32, 1e-4), (FP16, 2e-2)):
+        one, other = (newton_schulz(of, dtype=dtype, **options).float() for of in (G, 1.9 * G))
+        assert (one - other).norm() < bound * one.norm(), dtype

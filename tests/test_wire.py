@@ -9,10 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
 
 from kernel import optimizer
-from layouts import make, part_for, whole
+from layouts import make, part, part_for, whole
 from ranks import run_ranks
 
 wire = optimizer.distributed.wire
@@ -152,6 +154,43 @@ def test_alignment_leaves_what_is_not_finite_and_other_matrices_alone(bad):
     second = torch.stack([part[1] for part in aligned]).float()
     ratio = second / torch.stack([part[1] for part in expected])
     assert (ratio / ratio.flatten()[0] - 1).abs().max() < 2.0**-9
+
+
+# -- a shard of zeros -----------------------------------------------------------------------------
+
+
+def update_with_a_zero_shard(scale: float, sent_in: torch.dtype | None) -> torch.Tensor:
+    """What a step adds to a matrix of which one rank's half has no gradient."""
+    mesh = init_device_mesh("cpu", (2,))
+    grad = scale * torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
+    grad[8:] = 0
+    p = nn.Parameter(part(torch.zeros(16, 8), mesh, [Shard(0)]))
+    p.grad = part(grad, mesh, [Shard(0)])
+    options = {
+        "ns_dtype": torch.float16,
+        "comm_dtype": sent_in,
+        "adjust_lr": "none",
+        "weight_decay": 0.0,
+    }
+    optimizer.Muon([{"params": [p], "use_muon": True}], lr=1.0, **options).step()
+    return p.full_tensor().detach()
+
+
+@pytest.mark.parametrize("scale", [1e-10, 1e-20])
+def test_a_shard_of_zeros_does_not_take_small_gradients_of_other_ranks_away(scale):
+    (found, _), (expected, _) = (
+        run_ranks(update_with_a_zero_shard, 2, scale, sent_in) for sent_in in (None, torch.float32)
+    )
+    # A scale of 1 is 0.005 apart.
+    assert (found - expected).norm() < 0.02 * expected.norm()
+
+
+def test_parts_of_zeros_set_no_scale():
+    parts = [torch.full((1, 4, 4), 1e-10), torch.zeros(1, 4, 4)]
+    sent = [torch.empty(1, 4, 4, dtype=torch.float16) for _ in parts]
+    largest = torch.stack([p.abs().max() for p in parts])
+    wire.align(sent, wire.scale_down(parts, sent, largest).view(2, 1))
+    assert sent[0].abs().min() > 0 and (sent[1] == 0).all()
 
 
 # -- numbers ---------------------------------------------------------------------------------------

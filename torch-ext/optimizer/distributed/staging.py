@@ -146,8 +146,12 @@ class Staging:
         entry = self.entries[unit.entry]
         numel, cols = layout.numel(unit.box), entry.matrices.cols
         count = entry.matrices.count(unit.box, unit.rows)
+        arithmetic = entry.recipe.dtype
         squares = 4 if entry.recipe.form(unit.rows, cols).is_gram else 2
-        work = (2 * numel + squares * count * min(unit.rows, cols) ** 2) * entry.wire.itemsize
+        work = squares * count * min(unit.rows, cols) ** 2 + numel * (
+            1 + (arithmetic != entry.wire)
+        )
+        work = work * arithmetic.itemsize + numel * entry.wire.itemsize
         together = matrices_per_batch(entry, unit.rows, self.chunk_size, self.batch_bytes)
         work *= max(1, together // count)
         if entry.second_moment:

@@ -27,7 +27,8 @@ def scale_down(parts: Sequence[Tensor], outputs: Sequence[Tensor], largest: Tens
         The exponents to scale up with, (len(parts),) in fp32: whole numbers that fp16 holds.
     """
     exponents = torch.frexp(largest).exponent.clamp_min(_SMALLEST_EXPONENT) - _LARGEST
-    # Inf and NaN go as they are.
+    # Zeros set no scale for the parts that they meet; Inf and NaN go as they are.
+    exponents = torch.where(largest == 0, _SMALLEST_EXPONENT - _LARGEST, exponents)
     exponents = torch.where(torch.isfinite(largest), exponents, 0).to(torch.float32)
     if triton_kernels.run_on(largest.device.type):
         from ..triton_kernels import elementwise

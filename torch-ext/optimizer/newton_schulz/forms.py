@@ -145,12 +145,13 @@ def _form(recipe: Recipe, s: int, l: int) -> Form:
     triples = recipe.iteration.in_arithmetic(recipe.dtype)
     products = _products(recipe, s, l)
     standard = Form(triples, tuple(range(1, len(triples))), products, "as asked for")
-    restarts = plan_restarts(triples, recipe.dtype, recipe.norm, s)
-    gram = Form(triples, restarts, products, "as asked for")
-    if recipe.algorithm != "auto":
-        return gram if recipe.algorithm == "gram" else standard
-    if s < GRAM_FROM:
+    if recipe.algorithm == "standard":
+        return standard
+    if recipe.algorithm == "auto" and s < GRAM_FROM:
         return _because(standard, f"shorter side under {GRAM_FROM}")
+    gram = replace(standard, restarts=plan_restarts(triples, recipe.dtype, recipe.norm, s))
+    if recipe.algorithm == "gram":
+        return gram
     # What only stands in for accelerators' arithmetic takes the form that they take.
     weighed = "tiles" if products == "widened" else products
     costs = (replace(form, products=weighed).flops(s, l) for form in (gram, standard))

@@ -85,12 +85,13 @@ def newton_schulz(
     else:
         X = scratch.empty("X", batch.shape, recipe.dtype, G.device)
     factor, scale = recipe.iteration.norm_factor, _scale(X)
+    rest: Optional[Tensor] = None
     if recipe.dtype == torch.float16:
-        size = _normalize_exactly(batch, factor, eps, scale, X)
+        size, rest = _normalize_exactly(batch, factor, eps, scale, X)
     else:
         size = _normalize(batch, factor, eps, overwrite, scratch, X)  # (n, 1, 1)
     form = recipe.form(*G.shape[-2:])
-    return _iterate(X, size, form, norm, factor, eps, scale, scratch).view(G.shape)
+    return _iterate(X, size, rest, form, norm, factor, eps, scale, scratch).view(G.shape)
 
 
 def _scale(X: Tensor) -> float:
@@ -159,14 +160,17 @@ def _normalize_some(
     return size
 
 
-def _normalize_exactly(G: Tensor, factor: float, eps: float, scale: float, out: Tensor) -> Tensor:
+def _normalize_exactly(
+    G: Tensor, factor: float, eps: float, scale: float, out: Tensor
+) -> tuple[Tensor, Tensor]:
     """Multiplies each matrix by a power of two that brings its size near ``scale``, in fp16.
 
-    What came in fp16, scaled by a power of two for the wire, is not rounded again; the first
-    segment divides by what is left of the size. G may be ``out``.
+    What came in fp16, scaled by a power of two for the wire, is not rounded again. G may be
+    ``out``.
 
     Returns:
-        As `_normalize` does, of matrices whose largest magnitude has been brought to [1, 2).
+        The sizes as `_normalize` has them, and what ``out`` is still to be divided by, in [1, 2),
+        NaN of a matrix with Inf or NaN.
     """
     dtype = torch.promote_types(G.dtype, torch.float32)
     by_kernels = triton_kernels.run_on(G.device.type)
@@ -176,22 +180,22 @@ def _normalize_exactly(G: Tensor, factor: float, eps: float, scale: float, out: 
         largest, size = torch.empty((2, len(G), 1, 1), dtype=dtype, device=G.device)
         elementwise.measure(list(G), largest.flatten(), size.flatten())
         largest.masked_fill_(largest == 0, 1.0)  # (n, 1, 1)
-        size.mul_(_mantissa(largest))
     else:
         largest = torch.linalg.vector_norm(G, math.inf, _SIDES, True, dtype=dtype)
         largest.masked_fill_(largest == 0, 1.0)
         scaled = torch.ldexp(G.to(dtype), -_exponent(largest))
-        size = torch.linalg.vector_norm(scaled, 2, _SIDES, True)
+        size = torch.linalg.vector_norm(scaled, 2, _SIDES, True).div_(_mantissa(largest))
     size.mul_(factor).add_(eps)
     size.masked_fill_(size == 0, 1.0)  # a zero matrix without eps
-    exponents = _exponent(largest) + _exponent(size) - int(math.log2(scale))
+    rest = size * _mantissa(largest)
+    exponents = _exponent(largest) + _exponent(rest) - int(math.log2(scale))
     if by_kernels:
         exponents = exponents.clamp(-126, 126).flatten().to(torch.float32)
         elementwise.pack(list(G), list(out), exponents)
     else:
         half = exponents // 2  # a power of two for the whole may leave the range of fp32
         out.copy_(torch.ldexp(torch.ldexp(G.to(dtype), -half), half - exponents))
-    return size
+    return size, _mantissa(rest)
 
 
 def _exponent(values: Tensor) -> Tensor:
@@ -207,6 +211,7 @@ def _mantissa(values: Tensor) -> Tensor:
 def _iterate(
     X: Tensor,  # (n, rows, cols)
     size: Tensor,  # (n, 1, 1)
+    rest: Optional[Tensor],  # (n, 1, 1)
     form: Form,
     norm: str,
     factor: float,
@@ -214,7 +219,10 @@ def _iterate(
     scale: float,
     scratch: Scratch,
 ) -> Tensor:
-    """The segments of a form, on X as `_normalize` left it, whose storage is used too."""
+    """The segments of a form, on X as it was normalized, whose storage is used too.
+
+    The first segment divides by ``rest``, what X still is to be divided by.
+    """
     products = PRODUCTS[form.products]
     Y = scratch.empty("Y", X.shape, X.dtype, X.device)
     side = min(X.shape[-2:])
@@ -222,8 +230,6 @@ def _iterate(
         scratch.empty(purpose, (len(X), side, side), X.dtype, X.device)
         for purpose in ("RZQT" if form.is_gram else "RZ")
     ]
-    # What X is still to be divided by: the first segment does so.
-    rest = _mantissa(size) if X.dtype == torch.float16 else None
     for start, stop in form.segments:
         R = products.gram(
             X, scale**-2, None if rest is None else rest.square().reciprocal_(), squares[0]

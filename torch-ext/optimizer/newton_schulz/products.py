@@ -123,7 +123,7 @@ def _gram_tiles(X: Tensor, alpha: float, factor: Optional[Tensor], out: Tensor) 
         return _gram_whole(X, alpha, factor, out)
     from ..triton_kernels.symmetric import symmetric_product
 
-    scale = alpha if factor is None else factor.flatten() * alpha
+    scale = alpha if factor is None else factor.flatten().to(torch.float32) * alpha
     return symmetric_product(*_sides(X), alpha=scale, out=out)
 
 

@@ -38,7 +38,9 @@ _MOST_GROWTH_IN_FP32 = 1000.0
 _LARGEST_SIDE = 512  # that is told apart: in longer matrices, more averages out
 _POINTS = 16  # of a spectrum, each for many singular values
 
-_MOST_TRIED = 10  # iterations of which all subsets are tried as restarts
+# Iterations of which all subsets are tried as restarts. Later ones change little, and would be
+# many to plan: each is a segment of its own.
+_MOST_PLANNED = 7
 
 
 def plan_restarts(
@@ -56,14 +58,15 @@ def plan_restarts(
         return ()
     growth = _MOST_GROWTH.get(dtype, _MOST_GROWTH_IN_FP32)
     side = min(_LARGEST_SIDE, 1 << max(4, side.bit_length() - 1))
-    return _plan(triples, growth, norm, side)
+    planned = _plan(triples[:_MOST_PLANNED], growth, norm, side)
+    return planned + tuple(range(_MOST_PLANNED, len(triples)))
 
 
 @functools.cache
 def _plan(triples: tuple[Triple, ...], growth: float, norm: str, side: int) -> tuple[int, ...]:
     every = tuple(range(1, len(triples)))
     standard = predicted_errors(triples, every, norm, side)
-    for count in range(len(every) if len(triples) <= _MOST_TRIED else 3):
+    for count in range(len(every)):
         worst = {}
         for restarts in itertools.combinations(every, count):
             if _growth(triples, restarts) <= growth:
@@ -127,7 +130,8 @@ def _error(
                     O[t] += (slope * slope * D[t] + of_Z) * sigma * sigma
                     D[t] = squared * (Y[t] * Y[t] * D[t] + of_T) + of_R
             lambdas, sigmas = R, [x * y for x, y in zip(sigmas, Y)]
-    return math.sqrt(weight**2 * sum(map(sum, errors)) / (weight * _square(sigmas)))
+    size = _square(sigmas)
+    return math.sqrt(weight * sum(map(sum, errors)) / size) if size > 0 else math.inf
 
 
 def _square(values: Sequence[float]) -> float:
