@@ -14,7 +14,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
 from kernel import optimizer
-from layouts import make, part, part_for, whole
+from layouts import make, part_for, whole
+from layouts import part as part_of
 from ranks import run_ranks
 
 wire = optimizer.distributed.wire
@@ -164,8 +165,8 @@ def update_with_a_zero_shard(scale: float, sent_in: torch.dtype | None) -> torch
     mesh = init_device_mesh("cpu", (2,))
     grad = scale * torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
     grad[8:] = 0
-    p = nn.Parameter(part(torch.zeros(16, 8), mesh, [Shard(0)]))
-    p.grad = part(grad, mesh, [Shard(0)])
+    p = nn.Parameter(part_of(torch.zeros(16, 8), mesh, [Shard(0)]))
+    p.grad = part_of(grad, mesh, [Shard(0)])
     options = {
         "ns_dtype": torch.float16,
         "comm_dtype": sent_in,

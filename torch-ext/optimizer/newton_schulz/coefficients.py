@@ -132,7 +132,8 @@ def resolve(coefficients: Coefficients, steps: Optional[int] = None) -> Iteratio
     with `CONVERGING`: cycling a schedule made for a fixed count can turn the update around.
 
     Raises:
-        ValueError: no steps; unknown family; an explicit list that is not ``steps`` triples of numbers.
+        ValueError: no steps; unknown family; an explicit list that is not ``steps`` triples of
+            numbers.
     """
     if steps is not None and steps < 1:
         raise ValueError(f"steps must be at least 1, found {steps!r}")
