@@ -393,7 +393,8 @@ def test_inf_and_nan_stay_within_their_own_matrix(dtype, bad, norm):
         (dict(steps=5, coefficients=TRIPLES), "lists 3 iterations but ns_steps is 5"),
         (dict(steps=2, coefficients=TRIPLES), "lists 3 iterations but ns_steps is 2"),
         (dict(steps=1, coefficients=[(1.0, 2.0)]), "list of .a, b, c."),
-        (dict(steps=0, coefficients=[]), "list of .a, b, c."),
+        (dict(coefficients=[]), "list of .a, b, c."),
+        (dict(steps=0), "steps must be at least 1, found 0"),
     ],
 )
 def test_unknown_names_and_wrong_counts_raise(arguments, message):

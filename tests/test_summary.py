@@ -134,7 +134,7 @@ def test_algorithms_are_told():
     assert foreach == "AdamW"
     assert own == "Muon, own coefficients ×7, standard (shorter side under 512), float64"
     why = r"\(0\.\d\d of the standard form's FLOPs\), bfloat16"
-    assert re.fullmatch(rf"Muon, quintic ×5, gram, restarted after 3 and 4 {why}", long)
+    assert re.fullmatch(rf"Muon, quintic ×5, gram, restarted after 2 and 3 {why}", long)
     assert re.fullmatch(r"Muon, quintic ×5, standard \(the Gram form takes 1\.\d\d .*", square)
 
 

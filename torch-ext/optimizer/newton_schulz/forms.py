@@ -19,15 +19,17 @@ from .restarts import plan_restarts, segments
 ALGORITHMS = ("auto", "standard", "gram")
 
 # From which shorter side on symmetric products are computed by halves, and in blocks of how many
-# rows: under it the products of the halves are too small to run at full speed.
+# rows: under it the products of the halves are too small to run at full speed. On CPUs, where the
+# mirror image is copied, a factor has to have so many entries as well.
 HALVES_FROM = 512
 BLOCK_ROWS = {"blocks": 256, "tiles": 128}
+BLOCKS_FROM = 1 << 20
 
 # The Gram form is taken from this shorter side on, and where it takes at most so much of the
 # standard form's FLOPs, by the way of multiplying: it does more of its work in small products.
 # benchmarks/orthogonalize.py and benchmarks/accuracy.py show times and errors of both.
 GRAM_FROM = 512
-GRAM_FLOPS = {"whole": 0.85, "blocks": 0.85, "tiles": 0.95}
+GRAM_FLOPS = {"whole": 0.92, "blocks": 0.92, "tiles": 0.95}
 
 
 @dataclass(frozen=True)
@@ -74,9 +76,16 @@ class Form:
 
     def _symmetric(self, s: int, k: int) -> int:
         """Of (s, k) times (k, s): blocks of rows end at the diagonal."""
-        block = BLOCK_ROWS.get(self.products, s)
+        block = block_rows(self.products, s, k)
         ends = [min(s, start + block) for start in range(0, s, block)]
         return sum(2 * (end - start) * end * k for start, end in zip([0, *ends], ends))
+
+
+def block_rows(products: str, s: int, k: int) -> int:
+    """Rows of the blocks, or tiles, in which (s, k) times (k, s) is computed: all where whole."""
+    if products == "blocks" and s * k < BLOCKS_FROM:
+        return s
+    return BLOCK_ROWS.get(products, s)
 
 
 @dataclass(frozen=True)

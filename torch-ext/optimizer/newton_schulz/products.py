@@ -6,14 +6,14 @@ commute, both symmetric; and the multiplication of X by such a matrix, on its sh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple, Optional
 
 import torch
 from torch import Tensor
 
 from .. import triton_kernels
-from .forms import BLOCK_ROWS
+from .forms import block_rows
 
 
 class Products(NamedTuple):
@@ -52,32 +52,25 @@ def _apply_whole(Q: Tensor, X: Tensor, alpha: float, beta: float, out: Tensor) -
     return _product(left, right, alpha, beta, X, out)
 
 
-def _blocks(s: int) -> Iterator[tuple[int, int]]:
-    rows = BLOCK_ROWS["blocks"]
-    return ((start, min(start + rows, s)) for start in range(0, s, rows))
-
-
-def _product_of_one(
-    A: Tensor, B: Tensor, alpha: float, beta: float, C: Tensor, out: Tensor
-) -> None:
-    if alpha == 1.0 and beta == 0.0:
-        torch.mm(A, B, out=out)
-    else:
-        torch.addmm(C, A, B, alpha=alpha, beta=beta, out=out)
-
-
 def _symmetric_blocks(
     A: Tensor, B: Tensor, alpha: float, beta: float, C: Tensor, out: Tensor
 ) -> Tensor:
     """Rows up to the diagonal, block by block; the rest is their mirror image.
 
-    One matrix at a time: CPUs multiply into a part of a matrix in place, but not of a batch, and
-    what a matrix gets does not depend on its batch.
+    One matrix at a time: CPUs multiply into a part of a matrix in place, but not of a batch.
     """
+    _, s, k = A.shape
+    rows = block_rows("blocks", s, k)
+    if rows == s:
+        return _product(A, B, alpha, beta, C, out)
     for A_i, B_i, C_i, out_i in zip(A, B, C, out):
-        for start, stop in _blocks(len(out_i)):
-            block = (slice(start, stop), slice(stop))
-            _product_of_one(A_i[start:stop], B_i[:, :stop], alpha, beta, C_i[block], out_i[block])
+        for start in range(0, s, rows):
+            stop = min(start + rows, s)
+            block, left, right = (slice(start, stop), slice(stop)), A_i[start:stop], B_i[:, :stop]
+            if alpha == 1.0 and beta == 0.0:
+                torch.mm(left, right, out=out_i[block])
+            else:
+                torch.addmm(C_i[block], left, right, alpha=alpha, beta=beta, out=out_i[block])
             out_i[:start, start:stop].copy_(out_i[start:stop, :start].mT)
     return out
 
@@ -85,14 +78,6 @@ def _symmetric_blocks(
 def _gram_blocks(X: Tensor, alpha: float, factor: Optional[Tensor], out: Tensor) -> Tensor:
     _symmetric_blocks(*_sides(X), alpha, 0.0, out, out)
     return out if factor is None else out.mul_(factor)
-
-
-def _apply_one_by_one(Q: Tensor, X: Tensor, alpha: float, beta: float, out: Tensor) -> Tensor:
-    tall = X.shape[-2] > X.shape[-1]
-    for Q_i, X_i, out_i in zip(Q, X, out):
-        left, right = (X_i, Q_i) if tall else (Q_i, X_i)
-        _product_of_one(left, right, alpha, beta, X_i, out_i)
-    return out
 
 
 def _mirrored(wide: Tensor, out: Tensor) -> Tensor:
@@ -139,7 +124,7 @@ def _symmetric_tiles(
 
 PRODUCTS = {
     "whole": Products(_gram_whole, _product, _apply_whole),
-    "blocks": Products(_gram_blocks, _symmetric_blocks, _apply_one_by_one),
+    "blocks": Products(_gram_blocks, _symmetric_blocks, _apply_whole),
     # fp16 on CPUs: the arithmetic of accelerators, products in fp32 and one rounding.
     "widened": Products(_gram_widened, _symmetric_widened, _apply_widened),
     "tiles": Products(_gram_tiles, _symmetric_tiles, _apply_whole),
