@@ -165,9 +165,10 @@ def _form(recipe: Recipe, s: int, l: int) -> Form:
     weighed = "tiles" if products == "widened" else products
     costs = (replace(form, products=weighed).flops(s, l) for form in (gram, standard))
     saved = next(costs) / max(1, next(costs))
+    where = " on accelerators" if weighed != products else ""
     if saved <= GRAM_FLOPS[weighed]:
-        return _because(gram, f"{saved:.2f} of the standard form's FLOPs")
-    return _because(standard, f"the Gram form takes {saved:.2f} of its FLOPs")
+        return _because(gram, f"{saved:.2f} of the standard form's FLOPs{where}")
+    return _because(standard, f"the Gram form takes {saved:.2f} of its FLOPs{where}")
 
 
 def _because(form: Form, why: str) -> Form:
