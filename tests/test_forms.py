@@ -264,7 +264,7 @@ def largest_singular_value(U):
     return torch.linalg.eigvalsh(U.mT @ U if U.shape[0] > U.shape[1] else U @ U.mT).max().sqrt()
 
 
-@pytest.mark.parametrize("shape", [(512, 512), (1024, 512)])
+@pytest.mark.parametrize("shape", [(1024, 512)])
 @pytest.mark.parametrize(
     "kind, bound",
     [
@@ -292,9 +292,7 @@ def test_fp16_is_close_to_the_polynomial_on_any_spectrum(kind, bound, shape):
 def test_the_gram_form_lets_no_singular_value_grow(family, dtype, norm):
     matrices = {kind: hard_matrix(kind, 192, 256) for kind in ("gaussian", "low rank", "power law")}
     # One large singular value, wherever it lies: polynomials have peaks, and diverge beyond.
-    for share, power in itertools.product(
-        (0.1, 0.2, 0.35, 0.5, 0.6, 0.7, 0.85, 0.95), (0.0, 1.0, 2.0)
-    ):
+    for share, power in itertools.product((0.2, 0.5, 0.85), (0.0, 2.0)):
         matrices[f"{share} and a power of {power}"] = spiked(share, power, 192, 256)
     G = torch.stack(list(matrices.values())).float()
     U, standard = (
