@@ -148,9 +148,8 @@ class Staging:
         count = entry.matrices.count(unit.box, unit.rows)
         arithmetic = entry.recipe.dtype
         squares = 4 if entry.recipe.form(unit.rows, cols).is_gram else 2
-        work = squares * count * min(unit.rows, cols) ** 2 + numel * (
-            1 + (arithmetic != entry.wire)
-        )
+        copies = 1 if arithmetic == entry.wire else 2  # beside what was gathered
+        work = copies * numel + squares * count * min(unit.rows, cols) ** 2
         work = work * arithmetic.itemsize + numel * entry.wire.itemsize
         together = matrices_per_batch(entry, unit.rows, self.chunk_size, self.batch_bytes)
         work *= max(1, together // count)

@@ -157,7 +157,7 @@ def _form(recipe: Recipe, s: int, l: int) -> Form:
     if recipe.algorithm == "standard":
         return standard
     if recipe.algorithm == "auto" and s < GRAM_FROM:
-        return _because(standard, f"shorter side under {GRAM_FROM}")
+        return replace(standard, why=f"shorter side under {GRAM_FROM}")
     gram = replace(standard, restarts=plan_restarts(triples, recipe.dtype, recipe.norm, s))
     if recipe.algorithm == "gram":
         return gram
@@ -167,12 +167,8 @@ def _form(recipe: Recipe, s: int, l: int) -> Form:
     saved = next(costs) / max(1, next(costs))
     where = " on accelerators" if weighed != products else ""
     if saved <= GRAM_FLOPS[weighed]:
-        return _because(gram, f"{saved:.2f} of the standard form's FLOPs{where}")
-    return _because(standard, f"the Gram form takes {saved:.2f} of its FLOPs{where}")
-
-
-def _because(form: Form, why: str) -> Form:
-    return replace(form, why=why)
+        return replace(gram, why=f"{saved:.2f} of the standard form's FLOPs{where}")
+    return replace(standard, why=f"the Gram form takes {saved:.2f} of its FLOPs{where}")
 
 
 def _products(recipe: Recipe, s: int, l: int) -> str:
