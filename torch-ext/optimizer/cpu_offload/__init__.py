@@ -1,0 +1,1 @@
+"""Optimizer state in host memory between steps, carried to the device and back within them."""

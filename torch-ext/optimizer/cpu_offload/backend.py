@@ -1,0 +1,185 @@
+"""Streams, events and copies between host and device: an accelerator's, and a stand-in's for tests.
+
+A *queue* is a stream: ``COMPUTE`` is the current one, on which the step's arithmetic runs; ``IN``
+carries copies to the device and ``OUT`` copies to the host. What one queue does is in order; an
+event recorded on one and waited for on another orders the two. Nothing here makes the host wait but
+`Backend.synchronize`.
+"""
+
+from __future__ import annotations
+
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+COMPUTE, IN, OUT = "compute", "in", "out"
+
+
+class Backend:
+    """What moving state needs of a device.
+
+    Args:
+        device: where state is used.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
+
+    def allocate(self, nbytes: int) -> Tensor:
+        """Uninitialized bytes on the device, for work of the ``COMPUTE`` queue from now on."""
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def free(self, memory: Tensor) -> None:
+        """Tells that what `allocate` gave is about to be let go: all queues are done with it, or
+        the ``COMPUTE`` queue waits until they are."""
+
+    def record(self, on: str) -> Any:
+        """An event behind everything that has been given to a queue so far."""
+        raise NotImplementedError
+
+    def wait(self, on: str, event: Any) -> None:
+        """Lets a queue go on when an event has come."""
+        raise NotImplementedError
+
+    def copy(self, on: str, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+        """Copies flat tensors, one by one, on the ``IN`` or the ``OUT`` queue."""
+        raise NotImplementedError
+
+    def has_come(self, event: Any) -> bool:
+        """Whether everything before an event is done; doesn't wait."""
+        raise NotImplementedError
+
+    def synchronize(self, event: Any) -> None:
+        """Makes the host wait for an event."""
+        raise NotImplementedError
+
+
+class Accelerator(Backend):
+    """An accelerator's streams; the copies' own two are made when first needed."""
+
+    def __init__(self, device: torch.device):
+        super().__init__(device)
+        self._streams: dict[str, torch.Stream] = {}
+
+    def _stream(self, name: str) -> torch.Stream:
+        if name == COMPUTE:
+            return torch.accelerator.current_stream(self.device)
+        if name not in self._streams:
+            self._streams[name] = torch.Stream(self.device)
+        return self._streams[name]
+
+    def record(self, on: str) -> torch.Event:
+        return self._stream(on).record_event()
+
+    def wait(self, on: str, event: torch.Event) -> None:
+        self._stream(on).wait_event(event)
+
+    def copy(self, on: str, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+        with self._stream(on):
+            for target, source in zip(targets, sources):
+                target.copy_(source, non_blocking=True)
+
+    def has_come(self, event: torch.Event) -> bool:
+        return event.query()
+
+    def synchronize(self, event: torch.Event) -> None:
+        event.synchronize()
+
+
+class Host(Backend):
+    """The same in host memory: two threads copy, each in the order of its queue.
+
+    For tests and to look at what streaming does, where there is no accelerator: with a random delay
+    before each copy, a missing wait shows as a wrong result. The ``COMPUTE`` queue is the calling
+    thread.
+
+    Args:
+        delay: largest delay before a copy, in seconds.
+        seed: of the delays.
+    """
+
+    def __init__(self, delay: float = 0.0, seed: int = 0):
+        super().__init__(torch.device("cpu"))
+        self._delay = delay
+        self._seed = seed
+        self._threads: dict[str, _Worker] = {}
+        self.allocated_bytes = 0  # on the "device", now
+        self.peak_bytes = 0  # at most so far
+
+    def allocate(self, nbytes: int) -> Tensor:
+        self.allocated_bytes += nbytes
+        self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
+        return super().allocate(nbytes)
+
+    def free(self, memory: Tensor) -> None:
+        self.allocated_bytes -= memory.numel()
+
+    def _worker(self, on: str) -> _Worker:
+        if on not in self._threads:
+            self._threads[on] = _Worker(on, self._delay, self._seed)
+        return self._threads[on]
+
+    def record(self, on: str) -> threading.Event:
+        event = threading.Event()
+        if on == COMPUTE:
+            event.set()  # the calling thread has done everything before it
+        else:
+            self._worker(on).put(event.set)
+        return event
+
+    def wait(self, on: str, event: threading.Event) -> None:
+        if on == COMPUTE:
+            self.synchronize(event)
+        else:
+            self._worker(on).put(event.wait)
+
+    def copy(self, on: str, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+        for target, source in zip(targets, sources):
+            self._worker(on).copy(target, source)
+
+    def has_come(self, event: threading.Event) -> bool:
+        return event.is_set()
+
+    def synchronize(self, event: threading.Event) -> None:
+        event.wait()
+        for worker in self._threads.values():
+            worker.check()
+
+
+class _Worker:
+    """A thread that does one thing after the other; it ends with the process."""
+
+    def __init__(self, name: str, delay: float, seed: int):
+        self._todo: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
+        self._delay = delay
+        self._random = random.Random(f"{name}{seed}")
+        self._error: Optional[BaseException] = None
+        self.put = self._todo.put
+        threading.Thread(target=self._run, name=f"offload-{name}", daemon=True).start()
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        delay = self._random.uniform(0.0, self._delay)
+
+        def do() -> None:
+            if delay:
+                time.sleep(delay)
+            target.copy_(source)
+
+        self.put(do)
+
+    def check(self) -> None:
+        if self._error is not None:
+            raise RuntimeError("a copy failed") from self._error
+
+    def _run(self) -> None:
+        while True:
+            try:
+                self._todo.get()()
+            except BaseException as error:  # later waits tell
+                self._error = error
