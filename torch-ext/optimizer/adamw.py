@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Optional
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from .core import takes_part
+from .cpu_offload import Carrier, CPUOffload, Portion, Share
 from .distributed import utils as dtensors
 from .distributed.layout import shard
 from .distributed.replicas import Replicas
@@ -64,39 +65,75 @@ def init_state(
             state[key] = torch.zeros_like(param, memory_format=torch.preserve_format)
 
 
-def update_groups(
-    groups: Sequence[Mapping[str, Any]],
-    state: Mapping[Tensor, MutableMapping[str, Tensor]],
-    replicas: Optional[Replicas] = None,
-) -> list[RowGathering]:
-    """AdamW's share of a step.
+class Updates:
+    """AdamW's share of a step, in parts: more than one where state is carried from the host.
 
     Args:
         groups: all of them; Muon's are passed over.
         state: of each parameter.
         replicas: those that average gradients and divide the work, in ZeRO-2.
-
-    Returns:
-        What to ``wait()`` for at the end of the step.
+        offload: where the state lives.
+        carrier: what brings it.
     """
-    groups = [group for group in groups if not group["use_muon"]]
-    if replicas is None:
-        for group in groups:
-            update(group["params"], state, group)
-        return []
-    present = [[p for p in group["params"] if takes_part(p, group)] for group in groups]
-    plain = [p for params in present for p in params if not is_dtensor(p)]
-    number = {p: index for index, p in enumerate(plain)}
-    divided = [is_divided(p.shape, len(replicas.ranks)) for p in plain]
-    means = MeanGradients(plain, divided, replicas.group)
 
-    def mean(param: Tensor) -> Tensor:
-        means.launch_through(number[param])
-        return means.result(number[param])
+    def __init__(
+        self,
+        groups: Sequence[Mapping[str, Any]],
+        state: Mapping[Tensor, MutableMapping[str, Tensor]],
+        replicas: Optional[Replicas],
+        offload: CPUOffload,
+        carrier: Carrier,
+    ):
+        self._groups = [group for group in groups if not group["use_muon"]]
+        self._present = [[p for p in g["params"] if takes_part(p, g)] for g in self._groups]
+        self._state = state
+        self._replicas = replicas
+        self._here = offload.here
+        self._carrier = carrier
+        self._gathering: list[RowGathering] = []
+        self._parts = []  # of each group
+        for number, params in enumerate(self._present):
+            moments = [(state[p]["exp_avg"], state[p]["exp_avg_sq"]) for p in params]
+            rows = [[*offload.loan(first), *offload.loan(second)] for first, second in moments]
+            self._parts.append(carrier.cut(("adamw", number), rows))
 
-    return [
-        update_rows(params, state, group, mean, replicas) for params, group in zip(present, groups)
-    ]
+    def __len__(self) -> int:
+        return sum(self._parts)
+
+    def announce(self) -> Iterator[None]:
+        """Announces, part by part, what `run` is going to need."""
+        for number, parts in enumerate(self._parts):
+            for part in range(parts):
+                self._carrier.announce(("adamw", number), part)
+                yield
+
+    def run(self) -> Iterator[None]:
+        """Updates the parameters, part by part; alike on all replicas."""
+        mean = self._mean_gradients() if self._replicas is not None else None
+        for number, (params, group) in enumerate(zip(self._present, self._groups)):
+            rows, divided = _rows(params, self._state, mean, self._replicas, self._here)
+            yield from _update(rows, group, self._carrier.portions(("adamw", number), len(rows)))
+            _bump_versions(params)
+            if self._replicas is not None:
+                self._gathering.append(gather_rows(divided, self._replicas.group))
+
+    def wait(self) -> None:
+        """Waits for what replicas send each other."""
+        for rows in self._gathering:
+            rows.wait()
+
+    def _mean_gradients(self) -> Callable[[Tensor], Tensor]:
+        assert self._replicas is not None
+        plain = [p for params in self._present for p in params if not is_dtensor(p)]
+        number = {p: index for index, p in enumerate(plain)}
+        divided = [is_divided(p.shape, len(self._replicas.ranks)) for p in plain]
+        means = MeanGradients(plain, divided, self._replicas.group)
+
+        def mean(param: Tensor) -> Tensor:
+            means.launch_through(number[param])
+            return means.result(number[param])
+
+        return mean
 
 
 def update(
@@ -110,7 +147,9 @@ def update(
     ``missing_grad="zero"`` an absent one counts as zeros.
     """
     present = [p for p in params if takes_part(p, options)]
-    _update([_Row.of(local(p), p.grad, state[p]) for p in present], options)
+    rows, _ = _rows(present, state)
+    for _ in _update(rows, options):
+        pass
     _bump_versions(present)
 
 
@@ -132,23 +171,51 @@ def update_rows(
         mean: the mean gradient of a plain parameter: all of it, or this rank's rows where
             `is_divided` says so.
     """
-    ranks, rank = len(replicas.ranks), replicas.group.rank()
-    rows, divided = [], []
-    for p in params:
-        if is_dtensor(p):
-            rows.append(_Row.of(local(p), p.grad, state[p]))
-        elif is_divided(p.shape, ranks):
-            held = p.detach()[slice(*shard(p.shape[0], ranks, rank))]
-            rows.append(_Row.of(held, mean(p), state[p]))
-            divided.append(p)
-        else:
-            rows.append(_Row.of(p.detach(), mean(p), state[p]))
-    _update(rows, options)
+    rows, divided = _rows(params, state, mean, replicas)
+    for _ in _update(rows, options):
+        pass
     _bump_versions(params)
     return gather_rows(divided, replicas.group)
 
 
-def _update(rows: Sequence[_Row], options: Mapping[str, Any]) -> None:
+def _rows(
+    params: Sequence[Tensor],
+    state: Mapping[Tensor, MutableMapping[str, Tensor]],
+    mean: Optional[Callable[[Tensor], Tensor]] = None,
+    replicas: Optional[Replicas] = None,
+    here: Callable[[Tensor], Tensor] = local,
+) -> tuple[list[_Row], list[Tensor]]:
+    """What to update of each parameter, and those of which replicas update the rest."""
+    rows, divided = [], []
+    for p in params:
+        if mean is None or replicas is None or is_dtensor(p):
+            rows.append(_Row.of(local(p), p.grad, state[p], here))
+        elif is_divided(p.shape, len(replicas.ranks)):
+            interval = shard(p.shape[0], len(replicas.ranks), replicas.group.rank())
+            rows.append(_Row.of(p.detach()[slice(*interval)], mean(p), state[p], here))
+            divided.append(p)
+        else:
+            rows.append(_Row.of(p.detach(), mean(p), state[p], here))
+    return rows, divided
+
+
+def _update(
+    rows: Sequence[_Row],
+    options: Mapping[str, Any],
+    portions: Optional[Iterable[Portion]] = None,
+) -> Iterator[None]:
+    """Updates rows, or one portion of them after the other."""
+    if portions is None:
+        _update_at_once(rows, options)
+        return
+    for portion in portions:
+        _update_at_once(
+            [rows[share.row].part(share, moments) for share, moments in portion], options
+        )
+        yield
+
+
+def _update_at_once(rows: Sequence[_Row], options: Mapping[str, Any]) -> None:
     beta1, beta2 = options["adamw_betas"]
     for fused in (True, False):
         chosen = [row for row in rows if row.is_fused(options) is fused]
@@ -191,12 +258,28 @@ class _Row:
     step: Tensor
 
     @classmethod
-    def of(cls, param: Tensor, grad: Optional[Tensor], state: Mapping[str, Tensor]) -> _Row:
+    def of(
+        cls,
+        param: Tensor,
+        grad: Optional[Tensor],
+        state: Mapping[str, Tensor],
+        here: Callable[[Tensor], Tensor],
+    ) -> _Row:
         if grad is None:
             grad = torch.zeros_like(param)
         else:
             grad = local(grad).to(param.dtype)
-        return cls(param, grad, local(state["exp_avg"]), local(state["exp_avg_sq"]), state["step"])
+        return cls(param, grad, here(state["exp_avg"]), here(state["exp_avg_sq"]), state["step"])
+
+    def part(self, share: Share, moments: Sequence[Tensor]) -> _Row:
+        """What a portion has of it; its moments on the device where they had to be brought."""
+        if share.piece is None and not moments:
+            return self
+        index = () if share.piece is None else share.piece
+        exp_avg, exp_avg_sq = moments or (self.exp_avg[index], self.exp_avg_sq[index])
+        # Counted once: the last piece counts, the others count a copy.
+        step = self.step if share.is_last else self.step.clone()
+        return _Row(self.param[index], self.grad[index], exp_avg, exp_avg_sq, step)
 
     def is_fused(self, options: Mapping[str, Any]) -> bool:
         return is_fused(self.param, options) and self.is_dense

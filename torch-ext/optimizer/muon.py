@@ -10,18 +10,18 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from . import adamw, checkpoints, newton_schulz, options, validation
+from . import adamw, checkpoints, newton_schulz, options, pipeline, validation
 from .core import Matrices
+from .cpu_offload import CPUOffload
 from .distributed import agreement
 from .distributed import utils as dtensors
 from .distributed.machine import Machine
 from .distributed.plan import NOTHING, Plan
 from .distributed.replicas import Replicas
-from .distributed.zero2 import RowGathering
 from .groups import default_is_muon, get_default_muon_param_groups
 from .options import GROUP_OPTIONS
-from .pipeline import Step
 from .planning import NO_SURVEY, Survey, entries_of, notes_of, plan_all, plan_step, sets_of, survey
+from .step import Step
 from .summary import Summary, summarize
 
 __all__ = ["Muon", "default_is_muon", "get_default_muon_param_groups"]
@@ -181,6 +181,7 @@ class Muon(torch.optim.Optimizer):
         defaults = {key: arguments[key] for key in GROUP_OPTIONS}
         options.settle_steps(defaults, given=not isinstance(ns_steps, options.DefaultSteps))
         self._names: list[Optional[list[str]]] = []
+        self._offload = CPUOffload()
         self._forget_plans()
         super().__init__(validation.as_groups(params), defaults)
         muon_names = [g["names"] or () for g in self._views() if g["use_muon"]]
@@ -286,14 +287,9 @@ class Muon(torch.optim.Optimizer):
         groups, plan = self._agree_on_plan(error)
         self._init_state(groups, self._survey)
 
-        gathering: list[RowGathering] = []
-
-        def update_others() -> None:
-            gathering.extend(adamw.update_groups(groups, self.state, self._wide.divided))
-
-        Step(plan, groups, self.state, self._wide).run(meanwhile=update_others)
-        for rows in gathering:
-            rows.wait()
+        step = Step(plan, groups, self.state, self._wide, self._offload)
+        others = adamw.Updates(groups, self.state, self._wide.divided, self._offload, step.carrier)
+        pipeline.run(step, others)
 
     def _agree_on_plan(self, error: Optional[Exception]) -> tuple[list[dict[str, Any]], Plan]:
         """Groups and the plan; raises on all ranks alike, before anything was written.

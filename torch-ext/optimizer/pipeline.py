@@ -13,216 +13,162 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Optional
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import core
+from . import adamw, core
 from .async_utils import Task, interleave
+from .cpu_offload import narrow
 from .distributed import layout, wire
-from .distributed import utils as dtensors
 from .distributed.collectives import all_gather_slots
-from .distributed.plan import (
-    Batch,
-    Bundle,
-    Chunk,
-    Entry,
-    Lane,
-    Plan,
-    Run,
-    Traffic,
-    Unit,
-    turn_of,
-)
-from .distributed.replicas import Replicas
-from .distributed.zero2 import MeanGradients
+from .distributed.plan import Batch, Bundle, Chunk, Lane, Run, Traffic, Unit, turn_of
 from .newton_schulz import newton_schulz
-from .options import OptimizerWide
-from .scratch import Scratch
-
-State = Mapping[Tensor, Mapping[str, Tensor]]
-Hyper = Mapping[str, Any]
+from .step import Hyper, Step, part_of
 
 
-class Step:
-    """What the chunks of one step share.
+def run(step: Step, others: adamw.Updates) -> None:
+    """Updates all matrices, and the parameters that are not Muon's."""
+    groups = {id(lane): step.process_group(lane) for lane in step.plan.lanes}
+
+    def announced(chunk: Chunk, lane: Lane) -> Task:
+        return announce_chunk(chunk, step)
+
+    def updated(chunk: Chunk, lane: Lane) -> Task:
+        return update_chunk(chunk, lane, groups.get(id(lane)), step)
+
+    if not step.carrier.is_idle:
+        _walk(step, announced, _Others(others.announce(), len(others), step))
+        step.carrier.begin()
+    _find_nonfinite(step, [(lane, groups[id(lane)]) for lane in step.plan.lanes])
+    _walk(step, updated, _Others(others.run(), len(others), step))
+    step.end()
+    others.wait()
+
+
+def _walk(step: Step, task: Callable[[Chunk, Lane], Task], others: _Others) -> None:
+    """Goes through all that there is to do, in the order in which all ranks do it.
+
+    The others' turn is under the first gathers. In ZeRO-2 they have traffic of their own, which
+    takes its turn among the lanes: under those of the same ranks, or between the others. Out of
+    turn, two ranks would use one process group in different orders, since each may have another
+    first lane.
 
     Args:
-        plan: what to do.
-        groups: hyperparameters and parameters of each group.
-        state: ``momentum_buffer`` and ``second_momentum_buffer`` of each parameter.
-        wide: options that hold for all groups.
+        task: what to do for a chunk.
+        others: what to do for the parameters that are not Muon's.
+    """
+    lanes = step.plan.lanes
+    turn, is_under = _turn_of_others(step)
+
+    def tasks(lane: Lane) -> Iterator[Task]:
+        return (others.taking_turns(task(chunk, lane), chunk) for chunk in lane.chunks)
+
+    def without_traffic() -> None:
+        for lane in step.plan.alone:
+            interleave(tasks(lane), in_flight=1)
+
+    def hidden_under(number: int) -> None:
+        if number == 0:
+            without_traffic()
+        if number == turn and is_under:
+            others.take_turn()
+
+    for number, lane in enumerate(lanes):
+        if number == turn and not is_under:
+            others.take_turn()
+        interleave(tasks(lane), lane.in_flight, functools.partial(hidden_under, number))
+    if not lanes:
+        without_traffic()
+    if turn == len(lanes):
+        others.take_turn()
+    others.finish()
+
+
+def _turn_of_others(step: Step) -> tuple[int, bool]:
+    """The number of the lane with which the others have their turn, and whether under it."""
+    replicas, lanes = step.wide.divided, step.plan.lanes
+    if replicas is None or len(replicas.ranks) == 1:  # without traffic
+        return 0, bool(lanes)
+    ranks = tuple(sorted(replicas.ranks))
+    turn = sum(turn_of(lane.peers) < turn_of(ranks) for lane in lanes)
+    return turn, turn < len(lanes) and lanes[turn].peers == ranks
+
+
+class _Others:
+    """The parameters that are not Muon's: all at their turn, or part by part between the chunks.
+
+    The latter where state is carried from the host: their own arithmetic is too little to hide
+    that, that of the chunks is not. But not in ZeRO-2, where their traffic has its place.
+
+    Args:
+        parts: does one after the other.
+        number: of parts.
+        step: which.
     """
 
-    def __init__(self, plan: Plan, groups: Sequence[Hyper], state: State, wide: OptimizerWide):
-        self.plan = plan
-        self.groups = groups
-        self.wide = wide
-        self.params = [groups[entry.group]["params"][entry.index] for entry in plan.entries]
-        self.state = [state[param] for param in self.params]
-        self.weights = [dtensors.local(param) for param in self.params]
-        self.momenta = [dtensors.local(own["momentum_buffer"]) for own in self.state]
-        self.grads: dict[int, Tensor] = {}
-        self.unread = Counter(plan.reads)
-        self.finite: dict[int, Tensor] = {}  # by id of a unit, (matrices,), with nonfinite="skip"
-        self.scratch = Scratch()
-        self.means = None if wide.divided is None else _Means(self, wide.divided)
+    def __init__(self, parts: Iterator[None], number: int, step: Step):
+        self._parts = parts
+        self._number = number
+        self._step = step
+        self._is_apart = step.carrier.is_idle or step.wide.divided is not None
+        self._done = 0  # parts
+        self._flops_done = 0
+        chunks = (chunk for lane in (*step.plan.lanes, *step.plan.alone) for chunk in lane.chunks)
+        self._flops = 0 if self._is_apart else sum(map(self._flops_of, chunks))
 
-    def run(self, meanwhile: Callable[[], None]) -> None:
-        """Updates all matrices; ``meanwhile`` is other work, done under the first gathers.
+    def take_turn(self) -> None:
+        if self._is_apart:
+            self.finish()
 
-        In ZeRO-2 that has traffic of its own, which takes its turn among the lanes: under those of
-        the same ranks, or between the others. Out of turn, two ranks would use one process group
-        in different orders, since each may have another first lane.
-        """
+    def taking_turns(self, task: Task, chunk: Chunk) -> Task:
+        """A chunk's task, with as many parts behind its arithmetic as that can hide."""
+        if self._is_apart:
+            return task
+        return self._taking_turns(task, self._flops_of(chunk))
 
-        lanes = [(lane, self._process_group(lane)) for lane in self.plan.lanes]
-        _find_nonfinite(self, lanes)
-        turn, is_under = self._turn_of_others()
+    def _taking_turns(self, task: Task, flops: int) -> Task:
+        next(task)
+        yield
+        next(task)
+        self._flops_done += flops
+        while self._done * self._flops < self._number * self._flops_done:
+            next(self._parts, None)
+            self._done += 1
+        yield
+        next(task, None)
 
-        def without_traffic() -> None:
-            for lane in self.plan.alone:
-                interleave(self._chunks(lane, None), in_flight=1)
+    def finish(self) -> None:
+        for _ in self._parts:
+            pass
 
-        def hidden_under(number: int) -> None:
-            if number == 0:
-                without_traffic()
-            if number == turn and is_under:
-                meanwhile()
-
-        for number, (lane, group) in enumerate(lanes):
-            if number == turn and not is_under:
-                meanwhile()
-            hidden = functools.partial(hidden_under, number)
-            interleave(self._chunks(lane, group), lane.in_flight, hidden)
-        if not lanes:
-            without_traffic()
-        if turn == len(lanes):
-            meanwhile()
-        for entry, param in enumerate(self.params):
-            self._release_grad(entry)
-            if dtensors.is_dtensor(param):
-                torch.autograd.graph.increment_version(param)
-
-    def _turn_of_others(self) -> tuple[int, bool]:
-        """The number of the lane with which other work has its turn, and whether under it."""
-        replicas = self.wide.divided
-        if replicas is None or len(replicas.ranks) == 1:  # without traffic
-            return 0, bool(self.plan.lanes)
-        ranks = tuple(sorted(replicas.ranks))
-        turn = sum(turn_of(lane.peers) < turn_of(ranks) for lane in self.plan.lanes)
-        return turn, turn < len(self.plan.lanes) and self.plan.lanes[turn].peers == ranks
-
-    def _chunks(self, lane: Lane, group: Any) -> Iterator[Task]:
-        return (update_chunk(chunk, lane, group, self) for chunk in lane.chunks)
-
-    def _process_group(self, lane: Lane) -> Any:
-        param = self.params[lane.owners[0][0].entry]
-        return dtensors.process_group(param, lane.peers, self.wide.process_group)
-
-    def entry(self, unit: Unit) -> Entry:
-        return self.plan.entries[unit.entry]
-
-    def hyper(self, unit: Unit) -> Hyper:
-        return self.groups[self.entry(unit).group]
-
-    def average_gradients(self, chunk: Chunk) -> None:
-        """Starts to, in ZeRO-2, for what a chunk needs; on all ranks alike."""
-        if self.means is not None:
-            self.means.launch(chunk)
-
-    def grad(self, unit: Unit) -> Tensor:
-        """The gradient of the unit's parameter where its momentum is; zeros where there is none."""
-        number = unit.entry
-        if number not in self.grads:
-            self.grads[number] = self._grad(number)
-        return self.grads[number]
-
-    def _grad(self, number: int) -> Tensor:
-        if self.means is not None and number in self.means.numbers:
-            return self.means.rows(number)
-        grad, entry = self.params[number].grad, self.plan.entries[number]
-        grad = torch.zeros_like(self.weights[number]) if grad is None else dtensors.local(grad)
-        if entry.momentum is not None:  # replicas divide the momentum, not the gradient
-            grad = grad[layout.slices(entry.momentum_region(self.plan.rank))]
-        return grad
-
-    def was_read(self, units: Sequence[Unit]) -> None:
-        """Lets a gradient go once all units of its parameter have been read."""
-        for unit in units:
-            self.unread[unit.entry] -= 1
-            if not self.unread[unit.entry]:
-                self._release_grad(unit.entry)
-
-    def _release_grad(self, number: int) -> None:
-        self.grads.pop(number, None)
-        self.drop_grad(number)
-
-    def drop_grad(self, number: int) -> None:
-        """Lets a gradient go that has been read, where that is asked for.
-
-        Not in capturable groups: the backward of a replayed graph writes where it was captured.
-        """
-        hyper = self.groups[self.plan.entries[number].group]
-        if hyper["none_grad"] and not hyper["capturable"]:
-            self.params[number].grad = None
-
-    def second_moment(self, unit: Unit) -> Tensor:
-        """V of a unit's matrices, a view (experts…, matrices of each, long side)."""
-        entry = self.entry(unit)
-        row_dim = entry.matrices.row_dim
-        start, stop = unit.box[row_dim]
-        count = (stop - start) // unit.rows
-        numbers = entry.matrices.second_moment_interval(start, unit.rows, count)
-        held = entry.region(self.plan.rank)[:row_dim]
-        experts = layout.slices(layout.relative(unit.box[:row_dim], held))
-        V = dtensors.local(self.state[unit.entry]["second_momentum_buffer"])
-        return V[(*experts, slice(*numbers))].unflatten(-1, (count, -1))
-
-    def keep(self, unit: Unit, box: layout.Region) -> Optional[Tensor]:
-        """Whether to update, for the elements of a part of a unit; broadcasts to them."""
-        if id(unit) not in self.finite:
-            return None
-        row_dim = self.entry(unit).matrices.row_dim
-        experts = layout.shape_of(unit.box[:row_dim])
-        by_matrix = self.finite[id(unit)].view(*experts, -1, 1)
-        rows = by_matrix.expand(*by_matrix.shape[:-1], unit.rows).flatten(-2)[
-            (..., slice(*box[row_dim]))
-        ]
-        return rows.view(*rows.shape, *(1 for _ in box[row_dim + 1 :]))
+    def _flops_of(self, chunk: Chunk) -> int:
+        units = (unit for batch in chunk.batches for unit in batch.units)
+        return sum(self._step.flops(unit) for unit in units)
 
 
-class _Means:
-    """Gradients of replicas, averaged over their ranks in the order in which chunks need them."""
+def announce_chunk(chunk: Chunk, step: Step) -> Task:
+    """Announces what `update_chunk` is going to borrow of the host's, in the order of its use."""
+    for run in chunk.momentum:
+        parts = [(u, index) for bundle in run for u, index in zip(bundle.units, bundle.indices)]
+        step.announce(_MOMENTUM, run, [step.momentum_loans(*part) for part in parts])
+    yield
+    yield
+    for run in chunk.weights:
+        for bundle in run:
+            if step.hyper(bundle.units[0])["beta2"] is not None:
+                loans = [step.second_moment_loans(unit) for unit in bundle.units]
+                step.announce(_SECOND_MOMENT, bundle, loans, at_once=True)
+        parts = [(u, index) for bundle in run for u, index in zip(bundle.units, bundle.indices)]
+        step.announce(_WEIGHTS, run, [step.weight_loans(*part) for part in parts])
 
-    def __init__(self, step: Step, replicas: Replicas):
-        self.numbers: dict[int, int] = {}  # of entries, in the order of the first chunk of each
-        self._through: dict[int, int] = {}  # by id of a chunk, the last that it needs
-        for lane in (*step.plan.lanes, *step.plan.alone):
-            for chunk, units in zip(lane.chunks, lane.rounds):
-                for unit, _ in units:
-                    if step.entry(unit).momentum is not None:
-                        self.numbers.setdefault(unit.entry, len(self.numbers))
-                self._through[id(chunk)] = len(self.numbers) - 1
-        entries = list(self.numbers)
-        self._gradients = MeanGradients(
-            [step.params[entry] for entry in entries],
-            [True] * len(entries),
-            replicas.group,
-            on_read=lambda number: step.drop_grad(entries[number]),
-            scratch=step.scratch,
-        )
 
-    def launch(self, chunk: Chunk) -> None:
-        if self._through[id(chunk)] >= 0:
-            self._gradients.launch_through(self._through[id(chunk)])
-
-    def rows(self, entry: int) -> Tensor:
-        return self._gradients.result(self.numbers[entry])
+# What windows are announced for.
+_MOMENTUM, _SECOND_MOMENT, _WEIGHTS = "momentum", "second moment", "weights"
 
 
 def update_chunk(chunk: Chunk, lane: Lane, group: Any, step: Step) -> Task:
@@ -308,31 +254,48 @@ def _update_momentum(
 
     The largest magnitude of every part goes into ``largest``.
     """
-    by_group: dict[int, list[tuple]] = defaultdict(list)
+    rows: list[tuple] = []
+    groups: list[int] = []
     slots = itertools.repeat(None) if largest is None else iter(largest.unbind())
     for bundle in run:
         outputs = _views(written, bundle.start - start, bundle.shape)
         for unit, index, output in zip(bundle.units, bundle.indices, outputs):
-            momentum = _part_of(step.momenta[unit.entry], index)
-            grad = _part_of(step.grad(unit), index)
-            row = momentum, grad, output, step.keep(unit, bundle.box), next(slots)
-            by_group[step.entry(unit).group].append(row)
+            momentum = part_of(step.momenta[unit.entry], index)
+            grad = part_of(step.grad(unit), index)
+            rows.append((momentum, grad, output, step.keep(unit, bundle.box), next(slots)))
+            groups.append(step.entry(unit).group)
         step.was_read(bundle.units)
-    for group, rows in by_group.items():
-        hyper = step.groups[group]
-        momenta, grads, outputs, kept, slots_of_group = map(list, zip(*rows))
-        core.update_momentum(
-            momenta,
-            grads,
-            outputs,
-            momentum=hyper["momentum"],
-            nesterov=hyper["nesterov"],
-            style=hyper["momentum_style"],
-            maximize=hyper["maximize"],
-            keep=kept if hyper["nonfinite"] == "skip" else None,
-            wanted=run[0].travels,
-            largest=None if largest is None else slots_of_group,
-        )
+    for portion in step.carrier.portions((_MOMENTUM, id(run)), len(rows)):
+        by_group: dict[int, list[tuple]] = defaultdict(list)
+        partial: list[tuple[Tensor, Tensor]] = []
+        for share, lent in portion:
+            *tensors, slot = rows[share.row]
+            if slot is not None and not share.is_first:
+                partial.append((slot, torch.empty_like(slot)))
+                slot = partial[-1][1]
+            row = (*lent, *(narrow(t, share.piece) for t in tensors[len(lent) :]), slot)
+            by_group[groups[share.row]].append(row)
+        for group, of_group in by_group.items():
+            _apply_momentum(step.groups[group], of_group, wanted=run[0].travels)
+        for slot, of_piece in partial:
+            slot.copy_(torch.maximum(slot, of_piece))
+
+
+def _apply_momentum(hyper: Hyper, rows: Sequence[tuple], wanted: bool) -> None:
+    """B ← μB + G, for rows of B, G, what to orthogonalize, where to do so, and a largest one."""
+    momenta, grads, outputs, kept, largest = map(list, zip(*rows))
+    core.update_momentum(
+        momenta,
+        grads,
+        outputs,
+        momentum=hyper["momentum"],
+        nesterov=hyper["nesterov"],
+        style=hyper["momentum_style"],
+        maximize=hyper["maximize"],
+        keep=kept if hyper["nonfinite"] == "skip" else None,
+        wanted=wanted,
+        largest=None if largest[0] is None else largest,
+    )
 
 
 def _update_and_scale(
@@ -428,21 +391,28 @@ def _update_weights(chunk: Chunk, updates: Tensor, lane: Lane, step: Step) -> No
         read = step.scratch.wide(received, dtype)
         if dtype != lane.wire:
             read.copy_(received)
-        by_rates: dict[tuple[int, float], list[tuple]] = defaultdict(list)
+        rows: list[tuple] = []
+        rates: list[tuple[int, float]] = []  # group and scale
         for bundle in run:
             parts = _views(read, bundle.start - start, bundle.shape)
             entry, hyper = step.entry(bundle.units[0]), step.hyper(bundle.units[0])
             factors: Iterable[Optional[Tensor]] = itertools.repeat(None)
             if hyper["beta2"] is not None:
                 factors = _second_moment_factors(bundle, updates, step)
-            rows, cols = bundle.units[0].rows, entry.matrices.cols
-            scale = core.update_scale(rows, cols, hyper["adjust_lr"])
+            of_bundle = entry.matrices.cols, hyper["adjust_lr"]
+            scale = core.update_scale(bundle.units[0].rows, *of_bundle)
             for unit, index, part, factor in zip(bundle.units, bundle.indices, parts, factors):
-                weight = _part_of(step.weights[unit.entry], index)
-                row = weight, part, factor, step.keep(unit, bundle.box)
-                by_rates[entry.group, scale].append(row)
-        for (group, scale), weights in by_rates.items():
-            _apply(step.groups[group], scale, weights)
+                weight = part_of(step.weights[unit.entry], index)
+                rows.append((weight, part, factor, step.keep(unit, bundle.box)))
+                rates.append((entry.group, scale))
+        for portion in step.carrier.portions((_WEIGHTS, id(run)), len(rows)):
+            by_rates: dict[tuple[int, float], list[tuple]] = defaultdict(list)
+            for share, lent in portion:
+                tensors = rows[share.row][len(lent) :]
+                row = (*lent, *(narrow(tensor, share.piece) for tensor in tensors))
+                by_rates[rates[share.row]].append(row)
+            for (group, scale), of_rate in by_rates.items():
+                _apply(step.groups[group], scale, of_rate)
 
 
 def _apply(hyper: Hyper, scale: float, rows: Sequence[tuple]) -> None:
@@ -462,10 +432,20 @@ def _apply(hyper: Hyper, scale: float, rows: Sequence[tuple]) -> None:
 
 def _second_moment_factors(bundle: Bundle, updates: Tensor, step: Step) -> list[Tensor]:
     """Updates V of a bundle's units; what this rank's parts of the update are multiplied with."""
+    views = [step.second_moment(unit) for unit in bundle.units]
+    factors: list[Tensor] = []
+    for portion in step.carrier.portions((_SECOND_MOMENT, id(bundle)), len(views)):  # one
+        of_portion = [lent[0] if lent else views[share.row] for share, lent in portion]
+        factors = _update_second_moment(of_portion, bundle, updates, step)
+    return factors
+
+
+def _update_second_moment(
+    views: Sequence[Tensor], bundle: Bundle, updates: Tensor, step: Step
+) -> list[Tensor]:
     unit = bundle.units[0]
     m = step.entry(unit).matrices
-    views = [step.second_moment(unit) for unit in bundle.units]
-    V = torch.stack(views)  # (n, experts…, matrices of each, long side)
+    V = torch.stack(list(views))  # (n, experts…, matrices of each, long side)
     v = wire.read_numbers(updates, bundle.along, V.numel()).view(V.shape)
     v = v.to(
         torch.promote_types(step.entry(unit).recipe.dtype, torch.float32)
@@ -477,7 +457,7 @@ def _second_moment_factors(bundle: Bundle, updates: Tensor, step: Step) -> list[
     factor = core.second_moment_factor(
         flat, v.view(flat.shape), step.hyper(unit)["beta2"], keep
     ).view(V.shape)
-    torch._foreach_copy_(views, list(V))
+    torch._foreach_copy_(list(views), list(V))
     if not bundle.numel:
         return []
     experts, rest = V.shape[:-2], m.shape[m.row_dim + 1 :]
@@ -507,7 +487,7 @@ def _find_nonfinite(step: Step, lanes: Sequence[tuple[Lane, Any]]) -> None:
         for bundle in (bundle for chunk in lane.chunks for bundle in chunk.read):
             for unit, index in zip(bundle.units, bundle.indices):
                 if bundle.numel and id(unit) in of_unit:
-                    grad = _part_of(step.grad(unit), index)
+                    grad = part_of(step.grad(unit), index)
                     _mark_finite(grad, unit, bundle.box, of_unit[id(unit)], step)
         if group is not None:
             work.append(dist.all_reduce(finite, dist.ReduceOp.MIN, group=group, async_op=True))
@@ -534,7 +514,3 @@ def _views(flat: Tensor, start: int, shape: Sequence[int]) -> list[Tensor]:
     """(n, *shape of each) from ``start`` of a flat buffer, as n views; none where it is empty."""
     numel = math.prod(shape)
     return list(flat[start : start + numel].view(shape).unbind(0)) if numel else []
-
-
-def _part_of(tensor: Tensor, index: Optional[tuple[slice, ...]]) -> Tensor:
-    return tensor if index is None else tensor[index]

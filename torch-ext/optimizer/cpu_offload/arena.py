@@ -11,6 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+# Where tensors begin, in bytes; what lies between two neighbours is nobody's.
+PADDED_TO = 64
+
 
 class Arena:
     """Host memory of the state of an optimizer."""

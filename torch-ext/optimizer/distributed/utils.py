@@ -53,6 +53,16 @@ def local(tensor: Tensor) -> Tensor:
     return (tensor.to_local() if is_dtensor(tensor) else tensor).detach()  # type: ignore[attr-defined]
 
 
+def with_local(tensor: Tensor, part: Tensor) -> Tensor:
+    """A tensor that lies as the given one does, with another part of its shape and dtype here.
+
+    On whatever device that is: `DTensor.from_local` would move it to the mesh's.
+    """
+    if not is_dtensor(tensor):
+        return part
+    return DTensor(part, tensor._spec, requires_grad=False)  # type: ignore[attr-defined]
+
+
 def grad_dtype(param: Tensor) -> torch.dtype:
     """What a gradient has or would have: the same on all ranks, whichever have one."""
     return getattr(param, "grad_dtype", None) or param.dtype

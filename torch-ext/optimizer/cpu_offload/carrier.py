@@ -1,0 +1,91 @@
+"""What one step carries: windows are announced in the order of their use, then lent one by one."""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+from .backend import Backend
+from .conveyor import Conveyor
+from .windows import Joined, Loan, Share, Window, fill_windows
+
+Portion = Sequence[tuple[Share, tuple[Tensor, ...]]]
+
+
+class Carrier:
+    """Brings what a step needs of the host's memory to the devices, and back.
+
+    Args:
+        backends: of the devices; none where nothing is carried.
+        slot_bytes: device memory that what is carried takes, on each of them.
+        joined: see `windows.Window`.
+    """
+
+    def __init__(
+        self,
+        backends: Mapping[torch.device, Backend],
+        slot_bytes: Mapping[torch.device, int],
+        joined: Joined,
+    ):
+        self._backends = backends
+        self._slot_bytes = slot_bytes
+        # Some are on their way in, one is used, some are on their way out.
+        self._window_bytes = {device: nbytes // 4 for device, nbytes in slot_bytes.items()}
+        self._joined = joined
+        self._windows: dict[Hashable, list[Window]] = {}
+        self._order: dict[torch.device, list[Window]] = defaultdict(list)
+        self._conveyors: dict[torch.device, Conveyor] = {}
+
+    def cut(self, key: Hashable, rows: Sequence[Sequence[Loan]], at_once: bool = False) -> int:
+        """Prepares windows with all of these rows; how many portions they will be used in.
+
+        Args:
+            key: by which to ask for them.
+            rows: loans, of each row of the portions' user.
+            at_once: in one portion, whatever their size; on one device.
+        """
+        if not any(rows):
+            return 1
+        limits = dict.fromkeys(self._window_bytes, sys.maxsize) if at_once else self._window_bytes
+        self._windows[key] = fill_windows(rows, limits, self._joined)
+        return len(self._windows[key])
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is nothing to carry, for lack of state on the host."""
+        return not self._backends
+
+    def announce(self, key: Hashable, number: Optional[int] = None) -> None:
+        """Appends a portion to the order of use, or all of them."""
+        windows = self._windows.get(key, ())
+        for window in windows if number is None else windows[number : number + 1]:
+            self._order[window.device].append(window)
+
+    def begin(self) -> None:
+        """Starts to carry what was announced."""
+        for device, windows in self._order.items():
+            backend = self._backends[device]
+            self._conveyors[device] = Conveyor(backend, windows, self._slot_bytes[device])
+
+    def portions(self, key: Hashable, rows: int) -> Iterator[Portion]:
+        """Shares of so many rows, each with its loans' tensors on the device, portion by portion.
+
+        What was not prepared is one portion, which lends nothing. A portion's tensors are valid
+        until the next one is asked for.
+        """
+        if key not in self._windows:
+            yield [(Share(row, None, ()), ()) for row in range(rows)]
+            return
+        for window in self._windows[key]:
+            conveyor = self._conveyors[window.device]
+            yield list(zip(window.shares, conveyor.lend(window)))
+            conveyor.give_back(window)
+
+    def end(self) -> dict[torch.device, Any]:
+        """Lets go of the devices' memory; for each device an event behind the last copy."""
+        return {device: conveyor.end() for device, conveyor in self._conveyors.items()}

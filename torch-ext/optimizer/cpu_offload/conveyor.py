@@ -1,0 +1,132 @@
+"""Carries windows of state to the device and back, in the order in which a step uses them.
+
+Windows take turns in a ring of device memory. While one is used, the next ones are on their way in,
+as many as there is room for, and the last ones on their way out::
+
+    IN       w0 w1 w2 ..... w3 w4          waits for the room that a window takes
+    COMPUTE     w0 w1 .... w2 w3 w4        waits for the window it is about to use
+    OUT            w0 w1 .... w2 w3 w4     waits until what it carries has been computed
+
+The host waits for nothing. Memory of the ring is the current stream's: allocated there, and let go
+when that stream has been made to wait for the last copy.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Optional
+
+from torch import Tensor
+
+from .backend import COMPUTE, IN, OUT, Backend
+from .windows import ALIGNMENT, Copy, Window
+
+
+@dataclass
+class _Turn:
+    """A window in the ring, from the copy that brings it until its room has been taken again.
+
+    Args:
+        window: which.
+        start, stop: its bytes of the ring.
+        came: when it is on the device.
+        left: when its room is free; None while it is to be used.
+    """
+
+    window: Window
+    start: int
+    stop: int
+    came: Any
+    left: Optional[Any] = None
+
+
+class Conveyor:
+    """The windows of one step on one device.
+
+    Args:
+        backend: of the device.
+        windows: in the order in which they are used.
+        slot_bytes: device memory for them; a window that is larger gets as much as it needs.
+    """
+
+    def __init__(self, backend: Backend, windows: Sequence[Window], slot_bytes: int):
+        self._backend = backend
+        self._coming = deque(windows)
+        sizes = [_aligned(window.nbytes) for window in windows]
+        self._size = min(max(slot_bytes, max(sizes, default=0)), sum(sizes))
+        self._ring = backend.allocate(self._size)
+        self._turns: deque[_Turn] = deque()
+        self._head = 0
+        # Whoever had the ring's memory before, or wrote what is carried, did it on that stream.
+        backend.wait(IN, backend.record(COMPUTE))
+        self._bring()
+
+    def lend(self, window: Window) -> list[tuple[Tensor, ...]]:
+        """The tensors of each share on the device, until the window is given back.
+
+        Raises:
+            RuntimeError: another window's turn it is.
+        """
+        turn = next((turn for turn in self._turns if turn.left is None), None)
+        if turn is None or turn.window is not window:
+            raise RuntimeError("windows must be used in the order in which they were announced")
+        self._backend.wait(COMPUTE, turn.came)
+        return window.views(self._ring[turn.start : turn.stop])
+
+    def give_back(self, window: Window) -> None:
+        """Ends the use of the window that was lent last."""
+        turn = next(turn for turn in self._turns if turn.window is window)
+        turn.left = self._backend.record(COMPUTE)
+        written = [copy for copy in window.copies if copy.written]
+        if written:
+            self._backend.wait(OUT, turn.left)
+            targets = [copy.host for copy in written]
+            self._backend.copy(OUT, targets, self._on_device(turn, written))
+            turn.left = self._backend.record(OUT)
+        self._bring()
+
+    def end(self) -> Any:
+        """Lets go of the ring; an event behind the last copy."""
+        for queue in (IN, OUT):
+            last = self._backend.record(queue)
+            self._backend.wait(COMPUTE, last)
+        self._backend.free(self._ring)
+        del self._ring
+        return last
+
+    def _bring(self) -> None:
+        """Starts copies of the next windows, as far as there is room."""
+        while self._coming:
+            start = self._room(_aligned(self._coming[0].nbytes))
+            if start is None:
+                return
+            window = self._coming.popleft()
+            turn = _Turn(window, start, start + _aligned(window.nbytes), None)
+            sources = [copy.host for copy in window.copies]
+            self._backend.copy(IN, self._on_device(turn, window.copies), sources)
+            turn.came = self._backend.record(IN)
+            self._turns.append(turn)
+            self._head = turn.stop
+
+    def _room(self, nbytes: int) -> Optional[int]:
+        """Where the next window goes; None while one that is to be used lies there."""
+        start = self._head if self._head + nbytes <= self._size else 0
+        overlapping = [
+            turn for turn in self._turns if turn.start < start + nbytes and start < turn.stop
+        ]
+        if any(turn.left is None for turn in overlapping):
+            return None
+        for turn in overlapping:
+            self._backend.wait(IN, turn.left)
+            self._turns.remove(turn)
+        return start
+
+    def _on_device(self, turn: _Turn, copies: Sequence[Copy]) -> list[Tensor]:
+        memory = self._ring[turn.start : turn.stop]
+        return [memory[copy.place : copy.place + copy.host.numel()] for copy in copies]
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,255 @@
+"""What of the state is on the device at the same time: windows, cut from tensors in host memory.
+
+A window holds as much as element-wise arithmetic is done on at once, within a limit: whole tensors,
+or pieces of larger ones. In a window tensors lie as they do in host memory, so that neighbours
+there are copied at once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Optional
+
+import torch
+from torch import Tensor
+
+from .arena import PADDED_TO
+
+# Where tensors begin on the device, in bytes, as its own allocator has it.
+ALIGNMENT = 256
+
+# Pieces are cut at multiples of this, where they can be: what is computed of an element must not
+# depend on where vectors of elements begin.
+ALIGNED_ROWS = 64
+
+Index = tuple[slice, ...]
+Joined = Callable[[int, int], Optional[Tensor]]
+
+
+class Loan(NamedTuple):
+    """A tensor in host memory that is needed on a device, and whether it is written there."""
+
+    host: Tensor
+    device: torch.device
+    written: bool
+
+
+class Share(NamedTuple):
+    """What a window has of one row, of tensors of one shape that are used together.
+
+    Args:
+        row: its number.
+        piece: of each of its tensors; None is all of them.
+        loans: of that piece.
+        is_first, is_last: piece of the row.
+    """
+
+    row: int
+    piece: Optional[Index]
+    loans: tuple[Loan, ...]
+    is_first: bool = True
+    is_last: bool = True
+
+
+class Copy(NamedTuple):
+    """An interval of host memory, as flat bytes, and where it lies in the window."""
+
+    host: Tensor
+    place: int
+    written: bool
+
+
+class Window:
+    """Shares of rows that are on one device at the same time.
+
+    Args:
+        shares: of them.
+        device: which.
+        joined: the bytes of an interval of host memory that goes over several tensors, by address
+            and size; None where they don't lie in one segment.
+
+    Attributes:
+        copies: what to carry.
+        nbytes: on the device.
+    """
+
+    def __init__(self, shares: Sequence[Share], device: torch.device, joined: Joined):
+        self.shares = tuple(shares)
+        self.device = device
+        self.copies: list[Copy] = []
+        self.nbytes = 0
+        self._joined = joined
+        self._is_end = False  # whether the last copy ends where a tensor's memory does
+        loans = [loan for share in shares for loan in share.loans]
+        self._places = [0] * len(loans)
+        for number in sorted(range(len(loans)), key=lambda n: loans[n].host.data_ptr()):
+            self._places[number] = self._place(loans[number])
+
+    def views(self, memory: Tensor) -> list[tuple[Tensor, ...]]:
+        """The tensors of each share, in the order of its loans, in the window's bytes."""
+        places = iter(self._places)
+        return [
+            tuple(_view(memory, next(places), loan.host) for loan in share.loans)
+            for share in self.shares
+        ]
+
+    def _place(self, loan: Loan) -> int:
+        """Appends a tensor; where it begins."""
+        parts = [part.view(torch.uint8) for part in intervals(loan.host)]
+        if not parts:
+            return self.nbytes
+        begin = self._join(parts[0], loan.written)
+        if begin is None:
+            # As far from a boundary as in host memory, so that what is joined to it is, too.
+            begin = -(-self.nbytes // ALIGNMENT) * ALIGNMENT + parts[0].data_ptr() % PADDED_TO
+            self.nbytes = begin
+        else:
+            parts = parts[1:]
+        for part in parts:
+            self.copies.append(Copy(part, self.nbytes, loan.written))
+            self.nbytes += part.numel()
+            self._is_end = _is_end(part)
+        return begin
+
+    def _join(self, part: Tensor, written: bool) -> Optional[int]:
+        """Takes a neighbour of the last copy into it; where it begins, or None."""
+        if not self.copies or self.copies[-1].written != written:
+            return None
+        last, place, _ = self.copies[-1]
+        gap = part.data_ptr() - last.data_ptr() - last.numel()
+        # Between them there must be nothing but padding, or the copy back would write over it.
+        is_padding = 0 < gap < PADDED_TO and self._is_end and _is_begin(part)
+        if gap != 0 and not is_padding:
+            return None
+        both = self._joined(last.data_ptr(), last.numel() + gap + part.numel())
+        if both is None:
+            return None
+        self.copies[-1] = Copy(both, place, written)
+        self.nbytes = place + both.numel()
+        self._is_end = _is_end(part)
+        return self.nbytes - part.numel()
+
+
+def _is_begin(part: Tensor) -> bool:
+    return part.data_ptr() == part.untyped_storage().data_ptr()
+
+
+def _is_end(part: Tensor) -> bool:
+    storage = part.untyped_storage()
+    return part.data_ptr() + part.numel() == storage.data_ptr() + storage.nbytes()
+
+
+def _view(memory: Tensor, place: int, like: Tensor) -> Tensor:
+    nbytes = like.numel() * like.dtype.itemsize
+    flat = memory[place : place + nbytes].view(like.dtype)
+    return flat.as_strided(like.shape, dense_stride(like))
+
+
+def intervals(tensor: Tensor) -> Iterator[Tensor]:
+    """A tensor as flat views of intervals of memory, in the order in which they lie there."""
+    if not tensor.numel():
+        return
+    dims, inner = _memory_order(tensor), 1
+    while dims and tensor.stride(dims[-1]) == inner:
+        inner *= tensor.shape[dims.pop()]
+    for index in itertools.product(*(range(tensor.shape[dim]) for dim in dims)):
+        offset = sum(i * tensor.stride(dim) for i, dim in zip(index, dims))
+        yield tensor.as_strided((inner,), (1,), tensor.storage_offset() + offset)
+
+
+def _memory_order(tensor: Tensor) -> list[int]:
+    """Dimensions of more than one index, the outermost first."""
+    dims = [dim for dim, size in enumerate(tensor.shape) if size > 1]
+    return sorted(dims, key=tensor.stride, reverse=True)
+
+
+def dense_stride(tensor: Tensor) -> tuple[int, ...]:
+    """Strides of the same order without gaps: its own where it has none."""
+    stride, inner = list(tensor.stride()), 1
+    for dim in reversed(_memory_order(tensor)):
+        stride[dim] = inner
+        inner *= tensor.shape[dim]
+    return tuple(stride)
+
+
+def cut(tensor: Tensor, most: int) -> Iterator[Optional[Index]]:
+    """Pieces of at most so many elements (at least 1), each an interval of memory if all is one."""
+    if tensor.numel() <= most:
+        yield None
+        return
+    yield from _cut(tuple(slice(0, n) for n in tensor.shape), _memory_order(tensor), most)
+
+
+def _cut(box: Index, dims: Sequence[int], most: int) -> Iterator[Index]:
+    sizes = [s.stop - s.start for s in box]
+    numel = math.prod(sizes)
+    if numel <= most:
+        yield box
+        return
+    dim = next(dim for dim in dims if sizes[dim] > 1)
+    step = max(1, most * sizes[dim] // numel)
+    if step > ALIGNED_ROWS:
+        step -= step % ALIGNED_ROWS
+    stop = box[dim].stop
+    for start in range(box[dim].start, stop, step):
+        part = slice(start, min(start + step, stop))
+        yield from _cut((*box[:dim], part, *box[dim + 1 :]), dims, most)
+
+
+def narrow(tensor: Optional[Tensor], piece: Optional[Index]) -> Any:
+    """The piece of a tensor, which may be one that broadcasts to those that were cut."""
+    if tensor is None or piece is None:
+        return tensor
+    sizes = zip(tensor.shape, piece)
+    return tensor[tuple(slice(None) if size == 1 else part for size, part in sizes)]
+
+
+def fill_windows(
+    rows: Sequence[Sequence[Loan]], most_bytes: Mapping[torch.device, int], joined: Joined
+) -> list[Window]:
+    """Windows that have all rows, in their order.
+
+    Args:
+        rows: tensors of one shape that are used together; none of a row that is where it is used.
+        most_bytes: of a window on each device; a single element may be above it.
+        joined: see `Window`.
+    """
+    windows: list[Window] = []
+    shares: list[Share] = []
+    device: Optional[torch.device] = None
+    used = 0
+    for number, loans in enumerate(rows):
+        pieces = list(_pieces(loans, most_bytes))
+        for place, (piece, cut_loans) in enumerate(pieces):
+            nbytes = sum(_nbytes(loan) for loan in cut_loans)
+            other = cut_loans[0].device if cut_loans else device
+            if device is not None and (other != device or used + nbytes > most_bytes[device]):
+                windows.append(Window(shares, device, joined))
+                shares, used = [], 0
+            device = other
+            is_first, is_last = place == 0, place == len(pieces) - 1
+            shares.append(Share(number, piece, cut_loans, is_first, is_last))
+            used += nbytes
+    if device is not None:
+        windows.append(Window(shares, device, joined))
+    return windows
+
+
+def _nbytes(loan: Loan) -> int:
+    return loan.host.numel() * loan.host.dtype.itemsize + ALIGNMENT
+
+
+def _pieces(
+    loans: Sequence[Loan], most_bytes: Mapping[torch.device, int]
+) -> Iterator[tuple[Optional[Index], tuple[Loan, ...]]]:
+    if not loans:
+        yield None, ()
+        return
+    most = most_bytes[loans[0].device] - ALIGNMENT * len(loans)
+    for piece in cut(loans[0].host, max(1, most // sum(l.host.dtype.itemsize for l in loans))):
+        if piece is None:
+            yield None, tuple(loans)
+        else:
+            yield piece, tuple(loan._replace(host=loan.host[piece]) for loan in loans)
