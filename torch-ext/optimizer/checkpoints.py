@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Callable, Optional
+from typing import Any, Callable
 
 import torch
+from torch import Tensor
 
-from . import adamw
 from .distributed import utils as dtensors
+from .distributed.plan import Entry
 from .options import STRUCTURE, OptimizerWide
+from .state import OWN_DTYPE, layouts_of
 
 Group = Mapping[str, Any]
 
-# Momentum may be wider or narrower than its parameter; torch casts state to the parameter's dtype.
-OWN_DTYPE = ("momentum_buffer", "second_momentum_buffer")
 _OTHER_NAMES = {"moment1": "exp_avg", "moment2": "exp_avg_sq"}
 
 
@@ -62,29 +62,31 @@ def _as_dtype(value: Any) -> Any:
 
 def divide_state(
     groups: Sequence[Group],
+    entries_of_groups: Sequence[Sequence[Entry]],
     saved_groups: Sequence[Group],
     states: Mapping[Any, dict[str, Any]],
     wide: OptimizerWide,
 ) -> None:
-    """Takes this rank's rows of what replicas are to divide, where a checkpoint has all of it."""
-    for group, saved in zip(groups, saved_groups):
-        for param, saved_id in zip(group["params"], saved["params"]):
-            own, layout = states.get(saved_id, {}), state_layout(param, group, wide)
-            if layout is None:
+    """Takes this rank's rows of what replicas are to divide, where a checkpoint has all of it.
+
+    Args:
+        groups, entries_of_groups: of the optimizer.
+        saved_groups: of the checkpoint.
+        states: by the ids in ``params`` of the saved groups; changed.
+        wide: says which replicas divide state.
+    """
+    for group, entries, saved in zip(groups, entries_of_groups, saved_groups):
+        for index, (param, saved_id) in enumerate(zip(group["params"], saved["params"])):
+            own = states.get(saved_id, {})
+            if dtensors.is_dtensor(param) or not own:
                 continue
-            for key in {"momentum_buffer", "exp_avg", "exp_avg_sq"}.intersection(own):
-                value = own[key]
-                if not isinstance(value, torch.Tensor) or dtensors.is_dtensor(value):
+            layouts = layouts_of(param, entries[index] if entries else None, wide)
+            for key, (shape, layout) in layouts.items():
+                value = own.get(key)
+                if layout is None or not isinstance(value, Tensor) or dtensors.is_dtensor(value):
                     continue
-                if value.shape == param.shape:
+                if value.shape == shape:
                     own[key] = dtensors.divide_by_rows(value.to(param.device), layout)
-
-
-def state_layout(param: torch.Tensor, group: Group, wide: OptimizerWide) -> Optional[tuple]:
-    """Mesh and placements of a parameter's state where replicas divide it."""
-    if group["use_muon"]:
-        return dtensors.state_layout(param, wide.process_group)
-    return adamw.state_layout(param, wide.divided)
 
 
 def restore_dtypes(

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from . import adamw, checkpoints, newton_schulz, options, validation
-from .core import Matrices
 from .distributed import agreement
 from .distributed import utils as dtensors
 from .distributed.machine import Machine
@@ -22,6 +21,7 @@ from .groups import default_is_muon, get_default_muon_param_groups
 from .options import GROUP_OPTIONS
 from .pipeline import Step
 from .planning import NO_SURVEY, Survey, entries_of, notes_of, plan_all, plan_step, sets_of, survey
+from .state import Spec, keys_of, place, specs_of, zeros
 from .summary import Summary, summarize
 
 __all__ = ["Muon", "default_is_muon", "get_default_muon_param_groups"]
@@ -390,15 +390,24 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def _init_state(self, groups: list[dict[str, Any]], found: Survey) -> None:
         """Creates whatever state is missing, for all trainable parameters, on all ranks alike."""
+        missing: list[tuple[dict[str, Tensor], str, Spec]] = []
         for group, entries in zip(groups, found.entries):
+            keys = keys_of(group)
             for index, param in enumerate(group["params"]):
                 if not param.requires_grad:
                     continue
+                own = self.state[param]
                 if group["use_muon"]:
-                    matrices, replicas = entries[index].matrices, self._wide.process_group
-                    _init_muon_state(param, self.state[param], matrices, group, replicas)
+                    _convert_momentum(own, group["momentum_dtype"])
                 else:
-                    adamw.init_state(param, self.state[param], group, self._wide.divided)
+                    adamw.init_step(param, own, group)
+                absent = [key for key in keys if own.get(key) is None]
+                if absent:
+                    entry = entries[index] if entries else None
+                    specs = specs_of(param, entry, group, self._wide)
+                    missing += [(own, key, specs[key]) for key in absent]
+        for own, key, spec in missing:
+            own[key] = zeros(spec)
 
     def state_dict(self) -> dict[str, Any]:
         """As in torch.optim, with the state created if need be, and dtypes of options as text.
@@ -436,7 +445,7 @@ class Muon(torch.optim.Optimizer):
             views = [self._translate({**group, "names": None}) for group in loaded["param_groups"]]
             groups = self._views()
             entries = self._look_at(groups).entries
-            checkpoints.divide_state(groups, views, loaded["state"], self._wide)
+            checkpoints.divide_state(groups, entries, views, loaded["state"], self._wide)
             validation.check_checkpoint(groups, entries, views, loaded["state"], self._wide)
             return loaded
 
@@ -478,25 +487,8 @@ def _in_words(error: Optional[Exception]) -> Optional[str]:
     return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
 
 
-def _init_muon_state(
-    param: Tensor,
-    state: dict[str, Tensor],
-    matrices: Matrices,
-    hyper: Mapping[str, Any],
-    replicas: Optional[Replicas],
-) -> None:
+def _convert_momentum(state: dict[str, Tensor], dtype: Optional[torch.dtype]) -> None:
+    """Follows a group's ``momentum_dtype``, which may change at any time."""
     buffer = state.get("momentum_buffer")
-    if buffer is None:
-        dtype = hyper["momentum_dtype"] or dtensors.grad_dtype(param)
-        rows = dtensors.state_layout(param, replicas)
-        state["momentum_buffer"] = (
-            torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
-            if rows is None
-            else dtensors.zeros_by_rows(param, rows, dtype)
-        )
-    elif hyper["momentum_dtype"] not in (None, buffer.dtype):
-        state["momentum_buffer"] = buffer.to(hyper["momentum_dtype"])
-    if hyper["beta2"] is not None and "second_momentum_buffer" not in state:
-        state["second_momentum_buffer"] = dtensors.zeros_by_expert(
-            param, (*matrices.shape[: matrices.row_dim], matrices.long_sides)
-        )
+    if dtype is not None and buffer is not None and buffer.dtype != dtype:
+        state["momentum_buffer"] = place(buffer, dtype, dtensors.local(buffer).device)

@@ -16,13 +16,14 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from . import adamw, newton_schulz, options
+from . import newton_schulz, options
 from .core import matches
 from .distributed import utils as dtensors
 from .distributed.collectives import has_backend
 from .distributed.plan import Entry, Plan
 from .distributed.replicas import Replicas
 from .options import OptimizerWide
+from .state import layouts_of
 
 Group = Mapping[str, Any]
 
@@ -222,21 +223,8 @@ def check_state(
     for index, param in enumerate(group["params"]):
         own = state.get(param)  # `state[param]` would create it
         if own:
-            expected = _expected_state(param, entries[index] if entries else None, wide)
+            expected = layouts_of(param, entries[index] if entries else None, wide)
             _check_tensors(own, expected, "state", name_of(group, index, where))
-
-
-def _expected_state(param: Tensor, entry: Optional[Entry], wide: OptimizerWide) -> dict[str, tuple]:
-    """Shape and layout of each tensor of a parameter's state."""
-    layout = dtensors.layout_of(param)
-    momentum = (param.shape, dtensors.state_layout(param, wide.process_group) or layout)
-    moments = (param.shape, adamw.state_layout(param, wide.divided) or layout)
-    expected = {"momentum_buffer": momentum, "exp_avg": moments, "exp_avg_sq": moments}
-    if entry is not None:
-        m = entry.matrices
-        shape = torch.Size([*m.shape[: m.row_dim], m.long_sides])
-        expected["second_momentum_buffer"] = (shape, dtensors.layout_by_expert(param, m.row_dim))
-    return expected
 
 
 def _check_tensors(
@@ -291,7 +279,7 @@ def check_checkpoint(
             )
         options.validate(saved, f"{where} of the checkpoint")
         for index, (param, saved_id) in enumerate(zip(group["params"], saved["params"])):
-            expected = _expected_state(param, entries[index] if entries else None, wide)
+            expected = layouts_of(param, entries[index] if entries else None, wide)
             name = name_of(group, index, where)
             _check_tensors(saved_state.get(saved_id, {}), expected, "checkpoint", name)
 
