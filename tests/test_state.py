@@ -581,6 +581,51 @@ def test_fp32_momentum_of_bf16_weights_is_loaded_exactly():
     assert_equal(twin.state[other.qkv.weight]["second_momentum_buffer"], second)
 
 
+def test_loaded_moments_get_the_dtype_of_their_parameter_and_momentum_keeps_its_own():
+    model, optim = build(torch.float64, beta2=0.9)
+    train(model, optim, 3)
+    saved = through_torch_save(optim.state_dict())
+    for state in saved["state"].values():
+        state["foreign"] = torch.ones(2, dtype=torch.float64)
+    other, twin = build(torch.float32, seed=1, beta2=0.9)
+    twin.load_state_dict(saved)
+    for p, q in zip(trainable(model), trainable(other)):
+        assert list(twin.state[q]) == [*optim.state[p], "foreign"]
+        assert twin.state[q]["foreign"].dtype == torch.float32
+        for key, value in optim.state[p].items():
+            moment = key in ("exp_avg", "exp_avg_sq")
+            assert_equal(twin.state[q][key], value.float() if moment else value)
+
+
+def test_loading_copies_no_tensor_that_fits():
+    model, optim = build(beta2=0.9)
+    train(model, optim, 2)
+    saved = through_torch_save(optim.state_dict())
+    twin = build(seed=1, beta2=0.9)[1]
+    twin.load_state_dict(saved)
+    loaded = twin.state_dict()["state"]
+    for number, state in saved["state"].items():
+        for key in set(state) - {"step"}:
+            assert loaded[number][key] is state[key]
+
+
+def test_tensors_missing_from_a_checkpoint_are_zeros():
+    model, optim = build(beta2=0.9)
+    train(model, optim, 2)
+    saved = through_torch_save(optim.state_dict())
+    del saved["state"][0]["momentum_buffer"]
+    saved["state"][1]["second_momentum_buffer"] = None
+    saved["state"][5] = {"step": saved["state"][5]["step"]}
+    twin = build(seed=1, beta2=0.9)[1]
+    twin.load_state_dict(saved)
+    found = twin.state_dict()["state"]
+    for number, key in ((0, "momentum_buffer"), (1, "second_momentum_buffer"), (5, "exp_avg")):
+        expected = optim.state_dict()["state"][number][key]
+        assert_equal(found[number][key], torch.zeros_like(expected))
+    assert found[5]["step"] == 2
+    assert_equal(found[2], optim.state_dict()["state"][2])
+
+
 def test_loading_adds_no_keys_to_the_groups():
     optim = build()[1]
     keys = [set(group) for group in optim.param_groups]

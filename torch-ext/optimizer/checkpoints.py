@@ -1,8 +1,8 @@
-"""What loading a checkpoint does beyond torch.optim: other names, missing keys, dtypes of state."""
+"""What loading a checkpoint does beyond torch.optim: other names, missing keys, where it goes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any, Callable
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from .distributed import utils as dtensors
 from .distributed.plan import Entry
 from .options import STRUCTURE, OptimizerWide
-from .state import OWN_DTYPE, layouts_of
+from .state import KEYS, OWN_DTYPE, layouts_of, place
 
 Group = Mapping[str, Any]
 
@@ -86,16 +86,49 @@ def divide_state(
                 if layout is None or not isinstance(value, Tensor) or dtensors.is_dtensor(value):
                     continue
                 if value.shape == shape:
-                    own[key] = dtensors.divide_by_rows(value.to(param.device), layout)
+                    own[key] = dtensors.divide_by_rows(value, layout)
 
 
-def restore_dtypes(
-    groups: Sequence[Group], state: Mapping[Any, dict[str, Any]], loaded: Mapping[str, Any]
+def without_tensors(states: Mapping[Any, Any], saved_groups: Sequence[Group]) -> dict[Any, Any]:
+    """State without what `place_tensors` brings: torch would cast it, and put it on the device.
+
+    What belongs to no parameter stays as it is.
+    """
+    of_params = {saved_id for saved in saved_groups for saved_id in saved["params"]}
+    return {
+        saved_id: {key: value for key, value in own.items() if key not in KEYS}
+        if saved_id in of_params
+        else own
+        for saved_id, own in states.items()
+    }
+
+
+def place_tensors(
+    groups: Sequence[Group],
+    state: MutableMapping[Any, dict[str, Any]],
+    saved_groups: Sequence[Group],
+    states: Mapping[Any, dict[str, Any]],
 ) -> None:
-    """Gives loaded momentum back the dtype it was saved in."""
-    for group, saved in zip(groups, loaded["param_groups"]):
+    """Puts the tensors of loaded state beside their parameters, where torch put the rest.
+
+    Momentum keeps the dtype it was saved in, AdamW's moments get that of their parameter.
+
+    Args:
+        groups: of the optimizer.
+        state: of the optimizer, by parameter; changed.
+        saved_groups: of the checkpoint.
+        states: by the ids in ``params`` of the saved groups, with all tensors.
+    """
+    for group, saved in zip(groups, saved_groups):
         for param, saved_id in zip(group["params"], saved["params"]):
-            for key in OWN_DTYPE:
-                value = loaded["state"].get(saved_id, {}).get(key)
-                if value is not None:
-                    state[param][key] = value.to(device=state[param][key].device)
+            if saved_id not in states:
+                continue
+            loaded = state[param]
+            state[param] = {}  # again, in the order in which it was saved
+            for key, value in states[saved_id].items():
+                if key not in KEYS:
+                    state[param][key] = loaded[key]
+                elif isinstance(value, Tensor):
+                    keeps = key in OWN_DTYPE or not param.is_floating_point()
+                    dtype = value.dtype if keeps else param.dtype
+                    state[param][key] = place(value, dtype, dtensors.local(param).device)

@@ -447,10 +447,12 @@ class Muon(torch.optim.Optimizer):
             entries = self._look_at(groups).entries
             checkpoints.divide_state(groups, entries, views, loaded["state"], self._wide)
             validation.check_checkpoint(groups, entries, views, loaded["state"], self._wide)
-            return loaded
+            rest = checkpoints.without_tensors(loaded["state"], loaded["param_groups"])
+            return {**loaded, "state": rest}
 
         def restore(_: torch.optim.Optimizer) -> None:
-            checkpoints.restore_dtypes(self.param_groups, self.state, loaded)
+            saved, states = loaded["param_groups"], loaded["state"]
+            checkpoints.place_tensors(self.param_groups, self.state, saved, states)
             groups = self._views()
             self._init_state(groups, self._look_at(groups))
 

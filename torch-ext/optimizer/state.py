@@ -17,6 +17,9 @@ from .options import OptimizerWide
 
 Group = Mapping[str, Any]  # with all options, as `Muon._views` has them
 
+# The tensors that can be large. AdamW's ``step``, one number, is none of them.
+KEYS = ("momentum_buffer", "second_momentum_buffer", "exp_avg", "exp_avg_sq")
+
 # May be wider or narrower than their parameter, and are loaded as they were saved.
 OWN_DTYPE = ("momentum_buffer", "second_momentum_buffer")
 
