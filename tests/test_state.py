@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -19,6 +20,8 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.optim import lr_scheduler, swa_utils
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -26,8 +29,10 @@ from torch.optim.optimizer import (
 )
 
 from kernel import optimizer
+from ranks import run_ranks
 
 Muon = optimizer.Muon
+Spec, make, place, zeros = (getattr(optimizer.state, n) for n in ("Spec", "make", "place", "zeros"))
 GROUP_OPTIONS = optimizer.muon.GROUP_OPTIONS
 EXPLICIT = [(2.0, -1.5, 0.5), (1.875, -1.25, 0.375), (1.5, -0.5, 0.0)]
 
@@ -299,6 +304,95 @@ def test_the_factored_second_moment_counts_the_longer_side_of_each_block():
     assert optim.state[heads]["second_momentum_buffer"].shape == (3 * 5,)
 
 
+LAYOUTS_IN_MEMORY: dict[str, Callable[[], torch.Tensor]] = {
+    "transposed": lambda: torch.empty(4, 6).mT,
+    "channels last": lambda: torch.empty(2, 4, 3, 5).to(memory_format=torch.channels_last),
+    "with gaps": lambda: torch.empty(6, 8)[:, ::2],
+    "expanded": lambda: torch.empty(6, 1).expand(6, 4),
+    "one row of a wider one": lambda: torch.empty(6, 8)[:1],
+    "no rows": lambda: torch.empty(0, 5),
+    "no columns": lambda: torch.empty(5, 0),
+}
+
+
+@pytest.mark.parametrize("use_muon", [False, True])
+@pytest.mark.parametrize("new", LAYOUTS_IN_MEMORY.values(), ids=LAYOUTS_IN_MEMORY)
+def test_state_lies_in_memory_as_zeros_like_of_its_parameter(new, use_muon):
+    p = nn.Parameter(new())
+    optim = Muon([{"params": [p], "use_muon": use_muon, "flatten": True}], beta2=0.9)
+    optim.state_dict()
+    expected = torch.zeros_like(p)
+    for key in ("momentum_buffer",) if use_muon else ("exp_avg", "exp_avg_sq"):
+        state = optim.state[p][key]
+        assert torch.equal(state, expected) and state.stride() == expected.stride()
+    if use_muon:
+        assert optim.state[p]["second_momentum_buffer"].is_contiguous()
+
+
+def same_dtensors(found: DTensor, expected: DTensor) -> bool:
+    return found._spec == expected._spec and found.stride() == expected.stride()
+
+
+def state_of_parts() -> None:
+    """Of 7 × 5 and 2 × 5 on 3 ranks: uneven, and of nothing on some rank."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for placement in (Shard(0), Shard(1), Replicate()):
+        for shape in ((7, 5), (2, 5)):
+            for transposed in (False, True):
+                whole = torch.arange(0.0, shape[0] * shape[1]).view(shape)
+                whole = whole.mT.contiguous().mT if transposed else whole
+                check_state_of_parts(nn.Parameter(distribute_tensor(whole, mesh, [placement])))
+
+
+def check_state_of_parts(param: nn.Parameter) -> None:
+    optim = Muon([{"params": [param], "use_muon": True, "momentum_dtype": torch.float64}])
+    (view,), (entries,) = optim._views(), optim._look_at(optim._views()).entries
+    with torch.no_grad():
+        spec = optimizer.state.specs_of(param, entries[0], view, optim._wide)["momentum_buffer"]
+        like = torch.zeros_like(param, dtype=torch.float64)
+    for state in (zeros(spec), optim.state_dict()["state"][0]["momentum_buffer"]):
+        assert same_dtensors(state, like) and not state.requires_grad
+        assert state.to_local().shape == like.to_local().shape
+        assert state.to_local().stride() == like.to_local().stride()
+        assert not state.to_local().any()
+    held = param.to_local().detach().double()
+    made = make(spec, held)
+    other = DTensor.from_local(
+        held,
+        param.device_mesh,
+        param.placements,
+        run_check=False,
+        shape=param.shape,
+        stride=param.stride(),
+    )
+    assert same_dtensors(made, other)
+    assert made.to_local().data_ptr() == held.data_ptr()
+    assert torch.equal(made.full_tensor(), param.detach().full_tensor().double())
+
+
+def test_state_of_a_dtensor_is_a_dtensor_around_the_memory_it_was_given():
+    run_ranks(state_of_parts, 3)
+
+
+def state_beside_another_device() -> None:
+    mesh = DeviceMesh("cuda", [0, 1], _init_backend=False)  # there may be no such device
+    rows = torch.arange(6.0).view(2, 3)
+    layout = mesh, (Shard(0),)
+    spec = Spec(torch.Size([4, 3]), (3, 1), rows.dtype, layout, (2, 3), (3, 1), rows.device)
+    made = make(spec, rows)
+    narrow = place(made, torch.bfloat16, rows.device)
+    assert place(made, rows.dtype, rows.device) is made
+    for state, dtype in ((made, torch.float32), (narrow, torch.bfloat16), (zeros(spec), None)):
+        assert state.shape == (4, 3) and state.device_mesh is mesh
+        assert state.to_local().device.type == "cpu"
+        assert dtype is None or torch.equal(state.to_local(), rows.to(dtype))
+    assert made.to_local().data_ptr() == rows.data_ptr()
+
+
+def test_state_in_host_memory_stays_there_beside_a_mesh_of_accelerators():
+    run_ranks(state_beside_another_device, 2)
+
+
 def test_without_beta2_there_is_no_second_moment_until_it_is_set():
     model, optim = build()
     train(model, optim, 1)
@@ -485,6 +579,51 @@ def test_fp32_momentum_of_bf16_weights_is_loaded_exactly():
     twin.load_state_dict(through_torch_save(optim.state_dict()))
     assert_equal(twin.state[other.qkv.weight]["momentum_buffer"], momentum)
     assert_equal(twin.state[other.qkv.weight]["second_momentum_buffer"], second)
+
+
+def test_loaded_moments_get_the_dtype_of_their_parameter_and_momentum_keeps_its_own():
+    model, optim = build(torch.float64, beta2=0.9)
+    train(model, optim, 3)
+    saved = through_torch_save(optim.state_dict())
+    for state in saved["state"].values():
+        state["foreign"] = torch.ones(2, dtype=torch.float64)
+    other, twin = build(torch.float32, seed=1, beta2=0.9)
+    twin.load_state_dict(saved)
+    for p, q in zip(trainable(model), trainable(other)):
+        assert list(twin.state[q]) == [*optim.state[p], "foreign"]
+        assert twin.state[q]["foreign"].dtype == torch.float32
+        for key, value in optim.state[p].items():
+            moment = key in ("exp_avg", "exp_avg_sq")
+            assert_equal(twin.state[q][key], value.float() if moment else value)
+
+
+def test_loading_copies_no_tensor_that_fits():
+    model, optim = build(beta2=0.9)
+    train(model, optim, 2)
+    saved = through_torch_save(optim.state_dict())
+    twin = build(seed=1, beta2=0.9)[1]
+    twin.load_state_dict(saved)
+    loaded = twin.state_dict()["state"]
+    for number, state in saved["state"].items():
+        for key in set(state) - {"step"}:
+            assert loaded[number][key] is state[key]
+
+
+def test_tensors_missing_from_a_checkpoint_are_zeros():
+    model, optim = build(beta2=0.9)
+    train(model, optim, 2)
+    saved = through_torch_save(optim.state_dict())
+    del saved["state"][0]["momentum_buffer"]
+    saved["state"][1]["second_momentum_buffer"] = None
+    saved["state"][5] = {"step": saved["state"][5]["step"]}
+    twin = build(seed=1, beta2=0.9)[1]
+    twin.load_state_dict(saved)
+    found = twin.state_dict()["state"]
+    for number, key in ((0, "momentum_buffer"), (1, "second_momentum_buffer"), (5, "exp_avg")):
+        expected = optim.state_dict()["state"][number][key]
+        assert_equal(found[number][key], torch.zeros_like(expected))
+    assert found[5]["step"] == 2
+    assert_equal(found[2], optim.state_dict()["state"][2])
 
 
 def test_loading_adds_no_keys_to_the_groups():

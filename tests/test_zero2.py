@@ -8,6 +8,7 @@ import random
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from layouts import ADAMW_ROUNDING, case
 from ranks import run_ranks
 
 adamw = optimizer.adamw
+specs_of, zeros = optimizer.state.specs_of, optimizer.state.zeros
 replicas, zero2 = optimizer.distributed.replicas, optimizer.distributed.zero2
 shard = optimizer.distributed.layout.shard
 MeanGradients, gather_rows, is_divided = zero2.MeanGradients, zero2.gather_rows, zero2.is_divided
@@ -455,6 +457,16 @@ def group_of(params: Sequence[torch.Tensor], **options: Any) -> dict[str, Any]:
     return optimizer.Muon([group], **{"lr": 0.02, **options}).param_groups[0]
 
 
+def init_state(
+    param: torch.Tensor, own: dict[str, torch.Tensor], group: dict[str, Any], divided: Any = None
+) -> None:
+    """What a step makes first, of one AdamW parameter, with the replicas that divide it."""
+    adamw.init_step(param, own, group)
+    wide = SimpleNamespace(process_group=divided, divided=divided)
+    for key, spec in specs_of(param, None, group, wide).items():
+        own[key] = zeros(spec)
+
+
 class Training:
     """AdamW of replicas with divided state, beside torch's of the same parameters and means."""
 
@@ -473,7 +485,7 @@ class Training:
         self.options = group_of(self.params, **options)
         self.state: dict[torch.Tensor, dict[str, torch.Tensor]] = {p: {} for p in self.params}
         for p in self.params:
-            adamw.init_state(p, self.state[p], self.options, self.replicas)
+            init_state(p, self.state[p], self.options, self.replicas)
         self.reference = torch.optim.AdamW(
             self.twins,
             lr=options.get("lr", 0.02),
@@ -553,9 +565,9 @@ def train_beside_dtensors() -> None:
     state: dict[Any, Any] = {p: {} for p in (sharded, replica)}
     plain_state: dict[Any, Any] = {p: {} for p in twins}
     for p in state:
-        adamw.init_state(p, state[p], options, replicas.Replicas(mesh))
+        init_state(p, state[p], options, replicas.Replicas(mesh))
     for p in twins:
-        adamw.init_state(p, plain_state[p], plain)
+        init_state(p, plain_state[p], plain)
         p.grad = grad
     assert state[sharded]["exp_avg"].placements == sharded.placements
     before = sharded._version
@@ -596,7 +608,7 @@ def state_bytes() -> tuple[int, int, int]:
 
     def make() -> None:
         for p, own in zip(params, state):
-            adamw.init_state(p, own, options, replicas.Replicas(mesh))
+            init_state(p, own, options, replicas.Replicas(mesh))
 
     peak = count(make).peak_bytes
     moments = [local(own[key]) for own in state for key in ("exp_avg", "exp_avg_sq")]
@@ -617,7 +629,7 @@ def moments_of(shapes: Any) -> dict[str, torch.Tensor]:
     found = {}
     for number, shape in enumerate(shapes):
         own: dict[str, torch.Tensor] = {}
-        adamw.init_state(nn.Parameter(torch.zeros(shape)), own, options, replicas.Replicas(mesh))
+        init_state(nn.Parameter(torch.zeros(shape)), own, options, replicas.Replicas(mesh))
         found[f"{number}.exp_avg"] = own["exp_avg"]
     return found
 

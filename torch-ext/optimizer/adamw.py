@@ -12,7 +12,6 @@ from torch.optim.adamw import adamw
 
 from .core import takes_part
 from .cpu_offload import Carrier, CPUOffload, Portion, Share
-from .distributed import utils as dtensors
 from .distributed.layout import shard
 from .distributed.replicas import Replicas
 from .distributed.utils import is_dtensor, local
@@ -31,38 +30,16 @@ def is_fused(param: Tensor, options: Mapping[str, Any]) -> bool:
     )
 
 
-def state_layout(param: Tensor, replicas: Optional[Replicas]) -> Optional[tuple]:
-    """Mesh and placements of the moments that replicas of a plain parameter divide, if they do."""
-    if replicas is None or not is_divided(param.shape, len(replicas.ranks)):
-        return None
-    return dtensors.state_layout(param, replicas)
-
-
-def init_state(
-    param: Tensor,
-    state: MutableMapping[str, Tensor],
-    options: Mapping[str, Any],
-    replicas: Optional[Replicas] = None,
+def init_step(
+    param: Tensor, state: MutableMapping[str, Tensor], options: Mapping[str, Any]
 ) -> None:
-    """Adds what is missing of ``step``, ``exp_avg``, ``exp_avg_sq``: those of torch.optim.
-
-    Args:
-        replicas: those of plain parameters that divide their moments, if any do.
-    """
+    """Adds ``step``, () in fp32, where it is missing, and moves it to where its kernel reads it."""
     if "step" not in state:
         state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
     on_device = options["capturable"] or is_fused(param, options)
     device = local(param).device if on_device else torch.device("cpu")
     if state["step"].device != device:
         state["step"] = state["step"].to(device)
-    by_rows = state_layout(param, replicas)
-    for key in ("exp_avg", "exp_avg_sq"):
-        if key in state:
-            continue
-        if by_rows is not None:
-            state[key] = dtensors.zeros_by_rows(param, by_rows, param.dtype)
-        else:
-            state[key] = torch.zeros_like(param, memory_format=torch.preserve_format)
 
 
 class Updates:
@@ -167,7 +144,7 @@ def update_rows(
 
     Args:
         params: that take part, on all ranks.
-        state: from `init_state` with the same replicas.
+        state: with moments that the same replicas divide, as `state.specs_of` says.
         mean: the mean gradient of a plain parameter: all of it, or this rank's rows where
             `is_divided` says so.
     """

@@ -1,20 +1,20 @@
-"""What loading a checkpoint does beyond torch.optim: other names, missing keys, dtypes of state."""
+"""What loading a checkpoint does beyond torch.optim: other names, missing keys, where it goes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Callable, Optional
+from collections.abc import Mapping, MutableMapping, Sequence
+from typing import Any, Callable
 
 import torch
+from torch import Tensor
 
-from . import adamw
 from .distributed import utils as dtensors
+from .distributed.plan import Entry
 from .options import STRUCTURE, OptimizerWide
+from .state import KEYS, OWN_DTYPE, layouts_of, place
 
 Group = Mapping[str, Any]
 
-# Momentum may be wider or narrower than its parameter; torch casts state to the parameter's dtype.
-OWN_DTYPE = ("momentum_buffer", "second_momentum_buffer")
 _OTHER_NAMES = {"moment1": "exp_avg", "moment2": "exp_avg_sq"}
 
 
@@ -62,38 +62,75 @@ def _as_dtype(value: Any) -> Any:
 
 def divide_state(
     groups: Sequence[Group],
+    entries_of_groups: Sequence[Sequence[Entry]],
     saved_groups: Sequence[Group],
     states: Mapping[Any, dict[str, Any]],
     wide: OptimizerWide,
 ) -> None:
-    """Takes this rank's rows of what replicas are to divide, where a checkpoint has all of it."""
+    """Takes this rank's rows of what replicas are to divide, where a checkpoint has all of it.
+
+    Args:
+        groups, entries_of_groups: of the optimizer.
+        saved_groups: of the checkpoint.
+        states: by the ids in ``params`` of the saved groups; changed.
+        wide: says which replicas divide state.
+    """
+    for group, entries, saved in zip(groups, entries_of_groups, saved_groups):
+        for index, (param, saved_id) in enumerate(zip(group["params"], saved["params"])):
+            own = states.get(saved_id, {})
+            if dtensors.is_dtensor(param) or not own:
+                continue
+            layouts = layouts_of(param, entries[index] if entries else None, wide)
+            for key, (shape, layout) in layouts.items():
+                value = own.get(key)
+                if layout is None or not isinstance(value, Tensor) or dtensors.is_dtensor(value):
+                    continue
+                if value.shape == shape:
+                    own[key] = dtensors.divide_by_rows(value, layout)
+
+
+def without_tensors(states: Mapping[Any, Any], saved_groups: Sequence[Group]) -> dict[Any, Any]:
+    """State without what `place_tensors` brings: torch would cast it, and put it on the device.
+
+    What belongs to no parameter stays as it is.
+    """
+    of_params = {saved_id for saved in saved_groups for saved_id in saved["params"]}
+    return {
+        saved_id: {key: value for key, value in own.items() if key not in KEYS}
+        if saved_id in of_params
+        else own
+        for saved_id, own in states.items()
+    }
+
+
+def place_tensors(
+    groups: Sequence[Group],
+    state: MutableMapping[Any, dict[str, Any]],
+    saved_groups: Sequence[Group],
+    states: Mapping[Any, dict[str, Any]],
+    home_of: Callable[[Tensor], torch.device],
+) -> None:
+    """Puts the tensors of loaded state beside their parameters, where torch put the rest.
+
+    Momentum keeps the dtype it was saved in, AdamW's moments get that of their parameter.
+
+    Args:
+        groups: of the optimizer.
+        state: of the optimizer, by parameter; changed.
+        saved_groups: of the checkpoint.
+        states: by the ids in ``params`` of the saved groups, with all tensors.
+        home_of: the device on which a parameter's state lives.
+    """
     for group, saved in zip(groups, saved_groups):
         for param, saved_id in zip(group["params"], saved["params"]):
-            own, layout = states.get(saved_id, {}), state_layout(param, group, wide)
-            if layout is None:
+            if saved_id not in states:
                 continue
-            for key in {"momentum_buffer", "exp_avg", "exp_avg_sq"}.intersection(own):
-                value = own[key]
-                if not isinstance(value, torch.Tensor) or dtensors.is_dtensor(value):
-                    continue
-                if value.shape == param.shape:
-                    own[key] = dtensors.divide_by_rows(value.to(param.device), layout)
-
-
-def state_layout(param: torch.Tensor, group: Group, wide: OptimizerWide) -> Optional[tuple]:
-    """Mesh and placements of a parameter's state where replicas divide it."""
-    if group["use_muon"]:
-        return dtensors.state_layout(param, wide.process_group)
-    return adamw.state_layout(param, wide.divided)
-
-
-def restore_dtypes(
-    groups: Sequence[Group], state: Mapping[Any, dict[str, Any]], loaded: Mapping[str, Any]
-) -> None:
-    """Gives loaded momentum back the dtype it was saved in."""
-    for group, saved in zip(groups, loaded["param_groups"]):
-        for param, saved_id in zip(group["params"], saved["params"]):
-            for key in OWN_DTYPE:
-                value = loaded["state"].get(saved_id, {}).get(key)
-                if value is not None:
-                    state[param][key] = value.to(device=state[param][key].device)
+            loaded = state[param]
+            state[param] = {}  # again, in the order in which it was saved
+            for key, value in states[saved_id].items():
+                if key not in KEYS:
+                    state[param][key] = loaded[key]
+                elif isinstance(value, Tensor):
+                    keeps = key in OWN_DTYPE or not param.is_floating_point()
+                    dtype = value.dtype if keeps else param.dtype
+                    state[param][key] = place(value, dtype, home_of(param))

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from . import adamw, checkpoints, newton_schulz, options, pipeline, validation
-from .core import Matrices
-from .cpu_offload import CPUOffload
+from .cpu_offload import CPUOffload, Offloadable
 from .distributed import agreement
 from .distributed import utils as dtensors
 from .distributed.machine import Machine
@@ -21,6 +20,7 @@ from .distributed.replicas import Replicas
 from .groups import default_is_muon, get_default_muon_param_groups
 from .options import GROUP_OPTIONS
 from .planning import NO_SURVEY, Survey, entries_of, notes_of, plan_all, plan_step, sets_of, survey
+from .state import Spec, keys_of, place, specs_of, zeros
 from .step import Step
 from .summary import Summary, summarize
 
@@ -29,7 +29,7 @@ __all__ = ["Muon", "default_is_muon", "get_default_muon_param_groups"]
 logger = logging.getLogger(__name__)
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(Offloadable):
     r"""Muon for matrices (Jordan et al. 2024), AdamW for everything else.
 
     For each matrix W with gradient G, momentum buffer B and learning rate lr::
@@ -181,7 +181,7 @@ class Muon(torch.optim.Optimizer):
         defaults = {key: arguments[key] for key in GROUP_OPTIONS}
         options.settle_steps(defaults, given=not isinstance(ns_steps, options.DefaultSteps))
         self._names: list[Optional[list[str]]] = []
-        self._offload = CPUOffload()
+        self._offload, self._tags, self._hooks = CPUOffload(), {}, None
         self._forget_plans()
         super().__init__(validation.as_groups(params), defaults)
         muon_names = [g["names"] or () for g in self._views() if g["use_muon"]]
@@ -353,7 +353,7 @@ class Muon(torch.optim.Optimizer):
             validation.check_gradients(group, where)
             validation.check_state(group, entries, self.state, self._wide, where)
         plan = plan_step(found, groups, self._wide)
-        validation.check_capturable(groups, plan, self._wide)
+        validation.check_capturable(groups, plan, self._wide, self._offload.device_of)
         return groups, plan
 
     def _look_at(self, groups: list[dict[str, Any]]) -> Survey:
@@ -386,23 +386,46 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def _init_state(self, groups: list[dict[str, Any]], found: Survey) -> None:
         """Creates whatever state is missing, for all trainable parameters, on all ranks alike."""
+        missing: list[tuple[dict[str, Tensor], str, Spec]] = []
+        on_host: list[tuple[dict[str, Tensor], str, Spec]] = []
         for group, entries in zip(groups, found.entries):
+            keys = keys_of(group)
             for index, param in enumerate(group["params"]):
                 if not param.requires_grad:
                     continue
+                own = self.state[param]
                 if group["use_muon"]:
-                    matrices, replicas = entries[index].matrices, self._wide.process_group
-                    _init_muon_state(param, self.state[param], matrices, group, replicas)
+                    self._convert_momentum(own, group["momentum_dtype"])
                 else:
-                    adamw.init_state(param, self.state[param], group, self._wide.divided)
+                    adamw.init_step(param, own, group)
+                absent = [key for key in keys if own.get(key) is None]
+                if absent:
+                    entry = entries[index] if entries else None
+                    specs = specs_of(param, entry, group, self._wide)
+                    is_on_host = self._offload.device_of(param) is not None
+                    wanted = on_host if is_on_host else missing
+                    wanted += [(own, key, specs[key]) for key in absent]
+        for own, key, spec in missing:
+            own[key] = zeros(spec)
+        self._offload.create(on_host)
+        self._hold_state()
+
+    def _convert_momentum(self, own: dict[str, Tensor], dtype: Optional[torch.dtype]) -> None:
+        """Follows a group's ``momentum_dtype``, which may change at any time."""
+        buffer = own.get("momentum_buffer")
+        if dtype is not None and buffer is not None and buffer.dtype != dtype:
+            self._offload.settle()
+            own["momentum_buffer"] = place(buffer, dtype, dtensors.local(buffer).device)
 
     def state_dict(self) -> dict[str, Any]:
         """As in torch.optim, with the state created if need be, and dtypes of options as text.
 
-        torch.distributed.checkpoint takes no dtypes in full state dicts.
+        torch.distributed.checkpoint takes no dtypes in full state dicts. Offloaded state is what is
+        in host memory, which steps go on to change.
         """
         groups = self._views()
         self._init_state(groups, self._look_at(groups))
+        self._offload.settle()
         held = {id(param) for group in groups for param in group["params"]}
         swapped_out = {p: self.state.pop(p) for p in list(self.state) if id(p) not in held}
         try:
@@ -432,12 +455,17 @@ class Muon(torch.optim.Optimizer):
             views = [self._translate({**group, "names": None}) for group in loaded["param_groups"]]
             groups = self._views()
             entries = self._look_at(groups).entries
-            checkpoints.divide_state(groups, views, loaded["state"], self._wide)
+            checkpoints.divide_state(groups, entries, views, loaded["state"], self._wide)
             validation.check_checkpoint(groups, entries, views, loaded["state"], self._wide)
-            return loaded
+            rest = checkpoints.without_tensors(loaded["state"], loaded["param_groups"])
+            return {**loaded, "state": rest}
 
         def restore(_: torch.optim.Optimizer) -> None:
-            checkpoints.restore_dtypes(self.param_groups, self.state, loaded)
+            self._offload.forget()
+            saved, states = loaded["param_groups"], loaded["state"]
+            checkpoints.place_tensors(
+                self.param_groups, self.state, saved, states, self._offload.home_of
+            )
             groups = self._views()
             self._init_state(groups, self._look_at(groups))
 
@@ -453,12 +481,21 @@ class Muon(torch.optim.Optimizer):
                 handle.remove()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_names": self.names, "_wide": self._wide}
+        self._offload.settle()
+        kept = ("_wide", "_offload", "_tags")
+        return {
+            **super().__getstate__(),
+            "_names": self.names,
+            **{key: vars(self)[key] for key in kept},
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.defaults.pop("differentiable", None)  # torch adds it, and groups would inherit it
         self._forget_plans()
+        if "_hooks" not in vars(self):  # unpickled, not loaded
+            self._hooks = None
+            self._hook(None)
 
     def _forget_plans(self) -> None:
         self._survey = NO_SURVEY
@@ -472,27 +509,3 @@ def _in_words(error: Optional[Exception]) -> Optional[str]:
     if error is None:
         return None
     return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-
-
-def _init_muon_state(
-    param: Tensor,
-    state: dict[str, Tensor],
-    matrices: Matrices,
-    hyper: Mapping[str, Any],
-    replicas: Optional[Replicas],
-) -> None:
-    buffer = state.get("momentum_buffer")
-    if buffer is None:
-        dtype = hyper["momentum_dtype"] or dtensors.grad_dtype(param)
-        rows = dtensors.state_layout(param, replicas)
-        state["momentum_buffer"] = (
-            torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
-            if rows is None
-            else dtensors.zeros_by_rows(param, rows, dtype)
-        )
-    elif hyper["momentum_dtype"] not in (None, buffer.dtype):
-        state["momentum_buffer"] = buffer.to(hyper["momentum_dtype"])
-    if hyper["beta2"] is not None and "second_momentum_buffer" not in state:
-        state["second_momentum_buffer"] = dtensors.zeros_by_expert(
-            param, (*matrices.shape[: matrices.row_dim], matrices.long_sides)
-        )

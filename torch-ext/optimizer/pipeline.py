@@ -43,9 +43,9 @@ def run(step: Step, others: adamw.Updates) -> None:
 
     if not step.carrier.is_idle:
         _walk(step, announced, _Others(others.announce(), len(others), step))
-        step.carrier.begin()
-    _find_nonfinite(step, [(lane, groups[id(lane)]) for lane in step.plan.lanes])
-    _walk(step, updated, _Others(others.run(), len(others), step))
+    with step.carrier:
+        _find_nonfinite(step, [(lane, groups[id(lane)]) for lane in step.plan.lanes])
+        _walk(step, updated, _Others(others.run(), len(others), step))
     step.end()
     others.wait()
 

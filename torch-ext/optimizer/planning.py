@@ -17,6 +17,7 @@ from .core import Matrices, read_as_matrices, row_counts_for, takes_part
 from .distributed import agreement, hsdp, layout
 from .distributed import utils as dtensors
 from .distributed.plan import Entry, Plan, make_plan
+from .distributed.rounds import HIDING
 from .groups import has_component
 from .newton_schulz import Recipe, recipe_for
 from .options import GROUP_OPTIONS, STRUCTURE, OptimizerWide
@@ -37,7 +38,7 @@ class Survey:
         names: of each group, what messages call its parameters.
         lines: of each group, its parameters, one line each, for ranks to compare.
         entries: of each group, its Muon parameters in order; none for AdamW's.
-        plans: made so far, by which entries take part.
+        plans: made so far, by which entries take part, and whether state is streamed.
     """
 
     facts: list[tuple]
@@ -197,7 +198,9 @@ def plan_all(found: Survey, groups: Sequence[Group], wide: OptimizerWide) -> Pla
 def _plan(found: Survey, wide: OptimizerWide, take_part: Sequence[bool]) -> Plan:
     """Made once for each set of entries that take part."""
     entries = found.all_entries
-    present = tuple(take_part)
+    # Chunks that are begun ahead wait for state: only so many as hide each other's traffic.
+    ahead = min(wide.warmup_step, HIDING - 1) if wide.streams else wide.warmup_step
+    present = (*take_part, wide.streams)
     if present not in found.plans:
         if len(found.plans) >= 8:  # where they change all the time, old ones are of no use
             found.plans.clear()
@@ -205,7 +208,7 @@ def _plan(found: Survey, wide: OptimizerWide, take_part: Sequence[bool]) -> Plan
             [entry for entry, there in zip(entries, present) if there],
             _rank(),
             chunk_size=wide.chunk_size,
-            warmup_step=wide.warmup_step,
+            warmup_step=ahead,
             everywhere=wide.use_distributed_muon,
         )
     return found.plans[present]

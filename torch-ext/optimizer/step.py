@@ -59,7 +59,7 @@ class Step:
 
     def end(self) -> None:
         """Lets go of what is left, and tells autograd what was written."""
-        self.offload.end_step(self.carrier)
+        self.offload.end_step()
         for entry, param in enumerate(self.params):
             self._release_grad(entry)
             if dtensors.is_dtensor(param):

@@ -10,19 +10,20 @@ import difflib
 import os
 import sys
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Optional
 
 import torch
 from torch import Tensor
 
-from . import adamw, newton_schulz, options
+from . import newton_schulz, options
 from .core import matches
 from .distributed import utils as dtensors
 from .distributed.collectives import has_backend
 from .distributed.plan import Entry, Plan
 from .distributed.replicas import Replicas
 from .options import OptimizerWide
+from .state import layouts_of
 
 Group = Mapping[str, Any]
 
@@ -191,11 +192,25 @@ def check_gradients(group: Group, where: str) -> None:
             )
 
 
-def check_capturable(groups: Sequence[Group], plan: Plan, wide: OptimizerWide) -> None:
-    """No group that is to be captured in a graph has traffic, which waits for other ranks."""
+def check_capturable(
+    groups: Sequence[Group],
+    plan: Plan,
+    wide: OptimizerWide,
+    offloaded: Callable[[Tensor], Any],
+) -> None:
+    """No group that is to be captured in a graph has traffic, which waits for other ranks, or state
+    in host memory."""
     capturable = [number for number, group in enumerate(groups) if group["capturable"]]
     if not capturable:
         return
+    for number in capturable:
+        for index, param in enumerate(groups[number]["params"]):
+            if offloaded(param) is not None:
+                name = name_of(groups[number], index, f"param_groups[{number}]")
+                raise ValueError(
+                    f"the state of {name} is in host memory, from where no graph captures its way: "
+                    f"set capturable=False in param_groups[{number}], or turn_off_cpu_offload()"
+                )
     if wide.divided is not None and len(wide.divided.ranks) > 1:
         raise ValueError(
             f'param_groups[{capturable[0]}]: grad_reduce="mean" averages gradients within the '
@@ -222,21 +237,8 @@ def check_state(
     for index, param in enumerate(group["params"]):
         own = state.get(param)  # `state[param]` would create it
         if own:
-            expected = _expected_state(param, entries[index] if entries else None, wide)
+            expected = layouts_of(param, entries[index] if entries else None, wide)
             _check_tensors(own, expected, "state", name_of(group, index, where))
-
-
-def _expected_state(param: Tensor, entry: Optional[Entry], wide: OptimizerWide) -> dict[str, tuple]:
-    """Shape and layout of each tensor of a parameter's state."""
-    layout = dtensors.layout_of(param)
-    momentum = (param.shape, dtensors.state_layout(param, wide.process_group) or layout)
-    moments = (param.shape, adamw.state_layout(param, wide.divided) or layout)
-    expected = {"momentum_buffer": momentum, "exp_avg": moments, "exp_avg_sq": moments}
-    if entry is not None:
-        m = entry.matrices
-        shape = torch.Size([*m.shape[: m.row_dim], m.long_sides])
-        expected["second_momentum_buffer"] = (shape, dtensors.layout_by_expert(param, m.row_dim))
-    return expected
 
 
 def _check_tensors(
@@ -291,7 +293,7 @@ def check_checkpoint(
             )
         options.validate(saved, f"{where} of the checkpoint")
         for index, (param, saved_id) in enumerate(zip(group["params"], saved["params"])):
-            expected = _expected_state(param, entries[index] if entries else None, wide)
+            expected = layouts_of(param, entries[index] if entries else None, wide)
             name = name_of(group, index, where)
             _check_tensors(saved_state.get(saved_id, {}), expected, "checkpoint", name)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import Any, Optional
+from typing import Optional
 
 import torch
 from torch import Tensor
@@ -66,11 +66,17 @@ class Carrier:
         for window in windows if number is None else windows[number : number + 1]:
             self._order[window.device].append(window)
 
-    def begin(self) -> None:
+    def __enter__(self) -> Carrier:
         """Starts to carry what was announced."""
         for device, windows in self._order.items():
             backend = self._backends[device]
             self._conveyors[device] = Conveyor(backend, windows, self._slot_bytes[device])
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Lets go of the devices' memory, also where an error has kept some from being used."""
+        for conveyor in self._conveyors.values():
+            conveyor.end()
 
     def portions(self, key: Hashable, rows: int) -> Iterator[Portion]:
         """Shares of so many rows, each with its loans' tensors on the device, portion by portion.
@@ -85,7 +91,3 @@ class Carrier:
             conveyor = self._conveyors[window.device]
             yield list(zip(window.shares, conveyor.lend(window)))
             conveyor.give_back(window)
-
-    def end(self) -> dict[torch.device, Any]:
-        """Lets go of the devices' memory; for each device an event behind the last copy."""
-        return {device: conveyor.end() for device, conveyor in self._conveyors.items()}

@@ -41,6 +41,10 @@ class _Turn:
     came: Any
     left: Optional[Any] = None
 
+    @property
+    def is_written(self) -> bool:
+        return any(copy.written for copy in self.window.copies)
+
 
 class Conveyor:
     """The windows of one step on one device.
@@ -89,9 +93,10 @@ class Conveyor:
 
     def end(self) -> Any:
         """Lets go of the ring; an event behind the last copy."""
-        for queue in (IN, OUT):
-            last = self._backend.record(queue)
-            self._backend.wait(COMPUTE, last)
+        if any(turn.left is None for turn in self._turns):  # an error kept them from being used
+            self._backend.wait(COMPUTE, self._backend.record(IN))
+        last = self._backend.record(OUT)
+        self._backend.wait(COMPUTE, last)
         self._backend.free(self._ring)
         del self._ring
         return last
@@ -119,8 +124,11 @@ class Conveyor:
         if any(turn.left is None for turn in overlapping):
             return None
         for turn in overlapping:
-            self._backend.wait(IN, turn.left)
             self._turns.remove(turn)
+        # A copy back is behind those before it, and behind the use of what it copies.
+        copied = [turn for turn in overlapping if turn.is_written]
+        for turn in {id(turn): turn for turn in (*copied[-1:], *overlapping[-1:])}.values():
+            self._backend.wait(IN, turn.left)
         return start
 
     def _on_device(self, turn: _Turn, copies: Sequence[Copy]) -> list[Tensor]:

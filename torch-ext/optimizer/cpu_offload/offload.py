@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import functools
+import math
 from collections import defaultdict
 from collections.abc import Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Callable, NamedTuple, Optional
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
 
 from ..distributed.utils import local, with_local
+from ..state import Spec, make
 from .arena import Arena
 from .backend import COMPUTE, IN, OUT, Accelerator, Backend, Host
 from .carrier import Carrier
@@ -27,25 +28,7 @@ LEAST_SLOT_BYTES = 512 << 20
 # Accelerators with memory of their own, and streams.
 DEVICE_TYPES = ("cuda", "xpu", "mtia", "hpu", "npu", "privateuseone")
 
-
-class Wanted(NamedTuple):
-    """A tensor of the state that is to be made: its place, and what it is like.
-
-    Args:
-        state: of its parameter.
-        key: in that.
-        make: from this rank's part of it to the tensor.
-        shape, stride, dtype: of this rank's part.
-        device: where it is used.
-    """
-
-    state: MutableMapping[str, Tensor]
-    key: str
-    make: Callable[[Tensor], Tensor]
-    shape: Sequence[int]
-    stride: Sequence[int]
-    dtype: torch.dtype
-    device: torch.device
+OwnState = MutableMapping[str, Tensor]  # of one parameter
 
 
 @dataclass
@@ -97,7 +80,7 @@ class CPUOffload:
         self.mode = "stream"
         self.slot_bytes: Optional[int] = None
         self.manual = False
-        self._stand_in: Optional[Host] = None
+        self.stand_in: Optional[Host] = None
         self._backends: dict[torch.device, Backend] = {}
         self._arenas: dict[torch.device, Arena] = {}
         self._held: dict[int, _Held] = {}  # by id of the tensor in the state
@@ -110,62 +93,91 @@ class CPUOffload:
         kept = ("is_on", "mode", "slot_bytes", "manual")
         return {**vars(CPUOffload()), **{key: vars(self)[key] for key in kept}}
 
+    def turn_on(self, mode: str, slot_bytes: Optional[int], stand_in: Optional[Host]) -> None:
+        self.is_on, self.mode, self.slot_bytes = True, mode, slot_bytes
+        if stand_in is not None:
+            self.stand_in, self._backends = stand_in, {}
+
+    def turn_off(self) -> None:
+        self.forget()
+        self.is_on, self.stand_in, self._backends = False, None, {}
+
     # -- what is held ------------------------------------------------------------------------
 
     def device_of(self, param: Tensor) -> Optional[torch.device]:
         """The device on which the host's state of a parameter is used; None where it has none."""
-        device = param.device
         if not self.is_on:
             return None
-        if self._stand_in is not None and device.type == "cpu":
+        device = param.device
+        if self.stand_in is not None and device.type == "cpu":
             return device
         return device if device.type in DEVICE_TYPES else None
 
-    def create(self, wanted: Sequence[Wanted]) -> None:
-        """Makes zeros in host memory."""
-        by_device: dict[torch.device, list[Wanted]] = defaultdict(list)
-        for each in wanted:
-            by_device[each.device].append(each)
-        for device, of_device in by_device.items():
-            sizes = [torch.Size(w.shape).numel() * w.dtype.itemsize for w in of_device]
-            for each, memory in zip(of_device, self._arena(device).allocate(sizes)):
-                host = memory.view(each.dtype).as_strided(tuple(each.shape), tuple(each.stride))
-                tensor = each.make(host)
-                each.state[each.key] = tensor
-                self._held[id(tensor)] = _Held(tensor, host, device)
+    def home_of(self, param: Tensor) -> torch.device:
+        """The device on which a parameter's state lives."""
+        return local(param).device if self.device_of(param) is None else torch.device("cpu")
 
     def holds(self, tensor: Tensor) -> bool:
         return id(tensor) in self._held
 
-    def adopt(
-        self, states: Iterable[tuple[MutableMapping[str, Tensor], str, torch.device]]
-    ) -> None:
-        """Takes tensors of the state into host memory, where they are not yet, one after another.
+    def create(self, missing: Sequence[tuple[OwnState, str, Spec]]) -> None:
+        """Makes zeros in host memory: for a parameter's state, which key, and what it is like."""
+        by_device: dict[torch.device, list[tuple[OwnState, str, Spec]]] = defaultdict(list)
+        for each in missing:
+            by_device[each[2].device].append(each)
+        for device, of_device in by_device.items():
+            specs = [spec for _, _, spec in of_device]
+            hosts = self._allocate(device, [(s.held_shape, s.held_stride, s.dtype) for s in specs])
+            for (own, key, spec), host in zip(of_device, hosts):
+                own[key] = make(spec, host)
+                self._held[id(own[key])] = _Held(own[key], host, device)
 
-        Args:
-            states: of a parameter, which key of it, and the device on which it is used.
-        """
-        listed = list(states)
-        given = [state[key] for state, key, _ in listed]
-        wanted = []
-        for (state, key, device), tensor in zip(listed, given):
-            held = local(tensor)
-            make = functools.partial(with_local, tensor)
-            stride = dense_stride(held)
-            wanted.append(Wanted(state, key, make, held.shape, stride, held.dtype, device))
-        self.create(wanted)
-        for (state, key, _), tensor in zip(listed, given):
-            self._held[id(state[key])].host.copy_(local(tensor))
+    def adopt(self, states: Sequence[tuple[OwnState, str, torch.device]]) -> None:
+        """Takes tensors into host memory, which may be anywhere: of a parameter's state, which key,
+        and the device on which it is used."""
+        by_device: dict[torch.device, list[tuple[OwnState, str]]] = defaultdict(list)
+        for own, key, device in states:
+            by_device[device].append((own, key))
+        for device, of_device in by_device.items():
+            parts = [local(own[key]) for own, key in of_device]
+            hosts = self._allocate(device, [(p.shape, dense_stride(p), p.dtype) for p in parts])
+            del parts
+            for (own, key), host in zip(of_device, hosts):
+                host.copy_(local(own[key]))
+                own[key] = with_local(own[key], host)
+                self._held[id(own[key])] = _Held(own[key], host, device)
 
-    def release(self, state: MutableMapping[str, Tensor]) -> None:
-        """Puts the host's tensors of a parameter's state back to where they are used."""
-        for key, tensor in state.items():
+    def release(self, own: OwnState) -> None:
+        """Puts the host's tensors of a parameter's state to where they are used."""
+        for key, tensor in own.items():
             held = self._held.pop(id(tensor), None)
             if held is not None:
+                like = held.host
                 there = torch.empty_strided(
-                    held.host.shape, held.host.stride(), dtype=held.host.dtype, device=held.device
+                    like.shape, like.stride(), dtype=like.dtype, device=held.device
                 )
-                state[key] = with_local(tensor, there.copy_(held.host))
+                own[key] = with_local(tensor, there.copy_(like))
+
+    def forget(self) -> None:
+        """Lets go of all memory: what the host has is nobody's any more."""
+        self.settle()
+        for visit in self._visits:
+            self._leave(visit)
+        self._visits, self._came, self._held, self._arenas = [], {}, {}, {}
+
+    def _allocate(
+        self,
+        device: torch.device,
+        wanted: Sequence[tuple[Sequence[int], Sequence[int], torch.dtype]],
+    ) -> list[Tensor]:
+        """Zeros in host memory, by shape, stride and dtype."""
+        if device not in self._arenas:
+            self._arenas[device] = Arena(device)
+        sizes = [math.prod(shape) * dtype.itemsize for shape, _, dtype in wanted]
+        return [
+            memory.view(dtype).as_strided(tuple(shape), tuple(stride))
+            for memory, (shape, stride, dtype) in zip(self._arenas[device].allocate(sizes), wanted)
+        ]
 
     def keep_only(self, tensors: Iterable[Tensor]) -> None:
         """Forgets whatever is not among the tensors of the state any more."""
@@ -178,14 +190,9 @@ class CPUOffload:
         """Of state on the host."""
         return sum(_nbytes(held.host) for held in self._held.values())
 
-    def _arena(self, device: torch.device) -> Arena:
-        if device not in self._arenas:
-            self._arenas[device] = Arena(device)
-        return self._arenas[device]
-
     def _backend(self, device: torch.device) -> Backend:
         if device not in self._backends:
-            self._backends[device] = self._stand_in or Accelerator(device)
+            self._backends[device] = self.stand_in or Accelerator(device)
         return self._backends[device]
 
     # -- within a step -------------------------------------------------------------------------
@@ -230,9 +237,8 @@ class CPUOffload:
         backends = {device: self._backend(device) for device in slots}
         return Carrier(backends, slots, self._joined)
 
-    def end_step(self, carrier: Carrier) -> None:
+    def end_step(self) -> None:
         """Sends back what was reloaded, unless that is the caller's to do."""
-        carrier.end()
         if not self.manual:
             self.offload(hidden=self.mode != "bulk")
 

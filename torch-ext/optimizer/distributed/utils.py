@@ -20,6 +20,7 @@ from .replicas import Replicas
 _DTENSORS = dist.is_available()
 if _DTENSORS:
     from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
     from torch.distributed.tensor.placement_types import _StridedShard  # no subclass of Shard
 
 
@@ -184,17 +185,6 @@ def layout_by_expert(param: Tensor, experts: int) -> Optional[tuple]:
     return param.device_mesh, tuple(placements)  # type: ignore[attr-defined]
 
 
-def zeros_by_expert(param: Tensor, shape: Sequence[int]) -> Tensor:
-    """fp32 zeros (experts…, numbers): experts lie as the parameter's do, each with all its numbers.
-
-    A DTensor where the parameter is one.
-    """
-    layout, device = layout_by_expert(param, len(shape) - 1), local(param).device
-    if layout is None:
-        return torch.zeros(tuple(shape), dtype=torch.float32, device=device)
-    return _zeros(shape, layout, torch.float32, device)
-
-
 def state_layout(param: Tensor, replicas: Optional[Replicas]) -> Optional[tuple]:
     """Mesh and placements of state that replicas of a plain parameter divide by rows, if any do."""
     if replicas is None or is_dtensor(param):
@@ -202,34 +192,46 @@ def state_layout(param: Tensor, replicas: Optional[Replicas]) -> Optional[tuple]
     return replicas.layout(param.device.type)
 
 
-def zeros_by_rows(param: Tensor, layout: tuple, dtype: torch.dtype) -> Tensor:
-    """Zeros of a plain tensor's shape, a DTensor of which each rank holds its rows.
+def divide_by_rows(tensor: Tensor, layout: tuple) -> Tensor:
+    """This rank's rows of a plain tensor that all ranks have: a copy, where the tensor is.
 
     Args:
-        param: of at least one dimension.
-        layout: `state_layout` of it.
+        tensor: of at least one dimension.
+        layout: `state_layout` of the parameter.
     """
-    return _zeros(param.shape, layout, dtype, param.device)
+    held = tensor.detach()[slices(_sharding(*layout).region(tensor.shape, dist.get_rank()))]
+    held = held.clone(memory_format=torch.contiguous_format)
+    return dtensor_of(held, layout, tensor.shape, contiguous_stride(tensor.shape))
 
 
-def divide_by_rows(tensor: Tensor, layout: tuple) -> Tensor:
-    """This rank's rows of a plain tensor that all ranks have, as `zeros_by_rows`."""
-    rows = zeros_by_rows(tensor, layout, tensor.dtype)
-    held = _sharding(*layout).region(tensor.shape, dist.get_rank())
-    local(rows).copy_(tensor.detach()[slices(held)])
-    return rows
+def part_shape(shape: Sequence[int], layout: tuple) -> tuple[int, ...]:
+    """Of this rank's part of a DTensor of mesh and placements."""
+    sharding, rank = _sharding(*layout), dist.get_rank()
+    if rank not in sharding.ranks:
+        return (0,)  # what torch gives ranks that are not in the mesh
+    return shape_of(sharding.region(shape, rank))
 
 
-def _zeros(shape: Sequence[int], layout: tuple, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A contiguous DTensor of mesh and placements, of which only this rank's part is made."""
-    held = _sharding(*layout).region(shape, dist.get_rank())
-    return DTensor.from_local(
-        torch.zeros(shape_of(held), dtype=dtype, device=device),
-        *layout,
-        run_check=False,
-        shape=torch.Size(shape),
-        stride=_contiguous_stride(shape),
-    )
+def dtensor_of(held: Tensor, layout: tuple, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
+    """A DTensor around this rank's part, which stays where it is, even beside a mesh of another
+    device: `DTensor.from_local` would copy a part in host memory to the mesh's accelerator.
+
+    Args:
+        held: this rank's part; shared, not copied.
+        layout: mesh and placements.
+        shape: of the whole tensor.
+        stride: of the whole tensor.
+    """
+    mesh, placements = layout
+    meta = TensorMeta(torch.Size(shape), tuple(stride), held.dtype)
+    spec = DTensorSpec(mesh, placements, tensor_meta=meta)
+    return DTensor(held, spec, requires_grad=False)  # as FSDP2 makes its parameters
+
+
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """As torch has it, also of tensors without elements."""
+    sizes = [max(1, size) for size in shape]
+    return tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(shape)))
 
 
 def process_group(tensor: Tensor, ranks: Sequence[int], replicas: Optional[Replicas] = None) -> Any:
@@ -300,7 +302,3 @@ def _new_group(ranks: tuple[int, ...], device_type: str) -> Any:
         c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
         groups[ranks] = group
     return groups[ranks]
-
-
-def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
