@@ -1,30 +1,237 @@
 """Page-locked host memory for state: few large segments, cut into tensors.
 
-torch rounds every page-locked allocation up to a power of two. So ordinary memory is allocated, to
-the byte, and registered with the device's driver where it has a call for that.
+torch rounds every page-locked allocation up to a power of two. So ordinary memory is mapped, to the
+page, and registered with the device's driver where torch has a call for that; elsewhere tensors
+share allocations whose sizes are powers of two, so that little of them is left over.
+
+A tensor is a window of its segment with a storage of its own: what is pickled or saved is the
+tensor alone. Each holds its segment (`torch.frombuffer` holds the buffer it was given), the arena
+holds none: a segment's memory goes when the last of its tensors does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ctypes
+import mmap
+import os
+import warnings
+import weakref
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from itertools import accumulate
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
 
-# Where tensors begin, in bytes; what lies between two neighbours is nobody's.
+# Where tensors begin, in bytes, as torch aligns them; what lies between two neighbours is nobody's.
 PADDED_TO = 64
+
+# Large enough that a page and a call for each are nothing, small enough that memory comes back in
+# pieces when tensors die one by one.
+SEGMENT_BYTES = 2**28
+# Where sizes are powers of two: the smallest is 1.6 % of the 1 MiB below which overhead doesn't
+# matter; the largest holds two of Llama 3 8B's largest matrices, which fill one of them badly.
+SMALLEST_POWER, LARGEST_POWER = 2**14, 2**29
 
 
 class Arena:
-    """Host memory of the state of an optimizer."""
+    """Host memory of the state of an optimizer.
 
-    def __init__(self, device: torch.device):
+    Args:
+        device: which copies go to and from; with a cpu, memory is ordinary.
+        register: page-locks memory, given its address and bytes; raises RuntimeError where it
+            can't. By default the driver's call where ``device`` is CUDA's or ROCm's, and none
+            elsewhere.
+        unregister: undoes `register`, given the address, before the memory is freed.
+
+    Where memory can't be page-locked, a warning says so once, and the arena's memory is ordinary
+    from then on.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        register: Optional[Callable[[int, int], None]] = None,
+        unregister: Optional[Callable[[int], None]] = None,
+    ):
         self.device = device
+        if register is None and device.type == "cuda":
+            register, unregister = partial(_register, device), partial(_unregister, device)
+        self._register, self._unregister = register, unregister
+        self._pins = register is None and device.type != "cpu"
+        # Segments alive and their bytes, by address.
+        self._segments: dict[int, tuple[weakref.ref[Any], int]] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the segments alive: what the arena takes from the host now."""
+        return sum(nbytes for _, nbytes in list(self._segments.values()))
 
     def allocate(self, nbytes: Sequence[int]) -> list[Tensor]:
-        """Zeroed bytes, one tensor with a storage of its own for each, neighbours in memory."""
-        raise NotImplementedError
+        """Zeroed bytes, one tensor with a storage of its own for each, neighbours in memory.
+
+        Args:
+            nbytes: of each tensor. Those that share a segment lie in this order, `PADDED_TO` bytes
+                aligned, without other gaps; empty ones have no memory.
+
+        Returns:
+            uint8 tensors of shape ``(nbytes[i],)``.
+        """
+        ends = [0, *accumulate(-(-n // PADDED_TO) * PADDED_TO for n in nbytes)]
+        tensors = []
+        for first, last, size in (_cut_to_powers if self._pins else _cut)(ends):
+            segment = self._segment(size) if ends[last] > ends[first] else None
+            for index in range(first, last):
+                tensors.append(_window(segment, ends[index] - ends[first], nbytes[index]))
+        return tensors
 
     def span(self, address: int, nbytes: int) -> Tensor:
-        """The bytes of an interval that may go over several of the arena's tensors."""
-        raise NotImplementedError
+        """The bytes of an interval that may go over several of the arena's tensors.
+
+        Args:
+            address: where it begins, as by ``data_ptr()``.
+            nbytes: its length; the gaps that align tensors count.
+
+        Returns:
+            A uint8 tensor of shape ``(nbytes,)`` over the memory itself, which it keeps alive.
+
+        Raises:
+            ValueError: where the interval isn't within one segment that is alive.
+        """
+        if nbytes == 0:
+            return _window(None, 0, 0)
+        for start, (reference, size) in list(self._segments.items()):
+            if nbytes > 0 and start <= address and address + nbytes <= start + size:
+                segment = reference()
+                if segment is not None:
+                    return _window(segment, address - start, nbytes)
+        raise ValueError(f"{nbytes} bytes at {address:#x} are not within one segment of the arena")
+
+    def _segment(self, nbytes: int) -> Any:
+        """A buffer over new zeroed memory, page-locked if possible, which it holds."""
+        memory: Any
+        undo: Optional[Callable[[int], None]] = None
+        if self._register is not None:
+            # Whole pages: registrations that share one fail. And shared, mmap's default: of
+            # page-locked private pages Linux gives a forked process copies at once, so that each
+            # worker of a data loader would take as much memory as all the state.
+            nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+            memory = mmap.mmap(-1, nbytes)
+            address = ctypes.addressof(ctypes.c_ubyte.from_buffer(memory))
+            try:
+                self._register(address, nbytes)
+                undo = self._unregister
+            except RuntimeError as error:
+                self._register = None
+                _warn(error)
+        else:
+            memory = self._zeros(nbytes)
+            address = memory.data_ptr()
+        segment: Any = (ctypes.c_ubyte * nbytes).from_address(address)
+        segment.memory = memory
+        self._segments[address] = (weakref.ref(segment), nbytes)
+        finalizer = weakref.finalize(segment, _forget, self._segments, address, undo, os.getpid())
+        finalizer.atexit = False  # the driver may be gone by then, and tensors still in use
+        return segment
+
+    def _zeros(self, nbytes: int) -> Tensor:
+        if self._pins:
+            try:
+                return torch.zeros(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+            except RuntimeError as error:
+                self._pins = False
+                _warn(error)
+        return torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
+
+
+def _cut(ends: list[int]) -> Iterator[tuple[int, int, int]]:
+    """Segments as full as they get: the first tensor, the one behind the last, bytes.
+
+    Args:
+        ends: ``ends[i]`` is where tensor i would begin, were all in one segment.
+    """
+    first = 0
+    while first < len(ends) - 1:
+        last = max(bisect_right(ends, ends[first] + SEGMENT_BYTES) - 1, first + 1)
+        yield first, last, ends[last] - ends[first]
+        first = last
+
+
+def _cut_to_powers(ends: list[int]) -> Iterator[tuple[int, int, int]]:
+    """The same in segments of 2^k bytes, cut where their sum is smallest.
+
+    A large tensor may leave up to half of its segment to those behind it.
+    """
+    count = len(ends) - 1
+    # Of the best cut from each tensor on: bytes in all, minus the next segment's first, its bytes.
+    best: list[tuple[int, int, int]] = [(0, 0, 0)] * (count + 1)
+    for first in reversed(range(count)):
+        power = SMALLEST_POWER
+        while power < ends[first + 1] - ends[first]:
+            power *= 2
+        options = []
+        while True:
+            last = bisect_right(ends, ends[first] + power) - 1
+            options.append((power + best[last][0], -last, power))
+            if last == count or power >= LARGEST_POWER:
+                break
+            power *= 2
+        best[first] = min(options)
+    first = 0
+    while first < count:
+        _, last, size = best[first]
+        yield first, -last, size
+        first = -last
+
+
+def _window(segment: Any, offset: int, nbytes: int) -> Tensor:
+    if nbytes == 0:  # frombuffer refuses
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    return torch.frombuffer(segment, dtype=torch.uint8, count=nbytes, offset=offset)
+
+
+def _forget(
+    segments: dict[int, tuple[weakref.ref[Any], int]],
+    address: int,
+    unregister: Optional[Callable[[int], None]],
+    process: int,
+) -> None:
+    """Runs when a segment dies, before it lets go of its memory."""
+    segments.pop(address, None)
+    # A forked process has the memory, but neither the registration nor a driver that works.
+    if unregister is not None and os.getpid() == process:
+        unregister(address)
+
+
+def _warn(error: RuntimeError) -> None:
+    reason = str(error).strip().split("\n")[0]
+    warnings.warn(
+        f"no page-locked host memory for offloaded state ({reason}): copies will be slow and hold "
+        "up the host",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+
+def _register(device: torch.device, address: int, nbytes: int) -> None:
+    cudart: Any = torch.cuda.cudart()
+    # On this device: a call without a context makes one, on the current device.
+    with torch.accelerator.device_index(device.index):
+        result = cudart.cudaHostRegister(address, nbytes, 1)  # 1: portable, for all devices
+        if int(result) == 0:
+            return
+        # The runtime keeps the error for whoever asks next, which is torch after its next kernel.
+        with suppress(RuntimeError):
+            torch.ones(1, device=device)
+    raise RuntimeError(f"cudaHostRegister: {cudart.cudaGetErrorString(result)}")
+
+
+def _unregister(device: torch.device, address: int) -> None:
+    cudart: Any = torch.cuda.cudart()
+    with torch.accelerator.device_index(device.index):
+        result = cudart.cudaHostUnregister(address)
+    if int(result) != 0:
+        raise RuntimeError(f"cudaHostUnregister: {cudart.cudaGetErrorString(result)}")

@@ -12,13 +12,16 @@ import queue
 import random
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Optional
 
 import torch
 from torch import Tensor
 
 COMPUTE, IN, OUT = "compute", "in", "out"
+NAN_BYTE = 0xFF  # in every byte of a floating-point number makes it NaN
 
 
 class Backend:
@@ -75,12 +78,14 @@ class Accelerator(Backend):
         return self._streams[name]
 
     def record(self, on: str) -> torch.Event:
-        return self._stream(on).record_event()
+        return self._stream(on).record_event()  # without timing, which would cost
 
     def wait(self, on: str, event: torch.Event) -> None:
         self._stream(on).wait_event(event)
 
     def copy(self, on: str, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+        # Makes the stream and its device current, and afterwards those that were. Until torch 2.13
+        # a stream can't be entered twice at a time, so nothing in here may call this again.
         with self._stream(on):
             for target, source in zip(targets, sources):
                 target.copy_(source, non_blocking=True)
@@ -97,7 +102,11 @@ class Host(Backend):
 
     For tests and to look at what streaming does, where there is no accelerator: with a random delay
     before each copy, a missing wait shows as a wrong result. The ``COMPUTE`` queue is the calling
-    thread.
+    thread. Memory is full of NaNs when allocated and again when freed, so that reading what nobody
+    wrote, or too late, shows too.
+
+    A copy that fails is told by every `wait` and `synchronize` from then on, as RuntimeError; what
+    follows in its queue is done all the same, and nobody waits for ever.
 
     Args:
         delay: largest delay before a copy, in seconds.
@@ -108,22 +117,23 @@ class Host(Backend):
         super().__init__(torch.device("cpu"))
         self._delay = delay
         self._seed = seed
-        self._threads: dict[str, _Worker] = {}
+        self._workers: dict[str, _Worker] = {}
         self.allocated_bytes = 0  # on the "device", now
         self.peak_bytes = 0  # at most so far
 
     def allocate(self, nbytes: int) -> Tensor:
         self.allocated_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
-        return super().allocate(nbytes)
+        return super().allocate(nbytes).fill_(NAN_BYTE)
 
     def free(self, memory: Tensor) -> None:
         self.allocated_bytes -= memory.numel()
+        memory.fill_(NAN_BYTE)
 
     def _worker(self, on: str) -> _Worker:
-        if on not in self._threads:
-            self._threads[on] = _Worker(on, self._delay, self._seed)
-        return self._threads[on]
+        if on not in self._workers:
+            self._workers[on] = _Worker(on, self._delay, self._seed)
+        return self._workers[on]
 
     def record(self, on: str) -> threading.Event:
         event = threading.Event()
@@ -137,6 +147,7 @@ class Host(Backend):
         if on == COMPUTE:
             self.synchronize(event)
         else:
+            self._check()
             self._worker(on).put(event.wait)
 
     def copy(self, on: str, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
@@ -148,38 +159,46 @@ class Host(Backend):
 
     def synchronize(self, event: threading.Event) -> None:
         event.wait()
-        for worker in self._threads.values():
-            worker.check()
+        self._check()
+
+    def _check(self) -> None:
+        for worker in self._workers.values():
+            if worker.errors:
+                raise RuntimeError("a copy failed") from worker.errors[0]
 
 
 class _Worker:
-    """A thread that does one thing after the other; it ends with the process."""
+    """A thread that does one thing after the other; it ends when nobody has the worker anymore."""
 
     def __init__(self, name: str, delay: float, seed: int):
-        self._todo: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
         self._delay = delay
         self._random = random.Random(f"{name}{seed}")
-        self._error: Optional[BaseException] = None
-        self.put = self._todo.put
-        threading.Thread(target=self._run, name=f"offload-{name}", daemon=True).start()
+        self.errors: list[BaseException] = []
+        todo: queue.SimpleQueue[Optional[Callable[[], Any]]] = queue.SimpleQueue()
+        self.put = todo.put
+        # The thread knows its list and its errors, not the worker, which it would keep alive.
+        arguments = (todo, self.errors)
+        thread = threading.Thread(target=_run, args=arguments, name=f"offload-{name}", daemon=True)
+        thread.start()
+        weakref.finalize(self, todo.put, None).atexit = False
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        delay = self._random.uniform(0.0, self._delay)
+        self.put(partial(_copy, target, source, self._random.uniform(0.0, self._delay)))
 
-        def do() -> None:
-            if delay:
-                time.sleep(delay)
-            target.copy_(source)
 
-        self.put(do)
+def _copy(target: Tensor, source: Tensor, delay: float) -> None:
+    if delay:
+        time.sleep(delay)
+    target.copy_(source)
 
-    def check(self) -> None:
-        if self._error is not None:
-            raise RuntimeError("a copy failed") from self._error
 
-    def _run(self) -> None:
-        while True:
-            try:
-                self._todo.get()()
-            except BaseException as error:  # later waits tell
-                self._error = error
+def _run(todo: queue.SimpleQueue[Optional[Callable[[], Any]]], errors: list[BaseException]) -> None:
+    while True:
+        do = todo.get()
+        if do is None:
+            return
+        try:
+            do()
+        except BaseException as error:  # later waits tell
+            errors.append(error)
+        del do  # and its tensors, not only when there is more to do
