@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Optional
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from .core import takes_part
-from .cpu_offload import Carrier, CPUOffload, Portion, Share
+from .cpu_offload import Carrier, CPUOffload, Lent, Share
 from .distributed.layout import shard
 from .distributed.replicas import Replicas
 from .distributed.utils import is_dtensor, local
@@ -125,8 +126,7 @@ def update(
     """
     present = [p for p in params if takes_part(p, options)]
     rows, _ = _rows(present, state)
-    for _ in _update(rows, options):
-        pass
+    _update_at_once(rows, options)
     _bump_versions(present)
 
 
@@ -149,8 +149,7 @@ def update_rows(
             `is_divided` says so.
     """
     rows, divided = _rows(params, state, mean, replicas)
-    for _ in _update(rows, options):
-        pass
+    _update_at_once(rows, options)
     _bump_versions(params)
     return gather_rows(divided, replicas.group)
 
@@ -179,16 +178,12 @@ def _rows(
 def _update(
     rows: Sequence[_Row],
     options: Mapping[str, Any],
-    portions: Optional[Iterable[Portion]] = None,
+    portions: Iterable[AbstractContextManager[Lent]],
 ) -> Iterator[None]:
-    """Updates rows, or one portion of them after the other."""
-    if portions is None:
-        _update_at_once(rows, options)
-        return
+    """Updates one portion of the rows after the other."""
     for portion in portions:
-        _update_at_once(
-            [rows[share.row].part(share, moments) for share, moments in portion], options
-        )
+        with portion as lent:
+            _update_at_once([rows[share.row].part(share, of) for share, of in lent], options)
         yield
 
 

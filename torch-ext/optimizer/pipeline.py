@@ -268,15 +268,16 @@ def _update_momentum(
     for portion in step.carrier.portions((_MOMENTUM, id(run)), len(rows)):
         by_group: dict[int, list[tuple]] = defaultdict(list)
         partial: list[tuple[Tensor, Tensor]] = []
-        for share, lent in portion:
-            *tensors, slot = rows[share.row]
-            if slot is not None and not share.is_first:
-                partial.append((slot, torch.empty_like(slot)))
-                slot = partial[-1][1]
-            row = (*lent, *(narrow(t, share.piece) for t in tensors[len(lent) :]), slot)
-            by_group[groups[share.row]].append(row)
-        for group, of_group in by_group.items():
-            _apply_momentum(step.groups[group], of_group, wanted=run[0].travels)
+        with portion as shares:
+            for share, lent in shares:
+                *tensors, slot = rows[share.row]
+                if slot is not None and not share.is_first:
+                    partial.append((slot, torch.empty_like(slot)))
+                    slot = partial[-1][1]
+                row = (*lent, *(narrow(t, share.piece) for t in tensors[len(lent) :]), slot)
+                by_group[groups[share.row]].append(row)
+            for group, of_group in by_group.items():
+                _apply_momentum(step.groups[group], of_group, wanted=run[0].travels)
         for slot, of_piece in partial:
             slot.copy_(torch.maximum(slot, of_piece))
 
@@ -407,12 +408,13 @@ def _update_weights(chunk: Chunk, updates: Tensor, lane: Lane, step: Step) -> No
                 rates.append((entry.group, scale))
         for portion in step.carrier.portions((_WEIGHTS, id(run)), len(rows)):
             by_rates: dict[tuple[int, float], list[tuple]] = defaultdict(list)
-            for share, lent in portion:
-                tensors = rows[share.row][len(lent) :]
-                row = (*lent, *(narrow(tensor, share.piece) for tensor in tensors))
-                by_rates[rates[share.row]].append(row)
-            for (group, scale), of_rate in by_rates.items():
-                _apply(step.groups[group], scale, of_rate)
+            with portion as shares:
+                for share, lent in shares:
+                    tensors = rows[share.row][len(lent) :]
+                    row = (*lent, *(narrow(tensor, share.piece) for tensor in tensors))
+                    by_rates[rates[share.row]].append(row)
+                for (group, scale), of_rate in by_rates.items():
+                    _apply(step.groups[group], scale, of_rate)
 
 
 def _apply(hyper: Hyper, scale: float, rows: Sequence[tuple]) -> None:
@@ -435,8 +437,9 @@ def _second_moment_factors(bundle: Bundle, updates: Tensor, step: Step) -> list[
     views = [step.second_moment(unit) for unit in bundle.units]
     factors: list[Tensor] = []
     for portion in step.carrier.portions((_SECOND_MOMENT, id(bundle)), len(views)):  # one
-        of_portion = [lent[0] if lent else views[share.row] for share, lent in portion]
-        factors = _update_second_moment(of_portion, bundle, updates, step)
+        with portion as shares:
+            there = [lent[0] if lent else views[share.row] for share, lent in shares]
+            factors = _update_second_moment(there, bundle, updates, step)
     return factors
 
 

@@ -1,8 +1,8 @@
 """Optimizer state in host memory between steps, carried to the device and back within them."""
 
-from .carrier import Carrier, Portion
+from .carrier import Carrier, Lent
 from .methods import Offloadable
 from .offload import CPUOffload
 from .windows import Loan, Share, narrow
 
-__all__ = ["CPUOffload", "Carrier", "Loan", "Offloadable", "Portion", "Share", "narrow"]
+__all__ = ["CPUOffload", "Carrier", "Lent", "Loan", "Offloadable", "Share", "narrow"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Optional
 
 import torch
@@ -14,7 +15,7 @@ from .backend import Backend
 from .conveyor import Conveyor
 from .windows import Joined, Loan, Share, Window, fill_windows
 
-Portion = Sequence[tuple[Share, tuple[Tensor, ...]]]
+Lent = Sequence[tuple[Share, tuple[Tensor, ...]]]
 
 
 class Carrier:
@@ -78,16 +79,19 @@ class Carrier:
         for conveyor in self._conveyors.values():
             conveyor.end()
 
-    def portions(self, key: Hashable, rows: int) -> Iterator[Portion]:
+    def portions(self, key: Hashable, rows: int) -> Iterator[AbstractContextManager[Lent]]:
         """Shares of so many rows, each with its loans' tensors on the device, portion by portion.
 
-        What was not prepared is one portion, which lends nothing. A portion's tensors are valid
-        until the next one is asked for.
+        A portion is lent while its context lasts. What was not prepared is one portion, which lends
+        nothing.
         """
         if key not in self._windows:
-            yield [(Share(row, None, ()), ()) for row in range(rows)]
-            return
-        for window in self._windows[key]:
-            conveyor = self._conveyors[window.device]
-            yield list(zip(window.shares, conveyor.lend(window)))
-            conveyor.give_back(window)
+            yield nullcontext([(Share(row, None, ()), ()) for row in range(rows)])
+        else:
+            yield from map(self._lend, self._windows[key])
+
+    @contextmanager
+    def _lend(self, window: Window) -> Iterator[Lent]:
+        conveyor = self._conveyors[window.device]
+        yield list(zip(window.shares, conveyor.lend(window)))
+        conveyor.give_back(window)

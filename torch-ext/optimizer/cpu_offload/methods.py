@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..options import OptimizerWide
 from ..state import KEYS
-from .backend import Host
+from .backend import Backend
 from .hooks import Hooks
 from .offload import MODES, CPUOffload
 
@@ -36,7 +36,7 @@ class Offloadable(torch.optim.Optimizer):
         *,
         slot_bytes: Optional[int] = None,
         model: Optional[nn.Module] = None,
-        backend: Optional[Host] = None,
+        backend: Optional[Backend] = None,
     ) -> None:
         """Keeps optimizer state in page-locked host memory between steps, from now on.
 
@@ -52,8 +52,9 @@ class Offloadable(torch.optim.Optimizer):
                 the state on the device or 512 MiB, whichever is more.
             model: for ``"backward"``, the module before whose forwards memory is let go as far as
                 it has been written back; without it, that happens when the next backward begins.
-            backend: a `cpu_offload.backend.Host`, which does the same between two places in host
-                memory, for tests where there is no accelerator.
+            backend: moves state instead of the device's own streams, for all parameters wherever
+                they are: a `cpu_offload.backend.Host` shows what happens where there is no
+                accelerator.
 
         Raises:
             ValueError: an unknown mode; ``slot_bytes`` below 1.

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..distributed.utils import local, with_local
 from ..state import Spec, make
 from .arena import Arena
-from .backend import COMPUTE, IN, OUT, Accelerator, Backend, Host
+from .backend import COMPUTE, IN, OUT, Accelerator, Backend
 from .carrier import Carrier
 from .windows import Loan, Share, Window, dense_stride
 
@@ -80,7 +80,7 @@ class CPUOffload:
         self.mode = "stream"
         self.slot_bytes: Optional[int] = None
         self.manual = False
-        self.stand_in: Optional[Host] = None
+        self.stand_in: Optional[Backend] = None
         self._backends: dict[torch.device, Backend] = {}
         self._arenas: dict[torch.device, Arena] = {}
         self._held: dict[int, _Held] = {}  # by id of the tensor in the state
@@ -93,7 +93,7 @@ class CPUOffload:
         kept = ("is_on", "mode", "slot_bytes", "manual")
         return {**vars(CPUOffload()), **{key: vars(self)[key] for key in kept}}
 
-    def turn_on(self, mode: str, slot_bytes: Optional[int], stand_in: Optional[Host]) -> None:
+    def turn_on(self, mode: str, slot_bytes: Optional[int], stand_in: Optional[Backend]) -> None:
         self.is_on, self.mode, self.slot_bytes = True, mode, slot_bytes
         if stand_in is not None:
             self.stand_in, self._backends = stand_in, {}
@@ -108,10 +108,8 @@ class CPUOffload:
         """The device on which the host's state of a parameter is used; None where it has none."""
         if not self.is_on:
             return None
-        device = param.device
-        if self.stand_in is not None and device.type == "cpu":
-            return device
-        return device if device.type in DEVICE_TYPES else None
+        is_used = self.stand_in is not None or param.device.type in DEVICE_TYPES
+        return param.device if is_used else None
 
     def home_of(self, param: Tensor) -> torch.device:
         """The device on which a parameter's state lives."""
