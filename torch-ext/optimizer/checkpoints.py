@@ -108,7 +108,7 @@ def place_tensors(
     state: MutableMapping[Any, dict[str, Any]],
     saved_groups: Sequence[Group],
     states: Mapping[Any, dict[str, Any]],
-    home_of: Callable[[Tensor], torch.device],
+    home_of: Callable[[Tensor, bool], torch.device],
 ) -> None:
     """Puts the tensors of loaded state beside their parameters, where torch put the rest.
 
@@ -133,4 +133,4 @@ def place_tensors(
                 elif isinstance(value, Tensor):
                     keeps = key in OWN_DTYPE or not param.is_floating_point()
                     dtype = value.dtype if keeps else param.dtype
-                    state[param][key] = place(value, dtype, home_of(param))
+                    state[param][key] = place(value, dtype, home_of(param, group["use_muon"]))

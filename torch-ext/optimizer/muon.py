@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from . import adamw, checkpoints, newton_schulz, options, pipeline, validation
-from .cpu_offload import CPUOffload, Offloadable
+from .cpu_offload import CPUOffload, Offloadable, Use
 from .distributed import agreement
 from .distributed import utils as dtensors
 from .distributed.machine import Machine
@@ -353,7 +353,7 @@ class Muon(Offloadable):
             validation.check_gradients(group, where)
             validation.check_state(group, entries, self.state, self._wide, where)
         plan = plan_step(found, groups, self._wide)
-        validation.check_capturable(groups, plan, self._wide, self._offload.device_of)
+        validation.check_capturable(groups, plan, self._wide, self._offload.use_of)
         return groups, plan
 
     def _look_at(self, groups: list[dict[str, Any]]) -> Survey:
@@ -387,7 +387,7 @@ class Muon(Offloadable):
     def _init_state(self, groups: list[dict[str, Any]], found: Survey) -> None:
         """Creates whatever state is missing, for all trainable parameters, on all ranks alike."""
         missing: list[tuple[dict[str, Tensor], str, Spec]] = []
-        on_host: list[tuple[dict[str, Tensor], str, Spec]] = []
+        on_host: list[tuple[dict[str, Tensor], str, Spec, Use]] = []
         for group, entries in zip(groups, found.entries):
             keys = keys_of(group)
             for index, param in enumerate(group["params"]):
@@ -402,9 +402,11 @@ class Muon(Offloadable):
                 if absent:
                     entry = entries[index] if entries else None
                     specs = specs_of(param, entry, group, self._wide)
-                    is_on_host = self._offload.device_of(param) is not None
-                    wanted = on_host if is_on_host else missing
-                    wanted += [(own, key, specs[key]) for key in absent]
+                    use = self._offload.use_of(param, group["use_muon"])
+                    if use is None:
+                        missing += [(own, key, specs[key]) for key in absent]
+                    else:
+                        on_host += [(own, key, specs[key], use) for key in absent]
         for own, key, spec in missing:
             own[key] = zeros(spec)
         self._offload.create(on_host)

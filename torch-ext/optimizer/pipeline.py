@@ -28,7 +28,7 @@ from .distributed import layout, wire
 from .distributed.collectives import all_gather_slots
 from .distributed.plan import Batch, Bundle, Chunk, Lane, Run, Traffic, Unit, turn_of
 from .newton_schulz import newton_schulz
-from .step import Hyper, Step, part_of
+from .step import Hyper, Index, Step, part_of
 
 
 def run(step: Step, others: adamw.Updates) -> None:
@@ -154,8 +154,7 @@ class _Others:
 def announce_chunk(chunk: Chunk, step: Step) -> Task:
     """Announces what `update_chunk` is going to borrow of the host's, in the order of its use."""
     for run in chunk.momentum:
-        parts = [(u, index) for bundle in run for u, index in zip(bundle.units, bundle.indices)]
-        step.announce(_MOMENTUM, run, [step.momentum_loans(*part) for part in parts])
+        step.announce(_MOMENTUM, run, [step.momentum_loans(*part) for part in _parts_of(run)])
     yield
     yield
     for run in chunk.weights:
@@ -163,8 +162,14 @@ def announce_chunk(chunk: Chunk, step: Step) -> Task:
             if step.hyper(bundle.units[0])["beta2"] is not None:
                 loans = [step.second_moment_loans(unit) for unit in bundle.units]
                 step.announce(_SECOND_MOMENT, bundle, loans, at_once=True)
-        parts = [(u, index) for bundle in run for u, index in zip(bundle.units, bundle.indices)]
-        step.announce(_WEIGHTS, run, [step.weight_loans(*part) for part in parts])
+        step.announce(_WEIGHTS, run, [step.weight_loans(*part) for part in _parts_of(run)])
+
+
+def _parts_of(run: Run) -> Iterator[tuple[Unit, Index]]:
+    """The parts in a run, in the order in which `_views` has them."""
+    for bundle in run:
+        if bundle.numel:
+            yield from zip(bundle.units, bundle.indices)
 
 
 # What windows are announced for.

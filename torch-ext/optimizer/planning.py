@@ -134,7 +134,7 @@ def entries_of(group: Group, number: int, where: str, wide: OptimizerWide) -> li
             matrices=matrices_of(group, index, where),
             sharding=replicas[index].weights if index in replicas else dtensors.sharding_of(param),
             dtype=param.dtype,
-            device=dtensors.local(param).device,
+            device=dtensors.compute_device(param),
             wire=wide.comm_dtype or wire_of(recipes[index]),
             recipe=recipes[index],
             second_moment=group["beta2"] is not None,
@@ -166,7 +166,7 @@ def _recipe(param: Tensor, group: Group) -> Recipe:
         group["ns_norm"],
         group["ns_dtype"],
         param.dtype,
-        dtensors.local(param).device,
+        dtensors.compute_device(param),
     )
 
 

@@ -51,6 +51,7 @@ class Step:
         self.state = [state[param] for param in self.params]
         self.weights = [dtensors.local(param) for param in self.params]
         self.momenta = [offload.here(own["momentum_buffer"]) for own in self.state]
+        self.hosted = [offload.hosts(param) for param in self.params]  # with their gradients
         self.grads: dict[int, Tensor] = {}
         self.unread = Counter(plan.reads)
         self.finite: dict[int, Tensor] = {}  # by id of a unit, (matrices,), with nonfinite="skip"
@@ -59,7 +60,8 @@ class Step:
 
     def end(self) -> None:
         """Lets go of what is left, and tells autograd what was written."""
-        self.offload.end_step()
+        hosted = zip(self.plan.entries, self.hosted)
+        self.offload.end_step({entry.device for entry, is_hosted in hosted if is_hosted})
         for entry, param in enumerate(self.params):
             self._release_grad(entry)
             if dtensors.is_dtensor(param):
@@ -147,8 +149,12 @@ class Step:
         self.carrier.announce((purpose, id(of)))
 
     def momentum_loans(self, unit: Unit, index: Index) -> list[Loan]:
-        """Of a part of a unit's momentum: none where it is on the device."""
-        return self.offload.loan(self.state[unit.entry]["momentum_buffer"], index)
+        """Of a part of a unit's momentum, and its gradient; none where they are on the device."""
+        loans = self.offload.loan(self.state[unit.entry]["momentum_buffer"], index)
+        if self.hosted[unit.entry]:
+            grad = part_of(self.grad(unit), index)
+            loans.append(Loan(grad, self.entry(unit).device, False))
+        return loans
 
     def second_moment_loans(self, unit: Unit) -> list[Loan]:
         """The same of `second_moment`."""
@@ -157,7 +163,10 @@ class Step:
 
     def weight_loans(self, unit: Unit, index: Index) -> list[Loan]:
         """The same of weights."""
-        return []
+        if not self.hosted[unit.entry]:
+            return []
+        weight = part_of(self.weights[unit.entry], index)
+        return [Loan(weight, self.entry(unit).device, True)]
 
     def keep(self, unit: Unit, box: layout.Region) -> Optional[Tensor]:
         """Whether to update, for the elements of a part of a unit; broadcasts to them."""

@@ -196,7 +196,7 @@ def check_capturable(
     groups: Sequence[Group],
     plan: Plan,
     wide: OptimizerWide,
-    offloaded: Callable[[Tensor], Any],
+    use_of: Callable[[Tensor, bool], Any],
 ) -> None:
     """No group that is to be captured in a graph has traffic, which waits for other ranks, or state
     in host memory."""
@@ -205,7 +205,7 @@ def check_capturable(
         return
     for number in capturable:
         for index, param in enumerate(groups[number]["params"]):
-            if offloaded(param) is not None:
+            if use_of(param, groups[number]["use_muon"]) is not None:
                 name = name_of(groups[number], index, f"param_groups[{number}]")
                 raise ValueError(
                     f"the state of {name} is in host memory, from where no graph captures its way: "

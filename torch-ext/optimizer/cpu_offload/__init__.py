@@ -2,7 +2,7 @@
 
 from .carrier import Carrier, Lent
 from .methods import Offloadable
-from .offload import CPUOffload
+from .offload import CPUOffload, Use
 from .windows import Loan, Share, narrow
 
-__all__ = ["CPUOffload", "Carrier", "Lent", "Loan", "Offloadable", "Share", "narrow"]
+__all__ = ["CPUOffload", "Carrier", "Lent", "Loan", "Offloadable", "Share", "Use", "narrow"]

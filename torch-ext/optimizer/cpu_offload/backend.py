@@ -31,6 +31,8 @@ class Backend:
         device: where state is used.
     """
 
+    hosts_parameters = False  # whether parameters on a CPU pass for what an accelerator computes
+
     def __init__(self, device: torch.device):
         self.device = device
 
@@ -111,10 +113,12 @@ class Host(Backend):
     Args:
         delay: largest delay before a copy, in seconds.
         seed: of the delays.
+        hosts_parameters: whether parameters and gradients, too, are what has to be carried.
     """
 
-    def __init__(self, delay: float = 0.0, seed: int = 0):
+    def __init__(self, delay: float = 0.0, seed: int = 0, hosts_parameters: bool = False):
         super().__init__(torch.device("cpu"))
+        self.hosts_parameters = hosts_parameters
         self._delay = delay
         self._seed = seed
         self._workers: dict[str, _Worker] = {}

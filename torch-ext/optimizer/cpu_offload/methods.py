@@ -74,10 +74,11 @@ class Offloadable(torch.optim.Optimizer):
     def turn_off_cpu_offload(self) -> None:
         """Brings all state back to where its parameters are, for good."""
         self._unhook()
-        self._offload.settle()
-        for own in self.state.values():
-            self._offload.release(own)
         self._offload.turn_off()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if self._offload.use_of(param, group["use_muon"]) is None:
+                    self._offload.release(self.state.get(param, {}))
         self._tell_planner()
 
     @property
@@ -165,26 +166,28 @@ class Offloadable(torch.optim.Optimizer):
 
     def _hold_state(self) -> None:
         """Takes all state that there is into host memory, where it is not yet and belongs."""
-        if not self._offload.is_on:
-            return
         strangers, found = [], []
         for group in self.param_groups:
             for param in group["params"]:
-                device = self._offload.device_of(param)
-                if device is None:
+                use = self._offload.use_of(param, group["use_muon"])
+                if use is None:
                     continue
                 for own, key in self._tensors_of((param,)):
                     if not self._offload.holds(own[key]):
-                        strangers.append((own, key, device))
+                        strangers.append((own, key, use))
                     found.append((own, key))
         self._offload.adopt(strangers)
         self._offload.keep_only(own[key] for own, key in found)
 
     def _tell_planner(self) -> None:
         """Fewer chunks are begun ahead where each has to wait for its state."""
-        devices = (self._offload.device_of(p) for g in self.param_groups for p in g["params"])
-        streams = self._offload.mode == "stream" and any(device is not None for device in devices)
-        self._wide = dataclasses.replace(self._wide, streams=streams)
+        streams = self._offload.is_on and self._offload.mode == "stream"
+        is_used = streams and any(
+            self._offload.use_of(param, group["use_muon"]) is not None
+            for group in self.param_groups
+            for param in group["params"]
+        )
+        self._wide = dataclasses.replace(self._wide, streams=is_used)
 
     def _hook(self, model: Optional[nn.Module]) -> None:
         self._unhook()

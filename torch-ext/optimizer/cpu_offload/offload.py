@@ -6,12 +6,12 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
 from torch import Tensor
 
-from ..distributed.utils import local, with_local
+from ..distributed.utils import compute_device, local, with_local
 from ..state import Spec, make
 from .arena import Arena
 from .backend import COMPUTE, IN, OUT, Accelerator, Backend
@@ -31,6 +31,14 @@ DEVICE_TYPES = ("cuda", "xpu", "mtia", "hpu", "npu", "privateuseone")
 OwnState = MutableMapping[str, Tensor]  # of one parameter
 
 
+class Use(NamedTuple):
+    """How state that lives on the host is used: on which device, and whether it may stay there for
+    longer than a window; not if its parameter has to be carried, too."""
+
+    device: torch.device
+    may_stay: bool
+
+
 @dataclass
 class _Held:
     """A tensor of the state that lives on the host.
@@ -38,14 +46,14 @@ class _Held:
     Args:
         tensor: the one in the optimizer's state.
         host: this rank's part of it.
-        device: where it is used.
-        visit: while it is there, too.
+        use: how it is used.
+        visit: while it is on the device, too.
         here: its copy there.
     """
 
     tensor: Tensor
     host: Tensor
-    device: torch.device
+    use: Use
     visit: Optional[_Visit] = None
     here: Optional[Tensor] = None
 
@@ -99,83 +107,93 @@ class CPUOffload:
             self.stand_in, self._backends = stand_in, {}
 
     def turn_off(self) -> None:
-        self.forget()
+        self.settle()
+        self._end_visits()
         self.is_on, self.stand_in, self._backends = False, None, {}
 
     # -- what is held ------------------------------------------------------------------------
 
-    def device_of(self, param: Tensor) -> Optional[torch.device]:
-        """The device on which the host's state of a parameter is used; None where it has none."""
+    def hosts(self, param: Tensor) -> bool:
+        """Whether a parameter of Muon's and its gradient are in host memory, but not their use."""
+        if self.stand_in is not None and param.device.type == "cpu":
+            return self.stand_in.hosts_parameters
+        return param.device != compute_device(param)
+
+    def use_of(self, param: Tensor, is_muon: bool) -> Optional[Use]:
+        """How state of a parameter is used if it lives on the host; None where it does not.
+
+        AdamW of a parameter in host memory is done there.
+        """
+        if self.hosts(param):
+            return Use(compute_device(param), may_stay=False) if is_muon else None
         if not self.is_on:
             return None
         is_used = self.stand_in is not None or param.device.type in DEVICE_TYPES
-        return param.device if is_used else None
+        return Use(param.device, may_stay=True) if is_used else None
 
-    def home_of(self, param: Tensor) -> torch.device:
+    def home_of(self, param: Tensor, is_muon: bool) -> torch.device:
         """The device on which a parameter's state lives."""
-        return local(param).device if self.device_of(param) is None else torch.device("cpu")
+        is_held = self.use_of(param, is_muon) is not None
+        return torch.device("cpu") if is_held else local(param).device
 
     def holds(self, tensor: Tensor) -> bool:
         return id(tensor) in self._held
 
-    def create(self, missing: Sequence[tuple[OwnState, str, Spec]]) -> None:
-        """Makes zeros in host memory: for a parameter's state, which key, and what it is like."""
-        by_device: dict[torch.device, list[tuple[OwnState, str, Spec]]] = defaultdict(list)
-        for each in missing:
-            by_device[each[2].device].append(each)
-        for device, of_device in by_device.items():
-            specs = [spec for _, _, spec in of_device]
-            hosts = self._allocate(device, [(s.held_shape, s.held_stride, s.dtype) for s in specs])
-            for (own, key, spec), host in zip(of_device, hosts):
-                own[key] = make(spec, host)
-                self._held[id(own[key])] = _Held(own[key], host, device)
+    def create(self, missing: Sequence[tuple[OwnState, str, Spec, Use]]) -> None:
+        """Makes zeros in host memory: for a parameter's state, which key, what it is like, and how
+        it is used."""
+        wanted = [(s.held_shape, s.held_stride, s.dtype, use.device) for _, _, s, use in missing]
+        for (own, key, spec, use), host in zip(missing, self._allocate(wanted)):
+            own[key] = make(spec, host)
+            self._held[id(own[key])] = _Held(own[key], host, use)
 
-    def adopt(self, states: Sequence[tuple[OwnState, str, torch.device]]) -> None:
-        """Takes tensors into host memory, which may be anywhere: of a parameter's state, which key,
-        and the device on which it is used."""
-        by_device: dict[torch.device, list[tuple[OwnState, str]]] = defaultdict(list)
-        for own, key, device in states:
-            by_device[device].append((own, key))
-        for device, of_device in by_device.items():
-            parts = [local(own[key]) for own, key in of_device]
-            hosts = self._allocate(device, [(p.shape, dense_stride(p), p.dtype) for p in parts])
-            del parts
-            for (own, key), host in zip(of_device, hosts):
-                host.copy_(local(own[key]))
-                own[key] = with_local(own[key], host)
-                self._held[id(own[key])] = _Held(own[key], host, device)
+    def adopt(self, states: Sequence[tuple[OwnState, str, Use]]) -> None:
+        """Takes tensors into host memory, wherever they are: of a parameter's state, which key, and
+        how it is used."""
+        parts = [local(own[key]) for own, key, _ in states]
+        wanted = [
+            (part.shape, dense_stride(part), part.dtype, use.device)
+            for part, (_, _, use) in zip(parts, states)
+        ]
+        del parts  # each goes when it has been copied
+        for (own, key, use), host in zip(states, self._allocate(wanted)):
+            host.copy_(local(own[key]))
+            own[key] = with_local(own[key], host)
+            self._held[id(own[key])] = _Held(own[key], host, use)
 
     def release(self, own: OwnState) -> None:
         """Puts the host's tensors of a parameter's state to where they are used."""
         for key, tensor in own.items():
             held = self._held.pop(id(tensor), None)
             if held is not None:
-                like = held.host
+                like, device = held.host, held.use.device
                 there = torch.empty_strided(
-                    like.shape, like.stride(), dtype=like.dtype, device=held.device
+                    like.shape, like.stride(), dtype=like.dtype, device=device
                 )
                 own[key] = with_local(tensor, there.copy_(like))
 
     def forget(self) -> None:
         """Lets go of all memory: what the host has is nobody's any more."""
         self.settle()
-        for visit in self._visits:
-            self._leave(visit)
-        self._visits, self._came, self._held, self._arenas = [], {}, {}, {}
+        self._end_visits()
+        self._held, self._arenas = {}, {}
 
     def _allocate(
-        self,
-        device: torch.device,
-        wanted: Sequence[tuple[Sequence[int], Sequence[int], torch.dtype]],
+        self, wanted: Sequence[tuple[Sequence[int], Sequence[int], torch.dtype, torch.device]]
     ) -> list[Tensor]:
-        """Zeros in host memory, by shape, stride and dtype."""
-        if device not in self._arenas:
-            self._arenas[device] = Arena(device)
-        sizes = [math.prod(shape) * dtype.itemsize for shape, _, dtype in wanted]
-        return [
-            memory.view(dtype).as_strided(tuple(shape), tuple(stride))
-            for memory, (shape, stride, dtype) in zip(self._arenas[device].allocate(sizes), wanted)
-        ]
+        """Zeros in host memory, by shape, stride, dtype, and the device for which they are."""
+        by_device: dict[torch.device, list[int]] = defaultdict(list)
+        for number, (*_, device) in enumerate(wanted):
+            by_device[device].append(number)
+        allocated: dict[int, Tensor] = {}
+        for device, numbers in by_device.items():
+            if device not in self._arenas:
+                self._arenas[device] = Arena(device)
+            sizes = [math.prod(wanted[n][0]) * wanted[n][2].itemsize for n in numbers]
+            for number, memory in zip(numbers, self._arenas[device].allocate(sizes)):
+                shape, stride, dtype, _ = wanted[number]
+                allocated[number] = memory.view(dtype).as_strided(tuple(shape), tuple(stride))
+        return [allocated[number] for number in range(len(wanted))]
 
     def keep_only(self, tensors: Iterable[Tensor]) -> None:
         """Forgets whatever is not among the tensors of the state any more."""
@@ -215,7 +233,7 @@ class CPUOffload:
         host = held.host
         if part is not None:
             host = part(host) if callable(part) else host[part]
-        return [Loan(host, held.device, True)]
+        return [Loan(host, held.use.device, True)]
 
     def begin_step(self) -> Carrier:
         """What carries the host's state through a step, but for what is on its device already."""
@@ -227,7 +245,7 @@ class CPUOffload:
             visit.is_newer = True
         slots: dict[torch.device, int] = defaultdict(int)
         for held in self._held.values():
-            slots[held.device] += _nbytes(held.host)
+            slots[held.use.device] += _nbytes(held.host)
         for device, nbytes in slots.items():
             default = max(int(SLOT_SHARE * nbytes), LEAST_SLOT_BYTES)
             slots[device] = default if self.slot_bytes is None else self.slot_bytes
@@ -235,8 +253,16 @@ class CPUOffload:
         backends = {device: self._backend(device) for device in slots}
         return Carrier(backends, slots, self._joined)
 
-    def end_step(self) -> None:
-        """Sends back what was reloaded, unless that is the caller's to do."""
+    def end_step(self, hosted: Iterable[torch.device]) -> None:
+        """Sends back what was reloaded, unless that is the caller's to do.
+
+        Args:
+            hosted: devices on which parameters were computed that are in host memory: whoever reads
+                them next may do so without any stream.
+        """
+        for device in hosted:
+            backend = self._backend(device)
+            backend.synchronize(backend.record(OUT))
         if not self.manual:
             self.offload(hidden=self.mode != "bulk")
 
@@ -261,8 +287,8 @@ class CPUOffload:
         by_device: dict[torch.device, list[_Held]] = defaultdict(list)
         for tensor in tensors:
             held = self._held.get(id(tensor))
-            if held is not None and held.visit is None:
-                by_device[held.device].append(held)
+            if held is not None and held.visit is None and held.use.may_stay:
+                by_device[held.use.device].append(held)
         for device, of_device in by_device.items():
             backend = self._backend(device)
             shares = [
@@ -333,6 +359,14 @@ class CPUOffload:
         backend.wait(OUT, backend.record(COMPUTE))
         backend.copy(OUT, [copy.host for copy in visit.window.copies], visit.on_device())
         return backend.record(OUT)
+
+    def _end_visits(self) -> None:
+        """Lets go of what was reloaded; the host has the newest."""
+        self.wait_reload()
+        for visit in self._visits:
+            visit.end()
+            self._leave(visit)
+        self._visits = []
 
     def _leave(self, visit: _Visit) -> None:
         self._backend(visit.window.device).free(visit.memory)

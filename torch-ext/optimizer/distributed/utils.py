@@ -64,6 +64,16 @@ def with_local(tensor: Tensor, part: Tensor) -> Tensor:
     return DTensor(part, tensor._spec, requires_grad=False)  # type: ignore[attr-defined]
 
 
+def compute_device(tensor: Tensor) -> torch.device:
+    """Where arithmetic with a parameter is done: with FSDP2's CPUOffloadPolicy, which keeps it in
+    host memory, that is its mesh's device; else its own."""
+    if tensor.device.type == "cpu" and is_dtensor(tensor):
+        device_type = tensor.device_mesh.device_type  # type: ignore[attr-defined]
+        if device_type != "cpu":
+            return torch.device(device_type, torch.get_device_module(device_type).current_device())
+    return tensor.device
+
+
 def grad_dtype(param: Tensor) -> torch.dtype:
     """What a gradient has or would have: the same on all ranks, whichever have one."""
     return getattr(param, "grad_dtype", None) or param.dtype
@@ -99,7 +109,7 @@ def _has_backend(tensor: Tensor) -> bool:
         group = tensor.device_mesh.get_all_groups()[0]  # type: ignore[attr-defined]
     except RuntimeError:  # a mesh made without groups, to plan with
         return True
-    return has_backend(group, tensor.device)
+    return has_backend(group, compute_device(tensor))
 
 
 def _check_strides(shape: Sequence[int], mesh: Sequence[int], placements: Sequence) -> None:
