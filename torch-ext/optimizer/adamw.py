@@ -69,11 +69,12 @@ class Updates:
         self._here = offload.here
         self._carrier = carrier
         self._gathering: list[RowGathering] = []
-        self._parts = []  # of each group
-        for number, params in enumerate(self._present):
-            moments = [(state[p]["exp_avg"], state[p]["exp_avg_sq"]) for p in params]
-            rows = [[*offload.loan(first), *offload.loan(second)] for first, second in moments]
-            self._parts.append(carrier.cut(("adamw", number), rows))
+        keys = [("adamw", number) for number in range(len(self._groups))]
+        for key, params in zip(keys, self._present):
+            if not carrier.is_prepared:
+                moments = [(state[p]["exp_avg"], state[p]["exp_avg_sq"]) for p in params]
+                carrier.cut(key, [[*offload.loan(m), *offload.loan(v)] for m, v in moments])
+        self._parts = [carrier.count(key) for key in keys]
 
     def __len__(self) -> int:
         return sum(self._parts)

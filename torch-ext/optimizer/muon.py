@@ -410,7 +410,8 @@ class Muon(Offloadable):
         for own, key, spec in missing:
             own[key] = zeros(spec)
         self._offload.create(on_host)
-        self._hold_state()
+        if self._offload.is_on or found.hosted:
+            self._hold_state()
 
     def _convert_momentum(self, own: dict[str, Tensor], dtype: Optional[torch.dtype]) -> None:
         """Follows a group's ``momentum_dtype``, which may change at any time."""

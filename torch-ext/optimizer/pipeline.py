@@ -41,7 +41,7 @@ def run(step: Step, others: adamw.Updates) -> None:
     def updated(chunk: Chunk, lane: Lane) -> Task:
         return update_chunk(chunk, lane, groups.get(id(lane)), step)
 
-    if not step.carrier.is_idle:
+    if not step.carrier.is_prepared:
         _walk(step, announced, _Others(others.announce(), len(others), step))
     with step.carrier:
         _find_nonfinite(step, [(lane, groups[id(lane)]) for lane in step.plan.lanes])
@@ -114,12 +114,11 @@ class _Others:
     def __init__(self, parts: Iterator[None], number: int, step: Step):
         self._parts = parts
         self._number = number
-        self._step = step
         self._is_apart = step.carrier.is_idle or step.wide.divided is not None
         self._done = 0  # parts
         self._flops_done = 0
-        chunks = (chunk for lane in (*step.plan.lanes, *step.plan.alone) for chunk in lane.chunks)
-        self._flops = 0 if self._is_apart else sum(map(self._flops_of, chunks))
+        self._flops_of: dict[int, int] = {} if self._is_apart else step.plan.flops
+        self._flops = sum(self._flops_of.values())
 
     def take_turn(self) -> None:
         if self._is_apart:
@@ -129,7 +128,7 @@ class _Others:
         """A chunk's task, with as many parts behind its arithmetic as that can hide."""
         if self._is_apart:
             return task
-        return self._taking_turns(task, self._flops_of(chunk))
+        return self._taking_turns(task, self._flops_of[id(chunk)])
 
     def _taking_turns(self, task: Task, flops: int) -> Task:
         next(task)
@@ -145,10 +144,6 @@ class _Others:
     def finish(self) -> None:
         for _ in self._parts:
             pass
-
-    def _flops_of(self, chunk: Chunk) -> int:
-        units = (unit for batch in chunk.batches for unit in batch.units)
-        return sum(self._step.flops(unit) for unit in units)
 
 
 def announce_chunk(chunk: Chunk, step: Step) -> Task:

@@ -39,6 +39,7 @@ class Survey:
         lines: of each group, its parameters, one line each, for ranks to compare.
         entries: of each group, its Muon parameters in order; none for AdamW's.
         plans: made so far, by which entries take part, and whether state is streamed.
+        hosted: whether there are parameters in host memory that are not used there.
     """
 
     facts: list[tuple]
@@ -46,6 +47,7 @@ class Survey:
     lines: list[list[str]]
     entries: list[list[Entry]]
     plans: dict[tuple[bool, ...], Plan] = field(default_factory=dict)
+    hosted: bool = False
 
     @property
     def all_entries(self) -> list[Entry]:
@@ -88,6 +90,8 @@ def survey(groups: Sequence[Group], wide: OptimizerWide, last: Survey) -> Survey
             name = validation.name_of(group, index, where)
             seen[name] += 1
             names.append(name if seen[name] == 1 else f"{name} ({seen[name]})")
+        places = zip(entries, group["params"])
+        found.hosted |= any(entry.device != param.device for entry, param in places)
         found.entries.append([replace(e, name=name) for e, name in zip(entries, names)])
         found.names.append(names)
         found.lines.append([_line(name, p) for name, p in zip(names, group["params"])])

@@ -9,6 +9,7 @@ from typing import Any, Optional, Union
 import torch
 from torch import Tensor
 
+from .core import takes_part
 from .cpu_offload import CPUOffload, Loan
 from .distributed import layout
 from .distributed import utils as dtensors
@@ -46,12 +47,15 @@ class Step:
         self.groups = groups
         self.wide = wide
         self.offload = offload
-        self.carrier = offload.begin_step()
         self.params = [groups[entry.group]["params"][entry.index] for entry in plan.entries]
         self.state = [state[param] for param in self.params]
         self.weights = [dtensors.local(param) for param in self.params]
-        self.momenta = [offload.here(own["momentum_buffer"]) for own in self.state]
         self.hosted = [offload.hosts(param) for param in self.params]  # with their gradients
+        others = [
+            id(p) for g in groups if not g["use_muon"] for p in g["params"] if takes_part(p, g)
+        ]
+        self.carrier = offload.begin_step(plan, others, once=any(self.hosted))
+        self.momenta = [offload.here(own["momentum_buffer"]) for own in self.state]
         self.grads: dict[int, Tensor] = {}
         self.unread = Counter(plan.reads)
         self.finite: dict[int, Tensor] = {}  # by id of a unit, (matrices,), with nonfinite="skip"
@@ -76,11 +80,6 @@ class Step:
 
     def hyper(self, unit: Unit) -> Hyper:
         return self.groups[self.entry(unit).group]
-
-    def flops(self, unit: Unit) -> int:
-        """Of orthogonalizing a unit's matrices."""
-        entry = self.entry(unit)
-        return entry.matrices.count(unit.box, unit.rows) * entry.cost(unit.rows)
 
     def average_gradients(self, chunk: Chunk) -> None:
         """Starts to, in ZeRO-2, for what a chunk needs; on all ranks alike."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Optional
 
@@ -41,8 +41,9 @@ class Carrier:
         self._windows: dict[Hashable, list[Window]] = {}
         self._order: dict[torch.device, list[Window]] = defaultdict(list)
         self._conveyors: dict[torch.device, Conveyor] = {}
+        self.is_prepared = not backends  # no need to cut and announce
 
-    def cut(self, key: Hashable, rows: Sequence[Sequence[Loan]], at_once: bool = False) -> int:
+    def cut(self, key: Hashable, rows: Sequence[Sequence[Loan]], at_once: bool = False) -> None:
         """Prepares windows with all of these rows; how many portions they will be used in.
 
         Args:
@@ -51,10 +52,14 @@ class Carrier:
             at_once: in one portion, whatever their size; on one device.
         """
         if not any(rows):
-            return 1
+            return
         limits = dict.fromkeys(self._window_bytes, sys.maxsize) if at_once else self._window_bytes
         self._windows[key] = fill_windows(rows, limits, self._joined)
-        return len(self._windows[key])
+
+    @property
+    def devices(self) -> Iterable[torch.device]:
+        """To which something is carried."""
+        return self._backends.keys()
 
     @property
     def is_idle(self) -> bool:
@@ -67,8 +72,13 @@ class Carrier:
         for window in windows if number is None else windows[number : number + 1]:
             self._order[window.device].append(window)
 
+    def count(self, key: Hashable) -> int:
+        """In how many portions the rows are used that were prepared under a key."""
+        return len(self._windows.get(key, (None,)))
+
     def __enter__(self) -> Carrier:
         """Starts to carry what was announced."""
+        self.is_prepared = True
         for device, windows in self._order.items():
             backend = self._backends[device]
             self._conveyors[device] = Conveyor(backend, windows, self._slot_bytes[device])
@@ -78,6 +88,7 @@ class Carrier:
         """Lets go of the devices' memory, also where an error has kept some from being used."""
         for conveyor in self._conveyors.values():
             conveyor.end()
+        self._conveyors = {}
 
     def portions(self, key: Hashable, rows: int) -> Iterator[AbstractContextManager[Lent]]:
         """Shares of so many rows, each with its loans' tensors on the device, portion by portion.

@@ -95,6 +95,8 @@ class CPUOffload:
         self._visits: list[_Visit] = []
         self._came: dict[torch.device, Any] = {}  # events behind reloads not waited for
         self._leaving: list[tuple[_Visit, Any]] = []  # with the event that lets its memory go
+        self._plan: object = None
+        self._carrier: Optional[tuple[Carrier, int, Sequence[int]]] = None  # of the last step
 
     def __getstate__(self) -> dict[str, Any]:
         """The settings: memory, streams and a stand-in belong to one process."""
@@ -103,6 +105,7 @@ class CPUOffload:
 
     def turn_on(self, mode: str, slot_bytes: Optional[int], stand_in: Optional[Backend]) -> None:
         self.is_on, self.mode, self.slot_bytes = True, mode, slot_bytes
+        self._carrier = None
         if stand_in is not None:
             self.stand_in, self._backends = stand_in, {}
 
@@ -145,7 +148,7 @@ class CPUOffload:
         wanted = [(s.held_shape, s.held_stride, s.dtype, use.device) for _, _, s, use in missing]
         for (own, key, spec, use), host in zip(missing, self._allocate(wanted)):
             own[key] = make(spec, host)
-            self._held[id(own[key])] = _Held(own[key], host, use)
+            self._hold(own[key], host, use)
 
     def adopt(self, states: Sequence[tuple[OwnState, str, Use]]) -> None:
         """Takes tensors into host memory, wherever they are: of a parameter's state, which key, and
@@ -159,13 +162,18 @@ class CPUOffload:
         for (own, key, use), host in zip(states, self._allocate(wanted)):
             host.copy_(local(own[key]))
             own[key] = with_local(own[key], host)
-            self._held[id(own[key])] = _Held(own[key], host, use)
+            self._hold(own[key], host, use)
+
+    def _hold(self, tensor: Tensor, host: Tensor, use: Use) -> None:
+        self._held[id(tensor)] = _Held(tensor, host, use)
+        self._carrier = None
 
     def release(self, own: OwnState) -> None:
         """Puts the host's tensors of a parameter's state to where they are used."""
         for key, tensor in own.items():
             held = self._held.pop(id(tensor), None)
             if held is not None:
+                self._carrier = None
                 like, device = held.host, held.use.device
                 there = torch.empty_strided(
                     like.shape, like.stride(), dtype=like.dtype, device=device
@@ -176,7 +184,7 @@ class CPUOffload:
         """Lets go of all memory: what the host has is nobody's any more."""
         self.settle()
         self._end_visits()
-        self._held, self._arenas = {}, {}
+        self._held, self._arenas, self._carrier = {}, {}, None
 
     def _allocate(
         self, wanted: Sequence[tuple[Sequence[int], Sequence[int], torch.dtype, torch.device]]
@@ -200,6 +208,7 @@ class CPUOffload:
         ids = {id(tensor) for tensor in tensors}
         if len(ids) < len(self._held):
             self._held = {key: held for key, held in self._held.items() if key in ids}
+            self._carrier = None
 
     @property
     def held_bytes(self) -> int:
@@ -235,23 +244,40 @@ class CPUOffload:
             host = part(host) if callable(part) else host[part]
         return [Loan(host, held.use.device, True)]
 
-    def begin_step(self) -> Carrier:
-        """What carries the host's state through a step, but for what is on its device already."""
+    def begin_step(self, plan: object, others: Sequence[int], once: bool) -> Carrier:
+        """What carries the host's state through a step, but for what is on its device already.
+
+        Args:
+            plan, others: a step with the same plan, and the same others, uses the same state in the
+                same order.
+            once: what is carried is not all state, so it may be another next time.
+        """
         if self.mode != "stream" and not self.manual:
             self.reload([held.tensor for held in self._held.values()])
         self.sweep()
         self.wait_reload()
         for visit in self._visits:
             visit.is_newer = True
+        carrier, *used = self._carrier or (None, None, None)
+        if carrier is None or not carrier.is_prepared or used != [id(plan), others]:
+            carrier = self._new_carrier()
+            # Whoever keeps a plan's id keeps the plan, or another one could get it.
+            self._carrier, self._plan = (carrier, id(plan), others), plan
+        for device in carrier.devices:
+            self._wait_for_leaving(device)
+        if once:
+            self._carrier = None
+        return carrier
+
+    def _new_carrier(self) -> Carrier:
         slots: dict[torch.device, int] = defaultdict(int)
         for held in self._held.values():
-            slots[held.use.device] += _nbytes(held.host)
+            if held.here is None:
+                slots[held.use.device] += _nbytes(held.host)
         for device, nbytes in slots.items():
             default = max(int(SLOT_SHARE * nbytes), LEAST_SLOT_BYTES)
             slots[device] = default if self.slot_bytes is None else self.slot_bytes
-            self._wait_for_leaving(device)
-        backends = {device: self._backend(device) for device in slots}
-        return Carrier(backends, slots, self._joined)
+        return Carrier({device: self._backend(device) for device in slots}, slots, self._joined)
 
     def end_step(self, hosted: Iterable[torch.device]) -> None:
         """Sends back what was reloaded, unless that is the caller's to do.
@@ -305,6 +331,7 @@ class CPUOffload:
             backend.copy(IN, visit.on_device(), [copy.host for copy in window.copies])
             self._came[device] = backend.record(IN)
             self._visits.append(visit)
+            self._carrier = None
 
     def wait_reload(self) -> None:
         """Makes the current stream wait for everything that is being reloaded."""
@@ -330,6 +357,7 @@ class CPUOffload:
             else:
                 self._leave(visit)
             visit.end()
+            self._carrier = None
         self._visits = []
         if not hidden:
             self._leaving = []
@@ -366,6 +394,7 @@ class CPUOffload:
         for visit in self._visits:
             visit.end()
             self._leave(visit)
+            self._carrier = None
         self._visits = []
 
     def _leave(self, visit: _Visit) -> None:

@@ -83,16 +83,32 @@ class Window:
         self._joined = joined
         self._is_end = False  # whether the last copy ends where a tensor's memory does
         loans = [loan for share in shares for loan in share.loans]
-        self._places = [0] * len(loans)
+        places = [0] * len(loans)
         for number in sorted(range(len(loans)), key=lambda n: loans[n].host.data_ptr()):
-            self._places[number] = self._place(loans[number])
+            places[number] = self._place(loans[number])
+        of_loans = zip(places, (loan.host for loan in loans))
+        self._views = [
+            [
+                (
+                    place,
+                    host.numel() * host.dtype.itemsize,
+                    host.dtype,
+                    host.shape,
+                    dense_stride(host),
+                )
+                for place, host in itertools.islice(of_loans, len(share.loans))
+            ]
+            for share in shares
+        ]
 
     def views(self, memory: Tensor) -> list[tuple[Tensor, ...]]:
         """The tensors of each share, in the order of its loans, in the window's bytes."""
-        places = iter(self._places)
         return [
-            tuple(_view(memory, next(places), loan.host) for loan in share.loans)
-            for share in self.shares
+            tuple(
+                memory[place : place + nbytes].view(dtype).as_strided(shape, stride)
+                for place, nbytes, dtype, shape, stride in of_share
+            )
+            for of_share in self._views
         ]
 
     def _place(self, loan: Loan) -> int:
@@ -139,12 +155,6 @@ def _is_begin(part: Tensor) -> bool:
 def _is_end(part: Tensor) -> bool:
     storage = part.untyped_storage()
     return part.data_ptr() + part.numel() == storage.data_ptr() + storage.nbytes()
-
-
-def _view(memory: Tensor, place: int, like: Tensor) -> Tensor:
-    nbytes = like.numel() * like.dtype.itemsize
-    flat = memory[place : place + nbytes].view(like.dtype)
-    return flat.as_strided(like.shape, dense_stride(like))
 
 
 def intervals(tensor: Tensor) -> Iterator[Tensor]:

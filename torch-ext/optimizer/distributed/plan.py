@@ -112,6 +112,27 @@ class Plan:
             for unit in bundle.units
         )
 
+    @functools.cached_property
+    def flops(self) -> dict[int, int]:
+        """FLOPs of what this rank orthogonalizes in each chunk, by the chunk's id."""
+        costs = {
+            (unit.entry, unit.rows): self.entries[unit.entry].cost(unit.rows)
+            for lane in (*self.lanes, *self.alone)
+            for chunk in lane.chunks
+            for batch in chunk.batches
+            for unit in batch.units
+        }
+
+        def flops(unit: Unit) -> int:
+            count = self.entries[unit.entry].matrices.count(unit.box, unit.rows)
+            return count * costs[unit.entry, unit.rows]
+
+        return {
+            id(chunk): sum(flops(unit) for batch in chunk.batches for unit in batch.units)
+            for lane in (*self.lanes, *self.alone)
+            for chunk in lane.chunks
+        }
+
 
 NOTHING = Plan(0, (), (), ())
 
