@@ -196,7 +196,7 @@ class CPUOffload:
         allocated: dict[int, Tensor] = {}
         for device, numbers in by_device.items():
             if device not in self._arenas:
-                self._arenas[device] = Arena(device)
+                self._arenas[device] = Arena(self._backend(device).device)
             sizes = [math.prod(wanted[n][0]) * wanted[n][2].itemsize for n in numbers]
             for number, memory in zip(numbers, self._arenas[device].allocate(sizes)):
                 shape, stride, dtype, _ = wanted[number]
