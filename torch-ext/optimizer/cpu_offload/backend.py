@@ -14,6 +14,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Optional
 
@@ -35,6 +36,14 @@ class Backend:
 
     def __init__(self, device: torch.device):
         self.device = device
+
+    def come_home(self) -> None:
+        """Makes the current stream the one to which `at_home` returns."""
+
+    def at_home(self) -> AbstractContextManager[Any]:
+        """What is done in this context is done on that stream, whichever one is current: a hook may
+        be called on one whose memory others don't get back."""
+        return nullcontext()
 
     def allocate(self, nbytes: int) -> Tensor:
         """Uninitialized bytes on the device, for work of the ``COMPUTE`` queue from now on."""
@@ -71,6 +80,13 @@ class Accelerator(Backend):
     def __init__(self, device: torch.device):
         super().__init__(device)
         self._streams: dict[str, torch.Stream] = {}
+        self._home: Optional[torch.Stream] = None
+
+    def come_home(self) -> None:
+        self._home = torch.accelerator.current_stream(self.device)
+
+    def at_home(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._home is None else self._home
 
     def _stream(self, name: str) -> torch.Stream:
         if name == COMPUTE:

@@ -47,7 +47,7 @@ class Hooks:
         def reload(param: Tensor) -> None:
             optimizer = reference()
             if optimizer is not None and not optimizer.manual_offload:
-                optimizer._reload((param,))
+                optimizer._reload_at_home(param)
 
         return reload
 

@@ -159,6 +159,9 @@ class Offloadable(torch.optim.Optimizer):
     def _reload(self, params: Iterable[Tensor], streams: Sequence[Any] = ()) -> None:
         self._offload.reload((own[key] for own, key in self._tensors_of(params)), streams)
 
+    def _reload_at_home(self, param: Tensor) -> None:
+        self._offload.reload_at_home(own[key] for own, key in self._tensors_of((param,)))
+
     def _tensors_of(self, params: Iterable[Tensor]) -> Iterator[tuple[dict[str, Tensor], str]]:
         for param in params:
             own = self.state.get(param, {})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, MutableMapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Optional
 
@@ -254,6 +255,8 @@ class CPUOffload:
         """
         if self.mode != "stream" and not self.manual:
             self.reload([held.tensor for held in self._held.values()])
+        for backend in self._backends.values():
+            backend.come_home()
         self.sweep()
         self.wait_reload()
         for visit in self._visits:
@@ -301,6 +304,13 @@ class CPUOffload:
         return None
 
     # -- visits --------------------------------------------------------------------------------
+
+    def reload_at_home(self, tensors: Iterable[Tensor]) -> None:
+        """The same as `reload`, from a hook."""
+        with ExitStack() as homes:
+            for backend in self._backends.values():
+                homes.enter_context(backend.at_home())
+            self.reload(tensors)
 
     def reload(self, tensors: Iterable[Tensor], streams: Sequence[Any] = ()) -> None:
         """Starts to bring tensors of the state to their devices, where they are not.
