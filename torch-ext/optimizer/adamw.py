@@ -69,29 +69,29 @@ class Updates:
         self._here = offload.here
         self._carrier = carrier
         self._gathering: list[RowGathering] = []
-        keys = [("adamw", number) for number in range(len(self._groups))]
-        for key, params in zip(keys, self._present):
+        self._keys = [("adamw", number) for number in range(len(self._groups))]
+        for key, params in zip(self._keys, self._present):
             if not carrier.is_prepared:
                 moments = [(state[p]["exp_avg"], state[p]["exp_avg_sq"]) for p in params]
                 carrier.cut(key, [[*offload.loan(m), *offload.loan(v)] for m, v in moments])
-        self._parts = [carrier.count(key) for key in keys]
 
-    def __len__(self) -> int:
-        return sum(self._parts)
+    def part_bytes(self) -> list[int]:
+        """Of the moments that each part uses."""
+        return [n for key in self._keys for n in self._carrier.portion_bytes(key)]
 
     def announce(self) -> Iterator[None]:
         """Announces, part by part, what `run` is going to need."""
-        for number, parts in enumerate(self._parts):
-            for part in range(parts):
-                self._carrier.announce(("adamw", number), part)
+        for key in self._keys:
+            for part in range(len(self._carrier.portion_bytes(key))):
+                self._carrier.announce(key, part)
                 yield
 
     def run(self) -> Iterator[None]:
         """Updates the parameters, part by part; alike on all replicas."""
         mean = self._mean_gradients() if self._replicas is not None else None
-        for number, (params, group) in enumerate(zip(self._present, self._groups)):
+        for key, params, group in zip(self._keys, self._present, self._groups):
             rows, divided = _rows(params, self._state, mean, self._replicas, self._here)
-            yield from _update(rows, group, self._carrier.portions(("adamw", number), len(rows)))
+            yield from _update(rows, group, self._carrier.portions(key, len(rows)))
             _bump_versions(params)
             if self._replicas is not None:
                 self._gathering.append(gather_rows(divided, self._replicas.group))

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Optional
 
@@ -42,10 +42,10 @@ def run(step: Step, others: adamw.Updates) -> None:
         return update_chunk(chunk, lane, groups.get(id(lane)), step)
 
     if not step.carrier.is_prepared:
-        _walk(step, announced, _Others(others.announce(), len(others), step))
+        _walk(step, announced, _Others(others.announce(), others, step))
     with step.carrier:
         _find_nonfinite(step, [(lane, groups[id(lane)]) for lane in step.plan.lanes])
-        _walk(step, updated, _Others(others.run(), len(others), step))
+        _walk(step, updated, _Others(others.run(), others, step))
     step.end()
     others.wait()
 
@@ -103,43 +103,48 @@ class _Others:
     """The parameters that are not Muon's: all at their turn, or part by part between the chunks.
 
     The latter where state is carried from the host: their own arithmetic is too little to hide
-    that, that of the chunks is not. But not in ZeRO-2, where their traffic has its place.
+    that. Each chunk is followed by as many parts as keep the bytes carried so far in step with the
+    arithmetic. But not in ZeRO-2, where their traffic has its place.
 
     Args:
         parts: does one after the other.
-        number: of parts.
+        updates: what they are of.
         step: which.
     """
 
-    def __init__(self, parts: Iterator[None], number: int, step: Step):
+    def __init__(self, parts: Iterator[None], updates: adamw.Updates, step: Step):
         self._parts = parts
-        self._number = number
         self._is_apart = step.carrier.is_idle or step.wide.divided is not None
-        self._done = 0  # parts
-        self._flops_done = 0
-        self._flops_of: dict[int, int] = {} if self._is_apart else step.plan.flops
+        if self._is_apart:
+            return
+        self._sizes = deque(updates.part_bytes())
+        self._flops_of, self._bytes_of = step.plan.flops, step.momentum_bytes()
         self._flops = sum(self._flops_of.values())
+        self._bytes = sum(self._bytes_of.values()) + sum(self._sizes)
+        self._flops_done = self._bytes_done = 0
 
     def take_turn(self) -> None:
         if self._is_apart:
             self.finish()
 
     def taking_turns(self, task: Task, chunk: Chunk) -> Task:
-        """A chunk's task, with as many parts behind its arithmetic as that can hide."""
-        if self._is_apart:
-            return task
-        return self._taking_turns(task, self._flops_of[id(chunk)])
+        """A chunk's task, with parts behind its arithmetic."""
+        return task if self._is_apart else self._taking_turns(task, chunk)
 
-    def _taking_turns(self, task: Task, flops: int) -> Task:
+    def _taking_turns(self, task: Task, chunk: Chunk) -> Task:
         next(task)
+        self._bytes_done += self._bytes_of[id(chunk)]
         yield
         next(task)
-        self._flops_done += flops
-        while self._done * self._flops < self._number * self._flops_done:
+        self._flops_done += self._flops_of[id(chunk)]
+        while self._sizes and self._is_behind(self._sizes[0]):
+            self._bytes_done += self._sizes.popleft()
             next(self._parts, None)
-            self._done += 1
         yield
         next(task, None)
+
+    def _is_behind(self, nbytes: int) -> bool:
+        return (self._bytes_done + nbytes) * self._flops <= self._bytes * self._flops_done
 
     def finish(self) -> None:
         for _ in self._parts:

@@ -17,7 +17,6 @@ from .core import Matrices, read_as_matrices, row_counts_for, takes_part
 from .distributed import agreement, hsdp, layout
 from .distributed import utils as dtensors
 from .distributed.plan import Entry, Plan, make_plan
-from .distributed.rounds import HIDING
 from .groups import has_component
 from .newton_schulz import Recipe, recipe_for
 from .options import GROUP_OPTIONS, STRUCTURE, OptimizerWide
@@ -202,8 +201,6 @@ def plan_all(found: Survey, groups: Sequence[Group], wide: OptimizerWide) -> Pla
 def _plan(found: Survey, wide: OptimizerWide, take_part: Sequence[bool]) -> Plan:
     """Made once for each set of entries that take part."""
     entries = found.all_entries
-    # Chunks that are begun ahead wait for state: only so many as hide each other's traffic.
-    ahead = min(wide.warmup_step, HIDING - 1) if wide.streams else wide.warmup_step
     present = (*take_part, wide.streams)
     if present not in found.plans:
         if len(found.plans) >= 8:  # where they change all the time, old ones are of no use
@@ -212,8 +209,9 @@ def _plan(found: Survey, wide: OptimizerWide, take_part: Sequence[bool]) -> Plan
             [entry for entry, there in zip(entries, present) if there],
             _rank(),
             chunk_size=wide.chunk_size,
-            warmup_step=ahead,
+            warmup_step=wide.warmup_step,
             everywhere=wide.use_distributed_muon,
+            streams=wide.streams,
         )
     return found.plans[present]
 

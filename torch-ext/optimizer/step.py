@@ -81,6 +81,19 @@ class Step:
     def hyper(self, unit: Unit) -> Hyper:
         return self.groups[self.entry(unit).group]
 
+    def momentum_bytes(self) -> dict[int, int]:
+        """Bytes of the momentum that this rank holds of each chunk's matrices, by the chunk's id."""
+        sizes = [momentum.dtype.itemsize for momentum in self.momenta]
+        return {
+            id(chunk): sum(
+                bundle.numel * sizes[bundle.units[0].entry]
+                for run in chunk.momentum
+                for bundle in run
+            )
+            for lane in (*self.plan.lanes, *self.plan.alone)
+            for chunk in lane.chunks
+        }
+
     def average_gradients(self, chunk: Chunk) -> None:
         """Starts to, in ZeRO-2, for what a chunk needs; on all ranks alike."""
         if self.means is not None:

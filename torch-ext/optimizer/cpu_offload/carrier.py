@@ -72,9 +72,10 @@ class Carrier:
         for window in windows if number is None else windows[number : number + 1]:
             self._order[window.device].append(window)
 
-    def count(self, key: Hashable) -> int:
-        """In how many portions the rows are used that were prepared under a key."""
-        return len(self._windows.get(key, (None,)))
+    def portion_bytes(self, key: Hashable) -> list[int]:
+        """Bytes that are brought for each of the portions prepared under a key."""
+        windows = self._windows.get(key)
+        return [0] if windows is None else [window.nbytes for window in windows]
 
     def __enter__(self) -> Carrier:
         """Starts to carry what was announced."""
