@@ -82,7 +82,7 @@ class Step:
         return self.groups[self.entry(unit).group]
 
     def momentum_bytes(self) -> dict[int, int]:
-        """Bytes of the momentum that this rank holds of each chunk's matrices, by the chunk's id."""
+        """Bytes of momentum that this rank holds of each chunk, by the chunk's id."""
         sizes = [momentum.dtype.itemsize for momentum in self.momenta]
         return {
             id(chunk): sum(
