@@ -119,7 +119,11 @@ class _Others:
             return
         self._sizes = deque(updates.part_bytes())
         self._flops_of, self._bytes_of = step.plan.flops, step.momentum_bytes()
-        self._flops = sum(self._flops_of.values())
+        # All before the last chunk, whose arithmetic hides what is left to write back.
+        last = (step.plan.lanes or step.plan.alone)[-1:]
+        self._flops = sum(self._flops_of.values()) - sum(
+            self._flops_of[id(lane.chunks[-1])] for lane in last
+        )
         self._bytes = sum(self._bytes_of.values()) + sum(self._sizes)
         self._flops_done = self._bytes_done = 0
 

@@ -35,8 +35,8 @@ class Carrier:
     ):
         self._backends = backends
         self._slot_bytes = slot_bytes
-        # Some are on their way in, one is used, some are on their way out.
-        self._window_bytes = {device: nbytes // 4 for device, nbytes in slot_bytes.items()}
+        # Some are on their way in, some on their way out, and room is freed by as much at a time.
+        self._window_bytes = {device: nbytes // 8 for device, nbytes in slot_bytes.items()}
         self._joined = joined
         self._windows: dict[Hashable, list[Window]] = {}
         self._order: dict[torch.device, list[Window]] = defaultdict(list)

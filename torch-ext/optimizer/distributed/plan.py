@@ -154,12 +154,12 @@ def make_plan(
         chunk_size: matrices that a rank orthogonalizes per chunk; −1 chooses by bytes.
         warmup_step: chunks in flight ahead of the one being orthogonalized.
         everywhere: every peer gathers every matrix, as a reference for tests.
-        streams: chunks have to wait for their momentum. The cheapest comes first, so that there is
-            arithmetic soon, and only so many are begun ahead as hide each other's traffic.
+        streams: chunks have to wait for their momentum: only so many are begun ahead as hide each
+            other's traffic.
     """
     if streams:
         warmup_step = min(warmup_step, HIDING - 1)
-    planner = _Planner(entries, rank, chunk_size, warmup_step, everywhere, streams)
+    planner = _Planner(entries, rank, chunk_size, warmup_step, everywhere)
     collects = gc.isenabled()
     gc.disable()  # nothing here is garbage, and looking for it takes half of the time
     try:
@@ -207,14 +207,12 @@ class _Planner:
         chunk_size: int,
         warmup_step: int,
         everywhere: bool,
-        streams: bool,
     ):
         self.entries = entries
         self.rank = rank
         self.chunk_size = chunk_size
         self.warmup_step = warmup_step
         self.everywhere = everywhere
-        self.streams = streams
         self.drafts: dict[tuple, _Draft] = {}
         self.loads: dict[tuple[int, ...], list[int]] = {}  # FLOPs of each peer
         self.costs: dict[tuple[int, int], int] = {}  # FLOPs of a matrix, by entry and rows
@@ -314,8 +312,6 @@ class _Planner:
         for number in sorted(range(len(draft.units)), key=lambda i: -self._cost(draft.units[i])):
             queues[owners[number]].append(draft.units[number])
         rounds, gathered = self._rounds(draft, queues, staging)
-        if self.streams:
-            rounds, gathered = rounds[-1:] + rounds[:-1], gathered[-1:] + gathered[:-1]
         if everywhere:  # every peer gathers what all own
             gathered = [(most, total * len(draft.peers)) for most, total in gathered]
         me = draft.peers.index(self.rank)
