@@ -986,3 +986,17 @@ def test_windows_come_and_leave_in_the_order_of_their_use_ahead_of_it(training):
         if on == COMPUTE:
             assert ahead >= min(2, len(come) - used)  # beside the one that is used
     assert used == len(come) and ahead == 0
+
+
+@pytest.mark.parametrize("call", ["load_state_dict", "turn_off_cpu_offload"])
+def test_memory_of_the_host_goes_when_all_that_reads_it_is_done(call):
+    pair, recorder = Pair("small"), Recorder()
+    pair.turn_on(backend=recorder)
+    pair.step()
+    arguments = [copy.deepcopy(pair.ours.state_dict())] if call == "load_state_dict" else []
+    pair.ours.reload_untagged()
+    pair.ours.wait_reload()  # the device waits, the host doesn't
+    read = recorder.record(IN)
+    assert not recorder.has_come(read)
+    getattr(pair.ours, call)(*arguments)
+    assert recorder.has_come(read)
