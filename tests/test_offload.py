@@ -8,6 +8,8 @@ import importlib
 import io
 import itertools
 import pickle
+import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -15,12 +17,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernel import optimizer
 from layouts import case
@@ -115,6 +117,15 @@ def transposed() -> list[Any]:
     ]
 
 
+def with_gaps() -> list[Any]:
+    """Every other column of something larger, whose state has no gaps."""
+    groups = mixed()
+    for group in groups:
+        wide = [torch.stack([p.detach(), p.detach()], dim=-1) for p in group["params"]]
+        group["params"] = [nn.Parameter(value[..., 0]) for value in wide]
+    return groups
+
+
 def matrices_only() -> list[Any]:
     return [muon_group(MATRICES)]
 
@@ -142,6 +153,7 @@ TRAININGS: dict[str, tuple[Callable[[], list[Any]], dict[str, Any]]] = {
     "experts, skips NaN": (experts, {"beta2": 0.9, "nonfinite": "skip", "chunk_size": 1}),
     "dtypes": (dtypes, {"beta2": 0.9}),
     "transposed": (transposed, {"beta2": 0.9}),
+    "with gaps": (with_gaps, {"beta2": 0.9}),
     "matrices only": (matrices_only, {"none_grad": False}),
     "AdamW only": (adamw_only, {}),
     "gram": (mixed, {"ns_algorithm": "gram", "momentum_dtype": torch.float64}),
@@ -237,15 +249,14 @@ def tensors_of(optim: Any) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("training", TRAININGS)
 def test_steps_are_those_without_offload_to_the_bit(training):
-    for name, how in WAYS.items():
-        for before in (0, 1):
-            with case(f"{name}, turned on after {before} steps"):
-                pair = Pair(training)
-                pair.step(before)
-                pair.turn_on(**how)
-                pair.step_and_compare(2)
-                pair.ours.turn_off_cpu_offload()
-                pair.step_and_compare()
+    for number, (name, how) in enumerate(WAYS.items(), list(TRAININGS).index(training)):
+        with case(f"{name}, turned on after {number % 2} steps"):
+            pair = Pair(training)
+            pair.step(number % 2)
+            pair.turn_on(**how)
+            pair.step_and_compare(2)
+            pair.ours.turn_off_cpu_offload()
+            pair.step_and_compare()
 
 
 @pytest.mark.parametrize("training", ["second moments, cautious", "transposed", "dtypes"])
@@ -544,12 +555,18 @@ def test_a_state_dict_is_the_one_without_offload(arrange, training):
     pair.step_and_compare(2)
 
 
-@in_situations
-@pytest.mark.parametrize("into", SITUATIONS.values(), ids=SITUATIONS)
-def test_a_state_dict_loads_whichever_of_both_are_offloaded(arrange, into):
+@pytest.mark.parametrize(
+    "first, second",
+    [
+        *((name, "streamed") for name in SITUATIONS),
+        *(("off", name) for name in SITUATIONS),
+        ("resident and newer than on the host", "resident and newer than on the host"),
+    ],
+)
+def test_a_state_dict_loads_whichever_of_both_are_offloaded(first, second):
     pair, other = Pair(TRAINED[0]), Pair(TRAINED[0])
-    arrange(pair)
-    backend = into(other)
+    SITUATIONS[first](pair)
+    backend = SITUATIONS[second](other)
     peak = backend.peak_bytes if backend is not None else 0
     state_dict = pair.ours.state_dict()
     other.ours.load_state_dict(state_dict)
@@ -608,7 +625,9 @@ def test_torchs_functions_for_distributed_checkpoints_see_no_difference(kind):
     }[kind]
     (model, optim), (other, twin) = models(beta2=0.9)
     optim.turn_on_cpu_offload(slot_bytes=TINY, backend=host())
-    fresh = [get_optimizer_state_dict(m, o, options=how) for m, o in ((model, optim), (other, twin))]
+    fresh = [
+        get_optimizer_state_dict(m, o, options=how) for m, o in ((model, optim), (other, twin))
+    ]
     assert_equal(*fresh)
     for step in range(2):
         train(model, optim, step)
@@ -671,6 +690,25 @@ def test_groups_reloaded_by_hand_stay_until_they_are_offloaded(mode):
     pair.step_and_compare(2)
 
 
+def test_reloads_wait_for_the_streams_that_are_named():
+    class Stream:
+        event = threading.Event()
+
+        def record_event(self) -> threading.Event:
+            return self.event
+
+    pair, backend = tagged()
+    pair.step()
+    pair.ours.reload_group("first", sync_streams=[Stream()])
+    come = backend.record(IN)
+    time.sleep(0.01)
+    assert not backend.has_come(come)
+    Stream.event.set()
+    pair.ours.wait_reload()
+    assert backend.has_come(come)
+    pair.step_and_compare()
+
+
 def test_a_step_without_manual_offload_sends_back_what_was_reloaded():
     pair, backend = tagged()
     pair.ours.manual_offload = False
@@ -723,7 +761,7 @@ def test_turning_on_and_off_again_changes_nothing():
 def test_wrong_input_is_refused_and_changes_nothing():
     pair = Pair()
     optim = pair.ours
-    with pytest.raises(ValueError, match="mode must be one of .* found 'fast'"):
+    with pytest.raises(ValueError, match="mode must be one of"):
         optim.turn_on_cpu_offload("fast", backend=Host())
     for slot_bytes in (0, -1, 1.5, "1 MiB"):
         with pytest.raises(ValueError, match="slot_bytes must be None or an int ≥ 1"):
@@ -735,7 +773,7 @@ def test_wrong_input_is_refused_and_changes_nothing():
     for on in (False, True):
         if on:
             pair.turn_on()
-        with pytest.raises(ValueError, match="no parameter has the tag 'second'; .* 'first'"):
+        with pytest.raises(ValueError, match="the tag 'second'; there are 'first'"):
             optim.reload_group("second")
     pair.step_and_compare()
 
@@ -878,7 +916,9 @@ OFTEN_TWICE = ("CPUOffload._write_back", "CPUOffload._wait_for_leaving", "CPUOff
 def sites_that_race_without(scenario: str) -> set[str]:
     sites = sorted(set(recorded(scenario).waits))
     return {
-        site for site in sites if recorded(scenario, lambda _, other: other == site).races  # noqa: B023
+        site
+        for site in sites
+        if recorded(scenario, lambda _, other: other == site).races  # noqa: B023
     }
 
 
@@ -959,7 +999,9 @@ class Log(Recorder):
         super().__init__()
         self.events: list[tuple[str, tuple[int, ...]]] = []  # with addresses on the host
 
-    def copy(self, on: str, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    def copy(
+        self, on: str, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
+    ) -> None:
         hosts = sources if on == IN else targets
         self.events.append((on, tuple(h.data_ptr() for h in hosts)))
         super().copy(on, targets, sources)

@@ -20,8 +20,8 @@ from .arena import PADDED_TO
 # Where tensors begin on the device, in bytes, as its own allocator has it.
 ALIGNMENT = 256
 
-# Pieces have multiples of so many elements, where they can: torch's fused AdamW on CPUs rounds those
-# that do not fill a vector register differently.
+# Pieces have multiples of so many elements, where they can: torch's fused AdamW on CPUs rounds
+# differently those that do not fill a vector register.
 ALIGNED_NUMEL = 64
 
 Index = tuple[slice, ...]
