@@ -400,7 +400,9 @@ class CPUOffload:
 
     def _end_visits(self) -> None:
         """Lets go of what was reloaded; the host has the newest."""
-        self.wait_reload()
+        for backend in self._backends.values():  # memory that copies read may go, too
+            backend.synchronize(backend.record(IN))
+        self._came.clear()
         for visit in self._visits:
             visit.end()
             self._leave(visit)

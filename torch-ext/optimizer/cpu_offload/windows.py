@@ -20,9 +20,9 @@ from .arena import PADDED_TO
 # Where tensors begin on the device, in bytes, as its own allocator has it.
 ALIGNMENT = 256
 
-# Pieces are cut at multiples of this, where they can be: what is computed of an element must not
-# depend on where vectors of elements begin.
-ALIGNED_ROWS = 64
+# Pieces have multiples of so many elements, where they can: torch's fused AdamW on CPUs rounds
+# differently those that do not fill a vector register.
+ALIGNED_NUMEL = 64
 
 Index = tuple[slice, ...]
 Joined = Callable[[int, int], Optional[Tensor]]
@@ -200,8 +200,9 @@ def _cut(box: Index, dims: Sequence[int], most: int) -> Iterator[Index]:
         return
     dim = next(dim for dim in dims if sizes[dim] > 1)
     step = max(1, most * sizes[dim] // numel)
-    if step > ALIGNED_ROWS:
-        step -= step % ALIGNED_ROWS
+    aligned = ALIGNED_NUMEL // math.gcd(ALIGNED_NUMEL, numel // sizes[dim])
+    if step > aligned:
+        step -= step % aligned
     stop = box[dim].stop
     for start in range(box[dim].start, stop, step):
         part = slice(start, min(start + step, stop))
