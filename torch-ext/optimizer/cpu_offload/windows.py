@@ -20,9 +20,9 @@ from .arena import PADDED_TO
 # Where tensors begin on the device, in bytes, as its own allocator has it.
 ALIGNMENT = 256
 
-# Pieces have multiples of so many elements, where they can: torch's fused AdamW on CPUs rounds
-# differently those that do not fill a vector register.
-ALIGNED_NUMEL = 64
+# Pieces have multiples of so many elements, of the first of these that they can: torch's fused AdamW
+# on CPUs rounds differently those that do not fill a vector register.
+ALIGNED_NUMEL = (64, 32, 16)
 
 Index = tuple[slice, ...]
 Joined = Callable[[int, int], Optional[Tensor]]
@@ -200,9 +200,10 @@ def _cut(box: Index, dims: Sequence[int], most: int) -> Iterator[Index]:
         return
     dim = next(dim for dim in dims if sizes[dim] > 1)
     step = max(1, most * sizes[dim] // numel)
-    aligned = ALIGNED_NUMEL // math.gcd(ALIGNED_NUMEL, numel // sizes[dim])
-    if step > aligned:
-        step -= step % aligned
+    for aligned in (n // math.gcd(n, numel // sizes[dim]) for n in ALIGNED_NUMEL):
+        if step >= aligned:
+            step -= step % aligned
+            break
     stop = box[dim].stop
     for start in range(box[dim].start, stop, step):
         part = slice(start, min(start + step, stop))
