@@ -11,7 +11,9 @@ import torch
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 import accuracy
+import offload
 import orthogonalize
+import simulated
 import step
 import timing
 
@@ -128,3 +130,60 @@ def test_the_wire_keeps_a_matrix_up_to_a_power_of_two():
     scale = float(sent.norm() / G.double().norm())
     exact = 2.0 ** round(torch.tensor(scale).log2().item())
     assert float((sent / exact - G).norm() / G.norm()) < 2**-11
+
+
+SMALL_SHARE = (
+    [(f"layers.{n}.{name}", (512, 1024)) for n in range(8) for name in ("up", "down")],
+    [("head", (1000, 512))],
+)
+
+
+def simulated_step(mode: str | None, machine: simulated.Machine) -> simulated.Step:
+    def make():
+        params = [offload.params_of(shapes, CPU, torch.bfloat16) for shapes in SMALL_SHARE]
+        options = {"momentum_dtype": torch.float32, "ns_dtype": torch.float16, "chunk_size": 2}
+        return offload.optimizer_of(SMALL_SHARE, params, **options), [*params[0], *params[1]]
+
+    return simulated.simulate(make, machine, mode, slot_bytes=8 << 20)
+
+
+@pytest.mark.parametrize("bound", ["products", "copies"])
+def test_a_simulated_step_keeps_to_its_bounds(bound):
+    slow = {"flops": 1e13} if bound == "products" else {"link": 1e9}
+    machine = simulated.Machine(launch=0.0, latency=0.0, **slow)
+    off, bulk, stream = (simulated_step(mode, machine) for mode in (None, "bulk", "stream"))
+    state = 4 * 16 * 512 * 1024 + 2 * 2 * 1000 * 512
+    assert off.nbytes == 0 and stream.resting == bulk.resting == 4  # AdamW's step
+    assert off.resting == state + 4
+    assert state <= stream.nbytes <= 1.001 * state and bulk.nbytes >= state
+    assert bulk.seconds == pytest.approx(off.seconds + 2 * bulk.carrying, rel=1e-3)
+    longest = max(off.seconds, stream.carrying)
+    assert (longest == off.seconds) == (bound == "products")
+    assert longest < stream.seconds < min(1.3 * longest, bulk.seconds)
+    assert stream.peak <= off.peak + (8 << 20) < bulk.peak
+    assert stream.windows > 16
+    assert simulated_step("stream", machine) == stream
+
+
+def test_simulated_arithmetic_takes_its_work_over_the_rates_of_the_machine():
+    machine = simulated.Machine(flops=1e12, achieved=0.5, memory=1e30, launch=0.0)
+    recipe = timing.load_kernel().newton_schulz.recipe_for(
+        "polar_express", None, "auto", "frobenius", None, torch.float32, torch.device("cuda")
+    )
+    flops = 16 * recipe.form(512, 1024).flops(512, 1024)
+    assert simulated_step(None, machine).seconds == pytest.approx(flops / 5e11, rel=1e-3)
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator to measure")
+def test_offload_says_that_it_simulates(capsys):
+    offload.main(["--share", "llama-3-8b", "--layers", "1", "--markdown"])
+    printed = capsys.readouterr().out
+    assert "There is no accelerator here" in printed and "SIMULATED" in printed
+    (stream,) = rows_of(printed, "stream")
+    assert stream[-1] == "0" and float(stream[5]) > 1.0
+
+
+def test_offload_times_the_hosts_part(capsys, monkeypatch):
+    monkeypatch.setattr(offload, "SMALL_MATRICES", 20)
+    offload.main(["--host-cost", "--repeats", "1", "--markdown"])
+    assert "pipeline.py" in capsys.readouterr().out
