@@ -4,6 +4,7 @@
     torchrun --standalone --nproc-per-node 4 examples/train.py --tp 2
     torchrun --standalone --nproc-per-node 4 examples/train.py --hsdp 2
     torchrun --standalone --nproc-per-node 2 examples/train.py --zero2
+    torchrun --standalone --nproc-per-node 2 examples/train.py --offload stream
     python examples/train.py --optimizer adamw
 
 Muon comes from the Hub by `get_kernel`, or from this checkout once `make build` was run. Other
@@ -79,6 +80,14 @@ class TrainConfig:
     ddp: bool = option(False, "whole weights on every rank, gradients averaged by DDP")
     zero2: bool = option(False, "whole weights on every rank, Muon averages the gradients")
     reshard: bool = option(False, "free gathered weights before backward, to save memory")
+    offload: str = option(
+        "",
+        "keep Muon's optimizer state in host memory, and bring it piece by piece within a step "
+        "(stream), all at once (bulk), or under the backward; nothing changes on a CPU",
+        choices=("", "stream", "bulk", "backward"),
+        nargs="?",
+        const="stream",
+    )
     balance_weight: float = option(0.01, "weight of the experts' load-balancing loss")
 
     out: str = option("runs/train", "folder for log.csv and loss.png; empty writes nothing")
@@ -258,6 +267,8 @@ def check_layout(config: TrainConfig) -> None:
         raise SystemExit("--zero2 clips nothing: before the step no rank has the mean gradients")
     if config.zero2 and config.optimizer != "muon":
         raise SystemExit("--zero2 is Muon's: torch.optim.AdamW averages no gradients")
+    if config.offload and config.optimizer != "muon":
+        raise SystemExit("--offload is Muon's: torch.optim.AdamW keeps its state on the device")
 
 
 def build_model(config: TrainConfig, device: torch.device) -> nn.Module:
@@ -348,13 +359,16 @@ def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimi
     kernel = load_kernel()
     expert_keys = ["experts"] if config.experts else None
     groups = kernel.muon.get_default_muon_param_groups(model, expert_keys=expert_keys)
-    return kernel.Muon(
+    optimizer = kernel.Muon(
         groups,
         lr=config.lr,
         weight_decay=config.weight_decay,
         process_group=dist.group.WORLD if config.ddp or config.zero2 else None,
         grad_reduce="mean" if config.zero2 else None,
     )
+    if config.offload:
+        optimizer.turn_on_cpu_offload(config.offload, model=model)
+    return optimizer
 
 
 @lru_cache(maxsize=1)
