@@ -11,7 +11,7 @@ NPROC ?=
 ARGS ?=
 
 # BENCHMARKS: which scripts; ARGS go to each of them.
-BENCHMARKS ?= $(addprefix benchmarks/,step.py distributed_step.py orthogonalize.py accuracy.py)
+BENCHMARKS ?= $(addprefix benchmarks/,step.py distributed_step.py orthogonalize.py accuracy.py offload.py)
 
 .DEFAULT_GOAL := help
 .PHONY: help build train test lint format bench clean
