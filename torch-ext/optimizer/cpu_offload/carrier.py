@@ -15,6 +15,9 @@ from .backend import Backend
 from .conveyor import Conveyor
 from .windows import Joined, Loan, Share, Window, fill_windows
 
+# Larger copies are no faster, and the first of them is waited for.
+MOST_WINDOW_BYTES = 64 << 20
+
 Lent = Sequence[tuple[Share, tuple[Tensor, ...]]]
 
 
@@ -36,7 +39,9 @@ class Carrier:
         self._backends = backends
         self._slot_bytes = slot_bytes
         # Some are on their way in, some on their way out, and room is freed by as much at a time.
-        self._window_bytes = {device: nbytes // 8 for device, nbytes in slot_bytes.items()}
+        self._window_bytes = {
+            device: min(nbytes // 8, MOST_WINDOW_BYTES) for device, nbytes in slot_bytes.items()
+        }
         self._joined = joined
         self._windows: dict[Hashable, list[Window]] = {}
         self._order: dict[torch.device, list[Window]] = defaultdict(list)

@@ -14,9 +14,10 @@ from .chunks import DEFAULT_RUN_BYTES, RUN_BYTES
 from .units import Entry, Unit
 
 # Matrices orthogonalized as one batch, in bytes of their wide copy: a few of them fill an
-# accelerator; on CPUs a batch that stays in the cache is faster than a large one.
+# accelerator, and where state is streamed each batch waits for its own; on CPUs a batch that stays
+# in the cache is faster than a large one.
 BATCH_BYTES = {"cpu": 2 << 20}
-DEFAULT_BATCH_BYTES = 256 << 20
+DEFAULT_BATCH_BYTES = 128 << 20
 
 # The same as a share of what a rank holds, where that is less (but not less than a chunk).
 BATCH_SHARE = 0.125
