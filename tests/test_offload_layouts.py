@@ -32,8 +32,8 @@ from ranks import rank_outcomes, run_ranks
 Host = importlib.import_module(f"{optimizer.__name__}.cpu_offload.backend").Host
 
 RANKS = 4
-TINY = 8192
-SMALL = 16384  # torch's fused AdamW rounds alike where pieces have 64 elements times any number
+TINY = 16384
+SMALL = 32768  # torch's fused AdamW rounds alike where pieces have 64 elements times any number
 WAYS = ({"slot_bytes": TINY}, {"mode": "bulk"}, {"mode": "backward"})
 
 ADAMW = {"use_muon": False}
