@@ -20,8 +20,8 @@ from .arena import PADDED_TO
 # Where tensors begin on the device, in bytes, as its own allocator has it.
 ALIGNMENT = 256
 
-# Pieces have a multiple of the first of these, in elements, that they can have: torch's fused AdamW on
-# CPUs rounds differently what does not fill a vector register.
+# Pieces have a multiple of the first of these, in elements, that they can have: torch's fused
+# AdamW on CPUs rounds differently what does not fill a vector register.
 ALIGNED_NUMEL = (64, 32, 16)
 
 Index = tuple[slice, ...]
