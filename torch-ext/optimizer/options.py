@@ -202,7 +202,7 @@ class OptimizerWide:
     machine: Optional[Machine]
     process_group: Optional[Replicas]
     grad_reduce: Optional[str]
-    streams: bool = False  # state from the host, within the step: no argument, but a method
+    cpu_offload: Optional[str] = None  # "stream" within steps: no argument, but a method's doing
 
     @property
     def divided(self) -> Optional[Replicas]:
@@ -244,4 +244,4 @@ class OptimizerWide:
 
 
 # What a group can't have of its own.
-OPTIMIZER_WIDE = (*(OptimizerWide.__dataclass_fields__.keys() - {"streams"}), "clip_config")
+OPTIMIZER_WIDE = (*(OptimizerWide.__dataclass_fields__.keys() - {"cpu_offload"}), "clip_config")

@@ -201,7 +201,8 @@ def plan_all(found: Survey, groups: Sequence[Group], wide: OptimizerWide) -> Pla
 def _plan(found: Survey, wide: OptimizerWide, take_part: Sequence[bool]) -> Plan:
     """Made once for each set of entries that take part."""
     entries = found.all_entries
-    present = (*take_part, wide.streams)
+    streams = wide.cpu_offload is not None
+    present = (*take_part, streams)
     if present not in found.plans:
         if len(found.plans) >= 8:  # where they change all the time, old ones are of no use
             found.plans.clear()
@@ -211,7 +212,7 @@ def _plan(found: Survey, wide: OptimizerWide, take_part: Sequence[bool]) -> Plan
             chunk_size=wide.chunk_size,
             warmup_step=wide.warmup_step,
             everywhere=wide.use_distributed_muon,
-            streams=wide.streams,
+            streams=streams,
         )
     return found.plans[present]
 

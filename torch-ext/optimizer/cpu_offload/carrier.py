@@ -85,9 +85,13 @@ class Carrier:
     def __enter__(self) -> Carrier:
         """Starts to carry what was announced."""
         self.is_prepared = True
-        for device, windows in self._order.items():
-            backend = self._backends[device]
-            self._conveyors[device] = Conveyor(backend, windows, self._slot_bytes[device])
+        try:
+            for device, windows in self._order.items():
+                backend = self._backends[device]
+                self._conveyors[device] = Conveyor(backend, windows, self._slot_bytes[device])
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *error: object) -> None:

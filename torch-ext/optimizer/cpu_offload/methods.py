@@ -61,7 +61,8 @@ class Offloadable(torch.optim.Optimizer):
         """
         if mode not in MODES:
             raise ValueError(f"mode must be one of {MODES}, found {mode!r}")
-        if slot_bytes is not None and (not isinstance(slot_bytes, int) or slot_bytes < 1):
+        is_int = isinstance(slot_bytes, int) and not isinstance(slot_bytes, bool)
+        if slot_bytes is not None and not (is_int and slot_bytes >= 1):
             raise ValueError(f"slot_bytes must be None or an int ≥ 1, found {slot_bytes!r}")
         if self._offload.is_on and backend not in (None, self._offload.stand_in):
             self.turn_off_cpu_offload()
@@ -190,7 +191,7 @@ class Offloadable(torch.optim.Optimizer):
             for group in self.param_groups
             for param in group["params"]
         )
-        self._wide = dataclasses.replace(self._wide, streams=is_used)
+        self._wide = dataclasses.replace(self._wide, cpu_offload="stream" if is_used else None)
 
     def _hook(self, model: Optional[nn.Module]) -> None:
         self._unhook()
