@@ -911,7 +911,7 @@ def test_nothing_races(scenario):
 
 # Where a wait does nothing that others don't do: behind the first of several that follow each
 # other without arithmetic between.
-OFTEN_TWICE = ("CPUOffload._write_back", "CPUOffload._wait_for_leaving", "CPUOffload.wait_reload")
+OFTEN_TWICE = ("Visits._write_back", "Visits.wait_for_leaving", "Visits.wait_reload")
 
 
 def sites_that_race_without(scenario: str) -> set[str]:
@@ -928,8 +928,8 @@ def test_no_wait_can_be_left_out():
     for scenario in ("stream", "bulk", "backward", "stream what is on its way back"):
         missed |= sites_that_race_without(scenario)
     methods = {
-        *("CPUOffload.reload", "CPUOffload.wait_reload", "CPUOffload.offload"),
-        *("CPUOffload._write_back", "CPUOffload._wait_for_leaving"),
+        *("Visits.reload", "Visits.wait_reload", "Visits.offload"),
+        *("Visits._write_back", "Visits.wait_for_leaving"),
         *("Conveyor.__init__", "Conveyor.lend", "Conveyor.give_back"),
         *("Conveyor._room", "Conveyor.end"),
     }

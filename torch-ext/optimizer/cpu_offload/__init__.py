@@ -2,7 +2,8 @@
 
 from .carrier import Carrier, Lent
 from .methods import Offloadable
-from .offload import CPUOffload, Use
+from .offload import CPUOffload
+from .visits import Use
 from .windows import Loan, Share, narrow
 
 __all__ = ["CPUOffload", "Carrier", "Lent", "Loan", "Offloadable", "Share", "Use", "narrow"]

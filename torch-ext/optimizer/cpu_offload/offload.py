@@ -6,8 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, MutableMapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Optional
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
@@ -15,9 +14,10 @@ from torch import Tensor
 from ..distributed.utils import compute_device, local, with_local
 from ..state import Spec, make
 from .arena import Arena
-from .backend import COMPUTE, IN, OUT, Accelerator, Backend
+from .backend import OUT, Accelerator, Backend
 from .carrier import Carrier
-from .windows import Loan, Share, Window, dense_stride
+from .visits import Held, Use, Visits
+from .windows import Loan, dense_stride
 
 # How state comes to a step: carried through it, all at once before it, or under the backward.
 MODES = ("stream", "bulk", "backward")
@@ -32,55 +32,6 @@ DEVICE_TYPES = ("cuda", "xpu", "mtia", "hpu", "npu", "privateuseone")
 OwnState = MutableMapping[str, Tensor]  # of one parameter
 
 
-class Use(NamedTuple):
-    """How state that lives on the host is used: on which device, and whether it may stay there for
-    longer than a window; not if its parameter has to be carried, too."""
-
-    device: torch.device
-    may_stay: bool
-
-
-@dataclass
-class _Held:
-    """A tensor of the state that lives on the host.
-
-    Args:
-        tensor: the one in the optimizer's state.
-        host: this rank's part of it.
-        use: how it is used.
-        visit: while it is on the device, too.
-        here: its copy there.
-    """
-
-    tensor: Tensor
-    host: Tensor
-    use: Use
-    visit: Optional[_Visit] = None
-    here: Optional[Tensor] = None
-
-
-class _Visit:
-    """State on its device from a reload to the next offload."""
-
-    def __init__(self, held: Sequence[_Held], window: Window, memory: Tensor):
-        self.held = held
-        self.window = window
-        self.memory = memory
-        self.is_newer = False  # than what the host has
-        for each, (here,) in zip(held, window.views(memory)):
-            each.visit, each.here = self, here
-
-    def on_device(self) -> list[Tensor]:
-        """Where the window's copies lie in its memory."""
-        copies = self.window.copies
-        return [self.memory[copy.place : copy.place + copy.host.numel()] for copy in copies]
-
-    def end(self) -> None:
-        """Its tensors are where they live, as far as the optimizer is concerned."""
-        for each in self.held:
-            each.visit = each.here = None
-
-
 class CPUOffload:
     """The host's copy of an optimizer's state, and how it gets to where it is used."""
 
@@ -92,17 +43,19 @@ class CPUOffload:
         self.stand_in: Optional[Backend] = None
         self._backends: dict[torch.device, Backend] = {}
         self._arenas: dict[torch.device, Arena] = {}
-        self._held: dict[int, _Held] = {}  # by id of the tensor in the state
-        self._visits: list[_Visit] = []
-        self._came: dict[torch.device, Any] = {}  # events behind reloads not waited for
-        self._leaving: list[tuple[_Visit, Any]] = []  # with the event that lets its memory go
-        self._plan: object = None
-        self._carrier: Optional[tuple[Carrier, int, Sequence[int]]] = None  # of the last step
+        self._held: dict[int, Held] = {}  # by id of the tensor in the state
+        self._visits = Visits(self._backend, self._joined)
+        self._carrier: Optional[Carrier] = None  # of the last step
+        self._plan: object = None  # of it
+        self._used: tuple = ()
 
     def __getstate__(self) -> dict[str, Any]:
         """The settings: memory, streams and a stand-in belong to one process."""
-        kept = ("is_on", "mode", "slot_bytes", "manual")
-        return {**vars(CPUOffload()), **{key: vars(self)[key] for key in kept}}
+        return {key: vars(self)[key] for key in ("is_on", "mode", "slot_bytes", "manual")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        CPUOffload.__init__(self)
+        vars(self).update(state)
 
     def turn_on(self, mode: str, slot_bytes: Optional[int], stand_in: Optional[Backend]) -> None:
         self.is_on, self.mode, self.slot_bytes = True, mode, slot_bytes
@@ -112,7 +65,7 @@ class CPUOffload:
 
     def turn_off(self) -> None:
         self.settle()
-        self._end_visits()
+        self._visits.end(self._backends.values())
         self.is_on, self.stand_in, self._backends = False, None, {}
 
     # -- what is held ------------------------------------------------------------------------
@@ -166,7 +119,7 @@ class CPUOffload:
             self._hold(own[key], host, use)
 
     def _hold(self, tensor: Tensor, host: Tensor, use: Use) -> None:
-        self._held[id(tensor)] = _Held(tensor, host, use)
+        self._held[id(tensor)] = Held(tensor, host, use)
         self._carrier = None
 
     def release(self, own: OwnState) -> None:
@@ -184,7 +137,7 @@ class CPUOffload:
     def forget(self) -> None:
         """Lets go of all memory: what the host has is nobody's any more."""
         self.settle()
-        self._end_visits()
+        self._visits.end(self._backends.values())
         self._held, self._arenas, self._carrier = {}, {}, None
 
     def _allocate(
@@ -210,11 +163,6 @@ class CPUOffload:
         if len(ids) < len(self._held):
             self._held = {key: held for key, held in self._held.items() if key in ids}
             self._carrier = None
-
-    @property
-    def held_bytes(self) -> int:
-        """Of state on the host."""
-        return sum(_nbytes(held.host) for held in self._held.values())
 
     def _backend(self, device: torch.device) -> Backend:
         if device not in self._backends:
@@ -254,20 +202,20 @@ class CPUOffload:
             once: what is carried is not all state, so it may be another next time.
         """
         if self.mode != "stream" and not self.manual:
-            self.reload([held.tensor for held in self._held.values()])
+            self._visits.reload(self._held.values())
         for backend in self._backends.values():
             backend.come_home()
-        self.sweep()
-        self.wait_reload()
-        for visit in self._visits:
-            visit.is_newer = True
-        carrier, *used = self._carrier or (None, None, None)
-        if carrier is None or not carrier.is_prepared or used != [id(plan), others]:
-            carrier = self._new_carrier()
-            # Whoever keeps a plan's id keeps the plan, or another one could get it.
-            self._carrier, self._plan = (carrier, id(plan), others), plan
+        self._visits.sweep()
+        self._visits.wait_reload()
+        self._visits.are_newer()
+        # The plan itself, not its id, which another one could get.
+        used = (others, self._visits.changes)
+        is_same = plan is self._plan and used == self._used
+        if self._carrier is None or not self._carrier.is_prepared or not is_same:
+            self._carrier, self._plan, self._used = self._new_carrier(), plan, used
+        carrier = self._carrier
         for device in carrier.devices:
-            self._wait_for_leaving(device)
+            self._visits.wait_for_leaving(device)
         if once:
             self._carrier = None
         return carrier
@@ -276,7 +224,7 @@ class CPUOffload:
         slots: dict[torch.device, int] = defaultdict(int)
         for held in self._held.values():
             if held.here is None:
-                slots[held.use.device] += _nbytes(held.host)
+                slots[held.use.device] += held.nbytes
         for device, nbytes in slots.items():
             default = max(int(SLOT_SHARE * nbytes), LEAST_SLOT_BYTES)
             slots[device] = default if self.slot_bytes is None else self.slot_bytes
@@ -293,7 +241,7 @@ class CPUOffload:
             backend = self._backend(device)
             backend.synchronize(backend.record(OUT))
         if not self.manual:
-            self.offload(hidden=self.mode != "bulk")
+            self._visits.offload(hidden=self.mode != "bulk")
 
     def _joined(self, address: int, nbytes: int) -> Optional[Tensor]:
         for arena in self._arenas.values():
@@ -303,122 +251,29 @@ class CPUOffload:
                 continue
         return None
 
-    # -- visits --------------------------------------------------------------------------------
+    # -- on demand -----------------------------------------------------------------------------
+
+    def reload(self, tensors: Iterable[Tensor], streams: Sequence[Any] = ()) -> None:
+        """Starts to bring tensors of the state to their devices; see `Visits.reload`."""
+        ids = map(id, tensors)
+        self._visits.reload([self._held[key] for key in ids if key in self._held], streams)
 
     def reload_at_home(self, tensors: Iterable[Tensor]) -> None:
-        """The same as `reload`, from a hook."""
+        """The same from a hook, which may be called on another stream than the step."""
         with ExitStack() as homes:
             for backend in self._backends.values():
                 homes.enter_context(backend.at_home())
             self.reload(tensors)
 
-    def reload(self, tensors: Iterable[Tensor], streams: Sequence[Any] = ()) -> None:
-        """Starts to bring tensors of the state to their devices, where they are not.
-
-        Args:
-            tensors: of the state; those that are not held stay where they are.
-            streams: whose work so far may use the memory that is taken, beside the current one's.
-        """
-        self.sweep()
-        by_device: dict[torch.device, list[_Held]] = defaultdict(list)
-        for tensor in tensors:
-            held = self._held.get(id(tensor))
-            if held is not None and held.visit is None and held.use.may_stay:
-                by_device[held.use.device].append(held)
-        for device, of_device in by_device.items():
-            backend = self._backend(device)
-            shares = [
-                Share(number, None, (Loan(held.host, device, True),))
-                for number, held in enumerate(of_device)
-            ]
-            window = Window(shares, device, self._joined)
-            memory = backend.allocate(window.nbytes)
-            backend.wait(IN, backend.record(COMPUTE))  # whoever had the memory before
-            for stream in streams:
-                backend.wait(IN, stream.record_event())
-            self._wait_for_leaving(device)
-            visit = _Visit(of_device, window, memory)
-            backend.copy(IN, visit.on_device(), [copy.host for copy in window.copies])
-            self._came[device] = backend.record(IN)
-            self._visits.append(visit)
-            self._carrier = None
-
     def wait_reload(self) -> None:
-        """Makes the current stream wait for everything that is being reloaded."""
-        for device, event in self._came.items():
-            self._backend(device).wait(COMPUTE, event)
-        self._came.clear()
+        self._visits.wait_reload()
 
-    def offload(self, hidden: bool = True) -> None:
-        """Starts to write back what was reloaded; its memory is let go when that is done.
-
-        Args:
-            hidden: `sweep` lets it go, else the current stream waits for it.
-        """
-        self.sweep()
-        self.wait_reload()
-        for visit in self._visits:
-            if visit.is_newer:
-                event = self._write_back(visit)
-                self._leaving.append((visit, event))
-                if not hidden:
-                    self._backend(visit.window.device).wait(COMPUTE, event)
-                    self._leave(visit)
-            else:
-                self._leave(visit)
-            visit.end()
-            self._carrier = None
-        self._visits = []
-        if not hidden:
-            self._leaving = []
+    def offload(self) -> None:
+        self._visits.offload(hidden=True)
 
     def sweep(self) -> None:
-        """Lets the memory go of what has been written back by now; waits for nothing."""
-        under_way = []
-        for visit, event in self._leaving:
-            if self._backend(visit.window.device).has_come(event):
-                self._leave(visit)
-            else:
-                under_way.append((visit, event))
-        self._leaving = under_way
+        self._visits.sweep()
 
     def settle(self) -> None:
         """Makes the host wait until it has the newest of everything."""
-        for visit in self._visits:
-            if visit.is_newer:
-                self._write_back(visit)
-                visit.is_newer = False
-        for backend in self._backends.values():
-            backend.synchronize(backend.record(OUT))
-        self.sweep()
-
-    def _write_back(self, visit: _Visit) -> Any:
-        backend = self._backend(visit.window.device)
-        backend.wait(OUT, backend.record(COMPUTE))
-        backend.copy(OUT, [copy.host for copy in visit.window.copies], visit.on_device())
-        return backend.record(OUT)
-
-    def _end_visits(self) -> None:
-        """Lets go of what was reloaded; the host has the newest."""
-        for backend in self._backends.values():  # memory that copies read may go, too
-            backend.synchronize(backend.record(IN))
-        self._came.clear()
-        for visit in self._visits:
-            visit.end()
-            self._leave(visit)
-            self._carrier = None
-        self._visits = []
-
-    def _leave(self, visit: _Visit) -> None:
-        self._backend(visit.window.device).free(visit.memory)
-        del visit.memory
-
-    def _wait_for_leaving(self, device: torch.device) -> None:
-        """Lets nothing be brought that is still being written back."""
-        if any(visit.window.device == device for visit, _ in self._leaving):
-            backend = self._backend(device)
-            backend.wait(IN, backend.record(OUT))
-
-
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.dtype.itemsize
+        self._visits.settle(self._backends.values())
