@@ -1,0 +1,278 @@
+"""An accelerator that isn't there: tensors "on cuda" in builds of torch without CUDA.
+
+A `Fake` says that it is on the device and holds its numbers in a tensor of the host, so that the
+arithmetic is real, on a CPU's kernels. What mixes tensors of host and device raises, as CUDA would
+have it, and bytes of the device are counted. Streams and the driver's calls for page-locked memory
+are there too: the package runs as it does beside a GPU, without a stand-in backend.
+
+What this can't show: anything about time. Streams do what they are told at once, so a missing wait
+goes unseen, as does whether memory is page-locked or a copy holds up the host. There is one device,
+there are no Triton kernels, and memory is what is asked for, without an allocator's rounding.
+Autograd can't record what is done with such tensors, so gradients are set by hand, and all is done
+under ``no_grad``. Numbers are a CPU's: compare them with others of this device only.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from kernel import optimizer
+
+CUDA = torch.device("cuda", 0)
+
+# What takes tensors of several devices.
+MOVES = ("copy_", "_foreach_copy_", "_to_copy", "to")
+# What takes indices in host memory, and whole functions of which only parts touch the device.
+INDEXES = ("index", "index_put_", "__getitem__", "__setitem__")
+
+# What torch's C++ refuses for lack of the device; all else is tried first.
+REFUSED = (Tensor.__getitem__, Tensor.__setitem__, Tensor.copy_)
+
+# By which torch says that there is no such device, from C++ and from Python.
+ABSENT = ("not linked with support for cuda", "not compiled with CUDA enabled")
+
+
+class MixedDevices(RuntimeError):
+    """One operation has tensors of the host and of the device."""
+
+
+class Fake(Tensor):
+    """A tensor on the device; `held` has its numbers."""
+
+    held: Tensor
+
+    @staticmethod
+    def __new__(cls, held: Tensor, requires_grad: bool = False) -> Fake:
+        fake = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls,
+            held.shape,
+            strides=held.stride(),
+            storage_offset=held.storage_offset(),
+            dtype=held.dtype,
+            device=CUDA,
+            requires_grad=requires_grad,
+        )
+        fake.held = held
+        return fake
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(func, args, kwargs or {})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Fake:
+        kind = (self.requires_grad, getattr(self, "_is_param", False))
+        return memo.setdefault(id(self), _again(self.held.clone(), *kind))
+
+    def __reduce_ex__(self, protocol: Any) -> tuple:
+        return _again, (self.held, self.requires_grad, getattr(self, "_is_param", False))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"Fake({self.held!r})"
+
+
+def _again(held: Tensor, requires_grad: bool, is_param: bool) -> Fake:
+    fake = _wrap(held).requires_grad_(requires_grad)
+    fake._is_param = is_param  # type: ignore[attr-defined]
+    return fake  # type: ignore[return-value]
+
+
+class Memory:
+    """Bytes of the device: of storages that are alive, and the most there were."""
+
+    def __init__(self) -> None:
+        self.now = 0
+        self.peak = 0
+        self._alive: dict[int, weakref.ref[Any]] = {}  # storages by identity
+
+    def meet(self, storage: torch.UntypedStorage) -> None:
+        key, nbytes = storage._cdata, storage.nbytes()
+        if key not in self._alive:
+            self._alive[key] = weakref.ref(storage, lambda _: self._forget(key, nbytes))
+            self.now += nbytes
+            self.peak = max(self.peak, self.now)
+
+    def _forget(self, key: int, nbytes: int) -> None:
+        del self._alive[key]
+        self.now -= nbytes
+
+    def peak_of(self, action: Callable[[], object]) -> int:
+        """The most bytes while something is done."""
+        self.peak = self.now
+        action()
+        return self.peak
+
+
+class Device:
+    """The device while it is there.
+
+    Attributes:
+        memory: its bytes.
+        operations: how often each was done there, by name.
+        host_operations: the same of operations between tensors of the host.
+    """
+
+    def __init__(self) -> None:
+        self.memory = Memory()
+        self.operations: Counter[str] = Counter()
+        self.host_operations: Counter[str] = Counter()
+        self.locked: dict[int, int] = {}  # page-locked bytes by address
+
+
+_device: Device = Device()
+
+
+def _wrap(held: Tensor) -> Fake:
+    _device.memory.meet(held.untyped_storage())
+    return Fake(held)
+
+
+def _is_cuda(device: Any) -> bool:
+    return device is not None and torch.device(device).type == "cuda"
+
+
+def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Does on tensors of the host what is to be done on the device."""
+    name = getattr(func, "_opname", None) or func.__name__
+    _check(name, args, kwargs)
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    fakes = [tensor for tensor in tensors if isinstance(tensor, Fake)]
+    # What is written to is returned itself, wherever it is.
+    known = {id(tensor): tensor for tensor in tensors if not isinstance(tensor, Fake)}
+    known.update({id(fake.held): fake for fake in fakes})
+    args, kwargs = tree_map_only(Fake, lambda fake: fake.held, (args, kwargs))
+    is_here = bool(fakes)
+    if kwargs.get("device") is not None:
+        is_here = _is_cuda(kwargs["device"])
+        kwargs["device"] = "cpu"
+    if name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"):
+        kwargs.pop("pin_memory", None)
+    result = func(*args, **kwargs)
+    if not is_here:
+        return result
+    _device.operations[name] += 1
+    return tree_map_only(
+        Tensor, lambda held: known[id(held)] if id(held) in known else _wrap(held), result
+    )
+
+
+def _check(name: str, args: Any, kwargs: Any) -> None:
+    """Refuses what mixes devices.
+
+    Only a number in host memory may be beside tensors of the device, but not in a list of them:
+    torch's fused and foreach kernels read it from the device.
+    """
+    leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    if name in MOVES or not any(isinstance(leaf, Fake) for leaf in leaves):
+        return
+    checked = args[:1] if name in INDEXES else (*args, *kwargs.values())
+    numbers = {id(arg) for arg in checked if isinstance(arg, Tensor) and not arg.dim()}
+    for leaf in leaves if name not in INDEXES else tree_leaves(checked):
+        if isinstance(leaf, Tensor) and not isinstance(leaf, Fake) and id(leaf) not in numbers:
+            raise MixedDevices(
+                f"{name} has tensors on {CUDA}, and one of shape {tuple(leaf.shape)} on "
+                f"{leaf.device}"
+            )
+
+
+class _Dispatch(TorchDispatchMode):
+    """Makes tensors on the device, and counts."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(is_traceable_wrapper_subclass_type(t) for t in types):
+            return NotImplemented  # a DTensor: seen again as operations on the tensors within
+        kwargs = kwargs or {}
+        if _is_cuda(kwargs.get("device")) or any(issubclass(t, Fake) for t in types):
+            return _run(func, args, kwargs)
+        _device.host_operations[func._opname] += 1
+        return func(*args, **kwargs)
+
+
+class _Functions(TorchFunctionMode):
+    """Does without the device what torch's C++ refuses before it asks any tensor."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in REFUSED and any(isinstance(arg, Fake) for arg in args):
+            return _run(func, args, kwargs)
+        try:
+            return func(*args, **kwargs)
+        except (AssertionError, RuntimeError) as error:
+            if not any(text in str(error) for text in ABSENT):
+                raise
+        if func is Tensor.to:
+            device, dtype, _, _ = torch._C._nn._parse_to(*args[1:], **kwargs)
+            return _run(torch.ops.aten._to_copy.default, args[:1], dict(dtype=dtype, device=device))
+        return _run(func, args, kwargs)
+
+
+class _Stream:
+    """Does everything at once."""
+
+    def __init__(self, *_: Any):
+        pass
+
+    def record_event(self, *_: Any) -> Any:
+        return SimpleNamespace(query=lambda: True, synchronize=lambda: None)
+
+    def wait_event(self, event: Any) -> None:
+        pass
+
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def _driver() -> SimpleNamespace:
+    def register(address: int, nbytes: int, flags: int) -> int:
+        _device.locked[address] = nbytes
+        return 0
+
+    def unregister(address: int) -> int:
+        del _device.locked[address]
+        return 0
+
+    return SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=unregister)
+
+
+@contextmanager
+def fake_device() -> Iterator[Device]:
+    """Puts the device there."""
+    global _device
+    triton_kernels = importlib.import_module(f"{optimizer.__name__}.triton_kernels")
+    _device = Device()
+    replaced: list[tuple[Any, str, Any]] = [
+        (triton_kernels, "run_on", lambda device_type: False),
+        (torch, "Stream", _Stream),
+        (torch.accelerator, "current_stream", _Stream),
+        (torch.accelerator, "device_index", lambda index: nullcontext()),
+        (torch.cuda, "current_device", lambda: 0),
+        (torch.cuda, "device_count", lambda: 1),
+        (torch.cuda, "is_initialized", lambda: True),
+        (torch.cuda, "cudart", _driver),
+    ]
+    with ExitStack() as stack:
+        for owner, name, value in replaced:
+            stack.enter_context(patch.object(owner, name, value))
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(_Dispatch())
+        stack.enter_context(_Functions())
+        try:
+            yield _device
+        finally:
+            gc.collect()  # memory that is page-locked needs the driver when it goes

@@ -1,0 +1,563 @@
+"""CPU offload beside an accelerator that isn't there: which tensor is on which device, and when."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import io
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+
+from fake_device import CUDA, Device, MixedDevices, fake_device
+from kernel import optimizer
+from ranks import run_ranks
+
+dtensors = importlib.import_module(f"{optimizer.__name__}.distributed.utils")
+
+CPU = torch.device("cpu")
+SLOT_BYTES = 16384
+MODES = ["stream", "bulk", "backward", "manual"]
+MOMENTS = ["momentum_buffer", "second_momentum_buffer", "exp_avg", "exp_avg_sq"]
+
+MATRICES = {"w1": (96, 64), "w2": (64, 128), "experts": (4, 32, 48), "odd": (33, 20)}
+OTHERS = {"embedding": (50, 32), "norm": (64,)}
+
+Make = Callable[[Tensor], Tensor]  # a parameter, or its gradient, of its value on the host
+
+
+@pytest.fixture
+def device() -> Iterator[Device]:
+    with fake_device() as device:
+        yield device
+
+
+def on_device(value: Tensor) -> Tensor:
+    return value.to(CUDA)
+
+
+def sharded(value: Tensor, mesh: DeviceMesh, at: torch.device) -> Tensor:
+    """A DTensor, of which each rank's rows are on the host or on the device of its mesh."""
+    layout = (mesh, (Shard(0),))
+    part = dtensors.divide_by_rows(value, layout).to_local().to(at)
+    return dtensors.dtensor_of(part, layout, value.shape, value.stride())
+
+
+def seeded(name: str, seed: int) -> Tensor:
+    shape = {**MATRICES, **OTHERS}[name]
+    generator = torch.Generator().manual_seed(1000 * seed + sum(map(ord, name)))
+    return torch.randn(shape, generator=generator) / 4
+
+
+class Training:
+    """An optimizer, its parameters by name, and steps with gradients that depend on their number.
+
+    Args:
+        make: places a parameter, or its gradient.
+        options: of the optimizer.
+    """
+
+    def __init__(self, make: Make = on_device, **options: Any):
+        self.make = make
+        self.params = {name: nn.Parameter(make(seeded(name, 0))) for name in (*MATRICES, *OTHERS)}
+        muon = [(name, self.params[name]) for name in MATRICES]
+        groups = [
+            {"params": muon, "use_muon": True, "beta2": 0.9, "expert_keys": ("experts",)},
+            {"params": [self.params[name] for name in OTHERS], "use_muon": False},
+        ]
+        self.optimizer = optimizer.Muon(groups, lr=0.1, ns_dtype=torch.float32, **options)
+        self.steps = 0
+
+    def set_gradients(self) -> None:
+        self.steps += 1
+        for name, param in self.params.items():
+            param.grad = self.make(seeded(name, self.steps))
+
+    def backward(self) -> None:
+        """Gradients come, and with them what hooks do."""
+        self.set_gradients()
+        for param in reversed(self.params.values()):
+            for hook in (param._post_accumulate_grad_hooks or {}).values():
+                hook(param)
+
+    def step(self, mode: str = "stream") -> None:
+        if mode == "manual":
+            self.set_gradients()
+            self.optimizer.reload_group("first")
+            self.optimizer.reload_untagged()
+            self.optimizer.step()
+            self.optimizer.offload()
+        else:
+            self.backward()
+            self.optimizer.step()
+
+    def turn_on(self, mode: str = "stream") -> None:
+        kind = "stream" if mode == "manual" else mode
+        self.optimizer.turn_on_cpu_offload(kind, slot_bytes=SLOT_BYTES)
+        if mode == "manual":
+            self.optimizer.manual_offload = True
+            self.optimizer.set_param_tags({"w1": "first"})
+
+    def drop_gradients(self) -> None:
+        for param in self.params.values():
+            param.grad = None
+
+    def state(self) -> dict[str, Tensor]:
+        """All tensors that can be large, this rank's parts."""
+        return {
+            f"{name}.{key}": dtensors.local(value)
+            for name, param in self.params.items()
+            for key, value in self.optimizer.state[param].items()
+            if key in MOMENTS
+        }
+
+    def state_bytes(self) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.state().values())
+
+    def all_values(self) -> dict[str, Tensor]:
+        weights = {name: dtensors.local(param) for name, param in self.params.items()}
+        return {name: value.cpu() for name, value in (weights | self.state()).items()}
+
+
+def devices_of(training: Training) -> set[torch.device]:
+    assert len(training.state()) == 2 * len(MATRICES) + 2 * len(OTHERS)
+    return {tensor.device for tensor in training.state().values()}
+
+
+def check_equal(found: Training, expected: Training) -> None:
+    values = expected.all_values()
+    for name, value in found.all_values().items():
+        assert torch.equal(value, values[name]), name
+
+
+# -- the device itself -----------------------------------------------------------------------
+
+
+def test_what_mixes_devices_raises(device):
+    here, there = torch.ones(4, 4), torch.ones(4, 4, device="cuda")
+    for mix in (
+        lambda: there + here,
+        lambda: here.add_(there),
+        lambda: torch._foreach_add_([there], [here]),
+        lambda: torch._foreach_add_([there], [torch.ones(())]),
+        lambda: torch.stack([here, there]),
+        lambda: there @ here,
+    ):
+        with pytest.raises(MixedDevices):
+            mix()
+    assert torch.equal((there * torch.tensor(2.0)).cpu(), 2 * here)  # a number may be
+
+
+def test_bytes_of_the_device_are_those_of_living_storages(device):
+    first = torch.ones(100, device="cuda")
+    view = first[10:]
+    assert device.memory.now == 400
+    del first
+    assert device.memory.now == 400
+    host = view.cpu()
+    host.copy_(view)
+    del view
+    assert (device.memory.now, device.memory.peak) == (0, 400)
+    assert device.memory.peak_of(lambda: host.to("cuda").zero_()) == 360
+
+
+# -- where state lives -------------------------------------------------------------------------
+
+
+def test_state_is_born_on_the_host_while_offload_is_on(device):
+    training = Training()
+    training.turn_on()
+    weights = device.memory.now
+    training.step()
+    training.drop_gradients()
+    assert devices_of(training) == {CPU}
+    assert device.memory.now == weights + 4 * len(OTHERS)  # AdamW's step counts
+
+
+def test_turning_on_moves_state_to_the_host_and_turning_off_brings_it_back(device):
+    training = Training()
+    training.step()
+    training.drop_gradients()
+    with_state = device.memory.now
+    expected = training.all_values()
+    training.turn_on()
+    assert devices_of(training) == {CPU}
+    assert device.memory.now == with_state - training.state_bytes()
+    training.optimizer.turn_off_cpu_offload()
+    assert devices_of(training) == {CUDA}
+    assert device.memory.now == with_state
+    for name, value in training.all_values().items():
+        assert torch.equal(value, expected[name])
+
+
+def test_memory_of_the_state_is_locked_while_it_lives(device):
+    training = Training()
+    training.turn_on()
+    training.step()
+    assert sum(device.locked.values()) >= training.state_bytes()
+    training.optimizer.turn_off_cpu_offload()
+    training.optimizer.state.clear()
+    del training
+    assert device.locked == {}
+
+
+# -- steps ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_is_the_same_and_leaves_nothing_on_the_device(mode, device):
+    expected, training = Training(), Training()
+    training.turn_on(mode)
+    for _ in range(3):
+        expected.step()
+        training.step(mode)
+    check_equal(training, expected)
+    assert devices_of(training) == {CPU}
+    del expected
+    training.drop_gradients()
+    training.optimizer.offload()  # also lets memory go of what has left before
+    weights = sum(param.numel() for param in training.params.values())
+    assert device.memory.now == 4 * weights + 4 * len(OTHERS)
+
+
+@pytest.mark.parametrize("nonfinite", ["propagate", "skip"])
+def test_streaming_takes_its_slots_where_the_state_was(nonfinite, device):
+    training = Training(nonfinite=nonfinite) if nonfinite == "skip" else Training()
+    training.step()
+    training.set_gradients()
+    off = device.memory.peak_of(training.optimizer.step)
+    training.turn_on()
+    for _ in range(2):
+        training.set_gradients()
+        on = device.memory.peak_of(training.optimizer.step)
+        assert on <= off - training.state_bytes() + SLOT_BYTES
+
+
+def test_bulk_holds_what_offload_off_does(device):
+    training = Training()
+    training.step()
+    training.set_gradients()
+    off = device.memory.peak_of(training.optimizer.step)
+    training.turn_on("bulk")
+    training.set_gradients()
+    padding = 256 * len(training.state())
+    assert device.memory.peak_of(training.optimizer.step) <= off + padding
+
+
+def test_the_state_s_dtype_may_change_while_it_is_on_the_host(device):
+    training = Training()
+    training.turn_on()
+    training.step()
+    training.optimizer.param_groups[0]["momentum_dtype"] = torch.bfloat16
+    training.step()
+    assert devices_of(training) == {CPU}
+    assert training.state()["w1.momentum_buffer"].dtype == torch.bfloat16
+
+
+def test_a_learning_rate_on_the_device_stays_there(device):
+    training = Training()
+    training.turn_on()
+    for group in training.optimizer.param_groups:
+        group["lr"] = torch.tensor(0.1, device="cuda")
+    training.step()
+    assert devices_of(training) == {CPU}
+
+
+def test_a_summary_is_made_while_offload_is_on(device):
+    training = Training()
+    training.turn_on()
+    training.step()
+    assert "w1" in str(training.optimizer.summary())
+
+
+# -- checkpoints ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("source", ["host", "device"])
+def test_loading_leaves_state_on_the_host_and_the_device_alone(source, device):
+    saved = Training()
+    if source == "host":
+        saved.turn_on()
+    saved.step()
+    checkpoint = saved.optimizer.state_dict()
+    training = Training()
+    training.turn_on()
+    training.step()
+    training.drop_gradients()
+    resting = device.memory.now
+    load = training.optimizer.load_state_dict
+    largest = 4 * max(param.numel() for param in training.params.values())
+    assert device.memory.peak_of(lambda: load(checkpoint)) <= resting + largest
+    assert device.memory.now <= resting  # AdamW's step counts are the checkpoint's own
+    assert devices_of(training) == {CPU}
+    for name, value in training.state().items():
+        assert torch.equal(value, saved.state()[name].cpu()), name
+    training.step()
+
+
+def test_a_checkpoint_made_on_the_host_is_loaded_to_the_device_where_offload_is_off(device):
+    saved = Training()
+    saved.turn_on()
+    saved.step()
+    training = Training()
+    training.optimizer.load_state_dict(saved.optimizer.state_dict())
+    assert devices_of(training) == {CUDA}
+    training.step()
+
+
+def test_a_state_dict_takes_nothing_of_the_device(device):
+    training = Training()
+    training.turn_on()
+    training.step()
+    resting = device.memory.now
+    state_dict: list[Any] = []
+    make = lambda: state_dict.append(training.optimizer.state_dict())  # noqa: E731
+    assert device.memory.peak_of(make) == resting
+    for own in state_dict[0]["state"].values():
+        assert all(own[key].device == CPU for key in MOMENTS if key in own)
+
+
+def test_a_deep_copy_s_state_is_on_the_host_and_its_own(device):
+    training = Training()
+    training.turn_on()
+    training.step()
+    training.drop_gradients()
+    copied = copy.deepcopy(training)
+    assert devices_of(copied) == {CPU}
+    weights = sum(param.numel() for param in training.params.values())
+    assert device.memory.now == 2 * (4 * weights + 4 * len(OTHERS))
+    training.step()
+    copied.step()
+    check_equal(copied, training)
+    assert devices_of(copied) == {CPU}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_pickled_optimizer_goes_on_with_state_on_the_host(mode, device):
+    training = Training()
+    training.turn_on(mode)
+    training.step(mode)
+    training.drop_gradients()
+    pair = (training.params, training.optimizer)
+    loaded = Training()
+    loaded.params, loaded.optimizer = pickle.loads(pickle.dumps(pair))
+    loaded.steps = training.steps
+    assert devices_of(loaded) == {CPU}
+    training.step(mode)
+    loaded.step(mode)
+    check_equal(loaded, training)
+    assert devices_of(loaded) == {CPU}
+
+
+def test_what_torch_saves_is_loaded_to_the_host(device):
+    training = Training()
+    training.turn_on()
+    training.step()
+    file = io.BytesIO()
+    torch.save(training.optimizer.state_dict(), file)
+    file.seek(0)
+    checkpoint = torch.load(file, weights_only=False)
+    other = Training()
+    other.turn_on()
+    other.optimizer.load_state_dict(checkpoint)
+    assert devices_of(other) == {CPU}
+    for name, value in other.state().items():
+        assert torch.equal(value, training.state()[name]), name
+
+
+# -- ranks ---------------------------------------------------------------------------------------
+
+
+def with_device(train: Callable[..., None], *args: Any, **options: Any) -> None:
+    with fake_device() as device:
+        train(device, *args, **options)
+
+
+def mesh_of_all() -> DeviceMesh:
+    return DeviceMesh("cuda", list(range(dist.get_world_size())))
+
+
+def placed(at: torch.device) -> Make:
+    mesh = mesh_of_all()
+    return lambda value: sharded(value, mesh, at)
+
+
+def check_layout(training: Training) -> None:
+    for name in (*MATRICES, *OTHERS):
+        param, own = training.params[name], training.optimizer.state[training.params[name]]
+        for key in MOMENTS:
+            if key not in own:
+                continue
+            expected = param.placements
+            if key == "second_momentum_buffer" and name != "experts":
+                expected = (Replicate(),)
+            assert own[key].placements == expected, (name, key)
+            assert own[key].device_mesh == param.device_mesh
+
+
+def train_sharded(device: Device) -> None:
+    place = placed(CUDA)
+    expected = Training(place)
+    for _ in range(3):
+        expected.step()
+    for mode in MODES:
+        training = Training(place)
+        training.turn_on(mode)
+        for _ in range(3):
+            training.step(mode)
+            assert devices_of(training) == {CPU}
+        check_layout(training)
+        check_equal(training, expected)
+    training.optimizer.offload()  # also lets memory go of what has left before
+    resting = device.memory.now
+    training.optimizer.turn_off_cpu_offload()
+    assert devices_of(training) == {CUDA}
+    check_layout(training)
+    assert device.memory.now == resting + training.state_bytes()
+    training.step()
+    assert "w1" in str(training.optimizer.summary())
+
+
+def test_state_of_dtensors_is_on_the_host_and_keeps_its_placements():
+    run_ranks(with_device, 2, train_sharded)
+
+
+def checkpoint_sharded(device: Device) -> None:
+    place = placed(CUDA)
+    saved, training = Training(place), Training(place)
+    for each in (saved, training):
+        each.turn_on()
+        each.step()
+    saved.step()
+    for each in (saved, training):
+        each.drop_gradients()
+    resting = device.memory.now
+    largest = 4 * max(param.numel() for param in training.params.values())
+
+    training.optimizer.load_state_dict(saved.optimizer.state_dict())
+    assert device.memory.now <= resting
+    check_same_state(training, saved)
+
+    training.step()
+    model = nn.ParameterDict(saved.params)
+    other = nn.ParameterDict(training.params)
+    training.drop_gradients()
+    device.memory.peak = device.memory.now
+    state = get_optimizer_state_dict(model, saved.optimizer)
+    set_optimizer_state_dict(other, training.optimizer, state)
+    assert device.memory.peak <= resting + largest
+    assert device.memory.now <= resting
+    check_same_state(training, saved)
+
+    saved.steps = training.steps
+    saved.step()
+    training.step()
+    assert devices_of(training) == {CPU}
+    copied = copy.deepcopy(training)
+    assert devices_of(copied) == {CPU}
+    copied.step()
+    training.step()
+    check_equal(copied, training)
+
+
+def check_same_state(found: Training, expected: Training) -> None:
+    assert devices_of(found) == {CPU}
+    check_layout(found)
+    for name, value in found.state().items():
+        assert torch.equal(value, expected.state()[name]), name
+
+
+def test_checkpoints_of_dtensors_leave_state_on_the_host():
+    run_ranks(with_device, 2, checkpoint_sharded)
+
+
+def train_replicas(device: Device, **options: Any) -> None:
+    options["process_group"] = dist.group.WORLD
+    expected = Training(**options)
+    for _ in range(3):
+        expected.step()
+    for mode in MODES:
+        training = Training(**options)
+        training.turn_on(mode)
+        for _ in range(3):
+            training.step(mode)
+        assert devices_of(training) == {CPU}
+        check_equal(training, expected)
+        momentum = training.optimizer.state[training.params["w1"]]["momentum_buffer"]
+        assert momentum.placements == (Shard(0),)
+        assert momentum.device_mesh.device_type == "cuda"
+    state_dict = training.optimizer.state_dict()
+    training.optimizer.load_state_dict(state_dict)
+    assert devices_of(training) == {CPU}
+    training.optimizer.turn_off_cpu_offload()
+    assert devices_of(training) == {CUDA}
+    training.step()
+
+
+@pytest.mark.parametrize("options", [{}, {"grad_reduce": "mean"}], ids=["DDP", "ZeRO-2"])
+def test_state_that_replicas_divide_is_on_the_host(options):
+    run_ranks(with_device, 2, train_replicas, **options)
+
+
+# -- parameters in host memory, as FSDP2's CPUOffloadPolicy has them -----------------------------
+
+
+def train_hosted(device: Device, modes: Sequence[str | None], **options: Any) -> None:
+    expected = Training(placed(CUDA), **options)
+    for _ in range(3):
+        expected.step()
+    # AdamW's arithmetic on the host is that of the device, here.
+    for mode in modes:
+        training = Training(placed(CPU), **options)
+        if mode is not None:
+            training.turn_on(mode)
+        resting = device.memory.now
+        for _ in range(3):
+            training.backward()
+            device.operations.clear()
+            device.host_operations.clear()
+            device.memory.peak = device.memory.now
+            if mode == "manual":
+                training.optimizer.reload_untagged()
+            training.optimizer.step()
+            assert device.operations["baddbmm"] + device.operations["bmm"] > 0
+            assert not device.host_operations["baddbmm"] + device.host_operations["bmm"]
+            assert device.host_operations["_fused_adamw_"] == 1
+            assert not device.operations["_fused_adamw_"]
+            assert device.memory.now == resting
+            assert {dtensors.local(p).device for p in training.params.values()} == {CPU}
+            assert devices_of(training) == {CPU}
+        check_equal(training, expected)
+        check_layout(training)
+    training.optimizer.turn_off_cpu_offload()
+    assert devices_of(training) == {CPU}
+    training.step()
+    copied = copy.deepcopy(training)
+    training.optimizer.load_state_dict(training.optimizer.state_dict())
+    state = get_optimizer_state_dict(nn.ParameterDict(training.params), training.optimizer)
+    set_optimizer_state_dict(nn.ParameterDict(training.params), training.optimizer, state)
+    assert devices_of(training) == {CPU}
+    assert "w1" in str(training.optimizer.summary())
+    training.step()
+    copied.step()
+    check_equal(training, copied)
+    assert device.memory.now == resting
+
+
+def test_parameters_in_host_memory_are_computed_on_the_device_and_stay():
+    run_ranks(with_device, 2, train_hosted, [None, *MODES])
+
+
+def test_parameters_in_host_memory_are_looked_through_for_what_is_not_finite():
+    run_ranks(with_device, 2, train_hosted, [None, "stream"], nonfinite="skip")
