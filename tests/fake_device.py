@@ -266,7 +266,9 @@ def fake_device() -> Iterator[Device]:
         (torch.cuda, "is_initialized", lambda: True),
         (torch.cuda, "cudart", _driver),
     ]
+    gc.freeze()  # what there is already needs no collecting below
     with ExitStack() as stack:
+        stack.callback(gc.unfreeze)
         for owner, name, value in replaced:
             stack.enter_context(patch.object(owner, name, value))
         stack.enter_context(torch.no_grad())

@@ -39,8 +39,11 @@ Make = Callable[[Tensor], Tensor]  # a parameter, or its gradient, of its value 
 
 @pytest.fixture
 def device() -> Iterator[Device]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # for matrices as small as these
     with fake_device() as device:
         yield device
+    torch.set_num_threads(threads)
 
 
 def on_device(value: Tensor) -> Tensor:
@@ -76,7 +79,9 @@ class Training:
             {"params": muon, "use_muon": True, "beta2": 0.9, "expert_keys": ("experts",)},
             {"params": [self.params[name] for name in OTHERS], "use_muon": False},
         ]
-        self.optimizer = optimizer.Muon(groups, lr=0.1, ns_dtype=torch.float32, **options)
+        self.optimizer = optimizer.Muon(
+            groups, lr=0.1, ns_dtype=torch.float32, ns_steps=2, **options
+        )
         self.steps = 0
 
     def set_gradients(self) -> None:
