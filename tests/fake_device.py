@@ -214,8 +214,10 @@ class _Functions(TorchFunctionMode):
             if not any(text in str(error) for text in ABSENT):
                 raise
         if func is Tensor.to:
-            device, dtype, _, _ = torch._C._nn._parse_to(*args[1:], **kwargs)
-            return _run(torch.ops.aten._to_copy.default, args[:1], dict(dtype=dtype, device=device))
+            tensor, (device, dtype, *_) = args[0], torch._C._nn._parse_to(*args[1:], **kwargs)
+            if tensor.device.type == "cuda" and _is_cuda(device) and dtype in (None, tensor.dtype):
+                return tensor
+            return torch.ops.aten._to_copy.default(tensor, dtype=dtype, device=device)
         return _run(func, args, kwargs)
 
 

@@ -12,13 +12,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
+from torch.utils._pytree import tree_leaves
 
 from fake_device import CUDA, Device, MixedDevices, fake_device
 from kernel import optimizer
@@ -79,9 +82,8 @@ class Training:
             {"params": muon, "use_muon": True, "beta2": 0.9, "expert_keys": ("experts",)},
             {"params": [self.params[name] for name in OTHERS], "use_muon": False},
         ]
-        self.optimizer = optimizer.Muon(
-            groups, lr=0.1, ns_dtype=torch.float32, ns_steps=2, **options
-        )
+        options = dict(lr=0.1, ns_dtype=torch.float32, ns_steps=2) | options
+        self.optimizer = optimizer.Muon(groups, **options)
         self.steps = 0
 
     def set_gradients(self) -> None:
@@ -476,6 +478,38 @@ def checkpoint_sharded(device: Device) -> None:
     check_equal(copied, training)
 
 
+def checkpoint_fully(device: Device, at: torch.device, directory: str) -> None:
+    saved, training = Training(placed(at)), Training(placed(at))
+    for each in (saved, training):
+        if at != CPU:
+            each.turn_on()
+        each.step()
+        each.drop_gradients()
+    saved.step()
+    saved.drop_gradients()
+    models = [nn.ParameterDict(each.params) for each in (saved, training)]
+    whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    # torch puts a DTensor together on its mesh's device, wherever its parts are.
+    state = get_optimizer_state_dict(models[0], saved.optimizer, options=whole)
+    assert {leaf.device for leaf in tree_leaves(state) if isinstance(leaf, Tensor)} <= {CPU}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_optimizer_state_dict(models[1], training.optimizer, state, options=options)
+    check_same_state(training, saved)
+
+    saved.step()
+    saved.drop_gradients()
+    dcp.save(get_optimizer_state_dict(models[0], saved.optimizer), checkpoint_id=directory)
+    state = get_optimizer_state_dict(models[1], training.optimizer)
+    dcp.load(state, checkpoint_id=directory)
+    set_optimizer_state_dict(models[1], training.optimizer, state)
+    check_same_state(training, saved)
+
+
+@pytest.mark.parametrize("at", [CUDA, CPU], ids=["offloaded", "parameters in host memory"])
+def test_whole_and_saved_checkpoints_of_dtensors_leave_state_on_the_host(at, tmp_path):
+    run_ranks(with_device, 2, checkpoint_fully, at, str(tmp_path))
+
+
 def check_same_state(found: Training, expected: Training) -> None:
     assert devices_of(found) == {CPU}
     check_layout(found)
@@ -566,3 +600,34 @@ def test_parameters_in_host_memory_are_computed_on_the_device_and_stay():
 
 def test_parameters_in_host_memory_are_looked_through_for_what_is_not_finite():
     run_ranks(with_device, 2, train_hosted, [None, "stream"], nonfinite="skip")
+
+
+VARIANTS: list[dict[str, Any]] = [
+    dict(cautious=True, decay_lr="adjusted", comm_dtype=torch.float16),
+    dict(momentum_dtype=torch.bfloat16, momentum_style="ema", nesterov=False, maximize=True),
+    dict(use_distributed_muon=True, none_grad=False, foreach=True),
+    dict(missing_grad="zero", nonfinite="skip", chunk_size=1),
+    dict(missing_grad="zero", lr=torch.tensor(0.1), weight_decay=0.0),
+]
+
+
+def train_variants(device: Device, options: dict[str, Any]) -> None:
+    every = []
+    for at, mode in [(CUDA, None), (CUDA, "stream"), (CUDA, "bulk"), (CPU, None), (CPU, "stream")]:
+        training = Training(placed(at), **options)
+        every.append(training)
+        if mode is not None:
+            training.turn_on(mode)
+        for _ in range(2):
+            training.set_gradients()
+            if "missing_grad" in options:
+                for name in ("w1", "norm"):
+                    training.params[name].grad = None
+            training.optimizer.step()
+        check_equal(training, every[0])
+        assert devices_of(training) == ({CUDA} if (at, mode) == (CUDA, None) else {CPU})
+
+
+@pytest.mark.parametrize("options", VARIANTS, ids=lambda options: " ".join(options))
+def test_options_mix_no_devices(options):
+    run_ranks(with_device, 2, train_variants, options)
