@@ -82,7 +82,9 @@ class Training:
             {"params": muon, "use_muon": True, "beta2": 0.9, "expert_keys": ("experts",)},
             {"params": [self.params[name] for name in OTHERS], "use_muon": False},
         ]
-        options = dict(lr=0.1, ns_dtype=torch.float32, ns_steps=2) | options
+        options = (
+            dict(lr=0.1, ns_dtype=torch.float32, ns_coefficients="quintic", ns_steps=2) | options
+        )
         self.optimizer = optimizer.Muon(groups, **options)
         self.steps = 0
 
@@ -184,9 +186,15 @@ def test_bytes_of_the_device_are_those_of_living_storages(device):
 
 def test_state_is_born_on_the_host_while_offload_is_on(device):
     training = Training()
+    training.set_gradients()
+    off = device.memory.peak_of(training.optimizer.step)
+    del training
+    training = Training()
     training.turn_on()
     weights = device.memory.now
-    training.step()
+    training.set_gradients()
+    on = device.memory.peak_of(training.optimizer.step)
+    assert on <= off - training.state_bytes() + SLOT_BYTES
     training.drop_gradients()
     assert devices_of(training) == {CPU}
     assert device.memory.now == weights + 4 * len(OTHERS)  # AdamW's step counts
@@ -286,6 +294,58 @@ def test_a_summary_is_made_while_offload_is_on(device):
     training.turn_on()
     training.step()
     assert "w1" in str(training.optimizer.summary())
+
+
+@pytest.mark.parametrize("what", ["state_dict", "load", "copy", "pickle", "turn off", "turn on"])
+def test_state_that_is_newer_on_the_device_is_what_counts(what, device):
+    training, expected = Training(), Training()
+    training.turn_on("manual")
+    training.optimizer.reload_untagged()
+    training.step("manual")
+    expected.step()
+    training.optimizer.reload_group("first")
+    for each in (training, expected):
+        each.set_gradients()
+        each.optimizer.step()
+    found = training
+    if what == "state_dict":
+        saved = training.optimizer.state_dict()
+        training.optimizer.load_state_dict(saved)
+    elif what == "load":
+        checkpoint = copy.deepcopy(expected.optimizer.state_dict())
+        training.optimizer.load_state_dict(checkpoint)
+    elif what == "copy":
+        found = copy.deepcopy(training)
+    elif what == "pickle":
+        found = Training()
+        pair = (training.params, training.optimizer)
+        found.params, found.optimizer = pickle.loads(pickle.dumps(pair))
+        found.steps = training.steps
+    elif what == "turn off":
+        training.optimizer.turn_off_cpu_offload()
+    else:
+        training.optimizer.turn_on_cpu_offload("stream")
+        training.optimizer.offload()
+    check_equal(found, expected)
+    assert devices_of(found) == {CUDA if what == "turn off" else CPU}
+    for each in (found, expected):
+        each.set_gradients()
+        each.optimizer.step()
+    found.optimizer.offload()
+    check_equal(found, expected)
+
+
+def test_parameters_that_are_added_have_their_state_on_the_host(device):
+    training = Training()
+    training.turn_on("backward")
+    training.step()
+    more = nn.Parameter(torch.ones(16, 24, device="cuda"))
+    training.optimizer.add_param_group({"params": [("more", more)], "use_muon": True})
+    training.set_gradients()
+    more.grad = torch.ones_like(more)
+    training.optimizer.step()
+    assert training.optimizer.state[more]["momentum_buffer"].device == CPU
+    assert devices_of(training) == {CPU}
 
 
 # -- checkpoints ---------------------------------------------------------------------------------
