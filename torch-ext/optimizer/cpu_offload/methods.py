@@ -147,6 +147,7 @@ class Offloadable(torch.optim.Optimizer):
 
     def wait_reload(self) -> None:
         """Makes the current stream wait for all that is being reloaded; ``step()`` does it, too."""
+        self._offload.sweep()
         self._offload.wait_reload()
 
     def offload(self) -> None:
