@@ -36,7 +36,7 @@ CUDA = torch.device("cuda", 0)
 
 # What takes tensors of several devices.
 MOVES = ("copy_", "_foreach_copy_", "_to_copy", "to")
-# What takes indices in host memory, and whole functions of which only parts touch the device.
+# What takes indices, and values to put, from host memory: only the tensor itself is checked.
 INDEXES = ("index", "index_put_", "__getitem__", "__setitem__")
 
 # What torch's C++ refuses for lack of the device; all else is tried first.
@@ -158,8 +158,6 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if kwargs.get("device") is not None:
         is_here = _is_cuda(kwargs["device"])
         kwargs["device"] = "cpu"
-    if name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"):
-        kwargs.pop("pin_memory", None)
     result = func(*args, **kwargs)
     if not is_here:
         return result
