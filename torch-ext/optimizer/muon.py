@@ -87,7 +87,8 @@ class Muon(Offloadable):
         flatten: read tensors of more than two dimensions as (dim 0, all the rest).
         maximize, foreach: as in torch.optim.
         capturable: as in torch.optim, the step may be captured in a CUDA graph: gradients stay
-            where they are, whatever ``none_grad`` says. Only without traffic between ranks.
+            where they are, whatever ``none_grad`` says. Only without traffic between ranks and
+            without CPU offload.
         comm_dtype: format in which momentum and updates travel between ranks; None is that of the
             arithmetic, but bf16 for fp32. fp16 travels with a scale per rank and matrix. For all
             groups.
