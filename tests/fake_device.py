@@ -228,6 +228,9 @@ class _Stream:
     def record_event(self, *_: Any) -> Any:
         return SimpleNamespace(query=lambda: True, synchronize=lambda: None)
 
+    def synchronize(self) -> None:
+        pass
+
     def wait_event(self, event: Any) -> None:
         pass
 

@@ -336,7 +336,7 @@ def test_streaming_on_some_ranks_only_raises_on_all(steps_before):
     outcomes = rank_outcomes(disagree, RANKS, "stream", steps_before)
     assert [outcome.error for outcome in outcomes] == ["ValueError"] * RANKS
     assert len({outcome.message for outcome in outcomes}) == 1
-    assert "cpu_offload = 'stream'" in outcomes[0].message
+    assert "(turn_on_cpu_offload) = True" in outcomes[0].message
 
 
 def test_modes_that_change_no_plan_may_differ():

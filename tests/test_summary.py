@@ -34,7 +34,7 @@ FIELDS = {
     "bytes",
 }
 
-TOTALS = {"flops", "sent_bytes", "received_bytes", "chunks", "in_flight", "balance"}
+TOTALS = {"flops", "sent_bytes", "received_bytes", "chunks", "in_flight", "balance", "state"}
 
 
 def flops(rows: int, cols: int) -> int:
@@ -159,7 +159,7 @@ def columns_of(table: str) -> list[tuple[int, int]]:
 
 
 def check_table(summary) -> None:
-    head, _, *lines, last = str(summary).splitlines()
+    head, _, *lines, last, state = str(summary).splitlines()
     assert len(lines) == len(summary.rows)
     columns = columns_of(str(summary))
     labels = ["parameter", "shape", "placement", "algorithm", "owner", "FLOPs", "moved by all"]
@@ -173,6 +173,7 @@ def check_table(summary) -> None:
         assert all(cell.strip() for cell in cells)
         assert len(line) == columns[-1][1]
     assert last.startswith("this rank: ")
+    assert state == f"state: {summary.totals['state']}"
 
 
 def test_the_table_has_an_aligned_line_for_each_parameter():

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from . import adamw, checkpoints, newton_schulz, options, pipeline, validation
-from .cpu_offload import CPUOffload, Offloadable, Use
+from .cpu_offload import CPUOffload, Hooks, Offloadable, Use
 from .distributed import agreement
 from .distributed import utils as dtensors
 from .distributed.machine import Machine
@@ -288,9 +288,10 @@ class Muon(Offloadable):
         groups, plan = self._agree_on_plan(error)
         self._init_state(groups, self._survey)
 
-        step = Step(plan, groups, self.state, self._wide, self._offload)
-        others = adamw.Updates(groups, self.state, self._wide.divided, self._offload, step.carrier)
-        pipeline.run(step, others)
+        with Step(plan, groups, self.state, self._wide, self._offload) as step:
+            offload, carrier = self._offload, step.carrier
+            others = adamw.Updates(groups, self.state, self._wide.divided, offload, carrier)
+            pipeline.run(step, others)
 
     def _agree_on_plan(self, error: Optional[Exception]) -> tuple[list[dict[str, Any]], Plan]:
         """Groups and the plan; raises on all ranks alike, before anything was written.
@@ -364,12 +365,14 @@ class Muon(Offloadable):
             self._survey, self._agreed = found, []
             if self._wide.debug:
                 plan = plan_all(found, groups, self._wide)
-                logger.info("planned:\n%s", summarize(groups, found, plan, self._wide))
+                told = summarize(groups, found, plan, self._wide, self._where_state_is())
+                logger.info("planned:\n%s", told)
         return found
 
     def _survey_of(self, groups: list[dict[str, Any]]) -> Survey:
         for number, group in enumerate(groups):
             options.validate(group, f"param_groups[{number}]")
+        self._tell_planner()
         return survey(groups, self._wide, self._survey)
 
     def summary(self) -> Summary:
@@ -380,7 +383,8 @@ class Muon(Offloadable):
         """
         groups = self._views()
         found = self._survey_of(groups)  # not kept: other ranks may make none
-        return summarize(groups, found, plan_all(found, groups, self._wide), self._wide)
+        plan = plan_all(found, groups, self._wide)
+        return summarize(groups, found, plan, self._wide, self._where_state_is())
 
     # -- state ---------------------------------------------------------------------------------
 
@@ -498,8 +502,7 @@ class Muon(Offloadable):
         self.defaults.pop("differentiable", None)  # torch adds it, and groups would inherit it
         self._forget_plans()
         if "_hooks" not in vars(self):  # unpickled, not loaded
-            self._hooks = None
-            self._hook(None)
+            self._hooks = Hooks(self, None) if self.cpu_offload == "backward" else None
 
     def _forget_plans(self) -> None:
         self._survey = NO_SURVEY

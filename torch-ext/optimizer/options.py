@@ -202,7 +202,7 @@ class OptimizerWide:
     machine: Optional[Machine]
     process_group: Optional[Replicas]
     grad_reduce: Optional[str]
-    cpu_offload: Optional[str] = None  # "stream" within steps: no argument, but a method's doing
+    streams: bool = False  # state, from the host: no argument, but what a method turns on
 
     @property
     def divided(self) -> Optional[Replicas]:
@@ -244,4 +244,4 @@ class OptimizerWide:
 
 
 # What a group can't have of its own.
-OPTIMIZER_WIDE = (*(OptimizerWide.__dataclass_fields__.keys() - {"cpu_offload"}), "clip_config")
+OPTIMIZER_WIDE = (*(OptimizerWide.__dataclass_fields__.keys() - {"streams"}), "clip_config")

@@ -46,7 +46,7 @@ def run(step: Step, others: adamw.Updates) -> None:
     with step.carrier:
         _find_nonfinite(step, [(lane, groups[id(lane)]) for lane in step.plan.lanes])
         _walk(step, updated, _Others(others.run(), others, step))
-    step.end()
+    step.release()
     others.wait()
 
 

@@ -201,8 +201,7 @@ def plan_all(found: Survey, groups: Sequence[Group], wide: OptimizerWide) -> Pla
 def _plan(found: Survey, wide: OptimizerWide, take_part: Sequence[bool]) -> Plan:
     """Made once for each set of entries that take part."""
     entries = found.all_entries
-    streams = wide.cpu_offload is not None
-    present = (*take_part, streams)
+    present = (*take_part, wide.streams)
     if present not in found.plans:
         if len(found.plans) >= 8:  # where they change all the time, old ones are of no use
             found.plans.clear()
@@ -212,7 +211,7 @@ def _plan(found: Survey, wide: OptimizerWide, take_part: Sequence[bool]) -> Plan
             chunk_size=wide.chunk_size,
             warmup_step=wide.warmup_step,
             everywhere=wide.use_distributed_muon,
-            streams=streams,
+            streams=wide.streams,
         )
     return found.plans[present]
 
@@ -336,7 +335,9 @@ def _has_gradient(param: Tensor, group: Group, wide: OptimizerWide) -> bool:
 def _lines_of_wide(wide: OptimizerWide, ranks: agreement.Ranks) -> list[str]:
     """Options of all groups; ranks of another mesh may each have a process group of their own."""
     apart = () if ranks == _ranks_of(None, wide) else ("process_group",)
-    return [f"{key} = {value!r}" for key, value in vars(wide).items() if key not in apart]
+    told = {**vars(wide), "state streamed (turn_on_cpu_offload)": wide.streams}
+    del told["streams"]
+    return [f"{key} = {value!r}" for key, value in told.items() if key not in apart]
 
 
 def _told(value: Any) -> str:

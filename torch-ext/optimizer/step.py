@@ -62,10 +62,16 @@ class Step:
         self.scratch = Scratch()
         self.means = None if wide.divided is None else _Means(self, wide.divided)
 
-    def end(self) -> None:
-        """Lets go of what is left, and tells autograd what was written."""
+    def __enter__(self) -> Step:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Sends back what was carried, also where an error has ended the step."""
         hosted = zip(self.plan.entries, self.hosted)
         self.offload.end_step({entry.device for entry, is_hosted in hosted if is_hosted})
+
+    def release(self) -> None:
+        """Lets go of the gradients that are left, and tells autograd what was written."""
         for entry, param in enumerate(self.params):
             self._release_grad(entry)
             if dtensors.is_dtensor(param):

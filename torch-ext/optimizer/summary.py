@@ -32,7 +32,8 @@ class Summary:
             orthogonalization, by all owners) and ``bytes`` (that travel). Of experts that are
             divided among ranks, the matrices that this rank and its peers hold.
         totals: of this rank, ``flops``, ``sent_bytes``, ``received_bytes``, ``chunks`` with
-            traffic, ``in_flight`` of them, and ``balance``: the most FLOPs of a peer over the mean.
+            traffic, ``in_flight`` of them, and ``balance``: the most FLOPs of a peer over the mean;
+            ``state``, where that is.
     """
 
     rows: list[dict[str, Any]]
@@ -55,11 +56,19 @@ class Summary:
             f"receives {_short(t['received_bytes'])}B in chunks: {t['chunks']}, in flight: "
             f"{t['in_flight']}; most FLOPs of a rank over the mean: {t['balance']:.2f}"
         )
+        lines.append(f"state: {t['state']}")
         return "\n".join(lines)
 
 
-def summarize(groups: Sequence[Group], found: Survey, plan: Plan, wide: OptimizerWide) -> Summary:
-    """The summary of a plan in which all trainable parameters take part."""
+def summarize(
+    groups: Sequence[Group], found: Survey, plan: Plan, wide: OptimizerWide, state: str
+) -> Summary:
+    """The summary of a plan in which all trainable parameters take part.
+
+    Args:
+        groups, found, plan, wide: that the plan was made from.
+        state: where it is, in words.
+    """
     by_entry: dict[tuple[int, int], dict[str, Any]] = {}
     for unit, owners, lane in _units(plan):
         entry = plan.entries[unit.entry]
@@ -99,6 +108,7 @@ def summarize(groups: Sequence[Group], found: Survey, plan: Plan, wide: Optimize
     totals = _totals(plan)
     totals["sent_bytes"] += round(sent)
     totals["received_bytes"] += round(sent)
+    totals["state"] = state
     return Summary(rows, totals)
 
 

@@ -12,19 +12,24 @@ holds none: a segment's memory goes when the last of its tensors does.
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 import os
 import warnings
 import weakref
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import accumulate
-from typing import Any, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from .backend import Backends
 
 # Where tensors begin, in bytes, as torch aligns them; what lies between two neighbours is nobody's.
 PADDED_TO = 64
@@ -46,6 +51,7 @@ class Arena:
             can't. By default the driver's call where ``device`` is CUDA's or ROCm's, and none
             elsewhere.
         unregister: undoes `register`, given the address, before the memory is freed.
+        drain: called before that; makes the host wait for copies from and to the arena.
 
     Where memory can't be page-locked, a warning says so once, and the arena's memory is ordinary
     from then on.
@@ -56,11 +62,13 @@ class Arena:
         device: torch.device,
         register: Optional[Callable[[int, int], None]] = None,
         unregister: Optional[Callable[[int], None]] = None,
+        drain: Optional[Callable[[], None]] = None,
     ):
         self.device = device
         if register is None and device.type == "cuda":
             register, unregister = partial(_register, device), partial(_unregister, device)
         self._register, self._unregister = register, unregister
+        self._drain = drain
         self._pins = register is None and device.type != "cpu"
         # Segments alive and their bytes, by address.
         self._segments: dict[int, tuple[weakref.ref[Any], int]] = {}
@@ -133,7 +141,8 @@ class Arena:
         segment: Any = (ctypes.c_ubyte * nbytes).from_address(address)
         segment.memory = memory
         self._segments[address] = (weakref.ref(segment), nbytes)
-        finalizer = weakref.finalize(segment, _forget, self._segments, address, undo, os.getpid())
+        held = (self._segments, address, undo, self._drain, os.getpid())
+        finalizer = weakref.finalize(segment, _forget, *held)
         finalizer.atexit = False  # the driver may be gone by then, and tensors still in use
         return segment
 
@@ -193,16 +202,65 @@ def _window(segment: Any, offset: int, nbytes: int) -> Tensor:
     return torch.frombuffer(segment, dtype=torch.uint8, count=nbytes, offset=offset)
 
 
+class Arenas:
+    """The arenas of an optimizer's devices.
+
+    Args:
+        backends: of the devices.
+    """
+
+    def __init__(self, backends: Backends):
+        self._backends = backends
+        self._arenas: dict[torch.device, Arena] = {}
+
+    def allocate(
+        self, wanted: Sequence[tuple[Sequence[int], Sequence[int], torch.dtype, torch.device]]
+    ) -> list[Tensor]:
+        """Zeros in host memory, by shape, stride, dtype, and the device for which they are."""
+        by_device: dict[torch.device, list[int]] = defaultdict(list)
+        for number, (*_, device) in enumerate(wanted):
+            by_device[device].append(number)
+        allocated: dict[int, Tensor] = {}
+        for device, numbers in by_device.items():
+            sizes = [math.prod(wanted[n][0]) * wanted[n][2].itemsize for n in numbers]
+            for number, memory in zip(numbers, self._of(device).allocate(sizes)):
+                shape, stride, dtype, _ = wanted[number]
+                allocated[number] = memory.view(dtype).as_strided(tuple(shape), tuple(stride))
+        return [allocated[number] for number in range(len(wanted))]
+
+    @property
+    def nbytes(self) -> int:
+        """What all of them take from the host now."""
+        return sum(arena.nbytes for arena in self._arenas.values())
+
+    def joined(self, address: int, nbytes: int) -> Optional[Tensor]:
+        """The bytes of an interval of one segment; None where it is no such."""
+        for arena in self._arenas.values():
+            with suppress(ValueError):
+                return arena.span(address, nbytes)
+        return None
+
+    def _of(self, device: torch.device) -> Arena:
+        if device not in self._arenas:
+            backend = self._backends[device]
+            self._arenas[device] = Arena(backend.device, drain=backend.drain)
+        return self._arenas[device]
+
+
 def _forget(
     segments: dict[int, tuple[weakref.ref[Any], int]],
     address: int,
     unregister: Optional[Callable[[int], None]],
+    drain: Optional[Callable[[], None]],
     process: int,
 ) -> None:
     """Runs when a segment dies, before it lets go of its memory."""
     segments.pop(address, None)
-    # A forked process has the memory, but neither the registration nor a driver that works.
-    if unregister is not None and os.getpid() == process:
+    if os.getpid() != process:  # a fork has the memory, but no driver that works
+        return
+    if drain is not None:
+        drain()
+    if unregister is not None:
         unregister(address)
 
 

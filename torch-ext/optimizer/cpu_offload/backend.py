@@ -73,6 +73,9 @@ class Backend:
         """Makes the host wait for an event."""
         raise NotImplementedError
 
+    def drain(self) -> None:
+        """Makes the host wait for all copies, where they don't keep the memory they use."""
+
 
 class Accelerator(Backend):
     """An accelerator's streams; the copies' own two are made when first needed."""
@@ -113,6 +116,26 @@ class Accelerator(Backend):
 
     def synchronize(self, event: torch.Event) -> None:
         event.synchronize()
+
+    def drain(self) -> None:
+        for stream in self._streams.values():
+            stream.synchronize()
+
+
+class Backends(dict[torch.device, Backend]):
+    """The backends of devices, made when first asked for.
+
+    Args:
+        stand_in: is that of all of them, if given.
+    """
+
+    def __init__(self, stand_in: Optional[Backend] = None):
+        super().__init__()
+        self.stand_in = stand_in
+
+    def __missing__(self, device: torch.device) -> Backend:
+        self[device] = self.stand_in or Accelerator(device)
+        return self[device]
 
 
 class Host(Backend):

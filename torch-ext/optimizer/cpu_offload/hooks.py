@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any, Optional
 
+import torch
 from torch import Tensor, nn
 
 
@@ -13,50 +15,86 @@ class Hooks:
     """Of an optimizer's parameters, and of the modules that have them.
 
     Args:
-        optimizer: an `Offloadable`, not kept alive.
+        optimizer: an `Offloadable`; the hooks go when it does.
         model: whose modules' forwards let memory go; None for none.
+
+    Raises:
+        ValueError: a model without any of the optimizer's parameters.
     """
 
     def __init__(self, optimizer: Any, model: Optional[nn.Module]):
         self._optimizer = weakref.ref(optimizer)
-        self._handles: list[Any] = []
+        self._lock = threading.Lock()  # autograd has a thread for each device
         self._hooked: set[int] = set()
-        self.hook_params()
         held = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        for module in model.modules() if model is not None else ():
-            if any(id(param) in held for param in module.parameters(recurse=False)):
-                self._handles.append(module.register_forward_pre_hook(self._before_forward()))
+        modules = (
+            []
+            if model is None
+            else [
+                module
+                for module in model.modules()
+                if any(id(param) in held for param in module.parameters(recurse=False))
+            ]
+        )
+        if model is not None and not modules:
+            raise ValueError("model has none of this optimizer's parameters")
+        hook = _Hook(self._optimizer, _let_go)
+        self._handles = [module.register_forward_pre_hook(hook) for module in modules]
+        self.remove = weakref.finalize(optimizer, _remove, self._handles)
+        self.hook_params()
 
     def hook_params(self) -> None:
         """Hooks whatever parameters have come."""
         optimizer = self._optimizer()
         for group in optimizer.param_groups if optimizer is not None else ():
             for param in group["params"]:
-                if param.requires_grad and id(param) not in self._hooked:
+                if param.requires_grad and param.is_leaf and id(param) not in self._hooked:
                     self._hooked.add(id(param))
-                    handle = param.register_post_accumulate_grad_hook(self._after_gradient())
-                    self._handles.append(handle)
+                    hook = _Hook(self._optimizer, _bring, self._lock)
+                    self._handles.append(param.register_post_accumulate_grad_hook(hook))
 
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
 
-    def _after_gradient(self) -> Callable[[Tensor], None]:
-        reference = self._optimizer
+class _Hook:
+    """Calls a function with the optimizer, as long as there is one, and what it is hooked to.
 
-        def reload(param: Tensor) -> None:
-            optimizer = reference()
-            if optimizer is not None and not optimizer.manual_offload:
-                optimizer._reload_at_home(param)
+    A copy, or a pickle, of a model has no such optimizer: its hooks do nothing.
+    """
 
-        return reload
+    def __init__(
+        self,
+        optimizer: Callable[[], Any],
+        function: Callable[..., None],
+        lock: Optional[threading.Lock] = None,
+    ):
+        self._optimizer = optimizer
+        self._function = function
+        self._lock = lock
 
-    def _before_forward(self) -> Callable[[nn.Module, Any], None]:
-        reference = self._optimizer
+    def __call__(self, hooked: Any, *arguments: Any) -> None:
+        if torch.compiler.is_compiling():  # else a graph would depend on how far copies are
+            return
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            self._function(optimizer, hooked, self._lock)
 
-        def sweep(module: nn.Module, arguments: Any) -> None:
-            optimizer = reference()
-            if optimizer is not None:
-                optimizer._offload.sweep()
+    def __reduce__(self) -> tuple:
+        return _Hook, (_nobody, _let_go)
 
-        return sweep
+
+def _nobody() -> None:
+    return None
+
+
+def _let_go(optimizer: Any, module: nn.Module, lock: Any) -> None:
+    optimizer._offload.sweep()
+
+
+def _bring(optimizer: Any, param: Tensor, lock: threading.Lock) -> None:
+    if not optimizer.manual_offload:
+        with lock:
+            optimizer._reload((param,))
+
+
+def _remove(handles: list[Any]) -> None:
+    for handle in handles:
+        handle.remove()

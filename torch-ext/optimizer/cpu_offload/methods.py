@@ -49,27 +49,35 @@ class Offloadable(torch.optim.Optimizer):
                 all of it back behind it; ``"backward"`` brings that of a parameter when its
                 gradient is there, and writes back under the next forward.
             slot_bytes: device memory that ``"stream"`` takes, within the step only; None is 5 % of
-                the state on the device or 512 MiB, whichever is more.
-            model: for ``"backward"``, the module before whose forwards memory is let go as far as
-                it has been written back; without it, that happens when the next backward begins.
-            backend: moves state instead of the device's own streams, for all parameters wherever
-                they are: a `cpu_offload.backend.Host` shows what happens where there is no
+                the device's state or 512 MiB, whichever is more.
+            model: for ``"backward"``, the model: before the forward of each of its modules that has
+                parameters, memory is let go that has been written back (but not in compiled
+                forwards); without it, that happens when the next backward begins.
+            backend: makes the copies, in place of the devices' streams; parameters on a CPU are
+                offloaded, too: a `cpu_offload.backend.Host` shows what happens where there is no
                 accelerator.
 
         Raises:
-            ValueError: an unknown mode; ``slot_bytes`` below 1.
+            ValueError: an unknown mode; ``slot_bytes`` below 1; a model without parameters of this
+                optimizer; no backend. Nothing was changed.
         """
         if mode not in MODES:
             raise ValueError(f"mode must be one of {MODES}, found {mode!r}")
         is_int = isinstance(slot_bytes, int) and not isinstance(slot_bytes, bool)
         if slot_bytes is not None and not (is_int and slot_bytes >= 1):
             raise ValueError(f"slot_bytes must be None or an int ≥ 1, found {slot_bytes!r}")
-        if self._offload.is_on and backend not in (None, self._offload.stand_in):
-            self.turn_off_cpu_offload()
+        if model is not None and not isinstance(model, nn.Module):
+            raise ValueError(f"model must be None or a module, found {model!r}")
+        if backend is not None and not isinstance(backend, Backend):
+            raise ValueError(
+                f"backend must be None or a cpu_offload.backend.Host, found {backend!r}"
+            )
+        hooks = Hooks(self, model) if mode == "backward" else None
+        self._unhook()
+        self._hooks = hooks
         self._offload.turn_on(mode, slot_bytes, backend)
         self._hold_state()
         self._tell_planner()
-        self._hook(model)
 
     @torch.no_grad()
     def turn_off_cpu_offload(self) -> None:
@@ -81,6 +89,20 @@ class Offloadable(torch.optim.Optimizer):
                 if self._offload.use_of(param, group["use_muon"]) is None:
                     self._offload.release(self.state.get(param, {}))
         self._tell_planner()
+
+    @property
+    def cpu_offload(self) -> Optional[str]:
+        """The mode of CPU offload; None while it is off."""
+        return self._offload.mode if self._offload.is_on else None
+
+    def synchronize_offload(self) -> None:
+        """Makes the host wait until all state is in host memory, and nothing of it on devices.
+
+        To be called before reading or changing what ``optim.state`` holds by hand: until then it
+        may be on its way, or newer on the device. `state_dict` makes the host wait by itself, but
+        leaves on the device what was reloaded.
+        """
+        self._offload.end_visits()
 
     @property
     def manual_offload(self) -> bool:
@@ -135,6 +157,10 @@ class Offloadable(torch.optim.Optimizer):
             ValueError: no parameter has that tag.
         """
         tagged = [param for param, other in self._tags.items() if other == tag]
+        if not self._tags:
+            raise ValueError(
+                f"no parameter has a tag, so none has {tag!r}: call set_param_tags first"
+            )
         if not tagged:
             known = sorted({repr(other) for other in self._tags.values()})
             raise ValueError(f"no parameter has the tag {tag!r}; there are {', '.join(known)}")
@@ -161,9 +187,6 @@ class Offloadable(torch.optim.Optimizer):
     def _reload(self, params: Iterable[Tensor], streams: Sequence[Any] = ()) -> None:
         self._offload.reload((own[key] for own, key in self._tensors_of(params)), streams)
 
-    def _reload_at_home(self, param: Tensor) -> None:
-        self._offload.reload_at_home(own[key] for own, key in self._tensors_of((param,)))
-
     def _tensors_of(self, params: Iterable[Tensor]) -> Iterator[tuple[dict[str, Tensor], str]]:
         for param in params:
             own = self.state.get(param, {})
@@ -171,33 +194,43 @@ class Offloadable(torch.optim.Optimizer):
 
     def _hold_state(self) -> None:
         """Takes all state that there is into host memory, where it is not yet and belongs."""
-        strangers, found = [], []
+        strangers = []
         for group in self.param_groups:
             for param in group["params"]:
                 use = self._offload.use_of(param, group["use_muon"])
-                if use is None:
-                    continue
-                for own, key in self._tensors_of((param,)):
-                    if not self._offload.holds(own[key]):
-                        strangers.append((own, key, use))
-                    found.append((own, key))
-        self._offload.adopt(strangers)
-        self._offload.keep_only(own[key] for own, key in found)
+                if use is not None:
+                    for own, key in self._tensors_of((param,)):
+                        if not self._offload.holds(own[key]):
+                            strangers.append((own, key, use))
+        if strangers:  # what replaces a tensor makes its copy on the device old
+            self._offload.end_visits()
+            self._offload.adopt(strangers)
+        # Also of parameters that have been swapped out of the groups, and may come back.
+        self._offload.keep_only(own[key] for own, key in self._tensors_of(self.state))
+        if self._hooks is not None:
+            self._hooks.hook_params()
 
-    def _tell_planner(self) -> None:
-        """Fewer chunks are begun ahead where each has to wait for its state."""
-        streams = self._offload.is_on and self._offload.mode == "stream"
-        is_used = streams and any(
+    def _uses_host(self) -> bool:
+        """Whether there is state to offload, now or after the first step."""
+        return any(
             self._offload.use_of(param, group["use_muon"]) is not None
             for group in self.param_groups
             for param in group["params"]
         )
-        self._wide = dataclasses.replace(self._wide, cpu_offload="stream" if is_used else None)
 
-    def _hook(self, model: Optional[nn.Module]) -> None:
-        self._unhook()
-        if self._offload.is_on and self._offload.mode == "backward":
-            self._hooks = Hooks(self, model)
+    def _where_state_is(self) -> str:
+        """For people to read."""
+        if self.cpu_offload is None:
+            return "with its parameters"
+        if not self._uses_host():
+            return "with its parameters: CPU offload is on, but they are on the CPU"
+        return f"in host memory, mode {self.cpu_offload!r}"
+
+    def _tell_planner(self) -> None:
+        """Fewer chunks are begun ahead where each has to wait for its state."""
+        is_used = self.cpu_offload == "stream" and self._uses_host()
+        if is_used is not self._wide.streams:
+            self._wide = dataclasses.replace(self._wide, streams=is_used)
 
     def _unhook(self) -> None:
         if self._hooks is not None:

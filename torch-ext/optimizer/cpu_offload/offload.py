@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
-from collections.abc import Iterable, MutableMapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, Optional
 
 import torch
@@ -13,8 +12,8 @@ from torch import Tensor
 
 from ..distributed.utils import compute_device, local, with_local
 from ..state import Spec, make
-from .arena import Arena
-from .backend import OUT, Accelerator, Backend
+from .arena import Arenas
+from .backend import OUT, Backend, Backends
 from .carrier import Carrier
 from .visits import Held, Use, Visits
 from .windows import Loan, dense_stride
@@ -40,14 +39,17 @@ class CPUOffload:
         self.mode = "stream"
         self.slot_bytes: Optional[int] = None
         self.manual = False
-        self.stand_in: Optional[Backend] = None
-        self._backends: dict[torch.device, Backend] = {}
-        self._arenas: dict[torch.device, Arena] = {}
         self._held: dict[int, Held] = {}  # by id of the tensor in the state
-        self._visits = Visits(self._backend, self._joined)
+        self._begin(None)
         self._carrier: Optional[Carrier] = None  # of the last step
         self._plan: object = None  # of it
         self._used: tuple = ()
+
+    def _begin(self, stand_in: Optional[Backend]) -> None:
+        """Anew, with the devices' own backends or another one."""
+        self._backends = Backends(stand_in)
+        self._arenas = Arenas(self._backends)
+        self._visits = Visits(self._backends, self._arenas.joined)
 
     def __getstate__(self) -> dict[str, Any]:
         """The settings: memory, streams and a stand-in belong to one process."""
@@ -60,20 +62,21 @@ class CPUOffload:
     def turn_on(self, mode: str, slot_bytes: Optional[int], stand_in: Optional[Backend]) -> None:
         self.is_on, self.mode, self.slot_bytes = True, mode, slot_bytes
         self._carrier = None
-        if stand_in is not None:
-            self.stand_in, self._backends = stand_in, {}
+        if stand_in is not None and stand_in is not self._backends.stand_in:
+            self.end_visits()
+            self._begin(stand_in)
 
     def turn_off(self) -> None:
-        self.settle()
-        self._visits.end(self._backends.values())
-        self.is_on, self.stand_in, self._backends = False, None, {}
+        self.end_visits()
+        self.is_on = False
+        self._begin(None)
 
     # -- what is held ------------------------------------------------------------------------
 
     def hosts(self, param: Tensor) -> bool:
         """Whether a parameter of Muon's and its gradient are in host memory, but not their use."""
-        if self.stand_in is not None and param.device.type == "cpu":
-            return self.stand_in.hosts_parameters
+        if self._backends.stand_in is not None and param.device.type == "cpu":
+            return self._backends.stand_in.hosts_parameters
         return param.device != compute_device(param)
 
     def use_of(self, param: Tensor, is_muon: bool) -> Optional[Use]:
@@ -85,7 +88,7 @@ class CPUOffload:
             return Use(compute_device(param), may_stay=False) if is_muon else None
         if not self.is_on:
             return None
-        is_used = self.stand_in is not None or param.device.type in DEVICE_TYPES
+        is_used = self._backends.stand_in is not None or param.device.type in DEVICE_TYPES
         return Use(param.device, may_stay=True) if is_used else None
 
     def home_of(self, param: Tensor, is_muon: bool) -> torch.device:
@@ -100,7 +103,7 @@ class CPUOffload:
         """Makes zeros in host memory: for a parameter's state, which key, what it is like, and how
         it is used."""
         wanted = [(s.held_shape, s.held_stride, s.dtype, use.device) for _, _, s, use in missing]
-        for (own, key, spec, use), host in zip(missing, self._allocate(wanted)):
+        for (own, key, spec, use), host in zip(missing, self._arenas.allocate(wanted)):
             own[key] = make(spec, host)
             self._hold(own[key], host, use)
 
@@ -113,7 +116,7 @@ class CPUOffload:
             for part, (_, _, use) in zip(parts, states)
         ]
         del parts  # each goes when it has been copied
-        for (own, key, use), host in zip(states, self._allocate(wanted)):
+        for (own, key, use), host in zip(states, self._arenas.allocate(wanted)):
             host.copy_(local(own[key]))
             own[key] = with_local(own[key], host)
             self._hold(own[key], host, use)
@@ -136,38 +139,21 @@ class CPUOffload:
 
     def forget(self) -> None:
         """Lets go of all memory: what the host has is nobody's any more."""
-        self.settle()
-        self._visits.end(self._backends.values())
-        self._held, self._arenas, self._carrier = {}, {}, None
-
-    def _allocate(
-        self, wanted: Sequence[tuple[Sequence[int], Sequence[int], torch.dtype, torch.device]]
-    ) -> list[Tensor]:
-        """Zeros in host memory, by shape, stride, dtype, and the device for which they are."""
-        by_device: dict[torch.device, list[int]] = defaultdict(list)
-        for number, (*_, device) in enumerate(wanted):
-            by_device[device].append(number)
-        allocated: dict[int, Tensor] = {}
-        for device, numbers in by_device.items():
-            if device not in self._arenas:
-                self._arenas[device] = Arena(self._backend(device).device)
-            sizes = [math.prod(wanted[n][0]) * wanted[n][2].itemsize for n in numbers]
-            for number, memory in zip(numbers, self._arenas[device].allocate(sizes)):
-                shape, stride, dtype, _ = wanted[number]
-                allocated[number] = memory.view(dtype).as_strided(tuple(shape), tuple(stride))
-        return [allocated[number] for number in range(len(wanted))]
+        self.end_visits()
+        self._held, self._carrier = {}, None
 
     def keep_only(self, tensors: Iterable[Tensor]) -> None:
         """Forgets whatever is not among the tensors of the state any more."""
         ids = {id(tensor) for tensor in tensors}
         if len(ids) < len(self._held):
+            self.settle()
             self._held = {key: held for key, held in self._held.items() if key in ids}
             self._carrier = None
 
-    def _backend(self, device: torch.device) -> Backend:
-        if device not in self._backends:
-            self._backends[device] = self.stand_in or Accelerator(device)
-        return self._backends[device]
+    @property
+    def held_bytes(self) -> int:
+        """Of state on the host."""
+        return sum(held.nbytes for held in self._held.values())
 
     # -- within a step -------------------------------------------------------------------------
 
@@ -206,8 +192,7 @@ class CPUOffload:
         for backend in self._backends.values():
             backend.come_home()
         self._visits.sweep()
-        self._visits.wait_reload()
-        self._visits.are_newer()
+        self._visits.begin_step()
         # The plan itself, not its id, which another one could get.
         used = (others, self._visits.changes)
         is_same = plan is self._plan and used == self._used
@@ -228,7 +213,9 @@ class CPUOffload:
         for device, nbytes in slots.items():
             default = max(int(SLOT_SHARE * nbytes), LEAST_SLOT_BYTES)
             slots[device] = default if self.slot_bytes is None else self.slot_bytes
-        return Carrier({device: self._backend(device) for device in slots}, slots, self._joined)
+        return Carrier(
+            {device: self._backends[device] for device in slots}, slots, self._arenas.joined
+        )
 
     def end_step(self, hosted: Iterable[torch.device]) -> None:
         """Sends back what was reloaded, unless that is the caller's to do.
@@ -238,42 +225,44 @@ class CPUOffload:
                 them next may do so without any stream.
         """
         for device in hosted:
-            backend = self._backend(device)
+            backend = self._backends[device]
             backend.synchronize(backend.record(OUT))
         if not self.manual:
-            self._visits.offload(hidden=self.mode != "bulk")
-
-    def _joined(self, address: int, nbytes: int) -> Optional[Tensor]:
-        for arena in self._arenas.values():
-            try:
-                return arena.span(address, nbytes)
-            except ValueError:
-                continue
-        return None
+            self.offload(hidden=self.mode != "bulk")
 
     # -- on demand -----------------------------------------------------------------------------
 
     def reload(self, tensors: Iterable[Tensor], streams: Sequence[Any] = ()) -> None:
-        """Starts to bring tensors of the state to their devices; see `Visits.reload`."""
-        ids = map(id, tensors)
-        self._visits.reload([self._held[key] for key in ids if key in self._held], streams)
+        """Starts to bring tensors of the state to their devices; see `Visits.reload`.
 
-    def reload_at_home(self, tensors: Iterable[Tensor]) -> None:
-        """The same from a hook, which may be called on another stream than the step."""
-        with ExitStack() as homes:
-            for backend in self._backends.values():
-                homes.enter_context(backend.at_home())
-            self.reload(tensors)
+        On the stream of the steps, whichever the caller's is: that one gets the memory back.
+        """
+        held = [self._held[key] for key in map(id, tensors) if key in self._held]
+        with self._at_home({each.use.device for each in held}):
+            self._visits.reload(held, streams)
 
     def wait_reload(self) -> None:
         self._visits.wait_reload()
 
-    def offload(self) -> None:
-        self._visits.offload(hidden=True)
+    def offload(self, hidden: bool = True) -> None:
+        with self._at_home(self._backends):
+            self._visits.offload(hidden)
 
     def sweep(self) -> None:
         self._visits.sweep()
 
     def settle(self) -> None:
         """Makes the host wait until it has the newest of everything."""
-        self._visits.settle(self._backends.values())
+        self._visits.settle()
+
+    def end_visits(self) -> None:
+        """The same, with nothing left on the devices."""
+        self._visits.settle()
+        self._visits.end()
+
+    @contextmanager
+    def _at_home(self, devices: Iterable[torch.device]) -> Iterator[None]:
+        with ExitStack() as homes:
+            for device in devices:
+                homes.enter_context(self._backends[device].at_home())
+            yield

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Optional
 
 import torch
 from torch import Tensor
 
-from .backend import COMPUTE, IN, OUT, Backend
+from .backend import COMPUTE, IN, OUT, Backends
 from .windows import Joined, Loan, Share, Window
 
 
@@ -70,18 +70,19 @@ class Visits:
     """What has been reloaded, and what is being written back.
 
     Args:
-        backend_of: of a device.
+        backends: of the devices.
         joined: see `windows.Window`.
 
     Attributes:
         changes: how often what is on the devices has become something else.
     """
 
-    def __init__(self, backend_of: Callable[[torch.device], Backend], joined: Joined):
-        self._backend_of = backend_of
+    def __init__(self, backends: Backends, joined: Joined):
+        self._backends = backends
         self._joined = joined
         self._here: list[_Visit] = []
-        self._leaving: list[_Visit] = []  # written back, perhaps not all of it yet
+        # Being written back, by device, in order.
+        self._leaving: dict[torch.device, deque[_Visit]] = defaultdict(deque)
         self._came: dict[torch.device, Any] = {}  # events behind reloads not waited for
         self.changes = 0
 
@@ -98,7 +99,7 @@ class Visits:
             if each.here is None and each.use.may_stay:
                 by_device[each.use.device].append(each)
         for device, of_device in by_device.items():
-            backend = self._backend_of(device)
+            backend = self._backends[device]
             shares = [
                 Share(number, None, (Loan(each.host, device, True),))
                 for number, each in enumerate(of_device)
@@ -111,24 +112,25 @@ class Visits:
             self.wait_for_leaving(device)
             visit = _Visit(of_device, window, memory)
             backend.copy(IN, visit.on_device(), [copy.host for copy in window.copies])
-            self._came[device] = backend.record(IN)
+            self._came[device] = backend.record(IN)  # behind all earlier ones
             self._here.append(visit)
             self.changes += 1
 
     def wait_reload(self) -> None:
         """Makes the current stream wait for everything that is being reloaded."""
         for device, event in self._came.items():
-            self._backend_of(device).wait(COMPUTE, event)
-        self._came.clear()
+            self._backends[device].wait(COMPUTE, event)
 
     def wait_for_leaving(self, device: torch.device) -> None:
         """Lets nothing be brought that is still being written back."""
-        if any(visit.window.device == device for visit in self._leaving):
-            backend = self._backend_of(device)
+        if self._leaving[device]:
+            backend = self._backends[device]
             backend.wait(IN, backend.record(OUT))
 
-    def are_newer(self) -> None:
-        """Tells that a step has changed, or is about to, what is on the devices."""
+    def begin_step(self) -> None:
+        """Lets a step change what is on the devices."""
+        self.wait_reload()
+        self._came.clear()
         for visit in self._here:
             visit.is_newer = True
 
@@ -140,48 +142,38 @@ class Visits:
         """
         self.sweep()
         self.wait_reload()
+        self._came.clear()
         leaving = self._forget()
         for visit in leaving:
             if visit.is_newer:
                 self._write_back(visit)
         for visit in leaving:
             if visit.left is not None and hidden:
-                self._leaving.append(visit)
+                self._leaving[visit.window.device].append(visit)
                 continue
             if visit.left is not None:
-                self._backend_of(visit.window.device).wait(COMPUTE, visit.left)
+                self._backends[visit.window.device].wait(COMPUTE, visit.left)
             self._free(visit)
 
     def sweep(self) -> None:
         """Lets the memory go of what has been written back by now; waits for nothing."""
-        leaving, self._leaving = self._leaving, []
-        for visit in leaving:
-            if self._backend_of(visit.window.device).has_come(visit.left):
-                self._free(visit)
-            else:
-                self._leaving.append(visit)
+        for device, leaving in self._leaving.items():
+            while leaving and self._backends[device].has_come(leaving[0].left):
+                self._free(leaving.popleft())
 
-    def settle(self, backends: Iterable[Backend]) -> None:
-        """Makes the host wait until it has the newest of everything.
-
-        Args:
-            backends: all that there are.
-        """
+    def settle(self) -> None:
+        """Makes the host wait until it has the newest of everything."""
         for visit in self._here:
             if visit.is_newer:
                 self._write_back(visit)
                 visit.is_newer = False
-        for backend in backends:
+        for backend in self._backends.values():
             backend.synchronize(backend.record(OUT))
         self.sweep()
 
-    def end(self, backends: Iterable[Backend]) -> None:
-        """Lets go of what was reloaded, of which the host has the newest.
-
-        Args:
-            backends: all that there are.
-        """
-        for backend in backends:  # memory that copies read may go, too
+    def end(self) -> None:
+        """Lets go of what was reloaded, of which the host has the newest."""
+        for backend in self._backends.values():  # memory that copies read may go, too
             backend.synchronize(backend.record(IN))
         self._came.clear()
         for visit in self._forget():
@@ -197,11 +189,11 @@ class Visits:
         return visits
 
     def _write_back(self, visit: _Visit) -> None:
-        backend = self._backend_of(visit.window.device)
+        backend = self._backends[visit.window.device]
         backend.wait(OUT, backend.record(COMPUTE))
         backend.copy(OUT, [copy.host for copy in visit.window.copies], visit.on_device())
         visit.left = backend.record(OUT)
 
     def _free(self, visit: _Visit) -> None:
-        self._backend_of(visit.window.device).free(visit.memory)
+        self._backends[visit.window.device].free(visit.memory)
         del visit.memory

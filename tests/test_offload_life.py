@@ -1,0 +1,210 @@
+"""CPU offload over the life of an optimizer: state changed by hand, errors, copies, ends."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import importlib
+import pickle
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounter
+
+from kernel import optimizer
+from test_offload import (
+    MODES,
+    TINY,
+    Host,
+    Muon,
+    Pair,
+    adamw_group,
+    host,
+    models,
+    muon_group,
+    tensors_of,
+)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def offloaded(mode: str, **options: object) -> tuple[Pair, object]:
+    pair = Pair(**options)
+    backend = pair.turn_on(mode=mode, slot_bytes=TINY)
+    pair.step()
+    return pair, backend
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_state_is_there_to_be_changed_by_hand_when_offload_is_synchronized(mode):
+    pair, backend = offloaded(mode)
+    pair.ours.synchronize_offload()
+    assert backend.allocated_bytes == 0
+    pair.compare()
+    for (p, q), optim in ((pair.params[0], pair.ours), (pair.params[0], pair.twin)):
+        optim.state[p if optim is pair.ours else q]["momentum_buffer"].mul_(0.5)
+    pair.step_and_compare(2)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_one_moment_that_is_replaced_while_the_other_is_on_the_device_counts(mode):
+    pair, _ = offloaded(mode)
+    pair.ours.manual_offload = True
+    pair.ours.reload_untagged()
+    p, q = pair.params[-1]
+    pair.ours.state[p]["exp_avg"] = torch.ones_like(p)
+    pair.twin.state[q]["exp_avg"] = torch.ones_like(q)
+    pair.step_and_compare(2)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_parameters_that_leave_the_groups_and_come_back_have_their_newest_state(mode):
+    pair, _ = offloaded(mode)
+    pair.ours.manual_offload = True
+    pair.ours.reload_untagged()
+    pair.step()  # newer on the device than on the host
+    swapped = [optim.param_groups[1]["params"] for optim in (pair.ours, pair.twin)]
+    for optim in (pair.ours, pair.twin):
+        optim.param_groups[1]["params"] = adamw_group(((5, 5),))["params"]
+    pair.step_and_compare()
+    for optim, params in zip((pair.ours, pair.twin), swapped):
+        optim.param_groups[1]["params"] = params
+    pair.step_and_compare(2)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_error_within_a_step_gives_the_devices_memory_back(mode):
+    pair, backend = offloaded(mode)
+    pair.give_gradients()
+    (p, _), *_ = pair.params
+    p.grad = Failing(p.grad)
+    with pytest.raises(ArithmeticError):
+        pair.ours.step()
+    backend.synchronize(backend.record("out"))
+    pair.ours.wait_reload()
+    assert backend.allocated_bytes == 0
+
+
+class Failing(torch.Tensor):
+    """A gradient with which nothing can be computed."""
+
+    @staticmethod
+    def __new__(cls, data):
+        return torch.Tensor._make_subclass(cls, data)
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if "foreach" in func.__name__ or "adamw" in func.__name__ or func.__name__ == "to":
+            raise ArithmeticError(func.__name__)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_memory_goes_with_the_optimizer_without_the_garbage_collector(mode):
+    pair, backend = offloaded(mode)
+    pair.ours.reload_untagged()
+    arenas = pair.ours._offload._arenas
+    assert arenas.nbytes > 0
+    gc.collect()
+    gc.disable()
+    try:
+        for queue in ("in", "out"):
+            backend.synchronize(backend.record(queue))  # what it has to do keeps its memory
+        del pair.ours
+        assert arenas.nbytes == 0
+    finally:
+        gc.enable()
+
+
+def test_models_with_hooks_are_copied_and_pickled_and_lose_them_with_the_optimizer():
+    (model, optim), _ = models()
+    optim.turn_on_cpu_offload("backward", model=model, backend=Host())
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        copied(torch.arange(4)).sum().backward()
+        assert not tensors_of(optim)
+    del optim
+    gc.collect()
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+
+
+@pytest.mark.slow
+def test_hooks_leave_compiled_models_alone():
+    (model, optim), _ = models()
+    optim.turn_on_cpu_offload("backward", model=model, backend=Host(delay=1e-3))
+    counter = CompileCounter()
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    for _ in range(6):
+        compiled(torch.arange(4)).sum().backward()
+        optim.step()
+    assert counter.frame_count == 1
+
+
+def test_groups_that_come_later_have_hooks_and_are_planned_for():
+    optim = Muon([{"params": [], "use_muon": True}], lr=0.01)
+    backend = host()
+    optim.turn_on_cpu_offload("backward", backend=backend)
+    optim.add_param_group(muon_group(((16, 16),)))
+    (p,) = optim.param_groups[1]["params"]
+    for _ in range(2):
+        p.sum().backward()
+        optim.step()
+    p.sum().backward()
+    assert backend.allocated_bytes > 0
+    optim.turn_on_cpu_offload("stream", slot_bytes=TINY)
+    empty = Muon([{"params": [], "use_muon": True}], lr=0.01)
+    empty.turn_on_cpu_offload(backend=host())
+    empty.add_param_group(muon_group(((16, 16),)))
+    assert "in host memory" in str(empty.summary()) and empty._wide.streams
+
+
+def test_it_can_be_told_whether_offload_is_on():
+    pair = Pair()
+    assert pair.ours.cpu_offload is None
+    assert pair.ours.summary().totals["state"] == "with its parameters"
+    pair.ours.turn_on_cpu_offload("bulk")
+    assert pair.ours.cpu_offload == "bulk"
+    assert "on the CPU" in pair.ours.summary().totals["state"]
+    pair.turn_on()
+    assert pair.ours.summary().totals["state"] == "in host memory, mode 'stream'"
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"backend": Host}, "backend must be"),
+        ({"backend": "host"}, "backend must be"),
+        ({"mode": "backward", "model": 3}, "model must be"),
+        ({"mode": "backward", "model": nn.Linear(2, 2)}, "none of this optimizer's parameters"),
+        ({"slot_bytes": True}, "slot_bytes must be"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_and_turns_nothing_on(how, message):
+    pair = Pair()
+    with pytest.raises(ValueError, match=message):
+        pair.ours.turn_on_cpu_offload(**how)
+    assert pair.ours.cpu_offload is None
+    with pytest.raises(ValueError, match="call set_param_tags first"):
+        pair.ours.reload_group("x")
+
+
+def test_host_memory_is_let_go_of_behind_the_copies():
+    arena = importlib.import_module(f"{optimizer.__name__}.cpu_offload.arena")
+    calls: list[str] = []
+    memory = arena.Arena(
+        torch.device("cuda"),
+        lambda address, nbytes: calls.append("register"),
+        lambda address: calls.append("unregister"),
+        lambda: calls.append("drain"),
+    )
+    tensors = memory.allocate([100])
+    del tensors
+    assert calls == ["register", "drain", "unregister"]
