@@ -93,6 +93,11 @@ class CPUOffload:
         is_held = self.use_of(param, is_muon) is not None
         return torch.device("cpu") if is_held else local(param).device
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of state on the host."""
+        return sum(held.nbytes for held in self._held.values())
+
     def holds(self, tensor: Tensor) -> bool:
         return id(tensor) in self._held
 
