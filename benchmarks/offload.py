@@ -9,16 +9,19 @@ share of every layer's experts, stacked; of other tensors it has as many rows. W
 momentum is fp32 and AdamW's moments have the weights' dtype. On an accelerator the modes take turns
 (A B C A B C …), each with its own state, and so do the copies that tell the link's rate.
 
-- exposed: the time of a step above that with offload off.
-- ratio: a step over what it can't be under, the longer of the step without offload and of carrying
-  the state at the link's rate, both directions at once.
+- × off: a step over the step without offload.
+- exposed: the time of a step above that without offload; "–" where its sign is noise.
+- one way: the time of carrying the state in one direction at the link's rate, of both at once.
+- ratio: a step over the least that a streamed one can take, the longer of the step without offload
+  and one way.
 - peak: device memory above what was there before the step; at rest: state there between steps.
 
-The mode "backward" is left out: what it hides is hidden under a backward and a forward.
+The mode "backward" is left out: it hides copies under a backward and a forward, and a step alone
+can't show how much.
 
 Where there is no accelerator, or with --simulate, the step is simulated: see simulated.py. Windows
-are what was brought one after the other, copies those of both directions. --host-cost times the
-host's part of a step of 1000 small matrices instead, where kernels and copies take no time.
+are what was brought one after the other, copies issued those of both directions. --host-cost times
+the host's part of a step of 1000 small matrices instead, where kernels and copies take no time.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from __future__ import annotations
 import argparse
 import cProfile
 import dataclasses
+import math
 import platform
 import pstats
 import shlex
@@ -49,11 +53,25 @@ MODES = {"off": None, "bulk": "bulk", "stream": "stream"}
 SHARES = ("llama-3-8b", "qwen3-30b-a3b")
 LINK_BYTES = 256 << 20  # of the copies that tell the link's rate
 SMALL_MATRICES = 1000  # of --host-cost
+LEAST_HOST_ROUNDS = 5  # of it
+SURE = 0.9  # share of rounds whose differences have the same sign, if it is no noise
+
+LEGEND = "exposed = step − step without offload; ratio = step ÷ max(step without offload, one way)"
 
 Shapes = list[tuple[str, tuple[int, ...]]]
 
 
 # -- shares ----------------------------------------------------------------------------------------
+
+
+def layers_of(model: str, ranks: int) -> int:
+    """Whose matrices one rank has: a fair share of all, rounded down, but a whole one at least."""
+    return max(1, MODELS[model]["num_hidden_layers"] // ranks)
+
+
+def experts_of(model: str) -> int | None:
+    """In one layer; None where there are none."""
+    return next((MODELS[model][key] for key in EXPERTS if key in MODELS[model]), None)
 
 
 def share_of(model: str, ranks: int, layers: int | None = None) -> tuple[Shapes, Shapes]:
@@ -65,7 +83,7 @@ def share_of(model: str, ranks: int, layers: int | None = None) -> tuple[Shapes,
         layers: whose matrices it has; None is a share of all.
     """
     config = dict(MODELS[model])
-    layers = max(1, config["num_hidden_layers"] // ranks) if layers is None else layers
+    layers = layers_of(model, ranks) if layers is None else layers
     config["num_hidden_layers"] = layers * ranks
     config.update({key: config[key] // ranks for key in EXPERTS if key in config})
     muon: Shapes = []
@@ -104,6 +122,24 @@ def optimizer_of(
         {"params": params[1], "use_muon": False},
     ]
     return kernel.Muon([g for g in groups if g["params"]], expert_keys=["experts"], **options)
+
+
+def title_of(model: str, options: argparse.Namespace, share: tuple[Shapes, Shapes]) -> str:
+    numel = [sum(torch.Size(shape).numel() for _, shape in shapes) / 1e6 for shapes in share]
+    return (
+        f"{model}, one rank of {options.ranks}: {numel[0]:.0f} M parameters of Muon, "
+        f"{numel[1]:.0f} M of AdamW, momentum in {options.momentum_dtype}"
+    )
+
+
+def tell_below(model: str, options: argparse.Namespace) -> None:
+    """What the columns of a table are, and whether the share is more than a fair one."""
+    layers = options.layers or layers_of(model, options.ranks)
+    fair = MODELS[model]["num_hidden_layers"] / options.ranks
+    if layers > fair:
+        whole = "a whole layer" if layers == 1 else f"{layers} whole layers"
+        print(f"{whole} for this rank: {layers / fair:.2f} × its fair share of {fair:.2f} layers")
+    print(LEGEND)
 
 
 # -- measured --------------------------------------------------------------------------------------
@@ -149,9 +185,16 @@ def peak_of(step: Callable[[], object]) -> int:
 
 
 MEASURED = (
-    *("offload", "least ms", "median ms", "exposed ms", "ratio", "GB each way", "GB/s each way"),
-    *("of link", "peak MiB", "at rest MiB"),
+    *("offload", "least ms", "median ms", "× off", "exposed ms", "ratio", "GB each way"),
+    *("one way ms", "GB/s each way", "of link", "peak MiB", "at rest MiB"),
 )
+
+
+def difference(samples: Sequence[float], others: Sequence[float]) -> float | None:
+    """Of the least of both; None where the rounds do not agree on its sign."""
+    found = min(samples) - min(others)
+    agree = sum((one - other) * found > 0 for one, other in zip(samples, others, strict=True))
+    return found if agree >= SURE * len(samples) else None
 
 
 def measure(model: str, options: argparse.Namespace, device: torch.device) -> None:
@@ -177,12 +220,15 @@ def measure(model: str, options: argparse.Namespace, device: torch.device) -> No
         nbytes = optimizer._offload.held_bytes
         least = min(seconds[name])
         is_on = name != "off"
+        exposed = difference(seconds[name], seconds["off"])
         rows.append(
             [
                 *(name, *milliseconds(seconds[name])),
-                f"{(least - off) * 1e3:.1f}" if is_on else "–",
+                f"{least / off:.2f}" if is_on else "–",
+                "–" if exposed is None else f"{exposed * 1e3:.1f}",
                 f"{least / max(off, nbytes / rate):.3f}" if is_on else "–",
                 f"{nbytes / 1e9:.2f}",
+                f"{nbytes / rate * 1e3:.1f}" if is_on else "–",
                 f"{nbytes / least / 1e9:.1f}" if is_on else "–",
                 f"{nbytes / least / rate:.2f}" if is_on else "–",
                 f"{peak_of(optimizer.step) / 2**20:.0f}",
@@ -191,6 +237,7 @@ def measure(model: str, options: argparse.Namespace, device: torch.device) -> No
         )
     title = f"One step, {title_of(model, options, share)}, {options.repeats} rounds, {device.type}"
     show(title, MEASURED, rows, markdown=options.markdown)
+    tell_below(model, options)
     print(f"{machine(device)}; {link}")
 
 
@@ -198,8 +245,8 @@ def measure(model: str, options: argparse.Namespace, device: torch.device) -> No
 
 
 SIMULATED = (
-    *("offload", "step ms", "products etc. ms", "copies ms", "exposed ms", "ratio"),
-    *("GB each way", "windows", "copies", "peak MiB", "at rest MiB"),
+    *("offload", "step ms", "× off", "exposed ms", "ratio", "GB each way", "one way ms"),
+    *("windows", "copies issued", "peak MiB", "at rest MiB"),
 )
 
 
@@ -217,24 +264,19 @@ def tell_simulation(model: str, options: argparse.Namespace, simulated: Machine)
         is_on = name != "off"
         rows.append(
             [
-                *(name, f"{step.seconds * 1e3:.1f}", f"{off.seconds * 1e3:.1f}"),
-                f"{step.carrying * 1e3:.1f}",
+                *(name, f"{step.seconds * 1e3:.1f}"),
+                f"{step.seconds / off.seconds:.2f}" if is_on else "–",
                 f"{(step.seconds - off.seconds) * 1e3:.1f}" if is_on else "–",
                 f"{step.seconds / max(off.seconds, step.carrying):.3f}" if is_on else "–",
-                *(f"{step.nbytes / 1e9:.2f}", f"{step.windows}", f"{step.copies}"),
+                f"{step.nbytes / 1e9:.2f}",
+                f"{step.carrying * 1e3:.1f}" if is_on else "–",
+                *(f"{step.windows}", f"{step.copies}"),
                 *(f"{step.peak / 2**20:.0f}", f"{step.resting / 2**20:.0f}"),
             ]
         )
     title = f"SIMULATED step, {title_of(model, options, share)}"
     show(title, SIMULATED, rows, markdown=options.markdown)
-
-
-def title_of(model: str, options: argparse.Namespace, share: tuple[Shapes, Shapes]) -> str:
-    numel = [sum(torch.Size(shape).numel() for _, shape in shapes) / 1e6 for shapes in share]
-    return (
-        f"{model}, one rank of {options.ranks}: {numel[0]:.0f} M parameters of Muon, "
-        f"{numel[1]:.0f} M of AdamW, momentum in {options.momentum_dtype}"
-    )
+    tell_below(model, options)
 
 
 # -- the host's part -------------------------------------------------------------------------------
@@ -254,21 +296,25 @@ def tell_host_cost(options: argparse.Namespace) -> None:
                 optimizer.turn_on_cpu_offload(mode, slot_bytes=options.slot_bytes, backend=backend)
             optimizers[name] = optimizer
         steps = {name: optimizer.step for name, optimizer in optimizers.items()}
-        seconds = take_turns(steps, max(5, options.repeats))
+        rounds = max(LEAST_HOST_ROUNDS, options.repeats)
+        seconds = take_turns(steps, rounds)
         profile = cProfile.Profile()
         profile.runcall(seconds_of, optimizers["stream"].step, 5)
-    off = min(seconds["off"])
-    rows = [
-        [
-            *(name, *milliseconds(seconds[name])),
-            f"{(min(seconds[name]) - off) / SMALL_MATRICES * 1e6:.1f}",
-            f"{statistics.median(seconds[name]) / statistics.median(seconds['off']):.2f}",
-        ]
-        for name in MODES
-    ]
+    rows = []
+    for name in MODES:
+        more = difference(seconds[name], seconds["off"])
+        median = statistics.median(seconds[name]) / statistics.median(seconds["off"])
+        rows.append(
+            [
+                *(name, *milliseconds(seconds[name])),
+                "–" if more is None else f"{more / SMALL_MATRICES * 1e6:.1f}",
+                "–" if name == "off" else f"{median:.2f}",
+            ]
+        )
     columns = ("offload", "least ms", "median ms", "µs more for each matrix", "× off")
-    title = f"The host's part of a step of {SMALL_MATRICES} matrices of 16 × 16"
+    title = f"The host's part of a step of {SMALL_MATRICES} matrices of 16 × 16, {rounds} rounds"
     show(title, columns, rows, markdown=options.markdown)
+    print("µs more, by the leasts: “–” where its sign is noise; × off, by the medians")
     print(f"{machine(cpu)}. Where 5 streamed steps, under a profiler, spend it:\n")
     pstats.Stats(profile).strip_dirs().sort_stats("tottime").print_stats(12)
 
@@ -276,26 +322,134 @@ def tell_host_cost(options: argparse.Namespace) -> None:
 # -- command line ----------------------------------------------------------------------------------
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+OF_THE_MACHINE = {
+    "flops": "FLOP/s of dense 16-bit products, at their peak",
+    "achieved": "share of the peak that products reach, at most 1",
+    "memory": "bytes/s of the device's memory",
+    "link": "bytes/s each way between host and device",
+    "launch": "seconds of any kernel beyond its work",
+    "latency": "seconds of any copy beyond its bytes",
+}
+LEAST_RATE = 1e6  # per second; any lower is in another unit
+
+
+def number(
+    kind: type, least: float = -math.inf, most: float = math.inf, above: float = -math.inf
+) -> Callable[[str], Any]:
+    """Parses one within bounds, for argparse."""
+
+    def parse(text: str) -> Any:
+        value = kind(text)
+        if math.isinf(value):
+            raise argparse.ArgumentTypeError(f"{text} is not finite")
+        if not (least <= value <= most and above < value):  # so for a NaN
+            given = (("at least", least), ("above", above), ("at most", most))
+            bounds = [f"{word} {short(end)}" for word, end in given if math.isfinite(end)]
+            raise argparse.ArgumentTypeError(f"{text} is not {' and '.join(bounds)}")
+        return value
+
+    parse.__name__ = kind.__name__  # in what argparse says of what is no number
+    return parse
+
+
+def short(value: float) -> str:
+    """As 55e9 or 0.7, with exponents by threes."""
+    if not value or 1e-3 <= abs(value) < 1e6:
+        return f"{value:g}"
+    exponent = 3 * math.floor(math.log10(abs(value)) / 3)
+    return f"{value / 10**exponent:g}e{exponent}"
+
+
+def parser_of_options() -> argparse.ArgumentParser:
     assert __doc__
-    arguments = sys.argv[1:] if arguments is None else arguments
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--share", nargs="+", choices=MODELS, default=SHARES, help="of which models"
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0],
+        epilog='Not timed: "backward". It hides copies under a backward and a forward, and a step '
+        "alone can't show how much.",
     )
-    parser.add_argument("--ranks", type=int, default=8, help="that share a model")
-    parser.add_argument("--layers", type=int, help="whose matrices a rank has; a share of all")
-    parser.add_argument("--mode", nargs="+", choices=MODES, default=list(MODES), help="which")
-    parser.add_argument("--slot-bytes", type=int, help="device memory for what is streamed")
-    parser.add_argument("--momentum-dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--repeats", type=int, default=9, help="rounds")
-    parser.add_argument("--host-cost", action="store_true", help="time the host's part instead")
-    parser.add_argument("--simulate", action="store_true", help="also where it can be measured")
-    parser.add_argument("--markdown", action="store_true", help="print tables in markdown")
+    add = parser.add_argument
+    add(
+        "--share",
+        nargs="+",
+        choices=MODELS,
+        default=SHARES,
+        help=f"models, with one table each (default: {' '.join(SHARES)})",
+    )
+    add(
+        "--ranks",
+        type=number(int, 1),
+        default=8,
+        help="ranks that share the model; one rank's part is timed (default %(default)s)",
+    )
+    add(
+        "--layers",
+        type=number(int, 1),
+        help="layers whose matrices this rank has (default: all layers ÷ ranks, at least 1)",
+    )
+    add(
+        "--mode",
+        nargs="+",
+        choices=MODES,
+        default=list(MODES),
+        help=f'what to time; "off" always is, as the baseline (default: {" ".join(MODES)})',
+    )
+    add(
+        "--slot-bytes",
+        type=number(int, 1),
+        help="bytes of device memory for what is streamed (default: 5 %% of the state, or 512 MiB "
+        "if that is more)",
+    )
+    add(
+        "--momentum-dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="of Muon's momentum (default %(default)s)",
+    )
+    add(
+        "--repeats",
+        type=number(int, 1),
+        default=9,
+        help="rounds in which each mode is measured once; of --host-cost, at least "
+        f"{LEAST_HOST_ROUNDS} (default %(default)s)",
+    )
+    add(
+        "--host-cost",
+        action="store_true",
+        help=f"time only the host's part, of a step of {SMALL_MATRICES} small matrices "
+        "(default: off)",
+    )
+    add(
+        "--simulate",
+        action="store_true",
+        help="simulate, too, where there is an accelerator to measure (default: off; without an "
+        "accelerator all is simulated)",
+    )
+    add("--markdown", action="store_true", help="print tables in markdown (default: as text)")
+    of_machine = parser.add_argument_group("the simulated machine")
     for each in dataclasses.fields(Machine):
-        name = f"--{each.name}"
-        parser.add_argument(name, type=float, default=each.default, help="of the simulated machine")
+        bounds: dict[str, float] = {"least": LEAST_RATE}
+        if each.name == "achieved":
+            bounds = {"above": 0.0, "most": 1.0}
+        elif each.name in ("launch", "latency"):
+            bounds = {"least": 0.0, "most": 1.0}
+        default = getattr(Machine, each.name)
+        of_machine.add_argument(
+            f"--{each.name}",
+            type=number(float, **bounds),
+            default=default,
+            help=f"{OF_THE_MACHINE[each.name]} (default {short(default)})",
+        )
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    parser = parser_of_options()
     options = parser.parse_args(arguments)
+    for model in options.share:
+        experts = experts_of(model)
+        if experts is not None and options.ranks > experts:
+            parser.error(f"argument --ranks: {options.ranks} is more than {model}'s experts")
     options.momentum = getattr(torch, options.momentum_dtype)
     print(f"python benchmarks/offload.py {shlex.join(arguments)}".rstrip())
     if options.host_cost:

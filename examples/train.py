@@ -81,10 +81,12 @@ class TrainConfig:
     zero2: bool = option(False, "whole weights on every rank, Muon averages the gradients")
     reshard: bool = option(False, "free gathered weights before backward, to save memory")
     offload: str = option(
-        "",
+        "off",
         "keep Muon's optimizer state in host memory, and bring it piece by piece within a step "
-        "(stream), all at once (bulk), or under the backward; nothing changes on a CPU",
-        choices=("", "stream", "bulk", "backward"),
+        "(stream), all at once (bulk), or under the backward; nothing changes on a CPU; without a "
+        "value: stream; default: %(default)s",
+        choices=("off", "stream", "bulk", "backward"),
+        metavar="stream|bulk|backward",
         nargs="?",
         const="stream",
     )
@@ -267,7 +269,7 @@ def check_layout(config: TrainConfig) -> None:
         raise SystemExit("--zero2 clips nothing: before the step no rank has the mean gradients")
     if config.zero2 and config.optimizer != "muon":
         raise SystemExit("--zero2 is Muon's: torch.optim.AdamW averages no gradients")
-    if config.offload and config.optimizer != "muon":
+    if config.offload != "off" and config.optimizer != "muon":
         raise SystemExit("--offload is Muon's: torch.optim.AdamW keeps its state on the device")
 
 
@@ -366,7 +368,10 @@ def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimi
         process_group=dist.group.WORLD if config.ddp or config.zero2 else None,
         grad_reduce="mean" if config.zero2 else None,
     )
-    if config.offload:
+    if config.offload != "off":
+        on_host = all(param.device.type == "cpu" for param in model.parameters())
+        if on_host and rank() == 0:
+            print(f"--offload {config.offload} has nothing to do: the parameters are on the CPU")
         optimizer.turn_on_cpu_offload(config.offload, model=model)
     return optimizer
 

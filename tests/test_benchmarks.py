@@ -16,6 +16,7 @@ import orthogonalize
 import simulated
 import step
 import timing
+from fake_device import CUDA, fake_device
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 CPU = torch.device("cpu")
@@ -138,6 +139,12 @@ SMALL_SHARE = (
 )
 
 
+TINY_SHARE = (
+    [(f"layers.{n}.{name}", (32, 64)) for n in range(2) for name in ("up", "down")],
+    [("head", (20000, 128))],
+)
+
+
 def simulated_step(mode: str | None, machine: simulated.Machine) -> simulated.Step:
     def make():
         params = [offload.params_of(shapes, CPU, torch.bfloat16) for shapes in SMALL_SHARE]
@@ -180,10 +187,88 @@ def test_offload_says_that_it_simulates(capsys):
     printed = capsys.readouterr().out
     assert "There is no accelerator here" in printed and "SIMULATED" in printed
     (stream,) = rows_of(printed, "stream")
-    assert stream[-1] == "0" and float(stream[5]) > 1.0
+    assert stream[-1] == "0" and float(stream[4]) > 1.0
+    assert "exposed = step − step without offload" in printed
+    assert "fair share" not in printed
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator to measure")
+def test_offload_says_where_a_share_is_more_than_a_fair_one(capsys):
+    offload.main(["--share", "llama-3-8b", "--ranks", "64", "--mode", "off"])
+    printed = capsys.readouterr().out
+    assert "a whole layer for this rank: 2.00 × its fair share of 0.50 layers" in printed
+
+
+@pytest.mark.skipif(torch.backends.cuda.is_built(), reason="for builds without CUDA")
+def test_offload_measures_beside_an_accelerator(capsys, monkeypatch):
+    monkeypatch.setattr(offload, "share_of", lambda *_: TINY_SHARE)
+    monkeypatch.setattr(offload, "pick_device", lambda: CUDA)
+    monkeypatch.setattr(offload, "LINK_BYTES", 1 << 10)
+    empty = torch.empty
+
+    def unlocked(*size, pin_memory=False, **kwargs):  # without CUDA, torch locks no pages
+        return empty(*size, **kwargs)
+
+    with fake_device() as device:
+        memory = device.memory
+        monkeypatch.setattr(torch, "empty", unlocked)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "no device")
+        for name, call in (
+            ("reset_peak_memory_stats", lambda: setattr(memory, "peak", memory.now)),
+            ("memory_allocated", lambda: memory.now),
+            ("max_memory_allocated", lambda: memory.peak),
+        ):
+            monkeypatch.setattr(torch.accelerator, name, call)
+        offload.main(["--share", "llama-3-8b", "--repeats", "1", "--markdown"])
+    printed = capsys.readouterr().out
+    (header,) = rows_of(printed, "offload")
+    off, bulk, stream = (
+        dict(zip(header, rows_of(printed, f"{name} |")[0])) for name in offload.MODES
+    )
+    assert tuple(header) == offload.MEASURED and "SIMULATED" not in printed
+    state = 4 * 4 * 32 * 64 + 2 * 2 * 20000 * 128
+    assert off["GB each way"] == "0.00" and off["at rest MiB"] == f"{state / 2**20:.0f}"
+    for on in (bulk, stream):
+        assert on["GB each way"] == f"{state / 1e9:.2f}" and on["at rest MiB"] == "0"
+        assert float(on["× off"]) > 0 and float(on["ratio"]) > 0
+    assert float(bulk["peak MiB"]) >= state // 2**20
+    assert offload.LEGEND in printed and "link, GB/s each way: to the device" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "refused"),
+    [
+        ("--ranks 0", "argument --ranks: 0 is not at least 1"),
+        ("--ranks 2.5", "argument --ranks: invalid int value: '2.5'"),
+        ("--share qwen3-30b-a3b --ranks 129", "129 is more than qwen3-30b-a3b's experts"),
+        ("--layers 0", "argument --layers: 0 is not at least 1"),
+        ("--slot-bytes 0", "argument --slot-bytes: 0 is not at least 1"),
+        ("--repeats 0", "argument --repeats: 0 is not at least 1"),
+        ("--link 55", "argument --link: 55 is not at least 1e6"),
+        ("--link nan", "argument --link: nan is not at least 1e6"),
+        ("--link inf", "argument --link: inf is not finite"),
+        ("--achieved 0", "argument --achieved: 0 is not above 0 and at most 1"),
+        ("--achieved 1.1", "argument --achieved: 1.1 is not above 0 and at most 1"),
+        ("--launch 2", "argument --launch: 2 is not at least 0 and at most 1"),
+    ],
+)
+def test_offload_refuses_nonsense(capsys, arguments, refused):
+    with pytest.raises(SystemExit):
+        offload.main(arguments.split())
+    assert refused in capsys.readouterr().err
+
+
+def test_offload_tells_a_difference_only_where_its_sign_is_no_noise():
+    off = [1.0, 1.1, 1.2, 1.05, 1.3]
+    assert offload.difference([o + 0.25 for o in off], off) == pytest.approx(0.25)
+    assert offload.difference([0.9, 1.4, 1.1, 1.3, 1.0], off) is None
+    assert offload.difference(off, off) is None
 
 
 def test_offload_times_the_hosts_part(capsys, monkeypatch):
     monkeypatch.setattr(offload, "SMALL_MATRICES", 20)
     offload.main(["--host-cost", "--repeats", "1", "--markdown"])
-    assert "pipeline.py" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "pipeline.py" in printed and "5 rounds" in printed
+    ((*_, more, times),) = rows_of(printed, "off |")
+    assert more == times == "–"

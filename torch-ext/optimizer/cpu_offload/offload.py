@@ -96,6 +96,11 @@ class CPUOffload:
         is_held = self.use_of(param, is_muon) is not None
         return torch.device("cpu") if is_held else local(param).device
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of state on the host."""
+        return sum(held.nbytes for held in self._held.values())
+
     def holds(self, tensor: Tensor) -> bool:
         return id(tensor) in self._held
 
@@ -149,11 +154,6 @@ class CPUOffload:
             self.settle()
             self._held = {key: held for key, held in self._held.items() if key in ids}
             self._carrier = None
-
-    @property
-    def held_bytes(self) -> int:
-        """Of state on the host."""
-        return sum(held.nbytes for held in self._held.values())
 
     # -- within a step -------------------------------------------------------------------------
 
