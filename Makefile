@@ -53,7 +53,7 @@ train: build
 	$(VENV)/bin/torchrun --standalone --nproc-per-node=$$1 examples/compare.py $(ARGS)
 
 test: lint
-	$(PY) -m pytest
+	$(PY) -m pytest -n auto --maxprocesses 4 --dist worksteal
 
 lint: $(INSTALLED)
 	$(PY) -m ruff check .

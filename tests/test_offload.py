@@ -8,6 +8,7 @@ import importlib
 import io
 import itertools
 import pickle
+import random
 import threading
 import time
 import weakref
@@ -938,12 +939,9 @@ def test_no_wait_can_be_left_out():
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_no_single_call_of_wait_can_be_left_out(scenario):
     waits = recorded(scenario).waits
-    needless = [
-        site
-        for place, site in enumerate(waits)
-        if site not in OFTEN_TWICE and not recorded(scenario, [place]).races
-    ]
-    assert not needless
+    calls = [place for place, site in enumerate(waits) if site not in OFTEN_TWICE]
+    some = random.Random(scenario).sample(calls, min(len(calls), 16))
+    assert not [waits[place] for place in some if not recorded(scenario, [place]).races]
 
 
 class Failure(RuntimeError):

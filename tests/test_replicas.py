@@ -791,7 +791,7 @@ def summary_and_bytes(kind: str) -> tuple[Any, float]:
             p.grad = torch.ones_like(p)
         sent = count(optim.step).sent
     summary = optim.summary()
-    assert len(str(summary).splitlines()) == 2 + len(summary.rows) + 1
+    assert len(str(summary).splitlines()) == 2 + len(summary.rows) + 2
     return summary, sent
 
 
