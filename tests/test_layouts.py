@@ -855,7 +855,7 @@ def random_split(rng, rows):
     return counts
 
 
-@pytest.mark.parametrize(("ranks", "count"), [(2, 50), (4, 30), (8, 12)])
+@pytest.mark.parametrize(("ranks", "count"), [(2, 36), (4, 24), (8, 10)])
 def test_random_layouts(ranks, count):
     cases = {f"{seed}: {(groups := random_case(ranks, seed))}": groups for seed in range(count)}
     check(ranks, cases)

@@ -80,6 +80,16 @@ def test_parameters_that_leave_the_groups_and_come_back_have_their_newest_state(
     pair.step_and_compare(2)
 
 
+def test_state_of_parameters_outside_the_groups_comes_back_when_offload_is_turned_off():
+    pair, _ = offloaded("stream")
+    params = pair.ours.param_groups[1]["params"]
+    pair.ours.param_groups[1]["params"] = []
+    pair.ours.turn_off_cpu_offload()
+    assert not pair.ours._offload._held
+    pair.ours.param_groups[1]["params"] = params
+    pair.step_and_compare()
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_an_error_within_a_step_gives_the_devices_memory_back(mode):
     pair, backend = offloaded(mode)

@@ -37,7 +37,7 @@ def losses(folder: Path) -> list[tuple[str, str, str]]:
     ("layout", "ranks"),
     [
         ([], 2),
-        (["--experts", 2, "--tp", 2], 4),
+        (["--experts", 2, "--tp", 2], 2),
         (["--zero2", "--experts", 2, "--offload", "stream"], 2),
     ],
     ids=str,

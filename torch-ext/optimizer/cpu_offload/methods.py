@@ -84,10 +84,9 @@ class Offloadable(torch.optim.Optimizer):
         """Brings all state back to where its parameters are, for good."""
         self._unhook()
         self._offload.turn_off()
-        for group in self.param_groups:
-            for param in group["params"]:
-                if self._offload.use_of(param, group["use_muon"]) is None:
-                    self._offload.release(self.state.get(param, {}))
+        for param, own in self.state.items():  # also of those that have left the groups
+            if self._offload.use_of(param, "momentum_buffer" in own) is None:
+                self._offload.release(own)
         self._tell_planner()
 
     @property
