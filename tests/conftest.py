@@ -33,3 +33,12 @@ elif "org/optimizer=" not in os.environ.get("LOCAL_KERNELS", ""):
         "there is no scripts/build.py to build the kernel with: set "
         "LOCAL_KERNELS=org/optimizer=DIR, where DIR holds a build"
     )
+
+
+@pytest.fixture
+def one_thread():
+    """Threads that wait for each other take longer than small matrices."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

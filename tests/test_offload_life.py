@@ -6,7 +6,6 @@ import copy
 import gc
 import importlib
 import pickle
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -27,13 +26,7 @@ from test_offload import (
     tensors_of,
 )
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def offloaded(mode: str, **options: object) -> tuple[Pair, object]:

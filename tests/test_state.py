@@ -37,13 +37,7 @@ GROUP_OPTIONS = optimizer.muon.GROUP_OPTIONS
 EXPLICIT = [(2.0, -1.5, 0.5), (1.875, -1.25, 0.375), (1.5, -0.5, 0.0)]
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Threads that wait for each other take longer than these matrices."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Model(nn.Module):
