@@ -51,9 +51,10 @@ class Step:
         self.state = [state[param] for param in self.params]
         self.weights = [dtensors.local(param) for param in self.params]
         self.hosted = [offload.hosts(param) for param in self.params]  # with their gradients
-        others = [
-            id(p) for g in groups if not g["use_muon"] for p in g["params"] if takes_part(p, g)
-        ]
+        others: list[int] = []
+        if offload.is_used:
+            adamw = (group for group in groups if not group["use_muon"])
+            others = [id(p) for group in adamw for p in group["params"] if takes_part(p, group)]
         self.carrier = offload.begin_step(plan, others, once=any(self.hosted))
         self.momenta = [offload.here(own["momentum_buffer"]) for own in self.state]
         self.grads: dict[int, Tensor] = {}
@@ -168,7 +169,8 @@ class Step:
 
     def momentum_loans(self, unit: Unit, index: Index) -> list[Loan]:
         """Of a part of a unit's momentum, and its gradient; none where they are on the device."""
-        loans = self.offload.loan(self.state[unit.entry]["momentum_buffer"], index)
+        part = part_of(self.momenta[unit.entry], index)
+        loans = self.offload.loan(self.state[unit.entry]["momentum_buffer"], part)
         if self.hosted[unit.entry]:
             grad = part_of(self.grad(unit), index)
             loans.append(Loan(grad, self.entry(unit).device, False))
@@ -177,7 +179,7 @@ class Step:
     def second_moment_loans(self, unit: Unit) -> list[Loan]:
         """The same of `second_moment`."""
         held = self.state[unit.entry]["second_momentum_buffer"]
-        return self.offload.loan(held, lambda _: self.second_moment(unit))
+        return self.offload.loan(held, self.second_moment(unit))
 
     def weight_loans(self, unit: Unit, index: Index) -> list[Loan]:
         """The same of weights."""

@@ -49,7 +49,7 @@ class Carrier:
         self.is_prepared = not backends  # no need to cut and announce
 
     def cut(self, key: Hashable, rows: Sequence[Sequence[Loan]], at_once: bool = False) -> None:
-        """Prepares windows with all of these rows; how many portions they will be used in.
+        """Prepares windows with all of these rows, if there is anything to lend.
 
         Args:
             key: by which to ask for them.

@@ -41,10 +41,6 @@ class _Turn:
     came: Any
     left: Optional[Any] = None
 
-    @property
-    def is_written(self) -> bool:
-        return any(copy.written for copy in self.window.copies)
-
 
 class Conveyor:
     """The windows of one step on one device.
@@ -83,23 +79,20 @@ class Conveyor:
         """Ends the use of the window that was lent last."""
         turn = next(turn for turn in self._turns if turn.window is window)
         turn.left = self._backend.record(COMPUTE)
-        written = [copy for copy in window.copies if copy.written]
-        if written:
+        if window.written:
             self._backend.wait(OUT, turn.left)
-            targets = [copy.host for copy in written]
-            self._backend.copy(OUT, targets, self._on_device(turn, written))
+            targets = [copy.host for copy in window.written]
+            self._backend.copy(OUT, targets, self._on_device(turn, window.written))
             turn.left = self._backend.record(OUT)
         self._bring()
 
-    def end(self) -> Any:
-        """Lets go of the ring; an event behind the last copy."""
+    def end(self) -> None:
+        """Lets go of the ring; the current stream waits for the last copy."""
         if any(turn.left is None for turn in self._turns):  # an error kept them from being used
             self._backend.wait(COMPUTE, self._backend.record(IN))
-        last = self._backend.record(OUT)
-        self._backend.wait(COMPUTE, last)
+        self._backend.wait(COMPUTE, self._backend.record(OUT))
         self._backend.free(self._ring)
         del self._ring
-        return last
 
     def _bring(self) -> None:
         """Starts copies of the next windows, as far as there is room."""
@@ -126,14 +119,14 @@ class Conveyor:
         for turn in overlapping:
             self._turns.remove(turn)
         # A copy back is behind those before it, and behind the use of what it copies.
-        copied = [turn for turn in overlapping if turn.is_written]
+        copied = [turn for turn in overlapping if turn.window.written]
         for turn in {id(turn): turn for turn in (*copied[-1:], *overlapping[-1:])}.values():
             self._backend.wait(IN, turn.left)
         return start
 
     def _on_device(self, turn: _Turn, copies: Sequence[Copy]) -> list[Tensor]:
         memory = self._ring[turn.start : turn.stop]
-        return [memory[copy.place : copy.place + copy.host.numel()] for copy in copies]
+        return [copy.within(memory) for copy in copies]
 
 
 def _aligned(nbytes: int) -> int:

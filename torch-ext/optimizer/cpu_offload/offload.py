@@ -99,7 +99,12 @@ class CPUOffload:
     @property
     def held_bytes(self) -> int:
         """Bytes of state on the host."""
-        return sum(held.nbytes for held in self._held.values())
+        return sum(held.host.nbytes for held in self._held.values())
+
+    @property
+    def is_used(self) -> bool:
+        """Whether there is any state on the host."""
+        return bool(self._held)
 
     def holds(self, tensor: Tensor) -> bool:
         return id(tensor) in self._held
@@ -164,20 +169,17 @@ class CPUOffload:
             return local(tensor)
         return held.host if held.here is None else held.here
 
-    def loan(self, tensor: Tensor, part: Any = None) -> list[Loan]:
+    def loan(self, tensor: Tensor, part: Optional[Tensor] = None) -> list[Loan]:
         """What has to be carried to use a tensor of the state: it, or nothing.
 
         Args:
             tensor: in the state.
-            part: slices of this rank's part, or a function that takes some of it.
+            part: of what is `here`, if not all of it is used.
         """
         held = self._held.get(id(tensor))
         if held is None or held.here is not None:
             return []
-        host = held.host
-        if part is not None:
-            host = part(host) if callable(part) else host[part]
-        return [Loan(host, held.use.device, True)]
+        return [Loan(held.host if part is None else part, held.use.device, True)]
 
     def begin_step(self, plan: object, others: Sequence[int], once: bool) -> Carrier:
         """What carries the host's state through a step, but for what is on its device already.
@@ -209,7 +211,7 @@ class CPUOffload:
         slots: dict[torch.device, int] = defaultdict(int)
         for held in self._held.values():
             if held.here is None:
-                slots[held.use.device] += held.nbytes
+                slots[held.use.device] += held.host.nbytes
         for device, nbytes in slots.items():
             default = max(int(SLOT_SHARE * nbytes), LEAST_SLOT_BYTES)
             slots[device] = default if self.slot_bytes is None else self.slot_bytes

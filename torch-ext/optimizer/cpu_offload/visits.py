@@ -38,10 +38,6 @@ class Held:
     use: Use
     here: Optional[Tensor] = None
 
-    @property
-    def nbytes(self) -> int:
-        return self.host.numel() * self.host.dtype.itemsize
-
 
 class _Visit:
     """State that was reloaded together.
@@ -62,8 +58,7 @@ class _Visit:
 
     def on_device(self) -> list[Tensor]:
         """Where the window's copies lie in its memory."""
-        copies = self.window.copies
-        return [self.memory[copy.place : copy.place + copy.host.numel()] for copy in copies]
+        return [copy.within(self.memory) for copy in self.window.copies]
 
 
 class Visits:

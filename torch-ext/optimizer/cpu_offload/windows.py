@@ -60,6 +60,10 @@ class Copy(NamedTuple):
     place: int
     written: bool
 
+    def within(self, memory: Tensor) -> Tensor:
+        """The interval's bytes in those of the window."""
+        return memory[self.place : self.place + self.host.numel()]
+
 
 class Window:
     """Shares of rows that are on one device at the same time.
@@ -72,6 +76,7 @@ class Window:
 
     Attributes:
         copies: what to carry.
+        written: those of them that are to be carried back.
         nbytes: on the device.
     """
 
@@ -86,12 +91,13 @@ class Window:
         places = [0] * len(loans)
         for number in sorted(range(len(loans)), key=lambda n: loans[n].host.data_ptr()):
             places[number] = self._place(loans[number])
+        self.written = [copy for copy in self.copies if copy.written]
         of_loans = zip(places, (loan.host for loan in loans))
         self._views = [
             [
                 (
                     place,
-                    host.numel() * host.dtype.itemsize,
+                    host.nbytes,
                     host.dtype,
                     host.shape,
                     dense_stride(host),
@@ -235,7 +241,7 @@ def fill_windows(
     for number, loans in enumerate(rows):
         pieces = list(_pieces(loans, most_bytes))
         for place, (piece, cut_loans) in enumerate(pieces):
-            nbytes = sum(_nbytes(loan) for loan in cut_loans)
+            nbytes = sum(loan.host.nbytes + ALIGNMENT for loan in cut_loans)
             other = cut_loans[0].device if cut_loans else device
             if device is not None and (other != device or used + nbytes > most_bytes[device]):
                 windows.append(Window(shares, device, joined))
@@ -247,10 +253,6 @@ def fill_windows(
     if device is not None:
         windows.append(Window(shares, device, joined))
     return windows
-
-
-def _nbytes(loan: Loan) -> int:
-    return loan.host.numel() * loan.host.dtype.itemsize + ALIGNMENT
 
 
 def _pieces(

@@ -115,17 +115,14 @@ class Plan:
     @functools.cached_property
     def flops(self) -> dict[int, int]:
         """FLOPs of what this rank orthogonalizes in each chunk, by the chunk's id."""
-        costs = {
-            (unit.entry, unit.rows): self.entries[unit.entry].cost(unit.rows)
-            for lane in (*self.lanes, *self.alone)
-            for chunk in lane.chunks
-            for batch in chunk.batches
-            for unit in batch.units
-        }
+
+        @functools.cache
+        def cost(entry: int, rows: int) -> int:
+            return self.entries[entry].cost(rows)
 
         def flops(unit: Unit) -> int:
             count = self.entries[unit.entry].matrices.count(unit.box, unit.rows)
-            return count * costs[unit.entry, unit.rows]
+            return count * cost(unit.entry, unit.rows)
 
         return {
             id(chunk): sum(flops(unit) for batch in chunk.batches for unit in batch.units)
