@@ -198,6 +198,28 @@ def update_weight(
     return W - decay - lr * scale * U
 
 
+def qk_scales(logits, threshold, q_indices, k_indices, mode="shared"):
+    """Kimi K2 (arXiv 2507.20534), algorithm 1: what rows of each head are multiplied with.
+
+    Returns, by head, (plain rows, rotated rows) of queries and plain rows of keys. Logit i is that
+    of q_indices[i] and k_indices[i]. A head with several logits takes the strongest clip. "exact":
+    the key head takes the strongest root κ of its logits, each query head γ/κ. Logits that are no
+    finite numbers clip nothing.
+    """
+    gammas = [threshold / m if threshold < m < math.inf else 1.0 for m in map(float, logits)]
+    gamma_of_q: dict[int, float] = {}
+    keys: dict[int, float] = {}
+    for head, gamma in zip(q_indices, gammas):
+        gamma_of_q[head] = min(gamma, gamma_of_q.get(head, 1.0))
+    for head, gamma in zip(k_indices, gammas):
+        keys[head] = min(math.sqrt(gamma), keys.get(head, 1.0))
+    queries = {head: (math.sqrt(gamma), gamma) for head, gamma in gamma_of_q.items()}
+    if mode == "exact":
+        for q, k in zip(q_indices, k_indices):
+            queries[q] = (gamma_of_q[q] / keys[k], gamma_of_q[q])
+    return queries, keys
+
+
 def adamw_update(W, G, m, v, t, lr, betas, eps, weight_decay):
     """(W, m, v) after step t = 1, 2, … of torch.optim.AdamW (arXiv 1711.05101, alg. 2).
 

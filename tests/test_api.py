@@ -46,7 +46,7 @@ def test_every_further_option_is_keyword_only_and_has_the_default_of_the_options
             assert parameter.default == options[parameter.name].default, parameter.name
     keywords = {p.name for p in parameters if p.kind == p.KEYWORD_ONLY}
     for_all_groups = {"comm_dtype", "consistency_check", "hsdp", "machine"}
-    for_all_groups |= {"process_group", "grad_reduce"}
+    for_all_groups |= {"process_group", "grad_reduce", "clip_mode"}
     assert keywords == options.keys() - POSITIONAL.keys() | for_all_groups
 
 
@@ -68,13 +68,17 @@ def test_what_users_of_motifs_kernel_write_runs():
         assert not torch.equal(p, old)
 
 
-def test_what_this_version_lacks_says_so():
-    weight = nn.Parameter(torch.randn(4, 4))
-    group = {"params": [weight], "names": ["layers.0.wq.weight"], "use_muon": True}
-    with pytest.raises(NotImplementedError, match="QK-Clip"):
-        optimizer.Muon([group], clip_config={"head_dim": 2})
-    with pytest.raises(NotImplementedError, match="QK-Clip"):
-        optimizer.Muon([group]).step(qk_logits={0: torch.ones(2)})
+def test_what_users_of_motifs_kernel_write_of_qk_clip_runs():
+    weights = [nn.Parameter(torch.ones(8, 8)) for _ in range(2)]
+    for weight in weights:
+        weight.grad = torch.randn(8, 8)
+    names = ["model.layers.3.attn.wq.weight", "model.layers.3.attn.wk.weight"]
+    group = {"params": weights, "names": names, "use_muon": True}
+    config = {"q_indices": [0, 1], "k_indices": [0, 1], "head_dim": 4, "threshold": 100}
+    optim = optimizer.Muon([group], lr=0.0, clip_config=config)
+    optim.step(qk_logits={3: torch.tensor([50.0, 400.0])})
+    for weight in weights:
+        assert (weight[:4] == 1).all() and (weight[4:] == 0.5).all()
 
 
 def test_the_public_names_are_there():

@@ -341,3 +341,20 @@ def update_weights(
         for delta, kept in zip(deltas, keep):
             delta.masked_fill_(~kept, 0.0)
     torch._foreach_sub_(weights, deltas)
+
+
+def clip_weights(
+    weights: Sequence[Tensor],
+    scales: Sequence[Optional[Tensor]],
+    keep: Optional[Sequence[Tensor]] = None,
+) -> None:
+    """W ← scale·W.
+
+    Args:
+        weights: local tensors.
+        scales: broadcast to each weight; None leaves it as it is.
+        keep: booleans that broadcast to each weight; where False it stays as it is.
+    """
+    for index, scale in enumerate(scales):
+        if scale is not None:
+            weights[index].mul_(scale if keep is None else torch.where(keep[index], scale, 1.0))

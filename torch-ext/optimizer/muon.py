@@ -20,6 +20,8 @@ from .distributed.replicas import Replicas
 from .groups import default_is_muon, get_default_muon_param_groups
 from .options import GROUP_OPTIONS
 from .planning import NO_SURVEY, Survey, entries_of, notes_of, plan_all, plan_step, sets_of, survey
+from .qk_clip.clip import Clipping, Logits, QKClip
+from .qk_clip.config import read_clip_config
 from .state import Spec, keys_of, place, specs_of, zeros
 from .step import Step
 from .summary import Summary, summarize
@@ -55,7 +57,9 @@ class Muon(Offloadable):
         none_grad: set ``p.grad`` of Muon's matrices to None once it was read, to save memory; not
             with ``capturable``.
         debug: log a `summary` whenever there is something new to plan, at level INFO.
-        clip_config: QK-Clip; must be None in this version.
+        clip_config: QK-Clip (see `qk_clip`): ``{"head_dim": 128, "threshold": 100}`` rescales query
+            and key projections of heads whose largest attention logit, as given to `step`, was
+            above the threshold. Also a mapping from layers to such dicts, or a function of a layer.
         warmup_step: how many chunks of matrices may be on their way beside the one at work, where
             the bound on staging memory (docs/layouts.md) lets them.
         chunk_size: matrices that a rank orthogonalizes per chunk; −1 chooses by bytes.
@@ -97,6 +101,9 @@ class Muon(Offloadable):
         hsdp: what replicas of DTensors do: ``"redundant"``, each orthogonalizes every matrix;
             ``"spread"``, they share the work and send each other the updates; ``"auto"``, what
             is faster by an estimate (`distributed.hsdp`). For all groups.
+        clip_mode: of a key head that several query heads read: ``"shared"``, it and each query head
+            take half of the strongest, and of its own, clip (as logarithms); ``"exact"``, the query
+            heads make up for it, so that each logit is scaled by its own clip and no more.
         machine: the speeds by which ``"auto"`` estimates, a `distributed.machine.Machine`; None
             takes those of the device type in `distributed.machine.MACHINES`. For all groups.
         process_group: ranks that all hold the same plain parameters. They divide Muon's work and
@@ -162,6 +169,7 @@ class Muon(Offloadable):
         machine: Optional[Machine] = None,
         process_group: Any = None,
         grad_reduce: Optional[str] = None,
+        clip_mode: str = "shared",
     ):
         arguments = dict(locals())
         self._wide = options.OptimizerWide(
@@ -176,15 +184,18 @@ class Muon(Offloadable):
             process_group=None if process_group is None else Replicas(process_group),
             grad_reduce=grad_reduce,
         )
-        if clip_config is not None:
-            raise NotImplementedError("clip_config: this version has no QK-Clip")
         self._wide.validate()
+        clip = QKClip(read_clip_config(clip_config, clip_mode))
         defaults = {key: arguments[key] for key in GROUP_OPTIONS}
         options.settle_steps(defaults, given=not isinstance(ns_steps, options.DefaultSteps))
         self._names: list[Optional[list[str]]] = []
         self._offload, self._tags, self._hooks = CPUOffload(), {}, None
+        self._clip = QKClip()  # of layers whose projections may be in several groups
         self._forget_plans()
         super().__init__(validation.as_groups(params), defaults)
+        clip.check(self._views())
+        clip.warn_of_nothing(self._views())
+        self._clip = clip
         muon_names = [g["names"] or () for g in self._views() if g["use_muon"]]
         validation.warn_of_unmatched_split(split, [name for names in muon_names for name in names])
 
@@ -205,6 +216,7 @@ class Muon(Offloadable):
         options.validate(view, where)
         entries_of(view, len(self.param_groups), where, self._wide)
         validation.check_unshared(view, where, self.param_groups)
+        self._clip.check([*self._views(), view])
         validation.warn_of_overshoot(view, where)
         names = group.pop("names")
         super().add_param_group(group)
@@ -263,53 +275,62 @@ class Muon(Offloadable):
 
         Args:
             closure: re-evaluates the model and returns the loss.
-            qk_logits: QK-Clip; must be None in this version.
+            qk_logits: for QK-Clip, of each layer the largest attention logit of each query head in
+                this step's forward, (heads,), or of each entry of ``q_indices``; on the weights'
+                device, or the CPU. Layers are told by number, or by the FQN of their attention.
+                What ranks that share the weights have seen of a layer may differ: its maximum over
+                them counts. Heads with Inf or NaN are left alone, and counted. None takes what
+                `set_qk_logits` was given, else what `qk_recorder` has recorded, else clips nothing.
 
         Returns:
             What the closure returned, or None.
 
         Raises:
-            ValueError: wrong gradients or hyperparameters; no parameter and no state was changed.
+            ValueError: wrong gradients, hyperparameters or logits; no parameter and no state was
+                changed.
         """
         loss, error = None, None
         try:
-            if qk_logits is not None:
-                raise NotImplementedError("qk_logits: this version has no QK-Clip")
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
         except Exception as raised:  # again, once the other ranks know
             error = raised
-        self._update(error)
+        self._update(error, qk_logits)
         return loss
 
     @torch._disable_dynamo  # a compiled step() is this one, called from compiled code
-    def _update(self, error: Optional[Exception]) -> None:
-        groups, plan = self._agree_on_plan(error)
+    def _update(self, error: Optional[Exception], qk_logits: Optional[Logits]) -> None:
+        groups, plan, clipping = self._agree_on_plan(error, qk_logits)
         self._init_state(groups, self._survey)
 
-        with Step(plan, groups, self.state, self._wide, self._offload) as step:
+        with Step(plan, groups, self.state, self._wide, self._offload, clipping) as step:
             offload, carrier = self._offload, step.carrier
             others = adamw.Updates(groups, self.state, self._wide.divided, offload, carrier)
             pipeline.run(step, others)
 
-    def _agree_on_plan(self, error: Optional[Exception]) -> tuple[list[dict[str, Any]], Plan]:
-        """Groups and the plan; raises on all ranks alike, before anything was written.
+    def _agree_on_plan(
+        self, error: Optional[Exception], qk_logits: Optional[Logits]
+    ) -> tuple[list[dict[str, Any]], Plan, Optional[Clipping]]:
+        """Groups, the plan and QK-Clip; raises on all ranks alike, before anything was written.
 
         Args:
             error: what kept this rank from getting this far.
+            qk_logits: as given to the step.
         """
         groups: list[dict[str, Any]] = []
-        plan = NOTHING
+        plan, clipping = NOTHING, None
         try:
             if error is None:
                 groups, plan = self._plan()
+                clipping = self._clip_by(qk_logits, groups)
         except Exception as raised:
             error = raised
         # A rank that fails can't tell whether the others would ask: not after the first time.
         known = bool(self._agreed) if error else any(plan is other for other in self._agreed)
         if agreement.is_due(self._wide.consistency_check, known):
-            notes = {} if error else notes_of(groups, self._survey, plan, self._wide)
+            more = clipping.notes if clipping else {}
+            notes = {} if error else notes_of(groups, self._survey, plan, self._wide, more)
             try:
                 sets = sets_of(self.param_groups, self._wide)
                 problem = self._agreement.check(notes, _in_words(error), sets)
@@ -327,7 +348,19 @@ class Muon(Offloadable):
         if not known:
             self._agreed = [*self._agreed[-7:], plan]  # as many as are kept
         self._warned = self._warned or validation.warn_of_no_gradients(groups)
-        return groups, plan
+        return groups, plan, clipping
+
+    def _clip_by(
+        self, qk_logits: Optional[Logits], groups: list[dict[str, Any]]
+    ) -> Optional[Clipping]:
+        """QK-Clip of this step."""
+        logits = self._clip.take(qk_logits)
+        # torch.distributed.checkpoint makes such a step, to have state: it is to change nothing.
+        is_dry = not self.state and all(_is_zero(group["lr"]) for group in groups)
+        if logits is None and not is_dry:
+            self._clip.warn_of_none()
+        is_implicit = is_dry and qk_logits is None
+        return self._clip.begin(logits, groups, self._survey, self._wide, is_implicit)
 
     def _compare_replicas(self, groups: list[dict[str, Any]]) -> None:
         """Before a first step, whether ranks hold the same plain parameters, and gradients."""
@@ -364,9 +397,7 @@ class Muon(Offloadable):
         if found is not self._survey:
             self._survey, self._agreed = found, []
             if self._wide.debug:
-                plan = plan_all(found, groups, self._wide)
-                told = summarize(groups, found, plan, self._wide, self._where_state_is())
-                logger.info("planned:\n%s", told)
+                logger.info("planned:\n%s", self._summarize(groups, found))
         return found
 
     def _survey_of(self, groups: list[dict[str, Any]]) -> Survey:
@@ -382,9 +413,42 @@ class Muon(Offloadable):
         talking to other ranks. `Summary.rows` and `Summary.totals` hold it as plain data.
         """
         groups = self._views()
-        found = self._survey_of(groups)  # not kept: other ranks may make none
-        plan = plan_all(found, groups, self._wide)
-        return summarize(groups, found, plan, self._wide, self._where_state_is())
+        return self._summarize(groups, self._survey_of(groups))  # not kept: others may make none
+
+    def _summarize(self, groups: list[dict[str, Any]], found: Survey) -> Summary:
+        plan, clipped = plan_all(found, groups, self._wide), self._clip.projections_of(groups)
+        return summarize(groups, found, plan, self._wide, self._where_state_is(), clipped)
+
+    # -- QK-Clip -------------------------------------------------------------------------------
+
+    def set_qk_logits(self, qk_logits: Optional[Mapping[Any, Any]]) -> None:
+        """Gives the next `step` its ``qk_logits``, where a trainer calls it without arguments."""
+        self._clip.give(qk_logits)
+
+    @property
+    def qk_recorder(self) -> Any:
+        """What `step` takes its logits from: a `QKLogitRecorder`, or whatever has its ``take()``.
+
+        Copies and pickles of the optimizer have none.
+        """
+        return self._clip.recorder
+
+    @qk_recorder.setter
+    def qk_recorder(self, recorder: Any) -> None:
+        if recorder is not None and not callable(getattr(recorder, "take", None)):
+            raise ValueError(f"qk_recorder must be a QKLogitRecorder or None, found {recorder!r}")
+        self._clip.recorder = recorder
+
+    def qk_clip_stats(self) -> dict[str, Any]:
+        """What QK-Clip saw and did, as plain numbers. Makes the host wait for the device.
+
+        Returns:
+            Of the last step that had logits ``max_logit``, ``heads`` (how many logits there were),
+            ``clipped`` and ``nonfinite`` (how many of them), and the same by layer in ``layers``,
+            with ``max_logits``, where NaN shows as Inf; of all steps, ``steps`` that had logits,
+            ``total_clipped`` and ``total_nonfinite``. Not in checkpoints.
+        """
+        return self._clip.stats()
 
     # -- state ---------------------------------------------------------------------------------
 
@@ -490,7 +554,7 @@ class Muon(Offloadable):
 
     def __getstate__(self) -> dict[str, Any]:
         self._offload.settle()
-        kept = ("_wide", "_offload", "_tags")
+        kept = ("_wide", "_offload", "_tags", "_clip")
         return {
             **super().__getstate__(),
             "_names": self.names,
@@ -510,6 +574,11 @@ class Muon(Offloadable):
         self._agreed = []
         self._compared = False
         self._warned = False
+
+
+def _is_zero(lr: Any) -> bool:
+    """Without waiting for a device."""
+    return (not isinstance(lr, Tensor) or lr.device.type == "cpu") and bool(lr == 0)
 
 
 def _in_words(error: Optional[Exception]) -> Optional[str]:

@@ -244,4 +244,8 @@ class OptimizerWide:
 
 
 # What a group can't have of its own.
-OPTIMIZER_WIDE = (*(OptimizerWide.__dataclass_fields__.keys() - {"streams"}), "clip_config")
+OPTIMIZER_WIDE = (
+    *(OptimizerWide.__dataclass_fields__.keys() - {"streams"}),
+    "clip_config",
+    "clip_mode",
+)

@@ -43,11 +43,15 @@ def run(step: Step, others: adamw.Updates) -> None:
 
     if not step.carrier.is_prepared:
         _walk(step, announced, _Others(others.announce(), others, step))
+    if step.clipping is not None:
+        step.clipping.reduce(step.wide)
     with step.carrier:
         _find_nonfinite(step, [(lane, groups[id(lane)]) for lane in step.plan.lanes])
         _walk(step, updated, _Others(others.run(), others, step))
     step.release()
     others.wait()
+    if step.clipping is not None:
+        step.clipping.finish(step.groups)
 
 
 def _walk(step: Step, task: Callable[[Chunk, Lane], Task], others: _Others) -> None:
@@ -413,7 +417,8 @@ def _update_weights(chunk: Chunk, updates: Tensor, lane: Lane, step: Step) -> No
             scale = core.update_scale(bundle.units[0].rows, *of_bundle)
             for unit, index, part, factor in zip(bundle.units, bundle.indices, parts, factors):
                 weight = part_of(step.weights[unit.entry], index)
-                rows.append((weight, part, factor, step.keep(unit, bundle.box)))
+                kept, clip = step.keep(unit, bundle.box), step.clip(unit, index)
+                rows.append((weight, part, factor, kept, clip))
                 rates.append((entry.group, scale))
         for portion in step.carrier.portions((_WEIGHTS, id(run)), len(rows)):
             by_rates: dict[tuple[int, float], list[tuple]] = defaultdict(list)
@@ -427,8 +432,9 @@ def _update_weights(chunk: Chunk, updates: Tensor, lane: Lane, step: Step) -> No
 
 
 def _apply(hyper: Hyper, scale: float, rows: Sequence[tuple]) -> None:
-    """W ← W − lr·scale·U with its decay, for rows of W, U, a factor on it and where to do so."""
-    weights, updates, factors, keep = map(list, zip(*rows))
+    """W ← W − lr·scale·U with its decay, for rows of W, U, a factor on it, where to do so and
+    what to multiply W with in the end."""
+    weights, updates, factors, keep, clip = map(list, zip(*rows))
     lr = hyper["lr"]
     core.update_weights(
         weights,
@@ -439,6 +445,7 @@ def _apply(hyper: Hyper, scale: float, rows: Sequence[tuple]) -> None:
         factors=factors if hyper["beta2"] is not None else None,
         keep=keep if hyper["nonfinite"] == "skip" else None,
     )
+    core.clip_weights(weights, clip, keep if hyper["nonfinite"] == "skip" else None)
 
 
 def _second_moment_factors(bundle: Bundle, updates: Tensor, step: Step) -> list[Tensor]:

@@ -95,7 +95,7 @@ def survey(groups: Sequence[Group], wide: OptimizerWide, last: Survey) -> Survey
         found.names.append(names)
         found.lines.append([_line(name, p) for name, p in zip(names, group["params"])])
     if not wide.use_distributed_muon:
-        told = iter(hsdp.share_work(found.all_entries, _rank(), wide.hsdp, wide.machine))
+        told = iter(hsdp.share_work(found.all_entries, this_rank(), wide.hsdp, wide.machine))
         found.entries = [[next(told) for _ in of_group] for of_group in found.entries]
     return found
 
@@ -106,7 +106,7 @@ def _line(name: str, param: Tensor) -> str:
     return f"{name}: {tuple(param.shape)} {param.dtype} {dtensors.describe(param)}{of_gradient}"
 
 
-def _rank() -> int:
+def this_rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
@@ -207,7 +207,7 @@ def _plan(found: Survey, wide: OptimizerWide, take_part: Sequence[bool]) -> Plan
             found.plans.clear()
         found.plans[present] = make_plan(
             [entry for entry, there in zip(entries, present) if there],
-            _rank(),
+            this_rank(),
             chunk_size=wide.chunk_size,
             warmup_step=wide.warmup_step,
             everywhere=wide.use_distributed_muon,
@@ -243,13 +243,13 @@ def matrices_of(group: Group, index: int, where: str) -> Matrices:
 
 def sets_of(groups: Sequence[Group], wide: OptimizerWide) -> set[agreement.Ranks]:
     """The ranks of every mesh that a parameter lives on, and those of the process group."""
-    found = {_ranks_of(param, wide) for group in groups for param in group["params"]}
+    found = {shared_with(param, wide) for group in groups for param in group["params"]}
     if wide.process_group is not None:
-        found.add(_ranks_of(None, wide))
+        found.add(shared_with(None, wide))
     return {ranks for ranks in found if ranks is not None}
 
 
-def _ranks_of(param: Optional[Tensor], wide: OptimizerWide) -> Optional[agreement.Ranks]:
+def shared_with(param: Optional[Tensor], wide: OptimizerWide) -> Optional[agreement.Ranks]:
     """The ranks that a parameter is shared with; of None, a plain one."""
     if param is not None and dtensors.is_dtensor(param):
         return dtensors.ranks_of(param)
@@ -258,10 +258,19 @@ def _ranks_of(param: Optional[Tensor], wide: OptimizerWide) -> Optional[agreemen
 
 
 def notes_of(
-    groups: Sequence[Group], found: Survey, plan: Plan, wide: OptimizerWide
+    groups: Sequence[Group],
+    found: Survey,
+    plan: Plan,
+    wide: OptimizerWide,
+    more: Mapping[agreement.Ranks, Sequence[str]],
 ) -> dict[agreement.Ranks, agreement.Notes]:
     """What ranks must share: those of a mesh what is on it; those that hold parts or replicas of
-    the same matrices which of these have gradients; those of a lane what they exchange."""
+    the same matrices which of these have gradients; those of a lane what they exchange.
+
+    Args:
+        groups, found, plan, wide: of this step.
+        more: further lines for the ranks of a mesh.
+    """
     lines: dict[agreement.Ranks, list[str]] = defaultdict(list)
     gradients: dict[agreement.Ranks, list[str]] = defaultdict(list)
     owners: dict[agreement.Ranks, str] = defaultdict(str)
@@ -269,7 +278,7 @@ def notes_of(
         on_mesh: dict[agreement.Ranks, list[str]] = defaultdict(list)
         first: dict[agreement.Ranks, str] = {}  # groups are told by it: ranks may number them apart
         for param, name, line in zip(group["params"], names, of_group):
-            ranks = _ranks_of(param, wide)
+            ranks = shared_with(param, wide)
             if ranks is not None:
                 on_mesh[ranks].append(line)
                 first.setdefault(ranks, name)
@@ -282,6 +291,8 @@ def notes_of(
                 lines[ranks] += _lines_of_wide(wide, ranks)
             lines[ranks] += listed
             lines[ranks] += [f"{option} in the group of {first[ranks]}" for option in chosen]
+    for ranks, further in more.items():
+        lines[ranks] += further
     for entry in plan.entries:
         param = groups[entry.group]["params"][entry.index]
         for ranks in _compare_gradients(entry, param, plan.rank, wide):
@@ -318,7 +329,7 @@ def _replicas_of(param: Tensor, rank: int, wide: OptimizerWide) -> agreement.Ran
     """The ranks that hold the same part of a parameter as this one."""
     sharding = dtensors.sharding_of(param)
     if sharding is None:
-        return _ranks_of(None, wide) or ()
+        return shared_with(None, wide) or ()
     return sharding.peers(rank, (), replicas=True)
 
 
@@ -334,7 +345,7 @@ def _has_gradient(param: Tensor, group: Group, wide: OptimizerWide) -> bool:
 
 def _lines_of_wide(wide: OptimizerWide, ranks: agreement.Ranks) -> list[str]:
     """Options of all groups; ranks of another mesh may each have a process group of their own."""
-    apart = () if ranks == _ranks_of(None, wide) else ("process_group",)
+    apart = () if ranks == shared_with(None, wide) else ("process_group",)
     told = {**vars(wide), "state streamed (turn_on_cpu_offload)": wide.streams}
     del told["streams"]
     return [f"{key} = {value!r}" for key, value in told.items() if key not in apart]

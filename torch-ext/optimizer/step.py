@@ -17,6 +17,7 @@ from .distributed.plan import Bundle, Chunk, Entry, Lane, Plan, Run, Unit
 from .distributed.replicas import Replicas
 from .distributed.zero2 import MeanGradients
 from .options import OptimizerWide
+from .qk_clip.clip import Clipping
 from .scratch import Scratch
 
 State = Mapping[Tensor, Mapping[str, Tensor]]
@@ -33,6 +34,7 @@ class Step:
         state: ``momentum_buffer`` and ``second_momentum_buffer`` of each parameter.
         wide: options that hold for all groups.
         offload: where the state lives.
+        clipping: QK-Clip of this step, if there is any.
     """
 
     def __init__(
@@ -42,11 +44,13 @@ class Step:
         state: State,
         wide: OptimizerWide,
         offload: CPUOffload,
+        clipping: Optional[Clipping] = None,
     ):
         self.plan = plan
         self.groups = groups
         self.wide = wide
         self.offload = offload
+        self.clipping = clipping
         self.params = [groups[entry.group]["params"][entry.index] for entry in plan.entries]
         self.state = [state[param] for param in self.params]
         self.weights = [dtensors.local(param) for param in self.params]
@@ -153,6 +157,12 @@ class Step:
         experts = layout.slices(layout.relative(unit.box[:row_dim], held))
         V = self.offload.here(self.state[unit.entry]["second_momentum_buffer"])
         return V[(*experts, slice(*numbers))].unflatten(-1, (count, -1))
+
+    def clip(self, unit: Unit, index: Index) -> Optional[Tensor]:
+        """What the rows of a part of a unit's weights are multiplied with, if by anything."""
+        if self.clipping is None:
+            return None
+        return self.clipping.scale(self.params[unit.entry], index)
 
     # -- what has to be carried to the device --------------------------------------------------
 

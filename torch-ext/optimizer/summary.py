@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Optional
 
@@ -29,8 +29,9 @@ class Summary:
         rows: one for each parameter: ``name``, ``group`` (its number), ``shape``, ``dtype``,
             ``placement``, ``sharded``, ``algorithm``, ``matrices`` (how many), ``owners`` (global
             ranks), ``whole`` (owned where they are, without traffic), ``flops`` (of
-            orthogonalization, by all owners) and ``bytes`` (that travel). Of experts that are
-            divided among ranks, the matrices that this rank and its peers hold.
+            orthogonalization, by all owners), ``bytes`` (that travel) and ``clipped`` (whether
+            QK-Clip scales it). Of experts that are divided among ranks, the matrices that this rank
+            and its peers hold.
         totals: of this rank, ``flops``, ``sent_bytes``, ``received_bytes``, ``chunks`` with
             traffic, ``in_flight`` of them, and ``balance``: the most FLOPs of a peer over the mean;
             ``state``, where that is.
@@ -61,13 +62,19 @@ class Summary:
 
 
 def summarize(
-    groups: Sequence[Group], found: Survey, plan: Plan, wide: OptimizerWide, state: str
+    groups: Sequence[Group],
+    found: Survey,
+    plan: Plan,
+    wide: OptimizerWide,
+    state: str,
+    clipped: Collection[int],
 ) -> Summary:
     """The summary of a plan in which all trainable parameters take part.
 
     Args:
         groups, found, plan, wide: that the plan was made from.
         state: where it is, in words.
+        clipped: ids of the parameters that QK-Clip scales.
     """
     by_entry: dict[tuple[int, int], dict[str, Any]] = {}
     for unit, owners, lane in _units(plan):
@@ -102,6 +109,7 @@ def summarize(
                     "whole": row.get("whole", False),
                     "flops": row.get("flops", 0),
                     "bytes": row.get("bytes", 0) + round(averaging * ranks),
+                    "clipped": param.requires_grad and id(param) in clipped,
                 }
             )
             sent += averaging
@@ -219,7 +227,7 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
         row["name"],
         f"{shape} {_text(row['dtype'])}",
         row["placement"],
-        row["algorithm"],
+        row["algorithm"] + (", QK-Clip" if row["clipped"] else ""),
         _owner(row),
         _short(row["flops"]) if row["flops"] else "–",
         f"{_short(row['bytes'])}B" if row["bytes"] else "–",

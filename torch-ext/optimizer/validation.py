@@ -314,12 +314,12 @@ def warn_of_no_gradients(groups: Sequence[Group]) -> bool:
     warnings.warn(
         "step() found no gradient on any parameter: nothing is updated. Were the groups made "
         "before the model was sharded or moved? Make them from the parameters it has now",
-        stacklevel=_frames_to_the_caller(),
+        stacklevel=frames_to_the_caller(),
     )
     return True
 
 
-def _frames_to_the_caller() -> int:
+def frames_to_the_caller() -> int:
     """``stacklevel`` that blames the first caller outside of this package and of torch."""
     inner = (os.path.dirname(__file__), os.path.dirname(torch.__file__))
     frame, level = sys._getframe(1), 1

@@ -30,3 +30,9 @@ def all_gather_slots(buffer: Tensor, group: Any) -> Any:
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     sent = buffer.chunk(ranks)[rank]
     return single_tensor_collective("all_gather")(buffer, sent, group=group, async_op=True)
+
+
+def max_over_ranks(tensor: Tensor, group: Any) -> Any:
+    """Starts to set each element to its maximum over ranks; of no NaN, whose order backends differ
+    in."""
+    return dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group, async_op=True)
