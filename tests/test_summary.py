@@ -32,6 +32,7 @@ FIELDS = {
     "whole",
     "flops",
     "bytes",
+    "clipped",
 }
 
 TOTALS = {"flops", "sent_bytes", "received_bytes", "chunks", "in_flight", "balance", "state"}

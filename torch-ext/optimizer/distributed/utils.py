@@ -167,7 +167,10 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def sharding_of(tensor: Tensor) -> Optional[Sharding]:
-    """How a DTensor lies on its mesh, as plain data; None for a plain tensor."""
+    """How a DTensor lies on its mesh, as plain data; None for a plain tensor.
+
+    Partial values are whole ones to it.
+    """
     layout = layout_of(tensor)
     return None if layout is None else _sharding(*layout)
 
@@ -175,9 +178,9 @@ def sharding_of(tensor: Tensor) -> Optional[Sharding]:
 @functools.lru_cache(maxsize=256)
 def _sharding(mesh: Any, placements: tuple) -> Sharding:
     splits = [
-        None
-        if isinstance(placement, Replicate)
-        else Split(placement.dim, strided=isinstance(placement, _StridedShard))
+        Split(placement.dim, strided=isinstance(placement, _StridedShard))
+        if isinstance(placement, (Shard, _StridedShard))
+        else None
         for placement in placements
     ]
     ranks = mesh.mesh.flatten().tolist()  # a CPU tensor

@@ -181,14 +181,15 @@ class Clipping:
         """What the rows of a parameter here, or of a part of it, are multiplied with; broadcasts to
         them. None where it is no projection."""
         number = self._number.get(id(param))
-        if number is None:
-            return None
+        return None if number is None else narrow(self._scales_of(number)[id(param)], index)
+
+    def _scales_of(self, number: int) -> dict[int, Tensor]:
         if number not in self._scales:
             pack, logits = self._packs[number]
             if self._work[number] is not None:
                 self._work[number].wait()
             self._scales[number] = pack.scales(logits)
-        return narrow(self._scales[number][id(param)], index)
+        return self._scales[number]
 
     def finish(self, groups: Sequence[Group]) -> None:
         """Clips what is not Muon's: biases, and weights that AdamW trains."""
@@ -200,6 +201,8 @@ class Clipping:
                 if scale is not None:
                     held = dtensors.local(param)
                     held.mul_(scale.to(held.device))  # they differ for hosted parameters only
+        for number in range(len(self._packs)):  # also where this rank holds no row
+            self._scales_of(number)
         self._clip.saw(self._packs)
 
 
@@ -541,8 +544,6 @@ def _held_interval(value: Tensor, where: str, pack: Pack) -> layout.Interval:
             f"{where} are {dtensors.describe(value)}, but their weights are not shared with ranks "
             f"{sorted(others)}: give logits.full_tensor()"
         )
-    if is_whole or partial:
-        return (0, value.shape[0])
     sharding = dtensors.sharding_of(value)
     assert sharding is not None
     return sharding.region(value.shape, pack.rank)[0]

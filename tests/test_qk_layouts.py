@@ -1,0 +1,384 @@
+"""QK-Clip of projections on meshes: the rows that a rank holds get what they get on one device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from counters import count
+from kernel import optimizer
+from layouts import EXACT, Group, Twins, Weight, case
+from ranks import rank_outcomes, run_ranks
+
+THRESHOLD = 6.0
+HEADS = 4
+LOGITS = torch.tensor([3.0, 7.5, 24.0, 600.0])  # one too small, one clipped to a hundredth
+
+
+@dataclass(frozen=True)
+class Projections(Group):
+    """A param group with names of its own."""
+
+    names: Sequence[str] = field(default=())
+
+    def param_group(self, params: Sequence[nn.Parameter], number: int) -> dict[str, Any]:
+        names = [f"layers.0.attention.{name}" for name in self.names]
+        return {"params": list(params), "names": names, "use_muon": True, **self.options}
+
+
+class Recorder:
+    """Has seen every head's largest logit on one rank only."""
+
+    def __init__(self, logits: torch.Tensor, rank: int, ranks: int):
+        seen = torch.arange(len(logits)) % ranks == rank
+        self.logits = torch.where(seen, logits, logits.clamp(max=1.0) - rank)
+
+    def take(self):
+        return {0: self.logits}
+
+
+GROUPED = {"head_dim": 6}
+LATENT = {"is_mla": True, "qk_nope_head_dim": 3, "qk_rope_head_dim": 2, "v_head_dim": 4}
+FUSED = {"head_dim": 4, "row_map": {"wqkv": optimizer.qk_clip.grouped_rows(4, 2, 4)}}
+STACKED = {"head_dim": 4, "row_map": {"wqkv": optimizer.qk_clip.stacked_rows(4, 2, 4)}}
+
+# Names and shapes, of weights, then of biases.
+KINDS = {
+    "grouped": (GROUPED, {"wq.weight": (24, 16), "wk.weight": (12, 16)}, {"wk.bias": (12,)}),
+    "latent": (LATENT, {"wq_b.weight": (20, 16), "wkv_b.weight": (28, 16)}, {"wq_b.bias": (20,)}),
+    "fused": (FUSED, {"wqkv.weight": (32, 16)}, {"wqkv.bias": (32,)}),
+    "three dimensions": (GROUPED, {"wq": (4, 6, 16), "wk": (2, 6, 16)}, {}),
+}
+
+
+def groups_of(kind: str, mesh, dims, nested=False, dtype=torch.float32, **options) -> list[Group]:
+    _, weights, biases = KINDS[kind]
+    placed = [Weight(shape, mesh, dims, nested, dtype) for shape in weights.values()]
+    groups: list[Group] = [Projections(placed, options, tuple(weights))]
+    if biases and all(dim in (0, None) for dim in dims):
+        ones = [Weight(shape, mesh, dims, nested, dtype) for shape in biases.values()]
+        groups.append(Projections(ones, {"use_muon": False}, tuple(biases)))
+    return groups
+
+
+def step_clipped(cases) -> None:
+    meshes: dict[Any, DeviceMesh] = {}
+    for name, groups, config, options in cases:
+        for weight in (w for group in groups for w in group.weights):
+            if weight.mesh is not None and weight.mesh not in meshes:
+                meshes[weight.mesh] = init_device_mesh("cpu", weight.mesh)
+        with case(name):
+            options = {**EXACT, "expert_keys": ["wq", "wk"], **options}
+            options["clip_config"] = {"threshold": THRESHOLD, **config}
+            reference = {**options, "process_group": None}
+            if "process_group" in options:
+                options["process_group"] = dist.group.WORLD
+            twins = Twins.placed(groups, meshes, options, reference)
+            twins.ours.qk_recorder = Recorder(LOGITS, dist.get_rank(), dist.get_world_size())
+            twins.reference.qk_recorder = Recorder(LOGITS, 0, 1)
+            twins.step()
+            twins.compare()
+            ours, reference = (o.qk_clip_stats() for o in (twins.ours, twins.reference))
+            assert ours == reference and ours["total_clipped"] == 9
+
+
+def all_layouts(ranks: int) -> list[tuple]:
+    one = [(0,), (1,)]
+    two = [(0, 0), (0, 1), (1, 0), (None, 0), (0, None), (None, 1)]
+    variants = [
+        {},
+        {"clip_mode": "exact", "beta2": 0.9},
+        {"hsdp": "spread", "chunk_size": 1},
+        {"use_distributed_muon": True, "cautious": True},
+        {"momentum_dtype": torch.bfloat16, "nonfinite": "skip"},
+    ]
+    cases = []
+    for kind, (config, weights, _) in KINDS.items():
+        meshes = [((ranks,), dims, False) for dims in one]
+        if ranks % 2 == 0:
+            shape = (2, ranks // 2)
+            meshes += [(shape, dims, False) for dims in two]
+            meshes.append((shape, (0, 0), True))
+        if len(next(iter(weights.values()))) == 3:
+            meshes.append(((ranks,), (2,), False))
+        for mesh, dims, nested in meshes:
+            options = variants[len(cases) % len(variants)]
+            named = f"{kind} on {mesh}, {dims}, {nested}, {options}"
+            cases.append((named, groups_of(kind, mesh, dims, nested), config, options))
+    blocks = {"split": [16, 8, 8]}
+    cases.append(("split", groups_of("fused", (ranks,), (0,), **blocks), STACKED, {}))
+    cases.append(("heads", groups_of("fused", (ranks,), (0,), split=4), FUSED, {}))
+    bf16 = groups_of("grouped", (ranks,), (0,), dtype=torch.bfloat16)
+    cases.append(("bf16", bf16, GROUPED, {"momentum_dtype": torch.float32}))
+    return cases
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_rows_columns_strides_and_replicas_are_clipped_as_on_one_device(ranks):
+    run_ranks(step_clipped, ranks, all_layouts(ranks))
+
+
+def replicated(kind: str, **options) -> list[Group]:
+    return groups_of(kind, None, (), **options)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_plain_parameters_of_a_process_group(ranks):
+    cases = [
+        (f"{kind}, {options}", replicated(kind), KINDS[kind][0], {"process_group": True, **options})
+        for kind in KINDS
+        for options in ({}, {"clip_mode": "exact"})
+    ]
+    run_ranks(step_clipped, ranks, cases)
+
+
+def step_zero2() -> None:
+    """Gradients that are averaged, biases whose AdamW is divided by rows."""
+    twins = Twins.placed(replicated("grouped"), {}, EXACT)
+    config = {"threshold": THRESHOLD, **GROUPED}
+    groups = [dict(group) for group in twins.ours.param_groups]
+    for group, names in zip(groups, twins.ours.names):
+        group["names"] = names
+    options = {"process_group": dist.group.WORLD, "grad_reduce": "mean", "clip_config": config}
+    ours = optimizer.Muon(groups, **EXACT, **options)
+    logits = Recorder(LOGITS, dist.get_rank(), dist.get_world_size()).take()
+    reference = [
+        {"params": [q], "names": [name], "use_muon": q.ndim > 1, "lr": 0.02}
+        for name, _, q in twins.pairs
+    ]
+    plain = optimizer.Muon(reference, **EXACT, clip_config=config)
+    for _ in range(3):
+        for number, (_, p, q) in enumerate(twins.pairs):
+            q.grad = torch.full_like(q, 1.0 + number)
+            p.grad = q.grad.clone()
+        ours.step(qk_logits=logits)
+        plain.step(qk_logits={0: LOGITS})
+    for name, p, q in twins.pairs:
+        torch.testing.assert_close(p, q, rtol=0, atol=1e-6, msg=name)
+
+
+def test_zero2():
+    run_ranks(step_zero2, 2)
+
+
+# -- how logits come ---------------------------------------------------------------------------
+
+
+def plain_pair(mesh: DeviceMesh | None, dims=(0,)) -> tuple[list[DTensor], Any]:
+    shapes = [("wq", (24, 16)), ("wk", (12, 16))]
+    placements = [Replicate() if dim is None else Shard(dim) for dim in dims]
+    params = [
+        nn.Parameter(DTensor.from_local(torch.ones(shape), mesh, [Replicate()] * mesh.ndim))
+        for _, shape in shapes
+    ]
+    params = [nn.Parameter(p.detach().redistribute(mesh, placements)) for p in params]
+    for p in params:
+        p.grad = torch.zeros_like(p)
+    names = [f"layers.0.attention.{name}.weight" for name, _ in shapes]
+    group = {"params": params, "names": names, "use_muon": True, "none_grad": False}
+    config = {"head_dim": 6, "threshold": THRESHOLD}
+    return params, optimizer.Muon([group], lr=0.0, clip_config=config)
+
+
+def expected_rows() -> tuple[torch.Tensor, torch.Tensor]:
+    root = (THRESHOLD / LOGITS).clamp(max=1.0).sqrt()
+    keys = torch.stack([root[:2].min(), root[2:].min()])
+    return root.repeat_interleave(6), keys.repeat_interleave(6)
+
+
+def assert_clipped(params: Sequence[DTensor]) -> None:
+    for p, rows in zip(params, expected_rows()):
+        torch.testing.assert_close(p.full_tensor(), rows[:, None].expand(p.shape))
+
+
+def step_by_dtensors() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    dp, tp = mesh.get_coordinate()
+    low = torch.full((HEADS,), -5.0)
+    own = LOGITS if dp == 1 else low  # one of the data-parallel ranks has seen the largest
+    half = own[2 * tp : 2 * tp + 2]
+    given = {
+        "heads of this rank, on the tensor-parallel mesh": (half, mesh["tp"], [Shard(0)]),
+        "and on the whole mesh": (half, mesh, [Partial("max"), Shard(0)]),
+        "maxima still to take": (own, mesh["dp"], [Partial("max")]),
+        "the same everywhere": (LOGITS, mesh, [Replicate(), Replicate()]),
+        "replicas of which one knows": (own, mesh["tp"], [Replicate()]),
+    }
+    for name, (held, on, placements) in given.items():
+        with case(name):
+            params, optim = plain_pair(mesh, (0, 0))
+            logits = DTensor.from_local(held, on, placements, run_check=False)
+            optim.step(qk_logits={0: logits})
+            assert_clipped(params)
+    _, optim = plain_pair(mesh, (0, 0))
+    wrong = DTensor.from_local(LOGITS, mesh["dp"], [Partial("sum")], run_check=False)
+    with pytest.raises(ValueError, match="the maximum is needed"):
+        optim.step(qk_logits={0: wrong})
+    plain = nn.Parameter(torch.ones(24, 16))
+    plain.grad = torch.zeros_like(plain)
+    group = {"params": [("layers.0.wq.weight", plain)], "use_muon": True}
+    optim = optimizer.Muon([group], clip_config={"head_dim": 6})
+    shard = DTensor.from_local(half, mesh["tp"], [Shard(0)], run_check=False)
+    with pytest.raises(ValueError, match="weights are not shared with ranks"):
+        optim.step(qk_logits={0: shard})
+
+
+def test_logits_that_are_dtensors():
+    run_ranks(step_by_dtensors, 4)
+
+
+def collectives_of_many_layers() -> tuple[int, float]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    named = []
+    for layer in range(6):
+        for name in ("wq", "wk"):
+            p = nn.Parameter(DTensor.from_local(torch.randn(8, 8), mesh, [Shard(0)]))
+            p.grad = torch.zeros_like(p)
+            named.append((f"layers.{layer}.{name}.weight", p))
+    group = {"params": named, "use_muon": True, "none_grad": False}
+    counts = []
+    for logits in (None, {layer: torch.ones(4) for layer in range(6)}):
+        optim = optimizer.Muon([dict(group)], clip_config={"head_dim": 4})
+        optim.set_qk_logits(logits)
+        optim.step()
+        optim.set_qk_logits(logits)
+        counts.append(count(optim.step))
+    added = [c for c in counts[1].messages if "allreduce" in c.name.replace("_", "")]
+    assert len(counts[1].messages) == len(counts[0].messages) + 1
+    return len(added), added[0].sent
+
+
+@pytest.mark.filterwarnings("ignore:clip_config")
+def test_maxima_of_all_layers_travel_in_one_collective():
+    ranks = 2
+    per_rank = 2 * 4 * (6 * 4) * (ranks - 1) / ranks  # fp32
+    assert run_ranks(collectives_of_many_layers, ranks) == [(1, per_rank)] * ranks
+
+
+def reduce_by_hand() -> None:
+    rank = dist.get_rank()
+    logits = {"a": torch.tensor([1.0, rank]), 3: torch.tensor([-rank, math.inf, 2.0])}
+    logits["n"] = torch.tensor([math.nan if rank == 1 else 5.0]).bfloat16()
+    reduced = optimizer.qk_clip.reduce_qk_logits(logits)
+    assert {key: value.tolist() for key, value in reduced.items()} == {
+        "a": [1.0, 1.0],
+        3: [0.0, math.inf, 2.0],
+        "n": [math.inf],
+    }
+    assert logits["a"].tolist() == [1.0, rank]
+    assert optimizer.qk_clip.reduce_qk_logits({}) == {}
+
+
+def test_reducing_by_hand():
+    run_ranks(reduce_by_hand, 2)
+
+
+# -- ranks that disagree -----------------------------------------------------------------------
+
+
+def step_with(what: str) -> None:
+    mesh, rank = init_device_mesh("cpu", (2,)), dist.get_rank()
+    params, optim = plain_pair(mesh)
+    good = {0: LOGITS}
+    logits = {
+        "none on one rank": good if rank else None,
+        "too few on one rank": good if rank else {0: LOGITS[:3]},
+        "an unknown layer on one rank": good if rank else {**good, 5: LOGITS},
+    }.get(what, good)
+    if what == "another threshold on one rank":
+        names = optim.names
+        groups = [{**g, "names": n} for g, n in zip(optim.param_groups, names)]
+        optim = optimizer.Muon(groups, lr=0.0, clip_config={"head_dim": 6, "threshold": 5 + rank})
+    if what == "a recorder that fails on one rank" and rank == 0:
+        optim.qk_recorder = Failing()
+        logits = None
+    try:
+        optim.step(qk_logits=logits)
+    finally:
+        assert all((p.to_local() == 1).all() for p in params) and not optim.state
+
+
+class Failing:
+    def take(self):
+        raise ValueError("no attention was seen")
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("none on one rank", "would do different things.*QK-Clip of layer 0: threshold 6.0"),
+        ("too few on one rank", r"layer 0 have shape \(3,\)"),
+        ("an unknown layer on one rank", "qk_logits has 5"),
+        ("another threshold on one rank", "QK-Clip of layer 0: threshold 5.0"),
+        ("a recorder that fails on one rank", "no attention was seen"),
+    ],
+)
+def test_all_ranks_raise_before_anything_moved(what, message):
+    for outcome in rank_outcomes(step_with, 2, what):
+        assert outcome.error == "ValueError", outcome
+        with pytest.raises(ValueError, match=message):
+            raise ValueError(outcome.message)
+
+
+# -- models ------------------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wq = nn.Linear(16, 24)
+        self.wk = nn.Linear(16, 12)
+
+    def forward(self, x):
+        return self.wq(x).sum() + self.wk(x).square().sum()
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Attention() for _ in range(2))
+
+    def forward(self, x):
+        return sum(layer(x) for layer in self.layers)
+
+
+def train_sharded(offloaded: bool) -> None:
+    """Parameters in host memory too, which FSDP2 brings to the device of the mesh, here the CPU."""
+    mesh, rank = init_device_mesh("cpu", (2,)), dist.get_rank()
+    model, twin = Model(), Model()
+    policy = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if offloaded else {}
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, **policy)
+    fully_shard(model, mesh=mesh, **policy)
+    options = {"lr": 0.02, "clip_config": {"head_dim": 6, "threshold": THRESHOLD}, **EXACT}
+    ours, plain = (
+        optimizer.Muon(optimizer.muon.get_default_muon_param_groups(m), **options)
+        for m in (model, twin)
+    )
+    logits = {0: LOGITS, 1: LOGITS.flip(0)}
+    for step in range(3):
+        x = torch.randn(4, 16, generator=torch.Generator().manual_seed(step))
+        for m in (model, twin):
+            m(x).backward()
+        ours.step(qk_logits={k: m if rank == k else m - 9 for k, m in logits.items()})
+        plain.step(qk_logits=logits)
+        for optim in (ours, plain):
+            optim.zero_grad()
+    for p, q in zip(model.parameters(), twin.parameters()):
+        torch.testing.assert_close(p.full_tensor(), q, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_fsdp2(offloaded):
+    run_ranks(train_sharded, 2, offloaded)
