@@ -329,14 +329,18 @@ def step_without_reading(options):
     for param in (whole, rows, columns, both, other):
         param.grad = torch.randn_like(param)
     options = {k: dist.group.WORLD if v == "world" else v for k, v in options.items()}
+    names = ["whole", "layers.0.wq.weight", "layers.0.wk.weight", "both"]
+    muon = {"params": [whole, rows, columns, both], "names": names}
     groups = [
-        {"params": [whole, rows, columns, both], "use_muon": True, "split": 2},
-        {"params": [other], "use_muon": False},
+        {**muon, "use_muon": True, "split": 2},
+        {"params": [("layers.1.wq.weight", other)], "use_muon": False},
     ]
-    optim = optimizer.Muon(groups, **options)
+    clip = {"head_dim": 5, "threshold": 1.0}
+    optim = optimizer.Muon(groups, **options, clip_config=clip)
     optim.state_dict()  # creates state, on meshes that are looked up on the CPU
+    logits = {0: torch.tensor([2.0, torch.nan]), 1: torch.ones(8)}
     with RefusesToRead():
-        optim.step()
+        optim.step(qk_logits=logits)
 
 
 @pytest.mark.parametrize("algorithm", ["auto", "gram"])

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import reference
+from counters import count
 from kernel import optimizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -679,3 +680,20 @@ def test_the_summary_tells_what_is_clipped():
     clipped = {name for name, row in rows.items() if row["clipped"]}
     assert clipped == {"q_proj.weight", "q_proj.bias", "k_proj.weight", "k_proj.bias"}
     assert "QK-Clip" in str(optim.summary())
+
+
+def operations(layers: int, heads: int, clip: bool) -> int:
+    prefixes = [f"layers.{number}.attn" for number in range(layers)]
+    named = projections(*prefixes, rows=2 * heads)
+    optim = muon(named, clip_config=CONFIG, none_grad=False)
+    logits = {number: torch.full((heads,), 2 * THRESHOLD) for number in range(layers)}
+    optim.step(qk_logits=logits)
+    return count(lambda: optim.step(qk_logits=logits if clip else None)).operations
+
+
+@pytest.mark.filterwarnings("ignore:clip_config is given")
+def test_what_clipping_costs_does_not_depend_on_the_number_of_heads():
+    few, many = (operations(2, n, True) - operations(2, n, False) for n in (2, 64))
+    assert few == many
+    more = operations(12, 2, True) - operations(12, 2, False)
+    assert (more - few) / 10 <= 16  # for each further layer, most of them views

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from ranks import run_ranks
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 TINY = ["--steps", "8", "--eval-every", "2", "--warmup", "2", "--eval-batches", "2"]
 
@@ -25,6 +27,21 @@ def run(*arguments: object, ranks: int = 2) -> str:
             break
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def run_here(*arguments: object, ranks: int = 2) -> None:
+    """The same without torchrun, on ranks that need not import torch anew."""
+    run_ranks(train_on_this_rank, ranks, list(map(str, arguments)), timeout=300)
+
+
+def train_on_this_rank(arguments: list[str]) -> None:
+    sys.path.insert(0, str(EXAMPLES))
+    tests_own = sys.modules.pop("ranks")  # the example has a module of this name, too
+    import train
+
+    sys.modules["ranks"] = tests_own
+    sys.argv = ["train.py", *arguments]
+    train.main()
 
 
 def losses(folder: Path) -> list[tuple[str, str, str]]:
@@ -44,13 +61,13 @@ def losses(folder: Path) -> list[tuple[str, str, str]]:
 )
 def test_resuming_continues_bit_exactly(tmp_path, layout, ranks):
     common = [*TINY, "--optimizer", "muon", "--lr", "1e-2", *layout]
-    run(*common, "--out", tmp_path / "whole", ranks=ranks)
+    run_here(*common, "--out", tmp_path / "whole", ranks=ranks)
     checkpoints = ["--checkpoint-dir", tmp_path / "checkpoints", "--save-every", "4"]
     cut = [*common, "--out", tmp_path / "cut", *checkpoints]
-    run(*cut, "--stop-after", "5", ranks=ranks)
+    run_here(*cut, "--stop-after", "5", ranks=ranks)
     for late in (tmp_path / "checkpoints").glob("step-000005"):
         late.rename(tmp_path / "unused")  # as if the run had died between two checkpoints
-    run(*cut, "--resume", ranks=ranks)
+    (run_here if layout else run)(*cut, "--resume", ranks=ranks)
     whole = losses(tmp_path / "whole")
     assert len(whole) == 8
     assert losses(tmp_path / "cut") == whole
@@ -59,8 +76,8 @@ def test_resuming_continues_bit_exactly(tmp_path, layout, ranks):
 def test_tensor_parallelism_trains_as_plain_sharding_does(tmp_path):
     # The experts' balance is averaged over batches: compared is as many as with --tp 2 on 4 ranks.
     common = [*TINY, "--experts", 2]
-    run(*common, "--out", tmp_path / "plain", ranks=2)
-    run(*common, "--out", tmp_path / "tp", "--tp", 2, ranks=4)
+    run_here(*common, "--out", tmp_path / "plain", ranks=2)
+    run_here(*common, "--out", tmp_path / "tp", "--tp", 2, ranks=4)
     rounding = 1e-3  # Muon's arithmetic and wire are bf16
     for plain, tp in zip(losses(tmp_path / "plain"), losses(tmp_path / "tp"), strict=True):
         expected = [float(x or 0) for x in plain]
@@ -93,10 +110,10 @@ def test_muon_reaches_a_loss_well_below_that_of_adamw(tmp_path):
 )
 def test_replicas_train_as_plain_sharding_does(tmp_path, ranks, layouts):
     unclipped = ["--grad-clip", "1e9"]
-    run(*TINY, *unclipped, "--out", tmp_path / "plain", ranks=ranks)
+    run_here(*TINY, *unclipped, "--out", tmp_path / "plain", ranks=ranks)
     for layout in layouts:
         clip = [] if layout == ["--zero2"] else unclipped
-        run(*TINY, *clip, *layout, "--out", tmp_path / layout[0], ranks=ranks)
+        run_here(*TINY, *clip, *layout, "--out", tmp_path / layout[0], ranks=ranks)
         rows = zip(losses(tmp_path / "plain"), losses(tmp_path / layout[0]), strict=True)
         for plain, replicas in rows:
             expected = [float(x or 0) for x in plain]
