@@ -266,6 +266,8 @@ def _scan(inputs: _Inputs, block_size: Optional[int], best: Tensor) -> Tensor:
     if masks.document_ids is not None:
         ids = masks.document_ids
         masks = masks._replace(document_ids=(ids[0].clone(), ids[1].clone()))
+    if scale > 0:  # applied at the end; where the width is dynamic, scan would refuse the symbol
+        scale = 1.0
     inputs = _Inputs(q.clone(), k.clone(), ropes, masks, scale, wide)
 
     grid = _Grid.of(inputs, block_size)
