@@ -13,6 +13,7 @@ sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 import accuracy
 import offload
 import orthogonalize
+import qk_logits
 import simulated
 import step
 import timing
@@ -41,6 +42,22 @@ def test_orthogonalize_compares_every_form_with_plain_torch(capsys):
         ]
         assert rows[1][4] == rows[3][4] == "1.00"  # FLOPs / plain, of products that are whole
     assert "mm bfloat16 32" in printed
+
+
+def test_maxima_of_logits_are_timed_beside_attention(capsys):
+    qk_logits.main(["--shapes", "2x4x2x40x8", "--rounds", "1", "--markdown"])
+    printed = capsys.readouterr().out
+    rows = rows_of(printed, "2 × 4/2 × 40 × 8")
+    names = [qk_logits.OURS, qk_logits.ATTENTION, qk_logits.WHOLE]
+    assert [row[2] for row in rows] == 2 * names
+    assert [row[6] for row in rows if row[2] == qk_logits.ATTENTION] == ["1.00", "1.00"]
+    assert f"torch {torch.__version__}" in printed
+
+
+def test_the_whole_score_matrix_has_the_same_maxima():
+    q, k = torch.randn(2, 6, 40, 8), torch.randn(2, 2, 40, 8)
+    found = timing.load_kernel().qk_clip.max_qk_logits(q, k)
+    torch.testing.assert_close(qk_logits.whole(q, k), found)
 
 
 def test_plain_torch_is_an_orthogonalization():

@@ -2,5 +2,11 @@
 
 from .clip import reduce_qk_logits
 from .config import grouped_rows, stacked_rows
+from .logits import max_qk_logits
 
-__all__ = ["grouped_rows", "reduce_qk_logits", "stacked_rows"]
+__all__ = [
+    "grouped_rows",
+    "max_qk_logits",
+    "reduce_qk_logits",
+    "stacked_rows",
+]

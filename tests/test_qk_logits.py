@@ -1,0 +1,492 @@
+"""`max_qk_logits`: the maxima of the whole score matrix in float64, of whatever is masked."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from counters import count
+from kernel import optimizer
+
+max_qk_logits = optimizer.qk_clip.max_qk_logits
+logits = inspect.getmodule(max_qk_logits)
+
+HEADS = {"MHA": (4, 4), "GQA": (6, 2), "MQA": (3, 1)}
+KINDS = [*HEADS, "MLA", "MLA, a key per head"]
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(autouse=True)
+def one_thread_only(one_thread):
+    torch.manual_seed(0)
+
+
+def inputs_of(kind="GQA", dtype=torch.float32, B=2, Tq=37, Tk=None, D=8, R=4):
+    """Arguments by name."""
+    Tk = Tq if Tk is None else Tk
+    Hq, Hk = HEADS.get(kind, (4, 4))
+    made = {"q": torch.randn(B, Hq, Tq, D), "k": torch.randn(B, Hk, Tk, D)}
+    if kind.startswith("MLA"):
+        made["q_rope"] = torch.randn(B, Hq, Tq, R)
+        made["k_rope"] = torch.randn(B, 1 if kind == "MLA" else Hk, Tk, R)
+    return {name: tensor.to(dtype) for name, tensor in made.items()}
+
+
+def reference(
+    q, k, scale=None, causal=True, q_rope=None, k_rope=None, document_ids=None, mask_mod=None,
+    attn_mask=None,
+):  # fmt: skip
+    """All scores at once, in float64, every head by itself, every mask pair by pair."""
+    (B, Hq, Tq, D), (Hk, Tk) = q.shape, k.shape[1:3]
+    maxima = []
+    for h in range(Hq):
+        of_head = []
+        for b in range(B):
+            scores = q[b, h].double() @ k[b, h * Hk // Hq].double().T
+            width = D
+            if q_rope is not None:
+                key = k_rope[b, h if k_rope.shape[1] > 1 else 0]
+                scores = scores + q_rope[b, h].double() @ key.double().T
+                width += q_rope.shape[-1]
+            scores = scores * (width**-0.5 if scale is None else scale)
+            i, j = torch.arange(Tq)[:, None], torch.arange(Tk)
+            seen = torch.ones(Tq, Tk, dtype=torch.bool)
+            if causal:
+                seen &= i >= j
+            if document_ids is not None:
+                pair = document_ids if isinstance(document_ids, tuple) else [document_ids] * 2
+                of_q, of_k = (ids if ids.dim() == 1 else ids[b] for ids in pair)
+                seen &= of_q[:, None] == of_k
+            if mask_mod is not None:
+                seen &= mask_mod(torch.tensor(b), torch.tensor(h), i, j)
+            if attn_mask is not None:
+                mask = attn_mask.expand(B, Hq, Tq, Tk)[b, h]
+                seen &= mask if mask.dtype == torch.bool else mask > -30000
+            of_head.append(torch.where(seen, scores, -math.inf).flatten())
+        of_head = torch.cat(of_head)
+        maxima.append(of_head.max() if len(of_head) else torch.tensor(-math.inf).double())
+    return torch.stack(maxima)
+
+
+def assert_equal_to_reference(inputs, found=None, **options):
+    found = max_qk_logits(**inputs, **options) if found is None else found
+    options.pop("block_size", None)
+    dtype = inputs["q"].dtype
+    assert found.dtype == torch.promote_types(dtype, torch.float32)
+    expected = reference(**inputs, **options)
+    # What 16-bit inputs hold is exact, so that roundings are those of sums in fp32.
+    rtol = 1e-12 if dtype == torch.float64 else 3e-6
+    torch.testing.assert_close(found.double(), expected, rtol=rtol, atol=rtol, equal_nan=True)
+
+
+def documents(B, T, count=4):
+    return torch.randint(0, count, (B, T)).sort(-1).values
+
+
+# The reference's numbers
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_attention_gives_the_references_numbers(kind, dtype):
+    for T, causal, packed in itertools.product((1, 16, 37), (True, False), (None, "T", "B, T")):
+        ids = documents(2, T)
+        ids = {None: None, "T": ids[0], "B, T": ids}[packed]
+        for block_size in (None, 7):
+            inputs = inputs_of(kind, dtype, Tq=T)
+            options = {"causal": causal, "document_ids": ids, "block_size": block_size}
+            assert_equal_to_reference(inputs, **options)
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 3, 5, 16, 36, 37, 38, 1000])
+@pytest.mark.parametrize("kind", ["GQA", "MLA"])
+def test_blocks_of_any_size_give_the_same(kind, block_size):
+    inputs = inputs_of(kind, Tq=19 if block_size < 3 else 37)
+    for causal in (True, False):
+        assert_equal_to_reference(inputs, causal=causal, block_size=block_size)
+
+
+@pytest.mark.parametrize(("Tq", "Tk"), [(1, 40), (40, 1), (13, 40), (40, 13)])
+def test_queries_and_keys_of_different_lengths_align_at_the_start(Tq, Tk):
+    inputs = inputs_of(Tq=Tq, Tk=Tk)
+    ids = (documents(2, Tq), documents(2, Tk)[0])
+    for causal, block_size in itertools.product((True, False), (None, 4, 16)):
+        assert_equal_to_reference(inputs, causal=causal, block_size=block_size)
+        options = {"document_ids": ids, "block_size": block_size}
+        assert_equal_to_reference(inputs, causal=causal, **options)
+    mask = torch.ones(Tq, Tk, dtype=torch.bool).tril()
+    assert_equal_to_reference(inputs, max_qk_logits(**inputs), causal=False, attn_mask=mask)
+
+
+@pytest.mark.parametrize("numel", [1, 500, 2000, 10000])
+def test_batch_entries_and_heads_fall_into_blocks_of_any_number(monkeypatch, numel):
+    monkeypatch.setitem(logits.BLOCK_NUMEL, "cpu", numel)
+    for kind in KINDS:
+        assert_equal_to_reference(inputs_of(kind, B=3), document_ids=documents(3, 37))
+
+
+@pytest.mark.parametrize("scale", [0.3, 1, 0.0, -0.7])
+def test_scales_of_either_sign(scale):
+    inputs = inputs_of()
+    assert_equal_to_reference(inputs, scale=scale, block_size=8)
+    assert_equal_to_reference(inputs, scale=scale, document_ids=documents(2, 37))
+
+
+def test_strides_do_not_matter():
+    q, k = torch.randn(2, 37, 6, 8), torch.randn(2, 37, 4, 8)
+    inputs = {"q": q.transpose(1, 2), "k": k.transpose(1, 2)[:, ::2]}
+    assert_equal_to_reference(inputs, block_size=16)
+
+
+def test_16_bit_products_are_not_rounded():
+    inputs = inputs_of(dtype=torch.bfloat16, Tq=64, D=64)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_equal_to_reference(inputs)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_equal_to_reference(inputs_of(Tq=64))
+
+
+# Masks
+
+
+def sliding(b, h, i, j):
+    return (i - j).abs() <= 3
+
+
+def per_head(b, h, i, j):
+    return (i - j) % (h + 2) == 0
+
+
+def per_entry(b, h, i, j):
+    return (i + j) % 3 >= b
+
+
+def none_at_all(b, h, i, j):
+    return b < 0
+
+
+TABLE = torch.rand(2, 6, 37, 37, generator=torch.Generator().manual_seed(0)) < 0.1
+MASK_MODS = [sliding, per_head, per_entry, none_at_all, lambda b, h, i, j: TABLE[b, h, i, j]]
+
+
+@pytest.mark.parametrize("mask_mod", MASK_MODS)
+def test_mask_mods(mask_mod):
+    for causal, block_size in itertools.product((True, False), (None, 1, 10)):
+        inputs = inputs_of(Tq=11 if block_size == 1 else 37)
+        options = {"causal": causal, "mask_mod": mask_mod, "block_size": block_size}
+        assert_equal_to_reference(inputs, **options)
+
+
+@pytest.mark.parametrize("shape", [(), (37,), (37, 1), (37, 37), (6, 1, 37), (2, 1, 1, 37)])
+def test_masks_as_torchs_attention_takes_them(shape):
+    seen = torch.rand(shape) < 0.5
+    inputs = inputs_of()
+    for block_size in (None, 10):
+        assert_equal_to_reference(inputs, attn_mask=seen, block_size=block_size)
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        for lowest in (-math.inf, torch.finfo(dtype).min):
+            bias = (-100 * torch.rand(shape)).to(dtype).masked_fill(~seen, lowest)
+            assert_equal_to_reference(inputs, attn_mask=bias, block_size=10)
+
+
+def test_masks_are_combined():
+    options = {"document_ids": documents(2, 37), "mask_mod": per_head}
+    mask = torch.rand(2, 6, 37, 37) < 0.7
+    assert_equal_to_reference(inputs_of(), attn_mask=mask, **options, block_size=10)
+
+
+@pytest.mark.parametrize("worst", [math.nan, math.inf])
+def test_what_masked_pairs_hold_does_not_matter(worst):
+    inputs = inputs_of(B=1)
+    q, k = inputs["q"], inputs["k"]
+    expected = max_qk_logits(q[:, :, :36], k)
+    q[:, 1, 36] = worst  # the last query of head 1, of no pair that counts
+    k[:, :, 36] = worst
+    mask = torch.ones(37, 1, dtype=torch.bool)
+    mask[36] = False
+    for block_size in (None, 5):
+        found = max_qk_logits(q, k, attn_mask=mask, block_size=block_size)
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("block_size", [None, 5])
+def test_nan_where_it_counts_is_seen_by_its_head_only(block_size):
+    q, k = inputs_of().values()
+    q[1, 4, 30, 2] = math.nan
+    found = max_qk_logits(q, k, block_size=block_size)
+    assert found.isnan().tolist() == [False] * 4 + [True, False]
+    k[0, 0, 0] = math.nan
+    found = max_qk_logits(q, k, block_size=block_size)
+    assert found.isnan().tolist() == [True] * 3 + [False, True, False]
+
+
+@pytest.mark.parametrize(("B", "Tq", "Tk"), [(0, 4, 4), (2, 0, 4), (2, 4, 0), (2, 0, 0)])
+def test_nothing_at_all_is_minus_infinity(B, Tq, Tk):
+    found = max_qk_logits(**inputs_of(B=B, Tq=Tq, Tk=Tk))
+    assert found.tolist() == [-math.inf] * 6
+
+
+# Running maxima
+
+
+def test_running_maxima_are_those_of_all_batches():
+    batches = [inputs_of() for _ in range(3)]
+    out = torch.full((6,), -math.inf)
+    for batch in batches:
+        assert max_qk_logits(**batch, out=out) is out
+    torch.testing.assert_close(out, torch.stack([max_qk_logits(**b) for b in batches]).amax(0))
+    held = torch.full((6,), 1e6)
+    assert torch.equal(max_qk_logits(**batches[0], out=held), torch.full((6,), 1e6))
+
+
+def test_inputs_stay_as_they_are_and_no_gradient_flows():
+    inputs = {name: tensor.requires_grad_() for name, tensor in inputs_of("MLA").items()}
+    before = {name: tensor.detach().clone() for name, tensor in inputs.items()}
+    for scale in (None, -1.0):
+        found = max_qk_logits(**inputs, scale=scale)
+        assert not found.requires_grad and found.grad_fn is None
+    for name, tensor in inputs.items():
+        assert torch.equal(tensor, before[name]) and tensor.grad is None
+
+
+# Costs
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_memory_grows_with_nothing(monkeypatch, dtype):
+    monkeypatch.setitem(logits.BLOCK_NUMEL, "cpu", 1 << 12)
+    monkeypatch.setitem(logits.BLOCK_SIDE, "cpu", 32)
+    peaks = {}
+    for B, heads, T in ((1, 4, 64), (1, 4, 256), (8, 4, 64), (1, 32, 64)):
+        q = torch.randn(B, heads, T, 16).to(dtype)
+        ids, mask = torch.zeros(T, dtype=torch.int64), torch.zeros(T, T)
+        options = {"document_ids": ids, "attn_mask": mask, "mask_mod": sliding}
+        peaks[B, heads, T] = count(lambda: max_qk_logits(q, q, **options)).peak_bytes  # noqa: B023
+    assert max(peaks.values()) <= 2 * 4 * (1 << 12)
+    assert max(peaks.values()) < 1.1 * min(peaks.values())
+
+
+def test_blocks_above_the_diagonal_are_not_computed():
+    inputs = inputs_of("MHA", Tq=64)
+    with FlopCounterMode(display=False) as counter:
+        max_qk_logits(**inputs, block_size=8)
+    assert counter.get_total_flops() == 2 * 2 * 4 * 8 * (8 * 9 // 2) * 8 * 8
+
+
+class RefusesToRead(TorchDispatchMode):
+    READS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "_unique2", "equal")
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func._opname not in self.READS, func
+        assert func._opname != "_to_copy" or "device" not in (kwargs or {}), func
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_is_read_from_the_device(kind):
+    inputs, out = inputs_of(kind), torch.zeros(HEADS.get(kind, (4, 4))[0])
+    options = {"document_ids": documents(2, 37), "attn_mask": torch.zeros(37, 37)}
+    with RefusesToRead():
+        max_qk_logits(**inputs, **options, mask_mod=sliding, out=out, block_size=10)
+
+
+@pytest.mark.skipif(torch.version.hip is not None, reason="for NVIDIA's devices")
+def test_16_bit_products_on_cuda_are_asked_for_in_fp32():
+    with FakeTensorMode():  # which makes no products, and slices nothing without CUDA
+        q = torch.empty(2, 4, 70, 8, dtype=torch.bfloat16, device="cuda")
+        with Names() as counted:
+            scores = logits._products(q, q.narrow(1, 0, 2), torch.float32)
+    assert scores.shape == (2, 4, 70, 70) and scores.dtype == torch.float32
+    assert "bmm.dtype" in counted.names and "_to_copy.default" not in counted.names
+
+
+class Names(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+# Compiled
+
+
+def attend(q, k, **options):
+    """What surrounds the call in a model: gradients flow through everything but the maxima."""
+    heads = [q.shape[1], k.shape[1]]
+    q, k = torch.cat((q * 2.0, k), 1).split(heads, 1)  # views of one tensor
+    maxima = max_qk_logits(q, k, **options)
+    return maxima, (q @ k.mT.repeat_interleave(q.shape[1] // k.shape[1], 1)).square().mean()
+
+
+COMPILED = {
+    "causal": {},
+    "all pairs": {"causal": False},
+    "masks": {"mask_mod": per_head, "attn_mask": torch.rand(61) < 0.8},
+    "mask of all pairs": {"mask_mod": per_head, "causal": False},
+    "documents": {"document_ids": torch.arange(61) // 9},
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "numel"),  # one head or several to a block
+    [*((case, 600) for case in COMPILED), ("masks", 10000)],
+)
+def test_a_compiled_call_is_one_graph_of_the_same_numbers(monkeypatch, case, numel):
+    monkeypatch.setitem(logits.BLOCK_NUMEL, "cpu", numel)
+    monkeypatch.setitem(logits.BLOCK_SIDE, "cpu", 16)
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    q, k = inputs_of(Tq=61).values()
+    found, loss = compiled(q.requires_grad_(), k, **COMPILED[case])
+    loss.backward()
+    assert q.grad is not None
+    assert_equal_to_reference({"q": 2 * q.detach(), "k": k}, found, **COMPILED[case])
+
+
+@pytest.mark.parametrize("mask_mod", [None, sliding])
+def test_a_compiled_call_takes_any_length_and_one_graph_holds_one_block(monkeypatch, mask_mod):
+    monkeypatch.setitem(logits.BLOCK_NUMEL, "cpu", 4000)
+    monkeypatch.setitem(logits.BLOCK_SIDE, "cpu", 16)
+    torch._dynamo.reset()
+    sizes = []
+
+    def backend(graph, _):
+        sizes.append(
+            sum(len(m.graph.nodes) for m in graph.modules() if isinstance(m, torch.fx.GraphModule))
+        )
+        return graph.forward
+
+    compiled = torch.compile(max_qk_logits, fullgraph=True, backend=backend)
+    for T in (61, 100, 333):
+        inputs = inputs_of(Tq=T)
+        for tensor in inputs.values():
+            torch._dynamo.mark_dynamic(tensor, 2)
+        found = compiled(**inputs, mask_mod=mask_mod)
+        assert_equal_to_reference(inputs, found, mask_mod=mask_mod)
+    assert len(sizes) == 1 and sizes[0] < 400
+
+
+def test_running_maxima_under_compile():
+    torch._dynamo.reset()
+    compiled = torch.compile(max_qk_logits, fullgraph=True, backend="aot_eager")
+    out = torch.full((6,), -math.inf)
+    batches = [inputs_of(Tq=20) for _ in range(2)]
+    for batch in batches:
+        compiled(**batch, out=out, block_size=8)
+    torch.testing.assert_close(out, torch.stack([max_qk_logits(**b) for b in batches]).amax(0))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_within_a_checkpoint(compiled):
+    torch._dynamo.reset()
+
+    def model(q, k):
+        return checkpoint(lambda q, k: attend(q, k, block_size=16), q, k, use_reentrant=False)
+
+    q, k = inputs_of().values()
+    call = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
+    found, loss = call(q.requires_grad_(), k)
+    loss.backward()
+    assert_equal_to_reference({"q": 2 * q.detach(), "k": k}, found)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_autocast_does_not_apply_under_compile(backend):
+    torch._dynamo.reset()
+    inputs = inputs_of()
+
+    def model(**inputs):
+        with torch.autocast("cpu", torch.bfloat16):
+            found = max_qk_logits(**inputs), max_qk_logits(**inputs, mask_mod=per_head)
+            return *found, inputs["q"] @ inputs["q"].mT
+
+    *found, product = torch.compile(model, fullgraph=True, backend=backend)(**inputs)
+    assert product.dtype == torch.bfloat16
+    assert_equal_to_reference(inputs, found[0])
+    assert_equal_to_reference(inputs, found[1], mask_mod=per_head)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_inductor_gives_the_same_numbers(dynamic):
+    torch._dynamo.reset()
+    q, k = inputs_of(dtype=torch.bfloat16, Tq=61).values()
+    q[0, 1, 50, 0] = math.nan
+    options = {"document_ids": torch.arange(61) // 9, "block_size": 16}
+    compiled = torch.compile(attend, fullgraph=True, dynamic=dynamic)
+    for mask_mod in (None, per_head):
+        found, loss = compiled(q.requires_grad_(), k, **options, mask_mod=mask_mod)
+        loss.backward()
+        expected = {**options, "mask_mod": mask_mod}
+        assert_equal_to_reference({"q": 2 * q.detach(), "k": k}, found, **expected)
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"q": torch.ones(4, 8)}, r"q must be \(batch, heads, positions, width\).*\(4, 8\)"),
+        ({"k": torch.ones(2, 4, 37, 8)}, "q has 6 heads, which is no multiple of the 4 heads of k"),
+        ({"k": torch.ones(2, 2, 37, 9)}, r"k of shape \(2, 2, 37, 9\) does not fit q"),
+        ({"k": torch.ones(3, 2, 37, 8)}, r"k of shape \(3, 2, 37, 8\) does not fit q"),
+        ({"k": torch.ones(2, 2, 37, 8).half()}, "k is torch.float16, but q is torch.float32"),
+        ({"q": torch.ones(2, 6, 37, 8).int()}, "q must be real floating point, not torch.int32"),
+        ({"k": torch.ones(2, 2, 37, 8, device="meta")}, "k is on meta, but q on cpu"),
+        ({"k": [1.0]}, "k must be a tensor, not list"),
+        ({"q_rope": torch.ones(2, 6, 37, 4)}, "only q_rope was given"),
+        (
+            {"q_rope": torch.ones(2, 6, 36, 4), "k_rope": torch.ones(2, 1, 37, 4)},
+            r"q_rope of shape \(2, 6, 36, 4\) does not fit",
+        ),
+        (
+            {"q_rope": torch.ones(2, 6, 37, 4), "k_rope": torch.ones(2, 3, 37, 4)},
+            r"k_rope must be \(2, 2, 37, 4\) or \(2, 1, 37, 4\).*\(2, 3, 37, 4\)",
+        ),
+        ({"scale": math.inf}, "scale must be finite, not inf"),
+        ({"scale": torch.tensor(1.0)}, "scale must be a number"),
+        ({"block_size": 0}, "block_size must be a positive integer, not 0"),
+        ({"block_size": 2.5}, "block_size must be a positive integer, not 2.5"),
+        ({"document_ids": torch.ones(36).long()}, r"document_ids must be \(37,\) or \(2, 37\)"),
+        ({"document_ids": torch.ones(37)}, "document_ids must be integers, not torch.float32"),
+        ({"document_ids": (torch.ones(37).long(),) * 3}, "a tensor or two, not 3"),
+        ({"k": torch.ones(2, 2, 9, 8), "document_ids": torch.ones(37).long()}, "tuple"),
+        ({"attn_mask": torch.ones(3, 1, 37, 37) > 0}, r"attn_mask of shape \(3, 1, 37, 37\)"),
+        ({"attn_mask": torch.ones(37, 37).int()}, "attn_mask must be bool or floating point"),
+        ({"mask_mod": lambda b, h, i, j: i - j}, "mask_mod must return.*not torch.int64"),
+        ({"mask_mod": lambda b, h, i, j: True}, "mask_mod must return.*not bool"),
+        ({"out": torch.ones(5)}, r"out must be \(6,\) of torch.float32, but has shape \(5,\)"),
+        ({"out": torch.ones(6).double()}, r"out must be .* and torch.float64"),
+    ],
+)
+def test_errors_name_the_argument_and_what_was_found(changed, message):
+    with pytest.raises(ValueError, match=message):
+        max_qk_logits(**{**inputs_of(), **changed})
+
+
+def test_dtensors_are_refused():
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    try:
+        q, k = inputs_of().values()
+        sharded = DTensor.from_local(q, init_device_mesh("cpu", (1,)), [Replicate()])
+        with pytest.raises(ValueError, match="q is a DTensor: pass the heads of this rank"):
+            max_qk_logits(sharded, k)
+    finally:
+        dist.destroy_process_group()

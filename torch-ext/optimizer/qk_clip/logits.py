@@ -1,0 +1,523 @@
+"""The largest attention logit of every query head, without the score matrix.
+
+Scores are made block by block: some batch entries and heads, a square of queries and keys. The loop
+over them is one operator of a compiled graph, or, with a mask_mod, a scan, so that no graph grows
+with the length.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, Optional, Union
+
+import torch
+from torch import Tensor
+
+from ..distributed.utils import is_dtensor
+
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+DocumentIds = Union[Tensor, tuple[Tensor, Tensor]]
+
+# Elements of a block, its scores and the rows they are made of, and its longest side in positions.
+# On CPUs a block stays in the cache; on accelerators it is worth its launches. Longer sides waste
+# more above the diagonal.
+BLOCK_NUMEL = {"cpu": 1 << 20}
+DEFAULT_BLOCK_NUMEL = 8 << 20
+BLOCK_SIDE = {"cpu": 256}
+DEFAULT_BLOCK_SIDE = 512
+
+# Additive masks exclude a pair by -inf, by their dtype's minimum, or by a sum of such; what is no
+# more than this (in fp16, half of the minimum) is none of a bias.
+EXCLUDED = -1e8
+
+
+@torch.no_grad()
+def max_qk_logits(
+    q: Tensor,  # (B, Hq, Tq, D)
+    k: Tensor,  # (B, Hk, Tk, D)
+    scale: Optional[float] = None,
+    causal: bool = True,
+    *,
+    q_rope: Optional[Tensor] = None,  # (B, Hq, Tq, R)
+    k_rope: Optional[Tensor] = None,  # (B, 1 or Hk, Tk, R)
+    document_ids: Optional[DocumentIds] = None,
+    mask_mod: Optional[MaskMod] = None,
+    attn_mask: Optional[Tensor] = None,
+    out: Optional[Tensor] = None,
+    block_size: Optional[int] = None,
+) -> Tensor:
+    """Largest logit ``scale · q·k`` of each query head, over the batch and all pairs it may use.
+
+    S_max of QK-Clip (Kimi K2, arXiv:2507.20534, algorithm 1): the logits before the softmax. A pair
+    counts where every mask that is given admits it. A head without such a pair gets -inf; NaN in
+    the logit of one that counts gives NaN, and what the others hold does not matter.
+
+    Products of 16-bit inputs are exact and added up in fp32: rounded to bf16, a logit and thereby a
+    clip would be wrong by up to 0.2 %. Autocast does not apply. TF32, where it is on, does so to
+    fp32 inputs. Nothing is read from the device, and no gradient flows.
+
+    The memory this takes, beside the result, does not depend on B, H or T: some 8 MiB on CPUs and
+    64 MiB on accelerators, or what ``block_size`` makes of it.
+
+    Under ``torch.compile`` it is part of the full graph, also with dynamic shapes. Inside a
+    compiled `torch.utils.checkpoint`, give masks by tensors: a mask_mod's loop is one of torch's
+    ``scan``, which torch does not recompute, and which takes copies of q and k; ``out`` is not to
+    be updated there.
+
+    Args:
+        q: queries (B, Hq, Tq, D), as attention takes them (rotary embedding applied), of any real
+            floating dtype and any strides.
+        k: keys (B, Hk, Tk, D) of the same dtype; Hq is a multiple of Hk, and query head h reads key
+            head h // (Hq / Hk).
+        scale: of the logits; None is 1/sqrt(D + R).
+        causal: query i uses keys j ≤ i only. Both count from 0, as `is_causal` of torch's
+            `scaled_dot_product_attention` has it for Tq ≠ Tk too: for queries at the end of longer
+            keys, give causal=False and a mask. Blocks above the diagonal are not computed.
+        q_rope: a second part of the queries (B, Hq, Tq, R), as in multi-head latent attention:
+            logits are scale · (q·k + q_rope·k_rope).
+        k_rope: that of the keys, (B, Hk, Tk, R), or (B, 1, Tk, R) where heads share it.
+        document_ids: integers (T,) or (B, T) of packed sequences: pairs of the same document only.
+            A tuple (of queries, of keys) where Tq ≠ Tk.
+        mask_mod: ``mask_mod(b, h, q_idx, kv_idx)``, as FlexAttention has it: whether a query head
+            may use a pair. Called with integer tensors that broadcast to (B, Hq, Tq, Tk) of a
+            block; returns booleans that do so. Its blocks are all computed.
+        attn_mask: broadcasts to (B, Hq, Tq, Tk), as torch's attention takes it: True where a pair
+            counts, or a floating point bias. A bias excludes pairs by -inf or numbers of its
+            dtype's minimum's size (below -1e8, or half of fp16's minimum); others are not added:
+            QK-Clip scales q·k, not the bias. It comes on top of ``causal``.
+        out: running maxima (Hq,), of the result's dtype: updated in place, and returned.
+        block_size: queries, and keys, of a block; None chooses.
+
+    Returns:
+        Maxima (Hq,) on q's device, fp32, or fp64 for fp64 inputs.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit, or DTensors; names the argument.
+    """
+    _check_tensors(q, k, q_rope, k_rope)
+    (B, Hq, Tq, D), Tk = q.shape, k.shape[2]
+    width = D + (0 if q_rope is None else q_rope.shape[-1])
+    scale = _check_scale(scale, width)
+    if block_size is not None and not (isinstance(block_size, int) and block_size >= 1):
+        raise ValueError(f"block_size must be a positive integer, not {block_size!r}")
+    wide = torch.promote_types(q.dtype, torch.float32)
+    masks = _Masks(
+        causal,
+        _check_document_ids(document_ids, B, Tq, Tk, q.device),
+        mask_mod,
+        _check_attn_mask(attn_mask, (B, Hq, Tq, Tk), q.device),
+    )
+    _check_out(out, Hq, wide, q.device)
+
+    ropes = None if q_rope is None or k_rope is None else (q_rope.detach(), k_rope.detach())
+    inputs = _Inputs(q.detach(), k.detach(), ropes, masks, scale, wide)
+    best = torch.full((Hq,), -math.inf, dtype=wide, device=q.device)
+    if B > 0 and Tq > 0 and Tk > 0:
+        if not torch.compiler.is_compiling():
+            _loop(inputs, block_size, best)
+        elif mask_mod is not None:
+            best = _scan(inputs, block_size, best)
+        else:
+            best = _loop_of_graphs(
+                inputs.q,
+                inputs.k,
+                *(ropes or (None, None)),
+                *(masks.document_ids or (None, None)),
+                masks.attn_mask,
+                float(scale),
+                causal,
+                block_size,
+            )
+    if scale > 0:  # the order of the products is that of the logits
+        best = best * scale
+    return best if out is None else out.copy_(torch.maximum(out, best))
+
+
+class _Masks(NamedTuple):
+    causal: bool
+    document_ids: Optional[tuple[Tensor, Tensor]]  # (B or 1, Tq), (B or 1, Tk)
+    mask_mod: Optional[MaskMod]
+    attn_mask: Optional[Tensor]  # four dimensions, each of 1 or all
+
+
+class _Inputs(NamedTuple):
+    q: Tensor  # (B, Hq, Tq, D)
+    k: Tensor  # (B, Hk, Tk, D)
+    ropes: Optional[tuple[Tensor, Tensor]]
+    masks: _Masks
+    scale: float
+    wide: torch.dtype
+
+
+Selection = Union[slice, Tensor]  # a tensor holds indices, (n,)
+
+
+class _Block(NamedTuple):
+    """Indices of a block in each dimension."""
+
+    batch: Selection
+    query_heads: Selection
+    key_heads: Selection
+    queries: Selection
+    keys: Selection
+
+
+class _Grid(NamedTuple):
+    """How everything falls into blocks.
+
+    Args:
+        totals: batch entries, key heads, queries and keys there are.
+        sizes: of those, how many a block has; fewer at an end.
+    """
+
+    totals: tuple[int, int, int, int]
+    sizes: tuple[int, int, int, int]
+
+    @classmethod
+    def of(cls, inputs: _Inputs, block_size: Optional[int]) -> _Grid:
+        (B, Hq, Tq, D), (Hk, Tk) = inputs.q.shape, inputs.k.shape[1:3]
+        width = D + (inputs.ropes[0].shape[-1] if inputs.ropes is not None else 0)
+        group = Hq // Hk
+        device = inputs.q.device.type
+        numel = BLOCK_NUMEL.get(device, DEFAULT_BLOCK_NUMEL)
+
+        def numel_of_head(side: int) -> int:
+            queries, keys = group * min(side, Tq), min(side, Tk)
+            return queries * keys + (queries + keys) * width
+
+        side = block_size or BLOCK_SIDE.get(device, DEFAULT_BLOCK_SIDE)
+        while block_size is None and side > 16 and numel_of_head(side) > numel:
+            side //= 2
+        heads = max(1, numel // numel_of_head(side))
+        batch = max(1, heads // Hk)
+        return cls((B, Hk, Tq, Tk), (min(batch, B), min(heads, Hk), min(side, Tq), min(side, Tk)))
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        return tuple(-(-total // size) for total, size in zip(self.totals, self.sizes))
+
+
+def _loop(inputs: _Inputs, block_size: Optional[int], best: Tensor) -> None:
+    """Updates the maxima by every block, slice by slice."""
+    grid = _Grid.of(inputs, block_size)
+    group = inputs.q.shape[1] // inputs.k.shape[1]
+    batches, heads, queries, keys = (
+        list(_slices(total, size)) for total, size in zip(grid.totals, grid.sizes)
+    )
+    for batch in batches:
+        for key_heads in heads:
+            query_heads = slice(group * key_heads.start, group * key_heads.stop)
+            part = best[query_heads]
+            for rows in queries:
+                for columns in keys:
+                    if inputs.masks.causal and columns.start >= rows.stop:
+                        break
+                    block = _Block(batch, query_heads, key_heads, rows, columns)
+                    torch.maximum(part, _maxima(inputs, block), out=part)
+
+
+# One operator of compiled graphs, whatever the length. Another copy of this package in the process
+# registers its own: the name is that of the module.
+@torch.library.custom_op(f"{__name__.replace('.', '_')}::max_qk_products", mutates_args=())
+def _loop_of_graphs(
+    q: Tensor,
+    k: Tensor,
+    q_rope: Optional[Tensor],
+    k_rope: Optional[Tensor],
+    ids_of_queries: Optional[Tensor],
+    ids_of_keys: Optional[Tensor],
+    attn_mask: Optional[Tensor],
+    scale: float,
+    causal: bool,
+    block_size: Optional[int],
+) -> Tensor:
+    ropes = None if q_rope is None or k_rope is None else (q_rope, k_rope)
+    ids = None if ids_of_queries is None or ids_of_keys is None else (ids_of_queries, ids_of_keys)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    inputs = _Inputs(q, k, ropes, _Masks(causal, ids, None, attn_mask), scale, wide)
+    best = torch.full((q.shape[1],), -math.inf, dtype=wide, device=q.device)
+    _loop(inputs, block_size, best)
+    return best
+
+
+@_loop_of_graphs.register_fake
+def _(q: Tensor, *_: object) -> Tensor:
+    return q.new_empty(q.shape[1], dtype=torch.promote_types(q.dtype, torch.float32))
+
+
+def _slices(total: int, size: int) -> Iterator[slice]:
+    for start in range(0, total, size):
+        yield slice(start, min(start + size, total))
+
+
+def _scan(inputs: _Inputs, block_size: Optional[int], best: Tensor) -> Tensor:
+    """The same within a graph, which a mask_mod is part of: blocks of tensors of indices, numbered.
+
+    All have one shape: the last of a dimension is moved back to its end, and overlaps the one
+    before, of which a maximum takes no harm.
+    """
+    from torch._higher_order_ops.scan import scan
+
+    # Queries and keys are often views of one projection, and scan takes no views of one storage.
+    q, k, ropes, masks, scale, wide = inputs
+    if ropes is not None:
+        ropes = ropes[0].clone(), ropes[1].clone()
+    if masks.document_ids is not None:
+        ids = masks.document_ids
+        masks = masks._replace(document_ids=(ids[0].clone(), ids[1].clone()))
+    if scale > 0:  # applied at the end; where the width is dynamic, scan would refuse the symbol
+        scale = 1.0
+    inputs = _Inputs(q.clone(), k.clone(), ropes, masks, scale, wide)
+
+    grid = _Grid.of(inputs, block_size)
+    group = inputs.q.shape[1] // inputs.k.shape[1]
+    device = best.device
+    n_batches, n_heads, n_rows, n_columns = grid.counts
+    all_heads = grid.totals[1] <= grid.sizes[1]
+    if inputs.masks.causal:  # a row of squares reaches to the diagonal
+        lengths = torch.arange(1, n_rows + 1, device=device).clamp_max(n_columns)
+        corner = min(n_rows, n_columns)
+        pairs = corner * (corner + 1) // 2 + (n_rows - corner) * n_columns
+    else:
+        lengths = torch.full((n_rows,), n_columns, device=device)
+        pairs = n_rows * n_columns
+    ends = lengths.cumsum(0)
+
+    def select(number: Tensor, dim: int) -> Tensor:
+        total, size = grid.totals[dim], grid.sizes[dim]
+        return (number * size).clamp_max(total - size) + torch.arange(size, device=device)
+
+    def update(best: Tensor, number: Tensor) -> tuple[Tensor, Tensor]:
+        pair, rest = number % pairs, number // pairs
+        is_above = ends <= pair
+        row, column = is_above.sum(), pair - torch.where(is_above, lengths, 0).sum()
+        key_heads = select(rest % n_heads, 1)
+        query_heads = key_heads[:, None] * group + torch.arange(group, device=device)
+        query_heads = query_heads.flatten()
+        batch = select(rest // n_heads, 0)
+        block = _Block(batch, query_heads, key_heads, select(row, 2), select(column, 3))
+        maxima = _maxima(inputs, block)
+        if all_heads:
+            best = torch.maximum(best, maxima)
+        else:
+            best = best.index_copy(
+                0, query_heads, torch.maximum(best.index_select(0, query_heads), maxima)
+            )
+        return best, number.clone()  # it wants an output of each step
+
+    return scan(update, best, torch.arange(n_batches * n_heads * pairs, device=device))[0]
+
+
+def _maxima(inputs: _Inputs, block: _Block) -> Tensor:
+    """Largest products of the query heads of a block; logits, where the scale is not positive."""
+    q = _part(inputs.q, block.batch, block.query_heads, block.queries)
+    k = _part(inputs.k, block.batch, block.key_heads, block.keys)
+    if inputs.ropes is not None:
+        q_rope, k_rope = inputs.ropes
+        q = torch.cat((q, _part(q_rope, block.batch, block.query_heads, block.queries)), -1)
+        k_rope = _part(k_rope, block.batch, block.key_heads, block.keys)
+        k = torch.cat((k, k_rope.expand(*k.shape[:-1], -1)), -1)
+    scores = _products(q, k, inputs.wide)
+    if inputs.scale <= 0:
+        scores.mul_(inputs.scale)
+    for excluded in _excluded(inputs.masks, block, q.device):
+        scores.masked_fill_(excluded, -math.inf)
+    return scores.amax((0, 2, 3))
+
+
+def _part(tensor: Tensor, *selections: Selection) -> Tensor:
+    """The block of a tensor whose first dimensions are selected from; a dimension of 1 stays."""
+    index: list[Selection] = []
+    for dim, chosen in enumerate(selections):
+        if isinstance(chosen, slice):
+            index.append(chosen if tensor.shape[dim] != 1 else slice(None))
+        else:
+            chosen = chosen if tensor.shape[dim] != 1 else chosen.new_zeros(1)
+            index.append(chosen.view(-1, *[1] * (len(selections) - 1 - dim)))
+    return tensor[tuple(index)]
+
+
+def _products(q: Tensor, k: Tensor, wide: torch.dtype) -> Tensor:
+    """q·k of a block, (b, hq, queries, keys), the query heads of a key head in one product."""
+    b, hk, keys, D = k.shape
+    rows = q.reshape(b * hk, -1, D)
+    columns = k.reshape(b * hk, keys, D).transpose(1, 2)
+    with torch.autocast(q.device.type, enabled=False):  # it would round fp32 to its own dtype
+        if _has_wide_products(q):
+            scores = torch.bmm(rows, columns, out_dtype=wide)
+        else:
+            scores = torch.bmm(rows.to(wide), columns.to(wide))
+    return scores.view(b, q.shape[1], q.shape[2], keys)
+
+
+def _has_wide_products(tensor: Tensor) -> bool:
+    """Whether there are products of 16-bit inputs with fp32 results: on NVIDIA's devices."""
+    is_narrow = tensor.dtype in (torch.float16, torch.bfloat16)
+    return is_narrow and tensor.device.type == "cuda" and torch.version.hip is None
+
+
+def _excluded(masks: _Masks, block: _Block, device: torch.device) -> Iterator[Tensor]:
+    """Pairs of a block that do not count, by each mask: broadcast to (b, hq, queries, keys)."""
+    rows, columns = block.queries, block.keys
+    is_below_diagonal = (
+        isinstance(rows, slice) and isinstance(columns, slice) and columns.stop <= rows.start + 1
+    )
+    if masks.causal and not is_below_diagonal:
+        yield _indices(rows, device)[:, None] < _indices(columns, device)
+    if masks.document_ids is not None:
+        of_queries, of_keys = masks.document_ids
+        of_queries = _part(of_queries, block.batch, rows)
+        of_keys = _part(of_keys, block.batch, columns)
+        yield of_queries[:, None, :, None] != of_keys[:, None, None, :]
+    if masks.attn_mask is not None:
+        mask = _part(masks.attn_mask, block.batch, block.query_heads, rows, columns)
+        if mask.dtype == torch.bool:
+            yield ~mask
+        else:
+            yield mask <= max(EXCLUDED, torch.finfo(mask.dtype).min / 2)
+    if masks.mask_mod is not None:
+        admitted = masks.mask_mod(
+            _indices(block.batch, device)[:, None, None, None],
+            _indices(block.query_heads, device)[:, None, None],
+            _indices(rows, device)[:, None],
+            _indices(columns, device),
+        )
+        if not isinstance(admitted, Tensor) or admitted.dtype != torch.bool:
+            found = admitted.dtype if isinstance(admitted, Tensor) else type(admitted).__name__
+            raise ValueError(f"mask_mod must return a tensor of booleans, not {found}")
+        yield ~admitted
+
+
+def _indices(chosen: Selection, device: torch.device) -> Tensor:
+    if isinstance(chosen, slice):
+        return torch.arange(chosen.start, chosen.stop, device=device)
+    return chosen
+
+
+# -- what is given -------------------------------------------------------------------------------
+
+
+def _check_tensors(
+    q: Tensor, k: Tensor, q_rope: Optional[Tensor], k_rope: Optional[Tensor]
+) -> None:
+    if (q_rope is None) != (k_rope is None):
+        given = "q_rope" if k_rope is None else "k_rope"
+        raise ValueError(f"q_rope and k_rope belong together: only {given} was given")
+    for name, tensor in (("q", q), ("k", k), ("q_rope", q_rope), ("k_rope", k_rope)):
+        if tensor is None:
+            continue
+        _check_local(name, tensor)
+        if tensor.dim() != 4:
+            raise ValueError(
+                f"{name} must be (batch, heads, positions, width), but has shape "
+                f"{tuple(tensor.shape)}"
+            )
+        if not tensor.is_floating_point():
+            raise ValueError(f"{name} must be real floating point, not {tensor.dtype}")
+        if tensor.dtype != q.dtype:
+            raise ValueError(f"{name} is {tensor.dtype}, but q is {q.dtype}")
+        _check_device(name, tensor, q.device)
+    (B, Hq, _, D), (Hk, Tk) = q.shape, k.shape[1:3]
+    if k.shape[0] != B or k.shape[3] != D:
+        raise ValueError(
+            f"k of shape {tuple(k.shape)} does not fit q of shape {tuple(q.shape)}: batch and "
+            "width must be equal"
+        )
+    if Hk == 0 or Hq == 0 or Hq % Hk:
+        raise ValueError(f"q has {Hq} heads, which is no multiple of the {Hk} heads of k")
+    if q_rope is None or k_rope is None:
+        return
+    if q_rope.shape[:3] != q.shape[:3]:
+        raise ValueError(
+            f"q_rope of shape {tuple(q_rope.shape)} does not fit q of shape {tuple(q.shape)}: all "
+            "but the width must be equal"
+        )
+    R = q_rope.shape[3]
+    if k_rope.shape[1] not in (1, Hk) or k_rope.shape != (B, k_rope.shape[1], Tk, R):
+        raise ValueError(
+            f"k_rope must be {(B, Hk, Tk, R)} or {(B, 1, Tk, R)}, but has shape "
+            f"{tuple(k_rope.shape)}"
+        )
+
+
+def _check_local(name: str, tensor: Optional[Tensor]) -> None:
+    if is_dtensor(tensor):
+        raise ValueError(
+            f"{name} is a DTensor: pass the heads of this rank, {name}.to_local(), and put the "
+            "maxima of all ranks together afterwards"
+        )
+    if not isinstance(tensor, Tensor):
+        raise ValueError(f"{name} must be a tensor, not {type(tensor).__name__}")
+
+
+def _check_device(name: str, tensor: Tensor, device: torch.device) -> None:
+    if tensor.device != device:
+        raise ValueError(f"{name} is on {tensor.device}, but q on {device}")
+
+
+def _check_scale(scale: Union[float, Tensor, None], width: int) -> float:
+    if scale is None:
+        if width == 0:
+            raise ValueError("q and k have no columns")
+        return width**-0.5
+    if isinstance(scale, Tensor):
+        raise ValueError("scale must be a number: a tensor would have to be read from its device")
+    if not math.isfinite(scale):
+        raise ValueError(f"scale must be finite, not {scale}")
+    return scale
+
+
+def _check_document_ids(
+    ids: Optional[DocumentIds], B: int, Tq: int, Tk: int, device: torch.device
+) -> Optional[tuple[Tensor, Tensor]]:
+    """(B or 1, Tq) and (B or 1, Tk)."""
+    if ids is None:
+        return None
+    if isinstance(ids, Tensor) and Tq != Tk:
+        raise ValueError(
+            f"document_ids must be a tuple (of queries, of keys) where q has {Tq} positions and k "
+            f"{Tk}"
+        )
+    pair = (ids, ids) if isinstance(ids, Tensor) else tuple(ids)
+    if len(pair) != 2:
+        raise ValueError(f"document_ids must be a tensor or two, not {len(pair)}")
+    for part, T in zip(pair, (Tq, Tk)):
+        _check_local("document_ids", part)
+        if part.is_floating_point() or part.is_complex() or part.dtype == torch.bool:
+            raise ValueError(f"document_ids must be integers, not {part.dtype}")
+        if tuple(part.shape) not in ((T,), (B, T)):
+            raise ValueError(
+                f"document_ids must be {(T,)} or {(B, T)}, but have shape {tuple(part.shape)}"
+            )
+        _check_device("document_ids", part, device)
+    of_queries, of_keys = (part if part.dim() == 2 else part[None] for part in pair)
+    return of_queries, of_keys
+
+
+def _check_attn_mask(
+    mask: Optional[Tensor], shape: tuple[int, int, int, int], device: torch.device
+) -> Optional[Tensor]:
+    """With all four dimensions, each of 1 or that of the scores."""
+    if mask is None:
+        return None
+    _check_local("attn_mask", mask)
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise ValueError(f"attn_mask must be bool or floating point, not {mask.dtype}")
+    given = tuple(mask.shape)
+    padded = (1,) * (4 - len(given)) + given
+    if len(given) > 4 or any(n not in (1, size) for n, size in zip(padded, shape)):
+        raise ValueError(f"attn_mask of shape {given} does not broadcast to {shape}")
+    _check_device("attn_mask", mask, device)
+    return mask.detach().view(padded)
+
+
+def _check_out(out: Optional[Tensor], Hq: int, dtype: torch.dtype, device: torch.device) -> None:
+    if out is None:
+        return
+    _check_local("out", out)
+    if tuple(out.shape) != (Hq,) or out.dtype != dtype:
+        raise ValueError(
+            f"out must be {(Hq,)} of {dtype}, but has shape {tuple(out.shape)} and {out.dtype}"
+        )
+    _check_device("out", out, device)
