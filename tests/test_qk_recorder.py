@@ -14,6 +14,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import (
     AuxOutput,
@@ -22,6 +26,7 @@ from torch.nn.attention.flex_attention import (
     flex_attention,
 )
 from torch.nn.functional import scaled_dot_product_attention as imported_by_name
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -30,6 +35,9 @@ from torch.utils.checkpoint import (
 )
 
 from kernel import optimizer
+from ranks import run_ranks
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 Recorder = optimizer.QKLogitRecorder
 
@@ -39,6 +47,13 @@ NAMES = ["layers.0.attention", "layers.1.attention"]
 
 def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+def causal_by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
+    scores = q @ k.mT / math.sqrt(HEAD_DIM)
+    seen = torch.ones_like(scores, dtype=torch.bool).tril()
+    return scores.masked_fill(~seen, -math.inf).softmax(-1) @ v
 
 
 class Attention(nn.Module):
@@ -403,10 +418,7 @@ def test_flex_attention_by_the_maxima_it_has_taken():
 def test_attention_of_other_kinds_is_observed():
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         recorder.observe(NAMES[0], q, k)
-        k, v = (t.repeat_interleave(HEADS // KV_HEADS, dim=1) for t in (k, v))
-        scores = q @ k.mT / math.sqrt(HEAD_DIM)
-        seen = torch.ones_like(scores, dtype=torch.bool).tril()
-        return scores.masked_fill(~seen, -math.inf).softmax(-1) @ v
+        return causal_by_hand(q, k, v)
 
     for around in (Model().around, *CHECKPOINTS.values()):
         model = Model(around)
@@ -537,3 +549,155 @@ def test_copies_of_the_model_do_not_feed_the_recorder():
 
 def call(layer: nn.Module, x: Tensor) -> Tensor:
     return layer(x)
+
+
+COMPILED = {
+    "model": lambda model, **how: torch.compile(model, **how),
+    "blocks": lambda model, **how: [layer.compile(**how) for layer in model.layers] and model,
+}
+
+
+@pytest.mark.parametrize(
+    ("what", "checkpointed"), [("model", False), ("model", True), ("blocks", True)]
+)
+def test_compiled_modules_run_as_before_and_have_to_observe(what, checkpointed):
+    torch.compiler.reset()
+    around = CHECKPOINTS["non-reentrant"] if checkpointed else call
+    twin = Model()
+    twin(tokens()).square().sum().backward()
+    for observes in (False, True):
+        model = Model(around)
+        recorder = Recorder(model)
+        for name, attention in zip(NAMES, model.attentions):
+            attention.keeps = False
+            if observes:
+                attention.attend = observing(recorder, name)
+        backend = "aot_eager" if checkpointed and observes else "eager"
+        compiled = COMPILED[what](model, backend=backend, fullgraph=True)
+        with torch.no_grad():
+            compiled(tokens())
+        for _ in range(2):
+            compiled(tokens()).square().sum().backward()
+            if observes:
+                assert_recorded(recorder.take(), twin.expected())
+            else:
+                with pytest.raises(ValueError, match=r"layers\.0\.attention is compiled, so"):
+                    recorder.take()
+        for p, q in zip(model.parameters(), twin.parameters()):
+            torch.testing.assert_close(p.grad, 2 * q.grad, rtol=1e-4, atol=1e-4)
+        if observes:
+            with torch.no_grad():
+                compiled(tokens())
+            assert_recorded_nothing(recorder)
+
+
+def observing(recorder: Any, module: Any) -> Callable[..., Tensor]:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        recorder.observe(module, q, k)
+        return causal(q, k, v)
+
+    return attend
+
+
+def test_what_is_compiled_within_a_module_stays_whole():
+    """Dynamo would trace it through a torch function mode, and fails to."""
+    helper = torch.compile(
+        lambda q: q.unflatten(-1, (2, -1)).flatten(-2), backend="eager", fullgraph=True
+    )
+    model = Model()
+    model.attentions[0].attend = lambda q, k, v: causal(helper(q), k, v)
+    recorder = Recorder(model)
+    model(tokens())
+    assert_recorded(recorder.take(), model.expected())
+
+
+def test_tensor_parallel_ranks_record_their_own_heads():
+    run_ranks(record_on_meshes, 4)
+
+
+def record_on_meshes() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    tp, dp = mesh["tp"], mesh["dp"]
+    x = tokens(dp.get_local_rank())
+
+    def shard(model: Model, by_layer: bool = False, attends: bool = False) -> Model:
+        for layer in model.layers:
+            if by_layer:
+                fully_shard(layer.attention.wq, mesh=dp)
+            fully_shard(layer, mesh=dp)
+        return fully_shard(model, mesh=dp)
+
+    model = parallel(Model(), tp, use_local_output=False)
+    recorder = Recorder(model)
+    for attention in model.attentions:
+        attention.attend = observing_dtensors(recorder, attention)
+    model(x)
+    check_local_heads(recorder.take(), model, tp, "TP, DTensors")
+
+    for case, wrap in {
+        "TP": lambda model: parallel(model, tp),
+        "FSDP2 over TP": lambda model: shard(parallel(model, tp)),
+        "FSDP2 of projections over TP": lambda model: shard(parallel(model, tp), by_layer=True),
+        "checkpointed FSDP2 over TP": lambda model: shard(parallel(model, tp)),
+    }.items():
+        model = Model(CHECKPOINTS["reentrant"] if "checkpointed" in case else call)
+        before = Recorder(model)
+        model = wrap(model)
+        behind = Recorder(model)
+        model(x.clone().requires_grad_()).sum().backward()
+        assert before.forwards == behind.forwards == dict.fromkeys(NAMES, 1), case
+        for recorder in (before, behind):
+            for _ in range(2):
+                check_local_heads(recorder.take(), model, tp, case)
+                model(x.clone().requires_grad_()).sum().backward()
+
+    for case, wrap in {
+        "FSDP2": shard,
+        "FSDP2 of projections": lambda model: shard(model, by_layer=True),
+        "DDP": lambda model: DistributedDataParallel(model, process_group=dp.get_group()),
+    }.items():
+        inner = Model()
+        model = wrap(inner)
+        recorder = Recorder(model)
+        model(x).sum().backward()
+        taken = recorder.take()
+        assert not any(isinstance(maxima, DTensor) for maxima in taken.values()), case
+        assert_recorded(taken, inner.expected())
+
+    model = parallel(Model(), tp)  # compiled: from the weights as they are
+    recorder = Recorder(model)
+    for name, attention in zip(NAMES, model.attentions):
+        attention.keeps, attention.attend = False, observing(recorder, name)
+        attention.compile(backend="eager")
+    model(x)
+    twin = parallel(Model(), tp)
+    twin(x)
+    check_local_heads(recorder.take(), twin, tp, "compiled")
+
+
+def observing_dtensors(recorder: Any, attention: Attention) -> Callable[..., Tensor]:
+    def attend(q: DTensor, k: DTensor, v: DTensor) -> Tensor:
+        recorder.observe(attention, q, k)
+        out = causal_by_hand(*(t.to_local() for t in (q, k, v)))
+        return DTensor.from_local(out, q.device_mesh, q.placements, run_check=False)
+
+    return attend
+
+
+def parallel(model: Model, mesh: Any, **output: bool) -> Model:
+    plan: dict[str, Any] = {f"attention.{w}": ColwiseParallel(**output) for w in ("wq", "wk", "wv")}
+    for layer in model.layers:
+        parallelize_module(layer, mesh, {**plan, "attention.wo": RowwiseParallel()})
+    return model
+
+
+def check_local_heads(taken: dict[str, Tensor], model: Model, mesh: Any, case: str) -> None:
+    assert list(taken) == NAMES
+    for maxima, attention in zip(taken.values(), model.attentions):
+        assert isinstance(maxima, DTensor), case
+        assert maxima.placements == (Shard(0),) and maxima.device_mesh == mesh, case
+        assert maxima.shape == (HEADS,), case
+        calls = [tuple(getattr(t, "_local_tensor", t) for t in c) for c in attention.calls]
+        local = maxima.to_local()
+        assert local.shape == (HEADS // mesh.size(),), case
+        torch.testing.assert_close(local.double(), reference(calls), rtol=1e-5, atol=1e-6)

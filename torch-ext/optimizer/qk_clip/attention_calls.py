@@ -65,7 +65,6 @@ class Call:
         assert tensor is not None
         return tensor
 
-    @torch.no_grad()
     def raise_maxima(self, maxima: Tensor) -> None:
         """Raises ``maxima``, (Hq,), fp32, to the largest logits of each head."""
         if self.max_scores is not None:

@@ -306,7 +306,8 @@ class _Record:
     def add_compiled(self, call: Call) -> None:
         # Nothing is assigned here: a graph under activation checkpointing must not, and one that
         # makes the maxima would be compiled anew when there are some.
-        _note_observed(self.key, call.count, call.head_dim, str(call.device))
+        device = call.device
+        _note_observed(self.key, call.count, call.head_dim, device.type, device.index)
         assert self.maxima is not None
         call.raise_maxima(self.maxima)
 
@@ -394,10 +395,12 @@ def _note_compiled(key: str) -> int:
     return 0
 
 
-def _note_observed(key: str, count: int, head_dim: int, device: str) -> int:
+def _note_observed(key: str, count: int, head_dim: int, device: str, index: Optional[int]) -> int:
     record = _RECORDS.get(key)
     if record is not None:
-        record.prepare(count, torch.device(device))
+        record.prepare(
+            count, torch.device(device) if index is None else torch.device(device, index)
+        )
         record.is_observed, record.head_dim = True, head_dim
     return 0
 
