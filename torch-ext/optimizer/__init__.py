@@ -3,12 +3,13 @@
 from . import muon, newton_schulz, presets, qk_clip
 from .muon import Muon
 from .presets import DistMuonAdamW, MuonAdamW
-from .qk_clip import max_qk_logits
+from .qk_clip import QKLogitRecorder, max_qk_logits
 
 __all__ = [
     "Muon",
     "MuonAdamW",
     "DistMuonAdamW",
+    "QKLogitRecorder",
     "max_qk_logits",
     "muon",
     "newton_schulz",

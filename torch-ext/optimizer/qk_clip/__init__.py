@@ -3,8 +3,10 @@
 from .clip import reduce_qk_logits
 from .config import grouped_rows, stacked_rows
 from .logits import max_qk_logits
+from .recorder import QKLogitRecorder
 
 __all__ = [
+    "QKLogitRecorder",
     "grouped_rows",
     "max_qk_logits",
     "reduce_qk_logits",

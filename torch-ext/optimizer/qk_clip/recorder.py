@@ -1,0 +1,507 @@
+"""Collects the largest attention logit of each query head while a model trains."""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+import uuid
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any, Callable, Optional, Union
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ..core import matches
+from ..groups import normalize_name
+from .attention_calls import DTENSORS, Call, Window, read, read_scores
+
+if DTENSORS:
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+QUERY_PROJECTIONS = ("wq_b", "q_b_proj", "wq", "q_proj")
+PROJECTIONS = frozenset({*QUERY_PROJECTIONS, "wk", "k_proj", "wkv_b", "kv_b_proj"})
+
+OBSERVE = "call the recorder's observe or observe_scores in its forward"
+
+
+class QKLogitRecorder:
+    """Largest attention logit of each query head, from a model's forwards, for QK-Clip.
+
+    To be attached to an optimizer, ``optim.qk_recorder = QKLogitRecorder(model)``, which takes
+    what was recorded at each step.
+
+    Where a hooked module, or one below it, calls ``F.scaled_dot_product_attention`` or
+    ``flex_attention``, maxima are computed from the call's queries, keys, scale and mask. Calls are
+    seen by these names in torch's modules, and by any name that the files with the forwards of
+    those modules have for these functions, or for a compiled ``flex_attention``. Where that is
+    asked for ``AuxRequest(max_scores=True)``, its maxima are taken: they come for free, and include
+    what a ``score_mod`` does to a score. Otherwise a ``score_mod`` is not looked at.
+
+    Attention of other kinds has to call `observe` or `observe_scores`, and so has all attention in
+    compiled modules. Under context parallelism a call sees some of the keys only, and so does the
+    recorder.
+
+    What counts is a forward with gradients enabled. Under activation checkpointing a forward counts
+    once: as it first runs or, where that is without gradients (``use_reentrant=True``), as it runs
+    again. The model's outputs and gradients stay the same to the bit, no activation is kept, and
+    the host waits for nothing. Hooks of a copied or unpickled model do nothing.
+
+    Args:
+        model: before or after it is compiled, wrapped or sharded (FSDP2, DDP, tensor parallelism).
+        modules: patterns for names of modules, shell-style for the whole name, or whole components
+            of it; of modules within each other, a pattern means the outermost. None for all that
+            own ``wq``, ``wk``, ``q_proj``, ``k_proj``, ``wq_b``, ``wkv_b``, ``q_b_proj`` or
+            ``kv_b_proj``, modules or parameters.
+
+    Raises:
+        ValueError: no such module; a pattern that fits none.
+    """
+
+    def __init__(self, model: nn.Module, modules: Optional[Sequence[str]] = None):
+        if not isinstance(model, nn.Module):
+            raise ValueError(f"takes a model (nn.Module), found a {type(model).__name__}")
+        patterns = [modules] if isinstance(modules, str) else modules
+        self._start(model, [_Record(*chosen) for chosen in _choose(model, patterns).items()])
+        torch.compiler.assume_constant_result(_note_compiled)
+        torch.compiler.assume_constant_result(_note_observed)
+        for record in self._records.values():
+            self._hook(record)
+        self._is_on = True
+
+    def _start(self, model: Optional[nn.Module], records: Sequence[_Record]) -> None:
+        self._model = model
+        self._records = {record.name: record for record in records}
+        self._of_module = {record.module: record for record in records}
+        self._running = _Running()
+        self._window = Window([m for r in records for m in r.module.modules()], self._see)
+        self._handles: list[Any] = []
+        self._is_on = False
+
+    def __reduce__(self) -> tuple:
+        """A copy, which a model may hold, has no modules and records nothing."""
+        return _nobody, ()
+
+    @property
+    def names(self) -> list[str]:
+        """Of the hooked modules, without what wrappers add."""
+        return list(self._records)
+
+    @property
+    def forwards(self) -> dict[str, int]:
+        """How many forwards of each module were recorded since the last `take`; none compiled."""
+        return {name: record.forwards for name, record in self._records.items()}
+
+    def observe(
+        self,
+        module: Union[nn.Module, str],
+        q: Tensor,
+        k: Tensor,
+        scale: Optional[float] = None,
+        causal: bool = True,
+        **masks: Any,
+    ) -> None:
+        """Records the logits of queries and keys, called in the module's own forward.
+
+        Does nothing where that does not count, and once the recorder is removed.
+
+        Args:
+            module: a hooked module, or its name.
+            q, k: (B, Hq, Tq, D) and (B, Hk, Tk, D), this rank's, or DTensors sharded by heads or
+                batch.
+            scale, causal, masks: as `max_qk_logits` takes them.
+
+        Raises:
+            ValueError: not a hooked module; shapes that do not fit; DTensors of other placements.
+        """
+        self._observe(module, lambda: read(q, k, scale, causal, masks))
+
+    def observe_scores(self, module: Union[nn.Module, str], max_scores: Tensor) -> None:
+        """The same, of logits whose maxima the attention itself has taken.
+
+        Args:
+            max_scores: (B, Hq, Tq), any floating dtype, −inf where a query sees nothing; as q it
+                may be a DTensor.
+        """
+        self._observe(module, lambda: read_scores(max_scores))
+
+    def take(self) -> dict[str, Tensor]:
+        """What was recorded since the last call; starts afresh.
+
+        Returns:
+            For each hooked module by name the largest logit of each of its query heads on this
+            rank, fp32, (heads,), −inf for heads that saw nothing; a DTensor, Shard(0), where tensor
+            parallelism shards heads. Of a module that has never been recorded one −inf, shape (),
+            whatever its number of heads.
+
+        Raises:
+            ValueError: attention of a module was not seen, or not understood. All that was recorded
+                is gone.
+        """
+        for frame in self._running.frames:  # of forwards that were interrupted
+            self._leave(frame)
+        self._running.frames.clear()
+        problems, taken = [], {}
+        for name, record in self._records.items():
+            try:
+                taken[name] = record.take(self._model)
+            except ValueError as error:
+                problems.append(str(error))
+        if problems:
+            more = f"; and of {len(problems) - 3} more" if len(problems) > 3 else ""
+            raise ValueError("; ".join(problems[:3]) + more)
+        return taken
+
+    def remove(self) -> None:
+        """Takes all hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._is_on = False
+
+    def __enter__(self) -> QKLogitRecorder:
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.remove()
+
+    def _hook(self, record: _Record) -> None:
+        module, hooks = record.module, self._handles
+        before, behind = _Hook(self._before, record), _Hook(self._behind, record)
+        hooks.append(module.register_forward_pre_hook(before))
+        # First of all: windows of several recorders close in the reverse order.
+        hooks.append(module.register_forward_hook(behind, prepend=True, always_call=True))
+        query = record.query
+        if isinstance(query, nn.Module):
+            hooks.append(query.register_forward_pre_hook(_Hook(self._before_query, record)))
+
+    def _before(self, record: _Record, *_: Any) -> None:
+        frame = _Frame(record, counts=_counts())
+        self._running.frames.append(frame)
+        if frame.counts:
+            if isinstance(record.query, Tensor):
+                record.note_rows(record.query)
+            self._window.open()
+
+    def _before_query(self, record: _Record, projection: nn.Module, *_: Any) -> None:
+        # Here, since its weight is whole, but for tensor parallelism, in its own forward only.
+        frame = self._running.find(record)
+        if frame is not None and frame.counts:
+            record.note_rows(getattr(projection, "weight", None))
+
+    def _behind(self, record: _Record, module: nn.Module, args: Any, output: Any) -> None:
+        if self._running.find(record) is None:  # another hook raised before ours was called
+            return
+        frames = self._running.frames
+        while frames:
+            frame = frames.pop()
+            self._leave(frame)
+            if frame.record is record:
+                break
+        if frame.counts and output is not None:  # there is none behind an exception
+            record.forwards += 1
+            record.is_blind |= not frame.saw
+
+    def _leave(self, frame: _Frame) -> None:
+        if frame.counts:
+            self._window.close()
+
+    def _see(self, call: Callable[[], Call]) -> None:
+        """Records an attention call of the innermost forward."""
+        frame = self._running.frames[-1] if self._running.frames else None
+        if frame is None or not frame.counts:
+            return
+        frame.saw = True
+        try:
+            frame.record.add_eagerly(call())
+        except ValueError as error:  # not here: ranks had better fail together, in take()
+            frame.record.problem = str(error)
+
+    def _observe(self, module: Union[nn.Module, str], call: Callable[[], Call]) -> None:
+        if not self._is_on:
+            return
+        record = self._find(module)
+        if torch.compiler.is_compiling():
+            if torch.is_grad_enabled():
+                record.add_compiled(call())
+            return
+        frame = self._running.find(record)
+        if frame.counts if frame is not None else _counts():
+            record.add_eagerly(call())
+            if frame is not None:
+                frame.saw = True
+
+    def _find(self, module: Union[nn.Module, str]) -> _Record:
+        if isinstance(module, str):
+            record = self._records.get(normalize_name(module))
+        else:
+            record = self._of_module.get(module)
+        if record is None:
+            what = repr(module) if isinstance(module, str) else f"a {type(module).__name__}"
+            raise ValueError(f"{what} is not hooked; there are {_some(self.names)}")
+        return record
+
+
+def _nobody() -> QKLogitRecorder:
+    recorder = QKLogitRecorder.__new__(QKLogitRecorder)
+    recorder._start(None, [])
+    return recorder
+
+
+@dataclass(eq=False)
+class _Record:
+    """What is known of a hooked module.
+
+    Args:
+        maxima: (heads,), fp32; the same tensor at all steps, as compiled forwards guard on it.
+        heads: of DTensor queries the mesh, its dimension that shards heads, how many there are.
+        rows: of a query projection that is a DTensor the mesh, its dimension that shards rows, how
+            many rows there are, how many of them here.
+        head_dim: numbers of a query head; 0 if unknown.
+        is_blind: a recorded forward saw no attention.
+        is_compiled: Dynamo has traced a forward that counts.
+        is_observed: and in one a call of observe.
+        key: in `_RECORDS`.
+    """
+
+    name: str
+    module: nn.Module
+    maxima: Optional[Tensor] = None
+    heads: Optional[tuple[Any, int, int]] = None
+    rows: Optional[tuple[Any, int, int, int]] = None
+    head_dim: int = 0
+    forwards: int = 0
+    is_blind: bool = False
+    problem: Optional[str] = None
+    is_compiled: bool = False
+    is_observed: bool = False
+    key: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    def __post_init__(self) -> None:
+        _RECORDS[self.key] = self
+
+    @property
+    def query(self) -> Union[nn.Module, Tensor, None]:
+        """The projection to queries, a module or a parameter."""
+        own: dict[str, Any] = {**self.module._parameters, **self.module._modules}
+        return next((own[name] for name in QUERY_PROJECTIONS if own.get(name) is not None), None)
+
+    def note_rows(self, weight: Any) -> None:
+        if DTENSORS and isinstance(weight, DTensor):
+            sharded = [i for i, p in enumerate(weight.placements) if p.is_shard(0)]
+            if len(sharded) == 1:
+                local = weight.to_local().shape[0]
+                self.rows = (weight.device_mesh, sharded[0], weight.shape[0], local)
+
+    def add_eagerly(self, call: Call) -> None:
+        # Selective checkpointing would take our operations for some of those it runs again.
+        with _disable_current_modes():
+            self.add(call)
+
+    def add_compiled(self, call: Call) -> None:
+        # Nothing is assigned here: a graph under activation checkpointing must not, and one that
+        # makes the maxima would be compiled anew when there are some.
+        device = call.device
+        _note_observed(self.key, call.count, call.head_dim, device.type, device.index)
+        assert self.maxima is not None
+        call.raise_maxima(self.maxima)
+
+    def add(self, call: Call) -> None:
+        self.prepare(call.count, call.device)
+        assert self.maxima is not None
+        call.raise_maxima(self.maxima)
+        self.heads, self.head_dim = call.heads, call.head_dim
+
+    def prepare(self, count: int, device: torch.device) -> None:
+        """Sees to it that there are maxima of ``count`` heads."""
+        if self.maxima is None or self.maxima.device != device:
+            self.maxima = torch.full((count,), -math.inf, device=device)
+        if self.maxima.shape[0] != count:
+            raise ValueError(f"attends with {count} heads, and with {len(self.maxima)} before")
+
+    def take(self, model: Optional[nn.Module]) -> Tensor:
+        """The maxima; starts afresh, also where it raises a ValueError that says what is wrong."""
+        maxima, problem = None, self.problem
+        if self.maxima is not None:
+            maxima = self.maxima.clone()
+            self.maxima.fill_(-math.inf)
+        if self.is_blind:
+            problem = f"ran, but no attention call was seen: {OBSERVE}"
+        elif self.is_compiled and not self.is_observed and not self.forwards:
+            problem = f"is compiled, so no attention call can be seen: {OBSERVE}"
+        self.forwards, self.is_blind, self.problem = 0, False, None
+        if problem is not None:
+            raise ValueError(f"{self.name} {problem}")
+        if maxima is None:
+            param = next(self.module.parameters(), None)
+            return torch.full((), -math.inf, device=None if param is None else param.device)
+        sharding = self._sharding(model)
+        if sharding is None:
+            return maxima
+        mesh, dim, count = sharding
+        placements: list[Any] = [Replicate()] * mesh.ndim
+        placements[dim] = Shard(0)
+        if mesh.ndim > 1 and mesh.mesh_dim_names:
+            mesh, placements = mesh[mesh.mesh_dim_names[dim]], [Shard(0)]
+        return DTensor.from_local(
+            maxima, mesh, placements, run_check=False, shape=torch.Size((count,)), stride=(1,)
+        )
+
+    def _sharding(self, model: Optional[nn.Module]) -> Optional[tuple[Any, int, int]]:
+        """The mesh, its dimension that shards heads, how many there are; None if all are here."""
+        if self.heads is not None:
+            return self.heads
+        if self.rows is None and self.is_compiled:
+            self._note_rows_at_rest(model)
+        if self.rows is None:
+            return None
+        assert self.maxima is not None
+        mesh, dim, rows, local = self.rows
+        here = self.maxima.shape[0]
+        if rows != local and rows == here * self.head_dim:  # gathered before attention
+            return None
+        return mesh, dim, here * rows // local if local else rows // self.head_dim
+
+    def _note_rows_at_rest(self, model: Optional[nn.Module]) -> None:
+        """Between forwards, from a weight that may be sharded for other reasons."""
+        weight = self.query if isinstance(self.query, Tensor) else getattr(self.query, "weight", 0)
+        if not (DTENSORS and model is not None and isinstance(weight, DTensor)):
+            return
+        from torch.distributed.fsdp import FSDPModule
+
+        if not any(isinstance(module, FSDPModule) for module in model.modules()):
+            self.note_rows(weight)
+        elif sum(p.is_shard() for p in weight.placements) > 1:
+            raise ValueError(
+                f"{self.name} is compiled under FSDP2 and tensor parallelism, so it can't be told "
+                "which heads are here: leave it eager"
+            )
+
+
+# By their keys: as constants, Dynamo can call the two functions below with them as it traces. They
+# are called then only, not when what was traced runs.
+_RECORDS: weakref.WeakValueDictionary[str, _Record] = weakref.WeakValueDictionary()
+
+
+def _note_compiled(key: str) -> int:
+    record = _RECORDS.get(key)
+    if record is not None:
+        record.is_compiled = True
+    return 0
+
+
+def _note_observed(key: str, count: int, head_dim: int, device: str, index: Optional[int]) -> int:
+    record = _RECORDS.get(key)
+    if record is not None:
+        record.prepare(
+            count, torch.device(device) if index is None else torch.device(device, index)
+        )
+        record.is_observed, record.head_dim = True, head_dim
+    return 0
+
+
+@dataclass(eq=False)
+class _Frame:
+    """A forward that is running."""
+
+    record: _Record
+    counts: bool
+    saw: bool = False
+
+
+class _Running(threading.local):
+    """The forwards that are running, in this thread: autograd has others, which recompute."""
+
+    def __init__(self) -> None:
+        self.frames: list[_Frame] = []
+
+    def find(self, record: _Record) -> Optional[_Frame]:
+        return next((frame for frame in reversed(self.frames) if frame.record is record), None)
+
+
+class _Hook:
+    """Calls a method of the recorder with a record; a copy, or a pickle, does nothing."""
+
+    def __init__(self, method: Optional[Callable[..., None]] = None, record: Any = None):
+        self._method = method
+        self._record = record
+
+    def __call__(self, module: nn.Module, *arguments: Any) -> None:
+        if self._method is None:
+            return
+        if not torch.compiler.is_compiling():
+            self._method(self._record, module, *arguments)
+        elif torch.is_grad_enabled():
+            _note_compiled(self._record.key)
+
+    def __reduce__(self) -> tuple:
+        return _Hook, ()
+
+
+def _counts() -> bool:
+    """Whether a forward that begins now is to be recorded."""
+    return torch.is_grad_enabled() and not _is_computed_again()
+
+
+def _is_computed_again() -> bool:
+    """Whether checkpointing repeats a forward that has run with gradients before.
+
+    What is not known to do so counts: recording twice costs time only.
+    """
+    if torch._C._current_graph_task_id() == -1:  # no backward is running
+        return False
+    frame: Optional[FrameType] = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
+            if frame.f_code.co_name == "recompute_fn":
+                return True
+            if frame.f_code.co_name == "backward":  # of a reentrant one
+                return False
+        frame = frame.f_back
+    return False
+
+
+def _choose(model: nn.Module, patterns: Optional[Sequence[str]]) -> dict[str, nn.Module]:
+    """Modules to hook, by name."""
+    modules = {  # the same name again is what a wrapper wraps
+        normalize_name(name): module
+        for name, module in model.named_modules()
+        if type(module).forward is not nn.Module.forward
+    }
+    if patterns is None:
+        chosen = {
+            name: module
+            for name, module in modules.items()
+            if not PROJECTIONS.isdisjoint({*module._modules, *module._parameters})
+        }
+        if not chosen:
+            raise ValueError(
+                f"no module has any of {sorted(PROJECTIONS)}: name the attention modules in "
+                f"modules=, there are {_some(modules)}"
+            )
+        return chosen
+    if not patterns:
+        raise ValueError("modules must be None or patterns, found none")
+    chosen = {}
+    for pattern in patterns:
+        fitting = [name for name in modules if matches(name, pattern)]
+        if not fitting:
+            raise ValueError(f"no module fits {pattern!r}; there are {_some(modules)}")
+        for name in fitting:
+            if not any(name != other and _is_within(name, other) for other in fitting):
+                chosen[name] = modules[name]
+    return chosen
+
+
+def _is_within(name: str, other: str) -> bool:
+    return other == "" or name.startswith(f"{other}.")
+
+
+def _some(names: Iterable[str]) -> str:
+    listed = [repr(name) for name in names]
+    return ", ".join(listed[:6]) + (" …" if len(listed) > 6 else "")
