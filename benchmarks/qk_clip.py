@@ -81,7 +81,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     kernel, device = load_kernel(), pick_device()
     sizes = options.sizes or SIZES.get(device.type, DEFAULT_SIZES)
-    layers = Layers(*sizes, device)
+    count_of_layers, dim, heads, kv_heads = sizes
+    layers = Layers(count_of_layers, dim, heads, kv_heads, device)
     plain, clipping = (layers.optimizer(kernel, clip) for clip in (False, True))
 
     def loop() -> None:
@@ -102,7 +103,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rows.append(
             [name, *milliseconds(seconds[name]), f"{added:.2f}", f"{operations[name]}", f"{more}"]
         )
-    count_of_layers, dim, heads, kv_heads = sizes
     title = (
         f"QK-Clip in {count_of_layers} layers, {heads} query and {kv_heads} key heads of "
         f"{HEAD_DIM} × {dim}; {machine(device)}"

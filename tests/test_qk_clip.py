@@ -280,11 +280,11 @@ def test_heads_with_nan_or_inf_are_left_alone_and_counted():
     assert all(torch.isfinite(p).all() for p in params.values())
 
 
-@pytest.mark.parametrize("logits", [0.0, -3.0, THRESHOLD])
+@pytest.mark.parametrize("logits", [[0.0] * 4, [-3.0] * 4, [THRESHOLD] * 4, None])
 def test_logits_up_to_the_threshold_change_no_bit(logits):
     optim, (params,) = build(ATTENTIONS["multi-head, biases"])
     before = {name: p.detach().clone() for name, p in params.items()}
-    optim.step(qk_logits={0: torch.full((4,), logits)})
+    optim.step(qk_logits={0: logits})
     assert all(torch.equal(p, before[name]) for name, p in params.items())
 
 
@@ -541,7 +541,7 @@ WRONG_CONFIGS = [
 ]
 
 
-@pytest.mark.parametrize(("config", "message"), WRONG_CONFIGS, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(("config", "message"), WRONG_CONFIGS, ids=range(len(WRONG_CONFIGS)))
 def test_wrong_configs_raise_at_once(config, message):
     with pytest.raises(ValueError, match=message):
         muon(projections("layers.0.attn"), clip_config=config)
@@ -604,7 +604,7 @@ WRONG_LOGITS = [
     ({0: HIGH[:3]}, r"layer 0 have shape \(3,\), where \(4,\) is needed"),
     ({0: torch.ones(2, 4)}, r"layer 0 have shape \(2, 4\)"),
     ({0: torch.tensor(3.0)}, r"layer 0 have shape \(\)"),
-    ({0: None}, r"layer 0 must be a tensor \(heads,\) or a list of numbers, found None"),
+    ({0: 5.0j}, r"layer 0 must be a tensor \(heads,\) or a list of numbers, found 5j"),
     ({0: "1234"}, "found '1234'"),
     ({0: torch.ones(4, dtype=torch.complex64)}, "complex64, no real numbers"),
     ({0: torch.ones(4, dtype=torch.bool)}, "bool, no real numbers"),
@@ -612,7 +612,7 @@ WRONG_LOGITS = [
 ]
 
 
-@pytest.mark.parametrize(("logits", "message"), WRONG_LOGITS, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(("logits", "message"), WRONG_LOGITS, ids=range(len(WRONG_LOGITS)))
 def test_wrong_logits_raise_before_anything_changed(logits, message):
     named = projections("layers.0.attn")
     optim = muon(named, clip_config=CONFIG, lr=0.1)

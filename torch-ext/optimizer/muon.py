@@ -279,8 +279,9 @@ class Muon(Offloadable):
                 this step's forward, (heads,), or of each entry of ``q_indices``; on the weights'
                 device, or the CPU. Layers are told by number, or by the FQN of their attention.
                 What ranks that share the weights have seen of a layer may differ: its maximum over
-                them counts. Heads with Inf or NaN are left alone, and counted. None takes what
-                `set_qk_logits` was given, else what `qk_recorder` has recorded, else clips nothing.
+                them counts; None is that of a rank that has seen nothing. Heads with Inf or NaN are
+                left alone, and counted. Without ``qk_logits`` the step takes what `set_qk_logits`
+                was given, else what `qk_recorder` has recorded, else it clips nothing.
 
         Returns:
             What the closure returned, or None.

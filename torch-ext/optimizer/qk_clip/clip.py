@@ -504,6 +504,8 @@ def _vector(value: Any, layer: Layer, pack: Pack) -> Tensor:
         ValueError: not one number for each head; on another device; a DTensor that others reduce.
     """
     where = f"qk_logits of layer {layer.key!r}"
+    if value is None:  # nothing was seen here
+        return torch.full((layer.logits,), -math.inf, dtype=pack.dtype)
     if not isinstance(value, Tensor):
         try:
             value = torch.tensor(value, dtype=pack.dtype)

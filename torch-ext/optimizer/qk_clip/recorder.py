@@ -130,14 +130,13 @@ class QKLogitRecorder:
         """
         self._observe(module, lambda: read_scores(max_scores))
 
-    def take(self) -> dict[str, Tensor]:
+    def take(self) -> dict[str, Optional[Tensor]]:
         """What was recorded since the last call; starts afresh.
 
         Returns:
             For each hooked module by name the largest logit of each of its query heads on this
             rank, fp32, (heads,), −inf for heads that saw nothing; a DTensor, Shard(0), where tensor
-            parallelism shards heads. Of a module that has never been recorded one −inf, shape (),
-            whatever its number of heads.
+            parallelism shards heads. None of a module that has never been recorded.
 
         Raises:
             ValueError: attention of a module was not seen, or not understood. All that was recorded
@@ -146,7 +145,8 @@ class QKLogitRecorder:
         for frame in self._running.frames:  # of forwards that were interrupted
             self._leave(frame)
         self._running.frames.clear()
-        problems, taken = [], {}
+        problems: list[str] = []
+        taken: dict[str, Optional[Tensor]] = {}
         for name, record in self._records.items():
             try:
                 taken[name] = record.take(self._model)
@@ -324,8 +324,9 @@ class _Record:
         if self.maxima.shape[0] != count:
             raise ValueError(f"attends with {count} heads, and with {len(self.maxima)} before")
 
-    def take(self, model: Optional[nn.Module]) -> Tensor:
-        """The maxima; starts afresh, also where it raises a ValueError that says what is wrong."""
+    def take(self, model: Optional[nn.Module]) -> Optional[Tensor]:
+        """The maxima, if there ever were any; starts afresh, also where it raises a ValueError that
+        says what is wrong."""
         maxima, problem = None, self.problem
         if self.maxima is not None:
             maxima = self.maxima.clone()
@@ -338,8 +339,7 @@ class _Record:
         if problem is not None:
             raise ValueError(f"{self.name} {problem}")
         if maxima is None:
-            param = next(self.module.parameters(), None)
-            return torch.full((), -math.inf, device=None if param is None else param.device)
+            return None
         sharding = self._sharding(model)
         if sharding is None:
             return maxima
