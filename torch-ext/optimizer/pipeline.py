@@ -1,4 +1,4 @@
-"""One chunk of a step: momentum → gather → orthogonalize → give back → update the weights.
+"""One chunk of a step: momentum → gather → orthogonalize → give back → update, clip the weights.
 
 Every rank updates the momentum of what it holds and sends it to the owners of the matrices; the
 owners orthogonalize whole matrices and send every rank its part of the update. Where a rank holds
