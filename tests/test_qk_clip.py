@@ -572,7 +572,7 @@ def test_projections_that_do_not_fit_each_other_raise():
         muon([mla], clip_config=CONFIG)
 
 
-def test_names_are_needed():
+def test_names_are_needed_and_tell_of_traps():
     named = projections("layers.0.attn")
     params = [p for _, p in named]
     with pytest.raises(ValueError, match=r"param_groups\[0\]: clip_config needs names"):
@@ -583,6 +583,10 @@ def test_names_are_needed():
         optimizer.Muon(groups, clip_config=CONFIG)
     with pytest.warns(UserWarning, match="no query or key projection was found"):
         muon(no_layers(), clip_config=CONFIG)
+    norm = ("layers.0.attn.q_norm.weight", nn.Parameter(torch.ones(2)))
+    with pytest.warns(UserWarning, match="q_norm.weight normalizes what QK-Clip scales"):
+        groups = [{"params": named, "use_muon": True}, {"params": [norm], "use_muon": False}]
+        optimizer.Muon(groups, clip_config=CONFIG)
     optim = muon(named, clip_config=CONFIG)
     with pytest.raises(ValueError, match=r"param_groups\[1\]: clip_config needs names"):
         optim.add_param_group({"params": [nn.Parameter(torch.ones(4, 4))], "use_muon": True})

@@ -274,10 +274,18 @@ class QKClip:
         """Warns where QK-Clip finds nothing to do, or may miss something."""
         if self.config is None:
             return
-        if not self.projections_of(groups):
+        layers = _layers_of(groups, self.config).layers.values()
+        if not layers:
             warnings.warn(
                 "clip_config: no query or key projection was found among the names of parameters; "
                 "row_map tells of other names",
+                stacklevel=4,
+            )
+        norm = _norm_of_heads([layer for layer in layers if layer.config.latent is None], groups)
+        if norm is not None:
+            warnings.warn(
+                f"clip_config: {norm} normalizes what QK-Clip scales, which then has no effect; "
+                "bounded by their norms, such logits need no clip",
                 stacklevel=4,
             )
         for number, group in enumerate(groups):
@@ -471,6 +479,17 @@ def _layers_of(groups: Sequence[Group], config: ClipConfig) -> _Layers:
         names += group["names"]
         params += group["params"]
     return _Layers(*find_layers(names, params, config))
+
+
+def _norm_of_heads(layers: Sequence[Layer], groups: Sequence[Group]) -> Optional[str]:
+    """The name of a norm between a projection and the logits (QK-norm), if one has the usual name."""
+    prefixes = {layer.prefix for layer in layers}
+    for name in (name for group in groups for name in group["names"] or ()):
+        owner = normalize_name(name).rpartition(".")[0]
+        prefix, _, norm = owner.rpartition(".")
+        if prefix in prefixes and norm in ("q_norm", "k_norm", "q_layernorm", "k_layernorm"):
+            return name
+    return None
 
 
 def _some(keys: Sequence[LayerKey]) -> str:
