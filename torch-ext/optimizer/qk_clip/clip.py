@@ -482,7 +482,7 @@ def _layers_of(groups: Sequence[Group], config: ClipConfig) -> _Layers:
 
 
 def _norm_of_heads(layers: Sequence[Layer], groups: Sequence[Group]) -> Optional[str]:
-    """The name of a norm between a projection and the logits (QK-norm), if one has the usual name."""
+    """The usual name of a norm between a projection and the logits (QK-norm), if there is one."""
     prefixes = {layer.prefix for layer in layers}
     for name in (name for group in groups for name in group["names"] or ()):
         owner = normalize_name(name).rpartition(".")[0]
