@@ -280,6 +280,16 @@ def test_heads_with_nan_or_inf_are_left_alone_and_counted():
     assert all(torch.isfinite(p).all() for p in params.values())
 
 
+@pytest.mark.parametrize("mode", ["shared", "exact"])
+def test_logits_of_any_size_leave_finite_weights(mode):
+    config = {"threshold": 1e-6}
+    optim, (params,) = build(ATTENTIONS["grouped-query"], config=config, clip_mode=mode)
+    largest = torch.finfo(torch.float32).max
+    optim.step(qk_logits={0: torch.tensor([largest, 1e30, 1e-7, 1.0, -largest, 0.0, 1e-6, 2.0])})
+    assert all(torch.isfinite(p).all() for p in params.values())
+
+
+@pytest.mark.filterwarnings("ignore:clip_config is given")
 @pytest.mark.parametrize("logits", [[0.0] * 4, [-3.0] * 4, [THRESHOLD] * 4, None])
 def test_logits_up_to_the_threshold_change_no_bit(logits):
     optim, (params,) = build(ATTENTIONS["multi-head, biases"])
@@ -466,6 +476,17 @@ def test_a_step_without_logits_warns_once():
         warnings.simplefilter("error")
         optim.step()
         muon(projections("layers.0.attn"), lr=0.1).step()
+
+
+def test_a_recorder_of_a_model_that_is_not_trained_warns_once():
+    named = projections("layers.0.attn")
+    optim = muon(named, clip_config=CONFIG, lr=0.1, none_grad=False)
+    optim.qk_recorder = Recorder({0: None}, {0: None})
+    with pytest.warns(UserWarning, match="does qk_recorder hook the model that is trained"):
+        optim.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optim.step()
 
 
 def test_state_made_for_a_checkpoint_clips_nothing():

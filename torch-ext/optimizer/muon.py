@@ -358,8 +358,8 @@ class Muon(Offloadable):
         logits = self._clip.take(qk_logits)
         # torch.distributed.checkpoint makes such a step, to have state: it is to change nothing.
         is_dry = not self.state and all(_is_zero(group["lr"]) for group in groups)
-        if logits is None and not is_dry:
-            self._clip.warn_of_none()
+        if not is_dry:
+            self._clip.warn_of_none(logits)
         is_implicit = is_dry and qk_logits is None
         return self._clip.begin(logits, groups, self._survey, self._wide, is_implicit)
 

@@ -1,7 +1,7 @@
 """QK-Clip: keeps attention logits bounded, by rescaling query and key projections head by head."""
 
-from .clip import reduce_qk_logits
 from .config import grouped_rows, stacked_rows
+from .given import reduce_qk_logits
 from .logits import max_qk_logits
 from .recorder import QKLogitRecorder
 

@@ -1,148 +1,30 @@
-"""Bounds the attention logits of one step: from logits to a factor on every row, on the device.
-
-For a logit m above the threshold, γ = threshold/m (Kimi Team 2025, arXiv:2507.20534, algorithm 1).
-Query and key rows of that head are multiplied by sqrt(γ); with multi-head latent attention that is
-for the rows without rotation, while rotated query rows are multiplied by γ and the rotated key,
-which all heads share, stays. The scales of all heads of all layers come from one computation, whose
-shapes depend on no value, so that the host waits for nothing.
-"""
+"""QK-Clip of an optimizer: finds the layers, takes their logits, scales rows, keeps count."""
 
 from __future__ import annotations
 
-import itertools
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Optional
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from .. import validation
 from ..core import takes_part
 from ..cpu_offload import narrow
-from ..distributed import layout
 from ..distributed import utils as dtensors
 from ..distributed.collectives import max_over_ranks
 from ..groups import normalize_name
 from ..options import OptimizerWide
 from ..planning import Survey, shared_with, this_rank
 from .config import ClipConfig, LayerKey
-from .projections import Layer, Projection, find_layers
+from .given import Layers, Logits, joined, vector_of
+from .projections import Layer, find_layers
+from .scales import Pack
 
-Logits = Mapping[Any, Any]  # by layer, (heads,) each
 Group = Mapping[str, Any]
-
-
-class Pack:
-    """Layers whose logits lie on one device and are shared by the same ranks, and what is known of
-    them before there are logits.
-
-    Logits of all layers are one vector, in the order of the layers; so are the heads, first the
-    query heads of a layer, then its key heads.
-
-    Args:
-        layers: of it.
-        device: where their weights are computed.
-        ranks: that hold parts or replicas of their weights; None where this one is alone.
-        rank: this one.
-    """
-
-    def __init__(
-        self,
-        layers: Sequence[Layer],
-        device: torch.device,
-        ranks: Optional[tuple[int, ...]],
-        rank: int,
-    ):
-        self.layers = tuple(layers)
-        self.device = device
-        self.ranks = ranks
-        self.param = layers[0].projections[0].param
-        self.counts = [layer.logits for layer in layers]
-        self.dtype = torch.float32
-        for projection in self.projections:
-            self.dtype = torch.promote_types(self.dtype, projection.param.dtype)
-        self.rank = rank
-        thresholds = (torch.full((n,), la.config.threshold) for n, la in zip(self.counts, layers))
-        self.thresholds = torch.cat(list(thresholds)).to(device, self.dtype, non_blocking=True)
-        members, partners = _heads(layers)
-        rows, self._shapes = self._local_rows(len(partners))
-        self._members, self._partners, self._rows = (
-            table.to(device, non_blocking=True) for table in (members, partners, rows)
-        )
-
-    @property
-    def projections(self) -> Iterator[Projection]:
-        return (projection for layer in self.layers for projection in layer.projections)
-
-    def _local_rows(self, heads: int) -> tuple[Tensor, list[tuple[int, ...]]]:
-        """For each row here the place of its scale, of all projections one behind the other, and
-        the shape in which those of a projection broadcast to its local tensor."""
-        first, places, shapes = 0, [], []
-        for layer in self.layers:
-            own = layer.q_heads + layer.k_heads
-            place_of = [*range(first, first + own)]
-            place_of += range(heads + first, heads + first + layer.q_heads)
-            place_of.append(2 * heads)
-            for projection in layer.projections:
-                param, dims = projection.param, projection.row_dims
-                sharding = dtensors.sharding_of(param)
-                region = layout.whole(param.shape)
-                if sharding is not None:
-                    region = sharding.region(param.shape, self.rank)
-                rows = torch.tensor(place_of)[layer.slots(projection)].view(param.shape[:dims])
-                places.append(rows[layout.slices(region[:dims])].flatten())
-                shapes.append((*layout.shape_of(region[:dims]), *(1,) * (param.ndim - dims)))
-            first += own
-        return torch.cat(places).to(torch.int32), shapes
-
-    def scales(self, logits: Tensor) -> dict[int, Tensor]:
-        """What each local row is multiplied with, by id of its parameter.
-
-        Args:
-            logits: of all layers, (n,), not NaN.
-        """
-        above = self.is_clipped(logits)
-        gamma = torch.where(above, self.thresholds / logits, 1.0)
-        one = gamma.new_ones(1)
-        least = torch.cat([gamma, one])[self._members].amin(dim=1)  # of the logits of each head
-        roots = torch.cat([least.sqrt(), one])
-        table = torch.cat([least / roots[self._partners], least, one])
-        rows = table.index_select(0, self._rows).split([math.prod(s) for s in self._shapes])
-        ids = (id(projection.param) for projection in self.projections)
-        return {key: part.view(shape) for key, part, shape in zip(ids, rows, self._shapes)}
-
-    def is_clipped(self, logits: Tensor) -> Tensor:
-        return (logits > self.thresholds) & (logits < math.inf)
-
-
-def _heads(layers: Sequence[Layer]) -> tuple[Tensor, Tensor]:
-    """For each head the numbers of the logits that scale it, padded with the number behind the last
-    one, and the head whose root its scale is divided by: its own, for sqrt(γ); with
-    ``clip_mode="exact"``, a query head's is its key head's, for γ/κ; the number of heads, for none.
-    """
-    members: list[list[int]] = []
-    partners: list[int] = []
-    logits = 0
-    for layer in layers:
-        first = len(members)
-        first_key = first + layer.q_heads
-        members += [[] for _ in range(layer.q_heads + layer.k_heads)]
-        partners += range(first, len(members))
-        for start, indices in ((first, layer.q_indices), (first_key, layer.k_indices)):
-            for number, head in enumerate(indices):
-                members[start + head].append(logits + number)
-        if layer.config.mode == "exact":
-            pairs = itertools.zip_longest(layer.q_indices, layer.k_indices)
-            for query, key in pairs:
-                partners[first + query] = -1 if key is None else first_key + key
-        logits += layer.logits
-    most = max(map(len, members), default=1) or 1
-    padded = [[*numbers, *(logits,) * (most - len(numbers))] for numbers in members]
-    return torch.tensor(padded), torch.tensor([p if p >= 0 else len(partners) for p in partners])
 
 
 class Clipping:
@@ -229,7 +111,7 @@ class QKClip:
         self._given: Optional[Logits] = None
         self._found: Optional[Survey] = None  # what the packs were made for
         self._packs: list[Pack] = []
-        self._layers: _Layers = _Layers({}, {})
+        self._layers: Layers = Layers({}, {})
         self._notes: dict[tuple[int, ...], list[str]] = {}
         self._steps = 0
         self._last: Sequence[tuple[Pack, Tensor]] = ()
@@ -296,15 +178,25 @@ class QKClip:
                     stacklevel=4,
                 )
 
-    def warn_of_none(self) -> None:
+    def warn_of_none(self, logits: Optional[Logits]) -> None:
         """Warns, once, of a step without logits."""
-        if self.config is not None and not self._has_warned:
-            self._has_warned = True
-            warnings.warn(
-                "clip_config is given, but step() got no qk_logits, so nothing is clipped: give it "
-                "some, call set_qk_logits() before, or set qk_recorder",
-                stacklevel=validation.frames_to_the_caller(),
+        if self.config is None or self._has_warned:
+            return
+        if logits is None:
+            problem = (
+                "step() got no qk_logits, so nothing is clipped: give it some, call "
+                "set_qk_logits() before, or set qk_recorder"
             )
+        elif isinstance(logits, Mapping) and all(of is None for of in logits.values()):
+            problem = (
+                "qk_logits has no logits of any layer, so nothing is clipped: does qk_recorder "
+                "hook the model that is trained?"
+            )
+        else:
+            return
+        self._has_warned = True
+        stacklevel = validation.frames_to_the_caller()
+        warnings.warn(f"clip_config is given, but {problem}", stacklevel=stacklevel)
 
     def begin(
         self,
@@ -336,8 +228,8 @@ class QKClip:
         by_layer = self._layers.match(logits)
         packs = []
         for pack in self._packs:
-            parts = [_vector(by_layer[layer.key], layer, pack) for layer in pack.layers]
-            known = _joined(parts, pack)
+            parts = [vector_of(by_layer[layer.key], layer, pack) for layer in pack.layers]
+            known = joined(parts, pack)
             if only_with_gradient:
                 known = torch.where(_has_gradient(pack), known, -math.inf)
             packs.append((pack, known))
@@ -353,11 +245,10 @@ class QKClip:
             alone = ranks is None or len(ranks) == 1 or rank not in ranks
             device = dtensors.compute_device(layer.projections[0].param)
             by_place.setdefault((None if alone else ranks, device), []).append(layer)
-        # All ranks go through their sets in one order, the larger ones first.
-        order = sorted(
-            by_place, key=lambda place: (-len(place[0] or ()), place[0] or (), str(place[1]))
-        )
-        self._packs = [Pack(by_place[place], place[1], place[0], rank) for place in order]
+        self._packs = [
+            Pack(by_place[ranks, device], device, ranks, rank)
+            for ranks, device in sorted(by_place, key=_turn)
+        ]
         self._notes = {}
         for pack in self._packs:
             if pack.ranks is not None:
@@ -405,67 +296,7 @@ class QKClip:
         }
 
 
-# -- logits as they come -------------------------------------------------------------------------
-
-
-class _Layers:
-    """The layers of an optimizer, and how logits name them."""
-
-    def __init__(self, layers: Mapping[LayerKey, Layer], alone: Mapping[LayerKey, str]):
-        self.layers = layers
-        self._prefixes = {**{key: layer.prefix for key, layer in layers.items()}, **alone}
-        self._numbers = {key: layer.number for key, layer in layers.items()}
-
-    def match(self, logits: Logits) -> dict[LayerKey, Any]:
-        """Logits by the keys of layers, of all that are bounded.
-
-        Raises:
-            ValueError: other layers, or not all.
-        """
-        if not isinstance(logits, Mapping):
-            raise ValueError(
-                f"qk_logits must map layers to tensors (heads,), found a {type(logits).__name__}"
-            )
-        found: dict[LayerKey, Any] = {}
-        for given, value in logits.items():
-            key = self._key(given)
-            if key in found:
-                raise ValueError(f"qk_logits has the layer {self._prefixes[key]!r} twice")
-            if key in self.layers:
-                found[key] = value
-        missing = [key for key in self.layers if key not in found]
-        if missing:
-            raise ValueError(
-                f"qk_logits lacks layers {_some(missing)}: give those of all layers, or None in "
-                "clip_config for layers to leave alone"
-            )
-        return found
-
-    def _key(self, given: Any) -> LayerKey:
-        if given in self._prefixes:
-            return given
-        if isinstance(given, str):
-            name = normalize_name(given)
-            found = [key for key, prefix in self._prefixes.items() if prefix == name]
-            found = found or [
-                key for key, prefix in self._prefixes.items() if f"{prefix}.".startswith(f"{name}.")
-            ]
-        else:
-            found = [key for key, number in self._numbers.items() if number == given]
-        if len(found) == 1:
-            return found[0]
-        if found:
-            raise ValueError(
-                f"qk_logits has {given!r}, which may be any of {_some(found)}: tell layers by such "
-                "prefixes of names"
-            )
-        raise ValueError(
-            f"qk_logits has {given!r}, where this optimizer has no query and key projections; it "
-            f"has them in {_some(list(self._prefixes)) or 'no layer'}"
-        )
-
-
-def _layers_of(groups: Sequence[Group], config: ClipConfig) -> _Layers:
+def _layers_of(groups: Sequence[Group], config: ClipConfig) -> Layers:
     names: list[str] = []
     params: list[Tensor] = []
     for number, group in enumerate(groups):
@@ -478,7 +309,7 @@ def _layers_of(groups: Sequence[Group], config: ClipConfig) -> _Layers:
             continue
         names += group["names"]
         params += group["params"]
-    return _Layers(*find_layers(names, params, config))
+    return Layers(*find_layers(names, params, config))
 
 
 def _norm_of_heads(layers: Sequence[Layer], groups: Sequence[Group]) -> Optional[str]:
@@ -490,11 +321,6 @@ def _norm_of_heads(layers: Sequence[Layer], groups: Sequence[Group]) -> Optional
         if prefix in prefixes and norm in ("q_norm", "k_norm", "q_layernorm", "k_layernorm"):
             return name
     return None
-
-
-def _some(keys: Sequence[LayerKey]) -> str:
-    more = "" if len(keys) <= 8 else f" and {len(keys) - 8} more"
-    return ", ".join(map(repr, keys[:8])) + more
 
 
 def _turn(place: tuple[Optional[tuple[int, ...]], torch.device]) -> tuple:
@@ -516,66 +342,6 @@ def _ranks_of(layer: Layer, wide: OptimizerWide) -> Optional[tuple[int, ...]]:
     return largest
 
 
-def _vector(value: Any, layer: Layer, pack: Pack) -> Tensor:
-    """The logits of a layer that this rank knows, (n,); −inf for those of others.
-
-    Raises:
-        ValueError: not one number for each head; on another device; a DTensor that others reduce.
-    """
-    where = f"qk_logits of layer {layer.key!r}"
-    if value is None:  # nothing was seen here
-        return torch.full((layer.logits,), -math.inf, dtype=pack.dtype)
-    if not isinstance(value, Tensor):
-        try:
-            value = torch.tensor(value, dtype=pack.dtype)
-        except (TypeError, ValueError, RuntimeError):
-            raise ValueError(
-                f"{where} must be a tensor (heads,) or a list of numbers, found {value!r}"
-            ) from None
-    if value.shape != (layer.logits,):
-        raise ValueError(
-            f"{where} have shape {tuple(value.shape)}, where {(layer.logits,)} is needed: the "
-            "largest logit of each head in q_indices, or of every query head"
-        )
-    if value.is_complex() or value.dtype == torch.bool:
-        raise ValueError(f"{where} are {value.dtype}, no real numbers")
-    interval = (0, layer.logits)
-    if dtensors.is_dtensor(value):
-        interval = _held_interval(value, where, pack)
-    held = dtensors.local(value)
-    if held.device not in (pack.device, torch.device("cpu")):
-        raise ValueError(f"{where} are on {held.device}, but its weights on {pack.device}")
-    if interval == (0, layer.logits):
-        return held
-    whole = held.new_full((layer.logits,), -math.inf, dtype=pack.dtype)
-    whole[slice(*interval)] = held
-    return whole
-
-
-def _held_interval(value: Tensor, where: str, pack: Pack) -> layout.Interval:
-    """Which of the logits of a DTensor this rank holds."""
-    placements = value.placements  # type: ignore[attr-defined]
-    partial = [p for p in placements if p.is_partial()]
-    if any(p.reduce_op != "max" for p in partial):
-        raise ValueError(f"{where} are {dtensors.describe(value)}; the maximum is needed")
-    is_whole = all(p.is_replicate() for p in placements)
-    others = set(dtensors.ranks_of(value) or ()) - set(pack.ranks or (pack.rank,))
-    if others and not is_whole:
-        raise ValueError(
-            f"{where} are {dtensors.describe(value)}, but their weights are not shared with ranks "
-            f"{sorted(others)}: give logits.full_tensor()"
-        )
-    sharding = dtensors.sharding_of(value)
-    assert sharding is not None
-    return sharding.region(value.shape, pack.rank)[0]
-
-
-def _joined(parts: Iterable[Tensor], pack: Pack) -> Tensor:
-    """All logits on the device, a new tensor without NaN: they become Inf, which clips nothing."""
-    joined = torch.cat([part.to(pack.device, pack.dtype, non_blocking=True) for part in parts])
-    return torch.where(joined.isnan(), math.inf, joined)
-
-
 def _has_gradient(pack: Pack) -> Tensor:
     """For each logit whether this rank has a gradient of its layer that is not all zeros, (n,)."""
     nonzero = []
@@ -585,27 +351,3 @@ def _has_gradient(pack: Pack) -> Tensor:
         of_layer = [torch.count_nonzero(grad).to(pack.device) for grad in held]
         nonzero.append(sum(of_layer, torch.zeros((), device=pack.device)).expand(layer.logits))
     return torch.cat(nonzero) > 0
-
-
-def reduce_qk_logits(logits: Logits, group: Any = None) -> dict[Any, Tensor]:
-    """The maximum over ranks of the logits of all layers, in one collective.
-
-    `Muon` takes it by itself, over the ranks that share the weights; this is for logits that are
-    wanted elsewhere.
-
-    Args:
-        logits: by layer (n,) each, on one device; the same layers in the same order on all ranks.
-        group: process group; None is the default one.
-
-    Returns:
-        New tensors, in fp32 or wider. NaN on any rank is Inf on all.
-    """
-    if not logits:
-        return {}
-    wide = torch.float32
-    for value in logits.values():
-        wide = torch.promote_types(wide, value.dtype)
-    joined = torch.cat([value.detach().to(wide) for value in logits.values()])
-    joined = torch.where(joined.isnan(), math.inf, joined)
-    max_over_ranks(joined, dist.group.WORLD if group is None else group).wait()
-    return dict(zip(logits, joined.split([len(value) for value in logits.values()])))
