@@ -84,7 +84,7 @@ class Training:
         muon = [(name, self.params[name]) for name in MATRICES]
         groups = [
             {"params": muon, "use_muon": True, "beta2": 0.9, "expert_keys": ("experts",)},
-            {"params": [self.params[name] for name in OTHERS], "use_muon": False},
+            {"params": [(name, self.params[name]) for name in OTHERS], "use_muon": False},
         ]
         options = (
             dict(lr=0.1, ns_dtype=torch.float32, ns_coefficients="quintic", ns_steps=2) | options
@@ -690,6 +690,13 @@ VARIANTS: list[dict[str, Any]] = [
     dict(use_distributed_muon=True, none_grad=False, foreach=True),
     dict(missing_grad="zero", nonfinite="skip", chunk_size=1),
     dict(missing_grad="zero", lr=torch.tensor(0.1), weight_decay=0.0),
+    dict(
+        clip_config={
+            "head_dim": 32,
+            "threshold": 2.0,
+            "row_map": {"w1": {"q": [0, 48]}, "norm": {"k": [0, 32]}},
+        }
+    ),
 ]
 
 
@@ -705,6 +712,9 @@ def train_variants(device: Device, options: dict[str, Any]) -> None:
             if "missing_grad" in options:
                 for name in ("w1", "norm"):
                     training.params[name].grad = None
+            if "clip_config" in options:
+                logits = torch.tensor([3.0, 1.0]).to(CUDA)
+                training.optimizer.set_qk_logits({"": logits})
             training.optimizer.step()
         check_equal(training, every[0])
         assert devices_of(training) == ({CUDA} if (at, mode) == (CUDA, None) else {CPU})
