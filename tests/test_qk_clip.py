@@ -395,6 +395,84 @@ def test_layers_have_configs_of_their_own_or_none():
     assert set(asked) == {0, 1, 2}
 
 
+def test_a_function_is_asked_by_prefixes_where_numbers_are_not_enough():
+    prefixes = ["vision.layers.0.attn", *(f"language.layers.{number}.attn" for number in range(3))]
+    named = projections(*prefixes)
+    asked = []
+
+    def function(layer):
+        asked.append(layer)
+        return CONFIG if layer.startswith("language") else None
+
+    optim = muon(named, clip_config=function)
+    assert set(asked) == set(prefixes)
+    optim.step(qk_logits={"vision": HIGH, "language.layers.0": HIGH, 1: HIGH, 2: HIGH})
+    assert halved(named) == set(prefixes[1:])
+    with pytest.warns(UserWarning, match="no layer was found for 'langauge'"):
+        muon(projections(*prefixes), clip_config={"langauge": CONFIG, "vision": CONFIG})
+
+
+def test_weights_that_are_called_by_their_projection():
+    """As those of nn.MultiheadAttention, fused and apart."""
+    fused = nn.MultiheadAttention(4, 2)
+    apart = nn.MultiheadAttention(4, 2, kdim=3, vdim=5)
+    for attention, names in ((fused, ["in_proj"]), (apart, ["q_proj", "k_proj"])):
+        named = [(f"layers.0.{name}", p) for name, p in attention.named_parameters()]
+        if attention is apart:  # its bias is fused even so
+            named = [(name, p) for name, p in named if "in_proj" not in name]
+        for _, p in named:
+            p.data.fill_(1.0)
+            p.grad = torch.zeros_like(p)
+        groups = [
+            {"params": [(n, p) for n, p in named if (p.ndim > 1) is muon], "use_muon": muon}
+            for muon in (True, False)
+        ]
+        rows = {"in_proj": optimizer.qk_clip.stacked_rows(2, 2, 2)} if attention is fused else {}
+        config = {"head_dim": 2, "threshold": THRESHOLD, "row_map": rows}
+        optim = optimizer.Muon(groups, lr=0.0, clip_config=config)
+        optim.step(qk_logits={0: HIGH[:2]})
+        for name, p in named:
+            is_scaled = any(f".{kind}_" in name for kind in names)
+            expected = torch.ones(len(p))
+            expected[: min(8, len(p)) if is_scaled else 0] = 0.5
+            assert torch.equal(p.flatten(1)[:, 0] if p.ndim > 1 else p, expected), name
+
+
+def test_convolutions_have_their_rows_first():
+    kernels = [
+        (f"layers.0.attn.{kind}.weight", nn.Parameter(torch.ones(8, 4, *kernel)))
+        for kind, kernel in (("q_proj", (3,)), ("k_proj", (1, 1)))
+    ]
+    for _, p in kernels:
+        p.grad = torch.zeros_like(p)
+    muon(kernels, clip_config=CONFIG, flatten=True).step(qk_logits={0: [*HIGH[:3], 0.0]})
+    for _, p in kernels:
+        assert (p[:6] == 0.5).all() and (p[6:] == 1).all()
+
+
+def test_recorded_logits_of_layers_that_are_not_trained_are_passed_over():
+    named = projections("layers.1.attn")
+    optim = muon(named, clip_config=CONFIG, none_grad=False)
+    optim.step(qk_logits={1: [0.0] * 4})
+    optim.qk_recorder = Recorder({"layers.0.attn": HIGH, "layers.1.attn": HIGH})
+    optim.step()
+    assert halved(named) == {"layers.1.attn"}
+    optim.qk_recorder = Recorder({"layers.0.attn": HIGH})
+    with pytest.raises(ValueError, match="qk_logits lacks layers 1"):
+        optim.step()
+
+
+def test_other_default_dtypes_change_nothing():
+    named = projections("layers.0.attn")
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        config = {"head_dim": 2, "threshold": 99.7}
+        muon(named, clip_config=config).step(qk_logits={0: torch.full((4,), 99.6).float()})
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all((p == 1).all() for _, p in named)
+
+
 def test_heads_of_other_parameters_are_no_ones():
     """Values, outputs, latents, norms, adapters, a parametrized weight."""
     named = projections("layers.0.attn")
@@ -551,6 +629,10 @@ WRONG_CONFIGS = [
     ({"head_dim": 2, "row_map": {"x": {"query": [0]}}}, r"row_map\['x'\] must be"),
     ({"head_dim": 2, "row_map": {"q_proj": {"q": [0, 7]}}}, "from row 7 on, but .* has 8 rows"),
     (
+        {"head_dim": 2, "row_map": {"q_proj": {"q": [0, 4], "k": [3]}}},
+        "has a head from row 4 on, which is in the one before, that ends with row 4",
+    ),
+    (
         {"head_dim": 2, "clip_mode": "exact", "q_indices": [0, 0], "k_indices": [0, 0]},
         "needs every query head once",
     ),
@@ -588,6 +670,9 @@ def test_projections_that_do_not_fit_each_other_raise():
     with pytest.raises(ValueError, match="has 2 heads, but other parameters of the layer have 4"):
         groups = [{"params": named, "use_muon": True}, {"params": [bias], "use_muon": False}]
         optimizer.Muon(groups, clip_config=CONFIG)
+    with pytest.raises(ValueError, match=r"q_proj.bias would be clipped without its weight"):
+        groups = [{"params": [named[1]], "use_muon": True}, {"params": [bias], "use_muon": False}]
+        optimizer.Muon(groups, clip_config={"head_dim": 2, "q_indices": [0], "k_indices": [0]})
     mla = ("layers.0.attn.wkv_b.weight", nn.Parameter(torch.ones(8, 4)))
     with pytest.raises(ValueError, match="projection of multi-head latent attention"):
         muon([mla], clip_config=CONFIG)

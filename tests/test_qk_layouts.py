@@ -284,11 +284,60 @@ def reduce_by_hand() -> None:
         "n": [torch.inf],
     }
     assert logits["a"].tolist() == [1.0, rank]
+    assert list(reduced) == list(logits)
     assert optimizer.qk_clip.reduce_qk_logits({}) == {}
+    with pytest.raises(ValueError, match="layer 2 must be a plain tensor of all heads, found None"):
+        optimizer.qk_clip.reduce_qk_logits({2: None})
+    other = (
+        {key: logits[key] for key in ("a", 3)} if rank else {key: logits[key] for key in (3, "a")}
+    )
+    again = optimizer.qk_clip.reduce_qk_logits(other)
+    assert again["a"].tolist() == [1.0, 1.0] and list(again) == list(other)
 
 
 def test_reducing_by_hand():
     run_ranks(reduce_by_hand, 2)
+
+
+def step_beside_plain_ones() -> None:
+    """A layer with a plain bias beside sharded weights, in whatever order; plain layers."""
+    mesh = init_device_mesh("cpu", (2,))
+    params, _ = plain_pair(mesh)
+    bias = nn.Parameter(torch.ones(24))
+    bias.grad = torch.zeros(24)
+    names = ["layers.0.attention.wq.weight", "layers.0.attention.wk.weight"]
+    groups = [
+        {"params": [("layers.0.attention.wq.bias", bias)], "use_muon": False},
+        {"params": params, "names": names, "use_muon": True},
+    ]
+    config = {"head_dim": 6, "threshold": THRESHOLD}
+    optim = optimizer.Muon(groups, lr=0.0, clip_config=config)
+    optim.step(qk_logits=Recorder(LOGITS, dist.get_rank(), 2).take())
+    assert_clipped(params)
+    torch.testing.assert_close(bias.detach(), expected_rows()[0])
+    whole = [nn.Parameter(torch.ones(p.shape)) for p in params]
+    for p in whole:
+        p.grad = torch.zeros_like(p)
+    group = {"params": whole, "names": names, "use_muon": True}
+    optim = optimizer.Muon([group], lr=0.0, clip_config=config)
+    with pytest.warns(UserWarning, match="other ranks hold them too, as under DDP"):
+        optim.step(qk_logits={0: LOGITS})
+
+
+def test_plain_parameters_that_nobody_knows_to_be_shared():
+    run_ranks(step_beside_plain_ones, 2)
+
+
+def step_outside_of_a_mesh() -> None:
+    mesh = DeviceMesh("cpu", [0, 1])
+    params, optim = plain_pair(mesh)
+    optim.step(qk_logits={0: LOGITS})
+    if dist.get_rank() < 2:
+        assert_clipped(params)
+
+
+def test_a_rank_outside_of_the_mesh():
+    run_ranks(step_outside_of_a_mesh, 3)
 
 
 # -- ranks that disagree -----------------------------------------------------------------------

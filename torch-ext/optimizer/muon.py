@@ -57,9 +57,14 @@ class Muon(Offloadable):
         none_grad: set ``p.grad`` of Muon's matrices to None once it was read, to save memory; not
             with ``capturable``.
         debug: log a `summary` whenever there is something new to plan, at level INFO.
-        clip_config: QK-Clip (see `qk_clip`): ``{"head_dim": 128, "threshold": 100}`` rescales query
-            and key projections of heads whose largest attention logit, as given to `step`, was
-            above the threshold. Also a mapping from layers to such dicts, or a function of a layer.
+        clip_config: QK-Clip: ``{"head_dim": 128, "threshold": 100}`` rescales query and key
+            projections of heads whose largest attention logit, as given to `step`, was above the
+            threshold. Further keys: ``q_indices`` and ``k_indices``, the heads that each logit
+            scales; of multi-head latent attention ``is_mla=True``, ``qk_nope_head_dim``,
+            ``qk_rope_head_dim`` and ``v_head_dim``; ``row_map`` for fused projections and for other
+            names than wq, q_proj, … Where layers differ, a mapping from layers (numbers, or the
+            beginnings of names) to such dicts or None, or a function of a layer. docs/qk-clip.md
+            has all of it.
         warmup_step: how many chunks of matrices may be on their way beside the one at work, where
             the bound on staging memory (docs/layouts.md) lets them.
         chunk_size: matrices that a rank orthogonalizes per chunk; −1 chooses by bytes.
@@ -355,13 +360,19 @@ class Muon(Offloadable):
         self, qk_logits: Optional[Logits], groups: list[dict[str, Any]]
     ) -> Optional[Clipping]:
         """QK-Clip of this step."""
-        logits = self._clip.take(qk_logits)
+        logits, is_recorded = self._clip.take(qk_logits)
         # torch.distributed.checkpoint makes such a step, to have state: it is to change nothing.
         is_dry = not self.state and all(_is_zero(group["lr"]) for group in groups)
         if not is_dry:
             self._clip.warn_of_none(logits)
-        is_implicit = is_dry and qk_logits is None
-        return self._clip.begin(logits, groups, self._survey, self._wide, is_implicit)
+        return self._clip.begin(
+            logits,
+            groups,
+            self._survey,
+            self._wide,
+            is_recorded=is_recorded,
+            only_with_gradient=is_dry and qk_logits is None,
+        )
 
     def _compare_replicas(self, groups: list[dict[str, Any]]) -> None:
         """Before a first step, whether ranks hold the same plain parameters, and gradients."""

@@ -107,7 +107,7 @@ def check_placements(tensor: Tensor) -> None:
 def _has_backend(tensor: Tensor) -> bool:
     try:
         group = tensor.device_mesh.get_all_groups()[0]  # type: ignore[attr-defined]
-    except RuntimeError:  # a mesh made without groups, to plan with
+    except (IndexError, RuntimeError):  # no group of this rank's, or none at all, to plan with
         return True
     return has_backend(group, compute_device(tensor))
 

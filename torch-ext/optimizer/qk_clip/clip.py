@@ -20,8 +20,8 @@ from ..groups import normalize_name
 from ..options import OptimizerWide
 from ..planning import Survey, shared_with, this_rank
 from .config import ClipConfig, LayerKey
-from .given import Layers, Logits, joined, vector_of
-from .projections import Layer, find_layers
+from .given import Layers, Logits, joined, some, vector_of
+from .projections import Layer, find_layers, row_dims_of
 from .scales import Pack
 
 Group = Mapping[str, Any]
@@ -56,7 +56,9 @@ class Clipping:
         for pack, logits in self._packs:
             group = None
             if pack.ranks is not None:
-                group = dtensors.process_group(pack.param, pack.ranks, wide.process_group)
+                params = (projection.param for projection in pack.projections)
+                param = next(p for p in params if shared_with(p, wide) == pack.ranks)
+                group = dtensors.process_group(param, pack.ranks, wide.process_group)
             self._work.append(None if group is None else max_over_ranks(logits, group))
 
     def scale(self, param: Tensor, index: Optional[tuple[slice, ...]] = None) -> Optional[Tensor]:
@@ -108,6 +110,7 @@ class QKClip:
         self.config = config
         self.recorder: Any = None
         self._has_warned = False  # of a step without logits
+        self._has_warned_of_ranks = False  # that may see other logits
         self._given: Optional[Logits] = None
         self._found: Optional[Survey] = None  # what the packs were made for
         self._packs: list[Pack] = []
@@ -128,11 +131,12 @@ class QKClip:
     def give(self, logits: Optional[Logits]) -> None:
         self._given = logits
 
-    def take(self, given: Optional[Logits]) -> Optional[Logits]:
-        """What was given to the step; else what was set before it; else what was recorded."""
+    def take(self, given: Optional[Logits]) -> tuple[Optional[Logits], bool]:
+        """What was given to the step, or set before it, or else recorded, and whether it was."""
         waiting, self._given = self._given, None
         recorded = None if self.recorder is None else self.recorder.take()
-        return next((found for found in (given, waiting) if found is not None), recorded)
+        found = next((logits for logits in (given, waiting) if logits is not None), None)
+        return (recorded, True) if found is None else (found, False)
 
     # -- layers ------------------------------------------------------------------------------
 
@@ -163,6 +167,11 @@ class QKClip:
                 "row_map tells of other names",
                 stacklevel=4,
             )
+        if self.config.unmatched:
+            warnings.warn(
+                f"clip_config: no layer was found for {some(list(self.config.unmatched))}",
+                stacklevel=4,
+            )
         norm = _norm_of_heads([layer for layer in layers if layer.config.latent is None], groups)
         if norm is not None:
             warnings.warn(
@@ -187,7 +196,7 @@ class QKClip:
                 "step() got no qk_logits, so nothing is clipped: give it some, call "
                 "set_qk_logits() before, or set qk_recorder"
             )
-        elif isinstance(logits, Mapping) and all(of is None for of in logits.values()):
+        elif isinstance(logits, Mapping) and {id(of) for of in logits.values()} == {id(None)}:
             problem = (
                 "qk_logits has no logits of any layer, so nothing is clipped: does qk_recorder "
                 "hook the model that is trained?"
@@ -198,12 +207,30 @@ class QKClip:
         stacklevel = validation.frames_to_the_caller()
         warnings.warn(f"clip_config is given, but {problem}", stacklevel=stacklevel)
 
+    def _warn_of_ranks(self, wide: OptimizerWide) -> None:
+        """Warns, once, where other ranks may be replicas that clip by other logits."""
+        if self._has_warned_of_ranks or dtensors.world_size() == 1:
+            return
+        layers = (layer for pack in self._packs if pack.ranks is None for layer in pack.layers)
+        alone = [layer.prefix for layer in layers if _ranks_of(layer, wide) is None]
+        if alone:
+            self._has_warned_of_ranks = True
+            warnings.warn(
+                f"QK-Clip: the weights of {some(alone)} are plain tensors, which the optimizer "
+                "takes for this rank's own. If other ranks hold them too, as under DDP, they see "
+                "other logits, and their weights part: give Muon their process_group, or step() "
+                "logits that were reduced, qk_clip.reduce_qk_logits(logits)",
+                stacklevel=validation.frames_to_the_caller(),
+            )
+
     def begin(
         self,
         logits: Optional[Logits],
         groups: Sequence[Group],
         found: Survey,
         wide: OptimizerWide,
+        *,
+        is_recorded: bool = False,
         only_with_gradient: bool = False,
     ) -> Optional[Clipping]:
         """QK-Clip of a step; None where there is nothing to do.
@@ -211,6 +238,7 @@ class QKClip:
         Args:
             logits: by layer.
             groups, found, wide: of the optimizer.
+            is_recorded: there may be some of layers that are none of this optimizer's.
             only_with_gradient: leave layers alone whose gradients are zeros on all ranks.
 
         Raises:
@@ -225,7 +253,8 @@ class QKClip:
             )
         if found is not self._found:
             self._look_at(groups, found, wide)
-        by_layer = self._layers.match(logits)
+        by_layer = self._layers.match(logits, pass_over_unknown=is_recorded)
+        self._warn_of_ranks(wide)
         packs = []
         for pack in self._packs:
             parts = [vector_of(by_layer[layer.key], layer, pack) for layer in pack.layers]
@@ -297,8 +326,7 @@ class QKClip:
 
 
 def _layers_of(groups: Sequence[Group], config: ClipConfig) -> Layers:
-    names: list[str] = []
-    params: list[Tensor] = []
+    named: list[tuple[str, Tensor, int]] = []
     for number, group in enumerate(groups):
         if group["names"] is None:
             if group["use_muon"] and group["params"]:
@@ -307,9 +335,9 @@ def _layers_of(groups: Sequence[Group], config: ClipConfig) -> Layers:
                     '"names", one for each parameter'
                 )
             continue
-        names += group["names"]
-        params += group["params"]
-    return Layers(*find_layers(names, params, config))
+        flatten = group["use_muon"] and group["flatten"]
+        named += [(n, p, row_dims_of(p, flatten)) for n, p in zip(group["names"], group["params"])]
+    return Layers(*find_layers(named, config))
 
 
 def _norm_of_heads(layers: Sequence[Layer], groups: Sequence[Group]) -> Optional[str]:

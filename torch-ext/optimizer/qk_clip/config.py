@@ -97,6 +97,7 @@ class ClipConfig:
         self._of_all: Optional[LayerConfig] = None
         self._of_layers: dict[LayerKey, Optional[LayerConfig]] = {}
         self._function: Optional[Callable[[LayerKey], Any]] = None
+        self.unmatched: set[LayerKey] = set()  # keys that no layer was found for so far
         if callable(given):
             self._function = given
         elif not isinstance(given, Mapping):
@@ -109,6 +110,7 @@ class ClipConfig:
                 self._layer_key(key): self._read(value, f"clip_config[{key!r}]")
                 for key, value in given.items()
             }
+            self.unmatched = set(self._of_layers)
         else:
             self._of_all = self._read(given, "clip_config")
 
@@ -120,13 +122,16 @@ class ClipConfig:
         configs = [self._of_all, *self._of_layers.values()]
         return {name for config in configs if config is not None for name in config.row_map}
 
-    def of(self, key: LayerKey, number: Optional[int], prefix: str) -> Optional[LayerConfig]:
+    def of(
+        self, key: LayerKey, number: Optional[int], prefix: str, is_only: bool
+    ) -> Optional[LayerConfig]:
         """A layer's; None where it is left alone.
 
         Args:
             key: how the layer is told from all others.
             number: the last one in its name.
             prefix: FQN of its attention.
+            is_only: whether no other layer has that number.
         """
         if self._function is not None:
             return self._read(self._function(key), f"clip_config({key!r})")
@@ -134,15 +139,19 @@ class ClipConfig:
             return self._of_all
         if number in self._of_layers:
             _check(
-                key == number,
+                is_only,
                 f"clip_config[{number}]: there are several layers of this number, one of them "
                 f"{prefix!r}; tell them by such prefixes of names",
             )
+            self.unmatched.discard(number)
             return self._of_layers[number]
         parts = prefix.split(".")
         ancestors = (".".join(parts[:size]) for size in range(len(parts), 0, -1))
         found = next((name for name in ancestors if name in self._of_layers), None)
-        return None if found is None else self._of_layers[found]
+        if found is None:
+            return None
+        self.unmatched.discard(found)
+        return self._of_layers[found]
 
     @staticmethod
     def _layer_key(key: Any) -> LayerKey:

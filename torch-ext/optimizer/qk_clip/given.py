@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Optional
 
 import torch
 import torch.distributed as dist
@@ -29,8 +29,12 @@ class Layers:
         self._prefixes = {**{key: layer.prefix for key, layer in layers.items()}, **alone}
         self._numbers = {key: layer.number for key, layer in layers.items()}
 
-    def match(self, logits: Logits) -> dict[LayerKey, Any]:
+    def match(self, logits: Logits, pass_over_unknown: bool = False) -> dict[LayerKey, Any]:
         """Logits by the keys of layers, of all that are bounded.
+
+        Args:
+            logits: as they are given.
+            pass_over_unknown: logits of other layers don't matter.
 
         Raises:
             ValueError: other layers, or not all.
@@ -42,19 +46,24 @@ class Layers:
         found: dict[LayerKey, Any] = {}
         for given, value in logits.items():
             key = self._key(given)
-            if key in found:
+            if key is None and not pass_over_unknown:
+                raise ValueError(
+                    f"qk_logits has {given!r}, where this optimizer has no query and key "
+                    f"projections; it has them in {some(list(self._prefixes)) or 'no layer'}"
+                )
+            if key is not None and key in found:
                 raise ValueError(f"qk_logits has the layer {self._prefixes[key]!r} twice")
-            if key in self.layers:
+            if key is not None and key in self.layers:
                 found[key] = value
         missing = [key for key in self.layers if key not in found]
         if missing:
             raise ValueError(
-                f"qk_logits lacks layers {_some(missing)}: give those of all layers, or None in "
+                f"qk_logits lacks layers {some(missing)}: give those of all layers, or None in "
                 "clip_config for layers to leave alone"
             )
         return found
 
-    def _key(self, given: Any) -> LayerKey:
+    def _key(self, given: Any) -> Optional[LayerKey]:
         if given in self._prefixes:
             return given
         if isinstance(given, str):
@@ -65,17 +74,12 @@ class Layers:
             ]
         else:
             found = [key for key, number in self._numbers.items() if number == given]
-        if len(found) == 1:
-            return found[0]
-        if found:
+        if len(found) > 1:
             raise ValueError(
-                f"qk_logits has {given!r}, which may be any of {_some(found)}: tell layers by such "
+                f"qk_logits has {given!r}, which may be any of {some(found)}: tell layers by such "
                 "prefixes of names"
             )
-        raise ValueError(
-            f"qk_logits has {given!r}, where this optimizer has no query and key projections; it "
-            f"has them in {_some(list(self._prefixes)) or 'no layer'}"
-        )
+        return found[0] if found else None
 
 
 def vector_of(value: Any, layer: Layer, pack: Pack) -> Tensor:
@@ -97,7 +101,8 @@ def vector_of(value: Any, layer: Layer, pack: Pack) -> Tensor:
     if value.shape != (layer.logits,):
         raise ValueError(
             f"{where} have shape {tuple(value.shape)}, where {(layer.logits,)} is needed: the "
-            "largest logit of each head in q_indices, or of every query head"
+            "largest logit of each head in q_indices, or of every query head; of the heads that a "
+            "rank has under tensor parallelism, a DTensor that says which, Shard(0)"
         )
     if value.is_complex() or value.dtype == torch.bool:
         raise ValueError(f"{where} are {value.dtype}, no real numbers")
@@ -141,27 +146,37 @@ def joined(parts: Iterable[Tensor], pack: Pack) -> Tensor:
 def reduce_qk_logits(logits: Logits, group: Any = None) -> dict[Any, Tensor]:
     """The maximum over ranks of the logits of all layers, in one collective.
 
-    `Muon` takes it by itself, over the ranks that share the weights; this is for logits that are
-    wanted elsewhere.
+    `Muon` takes it by itself, over the ranks that share the weights; this is for weights that it
+    does not know to be shared, and for logits that are wanted elsewhere.
 
     Args:
-        logits: by layer (n,) each, on one device; the same layers in the same order on all ranks.
+        logits: by layer (n,) each, on one device; the same layers on all ranks.
         group: process group; None is the default one.
 
     Returns:
         New tensors, in fp32 or wider. NaN on any rank is Inf on all.
+
+    Raises:
+        ValueError: of a layer nothing, or only some heads.
     """
+    wide = torch.float32
+    for layer, value in logits.items():
+        if not isinstance(value, Tensor) or dtensors.is_dtensor(value) or value.ndim != 1:
+            found = dtensors.describe(value) if isinstance(value, Tensor) else repr(value)
+            raise ValueError(
+                f"logits of layer {layer!r} must be a plain tensor of all heads, found {found}"
+            )
+        wide = torch.promote_types(wide, value.dtype)
     if not logits:
         return {}
-    wide = torch.float32
-    for value in logits.values():
-        wide = torch.promote_types(wide, value.dtype)
-    joined = torch.cat([value.detach().to(wide) for value in logits.values()])
+    order = sorted(logits, key=repr)
+    joined = torch.cat([logits[layer].detach().to(wide) for layer in order])
     joined = torch.where(joined.isnan(), math.inf, joined)
     max_over_ranks(joined, dist.group.WORLD if group is None else group).wait()
-    return dict(zip(logits, joined.split([len(value) for value in logits.values()])))
+    parts = dict(zip(order, joined.split([len(logits[layer]) for layer in order])))
+    return {layer: parts[layer] for layer in logits}
 
 
-def _some(keys: Sequence[LayerKey]) -> str:
+def some(keys: Sequence[LayerKey]) -> str:
     more = "" if len(keys) <= 8 else f" and {len(keys) - 8} more"
     return ", ".join(map(repr, keys[:8])) + more

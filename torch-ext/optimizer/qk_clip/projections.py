@@ -35,6 +35,7 @@ class Projection:
         prefix: FQN of the attention that owns it.
         number: the last one in its name, if there is any.
         is_bias: of a projection, instead of its weight.
+        row_dims: how many of its dimensions count rows.
     """
 
     name: str
@@ -43,14 +44,7 @@ class Projection:
     prefix: str
     number: Optional[int]
     is_bias: bool
-
-    @property
-    def row_dims(self) -> int:
-        """How many dimensions count rows: (rows, cols), (heads, rows of each, cols), or of a
-        convolution (rows, cols, kernel…); of a bias all of them."""
-        if self.is_bias:
-            return self.param.ndim
-        return 1 if self.param.ndim > 3 else self.param.ndim - 1
+    row_dims: int
 
     @property
     def rows(self) -> int:
@@ -99,26 +93,38 @@ class Layer:
         return 2 * self.q_heads + self.k_heads + 1
 
 
+def row_dims_of(param: Tensor, flatten: bool) -> int:
+    """How many dimensions of a weight count rows: of (rows, cols) one, of (heads, rows of each,
+    cols) two, of a convolution (rows, cols, kernel…), read as ``flatten`` says, one."""
+    return 1 if flatten or param.ndim > 3 else param.ndim - 1
+
+
 def find_layers(
-    names: Iterable[str], params: Iterable[Tensor], config: ClipConfig
+    named: Iterable[tuple[str, Tensor, int]], config: ClipConfig
 ) -> tuple[dict[LayerKey, Layer], dict[LayerKey, str]]:
     """The layers whose logits are bounded, by their keys, and prefixes of those left alone.
+
+    Keys are numbers where no two layers have the same, else prefixes.
+
+    Args:
+        named: names, parameters, and how many dimensions count rows if they are weights.
+        config: how logits are bounded.
 
     Raises:
         ValueError: a configuration that does not fit a projection; two parameters that play the
             same part in one layer.
     """
-    found = [_recognize(name, param, config) for name, param in zip(names, params)]
+    known = {*KINDS, *config.row_map_names}
+    found = [_recognize(*each, known) for each in named]
     layers: dict[LayerKey, Layer] = {}
     alone: dict[LayerKey, str] = {}
     together = _by_layer([projection for projection in found if projection is not None])
     numbers = [of_layer[0].number for of_layer in together]
+    have_numbers = None not in numbers and len(set(numbers)) == len(numbers)
     for of_layer, number in zip(together, numbers):
         prefix = _common_prefix(of_layer)
-        key: LayerKey = prefix
-        if number is not None and numbers.count(number) == 1:
-            key = number
-        chosen = config.of(key, number, prefix)
+        key = number if number is not None and have_numbers else prefix
+        chosen = config.of(key, number, prefix, is_only=numbers.count(number) == 1)
         if chosen is not None:
             of_layer = [p for p in of_layer if p.kind in KINDS or p.kind in chosen.row_map]
         if chosen is None or not of_layer:
@@ -128,25 +134,26 @@ def find_layers(
     return layers, alone
 
 
-def _recognize(name: str, param: Tensor, config: ClipConfig) -> Optional[Projection]:
+def _recognize(name: str, param: Tensor, row_dims: int, known: set[str]) -> Optional[Projection]:
     """By the component that owns the parameter, or by what the parameter itself is called."""
-    known = {*KINDS, *config.row_map_names}
     parts = normalize_name(name).split(".")
     named = [index for index, part in enumerate(parts) if not part.isdigit()]
     if not named or "parametrizations" in parts:  # what is stored is not the weight
         return None
     attribute, owner = parts[named[-1]], parts[named[-2]] if len(named) > 1 else ""
+    stem, _, suffix = attribute.rpartition("_")
     if owner in known and attribute in ("weight", "bias"):
         kind, at, is_bias = owner, named[-2], attribute == "bias"
     elif attribute in known:
         kind, at, is_bias = attribute, named[-1], param.ndim == 1
-    elif attribute.endswith("_bias") and attribute[: -len("_bias")] in known:
-        kind, at, is_bias = attribute[: -len("_bias")], named[-1], True
+    elif stem in known and suffix in ("weight", "bias"):
+        kind, at, is_bias = stem, named[-1], suffix == "bias"
     else:
         return None
     numbers = [int(part) for part in parts if part.isdigit()]
     number = numbers[-1] if numbers else None
-    return Projection(name, param, kind, ".".join(parts[:at]), number, is_bias)
+    row_dims = param.ndim if is_bias else row_dims
+    return Projection(name, param, kind, ".".join(parts[:at]), number, is_bias, row_dims)
 
 
 def _by_layer(projections: Sequence[Projection]) -> list[list[Projection]]:
@@ -226,6 +233,14 @@ def _layer(
             f"{twice[0]} and {twice[1]} would be clipped by the same logits; let clip_config be a "
             "mapping from prefixes of names, or a function, that gives only one of them a config"
         )
+    weights = {projection.kind for projection in projections if not projection.is_bias}
+    for projection in projections:
+        if projection.kind not in weights:
+            raise ValueError(
+                f"{projection.name} would be clipped without its weight, which is not in the "
+                f"groups, or not as {projection.kind}.weight or {projection.kind}_weight: leave "
+                "the layer alone, by None in clip_config"
+            )
     q_indices, k_indices = _indices(prefix, config, heads.get("q"), heads.get("k"))
     return Layer(
         key,
@@ -255,6 +270,15 @@ def _heads(projection: Projection, config: LayerConfig) -> dict[str, int]:
                 raise ValueError(
                     f"clip_config: row_map[{projection.kind!r}] has a head of {size} rows from row "
                     f"{wrong[0]} on, but {name} has {rows} rows"
+                )
+        intervals = sorted(
+            (start, start + size) for starts, size in zip(kind, _sizes(config)) for start in starts
+        )
+        for (_, stop), (start, _) in zip(intervals, intervals[1:]):
+            if start < stop:
+                raise ValueError(
+                    f"clip_config: row_map[{projection.kind!r}] has a head from row {start} on, "
+                    f"which is in the one before, that ends with row {stop - 1}"
                 )
         return {side: len(starts) for side, starts in zip("qk", kind) if starts}
     if config.latent is None:

@@ -45,7 +45,6 @@ class Pack:
         self.layers = tuple(layers)
         self.device = device
         self.ranks = ranks
-        self.param = layers[0].projections[0].param
         self.counts = [layer.logits for layer in layers]
         self.dtype = torch.float32
         for projection in self.projections:
