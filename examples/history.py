@@ -17,6 +17,7 @@ class Row:
     lr: float
     train_loss: float  # nats per byte, before the update
     val_loss: float | None = None  # after it, where it was measured
+    max_logit: float | None = None  # of attention, of the same batch after the update
 
 
 @dataclass
@@ -34,6 +35,10 @@ class History:
     @property
     def final_val_loss(self) -> float:
         return self.validations[-1][1] if self.validations else float("nan")
+
+    @property
+    def largest_logit(self) -> float:
+        return max((row.max_logit for row in self.rows if row.max_logit is not None), default=0.0)
 
     @property
     def tokens_per_second(self) -> float:
@@ -70,6 +75,7 @@ def _parse(row: dict[str, str]) -> Row:
         lr=float(row["lr"]),
         train_loss=float(row["train_loss"]),
         val_loss=float(row["val_loss"]) if row["val_loss"] else None,
+        max_logit=float(row["max_logit"]) if row["max_logit"] else None,
     )
 
 
@@ -132,3 +138,55 @@ def _draw(axes: Any, name: str, histories: list[History], x: str) -> None:
         fontweight="bold",
         annotation_clip=False,
     )
+
+
+def plot_logits(path: Path, threshold: float, clipped: History, unclipped: History) -> None:
+    """Largest attention logit after every step, with QK-Clip and without."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    style: dict[Any, Any] = {"axes.spines.top": False, "axes.spines.right": False}
+    with plt.rc_context(style | {"font.size": 11, "axes.edgecolor": GREY}):
+        figure, axes = plt.subplots(figsize=(8, 4.8))
+        figure.subplots_adjust(left=0.08, right=0.86, bottom=0.12, top=0.82)
+        axes.axhline(threshold, color=GREY, linewidth=1, linestyle=(0, (4, 3)))
+        axes.annotate(
+            f"threshold {threshold:g}",
+            (0, threshold),
+            xytext=(6, 4),
+            textcoords="offset points",
+            color=GREY,
+        )
+        runs = {"without\nQK-Clip": (unclipped, "#c2410c"), "with\nQK-Clip": (clipped, "#1d4ed8")}
+        for name, (history, colour) in runs.items():
+            points = [(r.step, r.max_logit) for r in history.rows if r.max_logit is not None]
+            axes.plot(*zip(*points), color=colour, linewidth=1.5)
+            axes.annotate(
+                name,
+                points[-1],
+                xytext=(6, 0),
+                textcoords="offset points",
+                va="center",
+                color=colour,
+                fontweight="bold",
+                annotation_clip=False,
+            )
+        axes.set_xlabel("Step")
+        axes.set_ylabel("Largest attention logit")
+        axes.set_xlim(0, unclipped.last.step)
+        axes.set_ylim(bottom=0)
+        axes.grid(axis="y", color="#e5e7eb", linewidth=0.8)
+        axes.tick_params(length=0)
+        ratios = [history.largest_logit / threshold for history in (clipped, unclipped)]
+        title = "With QK-Clip logits reach {:.2f} × the threshold, without it {:.1f} ×"
+        losses = [f"{history.final_val_loss:.3f}" for history in (clipped, unclipped)]
+        subtitle = (
+            f"After each step, on its batch. Validation loss {losses[0]}, without {losses[1]}"
+        )
+        figure.text(0.08, 0.93, title.format(*ratios), fontsize=13, fontweight="bold")
+        figure.text(0.08, 0.87, subtitle, color=GREY)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=150)
+        plt.close(figure)

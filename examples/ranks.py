@@ -65,3 +65,9 @@ def mean_over_ranks(value: Tensor) -> float:
     if dist.is_initialized():
         dist.all_reduce(value)
     return value.item() / world_size()
+
+
+def max_over_ranks(value: Tensor) -> float:
+    if dist.is_initialized():
+        dist.all_reduce(value, dist.ReduceOp.MAX)
+    return value.item()

@@ -5,6 +5,7 @@
     torchrun --standalone --nproc-per-node 4 examples/train.py --hsdp 2
     torchrun --standalone --nproc-per-node 2 examples/train.py --zero2
     torchrun --standalone --nproc-per-node 2 examples/train.py --offload stream
+    torchrun --standalone --nproc-per-node 2 examples/train.py --qk-clip 100
     python examples/train.py --optimizer adamw
 
 Muon comes from the Hub by `get_kernel`, or from this checkout once `make build` was run. Other
@@ -14,10 +15,11 @@ scripts call `train(config)` within `ranks.launch`.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 import time
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar
@@ -43,9 +45,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 
 from data import load_corpus, train_batch, val_batches
-from history import History, Row, plot
+from history import History, Row, plot, plot_logits
 from model import ModelConfig, Transformer
-from ranks import launch, mean_over_ranks, pick_device, rank, world_size
+from ranks import launch, max_over_ranks, mean_over_ranks, pick_device, rank, world_size
 
 Batch = tuple[Tensor, Tensor]  # inputs and next bytes, each (rows, seq_len)
 
@@ -89,6 +91,11 @@ class TrainConfig:
         metavar="stream|bulk|backward",
         nargs="?",
         const="stream",
+    )
+    qk_clip: float = option(
+        0.0,
+        "largest attention logit that QK-Clip allows; trains once more without it, for logits.png; "
+        "0 is off",
     )
     balance_weight: float = option(0.01, "weight of the experts' load-balancing loss")
 
@@ -141,6 +148,7 @@ class Run(Stateful):
         self.model = model
         self.optimizer = optimizer
         self.scheduler = LambdaLR(optimizer, lambda step: lr_factor(step, config))
+        self.recorder = build_recorder(config, model, optimizer)
         self.step = 0
         self.seconds = 0.0  # of updates alone
 
@@ -152,13 +160,15 @@ class Run(Stateful):
     def advance(self, batches: Batches) -> Row:
         """One update, and a validation where one is due."""
         config, lr = self.config, float(self.scheduler.get_last_lr()[0])
+        batch = batches.train(self.step)
         start = time.perf_counter()
-        train_loss = self.update(batches.train(self.step))
+        train_loss = self.update(batch)
         self.seconds += time.perf_counter() - start
+        max_logit = self.max_logit(batch) if self.recorder else None
         tokens = self.step * config.batch_size * config.seq_len
         due = self.step == config.steps or self.step % config.eval_every == 0
         val_loss = self.validate(batches.val) if due else None
-        return Row(self.step, self.seconds, tokens, lr, train_loss, val_loss)
+        return Row(self.step, self.seconds, tokens, lr, train_loss, val_loss, max_logit)
 
     def update(self, batch: Batch) -> float:
         """One update; returns the loss that it was computed from, averaged over ranks."""
@@ -175,10 +185,25 @@ class Run(Stateful):
     @torch.no_grad()
     def validate(self, batches: list[Batch]) -> float:
         losses = [self.losses(batch)[0] for batch in batches]
-        for module in self.model.modules():  # no backward pass will do it
+        self.reshard()
+        return mean_over_ranks(torch.stack(losses).mean())
+
+    def max_logit(self, batch: Batch) -> float:
+        """Largest attention logit of a batch by the weights as they are now, over all ranks.
+
+        What the update itself went by are logits of the weights before it.
+        """
+        self.recorder.take()  # unless the update has taken what its own forward left
+        self.losses(batch)
+        self.reshard()
+        largest = [local(heads).max() for heads in self.recorder.take().values()]
+        return max_over_ranks(torch.stack(largest).max())
+
+    def reshard(self) -> None:
+        """Frees the weights that a forward gathered, where no backward will do it."""
+        for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-        return mean_over_ranks(torch.stack(losses).mean())
 
     def losses(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Cross-entropy in nats per byte, and the experts' balance."""
@@ -215,6 +240,10 @@ class Run(Stateful):
         if not folder or not complete:
             raise SystemExit(f"--resume: no checkpoint in --checkpoint-dir {folder!r}")
         dcp.load({"run": self}, checkpoint_id=complete[-1])
+
+
+def local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class Batches:
@@ -271,6 +300,10 @@ def check_layout(config: TrainConfig) -> None:
         raise SystemExit("--zero2 is Muon's: torch.optim.AdamW averages no gradients")
     if config.offload != "off" and config.optimizer != "muon":
         raise SystemExit("--offload is Muon's: torch.optim.AdamW keeps its state on the device")
+    if config.qk_clip < 0 or math.isnan(config.qk_clip):
+        raise SystemExit(f"--qk-clip {config.qk_clip:g} is no bound: 0 is off")
+    if config.qk_clip and config.optimizer != "muon":
+        raise SystemExit("--qk-clip is Muon's: torch.optim.AdamW clips no weights")
 
 
 def build_model(config: TrainConfig, device: torch.device) -> nn.Module:
@@ -367,6 +400,7 @@ def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimi
         weight_decay=config.weight_decay,
         process_group=dist.group.WORLD if config.ddp or config.zero2 else None,
         grad_reduce="mean" if config.zero2 else None,
+        clip_config=clip_config(config),
     )
     if config.offload != "off":
         on_host = all(param.device.type == "cpu" for param in model.parameters())
@@ -374,6 +408,22 @@ def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimi
             print(f"--offload {config.offload} has nothing to do: the parameters are on the CPU")
         optimizer.turn_on_cpu_offload(config.offload, model=model)
     return optimizer
+
+
+def clip_config(config: TrainConfig) -> dict[str, Any] | None:
+    if not 0 < config.qk_clip < math.inf:
+        return None
+    return {"head_dim": config.dim // config.heads, "threshold": config.qk_clip}
+
+
+def build_recorder(config: TrainConfig, model: nn.Module, optimizer: Any) -> Any:
+    """What sees the attention's logits, and tells QK-Clip; without a bound it only looks on."""
+    if not config.qk_clip:
+        return None
+    recorder = load_kernel().QKLogitRecorder(model)
+    if config.qk_clip < math.inf:
+        optimizer.qk_recorder = recorder
+    return recorder
 
 
 @lru_cache(maxsize=1)
@@ -438,9 +488,21 @@ def parse_config(cls: type[D], description: str) -> D:
 
 def main() -> None:
     config = parse_config(TrainConfig, __doc__.splitlines()[0])
-    history = train(config)
+    history = train(config, label="muon, QK-Clip" if config.qk_clip else "")
+    unclipped = train(without_clip(config), label="muon") if config.qk_clip else History()
     if rank() == 0 and history.rows:
         report(config, history)
+        if config.qk_clip and config.out and unclipped.rows:
+            report_logits(config, history, unclipped)
+
+
+def without_clip(config: TrainConfig) -> TrainConfig:
+    """The same run, in folders within its own; its logits are recorded, and left as they are."""
+    out, checkpoints = (
+        str(Path(folder, "unclipped")) if folder else ""
+        for folder in (config.out, config.checkpoint_dir)
+    )
+    return replace(config, qk_clip=math.inf, out=out, checkpoint_dir=checkpoints)
 
 
 def report(config: TrainConfig, history: History) -> None:
@@ -458,6 +520,18 @@ def report(config: TrainConfig, history: History) -> None:
         subtitle = f"Validation loss, and training loss (pale); lr {config.lr:g}"
         plot(picture, f"{name}, ranks: {world_size()}", subtitle, {name: [history]})
         print(f"plot: {picture}\nlog: {Path(config.out, 'log.csv')}")
+
+
+def report_logits(config: TrainConfig, clipped: History, unclipped: History) -> None:
+    picture = Path(config.out, "logits.png")
+    plot_logits(picture, config.qk_clip, clipped, unclipped)
+    for name, history in (("with QK-Clip", clipped), ("without", unclipped)):
+        largest = history.largest_logit
+        print(
+            f"{name}: largest logit {largest:.1f}, {largest / config.qk_clip:.2f} × the threshold; "
+            f"validation loss {history.final_val_loss:.4f}"
+        )
+    print(f"plot: {picture}\nlog: {Path(without_clip(config).out, 'log.csv')}")
 
 
 if __name__ == "__main__":

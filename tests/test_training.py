@@ -118,3 +118,20 @@ def test_replicas_train_as_plain_sharding_does(tmp_path, ranks, layouts):
         for plain, replicas in rows:
             expected = [float(x or 0) for x in plain]
             assert [float(x or 0) for x in replicas] == pytest.approx(expected, abs=1e-3)
+
+
+def test_qk_clip_keeps_logits_to_its_threshold(tmp_path):
+    # The threshold is below the logits of the first weights, and steps are small beside those.
+    clip = [*TINY, "--qk-clip", "0.05", "--lr", "3e-4"]
+    run_here(*clip, "--out", tmp_path / "sharded")
+    command = [sys.executable, EXAMPLES / "train.py", *map(str, clip), "--out", tmp_path / "plain"]
+    subprocess.run(command, check=True, capture_output=True, timeout=300)
+    for folder in (tmp_path / "sharded", tmp_path / "plain"):
+        assert max(logits(folder)) <= 1.05 * 0.05 < max(logits(folder / "unclipped"))
+        assert (folder / "logits.png").stat().st_size > 10_000
+    assert logits(tmp_path / "plain") == pytest.approx(logits(tmp_path / "sharded"), rel=0.05)
+
+
+def logits(folder: Path) -> list[float]:
+    with (folder / "log.csv").open(newline="") as file:
+        return [float(row["max_logit"]) for row in csv.DictReader(file)]
