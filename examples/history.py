@@ -17,7 +17,8 @@ class Row:
     lr: float
     train_loss: float  # nats per byte, before the update
     val_loss: float | None = None  # after it, where it was measured
-    max_logit: float | None = None  # of attention, of the same batch after the update
+    seen_logit: float | None = None  # largest of attention, in the update's own forward
+    max_logit: float | None = None  # the same, of the same batch after the update
 
 
 @dataclass
@@ -37,8 +38,12 @@ class History:
         return self.validations[-1][1] if self.validations else float("nan")
 
     @property
-    def largest_logit(self) -> float:
-        return max((row.max_logit for row in self.rows if row.max_logit is not None), default=0.0)
+    def largest_logits(self) -> tuple[float, float]:
+        """After updates, and before them."""
+        return (
+            max((row.max_logit for row in self.rows if row.max_logit is not None), default=0.0),
+            max((row.seen_logit for row in self.rows if row.seen_logit is not None), default=0.0),
+        )
 
     @property
     def tokens_per_second(self) -> float:
@@ -75,7 +80,8 @@ def _parse(row: dict[str, str]) -> Row:
         lr=float(row["lr"]),
         train_loss=float(row["train_loss"]),
         val_loss=float(row["val_loss"]) if row["val_loss"] else None,
-        max_logit=float(row["max_logit"]) if row["max_logit"] else None,
+        seen_logit=float(row["seen_logit"]) if row.get("seen_logit") else None,
+        max_logit=float(row["max_logit"]) if row.get("max_logit") else None,
     )
 
 
@@ -141,7 +147,7 @@ def _draw(axes: Any, name: str, histories: list[History], x: str) -> None:
 
 
 def plot_logits(path: Path, threshold: float, clipped: History, unclipped: History) -> None:
-    """Largest attention logit after every step, with QK-Clip and without."""
+    """Largest attention logit after every step, and before it (pale), with QK-Clip and without."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -161,7 +167,9 @@ def plot_logits(path: Path, threshold: float, clipped: History, unclipped: Histo
         )
         runs = {"without\nQK-Clip": (unclipped, "#c2410c"), "with\nQK-Clip": (clipped, "#1d4ed8")}
         for name, (history, colour) in runs.items():
+            seen = [(r.step, r.seen_logit) for r in history.rows if r.seen_logit is not None]
             points = [(r.step, r.max_logit) for r in history.rows if r.max_logit is not None]
+            axes.plot(*zip(*seen), color=colour, linewidth=1, alpha=0.25)
             axes.plot(*zip(*points), color=colour, linewidth=1.5)
             axes.annotate(
                 name,
@@ -179,11 +187,12 @@ def plot_logits(path: Path, threshold: float, clipped: History, unclipped: Histo
         axes.set_ylim(bottom=0)
         axes.grid(axis="y", color="#e5e7eb", linewidth=0.8)
         axes.tick_params(length=0)
-        ratios = [history.largest_logit / threshold for history in (clipped, unclipped)]
+        ratios = [history.largest_logits[0] / threshold for history in (clipped, unclipped)]
         title = "With QK-Clip logits reach {:.2f} × the threshold, without it {:.1f} ×"
         losses = [f"{history.final_val_loss:.3f}" for history in (clipped, unclipped)]
         subtitle = (
-            f"After each step, on its batch. Validation loss {losses[0]}, without {losses[1]}"
+            f"After each step (pale: in its forward). Validation loss {losses[0]}, "
+            f"without {losses[1]}"
         )
         figure.text(0.08, 0.93, title.format(*ratios), fontsize=13, fontweight="bold")
         figure.text(0.08, 0.87, subtitle, color=GREY)

@@ -15,7 +15,6 @@ scripts call `train(config)` within `ranks.launch`.
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import sys
 import time
@@ -148,7 +147,10 @@ class Run(Stateful):
         self.model = model
         self.optimizer = optimizer
         self.scheduler = LambdaLR(optimizer, lambda step: lr_factor(step, config))
-        self.recorder = build_recorder(config, model, optimizer)
+        self.recorder: Any = None
+        if config.qk_clip:
+            self.recorder = load_kernel().QKLogitRecorder(model)
+            optimizer.qk_recorder = self.recorder  # type: ignore[attr-defined]
         self.step = 0
         self.seconds = 0.0  # of updates alone
 
@@ -164,11 +166,11 @@ class Run(Stateful):
         start = time.perf_counter()
         train_loss = self.update(batch)
         self.seconds += time.perf_counter() - start
-        max_logit = self.max_logit(batch) if self.recorder else None
+        seen, left = self.largest_logits(batch) if self.recorder else (None, None)
         tokens = self.step * config.batch_size * config.seq_len
         due = self.step == config.steps or self.step % config.eval_every == 0
         val_loss = self.validate(batches.val) if due else None
-        return Row(self.step, self.seconds, tokens, lr, train_loss, val_loss, max_logit)
+        return Row(self.step, self.seconds, tokens, lr, train_loss, val_loss, seen, left)
 
     def update(self, batch: Batch) -> float:
         """One update; returns the loss that it was computed from, averaged over ranks."""
@@ -188,16 +190,13 @@ class Run(Stateful):
         self.reshard()
         return mean_over_ranks(torch.stack(losses).mean())
 
-    def max_logit(self, batch: Batch) -> float:
-        """Largest attention logit of a batch by the weights as they are now, over all ranks.
-
-        What the update itself went by are logits of the weights before it.
-        """
-        self.recorder.take()  # unless the update has taken what its own forward left
+    def largest_logits(self, batch: Batch) -> tuple[float, float]:
+        """What the update's own forward saw, over all ranks, and what its batch has behind it."""
+        seen = self.optimizer.qk_clip_stats()["max_logit"]  # type: ignore[attr-defined]
         self.losses(batch)
         self.reshard()
-        largest = [local(heads).max() for heads in self.recorder.take().values()]
-        return max_over_ranks(torch.stack(largest).max())
+        heads = [local(of_layer).max() for of_layer in self.recorder.take().values()]
+        return seen, max_over_ranks(torch.stack(heads).max())
 
     def reshard(self) -> None:
         """Frees the weights that a forward gathered, where no backward will do it."""
@@ -300,8 +299,8 @@ def check_layout(config: TrainConfig) -> None:
         raise SystemExit("--zero2 is Muon's: torch.optim.AdamW averages no gradients")
     if config.offload != "off" and config.optimizer != "muon":
         raise SystemExit("--offload is Muon's: torch.optim.AdamW keeps its state on the device")
-    if config.qk_clip < 0 or math.isnan(config.qk_clip):
-        raise SystemExit(f"--qk-clip {config.qk_clip:g} is no bound: 0 is off")
+    if not 0 <= config.qk_clip < float("inf"):
+        raise SystemExit(f"--qk-clip {config.qk_clip:g} is no bound; 0 is off")
     if config.qk_clip and config.optimizer != "muon":
         raise SystemExit("--qk-clip is Muon's: torch.optim.AdamW clips no weights")
 
@@ -400,7 +399,11 @@ def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimi
         weight_decay=config.weight_decay,
         process_group=dist.group.WORLD if config.ddp or config.zero2 else None,
         grad_reduce="mean" if config.zero2 else None,
-        clip_config=clip_config(config),
+        clip_config=(
+            {"head_dim": config.dim // config.heads, "threshold": config.qk_clip}
+            if config.qk_clip
+            else None
+        ),
     )
     if config.offload != "off":
         on_host = all(param.device.type == "cpu" for param in model.parameters())
@@ -408,22 +411,6 @@ def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimi
             print(f"--offload {config.offload} has nothing to do: the parameters are on the CPU")
         optimizer.turn_on_cpu_offload(config.offload, model=model)
     return optimizer
-
-
-def clip_config(config: TrainConfig) -> dict[str, Any] | None:
-    if not 0 < config.qk_clip < math.inf:
-        return None
-    return {"head_dim": config.dim // config.heads, "threshold": config.qk_clip}
-
-
-def build_recorder(config: TrainConfig, model: nn.Module, optimizer: Any) -> Any:
-    """What sees the attention's logits, and tells QK-Clip; without a bound it only looks on."""
-    if not config.qk_clip:
-        return None
-    recorder = load_kernel().QKLogitRecorder(model)
-    if config.qk_clip < math.inf:
-        optimizer.qk_recorder = recorder
-    return recorder
 
 
 @lru_cache(maxsize=1)
@@ -497,12 +484,12 @@ def main() -> None:
 
 
 def without_clip(config: TrainConfig) -> TrainConfig:
-    """The same run, in folders within its own; its logits are recorded, and left as they are."""
+    """The same run, in folders within its own; no logit reaches its bound."""
     out, checkpoints = (
         str(Path(folder, "unclipped")) if folder else ""
         for folder in (config.out, config.checkpoint_dir)
     )
-    return replace(config, qk_clip=math.inf, out=out, checkpoint_dir=checkpoints)
+    return replace(config, qk_clip=1e30, out=out, checkpoint_dir=checkpoints)
 
 
 def report(config: TrainConfig, history: History) -> None:
@@ -526,10 +513,10 @@ def report_logits(config: TrainConfig, clipped: History, unclipped: History) -> 
     picture = Path(config.out, "logits.png")
     plot_logits(picture, config.qk_clip, clipped, unclipped)
     for name, history in (("with QK-Clip", clipped), ("without", unclipped)):
-        largest = history.largest_logit
+        after, before = (largest / config.qk_clip for largest in history.largest_logits)
         print(
-            f"{name}: largest logit {largest:.1f}, {largest / config.qk_clip:.2f} × the threshold; "
-            f"validation loss {history.final_val_loss:.4f}"
+            f"{name}: logits up to {after:.2f} × the threshold after a step ({before:.2f} × before "
+            f"it, in a new batch); validation loss {history.final_val_loss:.4f}"
         )
     print(f"plot: {picture}\nlog: {Path(without_clip(config).out, 'log.csv')}")
 
