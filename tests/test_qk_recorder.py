@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import math
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -479,6 +480,62 @@ def test_exceptions_in_a_forward_leave_nothing_behind():
             attention.calls.clear()
         model(tokens())
         assert recorder.forwards == dict.fromkeys(NAMES, 1)
+        assert_recorded(recorder.take(), model.expected())
+
+
+def test_removing_puts_back_what_an_interrupted_forward_left():
+    def fail(*qkv: Tensor) -> Tensor:
+        raise KeyboardInterrupt
+
+    before = F.scaled_dot_product_attention
+    for removes in (True, False):
+        model = Model()
+        recorder = Recorder(model)
+        model.attentions[1].attend = fail
+        with pytest.raises(KeyboardInterrupt):
+            model(tokens())
+        assert F.scaled_dot_product_attention is not before
+        if removes:
+            recorder.remove()
+        else:  # the next forward of any recorder does, where this one is gone
+            gone = weakref.ref(recorder)
+            del model, recorder
+            gc.collect()
+            assert gone() is None
+            model = Model()
+            recorder = Recorder(model)
+            model(tokens())
+        assert F.scaled_dot_product_attention is before
+
+
+def test_forwards_in_several_threads_record_their_own():
+    """Each begins and ends while another runs."""
+    models, before = [Model(), Model(), Model()], F.scaled_dot_product_attention
+    recorders = [Recorder(model) for model in models[:2]]  # the last has none
+    barrier = threading.Barrier(3, timeout=60)
+
+    def attend(number: int) -> Callable[..., Tensor]:
+        def attend(*qkv: Tensor) -> Tensor:
+            for turn in range(3):
+                barrier.wait()
+                if turn == number:
+                    out = causal(*qkv)
+            return out
+
+        return attend
+
+    for number, model in enumerate(models):
+        for attention in model.attentions:
+            attention.attend = attend(number)
+    threads = [
+        threading.Thread(target=model, args=(tokens(seed),)) for seed, model in enumerate(models)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert F.scaled_dot_product_attention is before
+    for model, recorder in zip(models, recorders):
         assert_recorded(recorder.take(), model.expected())
 
 

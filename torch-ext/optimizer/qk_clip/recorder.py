@@ -142,9 +142,7 @@ class QKLogitRecorder:
             ValueError: attention of a module was not seen, or not understood. All that was recorded
                 is gone.
         """
-        for frame in self._running.frames:  # of forwards that were interrupted
-            self._leave(frame)
-        self._running.frames.clear()
+        self._leave_all()
         problems: list[str] = []
         taken: dict[str, Optional[Tensor]] = {}
         for name, record in self._records.items():
@@ -162,6 +160,8 @@ class QKLogitRecorder:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._leave_all()
+        self._window.close_all()
         self._is_on = False
 
     def __enter__(self) -> QKLogitRecorder:
@@ -174,7 +174,7 @@ class QKLogitRecorder:
         module, hooks = record.module, self._handles
         before, behind = _Hook(self._before, record), _Hook(self._behind, record)
         hooks.append(module.register_forward_pre_hook(before))
-        # First of all: windows of several recorders close in the reverse order.
+        # First of all: attention in other hooks is not the module's.
         hooks.append(module.register_forward_hook(behind, prepend=True, always_call=True))
         query = record.query
         if isinstance(query, nn.Module):
@@ -211,8 +211,13 @@ class QKLogitRecorder:
         if frame.counts:
             self._window.close()
 
+    def _leave_all(self) -> None:
+        """Of this thread, which are there where forwards were interrupted."""
+        while self._running.frames:
+            self._leave(self._running.frames.pop())
+
     def _see(self, call: Callable[[], Call]) -> None:
-        """Records an attention call of the innermost forward."""
+        """Records an attention call of the innermost forward in this thread, if there is any."""
         frame = self._running.frames[-1] if self._running.frames else None
         if frame is None or not frame.counts:
             return
