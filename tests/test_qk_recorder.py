@@ -372,6 +372,18 @@ def test_autocast_and_double_precision():
     assert_recorded(recorder.take(), model.expected())
 
 
+def test_maxima_are_fp32_whatever_the_default_dtype():
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        model = Model()
+        recorder = Recorder(model)
+        model(tokens().bfloat16())
+        assert_recorded(recorder.take(), model.expected())
+    finally:
+        torch.set_default_dtype(before)
+
+
 def test_flex_attention_by_its_mask():
     def before(b: Any, h: Any, i: Any, j: Any) -> Any:
         return i >= j
@@ -460,6 +472,11 @@ def test_what_is_not_understood_is_an_error_of_take():
     model(tokens())
     with pytest.raises(ValueError, match=r"layers\.0\.attention attends with 4 heads, and with 2"):
         recorder.take()
+    assert_recorded_nothing(recorder)
+    for attention in model.attentions:
+        attention.calls.clear()
+    model(tokens())  # and from now on, with 4
+    assert_recorded(recorder.take(), model.expected())
 
 
 def test_exceptions_in_a_forward_leave_nothing_behind():

@@ -323,11 +323,12 @@ class _Record:
         self.heads, self.head_dim = call.heads, call.head_dim
 
     def prepare(self, count: int, device: torch.device) -> None:
-        """Sees to it that there are maxima of ``count`` heads."""
+        """Sees to it that there are maxima of ``count`` heads; of others, none is left."""
         if self.maxima is None or self.maxima.device != device:
-            self.maxima = torch.full((count,), -math.inf, device=device)
-        if self.maxima.shape[0] != count:
-            raise ValueError(f"attends with {count} heads, and with {len(self.maxima)} before")
+            self.maxima = _nothing(count, device)
+        elif self.maxima.shape[0] != count:
+            self.problem = f"attends with {count} heads, and with {len(self.maxima)} before"
+            self.maxima = _nothing(count, device)
 
     def take(self, model: Optional[nn.Module]) -> Optional[Tensor]:
         """The maxima, if there ever were any; starts afresh, also where it raises a ValueError that
@@ -386,6 +387,10 @@ class _Record:
                 f"{self.name} is compiled under FSDP2 and tensor parallelism, so it can't be told "
                 "which heads are here: leave it eager"
             )
+
+
+def _nothing(count: int, device: torch.device) -> Tensor:
+    return torch.full((count,), -math.inf, dtype=torch.float32, device=device)
 
 
 # By their keys: as constants, Dynamo can call the two functions below with them as it traces. They
