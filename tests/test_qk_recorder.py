@@ -15,10 +15,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.func import functional_call
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import (
     AuxOutput,
@@ -498,6 +500,85 @@ def test_exceptions_in_a_forward_leave_nothing_behind():
         model(tokens())
         assert recorder.forwards == dict.fromkeys(NAMES, 1)
         assert_recorded(recorder.take(), model.expected())
+
+
+def observed(recorder: Any, name: str) -> Callable[..., Tensor]:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        recorder.observe(name, q, k)
+        return causal_by_hand(q, k, v)
+
+    return attend
+
+
+@pytest.mark.parametrize("observes", [False, True])
+def test_where_nothing_can_be_recorded_the_forward_runs(observes):
+    """By a transform of torch.func, an error of take; by what holds no numbers, none."""
+
+    def of_grad(model: Model) -> Any:
+        loss = lambda p: functional_call(model, p, (tokens(),)).sum()  # noqa: E731
+        return torch.func.grad(loss)({name: p.detach() for name, p in model.named_parameters()})
+
+    def of_vmap(model: Model) -> Any:
+        return torch.func.vmap(model)(torch.stack([tokens(1), tokens(2)]))
+
+    for run in (of_grad, of_vmap):
+        model, twin = Model(), Model()
+        recorder = Recorder(model)
+        for name, attention, other in zip(NAMES, model.attentions, twin.attentions):
+            attention.keeps = other.keeps = False
+            other.attend = causal_by_hand if observes else causal
+            attention.attend = observed(recorder, name) if observes else causal
+        torch.testing.assert_close(run(model), run(twin), rtol=0, atol=0)
+        with pytest.raises(ValueError, match=r"layers\.0\.attention runs within a transform of"):
+            recorder.take()
+        model(tokens()), recorder.take()
+
+    model = Model()
+    recorder = Recorder(model)
+    for name, attention in zip(NAMES, model.attentions):
+        attention.attend = observed(recorder, name) if observes else causal
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model(tokens())
+    model.to("meta")(tokens().to("meta"))
+    assert recorder.take() == dict.fromkeys(NAMES)
+    model = model.to_empty(device="cpu")
+    model.load_state_dict(Model().state_dict())
+    for attention in model.attentions:
+        attention.calls.clear()
+    model(tokens())
+    assert_recorded(recorder.take(), model.expected())
+
+
+def test_what_recording_raises_is_an_error_of_take():
+    class Strange(Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            if func is Tensor.detach:
+                raise KeyError("no such operation")
+            return super().__torch_function__(func, types, args, kwargs)
+
+    model = Model()
+    recorder = Recorder(model)
+    model.attentions[0].attend = lambda q, k, v: causal(q.as_subclass(Strange), k, v).as_subclass(
+        Tensor
+    )
+    model(tokens())
+    with pytest.raises(ValueError, match=r"layers\.0\.attention was not recorded.*KeyError.*such"):
+        recorder.take()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_a_trace_by_torch_jit_holds_no_recording():
+    model, twin = Model(), Model()
+    recorder = Recorder(model)
+    for attention in (*model.attentions, *twin.attentions):
+        attention.keeps = False
+    traced, other = (
+        [node.kind() for node in torch.jit.trace(m, (tokens(),)).inlined_graph.nodes()]
+        for m in (model, twin)
+    )
+    assert traced == other
+    assert recorder.take() == dict.fromkeys(NAMES)
 
 
 def test_removing_puts_back_what_an_interrupted_forward_left():

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from torch.overrides import has_torch_function
 
 from .logits import max_qk_logits
@@ -58,6 +59,10 @@ class Call:
     @property
     def device(self) -> torch.device:
         return self._queries.device
+
+    @property
+    def has_numbers(self) -> bool:
+        return not (self._queries.is_meta or isinstance(self._queries, FakeTensor))
 
     @property
     def count(self) -> int:

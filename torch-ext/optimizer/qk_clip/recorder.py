@@ -49,8 +49,9 @@ class QKLogitRecorder:
 
     What counts is a forward with gradients enabled. Under activation checkpointing a forward counts
     once: as it first runs or, where that is without gradients (``use_reentrant=True``), as it runs
-    again. The model's outputs and gradients stay the same to the bit, no activation is kept, and
-    the host waits for nothing. Hooks of a copied or unpickled model do nothing.
+    again. Meta and fake tensors are not recorded, nor is what torch.jit traces. The model's outputs
+    and gradients stay the same to the bit, no activation is kept, and the host waits for nothing.
+    Hooks of a copied or unpickled model do nothing.
 
     Args:
         model: before or after it is compiled, wrapped or sharded (FSDP2, DDP, tensor parallelism).
@@ -139,8 +140,8 @@ class QKLogitRecorder:
             parallelism shards heads. None of a module that has never been recorded.
 
         Raises:
-            ValueError: attention of a module was not seen, or not understood. All that was recorded
-                is gone.
+            ValueError: attention of a module was not seen, or not understood, or recording it
+                raised. All that was recorded is gone.
         """
         self._leave_all()
         problems: list[str] = []
@@ -224,8 +225,8 @@ class QKLogitRecorder:
         frame.saw = True
         try:
             frame.record.add_eagerly(call())
-        except ValueError as error:  # not here: ranks had better fail together, in take()
-            frame.record.problem = str(error)
+        except Exception as error:  # not here: ranks had better fail together, in take()
+            frame.record.problem = _told(error)
 
     def _observe(self, module: Union[nn.Module, str], call: Callable[[], Call]) -> None:
         if not self._is_on:
@@ -237,9 +238,14 @@ class QKLogitRecorder:
             return
         frame = self._running.find(record)
         if frame.counts if frame is not None else _counts():
-            record.add_eagerly(call())
             if frame is not None:
                 frame.saw = True
+            try:
+                record.add_eagerly(call())
+            except ValueError:
+                raise
+            except Exception as error:
+                record.problem = _told(error)
 
     def _find(self, module: Union[nn.Module, str]) -> _Record:
         if isinstance(module, str):
@@ -304,6 +310,11 @@ class _Record:
                 self.rows = (weight.device_mesh, sharded[0], weight.shape[0], local)
 
     def add_eagerly(self, call: Call) -> None:
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            self.problem = "runs within a transform of torch.func, where nothing can be recorded"
+            return
+        if not call.has_numbers:  # of a run that is to tell shapes
+            return
         # Selective checkpointing would take our operations for some of those it runs again.
         with _disable_current_modes():
             self.add(call)
@@ -389,6 +400,12 @@ class _Record:
             )
 
 
+def _told(error: Exception) -> str:
+    if isinstance(error, ValueError):
+        return str(error)
+    return f"was not recorded, for its attention calls raise {type(error).__name__}: {error}"
+
+
 def _nothing(count: int, device: torch.device) -> Tensor:
     return torch.full((count,), -math.inf, dtype=torch.float32, device=device)
 
@@ -455,7 +472,7 @@ class _Hook:
 
 def _counts() -> bool:
     """Whether a forward that begins now is to be recorded."""
-    return torch.is_grad_enabled() and not _is_computed_again()
+    return torch.is_grad_enabled() and not (torch.jit.is_tracing() or _is_computed_again())
 
 
 def _is_computed_again() -> bool:
