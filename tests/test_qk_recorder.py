@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import math
+import pickle
 import threading
 import weakref
 from collections.abc import Callable
@@ -696,10 +697,31 @@ def test_copies_of_the_model_do_not_feed_the_recorder():
         other(tokens())
         assert recorder.forwards == dict.fromkeys(NAMES, 0)
         other.attentions[0].recorder.observe("anything", tokens(), tokens())
+        other.attentions[0].recorder.observe_scores(other, max_scores=tokens())
         assert other.attentions[0].recorder.take() == {}
     again = Recorder(copied)
     copied(tokens())
     assert again.forwards == dict.fromkeys(NAMES, 1)
+
+
+def test_a_pickled_model_does_not_need_this_package():
+    class Elsewhere(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> Any:
+            assert not module.startswith(optimizer.__name__), (module, name)
+            return super().find_class(module, name)
+
+    model = Model(around=call)
+    model.attentions[0].recorder = Recorder(model)
+    pickled = pickle.dumps(model)
+    loaded = Elsewhere(io.BytesIO(pickled)).load()
+    assert len(loaded.attentions[0]._forward_hooks) == 1
+    assert torch.equal(loaded(tokens()), model(tokens()))
+    torch.compiler.reset()
+    compiled = torch.compile(loaded, backend="eager", fullgraph=True)
+    for attention in loaded.attentions:
+        attention.keeps = False
+        attention.attend = observing(loaded.attentions[0].recorder, "anything")
+    torch.testing.assert_close(compiled(tokens()), model(tokens()))
 
 
 def call(layer: nn.Module, x: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 import threading
@@ -9,7 +10,7 @@ import uuid
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any, Callable, Optional, Union
 
 import torch
@@ -84,9 +85,17 @@ class QKLogitRecorder:
         self._handles: list[Any] = []
         self._is_on = False
 
-    def __reduce__(self) -> tuple:
+    def __deepcopy__(self, memo: Any) -> QKLogitRecorder:
         """A copy, which a model may hold, has no modules and records nothing."""
-        return _nobody, ()
+        recorder = QKLogitRecorder.__new__(QKLogitRecorder)
+        recorder._start(None, [])
+        return recorder
+
+    def __reduce__(self) -> tuple:
+        # Without this package: its name differs from build to build, and it may not be there.
+        inert = "".format  # takes anything
+        methods = dict.fromkeys(("observe", "observe_scores", "remove"), inert)
+        return SimpleNamespace, (), {"names": [], "forwards": {}, "take": dict, **methods}
 
     @property
     def names(self) -> list[str]:
@@ -256,12 +265,6 @@ class QKLogitRecorder:
             what = repr(module) if isinstance(module, str) else f"a {type(module).__name__}"
             raise ValueError(f"{what} is not hooked; there are {_some(self.names)}")
         return record
-
-
-def _nobody() -> QKLogitRecorder:
-    recorder = QKLogitRecorder.__new__(QKLogitRecorder)
-    recorder._start(None, [])
-    return recorder
 
 
 @dataclass(eq=False)
@@ -454,20 +457,22 @@ class _Running(threading.local):
 class _Hook:
     """Calls a method of the recorder with a record; a copy, or a pickle, does nothing."""
 
-    def __init__(self, method: Optional[Callable[..., None]] = None, record: Any = None):
+    def __init__(self, method: Callable[..., None], record: _Record):
         self._method = method
         self._record = record
 
     def __call__(self, module: nn.Module, *arguments: Any) -> None:
-        if self._method is None:
-            return
         if not torch.compiler.is_compiling():
             self._method(self._record, module, *arguments)
         elif torch.is_grad_enabled():
             _note_compiled(self._record.key)
 
+    def __deepcopy__(self, memo: Any) -> Callable[..., None]:
+        return contextlib.nullcontext().__exit__
+
     def __reduce__(self) -> tuple:
-        return _Hook, ()
+        # Takes anything, returns None, and needs no package (see the recorder's).
+        return getattr, (contextlib.nullcontext(), "__exit__")
 
 
 def _counts() -> bool:
