@@ -55,7 +55,8 @@ class QKLogitRecorder:
     Hooks of a copied or unpickled model do nothing.
 
     Args:
-        model: before or after it is compiled, wrapped or sharded (FSDP2, DDP, tensor parallelism).
+        model: before or after it is wrapped or sharded (FSDP2, DDP, tensor parallelism), and before
+            its first compiled forward: Dynamo does not see hooks that come later.
         modules: patterns for names of modules, shell-style for the whole name, or whole components
             of it; of modules within each other, a pattern means the outermost. None for all that
             own ``wq``, ``wk``, ``q_proj``, ``k_proj``, ``wq_b``, ``wkv_b``, ``q_b_proj`` or
@@ -352,7 +353,7 @@ class _Record:
             maxima = self.maxima.clone()
             self.maxima.fill_(-math.inf)
         if self.is_blind:
-            problem = f"ran, but no attention call was seen: {OBSERVE}"
+            problem = f"ran, but no attention call was seen: {OBSERVE}, or leave it out by modules="
         elif self.is_compiled and not self.is_observed and not self.forwards:
             problem = f"is compiled, so no attention call can be seen: {OBSERVE}"
         self.forwards, self.is_blind, self.problem = 0, False, None
