@@ -6,6 +6,8 @@ import copy
 import gc
 import io
 import math
+import pickle
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -14,10 +16,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.func import functional_call
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import (
     AuxOutput,
@@ -371,6 +375,18 @@ def test_autocast_and_double_precision():
     assert_recorded(recorder.take(), model.expected())
 
 
+def test_maxima_are_fp32_whatever_the_default_dtype():
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        model = Model()
+        recorder = Recorder(model)
+        model(tokens().bfloat16())
+        assert_recorded(recorder.take(), model.expected())
+    finally:
+        torch.set_default_dtype(before)
+
+
 def test_flex_attention_by_its_mask():
     def before(b: Any, h: Any, i: Any, j: Any) -> Any:
         return i >= j
@@ -436,7 +452,7 @@ def test_attention_that_is_not_seen_is_an_error_of_take():
     recorder = Recorder(model)
     model.attentions[1].attend = lambda q, k, v: q
     model(tokens())
-    with pytest.raises(ValueError, match=r"layers\.1\.attention ran, but no attention call .*obs"):
+    with pytest.raises(ValueError, match=r"layers\.1\.attention ran, but no .*obs.*modules="):
         recorder.take()
     assert_recorded_nothing(recorder)
     with torch.no_grad():
@@ -459,6 +475,11 @@ def test_what_is_not_understood_is_an_error_of_take():
     model(tokens())
     with pytest.raises(ValueError, match=r"layers\.0\.attention attends with 4 heads, and with 2"):
         recorder.take()
+    assert_recorded_nothing(recorder)
+    for attention in model.attentions:
+        attention.calls.clear()
+    model(tokens())  # and from now on, with 4
+    assert_recorded(recorder.take(), model.expected())
 
 
 def test_exceptions_in_a_forward_leave_nothing_behind():
@@ -479,6 +500,141 @@ def test_exceptions_in_a_forward_leave_nothing_behind():
             attention.calls.clear()
         model(tokens())
         assert recorder.forwards == dict.fromkeys(NAMES, 1)
+        assert_recorded(recorder.take(), model.expected())
+
+
+def observed(recorder: Any, name: str) -> Callable[..., Tensor]:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        recorder.observe(name, q, k)
+        return causal_by_hand(q, k, v)
+
+    return attend
+
+
+@pytest.mark.parametrize("observes", [False, True])
+def test_where_nothing_can_be_recorded_the_forward_runs(observes):
+    """By a transform of torch.func, an error of take; by what holds no numbers, none."""
+
+    def of_grad(model: Model) -> Any:
+        loss = lambda p: functional_call(model, p, (tokens(),)).sum()  # noqa: E731
+        return torch.func.grad(loss)({name: p.detach() for name, p in model.named_parameters()})
+
+    def of_vmap(model: Model) -> Any:
+        return torch.func.vmap(model)(torch.stack([tokens(1), tokens(2)]))
+
+    for run in (of_grad, of_vmap):
+        model, twin = Model(), Model()
+        recorder = Recorder(model)
+        for name, attention, other in zip(NAMES, model.attentions, twin.attentions):
+            attention.keeps = other.keeps = False
+            other.attend = causal_by_hand if observes else causal
+            attention.attend = observed(recorder, name) if observes else causal
+        torch.testing.assert_close(run(model), run(twin), rtol=0, atol=0)
+        with pytest.raises(ValueError, match=r"layers\.0\.attention runs within a transform of"):
+            recorder.take()
+        model(tokens()), recorder.take()
+
+    model = Model()
+    recorder = Recorder(model)
+    for name, attention in zip(NAMES, model.attentions):
+        attention.attend = observed(recorder, name) if observes else causal
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model(tokens())
+    model.to("meta")(tokens().to("meta"))
+    assert recorder.take() == dict.fromkeys(NAMES)
+    model = model.to_empty(device="cpu")
+    model.load_state_dict(Model().state_dict())
+    for attention in model.attentions:
+        attention.calls.clear()
+    model(tokens())
+    assert_recorded(recorder.take(), model.expected())
+
+
+def test_what_recording_raises_is_an_error_of_take():
+    class Strange(Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            if func is Tensor.detach:
+                raise KeyError("no such operation")
+            return super().__torch_function__(func, types, args, kwargs)
+
+    model = Model()
+    recorder = Recorder(model)
+    model.attentions[0].attend = lambda q, k, v: causal(q.as_subclass(Strange), k, v).as_subclass(
+        Tensor
+    )
+    model(tokens())
+    with pytest.raises(ValueError, match=r"layers\.0\.attention was not recorded.*KeyError.*such"):
+        recorder.take()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_a_trace_by_torch_jit_holds_no_recording():
+    model, twin = Model(), Model()
+    recorder = Recorder(model)
+    for attention in (*model.attentions, *twin.attentions):
+        attention.keeps = False
+    traced, other = (
+        [node.kind() for node in torch.jit.trace(m, (tokens(),)).inlined_graph.nodes()]
+        for m in (model, twin)
+    )
+    assert traced == other
+    assert recorder.take() == dict.fromkeys(NAMES)
+
+
+def test_removing_puts_back_what_an_interrupted_forward_left():
+    def fail(*qkv: Tensor) -> Tensor:
+        raise KeyboardInterrupt
+
+    before = F.scaled_dot_product_attention
+    for removes in (True, False):
+        model = Model()
+        recorder = Recorder(model)
+        model.attentions[1].attend = fail
+        with pytest.raises(KeyboardInterrupt):
+            model(tokens())
+        assert F.scaled_dot_product_attention is not before
+        if removes:
+            recorder.remove()
+        else:  # the next forward of any recorder does, where this one is gone
+            gone = weakref.ref(recorder)
+            del model, recorder
+            gc.collect()
+            assert gone() is None
+            model = Model()
+            recorder = Recorder(model)
+            model(tokens())
+        assert F.scaled_dot_product_attention is before
+
+
+def test_forwards_in_several_threads_record_their_own():
+    """Each begins and ends while another runs."""
+    models, before = [Model(), Model(), Model()], F.scaled_dot_product_attention
+    recorders = [Recorder(model) for model in models[:2]]  # the last has none
+    barrier = threading.Barrier(3, timeout=60)
+
+    def attend(number: int) -> Callable[..., Tensor]:
+        def attend(*qkv: Tensor) -> Tensor:
+            for turn in range(3):
+                barrier.wait()
+                if turn == number:
+                    out = causal(*qkv)
+            return out
+
+        return attend
+
+    for number, model in enumerate(models):
+        for attention in model.attentions:
+            attention.attend = attend(number)
+    threads = [
+        threading.Thread(target=model, args=(tokens(seed),)) for seed, model in enumerate(models)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert F.scaled_dot_product_attention is before
+    for model, recorder in zip(models, recorders):
         assert_recorded(recorder.take(), model.expected())
 
 
@@ -541,10 +697,31 @@ def test_copies_of_the_model_do_not_feed_the_recorder():
         other(tokens())
         assert recorder.forwards == dict.fromkeys(NAMES, 0)
         other.attentions[0].recorder.observe("anything", tokens(), tokens())
+        other.attentions[0].recorder.observe_scores(other, max_scores=tokens())
         assert other.attentions[0].recorder.take() == {}
     again = Recorder(copied)
     copied(tokens())
     assert again.forwards == dict.fromkeys(NAMES, 1)
+
+
+def test_a_pickled_model_does_not_need_this_package():
+    class Elsewhere(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> Any:
+            assert not module.startswith(optimizer.__name__), (module, name)
+            return super().find_class(module, name)
+
+    model = Model(around=call)
+    model.attentions[0].recorder = Recorder(model)
+    pickled = pickle.dumps(model)
+    loaded = Elsewhere(io.BytesIO(pickled)).load()
+    assert len(loaded.attentions[0]._forward_hooks) == 1
+    assert torch.equal(loaded(tokens()), model(tokens()))
+    torch.compiler.reset()
+    compiled = torch.compile(loaded, backend="eager", fullgraph=True)
+    for attention in loaded.attentions:
+        attention.keeps = False
+        attention.attend = observing(loaded.attentions[0].recorder, "anything")
+    torch.testing.assert_close(compiled(tokens()), model(tokens()))
 
 
 def call(layer: nn.Module, x: Tensor) -> Tensor:
@@ -664,11 +841,13 @@ def record_on_meshes() -> None:
         assert not any(isinstance(maxima, DTensor) for maxima in taken.values()), case
         assert_recorded(taken, inner.expected())
 
+    if dp.get_local_rank():  # the same on all, and slow
+        return
     model = parallel(Model(), tp)  # compiled: from the weights as they are
     recorder = Recorder(model)
-    for name, attention in zip(NAMES, model.attentions):
-        attention.keeps, attention.attend = False, observing(recorder, name)
-        attention.compile(backend="eager")
+    attention = model.attentions[0]
+    attention.keeps, attention.attend = False, observing(recorder, NAMES[0])
+    attention.compile(backend="eager")
     model(x)
     twin = parallel(Model(), tp)
     twin(x)

@@ -1,8 +1,8 @@
 """Sees torch's attention functions being called, and reads off what their logits are made of.
 
-While a `Window` is open, the names by which models call them stand for functions that report what
-they are called with. A torch function mode would see calls by any name, but Dynamo traces through
-it whatever is compiled within a forward, which fails for some of torch's own methods.
+While any `Window` is open, the names by which models call them stand for functions that report
+what they are called with. A torch function mode would see calls by any name, but Dynamo traces
+through it whatever is compiled within a forward, which fails for some of torch's own methods.
 """
 
 from __future__ import annotations
@@ -10,14 +10,17 @@ from __future__ import annotations
 import math
 import sys
 import threading
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any, Callable, Optional
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from torch.overrides import has_torch_function
 
 from .logits import max_qk_logits
@@ -27,6 +30,9 @@ if DTENSORS:
     from torch.distributed.tensor import DTensor
 
 FLEX = "torch.nn.attention.flex_attention"
+
+
+_Name = tuple[dict[str, Any], str, Callable[..., "Call"]]  # of a file, and what reads its calls
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,10 @@ class Call:
     @property
     def device(self) -> torch.device:
         return self._queries.device
+
+    @property
+    def has_numbers(self) -> bool:
+        return not (self._queries.is_meta or isinstance(self._queries, FakeTensor))
 
     @property
     def count(self) -> int:
@@ -90,22 +100,16 @@ class Window:
 
     Args:
         modules: may call attention functions.
-        report: called behind each attention function with what reads a `Call` from its arguments,
-            which may raise a ValueError.
+        report: a method, held weakly; called behind each attention function of any thread, in that
+            thread, with what reads a `Call` from its arguments, which may raise.
     """
 
     def __init__(self, modules: Iterable[nn.Module], report: Callable[[Callable[[], Call]], None]):
-        self._report = report
-        self._lock = threading.Lock()
-        self._opened = 0
-        self._reporting: dict[Any, Callable] = {}  # one each, since Dynamo guards on identity
-        self._before: list[Any] = []
-        self._names: list[tuple[dict[str, Any], str, Callable[..., Call]]] = [
-            (vars(F), "scaled_dot_product_attention", read_sdpa)
-        ]
+        self.report = weakref.WeakMethod(report)
+        self.names: list[_Name] = [(vars(F), "scaled_dot_product_attention", read_sdpa)]
         if FLEX in sys.modules:
-            self._names.append((vars(sys.modules[FLEX]), "flex_attention", read_flex))
-        own = {id(file) for file, _, _ in self._names}
+            self.names.append((vars(sys.modules[FLEX]), "flex_attention", read_flex))
+        own = {id(file) for file, _, _ in self.names}
         files = {
             id(file): file
             for file in (getattr(type(module).forward, "__globals__", {}) for module in modules)
@@ -113,37 +117,71 @@ class Window:
         }
         for file in files.values():
             readers = ((name, _reader_of(value)) for name, value in file.items())
-            self._names += [(file, name, reader) for name, reader in readers if reader is not None]
+            self.names += [(file, name, reader) for name, reader in readers if reader is not None]
 
     def open(self) -> None:
-        with self._lock:
-            self._opened += 1
-            if self._opened == 1:
-                self._before = [file[name] for file, name, _ in self._names]
-                self._replace()
+        _PATCH.change(lambda windows: [*windows, self])
 
     def close(self) -> None:
+        """The reverse of one `open`, if there was any that is not closed."""
+
+        def without_one(windows: list[Window]) -> list[Window]:
+            at = windows.index(self) if self in windows else len(windows)
+            return windows[:at] + windows[at + 1 :]
+
+        _PATCH.change(without_one)
+
+    def close_all(self) -> None:
+        """The reverse of each `open`, whatever thread it was in."""
+        _PATCH.change(lambda windows: [window for window in windows if window is not self])
+
+
+class _Patch:
+    """Replaces the names of all open windows, those of all threads, by functions that report."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._windows: list[Window] = []  # each as often as it is open
+        self._pauses = 0
+        self._replaced: dict[tuple[int, str], tuple[dict[str, Any], Callable]] = {}
+        self._reporting: dict[Callable, Callable] = {}  # one each, Dynamo guards on identity
+        self._replacing: dict[Callable, Callable] = {}  # the reverse
+
+    def change(self, change: Callable[[list[Window]], list[Window]]) -> None:
         with self._lock:
-            self._opened -= 1
-            if self._opened == 0:
-                self._put_back()
+            # Without those whose reporter is gone, left open by forwards that were interrupted.
+            self._windows = [w for w in change(self._windows) if w.report() is not None]
+            self._update()
 
-    def _replace(self) -> None:
-        for (file, name, reader), function in zip(self._names, self._before):
-            if function not in self._reporting:
-                self._reporting[function] = self._reports(function, reader)
-            file[name] = self._reporting[function]
+    def function(self, value: Callable) -> Callable:
+        """What a reporting function stands for; others themselves."""
+        return self._replacing.get(value, value)
 
-    def _put_back(self) -> None:
-        for (file, name, _), function in zip(self._names, self._before):
-            file[name] = function
+    def _update(self) -> None:
+        windows = dict.fromkeys(() if self._pauses else self._windows)
+        wanted = {(id(name[0]), name[1]): name for window in windows for name in window.names}
+        for place in [place for place in self._replaced if place not in wanted]:
+            file, reporting = self._replaced.pop(place)
+            if file.get(place[1]) is reporting:
+                file[place[1]] = self.function(reporting)
+        for place, (file, name, reader) in wanted.items():
+            if place not in self._replaced and name in file:
+                function = self.function(file[name])
+                if function not in self._reporting:
+                    self._reporting[function] = reporting = self._reports(function, reader)
+                    self._replacing[reporting] = function
+                self._replaced[place] = (file, self._reporting[function])
+                file[name] = self._reporting[function]
 
     def _reports(self, function: Callable, reader: Callable[..., Call]) -> Callable:
         def reporting(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():
                 return function(*args, **kwargs)
             result = self._call(function, args, kwargs)
-            self._report(lambda: reader(result, *args, **kwargs))
+            for window in dict.fromkeys(self._windows):
+                report = window.report()
+                if report is not None:
+                    report(lambda: reader(result, *args, **kwargs))
             return result
 
         return reporting
@@ -151,17 +189,30 @@ class Window:
     def _call(self, function: Callable, args: Any, kwargs: Any) -> Any:
         if not has_torch_function((*args, *kwargs.values())):
             return function(*args, **kwargs)
-        self._put_back()  # a handler may ask whether this is F.scaled_dot_product_attention
+        # A handler may ask whether this is F.scaled_dot_product_attention. What other threads call
+        # meanwhile is not seen.
+        self._pause(1)
         try:
             return function(*args, **kwargs)
         finally:
-            self._replace()
+            self._pause(-1)
+
+    def _pause(self, more: int) -> None:
+        with self._lock:
+            self._pauses += more
+            self._update()
+
+
+_PATCH = _Patch()
 
 
 def _reader_of(value: Any) -> Optional[Callable[..., Call]]:
-    if value is F.scaled_dot_product_attention:
+    if isinstance(value, FunctionType):
+        value = _PATCH.function(value)
+    if value is _PATCH.function(F.scaled_dot_product_attention):
         return read_sdpa
     flex = getattr(sys.modules.get(FLEX), "flex_attention", None)
+    flex = None if flex is None else _PATCH.function(flex)
     if flex is not None and (
         value is flex or getattr(value, "_torchdynamo_orig_callable", None) is flex
     ):

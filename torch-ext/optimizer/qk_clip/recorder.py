@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 import threading
@@ -9,7 +10,7 @@ import uuid
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any, Callable, Optional, Union
 
 import torch
@@ -49,11 +50,13 @@ class QKLogitRecorder:
 
     What counts is a forward with gradients enabled. Under activation checkpointing a forward counts
     once: as it first runs or, where that is without gradients (``use_reentrant=True``), as it runs
-    again. The model's outputs and gradients stay the same to the bit, no activation is kept, and
-    the host waits for nothing. Hooks of a copied or unpickled model do nothing.
+    again. Meta and fake tensors are not recorded, nor is what torch.jit traces. The model's outputs
+    and gradients stay the same to the bit, no activation is kept, and the host waits for nothing.
+    Hooks of a copied or unpickled model do nothing.
 
     Args:
-        model: before or after it is compiled, wrapped or sharded (FSDP2, DDP, tensor parallelism).
+        model: before or after it is wrapped or sharded (FSDP2, DDP, tensor parallelism), and before
+            its first compiled forward: Dynamo does not see hooks that come later.
         modules: patterns for names of modules, shell-style for the whole name, or whole components
             of it; of modules within each other, a pattern means the outermost. None for all that
             own ``wq``, ``wk``, ``q_proj``, ``k_proj``, ``wq_b``, ``wkv_b``, ``q_b_proj`` or
@@ -83,9 +86,17 @@ class QKLogitRecorder:
         self._handles: list[Any] = []
         self._is_on = False
 
-    def __reduce__(self) -> tuple:
+    def __deepcopy__(self, memo: Any) -> QKLogitRecorder:
         """A copy, which a model may hold, has no modules and records nothing."""
-        return _nobody, ()
+        recorder = QKLogitRecorder.__new__(QKLogitRecorder)
+        recorder._start(None, [])
+        return recorder
+
+    def __reduce__(self) -> tuple:
+        # Without this package: its name differs from build to build, and it may not be there.
+        inert = "".format  # takes anything
+        methods = dict.fromkeys(("observe", "observe_scores", "remove"), inert)
+        return SimpleNamespace, (), {"names": [], "forwards": {}, "take": dict, **methods}
 
     @property
     def names(self) -> list[str]:
@@ -139,12 +150,10 @@ class QKLogitRecorder:
             parallelism shards heads. None of a module that has never been recorded.
 
         Raises:
-            ValueError: attention of a module was not seen, or not understood. All that was recorded
-                is gone.
+            ValueError: attention of a module was not seen, or not understood, or recording it
+                raised. All that was recorded is gone.
         """
-        for frame in self._running.frames:  # of forwards that were interrupted
-            self._leave(frame)
-        self._running.frames.clear()
+        self._leave_all()
         problems: list[str] = []
         taken: dict[str, Optional[Tensor]] = {}
         for name, record in self._records.items():
@@ -162,6 +171,8 @@ class QKLogitRecorder:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._leave_all()
+        self._window.close_all()
         self._is_on = False
 
     def __enter__(self) -> QKLogitRecorder:
@@ -174,7 +185,7 @@ class QKLogitRecorder:
         module, hooks = record.module, self._handles
         before, behind = _Hook(self._before, record), _Hook(self._behind, record)
         hooks.append(module.register_forward_pre_hook(before))
-        # First of all: windows of several recorders close in the reverse order.
+        # First of all: attention in other hooks is not the module's.
         hooks.append(module.register_forward_hook(behind, prepend=True, always_call=True))
         query = record.query
         if isinstance(query, nn.Module):
@@ -211,16 +222,21 @@ class QKLogitRecorder:
         if frame.counts:
             self._window.close()
 
+    def _leave_all(self) -> None:
+        """Of this thread, which are there where forwards were interrupted."""
+        while self._running.frames:
+            self._leave(self._running.frames.pop())
+
     def _see(self, call: Callable[[], Call]) -> None:
-        """Records an attention call of the innermost forward."""
+        """Records an attention call of the innermost forward in this thread, if there is any."""
         frame = self._running.frames[-1] if self._running.frames else None
         if frame is None or not frame.counts:
             return
         frame.saw = True
         try:
             frame.record.add_eagerly(call())
-        except ValueError as error:  # not here: ranks had better fail together, in take()
-            frame.record.problem = str(error)
+        except Exception as error:  # not here: ranks had better fail together, in take()
+            frame.record.problem = _told(error)
 
     def _observe(self, module: Union[nn.Module, str], call: Callable[[], Call]) -> None:
         if not self._is_on:
@@ -232,9 +248,14 @@ class QKLogitRecorder:
             return
         frame = self._running.find(record)
         if frame.counts if frame is not None else _counts():
-            record.add_eagerly(call())
             if frame is not None:
                 frame.saw = True
+            try:
+                record.add_eagerly(call())
+            except ValueError:
+                raise
+            except Exception as error:
+                record.problem = _told(error)
 
     def _find(self, module: Union[nn.Module, str]) -> _Record:
         if isinstance(module, str):
@@ -245,12 +266,6 @@ class QKLogitRecorder:
             what = repr(module) if isinstance(module, str) else f"a {type(module).__name__}"
             raise ValueError(f"{what} is not hooked; there are {_some(self.names)}")
         return record
-
-
-def _nobody() -> QKLogitRecorder:
-    recorder = QKLogitRecorder.__new__(QKLogitRecorder)
-    recorder._start(None, [])
-    return recorder
 
 
 @dataclass(eq=False)
@@ -299,6 +314,11 @@ class _Record:
                 self.rows = (weight.device_mesh, sharded[0], weight.shape[0], local)
 
     def add_eagerly(self, call: Call) -> None:
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            self.problem = "runs within a transform of torch.func, where nothing can be recorded"
+            return
+        if not call.has_numbers:  # of a run that is to tell shapes
+            return
         # Selective checkpointing would take our operations for some of those it runs again.
         with _disable_current_modes():
             self.add(call)
@@ -318,11 +338,12 @@ class _Record:
         self.heads, self.head_dim = call.heads, call.head_dim
 
     def prepare(self, count: int, device: torch.device) -> None:
-        """Sees to it that there are maxima of ``count`` heads."""
+        """Sees to it that there are maxima of ``count`` heads; of others, none is left."""
         if self.maxima is None or self.maxima.device != device:
-            self.maxima = torch.full((count,), -math.inf, device=device)
-        if self.maxima.shape[0] != count:
-            raise ValueError(f"attends with {count} heads, and with {len(self.maxima)} before")
+            self.maxima = _nothing(count, device)
+        elif self.maxima.shape[0] != count:
+            self.problem = f"attends with {count} heads, and with {len(self.maxima)} before"
+            self.maxima = _nothing(count, device)
 
     def take(self, model: Optional[nn.Module]) -> Optional[Tensor]:
         """The maxima, if there ever were any; starts afresh, also where it raises a ValueError that
@@ -332,7 +353,7 @@ class _Record:
             maxima = self.maxima.clone()
             self.maxima.fill_(-math.inf)
         if self.is_blind:
-            problem = f"ran, but no attention call was seen: {OBSERVE}"
+            problem = f"ran, but no attention call was seen: {OBSERVE}, or leave it out by modules="
         elif self.is_compiled and not self.is_observed and not self.forwards:
             problem = f"is compiled, so no attention call can be seen: {OBSERVE}"
         self.forwards, self.is_blind, self.problem = 0, False, None
@@ -383,6 +404,16 @@ class _Record:
             )
 
 
+def _told(error: Exception) -> str:
+    if isinstance(error, ValueError):
+        return str(error)
+    return f"was not recorded, for its attention calls raise {type(error).__name__}: {error}"
+
+
+def _nothing(count: int, device: torch.device) -> Tensor:
+    return torch.full((count,), -math.inf, dtype=torch.float32, device=device)
+
+
 # By their keys: as constants, Dynamo can call the two functions below with them as it traces. They
 # are called then only, not when what was traced runs.
 _RECORDS: weakref.WeakValueDictionary[str, _Record] = weakref.WeakValueDictionary()
@@ -427,25 +458,27 @@ class _Running(threading.local):
 class _Hook:
     """Calls a method of the recorder with a record; a copy, or a pickle, does nothing."""
 
-    def __init__(self, method: Optional[Callable[..., None]] = None, record: Any = None):
+    def __init__(self, method: Callable[..., None], record: _Record):
         self._method = method
         self._record = record
 
     def __call__(self, module: nn.Module, *arguments: Any) -> None:
-        if self._method is None:
-            return
         if not torch.compiler.is_compiling():
             self._method(self._record, module, *arguments)
         elif torch.is_grad_enabled():
             _note_compiled(self._record.key)
 
+    def __deepcopy__(self, memo: Any) -> Callable[..., None]:
+        return contextlib.nullcontext().__exit__
+
     def __reduce__(self) -> tuple:
-        return _Hook, ()
+        # Takes anything, returns None, and needs no package (see the recorder's).
+        return getattr, (contextlib.nullcontext(), "__exit__")
 
 
 def _counts() -> bool:
     """Whether a forward that begins now is to be recorded."""
-    return torch.is_grad_enabled() and not _is_computed_again()
+    return torch.is_grad_enabled() and not (torch.jit.is_tracing() or _is_computed_again())
 
 
 def _is_computed_again() -> bool:
