@@ -416,10 +416,8 @@ def test_weights_that_are_called_by_their_projection():
     """As those of nn.MultiheadAttention, fused and apart."""
     fused = nn.MultiheadAttention(4, 2)
     apart = nn.MultiheadAttention(4, 2, kdim=3, vdim=5)
-    for attention, names in ((fused, ["in_proj"]), (apart, ["q_proj", "k_proj"])):
+    for attention in (fused, apart):  # whose bias is fused even so
         named = [(f"layers.0.{name}", p) for name, p in attention.named_parameters()]
-        if attention is apart:  # its bias is fused even so
-            named = [(name, p) for name, p in named if "in_proj" not in name]
         for _, p in named:
             p.data.fill_(1.0)
             p.grad = torch.zeros_like(p)
@@ -427,15 +425,30 @@ def test_weights_that_are_called_by_their_projection():
             {"params": [(n, p) for n, p in named if (p.ndim > 1) is muon], "use_muon": muon}
             for muon in (True, False)
         ]
-        rows = {"in_proj": optimizer.qk_clip.stacked_rows(2, 2, 2)} if attention is fused else {}
+        rows = {"in_proj": optimizer.qk_clip.stacked_rows(2, 2, 2)}
         config = {"head_dim": 2, "threshold": THRESHOLD, "row_map": rows}
         optim = optimizer.Muon(groups, lr=0.0, clip_config=config)
         optim.step(qk_logits={0: HIGH[:2]})
         for name, p in named:
-            is_scaled = any(f".{kind}_" in name for kind in names)
+            is_scaled = any(f".{kind}_proj" in name for kind in ("in", "q", "k"))
             expected = torch.ones(len(p))
             expected[: min(8, len(p)) if is_scaled else 0] = 0.5
             assert torch.equal(p.flatten(1)[:, 0] if p.ndim > 1 else p, expected), name
+
+
+def test_attentions_of_other_names_in_one_block_are_layers_of_their_own():
+    cross = projections("decoder.layers.0.cross")
+    fused = ("decoder.layers.0.self.qkv.weight", nn.Parameter(torch.ones(24, 4)))
+    fused[1].grad = torch.zeros(24, 4)
+    config = {**CONFIG, "row_map": {"qkv": optimizer.qk_clip.stacked_rows(4, 4, 2)}}
+    optim = muon([fused, *cross], clip_config=config)
+    optim.step(qk_logits={"decoder.layers.0.self": HIGH, "decoder.layers.0.cross": [0.0] * 4})
+    assert (fused[1][:16] == 0.5).all() and (fused[1][16:] == 1).all() and not halved(cross)
+    apart = [("layers.0.queries.wq.weight", cross[0][1]), ("layers.0.keys.wk.weight", cross[1][1])]
+    for _, p in apart:
+        p.grad = torch.zeros_like(p)
+    muon(apart, clip_config=CONFIG).step(qk_logits={0: HIGH})
+    assert all((p == 0.5).all() for _, p in apart)
 
 
 def test_convolutions_have_their_rows_first():
@@ -459,6 +472,14 @@ def test_recorded_logits_of_layers_that_are_not_trained_are_passed_over():
     assert halved(named) == {"layers.1.attn"}
     optim.qk_recorder = Recorder({"layers.0.attn": HIGH})
     with pytest.raises(ValueError, match="qk_logits lacks layers 1"):
+        optim.step()
+    others = [("layers.0.attn.query.weight", nn.Parameter(torch.ones(8, 4))), *named]
+    optim = muon(others, clip_config=CONFIG, none_grad=False)
+    optim.qk_recorder = Recorder(*[{"layers.0.attn": HIGH, "layers.1.attn": [0.0] * 4}] * 2)
+    with pytest.warns(UserWarning, match=r"saw the attention in 'layers.0.attn', of whose"):
+        optim.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         optim.step()
 
 
@@ -576,7 +597,7 @@ def test_state_made_for_a_checkpoint_clips_nothing():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         get_optimizer_state_dict(model, optim)
-    assert optim.state
+    assert optim.state and optim.qk_clip_stats()["steps"] == 0
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -320,6 +321,12 @@ def step_beside_plain_ones() -> None:
         p.grad = torch.zeros_like(p)
     group = {"params": whole, "names": names, "use_muon": True}
     optim = optimizer.Muon([group], lr=0.0, clip_config=config)
+    reduced = optimizer.qk_clip.reduce_qk_logits({0: LOGITS})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optim.step(qk_logits=reduced)
+    for p in whole:
+        p.grad = torch.zeros_like(p)
     with pytest.warns(UserWarning, match="other ranks hold them too, as under DDP"):
         optim.step(qk_logits={0: LOGITS})
 

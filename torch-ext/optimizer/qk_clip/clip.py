@@ -20,7 +20,7 @@ from ..groups import normalize_name
 from ..options import OptimizerWide
 from ..planning import Survey, shared_with, this_rank
 from .config import ClipConfig, LayerKey
-from .given import Layers, Logits, joined, some, vector_of
+from .given import Layers, Logits, Reduced, joined, some, vector_of
 from .projections import Layer, find_layers, row_dims_of
 from .scales import Pack
 
@@ -33,14 +33,14 @@ class Clipping:
     Args:
         packs: of all layers, with the largest logits that this rank knows of.
         notes: lines that ranks compare, by who shares the layers.
-        clip: to whom to tell what was found.
+        clip: to whom to tell what was found, if to anybody.
     """
 
     def __init__(
         self,
         packs: Sequence[tuple[Pack, Tensor]],
         notes: Mapping[tuple[int, ...], Sequence[str]],
-        clip: QKClip,
+        clip: Optional[QKClip],
     ):
         self.notes = notes
         self._packs = packs
@@ -87,7 +87,8 @@ class Clipping:
                     held.mul_(scale.to(held.device))  # they differ for hosted parameters only
         for number in range(len(self._packs)):  # also where this rank holds no row
             self._scales_of(number)
-        self._clip.saw(self._packs)
+        if self._clip is not None:
+            self._clip.saw(self._packs)
 
 
 @dataclass
@@ -253,8 +254,11 @@ class QKClip:
             )
         if found is not self._found:
             self._look_at(groups, found, wide)
+            if is_recorded:
+                _warn_of_unknown(self._layers.unknown(logits), groups)
         by_layer = self._layers.match(logits, pass_over_unknown=is_recorded)
-        self._warn_of_ranks(wide)
+        if not isinstance(logits, Reduced):
+            self._warn_of_ranks(wide)
         packs = []
         for pack in self._packs:
             parts = [vector_of(by_layer[layer.key], layer, pack) for layer in pack.layers]
@@ -262,7 +266,7 @@ class QKClip:
             if only_with_gradient:
                 known = torch.where(_has_gradient(pack), known, -math.inf)
             packs.append((pack, known))
-        return Clipping(packs, self._notes, self)
+        return Clipping(packs, self._notes, None if only_with_gradient else self)
 
     def _look_at(self, groups: Sequence[Group], found: Survey, wide: OptimizerWide) -> None:
         assert self.config is not None
@@ -338,6 +342,19 @@ def _layers_of(groups: Sequence[Group], config: ClipConfig) -> Layers:
         flatten = group["use_muon"] and group["flatten"]
         named += [(n, p, row_dims_of(p, flatten)) for n, p in zip(group["names"], group["params"])]
     return Layers(*find_layers(named, config))
+
+
+def _warn_of_unknown(layers: Sequence[Any], groups: Sequence[Group]) -> None:
+    """Warns of attention that was recorded and is trained, of which no projection is known."""
+    names = [normalize_name(name) for group in groups for name in group["names"] or ()]
+    trained = [layer for layer in layers if any(name.startswith(f"{layer}.") for name in names)]
+    if trained:
+        warnings.warn(
+            f"clip_config: qk_recorder saw the attention in {some(trained)}, of whose parameters "
+            "none is known as a query or key projection, so it is not clipped: row_map tells of "
+            "other names",
+            stacklevel=validation.frames_to_the_caller(),
+        )
 
 
 def _norm_of_heads(layers: Sequence[Layer], groups: Sequence[Group]) -> Optional[str]:

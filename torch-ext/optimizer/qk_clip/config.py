@@ -15,13 +15,13 @@ MODES = ("shared", "exact")
 
 # Parameters whose rows are heads, by what calls them: queries, keys, or, with multi-head latent
 # attention, what leads from a latent up to queries, and to keys and values.
-QUERIES = ("wq", "q_proj", "wq_b", "q_b_proj")
-KEYS = ("wk", "k_proj")
 LATENT_QUERIES = ("wq_b", "q_b_proj")
+QUERIES = (*LATENT_QUERIES, "wq", "q_proj")
+KEYS = ("wk", "k_proj")
 LATENT_KEYS = ("wkv_b", "kv_b_proj")
 KINDS = (*QUERIES, *KEYS, *LATENT_KEYS)
 
-# Names of fused projections, which a callable's `row_map` may tell about.
+# Usual names of fused projections, and nn.MultiheadAttention's.
 FUSED = ("wqkv", "Wqkv", "qkv", "qkv_proj", "to_qkv", "c_attn", "query_key_value", "in_proj")
 
 _MLA_DIMS = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -117,7 +117,7 @@ class ClipConfig:
     @property
     def row_map_names(self) -> set[str]:
         """Names of projections, beside `KINDS`, that there may be rows told of."""
-        if self._function is not None:
+        if self._function is not None:  # which is asked of layers that were found
             return set(FUSED)
         configs = [self._of_all, *self._of_layers.values()]
         return {name for config in configs if config is not None for name in config.row_map}

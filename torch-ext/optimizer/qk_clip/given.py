@@ -63,6 +63,10 @@ class Layers:
             )
         return found
 
+    def unknown(self, logits: Logits) -> list[Any]:
+        """Those that are not of these layers, nor of any that are left alone."""
+        return [given for given in logits if self._key(given) is None]
+
     def _key(self, given: Any) -> Optional[LayerKey]:
         if given in self._prefixes:
             return given
@@ -143,6 +147,10 @@ def joined(parts: Iterable[Tensor], pack: Pack) -> Tensor:
     return torch.where(joined.isnan(), math.inf, joined)
 
 
+class Reduced(dict[Any, Tensor]):
+    """Logits that are the same on all ranks."""
+
+
 def reduce_qk_logits(logits: Logits, group: Any = None) -> dict[Any, Tensor]:
     """The maximum over ranks of the logits of all layers, in one collective.
 
@@ -168,13 +176,13 @@ def reduce_qk_logits(logits: Logits, group: Any = None) -> dict[Any, Tensor]:
             )
         wide = torch.promote_types(wide, value.dtype)
     if not logits:
-        return {}
+        return Reduced()
     order = sorted(logits, key=repr)
     joined = torch.cat([logits[layer].detach().to(wide) for layer in order])
     joined = torch.where(joined.isnan(), math.inf, joined)
     max_over_ranks(joined, dist.group.WORLD if group is None else group).wait()
     parts = dict(zip(order, joined.split([len(logits[layer]) for layer in order])))
-    return {layer: parts[layer] for layer in logits}
+    return Reduced((layer, parts[layer]) for layer in logits)
 
 
 def some(keys: Sequence[LayerKey]) -> str:

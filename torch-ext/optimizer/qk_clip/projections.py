@@ -157,23 +157,22 @@ def _recognize(name: str, param: Tensor, row_dims: int, known: set[str]) -> Opti
 
 
 def _by_layer(projections: Sequence[Projection]) -> list[list[Projection]]:
-    """Those under the same number that play different parts are one layer; else the attention that
-    owns them tells layers of the same number apart."""
-    blocks: dict[tuple[Optional[int], str], list[Projection]] = defaultdict(list)
+    """Those with one owner are one layer; and so are, under one number, an owner of queries only
+    and an owner of keys only."""
+    owners: dict[str, list[Projection]] = defaultdict(list)
     for projection in projections:
-        parts = projection.prefix.split(".")
-        last = max((at for at, part in enumerate(parts) if part.isdigit()), default=None)
-        block = parts if last is None else parts[: last + 1]
-        blocks[projection.number, ".".join(block)].append(projection)
+        owners[projection.prefix].append(projection)
+    blocks: dict[tuple[str, ...], list[list[Projection]]] = defaultdict(list)
+    for prefix, of_owner in owners.items():
+        parts = prefix.split(".")
+        last = max((at for at, part in enumerate(parts) if part.isdigit()), default=len(parts))
+        blocks[tuple(parts[: last + 1])].append(of_owner)
     layers: list[list[Projection]] = []
     for of_block in blocks.values():
-        if _twice(of_block) is None:
-            layers.append(of_block)
-            continue
-        modules: dict[str, list[Projection]] = defaultdict(list)
-        for projection in of_block:
-            modules[projection.prefix].append(projection)
-        layers += modules.values()
+        sides = [{_side(projection.kind) for projection in of_owner} for of_owner in of_block]
+        if sides in ([{"q"}, {"k"}], [{"k"}, {"q"}]):
+            of_block = [[*of_block[0], *of_block[1]]]
+        layers += of_block
     return layers
 
 
@@ -233,9 +232,9 @@ def _layer(
             f"{twice[0]} and {twice[1]} would be clipped by the same logits; let clip_config be a "
             "mapping from prefixes of names, or a function, that gives only one of them a config"
         )
-    weights = {projection.kind for projection in projections if not projection.is_bias}
+    weights = [_heads(p, config).keys() for p in projections if not p.is_bias]
     for projection in projections:
-        if projection.kind not in weights:
+        if _heads(projection, config).keys() - set().union(*weights):
             raise ValueError(
                 f"{projection.name} would be clipped without its weight, which is not in the "
                 f"groups, or not as {projection.kind}.weight or {projection.kind}_weight: leave "

@@ -21,12 +21,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..core import matches
 from ..groups import normalize_name
 from .attention_calls import DTENSORS, Call, Window, read, read_scores
+from .config import FUSED, KINDS, QUERIES
 
 if DTENSORS:
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
-QUERY_PROJECTIONS = ("wq_b", "q_b_proj", "wq", "q_proj")
-PROJECTIONS = frozenset({*QUERY_PROJECTIONS, "wk", "k_proj", "wkv_b", "kv_b_proj"})
+# What attention modules own: those of nn.MultiheadAttention are parameters.
+PROJECTIONS = frozenset({*KINDS, *FUSED, "in_proj_weight", "q_proj_weight"} - {"in_proj"})
 
 OBSERVE = "call the recorder's observe or observe_scores in its forward"
 
@@ -40,7 +41,8 @@ class QKLogitRecorder:
     Where a hooked module, or one below it, calls ``F.scaled_dot_product_attention`` or
     ``flex_attention``, maxima are computed from the call's queries, keys, scale and mask. Calls are
     seen by these names in torch's modules, and by any name that the files with the forwards of
-    those modules have for these functions, or for a compiled ``flex_attention``. Where that is
+    those modules have for these functions, or for a compiled ``flex_attention``, but not where an
+    attribute, a closure or a partial holds them. Where ``flex_attention`` is
     asked for ``AuxRequest(max_scores=True)``, its maxima are taken: they come for free, and include
     what a ``score_mod`` does to a score. Otherwise a ``score_mod`` is not looked at.
 
@@ -59,8 +61,8 @@ class QKLogitRecorder:
             its first compiled forward: Dynamo does not see hooks that come later.
         modules: patterns for names of modules, shell-style for the whole name, or whole components
             of it; of modules within each other, a pattern means the outermost. None for all that
-            own ``wq``, ``wk``, ``q_proj``, ``k_proj``, ``wq_b``, ``wkv_b``, ``q_b_proj`` or
-            ``kv_b_proj``, modules or parameters.
+            own a projection by its usual name (`config.KINDS`, `config.FUSED`), as a module or a
+            parameter, and ``nn.MultiheadAttention`` (to be called with ``need_weights=False``).
 
     Raises:
         ValueError: no such module; a pattern that fits none.
@@ -304,7 +306,7 @@ class _Record:
     def query(self) -> Union[nn.Module, Tensor, None]:
         """The projection to queries, a module or a parameter."""
         own: dict[str, Any] = {**self.module._parameters, **self.module._modules}
-        return next((own[name] for name in QUERY_PROJECTIONS if own.get(name) is not None), None)
+        return next((own[name] for name in QUERIES if own.get(name) is not None), None)
 
     def note_rows(self, weight: Any) -> None:
         if DTENSORS and isinstance(weight, DTensor):
@@ -354,6 +356,8 @@ class _Record:
             self.maxima.fill_(-math.inf)
         if self.is_blind:
             problem = f"ran, but no attention call was seen: {OBSERVE}, or leave it out by modules="
+            if isinstance(self.module, nn.MultiheadAttention):
+                problem = "ran, but called no attention function: give it need_weights=False"
         elif self.is_compiled and not self.is_observed and not self.forwards:
             problem = f"is compiled, so no attention call can be seen: {OBSERVE}"
         self.forwards, self.is_blind, self.problem = 0, False, None
