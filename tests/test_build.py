@@ -367,6 +367,7 @@ def test_two_builds_in_one_process_keep_their_submodules_apart(builder, source, 
         modules = {
             name: sys.modules[name] for name in sys.modules if name.split(".")[0] == build_id
         }
+        assert modules.pop(f"{build_id}._ops").add_op_namespace_prefix("op") == f"{build_id}::op"
         assert f"{build_id}.muon" in modules
         assert {module.BUILD_MARK for module in modules.values()} == {mark}
     assert not hasattr(optimizer, "BUILD_MARK")

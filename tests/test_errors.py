@@ -644,23 +644,11 @@ def test_a_bad_option_of_the_optimizer_is_refused(key, value):
     assert_raises(lambda: Muon(good_groups(), **{key: value}), key, "must be")
 
 
-@pytest.mark.parametrize("config", [{}, {"q_indices": [0], "k_indices": [0], "head_dim": 4}])
-def test_clip_config_is_not_implemented_in_this_version(config):
-    assert_raises(
-        lambda: Muon(good_groups(), clip_config=config), "clip_config", error=NotImplementedError
-    )
-
-
 @pytest.mark.parametrize("steps", [0, 2])
-def test_qk_logits_are_not_implemented_in_this_version(steps):
+def test_logits_without_a_clip_config_are_refused(steps):
     optim = trained(steps)
     twin = copy.deepcopy(optim)
-    assert_refused(
-        optim,
-        lambda: optim.step(qk_logits={0: torch.ones(2)}),
-        "qk_logits",
-        error=NotImplementedError,
-    )
+    assert_refused(optim, lambda: optim.step(qk_logits={0: torch.ones(2)}), "clip_config")
     assert_steps_like(optim, twin)
 
 

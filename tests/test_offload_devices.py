@@ -694,7 +694,11 @@ VARIANTS: list[dict[str, Any]] = [
         clip_config={
             "head_dim": 32,
             "threshold": 2.0,
-            "row_map": {"w1": {"q": [0, 48]}, "norm": {"k": [0, 32]}},
+            "row_map": {
+                "w1": {"q": [0, 48]},
+                "w2": {"k": [0, 32]},
+                "norm": {"k": [0, 32]},
+            },
         }
     ),
 ]

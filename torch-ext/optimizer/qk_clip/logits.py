@@ -16,6 +16,14 @@ from torch import Tensor
 
 from ..distributed.utils import is_dtensor
 
+try:
+    from .._ops import add_op_namespace_prefix  # type: ignore[import-not-found]
+except ImportError:  # the sources, to which a build adds it
+
+    def add_op_namespace_prefix(name: str) -> str:
+        return f"optimizer_sources::{name}"
+
+
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 DocumentIds = Union[Tensor, tuple[Tensor, Tensor]]
 
@@ -217,9 +225,8 @@ def _loop(inputs: _Inputs, block_size: Optional[int], best: Tensor) -> None:
                     torch.maximum(part, _maxima(inputs, block), out=part)
 
 
-# One operator of compiled graphs, whatever the length. Another copy of this package in the process
-# registers its own: the name is that of the module.
-@torch.library.custom_op(f"{__name__.replace('.', '_')}::max_qk_products", mutates_args=())
+# One operator of compiled graphs, whatever the length; each build of this package has its own.
+@torch.library.custom_op(add_op_namespace_prefix("max_qk_products"), mutates_args=())
 def _loop_of_graphs(
     q: Tensor,
     k: Tensor,
