@@ -880,3 +880,38 @@ def check_local_heads(taken: dict[str, Tensor], model: Model, mesh: Any, case: s
         local = maxima.to_local()
         assert local.shape == (HEADS // mesh.size(),), case
         torch.testing.assert_close(local.double(), reference(calls), rtol=1e-5, atol=1e-6)
+
+
+# On a GPU
+
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@needs_cuda
+def test_recording_and_clipping_never_make_the_host_wait():
+    model = Model().cuda()
+    groups = optimizer.muon.get_default_muon_param_groups(model)
+    config = {"head_dim": model.attentions[0].wq.out_features // HEADS, "threshold": 1e-3}
+    optim = optimizer.Muon(groups, clip_config=config)
+    optim.qk_recorder = Recorder(model)
+    x = tokens().cuda()
+    for step in range(3):
+        torch.cuda.set_sync_debug_mode("error" if step else "default")  # tables are made once
+        try:
+            model(x).square().sum().backward()
+            optim.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert optim.qk_clip_stats()["total_clipped"] > 0
+
+
+@needs_cuda
+def test_maxima_of_compiled_flex_attention_are_those_of_its_queries_and_keys():
+    from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+
+    compiled = torch.compile(flex_attention)
+    q, k, v = (torch.randn(2, 4, 256, 64, device="cuda") for _ in range(3))
+    _, aux = compiled(q, k, v, return_aux=AuxRequest(max_scores=True))
+    expected = optimizer.max_qk_logits(q, k, causal=False)
+    torch.testing.assert_close(aux.max_scores.amax((0, 2)), expected, rtol=1e-2, atol=1e-2)
