@@ -43,6 +43,7 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 
 RANKS = 64
 RANKS_PER_HOST = 8
+TRIED = (*range(8), *range(8, RANKS, 4), RANKS - 1)  # a host's, and some of all others
 
 # -- models ----------------------------------------------------------------------------------------
 
@@ -417,7 +418,7 @@ def muon_of(
     return optimizer.Muon(groups, expert_keys=["experts"], **wide, **options)
 
 
-def step_as_every_rank(text: str, weights: list[Weight], options: dict[str, Any]) -> int:
+def step_as_many_ranks(text: str, weights: list[Weight], options: dict[str, Any]) -> int:
     """Compares what a step does with what was predicted, rank by rank; returns the chunks."""
     # Several chunks of small matrices.
     optimizer.distributed.staging.CHUNK_BYTES["cpu"] = (256, 1024)
@@ -433,7 +434,7 @@ def step_as_every_rank(text: str, weights: list[Weight], options: dict[str, Any]
     )
     wide = {key: options[key] for key in ("chunk_size", "warmup_step") if key in options}
     found = costs.costs_of(optimizer, entries, RANKS, RANKS_PER_HOST, **wide)
-    for rank in range(RANKS):
+    for rank in TRIED:
         dist.destroy_process_group()
         debug._clear_sharding_prop_cache()  # it holds meshes, whose groups are gone
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=RANKS)
@@ -532,7 +533,7 @@ CASES = {  # layout, weights, options, chunks at least
 @pytest.mark.parametrize("case", CASES)
 def test_the_costs_of_a_plan_are_those_of_its_steps(case):
     *arguments, least = CASES[case]
-    (chunks,) = run_ranks(step_as_every_rank, 1, *arguments, timeout=300)
+    (chunks,) = run_ranks(step_as_many_ranks, 1, *arguments, timeout=300)
     assert chunks >= least
 
 
