@@ -10,6 +10,9 @@ NPROC ?=
 # ARGS: extra arguments of `make train` (examples/compare.py) and `make bench`.
 ARGS ?=
 
+# SLOW: anything makes `make test` run the slowest tests, too, as continuous integration does.
+SLOW ?=
+
 # BENCHMARKS: which scripts; ARGS go to each of them.
 BENCHMARKS ?= $(addprefix benchmarks/,step.py distributed_step.py orthogonalize.py accuracy.py offload.py)
 
@@ -19,7 +22,7 @@ BENCHMARKS ?= $(addprefix benchmarks/,step.py distributed_step.py orthogonalize.
 help:
 	@echo "make build   build every Hub variant into build/"
 	@echo "make train   train a small model with Muon and AdamW (NPROC=ranks, ARGS=options)"
-	@echo "make test    lint, then run all tests"
+	@echo "make test    lint, then run the tests (SLOW=1: the slowest, too)"
 	@echo "make lint    ruff and mypy"
 	@echo "make format  let ruff rewrite the sources"
 	@echo "make bench   time steps and orthogonalization, and show its accuracy (BENCHMARKS=script, ARGS=options)"
@@ -53,7 +56,7 @@ train: build
 	$(VENV)/bin/torchrun --standalone --nproc-per-node=$$1 examples/compare.py $(ARGS)
 
 test: lint
-	$(PY) -m pytest -n auto --maxprocesses 4 --dist worksteal
+	$(PY) -m pytest -n auto --maxprocesses 4 --dist worksteal $(if $(SLOW),,-m "not slow")
 
 lint: $(INSTALLED)
 	$(PY) -m ruff check .

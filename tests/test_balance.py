@@ -22,6 +22,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "ranks"), CASES)
 def test_owners_of_a_real_model_are_evenly_loaded_and_wait_little_for_each_other(model, ranks):
     shapes = balance.shapes_of(model)

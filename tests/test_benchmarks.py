@@ -110,6 +110,7 @@ def test_models_too_large_for_a_cpu_are_refused(capsys):
     assert "--layers" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_accuracy_tells_every_input_and_setting():
     # A process of its own: modules of examples/ and of tests/ share names.
     options = "--quick --all --families cans cubic5 --norm frobenius schatten4 --markdown"

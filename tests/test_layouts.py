@@ -855,6 +855,7 @@ def random_split(rng, rows):
     return counts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "count"), [(2, 36), (4, 24), (8, 10)])
 def test_random_layouts(ranks, count):
     cases = {f"{seed}: {(groups := random_case(ranks, seed))}": groups for seed in range(count)}
@@ -933,6 +934,7 @@ def load(layout, directory):
     return parameters_and_state(model, optim)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("saved_on", "loaded_on"),
     [

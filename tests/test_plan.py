@@ -767,6 +767,7 @@ def trillion(name: str) -> tuple[Any, float]:
     return plan, time.process_time() - start
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TRILLION)
 def test_a_trillion_parameters_on_1024_ranks_are_planned_in_seconds(name):
     plan, seconds = trillion(name)
