@@ -79,7 +79,7 @@ def test_flops_of_a_step_equal_the_formula(family, squares):
     ids=lambda options: "-".join(options) or "defaults",
 )
 def test_transient_memory_stays_under_one_and_a_half_times_the_weights(options):
-    params = transformer(6, 256, 1024)
+    params = transformer(3, 256, 1024)
     optim = make(params, **options)
     optim.step()
     weights = sum(p.numel() * p.element_size() for p in params)

@@ -313,6 +313,7 @@ def size(value: Any) -> int:
     return file.tell()
 
 
+@pytest.mark.slow
 def test_distributed_checkpoints_see_no_difference():
     with tempfile.TemporaryDirectory() as directory:
         run_ranks(checkpoint, RANKS, directory)

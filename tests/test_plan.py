@@ -478,6 +478,7 @@ def moved(what: str, case: Any, plans: Any) -> Numbered:
     return numbered
 
 
+@pytest.mark.slow
 def test_every_element_comes_to_one_owner_and_back_to_its_holders():
     traveled = gathered = 0
     for what, case, plans in random_cases(everywhere=False):
@@ -499,6 +500,7 @@ def test_every_element_comes_to_one_owner_and_back_to_its_holders():
     assert gathered > 10
 
 
+@pytest.mark.slow
 def test_as_a_reference_every_peer_owns_all_that_travels():
     for what, case, plans in random_cases(everywhere=True):
         numbered = moved(what, case, plans)
@@ -781,6 +783,7 @@ def test_a_trillion_parameters_on_1024_ranks_are_planned_in_seconds(name):
     assert numel == [layout.numel(e.region(517)) for e in plan.entries]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["FSDP", "HSDP 4 × 256"])
 def test_a_trillion_parameters_are_balanced_over_their_owners(name):
     loads = loads_of(trillion(name)[0])
