@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import csv
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+
+from plots import GREY, drawing, save
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,6 @@ def _parse(row: dict[str, str]) -> Row:
 
 
 COLOURS = {"AdamW": "#c2410c", "Muon": "#1d4ed8"}  # by the first word of a curve's name
-GREY = "#4b5563"
 
 
 def plot(path: Path, title: str, subtitle: str, runs: dict[str, list[History]]) -> None:
@@ -95,13 +97,7 @@ def plot(path: Path, title: str, subtitle: str, runs: dict[str, list[History]]) 
     The band reaches from the lowest to the highest history. A name with a single history also
     shows its training loss.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    style: dict[Any, Any] = {"axes.spines.top": False, "axes.spines.right": False}
-    with plt.rc_context(style | {"font.size": 11, "axes.edgecolor": GREY}):
+    with drawing() as plt:
         figure, panels = plt.subplots(1, 2, figsize=(11, 4.8), sharey=True)
         figure.subplots_adjust(left=0.06, right=0.95, bottom=0.12, top=0.83, wspace=0.14)
         for axes, x, label in zip(panels, ("step", "seconds"), ("Step", "Training time (s)")):
@@ -116,9 +112,7 @@ def plot(path: Path, title: str, subtitle: str, runs: dict[str, list[History]]) 
             panels[0].legend(frameon=False, loc="upper right")
         figure.text(0.06, 0.94, title, fontsize=14, fontweight="bold")
         figure.text(0.06, 0.88, subtitle, color=GREY)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=150)
-        plt.close(figure)
+        save(figure, path)
 
 
 def _draw(axes: Any, name: str, histories: list[History], x: str) -> None:
@@ -134,9 +128,14 @@ def _draw(axes: Any, name: str, histories: list[History], x: str) -> None:
     axes.fill_between(
         xs, [min(ys) for ys in losses], [max(ys) for ys in losses], color=colour, alpha=0.2, lw=0
     )
+    _label(axes, f"{fmean(losses[-1]):.2f}", (xs[-1], fmean(losses[-1])), colour)
+
+
+def _label(axes: Any, text: str, point: Sequence[float], colour: str) -> None:
+    """At the end of a curve, outside of the axes."""
     axes.annotate(
-        f"{fmean(losses[-1]):.2f}",
-        (xs[-1], fmean(losses[-1])),
+        text,
+        point,
         xytext=(6, 0),
         textcoords="offset points",
         va="center",
@@ -148,13 +147,7 @@ def _draw(axes: Any, name: str, histories: list[History], x: str) -> None:
 
 def plot_logits(path: Path, threshold: float, clipped: History, unclipped: History) -> None:
     """Largest attention logit after every step, and before it (pale), with QK-Clip and without."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    style: dict[Any, Any] = {"axes.spines.top": False, "axes.spines.right": False}
-    with plt.rc_context(style | {"font.size": 11, "axes.edgecolor": GREY}):
+    with drawing() as plt:
         figure, axes = plt.subplots(figsize=(8, 4.8))
         figure.subplots_adjust(left=0.08, right=0.86, bottom=0.12, top=0.82)
         axes.axhline(threshold, color=GREY, linewidth=1, linestyle=(0, (4, 3)))
@@ -171,16 +164,7 @@ def plot_logits(path: Path, threshold: float, clipped: History, unclipped: Histo
             points = [(r.step, r.max_logit) for r in history.rows if r.max_logit is not None]
             axes.plot(*zip(*seen), color=colour, linewidth=1, alpha=0.25)
             axes.plot(*zip(*points), color=colour, linewidth=1.5)
-            axes.annotate(
-                name,
-                points[-1],
-                xytext=(6, 0),
-                textcoords="offset points",
-                va="center",
-                color=colour,
-                fontweight="bold",
-                annotation_clip=False,
-            )
+            _label(axes, name, points[-1], colour)
         axes.set_xlabel("Step")
         axes.set_ylabel("Largest attention logit")
         axes.set_xlim(0, unclipped.last.step)
@@ -196,6 +180,4 @@ def plot_logits(path: Path, threshold: float, clipped: History, unclipped: Histo
         )
         figure.text(0.08, 0.93, title.format(*ratios), fontsize=13, fontweight="bold")
         figure.text(0.08, 0.87, subtitle, color=GREY)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=150)
-        plt.close(figure)
+        save(figure, path)

@@ -11,6 +11,7 @@ import numpy as np
 
 from planner.averaging import Averages, Ring
 from planner.costs import GATHER, HOST, NETWORK, SCATTER, Costs, LaneCosts
+from plots import GREY, drawing, save
 
 WAYS = {GATHER: "gather", SCATTER: "scatter"}
 
@@ -227,19 +228,12 @@ COLOURS = {
     "compute": ("#c2410c", "#fdba74"),
     "scatter": ("#0f766e", "#5eead4"),
 }
-GREY = "#4b5563"
 
 
 def draw(path: Path, title: str, subtitle: str, timelines: dict[str, Timeline]) -> None:
     """A panel for each layout, on one axis of time; chunks are told apart by their shade."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    style: dict[Any, Any] = {"axes.spines.top": False, "axes.spines.right": False}
     height = 1.5 * len(timelines) + 1.6
-    with plt.rc_context(style | {"font.size": 11, "axes.edgecolor": GREY}):
+    with drawing() as plt:
         figure, panels = plt.subplots(
             len(timelines), 1, figsize=(11, height), sharex=True, squeeze=False
         )
@@ -253,9 +247,7 @@ def draw(path: Path, title: str, subtitle: str, timelines: dict[str, Timeline]) 
         panels[-1, 0].set_xlim(left=0)
         figure.text(0.02, 1 - 0.4 / height, title, fontsize=14, fontweight="bold")
         figure.text(0.02, 1 - 0.68 / height, subtitle, color=GREY)
-        path.parent.mkdir(exist_ok=True)
-        figure.savefig(path, dpi=150)
-        plt.close(figure)
+        save(figure, path)
 
 
 def _told(name: str, timeline: Timeline) -> str:

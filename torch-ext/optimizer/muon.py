@@ -198,8 +198,7 @@ class Muon(Offloadable):
         self._clip = QKClip()  # of layers whose projections may be in several groups
         self._forget_plans()
         super().__init__(validation.as_groups(params), defaults)
-        clip.check(self._views())
-        clip.warn_of_nothing(self._views())
+        clip.check_and_warn(self._views())
         self._clip = clip
         muon_names = [g["names"] or () for g in self._views() if g["use_muon"]]
         validation.warn_of_unmatched_split(split, [name for names in muon_names for name in names])

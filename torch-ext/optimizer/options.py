@@ -45,7 +45,7 @@ class DefaultSteps(int):
     """The default of ``ns_steps``, told apart from the same number given by the caller."""
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
     return isinstance(value, Real) and not _is_bool(value) and math.isfinite(value)
 
 
@@ -54,18 +54,18 @@ def _is_bool(value: object) -> bool:  # a number to Python, a mistake here
 
 
 def _at_least_zero(value: Any) -> bool:
-    return _is_number(value) and value >= 0
+    return is_number(value) and value >= 0
 
 
 def _fraction(value: Any) -> bool:
-    return _is_number(value) and 0 <= value < 1
+    return is_number(value) and 0 <= value < 1
 
 
 def _learning_rate(value: Any) -> bool:
     if isinstance(value, torch.Tensor):  # its value stays unread: that would wait for the device
         return value.numel() == 1 and not value.is_complex()
     # Schedules that end at zero may end a rounding error below it.
-    return _is_number(value) and value > -1e-12
+    return is_number(value) and value > -1e-12
 
 
 def _betas(value: Any) -> bool:
@@ -77,10 +77,10 @@ def _none_or(accepts: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 
 def _is_positive_int(value: Any) -> bool:
-    return _is_int(value) and value > 0
+    return is_int(value) and value > 0
 
 
-def _is_int(value: Any) -> bool:
+def is_int(value: Any) -> bool:
     return isinstance(value, Integral) and not _is_bool(value)
 
 
@@ -218,9 +218,9 @@ class OptimizerWide:
                 f"consistency_check must be one of {agreement.CHECKS}, "
                 f"found {self.consistency_check!r}"
             )
-        if not _is_int(self.chunk_size) or (self.chunk_size != -1 and self.chunk_size < 1):
+        if not is_int(self.chunk_size) or (self.chunk_size != -1 and self.chunk_size < 1):
             raise ValueError(f"chunk_size must be -1 or an int ≥ 1, found {self.chunk_size!r}")
-        if not _is_int(self.warmup_step) or self.warmup_step < 0:
+        if not is_int(self.warmup_step) or self.warmup_step < 0:
             raise ValueError(f"warmup_step must be an int ≥ 0, found {self.warmup_step!r}")
         if self.hsdp not in hsdp.CHOICES:
             raise ValueError(f"hsdp must be one of {hsdp.CHOICES}, found {self.hsdp!r}")

@@ -434,7 +434,8 @@ def _update_weights(chunk: Chunk, updates: Tensor, lane: Lane, step: Step) -> No
 def _apply(hyper: Hyper, scale: float, rows: Sequence[tuple]) -> None:
     """W ← W − lr·scale·U with its decay, for rows of W, U, a factor on it, where to do so and
     what to multiply W with in the end."""
-    weights, updates, factors, keep, clip = map(list, zip(*rows))
+    weights, updates, factors, kept, clip = map(list, zip(*rows))
+    keep = kept if hyper["nonfinite"] == "skip" else None
     lr = hyper["lr"]
     core.update_weights(
         weights,
@@ -443,9 +444,9 @@ def _apply(hyper: Hyper, scale: float, rows: Sequence[tuple]) -> None:
         decay=lr * hyper["weight_decay"] * (scale if hyper["decay_lr"] == "adjusted" else 1.0),
         cautious=hyper["cautious"],
         factors=factors if hyper["beta2"] is not None else None,
-        keep=keep if hyper["nonfinite"] == "skip" else None,
+        keep=keep,
     )
-    core.clip_weights(weights, clip, keep if hyper["nonfinite"] == "skip" else None)
+    core.clip_weights(weights, clip, keep)
 
 
 def _second_moment_factors(bundle: Bundle, updates: Tensor, step: Step) -> list[Tensor]:

@@ -17,17 +17,13 @@ from types import FunctionType
 from typing import Any, Callable, Optional
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.overrides import has_torch_function
 
+from ..distributed.utils import is_dtensor
 from .logits import max_qk_logits
-
-DTENSORS = dist.is_available()
-if DTENSORS:
-    from torch.distributed.tensor import DTensor
 
 FLEX = "torch.nn.attention.flex_attention"
 
@@ -318,9 +314,9 @@ def _in_four_dims(
     return q, k, mask
 
 
-def _local_heads(tensor: Tensor, head_dim: int) -> tuple[Tensor, Optional[tuple[Any, int, int]]]:
+def _local_heads(tensor: Any, head_dim: int) -> tuple[Tensor, Optional[tuple[Any, int, int]]]:
     """The local tensor; the mesh, its dimension that shards ``head_dim``, and how many heads."""
-    if not (DTENSORS and isinstance(tensor, DTensor)):
+    if not is_dtensor(tensor):
         return tensor, None
     sharded: list[int] = []
     for index, placement in enumerate(tensor.placements):
@@ -335,10 +331,10 @@ def _local_heads(tensor: Tensor, head_dim: int) -> tuple[Tensor, Optional[tuple[
 
 
 def _local_beside(
-    tensor: Tensor, placements: Any, is_alike: bool, what: str, may_replicate: bool
+    tensor: Any, placements: Any, is_alike: bool, what: str, may_replicate: bool
 ) -> Tensor:
     """The local part of what belongs to queries with these placements."""
-    if not (DTENSORS and isinstance(tensor, DTensor)):
+    if not is_dtensor(tensor):
         return tensor
     for own, other in zip(tensor.placements, placements):
         if not ((own == other and is_alike) or (may_replicate and own.is_replicate())):

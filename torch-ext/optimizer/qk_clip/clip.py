@@ -116,6 +116,7 @@ class QKClip:
         self._found: Optional[Survey] = None  # what the packs were made for
         self._packs: list[Pack] = []
         self._layers: Layers = Layers({}, {})
+        self._unshared: list[str] = []  # prefixes of layers whose weights are plain
         self._notes: dict[tuple[int, ...], list[str]] = {}
         self._steps = 0
         self._last: Sequence[tuple[Pack, Tensor]] = ()
@@ -157,35 +158,29 @@ class QKClip:
         layers = _layers_of(groups, self.config).layers.values()
         return {id(projection.param) for layer in layers for projection in layer.projections}
 
-    def warn_of_nothing(self, groups: Sequence[Group]) -> None:
-        """Warns where QK-Clip finds nothing to do, or may miss something."""
+    def check_and_warn(self, groups: Sequence[Group]) -> None:
+        """The same, with warnings where QK-Clip finds nothing to do, or may miss something."""
         if self.config is None:
             return
         layers = _layers_of(groups, self.config).layers.values()
         if not layers:
-            warnings.warn(
+            _warn(
                 "clip_config: no query or key projection was found among the names of parameters; "
-                "row_map tells of other names",
-                stacklevel=4,
+                "row_map tells of other names"
             )
         if self.config.unmatched:
-            warnings.warn(
-                f"clip_config: no layer was found for {some(list(self.config.unmatched))}",
-                stacklevel=4,
-            )
+            _warn(f"clip_config: no layer was found for {some(list(self.config.unmatched))}")
         norm = _norm_of_heads([layer for layer in layers if layer.config.latent is None], groups)
         if norm is not None:
-            warnings.warn(
+            _warn(
                 f"clip_config: {norm} normalizes what QK-Clip scales, which then has no effect; "
-                "bounded by their norms, such logits need no clip",
-                stacklevel=4,
+                "bounded by their norms, such logits need no clip"
             )
         for number, group in enumerate(groups):
             if group["names"] is None and any(p.ndim == 1 for p in group["params"]):
-                warnings.warn(
+                _warn(
                     f"clip_config: param_groups[{number}] has no names, so biases of query and key "
-                    'projections are not found there: give the group "names"',
-                    stacklevel=4,
+                    'projections are not found there: give the group "names"'
                 )
 
     def warn_of_none(self, logits: Optional[Logits]) -> None:
@@ -205,23 +200,17 @@ class QKClip:
         else:
             return
         self._has_warned = True
-        stacklevel = validation.frames_to_the_caller()
-        warnings.warn(f"clip_config is given, but {problem}", stacklevel=stacklevel)
+        _warn(f"clip_config is given, but {problem}")
 
-    def _warn_of_ranks(self, wide: OptimizerWide) -> None:
+    def _warn_of_ranks(self) -> None:
         """Warns, once, where other ranks may be replicas that clip by other logits."""
-        if self._has_warned_of_ranks or dtensors.world_size() == 1:
-            return
-        layers = (layer for pack in self._packs if pack.ranks is None for layer in pack.layers)
-        alone = [layer.prefix for layer in layers if _ranks_of(layer, wide) is None]
-        if alone:
+        if self._unshared and not self._has_warned_of_ranks and dtensors.world_size() > 1:
             self._has_warned_of_ranks = True
-            warnings.warn(
-                f"QK-Clip: the weights of {some(alone)} are plain tensors, which the optimizer "
-                "takes for this rank's own. If other ranks hold them too, as under DDP, they see "
-                "other logits, and their weights part: give Muon their process_group, or step() "
-                "logits that were reduced, qk_clip.reduce_qk_logits(logits)",
-                stacklevel=validation.frames_to_the_caller(),
+            _warn(
+                f"QK-Clip: the weights of {some(self._unshared)} are plain tensors, which the "
+                "optimizer takes for this rank's own. If other ranks hold them too, as under DDP, "
+                "they see other logits, and their weights part: give Muon their process_group, or "
+                "step() logits that were reduced, qk_clip.reduce_qk_logits(logits)"
             )
 
     def begin(
@@ -258,11 +247,11 @@ class QKClip:
                 _warn_of_unknown(self._layers.unknown(logits), groups)
         by_layer = self._layers.match(logits, pass_over_unknown=is_recorded)
         if not isinstance(logits, Reduced):
-            self._warn_of_ranks(wide)
+            self._warn_of_ranks()
         packs = []
         for pack in self._packs:
             parts = [vector_of(by_layer[layer.key], layer, pack) for layer in pack.layers]
-            known = joined(parts, pack)
+            known = joined(parts, pack.dtype, pack.device)
             if only_with_gradient:
                 known = torch.where(_has_gradient(pack), known, -math.inf)
             packs.append((pack, known))
@@ -272,9 +261,12 @@ class QKClip:
         assert self.config is not None
         rank = this_rank()
         self._layers = _layers_of(groups, self.config)
+        self._unshared = []
         by_place: dict[tuple, list[Layer]] = {}
         for layer in self._layers.layers.values():
             ranks = _ranks_of(layer, wide)
+            if ranks is None:
+                self._unshared.append(layer.prefix)
             alone = ranks is None or len(ranks) == 1 or rank not in ranks
             device = dtensors.compute_device(layer.projections[0].param)
             by_place.setdefault((None if alone else ranks, device), []).append(layer)
@@ -311,9 +303,10 @@ class QKClip:
         for pack, logits in self._last:
             parts = zip(*(t.cpu().split(pack.counts) for t in (logits, pack.is_clipped(logits))))
             for layer, (of_layer, clipped) in zip(pack.layers, parts):
+                maxima = of_layer.tolist()
                 layers[layer.key] = {
-                    "max_logits": of_layer.tolist(),
-                    "max_logit": max(of_layer.tolist(), default=-math.inf),
+                    "max_logits": maxima,
+                    "max_logit": max(maxima, default=-math.inf),
                     "clipped": int(clipped.sum()),
                     "nonfinite": int((of_layer == math.inf).sum()),
                 }
@@ -349,12 +342,15 @@ def _warn_of_unknown(layers: Sequence[Any], groups: Sequence[Group]) -> None:
     names = [normalize_name(name) for group in groups for name in group["names"] or ()]
     trained = [layer for layer in layers if any(name.startswith(f"{layer}.") for name in names)]
     if trained:
-        warnings.warn(
+        _warn(
             f"clip_config: qk_recorder saw the attention in {some(trained)}, of whose parameters "
             "none is known as a query or key projection, so it is not clipped: row_map tells of "
-            "other names",
-            stacklevel=validation.frames_to_the_caller(),
+            "other names"
         )
+
+
+def _warn(problem: str) -> None:
+    warnings.warn(problem, stacklevel=validation.frames_to_the_caller())
 
 
 def _norm_of_heads(layers: Sequence[Layer], groups: Sequence[Group]) -> Optional[str]:
@@ -376,13 +372,14 @@ def _turn(place: tuple[Optional[tuple[int, ...]], torch.device]) -> tuple:
 
 def _ranks_of(layer: Layer, wide: OptimizerWide) -> Optional[tuple[int, ...]]:
     """All ranks that hold parts or replicas of a layer's projections."""
-    found = {shared_with(projection.param, wide) for projection in layer.projections} - {None}
-    largest = max(found, key=lambda ranks: len(ranks or ()), default=None)
+    sets = (shared_with(projection.param, wide) for projection in layer.projections)
+    found = {ranks for ranks in sets if ranks is not None}
+    largest = max(found, key=len, default=None)
     for ranks in found:
-        if not set(ranks or ()) <= set(largest or ()):
+        if largest is not None and not set(ranks) <= set(largest):
             raise ValueError(
-                f"{layer.prefix} has query and key projections on ranks {list(ranks or ())} and on "
-                f"ranks {list(largest or ())}, which can't share their logits: put them on one mesh"
+                f"{layer.prefix} has query and key projections on ranks {list(ranks)} and on ranks "
+                f"{list(largest)}, which can't share their logits: put them on one mesh"
             )
     return largest
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Integral, Real
 from typing import Any, Callable, Optional, Union
 
 from ..groups import normalize_name
+from ..options import is_int, is_number
 
 MODES = ("shared", "exact")
 
@@ -63,6 +62,10 @@ class LayerConfig:
     mode: str
     latent: Optional[tuple[int, int, int]]
     row_map: Mapping[str, Union[str, tuple[Starts, Starts]]] = field(default_factory=dict)
+
+    def like(self, kind: str) -> Union[str, tuple[Starts, Starts]]:
+        """What a projection of that name is like: one of `KINDS`, or its heads' first rows."""
+        return self.row_map.get(kind, kind)
 
     def __str__(self) -> str:
         dims = f"heads of {self.head_dim} rows" if self.latent is None else f"MLA {self.latent}"
@@ -158,7 +161,7 @@ class ClipConfig:
         if isinstance(key, str):
             return normalize_name(key)
         _check(
-            _is_int(key),
+            is_int(key),
             f"clip_config has a key {key!r}, which is neither the number of a layer nor a name",
         )
         return int(key)
@@ -175,8 +178,7 @@ class ClipConfig:
                 meant = f"; did you mean {close[0]!r}?" if close else f": {', '.join(_KNOWN)}"
                 raise ValueError(f"{where} has {key!r}, which is no option{meant}")
         threshold = given.get("threshold", 100.0)
-        is_positive = isinstance(threshold, Real) and not isinstance(threshold, bool)
-        if not (is_positive and 0 < threshold < math.inf):
+        if not (is_number(threshold) and threshold > 0):
             raise ValueError(
                 f"{where}: threshold must be a finite number above 0, found {threshold!r}"
             )
@@ -215,7 +217,7 @@ class ClipConfig:
     def _positive(given: Mapping, key: str, where: str, least: int = 1) -> int:
         value: Any = given.get(key)
         _check(
-            _is_int(value) and value >= least,
+            is_int(value) and value >= least,
             f"{where}: {key} must be an int ≥ {least}, found {value!r}",
         )
         return int(value)
@@ -225,7 +227,7 @@ class ClipConfig:
         if given is None:
             return None
         is_list = isinstance(given, (Sequence, range)) and not isinstance(given, str)
-        if not (is_list and all(_is_int(index) and index >= 0 for index in given)):
+        if not (is_list and all(is_int(index) and index >= 0 for index in given)):
             raise ValueError(f"{where} must be a list of numbers of heads, found {given!r}")
         return tuple(int(index) for index in given)
 
@@ -297,10 +299,6 @@ def grouped_rows(heads: int, kv_heads: int, head_dim: int) -> dict[str, list[int
         "q": [key * size + query * head_dim for key in range(kv_heads) for query in range(group)],
         "k": [key * size + group * head_dim for key in range(kv_heads)],
     }
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def _check(holds: bool, problem: str) -> None:

@@ -141,10 +141,12 @@ def _held_interval(value: Tensor, where: str, pack: Pack) -> layout.Interval:
     return sharding.region(value.shape, pack.rank)[0]
 
 
-def joined(parts: Iterable[Tensor], pack: Pack) -> Tensor:
-    """All logits on the device, a new tensor without NaN: they become Inf, which clips nothing."""
-    joined = torch.cat([part.to(pack.device, pack.dtype, non_blocking=True) for part in parts])
-    return torch.where(joined.isnan(), math.inf, joined)
+def joined(
+    parts: Iterable[Tensor], dtype: torch.dtype, device: Optional[torch.device] = None
+) -> Tensor:
+    """All logits, a new tensor without NaN: they become Inf, which clips nothing."""
+    whole = torch.cat([part.detach().to(device, dtype, non_blocking=True) for part in parts])
+    return torch.where(whole.isnan(), math.inf, whole)
 
 
 class Reduced(dict[Any, Tensor]):
@@ -178,10 +180,9 @@ def reduce_qk_logits(logits: Logits, group: Any = None) -> dict[Any, Tensor]:
     if not logits:
         return Reduced()
     order = sorted(logits, key=repr)
-    joined = torch.cat([logits[layer].detach().to(wide) for layer in order])
-    joined = torch.where(joined.isnan(), math.inf, joined)
-    max_over_ranks(joined, dist.group.WORLD if group is None else group).wait()
-    parts = dict(zip(order, joined.split([len(logits[layer]) for layer in order])))
+    maxima = joined((logits[layer] for layer in order), wide)
+    max_over_ranks(maxima, dist.group.WORLD if group is None else group).wait()
+    parts = dict(zip(order, maxima.split([len(logits[layer]) for layer in order])))
     return Reduced((layer, parts[layer]) for layer in logits)
 
 

@@ -80,18 +80,6 @@ class Layer:
         """How many there are to be given."""
         return max(len(self.q_indices), len(self.k_indices))
 
-    def slots(self, projection: Projection) -> Tensor:
-        """For each row of a projection its scale's place in `scales`, (rows,) in int64, on the CPU.
-
-        Places are those of query heads, of key heads, of the rotated rows of query heads, and the
-        last one for rows that nothing scales.
-        """
-        return _slots(self, projection)
-
-    @property
-    def scales(self) -> int:
-        return 2 * self.q_heads + self.k_heads + 1
-
 
 def row_dims_of(param: Tensor, flatten: bool) -> int:
     """How many dimensions of a weight count rows: of (rows, cols) one, of (heads, rows of each,
@@ -212,14 +200,15 @@ def _layer(
 ) -> Layer:
     heads: dict[str, int] = {}
     sizes: dict[str, int] = {}
-    for projection in projections:
-        for side, count in _heads(projection, config).items():
+    counts = [_heads(projection, config) for projection in projections]
+    for projection, of_sides in zip(projections, counts):
+        for side, count in of_sides.items():
             if heads.setdefault(side, count) != count:
                 raise ValueError(
                     f"{projection.name} has {count} heads, but other parameters of the layer have "
                     f"{heads[side]}"
                 )
-        kind = config.row_map.get(projection.kind, projection.kind)
+        kind = config.like(projection.kind)
         part = kind if isinstance(kind, str) else projection.kind
         if sizes.setdefault(part, projection.rows) != projection.rows:
             raise ValueError(
@@ -232,9 +221,11 @@ def _layer(
             f"{twice[0]} and {twice[1]} would be clipped by the same logits; let clip_config be a "
             "mapping from prefixes of names, or a function, that gives only one of them a config"
         )
-    weights = [_heads(p, config).keys() for p in projections if not p.is_bias]
-    for projection in projections:
-        if _heads(projection, config).keys() - set().union(*weights):
+    of_weights = {
+        side for p, of_sides in zip(projections, counts) if not p.is_bias for side in of_sides
+    }
+    for projection, of_sides in zip(projections, counts):
+        if of_sides.keys() - of_weights:
             raise ValueError(
                 f"{projection.name} would be clipped without its weight, which is not in the "
                 f"groups, or not as {projection.kind}.weight or {projection.kind}_weight: leave "
@@ -260,7 +251,7 @@ def _heads(projection: Projection, config: LayerConfig) -> dict[str, int]:
     Raises:
         ValueError: it can't have such heads.
     """
-    kind = config.row_map.get(projection.kind, projection.kind)
+    kind = config.like(projection.kind)
     rows, name = projection.rows, projection.name
     if not isinstance(kind, str):
         for starts, size in zip(kind, _sizes(config)):
@@ -343,10 +334,15 @@ def _indices(
     return q, k
 
 
-def _slots(layer: Layer, projection: Projection) -> Tensor:
+def slots_of(layer: Layer, projection: Projection) -> Tensor:
+    """For each row of a projection its scale's place, (rows,) in int64, on the CPU.
+
+    Places are those of query heads, of key heads, of the rotated rows of query heads, and the last
+    one for rows that nothing scales.
+    """
     config = layer.config
-    kind = config.row_map.get(projection.kind, projection.kind)
-    rotated, alone = layer.q_heads + layer.k_heads, layer.scales - 1
+    kind = config.like(projection.kind)
+    rotated, alone = layer.q_heads + layer.k_heads, 2 * layer.q_heads + layer.k_heads
     slots = torch.full((projection.rows,), alone, dtype=torch.int64)
     q: Sequence[int] = ()
     k: Sequence[int] = ()

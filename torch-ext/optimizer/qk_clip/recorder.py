@@ -14,16 +14,18 @@ from types import FrameType, SimpleNamespace
 from typing import Any, Callable, Optional, Union
 
 import torch
+import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..core import matches
+from ..distributed.utils import is_dtensor
 from ..groups import normalize_name
-from .attention_calls import DTENSORS, Call, Window, read, read_scores
+from .attention_calls import Call, Window, read, read_scores
 from .config import FUSED, KINDS, QUERIES
 
-if DTENSORS:
+if dist.is_available():
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
 # What attention modules own: those of nn.MultiheadAttention are parameters.
@@ -309,7 +311,7 @@ class _Record:
         return next((own[name] for name in QUERIES if own.get(name) is not None), None)
 
     def note_rows(self, weight: Any) -> None:
-        if DTENSORS and isinstance(weight, DTensor):
+        if is_dtensor(weight):
             sharded = [i for i, p in enumerate(weight.placements) if p.is_shard(0)]
             if len(sharded) == 1:
                 local = weight.to_local().shape[0]
@@ -394,8 +396,9 @@ class _Record:
 
     def _note_rows_at_rest(self, model: Optional[nn.Module]) -> None:
         """Between forwards, from a weight that may be sharded for other reasons."""
-        weight = self.query if isinstance(self.query, Tensor) else getattr(self.query, "weight", 0)
-        if not (DTENSORS and model is not None and isinstance(weight, DTensor)):
+        query = self.query
+        weight: Any = query if isinstance(query, Tensor) else getattr(query, "weight", None)
+        if model is None or not is_dtensor(weight):
             return
         from torch.distributed.fsdp import FSDPModule
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..distributed import layout
 from ..distributed import utils as dtensors
-from .projections import Layer, Projection
+from .projections import Layer, Projection, slots_of
 
 
 class Pack:
@@ -77,7 +77,7 @@ class Pack:
                 region = layout.whole(param.shape)
                 if sharding is not None:
                     region = sharding.region(param.shape, self.rank)
-                rows = torch.tensor(place_of)[layer.slots(projection)].view(param.shape[:dims])
+                rows = torch.tensor(place_of)[slots_of(layer, projection)].view(param.shape[:dims])
                 places.append(rows[layout.slices(region[:dims])].flatten())
                 shapes.append((*layout.shape_of(region[:dims]), *(1,) * (param.ndim - dims)))
             first += own
