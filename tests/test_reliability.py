@@ -24,14 +24,8 @@ def functions_of(file: str) -> set[str]:
 
 def rows() -> list[str]:
     """Of all tables, without their headings."""
-    lines = DOCUMENT.read_text().splitlines()
-    tables = [line for line in lines if line.startswith("|")]
-    headings = {
-        line for line, below in zip(lines, lines[1:]) if re.fullmatch(r"\|[-:|]+\|", below.strip())
-    }
-    return [
-        line for line in tables if line not in headings and not re.fullmatch(r"\|[-:|]+\|", line)
-    ]
+    tables = re.findall(r"^\|.*\n\|[-:| ]+\|\n((?:\|.*\n)*)", DOCUMENT.read_text(), re.MULTILINE)
+    return [row for table in tables for row in table.splitlines()]
 
 
 def test_every_row_names_tests_that_exist():
