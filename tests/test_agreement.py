@@ -30,6 +30,11 @@ def notes_on(sets, plan=("a.weight: (6, 4)",), gradients=("a.weight",)):
     return {ranks: Notes(plan, gradients) for ranks in sets if dist.get_rank() in ranks}
 
 
+def compare(shared, *notes_and_error):
+    """What is wrong, by the decision of all."""
+    return shared.check(*notes_and_error).problem
+
+
 def in_seconds(call, *args, limit=10):
     start = time.monotonic()
     try:
@@ -41,7 +46,7 @@ def in_seconds(call, *args, limit=10):
 def fault_and_recovery(sets, faulty, fault):
     """Answers before, with, and after a fault on one rank."""
     shared = Agreement()
-    answers = [shared.check(notes_on(sets), None)]
+    answers = [compare(shared, notes_on(sets), None)]
     notes, error = notes_on(sets), None
     if dist.get_rank() == faulty:
         where = max(notes)
@@ -51,8 +56,8 @@ def fault_and_recovery(sets, faulty, fault):
             notes[where] = Notes(["a.weight: (4, 6)"], ["a.weight"])
         if fault == "gradient":
             notes[where] = Notes(notes[where].plan, [])
-    answers.append(in_seconds(shared.check, notes, error))
-    answers.append(in_seconds(shared.check, notes_on(sets), None))
+    answers.append(in_seconds(compare, shared, notes, error))
+    answers.append(in_seconds(compare, shared, notes_on(sets), None))
     return answers
 
 
@@ -151,7 +156,7 @@ def count_exchanges(steps):
 
     agreement._all_gather = counted
     for sets in steps:
-        assert shared.check(notes_on(sets), None) is None
+        assert compare(shared, notes_on(sets), None) is None
         totals.append(len(calls))
     return [after - before for before, after in itertools.pairwise(totals)]
 
@@ -192,9 +197,9 @@ def test_sets_may_change_on_all_their_ranks(after):
 def merge():
     shared = Agreement()
     steps = [((0, 1), (2, 3)), ((0, 1), (1, 2), (2, 3))]
-    first, second = (shared.check(notes_on(sets), None) for sets in steps)
+    first, second = (compare(shared, notes_on(sets), None) for sets in steps)
     error = "out of data" if dist.get_rank() == 0 else None
-    return first, second, shared.check(notes_on(steps[1]), error)
+    return first, second, compare(shared, notes_on(steps[1]), error)
 
 
 def test_unions_may_merge():
@@ -203,10 +208,10 @@ def test_unions_may_merge():
 
 def change_on_one_rank(own, error):
     shared = Agreement()
-    assert shared.check(notes_on(CHAIN), None) is None
+    assert compare(shared, notes_on(CHAIN), None) is None
     odd = dist.get_rank() == 2
-    first = in_seconds(shared.check, notes_on(own if odd else CHAIN), error if odd else None)
-    return first, in_seconds(shared.check, notes_on(CHAIN), None)
+    first = in_seconds(compare, shared, notes_on(own if odd else CHAIN), error if odd else None)
+    return first, in_seconds(compare, shared, notes_on(CHAIN), None)
 
 
 @pytest.mark.parametrize(
@@ -228,8 +233,8 @@ def test_sets_that_change_on_one_rank_raise_on_all(own, error, words):
 def contradict_from_the_start():
     sets = ((0, 1, 2, 3), (0, 1)) if dist.get_rank() == 0 else ((0, 1, 2, 3),)
     shared = Agreement()
-    first = in_seconds(shared.check, notes_on(sets), None)
-    return first, in_seconds(shared.check, notes_on(((0, 1, 2, 3),)), None)
+    first = in_seconds(compare, shared, notes_on(sets), None)
+    return first, in_seconds(compare, shared, notes_on(((0, 1, 2, 3),)), None)
 
 
 def test_a_smaller_mesh_that_only_one_rank_has_raises_at_the_first_step():
@@ -246,7 +251,7 @@ def two_agreements(in_turn):
     for step in range(4):
         error = "out of data" if dist.get_rank() == 3 and step == 1 else None
         order = both[::-1] if dist.get_rank() == 1 and step == 2 and not in_turn else both
-        answers.append([in_seconds(one.check, notes_on(s), error) for one, s in order])
+        answers.append([in_seconds(compare, one, notes_on(s), error) for one, s in order])
     return answers
 
 
@@ -263,10 +268,10 @@ def test_two_optimizers_step_in_turn_or_are_told(in_turn):
 
 def fresh_on_one_rank():
     shared = Agreement()
-    shared.check(notes_on(((0, 1),)), None)
+    compare(shared, notes_on(((0, 1),)), None)
     if dist.get_rank() == 1:
         shared = copy.deepcopy(shared)
-    return [in_seconds(shared.check, notes_on(((0, 1),)), None) for _ in range(2)]
+    return [in_seconds(compare, shared, notes_on(((0, 1),)), None) for _ in range(2)]
 
 
 def test_a_copy_on_one_rank_is_told_apart_and_then_counts():
@@ -275,10 +280,28 @@ def test_a_copy_on_one_rank_is_told_apart_and_then_counts():
         assert second is None
 
 
+def votes(wanting):
+    """What is decided where some ranks want to skip; with a fault; and where none wants to."""
+    shared, wants = Agreement(), dist.get_rank() in wanting
+    error = "out of data" if dist.get_rank() == 3 else None
+    decisions = [
+        shared.check(notes_on(CHAIN), None, skip=wants),
+        shared.check(notes_on(CHAIN), error, skip=wants),
+        shared.check(notes_on(CHAIN), None),
+    ]
+    return [tuple(decision) for decision in decisions]
+
+
+@pytest.mark.parametrize("wanting", [(0,), (2, 3)], ids=str)
+def test_one_rank_that_wants_to_skip_makes_all_that_are_connected_skip(wanting):
+    expected = [(None, True), ("rank 3: out of data", False), (None, False)]
+    assert run_ranks(votes, 4, wanting) == [expected] * 4
+
+
 def groups_made_anew():
     shared = Agreement()
     for _ in range(3):
-        assert shared.check(notes_on(CHAIN), None) is None
+        assert compare(shared, notes_on(CHAIN), None) is None
         agreement._groups.clear()  # as when the process group was replaced but its store was not
         shared = pickle.loads(pickle.dumps(shared))
 
@@ -290,7 +313,7 @@ def test_groups_of_the_same_ranks_can_be_made_anew_in_one_store():
 def process_group_made_anew():
     shared = Agreement()
     for lifetime in range(3):
-        assert [shared.check(notes_on(CHAIN), None) for _ in range(2)] == [None, None]
+        assert [compare(shared, notes_on(CHAIN), None) for _ in range(2)] == [None, None]
         rank, ranks = dist.get_rank(), dist.get_world_size()
         store = dist.PrefixStore(str(lifetime), dist.distributed_c10d._get_default_store())
         dist.destroy_process_group()
@@ -306,7 +329,7 @@ def one_stays_away(at):
     for step in range(2):
         if dist.get_rank() == 2 and step == at:
             return None
-        shared.check(notes_on(((0, 1), (1, 2))), None)
+        compare(shared, notes_on(((0, 1), (1, 2))), None)
 
 
 @pytest.mark.parametrize("at", [0, 1])

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Optional
 
 import torch
@@ -17,6 +18,7 @@ from .distributed import utils as dtensors
 from .distributed.machine import Machine
 from .distributed.plan import NOTHING, Plan
 from .distributed.replicas import Replicas
+from .grad_scaler import Scaling, forget
 from .groups import default_is_muon, get_default_muon_param_groups
 from .options import GROUP_OPTIONS
 from .planning import NO_SURVEY, Survey, entries_of, notes_of, plan_all, plan_step, sets_of, survey
@@ -131,6 +133,10 @@ class Muon(Offloadable):
     _agreed: list[Plan]  # on which ranks have compared notes
     _compared: bool  # what replicas hold
     _warned: bool  # of a step without gradients
+    _broken: Optional[str] = None  # what left weights and state between two steps
+
+    # torch.amp.GradScaler then calls every step, and says which to skip.
+    _step_supports_amp_scaling = True
 
     def __init__(
         self,
@@ -290,9 +296,15 @@ class Muon(Offloadable):
         Returns:
             What the closure returned, or None.
 
+        Under a `torch.amp.GradScaler` it unscales gradients in place unless that was done before,
+        and does nothing where any rank that shares parameters with this one found Inf or NaN.
+
         Raises:
             ValueError: wrong gradients, hyperparameters or logits; no parameter and no state was
                 changed.
+            RuntimeError: the step broke off, or an earlier one did, and left some parameters ahead
+                of others: nothing goes on before a checkpoint is loaded. Where nothing was written
+                yet, what broke it off is raised as it is.
         """
         loss, error = None, None
         try:
@@ -301,59 +313,100 @@ class Muon(Offloadable):
                     loss = closure()
         except Exception as raised:  # again, once the other ranks know
             error = raised
-        self._update(error, qk_logits)
+        try:
+            self._update(error, qk_logits)
+        except BaseException:
+            forget(self)
+            raise
         return loss
 
     @torch._disable_dynamo  # a compiled step() is this one, called from compiled code
     def _update(self, error: Optional[Exception], qk_logits: Optional[Logits]) -> None:
-        groups, plan, clipping = self._agree_on_plan(error, qk_logits)
+        scaling = Scaling(self)
+        agreed = self._agree_on_plan(error, qk_logits, scaling)
+        if agreed is None:
+            return
+        groups, plan, clipping = agreed
+        scaling.unscale(groups)
         self._init_state(groups, self._survey)
 
-        with Step(plan, groups, self.state, self._wide, self._offload, clipping) as step:
+        step = Step(plan, groups, self.state, self._wide, self._offload, clipping)
+        with self._wholly("step()", lambda: step.has_written), step:
             offload, carrier = self._offload, step.carrier
             others = adamw.Updates(groups, self.state, self._wide.divided, offload, carrier)
             pipeline.run(step, others)
 
     def _agree_on_plan(
-        self, error: Optional[Exception], qk_logits: Optional[Logits]
-    ) -> tuple[list[dict[str, Any]], Plan, Optional[Clipping]]:
+        self, error: Optional[Exception], qk_logits: Optional[Logits], scaling: Scaling
+    ) -> Optional[tuple[list[dict[str, Any]], Plan, Optional[Clipping]]]:
         """Groups, the plan and QK-Clip; raises on all ranks alike, before anything was written.
 
         Args:
             error: what kept this rank from getting this far.
             qk_logits: as given to the step.
+            scaling: what a GradScaler says.
+
+        Returns:
+            None where ranks skip the step.
         """
         groups: list[dict[str, Any]] = []
         plan, clipping = NOTHING, None
         try:
             if error is None:
+                self._check_whole()
                 groups, plan = self._plan()
+                scaling.check(groups)
                 clipping = self._clip_by(qk_logits, groups)
         except Exception as raised:
             error = raised
         # A rank that fails can't tell whether the others would ask: not after the first time.
         known = bool(self._agreed) if error else any(plan is other for other in self._agreed)
-        if agreement.is_due(self._wide.consistency_check, known):
+        skip = scaling.skips
+        if agreement.is_due(self._wide.consistency_check, known, scaling.is_used):
             more = clipping.notes if clipping else {}
             notes = {} if error else notes_of(groups, self._survey, plan, self._wide, more)
             try:
                 sets = sets_of(self.param_groups, self._wide)
-                problem = self._agreement.check(notes, _in_words(error), sets)
+                problem, skip = self._agreement.check(notes, _in_words(error), sets, skip)
             except RuntimeError:
                 if error is None:  # else this rank's own is the cause, or says more
                     raise
             else:
                 if problem is not None and error is None:
                     raise ValueError(problem)
-                if error is None and not self._compared:
+                if error is None and not skip and not self._compared:
                     self._compare_replicas(groups)
                     self._compared = True
         if error is not None:
             raise error
         if not known:
             self._agreed = [*self._agreed[-7:], plan]  # as many as are kept
+        if skip:
+            return None
         self._warned = self._warned or validation.warn_of_no_gradients(groups)
         return groups, plan, clipping
+
+    @contextlib.contextmanager
+    def _wholly(self, what: str, has_begun: Callable[[], bool]) -> Iterator[None]:
+        """Something that changes parameters or state, which must not be seen half done.
+
+        Raises:
+            RuntimeError: it broke off after it had begun.
+        """
+        self._broken = f"{what} was interrupted"
+        try:
+            yield
+        except Exception as error:
+            if not has_begun():
+                self._broken = None
+                raise
+            self._broken = f"{what} broke off: {type(error).__name__}: {error}"
+            raise RuntimeError(f"{self._broken}. {_LOST}") from error
+        self._broken = None
+
+    def _check_whole(self) -> None:
+        if self._broken is not None:
+            raise RuntimeError(f"An earlier {self._broken}. {_LOST}")
 
     def _clip_by(
         self, qk_logits: Optional[Logits], groups: list[dict[str, Any]]
@@ -506,6 +559,7 @@ class Muon(Offloadable):
         torch.distributed.checkpoint takes no dtypes in full state dicts. Offloaded state is what is
         in host memory, which steps go on to change.
         """
+        self._check_whole()
         groups = self._views()
         self._init_state(groups, self._look_at(groups))
         self._offload.settle()
@@ -544,13 +598,14 @@ class Muon(Offloadable):
             return {**loaded, "state": rest}
 
         def restore(_: torch.optim.Optimizer) -> None:
-            self._offload.forget()
-            saved, states = loaded["param_groups"], loaded["state"]
-            checkpoints.place_tensors(
-                self.param_groups, self.state, saved, states, self._offload.home_of
-            )
-            groups = self._views()
-            self._init_state(groups, self._look_at(groups))
+            with self._wholly("load_state_dict()", lambda: True):
+                self._offload.forget()
+                saved, states = loaded["param_groups"], loaded["state"]
+                checkpoints.place_tensors(
+                    self.param_groups, self.state, saved, states, self._offload.home_of
+                )
+                groups = self._views()
+                self._init_state(groups, self._look_at(groups))
 
         # Behind the user's hooks before loading, and ahead of theirs after it.
         handles = [
@@ -564,6 +619,7 @@ class Muon(Offloadable):
                 handle.remove()
 
     def __getstate__(self) -> dict[str, Any]:
+        self._check_whole()
         self._offload.settle()
         kept = ("_wide", "_offload", "_tags", "_clip")
         return {
@@ -585,6 +641,12 @@ class Muon(Offloadable):
         self._agreed = []
         self._compared = False
         self._warned = False
+
+
+_LOST = (
+    "Some parameters and their state may be a step ahead of others: load the last checkpoint into "
+    "the model, and into the optimizer by load_state_dict()"
+)
 
 
 def _is_zero(lr: Any) -> bool:

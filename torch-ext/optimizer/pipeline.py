@@ -33,6 +33,9 @@ from .step import Hyper, Index, Step, part_of
 
 def run(step: Step, others: adamw.Updates) -> None:
     """Updates all matrices, and the parameters that are not Muon's."""
+    replicas = step.wide.divided
+    if step.plan.lanes or (replicas is not None and len(replicas.ranks) > 1):
+        step.has_written = True  # on another rank, where this one comes late to an exchange
     groups = {id(lane): step.process_group(lane) for lane in step.plan.lanes}
 
     def announced(chunk: Chunk, lane: Lane) -> Task:
@@ -47,11 +50,16 @@ def run(step: Step, others: adamw.Updates) -> None:
         step.clipping.reduce(step.wide)
     with step.carrier:
         _find_nonfinite(step, [(lane, groups[id(lane)]) for lane in step.plan.lanes])
-        _walk(step, updated, _Others(others.run(), others, step))
+        _walk(step, updated, _Others(_written(others.run(), step), others, step))
     step.release()
     others.wait()
     if step.clipping is not None:
         step.clipping.finish(step.groups)
+
+
+def _written(parts: Iterator[None], step: Step) -> Iterator[None]:
+    step.has_written = True
+    yield from parts
 
 
 def _walk(step: Step, task: Callable[[Chunk, Lane], Task], others: _Others) -> None:
@@ -278,6 +286,7 @@ def _update_momentum(
             rows.append((momentum, grad, output, step.keep(unit, bundle.box), next(slots)))
             groups.append(step.entry(unit).group)
         step.was_read(bundle.units)
+    step.has_written = True
     for portion in step.carrier.portions((_MOMENTUM, id(run)), len(rows)):
         by_group: dict[int, list[tuple]] = defaultdict(list)
         partial: list[tuple[Tensor, Tensor]] = []

@@ -65,6 +65,8 @@ class Step:
         self.unread = Counter(plan.reads)
         self.finite: dict[int, Tensor] = {}  # by id of a unit, (matrices,), with nonfinite="skip"
         self.scratch = Scratch()
+        # Whether this rank, or another that exchanges with it, may have changed something.
+        self.has_written = False
         self.means = None if wide.divided is None else _Means(self, wide.divided)
 
     def __enter__(self) -> Step:

@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,9 @@ import torch.distributed as dist
 from .utils import GroupCache, world_timeout
 
 CHECKS = ("step", "plan", "off")
+
+# What a rank is about to do; in a record, its fourth field.
+_GO, _SKIP, _FAIL = range(3)
 
 Ranks = tuple[int, ...]  # global and ascending
 
@@ -47,6 +50,18 @@ class Notes:
     plan: Sequence[str]
     gradients: Sequence[str]
     owners: str = ""
+
+
+class Decision(NamedTuple):
+    """The same on all ranks that compared notes.
+
+    Args:
+        problem: why none of them can step, or None.
+        skip: whether one of them is to skip the step, so that all do.
+    """
+
+    problem: Optional[str]
+    skip: bool = False
 
 
 class _Disagreement(Exception):
@@ -87,7 +102,8 @@ class Agreement:
         notes: Mapping[Ranks, Notes],
         error: Optional[str],
         sets: Optional[Iterable[Ranks]] = None,
-    ) -> Optional[str]:
+        skip: bool = False,
+    ) -> Decision:
         """Compares notes with all ranks that this one depends on, however indirectly.
 
         Args:
@@ -117,21 +133,22 @@ class Agreement:
                 # Ranks whose sets have changed still meet those who count on them, for they can't
                 # know whose sets have changed as well.
                 topology = self._topology
-                records = _exchange(topology.union, _record(topology, sets, notes, error))
+                intent = _FAIL if error is not None else _SKIP if skip else _GO
+                records = _exchange(topology.union, _record(topology, sets, notes, intent))
                 if bool((records[:, 1] != records[0, 1]).any()):
                     raise _Disagreement(_apart(topology.union, records[:, 1]))
                 if not bool(records[:, 2].any()):
                     if _all_agree(records):
-                        return None
-                    return _explain(topology, notes, error)
+                        return Decision(None, bool((records[:, 3] == _SKIP).any()))
+                    return Decision(_explain(topology, notes, error))
                 problem = _compare_sets(topology.union, sets, error)
                 if problem is not None:
-                    return problem
+                    return Decision(problem)
                 self._topology = None
-            return None
+            return Decision(None, skip)
         except _Disagreement as found:
             self._topology = None
-            return str(found)
+            return Decision(str(found))
         except BaseException:
             # An exchange that broke off leaves its group unusable. Closing the others spares those
             # who wait for this rank their timeout.
@@ -155,7 +172,7 @@ def _in_order(sets: Iterable[Ranks]) -> tuple[Ranks, ...]:
 
 
 def _record(
-    topology: _Topology, sets: Sequence[Ranks], notes: Mapping[Ranks, Notes], error: Optional[str]
+    topology: _Topology, sets: Sequence[Ranks], notes: Mapping[Ranks, Notes], intent: int
 ) -> torch.Tensor:
     """What this rank sends in a step, int64 of shape (RECORD_FIELDS,).
 
@@ -167,7 +184,7 @@ def _record(
     """
     rank = dist.get_rank()
     plans = gradients = 0
-    if error is None and topology.sets == sets:
+    if intent != _FAIL and topology.sets == sets:
         for ranks in notes:
             weight = len(ranks) - 1 if rank == ranks[0] else -1
             plans += weight * _digest(ranks, notes[ranks].plan)
@@ -177,14 +194,16 @@ def _record(
         _STEP,
         topology.identity,
         int(topology.sets != sets),
-        int(error is not None),
+        intent,
         (plans + 2**63) % 2**64 - 2**63,
         (gradients + 2**63) % 2**64 - 2**63,
     )
 
 
 def _all_agree(records: torch.Tensor) -> bool:
-    return not bool(records[:, 3].any()) and not bool(records[:, 4:].sum(0).any())  # modulo 2⁶⁴
+    return not bool((records[:, 3] == _FAIL).any()) and not bool(
+        records[:, 4:].sum(0).any()
+    )  # modulo 2⁶⁴
 
 
 def _explain(topology: _Topology, notes: Mapping[Ranks, Notes], error: Optional[str]) -> str:
@@ -447,8 +466,18 @@ def _timeout() -> timedelta:
     return world_timeout("cpu", "cuda", "xpu")
 
 
-def is_due(consistency_check: str, agreed_before: bool) -> bool:
-    """Whether this step compares notes; with a fake process group there is nobody to ask."""
+def is_due(consistency_check: str, agreed_before: bool, may_skip: bool = False) -> bool:
+    """Whether this step compares notes; with a fake process group there is nobody to ask.
+
+    Args:
+        consistency_check: how often to.
+        agreed_before: whether ranks have on this very plan.
+        may_skip: whether one rank may want to skip the step, which all must hear of.
+    """
     if not dist.is_available() or not dist.is_initialized() or dist.get_backend() == "fake":
         return False
-    return consistency_check == "step" or (consistency_check == "plan" and not agreed_before)
+    return (
+        may_skip
+        or consistency_check == "step"
+        or (consistency_check == "plan" and not agreed_before)
+    )

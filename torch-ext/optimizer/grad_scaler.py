@@ -1,0 +1,70 @@
+"""torch.amp.GradScaler: whether a step is skipped is for all ranks to decide alike.
+
+By itself a scaler calls ``step()`` on the ranks that have found no Inf or NaN, and not on the
+others. Of an optimizer with ``_step_supports_amp_scaling`` it sets two attributes instead,
+``found_inf`` and ``grad_scale``, for the time of a ``step()`` that it always calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+from .distributed import utils as dtensors
+from .validation import name_of
+
+Group = Mapping[str, Any]
+
+
+class Scaling:
+    """What a scaler says of one step.
+
+    Args:
+        optimizer: its attributes are read, and taken away by `forget`.
+    """
+
+    def __init__(self, optimizer: Any):
+        found_inf: Optional[Tensor] = getattr(optimizer, "found_inf", None)
+        self.is_used = found_inf is not None
+        # Waits for the device, as a scaler does for itself before any other optimizer's step.
+        self.skips = found_inf is not None and bool(found_inf.item())
+        self._scale: Optional[Tensor] = getattr(optimizer, "grad_scale", None)
+
+    def check(self, groups: Sequence[Group]) -> None:
+        """Gradients that are still scaled can be unscaled.
+
+        Raises:
+            ValueError: one is fp16, where what is left of small numbers would be lost.
+        """
+        if self._scale is None or self.skips:
+            return
+        for number, group in enumerate(groups):
+            for index, param in enumerate(group["params"]):
+                if param.grad is not None and param.grad.dtype == torch.float16:
+                    name = name_of(group, index, f"param_groups[{number}]")
+                    raise ValueError(
+                        f"{name} has a scaled gradient in fp16, which loses small numbers when it "
+                        "is unscaled: keep weights in fp32 under torch.autocast"
+                    )
+
+    def unscale(self, groups: Sequence[Group]) -> None:
+        """Divides all gradients by the scale, in place, as ``scaler.unscale_`` does."""
+        if self._scale is None:
+            return
+        by_device: dict[torch.device, list[Tensor]] = {}
+        for group in groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    grad = dtensors.local(param.grad)
+                    by_device.setdefault(grad.device, []).append(grad)
+        for device, grads in by_device.items():
+            torch._foreach_mul_(grads, self._scale.reciprocal().to(device, non_blocking=True))
+
+
+def forget(optimizer: Any) -> None:
+    """Behind a step that raised: a scaler would take what is left of this one into the next."""
+    for attribute in ("found_inf", "grad_scale"):
+        vars(optimizer).pop(attribute, None)
