@@ -1,0 +1,210 @@
+"""torch.amp.GradScaler: steps of unscaled gradients, skipped on all ranks alike or on none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+from counters import local
+from kernel import optimizer
+from layouts import EXACT, Group, Twins, Weight, part_for
+from ranks import run_ranks
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+FOUR = (4,)
+LAYOUTS: dict[str, list[Weight]] = {
+    "FSDP2": [
+        Weight((12, 16), FOUR, (0,)),
+        Weight((3, 8), FOUR, (0,)),
+        Weight((16, 8), FOUR, (1,)),
+    ],
+    "FSDP2 over TP": [Weight((16, 8), (2, 2), (0, 0)), Weight((8, 16), (2, 2), (0, 1))],
+    "HSDP": [Weight((12, 16), (2, 2), (None, 0))],
+    "experts on a mesh of their own": [
+        Weight((4, 8, 16), (2, 2), (0, 1)),
+        Weight((16, 12), FOUR, (0,)),
+    ],
+    "DDP": [Weight((12, 16)), Weight((8, 8))],
+    "ZeRO-2": [Weight((12, 16)), Weight((8, 8))],
+}
+REPLICATED = {
+    "DDP": lambda: {"process_group": dist.group.WORLD},
+    "ZeRO-2": lambda: {"process_group": dist.group.WORLD, "grad_reduce": "mean"},
+}
+
+
+def twins_on(layout: str, **options: Any) -> Twins:
+    meshes = {
+        w.mesh: init_device_mesh("cpu", w.mesh) for w in LAYOUTS[layout] if w.mesh is not None
+    }
+    options = {**EXACT, "beta2": 0.9, "weight_decay": 0.1, **options}
+    ours = {**options, **REPLICATED.get(layout, dict)()}
+    return Twins.placed([Group(LAYOUTS[layout])], meshes, ours, reference=options)
+
+
+def new_scaler(kind: type = torch.amp.GradScaler, **options: Any) -> Any:
+    scaler = kind(device="cpu", init_scale=1024.0, **options)
+    scaler.scale(torch.ones(()))  # which is when it makes its scale
+    return scaler
+
+
+def set_scaled(twins: Twins, step: int, scale: float) -> None:
+    generator = torch.Generator().manual_seed(step)
+    for _, p, q in twins.pairs:
+        q.grad = torch.randn(q.shape, generator=generator)
+        p.grad = part_for(p, q.grad * scale)
+
+
+def contents(twins: Twins) -> list[torch.Tensor]:
+    """Clones of what this rank holds of weights and state."""
+    state = [twins.ours.state[p] for _, p, _ in twins.pairs]
+    values = [p for _, p, _ in twins.pairs] + [v for own in state for v in own.values()]
+    return [local(value).detach().clone() for value in values]
+
+
+def steps_with_an_overflow_on_one_rank(layout: str, unscaled: bool, first: bool) -> None:
+    torch.set_num_threads(1)
+    # Without comparing notes at each step: that ranks skip is exchanged anyway.
+    twins, scaler = twins_on(layout, consistency_check="plan"), new_scaler()
+    for step in range(4):
+        overflows = step == (0 if first else 2)
+        set_scaled(twins, step, scaler.get_scale())
+        if overflows and dist.get_rank() == 2:
+            local(twins.pairs[0][1].grad).view(-1)[:1] = torch.inf
+        if unscaled:
+            scaler.unscale_(twins.ours)
+        before = contents(twins)
+        scaler.step(twins.ours)
+        scaler.update()
+        if overflows:
+            assert scaler.get_scale() == 512.0 or dist.get_rank() != 2
+            assert all(torch.equal(a, b) for a, b in zip(before, contents(twins), strict=True))
+        else:
+            twins.reference.step()
+    twins.compare()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("unscaled", [False, True], ids=["scaled", "unscaled"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_overflow_on_one_rank_skips_the_step_on_all(layout, unscaled):
+    run_ranks(steps_with_an_overflow_on_one_rank, 4, layout, unscaled, first=False)
+
+
+def test_a_first_step_may_be_skipped():
+    run_ranks(steps_with_an_overflow_on_one_rank, 4, "DDP", unscaled=True, first=True)
+
+
+def scales_of_a_sharded_scaler() -> list[float]:
+    torch.set_num_threads(1)
+    twins, scaler, scales = twins_on("ZeRO-2"), new_scaler(ShardedGradScaler), []
+    for step in range(3):
+        set_scaled(twins, step, scaler.get_scale())
+        if step == 1 and dist.get_rank() == 2:
+            twins.pairs[0][1].grad[0, 0] = torch.inf
+        scaler.unscale_(twins.ours)
+        scaler.step(twins.ours)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return scales
+
+
+def test_a_sharded_scaler_keeps_the_scales_of_all_ranks_equal():
+    assert run_ranks(scales_of_a_sharded_scaler, 4) == [[1024.0, 512.0, 512.0]] * 4
+
+
+def scale_fp16(layout: str) -> str:
+    torch.set_num_threads(1)
+    twins, scaler = twins_on(layout), new_scaler()
+    for _, p, _ in twins.pairs:
+        p.data = p.data.half()
+        p.grad = torch.ones_like(p)
+    before = contents(twins)
+    with pytest.raises(ValueError) as raised:
+        scaler.step(twins.ours)
+    assert all(torch.equal(a, b) for a, b in zip(before, contents(twins), strict=True))
+    return str(raised.value)
+
+
+def test_scaled_gradients_in_fp16_are_refused_on_all_ranks():
+    for words in run_ranks(scale_fp16, 2, "DDP"):
+        assert "layers.0.0.weight has a scaled gradient in fp16" in words
+
+
+# -- in one process ------------------------------------------------------------------------------
+
+
+def one_matrix(**options: Any) -> tuple[nn.Parameter, Any]:
+    param = nn.Parameter(torch.eye(4))
+    return param, optimizer.Muon([{"params": [param], "use_muon": True}], **options)
+
+
+def test_what_a_scaler_said_is_forgotten_with_a_step_that_raised():
+    param, optim = one_matrix()
+    other, twin = one_matrix()
+    scaler = new_scaler()
+    param.grad = torch.full((4, 4), 1024.0)
+    optim.param_groups[0]["lr"] = -1
+    with pytest.raises(ValueError, match="lr"):
+        scaler.step(optim)
+    optim.param_groups[0]["lr"] = 1e-3
+    assert torch.equal(param.grad, torch.full((4, 4), 1024.0))
+    scaler.step(optim)
+    other.grad = torch.ones(4, 4)
+    twin.step()
+    assert torch.equal(param, other)
+    param.grad = torch.ones(4, 4)
+    optim.step()  # without the scaler
+    other.grad = torch.ones(4, 4)
+    twin.step()
+    assert torch.equal(param, other)
+
+
+def test_a_skipped_step_leaves_gradients_and_takes_no_logits_into_the_next():
+    torch.manual_seed(0)
+    q = nn.Parameter(torch.randn(8, 8))
+    groups = [{"params": [q], "names": ["layers.0.wq.weight"], "use_muon": True}]
+    groups.append({"params": [k := nn.Parameter(torch.randn(8, 8))], "use_muon": True})
+    groups[1]["names"] = ["layers.0.wk.weight"]
+    optim = optimizer.Muon(groups, clip_config={"head_dim": 4, "threshold": 1.0})
+    scaler = new_scaler()
+    q.grad, k.grad = torch.full((8, 8), torch.inf), torch.ones(8, 8)
+    before = q.detach().clone()
+    optim.set_qk_logits({0: torch.full((2,), 100.0)})
+    scaler.step(optim)
+    scaler.update()
+    assert torch.equal(q, before) and q.grad is not None and k.grad is not None
+    q.grad, k.grad = torch.ones(8, 8), torch.ones(8, 8)
+    with pytest.warns(UserWarning, match="qk_logits"):
+        scaler.step(optim)
+    assert optim.qk_clip_stats()["steps"] == 0
+
+
+def test_adamws_parameters_are_unscaled_and_skipped_too():
+    params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))]
+    scaler = new_scaler()
+    ours, twin = (optimizer.Muon([{"params": [p], "use_muon": False}]) for p in params)
+    for number in (1.0, torch.inf, 0.5):
+        params[0].grad = torch.full((3,), number * scaler.get_scale())
+        scaler.step(ours)
+        scaler.update()
+        if number != torch.inf:
+            params[1].grad = torch.full((3,), number)
+            twin.step()
+        assert torch.equal(*params)
+    assert ours.state[params[0]]["step"] == 2
+
+
+def test_a_disabled_scaler_is_none():
+    param, optim = one_matrix()
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    param.grad = torch.full((4, 4), torch.nan)
+    scaler.step(optim)
+    assert param.isnan().any()
