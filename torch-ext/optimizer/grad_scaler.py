@@ -20,18 +20,28 @@ Group = Mapping[str, Any]
 
 
 class Scaling:
-    """What a scaler says of one step.
+    """What a scaler says of one step, if there is one.
 
     Args:
-        optimizer: its attributes are read, and taken away by `forget`.
+        optimizer: whose attributes it has set. Where the step raises they are taken away: the
+            scaler would multiply what is left of this step into the next one.
     """
 
     def __init__(self, optimizer: Any):
+        self._optimizer = optimizer
         found_inf: Optional[Tensor] = getattr(optimizer, "found_inf", None)
         self.is_used = found_inf is not None
         # Waits for the device, as a scaler does for itself before any other optimizer's step.
         self.skips = found_inf is not None and bool(found_inf.item())
         self._scale: Optional[Tensor] = getattr(optimizer, "grad_scale", None)
+
+    def __enter__(self) -> Scaling:
+        return self
+
+    def __exit__(self, error: object, *rest: object) -> None:
+        if error is not None:
+            for attribute in ("found_inf", "grad_scale"):
+                vars(self._optimizer).pop(attribute, None)
 
     def check(self, groups: Sequence[Group]) -> None:
         """Gradients that are still scaled can be unscaled.
@@ -62,9 +72,3 @@ class Scaling:
                     by_device.setdefault(grad.device, []).append(grad)
         for device, grads in by_device.items():
             torch._foreach_mul_(grads, self._scale.reciprocal().to(device, non_blocking=True))
-
-
-def forget(optimizer: Any) -> None:
-    """Behind a step that raised: a scaler would take what is left of this one into the next."""
-    for attribute in ("found_inf", "grad_scale"):
-        vars(optimizer).pop(attribute, None)

@@ -18,7 +18,7 @@ from .distributed import utils as dtensors
 from .distributed.machine import Machine
 from .distributed.plan import NOTHING, Plan
 from .distributed.replicas import Replicas
-from .grad_scaler import Scaling, forget
+from .grad_scaler import Scaling
 from .groups import default_is_muon, get_default_muon_param_groups
 from .options import GROUP_OPTIONS
 from .planning import NO_SURVEY, Survey, entries_of, notes_of, plan_all, plan_step, sets_of, survey
@@ -313,28 +313,24 @@ class Muon(Offloadable):
                     loss = closure()
         except Exception as raised:  # again, once the other ranks know
             error = raised
-        try:
-            self._update(error, qk_logits)
-        except BaseException:
-            forget(self)
-            raise
+        self._update(error, qk_logits)
         return loss
 
     @torch._disable_dynamo  # a compiled step() is this one, called from compiled code
     def _update(self, error: Optional[Exception], qk_logits: Optional[Logits]) -> None:
-        scaling = Scaling(self)
-        agreed = self._agree_on_plan(error, qk_logits, scaling)
-        if agreed is None:
-            return
-        groups, plan, clipping = agreed
-        scaling.unscale(groups)
-        self._init_state(groups, self._survey)
+        with Scaling(self) as scaling:
+            agreed = self._agree_on_plan(error, qk_logits, scaling)
+            if agreed is None:
+                return
+            groups, plan, clipping = agreed
+            scaling.unscale(groups)
+            self._init_state(groups, self._survey)
 
-        step = Step(plan, groups, self.state, self._wide, self._offload, clipping)
-        with self._wholly("step()", lambda: step.has_written), step:
-            offload, carrier = self._offload, step.carrier
-            others = adamw.Updates(groups, self.state, self._wide.divided, offload, carrier)
-            pipeline.run(step, others)
+            step = Step(plan, groups, self.state, self._wide, self._offload, clipping)
+            with self._wholly("step()", lambda: step.has_written), step:
+                offload, carrier = self._offload, step.carrier
+                others = adamw.Updates(groups, self.state, self._wide.divided, offload, carrier)
+                pipeline.run(step, others)
 
     def _agree_on_plan(
         self, error: Optional[Exception], qk_logits: Optional[Logits], scaling: Scaling
