@@ -48,7 +48,9 @@ def merge_groups(
             continue
         own = groups[index]
         structure = {key: own[key] for key in STRUCTURE if key in own}
-        group = {key: _as_dtype(value) for key, value in group.items()}
+        # Names in torch's form are not taken: `Muon` keeps its own, and torch would then ask for
+        # them in every group that is added.
+        group = {key: _as_dtype(value) for key, value in group.items() if key != "param_names"}
         merged.append({**own, **defaults_of(own), **group, **structure})
     return merged
 

@@ -62,6 +62,8 @@ def normalize_group(param_group: Any, where: str) -> dict[str, Any]:
     if isinstance(params, (set, frozenset)):
         raise ValueError(f"{where}: params is a set, which has no fixed order; use a list")
     params = list(params)
+    if "param_names" in group:  # as in the groups of torch's own optimizers
+        group.setdefault("names", group.pop("param_names"))
     pairs = [p for p in params if isinstance(p, tuple)]
     if pairs and (len(pairs) != len(params) or "names" in group):
         raise ValueError(f"{where}: give all parameters as (name, parameter), or none, or names")
