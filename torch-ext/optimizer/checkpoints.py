@@ -31,6 +31,8 @@ def normalize_state(states: Mapping[Any, Any]) -> dict[Any, Any]:
 def _as_tensor(key: str, value: Any) -> Any:
     if key == "step" and isinstance(value, (int, float)):
         return torch.tensor(float(value), dtype=torch.float32, device="cpu")
+    if isinstance(value, Tensor) and value.is_inference():
+        return value.clone()  # a step could not change it
     return value
 
 

@@ -559,8 +559,11 @@ class Muon(Offloadable):
             self.register_load_state_dict_pre_hook(check),
             self.register_load_state_dict_post_hook(restore, prepend=True),
         ]
+        # What inference mode makes could not be changed outside of it.
+        with_gradients = torch.is_grad_enabled()
         try:
-            super().load_state_dict(state_dict)
+            with torch.inference_mode(False), torch.set_grad_enabled(with_gradients):
+                super().load_state_dict(state_dict)
         finally:
             for handle in handles:
                 handle.remove()
