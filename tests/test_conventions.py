@@ -39,7 +39,6 @@ from test_state import (
     assert_equal,
     assert_same_training,
     build,
-    groups_of,
     set_gradients,
     train,
     trainable,
@@ -308,7 +307,7 @@ def add_group_on_ranks() -> None:
     before = [p.to_local().clone() for p in (*model.parameters(), param)]
     if dist.get_rank() == 0:
         optim.add_param_group(late)
-    with pytest.raises(ValueError, match="Only rank 0 has .*late"):
+    with pytest.raises(ValueError, match=r"Only rank 0 has .*late"):
         step(model, optim, 1)
     for p, old in zip((*model.parameters(), param), before):
         assert torch.equal(p.to_local(), old)
@@ -613,7 +612,7 @@ def test_an_averaged_model_and_its_batch_norm_follow():
 
 
 def clipped_norms() -> None:
-    model, optim = sharded()
+    _, optim = sharded()
     params = [p for group in optim.param_groups for p in group["params"]]
     plain = [nn.Parameter(whole(p.detach()).clone()) for p in params]
     groups = [
