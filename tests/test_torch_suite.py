@@ -107,7 +107,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "split": {"split": 1},
     "flatten": {"flatten": True},
     "maximize": {"maximize": True},
-    "maximize, weight_decay": {"maximize": True, "weight_decay": 0.9},
+    "maximize, weight_decay": {"maximize": True, "weight_decay": 0.05},
     "capturable": {"capturable": True},
     "capturable, tensor lr": {"capturable": True, "lr": torch.tensor(0.001)},
     "wide": {"chunk_size": 1, "warmup_step": 0, "comm_dtype": torch.float32, "hsdp": "spread"},

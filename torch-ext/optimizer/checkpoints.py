@@ -82,7 +82,7 @@ def divide_state(
     for group, entries, saved in zip(groups, entries_of_groups, saved_groups):
         for index, (param, saved_id) in enumerate(zip(group["params"], saved["params"])):
             own = states.get(saved_id, {})
-            if dtensors.is_dtensor(param) or not own:
+            if dtensors.is_dtensor(param) or not isinstance(own, Mapping):
                 continue
             layouts = layouts_of(param, entries[index] if entries else None, wide)
             for key, (shape, layout) in layouts.items():

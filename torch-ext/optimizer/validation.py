@@ -297,7 +297,14 @@ def check_checkpoint(
         for index, (param, saved_id) in enumerate(zip(group["params"], saved["params"])):
             expected = layouts_of(param, entries[index] if entries else None, wide)
             name = name_of(group, index, where)
-            _check_tensors(saved_state.get(saved_id, {}), expected, "checkpoint", name)
+            own = saved_state.get(saved_id, {})
+            if not isinstance(own, Mapping):
+                raise ValueError(f"the state of {name} in the checkpoint is {type(own).__name__}")
+            _check_tensors(own, expected, "checkpoint", name)
+            step = own.get("step")
+            if step is not None and not (isinstance(step, Tensor) and step.numel() == 1):
+                found = tuple(step.shape) if isinstance(step, Tensor) else type(step).__name__
+                raise ValueError(f"step of {name} in the checkpoint is {found}, no number")
 
 
 def warn_of_unmatched_split(split: Any, names: Iterable[str]) -> None:
