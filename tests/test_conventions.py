@@ -253,6 +253,24 @@ def test_foreach_changes_no_bit_of_a_matrix_and_adamw_by_rounding_only(choice):
             )
 
 
+@pytest.mark.parametrize("lr", [0.01, torch.tensor(0.01)], ids=["number", "tensor"])
+def test_capturable_groups_step_any_parameter_of_adamw_on_a_cpu(lr):
+    """Those of which torch's loop takes care refuse to be capturable there."""
+    results = []
+    for capturable in (False, True):
+        torch.manual_seed(0)
+        strided = nn.Parameter(torch.randn(6, 8)[:, ::2])
+        params = [strided, nn.Parameter(torch.randn(3, dtype=torch.complex64))]
+        params.append(nn.Parameter(torch.randn(5)))
+        optim = Muon([{"params": params, "use_muon": False}], lr=lr, capturable=capturable)
+        for _ in range(2):
+            for p in params:
+                p.grad = torch.randn_like(p)
+            optim.step()
+        results.append([p.detach() for p in params])
+    assert_equal(*results)
+
+
 UPDATES: dict[str, dict[str, Any]] = {
     "defaults": {},
     "strong decay": {"weight_decay": 0.9, "decay_lr": "adjusted"},

@@ -85,9 +85,8 @@ class Offloadable(torch.optim.Optimizer):
         self._unhook()
         self._offload.turn_off()
         for param, own in self.state.items():  # also of those that have left the groups
-            if not isinstance(param, Tensor):  # the user's own
-                continue
-            if self._offload.use_of(param, "momentum_buffer" in own) is None:
+            is_state = isinstance(param, Tensor)  # else the user's own
+            if is_state and self._offload.use_of(param, "momentum_buffer" in own) is None:
                 self._offload.release(own)
         self._tell_planner()
 
