@@ -304,6 +304,7 @@ def maximize_on_ranks() -> None:
         assert_same_shards(model, other)
 
 
+@pytest.mark.slow
 def test_maximize_is_the_step_of_negated_gradients_on_ranks():
     run_ranks(maximize_on_ranks, 2)
 
@@ -653,6 +654,7 @@ def clipped_norms() -> None:
         torch.testing.assert_close(whole(p), q, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_clipped_gradients_are_what_the_step_takes_on_ranks_too():
     run_ranks(clipped_norms, 2)
 
@@ -660,7 +662,8 @@ def test_clipped_gradients_are_what_the_step_takes_on_ranks_too():
 # torch.compile
 
 
-def compile_counters() -> Any:
+def frames_compiled() -> int:
+    """So far in this process, by Dynamo."""
     return torch._dynamo.utils.counters["frames"]["total"]
 
 
@@ -681,7 +684,7 @@ def test_a_compiled_step_follows_schedules_and_stops_compiling():
         for schedule in schedules:
             schedule.step()
         assert_equal([p.grad for p in trainable(model)], gradients)
-        frames.append(compile_counters())
+        frames.append(frames_compiled())
     assert frames[2] == frames[-1], "something is compiled again"
     torch._dynamo.reset()  # what was compiled is forgotten, what the optimizer knows is not
     set_gradients(model)
@@ -711,7 +714,7 @@ def test_a_compiled_training_step_has_the_bits_of_its_model_compiled_alone():
                 group["lr"] = 0.01 / (seed + 1)
         compiled(model, optim, tokens)
         training_step(other, twin, tokens)
-        frames.append(compile_counters())
+        frames.append(frames_compiled())
     assert frames[3] == frames[-1], "something is compiled again"
     assert_same_training(model, optim, other, twin)
 

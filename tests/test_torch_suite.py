@@ -32,6 +32,7 @@ from test_state import assert_equal
 GROUP_OPTIONS = optimizer.muon.GROUP_OPTIONS
 
 pytestmark = [
+    pytest.mark.slow,  # seconds for importing torch's suite, and every option for every check
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore:.*step.. found no gradient"),
     pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.. before .optimizer.step"),
@@ -265,7 +266,6 @@ def test_what_is_wrong_for_every_optimizer_of_torch_is_so_here():
 @both
 @pytest.mark.parametrize("contiguous", [True, False])
 @pytest.mark.parametrize("scheduled", [True, False])
-@pytest.mark.slow
 def test_steps_go_in_the_right_direction(kind, contiguous, scheduled):
     """forloop_goes_right_direction"""
     for kwargs in inputs_of(kind):
@@ -408,6 +408,50 @@ def model_and_input(dtype: torch.dtype) -> tuple[nn.Module, torch.Tensor]:
 
 
 def assert_foreach_is_the_loop(kind: type, dtype: torch.dtype) -> None:
+    for kwargs in inputs_of_both_forms(kind):
+        made = []
+        for foreach in (False, True):
+            model, inputs = model_and_input(dtype)
+            scalar = torch.zeros((), dtype=dtype, requires_grad=True)
+            scalar.grad = torch.ones_like(scalar)
+            params = [*model.parameters(), scalar]
+            made.append((model, params, kind(params, **kwargs, foreach=foreach)))
+        for step in range(7):
+            for model, _, optim in made:
+                optim.zero_grad()
+                model[2].requires_grad_(step not in (3, 4))
+                if step != 2:  # then nothing has a gradient
+                    model(inputs).sum().backward()
+                optim.step()
+            (_, params, optim), (_, others, other) = made
+            torch.testing.assert_close(params, others)
+            for p, q in zip(params, others):
+                torch.testing.assert_close(dict(optim.state[p]), dict(other.state[q]))
+                if "step" in optim.state[p]:
+                    assert optim.state[p]["step"].dtype == torch.float32
+
+
+@both
+def test_foreach_is_the_loop(kind):
+    """foreach_matches_forloop"""
+    assert_foreach_is_the_loop(kind, torch.float64)
+
+
+@both
+@pytest.mark.parametrize("default", [torch.float64, torch.float16], ids=str)
+def test_foreach_is_the_loop_under_another_default_dtype(kind, default):
+    """set_default_dtype_works_with_foreach"""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        assert_foreach_is_the_loop(kind, torch.float64)
+    finally:
+        torch.set_default_dtype(before)
+
+
+@both
+def test_dtypes_may_be_mixed(kind):
+    """mixed_device_dtype, on one device"""
     dtypes = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
     for kwargs in inputs_of_both_forms(kind):
         results = []
@@ -427,7 +471,6 @@ def assert_foreach_is_the_loop(kind: type, dtype: torch.dtype) -> None:
 
 
 @both
-@pytest.mark.slow
 def test_groups_may_differ_in_decay(kind):
     """param_groups_weight_decay"""
     for kwargs in inputs_of(kind):
@@ -448,7 +491,6 @@ def test_groups_may_differ_in_decay(kind):
 
 
 @both
-@pytest.mark.slow
 def test_groups_may_differ_in_lr(kind):
     """param_groups_lr"""
     for kwargs in inputs_of(kind):
