@@ -190,10 +190,12 @@ def _update(
 
 def _update_at_once(rows: Sequence[_Row], options: Mapping[str, Any]) -> None:
     beta1, beta2 = options["adamw_betas"]
-    for fused in (True, False):
-        chosen = [row for row in rows if row.is_fused(options) is fused]
-        if not chosen:
-            continue
+    kinds: dict[tuple[bool, bool], list[_Row]] = {}
+    for row in rows:
+        # No graph captures what CPUs do, and torch's loop refuses to be capturable there.
+        capturable = options["capturable"] and row.param.device.type != "cpu"
+        kinds.setdefault((row.is_fused(options), capturable), []).append(row)
+    for (fused, capturable), chosen in kinds.items():
         adamw(
             [row.param for row in chosen],
             [row.grad for row in chosen],
@@ -203,7 +205,8 @@ def _update_at_once(rows: Sequence[_Row], options: Mapping[str, Any]) -> None:
             [row.step for row in chosen],
             foreach=False if fused else options["foreach"],
             fused=fused,
-            capturable=options["capturable"],
+            capturable=capturable,
+            has_complex=any(row.param.is_complex() for row in chosen),
             amsgrad=False,
             beta1=beta1,
             beta2=beta2,

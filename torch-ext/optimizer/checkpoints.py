@@ -31,6 +31,8 @@ def normalize_state(states: Mapping[Any, Any]) -> dict[Any, Any]:
 def _as_tensor(key: str, value: Any) -> Any:
     if key == "step" and isinstance(value, (int, float)):
         return torch.tensor(float(value), dtype=torch.float32, device="cpu")
+    if isinstance(value, Tensor) and value.is_inference():
+        return value.clone()  # a step could not change it
     return value
 
 
@@ -48,7 +50,9 @@ def merge_groups(
             continue
         own = groups[index]
         structure = {key: own[key] for key in STRUCTURE if key in own}
-        group = {key: _as_dtype(value) for key, value in group.items()}
+        # Names in torch's form are not taken: `Muon` keeps its own, and torch would then ask for
+        # them in every group that is added.
+        group = {key: _as_dtype(value) for key, value in group.items() if key != "param_names"}
         merged.append({**own, **defaults_of(own), **group, **structure})
     return merged
 
@@ -78,7 +82,7 @@ def divide_state(
     for group, entries, saved in zip(groups, entries_of_groups, saved_groups):
         for index, (param, saved_id) in enumerate(zip(group["params"], saved["params"])):
             own = states.get(saved_id, {})
-            if dtensors.is_dtensor(param) or not own:
+            if dtensors.is_dtensor(param) or not isinstance(own, Mapping):
                 continue
             layouts = layouts_of(param, entries[index] if entries else None, wide)
             for key, (shape, layout) in layouts.items():

@@ -512,6 +512,7 @@ class Muon(Offloadable):
 
     # -- state ---------------------------------------------------------------------------------
 
+    @torch.inference_mode(False)  # state made under it could not be changed outside of it
     @torch.no_grad()
     def _init_state(self, groups: list[dict[str, Any]], found: Survey) -> None:
         """Creates whatever state is missing, for all trainable parameters, on all ranks alike."""
@@ -560,7 +561,8 @@ class Muon(Offloadable):
         self._init_state(groups, self._look_at(groups))
         self._offload.settle()
         held = {id(param) for group in groups for param in group["params"]}
-        swapped_out = {p: self.state.pop(p) for p in list(self.state) if id(p) not in held}
+        params = [key for key in self.state if isinstance(key, Tensor)]  # others are the user's own
+        swapped_out = {p: self.state.pop(p) for p in params if id(p) not in held}
         try:
             state_dict = super().state_dict()
         finally:
@@ -608,8 +610,11 @@ class Muon(Offloadable):
             self.register_load_state_dict_pre_hook(check),
             self.register_load_state_dict_post_hook(restore, prepend=True),
         ]
+        # What inference mode makes could not be changed outside of it.
+        with_gradients = torch.is_grad_enabled()
         try:
-            super().load_state_dict(state_dict)
+            with torch.inference_mode(False), torch.set_grad_enabled(with_gradients):
+                super().load_state_dict(state_dict)
         finally:
             for handle in handles:
                 handle.remove()

@@ -62,6 +62,8 @@ def normalize_group(param_group: Any, where: str) -> dict[str, Any]:
     if isinstance(params, (set, frozenset)):
         raise ValueError(f"{where}: params is a set, which has no fixed order; use a list")
     params = list(params)
+    if "param_names" in group:  # as in the groups of torch's own optimizers
+        group.setdefault("names", group.pop("param_names"))
     pairs = [p for p in params if isinstance(p, tuple)]
     if pairs and (len(pairs) != len(params) or "names" in group):
         raise ValueError(f"{where}: give all parameters as (name, parameter), or none, or names")
@@ -295,7 +297,14 @@ def check_checkpoint(
         for index, (param, saved_id) in enumerate(zip(group["params"], saved["params"])):
             expected = layouts_of(param, entries[index] if entries else None, wide)
             name = name_of(group, index, where)
-            _check_tensors(saved_state.get(saved_id, {}), expected, "checkpoint", name)
+            own = saved_state.get(saved_id, {})
+            if not isinstance(own, Mapping):
+                raise ValueError(f"the state of {name} in the checkpoint is {type(own).__name__}")
+            _check_tensors(own, expected, "checkpoint", name)
+            step = own.get("step")
+            if step is not None and not (isinstance(step, Tensor) and step.numel() == 1):
+                found = tuple(step.shape) if isinstance(step, Tensor) else type(step).__name__
+                raise ValueError(f"step of {name} in the checkpoint is {found}, no number")
 
 
 def warn_of_unmatched_split(split: Any, names: Iterable[str]) -> None:

@@ -85,7 +85,8 @@ class Offloadable(torch.optim.Optimizer):
         self._unhook()
         self._offload.turn_off()
         for param, own in self.state.items():  # also of those that have left the groups
-            if self._offload.use_of(param, "momentum_buffer" in own) is None:
+            is_state = isinstance(param, Tensor)  # else the user's own
+            if is_state and self._offload.use_of(param, "momentum_buffer" in own) is None:
                 self._offload.release(own)
         self._tell_planner()
 
@@ -188,7 +189,8 @@ class Offloadable(torch.optim.Optimizer):
 
     def _tensors_of(self, params: Iterable[Tensor]) -> Iterator[tuple[dict[str, Tensor], str]]:
         for param in params:
-            own = self.state.get(param, {})
+            # Under keys that are no parameters, torch's users may keep what they like.
+            own = self.state.get(param, {}) if isinstance(param, Tensor) else {}
             yield from ((own, key) for key in KEYS if own.get(key) is not None)
 
     def _hold_state(self) -> None:

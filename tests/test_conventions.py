@@ -1,0 +1,748 @@
+"""What programs do with any torch optimizer, beyond what tests/test_state.py has of it.
+
+Copies, names, hooks, schedulers beside the optimizer, modes of torch around the step, and what
+torch's own tools do to parameters and gradients between steps; on ranks where that differs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import pickle
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import _apply_optimizer_in_backward
+from torch.distributed.tensor import Shard
+from torch.func import functional_call
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import lr_scheduler, swa_utils
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from kernel import optimizer
+from layouts import EXACT, part, part_for, whole
+from ranks import run_ranks
+from test_state import (
+    SCHEDULERS,
+    Model,
+    assert_equal,
+    assert_same_training,
+    build,
+    set_gradients,
+    train,
+    trainable,
+)
+
+Muon = optimizer.Muon
+GROUP_OPTIONS = optimizer.muon.GROUP_OPTIONS
+Host = optimizer.cpu_offload.backend.Host
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def weights(model: nn.Module) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+# Copies
+
+
+def test_a_shallow_copy_shares_parameters_state_and_groups():
+    model, optim = build(beta2=0.9)
+    other, twin = build(beta2=0.9)
+    train(model, optim, 2)
+    train(other, twin, 2)
+    copied = copy.copy(optim)
+    assert copied.state is optim.state and copied.param_groups is optim.param_groups
+    assert copied.names == optim.names
+    for each in (copied, optim):
+        train(model, each, 1, seed=1)
+        train(other, twin, 1, seed=1)
+    assert_same_training(model, optim, other, twin)
+
+
+def copies_of_dtensors() -> None:
+    model, optim = sharded(beta2=0.9)
+    for seed in range(2):
+        step(model, optim, seed)
+    copies = [copy.deepcopy(optim), pickle.loads(pickle.dumps(optim))]
+    for seed in (2, 3):
+        step(model, optim, seed)
+        for copied in copies:
+            params = [p for group in copied.param_groups for p in group["params"]]
+            set_sharded_gradients(params, seed)
+            copied.step()
+    for copied in copies:
+        for group, theirs in zip(optim.param_groups, copied.param_groups):
+            for p, q in zip(group["params"], theirs["params"]):
+                assert p is not q and torch.equal(p.to_local(), q.to_local())
+        assert copied.names == optim.names
+
+
+def test_copies_and_pickles_of_an_optimizer_of_dtensors_go_on_alike():
+    run_ranks(copies_of_dtensors, 2)
+
+
+# What ranks do below: parameters of FSDP2, gradients that are the same numbers on any layout
+
+
+def sharded(**options: Any) -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 5))
+    fully_shard(model)
+    groups = optimizer.muon.get_default_muon_param_groups(model)
+    return model, Muon(groups, **{"lr": 0.02, **EXACT, **options})
+
+
+def set_sharded_gradients(params: Any, seed: int, sign: float = 1.0) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for p in params:
+        p.grad = part_for(p, sign * torch.randn(p.shape, generator=generator))
+
+
+def step(model: nn.Module, optim: Any, seed: int, sign: float = 1.0) -> None:
+    params = [p for group in optim.param_groups for p in group["params"]]
+    set_sharded_gradients(params, seed, sign)
+    optim.step()
+
+
+def assert_same_shards(model: nn.Module, other: nn.Module) -> None:
+    for p, q in zip(model.parameters(), other.parameters()):
+        assert torch.equal(p.to_local(), q.to_local())
+
+
+# Names and keys
+
+
+def test_names_in_torchs_form_are_names():
+    """As in the groups of an optimizer made of `named_parameters()`."""
+    model = nn.Linear(4, 4)
+    theirs = torch.optim.AdamW(list(model.named_parameters()))
+    assert theirs.param_groups[0]["param_names"] == ["weight", "bias"]
+    group = {key: theirs.param_groups[0][key] for key in ("params", "param_names")}
+    optim = Muon([{**group, "use_muon": False}])
+    assert optim.names == [["weight", "bias"]]
+    assert "param_names" not in optim.param_groups[0] and len(group) == 2
+    optim.add_param_group({"params": [nn.Parameter(torch.ones(2, 2))], "use_muon": True})
+    assert optim.names == [["weight", "bias"], None]
+
+
+def test_names_in_a_checkpoint_are_not_taken_and_stop_no_group_from_being_added():
+    model = nn.Linear(4, 4)
+    theirs = torch.optim.AdamW(list(model.named_parameters()), lr=0.1)
+    set_gradients(model)
+    theirs.step()
+    saved = copy.deepcopy(theirs.state_dict())
+    assert saved["param_groups"][0]["param_names"]
+    optim = Muon([{"params": list(model.named_parameters()), "use_muon": False}])
+    optim.load_state_dict(saved)
+    assert optim.names == [["weight", "bias"]] and optim.param_groups[0]["lr"] == 0.1
+    assert "param_names" not in optim.state_dict()["param_groups"][0]
+    optim.add_param_group({"params": [("w", nn.Parameter(torch.ones(2, 2)))], "use_muon": True})
+    assert optim.names == [["weight", "bias"], ["w"]]
+
+
+@pytest.mark.parametrize("offload", [False, True], ids=["plain", "offloaded"])
+def test_state_under_keys_that_are_no_parameters_is_the_users(offload):
+    model, optim = build()
+    other, twin = build()
+    optim.state["tokens"] = 5
+    if offload:
+        optim.turn_on_cpu_offload(backend=Host())
+    train(model, optim, 2)
+    train(other, twin, 2)
+    saved = copy.deepcopy(optim.state_dict())
+    assert saved["state"]["tokens"] == 5 and optim.state["tokens"] == 5
+    copied = copy.deepcopy(optim)
+    assert copied.state["tokens"] == 5
+    saved["state"]["tokens"] = 6
+    optim.load_state_dict(saved)
+    assert optim.state["tokens"] == 6
+    if offload:
+        optim.turn_off_cpu_offload()
+    train(model, optim, 1, seed=1)
+    train(other, twin, 1, seed=1)
+    assert_equal(list(model.parameters()), list(other.parameters()))
+
+
+@pytest.mark.parametrize("key", ["fused", "differentiable", "amsgrad"])
+def test_what_torchs_optimizers_take_and_this_does_not_is_refused(key):
+    with pytest.raises(TypeError, match=key):
+        build(**{key: True})
+
+
+OTHER_VALUES: dict[str, Any] = {
+    "lr": 0.05,
+    "momentum": 0.5,
+    "nesterov": False,
+    "ns_steps": 7,
+    "weight_decay": 0.9,
+    "adamw_betas": (0.5, 0.6),
+    "adamw_eps": 0.1,
+    "none_grad": False,
+    "adjust_lr": "original",
+    "momentum_style": "ema",
+    "ns_coefficients": "quintic",
+    "ns_algorithm": "gram",
+    "ns_norm": "schatten4",
+    "ns_dtype": torch.float64,
+    "ns_eps": 1.0,
+    "beta2": 0.9,
+    "cautious": True,
+    "decay_lr": "adjusted",
+    "momentum_dtype": torch.bfloat16,
+    "missing_grad": "zero",
+    "nonfinite": "skip",
+    "expert_keys": ["experts", "others"],
+    "split": {"qkv": 4},
+    "flatten": True,
+    "maximize": True,
+    "capturable": True,
+    "foreach": False,
+}
+
+
+def test_another_value_of_every_key_is_tried():
+    assert set(OTHER_VALUES) == set(GROUP_OPTIONS)
+    assert all(value != GROUP_OPTIONS[key].default for key, value in OTHER_VALUES.items())
+
+
+@pytest.mark.parametrize("key", OTHER_VALUES)
+def test_a_key_that_is_set_on_the_groups_is_the_argument_from_then_on(key):
+    value = OTHER_VALUES[key]
+    model, optim = build()
+    train(model, optim, 2)
+    other, twin = build(**{key: value})  # the same training, resumed with the other argument
+    other.load_state_dict(model.state_dict())
+    saved = copy.deepcopy(optim.state_dict())
+    for group in saved["param_groups"]:
+        del group[key]
+    twin.load_state_dict(saved)
+    for group, theirs in zip(optim.param_groups, twin.param_groups):
+        group[key] = theirs[key]
+    train(model, optim, 2, seed=1)
+    train(other, twin, 2, seed=1)
+    assert_same_training(model, optim, other, twin)
+
+
+@pytest.mark.parametrize("choice", [False, True])
+def test_foreach_changes_no_bit_of_a_matrix_and_adamw_by_rounding_only(choice):
+    model, optim = build(beta2=0.9)
+    other, twin = build(beta2=0.9, foreach=choice)
+    for seed in range(3):
+        for each, of in ((optim, model), (twin, other)):
+            set_gradients(of, seed)
+            each.step()
+    for group, theirs in zip(optim.param_groups, twin.param_groups):
+        for p, q in zip(group["params"], theirs["params"]):
+            torch.testing.assert_close(
+                p,
+                q,
+                **({"rtol": 0, "atol": 0} if group["use_muon"] else {"rtol": 1e-6, "atol": 1e-7}),
+            )
+
+
+@pytest.mark.parametrize("lr", [0.01, torch.tensor(0.01)], ids=["number", "tensor"])
+def test_capturable_groups_step_any_parameter_of_adamw_on_a_cpu(lr):
+    """Those of which torch's loop takes care refuse to be capturable there."""
+    results = []
+    for capturable in (False, True):
+        torch.manual_seed(0)
+        strided = nn.Parameter(torch.randn(6, 8)[:, ::2])
+        params = [strided, nn.Parameter(torch.randn(3, dtype=torch.complex64))]
+        params.append(nn.Parameter(torch.randn(5)))
+        optim = Muon([{"params": params, "use_muon": False}], lr=lr, capturable=capturable)
+        for _ in range(2):
+            for p in params:
+                p.grad = torch.randn_like(p)
+            optim.step()
+        results.append([p.detach() for p in params])
+    assert_equal(*results)
+
+
+UPDATES: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "strong decay": {"weight_decay": 0.9, "decay_lr": "adjusted"},
+    "second moment, cautious": {"beta2": 0.9, "cautious": True, "weight_decay": 0.9},
+    "ema, no nesterov": {"momentum_style": "ema", "nesterov": False},
+    "bf16 momentum, skip": {"momentum_dtype": torch.bfloat16, "nonfinite": "skip"},
+    "one by one": {"foreach": False, "chunk_size": 1},
+}
+
+
+@pytest.mark.parametrize("options", UPDATES.values(), ids=UPDATES)
+def test_maximize_is_the_step_of_negated_gradients_bit_for_bit(options):
+    model, optim = build(maximize=True, **options)
+    other, twin = build(**options)
+    for seed in range(3):
+        set_gradients(model, seed)
+        set_gradients(other, seed)
+        for p in trainable(other):
+            p.grad.neg_()
+        optim.step()
+        twin.step()
+    assert_equal(list(model.parameters()), list(other.parameters()))
+
+
+def maximize_on_ranks() -> None:
+    for options in ({}, {"beta2": 0.9, "cautious": True, "weight_decay": 0.9}):
+        (model, optim), (other, twin) = sharded(maximize=True, **options), sharded(**options)
+        for seed in range(2):
+            step(model, optim, seed)
+            step(other, twin, seed, sign=-1.0)
+        assert_same_shards(model, other)
+
+
+@pytest.mark.slow
+def test_maximize_is_the_step_of_negated_gradients_on_ranks():
+    run_ranks(maximize_on_ranks, 2)
+
+
+# Groups that come later
+
+
+def group_of(mesh: Any) -> dict[str, Any]:
+    weight = nn.Parameter(part(torch.arange(12.0).view(4, 3), mesh, [Shard(0)]))
+    return {"params": [("late", weight)], "use_muon": True, "lr": 0.5}
+
+
+def add_group_on_ranks() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model, optim = sharded()
+    step(model, optim, 0)
+    late = group_of(mesh)
+    param = late["params"][0][1]
+    before = [p.to_local().clone() for p in (*model.parameters(), param)]
+    if dist.get_rank() == 0:
+        optim.add_param_group(late)
+    with pytest.raises(ValueError, match=r"Only rank 0 has .*late"):
+        step(model, optim, 1)
+    for p, old in zip((*model.parameters(), param), before):
+        assert torch.equal(p.to_local(), old)
+    if dist.get_rank() == 1:
+        optim.add_param_group(late)
+    set_sharded_gradients([p for group in optim.param_groups for p in group["params"]], 1)
+    alone = nn.Parameter(torch.arange(12.0).view(4, 3))
+    alone.grad = whole(param.grad)
+    reference = Muon([{"params": [alone], "use_muon": True}], lr=0.5, **EXACT)
+    optim.step()
+    reference.step()
+    assert torch.equal(whole(param), alone)
+    assert optim.names[-1] == ["late"] and optim.param_groups[-1]["lr"] == 0.5
+
+
+def test_a_group_added_on_one_rank_raises_on_all_until_all_have_it():
+    run_ranks(add_group_on_ranks, 2)
+
+
+# Hooks and closures
+
+
+def test_a_step_that_raises_fires_the_hooks_before_it_and_none_behind_it():
+    model, optim = build()
+    seen: list[str] = []
+    optim.register_step_pre_hook(lambda *_: seen.append("pre"))
+    optim.register_step_post_hook(lambda *_: seen.append("post"))
+    handles = [
+        register_optimizer_step_pre_hook(lambda *_: seen.append("global pre")),
+        register_optimizer_step_post_hook(lambda *_: seen.append("global post")),
+    ]
+    try:
+        set_gradients(model)
+        model.embed.weight.grad = model.embed.weight.grad.to_sparse()
+        with pytest.raises(ValueError, match="sparse"):
+            optim.step()
+        assert seen == ["global pre", "pre"]
+        model.embed.weight.grad = model.embed.weight.grad.to_dense()
+        optim.step()
+        assert seen[2:] == ["global pre", "pre", "post", "global post"]
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def test_a_hook_may_replace_the_arguments_of_the_step():
+    model, optim = build()
+    set_gradients(model)
+    optim.register_step_pre_hook(lambda _, args, kwargs: ((*args[:1], lambda: 7), {}))
+    assert optim.step() == 7
+
+
+@pytest.mark.parametrize("loss", [None, 3, 2.5, torch.tensor(1.5)], ids=str)
+def test_what_a_closure_returns_is_returned_as_it_is(loss):
+    model, optim = build()
+
+    def closure() -> Any:
+        set_gradients(model)
+        return loss
+
+    assert optim.step(closure) is loss
+
+
+# Schedulers beside the optimizer
+
+
+@pytest.mark.parametrize("tensor", [False, True], ids=["number", "tensor"])
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_a_scheduler_saved_beside_the_optimizer_resumes_bit_by_bit(name, tensor):
+    def make() -> tuple[Model, Any, Any]:
+        model, optim = build(lr=torch.tensor(0.1) if tensor else 0.1)
+        return model, optim, SCHEDULERS[name](optim)
+
+    def run(model: Model, optim: Any, schedule: Any, seed: int) -> list[Any]:
+        seen = []
+        for each in range(3):
+            set_gradients(model, seed + each)
+            optim.step()
+            schedule.step(1.0) if name == "ReduceLROnPlateau" else schedule.step()
+            seen += [(float(group["lr"]), group["momentum"]) for group in optim.param_groups]
+        return seen
+
+    first = make()
+    run(*first, seed=0)
+    file = io.BytesIO()
+    torch.save([each.state_dict() for each in first], file)
+    expected = run(*first, seed=3)
+    second = make()
+    file.seek(0)
+    for each, saved in zip(second, torch.load(file, weights_only=True)):
+        each.load_state_dict(saved)
+    assert run(*second, seed=3) == expected
+    assert_same_training(*first[:2], *second[:2])
+
+
+@pytest.mark.parametrize(
+    "cycle",
+    [
+        lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=6),
+        lambda o: lr_scheduler.CyclicLR(o, 0.001, 0.1, step_size_up=2),
+    ],
+    ids=["OneCycleLR", "CyclicLR"],
+)
+def test_schedulers_that_cycle_momentum_cycle_muons_and_leave_adamws_betas(cycle):
+    model, optim = build()
+    schedule = cycle(optim)
+    momenta = set()
+    for _ in range(4):
+        train(model, optim, 1, schedule=schedule)
+        momenta.add(optim.param_groups[0]["momentum"])
+        assert all(group["adamw_betas"] == (0.9, 0.95) for group in optim.param_groups)
+    assert len(momenta) > 2
+
+
+# Modes of torch around the step
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextlib.contextmanager
+def deterministic() -> Iterator[None]:
+    """Whatever `torch.empty` gives is full of NaN then, so that what reads it is seen."""
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+MODES: dict[str, Callable[[], Any]] = {
+    "default dtype fp64": lambda: default_dtype(torch.float64),
+    "default dtype fp16": lambda: default_dtype(torch.float16),
+    "default dtype bf16": lambda: default_dtype(torch.bfloat16),
+    "default device": lambda: torch.device("meta"),
+    "deterministic algorithms": deterministic,
+    "inference mode": torch.inference_mode,
+    "no gradients": torch.no_grad,
+    "gradients": torch.enable_grad,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"beta2": 0.9, "nonfinite": "skip", "cautious": True}])
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+def test_modes_of_torch_around_the_step_change_no_bit_of_it_nor_of_state(mode, options):
+    model, optim = build(**options)
+    other, twin = build(**options)
+    for seed in range(4):
+        for each, of in ((optim, model), (twin, other)):
+            set_gradients(of, seed)
+            with mode() if each is optim and seed != 2 else contextlib.nullcontext():
+                each.step()  # state is made under the mode, and then used without it
+                saved = copy.deepcopy(each.state_dict())
+                each.load_state_dict(saved)
+    assert_same_training(model, optim, other, twin)
+
+
+def modes_on_ranks() -> None:
+    for mode in MODES.values():
+        (model, optim), (other, twin) = (sharded(beta2=0.9) for _ in range(2))
+        for seed in range(3):
+            params = [p for group in optim.param_groups for p in group["params"]]
+            set_sharded_gradients(params, seed)
+            with mode() if seed != 1 else contextlib.nullcontext():
+                optim.step()
+            step(other, twin, seed)
+        assert_same_shards(model, other)
+
+
+@pytest.mark.slow
+def test_modes_of_torch_around_the_step_change_no_bit_on_ranks():
+    run_ranks(modes_on_ranks, 2)
+
+
+def test_optimizers_in_several_threads_step_as_they_do_alone():
+    pairs = [build(beta2=0.9, seed=seed) for seed in range(3)]
+    twins = [build(beta2=0.9, seed=seed) for seed in range(3)]
+    errors: list[BaseException] = []
+
+    def work(model: Model, optim: Any) -> None:
+        try:
+            train(model, optim, 10)
+        except BaseException as error:  # a thread's own would go unseen
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=pair) for pair in pairs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    for (model, optim), (other, twin) in zip(pairs, twins):
+        train(other, twin, 10)
+        assert_same_training(model, optim, other, twin)
+
+
+def test_a_profile_names_the_step_as_that_of_any_optimizer():
+    model, optim = build()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        train(model, optim, 2)
+    counts = {event.key: event.count for event in profile.key_averages()}
+    assert counts["Optimizer.step#Muon.step"] == 2
+    assert counts["Optimizer.zero_grad#Muon.zero_grad"] == 2
+
+
+# What torch's tools do to parameters and gradients
+
+
+def one_of(param: nn.Parameter, matrices: set[int]) -> Any:
+    return Muon([{"params": [param], "use_muon": id(param) in matrices, **EXPERTS}], lr=0.01)
+
+
+EXPERTS = {"flatten": True}  # a tensor of three dimensions without a name
+
+
+def matrices_of(optim: Any) -> set[int]:
+    return {id(p) for group in optim.param_groups if group["use_muon"] for p in group["params"]}
+
+
+def in_backward_by_hooks(model: Model, matrices: set[int]) -> None:
+    def update(optim: Any) -> Callable[[torch.Tensor], None]:
+        def hook(_: torch.Tensor) -> None:
+            optim.step()
+            optim.zero_grad()
+
+        return hook
+
+    for p in trainable(model):
+        p.register_post_accumulate_grad_hook(update(one_of(p, matrices)))
+
+
+def in_backward_by_torch(model: Model, matrices: set[int]) -> None:
+    def make(params: Any, **options: Any) -> Any:
+        params = list(params)
+        return Muon([{"params": params, "use_muon": id(params[0]) in matrices}], **options)
+
+    _apply_optimizer_in_backward(make, trainable(model), {"lr": 0.01, **EXPERTS})
+
+
+@pytest.mark.parametrize("arrange", [in_backward_by_hooks, in_backward_by_torch])
+def test_one_optimizer_for_each_parameter_can_step_within_the_backward(arrange):
+    def forward(model: Model, seed: int) -> torch.Tensor:
+        tokens = torch.randint(0, 10, (4, 5), generator=torch.Generator().manual_seed(seed))
+        return model(tokens).square().mean()
+
+    torch.manual_seed(0)
+    model = Model()
+    groups = optimizer.muon.get_default_muon_param_groups(model)  # experts are AdamW's
+    arrange(model, {id(p) for p in groups[0]["params"]})
+    torch.manual_seed(0)
+    other = Model()
+    twin = Muon(optimizer.muon.get_default_muon_param_groups(other), lr=0.01)
+    for seed in range(3):
+        forward(model, seed).backward()
+        forward(other, seed).backward()
+        twin.step()
+        twin.zero_grad()
+        assert all(p.grad is None for p in trainable(model))
+    assert_equal(list(model.parameters()), list(other.parameters()))
+
+
+def test_gradients_of_a_functional_call_are_those_of_the_model():
+    model, optim = build()
+    other, twin = build()
+    tokens = torch.arange(10).view(2, 5)
+    for _ in range(2):
+        functional_call(model, dict(model.named_parameters()), (tokens,)).square().mean().backward()
+        other(tokens).square().mean().backward()
+        for each in (optim, twin):
+            each.step()
+            each.zero_grad()
+    assert_same_training(model, optim, other, twin)
+
+
+def test_an_averaged_model_and_its_batch_norm_follow():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6, bias=False), nn.BatchNorm1d(6), nn.Linear(6, 3))
+    optim = Muon(optimizer.muon.get_default_muon_param_groups(model), lr=0.05)
+    averaged = swa_utils.AveragedModel(model)
+    inputs = torch.randn(32, 4)
+    seen = []
+    for _ in range(4):
+        model(inputs).square().mean().backward()
+        optim.step()
+        optim.zero_grad()
+        averaged.update_parameters(model)
+        seen.append(weights(model))
+    for p, *each in zip(averaged.module.parameters(), *seen):
+        torch.testing.assert_close(p, torch.stack(each).mean(0))
+    swa_utils.update_bn([inputs], averaged)
+    hidden = averaged.module[0](inputs)
+    torch.testing.assert_close(averaged.module[1].running_mean, hidden.mean(0))
+
+
+def clipped_norms() -> None:
+    _, optim = sharded()
+    params = [p for group in optim.param_groups for p in group["params"]]
+    plain = [nn.Parameter(whole(p.detach()).clone()) for p in params]
+    groups = [
+        {"params": plain[:2], "use_muon": True},
+        {"params": plain[2:], "use_muon": False},
+    ]
+    twin = Muon(groups, lr=0.02, **EXACT)
+    assert len(optim.param_groups[0]["params"]) == 2
+    for seed in range(2):
+        set_sharded_gradients(params, seed)
+        for p, q in zip(params, plain):
+            q.grad = whole(p.grad).clone()
+        for of in (params, plain):
+            clip_grad_norm_(of, 0.1)
+        norm = torch.stack([p.grad.full_tensor().norm() for p in params]).norm()
+        torch.testing.assert_close(norm, torch.tensor(0.1), rtol=1e-3, atol=0)
+        optim.step()
+        twin.step()
+    for p, q in zip(params, plain):
+        torch.testing.assert_close(whole(p), q, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_clipped_gradients_are_what_the_step_takes_on_ranks_too():
+    run_ranks(clipped_norms, 2)
+
+
+# torch.compile
+
+
+def frames_compiled() -> int:
+    """So far in this process, by Dynamo."""
+    return torch._dynamo.utils.counters["frames"]["total"]
+
+
+@pytest.mark.slow
+def test_a_compiled_step_follows_schedules_and_stops_compiling():
+    model, optim = build(none_grad=False, beta2=0.9)
+    other, twin = build(none_grad=False, beta2=0.9)
+    schedules = [lr_scheduler.LambdaLR(o, lambda t: 1 / (1 + t)) for o in (optim, twin)]
+    torch._dynamo.reset()
+    compiled = torch.compile(optim.step)
+    frames = []
+    for seed in range(12):
+        set_gradients(model, seed)
+        set_gradients(other, seed)
+        gradients = [p.grad.clone() for p in trainable(model)]
+        compiled()
+        twin.step()
+        for schedule in schedules:
+            schedule.step()
+        assert_equal([p.grad for p in trainable(model)], gradients)
+        frames.append(frames_compiled())
+    assert frames[2] == frames[-1], "something is compiled again"
+    torch._dynamo.reset()  # what was compiled is forgotten, what the optimizer knows is not
+    set_gradients(model)
+    set_gradients(other)
+    compiled()
+    twin.step()
+    assert_same_training(model, optim, other, twin)
+
+
+@pytest.mark.slow
+def test_a_compiled_training_step_has_the_bits_of_its_model_compiled_alone():
+    model, optim = build()
+    other, twin = build()
+
+    def training_step(model: nn.Module, optim: Any, tokens: torch.Tensor) -> None:
+        model(tokens).square().mean().backward()
+        optim.step()
+        optim.zero_grad()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(training_step, backend="aot_eager")
+    frames = []
+    for seed in range(8):
+        tokens = torch.randint(0, 10, (4, 5), generator=torch.Generator().manual_seed(seed))
+        for each in (optim, twin):
+            for group in each.param_groups:
+                group["lr"] = 0.01 / (seed + 1)
+        compiled(model, optim, tokens)
+        training_step(other, twin, tokens)
+        frames.append(frames_compiled())
+    assert frames[3] == frames[-1], "something is compiled again"
+    assert_same_training(model, optim, other, twin)
+
+
+def compiled_on_ranks() -> None:
+    def training_step(model: nn.Module, optim: Any, inputs: torch.Tensor) -> None:
+        model(inputs).square().mean().backward()
+        optim.step()
+        optim.zero_grad()
+
+    for whole_step in (False, True):
+        (model, optim), (other, twin) = (sharded(beta2=0.9) for _ in range(2))
+        compiled = training_step
+        if whole_step:
+            compiled = torch.compile(training_step, backend="aot_eager")
+        else:
+            optim.step = torch.compile(optim.step, backend="aot_eager")
+        for seed in range(4):
+            generator = torch.Generator().manual_seed(10 * seed + dist.get_rank())
+            inputs = torch.randn(6, 8, generator=generator)
+            for each in (optim, twin):
+                for group in each.param_groups:
+                    group["lr"] = 0.01 / (seed + 1)
+            compiled(model, optim, inputs)
+            training_step(other, twin, inputs)
+        assert_same_shards(model, other)
+
+
+@pytest.mark.slow
+def test_compiled_steps_under_fsdp2_are_the_eager_ones():
+    run_ranks(compiled_on_ranks, 2)

@@ -1,0 +1,771 @@
+"""What PyTorch's own test/test_optim.py asks of every optimizer, asked of ours.
+
+That file is not in torch's wheel, but the classes by which it describes an optimizer are
+(`torch.testing._internal.common_optimizers`): here are two such descriptions, and the checks in our
+own words, each for every option. docs/reliability.md says which of torch's tests these are, and
+which don't apply. Names below are those of torch, without ``test_``.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from kernel import optimizer
+from layouts import case
+from test_errors import BAD_VALUES
+from test_state import assert_equal
+
+GROUP_OPTIONS = optimizer.muon.GROUP_OPTIONS
+
+pytestmark = [
+    pytest.mark.slow,  # seconds for importing torch's suite, and every option for every check
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore:.*step.. found no gradient"),
+    pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.. before .optimizer.step"),
+]
+
+
+@functools.cache
+def suite() -> Any:
+    """Imported late: it takes seconds, which collecting the tests need not."""
+    pytest.importorskip("expecttest")
+    from torch.testing._internal import common_optimizers
+
+    return common_optimizers
+
+
+class Muon(optimizer.Muon):
+    """Takes what torch's tests pass: tensors, pairs, or groups that do not say ``use_muon``."""
+
+    def __init__(self, params: Any, **options: Any):
+        super().__init__(list(groups_of(params, lambda p: p.ndim == 2)), **options)
+
+
+class AdamW(optimizer.Muon):
+    """The same, all of it in groups for AdamW."""
+
+    def __init__(self, params: Any, **options: Any):
+        super().__init__(list(groups_of(params, lambda p: False)), **options)
+
+
+def groups_of(params: Any, is_muon: Callable[[torch.Tensor], bool]) -> Iterator[dict[str, Any]]:
+    params = list(params)
+    for group in params if isinstance(params[0], dict) else [{"params": params}]:
+        for use_muon in (True, False):
+            chosen = [
+                p
+                for p in group["params"]
+                if is_muon(p[1] if isinstance(p, tuple) else p) is use_muon
+            ]
+            if chosen:
+                yield {**group, "params": chosen, "use_muon": use_muon}
+
+
+# Every option, each with another value than its default, and some together.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "non-default lr": {"lr": 0.01},
+    "tensor lr": {"lr": torch.tensor(0.001)},
+    "momentum": {"momentum": 0.5},
+    "nesterov": {"nesterov": False},
+    "ns_steps": {"ns_steps": 7},
+    "weight_decay": {"weight_decay": 0.9},
+    "no weight_decay": {"weight_decay": 0},
+    "adamw_betas": {"adamw_betas": (0.5, 0.6)},
+    "adamw_eps": {"adamw_eps": 1e-3},
+    "none_grad": {"none_grad": False},
+    "adjust_lr": {"adjust_lr": "original"},
+    "adjust_lr none": {"adjust_lr": "none"},
+    "momentum_style": {"momentum_style": "ema"},
+    "ns_coefficients": {"ns_coefficients": "quintic"},
+    "ns_coefficients as a list": {"ns_coefficients": [(2.0, -1.5, 0.5), (1.875, -1.25, 0.375)]},
+    "ns_algorithm": {"ns_algorithm": "gram"},
+    "ns_norm": {"ns_norm": "schatten4"},
+    "ns_dtype": {"ns_dtype": torch.float64},
+    "ns_eps": {"ns_eps": 1e-3},
+    "beta2": {"beta2": 0.9},
+    "beta2, cautious, decay_lr": {"beta2": 0.9, "cautious": True, "decay_lr": "adjusted"},
+    "cautious": {"cautious": True},
+    "decay_lr": {"decay_lr": "adjusted"},
+    "momentum_dtype": {"momentum_dtype": torch.bfloat16},
+    "missing_grad": {"missing_grad": "zero"},
+    "nonfinite": {"nonfinite": "skip"},
+    "expert_keys": {"expert_keys": ["experts"]},
+    "split": {"split": 1},
+    "flatten": {"flatten": True},
+    "maximize": {"maximize": True},
+    "maximize, weight_decay": {"maximize": True, "weight_decay": 0.05},
+    "capturable": {"capturable": True},
+    "capturable, tensor lr": {"capturable": True, "lr": torch.tensor(0.001)},
+    "wide": {"chunk_size": 1, "warmup_step": 0, "comm_dtype": torch.float32, "hsdp": "spread"},
+    "checks": {"consistency_check": "off", "use_distributed_muon": True},
+}
+
+
+def inputs_func(device: Any, dtype: Any = None) -> list[Any]:
+    return [
+        suite().OptimizerInput(params=None, kwargs=copy.deepcopy(kwargs), desc=desc)
+        for desc, kwargs in OPTIONS.items()
+    ]
+
+
+@functools.cache
+def info(kind: type) -> Any:
+    return suite().OptimizerInfo(
+        kind,
+        optim_inputs_func=inputs_func,
+        optim_error_inputs_func=error_inputs_func,
+        supported_impls=("foreach",),
+        not_og_supported_flags=("foreach", "maximize", "capturable", "nonfinite", "missing_grad"),
+        has_capturable_arg=True,
+        supports_complex=kind is AdamW,
+    )
+
+
+def inputs_of(kind: type, **others: Any) -> Iterator[dict[str, Any]]:
+    """Of all options, each with and without ``foreach``; new tensors each time.
+
+    torch's function leaves ``foreach`` out on CPUs, where it works as well. It can't be chosen for
+    what is capturable there, nor set for a tensor as learning rate.
+    """
+    for given in suite()._get_optim_inputs_including_global_cliquey_kwargs(
+        "cuda", torch.float32, info(kind)
+    ):
+        kwargs = {**given.kwargs, **others}
+        has_no_choice = kwargs.get("capturable") or isinstance(kwargs.get("lr"), torch.Tensor)
+        if has_no_choice and kwargs.pop("foreach"):
+            continue
+        print(given.desc, kwargs)  # pytest shows it where a check fails
+        yield kwargs
+
+
+def inputs_of_both_forms(kind: type) -> Iterator[dict[str, Any]]:
+    """Those that take either value of ``foreach``, without it."""
+    for kwargs in inputs_of(kind):
+        if kwargs.pop("foreach", False):
+            yield kwargs
+
+
+both = pytest.mark.parametrize("kind", [Muon, AdamW])
+named = pytest.mark.parametrize("names", [False, True], ids=["plain", "named"])
+
+
+def weight_and_bias(contiguous: bool = True) -> tuple[nn.Parameter, nn.Parameter]:
+    if contiguous:
+        return nn.Parameter(torch.randn(10, 5)), nn.Parameter(torch.randn(10))
+    return nn.Parameter(torch.randn(10, 5, 2)[..., 0]), nn.Parameter(torch.randn(10, 2)[..., 0])
+
+
+def backward(optim: Any, weight: Any, bias: Any, x: torch.Tensor) -> torch.Tensor:
+    optim.zero_grad()
+    loss = (weight.mv(x) + bias).square().sum()
+    loss.backward()
+    return loss
+
+
+def assert_right_direction(kwargs: dict[str, Any], first: torch.Tensor, last: torch.Tensor) -> None:
+    assert (last > first) if kwargs.get("maximize") else (last < first)
+
+
+# The descriptions
+
+
+def test_every_option_is_tried():
+    tried = {key for kwargs in OPTIONS.values() for key in kwargs}
+    assert set(GROUP_OPTIONS) - {"foreach"} <= tried
+
+
+@both
+def test_descriptions_do_not_say_foreach(kind):
+    """optim_infos_do_not_specify_global_cliquey_kwargs"""
+    for given in info(kind).optim_inputs_func(device="cpu"):
+        assert not {"foreach", "fused", "differentiable"} & given.kwargs.keys()
+
+
+# Errors
+
+
+def error_inputs_func(device: Any, dtype: Any) -> list[Any]:
+    matrix, vector = torch.randn(4, 4, dtype=dtype), torch.randn(4, dtype=dtype)
+
+    def error(params: Any, pattern: str, at_step: bool = False, **kwargs: Any) -> Any:
+        return suite().ErrorOptimizerInput(
+            suite().OptimizerInput(params=params, kwargs=kwargs, desc=pattern),
+            error_on=suite().OptimizerErrorEnum(int(at_step)),
+            error_type=ValueError,
+            error_regex=pattern,
+        )
+
+    sparse = nn.Parameter(torch.randn(4, 4))
+    sparse.grad = torch.eye(4).to_sparse()
+    good = [{"params": [nn.Parameter(matrix)], "use_muon": True}]
+    return [
+        *(error(good, key, **{key: values[0]}) for key, values in BAD_VALUES.items()),
+        error([matrix], "use_muon"),
+        error([{"params": [matrix]}], "use_muon"),
+        error([{"params": [vector], "use_muon": True}], r"\(4,\)"),
+        error([{"params": [matrix.to(torch.complex64)], "use_muon": True}], "complex64"),
+        error([{"params": [sparse], "use_muon": True}], "sparse", at_step=True),
+        error([{"params": [sparse], "use_muon": False}], "sparse", at_step=True),
+    ]
+
+
+def test_what_is_wrong_raises_when_torchs_tests_want_it():
+    """errors"""
+    for given in error_inputs_func("cpu", torch.float32):
+        params, kwargs = given.optimizer_error_input.params, given.optimizer_error_input.kwargs
+        with case(given.error_regex):
+            if given.error_on is suite().OptimizerErrorEnum.CONSTRUCTION_ERROR:
+                with pytest.raises(given.error_type, match=given.error_regex):
+                    optimizer.Muon(params, **kwargs)
+            else:
+                optim = optimizer.Muon(params, **kwargs)
+                with pytest.raises(given.error_type, match=given.error_regex):
+                    optim.step()
+
+
+def test_what_is_wrong_for_every_optimizer_of_torch_is_so_here():
+    """errors, of get_error_inputs_for_all_optims
+
+    Where torch raises TypeError or warns this raises ValueError; names in some groups only are
+    allowed.
+    """
+    for given in suite().get_error_inputs_for_all_optims("cpu", torch.float32):
+        asked = given.optimizer_error_input
+        params: Any = asked.params
+        if params is None:
+            params = [nn.Parameter(torch.randn(1, 1))]
+        if isinstance(params, list):
+            groups = params if isinstance(params[0], dict) else [{"params": params}]
+            params = [{**group, "use_muon": True} for group in groups]
+        with case(asked.desc):
+            if "param groups should be with/without names" in asked.desc:
+                assert optimizer.Muon(params).names == [None, ["weight"]]
+                continue
+            with pytest.raises(ValueError):
+                optimizer.Muon(params, **asked.kwargs)
+
+
+# The update
+
+
+@both
+@pytest.mark.parametrize("contiguous", [True, False])
+@pytest.mark.parametrize("scheduled", [True, False])
+def test_steps_go_in_the_right_direction(kind, contiguous, scheduled):
+    """forloop_goes_right_direction"""
+    for kwargs in inputs_of(kind):
+        torch.manual_seed(0)
+        weight, bias = weight_and_bias(contiguous)
+        x = torch.randn(5)
+        optim = kind([weight, bias], **kwargs)
+        schedules = [
+            make(optim) for makes in info(kind).scheduler_inputs for make in makes if scheduled
+        ]
+        first = backward(optim, weight, bias, x)
+        for _ in range(10):
+            loss = optim.step(lambda: backward(optim, weight, bias, x))  # noqa: B023
+            for schedule in schedules:
+                each = (loss,) if isinstance(schedule, ReduceLROnPlateau) else ()
+                schedule.step(*each)
+        assert_right_direction(kwargs, first, backward(optim, weight, bias, x))
+
+
+@both
+def test_groups_under_a_scheduler_go_in_the_right_direction(kind):
+    """param_group_with_lrscheduler_goes_right_direction"""
+    for makes in info(kind).scheduler_inputs:
+        torch.manual_seed(0)
+        weight, bias = weight_and_bias()
+        x = torch.randn(5)
+        optim = kind([{"params": [weight]}, {"params": [bias], "lr": 0.01}])
+        schedules = [make(optim) for make in makes]
+        first = backward(optim, weight, bias, x)
+        for _ in range(20):
+            loss = optim.step(lambda: backward(optim, weight, bias, x))  # noqa: B023
+            for schedule in schedules:
+                each = (loss,) if isinstance(schedule, ReduceLROnPlateau) else ()
+                schedule.step(*each)
+        assert backward(optim, weight, bias, x) < first
+
+
+@both
+@pytest.mark.parametrize("shape", [(), (1,)], ids=["0 dimensions", "1 dimension"])
+def test_a_tensor_lr_is_the_number(kind, shape):
+    """tensor_lr"""
+    for kwargs in inputs_of(kind):
+        if kwargs.get("foreach"):
+            continue
+        torch.manual_seed(0)
+        weight, bias = weight_and_bias()
+        twins = [nn.Parameter(p.detach().clone()) for p in (weight, bias)]
+        x = torch.randn(5)
+        optim = kind([weight, bias], **{**kwargs, "lr": 1e-3})
+        other = kind(twins, **{**kwargs, "lr": torch.full(shape, 1e-3)})
+        for _ in range(3):
+            backward(optim, weight, bias, x)
+            backward(other, *twins, x)
+            optim.step()
+            other.step()
+            torch.testing.assert_close([weight, bias], twins)
+        assert other.param_groups[0]["lr"].shape == shape
+
+
+def test_a_complex_parameter_is_a_pair_of_real_ones():
+    """complex"""
+    for kwargs in inputs_of(AdamW):
+        torch.manual_seed(0)
+        complex_params = [
+            torch.randn(shape, dtype=dtype, requires_grad=True)
+            for shape, dtype in (
+                ((10, 5), torch.complex64),
+                ((10,), torch.complex64),
+                ((10, 5), torch.float32),
+            )
+        ]
+        real_params = [
+            (torch.view_as_real(p) if p.is_complex() else p).detach().clone().requires_grad_()
+            for p in complex_params
+        ]
+        ours, reals = AdamW(complex_params, **kwargs), AdamW(real_params, **kwargs)
+        for _ in range(3):
+            for p, q in zip(complex_params, real_params):
+                p.grad = torch.randn_like(p)
+                q.grad = (torch.view_as_real(p.grad) if p.is_complex() else p.grad).clone()
+            ours.step()
+            reals.step()
+            for p, q in zip(complex_params, real_params):
+                torch.testing.assert_close(torch.view_as_real(p) if p.is_complex() else p, q)
+
+
+def rosenbrock(xy: torch.Tensor) -> torch.Tensor:
+    x, y = xy.flatten()
+    return (1 - x) ** 2 + 100 * (y - x**2) ** 2
+
+
+def test_a_complex_vector_is_its_real_and_imaginary_parts():
+    """complex_2d, by the tracker of torch's suite"""
+    from torch.testing._internal.common_utils import TestCase
+
+    for kwargs in inputs_of(AdamW):
+        torch.manual_seed(0)
+        z = torch.randn(2, dtype=torch.complex64, requires_grad=True)
+        x, y = (part.detach().clone().requires_grad_() for part in (z.real, z.imag))
+        ours, parts = AdamW([z], **kwargs), AdamW([x, y], **kwargs)
+        tracker = suite().TensorTracker()
+        for _ in range(3):
+            for optim in (ours, parts):
+                optim.zero_grad()
+            tracker.add(z.real)
+            tracker.add(z.imag)
+            rosenbrock(z).abs().backward()
+            for part in (x, y):  # compares, and takes the numbers over
+                tracker.pop_check_set(part, TestCase())
+            rosenbrock(torch.complex(x, y)).abs().backward()
+            tracker.add(z.grad.real)
+            tracker.add(z.grad.imag)
+            for part in (x, y):
+                tracker.pop_check_set(part.grad, TestCase())
+            ours.step()
+            parts.step()
+            torch.testing.assert_close(z.detach(), torch.complex(x, y).detach())
+        assert tracker.all_popped()
+
+
+@both
+@pytest.mark.parametrize("maximize", [False, True])
+def test_the_valley_of_rosenbrock_is_descended(kind, maximize):
+    """rosenbrock_sparse, with gradients that are dense: sparse ones are refused"""
+    start = torch.tensor([[1.5, 1.5]])
+    p = nn.Parameter(start.clone())
+    optim = kind([p], lr=1e-3, weight_decay=0, maximize=maximize)
+    for step in range(200):
+        optim.zero_grad()
+        rosenbrock(p).backward()
+        p.grad[0, step % 2] = 0  # one coordinate after the other
+        optim.step()
+    assert bool(rosenbrock(p) > rosenbrock(start)) is maximize
+
+
+def model_and_input(dtype: torch.dtype) -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(2, 3), nn.Sigmoid(), nn.Linear(3, 1), nn.Sigmoid()).to(dtype)
+    return model, torch.arange(1, 7, dtype=dtype).view(3, 2) / 10
+
+
+def assert_foreach_is_the_loop(kind: type, dtype: torch.dtype) -> None:
+    for kwargs in inputs_of_both_forms(kind):
+        made = []
+        for foreach in (False, True):
+            model, inputs = model_and_input(dtype)
+            scalar = torch.zeros((), dtype=dtype, requires_grad=True)
+            scalar.grad = torch.ones_like(scalar)
+            params = [*model.parameters(), scalar]
+            made.append((model, params, kind(params, **kwargs, foreach=foreach)))
+        for step in range(7):
+            for model, _, optim in made:
+                optim.zero_grad()
+                model[2].requires_grad_(step not in (3, 4))
+                if step != 2:  # then nothing has a gradient
+                    model(inputs).sum().backward()
+                optim.step()
+            (_, params, optim), (_, others, other) = made
+            torch.testing.assert_close(params, others)
+            for p, q in zip(params, others):
+                torch.testing.assert_close(dict(optim.state[p]), dict(other.state[q]))
+                if "step" in optim.state[p]:
+                    assert optim.state[p]["step"].dtype == torch.float32
+
+
+@both
+def test_foreach_is_the_loop(kind):
+    """foreach_matches_forloop"""
+    assert_foreach_is_the_loop(kind, torch.float64)
+
+
+@both
+@pytest.mark.parametrize("default", [torch.float64, torch.float16], ids=str)
+def test_foreach_is_the_loop_under_another_default_dtype(kind, default):
+    """set_default_dtype_works_with_foreach"""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        assert_foreach_is_the_loop(kind, torch.float64)
+    finally:
+        torch.set_default_dtype(before)
+
+
+@both
+def test_dtypes_may_be_mixed(kind):
+    """mixed_device_dtype, on one device"""
+    dtypes = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+    for kwargs in inputs_of_both_forms(kind):
+        results = []
+        for foreach in (False, True):
+            torch.manual_seed(0)
+            params = [nn.Parameter(torch.rand(2, 3, dtype=dtype)) for dtype in dtypes]
+            optim = kind(params, **kwargs, foreach=foreach)
+            for _ in range(3):
+                for p in params:
+                    p.grad = torch.rand_like(p)
+                optim.step()
+            assert [p.dtype for p in params] == list(dtypes)
+            results.append([p.detach() for p in params])
+        for p, q in zip(*results):
+            eps = torch.finfo(p.dtype).eps
+            torch.testing.assert_close(p, q, rtol=5 * eps, atol=5 * eps)
+
+
+@both
+def test_groups_may_differ_in_decay(kind):
+    """param_groups_weight_decay"""
+    for kwargs in inputs_of(kind):
+        torch.manual_seed(0)
+        weight, bias = weight_and_bias()
+        x = torch.randn(5)
+        wide = {key: kwargs.pop(key) for key in set(kwargs) - set(GROUP_OPTIONS)}
+        groups = [
+            {"params": [weight], **kwargs},
+            {"params": [bias], **kwargs, "weight_decay": 0.0},
+        ]
+        optim = kind(groups, **wide)
+        first = backward(optim, weight, bias, x)
+        for _ in range(10):
+            backward(optim, weight, bias, x)
+            optim.step()
+        assert_right_direction(kwargs, first, backward(optim, weight, bias, x))
+
+
+@both
+def test_groups_may_differ_in_lr(kind):
+    """param_groups_lr"""
+    for kwargs in inputs_of(kind):
+        torch.manual_seed(0)
+        weight, bias = weight_and_bias()
+        still = nn.Parameter(torch.randn(2, 2))
+        before = still.detach().clone()
+        x = torch.randn(5)
+        wide = {key: kwargs.pop(key) for key in set(kwargs) - set(GROUP_OPTIONS)}
+        kwargs.setdefault("lr", 1e-3)
+        optim = kind([{"params": [weight, bias], **kwargs}, {"params": [still]}], lr=1e-28, **wide)
+        first = backward(optim, weight, bias, x)
+        for _ in range(10):
+            backward(optim, weight, bias, x)
+            still.grad = torch.rand_like(still)
+            optim.step()
+        assert_right_direction(kwargs, first, backward(optim, weight, bias, x))
+        assert torch.equal(still, before)
+
+
+@both
+def test_without_a_gradient_a_step_changes_nothing(kind):
+    """step_is_noop_when_params_have_no_grad"""
+    params = [torch.randn(2, 3) for _ in range(2)]  # which do not ask for one
+    before = copy.deepcopy(params)
+    for kwargs in inputs_of(kind):
+        assert kind(params, **kwargs).step(lambda: torch.tensor([1])) == 1
+        torch.testing.assert_close(params, before, rtol=0, atol=0)
+
+
+@both
+def test_a_step_of_zeros_changes_nothing_without_decay(kind):
+    """step_is_noop_for_zero_grads"""
+    for kwargs in inputs_of(kind, weight_decay=0):
+        params = [nn.Parameter(torch.randn(5, 1)), nn.Parameter(torch.randn(5))]
+        before = [p.detach().clone() for p in params]
+        for p in params:
+            p.grad = torch.zeros_like(p)
+        kind(params, **kwargs).step()
+        torch.testing.assert_close([p.detach() for p in params], before, rtol=0, atol=0)
+
+
+@both
+def test_gradients_are_never_written(kind):
+    """grads_are_never_inplaced_into"""
+    for kwargs in inputs_of(kind, none_grad=False):
+        params = [nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(4))]
+        optim = kind(params, **kwargs)
+        for p in params:
+            p.grad = torch.rand_like(p)
+        grads = [p.grad.clone() for p in params]
+        versions = [p.grad._version for p in params]
+        for _ in range(2):
+            optim.step()
+        assert [p.grad._version for p in params] == versions
+        torch.testing.assert_close([p.grad for p in params], grads, rtol=0, atol=0)
+
+
+@both
+def test_every_parameter_has_state(kind):
+    """non_empty_state"""
+    for kwargs in inputs_of(kind):
+        model = nn.Linear(5, 5)
+        optim = kind(model.parameters(), **kwargs)
+        model(torch.rand(2, 5)).sum().backward()
+        optim.step()
+        assert len(optim.state) == 2 and all(optim.state.values())
+
+
+@both
+def test_it_can_be_printed(kind):
+    """optimizer_can_be_printed"""
+    for kwargs in inputs_of(kind):
+        assert kind.__name__ in repr(kind([nn.Parameter(torch.randn(2, 3))], **kwargs))
+
+
+# State dicts
+
+
+def steps(optim: Any, params: list[nn.Parameter], count: int = 3, seed: int = 0) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(count):
+        for p in params:
+            p.grad = torch.randn(p.shape, generator=generator)
+        optim.step()
+
+
+def new_params() -> list[nn.Parameter]:
+    return [nn.Parameter(torch.randn(2, 3)), nn.Parameter(torch.randn(2))]
+
+
+def with_names(params: list[nn.Parameter], names: bool) -> list[Any]:
+    return [(f"name{index}", p) for index, p in enumerate(params)] if names else params
+
+
+@both
+@pytest.mark.parametrize("other_names", [False, True], ids=["from plain", "from named"])
+@named
+def test_training_goes_on_alike_from_a_state_dict(kind, names, other_names):
+    """state_dict_deterministic, can_load_from_to_named_state_dict
+
+    Names are the optimizer's own: no state dict has them, and none brings any.
+    """
+    for kwargs in inputs_of(kind):
+        params = new_params()
+        optim = kind(with_names(params, other_names), **kwargs)
+        steps(optim, params)
+        others = [nn.Parameter(p.detach().clone()) for p in params]
+        other = kind(with_names(others, names), **kwargs)
+        saved = copy.deepcopy(optim.state_dict())
+        other.load_state_dict(saved)
+        assert_equal(saved, optim.state_dict())  # as it was
+        steps(optim, params, seed=1)
+        steps(other, others, seed=1)
+        torch.testing.assert_close(params, others, rtol=0, atol=0)
+        assert_equal(optim.state_dict(), other.state_dict())
+        known = [name for group in other.names for name in group or ()]
+        assert known == (["name0", "name1"] if names else [])
+
+
+@both
+def test_a_state_dict_without_newer_keys_loads(kind):
+    """can_load_older_state_dict"""
+    for kwargs in inputs_of(kind):
+        params = new_params()
+        optim = kind(params, **kwargs)
+        steps(optim, params)
+        older = copy.deepcopy(optim.state_dict())
+        for group in older["param_groups"]:
+            for key in info(kind).not_og_supported_flags:
+                del group[key]
+        optim.load_state_dict(older)
+        steps(optim, params)
+
+
+@both
+@named
+def test_what_is_saved_loads_as_weights_only(kind, names):
+    """save_load_equality_with_weights_only"""
+    for kwargs in inputs_of(kind):
+        params = new_params()
+        optim = kind(with_names(params, names), **kwargs)
+        steps(optim, params)
+        file = io.BytesIO()
+        torch.save(optim.state_dict(), file)
+        for weights_only in (True, False):
+            file.seek(0)
+            loaded = torch.load(file, weights_only=weights_only)
+            assert_equal(loaded, optim.state_dict())
+
+
+@both
+def test_a_step_count_that_is_a_number_loads(kind):
+    """load_nontensor_step"""
+    for kwargs in inputs_of(kind):
+        params = new_params()
+        optim = kind(params, **kwargs)
+        steps(optim, params)
+        saved = copy.deepcopy(optim.state_dict())
+        for state in saved["state"].values():
+            if "step" in state:
+                state["step"] = state["step"].item()
+        optim.load_state_dict(saved)
+        steps(optim, params, count=1)
+
+
+@both
+def test_state_of_an_optimizer_that_is_not_capturable_loads_into_one_that_is(kind):
+    """cpu_load_state_dict, on the CPU"""
+    for given in info(kind).optim_inputs_func(device="cpu"):
+        with case(given.desc):
+            params = new_params()
+            optim = kind(params, **given.kwargs)
+            steps(optim, params)
+            saved = copy.deepcopy(optim.state_dict())
+            for group in saved["param_groups"]:
+                group["capturable"] = True
+            other = kind(params, **{**given.kwargs, "capturable": True})
+            other.load_state_dict(saved)
+            steps(other, params, count=1)
+
+
+# Hooks
+
+
+@both
+def test_hooks_of_state_dicts_fire_and_may_change_them(kind):
+    """state_dict_pre_hook, state_dict_post_hook, state_dict_pre_post_hook"""
+
+    def before(optim: Any) -> None:
+        optim.state["test"] = 1
+
+    def behind(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return {**state_dict, "seen": state_dict["state"].pop("test", None)}
+
+    for kwargs in inputs_of(kind):
+        optim = kind(new_params(), **kwargs)
+        pre = optim.register_state_dict_pre_hook(before)
+        assert optim.state_dict()["state"]["test"] == 1
+        optim.register_state_dict_post_hook(behind)
+        state_dict = optim.state_dict()
+        assert state_dict["seen"] == 1 and "test" not in state_dict["state"]
+        pre.remove()
+        del optim.state["test"]
+        assert optim.state_dict()["seen"] is None
+
+
+@both
+def test_hooks_of_loading_fire_in_order_and_may_change_what_is_loaded(kind):
+    """load_state_dict_pre_hook_and_prepend, load_state_dict_post_hook, …_pre_post_hook"""
+
+    def in_place(_: Any, state_dict: dict[str, Any]) -> None:
+        state_dict["param_groups"][0]["lr"] = 0.002
+
+    def anew(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+        state_dict = copy.deepcopy(state_dict)
+        state_dict["param_groups"][0]["lr"] = 0.003
+        return state_dict
+
+    def behind(optim: Any) -> None:
+        optim.state["lr"] = optim.param_groups[0]["lr"]
+
+    for kwargs in inputs_of(kind):
+        optim = kind(new_params(), **kwargs)
+        saved = optim.state_dict()
+        optim.register_load_state_dict_post_hook(behind)
+        optim.load_state_dict(saved)
+        assert optim.state["lr"] == kwargs.get("lr", 1e-3)
+        first = optim.register_load_state_dict_pre_hook(in_place)
+        optim.load_state_dict(optim.state_dict())
+        assert optim.param_groups[0]["lr"] == optim.state["lr"] == 0.002
+        optim.register_load_state_dict_pre_hook(anew, prepend=True)
+        optim.load_state_dict(optim.state_dict())
+        assert optim.param_groups[0]["lr"] == 0.002  # the other one has the last word
+        first.remove()
+        optim.load_state_dict(optim.state_dict())
+        assert optim.param_groups[0]["lr"] == optim.state["lr"] == 0.003
+
+
+@both
+def test_hooks_of_steps_fire_in_torchs_order_until_they_are_removed(kind):
+    """step_pre_hook, step_post_hook, step_all_hooks"""
+    for kwargs in inputs_of(kind):
+        params = new_params()
+        optims = [kind(params, **kwargs), SGD(params)]
+        seen: list[str] = []
+        handles = [
+            register_optimizer_step_pre_hook(lambda *_: seen.append("all, pre")),  # noqa: B023
+            register_optimizer_step_post_hook(lambda *_: seen.append("all, post")),  # noqa: B023
+        ]
+        for optim in optims:
+            handles.append(optim.register_step_pre_hook(lambda *_: seen.append("pre")))  # noqa: B023
+            handles.append(optim.register_step_post_hook(lambda *_: seen.append("post")))  # noqa: B023
+        once = ["all, pre", "pre", "post", "all, post"]
+        try:
+            for count, optim in enumerate((*optims, optims[0]), start=1):
+                optim.step()
+                assert seen == once * count
+        finally:
+            for handle in handles:
+                handle.remove()
+        for optim in optims:
+            optim.step()
+        assert seen == once * 3
+
+
+@both
+def test_a_deepcopy_has_all_public_attributes(kind):
+    """deepcopy_copies_all_public_attrs"""
+
+    def public(optim: Any) -> set[str]:
+        return {name for name in vars(optim) if not name.startswith("_")}
+
+    for kwargs in inputs_of(kind):
+        params = new_params()
+        optim = kind(params, **kwargs)
+        steps(optim, params)
+        assert public(copy.deepcopy(optim)) == public(optim)
