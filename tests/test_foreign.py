@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import io
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +15,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.optim import lr_scheduler
 
 import foreign_sources as sources
 from kernel import optimizer
@@ -25,7 +29,7 @@ from ranks import run_ranks
 Muon, MuonAdamW, presets = optimizer.Muon, optimizer.MuonAdamW, optimizer.presets
 
 # Counts that three ranks do not divide: of one shape four, two and one matrices.
-MATRICES = [(6, 10), (12, 4), (6, 10), (8, 8), (6, 10), (12, 4), (6, 10)]
+MATRICES = [(6, 10), (12, 4), (6, 10), (12, 4), (8, 8), (6, 10), (6, 10)]
 KERNELS = [(6, 10), (4, 3, 3, 3), (12, 4), (8, 5, 2, 2), (6, 10), (4, 3, 3, 3), (12, 4)]
 OTHERS = [(9, 120), (6,), (3, 4)]  # nanochat divides the first over ranks, before it did all
 
@@ -76,6 +80,22 @@ def through_file(value: Any) -> Any:
     torch.save(value, buffer)
     buffer.seek(0)
     return torch.load(buffer, weights_only=True)
+
+
+def assert_equal(found: Any, expected: Any) -> None:
+    """Bit-equal, through dicts and lists."""
+    if isinstance(found, torch.Tensor):
+        assert found.dtype == expected.dtype and torch.equal(found, expected)
+    elif isinstance(found, dict):
+        assert found.keys() == expected.keys()
+        for key in found:
+            assert_equal(found[key], expected[key])
+    elif isinstance(found, (list, tuple)):
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected):
+            assert_equal(one, other)
+    else:
+        assert found == expected
 
 
 def by_shape(params: Params) -> list[Params]:
@@ -469,3 +489,642 @@ def test_two_ranks_go_on_from_the_files_of_three_in_every_layout(distributed):
 @pytest.mark.slow
 def test_two_ranks_go_on_from_the_file_of_one_in_every_layout():
     run_ranks(go_on_in_layouts, 2, {name: trained(name) for name in ALONE}, "ALONE")
+
+
+# torch's own
+
+
+def torchs_own(muon: Params, others: Params, **adamw: Any) -> list[Any]:
+    own = dict(lr=0.02, momentum=0.9, weight_decay=0.2)
+    return [torch.optim.Muon(muon, **own), torch.optim.AdamW(others, lr=0.01, **adamw)]
+
+
+def test_the_sources_save_the_keys_that_torchs_own_muon_saves():
+    muon = weights(MATRICES, 0)
+    theirs, source = torch.optim.Muon(muon), sources.TorchMuon(weights(MATRICES, 0))
+    for each in (theirs, source):
+        train(each.param_groups[0]["params"], [each], range(1))
+    found, expected = (each.state_dict() for each in (source, theirs))
+    assert found["param_groups"][0].keys() == expected["param_groups"][0].keys()
+    assert found["state"][0].keys() == expected["state"][0].keys()
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_torchs_own_muon_and_adamw_go_on(dtype):
+    shapes = [(96, 96), (128, 48), (48, 128)]  # fewer numbers round too far apart in bfloat16
+    muon, others = weights(shapes, 0, dtype), weights(OTHERS, 1, dtype)
+    lr = 0.3 if dtype == torch.bfloat16 else 0.02  # far above a bit of the weights
+    theirs = torchs_own(muon, others)
+    theirs[0].param_groups[0]["lr"] = theirs[1].param_groups[0]["lr"] = lr
+    train([*muon, *others], theirs, range(STEPS))
+    saved = through_file([each.state_dict() for each in theirs])
+    before = [p.detach().clone() for p in (*muon, *others)]
+    params = [nn.Parameter(p.clone()) for p in before]
+    groups = in_groups(params[: len(muon)], params[len(muon) :])
+    ours = Muon(**presets.torch_muon(groups), ns_dtype=torch.bfloat16)
+    ours.load_foreign_state_dict(saved, kind="torch_muon")
+    for p, q in zip(params, muon):
+        momentum = ours.state[p]["momentum_buffer"]
+        assert momentum.dtype == dtype and torch.equal(momentum, saved_momentum(theirs[0], q))
+    for p, q in zip(params[len(muon) :], others):
+        for key in ("step", "exp_avg", "exp_avg_sq"):
+            assert torch.equal(ours.state[p][key], theirs[1].state[q][key])
+    train([*muon, *others], theirs, range(STEPS, 2 * STEPS))
+    train(params, [ours], range(STEPS, 2 * STEPS))
+    for p, q, start in zip(params, (*muon, *others), before):
+        moved = (p - start).float(), (q - start).float()
+        assert (moved[0] - moved[1]).norm() < BFLOAT16 * moved[1].norm()
+
+
+def saved_momentum(theirs: torch.optim.Optimizer, p: nn.Parameter) -> torch.Tensor:
+    return theirs.state[p]["momentum_buffer"]
+
+
+def test_the_two_state_dicts_of_torch_may_come_in_any_order_or_by_name():
+    saved, case = trained("torch_muon").files[0], ALONE["torch_muon"]
+    for states in (saved, saved[::-1], tuple(saved), {"adamw": saved[1], "muon": saved[0]}):
+        ours = case.ours(weights(MATRICES, 0), weights(OTHERS, 1))
+        ours.load_foreign_state_dict(states, kind="torch_muon")
+        assert ours.state_dict()["state"][len(MATRICES)]["step"] == STEPS
+
+
+@pytest.mark.parametrize("absent", ["muon", "adamw"])
+def test_one_of_two_optimizers_may_start_anew(absent):
+    saved = dict(zip(("muon", "adamw"), trained("torch_muon").files[0]))
+    ours = ALONE["torch_muon"].ours(weights(MATRICES, 0), weights(OTHERS, 1))
+    del saved[absent]
+    with pytest.raises(ValueError, match=f"states has nothing for .*'{absent}': None"):
+        ours.load_foreign_state_dict(saved, kind="torch_muon")
+    ours.load_foreign_state_dict({**saved, absent: None}, kind="torch_muon")
+    state = ours.state_dict()["state"]
+    assert state[0]["momentum_buffer"].any() == (absent == "adamw")
+    assert state[len(MATRICES)]["step"] == (0 if absent == "adamw" else STEPS)
+
+
+class Model(nn.Module):
+    """Its parameters come in another order than those of Muon and AdamW."""
+
+    def __init__(self, seed: int = 0, wide: int = 6):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed = nn.Embedding(7, 4)
+        self.layers = nn.ModuleList([nn.Linear(4, wide), nn.Linear(wide, 4)])
+        self.norm = nn.LayerNorm(4)
+        self.frozen = nn.Linear(4, 4)
+        self.frozen.requires_grad_(False)
+        self.head = nn.Linear(4, 7, bias=False)
+        self.double()
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.head(self.norm(self.frozen(x)))
+
+
+def train_model(model: Model, optim: Any, steps: int = STEPS) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(steps):
+        model(torch.randint(0, 7, (5,), generator=generator)).square().mean().backward()
+        optim.step()
+        optim.zero_grad()
+
+
+def ours_of(model: nn.Module, **options: Any) -> Any:
+    return Muon(optimizer.muon.get_default_muon_param_groups(model), **options)
+
+
+def adamw_beside(model: Model, **options: Any) -> Any:
+    params = model.named_parameters() if options.pop("named", False) else model.parameters()
+    theirs = torch.optim.AdamW(params, lr=0.01, betas=(0.8, 0.9), eps=1e-9, **options)
+    train_model(model, theirs)
+    return theirs
+
+
+FORMS = {
+    "parameters": (False, lambda model: model.parameters()),
+    "pairs": (False, lambda model: model.named_parameters()),
+    "names": (False, lambda model: [name for name, _ in model.named_parameters()]),
+    "names in the checkpoint": (True, lambda model: None),
+}
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize("style", ["ema", "classical"])
+@pytest.mark.parametrize("form", FORMS)
+def test_one_adamw_of_everything_gives_moments_and_seeds_momentum(form, style):
+    is_named, params = FORMS[form]
+    model = Model()
+    theirs = adamw_beside(model, named=is_named, weight_decay=0.3)
+    saved, other = through_file(theirs.state_dict()), copy.deepcopy(model)
+    ours = ours_of(other, momentum_style=style, momentum=0.75)
+    if form == "names":  # of a frozen one, which no group has, there is only the name
+        ours.add_param_group({"params": [("x", nn.Parameter(torch.zeros(3)))], "use_muon": False})
+        ours.param_groups.pop(), ours._names.pop()
+    ours.load_foreign_state_dict(saved, kind="torch_adamw", params=params(other))
+    for (name, p), q in zip(model.named_parameters(), other.parameters()):
+        if not q.requires_grad:
+            assert q not in ours.state, name
+            continue
+        own, expected = ours.state[q], theirs.state[p]
+        if q in set(ours.param_groups[0]["params"]):
+            seed = expected["exp_avg"] * (1 if style == "ema" else 4)
+            assert list(own) == ["momentum_buffer"] and torch.equal(own["momentum_buffer"], seed)
+        else:
+            assert all(torch.equal(own[key], expected[key]) for key in expected), name
+    for group in ours.param_groups:
+        assert group["lr"] == 0.01 and group["weight_decay"] == 0.3
+    assert ours.param_groups[0]["momentum"] == 0.75
+    assert ours.param_groups[1]["adamw_betas"] == (0.8, 0.9)
+    assert ours.param_groups[1]["adamw_eps"] == 1e-9
+    embeddings = model.embed.weight, other.embed.weight
+    for p in embeddings:
+        p.grad = torch.ones_like(p)
+    theirs.step()
+    ours.step()
+    torch.testing.assert_close(*embeddings, rtol=1e-12, atol=1e-12)
+
+
+def test_adamws_rates_go_to_matrices_only_with_the_scale_they_fit():
+    model = Model()
+    theirs = adamw_beside(model, weight_decay=0.3)
+    ours = ours_of(model, adjust_lr="original", lr=0.02, weight_decay=0.1)
+    params = model.parameters()
+    ours.load_foreign_state_dict(theirs.state_dict(), kind="torch_adamw", params=params)
+    rates = [(group["lr"], group["weight_decay"]) for group in ours.param_groups]
+    assert rates == [(0.02, 0.1), (0.01, 0.3)]
+
+
+@pytest.mark.parametrize("flatten", [False, True], ids=["nested", "flat"])
+@pytest.mark.parametrize("kind", ["torch_adamw", "motif"])
+def test_state_by_names_is_told_by_names(kind, flatten):
+    model = Model()
+    if kind == "motif":
+        groups = optimizer.muon.get_default_muon_param_groups(model)
+        matrices, names = groups[0]["params"], groups[0].pop("names")
+        groups[1].pop("names")
+        theirs = sources.Motif([groups[1], groups[0]], lr=0.01)  # in another order
+        train_model(model, theirs)
+        assert names[0].startswith("layers") and len(matrices) == 2
+    else:
+        theirs = adamw_beside(model)
+        for q in model.frozen.parameters():  # which torch wants to know, too
+            q.requires_grad_(True)
+    options = StateDictOptions(flatten_optimizer_state_dict=flatten)
+    state = {p: dict(own) for p, own in theirs.state.items()}
+    saved = through_file(get_optimizer_state_dict(model, theirs, options=options))
+    for q in model.frozen.parameters():
+        q.requires_grad_(False)
+    saved = {k: v for k, v in saved.items() if "frozen" not in k} if flatten else saved
+    ours = ours_of(model, momentum_style="ema" if kind == "torch_adamw" else "classical")
+    ours.load_foreign_state_dict(saved, kind=kind)
+    for p in model.parameters():
+        if not p.requires_grad:
+            continue
+        for key, value in ours.state[p].items():
+            old = {"exp_avg": "moment1", "exp_avg_sq": "moment2"} if kind == "motif" else {}
+            if kind == "torch_adamw" and key == "momentum_buffer":
+                key = "exp_avg"
+            assert torch.equal(value, state[p][old.get(key, key)])
+    assert all(group["lr"] == 0.01 for group in ours.param_groups)
+
+
+def test_a_scheduler_goes_on_from_a_checkpoint_of_another_optimizer():
+    model = Model()
+    theirs = torch.optim.AdamW(model.parameters(), lr=0.01)
+    schedule = lr_scheduler.CosineAnnealingLR(theirs, 10)
+    for _ in range(4):
+        train_model(model, theirs, 1)
+        schedule.step()
+    ours = ours_of(model)
+    saved, at = through_file(theirs.state_dict()), through_file(schedule.state_dict())
+    ours.load_foreign_state_dict(saved, kind="torch_adamw", params=model.parameters())
+    resumed = lr_scheduler.CosineAnnealingLR(ours, 10, last_epoch=4)
+    resumed.load_state_dict({**at, "base_lrs": at["base_lrs"] * 2})
+    for _ in range(3):
+        model.norm.weight.grad = torch.ones_like(model.norm.weight)
+        schedule.step(), ours.step(), resumed.step()
+        assert [group["lr"] for group in ours.param_groups] == pytest.approx(
+            [theirs.param_groups[0]["lr"]] * 2
+        )
+
+
+def test_hyperparameters_stay_where_they_are_not_wanted():
+    ours = ALONE["motif"].ours(weights(MATRICES, 0), weights(OTHERS, 1))
+    before = [{k: v for k, v in group.items() if k != "params"} for group in ours.param_groups]
+    states = trained("motif").states(ALONE["motif"])
+    ours.load_foreign_state_dict(states, kind="motif", hyperparameters=False)
+    for group, own in zip(ours.param_groups, before):
+        assert {k: group[k] for k in own} == own
+    assert ours.state_dict()["state"][0]["momentum_buffer"].any()
+
+
+def test_group_options_that_no_checkpoint_has_stay_as_they_are():
+    case, options = ALONE["torch_muon"], {"cautious": True, "ns_coefficients": "polar_express"}
+    ours = case.ours(weights(MATRICES, 0), weights(OTHERS, 1), beta2=0.5)
+    ours.param_groups[0].update(options)
+    ours.load_foreign_state_dict(trained("torch_muon").states(case), kind="torch_muon")
+    assert {key: ours.param_groups[0][key] for key in options} == options
+    assert ours.param_groups[0]["beta2"] == 0.5
+    assert not ours.state_dict()["state"][0]["second_momentum_buffer"].any()
+
+
+def test_different_hyperparameters_within_one_group_are_refused():
+    model = Model()
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    theirs = torch.optim.AdamW(groups, lr=0.01)
+    train_model(model, theirs)
+    ours, given = ours_of(model), [*matrices, *vectors]
+    load = functools.partial(
+        ours.load_foreign_state_dict, theirs.state_dict(), kind="torch_adamw", params=given
+    )
+    with pytest.raises(ValueError, match=r"weight_decay is 0.1 for embed.*but 0.0 for .*groups of"):
+        load()
+    load(hyperparameters=False)
+
+
+def test_a_checkpoint_from_before_the_first_step_brings_its_hyperparameters():
+    for case in ALONE.values():
+        muon, others = weights(case.shapes, 0), weights(OTHERS, 1)
+        states = case.pack([through_file([o.state_dict() for o in case.source(muon, others)])])
+        ours = case.ours(muon, others)
+        ours.load_foreign_state_dict(states, kind=case.kind)
+        assert all(group["lr"] != WRONG["lr"] for group in ours.param_groups)
+        for own in ours.state_dict()["state"].values():
+            assert not any(torch.as_tensor(value).any() for value in own.values())
+
+
+def test_a_matrix_that_never_had_a_gradient_starts_with_zeros():
+    muon, others = weights(MATRICES, 0), weights(OTHERS, 1)
+    theirs = torchs_own(muon, others)
+    train([*muon[1:], *others], theirs, range(STEPS))
+    ours = ALONE["torch_muon"].ours(muon, others)
+    states = [each.state_dict() for each in theirs]
+    ours.load_foreign_state_dict(states, kind="torch_muon")
+    assert not ours.state[muon[0]]["momentum_buffer"].any()
+    assert ours.state[muon[1]]["momentum_buffer"].any()
+
+
+def test_what_is_loaded_is_a_copy():
+    for name, case in ALONE.items():
+        states = trained(name).states(case)
+        kept = copy.deepcopy(states)
+        muon, others = weights(case.shapes, 0), weights(OTHERS, 1)
+        ours = case.ours(muon, others)
+        ours.load_foreign_state_dict(states, kind=case.kind)
+        train([*muon, *others], [ours], range(STEPS))
+        assert_equal(states, kept)
+
+
+def test_nanochats_second_moment_becomes_the_flat_one_in_float32():
+    case, source = ALONE["nanochat"], trained("nanochat")
+    ours = case.ours(*(weights(shapes, 0, torch.bfloat16) for shapes in (MATRICES, OTHERS)))
+    states = source.states(case)
+    for own in states["state"].values():  # as it is of a model in bfloat16
+        own.update({k: v.bfloat16() for k, v in own.items() if isinstance(v, torch.Tensor)})
+    ours.load_foreign_state_dict(states, kind="nanochat")
+    group = ours.param_groups[2]  # four of (6, 10), whose longer side is the columns
+    stack = states["state"][3]
+    for index, p in enumerate(group["params"]):
+        momentum, V = (ours.state[p][key] for key in ("momentum_buffer", "second_momentum_buffer"))
+        assert momentum.dtype == torch.bfloat16 and V.dtype == torch.float32 and V.shape == (10,)
+        assert torch.equal(momentum, stack["momentum_buffer"][index])
+        assert torch.equal(V, stack["second_momentum_buffer"][index, 0].float())
+
+
+def test_nanochats_second_moments_of_experts_are_each_their_own():
+    params = weights([(3, 6, 4), (3, 6, 4)], 0)
+    group = dict(kind="muon", lr=0.02, momentum=0.9, ns_steps=5, beta2=0.9, weight_decay=0.2)
+    source = sources.Nanochat([{**group, "params": params}])
+    train(params, [source], range(STEPS))
+    saved, copies = through_file(source.state_dict()), [nn.Parameter(p.clone()) for p in params]
+    pairs = [(f"experts.{i}", p) for i, p in enumerate(copies)]
+    ours = MuonAdamW([{**group, "params": pairs, "expert_keys": ["experts"]}])
+    ours.load_foreign_state_dict(saved, kind="nanochat")
+    stack = saved["state"][0]["second_momentum_buffer"]  # (2, 3, 6, 1)
+    for index, p in enumerate(copies):
+        V = ours.state[p]["second_momentum_buffer"]
+        assert torch.equal(V, stack[index, ..., 0].float())
+
+
+def test_momentum_in_bfloat16_stays_so_and_is_scaled_in_one_rounding():
+    source = trained("motif")
+    states = source.states(ALONE["motif"])
+    for own in states["state"].values():
+        if "momentum_buffer" in own:
+            own["momentum_buffer"] = own["momentum_buffer"].bfloat16()
+    for style, factor in (("classical", 1.0), ("ema", 0.1)):
+        muon = weights(MATRICES, 0)
+        ours = ALONE["motif"].ours(muon, weights(OTHERS, 1), momentum_style=style)
+        ours.load_foreign_state_dict(states, kind="motif")
+        for index, p in enumerate(muon):
+            found, saved = ours.state[p]["momentum_buffer"], states["state"][index]
+            assert found.dtype == torch.bfloat16
+            exact = saved["momentum_buffer"].double() * factor
+            assert torch.equal(found, exact.bfloat16())
+
+
+def test_an_adam_whose_decay_is_in_the_gradient_is_refused():
+    for decay in (0.1, 0.0):  # without decay it is AdamW
+        model = Model()
+        theirs = torch.optim.Adam(model.parameters(), weight_decay=decay)
+        train_model(model, theirs)
+        ours, params = ours_of(model), model.parameters()
+        load = functools.partial(ours.load_foreign_state_dict, theirs.state_dict(), params=params)
+        if decay:
+            with pytest.raises(ValueError, match="torch.optim.Adam's, with weight_decay 0.1"):
+                load(kind="torch_adamw")
+        else:
+            load(kind="torch_adamw")
+            assert ours.state[model.embed.weight]["step"] == STEPS
+
+
+def test_amsgrad_is_left_behind_with_a_warning():
+    model = Model()
+    theirs = adamw_beside(model, amsgrad=True)
+    ours, load = ours_of(model), functools.partial(pytest.warns, match="amsgrad=True")
+    with load(UserWarning):
+        ours.load_foreign_state_dict(
+            theirs.state_dict(), kind="torch_adamw", params=model.parameters()
+        )
+    assert ours.state[model.embed.weight].keys() == {"step", "exp_avg", "exp_avg_sq"}
+
+
+# Positions
+
+
+@pytest.mark.parametrize("distributed_", [False, True], ids=["as given", "by size"])
+def test_keller_jordans_order_is_told_by_the_shapes(distributed_, distributed):
+    case = (DISTRIBUTED if distributed_ else ALONE)["keller_jordan"]
+    source = distributed["keller_jordan"] if distributed_ else trained("keller_jordan")
+    go_on(case, source)
+
+
+def test_parameters_given_in_order_are_found_in_any_groups(distributed):
+    for name, every in (("nanochat", distributed), ("keller_jordan", distributed)):
+        case, source = DISTRIBUTED[name], every[name]
+        params = [nn.Parameter(W.clone()) for W in source.before]
+        muon, others = params[: len(case.shapes)], params[len(case.shapes) :]
+        adamw = dict(adamw_betas=(0.8, 0.95), adamw_eps=1e-10)
+        groups = in_groups(muon[::-1], others[::-1])
+        ours = Muon(groups, flatten=True, momentum_style="ema", beta2=0.9, **adamw)
+        if name == "nanochat":
+            given = [p for group in nanochat_groups(muon, others) for p in group["params"]]
+        else:
+            given = [*others, *muon]
+        load = functools.partial(
+            ours.load_foreign_state_dict, source.states(case), kind=case.kind, params=given
+        )
+        with pytest.raises(ValueError, match=r"lr is .* one group here"):
+            load()
+        load(hyperparameters=False)
+        reference = case.ours(muon, others)
+        reference.load_foreign_state_dict(source.states(case), kind=case.kind)
+        for p in params:
+            expected = reference.state[p]
+            assert all(torch.equal(ours.state[p][key], expected[key]) for key in expected)
+
+
+@pytest.mark.slow
+def test_fsdp_over_tensor_parallelism_takes_its_strides():
+    run_ranks(go_on_in_strides, 4, {name: trained(name) for name in ALONE})
+
+
+def go_on_in_strides(every: dict[str, Trained]) -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    placements = [_StridedShard(0, split_factor=2), Shard(0)]
+    place = functools.partial(
+        distribute_tensor, device_mesh=mesh, placements=placements, src_data_rank=None
+    )
+    for name, source in every.items():
+        with named(name):
+            go_on(ALONE[name], source, place)
+
+
+def test_nothing_but_the_state_makes_training_go_on():
+    """What the tolerance of the others is worth."""
+    for name, case in ALONE.items():
+        for states in ({"state": {}}, {}):
+            source = trained(name)
+            files = copy.deepcopy(source.files)
+            for saved in files[0]:
+                saved.update(copy.deepcopy(states))
+                for group in saved["param_groups"] if not states else ():
+                    group.update({key: group[key] / 2 for key in ("lr",)})
+            if case.kind == "llamafactory" and states:
+                continue  # whose state says which parameters are Muon's
+            with pytest.raises(AssertionError, match=r"tensor\("):
+                go_on(case, Trained(files, source.before, source.after))
+
+
+# What does not fit
+
+
+def without_a_rank(states: list[Any]) -> list[Any]:
+    return states[:-1]
+
+
+def without_the_first(states: list[Any]) -> list[Any]:
+    return states[1:]
+
+
+def reversed_ranks(states: list[Any]) -> list[Any]:
+    return states[::-1]
+
+
+def first_alone(states: list[Any]) -> Any:
+    return states[0]
+
+
+def mixed(change: Callable[[Any], Any], rank: int = 0) -> Callable[[Any], Any]:
+    """A change of one state dict."""
+
+    def changed(states: Any) -> Any:
+        each = states
+        if isinstance(states, dict) and "muon" in states:
+            each = states["muon"]
+        each = each[rank] if isinstance(each, list) else each
+        change(each)
+        return states
+
+    return changed
+
+
+def swap(states: Any) -> None:
+    state = states["state"]
+    state[0], state[1] = state[1], state[0]
+
+
+def drop_a_parameter(states: Any) -> None:
+    group = states["param_groups"][-1]
+    states["state"].pop(group["params"].pop(), None)
+
+
+def other_shape(states: Any) -> None:
+    key = "momentum_buffer"
+    own = next(own for own in states["state"].values() if key in own)
+    own[key] = own[key].mT.contiguous()
+
+
+def no_step(states: Any) -> None:
+    next(own for own in states["state"].values() if "step" in own).pop("step")
+
+
+def integers(states: Any) -> None:
+    own = next(own for own in states["state"].values() if "momentum_buffer" in own)
+    own["momentum_buffer"] = own["momentum_buffer"].long()
+
+
+def no_flag(states: Any) -> None:
+    states["state"][0].pop("use_muon")
+
+
+def other_flag(states: Any) -> None:
+    states["state"][0]["use_muon"] = False
+
+
+def other_rename(states: Any) -> None:
+    states["param_groups"][0]["names"] = [f"layers.{i + 1}.weight" for i in range(len(MATRICES))]
+
+
+def stepped_twice(states: Any) -> None:
+    next(own for own in states["state"].values() if "step" in own)["step"] += 1
+
+
+COMPLETE = "give the state dicts of all ranks"
+FAULTS = [
+    ("torch_muon", lambda states: states[0], None, "states has nothing for .* AdamW's here"),
+    ("torch_muon", lambda states: [states[0]] * 2, None, "two state dicts of Muon"),
+    ("torch_muon", mixed(swap), None, r"momentum_buffer of .* has shape \(12, 4\), where \(6, 10"),
+    ("torch_muon", mixed(drop_a_parameter), None, r"has groups of \[6\] parameters.*\[7\]"),
+    ("torch_muon", mixed(other_shape), None, r"has shape \(10, 6\), where \(6, 10\)"),
+    ("torch_muon", mixed(integers), None, "torch.int64, no real tensor"),
+    ("torch_muon", lambda states: states, "motif", "states must be a state dict, found a list"),
+    ("torch_muon", lambda states: states[0], "motif", "looks like kind='torch_muon'"),
+    ("torch_muon", lambda states: states[1], "torch_muon", "looks like kind='torch_adamw'"),
+    ("torch_muon", lambda states: states[1], "torch_adamw", r"groups of \[3\] parameters"),
+    ("torch_muon", lambda states: {"optimizer": states[0]}, None, "must be an optimizer's state"),
+    ("torch_muon", lambda states: None, None, "found a NoneType"),
+    ("torch_muon", lambda states: states, "muon", "kind must be one of 'torch_muon', "),
+    ("motif", mixed(no_step), None, "has no step: is it AdamW's"),
+    ("motif", mixed(other_rename), None, "is where states has layers.1.weight"),
+    ("motif", lambda states: states, "llamafactory", "looks like kind='motif'"),
+    ("motif", lambda states: [states, states], None, "must be a state dict, found a list"),
+    ("motif", lambda states: {"muon": states, "adamw": states}, None, "has one state dict for"),
+    ("llamafactory", mixed(no_flag), None, "has no use_muon in states"),
+    ("llamafactory", mixed(other_flag), None, "was AdamW's, parameter 0 of group 0 of states"),
+    ("llamafactory", mixed(swap), None, "has shape"),
+    ("llamafactory", mixed(drop_a_parameter), None, r"has groups of \[9\] parameters.*\[10\]"),
+    ("nanochat", lambda states: states, "keller_jordan", "looks like kind='nanochat'"),
+    ("nanochat", mixed(other_shape), None, r"momentum_buffer of .* has shape \(\d+, \d+\)"),
+    ("nanochat", lambda states: [states, states], None, r"should stack 2 of 4 matrices.*all ranks"),
+    ("keller_jordan", mixed(other_shape), None, "in the order in which the other optimizer was"),
+    ("keller_jordan", lambda states: states, "nanochat", "looks like kind='keller_jordan'"),
+    ("keller_jordan", lambda states: [states, states], None, COMPLETE),
+]
+FAULTS_OF_RANKS = [
+    ("nanochat", without_a_rank, r"state dicts of all ranks, in their order"),
+    ("nanochat", without_the_first, "state dicts of all ranks, in their order"),
+    ("nanochat", first_alone, "state dicts of all ranks, in their order"),
+    ("nanochat", reversed_ranks, "in the order of the ranks"),
+    ("nanochat", mixed(stepped_twice, 1), "all ranks of one checkpoint"),
+    ("nanochat", mixed(drop_a_parameter, 1), "has groups of .* of one checkpoint"),
+    ("keller_jordan", without_a_rank, COMPLETE),
+    ("keller_jordan", without_the_first, COMPLETE),
+    ("keller_jordan", first_alone, COMPLETE),
+    ("keller_jordan", reversed_ranks, COMPLETE),
+    ("keller_jordan", mixed(stepped_twice, 1), "on different ranks"),
+    ("keller_jordan, by number of elements", mixed(drop_a_parameter), "has groups of"),
+    ("keller_jordan, the first", without_a_rank, COMPLETE),
+    ("keller_jordan, the first", mixed(no_flag), "has no use_muon"),
+]
+
+
+def check_refused(case: Case, states: Any, kind: str, match: str) -> None:
+    muon, others = weights(case.shapes, 0), weights(OTHERS, 1)
+    ours = case.ours(muon, others)
+    train([*muon, *others], [ours], range(1))
+    before = copy.deepcopy(ours.state_dict())
+    with pytest.raises(ValueError, match=match):
+        ours.load_foreign_state_dict(states, kind=kind)
+    assert_equal(ours.state_dict(), before)
+
+
+@pytest.mark.parametrize("name, change, kind, match", FAULTS)
+def test_what_does_not_fit_raises_and_changes_nothing(name, change, kind, match):
+    case = ALONE[name]
+    states = change(trained(name).states(case))
+    check_refused(case, states, kind or case.kind, match)
+
+
+@pytest.mark.parametrize("name, change, match", FAULTS_OF_RANKS)
+def test_files_of_ranks_that_do_not_fit_raise_and_change_nothing(name, change, match, distributed):
+    case = DISTRIBUTED[name]
+    check_refused(case, change(distributed[name].states(case)), case.kind, match)
+
+
+def test_a_checkpoint_of_this_package_is_no_foreign_one():
+    ours = ALONE["motif"].ours(weights(MATRICES, 0), weights(OTHERS, 1))
+    with pytest.raises(ValueError, match="this package's own: use load_state_dict"):
+        ours.load_foreign_state_dict(ours.state_dict(), kind="motif")
+
+
+def test_parameters_in_another_order_than_they_were_saved_in_are_refused():
+    case = ALONE["torch_muon"]
+    muon, others = weights(MATRICES, 0), weights(OTHERS, 1)
+    ours, states = case.ours(muon, others), trained("torch_muon").states(case)
+    load = functools.partial(ours.load_foreign_state_dict, states, kind="torch_muon")
+    with pytest.raises(ValueError, match="has shape"):
+        load(params=[*muon[::-1], *others])
+    with pytest.raises(ValueError, match="6 are given"):
+        load(params=[*muon[1:], *others])
+    with pytest.raises(ValueError, match=r"params has .*\[0\] twice"):
+        load(params=[*muon, muon[0], *others])
+    with pytest.raises(ValueError, match="names, found a int"):
+        load(params=[3])
+    load(params=[*others, *muon])  # of two optimizers each takes its own
+
+
+def test_state_of_a_parameter_that_is_in_no_group_is_refused():
+    model = Model()
+    theirs = adamw_beside(model)
+    model.embed.requires_grad_(False)
+    ours = ours_of(model)
+    with pytest.raises(ValueError, match=r"embed.weight, .* is in no group of this"):
+        ours.load_foreign_state_dict(
+            theirs.state_dict(), kind="torch_adamw", params=model.named_parameters()
+        )
+
+
+@pytest.mark.slow
+def test_dtensors_in_a_checkpoint_lie_as_the_parameters_or_are_refused():
+    run_ranks(load_dtensors, 2)
+
+
+def load_dtensors() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    whole, case = weights(MATRICES, 0), ALONE["motif"]
+    muon = [nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(0)])) for p in whole]
+    theirs = sources.Motif([named_groups(muon, [])[0]])
+    states = {p: {"momentum_buffer": torch.ones_like(p) * i} for i, p in enumerate(muon)}
+    theirs.state.update(states)
+    saved = theirs.state_dict()
+    ours = case.ours([nn.Parameter(p.detach().clone()) for p in muon], [])
+    ours.load_foreign_state_dict(saved, kind="motif")
+    for index, p in enumerate(ours.param_groups[0]["params"]):
+        momentum = ours.state[p]["momentum_buffer"]
+        assert momentum.placements == (Shard(0),) and (momentum.to_local() == index).all()
+    plain = case.ours(whole, [])
+    with pytest.raises(ValueError, match=r"is \[Shard\(dim=0\)\].*full_tensor"):
+        plain.load_foreign_state_dict(saved, kind="motif")
+
+
+def test_no_warning_is_given_where_everything_fits():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for name, case in ALONE.items():
+            ours = case.ours(weights(case.shapes, 0), weights(OTHERS, 1))
+            ours.load_foreign_state_dict(trained(name).states(case), kind=case.kind)

@@ -105,6 +105,13 @@ def _whole(section: Section, saved: SavedGroup, index: int, target: Target) -> F
         slices = [own.get(key) for own in each]
         if world > 1 and all(isinstance(s, Tensor) and _is_slice(s, target, world) for s in slices):
             state[key] = torch.cat(slices)  # type: ignore[arg-type]
+        value = state.get(key)
+        if isinstance(value, Tensor) and target.shape not in (None, tuple(value.shape)):
+            raise ValueError(
+                f"{key} of {target.name}, {where}, has shape {tuple(value.shape)}, which is neither "
+                f"that of the parameter, {target.shape}, nor that of an equal part of its rows on "
+                f"each of {world} ranks: give the state dicts of all ranks, in their order"
+            )
     return Found(target, where, False, "ema", state, adamw_options(saved.options))
 
 

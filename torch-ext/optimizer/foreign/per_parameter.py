@@ -34,8 +34,20 @@ def all_in_one(groups: Sequence[Options]) -> list[list[int]]:
 
 
 def read_torch(section: Section, ours: Ours) -> list[Found]:
-    """torch's Muon, or its AdamW; whichever wrote a group."""
+    """torch's Muon, or its AdamW; whichever wrote a group.
+
+    Raises:
+        ValueError: Adam wrote it, and its decay is no decoupled one.
+    """
     found = []
+    for number, saved in enumerate(section.groups):
+        decay = saved.options.get("weight_decay", 0.0)
+        if saved.options.get("decoupled_weight_decay") is False and decay != 0.0:
+            raise ValueError(
+                f"group {number} of {section.where} is torch.optim.Adam's, with weight_decay "
+                f"{decay} in its gradients, which there is not here: set it to 0 in the state "
+                "dict's group, and that of the groups here to what is to follow"
+            )
     for saved, index, target in positions(section, arrange(section, ours)):
         is_muon = "betas" not in saved.options
         options = muon_options(saved.options) if is_muon else adamw_options(saved.options)
