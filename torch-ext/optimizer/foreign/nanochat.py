@@ -108,9 +108,9 @@ def _whole(section: Section, saved: SavedGroup, index: int, target: Target) -> F
         value = state.get(key)
         if isinstance(value, Tensor) and target.shape not in (None, tuple(value.shape)):
             raise ValueError(
-                f"{key} of {target.name}, {where}, has shape {tuple(value.shape)}, which is neither "
-                f"that of the parameter, {target.shape}, nor that of an equal part of its rows on "
-                f"each of {world} ranks: give the state dicts of all ranks, in their order"
+                f"{key} of {target.name}, {where}, has shape {tuple(value.shape)}, neither that of "
+                f"the parameter, {target.shape}, nor that of an equal part of its rows on each of "
+                f"{world} ranks: give the state dicts of all ranks, in their order"
             )
     return Found(target, where, False, "ema", state, adamw_options(saved.options))
 
