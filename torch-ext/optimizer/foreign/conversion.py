@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Optional
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Callable, Optional
 
 import torch
 from torch import Tensor

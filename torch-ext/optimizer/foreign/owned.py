@@ -128,11 +128,9 @@ def _as_saved(section: Section, saved: SavedGroup, targets: Sequence[Target]) ->
         return list(targets)
     shapes = [_shape(section, saved_id) for saved_id in saved.ids]
     sorted_by_size = sorted(targets, key=lambda target: target.shape or (), reverse=True)
-    merged, queues = [], {4: [t for t in targets if _is_4d(t)], 0: [*targets]}
-    queues[0] = [t for t in targets if not _is_4d(t)]
-    for shape in shapes:
-        queue = queues[4 if shape is not None and len(shape) == 4 else 0]
-        merged.append(queue.pop(0) if queue else None)
+    kernels = iter([target for target in targets if _is_4d(target.shape)])
+    matrices = iter([target for target in targets if not _is_4d(target.shape)])
+    merged = [next(kernels if _is_4d(shape) else matrices, None) for shape in shapes]
     for order in (list(targets), merged, sorted_by_size):
         if all(t is not None and s in (None, t.shape) for t, s in zip(order, shapes)):
             return [t for t in order if t is not None]
@@ -145,8 +143,8 @@ def _as_saved(section: Section, saved: SavedGroup, targets: Sequence[Target]) ->
     )
 
 
-def _is_4d(target: Target) -> bool:
-    return target.shape is not None and len(target.shape) == 4
+def _is_4d(shape: Optional[Shape]) -> bool:
+    return shape is not None and len(shape) == 4
 
 
 def _shape(section: Section, saved_id: Any) -> Optional[Shape]:

@@ -11,8 +11,8 @@ from typing import Any, Optional
 
 from ..groups import normalize_name
 
-# Keys of groups by which the kinds are told apart; what several have does not tell.
-_OURS = "momentum_style"
+_OURS = "momentum_style"  # a key that only groups of this package have
+
 KINDS = ("torch_muon", "torch_adamw", "motif", "llamafactory", "nanochat", "keller_jordan")
 
 
@@ -173,23 +173,21 @@ def read_checkpoint(state_dict: Any, where: str) -> Checkpoint:
         options = {k: v for k, v in group.items() if k not in ("params", "names", "param_names")}
         groups.append(SavedGroup(list(ids), _names_of(group), options))
     ids = [saved_id for group in groups for saved_id in group.ids]
-    strays = [key for key in states if key not in set(ids)]
-    if len(set(ids)) != len(ids) or strays:
-        raise ValueError(
-            f"{where} has state of {strays[0]!r}, which is in none of its groups"
-            if strays
-            else f"{where} names a parameter twice in its groups"
-        )
+    known = set(ids)
+    if len(known) != len(ids):
+        raise ValueError(f"{where} has a parameter twice in its groups")
+    for key in states:
+        if key not in known:
+            raise ValueError(f"{where} has state of {key!r}, which is in none of its groups")
     return Checkpoint(groups, states, where)
 
 
 def _names_of(group: Mapping[str, Any]) -> Optional[list[str]]:
     ids = group["params"]
     for names in (group.get("param_names"), group.get("names"), ids):
-        if isinstance(names, (list, tuple)) and [isinstance(n, str) for n in names] == [True] * len(
-            ids
-        ):
-            return [normalize_name(name) for name in names]
+        texts = [name for name in names or () if isinstance(name, str)]
+        if texts and len(texts) == len(ids):
+            return [normalize_name(name) for name in texts]
     return None
 
 
