@@ -90,7 +90,7 @@ def divide_state(
                 if layout is None or not isinstance(value, Tensor) or dtensors.is_dtensor(value):
                     continue
                 if value.shape == shape:
-                    own[key] = dtensors.divide_by_rows(value, layout)
+                    own[key] = dtensors.divide(value, layout)
 
 
 def without_tensors(states: Mapping[Any, Any], saved_groups: Sequence[Group]) -> dict[Any, Any]:

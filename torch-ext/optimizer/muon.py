@@ -11,7 +11,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from . import adamw, checkpoints, newton_schulz, options, pipeline, validation
+from . import adamw, checkpoints, foreign, newton_schulz, options, pipeline, validation
 from .cpu_offload import CPUOffload, Hooks, Offloadable, Use
 from .distributed import agreement
 from .distributed import utils as dtensors
@@ -618,6 +618,90 @@ class Muon(Offloadable):
         finally:
             for handle in handles:
                 handle.remove()
+
+    @torch.no_grad()
+    def load_foreign_state_dict(
+        self,
+        states: Any,
+        *,
+        kind: str,
+        params: Optional[Iterable[Any]] = None,
+        hyperparameters: bool = True,
+    ) -> None:
+        """Takes over the state of another optimizer, from its checkpoint.
+
+        ``kind`` tells what wrote ``states``:
+
+        - ``"torch_muon"``: torch.optim.Muon's and torch.optim.AdamW's, in a list.
+        - ``"torch_adamw"``: torch.optim.AdamW's.
+        - ``"motif"``: Motif's ``Muon``'s.
+        - ``"llamafactory"``: Moonlight's ``Muon``'s, which LlamaFactory ships.
+        - ``"nanochat"``: ``MuonAdamW``'s, or a list of ``DistMuonAdamW``'s, one for each rank.
+        - ``"keller_jordan"``: any of his Muons', or a list of one for each rank.
+
+        A mapping ``{"muon": …, "adamw": …}`` is for two optimizers, each as above; None in it has
+        those parameters start anew. Lists of ranks are in their order, complete. State dicts that
+        torch.distributed.checkpoint has made, by names, flattened or not, will do where they hold
+        whole tensors, or DTensors that lie as the parameters do. Every rank of this optimizer gets
+        all of ``states``, and takes its part without traffic.
+
+        Which parameter is which is told by names, where both have them for all parameters; else by
+        position, which fits where the preset of the source made the groups from what the source was
+        given; else by ``params``.
+
+        AdamW's moments and steps are taken as they are. Momentum keeps its dtype; with constant μ
+        the averaged one (``"ema"``) is 1 − μ of the summed one (``"classical"``), and it becomes
+        what its group has. A matrix that AdamW trained begins with ``exp_avg`` as averaged
+        momentum. Second moments of nanochat are taken by groups with ``beta2``. What is used here
+        is a copy.
+
+        Args:
+            states: state dicts, already loaded: ``torch.load(path, weights_only=True)``.
+            kind: what wrote them, see above.
+            params: parameters, (name, parameter) pairs, or names: all of them, in the order in
+                which the other optimizer was given them, whatever it made of that. Of two
+                optimizers each takes those that are its own. They may be frozen ones, without
+                state.
+            hyperparameters: bring ``lr``, ``weight_decay``, ``momentum``, ``nesterov``, ``beta2``,
+                betas, eps, ``maximize`` and what schedulers keep in groups (``initial_lr``, …), as
+                far as both have them; False keeps the groups as they are. How matrices are
+                orthogonalized and scaled always stays. A matrix that AdamW trained brings its rates
+                only to ``adjust_lr="match_rms_adamw"``, and no momentum.
+
+        Raises:
+            ValueError: something does not fit, with the parameter's name; nothing was loaded.
+
+        Example:
+            >>> load = functools.partial(torch.load, weights_only=True)
+            >>> optimizer = Muon(**presets.torch_muon(matrices), ...)  # and a group for the rest
+            >>> optimizer.load_foreign_state_dict([load("muon.pt"), load("adamw.pt")],
+            ...                                   kind="torch_muon")
+            >>> optimizer = Muon(get_default_muon_param_groups(model))
+            >>> optimizer.load_foreign_state_dict(load("adamw.pt"), kind="torch_adamw",
+            ...                                   params=model.parameters())
+            >>> optimizer.load_foreign_state_dict(load("motif.pt"), kind="motif")
+            >>> optimizer = Muon(**presets.moonlight(muon_params=…, adamw_params=…))
+            >>> optimizer.load_foreign_state_dict(load("optimizer.pt"), kind="llamafactory")
+            >>> optimizer = DistMuonAdamW(param_groups)
+            >>> ranks = [load(f"optim_021400_rank{rank}.pt") for rank in range(8)]
+            >>> optimizer.load_foreign_state_dict(ranks, kind="nanochat")
+            >>> optimizer = Muon(**presets.keller_jordan(param_groups))
+            >>> optimizer.load_foreign_state_dict(ranks, kind="keller_jordan")
+        """
+        groups = self._views()
+        found = self._look_at(groups)
+        state_dict = foreign.to_state_dict(
+            states,
+            kind,
+            params,
+            hyperparameters,
+            own_groups=self.param_groups,
+            groups=groups,
+            names=found.names,
+            entries=found.entries,
+            wide=self._wide,
+        )
+        self.load_state_dict(state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
         self._check_whole()

@@ -205,12 +205,12 @@ def state_layout(param: Tensor, replicas: Optional[Replicas]) -> Optional[tuple]
     return replicas.layout(param.device.type)
 
 
-def divide_by_rows(tensor: Tensor, layout: tuple) -> Tensor:
-    """This rank's rows of a plain tensor that all ranks have: a copy, where the tensor is.
+def divide(tensor: Tensor, layout: tuple) -> Tensor:
+    """This rank's part of a plain tensor that all ranks have: a copy, where the tensor is.
 
     Args:
-        tensor: of at least one dimension.
-        layout: `state_layout` of the parameter.
+        tensor: what is to be divided.
+        layout: mesh and placements, as `state_layout` or `layout_of` have them.
     """
     held = tensor.detach()[slices(_sharding(*layout).region(tensor.shape, dist.get_rank()))]
     held = held.clone(memory_format=torch.contiguous_format)
