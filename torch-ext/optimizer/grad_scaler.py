@@ -24,6 +24,9 @@ class Scaling:
 
     Args:
         optimizer: its attributes are read, and taken away by `forget`.
+
+    Attributes:
+        has_unscaled: whether gradients have been changed: a second time would be once too often.
     """
 
     def __init__(self, optimizer: Any):
@@ -32,6 +35,7 @@ class Scaling:
         # Waits for the device, as a scaler does for itself before any other optimizer's step.
         self.skips = found_inf is not None and bool(found_inf.item())
         self._scale: Optional[Tensor] = getattr(optimizer, "grad_scale", None)
+        self.has_unscaled = False
 
     def check(self, groups: Sequence[Group]) -> None:
         """Gradients that are still scaled can be unscaled.
@@ -61,6 +65,7 @@ class Scaling:
                     grad = dtensors.local(param.grad)
                     by_device.setdefault(grad.device, []).append(grad)
         for device, grads in by_device.items():
+            self.has_unscaled = True
             torch._foreach_mul_(grads, self._scale.reciprocal().to(device, non_blocking=True))
 
 
