@@ -400,16 +400,14 @@ class Muon(Offloadable):
 
         Raises:
             RuntimeError: it broke off after it had begun. KeyboardInterrupt and its like stay what
-                they are.
+                they are; they come anywhere, so there has always been a beginning.
         """
         self._broken = f"{what} was interrupted. {_AHEAD}"
         try:
             yield
-        except BaseException as error:
+        except Exception as error:
             if not has_begun():
                 self._broken = None
-                raise
-            if not isinstance(error, Exception):
                 raise
             raise self._broken_off(what, error) from error
         self._broken = None
