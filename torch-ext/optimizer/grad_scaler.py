@@ -25,6 +25,9 @@ class Scaling:
     Args:
         optimizer: whose attributes it has set. Where the step raises they are taken away: the
             scaler would multiply what is left of this step into the next one.
+
+    Attributes:
+        has_unscaled: whether gradients have been changed: a second time would be once too often.
     """
 
     def __init__(self, optimizer: Any):
@@ -34,6 +37,7 @@ class Scaling:
         # Waits for the device, as a scaler does for itself before any other optimizer's step.
         self.skips = found_inf is not None and bool(found_inf.item())
         self._scale: Optional[Tensor] = getattr(optimizer, "grad_scale", None)
+        self.has_unscaled = False
 
     def __enter__(self) -> Scaling:
         return self
@@ -71,4 +75,5 @@ class Scaling:
                     grad = dtensors.local(param.grad)
                     by_device.setdefault(grad.device, []).append(grad)
         for device, grads in by_device.items():
+            self.has_unscaled = True
             torch._foreach_mul_(grads, self._scale.reciprocal().to(device, non_blocking=True))

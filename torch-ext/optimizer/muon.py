@@ -134,6 +134,7 @@ class Muon(Offloadable):
     _compared: bool  # what replicas hold
     _warned: bool  # of a step without gradients
     _broken: Optional[str] = None  # what left weights and state between two steps
+    _is_void = False  # whether that state has been thrown away since
 
     # torch.amp.GradScaler then calls every step, and says which to skip.
     _step_supports_amp_scaling = True
@@ -323,14 +324,23 @@ class Muon(Offloadable):
             if agreed is None:
                 return
             groups, plan, clipping = agreed
-            scaling.unscale(groups)
-            self._init_state(groups, self._survey)
+            step: Optional[Step] = None
 
-            step = Step(plan, groups, self.state, self._wide, self._offload, clipping)
-            with self._wholly("step()", lambda: step.has_written), step:
-                offload, carrier = self._offload, step.carrier
-                others = adamw.Updates(groups, self.state, self._wide.divided, offload, carrier)
-                pipeline.run(step, others)
+            def has_begun() -> bool:
+                """Ranks that have agreed go on to write, whatever becomes of this one."""
+                if scaling.has_unscaled or (step is not None and step.has_written):
+                    return True
+                return any(len(ranks) > 1 for ranks in sets_of(self.param_groups, self._wide))
+
+            with self._wholly("step()", has_begun):
+                self._init_state(groups, self._survey)
+                step = Step(plan, groups, self.state, self._wide, self._offload, clipping)
+                with step:
+                    scaling.unscale(groups)
+                    offload, carrier = self._offload, step.carrier
+                    divided = self._wide.divided
+                    others = adamw.Updates(groups, self.state, divided, offload, carrier)
+                    pipeline.run(step, others)
 
     def _agree_on_plan(
         self, error: Optional[Exception], qk_logits: Optional[Logits], scaling: Scaling
@@ -387,22 +397,26 @@ class Muon(Offloadable):
         """Something that changes parameters or state, which must not be seen half done.
 
         Raises:
-            RuntimeError: it broke off after it had begun.
+            RuntimeError: it broke off after it had begun. KeyboardInterrupt and its like stay what
+                they are; they come anywhere, so there has always been a beginning.
         """
-        self._broken = f"{what} was interrupted"
+        self._broken = f"{what} was interrupted. {_AHEAD}"
         try:
             yield
         except Exception as error:
             if not has_begun():
                 self._broken = None
                 raise
-            self._broken = f"{what} broke off: {type(error).__name__}: {error}"
-            raise RuntimeError(f"{self._broken}. {_LOST}") from error
+            raise self._broken_off(what, error) from error
         self._broken = None
+
+    def _broken_off(self, what: str, error: Exception) -> RuntimeError:
+        self._broken = f"{what} broke off: {type(error).__name__}: {error}. {_AHEAD}"
+        return RuntimeError(f"{self._broken}: {_LOAD}")
 
     def _check_whole(self) -> None:
         if self._broken is not None:
-            raise RuntimeError(f"An earlier {self._broken}. {_LOST}")
+            raise RuntimeError(f"An earlier {self._broken}: {_LOAD}")
 
     def _clip_by(
         self, qk_logits: Optional[Logits], groups: list[dict[str, Any]]
@@ -555,8 +569,13 @@ class Muon(Offloadable):
 
         torch.distributed.checkpoint takes no dtypes in full state dicts. Offloaded state is what is
         in host memory, which steps go on to change.
+
+        Raises:
+            RuntimeError: a `step` broke off, which has left no state that anybody could go on from;
+                see `discard_state`.
         """
-        self._check_whole()
+        if not self._is_void:
+            self._check_whole()
         groups = self._views()
         self._init_state(groups, self._look_at(groups))
         self._offload.settle()
@@ -579,6 +598,7 @@ class Muon(Offloadable):
 
         Raises:
             ValueError: the checkpoint does not fit; nothing was loaded.
+            RuntimeError: loading broke off after it had begun, and has to be repeated.
         """
         loaded: dict[str, Any] = {}
 
@@ -596,14 +616,14 @@ class Muon(Offloadable):
             return {**loaded, "state": rest}
 
         def restore(_: torch.optim.Optimizer) -> None:
-            with self._wholly("load_state_dict()", lambda: True):
-                self._offload.forget()
-                saved, states = loaded["param_groups"], loaded["state"]
-                checkpoints.place_tensors(
-                    self.param_groups, self.state, saved, states, self._offload.home_of
-                )
-                groups = self._views()
-                self._init_state(groups, self._look_at(groups))
+            self._offload.forget()
+            saved, states = loaded["param_groups"], loaded["state"]
+            checkpoints.place_tensors(
+                self.param_groups, self.state, saved, states, self._offload.home_of
+            )
+            groups = self._views()
+            self._init_state(groups, self._look_at(groups))
+            self._broken, self._is_void = None, False
 
         # Behind the user's hooks before loading, and ahead of theirs after it.
         handles = [
@@ -615,6 +635,10 @@ class Muon(Offloadable):
         try:
             with torch.inference_mode(False), torch.set_grad_enabled(with_gradients):
                 super().load_state_dict(state_dict)
+        except Exception as error:
+            if self._broken is not _LOADING:
+                raise
+            raise self._broken_off("load_state_dict()", error) from error
         finally:
             for handle in handles:
                 handle.remove()
@@ -703,6 +727,22 @@ class Muon(Offloadable):
         )
         self.load_state_dict(state_dict)
 
+    @torch.no_grad()
+    def discard_state(self) -> None:
+        """Sets all state to zeros, for a checkpoint to be loaded into.
+
+        `load_state_dict` alone repairs an optimizer whose `step` broke off. But
+        torch.distributed.checkpoint loads into what `state_dict` gives, which raises then, as what
+        it gave could be saved just as well. After this it gives zeros, while `step` goes on to
+        raise until `load_state_dict` has been called. To be called on all ranks alike.
+        """
+        self._broken = self._broken or "discard_state() has set all state to zeros"
+        self.state.clear()
+        self._offload.forget()
+        groups = self._views()
+        self._init_state(groups, self._look_at(groups))
+        self._is_void = True
+
     def __getstate__(self) -> dict[str, Any]:
         self._check_whole()
         self._offload.settle()
@@ -714,6 +754,8 @@ class Muon(Offloadable):
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        if "_hooks" in vars(self):  # loaded, without the tensors that are still to be placed
+            self._broken, self._is_void = _LOADING, False
         super().__setstate__(state)
         self.defaults.pop("differentiable", None)  # torch adds it, and groups would inherit it
         self._forget_plans()
@@ -728,9 +770,11 @@ class Muon(Offloadable):
         self._warned = False
 
 
-_LOST = (
-    "Some parameters and their state may be a step ahead of others: load the last checkpoint into "
-    "the model, and into the optimizer by load_state_dict()"
+_AHEAD = "Some parameters and their state may be a step ahead of others"
+_LOADING = "load_state_dict() was interrupted. Some state is missing"
+_LOAD = (
+    "load the last checkpoint into the model, and into the optimizer by load_state_dict(), or call "
+    "discard_state() before torch.distributed.checkpoint loads in place"
 )
 
 

@@ -33,9 +33,6 @@ from .step import Hyper, Index, Step, part_of
 
 def run(step: Step, others: adamw.Updates) -> None:
     """Updates all matrices, and the parameters that are not Muon's."""
-    replicas = step.wide.divided
-    if step.plan.lanes or (replicas is not None and len(replicas.ranks) > 1):
-        step.has_written = True  # on another rank, where this one comes late to an exchange
     groups = {id(lane): step.process_group(lane) for lane in step.plan.lanes}
 
     def announced(chunk: Chunk, lane: Lane) -> Task:
@@ -285,8 +282,9 @@ def _update_momentum(
             grad = part_of(step.grad(unit), index)
             rows.append((momentum, grad, output, step.keep(unit, bundle.box), next(slots)))
             groups.append(step.entry(unit).group)
-        step.was_read(bundle.units)
     step.has_written = True
+    for bundle in run:
+        step.was_read(bundle.units)
     for portion in step.carrier.portions((_MOMENTUM, id(run)), len(rows)):
         by_group: dict[int, list[tuple]] = defaultdict(list)
         partial: list[tuple[Tensor, Tensor]] = []

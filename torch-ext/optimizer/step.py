@@ -65,7 +65,7 @@ class Step:
         self.unread = Counter(plan.reads)
         self.finite: dict[int, Tensor] = {}  # by id of a unit, (matrices,), with nonfinite="skip"
         self.scratch = Scratch()
-        # Whether this rank, or another that exchanges with it, may have changed something.
+        # Whether parameters or state may have changed, or gradients are gone.
         self.has_written = False
         self.means = None if wide.divided is None else _Means(self, wide.divided)
 
@@ -146,6 +146,7 @@ class Step:
         """
         hyper = self.groups[self.plan.entries[number].group]
         if hyper["none_grad"] and not hyper["capturable"]:
+            self.has_written = True
             self.params[number].grad = None
 
     def second_moment(self, unit: Unit) -> Tensor:

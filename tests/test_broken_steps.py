@@ -1,0 +1,623 @@
+"""A step that breaks off anywhere, on one rank or all, is never gone on from as if it were whole.
+
+An exception, an interrupt, a rank that is killed or stops: either nothing has changed, and the step
+can be repeated; or the optimizer is marked, and neither steps nor lets itself be saved or copied
+before a checkpoint is loaded.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import itertools
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kernel import optimizer
+from layouts import ADAMW_ROUNDING, EXACT, assert_same, case, part, part_for
+from ranks import Outcome, rank_outcomes, run_ranks
+from test_layouts import network, parameters_and_state, train
+
+Muon = optimizer.Muon
+Host = importlib.import_module(f"{optimizer.__name__}.cpu_offload.backend").Host
+PACKAGE = str(Path(optimizer.__file__).parent)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+BROKE_OFF = r"^step\(\) broke off: "
+EARLIER = r"^An earlier (step|load_state_dict)\(\) (broke off|was interrupted)"
+
+
+# -- in one process, at every operation and at every line ------------------------------------------
+
+
+class OutOfMemory(TorchDispatchMode):
+    """Raises in the n-th of torch's operations that may take memory."""
+
+    def __init__(self, number: int):
+        super().__init__()
+        self.left = number
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        counts = func.namespace == "aten" and not func.is_view
+        self.left -= counts
+        if self.left == 0 and counts:
+            raise torch.OutOfMemoryError(f"in {func}")
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def has_raised(self) -> bool:
+        return self.left <= 0
+
+
+class Interrupt:
+    """Raises KeyboardInterrupt at the n-th line of the package that runs."""
+
+    def __init__(self, number: int):
+        self.left = number
+
+    @property
+    def has_raised(self) -> bool:
+        return self.left <= 0
+
+    def __enter__(self) -> Interrupt:
+        self._before = sys.gettrace()
+        sys.settrace(self._trace)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        sys.settrace(self._before)
+
+    def _trace(self, frame: Any, event: str, _: Any) -> Any:
+        if not frame.f_code.co_filename.startswith(PACKAGE):
+            return None
+        self.left -= event == "line"
+        if self.left == 0 and event == "line":
+            self.left = -1
+            raise KeyboardInterrupt
+        return self._trace
+
+
+FAULTS: dict[str, tuple[Callable[[int], Any], type[BaseException]]] = {
+    "out of memory": (OutOfMemory, torch.OutOfMemoryError),
+    "interrupt": (Interrupt, KeyboardInterrupt),
+}
+ATTENTION = ("layers.0.attn.q_proj.weight", "layers.0.attn.k_proj.weight")
+CLIP = {"clip_config": {"head_dim": 4, "threshold": 1.0}}
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "everything": {"beta2": 0.9, "nonfinite": "skip", "cautious": True, "chunk_size": 1, **CLIP},
+    "missing gradients": {"missing_grad": "zero", **CLIP},
+    "AdamW alone": {},
+    "gradients still scaled": {},
+    "streamed": {"beta2": 0.9, "nonfinite": "skip", **CLIP},
+    "bulk": {"beta2": 0.9},
+}
+
+
+@dataclass
+class Training:
+    """An optimizer in one process, of every kind of parameter, that can be trained anew."""
+
+    kind: str
+    optim: Any = field(init=False)
+    params: list[nn.Parameter] = field(init=False)
+
+    def __post_init__(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        shapes = [(8, 12), (8, 12), (12, 8), (12, 8), (2, 8, 4), (8,), (10, 4)]
+        params = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+        matrices = {"params": params[:5], "use_muon": True}
+        matrices["names"] = [*ATTENTION, "layers.0.w1.weight", "layers.1.w1.weight", "experts.w"]
+        others = {"params": params[5:], "use_muon": False}
+        others["names"] = ["layers.0.attn.q_proj.bias", "embed_tokens.weight"]
+        groups = [others] if self.kind == "AdamW alone" else [matrices, others]
+        options = {"lr": 0.05, "ns_dtype": torch.float32, "expert_keys": ["experts"]}
+        self.optim = Muon(groups, **options, **KINDS[self.kind])
+        self.params = [p for group in groups for p in group["params"]]
+        if self.kind in ("streamed", "bulk"):
+            mode = "stream" if self.kind == "streamed" else "bulk"
+            self.optim.turn_on_cpu_offload(mode, slot_bytes=16384, backend=Host())
+
+    def give_gradients(self, step: int) -> None:
+        generator = torch.Generator().manual_seed(step + 1)
+        for index, p in enumerate(self.params):
+            p.grad = torch.randn(p.shape, generator=generator)
+            if self.kind == "missing gradients" and index in (1, 3):
+                p.grad = None
+
+    def step(self) -> None:
+        logits = torch.tensor([3.0, 0.5]), torch.tensor([0.5, 4.0])
+        clips = "clip_config" in KINDS[self.kind]
+        if self.kind != "gradients still scaled":
+            self.optim.step(qk_logits={0: logits[0]} if clips else None)
+            return
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+        scaler.scale(torch.zeros(()))  # which makes it ready
+        scaler.step(self.optim)
+
+    def train(self, steps: Iterable[int]) -> None:
+        for step in steps:
+            self.give_gradients(step)
+            self.step()
+
+    def everything(self) -> dict[tuple[int, str], torch.Tensor]:
+        """Copies of weights and state; of the state that is not all zeros, which it is at first."""
+        self.optim.synchronize_offload()
+        found = {(n, "weight"): p.detach().clone() for n, p in enumerate(self.params)}
+        for number, param in enumerate(self.params):
+            for key, value in self.optim.state.get(param, {}).items():
+                if value.any():
+                    found[number, key] = value.clone()
+        return found
+
+    def gradients(self) -> list[Any]:
+        return [p.grad if p.grad is None else (p.grad, p.grad.clone()) for p in self.params]
+
+
+def assert_equal(found: Mapping[Any, torch.Tensor], expected: Mapping[Any, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        assert torch.equal(found[key], value), key
+
+
+def is_marked(optim: Any) -> bool:
+    try:
+        optim.state_dict()
+    except RuntimeError as error:
+        assert "An earlier" in str(error)
+        return True
+    return False
+
+
+def assert_marked(training: Training) -> None:
+    """Nothing can be had of it, and asking changes nothing."""
+    before = training.everything()
+    for ask in (
+        training.step,
+        training.optim.state_dict,
+        lambda: copy.deepcopy(training.optim),
+        lambda: pickle.dumps(training.optim),
+    ):
+        with pytest.raises(RuntimeError, match=EARLIER):
+            ask()
+    assert_equal(training.everything(), before)
+
+
+def sweep(kind: str, steps: int, fault: str, numbers: Iterable[int]) -> Counter[str]:
+    """Breaks a step off at each of the numbers, until it has fewer operations or lines.
+
+    Returns:
+        How often nothing was changed, and how often the optimizer was marked.
+    """
+    fail, error_type = FAULTS[fault]
+    expected = Training(kind)
+    expected.train(range(steps))
+    weights = [p.detach().clone() for p in expected.params]
+    checkpoint = copy.deepcopy(expected.optim.state_dict())
+    expected.train([steps])
+    undisturbed, found = expected.everything(), Counter[str]()
+    for number in numbers:
+        with case(f"{fault} {number}"):
+            training = Training(kind)
+            training.train(range(steps))
+            training.give_gradients(steps)
+            before, gradients = training.everything(), training.gradients()
+            failing = fail(number)
+            try:
+                with failing:
+                    training.step()
+            except error_type:  # as it was raised
+                pass
+            except RuntimeError as error:
+                assert str(error).startswith("step() broke off: "), error
+                assert isinstance(error.__cause__, error_type)
+                assert is_marked(training.optim)
+            if not failing.has_raised:
+                return found
+            if is_marked(training.optim):
+                assert_marked(training)
+                with torch.no_grad():
+                    for p, weight in zip(training.params, weights):
+                        p.copy_(weight)
+                training.optim.load_state_dict(copy.deepcopy(checkpoint))
+                training.give_gradients(steps)
+                found["marked"] += 1
+            elif fault == "interrupt" and training.params[-1].grad is None:
+                raise AssertionError("gradients were read, but nothing was marked")
+            else:
+                after = training.everything()
+                if after.keys() == undisturbed.keys() and all(
+                    torch.equal(after[key], undisturbed[key]) for key in after
+                ):
+                    assert fault == "interrupt"  # just behind the step
+                    found["done"] += 1
+                    continue
+                assert_equal(after, before)
+                for p, grad in zip(training.params, gradients):
+                    assert p.grad is (None if grad is None else grad[0])
+                    assert grad is None or torch.equal(*grad)
+                found["untouched"] += 1
+            training.step()
+            assert_equal(training.everything(), undisturbed)
+    raise AssertionError("the step has more operations than that")
+
+
+# An interrupt may also come within the scaler, which leaves there what nobody here can know of.
+SWEEPS = [
+    (k, f) for k in KINDS for f in FAULTS if (k, f) != ("gradients still scaled", "interrupt")
+]
+
+
+@pytest.mark.parametrize(("kind", "fault"), SWEEPS)
+def test_a_step_that_breaks_off_is_repeated_from_where_it_was_or_from_a_checkpoint(kind, fault):
+    stride = {"out of memory": 31, "interrupt": 401}[fault]
+    stride = 2 if (kind, fault) == ("AdamW alone", "out of memory") else stride
+    assert sweep(kind, 1, fault, itertools.count(2, stride))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize(("kind", "fault"), SWEEPS)
+def test_a_step_may_break_off_at_any_operation_and_any_line(kind, fault, steps):
+    stride = 97 if fault == "interrupt" else 9 if kind in ("everything", "streamed") else 1
+    assert sweep(kind, steps, fault, itertools.count(1, stride))["marked"]
+
+
+def sweep_on_one_rank(kind: str) -> Counter[str]:
+    """A process group of one rank: gradients are averaged by nobody else, and let go of."""
+    options = {"process_group": dist.group.WORLD, "grad_reduce": "mean", "nonfinite": "skip"}
+    KINDS[kind] = options
+    return sweep(kind, 1, "out of memory", itertools.count(1, 9))
+
+
+@pytest.mark.slow
+def test_a_gradient_that_was_let_go_of_counts_as_a_beginning():
+    assert run_ranks(sweep_on_one_rank, 1, "ZeRO-2 of one rank")[0]["marked"]
+
+
+def broken() -> Training:
+    """After a step that broke off in AdamW's share, behind Muon's."""
+    training = Training("everything")
+    training.train(range(2))
+    training.give_gradients(2)
+    update = optimizer.muon.adamw._update_at_once
+
+    def fail(*args: Any) -> None:
+        raise torch.OutOfMemoryError("no memory left")
+
+    optimizer.muon.adamw._update_at_once = fail
+    try:
+        with pytest.raises(RuntimeError, match=f"{BROKE_OFF}OutOfMemoryError: no memory left"):
+            training.step()
+    finally:
+        optimizer.muon.adamw._update_at_once = update
+    return training
+
+
+def test_what_needs_no_state_works_on_a_broken_optimizer_and_repairs_nothing():
+    training = broken()
+    optim = training.optim
+    assert optim.qk_clip_stats()["steps"] == 2
+    assert "layers.0.w1.weight" in str(optim.summary())
+    optim.add_param_group({"params": [nn.Parameter(torch.ones(3))], "use_muon": False})
+    for mode in ("stream", "bulk"):
+        optim.turn_on_cpu_offload(mode, backend=Host())
+        assert_marked(training)
+    optim.turn_off_cpu_offload()
+    assert_marked(training)
+
+
+def test_a_checkpoint_that_does_not_fit_repairs_nothing():
+    checkpoint = Training("plain").optim.state_dict()
+    checkpoint["param_groups"].pop()
+    training = broken()
+    with pytest.raises(ValueError, match="number of parameter groups"):
+        training.optim.load_state_dict(checkpoint)
+    assert_marked(training)
+
+
+def test_loading_that_breaks_off_is_marked_and_can_be_repeated():
+    trained = Training("everything")
+    trained.train(range(3))
+    checkpoint = copy.deepcopy(trained.optim.state_dict())
+    for own in checkpoint["state"].values():  # to be made, and to be converted
+        own.pop("exp_avg_sq", None)
+        own.update({k: v.double() for k, v in own.items() if k == "exp_avg"})
+    expected = Training("everything")
+    expected.optim.load_state_dict(copy.deepcopy(checkpoint))
+    found = Counter[str]()
+    for fault, stride in (("out of memory", 4), ("interrupt", 157)):
+        fail, error_type = FAULTS[fault]
+        for number in itertools.count(1, stride):
+            training = Training("everything")
+            training.train(range(1))
+            before, failing = training.everything(), fail(number)
+            try:
+                with failing:
+                    training.optim.load_state_dict(copy.deepcopy(checkpoint))
+            except error_type:
+                pass
+            except RuntimeError as error:
+                assert str(error).startswith("load_state_dict() broke off: OutOfMemoryError")
+            if not failing.has_raised:
+                break
+            if is_marked(training.optim):
+                assert_marked(training)
+                found["marked"] += 1
+            else:
+                states = (before, expected.everything())
+                after = {k: v for k, v in training.everything().items() if k[1] != "weight"}
+                assert any(
+                    after.keys() == {k for k in state if k[1] != "weight"}
+                    and all(torch.equal(after[k], state[k]) for k in after)
+                    for state in states
+                )
+                found["untouched or done"] += 1
+            training.optim.load_state_dict(copy.deepcopy(checkpoint))
+            assert not is_marked(training.optim)
+    assert len(found) == 2
+
+
+def test_discarded_state_is_zeros_to_load_into_and_not_to_step_from():
+    for training in (broken(), Training("everything")):  # other ranks may have got through
+        training.optim.discard_state()
+        state_dict = training.optim.state_dict()
+        assert len(state_dict["state"]) == len(training.params)
+        tensors = [v for own in state_dict["state"].values() for v in own.values()]
+        assert tensors and not any(value.any() for value in tensors)
+        training.give_gradients(3)
+        for ask in (training.step, lambda: copy.deepcopy(training.optim)):
+            with pytest.raises(RuntimeError, match="load the last checkpoint"):
+                ask()
+        training.optim.load_state_dict(state_dict)
+        training.step()
+
+
+# -- on ranks, in every phase ----------------------------------------------------------------------
+
+RANKS, VICTIM = 4, 1
+TIMEOUT = 3.0  # of the process groups
+SLACK = 4.0  # of a busy machine
+
+CHAIN = ((0, 1), (1, 2), (2, 3))
+
+
+class World:
+    """An optimizer on four ranks, of every kind of parameter that a layout has."""
+
+    def __init__(self, layout: str):
+        torch.manual_seed(0)
+        self.layout = layout
+        options: dict[str, Any] = {**EXACT, "lr": 0.05, "chunk_size": 1, "warmup_step": 1}
+        matrices = [(8, 12), (8, 12), *[(12, 8), (16, 20), (20, 8)] * 2]  # two for each rank
+        shapes = [*matrices, (8,), (600, 16)]
+        if layout == "chain":
+            groups = []
+            for number, ranks in enumerate(CHAIN):
+                mesh = DeviceMesh("cpu", list(ranks))
+                if dist.get_rank() in ranks:
+                    held = [nn.Parameter(part(torch.randn(6, 4), mesh, [Shard(0)])) for _ in "ab"]
+                    names = [f"{number}.{name}.weight" for name in "ab"]
+                    groups.append({"params": held, "names": names, "use_muon": True})
+        else:
+            params = [nn.Parameter(torch.randn(shape)) for shape in shapes]
+            if layout in ("ZeRO-2", "DDP"):
+                options["process_group"] = dist.group.WORLD
+                options["grad_reduce"] = "mean" if layout == "ZeRO-2" else None
+            else:
+                mesh, placements = init_device_mesh("cpu", (RANKS,)), [Shard(0)]
+                if layout == "HSDP spread":
+                    mesh, placements = init_device_mesh("cpu", (2, 2)), [Replicate(), Shard(0)]
+                    options["hsdp"] = "spread"
+                params = [nn.Parameter(part(p.detach(), mesh, placements)) for p in params]
+            names = [*ATTENTION, *(f"layers.{number}.w1.weight" for number in range(6))]
+            others = ["layers.0.attn.q_proj.bias", "embed_tokens.weight"]
+            groups = [
+                {"params": params[:-2], "names": names, "use_muon": True, "beta2": 0.9},
+                {"params": params[-2:], "names": others, "use_muon": False},
+            ]
+            if layout == "FSDP2 beside experts":  # whose ranks are pairs
+                pairs = init_device_mesh("cpu", (2, 2))
+                experts = nn.Parameter(part(torch.randn(4, 8, 12), pairs, [Shard(0), Shard(1)]))
+                groups.append({"params": [experts], "names": ["experts.w"], "use_muon": True})
+                options["expert_keys"] = ["experts"]
+            options.update(CLIP, nonfinite="skip")
+        self.params = [p for group in groups for p in group["params"]]
+        self.optim = Muon(groups, **options)
+        if layout == "offloaded":
+            self.optim.turn_on_cpu_offload(slot_bytes=16384, backend=Host())
+
+    def step(self, step: int, closure: Any = None) -> None:
+        generator = torch.Generator().manual_seed(step)
+        for p in self.params:
+            p.grad = part_for(p, torch.randn(p.shape, generator=generator))
+        logits = None if self.layout == "chain" else {0: torch.tensor([3.0, 0.5])}
+        self.optim.step(closure, qk_logits=logits)
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Where in a step the victim is: at the n-th call of a function of the package."""
+
+    module: str
+    function: str
+    call: int = 1
+    layout: str = "FSDP2"
+    steps: int = 2  # before
+
+
+PHASES = {
+    "forward": Phase("", "closure"),
+    "comparison of notes": Phase("distributed.agreement", "_exchange"),
+    "state at the first step": Phase("muon", "zeros", 3, steps=0),
+    "maximum of logits": Phase("qk_clip.clip", "max_over_ranks"),
+    "flags of nonfinite": Phase("pipeline", "_mark_finite", 2),
+    "mean of gradients": Phase("distributed.zero2", "_sum", 2, "ZeRO-2"),
+    "momentum": Phase("pipeline", "_apply_momentum", 2),
+    "momentum, in a chain": Phase("pipeline", "_apply_momentum", 1, "chain"),
+    "gather": Phase("pipeline", "_exchange", 1, "FSDP2 beside experts"),
+    "gather of replicas": Phase("pipeline", "_exchange", 3, "HSDP spread"),
+    "orthogonalization": Phase("pipeline", "_orthogonalize"),
+    "return of updates": Phase("pipeline", "_exchange", 3),
+    "return to replicas": Phase("pipeline", "_exchange", 3, "DDP"),
+    "second moment": Phase("pipeline", "_update_second_moment", 2),
+    "weights": Phase("pipeline", "_apply", 2),
+    "write-back to the host": Phase("cpu_offload.conveyor", "Conveyor.give_back", 2, "offloaded"),
+    "AdamW": Phase("adamw", "_update_at_once"),
+    "AdamW's rows": Phase("distributed.zero2", "all_gather_slots", 1, "ZeRO-2"),
+    "QK-Clip of biases": Phase("qk_clip.clip", "Clipping.finish"),
+}
+# Until then nothing was written anywhere.
+BEFORE = ("forward", "comparison of notes")
+# Where a rank may have sent all that the others wait for: these finish the step, and raise at the
+# next one.
+BEHIND = ("AdamW", "QK-Clip of biases", "weights", "write-back to the host")
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail() -> None:
+    raise torch.OutOfMemoryError("no memory left")
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def stop() -> None:
+    """Until the others have given up."""
+    pid = os.getpid()
+    subprocess.Popen(["sh", "-c", f"sleep {TIMEOUT + 2}; kill -CONT {pid}"])
+    os.kill(pid, signal.SIGSTOP)
+
+
+INJECTED = {"killed": kill, "out of memory": fail, "interrupted": interrupt, "stopped": stop}
+
+
+def inject(phase: Phase, fault: Callable[[], None]) -> None:
+    """Puts a fault ahead of the n-th call, counted from now."""
+    owner: Any = importlib.import_module(f"{optimizer.__name__}.{phase.module}")
+    *parents, name = phase.function.split(".")
+    for parent in parents:
+        owner = getattr(owner, parent)
+    function, calls = getattr(owner, name), itertools.count(1)
+
+    def faulty(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == phase.call:
+            fault()
+        return function(*args, **kwargs)
+
+    setattr(owner, name, faulty)
+
+
+@dataclass(frozen=True)
+class Attempt:
+    error: str | None
+    message: str
+    seconds: float
+
+
+def attempt(call: Callable[[], Any]) -> Attempt:
+    start, error = time.monotonic(), None
+    try:
+        call()
+    except BaseException as raised:
+        error = raised
+    seconds = time.monotonic() - start
+    return Attempt(error and type(error).__name__, str(error), seconds)
+
+
+def break_off(name: str, fault: str) -> tuple[Attempt, Attempt, Attempt]:
+    """The step in which the victim meets with its fault, a ``state_dict()``, and the next step."""
+    phase, is_victim = PHASES[name], dist.get_rank() == VICTIM
+    world = World(phase.layout)
+    for step in range(phase.steps):
+        world.step(step)
+    if phase.module and is_victim:
+        inject(phase, INJECTED[fault])
+
+    def closure() -> None:
+        if name == "forward" and is_victim:
+            INJECTED[fault]()
+
+    first = attempt(lambda: world.step(phase.steps, closure))
+    saved = attempt(world.optim.state_dict)
+    second = first
+    if first.error is None or fault != "killed":  # else the ranks have parted for good
+        second = attempt(lambda: world.step(phase.steps + 1))
+    return first, saved, second
+
+
+def check_ended(name: str, fault: str, outcomes: list[Outcome]) -> None:
+    for rank, outcome in enumerate(outcomes):
+        if rank == VICTIM and fault == "killed":
+            assert outcome.message == "exit code -9", outcome
+            continue
+        assert outcome.error is None, outcome
+        first, saved, second = outcome.value
+        told = f"rank {rank}: {outcome.value}"
+        assert max(first.seconds, second.seconds) < TIMEOUT + SLACK or rank == VICTIM, told
+        if name == "forward" and fault == "out of memory":  # all are told, and can go on
+            assert first.error == ("OutOfMemoryError" if rank == VICTIM else "ValueError"), told
+            assert saved.error is second.error is None, told
+            continue
+        if first.error is None:
+            assert name in BEHIND or fault == "stopped", told
+        elif name not in BEFORE:
+            assert saved.error == "RuntimeError", told
+            if rank != VICTIM or fault == "out of memory":
+                assert first.message.startswith("step() broke off: "), told
+                assert "load the last checkpoint" in first.message
+            assert fault == "killed" or second.message.startswith("An earlier step()"), told
+        if name not in BEFORE:
+            assert second.error is not None, told
+        else:
+            assert first.error is not None and saved.error is None, told
+
+
+def outcomes_of(name: str, fault: str) -> list[Outcome]:
+    return rank_outcomes(break_off, RANKS, name, fault, pg_timeout=TIMEOUT, timeout=60)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", INJECTED)
+def test_a_fault_of_one_rank_in_any_phase_raises_on_all_within_the_timeout(fault):
+    with ThreadPoolExecutor(6) as pool:  # they mostly wait
+        ends = {name: pool.submit(outcomes_of, name, fault) for name in PHASES}
+        for name, end in ends.items():
+            with case(f"{fault} in {name}"):
+                try:
+                    check_ended(name, fault, end.result())
+                except AssertionError as e:
+                    print("XX", fault, name, e)
+        assert 0
