@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Optional
 
 import torch
 from torch import Tensor
 
-from . import adamw, checkpoints, foreign, newton_schulz, options, pipeline, validation
-from .cpu_offload import CPUOffload, Hooks, Offloadable, Use
+from . import adamw, newton_schulz, options, pipeline, validation
+from .condition import Condition
+from .cpu_offload import CPUOffload
 from .distributed import agreement
 from .distributed import utils as dtensors
 from .distributed.machine import Machine
@@ -24,7 +24,7 @@ from .options import GROUP_OPTIONS
 from .planning import NO_SURVEY, Survey, entries_of, notes_of, plan_all, plan_step, sets_of, survey
 from .qk_clip.clip import Clipping, Logits, QKClip
 from .qk_clip.config import read_clip_config
-from .state import Spec, keys_of, place, specs_of, zeros
+from .stateful import Stateful
 from .step import Step
 from .summary import Summary, summarize
 
@@ -33,7 +33,7 @@ __all__ = ["Muon", "default_is_muon", "get_default_muon_param_groups"]
 logger = logging.getLogger(__name__)
 
 
-class Muon(Offloadable):
+class Muon(Stateful):
     r"""Muon for matrices (Jordan et al. 2024), AdamW for everything else.
 
     For each matrix W with gradient G, momentum buffer B and learning rate lr::
@@ -133,8 +133,6 @@ class Muon(Offloadable):
     _agreed: list[Plan]  # on which ranks have compared notes
     _compared: bool  # what replicas hold
     _warned: bool  # of a step without gradients
-    _broken: Optional[str] = None  # what left weights and state between two steps
-    _is_void = False  # whether that state has been thrown away since
 
     # torch.amp.GradScaler then calls every step, and says which to skip.
     _step_supports_amp_scaling = True
@@ -202,6 +200,7 @@ class Muon(Offloadable):
         options.settle_steps(defaults, given=not isinstance(ns_steps, options.DefaultSteps))
         self._names: list[Optional[list[str]]] = []
         self._offload, self._tags, self._hooks = CPUOffload(), {}, None
+        self._condition = Condition()
         self._clip = QKClip()  # of layers whose projections may be in several groups
         self._forget_plans()
         super().__init__(validation.as_groups(params), defaults)
@@ -332,7 +331,7 @@ class Muon(Offloadable):
                     return True
                 return any(len(ranks) > 1 for ranks in sets_of(self.param_groups, self._wide))
 
-            with self._wholly("step()", has_begun):
+            with self._condition.changing("step()", has_begun):
                 self._init_state(groups, self._survey)
                 step = Step(plan, groups, self.state, self._wide, self._offload, clipping)
                 with step:
@@ -359,7 +358,7 @@ class Muon(Offloadable):
         plan, clipping = NOTHING, None
         try:
             if error is None:
-                self._check_whole()
+                self._condition.check()
                 groups, plan = self._plan()
                 scaling.check(groups)
                 clipping = self._clip_by(qk_logits, groups)
@@ -391,32 +390,6 @@ class Muon(Offloadable):
             return None
         self._warned = self._warned or validation.warn_of_no_gradients(groups)
         return groups, plan, clipping
-
-    @contextlib.contextmanager
-    def _wholly(self, what: str, has_begun: Callable[[], bool]) -> Iterator[None]:
-        """Something that changes parameters or state, which must not be seen half done.
-
-        Raises:
-            RuntimeError: it broke off after it had begun. KeyboardInterrupt and its like stay what
-                they are; they come anywhere, so there has always been a beginning.
-        """
-        self._broken = f"{what} was interrupted. {_AHEAD}"
-        try:
-            yield
-        except Exception as error:
-            if not has_begun():
-                self._broken = None
-                raise
-            raise self._broken_off(what, error) from error
-        self._broken = None
-
-    def _broken_off(self, what: str, error: Exception) -> RuntimeError:
-        self._broken = f"{what} broke off: {type(error).__name__}: {error}. {_AHEAD}"
-        return RuntimeError(f"{self._broken}: {_LOAD}")
-
-    def _check_whole(self) -> None:
-        if self._broken is not None:
-            raise RuntimeError(f"An earlier {self._broken}: {_LOAD}")
 
     def _clip_by(
         self, qk_logits: Optional[Logits], groups: list[dict[str, Any]]
@@ -524,258 +497,12 @@ class Muon(Offloadable):
         """
         return self._clip.stats()
 
-    # -- state ---------------------------------------------------------------------------------
-
-    @torch.inference_mode(False)  # state made under it could not be changed outside of it
-    @torch.no_grad()
-    def _init_state(self, groups: list[dict[str, Any]], found: Survey) -> None:
-        """Creates whatever state is missing, for all trainable parameters, on all ranks alike."""
-        missing: list[tuple[dict[str, Tensor], str, Spec]] = []
-        on_host: list[tuple[dict[str, Tensor], str, Spec, Use]] = []
-        for group, entries in zip(groups, found.entries):
-            keys = keys_of(group)
-            for index, param in enumerate(group["params"]):
-                if not param.requires_grad:
-                    continue
-                own = self.state[param]
-                if group["use_muon"]:
-                    self._convert_momentum(own, group["momentum_dtype"])
-                else:
-                    adamw.init_step(param, own, group)
-                absent = [key for key in keys if own.get(key) is None]
-                if absent:
-                    entry = entries[index] if entries else None
-                    specs = specs_of(param, entry, group, self._wide)
-                    use = self._offload.use_of(param, group["use_muon"])
-                    if use is None:
-                        missing += [(own, key, specs[key]) for key in absent]
-                    else:
-                        on_host += [(own, key, specs[key], use) for key in absent]
-        for own, key, spec in missing:
-            own[key] = zeros(spec)
-        self._offload.create(on_host)
-        if self._offload.is_on or found.hosted:
-            self._hold_state()
-
-    def _convert_momentum(self, own: dict[str, Tensor], dtype: Optional[torch.dtype]) -> None:
-        """Follows a group's ``momentum_dtype``, which may change at any time."""
-        buffer = own.get("momentum_buffer")
-        if dtype is not None and buffer is not None and buffer.dtype != dtype:
-            self._offload.settle()
-            own["momentum_buffer"] = place(buffer, dtype, dtensors.local(buffer).device)
-
-    def state_dict(self) -> dict[str, Any]:
-        """As in torch.optim, with the state created if need be, and dtypes of options as text.
-
-        torch.distributed.checkpoint takes no dtypes in full state dicts. Offloaded state is what is
-        in host memory, which steps go on to change.
-
-        Raises:
-            RuntimeError: a `step` broke off, which has left no state that anybody could go on from;
-                see `discard_state`.
-        """
-        if not self._is_void:
-            self._check_whole()
-        groups = self._views()
-        self._init_state(groups, self._look_at(groups))
-        self._offload.settle()
-        held = {id(param) for group in groups for param in group["params"]}
-        params = [key for key in self.state if isinstance(key, Tensor)]  # others are the user's own
-        swapped_out = {p: self.state.pop(p) for p in params if id(p) not in held}
-        try:
-            state_dict = super().state_dict()
-        finally:
-            self.state.update(swapped_out)
-        for group in state_dict["param_groups"]:
-            group.update({k: str(v) for k, v in group.items() if isinstance(v, torch.dtype)})
-        return state_dict
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in torch.optim, but momentum keeps its dtype, and missing group keys get defaults.
-
-        How parameters are read as matrices (``expert_keys``, ``split``, ``flatten``) stays as
-        constructed.
-
-        Raises:
-            ValueError: the checkpoint does not fit; nothing was loaded.
-            RuntimeError: loading broke off after it had begun, and has to be repeated.
-        """
-        loaded: dict[str, Any] = {}
-
-        def check(_: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
-            loaded.update(given, state=checkpoints.normalize_state(given["state"]))
-            loaded["param_groups"] = checkpoints.merge_groups(
-                self.param_groups, loaded["param_groups"], self._defaults_of
-            )
-            views = [self._translate({**group, "names": None}) for group in loaded["param_groups"]]
-            groups = self._views()
-            entries = self._look_at(groups).entries
-            checkpoints.divide_state(groups, entries, views, loaded["state"], self._wide)
-            validation.check_checkpoint(groups, entries, views, loaded["state"], self._wide)
-            rest = checkpoints.without_tensors(loaded["state"], loaded["param_groups"])
-            return {**loaded, "state": rest}
-
-        def restore(_: torch.optim.Optimizer) -> None:
-            self._offload.forget()
-            saved, states = loaded["param_groups"], loaded["state"]
-            checkpoints.place_tensors(
-                self.param_groups, self.state, saved, states, self._offload.home_of
-            )
-            groups = self._views()
-            self._init_state(groups, self._look_at(groups))
-            self._broken, self._is_void = None, False
-
-        # Behind the user's hooks before loading, and ahead of theirs after it.
-        handles = [
-            self.register_load_state_dict_pre_hook(check),
-            self.register_load_state_dict_post_hook(restore, prepend=True),
-        ]
-        # What inference mode makes could not be changed outside of it.
-        with_gradients = torch.is_grad_enabled()
-        try:
-            with torch.inference_mode(False), torch.set_grad_enabled(with_gradients):
-                super().load_state_dict(state_dict)
-        except Exception as error:
-            if self._broken is not _LOADING:
-                raise
-            raise self._broken_off("load_state_dict()", error) from error
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    @torch.no_grad()
-    def load_foreign_state_dict(
-        self,
-        states: Any,
-        *,
-        kind: str,
-        params: Optional[Iterable[Any]] = None,
-        hyperparameters: bool = True,
-    ) -> None:
-        """Takes over the state of another optimizer, from its checkpoint.
-
-        ``kind`` tells what wrote ``states``:
-
-        - ``"torch_muon"``: torch.optim.Muon's and torch.optim.AdamW's, in a list.
-        - ``"torch_adamw"``: torch.optim.AdamW's.
-        - ``"motif"``: Motif's ``Muon``'s.
-        - ``"llamafactory"``: Moonlight's ``Muon``'s, which LlamaFactory ships.
-        - ``"nanochat"``: ``MuonAdamW``'s, or a list of ``DistMuonAdamW``'s, one for each rank.
-        - ``"keller_jordan"``: any of his Muons', or a list of one for each rank.
-
-        A mapping ``{"muon": …, "adamw": …}`` is for two optimizers, each as above; None in it has
-        those parameters start anew. Lists of ranks are in their order, complete. State dicts that
-        torch.distributed.checkpoint has made, by names, flattened or not, will do where they hold
-        whole tensors, or DTensors that lie as the parameters do. Every rank of this optimizer gets
-        all of ``states``, and takes its part without traffic.
-
-        Which parameter is which is told by names, where both have them for all parameters; else by
-        position, which fits where the preset of the source made the groups from what the source was
-        given; else by ``params``.
-
-        AdamW's moments and steps are taken as they are. Momentum keeps its dtype; with constant μ
-        the averaged one (``"ema"``) is 1 − μ of the summed one (``"classical"``), and it becomes
-        what its group has. A matrix that AdamW trained begins with ``exp_avg`` as averaged
-        momentum. Second moments of nanochat are taken by groups with ``beta2``. What is used here
-        is a copy.
-
-        Args:
-            states: state dicts, already loaded: ``torch.load(path, weights_only=True)``.
-            kind: what wrote them, see above.
-            params: parameters, (name, parameter) pairs, or names: all of them, in the order in
-                which the other optimizer was given them, whatever it made of that. Of two
-                optimizers each takes those that are its own. They may be frozen ones, without
-                state.
-            hyperparameters: bring ``lr``, ``weight_decay``, ``momentum``, ``nesterov``, ``beta2``,
-                betas, eps, ``maximize`` and what schedulers keep in groups (``initial_lr``, …), as
-                far as both have them; False keeps the groups as they are. How matrices are
-                orthogonalized and scaled always stays. A matrix that AdamW trained brings its rates
-                only to ``adjust_lr="match_rms_adamw"``, and no momentum.
-
-        Raises:
-            ValueError: something does not fit, with the parameter's name; nothing was loaded.
-
-        Example:
-            >>> load = functools.partial(torch.load, weights_only=True)
-            >>> optimizer = Muon(**presets.torch_muon(matrices), ...)  # and a group for the rest
-            >>> optimizer.load_foreign_state_dict([load("muon.pt"), load("adamw.pt")],
-            ...                                   kind="torch_muon")
-            >>> optimizer = Muon(get_default_muon_param_groups(model))
-            >>> optimizer.load_foreign_state_dict(load("adamw.pt"), kind="torch_adamw",
-            ...                                   params=model.parameters())
-            >>> optimizer.load_foreign_state_dict(load("motif.pt"), kind="motif")
-            >>> optimizer = Muon(**presets.moonlight(muon_params=…, adamw_params=…))
-            >>> optimizer.load_foreign_state_dict(load("optimizer.pt"), kind="llamafactory")
-            >>> optimizer = DistMuonAdamW(param_groups)
-            >>> ranks = [load(f"optim_021400_rank{rank}.pt") for rank in range(8)]
-            >>> optimizer.load_foreign_state_dict(ranks, kind="nanochat")
-            >>> optimizer = Muon(**presets.keller_jordan(param_groups))
-            >>> optimizer.load_foreign_state_dict(ranks, kind="keller_jordan")
-        """
-        groups = self._views()
-        found = self._look_at(groups)
-        state_dict = foreign.to_state_dict(
-            states,
-            kind,
-            params,
-            hyperparameters,
-            own_groups=self.param_groups,
-            groups=groups,
-            names=found.names,
-            entries=found.entries,
-            wide=self._wide,
-        )
-        self.load_state_dict(state_dict)
-
-    @torch.no_grad()
-    def discard_state(self) -> None:
-        """Sets all state to zeros, for a checkpoint to be loaded into.
-
-        `load_state_dict` alone repairs an optimizer whose `step` broke off. But
-        torch.distributed.checkpoint loads into what `state_dict` gives, which raises then, as what
-        it gave could be saved just as well. After this it gives zeros, while `step` goes on to
-        raise until `load_state_dict` has been called. To be called on all ranks alike.
-        """
-        self._broken = self._broken or "discard_state() has set all state to zeros"
-        self.state.clear()
-        self._offload.forget()
-        groups = self._views()
-        self._init_state(groups, self._look_at(groups))
-        self._is_void = True
-
-    def __getstate__(self) -> dict[str, Any]:
-        self._check_whole()
-        self._offload.settle()
-        kept = ("_wide", "_offload", "_tags", "_clip")
-        return {
-            **super().__getstate__(),
-            "_names": self.names,
-            **{key: vars(self)[key] for key in kept},
-        }
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        if "_hooks" in vars(self):  # loaded, without the tensors that are still to be placed
-            self._broken, self._is_void = _LOADING, False
-        super().__setstate__(state)
-        self.defaults.pop("differentiable", None)  # torch adds it, and groups would inherit it
-        self._forget_plans()
-        if "_hooks" not in vars(self):  # unpickled, not loaded
-            self._hooks = Hooks(self, None) if self.cpu_offload == "backward" else None
-
     def _forget_plans(self) -> None:
         self._survey = NO_SURVEY
         self._agreement = agreement.Agreement()
         self._agreed = []
         self._compared = False
         self._warned = False
-
-
-_AHEAD = "Some parameters and their state may be a step ahead of others"
-_LOADING = "load_state_dict() was interrupted. Some state is missing"
-_LOAD = (
-    "load the last checkpoint into the model, and into the optimizer by load_state_dict(), or call "
-    "discard_state() before torch.distributed.checkpoint loads in place"
-)
 
 
 def _is_zero(lr: Any) -> bool:
