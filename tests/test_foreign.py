@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import lr_scheduler
@@ -902,6 +903,31 @@ def go_on_in_strides(every: dict[str, Trained]) -> None:
     for name, source in every.items():
         with named(name):
             go_on(ALONE[name], source, place)
+
+
+@pytest.mark.slow
+def test_a_model_under_fsdp2_takes_over_what_one_device_does():
+    run_ranks(load_under_fsdp2, 2)
+
+
+def load_under_fsdp2() -> None:
+    model, sharded = Model(), Model()
+    theirs = adamw_beside(model, named=True, weight_decay=0.3)
+    sharded.load_state_dict(model.state_dict())
+    for layer in sharded.layers:
+        fully_shard(layer)
+    fully_shard(sharded)
+    optimizers = []
+    for each, params in ((model, model.parameters()), (sharded, None)):  # by order, by names
+        optimizers.append(ours_of(each, momentum_style="ema"))
+        optimizers[-1].load_foreign_state_dict(
+            through_file(theirs.state_dict()), kind="torch_adamw", params=params
+        )
+    for _ in range(STEPS):
+        for each, optim in zip((model, sharded), optimizers):
+            train_model(each, optim, 1)
+    for (name, p), q in zip(model.named_parameters(), sharded.parameters()):
+        torch.testing.assert_close(q.full_tensor(), p, rtol=1e-9, atol=1e-9, msg=name)
 
 
 def test_without_its_state_no_source_is_followed():
