@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import io
+import random
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ KERNELS = [(6, 10), (4, 3, 3, 3), (12, 4), (8, 5, 2, 2), (6, 10), (4, 3, 3, 3), 
 OTHERS = [(9, 120), (6,), (3, 4)]  # nanochat divides the first over ranks, before it did all
 
 STEPS, RANKS = 3, 3
+DAMAGES = 40
 
 # Of the movement of each weight. eps is added to other norms here: 1e-7 of them, which the
 # iteration enlarges; nanochat's second moments are kept in fp32.
@@ -1150,3 +1152,44 @@ def test_no_warning_is_given_where_everything_fits():
         for name, case in ALONE.items():
             ours = case.ours(weights(case.shapes, 0), weights(OTHERS, 1))
             ours.load_foreign_state_dict(trained(name).states(case), kind=case.kind)
+
+
+REPLACEMENTS = [None, "text", 3, -1.0, float("nan"), True, [], {}, torch.zeros(2), torch.zeros(())]
+
+
+def damage(states: Any, generator: random.Random) -> None:
+    """Takes something out of a state dict, anywhere, or puts something else there."""
+    at, parents = states, []
+    while isinstance(at, (dict, list)) and at:
+        key = generator.choice(list(at) if isinstance(at, dict) else range(len(at)))
+        parents.append((at, key))
+        at = at[key]
+    parent, key = generator.choice(parents)
+    if generator.random() < 0.4:
+        del parent[key]
+    else:
+        parent[key] = generator.choice(REPLACEMENTS)
+
+
+@pytest.mark.parametrize("name", [*ALONE, *(f"ranks: {name}" for name in DISTRIBUTED)])
+def test_whatever_is_damaged_raises_a_value_error_or_is_loaded(name, distributed):
+    ranks = name.removeprefix("ranks: ")
+    if ranks in DISTRIBUTED and ranks != name:
+        case, source = DISTRIBUTED[ranks], distributed[ranks]
+    else:
+        case, source = ALONE[name], trained(name)
+    generator, refused = random.Random(0), 0
+    muon, others = weights(case.shapes, 0), weights(OTHERS, 1)
+    ours = case.ours(muon, others)
+    ours.load_foreign_state_dict(source.states(case), kind=case.kind)
+    for _ in range(DAMAGES):
+        states, before = source.states(case), copy.deepcopy(ours.state_dict())
+        damage(states, generator)
+        try:
+            ours.load_foreign_state_dict(states, kind=case.kind)
+        except ValueError:
+            refused += 1
+            assert_equal(ours.state_dict(), before)
+        else:
+            ours.load_foreign_state_dict(source.states(case), kind=case.kind)
+    assert DAMAGES // 4 < refused < DAMAGES
