@@ -216,7 +216,8 @@ def _check_state(own: Mapping[str, Any], name: str) -> None:
 def _names_of(group: Mapping[str, Any]) -> Optional[list[str]]:
     ids = group["params"]
     for names in (group.get("param_names"), group.get("names"), ids):
-        texts = [name for name in names or () if isinstance(name, str)]
+        names = names if isinstance(names, (list, tuple)) else []
+        texts = [name for name in names if isinstance(name, str)]
         if texts and len(texts) == len(ids):
             return [normalize_name(name) for name in texts]
     return None
