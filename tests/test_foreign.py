@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import io
+import random
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import lr_scheduler
@@ -34,6 +36,7 @@ KERNELS = [(6, 10), (4, 3, 3, 3), (12, 4), (8, 5, 2, 2), (6, 10), (4, 3, 3, 3), 
 OTHERS = [(9, 120), (6,), (3, 4)]  # nanochat divides the first over ranks, before it did all
 
 STEPS, RANKS = 3, 3
+DAMAGES = 25
 
 # Of the movement of each weight. eps is added to other norms here: 1e-7 of them, which the
 # iteration enlarges; nanochat's second moments are kept in fp32.
@@ -904,6 +907,31 @@ def go_on_in_strides(every: dict[str, Trained]) -> None:
             go_on(ALONE[name], source, place)
 
 
+@pytest.mark.slow
+def test_a_model_under_fsdp2_takes_over_what_one_device_does():
+    run_ranks(load_under_fsdp2, 2)
+
+
+def load_under_fsdp2() -> None:
+    model, sharded = Model(), Model()
+    theirs = adamw_beside(model, named=True, weight_decay=0.3)
+    sharded.load_state_dict(model.state_dict())
+    for layer in sharded.layers:
+        fully_shard(layer)
+    fully_shard(sharded)
+    optimizers = []
+    for each, params in ((model, model.parameters()), (sharded, None)):  # by order, by names
+        optimizers.append(ours_of(each, momentum_style="ema"))
+        optimizers[-1].load_foreign_state_dict(
+            through_file(theirs.state_dict()), kind="torch_adamw", params=params
+        )
+    for _ in range(STEPS):
+        for each, optim in zip((model, sharded), optimizers):
+            train_model(each, optim, 1)
+    for (name, p), q in zip(model.named_parameters(), sharded.parameters()):
+        torch.testing.assert_close(q.full_tensor(), p, rtol=1e-9, atol=1e-9, msg=name)
+
+
 def test_without_its_state_no_source_is_followed():
     """What the tolerance of the others is worth."""
     for name, case in ALONE.items():
@@ -1124,3 +1152,44 @@ def test_no_warning_is_given_where_everything_fits():
         for name, case in ALONE.items():
             ours = case.ours(weights(case.shapes, 0), weights(OTHERS, 1))
             ours.load_foreign_state_dict(trained(name).states(case), kind=case.kind)
+
+
+REPLACEMENTS = [None, "text", 3, -1.0, float("nan"), True, [], {}, torch.zeros(2), torch.zeros(())]
+
+
+def damage(states: Any, generator: random.Random) -> None:
+    """Takes something out of a state dict, anywhere, or puts something else there."""
+    at, parents = states, []
+    while isinstance(at, (dict, list)) and at:
+        key = generator.choice(list(at) if isinstance(at, dict) else range(len(at)))
+        parents.append((at, key))
+        at = at[key]
+    parent, key = generator.choice(parents)
+    if generator.random() < 0.4:
+        del parent[key]
+    else:
+        parent[key] = generator.choice(REPLACEMENTS)
+
+
+@pytest.mark.parametrize("name", [*ALONE, *(f"ranks: {name}" for name in DISTRIBUTED)])
+def test_whatever_is_damaged_raises_a_value_error_or_is_loaded(name, distributed):
+    ranks = name.removeprefix("ranks: ")
+    if ranks in DISTRIBUTED and ranks != name:
+        case, source = DISTRIBUTED[ranks], distributed[ranks]
+    else:
+        case, source = ALONE[name], trained(name)
+    generator, refused = random.Random(0), 0
+    muon, others = weights(case.shapes, 0), weights(OTHERS, 1)
+    ours = case.ours(muon, others)
+    ours.load_foreign_state_dict(source.states(case), kind=case.kind)
+    for _ in range(DAMAGES):
+        states, before = source.states(case), copy.deepcopy(ours.state_dict())
+        damage(states, generator)
+        try:
+            ours.load_foreign_state_dict(states, kind=case.kind)
+        except ValueError:
+            refused += 1
+            assert_equal(ours.state_dict(), before)
+        else:
+            ours.load_foreign_state_dict(source.states(case), kind=case.kind)
+    assert refused > DAMAGES // 4

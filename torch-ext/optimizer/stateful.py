@@ -213,14 +213,16 @@ class Stateful(Offloadable):
 
         Example:
             >>> load = functools.partial(torch.load, weights_only=True)
-            >>> optimizer = Muon(**presets.torch_muon(matrices), ...)  # and a group for the rest
+            >>> groups = [{"params": matrices}, {"params": others, "use_muon": False}]
+            >>> optimizer = Muon(**presets.torch_muon(groups))
             >>> optimizer.load_foreign_state_dict([load("muon.pt"), load("adamw.pt")],
             ...                                   kind="torch_muon")
             >>> optimizer = Muon(get_default_muon_param_groups(model))
             >>> optimizer.load_foreign_state_dict(load("adamw.pt"), kind="torch_adamw",
             ...                                   params=model.parameters())
+            >>> optimizer = Muon(**presets.motif(get_default_muon_param_groups(model)))
             >>> optimizer.load_foreign_state_dict(load("motif.pt"), kind="motif")
-            >>> optimizer = Muon(**presets.moonlight(muon_params=…, adamw_params=…))
+            >>> optimizer = Muon(**presets.moonlight(muon_params=matrices, adamw_params=others))
             >>> optimizer.load_foreign_state_dict(load("optimizer.pt"), kind="llamafactory")
             >>> optimizer = DistMuonAdamW(param_groups)
             >>> ranks = [load(f"optim_021400_rank{rank}.pt") for rank in range(8)]

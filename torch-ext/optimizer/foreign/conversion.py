@@ -150,7 +150,7 @@ def _check_complete(
 def _warn_of_amsgrad(sections: Sequence[Section]) -> None:
     for section in sections:
         for saved in section.groups:
-            if saved.options.get("amsgrad"):
+            if saved.options.get("amsgrad") is True:
                 warnings.warn(
                     f"{section.where} was saved with amsgrad=True, which there is not here: "
                     "max_exp_avg_sq is not taken over",
@@ -238,10 +238,9 @@ def _momentum_factor(found: Found, group: Options) -> float:
     return 1.0 / (1.0 - group["momentum"])
 
 
-def _flat_second_moment(value: Any, found: Found, shape: torch.Size) -> Any:
+def _flat_second_moment(value: Tensor, found: Found, shape: torch.Size) -> Tensor:
     """nanochat's (…, rows, 1) or (…, 1, cols) as (…, longer side), in fp32."""
-    if not isinstance(value, Tensor) or found.target.shape is None:
-        return value
+    assert found.target.shape is not None
     *experts, rows, cols = found.target.shape
     expected = (*experts, rows, 1) if rows >= cols else (*experts, 1, cols)
     if tuple(value.shape) == expected and value.numel() == shape.numel():
@@ -265,7 +264,7 @@ def _adamw_state(
 
 
 def _part(
-    value: Any,
+    value: Tensor,
     key: str,
     found: Found,
     layouts: Mapping[str, tuple[torch.Size, Optional[tuple]]],
@@ -273,13 +272,10 @@ def _part(
     """This rank's part of a whole tensor, copied, without traffic.
 
     Raises:
-        ValueError: no tensor, or one of another shape; one that is divided otherwise.
+        ValueError: it has another shape, or is divided otherwise.
     """
     shape, layout = layouts[key]
     name = found.target.name
-    if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
-        kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
-        raise ValueError(f"{key} of {name}, {found.where}, is {kind}, no real tensor")
     if value.shape != shape:
         raise ValueError(
             f"{key} of {name}, {found.where}, has shape {tuple(value.shape)}, where {tuple(shape)} "

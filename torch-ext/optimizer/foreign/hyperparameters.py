@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ..options import GROUP_OPTIONS, is_number
+
 # What schedulers of torch keep in groups, to go on from.
 SCHEDULED = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum")
 
@@ -14,6 +16,37 @@ ADAMW = ("lr", *SCHEDULED, "weight_decay", "adamw_betas", "adamw_eps", "maximize
 
 # What a matrix takes from the group in which AdamW trained it.
 FROM_ADAMW = ("lr", "initial_lr", "max_lr", "min_lr", "weight_decay", "maximize")
+
+
+# What others call them.
+_TERMS = {
+    **{
+        "betas": "adamw_betas",
+        "eps": "adamw_eps",
+        "wd": "weight_decay",
+        "adamw_wd": "weight_decay",
+    },
+    **{"initial_lr": "lr", "max_lr": "lr", "min_lr": "lr"},
+    **{"base_momentum": "momentum", "max_momentum": "momentum"},
+}
+
+
+def check_options(options: Mapping[str, Any], place: str) -> None:
+    """Whether the hyperparameters of a group are some.
+
+    Raises:
+        ValueError: says the key, what was found and what is accepted.
+    """
+    for key, value in options.items():
+        option = GROUP_OPTIONS.get(_TERMS.get(key, key))
+        if key in (*MUON, *ADAMW, *_TERMS) and option is not None and not option.accepts(value):
+            raise ValueError(f"{place}: {key} must be {option.expected}, found {value!r}")
+        if key == "use_muon" and not isinstance(value, bool):
+            raise ValueError(f"{place}: use_muon must be True or False, found {value!r}")
+        if key == "kind" and value not in ("muon", "adamw"):
+            raise ValueError(f"{place}: kind must be 'muon' or 'adamw', found {value!r}")
+        if key == "adamw_lr_ratio" and not is_number(value):
+            raise ValueError(f"{place}: adamw_lr_ratio must be a number, found {value!r}")
 
 
 def muon_options(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -199,8 +199,8 @@ def _size_of(section: Section, saved: SavedGroup) -> tuple[Optional[Shape], int]
     shape = shapes[0] if shapes else None
     if shape is not None and is_stack(section, saved):
         shape = shape[1:]
-    if isinstance(update, Tensor):
-        return shape, update.shape[-1]
+    if isinstance(update, Tensor) and update.ndim == 2:
+        return shape, update.shape[1]
     return shape, math.prod(shape) if shape is not None else -1
 
 
@@ -215,6 +215,10 @@ def _read_first(section: Section, ours: Ours) -> list[Found]:
     """One group of everything; Muon's parameters take turns among themselves."""
     ours = Ours(ours.groups, [range(len(ours.groups))], ours.given)
     found, turn = [], 0
+    for number, saved in enumerate(section.groups):
+        for key in ("lr", "adamw_lr_ratio", "adamw_wd"):
+            if key not in saved.options:
+                raise ValueError(f"group {number} of {section.where} has no {key}")
     for saved, index, target in positions(section, arrange(section, ours)):
         own = saved.options
         if not use_muon_of(section, saved, index):

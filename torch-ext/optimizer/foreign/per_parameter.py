@@ -81,12 +81,12 @@ def use_muon_of(section: Section, saved: SavedGroup, index: int) -> bool:
         ValueError: nothing.
     """
     flag = section.ranks[0].state.get(saved.ids[index], {}).get("use_muon")
-    if flag is None:
+    if not isinstance(flag, bool):
         raise ValueError(
             f"{place_of(saved, index, section)} has no use_muon in {section.where}, where its "
             "optimizer has one from the start: is the state dict complete?"
         )
-    return bool(flag)
+    return flag
 
 
 def positions(section: Section, arranged: Sequence[Sequence[Target]]) -> Iterator[Position]:

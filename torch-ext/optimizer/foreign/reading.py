@@ -9,9 +9,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Optional
 
+from torch import Tensor
+
 from ..groups import normalize_name
+from ..options import is_number
+from .hyperparameters import check_options
 
 _OURS = "momentum_style"  # a key that only groups of this package have
+
+# Whatever any of them calls what it keeps.
+_TENSORS = (
+    *("momentum_buffer", "second_momentum_buffer"),
+    *("exp_avg", "exp_avg_sq", "moment1", "moment2"),
+)
 
 KINDS = ("torch_muon", "torch_adamw", "motif", "llamafactory", "nanochat", "keller_jordan")
 
@@ -165,27 +175,49 @@ def read_checkpoint(state_dict: Any, where: str) -> Checkpoint:
     states, saved_groups = state_dict["state"], state_dict["param_groups"]
     if not isinstance(states, Mapping) or not all(isinstance(s, Mapping) for s in states.values()):
         raise ValueError(f"{where}['state'] must hold a dict for each parameter")
+    if not isinstance(saved_groups, (list, tuple)):
+        raise ValueError(f"{where}['param_groups'] must be a list, found {_in_words(saved_groups)}")
     groups = []
     for number, group in enumerate(saved_groups):
+        place = f"{where}['param_groups'][{number}]"
         ids = group.get("params") if isinstance(group, Mapping) else None
-        if not isinstance(ids, (list, tuple)):
-            raise ValueError(f"{where}['param_groups'][{number}] has no list of params")
+        if not isinstance(ids, (list, tuple)) or not all(isinstance(i, (int, str)) for i in ids):
+            raise ValueError(f"{place} has no list of params")
         options = {k: v for k, v in group.items() if k not in ("params", "names", "param_names")}
+        check_options(options, place)
         groups.append(SavedGroup(list(ids), _names_of(group), options))
     ids = [saved_id for group in groups for saved_id in group.ids]
     known = set(ids)
     if len(known) != len(ids):
         raise ValueError(f"{where} has a parameter twice in its groups")
-    for key in states:
+    for key, own in states.items():
         if key not in known:
             raise ValueError(f"{where} has state of {key!r}, which is in none of its groups")
+        _check_state(own, f"parameter {key!r} of {where}")
     return Checkpoint(groups, states, where)
+
+
+def _check_state(own: Mapping[str, Any], name: str) -> None:
+    """Whether what can be taken over is what it is called."""
+    for key in _TENSORS:
+        value = own.get(key)
+        if value is None:
+            continue
+        if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
+            found = value.dtype if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(f"{key} of {name} is {found}, no real tensor")
+    step = own.get("step")
+    if isinstance(step, Tensor) and step.numel() == 1 and not step.is_complex():
+        step = step.item()
+    if step is not None and not (is_number(step) and step >= 0):
+        raise ValueError(f"step of {name} must be a number ≥ 0, found {step!r}")
 
 
 def _names_of(group: Mapping[str, Any]) -> Optional[list[str]]:
     ids = group["params"]
     for names in (group.get("param_names"), group.get("names"), ids):
-        texts = [name for name in names or () if isinstance(name, str)]
+        names = names if isinstance(names, (list, tuple)) else []
+        texts = [name for name in names if isinstance(name, str)]
         if texts and len(texts) == len(ids):
             return [normalize_name(name) for name in texts]
     return None
