@@ -15,12 +15,12 @@ import pickle
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -394,9 +394,10 @@ def test_discarded_state_is_zeros_to_load_into_and_not_to_step_from():
         tensors = [v for own in state_dict["state"].values() for v in own.values()]
         assert tensors and not any(value.any() for value in tensors)
         training.give_gradients(3)
-        for ask in (training.step, lambda: copy.deepcopy(training.optim)):
-            with pytest.raises(RuntimeError, match="load the last checkpoint"):
-                ask()
+        with pytest.raises(RuntimeError, match="load the last checkpoint"):
+            training.step()
+        with pytest.raises(RuntimeError, match="load the last checkpoint"):
+            copy.deepcopy(training.optim)
         training.optim.load_state_dict(state_dict)
         training.step()
 
@@ -495,11 +496,12 @@ PHASES = {
     "AdamW's rows": Phase("distributed.zero2", "all_gather_slots", 1, "ZeRO-2"),
     "QK-Clip of biases": Phase("qk_clip.clip", "Clipping.finish"),
 }
+# On ranks, an interrupt is one more exception; where they come, and are not caught, differs.
+INTERRUPTED = ("forward", "state at the first step", "momentum", "gather", "QK-Clip of biases")
 # Until then nothing was written anywhere.
 BEFORE = ("forward", "comparison of notes")
-# Where a rank may have sent all that the others wait for: these finish the step, and raise at the
-# next one.
-BEHIND = ("AdamW", "QK-Clip of biases", "weights", "write-back to the host")
+# The victim has sent all that the others wait for: they finish the step, and raise at the next one.
+BEHIND = ("QK-Clip of biases",)
 
 
 def kill() -> None:
@@ -557,12 +559,23 @@ def attempt(call: Callable[[], Any]) -> Attempt:
     return Attempt(error and type(error).__name__, str(error), seconds)
 
 
+def shorten_timeouts() -> None:
+    """Of all groups, and of that in which ranks compare notes; setting up may take longer."""
+    timeout = timedelta(seconds=TIMEOUT)
+    for group in list(dist.distributed_c10d._world.pg_map):
+        dist.distributed_c10d._set_pg_timeout(timeout, group)
+    for group in optimizer.muon.agreement._groups.current().values():
+        group._set_default_timeout(timeout)
+
+
 def break_off(name: str, fault: str) -> tuple[Attempt, Attempt, Attempt]:
     """The step in which the victim meets with its fault, a ``state_dict()``, and the next step."""
     phase, is_victim = PHASES[name], dist.get_rank() == VICTIM
     world = World(phase.layout)
     for step in range(phase.steps):
         world.step(step)
+    dist.barrier()
+    shorten_timeouts()
     if phase.module and is_victim:
         inject(phase, INJECTED[fault])
 
@@ -581,18 +594,19 @@ def break_off(name: str, fault: str) -> tuple[Attempt, Attempt, Attempt]:
 def check_ended(name: str, fault: str, outcomes: list[Outcome]) -> None:
     for rank, outcome in enumerate(outcomes):
         if rank == VICTIM and fault == "killed":
-            assert outcome.message == "exit code -9", outcome
+            assert outcome.error == "Crashed", outcome
             continue
         assert outcome.error is None, outcome
         first, saved, second = outcome.value
         told = f"rank {rank}: {outcome.value}"
         assert max(first.seconds, second.seconds) < TIMEOUT + SLACK or rank == VICTIM, told
-        if name == "forward" and fault == "out of memory":  # all are told, and can go on
-            assert first.error == ("OutOfMemoryError" if rank == VICTIM else "ValueError"), told
+        if name == "forward" and fault in ("out of memory", "interrupted"):  # all are told
+            own = {"out of memory": "OutOfMemoryError", "interrupted": "KeyboardInterrupt"}[fault]
+            assert first.error == (own if rank == VICTIM else "ValueError"), told
             assert saved.error is second.error is None, told
             continue
         if first.error is None:
-            assert name in BEHIND or fault == "stopped", told
+            assert name in BEHIND or (rank == VICTIM and fault == "stopped"), told
         elif name not in BEFORE:
             assert saved.error == "RuntimeError", told
             if rank != VICTIM or fault == "out of memory":
@@ -602,22 +616,131 @@ def check_ended(name: str, fault: str, outcomes: list[Outcome]) -> None:
         if name not in BEFORE:
             assert second.error is not None, told
         else:
-            assert first.error is not None and saved.error is None, told
+            assert saved.error is None, told
+            assert first.error is not None or rank == VICTIM, told
 
 
 def outcomes_of(name: str, fault: str) -> list[Outcome]:
-    return rank_outcomes(break_off, RANKS, name, fault, pg_timeout=TIMEOUT, timeout=60)
+    return rank_outcomes(break_off, RANKS, name, fault, timeout=60)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", INJECTED)
 def test_a_fault_of_one_rank_in_any_phase_raises_on_all_within_the_timeout(fault):
     with ThreadPoolExecutor(6) as pool:  # they mostly wait
-        ends = {name: pool.submit(outcomes_of, name, fault) for name in PHASES}
+        names = INTERRUPTED if fault == "interrupted" else PHASES
+        ends = {name: pool.submit(outcomes_of, name, fault) for name in names}
         for name, end in ends.items():
             with case(f"{fault} in {name}"):
-                try:
-                    check_ended(name, fault, end.result())
-                except AssertionError as e:
-                    print("XX", fault, name, e)
-        assert 0
+                check_ended(name, fault, end.result())
+
+
+# -- what comes after ------------------------------------------------------------------------------
+
+SAVED_AFTER, KILLED_IN, END = 2, 4, 6  # steps
+
+
+def checkpoint_of(model: nn.Module, optim: Any) -> dict[str, Any]:
+    model_state, optim_state = get_state_dict(model, optim)
+    return {"model": model_state, "optim": optim_state}
+
+
+def load_checkpoint(model: nn.Module, optim: Any, directory: str) -> None:
+    """As torch's tutorials have it: in place, into what the optimizer gives."""
+    state = checkpoint_of(model, optim)
+    dcp.load(state, checkpoint_id=directory)
+    set_state_dict(model, optim, model_state_dict=state["model"], optim_state_dict=state["optim"])
+
+
+def train_until_killed(layout: str, directory: str, phase: Phase) -> None:
+    model, optim = network(layout)
+    train(model, optim, range(SAVED_AFTER))
+    dcp.save(checkpoint_of(model, optim), checkpoint_id=directory)
+    train(model, optim, range(SAVED_AFTER, KILLED_IN))
+    if dist.get_rank() == VICTIM:
+        inject(phase, kill)
+    train(model, optim, range(KILLED_IN, KILLED_IN + 1))
+
+
+def resume(layout: str, directory: str) -> Any:
+    model, optim = network(layout)
+    load_checkpoint(model, optim, directory)
+    train(model, optim, range(SAVED_AFTER, END))
+    return parameters_and_state(model, optim)
+
+
+def never_disturbed(layout: str) -> Any:
+    model, optim = network(layout)
+    train(model, optim, range(END))
+    return parameters_and_state(model, optim)
+
+
+KILLED = {
+    # layout: where, and on how many ranks to go on as well
+    "FSDP2": (Phase("pipeline", "_orthogonalize"), 3),
+    "FSDP2 + TP": (Phase("pipeline", "_apply_momentum", 2), None),
+    "HSDP": (Phase("pipeline", "_exchange", 2), None),
+    "DDP": (Phase("pipeline", "_orthogonalize"), 3),
+    "ZeRO-2": (Phase("distributed.zero2", "_sum", 2), 2),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", KILLED)
+def test_after_a_kill_a_fresh_launch_resumes_as_if_nothing_had_been(layout, tmp_path):
+    phase, fewer = KILLED[layout]
+    path = str(tmp_path)
+    expected = run_ranks(never_disturbed, RANKS, layout)[0]
+    ends = rank_outcomes(train_until_killed, RANKS, layout, path, phase, pg_timeout=TIMEOUT)
+    for rank, end in enumerate(ends):
+        assert end.error == ("Crashed" if rank == VICTIM else "RuntimeError"), end
+    for ranks in (RANKS, fewer):
+        found = run_ranks(resume, ranks, layout, path)[0] if ranks else expected
+        for values, others in zip(expected, found):
+            assert values.keys() == others.keys()
+            for name, value in values.items():
+                # torch's fused AdamW rounds the ends of shards otherwise, where they end elsewhere.
+                is_adamw = "exp_avg" in name or f"{name}.exp_avg" in expected[1]
+                atol = END * ADAMW_ROUNDING if is_adamw and ranks != RANKS else 0.0
+                assert_same(f"{name} on {ranks} ranks", others[name], value, atol)
+
+
+def repair(how: str, directory: str) -> None:
+    """A rank fails behind its last exchange: the process groups are whole, the step is not."""
+    model, optim = network("FSDP2")
+    train(model, optim, range(SAVED_AFTER))
+    dcp.save(checkpoint_of(model, optim), checkpoint_id=directory)
+    full = StateDictOptions(full_state_dict=True)
+    whole_state = copy.deepcopy(get_optimizer_state_dict(model, optim, options=full))
+    train(model, optim, range(SAVED_AFTER, KILLED_IN))
+    if dist.get_rank() == VICTIM:
+        inject(Phase("step", "Step.release"), fail)
+        with pytest.raises(RuntimeError, match=f"{BROKE_OFF}OutOfMemoryError"):
+            train(model, optim, [KILLED_IN])
+        with pytest.raises(RuntimeError, match=EARLIER):
+            get_state_dict(model, optim)
+        with pytest.raises(RuntimeError, match=f"{EARLIER}.*OutOfMemoryError"):
+            train(model, optim, [KILLED_IN])
+    else:
+        train(model, optim, [KILLED_IN])
+        with pytest.raises(ValueError, match=r"rank 1: RuntimeError: An earlier step\(\)"):
+            train(model, optim, [KILLED_IN])
+    optim.discard_state()
+    if how == "whole":  # torch takes what is there first, to divide the whole likewise
+        set_optimizer_state_dict(model, optim, whole_state, options=full)
+        model_state = {"model": model.state_dict()}
+        dcp.load(model_state, checkpoint_id=directory)
+        model.load_state_dict(model_state["model"])
+    else:
+        load_checkpoint(model, optim, directory)
+    train(model, optim, range(SAVED_AFTER, END))
+    for found, expected in zip(parameters_and_state(model, optim), never_disturbed("FSDP2")):
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            assert_same(name, found[name], value, 0.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["in place", "whole"])
+def test_ranks_whose_groups_are_whole_go_on_from_a_checkpoint_in_the_same_processes(how, tmp_path):
+    run_ranks(repair, RANKS, how, str(tmp_path))

@@ -311,13 +311,13 @@ class Muon(Stateful):
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
-        except Exception as raised:  # again, once the other ranks know
+        except BaseException as raised:  # again, once the other ranks know
             error = raised
         self._update(error, qk_logits)
         return loss
 
     @torch._disable_dynamo  # a compiled step() is this one, called from compiled code
-    def _update(self, error: Optional[Exception], qk_logits: Optional[Logits]) -> None:
+    def _update(self, error: Optional[BaseException], qk_logits: Optional[Logits]) -> None:
         with Scaling(self) as scaling:
             agreed = self._agree_on_plan(error, qk_logits, scaling)
             if agreed is None:
@@ -342,7 +342,7 @@ class Muon(Stateful):
                     pipeline.run(step, others)
 
     def _agree_on_plan(
-        self, error: Optional[Exception], qk_logits: Optional[Logits], scaling: Scaling
+        self, error: Optional[BaseException], qk_logits: Optional[Logits], scaling: Scaling
     ) -> Optional[tuple[list[dict[str, Any]], Plan, Optional[Clipping]]]:
         """Groups, the plan and QK-Clip; raises on all ranks alike, before anything was written.
 
@@ -362,7 +362,7 @@ class Muon(Stateful):
                 groups, plan = self._plan()
                 scaling.check(groups)
                 clipping = self._clip_by(qk_logits, groups)
-        except Exception as raised:
+        except BaseException as raised:
             error = raised
         # A rank that fails can't tell whether the others would ask: not after the first time.
         known = bool(self._agreed) if error else any(plan is other for other in self._agreed)
@@ -510,7 +510,7 @@ def _is_zero(lr: Any) -> bool:
     return (not isinstance(lr, Tensor) or lr.device.type == "cpu") and bool(lr == 0)
 
 
-def _in_words(error: Optional[Exception]) -> Optional[str]:
+def _in_words(error: Optional[BaseException]) -> Optional[str]:
     if error is None:
         return None
     return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
