@@ -43,26 +43,30 @@ LAYOUTS: dict[int, tuple[str, ...]] = {
 
 
 class FeedForward(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, hidden: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(16)
-        self.up = nn.Linear(16, 24)
-        self.down = nn.Linear(24, 16, bias=False)
+        self.up = nn.Linear(16, hidden)
+        self.down = nn.Linear(hidden, 16, bias=False)
 
 
 class Network(nn.Module):
-    """Rows that ranks divide evenly, unevenly and into empty shards; no forward: gradients are given."""
+    """Rows that ranks divide evenly, unevenly and into empty shards; no forward: gradients are given.
 
-    def __init__(self) -> None:
+    Args:
+        even: whether shards of shards are of one size, in `FeedForward.up` and the experts.
+    """
+
+    def __init__(self, even: bool) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embed_tokens = nn.Embedding(50, 16)
-        self.blocks = nn.ModuleList(FeedForward() for _ in range(2))
+        self.blocks = nn.ModuleList(FeedForward(24 if even else 22) for _ in range(2))
         self.uneven = nn.Linear(8, 10)
         self.three_rows = nn.Linear(16, 3)
         self.one_row = nn.Linear(16, 1, bias=False)
         self.conv = nn.Conv1d(4, 8, 5)
-        self.experts = Experts(6, 16, 12)
+        self.experts = Experts(8 if even else 6, 16, 12)
         self.frozen = nn.Linear(8, 8).requires_grad_(False)
         self.idle = nn.Linear(16, 8)
         self.lm_head = nn.Linear(16, 50, bias=False)
@@ -114,7 +118,7 @@ def groups_of(model: nn.Module, **of_adamw: Any) -> list[dict[str, Any]]:
         "momentum_style": "ema",
         "weight_decay": 0.01,
     }
-    first: dict[str, Any] = {**muon, "params": [], "names": [], "beta2": 0.9, "split": SPLIT}
+    first: dict[str, Any] = {**muon, "params": [], "names": [], "beta2": 0.9, "split": {"blocks.0.up": 2}}
     for name, param in zip(muon["names"], muon["params"]):
         group = others if name.startswith("blocks.1") else first
         group["names"].append(name)
@@ -124,8 +128,6 @@ def groups_of(model: nn.Module, **of_adamw: Any) -> list[dict[str, Any]]:
         adamw[key] = [*adamw[key][:index], *adamw[key][index + 1 :]]
     return [first, others, conv, adamw]
 
-
-SPLIT = {"blocks.0.up": [12, 4, 8]}
 
 
 @dataclass
@@ -137,9 +139,9 @@ class Run:
     optim: Any
 
     @classmethod
-    def on(cls, layout: str, zeroed: bool = False, **options: Any) -> Run:
+    def on(cls, layout: str, zeroed: bool = False, even: bool = True, **options: Any) -> Run:
         """``zeroed`` weights are those of a process that is going to load others."""
-        model = Network()
+        model = Network(even)
         sharded(model, layout)
         if zeroed:
             with torch.no_grad():
@@ -225,11 +227,15 @@ def world_size() -> int:
 
 
 def hyperparameters(optim: Any) -> list[dict[str, Any]]:
+    """As plain values: torch makes lists of tuples, and adds `differentiable` to what it loads."""
+    skipped = ("params", "differentiable")
     return [
-        {k: v.item() if isinstance(v, torch.Tensor) else v for k, v in group.items() if k not in SKIP}
+        {key: plain(value) for key, value in group.items() if key not in skipped}
         for group in optim.param_groups
     ]
 
 
-# torch adds `differentiable` to whatever it loads.
-SKIP = ("params", "differentiable")
+def plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.item()
+    return list(value) if isinstance(value, tuple) else value
