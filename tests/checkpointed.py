@@ -46,6 +46,8 @@ class FeedForward(nn.Module):
     def __init__(self, hidden: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(16)
+        self.wq = nn.Linear(16, 16, bias=False)
+        self.wk = nn.Linear(16, 16, bias=False)
         self.up = nn.Linear(16, hidden)
         self.down = nn.Linear(hidden, 16, bias=False)
 
@@ -118,7 +120,13 @@ def groups_of(model: nn.Module, **of_adamw: Any) -> list[dict[str, Any]]:
         "momentum_style": "ema",
         "weight_decay": 0.01,
     }
-    first: dict[str, Any] = {**muon, "params": [], "names": [], "beta2": 0.9, "split": {"blocks.0.up": 2}}
+    first: dict[str, Any] = {
+        **muon,
+        "params": [],
+        "names": [],
+        "beta2": 0.9,
+        "split": {"blocks.0.up": 2},
+    }
     for name, param in zip(muon["names"], muon["params"]):
         group = others if name.startswith("blocks.1") else first
         group["names"].append(name)
@@ -127,7 +135,6 @@ def groups_of(model: nn.Module, **of_adamw: Any) -> list[dict[str, Any]]:
     for key in ("names", "params"):
         adamw[key] = [*adamw[key][:index], *adamw[key][index + 1 :]]
     return [first, others, conv, adamw]
-
 
 
 @dataclass
@@ -192,13 +199,13 @@ class Run:
             "groups": hyperparameters(self.optim),
         }
 
-    def assert_untouched(self, before: dict[str, Any], weights: bool = True) -> None:
+    def changes(self, before: dict[str, Any]) -> set[str]:
+        """What is not as it was when `copy` made ``before``."""
         now = self.copy()
-        assert now["groups"] == before["groups"]
-        assert now["held"].keys() == before["held"].keys()
-        for name, value in before["held"].items():
-            if weights or " of " in name:
-                assert torch.equal(now["held"][name], value), name
+        names = now["held"].keys() & before["held"].keys()
+        changed = {n for n in names if not torch.equal(now["held"][n], before["held"][n])}
+        changed |= now["held"].keys() ^ before["held"].keys()
+        return changed | ({"groups"} if now["groups"] != before["groups"] else set())
 
     def write(self, file: Path) -> None:
         """What this run came to, for `check`."""

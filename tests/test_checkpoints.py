@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import importlib
+import multiprocessing
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -23,9 +27,15 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.stateful import Stateful
 
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.optim.lr_scheduler import LambdaLR
+
 from checkpointed import LAYOUTS, SAVED_AT, Run, world_size
-from layouts import case
-from ranks import run_ranks
+from kernel import optimizer
+from layouts import assert_same, case, whole
+from ranks import rank_outcomes, run_ranks
+
+Host = importlib.import_module(f"{optimizer.__name__}.cpu_offload.backend").Host
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -184,6 +194,52 @@ def format_of(save: Any, load: Any, *both: Any, of_load: Any = (), reshards: boo
     return Format(partial(save, **how), partial(load, **how, **dict(of_load)), reshards)
 
 
+class LateWriter(dcp.FileSystemWriter):
+    """Writes nothing before a file appears: until then the optimizer takes steps."""
+
+    def __init__(self, directory: Path):
+        super().__init__(directory)
+        self.gate = directory / "written from now on"
+
+    def write_data(self, *args: Any) -> Any:
+        while not self.gate.exists():
+            time.sleep(0.01)
+        return super().write_data(*args)
+
+
+def save_async(run: Run, directory: Path, kind: AsyncCheckpointerType) -> None:
+    """Steps on while the checkpoint is being written, and goes back."""
+    multiprocessing.current_process()._config["daemon"] = False  # may start a process of its own
+    before = Run.on(run.layout)
+    weights, state = get_state_dict(run.model, run.optim)
+    set_state_dict(
+        before.model, before.optim, model_state_dict=weights, optim_state_dict=copy.deepcopy(state)
+    )
+    saved = dcp.async_save(
+        {"model": weights, "optim": state},
+        storage_writer=LateWriter(directory),
+        async_checkpointer_type=kind,
+        process_group=dist.new_group() if dist.is_initialized() else None,
+    )
+    run.train(range(10, 12))
+    (directory / "written from now on").touch()
+    saved.result()
+    run.model, run.optim = before.model, before.optim
+
+
+def save_without_ranks(run: Run, directory: Path) -> None:
+    weights, state = get_state_dict(run.model, run.optim)
+    content = {"model": weights, "optim": state}
+    dcp.save(content, checkpoint_id=directory / str(rank()), no_dist=True)
+
+
+def load_without_ranks(run: Run, directory: Path) -> None:
+    weights, state = get_state_dict(run.model, run.optim)
+    content = {"model": weights, "optim": state}
+    dcp.load(content, checkpoint_id=directory / str(rank()), no_dist=True)
+    set_state_dict(run.model, run.optim, model_state_dict=weights, optim_state_dict=state)
+
+
 FLAT = ("flatten_optimizer_state_dict", True)
 HOST = ("cpu_offload", True)
 SENT = {"broadcast_from_rank0": True}
@@ -204,4 +260,175 @@ FORMATS: dict[str, Format] = {
     "a file per rank, mmap": format_of(
         save_parts, load_parts, of_load={"mmap": True}, reshards=False
     ),
+    "async, thread": Format(partial(save_async, kind=AsyncCheckpointerType.THREAD), load_by_dcp),
+    "async, process": Format(partial(save_async, kind=AsyncCheckpointerType.PROCESS), load_by_dcp),
+    "no_dist": format_of(save_without_ranks, load_without_ranks, reshards=False),
 }
+SAVED_ON = ("FSDP2", "FSDP2 + TP", "HSDP, spread", "ZeRO-2")  # on 4 ranks
+LOADED_ON = {4: ("FSDP2", "EP + FSDP2", "DDP", "ZeRO-2"), 2: ("TP", "ZeRO-2"), 1: ("one device",)}
+
+
+def save_formatted(name: str, layouts: tuple[str, ...], directory: Path) -> None:
+    for layout in layouts:
+        with case(layout):
+            run = Run.on(layout)
+            run.train(range(SAVED_AT))
+            place = directory / layout
+            place.mkdir(exist_ok=True)
+            FORMATS[name].save(run, place)
+            run.train([SAVED_AT])
+            run.write(place / "expected.pt")
+
+
+def load_formatted(name: str, layouts: tuple[str, ...], directory: Path) -> None:
+    for place in sorted(directory.iterdir()):
+        for layout in layouts if FORMATS[name].reshards else (place.name,):
+            with case(f"{place.name} on {layout}"):
+                run = Run.on(layout, zeroed=True)
+                FORMATS[name].load(run, place)
+                run.train([SAVED_AT])
+                run.check(place / "expected.pt")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_resumes_on_other_layouts(name, tmp_path):
+    layouts = SAVED_ON[:2] if "process" in name else SAVED_ON
+    run_ranks(save_formatted, 4, name, layouts, tmp_path)
+    for ranks, others in LOADED_ON.items() if FORMATS[name].reshards else [(4, ())]:
+        run_ranks(load_formatted, ranks, name, others, tmp_path)
+
+
+# -- fresh and trained optimizers ------------------------------------------------------------------
+
+CLIP = {"clip_config": {"head_dim": 8, "threshold": 1.0}}
+LOGITS = {layer: torch.tensor([100.0, 50.0]) for layer in (0, 1)}
+
+
+def take_fresh_state(layouts: tuple[str, ...], flatten: bool, tensor_lr: bool) -> None:
+    for layout in layouts:
+        with case(layout):
+            lr = {"lr": torch.tensor(0.02)} if tensor_lr else {}
+            run, twin = Run.on(layout, **CLIP, **lr), Run.on(layout, **CLIP, **lr)
+            schedule = LambdaLR(run.optim, lambda step: 1 / (1 + step))
+            before, lrs = run.copy(), schedule.get_last_lr()
+            run.optim.set_qk_logits(LOGITS)
+            options = StateDictOptions(flatten_optimizer_state_dict=flatten)
+            state = get_optimizer_state_dict(run.model, run.optim, options=options)
+            check_every_parameter_has_state(run, state, flatten)
+            run.optim.set_qk_logits(None)
+            after = run.copy()
+            assert {n for n in run.changes(before) if " of " not in n} == set()
+            for name, value in after["held"].items():
+                if " of " in name and not name.startswith("step of"):
+                    assert not value.any(), name
+                if name.startswith("step of"):
+                    assert value == 1, name  # as of torch's AdamW
+            assert all(p.grad is None for p in run.model.parameters())
+            assert schedule.last_epoch == 0 and schedule.get_last_lr() == lrs
+            assert run.optim.qk_clip_stats()["total_clipped"] == 0
+            # Of Muon's matrices nothing is different ever after.
+            run.train(range(SAVED_AT))
+            twin.train(range(SAVED_AT))
+            held, expected = run.held(), twin.held()
+            for name in held:
+                if f"momentum_buffer of {name.split(' of ')[-1]}" in held:
+                    assert_same(name, held[name], whole(expected[name]), 0.0)
+
+
+def check_every_parameter_has_state(run: Run, state: Any, flatten: bool) -> None:
+    for group in run.optim.param_groups:
+        keys = ["exp_avg", "exp_avg_sq", "step"]
+        if group["use_muon"]:
+            keys = ["momentum_buffer", *(["second_momentum_buffer"] if group["beta2"] else [])]
+        held = {id(p) for p in group["params"] if p.requires_grad}
+        for name, p in run.model.named_parameters():
+            if id(p) in held:
+                for key in keys:
+                    own = state if flatten else state["state"][name]
+                    assert (f"state.{name}.{key}" if flatten else key) in own, (name, key)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flatten", [False, True], ids=["nested", "flattened"])
+@pytest.mark.parametrize("tensor_lr", [False, True], ids=["lr", "tensor lr"])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_taking_the_state_of_a_fresh_optimizer_changes_nothing(ranks, flatten, tensor_lr):
+    run_ranks(take_fresh_state, ranks, LAYOUTS[ranks], flatten, tensor_lr)
+
+
+def step_with_zeros(layout: str) -> None:
+    run = Run.on(layout)
+    run.train(range(SAVED_AT))
+    before = run.copy()
+    for group in run.optim.param_groups:
+        group["lr"] = 0.0
+    for p in run.model.parameters():
+        p.grad = torch.zeros_like(p) if p.requires_grad else None
+    run.optim.step()
+    after = run.copy()["held"]
+    factors = {"blocks.0.up.weight": 0.95, "blocks.1.up.weight": 0.8}
+    for name, factor in factors.items():
+        assert torch.equal(after[name], before["held"][name])
+        momentum = f"momentum_buffer of {name}"
+        torch.testing.assert_close(after[momentum], factor * before["held"][momentum])
+
+
+@pytest.mark.slow
+def test_a_step_of_zeros_on_a_trained_optimizer_lets_momentum_decay():
+    run_ranks(step_with_zeros, 4, "FSDP2")
+
+
+def load_often(layout: str, directory: Path) -> None:
+    """Into an optimizer that was trained on other gradients, twice, with steps in between."""
+    run = Run.on(layout)
+    run.train(range(SAVED_AT))
+    save_by_dcp(run, directory)
+    run.train([SAVED_AT])
+    run.write(directory / "expected.pt")
+    dist.barrier()
+    other = Run.on(layout)
+    other.train(range(20, 22))
+    for _ in range(2):
+        load_by_dcp(other, directory)
+        other.train([SAVED_AT])
+        other.check(directory / "expected.pt")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["FSDP2 + TP", "ZeRO-2"])
+def test_loading_into_a_trained_optimizer_twice_is_loading(layout, tmp_path):
+    run_ranks(load_often, 4, layout, tmp_path)
+
+
+def load_offloaded(layout: str, name: str, directory: Path) -> None:
+    """What was saved with offload is loaded without it, and the reverse, and both ways."""
+    for number, (saved, loaded) in enumerate([(True, False), (False, True), (True, True)]):
+        with case(f"offload when saved: {saved}, when loaded: {loaded}"):
+            place = directory / str(number)
+            place.mkdir(exist_ok=True)
+            run, other = Run.on(layout), Run.on(layout, zeroed=True)
+            for each, is_on in ((run, saved), (other, loaded)):
+                if is_on:
+                    each.optim.turn_on_cpu_offload(
+                        slot_bytes=16384, backend=Host(delay=1e-5, seed=number)
+                    )
+            run.train(range(SAVED_AT))
+            FORMATS[name].save(run, place)
+            run.train([SAVED_AT])
+            dist.barrier()
+            FORMATS[name].load(other, place)
+            other.train([SAVED_AT])
+            for each, is_on in ((run, saved), (other, loaded)):
+                if is_on:
+                    each.optim.turn_off_cpu_offload()
+            run.write(place / "expected.pt")
+            dist.barrier()
+            other.check(place / "expected.pt")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["FSDP2 + TP", "ZeRO-2"])
+@pytest.mark.parametrize("name", ["sharded", "full", "full, broadcast", "a file per rank"])
+def test_offload_may_be_on_or_off_on_either_side(layout, name, tmp_path):
+    run_ranks(load_offloaded, 4, layout, name, tmp_path)
