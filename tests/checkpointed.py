@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,7 @@ class FeedForward(nn.Module):
 
 
 class Network(nn.Module):
-    """Rows that ranks divide evenly, unevenly and into empty shards; no forward: gradients are given.
+    """Rows that ranks divide evenly, unevenly and into empty shards. Its gradients are given.
 
     Args:
         even: whether shards of shards are of one size, in `FeedForward.up` and the experts.
@@ -146,9 +146,28 @@ class Run:
     optim: Any
 
     @classmethod
-    def on(cls, layout: str, zeroed: bool = False, even: bool = True, **options: Any) -> Run:
-        """``zeroed`` weights are those of a process that is going to load others."""
+    def on(
+        cls,
+        layout: str,
+        zeroed: bool = False,
+        even: bool = True,
+        change: Callable[[Network], None] | None = None,
+        regroup: Callable[[list[dict[str, Any]]], list[dict[str, Any]]] | None = None,
+        **options: Any,
+    ) -> Run:
+        """A new one.
+
+        Args:
+            layout: one of `LAYOUTS`.
+            zeroed: weights are those of a process that is going to load others.
+            even: see `Network`.
+            change: of the model, before it is sharded.
+            regroup: takes the groups and returns others.
+            options: of the optimizer.
+        """
         model = Network(even)
+        if change is not None:
+            change(model)
         sharded(model, layout)
         if zeroed:
             with torch.no_grad():
@@ -162,7 +181,8 @@ class Run:
             "HSDP, spread": {"hsdp": "spread"},
         }
         options = {"lr": 0.02, **EXACT, **wide.get(layout, {}), **options}
-        return cls(layout, model, optimizer.Muon(groups_of(model), **options))
+        groups = groups_of(model) if regroup is None else regroup(groups_of(model))
+        return cls(layout, model, optimizer.Muon(groups, **options))
 
     def train(self, steps: Iterable[int]) -> None:
         for step in steps:
@@ -203,7 +223,7 @@ class Run:
         """What is not as it was when `copy` made ``before``."""
         now = self.copy()
         names = now["held"].keys() & before["held"].keys()
-        changed = {n for n in names if not torch.equal(now["held"][n], before["held"][n])}
+        changed = {n for n in names if not same(now["held"][n], before["held"][n])}
         changed |= now["held"].keys() ^ before["held"].keys()
         return changed | ({"groups"} if now["groups"] != before["groups"] else set())
 
@@ -214,8 +234,13 @@ class Run:
             content = {"values": values, "groups": hyperparameters(self.optim)}
             torch.save({**content, "layout": (self.layout, world_size())}, file)
 
-    def check(self, file: Path) -> None:
-        """Bit for bit; AdamW's on another layout within the rounding of its kernel."""
+    def check(self, file: Path, groups: bool = True) -> None:
+        """Bit for bit; AdamW's on another layout within the rounding of its kernel.
+
+        Args:
+            file: that `write` wrote.
+            groups: whether they, too, are to be the same.
+        """
         expected = torch.load(file, weights_only=True)
         held = self.held()
         assert held.keys() == expected["values"].keys()
@@ -226,11 +251,15 @@ class Run:
             atol = ADAMW_ROUNDING if is_adamw and not is_same else 0.0
             assert held[name].dtype == value.dtype, name
             assert_same(name, held[name], value, atol)
-        assert hyperparameters(self.optim) == expected["groups"]
+        assert not groups or hyperparameters(self.optim) == expected["groups"]
 
 
 def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(one, other)
 
 
 def hyperparameters(optim: Any) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ import copy
 import importlib
 import multiprocessing
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -25,12 +27,12 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
-from torch.distributed.checkpoint.stateful import Stateful
-
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils._pytree import tree_map_only
 
-from checkpointed import LAYOUTS, SAVED_AT, Run, world_size
+from checkpointed import LAYOUTS, SAVED_AT, Network, Run
 from kernel import optimizer
 from layouts import assert_same, case, whole
 from ranks import rank_outcomes, run_ranks
@@ -432,3 +434,426 @@ def load_offloaded(layout: str, name: str, directory: Path) -> None:
 @pytest.mark.parametrize("name", ["sharded", "full", "full, broadcast", "a file per rank"])
 def test_offload_may_be_on_or_off_on_either_side(layout, name, tmp_path):
     run_ranks(load_offloaded, 4, layout, name, tmp_path)
+
+
+# -- files that are broken -------------------------------------------------------------------------
+
+
+def truncated(directory: Path) -> None:
+    file = directory / "__1_0.distcp"
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def without(name: str) -> Callable[[Path], None]:
+    return lambda directory: (directory / name).unlink()
+
+
+def truncated_metadata(directory: Path) -> None:
+    file = directory / ".metadata"
+    file.write_bytes(file.read_bytes()[:100])
+
+
+# What was done to a checkpoint, and what the message says of it.
+BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
+    "a truncated file": (truncated, "EOFError|PytorchStreamReader|unexpected end"),
+    "a missing file": (without("__1_0.distcp"), "No such file.*__1_0.distcp"),
+    "no metadata": (without(".metadata"), "No such file.*metadata"),
+    "truncated metadata": (truncated_metadata, "metadata read failed: pickle data was truncated"),
+}
+
+
+def save_once(layout: str, directory: Path, **options: Any) -> None:
+    run = Run.on(layout, **options)
+    run.train(range(SAVED_AT))
+    save_by_dcp(run, directory)
+
+
+def load_broken(layout: str, directory: Path, words: str) -> None:
+    run = Run.on(layout)
+    run.train([7])
+    weights, state = get_state_dict(run.model, run.optim)
+    before = run.copy()
+    content = copy_of({"model": weights, "optim": state})
+    begin = time.monotonic()
+    with pytest.raises(CheckpointException, match=words):
+        dcp.load(content, checkpoint_id=directory)
+    assert time.monotonic() - begin < 10
+    assert run.changes(before) == set()
+    run.train([8])  # ranks still agree
+    before = run.copy()
+    with pytest.raises(CheckpointException, match=words):
+        dcp.load({"model": weights, "optim": state}, checkpoint_id=directory)
+    if "metadata" in words:  # read before anything is written
+        assert run.changes(before) == set()
+    elif dist.get_rank() == 0:  # torch has read its own file into what is in use
+        assert run.changes(before)
+
+
+def copy_of(content: Any) -> Any:
+    """Tensors of its own: dcp.load writes into those it is given, part by part."""
+    return tree_map_only(torch.Tensor, torch.clone, content)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BROKEN)
+@pytest.mark.parametrize("layout", ["FSDP2", "ZeRO-2"])
+def test_a_broken_file_raises_on_every_rank_and_changes_nothing(layout, name, tmp_path):
+    damage, words = BROKEN[name]
+    run_ranks(save_once, 4, layout, tmp_path)
+    damage(tmp_path)
+    for ranks in (4, 2):
+        run_ranks(load_broken, ranks, layout, tmp_path, words, pg_timeout=10)
+
+
+# -- checkpoints of others -------------------------------------------------------------------------
+
+
+def with_one_more(model: Network) -> None:
+    model.added = nn.Linear(8, 8, bias=False)
+
+
+def with_one_less(model: Network) -> None:
+    del model.idle
+
+
+def renamed(model: Network) -> None:
+    model.called_otherwise = model.idle
+    del model.idle
+
+
+def reversed_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return groups[::-1]
+
+
+def merged_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    first, second, *rest = groups
+    both = {key: [*first[key], *second[key]] for key in ("params", "names")}
+    return [{**first, **both}, *rest]
+
+
+def divided_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    first, *rest = groups
+    halves = [{**first, **{k: first[k][i::2] for k in ("params", "names")}} for i in (0, 1)]
+    return [*halves, *rest]
+
+
+def moved_to_adamw(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    first, *rest, adamw = groups
+    index = first["names"].index("blocks.0.wq.weight")
+    moved = {key: [*adamw[key], first[key][index]] for key in ("params", "names")}
+    left = {k: [*first[k][:index], *first[k][index + 1 :]] for k in ("params", "names")}
+    return [{**first, **left}, *rest, {**adamw, **moved}]
+
+
+def called_the_other(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{**groups[0], "use_muon": False}, *groups[1:]]
+
+
+# How a model or groups differ from the checkpoint's, what torch.distributed.checkpoint says of it,
+# what the functions for full state dicts do, and what Muon.load_state_dict does; None loads.
+FOREIGN: dict[str, tuple[dict[str, Any], str | None, str | None, str]] = {
+    "other shapes": (
+        {"even": False},
+        r"Size mismatch .* for model\.blocks\.0\.up\.weight",
+        r"momentum_buffer of blocks\.0\.up\.weight has shape \(24, 16\) in the checkpoint",
+        r"momentum_buffer of blocks\.0\.up\.weight has shape \(24, 16\) in the checkpoint",
+    ),
+    "a parameter more": (
+        {"change": with_one_more},
+        r"Missing key in checkpoint state_dict: model\.added\.weight",
+        r"Missing optimizer state for parameter 'added\.weight'",
+        r"param_groups\[0\] has 10 parameters where the checkpoint's has 9",
+    ),
+    "a parameter renamed": (
+        {"change": renamed},
+        r"Missing key in checkpoint state_dict: model\.called_otherwise",
+        r"Missing optimizer state for parameter 'called_otherwise\.weight'",
+        r"in the checkpoint, where",
+    ),
+    "a parameter of the other algorithm": (
+        {"regroup": moved_to_adamw},
+        r"Missing key in checkpoint state_dict: optim\.state\.blocks\.0\.wq\.weight\.step",
+        r"blocks\.0\.wq\.weight is AdamW's here \(use_muon=False\) but has momentum_buffer",
+        r"param_groups\[0\] has 8 parameters where the checkpoint's has 9",
+    ),
+    "a group of the other algorithm": (
+        {"regroup": called_the_other},
+        r"Missing key in checkpoint state_dict: optim\.state",
+        r"param_groups\[0\] has use_muon=False but the checkpoint's has True",
+        r"param_groups\[0\] has use_muon=False but the checkpoint's has True",
+    ),
+    "groups in another order": (
+        {"regroup": reversed_groups},
+        None,
+        None,
+        r"param_groups\[0\] has use_muon=False but the checkpoint's has True",
+    ),
+    "a group more": (
+        {"regroup": divided_groups},
+        None,
+        None,
+        "there are 5 param_groups where the checkpoint has 4",
+    ),
+    "a group less": (
+        {"regroup": merged_groups},
+        r"Missing key in checkpoint state_dict: optim\.state\..*second_momentum_buffer",
+        "param_groups",  # a KeyError of torch's
+        "there are 3 param_groups where the checkpoint has 4",
+    ),
+}
+
+
+def load_copies(run: Run, directory: Path, **how: Any) -> None:
+    """As `load_by_dcp`, with nothing overwritten before all was read."""
+    options = StateDictOptions(**how)
+    weights, state = get_state_dict(run.model, run.optim, options=options)
+    content = copy_of({"model": weights, "optim": state})
+    dcp.load(content, checkpoint_id=directory)
+    set_state_dict(
+        run.model,
+        run.optim,
+        model_state_dict=content["model"],
+        optim_state_dict=content["optim"],
+        options=options,
+    )
+
+
+def load_whole_at_once(run: Run, directory: Path) -> None:
+    weights, state = torch.load(directory / "whole.pt", weights_only=True)
+    options = StateDictOptions(full_state_dict=True)
+    set_optimizer_state_dict(run.model, run.optim, state, options=options)
+    set_model_state_dict(run.model, weights, options=options)
+
+
+def load_optimizer_of_parts(run: Run, directory: Path) -> None:
+    run.optim.load_state_dict(torch.load(directory / f"rank{rank()}.pt")["optim"])
+
+
+def save_all(layout: str, directory: Path) -> None:
+    run = Run.on(layout)
+    run.train(range(SAVED_AT))
+    save_by_dcp(run, directory, **dict([FLAT]))
+    save_whole(run, directory)
+    save_parts(run, directory)
+    run.train([SAVED_AT])
+    run.write(directory / "expected.pt")
+
+
+def load_foreign(layout: str, directory: Path) -> None:
+    for name, (difference, *says) in FOREIGN.items():
+        loads = [partial(load_copies, **dict([FLAT])), load_whole_at_once, load_optimizer_of_parts]
+        for load, words in zip(loads, says):
+            with case(f"{name}: {words}"):
+                run = Run.on(layout, **difference)
+                run.train([7])
+                before = run.copy()
+                if words is not None:
+                    with pytest.raises((Exception, CheckpointException), match=words):
+                        load(run, directory)
+                    assert run.changes(before) == set()
+                else:
+                    load(run, directory)
+                    run.train([SAVED_AT])
+                    run.check(directory / "expected.pt", groups=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "layout"), [(1, "one device"), (2, "FSDP2"), (2, "ZeRO-2")])
+def test_a_checkpoint_that_does_not_fit_raises_on_every_rank(ranks, layout, tmp_path):
+    run_ranks(save_all, ranks, layout, tmp_path)
+    run_ranks(load_foreign, ranks, layout, tmp_path, pg_timeout=20)
+
+
+def load_of_a_larger_model(layout: str, directory: Path) -> None:
+    """What the checkpoint has beyond the model is left in the file, by the sharded form."""
+    run = Run.on(layout, change=with_one_less)
+    load_copies(run, directory)
+    expected = torch.load(directory / "expected.pt", weights_only=True)["values"]
+    for name, value in run.held().items():
+        assert_same(name, value, expected[name], 0.0)
+    if layout == "one device":
+        with pytest.raises(ValueError, match=r"param_groups\[0\] has 8 parameters where"):
+            load_optimizer_of_parts(run, directory)
+    with pytest.raises(RuntimeError, match="Unexpected key"):
+        load_whole_at_once(run, directory)
+
+
+def save_without_a_step(layout: str, directory: Path) -> None:
+    run = Run.on(layout)
+    run.train(range(SAVED_AT))
+    save_by_dcp(run, directory)
+    save_whole(run, directory)
+    save_parts(run, directory)
+    run.write(directory / "expected.pt")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "layout"), [(1, "one device"), (2, "FSDP2")])
+def test_what_a_smaller_model_lacks_is_left_in_the_file_or_raises(ranks, layout, tmp_path):
+    run_ranks(save_without_a_step, ranks, layout, tmp_path)
+    run_ranks(load_of_a_larger_model, ranks, layout, tmp_path)
+
+
+def load_of_sgd(layout: str) -> None:
+    run = Run.on(layout, regroup=lambda groups: groups[3:])
+    run.train([7])
+    params = [torch.nn.Parameter(p.detach().clone()) for p in run.optim.param_groups[0]["params"]]
+    sgd = torch.optim.SGD(params, lr=0.1, momentum=0.9)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    sgd.step()
+    before = run.copy()
+    with pytest.raises(ValueError, match=r"AdamW's here .* but has momentum_buffer"):
+        run.optim.load_state_dict(sgd.state_dict())
+    assert run.changes(before) == set()
+
+
+@pytest.mark.parametrize("layout", ["one device"])
+def test_state_of_sgd_is_refused_for_adamws_parameters(layout):
+    run_ranks(load_of_sgd, 1, layout)
+
+
+def load_where_one_file_is_bad(layout: str, directory: Path) -> tuple[str, float]:
+    """A file per rank, by torch.load alone: only the rank of the bad one hears of it."""
+    run = Run.on(layout)
+    run.train([7])
+    before = run.copy()
+    try:
+        load_parts(run, directory)
+    except Exception:
+        assert rank() == 1
+        assert run.changes(before) == set()
+        raise
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError) as raised:
+        run.train([8])
+    return str(raised.value), time.monotonic() - begin
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["FSDP2", "ZeRO-2"])
+def test_a_file_that_is_bad_on_one_rank_raises_on_the_others_at_the_next_step(layout, tmp_path):
+    run_ranks(save_all, 2, layout, tmp_path)
+    file = tmp_path / "rank1.pt"
+    file.write_bytes(file.read_bytes()[:1000])
+    first, second = rank_outcomes(load_where_one_file_is_bad, 2, layout, tmp_path, pg_timeout=3)
+    assert "PytorchStreamReader" in second.message
+    assert not first.error, first.detail
+    said, seconds = first.value
+    assert "have to call step() together" in said and seconds < 10
+
+
+# -- hyperparameters and dtypes --------------------------------------------------------------------
+
+
+def keep_momentum_dtype(names: list[str], directory: Path) -> None:
+    """Momentum of another dtype than its weights, exact bits through every format."""
+    for dtype in (torch.bfloat16, torch.float64):
+        for name in names:
+            with case(f"{name}, {dtype}"):
+                place = directory / f"{name} {dtype}"
+                place.mkdir(exist_ok=True)
+                dist.barrier()
+                run, other = (Run.on("FSDP2", momentum_dtype=dtype) for _ in range(2))
+                run.train(range(SAVED_AT))
+                FORMATS[name].save(run, place)
+                dist.barrier()
+                FORMATS[name].load(other, place)
+                for each in (run, other):
+                    each.train([SAVED_AT])
+                assert other.changes(run.copy()) == set()
+                momentum = other.held()["momentum_buffer of blocks.0.up.weight"]
+                assert momentum.dtype == dtype
+
+
+@pytest.mark.slow
+def test_every_format_keeps_the_dtype_of_momentum(tmp_path):
+    names = [name for name in FORMATS if not name.startswith(("async", "optimizer alone"))]
+    run_ranks(keep_momentum_dtype, 2, names, tmp_path)
+
+
+def load_into_another_dtype(directory: Path) -> None:
+    """dcp.load writes into the momentum there is: its dtype decides what is read."""
+    run = Run.on("FSDP2", momentum_dtype=torch.float64)
+    run.train(range(SAVED_AT))
+    save_by_dcp(run, directory)
+    dist.barrier()
+    other = Run.on("FSDP2")
+    load_by_dcp(other, directory)
+    name = "momentum_buffer of blocks.0.up.weight"
+    expected = run.held()[name].to_local()
+    found = other.held()[name].to_local()
+    assert found.dtype == torch.float64  # the group's momentum_dtype is the checkpoint's
+    assert torch.equal(found, expected.float().double()) and not torch.equal(found, expected)
+
+
+@pytest.mark.slow
+def test_files_are_read_in_the_dtype_of_the_momentum_that_is_there(tmp_path):
+    run_ranks(load_into_another_dtype, 2, tmp_path)
+
+
+def load_with_other_keys(layout: str, flatten: bool, directory: Path) -> None:
+    """As of a version with one option less and another one more."""
+    run = Run.on(layout)
+    run.train(range(SAVED_AT))
+    options = StateDictOptions(flatten_optimizer_state_dict=flatten)
+    weights, state = get_state_dict(run.model, run.optim, options=options)
+    if flatten:
+        state = {k: v for k, v in state.items() if not k.endswith(".ns_eps")}
+        state.update({k.replace(".lr", ".gone"): 1 for k in list(state) if k.endswith(".lr")})
+    else:
+        for group in state["param_groups"]:
+            del group["ns_eps"]
+            group["gone"] = 1
+    dcp.save({"model": weights, "optim": state}, checkpoint_id=directory)
+    run.train([SAVED_AT])
+    run.write(directory / "expected.pt")
+    dist.barrier()
+    other = Run.on(layout, zeroed=True)
+    weights, own = get_state_dict(other.model, other.optim, options=options)
+    content = {"model": weights, "optim": own}
+    with pytest.raises(CheckpointException, match=r"Missing key.*ns_eps"):
+        dcp.load(content, checkpoint_id=directory)
+    planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
+    dcp.load(content, checkpoint_id=directory, planner=planner)
+    set_state_dict(
+        other.model,
+        other.optim,
+        model_state_dict=weights,
+        optim_state_dict=content["optim"],
+        options=options,
+    )
+    other.train([SAVED_AT])
+    other.check(directory / "expected.pt")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flatten", [False, True], ids=["nested", "flattened"])
+def test_files_with_a_group_key_less_and_one_more_load_partially(flatten, tmp_path):
+    run_ranks(load_with_other_keys, 2, "FSDP2", flatten, tmp_path)
+
+
+def load_tensor_lr(layout: str, flatten: bool, directory: Path) -> None:
+    how = {"flatten_optimizer_state_dict": flatten}
+    run = Run.on(layout, lr=torch.tensor(0.02))
+    schedule = LambdaLR(run.optim, lambda step: 1 / (1 + step))
+    for step in range(SAVED_AT):
+        run.train([step])
+        schedule.step()
+    save_by_dcp(run, directory, **how)
+    run.train([SAVED_AT])
+    run.write(directory / "expected.pt")
+    dist.barrier()
+    other = Run.on(layout, zeroed=True, lr=torch.tensor(0.5))
+    LambdaLR(other.optim, lambda step: 1.0)
+    load_by_dcp(other, directory, **how)
+    assert isinstance(other.optim.param_groups[0]["lr"], torch.Tensor)
+    other.train([SAVED_AT])
+    other.check(directory / "expected.pt")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flatten", [False, True], ids=["nested", "flattened"])
+@pytest.mark.parametrize("layout", ["FSDP2", "ZeRO-2"])
+def test_a_tensor_learning_rate_is_loaded_as_one(layout, flatten, tmp_path):
+    run_ranks(load_tensor_lr, 2, layout, flatten, tmp_path)
