@@ -68,6 +68,12 @@ def load_on(layouts: tuple[str, ...], directory: Path) -> None:
             load(layout, directory)
 
 
+def test_a_checkpoint_of_two_ranks_resumes_on_one_and_on_replicas(tmp_path):
+    run_ranks(save, 2, "FSDP2", tmp_path)
+    run_ranks(load_on, 2, ("ZeRO-2",), tmp_path)
+    run_ranks(load_on, 1, ("one device",), tmp_path)
+
+
 ALL = [(ranks, layout) for ranks, layouts in LAYOUTS.items() for layout in layouts]
 
 
