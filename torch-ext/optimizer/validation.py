@@ -299,8 +299,8 @@ def check_checkpoint(
         if len(saved["params"]) != len(group["params"]):
             raise ValueError(
                 f"{where} has {len(group['params'])} parameters where the checkpoint's has "
-                f"{len(saved['params'])}, a group of another size; is it of the same model, with the "
-                "same groups?"
+                f"{len(saved['params'])}, a group of another size; is it of the same "
+                "model, with the same groups?"
             )
         options.validate(saved, f"{where} of the checkpoint")
         for index, (param, saved_id) in enumerate(zip(group["params"], saved["params"])):
