@@ -9,17 +9,14 @@ from __future__ import annotations
 import copy
 import math
 import random
-import tempfile
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
@@ -33,22 +30,18 @@ from torch.distributed.tensor.parallel import (
 
 import test_replicas
 from layouts import (
-    ADAMW_ROUNDING,
     EXACT,
     SHORT_SIDES,
-    STEPS,
     VARIANTS,
     Experts,
     Group,
     Model,
     Twins,
     Weight,
-    assert_same,
     backward,
     beside,
     case,
     check,
-    make,
     part,
     part_for,
     whole,
@@ -860,103 +853,3 @@ def random_split(rng, rows):
 def test_random_layouts(ranks, count):
     cases = {f"{seed}: {(groups := random_case(ranks, seed))}": groups for seed in range(count)}
     check(ranks, cases)
-
-
-# -- checkpoints -----------------------------------------------------------------------------------
-
-
-class Network(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed_tokens = nn.Embedding(50, 16)
-        self.blocks = nn.ModuleList(FeedForward() for _ in range(2))
-        self.experts = Experts(6, 16, 12)
-
-
-def network(layout):
-    """The same model on each layout."""
-    model = Network()
-    if layout == "FSDP2 + TP":
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        for block in model.blocks:
-            parallelize_module(block, mesh["tp"], COLWISE_AND_ROWWISE)
-        fully_shard(model, mesh=mesh["dp"])
-    elif layout in ("FSDP2", "HSDP"):
-        sizes = (2, dist.get_world_size() // 2) if layout == "HSDP" else (dist.get_world_size(),)
-        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "shards")[-len(sizes) :])
-        for block in model.blocks:
-            fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-    replicated = {
-        "DDP": {"process_group": dist.group.WORLD},
-        "ZeRO-2": {"process_group": dist.group.WORLD, "grad_reduce": "mean"},
-        "HSDP": {"hsdp": "spread"},
-    }
-    return model, make(model, beta2=0.9, **EXACT, **replicated.get(layout, {}))
-
-
-def train(model, optim, steps):
-    for step in steps:
-        generator = torch.Generator().manual_seed(step)
-        for p in model.parameters():
-            p.grad = part_for(p, torch.randn(p.shape, generator=generator))
-        optim.step()
-
-
-def parameters_and_state(model, optim):
-    state = {
-        f"{name}.{key}": whole(value).clone().flatten()
-        for name, p in model.named_parameters()
-        for key, value in optim.state[p].items()
-    }
-    return {n: whole(p).detach().clone() for n, p in model.named_parameters()}, state
-
-
-def save(layout, directory):
-    model, optim = network(layout)
-    train(model, optim, range(STEPS))
-    model_state, optim_state = get_state_dict(model, optim)
-    dcp.save({"model": model_state, "optim": optim_state}, checkpoint_id=directory)
-    train(model, optim, [STEPS])
-    return parameters_and_state(model, optim)
-
-
-def load(layout, directory):
-    model, optim = network(layout)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.zero_()
-    model_state, optim_state = get_state_dict(model, optim)
-    dcp.load({"model": model_state, "optim": optim_state}, checkpoint_id=directory)
-    set_state_dict(model, optim, model_state_dict=model_state, optim_state_dict=optim_state)
-    train(model, optim, [STEPS])
-    return parameters_and_state(model, optim)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("saved_on", "loaded_on"),
-    [
-        ((4, "FSDP2"), [(4, "FSDP2 + TP"), (2, "FSDP2"), (1, "plain")]),
-        ((4, "FSDP2 + TP"), [(4, "FSDP2"), (1, "plain")]),
-        ((1, "plain"), [(4, "FSDP2"), (4, "DDP"), (4, "ZeRO-2")]),
-        ((4, "HSDP"), [(2, "FSDP2"), (4, "HSDP")]),
-        ((4, "DDP"), [(4, "DDP"), (2, "DDP"), (1, "DDP"), (1, "plain"), (4, "FSDP2")]),
-        ((4, "ZeRO-2"), [(2, "ZeRO-2"), (1, "ZeRO-2"), (1, "plain"), (4, "DDP")]),
-        ((2, "ZeRO-2"), [(4, "FSDP2 + TP")]),
-    ],
-    ids=str,
-)
-def test_a_checkpoint_resumes_on_other_layouts(saved_on, loaded_on):
-    with tempfile.TemporaryDirectory() as directory:
-        before = run_ranks(save, *saved_on, directory)[0]
-        for layout in loaded_on:
-            after = run_ranks(load, *layout, directory)[0]
-            for expected, found in zip(before, after):
-                assert expected.keys() == found.keys()
-                for name, value in expected.items():
-                    is_adamw = "exp_avg" in name or f"{name}.exp_avg" in before[1]
-                    assert_same(
-                        f"{name} on {layout}", found[name], value, ADAMW_ROUNDING * is_adamw
-                    )

@@ -286,12 +286,23 @@ def check_checkpoint(
         saved_groups: of the checkpoint, with all keys.
         saved_state: by the ids in ``params`` of the saved groups.
     """
+    if len(groups) != len(saved_groups):
+        raise ValueError(
+            f"there are {len(groups)} param_groups where the checkpoint has {len(saved_groups)}: "
+            "a different number of parameter groups; make them as they were when it was saved"
+        )
     for number, (group, entries, saved) in enumerate(zip(groups, entries_of_groups, saved_groups)):
         where = f"param_groups[{number}]"
         if saved["use_muon"] != group["use_muon"]:
             raise ValueError(
                 f"{where} has use_muon={group['use_muon']} but the checkpoint's has "
                 f"{saved['use_muon']}: give the groups in the order they were saved in"
+            )
+        if len(saved["params"]) != len(group["params"]):
+            raise ValueError(
+                f"{where} has {len(group['params'])} parameters where the checkpoint's has "
+                f"{len(saved['params'])}, a group of another size; is it of the same "
+                "model, with the same groups?"
             )
         options.validate(saved, f"{where} of the checkpoint")
         for index, (param, saved_id) in enumerate(zip(group["params"], saved["params"])):
@@ -300,11 +311,23 @@ def check_checkpoint(
             own = saved_state.get(saved_id, {})
             if not isinstance(own, Mapping):
                 raise ValueError(f"the state of {name} in the checkpoint is {type(own).__name__}")
+            _check_algorithm(own, group["use_muon"], name)
             _check_tensors(own, expected, "checkpoint", name)
             step = own.get("step")
             if step is not None and not (isinstance(step, Tensor) and step.numel() == 1):
                 found = tuple(step.shape) if isinstance(step, Tensor) else type(step).__name__
                 raise ValueError(f"step of {name} in the checkpoint is {found}, no number")
+
+
+def _check_algorithm(saved: Mapping[str, Any], use_muon: bool, name: str) -> None:
+    """State of the other algorithm would be carried along, and this one's begin at zero unseen."""
+    other = "exp_avg" if use_muon else "momentum_buffer"
+    if saved.get(other) is not None:
+        mine, its = ("Muon's", "AdamW's") if use_muon else ("AdamW's", "Muon's")
+        raise ValueError(
+            f"{name} is {mine} here (use_muon={use_muon}) but has {other} in the checkpoint, as "
+            f"{its} parameters do; give it to the group it was in, or take its state out"
+        )
 
 
 def warn_of_unmatched_split(split: Any, names: Iterable[str]) -> None:
