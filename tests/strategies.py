@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import torch
 from hypothesis import strategies as st
 
@@ -218,3 +221,102 @@ def gradients_of(weight: Weight, group: Group) -> list[str]:
     if is_muon and cut and group.options.get("missing_grad") == "zero":
         found.append("absent on one rank")
     return found
+
+
+# -- garbage ---------------------------------------------------------------------------------------
+
+TENSORS = [
+    lambda: torch.ones(2, 2),
+    lambda: torch.ones(()),
+    lambda: torch.ones(0),
+    lambda: torch.ones(3, dtype=torch.int64),
+    lambda: torch.ones(4, 6, dtype=torch.bool),
+    lambda: torch.ones(4, 6, dtype=torch.complex64),
+    lambda: torch.ones(4, 6).to(torch.float8_e4m3fn),
+    lambda: torch.ones(4, 6).to_sparse(),
+    lambda: torch.ones(4, 6, device="meta"),
+    lambda: torch.full((4, 6), math.nan),
+    lambda: torch.ones(6, 4).mT,
+    lambda: torch.ones(1, 6).expand(4, 6),
+    lambda: torch.ones(2, 3, 4, requires_grad=True),
+    lambda: torch.ones(4, 6, requires_grad=True),
+    lambda: torch.ones(4, 6, requires_grad=True) * 2,
+    lambda: torch.quantize_per_tensor(torch.ones(4, 6), 0.1, 0, torch.qint8),
+]
+
+
+def garbage_tensors() -> st.SearchStrategy[torch.Tensor]:
+    return st.integers(0, len(TENSORS) - 1).map(lambda index: TENSORS[index]())
+
+
+def garbage() -> st.SearchStrategy[Any]:
+    """Anything; among it values that mean something."""
+    # Not more steps of the iteration than it takes to see what they do.
+    numbers = st.one_of(st.integers(-3, 9), st.just(10**400), st.floats(), st.just(Fraction(1, 3)))
+    words = ["auto", "none", "zero", "skip", "gram", "torch.bfloat16", "torch.nn", "experts", ""]
+    simple = st.one_of(
+        st.none(),
+        st.booleans(),
+        numbers,
+        st.sampled_from(words),
+        st.text(max_size=3),
+        st.binary(max_size=3),
+        st.sampled_from([torch.int8, torch.float64, torch.float8_e5m2, torch.complex32]),
+        st.just(1 + 2j),
+        st.builds(np.float32, st.floats(-1, 1, width=16)),
+        st.builds(np.ones, st.integers(0, 3)),
+        st.builds(object),
+        st.just(int),
+        st.just(len),
+        st.builds(Decimal, st.just("0.5")),
+        garbage_tensors(),
+    )
+    return st.recursive(
+        simple,
+        lambda below: st.one_of(
+            st.lists(below, max_size=3),
+            st.lists(below, max_size=3).map(tuple),
+            st.dictionaries(st.one_of(st.text(max_size=2), st.integers(0, 3)), below, max_size=2),
+        ),
+        max_leaves=5,
+    )
+
+
+def qk_garbage() -> st.SearchStrategy[Any]:
+    """Logits of two layers of two heads, most of them not."""
+    key = st.one_of(
+        st.sampled_from(
+            [0, 1, "layers.0", "layers.1", "layers", True, 0.0, (0,), None, torch.tensor(0)]
+        ),
+        st.integers(),
+        st.text(max_size=3),
+    )
+    number = st.one_of(st.floats(), st.integers(-3, 3), garbage())
+    value = st.one_of(
+        st.lists(st.floats(width=16), min_size=2, max_size=2).map(torch.tensor),
+        st.lists(number, min_size=2, max_size=2),
+        garbage(),
+    )
+    pairs = st.fixed_dictionaries({0: value, 1: value})
+    return st.one_of(pairs, st.dictionaries(key, value, max_size=3), garbage())
+
+
+def clip_garbage() -> st.SearchStrategy[Any]:
+    """Of queries with two heads and keys with one, of two rows each."""
+    heads = st.one_of(st.lists(st.integers(-1, 3), max_size=3), st.just(range(2)), garbage())
+    rows = st.dictionaries(st.sampled_from(["wq", "x", "wqkv"]), garbage(), max_size=2)
+    known = {
+        "head_dim": st.one_of(st.integers(0, 3), garbage()),
+        "threshold": st.one_of(st.floats(), garbage()),
+        "q_indices": heads,
+        "k_indices": heads,
+        "is_mla": st.one_of(st.booleans(), garbage()),
+        "qk_nope_head_dim": st.integers(-1, 2),
+        "qk_rope_head_dim": st.integers(-1, 2),
+        "v_head_dim": st.integers(-1, 2),
+        "clip_mode": st.one_of(st.sampled_from(["shared", "exact"]), garbage()),
+        "row_map": st.one_of(rows, garbage()),
+    }
+    of_layer = st.fixed_dictionaries({"head_dim": known.pop("head_dim")}, optional=known)
+    by_layer = st.dictionaries(st.sampled_from([0, 1, "layers.0", None, 2.5]), of_layer, max_size=2)
+    return st.one_of(of_layer, by_layer, garbage())
