@@ -247,7 +247,7 @@ def test_to_maximize_is_to_minimize_the_negative(shapes, options, adamw):
 
 
 @examples(30)
-@given(count=st.integers(1, 4), shape=matrix_shapes(), options=rules, data=st.data())
+@given(count=st.integers(1, 4), shape=matrix_shapes(), options=rules)
 def test_experts_blocks_and_flattened_tensors_are_matrices_of_their_own(
     count, shape, options, data
 ):
@@ -541,12 +541,12 @@ def test_a_garbled_checkpoint_is_refused_or_loaded_as_a_whole(data, steps):
             optim.load_state_dict(saved)
     except (ValueError, TypeError, KeyError) as error:
         assert str(error)
-        assert held_by(optim) == before
+        assert held_by(optim) == before and frozen(saved) == kept
         assert_steps_like(optim, twin)
     else:
+        assert frozen(saved) == kept
         set_gradients(optim)
         refused_or_used(optim, copy.deepcopy(optim), lambda: None)
-    assert frozen(saved) == kept
 
 
 def garble(saved: Any, draw: Callable[..., Any]) -> None:

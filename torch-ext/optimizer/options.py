@@ -46,7 +46,12 @@ class DefaultSteps(int):
 
 
 def is_number(value: Any) -> bool:
-    return isinstance(value, Real) and not _is_bool(value) and math.isfinite(value)
+    if not isinstance(value, Real) or _is_bool(value):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an int that no float is as large as
+        return False
 
 
 def _is_bool(value: object) -> bool:  # a number to Python, a mistake here
