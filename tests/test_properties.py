@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from kernel import optimizer
-from layouts import EXACT, STEPS, Twins, build
+from layouts import EXACT, MEMORY, STEPS, Twins, build
 from rank_pool import RankPool
 from strategies import (
     ADAMW_OPTIONS,
@@ -308,6 +308,9 @@ def through_distributed(saved: Any) -> Any:
     return empty
 
 
+AS_PLAIN = {"absent on one rank": "absent", **dict.fromkeys(MEMORY, "contiguous")}
+
+
 def plain(case: Case) -> Case:
     """The same training of plain tensors, on one process."""
     groups = [
@@ -317,7 +320,7 @@ def plain(case: Case) -> Case:
         for group in case.groups
     ]
     gradients = [
-        ["absent" if kind == "absent on one rank" else kind for kind in kinds]
+        [AS_PLAIN.get(kind, kind) for kind in kinds]  # which both are to have alike
         for kinds in case.gradients
     ]
     return dataclasses.replace(case, groups=groups, gradients=gradients, replicas=None)

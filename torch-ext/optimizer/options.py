@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from numbers import Integral, Real
+from numbers import Integral, Rational, Real
 from typing import Any, Callable, Optional
 
 import torch
@@ -47,6 +47,8 @@ class DefaultSteps(int):
 
 def is_number(value: Any) -> bool:
     if not isinstance(value, Real) or _is_bool(value):
+        return False
+    if isinstance(value, Rational) and not isinstance(value, Integral):  # torch takes no fractions
         return False
     try:
         return math.isfinite(value)
