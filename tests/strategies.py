@@ -267,7 +267,7 @@ def garbage() -> st.SearchStrategy[Any]:
         st.builds(np.ones, st.integers(0, 3)),
         st.builds(object),
         st.just(int),
-        st.just(len),
+        st.just(str),
         st.builds(Decimal, st.just("0.5")),
         garbage_tensors(),
     )

@@ -830,7 +830,11 @@ def test_state_of_torchs_adamw_loads_into_an_adamw_group(kind):
         assert ours.state[q]["step"] == 10
 
 
-@pytest.mark.parametrize("number", [int, float])
+@pytest.mark.parametrize(
+    "number",
+    [int, float, lambda step: step.to(torch.int64), lambda step: step.to(torch.bfloat16).view(1)],
+    ids=["int", "float", "integer tensor", "bf16, one dimension"],
+)
 def test_a_step_count_saved_as_a_number_loads(number):
     model, optim = build()
     train(model, optim, 3)

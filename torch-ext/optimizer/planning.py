@@ -63,7 +63,7 @@ def facts_of(group: Group) -> tuple:
             (
                 id(p),
                 p.shape,
-                p.layout,
+                p.stride() if p.layout == torch.strided else p.layout,
                 p.dtype,
                 dtensors.grad_dtype(p),
                 p.device,

@@ -325,7 +325,8 @@ def check_structure(state_dict: Any, is_whole: bool = True) -> None:
 def _check_step(step: Any, saved_id: Any) -> None:
     if step is None or options.is_number(step):
         return
-    if not isinstance(step, Tensor) or step.numel() != 1 or step.is_complex():
+    is_tensor = isinstance(step, Tensor) and step.layout == torch.strided and not step.is_meta
+    if not is_tensor or step.numel() != 1 or step.is_complex() or step.is_quantized:
         found = tuple(step.shape) if isinstance(step, Tensor) else repr(step)
         raise ValueError(
             f"step of parameter {saved_id!r} in the checkpoint must be one number, found {found}"
