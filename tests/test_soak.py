@@ -343,6 +343,8 @@ class Soak:
         is_last = (step + 1) % ROUND == 0
         if is_last:
             self.quiet()
+            if self.added:
+                self.drop_added()
         else:
             self.switch(step)
         self.backward(step)

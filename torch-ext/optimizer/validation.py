@@ -251,19 +251,31 @@ def check_state(
         own = state.get(param)  # `state[param]` would create it
         if own:
             expected = layouts_of(param, entries[index] if entries else None, wide)
-            _check_tensors(own, expected, "state", name_of(group, index, where))
+            _check_tensors(own, expected, "state", name_of(group, index, where), param)
 
 
 def _check_tensors(
-    state: Mapping[str, Any], expected: Mapping[str, tuple], place: str, name: str
+    state: Mapping[str, Any],
+    expected: Mapping[str, tuple],
+    place: str,
+    name: str,
+    param: Tensor,
 ) -> None:
     for key, (shape, sharding) in expected.items():
         value = state.get(key)
         if value is None:
             continue
-        if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
-            found = value.dtype if isinstance(value, Tensor) else type(value).__name__
-            raise ValueError(f"{key} of {name} in the {place} is {found}, no real tensor")
+        is_tensor = isinstance(value, Tensor)
+        if not is_tensor or not (
+            value.dtype in options.FLOATING_DTYPES or (value.is_complex() and param.is_complex())
+        ):
+            found = value.dtype if is_tensor else type(value).__name__
+            raise ValueError(
+                f"{key} of {name} in the {place} is {found}, no tensor of bf16, fp16, fp32 or fp64"
+            )
+        if value.layout != torch.strided or value.is_meta:
+            found = "on meta" if value.is_meta else f"sparse ({value.layout})"
+            raise ValueError(f"{key} of {name} in the {place} is {found}; make it dense")
         if value.shape != shape:
             raise ValueError(
                 f"{key} of {name} has shape {tuple(value.shape)} in the {place}, "
@@ -358,7 +370,7 @@ def check_checkpoint(
         for index, (param, saved_id) in enumerate(zip(group["params"], saved["params"])):
             expected = layouts_of(param, entries[index] if entries else None, wide)
             name = name_of(group, index, where)
-            _check_tensors(saved_state.get(saved_id, {}), expected, "checkpoint", name)
+            _check_tensors(saved_state.get(saved_id, {}), expected, "checkpoint", name, param)
 
 
 def warn_of_unmatched_split(split: Any, names: Iterable[str]) -> None:
