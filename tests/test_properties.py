@@ -52,6 +52,11 @@ Muon = optimizer.Muon
 GROUP_OPTIONS = optimizer.muon.GROUP_OPTIONS
 CONSTRUCTOR = sorted(inspect.signature(Muon).parameters.keys() - {"params", "process_group"})
 
+pytestmark = pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+
+# Of examples: a few, and as many as a minute or two allow.
+TIMES = [1, pytest.param(10, marks=pytest.mark.slow)]
+
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
@@ -71,26 +76,40 @@ def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
 on_ranks = pytest.mark.parametrize("pool", [1, 2, 3, 4], indirect=True)
 
 
-def examples(count: int) -> settings:
-    """So many, in the profile that is always run."""
-    return settings(max_examples=max(1, round(count * settings.default.max_examples / 100)))
+def holds(count: int, /, **drawn: st.SearchStrategy[Any]) -> Callable[[Any], Any]:
+    """A test that a function raises for none of what is drawn, a few and, slowly, many times.
+
+    Args:
+        count: of examples, a few.
+        drawn: the function's arguments.
+    """
+
+    def decorate(function: Callable[..., None]) -> Any:
+        @pytest.mark.parametrize("times", TIMES)
+        def test(times: int) -> None:
+            check(function, times * count, **drawn)
+
+        test.__name__, test.__doc__ = function.__name__, function.__doc__
+        return test
+
+    return decorate
+
+
+def check(function: Callable[..., None], count: int, /, **drawn: st.SearchStrategy[Any]) -> None:
+    examples = max(1, round(count * settings.default.max_examples / 100))
+    settings(max_examples=examples)(given(**drawn)(function))()
 
 
 # -- layouts ---------------------------------------------------------------------------------------
 
 
-def check_layouts(pool: RankPool, count: int) -> None:
-    @examples(count)
-    @given(case=cases(pool.ranks))
-    def check(case: Case) -> None:
+@pytest.mark.parametrize("times", TIMES)
+@on_ranks
+def test_any_training_takes_the_steps_of_one_process_and_changes_nothing_else(pool, times):
+    def on_all(case: Case) -> None:
         pool(takes_the_steps_of_one_process, case)
 
-    check()
-
-
-@on_ranks
-def test_any_training_takes_the_steps_of_one_process_and_changes_nothing_else(pool):
-    check_layouts(pool, 10)
+    check(on_all, 4 * times, case=cases(pool.ranks))
 
 
 # -- the rule --------------------------------------------------------------------------------------
@@ -134,8 +153,7 @@ def assert_equal_results(found: Any, expected: Any) -> None:
             assert_equal(value, other[key], f"{key} of parameter {number}")
 
 
-@examples(40)
-@given(shapes=shapes_of, options=rules, exponent=st.integers(-60, 60))
+@holds(20, shapes=shapes_of, options=rules, exponent=st.integers(-60, 60))
 def test_a_power_of_two_in_all_gradients_changes_momentum_alone(shapes, options, exponent):
     values, factor = matrices(shapes, 0), 2.0**exponent
     optim, scaled = (
@@ -150,8 +168,7 @@ def test_a_power_of_two_in_all_gradients_changes_momentum_alone(shapes, options,
     assert_equal_results(results(scaled), expected)
 
 
-@examples(40)
-@given(shapes=shapes_of, options=rules, adamw=some_of(ADAMW_OPTIONS), data=st.data())
+@holds(20, shapes=shapes_of, options=rules, adamw=some_of(ADAMW_OPTIONS), data=st.data())
 def test_neither_order_nor_the_division_into_groups_matters(shapes, options, adamw, data):
     kinds = [{**options, "use_muon": True}, {**adamw, "use_muon": False}]
     order = data.draw(st.permutations(range(2 * len(shapes))), label="order")
@@ -175,8 +192,7 @@ def test_neither_order_nor_the_division_into_groups_matters(shapes, options, ada
     assert_equal_results(found, [expected[index] for index in order])
 
 
-@examples(40)
-@given(shapes=shapes_of, options=rules)
+@holds(20, shapes=shapes_of, options=rules)
 def test_a_transposed_matrix_takes_the_transposed_step(shapes, options):
     if options.get("adjust_lr") == "original":
         del options["adjust_lr"]
@@ -195,8 +211,7 @@ def test_a_transposed_matrix_takes_the_transposed_step(shapes, options):
         assert torch.equal(one["momentum_buffer"], other["momentum_buffer"].mT)
 
 
-@examples(30)
-@given(shapes=shapes_of, options=rules, adamw=some_of(ADAMW_OPTIONS))
+@holds(20, shapes=shapes_of, options=rules, adamw=some_of(ADAMW_OPTIONS))
 def test_without_a_learning_rate_no_weight_moves(shapes, options, adamw):
     values = matrices(shapes, 0)
     groups = [group_of(values, **options), group_of(values, **adamw)]
@@ -211,8 +226,7 @@ def test_without_a_learning_rate_no_weight_moves(shapes, options, adamw):
         )
 
 
-@examples(30)
-@given(shapes=shapes_of, options=rules)
+@holds(20, shapes=shapes_of, options=rules)
 def test_without_momentum_only_the_last_gradient_counts_and_all_styles_are_one(shapes, options):
     if options.get("beta2") is not None:
         del options["beta2"]  # has a memory of its own
@@ -231,8 +245,7 @@ def test_without_momentum_only_the_last_gradient_counts_and_all_styles_are_one(s
                 assert_equal(buffer, (ascent * gradient).to(buffer.dtype), "momentum")
 
 
-@examples(30)
-@given(shapes=shapes_of, options=rules, adamw=some_of(ADAMW_OPTIONS))
+@holds(20, shapes=shapes_of, options=rules, adamw=some_of(ADAMW_OPTIONS))
 def test_to_maximize_is_to_minimize_the_negative(shapes, options, adamw):
     values = matrices(shapes, 0)
     found = []
@@ -246,11 +259,8 @@ def test_to_maximize_is_to_minimize_the_negative(shapes, options, adamw):
     assert_equal_results(*found)
 
 
-@examples(30)
-@given(count=st.integers(1, 4), shape=matrix_shapes(), options=rules)
-def test_experts_blocks_and_flattened_tensors_are_matrices_of_their_own(
-    count, shape, options, data
-):
+@holds(20, count=st.integers(1, 4), shape=matrix_shapes(), options=rules)
+def test_experts_blocks_and_flattened_tensors_are_matrices_of_their_own(count, shape, options):
     rows, cols = shape
     values = matrices([(count, rows, cols)], 0)
     gradients = lambda step: matrices([(count, rows, cols)], step)  # noqa: E731
@@ -358,8 +368,8 @@ def frozen(value: Any) -> str:
 WAYS = [copy.deepcopy, through_pickle, through_torch_save, through_distributed]
 
 
-@examples(40)
-@given(
+@holds(
+    15,
     case=cases(1),
     at=st.lists(st.integers(0, 2), max_size=3),
     way=st.sampled_from(WAYS),
@@ -427,8 +437,7 @@ def refused_or_used(optim: Any, twin: Any, undo: Callable[[], Any], **step: Any)
             assert_steps_like(optim, twin)
 
 
-@examples(250)
-@given(key=st.sampled_from(sorted(GROUP_OPTIONS)), value=garbage(), is_set_later=st.booleans())
+@holds(120, key=st.sampled_from(sorted(GROUP_OPTIONS)), value=garbage(), is_set_later=st.booleans())
 def test_garbage_as_an_option_of_a_group_is_refused_or_used(key, value, is_set_later):
     optim = trained(1)
     group = optim.param_groups[2]
@@ -450,8 +459,7 @@ def test_garbage_as_an_option_of_a_group_is_refused_or_used(key, value, is_set_l
         refused_or_used(optim, twin, lambda: without_the_last(optim))
 
 
-@examples(100)
-@given(key=st.sampled_from(CONSTRUCTOR), value=garbage())
+@holds(100, key=st.sampled_from(CONSTRUCTOR), value=garbage())
 def test_garbage_as_an_argument_is_refused_or_used(key, value):
     try:
         with quietly():
@@ -463,8 +471,8 @@ def test_garbage_as_an_argument_is_refused_or_used(key, value):
         refused_or_used(optim, copy.deepcopy(optim), lambda: None)
 
 
-@examples(150)
-@given(
+@holds(
+    60,
     key=st.sampled_from(["params", "names", "use_muon", "lr", "unheard_of"]),
     value=st.one_of(garbage(), st.lists(garbage_tensors(), max_size=3)),
     has_rest=st.booleans(),
@@ -495,8 +503,7 @@ def set_gradients_where_possible(optim: Any) -> None:
         p.grad = torch.ones_like(p) if p.is_leaf else None
 
 
-@examples(100)
-@given(logits=qk_garbage())
+@holds(60, logits=qk_garbage())
 def test_garbage_as_logits_is_refused_or_used(logits):
     names = ["layers.0.wq.weight", "layers.0.wk.weight", "layers.1.wq.weight", "layers.1.wk.weight"]
     params = [nn.Parameter(m) for m in matrices([(4, 3), (2, 3)] * 2, 0)]
@@ -512,8 +519,7 @@ def test_garbage_as_logits_is_refused_or_used(logits):
     assert frozen(logits) == given_logits
 
 
-@examples(100)
-@given(config=clip_garbage())
+@holds(100, config=clip_garbage())
 def test_garbage_as_a_clip_config_is_refused_or_used(config):
     names = ["layers.0.wq.weight", "layers.0.wk.weight"]
     params = [nn.Parameter(m) for m in matrices([(4, 3), (2, 3)], 0)]
@@ -531,8 +537,7 @@ def test_garbage_as_a_clip_config_is_refused_or_used(config):
     assert frozen(config) == kept
 
 
-@examples(150)
-@given(data=st.data(), steps=st.integers(0, 1))
+@holds(60, data=st.data(), steps=st.integers(0, 1))
 def test_a_garbled_checkpoint_is_refused_or_loaded_as_a_whole(data, steps):
     saved = copy.deepcopy(trained(2, beta2=0.9).state_dict())
     for _ in range(data.draw(st.integers(1, 3), label="edits")):
@@ -583,8 +588,8 @@ def garble(saved: Any, draw: Callable[..., Any]) -> None:
             place[key] = torch.ones(shape).to(draw(st.sampled_from(dtypes), label="dtype"))
 
 
-@examples(80)
-@given(
+@holds(
+    60,
     number=st.integers(0, 5),
     value=garbage_tensors(),
     what=st.sampled_from(["data", "grad", "param", "requires_grad"]),

@@ -52,7 +52,9 @@ WARM = 5  # rounds in which memory may grow
 REAL = 0.1  # of steps whose gradients come from a backward
 STEPS = 2000
 
-CONSTANT = ("storages", "bytes", "threads", "python threads", "files", "process groups", "cached")
+CONSTANT = ("storages", "bytes", "threads", "python threads", "files", "process groups")
+WAYS = 4  # to take a checkpoint, in turn; state that was pickled has meshes of its own
+CACHED = 32  # as many forms of the iteration may yet be chosen, for shapes under other options
 RESIDENT_GROWTH = 8 << 20  # over half of the steps, of what allocators do not give back
 
 # torch's fused AdamW rounds the ends of shards otherwise; weight decay forgets it.
@@ -561,8 +563,10 @@ def test_two_thousand_steps_are_those_of_one_process_and_need_no_more_memory_in_
         assert all(found["losses apart"] <= LOSS_DRIFT for found in rounds)
         settled = rounds[WARM:]
         for key in CONSTANT:
-            values = {found[key] for found in settled}
-            assert len(values) == 1, f"{key}: {[found[key] for found in rounds]}"
+            for turn in range(WAYS):
+                values = {found[key] for found in settled[turn::WAYS]}
+                assert len(values) == 1, f"{key}: {[found[key] for found in rounds]}"
+        assert settled[-1]["cached"] - settled[0]["cached"] <= CACHED
         half = len(settled) // 2
         growth = settled[-1]["resident"] - settled[half]["resident"]
         assert growth <= RESIDENT_GROWTH, [found["resident"] for found in rounds]
