@@ -4,6 +4,7 @@ Where only the tests and the package are present (the Hub's kernel builder), LOC
 names the build under test.
 """
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -19,8 +20,31 @@ if not torch.accelerator.is_available():
 
 BUILD_SCRIPT = Path(__file__).parent.parent / "scripts" / "build.py"
 
+collect_ignore = []
 if not (BUILD_SCRIPT.parent.parent / "examples").exists():
-    collect_ignore = ["test_benchmarks.py", "test_plan_example.py", "test_training.py"]
+    collect_ignore += ["test_benchmarks.py", "test_plan_example.py", "test_training.py"]
+
+# The same examples in every run; with pytest --hypothesis-profile=night others, HYPOTHESIS_FACTOR
+# times as many.
+FACTORS = {"same": 1.0, "night": float(os.environ.get("HYPOTHESIS_FACTOR", "10"))}
+
+if importlib.util.find_spec("hypothesis") is None:  # in the Hub's builder
+    collect_ignore.append("test_properties.py")
+else:
+    import hypothesis
+
+    for name, factor in FACTORS.items():
+        hypothesis.settings.register_profile(
+            name,
+            max_examples=round(100 * factor),  # of 100 that a test asks for
+            derandomize=name == "same",
+            database=None,
+            deadline=None,
+            print_blob=False,
+            report_multiple_bugs=False,
+            suppress_health_check=list(hypothesis.HealthCheck),
+        )
+    hypothesis.settings.load_profile("same")
 
 if BUILD_SCRIPT.exists():
     # Held by the module: the directory goes when the test process ends.

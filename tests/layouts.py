@@ -25,6 +25,17 @@ from ranks import run_ranks
 
 STEPS = 3
 
+# Each a way for a tensor's elements to lie in memory.
+MEMORY: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "contiguous": lambda t: t,
+    "transposed": lambda t: t.mT.contiguous().mT if t.ndim > 1 else t,
+    "with gaps": lambda t: torch.stack([t, t], dim=-1)[..., 0],
+    "further in": lambda t: torch.cat([t.new_zeros(3), t.flatten()])[3:].view(t.shape),
+    "channels last": lambda t: (
+        t.contiguous(memory_format=torch.channels_last) if t.ndim == 4 else t
+    ),
+}
+
 # fp32 on the wire and in the arithmetic. That is exact only where a product of two matrices has the
 # same bits alone and in a batch, since layouts put other matrices into one batch. CPU kernels take
 # other paths for odd sizes that do not lie on cache lines: where the shorter side is one of
@@ -60,6 +71,7 @@ class Weight:
             that shards the same as a later one does so in strides, like FSDP2 over TP.
         nested: it cuts first instead, and the later one cuts its pieces.
         dtype: of the parameter and its gradient.
+        memory: how a rank's part lies there, one of `MEMORY`.
     """
 
     shape: tuple[int, ...]
@@ -67,6 +79,7 @@ class Weight:
     dims: tuple[int | None, ...] = ()
     nested: bool = False
     dtype: torch.dtype = torch.float32
+    memory: str = "contiguous"
 
     @property
     def placements(self) -> list[Any]:
@@ -168,15 +181,15 @@ class Twins:
         generator = torch.Generator().manual_seed(0)
         ours, plain, pairs = [], [], []
         for number, group in enumerate(groups):
+            values = [random(w.shape, w.dtype, generator) for w in group.weights]
             whole_params = [
-                nn.Parameter(torch.randn(w.shape, generator=generator).to(w.dtype))
-                for w in group.weights
+                nn.Parameter(MEMORY[w.memory](value)) for w, value in zip(group.weights, values)
             ]
             params = [
                 nn.Parameter(
-                    part(q.detach(), meshes[w.mesh], w.placements) if w.mesh else q.clone()
+                    lay(part(value, meshes[w.mesh], w.placements) if w.mesh else value, w.memory)
                 )
-                for w, q in zip(group.weights, whole_params)
+                for w, value in zip(group.weights, values)
             ]
             ours.append(group.param_group(params, number))
             plain.append(group.param_group(whole_params, number))
@@ -243,6 +256,26 @@ def part_for(param: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     if not isinstance(param, DTensor):
         return tensor.clone()
     return part(tensor, param.device_mesh, param.placements)
+
+
+def random(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    if dtype.is_complex:
+        return torch.randn(shape, generator=generator, dtype=dtype)
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+def lay(tensor: torch.Tensor, memory: str) -> torch.Tensor:
+    """A copy whose elements, of a DTensor those that this rank holds, lie as told."""
+    if not isinstance(tensor, DTensor):
+        return MEMORY[memory](tensor.clone())
+    return DTensor.from_local(
+        MEMORY[memory](tensor.to_local().clone()),
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

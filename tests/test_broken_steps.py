@@ -40,10 +40,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from checkpointed import Run
 from kernel import optimizer
-from layouts import ADAMW_ROUNDING, EXACT, assert_same, case, part, part_for
+from layouts import EXACT, case, part, part_for
 from ranks import Outcome, rank_outcomes, run_ranks
-from test_layouts import network, parameters_and_state, train
 
 Muon = optimizer.Muon
 Host = importlib.import_module(f"{optimizer.__name__}.cpu_offload.backend").Host
@@ -640,46 +640,47 @@ def test_a_fault_of_one_rank_in_any_phase_raises_on_all_within_the_timeout(fault
 SAVED_AFTER, KILLED_IN, END = 2, 4, 6  # steps
 
 
-def checkpoint_of(model: nn.Module, optim: Any) -> dict[str, Any]:
-    model_state, optim_state = get_state_dict(model, optim)
+def checkpoint_of(run: Run) -> dict[str, Any]:
+    model_state, optim_state = get_state_dict(run.model, run.optim)
     return {"model": model_state, "optim": optim_state}
 
 
-def load_checkpoint(model: nn.Module, optim: Any, directory: str) -> None:
+def load_checkpoint(run: Run, directory: str) -> None:
     """As torch's tutorials have it: in place, into what the optimizer gives."""
-    state = checkpoint_of(model, optim)
+    state = checkpoint_of(run)
     dcp.load(state, checkpoint_id=directory)
-    set_state_dict(model, optim, model_state_dict=state["model"], optim_state_dict=state["optim"])
+    weights, optim = state["model"], state["optim"]
+    set_state_dict(run.model, run.optim, model_state_dict=weights, optim_state_dict=optim)
 
 
 def train_until_killed(layout: str, directory: str, phase: Phase) -> None:
-    model, optim = network(layout)
-    train(model, optim, range(SAVED_AFTER))
-    dcp.save(checkpoint_of(model, optim), checkpoint_id=directory)
-    train(model, optim, range(SAVED_AFTER, KILLED_IN))
+    run = Run.on(layout)
+    run.train(range(SAVED_AFTER))
+    dcp.save(checkpoint_of(run), checkpoint_id=directory)
+    run.train(range(SAVED_AFTER, KILLED_IN))
     if dist.get_rank() == VICTIM:
         inject(phase, kill)
-    train(model, optim, range(KILLED_IN, KILLED_IN + 1))
+    run.train([KILLED_IN])
 
 
-def resume(layout: str, directory: str) -> Any:
-    model, optim = network(layout)
-    load_checkpoint(model, optim, directory)
-    train(model, optim, range(SAVED_AFTER, END))
-    return parameters_and_state(model, optim)
+def resume(layout: str, directory: str, expected: Path) -> None:
+    run = Run.on(layout, zeroed=True)
+    load_checkpoint(run, directory)
+    run.train(range(SAVED_AFTER, END))
+    run.check(expected, steps=END)
 
 
-def never_disturbed(layout: str) -> Any:
-    model, optim = network(layout)
-    train(model, optim, range(END))
-    return parameters_and_state(model, optim)
+def never_disturbed(layout: str, file: Path) -> None:
+    run = Run.on(layout)
+    run.train(range(END))
+    run.write(file)
 
 
 KILLED = {
     # layout: where, and on how many ranks to go on as well
     "FSDP2": (Phase("pipeline", "_orthogonalize"), 3),
     "FSDP2 + TP": (Phase("pipeline", "_apply_momentum", 2), None),
-    "HSDP": (Phase("pipeline", "_exchange", 2), None),
+    "HSDP, spread": (Phase("pipeline", "_exchange", 2), None),
     "DDP": (Phase("pipeline", "_orthogonalize"), 3),
     "ZeRO-2": (Phase("distributed.zero2", "_sum", 2), 2),
 }
@@ -689,55 +690,48 @@ KILLED = {
 @pytest.mark.parametrize("layout", KILLED)
 def test_after_a_kill_a_fresh_launch_resumes_as_if_nothing_had_been(layout, tmp_path):
     phase, fewer = KILLED[layout]
-    path = str(tmp_path)
-    expected = run_ranks(never_disturbed, RANKS, layout)[0]
-    ends = rank_outcomes(train_until_killed, RANKS, layout, path, phase, pg_timeout=TIMEOUT)
+    directory, expected = str(tmp_path / "checkpoint"), tmp_path / "expected.pt"
+    run_ranks(never_disturbed, RANKS, layout, expected)
+    ends = rank_outcomes(train_until_killed, RANKS, layout, directory, phase, pg_timeout=TIMEOUT)
     for rank, end in enumerate(ends):
         assert end.error == ("Crashed" if rank == VICTIM else "RuntimeError"), end
     for ranks in (RANKS, fewer):
-        found = run_ranks(resume, ranks, layout, path)[0] if ranks else expected
-        for values, others in zip(expected, found):
-            assert values.keys() == others.keys()
-            for name, value in values.items():
-                # torch's fused AdamW rounds the ends of shards otherwise, where they end elsewhere.
-                is_adamw = "exp_avg" in name or f"{name}.exp_avg" in expected[1]
-                atol = END * ADAMW_ROUNDING if is_adamw and ranks != RANKS else 0.0
-                assert_same(f"{name} on {ranks} ranks", others[name], value, atol)
+        if ranks:
+            run_ranks(resume, ranks, layout, directory, expected)
 
 
 def repair(how: str, directory: str) -> None:
     """A rank fails behind its last exchange: the process groups are whole, the step is not."""
-    model, optim = network("FSDP2")
-    train(model, optim, range(SAVED_AFTER))
-    dcp.save(checkpoint_of(model, optim), checkpoint_id=directory)
-    full = StateDictOptions(full_state_dict=True)
-    whole_state = copy.deepcopy(get_optimizer_state_dict(model, optim, options=full))
-    train(model, optim, range(SAVED_AFTER, KILLED_IN))
+    expected = Path(directory, "expected.pt")
+    never_disturbed("FSDP2", expected)
+    dist.barrier()  # until it is written
+    run, full = Run.on("FSDP2"), StateDictOptions(full_state_dict=True)
+    run.train(range(SAVED_AFTER))
+    dcp.save(checkpoint_of(run), checkpoint_id=directory)
+    whole_state = copy.deepcopy(get_optimizer_state_dict(run.model, run.optim, options=full))
+    run.train(range(SAVED_AFTER, KILLED_IN))
     if dist.get_rank() == VICTIM:
         inject(Phase("step", "Step.release"), fail)
         with pytest.raises(RuntimeError, match=f"{BROKE_OFF}OutOfMemoryError"):
-            train(model, optim, [KILLED_IN])
+            run.train([KILLED_IN])
         with pytest.raises(RuntimeError, match=EARLIER):
-            get_state_dict(model, optim)
+            checkpoint_of(run)
         with pytest.raises(RuntimeError, match=f"{EARLIER}.*OutOfMemoryError"):
-            train(model, optim, [KILLED_IN])
+            run.train([KILLED_IN])
     else:
-        train(model, optim, [KILLED_IN])
+        run.train([KILLED_IN])
         with pytest.raises(ValueError, match=r"rank 1: RuntimeError: An earlier step\(\)"):
-            train(model, optim, [KILLED_IN])
-    optim.discard_state()
+            run.train([KILLED_IN])
+    run.optim.discard_state()
     if how == "whole":  # torch takes what is there first, to divide the whole likewise
-        set_optimizer_state_dict(model, optim, whole_state, options=full)
-        model_state = {"model": model.state_dict()}
+        set_optimizer_state_dict(run.model, run.optim, whole_state, options=full)
+        model_state = {"model": run.model.state_dict()}
         dcp.load(model_state, checkpoint_id=directory)
-        model.load_state_dict(model_state["model"])
+        run.model.load_state_dict(model_state["model"])
     else:
-        load_checkpoint(model, optim, directory)
-    train(model, optim, range(SAVED_AFTER, END))
-    for found, expected in zip(parameters_and_state(model, optim), never_disturbed("FSDP2")):
-        assert found.keys() == expected.keys()
-        for name, value in expected.items():
-            assert_same(name, found[name], value, 0.0)
+        load_checkpoint(run, directory)
+    run.train(range(SAVED_AFTER, END))
+    run.check(expected)
 
 
 @pytest.mark.slow

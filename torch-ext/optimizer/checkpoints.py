@@ -31,6 +31,9 @@ def normalize_state(states: Mapping[Any, Any]) -> dict[Any, Any]:
 def _as_tensor(key: str, value: Any) -> Any:
     if key == "step" and isinstance(value, (int, float)):
         return torch.tensor(float(value), dtype=torch.float32, device="cpu")
+    is_count = key == "step" and isinstance(value, Tensor) and value.numel() == 1
+    if is_count and (value.ndim or value.dtype not in (torch.float32, torch.float64)):
+        return value.reshape(()).to(torch.float32)  # as integers, torch's AdamW does not take them
     if isinstance(value, Tensor) and value.is_inference():
         return value.clone()  # a step could not change it
     return value

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from numbers import Integral, Real
+from numbers import Integral, Rational, Real
 from typing import Any, Callable, Optional
 
 import torch
@@ -46,7 +46,14 @@ class DefaultSteps(int):
 
 
 def is_number(value: Any) -> bool:
-    return isinstance(value, Real) and not _is_bool(value) and math.isfinite(value)
+    if not isinstance(value, Real) or _is_bool(value):
+        return False
+    if isinstance(value, Rational) and not isinstance(value, Integral):  # torch takes no fractions
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an int that no float is as large as
+        return False
 
 
 def _is_bool(value: object) -> bool:  # a number to Python, a mistake here

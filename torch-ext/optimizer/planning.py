@@ -60,7 +60,15 @@ def facts_of(group: Group) -> tuple:
     """All that a survey depends on, comparable, cheap enough for every step."""
     return (
         [
-            (id(p), p.shape, p.dtype, dtensors.grad_dtype(p), p.device, dtensors.layout_of(p))
+            (
+                id(p),
+                p.shape,
+                p.stride() if p.layout == torch.strided else p.layout,
+                p.dtype,
+                dtensors.grad_dtype(p),
+                p.device,
+                dtensors.layout_of(p),
+            )
             for p in group["params"]
         ],
         copy.copy(group["names"]),

@@ -10,7 +10,7 @@ import difflib
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, Optional
 
 import torch
@@ -142,6 +142,11 @@ def _check_param(param: Any, name: str, muon: bool) -> None:
         raise ValueError(f"{name} is a {type(param).__name__}; an optimizer takes tensors")
     if not (param.is_leaf or param.retains_grad):
         raise ValueError(f"{name} is no leaf: it was computed, so it gets no gradient of its own")
+    if _overlaps(param):
+        raise ValueError(
+            f"{name} has elements that share memory (strides {tuple(param.stride())}), so that "
+            "they can't be updated apart; make it a tensor of its own: .clone()"
+        )
     if param.layout != torch.strided:
         raise ValueError(f"{name} is sparse ({param.layout}); make it dense: .to_dense()")
     if muon and param.dtype not in options.FLOATING_DTYPES:
@@ -155,6 +160,14 @@ def _check_param(param: Any, name: str, muon: bool) -> None:
         dtensors.check_placements(param)
     except ValueError as error:
         raise ValueError(f"{name} {error}") from None
+
+
+def _overlaps(param: Tensor) -> bool:
+    """As what `torch.Tensor.expand` returns does."""
+    if param.layout != torch.strided or not param.numel():
+        return False
+    held = dtensors.local(param)
+    return any(size > 1 and stride == 0 for size, stride in zip(held.shape, held.stride()))
 
 
 def check_replicas(group: Group, replicas: Replicas, where: str) -> None:
@@ -240,19 +253,31 @@ def check_state(
         own = state.get(param)  # `state[param]` would create it
         if own:
             expected = layouts_of(param, entries[index] if entries else None, wide)
-            _check_tensors(own, expected, "state", name_of(group, index, where))
+            _check_tensors(own, expected, "state", name_of(group, index, where), param)
 
 
 def _check_tensors(
-    state: Mapping[str, Any], expected: Mapping[str, tuple], place: str, name: str
+    state: Mapping[str, Any],
+    expected: Mapping[str, tuple],
+    place: str,
+    name: str,
+    param: Tensor,
 ) -> None:
     for key, (shape, sharding) in expected.items():
         value = state.get(key)
         if value is None:
             continue
-        if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
-            found = value.dtype if isinstance(value, Tensor) else type(value).__name__
-            raise ValueError(f"{key} of {name} in the {place} is {found}, no real tensor")
+        is_tensor = isinstance(value, Tensor)
+        if not is_tensor or not (
+            value.dtype in options.FLOATING_DTYPES or (value.is_complex() and param.is_complex())
+        ):
+            found = value.dtype if is_tensor else type(value).__name__
+            raise ValueError(
+                f"{key} of {name} in the {place} is {found}, no tensor of bf16, fp16, fp32 or fp64"
+            )
+        if value.layout != torch.strided or value.is_meta:
+            found = "on meta" if value.is_meta else f"sparse ({value.layout})"
+            raise ValueError(f"{key} of {name} in the {place} is {found}; make it dense")
         if value.shape != shape:
             raise ValueError(
                 f"{key} of {name} has shape {tuple(value.shape)} in the {place}, "
@@ -270,6 +295,56 @@ def _check_tensors(
 
 def _in_words(sharding: Optional[tuple]) -> str:
     return "plain" if sharding is None else f"{list(sharding[1])} on {sharding[0]}"
+
+
+def check_structure(state_dict: Any, is_whole: bool = True) -> None:
+    """A checkpoint is what torch.optim writes, as far as one can tell without an optimizer.
+
+    Args:
+        state_dict: the checkpoint.
+        is_whole: False before the hooks that may yet change what is in it.
+    """
+    if not isinstance(state_dict, dict):
+        raise ValueError(f"a state dict is needed, found a {type(state_dict).__name__}")
+    if not is_whole:
+        return
+    states, groups = state_dict.get("state"), state_dict.get("param_groups")
+    if not isinstance(states, Mapping):
+        found = type(states).__name__ if "state" in state_dict else "none"
+        raise ValueError(f"the checkpoint's 'state' must be a dict by parameter, found {found}")
+    if not isinstance(groups, (list, tuple)) or not all(isinstance(g, Mapping) for g in groups):
+        found = type(groups).__name__ if "param_groups" in state_dict else "none"
+        raise ValueError(f"the checkpoint's 'param_groups' must be a list of dicts, found {found}")
+    for number, group in enumerate(groups):
+        ids = group.get("params")
+        if not isinstance(ids, (list, tuple)):
+            raise ValueError(
+                f"param_groups[{number}] of the checkpoint must list its params, found {ids!r}"
+            )
+        for saved_id in ids:
+            if not isinstance(saved_id, Hashable):
+                raise ValueError(
+                    f"param_groups[{number}] of the checkpoint has params that name no state, one "
+                    f"of them {saved_id!r}"
+                )
+            own = states.get(saved_id, {})
+            if not isinstance(own, Mapping):
+                raise ValueError(
+                    f"the checkpoint's state of parameter {saved_id!r} must be a dict, found a "
+                    f"{type(own).__name__}"
+                )
+            _check_step(own.get("step"), saved_id)
+
+
+def _check_step(step: Any, saved_id: Any) -> None:
+    if step is None or options.is_number(step):
+        return
+    is_tensor = isinstance(step, Tensor) and step.layout == torch.strided and not step.is_meta
+    if not is_tensor or step.numel() != 1 or step.is_complex() or step.is_quantized:
+        found = tuple(step.shape) if isinstance(step, Tensor) else repr(step)
+        raise ValueError(
+            f"step of parameter {saved_id!r} in the checkpoint must be one number, found {found}"
+        )
 
 
 def check_checkpoint(
@@ -309,14 +384,8 @@ def check_checkpoint(
             expected = layouts_of(param, entries[index] if entries else None, wide)
             name = name_of(group, index, where)
             own = saved_state.get(saved_id, {})
-            if not isinstance(own, Mapping):
-                raise ValueError(f"the state of {name} in the checkpoint is {type(own).__name__}")
             _check_algorithm(own, group["use_muon"], name)
-            _check_tensors(own, expected, "checkpoint", name)
-            step = own.get("step")
-            if step is not None and not (isinstance(step, Tensor) and step.numel() == 1):
-                found = tuple(step.shape) if isinstance(step, Tensor) else type(step).__name__
-                raise ValueError(f"step of {name} in the checkpoint is {found}, no number")
+            _check_tensors(own, expected, "checkpoint", name, param)
 
 
 def _check_algorithm(saved: Mapping[str, Any], use_muon: bool, name: str) -> None:

@@ -76,6 +76,8 @@ def compute_device(tensor: Tensor) -> torch.device:
 
 def grad_dtype(param: Tensor) -> torch.dtype:
     """What a gradient has or would have: the same on all ranks, whichever have one."""
+    if not param.is_leaf:  # torch raises where others than leaves are asked
+        return param.dtype
     return getattr(param, "grad_dtype", None) or param.dtype
 
 

@@ -98,7 +98,7 @@ def vector_of(value: Any, layer: Layer, pack: Pack) -> Tensor:
     if not isinstance(value, Tensor):
         try:
             value = torch.tensor(value, dtype=pack.dtype)
-        except (TypeError, ValueError, RuntimeError):
+        except (TypeError, ValueError, RuntimeError, OverflowError):
             raise ValueError(
                 f"{where} must be a tensor (heads,) or a list of numbers, found {value!r}"
             ) from None

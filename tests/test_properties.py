@@ -1,0 +1,619 @@
+"""What holds of every training, whatever its shapes, layouts, options, gradients, or garbage.
+
+`hypothesis` draws them, and shows the smallest example of a failure. Runs are alike each time;
+``pytest --hypothesis-profile=night`` looks further (conftest.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import inspect
+import io
+import pickle
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from kernel import optimizer
+from layouts import EXACT, MEMORY, STEPS, Twins, build
+from rank_pool import RankPool
+from strategies import (
+    ADAMW_OPTIONS,
+    MUON_OPTIONS,
+    cases,
+    clip_garbage,
+    garbage,
+    garbage_tensors,
+    matrix_shapes,
+    qk_garbage,
+    some_of,
+)
+from test_errors import (
+    all_params,
+    assert_steps_like,
+    good_groups,
+    muon_group,
+    set_gradients,
+    trained,
+)
+from trainings import Case, assert_equal, give_gradients, takes_the_steps_of_one_process, twins_of
+
+Muon = optimizer.Muon
+GROUP_OPTIONS = optimizer.muon.GROUP_OPTIONS
+CONSTRUCTOR = sorted(inspect.signature(Muon).parameters.keys() - {"params", "process_group"})
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+
+# Of examples: a few, and as many as a minute or two allow.
+TIMES = [1, pytest.param(10, marks=pytest.mark.slow)]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """As on ranks."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
+    with RankPool(request.param) as ranks:
+        yield ranks
+
+
+on_ranks = pytest.mark.parametrize("pool", [1, 2, 3, 4], indirect=True)
+
+
+def holds(count: int, /, **drawn: st.SearchStrategy[Any]) -> Callable[[Any], Any]:
+    """A test that a function raises for none of what is drawn, a few and, slowly, many times.
+
+    Args:
+        count: of examples, a few.
+        drawn: the function's arguments.
+    """
+
+    def decorate(function: Callable[..., None]) -> Any:
+        @pytest.mark.parametrize("times", TIMES)
+        def test(times: int) -> None:
+            check(function, times * count, **drawn)
+
+        test.__name__, test.__doc__ = function.__name__, function.__doc__
+        return test
+
+    return decorate
+
+
+def check(function: Callable[..., None], count: int, /, **drawn: st.SearchStrategy[Any]) -> None:
+    examples = max(1, round(count * settings.default.max_examples / 100))
+    settings(max_examples=examples)(given(**drawn)(function))()
+
+
+# -- layouts ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("times", TIMES)
+@on_ranks
+def test_any_training_takes_the_steps_of_one_process_and_changes_nothing_else(pool, times):
+    def on_all(case: Case) -> None:
+        pool(takes_the_steps_of_one_process, case)
+
+    check(on_all, 4 * times, case=cases(pool.ranks))
+
+
+# -- the rule --------------------------------------------------------------------------------------
+
+shapes_of = st.lists(matrix_shapes(), min_size=1, max_size=4)
+rules = some_of(MUON_OPTIONS)
+
+
+def matrices(shapes: Any, seed: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+def train(groups: list[dict[str, Any]], gradients: Any, **options: Any) -> Any:
+    """Steps with ``gradients(step)``, one for each parameter in order."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of schedules that end early
+        optim = Muon(groups, **{"ns_dtype": torch.float32, **options})
+    params = [p for group in optim.param_groups for p in group["params"]]
+    for step in range(STEPS):
+        for p, grad in zip(params, gradients(step), strict=True):
+            p.grad = grad.clone()
+        optim.step()
+    return optim
+
+
+def group_of(values: Any, **options: Any) -> dict[str, Any]:
+    return {"params": [nn.Parameter(v.clone()) for v in values], "use_muon": True, **options}
+
+
+def results(optim: Any) -> list[dict[str, torch.Tensor]]:
+    """Of each parameter itself and its state."""
+    params = [p for group in optim.param_groups for p in group["params"]]
+    return [{"weight": p.detach(), **optim.state[p]} for p in params]
+
+
+def assert_equal_results(found: Any, expected: Any) -> None:
+    for number, (one, other) in enumerate(zip(found, expected, strict=True)):
+        assert one.keys() == other.keys()
+        for key, value in one.items():
+            assert_equal(value, other[key], f"{key} of parameter {number}")
+
+
+@holds(20, shapes=shapes_of, options=rules, exponent=st.integers(-60, 60))
+def test_a_power_of_two_in_all_gradients_changes_momentum_alone(shapes, options, exponent):
+    values, factor = matrices(shapes, 0), 2.0**exponent
+    optim, scaled = (
+        train(
+            [group_of(values)], lambda step, f=f: [g * f for g in matrices(shapes, step)], **options
+        )
+        for f in (1.0, factor)
+    )
+    expected = results(optim)
+    for result in expected:
+        result["momentum_buffer"] = result["momentum_buffer"] * factor
+    assert_equal_results(results(scaled), expected)
+
+
+@holds(20, shapes=shapes_of, options=rules, adamw=some_of(ADAMW_OPTIONS), data=st.data())
+def test_neither_order_nor_the_division_into_groups_matters(shapes, options, adamw, data):
+    kinds = [{**options, "use_muon": True}, {**adamw, "use_muon": False}]
+    order = data.draw(st.permutations(range(2 * len(shapes))), label="order")
+    values, both = matrices([*shapes, *shapes], 0), [*shapes, *shapes]
+    count = len(shapes)
+    whole = [group_of(values[i * count : (i + 1) * count], **kind) for i, kind in enumerate(kinds)]
+    expected = results(train(whole, lambda step: matrices(both, step)))
+    pieces: list[dict[str, Any]] = []
+    for index in order:
+        joins = bool(pieces) and data.draw(st.booleans(), label=f"{index} joins the one before")
+        kind = kinds[index // count]
+        if not (joins and pieces[-1]["use_muon"] == kind["use_muon"]):
+            pieces.append(group_of([], **kind))
+        pieces[-1]["params"].append(nn.Parameter(values[index].clone()))
+
+    def in_order(step: int) -> list[torch.Tensor]:
+        gradients = matrices(both, step)
+        return [gradients[index] for index in order]
+
+    found = results(train(pieces, in_order))
+    assert_equal_results(found, [expected[index] for index in order])
+
+
+@holds(20, shapes=shapes_of, options=rules)
+def test_a_transposed_matrix_takes_the_transposed_step(shapes, options):
+    if options.get("adjust_lr") == "original":
+        del options["adjust_lr"]
+    if options.get("beta2") is not None:  # of squares it has one number for each row
+        shapes = [(rows, cols + (rows == cols)) for rows, cols in shapes]
+    values = matrices(shapes, 0)
+    optim = train([group_of(values)], lambda step: matrices(shapes, step), **options)
+    transposed = train(
+        [group_of([v.mT for v in values])],
+        lambda step: [g.mT for g in matrices(shapes, step)],
+        **options,
+    )
+    for one, other in zip(results(optim), results(transposed)):
+        # Rounding of 6e-8, which the iteration amplifies up to a thousandfold.
+        torch.testing.assert_close(one["weight"], other["weight"].mT, rtol=0, atol=1e-4)
+        assert torch.equal(one["momentum_buffer"], other["momentum_buffer"].mT)
+
+
+@holds(20, shapes=shapes_of, options=rules, adamw=some_of(ADAMW_OPTIONS))
+def test_without_a_learning_rate_no_weight_moves(shapes, options, adamw):
+    values = matrices(shapes, 0)
+    groups = [group_of(values, **options), group_of(values, **adamw)]
+    for group, is_muon in zip(groups, (True, False)):
+        group.update(lr=0.0, use_muon=is_muon)
+    optim = train(groups, lambda step: matrices([*shapes, *shapes], step))
+    for result, value in zip(results(optim), [*values, *values]):
+        assert_equal(result["weight"], value, "weight")
+        assert (
+            any(state.any() for key, state in result.items() if key != "weight")
+            or not value.numel()
+        )
+
+
+@holds(20, shapes=shapes_of, options=rules)
+def test_without_momentum_only_the_last_gradient_counts_and_all_styles_are_one(shapes, options):
+    if options.get("beta2") is not None:
+        del options["beta2"]  # has a memory of its own
+    options["momentum"] = 0.0
+    values = matrices(shapes, 0)
+    expected = None
+    for nesterov in (False, True):
+        for style in ("classical", "ema"):
+            how = {**options, "nesterov": nesterov, "momentum_style": style}
+            optim = train([group_of(values)], lambda step: matrices(shapes, step), **how)
+            expected = expected or results(optim)
+            assert_equal_results(results(optim), expected)
+            for result, gradient in zip(results(optim), matrices(shapes, STEPS - 1)):
+                ascent = -1.0 if options.get("maximize") else 1.0
+                buffer = result["momentum_buffer"]
+                assert_equal(buffer, (ascent * gradient).to(buffer.dtype), "momentum")
+
+
+@holds(20, shapes=shapes_of, options=rules, adamw=some_of(ADAMW_OPTIONS))
+def test_to_maximize_is_to_minimize_the_negative(shapes, options, adamw):
+    values = matrices(shapes, 0)
+    found = []
+    for sign in (1.0, -1.0):
+        groups = [group_of(values, **options), group_of(values, **adamw)]
+        for group, is_muon in zip(groups, (True, False)):
+            group.update(maximize=sign > 0, use_muon=is_muon)
+        both = [*shapes, *shapes]
+        optim = train(groups, lambda step, s=sign, b=both: [s * g for g in matrices(b, step)])
+        found.append(results(optim))
+    assert_equal_results(*found)
+
+
+@holds(20, count=st.integers(1, 4), shape=matrix_shapes(), options=rules)
+def test_experts_blocks_and_flattened_tensors_are_matrices_of_their_own(count, shape, options):
+    rows, cols = shape
+    values = matrices([(count, rows, cols)], 0)
+    gradients = lambda step: matrices([(count, rows, cols)], step)  # noqa: E731
+    apart = results(train([group_of(values[0])], lambda step: list(gradients(step)[0]), **options))
+    experts = train(
+        [group_of(values, names=["experts.w"])], gradients, expert_keys=["experts"], **options
+    )
+    stacked = train(
+        [group_of([values[0].flatten(0, 1)], **({"split": rows} if rows else {}))],
+        lambda step: [gradients(step)[0].flatten(0, 1)],
+        **options,
+    )
+    for optim in (experts, stacked):
+        (found,) = results(optim)
+        for key, value in found.items():
+            of_each = value.reshape(count, *apart[0][key].shape)
+            for number, expected in enumerate(apart):
+                assert_equal(of_each[number], expected[key], f"{key} of matrix {number}")
+    if cols % 2 == 0:
+        folded = (rows, 2, cols // 2)
+        flat = results(
+            train([group_of([values[0][0]])], lambda step: [gradients(step)[0][0]], **options)
+        )
+        optim = train(
+            [group_of([values[0][0].reshape(folded)], flatten=True)],
+            lambda step: [gradients(step)[0][0].reshape(folded)],
+            **options,
+        )
+        for key, value in results(optim)[0].items():
+            assert_equal(value.reshape(flat[0][key].shape), flat[0][key], key)
+
+
+# -- saved and loaded ------------------------------------------------------------------------------
+
+
+def through_pickle(saved: Any) -> Any:
+    return pickle.loads(pickle.dumps(saved))
+
+
+def through_torch_save(saved: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(saved, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def through_distributed(saved: Any) -> Any:
+    with tempfile.TemporaryDirectory() as directory:
+        dcp.save({"optim": saved}, checkpoint_id=directory, no_dist=True)
+        empty = copy.deepcopy(saved)
+        for own in empty["state"].values():
+            for value in own.values():
+                value.zero_()
+        dcp.load({"optim": empty}, checkpoint_id=directory, no_dist=True)
+    return empty
+
+
+AS_PLAIN = {"absent on one rank": "absent", **dict.fromkeys(MEMORY, "contiguous")}
+
+
+def plain(case: Case) -> Case:
+    """The same training of plain tensors, on one process."""
+    groups = [
+        dataclasses.replace(
+            group, weights=[dataclasses.replace(w, mesh=None) for w in group.weights]
+        )
+        for group in case.groups
+    ]
+    gradients = [
+        [AS_PLAIN.get(kind, kind) for kind in kinds]  # which both are to have alike
+        for kinds in case.gradients
+    ]
+    return dataclasses.replace(case, groups=groups, gradients=gradients, replicas=None)
+
+
+def built_again(case: Case, twins: Twins) -> Any:
+    """A new optimizer of the same parameters."""
+    params = iter([p for _, p, _ in twins.pairs])
+    groups = [
+        group.param_group([next(params) for _ in group.weights], number)
+        for number, group in enumerate(case.groups)
+    ]
+    return build(groups, **{**EXACT, **case.options})
+
+
+def numbers_of(tensor: torch.Tensor) -> Any:
+    if tensor.is_meta:
+        return []
+    tensor = tensor.detach()
+    tensor = tensor.dequantize() if tensor.is_quantized else tensor.to_dense()
+    return tensor.float().tolist() if tensor.element_size() == 1 else tensor.tolist()
+
+
+def frozen(value: Any) -> str:
+    """All of a nested value, to compare; NaN is itself."""
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype} {tuple(value.shape)} {value.layout} {numbers_of(value)}"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key!r}: {frozen(own)}' for key, own in value.items())}}}"
+    if isinstance(value, (list, tuple)):
+        return f"{type(value).__name__}({', '.join(map(frozen, value))})"
+    return repr(value)
+
+
+WAYS = [copy.deepcopy, through_pickle, through_torch_save, through_distributed]
+
+
+@holds(
+    15,
+    case=cases(1),
+    at=st.lists(st.integers(0, 2), max_size=3),
+    way=st.sampled_from(WAYS),
+    fresh=st.booleans(),
+)
+def test_a_training_saved_and_loaded_at_any_point_goes_on_as_if_it_had_not_been(
+    case, at, way, fresh
+):
+    case = plain(case)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        twins = twins_of(case)
+        generator = torch.Generator().manual_seed(1)
+        for step, kinds in enumerate(case.gradients):
+            for _ in range(at.count(step)):
+                saved = way(twins.ours.state_dict())
+                if fresh:
+                    twins.ours = built_again(case, twins)
+                before = frozen(saved)
+                twins.ours.load_state_dict(saved)
+                assert frozen(saved) == before
+            give_gradients(twins, kinds, case.frozen, generator)
+            logits = None if case.logits is None else {0: torch.tensor(case.logits[step])}
+            twins.ours.step(qk_logits=logits)
+            twins.reference.step(qk_logits=logits)
+        for _, p, q in twins.pairs:
+            assert_equal(p.detach(), q.detach(), "weight")
+        ours, reference = (optim.state_dict() for optim in (twins.ours, twins.reference))
+        assert frozen(ours) == frozen(reference)
+
+
+# -- garbage ---------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def quietly() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def held_by(optim: Any) -> str:
+    """All that an optimizer holds, to compare; creates no state."""
+    of_groups = [{k: v for k, v in g.items() if k != "names"} for g in optim.param_groups]
+    params = [*all_params(optim), *optim.state]
+    own = [
+        (p.grad if p.is_leaf else None, optim.state.get(p, {}))
+        for p in params
+        if isinstance(p, torch.Tensor)
+    ]
+    return frozen([[id(p) for p in params], of_groups, own])
+
+
+def refused_or_used(optim: Any, twin: Any, undo: Callable[[], Any], **step: Any) -> None:
+    """A step works, or raises and changes nothing, and after ``undo()`` works as the twin's."""
+    before = held_by(optim)
+    try:
+        with quietly():
+            optim.step(**step)
+    except ValueError as error:
+        assert str(error)
+        assert held_by(optim) == before
+        undo()
+        with quietly():
+            assert_steps_like(optim, twin)
+
+
+@holds(120, key=st.sampled_from(sorted(GROUP_OPTIONS)), value=garbage(), is_set_later=st.booleans())
+def test_garbage_as_an_option_of_a_group_is_refused_or_used(key, value, is_set_later):
+    optim = trained(1)
+    group = optim.param_groups[2]
+    if is_set_later:
+        twin, good = copy.deepcopy(optim), group[key]
+        group[key] = value
+        refused_or_used(optim, twin, lambda: group.update({key: good}))
+        return
+    added = muon_group(nn.Parameter(torch.ones(4, 4)), names=["layers.9.weight"], **{key: value})
+    before, twin = held_by(optim), copy.deepcopy(optim)
+    try:
+        with quietly():
+            optim.add_param_group(added)
+    except ValueError:
+        assert held_by(optim) == before
+        assert_steps_like(optim, twin)
+    else:
+        set_gradients_where_possible(optim)
+        refused_or_used(optim, twin, lambda: without_the_last(optim))
+
+
+@holds(100, key=st.sampled_from(CONSTRUCTOR), value=garbage())
+def test_garbage_as_an_argument_is_refused_or_used(key, value):
+    try:
+        with quietly():
+            optim = Muon(good_groups(), **{key: value})
+    except ValueError as error:
+        assert str(error)
+    else:
+        set_gradients(optim)
+        refused_or_used(optim, copy.deepcopy(optim), lambda: None)
+
+
+@holds(
+    60,
+    key=st.sampled_from(["params", "names", "use_muon", "lr", "unheard_of"]),
+    value=st.one_of(garbage(), st.lists(garbage_tensors(), max_size=3)),
+    has_rest=st.booleans(),
+)
+def test_garbage_as_a_group_adds_nothing(key, value, has_rest):
+    optim = trained(1)
+    before, twin = held_by(optim), copy.deepcopy(optim)
+    rest = muon_group(nn.Parameter(torch.ones(4, 4))) if has_rest else {}
+    try:
+        with quietly():
+            optim.add_param_group({**rest, key: value})
+    except (ValueError, TypeError) as error:
+        assert str(error)
+        assert held_by(optim) == before
+        assert_steps_like(optim, twin)
+    else:
+        set_gradients_where_possible(optim)
+        refused_or_used(optim, twin, lambda: without_the_last(optim))
+
+
+def without_the_last(optim: Any) -> None:
+    for listed in (optim.param_groups, optim._names):
+        del listed[4:]
+
+
+def set_gradients_where_possible(optim: Any) -> None:
+    for p in all_params(optim):
+        p.grad = torch.ones_like(p) if p.is_leaf else None
+
+
+@holds(60, logits=qk_garbage())
+def test_garbage_as_logits_is_refused_or_used(logits):
+    names = ["layers.0.wq.weight", "layers.0.wk.weight", "layers.1.wq.weight", "layers.1.wk.weight"]
+    params = [nn.Parameter(m) for m in matrices([(4, 3), (2, 3)] * 2, 0)]
+    group = muon_group(*params, names=names)
+    optim = Muon([group], clip_config={"head_dim": 2, "threshold": 1.0})
+    for step in range(2):
+        set_gradients(optim, step)
+        with quietly():
+            optim.step()
+    set_gradients(optim, 2)
+    given_logits = frozen(logits)
+    refused_or_used(optim, copy.deepcopy(optim), lambda: None, qk_logits=logits)
+    assert frozen(logits) == given_logits
+
+
+@holds(100, config=clip_garbage())
+def test_garbage_as_a_clip_config_is_refused_or_used(config):
+    names = ["layers.0.wq.weight", "layers.0.wk.weight"]
+    params = [nn.Parameter(m) for m in matrices([(4, 3), (2, 3)], 0)]
+    kept = frozen(config)
+    try:
+        with quietly():
+            optim = Muon([muon_group(*params, names=names)], clip_config=config)
+    except ValueError as error:
+        assert str(error)
+    else:
+        set_gradients(optim)
+        refused_or_used(
+            optim, copy.deepcopy(optim), lambda: None, qk_logits={0: torch.tensor([3.0, 0.5])}
+        )
+    assert frozen(config) == kept
+
+
+@holds(60, data=st.data(), steps=st.integers(0, 1))
+def test_a_garbled_checkpoint_is_refused_or_loaded_as_a_whole(data, steps):
+    saved = copy.deepcopy(trained(2, beta2=0.9).state_dict())
+    for _ in range(data.draw(st.integers(1, 3), label="edits")):
+        garble(saved, data.draw)
+    optim = trained(steps, beta2=0.9)
+    before, twin, kept = held_by(optim), copy.deepcopy(optim), frozen(saved)
+    try:
+        with quietly():
+            optim.load_state_dict(saved)
+    except (ValueError, TypeError, KeyError) as error:
+        assert str(error)
+        assert held_by(optim) == before and frozen(saved) == kept
+        assert_steps_like(optim, twin)
+    else:
+        assert frozen(saved) == kept
+        set_gradients(optim)
+        refused_or_used(optim, copy.deepcopy(optim), lambda: None)
+
+
+def garble(saved: Any, draw: Callable[..., Any]) -> None:
+    """Changes something somewhere in a state dict."""
+    place, keys = saved, []
+    while isinstance(place, (dict, list)) and place:
+        keys = list(place) if isinstance(place, dict) else list(range(len(place)))
+        key = draw(st.sampled_from(keys), label="key")
+        below = place[key]
+        if not (isinstance(below, (dict, list)) and below) or draw(st.integers(0, 3)) == 3:
+            break
+        place = below
+    else:
+        return
+    how = draw(st.sampled_from(["drop", "replace", "rename", "reshape", "cast"]), label="how")
+    if how == "drop":
+        del place[key]
+    elif how == "replace":
+        place[key] = draw(garbage(), label="value")
+    elif how == "rename" and isinstance(place, dict):
+        place[draw(st.one_of(st.text(max_size=3), st.integers(0, 9)), label="name")] = place.pop(
+            key
+        )
+    elif isinstance(place[key], torch.Tensor):
+        shape = place[key].shape
+        if how == "reshape":
+            other = draw(st.lists(st.integers(0, 4), max_size=3), label="shape")
+            place[key] = torch.ones(other)
+        elif how == "cast":
+            dtypes = [torch.int32, torch.bool, torch.complex64, torch.float64, torch.float8_e4m3fn]
+            place[key] = torch.ones(shape).to(draw(st.sampled_from(dtypes), label="dtype"))
+
+
+@holds(
+    60,
+    number=st.integers(0, 5),
+    value=garbage_tensors(),
+    what=st.sampled_from(["data", "grad", "param", "requires_grad"]),
+)
+def test_garbage_in_place_of_tensors_is_refused_or_used(number, value, what):
+    optim = trained(1)
+    groups = optim.param_groups
+    place = [(group, index) for group in groups for index in range(len(group["params"]))][number]
+    group, index = place
+    p = group["params"][index]
+    kept, grad, twin = p.data, p.grad, copy.deepcopy(optim)
+    if what == "requires_grad":
+        p.requires_grad_(False)
+    elif what == "param":
+        group["params"][index] = value
+    else:
+        try:
+            setattr(p, what, value)
+        except (RuntimeError, TypeError):  # torch refuses it
+            return
+
+    def undo() -> None:
+        group["params"][index] = p
+        p.data, p.grad = kept, grad
+        p.requires_grad_(True)
+
+    refused_or_used(optim, twin, undo)

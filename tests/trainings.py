@@ -1,0 +1,206 @@
+"""Trainings as data, and what a rank does with one: takes its steps beside one process's."""
+
+from __future__ import annotations
+
+import functools
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from layouts import (
+    ADAMW_ROUNDING,
+    EXACT,
+    MEMORY,
+    STEPS,
+    Group,
+    Twins,
+    Weight,
+    lay,
+    part_for,
+    random,
+    whole,
+)
+
+
+@dataclass(frozen=True)
+class Named(Group):
+    """A param group whose parameters have names of their own."""
+
+    names: Sequence[str] = field(default=())
+
+    def param_group(self, params: Sequence[nn.Parameter], number: int) -> dict[str, Any]:
+        group = super().param_group(params, number)
+        return {**group, "names": list(self.names)}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training of some steps.
+
+    Args:
+        groups: param groups.
+        options: of the optimizer.
+        gradients: of each step what it is like, for each weight: how it lies in
+            memory, one of `MEMORY`, or "absent", "zeros", "tiny", "large", "nan", or "absent on one
+            rank", the last.
+        frozen: numbers of weights that get no gradient, and do not require it.
+        logits: of each step the largest of each head of layer 0, for QK-Clip.
+        replicas: of plain weights: None, they are a rank's own; else "DDP" or "ZeRO-2".
+    """
+
+    groups: Sequence[Group]
+    options: Mapping[str, Any]
+    gradients: Sequence[Sequence[str]]
+    frozen: Sequence[int] = ()
+    logits: Sequence[Sequence[float]] | None = None
+    replicas: str | None = None
+
+    @property
+    def weights(self) -> list[tuple[Weight, Group]]:
+        return [(weight, group) for group in self.groups for weight in group.weights]
+
+
+@functools.cache
+def mesh_of(sizes: tuple[int, ...]) -> DeviceMesh:
+    return init_device_mesh("cpu", sizes)
+
+
+class Meshes(dict):
+    def __missing__(self, sizes: tuple[int, ...]) -> DeviceMesh:
+        return mesh_of(sizes)
+
+
+def twins_of(case: Case) -> Twins:
+    options = {**EXACT, **case.options}
+    reference = {**options}
+    if case.replicas is not None:
+        options["process_group"] = dist.group.WORLD
+        options["grad_reduce"] = "mean" if case.replicas == "ZeRO-2" else None
+    twins = Twins.placed(case.groups, Meshes(), options, reference)
+    for number in case.frozen:
+        for param in twins.pairs[number][1:]:
+            param.requires_grad_(False)
+    return twins
+
+
+def takes_the_steps_of_one_process(case: Case) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        twins = twins_of(case)
+        generator = torch.Generator().manual_seed(1)
+        for step, kinds in enumerate(case.gradients):
+            give_gradients(twins, kinds, case.frozen, generator)
+            logits, of_rank = logits_of(case, step)
+            check_inputs_unchanged(twins, case, of_rank)
+            twins.reference.step(qk_logits=logits)
+        compare(twins)
+
+
+def logits_of(case: Case, step: int) -> tuple[Any, Any]:
+    """All of them, and those that this rank has seen."""
+    if case.logits is None:
+        return None, None
+    logits = torch.tensor(case.logits[step])
+    seen = torch.arange(len(logits)) % dist.get_world_size() == dist.get_rank()
+    return {0: logits}, {0: torch.where(seen, logits, -math.inf)}
+
+
+def give_gradients(twins: Twins, kinds: Any, frozen: Any, generator: torch.Generator) -> None:
+    for number, ((_, p, q), kind) in enumerate(zip(twins.pairs, kinds)):
+        p.grad = q.grad = None
+        if kind == "absent" or number in frozen:
+            continue
+        grad = random(q.shape, q.dtype, generator)
+        if kind in ("zeros", "tiny", "large"):
+            grad = grad * {"zeros": 0.0, "tiny": 1e-20, "large": 2.0**20}[kind]
+        if kind == "nan":
+            grad.view(-1)[grad.numel() // 2 :][:1] = math.nan
+        q.grad = lay(grad, "contiguous")
+        p.grad = lay(part_for(p, grad), kind if kind in MEMORY else "contiguous")
+        if kind == "absent on one rank":
+            is_here = dist.get_rank() == dist.get_world_size() - 1
+            if is_here:
+                p.grad.to_local().zero_()
+            q.grad = whole(p.grad).clone()
+            if is_here:
+                p.grad = None
+
+
+def check_inputs_unchanged(twins: Twins, case: Case, logits: Any) -> None:
+    """Steps, and looks at all that a step has no business with."""
+    held = [(p.grad, None if p.grad is None else local(p.grad).clone()) for _, p, _ in twins.pairs]
+    frozen = [twins.pairs[number][1] for number in case.frozen]
+    before = [(local(p).detach().clone(), p._version) for p in frozen]
+    given = None if logits is None else {key: value.clone() for key, value in logits.items()}
+    rng, world = torch.get_rng_state(), surroundings()
+    groups = [{k: v for k, v in g.items() if k != "params"} for g in twins.ours.param_groups]
+    kept = [list(group["params"]) for group in twins.ours.param_groups]
+
+    twins.ours.step(qk_logits=logits)
+
+    assert torch.equal(torch.get_rng_state(), rng) and surroundings() == world
+    for group, options, params in zip(twins.ours.param_groups, groups, kept):
+        assert all(group[key] is value for key, value in options.items())
+        assert len(group) == len(options) + 1
+        assert all(one is other for one, other in zip(group["params"], params, strict=True))
+    for (name, p, _), (grad, values) in zip(twins.pairs, held):
+        if grad is not None:
+            assert_equal(local(grad), values, f"gradient of {name}")
+            assert p.grad is grad or (p.grad is None and "momentum_buffer" in twins.ours.state[p])
+    for p, (values, version) in zip(frozen, before):
+        assert torch.equal(local(p), values) and p._version == version
+        assert p not in twins.ours.state
+    if given is not None:
+        assert logits.keys() == given.keys()
+        for key, value in given.items():
+            assert_equal(logits[key], value, "logits")
+
+
+def surroundings() -> tuple[Any, ...]:
+    return torch.get_default_dtype(), torch.is_grad_enabled(), torch.get_num_threads()
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def assert_equal(found: torch.Tensor, expected: torch.Tensor, name: str) -> None:
+    torch.testing.assert_close(
+        found, expected, rtol=0, atol=0, equal_nan=True, msg=lambda text: f"{name}: {text}"
+    )
+
+
+def compare(twins: Twins) -> None:
+    """Muon's weights and state to the bit; of AdamW's weights see `ADAMW_ROUNDING`."""
+    for name, p, q in twins.pairs:
+        own = zip((p, q), (twins.ours, twins.reference))
+        ours, reference = (optim.state.get(param, {}) for param, optim in own)
+        assert ours.keys() == reference.keys(), name
+        is_muon = "momentum_buffer" in reference
+        assert torch.isfinite(q).all(), name
+        assert_close(name, p, q, is_muon or "exp_avg" not in reference)
+        for key, value in ours.items() if is_muon else ():
+            expected, found = reference[key], value
+            assert found.dtype == expected.dtype
+            if key == "second_momentum_buffer":
+                found, expected = whole(value).flatten(), expected.flatten()
+            assert_close(f"{key} of {name}", found, expected, is_exact=True)
+
+
+def assert_close(name: str, p: torch.Tensor, q: torch.Tensor, is_exact: bool) -> None:
+    eps = torch.finfo(q.dtype).eps
+    torch.testing.assert_close(
+        local(p),
+        local(part_for(p, q.detach())),
+        rtol=0 if is_exact else STEPS * eps,
+        atol=0 if is_exact else ADAMW_ROUNDING,
+        msg=lambda text: f"{name}: {text}",
+    )
