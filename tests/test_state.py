@@ -302,7 +302,6 @@ LAYOUTS_IN_MEMORY: dict[str, Callable[[], torch.Tensor]] = {
     "transposed": lambda: torch.empty(4, 6).mT,
     "channels last": lambda: torch.empty(2, 4, 3, 5).to(memory_format=torch.channels_last),
     "with gaps": lambda: torch.empty(6, 8)[:, ::2],
-    "expanded": lambda: torch.empty(6, 1).expand(6, 4),
     "one row of a wider one": lambda: torch.empty(6, 8)[:1],
     "no rows": lambda: torch.empty(0, 5),
     "no columns": lambda: torch.empty(5, 0),

@@ -162,7 +162,7 @@ def _check_param(param: Any, name: str, muon: bool) -> None:
 
 def _overlaps(param: Tensor) -> bool:
     """As what `torch.Tensor.expand` returns does."""
-    if param.layout != torch.strided or not param.numel():
+    if param.layout != torch.strided or not param.numel() or not param.requires_grad:
         return False
     held = dtensors.local(param)
     return any(size > 1 and stride == 0 for size, stride in zip(held.shape, held.stride()))
