@@ -855,6 +855,10 @@ BAD_CHECKPOINTS = {
         lambda s: replace(s, 5, "step", torch.zeros(2)),
         ["step of parameter 5", r"\(2,\)"],
     ),
+    "step count that is none": (
+        lambda s: replace(s, 5, "step", None),
+        ["step of parameter 5", "found None"],
+    ),
     "no state": (lambda s: s.pop("state"), ["'state' must be a dict", "none"]),
     "state that is none": (lambda s: s.update(state=None), ["'state' must be a dict", "NoneType"]),
     "no groups": (lambda s: s.pop("param_groups"), ["'param_groups' must be a list", "none"]),
