@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -430,7 +431,8 @@ def test_an_explicit_list_sets_the_steps_of_a_group_added_later():
 
 # Options of a group, one by one
 
-NO_NUMBERS = [NAN, INF, -INF, -1.0, True, None, "0.1", 1j, [0.1]]
+TOO_LARGE = 10**400  # for any float
+NO_NUMBERS = [NAN, INF, -INF, -1.0, True, None, "0.1", 1j, [0.1], Fraction(1, 2), TOO_LARGE]
 NO_FRACTIONS = [*NO_NUMBERS, 1.0, 1.5]
 NO_BOOLS = [1, 0, "yes", 0.5]
 NO_NAMES = ["unheard of", "", True, 1, ["none"]]
@@ -616,8 +618,10 @@ def test_names_set_later_of_another_length_stop_the_step(names):
         (lambda: parameter(6, 4, dtype=torch.complex64), "complex64"),
         (lambda: torch.ones(6, 4, dtype=torch.int32), "int32"),
         (lambda: nn.Parameter(torch.ones(6, 4).to_sparse()), "sparse"),
+        (lambda: nn.Parameter(torch.ones(1, 4).expand(6, 4)), "share memory"),
+        (lambda: parameter(6, 4) * 2, "no leaf"),
     ],
-    ids=["vector", "three dimensions", "complex", "integer", "sparse"],
+    ids=["vector", "three dimensions", "complex", "integer", "sparse", "expanded", "computed"],
 )
 def test_a_bad_parameter_swapped_in_later_stops_the_step(replacement, pattern, steps):
     optim = trained(steps)
@@ -838,6 +842,37 @@ BAD_CHECKPOINTS = {
     "momentum of integers": (
         lambda s: replace(s, 4, "momentum_buffer", torch.zeros(6, 4, dtype=torch.int32)),
         [r"layers\.1\.w1\.weight", "momentum_buffer", "int32"],
+    ),
+    "complex momentum of a real matrix": (
+        lambda s: replace(s, 4, "momentum_buffer", torch.zeros(6, 4, dtype=torch.complex64)),
+        [r"layers\.1\.w1\.weight", "momentum_buffer", "complex64"],
+    ),
+    "sparse moment": (
+        lambda s: replace(s, 5, "exp_avg", torch.zeros(2).to_sparse()),
+        [r"head\.bias", "exp_avg", "sparse"],
+    ),
+    "step count that is no number": (
+        lambda s: replace(s, 5, "step", torch.zeros(2)),
+        ["step of parameter 5", r"\(2,\)"],
+    ),
+    "step count that is none": (
+        lambda s: replace(s, 5, "step", None),
+        ["step of parameter 5", "found None"],
+    ),
+    "no state": (lambda s: s.pop("state"), ["'state' must be a dict", "none"]),
+    "state that is none": (lambda s: s.update(state=None), ["'state' must be a dict", "NoneType"]),
+    "no groups": (lambda s: s.pop("param_groups"), ["'param_groups' must be a list", "none"]),
+    "a group that is no dict": (
+        lambda s: s["param_groups"].__setitem__(0, [0, 1]),
+        ["'param_groups' must be a list of dicts"],
+    ),
+    "a group without params": (
+        lambda s: s["param_groups"][1].pop("params"),
+        [r"param_groups\[1\] of the checkpoint must list its params"],
+    ),
+    "state of a parameter that is no dict": (
+        lambda s: s["state"].__setitem__(3, torch.zeros(3, 2)),
+        ["state of parameter 3 must be a dict", "Tensor"],
     ),
     "moment that is no tensor": (
         lambda s: replace(s, 5, "exp_avg", [0.0, 0.0]),

@@ -15,6 +15,8 @@ import pickle
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -46,7 +48,14 @@ from test_errors import (
     set_gradients,
     trained,
 )
-from trainings import Case, assert_equal, give_gradients, takes_the_steps_of_one_process, twins_of
+from trainings import (
+    Case,
+    assert_equal,
+    give_gradients,
+    refuse_garbage_of_one_rank,
+    takes_the_steps_of_one_process,
+    twins_of,
+)
 
 Muon = optimizer.Muon
 GROUP_OPTIONS = optimizer.muon.GROUP_OPTIONS
@@ -230,6 +239,7 @@ def test_without_a_learning_rate_no_weight_moves(shapes, options, adamw):
 def test_without_momentum_only_the_last_gradient_counts_and_all_styles_are_one(shapes, options):
     if options.get("beta2") is not None:
         del options["beta2"]  # has a memory of its own
+    options.pop("momentum_dtype", None)  # Nesterov's look ahead is not rounded to it
     options["momentum"] = 0.0
     values = matrices(shapes, 0)
     expected = None
@@ -273,7 +283,7 @@ def test_experts_blocks_and_flattened_tensors_are_matrices_of_their_own(count, s
         lambda step: [gradients(step)[0].flatten(0, 1)],
         **options,
     )
-    for optim in (experts, stacked):
+    for optim in (experts, stacked) if rows else (experts,):  # no rows make one matrix
         (found,) = results(optim)
         for key, value in found.items():
             of_each = value.reshape(count, *apart[0][key].shape)
@@ -617,3 +627,22 @@ def test_garbage_in_place_of_tensors_is_refused_or_used(number, value, what):
         p.requires_grad_(True)
 
     refused_or_used(optim, twin, undo)
+
+
+# What means nothing, whichever option it is given as.
+REFUSED = [1 + 2j, Decimal("0.5"), Fraction(1, 3), b"x", torch.complex32, "x", ["x", 1], {"x": "y"}]
+
+
+@pytest.mark.parametrize("times", TIMES)
+@pytest.mark.parametrize("pool", [3], indirect=True)
+def test_garbage_that_one_rank_is_given_raises_on_all_and_changes_nothing(pool, times):
+    def on_one(where: str, value: Any, bad: int) -> None:
+        pool(refuse_garbage_of_one_rank, where, value, bad)
+
+    check(
+        on_one,
+        5 * times,
+        where=st.sampled_from([*sorted(GROUP_OPTIONS), "names", "logits", "gradient"]),
+        value=st.sampled_from(REFUSED),
+        bad=st.integers(0, 2),
+    )

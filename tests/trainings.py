@@ -204,3 +204,57 @@ def assert_close(name: str, p: torch.Tensor, q: torch.Tensor, is_exact: bool) ->
         atol=0 if is_exact else ADAMW_ROUNDING,
         msg=lambda text: f"{name}: {text}",
     )
+
+
+def refuse_garbage_of_one_rank(where: str, value: Any, bad: int) -> None:
+    """What one rank alone is given raises on all, and changes nothing; then all go on."""
+    ranks = (dist.get_world_size(),)
+    weights = [Weight((10, 12), ranks, (0,)), Weight((10, 16), ranks, (1,)), Weight((3, 8))]
+    names = ("layers.0.wq.weight", "layers.0.wk.weight", "layers.0.other.weight")
+    groups = [Named(weights, {"beta2": 0.9}, names), Group([Weight((7, 3), ranks, (0,))], ADAMW)]
+    options = {**EXACT, "clip_config": CLIP}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        twins = Twins.placed(groups, Meshes(), options)
+        twins.step()
+    generator = torch.Generator().manual_seed(5)
+    give_gradients(twins, ["contiguous"] * 4, (), generator)
+    before = [
+        tensor.clone()
+        for _, p, _ in twins.pairs
+        for tensor in (local(p), local(p.grad), *map(local, twins.ours.state[p].values()))
+    ]
+    group, (_, p, _) = twins.ours.param_groups[0], twins.pairs[1]
+    logits: Any = {0: [0.5, 2.0, 3.0, 0.1, 9.0]}
+    good, grad, given = {**group, "names": list(names)}, p.grad, logits
+    if dist.get_rank() == bad:
+        if where == "logits":
+            given = value
+        elif where == "gradient":
+            p.grad = None
+        else:
+            group[where] = value
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            twins.ours.step(qk_logits=given)
+        except ValueError as error:
+            assert str(error)
+        else:
+            raise AssertionError(f"rank {dist.get_rank()} did not raise")
+        p.grad = grad
+        group.update(good)
+        after = (
+            tensor
+            for _, p, _ in twins.pairs
+            for tensor in (local(p), local(p.grad), *map(local, twins.ours.state[p].values()))
+        )
+        for expected, found in zip(before, after, strict=True):
+            assert_equal(found, expected, "what should not have changed")
+        twins.ours.step(qk_logits=logits)
+        twins.reference.step(qk_logits=logits)
+    compare(twins)
+
+
+ADAMW = {"use_muon": False}
+CLIP = {"head_dim": 2, "threshold": 1.0}

@@ -164,10 +164,11 @@ def _check_param(param: Any, name: str, muon: bool) -> None:
 
 def _overlaps(param: Tensor) -> bool:
     """As what `torch.Tensor.expand` returns does."""
-    if param.layout != torch.strided or not param.numel():
+    if param.layout != torch.strided or not param.requires_grad:
         return False
     held = dtensors.local(param)
-    return any(size > 1 and stride == 0 for size, stride in zip(held.shape, held.stride()))
+    repeats = any(size > 1 and stride == 0 for size, stride in zip(held.shape, held.stride()))
+    return repeats and held.numel() > 0
 
 
 def check_replicas(group: Group, replicas: Replicas, where: str) -> None:
@@ -333,11 +334,12 @@ def check_structure(state_dict: Any, is_whole: bool = True) -> None:
                     f"the checkpoint's state of parameter {saved_id!r} must be a dict, found a "
                     f"{type(own).__name__}"
                 )
-            _check_step(own.get("step"), saved_id)
+            if "step" in own:
+                _check_step(own["step"], saved_id)
 
 
 def _check_step(step: Any, saved_id: Any) -> None:
-    if step is None or options.is_number(step):
+    if options.is_number(step):
         return
     is_tensor = isinstance(step, Tensor) and step.layout == torch.strided and not step.is_meta
     if not is_tensor or step.numel() != 1 or step.is_complex() or step.is_quantized:
