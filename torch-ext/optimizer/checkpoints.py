@@ -1,13 +1,14 @@
-"""What loading a checkpoint does beyond torch.optim: other names, missing keys, where it goes."""
+"""What loading a checkpoint does beyond torch.optim: what fits, other names, where it goes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Hashable, Mapping, MutableMapping, Sequence
 from typing import Any, Callable
 
 import torch
 from torch import Tensor
 
+from . import options, validation
 from .distributed import utils as dtensors
 from .distributed.plan import Entry
 from .options import STRUCTURE, OptimizerWide
@@ -16,6 +17,57 @@ from .state import KEYS, OWN_DTYPE, layouts_of, place
 Group = Mapping[str, Any]
 
 _OTHER_NAMES = {"moment1": "exp_avg", "moment2": "exp_avg_sq"}
+
+
+def check_structure(state_dict: Any, is_whole: bool = True) -> None:
+    """A checkpoint is what torch.optim writes, as far as one can tell without an optimizer.
+
+    Args:
+        state_dict: the checkpoint.
+        is_whole: False before the hooks that may yet change what is in it.
+    """
+    if not isinstance(state_dict, dict):
+        raise ValueError(f"a state dict is needed, found a {type(state_dict).__name__}")
+    if not is_whole:
+        return
+    states, groups = state_dict.get("state"), state_dict.get("param_groups")
+    if not isinstance(states, Mapping):
+        found = type(states).__name__ if "state" in state_dict else "none"
+        raise ValueError(f"the checkpoint's 'state' must be a dict by parameter, found {found}")
+    if not isinstance(groups, (list, tuple)) or not all(isinstance(g, Mapping) for g in groups):
+        found = type(groups).__name__ if "param_groups" in state_dict else "none"
+        raise ValueError(f"the checkpoint's 'param_groups' must be a list of dicts, found {found}")
+    for number, group in enumerate(groups):
+        ids = group.get("params")
+        if not isinstance(ids, (list, tuple)):
+            raise ValueError(
+                f"param_groups[{number}] of the checkpoint must list its params, found {ids!r}"
+            )
+        for saved_id in ids:
+            if not isinstance(saved_id, Hashable):
+                raise ValueError(
+                    f"param_groups[{number}] of the checkpoint has params that name no state, one "
+                    f"of them {saved_id!r}"
+                )
+            own = states.get(saved_id, {})
+            if not isinstance(own, Mapping):
+                raise ValueError(
+                    f"the checkpoint's state of parameter {saved_id!r} must be a dict, found a "
+                    f"{type(own).__name__}"
+                )
+            if "step" in own:
+                _check_step(own["step"], saved_id)
+
+
+def _check_step(step: Any, saved_id: Any) -> None:
+    if options.is_number(step):
+        return
+    is_tensor = isinstance(step, Tensor) and step.layout == torch.strided and not step.is_meta
+    if not is_tensor or step.numel() != 1 or step.is_complex() or step.is_quantized:
+        found = tuple(step.shape) if isinstance(step, Tensor) else repr(step)
+        raise ValueError(
+            f"step of parameter {saved_id!r} in the checkpoint must be one number, found {found}"
+        )
 
 
 def normalize_state(states: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -94,6 +146,58 @@ def divide_state(
                     continue
                 if value.shape == shape:
                     own[key] = dtensors.divide(value, layout)
+
+
+def check_checkpoint(
+    groups: Sequence[Group],
+    entries_of_groups: Sequence[Sequence[Entry]],
+    saved_groups: Sequence[Group],
+    saved_state: Mapping[Any, Any],
+    wide: OptimizerWide,
+) -> None:
+    """Whether a checkpoint fits the optimizer, as far as torch does not look itself.
+
+    Args:
+        groups, entries_of_groups: of the optimizer.
+        saved_groups: of the checkpoint, with all keys.
+        saved_state: by the ids in ``params`` of the saved groups.
+    """
+    if len(groups) != len(saved_groups):
+        raise ValueError(
+            f"there are {len(groups)} param_groups where the checkpoint has {len(saved_groups)}: "
+            "a different number of parameter groups; make them as they were when it was saved"
+        )
+    for number, (group, entries, saved) in enumerate(zip(groups, entries_of_groups, saved_groups)):
+        where = f"param_groups[{number}]"
+        if saved["use_muon"] != group["use_muon"]:
+            raise ValueError(
+                f"{where} has use_muon={group['use_muon']} but the checkpoint's has "
+                f"{saved['use_muon']}: give the groups in the order they were saved in"
+            )
+        if len(saved["params"]) != len(group["params"]):
+            raise ValueError(
+                f"{where} has {len(group['params'])} parameters where the checkpoint's has "
+                f"{len(saved['params'])}, a group of another size; is it of the same "
+                "model, with the same groups?"
+            )
+        options.validate(saved, f"{where} of the checkpoint")
+        for index, (param, saved_id) in enumerate(zip(group["params"], saved["params"])):
+            expected = layouts_of(param, entries[index] if entries else None, wide)
+            name = validation.name_of(group, index, where)
+            own = saved_state.get(saved_id, {})
+            _check_algorithm(own, group["use_muon"], name)
+            validation.check_tensors(own, expected, "checkpoint", name, param)
+
+
+def _check_algorithm(saved: Mapping[str, Any], use_muon: bool, name: str) -> None:
+    """State of the other algorithm would be carried along, and this one's begin at zero unseen."""
+    other = "exp_avg" if use_muon else "momentum_buffer"
+    if saved.get(other) is not None:
+        mine, its = ("Muon's", "AdamW's") if use_muon else ("AdamW's", "Muon's")
+        raise ValueError(
+            f"{name} is {mine} here (use_muon={use_muon}) but has {other} in the checkpoint, as "
+            f"{its} parameters do; give it to the group it was in, or take its state out"
+        )
 
 
 def without_tensors(states: Mapping[Any, Any], saved_groups: Sequence[Group]) -> dict[Any, Any]:

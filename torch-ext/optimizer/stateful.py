@@ -116,11 +116,11 @@ class Stateful(Offloadable):
             ValueError: the checkpoint does not fit; nothing was loaded.
             RuntimeError: loading broke off after it had begun, and has to be repeated.
         """
-        validation.check_structure(state_dict, is_whole=False)
+        checkpoints.check_structure(state_dict, is_whole=False)
         loaded: dict[str, Any] = {}
 
         def check(_: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
-            validation.check_structure(given)
+            checkpoints.check_structure(given)
             loaded.update(given, state=checkpoints.normalize_state(given["state"]))
             loaded["param_groups"] = checkpoints.merge_groups(
                 self.param_groups, loaded["param_groups"], self._defaults_of
@@ -129,7 +129,7 @@ class Stateful(Offloadable):
             groups = self._views()
             entries = self._look_at(groups).entries
             checkpoints.divide_state(groups, entries, views, loaded["state"], self._wide)
-            validation.check_checkpoint(groups, entries, views, loaded["state"], self._wide)
+            checkpoints.check_checkpoint(groups, entries, views, loaded["state"], self._wide)
             rest = checkpoints.without_tensors(loaded["state"], loaded["param_groups"])
             return {**loaded, "state": rest}
 
