@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from .core import takes_part
+from .core import is_dense, takes_part
 from .cpu_offload import Carrier, CPUOffload, Lent, Share
 from .distributed.layout import shard
 from .distributed.replicas import Replicas
@@ -265,8 +265,7 @@ class _Row:
         """Whether all tensors fill their memory in one order: torch's fused kernel takes their
         storages for flat arrays, and would write the wrong elements of any others."""
         tensors = (self.param, self.grad, self.exp_avg, self.exp_avg_sq)
-        if any(t.stride() != self.param.stride() for t in tensors):
+        like = self.param.shape, self.param.stride()
+        if any((t.shape, t.stride()) != like for t in tensors):
             return False
-        size_and_stride = zip(self.param.shape, self.param.stride())
-        span = 1 + sum((size - 1) * stride for size, stride in size_and_stride)
-        return self.param.numel() == 0 or span == self.param.numel()
+        return is_dense(self.param)

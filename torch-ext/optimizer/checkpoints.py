@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from . import options, validation
+from .core import is_dense
 from .distributed import utils as dtensors
 from .distributed.plan import Entry
 from .options import STRUCTURE, OptimizerWide
@@ -37,6 +38,7 @@ def check_structure(state_dict: Any, is_whole: bool = True) -> None:
     if not isinstance(groups, (list, tuple)) or not all(isinstance(g, Mapping) for g in groups):
         found = type(groups).__name__ if "param_groups" in state_dict else "none"
         raise ValueError(f"the checkpoint's 'param_groups' must be a list of dicts, found {found}")
+    seen: set[Any] = set()
     for number, group in enumerate(groups):
         ids = group.get("params")
         if not isinstance(ids, (list, tuple)):
@@ -49,6 +51,9 @@ def check_structure(state_dict: Any, is_whole: bool = True) -> None:
                     f"param_groups[{number}] of the checkpoint has params that name no state, one "
                     f"of them {saved_id!r}"
                 )
+            if saved_id in seen:
+                raise ValueError(f"the checkpoint has parameter {saved_id!r} twice in its groups")
+            seen.add(saved_id)
             own = states.get(saved_id, {})
             if not isinstance(own, Mapping):
                 raise ValueError(
@@ -60,11 +65,12 @@ def check_structure(state_dict: Any, is_whole: bool = True) -> None:
 
 
 def _check_step(step: Any, saved_id: Any) -> None:
-    if options.is_number(step):
-        return
-    is_tensor = isinstance(step, Tensor) and step.layout == torch.strided and not step.is_meta
-    if not is_tensor or step.numel() != 1 or step.is_complex() or step.is_quantized:
-        found = tuple(step.shape) if isinstance(step, Tensor) else repr(step)
+    number = step
+    if isinstance(step, Tensor):
+        is_plain = step.layout == torch.strided and not (step.is_meta or dtensors.is_dtensor(step))
+        number = step.item() if is_plain and step.numel() == 1 else None
+    if not options.is_number(number) or number < 0:
+        found = tuple(step.shape) if isinstance(step, Tensor) and number is None else repr(step)
         raise ValueError(
             f"step of parameter {saved_id!r} in the checkpoint must be one number, found {found}"
         )
@@ -83,9 +89,8 @@ def normalize_state(states: Mapping[Any, Any]) -> dict[Any, Any]:
 def _as_tensor(key: str, value: Any) -> Any:
     if key == "step" and isinstance(value, (int, float)):
         return torch.tensor(float(value), dtype=torch.float32, device="cpu")
-    is_count = key == "step" and isinstance(value, Tensor) and value.numel() == 1
-    if is_count and (value.ndim or value.dtype not in (torch.float32, torch.float64)):
-        return value.reshape(()).to(torch.float32)  # as integers, torch's AdamW does not take them
+    if key == "step" and isinstance(value, Tensor):  # torch's AdamW takes no other dtype
+        value = value.reshape(()).to(torch.float32)
     if isinstance(value, Tensor) and value.is_inference():
         return value.clone()  # a step could not change it
     return value
@@ -105,9 +110,10 @@ def merge_groups(
             continue
         own = groups[index]
         structure = {key: own[key] for key in STRUCTURE if key in own}
-        # Names in torch's form are not taken: `Muon` keeps its own, and torch would then ask for
-        # them in every group that is added.
-        group = {key: _as_dtype(value) for key, value in group.items() if key != "param_names"}
+        # Names are not taken: `Muon` keeps its own, and torch would ask for those in its form in
+        # every group that is added.
+        taken = group.keys() - {"names", "param_names"}
+        group = {key: _as_dtype(value) for key, value in group.items() if key in taken}
         merged.append({**own, **defaults_of(own), **group, **structure})
     return merged
 
@@ -187,6 +193,20 @@ def check_checkpoint(
             own = saved_state.get(saved_id, {})
             _check_algorithm(own, group["use_muon"], name)
             validation.check_tensors(own, expected, "checkpoint", name, param)
+            _check_parts(own, expected, name)
+
+
+def _check_parts(saved: Mapping[str, Any], expected: Mapping[str, tuple], name: str) -> None:
+    """What is around a part of another size says nothing of it, and kernels would trust that."""
+    for key, (shape, layout) in expected.items():
+        if layout is None or saved.get(key) is None:
+            continue
+        found, needed = dtensors.local(saved[key]).shape, dtensors.part_shape(shape, layout)
+        if found != needed:
+            raise ValueError(
+                f"of {key} of {name} in the checkpoint this rank holds {tuple(found)}, where it "
+                f"should be {tuple(needed)}"
+            )
 
 
 def _check_algorithm(saved: Mapping[str, Any], use_muon: bool, name: str) -> None:
@@ -196,8 +216,32 @@ def _check_algorithm(saved: Mapping[str, Any], use_muon: bool, name: str) -> Non
         mine, its = ("Muon's", "AdamW's") if use_muon else ("AdamW's", "Muon's")
         raise ValueError(
             f"{name} is {mine} here (use_muon={use_muon}) but has {other} in the checkpoint, as "
-            f"{its} parameters do; give it to the group it was in, or take its state out"
+            f"{its} parameters do; give it to the group it was in, or take its state out. If "
+            "another optimizer wrote the checkpoint, use load_foreign_state_dict"
         )
+
+
+def check_apart(states: Mapping[Any, Any], live: Mapping[Any, Any]) -> None:
+    """None of a checkpoint's tensors is the live state, which steps have changed since.
+
+    Raises:
+        ValueError: one is.
+    """
+    used = {_storage(t) for own in live.values() for t in _tensors(own)}
+    if any(_storage(t) in used for own in states.values() for t in _tensors(own)):
+        raise ValueError(
+            "the checkpoint's tensors are those of this optimizer, which a step that broke off has "
+            "changed: load the file again"
+        )
+
+
+def _tensors(own: Any) -> list[Tensor]:
+    values = own.values() if isinstance(own, Mapping) else ()
+    return [dtensors.local(t) for t in values if isinstance(t, Tensor) and t.numel()]
+
+
+def _storage(tensor: Tensor) -> tuple[torch.device, int]:
+    return tensor.device, tensor.untyped_storage().data_ptr()
 
 
 def without_tensors(states: Mapping[Any, Any], saved_groups: Sequence[Group]) -> dict[Any, Any]:
@@ -232,6 +276,7 @@ def place_tensors(
         states: by the ids in ``params`` of the saved groups, with all tensors.
         home_of: the device on which a parameter's state lives.
     """
+    taken: set[int] = set()  # where tensors begin that are used as they are
     for group, saved in zip(groups, saved_groups):
         for param, saved_id in zip(group["params"], saved["params"]):
             if saved_id not in states:
@@ -242,6 +287,15 @@ def place_tensors(
                 if key not in KEYS:
                     state[param][key] = loaded[key]
                 elif isinstance(value, Tensor):
-                    keeps = key in OWN_DTYPE or not param.is_floating_point()
-                    dtype = value.dtype if keeps else param.dtype
-                    state[param][key] = place(value, dtype, home_of(param, group["use_muon"]))
+                    dtype = value.dtype if key in OWN_DTYPE else param.dtype
+                    home = home_of(param, group["use_muon"])
+                    state[param][key] = place(_with_own_memory(value, taken), dtype, home)
+
+
+def _with_own_memory(value: Tensor, taken: set[int]) -> Tensor:
+    """A copy where its elements, or another tensor, may share memory with it."""
+    held = dtensors.local(value)
+    if held.numel() and (held.data_ptr() in taken or not is_dense(held)):
+        return value.clone()
+    taken.add(held.data_ptr())
+    return value

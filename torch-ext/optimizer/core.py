@@ -22,6 +22,13 @@ from .scratch import Scratch
 Number = Union[float, Tensor]
 
 
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill their memory, in whatever order."""
+    size_and_stride = zip(tensor.shape, tensor.stride())
+    span = 1 + sum((size - 1) * stride for size, stride in size_and_stride)
+    return tensor.numel() == 0 or span == tensor.numel()
+
+
 def takes_part(param: Tensor, group: Mapping[str, Any]) -> bool:
     """Whether this step updates the parameter."""
     return param.requires_grad and (param.grad is not None or group["missing_grad"] == "zero")

@@ -7,7 +7,8 @@ others. Of an optimizer with ``_step_supports_amp_scaling`` it sets two attribut
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Optional
 
 import torch
@@ -23,8 +24,7 @@ class Scaling:
     """What a scaler says of one step, if there is one.
 
     Args:
-        optimizer: whose attributes it has set. Where the step raises they are taken away: the
-            scaler would multiply what is left of this step into the next one.
+        optimizer: whose attributes it has set.
 
     Attributes:
         has_unscaled: whether gradients have been changed: a second time would be once too often.
@@ -38,14 +38,6 @@ class Scaling:
         self.skips = found_inf is not None and bool(found_inf.item())
         self._scale: Optional[Tensor] = getattr(optimizer, "grad_scale", None)
         self.has_unscaled = False
-
-    def __enter__(self) -> Scaling:
-        return self
-
-    def __exit__(self, error: object, *rest: object) -> None:
-        if error is not None:
-            for attribute in ("found_inf", "grad_scale"):
-                vars(self._optimizer).pop(attribute, None)
 
     def check(self, groups: Sequence[Group]) -> None:
         """Gradients that are still scaled can be unscaled.
@@ -77,3 +69,22 @@ class Scaling:
         for device, grads in by_device.items():
             self.has_unscaled = True
             torch._foreach_mul_(grads, self._scale.reciprocal().to(device, non_blocking=True))
+        self._optimizer.grad_scale = None  # a step within hooks of this one has them unscaled
+
+
+def forget_where_it_raises(step: Callable[..., Any]) -> Callable[..., Any]:
+    """A step, hooks and all, that leaves nothing of what a scaler has said where it raises.
+
+    The scaler would multiply its scale into what is left, and a step without it would be skipped.
+    """
+
+    @functools.wraps(step)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return step(self, *args, **kwargs)
+        except BaseException:
+            for attribute in ("found_inf", "grad_scale"):
+                vars(self).pop(attribute, None)
+            raise
+
+    return wrapper

@@ -18,7 +18,7 @@ from .distributed import utils as dtensors
 from .distributed.machine import Machine
 from .distributed.plan import NOTHING, Plan
 from .distributed.replicas import Replicas
-from .grad_scaler import Scaling
+from .grad_scaler import Scaling, forget_where_it_raises
 from .groups import default_is_muon, get_default_muon_param_groups
 from .options import GROUP_OPTIONS
 from .planning import NO_SURVEY, Survey, entries_of, notes_of, plan_all, plan_step, sets_of, survey
@@ -316,30 +316,39 @@ class Muon(Stateful):
         self._update(error, qk_logits)
         return loss
 
+    @staticmethod
+    def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
+        """Around the hooks, too."""
+        return forget_where_it_raises(torch.optim.Optimizer.profile_hook_step(func))
+
     @torch._disable_dynamo  # a compiled step() is this one, called from compiled code
+    @torch.inference_mode(False)  # what a step makes may outlive it, and be changed outside of it
+    @torch.no_grad()
     def _update(self, error: Optional[BaseException], qk_logits: Optional[Logits]) -> None:
-        with Scaling(self) as scaling:
+        scaling = Scaling(self)
+        step: Optional[Step] = None
+        is_agreed = False
+
+        def has_begun(error: BaseException) -> bool:
+            if is_agreed and not isinstance(error, Exception):
+                return True  # an interrupt comes between any two lines
+            if scaling.has_unscaled or (step is not None and step.has_written):
+                return True
+            return self._agreement.may_go  # others go on to write, whatever becomes of this one
+
+        with self._condition.changing("step()", has_begun):
             agreed = self._agree_on_plan(error, qk_logits, scaling)
             if agreed is None:
                 return
+            is_agreed = True
             groups, plan, clipping = agreed
-            step: Optional[Step] = None
-
-            def has_begun() -> bool:
-                """Ranks that have agreed go on to write, whatever becomes of this one."""
-                if scaling.has_unscaled or (step is not None and step.has_written):
-                    return True
-                return any(len(ranks) > 1 for ranks in sets_of(self.param_groups, self._wide))
-
-            with self._condition.changing("step()", has_begun):
-                self._init_state(groups, self._survey)
-                step = Step(plan, groups, self.state, self._wide, self._offload, clipping)
-                with step:
-                    scaling.unscale(groups)
-                    offload, carrier = self._offload, step.carrier
-                    divided = self._wide.divided
-                    others = adamw.Updates(groups, self.state, divided, offload, carrier)
-                    pipeline.run(step, others)
+            self._init_state(groups, self._survey)
+            step = Step(plan, groups, self.state, self._wide, self._offload, clipping)
+            with step:
+                scaling.unscale(groups)
+                offload, carrier = self._offload, step.carrier
+                others = adamw.Updates(groups, self.state, self._wide.divided, offload, carrier)
+                pipeline.run(step, others)
 
     def _agree_on_plan(
         self, error: Optional[BaseException], qk_logits: Optional[Logits], scaling: Scaling
@@ -356,6 +365,7 @@ class Muon(Stateful):
         """
         groups: list[dict[str, Any]] = []
         plan, clipping = NOTHING, None
+        self._agreement.may_go = False
         try:
             if error is None:
                 self._condition.check()
@@ -366,12 +376,12 @@ class Muon(Stateful):
             error = raised
         # A rank that fails can't tell whether the others would ask: not after the first time.
         known = bool(self._agreed) if error else any(plan is other for other in self._agreed)
-        skip = scaling.skips
+        skip, sets = scaling.skips, sets_of(self.param_groups, self._wide)
+        self._agreement.may_go = error is None and any(len(ranks) > 1 for ranks in sets)
         if agreement.is_due(self._wide.consistency_check, known, scaling.is_used):
             more = clipping.notes if clipping else {}
             notes = {} if error else notes_of(groups, self._survey, plan, self._wide, more)
             try:
-                sets = sets_of(self.param_groups, self._wide)
                 problem, skip = self._agreement.check(notes, _in_words(error), sets, skip)
             except RuntimeError:
                 if error is None:  # else this rank's own is the cause, or says more
@@ -423,6 +433,7 @@ class Muon(Stateful):
         names, params = [name for name, _ in plain], [param for _, param in plain]
         problem = replicas.difference(names, params, averaged=self._wide.divided is None)
         if problem is not None:
+            self._agreement.may_go = False  # all of them have found it
             raise ValueError(problem)
 
     def _plan(self) -> tuple[list[dict[str, Any]], Plan]:

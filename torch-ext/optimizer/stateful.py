@@ -8,7 +8,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from . import adamw, checkpoints, foreign, validation
+from . import adamw, checkpoints, foreign
 from .condition import Condition
 from .cpu_offload import Hooks, Offloadable, Use
 from .distributed import utils as dtensors
@@ -22,6 +22,14 @@ class Stateful(Offloadable):
 
     _clip: QKClip
     _condition: Condition
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether a `step` or a load has left some of weights and state behind the rest.
+
+        `load_state_dict` mends it, beside weights of the same checkpoint.
+        """
+        return self._condition.is_broken
 
     def _views(self) -> list[dict[str, Any]]:
         """What the rest of the package reads of each group."""
@@ -56,9 +64,11 @@ class Stateful(Offloadable):
                     continue
                 own = self.state[param]
                 if group["use_muon"]:
-                    self._convert_momentum(own, group["momentum_dtype"])
+                    self._convert(own, "momentum_buffer", group["momentum_dtype"])
                 else:
                     adamw.init_step(param, own, group)
+                    for key in keys:  # as the parameter's, which may be changed at any time, too
+                        self._convert(own, key, param.dtype)
                 absent = [key for key in keys if own.get(key) is None]
                 if absent:
                     entry = entries[index] if entries else None
@@ -74,12 +84,12 @@ class Stateful(Offloadable):
         if self._offload.is_on or found.hosted:
             self._hold_state()
 
-    def _convert_momentum(self, own: dict[str, Tensor], dtype: Optional[torch.dtype]) -> None:
-        """Follows a group's ``momentum_dtype``, which may change at any time."""
-        buffer = own.get("momentum_buffer")
-        if dtype is not None and buffer is not None and buffer.dtype != dtype:
+    def _convert(self, own: dict[str, Tensor], key: str, dtype: Optional[torch.dtype]) -> None:
+        """Follows a ``momentum_dtype`` that was changed."""
+        value = own.get(key)
+        if dtype is not None and value is not None and value.dtype != dtype:
             self._offload.settle()
-            own["momentum_buffer"] = place(buffer, dtype, dtensors.local(buffer).device)
+            own[key] = place(value, dtype, dtensors.local(value).device)
 
     def state_dict(self) -> dict[str, Any]:
         """As in torch.optim, with the state created if need be, and dtypes of options as text.
@@ -121,6 +131,8 @@ class Stateful(Offloadable):
 
         def check(_: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
             checkpoints.check_structure(given)
+            if self._condition.is_broken and not self._condition.is_void:
+                checkpoints.check_apart(given["state"], self.state)
             loaded.update(given, state=checkpoints.normalize_state(given["state"]))
             loaded["param_groups"] = checkpoints.merge_groups(
                 self.param_groups, loaded["param_groups"], self._defaults_of
@@ -257,7 +269,8 @@ class Stateful(Offloadable):
         raise until `load_state_dict` has been called. To be called on all ranks alike.
         """
         self._condition.discard()
-        self.state.clear()
+        for param in [key for key in self.state if isinstance(key, Tensor)]:
+            del self.state[param]
         self._offload.forget()
         groups = self._views()
         self._init_state(groups, self._look_at(groups))
@@ -265,7 +278,7 @@ class Stateful(Offloadable):
     def __getstate__(self) -> dict[str, Any]:
         self._condition.check()
         self._offload.settle()
-        kept = ("_wide", "_offload", "_tags", "_clip")
+        kept = ("_wide", "_offload", "_tags", "_clip", "_condition")
         return {
             **super().__getstate__(),
             "_names": self.names,
@@ -273,12 +286,11 @@ class Stateful(Offloadable):
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        is_loaded = "_condition" in vars(self)  # by torch, after all checks; else unpickled
-        if is_loaded:
-            self._condition.begin_loading()  # its tensors are still to be placed
+        is_unpickled = "_hooks" not in vars(self)
+        if not is_unpickled:
+            self._condition.begin_loading()  # behind all checks; its tensors are still to be placed
         super().__setstate__(state)
         self.defaults.pop("differentiable", None)  # torch adds it, and groups would inherit it
         self._forget_plans()
-        if not is_loaded:
-            self._condition = Condition()
+        if is_unpickled:
             self._hooks = Hooks(self, None) if self.cpu_offload == "backward" else None

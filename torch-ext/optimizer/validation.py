@@ -270,12 +270,11 @@ def check_tensors(
             continue
         is_tensor = isinstance(value, Tensor)
         if not is_tensor or not (
-            value.dtype in options.FLOATING_DTYPES or (value.is_complex() and param.is_complex())
+            value.is_complex() if param.is_complex() else value.dtype in options.FLOATING_DTYPES
         ):
             found = value.dtype if is_tensor else type(value).__name__
-            raise ValueError(
-                f"{key} of {name} in the {place} is {found}, no tensor of bf16, fp16, fp32 or fp64"
-            )
+            wanted = "complex numbers" if param.is_complex() else "bf16, fp16, fp32 or fp64"
+            raise ValueError(f"{key} of {name} in the {place} is {found}, no tensor of {wanted}")
         if value.layout != torch.strided or value.is_meta:
             found = "on meta" if value.is_meta else f"sparse ({value.layout})"
             raise ValueError(f"{key} of {name} in the {place} is {found}; make it dense")

@@ -206,8 +206,10 @@ class Host(Backend):
 
     def _check(self) -> None:
         for worker in self._workers.values():
-            if worker.errors:
-                raise RuntimeError("a copy failed") from worker.errors[0]
+            if worker.errors:  # told once: what was lost is loaded again
+                error = worker.errors[0]
+                worker.errors.clear()
+                raise RuntimeError("a copy failed") from error
 
 
 class _Worker:

@@ -29,6 +29,7 @@ class Offloadable(torch.optim.Optimizer):
         """For each group the names of its parameters, in order, or None."""
         raise NotImplementedError
 
+    @torch.inference_mode(False)  # memory that it makes could not be changed outside of it
     @torch.no_grad()
     def turn_on_cpu_offload(
         self,
@@ -79,6 +80,7 @@ class Offloadable(torch.optim.Optimizer):
         self._hold_state()
         self._tell_planner()
 
+    @torch.inference_mode(False)  # memory that it makes could not be changed outside of it
     @torch.no_grad()
     def turn_off_cpu_offload(self) -> None:
         """Brings all state back to where its parameters are, for good."""
@@ -176,6 +178,8 @@ class Offloadable(torch.optim.Optimizer):
         self._offload.sweep()
         self._offload.wait_reload()
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def offload(self) -> None:
         """Starts to write reloaded state back.
 
@@ -184,6 +188,8 @@ class Offloadable(torch.optim.Optimizer):
         """
         self._offload.offload()
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def _reload(self, params: Iterable[Tensor], streams: Sequence[Any] = ()) -> None:
         self._offload.reload((own[key] for own, key in self._tensors_of(params)), streams)
 

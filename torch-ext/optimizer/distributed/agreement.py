@@ -89,9 +89,14 @@ class Agreement:
     """What an optimizer keeps between comparisons: with whom this rank steps.
 
     Copies and pickles start afresh. All ranks of a union use theirs from the start, or none does.
+
+    Attributes:
+        may_go: whether others may go on to step since the last comparison, on this rank's word:
+            also where it broke off, since they may have heard of all.
     """
 
     def __init__(self) -> None:
+        self.may_go = False
         self._topology: Optional[_Topology] = None
 
     def __reduce__(self) -> tuple:
@@ -120,6 +125,7 @@ class Agreement:
         Raises:
             RuntimeError: a rank did not come, or died meanwhile.
         """
+        self.may_go = False
         rank = dist.get_rank()
         given = notes if sets is None else sets
         sets = _in_order(ranks for ranks in given if len(ranks) > 1 and rank in ranks)
@@ -134,12 +140,16 @@ class Agreement:
                 # know whose sets have changed as well.
                 topology = self._topology
                 intent = _FAIL if error is not None else _SKIP if skip else _GO
-                records = _exchange(topology.union, _record(topology, sets, notes, intent))
+                record = _record(topology, sets, notes, intent)
+                self.may_go = intent == _GO
+                records = _exchange(topology.union, record)
+                if _all_agree(records):
+                    self.may_go = not bool((records[:, 3] == _SKIP).any())
+                    return Decision(None, skip=not self.may_go)
+                self.may_go = False
                 if bool((records[:, 1] != records[0, 1]).any()):
                     raise _Disagreement(_apart(topology.union, records[:, 1]))
                 if not bool(records[:, 2].any()):
-                    if _all_agree(records):
-                        return Decision(None, bool((records[:, 3] == _SKIP).any()))
                     return Decision(_explain(topology, notes, error))
                 problem = _compare_sets(topology.union, sets, error)
                 if problem is not None:
@@ -147,7 +157,7 @@ class Agreement:
                 self._topology = None
             return Decision(None, skip)
         except _Disagreement as found:
-            self._topology = None
+            self._topology, self.may_go = None, False
             return Decision(str(found))
         except BaseException:
             # An exchange that broke off leaves its group unusable. Closing the others spares those
@@ -201,9 +211,11 @@ def _record(
 
 
 def _all_agree(records: torch.Tensor) -> bool:
-    return not bool((records[:, 3] == _FAIL).any()) and not bool(
-        records[:, 4:].sum(0).any()
-    )  # modulo 2⁶⁴
+    if bool((records[:, 1] != records[0, 1]).any()) or bool(records[:, 2].any()):
+        return False  # of different unions, or of sets that have changed
+    if bool((records[:, 3] == _FAIL).any()):
+        return False
+    return not bool(records[:, 4:].sum(0).any())  # modulo 2⁶⁴
 
 
 def _explain(topology: _Topology, notes: Mapping[Ranks, Notes], error: Optional[str]) -> str:
