@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .distributed import utils as dtensors
 from .distributed.plan import Entry
-from .options import STRUCTURE, OptimizerWide
+from .options import STRUCTURE, OptimizerWide, is_number
 from .state import KEYS, OWN_DTYPE, layouts_of, place
 
 Group = Mapping[str, Any]
@@ -29,7 +29,7 @@ def normalize_state(states: Mapping[Any, Any]) -> dict[Any, Any]:
 
 
 def _as_tensor(key: str, value: Any) -> Any:
-    if key == "step" and isinstance(value, (int, float)):
+    if key == "step" and is_number(value):
         return torch.tensor(float(value), dtype=torch.float32, device="cpu")
     is_count = key == "step" and isinstance(value, Tensor) and value.numel() == 1
     if is_count and (value.ndim or value.dtype not in (torch.float32, torch.float64)):
