@@ -455,7 +455,7 @@ BAD_VALUES: dict[str, list[Any]] = {
     "lr": [*NO_NUMBERS, torch.ones(2), torch.ones(0)],
     "momentum": NO_FRACTIONS,
     "nesterov": [*NO_BOOLS, None],
-    "ns_steps": [0, -1, 5.0, True, None, "5", NAN],
+    "ns_steps": [0, -1, 5.0, True, None, "5", NAN, 1001, TOO_LARGE],
     "weight_decay": NO_NUMBERS,
     "adamw_betas": [0.9, (0.9,), (0.9, 0.95, 0.99), None, "ab", (0.9, None)]
     + [(0.9, bad) for bad in (1.0, -0.1, NAN, True)]

@@ -10,6 +10,7 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -831,8 +832,14 @@ def test_state_of_torchs_adamw_loads_into_an_adamw_group(kind):
 
 @pytest.mark.parametrize(
     "number",
-    [int, float, lambda step: step.to(torch.int64), lambda step: step.to(torch.bfloat16).view(1)],
-    ids=["int", "float", "integer tensor", "bf16, one dimension"],
+    [
+        int,
+        float,
+        np.float32,
+        lambda step: step.to(torch.int64),
+        lambda step: step.to(torch.bfloat16).view(1),
+    ],
+    ids=["int", "float", "numpy", "integer tensor", "bf16, one dimension"],
 )
 def test_a_step_count_saved_as_a_number_loads(number):
     model, optim = build()

@@ -12,7 +12,7 @@ from . import options, validation
 from .core import is_dense
 from .distributed import utils as dtensors
 from .distributed.plan import Entry
-from .options import STRUCTURE, OptimizerWide
+from .options import STRUCTURE, OptimizerWide, is_number
 from .state import KEYS, OWN_DTYPE, layouts_of, place
 
 Group = Mapping[str, Any]
@@ -87,7 +87,7 @@ def normalize_state(states: Mapping[Any, Any]) -> dict[Any, Any]:
 
 
 def _as_tensor(key: str, value: Any) -> Any:
-    if key == "step" and isinstance(value, (int, float)):
+    if key == "step" and is_number(value):
         return torch.tensor(float(value), dtype=torch.float32, device="cpu")
     if key == "step" and isinstance(value, Tensor):  # torch's AdamW takes no other dtype
         value = value.reshape(()).to(torch.float32)

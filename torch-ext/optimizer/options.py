@@ -24,6 +24,7 @@ MOMENTUM_STYLES = ("classical", "ema")
 DECAY_LR = ("base", "adjusted")
 MISSING_GRAD = ("raise", "zero")
 NONFINITE = ("propagate", "skip")
+MOST_STEPS = 1000  # far above any use: more would take for ever, or no memory can list them
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,11 @@ GROUP_OPTIONS: dict[str, Option] = {
     "lr": Option(1e-3, _learning_rate, "a finite number ≥ 0 or a tensor of one element"),
     "momentum": Option(0.95, *_FRACTION),
     "nesterov": Option(True, *_BOOL),
-    "ns_steps": Option(DefaultSteps(5), _is_positive_int, "an int ≥ 1"),
+    "ns_steps": Option(
+        DefaultSteps(5),
+        lambda value: _is_positive_int(value) and value <= MOST_STEPS,
+        f"an int from 1 to {MOST_STEPS}",
+    ),
     "weight_decay": Option(0.1, *_NONNEGATIVE),
     "adamw_betas": Option((0.9, 0.95), _betas, "two numbers in [0, 1)"),
     "adamw_eps": Option(1e-8, *_NONNEGATIVE),
