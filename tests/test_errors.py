@@ -859,6 +859,26 @@ BAD_CHECKPOINTS = {
         lambda s: replace(s, 5, "step", None),
         ["step of parameter 5", "found None"],
     ),
+    "step count that is negative": (
+        lambda s: replace(s, 5, "step", torch.tensor(-1.0)),
+        ["step of parameter 5", "one number"],
+    ),
+    "step count that is not finite": (
+        lambda s: replace(s, 5, "step", torch.tensor(NAN)),
+        ["step of parameter 5", "one number"],
+    ),
+    "moment on meta": (
+        lambda s: replace(s, 5, "exp_avg", torch.zeros(2, device="meta")),
+        [r"head\.bias", "exp_avg", "meta"],
+    ),
+    "a parameter twice in a group": (
+        lambda s: s["param_groups"][0]["params"].__setitem__(1, s["param_groups"][0]["params"][0]),
+        ["parameter 0 twice"],
+    ),
+    "a parameter in two groups": (
+        lambda s: s["param_groups"][3]["params"].__setitem__(0, 0),
+        ["parameter 0 twice"],
+    ),
     "no state": (lambda s: s.pop("state"), ["'state' must be a dict", "none"]),
     "state that is none": (lambda s: s.update(state=None), ["'state' must be a dict", "NoneType"]),
     "no groups": (lambda s: s.pop("param_groups"), ["'param_groups' must be a list", "none"]),

@@ -167,6 +167,42 @@ def test_what_a_scaler_said_is_forgotten_with_a_step_that_raised():
     assert torch.equal(param, other)
 
 
+@pytest.mark.parametrize("where", ["pre", "post"])
+def test_what_a_scaler_said_is_forgotten_with_a_hook_that_raised(where):
+    param, optim = one_matrix()
+    scaler = new_scaler()
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("a hook")
+
+    handle = getattr(optim, f"register_step_{where}_hook")(fail)
+    param.grad = torch.full((4, 4), torch.inf)
+    with pytest.raises(RuntimeError, match="a hook"):
+        scaler.step(optim)
+    handle.remove()
+    assert not {"found_inf", "grad_scale"} & vars(optim).keys()
+    before = param.detach().clone()
+    param.grad = torch.ones(4, 4)
+    optim.step()  # without the scaler: not skipped
+    assert not torch.equal(param, before)
+
+
+def test_a_step_within_a_hook_of_a_scaled_one_unscales_no_second_time():
+    param, optim = one_matrix(none_grad=False)
+    scaler = new_scaler()
+    calls: list[int] = []
+
+    def step_again(*_: Any) -> None:
+        calls.append(1)
+        if len(calls) == 1:
+            optim.step()
+
+    optim.register_step_post_hook(step_again)
+    param.grad = torch.full((4, 4), 1024.0)
+    scaler.step(optim)
+    assert len(calls) == 2 and torch.equal(param.grad, torch.ones(4, 4))
+
+
 def test_a_skipped_step_leaves_gradients_and_takes_no_logits_into_the_next():
     torch.manual_seed(0)
     q = nn.Parameter(torch.randn(8, 8))

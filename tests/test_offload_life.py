@@ -48,6 +48,35 @@ def test_state_is_there_to_be_changed_by_hand_when_offload_is_synchronized(mode)
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_a_step_in_inference_mode_leaves_memory_that_later_ones_can_use(mode):
+    pair, _ = offloaded(mode)
+    pair.give_gradients()
+    with torch.inference_mode():
+        pair.ours.step()
+    pair.twin.step()
+    pair.step_and_compare(2)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_copy_that_failed_is_told_once_and_loading_repairs_what_it_left(mode):
+    pair, backend = offloaded(mode)
+    saved = copy.deepcopy(pair.ours.state_dict())
+    twins = copy.deepcopy((pair.params, pair.twin))  # weights as of now, and their optimizer
+    pair.ours.synchronize_offload()
+    next(iter(backend._workers.values())).errors.append(RuntimeError("lost"))
+    with pytest.raises(RuntimeError, match="a copy failed"):
+        pair.step()
+        pair.ours.synchronize_offload()
+    pair.ours.load_state_dict(saved)
+    with torch.no_grad():
+        for (p, _), (q, _) in zip(pair.params, twins[0]):
+            p.copy_(q)
+    pair.step()
+    for p, _ in pair.params:
+        assert torch.isfinite(p).all()
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_one_moment_that_is_replaced_while_the_other_is_on_the_device_counts(mode):
     pair, _ = offloaded(mode)
     pair.ours.manual_offload = True

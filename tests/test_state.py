@@ -792,6 +792,130 @@ def test_a_key_missing_from_a_checkpoint_of_nanochats_groups_is_no_obstacle(miss
     twin.step()
 
 
+def test_names_in_a_checkpoint_are_not_taken():
+    def make() -> Any:
+        torch.manual_seed(0)
+        params = [nn.Parameter(torch.randn(8, 4)) for _ in range(2)]
+        group = {"params": params, "names": ["wqkv.weight", "wo.weight"], "use_muon": True}
+        return Muon([group], split={"wqkv": 4})
+
+    optim, twin = make(), make()
+    saved = copy.deepcopy(optim.state_dict())
+    saved["param_groups"][0]["names"] = ["wo.weight", "wqkv.weight"]
+    optim.load_state_dict(saved)
+    assert optim.names == [["wqkv.weight", "wo.weight"]]
+    for p, q in zip(optim.param_groups[0]["params"], twin.param_groups[0]["params"]):
+        p.grad, q.grad = torch.ones_like(p).tril(), torch.ones_like(p).tril()
+    optim.step()
+    twin.step()
+    assert_equal(optim.param_groups[0]["params"], twin.param_groups[0]["params"])
+
+
+def test_tensors_of_a_checkpoint_that_share_memory_or_leave_gaps_get_their_own():
+    model, optim = build()
+    train(model, optim, 2)
+    saved = copy.deepcopy(optim.state_dict())
+    other, twin = build(seed=1)
+    other.load_state_dict(model.state_dict())
+    twin.load_state_dict(copy.deepcopy(saved))
+    for own in saved["state"].values():
+        for key, value in own.items():
+            if value.ndim:
+                own[key] = torch.stack([value, value], -1)[..., 0]  # every second element
+        if "exp_avg" in own:
+            own["exp_avg"] = own["exp_avg_sq"]  # the very same
+    shared, expected = copy.deepcopy(saved), copy.deepcopy(saved)
+    for own in expected["state"].values():
+        own.update({key: value.clone().contiguous() for key, value in own.items()})
+    twins = []
+    for content in (shared, expected):
+        again, of_it = build(seed=1)
+        again.load_state_dict(model.state_dict())
+        of_it.load_state_dict(content)
+        train(again, of_it, 2)
+        twins.append((again, of_it))
+    assert_same_training(*twins[0], *twins[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_a_model_may_change_its_dtype_between_steps(dtype):
+    model, optim = build()
+    train(model, optim, 2)
+    model.to(dtype)
+    train(model, optim, 2)
+    for p in trainable(model):
+        assert p.dtype == dtype and torch.isfinite(p).all()
+        moments = [
+            optim.state[p][key] for key in ("exp_avg", "exp_avg_sq") if key in optim.state[p]
+        ]
+        assert all(moment.dtype == dtype for moment in moments)
+
+
+def break_off(model: nn.Module, optim: Any, monkeypatch: Any) -> None:
+    """A step that fails when momentum has been updated."""
+
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    set_gradients(model)
+    with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="broke off"):
+        patched.setattr(optimizer.pipeline, "_orthogonalize", fail)
+        optim.step()
+    assert optim.is_broken
+
+
+def test_a_checkpoint_that_became_the_live_state_repairs_nothing(monkeypatch):
+    model, optim = build()
+    train(model, optim, 1)
+    file = io.BytesIO()
+    torch.save(optim.state_dict(), file)
+    for own in (optim.state_dict(), torch.load(io.BytesIO(file.getvalue()))):
+        optim.load_state_dict(own)  # whose tensors are the state now
+        train(model, optim, 1)
+        break_off(model, optim, monkeypatch)
+        with pytest.raises(ValueError, match="load the file again"):
+            optim.load_state_dict(own)
+        assert optim.is_broken
+        optim.load_state_dict(torch.load(io.BytesIO(file.getvalue())))
+        assert not optim.is_broken
+        train(model, optim, 1)
+
+
+def test_a_shallow_copy_is_as_broken_as_the_state_it_shares(monkeypatch):
+    model, optim = build()
+    train(model, optim, 1)
+    shared = copy.copy(optim)
+    break_off(model, optim, monkeypatch)
+    with pytest.raises(RuntimeError, match="An earlier step"):
+        shared.step()
+
+
+def test_discarded_state_leaves_what_is_the_users():
+    model, optim = build()
+    train(model, optim, 1)
+    optim.state["mine"] = {"kept": 1}
+    optim.discard_state()
+    assert optim.state["mine"] == {"kept": 1} and optim.is_broken
+
+
+def load_parts_of_another_size() -> None:
+    torch.set_num_threads(1)
+    mesh = init_device_mesh("cpu", (2,))
+    param = nn.Parameter(distribute_tensor(torch.ones(64, 64), mesh, [Shard(0)]))
+    optim = Muon([{"params": [param], "use_muon": False}])
+    saved = optim.state_dict()
+    short = DTensor.from_local(
+        torch.zeros(8), mesh, [Shard(0)], run_check=False, shape=param.shape, stride=(64, 1)
+    )
+    saved["state"][0] = {**saved["state"][0], "exp_avg": short}
+    with pytest.raises(ValueError, match=r"exp_avg of .* this rank holds \(8,\), .* \(32, 64\)"):
+        optim.load_state_dict(saved)
+
+
+def test_a_dtensor_around_a_part_of_another_size_is_refused():
+    run_ranks(load_parts_of_another_size, 2)
+
+
 @pytest.mark.kernels_ci
 def test_moments_under_their_old_names_load():
     model, optim = build()
