@@ -515,7 +515,7 @@ PHASES = {
     "AdamW's rows": Phase("distributed.zero2", "all_gather_slots", 1, "ZeRO-2"),
     "QK-Clip of biases": Phase("qk_clip.clip", "Clipping.finish"),
 }
-# Until then nothing was written anywhere.
+# Until then nothing was written anywhere. Who waits there can't know: others may have gone on.
 BEFORE = ("forward", "comparison of notes")
 # The victim has sent all that the others wait for: they finish the step, and raise at the next one.
 BEHIND = ("QK-Clip of biases",)
@@ -635,8 +635,8 @@ def break_off(name: str, fault: str) -> BrokenOff:
 
 
 def can_repeat(name: str, fault: str) -> bool:
-    """Whether the same processes can take the step again, all together."""
-    return name in BEFORE and fault in OWN
+    """Whether all ranks were told, so that none waits or may have gone on."""
+    return name == "forward" and fault in OWN
 
 
 def check_ended(name: str, fault: str, outcomes: list[Outcome]) -> None:
@@ -649,26 +649,24 @@ def check_ended(name: str, fault: str, outcomes: list[Outcome]) -> None:
         first, saved, second, is_untouched, is_whole = outcome.value
         assert max(first.seconds, second.seconds) < TIMEOUT + SLACK or is_victim, told
         if is_victim and fault in OWN:
-            is_own = name in BEFORE or fault == "interrupted"
+            is_own = fault == "interrupted" or can_repeat(name, fault)
             assert first.error == (OWN[fault] if is_own else "RuntimeError"), told
         elif not is_victim:  # else a rank that was stopped, and may find all it needs
             assert (first.error is None) == (name in BEHIND), told
+        if name in BEFORE and not (is_victim and fault == "stopped"):
+            assert is_untouched, told
         if can_repeat(name, fault):
-            heard = "ValueError" if name == "forward" else "RuntimeError"
-            assert is_victim or first.error == heard, told
-            assert is_untouched and is_whole and saved.error is second.error is None, told
-        elif name in BEFORE:  # but who was stopped may find the others' notes
-            assert (is_untouched and saved.error is None) or is_victim, told
-        else:
-            if first.error is not None:
-                assert saved.error == "RuntimeError", told
-                assert saved.message.startswith("An earlier step()"), told
-                if first.error != "KeyboardInterrupt":
-                    assert first.message.startswith("step() broke off: "), told
-                    assert "load the last checkpoint" in first.message
-                if fault != "killed":
-                    assert second.message.startswith("An earlier step()"), told
-            assert second.error is not None, told
+            assert is_victim or first.error == "ValueError", told
+            assert is_whole and saved.error is second.error is None, told
+            continue
+        assert second.error is not None, told
+        if first.error is not None:
+            assert saved.error == "RuntimeError", told
+            assert saved.message.startswith("An earlier step()"), told
+            assert fault == "killed" or second.message.startswith("An earlier step()"), told
+            if first.error != "KeyboardInterrupt":
+                assert first.message.startswith("step() broke off: "), told
+                assert "load the last checkpoint" in first.message
 
 
 def outcomes_of(name: str, fault: str) -> list[Outcome]:
