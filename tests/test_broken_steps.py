@@ -195,11 +195,14 @@ def are_equal(found: Mapping[Any, torch.Tensor], expected: Mapping[Any, torch.Te
 
 
 def is_marked(optim: Any) -> bool:
+    is_broken = optim.is_broken
     try:
         optim.state_dict()
     except RuntimeError as error:
         assert "An earlier" in str(error)
+        assert is_broken and optim.is_broken
         return True
+    assert not is_broken and not optim.is_broken
     return False
 
 
@@ -348,6 +351,14 @@ def test_a_checkpoint_that_does_not_fit_repairs_nothing():
     assert_marked(training)
 
 
+def of_weights(found: Mapping[tuple[int, str], Any]) -> dict[tuple[int, str], Any]:
+    return {place: value for place, value in found.items() if place[1] == "weight"}
+
+
+def of_state(found: Mapping[tuple[int, str], Any]) -> dict[tuple[int, str], Any]:
+    return {place: value for place, value in found.items() if place[1] != "weight"}
+
+
 def test_loading_that_breaks_off_is_marked_and_can_be_repeated():
     trained = Training("everything")
     trained.train(range(3))
@@ -357,7 +368,7 @@ def test_loading_that_breaks_off_is_marked_and_can_be_repeated():
         own.update({k: v.double() for k, v in own.items() if k == "exp_avg"})
     expected = Training("everything")
     expected.optim.load_state_dict(copy.deepcopy(checkpoint))
-    found = Counter[str]()
+    loaded, found = expected.everything(), Counter[str]()
     for fault, stride in (("out of memory", 4), ("interrupt", 157)):
         fail, error_type = FAULTS[fault]
         for number in itertools.count(1, stride):
@@ -373,26 +384,26 @@ def test_loading_that_breaks_off_is_marked_and_can_be_repeated():
                 assert str(error).startswith("load_state_dict() broke off: OutOfMemoryError")
             if not failing.has_raised:
                 break
-            if is_marked(training.optim):
+            is_broken, after = is_marked(training.optim), training.everything()
+            assert are_equal(of_weights(after), of_weights(before))
+            if is_broken:
                 assert_marked(training)
                 found["marked"] += 1
             else:
-                states = (before, expected.everything())
-                after = {k: v for k, v in training.everything().items() if k[1] != "weight"}
-                assert any(
-                    after.keys() == {k for k in state if k[1] != "weight"}
-                    and all(torch.equal(after[k], state[k]) for k in after)
-                    for state in states
+                assert are_equal(of_state(after), of_state(before)) or are_equal(
+                    of_state(after), of_state(loaded)
                 )
                 found["untouched or done"] += 1
             training.optim.load_state_dict(copy.deepcopy(checkpoint))
             assert not is_marked(training.optim)
+            assert_equal(of_state(training.everything()), of_state(loaded))
     assert len(found) == 2
 
 
 def test_discarded_state_is_zeros_to_load_into_and_not_to_step_from():
     for training in (broken(), Training("everything")):  # other ranks may have got through
         training.optim.discard_state()
+        assert training.optim.is_broken
         state_dict = training.optim.state_dict()
         assert len(state_dict["state"]) == len(training.params)
         tensors = [v for own in state_dict["state"].values() for v in own.values()]
@@ -403,6 +414,7 @@ def test_discarded_state_is_zeros_to_load_into_and_not_to_step_from():
         with pytest.raises(RuntimeError, match="load the last checkpoint"):
             copy.deepcopy(training.optim)
         training.optim.load_state_dict(state_dict)
+        assert not training.optim.is_broken
         training.step()
 
 
