@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from checkpointed import Run
@@ -188,12 +188,21 @@ def assert_equal(found: Mapping[Any, torch.Tensor], expected: Mapping[Any, torch
         assert torch.equal(found[key], value), key
 
 
+def are_equal(found: Mapping[Any, torch.Tensor], expected: Mapping[Any, torch.Tensor]) -> bool:
+    return found.keys() == expected.keys() and all(
+        torch.equal(found[k], expected[k]) for k in found
+    )
+
+
 def is_marked(optim: Any) -> bool:
+    is_broken = optim.is_broken
     try:
         optim.state_dict()
     except RuntimeError as error:
         assert "An earlier" in str(error)
+        assert is_broken and optim.is_broken
         return True
+    assert not is_broken and not optim.is_broken
     return False
 
 
@@ -254,9 +263,7 @@ def sweep(kind: str, steps: int, fault: str, numbers: Iterable[int]) -> Counter[
                 raise AssertionError("gradients were read, but nothing was marked")
             else:
                 after = training.everything()
-                if after.keys() == undisturbed.keys() and all(
-                    torch.equal(after[key], undisturbed[key]) for key in after
-                ):
+                if are_equal(after, undisturbed):
                     assert fault == "interrupt"  # just behind the step
                     found["done"] += 1
                     continue
@@ -344,6 +351,14 @@ def test_a_checkpoint_that_does_not_fit_repairs_nothing():
     assert_marked(training)
 
 
+def of_weights(found: Mapping[tuple[int, str], Any]) -> dict[tuple[int, str], Any]:
+    return {place: value for place, value in found.items() if place[1] == "weight"}
+
+
+def of_state(found: Mapping[tuple[int, str], Any]) -> dict[tuple[int, str], Any]:
+    return {place: value for place, value in found.items() if place[1] != "weight"}
+
+
 def test_loading_that_breaks_off_is_marked_and_can_be_repeated():
     trained = Training("everything")
     trained.train(range(3))
@@ -353,7 +368,7 @@ def test_loading_that_breaks_off_is_marked_and_can_be_repeated():
         own.update({k: v.double() for k, v in own.items() if k == "exp_avg"})
     expected = Training("everything")
     expected.optim.load_state_dict(copy.deepcopy(checkpoint))
-    found = Counter[str]()
+    loaded, found = expected.everything(), Counter[str]()
     for fault, stride in (("out of memory", 4), ("interrupt", 157)):
         fail, error_type = FAULTS[fault]
         for number in itertools.count(1, stride):
@@ -369,26 +384,26 @@ def test_loading_that_breaks_off_is_marked_and_can_be_repeated():
                 assert str(error).startswith("load_state_dict() broke off: OutOfMemoryError")
             if not failing.has_raised:
                 break
-            if is_marked(training.optim):
+            is_broken, after = is_marked(training.optim), training.everything()
+            assert are_equal(of_weights(after), of_weights(before))
+            if is_broken:
                 assert_marked(training)
                 found["marked"] += 1
             else:
-                states = (before, expected.everything())
-                after = {k: v for k, v in training.everything().items() if k[1] != "weight"}
-                assert any(
-                    after.keys() == {k for k in state if k[1] != "weight"}
-                    and all(torch.equal(after[k], state[k]) for k in after)
-                    for state in states
+                assert are_equal(of_state(after), of_state(before)) or are_equal(
+                    of_state(after), of_state(loaded)
                 )
                 found["untouched or done"] += 1
             training.optim.load_state_dict(copy.deepcopy(checkpoint))
             assert not is_marked(training.optim)
+            assert_equal(of_state(training.everything()), of_state(loaded))
     assert len(found) == 2
 
 
 def test_discarded_state_is_zeros_to_load_into_and_not_to_step_from():
     for training in (broken(), Training("everything")):  # other ranks may have got through
         training.optim.discard_state()
+        assert training.optim.is_broken
         state_dict = training.optim.state_dict()
         assert len(state_dict["state"]) == len(training.params)
         tensors = [v for own in state_dict["state"].values() for v in own.values()]
@@ -399,6 +414,7 @@ def test_discarded_state_is_zeros_to_load_into_and_not_to_step_from():
         with pytest.raises(RuntimeError, match="load the last checkpoint"):
             copy.deepcopy(training.optim)
         training.optim.load_state_dict(state_dict)
+        assert not training.optim.is_broken
         training.step()
 
 
@@ -463,6 +479,19 @@ class World:
         logits = None if self.layout == "chain" else {0: torch.tensor([3.0, 0.5])}
         self.optim.step(closure, qk_logits=logits)
 
+    def everything(self) -> dict[tuple[int, str], torch.Tensor]:
+        """Copies of what this rank has of weights and state."""
+        self.optim.synchronize_offload()
+        return {
+            (number, key): local(value).detach().clone()
+            for number, p in enumerate(self.params)
+            for key, value in {"weight": p, **self.optim.state.get(p, {})}.items()
+        }
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
 
 @dataclass(frozen=True)
 class Phase:
@@ -473,12 +502,14 @@ class Phase:
     call: int = 1
     layout: str = "FSDP2"
     steps: int = 2  # before
+    behind: bool = False  # not ahead of the call, but once it has returned
 
 
 PHASES = {
     "forward": Phase("", "closure"),
     "comparison of notes": Phase("distributed.agreement", "_exchange"),
-    "state at the first step": Phase("muon", "zeros", 3, steps=0),
+    "between notes and step": Phase("distributed.agreement", "_exchange", behind=True),
+    "state at the first step": Phase("stateful", "zeros", 3, steps=0),
     "maximum of logits": Phase("qk_clip.clip", "max_over_ranks"),
     "flags of nonfinite": Phase("pipeline", "_mark_finite", 2),
     "mean of gradients": Phase("distributed.zero2", "_sum", 2, "ZeRO-2"),
@@ -496,12 +527,12 @@ PHASES = {
     "AdamW's rows": Phase("distributed.zero2", "all_gather_slots", 1, "ZeRO-2"),
     "QK-Clip of biases": Phase("qk_clip.clip", "Clipping.finish"),
 }
-# On ranks, an interrupt is one more exception; where they come, and are not caught, differs.
-INTERRUPTED = ("forward", "state at the first step", "momentum", "gather", "QK-Clip of biases")
-# Until then nothing was written anywhere.
+# Until then nothing was written anywhere. Who waits there can't know: others may have gone on.
 BEFORE = ("forward", "comparison of notes")
 # The victim has sent all that the others wait for: they finish the step, and raise at the next one.
 BEHIND = ("QK-Clip of biases",)
+# As the victim raises them; other exceptions of a step that has begun become RuntimeError.
+OWN = {"out of memory": "OutOfMemoryError", "interrupted": "KeyboardInterrupt"}
 
 
 def kill() -> None:
@@ -527,7 +558,7 @@ INJECTED = {"killed": kill, "out of memory": fail, "interrupted": interrupt, "st
 
 
 def inject(phase: Phase, fault: Callable[[], None]) -> None:
-    """Puts a fault ahead of the n-th call, counted from now."""
+    """Puts a fault ahead of the n-th call, counted from now, or behind it."""
     owner: Any = importlib.import_module(f"{optimizer.__name__}.{phase.module}")
     *parents, name = phase.function.split(".")
     for parent in parents:
@@ -535,9 +566,13 @@ def inject(phase: Phase, fault: Callable[[], None]) -> None:
     function, calls = getattr(owner, name), itertools.count(1)
 
     def faulty(*args: Any, **kwargs: Any) -> Any:
-        if next(calls) == phase.call:
+        is_it = next(calls) == phase.call
+        if is_it and not phase.behind:
             fault()
-        return function(*args, **kwargs)
+        result = function(*args, **kwargs)
+        if is_it and phase.behind:
+            fault()
+        return result
 
     setattr(owner, name, faulty)
 
@@ -568,56 +603,82 @@ def shorten_timeouts() -> None:
         group._set_default_timeout(timeout)
 
 
-def break_off(name: str, fault: str) -> tuple[Attempt, Attempt, Attempt]:
-    """The step in which the victim meets with its fault, a ``state_dict()``, and the next step."""
+class BrokenOff(NamedTuple):
+    """How a rank fared in the step in which the victim meets with its fault, and from then on."""
+
+    first: Attempt
+    saved: Attempt  # of a state_dict()
+    second: Attempt  # the next step, or the same again where it can be
+    is_untouched: bool  # weights and state, by the first
+    is_whole: bool  # after the second step: as if there had been no fault
+
+
+def break_off(name: str, fault: str) -> BrokenOff:
     phase, is_victim = PHASES[name], dist.get_rank() == VICTIM
-    world = World(phase.layout)
+    world = undisturbed = World(phase.layout)
+    if can_repeat(name, fault):
+        undisturbed = World(phase.layout)
+        for step in range(phase.steps + 1):
+            undisturbed.step(step)
     for step in range(phase.steps):
         world.step(step)
+    before = world.everything()
     dist.barrier()
     shorten_timeouts()
     if phase.module and is_victim:
         inject(phase, INJECTED[fault])
 
+    faults = itertools.count()
+
     def closure() -> None:
-        if name == "forward" and is_victim:
+        if name == "forward" and is_victim and next(faults) == 0:
             INJECTED[fault]()
 
     first = attempt(lambda: world.step(phase.steps, closure))
+    is_untouched = are_equal(world.everything(), before)
     saved = attempt(world.optim.state_dict)
     second = first
-    if first.error is None or fault != "killed":  # else the ranks have parted for good
+    if can_repeat(name, fault):
+        second = attempt(lambda: world.step(phase.steps, closure))
+    elif first.error is None or fault != "killed":  # else the ranks have parted for good
         second = attempt(lambda: world.step(phase.steps + 1))
-    return first, saved, second
+    is_whole = are_equal(world.everything(), undisturbed.everything())
+    return BrokenOff(first, saved, second, is_untouched, is_whole)
+
+
+def can_repeat(name: str, fault: str) -> bool:
+    """Whether all ranks were told, so that none waits or may have gone on."""
+    return name == "forward" and fault in OWN
 
 
 def check_ended(name: str, fault: str, outcomes: list[Outcome]) -> None:
     for rank, outcome in enumerate(outcomes):
-        if rank == VICTIM and fault == "killed":
+        is_victim, told = rank == VICTIM, f"rank {rank}: {outcome.value}"
+        if is_victim and fault == "killed":
             assert outcome.error == "Crashed", outcome
             continue
         assert outcome.error is None, outcome
-        first, saved, second = outcome.value
-        told = f"rank {rank}: {outcome.value}"
-        assert max(first.seconds, second.seconds) < TIMEOUT + SLACK or rank == VICTIM, told
-        if name == "forward" and fault in ("out of memory", "interrupted"):  # all are told
-            own = {"out of memory": "OutOfMemoryError", "interrupted": "KeyboardInterrupt"}[fault]
-            assert first.error == (own if rank == VICTIM else "ValueError"), told
-            assert saved.error is second.error is None, told
+        first, saved, second, is_untouched, is_whole = outcome.value
+        assert max(first.seconds, second.seconds) < TIMEOUT + SLACK or is_victim, told
+        if is_victim and fault in OWN:
+            is_own = fault == "interrupted" or can_repeat(name, fault)
+            assert first.error == (OWN[fault] if is_own else "RuntimeError"), told
+        elif not is_victim:  # else a rank that was stopped, and may find all it needs
+            assert (first.error is None) == (name in BEHIND), told
+        if name in BEFORE and not (is_victim and fault == "stopped"):
+            assert is_untouched, told
+        if can_repeat(name, fault):
+            assert is_victim or first.error == "ValueError", told
+            assert is_whole and saved.error is second.error is None, told
             continue
-        if first.error is None:
-            assert name in BEHIND or (rank == VICTIM and fault == "stopped"), told
-        elif name not in BEFORE:
+        assert second.error is not None, told
+        if first.error is not None:
             assert saved.error == "RuntimeError", told
-            if rank != VICTIM or fault == "out of memory":
+            assert saved.message.startswith("An earlier step()"), told
+            assert fault == "killed" or second.message.startswith("An earlier step()"), told
+            if first.error != "KeyboardInterrupt":
                 assert first.message.startswith("step() broke off: "), told
                 assert "load the last checkpoint" in first.message
-            assert fault == "killed" or second.message.startswith("An earlier step()"), told
-        if name not in BEFORE:
-            assert second.error is not None, told
-        else:
-            assert saved.error is None, told
-            assert first.error is not None or rank == VICTIM, told
 
 
 def outcomes_of(name: str, fault: str) -> list[Outcome]:
@@ -628,8 +689,7 @@ def outcomes_of(name: str, fault: str) -> list[Outcome]:
 @pytest.mark.parametrize("fault", INJECTED)
 def test_a_fault_of_one_rank_in_any_phase_raises_on_all_within_the_timeout(fault):
     with ThreadPoolExecutor(6) as pool:  # they mostly wait
-        names = INTERRUPTED if fault == "interrupted" else PHASES
-        ends = {name: pool.submit(outcomes_of, name, fault) for name in names}
+        ends = {name: pool.submit(outcomes_of, name, fault) for name in PHASES}
         for name, end in ends.items():
             with case(f"{fault} in {name}"):
                 check_ended(name, fault, end.result())

@@ -74,6 +74,50 @@ def test_a_checkpoint_of_two_ranks_resumes_on_one_and_on_replicas(tmp_path):
     run_ranks(load_on, 1, ("one device",), tmp_path)
 
 
+def scheduled(run: Run, schedule: LambdaLR, steps: range) -> None:
+    for step in steps:
+        run.train([step])
+        schedule.step()
+
+
+def save_by_recipe(directory: Path) -> None:
+    """Twice, the second one while steps are taken."""
+    run = Run.on("FSDP2")
+    schedule = LambdaLR(run.optim, lambda step: 1 / (1 + step))
+    scheduled(run, schedule, range(SAVED_AT))
+    weights, state = get_state_dict(run.model, run.optim)
+    content = {"model": weights, "optim": state, "schedule": schedule.state_dict()}
+    dcp.save(content, checkpoint_id=directory / "at once")
+    background = dist.new_group(backend="gloo")
+    saving = dcp.async_save(
+        content, checkpoint_id=directory / "while training", process_group=background
+    )
+    scheduled(run, schedule, range(SAVED_AT, SAVED_AT + 3))
+    saving.result()
+    run.write(directory / "expected.pt")
+
+
+def load_by_recipe(layout: str, directory: Path) -> None:
+    for name in ("at once", "while training"):
+        run = Run.on(layout, zeroed=True)
+        schedule = LambdaLR(run.optim, lambda step: 1 / (1 + step))
+        weights, state = get_state_dict(run.model, run.optim)
+        content = {"model": weights, "optim": state, "schedule": schedule.state_dict()}
+        dcp.load(content, checkpoint_id=directory / name)
+        weights, state = content["model"], content["optim"]
+        set_state_dict(run.model, run.optim, model_state_dict=weights, optim_state_dict=state)
+        schedule.load_state_dict(content["schedule"])
+        scheduled(run, schedule, range(SAVED_AT, SAVED_AT + 3))
+        run.check(directory / "expected.pt", steps=3)
+
+
+@pytest.mark.slow
+def test_a_run_with_a_schedule_is_saved_and_resumed_as_documented(tmp_path):
+    run_ranks(save_by_recipe, 2, tmp_path)
+    for ranks, layout in ((1, "one device"), (2, "FSDP2"), (3, "FSDP2")):
+        run_ranks(load_by_recipe, ranks, layout, tmp_path)
+
+
 ALL = [(ranks, layout) for ranks, layouts in LAYOUTS.items() for layout in layouts]
 
 

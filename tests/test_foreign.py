@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import io
 import random
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +24,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import lr_scheduler
+from torch.utils._pytree import tree_leaves
 
 import foreign_sources as sources
 from kernel import optimizer
@@ -693,19 +696,31 @@ def test_state_by_names_is_told_by_names(kind, flatten):
     assert all(group["lr"] == 0.01 for group in ours.param_groups)
 
 
-def test_a_scheduler_goes_on_from_a_checkpoint_of_another_optimizer():
+SCHEDULES: dict[str, Callable[[Any], Any]] = {
+    "cosine": lambda optim: lr_scheduler.CosineAnnealingLR(optim, 10),
+    "lambda": lambda optim: lr_scheduler.LambdaLR(optim, lambda step: 1 / (1 + step)),
+    "steps": lambda optim: lr_scheduler.StepLR(optim, 3, gamma=0.5),
+}
+
+
+@pytest.mark.parametrize("make", SCHEDULES.values(), ids=SCHEDULES)
+def test_a_scheduler_goes_on_from_a_checkpoint_of_another_optimizer(make):
     model = Model()
     theirs = torch.optim.AdamW(model.parameters(), lr=0.01)
-    schedule = lr_scheduler.CosineAnnealingLR(theirs, 10)
+    schedule = make(theirs)
     for _ in range(4):
         train_model(model, theirs, 1)
         schedule.step()
     ours = ours_of(model)
     saved, at = through_file(theirs.state_dict()), through_file(schedule.state_dict())
     ours.load_foreign_state_dict(saved, kind="torch_adamw", params=model.parameters())
-    resumed = lr_scheduler.CosineAnnealingLR(ours, 10, last_epoch=4)
-    resumed.load_state_dict({**at, "base_lrs": at["base_lrs"] * 2})
-    for _ in range(3):
+    rates = [group["lr"] for group in ours.param_groups]
+    resumed = make(ours)
+    resumed.load_state_dict({**at, "base_lrs": [g["initial_lr"] for g in ours.param_groups]})
+    for group, rate in zip(ours.param_groups, rates):
+        group["lr"] = rate
+    assert rates == [theirs.param_groups[0]["lr"]] * 2
+    for _ in range(5):
         model.norm.weight.grad = torch.ones_like(model.norm.weight)
         schedule.step(), ours.step(), resumed.step()
         assert [group["lr"] for group in ours.param_groups] == pytest.approx(
@@ -780,6 +795,14 @@ def test_what_is_loaded_is_a_copy():
         ours.load_foreign_state_dict(states, kind=case.kind)
         train([*muon, *others], [ours], range(STEPS))
         assert_equal(states, kept)
+        given = [v for v in tree_leaves(states) if isinstance(v, torch.Tensor)]
+        memory = {t.untyped_storage().data_ptr() for t in given}
+        used = {v.untyped_storage().data_ptr() for own in ours.state.values() for v in own.values()}
+        assert given and used and not memory & used
+        held = [weakref.ref(t) for t in given]
+        del states, given
+        gc.collect()
+        assert not any(ref() is not None for ref in held)
 
 
 def test_nanochats_second_moment_becomes_the_flat_one_in_float32():

@@ -612,6 +612,10 @@ def copied_and_pickled(kind: str) -> None:
     for optim in (copied, pickled):
         for p, (name, q, _) in zip(optim.param_groups[0]["params"], twins.pairs):
             assert_same(name, p, q, 0.0)
+            own, theirs = twins.ours.state[q], optim.state[p]
+            assert own.keys() == theirs.keys() and "momentum_buffer" in own
+            for key, value in own.items():
+                assert torch.equal(value.to_local(), theirs[key].to_local()), key
 
 
 @pytest.mark.parametrize("kind", KINDS)

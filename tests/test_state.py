@@ -7,6 +7,7 @@ import dataclasses
 import inspect
 import io
 import pickle
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -1391,8 +1392,10 @@ def test_repr_shows_every_group_and_option(options):
     model, optim = build(**options)
     text = repr(optim)
     assert text.startswith("Muon (") and "Parameter Group 2" in text
-    for key in (*GROUP_OPTIONS, "use_muon"):
-        assert f"{key}: " in text
+    sections = re.split(r"Parameter Group \d+\n", text)[1:]
+    for group, section in zip(optim.param_groups, sections, strict=True):
+        for key in (*GROUP_OPTIONS, "use_muon"):
+            assert f" {key}: {group[key]}\n" in section
     train(model, optim, 1)
     assert repr(optim) == text
 

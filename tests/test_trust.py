@@ -9,6 +9,8 @@ import ast
 import copy
 import io
 import pickle
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -238,3 +240,14 @@ def test_objects_in_the_place_of_options_are_refused_and_not_run(key):
             optim.load_state_dict(saved)
     assert not RAN
     assert repr(optim.state_dict()) == repr(before)
+
+
+@pytest.mark.slow
+def test_a_pickled_optimizer_needs_the_same_build_in_the_process(tmp_path):
+    file = tmp_path / "optimizer.pkl"
+    parameter = torch.nn.Parameter(torch.ones(2, 3))
+    file.write_bytes(pickle.dumps(optimizer.Muon([{"params": [parameter], "use_muon": True}])))
+    assert isinstance(pickle.loads(file.read_bytes()), optimizer.Muon)
+    load = f"import pickle, torch; pickle.load(open({str(file)!r}, 'rb'))"
+    fresh = subprocess.run([sys.executable, "-c", load], capture_output=True, text=True)
+    assert f"ModuleNotFoundError: No module named '{optimizer.__name__}'" in fresh.stderr
