@@ -58,7 +58,7 @@ def test_a_step_in_inference_mode_leaves_memory_that_later_ones_can_use(mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_copy_that_failed_is_told_once_and_loading_repairs_what_it_left(mode):
+def test_loading_repairs_what_a_copy_that_failed_has_left(mode):
     pair, backend = offloaded(mode)
     saved = copy.deepcopy(pair.ours.state_dict())
     twins = copy.deepcopy((pair.params, pair.twin))  # weights as of now, and their optimizer

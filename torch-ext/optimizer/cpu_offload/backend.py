@@ -76,6 +76,9 @@ class Backend:
     def drain(self) -> None:
         """Makes the host wait for all copies, where they don't keep the memory they use."""
 
+    def recover(self) -> None:
+        """Forgets copies that have failed: what they were of is nobody's any more."""
+
 
 class Accelerator(Backend):
     """An accelerator's streams; the copies' own two are made when first needed."""
@@ -146,8 +149,8 @@ class Host(Backend):
     thread. Memory is full of NaNs when allocated and again when freed, so that reading what nobody
     wrote, or too late, shows too.
 
-    A copy that fails is told by every `wait` and `synchronize` from then on, as RuntimeError; what
-    follows in its queue is done all the same, and nobody waits for ever.
+    A copy that fails is told by every `wait` and `synchronize` from then on, as RuntimeError, until
+    `recover`; what follows in its queue is done all the same, and nobody waits for ever.
 
     Args:
         delay: largest delay before a copy, in seconds.
@@ -206,10 +209,13 @@ class Host(Backend):
 
     def _check(self) -> None:
         for worker in self._workers.values():
-            if worker.errors:  # told once: what was lost is loaded again
-                error = worker.errors[0]
-                worker.errors.clear()
-                raise RuntimeError("a copy failed") from error
+            if worker.errors:
+                raise RuntimeError("a copy failed") from worker.errors[0]
+
+    def recover(self) -> None:
+        for on in list(self._workers):
+            self.record(on).wait()
+            self._worker(on).errors.clear()
 
 
 class _Worker:

@@ -149,6 +149,8 @@ class CPUOffload:
 
     def forget(self) -> None:
         """Lets go of all memory: what the host has is nobody's any more."""
+        for backend in self._backends.values():
+            backend.recover()
         self.end_visits()
         self._held, self._carrier = {}, None
 
