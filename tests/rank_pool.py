@@ -19,7 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ranks import GRACE_SECONDS, Outcome, RankError, run_ranks
+from ranks import GRACE_SECONDS, Outcome, run_ranks, values_of
 
 LIFETIME = 3600  # seconds
 
@@ -71,14 +71,7 @@ class RankPool:
             raise failure or RuntimeError("the ranks have ended") from None
         if len(outcomes) < self.ranks:
             self._stop()
-        failures = [
-            f"rank {rank} of {self.ranks}: {outcome.error}: {outcome.message}\n{outcome.detail}"
-            for rank, outcome in sorted(outcomes.items())
-            if outcome.error
-        ]
-        if failures:
-            raise RankError("\n".join(failures))
-        return [outcomes[rank].value for rank in range(self.ranks)]
+        return values_of(outcomes, self.ranks)
 
     def _receive(self) -> dict[int, Outcome]:
         """Of all ranks, or after a failure of those that answer soon: others may wait for it."""

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -75,6 +75,11 @@ def run_ranks(
     `pg_timeout` is the process group's own, in seconds.
     """
     outcomes = _run((fn, args, kwargs), world_size, timeout, pg_timeout, stop_on_failure=True)
+    return values_of(outcomes, world_size)
+
+
+def values_of(outcomes: Mapping[int, Outcome], world_size: int) -> list[Any]:
+    """The results in rank order, or RankError with the failures of all ranks that had one."""
     failures = [
         f"rank {rank} of {world_size}: {outcome.error}: {outcome.message}\n{outcome.detail}"
         for rank, outcome in sorted(outcomes.items())

@@ -137,10 +137,12 @@ def save_by_dcp(run: Run, directory: Path, **how: Any) -> None:
     dcp.save({"model": weights, "optim": state}, checkpoint_id=directory)
 
 
-def load_by_dcp(run: Run, directory: Path, **how: Any) -> None:
+def load_by_dcp(
+    run: Run, directory: Path, prepare: Callable[[Any], Any] = lambda content: content, **how: Any
+) -> None:
     options = StateDictOptions(**how)
     weights, state = get_state_dict(run.model, run.optim, options=options)
-    content = {"model": weights, "optim": state}
+    content = prepare({"model": weights, "optim": state})
     dcp.load(content, checkpoint_id=directory)
     set_state_dict(
         run.model,
@@ -655,17 +657,7 @@ FOREIGN: dict[str, tuple[dict[str, Any], str | None, str | None, str]] = {
 
 def load_copies(run: Run, directory: Path, **how: Any) -> None:
     """As `load_by_dcp`, with nothing overwritten before all was read."""
-    options = StateDictOptions(**how)
-    weights, state = get_state_dict(run.model, run.optim, options=options)
-    content = copy_of({"model": weights, "optim": state})
-    dcp.load(content, checkpoint_id=directory)
-    set_state_dict(
-        run.model,
-        run.optim,
-        model_state_dict=content["model"],
-        optim_state_dict=content["optim"],
-        options=options,
-    )
+    load_by_dcp(run, directory, copy_of, **how)
 
 
 def load_whole_at_once(run: Run, directory: Path) -> None:

@@ -65,15 +65,27 @@ def check_structure(state_dict: Any, is_whole: bool = True) -> None:
 
 
 def _check_step(step: Any, saved_id: Any) -> None:
-    number = step
-    if isinstance(step, Tensor):
-        is_plain = step.layout == torch.strided and not (step.is_meta or dtensors.is_dtensor(step))
-        number = step.item() if is_plain and step.numel() == 1 else None
-    if not options.is_number(number) or number < 0:
-        found = tuple(step.shape) if isinstance(step, Tensor) and number is None else repr(step)
+    if step_count(step) is None:
+        found = repr(step)
+        if isinstance(step, Tensor) and not _is_one_number(step):
+            found = str(tuple(step.shape))
         raise ValueError(
             f"step of parameter {saved_id!r} in the checkpoint must be one number, found {found}"
         )
+
+
+def step_count(step: Any) -> Any:
+    """A step count as a plain number, of a number or a tensor of one; None where it is none."""
+    if isinstance(step, Tensor):
+        step = step.item() if _is_one_number(step) else None
+    return step if options.is_number(step) and step >= 0 else None
+
+
+def _is_one_number(tensor: Tensor) -> bool:
+    is_plain = tensor.layout == torch.strided and not (
+        tensor.is_meta or dtensors.is_dtensor(tensor)
+    )
+    return is_plain and tensor.numel() == 1
 
 
 def normalize_state(states: Mapping[Any, Any]) -> dict[Any, Any]:

@@ -11,8 +11,8 @@ from typing import Any, Optional
 
 from torch import Tensor
 
+from ..checkpoints import step_count
 from ..groups import normalize_name
-from ..options import is_number
 from .hyperparameters import check_options
 
 _OURS = "momentum_style"  # a key that only groups of this package have
@@ -207,9 +207,7 @@ def _check_state(own: Mapping[str, Any], name: str) -> None:
             found = value.dtype if isinstance(value, Tensor) else type(value).__name__
             raise ValueError(f"{key} of {name} is {found}, no real tensor")
     step = own.get("step")
-    if isinstance(step, Tensor) and step.numel() == 1 and not step.is_complex():
-        step = step.item()
-    if step is not None and not (is_number(step) and step >= 0):
+    if step is not None and step_count(step) is None:
         raise ValueError(f"step of {name} must be a number ≥ 0, found {step!r}")
 
 
