@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
+CLIENTS := .venv-clients
+CLIENTS_INSTALLED := $(CLIENTS)/.installed
 
 # NPROC: ranks of `make train`. By default one per accelerator, or up to four that share the CPU.
 NPROC ?=
@@ -17,26 +19,36 @@ SLOW ?=
 BENCHMARKS ?= $(addprefix benchmarks/,step.py distributed_step.py orthogonalize.py accuracy.py offload.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help build train test lint format bench clean
+.PHONY: help build train test test-clients lint format bench clean
 
 help:
 	@echo "make build   build every Hub variant into build/"
 	@echo "make train   train a small model with Muon and AdamW (NPROC=ranks, ARGS=options)"
 	@echo "make test    lint, then run the tests (SLOW=1: the slowest, too)"
+	@echo "make test-clients   train with transformers, accelerate, Lightning, torchtitan (installs them)"
 	@echo "make lint    ruff and mypy"
 	@echo "make format  let ruff rewrite the sources"
 	@echo "make bench   time steps and orthogonalization, and show its accuracy (BENCHMARKS=script, ARGS=options)"
 	@echo "make clean   remove outputs and caches (not the environment)"
 
+CHECK_PYTHON := $(PYTHON) -c 'import sys; \
+	sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed: make PYTHON=...")'
+
 # Starting from an empty environment repairs an interrupted install and drops what is no longer
 # required; the stamp is written last, so that neither passes for a complete one. GPU builds of torch
 # bring the Triton that fits them; beside its CPU build this one interprets and compiles the kernels.
 $(INSTALLED): requirements.txt requirements-triton.txt
-	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed: make PYTHON=...")'
+	@$(CHECK_PYTHON)
 	$(PYTHON) -m venv --clear $(VENV)
 	$(PY) -m pip install --no-input --quiet --disable-pip-version-check -r requirements.txt
 	@$(PY) -c 'import triton' 2>/dev/null || \
 	$(PY) -m pip install --no-input --quiet --disable-pip-version-check --no-deps -r requirements-triton.txt
+	@touch $@
+
+$(CLIENTS_INSTALLED): requirements-clients.txt
+	@$(CHECK_PYTHON)
+	$(PYTHON) -m venv --clear $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install --no-input --quiet --disable-pip-version-check -r $<
 	@touch $@
 
 build: $(INSTALLED)
@@ -58,6 +70,9 @@ train: build
 test: lint
 	$(PY) -m pytest -n auto --maxprocesses 4 --dist worksteal $(if $(SLOW),,-m "not slow")
 
+test-clients: $(CLIENTS_INSTALLED)
+	$(CLIENTS)/bin/python -m pytest tests/clients
+
 lint: $(INSTALLED)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
@@ -74,4 +89,4 @@ bench: build
 
 clean:
 	rm -rf build runs .pytest_cache .mypy_cache .ruff_cache
-	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+	find . -name __pycache__ -not -path './.venv*/*' -prune -exec rm -rf {} +

@@ -24,6 +24,9 @@ collect_ignore = []
 if not (BUILD_SCRIPT.parent.parent / "examples").exists():
     collect_ignore += ["test_benchmarks.py", "test_plan_example.py", "test_training.py"]
 
+if importlib.util.find_spec("transformers") is None:  # `make test-clients` has it
+    collect_ignore.append("clients")
+
 # The same examples in every run; with pytest --hypothesis-profile=night others, HYPOTHESIS_FACTOR
 # times as many.
 FACTORS = {"same": 1.0, "night": float(os.environ.get("HYPOTHESIS_FACTOR", "10"))}
