@@ -10,6 +10,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
+from torch.profiler import record_function
 
 from .core import is_dense, takes_part
 from .cpu_offload import Carrier, CPUOffload, Lent, Share
@@ -188,6 +189,7 @@ def _update(
         yield
 
 
+@record_function("Muon.adamw")
 def _update_at_once(rows: Sequence[_Row], options: Mapping[str, Any]) -> None:
     beta1, beta2 = options["adamw_betas"]
     kinds: dict[tuple[bool, bool], list[_Row]] = {}

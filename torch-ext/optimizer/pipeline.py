@@ -4,6 +4,9 @@ Every rank updates the momentum of what it holds and sends it to the owners of t
 owners orthogonalize whole matrices and send every rank its part of the update. Where a rank holds
 whole matrices the same happens without traffic, which is all that happens on one device.
 
+The phases have names in traces of torch.profiler: ``Muon.momentum``, ``Muon.orthogonalize``,
+``Muon.weights``; beside them ``Muon.adamw``, and ``Muon.agree``: the hosts' exchange before a step.
+
 Buffers in flight belong to their chunk until the collective that uses them has been waited for;
 waiting makes the current stream wait, not the host, and all later work is on that stream.
 """
@@ -20,6 +23,7 @@ from typing import Any, Optional
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import record_function
 
 from . import adamw, core
 from .async_utils import Task, interleave
@@ -209,9 +213,10 @@ def update_chunk(chunk: Chunk, lane: Lane, group: Any, step: Step) -> Task:
         returned = take(0 if only_own else sum(chunk.scatter.sent), lane.wire, lane.device)
     if chunk.slot:  # nothing undefined is sent where it is padded
         updates[lane.me * chunk.slot :][: chunk.slot].zero_()
-    for batch in chunk.batches:
-        U = _orthogonalize(_assemble(batch, momentum, gathered, lane, step), batch, step)
-        _give_back(U, batch, updates, None if only_own else returned, lane, step)
+    with record_function("Muon.orthogonalize"):
+        for batch in chunk.batches:
+            U = _orthogonalize(_assemble(batch, momentum, gathered, lane, step), batch, step)
+            _give_back(U, batch, updates, None if only_own else returned, lane, step)
     if not chunk.in_place:
         give(momentum, gathered)
     scattering = None
@@ -239,6 +244,7 @@ def _wait(work: Any) -> None:
         work.wait()
 
 
+@record_function("Muon.momentum")
 def _momentum(chunk: Chunk, lane: Lane, step: Step) -> Tensor:
     """Updates the momentum and returns what is to be orthogonalized, in the order of the wire."""
     buffer = step.scratch.take(chunk.kept + sum(chunk.gather.sent), lane.wire, lane.device)
@@ -403,6 +409,7 @@ def _give_back(
         torch._foreach_copy_(here, there)
 
 
+@record_function("Muon.weights")
 def _update_weights(chunk: Chunk, updates: Tensor, lane: Lane, step: Step) -> None:
     """Applies this rank's parts of the updates, which may be overwritten, to its weights."""
     dtype = core.update_dtype(lane.wire, lane.wide, lane.device)
