@@ -153,11 +153,15 @@ def momentum_update(
 
 def update_scale(rows: int, cols: int, adjust_lr="match_rms_adamw") -> float:
     """match_rms_adamw: 0.2·sqrt(l) (Liu et al., "Muon is Scalable for LLM Training",
-    arXiv 2502.16982, eq. 4); original: sqrt(max(1, rows/cols)) (K. Jordan); none: 1."""
+    arXiv 2502.16982, eq. 4); original: sqrt(max(1, rows/cols)) (K. Jordan);
+    spectral: sqrt(rows/cols) (Yang et al., "A Spectral Condition for Feature Learning",
+    arXiv 2310.17813); none: 1."""
     if adjust_lr == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, cols))
     if adjust_lr == "original":
         return math.sqrt(max(1.0, rows / cols)) if cols else 1.0
+    if adjust_lr == "spectral":
+        return math.sqrt(rows / cols) if rows and cols else 1.0
     if adjust_lr == "none":
         return 1.0
     raise ValueError(f"unknown scale {adjust_lr!r}")
@@ -554,4 +558,39 @@ class TorchMuonReference(_Source):
             scale = 0.2 * math.sqrt(max(rows, cols))
         else:
             scale = math.sqrt(max(1, rows / cols))
+        self.weights[i] = self.weights[i] * (1 - self.lr * self.wd) - self.lr * scale * U
+
+
+class DionReference(_Source):
+    """microsoft/dion's ``Muon``, of matrices.
+
+    B = μB + G, D = G + μB (or B), X = D/(‖D‖ + eps), the five triples of `you`, scale
+    sqrt(rows/cols) ("spectral_norm"), 0.2·sqrt(max(rows, cols)) ("rms_norm") or 1 (None),
+    W(1 - lr·wd) - lr·scale·U.
+    """
+
+    def __init__(
+        self,
+        tensors,
+        lr=0.01,
+        mu=0.95,
+        weight_decay=0.01,
+        epsilon=1e-8,
+        nesterov=False,
+        adjust_lr="spectral_norm",
+    ):
+        super().__init__(tensors)
+        self.lr, self.mu, self.wd, self.eps = lr, mu, weight_decay, epsilon
+        self.nesterov, self.adjust_lr = nesterov, adjust_lr
+
+    def _update(self, i, G):
+        rows, cols = G.shape
+        self.momentum[i] = B = self.momentum[i] * self.mu + G
+        D = G + B * self.mu if self.nesterov else B
+        U = iterate(D / (frobenius(D) + self.eps), FAMILIES["you"])
+        scale = {
+            "spectral_norm": math.sqrt(rows / cols),
+            "rms_norm": 0.2 * math.sqrt(max(rows, cols)),
+            None: 1.0,
+        }[self.adjust_lr]
         self.weights[i] = self.weights[i] * (1 - self.lr * self.wd) - self.lr * scale * U

@@ -86,6 +86,7 @@ SOURCES = {
         ref.MoonlightReference,
         lambda params, **arguments: presets.moonlight(muon_params=params, **arguments),
     ),
+    "dion": (ref.DionReference, presets.dion),
 }
 ARGUMENTS = {
     "motif": [
@@ -106,6 +107,11 @@ ARGUMENTS = {
     "moonlight": [
         dict(),
         dict(lr=0.02, wd=0.3, momentum=0.9, nesterov=False, ns_steps=6),
+    ],
+    "dion": [
+        dict(),
+        dict(lr=0.02, mu=0.9, nesterov=True, weight_decay=0.3, adjust_lr="rms_norm"),
+        dict(adjust_lr=None, epsilon=1e-6),
     ],
 }
 CASES = [(name, arguments) for name in SOURCES for arguments in ARGUMENTS[name]]
@@ -170,7 +176,7 @@ def test_presets_keep_gradients_as_their_sources_do(name, arguments):
 @pytest.mark.parametrize("name", SOURCES)
 def test_presets_leave_their_arguments_as_they_are(name):
     params = parameters()
-    if name in ("torch_muon", "keller_jordan"):
+    if name in ("torch_muon", "keller_jordan", "dion"):
         group = {"params": params, "use_muon": True, "lr": 0.1}
         before = dict(group)
         optimizer.Muon(**SOURCES[name][1]([group]))
@@ -425,6 +431,42 @@ class Moe(nn.Module):
 
 
 @pytest.mark.kernels_ci
+def test_dions_groups_give_its_numbers_and_adamws():
+    params, others = parameters(), parameters([(5, 4)], seed=50)
+    matrices, twins, initial = copies(params), copies(others), copies([*params, *others])
+    groups = [
+        {"params": params, "mu": 0.8, "adjust_lr": "rms_norm"},
+        {"params": others, "algorithm": "adamw", "lr": 0.003, "beta1": 0.8, "weight_decay": 0.2},
+    ]
+    source = ref.DionReference(matrices, lr=0.01, mu=0.8, adjust_lr="rms_norm")
+    optim = optimizer.Muon(**presets.dion(groups), ns_dtype=torch.float32)
+    adamw = torch.optim.AdamW(twins, lr=0.003, betas=(0.8, 0.95), eps=1e-8, weight_decay=0.2)
+    for t in range(3):
+        grads = gradients(params, t)
+        for p, G in zip([*params, *others], [*grads, *gradients(others, t)]):
+            p.grad = G.clone()
+        for p, G in zip(twins, gradients(others, t)):
+            p.grad = G.clone()
+        optim.step()
+        source.step(grads)
+        adamw.step()
+    check([*params, *others], initial, [*source.weights, *(p.double() for p in twins)], FLOAT32)
+
+
+@pytest.mark.parametrize(
+    "groups, arguments, message",
+    [
+        ([{"algorithm": "lion"}], {}, "'muon' or 'adamw', found 'lion'"),
+        ([{"adjust_lr": "match_rms_adamw"}], {}, "found 'match_rms_adamw'"),
+        ([{}], {"adjust_lr": "original"}, "'rms_norm' or None, found 'original'"),
+    ],
+)
+def test_dion_refuses_what_has_no_counterpart(groups, arguments, message):
+    groups = [{"params": parameters(), **group} for group in groups]
+    with pytest.raises(ValueError, match=message):
+        presets.dion(groups, **arguments)
+
+
 def test_motifs_groups_of_a_model_give_its_numbers():
     model, arguments = Moe(), dict(lr=0.02, momentum=0.9, weight_decay=0.3)
     groups = optimizer.muon.get_default_muon_param_groups(model, expert_keys=["experts"])

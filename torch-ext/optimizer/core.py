@@ -168,12 +168,15 @@ def update_scale(rows: int, cols: int, adjust_lr: str) -> float:
 
     ``match_rms_adamw``: 0.2·sqrt(max(rows, cols)) brings its RMS to AdamW's (Liu et al. 2025,
     arXiv:2502.16982, section 2.2). ``original``: sqrt(max(1, rows/cols)) (Jordan et al. 2024).
+    ``spectral``: sqrt(rows/cols), an RMS → RMS operator norm of 1 (Yang et al. 2023,
+    arXiv:2310.17813, condition 1).
     """
     if rows == 0 or cols == 0 or adjust_lr == "none":
         return 1.0
     if adjust_lr == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, cols))
-    return math.sqrt(max(1.0, rows / cols))
+    least = 0.0 if adjust_lr == "spectral" else 1.0
+    return math.sqrt(max(least, rows / cols))
 
 
 def update_dtype(wire: torch.dtype, wide: torch.dtype, device: torch.device) -> torch.dtype:

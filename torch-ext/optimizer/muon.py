@@ -75,7 +75,7 @@ class Muon(Stateful):
         expert_keys: whole components of names of stacked experts ``(experts…, rows, cols)``; groups
             made with `get_default_muon_param_groups` bring their own.
         adjust_lr: update scale, ``"match_rms_adamw"`` 0.2·sqrt(max(rows, cols)), ``"original"``
-            sqrt(max(1, rows/cols)), or ``"none"``.
+            sqrt(max(1, rows/cols)), ``"spectral"`` sqrt(rows/cols), or ``"none"``.
         momentum_style: ``"classical"`` or ``"ema"``, see above.
         ns_coefficients: a name in `newton_schulz.FAMILIES` or the (a, b, c) of every iteration.
         ns_algorithm: ``"standard"``; ``"gram"``, which iterates on matrices of the shorter side

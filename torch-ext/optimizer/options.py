@@ -19,7 +19,7 @@ from .distributed.replicas import Replicas
 STRUCTURE = ("expert_keys", "split", "flatten")
 
 FLOATING_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-ADJUST_LR = ("match_rms_adamw", "original", "none")
+ADJUST_LR = ("match_rms_adamw", "original", "spectral", "none")
 MOMENTUM_STYLES = ("classical", "ema")
 DECAY_LR = ("base", "adjusted")
 MISSING_GRAD = ("raise", "zero")

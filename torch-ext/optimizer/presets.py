@@ -172,6 +172,73 @@ def moonlight(
     }
 
 
+def dion(
+    params: Params,
+    distributed_mesh: Any = None,
+    lr: Any = 0.01,
+    mu: float = 0.95,
+    betas: tuple[float, float] = (0.9, 0.95),
+    weight_decay: float = 0.01,
+    epsilon: float = 1e-8,
+    nesterov: bool = False,
+    adjust_lr: Optional[str] = "spectral_norm",
+    flatten: bool = False,
+    use_triton: bool = False,
+) -> dict[str, Any]:
+    """microsoft/dion's ``Muon``: classical momentum, the coefficients of `you`, spectral scale.
+
+    Args:
+        params: tensors, or groups with an ``algorithm``, ``"muon"`` (the default) or ``"adamw"``,
+            and any of the arguments below (of AdamW's two betas, ``beta1`` and ``beta2``).
+        distributed_mesh: a process group of replicas divides the work among them, as in the
+            source; a mesh is left alone, since DTensors say how they are sharded.
+        adjust_lr: ``"spectral_norm"``, ``"rms_norm"`` or None.
+        flatten: tensors of more than two dimensions as (dim 0, rest). Without it the source takes
+            them for stacked matrices: name those by ``expert_keys`` here.
+        use_triton: left alone; kernels are used where they run.
+
+    Raises:
+        ValueError: an ``algorithm`` this package does not have (``"lion"``), an unknown scale.
+    """
+    given = {"mu": mu, "epsilon": epsilon, "adjust_lr": adjust_lr}
+    given |= {"beta1": betas[0], "beta2": betas[1]}
+    groups = []
+    for group in _muon_groups(params):
+        algorithm = group.pop("algorithm", "muon")
+        if algorithm not in ("muon", "adamw"):
+            raise ValueError(f"algorithm must be 'muon' or 'adamw', found {algorithm!r}")
+        own = {key: group.pop(key) for key in given if key in group}
+        groups.append({**group, "use_muon": algorithm == "muon", **_from_dion({**given, **own})})
+    return {
+        "params": groups,
+        "lr": lr,
+        "weight_decay": weight_decay,
+        "nesterov": nesterov,
+        "flatten": flatten,
+        "ns_coefficients": "you",
+        "none_grad": False,
+        "process_group": None if hasattr(distributed_mesh, "mesh") else distributed_mesh,
+    }
+
+
+_DION_SCALES = {"spectral_norm": "spectral", "rms_norm": "match_rms_adamw", None: "none"}
+
+
+def _from_dion(given: Mapping[str, Any]) -> dict[str, Any]:
+    """dion's names and meanings to those of `Muon`."""
+    if given["adjust_lr"] not in _DION_SCALES:
+        raise ValueError(
+            f"adjust_lr must be 'spectral_norm', 'rms_norm' or None, found {given['adjust_lr']!r}"
+        )
+    return {
+        "momentum": given["mu"],
+        "adjust_lr": _DION_SCALES[given["adjust_lr"]],
+        "ns_eps": given["epsilon"],
+        "adamw_betas": (given["beta1"], given["beta2"]),
+        "adamw_eps": given["epsilon"],
+    }
+
+
 class MuonAdamW(Muon):
     """nanochat's ``MuonAdamW``: Polar Express, factored second moment, cautious decay.
 
