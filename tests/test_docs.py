@@ -1,0 +1,156 @@
+"""What the documents promise that can be looked up: links, paths, defaults, messages, code."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from kernel import optimizer
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+SOURCES = sorted((ROOT / "torch-ext").rglob("*.py"))
+
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+PATH = re.compile(r"`((?:benchmarks|docs|examples|scripts|tests|torch-ext)/[\w./-]+)")
+CODE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+each_document = pytest.mark.parametrize(
+    "document", DOCUMENTS, ids=[str(path.relative_to(ROOT)) for path in DOCUMENTS]
+)
+
+
+def anchors(document: Path) -> set[str]:
+    """Of its headings, as GitHub makes them."""
+    text = re.sub(r"^```.*?^```", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@each_document
+def test_links_lead_somewhere(document):
+    for link in LINK.findall(document.read_text()):
+        if re.match(r"https?:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (document.parent / path).resolve() if path else document
+        assert target.exists(), f"{document.name}: {link}"
+        assert not anchor or anchor in anchors(target), f"{document.name}: {link}"
+
+
+@each_document
+def test_files_that_are_named_exist(document):
+    for path in PATH.findall(document.read_text()):
+        assert (ROOT / path.split("::")[0].rstrip(".")).exists(), f"{document.name}: {path}"
+
+
+@each_document
+def test_code_is_python(document):
+    for block in CODE.findall(document.read_text()):
+        if "{{" not in block:  # filled in by the builder
+            ast.parse(block)
+
+
+def rows(text: str) -> Iterator[list[str]]:
+    """Cells of all tables, without their heads."""
+    for line in re.findall(r"^\|(.*)\|$", text, re.MULTILINE):
+        cells = [cell.strip() for cell in line.split("|")]
+        if not set(line) <= set("|-: "):
+            yield cells
+
+
+def test_options_are_documented_with_their_defaults():
+    text = (ROOT / "docs" / "options.md").read_text().partition("## Memory")[0]
+    documented = {
+        cells[0].strip("`"): ast.literal_eval(cells[1].strip("`"))
+        for cells in rows(text)
+        if cells[0].startswith("`")
+    }
+    parameters = inspect.signature(optimizer.Muon).parameters
+    defaults = {name: p.default for name, p in parameters.items() if name != "params"}
+    assert documented == defaults
+
+
+def strings(source: Path) -> Iterator[str]:
+    """Of a file; values within f-strings are left out."""
+    for node in ast.walk(ast.parse(source.read_text())):
+        if isinstance(node, ast.JoinedStr):
+            yield "\0".join(part.value for part in node.values if isinstance(part, ast.Constant))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def test_messages_are_those_of_the_package():
+    known = [text for source in SOURCES for text in strings(source)]
+    listed = (ROOT / "docs" / "errors.md").read_text().partition("## No error, but")[0]
+    messages = [cells[0] for cells in rows(listed) if cells[0].startswith("`")]
+    assert len(messages) > 25
+    for message in messages:
+        for piece in re.split(" *… *", re.match(r"`([^`]*)`", message)[1]):
+            assert any(piece in text for text in known), message
+
+
+# -- docs/migration.md -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def process_group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def ingredients(section: str) -> dict[str, Any]:
+    """What the code of a section takes for granted."""
+    model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 6), nn.Linear(6, 4, bias=False))
+    matrices, others = (g["params"] for g in optimizer.muon.get_default_muon_param_groups(model))
+    muon, adamw = {"params": matrices}, {"params": others}
+    groups = [{**muon, "use_muon": True}, {**adamw, "use_muon": False}]
+    if section == "nanochat":
+        groups = [{**muon, "kind": "muon", "lr": 0.02}, {**adamw, "kind": "adamw", "lr": 0.2}]
+    elif section.startswith("microsoft"):
+        groups = [muon, {**adamw, "algorithm": "adamw"}]
+    return {
+        **{"torch": torch, "optimizer": optimizer, "get_kernel": lambda *_, **__: optimizer},
+        **{"Muon": optimizer.Muon, "presets": optimizer.presets},
+        **{"model": model, "matrices": matrices, "others": others, "groups": groups},
+        **{"adamw_lr": 1e-3, "adamw_weight_decay": 0.1, "adamw_betas": (0.9, 0.95)},
+    }
+
+
+def sections(document: Path) -> dict[str, str]:
+    parts = re.split(r"^## (.*)$", document.read_text(), flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2]))
+
+
+MIGRATION = sections(ROOT / "docs" / "migration.md")
+
+
+@pytest.mark.parametrize("section", [name for name in MIGRATION if name != "Checkpoints"])
+def test_migration_takes_a_step_by_every_line(section, process_group):
+    for block in CODE.findall(MIGRATION[section]):
+        lines = re.split(r"^(?=optim = )", block, flags=re.MULTILINE)
+        for line in lines[1:]:
+            names = ingredients(section)
+            exec(lines[0] + line, names)
+            before = [p.detach().clone() for p in names["model"].parameters()]
+            for p in names["model"].parameters():
+                p.grad = torch.randn_like(p)
+            names["optim"].step()
+            trained = {id(p) for g in names["optim"].param_groups for p in g["params"]}
+            for p, was in zip(names["model"].parameters(), before):
+                assert torch.equal(p, was) == (id(p) not in trained)
+
+
+def test_kinds_of_checkpoints_are_all_documented():
+    documented = re.findall(r'\| `"(\w+)"`', MIGRATION["Checkpoints"])
+    assert sorted(documented) == sorted(optimizer.foreign.KINDS)
