@@ -17,7 +17,7 @@ from torch import nn
 from kernel import optimizer
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "examples" / "README.md"])
 SOURCES = sorted((ROOT / "torch-ext").rglob("*.py"))
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
@@ -58,6 +58,13 @@ def test_code_is_python(document):
     for block in CODE.findall(document.read_text()):
         if "{{" not in block:  # filled in by the builder
             ast.parse(block)
+
+
+def test_the_first_step_of_the_readme_runs_as_it_stands(capsys):
+    names: dict[str, Any] = {}
+    exec(CODE.findall((ROOT / "README.md").read_text())[0], names)
+    assert all(state for state in names["optim"].state.values())
+    assert "Muon" in capsys.readouterr().out
 
 
 def rows(text: str) -> Iterator[list[str]]:
