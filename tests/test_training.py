@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -17,10 +18,10 @@ TINY = ["--steps", "8", "--eval-every", "2", "--warmup", "2", "--eval-batches", 
 pytestmark = pytest.mark.slow
 
 
-def run(*arguments: object, ranks: int = 2) -> str:
-    """Starts ``train.py``, once more where torchrun itself aborts, as it does once in thirty."""
+def run(*arguments: object, ranks: int = 2, script: str = "train.py") -> str:
+    """Starts an example, once more where torchrun itself aborts, as it does once in thirty."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={ranks}", EXAMPLES / "train.py", *map(str, arguments)]
+    command += [f"--nproc-per-node={ranks}", EXAMPLES / script, *map(str, arguments)]
     for _ in range(2):
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
         if done.returncode == 0:
@@ -138,3 +139,13 @@ def test_qk_clip_bounds_logits_over_ranks(tmp_path):
 def logits(folder: Path) -> list[float]:
     with (folder / "log.csv").open(newline="") as file:
         return [float(row["max_logit"]) for row in csv.DictReader(file)]
+
+
+def test_a_trace_has_the_phases_of_every_rank_and_makes_a_plot(tmp_path):
+    where = ["--out", tmp_path, "--png", tmp_path / "step.png"]
+    run("--dim", 64, "--layers", 1, *where, script="trace.py")
+    phases = {f"Muon.{name}" for name in ("agree", "momentum", "orthogonalize", "weights", "adamw")}
+    for rank in range(2):
+        trace = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        assert phases <= {event.get("name") for event in trace["traceEvents"]}
+    assert (tmp_path / "step.png").stat().st_size > 10_000
