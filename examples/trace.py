@@ -24,7 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 from model import ModelConfig, Transformer
 from plots import GREY, drawing, save
 from ranks import launch, pick_device, rank, world_size
-from train import load_kernel
+from train import load_kernel, local
 
 # The package's phases in a trace, and their rows in the picture. Between them lie the collectives.
 PHASES = {
@@ -114,7 +114,7 @@ def traced(model: Transformer, optimizer: Any, device: torch.device, path: Path)
 def set_gradients(model: Transformer) -> None:
     for parameter in model.parameters():
         parameter.grad = torch.empty_like(parameter)
-        parameter.grad.to_local().normal_()
+        local(parameter.grad).normal_()
 
 
 def spans_of(events: Any, device: torch.device) -> Iterator[Span]:
