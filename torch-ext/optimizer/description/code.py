@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import keyword
 from collections.abc import Callable, Mapping, Sequence
@@ -57,6 +58,7 @@ class Advice:
             d
             for d in subject.trainable
             if d.name not in self.leave
+            and (d.param.ndim > 1 or not self.only_matrices)
             and (
                 d.algorithm == "Muon"
                 or d.name in taken
@@ -148,21 +150,23 @@ def _convolutions(subject: Subject, take: Sequence[str]) -> tuple[str, list[str]
 
 
 def split_by(subject: Subject, advice: Advice) -> dict[str, Any]:
-    """The caller's ``split`` and the advised one, by patterns that match nothing else."""
-    given = subject.options.get("split")
+    """The caller's ``split`` and the advised one."""
+    given = advice.options.get("split", subject.options.get("split"))
     patterns: dict[str, Any] = dict(given) if isinstance(given, Mapping) else {}
-    if "split" in advice.options:
-        patterns = dict(advice.options["split"] or {})
+    return {**patterns, **patterns_of(advice.split, subject, advice)}
+
+
+def patterns_of(split: Mapping[str, Any], subject: Subject, advice: Advice) -> dict[str, Any]:
+    """Row counts by patterns, of row counts by name, which match no other matrix of Muon's."""
     together: dict[str, list[str]] = {}
-    for name, counts in advice.split.items():
+    for name, counts in split.items():
         together.setdefault(repr(counts), []).append(name)
-    others = [d.name for d in subject.decisions if d.name not in advice.split]
+    muons = [decision.name for decision in advice.muons(subject)]
+    found: dict[str, Any] = {}
     for names in together.values():
-        counts = advice.split[names[0]]
-        rest = [*others, *(name for name in advice.split if name not in names)]
-        for pattern in _patterns(names, rest):
-            patterns[pattern] = counts
-    return patterns
+        others = [name for name in muons if name not in names]
+        found.update(dict.fromkeys(_patterns(names, others), split[names[0]]))
+    return found
 
 
 def _patterns(names: Sequence[str], others: Sequence[str]) -> list[str]:
@@ -174,12 +178,18 @@ def _patterns(names: Sequence[str], others: Sequence[str]) -> list[str]:
         and part not in ("weight", "attn", "attention", "mlp")
         and all(part in name.split(".") for name in names)
     ]
-    for patterns in (*([part] for part in common), glob(names), list(names)):
-        if all(any(matches(name, p) for p in patterns) for name in names) and not any(
-            matches(name, p) for p in patterns for name in others if not name.endswith("bias")
-        ):
+    prefix = [f"{_common_prefix(names)}*"] if names[1:] else []
+    for patterns in (*([part] for part in common), glob(names), prefix):
+        catch_all = all(any(matches(name, p) for p in patterns) for name in names)
+        catch_others = any(matches(name, p) for p in patterns for name in others)
+        if catch_all and not catch_others and len(patterns) <= (len(names) + 1) // 2:
             return patterns
     return list(names)
+
+
+def _common_prefix(names: Sequence[str]) -> str:
+    pairs = itertools.takewhile(lambda letters: len(set(letters)) == 1, zip(*names))
+    return "".join(letters[0] for letters in pairs)
 
 
 def _name_of(function: Any, taken: str = "") -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Optional
 
 from torch import nn
@@ -23,11 +23,12 @@ _LARGE = 1000  # a vocabulary that no hidden size is mistaken for, if it is 8 ×
 def find(subject: Subject, advice: Advice) -> Iterator[Trap]:
     """Matrices of Muon's with a vocabulary for a side, and a last layer of few outputs."""
     sizes = vocabularies(subject)
-    last = _last_linear(subject)
+    muons = advice.muons(subject)
+    last = _last_linear(subject, muons)
     found: dict[str, list[str]] = {}
-    for decision in subject.of("Muon"):
+    for decision in muons:
         reason = _vocabulary(decision, subject, sizes)
-        if reason is None and decision is last and _is_head(decision, subject):
+        if reason is None and decision is last and _is_head(decision, subject, muons):
             reason = f"is the model's last layer ({tuple(decision.param.shape)})"
         if reason is not None:
             found.setdefault(reason, []).append(decision.name)
@@ -71,17 +72,16 @@ def _is_in_a_layer(decision: Decision, subject: Subject) -> bool:
     return not (is_direct and sum(part.isdigit() for part in parts) == 1)
 
 
-def _last_linear(subject: Subject) -> Optional[Decision]:
+def _last_linear(subject: Subject, muons: Sequence[Decision]) -> Optional[Decision]:
     """Of the weight of the model's last layer that is linear, tied to another one or not."""
     linear = [module for module in subject.model.modules() if isinstance(module, nn.Linear)]
     weight = linear[-1]._parameters.get("weight") if linear else None  # not of a parametrization
-    muons = subject.of("Muon")
     if weight is None or len(muons) < 2:  # where it is all there is, Muon would have nothing left
         return None
     return next((decision for decision in muons if decision.param is weight), None)
 
 
-def _is_head(decision: Decision, subject: Subject) -> bool:
+def _is_head(decision: Decision, subject: Subject, muons: Sequence[Decision]) -> bool:
     if _is_in_a_layer(decision, subject):
         return False
     parts = subject.place(decision).name.split(".")[:-1]
@@ -91,4 +91,7 @@ def _is_head(decision: Decision, subject: Subject) -> bool:
     words = {word for part in parts[-2:] for word in part.lower().split("_")}
     if words & _SAYS_HEAD and rows != cols:
         return True
-    return rows < cols and (rows <= _FEW or rows * 4 < cols)
+    # The size of a residual stream is a side of other matrices, too.
+    others = (d.param.shape for d in muons if d is not decision and d.param.ndim > 1)
+    sides = {side for shape in others for side in shape}
+    return rows not in sides and rows < cols and (rows <= _FEW or rows * 4 < cols)

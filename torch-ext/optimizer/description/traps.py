@@ -11,7 +11,7 @@ from ..core import matches
 from ..distributed import utils as dtensors
 from ..groups import Decision, unmatched_keys
 from . import convolutions, heads, learning_rate
-from .code import WORLD, Advice, Source, literal, split_by
+from .code import WORLD, Advice, Source, literal, patterns_of
 from .evidence import Subject, class_names, numel
 from .fused import Fused, fused_in, is_stored_transposed
 from .table import counted, fold
@@ -27,8 +27,8 @@ def find_warnings(subject: Subject, advice: Advice) -> list[Trap]:
         _replicas,
         _unmatched,
         _refused,
-        heads.find,
         convolutions.find,
+        heads.find,
         _fused,
         _transposed,
         learning_rate.find,
@@ -129,10 +129,10 @@ def _unmatched(subject: Subject, advice: Advice) -> Iterator[Trap]:
         )
     split = subject.options.get("split")
     names = [d.name for d in subject.of("Muon")]
-    patterns = [p for p in split or () if isinstance(split, Mapping)]
+    patterns = split if isinstance(split, Mapping) else {}
     lost = [p for p in patterns if not any(matches(name, p) for name in names)]
     if lost:
-        left = {p: counts for p, counts in (split or {}).items() if p not in lost}
+        left = {p: counts for p, counts in patterns.items() if p not in lost}
         advice.options["split"] = left or None
         yield Trap(
             "split",
@@ -173,7 +173,7 @@ def _split_without(subject: Subject, advice: Advice, decision: Decision) -> Any:
 
 def _fused(subject: Subject, advice: Advice) -> Iterator[Trap]:
     """Weights that hold several matrices, one below the other, and no split that says so."""
-    split = subject.options.get("split")
+    split = advice.options.get("split", subject.options.get("split"))
     if split is not None and not isinstance(split, Mapping):
         return
     found: dict[tuple[str, str], list[tuple[str, Fused]]] = {}
@@ -200,10 +200,9 @@ def _trap_of_fused(
             "takes the queries, the keys and the values of each head for themselves"
         )
     if fused.counts is not None:
-        alone = Advice(split=dict.fromkeys(names, fused.counts))
-        advice.split.update(alone.split)
-        empty = Subject(**{**vars(subject), "options": {}})
-        split = literal(split_by(empty, alone))
+        counts = dict.fromkeys(names, fused.counts)
+        advice.split.update(counts)
+        split = literal(patterns_of(counts, subject, advice))
         return Trap("fused", what, tuple(names), why, f"split={split}")
     size = "head_dim" if fused.by_head else "[rows of the first, of the second, …]"
     write = f'split={{"{_component(names)}": {size}}}'
