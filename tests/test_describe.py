@@ -455,7 +455,8 @@ def test_gates_of_recurrent_layers_are_split(cls, gates):
 
 
 def test_attention_of_torch_is_split_in_three():
-    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32), 3)
+    layer = nn.TransformerEncoderLayer(16, 2, 32)
+    encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
     description = follow(encoder)
     assert 'split={"in_proj_weight": [16, 16, 16]}' in description.code
     follow(nn.MultiheadAttention(16, 2))
@@ -674,6 +675,20 @@ def test_quantized_complex_and_one_row_weights_are_noted():
     description = follow(model)
     assert kinds(description.notes) == ["quantized", "complex", "vectors"]
     assert reasons(description)["proj.filter"] == "complex"
+
+
+class Params4bit(nn.Parameter):
+    """As bitsandbytes calls its own."""
+
+
+def test_packed_and_partitioned_weights_are_known_by_what_their_libraries_call_them():
+    model = Llama()
+    packed = Params4bit(torch.randn(16, 16), requires_grad=False)
+    model.layers[0].attention.wq.weight = packed
+    assert kinds(describe(model).notes) == ["quantized"]
+    for p in model.parameters():
+        p.data, p.ds_id = torch.empty(0), 0  # as DeepSpeed leaves them
+    assert "ZeRO-3" in describe(model).warnings[0].what
 
 
 def test_a_parametrized_weight_is_not_computed():

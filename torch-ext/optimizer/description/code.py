@@ -164,7 +164,7 @@ def patterns_of(split: Mapping[str, Any], subject: Subject, advice: Advice) -> d
     muons = [decision.name for decision in advice.muons(subject)]
     found: dict[str, Any] = {}
     for names in together.values():
-        others = [name for name in muons if name not in names]
+        others = list(dict.fromkeys(muons).keys() - set(names))
         found.update(dict.fromkeys(_patterns(names, others), split[names[0]]))
     return found
 

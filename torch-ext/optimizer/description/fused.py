@@ -131,8 +131,7 @@ def _gated(decision: Decision, place: Place, subject: Subject, called: str) -> O
     if is_transposed(place) or (len(shape) > 2 and _beside(decision, place, in_columns=True)):
         return Fused(holds, in_columns=True)
     rows = shape[-2]
-    inner = subject.look_up(place, _INTERMEDIATE)
-    if called in _GATED_BY_CONFIG and rows != 2 * (inner or 0):
+    if called in _GATED_BY_CONFIG and rows != 2 * (subject.look_up(place, _INTERMEDIATE) or 0):
         return None
     if rows % 2 or (len(shape) > 2 and not _beside(decision, place, in_columns=False)):
         return Fused(holds)

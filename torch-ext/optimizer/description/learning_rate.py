@@ -46,7 +46,8 @@ def find(subject: Subject, advice: Advice) -> Iterator[Trap]:
         "lr",
         f'lr={number(lr)} is too {too} for adjust_lr="{scale}"',
         (),
-        f"a step would move weights by {moved:.2%} of their size; {_usual(scale)}{alternative}",
+        f"a step would move weights by {100 * moved:.2g} % of their size; {_usual(scale)}"
+        f"{alternative}",
         f"lr={number(better)}",
     )
 

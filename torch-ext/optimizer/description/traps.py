@@ -193,7 +193,7 @@ def _trap_of_fused(
     subject: Subject, advice: Advice, holds: str, fused: Fused, names: Sequence[str]
 ) -> Trap:
     what = f"{counted(names, 'weight')} {'hold' if names[1:] else 'holds'} {holds} in one tensor"
-    why = "orthogonalized as one they share a scale; split takes each for itself"
+    why = "as one matrix they share singular values and scale; split takes each for itself"
     if fused.by_head:
         why = (
             "rows interleave, head by head, so that no block of rows is all of Q: a split by heads "
