@@ -140,7 +140,7 @@ def describe(
         warnings=warnings,
         notes=find_notes(subject, advice),
         code=write(subject, advice),
-        model=type(_unwrapped(model)).__name__,
+        model=type(_unwrapped(model)).__name__.removeprefix("FSDP"),  # fully_shard's
     )
 
 

@@ -206,8 +206,8 @@ def _trap_of_fused(
         return Trap("fused", what, tuple(names), why, f"split={split}")
     size = "head_dim" if fused.by_head else "[rows of the first, of the second, …]"
     write = f'split={{"{_component(names)}": {size}}}'
-    hint = "its sizes are not to be told from here; see the model's config, or its forward()"
-    advice.before.append(f"# {write} below parts {holds}: {hint}.")
+    hint = "how many rows each has is in the model's config, or its forward()"
+    advice.before += [f"# {write} below parts {holds}:", f"# {hint}."]
     return Trap("fused", what, tuple(names), f"{why}; {hint}", write)
 
 
