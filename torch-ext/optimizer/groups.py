@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Sequence
-from typing import Any, Callable, Optional
+from dataclasses import dataclass
+from typing import Any, Callable, Optional, Union
 
 import torch
 from torch import nn
@@ -31,6 +32,7 @@ EMBEDDINGS_AND_HEADS = frozenset(
         "position_embeddings",
         "token_type_embeddings",
         "token_embedding",
+        "positional_embedding",
         "tok_embedding",
         "tok_embeddings",
         "pos_embedding",
@@ -39,6 +41,9 @@ EMBEDDINGS_AND_HEADS = frozenset(
         "value_embeds",
         "tok_emb",
         "pos_emb",
+        "rel_pos_h",
+        "rel_pos_w",
+        "relative_position_bias_table",
         "wte",
         "wpe",
         "shared",
@@ -49,10 +54,27 @@ EMBEDDINGS_AND_HEADS = frozenset(
         "head",
         "classifier",
         "score",
+        "qa_outputs",
+        "seq_relationship",
+        "class_labels_classifier",
         "unembed",
         "unembedding",
     }
 )
+
+# Heads of several layers: the last of them.
+HEAD_PATHS = ("classifier.out_proj", "classification_head.out_proj")
+
+# Two-dimensional, but of numbers that are used one by one.
+ELEMENTWISE = frozenset({"A_log", "scale_shift_table"})
+
+# Name parts of adapters (PEFT) between a layer and its own weight.
+ADAPTER_PARTS = frozenset({"base_layer", "original_module"})
+
+# Beginnings or ends of reasons, by which `describe` tells them apart.
+VECTOR = "vector"
+BY_NAME = "embedding or head by name"
+DIMENSIONS = "dimensions"
 
 
 def normalize_name(name: str) -> str:
@@ -73,33 +95,126 @@ def default_is_muon(
 
     True for matrices, and for tensors of more dimensions that ``expert_keys`` names (the leading
     dimensions count experts), unless the component that owns the parameter is an embedding or an
-    output head, or the parameter is a bias. Convolutions are AdamW's unless asked for.
+    output head, or the parameter is a bias, complex, or known to be no linear map (Mamba's A_log).
+    Convolutions are AdamW's unless asked for.
 
     Args:
         name: fully qualified name, e.g. ``"layers.0.attention.wq.weight"``.
         param: the parameter.
         expert_keys: whole components of names that hold stacked experts, e.g. ``["experts"]``.
     """
-    if param.ndim < 2 or (param.ndim > 2 and not has_component(name, expert_keys)):
-        return False
-    owner, attribute = _owner_and_attribute(name)
-    if attribute.split("_")[-1] == "bias":  # (experts, out) biases look like a matrix
-        return False
-    return owner not in EMBEDDINGS_AND_HEADS and attribute not in EMBEDDINGS_AND_HEADS
+    return _judge(name, param, expert_keys)[0]
 
 
-def _owner_and_attribute(name: str) -> tuple[str, str]:
-    """The component that owns the parameter and what it calls it: ``("wq", "weight")``.
+def _judge(
+    name: str, param: torch.Tensor, expert_keys: Optional[Sequence[str]]
+) -> tuple[bool, str]:
+    """Whether the parameter is Muon's, and why."""
+    if param.ndim < 2:
+        return False, VECTOR if param.ndim else "scalar"
+    parts = _owning_parts(name)
+    if parts[-1].split("_")[-1] == "bias":  # (experts, out) biases look like a matrix
+        return False, "bias"
+    known = _is_embedding_or_head(name, parts)
+    if known is not None:
+        return False, f"{BY_NAME}: {known}"
+    if parts[-1] in ELEMENTWISE:
+        return False, "no linear map, by name"
+    if param.is_complex():
+        return False, "complex"
+    if param.ndim == 2:
+        return True, "matrix"
+    if has_component(name, expert_keys):
+        return True, "stacked experts"
+    return False, f"{param.ndim} {DIMENSIONS}"
 
-    Indices of lists are looked through, and so are parametrizations: both ``lm_head.0.weight`` and
-    ``lm_head.parametrizations.weight.original0`` are ``lm_head``'s ``weight``.
+
+def _is_embedding_or_head(name: str, parts: Sequence[str]) -> Optional[str]:
+    """What in the name says so."""
+    attribute, owner = parts[-1], parts[-2] if len(parts) > 1 else ""
+    known = next((part for part in (owner, attribute) if part in EMBEDDINGS_AND_HEADS), None)
+    if known == "output" and _is_numbered(name, known):
+        return None  # of an attention, say: a model's head is in none of its layers
+    return known or next((path for path in HEAD_PATHS if parts[-3:-1] == path.split(".")), None)
+
+
+def _is_numbered(name: str, component: str) -> bool:
+    """Whether an index comes before the component: ``layers.0.attention.output.weight``."""
+    parts = normalize_name(name).split(".")
+    return any(part.isdigit() for part in parts[: parts.index(component)])
+
+
+def _owning_parts(name: str) -> list[str]:
+    """The name's components that tell what the parameter is: ``[…, "wq", "weight"]``.
+
+    Indices of lists are looked through, and so are parametrizations and what adapters wrap:
+    ``lm_head.0.weight``, ``lm_head.parametrizations.weight.original0`` and
+    ``lm_head.modules_to_save.default.weight`` all are ``lm_head``'s ``weight``.
     """
     parts = normalize_name(name).split(".")
     if "parametrizations" in parts[:-1]:
         index = parts.index("parametrizations")
         parts = [*parts[:index], parts[index + 1]]
-    named = [part for part in parts if not part.isdigit()]
-    return (named[-2] if len(named) > 1 else ""), (named[-1] if named else "")
+    if "modules_to_save" in parts[:-2]:  # PEFT: followed by the adapter's name
+        index = parts.index("modules_to_save")
+        parts = [*parts[:index], *parts[index + 2 :]]
+    return [p for p in parts if not p.isdigit() and p not in ADAPTER_PARTS] or [""]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Which algorithm trains a parameter, and why.
+
+    Args:
+        name: its FQN, without the parts that wrappers add.
+        param: itself.
+        algorithm: ``"Muon"``, ``"AdamW"`` or ``"frozen"``.
+        reason: in a few words.
+    """
+
+    name: str
+    param: torch.Tensor
+    algorithm: str
+    reason: str
+
+
+def decide(
+    model: nn.Module,
+    is_muon_func: Callable[..., bool] = default_is_muon,
+    expert_keys: Optional[Sequence[str]] = None,
+) -> list[Decision]:
+    """What `get_default_muon_param_groups` does with each parameter of the model, in its order.
+
+    Raises:
+        ValueError: no model, or one with parameters that have no shape yet.
+    """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"takes a model (nn.Module), found a {type(model).__name__}")
+    with_keys = takes_expert_keys(is_muon_func)
+    embeddings: dict[int, str] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            for param in module.parameters():  # of its parametrizations too
+                embeddings.setdefault(id(param), normalize_name(path))
+    decisions = []
+    for name, param in model.named_parameters():
+        name = normalize_name(name)
+        if nn.parameter.is_lazy(param):
+            raise ValueError(f"{name} has no shape yet: run the model once, on any batch, first")
+        if not param.requires_grad:
+            decision = "frozen", "requires_grad=False"
+        elif id(param) in embeddings:
+            owner = embeddings[id(param)]
+            tied = not name.startswith(f"{owner}." if owner else "")
+            decision = "AdamW", f"tied to {owner}" if tied else "embedding"
+        elif is_muon_func is default_is_muon:
+            chosen, reason = _judge(name, param, expert_keys)
+            decision = "Muon" if chosen else "AdamW", reason
+        else:
+            arguments = (name, param, expert_keys) if with_keys else (name, param)
+            decision = "Muon" if is_muon_func(*arguments) else "AdamW", "is_muon_func"
+        decisions.append(Decision(name, param, *decision))
+    return decisions
 
 
 def get_default_muon_param_groups(
@@ -110,6 +225,7 @@ def get_default_muon_param_groups(
     """Muon's and AdamW's parameter groups of a model, frozen parameters left out.
 
     Weights of ``nn.Embedding`` and whatever is tied to one are AdamW's whatever their name.
+    `describe` tells of each parameter where it goes and why.
 
     Args:
         model: the model, sharded or not.
@@ -119,38 +235,38 @@ def get_default_muon_param_groups(
     Returns:
         Two groups, ``use_muon`` True and False, with ``params`` and ``names``; either may be empty.
     """
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"takes a model (nn.Module), found a {type(model).__name__}")
-    if isinstance(expert_keys, str):
-        expert_keys = [expert_keys]
-    takes_expert_keys = _takes_expert_keys(is_muon_func)
-    embeddings = {
-        id(param)
-        for module in model.modules()
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag))
-        for param in module.parameters()  # of its parametrizations too
-    }
+    expert_keys = as_keys(expert_keys)
+    decisions = decide(model, is_muon_func, expert_keys)
+    for key in unmatched_keys(decisions, expert_keys):
+        warnings.warn(f"expert_keys: no parameter has a component {key!r}", stacklevel=2)
     muon: dict[str, Any] = {"params": [], "names": [], "use_muon": True}
     if expert_keys is not None:
         muon["expert_keys"] = list(expert_keys)
     adamw: dict[str, Any] = {"params": [], "names": [], "use_muon": False}
-    names = [name for name, _ in model.named_parameters()]
-    for key in expert_keys or ():
-        if not any(has_component(name, [key]) for name in names):
-            warnings.warn(f"expert_keys: no parameter has a component {key!r}", stacklevel=2)
-    for name, param in model.named_parameters():
-        if not param.requires_grad:
-            continue
-        name = normalize_name(name)
-        arguments = (name, param, expert_keys) if takes_expert_keys else (name, param)
-        chosen = id(param) not in embeddings and is_muon_func(*arguments)
-        group = muon if chosen else adamw
-        group["params"].append(param)
-        group["names"].append(name)
+    groups = {"Muon": muon, "AdamW": adamw}
+    for decision in decisions:
+        if decision.algorithm in groups:
+            groups[decision.algorithm]["params"].append(decision.param)
+            groups[decision.algorithm]["names"].append(decision.name)
     return [muon, adamw]
 
 
-def _takes_expert_keys(function: Callable[..., bool]) -> bool:
+def as_keys(expert_keys: Union[str, Sequence[str], None]) -> Optional[Sequence[str]]:
+    return [expert_keys] if isinstance(expert_keys, str) else expert_keys
+
+
+def unmatched_keys(
+    decisions: Sequence[Decision], expert_keys: Optional[Sequence[str]]
+) -> list[str]:
+    """Expert keys that are a component of no name."""
+    names = [decision.name for decision in decisions]
+    return [
+        key for key in expert_keys or () if not any(has_component(name, [key]) for name in names)
+    ]
+
+
+def takes_expert_keys(function: Callable[..., bool]) -> bool:
+    """Whether an ``is_muon_func`` is to be called with ``expert_keys`` as well."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # builtins have no signature

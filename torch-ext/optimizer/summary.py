@@ -53,8 +53,8 @@ class Summary:
         lines.insert(1, "  ".join("-" * width for width in widths))
         t = self.totals
         lines.append(
-            f"this rank: {_short(t['flops'])}FLOP a step; sends {_short(t['sent_bytes'])}B and "
-            f"receives {_short(t['received_bytes'])}B in chunks: {t['chunks']}, in flight: "
+            f"this rank: {short(t['flops'])}FLOP a step; sends {short(t['sent_bytes'])}B and "
+            f"receives {short(t['received_bytes'])}B in chunks: {t['chunks']}, in flight: "
             f"{t['in_flight']}; most FLOPs of a rank over the mean: {t['balance']:.2f}"
         )
         lines.append(f"state: {t['state']}")
@@ -229,8 +229,8 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
         row["placement"],
         row["algorithm"] + (", QK-Clip" if row["clipped"] else ""),
         _owner(row),
-        _short(row["flops"]) if row["flops"] else "–",
-        f"{_short(row['bytes'])}B" if row["bytes"] else "–",
+        short(row["flops"]) if row["flops"] else "–",
+        f"{short(row['bytes'])}B" if row["bytes"] else "–",
     )
 
 
@@ -248,7 +248,7 @@ def _ranks(ranks: Sequence[int]) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
 
 
-def _short(number: float) -> str:
+def short(number: float) -> str:
     """Three digits and a unit: 1.23 M."""
     for unit in ("", "k", "M", "G", "T"):
         if number < 999.5:

@@ -1,0 +1,703 @@
+"""What `describe` tells of a model: decisions, reasons, traps, and code that runs as it stands."""
+
+from __future__ import annotations
+
+import copy
+import types
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrize
+
+from advice import arguments, follow, kinds, names_of, reasons, run
+from kernel import optimizer
+from ranks import run_ranks
+
+describe = optimizer.describe
+get_default_muon_param_groups = optimizer.muon.get_default_muon_param_groups
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+# Models
+
+
+class Attention(nn.Module):
+    def __init__(self, dim: int = 16, heads: int = 4, kv_heads: int = 2):
+        super().__init__()
+        self.n_heads, self.n_kv_heads = heads, kv_heads
+        self.wq = nn.Linear(dim, dim, bias=False)
+        self.wk = nn.Linear(dim, dim // heads * kv_heads, bias=False)
+        self.wv = nn.Linear(dim, dim // heads * kv_heads, bias=False)
+        self.wo = nn.Linear(dim, dim, bias=False)
+
+
+class Layer(nn.Module):
+    def __init__(self, dim: int = 16, heads: int = 4, kv_heads: int = 2):
+        super().__init__()
+        self.attention = Attention(dim, heads, kv_heads)
+        self.w1 = nn.Linear(dim, 3 * dim, bias=False)
+        self.w2 = nn.Linear(3 * dim, dim, bias=False)
+        self.w3 = nn.Linear(dim, 3 * dim, bias=False)
+        self.norm = nn.RMSNorm(dim)
+
+
+class Llama(nn.Module):
+    def __init__(self, dim: int = 16, layers: int = 2, vocabulary: int = 100, tied: bool = False):
+        super().__init__()
+        self.tok_embeddings = nn.Embedding(vocabulary, dim)
+        self.layers = nn.ModuleList(Layer(dim) for _ in range(layers))
+        self.norm = nn.RMSNorm(dim)
+        self.output = nn.Linear(dim, vocabulary, bias=False)
+        if tied:
+            self.output.weight = self.tok_embeddings.weight
+
+
+class Conv1D(nn.Module):
+    """A linear layer that stores (in, out), as GPT-2's."""
+
+    def __init__(self, outputs: int, inputs: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(inputs, outputs))
+        self.bias = nn.Parameter(torch.randn(outputs))
+
+
+def gpt2(dim: int = 16, layers: int = 2) -> nn.Module:
+    blocks = (
+        nn.ModuleDict({"c_attn": Conv1D(3 * dim, dim), "c_proj": Conv1D(dim, dim)})
+        for _ in range(layers)
+    )
+    model = nn.ModuleDict(
+        {"wte": nn.Embedding(50, dim), "wpe": nn.Embedding(20, dim), "h": nn.ModuleList(blocks)}
+    )
+    model["lm_head"] = nn.Linear(dim, 50, bias=False)
+    model["lm_head"].weight = model["wte"].weight
+    return model
+
+
+def of_layers(name: str, weight: nn.Module, head: int = 50, layers: int = 2, **config: int):
+    """A model of layers that each hold one module of that name, and a config."""
+    model = nn.Module()
+    model.embed_tokens = nn.Embedding(head, 16)
+    model.layers = nn.ModuleList(nn.ModuleDict({"attn": nn.ModuleDict()}) for _ in range(layers))
+    for layer in model.layers:
+        layer["attn"][name] = type(weight)(weight.in_features, weight.out_features, bias=True)
+    model.lm_head = nn.Linear(16, head, bias=False)
+    if config:
+        model.config = types.SimpleNamespace(**config)
+    return model
+
+
+class Experts(nn.Module):
+    def __init__(self, transposed: bool = False):
+        super().__init__()
+        shapes = [(3, 16, 24), (3, 12, 16)] if transposed else [(3, 24, 16), (3, 16, 12)]
+        self.gate_up_proj, self.down_proj = (nn.Parameter(torch.randn(shape)) for shape in shapes)
+        self.gate_up_proj_bias = nn.Parameter(torch.randn(3, 24))
+
+
+def moe(transposed: bool = False) -> nn.Module:
+    layers = (
+        nn.ModuleDict({"router": nn.Linear(16, 3), "experts": Experts(transposed)})
+        for _ in range(2)
+    )
+    return nn.ModuleDict({"embed_tokens": nn.Embedding(50, 16), "layers": nn.ModuleList(layers)})
+
+
+def resnet() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 7),
+        nn.Sequential(nn.Conv2d(8, 16, 3), nn.BatchNorm2d(16), nn.Conv2d(16, 16, 3, groups=16)),
+        nn.Sequential(nn.Conv2d(16, 32, 3), nn.BatchNorm2d(32)),
+        nn.Linear(32, 10),
+    )
+
+
+class Adapted(nn.Module):
+    def __init__(self, base: nn.Linear):
+        super().__init__()
+        self.base_layer = base.requires_grad_(False)
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(base.in_features, 2, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(2, base.out_features, bias=False)})
+
+
+# Decisions
+
+
+@pytest.mark.kernels_ci
+def test_a_plain_llama_has_no_trap_and_the_code_of_the_readme():
+    description = follow(Llama())
+    assert description.warnings == [] and description.notes == []
+    assert description.code.splitlines() == [
+        "groups = optimizer.muon.get_default_muon_param_groups(model)",
+        "optim = optimizer.Muon(groups, lr=1e-3)",
+    ]
+    told = reasons(description)
+    assert told["tok_embeddings.weight"] == "embedding"
+    assert told["layers.0.attention.wq.weight"] == "matrix"
+    assert told["norm.weight"] == "vector"
+    assert "output" in told["output.weight"]
+
+
+def test_rows_are_plain_data_of_every_parameter_in_the_models_order():
+    model = Llama()
+    model.layers[0].w1.weight.requires_grad_(False)
+    rows = describe(model).rows
+    assert [row["name"] for row in rows] == [name for name, _ in model.named_parameters()]
+    row = next(row for row in rows if row["name"] == "layers.0.w1.weight")
+    assert row == {
+        "name": "layers.0.w1.weight",
+        "shape": (48, 16),
+        "dtype": torch.float32,
+        "placement": "plain",
+        "numel": 768,
+        "algorithm": "frozen",
+        "reason": "requires_grad=False",
+    }
+
+
+@pytest.mark.parametrize("keys", [None, "experts", ["experts"]])
+@pytest.mark.parametrize("function", [None, lambda name, p: p.ndim == 2 and "w" in name])
+def test_decisions_are_those_of_the_groups(keys, function):
+    given = {} if function is None else {"is_muon_func": function}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of keys that match nothing
+        for model in (Llama(), gpt2(), moe(), resnet()):
+            groups = get_default_muon_param_groups(model, expert_keys=keys, **given)
+            description = describe(model, expert_keys=keys, **given)
+            assert [names_of(description, a) for a in ("Muon", "AdamW")] == [
+                group["names"] for group in groups
+            ]
+
+
+def test_totals_count_parameters_and_shares():
+    model = Llama()
+    model.norm.weight.requires_grad_(False)
+    totals = describe(model).totals
+    number = sum(p.numel() for p in model.parameters())
+    assert totals["frozen"] == {"tensors": 1, "numel": 16, "share": 16 / number}
+    assert sum(total["numel"] for total in totals.values()) == number
+    assert sum(total["share"] for total in totals.values()) == pytest.approx(1)
+
+
+def test_layers_that_are_alike_take_one_line_each():
+    with torch.device("meta"):
+        model = Llama(dim=4096, layers=100, vocabulary=128_256)
+    text = str(describe(model))
+    line = next(line for line in text.splitlines() if "wq" in line)
+    assert line.split() == [
+        "layers.{0..99}.attention.wq.weight",
+        "(4096,",
+        "4096)",
+        "×100",
+        "Muon",
+        "matrix",
+    ]
+    assert len(text.splitlines()) < 30
+
+
+def test_a_model_of_many_shapes_still_fits_a_screen():
+    blocks = [nn.Sequential(nn.Linear(i, i + 1), nn.Conv2d(i, i + 2, 3)) for i in range(5, 90)]
+    model = nn.ModuleDict({f"block{i}x": block for i, block in enumerate(blocks)})
+    text = str(describe(model))
+    assert len(text.splitlines()) < 60
+
+
+def test_nothing_is_printed(capsys):
+    describe(gpt2())
+    assert capsys.readouterr() == ("", "")
+
+
+# Wrapped, sharded, on meta
+
+
+@pytest.mark.kernels_ci
+def test_a_model_on_meta_is_described_as_any_other():
+    with torch.device("meta"):
+        model = Llama(dim=4096, layers=32, vocabulary=128_256)
+    assert follow(model).warnings == []
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        pytest.param(lambda model: torch.compile(model, backend="eager"), id="compile"),
+        pytest.param(lambda model: checkpoint_wrapper(model), id="checkpoint_wrapper"),
+        pytest.param(nn.DataParallel, id="DataParallel"),
+    ],
+)
+def test_a_wrapped_model_is_described_as_the_model(wrap):
+    model = gpt2()
+    expected, found = describe(model), describe(wrap(model))
+    assert found.rows == expected.rows and found.code == expected.code
+    assert found.notes == expected.notes and found.model == expected.model
+
+
+def sharded() -> None:
+    model = Llama(tied=True)
+    whole = describe(model)
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    found = describe(model)
+    assert found.code == whole.code and found.warnings == []
+    for row, expected in zip(found.rows, whole.rows):
+        assert "Shard(dim=0)" in row["placement"]
+        assert {**row, "placement": ""} == {**expected, "placement": ""}
+    fused = of_layers("qkv", nn.Linear(16, 48))
+    fully_shard(fused)
+    follow(fused)
+
+
+def test_shapes_of_sharded_models_are_whole_and_placements_are_told():
+    run_ranks(sharded, 1)
+
+
+def flat() -> None:
+    for original in (False, True):
+        model = FullyShardedDataParallel(
+            Llama(), device_id=torch.device("cpu"), use_orig_params=original
+        )
+        description = describe(model)
+        assert kinds(description.warnings) == ["flat"]
+        assert "fully_shard" in description.code
+        run(description.code, model)
+
+
+def test_flat_parameters_of_fsdp1_are_told():
+    run_ranks(flat, 1)
+
+
+def replicated() -> None:
+    model = Llama()
+    description = describe(model)
+    assert kinds(description.warnings) == ["replicas"]
+    assert "fully_shard" in description.code and "grad_reduce" in description.code
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Llama())
+    description = follow(model)
+    assert kinds(description.warnings) == ["replicas"]
+    assert "grad_reduce" not in description.code
+    assert describe(model, process_group=dist.group.WORLD).warnings == []
+    fully_shard(model := Llama())
+    assert describe(model).warnings == []
+
+
+def test_plain_parameters_on_several_ranks_are_told_to_name_a_process_group():
+    run_ranks(replicated, 2)
+
+
+def under_ddp_alone() -> None:
+    assert describe(DistributedDataParallel(Llama())).warnings == []
+
+
+def test_one_rank_needs_no_process_group():
+    run_ranks(under_ddp_alone, 1)
+
+
+# Embeddings and heads
+
+
+def test_a_tied_head_is_noted_and_no_warning():
+    description = follow(Llama(tied=True))
+    assert kinds(description.notes) == ["tied"] and description.warnings == []
+    assert set(description.notes[0].parameters) == {"tok_embeddings.weight", "output.weight"}
+
+
+def test_embeddings_of_an_encoder_and_a_decoder_tied_to_one_another_are_one_note():
+    model = nn.ModuleDict({"shared": nn.Embedding(40, 8)})
+    for name in ("encoder", "decoder"):
+        model[name] = nn.ModuleDict({"embed_tokens": nn.Embedding(40, 8), "wi": nn.Linear(8, 12)})
+        model[name]["embed_tokens"].weight = model["shared"].weight
+    model["lm_head"] = nn.Linear(8, 40, bias=False)
+    model["lm_head"].weight = model["shared"].weight
+    description = follow(model)
+    assert kinds(description.notes) == ["tied"] and len(description.notes[0].parameters) == 4
+    assert reasons(description)["shared.weight"] == "embedding"
+
+
+def test_a_module_used_twice_is_noted():
+    model = nn.ModuleDict({"first": nn.Linear(8, 8)})
+    model["second"] = model["first"]
+    assert kinds(follow(model).notes) == ["shared", "shared"]
+
+
+@pytest.mark.parametrize("name", ["to_words", "decoder"])
+def test_a_head_that_no_name_reveals_is_told_by_the_vocabulary(name):
+    model = Llama(vocabulary=100)
+    del model.output
+    model.add_module(name, nn.Linear(16, 100))
+    description = follow(model)
+    assert kinds(description.warnings) == ["head"]
+    assert description.warnings[0].parameters == (f"{name}.weight",)
+    assert "tok_embeddings" in description.warnings[0].what
+
+
+def test_an_embedding_made_of_a_plain_parameter_is_told_by_the_config():
+    model = Llama(vocabulary=100)
+    del model.tok_embeddings
+    model.words = nn.Parameter(torch.randn(100, 16))
+    model.config = {"vocab_size": 100}
+    assert kinds(follow(model).warnings) == ["head"]
+
+
+def test_hidden_sizes_that_equal_a_small_vocabulary_raise_no_alarm():
+    assert describe(Llama(dim=16, vocabulary=48)).warnings == []  # w1 is (48, 16), as the head is
+    assert describe(Llama(dim=16, vocabulary=16)).warnings == []
+
+
+@pytest.mark.parametrize("name", ["fc", "fc3", "heads", "predictions"])
+def test_a_last_layer_is_told_to_be_a_head(name):
+    model = nn.ModuleDict({"layer1": nn.Linear(32, 32), "layer2": nn.Linear(32, 64)})
+    model[name] = nn.Linear(64, 20)
+    assert [t.parameters for t in follow(model).warnings] == [(f"{name}.weight",)]
+
+
+def test_the_last_layer_of_a_sequence_with_few_outputs_is_a_head():
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.Linear(64, 10))
+    assert [t.parameters for t in follow(model).warnings] == [("3.weight",)]
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        nn.Linear(64, 2),  # all there is
+        nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 64)),
+        nn.TransformerDecoderLayer(16, 2, 32),
+        nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(64, 64), nn.Linear(64, 8)])}),
+        nn.ModuleDict({"pooler": nn.Linear(16, 16), "proj": nn.Linear(16, 16)}),
+    ],
+)
+def test_other_last_layers_are_none(model):
+    assert "head" not in kinds(describe(model).warnings)
+
+
+def test_a_head_that_an_adapter_library_saves_whole_stays_adamws():
+    base = "base_model.model.score"
+    names = {f"{base}.modules_to_save.default.weight", f"{base}.original_module.weight"}
+    for name in names:
+        assert not optimizer.muon.default_is_muon(name, torch.empty(4, 8))
+
+
+def test_numbers_used_one_by_one_are_no_matrices():
+    model = nn.ModuleDict({"mixer": nn.Module(), "proj": nn.Linear(8, 8)})
+    model["mixer"].A_log = nn.Parameter(torch.randn(8, 4))
+    assert reasons(follow(model))["mixer.A_log"] == "no linear map, by name"
+
+
+def test_an_output_projection_within_a_layer_is_muons():
+    layer = nn.ModuleDict({"attention": nn.ModuleDict({"output": nn.Linear(8, 8)})})
+    model = nn.ModuleDict({"blocks": nn.ModuleList([layer]), "output": nn.Linear(8, 30)})
+    assert names_of(follow(model), "Muon") == ["blocks.0.attention.output.weight"]
+
+
+# Fused projections
+
+
+@pytest.mark.parametrize("name", ["qkv", "qkv_proj", "c_attn", "wqkv", "Wqkv"])
+def test_fused_projections_are_split_in_three_where_shapes_tell(name):
+    description = follow(of_layers(name, nn.Linear(16, 48)))
+    assert kinds(description.warnings) == ["fused"]
+    assert f'split={{"{name}": [16, 16, 16]}}' in description.code
+
+
+def test_fused_grouped_query_projections_are_split_by_the_config():
+    config = dict(num_attention_heads=4, num_key_value_heads=2, hidden_size=16)
+    description = follow(of_layers("qkv_proj", nn.Linear(16, 32), **config))
+    assert 'split={"qkv_proj": [16, 8, 8]}' in description.code
+    description = follow(of_layers("qkv_proj", nn.Linear(16, 64), head_dim=8, **config))
+    assert 'split={"qkv_proj": [32, 16, 16]}' in description.code
+
+
+def test_fused_projections_whose_sizes_nothing_tells_get_a_line_to_fill_in():
+    model = of_layers("qkv_proj", nn.Linear(16, 32))
+    description = describe(model)
+    assert kinds(description.warnings) == ["fused"]
+    assert 'split={"qkv_proj": [' in description.warnings[0].write
+    assert "# split=" in description.code
+    assert "split" not in arguments(description.code, run(description.code, model))
+
+
+def test_rows_that_interleave_are_split_by_heads_only():
+    model = of_layers("query_key_value", nn.Linear(16, 48), num_attention_heads=4)
+    description = follow(model)
+    assert "interleave" in description.warnings[0].why
+    assert 'split={"query_key_value": 4}' in description.code
+    model = of_layers("query_key_value", nn.Linear(16, 48))
+    assert "[16, 16, 16]" not in str(describe(model))
+
+
+def test_columns_are_noted_to_stay_together():
+    description = follow(gpt2())
+    assert kinds(description.notes) == ["tied", "columns"] and description.warnings == []
+
+
+def test_gates_of_a_feed_forward_are_split_in_two():
+    description = follow(of_layers("gate_up_proj", nn.Linear(16, 48)))
+    assert 'split={"gate_up_proj": [24, 24]}' in description.code
+
+
+@pytest.mark.parametrize("cls, gates", [(nn.LSTM, 4), (nn.GRU, 3)])
+def test_gates_of_recurrent_layers_are_split(cls, gates):
+    rnn = cls(12, 8, num_layers=2, bidirectional=True)
+    alone = copy.deepcopy(rnn)
+    description = follow(nn.ModuleDict({"rnn": rnn, "proj": nn.Linear(16, 16)}))
+    assert f"{gates} gates" in description.warnings[0].what
+    assert 'split={"rnn": 8}' in description.code
+    assert 'split={"weight_*": 8}' in follow(alone).code
+    assert describe(nn.RNN(12, 8)).warnings == []
+
+
+def test_attention_of_torch_is_split_in_three():
+    layer = nn.TransformerEncoderLayer(16, 2, 32)
+    encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+    description = follow(encoder)
+    assert 'split={"in_proj_weight": [16, 16, 16]}' in description.code
+    follow(nn.MultiheadAttention(16, 2))
+    assert describe(nn.MultiheadAttention(16, 2, kdim=8, vdim=8)).warnings == []
+
+
+def test_fused_projections_of_several_sizes_are_each_split_by_their_own():
+    stages = (
+        nn.ModuleList(nn.ModuleDict({"qkv": nn.Linear(d, 3 * d)}) for _ in range(2))
+        for d in (8, 16)
+    )
+    description = follow(nn.ModuleDict({"stages": nn.ModuleList(stages)}))
+    assert '"stages.0.*.qkv.weight": [8, 8, 8]' in description.code
+
+
+def test_a_given_split_is_kept_and_what_it_settles_is_not_told_again():
+    model = of_layers("qkv", nn.Linear(16, 48))
+    assert describe(model, split={"qkv": 4}).warnings == []
+    assert describe(model, split=8).warnings == []
+    model.layers[0]["gate_up"] = nn.Linear(16, 32)
+    description = follow(model, split={"qkv": 4})
+    assert 'split={"qkv": 4, "gate_up": [16, 16]}' in description.code
+
+
+# More than two dimensions
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_stacked_experts_are_told_to_name_expert_keys(transposed):
+    description = follow(moe(transposed))
+    assert kinds(description.warnings) == (["experts"] if transposed else ["experts", "fused"])
+    assert 'expert_keys=["experts"]' in description.code
+    assert ('split={"gate_up_proj": [12, 12]}' in description.code) is not transposed
+    assert kinds(description.notes) == (["columns"] if transposed else [])
+
+
+def test_experts_are_known_by_their_number_too():
+    layer = nn.ModuleDict({"ffn": nn.ModuleDict({"input_linear": nn.Module()})})
+    layer["ffn"]["input_linear"].weight = nn.Parameter(torch.randn(4, 16, 16))
+    model = nn.ModuleDict({"layers": nn.ModuleList([layer])})
+    model.config = types.SimpleNamespace(num_local_experts=4)
+    assert 'expert_keys=["input_linear"]' in follow(model).code
+
+
+def test_a_list_of_experts_is_a_list_of_matrices():
+    experts = nn.ModuleList(nn.ModuleDict({"w1": nn.Linear(8, 12)}) for _ in range(4))
+    model = nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"experts": experts})])})
+    assert follow(model).warnings == []
+    assert describe(model, expert_keys=["experts"]).warnings == []
+
+
+def test_tensors_that_may_be_stacked_get_a_line_to_fill_in():
+    model = nn.ModuleDict({"attn": nn.Module(), "proj": nn.Linear(16, 16)})
+    model["attn"].W_Q = nn.Parameter(torch.randn(4, 16, 8))
+    description = describe(model)
+    assert kinds(description.warnings) == ["dimensions"]
+    assert 'expert_keys=["W_Q"]' in description.warnings[0].write
+    run(description.code, model)
+    assert describe(model, expert_keys=["W_Q"]).warnings == []
+
+
+def test_expert_keys_that_match_nothing_are_told_without_a_warning_of_pythons():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        description = describe(Llama(), expert_keys=["experts"])
+    assert kinds(description.warnings) == ["expert_keys"]
+    follow(Llama(), expert_keys=["experts"])
+    assert 'expert_keys=["experts"]' in follow(moe(), expert_keys=["expert"]).code
+
+
+@pytest.mark.kernels_ci
+def test_convolutions_of_a_resnet_are_told_to_be_flattened():
+    description = follow(resnet())
+    assert kinds(description.warnings) == ["convolutions", "head"]
+    assert description.warnings[0].parameters == ("1.0.weight", "2.0.weight")
+    assert "flatten=True" in description.code
+
+
+def test_a_patch_embedding_is_no_convolution_to_flatten():
+    model = nn.ModuleDict(
+        {
+            "patch": nn.Conv2d(3, 32, 16),
+            "blocks": nn.ModuleList([nn.ModuleDict({"fc1": nn.Linear(32, 64)})]),
+            "head": nn.Linear(32, 10),
+        }
+    )
+    model.pos_embed = nn.Parameter(torch.randn(1, 17, 32))
+    model.cls_token = nn.Parameter(torch.randn(1, 1, 32))
+    assert follow(model).warnings == []
+
+
+def test_small_and_depthwise_convolutions_beside_matrices_are_adamws():
+    mixer = nn.ModuleDict(
+        {"conv1d": nn.Conv1d(64, 64, 4, groups=64), "in_proj": nn.Linear(64, 256)}
+    )
+    mixer["stem"] = nn.Conv1d(16, 16, 3)
+    assert follow(nn.ModuleDict({"layers": nn.ModuleList([mixer])})).warnings == []
+
+
+# Learning rates
+
+
+@pytest.mark.parametrize("dim", [512, 4096])
+@pytest.mark.parametrize(
+    "lr, scale, verdict",
+    [
+        (1e-6, "match_rms_adamw", None),
+        (1e-4, "match_rms_adamw", None),
+        (3e-3, "match_rms_adamw", None),
+        (0.02, "match_rms_adamw", "large"),
+        (1.0, "match_rms_adamw", "large"),
+        (1e-8, "match_rms_adamw", "small"),
+        (3e-4, "original", "small"),
+        (0.02, "original", None),
+        (0.05, "original", None),
+        (0.5, "original", "large"),
+        (3e-4, "none", "small"),
+        (0.02, "none", None),
+        (0.0, "original", None),
+    ],
+)
+def test_learning_rates_are_judged_by_their_scale(dim, lr, scale, verdict):
+    with torch.device("meta"):
+        model = Llama(dim=dim)
+    description = follow(model, lr=lr, adjust_lr=scale)
+    assert kinds(description.warnings) == ([] if verdict is None else ["lr"])
+    if verdict is not None:
+        assert f"too {verdict}" in description.warnings[0].what
+
+
+def test_a_learning_rate_that_suits_the_other_scale_is_told_so():
+    with torch.device("meta"):
+        model = Llama(dim=1024)
+    assert 'adjust_lr="original"' in describe(model, lr=0.02).warnings[0].why
+    told = describe(model, lr=3e-4, adjust_lr="original").warnings[0]
+    assert 'adjust_lr="match_rms_adamw"' in told.why
+
+
+def test_a_tensor_is_not_read_and_adamw_gets_a_rate_of_its_own():
+    model, lr = Llama(), torch.tensor(5.0)
+    description = describe(model, lr=lr)
+    assert description.warnings == [] and "lr=lr" in description.code
+    code = describe(model, adjust_lr="original").code
+    space = run(code, model)
+    assert [group["lr"] for group in space["optim"].param_groups] == [0.02, 3e-4]
+
+
+def test_weights_stored_in_out_are_told_of_a_scale_that_is_not_symmetric():
+    for model in (gpt2(dim=64), moe(transposed=True)):
+        description = follow(model, adjust_lr="original", lr=0.02)
+        assert "transposed" in kinds(description.warnings)
+        assert 'adjust_lr="match_rms_adamw"' in description.code
+    assert "transposed" not in kinds(describe(gpt2(), adjust_lr="none").warnings)
+    assert describe(Llama(), adjust_lr="original").warnings == []
+
+
+# What Muon would refuse, and what it is given by mistake
+
+
+def everything(name, param):
+    return True
+
+
+def test_what_muon_would_refuse_is_told():
+    description = follow(resnet(), is_muon_func=everything)
+    assert "refused" in kinds(description.warnings)
+    assert "everything(name, param)" in description.code
+    description = follow(of_layers("qkv", nn.Linear(16, 48)), split={"qkv": [7, 7]})
+    assert "adds up to 14" in description.warnings[0].why
+    assert "[16, 16, 16]" in description.code
+
+
+def test_patterns_that_match_nothing_are_told():
+    description = follow(Llama(), split={"wqkv": 4, "wq": 4})
+    assert kinds(description.warnings) == ["split"]
+    assert 'split={"wq": 4}' in description.code
+
+
+def test_options_are_those_of_muon():
+    with pytest.raises(TypeError, match="learning_rate"):
+        describe(Llama(), learning_rate=1e-3)
+    with pytest.raises(ValueError, match="momentum must be"):
+        describe(Llama(), momentum=2)
+    with pytest.raises(ValueError, match=r"nn\.Module"):
+        describe([torch.randn(2, 2)])
+    with pytest.raises(ValueError, match=r"0\.weight.*run the model once"):
+        describe(nn.Sequential(nn.LazyLinear(3)))
+    code = follow(Llama(), lr=2e-3, weight_decay=0.05, ns_dtype=torch.float32, ns_steps=5).code
+    for argument in ("lr=2e-3", "weight_decay=0.05", "ns_dtype=torch.float32", "ns_steps=5"):
+        assert argument in code
+
+
+def test_a_model_without_matrices_is_told():
+    description = describe(nn.ModuleDict({"tok": nn.Embedding(8, 4), "norm": nn.LayerNorm(4)}))
+    assert kinds(description.warnings) == ["nothing"]
+    description = describe(Llama().requires_grad_(False))
+    assert "frozen" in description.warnings[0].what
+
+
+def test_adapters_and_frozen_weights_are_noted():
+    model = Llama(vocabulary=100).requires_grad_(False)
+    for layer in model.layers:
+        layer.attention.wq = Adapted(layer.attention.wq)
+    description = follow(model)
+    assert description.warnings == [] and kinds(description.notes) == ["adapters"]
+    assert len(names_of(description, "Muon")) == 4
+    assert description.totals["frozen"]["share"] > 0.9
+
+
+def test_quantized_complex_and_one_row_weights_are_noted():
+    model = nn.ModuleDict(
+        {"proj": nn.Linear(8, 8), "gate": nn.Linear(8, 1), "proj2": nn.Linear(8, 8)}
+    )
+    model["proj"].packed = nn.Parameter(torch.zeros(8, 8, dtype=torch.uint8), requires_grad=False)
+    model["proj"].filter = nn.Parameter(torch.randn(4, 4, dtype=torch.complex64))
+    description = follow(model)
+    assert kinds(description.notes) == ["quantized", "complex", "vectors"]
+    assert reasons(description)["proj.filter"] == "complex"
+
+
+class Params4bit(nn.Parameter):
+    """As bitsandbytes calls its own."""
+
+
+def test_packed_and_partitioned_weights_are_known_by_what_their_libraries_call_them():
+    model = Llama()
+    packed = Params4bit(torch.randn(16, 16), requires_grad=False)
+    model.layers[0].attention.wq.weight = packed
+    assert kinds(describe(model).notes) == ["quantized"]
+    for p in model.parameters():
+        p.data, p.ds_id = torch.empty(0), 0  # as DeepSpeed leaves them
+    assert "ZeRO-3" in describe(model).warnings[0].what
+
+
+def test_a_parametrized_weight_is_not_computed():
+    class Never(nn.Module):
+        def forward(self, weight):
+            raise AssertionError("computed")
+
+    model = Llama()
+    weights = [(model.layers[0].w1, "weight"), (model.output, "weight")]
+    for module, name in weights:
+        parametrize.register_parametrization(module, name, Never(), unsafe=True)
+    assert describe(model).warnings == []
