@@ -391,12 +391,6 @@ def test_numbers_used_one_by_one_are_no_matrices():
     assert reasons(follow(model))["mixer.A_log"] == "no linear map, by name"
 
 
-def test_an_output_projection_within_a_layer_is_muons():
-    layer = nn.ModuleDict({"attention": nn.ModuleDict({"output": nn.Linear(8, 8)})})
-    model = nn.ModuleDict({"blocks": nn.ModuleList([layer]), "output": nn.Linear(8, 30)})
-    assert names_of(follow(model), "Muon") == ["blocks.0.attention.output.weight"]
-
-
 # Fused projections
 
 
@@ -573,6 +567,8 @@ def test_small_and_depthwise_convolutions_beside_matrices_are_adamws():
         (0.02, "original", None),
         (0.05, "original", None),
         (0.5, "original", "large"),
+        (3e-4, "spectral", "small"),
+        (0.01, "spectral", None),
         (3e-4, "none", "small"),
         (0.02, "none", None),
         (0.0, "original", None),

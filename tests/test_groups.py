@@ -122,13 +122,13 @@ TABLE = [
     ("base_model.model.lm_head.base_layer.weight", (32, 8), None, False),
     ("score.weight", (2, 8), None, False),
     ("decoder.lm_head.weight", (32, 8), None, False),
+    ("blocks.0.attention.output.weight", (8, 8), None, False),
     # tables of positions, and numbers that are used one by one
     ("positional_embedding", (17, 8), None, False),
     ("layers.0.attn.rel_pos_h", (15, 4), None, False),
     ("layers.0.attn.relative_position_bias_table", (49, 4), None, False),
     ("backbone.layers.0.mixer.A_log", (16, 4), None, False),
     # what only sounds like an embedding or a head
-    ("blocks.0.attention.output.weight", (8, 8), None, True),
     ("layers.0.head_proj.weight", (8, 8), None, True),
     ("layers.0.multihead.out_proj.weight", (8, 8), None, True),
     ("encoder.output.proj.weight", (8, 8), None, True),

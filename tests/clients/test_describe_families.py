@@ -336,8 +336,8 @@ EXPECTED: dict[str, Expected] = {
         notes="tied",
     ),
     "rwkv": Expected(
-        muon="key value receptance output",
-        adamw="embeddings time_mix_key time_mix_value time_mix_receptance head",
+        muon="key value receptance",
+        adamw="embeddings time_mix_key time_mix_value time_mix_receptance output head",
     ),
     "recurrent_gemma": Expected(
         muon="linear_y linear_x linear_out gate_proj up_proj down_proj",

@@ -115,7 +115,7 @@ def _judge(
     parts = _owning_parts(name)
     if parts[-1].split("_")[-1] == "bias":  # (experts, out) biases look like a matrix
         return False, "bias"
-    known = _is_embedding_or_head(name, parts)
+    known = _is_embedding_or_head(parts)
     if known is not None:
         return False, f"{BY_NAME}: {known}"
     if parts[-1] in ELEMENTWISE:
@@ -129,19 +129,11 @@ def _judge(
     return False, f"{param.ndim} {DIMENSIONS}"
 
 
-def _is_embedding_or_head(name: str, parts: Sequence[str]) -> Optional[str]:
+def _is_embedding_or_head(parts: Sequence[str]) -> Optional[str]:
     """What in the name says so."""
     attribute, owner = parts[-1], parts[-2] if len(parts) > 1 else ""
     known = next((part for part in (owner, attribute) if part in EMBEDDINGS_AND_HEADS), None)
-    if known == "output" and _is_numbered(name, known):
-        return None  # of an attention, say: a model's head is in none of its layers
     return known or next((path for path in HEAD_PATHS if parts[-3:-1] == path.split(".")), None)
-
-
-def _is_numbered(name: str, component: str) -> bool:
-    """Whether an index comes before the component: ``layers.0.attention.output.weight``."""
-    parts = normalize_name(name).split(".")
-    return any(part.isdigit() for part in parts[: parts.index(component)])
 
 
 def _owning_parts(name: str) -> list[str]:

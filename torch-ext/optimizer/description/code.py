@@ -18,7 +18,7 @@ from .evidence import Subject
 from .table import glob
 
 WIDTH = 88
-LR = {"match_rms_adamw": 1e-3, "original": 0.02, "none": 0.02}
+LR = {"match_rms_adamw": 1e-3, "original": 0.02, "spectral": 0.01, "none": 0.02}
 ADAMW_LR = 3e-4  # where Muon's is on a scale of its own
 WORLD = "torch.distributed.group.WORLD"
 

@@ -18,9 +18,9 @@ from .trap import Trap
 # Above: what is known to work with Muon stays under 9 % (0.05 with "original"); with
 # "match_rms_adamw", 0.02 in matrices of 512 columns and more is above.
 MOST = 0.12
-# Below: "original" and "none" are for rates around 0.02, 3 % a step; one of AdamW's, 3e-4, moves
-# weights by 0.05 %. With AdamW's scale small rates are meant: fine-tuning goes down to 1e-6.
-LEAST = {"match_rms_adamw": 2e-6, "original": 1e-3, "none": 1e-3}
+# Below: the others are for rates around 0.02, 3 % a step; one of AdamW's, 3e-4, moves weights by
+# 0.05 %. With AdamW's scale small rates are meant: fine-tuning goes down to 1e-6.
+LEAST = {"match_rms_adamw": 2e-6, "original": 1e-3, "spectral": 1e-3, "none": 1e-3}
 
 
 def find(subject: Subject, advice: Advice) -> Iterator[Trap]:
@@ -55,7 +55,7 @@ def find(subject: Subject, advice: Advice) -> Iterator[Trap]:
 def _usual(scale: str) -> str:
     if scale == "match_rms_adamw":
         return "rates like AdamW's are meant, 1e-4 to 1e-2"
-    return "rates around 0.02 are meant"
+    return f"rates around {number(LR[scale])} are meant"
 
 
 def relative_update(

@@ -217,7 +217,8 @@ def _component(names: Sequence[str]) -> str:
 
 
 def _transposed(subject: Subject, advice: Advice) -> Iterator[Trap]:
-    if subject.options.get("adjust_lr") != "original":
+    scale = subject.options.get("adjust_lr")
+    if scale not in ("original", "spectral"):
         return
     names = [d.name for d in advice.muons(subject) if is_stored_transposed(d, subject)]
     if names:
@@ -226,7 +227,7 @@ def _transposed(subject: Subject, advice: Advice) -> Iterator[Trap]:
             "transposed",
             f"{counted(names, 'weight')} {'are' if names[1:] else 'is'} stored (in, out)",
             tuple(names),
-            'adjust_lr="original" scales by sqrt(rows/cols), which is upside down for them; '
+            f'adjust_lr="{scale}" scales by sqrt(rows/cols), which is upside down for them; '
             '"match_rms_adamw" is the same both ways',
             'adjust_lr="match_rms_adamw"',
         )
