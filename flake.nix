@@ -8,5 +8,7 @@
     kernel-builder.lib.genKernelFlakeOutputs {
       inherit self;
       path = ./.;
+      # What the tests import beside torch and pytest: they load the kernel as users do.
+      pythonCheckInputs = python: [ python.kernels python.numpy ];
     };
 }

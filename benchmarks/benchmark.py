@@ -1,6 +1,6 @@
 """The Hub's benchmark: orthogonalization, and a whole step on the matrices of a transformer layer.
 
-    kernels benchmark org/optimizer
+    kernels benchmark DIRECTORY   # of a build: a checkout after `make build`, a downloaded kernel
 
 The references use singular values, not the iteration under test: what an iteration does to a matrix
 is its polynomials on the singular values. The runner times a reference once, so its speed-up is no

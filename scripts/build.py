@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from kernels._rust import Build, Digest, DigestAlgorithm, Metadata
 
@@ -38,9 +39,12 @@ def main() -> None:
     parser.add_argument("--source", type=Path, default=root, help="directory of build.toml")
     parser.add_argument("--output", type=Path, help="where variants go (default: SOURCE/build)")
     parser.add_argument("--backend", action="append", help="build this one only; may be repeated")
+    parser.add_argument("--release", action="store_true", help="refuse what is not in a commit")
     args = parser.parse_args()
     output = args.output or args.source / "build"
     try:
+        if args.release:
+            require_committed(args.source)
         ids = build(args.source, output, args.backend)
     except (OSError, ValueError) as error:
         raise SystemExit(f"build failed: {error}") from error
@@ -66,9 +70,13 @@ def build(source: Path, output: Path, backends: Sequence[str] | None = None) -> 
     return ids
 
 
+def read_config(source: Path) -> dict[str, Any]:
+    return tomllib.loads((source / "build.toml").read_text())
+
+
 def write_variant(source: Path, variant: Path, backend: str) -> str:
     """Write the package's files, _ops.py if it is used, and metadata.json; returns the id."""
-    config = tomllib.loads((source / "build.toml").read_text())
+    config = read_config(source)
     general = config["general"]
     module = general["name"].replace("-", "_")
     copy_package(source / "torch-ext" / module, variant, config["torch-noarch"]["pyext"])
@@ -121,20 +129,44 @@ def digests(variant: Path) -> dict[str, str]:
 
 def git_status(source: Path) -> dict[str, object] | None:
     """Commit and dirtiness of the sources; None outside a checkout or before its first commit."""
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(source), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
     sources = ["--", "build.toml", "torch-ext"]
     try:
-        commit = git("rev-parse", "HEAD")
+        commit = git(source, "rev-parse", "HEAD").strip()
         # An unpacked release inside somebody else's checkout is not a part of it.
-        tracked = git("ls-files", *sources)
-        changed = git("status", "--porcelain", *sources)
+        tracked = git(source, "ls-files", *sources)
+        changed = git(source, "status", "--porcelain", *sources)
     except (OSError, subprocess.CalledProcessError):
         return None
     return {"commit": commit, "dirty": bool(changed)} if tracked else None
+
+
+def require_committed(source: Path) -> str:
+    """The commit that a release is built from; ValueError names what is in none."""
+    status = git_status(source)
+    if status is None:
+        raise ValueError(f"{source} is in no commit of a git repository: commit it first")
+    if changed := uncommitted(source):
+        more = f" and {len(changed) - 10} more" if len(changed) > 10 else ""
+        named = ", ".join(changed[:10]) + more
+        raise ValueError(f"not in a commit, so commit, remove or stash it: {named}")
+    return str(status["commit"])
+
+
+def uncommitted(source: Path) -> list[str]:
+    """Paths that differ from the commit, and files that git ignores but a build takes."""
+    changed = git(source, "status", "--porcelain", "-z", "--no-renames", "--untracked-files=all")
+    ignored = git(
+        source, "ls-files", "-z", "--others", "--ignored", "--exclude-standard", "--", "torch-ext"
+    )
+    suffixes = tuple(f".{suffix}" for suffix in read_config(source)["torch-noarch"]["pyext"])
+    return [entry[3:] for entry in changed.split("\0") if entry] + [
+        path for path in ignored.split("\0") if path.endswith(suffixes)
+    ]
+
+
+def git(source: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(source), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def uses_custom_ops(variant: Path) -> bool:

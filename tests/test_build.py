@@ -6,6 +6,8 @@ leaves out.
 
 import ast
 import importlib.util
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -37,9 +39,13 @@ needs_build_script = pytest.mark.skipif(
 
 @pytest.mark.kernels_ci
 def test_build_toml_is_accepted_and_complete():
-    # The parser accepts an empty `backends` silently.
+    # The parser takes an empty `backends`, and dependencies that no loader would install.
     assert [str(backend) for backend in Build.open(ROOT).general.backends] == BACKENDS
     config = tomllib.loads((ROOT / "build.toml").read_text())
+    assert config.keys() == {"general", "torch-noarch"}
+    assert config["general"].keys() == {
+        *("name", "version", "edition", "license", "backends", "hub")
+    }
     assert config["general"]["name"] == "optimizer"
     assert config["general"]["version"] == 1
     assert config["general"]["license"] == "Apache-2.0"
@@ -55,12 +61,56 @@ def test_flake_parses():
     subprocess.run(["nix-instantiate", "--parse", flake], check=True, capture_output=True)
 
 
+COLLECT = """
+import sys
+from importlib.machinery import PathFinder
+
+class Without(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        absent = name.split(".")[0] in {absent!r}
+        return None if absent else super().find_spec(name, path, target)
+
+sys.meta_path[sys.meta_path.index(PathFinder)] = Without
+import pytest
+sys.exit(pytest.main(["tests", "-m", "kernels_ci", "--collect-only", "-p", "no:cacheprovider"]))
+"""
+
+
+@needs_build_script
+@pytest.mark.slow
+def test_the_builder_collects_the_tests_with_the_packages_that_the_flake_gives_them(tmp_path):
+    for name in ("torch-ext", "tests"):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
+    flake = (ROOT / "flake.nix").read_text()
+    given = re.search(r"pythonCheckInputs = python: \[(.*?)\]", flake)[1]
+    others = {"numpy", "matplotlib", "rich", "hypothesis", "expecttest", "xdist", "triton"}
+    absent = others - set(given.replace("python.", "").split())
+    done = subprocess.run(
+        [sys.executable, "-c", COLLECT.format(absent=absent)],
+        env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+
+
 def test_card_renders_with_what_the_builder_passes():
     card = ROOT / "CARD.md"
     if not card.exists():
         pytest.skip("CARD.md is not part of the published sources")
-    template = pytest.importorskip("jinja2").Template(card.read_text(), trim_blocks=True)
-    text = template.render(
+    jinja2 = pytest.importorskip("jinja2")
+    source = card.read_text()
+    variables = pytest.importorskip("jinja2.meta").find_undeclared_variables(
+        jinja2.Environment().parse(source)
+    )
+    assert variables <= {"repo_id", "functions", "layers", "has_benchmark", "upstream", "license"}
+    # The version is not among them.
+    (version,) = set(re.findall(r"(?:version=|--revision v)(\d+)", source))
+    assert int(version) == tomllib.loads((ROOT / "build.toml").read_text())["general"]["version"]
+    text = jinja2.Template(source, trim_blocks=True).render(
         repo_id="org/optimizer", functions=["Muon"], has_benchmark=True, license="apache-2.0"
     )
     front_matter = text.split("---\n")[1]
@@ -173,6 +223,7 @@ import sys
 sys.path.insert(0, {path!r})
 {before}
 import optimizer
+{after}
 print(*sorted(name for name in sys.modules if name.split(".")[0] == "optimizer"))
 """
 
@@ -194,15 +245,18 @@ for module in (torch.cuda, torch.accelerator, torch.xpu, torch.mps, torch.backen
 """
 
 
-def import_package(before: str) -> set[str]:
-    script = IMPORT_PACKAGE.format(path=str(PACKAGE.parent), before=before)
+def import_package(before: str, after: str = "") -> set[str]:
+    script = IMPORT_PACKAGE.format(path=str(PACKAGE.parent), before=before, after=after)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return set(done.stdout.split())
 
 
 def test_importing_asks_for_no_device():
-    assert "optimizer.muon" in import_package(DEVICE_QUERIES_RAISE)
+    # So it imports under a GPU build of torch that sees no GPU. What is imported later, too.
+    triton = "import optimizer.triton_kernels.symmetric, optimizer.triton_kernels.elementwise"
+    later = triton if importlib.util.find_spec("triton") else ""
+    assert "optimizer.muon" in import_package(DEVICE_QUERIES_RAISE, later)
 
 
 def test_package_imports_without_triton():
@@ -318,6 +372,32 @@ def test_id_and_provenance_tell_uncommitted_work(builder, source, tmp_path):
         assert metadata.id.endswith("_dirty") and metadata.provenance.dirty
         ids.add(metadata.id)
     assert len(ids) == 2, "different uncommitted contents share an id"
+
+
+@needs_build_script
+@pytest.mark.skipif(not shutil.which("git"), reason="needs git")
+def test_a_release_names_what_is_in_no_commit(builder, source):
+    def git(*arguments: str) -> None:
+        identity = ["-c", "user.name=test", "-c", "user.email=test@example.com"]
+        subprocess.run(["git", "-C", source, *identity, *arguments], check=True)
+
+    with pytest.raises(ValueError, match="is in no commit of a git repository"):
+        builder.require_committed(source)
+    git("init", "--quiet")
+    git("add", ".")
+    git("commit", "--quiet", "-m", "all")
+    assert re.fullmatch("[0-9a-f]{40}", builder.require_committed(source))
+    package = source / "torch-ext" / "optimizer"
+    (source / "notes").mkdir()
+    for path in (source / "notes" / "new.md", package / "ignored.json", package / "__init__.py"):
+        path.write_text("[]")
+    (package / "muon.pyc").write_bytes(b"")
+    (source / ".git" / "info" / "exclude").write_text("ignored.json\n*.pyc\n")
+    with pytest.raises(ValueError) as refusal:
+        builder.require_committed(source)
+    for path in ("notes/new.md", "optimizer/ignored.json", "optimizer/__init__.py"):
+        assert path in str(refusal.value)
+    assert "pyc" not in str(refusal.value)
 
 
 @needs_build_script
