@@ -229,14 +229,22 @@ class Muon(Stateful):
         self._clip.check([*self._views(), view])
         validation.warn_of_overshoot(view, where)
         names = group.pop("names")
-        super().add_param_group(group)
-        self._names.append(names)
+        # torch wants param_names in all groups or in none; a group without may join others here.
+        shown = [own.pop("param_names", None) for own in (*self.param_groups, group)]
+        try:
+            super().add_param_group(group)
+            self._names.append(names)
+        finally:
+            for own, in_torchs_form in zip((*self.param_groups, group), shown):
+                if in_torchs_form is not None:
+                    own["param_names"] = in_torchs_form
 
     @property
     def names(self) -> list[Optional[list[str]]]:
         """For each group the names of its parameters, in order, or None.
 
         They are no group keys: torch.distributed.checkpoint would look for them in checkpoints.
+        ``param_names``, torch's own key, does stay where it was given, for who looks for it there.
         """
         return [view["names"] for view in self._views()]
 
@@ -250,6 +258,10 @@ class Muon(Stateful):
         for number, group in enumerate(self.param_groups):
             if "names" in group:  # set on the group after construction
                 self._names[number] = group.pop("names")
+                if "param_names" in group:
+                    group["param_names"] = self._names[number]
+            elif "param_names" in group:
+                self._names[number] = group["param_names"]
         groups = zip(self.param_groups, self._names)
         return [self._translate({**group, "names": names}) for group, names in groups]
 
@@ -454,6 +466,7 @@ class Muon(Stateful):
         found = self._survey_of(groups)
         if found is not self._survey:
             self._survey, self._agreed = found, []
+            self._forget_strangers()
             if self._wide.debug:
                 logger.info("planned:\n%s", self._summarize(groups, found))
         return found
