@@ -18,7 +18,7 @@ from .distributed import utils as dtensors
 from .distributed.machine import Machine
 from .distributed.plan import NOTHING, Plan
 from .distributed.replicas import Replicas
-from .grad_scaler import Scaling, forget_where_it_raises
+from .grad_scaler import Scaling, forget_where_it_raises, is_asked_by_lightning
 from .groups import default_is_muon, get_default_muon_param_groups
 from .options import GROUP_OPTIONS
 from .planning import NO_SURVEY, Survey, entries_of, notes_of, plan_all, plan_step, sets_of, survey
@@ -133,9 +133,6 @@ class Muon(Stateful):
     _agreed: list[Plan]  # on which ranks have compared notes
     _compared: bool  # what replicas hold
     _warned: bool  # of a step without gradients
-
-    # torch.amp.GradScaler then calls every step, and says which to skip.
-    _step_supports_amp_scaling = True
 
     def __init__(
         self,
@@ -328,6 +325,11 @@ class Muon(Stateful):
         self._update(error, qk_logits)
         return loss
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """torch.amp.GradScaler then calls every step, and says which to skip."""
+        return not is_asked_by_lightning()
+
     @staticmethod
     def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
         """Around the hooks, too."""
@@ -432,7 +434,9 @@ class Muon(Stateful):
         )
 
     def _compare_replicas(self, groups: list[dict[str, Any]]) -> None:
-        """Before a first step, whether ranks hold the same plain parameters, and gradients."""
+        """Before a first step, whether ranks hold the same plain parameters, and gradients, and of
+        their state each its own part.
+        """
         replicas = self._wide.process_group
         if replicas is None:
             return
@@ -443,10 +447,19 @@ class Muon(Stateful):
             if param.requires_grad and not dtensors.is_dtensor(param)
         ]
         names, params = [name for name, _ in plain], [param for _, param in plain]
-        problem = replicas.difference(names, params, averaged=self._wide.divided is None)
+        parts = [self._divided_state(param) for param in params]
+        problem = replicas.difference(names, params, parts, averaged=self._wide.divided is None)
         if problem is not None:
             self._agreement.may_go = False  # all of them have found it
             raise ValueError(problem)
+
+    def _divided_state(self, param: Tensor) -> Optional[Tensor]:
+        """What this rank holds of a plain parameter's momentum, where replicas divide it."""
+        for key in ("momentum_buffer", "exp_avg"):
+            value = self.state.get(param, {}).get(key)
+            if dtensors.is_dtensor(value) and value.placements[0].is_shard():
+                return dtensors.local(value)
+        return None
 
     def _plan(self) -> tuple[list[dict[str, Any]], Plan]:
         """Groups, checked, and the plan of the step."""
