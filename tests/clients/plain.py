@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler
+from torch.distributed.tensor import DTensor
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from kernel import optimizer
 from task import Sequences, build_model
@@ -29,6 +30,19 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
+def whole_weights_of(model: nn.Module) -> dict[str, Tensor]:
+    """Of a sharded model; to be called on all ranks."""
+    return {
+        name: value.full_tensor().clone() if isinstance(value, DTensor) else value
+        for name, value in weights_of(model).items()
+    }
+
+
+def linear(steps: int) -> Callable[[Any], LRScheduler]:
+    """The schedule of the examples that choose one."""
+    return lambda optim: LambdaLR(optim, lambda step: 1 - step / steps)
+
+
 def batch_of(first: int, size: int) -> dict[str, Tensor]:
     """Consecutive sequences of the task, as its data loaders give them."""
     samples = [Sequences(1 << 30)[i] for i in range(first, first + size)]
@@ -43,6 +57,7 @@ def train(
     max_norm: float | None = 1.0,
     autocast: bool = False,
     by_tokens: bool = False,
+    clip_by_groups: bool = False,
     prepare: Callable[[nn.Module, Any], None] | None = None,
     **options: Any,
 ) -> Trained:
@@ -55,6 +70,8 @@ def train(
         autocast: whether forwards are in bf16.
         by_tokens: whether an update's gradients are divided by its tokens, as transformers' Trainer
             does it, and not each batch's by its own.
+        clip_by_groups: whether the norm is added up in the order of the optimizer's groups, as
+            Lightning does it, and not in the model's.
         prepare: sees model and optimizer before the first step.
         options: Muon's.
     """
@@ -71,7 +88,9 @@ def train(
         batches = [batch_of(start, batch_size) for start in starts]
         losses.append(_accumulate(model, batches, autocast, by_tokens))
         if max_norm is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+            in_groups = [p for group in optim.param_groups for p in group["params"]]
+            params = in_groups if clip_by_groups else list(model.parameters())
+            nn.utils.clip_grad_norm_(params, max_norm)
         optim.step()
         optim.zero_grad()
         if scheduler is not None:

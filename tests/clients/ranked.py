@@ -36,11 +36,11 @@ def torchrun(script: Path, *arguments: str, ranks: int = 2, timeout: float = 180
     return done.stdout
 
 
-def run(function: Any, folder: Path, ranks: int = 2, **arguments: Any) -> Any:
+def run(function: Any, folder: Path, /, **arguments: Any) -> Any:
     """What a module-level function returns on rank 0."""
     path = folder / f"{function.__name__}.pt"
     names = (function.__module__, function.__name__)
-    torchrun(Path(__file__), *names, str(path), json.dumps(arguments), ranks=ranks)
+    torchrun(Path(__file__), *names, str(path), json.dumps(arguments))
     return torch.load(path, weights_only=False)
 
 
