@@ -138,10 +138,40 @@ def test_names_in_torchs_form_are_names():
     assert theirs.param_groups[0]["param_names"] == ["weight", "bias"]
     group = {key: theirs.param_groups[0][key] for key in ("params", "param_names")}
     optim = Muon([{**group, "use_muon": False}])
-    assert optim.names == [["weight", "bias"]]
-    assert "param_names" not in optim.param_groups[0] and len(group) == 2
+    assert optim.names == [["weight", "bias"]] and "names" not in group
     optim.add_param_group({"params": [nn.Parameter(torch.ones(2, 2))], "use_muon": True})
     assert optim.names == [["weight", "bias"], None]
+
+
+def test_names_in_torchs_form_stay_where_those_look_who_gave_them():
+    """torchtitan makes state dicts by the names that it finds in groups."""
+    model, ours = nn.Linear(4, 4), nn.Parameter(torch.ones(2, 2))
+    named = {"params": [model.weight, model.bias], "param_names": ["weight", "bias"]}
+    optim = Muon([{**named, "use_muon": False}])
+    optim.add_param_group({"params": [ours], "param_names": ["ours"], "use_muon": True})
+    optim.add_param_group({"params": [], "names": [], "use_muon": True})
+
+    def shown(groups: list[dict]) -> list[Any]:
+        return [group.get("param_names") for group in groups]
+
+    expected = [["weight", "bias"], ["ours"], None]
+    saved = copy.deepcopy(optim.state_dict())
+    assert shown(optim.param_groups) == shown(saved["param_groups"]) == expected
+    for group in saved["param_groups"]:
+        group.pop("param_names", None)
+    optim.load_state_dict(saved)
+    assert shown(optim.param_groups) == shown(copy.deepcopy(optim).param_groups) == expected
+    optim.param_groups[1]["param_names"] = ["theirs"]
+    optim.param_groups[0]["names"] = ["w", "b"]
+    assert optim.names == [["w", "b"], ["theirs"], []]
+    assert shown(optim.param_groups) == [["w", "b"], ["theirs"], None]
+
+
+def test_two_lists_of_names_that_differ_raise():
+    group = {"params": [nn.Parameter(torch.ones(2, 2))], "names": ["a"], "use_muon": True}
+    Muon([{**group, "param_names": ["a"]}])
+    with pytest.raises(ValueError, match="names and other param_names"):
+        Muon([{**group, "param_names": ["b"]}])
 
 
 def test_names_in_a_checkpoint_are_not_taken_and_stop_no_group_from_being_added():

@@ -463,6 +463,15 @@ def test_convolutions_have_their_rows_first():
         assert (p[:6] == 0.5).all() and (p[6:] == 1).all()
 
 
+def test_a_recorder_of_a_module_within_the_one_that_gave_the_groups_is_told_so():
+    """As the model of a LightningModule is."""
+    optim = muon(projections("model.layers.0.attn"), clip_config=CONFIG)
+    optim.qk_recorder = Recorder({"layers.0.attn": HIGH})
+    has = r"The recorder has 'layers.0.attn', not 'model.layers.0.attn': make it of the same module"
+    with pytest.raises(ValueError, match=has):
+        optim.step()
+
+
 def test_recorded_logits_of_layers_that_are_not_trained_are_passed_over():
     named = projections("layers.1.attn")
     optim = muon(named, clip_config=CONFIG, none_grad=False)

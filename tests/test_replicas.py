@@ -699,6 +699,60 @@ class Chat(nn.Module):
         ]
 
 
+def load_of_one_rank(kind: str, folder: str) -> None:
+    """As trainers do that save on their first rank alone."""
+    torch.manual_seed(0)
+    params = [nn.Parameter(torch.randn(shape)) for shape in ((6, 4), (4, 8), (8,))]
+    groups = [
+        {"params": params[:2], "names": ["a", "b"], "use_muon": True},
+        {"params": params[2:], "names": ["c"], "use_muon": False},
+    ]
+    optim = optimizer.Muon(groups, **options_of(kind))
+
+    def step(seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for p in params:
+            p.grad = torch.randn(p.shape, generator=generator)
+        optim.step()
+
+    step(0)
+    path = f"{folder}/{dist.get_rank()}.pt"
+    torch.save(optim.state_dict(), path)
+    optim.load_state_dict(torch.load(path, weights_only=True))  # a file of its own
+    step(1)
+    dist.barrier()
+    optim.load_state_dict(torch.load(f"{folder}/0.pt", weights_only=True))
+    before = [p.detach().clone() for p in params]
+    try:
+        step(2)
+    finally:
+        assert all(torch.equal(p, q) for p, q in zip(params, before))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_one_rank_saved_of_divided_state_is_refused_when_all_have_loaded_it(kind, tmp_path):
+    for outcome in rank_outcomes(load_of_one_rank, 2, kind, str(tmp_path)):
+        assert outcome.error == "ValueError"
+        assert "state of a is that of the same rows on ranks 0 and 1" in outcome.message
+
+
+def load_of_rows_that_are_alike(kind: str, folder: str) -> None:
+    """Of a layer whose outputs are summed up, say."""
+    weight = nn.Parameter(torch.randn(6, 4, generator=torch.Generator().manual_seed(0)))
+    optim = optimizer.Muon([{"params": [weight], "use_muon": True}], **options_of(kind))
+    for _ in range(2):
+        weight.grad = torch.arange(4.0).expand(6, 4).clone()
+        optim.step()
+        torch.save(optim.state_dict(), f"{folder}/{dist.get_rank()}.pt")
+        saved = torch.load(f"{folder}/{dist.get_rank()}.pt", weights_only=True)
+        optim.load_state_dict(saved)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_whose_rows_of_state_are_alike_by_themselves_step_on(kind, tmp_path):
+    run_ranks(load_of_rows_that_are_alike, 2, kind, str(tmp_path))
+
+
 def schedule(optim: torch.optim.Optimizer, step: int, steps: int) -> None:
     """Live hyperparameters, as nanochat's loop sets them before every step."""
     for group in optim.param_groups:

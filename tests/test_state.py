@@ -8,6 +8,7 @@ import inspect
 import io
 import pickle
 import re
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -1423,6 +1424,31 @@ def test_a_state_dict_after_parameters_were_swapped_out_has_only_the_present_one
     optim.state_dict()
     optim.param_groups[0]["params"] = [new]
     assert set(optim.state_dict()["state"]) == {0}
+
+
+def test_state_that_was_never_stepped_goes_with_the_parameters_that_are_swapped_out():
+    """It would keep the whole model beside its shards: accelerate has it made before it swaps."""
+    model, optim = build(beta2=0.9)
+    optim.load_state_dict(optim.state_dict())
+    old = weakref.ref(optim.param_groups[0]["params"][0])
+    new = swap_parameters(optim, lambda p: nn.Parameter(p.detach().clone()))
+    del model
+    for p in new:
+        p.grad = torch.ones_like(p)
+    optim.step()
+    assert set(optim.state) == set(new) and old() is None
+
+
+def test_state_of_parameters_that_come_back_is_as_they_left_it():
+    model, optim = build()
+    set_gradients(model)
+    optim.step()
+    before, old = copy.deepcopy(optim.state_dict()), [g["params"] for g in optim.param_groups]
+    swap_parameters(optim, lambda p: nn.Parameter(p.detach().clone()))
+    optim.state_dict()
+    for group, params in zip(optim.param_groups, old):
+        group["params"] = params
+    assert_equal(optim.state_dict(), before)
 
 
 def test_groups_appended_behind_the_optimizers_back_raise():

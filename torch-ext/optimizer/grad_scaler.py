@@ -8,6 +8,7 @@ others. Of an optimizer with ``_step_supports_amp_scaling`` it sets two attribut
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Optional
 
@@ -70,6 +71,16 @@ class Scaling:
             self.has_unscaled = True
             torch._foreach_mul_(grads, self._scale.reciprocal().to(device, non_blocking=True))
         self._optimizer.grad_scale = None  # a step within hooks of this one has them unscaled
+
+
+def is_asked_by_lightning() -> bool:
+    """Whether Lightning reads the property that calls this, and not a scaler.
+
+    Of an optimizer with ``_step_supports_amp_scaling`` it expects that gradients are still scaled
+    before the step, and refuses to clip them, in bf16 too. Of others it has them unscaled.
+    """
+    asking = sys._getframe(2).f_globals.get("__name__", "")
+    return asking.split(".")[0] in ("lightning", "lightning_fabric", "pytorch_lightning")
 
 
 def forget_where_it_raises(step: Callable[..., Any]) -> Callable[..., Any]:

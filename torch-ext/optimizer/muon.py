@@ -18,7 +18,7 @@ from .distributed import utils as dtensors
 from .distributed.machine import Machine
 from .distributed.plan import NOTHING, Plan
 from .distributed.replicas import Replicas
-from .grad_scaler import Scaling, forget_where_it_raises
+from .grad_scaler import Scaling, forget_where_it_raises, is_asked_by_lightning
 from .groups import default_is_muon, get_default_muon_param_groups
 from .options import GROUP_OPTIONS
 from .planning import NO_SURVEY, Survey, entries_of, notes_of, plan_all, plan_step, sets_of, survey
@@ -134,9 +134,6 @@ class Muon(Stateful):
     _compared: bool  # what replicas hold
     _warned: bool  # of a step without gradients
 
-    # torch.amp.GradScaler then calls every step, and says which to skip.
-    _step_supports_amp_scaling = True
-
     def __init__(
         self,
         params: Iterable[dict[str, Any]],
@@ -229,14 +226,22 @@ class Muon(Stateful):
         self._clip.check([*self._views(), view])
         validation.warn_of_overshoot(view, where)
         names = group.pop("names")
-        super().add_param_group(group)
-        self._names.append(names)
+        # torch wants param_names in all groups or in none; a group without may join others here.
+        shown = [own.pop("param_names", None) for own in (*self.param_groups, group)]
+        try:
+            super().add_param_group(group)
+            self._names.append(names)
+        finally:
+            for own, in_torchs_form in zip((*self.param_groups, group), shown):
+                if in_torchs_form is not None:
+                    own["param_names"] = in_torchs_form
 
     @property
     def names(self) -> list[Optional[list[str]]]:
         """For each group the names of its parameters, in order, or None.
 
         They are no group keys: torch.distributed.checkpoint would look for them in checkpoints.
+        ``param_names``, torch's own key, does stay where it was given, for who looks for it there.
         """
         return [view["names"] for view in self._views()]
 
@@ -250,6 +255,10 @@ class Muon(Stateful):
         for number, group in enumerate(self.param_groups):
             if "names" in group:  # set on the group after construction
                 self._names[number] = group.pop("names")
+                if "param_names" in group:
+                    group["param_names"] = self._names[number]
+            elif "param_names" in group:
+                self._names[number] = group["param_names"]
         groups = zip(self.param_groups, self._names)
         return [self._translate({**group, "names": names}) for group, names in groups]
 
@@ -315,6 +324,11 @@ class Muon(Stateful):
             error = raised
         self._update(error, qk_logits)
         return loss
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """torch.amp.GradScaler then calls every step, and says which to skip."""
+        return not is_asked_by_lightning()
 
     @staticmethod
     def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -420,7 +434,9 @@ class Muon(Stateful):
         )
 
     def _compare_replicas(self, groups: list[dict[str, Any]]) -> None:
-        """Before a first step, whether ranks hold the same plain parameters, and gradients."""
+        """Before a first step, whether ranks hold the same plain parameters, and gradients, and of
+        their state each its own part.
+        """
         replicas = self._wide.process_group
         if replicas is None:
             return
@@ -431,10 +447,19 @@ class Muon(Stateful):
             if param.requires_grad and not dtensors.is_dtensor(param)
         ]
         names, params = [name for name, _ in plain], [param for _, param in plain]
-        problem = replicas.difference(names, params, averaged=self._wide.divided is None)
+        parts = [self._divided_state(param) for param in params]
+        problem = replicas.difference(names, params, parts, averaged=self._wide.divided is None)
         if problem is not None:
             self._agreement.may_go = False  # all of them have found it
             raise ValueError(problem)
+
+    def _divided_state(self, param: Tensor) -> Optional[Tensor]:
+        """What this rank holds of a plain parameter's momentum, where replicas divide it."""
+        for key in ("momentum_buffer", "exp_avg"):
+            value = self.state.get(param, {}).get(key)
+            if dtensors.is_dtensor(value) and value.placements[0].is_shard():
+                return dtensors.local(value)
+        return None
 
     def _plan(self) -> tuple[list[dict[str, Any]], Plan]:
         """Groups, checked, and the plan of the step."""
@@ -454,6 +479,7 @@ class Muon(Stateful):
         found = self._survey_of(groups)
         if found is not self._survey:
             self._survey, self._agreed = found, []
+            self._forget_strangers()
             if self._wide.debug:
                 logger.info("planned:\n%s", self._summarize(groups, found))
         return found

@@ -328,6 +328,6 @@ def _muon_groups(params: Params) -> list[dict[str, Any]]:
 
 def _subset(group: Mapping[str, Any], chosen: Sequence[bool]) -> dict[str, Any]:
     """The group with only the chosen parameters and their names."""
-    lists = {key: group[key] for key in ("params", "names") if key in group}
+    lists = {key: group[key] for key in ("params", "names", "param_names") if key in group}
     cut = {key: [x for x, keep in zip(each, chosen) if keep] for key, each in lists.items()}
     return {**group, **cut}

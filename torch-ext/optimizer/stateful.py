@@ -14,7 +14,7 @@ from .cpu_offload import Hooks, Offloadable, Use
 from .distributed import utils as dtensors
 from .planning import Survey
 from .qk_clip.clip import QKClip
-from .state import Spec, keys_of, place, specs_of, zeros
+from .state import KEYS, Spec, keys_of, place, specs_of, zeros
 
 
 class Stateful(Offloadable):
@@ -83,6 +83,21 @@ class Stateful(Offloadable):
         self._offload.create(on_host)
         if self._offload.is_on or found.hosted:
             self._hold_state()
+
+    def _forget_strangers(self) -> None:
+        """Lets go of state that is all zeros, of parameters that have left the groups.
+
+        Trainers that swap parameters for their shards have had it made by `state_dict`. Kept, it
+        would keep the whole model, too; made again it would be the same.
+        """
+        held = {id(param) for group in self.param_groups for param in group["params"]}
+        strangers = [key for key in self.state if isinstance(key, Tensor) and id(key) not in held]
+        if strangers:
+            self._offload.settle()
+        for param in strangers:
+            own = self.state[param]
+            if own.keys() <= {*KEYS, "step"} and all(_is_zero(value) for value in own.values()):
+                del self.state[param]
 
     def _convert(self, own: dict[str, Tensor], key: str, dtype: Optional[torch.dtype]) -> None:
         """Follows a ``momentum_dtype`` that was changed."""
@@ -294,3 +309,8 @@ class Stateful(Offloadable):
         self._forget_plans()
         if is_unpickled:
             self._hooks = Hooks(self, None) if self.cpu_offload == "backward" else None
+
+
+def _is_zero(value: Tensor) -> bool:
+    """Whether a tensor has nothing but zeros, or no numbers at all."""
+    return value.is_meta or not dtensors.local(value).any()

@@ -50,8 +50,11 @@ def as_groups(params: Any) -> list[dict[str, Any]]:
 def normalize_group(param_group: Any, where: str) -> dict[str, Any]:
     """A copy of the group with ``params`` a list, and ``names`` where they came as pairs.
 
+    ``param_names``, as torch's own optimizers have them, are ``names``, and stay beside them.
+
     Raises:
-        ValueError: no ``use_muon``, no ``params``, an unordered set, only some in pairs.
+        ValueError: no ``use_muon``, no ``params``, an unordered set, only some in pairs, two lists
+            of names that differ.
     """
     if not isinstance(param_group, dict) or not isinstance(param_group.get("use_muon"), bool):
         raise ValueError(f"{where} does not say use_muon=True or False: {_WRITE_THIS}")
@@ -62,8 +65,9 @@ def normalize_group(param_group: Any, where: str) -> dict[str, Any]:
     if isinstance(params, (set, frozenset)):
         raise ValueError(f"{where}: params is a set, which has no fixed order; use a list")
     params = list(params)
-    if "param_names" in group:  # as in the groups of torch's own optimizers
-        group.setdefault("names", group.pop("param_names"))
+    shown = group.get("param_names")
+    if shown is not None and group.setdefault("names", shown) != shown:
+        raise ValueError(f"{where} has names and other param_names; give one of them")
     pairs = [p for p in params if isinstance(p, tuple)]
     if pairs and (len(pairs) != len(params) or "names" in group):
         raise ValueError(f"{where}: give all parameters as (name, parameter), or none, or names")
@@ -77,7 +81,7 @@ def normalize_group(param_group: Any, where: str) -> dict[str, Any]:
 
 def check_keys(group: Group, known: Iterable[str], where: str) -> None:
     """Other keys than the options are the user's own, unless they look like a mistyped option."""
-    known = {"params", "names", "use_muon", *known}
+    known = {"params", "names", "param_names", "use_muon", *known}
     for key in group.keys() - known:
         if key in options.OPTIMIZER_WIDE:
             raise ValueError(f"{where} has {key!r}, which is for all groups: give it to Muon(...)")

@@ -64,15 +64,23 @@ class Replicas:
         return self._meshes[device_type], (Shard(0),)
 
     def difference(
-        self, names: Sequence[str], params: Sequence[Tensor], averaged: bool
+        self,
+        names: Sequence[str],
+        params: Sequence[Tensor],
+        parts: Sequence[Optional[Tensor]],
+        averaged: bool,
     ) -> Optional[str]:
-        """What ranks do not hold alike of the same plain parameters; the same answer on all.
+        """What ranks do not hold alike of the same plain parameters, or hold alike of their state.
+
+        The same answer on all. State that they divide is the same on two of them where both have
+        loaded a checkpoint that one rank has written of its own part.
 
         Reads from the device: it is for a first step.
 
         Args:
             names: for the answer.
             params: the same on all ranks, with a gradient or without.
+            parts: of each parameter's state, what this rank holds and no other.
             averaged: whether gradients should be equal already, up to the order of sums.
         """
         by_device: dict[torch.device, list[int]] = {}
@@ -90,6 +98,16 @@ class Replicas:
                     f"{names[indices[at]]} has other weights on rank {self.ranks[rank]} than on "
                     f"rank {self.ranks[0]}: let all ranks of process_group start from the same"
                 )
+            held = [_sum_of_rows(parts[index]).to(params[index].device) for index in indices]
+            rows = self._gather(torch.stack(held))
+            for rank in self._with_the_rows_of_the_first(rows):
+                name = names[indices[int(rows[0].nonzero()[0])]]
+                return (
+                    f"state of {name} is that of the same rows on ranks {self.ranks[0]} and {rank},"
+                    " and so is all other: they have loaded what one rank saved, its own part. "
+                    "Save by torch.distributed.checkpoint, or each rank a file. Where a trainer "
+                    "saves on one rank, leave process_group out: then each rank has whole state"
+                )
             for rank, at in other_gradients.nonzero().tolist() if averaged else ():
                 return (
                     f"the gradient of {names[indices[at]]} on rank {self.ranks[rank]} is another "
@@ -97,6 +115,12 @@ class Replicas:
                     'backward, or step() does, with grad_reduce="mean"'
                 )
         return None
+
+    def _with_the_rows_of_the_first(self, sums: Tensor) -> list[int]:
+        """The ranks whose checksums, of (ranks, n), are all those of the first, zeros left out."""
+        sums = sums[:, sums[0] != 0]
+        same = (sums[1:] == sums[0]).all(dim=1) & (sums.shape[1] > 0)
+        return [rank for rank, is_same in zip(self.ranks[1:], same.tolist()) if is_same]
 
     def _gather(self, numbers: Tensor) -> Tensor:
         """One vector from each rank, (ranks, n), on the CPU."""
@@ -120,6 +144,13 @@ def _sum_of_bits(tensor: Tensor) -> Tensor:
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     numbers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize]
     return tensor.detach().contiguous().view(numbers).sum(dtype=torch.int64)
+
+
+def _sum_of_rows(part: Optional[Tensor]) -> Tensor:
+    """A checksum of a part's rows, () in int64; 0 if they are alike, as other parts' may be too."""
+    if part is None or not len(part):
+        return torch.zeros((), dtype=torch.int64)
+    return _sum_of_bits(part).where((part != part[0]).any(), 0)
 
 
 def _norm_of_gradient(param: Tensor) -> Tensor:

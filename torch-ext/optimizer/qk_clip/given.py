@@ -57,9 +57,12 @@ class Layers:
                 found[key] = value
         missing = [key for key in self.layers if key not in found]
         if missing:
+            unknown = self.unknown(logits)  # of a recorder of a part of the model, or of one around
+            names = some([self._prefixes[key] for key in missing])
+            remedy = f". The recorder has {some(unknown)}, not {names}: make it of the same module"
             raise ValueError(
                 f"qk_logits lacks layers {some(missing)}: give those of all layers, or None in "
-                "clip_config for layers to leave alone"
+                f"clip_config for layers to leave alone{remedy if unknown else ''}"
             )
         return found
 

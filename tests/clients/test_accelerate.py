@@ -1,0 +1,160 @@
+"""accelerate with FSDP2 trains as a plain loop does, but for the order in which ranks add up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator, skip_first_batches
+from torch import Tensor, nn
+
+import accelerate_fsdp2
+import ranked
+from kernel import optimizer
+from plain import FP32, Trained, assert_same, linear, whole_weights_of
+from plain import train as train_plainly
+
+STEPS = 12
+# What is told by name, after the parameters were swapped.
+BY_NAME = {
+    "clip_config": {"head_dim": 16, "threshold": 0.05},
+    "split": {"gate_proj": 80, "layers.1.self_attn.q_proj": 16},
+}
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def attach_recorder(model: nn.Module, optim: Any) -> None:
+    optim.qk_recorder = optimizer.QKLogitRecorder(model)
+
+
+def ranks_train_example() -> Trained:
+    losses, model = accelerate_fsdp2.train(STEPS, **FP32)
+    return Trained(losses, whole_weights_of(model))
+
+
+def advance(accelerator: Accelerator, prepared: tuple[Any, ...], batches: Any) -> list[float]:
+    """With `accelerator.accumulate`, over all batches."""
+    model, optim, scheduler, _ = prepared
+    losses, total = [], torch.zeros(())
+    for batch in batches:
+        with accelerator.accumulate(model):
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            total += accelerator.gather(loss.detach()).mean()
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                losses.append(float(total) / accelerator.gradient_accumulation_steps)
+                total.zero_()
+            optim.step()
+            scheduler.step()
+            optim.zero_grad()
+    return losses
+
+
+def ranks_accumulate() -> Trained:
+    accelerator = accelerate_fsdp2.make_accelerator(gradient_accumulation_steps=2)
+    prepared = accelerate_fsdp2.prepare(accelerator, 2 * STEPS, **FP32, **BY_NAME)
+    attach_recorder(prepared[0], prepared[1].optimizer)
+    losses = advance(accelerator, prepared, prepared[3])
+    assert prepared[1].optimizer.qk_clip_stats()["total_clipped"] > 0
+    return Trained(losses, whole_weights_of(prepared[0]))
+
+
+def ranks_resume(folder: str, **arguments: Any) -> tuple[Trained, Trained]:
+    accelerator = accelerate_fsdp2.make_accelerator(**arguments)
+    prepared = accelerate_fsdp2.prepare(accelerator, STEPS, **FP32)
+    batches = list(prepared[3])
+    losses = advance(accelerator, prepared, batches[: STEPS // 2])
+    accelerator.save_state(folder)
+    losses += advance(accelerator, prepared, batches[STEPS // 2 :])
+    whole = Trained(losses, whole_weights_of(prepared[0]))
+
+    accelerator.free_memory()
+    prepared = accelerate_fsdp2.prepare(accelerator, STEPS, **FP32)
+    accelerator.load_state(folder)
+    rest = advance(accelerator, prepared, skip_first_batches(prepared[3], STEPS // 2))
+    return whole, Trained(losses[: STEPS // 2] + rest, whole_weights_of(prepared[0]))
+
+
+def ranks_hold_state() -> dict[str, tuple[int, int]]:
+    """Tensors of state behind `prepare` and behind a step, with and without device_placement."""
+    counts, accelerator = {}, accelerate_fsdp2.make_accelerator()
+    for asks in (False, True):
+        model = accelerate_fsdp2.build_model()
+        optim = optimizer.Muon(optimizer.muon.get_default_muon_param_groups(model))
+        accelerator.device_placement = asks
+        model, _ = accelerator.prepare(model, optim)
+        before = len(optim.state)
+        model(input_ids=torch.ones(2, 8, dtype=torch.long)).logits.sum().backward()
+        optim.step()
+        counts[asks] = before, len(optim.state)
+        accelerator.free_memory()
+    return counts
+
+
+class WithExperts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.router = nn.Linear(8, 4)
+        self.experts = nn.ParameterDict({"w": torch.randn(4, 16, 8)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("bd,eod,be->bo", x, self.experts["w"], self.router(x).softmax(-1))
+
+
+def groups_with_experts(model: nn.Module) -> list[dict[str, Any]]:
+    return optimizer.muon.get_default_muon_param_groups(model, expert_keys=["experts"])
+
+
+def step_with_experts(model: nn.Module, optim: Any) -> list[float]:
+    losses = []
+    x = torch.randn(32, 8, generator=torch.Generator().manual_seed(0))
+    for _ in range(STEPS):
+        loss = (model(x) - x.repeat(1, 2)).square().mean()
+        loss.backward()
+        optim.step()
+        optim.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def ranks_train_experts() -> Trained:
+    accelerator = accelerate_fsdp2.make_accelerator()
+    accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = ["WithExperts"]
+    model = WithExperts()
+    optim = optimizer.Muon(groups_with_experts(model), lr=3e-2, **FP32)
+    model, optim = accelerator.prepare(model, optim)
+    return Trained(step_with_experts(model, optim), whole_weights_of(model))
+
+
+def test_the_example_equals_a_plain_loop(tmp_path):
+    found = ranked.run(ranks_train_example, tmp_path)
+    assert_same(found, train_plainly(STEPS, 16, schedule=linear(STEPS), **FP32), rounding=1e-5)
+
+
+def test_accumulation_with_options_by_name_and_qk_clip_equals_a_plain_loop(tmp_path):
+    found = ranked.run(ranks_accumulate, tmp_path)
+    options: dict[str, Any] = {**FP32, **BY_NAME, "prepare": attach_recorder, "accumulate": 2}
+    expected = train_plainly(STEPS, 16, schedule=linear(2 * STEPS), **options)
+    assert_same(found, expected, rounding=1e-5)
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_a_loaded_state_goes_on_as_if_nothing_had_been(tmp_path, precision):
+    folder = str(tmp_path / "state")
+    whole, resumed = ranked.run(ranks_resume, tmp_path, folder=folder, mixed_precision=precision)
+    assert_same(resumed, whole)
+
+
+def test_no_state_of_unsharded_parameters_is_kept(tmp_path):
+    assert ranked.run(ranks_hold_state, tmp_path) == {False: (0, 21), True: (21, 21)}
+
+
+def test_stacked_experts_are_matrices_of_their_own(tmp_path):
+    found = ranked.run(ranks_train_experts, tmp_path)
+    model = WithExperts()
+    optim = optimizer.Muon(groups_with_experts(model), lr=3e-2, **FP32)
+    expected = Trained(step_with_experts(model, optim), whole_weights_of(model))
+    assert_same(found, expected, rounding=1e-5)
