@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import warnings
 from collections.abc import Sequence
 from typing import Any, Callable, Optional
@@ -116,11 +117,15 @@ def get_default_muon_param_groups(
         is_muon_func: ``(name, param)`` or ``(name, param, expert_keys)`` to whether it is Muon's.
         expert_keys: see `default_is_muon`; the Muon group keeps them.
 
+    Raises:
+        ValueError: no model; one that FSDP1 has flattened.
+
     Returns:
         Two groups, ``use_muon`` True and False, with ``params`` and ``names``; either may be empty.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"takes a model (nn.Module), found a {type(model).__name__}")
+    _check_not_flattened(model)
     if isinstance(expert_keys, str):
         expert_keys = [expert_keys]
     takes_expert_keys = _takes_expert_keys(is_muon_func)
@@ -148,6 +153,20 @@ def get_default_muon_param_groups(
         group["params"].append(param)
         group["names"].append(name)
     return [muon, adamw]
+
+
+def _check_not_flattened(model: nn.Module) -> None:
+    """FSDP1 leaves no matrices: all of the model would be AdamW's, and nothing would say so."""
+    fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
+    if fsdp is None:
+        return
+    wrappers = [module for module in model.modules() if isinstance(module, fsdp)]
+    if any(wrapper.sharding_strategy.name != "NO_SHARD" for wrapper in wrappers):
+        raise ValueError(
+            "the model is wrapped in FullyShardedDataParallel (FSDP1), whose parameters are pieces "
+            "of one long vector and no matrices: shard it by fully_shard (FSDP2), which is "
+            "fsdp_version=2 in accelerate and transformers"
+        )
 
 
 def _takes_expert_keys(function: Callable[..., bool]) -> bool:
