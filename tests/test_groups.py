@@ -12,7 +12,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.nn.utils import parametrizations, parametrize
 
 from kernel import optimizer
-from ranks import run_ranks
+from ranks import rank_outcomes, run_ranks
 
 Muon = optimizer.Muon
 default_is_muon = optimizer.muon.default_is_muon
@@ -652,3 +652,24 @@ def test_nothing_of_the_model_changes():
     assert {name for name, _ in model.named_parameters()} == set(before)
     for name, p in model.named_parameters():
         assert torch.equal(p, before[name]) and p.grad is None and p.requires_grad
+
+
+def under_fsdp1(strategy: str) -> list[int]:
+    # Kept out of the other tests: what they import is not FSDP1.
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+
+    model = FullyShardedDataParallel(
+        nn.Linear(6, 4),
+        sharding_strategy=ShardingStrategy[strategy],
+        use_orig_params=True,
+        device_id=torch.device("cpu"),
+    )
+    return [len(group["params"]) for group in get_default_muon_param_groups(model)]
+
+
+@pytest.mark.slow
+def test_a_model_that_fsdp1_has_flattened_raises():
+    """None of its parameters would be Muon's."""
+    assert run_ranks(under_fsdp1, 2, "NO_SHARD") == [[1, 1]] * 2
+    for outcome in rank_outcomes(under_fsdp1, 2, "FULL_SHARD"):
+        assert outcome.error == "ValueError" and "fully_shard" in outcome.message

@@ -35,7 +35,7 @@ def train(steps: int = 40, **options: Any) -> tuple[list[float], nn.Module]:
     scheduler = LambdaLR(optim, lambda step: 1 - step / steps)
 
     data = Sequences(16 * steps)
-    sampler = DistributedSampler(data, shuffle=False)
+    sampler: DistributedSampler = DistributedSampler(data, shuffle=False)
     losses = []
     for batch in DataLoader(data, batch_size=16 // dist.get_world_size(), sampler=sampler):
         loss = model(**{key: tokens.to(device) for key, tokens in batch.items()}).loss

@@ -7,12 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import PartialState
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
 from transformers import Trainer, get_scheduler
 
 import plain
 import ranked
 from kernel import optimizer
-from plain import FP32, Trained, assert_same, weights_of
+from plain import FP32, Trained, assert_same, weights_of, whole_weights_of
+from task import build_model
 from transformers_trainer import make_trainer
 
 STEPS = 16
@@ -115,3 +119,30 @@ def test_ddp_equals_a_plain_loop_of_the_whole_batch(tmp_path, share_work):
             ranked.run(ranks_train, tmp_path, **arguments)
     else:
         assert_same(ranked.run(ranks_train, tmp_path, **arguments), found)
+
+
+def ranks_train_fsdp2(out: str, resume: str | None = None) -> Trained:
+    """By accelerate, which here takes the CPU for an accelerator, as its example does."""
+    wrapped = {"fsdp_version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
+    arguments = {**ARGUMENTS, "save_strategy": "steps", "save_steps": STEPS // 2}
+    template = make_trainer(
+        out, per_device_train_batch_size=4, fsdp=True, fsdp_config=wrapped, **arguments
+    )
+    AcceleratorState._reset_state()
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    model, data = build_model(), template.train_dataset
+    groups = optimizer.muon.get_default_muon_param_groups(model)
+    muon = (optimizer.Muon, {"params": groups, "lr": 1e-2, "weight_decay": 0.1, **FP32})
+    trainer = Trainer(model, template.args, train_dataset=data, optimizer_cls_and_kwargs=muon)
+    trainer.train(resume_from_checkpoint=resume)
+    optim = trainer.optimizer.optimizer
+    assert "[Shard(dim=0)] on" in str(optim.summary()) and len(optim.state) == 21
+    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    return Trained(losses, whole_weights_of(trainer.model))
+
+
+def test_fsdp2_which_takes_the_class_alone_equals_a_plain_loop_and_resumes(tmp_path):
+    found = ranked.run(ranks_train_fsdp2, tmp_path, out=str(tmp_path))
+    assert_same(found, expected(**FP32), rounding=1e-5)
+    half = str(tmp_path / f"checkpoint-{STEPS // 2}")
+    assert_same(ranked.run(ranks_train_fsdp2, tmp_path, out=str(tmp_path), resume=half), found)

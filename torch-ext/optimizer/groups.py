@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -224,11 +225,15 @@ def get_default_muon_param_groups(
         is_muon_func: ``(name, param)`` or ``(name, param, expert_keys)`` to whether it is Muon's.
         expert_keys: see `default_is_muon`; the Muon group keeps them.
 
+    Raises:
+        ValueError: no model; one that FSDP1 has flattened.
+
     Returns:
         Two groups, ``use_muon`` True and False, with ``params`` and ``names``; either may be empty.
     """
     expert_keys = as_keys(expert_keys)
     decisions = decide(model, is_muon_func, expert_keys)
+    _check_not_flattened(model)
     for key in unmatched_keys(decisions, expert_keys):
         warnings.warn(f"expert_keys: no parameter has a component {key!r}", stacklevel=2)
     muon: dict[str, Any] = {"params": [], "names": [], "use_muon": True}
@@ -255,6 +260,20 @@ def unmatched_keys(
     return [
         key for key in expert_keys or () if not any(has_component(name, [key]) for name in names)
     ]
+
+
+def _check_not_flattened(model: nn.Module) -> None:
+    """FSDP1 leaves no matrices: all of the model would be AdamW's, and nothing would say so."""
+    fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
+    if fsdp is None:
+        return
+    wrappers = [module for module in model.modules() if isinstance(module, fsdp)]
+    if any(wrapper.sharding_strategy.name != "NO_SHARD" for wrapper in wrappers):
+        raise ValueError(
+            "the model is wrapped in FullyShardedDataParallel (FSDP1), whose parameters are pieces "
+            "of one long vector and no matrices: shard it by fully_shard (FSDP2), which is "
+            "fsdp_version=2 in accelerate and transformers"
+        )
 
 
 def takes_expert_keys(function: Callable[..., bool]) -> bool:
