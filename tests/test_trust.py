@@ -29,8 +29,8 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 MODULES = {
     *("__future__", "bisect", "collections", "contextlib", "copy", "dataclasses", "datetime"),
     *("difflib", "fnmatch", "functools", "gc", "hashlib", "heapq", "inspect", "itertools", "json"),
-    *("logging", "math", "mmap", "numbers", "operator", "queue", "random", "re", "sys"),
-    *("threading", "time", "types", "typing", "uuid", "warnings", "weakref"),
+    *("keyword", "logging", "math", "mmap", "numbers", "operator", "queue", "random", "re", "sys"),
+    *("textwrap", "threading", "time", "types", "typing", "uuid", "warnings", "weakref"),
 }
 
 # For one purpose each, in the file that has it: what may be used of the module.
