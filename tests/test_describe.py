@@ -652,6 +652,14 @@ def test_a_model_without_matrices_is_told():
     assert "frozen" in description.warnings[0].what
 
 
+def test_weights_of_few_digits_are_noted():
+    (note,) = describe(Llama().bfloat16()).notes
+    assert note.kind == "narrow" and "1/512" in note.why and "in bfloat16" in note.what
+    weight = torch.tensor(0.996).bfloat16()
+    assert weight * (1 - 1 / 500) != weight and weight * (1 - 1 / 520) == weight
+    assert "1/4096" in describe(Llama().half()).notes[0].why
+
+
 def test_adapters_and_frozen_weights_are_noted():
     model = Llama(vocabulary=100).requires_grad_(False)
     for layer in model.layers:

@@ -205,6 +205,7 @@ class Muon(Stateful):
         self._clip = clip
         muon_names = [g["names"] or () for g in self._views() if g["use_muon"]]
         validation.warn_of_unmatched_split(split, [name for names in muon_names for name in names])
+        validation.warn_of_unread_experts(self._views())
 
     # -- parameter groups ----------------------------------------------------------------------
 

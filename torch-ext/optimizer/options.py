@@ -245,8 +245,8 @@ class OptimizerWide:
         if self.grad_reduce is not None and self.process_group is None:
             raise ValueError(
                 f"grad_reduce={self.grad_reduce!r} averages gradients over a process group: give "
-                "process_group, for example torch.distributed.group.WORLD. One that was pickled "
-                "has lost it: optim.process_group = ..."
+                "process_group, for example torch.distributed.group.WORLD, which is None before "
+                "init_process_group. One that was pickled has lost it: optim.process_group = ..."
             )
         if self.process_group is not None:
             self.process_group.check_alive()

@@ -22,6 +22,7 @@ from .distributed import utils as dtensors
 from .distributed.collectives import has_backend
 from .distributed.plan import Entry, Plan
 from .distributed.replicas import Replicas
+from .groups import has_component
 from .options import OptimizerWide
 from .state import layouts_of
 
@@ -29,8 +30,8 @@ Group = Mapping[str, Any]
 
 _WRITE_THIS = (
     "Muon takes a list of parameter groups that say use_muon, for example "
-    'Muon(get_default_muon_param_groups(model)), or Muon([{"params": matrices, "use_muon": True}, '
-    '{"params": others, "use_muon": False}])'
+    'Muon(optimizer.muon.get_default_muon_param_groups(model)), or Muon([{"params": matrices, '
+    '"use_muon": True}, {"params": others, "use_muon": False}])'
 )
 
 
@@ -307,6 +308,20 @@ def warn_of_unmatched_split(split: Any, names: Iterable[str]) -> None:
     for pattern in split if isinstance(split, Mapping) else ():
         if not any(matches(name, pattern) for name in names):
             warnings.warn(f"split: the pattern {pattern!r} matches no matrix", stacklevel=4)
+
+
+def warn_of_unread_experts(groups: Iterable[Group]) -> None:
+    """Warns of stacks that are named as experts but were given to AdamW."""
+    for group in groups:
+        keys = group["expert_keys"] if not group["use_muon"] else None
+        named = zip(group["names"] or (), group["params"])
+        stacks = [name for name, p in named if p.ndim > 2 and has_component(name, keys)]
+        if stacks:
+            warnings.warn(
+                f"expert_keys={keys} names {stacks[0]}, which is in a group with use_muon=False: "
+                "get_default_muon_param_groups takes expert_keys, too, and decides by them",
+                stacklevel=4,
+            )
 
 
 def warn_of_no_gradients(groups: Sequence[Group]) -> bool:

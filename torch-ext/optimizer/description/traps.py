@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..core import matches
@@ -14,7 +15,7 @@ from . import convolutions, heads, learning_rate
 from .code import WORLD, Advice, Source, literal, patterns_of
 from .evidence import Subject, class_names, numel
 from .fused import Fused, fused_in, is_stored_transposed
-from .table import counted, fold
+from .table import counted, fold, text
 from .trap import Trap
 
 Finder = Callable[[Subject, Advice], Iterator[Trap]]
@@ -236,7 +237,12 @@ def _transposed(subject: Subject, advice: Advice) -> Iterator[Trap]:
 def find_notes(subject: Subject, advice: Advice) -> list[Trap]:
     """What is as it should be, once the advice is taken, but good to know."""
     muons = advice.muons(subject)
-    return [*_shared(subject), *_columns(subject, muons), *_kinds(subject, muons)]
+    return [
+        *_shared(subject),
+        *_columns(subject, muons),
+        *_narrow(subject),
+        *_kinds(subject, muons),
+    ]
 
 
 def _shared(subject: Subject) -> Iterator[Trap]:
@@ -275,14 +281,31 @@ def _columns(subject: Subject, muons: Sequence[Decision]) -> Iterator[Trap]:
         )
 
 
+def _narrow(subject: Subject) -> Iterator[Trap]:
+    """Weights of so few digits that small steps round away."""
+    for dtype in (torch.bfloat16, torch.float16):
+        narrow = [d for d in subject.trainable if d.param.dtype == dtype]
+        if narrow:
+            lost = round(4 / torch.finfo(dtype).eps)  # half a digit of a weight just below 1
+            yield Trap(
+                "narrow",
+                f"{counted(narrow, 'parameter')} in {text(dtype)}",
+                tuple(d.name for d in narrow),
+                f"what a step changes by less than 1/{lost} of its size rounds away, norms at 1 "
+                "with AdamW's usual rates among it; keep weights in fp32, under torch.autocast or "
+                "FSDP2's MixedPrecisionPolicy",
+            )
+
+
 def _kinds(subject: Subject, muons: Sequence[Decision]) -> Iterator[Trap]:
     factors = [d for d in muons if "lora_" in d.name]
     if factors:
         frozen = subject.of("frozen")
         share = numel(frozen) / max(1, numel(subject.decisions))
+        told = f"; {share:.1%} of the parameters are frozen" if frozen else ""
         yield Trap(
             "adapters",
-            f"low-rank adapters; {share:.1%} of the parameters are frozen",
+            f"low-rank adapters{told}",
             tuple(d.name for d in factors),
             "Muon orthogonalizes each factor, A and B, as a matrix of its own",
         )
