@@ -23,7 +23,7 @@ EXAMPLES = HERE.parents[1] / "examples" / "clients"
 def torchrun(script: Path, *arguments: str, ranks: int = 2, timeout: float = 180) -> str:
     """What it printed; raises with all of it where a rank failed."""
     command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    paths = [str(EXAMPLES), str(HERE), str(HERE.parent)]
+    paths = [str(EXAMPLES), str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
         [sys.executable, *command, str(script), *arguments],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
