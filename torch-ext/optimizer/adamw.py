@@ -189,8 +189,12 @@ def _update(
         yield
 
 
-@record_function("Muon.adamw")
 def _update_at_once(rows: Sequence[_Row], options: Mapping[str, Any]) -> None:
+    with record_function("Muon.adamw"):
+        _update_by_kind(rows, options)
+
+
+def _update_by_kind(rows: Sequence[_Row], options: Mapping[str, Any]) -> None:
     beta1, beta2 = options["adamw_betas"]
     kinds: dict[tuple[bool, bool], list[_Row]] = {}
     for row in rows:

@@ -9,6 +9,7 @@ from typing import Any, Optional
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from . import adamw, newton_schulz, options, pipeline, validation
 from .condition import Condition
@@ -397,7 +398,8 @@ class Muon(Stateful):
             more = clipping.notes if clipping else {}
             notes = {} if error else notes_of(groups, self._survey, plan, self._wide, more)
             try:
-                problem, skip = self._agreement.check(notes, _in_words(error), sets, skip)
+                with record_function("Muon.agree"):
+                    problem, skip = self._agreement.check(notes, _in_words(error), sets, skip)
             except RuntimeError:
                 if error is None:  # else this rank's own is the cause, or says more
                     raise

@@ -6,6 +6,7 @@ whole matrices the same happens without traffic, which is all that happens on on
 
 The phases have names in traces of torch.profiler: ``Muon.momentum``, ``Muon.orthogonalize``,
 ``Muon.weights``; beside them ``Muon.adamw``, and ``Muon.agree``: the hosts' exchange before a step.
+As a decorator, record_function would be one object, which threads that step at once would share.
 
 Buffers in flight belong to their chunk until the collective that uses them has been waited for;
 waiting makes the current stream wait, not the host, and all later work is on that stream.
@@ -201,7 +202,8 @@ def update_chunk(chunk: Chunk, lane: Lane, group: Any, step: Step) -> Task:
     """
     take, give = step.scratch.take, step.scratch.give
     step.average_gradients(chunk)
-    momentum = _momentum(chunk, lane, step)
+    with record_function("Muon.momentum"):
+        momentum = _momentum(chunk, lane, step)
     gathered = take(sum(chunk.gather.received), lane.wire, lane.device)
     gathering = _exchange(momentum[chunk.kept :], gathered, chunk.gather, group)
     yield
@@ -226,7 +228,8 @@ def update_chunk(chunk: Chunk, lane: Lane, group: Any, step: Step) -> Task:
         scattering = _exchange(returned, updates[chunk.kept_back :], chunk.scatter, group)
     yield
     _wait(scattering)
-    _update_weights(chunk, updates, lane, step)
+    with record_function("Muon.weights"):
+        _update_weights(chunk, updates, lane, step)
     give(updates, returned)
 
 
@@ -244,7 +247,6 @@ def _wait(work: Any) -> None:
         work.wait()
 
 
-@record_function("Muon.momentum")
 def _momentum(chunk: Chunk, lane: Lane, step: Step) -> Tensor:
     """Updates the momentum and returns what is to be orthogonalized, in the order of the wire."""
     buffer = step.scratch.take(chunk.kept + sum(chunk.gather.sent), lane.wire, lane.device)
@@ -409,7 +411,6 @@ def _give_back(
         torch._foreach_copy_(here, there)
 
 
-@record_function("Muon.weights")
 def _update_weights(chunk: Chunk, updates: Tensor, lane: Lane, step: Step) -> None:
     """Applies this rank's parts of the updates, which may be overwritten, to its weights."""
     dtype = core.update_dtype(lane.wire, lane.wide, lane.device)

@@ -49,7 +49,7 @@ def find(subject: Subject, advice: Advice) -> Iterator[Trap]:
             f"{counted(kernels, 'convolution')} left to AdamW: {numel(kernels) / total:.0%} of "
             "what is trained",
             tuple(d.name for d in kernels),
-            "as matrices (output channels, all the rest) they can be Muon's",
+            "as matrices (first dimension, all the rest) they can be Muon's",
             "is_muon_func that takes them, and Muon(groups, flatten=True)",
         )
     others = [d for d in rest if not _is_kernel(d, subject) and min(d.param.shape[-2:]) >= 8]
@@ -77,7 +77,7 @@ def _may_be_matrices(decision: Decision) -> bool:
 def _expert_key(decision: Decision, subject: Subject) -> Optional[str]:
     """The component of its name that holds experts, if the name or the config tells of any."""
     place, shape = subject.place(decision), decision.param.shape
-    if isinstance(place.owner, _CONVOLUTIONS):
+    if isinstance(place.layer, _CONVOLUTIONS):
         return None
     parts = decision.name.split(".")
     for part in parts:
@@ -96,9 +96,9 @@ _CONVOLUTIONS = (nn.modules.conv._ConvNd,)
 
 def _is_convolution(decision: Decision, subject: Subject) -> bool:
     """Of many channels each way: neither of pixels nor depthwise."""
-    return _is_kernel(decision, subject) and decision.param.shape[1] > _MOST_CHANNELS
+    return _is_kernel(decision, subject) and min(decision.param.shape[:2]) > _MOST_CHANNELS
 
 
 def _is_kernel(decision: Decision, subject: Subject) -> bool:
-    owner = subject.place(decision).owner
-    return isinstance(owner, _CONVOLUTIONS) or decision.param.ndim > 3
+    layer = subject.place(decision).layer
+    return isinstance(layer, _CONVOLUTIONS) or decision.param.ndim > 3

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Optional
 
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from ..core import Matrices, read_as_matrices, row_counts_for
 from ..distributed import utils as dtensors
@@ -21,7 +22,15 @@ from ..groups import Decision, decide, has_component, normalize_name
 _CONFIGS = ("config", "model_args", "args")
 
 HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "nheads")
-KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "n_local_heads")
+KEY_HEADS = (
+    "num_key_value_heads",
+    "num_kv_heads",
+    "n_kv_heads",
+    "n_kv_head",
+    "n_local_heads",
+    "n_query_groups",
+    "num_query_groups",
+)
 HEAD_DIM = ("head_dim", "attention_head_size", "head_size", "d_head", "kv_channels")
 EXPERTS = (
     "num_experts",
@@ -47,6 +56,12 @@ class Place:
     owner: nn.Module
     attribute: str
     above: tuple[nn.Module, ...]
+
+    @property
+    def layer(self) -> nn.Module:
+        """The owner, or the module whose parametrization that is."""
+        is_original = isinstance(self.owner, ParametrizationList) and len(self.above) > 1
+        return self.above[1] if is_original else self.owner
 
     @property
     def around(self) -> tuple[nn.Module, ...]:
@@ -138,18 +153,28 @@ def _places(model: nn.Module) -> Iterator[tuple[Place, Tensor]]:
 
 def _configs(module: nn.Module) -> Iterator[Any]:
     for key in _CONFIGS:
-        config = getattr(module, key, None)
+        config = read(module, key)
         if config is not None:
             yield config
-            yield from filter(None, [getattr(config, "text_config", None)])
+            inner = read(config, "text_config")
+            if inner is not None:
+                yield inner
 
 
 def _first(source: Any, keys: Sequence[str]) -> Optional[int]:
     for key in keys:
-        value = source.get(key) if isinstance(source, Mapping) else getattr(source, key, None)
+        value = read(source, key)
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             return value
     return None
+
+
+def read(source: Any, key: str) -> Any:
+    """What a module or a configuration calls by a key, or None; properties may raise anything."""
+    try:
+        return source.get(key) if isinstance(source, Mapping) else getattr(source, key, None)
+    except Exception:
+        return None
 
 
 def class_names(module: nn.Module) -> Iterator[str]:

@@ -14,7 +14,7 @@ from typing import Optional, Union
 from torch import nn
 
 from ..groups import Decision
-from .evidence import HEAD_DIM, HEADS, KEY_HEADS, Place, Subject, class_names, is_transposed
+from .evidence import HEAD_DIM, HEADS, KEY_HEADS, Place, Subject, class_names, is_transposed, read
 
 # Queries, keys and values.
 _QKV = {
@@ -97,7 +97,7 @@ def _is_by_head(place: Place) -> bool:
         if any(name in names for name in _BY_HEAD_CLASSES):
             return True
         if "GPTBigCode" in names:
-            return not getattr(module, "multi_query", False)
+            return not read(module, "multi_query")
     return False
 
 
@@ -114,14 +114,15 @@ def _qkv_rows(decision: Decision, place: Place, subject: Subject) -> Optional[li
     rows, cols = decision.param.shape
     heads, size = subject.look_up(place, HEADS), subject.look_up(place, HEAD_DIM)
     key_heads = subject.look_up(place, KEY_HEADS)
-    if getattr(next(iter(place.above), None), "multi_query", False):
+    if place.above and read(place.above[0], "multi_query"):
         key_heads = 1
     if heads is not None:
         known = size or (cols // heads if cols % heads == 0 else None)
         for count in filter(None, (key_heads, heads)):
             if known and (heads + 2 * count) * known == rows:
                 return [heads * known, count * known, count * known]
-    if rows == 3 * cols or (heads and rows % (3 * heads) == 0 and key_heads in (None, heads)):
+    # Where the key heads can't be told, rows that happen to divide by three tell nothing.
+    if rows == 3 * cols or (heads and key_heads == heads and rows % (3 * heads) == 0):
         return [rows // 3] * 3
     return None
 
@@ -150,10 +151,10 @@ def _beside(decision: Decision, place: Place, in_columns: bool) -> bool:
 
 
 def is_stored_transposed(decision: Decision, subject: Subject) -> bool:
-    """Whether a weight is (in, out), as far as modules tell: Conv1D, and experts whose halves lie
-    in columns, with what is beside them."""
+    """Whether a weight is (in, out), as far as modules tell: Conv1D, transposed convolutions, and
+    experts whose halves lie in columns, with what is beside them."""
     place = subject.place(decision)
-    if is_transposed(place):
+    if is_transposed(place) or isinstance(place.layer, nn.modules.conv._ConvTransposeNd):
         return True
     if decision.param.ndim < 3:
         return False

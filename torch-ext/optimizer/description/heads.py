@@ -10,7 +10,7 @@ from torch import nn
 
 from ..groups import Decision
 from .code import Advice, literal
-from .evidence import Subject, vocabularies
+from .evidence import Subject, is_transposed, vocabularies
 from .trap import Trap
 
 # What the last layer of a model is called where it makes predictions.
@@ -53,9 +53,29 @@ def _vocabulary(decision: Decision, subject: Subject, sizes: dict[int, str]) -> 
     other = shape[1] if shape[0] == size else shape[0]
     is_large = size >= _LARGE and size > 8 * other
     # Within layers a hidden size may happen to be that of a small vocabulary.
-    if is_large or not _is_in_a_layer(decision, subject):
+    if is_large or not (_is_in_a_layer(decision, subject) or _is_hidden(decision, size, subject)):
         return f"has a side of {size}, as {sizes[size]}"
     return None
+
+
+def _is_hidden(decision: Decision, size: int, subject: Subject) -> bool:
+    """Whether a side of a matrix is a hidden size: an earlier one gives what a later one takes."""
+    sides = [_sides(d, subject) for d in subject.decisions if d.param.ndim == 2]
+    given = [i for i, (_, outputs, _) in enumerate(sides) if outputs == size]
+    taken = [i for i, (inputs, _, _) in enumerate(sides) if inputs == size]
+    own = next(i for i, (_, _, d) in enumerate(sides) if d is decision)
+    if own in given:
+        return any(own < other for other in taken)
+    return any(other < own for other in given)
+
+
+def _sides(decision: Decision, subject: Subject) -> tuple[int, int, Decision]:
+    """Inputs and outputs of a linear layer, embeddings being none."""
+    rows, cols = decision.param.shape
+    place = subject.place(decision)
+    if isinstance(place.owner, (nn.Embedding, nn.EmbeddingBag)):
+        return -1, -1, decision
+    return (rows, cols, decision) if is_transposed(place) else (cols, rows, decision)
 
 
 def _is_in_a_layer(decision: Decision, subject: Subject) -> bool:

@@ -41,12 +41,13 @@ def find(subject: Subject, advice: Advice) -> Iterator[Trap]:
     suits_other = relative_update(subject, muons, float(lr), other)
     fits = suits_other is not None and LEAST[other] <= suits_other <= MOST
     alternative = f', or adjust_lr="{other}", whose rates it is like' if fits else ""
+    most = f", here up to about {number(float(f'{lr * MOST / moved:.1g}'))}" if moved > MOST else ""
     too = "large" if moved > MOST else "small"
     yield Trap(
         "lr",
         f'lr={number(lr)} is too {too} for adjust_lr="{scale}"',
         (),
-        f"a step would move weights by {100 * moved:.2g} % of their size; {_usual(scale)}"
+        f"a step would move weights by {100 * moved:.2g} % of their size; {_usual(scale)}{most}"
         f"{alternative}",
         f"lr={number(better)}",
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Union
@@ -18,6 +19,7 @@ from .code import Advice, write
 from .evidence import Subject, examine
 from .traps import Trap, find_notes, find_warnings
 
+_NOTES = 3  # of a kind that are printed
 ALGORITHMS = ("Muon", "AdamW", "frozen")
 
 
@@ -58,9 +60,9 @@ class Description:
     def __str__(self) -> str:
         size = table.count(sum(row["numel"] for row in self.rows))
         dtypes = ", ".join(dict.fromkeys(table.text(row["dtype"]) for row in self.rows))
-        lines = [f"{self.model}: {size} parameters, {dtypes}", ""]
-        lines += table.aligned(table.lines_of(self.rows))
-        lines.append("")
+        lines = [", ".join(filter(None, [f"{self.model}: {size} parameters", dtypes])), ""]
+        if self.rows:
+            lines += [*table.aligned(table.lines_of(self.rows)), ""]
         lines += table.aligned(
             (name, f"{t['share']:.1%}", f"{table.count(t['numel'])} parameters", _tensors(t))
             for name, t in self.totals.items()
@@ -70,14 +72,24 @@ class Description:
             lines += ["", *_told(trap, f"{number}. ")]
         if self.notes:
             lines.append("")
-        for trap in self.notes:
-            lines += _told(trap, "Note: ")
+        for kind, notes in _by_kind(self.notes).items():
+            for trap in notes[:_NOTES]:
+                lines += _told(trap, "Note: ")
+            if notes[_NOTES:]:
+                lines.append(f"Note: … and {len(notes) - _NOTES} more of kind {kind!r}, in .notes")
         lines += ["", "Write:" if self.warnings else "No traps found. Write:", ""]
         return "\n".join([*lines, *(f"    {line}".rstrip() for line in self.code.splitlines())])
 
 
 def _tensors(total: dict[str, Any]) -> str:
     return f"{total['tensors']} tensor{'' if total['tensors'] == 1 else 's'}"
+
+
+def _by_kind(traps: Sequence[Trap]) -> dict[str, list[Trap]]:
+    kinds: dict[str, list[Trap]] = {}
+    for trap in traps:
+        kinds.setdefault(trap.kind, []).append(trap)
+    return kinds
 
 
 def _told(trap: Trap, prefix: str) -> list[str]:
@@ -134,10 +146,10 @@ def describe(
     _check(options)
     subject = examine(model, is_muon_func, as_keys(expert_keys), options)
     advice = Advice()
-    warnings = find_warnings(subject, advice)
+    found = find_warnings(subject, advice)
     return Description(
         rows=_rows(subject),
-        warnings=warnings,
+        warnings=found,
         notes=find_notes(subject, advice),
         code=write(subject, advice),
         model=type(_unwrapped(model)).__name__.removeprefix("FSDP"),  # fully_shard's
@@ -152,6 +164,9 @@ def _check(options: dict[str, Any]) -> None:
         option = GROUP_OPTIONS.get(key)
         if option is not None and not option.accepts(value):
             raise ValueError(f"{key} must be {option.expected}, found {value!r}")
+    with warnings.catch_warnings():  # what it would say of no parameters is nobody's
+        warnings.simplefilter("ignore")
+        Muon([{"params": [], "use_muon": True, "names": []}], **options)
 
 
 def _rows(subject: Subject) -> list[dict[str, Any]]:

@@ -29,7 +29,7 @@ def _pattern(name: str, anywhere: bool = False) -> tuple[str, ...]:
     """What names have in common: components, indices left out, or digits ``anywhere``."""
     if anywhere:
         return tuple(re.split(r"\d+", name))
-    return tuple("" if part.isdigit() else part for part in name.split("."))
+    return tuple("" if part.isdecimal() else part for part in name.split("."))
 
 
 def _folded(names: Sequence[str], anywhere: bool = False) -> str:

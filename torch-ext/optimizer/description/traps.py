@@ -44,6 +44,8 @@ _EXPLAINS_NONE = ("flat", "convolutions", "experts", "dimensions")
 
 
 def _nothing(subject: Subject) -> Trap:
+    if not subject.decisions:
+        return Trap("nothing", "the model has no parameters", (), "there is nothing to train")
     if not subject.trainable:
         return Trap("nothing", "every parameter is frozen", (), "there is nothing to train")
     return Trap(
@@ -146,6 +148,7 @@ def _unmatched(subject: Subject, advice: Advice) -> Iterator[Trap]:
 
 def _refused(subject: Subject, advice: Advice) -> Iterator[Trap]:
     """What Muon would raise for."""
+    refused: dict[str, list[tuple[str, str]]] = {}
     for decision in subject.of("Muon"):
         try:
             subject.matrices(decision)
@@ -159,9 +162,11 @@ def _refused(subject: Subject, advice: Advice) -> Iterator[Trap]:
             advice.options["flatten"], write = True, "flatten=True, or expert_keys=[…]"
         else:
             advice.options["split"], write = _split_without(subject, advice, decision), "split=…"
-        yield Trap(
-            "refused", f"Muon would refuse {decision.name}", (decision.name,), message, write
-        )
+        refused.setdefault(write, []).append((decision.name, message))
+    for write, found in refused.items():
+        (first, why), names = found[0], tuple(name for name, _ in found)
+        what = f"Muon would refuse {first if len(names) == 1 else f'{len(names)} parameters'}"
+        yield Trap("refused", what, names, why if len(names) == 1 else f"{first} {why}", write)
 
 
 def _split_without(subject: Subject, advice: Advice, decision: Decision) -> Any:

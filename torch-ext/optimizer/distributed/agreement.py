@@ -21,7 +21,6 @@ from typing import Any, NamedTuple, Optional
 
 import torch
 import torch.distributed as dist
-from torch.profiler import record_function
 
 from .utils import GroupCache, world_timeout
 
@@ -103,7 +102,6 @@ class Agreement:
     def __reduce__(self) -> tuple:
         return Agreement, ()
 
-    @record_function("Muon.agree")
     def check(
         self,
         notes: Mapping[Ranks, Notes],
