@@ -71,7 +71,7 @@ def build(source: Path, output: Path, backends: Sequence[str] | None = None) -> 
 
 
 def read_config(source: Path) -> dict[str, Any]:
-    return tomllib.loads((source / "build.toml").read_text())
+    return tomllib.loads((source / "build.toml").read_text(encoding="utf-8"))
 
 
 def write_variant(source: Path, variant: Path, backend: str) -> str:
@@ -87,7 +87,7 @@ def write_variant(source: Path, variant: Path, backend: str) -> str:
     uid = hashlib.sha256(content.encode()).hexdigest()[:12]
     build_id = f"_{module}_{backend}_{uid}{'_dirty' if git and git['dirty'] else ''}"
     if uses_custom_ops(variant):
-        (variant / "_ops.py").write_text(OPS.format(id=build_id))
+        (variant / "_ops.py").write_text(OPS.format(id=build_id), encoding="utf-8")
 
     metadata = {
         "name": general["name"],
@@ -106,7 +106,8 @@ def write_variant(source: Path, variant: Path, backend: str) -> str:
         },
     }
     path = variant / "metadata.json"
-    path.write_text(json.dumps(metadata, indent=2, sort_keys=True) + "\n")
+    text = json.dumps(metadata, indent=2, sort_keys=True) + "\n"
+    path.write_text(text, encoding="utf-8")
     Metadata.read_from_file(path)  # raises where the loader would
     return build_id
 
@@ -153,25 +154,29 @@ def require_committed(source: Path) -> str:
 
 
 def uncommitted(source: Path) -> list[str]:
-    """Paths that differ from the commit, and files that git ignores but a build takes."""
+    """Paths that differ from the commit, and files that are taken though git does not look at them:
+    ignored ones, and those that it was told to take for unchanged or absent."""
     changed = git(source, "status", "--porcelain", "-z", "--no-renames", "--untracked-files=all")
-    ignored = git(
-        source, "ls-files", "-z", "--others", "--ignored", "--exclude-standard", "--", "torch-ext"
-    )
+    taken = ["--", "build.toml", "torch-ext", "benchmarks", "CARD.md"]
+    ignored = git(source, "ls-files", "-z", "--others", "--ignored", "--exclude-standard", *taken)
     suffixes = tuple(f".{suffix}" for suffix in read_config(source)["torch-noarch"]["pyext"])
-    return [entry[3:] for entry in changed.split("\0") if entry] + [
-        path for path in ignored.split("\0") if path.endswith(suffixes)
+    marked = git(source, "ls-files", "-z", "-v", *taken)  # "h path", "S path"
+    return [
+        *(entry[3:] for entry in changed.split("\0") if entry),
+        *(path for path in ignored.split("\0") if path.endswith(suffixes)),
+        *(entry[2:] for entry in marked.split("\0") if entry[:1] == "S" or entry[:1].islower()),
     ]
 
 
 def git(source: Path, *arguments: str) -> str:
     command = ["git", "-C", str(source), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return subprocess.run(command, capture_output=True, encoding="utf-8", check=True).stdout
 
 
 def uses_custom_ops(variant: Path) -> bool:
     imports_ops = re.compile(r"^\s*from \.+_ops import", re.MULTILINE)
-    return any(imports_ops.search(file.read_text()) for file in variant.rglob("*.py"))
+    files = (file.read_text(encoding="utf-8") for file in variant.rglob("*.py"))
+    return any(map(imports_ops.search, files))
 
 
 def move_into_place(variant: Path, target: Path) -> None:

@@ -140,7 +140,7 @@ def render_card(source: Path, repo_id: str) -> str:
     general = read_config(source)["general"]
     package = source / "torch-ext" / general["name"].replace("-", "_")
     template = Template(
-        (source / "CARD.md").read_text(),
+        (source / "CARD.md").read_text(encoding="utf-8"),
         trim_blocks=True,
         undefined=StrictUndefined,
     )
@@ -156,7 +156,7 @@ def render_card(source: Path, repo_id: str) -> str:
 
 def exported_names(init: Path) -> list[str]:
     """`__all__`, without importing the package."""
-    for node in ast.parse(init.read_text()).body:
+    for node in ast.parse(init.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             return ast.literal_eval(node.value)
     raise ValueError(f"{init} has no __all__")

@@ -400,6 +400,34 @@ def test_a_release_names_what_is_in_no_commit(builder, source):
     assert "pyc" not in str(refusal.value)
 
 
+@pytest.mark.skipif(not shutil.which("git"), reason="needs git")
+@pytest.mark.parametrize("mark", ["--assume-unchanged", "--skip-worktree"])
+def test_a_release_holds_nothing_that_git_was_told_not_to_look_at(builder, source, mark):
+    def git(*arguments: str) -> None:
+        identity = ["-c", "user.name=test", "-c", "user.email=test@example.com"]
+        subprocess.run(["git", "-C", source, *identity, *arguments], check=True)
+
+    git("init", "--quiet")
+    git("add", ".")
+    git("commit", "--quiet", "-m", "all")
+    (source / "benchmarks").mkdir(exist_ok=True)
+    (source / "benchmarks" / "ignored.py").write_text("")
+    (source / ".git" / "info" / "exclude").write_text("ignored.py\n")
+    git("update-index", mark, "torch-ext/optimizer/__init__.py")
+    (source / "torch-ext" / "optimizer" / "__init__.py").write_text("")
+    with pytest.raises(ValueError) as refusal:
+        builder.require_committed(source)
+    for path in ("benchmarks/ignored.py", "torch-ext/optimizer/__init__.py"):
+        assert path in str(refusal.value)
+
+
+def test_the_locale_decides_nothing(tmp_path):
+    options = ["--source", ROOT, "--output", tmp_path]
+    command = [sys.executable, "-X", "warn_default_encoding", ROOT / "scripts" / "build.py"]
+    done = subprocess.run([*command, *options], capture_output=True, text=True, check=True)
+    assert not re.search(r"scripts/\w+\.py:\d+: EncodingWarning", done.stderr)
+
+
 @needs_build_script
 def test_sources_inside_another_checkout_do_not_take_its_commit(builder, source):
     subprocess.run(["git", "-C", source.parent, "init", "--quiet"], check=True)
