@@ -38,6 +38,7 @@ MAY_NOT_CREATE = (
     "it does not exist, and this token may not create it: its owner needs the Hub's leave to have "
     "kernel repositories, and the token the right to write for that owner"
 )
+EXISTS = "it exists already, as public or private as it is: leave --private out to publish to it"
 
 
 class Refused(Exception):
@@ -174,8 +175,10 @@ def describe(repo_id: str, branches: Mapping[str, Files]) -> None:
 
 def upload(repo_id: str, branches: Mapping[str, Files], private: bool) -> None:
     api = HfApi()
-    with explaining(f"cannot create {repo_id}", {403: MAY_NOT_CREATE}):
-        api.create_repo(repo_id, repo_type="kernel", private=private or None, exist_ok=True)
+    hints = {403: MAY_NOT_CREATE} | ({409: EXISTS} if private else {})
+    with explaining(f"cannot create {repo_id}", hints):
+        # One that exists keeps its visibility: publishing to it must not pass for private.
+        api.create_repo(repo_id, repo_type="kernel", private=private or None, exist_ok=not private)
     for branch, files in branches.items():
         with explaining(f"cannot publish to {repo_id}, branch {branch}"):
             head = head_of(api, repo_id, branch)

@@ -61,6 +61,12 @@ def test_another_repository_can_be_named_and_be_private(hub, client, releases):
     assert hub.repositories[KERNEL] == releases.first[KERNEL]
 
 
+def test_what_exists_is_not_published_to_as_if_it_were_private(hub, client, releases):
+    told = client.refused(releases.second_sources, "--private")
+    assert "409, it exists already" in told and "leave --private out" in told
+    assert hub.repositories == releases.first
+
+
 def test_a_dry_run_needs_no_hub_and_names_what_publishing_uploads(client, releases):
     client.url = "http://127.0.0.1:9"
     told = client.publish(releases.second_sources, "--dry-run")
