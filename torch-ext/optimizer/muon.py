@@ -413,6 +413,7 @@ class Muon(Stateful):
             raise error
         if not known:
             self._agreed = [*self._agreed[-7:], plan]  # as many as are kept
+            self._forget_strangers()
         if skip:
             return None
         self._warned = self._warned or validation.warn_of_no_gradients(groups)
@@ -482,7 +483,6 @@ class Muon(Stateful):
         found = self._survey_of(groups)
         if found is not self._survey:
             self._survey, self._agreed = found, []
-            self._forget_strangers()
             if self._wide.debug:
                 logger.info("planned:\n%s", self._summarize(groups, found))
         return found

@@ -61,7 +61,7 @@ def lines_of(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
     many_dtypes = len({row["dtype"] for row in rows}) > 1
     lines: list[tuple[str, ...]] = []
     for anywhere in (False, True):
-        groups = _groups(rows, anywhere)
+        groups = _grouped(rows, anywhere)
         lines = [_line(group, many_dtypes, anywhere) for group in groups]
         if len(lines) <= LINES:
             return lines
@@ -71,7 +71,7 @@ def lines_of(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
     return [*kept, (f"… and {left} smaller ones, in .rows", "", "", "", "")]
 
 
-def _groups(rows: Sequence[Mapping[str, Any]], anywhere: bool) -> list[list[Mapping[str, Any]]]:
+def _grouped(rows: Sequence[Mapping[str, Any]], anywhere: bool) -> list[list[Mapping[str, Any]]]:
     """Rows that make one line each; ``anywhere``, also those of other shapes."""
     groups: dict[Hashable, list[Mapping[str, Any]]] = {}
     for row in rows:
