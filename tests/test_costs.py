@@ -344,6 +344,7 @@ def step_without_reading(options):
 
 
 @pytest.mark.parametrize("algorithm", ["auto", "gram"])
+@pytest.mark.slow
 def test_staging_in_fp32_arithmetic_takes_32_bytes_per_element_of_a_matrix_at_most(algorithm):
     for shape in ((1024, 2048), (1024, 1024)):
         options = {"ns_dtype": torch.float32, "ns_algorithm": algorithm}

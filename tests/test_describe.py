@@ -255,6 +255,7 @@ def sharded() -> None:
     follow(fused)
 
 
+@pytest.mark.slow
 def test_shapes_of_sharded_models_are_whole_and_placements_are_told():
     run_ranks(sharded, 1)
 

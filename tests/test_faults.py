@@ -501,6 +501,7 @@ def check_that_all_raise(twins: Twins, words: str) -> None:
 
 @pytest.mark.parametrize("steps", [0, 2])
 @pytest.mark.parametrize("layout", list(LAYOUTS))
+@pytest.mark.slow
 def test_no_fault_on_one_rank_of_a_mesh_leaves_a_trace(layout, steps):
     run_ranks(step_with_faults, 4, layout, steps, pg_timeout=20)
 

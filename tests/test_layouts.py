@@ -309,6 +309,7 @@ def test_hsdp(sizes, choice):
 
 @pytest.mark.parametrize("choice", HSDP)
 @pytest.mark.parametrize("sizes", [(2, 2), (2, 4), (2, 2, 2)], ids=str)
+@pytest.mark.slow
 def test_replicas_of_shards(sizes, choice):
     replicas = (None,) * (len(sizes) - 1)
 
@@ -398,6 +399,7 @@ def test_tensor_parallelism(ranks):
 
 
 @pytest.mark.parametrize("sizes", [(2, 2), (2, 4), (4, 2)], ids=str)
+@pytest.mark.slow
 def test_fsdp2_over_tensor_parallelism(sizes):
     run_ranks(tensor_parallelism, math.prod(sizes), ("dp", "tp"), sizes)
 
@@ -478,6 +480,7 @@ def test_experts_under_fsdp2(ranks):
 
 
 @pytest.mark.parametrize("sizes", [(2, 2), (2, 4)], ids=str)
+@pytest.mark.slow
 def test_experts_on_two_dimensional_meshes(sizes):
     def experts(dims):
         shapes = ((8, 8, 10), (8, 8, 10), (5, 8, 9), (1, 8, 3))
@@ -498,6 +501,7 @@ def test_experts_on_two_dimensional_meshes(sizes):
 
 
 @pytest.mark.parametrize("sizes", [(4,), (2, 2), (2, 4)], ids=str)
+@pytest.mark.slow
 def test_experts_of_two_leading_dimensions(sizes):
     def experts(*dims):
         shapes = ((2, 4, 8, 10), (3, 2, 5, 4), (1, 5, 7, 3))
@@ -592,6 +596,7 @@ def test_blocks_and_heads_cut_by_shards_and_not(ranks):
 
 
 @pytest.mark.parametrize("sizes", [(2, 2), (2, 4)], ids=str)
+@pytest.mark.slow
 def test_blocks_and_heads_in_strided_shards(sizes):
     def weights(*dims):
         return [Weight((20, 16), sizes, dims), Weight((20, 10), sizes, dims)]
@@ -723,6 +728,7 @@ def test_pipeline_stages_under_fsdp2():
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.slow
 def test_dtypes_of_parameters_mixed_in_a_group(ranks):
     def weights(dtype, *dims):
         shapes = ((16, 24), (9, 8), (6, 8, 4))

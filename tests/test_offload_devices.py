@@ -725,5 +725,6 @@ def train_variants(device: Device, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("options", VARIANTS, ids=lambda options: " ".join(options))
+@pytest.mark.slow
 def test_options_mix_no_devices(options):
     run_ranks(with_device, 2, train_variants, options)

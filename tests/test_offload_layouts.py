@@ -198,6 +198,7 @@ FAMILIES = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.slow
 def test_steps_are_those_without_offload_to_the_bit(family):
     assert {name for names in FAMILIES.values() for name in names} == set(LAYOUTS)
     run_ranks(step_offloaded, RANKS, {name: LAYOUTS[name] for name in FAMILIES[family]})

@@ -133,6 +133,7 @@ def all_layouts(ranks: int) -> list[tuple]:
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.slow
 def test_rows_columns_strides_and_replicas_are_clipped_as_on_one_device(ranks):
     run_ranks(step_clipped, ranks, all_layouts(ranks))
 

@@ -788,6 +788,7 @@ def test_what_is_compiled_within_a_module_stays_whole():
     assert_recorded(recorder.take(), model.expected())
 
 
+@pytest.mark.slow
 def test_tensor_parallel_ranks_record_their_own_heads():
     run_ranks(record_on_meshes, 4)
 

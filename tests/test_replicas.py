@@ -40,6 +40,7 @@ from layouts import (
 )
 from ranks import rank_outcomes, run_ranks
 
+SLOW = pytest.mark.slow
 KINDS = ("DDP", "ZeRO-2")
 
 
@@ -110,7 +111,7 @@ def step_replicated(kind: str, cases: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("ranks", [1, 2, *(pytest.param(n, marks=SLOW) for n in (3, 8)), 4])
 def test_replicated_matrices_take_the_steps_of_one_process(kind, ranks):
     variants = VARIANTS if ranks in (3, 4) else VARIANTS[ranks % 2 :: 2]
     varied = [("many", MATRICES, {**EXACT, **variant}) for variant in variants]

@@ -556,6 +556,7 @@ def compare_on_ranks() -> list[float]:
 
 
 @pytest.mark.skipif(str(DEVICE) != "cpu", reason="gloo ranks need the interpreter")
+@pytest.mark.slow
 def test_sharded_steps_by_kernels_have_the_bits_of_whole_ones_and_travel_in_16_bits():
     for in_bf16, in_fp16 in run_ranks(compare_on_ranks, 2):
         assert in_bf16 <= 5e-3  # where the interpreter rounds towards zero
