@@ -69,5 +69,7 @@ def train(steps: int = 40, **options: Any) -> tuple[list[float], nn.Module]:
 
 
 if __name__ == "__main__":
-    print("losses:", *(f"{loss:.3f}" for loss in train()[0]))
+    losses, _ = train()
+    if dist.get_rank() == 0:
+        print("losses:", *(f"{loss:.3f}" for loss in losses))
     dist.destroy_process_group()
