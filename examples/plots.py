@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,15 @@ def drawing() -> Iterator[Any]:
     style: dict[Any, Any] = {"axes.spines.top": False, "axes.spines.right": False}
     with plt.rc_context(style | {"font.size": 11, "axes.edgecolor": GREY}):
         yield plt
+
+
+def label_rows(axes: Any, rows: Sequence[str]) -> None:
+    """For bars along time: a row for each name, the first on top, bars of 0.8 around 0, 1, …"""
+    axes.set_yticks(range(len(rows)), rows)
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.grid(axis="x", color="#e5e7eb", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(length=0)
 
 
 def save(figure: Any, path: Path) -> None:

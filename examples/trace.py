@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.profiler import ProfilerActivity, profile
 
 from model import ModelConfig, Transformer
-from plots import GREY, drawing, save
+from plots import GREY, drawing, label_rows, save
 from ranks import launch, pick_device, rank, world_size
 from train import load_kernel, local
 
@@ -203,11 +203,7 @@ def draw_rank(axes: Any, spans: list[Span], stop: float) -> None:
         if span.row == "orthogonalize" and span.stop - span.start > 0.015 * stop:
             middle = (span.start + span.stop) / 2
             axes.text(middle, row + 0.42, span.chunk, color="white", ha="center", va="center")
-    axes.set_yticks(range(len(ROWS)), ROWS)
-    axes.set_ylim(len(ROWS) - 0.4, -0.6)
-    axes.grid(axis="x", color="#e5e7eb", linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.tick_params(length=0)
+    label_rows(axes, ROWS)
 
 
 if __name__ == "__main__":

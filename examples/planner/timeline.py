@@ -11,7 +11,7 @@ import numpy as np
 
 from planner.averaging import Averages, Ring
 from planner.costs import GATHER, HOST, NETWORK, SCATTER, Costs, LaneCosts
-from plots import GREY, drawing, save
+from plots import GREY, drawing, label_rows, save
 
 WAYS = {GATHER: "gather", SCATTER: "scatter"}
 
@@ -264,8 +264,4 @@ def _draw_rows(axes: Any, timeline: Timeline) -> None:
             bars = [(1e3 * s.start, 1e3 * (s.stop - s.start)) for s in spans]
             axes.broken_barh(bars, (row - 0.4, 0.8), color=colour, linewidth=0.5)  # never too thin
     axes.xaxis.set_major_formatter("{x:,.10g}")
-    axes.set_yticks(range(len(timeline.rows)), timeline.rows)
-    axes.set_ylim(len(timeline.rows) - 0.4, -0.6)
-    axes.grid(axis="x", color="#e5e7eb", linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.tick_params(length=0)
+    label_rows(axes, timeline.rows)

@@ -184,17 +184,12 @@ def _update(
 ) -> Iterator[None]:
     """Updates one portion of the rows after the other."""
     for portion in portions:
-        with portion as lent:
+        with portion as lent, record_function("Muon.adamw"):
             _update_at_once([rows[share.row].part(share, of) for share, of in lent], options)
         yield
 
 
 def _update_at_once(rows: Sequence[_Row], options: Mapping[str, Any]) -> None:
-    with record_function("Muon.adamw"):
-        _update_by_kind(rows, options)
-
-
-def _update_by_kind(rows: Sequence[_Row], options: Mapping[str, Any]) -> None:
     beta1, beta2 = options["adamw_betas"]
     kinds: dict[tuple[bool, bool], list[_Row]] = {}
     for row in rows:

@@ -146,6 +146,22 @@ def _blocks(rows: int, row_counts: Union[int, Sequence, None]) -> tuple[Blocks, 
     return tuple(merged)
 
 
+def read_by_options(
+    shape: Sequence[int],
+    name: Optional[str],
+    expert_keys: Optional[Sequence[str]],
+    split: Any,
+    flatten: bool,
+) -> Matrices:
+    """The matrices of the parameter ``name``, as a group's options have it read.
+
+    Raises:
+        ValueError: as `read_as_matrices`.
+    """
+    is_expert = len(shape) > 2 and name is not None and has_component(name, expert_keys)
+    return read_as_matrices(shape, is_expert, flatten, row_counts_for(name, split))
+
+
 def row_counts_for(name: Optional[str], split: Any) -> Union[int, Sequence, None]:
     """What ``split`` says of the parameter ``name``.
 

@@ -13,11 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import validation
-from .core import Matrices, read_as_matrices, row_counts_for, takes_part
+from .core import Matrices, read_by_options, takes_part
 from .distributed import agreement, hsdp, layout
 from .distributed import utils as dtensors
 from .distributed.plan import Entry, Plan, make_plan
-from .groups import has_component
 from .newton_schulz import Recipe, recipe_for
 from .options import GROUP_OPTIONS, STRUCTURE, OptimizerWide
 
@@ -242,9 +241,8 @@ def matrices_of(group: Group, index: int, where: str) -> Matrices:
             f'{where}: {needs_names} needs names: give the group "names", one for each parameter'
         )
     name = names[index] if names is not None else None
-    is_expert = len(shape) > 2 and name is not None and has_component(name, expert_keys)
     try:
-        return read_as_matrices(shape, is_expert, flatten, row_counts_for(name, split))
+        return read_by_options(shape, name, expert_keys, split, flatten)
     except ValueError as error:
         raise ValueError(f"{validation.name_of(group, index, where)} {error}") from None
 

@@ -14,9 +14,9 @@ from typing import Any, Optional
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from ..core import Matrices, read_as_matrices, row_counts_for
+from ..core import Matrices, read_by_options
 from ..distributed import utils as dtensors
-from ..groups import Decision, decide, has_component, normalize_name
+from ..groups import Decision, decide, normalize_name
 
 # What models call their own configuration: transformers, torchtitan, others.
 _CONFIGS = ("config", "model_args", "args")
@@ -104,9 +104,8 @@ class Subject:
             ValueError: it would not. Completes "<parameter> …".
         """
         shape, name = decision.param.shape, decision.name
-        is_expert = len(shape) > 2 and has_component(name, self.expert_keys)
-        counts = row_counts_for(name, self.options.get("split"))
-        return read_as_matrices(shape, is_expert, self.options.get("flatten", False), counts)
+        split, flatten = self.options.get("split"), self.options.get("flatten", False)
+        return read_by_options(shape, name, self.expert_keys, split, flatten)
 
     def look_up(self, place: Place, keys: Sequence[str]) -> Optional[int]:
         """A size that the modules around a parameter, or their configurations, call by a key.
