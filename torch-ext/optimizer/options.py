@@ -70,8 +70,12 @@ def _fraction(value: Any) -> bool:
 
 
 def _learning_rate(value: Any) -> bool:
-    if isinstance(value, torch.Tensor):  # its value stays unread: that would wait for the device
-        return value.numel() == 1 and not value.is_complex()
+    if isinstance(value, torch.Tensor):
+        if value.numel() != 1 or value.is_complex():
+            return False
+        if value.device.type != "cpu":  # its value stays unread: that would wait for the device
+            return True
+        value = value.item()
     # Schedules that end at zero may end a rounding error below it.
     return is_number(value) and value > -1e-12
 
@@ -253,6 +257,14 @@ class OptimizerWide:
         for key in ("debug", "use_distributed_muon"):
             if not isinstance(getattr(self, key), bool):
                 raise ValueError(f"{key} must be True or False, found {getattr(self, key)!r}")
+
+
+def is_exact(group: Mapping[str, Any], wide: OptimizerWide) -> bool:
+    """Whether the group is in exact mode: the same bits on every layout and machine.
+
+    Arithmetic and wire have to be given as fp32 or fp64. What None chooses is made for speed.
+    """
+    return {group["ns_dtype"], wide.comm_dtype} <= {torch.float32, torch.float64}
 
 
 # What a group can't have of its own.

@@ -33,6 +33,7 @@ from .distributed import layout, wire
 from .distributed.collectives import all_gather_slots
 from .distributed.plan import Batch, Bundle, Chunk, Lane, Run, Traffic, Unit, turn_of
 from .newton_schulz import newton_schulz
+from .options import is_exact
 from .step import Hyper, Index, Step, part_of
 
 
@@ -382,6 +383,7 @@ def _orthogonalize(X: Tensor, batch: Batch, step: Step) -> Tensor:
         dtype=step.entry(unit).recipe.dtype,
         eps=hyper["ns_eps"],
         scratch=step.scratch,
+        batch_invariant=is_exact(hyper, step.wide),
     )
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from .. import triton_kernels
 from ..scratch import Scratch
 from .coefficients import Coefficients, Triple
-from .forms import ALGORITHMS, Form, recipe_for
+from .forms import ALGORITHMS, Form, Recipe, recipe_for
 from .products import PRODUCTS, Products
 
 NORMS = ("frobenius", "schatten4")
@@ -43,6 +43,7 @@ def newton_schulz(
     dtype: Optional[torch.dtype] = None,
     eps: float = 1e-7,
     scratch: Optional[Scratch] = None,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """Approximate polar factor U of every matrix of ``G``: if G = PΣQᵀ, then U ≈ PQᵀ.
 
@@ -58,6 +59,9 @@ def newton_schulz(
             it acts alike on a matrix and on 1e-30 times that matrix.
         scratch: buffers to work in; with them, ``G`` is overwritten and U lies in one of them.
             Without them ``G`` is not modified and U is new.
+        batch_invariant: orthogonalize one matrix after the other, so that none depends, by a bit,
+            on which others are in ``G``. Libraries pick kernels by the size of a batch, and with
+            several threads their sums then differ in the last bits.
 
     Returns:
         U (..., rows, cols) in the arithmetic dtype. Zero matrices give zeros, matrices with Inf or
@@ -80,18 +84,38 @@ def newton_schulz(
         return G.to(recipe.dtype, copy=True)
     batch = G.reshape(-1, *G.shape[-2:])  # (n, rows, cols)
     overwrite, scratch = scratch is not None, scratch or Scratch()
+    if not batch_invariant:
+        return _orthogonalize(batch, recipe, eps, overwrite, scratch).view(G.shape)
     if overwrite and G.dtype == recipe.dtype:
+        U = batch
+    else:
+        U = scratch.empty("U", batch.shape, recipe.dtype, G.device)
+    # Where memory is aligned decides on kernels as well: each has the same place to be computed in.
+    alone = scratch.empty("alone", batch[:1].shape, G.dtype, G.device)
+    for matrix, of_matrix in zip(batch.split(1), U.split(1)):
+        of_matrix.copy_(_orthogonalize(alone.copy_(matrix), recipe, eps, True, scratch))
+    return U.view(G.shape)
+
+
+def _orthogonalize(
+    batch: Tensor,  # (n, rows, cols)
+    recipe: Recipe,
+    eps: float,
+    overwrite: bool,
+    scratch: Scratch,
+) -> Tensor:
+    if overwrite and batch.dtype == recipe.dtype:
         X = batch
     else:
-        X = scratch.empty("X", batch.shape, recipe.dtype, G.device)
+        X = scratch.empty("X", batch.shape, recipe.dtype, batch.device)
     factor, scale = recipe.iteration.norm_factor, _scale(X)
     rest: Optional[Tensor] = None
     if recipe.dtype == torch.float16:
         size, rest = _normalize_exactly(batch, factor, eps, scale, X)
     else:
         size = _normalize(batch, factor, eps, overwrite, scratch, X)  # (n, 1, 1)
-    form = recipe.form(*G.shape[-2:])
-    return _iterate(X, size, rest, form, norm, factor, eps, scale, scratch).view(G.shape)
+    form = recipe.form(*batch.shape[-2:])
+    return _iterate(X, size, rest, form, recipe.norm, factor, eps, scale, scratch)
 
 
 def _scale(X: Tensor) -> float:
