@@ -102,8 +102,7 @@ class Entry:
 
     def cost(self, rows: int) -> int:
         """FLOPs for one matrix of so many rows."""
-        cols = self.matrices.cols
-        return self.recipe.form(rows, cols).flops(rows, cols)
+        return self.recipe.flops(rows, self.matrices.cols)
 
 
 @dataclass(frozen=True)

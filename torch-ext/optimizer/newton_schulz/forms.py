@@ -7,6 +7,7 @@ the same path on every layout.
 from __future__ import annotations
 
 import functools
+import platform
 from dataclasses import dataclass, replace
 from typing import Optional
 
@@ -110,6 +111,10 @@ class Recipe:
         """The form for matrices (rows, cols)."""
         return _form(self, min(rows, cols), max(rows, cols))
 
+    def flops(self, rows: int, cols: int) -> int:
+        """What `form` takes for one matrix."""
+        return _flops(self, min(rows, cols), max(rows, cols))
+
 
 def recipe_for(
     coefficients: Coefficients,
@@ -133,20 +138,30 @@ def default_dtype(matrix_dtype: torch.dtype, device: torch.device) -> torch.dtyp
     """Arithmetic of the iteration where ``ns_dtype`` is None.
 
     float64 stays float64. Accelerators take float16, as fast as bfloat16 and eight times as exact;
-    singular values of at most about 1 fit its range. CPUs take bfloat16 where oneDNN has fast
-    products in it, else float32: float16 is far slower there. Apple's take float32.
+    singular values of at most about 1 fit its range. CPUs take bfloat16 where they have
+    instructions for its products, else float32: float16 is far slower there. Apple's take float32.
     """
     if matrix_dtype == torch.float64:
         return torch.float64
     if device.type == "cpu":
-        return torch.bfloat16 if _cpu_has_bfloat16() else torch.float32
+        return torch.bfloat16 if _cpu_multiplies_bfloat16() else torch.float32
     return torch.float32 if device.type == "mps" else torch.float16
 
 
 @functools.cache
-def _cpu_has_bfloat16() -> bool:
+def _cpu_multiplies_bfloat16() -> bool:
+    """Whether the CPU has instructions for products in bfloat16, and oneDNN, which has kernels for
+    them, may use them.
+
+    On x86 oneDNN says that it supports bfloat16 on every CPU with AVX-512, where it widens every
+    operand to fp32 and takes five times as long as in fp32. So the instructions count as well.
+    """
     probe = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
-    return bool(probe is not None and torch.backends.mkldnn.is_available() and probe())
+    if probe is None or not torch.backends.mkldnn.is_available() or not probe():
+        return False
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return True
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
 @functools.lru_cache(maxsize=4096)
@@ -169,6 +184,11 @@ def _form(recipe: Recipe, s: int, l: int) -> Form:
     if saved <= GRAM_FLOPS[weighed]:
         return replace(gram, why=f"{saved:.2f} of the standard form's FLOPs{where}")
     return replace(standard, why=f"the Gram form takes {saved:.2f} of its FLOPs{where}")
+
+
+@functools.lru_cache(maxsize=4096)
+def _flops(recipe: Recipe, s: int, l: int) -> int:
+    return recipe.form(s, l).flops(s, l)
 
 
 def _products(recipe: Recipe, s: int, l: int) -> str:
