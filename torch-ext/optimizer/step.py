@@ -80,6 +80,8 @@ class Step:
     def release(self) -> None:
         """Lets go of the gradients that are left, and tells autograd what was written."""
         for entry, param in enumerate(self.params):
+            if entry in self.plan.absent:
+                continue
             self._release_grad(entry)
             if dtensors.is_dtensor(param):
                 torch.autograd.graph.increment_version(param)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Optional
 
 import torch
@@ -125,10 +125,57 @@ class Chunk:
     in_place: bool
     slot: int = 0
 
+    def without(self, absent: Container[int]) -> Chunk:
+        """A chunk that nobody else has a part in, without the units of some entries.
+
+        What is left of a batch closes up to where the batch begins.
+        """
+        batches = (
+            replace(batch, units=tuple(unit for unit in batch.units if unit.entry not in absent))
+            for batch in self.batches
+        )
+        return replace(
+            self,
+            momentum=_closed_up(self.momentum, self.batches, absent),
+            weights=_closed_up(self.weights, self.batches, absent),
+            batches=tuple(batch for batch in batches if batch.units),
+        )
+
     @property
     def read(self) -> Iterator[Bundle]:
         """The bundles whose gradients are read: of all units, once each."""
         return itertools.chain.from_iterable(self.momentum)
+
+
+def _closed_up(runs: Iterable[Run], batches: Iterable[Batch], absent: Container[int]) -> tuple:
+    """Runs without the units of some entries. Their bundles come batch by batch."""
+    of_batches = ([unit.entry not in absent for unit in batch.units] for batch in batches)
+    left: list[Run] = []
+    stay: list[bool] = []  # of each unit of a batch
+    first = 0  # unit of the batch that the next bundle has
+    for run in runs:
+        bundles = []
+        for bundle in run:
+            if first == len(stay):
+                stay, first, begin = next(of_batches), 0, bundle.start
+            size, count = layout.numel(bundle.box), len(bundle.units)
+            # What goes along with one unit.
+            along = (bundle.along - begin - len(stay) * size) // first if first else 0
+            of_bundle, before = stay[first : first + count], sum(stay[:first])
+            if any(of_bundle):
+                bundles.append(
+                    replace(
+                        bundle,
+                        units=tuple(itertools.compress(bundle.units, of_bundle)),
+                        indices=tuple(itertools.compress(bundle.indices, of_bundle)),
+                        start=begin + before * size,
+                        along=begin + sum(stay) * size + before * along,
+                    )
+                )
+            first += count
+        if bundles:
+            left.append(tuple(bundles))
+    return tuple(left)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Optional
 
 import torch
@@ -76,6 +76,20 @@ class Lane:
         """The units of all chunks with the number of their owner."""
         return tuple(itertools.chain.from_iterable(self.rounds))
 
+    def without(self, absent: frozenset[int]) -> Lane:
+        """A lane without traffic, and without the units of some entries."""
+        rounds = (tuple(u for u in units if u[0].entry not in absent) for units in self.rounds)
+        left = [
+            (chunk if len(some) == len(units) else chunk.without(absent), some)
+            for chunk, units, some in zip(self.chunks, self.rounds, rounds)
+            if some
+        ]
+        return replace(
+            self,
+            chunks=tuple(chunk for chunk, _ in left),
+            rounds=tuple(units for _, units in left),
+        )
+
     @property
     def scaled(self) -> bool:
         """Whether what is gathered is scaled, part by part, to the range of its format."""
@@ -88,11 +102,12 @@ class Plan:
 
     Args:
         rank: global rank of whom it is for.
-        entries: Muon's parameters that take part.
+        entries: Muon's parameters, as they are numbered in units.
         lanes: with traffic, in the order in which all ranks go through them.
         alone: lanes without traffic.
         elsewhere: units that lie whole on another rank among this one's peers, with that rank, for
             summaries.
+        absent: numbers of entries that take no part.
     """
 
     rank: int
@@ -100,6 +115,19 @@ class Plan:
     lanes: tuple[Lane, ...]
     alone: tuple[Lane, ...]
     elsewhere: tuple[tuple[Unit, int], ...] = ()
+    absent: frozenset[int] = frozenset()
+
+    @property
+    def taking_part(self) -> list[Entry]:
+        return [entry for n, entry in enumerate(self.entries) if n not in self.absent]
+
+    def without(self, absent: frozenset[int]) -> Plan:
+        """The plan of a step in which entries that are whole on this rank take no part.
+
+        It costs far less than a plan, since nobody else's work depends on these entries.
+        """
+        alone = (lane.without(absent) for lane in self.alone)
+        return replace(self, alone=tuple(lane for lane in alone if lane.chunks), absent=absent)
 
     @functools.cached_property
     def reads(self) -> Counter[int]:
