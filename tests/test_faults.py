@@ -739,7 +739,9 @@ def shards_of_other_sizes():
     weight = DTensor.from_local(
         torch.ones(rows, 4), mesh, [Shard(0)], run_check=False, shape=(4, 4), stride=(4, 1)
     )
-    optimizer.Muon([{"params": [nn.Parameter(weight)], "names": ["a.weight"], "use_muon": True}])
+    weight = nn.Parameter(weight)
+    weight.grad = torch.ones_like(weight)
+    optimizer.Muon([{"params": [weight], "names": ["a.weight"], "use_muon": True}]).step()
 
 
 def test_shards_that_torch_would_have_cut_otherwise_are_refused():

@@ -51,7 +51,8 @@ class Muon(Stateful):
         params: parameter groups, dicts with ``params`` and ``use_muon``. A group with
             ``use_muon=True`` holds matrices and may hold their ``names``, in the same order; (name,
             parameter) pairs do too. Any hyperparameter below can be a key of a group.
-        lr: learning rate, a number or a tensor of one element.
+        lr: learning rate, a number or a tensor of one element. Ranks compare numbers and tensors on
+            the CPU; that of a tensor on a device is not compared, as reading it would wait.
         momentum: μ.
         nesterov: whether to look ahead along the momentum.
         ns_steps: iterations of the orthogonalization.
@@ -104,8 +105,9 @@ class Muon(Stateful):
         comm_dtype: format in which momentum and updates travel between ranks; None is that of the
             arithmetic, but bf16 for fp32. fp16 travels with a scale per rank and matrix. For all
             groups.
-        consistency_check: how often ranks compare notes before a collective: every ``"step"``, once
-            per ``"plan"``, or never (``"off"``). For all groups.
+        consistency_check: how often ranks compare notes before a collective: every ``"step"``; with
+            ``"plan"`` in the first one and where parameters or options that all of them share have
+            changed, but not where gradients are missing; or never (``"off"``). For all groups.
         hsdp: what replicas of DTensors do: ``"redundant"``, each orthogonalizes every matrix;
             ``"spread"``, they share the work and send each other the updates; ``"auto"``, what
             is faster by an estimate (`distributed.hsdp`). For all groups.
@@ -131,7 +133,7 @@ class Muon(Stateful):
     """
 
     _survey: Survey  # of the groups as they last were
-    _agreed: list[Plan]  # on which ranks have compared notes
+    _agreed: Survey  # of the groups when ranks last were at one
     _compared: bool  # what replicas hold
     _warned: bool  # of a step without gradients
 
@@ -204,6 +206,7 @@ class Muon(Stateful):
         super().__init__(validation.as_groups(params), defaults)
         clip.check_and_warn(self._views())
         self._clip = clip
+        self._registration = agreement.Registration(self._sets)
         muon_names = [g["names"] or () for g in self._views() if g["use_muon"]]
         validation.warn_of_unmatched_split(split, [name for names in muon_names for name in names])
         validation.warn_of_unread_experts(self._views())
@@ -365,6 +368,7 @@ class Muon(Stateful):
                 offload, carrier = self._offload, step.carrier
                 others = adamw.Updates(groups, self.state, self._wide.divided, offload, carrier)
                 pipeline.run(step, others)
+            self._agreement.steps += 1
 
     def _agree_on_plan(
         self, error: Optional[BaseException], qk_logits: Optional[Logits], scaling: Scaling
@@ -390,13 +394,14 @@ class Muon(Stateful):
                 clipping = self._clip_by(qk_logits, groups)
         except BaseException as raised:
             error = raised
-        # A rank that fails can't tell whether the others would ask: not after the first time.
-        known = bool(self._agreed) if error else any(plan is other for other in self._agreed)
-        skip, sets = scaling.skips, sets_of(self.param_groups, self._wide)
+        skip, sets, found = scaling.skips, self._sets(), self._survey
         self._agreement.may_go = error is None and any(len(ranks) > 1 for ranks in sets)
-        if agreement.is_due(self._wide.consistency_check, known, scaling.is_used):
-            more = clipping.notes if clipping else {}
-            notes = {} if error else notes_of(groups, self._survey, plan, self._wide, more)
+        structure = {ranks: (of, self._wide.streams) for ranks, of in found.shared.items()}
+        if self._agreement.is_due(self._wide.consistency_check, structure, scaling.is_used):
+            notes = {}
+            if error is None:
+                more = clipping.notes if clipping else {}
+                notes = notes_of(groups, found, plan, self._wide, more, self._tell_apart)
             try:
                 with record_function("Muon.agree"):
                     problem, skip = self._agreement.check(notes, _in_words(error), sets, skip)
@@ -409,15 +414,26 @@ class Muon(Stateful):
                 if error is None and not skip and not self._compared:
                     self._compare_replicas(groups)
                     self._compared = True
+                if error is None:
+                    self._agreement.settle(structure)
         if error is not None:
             raise error
-        if not known:
-            self._agreed = [*self._agreed[-7:], plan]  # as many as are kept
+        if found is not self._agreed:
+            self._agreed = found
             self._forget_strangers()
         if skip:
             return None
         self._warned = self._warned or validation.warn_of_no_gradients(groups)
         return groups, plan, clipping
+
+    def _sets(self) -> set[agreement.Ranks]:
+        """The sets of ranks that share parameters with this one."""
+        return sets_of(self.param_groups, self._wide)
+
+    def _tell_apart(self, ranks: agreement.Ranks) -> str:
+        """Which of the optimizers that these ranks share this one is, and at which step."""
+        number = self._registration.number(ranks)
+        return f"the one made behind {number} others, {self._agreement.steps} steps made"
 
     def _clip_by(
         self, qk_logits: Optional[Logits], groups: list[dict[str, Any]]
@@ -482,7 +498,7 @@ class Muon(Stateful):
         """Checks the groups, and keeps what there is to plan from now on."""
         found = self._survey_of(groups)
         if found is not self._survey:
-            self._survey, self._agreed = found, []
+            self._survey = found
             if self._wide.debug:
                 logger.info("planned:\n%s", self._summarize(groups, found))
         return found
@@ -538,9 +554,8 @@ class Muon(Stateful):
         return self._clip.stats()
 
     def _forget_plans(self) -> None:
-        self._survey = NO_SURVEY
+        self._survey = self._agreed = NO_SURVEY
         self._agreement = agreement.Agreement()
-        self._agreed = []
         self._compared = False
         self._warned = False
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Optional
 
@@ -16,7 +17,7 @@ from . import validation
 from .core import Matrices, read_by_options, takes_part
 from .distributed import agreement, hsdp, layout
 from .distributed import utils as dtensors
-from .distributed.plan import Entry, Plan, make_plan
+from .distributed.plan import NOTHING, Entry, Plan, make_plan
 from .newton_schulz import Recipe, recipe_for
 from .options import GROUP_OPTIONS, STRUCTURE, OptimizerWide
 
@@ -28,31 +29,54 @@ _PLANNED_FOR_MUON = ("ns_steps", "ns_coefficients", "ns_algorithm", "ns_norm", "
 
 
 @dataclass
+class Shared:
+    """What the ranks of one set share, beside hyperparameters that no plan depends on.
+
+    Args:
+        lines: one for each parameter.
+        planned: options of each group, in the order of ``groups``.
+        groups: numbers of the groups these are in, each with the name of its first parameter here:
+            ranks may number groups apart.
+    """
+
+    lines: list[str] = field(default_factory=list)
+    planned: list[Any] = field(default_factory=list)
+    groups: dict[int, str] = field(default_factory=dict)
+
+
+@dataclass
 class Survey:
     """What there is to plan, until it changes.
 
     Args:
         facts: of each group, what it was made from.
         names: of each group, what messages call its parameters.
-        lines: of each group, its parameters, one line each, for ranks to compare.
         entries: of each group, its Muon parameters in order; none for AdamW's.
-        plans: made so far, by which entries take part, and whether state is streamed.
+        shared: by the ranks of every mesh that a parameter is on, and of the process group.
+        plans: made so far, by which of the shared entries take part, and whether state is streamed.
+        last: the plan of the last step, with which entries took part in it.
         hosted: whether there are parameters in host memory that are not used there.
     """
 
     facts: list[tuple]
     names: list[list[str]]
-    lines: list[list[str]]
     entries: list[list[Entry]]
+    shared: dict[agreement.Ranks, Shared] = field(default_factory=lambda: defaultdict(Shared))
     plans: dict[tuple[bool, ...], Plan] = field(default_factory=dict)
+    last: tuple[tuple[bool, ...], Plan] = ((), NOTHING)
     hosted: bool = False
 
     @property
     def all_entries(self) -> list[Entry]:
         return [entry for of_group in self.entries for entry in of_group]
 
+    @functools.cached_property
+    def are_whole(self) -> list[bool]:
+        """Of each entry whether all that this rank holds of it are whole matrices of its own."""
+        return [len(entry.peers(this_rank())) <= 1 for entry in self.all_entries]
 
-NO_SURVEY = Survey([()], [], [], [])  # of no groups that there could be
+
+NO_SURVEY = Survey([()], [], [])  # of no groups that there could be
 
 
 def facts_of(group: Group) -> tuple:
@@ -86,11 +110,13 @@ def survey(groups: Sequence[Group], wide: OptimizerWide, last: Survey) -> Survey
     facts = [facts_of(group) for group in groups]
     if facts == last.facts:
         return last
-    found = Survey(facts, [], [], [])
+    found = Survey(facts, [], [])
     seen: Counter[str] = Counter()  # two models in one optimizer may use the same names
     for number, group in enumerate(groups):
         where = f"param_groups[{number}]"
         entries = entries_of(group, number, where, wide)  # checks the group first
+        for entry, param in zip(entries, group["params"]):
+            _check_shard(param, entry.name)
         names = []
         for index in range(len(group["params"])):
             name = validation.name_of(group, index, where)
@@ -100,17 +126,30 @@ def survey(groups: Sequence[Group], wide: OptimizerWide, last: Survey) -> Survey
         found.hosted |= any(entry.device != param.device for entry, param in places)
         found.entries.append([replace(e, name=name) for e, name in zip(entries, names)])
         found.names.append(names)
-        found.lines.append([_line(name, p) for name, p in zip(names, group["params"])])
+        planned = [group[key] for key in (*_PLANNED, *_PLANNED_FOR_MUON)]
+        for index, (name, param) in enumerate(zip(names, group["params"])):
+            ranks = shared_with(param, wide)
+            if ranks is None:
+                continue
+            shared = found.shared[ranks]
+            shared.lines.append(_line(name, param, group, entries[index] if entries else None))
+            if number not in shared.groups:
+                shared.groups[number] = name
+                shared.planned.append(copy.deepcopy(planned))
     if not wide.use_distributed_muon:
         told = iter(hsdp.share_work(found.all_entries, this_rank(), wide.hsdp, wide.machine))
         found.entries = [[next(told) for _ in of_group] for of_group in found.entries]
     return found
 
 
-def _line(name: str, param: Tensor) -> str:
+def _line(name: str, param: Tensor, group: Group, entry: Optional[Entry]) -> str:
+    line = f"{name}: {tuple(param.shape)} {param.dtype} {dtensors.describe(param)}"
     dtype = dtensors.grad_dtype(param)
-    of_gradient = "" if dtype == param.dtype else f", gradients {dtype}"
-    return f"{name}: {tuple(param.shape)} {param.dtype} {dtensors.describe(param)}{of_gradient}"
+    if dtype != param.dtype:
+        line += f", gradients {dtype}"
+    if entry is not None and group["ns_dtype"] is None:  # each rank asks its own machine
+        line += f", ns_dtype=None means {entry.recipe.dtype} here"
+    return line
 
 
 def this_rank() -> int:
@@ -128,8 +167,6 @@ def entries_of(group: Group, number: int, where: str, wide: OptimizerWide) -> li
         validation.check_replicas(group, wide.process_group, where)
     if not group["use_muon"]:
         return []
-    for index, param in enumerate(group["params"]):
-        _check_shard(param, validation.name_of(group, index, where))
     recipes = [_recipe(param, group) for param in group["params"]]
     replicas = {
         index: wide.process_group
@@ -156,7 +193,11 @@ def entries_of(group: Group, number: int, where: str, wide: OptimizerWide) -> li
 
 
 def _check_shard(param: Tensor, name: str) -> None:
-    """Its rank holds of a DTensor what everyone else takes it to hold."""
+    """Its rank holds of a DTensor what everyone else takes it to hold.
+
+    Only the ranks that hold something else can see that, so it is for the step to check, where all
+    hear of it, and not for the constructor.
+    """
     sharding = dtensors.sharding_of(param)
     if sharding is None or not dist.is_initialized() or dist.get_rank() not in sharding.ranks:
         return
@@ -188,15 +229,24 @@ def wire_of(recipe: Recipe) -> torch.dtype:
 
 
 def plan_step(found: Survey, groups: Sequence[Group], wide: OptimizerWide) -> Plan:
-    """The plan of the matrices that have a gradient."""
-    return _plan(
-        found,
-        wide,
-        [
-            takes_part(groups[entry.group]["params"][entry.index], groups[entry.group])
-            for entry in found.all_entries
-        ],
-    )
+    """The plan of the matrices that have a gradient.
+
+    A new set of gradients costs a plan only where ranks share the matrices concerned.
+    """
+    entries = found.all_entries
+    params = [groups[entry.group]["params"][entry.index] for entry in entries]
+    present = tuple(takes_part(p, groups[entry.group]) for p, entry in zip(params, entries))
+    key = (*present, wide.streams)
+    if found.last[0] != key:
+        planned = [
+            p.requires_grad if is_whole else is_present
+            for p, is_whole, is_present in zip(params, found.are_whole, present)
+        ]
+        plan = _plan(found, wide, planned)
+        there = [is_present for is_present, is_planned in zip(present, planned) if is_planned]
+        absent = frozenset(number for number, is_there in enumerate(there) if not is_there)
+        found.last = key, plan.without(absent) if absent else plan
+    return found.last[1]
 
 
 def plan_all(found: Survey, groups: Sequence[Group], wide: OptimizerWide) -> Plan:
@@ -269,6 +319,7 @@ def notes_of(
     plan: Plan,
     wide: OptimizerWide,
     more: Mapping[agreement.Ranks, Sequence[str]],
+    optimizer: Callable[[agreement.Ranks], str],
 ) -> dict[agreement.Ranks, agreement.Notes]:
     """What ranks must share: those of a mesh what is on it; those that hold parts or replicas of
     the same matrices which of these have gradients; those of a lane what they exchange.
@@ -276,30 +327,24 @@ def notes_of(
     Args:
         groups, found, plan, wide: of this step.
         more: further lines for the ranks of a mesh.
+        optimizer: how the ranks of a mesh tell it from others.
     """
     lines: dict[agreement.Ranks, list[str]] = defaultdict(list)
     gradients: dict[agreement.Ranks, list[str]] = defaultdict(list)
     owners: dict[agreement.Ranks, str] = defaultdict(str)
-    for group, names, of_group in zip(groups, found.names, found.lines):
-        on_mesh: dict[agreement.Ranks, list[str]] = defaultdict(list)
-        first: dict[agreement.Ranks, str] = {}  # groups are told by it: ranks may number them apart
-        for param, name, line in zip(group["params"], names, of_group):
-            ranks = shared_with(param, wide)
-            if ranks is not None:
-                on_mesh[ranks].append(line)
-                first.setdefault(ranks, name)
-                replicas = () if group["use_muon"] else _replicas_of(param, plan.rank, wide)
-                if len(replicas) > 1 and _has_gradient(param, group, wide):
-                    gradients[replicas].append(name)
-        chosen = [f"{key} = {_told(group[key])}" for key in GROUP_OPTIONS]
-        for ranks, listed in on_mesh.items():
-            if ranks not in lines:
-                lines[ranks] += _lines_of_wide(wide, ranks)
-            lines[ranks] += listed
-            lines[ranks] += [f"{option} in the group of {first[ranks]}" for option in chosen]
+    for ranks, shared in found.shared.items():
+        lines[ranks] += [*_lines_of_wide(wide, ranks), *shared.lines]
+        for number, first in shared.groups.items():
+            chosen = (f"{key} = {_told(groups[number][key])}" for key in GROUP_OPTIONS)
+            lines[ranks] += [f"{option} in the group of {first}" for option in chosen]
+    for group, names in zip(groups, found.names):
+        for param, name in zip(group["params"], names) if not group["use_muon"] else ():
+            replicas = _replicas_of(param, plan.rank, wide)
+            if len(replicas) > 1 and _has_gradient(param, group, wide):
+                gradients[replicas].append(name)
     for ranks, further in more.items():
         lines[ranks] += further
-    for entry in plan.entries:
+    for entry in plan.taking_part:
         param = groups[entry.group]["params"][entry.index]
         for ranks in _compare_gradients(entry, param, plan.rank, wide):
             gradients[ranks].append(entry.name)
@@ -307,7 +352,10 @@ def notes_of(
         owners[lane.peers] += lane.digest
     return {
         ranks: agreement.Notes(
-            lines.get(ranks, ()), gradients.get(ranks, ()), owners.get(ranks, "")
+            lines.get(ranks, ()),
+            gradients.get(ranks, ()),
+            owners.get(ranks, ""),
+            optimizer(ranks) if ranks in found.shared else "",
         )
         for ranks in {**lines, **gradients, **owners}
     }
@@ -358,4 +406,8 @@ def _lines_of_wide(wide: OptimizerWide, ranks: agreement.Ranks) -> list[str]:
 
 
 def _told(value: Any) -> str:
-    return "a tensor" if isinstance(value, Tensor) else repr(value)  # whose value stays unread
+    if not isinstance(value, Tensor):
+        return repr(value)
+    if value.device.type != "cpu":  # reading it would wait for the device
+        return f"a tensor on {value.device.type}"
+    return f"tensor({value.item()})"

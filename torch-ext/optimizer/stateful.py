@@ -11,6 +11,7 @@ from torch import Tensor
 from . import adamw, checkpoints, foreign
 from .condition import Condition
 from .cpu_offload import Hooks, Offloadable, Use
+from .distributed import agreement
 from .distributed import utils as dtensors
 from .planning import Survey
 from .qk_clip.clip import QKClip
@@ -21,6 +22,7 @@ class Stateful(Offloadable):
     """An optimizer whose state is known before there is any, and outlives the cluster it is on."""
 
     _clip: QKClip
+    _registration: agreement.Registration
     _condition: Condition
 
     @property
@@ -45,6 +47,10 @@ class Stateful(Offloadable):
 
     def _look_at(self, groups: list[dict[str, Any]]) -> Survey:
         """What there is to plan of the groups, after checking them."""
+        raise NotImplementedError
+
+    def _sets(self) -> set[agreement.Ranks]:
+        """The sets of ranks that share parameters with this one."""
         raise NotImplementedError
 
     def _forget_plans(self) -> None:
@@ -309,6 +315,7 @@ class Stateful(Offloadable):
         self._forget_plans()
         if is_unpickled:
             self._hooks = Hooks(self, None) if self.cpu_offload == "backward" else None
+            self._registration = agreement.Registration(self._sets)
 
 
 def _is_zero(value: Tensor) -> bool:

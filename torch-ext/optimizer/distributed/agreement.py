@@ -11,6 +11,7 @@ ranks send more, to name what differs.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import uuid
 import weakref
@@ -45,11 +46,13 @@ class Notes:
         plan: one line per fact that all ranks of the set must share: parameters, layouts, options.
         gradients: names of the sharded matrices that have a gradient.
         owners: a hash of the plan that follows from them.
+        optimizer: which one of those that these ranks share this is, and how often it has stepped.
     """
 
     plan: Sequence[str]
     gradients: Sequence[str]
     owners: str = ""
+    optimizer: str = ""
 
 
 class Decision(NamedTuple):
@@ -85,6 +88,41 @@ class _Topology:
     world: Callable[[], Any]
 
 
+class Registration:
+    """An optimizer's place in the order of construction, which tells it from one just like it.
+
+    Any set of ranks counts the optimizers that it shares, and no others: what a rank makes for
+    itself alone shifts nothing.
+
+    Args:
+        sets: a method of the optimizer that returns the sets of ranks that share its parameters.
+    """
+
+    _all: list[Registration] = []
+
+    def __init__(self, sets: Callable[[], set[Ranks]]):
+        self._sets_now = weakref.WeakMethod(sets)
+        self._sets = sets()
+        self._numbers: dict[Ranks, int] = {}
+        # What has gone and was never shared counts nowhere.
+        living = [other for other in Registration._all if other._sets or other._sets_now()]
+        Registration._all = [*living, self]
+
+    def number(self, ranks: Ranks) -> int:
+        """How many of the optimizers that ``ranks`` share were made before this one."""
+        if ranks not in self._numbers:
+            before = itertools.takewhile(lambda other: other is not self, Registration._all)
+            self._numbers[ranks] = sum(ranks in other._sets_so_far() for other in before)
+        return self._numbers[ranks]
+
+    def _sets_so_far(self) -> set[Ranks]:
+        """With those of parameters that were swapped for others after construction."""
+        sets = self._sets_now()
+        if sets is not None:
+            self._sets |= sets()
+        return self._sets
+
+
 class Agreement:
     """What an optimizer keeps between comparisons: with whom this rank steps.
 
@@ -93,14 +131,45 @@ class Agreement:
     Attributes:
         may_go: whether others may go on to step since the last comparison, on this rank's word:
             also where it broke off, since they may have heard of all.
+        steps: how many steps were made since this began.
     """
 
     def __init__(self) -> None:
         self.may_go = False
+        self.steps = 0
         self._topology: Optional[_Topology] = None
+        self._structure: Optional[Mapping[Ranks, Any]] = None  # that was agreed on last
 
     def __reduce__(self) -> tuple:
         return Agreement, ()
+
+    def is_due(
+        self, consistency_check: str, structure: Mapping[Ranks, Any], may_skip: bool = False
+    ) -> bool:
+        """Whether this step compares notes; with a fake process group there is nobody to ask.
+
+        With ``"plan"`` that follows from what the whole union shares, which all its ranks see
+        change alike. What only some of them share is no reason, as the others would not come.
+
+        Args:
+            consistency_check: of `CHECKS`.
+            structure: what this rank shares with each of its sets, comparable.
+            may_skip: whether one rank may want to skip the step, which all must hear of.
+        """
+        if not dist.is_available() or not dist.is_initialized() or dist.get_backend() == "fake":
+            return False
+        if consistency_check != "plan" or may_skip or self._structure is None:
+            return may_skip or consistency_check != "off"
+        return self._of_all(structure) != self._of_all(self._structure)
+
+    def _of_all(self, structure: Mapping[Ranks, Any]) -> dict[Ranks, Any]:
+        """What of it the whole union shares."""
+        union = set(self._topology.union) if self._topology is not None else set()
+        return {ranks: shared for ranks, shared in structure.items() if union.issubset(ranks)}
+
+    def settle(self, structure: Mapping[Ranks, Any]) -> None:
+        """Keeps the structure that ranks have agreed on."""
+        self._structure = structure
 
     def check(
         self,
@@ -197,7 +266,7 @@ def _record(
     if intent != _FAIL and topology.sets == sets:
         for ranks in notes:
             weight = len(ranks) - 1 if rank == ranks[0] else -1
-            plans += weight * _digest(ranks, notes[ranks].plan)
+            plans += weight * _digest(ranks, [notes[ranks].optimizer, *notes[ranks].plan])
             present = sorted(set(notes[ranks].gradients))
             gradients += weight * _digest(ranks, [*present, notes[ranks].owners])
     return _int64(
@@ -220,15 +289,16 @@ def _all_agree(records: torch.Tensor) -> bool:
 
 def _explain(topology: _Topology, notes: Mapping[Ranks, Notes], error: Optional[str]) -> str:
     """What is wrong, for a union whose records don't agree; the same on all its ranks."""
-    ours = [(ranks, list(of.plan), list(of.gradients)) for ranks, of in notes.items()]
+    ours = [(ranks, list(of.plan), list(of.gradients), of.optimizer) for ranks, of in notes.items()]
     everyone: dict[Ranks, dict[int, Notes]] = {}
     answers = dict(zip(topology.union, _exchange_text(topology.union, _NOTES, [error, ours])))
     for rank, (found, _) in answers.items():
         if found is not None:
             return f"rank {rank}: {found}"
     for rank, (_, theirs) in answers.items():
-        for ranks, plan, gradients in theirs:
-            everyone.setdefault(tuple(ranks), {})[rank] = Notes(plan, gradients)
+        for ranks, plan, gradients, optimizer in theirs:
+            of_rank = Notes(plan, gradients, optimizer=optimizer)
+            everyone.setdefault(tuple(ranks), {})[rank] = of_rank
     for ranks in _in_order(everyone):
         of_set = everyone[ranks]
         if not any(of.plan for of in of_set.values()):
@@ -241,6 +311,11 @@ def _explain(topology: _Topology, notes: Mapping[Ranks, Notes], error: Optional[
                 return (
                     f"ranks {rank if rank not in of_set else first} and {other} would do different "
                     f"things: only the latter exchanges matrices with ranks {list(ranks)}"
+                )
+            if of_set[rank].optimizer != of_set[first].optimizer:
+                return (
+                    f"{_apart_on((first, rank))}. Rank {first} steps {of_set[first].optimizer}, "
+                    f"rank {rank} {of_set[rank].optimizer}"
                 )
             if of_set[rank].plan != of_set[first].plan:
                 return (
@@ -403,9 +478,12 @@ def _exchange_text(ranks: Ranks, which: int, content: Optional[list]) -> list[An
 
 
 def _apart(ranks: Ranks, places: torch.Tensor) -> str:
-    other = ranks[int((places != places[0]).nonzero()[0])]
+    return _apart_on((ranks[0], ranks[int((places != places[0]).nonzero()[0])]))
+
+
+def _apart_on(pair: tuple[int, int]) -> str:
     return (
-        f"ranks {ranks[0]} and {other} step different optimizers; let all ranks make, copy, load "
+        f"ranks {pair[0]} and {pair[1]} step different optimizers; let all ranks make, copy, load "
         "and step theirs alike and in the same order"
     )
 
@@ -428,7 +506,7 @@ def _all_gather(ranks: Ranks, tensor: torch.Tensor) -> torch.Tensor:
     except RuntimeError as error:
         raise RuntimeError(
             f"ranks {list(ranks)} have to call step() together, but one of them didn't within "
-            f"{_timeout()} or failed meanwhile: {error}"
+            f"{_timeout()}, or failed meanwhile, or has consistency_check='off': {error}"
         ) from error
     return gathered
 
@@ -476,20 +554,3 @@ def _new_group(ranks: Ranks) -> Any:
 
 def _timeout() -> timedelta:
     return world_timeout("cpu", "cuda", "xpu")
-
-
-def is_due(consistency_check: str, agreed_before: bool, may_skip: bool = False) -> bool:
-    """Whether this step compares notes; with a fake process group there is nobody to ask.
-
-    Args:
-        consistency_check: how often to.
-        agreed_before: whether ranks have on this very plan.
-        may_skip: whether one rank may want to skip the step, which all must hear of.
-    """
-    if not dist.is_available() or not dist.is_initialized() or dist.get_backend() == "fake":
-        return False
-    return (
-        may_skip
-        or consistency_check == "step"
-        or (consistency_check == "plan" and not agreed_before)
-    )
