@@ -392,7 +392,7 @@ def test_a_release_names_what_is_in_no_commit(builder, source):
 @needs_build_script
 @pytest.mark.skipif(not shutil.which("git"), reason="needs git")
 @pytest.mark.parametrize("mark", ["--assume-unchanged", "--skip-worktree"])
-def test_a_release_holds_the_commits_files_whatever_git_does_not_look_at(source, tmp_path, mark):
+def test_a_release_holds_the_commits_files_whatever_git_does_not_look_at(source, mark):
     git(source, "init", "--quiet")
     commit(source)
     package = source / "torch-ext" / "optimizer"
