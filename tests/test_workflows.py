@@ -129,3 +129,29 @@ def test_the_builder_is_pinned_to_a_commit():
     flake = (ROOT / "flake.nix").read_text()
     (builder,) = re.findall(r'\.url = "(.*)"', flake)
     assert re.fullmatch("github:huggingface/kernels/[0-9a-f]{40}", builder)
+
+
+def test_all_tests_run_with_the_pinned_torch_and_quick_ones_with_the_oldest_and_the_newest():
+    jobs = parsed(TESTS)["jobs"]
+    assert [step["run"] for step in jobs["ci"]["steps"] if "run" in step] == [".ci/run"]
+    other = jobs["other-torch"]
+    oldest, newest = other["strategy"]["matrix"]["torch"]
+    named = re.search(r"for torch (\S+) and newer", (ROOT / "README.md").read_text())[1]
+    assert oldest.startswith(f"{named}.")
+    for step in (step for step in other["steps"] if "run" in step):
+        assert "make test TORCH=${{ matrix.torch }} ARGS=" in step["run"]
+    releases = [tuple(map(int, t.split("."))) for t in (oldest, required("torch"), newest)]
+    assert releases == sorted(releases)
+
+
+@pytest.mark.skipif(not shutil.which("make"), reason="needs make")
+def test_make_tests_with_another_torch_in_an_environment_of_its_own():
+    options = ["--dry-run", "--always-make", "TORCH=2.10.0", "ARGS=-m kernels_ci"]
+    command = ["make", "test", *options]
+    made = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    assert ".venv-torch-2.10.0/bin/python -m pytest" in made and ".venv/" not in made
+    assert "-m kernels_ci\n" in made
+    (select,) = re.findall(r"(sed .* requirements.txt) > \.venv-torch", made)
+    selected = subprocess.run(["bash", "-c", select], cwd=ROOT, capture_output=True, text=True)
+    pins = (ROOT / "requirements.txt").read_text()
+    assert selected.stdout == pins.replace(f"torch=={required('torch')}", "torch==2.10.0") != pins
