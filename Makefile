@@ -1,7 +1,9 @@
 # Every target sets up what it needs: `make test` in a fresh checkout is enough.
 
 PYTHON ?= python3
-VENV := .venv
+# TORCH: a release to use in place of the one in requirements.txt, in an environment of its own.
+TORCH ?=
+VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 CLIENTS := .venv-clients
@@ -9,7 +11,7 @@ CLIENTS_INSTALLED := $(CLIENTS)/.installed
 
 # NPROC: ranks of `make train`. By default one per accelerator, or up to four that share the CPU.
 NPROC ?=
-# ARGS: extra arguments of `make train` (examples/compare.py) and `make bench`.
+# ARGS: extra arguments of `make train` (examples/compare.py), `make test` (pytest) and `make bench`.
 ARGS ?=
 
 # SLOW: anything makes `make test` run the slowest tests, too, as continuous integration does.
@@ -24,7 +26,8 @@ BENCHMARKS ?= $(addprefix benchmarks/,step.py distributed_step.py orthogonalize.
 help:
 	@echo "make build   build every Hub variant into build/"
 	@echo "make train   train a small model with Muon and AdamW (NPROC=ranks, ARGS=options)"
-	@echo "make test    lint, then run the tests (SLOW=1: the slowest, too)"
+	@echo "make test    lint, then run the tests (SLOW=1: the slowest, too; ARGS=\"-m kernels_ci\": the quick ones;"
+	@echo "             TORCH=2.14.1: with that torch, without lint)"
 	@echo "make test-clients   train with transformers, accelerate, Lightning, torchtitan (installs them)"
 	@echo "make lint    ruff and mypy"
 	@echo "make format  let ruff rewrite the sources"
@@ -40,7 +43,8 @@ CHECK_PYTHON := $(PYTHON) -c 'import sys; \
 $(INSTALLED): requirements.txt requirements-triton.txt
 	@$(CHECK_PYTHON)
 	$(PYTHON) -m venv --clear $(VENV)
-	$(PY) -m pip install --no-input --quiet --disable-pip-version-check -r requirements.txt
+	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' requirements.txt > $(VENV)/requirements.txt
+	$(PY) -m pip install --no-input --quiet --disable-pip-version-check -r $(VENV)/requirements.txt
 	@$(PY) -c 'import triton' 2>/dev/null || \
 	$(PY) -m pip install --no-input --quiet --disable-pip-version-check --no-deps -r requirements-triton.txt
 	@touch $@
@@ -69,8 +73,9 @@ train: build
 	LOCAL_KERNELS="org/optimizer=$(CURDIR)" OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$$2} \
 	$(VENV)/bin/torchrun --standalone --nproc-per-node=$$1 examples/compare.py $(ARGS)
 
-test: lint
-	$(PY) -m pytest -n auto --maxprocesses 4 --dist worksteal $(if $(SLOW),,-m "not slow")
+# Other releases declare other types, so lint is for the one in requirements.txt.
+test: $(if $(TORCH),$(INSTALLED),lint)
+	$(PY) -m pytest -n auto --maxprocesses 4 --dist worksteal $(if $(SLOW),,-m "not slow") $(ARGS)
 
 test-clients: $(CLIENTS_INSTALLED)
 	$(CLIENTS)/bin/python -m pytest tests/clients

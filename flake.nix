@@ -1,7 +1,7 @@
 {
   description = "Flake for the optimizer kernel";
 
-  inputs.kernel-builder.url = "github:huggingface/kernels";
+  inputs.kernel-builder.url = "github:huggingface/kernels/8ac69fc542a4306eade0759ef7c45b4f2ae57df0";
 
   outputs =
     { self, kernel-builder }:

@@ -39,21 +39,30 @@ def main() -> None:
     parser.add_argument("--source", type=Path, default=root, help="directory of build.toml")
     parser.add_argument("--output", type=Path, help="where variants go (default: SOURCE/build)")
     parser.add_argument("--backend", action="append", help="build this one only; may be repeated")
-    parser.add_argument("--release", action="store_true", help="refuse what is not in a commit")
+    parser.add_argument(
+        "--release", action="store_true", help="build the last commit; refuse changes since"
+    )
     args = parser.parse_args()
     output = args.output or args.source / "build"
     try:
         if args.release:
-            require_committed(args.source)
-        ids = build(args.source, output, args.backend)
+            with tempfile.TemporaryDirectory(prefix="optimizer-release-") as folder:
+                commit = export_commit(args.source, Path(folder))
+                require_committed(args.source)
+                ids = build(Path(folder), output, args.backend, commit)
+        else:
+            ids = build(args.source, output, args.backend)
     except (OSError, ValueError) as error:
         raise SystemExit(f"build failed: {error}") from error
     print(f"Built {', '.join(ids)} in {output}")
 
 
-def build(source: Path, output: Path, backends: Sequence[str] | None = None) -> list[str]:
+def build(
+    source: Path, output: Path, backends: Sequence[str] | None = None, commit: str | None = None
+) -> list[str]:
     """Build `backends` (default: all in build.toml) into `output`; returns the variants' ids.
 
+    `commit` is the one that `source` was exported from, where `source` is no checkout itself.
     Each variant is staged next to its place and moved there when complete, so that a process that
     loads the kernel meanwhile sees the old build or the new one, never a part of either.
     """
@@ -65,7 +74,7 @@ def build(source: Path, output: Path, backends: Sequence[str] | None = None) -> 
     for backend in backends or declared:
         with tempfile.TemporaryDirectory(dir=output, prefix=".staging-") as staging:
             variant = Path(staging, f"torch-{backend}")
-            ids.append(write_variant(source, variant, backend))
+            ids.append(write_variant(source, variant, backend, commit))
             move_into_place(variant, output / variant.name)
     return ids
 
@@ -74,13 +83,13 @@ def read_config(source: Path) -> dict[str, Any]:
     return tomllib.loads((source / "build.toml").read_text(encoding="utf-8"))
 
 
-def write_variant(source: Path, variant: Path, backend: str) -> str:
+def write_variant(source: Path, variant: Path, backend: str, commit: str | None) -> str:
     """Write the package's files, _ops.py if it is used, and metadata.json; returns the id."""
     config = read_config(source)
     general = config["general"]
     module = general["name"].replace("-", "_")
     copy_package(source / "torch-ext" / module, variant, config["torch-noarch"]["pyext"])
-    git = git_status(source)
+    git = {"commit": commit, "dirty": False} if commit else git_status(source)
     # The id is the module's name once loaded. Two builds that share one would mix their
     # submodules in a process that loads both, hence a hash of what is in the package.
     content = json.dumps(digests(variant), sort_keys=True)
@@ -141,31 +150,36 @@ def git_status(source: Path) -> dict[str, object] | None:
     return {"commit": commit, "dirty": bool(changed)} if tracked else None
 
 
-def require_committed(source: Path) -> str:
-    """The commit that a release is built from; ValueError names what is in none."""
+def export_commit(source: Path, folder: Path) -> str:
+    """Write the last commit's files that a release is made of to `folder`; returns the commit.
+
+    Git's blobs are written, and no file of the work tree is opened: a link could lead to what must
+    not be published, and git can be told to take a changed file for unchanged.
+    """
     status = git_status(source)
     if status is None:
         raise ValueError(f"{source} is in no commit of a git repository: commit it first")
-    if changed := uncommitted(source):
+    commit = str(status["commit"])
+    released = ["build.toml", "torch-ext", "benchmarks", "CARD.md"]
+    for entry in git(source, "ls-tree", "-r", "-z", commit, "--", *released).split("\0")[:-1]:
+        description, path = entry.split("\t", 1)
+        mode, _, blob = description.split()
+        if mode not in ("100644", "100755"):
+            raise ValueError(f"{path} is a link or a submodule: a release holds files only")
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        with (folder / path).open("wb") as file:
+            command = ["git", "-C", str(source), "cat-file", "blob", blob]
+            subprocess.run(command, stdout=file, check=True)
+    return commit
+
+
+def require_committed(source: Path) -> None:
+    """ValueError names what has changed since the last commit, which a release would not hold."""
+    listed = git(source, "status", "--porcelain", "-z", "--no-renames", "--untracked-files=all")
+    if changed := [entry[3:] for entry in listed.split("\0")[:-1]]:
         more = f" and {len(changed) - 10} more" if len(changed) > 10 else ""
         named = ", ".join(changed[:10]) + more
         raise ValueError(f"not in a commit, so commit, remove or stash it: {named}")
-    return str(status["commit"])
-
-
-def uncommitted(source: Path) -> list[str]:
-    """Paths that differ from the commit, and files that are taken though git does not look at them:
-    ignored ones, and those that it was told to take for unchanged or absent."""
-    changed = git(source, "status", "--porcelain", "-z", "--no-renames", "--untracked-files=all")
-    taken = ["--", "build.toml", "torch-ext", "benchmarks", "CARD.md"]
-    ignored = git(source, "ls-files", "-z", "--others", "--ignored", "--exclude-standard", *taken)
-    suffixes = tuple(f".{suffix}" for suffix in read_config(source)["torch-noarch"]["pyext"])
-    marked = git(source, "ls-files", "-z", "-v", *taken)  # "h path", "S path"
-    return [
-        *(entry[3:] for entry in changed.split("\0") if entry),
-        *(path for path in ignored.split("\0") if path.endswith(suffixes)),
-        *(entry[2:] for entry in marked.split("\0") if entry[:1] == "S" or entry[:1].islower()),
-    ]
 
 
 def git(source: Path, *arguments: str) -> str:

@@ -20,7 +20,7 @@ from huggingface_hub.utils import logging
 from jinja2 import StrictUndefined, Template, TemplateError
 from kernels._rust import Digest, DigestValidationError, Metadata
 
-from build import build, read_config, require_committed
+from build import build, export_commit, read_config, require_committed
 
 Files = Mapping[str, Path | bytes]  # path in the repository -> what is uploaded there
 
@@ -71,19 +71,26 @@ def main() -> None:
 def publish(args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory(prefix="optimizer-release-") as folder:
         with refusing("cannot build", OSError, ValueError, DigestValidationError, TemplateError):
-            config = read_config(args.source)
+            source, variants = Path(folder, "source"), Path(folder, "variants")
+            commit = export_commit(args.source, source)
+            config = read_config(source)
             version = f"v{config['general']['version']}"
             if args.tag and not re.fullmatch(rf"{version}(\.\d+)*", args.tag):
                 raise ValueError(f"tag {args.tag} is not of {version}, the version in build.toml")
-            commit = committed(args.source, args.dry_run)
-            build(args.source, Path(folder))
-            verify(Path(folder), commit, args.same_as)
+            try:
+                require_committed(args.source)
+            except ValueError as error:
+                if not args.dry_run:
+                    raise
+                print(f"would be refused: {error}", file=sys.stderr)
+            build(source, variants, commit=commit)
+            verify(variants, args.same_as)
             repo_id = args.repo_id or config["general"].get("hub", {}).get("repo-id")
             if not repo_id:
                 raise ValueError("build.toml has no repo-id: name one by --repo-id")
             branches = {
-                version: version_files(args.source, Path(folder)),
-                "main": {"README.md": render_card(args.source, repo_id).encode()},
+                version: version_files(source, variants),
+                "main": {"README.md": render_card(source, repo_id).encode()},
             }
         if args.dry_run:
             describe(repo_id, branches)
@@ -91,26 +98,12 @@ def publish(args: argparse.Namespace) -> None:
             upload(repo_id, branches, private=args.private)
 
 
-def committed(source: Path, dry_run: bool) -> str | None:
-    """The commit that is published; a dry run only says why there would be none."""
-    try:
-        return require_committed(source)
-    except ValueError as error:
-        if not dry_run:
-            raise
-        print(f"would be refused: {error}", file=sys.stderr)
-        return None
-
-
-def verify(folder: Path, commit: str | None, other: Path | None = None) -> None:
-    """Check variants against their digests, `commit`, and the files of those in `other`."""
+def verify(folder: Path, other: Path | None = None) -> None:
+    """Check variants against their digests and the files of those in `other`."""
     for variant in sorted(folder.iterdir()):
         metadata = Metadata.read_from_file(variant / "metadata.json")
         if metadata.digest is None:
             raise ValueError(f"{variant.name} has no digest")
-        source = metadata.provenance.kernel if metadata.provenance else None
-        if commit and (source is None or source.dirty or source.commit != commit):
-            raise ValueError("the sources have changed meanwhile: run it again")
         algorithm = metadata.digest.algorithm
         metadata.digest.validate(Digest.hash_variant(algorithm, variant))
         if other is None or not (other / variant.name).exists():

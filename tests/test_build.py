@@ -20,6 +20,7 @@ from kernels import Metadata, get_local_kernel
 from kernels._rust import Build, Digest, DigestAlgorithm, DigestValidationError
 from kernels.backends import _backend
 
+from hub_clients import commit, git
 from kernel import optimizer
 
 ROOT = Path(__file__).parent.parent
@@ -345,23 +346,17 @@ def test_id_follows_the_content_and_nothing_else(builder, source, tmp_path):
 @needs_build_script
 @pytest.mark.skipif(not shutil.which("git"), reason="needs git")
 def test_id_and_provenance_tell_uncommitted_work(builder, source, tmp_path):
-    def git(*arguments: str) -> str:
-        identity = ["-c", "user.name=test", "-c", "user.email=test@example.com"]
-        command = ["git", "-C", str(source), *identity, *arguments]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
-
     def build() -> Metadata:
         builder.build(source, tmp_path / "output", [HERE])
         return Metadata.read_from_file(tmp_path / "output" / f"torch-{HERE}" / "metadata.json")
 
     outside = build()
-    git("init", "--quiet")
+    git(source, "init", "--quiet")
     assert build().provenance.kernel is None, "there is no commit yet"
-    git("add", ".")
-    git("commit", "--quiet", "-m", "all")
+    commit(source)
     clean = build()
     assert clean.id == outside.id
-    assert clean.provenance.kernel.commit == git("rev-parse", "HEAD")
+    assert clean.provenance.kernel.commit == git(source, "rev-parse", "HEAD")
     assert not clean.provenance.dirty
 
     new = source / "torch-ext" / "optimizer" / "new.json"
@@ -377,48 +372,66 @@ def test_id_and_provenance_tell_uncommitted_work(builder, source, tmp_path):
 @needs_build_script
 @pytest.mark.skipif(not shutil.which("git"), reason="needs git")
 def test_a_release_names_what_is_in_no_commit(builder, source):
-    def git(*arguments: str) -> None:
-        identity = ["-c", "user.name=test", "-c", "user.email=test@example.com"]
-        subprocess.run(["git", "-C", source, *identity, *arguments], check=True)
-
     with pytest.raises(ValueError, match="is in no commit of a git repository"):
-        builder.require_committed(source)
-    git("init", "--quiet")
-    git("add", ".")
-    git("commit", "--quiet", "-m", "all")
-    assert re.fullmatch("[0-9a-f]{40}", builder.require_committed(source))
+        builder.export_commit(source, source / "exported")
+    git(source, "init", "--quiet")
+    commit(source)
+    builder.require_committed(source)
     package = source / "torch-ext" / "optimizer"
     (source / "notes").mkdir()
     for path in (source / "notes" / "new.md", package / "ignored.json", package / "__init__.py"):
         path.write_text("[]")
-    (package / "muon.pyc").write_bytes(b"")
-    (source / ".git" / "info" / "exclude").write_text("ignored.json\n*.pyc\n")
+    (source / ".git" / "info" / "exclude").write_text("ignored.json\n")
     with pytest.raises(ValueError) as refusal:
         builder.require_committed(source)
-    for path in ("notes/new.md", "optimizer/ignored.json", "optimizer/__init__.py"):
+    for path in ("notes/new.md", "optimizer/__init__.py"):
         assert path in str(refusal.value)
-    assert "pyc" not in str(refusal.value)
+    assert "ignored" not in str(refusal.value)
 
 
+@needs_build_script
 @pytest.mark.skipif(not shutil.which("git"), reason="needs git")
 @pytest.mark.parametrize("mark", ["--assume-unchanged", "--skip-worktree"])
-def test_a_release_holds_nothing_that_git_was_told_not_to_look_at(builder, source, mark):
-    def git(*arguments: str) -> None:
-        identity = ["-c", "user.name=test", "-c", "user.email=test@example.com"]
-        subprocess.run(["git", "-C", source, *identity, *arguments], check=True)
+def test_a_release_holds_the_commits_files_whatever_git_does_not_look_at(source, mark):
+    git(source, "init", "--quiet")
+    commit(source)
+    package = source / "torch-ext" / "optimizer"
+    (source / ".git" / "info" / "exclude").write_text("ignored.json\nbuild\n")
+    (package / "ignored.json").write_text("{}")
+    git(source, "update-index", mark, "torch-ext/optimizer/__init__.py")
+    (package / "__init__.py").write_text("changed = True\n")
+    release = [sys.executable, BUILD_SCRIPT, "--release", "--source", source, "--backend", HERE]
+    subprocess.run(release, check=True, capture_output=True)
+    variant = source / "build" / f"torch-{HERE}"
+    assert not (variant / "ignored.json").exists()
+    assert (variant / "__init__.py").read_bytes() == (PACKAGE / "__init__.py").read_bytes()
+    provenance = Metadata.read_from_file(variant / "metadata.json").provenance
+    assert provenance.kernel.commit == git(source, "rev-parse", "HEAD") and not provenance.dirty
 
-    git("init", "--quiet")
-    git("add", ".")
-    git("commit", "--quiet", "-m", "all")
-    (source / "benchmarks").mkdir(exist_ok=True)
-    (source / "benchmarks" / "ignored.py").write_text("")
-    (source / ".git" / "info" / "exclude").write_text("ignored.py\n")
-    git("update-index", mark, "torch-ext/optimizer/__init__.py")
-    (source / "torch-ext" / "optimizer" / "__init__.py").write_text("")
-    with pytest.raises(ValueError) as refusal:
-        builder.require_committed(source)
-    for path in ("benchmarks/ignored.py", "torch-ext/optimizer/__init__.py"):
-        assert path in str(refusal.value)
+
+@needs_build_script
+@pytest.mark.skipif(not shutil.which("git"), reason="needs git")
+@pytest.mark.parametrize("kind", ["file", "folder", "submodule"])
+def test_a_release_of_links_or_submodules_is_refused(source, tmp_path, kind):
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "secret.py").write_text("SECRET = True\n")
+    git(source, "init", "--quiet")
+    commit(source)
+    package = source / "torch-ext" / "optimizer"
+    if kind == "submodule":
+        head = git(source, "rev-parse", "HEAD")
+        linked = "torch-ext/optimizer/linked"
+        git(source, "update-index", "--add", "--cacheinfo", f"160000,{head},{linked}")
+        git(source, "commit", "--quiet", "-m", "submodule")
+    else:
+        target, link = ("secret.py", "linked.py") if kind == "file" else (".", "linked")
+        (package / link).symlink_to(outside / target)
+        commit(source)
+    release = [sys.executable, BUILD_SCRIPT, "--release", "--source", source, "--backend", HERE]
+    refused = subprocess.run(release, capture_output=True, text=True)
+    assert refused.returncode and "optimizer/linked" in refused.stderr
+    assert "is a link or a submodule" in refused.stderr and not (source / "build").exists()
 
 
 def test_the_locale_decides_nothing(tmp_path):
@@ -430,10 +443,8 @@ def test_the_locale_decides_nothing(tmp_path):
 
 @needs_build_script
 def test_sources_inside_another_checkout_do_not_take_its_commit(builder, source):
-    subprocess.run(["git", "-C", source.parent, "init", "--quiet"], check=True)
-    identity = ["-c", "user.name=test", "-c", "user.email=test@example.com"]
-    commit = ["commit", "--quiet", "--allow-empty", "-m", "other"]
-    subprocess.run(["git", "-C", source.parent, *identity, *commit], check=True)
+    git(source.parent, "init", "--quiet")
+    git(source.parent, "commit", "--quiet", "--allow-empty", "-m", "other")
     assert builder.git_status(source) is None
 
 

@@ -1,14 +1,18 @@
 """The workflows of .github can't be run here: that they are well-formed and name what exists."""
 
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from hub_clients import git
+
 ROOT = Path(__file__).parent.parent
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+PUBLISH, TESTS = (ROOT / ".github" / "workflows" / f"{name}.yml" for name in ("publish", "tests"))
 
 pytestmark = pytest.mark.skipif(not WORKFLOWS, reason=".github is not part of the sources")
 
@@ -26,13 +30,19 @@ def steps(workflow: dict) -> list[dict]:
     return [step for job in workflow["jobs"].values() for step in job.get("steps", [])]
 
 
+def required(package: str) -> str:
+    """The version of `package` in requirements.txt."""
+    pins = (ROOT / "requirements.txt").read_text()
+    return re.search(rf"^{package}(?:\[\w+\])?==(\S+)", pins, re.MULTILINE)[1]
+
+
 @each_workflow
 def test_what_a_workflow_runs_exists(path):
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     commands = "\n".join(step["run"] for step in steps(parsed(path)) if "run" in step)
     assert subprocess.run(["bash", "-n"], input=commands, text=True).returncode == 0
     assert set(re.findall(r"^make ([\w-]+)", commands, re.MULTILINE)) <= targets
-    for file in re.findall(r"(?:scripts|\.ci)/[\w./-]+", commands):
+    for file in re.findall(r"(?:scripts|\.ci|tests)/[\w./-]+|requirements[\w-]*\.txt", commands):
         assert (ROOT / file).is_file(), file
     if "scripts/publish.py" in commands:
         helped = [sys.executable, ROOT / "scripts" / "publish.py", "--help"]
@@ -52,17 +62,96 @@ def test_actions_of_others_are_pinned_to_a_commit(path):
     assert workflow["permissions"] == {"contents": "read"}
 
 
-def test_a_tag_publishes_once_tests_and_builder_agree_and_only_that_step_has_the_token():
-    workflow = parsed(ROOT / ".github" / "workflows" / "publish.yml")
+def test_a_tag_publishes_once_tests_and_builder_agree():
+    workflow = parsed(PUBLISH)
+    jobs = workflow["jobs"]
     assert workflow["on"] == {"push": {"tags": ["v*"]}}
-    assert workflow["jobs"]["tests"]["uses"] == "./.github/workflows/tests.yml"
-    assert workflow["jobs"]["publish"]["needs"] == "tests"
-    assert "workflow_call" in parsed(ROOT / ".github" / "workflows" / "tests.yml")["on"]
-    *earlier, last = steps(workflow)
-    assert "secrets." not in str(earlier) and "HF_TOKEN" in last["env"]
-    assert '--tag "$GITHUB_REF_NAME"' in last["run"] and "--same-as" in last["run"]
-    assert [
-        step["run"]
-        for step in steps(parsed(ROOT / ".github" / "workflows" / "tests.yml"))
-        if "run" in step
-    ] == [".ci/run"]
+    assert jobs["tests"]["uses"] == "./.github/workflows/tests.yml"
+    assert "workflow_call" in parsed(TESTS)["on"]
+    assert jobs["tests"]["needs"] == jobs["build"]["needs"] == "check"
+    assert jobs["publish"]["needs"] == ["tests", "build"]
+    assert '--tag "$GITHUB_REF_NAME"' in jobs["publish"]["steps"][-1]["run"]
+
+
+def test_the_token_is_on_a_job_that_only_compares_with_what_the_builder_built():
+    jobs = parsed(PUBLISH)["jobs"]
+    assert [name for name in jobs if {"secrets", "environment"} & words(jobs[name])] == ["publish"]
+    *earlier, last = jobs["publish"]["steps"]
+    assert "secrets" not in words(earlier) and last["env"] == {
+        "HF_TOKEN": "${{ secrets.HF_TOKEN }}"
+    }
+    actions = {step["uses"].split("@")[0]: step["with"] for step in earlier if "uses" in step}
+    names = ("checkout", "setup-python", "download-artifact")
+    assert actions.keys() == {f"actions/{name}" for name in names}
+    (bundle,) = [step["with"] for step in jobs["build"]["steps"] if "upload" in str(step)]
+    assert actions["actions/download-artifact"] == bundle
+    (folder,) = re.findall(r"runner\.temp }}(/\w+)$", bundle["path"])
+    (install,) = [step["run"] for step in earlier if "run" in step]
+    assert install.startswith("python -m pip install --require-hashes ")
+    (publish,) = last["run"].splitlines()
+    assert publish.startswith("python scripts/publish.py ")
+    assert publish.endswith(f'--same-as "$RUNNER_TEMP{folder}"')
+
+
+def words(part: object) -> set[str]:
+    return set(re.findall(r"\w+", str(part)))
+
+
+@pytest.mark.skipif(not shutil.which("git"), reason="needs git")
+def test_a_commit_that_is_not_one_of_main_is_not_published(tmp_path):
+    checkout, refuse, *_ = parsed(PUBLISH)["jobs"]["check"]["steps"]
+    assert checkout["with"]["fetch-depth"] == 0
+    origin, clone = tmp_path / "origin", tmp_path / "clone"
+    git(tmp_path, "init", "--quiet", "--initial-branch", "main", str(origin))
+    for message in ("first", "second"):
+        git(origin, "commit", "--quiet", "--allow-empty", "-m", message)
+    git(origin, "switch", "--quiet", "--create", "branch", "main~1")
+    git(origin, "commit", "--quiet", "--allow-empty", "-m", "not reviewed")
+    git(origin, "tag", "v1")
+    git(tmp_path, "clone", "--quiet", str(origin), str(clone))
+    allowed = {}
+    for commit in ("origin/main", "origin/main~1", "v1"):
+        git(clone, "checkout", "--quiet", "--detach", commit)
+        allowed[commit] = not subprocess.run(["bash", "-ec", refuse["run"]], cwd=clone).returncode
+    assert allowed == {"origin/main": True, "origin/main~1": True, "v1": False}
+
+
+def test_what_is_installed_beside_the_token_has_hashes_and_the_tested_versions():
+    text = (ROOT / "requirements-publish.txt").read_text()
+    packages = [line for line in text.splitlines() if not line.startswith("#")]
+    hashed = r"([\w.-]+)==(\S+) --hash=sha256:[0-9a-f]{64}"
+    pinned = dict(re.fullmatch(hashed, package).groups() for package in packages)
+    for name in ("kernels", "huggingface_hub"):
+        assert pinned[name] == required(name)
+
+
+def test_the_builder_is_pinned_to_a_commit():
+    flake = (ROOT / "flake.nix").read_text()
+    (builder,) = re.findall(r'\.url = "(.*)"', flake)
+    assert re.fullmatch("github:huggingface/kernels/[0-9a-f]{40}", builder)
+
+
+def test_all_tests_run_with_the_pinned_torch_and_quick_ones_with_the_oldest_and_the_newest():
+    jobs = parsed(TESTS)["jobs"]
+    assert [step["run"] for step in jobs["ci"]["steps"] if "run" in step] == [".ci/run"]
+    other = jobs["other-torch"]
+    oldest, newest = other["strategy"]["matrix"]["torch"]
+    named = re.search(r"for torch (\S+) and newer", (ROOT / "README.md").read_text())[1]
+    assert oldest.startswith(f"{named}.")
+    for step in (step for step in other["steps"] if "run" in step):
+        assert "make test TORCH=${{ matrix.torch }} ARGS=" in step["run"]
+    releases = [tuple(map(int, t.split("."))) for t in (oldest, required("torch"), newest)]
+    assert releases == sorted(releases)
+
+
+@pytest.mark.skipif(not shutil.which("make"), reason="needs make")
+def test_make_tests_with_another_torch_in_an_environment_of_its_own():
+    options = ["--dry-run", "--always-make", "TORCH=2.10.0", "ARGS=-m kernels_ci"]
+    command = ["make", "test", *options]
+    made = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    assert ".venv-torch-2.10.0/bin/python -m pytest" in made and ".venv/" not in made
+    assert "-m kernels_ci\n" in made
+    (select,) = re.findall(r"(sed .* requirements.txt) > \.venv-torch", made)
+    selected = subprocess.run(["bash", "-c", select], cwd=ROOT, capture_output=True, text=True)
+    pins = (ROOT / "requirements.txt").read_text()
+    assert selected.stdout == pins.replace(f"torch=={required('torch')}", "torch==2.10.0") != pins
