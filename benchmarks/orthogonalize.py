@@ -13,9 +13,11 @@ step. FLOPs are counted, not timed:
   takes turns with the contenders.
 
 Plain torch is the textbook iteration in bf16, by bmm. torch.optim.Muon's function takes one matrix:
-of a batch it is called for each. On accelerators a second table has each Triton kernel beside the
-whole product of the vendor's library, losses included; on CUDA devices both from a graph, which
-leaves the host's launches out, their operands warm as within an iteration.
+of a batch it is called for each. On CPUs a second table has the arithmetic that is chosen by
+default beside fp32 and bf16, and fp32 in exact mode, one matrix after the other. On accelerators a
+second table has each Triton kernel beside the whole product of the vendor's library, losses
+included; on CUDA devices both from a graph, which leaves the host's launches out, their operands
+warm as within an iteration.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ from timing import (
     take_turns,
 )
 
-PLAIN, THEIRS = "plain torch, bf16", "torch.optim.Muon's"
+PLAIN, THEIRS, DEFAULT = "plain torch, bf16", "torch.optim.Muon's", "default"
 QUINTIC = (3.4445, -4.7750, 2.0315)
 
 Shape = tuple[int, int, int]  # matrices, rows, cols
@@ -103,6 +105,27 @@ def contenders_of(kernel: Any, shape: Shape, device: torch.device) -> dict[str, 
     found[PLAIN] = Contender("standard, whole", "", whole, torch.bfloat16, plain)
     found[THEIRS] = Contender("standard, whole, one by one", "", whole, torch.bfloat16, theirs)
     return found
+
+
+def arithmetics_of(kernel: Any) -> dict[str, Callable[[Tensor], object]]:
+    ns = kernel.newton_schulz.newton_schulz
+    return {
+        DEFAULT: ns,
+        "fp32": partial(ns, dtype=torch.float32),
+        "bf16": partial(ns, dtype=torch.bfloat16),
+        "fp32, exact mode": partial(ns, dtype=torch.float32, batch_invariant=True),
+        THEIRS: theirs,
+    }
+
+
+def arithmetic_row(kernel: Any, shape: Shape, rounds: int) -> list[str]:
+    """Least milliseconds of each arithmetic on one shape."""
+    G, arithmetics = torch.randn(shape), arithmetics_of(kernel)
+    calls = {name: partial(function, G) for name, function in arithmetics.items()}
+    least = {name: min(of) for name, of in take_turns(calls, rounds, 0.02).items()}
+    faster = min(least["fp32"], least["bf16"])
+    times = (milliseconds([seconds])[0] for seconds in least.values())
+    return [name_of(shape), *times, f"{least[DEFAULT] / faster:.2f}"]
 
 
 def plain_flops(rows: int, cols: int, steps: int = 5) -> int:
@@ -225,6 +248,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for shape in shapes:
         auto = contenders[shape]["auto"]
         print(f"auto, {name_of(shape)}: {auto.form}, for {auto.why}")
+    if device.type == "cpu":
+        title = f"Least ms by arithmetic, {options.rounds} rounds"
+        columns = ["matrices", *arithmetics_of(kernel), "default / faster\nof fp32, bf16"]
+        rows = [arithmetic_row(kernel, shape, options.rounds) for shape in shapes]
+        show(title, columns, rows, markdown=options.markdown)
     if kernel.triton_kernels.run_on(device.type):
         for dtype in (torch.float16, torch.bfloat16):
             rows = symmetric_products.rows_of(kernel, shapes, device, dtype, options.rounds)

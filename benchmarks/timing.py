@@ -52,13 +52,28 @@ def synchronize() -> None:
 def machine(device: torch.device | str) -> str:
     """Versions and processor, for the line under a table."""
     device = torch.device(device)
-    cpu = platform.processor() or platform.machine()
+    cpu = f"{_cpu_name()} ({' '.join(_cpu_flags()) or platform.machine()})"
     parts = [f"torch {torch.__version__}"]
     if device.type == "cpu":
         return ", ".join([*parts, cpu, f"{torch.get_num_threads()} threads"])
     backend = getattr(torch, device.type)  # of names there is no generic query
     name = backend.get_device_name(device) if hasattr(backend, "get_device_name") else device.type
     return ", ".join([*parts, name, cpu])
+
+
+def _cpu_name() -> str:
+    """As Linux tells it; elsewhere what Python knows."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    named = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor() or platform.machine())
+
+
+def _cpu_flags() -> list[str]:
+    """Instructions that decide how fast products are, of those that torch asks CPUs for."""
+    flags = ("avx2", "avx512", "avx512_bf16", "amx_tile")
+    probes = {flag: getattr(torch.cpu, f"_is_{flag}_supported") for flag in flags}
+    return [flag for flag, is_supported in probes.items() if is_supported()]
 
 
 def take_turns(

@@ -36,12 +36,19 @@ def test_orthogonalize_compares_every_form_with_plain_torch(capsys):
     )
     printed = capsys.readouterr().out
     for first in ("32 × 64", "24 × 24, 2"):
-        rows = rows_of(printed, first)
+        rows = rows_of(printed, first)[:5]  # of the first table
         assert [row[1] for row in rows] == [
             *("auto", "standard", "gram", orthogonalize.PLAIN, orthogonalize.THEIRS)
         ]
         assert rows[1][4] == rows[3][4] == "1.00"  # FLOPs / plain, of products that are whole
     assert "mm bfloat16 32" in printed
+
+
+def test_orthogonalize_compares_the_default_arithmetic_with_the_others_and_names_the_cpu(capsys):
+    orthogonalize.main(["--shapes", "32x64", *TINY])
+    printed = capsys.readouterr().out
+    assert "| matrices | default | fp32 | bf16 | fp32, exact mode | torch.optim.Muon's |" in printed
+    assert ("avx512_bf16" in printed) == torch.cpu._is_avx512_bf16_supported()
 
 
 def test_maxima_of_logits_are_timed_beside_attention(capsys):

@@ -5,10 +5,16 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import os
+import platform
+import subprocess
+import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import reference as ref
@@ -201,17 +207,43 @@ def test_the_norm_of_bfloat16_input_keeps_float32_digits():
 # Batches and strides
 
 
+SHAPES_ODD_AND_EVEN = [(40, 16), (16, 40), (24, 24), (17, 33), (128, 96), (1, 37), (37, 1), (1, 1)]
+
+
 @pytest.mark.kernels_ci
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_batch_gives_bit_for_bit_what_its_matrices_give_alone(dtype, family):
-    for shape in [(40, 16), (16, 40), (24, 24), (17, 33), (128, 96), (1, 37), (37, 1), (1, 1)]:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_batch_invariant_batches_give_bit_for_bit_what_their_matrices_give_alone(dtype, family):
+    exact = functools.partial(newton_schulz, coefficients=family, dtype=dtype, batch_invariant=True)
+    for shape in SHAPES_ODD_AND_EVEN:
         G = randn(5, *shape)
-        together = newton_schulz(G, coefficients=family, dtype=dtype)
-        alone = torch.stack([newton_schulz(g, coefficients=family, dtype=dtype) for g in G])
-        torch.testing.assert_close(together, alone, rtol=0, atol=0, equal_nan=True)
-        few = newton_schulz(G[1:3], coefficients=family, dtype=dtype)
-        torch.testing.assert_close(few, alone[1:3], rtol=0, atol=0, equal_nan=True)
+        alone = torch.stack([exact(g) for g in G])
+        torch.testing.assert_close(exact(G), alone, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(exact(G[1:3]), alone[1:3], rtol=0, atol=0, equal_nan=True)
+
+
+def test_batch_invariant_products_are_of_one_matrix_each():
+    # On one machine a batch may give the bits of its matrices by luck; no library promises it.
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function.overloadpacket in (torch.ops.aten.bmm, torch.ops.aten.baddbmm):
+                assert args[-1].shape[0] == 1, function
+            return function(*args, **(kwargs or {}))
+
+    with Products():
+        newton_schulz(randn(5, 24, 40), dtype=torch.float32, batch_invariant=True)
+        with pytest.raises(AssertionError):
+            newton_schulz(randn(5, 24, 40), dtype=torch.float32)
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 5e-2)])
+def test_a_batch_gives_about_what_its_matrices_give_alone(dtype, tolerance):
+    for shape in SHAPES_ODD_AND_EVEN:
+        G = randn(5, *shape)
+        together = newton_schulz(G, dtype=dtype)
+        alone = torch.stack([newton_schulz(g, dtype=dtype) for g in G])
+        assert relative_error(together, alone.double()) < tolerance
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -487,3 +519,34 @@ def test_five_quintic_steps_take_20_s2_l_plus_10_s3_flops():
         assert flops(rows, cols, ref.FAMILIES["quintic"] * 5) == 20 * s * s * l + 10 * s**3
         assert flops(rows, cols, ref.FAMILIES["cubic5"]) == 20 * s * s * l
     assert flops(0, 5, TRIPLES) == flops(5, 0, TRIPLES) == 0
+
+
+# The default arithmetic of CPUs
+
+DEFAULT_DTYPE = """
+import torch
+from kernel import optimizer
+print(optimizer.newton_schulz.newton_schulz(torch.ones(4, 4)).dtype)
+"""
+
+
+def default_dtype_in(**environment):
+    """Of a fresh process: oneDNN reads its environment once."""
+    inherited = {k: v for k, v in os.environ.items() if k != "ONEDNN_MAX_CPU_ISA"}
+    given = {**inherited, "PYTHONPATH": str(Path(__file__).parent), **environment}
+    run = subprocess.run(
+        [sys.executable, "-c", DEFAULT_DTYPE], env=given, capture_output=True, text=True, check=True
+    )
+    return run.stdout.strip()
+
+
+@pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="needs Linux, to tell instructions")
+def test_bfloat16_is_the_default_only_on_cpus_with_instructions_for_it():
+    words = set(Path("/proc/cpuinfo").read_text().split())
+    has_instructions = bool(words & {"avx512_bf16", "amx_bf16", "bf16"})
+    assert default_dtype_in() == ("torch.bfloat16" if has_instructions else "torch.float32")
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="limits x86's instructions")
+def test_float32_is_the_default_where_onednn_may_not_use_those_instructions():
+    assert default_dtype_in(ONEDNN_MAX_CPU_ISA="AVX2") == "torch.float32"
