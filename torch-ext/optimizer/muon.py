@@ -84,8 +84,9 @@ class Muon(Stateful):
             alone and touches the whole ones a few times; or ``"auto"``, what is faster for the
             shape (`newton_schulz.forms`): `summary` tells what was taken, and why.
         ns_norm: ``"frobenius"`` or ``"schatten4"``, how the input is normalized.
-        ns_dtype: arithmetic of the iteration; None is fp16 on accelerators, bf16 on CPUs that are
-            fast in it, else fp32, and fp64 for fp64 weights.
+        ns_dtype: arithmetic of the iteration; None is fp16 on accelerators, bf16 on CPUs with
+            instructions for it, else fp32, and fp64 for fp64 weights. Given as fp32 or fp64, with
+            ``comm_dtype``, it makes steps exact: the same bits on every layout.
         ns_eps: added to the norm of the matrix scaled to a largest magnitude of 1.
         beta2: decay of the factored second moment; None turns it off.
         cautious: decay a weight only where the update moves it towards zero or not at all.
