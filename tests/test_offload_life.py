@@ -6,6 +6,7 @@ import copy
 import gc
 import importlib
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -166,6 +167,19 @@ def test_models_with_hooks_are_copied_and_pickled_and_lose_them_with_the_optimiz
     gc.collect()
     assert not any(module._forward_pre_hooks for module in model.modules())
     assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+
+
+def test_parameters_that_are_swapped_have_hooks_and_the_old_ones_are_let_go_of():
+    for _ in range(20):  # in most of them the new one gets the id of the old one, were that free
+        optim, backend = Muon([muon_group(((16, 16),))], lr=0.01), host()
+        optim.turn_on_cpu_offload("backward", backend=backend)
+        params = optim.param_groups[0]["params"]
+        old = weakref.ref(params.pop())
+        params.append(nn.Parameter(torch.ones(16, 16)))
+        optim.state_dict()
+        assert old() is None
+        params[0].sum().backward()
+        assert backend.allocated_bytes > 0
 
 
 @pytest.mark.slow
