@@ -126,6 +126,23 @@ def test_an_error_within_a_step_gives_the_devices_memory_back(mode):
     assert backend.allocated_bytes == 0
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_an_error_as_a_step_begins_gives_the_devices_memory_back(mode, monkeypatch):
+    pair, backend = offloaded(mode)
+    pair.give_gradients()
+
+    def fail(*_: object) -> None:
+        raise ArithmeticError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(pair.ours._offload), "here", fail)
+        with pytest.raises(ArithmeticError):
+            pair.ours.step()
+    backend.synchronize(backend.record("out"))
+    pair.ours.wait_reload()
+    assert backend.allocated_bytes == 0
+
+
 class Failing(torch.Tensor):
     """A gradient with which nothing can be computed."""
 
