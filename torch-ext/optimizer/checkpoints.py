@@ -187,6 +187,7 @@ def check_checkpoint(
         )
     for number, (group, entries, saved) in enumerate(zip(groups, entries_of_groups, saved_groups)):
         where = f"param_groups[{number}]"
+        options.validate(saved, f"{where} of the checkpoint")
         if saved["use_muon"] != group["use_muon"]:
             raise ValueError(
                 f"{where} has use_muon={group['use_muon']} but the checkpoint's has "
@@ -198,7 +199,6 @@ def check_checkpoint(
                 f"{len(saved['params'])}, a group of another size; is it of the same "
                 "model, with the same groups?"
             )
-        options.validate(saved, f"{where} of the checkpoint")
         for index, (param, saved_id) in enumerate(zip(group["params"], saved["params"])):
             expected = layouts_of(param, entries[index] if entries else None, wide)
             name = validation.name_of(group, index, where)
