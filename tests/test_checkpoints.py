@@ -875,6 +875,82 @@ def test_files_with_a_group_key_less_and_one_more_load_partially(flatten, tmp_pa
     run_ranks(load_with_other_keys, 2, "FSDP2", flatten, tmp_path)
 
 
+def without_beta2(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{key: value for key, value in group.items() if key != "beta2"} for group in groups]
+
+
+def hand_over(saved: Run, loaded: Run, how: dict[str, Any] | None) -> None:
+    """Weights and state; by the optimizers' own methods, or by torch's with these options."""
+    loaded.model.load_state_dict(saved.model.state_dict())
+    if how is None:
+        loaded.optim.load_state_dict(copy.deepcopy(saved.optim.state_dict()))
+        return
+    options = StateDictOptions(**how)
+    state = get_optimizer_state_dict(saved.model, saved.optim, options=options)
+    state = copy.deepcopy(state)
+    set_optimizer_state_dict(loaded.model, loaded.optim, state, options=options)
+
+
+BETWEEN_BETA2: dict[str, dict[str, Any] | None] = {
+    "its own": None,
+    "nested": {},
+    "full": {"full_state_dict": True},
+    "flattened": {"flatten_optimizer_state_dict": True},
+}
+
+
+def load_beside_other_beta2(layouts: tuple[str, ...], directory: Path) -> None:
+    regroups = {True: None, False: without_beta2}
+    for layout in layouts:
+        for has_beta2 in (True, False):
+            run = Run.on(layout, regroup=regroups[has_beta2])
+            run.train(range(SAVED_AT))
+            kept = Run.on(layout)
+            hand_over(run, kept, None)
+            run.train([SAVED_AT])
+            run.write(directory / "expected.pt")
+            if dist.is_initialized():
+                dist.barrier()
+            for name, how in BETWEEN_BETA2.items():
+                with case(f"{layout}, {name}, from {'with' if has_beta2 else 'without'} beta2"):
+                    other = Run.on(layout, zeroed=True, regroup=regroups[not has_beta2])
+                    if has_beta2 and name == "flattened":
+                        with pytest.raises(ValueError, match=r"beta2=0\.9.*blocks\.0\.wq"):
+                            hand_over(kept, other, how)
+                        continue
+                    hand_over(kept, other, how)
+                    if not has_beta2 and name == "full":  # torch adds what the optimizer had
+                        for own in other.optim.state.values():
+                            own.pop("second_momentum_buffer", None)
+                    other.train([SAVED_AT])
+                    other.check(directory / "expected.pt")
+
+
+def test_beta2_and_second_moments_are_a_checkpoints_or_it_is_refused(tmp_path):
+    run_ranks(load_beside_other_beta2, 2, ("FSDP2",), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_beta2_and_second_moments_are_a_checkpoints_on_every_layout(ranks, tmp_path):
+    run_ranks(load_beside_other_beta2, ranks, LAYOUTS[ranks], tmp_path)
+
+
+def load_file_beside_other_beta2(flatten: bool, directory: Path) -> None:
+    run = Run.on("FSDP2")
+    run.train([0])
+    how = {"flatten_optimizer_state_dict": flatten}
+    save_by_dcp(run, directory, **how)
+    other = Run.on("FSDP2", regroup=without_beta2)
+    with pytest.raises(ValueError, match=r"beta2=0\.9.*blocks\.0\.wq"):
+        load_by_dcp(other, directory, **how)
+
+
+@pytest.mark.parametrize("flatten", [False, True], ids=["nested", "flattened"])
+def test_files_of_which_second_moments_would_not_be_read_are_refused(flatten, tmp_path):
+    run_ranks(load_file_beside_other_beta2, 2, flatten, tmp_path)
+
+
 def load_tensor_lr(layout: str, flatten: bool, directory: Path) -> None:
     how = {"flatten_optimizer_state_dict": flatten}
     run = Run.on(layout, lr=torch.tensor(0.02))

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -435,8 +436,8 @@ TOO_LARGE = 10**400  # for any float
 NO_NUMBERS = [NAN, INF, -INF, -1.0, True, None, "0.1", 1j, [0.1], Fraction(1, 2), TOO_LARGE]
 NO_FRACTIONS = [*NO_NUMBERS, 1.0, 1.5]
 NO_BOOLS = [1, 0, "yes", 0.5]
-NO_NAMES = ["unheard of", "", True, 1, ["none"]]
-NO_DTYPES = ["bfloat16", torch.int8, torch.complex64, torch.bool, 32, True]
+NO_NAMES = ["unheard of", "", True, 1, ["none"], np.ones(2)]
+NO_DTYPES = ["bfloat16", torch.int8, torch.complex64, torch.bool, 32, True, np.ones(2)]
 NO_FAMILIES = [
     "newton",
     "",
@@ -933,6 +934,9 @@ BAD_CHECKPOINTS = {
             ("momentum_dtype", torch.int8, 2),
             ("beta2", 2.0, 2),
             ("foreach", "yes", 3),
+            ("use_muon", 1, 0),
+            ("use_muon", torch.ones(2), 0),
+            ("use_muon", torch.ones((), device="meta"), 3),
         ]
     },
 }
@@ -951,6 +955,18 @@ def test_a_checkpoint_that_does_not_fit_loads_nothing(edit, steps):
     assert bool(optim.state) is bool(steps)
     assert repr(saved) == repr(untouched)
     assert_steps_like(optim, twin)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("value", [None, torch.ones(2), torch.ones((), device="meta")], ids=str)
+def test_use_muon_of_another_type_in_a_checkpoint_of_nanochats_groups_is_refused(number, value):
+    optim = optimizer.MuonAdamW(nanochat_groups())
+    saved = optim.state_dict()
+    edit_group(saved, number, use_muon=value)
+    assert_raises(
+        lambda: optim.load_state_dict(saved),
+        rf"param_groups\[{number}\] of the checkpoint: use_muon must be True or False",
+    )
 
 
 # DTensors, on one rank

@@ -744,9 +744,22 @@ def test_dtypes_of_parameters_mixed_in_a_group(ranks):
     )
     # Batched and single products differ in fp64 on CPUs: the arithmetic is fp32.
     check(ranks, {"fp64": weights(double, 0, 1)}, [{"comm_dtype": torch.float64, "beta2": 0.9}])
-    # An fp32 wire rounds what is fp64 by 2^-24, which the iteration amplifies up to a thousandfold.
     all_of_them = [*weights(half, 0), *weights(single, 1), *weights(double, 1)]
-    check(ranks, {"all": all_of_them}, [VARIANTS[1]], atol=1e-5)
+    check(ranks, {"all": all_of_them}, [VARIANTS[1]])
+
+
+def test_fp64_weights_are_rounded_as_the_wire_rounds_them_on_one_device_too():
+    weights = [
+        Weight(shape, (2,), (dim,), dtype=torch.float64)
+        for shape in ((16, 24), (9, 8), (6, 8, 4))
+        for dim in (0, 1)
+    ]
+    check(2, {"fp64": weights}, [{}, VARIANTS[1], {"use_distributed_muon": True}])
+
+
+def test_an_fp64_wire_of_fp32_weights_changes_no_bit():
+    weights = [Weight((16, 24), (2,), (dim,)) for dim in (0, 1)]
+    check(2, {"fp32": weights}, [{"comm_dtype": torch.float64, "beta2": 0.9}])
 
 
 def double_precision():

@@ -1,4 +1,4 @@
-"""CPU offload beside an accelerator that isn't there: which tensor is on which device, and when."""
+"""Beside an accelerator that isn't there: CPU offload, which tensor is where, and when; launches."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import copy
 import importlib
 import io
 import pickle
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fake_device import CUDA, Device, MixedDevices, fake_device
@@ -728,3 +730,42 @@ def train_variants(device: Device, options: dict[str, Any]) -> None:
 @pytest.mark.slow
 def test_options_mix_no_devices(options):
     run_ranks(with_device, 2, train_variants, options)
+
+
+# -- launches --------------------------------------------------------------------------------------
+
+
+class Reductions(TorchDispatchMode):
+    """How often each norm and mean is taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "norm" in func.__name__ or "mean" in func.__name__:
+            self.counts[func.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("shape", [(48, 32), (32, 48)])
+def test_the_second_moments_of_a_batch_in_16_bits_are_one_norm(shape, device):
+    counts = []
+    generator = torch.Generator().manual_seed(0)
+    for matrices in (2, 6):
+        gradients = torch.randn(matrices, *shape, generator=generator)
+        found: list[Tensor] = []
+        for place in (on_device, torch.clone):
+            params = [nn.Parameter(place(torch.zeros(shape))) for _ in gradients]
+            for param, grad in zip(params, gradients):
+                param.grad = place(grad)
+            group = {"params": params, "use_muon": True}
+            optim = optimizer.Muon([group], beta2=0.9, ns_dtype=torch.bfloat16)
+            with Reductions() as reductions:
+                optim.step()
+            if place is on_device:
+                counts.append(reductions.counts)
+            moments = [optim.state[param]["second_momentum_buffer"].cpu() for param in params]
+            found.append(torch.stack(moments))
+        torch.testing.assert_close(*found)
+    assert counts[0] == counts[1]

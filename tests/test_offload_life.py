@@ -6,6 +6,7 @@ import copy
 import gc
 import importlib
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -125,6 +126,23 @@ def test_an_error_within_a_step_gives_the_devices_memory_back(mode):
     assert backend.allocated_bytes == 0
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_an_error_as_a_step_begins_gives_the_devices_memory_back(mode, monkeypatch):
+    pair, backend = offloaded(mode)
+    pair.give_gradients()
+
+    def fail(*_: object) -> None:
+        raise ArithmeticError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(pair.ours._offload), "here", fail)
+        with pytest.raises(ArithmeticError):
+            pair.ours.step()
+    backend.synchronize(backend.record("out"))
+    pair.ours.wait_reload()
+    assert backend.allocated_bytes == 0
+
+
 class Failing(torch.Tensor):
     """A gradient with which nothing can be computed."""
 
@@ -166,6 +184,19 @@ def test_models_with_hooks_are_copied_and_pickled_and_lose_them_with_the_optimiz
     gc.collect()
     assert not any(module._forward_pre_hooks for module in model.modules())
     assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+
+
+def test_parameters_that_are_swapped_have_hooks_and_the_old_ones_are_let_go_of():
+    for _ in range(20):  # in most of them the new one gets the id of the old one, were that free
+        optim, backend = Muon([muon_group(((16, 16),))], lr=0.01), host()
+        optim.turn_on_cpu_offload("backward", backend=backend)
+        params = optim.param_groups[0]["params"]
+        old = weakref.ref(params.pop())
+        params.append(nn.Parameter(torch.ones(16, 16)))
+        optim.state_dict()
+        assert old() is None
+        params[0].sum().backward()
+        assert backend.allocated_bytes > 0
 
 
 @pytest.mark.slow

@@ -137,14 +137,18 @@ def _as_dtype(value: Any) -> Any:
     return dtype if isinstance(dtype, torch.dtype) else value
 
 
-def divide_state(
+def fit_state(
     groups: Sequence[Group],
     entries_of_groups: Sequence[Sequence[Entry]],
     saved_groups: Sequence[Group],
     states: Mapping[Any, dict[str, Any]],
     wide: OptimizerWide,
 ) -> None:
-    """Takes this rank's rows of what replicas are to divide, where a checkpoint has all of it.
+    """Brings the state of a checkpoint into the form in which the optimizer has it.
+
+    A rank takes its part where a checkpoint has all: of what replicas divide, and of second
+    moments, which torch.distributed.checkpoint does not distribute to an optimizer without. Nor
+    does it leave them out for one with: what a flattened state dict lacks becomes an empty dict.
 
     Args:
         groups, entries_of_groups: of the optimizer.
@@ -155,14 +159,15 @@ def divide_state(
     for group, entries, saved in zip(groups, entries_of_groups, saved_groups):
         for index, (param, saved_id) in enumerate(zip(group["params"], saved["params"])):
             own = states.get(saved_id, {})
-            if dtensors.is_dtensor(param) or not isinstance(own, Mapping):
-                continue
             layouts = layouts_of(param, entries[index] if entries else None, wide)
             for key, (shape, layout) in layouts.items():
                 value = own.get(key)
+                if isinstance(value, dict) and not value and saved["beta2"] is None:
+                    del own[key]
                 if layout is None or not isinstance(value, Tensor) or dtensors.is_dtensor(value):
                     continue
-                if value.shape == shape:
+                is_whole = key == "second_momentum_buffer" or not dtensors.is_dtensor(param)
+                if is_whole and value.shape == shape:
                     own[key] = dtensors.divide(value, layout)
 
 
@@ -171,6 +176,7 @@ def check_checkpoint(
     entries_of_groups: Sequence[Sequence[Entry]],
     saved_groups: Sequence[Group],
     saved_state: Mapping[Any, Any],
+    state: Mapping[Any, Any],
     wide: OptimizerWide,
 ) -> None:
     """Whether a checkpoint fits the optimizer, as far as torch does not look itself.
@@ -179,6 +185,8 @@ def check_checkpoint(
         groups, entries_of_groups: of the optimizer.
         saved_groups: of the checkpoint, with all keys.
         saved_state: by the ids in ``params`` of the saved groups.
+        state: of the optimizer, by parameter.
+        wide: says which replicas divide state.
     """
     if len(groups) != len(saved_groups):
         raise ValueError(
@@ -187,6 +195,7 @@ def check_checkpoint(
         )
     for number, (group, entries, saved) in enumerate(zip(groups, entries_of_groups, saved_groups)):
         where = f"param_groups[{number}]"
+        options.validate(saved, f"{where} of the checkpoint")
         if saved["use_muon"] != group["use_muon"]:
             raise ValueError(
                 f"{where} has use_muon={group['use_muon']} but the checkpoint's has "
@@ -198,12 +207,13 @@ def check_checkpoint(
                 f"{len(saved['params'])}, a group of another size; is it of the same "
                 "model, with the same groups?"
             )
-        options.validate(saved, f"{where} of the checkpoint")
         for index, (param, saved_id) in enumerate(zip(group["params"], saved["params"])):
             expected = layouts_of(param, entries[index] if entries else None, wide)
             name = validation.name_of(group, index, where)
             own = saved_state.get(saved_id, {})
             _check_algorithm(own, group["use_muon"], name)
+            if saved["beta2"] is not None:
+                _check_second_moment(own, state.get(param, {}), saved["beta2"], name)
             validation.check_tensors(own, expected, "checkpoint", name, param)
             _check_parts(own, expected, name)
 
@@ -230,6 +240,22 @@ def _check_algorithm(saved: Mapping[str, Any], use_muon: bool, name: str) -> Non
             f"{name} is {mine} here (use_muon={use_muon}) but has {other} in the checkpoint, as "
             f"{its} parameters do; give it to the group it was in, or take its state out. If "
             "another optimizer wrote the checkpoint, use load_foreign_state_dict"
+        )
+
+
+def _check_second_moment(
+    saved: Mapping[str, Any], live: Mapping[str, Any], beta2: float, name: str
+) -> None:
+    """torch.distributed.checkpoint takes of files, and of flattened state dicts, only what is live:
+    the second moments of an optimizer without would begin at zero unseen."""
+    lack_it = (
+        own.get("momentum_buffer") is not None and own.get("second_momentum_buffer") is None
+        for own in (saved, live)
+    )
+    if all(lack_it):
+        raise ValueError(
+            f"the checkpoint has beta2={beta2}, but its second moment of {name} has not been read, "
+            f"since this optimizer has none: construct it with beta2={beta2}"
         )
 
 

@@ -112,16 +112,16 @@ def _are_row_counts(value: Any) -> bool:
     return _is_positive_int(value)
 
 
-def _one_of(*values: Any) -> tuple[Callable[[Any], bool], str]:
-    listed = ", ".join(repr(v) for v in values)
-    return (lambda value: any(value is v or value == v for v in values)), f"one of {listed}"
+def _one_of(*words: str) -> tuple[Callable[[Any], bool], str]:
+    listed = ", ".join(map(repr, words))
+    return (lambda value: isinstance(value, str) and value in words), f"one of {listed}"
 
 
 _BOOL = (lambda value: isinstance(value, bool), "True or False")
 _NONNEGATIVE = (_at_least_zero, "a finite number ≥ 0")
 _FRACTION = (_fraction, "a number in [0, 1)")
 _OPTIONAL_DTYPE = (
-    lambda value: value is None or value in FLOATING_DTYPES,
+    _none_or(lambda value: isinstance(value, torch.dtype) and value in FLOATING_DTYPES),
     "None or one of torch.bfloat16, torch.float16, torch.float32, torch.float64",
 )
 
@@ -187,12 +187,12 @@ def validate(group: Mapping[str, Any], where: str) -> None:
     Raises:
         ValueError: says the key, what was found and what is accepted.
     """
+    if not isinstance(group["use_muon"], bool):
+        raise ValueError(f"{where}: use_muon must be True or False, found {group['use_muon']!r}")
     for key, option in GROUP_OPTIONS.items():
         value = group[key]
         if not option.accepts(value):
             raise ValueError(f"{where}: {key} must be {option.expected}, found {value!r}")
-    if not isinstance(group["use_muon"], bool):
-        raise ValueError(f"{where}: use_muon must be True or False, found {group['use_muon']!r}")
     if isinstance(group["lr"], torch.Tensor) and group["foreach"] and not group["capturable"]:
         raise ValueError(f"{where}: a tensor lr with foreach=True needs capturable=True")
     try:
@@ -226,8 +226,8 @@ class OptimizerWide:
         return self.process_group if self.grad_reduce is not None else None
 
     def validate(self) -> None:
-        if not (self.comm_dtype is None or self.comm_dtype in FLOATING_DTYPES):
-            expected = _OPTIONAL_DTYPE[1]
+        accepts, expected = _OPTIONAL_DTYPE
+        if not accepts(self.comm_dtype):
             raise ValueError(f"comm_dtype must be {expected}, found {self.comm_dtype!r}")
         if self.consistency_check not in agreement.CHECKS:
             raise ValueError(

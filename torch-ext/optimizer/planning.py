@@ -24,8 +24,10 @@ from .options import GROUP_OPTIONS, STRUCTURE, OptimizerWide
 Group = Mapping[str, Any]  # with all options, as `Muon._views` has them
 
 # What plans depend on, beside the parameters.
-_PLANNED = ("use_muon", "capturable", "foreach", *STRUCTURE)
-_PLANNED_FOR_MUON = ("ns_steps", "ns_coefficients", "ns_algorithm", "ns_norm", "ns_dtype")
+_PLANNED = (
+    *("use_muon", "capturable", "foreach", *STRUCTURE),
+    *("ns_steps", "ns_coefficients", "ns_algorithm", "ns_norm", "ns_dtype"),
+)
 
 
 @dataclass
@@ -95,8 +97,7 @@ def facts_of(group: Group) -> tuple:
             for p in group["params"]
         ],
         copy.copy(group["names"]),
-        copy.deepcopy([group[key] for key in _PLANNED]),
-        copy.copy([group[key] for key in _PLANNED_FOR_MUON]),
+        copy.deepcopy([group[key] for key in _PLANNED]),  # lists may be changed in place
         group["beta2"] is None,
     )
 

@@ -282,9 +282,9 @@ class MuonAdamW(Muon):
         return {**super()._defaults_of(group), **own}
 
     def _translate(self, group: dict[str, Any]) -> dict[str, Any]:
-        if group["use_muon"]:
-            return {**group, "beta2": group["beta2"] or 0.0}
-        return {**group, "adamw_betas": group["betas"], "adamw_eps": group["eps"]}
+        if group["use_muon"] is True:  # nothing is validated yet
+            return {**group, "beta2": 0.0 if group["beta2"] is None else group["beta2"]}
+        return {**group, "adamw_betas": group.get("betas"), "adamw_eps": group.get("eps")}
 
 
 class DistMuonAdamW(MuonAdamW):

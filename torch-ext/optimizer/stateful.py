@@ -161,8 +161,10 @@ class Stateful(Offloadable):
             views = [self._translate({**group, "names": None}) for group in loaded["param_groups"]]
             groups = self._views()
             entries = self._look_at(groups).entries
-            checkpoints.divide_state(groups, entries, views, loaded["state"], self._wide)
-            checkpoints.check_checkpoint(groups, entries, views, loaded["state"], self._wide)
+            checkpoints.fit_state(groups, entries, views, loaded["state"], self._wide)
+            checkpoints.check_checkpoint(
+                groups, entries, views, loaded["state"], self.state, self._wide
+            )
             rest = checkpoints.without_tensors(loaded["state"], loaded["param_groups"])
             return {**loaded, "state": rest}
 

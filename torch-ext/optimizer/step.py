@@ -55,12 +55,6 @@ class Step:
         self.state = [state[param] for param in self.params]
         self.weights = [dtensors.local(param) for param in self.params]
         self.hosted = [offload.hosts(param) for param in self.params]  # with their gradients
-        others: list[int] = []
-        if offload.is_used:
-            adamw = (group for group in groups if not group["use_muon"])
-            others = [id(p) for group in adamw for p in group["params"] if takes_part(p, group)]
-        self.carrier = offload.begin_step(plan, others, once=any(self.hosted))
-        self.momenta = [offload.here(own["momentum_buffer"]) for own in self.state]
         self.grads: dict[int, Tensor] = {}
         self.unread = Counter(plan.reads)
         self.finite: dict[int, Tensor] = {}  # by id of a unit, (matrices,), with nonfinite="skip"
@@ -70,6 +64,16 @@ class Step:
         self.means = None if wide.divided is None else _Means(self, wide.divided)
 
     def __enter__(self) -> Step:
+        others: list[int] = []
+        if self.offload.is_used:
+            adamw = (group for group in self.groups if not group["use_muon"])
+            others = [id(p) for group in adamw for p in group["params"] if takes_part(p, group)]
+        try:
+            self.carrier = self.offload.begin_step(self.plan, others, once=any(self.hosted))
+            self.momenta = [self.offload.here(own["momentum_buffer"]) for own in self.state]
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *error: object) -> None:

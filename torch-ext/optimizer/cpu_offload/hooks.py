@@ -25,7 +25,8 @@ class Hooks:
     def __init__(self, optimizer: Any, model: Optional[nn.Module]):
         self._optimizer = weakref.ref(optimizer)
         self._lock = threading.Lock()  # autograd has a thread for each device
-        self._hooked: set[int] = set()
+        # By id, with the parameter: were it let go of, another one could get its id, and no hook.
+        self._hooked: dict[int, tuple[Tensor, Any]] = {}
         held = {id(param) for group in optimizer.param_groups for param in group["params"]}
         modules = (
             []
@@ -39,19 +40,22 @@ class Hooks:
         if model is not None and not modules:
             raise ValueError("model has none of this optimizer's parameters")
         hook = _Hook(self._optimizer, _let_go)
-        self._handles = [module.register_forward_pre_hook(hook) for module in modules]
-        self.remove = weakref.finalize(optimizer, _remove, self._handles)
+        handles = [module.register_forward_pre_hook(hook) for module in modules]
+        self.remove = weakref.finalize(optimizer, _remove, handles, self._hooked)
         self.hook_params()
 
     def hook_params(self) -> None:
-        """Hooks whatever parameters have come."""
+        """Hooks the parameters that have come, and lets go of those that have left."""
         optimizer = self._optimizer()
-        for group in optimizer.param_groups if optimizer is not None else ():
-            for param in group["params"]:
-                if param.requires_grad and param.is_leaf and id(param) not in self._hooked:
-                    self._hooked.add(id(param))
-                    hook = _Hook(self._optimizer, _bring, self._lock)
-                    self._handles.append(param.register_post_accumulate_grad_hook(hook))
+        groups = optimizer.param_groups if optimizer is not None else ()
+        params = (p for group in groups for p in group["params"])
+        wanted = {id(p): p for p in params if p.requires_grad and p.is_leaf}
+        for key in self._hooked.keys() - wanted.keys():
+            self._hooked.pop(key)[1].remove()
+        for key in wanted.keys() - self._hooked.keys():
+            hook = _Hook(self._optimizer, _bring, self._lock)
+            handle = wanted[key].register_post_accumulate_grad_hook(hook)
+            self._hooked[key] = (wanted[key], handle)
 
 
 class _Hook:
@@ -95,6 +99,6 @@ def _bring(optimizer: Any, param: Tensor, lock: threading.Lock) -> None:
             optimizer._reload((param,))
 
 
-def _remove(handles: list[Any]) -> None:
-    for handle in handles:
+def _remove(handles: list[Any], hooked: dict[int, tuple[Tensor, Any]]) -> None:
+    for handle in (*handles, *(handle for _, handle in hooked.values())):
         handle.remove()

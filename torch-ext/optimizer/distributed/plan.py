@@ -256,7 +256,9 @@ class _Planner:
             if len(holders) == 1 and not (entry.second_moment and len(peers) > 1):
                 loads[holders[0]] += self._cost(unit)
                 if peers[holders[0]] == self.rank:
-                    draft = self._draft(entry, (self.rank,), entry.wide)
+                    # Rounded as a wire of 32 or 64 bits rounds it on other layouts.
+                    rounded = entry.wire if entry.wire.itemsize >= 4 else entry.wide
+                    draft = self._draft(entry, (self.rank,), rounded)
                     draft.units += self._cut(unit)
                 else:
                     self.elsewhere.append((unit, peers[holders[0]]))
