@@ -136,7 +136,7 @@ def train(groups: list[dict[str, Any]], gradients: Any, **options: Any) -> Any:
     """Steps with ``gradients(step)``, one for each parameter in order."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of schedules that end early
-        optim = Muon(groups, **{"ns_dtype": torch.float32, **options})
+        optim = Muon(groups, **{**EXACT, **options})
     params = [p for group in optim.param_groups for p in group["params"]]
     for step in range(STEPS):
         for p, grad in zip(params, gradients(step), strict=True):

@@ -122,7 +122,8 @@ def weights_after(options, shapes=SHAPES, steps=3, dtype=torch.float32, names=No
     """The parameters after some steps and their state, for comparisons bit by bit."""
     params = [nn.Parameter(randn(*s, seed=i, dtype=dtype)) for i, s in enumerate(shapes)]
     group = {"params": params, "use_muon": True, **({"names": names} if names else {})}
-    constructor.setdefault("ns_dtype", torch.promote_types(dtype, torch.float32))
+    for key in ("ns_dtype", "comm_dtype"):  # exact mode
+        constructor.setdefault(key, torch.promote_types(dtype, torch.float32))
     optim = optimizer.Muon([group], **{**constructor, **options})
     for t in range(1, steps + 1):
         for i, p in enumerate(params):

@@ -127,7 +127,7 @@ def survey(groups: Sequence[Group], wide: OptimizerWide, last: Survey) -> Survey
         found.hosted |= any(entry.device != param.device for entry, param in places)
         found.entries.append([replace(e, name=name) for e, name in zip(entries, names)])
         found.names.append(names)
-        planned = [group[key] for key in (*_PLANNED, *_PLANNED_FOR_MUON)]
+        planned = [group[key] for key in _PLANNED]
         for index, (name, param) in enumerate(zip(names, group["params"])):
             ranks = shared_with(param, wide)
             if ranks is None:
