@@ -774,6 +774,30 @@ def test_fp64_goes_over_the_wire_and_through_the_iteration_as_fp64():
     run_ranks(double_precision, 2)
 
 
+def overflow_on_one_rank():
+    """The sum of fp16 gradients leaves the format in one element, which one rank holds."""
+    size = dist.get_world_size()
+    mesh = {(size,): init_device_mesh("cpu", (size,))}
+    weights = [Weight((16, 24), (size,), (dim,), dtype=torch.float16) for dim in (0, 0, 1)]
+    twins = Twins.placed([Group(weights)], mesh, {**EXACT, "nonfinite": "skip", "beta2": 0.9})
+    for _ in range(6):
+        before = [q.detach().clone() for _, _, q in twins.pairs]
+        for index, (_, p, q) in enumerate(twins.pairs):
+            q.grad = torch.ones_like(q)
+            if index != 1:
+                q.grad[11, 5] = 2e4
+            p.grad = part_for(p, q.grad)
+        twins.ours.step()
+        twins.reference.step()
+        twins.compare()
+    same = [torch.equal(q, was) for (_, _, q), was in zip(twins.pairs, before)]
+    assert same == [True, False, True]
+
+
+def test_a_matrix_whose_fp16_momentum_would_overflow_on_one_rank_is_skipped_on_all():
+    run_ranks(overflow_on_one_rank, 2)
+
+
 def default_formats(cases, bound, options):
     size = dist.get_world_size()
     mesh = {(size,): init_device_mesh("cpu", (size,))}

@@ -104,6 +104,11 @@ def dtypes() -> list[Any]:
     ]
 
 
+def half() -> list[Any]:
+    shapes = ((16, 24), (40, 12), (8, 8))
+    return [muon_group(shapes, dtype=torch.float16), adamw_group(((9,),))]
+
+
 def transposed() -> list[Any]:
     return [
         muon_group(MATRICES, transposed=True),
@@ -144,6 +149,7 @@ TRAININGS: dict[str, tuple[Callable[[], list[Any]], dict[str, Any]]] = {
     "tensor lr": (mixed, {"lr": torch.tensor(0.01)}),
     "foreach": (mixed, {"foreach": True}),
     "no foreach, maximize": (mixed, {"foreach": False, "maximize": True}),
+    "momentum that overflows": (half, {"nonfinite": "skip", "beta2": 0.9}),
     "experts, flattened, split": (experts, {"beta2": 0.9}),
     "experts, skips NaN": (experts, {"beta2": 0.9, "nonfinite": "skip", "chunk_size": 1}),
     "dtypes": (dtypes, {"beta2": 0.9}),
@@ -182,6 +188,8 @@ class Pair:
                 q.grad = None
                 continue
             q.grad = torch.randn(q.shape, generator=generator).to(q.dtype)
+            if "overflows" in self.training and q.ndim > 1:
+                q.grad.abs_().mul_(1.6e4)
             if "NaN" in self.training and (index + self.steps) % 4 == 0 and q.numel() > 1:
                 q.grad.view(-1)[q.numel() // 2] = float("nan")
             (p * q.grad).sum().backward() if "NaN" not in self.training else p.backward(q.grad)
@@ -285,6 +293,16 @@ def test_momentum_follows_a_dtype_that_changes(how):
             optim.param_groups[0]["momentum_dtype"] = dtype
         pair.step_and_compare()
         assert pair.ours.state[pair.params[0][0]]["momentum_buffer"].dtype == dtype
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_what_is_read_ahead_to_skip_follows_the_option(how):
+    pair = Pair("momentum that overflows")
+    pair.turn_on(**WAYS[how])
+    for nonfinite in ("skip", "propagate", "skip"):
+        for optim in (pair.ours, pair.twin):
+            optim.param_groups[0]["nonfinite"] = nonfinite
+        pair.step_and_compare()
 
 
 def test_pieces_of_a_large_tensor_count_one_step_of_adamw():

@@ -1,4 +1,4 @@
-"""Beside an accelerator that isn't there: CPU offload, which tensor is where and when, launches."""
+"""Beside an accelerator that isn't there: CPU offload, which tensor is where, when; launches."""
 
 from __future__ import annotations
 

@@ -443,6 +443,31 @@ def test_skip_leaves_only_the_expert_or_block_concerned(cut, options, bad):
     run.step().check()
 
 
+@pytest.mark.parametrize("momentum_dtype", [None, torch.float16])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_skip_leaves_a_matrix_as_it_is_whose_fp16_momentum_would_overflow(momentum_dtype, sign):
+    dtype = torch.float32 if momentum_dtype else torch.float16
+    params = [nn.Parameter(torch.zeros(8, 6, dtype=dtype)) for _ in range(2)]
+    options = dict(nonfinite="skip", momentum_dtype=momentum_dtype, beta2=0.9)
+    optim = optimizer.Muon([{"params": params, "use_muon": True}], **options)
+    large = torch.full((8, 6), sign, dtype=dtype)
+    large[3, 2] = 6000 * sign  # the sum of which is 20 times as much
+    for step in range(40):
+        before = [[t.detach().clone() for t in (p, *optim.state[p].values())] for p in params]
+        for p, grad in zip(params, (large, torch.ones_like(large))):
+            p.grad = grad.clone()
+        optim.step()
+        for p, held, is_large in zip(params, before, (True, False)):
+            now = (p, *optim.state[p].values())
+            assert all(t.isfinite().all() for t in now)
+            same = [torch.equal(t, was) for t, was in zip(now, held)]
+            assert same == [is_large and step >= 15] * len(held)
+    params[0].grad = -large  # as it decays, it goes on
+    optim.step()
+    assert optim.state[params[0]]["momentum_buffer"].abs().max() < 60000
+    assert not torch.equal(params[0], before[0][0])
+
+
 def test_skip_gives_no_decay_to_what_it_skips():
     run = Run([(8, 6)], dict(nonfinite="skip", weight_decay=1.0, lr=0.5))
     run.step([torch.full((8, 6), math.nan)])

@@ -95,7 +95,8 @@ class Muon(Stateful):
         missing_grad: ``"raise"`` raises where only some ranks have a gradient, and skips a matrix
             that has none on any; ``"zero"`` counts absent gradients as zeros, but of replicas whose
             gradients are averaged already, all must have one, or none.
-        nonfinite: ``"skip"`` leaves a matrix whose gradient has Inf or NaN as it is.
+        nonfinite: ``"skip"`` leaves a matrix as it is whose gradient has Inf or NaN, or whose fp16
+            momentum would have it.
         split: read one tensor as several matrices: rows of each block, or one number of rows for
             all, or a mapping from name patterns to either.
         flatten: read tensors of more than two dimensions as (dim 0, all the rest).

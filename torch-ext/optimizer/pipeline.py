@@ -48,6 +48,7 @@ def run(step: Step, others: adamw.Updates) -> None:
         return update_chunk(chunk, lane, groups.get(id(lane)), step)
 
     if not step.carrier.is_prepared:
+        _announce_nonfinite(step)
         _walk(step, announced, _Others(others.announce(), others, step))
     if step.clipping is not None:
         step.clipping.reduce(step.wide)
@@ -192,7 +193,8 @@ def _parts_of(run: Run) -> Iterator[tuple[Unit, Index]]:
 
 
 # What windows are announced for.
-_MOMENTUM, _SECOND_MOMENT, _WEIGHTS = "momentum", "second moment", "weights"
+_NONFINITE, _MOMENTUM = "nonfinite", "momentum"
+_SECOND_MOMENT, _WEIGHTS = "second moment", "weights"
 
 
 def update_chunk(chunk: Chunk, lane: Lane, group: Any, step: Step) -> Task:
@@ -510,7 +512,7 @@ def _update_second_moment(
 
 
 def _find_nonfinite(step: Step, lanes: Sequence[tuple[Lane, Any]]) -> None:
-    """With nonfinite="skip": which matrices have a finite gradient on all ranks."""
+    """With nonfinite="skip": which matrices have a finite gradient, and momentum, on all ranks."""
     work = []
     for lane, group in (*lanes, *((lane, None) for lane in step.plan.alone)):
         units = [unit for unit, _ in lane.owners if step.hyper(unit)["nonfinite"] == "skip"]
@@ -521,11 +523,11 @@ def _find_nonfinite(step: Step, lanes: Sequence[tuple[Lane, Any]]) -> None:
         of_unit = {id(unit): flags for unit, flags in zip(units, finite.split(counts))}
         for chunk in lane.chunks:
             step.average_gradients(chunk)
-        for bundle in (bundle for chunk in lane.chunks for bundle in chunk.read):
-            for unit, index in zip(bundle.units, bundle.indices):
-                if bundle.numel and id(unit) in of_unit:
-                    grad = part_of(step.grad(unit), index)
-                    _mark_finite(grad, unit, bundle.box, of_unit[id(unit)], step)
+        for unit, index, box in _skippable(lane, step):
+            grad = part_of(step.grad(unit), index)
+            if _may_overflow(unit, step):
+                grad = _next_momentum(unit, index, grad, lane, step)
+            _mark_finite(grad, unit, box, of_unit[id(unit)], step)
         if group is not None:
             work.append(dist.all_reduce(finite, dist.ReduceOp.MIN, group=group, async_op=True))
         step.finite.update(of_unit)
@@ -534,9 +536,52 @@ def _find_nonfinite(step: Step, lanes: Sequence[tuple[Lane, Any]]) -> None:
     step.finite = {key: finite.bool() for key, finite in step.finite.items()}
 
 
-def _mark_finite(grad: Tensor, unit: Unit, box: layout.Region, out: Tensor, step: Step) -> None:
+def _announce_nonfinite(step: Step) -> None:
+    """Announces what `_find_nonfinite` is going to borrow."""
+    for lane in (*step.plan.lanes, *step.plan.alone):
+        for unit, index, _ in _skippable(lane, step):
+            if _may_overflow(unit, step):
+                loans = [loan._replace(written=False) for loan in step.momentum_loans(unit, index)]
+                step.announce(_NONFINITE, unit, [loans], at_once=True)
+
+
+def _skippable(lane: Lane, step: Step) -> Iterator[tuple[Unit, Index, layout.Region]]:
+    """This rank's parts of units that may be skipped, and their boxes."""
+    for bundle in (bundle for chunk in lane.chunks for bundle in chunk.read):
+        if bundle.numel and step.hyper(bundle.units[0])["nonfinite"] == "skip":
+            yield from (
+                (unit, index, bundle.box) for unit, index in zip(bundle.units, bundle.indices)
+            )
+
+
+def _may_overflow(unit: Unit, step: Step) -> bool:
+    """Whether finite gradients may sum up to Inf; other formats reach as far as 1e38."""
+    return step.momenta[unit.entry].dtype == torch.float16
+
+
+def _next_momentum(unit: Unit, index: Index, grad: Tensor, lane: Lane, step: Step) -> Tensor:
+    """What this step would make of a part of the momentum, which stays as it is."""
+    momentum, hyper = part_of(step.momenta[unit.entry], index), step.hyper(unit)
+    for portion in step.carrier.portions((_NONFINITE, id(unit)), 1):  # one
+        with portion as ((_, lent),):
+            momentum, grad = (*lent, *(momentum, grad)[len(lent) :])
+            after = momentum.clone()
+            core.update_momentum(
+                [after],
+                [grad],
+                [step.scratch.empty("wide", after.shape, lane.wide, after.device)],
+                momentum=hyper["momentum"],
+                nesterov=hyper["nesterov"],
+                style=hyper["momentum_style"],
+                maximize=hyper["maximize"],
+                wanted=False,
+            )
+    return after
+
+
+def _mark_finite(part: Tensor, unit: Unit, box: layout.Region, out: Tensor, step: Step) -> None:
     row_dim = step.entry(unit).matrices.row_dim
-    rows = torch.isfinite(grad).flatten(row_dim + 1).all(dim=-1)  # (experts…, rows here)
+    rows = torch.isfinite(part).flatten(row_dim + 1).all(dim=-1)  # (experts…, rows here)
     shape = layout.shape_of(unit.box[: row_dim + 1])
     whole = rows.new_ones(shape)
     whole[(..., slice(*box[row_dim]))] = rows

@@ -23,9 +23,9 @@ from .options import GROUP_OPTIONS, STRUCTURE, OptimizerWide
 
 Group = Mapping[str, Any]  # with all options, as `Muon._views` has them
 
-# What plans depend on, beside the parameters.
+# What plans, and what is carried by a plan, depend on, beside the parameters.
 _PLANNED = (
-    *("use_muon", "capturable", "foreach", *STRUCTURE),
+    *("use_muon", "capturable", "foreach", "nonfinite", *STRUCTURE),
     *("ns_steps", "ns_coefficients", "ns_algorithm", "ns_norm", "ns_dtype"),
 )
 

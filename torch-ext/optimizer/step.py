@@ -178,11 +178,11 @@ class Step:
     def announce(
         self,
         purpose: str,
-        of: Union[Run, Bundle],
+        of: Union[Run, Bundle, Unit],
         rows: Sequence[Sequence[Loan]],
         at_once: bool = False,
     ) -> None:
-        """Announces loans for the rows of a run or bundle; see `cpu_offload.Carrier`."""
+        """Announces loans for the rows of a run, bundle or unit; see `cpu_offload.Carrier`."""
         self.carrier.cut((purpose, id(of)), rows, at_once)
         self.carrier.announce((purpose, id(of)))
 
