@@ -1018,6 +1018,34 @@ def test_a_gradient_of_another_layout_than_its_parameter_stops_the_step():
     run_ranks(refuse_gradients_of_another_layout, 1)
 
 
+WORLD_TOO_EARLY: dict[str, Callable[..., Any]] = {
+    "Muon": lambda: Muon([muon_group(parameter(4, 3))], process_group=dist.group.WORLD),
+    "MuonAdamW": lambda: optimizer.MuonAdamW(
+        [{"kind": "muon", "params": [parameter(4, 3)]}], process_group=dist.group.WORLD
+    ),
+    "keller_jordan": lambda: optimizer.presets.keller_jordan(
+        [parameter(4, 3)], process_group=dist.group.WORLD
+    ),
+    "dion": lambda: optimizer.presets.dion([parameter(4, 3)], dist.group.WORLD),
+    "set": lambda: setattr(Muon([muon_group(parameter(4, 3))]), "process_group", dist.group.WORLD),
+}
+
+
+@pytest.mark.parametrize("how", WORLD_TOO_EARLY)
+def test_the_default_group_before_it_is_initialized_is_refused(how, monkeypatch):
+    WORLD_TOO_EARLY[how]()  # one process has no other ranks to forget
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=r"WORLD is before init_process_group\(\).* be 2 ranks"):
+        WORLD_TOO_EARLY[how]()
+
+
+@pytest.mark.parametrize("preset", ["keller_jordan", "dion"])
+def test_who_leaves_the_process_group_out_may_initialize_it_later(preset, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert Muon([muon_group(parameter(4, 3))]).process_group is None
+    assert Muon(**getattr(optimizer.presets, preset)([parameter(4, 3)])).process_group is None
+
+
 def refuse_dtensors_without_a_process_group() -> None:
     sharded = nn.Parameter(on_one_rank_dtensor("shard"))
     dist.destroy_process_group()

@@ -116,7 +116,8 @@ class Muon(Stateful):
             takes those of the device type in `distributed.machine.MACHINES`. For all groups.
         process_group: ranks that all hold the same plain parameters. They divide Muon's work and
             its momentum, which becomes a DTensor, ``Shard(0)``. Also a mesh of one dimension.
-            Not pickled: set `process_group` again. For all groups.
+            Not pickled: set `process_group` again. ``torch.distributed.group.WORLD`` is None before
+            ``init_process_group``, which is refused under torchrun. For all groups.
         grad_reduce: None where gradients are averaged already, as under DDP; ``"mean"`` averages
             them over ``process_group`` within the step, and divides AdamW's state too (ZeRO-2).
 
@@ -135,6 +136,7 @@ class Muon(Stateful):
     _compared: bool  # what replicas hold
     _warned: bool  # of a step without gradients
 
+    @dtensors.refuses_groups_before_init("process_group")
     def __init__(
         self,
         params: Iterable[dict[str, Any]],
@@ -279,8 +281,9 @@ class Muon(Stateful):
         return None if replicas is None else replicas.group
 
     @process_group.setter
-    def process_group(self, group: Any) -> None:
-        replicas = None if group is None else Replicas(group)
+    @dtensors.refuses_groups_before_init("process_group")
+    def process_group(self, process_group: Any) -> None:
+        replicas = None if process_group is None else Replicas(process_group)
         self._wide = dataclasses.replace(self._wide, process_group=replicas)
         self._forget_plans()
 

@@ -97,6 +97,7 @@ def _from_torch(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return own
 
 
+@dtensors.refuses_groups_before_init("process_group")
 def keller_jordan(
     params: Params,
     lr: Any = 0.02,
@@ -150,7 +151,7 @@ def keller_jordan(
         "missing_grad": "zero",
         "flatten": True,
         "none_grad": False,
-        "process_group": process_group,
+        **_where_given(process_group),
     }
 
 
@@ -192,6 +193,7 @@ def moonlight(
     }
 
 
+@dtensors.refuses_groups_before_init("distributed_mesh")
 def dion(
     params: Params,
     distributed_mesh: Any = None,
@@ -271,7 +273,7 @@ def dion(
         "flatten": flatten,
         "ns_coefficients": "polar_express" if use_polar_express else "you",
         "none_grad": False,
-        "process_group": None if hasattr(distributed_mesh, "mesh") else distributed_mesh,
+        **_where_given(None if hasattr(distributed_mesh, "mesh") else distributed_mesh),
     }
 
 
@@ -400,6 +402,11 @@ def _muon_groups(params: Params) -> list[dict[str, Any]]:
     if params and isinstance(params[0], dict):
         return [{"use_muon": True, **group} for group in params]
     return [{"params": params, "use_muon": True}]
+
+
+def _where_given(process_group: Any) -> dict[str, Any]:
+    """None is left out, which `Muon` may refuse."""
+    return {} if process_group is None else {"process_group": process_group}
 
 
 def _check_arguments(given: Mapping[str, Any], source: str, known: Collection[str] = ()) -> None:

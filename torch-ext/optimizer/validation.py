@@ -307,7 +307,10 @@ def warn_of_unmatched_split(split: Any, names: Iterable[str]) -> None:
     names = list(names)
     for pattern in split if isinstance(split, Mapping) else ():
         if not any(matches(name, pattern) for name in names):
-            warnings.warn(f"split: the pattern {pattern!r} matches no matrix", stacklevel=4)
+            warnings.warn(
+                f"split: the pattern {pattern!r} matches no matrix",
+                stacklevel=frames_to_the_caller(),
+            )
 
 
 def warn_of_unread_experts(groups: Iterable[Group]) -> None:
@@ -320,7 +323,7 @@ def warn_of_unread_experts(groups: Iterable[Group]) -> None:
             warnings.warn(
                 f"expert_keys={keys} names {stacks[0]}, which is in a group with use_muon=False: "
                 "get_default_muon_param_groups takes expert_keys, too, and decides by them",
-                stacklevel=4,
+                stacklevel=frames_to_the_caller(),
             )
 
 
@@ -354,5 +357,5 @@ def warn_of_overshoot(group: Group, where: str) -> None:
         warnings.warn(
             f"{where}: the first {steps} steps of {family!r} leave singular values up to "
             f"{largest:.2f}; use all {len(newton_schulz.FAMILIES[family].triples)} or 'quintic'",
-            stacklevel=4,
+            stacklevel=frames_to_the_caller(),
         )
