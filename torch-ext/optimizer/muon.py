@@ -135,6 +135,7 @@ class Muon(Stateful):
     _agreed: list[Plan]  # on which ranks have compared notes
     _compared: bool  # what replicas hold
     _warned: bool  # of a step without gradients
+    _untrained: int  # steps, the last ones, in which AdamW alone had gradients
 
     @dtensors.refuses_groups_before_init("process_group")
     def __init__(
@@ -420,6 +421,7 @@ class Muon(Stateful):
         if skip:
             return None
         self._warned = self._warned or validation.warn_of_no_gradients(groups)
+        self._untrained = validation.warn_of_untrained_matrices(groups, self._untrained)
         return groups, plan, clipping
 
     def _clip_by(
@@ -546,6 +548,7 @@ class Muon(Stateful):
         self._agreed = []
         self._compared = False
         self._warned = False
+        self._untrained = 0
 
 
 def _is_zero(lr: Any) -> bool:

@@ -340,6 +340,41 @@ def warn_of_no_gradients(groups: Sequence[Group]) -> bool:
     return True
 
 
+UNTRAINED_STEPS = 3  # one or two may be of a batch that uses no matrix
+
+
+def warn_of_untrained_matrices(groups: Sequence[Group], steps: int) -> int:
+    """Counts consecutive steps in which AdamW's parameters had gradients and no matrix had any, and
+    warns of the last of `UNTRAINED_STEPS`; no more once it has.
+
+    Experts do not count, since they may idle on a rank, nor does a rank without matrices.
+
+    Args:
+        steps: what the last step returned, 0 at first.
+    """
+    if steps == UNTRAINED_STEPS:
+        return steps
+    matrices, others = [], []
+    for group in groups:
+        for param, name in zip(group["params"], group["names"] or [""] * len(group["params"])):
+            if param.requires_grad and not group["use_muon"]:
+                others.append(param)
+            elif param.requires_grad and not has_component(name, group["expert_keys"]):
+                if param.grad is not None:
+                    return 0
+                matrices.append(param)
+    if not matrices or all(param.grad is None for param in others):
+        return 0
+    if steps + 1 == UNTRAINED_STEPS:
+        warnings.warn(
+            f"no matrix of Muon's had a gradient in the last {UNTRAINED_STEPS} steps, while "
+            "parameters of AdamW's had: were weights replaced after the groups were made? Make "
+            "groups from the parameters that the model has now",
+            stacklevel=frames_to_the_caller(),
+        )
+    return steps + 1
+
+
 def frames_to_the_caller() -> int:
     """``stacklevel`` that blames the first caller outside of this package and of torch."""
     inner = (os.path.dirname(__file__), os.path.dirname(torch.__file__))
