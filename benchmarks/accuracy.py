@@ -11,6 +11,8 @@ what is zero in Σ stays zero. Errors are relative, in the Frobenius norm:
 - σ: least and largest singular value of the result, as many as the input has that are not zero.
 - null: the largest of the others.
 
+The plain loop is that of other Muons, with the same polynomials: bf16 throughout, the norm too.
+
 The wire is included: before an fp16 iteration a matrix travels as 4 parts of its rows, each scaled
 by a power of two (distributed/wire.py), before a bf16 one rounded to bf16. fp16 is accelerators'
 arithmetic. A CPU reproduces it, with products in fp32, one rounding, and mirrored halves, in the
@@ -43,6 +45,7 @@ PARTS = 4  # of a matrix on the wire
 # Of the accelerators' default: errors by input, and singular values.
 STRICT = ("Gaussian", "condition 1e4", "condition 1e8", "power law", "spiked")
 BOUNDS = dict.fromkeys(STRICT, 0.02)
+BOUNDS |= {"rank 2": 0.3, "rank 1": 0.3}
 DEFAULT_BOUND = 0.05
 LARGEST_SIGMA = 1.25
 
@@ -65,6 +68,8 @@ class Setting:
     norm: str = "frobenius"
     accelerators: bool = False
 
+
+PLAIN = "plain bf16 loop"
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 WIRES = {FP16: FP16, BF16: BF16, FP32: None}
@@ -118,6 +123,20 @@ def errors_of(kernel: Any, matrix: Decomposed, setting: Setting, device: torch.d
         sent, None, setting.family, norm=setting.norm, algorithm=algorithm, dtype=setting.dtype
     )
     return compare(U.cpu().double(), matrix, form.triples, ns.FAMILIES[setting.family], setting)
+
+
+def errors_of_plain_loop(kernel: Any, matrix: Decomposed, device: torch.device) -> Errors:
+    setting = Setting(BF16, None)
+    family = kernel.newton_schulz.FAMILIES[setting.family]
+    X = matrix.G.to(device, BF16)
+    tall = X.shape[0] > X.shape[1]
+    X = X.mT if tall else X
+    X = X / (X.norm() * family.norm_factor + 1e-6)
+    for a, b, c in family.triples:
+        A = X @ X.mT
+        X = a * X + (b * A + c * (A @ A)) @ X
+    U = (X.mT if tall else X).cpu().double()
+    return compare(U, matrix, family.triples, family, setting)
 
 
 def compare(
@@ -207,11 +226,12 @@ def default_row(name: str, found: dict[str, Errors]) -> list[str]:
 OTHER_COLUMNS = (
     *("input", "bf16, bf16 wire: error", "σ", "null", "polar", "fp32: error", "null"),
     *("fp32, bf16 wire: error", "null", "fp32, fp16 wire: error", "null"),
+    *("plain bf16 loop: error", "null"),
 )
 
 
 def other_row(name: str, found: dict[str, Errors]) -> list[str]:
-    bf16, *others = (found[setting] for setting in list(DEFAULTS)[1:])
+    bf16, *others = (found[setting] for setting in [*list(DEFAULTS)[1:], PLAIN])
     row = [name, percent(bf16.error), sigmas(bf16), null(bf16), percent(bf16.polar)]
     for errors in others:
         row += [percent(errors.error), null(errors)]
@@ -298,6 +318,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             of: worst([measure(matrix, setting) for matrix in matrices])
             for of, setting in DEFAULTS.items()
         }
+        found[PLAIN] = worst([errors_of_plain_loop(kernel, m, device) for m in matrices])
         default_rows.append(default_row(name, found))
         other_rows.append(other_row(name, found))
         long_rows += all_rows(name, matrices, settings, measure)

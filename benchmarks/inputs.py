@@ -48,14 +48,16 @@ def spiked(rows: int, cols: int, generator: Generator) -> Tensor:
     return with_spectrum(sigmas, rows, cols, generator)
 
 
-def low_rank(divisor: int) -> Callable[[int, int, Generator], Tensor]:
-    """Rank s / divisor exactly: a product of two matrices of small integers, which fp32 holds."""
+def low_rank(
+    rank: int | None = None, divisor: int = 1, scale: int = 8
+) -> Callable[[int, int, Generator], Tensor]:
+    """That rank, or s / divisor, exactly: a product of integers of that size, which fp32 holds."""
 
     def make(rows: int, cols: int, generator: Generator) -> Tensor:
-        rank = max(1, min(rows, cols) // divisor)
+        inner = rank or max(1, min(rows, cols) // divisor)
         left, right = (
-            torch.randn(shape, generator=generator, dtype=torch.float64).mul_(8).round_()
-            for shape in ((rows, rank), (rank, cols))
+            torch.randn(shape, generator=generator, dtype=torch.float64).mul_(scale).round_()
+            for shape in ((rows, inner), (inner, cols))
         )
         return (left @ right).float()
 
@@ -76,8 +78,10 @@ MADE: dict[str, Callable[[int, int, Generator], Tensor]] = {
     "condition 1e8": ill_conditioned(1e8),
     "power law": power_law,
     "spiked": spiked,
-    "rank s/4": low_rank(4),
-    "rank s/16": low_rank(16),
+    "rank s/4": low_rank(divisor=4),
+    "rank s/16": low_rank(divisor=16),
+    "rank 2": low_rank(2, scale=512),  # which 16 bits do not hold
+    "rank 1": low_rank(1, scale=512),
     "heavy-tailed": heavy_tailed,
 }
 

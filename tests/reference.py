@@ -566,7 +566,8 @@ class DionReference(_Source):
 
     B = μB + G, D = G + μB (or B), X = D/(‖D‖ + eps), the five triples of `you`, scale
     sqrt(rows/cols) ("spectral_norm"), 0.2·sqrt(max(rows, cols)) ("rms_norm") or 1 (None),
-    W(1 - lr·wd) - lr·scale·U.
+    W(1 - lr·wd) - lr·scale·U; with cautious_wd the decay only where U·W ≥ 0. With split_sizes or
+    num_heads each block of rows is a matrix of its own. Polar Express divides by 1.02·‖D‖ + eps.
     """
 
     def __init__(
@@ -578,19 +579,31 @@ class DionReference(_Source):
         epsilon=1e-8,
         nesterov=False,
         adjust_lr="spectral_norm",
+        cautious_wd=False,
+        use_polar_express=False,
+        num_heads=1,
+        split_sizes=None,
     ):
         super().__init__(tensors)
         self.lr, self.mu, self.wd, self.eps = lr, mu, weight_decay, epsilon
-        self.nesterov, self.adjust_lr = nesterov, adjust_lr
+        self.nesterov, self.adjust_lr, self.cautious = nesterov, adjust_lr, cautious_wd
+        self.family, self.factor = ("polar_express", 1.02) if use_polar_express else ("you", 1.0)
+        self.num_heads, self.split_sizes = num_heads, split_sizes
 
     def _update(self, i, G):
-        rows, cols = G.shape
         self.momentum[i] = B = self.momentum[i] * self.mu + G
         D = G + B * self.mu if self.nesterov else B
-        U = iterate(D / (frobenius(D) + self.eps), FAMILIES["you"])
+        sizes = self.split_sizes or [len(D) // self.num_heads] * self.num_heads
+        U = torch.cat([self._scaled(block) for block in D.split(sizes)])
+        W = self.weights[i]
+        decayed = W * (U * W >= 0) if self.cautious else W
+        self.weights[i] = W - self.lr * self.wd * decayed - self.lr * U
+
+    def _scaled(self, D):
+        rows, cols = D.shape
         scale = {
             "spectral_norm": math.sqrt(rows / cols),
             "rms_norm": 0.2 * math.sqrt(max(rows, cols)),
             None: 1.0,
         }[self.adjust_lr]
-        self.weights[i] = self.weights[i] * (1 - self.lr * self.wd) - self.lr * scale * U
+        return scale * iterate(D / (self.factor * frobenius(D) + self.eps), FAMILIES[self.family])

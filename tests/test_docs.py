@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import reference as ref
 from kernel import optimizer
 
 ROOT = Path(__file__).parent.parent
@@ -142,7 +143,9 @@ def sections(document: Path) -> dict[str, str]:
 MIGRATION = sections(ROOT / "docs" / "migration.md")
 
 
-@pytest.mark.parametrize("section", [name for name in MIGRATION if name != "Checkpoints"])
+@pytest.mark.parametrize(
+    "section", [name for name in MIGRATION if name not in ("Checkpoints", "Small gradients")]
+)
 def test_migration_takes_a_step_by_every_line(section, process_group):
     for block in CODE.findall(MIGRATION[section]):
         lines = re.split(r"^(?=optim = )", block, flags=re.MULTILINE)
@@ -156,6 +159,59 @@ def test_migration_takes_a_step_by_every_line(section, process_group):
             trained = {id(p) for g in names["optim"].param_groups for p in g["params"]}
             for p, was in zip(names["model"].parameters(), before):
                 assert torch.equal(p, was) == (id(p) not in trained)
+
+
+PRESETS: dict[str, tuple[Any, Any]] = {
+    "torch.optim": (ref.TorchMuonReference, optimizer.presets.torch_muon),
+    "dion": (ref.DionReference, optimizer.presets.dion),
+    "Motif": (
+        ref.MotifReference,
+        lambda params, lr: optimizer.presets.motif([{"params": params, "use_muon": True}], lr),
+    ),
+    "Moonlight": (
+        ref.MoonlightReference,
+        lambda params, lr: optimizer.presets.moonlight(lr, muon_params=params),
+    ),
+    "Keller Jordan": (ref.KellerJordanReference, optimizer.presets.keller_jordan),
+    "nanochat": (ref.NanochatReference, None),
+}
+
+
+def distance(name: str, norm: float) -> float:
+    """Of a preset to its source's formulas after three steps with gradients of that norm."""
+    make_source, preset = PRESETS[name]
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(64, 64), (64, 128), (128, 64)]
+    params = [nn.Parameter(0.1 * torch.randn(shape, generator=generator)) for shape in shapes]
+    before = [p.detach().double() for p in params]
+    if preset is None:
+        source = make_source(params, lr=0.02, beta2=0.95)
+        group = {"kind": "muon", "params": params, "lr": 0.02, "weight_decay": 0.0}
+        optim = optimizer.MuonAdamW([group], ns_dtype=torch.float32)
+    else:
+        source = make_source(params, lr=0.02)
+        optim = optimizer.Muon(**preset(params, lr=0.02), ns_dtype=torch.float32)
+    for _ in range(3):
+        grads = [torch.randn(shape, generator=generator) for shape in shapes]
+        grads = [G * (norm / G.norm()) for G in grads]
+        source.step(grads)
+        for p, G in zip(params, grads):
+            p.grad = G.clone()
+        optim.step()
+    pairs = zip(params, source.weights, before)
+    return max(float((p.detach() - W).norm() / (W - was).norm()) for p, W, was in pairs)
+
+
+def test_distances_at_small_gradients_are_those_that_are_documented():
+    head, *table = rows(MIGRATION["Small gradients"])
+    assert head[1:] == list(PRESETS) and len(table) == 6
+    for norm, *distances in table:
+        for name, documented in zip(head[1:], map(float, distances)):
+            measured = distance(name, float(norm))
+            if documented < 1e-5:  # roundings of fp32, which other machines add otherwise
+                assert measured < 1e-5, (name, norm, measured)
+            else:
+                assert measured == pytest.approx(documented, rel=0.3), (name, norm, measured)
 
 
 def test_kinds_of_checkpoints_are_all_documented():

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import copy
 import re
+import warnings
 from collections.abc import Callable
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -1034,6 +1036,34 @@ def test_a_gradient_of_another_layout_than_its_parameter_stops_the_step():
     run_ranks(refuse_gradients_of_another_layout, 1)
 
 
+WORLD_TOO_EARLY: dict[str, Callable[..., Any]] = {
+    "Muon": lambda: Muon([muon_group(parameter(4, 3))], process_group=dist.group.WORLD),
+    "MuonAdamW": lambda: optimizer.MuonAdamW(
+        [{"kind": "muon", "params": [parameter(4, 3)]}], process_group=dist.group.WORLD
+    ),
+    "keller_jordan": lambda: optimizer.presets.keller_jordan(
+        [parameter(4, 3)], process_group=dist.group.WORLD
+    ),
+    "dion": lambda: optimizer.presets.dion([parameter(4, 3)], dist.group.WORLD),
+    "set": lambda: setattr(Muon([muon_group(parameter(4, 3))]), "process_group", dist.group.WORLD),
+}
+
+
+@pytest.mark.parametrize("how", WORLD_TOO_EARLY)
+def test_the_default_group_before_it_is_initialized_is_refused(how, monkeypatch):
+    WORLD_TOO_EARLY[how]()  # one process has no other ranks to forget
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=r"WORLD is before init_process_group\(\).* be 2 ranks"):
+        WORLD_TOO_EARLY[how]()
+
+
+@pytest.mark.parametrize("preset", ["keller_jordan", "dion"])
+def test_who_leaves_the_process_group_out_may_initialize_it_later(preset, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert Muon([muon_group(parameter(4, 3))]).process_group is None
+    assert Muon(**getattr(optimizer.presets, preset)([parameter(4, 3)])).process_group is None
+
+
 def refuse_dtensors_without_a_process_group() -> None:
     sharded = nn.Parameter(on_one_rank_dtensor("shard"))
     dist.destroy_process_group()
@@ -1046,3 +1076,57 @@ def refuse_dtensors_without_a_process_group() -> None:
 
 def test_a_dtensor_without_a_process_group_is_refused():
     run_ranks(refuse_dtensors_without_a_process_group, 1)
+
+
+def matrices_and_biases(model: nn.Module, **options: Any) -> Any:
+    return Muon(optimizer.muon.get_default_muon_param_groups(model, **options))
+
+
+def warnings_of(model: nn.Module, optim: Any, steps: int) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(steps):
+            model(torch.ones(2, 4)).sum().backward()
+            optim.step()
+    return [f"{Path(w.filename).name}: {w.message}" for w in caught]
+
+
+def test_matrices_that_were_replaced_after_the_groups_were_made_are_warned_of_once():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optim = matrices_and_biases(model)
+    assert not warnings_of(model, optim, 4)
+    for layer in model:
+        layer.weight = parameter(4, 4)
+    assert not warnings_of(model, optim, 2)
+    (message,) = warnings_of(model, optim, 6)
+    assert "test_errors.py: no matrix of Muon's had a gradient in the last 3 steps" in message
+
+
+def test_two_steps_in_a_row_that_use_no_matrix_are_not_warned_of():
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    optim = matrices_and_biases(model)
+    for _ in range(3):
+        assert not warnings_of(model[1], optim, 2)
+        assert not warnings_of(model, optim, 1)
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ParameterDict({"w1": torch.zeros(2, 4, 4)})
+        self.norm = nn.LayerNorm(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x)
+
+
+def test_no_warning_of_untrained_matrices_where_there_are_none_or_they_may_be_so():
+    """A pipeline's stage without matrices, frozen ones, experts that idle."""
+    stage = nn.LayerNorm(4)
+    assert not warnings_of(stage, matrices_and_biases(stage), 4)
+    frozen = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    optim = matrices_and_biases(frozen)
+    frozen[0].weight.requires_grad_(False)
+    assert not warnings_of(frozen, optim, 4)
+    idle = Experts()
+    assert not warnings_of(idle, matrices_and_biases(idle, expert_keys=["experts"]), 4)

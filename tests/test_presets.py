@@ -112,6 +112,7 @@ ARGUMENTS = {
         dict(),
         dict(lr=0.02, mu=0.9, nesterov=True, weight_decay=0.3, adjust_lr="rms_norm"),
         dict(adjust_lr=None, epsilon=1e-6),
+        dict(use_polar_express=True, cautious_wd=True, weight_decay=0.3),
     ],
 }
 CASES = [(name, arguments) for name in SOURCES for arguments in ARGUMENTS[name]]
@@ -467,6 +468,83 @@ def test_dion_refuses_what_has_no_counterpart(groups, arguments, message):
         presets.dion(groups, **arguments)
 
 
+@pytest.mark.parametrize("scale", ["spectral_norm", "rms_norm"])
+@pytest.mark.parametrize(
+    "own",
+    [dict(num_heads=4), dict(split_sizes=[8, 4, 4]), dict(cautious_wd=True), dict(num_heads=1)],
+)
+def test_dions_options_of_groups_give_its_numbers(own, scale):
+    shapes = [(16, 24), (16, 8)] if "split_sizes" in own else [(16, 24), (40, 24), (16, 8)]
+    params = parameters(shapes)
+    initial = copies(params)
+    arguments = dict(lr=0.02, weight_decay=2.0, adjust_lr=scale)
+    source = ref.DionReference(params, **arguments, **own)
+    groups = [{"params": [(f"w{i}", p) for i, p in enumerate(params)], **own}]
+    optim = optimizer.Muon(**presets.dion(groups, **arguments), ns_dtype=torch.float32)
+    run(3, (optim, params, source))
+    check(params, initial, source.weights, FLOAT32)
+
+
+@pytest.mark.parametrize(
+    "groups, arguments, message",
+    [
+        ([{"num_heads": 3}], {}, r"param_groups\[0\]: num_heads=3 must divide .* found \(40, 16\)"),
+        ([{}, {"algorithm": "adamw", "cautious_wd": True}], {}, r"param_groups\[1\].*cautious_wd"),
+        ([{"algorithm": "adamw"}], {"cautious_wd": True}, "cautious_wd"),
+        ([{}], {"use_gram_newton_schulz": True}, "use_gram_newton_schulz has no counterpart"),
+        ([{}], {"newton_schulz_func": torch.clone}, "newton_schulz_func has no counterpart"),
+    ],
+)
+def test_dion_refuses_options_it_cannot_honour(groups, arguments, message):
+    groups = [{"params": parameters(), **group} for group in groups]
+    with pytest.raises(ValueError, match=message):
+        presets.dion(groups, **arguments)
+
+
+def test_dions_adamw_without_decay_needs_no_caution():
+    groups = [{"params": parameters(), "algorithm": "adamw", "weight_decay": 0.0}]
+    assert optimizer.Muon(**presets.dion(groups, cautious_wd=True)).param_groups
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_presets_refuse_arguments_their_sources_do_not_have(name):
+    with pytest.raises(ValueError, match="no argument 'muon_beta2'"):
+        SOURCES[name][1](parameters(), muon_beta2=0.9)
+
+
+@pytest.mark.parametrize("use_muon", [True, False])
+@pytest.mark.parametrize("name", ["motif", "torch_muon", "keller_jordan", "dion"])
+def test_presets_refuse_group_keys_their_sources_do_not_have(name, use_muon):
+    group = {"params": parameters(), "use_muon": use_muon}
+    with pytest.raises(ValueError, match=r"param_groups\[1\] has 'muon_beta2'"):
+        getattr(presets, name)([group, {**group, "muon_beta2": 0.9}])
+
+
+@pytest.mark.parametrize("key", ["momentum", "betas"])
+def test_keller_jordan_refuses_a_key_of_the_other_kind_of_group(key):
+    group = {"params": parameters(), "use_muon": key == "betas", key: (0.9, 0.9)}
+    with pytest.raises(ValueError, match=key):
+        presets.keller_jordan([group])
+
+
+def test_keller_jordans_arguments_hold_for_groups_that_give_none():
+    params = parameters()
+    arguments = dict(lr=0.1, momentum=0.9, weight_decay=0.3)
+    initial, source = copies(params), ref.KellerJordanReference(params, **arguments)
+    optim = optimizer.Muon(
+        **presets.keller_jordan([{"params": params}], **arguments), ns_dtype=torch.float32
+    )
+    run(2, (optim, params, source))
+    check(params, initial, source.weights, FLOAT32)
+
+
+def test_groups_of_a_model_with_experts_are_taken_by_presets():
+    groups = optimizer.muon.get_default_muon_param_groups(Moe(), expert_keys=["experts"])
+    for preset in (presets.motif, presets.torch_muon, presets.keller_jordan):
+        optim = optimizer.Muon(**preset(groups))
+        assert optim.param_groups[0]["expert_keys"] == ["experts"]
+
+
 def test_motifs_groups_of_a_model_give_its_numbers():
     model, arguments = Moe(), dict(lr=0.02, momentum=0.9, weight_decay=0.3)
     groups = optimizer.muon.get_default_muon_param_groups(model, expert_keys=["experts"])
@@ -632,6 +710,20 @@ def test_nanochats_schedule_of_learning_rate_momentum_and_decay_takes_effect():
     run(4, (optim, params, source), (optim, vectors, adamw), after=after)
     check(params, before, source.weights, FLOAT32)
     check(vectors, vectors_before, adamw.weights, 1e-5)
+
+
+@pytest.mark.parametrize("key", ["beta2", "adamw_betas", "adamw_eps", "cautious"])
+def test_muon_adamw_refuses_arguments_that_groups_or_nanochat_decide(key):
+    with pytest.raises(ValueError, match=key):
+        optimizer.MuonAdamW(nanochat_groups(parameters(), parameters([(7,)])), **{key: 0.5})
+
+
+@pytest.mark.parametrize("key, meant", [("adamw_betas", "betas"), ("adamw_eps", "eps")])
+def test_muon_adamw_refuses_other_names_of_its_group_keys(key, meant):
+    groups = nanochat_groups(parameters(), parameters([(7,)]))
+    groups[0][key] = groups[0].pop(meant)
+    with pytest.raises(ValueError, match=rf"param_groups\[0\] has '{key}'.*'{meant}'"):
+        optimizer.MuonAdamW(groups)
 
 
 @pytest.mark.parametrize("kind", ["sgd", None, "Muon"])

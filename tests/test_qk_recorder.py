@@ -198,17 +198,63 @@ def test_outputs_gradients_and_state_stay_the_same():
 def test_the_hooks_and_torchs_functions_are_put_back():
     model = Model()
     before = (F.scaled_dot_product_attention, flex_attention, imported_by_name)
-    with Recorder(model) as recorder, Recorder(model) as other:
+    with Recorder(model, NAMES[:1]) as recorder, Recorder(model, NAMES[1:]) as other:
         model(tokens())
         assert (F.scaled_dot_product_attention, flex_attention, imported_by_name) == before
-        assert recorder.forwards == other.forwards == dict.fromkeys(NAMES, 1)
-        assert_recorded(recorder.take(), model.expected())
-        assert_recorded(other.take(), model.expected())
+        assert {**recorder.forwards, **other.forwards} == dict.fromkeys(NAMES, 1)
+        assert_recorded({**recorder.take(), **other.take()}, model.expected())
     model(tokens())
     recorder.observe(NAMES[0], *model.attentions[0].calls[0])
-    assert recorder.forwards == dict.fromkeys(NAMES, 0)
-    for module in model.modules():
-        assert not module._forward_hooks and not module._forward_pre_hooks
+    assert recorder.forwards == {NAMES[0]: 0}
+    assert hooks_of(model) == 0
+
+
+def hooks_of(model: nn.Module) -> int:
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+
+def test_a_recorder_goes_with_its_optimizer_and_takes_its_hooks_along():
+    model = Model()
+    groups = optimizer.muon.get_default_muon_param_groups(model)
+    for _ in range(3):
+        optim = optimizer.Muon(groups, clip_config={"head_dim": HEAD_DIM})
+        optim.qk_recorder = Recorder(model)
+        recorder = weakref.ref(optim.qk_recorder)
+        model(tokens())
+        assert optim.qk_recorder.forwards == dict.fromkeys(NAMES, 1)
+        del optim
+        gc.collect()
+        assert recorder() is None
+        assert hooks_of(model) == 0
+
+
+def test_a_second_recorder_of_a_module_replaces_the_first():
+    model = Model()
+    first = Recorder(model)
+    once = hooks_of(model)
+    model(tokens())
+    second = Recorder(model, ["attention"])
+    assert hooks_of(model) == once
+    model(tokens(1) / 10)
+    assert first.forwards == second.forwards == dict.fromkeys(NAMES, 1)
+    taken = [first.take(), second.take()]
+    for maxima, call in zip(taken, (0, 1)):
+        expected = {n: reference(a.calls[call : call + 1]) for n, a in zip(NAMES, model.attentions)}
+        assert_recorded(maxima, expected)
+    assert first.take() == dict.fromkeys(NAMES)
+
+
+def test_an_optimizer_whose_recorder_was_replaced_warns_that_it_clips_nothing():
+    model = Model()
+    groups = optimizer.muon.get_default_muon_param_groups(model)
+    optim = optimizer.Muon(groups, clip_config={"head_dim": HEAD_DIM}, lr=0.0)
+    optim.qk_recorder = Recorder(model)
+    recorder = Recorder(model)
+    with pytest.warns(UserWarning, match=r"nothing is clipped: .* replaced by another"):
+        for _ in range(2):
+            model(tokens()).sum().backward()
+            optim.step()
+    assert_recorded(recorder.take(), model.expected())
 
 
 def test_no_activation_is_kept():
@@ -501,6 +547,126 @@ def test_exceptions_in_a_forward_leave_nothing_behind():
         model(tokens())
         assert recorder.forwards == dict.fromkeys(NAMES, 1)
         assert_recorded(recorder.take(), model.expected())
+
+
+class Aborted(Exception):
+    pass
+
+
+def raising(*inputs: Any) -> Any:
+    raise Aborted
+
+
+def aborted(model: Model, x: Tensor, at: nn.Module) -> None:
+    """A forward, and its backward, which raises before the module runs."""
+    hook = at.register_forward_pre_hook(raising)
+    with pytest.raises(Aborted):
+        model(x).sum().backward()
+    hook.remove()
+
+
+@pytest.mark.parametrize("around", [Model().around, *CHECKPOINTS.values()])
+def test_of_a_forward_that_raised_nothing_is_recorded(around):
+    """Beside it micro-batches, before and behind it, that ended."""
+    for first in (False, True):
+        model = Model(around)
+        recorder = Recorder(model)
+        if first:
+            model(tokens(1).requires_grad_()).square().sum().backward()
+        kept = [list(attention.calls) for attention in model.attentions]
+        aborted(model, 100 * tokens().requires_grad_(), at=model.layers[1].feed_forward)
+        assert recorder.forwards == dict.fromkeys(NAMES, int(first))
+        for attention, calls in zip(model.attentions, kept):
+            attention.calls = calls
+        model(tokens(2).requires_grad_()).square().sum().backward()
+        assert recorder.forwards == dict.fromkeys(NAMES, 1 + first)
+        assert_recorded(recorder.take(), model.expected())
+
+
+def test_of_an_interrupted_forward_nothing_is_recorded():
+    def interrupted(*qkv: Tensor) -> Tensor:
+        raise KeyboardInterrupt
+
+    for behind in (True, False):  # whether another forward comes behind
+        model = Model()
+        recorder = Recorder(model)
+        model(tokens(1))
+        kept = [list(attention.calls) for attention in model.attentions]
+        model.attentions[1].attend = interrupted
+        with pytest.raises(KeyboardInterrupt):
+            model(100 * tokens())
+        model.attentions[1].attend = causal
+        for attention, calls in zip(model.attentions, kept):
+            attention.calls = calls
+        if behind:
+            model(tokens(2))
+        assert_recorded(recorder.take(), model.expected())
+
+
+def test_a_hooked_module_that_raised_within_a_forward_that_ended_is_not_recorded():
+    model = Model(lambda layer, x: tried(layer, x))
+    recorder = Recorder(model, ["layers", "attention"])
+
+    def tried(layer: nn.Module, x: Tensor) -> Tensor:
+        try:
+            return layer(x)
+        except Aborted:
+            return x
+
+    model.layers[0].feed_forward.register_forward_pre_hook(raising)
+    model.layers[1].feed_forward.forward = lambda x: causal(*[x[:, None]] * 3)[:, 0]
+    model(tokens())
+    assert recorder.forwards == {"layers.0": 0, "layers.1": 1, NAMES[0]: 0, NAMES[1]: 1}
+    taken = recorder.take()
+    assert (taken[NAMES[0]] == -math.inf).all()
+    expected = reference(model.attentions[1].calls)
+    torch.testing.assert_close(taken[NAMES[1]].double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_compiled_modules_of_a_forward_that_raised_leave_nothing():
+    torch.compiler.reset()
+    model = Model()
+    recorder = Recorder(model)
+    for name, attention in zip(NAMES, model.attentions):
+        attention.keeps, attention.attend = False, observing(recorder, name)
+        attention.compile(backend="eager", fullgraph=True)
+    twin = Model()
+    for x in (tokens(), tokens(1)):
+        aborted(model, 100 * x, at=model.layers[1].feed_forward)
+        model(x)
+        twin(x)
+        assert_recorded(recorder.take(), twin.expected())
+        for attention in twin.attentions:
+            attention.calls.clear()
+
+
+def test_discard_drops_all_since_the_last_step():
+    model = Model()
+    recorder = Recorder(model)
+    recorder.discard()
+    model(100 * tokens())
+    model.attentions[1].attend = lambda q, k, v: q  # which take() would complain of
+    model(100 * tokens())
+    recorder.discard()
+    assert recorder.forwards == dict.fromkeys(NAMES, 0)
+    model.attentions[1].attend = causal
+    for attention in model.attentions:
+        attention.calls.clear()
+    model(tokens())
+    assert_recorded(recorder.take(), model.expected())
+
+
+def test_an_aborted_batch_clips_nothing():
+    model = Model()
+    groups = optimizer.muon.get_default_muon_param_groups(model)
+    config = {"head_dim": HEAD_DIM, "threshold": 1e3}
+    optim = optimizer.Muon(groups, clip_config=config)
+    optim.qk_recorder = Recorder(model)
+    for _ in range(2):
+        aborted(model, 1e3 * tokens(), at=model.layers[1].feed_forward)
+        model(tokens()).square().sum().backward()
+        optim.step()
+    assert optim.qk_clip_stats()["total_clipped"] == 0
 
 
 def observed(recorder: Any, name: str) -> Callable[..., Tensor]:
@@ -818,13 +984,13 @@ def record_on_meshes() -> None:
         "FSDP2 of projections over TP": lambda model: shard(parallel(model, tp), by_layer=True),
         "checkpointed FSDP2 over TP": lambda model: shard(parallel(model, tp)),
     }.items():
-        model = Model(CHECKPOINTS["reentrant"] if "checkpointed" in case else call)
-        before = Recorder(model)
-        model = wrap(model)
-        behind = Recorder(model)
-        model(x.clone().requires_grad_()).sum().backward()
-        assert before.forwards == behind.forwards == dict.fromkeys(NAMES, 1), case
-        for recorder in (before, behind):
+        for before in (True, False):
+            model = Model(CHECKPOINTS["reentrant"] if "checkpointed" in case else call)
+            recorder = Recorder(model) if before else None
+            model = wrap(model)
+            recorder = recorder or Recorder(model)
+            model(x.clone().requires_grad_()).sum().backward()
+            assert recorder.forwards == dict.fromkeys(NAMES, 1), case
             for _ in range(2):
                 check_local_heads(recorder.take(), model, tp, case)
                 model(x.clone().requires_grad_()).sum().backward()

@@ -120,7 +120,8 @@ class Muon(Stateful):
             takes those of the device type in `distributed.machine.MACHINES`. For all groups.
         process_group: ranks that all hold the same plain parameters. They divide Muon's work and
             its momentum, which becomes a DTensor, ``Shard(0)``. Also a mesh of one dimension.
-            Not pickled: set `process_group` again. For all groups.
+            Not pickled: set `process_group` again. ``torch.distributed.group.WORLD`` is None before
+            ``init_process_group``, which is refused under torchrun. For all groups.
         grad_reduce: None where gradients are averaged already, as under DDP; ``"mean"`` averages
             them over ``process_group`` within the step, and divides AdamW's state too (ZeRO-2).
 
@@ -138,7 +139,9 @@ class Muon(Stateful):
     _agreed: Survey  # of the groups when ranks last were at one
     _compared: bool  # what replicas hold
     _warned: bool  # of a step without gradients
+    _untrained: int  # steps, the last ones, in which AdamW alone had gradients
 
+    @dtensors.refuses_groups_before_init("process_group")
     def __init__(
         self,
         params: Iterable[dict[str, Any]],
@@ -284,8 +287,9 @@ class Muon(Stateful):
         return None if replicas is None else replicas.group
 
     @process_group.setter
-    def process_group(self, group: Any) -> None:
-        replicas = None if group is None else Replicas(group)
+    @dtensors.refuses_groups_before_init("process_group")
+    def process_group(self, process_group: Any) -> None:
+        replicas = None if process_group is None else Replicas(process_group)
         self._wide = dataclasses.replace(self._wide, process_group=replicas)
         self._forget_plans()
 
@@ -426,6 +430,7 @@ class Muon(Stateful):
         if skip:
             return None
         self._warned = self._warned or validation.warn_of_no_gradients(groups)
+        self._untrained = validation.warn_of_untrained_matrices(groups, self._untrained)
         return groups, plan, clipping
 
     def _sets(self) -> set[agreement.Ranks]:
@@ -560,6 +565,7 @@ class Muon(Stateful):
         self._agreement = agreement.Agreement()
         self._compared = False
         self._warned = False
+        self._untrained = 0
 
 
 def _is_zero(lr: Any) -> bool:

@@ -3,18 +3,23 @@
 A preset returns the keyword arguments of `Muon`, groups included: its user changes one line::
 
     optimizer = Muon(**presets.torch_muon(matrices, lr=0.02))
+
+Arguments and group keys that the source does not have raise a ValueError, and so do those that
+have no counterpart. Further options of `Muon` go to `Muon`, beside those of the preset.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Optional
+import inspect
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, Callable, Optional
 
 from torch import Tensor
 
 from . import validation
 from .distributed import utils as dtensors
 from .muon import Muon
+from .options import GROUP_OPTIONS
 
 Params = Iterable[Any]  # tensors, (name, tensor) pairs, or group dicts
 
@@ -25,8 +30,14 @@ def motif(params: Params, lr: Any = 1e-3, **arguments: Any) -> dict[str, Any]:
     Args:
         params: Motif's groups, with ``use_muon`` and ``names``.
         lr, arguments: of Motif's constructor, which are those of `Muon` here.
+
+    Raises:
+        ValueError: an argument or a group key that `Muon` does not have.
     """
-    return {"params": list(params), "lr": lr, "ns_coefficients": "you", **arguments}
+    _check_arguments(arguments, "Motif's Muon", inspect.signature(Muon).parameters)
+    groups = list(params)
+    _check_keys(groups, "Motif's Muon", lambda group: GROUP_OPTIONS)
+    return {"params": groups, "lr": lr, "ns_coefficients": "you", **arguments}
 
 
 def torch_muon(params: Params, lr: Any = 1e-3, **arguments: Any) -> dict[str, Any]:
@@ -43,15 +54,16 @@ def torch_muon(params: Params, lr: Any = 1e-3, **arguments: Any) -> dict[str, An
             ``adjust_lr_fn`` (None: the original scale).
 
     Raises:
-        TypeError: an argument torch.optim.Muon does not have.
-        ValueError: unknown ``adjust_lr_fn``.
+        ValueError: an argument, or a key of a Muon group, that torch.optim.Muon does not have;
+            unknown ``adjust_lr_fn``.
     """
-    unknown = arguments.keys() - _TORCH_DEFAULTS.keys()
-    if unknown:
-        raise TypeError(f"torch.optim.Muon has no argument {', '.join(sorted(unknown))}")
+    _check_arguments(arguments, "torch.optim.Muon", _TORCH_DEFAULTS)
     given = {**_TORCH_DEFAULTS, **arguments}
+    params = _muon_groups(params)
+    known = {"lr", *_TORCH_DEFAULTS}
+    _check_keys(params, "torch.optim.Muon", lambda g: known if g["use_muon"] else GROUP_OPTIONS)
     groups = []
-    for group in _muon_groups(params):
+    for group in params:
         own = {key: group.pop(key) for key in _TORCH_DEFAULTS if key in group}
         groups.append({**group, **_from_torch({**given, **own})} if own else group)
     options = {"momentum_style": "ema", "none_grad": False}
@@ -85,12 +97,14 @@ def _from_torch(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return own
 
 
+@dtensors.refuses_groups_before_init("process_group")
 def keller_jordan(
     params: Params,
     lr: Any = 0.02,
     weight_decay: float = 0.0,
     momentum: float = 0.95,
     process_group: Any = None,
+    **unknown: Any,
 ) -> dict[str, Any]:
     """Keller Jordan's ``Muon``, ``SingleDeviceMuon``, ``MuonWithAuxAdam`` and their like.
 
@@ -105,18 +119,20 @@ def keller_jordan(
             gradients; the source takes the default group, ``torch.distributed.group.WORLD``.
 
     Raises:
-        ValueError: a convolution whose kernel is higher than wide, whose scale has no name here.
+        ValueError: an argument or a group key that the source does not have; a convolution whose
+            kernel is higher than wide, whose scale has no name here.
     """
+    _check_arguments(unknown, "Keller Jordan's Muon")
+    params = _muon_groups(params)
+    muon, adam = {"lr", "weight_decay", "momentum"}, {"lr", "weight_decay", "betas", "eps"}
+    _check_keys(params, "Keller Jordan's Muon", lambda group: muon if group["use_muon"] else adam)
     groups: list[dict[str, Any]] = []
-    params = _as_list(params)
-    for number, group in enumerate(_muon_groups(params)):
+    for number, group in enumerate(params):
         if not group["use_muon"]:
             group["adamw_betas"] = group.pop("betas", (0.9, 0.95))
             group["adamw_eps"] = group.pop("eps", 1e-10)
             groups.append({"lr": 3e-4, "weight_decay": 0.0, **group})
             continue
-        if _is_groups(params):
-            group = {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.0, **group}
         group = validation.normalize_group(group, f"param_groups[{number}]")
         is_convolution = [p.ndim == 4 for p in group["params"]]
         if any(p.ndim == 4 and p.shape[-2] > p.shape[-1] for p in group["params"]):
@@ -135,7 +151,7 @@ def keller_jordan(
         "missing_grad": "zero",
         "flatten": True,
         "none_grad": False,
-        "process_group": process_group,
+        **_where_given(process_group),
     }
 
 
@@ -149,12 +165,17 @@ def moonlight(
     adamw_params: Optional[Params] = None,
     adamw_betas: tuple[float, float] = (0.9, 0.95),
     adamw_eps: float = 1e-8,
+    **unknown: Any,
 ) -> dict[str, Any]:
     """Moonlight's ``Muon``, which LlamaFactory ships: classical momentum, quintic, 0.2·sqrt(max).
 
     Its AdamW adds eps to the root of the uncorrected second moment; this one is torch's, which
     corrects first. The two differ by what eps weighs in the first steps.
+
+    Raises:
+        ValueError: an argument that the source does not have.
     """
+    _check_arguments(unknown, "Moonlight's Muon")
     return {
         "params": [
             {"params": list(muon_params or ()), "use_muon": True},
@@ -172,6 +193,7 @@ def moonlight(
     }
 
 
+@dtensors.refuses_groups_before_init("distributed_mesh")
 def dion(
     params: Params,
     distributed_mesh: Any = None,
@@ -184,40 +206,74 @@ def dion(
     adjust_lr: Optional[str] = "spectral_norm",
     flatten: bool = False,
     use_triton: bool = False,
+    cautious_wd: bool = False,
+    use_polar_express: bool = False,
+    use_gram_newton_schulz: bool = False,
+    newton_schulz_func: Optional[Callable[..., Tensor]] = None,
+    **unknown: Any,
 ) -> dict[str, Any]:
     """microsoft/dion's ``Muon``: classical momentum, the coefficients of `you`, spectral scale.
 
+    Matrices with ``num_heads`` get a group for each number of rows of a head.
+
     Args:
         params: tensors, or groups with an ``algorithm``, ``"muon"`` (the default) or ``"adamw"``,
-            and any of the arguments below (of AdamW's two betas, ``beta1`` and ``beta2``).
+            and any of the arguments below (of AdamW's two betas, ``beta1`` and ``beta2``), and
+            ``num_heads`` or ``split_sizes``.
         distributed_mesh: a process group of replicas divides the work among them, as in the
             source; a mesh is left alone, since DTensors say how they are sharded.
         adjust_lr: ``"spectral_norm"``, ``"rms_norm"`` or None.
         flatten: tensors of more than two dimensions as (dim 0, rest). Without it the source takes
             them for stacked matrices: name those by ``expert_keys`` here.
         use_triton: left alone; kernels are used where they run.
+        cautious_wd: decay only where update and weight agree; of matrices alone, so that groups of
+            AdamW need ``cautious_wd=False`` or no decay.
+        use_polar_express: Polar Express instead of `you`, the default of the source's later
+            versions.
 
     Raises:
-        ValueError: an ``algorithm`` this package does not have (``"lion"``), an unknown scale.
+        ValueError: an argument or a group key that the source does not have, or that has no
+            counterpart: ``newton_schulz_func``, ``use_gram_newton_schulz``, an ``algorithm`` that
+            this package does not have (``"lion"``); an unknown scale; ``num_heads`` that do not
+            divide the rows.
     """
-    given = {"mu": mu, "epsilon": epsilon, "adjust_lr": adjust_lr}
-    given |= {"beta1": betas[0], "beta2": betas[1]}
+    functions = {"newton_schulz_func": newton_schulz_func}
+    for key, value in {**functions, "use_gram_newton_schulz": use_gram_newton_schulz}.items():
+        if value:
+            raise ValueError(f"dion's {key} has no counterpart: leave it out")
+    _check_arguments(unknown, "dion's Muon")
+    given = {"mu": mu, "epsilon": epsilon, "adjust_lr": adjust_lr, "cautious_wd": cautious_wd}
+    given |= {"beta1": betas[0], "beta2": betas[1], "num_heads": None, "split_sizes": None}
+    params = _muon_groups(params)
+    passed = {"algorithm", "lr", "weight_decay", "nesterov", "flatten"}
+    _check_keys(params, "dion's Muon", lambda group: passed | given.keys())
     groups = []
-    for group in _muon_groups(params):
+    for number, group in enumerate(params):
+        where = f"param_groups[{number}]"
         algorithm = group.pop("algorithm", "muon")
         if algorithm not in ("muon", "adamw"):
             raise ValueError(f"algorithm must be 'muon' or 'adamw', found {algorithm!r}")
-        own = {key: group.pop(key) for key in given if key in group}
-        groups.append({**group, "use_muon": algorithm == "muon", **_from_dion({**given, **own})})
+        own = {**given, **{key: group.pop(key) for key in given if key in group}}
+        group.update(_from_dion(own), use_muon=algorithm == "muon")
+        if algorithm == "adamw":
+            if own["cautious_wd"] and group.get("weight_decay", weight_decay):
+                raise ValueError(
+                    f"{where}: AdamW has no cautious decay here: give it cautious_wd=False"
+                )
+            groups.append(group)
+        elif own["num_heads"] is None:
+            groups.append({**group, "split": own["split_sizes"]})
+        else:
+            groups += _by_heads(group, own["num_heads"], where)
     return {
         "params": groups,
         "lr": lr,
         "weight_decay": weight_decay,
         "nesterov": nesterov,
         "flatten": flatten,
-        "ns_coefficients": "you",
+        "ns_coefficients": "polar_express" if use_polar_express else "you",
         "none_grad": False,
-        "process_group": None if hasattr(distributed_mesh, "mesh") else distributed_mesh,
+        **_where_given(None if hasattr(distributed_mesh, "mesh") else distributed_mesh),
     }
 
 
@@ -233,10 +289,27 @@ def _from_dion(given: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "momentum": given["mu"],
         "adjust_lr": _DION_SCALES[given["adjust_lr"]],
+        "cautious": given["cautious_wd"],
         "ns_eps": given["epsilon"],
         "adamw_betas": (given["beta1"], given["beta2"]),
         "adamw_eps": given["epsilon"],
     }
+
+
+def _by_heads(group: dict[str, Any], heads: int, where: str) -> list[dict[str, Any]]:
+    """The group in parts, by the rows of a head."""
+    group = validation.normalize_group(group, where)
+    for param in group["params"]:
+        if param.ndim != 2 or param.shape[0] % heads:
+            raise ValueError(
+                f"{where}: num_heads={heads} must divide the rows of every matrix, found "
+                f"{tuple(param.shape)}"
+            )
+    rows = [param.shape[0] // heads for param in group["params"]]
+    return [
+        {**_subset(group, [of_param == size for of_param in rows]), "split": size}
+        for size in dict.fromkeys(rows)
+    ]
 
 
 class MuonAdamW(Muon):
@@ -256,16 +329,20 @@ class MuonAdamW(Muon):
     """
 
     def __init__(self, param_groups: list[dict[str, Any]], **options: Any):
-        super().__init__(
-            param_groups,
-            ns_coefficients="polar_express",
-            momentum_style="ema",
-            adjust_lr="original",
-            decay_lr="adjusted",
-            cautious=True,
-            none_grad=False,
-            **options,
-        )
+        nanochats: dict[str, Any] = {
+            "ns_coefficients": "polar_express",
+            "momentum_style": "ema",
+            "adjust_lr": "original",
+            "decay_lr": "adjusted",
+            "cautious": True,
+            "none_grad": False,
+        }
+        for key in ("beta2", *_OF_ADAMW, *nanochats):
+            if key in options:
+                raise ValueError(
+                    f"{key} is nanochat's, or a group's: {type(self).__name__} takes none"
+                )
+        super().__init__(param_groups, **nanochats, **options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         group = dict(param_group)
@@ -274,6 +351,12 @@ class MuonAdamW(Muon):
                 f"param_groups[{len(self.param_groups)}]: kind must be 'muon' or 'adamw', "
                 f"found {group.get('kind')!r}"
             )
+        for key, meant in _OF_ADAMW.items():
+            if key in group:
+                raise ValueError(
+                    f"param_groups[{len(self.param_groups)}] has {key!r}, which nanochat calls "
+                    f"{meant!r}"
+                )
         group["use_muon"] = group["kind"] == "muon"
         super().add_param_group(group)
 
@@ -285,6 +368,9 @@ class MuonAdamW(Muon):
         if group["use_muon"] is True:  # nothing is validated yet
             return {**group, "beta2": 0.0 if group["beta2"] is None else group["beta2"]}
         return {**group, "adamw_betas": group.get("betas"), "adamw_eps": group.get("eps")}
+
+
+_OF_ADAMW = {"adamw_betas": "betas", "adamw_eps": "eps"}
 
 
 class DistMuonAdamW(MuonAdamW):
@@ -310,20 +396,41 @@ class DistMuonAdamW(MuonAdamW):
         super().__init__(param_groups, process_group=process_group, grad_reduce="mean", **options)
 
 
-def _as_list(params: Params) -> list[Any]:
-    return [params] if isinstance(params, Tensor) else list(params)
-
-
-def _is_groups(params: list[Any]) -> bool:
-    return len(params) > 0 and isinstance(params[0], dict)
-
-
 def _muon_groups(params: Params) -> list[dict[str, Any]]:
     """Copies of groups (Muon's unless they say otherwise), anything else as one Muon group."""
-    params = _as_list(params)
-    if _is_groups(params):
+    params = [params] if isinstance(params, Tensor) else list(params)
+    if params and isinstance(params[0], dict):
         return [{"use_muon": True, **group} for group in params]
     return [{"params": params, "use_muon": True}]
+
+
+def _where_given(process_group: Any) -> dict[str, Any]:
+    """None is left out, which `Muon` may refuse."""
+    return {} if process_group is None else {"process_group": process_group}
+
+
+def _check_arguments(given: Mapping[str, Any], source: str, known: Collection[str] = ()) -> None:
+    for key in given:
+        if key not in known:
+            raise ValueError(f"{source} has no argument {key!r}; options of Muon go to Muon(...)")
+
+
+# Keys that say what a group holds.
+_CONTENTS = ("params", "names", "param_names", "use_muon", "expert_keys")
+
+
+def _check_keys(
+    groups: Iterable[Mapping[str, Any]],
+    source: str,
+    known: Callable[[Mapping[str, Any]], Collection[str]],
+) -> None:
+    """Raises where a group has keys that are neither the source's nor tell what the group holds."""
+    for number, group in enumerate(groups):
+        for key in group.keys() - {*_CONTENTS, *known(group)}:
+            raise ValueError(
+                f"param_groups[{number}] has {key!r}, which {source} has not; set further options "
+                "and keys of your own on the groups that the preset returns"
+            )
 
 
 def _subset(group: Mapping[str, Any], chosen: Sequence[bool]) -> dict[str, Any]:

@@ -307,7 +307,10 @@ def warn_of_unmatched_split(split: Any, names: Iterable[str]) -> None:
     names = list(names)
     for pattern in split if isinstance(split, Mapping) else ():
         if not any(matches(name, pattern) for name in names):
-            warnings.warn(f"split: the pattern {pattern!r} matches no matrix", stacklevel=4)
+            warnings.warn(
+                f"split: the pattern {pattern!r} matches no matrix",
+                stacklevel=frames_to_the_caller(),
+            )
 
 
 def warn_of_unread_experts(groups: Iterable[Group]) -> None:
@@ -320,7 +323,7 @@ def warn_of_unread_experts(groups: Iterable[Group]) -> None:
             warnings.warn(
                 f"expert_keys={keys} names {stacks[0]}, which is in a group with use_muon=False: "
                 "get_default_muon_param_groups takes expert_keys, too, and decides by them",
-                stacklevel=4,
+                stacklevel=frames_to_the_caller(),
             )
 
 
@@ -335,6 +338,41 @@ def warn_of_no_gradients(groups: Sequence[Group]) -> bool:
         stacklevel=frames_to_the_caller(),
     )
     return True
+
+
+UNTRAINED_STEPS = 3  # one or two may be of a batch that uses no matrix
+
+
+def warn_of_untrained_matrices(groups: Sequence[Group], steps: int) -> int:
+    """Counts consecutive steps in which AdamW's parameters had gradients and no matrix had any, and
+    warns of the last of `UNTRAINED_STEPS`; no more once it has.
+
+    Experts do not count, since they may idle on a rank, nor does a rank without matrices.
+
+    Args:
+        steps: what the last step returned, 0 at first.
+    """
+    if steps == UNTRAINED_STEPS:
+        return steps
+    matrices, others = [], []
+    for group in groups:
+        for param, name in zip(group["params"], group["names"] or [""] * len(group["params"])):
+            if param.requires_grad and not group["use_muon"]:
+                others.append(param)
+            elif param.requires_grad and not has_component(name, group["expert_keys"]):
+                if param.grad is not None:
+                    return 0
+                matrices.append(param)
+    if not matrices or all(param.grad is None for param in others):
+        return 0
+    if steps + 1 == UNTRAINED_STEPS:
+        warnings.warn(
+            f"no matrix of Muon's had a gradient in the last {UNTRAINED_STEPS} steps, while "
+            "parameters of AdamW's had: were weights replaced after the groups were made? Make "
+            "groups from the parameters that the model has now",
+            stacklevel=frames_to_the_caller(),
+        )
+    return steps + 1
 
 
 def frames_to_the_caller() -> int:
@@ -354,5 +392,5 @@ def warn_of_overshoot(group: Group, where: str) -> None:
         warnings.warn(
             f"{where}: the first {steps} steps of {family!r} leave singular values up to "
             f"{largest:.2f}; use all {len(newton_schulz.FAMILIES[family].triples)} or 'quintic'",
-            stacklevel=4,
+            stacklevel=frames_to_the_caller(),
         )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import math
+import os
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Optional
+from typing import Any, Optional, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -40,6 +42,37 @@ def world() -> Any:
             "or use MuonAdamW on one process"
         )
     return dist.group.WORLD
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def refuses_groups_before_init(argument: str) -> Callable[[_Function], _Function]:
+    """Decorates a function whose ``argument`` is a process group, or None for none.
+
+    ``torch.distributed.group.WORLD`` is None before ``init_process_group``, and would pass for
+    none. So a None that is written out is refused where a launcher (``WORLD_SIZE``) has several
+    ranks that are still to be initialized. One process, and whoever leaves the argument out, has no
+    group.
+    """
+
+    def decorate(function: _Function) -> _Function:
+        @functools.wraps(function)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            ranks = os.environ.get("WORLD_SIZE", "1")
+            if ranks != "1" and not (dist.is_available() and dist.is_initialized()):
+                given = inspect.signature(function).bind_partial(*args, **kwargs).arguments
+                if argument in given and given[argument] is None:
+                    raise ValueError(
+                        f"{argument} is None, as torch.distributed.group.WORLD is before "
+                        f"init_process_group(), but there are to be {ranks} ranks (WORLD_SIZE): "
+                        f"call init_process_group() first, or leave {argument} out"
+                    )
+            return function(*args, **kwargs)
+
+        return cast(_Function, checked)
+
+    return decorate
 
 
 def is_dtensor(tensor: Optional[Tensor]) -> bool:

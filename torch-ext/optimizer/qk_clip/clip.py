@@ -195,7 +195,7 @@ class QKClip:
         elif isinstance(logits, Mapping) and {id(of) for of in logits.values()} == {id(None)}:
             problem = (
                 "qk_logits has no logits of any layer, so nothing is clipped: does qk_recorder "
-                "hook the model that is trained?"
+                "hook the model that is trained, or was it removed, or replaced by another?"
             )
         else:
             return

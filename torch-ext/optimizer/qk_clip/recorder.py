@@ -52,11 +52,16 @@ class QKLogitRecorder:
     compiled modules. Under context parallelism a call sees some of the keys only, and so does the
     recorder.
 
-    What counts is a forward with gradients enabled. Under activation checkpointing a forward counts
-    once: as it first runs or, where that is without gradients (``use_reentrant=True``), as it runs
-    again. Meta and fake tensors are not recorded, nor is what torch.jit traces. The model's outputs
-    and gradients stay the same to the bit, no activation is kept, and the host waits for nothing.
-    Hooks of a copied or unpickled model do nothing.
+    What counts is a forward with gradients enabled that ends: where the model's forward raises, or
+    that of a hooked module, all that it recorded is dropped. Python does not see a compiled model's
+    forward raise: call `discard` there. Under activation checkpointing a forward counts once: as it
+    first runs or, where that is without gradients (``use_reentrant=True``), as it runs again. Meta
+    and fake tensors are not recorded, nor is what torch.jit traces. The model's outputs and
+    gradients stay the same to the bit, no activation is kept, and the host waits for nothing. Hooks
+    of a copied or unpickled model do nothing.
+
+    The hooks do not keep the recorder alive, and go when it goes. A later recorder that hooks one
+    of its modules replaces it.
 
     Args:
         model: before or after it is wrapped or sharded (FSDP2, DDP, tensor parallelism), and before
@@ -74,10 +79,16 @@ class QKLogitRecorder:
         if not isinstance(model, nn.Module):
             raise ValueError(f"takes a model (nn.Module), found a {type(model).__name__}")
         patterns = [modules] if isinstance(modules, str) else modules
-        self._start(model, [_Record(*chosen) for chosen in _choose(model, patterns).items()])
+        records = [_Record(*chosen) for chosen in _choose(model, patterns).items()]
+        for record in records:
+            _remove_recorders(record.module)
+            record.within = [r for r in records if r is record or _is_within(r.name, record.name)]
+        self._start(model, records)
         torch.compiler.assume_constant_result(_note_compiled)
         torch.compiler.assume_constant_result(_note_observed)
-        for record in self._records.values():
+        if model not in self._of_module:
+            self._hook(_Record("", model, within=records, attends=False))
+        for record in records:
             self._hook(record)
         self._is_on = True
 
@@ -88,6 +99,7 @@ class QKLogitRecorder:
         self._running = _Running()
         self._window = Window([m for r in records for m in r.module.modules()], self._see)
         self._handles: list[Any] = []
+        self._unhook = weakref.finalize(self, _remove_all, self._handles)
         self._is_on = False
 
     def __deepcopy__(self, memo: Any) -> QKLogitRecorder:
@@ -99,7 +111,7 @@ class QKLogitRecorder:
     def __reduce__(self) -> tuple:
         # Without this package: its name differs from build to build, and it may not be there.
         inert = "".format  # takes anything
-        methods = dict.fromkeys(("observe", "observe_scores", "remove"), inert)
+        methods = dict.fromkeys(("discard", "observe", "observe_scores", "remove"), inert)
         return SimpleNamespace, (), {"names": [], "forwards": {}, "take": dict, **methods}
 
     @property
@@ -151,7 +163,8 @@ class QKLogitRecorder:
         Returns:
             For each hooked module by name the largest logit of each of its query heads on this
             rank, fp32, (heads,), −inf for heads that saw nothing; a DTensor, Shard(0), where tensor
-            parallelism shards heads. None of a module that has never been recorded.
+            parallelism shards heads. None of a module that has never been recorded, and of all
+            modules once the recorder is removed and what it had was taken.
 
         Raises:
             ValueError: attention of a module was not seen, or not understood, or recording it
@@ -165,16 +178,22 @@ class QKLogitRecorder:
                 taken[name] = record.take(self._model)
             except ValueError as error:
                 problems.append(str(error))
+            if not self._is_on:
+                record.maxima = None
         if problems:
             more = f"; and of {len(problems) - 3} more" if len(problems) > 3 else ""
             raise ValueError("; ".join(problems[:3]) + more)
         return taken
 
+    def discard(self) -> None:
+        """Drops what was recorded since the last `take`, for a batch that no step will use."""
+        self._leave_all()
+        for record in self._records.values():
+            record.clear()
+
     def remove(self) -> None:
         """Takes all hooks off."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._unhook()
         self._leave_all()
         self._window.close_all()
         self._is_on = False
@@ -191,17 +210,21 @@ class QKLogitRecorder:
         hooks.append(module.register_forward_pre_hook(before))
         # First of all: attention in other hooks is not the module's.
         hooks.append(module.register_forward_hook(behind, prepend=True, always_call=True))
-        query = record.query
+        query = record.query if record.attends else None
         if isinstance(query, nn.Module):
             hooks.append(query.register_forward_pre_hook(_Hook(self._before_query, record)))
 
     def _before(self, record: _Record, *_: Any) -> None:
-        frame = _Frame(record, counts=_counts())
+        frame, earlier = _Frame(record, counts=_counts()), self._running.find(record)
+        if frame.counts and earlier is not None and earlier.counts:  # an interrupt has left it
+            self._leave(earlier, ended=False)
         self._running.frames.append(frame)
         if frame.counts:
-            if isinstance(record.query, Tensor):
-                record.note_rows(record.query)
-            self._window.open()
+            frame.kept = _keep(record.within)
+            if record.attends:
+                if isinstance(record.query, Tensor):
+                    record.note_rows(record.query)
+                self._window.open()
 
     def _before_query(self, record: _Record, projection: nn.Module, *_: Any) -> None:
         # Here, since its weight is whole, but for tensor parallelism, in its own forward only.
@@ -210,31 +233,37 @@ class QKLogitRecorder:
             record.note_rows(getattr(projection, "weight", None))
 
     def _behind(self, record: _Record, module: nn.Module, args: Any, output: Any) -> None:
-        if self._running.find(record) is None:  # another hook raised before ours was called
+        frame = self._running.find(record)
+        if frame is None:  # another hook raised before ours was called
             return
-        frames = self._running.frames
-        while frames:
-            frame = frames.pop()
-            self._leave(frame)
-            if frame.record is record:
-                break
-        if frame.counts and output is not None:  # there is none behind an exception
+        ended = output is not None or sys.exc_info()[0] is None
+        self._leave(frame, ended)
+        if frame.counts and ended:
             record.forwards += 1
             record.is_blind |= not frame.saw
 
-    def _leave(self, frame: _Frame) -> None:
-        if frame.counts:
-            self._window.close()
+    def _leave(self, last: _Frame, ended: bool) -> None:
+        """Forgets the innermost forwards of this thread up to the last, and, unless that has ended,
+        what they recorded; those within it never ended."""
+        frame = None
+        while frame is not last:
+            frame = self._running.frames.pop()
+            if frame.counts and frame.record.attends:
+                self._window.close()
+            if frame is not last or not ended:
+                with _disable_current_modes():
+                    for kept in frame.kept:
+                        kept.restore()
 
     def _leave_all(self) -> None:
         """Of this thread, which are there where forwards were interrupted."""
-        while self._running.frames:
-            self._leave(self._running.frames.pop())
+        if self._running.frames:
+            self._leave(self._running.frames[0], ended=False)
 
     def _see(self, call: Callable[[], Call]) -> None:
         """Records an attention call of the innermost forward in this thread, if there is any."""
         frame = self._running.frames[-1] if self._running.frames else None
-        if frame is None or not frame.counts:
+        if frame is None or not frame.counts or not frame.record.attends:
             return
         frame.saw = True
         try:
@@ -277,6 +306,9 @@ class _Record:
     """What is known of a hooked module.
 
     Args:
+        within: the records of this module and of those below it.
+        attends: whether its attention calls are recorded; not those of a model that is hooked to
+            see whether its forward ends.
         maxima: (heads,), fp32; the same tensor at all steps, as compiled forwards guard on it.
         heads: of DTensor queries the mesh, its dimension that shards heads, how many there are.
         rows: of a query projection that is a DTensor the mesh, its dimension that shards rows, how
@@ -290,6 +322,8 @@ class _Record:
 
     name: str
     module: nn.Module
+    within: list[_Record] = field(default_factory=list)
+    attends: bool = True
     maxima: Optional[Tensor] = None
     heads: Optional[tuple[Any, int, int]] = None
     rows: Optional[tuple[Any, int, int, int]] = None
@@ -355,14 +389,13 @@ class _Record:
         maxima, problem = None, self.problem
         if self.maxima is not None:
             maxima = self.maxima.clone()
-            self.maxima.fill_(-math.inf)
         if self.is_blind:
             problem = f"ran, but no attention call was seen: {OBSERVE}, or leave it out by modules="
             if isinstance(self.module, nn.MultiheadAttention):
                 problem = "ran, but called no attention function: give it need_weights=False"
         elif self.is_compiled and not self.is_observed and not self.forwards:
             problem = f"is compiled, so no attention call can be seen: {OBSERVE}"
-        self.forwards, self.is_blind, self.problem = 0, False, None
+        self.clear()
         if problem is not None:
             raise ValueError(f"{self.name} {problem}")
         if maxima is None:
@@ -378,6 +411,11 @@ class _Record:
         return DTensor.from_local(
             maxima, mesh, placements, run_check=False, shape=torch.Size((count,)), stride=(1,)
         )
+
+    def clear(self) -> None:
+        self.forwards, self.is_blind, self.problem = 0, False, None
+        if self.maxima is not None:
+            self.maxima.fill_(-math.inf)
 
     def _sharding(self, model: Optional[nn.Module]) -> Optional[tuple[Any, int, int]]:
         """The mesh, its dimension that shards heads, how many there are; None if all are here."""
@@ -443,6 +481,31 @@ def _note_observed(key: str, count: int, head_dim: int, device: str, index: Opti
     return 0
 
 
+class _Kept:
+    """What was recorded of a module before a forward."""
+
+    def __init__(self, record: _Record):
+        self._record, maxima = record, record.maxima
+        self._maxima = None if maxima is None else (maxima, maxima.clone())
+        self._facts = record.forwards, record.is_blind, record.problem
+
+    def restore(self) -> None:
+        record = self._record
+        if self._maxima is not None:
+            record.maxima, values = self._maxima
+            record.maxima.copy_(values)
+        elif record.maxima is not None:  # compiled forwards may guard on it
+            record.maxima.fill_(-math.inf)
+        record.forwards, record.is_blind, record.problem = self._facts
+
+
+def _keep(records: Iterable[_Record]) -> list[_Kept]:
+    if torch._C._functorch.peek_interpreter_stack() is not None:  # where nothing is recorded
+        return []
+    with _disable_current_modes():  # for selective checkpointing, see add_eagerly
+        return [_Kept(record) for record in records]
+
+
 @dataclass(eq=False)
 class _Frame:
     """A forward that is running."""
@@ -450,6 +513,7 @@ class _Frame:
     record: _Record
     counts: bool
     saw: bool = False
+    kept: list[_Kept] = field(default_factory=list)
 
 
 class _Running(threading.local):
@@ -463,17 +527,21 @@ class _Running(threading.local):
 
 
 class _Hook:
-    """Calls a method of the recorder with a record; a copy, or a pickle, does nothing."""
+    """Calls a method of the recorder, while there is one, with a record; a copy, or a pickle, does
+    nothing."""
 
-    def __init__(self, method: Callable[..., None], record: _Record):
-        self._method = method
-        self._record = record
+    def __init__(self, method: Any, record: _Record):
+        self.method = weakref.WeakMethod(method)
+        self.record = record
 
     def __call__(self, module: nn.Module, *arguments: Any) -> None:
-        if not torch.compiler.is_compiling():
-            self._method(self._record, module, *arguments)
-        elif torch.is_grad_enabled():
-            _note_compiled(self._record.key)
+        if torch.compiler.is_compiling():
+            if torch.is_grad_enabled():
+                _note_compiled(self.record.key)
+            return
+        method = self.method()
+        if method is not None:
+            method(self.record, module, *arguments)
 
     def __deepcopy__(self, memo: Any) -> Callable[..., None]:
         return contextlib.nullcontext().__exit__
@@ -481,6 +549,19 @@ class _Hook:
     def __reduce__(self) -> tuple:
         # Takes anything, returns None, and needs no package (see the recorder's).
         return getattr, (contextlib.nullcontext(), "__exit__")
+
+
+def _remove_recorders(module: nn.Module) -> None:
+    """Removes the recorder that records the module, if there is one."""
+    for hook in list(module._forward_hooks.values()):
+        method = hook.method() if isinstance(hook, _Hook) and hook.record.attends else None
+        if method is not None:
+            method.__self__.remove()
+
+
+def _remove_all(handles: Sequence[Any]) -> None:
+    for handle in handles:
+        handle.remove()
 
 
 def _counts() -> bool:
