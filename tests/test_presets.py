@@ -11,6 +11,7 @@ from torch import nn
 
 import reference as ref
 from kernel import optimizer
+from reference import relative_error
 
 presets = optimizer.presets
 SHAPES = [(24, 24), (40, 16), (16, 40), (64, 12)]
@@ -29,11 +30,6 @@ def randn(*shape, seed=0, dtype=torch.float32):
 def parameters(shapes=SHAPES, seed=0, dtype=torch.float32):
     """Of the size weights have: on larger ones float32 would round a step of 1e-3 to 4 digits."""
     return [nn.Parameter((randn(*s, seed=seed + i) * 0.1).to(dtype)) for i, s in enumerate(shapes)]
-
-
-def relative_error(actual, expected):
-    difference = (actual.double() - expected.double()).norm().item()
-    return difference / max(expected.double().norm().item(), 1e-300)
 
 
 def gradients(params, t):

@@ -13,6 +13,7 @@ from torch import nn
 
 import reference as ref
 from kernel import optimizer
+from reference import relative_error
 
 SHAPES = [(24, 24), (40, 16), (16, 40)]
 TRIPLES = [(3.0, -4.0, 2.0), (2.0, -1.5, 0.5), (1.5, -0.5, 0.0)]
@@ -28,11 +29,6 @@ SECOND_MOMENT_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-6}
 def randn(*shape, seed=0, dtype=torch.float32):
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=generator).to(dtype)
-
-
-def relative_error(actual, expected):
-    difference = (actual.double() - expected.double()).norm().item()
-    return difference / max(expected.double().norm().item(), 1e-300)
 
 
 class Run:
