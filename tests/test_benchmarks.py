@@ -10,6 +10,7 @@ import pytest
 import torch
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
+import absent
 import accuracy
 import offload
 import orthogonalize
@@ -49,6 +50,14 @@ def test_orthogonalize_compares_the_default_arithmetic_with_the_others_and_names
     printed = capsys.readouterr().out
     assert "| matrices | default | fp32 | bf16 | fp32, exact mode | torch.optim.Muon's |" in printed
     assert ("avx512_bf16" in printed) == torch.cpu._is_avx512_bf16_supported()
+
+
+def test_absent_compares_steps_by_the_share_of_gradients_that_are_not_there(capsys):
+    absent.main(["--matrices", "20", "--shape", "4", "6", "--rounds", "1", "--markdown"])
+    printed = capsys.readouterr().out
+    assert [line.split(" |")[0] for line in printed.splitlines() if "% |" in line] == [
+        *("| 0%", "| 5%", "| 50%", "| 95%")
+    ]
 
 
 def test_maxima_of_logits_are_timed_beside_attention(capsys):
