@@ -481,6 +481,17 @@ def test_dions_options_of_groups_give_its_numbers(own, scale):
     check(params, initial, source.weights, FLOAT32)
 
 
+def test_dion_refuses_heads_that_are_none_or_are_split():
+    for group in ({"num_heads": 0}, {"num_heads": 2, "split_sizes": [2, 2]}):
+        with pytest.raises(ValueError, match="num_heads"):
+            presets.dion([{"params": parameters([(4, 6)]), **group}])
+
+
+def test_motif_refuses_tensors_as_muon_does():
+    with pytest.raises(ValueError, match="use_muon"):
+        presets.motif(parameters())
+
+
 @pytest.mark.parametrize(
     "groups, arguments, message",
     [

@@ -603,6 +603,20 @@ def test_of_an_interrupted_forward_nothing_is_recorded():
         assert_recorded(recorder.take(), model.expected())
 
 
+def test_a_forward_within_a_forward_of_the_same_model_is_recorded_beside_it():
+    class Twice(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            if x.abs().max() > 1:
+                self(0.01 * x)
+            return y
+
+    model = Twice()
+    recorder = Recorder(model)
+    model(100 * tokens(1))
+    assert_recorded(recorder.take(), model.expected())
+
+
 def test_a_hooked_module_that_raised_within_a_forward_that_ended_is_not_recorded():
     model = Model(lambda layer, x: tried(layer, x))
     recorder = Recorder(model, ["layers", "attention"])

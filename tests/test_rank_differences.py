@@ -169,6 +169,18 @@ def test_absent_local_matrices_cost_nothing(options):
     assert most <= 1.1 * full, (most, full)
 
 
+def test_matrices_may_be_frozen_while_they_idle():
+    params = [nn.Parameter(randn(4, 6, seed=n)) for n in range(2)]
+    optim = muon(params, none_grad=False)
+    give_gradients(params, 0)
+    optim.step()
+    params[1].grad = None
+    optim.step()
+    params[1].requires_grad_(False)
+    del optim.state[params[1]]
+    optim.step()
+
+
 @pytest.mark.parametrize(
     "options",
     [{}, {"beta2": 0.9, "cautious": True}, {"nonfinite": "skip"}, {"chunk_size": 5}],
@@ -231,6 +243,14 @@ def what_each_rank_makes_for_itself():
     else:
         with pytest.raises(ValueError, match="momentum"):
             muon([weight_on(mesh, 6, 4)], momentum=3.0)
+    if rank == 0:
+        print(muon([weight_on(mesh, 6, 4)]).summary())
+        optimizer.describe(nn.Linear(4, 4), process_group=dist.group.WORLD)
+    for kept_by_a_cycle in (False, rank == 1):
+        gone = muon([nn.Parameter(torch.ones(6, 4))], lr=0.02)
+        gone.param_groups[0]["params"] = [weight_on(mesh, 6, 4)]
+        gone.myself = gone if kept_by_a_cycle else None
+        del gone
     swapped = muon([nn.Parameter(torch.ones(6, 4))], lr=0.02)  # for its shards, as trainers do
     pair = twins_on(mesh)
     del pair[0]

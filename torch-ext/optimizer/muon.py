@@ -22,7 +22,17 @@ from .distributed.replicas import Replicas
 from .grad_scaler import Scaling, forget_where_it_raises, is_asked_by_lightning
 from .groups import default_is_muon, get_default_muon_param_groups
 from .options import GROUP_OPTIONS
-from .planning import NO_SURVEY, Survey, entries_of, notes_of, plan_all, plan_step, sets_of, survey
+from .planning import (
+    NO_SURVEY,
+    Survey,
+    entries_of,
+    notes_of,
+    plan_all,
+    plan_step,
+    sets_of,
+    shared_with,
+    survey,
+)
 from .qk_clip.clip import Clipping, Logits, QKClip
 from .qk_clip.config import read_clip_config
 from .stateful import Stateful
@@ -401,6 +411,9 @@ class Muon(Stateful):
         except BaseException as raised:
             error = raised
         skip, sets, found = scaling.skips, self._sets(), self._survey
+        replicas = shared_with(None, self._wide)
+        if replicas is not None:  # which may divide what only other ranks have
+            sets.add(replicas)
         self._agreement.may_go = error is None and any(len(ranks) > 1 for ranks in sets)
         structure = {ranks: (of, self._wide.streams) for ranks, of in found.shared.items()}
         if self._agreement.is_due(self._wide.consistency_check, structure, scaling.is_used):

@@ -237,7 +237,7 @@ def plan_step(found: Survey, groups: Sequence[Group], wide: OptimizerWide) -> Pl
     entries = found.all_entries
     params = [groups[entry.group]["params"][entry.index] for entry in entries]
     present = tuple(takes_part(p, groups[entry.group]) for p, entry in zip(params, entries))
-    key = (*present, wide.streams)
+    key = (*present, *(p.requires_grad for p in params), wide.streams)
     if found.last[0] != key:
         planned = [
             p.requires_grad if is_whole else is_present
@@ -299,10 +299,8 @@ def matrices_of(group: Group, index: int, where: str) -> Matrices:
 
 
 def sets_of(groups: Sequence[Group], wide: OptimizerWide) -> set[agreement.Ranks]:
-    """The ranks of every mesh that a parameter lives on, and those of the process group."""
+    """The ranks that each parameter is shared with: of its mesh, or of the process group."""
     found = {shared_with(param, wide) for group in groups for param in group["params"]}
-    if wide.process_group is not None:
-        found.add(shared_with(None, wide))
     return {ranks for ranks in found if ranks is not None}
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from . import validation
 from .distributed import utils as dtensors
 from .muon import Muon
-from .options import GROUP_OPTIONS
+from .options import GROUP_OPTIONS, is_int
 
 Params = Iterable[Any]  # tensors, (name, tensor) pairs, or group dicts
 
@@ -35,7 +35,7 @@ def motif(params: Params, lr: Any = 1e-3, **arguments: Any) -> dict[str, Any]:
         ValueError: an argument or a group key that `Muon` does not have.
     """
     _check_arguments(arguments, "Motif's Muon", inspect.signature(Muon).parameters)
-    groups = list(params)
+    groups = validation.as_groups(params)
     _check_keys(groups, "Motif's Muon", lambda group: GROUP_OPTIONS)
     return {"params": groups, "lr": lr, "ns_coefficients": "you", **arguments}
 
@@ -261,6 +261,8 @@ def dion(
                     f"{where}: AdamW has no cautious decay here: give it cautious_wd=False"
                 )
             groups.append(group)
+        elif own["num_heads"] is not None and own["split_sizes"] is not None:
+            raise ValueError(f"{where} has num_heads and split_sizes; give one of them")
         elif own["num_heads"] is None:
             groups.append({**group, "split": own["split_sizes"]})
         else:
@@ -299,6 +301,8 @@ def _from_dion(given: Mapping[str, Any]) -> dict[str, Any]:
 def _by_heads(group: dict[str, Any], heads: int, where: str) -> list[dict[str, Any]]:
     """The group in parts, by the rows of a head."""
     group = validation.normalize_group(group, where)
+    if not is_int(heads) or heads < 1:
+        raise ValueError(f"{where}: num_heads must be an int ≥ 1, found {heads!r}")
     for param in group["params"]:
         if param.ndim != 2 or param.shape[0] % heads:
             raise ValueError(

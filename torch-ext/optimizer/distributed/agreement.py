@@ -10,6 +10,7 @@ ranks send more, to name what differs.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import itertools
 import json
@@ -91,28 +92,34 @@ class _Topology:
 class Registration:
     """An optimizer's place in the order of construction, which tells it from one just like it.
 
-    Any set of ranks counts the optimizers that it shares, and no others: what a rank makes for
-    itself alone shifts nothing.
+    Any set of ranks counts the optimizers whose parameters it shares, as long as they live or if
+    they have stepped. What a rank makes for itself alone, or makes and drops, shifts nothing.
 
     Args:
         sets: a method of the optimizer that returns the sets of ranks that share its parameters.
     """
 
-    _all: list[Registration] = []
+    _all: list[Registration] = []  # in order of construction
+    _is_settled = True  # nothing was made since what is unreachable was let go of
 
     def __init__(self, sets: Callable[[], set[Ranks]]):
         self._sets_now = weakref.WeakMethod(sets)
         self._sets = sets()
         self._numbers: dict[Ranks, int] = {}
-        # What has gone and was never shared counts nowhere.
-        living = [other for other in Registration._all if other._sets or other._sets_now()]
-        Registration._all = [*living, self]
+        Registration._all.append(self)
+        Registration._is_settled = False
 
     def number(self, ranks: Ranks) -> int:
         """How many of the optimizers that ``ranks`` share were made before this one."""
         if ranks not in self._numbers:
+            everyone = Registration._all
+            if not Registration._is_settled and len(everyone) > 1:
+                gc.collect()  # or what is unreachable would live on some ranks, and not on others
+            Registration._is_settled = True
+            Registration._all = [o for o in everyone if o._numbers or o._sets_now() is not None]
             before = itertools.takewhile(lambda other: other is not self, Registration._all)
             self._numbers[ranks] = sum(ranks in other._sets_so_far() for other in before)
+            self._sets.add(ranks)
         return self._numbers[ranks]
 
     def _sets_so_far(self) -> set[Ranks]:

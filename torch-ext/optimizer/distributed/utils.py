@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-import os
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -51,22 +50,24 @@ def refuses_groups_before_init(argument: str) -> Callable[[_Function], _Function
     """Decorates a function whose ``argument`` is a process group, or None for none.
 
     ``torch.distributed.group.WORLD`` is None before ``init_process_group``, and would pass for
-    none. So a None that is written out is refused where a launcher (``WORLD_SIZE``) has several
-    ranks that are still to be initialized. One process, and whoever leaves the argument out, has no
-    group.
+    none. So a None that is written out is refused where torchrun has started ranks that are still
+    to be initialized. One process, and whoever leaves the argument out, has no group.
     """
 
     def decorate(function: _Function) -> _Function:
         @functools.wraps(function)
         def checked(*args: Any, **kwargs: Any) -> Any:
-            ranks = os.environ.get("WORLD_SIZE", "1")
-            if ranks != "1" and not (dist.is_available() and dist.is_initialized()):
+            if (
+                dist.is_available()
+                and dist.is_torchelastic_launched()
+                and not dist.is_initialized()
+            ):
                 given = inspect.signature(function).bind_partial(*args, **kwargs).arguments
                 if argument in given and given[argument] is None:
                     raise ValueError(
                         f"{argument} is None, as torch.distributed.group.WORLD is before "
-                        f"init_process_group(), but there are to be {ranks} ranks (WORLD_SIZE): "
-                        f"call init_process_group() first, or leave {argument} out"
+                        "init_process_group(), and torchrun has started ranks: call "
+                        f"init_process_group() first, or leave {argument} out"
                     )
             return function(*args, **kwargs)
 

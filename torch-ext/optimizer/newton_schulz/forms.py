@@ -7,7 +7,6 @@ the same path on every layout.
 from __future__ import annotations
 
 import functools
-import platform
 from dataclasses import dataclass, replace
 from typing import Optional
 
@@ -159,7 +158,7 @@ def _cpu_multiplies_bfloat16() -> bool:
     probe = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
     if probe is None or not torch.backends.mkldnn.is_available() or not probe():
         return False
-    if platform.machine().lower() not in ("x86_64", "amd64"):
+    if not torch.cpu._is_avx2_supported():  # not x86, since there oneDNN asks for more
         return True
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 import sys
 import threading
@@ -216,8 +217,10 @@ class QKLogitRecorder:
 
     def _before(self, record: _Record, *_: Any) -> None:
         frame, earlier = _Frame(record, counts=_counts()), self._running.find(record)
-        if frame.counts and earlier is not None and earlier.counts:  # an interrupt has left it
-            self._leave(earlier, ended=False)
+        if frame.counts and earlier is not None and earlier.counts:
+            within = sum(other.record is record for other in self._running.frames)
+            if _calls_of(record.module) <= within:  # not one in the other: an interrupt has left it
+                self._leave(earlier, ended=False)
         self._running.frames.append(frame)
         if frame.counts:
             frame.kept = _keep(record.within)
@@ -514,6 +517,16 @@ class _Frame:
     counts: bool
     saw: bool = False
     kept: list[_Kept] = field(default_factory=list)
+
+
+def _calls_of(module: nn.Module) -> int:
+    """How many calls of the module are running in this thread, one within the other."""
+    calls, frame = 0, inspect.currentframe()
+    while frame is not None:
+        is_call = frame.f_code is nn.Module._call_impl.__code__
+        calls += is_call and frame.f_locals["self"] is module
+        frame = frame.f_back
+    return calls
 
 
 class _Running(threading.local):
