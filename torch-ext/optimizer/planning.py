@@ -82,7 +82,7 @@ NO_SURVEY = Survey([()], [], [])  # of no groups that there could be
 
 
 def facts_of(group: Group) -> tuple:
-    """All that a survey depends on, comparable, cheap enough for every step."""
+    """All that a survey depends on, comparable, cheap enough for every step; options last."""
     return (
         [
             (
@@ -97,8 +97,8 @@ def facts_of(group: Group) -> tuple:
             for p in group["params"]
         ],
         copy.copy(group["names"]),
-        copy.deepcopy([group[key] for key in _PLANNED]),  # lists may be changed in place
-        group["beta2"] is None,
+        # Lists may be changed in place.
+        (*copy.deepcopy([group[key] for key in _PLANNED]), group["beta2"] is None),
     )
 
 
@@ -127,7 +127,6 @@ def survey(groups: Sequence[Group], wide: OptimizerWide, last: Survey) -> Survey
         found.hosted |= any(entry.device != param.device for entry, param in places)
         found.entries.append([replace(e, name=name) for e, name in zip(entries, names)])
         found.names.append(names)
-        planned = [group[key] for key in _PLANNED]
         for index, (name, param) in enumerate(zip(names, group["params"])):
             ranks = shared_with(param, wide)
             if ranks is None:
@@ -136,7 +135,7 @@ def survey(groups: Sequence[Group], wide: OptimizerWide, last: Survey) -> Survey
             shared.lines.append(_line(name, param, group, entries[index] if entries else None))
             if number not in shared.groups:
                 shared.groups[number] = name
-                shared.planned.append(copy.deepcopy(planned))
+                shared.planned.append(facts[number][-1])
     if not wide.use_distributed_muon:
         told = iter(hsdp.share_work(found.all_entries, this_rank(), wide.hsdp, wide.machine))
         found.entries = [[next(told) for _ in of_group] for of_group in found.entries]
