@@ -324,7 +324,7 @@ def _apply_momentum(hyper: Hyper, rows: Sequence[tuple], wanted: bool) -> None:
         nesterov=hyper["nesterov"],
         style=hyper["momentum_style"],
         maximize=hyper["maximize"],
-        keep=kept if hyper["nonfinite"] == "skip" else None,
+        keep=None if kept[0] is None else kept,
         wanted=wanted,
         largest=None if largest[0] is None else largest,
     )
@@ -561,21 +561,13 @@ def _may_overflow(unit: Unit, step: Step) -> bool:
 
 def _next_momentum(unit: Unit, index: Index, grad: Tensor, lane: Lane, step: Step) -> Tensor:
     """What this step would make of a part of the momentum, which stays as it is."""
-    momentum, hyper = part_of(step.momenta[unit.entry], index), step.hyper(unit)
+    momentum = part_of(step.momenta[unit.entry], index)
     for portion in step.carrier.portions((_NONFINITE, id(unit)), 1):  # one
         with portion as ((_, lent),):
             momentum, grad = (*lent, *(momentum, grad)[len(lent) :])
             after = momentum.clone()
-            core.update_momentum(
-                [after],
-                [grad],
-                [step.scratch.empty("wide", after.shape, lane.wide, after.device)],
-                momentum=hyper["momentum"],
-                nesterov=hyper["nesterov"],
-                style=hyper["momentum_style"],
-                maximize=hyper["maximize"],
-                wanted=False,
-            )
+            unread = step.scratch.empty("wide", after.shape, lane.wide, after.device)
+            _apply_momentum(step.hyper(unit), [(after, grad, unread, None, None)], wanted=False)
     return after
 
 

@@ -321,7 +321,7 @@ def _explain(topology: _Topology, notes: Mapping[Ranks, Notes], error: Optional[
                 )
             if of_set[rank].optimizer != of_set[first].optimizer:
                 return (
-                    f"{_apart_on((first, rank))}. Rank {first} steps {of_set[first].optimizer}, "
+                    f"{_apart_on(first, rank)}. Rank {first} steps {of_set[first].optimizer}, "
                     f"rank {rank} {of_set[rank].optimizer}"
                 )
             if of_set[rank].plan != of_set[first].plan:
@@ -485,12 +485,12 @@ def _exchange_text(ranks: Ranks, which: int, content: Optional[list]) -> list[An
 
 
 def _apart(ranks: Ranks, places: torch.Tensor) -> str:
-    return _apart_on((ranks[0], ranks[int((places != places[0]).nonzero()[0])]))
+    return _apart_on(ranks[0], ranks[int((places != places[0]).nonzero()[0])])
 
 
-def _apart_on(pair: tuple[int, int]) -> str:
+def _apart_on(rank: int, other: int) -> str:
     return (
-        f"ranks {pair[0]} and {pair[1]} step different optimizers; let all ranks make, copy, load "
+        f"ranks {rank} and {other} step different optimizers; let all ranks make, copy, load "
         "and step theirs alike and in the same order"
     )
 
