@@ -15,12 +15,14 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+
+import traces
 
 FORKSERVER = multiprocessing.get_context("forkserver")
 FORKSERVER.set_forkserver_preload(
@@ -57,6 +59,7 @@ class Outcome:
     error: str | None = None
     message: str = ""
     detail: str = ""
+    trace: Sequence[str] = ()  # of a `traces.Traced` test
 
 
 def run_ranks(
@@ -110,8 +113,9 @@ def _run(
     pg_timeout: float,
     stop_on_failure: bool,
 ) -> dict[int, Outcome]:
+    traced = traces.Traced.current
     # Plain pickle: multiprocessing's own would pass tensors as shared memory of a dead process.
-    payload = pickle.dumps(call)
+    payload = pickle.dumps((*call, traced is not None))
     outcomes: dict[int, Outcome] = {}
     processes, connections = [], {}
     with tempfile.TemporaryDirectory(prefix="ranks-") as scratch:
@@ -149,6 +153,8 @@ def _run(
                 process.join()
             for connection in connections:
                 connection.close()
+    if traced is not None:
+        traced.traces.append({rank: outcomes[rank].trace for rank in outcomes})
     return outcomes
 
 
@@ -174,8 +180,11 @@ def _rank_main(
             world_size=world_size,
             timeout=timedelta(seconds=pg_timeout),
         )
-        fn, args, kwargs = pickle.loads(payload)
-        answer = pickle.dumps(Outcome(fn(*args, **kwargs)))
+        fn, args, kwargs, is_traced = pickle.loads(payload)
+        trace: traces.Trace = []
+        if is_traced:
+            traces.record(sys.modules["kernel"].optimizer.Muon, trace)
+        answer = pickle.dumps(Outcome(fn(*args, **kwargs), trace=trace))
     except BaseException as error:
         answer = pickle.dumps(
             Outcome(None, type(error).__name__, str(error), traceback.format_exc())

@@ -47,6 +47,8 @@ from layouts import (
 )
 from ranks import run_ranks
 
+pytestmark = pytest.mark.usefixtures("traced")
+
 LAYOUTS = {
     "one device": ["test_one_device"],
     "FSDP2, Shard(0)": ["test_fsdp2", "test_fsdp2_shards_of_any_size"],

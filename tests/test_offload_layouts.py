@@ -29,6 +29,8 @@ from kernel import optimizer
 from layouts import EXACT, Group, Model, Twins, Weight, backward, case, make, part_for
 from ranks import rank_outcomes, run_ranks
 
+pytestmark = pytest.mark.usefixtures("traced")
+
 Host = importlib.import_module(f"{optimizer.__name__}.cpu_offload.backend").Host
 
 RANKS = 4

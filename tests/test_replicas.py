@@ -40,6 +40,8 @@ from layouts import (
 )
 from ranks import rank_outcomes, run_ranks
 
+pytestmark = pytest.mark.usefixtures("traced")
+
 SLOW = pytest.mark.slow
 KINDS = ("DDP", "ZeRO-2")
 

@@ -1,0 +1,112 @@
+"""What steps put on the wire, collective by collective: names, ranks, sizes and order.
+
+A test with the fixture ``traced`` has every step of its ranks recorded, and a digest of it compared
+with the one in traces.json. ``TRACES=new`` writes that file anew; ``TRACES=DIRECTORY`` writes whole
+traces there, to be compared with those of another revision.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
+
+import counters
+
+DIGESTS = Path(__file__).parent / "traces.json"
+
+Trace = list[str]  # of one rank
+
+
+class Recorder(TorchDispatchMode):
+    """Notes collectives while active."""
+
+    def __init__(self, lines: Trace):
+        super().__init__()
+        self.lines = lines
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(is_traceable_wrapper_subclass_type(t) for t in types):
+            return NotImplemented  # seen again as operations on the tensors within
+        kwargs = kwargs or {}
+        silent = any(part in func._opname for part in counters.SENDING_NOTHING)
+        if func.namespace in counters.NAMESPACES and not silent:
+            self.lines.append(_line(func, args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _line(func: Any, args: Any, kwargs: Any) -> str:
+    named = dict(zip((argument.name for argument in func._schema.arguments), args)) | kwargs
+    ranks = dist.get_process_group_ranks(counters._group(named))
+    sizes = [f"{str(t.dtype)[6:]}[{t.numel()}]" for t in counters._tensors(named)]
+    splits = [str(value) for key, value in named.items() if key.endswith("split_sizes")]
+    return " ".join([func._opname.replace("_", ""), f"ranks {ranks}", *sizes, *splits])
+
+
+def record(optimizer: type, lines: Trace) -> None:
+    """From now on, has all steps of a class of optimizers recorded in this process."""
+    step = optimizer.step
+
+    @functools.wraps(step)
+    def recorded(self: Any, *args: Any, **kwargs: Any) -> Any:
+        lines.append("step")
+        with Recorder(lines):
+            return step(self, *args, **kwargs)
+
+    optimizer.step = recorded
+
+
+class Traced:
+    """The traces of all ranks that a test has run."""
+
+    current: Traced | None = None
+
+    def __init__(self) -> None:
+        self.traces: list[Mapping[int, Trace]] = []
+
+    def compare(self, test: str) -> None:
+        """With what is known of the test.
+
+        Raises:
+            AssertionError: they are others.
+        """
+        text = "".join(
+            f"run {number}, rank {rank}\n" + "".join(f"  {line}\n" for line in run[rank])
+            for number, run in enumerate(self.traces)
+            for rank in sorted(run)
+        )
+        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+        wanted = os.environ.get("TRACES", "")
+        if wanted not in ("", "new"):
+            path = Path(wanted, re.sub(r"[^\w.=,-]+", "_", test))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        known = json.loads(DIGESTS.read_text()) if DIGESTS.exists() else {}
+        if wanted == "new":
+            known[test] = digest
+            DIGESTS.write_text(json.dumps(known, indent=0, sort_keys=True) + "\n")
+        assert known.get(test) == digest, (
+            "other collectives, of other sizes, or in another order, than known: where that is "
+            "meant, TRACES=new; TRACES=DIRECTORY shows them"
+        )
+
+
+@pytest.fixture
+def traced(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Compares what the steps of this test send with what is known of it."""
+    Traced.current = Traced()
+    try:
+        yield
+        found = Traced.current
+    finally:
+        Traced.current = None
+    found.compare(f"{request.path.stem}::{request.node.name}")
