@@ -2,7 +2,8 @@
 
 A test with the fixture ``traced`` has every step of its ranks recorded, and a digest of it compared
 with the one in traces.json. ``TRACES=new`` writes that file anew; ``TRACES=DIRECTORY`` writes whole
-traces there, to be compared with those of another revision.
+traces there, with hashes of weights and state behind each step, to be compared with those of
+another revision on the same machine.
 """
 
 from __future__ import annotations
@@ -12,17 +13,20 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
 import counters
 
 DIGESTS = Path(__file__).parent / "traces.json"
+
+BITS = "bits"
 
 Trace = list[str]  # of one rank
 
@@ -60,9 +64,25 @@ def record(optimizer: type, lines: Trace) -> None:
     def recorded(self: Any, *args: Any, **kwargs: Any) -> Any:
         lines.append("step")
         with Recorder(lines):
-            return step(self, *args, **kwargs)
+            result = step(self, *args, **kwargs)
+        if os.environ.get("TRACES", "new") != "new":
+            lines.append(f"{BITS} {_bits(self)}")
+        return result
 
     optimizer.step = recorded
+
+
+def _bits(optimizer: Any) -> str:
+    """A hash of what this rank holds of weights and state."""
+    if optimizer.cpu_offload is not None:
+        optimizer.synchronize_offload()
+    digest = hashlib.sha256()
+    for param in (p for group in optimizer.param_groups for p in group["params"]):
+        state = optimizer.state.get(param, {})
+        for tensor in (param, *(state[key] for key in sorted(state))):
+            held = counters.local(tensor).detach().cpu().contiguous()
+            digest.update(held.view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
 
 
 class Traced:
@@ -84,12 +104,15 @@ class Traced:
             for number, run in enumerate(self.traces)
             for rank in sorted(run)
         )
-        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
         wanted = os.environ.get("TRACES", "")
+        if not text:
+            return
         if wanted not in ("", "new"):
             path = Path(wanted, re.sub(r"[^\w.=,-]+", "_", test))
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
+            return
+        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
         known = json.loads(DIGESTS.read_text()) if DIGESTS.exists() else {}
         if wanted == "new":
             known[test] = digest

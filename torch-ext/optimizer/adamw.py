@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, Optional
+from collections.abc import Mapping, MutableMapping, Sequence
+from typing import Any, NamedTuple, Optional
 
 import torch
 from torch import Tensor
@@ -13,11 +11,12 @@ from torch.optim.adamw import adamw
 from torch.profiler import record_function
 
 from .core import is_dense, takes_part
-from .cpu_offload import Carrier, CPUOffload, Lent, Share
+from .cpu_offload import Carrier, CPUOffload, Loan
 from .distributed.layout import shard
 from .distributed.replicas import Replicas
 from .distributed.utils import is_dtensor, local
 from .distributed.zero2 import MeanGradients, RowGathering, gather_rows, is_divided
+from .rows import AdamWRows
 
 # Devices whose fused kernel keeps `step` beside the parameter.
 FUSED_DEVICES = ("cpu", "cuda", "xpu", "mps")
@@ -44,8 +43,26 @@ def init_step(
         state["step"] = state["step"].to(device)
 
 
+class Part(NamedTuple):
+    """What is updated at once: all of a group, or what one window of its moments holds.
+
+    Args:
+        group: number of the group among AdamW's.
+        window: number of the window among the group's.
+        nbytes: of the moments that the window brings.
+    """
+
+    group: int
+    window: int
+    nbytes: int
+
+
 class Updates:
-    """AdamW's share of a step, in parts: more than one where state is carried from the host.
+    """AdamW (Loshchilov & Hutter 2019, algorithm 2) in one step, part by part.
+
+    It works on the local shards of DTensors, as AdamW is element-wise. Gradients are only read;
+    with ``missing_grad="zero"`` an absent one counts as zeros. In ZeRO-2 each rank updates its rows
+    of plain parameters, with mean gradients, and gets the others' rows.
 
     Args:
         groups: all of them; Muon's are passed over.
@@ -66,148 +83,136 @@ class Updates:
         self._groups = [group for group in groups if not group["use_muon"]]
         self._present = [[p for p in g["params"] if takes_part(p, g)] for g in self._groups]
         self._state = state
-        self._replicas = replicas
-        self._here = offload.here
+        self._offload = offload
         self._carrier = carrier
+        self._replicas = replicas
+        self._rows: dict[int, AdamWRows] = {}
         self._gathering: list[RowGathering] = []
-        self._keys = [("adamw", number) for number in range(len(self._groups))]
-        for key, params in zip(self._keys, self._present):
-            if not carrier.is_prepared:
-                moments = [(state[p]["exp_avg"], state[p]["exp_avg_sq"]) for p in params]
-                carrier.cut(key, [[*offload.loan(m), *offload.loan(v)] for m, v in moments])
+        if not carrier.is_prepared:
+            for group, params in enumerate(self._present):
+                carrier.cut(self._key(group), [self._loans(param) for param in params])
+        self.parts = [
+            Part(group, window, nbytes)
+            for group, params in enumerate(self._present)
+            for window, nbytes in enumerate(
+                carrier.window_bytes(self._key(group)) if params else ()
+            )
+        ]
+        self._averaged: dict[Tensor, int] = {}
+        self._means: Optional[MeanGradients] = None
+        if replicas is not None:
+            plain = [p for params in self._present for p in params if not is_dtensor(p)]
+            self._averaged = {param: number for number, param in enumerate(plain)}
+            divided = [is_divided(param.shape, len(replicas.ranks)) for param in plain]
+            self._means = MeanGradients(plain, divided, replicas.group)
 
-    def part_bytes(self) -> list[int]:
-        """Of the moments that each part uses."""
-        return [n for key in self._keys for n in self._carrier.portion_bytes(key)]
+    def buckets_needed(self) -> list[int]:
+        """How many buckets of gradients have to be averaged before each part."""
+        if self._means is None:
+            return [0] * len(self.parts)
+        needed = []
+        for params in self._present:
+            numbers = [self._averaged[param] for param in params if param in self._averaged]
+            needed.append(self._means.buckets_through(numbers[-1]) if numbers else 0)
+        return [needed[part.group] for part in self.parts]
 
-    def announce(self) -> Iterator[None]:
-        """Announces, part by part, what `run` is going to need."""
-        for key in self._keys:
-            for part in range(len(self._carrier.portion_bytes(key))):
-                self._carrier.announce(key, part)
-                yield
+    def announce(self, number: int) -> None:
+        """Announces what a part is going to need of the host's memory."""
+        part = self.parts[number]
+        self._carrier.announce(self._key(part.group), part.window)
 
-    def run(self) -> Iterator[None]:
-        """Updates the parameters, part by part; alike on all replicas."""
-        mean = self._mean_gradients() if self._replicas is not None else None
-        for key, params, group in zip(self._keys, self._present, self._groups):
-            rows, divided = _rows(params, self._state, mean, self._replicas, self._here)
-            yield from _update(rows, group, self._carrier.portions(key, len(rows)))
-            _bump_versions(params)
-            if self._replicas is not None:
-                self._gathering.append(gather_rows(divided, self._replicas.group))
+    def average(self) -> None:
+        """Starts to average the next bucket of gradients, on all replicas alike."""
+        assert self._means is not None
+        self._means.launch()
+
+    def update(self, number: int) -> None:
+        """Updates one part."""
+        part = self.parts[number]
+        if part.group not in self._rows:
+            self._rows[part.group] = self._rows_of(self._present[part.group])
+        rows, options = self._rows[part.group], self._groups[part.group]
+        window = self._carrier.window(self._key(part.group), part.window)
+        with window as lent, record_function("Muon.adamw"):
+            _update(rows.part(lent), options)
+        is_last = number + 1 == len(self.parts) or self.parts[number + 1].group != part.group
+        if is_last:
+            del self._rows[part.group]
+            # A DTensor's counter is not its shard's, and torch's fused kernel leaves both alone.
+            for param in self._present[part.group]:
+                torch.autograd.graph.increment_version(param)
+
+    def share_rows(self, group: int) -> None:
+        """Starts to send the replicas the rows of a group that this rank has updated."""
+        assert self._replicas is not None
+        divided = [param for param in self._present[group] if self._is_divided(param)]
+        self._gathering.append(gather_rows(divided, self._replicas.group))
 
     def wait(self) -> None:
         """Waits for what replicas send each other."""
         for rows in self._gathering:
             rows.wait()
 
-    def _mean_gradients(self) -> Callable[[Tensor], Tensor]:
-        assert self._replicas is not None
-        plain = [p for params in self._present for p in params if not is_dtensor(p)]
-        number = {p: index for index, p in enumerate(plain)}
-        divided = [is_divided(p.shape, len(self._replicas.ranks)) for p in plain]
-        means = MeanGradients(plain, divided, self._replicas.group)
+    def _key(self, group: int) -> tuple[str, int]:
+        return "adamw", group
 
-        def mean(param: Tensor) -> Tensor:
-            means.launch_through(number[param])
-            return means.result(number[param])
+    def _loans(self, param: Tensor) -> list[Loan]:
+        own = self._state[param]
+        return [*self._offload.loan(own["exp_avg"]), *self._offload.loan(own["exp_avg_sq"])]
 
-        return mean
+    def _is_divided(self, param: Tensor) -> bool:
+        replicas = self._replicas
+        if replicas is None or is_dtensor(param):
+            return False
+        return is_divided(param.shape, len(replicas.ranks))
 
-
-def update(
-    params: Sequence[Tensor],
-    state: Mapping[Tensor, MutableMapping[str, Tensor]],
-    options: Mapping[str, Any],
-) -> None:
-    """One AdamW step (Loshchilov & Hutter 2019, algorithm 2) of parameters that have a gradient.
-
-    Works on the local shards of DTensors: AdamW is element-wise. Gradients are only read; with
-    ``missing_grad="zero"`` an absent one counts as zeros.
-    """
-    present = [p for p in params if takes_part(p, options)]
-    rows, _ = _rows(present, state)
-    _update_at_once(rows, options)
-    _bump_versions(present)
-
-
-def update_rows(
-    params: Sequence[Tensor],
-    state: Mapping[Tensor, MutableMapping[str, Tensor]],
-    options: Mapping[str, Any],
-    mean: Callable[[Tensor], Tensor],
-    replicas: Replicas,
-) -> RowGathering:
-    """The same step of replicas, each rank of which updates its rows and gets the others'.
-
-    Call it alike on all ranks, and ``wait()`` for what it returns. DTensors among the parameters
-    are updated as by `update`, without traffic.
-
-    Args:
-        params: that take part, on all ranks.
-        state: with moments that the same replicas divide, as `state.specs_of` says.
-        mean: the mean gradient of a plain parameter: all of it, or this rank's rows where
-            `is_divided` says so.
-    """
-    rows, divided = _rows(params, state, mean, replicas)
-    _update_at_once(rows, options)
-    _bump_versions(params)
-    return gather_rows(divided, replicas.group)
+    def _rows_of(self, params: Sequence[Tensor]) -> AdamWRows:
+        rows = AdamWRows([], [], [], [], [])
+        for param in params:
+            held, own = local(param), self._state[param]
+            if param in self._averaged:
+                assert self._means is not None and self._replicas is not None
+                if self._is_divided(param):
+                    ranks = len(self._replicas.ranks)
+                    held = held[slice(*shard(held.shape[0], ranks, self._replicas.group.rank()))]
+                grad = self._means.result(self._averaged[param])
+            elif param.grad is None:
+                grad = torch.zeros_like(held)
+            else:
+                grad = local(param.grad)
+            rows.params.append(held)
+            rows.grads.append(grad.to(held.dtype))
+            rows.exp_avgs.append(self._offload.here(own["exp_avg"]))
+            rows.exp_avg_sqs.append(self._offload.here(own["exp_avg_sq"]))
+            rows.steps.append(own["step"])
+        return rows
 
 
-def _rows(
-    params: Sequence[Tensor],
-    state: Mapping[Tensor, MutableMapping[str, Tensor]],
-    mean: Optional[Callable[[Tensor], Tensor]] = None,
-    replicas: Optional[Replicas] = None,
-    here: Callable[[Tensor], Tensor] = local,
-) -> tuple[list[_Row], list[Tensor]]:
-    """What to update of each parameter, and those of which replicas update the rest."""
-    rows, divided = [], []
-    for p in params:
-        if mean is None or replicas is None or is_dtensor(p):
-            rows.append(_Row.of(local(p), p.grad, state[p], here))
-        elif is_divided(p.shape, len(replicas.ranks)):
-            interval = shard(p.shape[0], len(replicas.ranks), replicas.group.rank())
-            rows.append(_Row.of(p.detach()[slice(*interval)], mean(p), state[p], here))
-            divided.append(p)
-        else:
-            rows.append(_Row.of(p.detach(), mean(p), state[p], here))
-    return rows, divided
-
-
-def _update(
-    rows: Sequence[_Row],
-    options: Mapping[str, Any],
-    portions: Iterable[AbstractContextManager[Lent]],
-) -> Iterator[None]:
-    """Updates one portion of the rows after the other."""
-    for portion in portions:
-        with portion as lent, record_function("Muon.adamw"):
-            _update_at_once([rows[share.row].part(share, of) for share, of in lent], options)
-        yield
-
-
-def _update_at_once(rows: Sequence[_Row], options: Mapping[str, Any]) -> None:
-    beta1, beta2 = options["adamw_betas"]
-    kinds: dict[tuple[bool, bool], list[_Row]] = {}
-    for row in rows:
+def _update(rows: AdamWRows, options: Mapping[str, Any]) -> None:
+    """Updates rows by torch's functional, those that its fused kernel takes and the others."""
+    kinds: dict[tuple[bool, bool], list[bool]] = {}
+    for number, param in enumerate(rows.params):
         # No graph captures what CPUs do, and torch's loop refuses to be capturable there.
-        capturable = options["capturable"] and row.param.device.type != "cpu"
-        kinds.setdefault((row.is_fused(options), capturable), []).append(row)
+        capturable = options["capturable"] and param.device.type != "cpu"
+        fused = is_fused(param, options) and _are_dense(
+            param, rows.grads[number], rows.exp_avgs[number], rows.exp_avg_sqs[number]
+        )
+        chosen = kinds.setdefault((fused, capturable), [False] * len(rows.params))
+        chosen[number] = True
+    beta1, beta2 = options["adamw_betas"]
     for (fused, capturable), chosen in kinds.items():
+        some = rows.only(chosen) if len(kinds) > 1 else rows
         adamw(
-            [row.param for row in chosen],
-            [row.grad for row in chosen],
-            [row.exp_avg for row in chosen],
-            [row.exp_avg_sq for row in chosen],
+            some.params,
+            some.grads,
+            some.exp_avgs,
+            some.exp_avg_sqs,
             [],
-            [row.step for row in chosen],
+            some.steps,
             foreach=False if fused else options["foreach"],
             fused=fused,
             capturable=capturable,
-            has_complex=any(row.param.is_complex() for row in chosen),
+            has_complex=any(param.is_complex() for param in some.params),
             amsgrad=False,
             beta1=beta1,
             beta2=beta2,
@@ -218,55 +223,11 @@ def _update_at_once(rows: Sequence[_Row], options: Mapping[str, Any]) -> None:
         )
 
 
-def _bump_versions(params: Iterable[Tensor]) -> None:
-    """A DTensor's counter is not its shard's, and torch's fused kernel leaves both alone."""
-    for p in params:
-        torch.autograd.graph.increment_version(p)
+def _are_dense(param: Tensor, *others: Tensor) -> bool:
+    """Whether all tensors fill their memory in one order.
 
-
-@dataclass(frozen=True)
-class _Row:
-    """The local tensors of one parameter's update: all of it, a shard, or its rows here."""
-
-    param: Tensor
-    grad: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
-    step: Tensor
-
-    @classmethod
-    def of(
-        cls,
-        param: Tensor,
-        grad: Optional[Tensor],
-        state: Mapping[str, Tensor],
-        here: Callable[[Tensor], Tensor],
-    ) -> _Row:
-        if grad is None:
-            grad = torch.zeros_like(param)
-        else:
-            grad = local(grad).to(param.dtype)
-        return cls(param, grad, here(state["exp_avg"]), here(state["exp_avg_sq"]), state["step"])
-
-    def part(self, share: Share, moments: Sequence[Tensor]) -> _Row:
-        """What a portion has of it; its moments on the device where they had to be brought."""
-        if share.piece is None and not moments:
-            return self
-        index = () if share.piece is None else share.piece
-        exp_avg, exp_avg_sq = moments or (self.exp_avg[index], self.exp_avg_sq[index])
-        # Counted once: the last piece counts, the others count a copy.
-        step = self.step if share.is_last else self.step.clone()
-        return _Row(self.param[index], self.grad[index], exp_avg, exp_avg_sq, step)
-
-    def is_fused(self, options: Mapping[str, Any]) -> bool:
-        return is_fused(self.param, options) and self.is_dense
-
-    @property
-    def is_dense(self) -> bool:
-        """Whether all tensors fill their memory in one order: torch's fused kernel takes their
-        storages for flat arrays, and would write the wrong elements of any others."""
-        tensors = (self.param, self.grad, self.exp_avg, self.exp_avg_sq)
-        like = self.param.shape, self.param.stride()
-        if any((t.shape, t.stride()) != like for t in tensors):
-            return False
-        return is_dense(self.param)
+    torch's fused kernel takes their storages for flat arrays, and would write the wrong elements of
+    any others.
+    """
+    shape, stride = param.shape, param.stride()
+    return all(t.shape == shape and t.stride() == stride for t in others) and is_dense(param)

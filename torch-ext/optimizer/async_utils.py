@@ -1,52 +1,228 @@
-"""Keeps the traffic of some chunks under way while another one is being computed.
+"""The order of a step: a list of events, made before it by a pure function.
 
-A chunk is a generator that yields twice: when its matrices are on their way to the owners, and when
-the updates are on their way back. It waits for the former when resumed the first time, for the
-latter when resumed the second time.
+The matrices of a lane go through chunk by chunk: momentum is updated and sent to the owners, the
+owners orthogonalize, the updates come back, weights are updated. While one chunk is orthogonalized,
+the next ones are on their way to their owners, and the one before is on its way back. Between them
+AdamW's parameters have their turn, and the averages of ZeRO-2.
+
+Ranks that share a lane launch its collectives in one order, since the order follows from what they
+have in common: the number of chunks, how many may be in flight, who takes part.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Generator, Iterable
-from typing import Optional
+import enum
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
-Task = Generator[None, None, None]
+from .distributed.plan import Plan, turn_of
+
+# Buckets of gradients that are averaged ahead of the one that is needed next.
+BUCKETS_AHEAD = 2
 
 
-def interleave(
-    tasks: Iterable[Task], in_flight: int, meanwhile: Optional[Callable[[], None]] = None
-) -> None:
-    """Runs tasks to their ends, at most ``in_flight`` of them begun and not ended at any time.
+class Do(enum.Enum):
+    """What an event does."""
 
-    While chunk k is computed, the next ones are being gathered and, where ``in_flight`` allows
-    three, chunk k − 1 is on its way back. The order depends on the number of tasks and on
-    ``in_flight`` alone: ranks for which these are equal launch their collectives in one order.
+    AVERAGE = "average gradients"  # of matrices, one bucket of them, over replicas
+    FLAG = "flag Inf and NaN"  # in the gradients of a lane
+    GATHER = "momentum, gather"  # of a chunk; its gather is launched
+    ORTHOGONALIZE = "orthogonalize, scatter"  # of a chunk; its scatter is launched
+    UPDATE = "update weights"  # of a chunk
+    AVERAGE_OTHERS = "average AdamW's gradients"  # one bucket of them
+    ADAMW = "AdamW"  # of one part of its parameters
+    SHARE_ROWS = "gather AdamW's rows"  # that each replica has updated, of one group
+
+
+class Event(NamedTuple):
+    """One thing that a rank does in a step.
 
     Args:
-        tasks: begun in this order.
-        in_flight: at least 1.
-        meanwhile: other work, done under the first gathers.
+        do: what.
+        lane: of a chunk, the number of its lane among all lanes of the plan; else −1.
+        number: of the chunk, the bucket, AdamW's part, or the group of AdamW's.
     """
-    waiting = iter(tasks)
-    upcoming = next(waiting, None)
-    gathering: deque[Task] = deque()
-    returning: deque[Task] = deque()
-    while True:
-        while upcoming is not None and len(gathering) + len(returning) < in_flight:
-            next(upcoming)
-            gathering.append(upcoming)
-            upcoming = next(waiting, None)
-        if meanwhile is not None:
-            meanwhile()
-            meanwhile = None
-        if gathering:
-            task = gathering.popleft()
-            next(task)
-            returning.append(task)
-        if not returning:
-            return
+
+    do: Do
+    lane: int = -1
+    number: int = 0
+
+
+@dataclass(frozen=True)
+class Averages:
+    """What ZeRO-2 averages and sends, and who waits for it.
+
+    Args:
+        ranks: that average, ascending.
+        buckets: how many hold gradients of matrices.
+        needed: how many of them a chunk waits for, by the numbers of its lane and its own.
+        others_needed: how many buckets of AdamW's gradients each part of AdamW waits for.
+    """
+
+    ranks: tuple[int, ...]
+    buckets: int
+    needed: Mapping[tuple[int, int], int]
+    others_needed: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What a step does beside the chunks.
+
+    Args:
+        groups: of each part of AdamW, the number of its parameter group.
+        part_bytes: of each part, the bytes of state that come from host memory.
+        chunk_bytes: the same of each chunk, by the numbers of its lane and its own; None where no
+            state is streamed.
+        averages: those of ZeRO-2, where it has traffic.
+        flagged: numbers of the lanes in which matrices with Inf or NaN are skipped.
+    """
+
+    groups: Sequence[int] = ()
+    part_bytes: Sequence[int] = ()
+    chunk_bytes: Mapping[tuple[int, int], int] | None = None
+    averages: Averages | None = None
+    flagged: Collection[int] = field(default=())
+
+
+def turns(chunks: int, in_flight: int) -> Iterator[tuple[Do, int]]:
+    """The order of a lane's chunks, of which at most ``in_flight`` are begun and not updated.
+
+    While chunk k is computed, the next ones are being gathered and, where ``in_flight`` allows
+    three, chunk k − 1 is on its way back.
+    """
+    begun = computed = updated = 0
+    while updated < chunks:
+        while begun < min(chunks, updated + in_flight):
+            yield Do.GATHER, begun
+            begun += 1
+        if computed < begun:
+            yield Do.ORTHOGONALIZE, computed
+            computed += 1
+        gathering = begun - computed
         # Room for the chunk behind the next one: gathered later, it would hide under nothing.
-        makes_room = upcoming is not None and len(gathering) < 2
-        if len(returning) > 1 or not gathering or makes_room:
-            next(returning.popleft(), None)
+        makes_room = begun < chunks and gathering < 2
+        if computed - updated > 1 or not gathering or makes_room:
+            yield Do.UPDATE, updated
+            updated += 1
+
+
+def schedule(plan: Plan, beside: Beside) -> tuple[Event, ...]:
+    """All that a rank does in a step of a plan, in order.
+
+    Chunks without traffic and AdamW come while the first chunks of the first lane are gathered. In
+    ZeRO-2 AdamW has traffic of its own, which takes its turn among the lanes: while those of the
+    same ranks are gathered, or between the others. Out of turn, two ranks would use one process
+    group in different orders, since each may have another first lane.
+    """
+    averages, shared = beside.averages, len(plan.lanes)
+    launches = _Launches(Do.AVERAGE, 0 if averages is None else averages.buckets)
+    events: list[Event] = []
+
+    def chunk(do: Do, lane: int, number: int) -> None:
+        if do is Do.GATHER and averages is not None:
+            events.extend(launches.for_those(averages.needed[lane, number]))
+        events.append(Event(do, lane, number))
+
+    for number in sorted(beside.flagged):
+        if averages is not None:
+            last = len(plan.all_lanes[number].chunks) - 1
+            events.extend(launches.for_those(averages.needed[number, last]))
+        events.append(Event(Do.FLAG, number))
+
+    is_woven = beside.chunk_bytes is not None and averages is None
+    others = [] if is_woven else _adamw(beside)
+    turn, is_under = 0, shared > 0
+    if averages is not None and len(averages.ranks) > 1:
+        turn = sum(turn_of(lane.peers) < turn_of(averages.ranks) for lane in plan.lanes)
+        is_under = turn < shared and plan.lanes[turn].peers == averages.ranks
+
+    def without_traffic() -> None:
+        for number, lane in enumerate(plan.alone, shared):
+            for do, of_lane in turns(len(lane.chunks), in_flight=1):
+                chunk(do, number, of_lane)
+
+    for number, lane in enumerate(plan.lanes):
+        if number == turn and not is_under:
+            events.extend(others)
+        has_gathered = False
+        for do, of_lane in turns(len(lane.chunks), lane.in_flight):
+            if do is not Do.GATHER and not has_gathered:
+                has_gathered = True
+                if number == 0:
+                    without_traffic()
+                if number == turn and is_under:
+                    events.extend(others)
+            chunk(do, number, of_lane)
+    if not plan.lanes:
+        without_traffic()
+    if turn == shared:
+        events.extend(others)
+    return tuple(_weave(events, plan, beside) if is_woven else events)
+
+
+class _Launches:
+    """Averages of buckets that are still to be launched, in the order of their numbers."""
+
+    def __init__(self, do: Do, buckets: int):
+        self.do = do
+        self.buckets = buckets
+        self.launched = 0
+
+    def for_those(self, needed: int) -> list[Event]:
+        """Launches so many buckets that have not been yet, and some ahead of the next ones."""
+        end = min(needed + BUCKETS_AHEAD, self.buckets) if needed else 0
+        events = [Event(self.do, number=bucket) for bucket in range(self.launched, end)]
+        self.launched = max(self.launched, end)
+        return events
+
+
+def _adamw(beside: Beside) -> list[Event]:
+    """AdamW's parts one after the other, with their averages ahead and their rows behind."""
+    averages, events = beside.averages, []
+    if averages is None:
+        return [Event(Do.ADAMW, number=part) for part in range(len(beside.groups))]
+    launches = _Launches(Do.AVERAGE_OTHERS, max(averages.others_needed, default=0))
+    for part, group in enumerate(beside.groups):
+        events += launches.for_those(averages.others_needed[part])
+        events.append(Event(Do.ADAMW, number=part))
+        if part + 1 == len(beside.groups) or beside.groups[part + 1] != group:
+            events.append(Event(Do.SHARE_ROWS, number=group))
+    return events
+
+
+def _weave(events: Sequence[Event], plan: Plan, beside: Beside) -> Iterator[Event]:
+    """Puts AdamW's parts between the chunks, where state comes from the host.
+
+    AdamW's own arithmetic is too little to hide that. Each chunk is followed by as many parts as
+    keep the bytes that have come in step with the arithmetic that hides them: all of it but that of
+    the last chunk, which hides what is left to write back.
+    """
+    assert beside.chunk_bytes is not None
+    flops = {
+        (number, of_lane): sum(plan.flops(batch) for batch in chunk.batches)
+        for number, lane in enumerate(plan.all_lanes)
+        for of_lane, chunk in enumerate(lane.chunks)
+    }
+    hiding = sum(flops.values())
+    if flops:
+        last = len(plan.lanes or plan.alone) - 1
+        hiding -= flops[last, len(plan.all_lanes[last].chunks) - 1]
+    nbytes = sum(beside.chunk_bytes.values()) + sum(beside.part_bytes)
+    flops_done = bytes_done = part = 0
+    for event in events:
+        yield event
+        if event.do is Do.GATHER:
+            bytes_done += beside.chunk_bytes[event.lane, event.number]
+        elif event.do is Do.ORTHOGONALIZE:
+            flops_done += flops[event.lane, event.number]
+            while part < len(beside.part_bytes):
+                after = bytes_done + beside.part_bytes[part]
+                if after * hiding > nbytes * flops_done:
+                    break
+                bytes_done = after
+                yield Event(Do.ADAMW, number=part)
+                part += 1
+    for rest in range(part, len(beside.part_bytes)):
+        yield Event(Do.ADAMW, number=rest)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from . import adamw, newton_schulz, options, pipeline, validation
+from . import newton_schulz, options, pipeline, validation
 from .condition import Condition
 from .cpu_offload import CPUOffload
 from .distributed import agreement
@@ -27,7 +27,6 @@ from .planning import (
     Survey,
     entries_of,
     notes_of,
-    plan_all,
     plan_step,
     sets_of,
     shared_with,
@@ -36,7 +35,7 @@ from .planning import (
 from .qk_clip.clip import Clipping, Logits, QKClip
 from .qk_clip.config import read_clip_config
 from .stateful import Stateful
-from .step import Step
+from .step import Step, Work
 from .summary import Summary, summarize
 
 __all__ = ["Muon", "default_is_muon", "get_default_muon_param_groups"]
@@ -149,6 +148,7 @@ class Muon(Stateful):
     _agreed: Survey  # of the groups when ranks last were at one
     _compared: bool  # what replicas hold
     _warned: bool  # of a step without gradients
+    _work: Optional[Work]  # what the last step was made of
     _untrained: int  # steps, the last ones, in which AdamW alone had gradients
 
     @dtensors.refuses_groups_before_init("process_group")
@@ -378,12 +378,11 @@ class Muon(Stateful):
             is_agreed = True
             groups, plan, clipping = agreed
             self._init_state(groups, self._survey)
-            step = Step(plan, groups, self.state, self._wide, self._offload, clipping)
+            step = Step(plan, groups, self.state, self._wide, self._offload, clipping, self._work)
             with step:
                 scaling.unscale(groups)
-                offload, carrier = self._offload, step.carrier
-                others = adamw.Updates(groups, self.state, self._wide.divided, offload, carrier)
-                pipeline.run(step, others)
+                pipeline.run(step)
+            self._work = None if self._offload.is_used else step.work
             self._agreement.steps += 1
 
     def _agree_on_plan(
@@ -518,7 +517,7 @@ class Muon(Stateful):
         """Checks the groups, and keeps what there is to plan from now on."""
         found = self._survey_of(groups)
         if found is not self._survey:
-            self._survey = found
+            self._survey, self._work = found, None
             if self._wide.debug:
                 logger.info("planned:\n%s", self._summarize(groups, found))
         return found
@@ -539,7 +538,7 @@ class Muon(Stateful):
         return self._summarize(groups, self._survey_of(groups))  # not kept: others may make none
 
     def _summarize(self, groups: list[dict[str, Any]], found: Survey) -> Summary:
-        plan, clipped = plan_all(found, groups, self._wide), self._clip.projections_of(groups)
+        plan, clipped = found.planner(groups, self._wide).plan(), self._clip.projections_of(groups)
         return summarize(groups, found, plan, self._wide, self._where_state_is(), clipped)
 
     # -- QK-Clip -------------------------------------------------------------------------------
@@ -579,6 +578,7 @@ class Muon(Stateful):
         self._compared = False
         self._warned = False
         self._untrained = 0
+        self._work = None
 
 
 def _is_zero(lr: Any) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,7 +16,7 @@ from . import validation
 from .core import Matrices, read_by_options, takes_part
 from .distributed import agreement, hsdp, layout
 from .distributed import utils as dtensors
-from .distributed.plan import NOTHING, Entry, Plan, make_plan
+from .distributed.plan import Entry, Plan, Planner
 from .newton_schulz import Recipe, recipe_for
 from .options import GROUP_OPTIONS, STRUCTURE, OptimizerWide
 
@@ -25,7 +24,7 @@ Group = Mapping[str, Any]  # with all options, as `Muon._views` has them
 
 # What plans, and what is carried by a plan, depend on, beside the parameters.
 _PLANNED = (
-    *("use_muon", "capturable", "foreach", "nonfinite", *STRUCTURE),
+    *("use_muon", "capturable", "foreach", "nonfinite", "adjust_lr", *STRUCTURE),
     *("ns_steps", "ns_coefficients", "ns_algorithm", "ns_norm", "ns_dtype"),
 )
 
@@ -55,8 +54,7 @@ class Survey:
         names: of each group, what messages call its parameters.
         entries: of each group, its Muon parameters in order; none for AdamW's.
         shared: by the ranks of every mesh that a parameter is on, and of the process group.
-        plans: made so far, by which of the shared entries take part, and whether state is streamed.
-        last: the plan of the last step, with which entries took part in it.
+        planners: of the trainable entries, by whether state is streamed.
         hosted: whether there are parameters in host memory that are not used there.
     """
 
@@ -64,18 +62,30 @@ class Survey:
     names: list[list[str]]
     entries: list[list[Entry]]
     shared: dict[agreement.Ranks, Shared] = field(default_factory=lambda: defaultdict(Shared))
-    plans: dict[tuple[bool, ...], Plan] = field(default_factory=dict)
-    last: tuple[tuple[bool, ...], Plan] = ((), NOTHING)
+    planners: dict[bool, Planner] = field(default_factory=dict)
     hosted: bool = False
 
     @property
     def all_entries(self) -> list[Entry]:
         return [entry for of_group in self.entries for entry in of_group]
 
-    @functools.cached_property
-    def are_whole(self) -> list[bool]:
-        """Of each entry whether all that this rank holds of it are whole matrices of its own."""
-        return [len(entry.peers(this_rank())) <= 1 for entry in self.all_entries]
+    def planner(self, groups: Sequence[Group], wide: OptimizerWide) -> Planner:
+        """Makes the plans of this survey's steps."""
+        if wide.streams not in self.planners:
+            trainable = [
+                entry
+                for entry in self.all_entries
+                if groups[entry.group]["params"][entry.index].requires_grad
+            ]
+            self.planners[wide.streams] = Planner(
+                trainable,
+                this_rank(),
+                chunk_size=wide.chunk_size,
+                warmup_step=wide.warmup_step,
+                everywhere=wide.use_distributed_muon,
+                streams=wide.streams,
+            )
+        return self.planners[wide.streams]
 
 
 NO_SURVEY = Survey([()], [], [])  # of no groups that there could be
@@ -93,6 +103,7 @@ def facts_of(group: Group) -> tuple:
                 dtensors.grad_dtype(p),
                 p.device,
                 dtensors.layout_of(p),
+                p.requires_grad,
             )
             for p in group["params"]
         ],
@@ -187,6 +198,7 @@ def entries_of(group: Group, number: int, where: str, wide: OptimizerWide) -> li
             second_moment=group["beta2"] is not None,
             momentum=replicas[index].state if index in replicas else None,
             spread=index in replicas,
+            adjust_lr=group["adjust_lr"],
         )
         for index, param in enumerate(group["params"])
     ]
@@ -229,48 +241,15 @@ def wire_of(recipe: Recipe) -> torch.dtype:
 
 
 def plan_step(found: Survey, groups: Sequence[Group], wide: OptimizerWide) -> Plan:
-    """The plan of the matrices that have a gradient.
+    """The plan of a step: all but the shared matrices that have no gradient."""
+    planner = found.planner(groups, wide)
 
-    A new set of gradients costs a plan only where ranks share the matrices concerned.
-    """
-    entries = found.all_entries
-    params = [groups[entry.group]["params"][entry.index] for entry in entries]
-    present = tuple(takes_part(p, groups[entry.group]) for p, entry in zip(params, entries))
-    key = (*present, *(p.requires_grad for p in params), wide.streams)
-    if found.last[0] != key:
-        planned = [
-            p.requires_grad if is_whole else is_present
-            for p, is_whole, is_present in zip(params, found.are_whole, present)
-        ]
-        plan = _plan(found, wide, planned)
-        there = [is_present for is_present, is_planned in zip(present, planned) if is_planned]
-        absent = frozenset(number for number, is_there in enumerate(there) if not is_there)
-        found.last = key, plan.without(absent) if absent else plan
-    return found.last[1]
+    def takes_no_part(number: int) -> bool:
+        entry = planner.entries[number]
+        group = groups[entry.group]
+        return not takes_part(group["params"][entry.index], group)
 
-
-def plan_all(found: Survey, groups: Sequence[Group], wide: OptimizerWide) -> Plan:
-    """The plan of a step in which all trainable matrices have a gradient."""
-    params = [param for group in groups if group["use_muon"] for param in group["params"]]
-    return _plan(found, wide, [param.requires_grad for param in params])
-
-
-def _plan(found: Survey, wide: OptimizerWide, take_part: Sequence[bool]) -> Plan:
-    """Made once for each set of entries that take part."""
-    entries = found.all_entries
-    present = (*take_part, wide.streams)
-    if present not in found.plans:
-        if len(found.plans) >= 8:  # where they change all the time, old ones are of no use
-            found.plans.clear()
-        found.plans[present] = make_plan(
-            [entry for entry, there in zip(entries, present) if there],
-            this_rank(),
-            chunk_size=wide.chunk_size,
-            warmup_step=wide.warmup_step,
-            everywhere=wide.use_distributed_muon,
-            streams=wide.streams,
-        )
-    return found.plans[present]
+    return planner.plan(frozenset(filter(takes_no_part, planner.shared_entries)))
 
 
 def matrices_of(group: Group, index: int, where: str) -> Matrices:
@@ -342,8 +321,11 @@ def notes_of(
                 gradients[replicas].append(name)
     for ranks, further in more.items():
         lines[ranks] += further
-    for entry in plan.taking_part:
-        param = groups[entry.group]["params"][entry.index]
+    for entry in plan.entries:
+        group = groups[entry.group]
+        param = group["params"][entry.index]
+        if not takes_part(param, group):
+            continue
         for ranks in _compare_gradients(entry, param, plan.rank, wide):
             gradients[ranks].append(entry.name)
     for lane in plan.lanes:

@@ -292,6 +292,7 @@ class Stateful(Offloadable):
         raise until `load_state_dict` has been called. To be called on all ranks alike.
         """
         self._condition.discard()
+        self._work = None
         for param in [key for key in self.state if isinstance(key, Tensor)]:
             del self.state[param]
         self._offload.forget()

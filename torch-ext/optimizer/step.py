@@ -1,41 +1,154 @@
-"""What the chunks of one step share: parameters, gradients, state, and what they borrow of it."""
+"""What the events of a step work on: tensors taken apart as its runs need them, and gradients.
+
+`Work` is made once for a plan, and holds as long as the storages stand. `Step` is one step.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any, Optional, Union
+import itertools
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from typing import Any, NamedTuple, Optional
 
 import torch
 from torch import Tensor
 
+from . import adamw
+from .async_utils import Beside, Do, Event, schedule
 from .core import takes_part
-from .cpu_offload import CPUOffload, Loan
+from .cpu_offload import Carrier, CPUOffload, Loan
 from .distributed import layout
 from .distributed import utils as dtensors
-from .distributed.plan import Bundle, Chunk, Entry, Lane, Plan, Run, Unit
-from .distributed.replicas import Replicas
-from .distributed.zero2 import MeanGradients
+from .distributed.plan import Chunk, Lane, Plan, Run, Unit
+from .distributed.transport import Alone, transport_of
+from .gradients import Gradients, MeanOfReplicas
+from .nonfinite import Finite
 from .options import OptimizerWide
 from .qk_clip.clip import Clipping
 from .scratch import Scratch
 
-State = Mapping[Tensor, Mapping[str, Tensor]]
+State = Mapping[Tensor, MutableMapping[str, Tensor]]
 Hyper = Mapping[str, Any]
 Index = Optional[tuple[slice, ...]]
 
+# What windows of host memory are announced for.
+NONFINITE, MOMENTUM = "nonfinite", "momentum"
+SECOND_MOMENT, WEIGHTS = "second moment", "weights"
+
+
+class Parts(NamedTuple):
+    """This rank's parts of the units of a run, in the order of its bundles; empty ones left out.
+
+    Args:
+        units: whose they are.
+        boxes: which part of the unit, in coordinates of its box.
+        indices: slices that take the part out of the local tensor; None takes it all.
+        tensors: the parts themselves, of momentum or of weights.
+    """
+
+    units: list[Unit]
+    boxes: list[layout.Region]
+    indices: list[Index]
+    tensors: list[Tensor]
+
+
+class Work:
+    """The tensors of a plan's parameters and of their state, taken apart as its runs need them.
+
+    Args:
+        plan: what is to be done.
+        params: of the plan's entries.
+        state: of each of them.
+        wide: options that hold for all groups.
+        offload: where the state lives.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        params: Sequence[Tensor],
+        state: Sequence[Mapping[str, Tensor]],
+        wide: OptimizerWide,
+        offload: CPUOffload,
+    ):
+        self.plan = plan
+        self.params = params
+        self.state = state
+        self.weights = [dtensors.local(param) for param in params]
+        self.momenta = [offload.here(own["momentum_buffer"]) for own in state]
+        self.process_groups: list[Any] = [
+            dtensors.process_group(params[lane.owners[0][0].entry], lane.peers, wide.process_group)
+            for lane in plan.lanes
+        ]
+        self.process_groups += [None] * len(plan.alone)
+        self.schedule: tuple[Event, ...] = ()
+        self.last_reads: dict[int, list[int]] = {}
+        self._beside: Optional[Beside] = None
+        self._parts: dict[int, Parts] = {}  # by id of a run
+
+    def holds(self, plan: Plan, params: Sequence[Tensor], momenta: Sequence[Tensor]) -> bool:
+        """Whether the plan and all storages are still the same."""
+        if plan is not self.plan:
+            return False
+        pairs = zip((*params, *momenta), (*self.weights, *self.momenta))
+        return all(dtensors.address(tensor) == known.data_ptr() for tensor, known in pairs)
+
+    def order(self, beside: Beside) -> None:
+        """Makes the schedule, where it is not still the same."""
+        if beside == self._beside:
+            return
+        self._beside, self.schedule = beside, schedule(self.plan, beside)
+        # Of each entry the run, by its id, behind which nobody reads the gradient.
+        last = dict.fromkeys(range(len(self.params)), 0)
+        for event in self.schedule:
+            if event.do is Do.GATHER:
+                for run in self.chunk(event)[0].momentum:
+                    last.update((unit.entry, id(run)) for bundle in run for unit in bundle.units)
+        self.last_reads = {}
+        for number, run_id in last.items():
+            self.last_reads.setdefault(run_id, []).append(number)
+
+    def chunk(self, event: Event) -> tuple[Chunk, Lane]:
+        lane = self.plan.all_lanes[event.lane]
+        return lane.chunks[event.number], lane
+
+    def parts(self, run: Run, tensors: Sequence[Tensor]) -> Parts:
+        """The parts of a run, taken out of `momenta` or `weights`."""
+        parts = self._parts.get(id(run))
+        if parts is None:
+            filled = [bundle for bundle in run if bundle.numel]
+            units = [unit for bundle in filled for unit in bundle.units]
+            indices = [index for bundle in filled for index in bundle.indices]
+            parts = self._parts[id(run)] = Parts(
+                units,
+                [bundle.box for bundle in filled for _ in bundle.units],
+                indices,
+                [part_of(tensors[u.entry], index) for u, index in zip(units, indices)],
+            )
+        return parts
+
 
 class Step:
-    """What the chunks of one step share.
+    """One step of a plan.
 
     Args:
         plan: what to do.
         groups: hyperparameters and parameters of each group.
-        state: ``momentum_buffer`` and ``second_momentum_buffer`` of each parameter.
+        state: of all parameters.
         wide: options that hold for all groups.
         offload: where the state lives.
         clipping: QK-Clip of this step, if there is any.
+        work: of the last step.
+
+    Attributes:
+        home: where state lives: on the device, or in host memory, from which it is carried.
+        gradients: as they are, or averaged over replicas.
+        under_way: how each chunk travels that is under way, by the numbers of its lane and its own.
+        finite: which matrices are updated, of those that may be skipped.
     """
+
+    work: Work
+    home: Carrier
+    adamw: adamw.Updates
 
     def __init__(
         self,
@@ -45,32 +158,39 @@ class Step:
         wide: OptimizerWide,
         offload: CPUOffload,
         clipping: Optional[Clipping] = None,
+        work: Optional[Work] = None,
     ):
         self.plan = plan
         self.groups = groups
         self.wide = wide
-        self.offload = offload
         self.clipping = clipping
-        self.params = [groups[entry.group]["params"][entry.index] for entry in plan.entries]
-        self.state = [state[param] for param in self.params]
-        self.weights = [dtensors.local(param) for param in self.params]
-        self.hosted = [offload.hosts(param) for param in self.params]  # with their gradients
-        self.grads: dict[int, Tensor] = {}
-        self.unread = Counter(plan.reads)
-        self.finite: dict[int, Tensor] = {}  # by id of a unit, (matrices,), with nonfinite="skip"
         self.scratch = Scratch()
-        # Whether parameters or state may have changed, or gradients are gone.
-        self.has_written = False
-        self.means = None if wide.divided is None else _Means(self, wide.divided)
+        self.finite = Finite(plan)
+        self.under_way: dict[tuple[int, int], Alone] = {}
+        self._has_written = False
+        self._params = [groups[entry.group]["params"][entry.index] for entry in plan.entries]
+        # What is whole on this rank is skipped where it has no gradient. What is shared and has
+        # none is not in the plan.
+        self._absent = {
+            number
+            for number, (param, entry) in enumerate(zip(self._params, plan.entries))
+            if not takes_part(param, groups[entry.group])
+        }
+        self._state = state
+        self._offload = offload
+        self._hosted = [offload.hosts(param) for param in self._params]  # with their gradients
+        self.gradients = Gradients(plan, self._params, groups)
+        self._last_work = work
 
     def __enter__(self) -> Step:
         others: list[int] = []
-        if self.offload.is_used:
-            adamw = (group for group in self.groups if not group["use_muon"])
-            others = [id(p) for group in adamw for p in group["params"] if takes_part(p, group)]
+        if self._offload.is_used:
+            of_adamw = (group for group in self.groups if not group["use_muon"])
+            others = [id(p) for group in of_adamw for p in group["params"] if takes_part(p, group)]
         try:
-            self.carrier = self.offload.begin_step(self.plan, others, once=any(self.hosted))
-            self.momenta = [self.offload.here(own["momentum_buffer"]) for own in self.state]
+            use = (self.plan, self._absent, others)
+            self.home = self._offload.begin_step(use, once=any(self._hosted))
+            self._prepare()
         except BaseException:
             self.__exit__()
             raise
@@ -78,175 +198,214 @@ class Step:
 
     def __exit__(self, *error: object) -> None:
         """Sends back what was carried, also where an error has ended the step."""
-        hosted = zip(self.plan.entries, self.hosted)
-        self.offload.end_step({entry.device for entry, is_hosted in hosted if is_hosted})
+        hosted = zip(self.plan.entries, self._hosted)
+        self._offload.end_step({entry.device for entry, is_hosted in hosted if is_hosted})
 
-    def release(self) -> None:
-        """Lets go of the gradients that are left, and tells autograd what was written."""
-        for entry, param in enumerate(self.params):
-            if entry in self.plan.absent:
-                continue
-            self._release_grad(entry)
-            if dtensors.is_dtensor(param):
+    def _prepare(self) -> None:
+        state, work = [self._state[param] for param in self._params], self._last_work
+        momenta = [own["momentum_buffer"] for own in state]
+        if self._offload.is_used:
+            momenta = [self._offload.here(momentum) for momentum in momenta]
+        if work is None or not work.holds(self.plan, self._params, momenta):
+            work = Work(self.plan, self._params, state, self.wide, self._offload)
+        self.work, divided, averages = work, self.wide.divided, None
+        self.adamw = adamw.Updates(self.groups, self._state, divided, self._offload, self.home)
+        if divided is not None:
+            self.gradients = mean = MeanOfReplicas(
+                self.plan, self._params, self.groups, divided, self.scratch
+            )
+            averages = mean.averages(self.adamw.buckets_needed())
+        lanes = enumerate(self.plan.all_lanes)
+        beside = Beside(
+            tuple(part.group for part in self.adamw.parts),
+            tuple(part.nbytes for part in self.adamw.parts),
+            None if self.home.is_idle else self._momentum_bytes(),
+            averages,
+            tuple(n for n, lane in lanes if any(self.may_skip(unit) for unit, _ in lane.owners)),
+        )
+        work.order(beside)
+        if not self.home.is_prepared:
+            for event in work.schedule:
+                self._announce(event)
+
+    def end(self) -> None:
+        """Completes what is under way, and tells autograd what was written."""
+        for number in self.work.last_reads.get(0, ()):  # of these this rank holds nothing
+            if number not in self._absent:
+                self.gradients.release(number)
+        for number, param in enumerate(self._params):
+            if number not in self._absent and dtensors.is_dtensor(param):
                 torch.autograd.graph.increment_version(param)
+        self.adamw.wait()
+        if self.clipping is not None:
+            self.clipping.finish(self.groups)
 
-    def process_group(self, lane: Lane) -> Any:
-        param = self.params[lane.owners[0][0].entry]
-        return dtensors.process_group(param, lane.peers, self.wide.process_group)
+    @property
+    def has_written(self) -> bool:
+        """Whether parameters or state may have changed, or gradients are gone."""
+        return self._has_written or self.gradients.has_released
 
-    def entry(self, unit: Unit) -> Entry:
-        return self.plan.entries[unit.entry]
+    def writes(self) -> None:
+        """To be called before anything is written."""
+        self._has_written = True
+
+    # -- what events work on -------------------------------------------------------------------
+
+    def begin(self, event: Event) -> Alone:
+        """What a chunk travels by, until its weights are updated."""
+        chunk, lane = self.work.chunk(event)
+        group = self.work.process_groups[event.lane]
+        travel = self.under_way[event[1:]] = transport_of(chunk, lane, group, self.scratch)
+        return travel
 
     def hyper(self, unit: Unit) -> Hyper:
-        return self.groups[self.entry(unit).group]
+        return self.groups[self.plan.entries[unit.entry].group]
 
-    def momentum_bytes(self) -> dict[int, int]:
-        """Bytes of momentum that this rank holds of each chunk, by the chunk's id."""
-        sizes = [momentum.dtype.itemsize for momentum in self.momenta]
-        return {
-            id(chunk): sum(
-                bundle.numel * sizes[bundle.units[0].entry]
-                for run in chunk.momentum
-                for bundle in run
-            )
-            for lane in (*self.plan.lanes, *self.plan.alone)
-            for chunk in lane.chunks
-        }
+    def momentum(self, run: Run) -> Parts:
+        """Parts of the momentum of a run, of units that take part."""
+        return self._present(self.work.parts(run, self.work.momenta))
 
-    def average_gradients(self, chunk: Chunk) -> None:
-        """Starts to, in ZeRO-2, for what a chunk needs; on all ranks alike."""
-        if self.means is not None:
-            self.means.launch(chunk)
+    def weights(self, run: Run) -> Parts:
+        """Parts of the weights of a run, of units that take part."""
+        return self._present(self.work.parts(run, self.work.weights))
 
-    def grad(self, unit: Unit) -> Tensor:
-        """The gradient of the unit's parameter where its momentum is; zeros where there is none."""
-        number = unit.entry
-        if number not in self.grads:
-            self.grads[number] = self._grad(number)
-        return self.grads[number]
+    def _present(self, parts: Parts) -> Parts:
+        present = self.present(parts.units)
+        if present is None:
+            return parts
+        chosen: Any = (list(itertools.compress(column, present)) for column in parts)
+        return Parts(*chosen)
 
-    def _grad(self, number: int) -> Tensor:
-        if self.means is not None and number in self.means.numbers:
-            return self.means.rows(number)
-        grad, entry = self.params[number].grad, self.plan.entries[number]
-        grad = torch.zeros_like(self.weights[number]) if grad is None else dtensors.local(grad)
-        if entry.momentum is not None:  # replicas divide the momentum, not the gradient
-            grad = grad[layout.slices(entry.momentum_region(self.plan.rank))]
-        return grad
+    def views(self, flat: Tensor, run: Run) -> list[Tensor]:
+        """What a flat tensor, which begins where a run does, has for the same parts."""
+        views: list[Tensor] = []
+        for bundle in run:
+            if bundle.numel:
+                place = bundle.start - run[0].start
+                views += flat[place : place + bundle.numel].view(bundle.shape).unbind(0)
+        if not self._absent:
+            return views
+        present = self.present([unit for b in run if b.numel for unit in b.units])
+        return views if present is None else list(itertools.compress(views, present))
 
-    def was_read(self, units: Sequence[Unit]) -> None:
-        """Lets a gradient go once all units of its parameter have been read."""
-        for unit in units:
-            self.unread[unit.entry] -= 1
-            if not self.unread[unit.entry]:
-                self._release_grad(unit.entry)
+    def present(self, units: Sequence[Unit]) -> Optional[list[bool]]:
+        """Which of the units take part; None where all do."""
+        if not self._absent:
+            return None
+        present = [unit.entry not in self._absent for unit in units]
+        return None if all(present) else present
 
-    def _release_grad(self, number: int) -> None:
-        self.grads.pop(number, None)
-        self.drop_grad(number)
+    def grads(self, parts: Parts) -> list[Tensor]:
+        """The gradients of parts of the momentum."""
+        pairs = zip(parts.units, parts.indices)
+        return [part_of(self.gradients.of(unit.entry), index) for unit, index in pairs]
 
-    def drop_grad(self, number: int) -> None:
-        """Lets a gradient go that has been read, where that is asked for.
+    def were_read(self, run: Run) -> None:
+        """Lets the gradients go that no other run reads."""
+        for number in self.work.last_reads.get(id(run), ()):
+            if number not in self._absent:
+                self.gradients.release(number)
 
-        Not in capturable groups: the backward of a replayed graph writes where it was captured.
-        """
-        hyper = self.groups[self.plan.entries[number].group]
-        if hyper["none_grad"] and not hyper["capturable"]:
-            self.has_written = True
-            self.params[number].grad = None
+    def keep(self, parts: Parts) -> Optional[list[Tensor]]:
+        """Where to update the parts of a run; None where that is everywhere."""
+        if not parts.units or not self.may_skip(parts.units[0]):
+            return None
+        return [self.finite.keep(unit, box) for unit, box in zip(parts.units, parts.boxes)]
+
+    def clip(self, parts: Parts) -> Optional[list[Optional[Tensor]]]:
+        """What QK-Clip multiplies the rows of the parts with, if it does."""
+        if self.clipping is None:
+            return None
+        pairs = zip(parts.units, parts.indices)
+        return [self.clipping.scale(self._params[unit.entry], index) for unit, index in pairs]
 
     def second_moment(self, unit: Unit) -> Tensor:
         """V of a unit's matrices, a view (experts…, matrices of each, long side)."""
-        entry = self.entry(unit)
+        entry = self.plan.entries[unit.entry]
         row_dim = entry.matrices.row_dim
         start, stop = unit.box[row_dim]
         count = (stop - start) // unit.rows
         numbers = entry.matrices.second_moment_interval(start, unit.rows, count)
         held = entry.region(self.plan.rank)[:row_dim]
         experts = layout.slices(layout.relative(unit.box[:row_dim], held))
-        V = self.offload.here(self.state[unit.entry]["second_momentum_buffer"])
+        V = self._offload.here(self.work.state[unit.entry]["second_momentum_buffer"])
         return V[(*experts, slice(*numbers))].unflatten(-1, (count, -1))
 
-    def clip(self, unit: Unit, index: Index) -> Optional[Tensor]:
-        """What the rows of a part of a unit's weights are multiplied with, if by anything."""
-        if self.clipping is None:
-            return None
-        return self.clipping.scale(self.params[unit.entry], index)
+    def may_skip(self, unit: Unit) -> bool:
+        """Whether matrices with Inf or NaN are left as they are."""
+        return self.hyper(unit)["nonfinite"] == "skip"
+
+    def may_overflow(self, unit: Unit) -> bool:
+        """Whether finite gradients may sum up to Inf; other formats reach as far as 1e38."""
+        return self.work.momenta[unit.entry].dtype == torch.float16
 
     # -- what has to be carried to the device --------------------------------------------------
 
-    def announce(
-        self,
-        purpose: str,
-        of: Union[Run, Bundle, Unit],
-        rows: Sequence[Sequence[Loan]],
-        at_once: bool = False,
-    ) -> None:
-        """Announces loans for the rows of a run, bundle or unit; see `cpu_offload.Carrier`."""
-        self.carrier.cut((purpose, id(of)), rows, at_once)
-        self.carrier.announce((purpose, id(of)))
+    def _momentum_bytes(self) -> dict[tuple[int, int], int]:
+        """Bytes of momentum that this rank holds of each chunk."""
+        sizes = [momentum.dtype.itemsize for momentum in self.work.momenta]
+        return {
+            (number, at): sum(
+                bundle.numel * sizes[bundle.units[0].entry]
+                for run in chunk.momentum
+                for bundle in run
+            )
+            for number, lane in enumerate(self.plan.all_lanes)
+            for at, chunk in enumerate(lane.chunks)
+        }
 
-    def momentum_loans(self, unit: Unit, index: Index) -> list[Loan]:
-        """Of a part of a unit's momentum, and its gradient; none where they are on the device."""
-        part = part_of(self.momenta[unit.entry], index)
-        loans = self.offload.loan(self.state[unit.entry]["momentum_buffer"], part)
-        if self.hosted[unit.entry]:
-            grad = part_of(self.grad(unit), index)
-            loans.append(Loan(grad, self.entry(unit).device, False))
-        return loans
+    def _announce(self, event: Event) -> None:
+        """Announces what an event is going to borrow of the host's memory, in the order of use."""
+        if event.do is Do.ADAMW:
+            self.adamw.announce(event.number)
+        elif event.do is Do.GATHER:
+            for run in self.work.chunk(event)[0].momentum:
+                self._carry((MOMENTUM, id(run)), self._momentum_loans(self.momentum(run)))
+        elif event.do is Do.UPDATE:
+            for run in self.work.chunk(event)[0].weights:
+                for bundle in run:
+                    if self.hyper(bundle.units[0])["beta2"] is not None:
+                        units = (unit for unit in bundle.units if unit.entry not in self._absent)
+                        loans = map(self._second_moment_loans, units)
+                        self._carry((SECOND_MOMENT, id(bundle)), loans, at_once=True)
+                self._carry((WEIGHTS, id(run)), self._weight_loans(self.weights(run)))
+        elif event.do is Do.FLAG:
+            lane = self.plan.all_lanes[event.lane]
+            for run in (run for chunk in lane.chunks for run in chunk.momentum):
+                parts = self.momentum(run)
+                first = parts.units[0] if parts.units else None
+                if first is not None and self.may_skip(first) and self.may_overflow(first):
+                    unchanged = self._momentum_loans(parts, written=False)
+                    self._carry((NONFINITE, id(run)), unchanged, at_once=True)
 
-    def second_moment_loans(self, unit: Unit) -> list[Loan]:
-        """The same of `second_moment`."""
-        held = self.state[unit.entry]["second_momentum_buffer"]
-        return self.offload.loan(held, self.second_moment(unit))
+    def _carry(self, key: tuple, rows: Iterable[Sequence[Loan]], at_once: bool = False) -> None:
+        self.home.cut(key, list(rows), at_once)
+        self.home.announce(key)
 
-    def weight_loans(self, unit: Unit, index: Index) -> list[Loan]:
-        """The same of weights."""
-        if not self.hosted[unit.entry]:
-            return []
-        weight = part_of(self.weights[unit.entry], index)
-        return [Loan(weight, self.entry(unit).device, True)]
+    def _momentum_loans(self, parts: Parts, written: bool = True) -> list[list[Loan]]:
+        """Of parts of the momentum, and of gradients in host memory; none of what is not there."""
+        rows = []
+        for unit, index, part in zip(parts.units, parts.indices, parts.tensors):
+            held = self.work.state[unit.entry]["momentum_buffer"]
+            loans = [loan._replace(written=written) for loan in self._offload.loan(held, part)]
+            if self._hosted[unit.entry]:
+                grad = part_of(self.gradients.of(unit.entry), index)
+                loans.append(Loan(grad, self.plan.entries[unit.entry].device, False))
+            rows.append(loans)
+        return rows
 
-    def keep(self, unit: Unit, box: layout.Region) -> Optional[Tensor]:
-        """Whether to update, for the elements of a part of a unit; broadcasts to them."""
-        if id(unit) not in self.finite:
-            return None
-        row_dim = self.entry(unit).matrices.row_dim
-        experts = layout.shape_of(unit.box[:row_dim])
-        by_matrix = self.finite[id(unit)].view(*experts, -1, 1)
-        rows = by_matrix.expand(*by_matrix.shape[:-1], unit.rows).flatten(-2)[
-            (..., slice(*box[row_dim]))
+    def _second_moment_loans(self, unit: Unit) -> list[Loan]:
+        held = self.work.state[unit.entry]["second_momentum_buffer"]
+        return self._offload.loan(held, self.second_moment(unit))
+
+    def _weight_loans(self, parts: Parts) -> list[list[Loan]]:
+        """Of weights in host memory."""
+        return [
+            [Loan(part, self.plan.entries[unit.entry].device, True)]
+            if self._hosted[unit.entry]
+            else []
+            for unit, part in zip(parts.units, parts.tensors)
         ]
-        return rows.view(*rows.shape, *(1 for _ in box[row_dim + 1 :]))
-
-
-class _Means:
-    """Gradients of replicas, averaged over their ranks in the order in which chunks need them."""
-
-    def __init__(self, step: Step, replicas: Replicas):
-        self.numbers: dict[int, int] = {}  # of entries, in the order of the first chunk of each
-        self._through: dict[int, int] = {}  # by id of a chunk, the last that it needs
-        for lane in (*step.plan.lanes, *step.plan.alone):
-            for chunk, units in zip(lane.chunks, lane.rounds):
-                for unit, _ in units:
-                    if step.entry(unit).momentum is not None:
-                        self.numbers.setdefault(unit.entry, len(self.numbers))
-                self._through[id(chunk)] = len(self.numbers) - 1
-        entries = list(self.numbers)
-        self._gradients = MeanGradients(
-            [step.params[entry] for entry in entries],
-            [True] * len(entries),
-            replicas.group,
-            on_read=lambda number: step.drop_grad(entries[number]),
-            scratch=step.scratch,
-        )
-
-    def launch(self, chunk: Chunk) -> None:
-        if self._through[id(chunk)] >= 0:
-            self._gradients.launch_through(self._through[id(chunk)])
-
-    def rows(self, entry: int) -> Tensor:
-        return self._gradients.result(self.numbers[entry])
 
 
 def part_of(tensor: Tensor, index: Index) -> Tensor:

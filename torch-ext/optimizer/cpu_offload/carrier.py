@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Optional
 
 import torch
@@ -18,7 +18,7 @@ from .windows import Joined, Loan, Share, Window, fill_windows
 # Larger copies are no faster, and the first of them is waited for.
 MOST_WINDOW_BYTES = 64 << 20
 
-Lent = Sequence[tuple[Share, tuple[Tensor, ...]]]
+Lent = Sequence[tuple[Share, tuple[Tensor, ...]]]  # shares, each with its tensors on the device
 
 
 class Carrier:
@@ -53,8 +53,8 @@ class Carrier:
 
         Args:
             key: by which to ask for them.
-            rows: loans, of each row of the portions' user.
-            at_once: in one portion, whatever their size; on one device.
+            rows: loans, of each row of the windows' user.
+            at_once: in one window, whatever their size; on one device.
         """
         if not any(rows):
             return
@@ -72,13 +72,13 @@ class Carrier:
         return not self._backends
 
     def announce(self, key: Hashable, number: Optional[int] = None) -> None:
-        """Appends a portion to the order of use, or all of them."""
+        """Appends a window to the order of use, or all of a key."""
         windows = self._windows.get(key, ())
         for window in windows if number is None else windows[number : number + 1]:
             self._order[window.device].append(window)
 
-    def portion_bytes(self, key: Hashable) -> list[int]:
-        """Bytes that are brought for each of the portions prepared under a key."""
+    def window_bytes(self, key: Hashable) -> list[int]:
+        """Bytes that each of the windows prepared under a key brings; of what was not, one."""
         windows = self._windows.get(key)
         return [0] if windows is None else [window.nbytes for window in windows]
 
@@ -100,19 +100,20 @@ class Carrier:
             conveyor.end()
         self._conveyors = {}
 
-    def portions(self, key: Hashable, rows: int) -> Iterator[AbstractContextManager[Lent]]:
-        """Shares of so many rows, each with its loans' tensors on the device, portion by portion.
-
-        A portion is lent while its context lasts. What was not prepared is one portion, which lends
-        nothing.
-        """
-        if key not in self._windows:
-            yield nullcontext([(Share(row, None, ()), ()) for row in range(rows)])
-        else:
-            yield from map(self._lend, self._windows[key])
-
     @contextmanager
-    def _lend(self, window: Window) -> Iterator[Lent]:
+    def window(self, key: Hashable, number: int) -> Iterator[Optional[Lent]]:
+        """Lends what a window has brought, while the context lasts; None where nothing was."""
+        windows = self._windows.get(key)
+        if windows is None:
+            yield None
+            return
+        window = windows[number]
         conveyor = self._conveyors[window.device]
         yield list(zip(window.shares, conveyor.lend(window)))
         conveyor.give_back(window)
+
+    def windows(self, key: Hashable) -> Iterator[Optional[Lent]]:
+        """Lends all windows of a key, one after the other."""
+        for number in range(len(self._windows.get(key, (None,)))):
+            with self.window(key, number) as lent:
+                yield lent

@@ -23,6 +23,7 @@ class Offloadable(torch.optim.Optimizer):
     _offload: CPUOffload
     _tags: dict[Tensor, Hashable]
     _hooks: Optional[Hooks]
+    _work: Any
 
     @property
     def names(self) -> list[Optional[list[str]]]:
@@ -75,7 +76,7 @@ class Offloadable(torch.optim.Optimizer):
             )
         hooks = Hooks(self, model) if mode == "backward" else None
         self._unhook()
-        self._hooks = hooks
+        self._hooks, self._work = hooks, None  # what a step keeps would keep memory of the state
         self._offload.turn_on(mode, slot_bytes, backend)
         self._hold_state()
         self._tell_planner()
@@ -85,6 +86,7 @@ class Offloadable(torch.optim.Optimizer):
     def turn_off_cpu_offload(self) -> None:
         """Brings all state back to where its parameters are, for good."""
         self._unhook()
+        self._work = None
         self._offload.turn_off()
         for param, own in self.state.items():  # also of those that have left the groups
             is_state = isinstance(param, Tensor)  # else the user's own

@@ -42,8 +42,7 @@ class CPUOffload:
         self._held: dict[int, Held] = {}  # by id of the tensor in the state
         self._begin(None)
         self._carrier: Optional[Carrier] = None  # of the last step
-        self._plan: object = None  # of it
-        self._used: tuple = ()
+        self._used: tuple = ()  # by it
 
     def _begin(self, stand_in: Optional[Backend]) -> None:
         """Anew, with the devices' own backends or another one."""
@@ -183,12 +182,11 @@ class CPUOffload:
             return []
         return [Loan(held.host if part is None else part, held.use.device, True)]
 
-    def begin_step(self, plan: object, others: Sequence[int], once: bool) -> Carrier:
+    def begin_step(self, use: object, once: bool) -> Carrier:
         """What carries the host's state through a step, but for what is on its device already.
 
         Args:
-            plan, others: a step with the same plan, and the same others, uses the same state in the
-                same order.
+            use: equal for steps that use the same state in the same order.
             once: what is carried is not all state, so it may be another next time.
         """
         if self.mode != "stream" and not self.manual:
@@ -197,11 +195,9 @@ class CPUOffload:
             backend.come_home()
         self._visits.sweep()
         self._visits.begin_step()
-        # The plan itself, not its id, which another one could get.
-        used = (others, self._visits.changes)
-        is_same = plan is self._plan and used == self._used
-        if self._carrier is None or not self._carrier.is_prepared or not is_same:
-            self._carrier, self._plan, self._used = self._new_carrier(), plan, used
+        used = (use, self._visits.changes)
+        if self._carrier is None or not self._carrier.is_prepared or used != self._used:
+            self._carrier, self._used = self._new_carrier(), used
         carrier = self._carrier
         for device in carrier.devices:
             self._visits.wait_for_leaving(device)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Optional
 
 import torch
@@ -56,7 +56,8 @@ class Bundle:
         return len(self.units) * layout.numel(self.box)
 
 
-Run = tuple[Bundle, ...]  # what element-wise arithmetic is done on at once
+# What element-wise arithmetic is done on at once: bundles of one group and, of weights, one scale.
+Run = tuple[Bundle, ...]
 
 
 @dataclass(frozen=True)
@@ -125,57 +126,10 @@ class Chunk:
     in_place: bool
     slot: int = 0
 
-    def without(self, absent: Container[int]) -> Chunk:
-        """A chunk that nobody else has a part in, without the units of some entries.
-
-        What is left of a batch closes up to where the batch begins.
-        """
-        batches = (
-            replace(batch, units=tuple(unit for unit in batch.units if unit.entry not in absent))
-            for batch in self.batches
-        )
-        return replace(
-            self,
-            momentum=_closed_up(self.momentum, self.batches, absent),
-            weights=_closed_up(self.weights, self.batches, absent),
-            batches=tuple(batch for batch in batches if batch.units),
-        )
-
     @property
     def read(self) -> Iterator[Bundle]:
         """The bundles whose gradients are read: of all units, once each."""
         return itertools.chain.from_iterable(self.momentum)
-
-
-def _closed_up(runs: Iterable[Run], batches: Iterable[Batch], absent: Container[int]) -> tuple:
-    """Runs without the units of some entries. Their bundles come batch by batch."""
-    of_batches = ([unit.entry not in absent for unit in batch.units] for batch in batches)
-    left: list[Run] = []
-    stay: list[bool] = []  # of each unit of a batch
-    first = 0  # unit of the batch that the next bundle has
-    for run in runs:
-        bundles = []
-        for bundle in run:
-            if first == len(stay):
-                stay, first, begin = next(of_batches), 0, bundle.start
-            size, count = layout.numel(bundle.box), len(bundle.units)
-            # What goes along with one unit.
-            along = (bundle.along - begin - len(stay) * size) // first if first else 0
-            of_bundle, before = stay[first : first + count], sum(stay[:first])
-            if any(of_bundle):
-                bundles.append(
-                    replace(
-                        bundle,
-                        units=tuple(itertools.compress(bundle.units, of_bundle)),
-                        indices=tuple(itertools.compress(bundle.indices, of_bundle)),
-                        start=begin + before * size,
-                        along=begin + sum(stay) * size + before * along,
-                    )
-                )
-            first += count
-        if bundles:
-            left.append(tuple(bundles))
-    return tuple(left)
 
 
 @dataclass(frozen=True)
@@ -250,8 +204,8 @@ class ChunkBuilder:
             kept_back = slot
             returned = back = [slot * (peer != self.me) for peer in peers]
         return Chunk(
-            self._runs(momentum),
-            self._runs(weights),
+            self._runs(momentum, self._group),
+            self._runs(weights, self._rate),
             tuple(Batch(own.units, tuple(p)) for own, p in zip(mine, parts)),
             Traffic(tuple(out), tuple(came)),
             Traffic(tuple(returned), tuple(back)),
@@ -314,18 +268,25 @@ class ChunkBuilder:
                 travels,
             )
 
-    def _runs(self, bundles: Iterable[Bundle]) -> tuple[Run, ...]:
-        """Bundles that lie one behind the other in one buffer, as many as fit into a run."""
+    def _runs(self, bundles: Iterable[Bundle], rate: Callable[[Unit], Hashable]) -> tuple[Run, ...]:
+        """Bundles of one rate that lie one behind the other in one buffer, as many as fit."""
         runs: list[list[Bundle]] = []
-        numel = 0  # of the last one
+        numel, last = 0, None  # of the last run
         for bundle in sorted(bundles, key=lambda bundle: (not bundle.travels, bundle.start)):
-            full = numel + bundle.numel > self.run_numel
-            if not runs or full or runs[-1][0].travels != bundle.travels:
+            kind = (bundle.travels, rate(bundle.units[0]))
+            if kind != last or numel + bundle.numel > self.run_numel:
                 runs.append([])
-                numel = 0
+                numel, last = 0, kind
             runs[-1].append(bundle)
             numel += bundle.numel
         return tuple(map(tuple, runs))
+
+    def _group(self, unit: Unit) -> int:
+        return self.entries[unit.entry].group
+
+    def _rate(self, unit: Unit) -> tuple[int, float]:
+        """What weights of a unit are updated with: its group's hyperparameters, and a scale."""
+        return self._group(unit), self.entries[unit.entry].scale(unit.rows)
 
     def _parts(self, mine: Sequence[_Mine]) -> tuple[list[list[Part]], list[int], list[int]]:
         """Every peer's parts of the batches owned here, and how much goes to and fro."""

@@ -7,16 +7,17 @@ the update back. Every rank computes the same owners and chunks, and only its ow
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import hashlib
 import heapq
 import itertools
 import math
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 
@@ -35,6 +36,7 @@ __all__ = [
     "Lane",
     "Part",
     "Plan",
+    "Planner",
     "Run",
     "Traffic",
     "Unit",
@@ -76,20 +78,6 @@ class Lane:
         """The units of all chunks with the number of their owner."""
         return tuple(itertools.chain.from_iterable(self.rounds))
 
-    def without(self, absent: frozenset[int]) -> Lane:
-        """A lane without traffic, and without the units of some entries."""
-        rounds = (tuple(u for u in units if u[0].entry not in absent) for units in self.rounds)
-        left = [
-            (chunk if len(some) == len(units) else chunk.without(absent), some)
-            for chunk, units, some in zip(self.chunks, self.rounds, rounds)
-            if some
-        ]
-        return replace(
-            self,
-            chunks=tuple(chunk for chunk, _ in left),
-            rounds=tuple(units for _, units in left),
-        )
-
     @property
     def scaled(self) -> bool:
         """Whether what is gathered is scaled, part by part, to the range of its format."""
@@ -104,10 +92,10 @@ class Plan:
         rank: global rank of whom it is for.
         entries: Muon's parameters, as they are numbered in units.
         lanes: with traffic, in the order in which all ranks go through them.
-        alone: lanes without traffic.
+        alone: lanes without traffic. Their units are skipped in a step in which they have no
+            gradient.
         elsewhere: units that lie whole on another rank among this one's peers, with that rank, for
             summaries.
-        absent: numbers of entries that take no part.
     """
 
     rank: int
@@ -115,92 +103,29 @@ class Plan:
     lanes: tuple[Lane, ...]
     alone: tuple[Lane, ...]
     elsewhere: tuple[tuple[Unit, int], ...] = ()
-    absent: frozenset[int] = frozenset()
-
-    @property
-    def taking_part(self) -> list[Entry]:
-        return [entry for n, entry in enumerate(self.entries) if n not in self.absent]
-
-    def without(self, absent: frozenset[int]) -> Plan:
-        """The plan of a step in which entries that are whole on this rank take no part.
-
-        It costs far less than a plan, since nobody else's work depends on these entries.
-        """
-        alone = (lane.without(absent) for lane in self.alone)
-        return replace(self, alone=tuple(lane for lane in alone if lane.chunks), absent=absent)
 
     @functools.cached_property
-    def reads(self) -> Counter[int]:
-        """How many units each entry's gradient is read for on this rank."""
-        return Counter(
-            unit.entry
-            for lane in (*self.lanes, *self.alone)
-            for chunk in lane.chunks
-            for bundle in chunk.read
-            for unit in bundle.units
-        )
+    def all_lanes(self) -> tuple[Lane, ...]:
+        """Those with traffic, then those without, as events number them."""
+        return (*self.lanes, *self.alone)
 
-    @functools.cached_property
-    def flops(self) -> dict[int, int]:
-        """FLOPs of what this rank orthogonalizes in each chunk, by the chunk's id."""
+    def flops(self, batch: Batch) -> int:
+        """FLOPs to orthogonalize a batch."""
+        unit = batch.units[0]
+        entry = self.entries[unit.entry]
+        count = len(batch.units) * entry.matrices.count(unit.box, unit.rows)
+        return count * entry.cost(unit.rows)
 
-        @functools.cache
-        def cost(entry: int, rows: int) -> int:
-            return self.entries[entry].cost(rows)
 
-        def flops(unit: Unit) -> int:
-            count = self.entries[unit.entry].matrices.count(unit.box, unit.rows)
-            return count * cost(unit.entry, unit.rows)
-
-        return {
-            id(chunk): sum(flops(unit) for batch in chunk.batches for unit in batch.units)
-            for lane in (*self.lanes, *self.alone)
-            for chunk in lane.chunks
-        }
-
+# Plans that are kept, of steps in which other entries have gradients.
+MOST_PLANS = 8
 
 NOTHING = Plan(0, (), (), ())
 
 
-def make_plan(
-    entries: Sequence[Entry],
-    rank: int = 0,
-    *,
-    chunk_size: int = -1,
-    warmup_step: int = 5,
-    everywhere: bool = False,
-    streams: bool = False,
-) -> Plan:
-    """The plan of ``rank``, deterministic in its arguments.
-
-    Args:
-        entries: Muon's parameters that take part, in one order on all ranks.
-        rank: global rank.
-        chunk_size: matrices that a rank orthogonalizes per chunk; −1 chooses by bytes.
-        warmup_step: chunks in flight ahead of the one being orthogonalized.
-        everywhere: every peer gathers every matrix, as a reference for tests.
-        streams: chunks have to wait for their momentum: only so many are begun ahead as hide each
-            other's traffic.
-    """
-    if streams:
-        warmup_step = min(warmup_step, HIDING - 1)
-    planner = _Planner(entries, rank, chunk_size, warmup_step, everywhere)
-    collects = gc.isenabled()
-    gc.disable()  # nothing here is garbage, and looking for it takes half of the time
-    try:
-        for number, entry in enumerate(entries):
-            planner.add(number, entry)
-        lanes = planner.lanes()
-    finally:
-        if collects:
-            gc.enable()
-    return Plan(
-        rank,
-        tuple(entries),
-        tuple(lane for lane in lanes if len(lane.peers) > 1),
-        tuple(lane for lane in lanes if len(lane.peers) == 1),
-        tuple(planner.elsewhere),
-    )
+def make_plan(entries: Sequence[Entry], rank: int = 0, **options: Any) -> Plan:
+    """The plan of ``rank`` for entries that all take part; options as of `Planner`."""
+    return Planner(entries, rank, **options).plan()
 
 
 def turn_of(peers: tuple[int, ...]) -> tuple:
@@ -223,26 +148,121 @@ class _Draft:
     def order(self) -> tuple:
         return (*turn_of(self.peers), str(self.wire), str(self.wide), str(self.device))
 
+    def without(self, absent: Collection[int]) -> _Draft:
+        """Without the units of some entries."""
+        if not absent:
+            return self
+        pairs = list(zip(self.units, self.holders or itertools.repeat(())))
+        left = [(unit, holders) for unit, holders in pairs if unit.entry not in absent]
+        return replace(self, units=[unit for unit, _ in left], holders=[of for _, of in left])
 
-class _Planner:
+
+def _make_room(cache: dict) -> None:
+    """Where what is present changes all the time, old plans are of no use."""
+    if len(cache) >= MOST_PLANS:
+        cache.clear()
+
+
+@contextlib.contextmanager
+def _without_collection() -> Iterator[None]:
+    """Nothing that a plan is made of is garbage, and looking for it takes half of the time."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+class Planner:
+    """Makes the plans of one rank, deterministic in its arguments.
+
+    Args:
+        entries: Muon's parameters, in one order on all ranks.
+        rank: global rank.
+        chunk_size: matrices that a rank orthogonalizes per chunk; −1 chooses by bytes.
+        warmup_step: chunks in flight ahead of the one being orthogonalized.
+        everywhere: every peer gathers every matrix, as a reference for tests.
+        streams: chunks have to wait for their momentum: only so many are begun ahead as hide each
+            other's traffic.
+    """
+
     def __init__(
         self,
         entries: Sequence[Entry],
-        rank: int,
-        chunk_size: int,
-        warmup_step: int,
-        everywhere: bool,
+        rank: int = 0,
+        *,
+        chunk_size: int = -1,
+        warmup_step: int = 5,
+        everywhere: bool = False,
+        streams: bool = False,
     ):
-        self.entries = entries
+        self.entries = tuple(entries)
         self.rank = rank
         self.chunk_size = chunk_size
-        self.warmup_step = warmup_step
+        self.warmup_step = min(warmup_step, HIDING - 1) if streams else warmup_step
         self.everywhere = everywhere
         self.drafts: dict[tuple, _Draft] = {}
+        # Of each set of peers, the FLOPs of an entry's matrices that are whole on one of them.
+        self.whole: dict[tuple[int, ...], list[tuple[int, int, int]]] = defaultdict(list)
         self.loads: dict[tuple[int, ...], list[int]] = {}  # FLOPs of each peer
         self.costs: dict[tuple[int, int], int] = {}  # FLOPs of a matrix, by entry and rows
         self.runs: dict[tuple, list[tuple[Interval, int, tuple[int, ...]]]] = {}  # by layout
         self.elsewhere: list[tuple[Unit, int]] = []
+        self.lanes: dict[tuple, tuple[Lane, ...]] = {}  # by peers, and which entries are absent
+        self.plans: dict[frozenset[int], Plan] = {}  # by which entries are absent
+        with _without_collection():
+            for number, entry in enumerate(self.entries):
+                self.add(number, entry)
+        # Of each set of peers that exchange something, the entries.
+        self.shared: dict[tuple[int, ...], set[int]] = defaultdict(set)
+        for draft in self.drafts.values():
+            if len(draft.peers) > 1:
+                self.shared[draft.peers].update(unit.entry for unit in draft.units)
+        self.shared_entries = frozenset(itertools.chain.from_iterable(self.shared.values()))
+
+    def plan(self, absent: frozenset[int] = frozenset()) -> Plan:
+        """The plan of a step in which some entries take no part.
+
+        Only lanes in which others wait for these entries are made anew. What is whole on this rank
+        stays in the plan.
+
+        Args:
+            absent: numbers of the entries, alike on all ranks that share them.
+        """
+        absent &= self.shared_entries
+        if absent not in self.plans:
+            _make_room(self.plans)
+            with _without_collection():
+                lanes = [lane for peers in self._turns() for lane in self._lanes(peers, absent)]
+            self.plans[absent] = Plan(
+                self.rank,
+                self.entries,
+                tuple(lane for lane in lanes if len(lane.peers) > 1),
+                tuple(lane for lane in lanes if len(lane.peers) == 1),
+                tuple(self.elsewhere),
+            )
+        return self.plans[absent]
+
+    def _turns(self) -> list[tuple[int, ...]]:
+        # All ranks go through their lanes in this order, or two could wait for each other.
+        return sorted({draft.peers for draft in self.drafts.values()}, key=turn_of)
+
+    def _lanes(self, peers: tuple[int, ...], absent: frozenset[int]) -> tuple[Lane, ...]:
+        """All lanes of the same peers, whose owners have to be chosen together."""
+        key = (peers, absent & self.shared.get(peers, set()))
+        if key not in self.lanes:
+            _make_room(self.lanes)
+            loads = [0] * len(peers)
+            for number, holder, cost in self.whole[peers]:
+                if number not in absent:
+                    loads[holder] += cost
+            self.loads[peers] = loads
+            drafts = [self.drafts[order] for order in sorted(self.drafts)]
+            some = (draft.without(key[1]) for draft in drafts if draft.peers == peers)
+            self.lanes[key] = tuple(self._lane(draft) for draft in some if draft.units)
+        return self.lanes[key]
 
     # -- units -----------------------------------------------------------------------------
 
@@ -251,10 +271,9 @@ class _Planner:
         peers = entry.peers(self.rank)
         if not peers:
             return
-        loads = self.loads.setdefault(peers, [0] * len(peers))
         for unit, holders in self._units(number, entry, peers):
             if len(holders) == 1 and not (entry.second_moment and len(peers) > 1):
-                loads[holders[0]] += self._cost(unit)
+                self.whole[peers].append((number, holders[0], self._cost(unit)))
                 if peers[holders[0]] == self.rank:
                     # Rounded as a wire of 32 or 64 bits rounds it on other layouts.
                     rounded = entry.wire if entry.wire.itemsize >= 4 else entry.wide
@@ -326,10 +345,6 @@ class _Planner:
         return self.count(unit) * self.costs[key]
 
     # -- owners ----------------------------------------------------------------------------
-
-    def lanes(self) -> list[Lane]:
-        # All ranks go through their lanes in this order, or two could wait for each other.
-        return [self._lane(self.drafts[order]) for order in sorted(self.drafts)]
 
     def _lane(self, draft: _Draft) -> Lane:
         staging = self._staging(draft)

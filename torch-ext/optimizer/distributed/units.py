@@ -8,7 +8,7 @@ from typing import Optional
 
 import torch
 
-from ..core import Blocks, Matrices
+from ..core import Blocks, Matrices, update_scale
 from ..newton_schulz import Recipe
 from . import layout
 from .layout import Interval, Region, Sharding
@@ -32,6 +32,7 @@ class Entry:
         momentum: how its momentum lies, where that is unlike its weights: replicated ones may have
             theirs divided.
         spread: each matrix has one owner among all replicas, not one in each of them.
+        adjust_lr: how updates are scaled, see `core.update_scale`.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Entry:
     second_moment: bool = False
     momentum: Optional[Sharding] = None
     spread: bool = False
+    adjust_lr: str = "none"
 
     @property
     def wide(self) -> torch.dtype:
@@ -99,6 +101,10 @@ class Entry:
     def goes_back_in_place(self) -> bool:
         """Whether the same elements travel in both directions, and nothing new on the way back."""
         return self.momentum is None and not self.spread and not self.second_moment
+
+    def scale(self, rows: int) -> float:
+        """Factor on the update of a matrix of so many rows."""
+        return update_scale(rows, self.matrices.cols, self.adjust_lr)
 
     def cost(self, rows: int) -> int:
         """FLOPs for one matrix of so many rows."""

@@ -88,6 +88,11 @@ def local(tensor: Tensor) -> Tensor:
     return (tensor.to_local() if is_dtensor(tensor) else tensor).detach()  # type: ignore[attr-defined]
 
 
+def address(tensor: Tensor) -> int:
+    """Where this rank's shard of a DTensor, or the tensor itself, begins in memory."""
+    return (tensor.to_local() if is_dtensor(tensor) else tensor).data_ptr()  # type: ignore[attr-defined]
+
+
 def with_local(tensor: Tensor, part: Tensor) -> Tensor:
     """A tensor that lies as the given one does, with another part of its shape and dtype here.
 

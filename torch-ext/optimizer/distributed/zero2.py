@@ -145,10 +145,10 @@ def plan_buckets(pieces: tuple[Piece, ...], ranks: int) -> Buckets:
 class MeanGradients:
     """The means of gradients over a group; of those that are divided, this rank's rows.
 
-    Which collectives are launched, and in which order, follows from ``params``, ``divided`` and the
-    calls of `launch_through` alone: these must be alike on all ranks of the group. `result` may be
-    called in any order. Gradients are not changed; one that is a bucket as it stands (alone in it,
-    contiguous, as many rows for each rank) is sent without a copy.
+    Buckets are launched one after the other, by calls of `launch` that must be alike on all ranks
+    of the group. `result` may be called in any order. Gradients are not changed; one that is a
+    bucket as it stands (alone in it, contiguous, as many rows for each rank) is sent without a
+    copy.
 
     Staging is bounded by `BUCKETS_IN_FLIGHT` buckets, each of `BUCKET_BYTES` or of one tensor.
 
@@ -183,14 +183,21 @@ class MeanGradients:
         self._outputs: dict[int, Tensor] = {}
         self._unread = [len(bucket.members) for bucket in self._plan.buckets]
 
-    def launch_through(self, index: int) -> None:
-        """Starts to average all tensors up to number ``index``, and some buckets behind them."""
-        end = min(self._plan.through[index] + BUCKETS_IN_FLIGHT - 1, len(self._unread))
-        while self._launched < end:
-            if len(self._under_way) == BUCKETS_IN_FLIGHT:
-                self._finish(next(iter(self._under_way)))
-            self._launch(self._launched)
-            self._launched += 1
+    @property
+    def buckets(self) -> int:
+        """How many there are."""
+        return len(self._plan.buckets)
+
+    def buckets_through(self, index: int) -> int:
+        """How many of the first buckets hold all tensors up to number ``index``."""
+        return self._plan.through[index]
+
+    def launch(self) -> None:
+        """Starts to average the next bucket."""
+        if len(self._under_way) == BUCKETS_IN_FLIGHT:
+            self._finish(next(iter(self._under_way)))
+        self._launch(self._launched)
+        self._launched += 1
 
     def result(self, index: int) -> Tensor:
         """This rank's rows of a mean, (rows here, *rest), or all of it; once for each tensor.
@@ -198,11 +205,11 @@ class MeanGradients:
         Contiguous, of the dtype that gradients of the parameter have, and not used again here.
 
         Raises:
-            RuntimeError: no call of `launch_through` has reached the tensor.
+            RuntimeError: its bucket has not been launched.
         """
         number, start = self._plan.places[index]
         if number >= self._launched:
-            raise RuntimeError(f"result({index}) without launch_through({index})")
+            raise RuntimeError(f"the mean of tensor {index} was not launched")
         if number in self._under_way:
             self._finish(number)
         output = self._outputs[number]
