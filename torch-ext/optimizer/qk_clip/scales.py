@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..distributed import layout
 from ..distributed import utils as dtensors
-from .projections import Layer, Projection, slots_of
+from .projections import Layer, Projection
 
 
 class Pack:
@@ -52,8 +52,9 @@ class Pack:
         self.rank = rank
         thresholds = [layer.config.threshold for layer in layers for _ in range(layer.logits)]
         self.thresholds = torch.tensor(thresholds, dtype=self.dtype).to(device, non_blocking=True)
-        members, partners = _heads(layers)
-        rows, self._shapes = self._local_rows(len(partners))
+        heads = sum(layer.q_heads + layer.k_heads for layer in layers)
+        members, partners = _tables_of_heads(layers, heads)
+        rows, self._shapes = self._local_rows(heads)
         self._members, self._partners, self._rows = (
             table.to(device, non_blocking=True) for table in (members, partners, rows)
         )
@@ -63,24 +64,37 @@ class Pack:
         return (projection for layer in self.layers for projection in layer.projections)
 
     def _local_rows(self, heads: int) -> tuple[Tensor, list[tuple[int, ...]]]:
-        """For each row here the place of its scale, of all projections one behind the other, and
-        the shape in which those of a projection broadcast to its local tensor."""
+        """For each row that this rank holds of a projection the place of its scale, all projections
+        one behind the other; and the shape in which those of a projection broadcast to its local
+        tensor.
+
+        Places are those of all heads, of the rotated rows of all heads, and a last one for rows
+        that nothing scales.
+        """
         first, places, shapes = 0, [], []
         for layer in self.layers:
-            own = layer.q_heads + layer.k_heads
-            place_of = [*range(first, first + own)]
-            place_of += range(heads + first, heads + first + layer.q_heads)
-            place_of.append(2 * heads)
+            stop = first + layer.q_heads + layer.k_heads
+            of_heads = torch.arange(first, stop)[:, None]
+            plain = torch.arange(layer.config.plain_dim)
+            rotated = torch.arange(layer.config.plain_dim, layer.config.head_dim)
             for projection in layer.projections:
+                q, k = (
+                    torch.tensor(projection.starts.get(side, ()), dtype=torch.int64)[:, None]
+                    for side in ("q", "k")
+                )
+                rows = torch.full((projection.rows,), 2 * heads)
+                rows[q + plain] = of_heads[: len(q)]
+                rows[q + rotated] = heads + of_heads[: len(q)]
+                rows[k + plain] = of_heads[layer.q_heads :][: len(k)]
                 param, dims = projection.param, projection.row_dims
                 sharding = dtensors.sharding_of(param)
                 region = layout.whole(param.shape)
                 if sharding is not None:
                     region = sharding.region(param.shape, self.rank)
-                rows = torch.tensor(place_of)[slots_of(layer, projection)].view(param.shape[:dims])
-                places.append(rows[layout.slices(region[:dims])].flatten())
-                shapes.append((*layout.shape_of(region[:dims]), *(1,) * (param.ndim - dims)))
-            first += own
+                held = rows.view(param.shape[:dims])[layout.slices(region[:dims])]
+                places.append(held.flatten())
+                shapes.append((*held.shape, *(1,) * (param.ndim - dims)))
+            first = stop
         return torch.cat(places).to(torch.int32), shapes
 
     def scales(self, logits: Tensor) -> dict[int, Tensor]:
@@ -104,27 +118,27 @@ class Pack:
         return (logits > self.thresholds) & (logits < math.inf)
 
 
-def _heads(layers: Sequence[Layer]) -> tuple[Tensor, Tensor]:
+def _tables_of_heads(layers: Sequence[Layer], heads: int) -> tuple[Tensor, Tensor]:
     """For each head the numbers of the logits that scale it, padded with the number behind the last
-    one, and the head whose root its scale is divided by: its own, for sqrt(γ); with
-    ``clip_mode="exact"``, a query head's is its key head's, for γ/κ; the number of heads, for none.
+    one, and the head whose root its scale is divided by.
+
+    That is the head itself, for sqrt(γ). With ``clip_mode="exact"``, it is a query head's key head,
+    for γ/κ, or, where no key head is scaled, ``heads``, which has the root 1.
     """
     members: list[list[int]] = []
-    partners: list[int] = []
+    partners = list(range(heads))
     logits = 0
     for layer in layers:
         first = len(members)
         first_key = first + layer.q_heads
         members += [[] for _ in range(layer.q_heads + layer.k_heads)]
-        partners += range(first, len(members))
         for start, indices in ((first, layer.q_indices), (first_key, layer.k_indices)):
             for number, head in enumerate(indices):
                 members[start + head].append(logits + number)
         if layer.config.mode == "exact":
-            pairs = itertools.zip_longest(layer.q_indices, layer.k_indices)
-            for query, key in pairs:
-                partners[first + query] = -1 if key is None else first_key + key
+            for query, key in itertools.zip_longest(layer.q_indices, layer.k_indices):
+                partners[first + query] = heads if key is None else first_key + key
         logits += layer.logits
     most = max(map(len, members), default=1) or 1
     padded = [[*numbers, *(logits,) * (most - len(numbers))] for numbers in members]
-    return torch.tensor(padded), torch.tensor([p if p >= 0 else len(partners) for p in partners])
+    return torch.tensor(padded), torch.tensor(partners)
