@@ -46,14 +46,16 @@ class Layers:
         found: dict[LayerKey, Any] = {}
         for given, value in logits.items():
             key = self._key(given)
-            if key is None and not pass_over_unknown:
+            if key is None:
+                if pass_over_unknown:
+                    continue
                 raise ValueError(
                     f"qk_logits has {given!r}, where this optimizer has no query and key "
                     f"projections; it has them in {some(list(self._prefixes)) or 'no layer'}"
                 )
-            if key is not None and key in found:
+            if key in found:
                 raise ValueError(f"qk_logits has the layer {self._prefixes[key]!r} twice")
-            if key is not None and key in self.layers:
+            if key in self.layers:
                 found[key] = value
         missing = [key for key in self.layers if key not in found]
         if missing:
@@ -75,10 +77,9 @@ class Layers:
             return given
         if isinstance(given, str):
             name = normalize_name(given)
-            found = [key for key, prefix in self._prefixes.items() if prefix == name]
-            found = found or [
-                key for key, prefix in self._prefixes.items() if f"{prefix}.".startswith(f"{name}.")
-            ]
+            prefixes = self._prefixes.items()
+            found = [key for key, prefix in prefixes if prefix == name]
+            found = found or [key for key, prefix in prefixes if prefix.startswith(f"{name}.")]
         else:
             found = [key for key, number in self._numbers.items() if number == given]
         if len(found) > 1:
