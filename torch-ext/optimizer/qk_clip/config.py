@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Callable, Optional, Union
 
 from ..groups import normalize_name
@@ -43,30 +43,21 @@ RowMap = Mapping[str, Union[str, tuple[Starts, Starts]]]
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """How the attention logits of one layer are bounded.
+    """How the attention logits of one layer are bounded."""
 
-    Args:
-        threshold: largest logit that is left alone.
-        head_dim: rows of a query head and of a key head; with latent attention, of a query head,
-            rotated ones included.
-        plain_dim: those of them that are not rotated; all where attention is not latent.
-        q_indices, k_indices: for each logit the query and the key head that it scales; None takes
-            all heads, and for each query head the key head that it reads.
-        mode: ``"shared"`` or ``"exact"``, see `Muon`.
-        latent: of multi-head latent attention the rows of a head without rotation, with it, and of
-            values; None for other attention.
-        row_map: maps the name of a projection to the one of `KINDS` that the projection is like,
-            or to the first rows of all its query heads and of all its key heads.
-    """
-
-    threshold: float
-    head_dim: int
-    plain_dim: int
+    threshold: float  # the largest logit that is left alone
+    head_dim: int  # rows of a query head, in latent attention both without and with rotation
+    plain_dim: int  # those without rotation, which are also the rows of a key head
+    # For each logit the head that it scales. None takes all query heads, or for each query head the
+    # key head that it reads.
     q_indices: Optional[tuple[int, ...]]
     k_indices: Optional[tuple[int, ...]]
-    mode: str
+    mode: str  # "shared" or "exact", see `Muon`
+    # Of multi-head latent attention the rows of a head without rotation, with it, and of values.
     latent: Optional[tuple[int, ...]]
-    row_map: RowMap = field(default_factory=dict)
+    # By the name of a projection the one of `KINDS` that it is like, or the first rows of its query
+    # heads and of its key heads.
+    row_map: RowMap
 
     def __str__(self) -> str:
         dims = f"heads of {self.head_dim} rows" if self.latent is None else f"MLA {self.latent}"
@@ -158,7 +149,7 @@ class ClipConfig:
         return self._of_layers[name]
 
     def _read(self, given: Any, where: str) -> Optional[LayerConfig]:
-        """The options of a layer; messages say that they were given as ``where``."""
+        """Checks the options of a layer; messages name them ``where``."""
         if given is None:
             return None
         if not isinstance(given, Mapping):

@@ -116,7 +116,8 @@ def max_qk_logits(
         causal,
         mask_mod,
     )
-    best = torch.full((q.shape[1],), -math.inf, dtype=inputs.wide, device=q.device)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    best = torch.full((q.shape[1],), -math.inf, dtype=wide, device=q.device)
     if out is not None:
         _check_tensor("out", out, q)
         if out.shape != best.shape or out.dtype != best.dtype:
@@ -137,6 +138,8 @@ def max_qk_logits(
 
 
 class _Inputs(NamedTuple):
+    """What the logits are made of, checked and without gradients."""
+
     q: Tensor  # (B, Hq, Tq, D)
     k: Tensor  # (B, Hk, Tk, D)
     q_rope: Optional[Tensor]  # (B, Hq, Tq, R)
@@ -147,11 +150,6 @@ class _Inputs(NamedTuple):
     scale: float
     causal: bool
     mask_mod: Optional[MaskMod]
-
-    @property
-    def wide(self) -> torch.dtype:
-        """Of the products."""
-        return torch.promote_types(self.q.dtype, torch.float32)
 
 
 Selection = Union[slice, Tensor]  # a tensor holds indices, (n,)
@@ -187,7 +185,7 @@ def _block_sizes(inputs: _Inputs, block_size: Optional[int]) -> tuple[int, int, 
 
 
 def _loop(inputs: _Inputs, block_size: Optional[int], best: Tensor) -> None:
-    """Updates the maxima by every block, slice by slice."""
+    """Raises the maxima to those of every block, which slices select."""
     (B, Hq, Tq, _), (Hk, Tk) = inputs.q.shape, inputs.k.shape[1:3]
     batches, heads, queries, keys = (
         [slice(start, min(start + size, total)) for start in range(0, total, size)]
@@ -216,24 +214,25 @@ def _loop_of_graphs(
     causal: bool,
     block_size: Optional[int],
 ) -> Tensor:
-    """The same, as one operator of a compiled graph, whatever the length."""
+    """The maxima by `_loop`, as one operator of a compiled graph, whatever the length."""
     masks = attn_mask, scale, causal, None
     inputs = _Inputs(q, k, q_rope, k_rope, ids_of_queries, ids_of_keys, *masks)
-    best = torch.full((q.shape[1],), -math.inf, dtype=inputs.wide, device=q.device)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    best = torch.full((q.shape[1],), -math.inf, dtype=wide, device=q.device)
     _loop(inputs, block_size, best)
     return best
 
 
-@_loop_of_graphs.register_fake
-def _(q: Tensor, *_: object) -> Tensor:
-    return q.new_empty(q.shape[1], dtype=torch.promote_types(q.dtype, torch.float32))
+_loop_of_graphs.register_fake(
+    lambda q, *_: q.new_empty(q.shape[1], dtype=torch.promote_types(q.dtype, torch.float32))
+)
 
 
 def _scan(inputs: _Inputs, block_size: Optional[int], best: Tensor) -> Tensor:
-    """The same within a graph, which a mask_mod is part of: blocks of tensors of indices, numbered.
+    """The maxima by a scan over numbered blocks, which tensors of indices select.
 
-    All have one shape: the last of a dimension is moved back to its end, and overlaps the one
-    before, of which a maximum takes no harm.
+    A graph can hold a scan together with the mask_mod. All blocks have one shape: the last of a
+    dimension is moved back to its end, and overlaps the one before, which changes no maximum.
     """
     from torch._higher_order_ops.scan import scan
 
@@ -270,19 +269,15 @@ def _scan(inputs: _Inputs, block_size: Optional[int], best: Tensor) -> Tensor:
         query_heads = key_heads[:, None] * group + torch.arange(group, device=device)
         query_heads = query_heads.flatten()
         maxima = _maxima(inputs, _Block(batch, query_heads, key_heads, queries, keys))
-        if sizes[1] == Hk:
-            best = torch.maximum(best, maxima)
-        else:
-            best = best.index_copy(
-                0, query_heads, torch.maximum(best.index_select(0, query_heads), maxima)
-            )
-        return best, number.clone()  # it wants an output of each step
+        maxima = torch.maximum(best.index_select(0, query_heads), maxima)
+        return best.index_copy(0, query_heads, maxima), number.clone()  # an output of each step
 
     return scan(update, best, torch.arange(n_batches * n_heads * pairs, device=device))[0]
 
 
 def _maxima(inputs: _Inputs, block: _Block) -> Tensor:
-    """Largest products of the query heads of a block; logits, where the scale is not positive."""
+    """Takes the largest product of each query head of a block, or the largest logit where the scale
+    is not positive."""
     q = _part(inputs.q, block.batch, block.query_heads, block.queries)
     k = _part(inputs.k, block.batch, block.key_heads, block.keys)
     if inputs.q_rope is not None and inputs.k_rope is not None:
@@ -290,7 +285,7 @@ def _maxima(inputs: _Inputs, block: _Block) -> Tensor:
         k_rope = _part(inputs.k_rope, block.batch, block.key_heads, block.keys)
         q = torch.cat((q, q_rope), -1)
         k = torch.cat((k, k_rope.expand(*k.shape[:-1], -1)), -1)
-    scores = _products(q, k, inputs.wide)
+    scores = _products(q, k, torch.promote_types(q.dtype, torch.float32))
     if inputs.scale <= 0:
         scores.mul_(inputs.scale)
     for excluded in _excluded(inputs, block):
@@ -299,7 +294,7 @@ def _maxima(inputs: _Inputs, block: _Block) -> Tensor:
 
 
 def _part(tensor: Tensor, *selections: Selection) -> Tensor:
-    """The block of a tensor whose first dimensions are selected from; a dimension of 1 stays."""
+    """Selects from the first dimensions of a tensor; a dimension of 1 stays."""
     index: list[Selection] = []
     for dim, chosen in enumerate(selections):
         if isinstance(chosen, slice):
@@ -311,7 +306,7 @@ def _part(tensor: Tensor, *selections: Selection) -> Tensor:
 
 
 def _products(q: Tensor, k: Tensor, wide: torch.dtype) -> Tensor:
-    """q·k of a block, (b, hq, queries, keys), the query heads of a key head in one product."""
+    """Multiplies q and k of a block, (b, hq, queries, keys): one product for each key head."""
     b, hk, keys, D = k.shape
     rows = q.reshape(b * hk, -1, D)
     columns = k.reshape(b * hk, keys, D).transpose(1, 2)
@@ -329,7 +324,7 @@ def _products(q: Tensor, k: Tensor, wide: torch.dtype) -> Tensor:
 
 
 def _excluded(inputs: _Inputs, block: _Block) -> Iterator[Tensor]:
-    """Pairs of a block that do not count, by each mask: broadcast to (b, hq, queries, keys)."""
+    """Yields for each mask the pairs of a block that do not count, broadcast to its scores."""
     device, rows, columns = inputs.q.device, block.queries, block.keys
     is_below_diagonal = (
         isinstance(rows, slice) and isinstance(columns, slice) and columns.stop <= rows.start + 1
@@ -425,25 +420,23 @@ def _check_numbers(
     q: Tensor,
     q_rope: Optional[Tensor],
 ) -> float:
-    """The scale, which has a default."""
-    if block_size is not None and not (isinstance(block_size, int) and block_size >= 1):
-        raise ValueError(f"block_size must be a positive integer, not {block_size!r}")
+    """The scale, or its default."""
+    width = q.shape[3] + (0 if q_rope is None else q_rope.shape[3])
+    if scale is None and width == 0:
+        raise ValueError("q and k have no columns")
     if isinstance(scale, Tensor):
         raise ValueError("scale must be a number: a tensor would have to be read from its device")
-    if scale is not None:
-        if not math.isfinite(scale):
-            raise ValueError(f"scale must be finite, not {scale}")
-        return float(scale)
-    width = q.shape[3] + (0 if q_rope is None else q_rope.shape[3])
-    if width == 0:
-        raise ValueError("q and k have no columns")
-    return width**-0.5
+    if scale is not None and not math.isfinite(scale):
+        raise ValueError(f"scale must be finite, not {scale}")
+    if block_size is not None and not (isinstance(block_size, int) and block_size >= 1):
+        raise ValueError(f"block_size must be a positive integer, not {block_size!r}")
+    return width**-0.5 if scale is None else float(scale)
 
 
 def _check_document_ids(
     ids: Optional[DocumentIds], q: Tensor, k: Tensor
 ) -> tuple[Optional[Tensor], Optional[Tensor]]:
-    """(B or 1, Tq) and (B or 1, Tk)."""
+    """Those of queries, (B or 1, Tq), and of keys, (B or 1, Tk)."""
     if ids is None:
         return None, None
     B, Tq, Tk = q.shape[0], q.shape[2], k.shape[2]
@@ -468,7 +461,7 @@ def _check_document_ids(
 
 
 def _check_attn_mask(mask: Optional[Tensor], q: Tensor, k: Tensor) -> Optional[Tensor]:
-    """With all four dimensions, each of 1 or that of the scores."""
+    """The mask with all four dimensions, each of 1 or that of the scores."""
     if mask is None:
         return None
     _check_tensor("attn_mask", mask, q)

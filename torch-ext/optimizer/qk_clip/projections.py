@@ -27,27 +27,16 @@ from .config import (
 
 @dataclass(frozen=True)
 class Projection:
-    """A parameter whose rows are heads.
+    """A parameter whose rows are heads."""
 
-    Args:
-        name: its FQN.
-        param: itself.
-        kind: what its name says: one of `KINDS`, or the name of a `row_map`.
-        prefix: FQN of the attention that owns it.
-        number: the last one in its name, if there is any.
-        is_bias: of a projection, instead of its weight.
-        row_dims: how many of its dimensions count rows.
-        starts: by side, ``"q"`` or ``"k"``, the first rows of the heads that it has on that side;
-            empty until the projection's layer is known.
-    """
-
-    name: str
+    name: str  # FQN
     param: Tensor
-    kind: str
-    prefix: str
-    number: Optional[int]
-    is_bias: bool
-    row_dims: int
+    kind: str  # what the name says: one of `KINDS`, or a name in a `row_map`
+    prefix: str  # FQN of the attention that owns the parameter
+    number: Optional[int]  # the last one in the name
+    is_bias: bool  # of a projection, not its weight
+    row_dims: int  # how many dimensions count rows
+    # By side, "q" or "k", the first rows of the heads; empty until the layer is known.
     starts: Mapping[str, Starts] = field(default_factory=dict)
 
     @property
@@ -57,31 +46,21 @@ class Projection:
 
 @dataclass(frozen=True)
 class Layer:
-    """An attention whose logits are bounded together.
+    """An attention whose logits are bounded together."""
 
-    Args:
-        key: its number, or its prefix where another layer has the same number.
-        prefix: FQN of what owns its projections.
-        number: the last one in their names.
-        config: how it is bounded.
-        projections: of it.
-        q_heads, k_heads: how many there are, as far as scales are concerned.
-        q_indices, k_indices: for each logit the heads it scales; one of them may be empty.
-    """
-
-    key: LayerKey
-    prefix: str
-    number: Optional[int]
+    key: LayerKey  # its number, or its prefix where another layer has the same number
+    prefix: str  # FQN of what owns the projections
+    number: Optional[int]  # the last one in their names
     config: LayerConfig
     projections: tuple[Projection, ...]
-    q_heads: int
+    q_heads: int  # those that have scales
     k_heads: int
-    q_indices: tuple[int, ...]
+    q_indices: tuple[int, ...]  # for each logit the head that it scales; one of both may be empty
     k_indices: tuple[int, ...]
 
     @property
     def logits(self) -> int:
-        """How many there are to be given."""
+        """How many logits the layer takes."""
         return max(len(self.q_indices), len(self.k_indices))
 
 
@@ -138,7 +117,7 @@ def find_layers(
 
 
 def _recognize(name: str, param: Tensor, row_dims: int, known: set[str]) -> Optional[Projection]:
-    """By the component that owns the parameter, or by what the parameter itself is called."""
+    """Tells a projection by the component that owns the parameter, or by the parameter's name."""
     parts = normalize_name(name).split(".")
     named = [index for index, part in enumerate(parts) if not part.isdigit()]
     if not named or "parametrizations" in parts:  # what is stored is not the weight
@@ -187,11 +166,7 @@ def _by_attention(projections: Iterable[Projection]) -> dict[str, list[Projectio
 
 
 def _head_starts(projection: Projection, config: LayerConfig) -> Mapping[str, Starts]:
-    """The first rows of a projection's query heads and of its key heads, by side.
-
-    Raises:
-        ValueError: it can't have such heads.
-    """
+    """The first rows of a projection's query heads and of its key heads, by side."""
     kind = config.row_map.get(projection.kind, projection.kind)
     rows, name = projection.rows, projection.name
     if not isinstance(kind, str):
@@ -236,11 +211,7 @@ def _head_starts(projection: Projection, config: LayerConfig) -> Mapping[str, St
 
 
 def _count_heads(projections: Sequence[Projection], config: LayerConfig) -> dict[str, int]:
-    """How many query heads and key heads a layer has, by side.
-
-    Raises:
-        ValueError: projections that disagree, that play the same part, or biases without a weight.
-    """
+    """How many query heads and key heads a layer has, by side, on which its projections agree."""
     heads: dict[str, int] = {}
     sizes: dict[str, int] = {}
     for projection in projections:
@@ -283,13 +254,7 @@ def _pair_heads(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """For each logit its query head and its key head, as configured or as attention pairs them.
 
-    Args:
-        prefix: FQN of the layer, for messages.
-        config: of the layer.
-        q_heads, k_heads: how many its projections have; None where there is no such projection.
-
-    Raises:
-        ValueError: heads that the projections lack, or that can't be paired.
+    ``q_heads`` and ``k_heads`` are those of the projections; None where there is no projection.
     """
     q, k = config.q_indices, config.k_indices
     for side, indices, heads in (("q", q, q_heads), ("k", k, k_heads)):
