@@ -1,9 +1,9 @@
 """QK-Clip: keeps attention logits bounded, by rescaling query and key projections head by head."""
 
 from .config import grouped_rows, stacked_rows
-from .given import reduce_qk_logits
 from .logits import max_qk_logits
 from .recorder import QKLogitRecorder
+from .scales import reduce_qk_logits
 
 __all__ = [
     "QKLogitRecorder",

@@ -20,9 +20,8 @@ from ..groups import normalize_name
 from ..options import OptimizerWide
 from ..planning import Survey, shared_with, this_rank
 from .config import ClipConfig, LayerKey
-from .given import Layers, Logits, Reduced, joined, some, vector_of
 from .projections import Layer, find_layers, row_dims_of
-from .scales import Pack
+from .scales import Layers, Logits, Pack, Reduced, joined, some, vector_of
 
 Group = Mapping[str, Any]
 

@@ -1,10 +1,10 @@
-"""What ``clip_config`` says of one layer, checked, and the configurations of all layers."""
+"""Reads ``clip_config``: how the attention logits of each layer are bounded."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Callable, Optional, Union
 
 from ..groups import normalize_name
@@ -12,18 +12,19 @@ from ..options import is_int, is_number
 
 MODES = ("shared", "exact")
 
-# Parameters whose rows are heads, by what calls them: queries, keys, or, with multi-head latent
-# attention, what leads from a latent up to queries, and to keys and values.
+# Names of parameters whose rows are heads. In multi-head latent attention, a latent is projected
+# up to queries, and to keys and values, by parameters of names of their own.
 LATENT_QUERIES = ("wq_b", "q_b_proj")
 QUERIES = (*LATENT_QUERIES, "wq", "q_proj")
 KEYS = ("wk", "k_proj")
 LATENT_KEYS = ("wkv_b", "kv_b_proj")
-KINDS = (*QUERIES, *KEYS, *LATENT_KEYS)
+SIDES = {**dict.fromkeys(QUERIES, "q"), **dict.fromkeys((*KEYS, *LATENT_KEYS), "k")}
+KINDS = tuple(SIDES)
 
 # Usual names of fused projections, and nn.MultiheadAttention's.
 FUSED = ("wqkv", "Wqkv", "qkv", "qkv_proj", "to_qkv", "c_attn", "query_key_value", "in_proj")
 
-_MLA_DIMS = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+_MLA_DIMS = {"qk_nope_head_dim": 1, "qk_rope_head_dim": 0, "v_head_dim": 1}  # the least of each
 _KNOWN = (
     "q_indices",
     "k_indices",
@@ -36,36 +37,27 @@ _KNOWN = (
 )
 
 LayerKey = Union[int, str]  # number of a layer, or FQN of its attention
-Starts = tuple[int, ...]  # first rows of heads
+Starts = Sequence[int]  # first rows of heads
+RowMap = Mapping[str, Union[str, tuple[Starts, Starts]]]
 
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """How the attention logits of one layer are bounded.
+    """How the attention logits of one layer are bounded."""
 
-    Args:
-        threshold: largest logit that is left alone.
-        head_dim: rows of a head, of queries and keys; with latent attention, both kinds of rows.
-        q_indices, k_indices: for each logit the query and the key head that it scales; None takes
-            all heads, and for each query head the key head that it reads.
-        mode: ``"shared"`` or ``"exact"``, see `Muon`.
-        latent: of multi-head latent attention the rows of a head without rotation, with it, and of
-            values; None where it is none.
-        row_map: for names of projections the one of `KINDS` that they are like, or the first rows
-            of all query heads and of all key heads.
-    """
-
-    threshold: float
-    head_dim: int
+    threshold: float  # the largest logit that is left alone
+    head_dim: int  # rows of a query head, in latent attention both without and with rotation
+    plain_dim: int  # those without rotation, which are also the rows of a key head
+    # For each logit the head that it scales. None takes all query heads, or for each query head the
+    # key head that it reads.
     q_indices: Optional[tuple[int, ...]]
     k_indices: Optional[tuple[int, ...]]
-    mode: str
-    latent: Optional[tuple[int, int, int]]
-    row_map: Mapping[str, Union[str, tuple[Starts, Starts]]] = field(default_factory=dict)
-
-    def like(self, kind: str) -> Union[str, tuple[Starts, Starts]]:
-        """What a projection of that name is like: one of `KINDS`, or its heads' first rows."""
-        return self.row_map.get(kind, kind)
+    mode: str  # "shared" or "exact", see `Muon`
+    # Of multi-head latent attention the rows of a head without rotation, with it, and of values.
+    latent: Optional[tuple[int, ...]]
+    # By the name of a projection the one of `KINDS` that it is like, or the first rows of its query
+    # heads and of its key heads.
+    row_map: RowMap
 
     def __str__(self) -> str:
         dims = f"heads of {self.head_dim} rows" if self.latent is None else f"MLA {self.latent}"
@@ -84,12 +76,16 @@ def read_clip_config(given: Any, mode: str) -> Optional[ClipConfig]:
 
 
 class ClipConfig:
-    """How logits are bounded: alike in all layers, or in each as told.
+    """How logits are bounded: in all layers alike, or in each by options of its own.
 
     Args:
         given: options of all layers; a mapping from layers to options or None; or a callable from
             layers to either.
-        mode: where options don't say.
+        mode: the ``clip_mode`` of layers whose options have none.
+
+    Attributes:
+        row_map_names: names of projections, beside `KINDS`, that a `row_map` may have.
+        unmatched: keys of ``given`` for which no layer was found so far.
 
     Raises:
         ValueError: unknown or missing options, or wrong ones.
@@ -100,7 +96,6 @@ class ClipConfig:
         self._of_all: Optional[LayerConfig] = None
         self._of_layers: dict[LayerKey, Optional[LayerConfig]] = {}
         self._function: Optional[Callable[[LayerKey], Any]] = None
-        self.unmatched: set[LayerKey] = set()  # keys that no layer was found for so far
         if callable(given):
             self._function = given
         elif not isinstance(given, Mapping):
@@ -108,30 +103,30 @@ class ClipConfig:
                 "clip_config must be a dict of options, a mapping from layers to such dicts, or a "
                 f"function of a layer, found {given!r}"
             )
-        elif given and not any(key in _KNOWN for key in given):
-            self._of_layers = {
-                self._layer_key(key): self._read(value, f"clip_config[{key!r}]")
-                for key, value in given.items()
-            }
-            self.unmatched = set(self._of_layers)
-        else:
+        elif not given or any(key in _KNOWN for key in given):
             self._of_all = self._read(given, "clip_config")
-
-    @property
-    def row_map_names(self) -> set[str]:
-        """Names of projections, beside `KINDS`, that there may be rows told of."""
-        if self._function is not None:  # which is asked of layers that were found
-            return set(FUSED)
+        else:
+            for key, value in given.items():
+                _check(
+                    isinstance(key, str) or is_int(key),
+                    f"clip_config has a key {key!r}, which is neither the number of a layer nor a "
+                    "name",
+                )
+                layer = normalize_name(key) if isinstance(key, str) else int(key)
+                self._of_layers[layer] = self._read(value, f"clip_config[{key!r}]")
+        self.unmatched: set[LayerKey] = set(self._of_layers)
         configs = [self._of_all, *self._of_layers.values()]
-        return {name for config in configs if config is not None for name in config.row_map}
+        self.row_map_names = {name for config in configs if config for name in config.row_map}
+        if self._function is not None:  # it can be asked only about layers that were found
+            self.row_map_names = set(FUSED)
 
     def of(
         self, key: LayerKey, number: Optional[int], prefix: str, is_only: bool
     ) -> Optional[LayerConfig]:
-        """A layer's; None where it is left alone.
+        """The configuration of a layer; None where the layer is left alone.
 
         Args:
-            key: how the layer is told from all others.
+            key: tells the layer from all others.
             number: the last one in its name.
             prefix: FQN of its attention.
             is_only: whether no other layer has that number.
@@ -140,33 +135,21 @@ class ClipConfig:
             return self._read(self._function(key), f"clip_config({key!r})")
         if self._of_all is not None:
             return self._of_all
-        if number in self._of_layers:
-            _check(
-                is_only,
-                f"clip_config[{number}]: there are several layers of this number, one of them "
-                f"{prefix!r}; tell them by such prefixes of names",
-            )
-            self.unmatched.discard(number)
-            return self._of_layers[number]
         parts = prefix.split(".")
-        ancestors = (".".join(parts[:size]) for size in range(len(parts), 0, -1))
-        found = next((name for name in ancestors if name in self._of_layers), None)
-        if found is None:
+        names = [number, *(".".join(parts[:size]) for size in range(len(parts), 0, -1))]
+        name = next((name for name in names if name in self._of_layers), None)
+        if name is None:
             return None
-        self.unmatched.discard(found)
-        return self._of_layers[found]
-
-    @staticmethod
-    def _layer_key(key: Any) -> LayerKey:
-        if isinstance(key, str):
-            return normalize_name(key)
         _check(
-            is_int(key),
-            f"clip_config has a key {key!r}, which is neither the number of a layer nor a name",
+            name != number or is_only,
+            f"clip_config[{number}]: there are several layers of this number, one of them "
+            f"{prefix!r}; tell them by such prefixes of names",
         )
-        return int(key)
+        self.unmatched.discard(name)
+        return self._of_layers[name]
 
     def _read(self, given: Any, where: str) -> Optional[LayerConfig]:
+        """Checks the options of a layer; messages name them ``where``."""
         if given is None:
             return None
         if not isinstance(given, Mapping):
@@ -177,117 +160,103 @@ class ClipConfig:
                 close = difflib.get_close_matches(str(key), _KNOWN, n=1)
                 meant = f"; did you mean {close[0]!r}?" if close else f": {', '.join(_KNOWN)}"
                 raise ValueError(f"{where} has {key!r}, which is no option{meant}")
-        threshold = given.get("threshold", 100.0)
-        if not (is_number(threshold) and threshold > 0):
+        config = _read_options(given, given.get("clip_mode", self._mode), where)
+        q, k = config.q_indices, config.k_indices
+        if q and k and len(q) != len(k):
             raise ValueError(
-                f"{where}: threshold must be a finite number above 0, found {threshold!r}"
+                f"{where}: q_indices lists {len(q)} heads and k_indices {len(k)}, but entry i of "
+                "both is about logit i: list a key head once for each query head that reads it, or "
+                "leave both out"
             )
-        mode = given.get("clip_mode", self._mode)
-        _check(mode in MODES, f"{where}: clip_mode must be one of {MODES}, found {mode!r}")
-        latent = self._read_latent(given, where)
-        head_dim = sum(latent[:2]) if latent else self._positive(given, "head_dim", where)
-        q_indices, k_indices = (
-            self._indices(given.get(key), f"{where}: {key}") for key in ("q_indices", "k_indices")
-        )
-        config = LayerConfig(
-            threshold=float(threshold),
-            head_dim=head_dim,
-            q_indices=q_indices,
-            k_indices=k_indices,
-            mode=mode,
-            latent=latent,
-            row_map=self._row_map(given.get("row_map"), f"{where}: row_map"),
-        )
-        _check_indices(config, where)
+        if config.mode == "exact":
+            _check(
+                q != () and k != (),
+                f"{where}: clip_mode='exact' needs both q_indices and k_indices, or neither",
+            )
+            _check(
+                q is None or len(set(q)) == len(q),
+                f"{where}: clip_mode='exact' needs every query head once in q_indices, found {q}",
+            )
         return config
 
-    def _read_latent(self, given: Mapping, where: str) -> Optional[tuple[int, int, int]]:
-        is_mla = given.get("is_mla", False)
-        _check(isinstance(is_mla, bool), f"{where}: is_mla must be True or False, found {is_mla!r}")
-        dims = [key for key in _MLA_DIMS if given.get(key) is not None]
-        if not is_mla:
-            _check(not dims, f"{where} has {', '.join(dims)} but not is_mla=True")
-            return None
-        nope = self._positive(given, "qk_nope_head_dim", where)
-        rope = self._positive(given, "qk_rope_head_dim", where, least=0)
-        value = self._positive(given, "v_head_dim", where)
-        return nope, rope, value
 
-    @staticmethod
-    def _positive(given: Mapping, key: str, where: str, least: int = 1) -> int:
-        value: Any = given.get(key)
+def _read_options(given: Mapping[str, Any], mode: Any, where: str) -> LayerConfig:
+    threshold = given.get("threshold", 100.0)
+    _check(
+        is_number(threshold) and threshold > 0,
+        f"{where}: threshold must be a finite number above 0, found {threshold!r}",
+    )
+    _check(mode in MODES, f"{where}: clip_mode must be one of {MODES}, found {mode!r}")
+    is_mla = given.get("is_mla", False)
+    _check(isinstance(is_mla, bool), f"{where}: is_mla must be True or False, found {is_mla!r}")
+    latent_dims = [key for key in _MLA_DIMS if given.get(key) is not None]
+    _check(is_mla or not latent_dims, f"{where} has {', '.join(latent_dims)} but not is_mla=True")
+    dims = []
+    for key, least in _MLA_DIMS.items() if is_mla else [("head_dim", 1)]:
+        dim: Any = given.get(key)
         _check(
-            is_int(value) and value >= least,
-            f"{where}: {key} must be an int ≥ {least}, found {value!r}",
+            is_int(dim) and dim >= least,
+            f"{where}: {key} must be an int ≥ {least}, found {dim!r}",
         )
-        return int(value)
-
-    @staticmethod
-    def _indices(given: Any, where: str) -> Optional[tuple[int, ...]]:
-        if given is None:
-            return None
-        is_list = isinstance(given, (Sequence, range)) and not isinstance(given, str)
-        if not (is_list and all(is_int(index) and index >= 0 for index in given)):
-            raise ValueError(f"{where} must be a list of numbers of heads, found {given!r}")
-        return tuple(int(index) for index in given)
-
-    def _row_map(self, given: Any, where: str) -> dict[str, Union[str, tuple[Starts, Starts]]]:
-        if given is None:
-            return {}
-        if not isinstance(given, Mapping):
-            raise ValueError(f"{where} must be a mapping from names, found {given!r}")
-        rows: dict[str, Union[str, tuple[Starts, Starts]]] = {}
-        for name, value in given.items():
-            if isinstance(value, str):
-                _check(
-                    value in KINDS,
-                    f"{where}: {name!r} is like {value!r}, which is none of {', '.join(KINDS)}",
-                )
-                rows[name] = value
-            elif isinstance(value, Mapping) and value and not value.keys() - {"q", "k"}:
-                q, k = (
-                    self._indices(value.get(side, ()), f"{where}[{name!r}][{side!r}]")
-                    for side in ("q", "k")
-                )
-                rows[name] = (q or (), k or ())
-            else:
-                raise ValueError(
-                    f'{where}[{name!r}] must be {{"q": first rows of the query heads, "k": first '
-                    f"rows of the key heads}}, or one of {', '.join(KINDS)}, found {value!r}"
-                )
-        return rows
+        dims.append(int(dim))
+    return LayerConfig(
+        threshold=float(threshold),
+        head_dim=sum(dims[:2]),
+        plain_dim=dims[0],
+        q_indices=_read_indices(given.get("q_indices"), f"{where}: q_indices"),
+        k_indices=_read_indices(given.get("k_indices"), f"{where}: k_indices"),
+        mode=mode,
+        latent=tuple(dims) if is_mla else None,
+        row_map=_read_row_map(given.get("row_map"), f"{where}: row_map"),
+    )
 
 
-def _check_indices(config: LayerConfig, where: str) -> None:
-    q, k = config.q_indices, config.k_indices
-    if q and k and len(q) != len(k):
-        raise ValueError(
-            f"{where}: q_indices lists {len(q)} heads and k_indices {len(k)}, but entry i of both "
-            "is about logit i: list a key head once for each query head that reads it, or leave "
-            "both out"
-        )
-    if config.mode == "exact":
-        _check(
-            q != () and k != (),
-            f"{where}: clip_mode='exact' needs both q_indices and k_indices, or neither",
-        )
-        _check(
-            q is None or len(set(q)) == len(q),
-            f"{where}: clip_mode='exact' needs every query head once in q_indices, found {q}",
-        )
+def _read_indices(given: Any, where: str) -> Optional[tuple[int, ...]]:
+    if given is None:
+        return None
+    is_list = isinstance(given, (Sequence, range)) and not isinstance(given, str)
+    if not (is_list and all(is_int(index) and index >= 0 for index in given)):
+        raise ValueError(f"{where} must be a list of numbers of heads, found {given!r}")
+    return tuple(int(index) for index in given)
+
+
+def _read_row_map(given: Any, where: str) -> RowMap:
+    if given is None:
+        return {}
+    _check(isinstance(given, Mapping), f"{where} must be a mapping from names, found {given!r}")
+    rows: dict[str, Union[str, tuple[Starts, Starts]]] = {}
+    for name, value in given.items():
+        if isinstance(value, str):
+            _check(
+                value in KINDS,
+                f"{where}: {name!r} is like {value!r}, which is none of {', '.join(KINDS)}",
+            )
+            rows[name] = value
+        elif isinstance(value, Mapping) and value and not value.keys() - {"q", "k"}:
+            q, k = (
+                _read_indices(value.get(side), f"{where}[{name!r}][{side!r}]") or ()
+                for side in ("q", "k")
+            )
+            rows[name] = (q, k)
+        else:
+            raise ValueError(
+                f'{where}[{name!r}] must be {{"q": first rows of the query heads, "k": first '
+                f"rows of the key heads}}, or one of {', '.join(KINDS)}, found {value!r}"
+            )
+    return rows
 
 
 def stacked_rows(heads: int, kv_heads: int, head_dim: int) -> dict[str, list[int]]:
     """The `row_map` of a fused projection of all queries, then all keys, then all values."""
-    first_key = heads * head_dim
     return {
         "q": [head * head_dim for head in range(heads)],
-        "k": [first_key + head * head_dim for head in range(kv_heads)],
+        "k": [head * head_dim for head in range(heads, heads + kv_heads)],
     }
 
 
 def grouped_rows(heads: int, kv_heads: int, head_dim: int) -> dict[str, list[int]]:
-    """The `row_map` of one that has, for each key head, the queries that read it, it, its values.
+    """The `row_map` of a fused projection that has, key head by key head, the query heads that
+    read the key head, then the key head, then its values.
 
     With as many key heads as query heads that is query, key and value, head by head.
     """

@@ -7,9 +7,10 @@ with the length.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, Optional, Union
+from typing import Any, NamedTuple, Optional, Union
 
 import torch
 from torch import Tensor
@@ -18,11 +19,10 @@ from ..distributed.utils import is_dtensor
 
 try:
     from .._ops import add_op_namespace_prefix  # type: ignore[import-not-found]
+
+    OPERATOR = add_op_namespace_prefix("max_qk_products")  # each build of this package has its own
 except ImportError:  # the sources, to which a build adds it
-
-    def add_op_namespace_prefix(name: str) -> str:
-        return f"optimizer_sources::{name}"
-
+    OPERATOR = "optimizer_sources::max_qk_products"
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 DocumentIds = Union[Tensor, tuple[Tensor, Tensor]]
@@ -104,58 +104,52 @@ def max_qk_logits(
         ValueError: shapes, dtypes or devices that do not fit, or DTensors; names the argument.
     """
     _check_tensors(q, k, q_rope, k_rope)
-    (B, Hq, Tq, D), Tk = q.shape, k.shape[2]
-    width = D + (0 if q_rope is None else q_rope.shape[-1])
-    scale = _check_scale(scale, width)
-    if block_size is not None and not (isinstance(block_size, int) and block_size >= 1):
-        raise ValueError(f"block_size must be a positive integer, not {block_size!r}")
-    wide = torch.promote_types(q.dtype, torch.float32)
-    masks = _Masks(
+    scale = _check_numbers(scale, block_size, q, q_rope)
+    inputs = _Inputs(
+        q.detach(),
+        k.detach(),
+        None if q_rope is None else q_rope.detach(),
+        None if k_rope is None else k_rope.detach(),
+        *_check_document_ids(document_ids, q, k),
+        _check_attn_mask(attn_mask, q, k),
+        scale,
         causal,
-        _check_document_ids(document_ids, B, Tq, Tk, q.device),
         mask_mod,
-        _check_attn_mask(attn_mask, (B, Hq, Tq, Tk), q.device),
     )
-    _check_out(out, Hq, wide, q.device)
-
-    ropes = None if q_rope is None or k_rope is None else (q_rope.detach(), k_rope.detach())
-    inputs = _Inputs(q.detach(), k.detach(), ropes, masks, scale, wide)
-    best = torch.full((Hq,), -math.inf, dtype=wide, device=q.device)
-    if B > 0 and Tq > 0 and Tk > 0:
+    wide = torch.promote_types(q.dtype, torch.float32)
+    best = torch.full((q.shape[1],), -math.inf, dtype=wide, device=q.device)
+    if out is not None:
+        _check_tensor("out", out, q)
+        if out.shape != best.shape or out.dtype != best.dtype:
+            raise ValueError(
+                f"out must be {tuple(best.shape)} of {best.dtype}, but has shape "
+                f"{tuple(out.shape)} and {out.dtype}"
+            )
+    if q.shape[0] > 0 and q.shape[2] > 0 and k.shape[2] > 0:
         if not torch.compiler.is_compiling():
             _loop(inputs, block_size, best)
         elif mask_mod is not None:
             best = _scan(inputs, block_size, best)
         else:
-            best = _loop_of_graphs(
-                inputs.q,
-                inputs.k,
-                *(ropes or (None, None)),
-                *(masks.document_ids or (None, None)),
-                masks.attn_mask,
-                float(scale),
-                causal,
-                block_size,
-            )
+            best = _loop_of_graphs(*inputs[:-1], block_size)
     if scale > 0:  # the order of the products is that of the logits
         best = best * scale
     return best if out is None else out.copy_(torch.maximum(out, best))
 
 
-class _Masks(NamedTuple):
-    causal: bool
-    document_ids: Optional[tuple[Tensor, Tensor]]  # (B or 1, Tq), (B or 1, Tk)
-    mask_mod: Optional[MaskMod]
-    attn_mask: Optional[Tensor]  # four dimensions, each of 1 or all
-
-
 class _Inputs(NamedTuple):
+    """What the logits are made of, checked and without gradients."""
+
     q: Tensor  # (B, Hq, Tq, D)
     k: Tensor  # (B, Hk, Tk, D)
-    ropes: Optional[tuple[Tensor, Tensor]]
-    masks: _Masks
+    q_rope: Optional[Tensor]  # (B, Hq, Tq, R)
+    k_rope: Optional[Tensor]  # (B, 1 or Hk, Tk, R); given where q_rope is
+    ids_of_queries: Optional[Tensor]  # (B or 1, Tq)
+    ids_of_keys: Optional[Tensor]  # (B or 1, Tk); given where ids_of_queries are
+    attn_mask: Optional[Tensor]  # four dimensions, each of 1 or all
     scale: float
-    wide: torch.dtype
+    causal: bool
+    mask_mod: Optional[MaskMod]
 
 
 Selection = Union[slice, Tensor]  # a tensor holds indices, (n,)
@@ -171,62 +165,43 @@ class _Block(NamedTuple):
     keys: Selection
 
 
-class _Grid(NamedTuple):
-    """How everything falls into blocks.
-
-    Args:
-        totals: batch entries, key heads, queries and keys there are.
-        sizes: of those, how many a block has; fewer at an end.
-    """
-
-    totals: tuple[int, int, int, int]
-    sizes: tuple[int, int, int, int]
-
-    @classmethod
-    def of(cls, inputs: _Inputs, block_size: Optional[int]) -> _Grid:
-        (B, Hq, Tq, D), (Hk, Tk) = inputs.q.shape, inputs.k.shape[1:3]
-        width = D + (inputs.ropes[0].shape[-1] if inputs.ropes is not None else 0)
-        group = Hq // Hk
-        device = inputs.q.device.type
-        numel = BLOCK_NUMEL.get(device, DEFAULT_BLOCK_NUMEL)
-
-        def numel_of_head(side: int) -> int:
-            queries, keys = group * min(side, Tq), min(side, Tk)
-            return queries * keys + (queries + keys) * width
-
-        side = block_size or BLOCK_SIDE.get(device, DEFAULT_BLOCK_SIDE)
-        while block_size is None and side > 16 and numel_of_head(side) > numel:
-            side //= 2
-        heads = max(1, numel // numel_of_head(side))
-        batch = max(1, heads // Hk)
-        return cls((B, Hk, Tq, Tk), (min(batch, B), min(heads, Hk), min(side, Tq), min(side, Tk)))
-
-    @property
-    def counts(self) -> tuple[int, ...]:
-        return tuple(-(-total // size) for total, size in zip(self.totals, self.sizes))
+def _block_sizes(inputs: _Inputs, block_size: Optional[int]) -> tuple[int, int, int, int]:
+    """How many batch entries, key heads, queries and keys a block has; fewer at an end."""
+    (B, Hq, Tq, width), (Hk, Tk) = inputs.q.shape, inputs.k.shape[1:3]
+    if inputs.q_rope is not None:
+        width += inputs.q_rope.shape[3]
+    device = inputs.q.device.type
+    numel = BLOCK_NUMEL.get(device, DEFAULT_BLOCK_NUMEL)
+    side = block_size or BLOCK_SIDE.get(device, DEFAULT_BLOCK_SIDE)
+    while True:
+        queries, keys = min(side, Tq), min(side, Tk)
+        rows = Hq // Hk * queries  # those of a key head
+        numel_of_head = rows * keys + (rows + keys) * width
+        if block_size is not None or side <= 16 or numel_of_head <= numel:
+            break
+        side //= 2
+    heads = max(1, numel // numel_of_head)
+    return min(max(1, heads // Hk), B), min(heads, Hk), queries, keys
 
 
 def _loop(inputs: _Inputs, block_size: Optional[int], best: Tensor) -> None:
-    """Updates the maxima by every block, slice by slice."""
-    grid = _Grid.of(inputs, block_size)
-    group = inputs.q.shape[1] // inputs.k.shape[1]
+    """Raises the maxima to those of every block, which slices select."""
+    (B, Hq, Tq, _), (Hk, Tk) = inputs.q.shape, inputs.k.shape[1:3]
     batches, heads, queries, keys = (
-        list(_slices(total, size)) for total, size in zip(grid.totals, grid.sizes)
+        [slice(start, min(start + size, total)) for start in range(0, total, size)]
+        for total, size in zip((B, Hk, Tq, Tk), _block_sizes(inputs, block_size))
     )
-    for batch in batches:
-        for key_heads in heads:
-            query_heads = slice(group * key_heads.start, group * key_heads.stop)
-            part = best[query_heads]
-            for rows in queries:
-                for columns in keys:
-                    if inputs.masks.causal and columns.start >= rows.stop:
-                        break
-                    block = _Block(batch, query_heads, key_heads, rows, columns)
-                    torch.maximum(part, _maxima(inputs, block), out=part)
+    group = Hq // Hk
+    for batch, key_heads in itertools.product(batches, heads):
+        query_heads = slice(group * key_heads.start, group * key_heads.stop)
+        part = best[query_heads]
+        for rows, columns in itertools.product(queries, keys):
+            if not inputs.causal or columns.start < rows.stop:
+                block = _Block(batch, query_heads, key_heads, rows, columns)
+                torch.maximum(part, _maxima(inputs, block), out=part)
 
 
-# One operator of compiled graphs, whatever the length; each build of this package has its own.
-@torch.library.custom_op(add_op_namespace_prefix("max_qk_products"), mutates_args=())
+@torch.library.custom_op(OPERATOR, mutates_args=())
 def _loop_of_graphs(
     q: Tensor,
     k: Tensor,
@@ -239,50 +214,40 @@ def _loop_of_graphs(
     causal: bool,
     block_size: Optional[int],
 ) -> Tensor:
-    ropes = None if q_rope is None or k_rope is None else (q_rope, k_rope)
-    ids = None if ids_of_queries is None or ids_of_keys is None else (ids_of_queries, ids_of_keys)
+    """The maxima by `_loop`, as one operator of a compiled graph, whatever the length."""
+    masks = attn_mask, scale, causal, None
+    inputs = _Inputs(q, k, q_rope, k_rope, ids_of_queries, ids_of_keys, *masks)
     wide = torch.promote_types(q.dtype, torch.float32)
-    inputs = _Inputs(q, k, ropes, _Masks(causal, ids, None, attn_mask), scale, wide)
     best = torch.full((q.shape[1],), -math.inf, dtype=wide, device=q.device)
     _loop(inputs, block_size, best)
     return best
 
 
-@_loop_of_graphs.register_fake
-def _(q: Tensor, *_: object) -> Tensor:
-    return q.new_empty(q.shape[1], dtype=torch.promote_types(q.dtype, torch.float32))
-
-
-def _slices(total: int, size: int) -> Iterator[slice]:
-    for start in range(0, total, size):
-        yield slice(start, min(start + size, total))
+_loop_of_graphs.register_fake(
+    lambda q, *_: q.new_empty(q.shape[1], dtype=torch.promote_types(q.dtype, torch.float32))
+)
 
 
 def _scan(inputs: _Inputs, block_size: Optional[int], best: Tensor) -> Tensor:
-    """The same within a graph, which a mask_mod is part of: blocks of tensors of indices, numbered.
+    """The maxima by a scan over numbered blocks, which tensors of indices select.
 
-    All have one shape: the last of a dimension is moved back to its end, and overlaps the one
-    before, of which a maximum takes no harm.
+    A graph can hold a scan together with the mask_mod. All blocks have one shape: the last of a
+    dimension is moved back to its end, and overlaps the one before, which changes no maximum.
     """
     from torch._higher_order_ops.scan import scan
 
     # Queries and keys are often views of one projection, and scan takes no views of one storage.
-    q, k, ropes, masks, scale, wide = inputs
-    if ropes is not None:
-        ropes = ropes[0].clone(), ropes[1].clone()
-    if masks.document_ids is not None:
-        ids = masks.document_ids
-        masks = masks._replace(document_ids=(ids[0].clone(), ids[1].clone()))
-    if scale > 0:  # applied at the end; where the width is dynamic, scan would refuse the symbol
-        scale = 1.0
-    inputs = _Inputs(q.clone(), k.clone(), ropes, masks, scale, wide)
+    held = zip(inputs._fields[:6], inputs[:6])
+    copies: dict[str, Any] = {name: tensor.clone() for name, tensor in held if tensor is not None}
+    inputs = inputs._replace(**copies)
+    if inputs.scale > 0:  # applied at the end; scan would refuse the symbol of a dynamic width
+        inputs = inputs._replace(scale=1.0)
 
-    grid = _Grid.of(inputs, block_size)
-    group = inputs.q.shape[1] // inputs.k.shape[1]
-    device = best.device
-    n_batches, n_heads, n_rows, n_columns = grid.counts
-    all_heads = grid.totals[1] <= grid.sizes[1]
-    if inputs.masks.causal:  # a row of squares reaches to the diagonal
+    (B, Hq, Tq, _), (Hk, Tk) = inputs.q.shape, inputs.k.shape[1:3]
+    totals, sizes = (B, Hk, Tq, Tk), _block_sizes(inputs, block_size)
+    n_batches, n_heads, n_rows, n_columns = (-(-n // size) for n, size in zip(totals, sizes))
+    group, device = Hq // Hk, best.device
+    if inputs.causal:  # a row of squares reaches to the diagonal
         lengths = torch.arange(1, n_rows + 1, device=device).clamp_max(n_columns)
         corner = min(n_rows, n_columns)
         pairs = corner * (corner + 1) // 2 + (n_rows - corner) * n_columns
@@ -291,50 +256,45 @@ def _scan(inputs: _Inputs, block_size: Optional[int], best: Tensor) -> Tensor:
         pairs = n_rows * n_columns
     ends = lengths.cumsum(0)
 
-    def select(number: Tensor, dim: int) -> Tensor:
-        total, size = grid.totals[dim], grid.sizes[dim]
-        return (number * size).clamp_max(total - size) + torch.arange(size, device=device)
-
     def update(best: Tensor, number: Tensor) -> tuple[Tensor, Tensor]:
         pair, rest = number % pairs, number // pairs
         is_above = ends <= pair
         row, column = is_above.sum(), pair - torch.where(is_above, lengths, 0).sum()
-        key_heads = select(rest % n_heads, 1)
+        batch, key_heads, queries, keys = (
+            (at * size).clamp_max(total - size) + torch.arange(size, device=device)
+            for at, total, size in zip(
+                (rest // n_heads, rest % n_heads, row, column), totals, sizes
+            )
+        )
         query_heads = key_heads[:, None] * group + torch.arange(group, device=device)
         query_heads = query_heads.flatten()
-        batch = select(rest // n_heads, 0)
-        block = _Block(batch, query_heads, key_heads, select(row, 2), select(column, 3))
-        maxima = _maxima(inputs, block)
-        if all_heads:
-            best = torch.maximum(best, maxima)
-        else:
-            best = best.index_copy(
-                0, query_heads, torch.maximum(best.index_select(0, query_heads), maxima)
-            )
-        return best, number.clone()  # it wants an output of each step
+        maxima = _maxima(inputs, _Block(batch, query_heads, key_heads, queries, keys))
+        maxima = torch.maximum(best.index_select(0, query_heads), maxima)
+        return best.index_copy(0, query_heads, maxima), number.clone()  # an output of each step
 
     return scan(update, best, torch.arange(n_batches * n_heads * pairs, device=device))[0]
 
 
 def _maxima(inputs: _Inputs, block: _Block) -> Tensor:
-    """Largest products of the query heads of a block; logits, where the scale is not positive."""
+    """Takes the largest product of each query head of a block, or the largest logit where the scale
+    is not positive."""
     q = _part(inputs.q, block.batch, block.query_heads, block.queries)
     k = _part(inputs.k, block.batch, block.key_heads, block.keys)
-    if inputs.ropes is not None:
-        q_rope, k_rope = inputs.ropes
-        q = torch.cat((q, _part(q_rope, block.batch, block.query_heads, block.queries)), -1)
-        k_rope = _part(k_rope, block.batch, block.key_heads, block.keys)
+    if inputs.q_rope is not None and inputs.k_rope is not None:
+        q_rope = _part(inputs.q_rope, block.batch, block.query_heads, block.queries)
+        k_rope = _part(inputs.k_rope, block.batch, block.key_heads, block.keys)
+        q = torch.cat((q, q_rope), -1)
         k = torch.cat((k, k_rope.expand(*k.shape[:-1], -1)), -1)
-    scores = _products(q, k, inputs.wide)
+    scores = _products(q, k, torch.promote_types(q.dtype, torch.float32))
     if inputs.scale <= 0:
         scores.mul_(inputs.scale)
-    for excluded in _excluded(inputs.masks, block, q.device):
+    for excluded in _excluded(inputs, block):
         scores.masked_fill_(excluded, -math.inf)
     return scores.amax((0, 2, 3))
 
 
 def _part(tensor: Tensor, *selections: Selection) -> Tensor:
-    """The block of a tensor whose first dimensions are selected from; a dimension of 1 stays."""
+    """Selects from the first dimensions of a tensor; a dimension of 1 stays."""
     index: list[Selection] = []
     for dim, chosen in enumerate(selections):
         if isinstance(chosen, slice):
@@ -346,53 +306,51 @@ def _part(tensor: Tensor, *selections: Selection) -> Tensor:
 
 
 def _products(q: Tensor, k: Tensor, wide: torch.dtype) -> Tensor:
-    """q·k of a block, (b, hq, queries, keys), the query heads of a key head in one product."""
+    """Multiplies q and k of a block, (b, hq, queries, keys): one product for each key head."""
     b, hk, keys, D = k.shape
     rows = q.reshape(b * hk, -1, D)
     columns = k.reshape(b * hk, keys, D).transpose(1, 2)
+    has_mixed_products = (  # those of 16-bit inputs with fp32 results
+        q.dtype in (torch.float16, torch.bfloat16)
+        and q.device.type == "cuda"
+        and torch.version.hip is None
+    )
     with torch.autocast(q.device.type, enabled=False):  # it would round fp32 to its own dtype
-        if _has_wide_products(q):
+        if has_mixed_products:
             scores = torch.bmm(rows, columns, out_dtype=wide)
         else:
             scores = torch.bmm(rows.to(wide), columns.to(wide))
     return scores.view(b, q.shape[1], q.shape[2], keys)
 
 
-def _has_wide_products(tensor: Tensor) -> bool:
-    """Whether there are products of 16-bit inputs with fp32 results: on NVIDIA's devices."""
-    is_narrow = tensor.dtype in (torch.float16, torch.bfloat16)
-    return is_narrow and tensor.device.type == "cuda" and torch.version.hip is None
-
-
-def _excluded(masks: _Masks, block: _Block, device: torch.device) -> Iterator[Tensor]:
-    """Pairs of a block that do not count, by each mask: broadcast to (b, hq, queries, keys)."""
-    rows, columns = block.queries, block.keys
+def _excluded(inputs: _Inputs, block: _Block) -> Iterator[Tensor]:
+    """Yields for each mask the pairs of a block that do not count, broadcast to its scores."""
+    device, rows, columns = inputs.q.device, block.queries, block.keys
     is_below_diagonal = (
         isinstance(rows, slice) and isinstance(columns, slice) and columns.stop <= rows.start + 1
     )
-    if masks.causal and not is_below_diagonal:
+    if inputs.causal and not is_below_diagonal:
         yield _indices(rows, device)[:, None] < _indices(columns, device)
-    if masks.document_ids is not None:
-        of_queries, of_keys = masks.document_ids
-        of_queries = _part(of_queries, block.batch, rows)
-        of_keys = _part(of_keys, block.batch, columns)
+    if inputs.ids_of_queries is not None and inputs.ids_of_keys is not None:
+        of_queries = _part(inputs.ids_of_queries, block.batch, rows)
+        of_keys = _part(inputs.ids_of_keys, block.batch, columns)
         yield of_queries[:, None, :, None] != of_keys[:, None, None, :]
-    if masks.attn_mask is not None:
-        mask = _part(masks.attn_mask, block.batch, block.query_heads, rows, columns)
+    if inputs.attn_mask is not None:
+        mask = _part(inputs.attn_mask, block.batch, block.query_heads, rows, columns)
         if mask.dtype == torch.bool:
             yield ~mask
         else:
             yield mask <= max(EXCLUDED, torch.finfo(mask.dtype).min / 2)
-    if masks.mask_mod is not None:
-        admitted = masks.mask_mod(
+    if inputs.mask_mod is not None:
+        admitted = inputs.mask_mod(
             _indices(block.batch, device)[:, None, None, None],
             _indices(block.query_heads, device)[:, None, None],
             _indices(rows, device)[:, None],
             _indices(columns, device),
         )
         if not isinstance(admitted, Tensor) or admitted.dtype != torch.bool:
-            found = admitted.dtype if isinstance(admitted, Tensor) else type(admitted).__name__
-            raise ValueError(f"mask_mod must return a tensor of booleans, not {found}")
+            returned = admitted.dtype if isinstance(admitted, Tensor) else type(admitted).__name__
+            raise ValueError(f"mask_mod must return a tensor of booleans, not {returned}")
         yield ~admitted
 
 
@@ -402,7 +360,16 @@ def _indices(chosen: Selection, device: torch.device) -> Tensor:
     return chosen
 
 
-# -- what is given -------------------------------------------------------------------------------
+def _check_tensor(name: str, tensor: Optional[Tensor], q: Tensor) -> None:
+    if is_dtensor(tensor):
+        raise ValueError(
+            f"{name} is a DTensor: pass the heads of this rank, {name}.to_local(), and put the "
+            "maxima of all ranks together afterwards"
+        )
+    if not isinstance(tensor, Tensor):
+        raise ValueError(f"{name} must be a tensor, not {type(tensor).__name__}")
+    if tensor.device != q.device:
+        raise ValueError(f"{name} is on {tensor.device}, but q on {q.device}")
 
 
 def _check_tensors(
@@ -414,7 +381,7 @@ def _check_tensors(
     for name, tensor in (("q", q), ("k", k), ("q_rope", q_rope), ("k_rope", k_rope)):
         if tensor is None:
             continue
-        _check_local(name, tensor)
+        _check_tensor(name, tensor, q)
         if tensor.dim() != 4:
             raise ValueError(
                 f"{name} must be (batch, heads, positions, width), but has shape "
@@ -424,14 +391,13 @@ def _check_tensors(
             raise ValueError(f"{name} must be real floating point, not {tensor.dtype}")
         if tensor.dtype != q.dtype:
             raise ValueError(f"{name} is {tensor.dtype}, but q is {q.dtype}")
-        _check_device(name, tensor, q.device)
     (B, Hq, _, D), (Hk, Tk) = q.shape, k.shape[1:3]
-    if k.shape[0] != B or k.shape[3] != D:
+    if (k.shape[0], k.shape[3]) != (B, D):
         raise ValueError(
             f"k of shape {tuple(k.shape)} does not fit q of shape {tuple(q.shape)}: batch and "
             "width must be equal"
         )
-    if Hk == 0 or Hq == 0 or Hq % Hk:
+    if min(Hq, Hk) == 0 or Hq % Hk:
         raise ValueError(f"q has {Hq} heads, which is no multiple of the {Hk} heads of k")
     if q_rope is None or k_rope is None:
         return
@@ -441,46 +407,39 @@ def _check_tensors(
             "but the width must be equal"
         )
     R = q_rope.shape[3]
-    if k_rope.shape[1] not in (1, Hk) or k_rope.shape != (B, k_rope.shape[1], Tk, R):
+    if tuple(k_rope.shape) not in ((B, Hk, Tk, R), (B, 1, Tk, R)):
         raise ValueError(
             f"k_rope must be {(B, Hk, Tk, R)} or {(B, 1, Tk, R)}, but has shape "
             f"{tuple(k_rope.shape)}"
         )
 
 
-def _check_local(name: str, tensor: Optional[Tensor]) -> None:
-    if is_dtensor(tensor):
-        raise ValueError(
-            f"{name} is a DTensor: pass the heads of this rank, {name}.to_local(), and put the "
-            "maxima of all ranks together afterwards"
-        )
-    if not isinstance(tensor, Tensor):
-        raise ValueError(f"{name} must be a tensor, not {type(tensor).__name__}")
-
-
-def _check_device(name: str, tensor: Tensor, device: torch.device) -> None:
-    if tensor.device != device:
-        raise ValueError(f"{name} is on {tensor.device}, but q on {device}")
-
-
-def _check_scale(scale: Union[float, Tensor, None], width: int) -> float:
-    if scale is None:
-        if width == 0:
-            raise ValueError("q and k have no columns")
-        return width**-0.5
+def _check_numbers(
+    scale: Union[float, Tensor, None],
+    block_size: Optional[int],
+    q: Tensor,
+    q_rope: Optional[Tensor],
+) -> float:
+    """The scale, or its default."""
+    width = q.shape[3] + (0 if q_rope is None else q_rope.shape[3])
+    if scale is None and width == 0:
+        raise ValueError("q and k have no columns")
     if isinstance(scale, Tensor):
         raise ValueError("scale must be a number: a tensor would have to be read from its device")
-    if not math.isfinite(scale):
+    if scale is not None and not math.isfinite(scale):
         raise ValueError(f"scale must be finite, not {scale}")
-    return scale
+    if block_size is not None and not (isinstance(block_size, int) and block_size >= 1):
+        raise ValueError(f"block_size must be a positive integer, not {block_size!r}")
+    return width**-0.5 if scale is None else float(scale)
 
 
 def _check_document_ids(
-    ids: Optional[DocumentIds], B: int, Tq: int, Tk: int, device: torch.device
-) -> Optional[tuple[Tensor, Tensor]]:
-    """(B or 1, Tq) and (B or 1, Tk)."""
+    ids: Optional[DocumentIds], q: Tensor, k: Tensor
+) -> tuple[Optional[Tensor], Optional[Tensor]]:
+    """Those of queries, (B or 1, Tq), and of keys, (B or 1, Tk)."""
     if ids is None:
-        return None
+        return None, None
+    B, Tq, Tk = q.shape[0], q.shape[2], k.shape[2]
     if isinstance(ids, Tensor) and Tq != Tk:
         raise ValueError(
             f"document_ids must be a tuple (of queries, of keys) where q has {Tq} positions and k "
@@ -490,41 +449,26 @@ def _check_document_ids(
     if len(pair) != 2:
         raise ValueError(f"document_ids must be a tensor or two, not {len(pair)}")
     for part, T in zip(pair, (Tq, Tk)):
-        _check_local("document_ids", part)
+        _check_tensor("document_ids", part, q)
         if part.is_floating_point() or part.is_complex() or part.dtype == torch.bool:
             raise ValueError(f"document_ids must be integers, not {part.dtype}")
         if tuple(part.shape) not in ((T,), (B, T)):
             raise ValueError(
                 f"document_ids must be {(T,)} or {(B, T)}, but have shape {tuple(part.shape)}"
             )
-        _check_device("document_ids", part, device)
     of_queries, of_keys = (part if part.dim() == 2 else part[None] for part in pair)
     return of_queries, of_keys
 
 
-def _check_attn_mask(
-    mask: Optional[Tensor], shape: tuple[int, int, int, int], device: torch.device
-) -> Optional[Tensor]:
-    """With all four dimensions, each of 1 or that of the scores."""
+def _check_attn_mask(mask: Optional[Tensor], q: Tensor, k: Tensor) -> Optional[Tensor]:
+    """The mask with all four dimensions, each of 1 or that of the scores."""
     if mask is None:
         return None
-    _check_local("attn_mask", mask)
+    _check_tensor("attn_mask", mask, q)
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise ValueError(f"attn_mask must be bool or floating point, not {mask.dtype}")
-    given = tuple(mask.shape)
+    shape, given = (*q.shape[:3], k.shape[2]), tuple(mask.shape)
     padded = (1,) * (4 - len(given)) + given
     if len(given) > 4 or any(n not in (1, size) for n, size in zip(padded, shape)):
         raise ValueError(f"attn_mask of shape {given} does not broadcast to {shape}")
-    _check_device("attn_mask", mask, device)
     return mask.detach().view(padded)
-
-
-def _check_out(out: Optional[Tensor], Hq: int, dtype: torch.dtype, device: torch.device) -> None:
-    if out is None:
-        return
-    _check_local("out", out)
-    if tuple(out.shape) != (Hq,) or out.dtype != dtype:
-        raise ValueError(
-            f"out must be {(Hq,)} of {dtype}, but has shape {tuple(out.shape)} and {out.dtype}"
-        )
-    _check_device("out", out, device)

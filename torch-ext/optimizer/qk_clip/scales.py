@@ -1,4 +1,4 @@
-"""The scales of all heads from their logits, in one computation on the device.
+"""From the logits that are given to the scales of all heads, in one computation on the device.
 
 For a logit m above the threshold, γ = threshold/m (Kimi Team 2025, arXiv:2507.20534, algorithm 1).
 Query and key rows of that head are multiplied by sqrt(γ); with multi-head latent attention that is
@@ -8,30 +8,101 @@ which all heads share, stays. Shapes depend on no value, so that the host waits 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
-from typing import Optional
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Optional
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ..distributed import layout
 from ..distributed import utils as dtensors
-from .projections import Layer, Projection, slots_of
+from ..distributed.collectives import max_over_ranks
+from ..groups import normalize_name
+from .config import LayerKey
+from .projections import Layer
+
+Logits = Mapping[Any, Any]  # by layer, (heads,) each
+
+
+class Layers:
+    """The layers of an optimizer, and how logits name them."""
+
+    def __init__(self, layers: Mapping[LayerKey, Layer], alone: Mapping[LayerKey, str]):
+        self.layers = layers
+        self._prefixes = {**{key: layer.prefix for key, layer in layers.items()}, **alone}
+        self._numbers = {key: layer.number for key, layer in layers.items()}
+
+    def match(self, logits: Logits, pass_over_unknown: bool = False) -> dict[LayerKey, Any]:
+        """Maps the key of each layer that is bounded to its logits.
+
+        Raises:
+            ValueError: layers that lack logits, or, unless they are passed over, unknown layers.
+        """
+        if not isinstance(logits, Mapping):
+            raise ValueError(
+                f"qk_logits must map layers to tensors (heads,), found a {type(logits).__name__}"
+            )
+        found: dict[LayerKey, Any] = {}
+        for given, value in logits.items():
+            key = self._key(given)
+            if key is None:
+                if pass_over_unknown:
+                    continue
+                raise ValueError(
+                    f"qk_logits has {given!r}, where this optimizer has no query and key "
+                    f"projections; it has them in {some(list(self._prefixes)) or 'no layer'}"
+                )
+            if key in found:
+                raise ValueError(f"qk_logits has the layer {self._prefixes[key]!r} twice")
+            if key in self.layers:
+                found[key] = value
+        missing = [key for key in self.layers if key not in found]
+        if missing:
+            unknown = self.unknown(logits)  # of a recorder of a part of the model, or of one around
+            names = some([self._prefixes[key] for key in missing])
+            remedy = f". The recorder has {some(unknown)}, not {names}: make it of the same module"
+            raise ValueError(
+                f"qk_logits lacks layers {some(missing)}: give those of all layers, or None in "
+                f"clip_config for layers to leave alone{remedy if unknown else ''}"
+            )
+        return found
+
+    def unknown(self, logits: Logits) -> list[Any]:
+        """The keys that name no layer, neither one that is bounded nor one that is left alone."""
+        return [given for given in logits if self._key(given) is None]
+
+    def _key(self, given: Any) -> Optional[LayerKey]:
+        """The layer that a key, a number, a prefix of names or a beginning of one means."""
+        if given in self._prefixes:
+            return given
+        if isinstance(given, str):
+            name = normalize_name(given)
+            prefixes = self._prefixes.items()
+            found = [key for key, prefix in prefixes if prefix == name]
+            found = found or [key for key, prefix in prefixes if prefix.startswith(f"{name}.")]
+        else:
+            found = [key for key, number in self._numbers.items() if number == given]
+        if len(found) > 1:
+            raise ValueError(
+                f"qk_logits has {given!r}, which may be any of {some(found)}: tell layers by such "
+                "prefixes of names"
+            )
+        return found[0] if found else None
 
 
 class Pack:
-    """Layers whose logits lie on one device and are shared by the same ranks, and what is known of
-    them before there are logits.
+    """Layers whose logits lie on one device and are shared by the same ranks.
 
     Logits of all layers are one vector, in the order of the layers; so are the heads, first the
-    query heads of a layer, then its key heads.
+    query heads of a layer, then its key heads. A pack makes all tables that need no logits.
 
     Args:
-        layers: of it.
-        device: where their weights are computed.
-        ranks: that hold parts or replicas of their weights; None where this one is alone.
+        device: where the weights of the layers are computed.
+        ranks: all that hold parts or replicas of the weights; None where this one is alone.
         rank: this one.
     """
 
@@ -43,44 +114,54 @@ class Pack:
         rank: int,
     ):
         self.layers = tuple(layers)
+        self.projections = [p for layer in layers for p in layer.projections]
         self.device = device
         self.ranks = ranks
-        self.counts = [layer.logits for layer in layers]
-        self.dtype = torch.float32
-        for projection in self.projections:
-            self.dtype = torch.promote_types(self.dtype, projection.param.dtype)
         self.rank = rank
+        self.counts = [layer.logits for layer in layers]
+        dtypes = (projection.param.dtype for projection in self.projections)
+        self.dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)
         thresholds = [layer.config.threshold for layer in layers for _ in range(layer.logits)]
         self.thresholds = torch.tensor(thresholds, dtype=self.dtype).to(device, non_blocking=True)
-        members, partners = _heads(layers)
-        rows, self._shapes = self._local_rows(len(partners))
+        heads = sum(layer.q_heads + layer.k_heads for layer in layers)
+        members, partners = _tables_of_heads(layers, heads)
+        rows, self._shapes = self._local_rows(heads)
         self._members, self._partners, self._rows = (
             table.to(device, non_blocking=True) for table in (members, partners, rows)
         )
 
-    @property
-    def projections(self) -> Iterator[Projection]:
-        return (projection for layer in self.layers for projection in layer.projections)
-
     def _local_rows(self, heads: int) -> tuple[Tensor, list[tuple[int, ...]]]:
-        """For each row here the place of its scale, of all projections one behind the other, and
-        the shape in which those of a projection broadcast to its local tensor."""
+        """Where the table of scales has the scale of each row that this rank holds, of all
+        projections one behind the other; and for each projection the shape in which the scales of
+        its rows broadcast to its local tensor.
+
+        The table has a scale for each of the heads, one for its rotated rows, and a last one, 1,
+        for rows that nothing scales.
+        """
         first, places, shapes = 0, [], []
         for layer in self.layers:
-            own = layer.q_heads + layer.k_heads
-            place_of = [*range(first, first + own)]
-            place_of += range(heads + first, heads + first + layer.q_heads)
-            place_of.append(2 * heads)
+            stop = first + layer.q_heads + layer.k_heads
+            of_heads = torch.arange(first, stop)[:, None]
+            plain = torch.arange(layer.config.plain_dim)
+            rotated = torch.arange(layer.config.plain_dim, layer.config.head_dim)
             for projection in layer.projections:
+                q, k = (
+                    torch.tensor(projection.starts.get(side, ()), dtype=torch.int64)[:, None]
+                    for side in ("q", "k")
+                )
+                rows = torch.full((projection.rows,), 2 * heads)
+                rows[q + plain] = of_heads[: len(q)]
+                rows[q + rotated] = heads + of_heads[: len(q)]
+                rows[k + plain] = of_heads[layer.q_heads :][: len(k)]
                 param, dims = projection.param, projection.row_dims
                 sharding = dtensors.sharding_of(param)
                 region = layout.whole(param.shape)
                 if sharding is not None:
                     region = sharding.region(param.shape, self.rank)
-                rows = torch.tensor(place_of)[slots_of(layer, projection)].view(param.shape[:dims])
-                places.append(rows[layout.slices(region[:dims])].flatten())
-                shapes.append((*layout.shape_of(region[:dims]), *(1,) * (param.ndim - dims)))
-            first += own
+                held = rows.view(param.shape[:dims])[layout.slices(region[:dims])]
+                places.append(held.flatten())
+                shapes.append((*held.shape, *(1,) * (param.ndim - dims)))
+            first = stop
         return torch.cat(places).to(torch.int32), shapes
 
     def scales(self, logits: Tensor) -> dict[int, Tensor]:
@@ -104,27 +185,132 @@ class Pack:
         return (logits > self.thresholds) & (logits < math.inf)
 
 
-def _heads(layers: Sequence[Layer]) -> tuple[Tensor, Tensor]:
-    """For each head the numbers of the logits that scale it, padded with the number behind the last
-    one, and the head whose root its scale is divided by: its own, for sqrt(γ); with
-    ``clip_mode="exact"``, a query head's is its key head's, for γ/κ; the number of heads, for none.
+def _tables_of_heads(layers: Sequence[Layer], heads: int) -> tuple[Tensor, Tensor]:
+    """For each head the numbers of the logits that scale it, and the head by whose root its scale
+    is divided.
+
+    The numbers are padded with the one behind the last. A head is divided by its own root, which
+    gives sqrt(γ). With ``clip_mode="exact"``, a query head is divided by the root of its key head,
+    which gives γ/κ, or by entry ``heads``, which is 1, where no key head is scaled.
     """
     members: list[list[int]] = []
-    partners: list[int] = []
+    partners = list(range(heads))
     logits = 0
     for layer in layers:
         first = len(members)
         first_key = first + layer.q_heads
         members += [[] for _ in range(layer.q_heads + layer.k_heads)]
-        partners += range(first, len(members))
         for start, indices in ((first, layer.q_indices), (first_key, layer.k_indices)):
             for number, head in enumerate(indices):
                 members[start + head].append(logits + number)
         if layer.config.mode == "exact":
-            pairs = itertools.zip_longest(layer.q_indices, layer.k_indices)
-            for query, key in pairs:
-                partners[first + query] = -1 if key is None else first_key + key
+            for query, key in itertools.zip_longest(layer.q_indices, layer.k_indices):
+                partners[first + query] = heads if key is None else first_key + key
         logits += layer.logits
     most = max(map(len, members), default=1) or 1
     padded = [[*numbers, *(logits,) * (most - len(numbers))] for numbers in members]
-    return torch.tensor(padded), torch.tensor([p if p >= 0 else len(partners) for p in partners])
+    return torch.tensor(padded), torch.tensor(partners)
+
+
+def vector_of(value: Any, layer: Layer, pack: Pack) -> Tensor:
+    """The logits of a layer that this rank knows, (n,), and −inf for those that others know.
+
+    Raises:
+        ValueError: logits that are not one number for each head, or lie on another device, or are a
+            DTensor whose maximum can't be taken over the ranks that share the weights.
+    """
+    where = f"qk_logits of layer {layer.key!r}"
+    if value is None:  # nothing was seen here
+        return torch.full((layer.logits,), -math.inf, dtype=pack.dtype)
+    if not isinstance(value, Tensor):
+        try:
+            value = torch.tensor(value, dtype=pack.dtype)
+        except (TypeError, ValueError, RuntimeError, OverflowError):
+            raise ValueError(
+                f"{where} must be a tensor (heads,) or a list of numbers, found {value!r}"
+            ) from None
+    if value.shape != (layer.logits,):
+        raise ValueError(
+            f"{where} have shape {tuple(value.shape)}, where {(layer.logits,)} is needed: the "
+            "largest logit of each head in q_indices, or of every query head; of the heads that a "
+            "rank has under tensor parallelism, a DTensor that says which, Shard(0)"
+        )
+    if value.is_complex() or value.dtype == torch.bool:
+        raise ValueError(f"{where} are {value.dtype}, no real numbers")
+    interval = (0, layer.logits)
+    if dtensors.is_dtensor(value):
+        interval = _held_interval(value, where, pack)
+    held = dtensors.local(value)
+    if held.device not in (pack.device, torch.device("cpu")):
+        raise ValueError(f"{where} are on {held.device}, but its weights on {pack.device}")
+    if interval == (0, layer.logits):
+        return held
+    whole = held.new_full((layer.logits,), -math.inf, dtype=pack.dtype)
+    whole[slice(*interval)] = held
+    return whole
+
+
+def _held_interval(value: Tensor, where: str, pack: Pack) -> layout.Interval:
+    """Which of the logits of a DTensor this rank holds."""
+    placements = value.placements  # type: ignore[attr-defined]
+    if any(p.is_partial() and p.reduce_op != "max" for p in placements):
+        raise ValueError(f"{where} are {dtensors.describe(value)}; the maximum is needed")
+    others = set(dtensors.ranks_of(value) or ()) - set(pack.ranks or (pack.rank,))
+    if others and not all(p.is_replicate() for p in placements):
+        raise ValueError(
+            f"{where} are {dtensors.describe(value)}, but their weights are not shared with ranks "
+            f"{sorted(others)}: give logits.full_tensor()"
+        )
+    sharding = dtensors.sharding_of(value)
+    assert sharding is not None
+    return sharding.region(value.shape, pack.rank)[0]
+
+
+def joined(
+    parts: Iterable[Tensor], dtype: torch.dtype, device: Optional[torch.device] = None
+) -> Tensor:
+    """Joins all logits to a new tensor, in which NaN becomes Inf, which clips nothing."""
+    whole = torch.cat([part.detach().to(device, dtype, non_blocking=True) for part in parts])
+    return torch.where(whole.isnan(), math.inf, whole)
+
+
+class Reduced(dict[Any, Tensor]):
+    """Logits that are the same on all ranks."""
+
+
+def reduce_qk_logits(logits: Logits, group: Any = None) -> dict[Any, Tensor]:
+    """The maximum over ranks of the logits of all layers, in one collective.
+
+    `Muon` takes it by itself, over the ranks that share the weights; this is for weights that it
+    does not know to be shared, and for logits that are wanted elsewhere.
+
+    Args:
+        logits: by layer (n,) each, on one device; the same layers on all ranks.
+        group: process group; None is the default one.
+
+    Returns:
+        New tensors, in fp32 or wider. NaN on any rank is Inf on all.
+
+    Raises:
+        ValueError: of a layer nothing, or only some heads.
+    """
+    wide = torch.float32
+    for layer, value in logits.items():
+        if not isinstance(value, Tensor) or dtensors.is_dtensor(value) or value.ndim != 1:
+            found = dtensors.describe(value) if isinstance(value, Tensor) else repr(value)
+            raise ValueError(
+                f"logits of layer {layer!r} must be a plain tensor of all heads, found {found}"
+            )
+        wide = torch.promote_types(wide, value.dtype)
+    if not logits:
+        return Reduced()
+    order = sorted(logits, key=repr)
+    maxima = joined((logits[layer] for layer in order), wide)
+    max_over_ranks(maxima, dist.group.WORLD if group is None else group).wait()
+    parts = dict(zip(order, maxima.split([len(logits[layer]) for layer in order])))
+    return Reduced((layer, parts[layer]) for layer in logits)
+
+
+def some(keys: Sequence[LayerKey]) -> str:
+    more = "" if len(keys) <= 8 else f" and {len(keys) - 8} more"
+    return ", ".join(map(repr, keys[:8])) + more
