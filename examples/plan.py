@@ -55,7 +55,7 @@ def report_of(
         (lane,) = costs.lanes
         averages = averages_of(kernel, entries, weights, lane.first_used, ranks)
         costs = replace(costs, averages=averages)
-    interleave = importlib.import_module(f"{kernel.__name__}.async_utils").interleave
+    scheduler = importlib.import_module(f"{kernel.__name__}.async_utils")
     return Report(
         layout=layout,
         entries=entries,
@@ -64,7 +64,7 @@ def report_of(
         backward=averaged_in_backward(kernel, weights, layout),
         itemsize=dtype.itemsize,
         costs=costs,
-        timeline=simulate(interleave, costs, machine, args.rank),
+        timeline=simulate(scheduler, costs, machine, args.rank),
         machine=machine,
         seconds=time.perf_counter() - began,
     )

@@ -7,7 +7,6 @@ import importlib
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +39,8 @@ from planner import averaging, costs, deployment, memory, report, timeline
 from planner.architectures import MODELS, Weight, read_config, weights_of
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
+
+scheduler = optimizer.async_utils
 
 RANKS = 64
 RANKS_PER_HOST = 8
@@ -363,14 +364,11 @@ def predicted(lanes: list[costs.LaneCosts], rank: int) -> list[np.ndarray]:
     """(directions, links) of a rank's collectives, in the order of their launch."""
     launched: list[np.ndarray] = []
 
-    def task(lane: costs.LaneCosts, chunk: int) -> Iterator[None]:
-        for way in (costs.GATHER, costs.SCATTER):
-            launched.append(lane.bytes[chunk, way, :, :, lane.peers.index(rank)])
-            yield
-
-    interleave = importlib.import_module(f"{optimizer.__name__}.async_utils").interleave
     for lane in lanes:
-        interleave((task(lane, chunk) for chunk in range(len(lane.bytes))), lane.in_flight)
+        for do, chunk in scheduler.turns(len(lane.bytes), lane.in_flight):
+            if do is not scheduler.Do.UPDATE:
+                way = costs.GATHER if do is scheduler.Do.GATHER else costs.SCATTER
+                launched.append(lane.bytes[chunk, way, :, :, lane.peers.index(rank)])
     return launched
 
 
@@ -547,8 +545,7 @@ def machine(**given: Any) -> Any:
 
 
 def simulated(found: costs.Costs, **given: Any) -> timeline.Timeline:
-    interleave = importlib.import_module(f"{optimizer.__name__}.async_utils").interleave
-    return timeline.simulate(interleave, found, machine(**given))
+    return timeline.simulate(scheduler, found, machine(**given))
 
 
 def test_a_step_takes_at_least_its_arithmetic_and_at_least_its_traffic():

@@ -120,10 +120,15 @@ class Replicas:
                 torch.testing.assert_close(result.to(expected.dtype), expected, rtol=0, atol=atol)
 
 
+def launch_through(means: Any, index: int) -> None:
+    while means.launched < means.buckets_through(index):
+        means.launch()
+
+
 def results_of(means: Any, count: int) -> list[torch.Tensor]:
     results = []
     for index in range(count):
-        means.launch_through(index)
+        launch_through(means, index)
         results.append(means.result(index))
     return results
 
@@ -271,7 +276,7 @@ def free_gradients() -> None:
         params[index].grad = None
 
     means = replicas.averaging(on_read=on_read)
-    means.launch_through(4)
+    launch_through(means, 4)
     assert sorted(read) == list(range(5))
     assert [ref() is None for ref in alive] == [True, True, True, False, False]
     results = [means.result(index) for index in range(5)]
@@ -289,7 +294,7 @@ def average_early(index: int) -> None:
 
 
 def test_results_are_refused_before_their_launch():
-    with pytest.raises(RuntimeError, match=r"result\(3\) without launch_through\(3\)"):
+    with pytest.raises(RuntimeError, match="the mean of tensor 3 was not launched"):
         run_ranks(average_early, 2, 3)
 
 
@@ -303,7 +308,7 @@ def launches(seed_by_rank: bool) -> list[tuple[str, float]]:
     def run() -> None:
         means = replicas.averaging()
         for last in (0, 7, 3, 21, len(shapes) - 1):
-            means.launch_through(last)
+            launch_through(means, last)
             ready = [i for i in range(last + 1) if i not in results]
             for index in choose.sample(ready, len(ready) // 2):
                 results[index] = means.result(index)
@@ -330,7 +335,7 @@ def cost_of_means(shapes: Any, dtype: torch.dtype, by_size: bool) -> Any:
 
     def run() -> None:
         means = replicas.averaging()
-        means.launch_through(len(shapes) - 1)
+        launch_through(means, len(shapes) - 1)
         results_of(means, len(shapes))
 
     counter = count(run)
@@ -477,15 +482,13 @@ class Training:
                 value.mT.contiguous().mT if transposed and value.ndim > 1 else value
             )
 
-        self.mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        self.group = self.mesh.get_group()
-        self.replicas = replicas.Replicas(self.mesh)
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         self.params = [initial(*item) for item in enumerate(shapes)]
         self.twins = [initial(*item) for item in enumerate(shapes)]
-        self.options = group_of(self.params, **options)
-        self.state: dict[torch.Tensor, dict[str, torch.Tensor]] = {p: {} for p in self.params}
-        for p in self.params:
-            init_state(p, self.state[p], self.options, self.replicas)
+        group = {"params": self.params, "use_muon": False}
+        replicated = {"process_group": mesh, "grad_reduce": "mean"}
+        self.optim = optimizer.Muon([group], **{"lr": 0.02, **options}, **replicated)
+        self.options, self.state = self.optim.param_groups[0], self.optim.state
         self.reference = torch.optim.AdamW(
             self.twins,
             lr=options.get("lr", 0.02),
@@ -503,14 +506,7 @@ class Training:
         for number, (p, q) in enumerate(zip(self.params, self.twins)):
             grads = [numbers(p.shape, p.dtype, (number, seed, r), True) for r in range(ranks)]
             p.grad, q.grad = grads[dist.get_rank()], sum(grads) / ranks
-        divided = [is_divided(p.shape, ranks) for p in self.params]
-        means = MeanGradients(self.params, divided, self.group)
-        means.launch_through(len(self.params) - 1)
-        index = {p: number for number, p in enumerate(self.params)}
-        gathering = adamw.update_rows(
-            self.params, self.state, self.options, lambda p: means.result(index[p]), self.replicas
-        )
-        gathering.wait()
+        self.optim.step()
         self.reference.step()
 
 
@@ -561,30 +557,17 @@ def train_beside_dtensors() -> None:
     grad = numbers((10, 300), torch.float32, 1, exact=True)
     sharded.grad = distribute_tensor(grad, mesh, [Shard(0)])
     replica.grad = grad
-    options, plain = group_of([sharded, replica]), group_of(twins)
-    state: dict[Any, Any] = {p: {} for p in (sharded, replica)}
-    plain_state: dict[Any, Any] = {p: {} for p in twins}
-    for p in state:
-        init_state(p, state[p], options, replicas.Replicas(mesh))
     for p in twins:
-        init_state(p, plain_state[p], plain)
         p.grad = grad
-    assert state[sharded]["exp_avg"].placements == sharded.placements
+    replicated = {"process_group": mesh, "grad_reduce": "mean", "consistency_check": "off"}
+    group = {"params": [sharded, replica], "use_muon": False}
+    ours = optimizer.Muon([group], lr=0.02, **replicated)
+    optimizer.Muon([group_of(twins)]).step()
     before = sharded._version
-    means = MeanGradients([replica], [True], mesh.get_group())
-    means.launch_through(0)
-
-    def update() -> None:
-        params = (sharded, replica)
-        adamw.update_rows(
-            params, state, options, lambda _: means.result(0), replicas.Replicas(mesh)
-        ).wait()
-
-    with torch.no_grad():
-        counter = count(update)
-        adamw.update(twins, plain_state, plain)
-    assert [c.name for c in counter.messages if "allgather" not in c.name] == []
-    assert len(counter.messages) == 1
+    counter = count(ours.step)
+    assert ours.state[sharded]["exp_avg"].placements == sharded.placements
+    names = [c.name for c in counter.messages]
+    assert ["reduce" in name for name in names] == [True, False]  # of the replica alone
     assert sharded._version > before
     torch.testing.assert_close(sharded.full_tensor(), twins[0], rtol=0, atol=ADAMW_ROUNDING)
     torch.testing.assert_close(replica, twins[1], rtol=0, atol=ADAMW_ROUNDING)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,9 +57,7 @@ class Timeline:
         return sum(span.stop - span.start for span in self.spans if span.what == "compute")
 
 
-def simulate(
-    interleave: Callable[..., None], costs: Costs, machine: Any, rank: int | None = None
-) -> Timeline:
+def simulate(scheduler: Any, costs: Costs, machine: Any, rank: int | None = None) -> Timeline:
     """Runs the chunks of a rank and of all its peers by the package's own scheduler.
 
     Every rank computes on one stream, in the order of the program. An all-to-all starts when all
@@ -69,7 +66,7 @@ def simulate(
     is not.
 
     Args:
-        interleave: the package's ``async_utils.interleave``.
+        scheduler: the package's ``async_utils``, which orders the chunks.
         costs: of all ranks.
         machine: a ``distributed.machine.Machine``.
         rank: whose timeline; None is the one with the most FLOPs.
@@ -90,11 +87,13 @@ def simulate(
         averages = None if costs.averages is None else _Averaging(costs.averages)
         run = _LaneRun(lane, machine, free, lane.peers.index(rank), first, spans, averages)
 
-        def meanwhile(run: _LaneRun = run) -> None:
-            without_traffic()
-            run.update_others()
-
-        interleave(run.tasks(), lane.in_flight, meanwhile if number == 0 else None)
+        has_gathered = number > 0
+        for do, chunk in scheduler.turns(len(lane.flops), lane.in_flight):
+            if not has_gathered and do is not scheduler.Do.GATHER:
+                has_gathered = True
+                without_traffic()
+                run.update_others()
+            run.does[do.name](chunk)
         run.finish()
         staged, first = max(staged, run.most_held), first + len(lane.flops)
     if not lanes:
@@ -152,9 +151,12 @@ class _LaneRun:
         self.wire = 0.0  # when the last collective ends
         self.held = np.zeros(len(lane.peers), np.int64)
         self.most_held = 0
-
-    def tasks(self) -> Iterator[Iterator[None]]:
-        return (self._task(chunk) for chunk in range(len(self.lane.flops)))
+        self.arrivals: dict[int, float] = {}  # of what was sent last, by chunk
+        self.does = {
+            "GATHER": self._gather,
+            "ORTHOGONALIZE": self._orthogonalize,
+            "UPDATE": self._update,
+        }
 
     def update_others(self) -> None:
         """ZeRO-2 averages AdamW's gradients and starts to gather the rows that it updates."""
@@ -166,28 +168,29 @@ class _LaneRun:
         if self.averaging is not None:
             self._wait(self.averaging.rows)
 
-    def _task(self, chunk: int) -> Iterator[None]:
+    def _gather(self, chunk: int) -> None:
         if self.averaging is not None:
             self.averaging.arrivals += map(self._ring, self.averaging.due(chunk))
             self._wait(self.averaging.arrival(chunk))
-        gathered = self._hold(chunk, GATHER)
-        arrival = self._exchange(chunk, GATHER)
-        yield
-        self._wait(arrival)
-        returned = self._hold(chunk, SCATTER)
-        self._compute(chunk)
-        self.held -= gathered
-        arrival = self._exchange(chunk, SCATTER)
-        yield
-        self._wait(arrival)
-        self.held -= returned
+        self._hold(chunk, GATHER)
+        self.arrivals[chunk] = self._exchange(chunk, GATHER)
 
-    def _hold(self, chunk: int, way: int) -> np.ndarray:
-        """Bytes of the two buffers of one way, (peers,)."""
+    def _orthogonalize(self, chunk: int) -> None:
+        self._wait(self.arrivals[chunk])
+        self._hold(chunk, SCATTER)
+        self._compute(chunk)
+        self._hold(chunk, GATHER, -1)
+        self.arrivals[chunk] = self._exchange(chunk, SCATTER)
+
+    def _update(self, chunk: int) -> None:
+        self._wait(self.arrivals[chunk])
+        self._hold(chunk, SCATTER, -1)
+
+    def _hold(self, chunk: int, way: int, sign: int = 1) -> None:
+        """Takes the two buffers of one way, or gives them back."""
         size = self.lane.bytes[chunk, way].sum((0, 1)) + self.lane.kept[chunk, way]
-        self.held += size
+        self.held += sign * size
         self.most_held = max(self.most_held, int(self.held.max()))
-        return size
 
     def _exchange(self, chunk: int, way: int) -> float:
         """When an all-to-all that is launched now ends."""

@@ -158,6 +158,9 @@ class MeanGradients:
         group: process group.
         on_read: called with the number of a tensor once its gradient has been read.
         scratch: what staging is taken from.
+
+    Attributes:
+        launched: how many buckets have been launched.
     """
 
     def __init__(
@@ -178,7 +181,7 @@ class MeanGradients:
             _piece_of_gradient(param, is_cut, self._ranks) for param, is_cut in zip(params, divided)
         )
         self._plan = plan_buckets(pieces, self._ranks)
-        self._launched = 0
+        self.launched = 0
         self._under_way: dict[int, _UnderWay] = {}
         self._outputs: dict[int, Tensor] = {}
         self._unread = [len(bucket.members) for bucket in self._plan.buckets]
@@ -196,8 +199,8 @@ class MeanGradients:
         """Starts to average the next bucket."""
         if len(self._under_way) == BUCKETS_IN_FLIGHT:
             self._finish(next(iter(self._under_way)))
-        self._launch(self._launched)
-        self._launched += 1
+        self._launch(self.launched)
+        self.launched += 1
 
     def result(self, index: int) -> Tensor:
         """This rank's rows of a mean, (rows here, *rest), or all of it; once for each tensor.
@@ -208,7 +211,7 @@ class MeanGradients:
             RuntimeError: its bucket has not been launched.
         """
         number, start = self._plan.places[index]
-        if number >= self._launched:
+        if number >= self.launched:
             raise RuntimeError(f"the mean of tensor {index} was not launched")
         if number in self._under_way:
             self._finish(number)
