@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -74,6 +74,7 @@ class MeanOfReplicas(Gradients):
 
     Args:
         replicas: that average.
+        absent: numbers of entries that take no part.
         scratch: what buffers are taken from.
     """
 
@@ -83,6 +84,7 @@ class MeanOfReplicas(Gradients):
         params: Sequence[Tensor],
         groups: Sequence[Mapping[str, Any]],
         replicas: Replicas,
+        absent: Collection[int],
         scratch: Scratch,
     ):
         super().__init__(plan, params, groups)
@@ -91,7 +93,8 @@ class MeanOfReplicas(Gradients):
         for at, lane in enumerate(plan.all_lanes):
             for chunk, units in enumerate(lane.rounds):
                 for unit, _ in units:
-                    if plan.entries[unit.entry].momentum is not None:
+                    divided = plan.entries[unit.entry].momentum is not None
+                    if divided and unit.entry not in absent:
                         numbers.setdefault(unit.entry, len(numbers))
                 last[at, chunk] = len(numbers)
         entries = list(numbers)

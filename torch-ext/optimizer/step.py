@@ -212,7 +212,7 @@ class Step:
         self.adamw = adamw.Updates(self.groups, self._state, divided, self._offload, self.home)
         if divided is not None:
             self.gradients = mean = MeanOfReplicas(
-                self.plan, self._params, self.groups, divided, self.scratch
+                self.plan, self._params, self.groups, divided, self._absent, self.scratch
             )
             averages = mean.averages(self.adamw.buckets_needed())
         lanes = enumerate(self.plan.all_lanes)
