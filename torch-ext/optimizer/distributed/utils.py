@@ -132,20 +132,19 @@ def check_placements(tensor: Tensor) -> None:
                 f"has placement {placement!r}; Shard and Replicate are supported, "
                 "reduce a Partial tensor first: tensor.redistribute(placements=[Replicate(), …])"
             )
-    _check_strides(tuple(tensor.shape), tensor.device_mesh.shape, tensor.placements)  # type: ignore[attr-defined]
-    if is_sharded(tensor) and not _has_backend(tensor):
+    mesh = tensor.device_mesh  # type: ignore[attr-defined]
+    _check_strides(tuple(tensor.shape), mesh.shape, tensor.placements)  # type: ignore[attr-defined]
+    if not is_sharded(tensor):
+        return
+    try:
+        group = mesh.get_all_groups()[0]
+    except (IndexError, RuntimeError):  # no group of this rank's, or none at all, to plan with
+        return
+    if not has_backend(group, compute_device(tensor)):
         raise ValueError(
             f"is on {tensor.device.type}, for which the process group of its mesh has no backend; "
             'name one for each device: init_process_group("cpu:gloo,cuda:nccl")'
         )
-
-
-def _has_backend(tensor: Tensor) -> bool:
-    try:
-        group = tensor.device_mesh.get_all_groups()[0]  # type: ignore[attr-defined]
-    except (IndexError, RuntimeError):  # no group of this rank's, or none at all, to plan with
-        return True
-    return has_backend(group, compute_device(tensor))
 
 
 def _check_strides(shape: Sequence[int], mesh: Sequence[int], placements: Sequence) -> None:
@@ -283,24 +282,6 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(shape)))
 
 
-def process_group(tensor: Tensor, ranks: Sequence[int], replicas: Optional[Replicas] = None) -> Any:
-    """A process group of ``ranks`` for tensors like a DTensor, or a replicated one.
-
-    That of its mesh, that of the replicas, the default one, or a new one. All of ``ranks`` make
-    this call together, at one place of their programs.
-    """
-    if is_dtensor(tensor):
-        mesh = tensor.device_mesh  # type: ignore[attr-defined]
-        known, device_type = mesh.get_all_groups(), mesh.device_type
-    else:
-        assert replicas is not None
-        known, device_type = [replicas.group], tensor.device.type
-    for group in (*known, dist.group.WORLD):
-        if dist.get_process_group_ranks(group) == list(ranks):
-            return group
-    return _new_group(tuple(ranks), device_type)
-
-
 class GroupCache(dict[tuple[int, ...], Any]):
     """Process groups by their ranks, for all optimizers, as long as the default one lives."""
 
@@ -317,7 +298,7 @@ class GroupCache(dict[tuple[int, ...], Any]):
 def world_timeout(*device_types: str) -> timedelta:
     """The default process group's for the first device it has a backend for; else torch's own."""
     world: Any = dist.group.WORLD
-    for device_type in device_types:
+    for device_type in device_types or ("cpu", "cuda", "xpu"):
         try:
             return world._get_backend(torch.device(device_type)).options._timeout
         except (AttributeError, RuntimeError, TypeError):  # no backend, or none with options
@@ -328,15 +309,26 @@ def world_timeout(*device_types: str) -> timedelta:
 _groups = GroupCache()
 
 
-def _new_group(ranks: tuple[int, ...], device_type: str) -> Any:
-    """A group that only its ranks need to hear of.
+def process_group(tensor: Tensor, ranks: Sequence[int], replicas: Optional[Replicas] = None) -> Any:
+    """A process group of ``ranks`` for tensors like a DTensor, or a replicated one.
 
+    That of its mesh, that of the replicas, the default one, or a new one. All of ``ranks`` make
+    this call together, at one place of their programs; no other rank needs to hear of a new group.
     `dist.new_group` has to be called by all ranks of the world, or names groups by how many a rank
     is in, so that ranks of different numbers of groups wait under different names.
     """
-    c10d, groups = dist.distributed_c10d, _groups.current()
-    world = c10d._get_default_group()
+    if is_dtensor(tensor):
+        mesh = tensor.device_mesh  # type: ignore[attr-defined]
+        known, device_type = mesh.get_all_groups(), mesh.device_type
+    else:
+        assert replicas is not None
+        known, device_type = [replicas.group], tensor.device.type
+    for group in (*known, dist.group.WORLD):
+        if dist.get_process_group_ranks(group) == list(ranks):
+            return group
+    c10d, groups, ranks = dist.distributed_c10d, _groups.current(), tuple(ranks)
     if ranks not in groups:
+        world = c10d._get_default_group()
         backend, store = c10d._world.pg_map[world]
         timeout = world_timeout(device_type)
         bound, world.bound_device_id = world.bound_device_id, None  # or all ranks had to take part
