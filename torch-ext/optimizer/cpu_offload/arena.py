@@ -168,7 +168,7 @@ def _cut(ends: list[int]) -> Iterator[tuple[int, int, int]]:
 
 
 def _cut_to_powers(ends: list[int]) -> Iterator[tuple[int, int, int]]:
-    """The same in segments of 2^k bytes, cut where their sum is smallest.
+    """As `_cut`, but segments of 2^k bytes, cut where their sum is smallest.
 
     A large tensor may leave up to half of its segment to those behind it.
     """
@@ -228,11 +228,11 @@ class Arenas:
 
     @property
     def nbytes(self) -> int:
-        """What all of them take from the host now."""
+        """Bytes that all arenas take from the host now."""
         return sum(arena.nbytes for arena in self._arenas.values())
 
     def joined(self, address: int, nbytes: int) -> Optional[Tensor]:
-        """The bytes of an interval of one segment; None where it is no such."""
+        """The bytes of an interval; None where no segment holds all of it."""
         for arena in self._arenas.values():
             with suppress(ValueError):
                 return arena.span(address, nbytes)
@@ -246,7 +246,7 @@ def _forget(
     drain: Optional[Callable[[], None]],
     process: int,
 ) -> None:
-    """Runs when a segment dies, before it lets go of its memory."""
+    """Undoes a segment's registration; runs when the segment dies, before its memory goes."""
     segments.pop(address, None)
     if os.getpid() != process:  # a fork has the memory, but no driver that works
         return

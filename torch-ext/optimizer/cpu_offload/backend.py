@@ -46,8 +46,8 @@ class Backend:
         self._home = torch.accelerator.current_stream(self.device)
 
     def at_home(self) -> AbstractContextManager[Any]:
-        """What is done in this context is done on that stream, whichever one is current: a hook may
-        be called on one whose memory others don't get back."""
+        """A context in which that stream is current: a hook may be called on another one, and what
+        is allocated there goes back to no stream but that one."""
         return nullcontext() if self._home is None else self._home
 
     def allocate(self, nbytes: int) -> Tensor:
@@ -95,7 +95,7 @@ class Backend:
             stream.synchronize()
 
     def recover(self) -> None:
-        """Forgets copies that have failed: what they were of is nobody's any more."""
+        """Forgets copies that have failed, whose tensors nobody uses any more."""
 
 
 class Backends(dict[torch.device, Backend]):

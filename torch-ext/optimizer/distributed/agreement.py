@@ -82,7 +82,7 @@ class _Topology:
         sets: those this rank is in, `_in_order`.
         union: all ranks that a chain of sets connects with this one.
         identity: a hash of all sets of the union.
-        world: a weak reference to the default process group all this is about.
+        world: a weak reference to the default process group that has these ranks.
     """
 
     sets: tuple[Ranks, ...]
@@ -391,16 +391,16 @@ def _discover(sets: tuple[Ranks, ...]) -> _Topology:
         rounds += 1
         heard = list(known.items())  # before this round: what it brings would multiply in it
         for ranks in sets:
-            # Nothing to tell but the set at hand is told by no text at all.
+            # Nothing to tell but the set at hand is sent as no text at all.
             news = heard if heard != [(rank, (ranks,))] else None
-            told: dict[int, tuple[Ranks, ...]] = {}
+            reported: dict[int, tuple[Ranks, ...]] = {}
             for other, text in zip(ranks, _exchange_text(ranks, _DISCOVER, news)):
                 for number, theirs in text if text is not None else [(other, [ranks])]:
-                    told[number] = tuple(tuple(members) for members in theirs)
-            problem = _contradiction(told)
+                    reported[number] = tuple(tuple(members) for members in theirs)
+            problem = _contradiction(reported)
             if problem is not None:
                 raise _Disagreement(problem)
-            known.update(told)
+            known.update(reported)
         union = {member for theirs in known.values() for ranks in theirs for member in ranks}
         if union == set(known) and rounds >= _diameter(known):
             text = repr(sorted(set().union(*known.values())))

@@ -18,7 +18,7 @@ if dist.is_available():
     from torch.distributed.tensor import Shard
 
 
-# By how much gradients that were averaged may differ between ranks: some do so in their own order.
+# By how much averaged gradients may differ between ranks: some ranks sum in an order of their own.
 GRADIENT_ROUNDING = 1e-3
 
 
@@ -71,17 +71,16 @@ class Replicas:
         parts: Sequence[Optional[Tensor]],
         averaged: bool,
     ) -> Optional[str]:
-        """What ranks do not hold alike of the same plain parameters, or hold alike of their state.
+        """In words, weights or gradients that differ between ranks, or state that doesn't.
 
-        The same answer on all. State that they divide is the same on two of them where both have
-        loaded a checkpoint that one rank has written of its own part.
-
-        Reads from the device: it is for a first step.
+        All ranks get the same answer. State is divided, so two ranks hold the same only where both
+        have loaded a checkpoint that one rank has written of its own part. The comparison waits for
+        the device, so it is for a first step.
 
         Args:
-            names: for the answer.
-            params: the same on all ranks, with a gradient or without.
-            parts: of each parameter's state, what this rank holds and no other.
+            names: of the parameters.
+            params: plain parameters, on all ranks the same ones, with a gradient or without.
+            parts: this rank's part of each parameter's state.
             averaged: whether gradients should be equal already, up to the order of sums.
         """
         by_device: dict[torch.device, list[int]] = defaultdict(list)

@@ -89,9 +89,9 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def with_local(tensor: Tensor, part: Tensor) -> Tensor:
-    """A tensor that lies as the given one does, with another part of its shape and dtype here.
+    """A tensor that is placed like the given one, around another part of that shape and dtype.
 
-    On whatever device that is: `DTensor.from_local` would move it to the mesh's.
+    The part stays on its device: `DTensor.from_local` would move it to the mesh's.
     """
     if not is_dtensor(tensor):
         return part
@@ -99,8 +99,8 @@ def with_local(tensor: Tensor, part: Tensor) -> Tensor:
 
 
 def compute_device(tensor: Tensor) -> torch.device:
-    """Where arithmetic with a parameter is done: with FSDP2's CPUOffloadPolicy, which keeps it in
-    host memory, that is its mesh's device; else its own."""
+    """The device of a parameter's arithmetic: its own, or its mesh's where FSDP2's
+    CPUOffloadPolicy keeps the parameter in host memory."""
     if tensor.device.type == "cpu" and is_dtensor(tensor):
         device_type = tensor.device_mesh.device_type  # type: ignore[attr-defined]
         if device_type != "cpu":
@@ -109,7 +109,7 @@ def compute_device(tensor: Tensor) -> torch.device:
 
 
 def grad_dtype(param: Tensor) -> torch.dtype:
-    """What a gradient has or would have: the same on all ranks, whichever have one."""
+    """The dtype of a gradient, which is the same on ranks that have none."""
     if not param.is_leaf:  # torch raises where others than leaves are asked
         return param.dtype
     return getattr(param, "grad_dtype", None) or param.dtype
@@ -202,10 +202,8 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def sharding_of(tensor: Tensor) -> Optional[Sharding]:
-    """How a DTensor lies on its mesh, as plain data; None for a plain tensor.
-
-    Partial values are whole ones to it.
-    """
+    """How a DTensor lies on its mesh, as plain data, which takes Partial for Replicate; None for a
+    plain tensor."""
     layout = layout_of(tensor)
     return None if layout is None else _sharding(*layout)
 
@@ -253,7 +251,7 @@ def divide(tensor: Tensor, layout: tuple) -> Tensor:
 
 
 def part_shape(shape: Sequence[int], layout: tuple) -> tuple[int, ...]:
-    """Of this rank's part of a DTensor of mesh and placements."""
+    """Shape of this rank's part of a DTensor with this mesh and these placements."""
     sharding, rank = _sharding(*layout), dist.get_rank()
     if rank not in sharding.ranks:
         return (0,)  # what torch gives ranks that are not in the mesh
@@ -277,7 +275,7 @@ def dtensor_of(held: Tensor, layout: tuple, shape: Sequence[int], stride: Sequen
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    """As torch has it, also of tensors without elements."""
+    """Strides of a contiguous tensor, which torch has for tensors without elements, too."""
     sizes = [max(1, size) for size in shape]
     return tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(shape)))
 
@@ -288,7 +286,7 @@ class GroupCache(dict[tuple[int, ...], Any]):
     _world: Callable[[], Any] = staticmethod(lambda: None)
 
     def current(self) -> GroupCache:
-        """Itself, without the groups of a default process group that is gone."""
+        """This cache, emptied where the default process group is another than before."""
         if self._world() is not dist.group.WORLD:
             self.clear()
             self._world = weakref.ref(dist.group.WORLD)
@@ -296,7 +294,8 @@ class GroupCache(dict[tuple[int, ...], Any]):
 
 
 def world_timeout(*device_types: str) -> timedelta:
-    """The default process group's for the first device it has a backend for; else torch's own."""
+    """The timeout of the default process group on the first of these types of device for which the
+    group has a backend; torch's default where there is none."""
     world: Any = dist.group.WORLD
     for device_type in device_types or ("cpu", "cuda", "xpu"):
         try:
@@ -312,8 +311,8 @@ _groups = GroupCache()
 def process_group(tensor: Tensor, ranks: Sequence[int], replicas: Optional[Replicas] = None) -> Any:
     """A process group of ``ranks`` for tensors like a DTensor, or a replicated one.
 
-    That of its mesh, that of the replicas, the default one, or a new one. All of ``ranks`` make
-    this call together, at one place of their programs; no other rank needs to hear of a new group.
+    The group is that of the mesh, that of the replicas, the default one, or a new one. All of
+    ``ranks`` make this call at one place of their programs; no other rank hears of a new group.
     `dist.new_group` has to be called by all ranks of the world, or names groups by how many a rank
     is in, so that ranks of different numbers of groups wait under different names.
     """
