@@ -449,7 +449,7 @@ def test_memory_is_counted_and_full_of_nans_before_and_after():
 @pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
 def test_streams_copy_in_order_and_leave_the_current_one_alone():
     device = torch.empty(0, device=torch.accelerator.current_accelerator()).device
-    accelerator = backend.Accelerator(device)
+    accelerator = backend.Backend(device)
     memory = arena.Arena(device)
     source, target = memory.allocate([4 * MIB, 4 * MIB])
     source.fill_(1)

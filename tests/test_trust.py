@@ -28,14 +28,14 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 # writes files or the network, starts processes, unpickles, or asks the environment.
 MODULES = {
     *("__future__", "bisect", "collections", "contextlib", "copy", "dataclasses", "datetime"),
-    *("difflib", "fnmatch", "functools", "gc", "hashlib", "heapq", "inspect", "itertools", "json"),
-    *("keyword", "logging", "math", "mmap", "numbers", "operator", "queue", "random", "re", "sys"),
-    *("textwrap", "threading", "time", "types", "typing", "uuid", "warnings", "weakref"),
+    *("difflib", "enum", "fnmatch", "functools", "gc", "hashlib", "heapq", "inspect", "itertools"),
+    *("json", "keyword", "logging", "math", "mmap", "numbers", "operator", "queue", "random", "re"),
+    *("sys", "textwrap", "threading", "time", "types", "typing", "uuid", "warnings", "weakref"),
 }
 
 # For one purpose each, in the file that has it: what may be used of the module.
 FOR_ONE_PURPOSE = {
-    ("cpu_offload/arena.py", "ctypes"): {"addressof", "c_ubyte"},  # memory that mmap has made
+    ("cpu_offload/arena.py", "ctypes"): {"c_ubyte"},  # memory that mmap has made
     ("cpu_offload/arena.py", "os"): {"getpid"},
     ("validation.py", "os"): {"path"},  # whose code a warning is about
     ("triton_kernels/__init__.py", "importlib"): {"util"},  # whether there is a triton

@@ -3,42 +3,47 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 from collections.abc import Callable, Iterator
-from typing import Optional
 
 _AHEAD = "Some parameters and their state may be a step ahead of others"
 _LOAD = "load the last checkpoint into the model, and into the optimizer by load_state_dict()"
-_OR_DISCARD = ", or call discard_state() before torch.distributed.checkpoint loads in place"
+_LOAD_OR_DISCARD = (
+    f"{_LOAD}, or call discard_state() before torch.distributed.checkpoint loads in place"
+)
+
+
+class _Status(enum.Enum):
+    WHOLE = enum.auto()
+    LOADING = enum.auto()  # half loaded, which is broken, but for the load that goes on
+    BROKEN = enum.auto()  # nothing but loading mends that
+    VOID = enum.auto()  # broken, with zeros for all state, for a checkpoint to be loaded into
 
 
 class Condition:
-    """What an optimizer knows of its weights and state.
-
-    They are whole; or broken, which nothing but loading mends; or void, which is broken too, but
-    with zeros for all state, for a checkpoint to be loaded into.
-    """
+    """What an optimizer knows of its weights and state."""
 
     def __init__(self) -> None:
-        self._broken: Optional[str] = None  # by what
-        self._is_void = False
-        self._is_loading = False
-        self._has_begun_loading = False
+        self._status = _Status.WHOLE
+        self._cause = ""  # of another status
+        self._may_load = False  # within `loading`
 
     @property
     def is_broken(self) -> bool:
-        return self._broken is not None
+        return self._status is not _Status.WHOLE
 
     @property
     def is_void(self) -> bool:
-        return self._is_void
+        return self._status is _Status.VOID
 
     def check(self, void_will_do: bool = False) -> None:
         """
         Raises:
             RuntimeError: they are broken.
         """
-        if self._broken is not None and not (void_will_do and self._is_void):
-            raise RuntimeError(f"An earlier {self._broken}: {self._remedy()}")
+        if self.is_broken and not (void_will_do and self.is_void):
+            remedy = _LOAD if self.is_void else _LOAD_OR_DISCARD
+            raise RuntimeError(f"An earlier {self._cause}: {remedy}")
 
     @contextlib.contextmanager
     def changing(self, what: str, has_begun: Callable[[BaseException], bool]) -> Iterator[None]:
@@ -56,40 +61,33 @@ class Condition:
             yield
         except BaseException as error:
             if has_begun(error):
-                self._break_off(what, error)
+                self._cause = f"{what} was interrupted. {_AHEAD}"
+                self._status = _Status.BROKEN
+                if isinstance(error, Exception):
+                    self._cause = f"{what} broke off: {type(error).__name__}: {error}. {_AHEAD}"
+                    raise RuntimeError(f"{self._cause}: {_LOAD_OR_DISCARD}") from error
             raise
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
         """A load, which changes nothing before `begin_loading` and is done by `finish_loading`."""
-        self._is_loading, self._has_begun_loading = True, False
+        self._may_load = True
         try:
-            yield
-        except BaseException as error:
-            if self._has_begun_loading:
-                self._break_off("load_state_dict()", error)
-            raise
+            with self.changing("load_state_dict()", lambda _: self._status is _Status.LOADING):
+                yield
         finally:
-            self._is_loading = False
+            self._may_load = False
 
     def begin_loading(self) -> None:
         """To be called within `loading`; elsewhere it does nothing."""
-        if self._is_loading:
-            self._broken, self._is_void = f"load_state_dict() was interrupted. {_AHEAD}", False
-            self._has_begun_loading = True
+        if self._may_load:
+            self._cause = f"load_state_dict() was interrupted. {_AHEAD}"
+            self._status = _Status.LOADING
 
     def finish_loading(self) -> None:
-        self._broken, self._is_void, self._has_begun_loading = None, False, False
+        self._status = _Status.WHOLE
 
     def discard(self) -> None:
-        self._broken = self._broken or "discard_state() has set all state to zeros"
-        self._is_void = True
-
-    def _break_off(self, what: str, error: BaseException) -> None:
-        self._broken = f"{what} was interrupted. {_AHEAD}"
-        if isinstance(error, Exception):
-            self._broken = f"{what} broke off: {type(error).__name__}: {error}. {_AHEAD}"
-            raise RuntimeError(f"{self._broken}: {self._remedy()}") from error
-
-    def _remedy(self) -> str:
-        return _LOAD if self._is_void else _LOAD + _OR_DISCARD
+        if not self.is_broken:
+            self._cause = "discard_state() has set all state to zeros"
+        self._status = _Status.VOID

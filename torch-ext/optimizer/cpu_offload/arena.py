@@ -120,24 +120,31 @@ class Arena:
 
     def _segment(self, nbytes: int) -> Any:
         """A buffer over new zeroed memory, page-locked if possible, which it holds."""
-        memory: Any
+        memory: Optional[Tensor] = None
         undo: Optional[Callable[[int], None]] = None
-        if self._register is not None:
-            # Whole pages: registrations that share one fail. And shared, mmap's default: of
-            # page-locked private pages Linux gives a forked process copies at once, so that each
-            # worker of a data loader would take as much memory as all the state.
-            nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-            memory = mmap.mmap(-1, nbytes)
-            address = ctypes.addressof(ctypes.c_ubyte.from_buffer(memory))
-            try:
-                self._register(address, nbytes)
+        try:
+            if self._register is not None:
+                # Whole pages: registrations that share one fail. And shared, mmap's default: of
+                # page-locked private pages Linux gives a forked process copies at once, so that
+                # each worker of a data loader would take as much memory as all the state.
+                nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+                memory = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
+                self._register(memory.data_ptr(), nbytes)
                 undo = self._unregister
-            except RuntimeError as error:
-                self._register = None
-                _warn(error)
-        else:
-            memory = self._zeros(nbytes)
-            address = memory.data_ptr()
+            elif self._pins:
+                memory = torch.zeros(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+        except RuntimeError as error:
+            self._register, self._pins = None, False
+            reason = str(error).strip().split("\n")[0]
+            warnings.warn(
+                f"no page-locked host memory for offloaded state ({reason}): copies will be slow "
+                "and hold up the host",
+                RuntimeWarning,
+                stacklevel=1,
+            )
+        if memory is None:
+            memory = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
+        address = memory.data_ptr()
         segment: Any = (ctypes.c_ubyte * nbytes).from_address(address)
         segment.memory = memory
         self._segments[address] = (weakref.ref(segment), nbytes)
@@ -145,15 +152,6 @@ class Arena:
         finalizer = weakref.finalize(segment, _forget, *held)
         finalizer.atexit = False  # the driver may be gone by then, and tensors still in use
         return segment
-
-    def _zeros(self, nbytes: int) -> Tensor:
-        if self._pins:
-            try:
-                return torch.zeros(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-            except RuntimeError as error:
-                self._pins = False
-                _warn(error)
-        return torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
 
 
 def _cut(ends: list[int]) -> Iterator[tuple[int, int, int]]:
@@ -170,7 +168,7 @@ def _cut(ends: list[int]) -> Iterator[tuple[int, int, int]]:
 
 
 def _cut_to_powers(ends: list[int]) -> Iterator[tuple[int, int, int]]:
-    """The same in segments of 2^k bytes, cut where their sum is smallest.
+    """As `_cut`, but segments of 2^k bytes, cut where their sum is smallest.
 
     A large tensor may leave up to half of its segment to those behind it.
     """
@@ -178,15 +176,12 @@ def _cut_to_powers(ends: list[int]) -> Iterator[tuple[int, int, int]]:
     # Of the best cut from each tensor on: bytes in all, minus the next segment's first, its bytes.
     best: list[tuple[int, int, int]] = [(0, 0, 0)] * (count + 1)
     for first in reversed(range(count)):
-        power = SMALLEST_POWER
-        while power < ends[first + 1] - ends[first]:
-            power *= 2
-        options = []
-        while True:
+        power = max(SMALLEST_POWER, 1 << (ends[first + 1] - ends[first] - 1).bit_length())
+        last = first
+        options: list[tuple[int, int, int]] = []
+        while not options or (last < count and power <= LARGEST_POWER):
             last = bisect_right(ends, ends[first] + power) - 1
             options.append((power + best[last][0], -last, power))
-            if last == count or power >= LARGEST_POWER:
-                break
             power *= 2
         best[first] = min(options)
     first = 0
@@ -223,28 +218,25 @@ class Arenas:
         allocated: dict[int, Tensor] = {}
         for device, numbers in by_device.items():
             sizes = [math.prod(wanted[n][0]) * wanted[n][2].itemsize for n in numbers]
-            for number, memory in zip(numbers, self._of(device).allocate(sizes)):
+            if device not in self._arenas:
+                backend = self._backends[device]
+                self._arenas[device] = Arena(backend.device, drain=backend.drain)
+            for number, memory in zip(numbers, self._arenas[device].allocate(sizes)):
                 shape, stride, dtype, _ = wanted[number]
                 allocated[number] = memory.view(dtype).as_strided(tuple(shape), tuple(stride))
         return [allocated[number] for number in range(len(wanted))]
 
     @property
     def nbytes(self) -> int:
-        """What all of them take from the host now."""
+        """Bytes that all arenas take from the host now."""
         return sum(arena.nbytes for arena in self._arenas.values())
 
     def joined(self, address: int, nbytes: int) -> Optional[Tensor]:
-        """The bytes of an interval of one segment; None where it is no such."""
+        """The bytes of an interval; None where no segment holds all of it."""
         for arena in self._arenas.values():
             with suppress(ValueError):
                 return arena.span(address, nbytes)
         return None
-
-    def _of(self, device: torch.device) -> Arena:
-        if device not in self._arenas:
-            backend = self._backends[device]
-            self._arenas[device] = Arena(backend.device, drain=backend.drain)
-        return self._arenas[device]
 
 
 def _forget(
@@ -254,7 +246,7 @@ def _forget(
     drain: Optional[Callable[[], None]],
     process: int,
 ) -> None:
-    """Runs when a segment dies, before it lets go of its memory."""
+    """Undoes a segment's registration; runs when the segment dies, before its memory goes."""
     segments.pop(address, None)
     if os.getpid() != process:  # a fork has the memory, but no driver that works
         return
@@ -262,16 +254,6 @@ def _forget(
         drain()
     if unregister is not None:
         unregister(address)
-
-
-def _warn(error: RuntimeError) -> None:
-    reason = str(error).strip().split("\n")[0]
-    warnings.warn(
-        f"no page-locked host memory for offloaded state ({reason}): copies will be slow and hold "
-        "up the host",
-        RuntimeWarning,
-        stacklevel=2,
-    )
 
 
 def _register(device: torch.device, address: int, nbytes: int) -> None:

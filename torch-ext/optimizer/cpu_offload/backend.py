@@ -26,7 +26,9 @@ NAN_BYTE = 0xFF  # in every byte of a floating-point number makes it NaN
 
 
 class Backend:
-    """What moving state needs of a device.
+    """What moving state needs of a device: an accelerator's streams.
+
+    The copies' own two are made when first needed.
 
     Args:
         device: where state is used.
@@ -36,14 +38,17 @@ class Backend:
 
     def __init__(self, device: torch.device):
         self.device = device
+        self._streams: dict[str, torch.Stream] = {}
+        self._home: Optional[torch.Stream] = None
 
     def come_home(self) -> None:
         """Makes the current stream the one to which `at_home` returns."""
+        self._home = torch.accelerator.current_stream(self.device)
 
     def at_home(self) -> AbstractContextManager[Any]:
-        """What is done in this context is done on that stream, whichever one is current: a hook may
-        be called on one whose memory others don't get back."""
-        return nullcontext()
+        """A context in which that stream is current: a hook may be called on another one, and what
+        is allocated there goes back to no stream but that one."""
+        return nullcontext() if self._home is None else self._home
 
     def allocate(self, nbytes: int) -> Tensor:
         """Uninitialized bytes on the device, for work of the ``COMPUTE`` queue from now on."""
@@ -53,47 +58,6 @@ class Backend:
         """Tells that what `allocate` gave is about to be let go: all queues are done with it, or
         the ``COMPUTE`` queue waits until they are."""
 
-    def record(self, on: str) -> Any:
-        """An event behind everything that has been given to a queue so far."""
-        raise NotImplementedError
-
-    def wait(self, on: str, event: Any) -> None:
-        """Lets a queue go on when an event has come."""
-        raise NotImplementedError
-
-    def copy(self, on: str, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-        """Copies flat tensors, one by one, on the ``IN`` or the ``OUT`` queue."""
-        raise NotImplementedError
-
-    def has_come(self, event: Any) -> bool:
-        """Whether everything before an event is done; doesn't wait."""
-        raise NotImplementedError
-
-    def synchronize(self, event: Any) -> None:
-        """Makes the host wait for an event."""
-        raise NotImplementedError
-
-    def drain(self) -> None:
-        """Makes the host wait for all copies, where they don't keep the memory they use."""
-
-    def recover(self) -> None:
-        """Forgets copies that have failed: what they were of is nobody's any more."""
-
-
-class Accelerator(Backend):
-    """An accelerator's streams; the copies' own two are made when first needed."""
-
-    def __init__(self, device: torch.device):
-        super().__init__(device)
-        self._streams: dict[str, torch.Stream] = {}
-        self._home: Optional[torch.Stream] = None
-
-    def come_home(self) -> None:
-        self._home = torch.accelerator.current_stream(self.device)
-
-    def at_home(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._home is None else self._home
-
     def _stream(self, name: str) -> torch.Stream:
         if name == COMPUTE:
             return torch.accelerator.current_stream(self.device)
@@ -101,28 +65,37 @@ class Accelerator(Backend):
             self._streams[name] = torch.Stream(self.device)
         return self._streams[name]
 
-    def record(self, on: str) -> torch.Event:
+    def record(self, on: str) -> Any:
+        """An event behind everything that has been given to a queue so far."""
         return self._stream(on).record_event()  # without timing, which would cost
 
-    def wait(self, on: str, event: torch.Event) -> None:
+    def wait(self, on: str, event: Any) -> None:
+        """Lets a queue go on when an event has come."""
         self._stream(on).wait_event(event)
 
     def copy(self, on: str, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+        """Copies flat tensors, one by one, on the ``IN`` or the ``OUT`` queue."""
         # Makes the stream and its device current, and afterwards those that were. Until torch 2.13
         # a stream can't be entered twice at a time, so nothing in here may call this again.
         with self._stream(on):
             for target, source in zip(targets, sources):
                 target.copy_(source, non_blocking=True)
 
-    def has_come(self, event: torch.Event) -> bool:
+    def has_come(self, event: Any) -> bool:
+        """Whether everything before an event is done; doesn't wait."""
         return event.query()
 
-    def synchronize(self, event: torch.Event) -> None:
+    def synchronize(self, event: Any) -> None:
+        """Makes the host wait for an event."""
         event.synchronize()
 
     def drain(self) -> None:
+        """Makes the host wait for all copies, where they don't keep the memory they use."""
         for stream in self._streams.values():
             stream.synchronize()
+
+    def recover(self) -> None:
+        """Forgets copies that have failed, whose tensors nobody uses any more."""
 
 
 class Backends(dict[torch.device, Backend]):
@@ -137,7 +110,7 @@ class Backends(dict[torch.device, Backend]):
         self.stand_in = stand_in
 
     def __missing__(self, device: torch.device) -> Backend:
-        self[device] = self.stand_in or Accelerator(device)
+        self[device] = self.stand_in or Backend(device)
         return self[device]
 
 
@@ -167,6 +140,9 @@ class Host(Backend):
         self.allocated_bytes = 0  # on the "device", now
         self.peak_bytes = 0  # at most so far
 
+    def come_home(self) -> None:
+        """There is one stream."""
+
     def allocate(self, nbytes: int) -> Tensor:
         self.allocated_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
@@ -178,7 +154,7 @@ class Host(Backend):
 
     def _worker(self, on: str) -> _Worker:
         if on not in self._workers:
-            self._workers[on] = _Worker(on, self._delay, self._seed)
+            self._workers[on] = _Worker(on, f"{on}{self._seed}")
         return self._workers[on]
 
     def record(self, on: str) -> threading.Event:
@@ -197,8 +173,11 @@ class Host(Backend):
             self._worker(on).put(event.wait)
 
     def copy(self, on: str, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+        worker = self._worker(on)
         for target, source in zip(targets, sources):
-            self._worker(on).copy(target, source)
+            if self._delay:
+                worker.put(partial(time.sleep, worker.random.uniform(0.0, self._delay)))
+            worker.put(partial(target.copy_, source))
 
     def has_come(self, event: threading.Event) -> bool:
         return event.is_set()
@@ -221,9 +200,8 @@ class Host(Backend):
 class _Worker:
     """A thread that does one thing after the other; it ends when nobody has the worker anymore."""
 
-    def __init__(self, name: str, delay: float, seed: int):
-        self._delay = delay
-        self._random = random.Random(f"{name}{seed}")
+    def __init__(self, name: str, seed: str):
+        self.random = random.Random(seed)
         self.errors: list[BaseException] = []
         todo: queue.SimpleQueue[Optional[Callable[[], Any]]] = queue.SimpleQueue()
         self.put = todo.put
@@ -233,21 +211,9 @@ class _Worker:
         thread.start()
         weakref.finalize(self, todo.put, None).atexit = False
 
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        self.put(partial(_copy, target, source, self._random.uniform(0.0, self._delay)))
-
-
-def _copy(target: Tensor, source: Tensor, delay: float) -> None:
-    if delay:
-        time.sleep(delay)
-    target.copy_(source)
-
 
 def _run(todo: queue.SimpleQueue[Optional[Callable[[], Any]]], errors: list[BaseException]) -> None:
-    while True:
-        do = todo.get()
-        if do is None:
-            return
+    for do in iter(todo.get, None):
         try:
             do()
         except BaseException as error:  # later waits tell

@@ -12,13 +12,11 @@ from __future__ import annotations
 
 import gc
 import hashlib
-import itertools
 import json
 import uuid
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, NamedTuple, Optional
 
 import torch
@@ -33,10 +31,14 @@ _GO, _SKIP, _FAIL = range(3)
 
 Ranks = tuple[int, ...]  # global and ascending
 
-# Every exchange starts with one record of this many int64. Gloo aborts the process when ranks send
+# Every exchange starts with one record of six int64. Gloo aborts the process when ranks send
 # different sizes, so even ranks that are not at the same exchange must send the same.
-RECORD_FIELDS = 6
 _DISCOVER, _STEP, _SETS, _NOTES = range(4)  # first field: which exchange the sender is at
+
+_APART = (
+    "ranks {} and {} step different optimizers; let all ranks make, copy, load and step theirs "
+    "alike and in the same order"
+)
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ class _Topology:
         sets: those this rank is in, `_in_order`.
         union: all ranks that a chain of sets connects with this one.
         identity: a hash of all sets of the union.
-        world: a weak reference to the default process group all this is about.
+        world: a weak reference to the default process group that has these ranks.
     """
 
     sets: tuple[Ranks, ...]
@@ -112,22 +114,19 @@ class Registration:
     def number(self, ranks: Ranks) -> int:
         """How many of the optimizers that ``ranks`` share were made before this one."""
         if ranks not in self._numbers:
-            everyone = Registration._all
-            if not Registration._is_settled and len(everyone) > 1:
+            if not Registration._is_settled and len(Registration._all) > 1:
                 gc.collect()  # or what is unreachable would live on some ranks, and not on others
             Registration._is_settled = True
-            Registration._all = [o for o in everyone if o._numbers or o._sets_now() is not None]
-            before = itertools.takewhile(lambda other: other is not self, Registration._all)
-            self._numbers[ranks] = sum(ranks in other._sets_so_far() for other in before)
+            kept = [o for o in Registration._all if o._numbers or o._sets_now() is not None]
+            Registration._all = kept
+            before = kept[: kept.index(self)]
+            for other in before:
+                sets = other._sets_now()
+                if sets is not None:  # parameters may have been swapped since construction
+                    other._sets |= sets()
+            self._numbers[ranks] = sum(ranks in other._sets for other in before)
             self._sets.add(ranks)
         return self._numbers[ranks]
-
-    def _sets_so_far(self) -> set[Ranks]:
-        """With those of parameters that were swapped for others after construction."""
-        sets = self._sets_now()
-        if sets is not None:
-            self._sets |= sets()
-        return self._sets
 
 
 class Agreement:
@@ -167,12 +166,12 @@ class Agreement:
             return False
         if consistency_check != "plan" or may_skip or self._structure is None:
             return may_skip or consistency_check != "off"
-        return self._of_all(structure) != self._of_all(self._structure)
-
-    def _of_all(self, structure: Mapping[Ranks, Any]) -> dict[Ranks, Any]:
-        """What of it the whole union shares."""
         union = set(self._topology.union) if self._topology is not None else set()
-        return {ranks: shared for ranks, shared in structure.items() if union.issubset(ranks)}
+        now, then = (
+            {ranks: shared for ranks, shared in each.items() if union.issubset(ranks)}
+            for each in (structure, self._structure)
+        )
+        return now != then
 
     def settle(self, structure: Mapping[Ranks, Any]) -> None:
         """Keeps the structure that ranks have agreed on."""
@@ -196,7 +195,7 @@ class Agreement:
                 have none any more.
 
         Returns:
-            None where all agree; else what is wrong, on every rank of the union.
+            The same on every rank of the union; its problem is None where all agree.
 
         Raises:
             RuntimeError: a rank did not come, or died meanwhile.
@@ -212,38 +211,58 @@ class Agreement:
             while sets or self._topology is not None:
                 if self._topology is None:
                     self._topology = _discover(sets)
-                # Ranks whose sets have changed still meet those who count on them, for they can't
-                # know whose sets have changed as well.
-                topology = self._topology
-                intent = _FAIL if error is not None else _SKIP if skip else _GO
-                record = _record(topology, sets, notes, intent)
-                self.may_go = intent == _GO
-                records = _exchange(topology.union, record)
-                if _all_agree(records):
-                    self.may_go = not bool((records[:, 3] == _SKIP).any())
-                    return Decision(None, skip=not self.may_go)
-                self.may_go = False
-                if bool((records[:, 1] != records[0, 1]).any()):
-                    raise _Disagreement(_apart(topology.union, records[:, 1]))
-                if not bool(records[:, 2].any()):
-                    return Decision(_explain(topology, notes, error))
-                problem = _compare_sets(topology.union, sets, error)
-                if problem is not None:
-                    return Decision(problem)
+                decision = self._compare(self._topology, sets, notes, error, skip)
+                if decision is not None:
+                    return decision
                 self._topology = None
             return Decision(None, skip)
-        except _Disagreement as found:
+        except _Disagreement as problem:
             self._topology, self.may_go = None, False
-            return Decision(str(found))
+            return Decision(str(problem))
         except BaseException:
             # An exchange that broke off leaves its group unusable. Closing the others spares those
             # who wait for this rank their timeout.
-            for ranks in (*sets, *(self._topology.sets if self._topology else ())):
+            topology, self._topology = self._topology, None
+            for ranks in (*sets, *((*topology.sets, topology.union) if topology else ())):
                 _groups.pop(ranks, None)
-            if self._topology is not None:
-                _groups.pop(self._topology.union, None)
-            self._topology = None
             raise
+
+    def _compare(
+        self,
+        topology: _Topology,
+        sets: tuple[Ranks, ...],
+        notes: Mapping[Ranks, Notes],
+        error: Optional[str],
+        skip: bool,
+    ) -> Optional[Decision]:
+        """Compares notes over a known union; None where all ranks agree that it has changed.
+
+        Ranks whose sets have changed still meet those who count on them, for they can't know whose
+        sets have changed as well.
+        """
+        union = topology.union
+        intent = _FAIL if error is not None else _SKIP if skip else _GO
+        record = _record(topology, sets, notes, intent)
+        self.may_go = intent == _GO
+        records = _exchange(union, record)
+        have_changed, intents = bool(records[:, 2].any()), records[:, 3]
+        differ = bool(records[:, 4:].sum(0).any())  # modulo 2⁶⁴
+        if not (have_changed or differ or bool((intents == _FAIL).any())):
+            self.may_go = not bool((intents == _SKIP).any())
+            return Decision(None, skip=not self.may_go)
+        self.may_go = False
+        if not have_changed:
+            return Decision(_explain(union, notes, error))
+        answers = dict(zip(union, _exchange_text(union, _SETS, [error, sets])))
+        problem = _contradiction(
+            {rank: tuple(map(tuple, theirs)) for rank, (_, theirs) in answers.items()}
+        )
+        if problem is None:
+            return None
+        errors = [
+            f"rank {rank}: {words}" for rank, (words, _) in answers.items() if words is not None
+        ]
+        return Decision(errors[0] if errors else problem)
 
 
 def _in_order(sets: Iterable[Ranks]) -> tuple[Ranks, ...]:
@@ -254,13 +273,13 @@ def _in_order(sets: Iterable[Ranks]) -> tuple[Ranks, ...]:
     return tuple(sorted(sets, key=lambda ranks: (-len(ranks), ranks)))
 
 
-# -- the step ----------------------------------------------------------------------------------
-
-
 def _record(
     topology: _Topology, sets: Sequence[Ranks], notes: Mapping[Ranks, Notes], intent: int
-) -> torch.Tensor:
-    """What this rank sends in a step, int64 of shape (RECORD_FIELDS,).
+) -> list[int]:
+    """What this rank sends in a step, of which `_exchange` makes the record.
+
+    The place in the step (see `_exchange`) and the union, whether this rank's sets have changed,
+    what the rank is about to do, and the hashes of plans and of gradients.
 
     The hashes of all its sets go in as one weighted sum, so that the size depends on nothing. The
     weights of a set add up to 0, and those of no part of it do: n − 1 for the first rank, −1 for
@@ -276,32 +295,18 @@ def _record(
             plans += weight * _digest(ranks, [notes[ranks].optimizer, *notes[ranks].plan])
             present = sorted(set(notes[ranks].gradients))
             gradients += weight * _digest(ranks, [*present, notes[ranks].owners])
-    return _int64(
-        _STEP,
-        topology.identity,
-        int(topology.sets != sets),
-        intent,
-        (plans + 2**63) % 2**64 - 2**63,
-        (gradients + 2**63) % 2**64 - 2**63,
-    )
+    plans, gradients = ((total + 2**63) % 2**64 - 2**63 for total in (plans, gradients))
+    return [_STEP, topology.identity, int(topology.sets != sets), intent, plans, gradients]
 
 
-def _all_agree(records: torch.Tensor) -> bool:
-    if bool((records[:, 1] != records[0, 1]).any()) or bool(records[:, 2].any()):
-        return False  # of different unions, or of sets that have changed
-    if bool((records[:, 3] == _FAIL).any()):
-        return False
-    return not bool(records[:, 4:].sum(0).any())  # modulo 2⁶⁴
-
-
-def _explain(topology: _Topology, notes: Mapping[Ranks, Notes], error: Optional[str]) -> str:
+def _explain(union: Ranks, notes: Mapping[Ranks, Notes], error: Optional[str]) -> str:
     """What is wrong, for a union whose records don't agree; the same on all its ranks."""
     ours = [(ranks, list(of.plan), list(of.gradients), of.optimizer) for ranks, of in notes.items()]
+    answers = dict(zip(union, _exchange_text(union, _NOTES, [error, ours])))
+    for rank, (words, _) in answers.items():
+        if words is not None:
+            return f"rank {rank}: {words}"
     everyone: dict[Ranks, dict[int, Notes]] = {}
-    answers = dict(zip(topology.union, _exchange_text(topology.union, _NOTES, [error, ours])))
-    for rank, (found, _) in answers.items():
-        if found is not None:
-            return f"rank {rank}: {found}"
     for rank, (_, theirs) in answers.items():
         for ranks, plan, gradients, optimizer in theirs:
             of_rank = Notes(plan, gradients, optimizer=optimizer)
@@ -321,7 +326,7 @@ def _explain(topology: _Topology, notes: Mapping[Ranks, Notes], error: Optional[
                 )
             if of_set[rank].optimizer != of_set[first].optimizer:
                 return (
-                    f"{_apart_on(first, rank)}. Rank {first} steps {of_set[first].optimizer}, "
+                    f"{_APART.format(first, rank)}. Rank {first} steps {of_set[first].optimizer}, "
                     f"rank {rank} {of_set[rank].optimizer}"
                 )
             if of_set[rank].plan != of_set[first].plan:
@@ -333,9 +338,9 @@ def _explain(topology: _Topology, notes: Mapping[Ranks, Notes], error: Optional[
     missing: list[str] = []
     for ranks in _in_order(everyone):
         present = {rank: set(everyone[ranks][rank].gradients) for rank in ranks}
-        everywhere = set(everyone[ranks][ranks[0]].gradients).intersection(*present.values())
-        for name in sorted(set().union(*present.values()) - everywhere):
-            missing.append(f"{name} on ranks {[r for r in ranks if name not in present[r]]}")
+        for name in sorted(set().union(*present.values())):
+            lacking = [rank for rank in ranks if name not in present[rank]]
+            missing += [f"{name} on ranks {lacking}"] if lacking else []
     if not missing:
         return "ranks have planned different owners; do all load the same version of this package?"
     return (
@@ -362,9 +367,6 @@ def _digest(ranks: Ranks, lines: Sequence[str]) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
 
 
-# -- who steps with whom -----------------------------------------------------------------------
-
-
 def _discover(sets: tuple[Ranks, ...]) -> _Topology:
     """Finds the union that this rank belongs to, by passing on which ranks are in which sets.
 
@@ -389,16 +391,16 @@ def _discover(sets: tuple[Ranks, ...]) -> _Topology:
         rounds += 1
         heard = list(known.items())  # before this round: what it brings would multiply in it
         for ranks in sets:
-            # Nothing to tell but the set at hand is told by no text at all.
+            # Nothing to tell but the set at hand is sent as no text at all.
             news = heard if heard != [(rank, (ranks,))] else None
-            told: dict[int, tuple[Ranks, ...]] = {}
+            reported: dict[int, tuple[Ranks, ...]] = {}
             for other, text in zip(ranks, _exchange_text(ranks, _DISCOVER, news)):
                 for number, theirs in text if text is not None else [(other, [ranks])]:
-                    told[number] = tuple(tuple(members) for members in theirs)
-            problem = _contradiction(told)
+                    reported[number] = tuple(tuple(members) for members in theirs)
+            problem = _contradiction(reported)
             if problem is not None:
                 raise _Disagreement(problem)
-            known.update(told)
+            known.update(reported)
         union = {member for theirs in known.values() for ranks in theirs for member in ranks}
         if union == set(known) and rounds >= _diameter(known):
             text = repr(sorted(set().union(*known.values())))
@@ -424,17 +426,6 @@ def _diameter(sets_of: Mapping[int, tuple[Ranks, ...]]) -> int:
     return diameter
 
 
-def _compare_sets(union: Ranks, sets: Sequence[Ranks], error: Optional[str]) -> Optional[str]:
-    """Whether ranks whose sets have changed agree on them, as far as the old union can tell."""
-    answers = dict(zip(union, _exchange_text(union, _SETS, [error, sets])))
-    told = {rank: tuple(map(tuple, theirs)) for rank, (_, theirs) in answers.items()}
-    problem = _contradiction(told)
-    if problem is None:
-        return None
-    failed = [f"rank {rank}: {found}" for rank, (found, _) in answers.items() if found is not None]
-    return failed[0] if failed else problem
-
-
 def _contradiction(sets_of: Mapping[int, tuple[Ranks, ...]]) -> Optional[str]:
     """A rank in a set that it doesn't know of, among ranks whose sets are given."""
     named_by: dict[Ranks, list[int]] = {}
@@ -451,26 +442,24 @@ def _contradiction(sets_of: Mapping[int, tuple[Ranks, ...]]) -> Optional[str]:
     return None
 
 
-# -- exchanges ---------------------------------------------------------------------------------
-
-
-def _exchange(ranks: Ranks, record: torch.Tensor) -> torch.Tensor:
-    """The records of all ``ranks``, in order, of shape (ranks, RECORD_FIELDS).
+def _exchange(ranks: Ranks, fields: Sequence[int]) -> torch.Tensor:
+    """The records of all ``ranks``, in order, of shape (ranks, fields), in int64.
 
     Raises:
-        _Disagreement: they are not at the same exchange.
+        _Disagreement: they are not at the same exchange, or in a step not of the same union.
     """
-    records = _all_gather(ranks, record)
-    if bool((records[:, 0] != records[0, 0]).any()):
-        raise _Disagreement(_apart(ranks, records[:, 0]))
+    records = _all_gather(ranks, torch.tensor(fields, dtype=torch.int64, device="cpu"))
+    for field in (0, 1) if fields[0] == _STEP else (0,):
+        others = (records[:, field] != records[0, field]).nonzero()
+        if len(others):
+            raise _Disagreement(_APART.format(ranks[0], ranks[int(others[0])]))
     return records
 
 
 def _exchange_text(ranks: Ranks, which: int, content: Optional[list]) -> list[Any]:
     """What all ``ranks`` have to say, in order: JSON, or None where a rank says nothing."""
     encoded = json.dumps(content).encode() if content is not None else b""
-    header = _int64(which, len(encoded), 0, 0, 0, 0)
-    sizes = _exchange(ranks, header)[:, 1].tolist()
+    sizes = _exchange(ranks, [which, len(encoded), 0, 0, 0, 0])[:, 1].tolist()
     if not any(sizes):
         return [None] * len(ranks)
     padded = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
@@ -482,21 +471,6 @@ def _exchange_text(ranks: Ranks, which: int, content: Optional[list]) -> list[An
     starts = range(0, len(texts), len(padded))
     spans = [texts[start : start + size] for start, size in zip(starts, sizes)]
     return [json.loads(span) if span else None for span in spans]
-
-
-def _apart(ranks: Ranks, places: torch.Tensor) -> str:
-    return _apart_on(ranks[0], ranks[int((places != places[0]).nonzero()[0])])
-
-
-def _apart_on(rank: int, other: int) -> str:
-    return (
-        f"ranks {rank} and {other} step different optimizers; let all ranks make, copy, load "
-        "and step theirs alike and in the same order"
-    )
-
-
-def _int64(*fields: int) -> torch.Tensor:
-    return torch.tensor(fields, dtype=torch.int64, device="cpu")  # whatever the default device is
 
 
 def _all_gather(ranks: Ranks, tensor: torch.Tensor) -> torch.Tensor:
@@ -513,7 +487,7 @@ def _all_gather(ranks: Ranks, tensor: torch.Tensor) -> torch.Tensor:
     except RuntimeError as error:
         raise RuntimeError(
             f"ranks {list(ranks)} have to call step() together, but one of them didn't within "
-            f"{_timeout()}, or failed meanwhile, or has consistency_check='off': {error}"
+            f"{world_timeout()}, or failed meanwhile, or has consistency_check='off': {error}"
         ) from error
     return gathered
 
@@ -528,36 +502,25 @@ def _group(ranks: Ranks) -> Any:
     ranks: a checkpoint that is being saved in the background uses it when it likes.
 
     `dist.new_group` names groups by how many a rank is in already, so ranks that are in different
-    numbers of groups would wait for each other under different names: this one names its own.
+    numbers of groups would wait for each other under different names. So the first of ``ranks``
+    draws a name. The store may outlive the process group, and gloo would read addresses of earlier
+    groups of the same name: the name is new, and forgotten once all are connected, or nobody came.
     """
     groups = _groups.current()
-    if ranks not in groups:
-        groups[ranks] = _new_group(ranks)
-    return groups[ranks]
-
-
-def _new_group(ranks: Ranks) -> Any:
-    """Connects ``ranks``, under a name that the first of them draws.
-
-    The store may outlive the process group, and gloo would read addresses of earlier groups of the
-    same name. So the name is new, and forgotten once all are connected, or nobody came.
-    """
-    store, timeout = dist.distributed_c10d._get_default_store(), _timeout()
+    if ranks in groups:
+        return groups[ranks]
+    store, timeout = dist.distributed_c10d._get_default_store(), world_timeout()
     key = f"optimizer-agreement/{'-'.join(map(str, ranks))}"
     rank = ranks.index(dist.get_rank())
     if rank == 0:
         store.set(key, uuid.uuid4().hex)
     try:
         store.wait([key], timeout)
-        name = store.get(key).decode()
-        prefixed = dist.PrefixStore(f"{key}/{name}", store)
+        prefixed = dist.PrefixStore(f"{key}/{store.get(key).decode()}", store)
         group: Any = dist.ProcessGroupGloo(prefixed, rank, len(ranks), timeout)
         group.barrier().wait()  # gloo may connect lazily, and others not have read the name yet
-        return group
     finally:
         if rank == 0:
             store.delete_key(key)
-
-
-def _timeout() -> timedelta:
-    return world_timeout("cpu", "cuda", "xpu")
+    groups[ranks] = group
+    return group

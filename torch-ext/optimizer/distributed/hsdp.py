@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Optional
 
 from . import layout
@@ -37,7 +37,7 @@ def share_work(
     for number, entry in enumerate(entries):
         if len(entry.holders(rank)) > len(entry.holders(rank, replicas=False)):
             sets[entry.holders(rank)].append(number)
-    told = list(entries)
+    shared = list(entries)
     for numbers in sets.values():
         alike = [entries[number] for number in numbers]
         speeds = machine or MACHINES.get(alike[0].device.type, DEFAULT_MACHINE)
@@ -45,9 +45,9 @@ def share_work(
             choice == "auto" and seconds(alike, rank, speeds, True) < seconds(alike, rank, speeds)
         )
         for number in numbers:
-            if told[number].momentum is None:
-                told[number] = replace(told[number], spread=spread)
-    return told
+            if shared[number].momentum is None:
+                shared[number] = replace(shared[number], spread=spread)
+    return shared
 
 
 def seconds(entries: Sequence[Entry], rank: int, machine: Machine, spread: bool = False) -> float:
@@ -57,66 +57,41 @@ def seconds(entries: Sequence[Entry], rank: int, machine: Machine, spread: bool 
     rank with an equal share, or as the costliest matrix takes its owner where that is more. All
     links are taken to be as far from each other as those of the first rank.
     """
-    work = _Work(machine)
+    flops = costliest = 0.0  # of a rank on average, of the costliest matrix
+    sent = of_costliest = (0.0, 0.0)  # bytes within a host, and to other hosts
     for entry in entries:
-        work.add(entry, rank, spread)
-    compute, wire = work.compute, work.wire
-    latency = 2 * CHUNKS * machine.latency if wire else 0.0
-    return max(compute, wire) + min(compute, wire) / CHUNKS + latency
-
-
-@dataclass
-class _Work:
-    """What a rank does on average, and what the owner of the costliest matrix does for it.
-
-    Args:
-        flops, largest: FLOPs.
-        sent, of_largest: bytes within a host, and to other hosts.
-    """
-
-    machine: Machine
-    flops: float = 0.0
-    largest: float = 0.0
-    sent: tuple[float, float] = (0.0, 0.0)
-    of_largest: tuple[float, float] = (0.0, 0.0)
-
-    @property
-    def compute(self) -> float:
-        return max(self.flops, self.largest) / self.machine.flops
-
-    @property
-    def wire(self) -> float:
-        speeds = (self.machine.host_bytes, self.machine.network_bytes)
-        return max(
-            max(mean, most) / speed for mean, most, speed in zip(self.sent, self.of_largest, speeds)
-        )
-
-    def add(self, entry: Entry, rank: int, spread: bool) -> None:
         everyone = entry.holders(rank)
         shards = entry.holders(everyone[0], replicas=False)
         replicas = len(everyone) // len(shards) if spread else 1
         beside_first = set(shards[1:])
-        others = tuple(r for r in everyone if r not in beside_first)
+        others = [r for r in everyone if r not in beside_first]
         m = entry.matrices
         experts = layout.numel(entry.region(rank)[: m.row_dim])
         for block in m.blocks if experts else ():
             cost, count = entry.cost(block.rows), experts * block.count
             size = block.rows * m.cols * entry.wire.itemsize
             # An owner gathers and gives back within its replica, then gives to the others.
-            within = self._links(2 * size * (len(shards) - 1) / len(shards), shards)
-            between = self._links(size * (replicas - 1), others)
+            within = _by_link(2 * size * (len(shards) - 1) / len(shards), shards, machine)
+            between = _by_link(size * (replicas - 1), others, machine)
             of_owner = (within[0] + between[0], within[1] + between[1])
             owned = count / (len(shards) * replicas)
-            self.flops += owned * cost
-            self.sent = (self.sent[0] + owned * of_owner[0], self.sent[1] + owned * of_owner[1])
-            if cost > self.largest:
-                self.largest, self.of_largest = cost, of_owner
+            flops += owned * cost
+            sent = (sent[0] + owned * of_owner[0], sent[1] + owned * of_owner[1])
+            if cost > costliest:
+                costliest, of_costliest = cost, of_owner
+    compute = max(flops, costliest) / machine.flops
+    wire = max(
+        max(sent[0], of_costliest[0]) / machine.host_bytes,
+        max(sent[1], of_costliest[1]) / machine.network_bytes,
+    )
+    latency = 2 * CHUNKS * machine.latency if wire else 0.0
+    return max(compute, wire) + min(compute, wire) / CHUNKS + latency
 
-    def _links(self, size: float, ranks: Sequence[int]) -> tuple[float, float]:
-        """Bytes to all of the others alike, from the first of ``ranks``: in its host, and away."""
-        others = [rank for rank in ranks if rank != ranks[0]]
-        if not others:
-            return (0.0, 0.0)
-        home = self.machine.host(ranks[0])
-        near = sum(self.machine.host(rank) == home for rank in others) / len(others)
-        return (size * near, size * (1 - near))
+
+def _by_link(size: float, ranks: Sequence[int], machine: Machine) -> tuple[float, float]:
+    """Of bytes to all of ``ranks`` alike from the first: those in its host, and those away."""
+    if len(ranks) == 1:
+        return (0.0, 0.0)
+    home = machine.host(ranks[0])
+    near = sum(machine.host(rank) == home for rank in ranks[1:]) / (len(ranks) - 1)
+    return (size * near, size * (1 - near))

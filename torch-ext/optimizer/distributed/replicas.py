@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, Optional
 
@@ -17,7 +18,7 @@ if dist.is_available():
     from torch.distributed.tensor import Shard
 
 
-# By how much gradients that were averaged may differ between ranks: some do so in their own order.
+# By how much averaged gradients may differ between ranks: some ranks sum in an order of their own.
 GRADIENT_ROUNDING = 1e-3
 
 
@@ -70,62 +71,58 @@ class Replicas:
         parts: Sequence[Optional[Tensor]],
         averaged: bool,
     ) -> Optional[str]:
-        """What ranks do not hold alike of the same plain parameters, or hold alike of their state.
+        """In words, weights or gradients that differ between ranks, or state that doesn't.
 
-        The same answer on all. State that they divide is the same on two of them where both have
-        loaded a checkpoint that one rank has written of its own part.
-
-        Reads from the device: it is for a first step.
+        All ranks get the same answer. State is divided, so two ranks hold the same only where both
+        have loaded a checkpoint that one rank has written of its own part. The comparison waits for
+        the device, so it is for a first step.
 
         Args:
-            names: for the answer.
-            params: the same on all ranks, with a gradient or without.
-            parts: of each parameter's state, what this rank holds and no other.
+            names: of the parameters.
+            params: plain parameters, on all ranks the same ones, with a gradient or without.
+            parts: this rank's part of each parameter's state.
             averaged: whether gradients should be equal already, up to the order of sums.
         """
-        by_device: dict[torch.device, list[int]] = {}
+        by_device: dict[torch.device, list[int]] = defaultdict(list)
         for index, param in enumerate(params):
-            by_device.setdefault(param.device, []).append(index)
+            by_device[param.device].append(index)
+        first = self.ranks[0]
         for indices in by_device.values():
-            some = [params[index] for index in indices]
-            bits = self._gather(torch.stack([_sum_of_bits(param) for param in some]))
-            norms = self._gather(torch.stack([_norm_of_gradient(param) for param in some]))
-            other_weights = bits != bits[0]
+            bits = self._gather([_sum_of_bits(params[index]) for index in indices])
+            norms = self._gather([_norm_of_gradient(params[index]) for index in indices])
             distance = (norms - norms[0]).abs()
             other_gradients = distance > GRADIENT_ROUNDING * norms.abs().maximum(norms[0].abs())
-            for rank, at in other_weights.nonzero().tolist():
+            for rank, at in (bits != bits[0]).nonzero().tolist():
                 return (
                     f"{names[indices[at]]} has other weights on rank {self.ranks[rank]} than on "
-                    f"rank {self.ranks[0]}: let all ranks of process_group start from the same"
+                    f"rank {first}: let all ranks of process_group start from the same"
                 )
-            held = [_sum_of_rows(parts[index]).to(params[index].device) for index in indices]
-            rows = self._gather(torch.stack(held))
-            for rank in self._with_the_rows_of_the_first(rows):
-                name = names[indices[int(rows[0].nonzero()[0])]]
-                return (
-                    f"state of {name} is that of the same rows on ranks {self.ranks[0]} and {rank},"
-                    " and so is all other: they have loaded what one rank saved, its own part. "
-                    "Save by torch.distributed.checkpoint, or each rank a file. Where a trainer "
-                    "saves on one rank, leave process_group out: then each rank has whole state"
-                )
+            rows = self._gather(
+                [_sum_of_rows(parts[index]).to(params[index].device) for index in indices]
+            )
+            held = rows[0].nonzero().flatten().tolist()  # of what the first rank has rows
+            for rank, of_rank in zip(self.ranks[1:], rows[1:]):
+                if held and torch.equal(of_rank[held], rows[0, held]):
+                    return (
+                        f"state of {names[indices[held[0]]]} is that of the same rows on ranks "
+                        f"{first} and {rank}, and so is all other: they have loaded what one rank "
+                        "saved, its own part. Save by torch.distributed.checkpoint, or each rank a "
+                        "file. Where a trainer saves on one rank, leave process_group out: then "
+                        "each rank has whole state"
+                    )
             for rank, at in other_gradients.nonzero().tolist() if averaged else ():
                 return (
                     f"the gradient of {names[indices[at]]} on rank {self.ranks[rank]} is another "
-                    f"than on rank {self.ranks[0]}: DistributedDataParallel averages them in "
+                    f"than on rank {first}: DistributedDataParallel averages them in "
                     'backward, or step() does, with grad_reduce="mean"'
                 )
         return None
 
-    def _with_the_rows_of_the_first(self, sums: Tensor) -> list[int]:
-        """The ranks whose checksums, of (ranks, n), are all those of the first, zeros left out."""
-        sums = sums[:, sums[0] != 0]
-        same = (sums[1:] == sums[0]).all(dim=1) & (sums.shape[1] > 0)
-        return [rank for rank, is_same in zip(self.ranks[1:], same.tolist()) if is_same]
-
-    def _gather(self, numbers: Tensor) -> Tensor:
-        """One vector from each rank, (ranks, n), on the CPU."""
-        gathered = numbers.new_empty((len(self.ranks), *numbers.shape))
-        gathered[self.group.rank()] = numbers
+    def _gather(self, numbers: Sequence[Tensor]) -> Tensor:
+        """Numbers, () each, of all ranks: (ranks, numbers), on the CPU."""
+        sent = torch.stack(list(numbers))
+        gathered = sent.new_empty((len(self.ranks), len(sent)))
+        gathered[self.group.rank()] = sent
         all_gather_slots(gathered.view(-1), self.group).wait()
         return gathered.cpu()
 
@@ -136,7 +133,7 @@ class Replicas:
         return self
 
     def __reduce__(self) -> tuple:
-        return _forgotten, ()
+        return type(None), ()  # a pickle holds None in its place
 
 
 def _sum_of_bits(tensor: Tensor) -> Tensor:
@@ -158,7 +155,3 @@ def _norm_of_gradient(param: Tensor) -> Tensor:
     if param.grad is None:
         return torch.full((), float("nan"), device=param.device)
     return param.grad.detach().abs().sum(dtype=torch.float32)
-
-
-def _forgotten() -> None:
-    """What a pickle holds of a process group."""

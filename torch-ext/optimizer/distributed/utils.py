@@ -94,9 +94,9 @@ def address(tensor: Tensor) -> int:
 
 
 def with_local(tensor: Tensor, part: Tensor) -> Tensor:
-    """A tensor that lies as the given one does, with another part of its shape and dtype here.
+    """A tensor that is placed like the given one, around another part of that shape and dtype.
 
-    On whatever device that is: `DTensor.from_local` would move it to the mesh's.
+    The part stays on its device: `DTensor.from_local` would move it to the mesh's.
     """
     if not is_dtensor(tensor):
         return part
@@ -104,8 +104,8 @@ def with_local(tensor: Tensor, part: Tensor) -> Tensor:
 
 
 def compute_device(tensor: Tensor) -> torch.device:
-    """Where arithmetic with a parameter is done: with FSDP2's CPUOffloadPolicy, which keeps it in
-    host memory, that is its mesh's device; else its own."""
+    """The device of a parameter's arithmetic: its own, or its mesh's where FSDP2's
+    CPUOffloadPolicy keeps the parameter in host memory."""
     if tensor.device.type == "cpu" and is_dtensor(tensor):
         device_type = tensor.device_mesh.device_type  # type: ignore[attr-defined]
         if device_type != "cpu":
@@ -114,7 +114,7 @@ def compute_device(tensor: Tensor) -> torch.device:
 
 
 def grad_dtype(param: Tensor) -> torch.dtype:
-    """What a gradient has or would have: the same on all ranks, whichever have one."""
+    """The dtype of a gradient, which is the same on ranks that have none."""
     if not param.is_leaf:  # torch raises where others than leaves are asked
         return param.dtype
     return getattr(param, "grad_dtype", None) or param.dtype
@@ -137,20 +137,19 @@ def check_placements(tensor: Tensor) -> None:
                 f"has placement {placement!r}; Shard and Replicate are supported, "
                 "reduce a Partial tensor first: tensor.redistribute(placements=[Replicate(), …])"
             )
-    _check_strides(tuple(tensor.shape), tensor.device_mesh.shape, tensor.placements)  # type: ignore[attr-defined]
-    if is_sharded(tensor) and not _has_backend(tensor):
+    mesh = tensor.device_mesh  # type: ignore[attr-defined]
+    _check_strides(tuple(tensor.shape), mesh.shape, tensor.placements)  # type: ignore[attr-defined]
+    if not is_sharded(tensor):
+        return
+    try:
+        group = mesh.get_all_groups()[0]
+    except (IndexError, RuntimeError):  # no group of this rank's, or none at all, to plan with
+        return
+    if not has_backend(group, compute_device(tensor)):
         raise ValueError(
             f"is on {tensor.device.type}, for which the process group of its mesh has no backend; "
             'name one for each device: init_process_group("cpu:gloo,cuda:nccl")'
         )
-
-
-def _has_backend(tensor: Tensor) -> bool:
-    try:
-        group = tensor.device_mesh.get_all_groups()[0]  # type: ignore[attr-defined]
-    except (IndexError, RuntimeError):  # no group of this rank's, or none at all, to plan with
-        return True
-    return has_backend(group, compute_device(tensor))
 
 
 def _check_strides(shape: Sequence[int], mesh: Sequence[int], placements: Sequence) -> None:
@@ -208,10 +207,8 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def sharding_of(tensor: Tensor) -> Optional[Sharding]:
-    """How a DTensor lies on its mesh, as plain data; None for a plain tensor.
-
-    Partial values are whole ones to it.
-    """
+    """How a DTensor lies on its mesh, as plain data, which takes Partial for Replicate; None for a
+    plain tensor."""
     layout = layout_of(tensor)
     return None if layout is None else _sharding(*layout)
 
@@ -259,7 +256,7 @@ def divide(tensor: Tensor, layout: tuple) -> Tensor:
 
 
 def part_shape(shape: Sequence[int], layout: tuple) -> tuple[int, ...]:
-    """Of this rank's part of a DTensor of mesh and placements."""
+    """Shape of this rank's part of a DTensor with this mesh and these placements."""
     sharding, rank = _sharding(*layout), dist.get_rank()
     if rank not in sharding.ranks:
         return (0,)  # what torch gives ranks that are not in the mesh
@@ -283,27 +280,9 @@ def dtensor_of(held: Tensor, layout: tuple, shape: Sequence[int], stride: Sequen
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    """As torch has it, also of tensors without elements."""
+    """Strides of a contiguous tensor, which torch has for tensors without elements, too."""
     sizes = [max(1, size) for size in shape]
     return tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(shape)))
-
-
-def process_group(tensor: Tensor, ranks: Sequence[int], replicas: Optional[Replicas] = None) -> Any:
-    """A process group of ``ranks`` for tensors like a DTensor, or a replicated one.
-
-    That of its mesh, that of the replicas, the default one, or a new one. All of ``ranks`` make
-    this call together, at one place of their programs.
-    """
-    if is_dtensor(tensor):
-        mesh = tensor.device_mesh  # type: ignore[attr-defined]
-        known, device_type = mesh.get_all_groups(), mesh.device_type
-    else:
-        assert replicas is not None
-        known, device_type = [replicas.group], tensor.device.type
-    for group in (*known, dist.group.WORLD):
-        if dist.get_process_group_ranks(group) == list(ranks):
-            return group
-    return _new_group(tuple(ranks), device_type)
 
 
 class GroupCache(dict[tuple[int, ...], Any]):
@@ -312,7 +291,7 @@ class GroupCache(dict[tuple[int, ...], Any]):
     _world: Callable[[], Any] = staticmethod(lambda: None)
 
     def current(self) -> GroupCache:
-        """Itself, without the groups of a default process group that is gone."""
+        """This cache, emptied where the default process group is another than before."""
         if self._world() is not dist.group.WORLD:
             self.clear()
             self._world = weakref.ref(dist.group.WORLD)
@@ -320,9 +299,10 @@ class GroupCache(dict[tuple[int, ...], Any]):
 
 
 def world_timeout(*device_types: str) -> timedelta:
-    """The default process group's for the first device it has a backend for; else torch's own."""
+    """The timeout of the default process group on the first of these types of device for which the
+    group has a backend; torch's default where there is none."""
     world: Any = dist.group.WORLD
-    for device_type in device_types:
+    for device_type in device_types or ("cpu", "cuda", "xpu"):
         try:
             return world._get_backend(torch.device(device_type)).options._timeout
         except (AttributeError, RuntimeError, TypeError):  # no backend, or none with options
@@ -333,15 +313,26 @@ def world_timeout(*device_types: str) -> timedelta:
 _groups = GroupCache()
 
 
-def _new_group(ranks: tuple[int, ...], device_type: str) -> Any:
-    """A group that only its ranks need to hear of.
+def process_group(tensor: Tensor, ranks: Sequence[int], replicas: Optional[Replicas] = None) -> Any:
+    """A process group of ``ranks`` for tensors like a DTensor, or a replicated one.
 
+    The group is that of the mesh, that of the replicas, the default one, or a new one. All of
+    ``ranks`` make this call at one place of their programs; no other rank hears of a new group.
     `dist.new_group` has to be called by all ranks of the world, or names groups by how many a rank
     is in, so that ranks of different numbers of groups wait under different names.
     """
-    c10d, groups = dist.distributed_c10d, _groups.current()
-    world = c10d._get_default_group()
+    if is_dtensor(tensor):
+        mesh = tensor.device_mesh  # type: ignore[attr-defined]
+        known, device_type = mesh.get_all_groups(), mesh.device_type
+    else:
+        assert replicas is not None
+        known, device_type = [replicas.group], tensor.device.type
+    for group in (*known, dist.group.WORLD):
+        if dist.get_process_group_ranks(group) == list(ranks):
+            return group
+    c10d, groups, ranks = dist.distributed_c10d, _groups.current(), tuple(ranks)
     if ranks not in groups:
+        world = c10d._get_default_group()
         backend, store = c10d._world.pg_map[world]
         timeout = world_timeout(device_type)
         bound, world.bound_device_id = world.bound_device_id, None  # or all ranks had to take part
