@@ -452,13 +452,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def group_of(params: Sequence[torch.Tensor], **options: Any) -> dict[str, Any]:
+def group_of(params: Sequence[torch.Tensor], **options: Any) -> Any:
     group = {"params": list(params), "use_muon": False}
-    return optimizer.Muon([group], **{"lr": 0.02, **options}).param_groups[0]
+    return optimizer.Muon([group], **{"lr": 0.02, **options})._views()[0]
 
 
 def init_state(
-    param: torch.Tensor, own: dict[str, torch.Tensor], group: dict[str, Any], divided: Any = None
+    param: torch.Tensor, own: dict[str, torch.Tensor], group: Any, divided: Any = None
 ) -> None:
     """What a step makes first, of one AdamW parameter, with the replicas that divide it."""
     adamw.init_step(param, own, group)
@@ -489,10 +489,10 @@ class Training:
         self.reference = torch.optim.AdamW(
             self.twins,
             lr=options.get("lr", 0.02),
-            betas=self.options["adamw_betas"],
-            eps=self.options["adamw_eps"],
-            weight_decay=self.options["weight_decay"],
-            maximize=self.options["maximize"],
+            betas=self.options.adamw_betas,
+            eps=self.options.adamw_eps,
+            weight_decay=self.options.weight_decay,
+            maximize=self.options.maximize,
             fused=False,
             foreach=False,
         )

@@ -12,10 +12,10 @@ from . import options, validation
 from .core import is_dense
 from .distributed import utils as dtensors
 from .distributed.plan import Entry
-from .options import STRUCTURE, OptimizerWide, is_number
+from .options import STRUCTURE, Group, OptimizerWide, is_number
 from .state import KEYS, OWN_DTYPE, layouts_of, place
 
-Group = Mapping[str, Any]
+RawGroup = Mapping[str, Any]  # as torch has it, in an optimizer or a checkpoint
 
 _OTHER_NAMES = {"moment1": "exp_avg", "moment2": "exp_avg_sq"}
 
@@ -109,18 +109,24 @@ def _as_tensor(key: str, value: Any) -> Any:
 
 
 def merge_groups(
-    groups: Sequence[Group], saved: Sequence[Group], defaults_of: Callable[[Group], dict[str, Any]]
+    groups: Sequence[RawGroup],
+    saved: Sequence[RawGroup],
+    defaults_of: Callable[[RawGroup], dict[str, Any]],
 ) -> list[dict[str, Any]]:
     """Saved groups with every key: what they lack gets its default, or stays where there is none.
 
     How parameters are read as matrices is not the checkpoint's to say.
+
+    Raises:
+        ValueError: there are more groups than saved ones, or fewer.
     """
+    if len(groups) != len(saved):
+        raise ValueError(
+            f"there are {len(groups)} param_groups where the checkpoint has {len(saved)}: "
+            "a different number of parameter groups; make them as they were when it was saved"
+        )
     merged = []
-    for index, group in enumerate(saved):
-        if index >= len(groups):  # torch says what is wrong
-            merged.append(dict(group))
-            continue
-        own = groups[index]
+    for own, group in zip(groups, saved):
         structure = {key: own[key] for key in STRUCTURE if key in own}
         # Names are not taken: `Muon` keeps its own, and torch would ask for those in its form in
         # every group that is added.
@@ -157,12 +163,12 @@ def fit_state(
         wide: says which replicas divide state.
     """
     for group, entries, saved in zip(groups, entries_of_groups, saved_groups):
-        for index, (param, saved_id) in enumerate(zip(group["params"], saved["params"])):
+        for index, (param, saved_id) in enumerate(zip(group.params, saved.params)):
             own = states.get(saved_id, {})
             layouts = layouts_of(param, entries[index] if entries else None, wide)
             for key, (shape, layout) in layouts.items():
                 value = own.get(key)
-                if isinstance(value, dict) and not value and saved["beta2"] is None:
+                if isinstance(value, dict) and not value and saved.beta2 is None:
                     del own[key]
                 if layout is None or not isinstance(value, Tensor) or dtensors.is_dtensor(value):
                     continue
@@ -183,37 +189,32 @@ def check_checkpoint(
 
     Args:
         groups, entries_of_groups: of the optimizer.
-        saved_groups: of the checkpoint, with all keys.
+        saved_groups: views of the checkpoint's.
         saved_state: by the ids in ``params`` of the saved groups.
         state: of the optimizer, by parameter.
         wide: says which replicas divide state.
     """
-    if len(groups) != len(saved_groups):
-        raise ValueError(
-            f"there are {len(groups)} param_groups where the checkpoint has {len(saved_groups)}: "
-            "a different number of parameter groups; make them as they were when it was saved"
-        )
     for number, (group, entries, saved) in enumerate(zip(groups, entries_of_groups, saved_groups)):
         where = f"param_groups[{number}]"
         options.validate(saved, f"{where} of the checkpoint")
-        if saved["use_muon"] != group["use_muon"]:
+        if saved.use_muon != group.use_muon:
             raise ValueError(
-                f"{where} has use_muon={group['use_muon']} but the checkpoint's has "
-                f"{saved['use_muon']}: give the groups in the order they were saved in"
+                f"{where} has use_muon={group.use_muon} but the checkpoint's has "
+                f"{saved.use_muon}: give the groups in the order they were saved in"
             )
-        if len(saved["params"]) != len(group["params"]):
+        if len(saved.params) != len(group.params):
             raise ValueError(
-                f"{where} has {len(group['params'])} parameters where the checkpoint's has "
-                f"{len(saved['params'])}, a group of another size; is it of the same "
+                f"{where} has {len(group.params)} parameters where the checkpoint's has "
+                f"{len(saved.params)}, a group of another size; is it of the same "
                 "model, with the same groups?"
             )
-        for index, (param, saved_id) in enumerate(zip(group["params"], saved["params"])):
+        for index, (param, saved_id) in enumerate(zip(group.params, saved.params)):
             expected = layouts_of(param, entries[index] if entries else None, wide)
             name = validation.name_of(group, index, where)
             own = saved_state.get(saved_id, {})
-            _check_algorithm(own, group["use_muon"], name)
-            if saved["beta2"] is not None:
-                _check_second_moment(own, state.get(param, {}), saved["beta2"], name)
+            _check_algorithm(own, group.use_muon, name)
+            if saved.beta2 is not None:
+                _check_second_moment(own, state.get(param, {}), saved.beta2, name)
             validation.check_tensors(own, expected, "checkpoint", name, param)
             _check_parts(own, expected, name)
 
@@ -282,7 +283,7 @@ def _storage(tensor: Tensor) -> tuple[torch.device, int]:
     return tensor.device, tensor.untyped_storage().data_ptr()
 
 
-def without_tensors(states: Mapping[Any, Any], saved_groups: Sequence[Group]) -> dict[Any, Any]:
+def without_tensors(states: Mapping[Any, Any], saved_groups: Sequence[RawGroup]) -> dict[Any, Any]:
     """State without what `place_tensors` brings: torch would cast it, and put it on the device.
 
     What belongs to no parameter stays as it is.
@@ -297,9 +298,9 @@ def without_tensors(states: Mapping[Any, Any], saved_groups: Sequence[Group]) ->
 
 
 def place_tensors(
-    groups: Sequence[Group],
+    groups: Sequence[RawGroup],
     state: MutableMapping[Any, dict[str, Any]],
-    saved_groups: Sequence[Group],
+    saved_groups: Sequence[RawGroup],
     states: Mapping[Any, dict[str, Any]],
     home_of: Callable[[Tensor, bool], torch.device],
 ) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from numbers import Integral, Rational, Real
-from typing import Any, Callable, Optional
+from typing import Any, Callable, Optional, Union
 
 import torch
+from torch import Tensor
 
 from . import newton_schulz
 from .distributed import agreement, hsdp
@@ -125,46 +126,86 @@ _OPTIONAL_DTYPE = (
     "None or one of torch.bfloat16, torch.float16, torch.float32, torch.float64",
 )
 
-GROUP_OPTIONS: dict[str, Option] = {
-    "lr": Option(1e-3, _learning_rate, "a finite number ≥ 0 or a tensor of one element"),
-    "momentum": Option(0.95, *_FRACTION),
-    "nesterov": Option(True, *_BOOL),
-    "ns_steps": Option(
+
+def _option(*option: Any) -> Any:
+    """A field of `Group` that is described by an `Option` of these arguments."""
+    return field(metadata={"option": Option(*option)})
+
+
+@dataclass(eq=False)
+class Group:
+    """A parameter group as the package reads it: a view of one of torch's dicts, made by `Muon`.
+
+    Nothing is validated when a view is made, and a view does not follow later changes of the dict.
+
+    Args:
+        params: the parameters; in the group of a checkpoint, the ids of their state.
+        names: their names, in the same order, or None.
+        use_muon: whether Muon trains them, or AdamW.
+
+    The further fields are the options of a group, described in `Muon`.
+    """
+
+    params: list[Tensor]
+    names: Optional[list[str]]
+    use_muon: bool
+    lr: Union[float, Tensor] = _option(
+        1e-3, _learning_rate, "a finite number ≥ 0 or a tensor of one element"
+    )
+    momentum: float = _option(0.95, *_FRACTION)
+    nesterov: bool = _option(True, *_BOOL)
+    ns_steps: int = _option(
         DefaultSteps(5),
         lambda value: _is_positive_int(value) and value <= MOST_STEPS,
         f"an int from 1 to {MOST_STEPS}",
-    ),
-    "weight_decay": Option(0.1, *_NONNEGATIVE),
-    "adamw_betas": Option((0.9, 0.95), _betas, "two numbers in [0, 1)"),
-    "adamw_eps": Option(1e-8, *_NONNEGATIVE),
-    "none_grad": Option(True, *_BOOL),
-    "adjust_lr": Option("match_rms_adamw", *_one_of(*ADJUST_LR)),
-    "momentum_style": Option("classical", *_one_of(*MOMENTUM_STYLES)),
-    "ns_coefficients": Option(
+    )
+    weight_decay: float = _option(0.1, *_NONNEGATIVE)
+    adamw_betas: tuple[float, float] = _option((0.9, 0.95), _betas, "two numbers in [0, 1)")
+    adamw_eps: float = _option(1e-8, *_NONNEGATIVE)
+    none_grad: bool = _option(True, *_BOOL)
+    adjust_lr: str = _option("match_rms_adamw", *_one_of(*ADJUST_LR))
+    momentum_style: str = _option("classical", *_one_of(*MOMENTUM_STYLES))
+    ns_coefficients: newton_schulz.Coefficients = _option(
         "polar_express",
         lambda value: isinstance(value, (str, list, tuple)),
         f"one of {', '.join(newton_schulz.FAMILIES)}, or a list of (a, b, c)",
-    ),
-    "ns_algorithm": Option("auto", *_one_of(*newton_schulz.ALGORITHMS)),
-    "ns_norm": Option("frobenius", *_one_of(*newton_schulz.NORMS)),
-    "ns_dtype": Option(None, *_OPTIONAL_DTYPE),
-    "ns_eps": Option(1e-7, *_NONNEGATIVE),
-    "beta2": Option(None, _none_or(_fraction), "None or a number in [0, 1)"),
-    "cautious": Option(False, *_BOOL),
-    "decay_lr": Option("base", *_one_of(*DECAY_LR)),
-    "momentum_dtype": Option(None, *_OPTIONAL_DTYPE),
-    "missing_grad": Option("raise", *_one_of(*MISSING_GRAD)),
-    "nonfinite": Option("propagate", *_one_of(*NONFINITE)),
-    "expert_keys": Option(None, _none_or(_are_keys), "None or a list of name components"),
-    "split": Option(
+    )
+    ns_algorithm: str = _option("auto", *_one_of(*newton_schulz.ALGORITHMS))
+    ns_norm: str = _option("frobenius", *_one_of(*newton_schulz.NORMS))
+    ns_dtype: Optional[torch.dtype] = _option(None, *_OPTIONAL_DTYPE)
+    ns_eps: float = _option(1e-7, *_NONNEGATIVE)
+    beta2: Optional[float] = _option(None, _none_or(_fraction), "None or a number in [0, 1)")
+    cautious: bool = _option(False, *_BOOL)
+    decay_lr: str = _option("base", *_one_of(*DECAY_LR))
+    momentum_dtype: Optional[torch.dtype] = _option(None, *_OPTIONAL_DTYPE)
+    missing_grad: str = _option("raise", *_one_of(*MISSING_GRAD))
+    nonfinite: str = _option("propagate", *_one_of(*NONFINITE))
+    expert_keys: Optional[Sequence[str]] = _option(
+        None, _none_or(_are_keys), "None or a list of name components"
+    )
+    split: Any = _option(
         None,
         _none_or(_is_split),
         "None, a list of row counts, a number of rows, or a mapping from name patterns to either",
-    ),
-    "flatten": Option(False, *_BOOL),
-    "maximize": Option(False, *_BOOL),
-    "capturable": Option(False, *_BOOL),
-    "foreach": Option(None, _none_or(lambda value: isinstance(value, bool)), "None or a bool"),
+    )
+    flatten: bool = _option(False, *_BOOL)
+    maximize: bool = _option(False, *_BOOL)
+    capturable: bool = _option(False, *_BOOL)
+    foreach: Optional[bool] = _option(
+        None, _none_or(lambda value: isinstance(value, bool)), "None or a bool"
+    )
+
+    @classmethod
+    def of(cls, group: Mapping[str, Any]) -> Group:
+        """The view of a dict that has all keys; others of its keys are left out."""
+        return cls(**{key: group[key] for key in cls.__dataclass_fields__})
+
+    def __getitem__(self, key: str) -> Any:
+        return getattr(self, key)
+
+
+GROUP_OPTIONS: dict[str, Option] = {
+    each.name: each.metadata["option"] for each in fields(Group) if each.metadata
 }
 
 
@@ -177,26 +218,26 @@ def settle_steps(group: dict[str, Any], given: bool) -> None:
         group["ns_steps"] = int(group["ns_steps"])  # checkpoints must not hold our classes
 
 
-def validate(group: Mapping[str, Any], where: str) -> None:
+def validate(group: Group, where: str) -> None:
     """Checks every hyperparameter of a group.
 
     Args:
-        group: a parameter group with all keys of `GROUP_OPTIONS`.
+        group: as the user has set it.
         where: how the error message names the group.
 
     Raises:
         ValueError: says the key, what was found and what is accepted.
     """
-    if not isinstance(group["use_muon"], bool):
+    if not isinstance(group.use_muon, bool):
         raise ValueError(f"{where}: use_muon must be True or False, found {group['use_muon']!r}")
     for key, option in GROUP_OPTIONS.items():
-        value = group[key]
+        value = getattr(group, key)
         if not option.accepts(value):
             raise ValueError(f"{where}: {key} must be {option.expected}, found {value!r}")
-    if isinstance(group["lr"], torch.Tensor) and group["foreach"] and not group["capturable"]:
+    if isinstance(group.lr, Tensor) and group.foreach and not group.capturable:
         raise ValueError(f"{where}: a tensor lr with foreach=True needs capturable=True")
     try:
-        newton_schulz.resolve(group["ns_coefficients"], group["ns_steps"])
+        newton_schulz.resolve(group.ns_coefficients, group.ns_steps)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
 
@@ -259,12 +300,12 @@ class OptimizerWide:
                 raise ValueError(f"{key} must be True or False, found {getattr(self, key)!r}")
 
 
-def is_exact(group: Mapping[str, Any], wide: OptimizerWide) -> bool:
+def is_exact(group: Group, wide: OptimizerWide) -> bool:
     """Whether the group is in exact mode: the same bits on every layout and machine.
 
     Arithmetic and wire have to be given as fp32 or fp64. What None chooses is made for speed.
     """
-    return {group["ns_dtype"], wide.comm_dtype} <= {torch.float32, torch.float64}
+    return {group.ns_dtype, wide.comm_dtype} <= {torch.float32, torch.float64}
 
 
 # What a group can't have of its own.

@@ -19,7 +19,7 @@ from torch import Tensor
 from . import validation
 from .distributed import utils as dtensors
 from .muon import Muon
-from .options import GROUP_OPTIONS, is_int
+from .options import GROUP_OPTIONS, Group, is_int
 
 Params = Iterable[Any]  # tensors, (name, tensor) pairs, or group dicts
 
@@ -368,10 +368,12 @@ class MuonAdamW(Muon):
         own = {"beta2": 0.95} if group["use_muon"] else {"betas": (0.9, 0.95), "eps": 1e-8}
         return {**super()._defaults_of(group), **own}
 
-    def _translate(self, group: dict[str, Any]) -> dict[str, Any]:
+    def _translate(self, group: dict[str, Any]) -> Group:
         if group["use_muon"] is True:  # nothing is validated yet
-            return {**group, "beta2": 0.0 if group["beta2"] is None else group["beta2"]}
-        return {**group, "adamw_betas": group.get("betas"), "adamw_eps": group.get("eps")}
+            own = {"beta2": 0.0 if group["beta2"] is None else group["beta2"]}
+        else:
+            own = {"adamw_betas": group.get("betas"), "adamw_eps": group.get("eps")}
+        return super()._translate({**group, **own})
 
 
 _OF_ADAMW = {"adamw_betas": "betas", "adamw_eps": "eps"}

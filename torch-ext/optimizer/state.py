@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Optional
 
 import torch
 from torch import Tensor
@@ -13,9 +12,7 @@ from .distributed import utils as dtensors
 from .distributed.plan import Entry
 from .distributed.replicas import Replicas
 from .distributed.zero2 import is_divided
-from .options import OptimizerWide
-
-Group = Mapping[str, Any]  # with all options, as `Muon._views` has them
+from .options import Group, OptimizerWide
 
 # The tensors that can be large. AdamW's ``step``, one number, is none of them.
 KEYS = ("momentum_buffer", "second_momentum_buffer", "exp_avg", "exp_avg_sq")
@@ -49,9 +46,9 @@ class Spec:
 
 def keys_of(group: Group) -> tuple[str, ...]:
     """The tensors of state that every trainable parameter of a group has."""
-    if not group["use_muon"]:
+    if not group.use_muon:
         return ("exp_avg", "exp_avg_sq")
-    if group["beta2"] is None:
+    if group.beta2 is None:
         return ("momentum_buffer",)
     return ("momentum_buffer", "second_momentum_buffer")
 
@@ -102,7 +99,7 @@ def specs_of(
     """
     layouts = layouts_of(param, entry, wide)
     dtypes = {
-        "momentum_buffer": group["momentum_dtype"] or dtensors.grad_dtype(param),
+        "momentum_buffer": group.momentum_dtype or dtensors.grad_dtype(param),
         "second_momentum_buffer": torch.float32,
         "exp_avg": param.dtype,
         "exp_avg_sq": param.dtype,

@@ -15,8 +15,8 @@ from .distributed import utils as dtensors
 from .distributed.plan import Entry, Lane, Plan, Unit
 from .distributed.replicas import Replicas
 from .newton_schulz import Form
-from .options import OptimizerWide
-from .planning import Group, Survey
+from .options import Group, OptimizerWide
+from .planning import Survey
 
 COLUMNS = ("parameter", "shape", "placement", "algorithm", "owner", "FLOPs", "moved by all")
 
@@ -92,7 +92,7 @@ def summarize(
     rows, sent = [], 0.0
     ranks = 0 if wide.divided is None else len(wide.divided.ranks)
     for number, (group, of_group) in enumerate(zip(groups, found.entries)):
-        for index, param in enumerate(group["params"]):
+        for index, param in enumerate(group.params):
             row = by_entry.get((number, index), {})
             averaging = _bytes_of_zero2(param, group, wide.divided)
             rows.append(
@@ -131,7 +131,7 @@ def _bytes_of_zero2(param: Tensor, group: Group, replicas: Optional[Replicas]) -
     if replicas is None or dtensors.is_dtensor(param) or not param.requires_grad:
         return 0.0
     ranks = len(replicas.ranks)
-    if group["use_muon"]:
+    if group.use_muon:
         return zero2.bytes_sent(param, divided=True, gathered=False, ranks=ranks)
     divided = zero2.is_divided(param.shape, ranks)
     return zero2.bytes_sent(param, divided, gathered=divided, ranks=ranks)
@@ -175,13 +175,13 @@ def _held(unit: Unit, region: layout.Region) -> int:
     return layout.numel(layout.intersect(unit.box, region))
 
 
-def _algorithm(group: Mapping[str, Any], index: int, entry: Optional[Entry]) -> str:
-    param = group["params"][index]
+def _algorithm(group: Group, index: int, entry: Optional[Entry]) -> str:
+    param = group.params[index]
     if not param.requires_grad:
         return "frozen"
     if entry is None:
         return "AdamW, fused" if adamw.is_fused(param, group) else "AdamW"
-    family = group["ns_coefficients"]
+    family = group.ns_coefficients
     name = family if isinstance(family, str) else "own coefficients"
     m = entry.matrices
     forms = [entry.recipe.form(rows, m.cols) for rows in dict.fromkeys(b.rows for b in m.blocks)]

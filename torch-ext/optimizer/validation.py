@@ -23,10 +23,8 @@ from .distributed.collectives import has_backend
 from .distributed.plan import Entry, Plan
 from .distributed.replicas import Replicas
 from .groups import has_component
-from .options import OptimizerWide
+from .options import Group, OptimizerWide
 from .state import layouts_of
-
-Group = Mapping[str, Any]
 
 _WRITE_THIS = (
     "Muon takes a list of parameter groups that say use_muon, for example "
@@ -80,7 +78,7 @@ def normalize_group(param_group: Any, where: str) -> dict[str, Any]:
     return group
 
 
-def check_keys(group: Group, known: Iterable[str], where: str) -> None:
+def check_keys(group: Mapping[str, Any], known: Iterable[str], where: str) -> None:
     """Other keys than the options are the user's own, unless they look like a mistyped option."""
     known = {"params", "names", "param_names", "use_muon", *known}
     for key in group.keys() - known:
@@ -103,12 +101,12 @@ _OTHER_NAMES = {
 
 def name_of(group: Group, index: int, where: str) -> str:
     """What messages call a parameter: its FQN, or its place in the groups."""
-    return group["names"][index] if group["names"] is not None else f"{where}['params'][{index}]"
+    return group.names[index] if group.names is not None else f"{where}['params'][{index}]"
 
 
 def check_params(group: Group, where: str) -> None:
     """Checks names and tensors of a group; how matrices are read is `planning`'s to check."""
-    params, names = group["params"], group["names"]
+    params, names = group.params, group.names
     if names is not None:
         if not isinstance(names, (list, tuple)) or not all(isinstance(n, str) for n in names):
             raise ValueError(f"{where}: names must be a list of str, found {names!r}")
@@ -123,18 +121,18 @@ def check_params(group: Group, where: str) -> None:
         if id(param) in seen:
             raise ValueError(f"{name} appears twice in {where}; give tied weights once")
         seen.add(id(param))
-        _check_param(param, name, muon=group["use_muon"])
-        if group["capturable"] and group["foreach"] is not None and param.device.type == "cpu":
+        _check_param(param, name, muon=group.use_muon)
+        if group.capturable and group.foreach is not None and param.device.type == "cpu":
             raise ValueError(
                 f"{name} is on the CPU, where capturable=True leaves no choice of foreach: "
                 "set foreach=None"
             )
 
 
-def check_unshared(group: Group, where: str, others: Sequence[Group]) -> None:
+def check_unshared(group: Group, where: str, others: Iterable[Mapping[str, Any]]) -> None:
     """No parameter is in two groups."""
     taken = {id(p): number for number, other in enumerate(others) for p in other["params"]}
-    for index, param in enumerate(group["params"]):
+    for index, param in enumerate(group.params):
         if id(param) in taken:
             raise ValueError(
                 f"{name_of(group, index, where)} is in param_groups[{taken[id(param)]}] already; "
@@ -178,7 +176,7 @@ def _overlaps(param: Tensor) -> bool:
 
 def check_replicas(group: Group, replicas: Replicas, where: str) -> None:
     """Plain parameters can be exchanged by the process group that is to divide their state."""
-    for index, param in enumerate(group["params"]):
+    for index, param in enumerate(group.params):
         if not (dtensors.is_dtensor(param) or has_backend(replicas.group, param.device)):
             raise ValueError(
                 f"{name_of(group, index, where)} is on {param.device.type}, for which "
@@ -188,7 +186,7 @@ def check_replicas(group: Group, replicas: Replicas, where: str) -> None:
 
 
 def check_gradients(group: Group, where: str) -> None:
-    for index, param in enumerate(group["params"]):
+    for index, param in enumerate(group.params):
         grad = param.grad
         if grad is None:
             continue
@@ -221,12 +219,12 @@ def check_capturable(
 ) -> None:
     """No group that is to be captured in a graph has traffic, which waits for other ranks, or state
     in host memory."""
-    capturable = [number for number, group in enumerate(groups) if group["capturable"]]
+    capturable = [number for number, group in enumerate(groups) if group.capturable]
     if not capturable:
         return
     for number in capturable:
-        for index, param in enumerate(groups[number]["params"]):
-            if use_of(param, groups[number]["use_muon"]) is not None:
+        for index, param in enumerate(groups[number].params):
+            if use_of(param, groups[number].use_muon) is not None:
                 name = name_of(groups[number], index, f"param_groups[{number}]")
                 raise ValueError(
                     f"the state of {name} is in host memory, from where no graph captures its way: "
@@ -255,7 +253,7 @@ def check_state(
     where: str,
 ) -> None:
     """State fits the parameters as they are now, whatever was done to them since it was made."""
-    for index, param in enumerate(group["params"]):
+    for index, param in enumerate(group.params):
         own = state.get(param)  # `state[param]` would create it
         if own:
             expected = layouts_of(param, entries[index] if entries else None, wide)
@@ -316,8 +314,8 @@ def warn_of_unmatched_split(split: Any, names: Iterable[str]) -> None:
 def warn_of_unread_experts(groups: Iterable[Group]) -> None:
     """Warns of stacks that are named as experts but were given to AdamW."""
     for group in groups:
-        keys = group["expert_keys"] if not group["use_muon"] else None
-        named = zip(group["names"] or (), group["params"])
+        keys = group.expert_keys if not group.use_muon else None
+        named = zip(group.names or (), group.params)
         stacks = [name for name, p in named if p.ndim > 2 and has_component(name, keys)]
         if stacks:
             warnings.warn(
@@ -329,7 +327,7 @@ def warn_of_unread_experts(groups: Iterable[Group]) -> None:
 
 def warn_of_no_gradients(groups: Sequence[Group]) -> bool:
     """Warns where there are parameters but not one gradient; returns whether it did."""
-    params = [param for group in groups for param in group["params"] if param.requires_grad]
+    params = [param for group in groups for param in group.params if param.requires_grad]
     if not params or any(param.grad is not None for param in params):
         return False
     warnings.warn(
@@ -356,10 +354,10 @@ def warn_of_untrained_matrices(groups: Sequence[Group], steps: int) -> int:
         return steps
     matrices, others = [], []
     for group in groups:
-        for param, name in zip(group["params"], group["names"] or [""] * len(group["params"])):
-            if param.requires_grad and not group["use_muon"]:
+        for param, name in zip(group.params, group.names or [""] * len(group.params)):
+            if param.requires_grad and not group.use_muon:
                 others.append(param)
-            elif param.requires_grad and not has_component(name, group["expert_keys"]):
+            elif param.requires_grad and not has_component(name, group.expert_keys):
                 if param.grad is not None:
                     return 0
                 matrices.append(param)
@@ -386,9 +384,11 @@ def frames_to_the_caller() -> int:
 
 def warn_of_overshoot(group: Group, where: str) -> None:
     """Warns where a schedule was cut so short that it leaves singular values far above 1."""
-    family, steps = group["ns_coefficients"], group["ns_steps"]
-    largest = newton_schulz.overshoot(family, steps) if isinstance(family, str) else None
-    if group["use_muon"] and largest is not None:
+    family, steps = group.ns_coefficients, group.ns_steps
+    if not group.use_muon or not isinstance(family, str):
+        return
+    largest = newton_schulz.overshoot(family, steps)
+    if largest is not None:
         warnings.warn(
             f"{where}: the first {steps} steps of {family!r} leave singular values up to "
             f"{largest:.2f}; use all {len(newton_schulz.FAMILIES[family].triples)} or 'quintic'",

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from ..options import Group
 from .hyperparameters import adamw_options, muon_options
 from .matching import Found, Options, Ours, Target, arrange, place_of
 from .reading import SavedGroup, Section
@@ -23,12 +24,12 @@ _OTHER_NAMES = {"moment1": "exp_avg", "moment2": "exp_avg_sq"}
 Position = tuple[SavedGroup, int, Target]
 
 
-def each_alone(groups: Sequence[Options]) -> list[list[int]]:
+def each_alone(groups: Sequence[Group]) -> list[list[int]]:
     """Bundles of a source whose preset keeps groups as they are."""
     return [[number] for number in range(len(groups))]
 
 
-def all_in_one(groups: Sequence[Options]) -> list[list[int]]:
+def all_in_one(groups: Sequence[Group]) -> list[list[int]]:
     """Bundles of a source that puts all parameters into one group."""
     return [list(range(len(groups)))]
 

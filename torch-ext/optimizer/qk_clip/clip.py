@@ -17,14 +17,12 @@ from ..cpu_offload import narrow
 from ..distributed import utils as dtensors
 from ..distributed.collectives import max_over_ranks
 from ..groups import normalize_name
-from ..options import OptimizerWide
+from ..options import Group, OptimizerWide
 from ..planning import Survey, shared_with, this_rank
 from .config import ClipConfig, LayerKey
 from .given import Layers, Logits, Reduced, joined, some, vector_of
 from .projections import Layer, find_layers, row_dims_of
 from .scales import Pack
-
-Group = Mapping[str, Any]
 
 
 class Clipping:
@@ -78,8 +76,8 @@ class Clipping:
     def finish(self, groups: Sequence[Group]) -> None:
         """Clips what is not Muon's: biases, and weights that AdamW trains."""
         for group in groups:
-            for param in group["params"]:
-                if group["use_muon"] or not takes_part(param, group):
+            for param in group.params:
+                if group.use_muon or not takes_part(param, group):
                     continue
                 scale = self.scale(param)
                 if scale is not None:
@@ -177,7 +175,7 @@ class QKClip:
                 "bounded by their norms, such logits need no clip"
             )
         for number, group in enumerate(groups):
-            if group["names"] is None and any(p.ndim == 1 for p in group["params"]):
+            if group.names is None and any(p.ndim == 1 for p in group.params):
                 _warn(
                     f"clip_config: param_groups[{number}] has no names, so biases of query and key "
                     'projections are not found there: give the group "names"'
@@ -325,21 +323,21 @@ class QKClip:
 def _layers_of(groups: Sequence[Group], config: ClipConfig) -> Layers:
     named: list[tuple[str, Tensor, int]] = []
     for number, group in enumerate(groups):
-        if group["names"] is None:
-            if group["use_muon"] and group["params"]:
+        if group.names is None:
+            if group.use_muon and group.params:
                 raise ValueError(
                     f"param_groups[{number}]: clip_config needs names: give the group "
                     '"names", one for each parameter'
                 )
             continue
-        flatten = group["use_muon"] and group["flatten"]
-        named += [(n, p, row_dims_of(p, flatten)) for n, p in zip(group["names"], group["params"])]
+        flatten = group.use_muon and group.flatten
+        named += [(n, p, row_dims_of(p, flatten)) for n, p in zip(group.names, group.params)]
     return Layers(*find_layers(named, config))
 
 
 def _warn_of_unknown(layers: Sequence[Any], groups: Sequence[Group]) -> None:
     """Warns of attention that was recorded and is trained, of which no projection is known."""
-    names = [normalize_name(name) for group in groups for name in group["names"] or ()]
+    names = [normalize_name(name) for group in groups for name in group.names or ()]
     trained = [layer for layer in layers if any(name.startswith(f"{layer}.") for name in names)]
     if trained:
         _warn(
@@ -356,7 +354,7 @@ def _warn(problem: str) -> None:
 def _norm_of_heads(layers: Sequence[Layer], groups: Sequence[Group]) -> Optional[str]:
     """The usual name of a norm between a projection and the logits (QK-norm), if there is one."""
     prefixes = {layer.prefix for layer in layers}
-    for name in (name for group in groups for name in group["names"] or ()):
+    for name in (name for group in groups for name in group.names or ()):
         owner = normalize_name(name).rpartition(".")[0]
         prefix, _, norm = owner.rpartition(".")
         if prefix in prefixes and norm in ("q_norm", "k_norm", "q_layernorm", "k_layernorm"):
