@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Optional
 
 import torch
 from torch import Tensor
@@ -18,12 +18,13 @@ from .distributed.layout import shard
 from .distributed.replicas import Replicas
 from .distributed.utils import is_dtensor, local
 from .distributed.zero2 import MeanGradients, RowGathering, gather_rows, is_divided
+from .options import Group
 
 # Devices whose fused kernel keeps `step` beside the parameter.
 FUSED_DEVICES = ("cpu", "cuda", "xpu", "mps")
 
 
-def is_fused(param: Tensor, options: Mapping[str, Any]) -> bool:
+def is_fused(param: Tensor, options: Group) -> bool:
     """Whether this parameter takes torch's fused kernel; ``foreach`` given either way means no."""
     return (
         options["foreach"] is None
@@ -32,9 +33,7 @@ def is_fused(param: Tensor, options: Mapping[str, Any]) -> bool:
     )
 
 
-def init_step(
-    param: Tensor, state: MutableMapping[str, Tensor], options: Mapping[str, Any]
-) -> None:
+def init_step(param: Tensor, state: MutableMapping[str, Tensor], options: Group) -> None:
     """Adds ``step``, () in fp32, where it is missing, and moves it to where its kernel reads it."""
     if "step" not in state:
         state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
@@ -57,7 +56,7 @@ class Updates:
 
     def __init__(
         self,
-        groups: Sequence[Mapping[str, Any]],
+        groups: Sequence[Group],
         state: Mapping[Tensor, MutableMapping[str, Tensor]],
         replicas: Optional[Replicas],
         offload: CPUOffload,
@@ -119,7 +118,7 @@ class Updates:
 def update(
     params: Sequence[Tensor],
     state: Mapping[Tensor, MutableMapping[str, Tensor]],
-    options: Mapping[str, Any],
+    options: Group,
 ) -> None:
     """One AdamW step (Loshchilov & Hutter 2019, algorithm 2) of parameters that have a gradient.
 
@@ -135,7 +134,7 @@ def update(
 def update_rows(
     params: Sequence[Tensor],
     state: Mapping[Tensor, MutableMapping[str, Tensor]],
-    options: Mapping[str, Any],
+    options: Group,
     mean: Callable[[Tensor], Tensor],
     replicas: Replicas,
 ) -> RowGathering:
@@ -179,7 +178,7 @@ def _rows(
 
 def _update(
     rows: Sequence[_Row],
-    options: Mapping[str, Any],
+    options: Group,
     portions: Iterable[AbstractContextManager[Lent]],
 ) -> Iterator[None]:
     """Updates one portion of the rows after the other."""
@@ -189,7 +188,7 @@ def _update(
         yield
 
 
-def _update_at_once(rows: Sequence[_Row], options: Mapping[str, Any]) -> None:
+def _update_at_once(rows: Sequence[_Row], options: Group) -> None:
     beta1, beta2 = options["adamw_betas"]
     kinds: dict[tuple[bool, bool], list[_Row]] = {}
     for row in rows:
@@ -258,7 +257,7 @@ class _Row:
         step = self.step if share.is_last else self.step.clone()
         return _Row(self.param[index], self.grad[index], exp_avg, exp_avg_sq, step)
 
-    def is_fused(self, options: Mapping[str, Any]) -> bool:
+    def is_fused(self, options: Group) -> bool:
         return is_fused(self.param, options) and self.is_dense
 
     @property

@@ -19,9 +19,7 @@ from .distributed import agreement, hsdp, layout
 from .distributed import utils as dtensors
 from .distributed.plan import NOTHING, Entry, Plan, make_plan
 from .newton_schulz import Recipe, recipe_for
-from .options import GROUP_OPTIONS, STRUCTURE, OptimizerWide
-
-Group = Mapping[str, Any]  # with all options, as `Muon._views` has them
+from .options import GROUP_OPTIONS, STRUCTURE, Group, OptimizerWide
 
 # What plans, and what is carried by a plan, depend on, beside the parameters.
 _PLANNED = (
@@ -297,7 +295,7 @@ def matrices_of(group: Group, index: int, where: str) -> Matrices:
         raise ValueError(f"{validation.name_of(group, index, where)} {error}") from None
 
 
-def sets_of(groups: Sequence[Group], wide: OptimizerWide) -> set[agreement.Ranks]:
+def sets_of(groups: Sequence[Mapping[str, Any]], wide: OptimizerWide) -> set[agreement.Ranks]:
     """The ranks that each parameter is shared with: of its mesh, or of the process group."""
     found = {shared_with(param, wide) for group in groups for param in group["params"]}
     return {ranks for ranks in found if ranks is not None}

@@ -16,12 +16,12 @@ from .distributed import utils as dtensors
 from .distributed.plan import Bundle, Chunk, Entry, Lane, Plan, Run, Unit
 from .distributed.replicas import Replicas
 from .distributed.zero2 import MeanGradients
-from .options import OptimizerWide
+from .options import Group, OptimizerWide
 from .qk_clip.clip import Clipping
 from .scratch import Scratch
 
 State = Mapping[Tensor, Mapping[str, Tensor]]
-Hyper = Mapping[str, Any]
+Hyper = Group
 Index = Optional[tuple[slice, ...]]
 
 
