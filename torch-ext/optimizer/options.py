@@ -1,4 +1,4 @@
-"""The hyperparameters of a parameter group: defaults, meaning of None, and what is accepted."""
+"""The options of a parameter group, and those of all groups: types, defaults, what is accepted."""
 
 from __future__ import annotations
 
@@ -20,11 +20,6 @@ from .distributed.replicas import Replicas
 STRUCTURE = ("expert_keys", "split", "flatten")
 
 FLOATING_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-ADJUST_LR = ("match_rms_adamw", "original", "spectral", "none")
-MOMENTUM_STYLES = ("classical", "ema")
-DECAY_LR = ("base", "adjusted")
-MISSING_GRAD = ("raise", "zero")
-NONFINITE = ("propagate", "skip")
 MOST_STEPS = 1000  # far above any use: more would take for ever, or no memory can list them
 
 
@@ -48,9 +43,10 @@ class DefaultSteps(int):
 
 
 def is_number(value: Any) -> bool:
-    if not isinstance(value, Real) or _is_bool(value):
+    """Whether a value is a finite number, of a kind that torch takes: no bool and no fraction."""
+    if isinstance(value, bool) or not isinstance(value, Real):
         return False
-    if isinstance(value, Rational) and not isinstance(value, Integral):  # torch takes no fractions
+    if isinstance(value, Rational) and not isinstance(value, Integral):
         return False
     try:
         return math.isfinite(value)
@@ -58,20 +54,13 @@ def is_number(value: Any) -> bool:
         return False
 
 
-def _is_bool(value: object) -> bool:  # a number to Python, a mistake here
-    return isinstance(value, bool)
+def is_int(value: Any) -> bool:
+    """Whether a value is an integer. A bool, which Python counts among them, is none."""
+    return not isinstance(value, bool) and isinstance(value, Integral)
 
 
-def _at_least_zero(value: Any) -> bool:
-    return is_number(value) and value >= 0
-
-
-def _fraction(value: Any) -> bool:
-    return is_number(value) and 0 <= value < 1
-
-
-def _learning_rate(value: Any) -> bool:
-    if isinstance(value, torch.Tensor):
+def _is_learning_rate(value: Any) -> bool:
+    if isinstance(value, Tensor):
         if value.numel() != 1 or value.is_complex():
             return False
         if value.device.type != "cpu":  # its value stays unread: that would wait for the device
@@ -81,49 +70,35 @@ def _learning_rate(value: Any) -> bool:
     return is_number(value) and value > -1e-12
 
 
-def _betas(value: Any) -> bool:
-    return isinstance(value, (tuple, list)) and len(value) == 2 and all(map(_fraction, value))
-
-
-def _none_or(accepts: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: value is None or accepts(value)
-
-
-def _is_positive_int(value: Any) -> bool:
-    return is_int(value) and value > 0
-
-
-def is_int(value: Any) -> bool:
-    return isinstance(value, Integral) and not _is_bool(value)
-
-
-def _are_keys(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and all(isinstance(key, str) for key in value)
-
-
 def _is_split(value: Any) -> bool:
     if isinstance(value, Mapping):
-        return all(isinstance(k, str) and _are_row_counts(v) for k, v in value.items())
-    return _are_row_counts(value)
+        return all(
+            isinstance(pattern, str) and not isinstance(counts, Mapping) and _is_split(counts)
+            for pattern, counts in value.items()
+        )
+    counts = value if isinstance(value, (list, tuple)) else [value]
+    return len(counts) > 0 and all(is_int(count) and count > 0 for count in counts)
 
 
-def _are_row_counts(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
-        return len(value) > 0 and all(map(_is_positive_int, value))
-    return _is_positive_int(value)
+# `Option.accepts` and `Option.expected` of several options.
+Check = tuple[Callable[[Any], bool], str]
 
 
-def _one_of(*words: str) -> tuple[Callable[[Any], bool], str]:
+def _one_of(*words: str) -> Check:
     listed = ", ".join(map(repr, words))
     return (lambda value: isinstance(value, str) and value in words), f"one of {listed}"
 
 
-_BOOL = (lambda value: isinstance(value, bool), "True or False")
-_NONNEGATIVE = (_at_least_zero, "a finite number ≥ 0")
-_FRACTION = (_fraction, "a number in [0, 1)")
-_OPTIONAL_DTYPE = (
-    _none_or(lambda value: isinstance(value, torch.dtype) and value in FLOATING_DTYPES),
-    "None or one of torch.bfloat16, torch.float16, torch.float32, torch.float64",
+def _optional(accepts: Callable[[Any], bool], expected: str) -> Check:
+    return (lambda value: value is None or accepts(value)), f"None or {expected}"
+
+
+_BOOL: Check = (lambda value: isinstance(value, bool), "True or False")
+_NONNEGATIVE: Check = (lambda value: is_number(value) and value >= 0, "a finite number ≥ 0")
+_FRACTION: Check = (lambda value: is_number(value) and 0 <= value < 1, "a number in [0, 1)")
+_OPTIONAL_DTYPE = _optional(
+    lambda value: isinstance(value, torch.dtype) and value in FLOATING_DTYPES,
+    "one of torch.bfloat16, torch.float16, torch.float32, torch.float64",
 )
 
 
@@ -150,21 +125,29 @@ class Group:
     names: Optional[list[str]]
     use_muon: bool
     lr: Union[float, Tensor] = _option(
-        1e-3, _learning_rate, "a finite number ≥ 0 or a tensor of one element"
+        1e-3, _is_learning_rate, "a finite number ≥ 0 or a tensor of one element"
     )
     momentum: float = _option(0.95, *_FRACTION)
     nesterov: bool = _option(True, *_BOOL)
     ns_steps: int = _option(
         DefaultSteps(5),
-        lambda value: _is_positive_int(value) and value <= MOST_STEPS,
+        lambda value: is_int(value) and 0 < value <= MOST_STEPS,
         f"an int from 1 to {MOST_STEPS}",
     )
     weight_decay: float = _option(0.1, *_NONNEGATIVE)
-    adamw_betas: tuple[float, float] = _option((0.9, 0.95), _betas, "two numbers in [0, 1)")
+    adamw_betas: tuple[float, float] = _option(
+        (0.9, 0.95),
+        lambda value: (
+            isinstance(value, (tuple, list)) and len(value) == 2 and all(map(_FRACTION[0], value))
+        ),
+        "two numbers in [0, 1)",
+    )
     adamw_eps: float = _option(1e-8, *_NONNEGATIVE)
     none_grad: bool = _option(True, *_BOOL)
-    adjust_lr: str = _option("match_rms_adamw", *_one_of(*ADJUST_LR))
-    momentum_style: str = _option("classical", *_one_of(*MOMENTUM_STYLES))
+    adjust_lr: str = _option(
+        "match_rms_adamw", *_one_of("match_rms_adamw", "original", "spectral", "none")
+    )
+    momentum_style: str = _option("classical", *_one_of("classical", "ema"))
     ns_coefficients: newton_schulz.Coefficients = _option(
         "polar_express",
         lambda value: isinstance(value, (str, list, tuple)),
@@ -174,26 +157,30 @@ class Group:
     ns_norm: str = _option("frobenius", *_one_of(*newton_schulz.NORMS))
     ns_dtype: Optional[torch.dtype] = _option(None, *_OPTIONAL_DTYPE)
     ns_eps: float = _option(1e-7, *_NONNEGATIVE)
-    beta2: Optional[float] = _option(None, _none_or(_fraction), "None or a number in [0, 1)")
+    beta2: Optional[float] = _option(None, *_optional(*_FRACTION))
     cautious: bool = _option(False, *_BOOL)
-    decay_lr: str = _option("base", *_one_of(*DECAY_LR))
+    decay_lr: str = _option("base", *_one_of("base", "adjusted"))
     momentum_dtype: Optional[torch.dtype] = _option(None, *_OPTIONAL_DTYPE)
-    missing_grad: str = _option("raise", *_one_of(*MISSING_GRAD))
-    nonfinite: str = _option("propagate", *_one_of(*NONFINITE))
+    missing_grad: str = _option("raise", *_one_of("raise", "zero"))
+    nonfinite: str = _option("propagate", *_one_of("propagate", "skip"))
     expert_keys: Optional[Sequence[str]] = _option(
-        None, _none_or(_are_keys), "None or a list of name components"
+        None,
+        *_optional(
+            lambda value: (
+                isinstance(value, (list, tuple)) and all(isinstance(k, str) for k in value)
+            ),
+            "a list of name components",
+        ),
     )
     split: Any = _option(
         None,
-        _none_or(_is_split),
+        lambda value: value is None or _is_split(value),
         "None, a list of row counts, a number of rows, or a mapping from name patterns to either",
     )
     flatten: bool = _option(False, *_BOOL)
     maximize: bool = _option(False, *_BOOL)
     capturable: bool = _option(False, *_BOOL)
-    foreach: Optional[bool] = _option(
-        None, _none_or(lambda value: isinstance(value, bool)), "None or a bool"
-    )
+    foreach: Optional[bool] = _option(None, *_optional(_BOOL[0], "a bool"))
 
     @classmethod
     def of(cls, group: Mapping[str, Any]) -> Group:
@@ -205,7 +192,9 @@ class Group:
 
 
 GROUP_OPTIONS: dict[str, Option] = {
-    each.name: each.metadata["option"] for each in fields(Group) if each.metadata
+    attribute.name: attribute.metadata["option"]
+    for attribute in fields(Group)
+    if attribute.metadata
 }
 
 
@@ -229,7 +218,7 @@ def validate(group: Group, where: str) -> None:
         ValueError: says the key, what was found and what is accepted.
     """
     if not isinstance(group.use_muon, bool):
-        raise ValueError(f"{where}: use_muon must be True or False, found {group['use_muon']!r}")
+        raise ValueError(f"{where}: use_muon must be True or False, found {group.use_muon!r}")
     for key, option in GROUP_OPTIONS.items():
         value = getattr(group, key)
         if not option.accepts(value):
@@ -246,7 +235,7 @@ def validate(group: Group, where: str) -> None:
 class OptimizerWide:
     """Options that hold for all groups; the constructor's arguments of these names.
 
-    ``process_group`` is known by its ranks, which all of them compare.
+    Ranks compare these options, and of a process group its ranks.
     """
 
     debug: bool
@@ -267,37 +256,42 @@ class OptimizerWide:
         return self.process_group if self.grad_reduce is not None else None
 
     def validate(self) -> None:
-        accepts, expected = _OPTIONAL_DTYPE
-        if not accepts(self.comm_dtype):
-            raise ValueError(f"comm_dtype must be {expected}, found {self.comm_dtype!r}")
-        if self.consistency_check not in agreement.CHECKS:
-            raise ValueError(
-                f"consistency_check must be one of {agreement.CHECKS}, "
-                f"found {self.consistency_check!r}"
-            )
-        if not is_int(self.chunk_size) or (self.chunk_size != -1 and self.chunk_size < 1):
-            raise ValueError(f"chunk_size must be -1 or an int ≥ 1, found {self.chunk_size!r}")
-        if not is_int(self.warmup_step) or self.warmup_step < 0:
-            raise ValueError(f"warmup_step must be an int ≥ 0, found {self.warmup_step!r}")
-        if self.hsdp not in hsdp.CHOICES:
-            raise ValueError(f"hsdp must be one of {hsdp.CHOICES}, found {self.hsdp!r}")
-        if not (self.machine is None or isinstance(self.machine, Machine)):
-            raise ValueError(f"machine must be None or a Machine, found {self.machine!r}")
-        if self.grad_reduce not in (None, "mean"):
-            raise ValueError(
-                f"grad_reduce must be one of None or 'mean', found {self.grad_reduce!r}"
-            )
-        if self.grad_reduce is not None and self.process_group is None:
+        """Checks all options of the optimizer.
+
+        Raises:
+            ValueError: says the option, what was found and what is accepted.
+        """
+        for key, (accepts, expected) in _CHECKS.items():
+            value = getattr(self, key)
+            if not accepts(value):
+                raise ValueError(f"{key} must be {expected}, found {value!r}")
+        if self.process_group is not None:
+            self.process_group.check_alive()
+        elif self.grad_reduce is not None:
             raise ValueError(
                 f"grad_reduce={self.grad_reduce!r} averages gradients over a process group: give "
                 "process_group, for example torch.distributed.group.WORLD, which is None before "
                 "init_process_group. One that was pickled has lost it: optim.process_group = ..."
             )
-        if self.process_group is not None:
-            self.process_group.check_alive()
-        for key in ("debug", "use_distributed_muon"):
-            if not isinstance(getattr(self, key), bool):
-                raise ValueError(f"{key} must be True or False, found {getattr(self, key)!r}")
+
+
+_CHECKS: dict[str, Check] = {
+    "comm_dtype": _OPTIONAL_DTYPE,
+    "consistency_check": (
+        lambda value: value in agreement.CHECKS,
+        f"one of {agreement.CHECKS}",
+    ),
+    "chunk_size": (
+        lambda value: is_int(value) and (value == -1 or value >= 1),
+        "-1 or an int ≥ 1",
+    ),
+    "warmup_step": (lambda value: is_int(value) and value >= 0, "an int ≥ 0"),
+    "hsdp": (lambda value: value in hsdp.CHOICES, f"one of {hsdp.CHOICES}"),
+    "machine": _optional(lambda value: isinstance(value, Machine), "a Machine"),
+    "grad_reduce": (lambda value: value in (None, "mean"), "one of None or 'mean'"),
+    "debug": _BOOL,
+    "use_distributed_muon": _BOOL,
+}
 
 
 def is_exact(group: Group, wide: OptimizerWide) -> bool:
@@ -308,7 +302,7 @@ def is_exact(group: Group, wide: OptimizerWide) -> bool:
     return {group.ns_dtype, wide.comm_dtype} <= {torch.float32, torch.float64}
 
 
-# What a group can't have of its own.
+# Arguments of `Muon` that hold for all groups, and are refused as keys of one.
 OPTIMIZER_WIDE = (
     *(OptimizerWide.__dataclass_fields__.keys() - {"streams"}),
     "clip_config",
