@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Callable, Optional
 
 import torch
 from torch import Tensor
 
-from .. import validation
 from ..distributed import utils as dtensors
 from ..distributed.plan import Entry
 from ..options import GROUP_OPTIONS, Group, OptimizerWide
 from ..state import layouts_of
+from ..validation import warn
 from . import nanochat, owned
 from .hyperparameters import ADAMW, FROM_ADAMW, MUON
 from .matching import Found, Options, Ours, Target, ours_of
@@ -151,14 +150,12 @@ def _check_complete(
 
 def _warn_of_amsgrad(sections: Sequence[Section]) -> None:
     for section in sections:
-        for saved in section.groups:
-            if saved.options.get("amsgrad") is True:
-                warnings.warn(
-                    f"{section.where} was saved with amsgrad=True, which there is not here: "
-                    "max_exp_avg_sq is not taken over",
-                    stacklevel=validation.frames_to_the_caller(),
-                )
-                return
+        if any(saved.options.get("amsgrad") is True for saved in section.groups):
+            warn(
+                f"{section.where} was saved with amsgrad=True, which there is not here: "
+                "max_exp_avg_sq is not taken over"
+            )
+            return
 
 
 def _options_of_group(every: Iterable[Found], group: Group) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Optional
@@ -11,7 +10,6 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from .. import validation
 from ..core import takes_part
 from ..cpu_offload import narrow
 from ..distributed import utils as dtensors
@@ -19,6 +17,7 @@ from ..distributed.collectives import max_over_ranks
 from ..groups import normalize_name
 from ..options import Group, OptimizerWide
 from ..planning import Survey, shared_with, this_rank
+from ..validation import warn
 from .config import ClipConfig, LayerKey
 from .given import Layers, Logits, Reduced, joined, some, vector_of
 from .projections import Layer, find_layers, row_dims_of
@@ -162,21 +161,21 @@ class QKClip:
             return
         layers = _layers_of(groups, self.config).layers.values()
         if not layers:
-            _warn(
+            warn(
                 "clip_config: no query or key projection was found among the names of parameters; "
                 "row_map tells of other names"
             )
         if self.config.unmatched:
-            _warn(f"clip_config: no layer was found for {some(list(self.config.unmatched))}")
+            warn(f"clip_config: no layer was found for {some(list(self.config.unmatched))}")
         norm = _norm_of_heads([layer for layer in layers if layer.config.latent is None], groups)
         if norm is not None:
-            _warn(
+            warn(
                 f"clip_config: {norm} normalizes what QK-Clip scales, which then has no effect; "
                 "bounded by their norms, such logits need no clip"
             )
         for number, group in enumerate(groups):
             if group.names is None and any(p.ndim == 1 for p in group.params):
-                _warn(
+                warn(
                     f"clip_config: param_groups[{number}] has no names, so biases of query and key "
                     'projections are not found there: give the group "names"'
                 )
@@ -198,13 +197,13 @@ class QKClip:
         else:
             return
         self._has_warned = True
-        _warn(f"clip_config is given, but {problem}")
+        warn(f"clip_config is given, but {problem}")
 
     def _warn_of_ranks(self) -> None:
         """Warns, once, where other ranks may be replicas that clip by other logits."""
         if self._unshared and not self._has_warned_of_ranks and dtensors.world_size() > 1:
             self._has_warned_of_ranks = True
-            _warn(
+            warn(
                 f"QK-Clip: the weights of {some(self._unshared)} are plain tensors, which the "
                 "optimizer takes for this rank's own. If other ranks hold them too, as under DDP, "
                 "they see other logits, and their weights part: give Muon their process_group, or "
@@ -340,15 +339,11 @@ def _warn_of_unknown(layers: Sequence[Any], groups: Sequence[Group]) -> None:
     names = [normalize_name(name) for group in groups for name in group.names or ()]
     trained = [layer for layer in layers if any(name.startswith(f"{layer}.") for name in names)]
     if trained:
-        _warn(
+        warn(
             f"clip_config: qk_recorder saw the attention in {some(trained)}, of whose parameters "
             "none is known as a query or key projection, so it is not clipped: row_map tells of "
             "other names"
         )
-
-
-def _warn(problem: str) -> None:
-    warnings.warn(problem, stacklevel=validation.frames_to_the_caller())
 
 
 def _norm_of_heads(layers: Sequence[Layer], groups: Sequence[Group]) -> Optional[str]:
