@@ -249,14 +249,10 @@ def check_apart(states: Mapping[Any, Any], live: Mapping[Any, Any]) -> None:
     """Checks that a checkpoint has none of the tensors of live state, which steps have changed."""
 
     def storages_of(state: Mapping[Any, Any]) -> set[tuple[torch.device, int]]:
-        tensors = (
-            dtensors.local(value)
-            for own in state.values()
-            if isinstance(own, Mapping)
-            for value in own.values()
-            if isinstance(value, Tensor) and value.numel()
-        )
-        return {(held.device, held.untyped_storage().data_ptr()) for held in tensors}
+        values = (v for own in state.values() if isinstance(own, Mapping) for v in own.values())
+        tensors = [dtensors.local(value) for value in values if isinstance(value, Tensor)]
+        # Tensors without elements, such as parts of DTensors, all have the same address: none.
+        return {(t.device, t.untyped_storage().data_ptr()) for t in tensors if t.numel()}
 
     if storages_of(states) & storages_of(live):
         raise ValueError(
