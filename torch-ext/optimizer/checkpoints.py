@@ -17,7 +17,8 @@ from .state import KEYS, OWN_DTYPE, layouts_of, place
 
 RawGroup = Mapping[str, Any]  # as torch has it, in an optimizer or a checkpoint
 
-_OTHER_NAMES = {"moment1": "exp_avg", "moment2": "exp_avg_sq"}
+# What Motif's optimizer calls the moments of AdamW.
+MOTIFS_NAMES = {"moment1": "exp_avg", "moment2": "exp_avg_sq"}
 
 
 def check_structure(state_dict: Any, is_whole: bool = True) -> None:
@@ -80,7 +81,7 @@ def normalize_state(states: Mapping[Any, Any]) -> dict[Any, Any]:
     normalized = {}
     for saved_id, saved in states.items():
         if isinstance(saved, Mapping):
-            saved = {_OTHER_NAMES.get(key, key): value for key, value in saved.items()}
+            saved = {MOTIFS_NAMES.get(key, key): value for key, value in saved.items()}
             step: Any = saved.get("step")
             if is_number(step):
                 saved["step"] = torch.tensor(float(step), dtype=torch.float32, device="cpu")
@@ -144,7 +145,7 @@ def fit_state(
 
     Args:
         groups, entries_of_groups: of the optimizer.
-        saved_groups: of the checkpoint.
+        saved_groups: views of the checkpoint's.
         states: by the ids in ``params`` of the saved groups; changed.
         wide: says which replicas divide state.
     """
@@ -215,16 +216,15 @@ def check_checkpoint(
 def _check_algorithm(
     own: Mapping[str, Any], live: Mapping[str, Any], group: Group, saved: Group, name: str
 ) -> None:
-    """The state is that of the algorithm which is to go on from it, and all of it.
+    """Checks that the saved state is of the algorithm that is to go on from it, and complete.
 
-    State of the other algorithm would be carried along, and this one's begin at zero unseen. So
-    would second moments: torch.distributed.checkpoint takes of files, and of flattened state dicts,
-    only what is live.
+    Else state that nobody reads would be carried along, and what is read would begin at zero
+    unseen. Second moments can be missing because torch.distributed.checkpoint reads only tensors
+    that the optimizer already has.
 
     Args:
-        own: state of a parameter in the checkpoint.
-        live: the same parameter's in the optimizer.
-        group, saved: the parameter's, in the optimizer and in the checkpoint.
+        own, live: state of the parameter in the checkpoint, and in the optimizer.
+        group, saved: the parameter's group in the optimizer, and in the checkpoint.
         name: what messages call the parameter.
     """
     other = "exp_avg" if group.use_muon else "momentum_buffer"
