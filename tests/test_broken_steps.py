@@ -37,6 +37,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -398,6 +399,26 @@ def test_loading_that_breaks_off_is_marked_and_can_be_repeated():
             assert not is_marked(training.optim)
             assert_equal(of_state(training.everything()), of_state(loaded))
     assert len(found) == 2
+
+
+def load_where_one_rank_has_no_rows() -> None:
+    """Of one row on two ranks the second has nothing, nor of the momentum."""
+    (model := nn.Linear(8, 1, bias=False)).weight.data.fill_(0.5)
+    fully_shard(model)
+    optim = Muon([{"params": list(model.parameters()), "use_muon": True}], **EXACT)
+    model(torch.ones(2, 8)).sum().backward()
+    checkpoint = copy.deepcopy(optim.state_dict())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(optimizer.muon.pipeline, "run", lambda *_: fail())
+        with pytest.raises(RuntimeError, match=BROKE_OFF):
+            optim.step()
+    assert is_marked(optim)
+    optim.load_state_dict(checkpoint)
+    assert not is_marked(optim)
+
+
+def test_a_rank_without_rows_takes_a_checkpoint_after_a_step_that_broke_off():
+    run_ranks(load_where_one_rank_has_no_rows, 2)
 
 
 def test_discarded_state_is_zeros_to_load_into_and_not_to_step_from():

@@ -457,13 +457,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def group_of(params: Sequence[torch.Tensor], **options: Any) -> dict[str, Any]:
+def group_of(params: Sequence[torch.Tensor], **options: Any) -> Any:
     group = {"params": list(params), "use_muon": False}
-    return optimizer.Muon([group], **{"lr": 0.02, **options}).param_groups[0]
+    return optimizer.Muon([group], **{"lr": 0.02, **options})._views()[0]
 
 
 def init_state(
-    param: torch.Tensor, own: dict[str, torch.Tensor], group: dict[str, Any], divided: Any = None
+    param: torch.Tensor, own: dict[str, torch.Tensor], group: Any, divided: Any = None
 ) -> None:
     """What a step makes first, of one AdamW parameter, with the replicas that divide it."""
     adamw.init_step(param, own, group)
@@ -488,14 +488,14 @@ class Training:
         group = {"params": self.params, "use_muon": False}
         replicated = {"process_group": mesh, "grad_reduce": "mean"}
         self.optim = optimizer.Muon([group], **{"lr": 0.02, **options}, **replicated)
-        self.options, self.state = self.optim.param_groups[0], self.optim.state
+        self.state, options = self.optim.state, self.optim.param_groups[0]
         self.reference = torch.optim.AdamW(
             self.twins,
-            lr=options.get("lr", 0.02),
-            betas=self.options["adamw_betas"],
-            eps=self.options["adamw_eps"],
-            weight_decay=self.options["weight_decay"],
-            maximize=self.options["maximize"],
+            lr=options["lr"],
+            betas=options["adamw_betas"],
+            eps=options["adamw_eps"],
+            weight_decay=options["weight_decay"],
+            maximize=options["maximize"],
             fused=False,
             foreach=False,
         )
@@ -562,7 +562,7 @@ def train_beside_dtensors() -> None:
     replicated = {"process_group": mesh, "grad_reduce": "mean", "consistency_check": "off"}
     group = {"params": [sharded, replica], "use_muon": False}
     ours = optimizer.Muon([group], lr=0.02, **replicated)
-    optimizer.Muon([group_of(twins)]).step()
+    optimizer.Muon([{"params": twins, "use_muon": False}], lr=0.02).step()
     before = sharded._version
     counter = count(ours.step)
     assert ours.state[sharded]["exp_avg"].placements == sharded.placements

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
-from typing import Any, NamedTuple, Optional
+from typing import NamedTuple, Optional
 
 import torch
 from torch import Tensor
@@ -16,28 +16,27 @@ from .distributed.layout import shard
 from .distributed.replicas import Replicas
 from .distributed.utils import is_dtensor, local
 from .distributed.zero2 import MeanGradients, RowGathering, gather_rows, is_divided
+from .options import Group
 from .rows import AdamWRows
 
 # Devices whose fused kernel keeps `step` beside the parameter.
 FUSED_DEVICES = ("cpu", "cuda", "xpu", "mps")
 
 
-def is_fused(param: Tensor, options: Mapping[str, Any]) -> bool:
+def is_fused(param: Tensor, options: Group) -> bool:
     """Whether this parameter takes torch's fused kernel; ``foreach`` given either way means no."""
     return (
-        options["foreach"] is None
+        options.foreach is None
         and param.device.type in FUSED_DEVICES
         and torch.is_floating_point(param)
     )
 
 
-def init_step(
-    param: Tensor, state: MutableMapping[str, Tensor], options: Mapping[str, Any]
-) -> None:
+def init_step(param: Tensor, state: MutableMapping[str, Tensor], options: Group) -> None:
     """Adds ``step``, () in fp32, where it is missing, and moves it to where its kernel reads it."""
     if "step" not in state:
         state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
-    on_device = options["capturable"] or is_fused(param, options)
+    on_device = options.capturable or is_fused(param, options)
     device = local(param).device if on_device else torch.device("cpu")
     if state["step"].device != device:
         state["step"] = state["step"].to(device)
@@ -74,14 +73,14 @@ class Updates:
 
     def __init__(
         self,
-        groups: Sequence[Mapping[str, Any]],
+        groups: Sequence[Group],
         state: Mapping[Tensor, MutableMapping[str, Tensor]],
         replicas: Optional[Replicas],
         offload: CPUOffload,
         carrier: Carrier,
     ):
-        self._groups = [group for group in groups if not group["use_muon"]]
-        self._present = [[p for p in g["params"] if takes_part(p, g)] for g in self._groups]
+        self._groups = [group for group in groups if not group.use_muon]
+        self._present = [[p for p in g.params if takes_part(p, g)] for g in self._groups]
         self._state = state
         self._offload = offload
         self._carrier = carrier
@@ -188,18 +187,18 @@ class Updates:
         return rows
 
 
-def _update(rows: AdamWRows, options: Mapping[str, Any]) -> None:
+def _update(rows: AdamWRows, options: Group) -> None:
     """Updates rows by torch's functional, those that its fused kernel takes and the others."""
     kinds: dict[tuple[bool, bool], list[bool]] = {}
     for number, param in enumerate(rows.params):
         # No graph captures what CPUs do, and torch's loop refuses to be capturable there.
-        capturable = options["capturable"] and param.device.type != "cpu"
+        capturable = options.capturable and param.device.type != "cpu"
         fused = is_fused(param, options) and _are_dense(
             param, rows.grads[number], rows.exp_avgs[number], rows.exp_avg_sqs[number]
         )
         chosen = kinds.setdefault((fused, capturable), [False] * len(rows.params))
         chosen[number] = True
-    beta1, beta2 = options["adamw_betas"]
+    beta1, beta2 = options.adamw_betas
     for (fused, capturable), chosen in kinds.items():
         some = rows.only(chosen) if len(kinds) > 1 else rows
         adamw(
@@ -209,17 +208,17 @@ def _update(rows: AdamWRows, options: Mapping[str, Any]) -> None:
             some.exp_avg_sqs,
             [],
             some.steps,
-            foreach=False if fused else options["foreach"],
+            foreach=False if fused else options.foreach,
             fused=fused,
             capturable=capturable,
             has_complex=any(param.is_complex() for param in some.params),
             amsgrad=False,
             beta1=beta1,
             beta2=beta2,
-            lr=options["lr"],
-            weight_decay=options["weight_decay"],
-            eps=options["adamw_eps"],
-            maximize=options["maximize"],
+            lr=options.lr,
+            weight_decay=options.weight_decay,
+            eps=options.adamw_eps,
+            maximize=options.maximize,
         )
 
 

@@ -1,4 +1,4 @@
-"""What loading a checkpoint does beyond torch.optim: what fits, other names, where it goes."""
+"""What loading a checkpoint does beyond torch.optim: checks, names, and places of its state."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from . import options, validation
 from .core import is_dense
 from .distributed import utils as dtensors
 from .distributed.plan import Entry
-from .options import STRUCTURE, OptimizerWide, is_number
+from .options import STRUCTURE, Group, OptimizerWide, is_number
 from .state import KEYS, OWN_DTYPE, layouts_of, place
 
-Group = Mapping[str, Any]
+RawGroup = Mapping[str, Any]  # as torch has it, in an optimizer or a checkpoint
 
-_OTHER_NAMES = {"moment1": "exp_avg", "moment2": "exp_avg_sq"}
+# What Motif's optimizer calls the moments of AdamW.
+MOTIFS_NAMES = {"moment1": "exp_avg", "moment2": "exp_avg_sq"}
 
 
 def check_structure(state_dict: Any, is_whole: bool = True) -> None:
-    """A checkpoint is what torch.optim writes, as far as one can tell without an optimizer.
+    """Checks that a checkpoint has the form in which torch.optim writes one.
 
     Args:
         state_dict: the checkpoint.
@@ -40,101 +41,92 @@ def check_structure(state_dict: Any, is_whole: bool = True) -> None:
         raise ValueError(f"the checkpoint's 'param_groups' must be a list of dicts, found {found}")
     seen: set[Any] = set()
     for number, group in enumerate(groups):
-        ids = group.get("params")
+        where, ids = f"param_groups[{number}] of the checkpoint", group.get("params")
         if not isinstance(ids, (list, tuple)):
-            raise ValueError(
-                f"param_groups[{number}] of the checkpoint must list its params, found {ids!r}"
-            )
+            raise ValueError(f"{where} must list its params, found {ids!r}")
         for saved_id in ids:
             if not isinstance(saved_id, Hashable):
-                raise ValueError(
-                    f"param_groups[{number}] of the checkpoint has params that name no state, one "
-                    f"of them {saved_id!r}"
-                )
+                raise ValueError(f"{where} has params that name no state, one of them {saved_id!r}")
             if saved_id in seen:
                 raise ValueError(f"the checkpoint has parameter {saved_id!r} twice in its groups")
             seen.add(saved_id)
-            own = states.get(saved_id, {})
-            if not isinstance(own, Mapping):
-                raise ValueError(
-                    f"the checkpoint's state of parameter {saved_id!r} must be a dict, found a "
-                    f"{type(own).__name__}"
-                )
-            if "step" in own:
-                _check_step(own["step"], saved_id)
+            _check_saved_state(states.get(saved_id, {}), saved_id)
 
 
-def _check_step(step: Any, saved_id: Any) -> None:
+def _check_saved_state(saved: Any, saved_id: Any) -> None:
+    if not isinstance(saved, Mapping):
+        raise ValueError(
+            f"the checkpoint's state of parameter {saved_id!r} must be a dict, found a "
+            f"{type(saved).__name__}"
+        )
+    step = saved.get("step", 0)
     if step_count(step) is None:
-        found = repr(step)
-        if isinstance(step, Tensor) and not _is_one_number(step):
-            found = str(tuple(step.shape))
+        has_many = isinstance(step, Tensor) and step.numel() != 1
+        found = tuple(step.shape) if has_many else repr(step)
         raise ValueError(
             f"step of parameter {saved_id!r} in the checkpoint must be one number, found {found}"
         )
 
 
 def step_count(step: Any) -> Any:
-    """A step count as a plain number, of a number or a tensor of one; None where it is none."""
+    """A step count, a number or a tensor of one, as a plain number; None where it is neither."""
     if isinstance(step, Tensor):
-        step = step.item() if _is_one_number(step) else None
-    return step if options.is_number(step) and step >= 0 else None
-
-
-def _is_one_number(tensor: Tensor) -> bool:
-    is_plain = tensor.layout == torch.strided and not (
-        tensor.is_meta or dtensors.is_dtensor(tensor)
-    )
-    return is_plain and tensor.numel() == 1
+        is_plain = step.layout == torch.strided and not (step.is_meta or dtensors.is_dtensor(step))
+        step = step.item() if is_plain and step.numel() == 1 else None
+    return step if is_number(step) and step >= 0 else None
 
 
 def normalize_state(states: Mapping[Any, Any]) -> dict[Any, Any]:
     """State under the names of torch.optim, with step counts as tensors, whoever wrote it."""
-    return {
-        key: {_OTHER_NAMES.get(k, k): _as_tensor(k, v) for k, v in state.items()}
-        if isinstance(state, Mapping)
-        else state
-        for key, state in states.items()
-    }
-
-
-def _as_tensor(key: str, value: Any) -> Any:
-    if key == "step" and is_number(value):
-        return torch.tensor(float(value), dtype=torch.float32, device="cpu")
-    if key == "step" and isinstance(value, Tensor):  # torch's AdamW takes no other dtype
-        value = value.reshape(()).to(torch.float32)
-    if isinstance(value, Tensor) and value.is_inference():
-        return value.clone()  # a step could not change it
-    return value
+    normalized = {}
+    for saved_id, saved in states.items():
+        if isinstance(saved, Mapping):
+            saved = {MOTIFS_NAMES.get(key, key): value for key, value in saved.items()}
+            step: Any = saved.get("step")
+            if is_number(step):
+                saved["step"] = torch.tensor(float(step), dtype=torch.float32, device="cpu")
+            elif isinstance(step, Tensor):  # torch's AdamW takes no other dtype
+                saved["step"] = step.reshape(()).to(torch.float32)
+            for key, value in saved.items():
+                if isinstance(value, Tensor) and value.is_inference():
+                    saved[key] = value.clone()  # a step could not change the given one
+        normalized[saved_id] = saved
+    return normalized
 
 
 def merge_groups(
-    groups: Sequence[Group], saved: Sequence[Group], defaults_of: Callable[[Group], dict[str, Any]]
+    groups: Sequence[RawGroup],
+    saved: Sequence[RawGroup],
+    defaults_of: Callable[[RawGroup], dict[str, Any]],
 ) -> list[dict[str, Any]]:
     """Saved groups with every key: what they lack gets its default, or stays where there is none.
 
     How parameters are read as matrices is not the checkpoint's to say.
+
+    Raises:
+        ValueError: there are more groups than saved ones, or fewer.
     """
+    if len(groups) != len(saved):
+        raise ValueError(
+            f"there are {len(groups)} param_groups where the checkpoint has {len(saved)}: "
+            "a different number of parameter groups; make them as they were when it was saved"
+        )
     merged = []
-    for index, group in enumerate(saved):
-        if index >= len(groups):  # torch says what is wrong
-            merged.append(dict(group))
-            continue
-        own = groups[index]
+    for own, group in zip(groups, saved):
         structure = {key: own[key] for key in STRUCTURE if key in own}
         # Names are not taken: `Muon` keeps its own, and torch would ask for those in its form in
         # every group that is added.
-        taken = group.keys() - {"names", "param_names"}
-        group = {key: _as_dtype(value) for key, value in group.items() if key in taken}
-        merged.append({**own, **defaults_of(own), **group, **structure})
+        taken = {k: _as_dtype(v) for k, v in group.items() if k not in ("names", "param_names")}
+        merged.append({**own, **defaults_of(own), **taken, **structure})
     return merged
 
 
 def _as_dtype(value: Any) -> Any:
     """A dtype from its text, which is how `Muon.state_dict` writes it."""
-    name = value[len("torch.") :] if isinstance(value, str) and value.startswith("torch.") else ""
-    dtype = getattr(torch, name, None)
-    return dtype if isinstance(dtype, torch.dtype) else value
+    if isinstance(value, str) and value.startswith("torch."):
+        dtype = getattr(torch, value[len("torch.") :], None)
+        return dtype if isinstance(dtype, torch.dtype) else value
+    return value
 
 
 def fit_state(
@@ -146,23 +138,24 @@ def fit_state(
 ) -> None:
     """Brings the state of a checkpoint into the form in which the optimizer has it.
 
-    A rank takes its part where a checkpoint has all: of what replicas divide, and of second
-    moments, which torch.distributed.checkpoint does not distribute to an optimizer without. Nor
-    does it leave them out for one with: what a flattened state dict lacks becomes an empty dict.
+    Where a checkpoint has a whole tensor and the optimizer a DTensor, each rank takes its part: of
+    state that replicas divide, and of second moments, which torch.distributed.checkpoint leaves
+    whole when it loads into an optimizer without them. When it loads a flattened state dict without
+    them into an optimizer that has them, it puts empty dicts in their place, which are taken out.
 
     Args:
         groups, entries_of_groups: of the optimizer.
-        saved_groups: of the checkpoint.
+        saved_groups: views of the checkpoint's.
         states: by the ids in ``params`` of the saved groups; changed.
         wide: says which replicas divide state.
     """
     for group, entries, saved in zip(groups, entries_of_groups, saved_groups):
-        for index, (param, saved_id) in enumerate(zip(group["params"], saved["params"])):
+        for index, (param, saved_id) in enumerate(zip(group.params, saved.params)):
             own = states.get(saved_id, {})
             layouts = layouts_of(param, entries[index] if entries else None, wide)
             for key, (shape, layout) in layouts.items():
                 value = own.get(key)
-                if isinstance(value, dict) and not value and saved["beta2"] is None:
+                if isinstance(value, dict) and not value and saved.beta2 is None:
                     del own[key]
                 if layout is None or not isinstance(value, Tensor) or dtensors.is_dtensor(value):
                     continue
@@ -179,113 +172,99 @@ def check_checkpoint(
     state: Mapping[Any, Any],
     wide: OptimizerWide,
 ) -> None:
-    """Whether a checkpoint fits the optimizer, as far as torch does not look itself.
+    """Checks that a checkpoint fits the optimizer, as far as torch does not check that itself.
 
     Args:
         groups, entries_of_groups: of the optimizer.
-        saved_groups: of the checkpoint, with all keys.
+        saved_groups: views of the checkpoint's.
         saved_state: by the ids in ``params`` of the saved groups.
         state: of the optimizer, by parameter.
         wide: says which replicas divide state.
     """
-    if len(groups) != len(saved_groups):
-        raise ValueError(
-            f"there are {len(groups)} param_groups where the checkpoint has {len(saved_groups)}: "
-            "a different number of parameter groups; make them as they were when it was saved"
-        )
     for number, (group, entries, saved) in enumerate(zip(groups, entries_of_groups, saved_groups)):
         where = f"param_groups[{number}]"
         options.validate(saved, f"{where} of the checkpoint")
-        if saved["use_muon"] != group["use_muon"]:
+        if saved.use_muon != group.use_muon:
             raise ValueError(
-                f"{where} has use_muon={group['use_muon']} but the checkpoint's has "
-                f"{saved['use_muon']}: give the groups in the order they were saved in"
+                f"{where} has use_muon={group.use_muon} but the checkpoint's has "
+                f"{saved.use_muon}: give the groups in the order they were saved in"
             )
-        if len(saved["params"]) != len(group["params"]):
+        if len(saved.params) != len(group.params):
             raise ValueError(
-                f"{where} has {len(group['params'])} parameters where the checkpoint's has "
-                f"{len(saved['params'])}, a group of another size; is it of the same "
+                f"{where} has {len(group.params)} parameters where the checkpoint's has "
+                f"{len(saved.params)}, a group of another size; is it of the same "
                 "model, with the same groups?"
             )
-        for index, (param, saved_id) in enumerate(zip(group["params"], saved["params"])):
-            expected = layouts_of(param, entries[index] if entries else None, wide)
+        for index, (param, saved_id) in enumerate(zip(group.params, saved.params)):
             name = validation.name_of(group, index, where)
-            own = saved_state.get(saved_id, {})
-            _check_algorithm(own, group["use_muon"], name)
-            if saved["beta2"] is not None:
-                _check_second_moment(own, state.get(param, {}), saved["beta2"], name)
+            own, live = saved_state.get(saved_id, {}), state.get(param, {})
+            _check_algorithm(own, live, group, saved, name)
+            expected = layouts_of(param, entries[index] if entries else None, wide)
             validation.check_tensors(own, expected, "checkpoint", name, param)
-            _check_parts(own, expected, name)
+            # Kernels trust that this rank's part of a DTensor has the size that it should have.
+            for key, (shape, layout) in expected.items():
+                if layout is None or own.get(key) is None:
+                    continue
+                found, needed = dtensors.local(own[key]).shape, dtensors.part_shape(shape, layout)
+                if found != needed:
+                    raise ValueError(
+                        f"of {key} of {name} in the checkpoint this rank holds {tuple(found)}, "
+                        f"where it should be {tuple(needed)}"
+                    )
 
 
-def _check_parts(saved: Mapping[str, Any], expected: Mapping[str, tuple], name: str) -> None:
-    """What is around a part of another size says nothing of it, and kernels would trust that."""
-    for key, (shape, layout) in expected.items():
-        if layout is None or saved.get(key) is None:
-            continue
-        found, needed = dtensors.local(saved[key]).shape, dtensors.part_shape(shape, layout)
-        if found != needed:
-            raise ValueError(
-                f"of {key} of {name} in the checkpoint this rank holds {tuple(found)}, where it "
-                f"should be {tuple(needed)}"
-            )
+def _check_algorithm(
+    own: Mapping[str, Any], live: Mapping[str, Any], group: Group, saved: Group, name: str
+) -> None:
+    """Checks that the saved state is of the algorithm that is to go on from it, and complete.
 
+    Else state that nobody reads would be carried along, and what is read would begin at zero
+    unseen. Second moments can be missing because torch.distributed.checkpoint reads only tensors
+    that the optimizer already has.
 
-def _check_algorithm(saved: Mapping[str, Any], use_muon: bool, name: str) -> None:
-    """State of the other algorithm would be carried along, and this one's begin at zero unseen."""
-    other = "exp_avg" if use_muon else "momentum_buffer"
-    if saved.get(other) is not None:
-        mine, its = ("Muon's", "AdamW's") if use_muon else ("AdamW's", "Muon's")
+    Args:
+        own, live: state of the parameter in the checkpoint, and in the optimizer.
+        group, saved: the parameter's group in the optimizer, and in the checkpoint.
+        name: what messages call the parameter.
+    """
+    other = "exp_avg" if group.use_muon else "momentum_buffer"
+    if own.get(other) is not None:
+        mine, its = ("Muon's", "AdamW's") if group.use_muon else ("AdamW's", "Muon's")
         raise ValueError(
-            f"{name} is {mine} here (use_muon={use_muon}) but has {other} in the checkpoint, as "
-            f"{its} parameters do; give it to the group it was in, or take its state out. If "
+            f"{name} is {mine} here (use_muon={group.use_muon}) but has {other} in the checkpoint, "
+            f"as {its} parameters do; give it to the group it was in, or take its state out. If "
             "another optimizer wrote the checkpoint, use load_foreign_state_dict"
         )
-
-
-def _check_second_moment(
-    saved: Mapping[str, Any], live: Mapping[str, Any], beta2: float, name: str
-) -> None:
-    """torch.distributed.checkpoint takes of files, and of flattened state dicts, only what is live:
-    the second moments of an optimizer without would begin at zero unseen."""
-    lack_it = (
-        own.get("momentum_buffer") is not None and own.get("second_momentum_buffer") is None
-        for own in (saved, live)
-    )
-    if all(lack_it):
+    if saved.beta2 is not None and all(
+        state.get("momentum_buffer") is not None and state.get("second_momentum_buffer") is None
+        for state in (own, live)
+    ):
         raise ValueError(
-            f"the checkpoint has beta2={beta2}, but its second moment of {name} has not been read, "
-            f"since this optimizer has none: construct it with beta2={beta2}"
+            f"the checkpoint has beta2={saved.beta2}, but its second moment of {name} has not been "
+            f"read, since this optimizer has none: construct it with beta2={saved.beta2}"
         )
 
 
 def check_apart(states: Mapping[Any, Any], live: Mapping[Any, Any]) -> None:
-    """None of a checkpoint's tensors is the live state, which steps have changed since.
+    """Checks that a checkpoint has none of the tensors of live state, which steps have changed."""
 
-    Raises:
-        ValueError: one is.
-    """
-    used = {_storage(t) for own in live.values() for t in _tensors(own)}
-    if any(_storage(t) in used for own in states.values() for t in _tensors(own)):
+    def storages_of(state: Mapping[Any, Any]) -> set[tuple[torch.device, int]]:
+        values = (v for own in state.values() if isinstance(own, Mapping) for v in own.values())
+        tensors = [dtensors.local(value) for value in values if isinstance(value, Tensor)]
+        # Tensors without elements, such as parts of DTensors, all have the same address: none.
+        return {(t.device, t.untyped_storage().data_ptr()) for t in tensors if t.numel()}
+
+    if storages_of(states) & storages_of(live):
         raise ValueError(
             "the checkpoint's tensors are those of this optimizer, which a step that broke off has "
             "changed: load the file again"
         )
 
 
-def _tensors(own: Any) -> list[Tensor]:
-    values = own.values() if isinstance(own, Mapping) else ()
-    return [dtensors.local(t) for t in values if isinstance(t, Tensor) and t.numel()]
+def without_tensors(states: Mapping[Any, Any], saved_groups: Sequence[RawGroup]) -> dict[Any, Any]:
+    """State without the tensors that `place_tensors` loads: torch would cast and move them.
 
-
-def _storage(tensor: Tensor) -> tuple[torch.device, int]:
-    return tensor.device, tensor.untyped_storage().data_ptr()
-
-
-def without_tensors(states: Mapping[Any, Any], saved_groups: Sequence[Group]) -> dict[Any, Any]:
-    """State without what `place_tensors` brings: torch would cast it, and put it on the device.
-
-    What belongs to no parameter stays as it is.
+    State that belongs to no parameter stays as it is.
     """
     of_params = {saved_id for saved in saved_groups for saved_id in saved["params"]}
     return {
@@ -297,9 +276,9 @@ def without_tensors(states: Mapping[Any, Any], saved_groups: Sequence[Group]) ->
 
 
 def place_tensors(
-    groups: Sequence[Group],
+    groups: Sequence[RawGroup],
     state: MutableMapping[Any, dict[str, Any]],
-    saved_groups: Sequence[Group],
+    saved_groups: Sequence[RawGroup],
     states: Mapping[Any, dict[str, Any]],
     home_of: Callable[[Tensor, bool], torch.device],
 ) -> None:
@@ -331,7 +310,7 @@ def place_tensors(
 
 
 def _with_own_memory(value: Tensor, taken: set[int]) -> Tensor:
-    """A copy where its elements, or another tensor, may share memory with it."""
+    """The tensor, or a copy where its elements, or tensors in ``taken``, may share its memory."""
     held = dtensors.local(value)
     if held.numel() and (held.data_ptr() in taken or not is_dense(held)):
         return value.clone()

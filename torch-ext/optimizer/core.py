@@ -10,7 +10,7 @@ import fnmatch
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Optional, Union
+from typing import TYPE_CHECKING, Any, Optional, Union
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from torch import Tensor
 from . import triton_kernels
 from .groups import has_component, normalize_name
 from .scratch import Scratch
+
+if TYPE_CHECKING:
+    from .options import Group
 
 Number = Union[float, Tensor]
 
@@ -29,9 +32,9 @@ def is_dense(tensor: Tensor) -> bool:
     return tensor.numel() == 0 or span == tensor.numel()
 
 
-def takes_part(param: Tensor, group: Mapping[str, Any]) -> bool:
+def takes_part(param: Tensor, group: Group) -> bool:
     """Whether this step updates the parameter."""
-    return param.requires_grad and (param.grad is not None or group["missing_grad"] == "zero")
+    return param.requires_grad and (param.grad is not None or group.missing_grad == "zero")
 
 
 @dataclass(frozen=True)

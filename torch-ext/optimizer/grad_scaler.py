@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Optional
 
 import torch
 from torch import Tensor
 
 from .distributed import utils as dtensors
+from .options import Group
 from .validation import name_of
-
-Group = Mapping[str, Any]
 
 
 class Scaling:
@@ -49,7 +48,7 @@ class Scaling:
         if self._scale is None or self.skips:
             return
         for number, group in enumerate(groups):
-            for index, param in enumerate(group["params"]):
+            for index, param in enumerate(group.params):
                 if param.grad is not None and param.grad.dtype == torch.float16:
                     name = name_of(group, index, f"param_groups[{number}]")
                     raise ValueError(
@@ -63,7 +62,7 @@ class Scaling:
             return
         by_device: dict[torch.device, list[Tensor]] = {}
         for group in groups:
-            for param in group["params"]:
+            for param in group.params:
                 if param.grad is not None:
                     grad = dtensors.local(param.grad)
                     by_device.setdefault(grad.device, []).append(grad)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -14,6 +13,7 @@ from .distributed import utils as dtensors
 from .distributed.plan import Plan
 from .distributed.replicas import Replicas
 from .distributed.zero2 import MeanGradients
+from .options import Group
 from .scratch import Scratch
 
 
@@ -29,7 +29,7 @@ class Gradients:
         has_released: whether some gradients are gone.
     """
 
-    def __init__(self, plan: Plan, params: Sequence[Tensor], groups: Sequence[Mapping[str, Any]]):
+    def __init__(self, plan: Plan, params: Sequence[Tensor], groups: Sequence[Group]):
         self._plan = plan
         self._params = params
         self._groups = groups
@@ -50,7 +50,7 @@ class Gradients:
         """
         self._held.pop(number, None)
         group = self._groups[self._plan.entries[number].group]
-        if group["none_grad"] and not group["capturable"]:
+        if group.none_grad and not group.capturable:
             self.has_released = True
             self._params[number].grad = None
 
@@ -82,7 +82,7 @@ class MeanOfReplicas(Gradients):
         self,
         plan: Plan,
         params: Sequence[Tensor],
-        groups: Sequence[Mapping[str, Any]],
+        groups: Sequence[Group],
         replicas: Replicas,
         absent: Collection[int],
         scratch: Scratch,

@@ -20,47 +20,16 @@ WRAPPER_PARTS = frozenset(
 
 # Owners of embeddings and output heads in the model families of the Hub.
 EMBEDDINGS_AND_HEADS = frozenset(
-    {
-        "embed_tokens",
-        "embed_positions",
-        "embed_in",
-        "embed_out",
-        "embed",
-        "embedding",
-        "embeddings",
-        "word_embeddings",
-        "position_embedding",
-        "position_embeddings",
-        "token_type_embeddings",
-        "token_embedding",
-        "positional_embedding",
-        "tok_embedding",
-        "tok_embeddings",
-        "pos_embedding",
-        "pos_embed",
-        "patch_embed",
-        "value_embeds",
-        "tok_emb",
-        "pos_emb",
-        "rel_pos_h",
-        "rel_pos_w",
-        "relative_position_bias_table",
-        "wte",
-        "wpe",
-        "shared",
-        "lm_head",
-        "lm_heads",
-        "output_layer",
-        "output",
-        "head",
-        "classifier",
-        "score",
-        "qa_outputs",
-        "seq_relationship",
-        "class_labels_classifier",
-        "unembed",
-        "unembedding",
-    }
+    (
+        *("embed", "embed_in", "embed_out", "embed_positions", "embed_tokens", "embedding"),
+        *("embeddings", "word_embeddings", "token_embedding", "token_type_embeddings", "tok_emb"),
+        *("tok_embedding", "tok_embeddings", "wte", "shared", "value_embeds", "patch_embed"),
+        *("position_embedding", "position_embeddings", "positional_embedding", "pos_emb"),
+        *("pos_embed", "pos_embedding", "wpe", "rel_pos_h", "rel_pos_w"),
+        *("relative_position_bias_table", "unembed", "unembedding"),
+        *("lm_head", "lm_heads", "head", "output", "output_layer", "classifier", "score"),
+        *("qa_outputs", "seq_relationship", "class_labels_classifier"),
+    )
 )
 
 # Heads of several layers: the last of them.
@@ -114,12 +83,14 @@ def _judge(
     if param.ndim < 2:
         return False, VECTOR if param.ndim else "scalar"
     parts = _owning_parts(name)
-    if parts[-1].split("_")[-1] == "bias":  # (experts, out) biases look like a matrix
+    attribute, owner = parts[-1], parts[-2] if len(parts) > 1 else ""
+    if attribute.split("_")[-1] == "bias":  # (experts, out) biases look like a matrix
         return False, "bias"
-    known = _is_embedding_or_head(parts)
-    if known is not None:
-        return False, f"{BY_NAME}: {known}"
-    if parts[-1] in ELEMENTWISE:
+    known = [part for part in (owner, attribute) if part in EMBEDDINGS_AND_HEADS]
+    known += [path for path in HEAD_PATHS if parts[-3:-1] == path.split(".")]
+    if known:
+        return False, f"{BY_NAME}: {known[0]}"
+    if attribute in ELEMENTWISE:
         return False, "no linear map, by name"
     if param.is_complex():
         return False, "complex"
@@ -128,13 +99,6 @@ def _judge(
     if has_component(name, expert_keys):
         return True, "stacked experts"
     return False, f"{param.ndim} {DIMENSIONS}"
-
-
-def _is_embedding_or_head(parts: Sequence[str]) -> Optional[str]:
-    """What in the name says so."""
-    attribute, owner = parts[-1], parts[-2] if len(parts) > 1 else ""
-    known = next((part for part in (owner, attribute) if part in EMBEDDINGS_AND_HEADS), None)
-    return known or next((path for path in HEAD_PATHS if parts[-3:-1] == path.split(".")), None)
 
 
 def _owning_parts(name: str) -> list[str]:
@@ -240,11 +204,11 @@ def get_default_muon_param_groups(
     if expert_keys is not None:
         muon["expert_keys"] = list(expert_keys)
     adamw: dict[str, Any] = {"params": [], "names": [], "use_muon": False}
-    groups = {"Muon": muon, "AdamW": adamw}
     for decision in decisions:
-        if decision.algorithm in groups:
-            groups[decision.algorithm]["params"].append(decision.param)
-            groups[decision.algorithm]["names"].append(decision.name)
+        if decision.algorithm != "frozen":
+            group = muon if decision.algorithm == "Muon" else adamw
+            group["params"].append(decision.param)
+            group["names"].append(decision.name)
     return [muon, adamw]
 
 

@@ -21,7 +21,7 @@ from .distributed.plan import NOTHING, Plan
 from .distributed.replicas import Replicas
 from .grad_scaler import Scaling, forget_where_it_raises, is_asked_by_lightning
 from .groups import default_is_muon, get_default_muon_param_groups
-from .options import GROUP_OPTIONS
+from .options import GROUP_OPTIONS, Group
 from .planning import (
     NO_SURVEY,
     Survey,
@@ -265,8 +265,8 @@ class Muon(Stateful):
         """
         return [view["names"] for view in self._views()]
 
-    def _views(self) -> list[dict[str, Any]]:
-        """What the rest of the package reads of each group: names, and keys under its own terms."""
+    def _views(self) -> list[Group]:
+        """What the rest of the package reads of each group, made anew from the group as it is."""
         if len(self._names) != len(self.param_groups):
             raise ValueError(
                 f"there are {len(self.param_groups)} param_groups where {len(self._names)} were "
@@ -282,9 +282,9 @@ class Muon(Stateful):
         groups = zip(self.param_groups, self._names)
         return [self._translate({**group, "names": names}) for group, names in groups]
 
-    def _translate(self, group: dict[str, Any]) -> dict[str, Any]:
-        """A group with the keys of `GROUP_OPTIONS`; for subclasses that call them otherwise."""
-        return group
+    def _translate(self, group: dict[str, Any]) -> Group:
+        """The view of a group; subclasses whose groups have other keys rename these first."""
+        return Group.of(group)
 
     def _defaults_of(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """What keys missing from a group are set to."""
@@ -387,7 +387,7 @@ class Muon(Stateful):
 
     def _agree_on_plan(
         self, error: Optional[BaseException], qk_logits: Optional[Logits], scaling: Scaling
-    ) -> Optional[tuple[list[dict[str, Any]], Plan, Optional[Clipping]]]:
+    ) -> Optional[tuple[list[Group], Plan, Optional[Clipping]]]:
         """Groups, the plan and QK-Clip; raises on all ranks alike, before anything was written.
 
         Args:
@@ -398,7 +398,7 @@ class Muon(Stateful):
         Returns:
             None where ranks skip the step.
         """
-        groups: list[dict[str, Any]] = []
+        groups: list[Group] = []
         plan, clipping = NOTHING, None
         self._agreement.may_go = False
         try:
@@ -454,9 +454,7 @@ class Muon(Stateful):
         number = self._registration.number(ranks)
         return f"the one made behind {number} others, {self._agreement.steps} steps made"
 
-    def _clip_by(
-        self, qk_logits: Optional[Logits], groups: list[dict[str, Any]]
-    ) -> Optional[Clipping]:
+    def _clip_by(self, qk_logits: Optional[Logits], groups: list[Group]) -> Optional[Clipping]:
         """QK-Clip of this step."""
         logits, is_recorded = self._clip.take(qk_logits)
         # torch.distributed.checkpoint makes such a step, to have state: it is to change nothing.
@@ -472,7 +470,7 @@ class Muon(Stateful):
             only_with_gradient=is_dry and qk_logits is None,
         )
 
-    def _compare_replicas(self, groups: list[dict[str, Any]]) -> None:
+    def _compare_replicas(self, groups: list[Group]) -> None:
         """Before a first step, whether ranks hold the same plain parameters, and gradients, and of
         their state each its own part.
         """
@@ -500,7 +498,7 @@ class Muon(Stateful):
                 return dtensors.local(value)
         return None
 
-    def _plan(self) -> tuple[list[dict[str, Any]], Plan]:
+    def _plan(self) -> tuple[list[Group], Plan]:
         """Groups, checked, and the plan of the step."""
         self._wide.validate()
         groups = self._views()
@@ -513,7 +511,7 @@ class Muon(Stateful):
         validation.check_capturable(groups, plan, self._wide, self._offload.use_of)
         return groups, plan
 
-    def _look_at(self, groups: list[dict[str, Any]]) -> Survey:
+    def _look_at(self, groups: list[Group]) -> Survey:
         """Checks the groups, and keeps what there is to plan from now on."""
         found = self._survey_of(groups)
         if found is not self._survey:
@@ -522,7 +520,7 @@ class Muon(Stateful):
                 logger.info("planned:\n%s", self._summarize(groups, found))
         return found
 
-    def _survey_of(self, groups: list[dict[str, Any]]) -> Survey:
+    def _survey_of(self, groups: list[Group]) -> Survey:
         for number, group in enumerate(groups):
             options.validate(group, f"param_groups[{number}]")
         self._tell_planner()
@@ -537,7 +535,7 @@ class Muon(Stateful):
         groups = self._views()
         return self._summarize(groups, self._survey_of(groups))  # not kept: others may make none
 
-    def _summarize(self, groups: list[dict[str, Any]], found: Survey) -> Summary:
+    def _summarize(self, groups: list[Group], found: Survey) -> Summary:
         plan, clipped = found.planner(groups, self._wide).plan(), self._clip.projections_of(groups)
         return summarize(groups, found, plan, self._wide, self._where_state_is(), clipped)
 

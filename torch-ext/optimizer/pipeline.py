@@ -28,9 +28,9 @@ from .async_utils import Do, Event
 from .distributed import layout, wire
 from .distributed.plan import Batch, Bundle, Lane, Run, Unit
 from .newton_schulz import newton_schulz
-from .options import is_exact
+from .options import Group, is_exact
 from .rows import MomentumRows, WeightRows
-from .step import MOMENTUM, NONFINITE, SECOND_MOMENT, WEIGHTS, Hyper, Parts, Step
+from .step import MOMENTUM, NONFINITE, SECOND_MOMENT, WEIGHTS, Parts, Step
 
 
 def run(step: Step) -> None:
@@ -72,7 +72,7 @@ def orthogonalize(event: Event, step: Step) -> None:
             if len(X):
                 U = _polar_factors(X, batch, step)
                 squares = None
-                if step.hyper(batch.units[0])["beta2"] is not None:
+                if step.hyper(batch.units[0]).beta2 is not None:
                     squares = core.second_moment(U, step.scratch).view(len(X), -1)
                     squares = _spread(squares, present)
                 units = U.view(len(X), *layout.shape_of(batch.units[0].box))
@@ -136,15 +136,15 @@ def _update_momentum_of(
     return []
 
 
-def _apply_momentum(rows: MomentumRows, hyper: Hyper, wanted: bool) -> None:
+def _apply_momentum(rows: MomentumRows, hyper: Group, wanted: bool) -> None:
     core.update_momentum(
         rows.momenta,
         rows.grads,
         rows.outputs,
-        momentum=hyper["momentum"],
-        nesterov=hyper["nesterov"],
-        style=hyper["momentum_style"],
-        maximize=hyper["maximize"],
+        momentum=hyper.momentum,
+        nesterov=hyper.nesterov,
+        style=hyper.momentum_style,
+        maximize=hyper.maximize,
         keep=rows.keep,
         wanted=wanted,
         largest=rows.largest,
@@ -160,12 +160,12 @@ def _polar_factors(X: Tensor, batch: Batch, step: Step) -> Tensor:
     entry, hyper = step.plan.entries[unit.entry], step.hyper(unit)
     return newton_schulz(
         X.view(-1, unit.rows, entry.matrices.cols),
-        hyper["ns_steps"],
-        hyper["ns_coefficients"],
-        norm=hyper["ns_norm"],
-        algorithm=hyper["ns_algorithm"],
+        hyper.ns_steps,
+        hyper.ns_coefficients,
+        norm=hyper.ns_norm,
+        algorithm=hyper.ns_algorithm,
         dtype=entry.recipe.dtype,
-        eps=hyper["ns_eps"],
+        eps=hyper.ns_eps,
         scratch=step.scratch,
         batch_invariant=is_exact(hyper, step.wide),
     )
@@ -202,22 +202,22 @@ def _update_weights_of(run: Run, updates: Tensor, lane: Lane, step: Step) -> Non
     unit = run[0].units[0]
     hyper, scale = step.hyper(unit), step.plan.entries[unit.entry].scale(unit.rows)
     factors: Optional[list[Tensor]] = None
-    if hyper["beta2"] is not None:
+    if hyper.beta2 is not None:
         factors = [f for bundle in run for f in _second_moment_factors(bundle, updates, step)]
     rows = WeightRows(
         parts.tensors, step.views(U, run), factors, step.keep(parts), step.clip(parts)
     )
     if not rows.weights:
         return
-    lr, decay = hyper["lr"], hyper["weight_decay"]
+    lr, decay = hyper.lr, hyper.weight_decay
     for lent in step.home.windows((WEIGHTS, id(run))):
         part = rows.part(lent)
         core.update_weights(
             part.weights,
             part.updates,
             rate=lr * scale,
-            decay=lr * decay * (scale if hyper["decay_lr"] == "adjusted" else 1.0),
-            cautious=hyper["cautious"],
+            decay=lr * decay * (scale if hyper.decay_lr == "adjusted" else 1.0),
+            cautious=hyper.cautious,
             factors=part.factors,
             keep=part.keep,
         )
@@ -244,7 +244,8 @@ def _second_moment_factors(bundle: Bundle, updates: Tensor, step: Step) -> list[
         keep = None
         if step.may_skip(units[0]):
             keep = torch.cat([step.finite.of(unit) for unit in units])
-        flat, beta2 = V.view(-1, V.shape[-1]), step.hyper(units[0])["beta2"]
+        flat, beta2 = V.view(-1, V.shape[-1]), step.hyper(units[0]).beta2
+        assert beta2 is not None
         factor = core.second_moment_factor(flat, v.view(flat.shape), beta2, keep).view(V.shape)
         torch._foreach_copy_(views, list(V))
         factors = _factors_of_parts(factor, units[0], bundle, step)

@@ -18,9 +18,7 @@ from .distributed import agreement, hsdp, layout
 from .distributed import utils as dtensors
 from .distributed.plan import Entry, Plan, Planner
 from .newton_schulz import Recipe, recipe_for
-from .options import GROUP_OPTIONS, STRUCTURE, OptimizerWide
-
-Group = Mapping[str, Any]  # with all options, as `Muon._views` has them
+from .options import GROUP_OPTIONS, STRUCTURE, Group, OptimizerWide
 
 # What plans, and what is carried by a plan, depend on, beside the parameters.
 _PLANNED = (
@@ -75,7 +73,7 @@ class Survey:
             trainable = [
                 entry
                 for entry in self.all_entries
-                if groups[entry.group]["params"][entry.index].requires_grad
+                if groups[entry.group].params[entry.index].requires_grad
             ]
             self.planners[wide.streams] = Planner(
                 trainable,
@@ -105,11 +103,11 @@ def facts_of(group: Group) -> tuple:
                 dtensors.layout_of(p),
                 p.requires_grad,
             )
-            for p in group["params"]
+            for p in group.params
         ],
-        copy.copy(group["names"]),
+        copy.copy(group.names),
         # Lists may be changed in place.
-        (*copy.deepcopy([group[key] for key in _PLANNED]), group["beta2"] is None),
+        (*copy.deepcopy([group[key] for key in _PLANNED]), group.beta2 is None),
     )
 
 
@@ -127,18 +125,18 @@ def survey(groups: Sequence[Group], wide: OptimizerWide, last: Survey) -> Survey
     for number, group in enumerate(groups):
         where = f"param_groups[{number}]"
         entries = entries_of(group, number, where, wide)  # checks the group first
-        for entry, param in zip(entries, group["params"]):
+        for entry, param in zip(entries, group.params):
             _check_shard(param, entry.name)
         names = []
-        for index in range(len(group["params"])):
+        for index in range(len(group.params)):
             name = validation.name_of(group, index, where)
             seen[name] += 1
             names.append(name if seen[name] == 1 else f"{name} ({seen[name]})")
-        places = zip(entries, group["params"])
+        places = zip(entries, group.params)
         found.hosted |= any(entry.device != param.device for entry, param in places)
         found.entries.append([replace(e, name=name) for e, name in zip(entries, names)])
         found.names.append(names)
-        for index, (name, param) in enumerate(zip(names, group["params"])):
+        for index, (name, param) in enumerate(zip(names, group.params)):
             ranks = shared_with(param, wide)
             if ranks is None:
                 continue
@@ -158,7 +156,7 @@ def _line(name: str, param: Tensor, group: Group, entry: Optional[Entry]) -> str
     dtype = dtensors.grad_dtype(param)
     if dtype != param.dtype:
         line += f", gradients {dtype}"
-    if entry is not None and group["ns_dtype"] is None:  # each rank asks its own machine
+    if entry is not None and group.ns_dtype is None:  # each rank asks its own machine
         line += f", ns_dtype=None means {entry.recipe.dtype} here"
     return line
 
@@ -174,14 +172,14 @@ def entries_of(group: Group, number: int, where: str, wide: OptimizerWide) -> li
         ValueError: wrong names or parameters, matrices that can't be read as asked for.
     """
     validation.check_params(group, where)
-    if wide.process_group is not None and (group["use_muon"] or wide.divided):
+    if wide.process_group is not None and (group.use_muon or wide.divided):
         validation.check_replicas(group, wide.process_group, where)
-    if not group["use_muon"]:
+    if not group.use_muon:
         return []
-    recipes = [_recipe(param, group) for param in group["params"]]
+    recipes = [_recipe(param, group) for param in group.params]
     replicas = {
         index: wide.process_group
-        for index, param in enumerate(group["params"])
+        for index, param in enumerate(group.params)
         if wide.process_group is not None and not dtensors.is_dtensor(param)
     }
     return [
@@ -195,12 +193,12 @@ def entries_of(group: Group, number: int, where: str, wide: OptimizerWide) -> li
             device=dtensors.compute_device(param),
             wire=wide.comm_dtype or wire_of(recipes[index]),
             recipe=recipes[index],
-            second_moment=group["beta2"] is not None,
+            second_moment=group.beta2 is not None,
             momentum=replicas[index].state if index in replicas else None,
             spread=index in replicas,
-            adjust_lr=group["adjust_lr"],
+            adjust_lr=group.adjust_lr,
         )
-        for index, param in enumerate(group["params"])
+        for index, param in enumerate(group.params)
     ]
 
 
@@ -223,11 +221,11 @@ def _check_shard(param: Tensor, name: str) -> None:
 
 def _recipe(param: Tensor, group: Group) -> Recipe:
     return recipe_for(
-        group["ns_coefficients"],
-        group["ns_steps"],
-        group["ns_algorithm"],
-        group["ns_norm"],
-        group["ns_dtype"],
+        group.ns_coefficients,
+        group.ns_steps,
+        group.ns_algorithm,
+        group.ns_norm,
+        group.ns_dtype,
         param.dtype,
         dtensors.compute_device(param),
     )
@@ -247,7 +245,7 @@ def plan_step(found: Survey, groups: Sequence[Group], wide: OptimizerWide) -> Pl
     def takes_no_part(number: int) -> bool:
         entry = planner.entries[number]
         group = groups[entry.group]
-        return not takes_part(group["params"][entry.index], group)
+        return not takes_part(group.params[entry.index], group)
 
     return planner.plan(frozenset(filter(takes_no_part, planner.shared_entries)))
 
@@ -258,7 +256,7 @@ def matrices_of(group: Group, index: int, where: str) -> Matrices:
     Raises:
         ValueError: not a matrix; names missing where experts or name patterns need them.
     """
-    shape, names = group["params"][index].shape, group["names"]
+    shape, names = group.params[index].shape, group.names
     expert_keys, split, flatten = (group[key] for key in STRUCTURE)
     needs_names: Optional[str] = None
     if isinstance(split, Mapping):
@@ -276,7 +274,7 @@ def matrices_of(group: Group, index: int, where: str) -> Matrices:
         raise ValueError(f"{validation.name_of(group, index, where)} {error}") from None
 
 
-def sets_of(groups: Sequence[Group], wide: OptimizerWide) -> set[agreement.Ranks]:
+def sets_of(groups: Sequence[Mapping[str, Any]], wide: OptimizerWide) -> set[agreement.Ranks]:
     """The ranks that each parameter is shared with: of its mesh, or of the process group."""
     found = {shared_with(param, wide) for group in groups for param in group["params"]}
     return {ranks for ranks in found if ranks is not None}
@@ -315,7 +313,7 @@ def notes_of(
             chosen = (f"{key} = {_told(groups[number][key])}" for key in GROUP_OPTIONS)
             lines[ranks] += [f"{option} in the group of {first}" for option in chosen]
     for group, names in zip(groups, found.names):
-        for param, name in zip(group["params"], names) if not group["use_muon"] else ():
+        for param, name in zip(group.params, names) if not group.use_muon else ():
             replicas = _replicas_of(param, plan.rank, wide)
             if len(replicas) > 1 and _has_gradient(param, group, wide):
                 gradients[replicas].append(name)
@@ -323,7 +321,7 @@ def notes_of(
         lines[ranks] += further
     for entry in plan.entries:
         group = groups[entry.group]
-        param = group["params"][entry.index]
+        param = group.params[entry.index]
         if not takes_part(param, group):
             continue
         for ranks in _compare_gradients(entry, param, plan.rank, wide):

@@ -19,7 +19,7 @@ from torch import Tensor
 from . import validation
 from .distributed import utils as dtensors
 from .muon import Muon
-from .options import GROUP_OPTIONS, is_int
+from .options import GROUP_OPTIONS, Group, is_int
 
 Params = Iterable[Any]  # tensors, (name, tensor) pairs, or group dicts
 
@@ -36,7 +36,8 @@ def motif(params: Params, lr: Any = 1e-3, **arguments: Any) -> dict[str, Any]:
     """
     _check_arguments(arguments, "Motif's Muon", inspect.signature(Muon).parameters)
     groups = validation.as_groups(params)
-    _check_keys(groups, "Motif's Muon", lambda group: GROUP_OPTIONS)
+    for number, group in enumerate(groups):
+        _check_keys(group, number, "Motif's Muon", GROUP_OPTIONS)
     return {"params": groups, "lr": lr, "ns_coefficients": "you", **arguments}
 
 
@@ -59,11 +60,9 @@ def torch_muon(params: Params, lr: Any = 1e-3, **arguments: Any) -> dict[str, An
     """
     _check_arguments(arguments, "torch.optim.Muon", _TORCH_DEFAULTS)
     given = {**_TORCH_DEFAULTS, **arguments}
-    params = _muon_groups(params)
-    known = {"lr", *_TORCH_DEFAULTS}
-    _check_keys(params, "torch.optim.Muon", lambda g: known if g["use_muon"] else GROUP_OPTIONS)
+    muon = {"lr", *_TORCH_DEFAULTS}
     groups = []
-    for group in params:
+    for group in _muon_groups(params, "torch.optim.Muon", muon, GROUP_OPTIONS):
         own = {key: group.pop(key) for key in _TORCH_DEFAULTS if key in group}
         groups.append({**group, **_from_torch({**given, **own})} if own else group)
     options = {"momentum_style": "ema", "none_grad": False}
@@ -123,11 +122,9 @@ def keller_jordan(
             kernel is higher than wide, whose scale has no name here.
     """
     _check_arguments(unknown, "Keller Jordan's Muon")
-    params = _muon_groups(params)
     muon, adam = {"lr", "weight_decay", "momentum"}, {"lr", "weight_decay", "betas", "eps"}
-    _check_keys(params, "Keller Jordan's Muon", lambda group: muon if group["use_muon"] else adam)
     groups: list[dict[str, Any]] = []
-    for number, group in enumerate(params):
+    for number, group in enumerate(_muon_groups(params, "Keller Jordan's Muon", muon, adam)):
         if not group["use_muon"]:
             group["adamw_betas"] = group.pop("betas", (0.9, 0.95))
             group["adamw_eps"] = group.pop("eps", 1e-10)
@@ -151,7 +148,7 @@ def keller_jordan(
         "missing_grad": "zero",
         "flatten": True,
         "none_grad": False,
-        **_where_given(process_group),
+        **({} if process_group is None else {"process_group": process_group}),
     }
 
 
@@ -237,18 +234,15 @@ def dion(
             this package does not have (``"lion"``); an unknown scale; ``num_heads`` that do not
             divide the rows.
     """
-    functions = {"newton_schulz_func": newton_schulz_func}
-    for key, value in {**functions, "use_gram_newton_schulz": use_gram_newton_schulz}.items():
-        if value:
-            raise ValueError(f"dion's {key} has no counterpart: leave it out")
+    if newton_schulz_func or use_gram_newton_schulz:
+        key = "newton_schulz_func" if newton_schulz_func else "use_gram_newton_schulz"
+        raise ValueError(f"dion's {key} has no counterpart: leave it out")
     _check_arguments(unknown, "dion's Muon")
     given = {"mu": mu, "epsilon": epsilon, "adjust_lr": adjust_lr, "cautious_wd": cautious_wd}
     given |= {"beta1": betas[0], "beta2": betas[1], "num_heads": None, "split_sizes": None}
-    params = _muon_groups(params)
-    passed = {"algorithm", "lr", "weight_decay", "nesterov", "flatten"}
-    _check_keys(params, "dion's Muon", lambda group: passed | given.keys())
+    known = {"algorithm", "lr", "weight_decay", "nesterov", "flatten", *given}
     groups = []
-    for number, group in enumerate(params):
+    for number, group in enumerate(_muon_groups(params, "dion's Muon", known, known)):
         where = f"param_groups[{number}]"
         algorithm = group.pop("algorithm", "muon")
         if algorithm not in ("muon", "adamw"):
@@ -267,6 +261,7 @@ def dion(
             groups.append({**group, "split": own["split_sizes"]})
         else:
             groups += _by_heads(group, own["num_heads"], where)
+    is_group = distributed_mesh is not None and not hasattr(distributed_mesh, "mesh")
     return {
         "params": groups,
         "lr": lr,
@@ -275,7 +270,7 @@ def dion(
         "flatten": flatten,
         "ns_coefficients": "polar_express" if use_polar_express else "you",
         "none_grad": False,
-        **_where_given(None if hasattr(distributed_mesh, "mesh") else distributed_mesh),
+        **({"process_group": distributed_mesh} if is_group else {}),
     }
 
 
@@ -349,29 +344,24 @@ class MuonAdamW(Muon):
         super().__init__(param_groups, **nanochats, **options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        group = dict(param_group)
-        if group.get("kind") not in ("muon", "adamw"):
-            raise ValueError(
-                f"param_groups[{len(self.param_groups)}]: kind must be 'muon' or 'adamw', "
-                f"found {group.get('kind')!r}"
-            )
+        where, kind = f"param_groups[{len(self.param_groups)}]", param_group.get("kind")
+        if kind not in ("muon", "adamw"):
+            raise ValueError(f"{where}: kind must be 'muon' or 'adamw', found {kind!r}")
         for key, meant in _OF_ADAMW.items():
-            if key in group:
-                raise ValueError(
-                    f"param_groups[{len(self.param_groups)}] has {key!r}, which nanochat calls "
-                    f"{meant!r}"
-                )
-        group["use_muon"] = group["kind"] == "muon"
-        super().add_param_group(group)
+            if key in param_group:
+                raise ValueError(f"{where} has {key!r}, which nanochat calls {meant!r}")
+        super().add_param_group({**param_group, "use_muon": kind == "muon"})
 
     def _defaults_of(self, group: Mapping[str, Any]) -> dict[str, Any]:
         own = {"beta2": 0.95} if group["use_muon"] else {"betas": (0.9, 0.95), "eps": 1e-8}
         return {**super()._defaults_of(group), **own}
 
-    def _translate(self, group: dict[str, Any]) -> dict[str, Any]:
+    def _translate(self, group: dict[str, Any]) -> Group:
         if group["use_muon"] is True:  # nothing is validated yet
-            return {**group, "beta2": 0.0 if group["beta2"] is None else group["beta2"]}
-        return {**group, "adamw_betas": group.get("betas"), "adamw_eps": group.get("eps")}
+            own = {"beta2": 0.0 if group["beta2"] is None else group["beta2"]}
+        else:
+            own = {"adamw_betas": group.get("betas"), "adamw_eps": group.get("eps")}
+        return super()._translate({**group, **own})
 
 
 _OF_ADAMW = {"adamw_betas": "betas", "adamw_eps": "eps"}
@@ -400,20 +390,23 @@ class DistMuonAdamW(MuonAdamW):
         super().__init__(param_groups, process_group=process_group, grad_reduce="mean", **options)
 
 
-def _muon_groups(params: Params) -> list[dict[str, Any]]:
-    """Copies of groups (Muon's unless they say otherwise), anything else as one Muon group."""
+def _muon_groups(
+    params: Params, source: str, muon: Collection[str], adamw: Collection[str]
+) -> list[dict[str, Any]]:
+    """Copies of groups (Muon's unless they say otherwise), anything else as one Muon group.
+
+    Raises where a Muon group has other keys than ``muon``, or one of AdamW's others than ``adamw``.
+    """
     params = [params] if isinstance(params, Tensor) else list(params)
-    if params and isinstance(params[0], dict):
-        return [{"use_muon": True, **group} for group in params]
-    return [{"params": params, "use_muon": True}]
+    if not params or not isinstance(params[0], dict):
+        return [{"params": params, "use_muon": True}]
+    groups = [{"use_muon": True, **group} for group in params]
+    for number, group in enumerate(groups):
+        _check_keys(group, number, source, muon if group["use_muon"] else adamw)
+    return groups
 
 
-def _where_given(process_group: Any) -> dict[str, Any]:
-    """None is left out, which `Muon` may refuse."""
-    return {} if process_group is None else {"process_group": process_group}
-
-
-def _check_arguments(given: Mapping[str, Any], source: str, known: Collection[str] = ()) -> None:
+def _check_arguments(given: Iterable[str], source: str, known: Collection[str] = ()) -> None:
     for key in given:
         if key not in known:
             raise ValueError(f"{source} has no argument {key!r}; options of Muon go to Muon(...)")
@@ -423,18 +416,13 @@ def _check_arguments(given: Mapping[str, Any], source: str, known: Collection[st
 _CONTENTS = ("params", "names", "param_names", "use_muon", "expert_keys")
 
 
-def _check_keys(
-    groups: Iterable[Mapping[str, Any]],
-    source: str,
-    known: Callable[[Mapping[str, Any]], Collection[str]],
-) -> None:
+def _check_keys(group: Iterable[str], number: int, source: str, known: Collection[str]) -> None:
     """Raises where a group has keys that are neither the source's nor tell what the group holds."""
-    for number, group in enumerate(groups):
-        for key in group.keys() - {*_CONTENTS, *known(group)}:
-            raise ValueError(
-                f"param_groups[{number}] has {key!r}, which {source} has not; set further options "
-                "and keys of your own on the groups that the preset returns"
-            )
+    for key in set(group) - {*_CONTENTS, *known}:
+        raise ValueError(
+            f"param_groups[{number}] has {key!r}, which {source} has not; set further options "
+            "and keys of your own on the groups that the preset returns"
+        )
 
 
 def _subset(group: Mapping[str, Any], chosen: Sequence[bool]) -> dict[str, Any]:

@@ -1,26 +1,22 @@
-"""What state there is: which tensors a parameter has beside it, known before there is memory."""
+"""The tensors of state that each parameter has, described before memory for them is allocated."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Optional
 
 import torch
 from torch import Tensor
 
 from .distributed import utils as dtensors
 from .distributed.plan import Entry
-from .distributed.replicas import Replicas
 from .distributed.zero2 import is_divided
-from .options import OptimizerWide
+from .options import Group, OptimizerWide
 
-Group = Mapping[str, Any]  # with all options, as `Muon._views` has them
-
-# The tensors that can be large. AdamW's ``step``, one number, is none of them.
+# The tensors that can be large, unlike AdamW's ``step``, which is one number.
 KEYS = ("momentum_buffer", "second_momentum_buffer", "exp_avg", "exp_avg_sq")
 
-# May be wider or narrower than their parameter, and are loaded as they were saved.
+# These may have another dtype than their parameter, and are loaded in the one they were saved in.
 OWN_DTYPE = ("momentum_buffer", "second_momentum_buffer")
 
 
@@ -49,9 +45,9 @@ class Spec:
 
 def keys_of(group: Group) -> tuple[str, ...]:
     """The tensors of state that every trainable parameter of a group has."""
-    if not group["use_muon"]:
+    if not group.use_muon:
         return ("exp_avg", "exp_avg_sq")
-    if group["beta2"] is None:
+    if group.beta2 is None:
         return ("momentum_buffer",)
     return ("momentum_buffer", "second_momentum_buffer")
 
@@ -68,8 +64,10 @@ def layouts_of(
     """
     layout = dtensors.layout_of(param)
     if entry is None:
-        moments = (param.shape, _rows_of_moments(param, wide.divided) or layout)
-        return {"exp_avg": moments, "exp_avg_sq": moments}
+        replicas = wide.divided
+        if replicas is not None and is_divided(param.shape, len(replicas.ranks)):
+            layout = dtensors.state_layout(param, replicas) or layout
+        return {"exp_avg": (param.shape, layout), "exp_avg_sq": (param.shape, layout)}
     m = entry.matrices
     numbers = torch.Size([*m.shape[: m.row_dim], m.long_sides])
     return {
@@ -80,13 +78,6 @@ def layouts_of(
         # Experts lie as the parameter's do, each with all its numbers.
         "second_momentum_buffer": (numbers, dtensors.layout_by_expert(param, m.row_dim)),
     }
-
-
-def _rows_of_moments(param: Tensor, replicas: Optional[Replicas]) -> Optional[tuple]:
-    """Mesh and placements of AdamW's moments where replicas of a plain parameter divide them."""
-    if replicas is None or not is_divided(param.shape, len(replicas.ranks)):
-        return None
-    return dtensors.state_layout(param, replicas)
 
 
 def specs_of(
@@ -100,34 +91,33 @@ def specs_of(
         group: the parameter's.
         wide: says which replicas divide state.
     """
-    layouts = layouts_of(param, entry, wide)
     dtypes = {
-        "momentum_buffer": group["momentum_dtype"] or dtensors.grad_dtype(param),
+        "momentum_buffer": group.momentum_dtype or dtensors.grad_dtype(param),
         "second_momentum_buffer": torch.float32,
         "exp_avg": param.dtype,
         "exp_avg_sq": param.dtype,
     }
-    return {key: _spec(param, *layouts[key], dtypes[key]) for key in keys_of(group)}
-
-
-def _spec(param: Tensor, shape: torch.Size, layout: Optional[tuple], dtype: torch.dtype) -> Spec:
-    held = dtensors.local(param)
-    if (shape, layout) == (param.shape, dtensors.layout_of(param)):  # then in the same order, too
-        part, stride, held_stride = tuple(held.shape), _dense_stride(param), _dense_stride(held)
-    else:
-        part = tuple(shape) if layout is None else dtensors.part_shape(shape, layout)
-        stride, held_stride = dtensors.contiguous_stride(shape), dtensors.contiguous_stride(part)
-    return Spec(shape, stride, dtype, layout, part, held_stride, held.device)
+    layouts, held, specs = layouts_of(param, entry, wide), dtensors.local(param), {}
+    for key in keys_of(group):
+        shape, layout = layouts[key]
+        if (shape, layout) == (param.shape, dtensors.layout_of(param)):  # then in its order, too
+            part, stride, held_stride = tuple(held.shape), _dense_stride(param), _dense_stride(held)
+        else:
+            part = tuple(shape) if layout is None else dtensors.part_shape(shape, layout)
+            stride = dtensors.contiguous_stride(shape)
+            held_stride = dtensors.contiguous_stride(part)
+        specs[key] = Spec(shape, stride, dtypes[key], layout, part, held_stride, held.device)
+    return specs
 
 
 def _dense_stride(tensor: Tensor) -> tuple[int, ...]:
-    """The whole tensor's in torch.zeros_like, by ``preserve_format``."""
+    """The stride that torch.zeros_like gives to a tensor like this one, by ``preserve_format``."""
     like = torch.empty_strided(tensor.shape, tensor.stride(), device="meta")
     return torch.empty_like(like, memory_format=torch.preserve_format).stride()
 
 
 def make(spec: Spec, held: Tensor) -> Tensor:
-    """State of this rank's part: that itself, or a DTensor of it. It stays on its device.
+    """The tensor of state whose part this rank holds: the part itself, or a DTensor of it.
 
     Args:
         spec: of the state.
@@ -139,7 +129,7 @@ def make(spec: Spec, held: Tensor) -> Tensor:
 
 
 def zeros(spec: Spec) -> Tensor:
-    """State as it begins, of which only this rank's part is made."""
+    """State as it begins, all zeros; only this rank's part is allocated."""
     held = torch.empty_strided(
         spec.held_shape, spec.held_stride, dtype=spec.dtype, device=spec.device
     )
@@ -149,7 +139,7 @@ def zeros(spec: Spec) -> Tensor:
 def place(value: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
     """State in a dtype and on a device, plain or a DTensor as before.
 
-    The given tensor itself where there is nothing to convert, as torch.optim loads it.
+    Returns the given tensor where there is nothing to convert, as torch.optim does when it loads.
     """
     held = dtensors.local(value)
     if held.dtype == dtype and held.device == device:

@@ -13,6 +13,7 @@ from .condition import Condition
 from .cpu_offload import Hooks, Offloadable, Use
 from .distributed import agreement
 from .distributed import utils as dtensors
+from .options import Group
 from .planning import Survey
 from .qk_clip.clip import QKClip
 from .state import KEYS, Spec, keys_of, place, specs_of, zeros
@@ -33,19 +34,19 @@ class Stateful(Offloadable):
         """
         return self._condition.is_broken
 
-    def _views(self) -> list[dict[str, Any]]:
+    def _views(self) -> list[Group]:
         """What the rest of the package reads of each group."""
         raise NotImplementedError
 
-    def _translate(self, group: dict[str, Any]) -> dict[str, Any]:
-        """A group with the keys of `GROUP_OPTIONS`."""
+    def _translate(self, group: dict[str, Any]) -> Group:
+        """The view of a group."""
         raise NotImplementedError
 
     def _defaults_of(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """What keys missing from a group are set to."""
         raise NotImplementedError
 
-    def _look_at(self, groups: list[dict[str, Any]]) -> Survey:
+    def _look_at(self, groups: list[Group]) -> Survey:
         """What there is to plan of the groups, after checking them."""
         raise NotImplementedError
 
@@ -59,7 +60,7 @@ class Stateful(Offloadable):
 
     @torch.inference_mode(False)  # state made under it could not be changed outside of it
     @torch.no_grad()
-    def _init_state(self, groups: list[dict[str, Any]], found: Survey) -> None:
+    def _init_state(self, groups: list[Group], found: Survey) -> None:
         """Creates whatever state is missing, for all trainable parameters, on all ranks alike."""
         missing: list[tuple[dict[str, Tensor], str, Spec]] = []
         on_host: list[tuple[dict[str, Tensor], str, Spec, Use]] = []

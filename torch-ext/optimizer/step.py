@@ -22,12 +22,11 @@ from .distributed.plan import Chunk, Lane, Plan, Run, Unit
 from .distributed.transport import Alone, transport_of
 from .gradients import Gradients, MeanOfReplicas
 from .nonfinite import Finite
-from .options import OptimizerWide
+from .options import Group, OptimizerWide
 from .qk_clip.clip import Clipping
 from .scratch import Scratch
 
 State = Mapping[Tensor, MutableMapping[str, Tensor]]
-Hyper = Mapping[str, Any]
 Index = Optional[tuple[slice, ...]]
 
 # What windows of host memory are announced for.
@@ -153,7 +152,7 @@ class Step:
     def __init__(
         self,
         plan: Plan,
-        groups: Sequence[Hyper],
+        groups: Sequence[Group],
         state: State,
         wide: OptimizerWide,
         offload: CPUOffload,
@@ -168,7 +167,7 @@ class Step:
         self.finite = Finite(plan)
         self.under_way: dict[tuple[int, int], Alone] = {}
         self._has_written = False
-        self._params = [groups[entry.group]["params"][entry.index] for entry in plan.entries]
+        self._params = [groups[entry.group].params[entry.index] for entry in plan.entries]
         # What is whole on this rank is skipped where it has no gradient. What is shared and has
         # none is not in the plan.
         self._absent = {
@@ -185,8 +184,8 @@ class Step:
     def __enter__(self) -> Step:
         others: list[int] = []
         if self._offload.is_used:
-            of_adamw = (group for group in self.groups if not group["use_muon"])
-            others = [id(p) for group in of_adamw for p in group["params"] if takes_part(p, group)]
+            of_adamw = (group for group in self.groups if not group.use_muon)
+            others = [id(p) for group in of_adamw for p in group.params if takes_part(p, group)]
         try:
             use = (self.plan, self._absent, others)
             self.home = self._offload.begin_step(use, once=any(self._hosted))
@@ -258,7 +257,7 @@ class Step:
         travel = self.under_way[event[1:]] = transport_of(chunk, lane, group, self.scratch)
         return travel
 
-    def hyper(self, unit: Unit) -> Hyper:
+    def hyper(self, unit: Unit) -> Group:
         return self.groups[self.plan.entries[unit.entry].group]
 
     def momentum(self, run: Run) -> Parts:
@@ -333,7 +332,7 @@ class Step:
 
     def may_skip(self, unit: Unit) -> bool:
         """Whether matrices with Inf or NaN are left as they are."""
-        return self.hyper(unit)["nonfinite"] == "skip"
+        return self.hyper(unit).nonfinite == "skip"
 
     def may_overflow(self, unit: Unit) -> bool:
         """Whether finite gradients may sum up to Inf; other formats reach as far as 1e38."""
@@ -364,7 +363,7 @@ class Step:
         elif event.do is Do.UPDATE:
             for run in self.work.chunk(event)[0].weights:
                 for bundle in run:
-                    if self.hyper(bundle.units[0])["beta2"] is not None:
+                    if self.hyper(bundle.units[0]).beta2 is not None:
                         units = (unit for unit in bundle.units if unit.entry not in self._absent)
                         loans = map(self._second_moment_loans, units)
                         self._carry((SECOND_MOMENT, id(bundle)), loans, at_once=True)

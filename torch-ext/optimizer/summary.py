@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Optional
 
+import torch
 from torch import Tensor
 
 from . import adamw
 from .distributed import layout, zero2
 from .distributed import utils as dtensors
 from .distributed.plan import Entry, Lane, Plan, Unit
-from .distributed.replicas import Replicas
-from .newton_schulz import Form
-from .options import OptimizerWide
-from .planning import Group, Survey
+from .options import Group, OptimizerWide
+from .planning import Survey
 
 COLUMNS = ("parameter", "shape", "placement", "algorithm", "owner", "FLOPs", "moved by all")
 
@@ -76,65 +75,62 @@ def summarize(
         state: where it is, in words.
         clipped: ids of the parameters that QK-Clip scales.
     """
-    by_entry: dict[tuple[int, int], dict[str, Any]] = {}
+    by_parameter: dict[tuple[int, int], _Work] = defaultdict(_Work)
     for unit, owners, lane in _units(plan):
         entry = plan.entries[unit.entry]
-        row = by_entry.setdefault(
-            (entry.group, entry.index),
-            {"matrices": 0, "owners": set(), "whole": True, "flops": 0, "bytes": 0},
-        )
-        row["matrices"] += entry.matrices.count(unit.box, unit.rows)
-        row["owners"].update(owners)
-        row["flops"] += len(owners) * _flops(plan, unit)
+        work = by_parameter[entry.group, entry.index]
+        work.matrices += entry.matrices.count(unit.box, unit.rows)
+        work.owners.update(owners)
+        work.flops += len(owners) * _flops(plan, unit)
         if lane is not None:
-            row["whole"] = False
-            row["bytes"] += sum(_bytes_moved(plan, lane, unit, rank) for rank in owners)
-    rows, sent = [], 0.0
-    ranks = 0 if wide.divided is None else len(wide.divided.ranks)
-    for number, (group, of_group) in enumerate(zip(groups, found.entries)):
-        for index, param in enumerate(group["params"]):
-            row = by_entry.get((number, index), {})
-            averaging = _bytes_of_zero2(param, group, wide.divided)
+            work.travels = True
+            work.bytes += sum(_bytes_moved(plan, lane, unit, rank) for rank in owners)
+    rows, averaging = [], 0.0
+    for number, (group, entries) in enumerate(zip(groups, found.entries)):
+        for index, param in enumerate(group.params):
+            work, placement = by_parameter[number, index], dtensors.describe(param)
+            if wide.process_group is not None and not dtensors.is_dtensor(param):
+                ranks = len(wide.process_group.ranks)
+                placement = f"on each of {ranks} ranks"
+                if wide.divided is not None and param.requires_grad:
+                    divided = group.use_muon or zero2.is_divided(param.shape, ranks)
+                    gathered = divided and not group.use_muon  # the rows that AdamW has updated
+                    sent = zero2.bytes_sent(param, divided, gathered, ranks)
+                    work.bytes += round(sent * ranks)
+                    averaging += sent
             rows.append(
                 {
                     "name": found.names[number][index],
                     "group": number,
                     "shape": tuple(param.shape),
                     "dtype": param.dtype,
-                    "placement": _placement(param, wide),
+                    "placement": placement,
                     "sharded": dtensors.is_sharded(param),
-                    "algorithm": _algorithm(group, index, of_group[index] if of_group else None),
-                    "matrices": row.get("matrices", 0),
-                    "owners": sorted(row.get("owners", ())),
-                    "whole": row.get("whole", False),
-                    "flops": row.get("flops", 0),
-                    "bytes": row.get("bytes", 0) + round(averaging * ranks),
+                    "algorithm": _algorithm(param, group, entries[index] if entries else None),
+                    "matrices": work.matrices,
+                    "owners": sorted(work.owners),
+                    "whole": bool(work.owners) and not work.travels,
+                    "flops": work.flops,
+                    "bytes": work.bytes,
                     "clipped": param.requires_grad and id(param) in clipped,
                 }
             )
-            sent += averaging
     totals = _totals(plan)
-    totals["sent_bytes"] += round(sent)
-    totals["received_bytes"] += round(sent)
+    totals["sent_bytes"] += round(averaging)
+    totals["received_bytes"] += round(averaging)
     totals["state"] = state
     return Summary(rows, totals)
 
 
-def _placement(param: Tensor, wide: OptimizerWide) -> str:
-    if wide.process_group is None or dtensors.is_dtensor(param):
-        return dtensors.describe(param)
-    return f"on each of {len(wide.process_group.ranks)} ranks"
+@dataclass
+class _Work:
+    """What this rank and its peers do for one parameter."""
 
-
-def _bytes_of_zero2(param: Tensor, group: Group, replicas: Optional[Replicas]) -> float:
-    """What each rank sends to average gradients and to gather AdamW's rows."""
-    if replicas is None or dtensors.is_dtensor(param) or not param.requires_grad:
-        return 0.0
-    ranks = len(replicas.ranks)
-    if group["use_muon"]:
-        return zero2.bytes_sent(param, divided=True, gathered=False, ranks=ranks)
-    divided = zero2.is_divided(param.shape, ranks)
-    return zero2.bytes_sent(param, divided, gathered=divided, ranks=ranks)
+    matrices: int = 0
+    owners: set[int] = field(default_factory=set)
+    travels: bool = False
+    flops: int = 0
+    bytes: int = 0
 
 
 def _units(plan: Plan) -> Iterator[tuple[Unit, tuple[int, ...], Optional[Lane]]]:
@@ -154,16 +150,20 @@ def _flops(plan: Plan, unit: Unit) -> int:
 
 def _bytes_moved(plan: Plan, lane: Lane, unit: Unit, owner: int) -> int:
     """What travels to one owner of a unit and back from it."""
+
+    def held(region: layout.Region) -> int:
+        return layout.numel(layout.intersect(unit.box, region))
+
     entry, numel = plan.entries[unit.entry], layout.numel(unit.box)
-    elements = numel - _held(unit, entry.momentum_region(owner))
+    elements = numel - held(entry.momentum_region(owner))
     if lane.scaled:  # an exponent for each part
         serving = (p for p in lane.peers if p != owner and entry.serves(p, owner))
-        exponents = sum(_held(unit, entry.momentum_region(peer)) > 0 for peer in serving)
+        exponents = sum(held(entry.momentum_region(peer)) > 0 for peer in serving)
         # Where updates go back in place, there is room for them too.
         elements += exponents * (2 if entry.goes_back_in_place and not lane.everywhere else 1)
     if lane.everywhere:
         return elements * lane.wire.itemsize
-    elements += entry.copies(owner) * numel - _held(unit, entry.region(owner))
+    elements += entry.copies(owner) * numel - held(entry.region(owner))
     moments = 0
     if entry.second_moment:
         long_side = max(unit.rows, entry.matrices.cols)
@@ -171,29 +171,21 @@ def _bytes_moved(plan: Plan, lane: Lane, unit: Unit, owner: int) -> int:
     return elements * lane.wire.itemsize + moments * max(4, lane.wire.itemsize)
 
 
-def _held(unit: Unit, region: layout.Region) -> int:
-    return layout.numel(layout.intersect(unit.box, region))
-
-
-def _algorithm(group: Mapping[str, Any], index: int, entry: Optional[Entry]) -> str:
-    param = group["params"][index]
+def _algorithm(param: Tensor, group: Group, entry: Optional[Entry]) -> str:
     if not param.requires_grad:
         return "frozen"
     if entry is None:
         return "AdamW, fused" if adamw.is_fused(param, group) else "AdamW"
-    family = group["ns_coefficients"]
-    name = family if isinstance(family, str) else "own coefficients"
-    m = entry.matrices
-    forms = [entry.recipe.form(rows, m.cols) for rows in dict.fromkeys(b.rows for b in m.blocks)]
-    chosen = " and ".join(dict.fromkeys(map(_form, forms))) or "no rows"
-    return f"Muon, {name} ×{group['ns_steps']}, {chosen}, {_text(entry.recipe.dtype)}"
-
-
-def _form(form: Form) -> str:
-    if not form.is_gram:
-        return f"standard ({form.why})"
-    after = " and ".join(map(str, form.restarts))
-    return f"gram{', restarted after ' + after if after else ''} ({form.why})"
+    family = group.ns_coefficients if isinstance(group.ns_coefficients, str) else "own coefficients"
+    forms = []
+    for rows in dict.fromkeys(blocks.rows for blocks in entry.matrices.blocks):
+        form = entry.recipe.form(rows, entry.matrices.cols)
+        kind = "gram" if form.is_gram else "standard"
+        if form.is_gram and form.restarts:
+            kind += f", restarted after {' and '.join(map(str, form.restarts))}"
+        forms.append(f"{kind} ({form.why})")
+    chosen = " and ".join(dict.fromkeys(forms)) or "no rows"
+    return f"Muon, {family} ×{group.ns_steps}, {chosen}, {_dtype(entry.recipe.dtype)}"
 
 
 def _totals(plan: Plan) -> dict[str, Any]:
@@ -223,29 +215,22 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     shape = "×".join(map(str, row["shape"])) or "scalar"
     if row["matrices"] > 1:
         shape += f" ({row['matrices']} matrices{' here' if row['sharded'] else ''})"
+    ranks = row["owners"]
+    if row["whole"] and (row["sharded"] or dtensors.world_size() > 1):
+        owner = "each rank its own" if row["sharded"] else "each rank"
+    elif len(ranks) > 2 and ranks == list(range(ranks[0], ranks[-1] + 1)):
+        owner = f"ranks {ranks[0]}–{ranks[-1]}"
+    else:
+        owner = f"rank{'s' if len(ranks) > 1 else ''} " + ", ".join(map(str, ranks))
     return (
         row["name"],
-        f"{shape} {_text(row['dtype'])}",
+        f"{shape} {_dtype(row['dtype'])}",
         row["placement"],
         row["algorithm"] + (", QK-Clip" if row["clipped"] else ""),
-        _owner(row),
+        owner if ranks else "–",
         short(row["flops"]) if row["flops"] else "–",
         f"{short(row['bytes'])}B" if row["bytes"] else "–",
     )
-
-
-def _owner(row: Mapping[str, Any]) -> str:
-    if row["whole"] and (row["sharded"] or dtensors.world_size() > 1):
-        return "each rank its own" if row["sharded"] else "each rank"
-    return _ranks(row["owners"])
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    if not ranks:
-        return "–"
-    if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
-        return f"ranks {ranks[0]}–{ranks[-1]}"
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
 
 
 def short(number: float) -> str:
@@ -257,5 +242,5 @@ def short(number: float) -> str:
     return f"{number:.3g} P"
 
 
-def _text(dtype: Any) -> str:
+def _dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

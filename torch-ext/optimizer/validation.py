@@ -11,7 +11,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,10 +23,8 @@ from .distributed.collectives import has_backend
 from .distributed.plan import Entry, Plan
 from .distributed.replicas import Replicas
 from .groups import has_component
-from .options import OptimizerWide
+from .options import Group, OptimizerWide
 from .state import layouts_of
-
-Group = Mapping[str, Any]
 
 _WRITE_THIS = (
     "Muon takes a list of parameter groups that say use_muon, for example "
@@ -80,15 +78,14 @@ def normalize_group(param_group: Any, where: str) -> dict[str, Any]:
     return group
 
 
-def check_keys(group: Group, known: Iterable[str], where: str) -> None:
+def check_keys(group: Mapping[str, Any], known: Iterable[str], where: str) -> None:
     """Other keys than the options are the user's own, unless they look like a mistyped option."""
     known = {"params", "names", "param_names", "use_muon", *known}
     for key in group.keys() - known:
         if key in options.OPTIMIZER_WIDE:
             raise ValueError(f"{where} has {key!r}, which is for all groups: give it to Muon(...)")
-        meant = _OTHER_NAMES.get(key) or next(
-            iter(difflib.get_close_matches(key, known, n=1, cutoff=0.85)), None
-        )
+        close = difflib.get_close_matches(key, known, n=1, cutoff=0.85)
+        meant = _OTHER_NAMES.get(key) or (close[0] if close else None)
         if meant is not None:
             raise ValueError(f"{where} has a key {key!r} that means nothing here; use {meant!r}")
 
@@ -103,12 +100,12 @@ _OTHER_NAMES = {
 
 def name_of(group: Group, index: int, where: str) -> str:
     """What messages call a parameter: its FQN, or its place in the groups."""
-    return group["names"][index] if group["names"] is not None else f"{where}['params'][{index}]"
+    return group.names[index] if group.names is not None else f"{where}['params'][{index}]"
 
 
 def check_params(group: Group, where: str) -> None:
     """Checks names and tensors of a group; how matrices are read is `planning`'s to check."""
-    params, names = group["params"], group["names"]
+    params, names = group.params, group.names
     if names is not None:
         if not isinstance(names, (list, tuple)) or not all(isinstance(n, str) for n in names):
             raise ValueError(f"{where}: names must be a list of str, found {names!r}")
@@ -123,18 +120,18 @@ def check_params(group: Group, where: str) -> None:
         if id(param) in seen:
             raise ValueError(f"{name} appears twice in {where}; give tied weights once")
         seen.add(id(param))
-        _check_param(param, name, muon=group["use_muon"])
-        if group["capturable"] and group["foreach"] is not None and param.device.type == "cpu":
+        _check_param(param, name, group.use_muon)
+        if group.capturable and group.foreach is not None and param.device.type == "cpu":
             raise ValueError(
                 f"{name} is on the CPU, where capturable=True leaves no choice of foreach: "
                 "set foreach=None"
             )
 
 
-def check_unshared(group: Group, where: str, others: Sequence[Group]) -> None:
+def check_unshared(group: Group, where: str, others: Iterable[Mapping[str, Any]]) -> None:
     """No parameter is in two groups."""
     taken = {id(p): number for number, other in enumerate(others) for p in other["params"]}
-    for index, param in enumerate(group["params"]):
+    for index, param in enumerate(group.params):
         if id(param) in taken:
             raise ValueError(
                 f"{name_of(group, index, where)} is in param_groups[{taken[id(param)]}] already; "
@@ -142,19 +139,21 @@ def check_unshared(group: Group, where: str, others: Sequence[Group]) -> None:
             )
 
 
-def _check_param(param: Any, name: str, muon: bool) -> None:
+def _check_param(param: Any, name: str, use_muon: bool) -> None:
     if not isinstance(param, Tensor):
         raise ValueError(f"{name} is a {type(param).__name__}; an optimizer takes tensors")
     if not (param.is_leaf or param.retains_grad):
         raise ValueError(f"{name} is no leaf: it was computed, so it gets no gradient of its own")
-    if _overlaps(param):
+    if param.layout != torch.strided:
+        raise ValueError(f"{name} is sparse ({param.layout}); make it dense: .to_dense()")
+    held = dtensors.local(param)
+    repeats = any(size > 1 and stride == 0 for size, stride in zip(held.shape, held.stride()))
+    if repeats and held.numel() > 0 and param.requires_grad:  # as torch.Tensor.expand makes them
         raise ValueError(
             f"{name} has elements that share memory (strides {tuple(param.stride())}), so that "
             "they can't be updated apart; make it a tensor of its own: .clone()"
         )
-    if param.layout != torch.strided:
-        raise ValueError(f"{name} is sparse ({param.layout}); make it dense: .to_dense()")
-    if muon and param.dtype not in options.FLOATING_DTYPES:
+    if use_muon and param.dtype not in options.FLOATING_DTYPES:
         raise ValueError(
             f"{name} has dtype {param.dtype}; Muon takes bf16, fp16, fp32 and fp64 matrices, "
             "put it into a group with use_muon=False"
@@ -167,18 +166,9 @@ def _check_param(param: Any, name: str, muon: bool) -> None:
         raise ValueError(f"{name} {error}") from None
 
 
-def _overlaps(param: Tensor) -> bool:
-    """As what `torch.Tensor.expand` returns does."""
-    if param.layout != torch.strided or not param.requires_grad:
-        return False
-    held = dtensors.local(param)
-    repeats = any(size > 1 and stride == 0 for size, stride in zip(held.shape, held.stride()))
-    return repeats and held.numel() > 0
-
-
 def check_replicas(group: Group, replicas: Replicas, where: str) -> None:
     """Plain parameters can be exchanged by the process group that is to divide their state."""
-    for index, param in enumerate(group["params"]):
+    for index, param in enumerate(group.params):
         if not (dtensors.is_dtensor(param) or has_backend(replicas.group, param.device)):
             raise ValueError(
                 f"{name_of(group, index, where)} is on {param.device.type}, for which "
@@ -188,28 +178,28 @@ def check_replicas(group: Group, replicas: Replicas, where: str) -> None:
 
 
 def check_gradients(group: Group, where: str) -> None:
-    for index, param in enumerate(group["params"]):
+    """Gradients are dense, and lie as their parameters do."""
+    for index, param in enumerate(group.params):
         grad = param.grad
         if grad is None:
             continue
+        name = name_of(group, index, where)
         if grad.layout != torch.strided:
-            name = name_of(group, index, where)
             raise ValueError(
                 f"{name} has a sparse gradient ({grad.layout}); make it dense, "
                 "for example nn.Embedding(..., sparse=False)"
             )
         if dtensors.layout_of(param) != dtensors.layout_of(grad):
-            name = name_of(group, index, where)
             raise ValueError(
                 f"{name} is {dtensors.describe(param)} but its gradient {dtensors.describe(grad)}; "
                 "before step(): p.grad = p.grad.redistribute(p.device_mesh, p.placements). "
                 "FSDP2 around tensor parallelism does it by itself"
             )
-        if dtensors.local(param).shape != dtensors.local(grad).shape:
-            name, held = name_of(group, index, where), dtensors.local(grad).shape
+        shape, grad_shape = dtensors.local(param).shape, dtensors.local(grad).shape
+        if shape != grad_shape:
             raise ValueError(
-                f"{name} has a gradient of which this rank holds {tuple(held)}, but of the "
-                f"parameter {tuple(dtensors.local(param).shape)}"
+                f"{name} has a gradient of which this rank holds {tuple(grad_shape)}, but of the "
+                f"parameter {tuple(shape)}"
             )
 
 
@@ -219,27 +209,24 @@ def check_capturable(
     wide: OptimizerWide,
     use_of: Callable[[Tensor, bool], Any],
 ) -> None:
-    """No group that is to be captured in a graph has traffic, which waits for other ranks, or state
-    in host memory."""
-    capturable = [number for number, group in enumerate(groups) if group["capturable"]]
-    if not capturable:
-        return
-    for number in capturable:
-        for index, param in enumerate(groups[number]["params"]):
-            if use_of(param, groups[number]["use_muon"]) is not None:
-                name = name_of(groups[number], index, f"param_groups[{number}]")
+    """Groups that a graph is to capture have no state in host memory, and no traffic."""
+    capturable = {number: group for number, group in enumerate(groups) if group.capturable}
+    for number, group in capturable.items():
+        where = f"param_groups[{number}]"
+        for index, param in enumerate(group.params):
+            if use_of(param, group.use_muon) is not None:
                 raise ValueError(
-                    f"the state of {name} is in host memory, from where no graph captures its way: "
-                    f"set capturable=False in param_groups[{number}], or turn_off_cpu_offload()"
+                    f"the state of {name_of(group, index, where)} is in host memory, from where no "
+                    f"graph captures its way: set capturable=False in {where}, or "
+                    "turn_off_cpu_offload()"
                 )
-    if wide.divided is not None and len(wide.divided.ranks) > 1:
-        raise ValueError(
-            f'param_groups[{capturable[0]}]: grad_reduce="mean" averages gradients within the '
-            "step, which no graph captures: set capturable=False"
-        )
-    for lane in plan.lanes:
-        for number in dict.fromkeys(unit.entry for unit, _ in lane.owners):
-            entry = plan.entries[number]
+        if wide.divided is not None and len(wide.divided.ranks) > 1:
+            raise ValueError(
+                f'{where}: grad_reduce="mean" averages gradients within the step, which no graph '
+                "captures: set capturable=False"
+            )
+    for lane in plan.lanes if capturable else ():
+        for entry in (plan.entries[unit.entry] for unit, _ in lane.owners):
             if entry.group in capturable:
                 raise ValueError(
                     f"{entry.name} is exchanged between ranks {list(lane.peers)}, which no graph "
@@ -255,7 +242,7 @@ def check_state(
     where: str,
 ) -> None:
     """State fits the parameters as they are now, whatever was done to them since it was made."""
-    for index, param in enumerate(group["params"]):
+    for index, param in enumerate(group.params):
         own = state.get(param)  # `state[param]` would create it
         if own:
             expected = layouts_of(param, entries[index] if entries else None, wide)
@@ -269,37 +256,52 @@ def check_tensors(
     name: str,
     param: Tensor,
 ) -> None:
-    for key, (shape, sharding) in expected.items():
+    """Tensors of one parameter's state have its kind of numbers, and the shape and layout expected.
+
+    Args:
+        state: of the parameter.
+        expected: as `state.layouts_of` gives it.
+        place: where the state is, for messages.
+        name: what messages call the parameter.
+        param: the parameter.
+    """
+    for key, (shape, layout) in expected.items():
         value = state.get(key)
         if value is None:
             continue
+        where = f"{key} of {name} in the {place}"
         is_tensor = isinstance(value, Tensor)
         if not is_tensor or not (
             value.is_complex() if param.is_complex() else value.dtype in options.FLOATING_DTYPES
         ):
             found = value.dtype if is_tensor else type(value).__name__
             wanted = "complex numbers" if param.is_complex() else "bf16, fp16, fp32 or fp64"
-            raise ValueError(f"{key} of {name} in the {place} is {found}, no tensor of {wanted}")
+            raise ValueError(f"{where} is {found}, no tensor of {wanted}")
         if value.layout != torch.strided or value.is_meta:
             found = "on meta" if value.is_meta else f"sparse ({value.layout})"
-            raise ValueError(f"{key} of {name} in the {place} is {found}; make it dense")
+            raise ValueError(f"{where} is {found}; make it dense")
         if value.shape != shape:
             raise ValueError(
                 f"{key} of {name} has shape {tuple(value.shape)} in the {place}, "
                 f"where {tuple(shape)} is needed"
             )
-        if dtensors.layout_of(value) != sharding:
+        if dtensors.layout_of(value) != layout:
+            wanted = "plain" if layout is None else f"{list(layout[1])} on {layout[0]}"
             remedy = "load it with torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
-            if sharding is None:  # as after unpickling, which brings no process group back
+            if layout is None:  # as after unpickling, which brings no process group back
                 remedy = f"give the replicas' again, optim.process_group = ..., or {remedy}"
             raise ValueError(
-                f"{key} of {name} in the {place} is {dtensors.describe(value)}, where it should be "
-                f"{_in_words(sharding)}; {remedy}"
+                f"{where} is {dtensors.describe(value)}, where it should be {wanted}; {remedy}"
             )
 
 
-def _in_words(sharding: Optional[tuple]) -> str:
-    return "plain" if sharding is None else f"{list(sharding[1])} on {sharding[0]}"
+def warn(problem: str) -> None:
+    """Warns, and blames the first caller outside of this package and of torch."""
+    inner = (os.path.dirname(__file__), os.path.dirname(torch.__file__))
+    frame, level = sys._getframe(), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(inner):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(problem, stacklevel=level)
 
 
 def warn_of_unmatched_split(split: Any, names: Iterable[str]) -> None:
@@ -307,35 +309,43 @@ def warn_of_unmatched_split(split: Any, names: Iterable[str]) -> None:
     names = list(names)
     for pattern in split if isinstance(split, Mapping) else ():
         if not any(matches(name, pattern) for name in names):
-            warnings.warn(
-                f"split: the pattern {pattern!r} matches no matrix",
-                stacklevel=frames_to_the_caller(),
-            )
+            warn(f"split: the pattern {pattern!r} matches no matrix")
 
 
 def warn_of_unread_experts(groups: Iterable[Group]) -> None:
     """Warns of stacks that are named as experts but were given to AdamW."""
     for group in groups:
-        keys = group["expert_keys"] if not group["use_muon"] else None
-        named = zip(group["names"] or (), group["params"])
+        keys = group.expert_keys if not group.use_muon else None
+        named = zip(group.names or (), group.params)
         stacks = [name for name, p in named if p.ndim > 2 and has_component(name, keys)]
         if stacks:
-            warnings.warn(
+            warn(
                 f"expert_keys={keys} names {stacks[0]}, which is in a group with use_muon=False: "
-                "get_default_muon_param_groups takes expert_keys, too, and decides by them",
-                stacklevel=frames_to_the_caller(),
+                "get_default_muon_param_groups takes expert_keys, too, and decides by them"
             )
+
+
+def warn_of_overshoot(group: Group, where: str) -> None:
+    """Warns where a schedule was cut so short that it leaves singular values far above 1."""
+    family, steps = group.ns_coefficients, group.ns_steps
+    if not group.use_muon or not isinstance(family, str):
+        return
+    largest = newton_schulz.overshoot(family, steps)
+    if largest is not None:
+        warn(
+            f"{where}: the first {steps} steps of {family!r} leave singular values up to "
+            f"{largest:.2f}; use all {len(newton_schulz.FAMILIES[family].triples)} or 'quintic'"
+        )
 
 
 def warn_of_no_gradients(groups: Sequence[Group]) -> bool:
     """Warns where there are parameters but not one gradient; returns whether it did."""
-    params = [param for group in groups for param in group["params"] if param.requires_grad]
+    params = [param for group in groups for param in group.params if param.requires_grad]
     if not params or any(param.grad is not None for param in params):
         return False
-    warnings.warn(
+    warn(
         "step() found no gradient on any parameter: nothing is updated. Were the groups made "
-        "before the model was sharded or moved? Make them from the parameters it has now",
-        stacklevel=frames_to_the_caller(),
+        "before the model was sharded or moved? Make them from the parameters it has now"
     )
     return True
 
@@ -344,10 +354,10 @@ UNTRAINED_STEPS = 3  # one or two may be of a batch that uses no matrix
 
 
 def warn_of_untrained_matrices(groups: Sequence[Group], steps: int) -> int:
-    """Counts consecutive steps in which AdamW's parameters had gradients and no matrix had any, and
-    warns of the last of `UNTRAINED_STEPS`; no more once it has.
+    """Counts consecutive steps in which AdamW's parameters had gradients and no matrix had any.
 
-    Experts do not count, since they may idle on a rank, nor does a rank without matrices.
+    Warns once, in the last of `UNTRAINED_STEPS` such steps. Experts do not count, since they may
+    idle on a rank, nor does a rank without matrices.
 
     Args:
         steps: what the last step returned, 0 at first.
@@ -356,41 +366,19 @@ def warn_of_untrained_matrices(groups: Sequence[Group], steps: int) -> int:
         return steps
     matrices, others = [], []
     for group in groups:
-        for param, name in zip(group["params"], group["names"] or [""] * len(group["params"])):
-            if param.requires_grad and not group["use_muon"]:
+        for param, name in zip(group.params, group.names or [""] * len(group.params)):
+            if param.requires_grad and not group.use_muon:
                 others.append(param)
-            elif param.requires_grad and not has_component(name, group["expert_keys"]):
+            elif param.requires_grad and not has_component(name, group.expert_keys):
                 if param.grad is not None:
                     return 0
                 matrices.append(param)
     if not matrices or all(param.grad is None for param in others):
         return 0
     if steps + 1 == UNTRAINED_STEPS:
-        warnings.warn(
+        warn(
             f"no matrix of Muon's had a gradient in the last {UNTRAINED_STEPS} steps, while "
             "parameters of AdamW's had: were weights replaced after the groups were made? Make "
-            "groups from the parameters that the model has now",
-            stacklevel=frames_to_the_caller(),
+            "groups from the parameters that the model has now"
         )
     return steps + 1
-
-
-def frames_to_the_caller() -> int:
-    """``stacklevel`` that blames the first caller outside of this package and of torch."""
-    inner = (os.path.dirname(__file__), os.path.dirname(torch.__file__))
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(inner):
-        frame, level = frame.f_back, level + 1
-    return level
-
-
-def warn_of_overshoot(group: Group, where: str) -> None:
-    """Warns where a schedule was cut so short that it leaves singular values far above 1."""
-    family, steps = group["ns_coefficients"], group["ns_steps"]
-    largest = newton_schulz.overshoot(family, steps) if isinstance(family, str) else None
-    if group["use_muon"] and largest is not None:
-        warnings.warn(
-            f"{where}: the first {steps} steps of {family!r} leave singular values up to "
-            f"{largest:.2f}; use all {len(newton_schulz.FAMILIES[family].triples)} or 'quintic'",
-            stacklevel=frames_to_the_caller(),
-        )

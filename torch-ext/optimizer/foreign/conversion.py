@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import warnings
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Callable, Optional
 
 import torch
 from torch import Tensor
 
-from .. import validation
 from ..distributed import utils as dtensors
 from ..distributed.plan import Entry
-from ..options import OptimizerWide
+from ..options import GROUP_OPTIONS, Group, OptimizerWide
 from ..state import layouts_of
+from ..validation import warn
 from . import nanochat, owned
 from .hyperparameters import ADAMW, FROM_ADAMW, MUON
 from .matching import Found, Options, Ours, Target, ours_of
@@ -28,7 +28,7 @@ from .per_parameter import (
 from .reading import Section, read_sections
 
 _Source = tuple[
-    Callable[[Section, Ours], "list[Found]"], Callable[[Sequence[Options]], "list[list[int]]"]
+    Callable[[Section, Ours], "list[Found]"], Callable[[Sequence[Group]], "list[list[int]]"]
 ]
 
 _SOURCES: dict[str, _Source] = {
@@ -48,7 +48,7 @@ def to_state_dict(
     hyperparameters: bool,
     *,
     own_groups: Sequence[Options],
-    groups: Sequence[Options],
+    groups: Sequence[Group],
     names: Sequence[Sequence[str]],
     entries: Sequence[Sequence[Entry]],
     wide: OptimizerWide,
@@ -58,7 +58,7 @@ def to_state_dict(
     Args:
         states, kind, params, hyperparameters: see `Muon.load_foreign_state_dict`.
         own_groups: ``param_groups`` of the optimizer.
-        groups: the same as `Muon._views` has them.
+        groups: the same as the package reads them.
         names: what messages call the parameters of each group.
         entries: of each group, its Muon parameters in order; none for AdamW's.
         wide: says which replicas divide state.
@@ -80,13 +80,14 @@ def to_state_dict(
     for number, (own, group) in enumerate(zip(own_groups, groups)):
         of_group = {i: by_place[number, i] for n, i in by_place if n == number}
         options = _options_of_group(of_group.values(), group) if hyperparameters else {}
-        merged = {**group, **options}
+        brought = {key: value for key, value in options.items() if key in GROUP_OPTIONS}
+        merged = dataclasses.replace(group, **brought)
         saved = {key: value for key, value in own.items() if key not in ("params", "names")}
-        ids = list(range(first, first + len(group["params"])))
+        ids = list(range(first, first + len(group.params)))
         first += len(ids)
         saved_groups.append({**saved, **_under_own_keys(options, own), "params": ids})
         for index, found in of_group.items():
-            param = group["params"][index]
+            param = group.params[index]
             layouts = layouts_of(param, entries[number][index] if entries[number] else None, wide)
             converted = _convert(found, merged, layouts)
             if converted:
@@ -121,14 +122,14 @@ def _check(every: Sequence[Found], ours: Ours, kind: str) -> dict[tuple[int, int
 def _check_complete(
     by_place: Mapping[tuple[int, int], Found],
     ours: Ours,
-    groups: Sequence[Options],
+    groups: Sequence[Group],
     sections: Sequence[Section],
     anew: Sequence[bool],
 ) -> None:
     """Every trainable parameter has been found, unless it is to start anew."""
     missing: list[Target] = []
     for group, targets in zip(groups, ours.groups):
-        for param, target in zip(group["params"], targets):
+        for param, target in zip(group.params, targets):
             if param.requires_grad and target.use_muon not in anew:
                 missing += [target] if target.place not in by_place else []
     if not missing:
@@ -149,17 +150,15 @@ def _check_complete(
 
 def _warn_of_amsgrad(sections: Sequence[Section]) -> None:
     for section in sections:
-        for saved in section.groups:
-            if saved.options.get("amsgrad") is True:
-                warnings.warn(
-                    f"{section.where} was saved with amsgrad=True, which there is not here: "
-                    "max_exp_avg_sq is not taken over",
-                    stacklevel=validation.frames_to_the_caller(),
-                )
-                return
+        if any(saved.options.get("amsgrad") is True for saved in section.groups):
+            warn(
+                f"{section.where} was saved with amsgrad=True, which there is not here: "
+                "max_exp_avg_sq is not taken over"
+            )
+            return
 
 
-def _options_of_group(every: Iterable[Found], group: Options) -> dict[str, Any]:
+def _options_of_group(every: Iterable[Found], group: Group) -> dict[str, Any]:
     """Hyperparameters that the parameters of a group had.
 
     Raises:
@@ -168,11 +167,11 @@ def _options_of_group(every: Iterable[Found], group: Options) -> dict[str, Any]:
     brought: dict[str, Any] = {}
     origin: dict[str, Found] = {}
     for found in every:
-        keys: Sequence[str] = MUON if group["use_muon"] else ADAMW
-        if group["use_muon"] and not found.is_muon:  # rates of AdamW fit with its scale alone
-            keys = FROM_ADAMW if group["adjust_lr"] == "match_rms_adamw" else ()
+        keys: Sequence[str] = MUON if group.use_muon else ADAMW
+        if group.use_muon and not found.is_muon:  # rates of AdamW fit with its scale alone
+            keys = FROM_ADAMW if group.adjust_lr == "match_rms_adamw" else ()
         for key in keys:
-            if key not in found.options or (key == "beta2" and group["beta2"] is None):
+            if key not in found.options or (key == "beta2" and group.beta2 is None):
                 continue
             value = found.options[key]
             if key == "beta2" and value is None:
@@ -202,7 +201,7 @@ def _under_own_keys(options: Options, own: Options) -> dict[str, Any]:
 
 
 def _convert(
-    found: Found, group: Options, layouts: Mapping[str, tuple[torch.Size, Optional[tuple]]]
+    found: Found, group: Group, layouts: Mapping[str, tuple[torch.Size, Optional[tuple]]]
 ) -> dict[str, Any]:
     """The state of one parameter, of which this rank has its part.
 
@@ -221,21 +220,21 @@ def _convert(
         if factor != 1.0:
             dtensors.local(state["momentum_buffer"]).mul_(factor)
     second = found.state.get("second_momentum_buffer")
-    if second is not None and group["beta2"] is not None:
+    if second is not None and group.beta2 is not None:
         key = "second_momentum_buffer"
         second = _flat_second_moment(second, found, layouts[key][0])
         state[key] = _part(second, key, found, layouts)
     return state
 
 
-def _momentum_factor(found: Found, group: Options) -> float:
+def _momentum_factor(found: Found, group: Group) -> float:
     """From one convention to the other: with constant μ, averaged momentum is 1 − μ of summed."""
-    style = group["momentum_style"]
+    style = group.momentum_style
     if found.style == style:
         return 1.0
     if style == "ema":
-        return 1.0 - found.options.get("momentum", group["momentum"])
-    return 1.0 / (1.0 - group["momentum"])
+        return 1.0 - found.options.get("momentum", group.momentum)
+    return 1.0 / (1.0 - group.momentum)
 
 
 def _flat_second_moment(value: Tensor, found: Found, shape: torch.Size) -> Tensor:

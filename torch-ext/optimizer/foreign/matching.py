@@ -10,6 +10,7 @@ from typing import Any, Callable, Optional
 from torch import Tensor
 
 from ..groups import normalize_name
+from ..options import Group
 from .reading import SavedGroup, Section
 
 Shape = tuple[int, ...]
@@ -91,15 +92,15 @@ class Ours:
 
 
 def ours_of(
-    groups: Sequence[Options],
+    groups: Sequence[Group],
     names: Sequence[Sequence[str]],
     params: Optional[Iterable[Any]],
-    bundles: Callable[[Sequence[Options]], list[list[int]]],
+    bundles: Callable[[Sequence[Group]], list[list[int]]],
 ) -> Ours:
     """The parameters of an optimizer.
 
     Args:
-        groups: as `Muon._views` has them.
+        groups: of the optimizer.
         names: what messages call their parameters.
         params: the order that the user gave: tensors, (name, tensor) pairs, or names.
         bundles: of the source.
@@ -111,12 +112,12 @@ def ours_of(
         [
             Target(
                 names[number][index],
-                normalize_name(group["names"][index]) if group["names"] is not None else None,
+                normalize_name(group.names[index]) if group.names is not None else None,
                 tuple(param.shape),
                 (number, index),
-                group["use_muon"],
+                group.use_muon,
             )
-            for index, param in enumerate(group["params"])
+            for index, param in enumerate(group.params)
         ]
         for number, group in enumerate(groups)
     ]
@@ -125,12 +126,12 @@ def ours_of(
 
 
 def _given(
-    params: Iterable[Any], groups: Sequence[Options], targets: Sequence[Sequence[Target]]
+    params: Iterable[Any], groups: Sequence[Group], targets: Sequence[Sequence[Target]]
 ) -> list[Target]:
     by_id = {
         id(param): targets[number][index]
         for number, group in enumerate(groups)
-        for index, param in enumerate(group["params"])
+        for index, param in enumerate(group.params)
     }
     by_name = {target.fqn: target for group in targets for target in group if target.fqn}
     found: list[Target] = []

@@ -18,23 +18,24 @@ from typing import Any, Optional
 
 from torch import Tensor
 
+from ..options import Group
 from .hyperparameters import SCHEDULED, adamw_options, muon_options
 from .matching import Found, Options, Ours, Shape, Target, arrange, check_names, cut, place_of
 from .per_parameter import one, positions, use_muon_of
 from .reading import Checkpoint, SavedGroup, Section
 
 
-def bundles(groups: Sequence[Options]) -> list[list[int]]:
+def bundles(groups: Sequence[Group]) -> list[list[int]]:
     """`presets.keller_jordan` puts convolutions into a group behind that of their matrices."""
     found: list[list[int]] = []
     for number, group in enumerate(groups):
         is_convolutions = (
-            group["use_muon"]
-            and group["adjust_lr"] == "none"
-            and len(group["params"]) > 0
-            and all(param.ndim == 4 for param in group["params"])
+            group.use_muon
+            and group.adjust_lr == "none"
+            and len(group.params) > 0
+            and all(param.ndim == 4 for param in group.params)
         )
-        if is_convolutions and number > 0 and groups[number - 1]["use_muon"]:
+        if is_convolutions and number > 0 and groups[number - 1].use_muon:
             found[-1].append(number)
         else:
             found.append([number])

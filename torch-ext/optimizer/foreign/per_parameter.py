@@ -12,23 +12,24 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from ..checkpoints import MOTIFS_NAMES
+from ..options import Group
 from .hyperparameters import adamw_options, muon_options
 from .matching import Found, Options, Ours, Target, arrange, place_of
 from .reading import SavedGroup, Section
 
 MUON_KEYS = ("momentum_buffer",)
 ADAMW_KEYS = ("step", "exp_avg", "exp_avg_sq")
-_OTHER_NAMES = {"moment1": "exp_avg", "moment2": "exp_avg_sq"}
 
 Position = tuple[SavedGroup, int, Target]
 
 
-def each_alone(groups: Sequence[Options]) -> list[list[int]]:
+def each_alone(groups: Sequence[Group]) -> list[list[int]]:
     """Bundles of a source whose preset keeps groups as they are."""
     return [[number] for number in range(len(groups))]
 
 
-def all_in_one(groups: Sequence[Options]) -> list[list[int]]:
+def all_in_one(groups: Sequence[Group]) -> list[list[int]]:
     """Bundles of a source that puts all parameters into one group."""
     return [list(range(len(groups)))]
 
@@ -115,5 +116,5 @@ def one(
 
 def pick(own: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
     """What is there of ``keys``, by whichever name."""
-    renamed = {_OTHER_NAMES.get(key, key): value for key, value in own.items()}
+    renamed = {MOTIFS_NAMES.get(key, key): value for key, value in own.items()}
     return {key: renamed[key] for key in keys if renamed.get(key) is not None}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Optional
@@ -11,19 +10,17 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from .. import validation
 from ..core import takes_part
 from ..cpu_offload import narrow
 from ..distributed import utils as dtensors
 from ..distributed.collectives import max_over_ranks
 from ..groups import normalize_name
-from ..options import OptimizerWide
+from ..options import Group, OptimizerWide
 from ..planning import Survey, shared_with, this_rank
+from ..validation import warn
 from .config import ClipConfig, LayerKey
 from .projections import Layer, find_layers, row_dims_of
 from .scales import Layers, Logits, Pack, Reduced, joined, some, vector_of
-
-Group = Mapping[str, Any]
 
 
 class Clipping:
@@ -77,8 +74,8 @@ class Clipping:
     def finish(self, groups: Sequence[Group]) -> None:
         """Clips what is not Muon's: biases, and weights that AdamW trains."""
         for group in groups:
-            for param in group["params"]:
-                if group["use_muon"] or not takes_part(param, group):
+            for param in group.params:
+                if group.use_muon or not takes_part(param, group):
                     continue
                 scale = self.scale(param)
                 if scale is not None:
@@ -163,21 +160,21 @@ class QKClip:
             return
         layers = _layers_of(groups, self.config).layers.values()
         if not layers:
-            _warn(
+            warn(
                 "clip_config: no query or key projection was found among the names of parameters; "
                 "row_map tells of other names"
             )
         if self.config.unmatched:
-            _warn(f"clip_config: no layer was found for {some(list(self.config.unmatched))}")
+            warn(f"clip_config: no layer was found for {some(list(self.config.unmatched))}")
         norm = _norm_of_heads([layer for layer in layers if layer.config.latent is None], groups)
         if norm is not None:
-            _warn(
+            warn(
                 f"clip_config: {norm} normalizes what QK-Clip scales, which then has no effect; "
                 "bounded by their norms, such logits need no clip"
             )
         for number, group in enumerate(groups):
-            if group["names"] is None and any(p.ndim == 1 for p in group["params"]):
-                _warn(
+            if group.names is None and any(p.ndim == 1 for p in group.params):
+                warn(
                     f"clip_config: param_groups[{number}] has no names, so biases of query and key "
                     'projections are not found there: give the group "names"'
                 )
@@ -199,13 +196,13 @@ class QKClip:
         else:
             return
         self._has_warned = True
-        _warn(f"clip_config is given, but {problem}")
+        warn(f"clip_config is given, but {problem}")
 
     def _warn_of_ranks(self) -> None:
         """Warns, once, where other ranks may be replicas that clip by other logits."""
         if self._unshared and not self._has_warned_of_ranks and dtensors.world_size() > 1:
             self._has_warned_of_ranks = True
-            _warn(
+            warn(
                 f"QK-Clip: the weights of {some(self._unshared)} are plain tensors, which the "
                 "optimizer takes for this rank's own. If other ranks hold them too, as under DDP, "
                 "they see other logits, and their weights part: give Muon their process_group, or "
@@ -324,38 +321,34 @@ class QKClip:
 def _layers_of(groups: Sequence[Group], config: ClipConfig) -> Layers:
     named: list[tuple[str, Tensor, int]] = []
     for number, group in enumerate(groups):
-        if group["names"] is None:
-            if group["use_muon"] and group["params"]:
+        if group.names is None:
+            if group.use_muon and group.params:
                 raise ValueError(
                     f"param_groups[{number}]: clip_config needs names: give the group "
                     '"names", one for each parameter'
                 )
             continue
-        flatten = group["use_muon"] and group["flatten"]
-        named += [(n, p, row_dims_of(p, flatten)) for n, p in zip(group["names"], group["params"])]
+        flatten = group.use_muon and group.flatten
+        named += [(n, p, row_dims_of(p, flatten)) for n, p in zip(group.names, group.params)]
     return Layers(*find_layers(named, config))
 
 
 def _warn_of_unknown(layers: Sequence[Any], groups: Sequence[Group]) -> None:
     """Warns of attention that was recorded and is trained, of which no projection is known."""
-    names = [normalize_name(name) for group in groups for name in group["names"] or ()]
+    names = [normalize_name(name) for group in groups for name in group.names or ()]
     trained = [layer for layer in layers if any(name.startswith(f"{layer}.") for name in names)]
     if trained:
-        _warn(
+        warn(
             f"clip_config: qk_recorder saw the attention in {some(trained)}, of whose parameters "
             "none is known as a query or key projection, so it is not clipped: row_map tells of "
             "other names"
         )
 
 
-def _warn(problem: str) -> None:
-    warnings.warn(problem, stacklevel=validation.frames_to_the_caller())
-
-
 def _norm_of_heads(layers: Sequence[Layer], groups: Sequence[Group]) -> Optional[str]:
     """The usual name of a norm between a projection and the logits (QK-norm), if there is one."""
     prefixes = {layer.prefix for layer in layers}
-    for name in (name for group in groups for name in group["names"] or ()):
+    for name in (name for group in groups for name in group.names or ()):
         owner = normalize_name(name).rpartition(".")[0]
         prefix, _, norm = owner.rpartition(".")
         if prefix in prefixes and norm in ("q_norm", "k_norm", "q_layernorm", "k_layernorm"):
