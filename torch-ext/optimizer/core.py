@@ -331,6 +331,7 @@ def update_weights(
     cautious: bool,
     factors: Optional[list[Tensor]] = None,
     keep: Optional[list[Tensor]] = None,
+    together: Optional[Tensor] = None,
 ) -> None:
     """W ← W − (Δ + decay·W), Δ = rate·factor·U, in one rounding; U may be overwritten.
 
@@ -343,6 +344,7 @@ def update_weights(
         cautious: decay only where Δ·W ≥ 0 (Chen et al. 2025, arXiv:2510.12402).
         factors: broadcast to each update.
         keep: booleans that broadcast to each weight; where False the weight stays as it is.
+        together: the tensor that the updates are all of, where there is one.
     """
     if triton_kernels.run_on(weights[0].device.type):
         from .triton_kernels import elementwise
@@ -359,7 +361,9 @@ def update_weights(
         return
     if factors is not None:
         torch._foreach_mul_(updates, factors)
-    if isinstance(rate, Tensor):
+    if together is not None:
+        together.mul_(rate)
+    elif isinstance(rate, Tensor):
         for update in updates:
             update.mul_(rate)
     else:

@@ -60,10 +60,8 @@ class Gradients:
 
     def _find(self, number: int) -> Tensor:
         param, entry = self._params[number], self._plan.entries[number]
-        if param.grad is None:
-            grad = torch.zeros_like(dtensors.local(param))
-        else:
-            grad = dtensors.local(param.grad)
+        grad = param.grad
+        grad = torch.zeros_like(dtensors.local(param)) if grad is None else dtensors.held(grad)
         if entry.momentum is not None:  # replicas divide the momentum, not the gradient
             grad = grad[layout.slices(entry.momentum_region(self._plan.rank))]
         return grad

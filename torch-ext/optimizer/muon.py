@@ -377,7 +377,9 @@ class Muon(Stateful):
                 return
             is_agreed = True
             groups, plan, clipping = agreed
-            self._init_state(groups, self._survey)
+            if self._settled is None:
+                self._init_state(groups, self._survey)
+                self._settle()
             step = Step(plan, groups, self.state, self._wide, self._offload, clipping, self._work)
             with step:
                 scaling.unscale(groups)
@@ -409,7 +411,8 @@ class Muon(Stateful):
                 clipping = self._clip_by(qk_logits, groups)
         except BaseException as raised:
             error = raised
-        skip, sets, found = scaling.skips, self._sets(), self._survey
+        skip, found = scaling.skips, self._survey
+        sets = self._sets() if error is not None else set(found.shared)
         replicas = shared_with(None, self._wide)
         if replicas is not None:  # which may divide what only other ranks have
             sets.add(replicas)
@@ -503,10 +506,12 @@ class Muon(Stateful):
         self._wide.validate()
         groups = self._views()
         found = self._look_at(groups)
+        self._unsettle()
         for number, (group, entries) in enumerate(zip(groups, found.entries)):
             where = f"param_groups[{number}]"
             validation.check_gradients(group, where)
-            validation.check_state(group, entries, self.state, self._wide, where)
+            if self._settled is None:
+                validation.check_state(group, entries, self.state, self._wide, where)
         plan = plan_step(found, groups, self._wide)
         validation.check_capturable(groups, plan, self._wide, self._offload.use_of)
         return groups, plan
@@ -515,7 +520,7 @@ class Muon(Stateful):
         """Checks the groups, and keeps what there is to plan from now on."""
         found = self._survey_of(groups)
         if found is not self._survey:
-            self._survey, self._work = found, None
+            self._survey, self._work, self._settled = found, None, None
             if self._wide.debug:
                 logger.info("planned:\n%s", self._summarize(groups, found))
         return found
@@ -576,7 +581,7 @@ class Muon(Stateful):
         self._compared = False
         self._warned = False
         self._untrained = 0
-        self._work = None
+        self._work = self._settled = None
 
 
 def _is_zero(lr: Any) -> bool:

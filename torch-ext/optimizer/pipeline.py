@@ -204,9 +204,8 @@ def _update_weights_of(run: Run, updates: Tensor, lane: Lane, step: Step) -> Non
     factors: Optional[list[Tensor]] = None
     if hyper.beta2 is not None:
         factors = [f for bundle in run for f in _second_moment_factors(bundle, updates, step)]
-    rows = WeightRows(
-        parts.tensors, step.views(U, run), factors, step.keep(parts), step.clip(parts)
-    )
+    views = step.views(U, run)
+    rows = WeightRows(parts.tensors, views, factors, step.keep(parts), step.clip(parts))
     if not rows.weights:
         return
     lr, decay = hyper.lr, hyper.weight_decay
@@ -220,6 +219,7 @@ def _update_weights_of(run: Run, updates: Tensor, lane: Lane, step: Step) -> Non
             cautious=hyper.cautious,
             factors=part.factors,
             keep=part.keep,
+            together=U if part.updates is views else None,
         )
         if part.clip is not None:
             core.clip_weights(part.weights, part.clip, part.keep)

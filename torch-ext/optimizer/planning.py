@@ -22,7 +22,7 @@ from .options import GROUP_OPTIONS, STRUCTURE, Group, OptimizerWide
 
 # What plans, and what is carried by a plan, depend on, beside the parameters.
 _PLANNED = (
-    *("use_muon", "capturable", "foreach", "nonfinite", "adjust_lr", *STRUCTURE),
+    *("use_muon", "capturable", "foreach", "nonfinite", "adjust_lr", "momentum_dtype", *STRUCTURE),
     *("ns_steps", "ns_coefficients", "ns_algorithm", "ns_norm", "ns_dtype"),
 )
 
@@ -98,7 +98,7 @@ def facts_of(group: Group) -> tuple:
                 p.shape,
                 p.stride() if p.layout == torch.strided else p.layout,
                 p.dtype,
-                dtensors.grad_dtype(p),
+                p.is_leaf and getattr(p, "grad_dtype", None),
                 p.device,
                 dtensors.layout_of(p),
                 p.requires_grad,

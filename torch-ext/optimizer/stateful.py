@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping
 from typing import Any, Optional
 
@@ -25,6 +26,8 @@ class Stateful(Offloadable):
     _clip: QKClip
     _registration: agreement.Registration
     _condition: Condition
+    # Of each parameter its state, and the tensors in it, as the last step has checked them.
+    _settled: Optional[list[tuple[Tensor, dict[str, Any], list[Any]]]]
 
     @property
     def is_broken(self) -> bool:
@@ -90,6 +93,20 @@ class Stateful(Offloadable):
         self._offload.create(on_host)
         if self._offload.is_on or found.hosted:
             self._hold_state()
+
+    def _settle(self) -> None:
+        """Spares steps the checks of all state, as long as it is the same."""
+        params = (param for group in self.param_groups for param in group["params"])
+        some = [param for param in params if param in self.state]
+        self._settled = [(p, self.state[p], list(self.state[p].values())) for p in some]
+
+    def _unsettle(self) -> None:
+        """Has state checked again where any of it is not the same tensor any more."""
+        for param, own, values in self._settled or ():
+            is_same = self.state.get(param) is own and len(own) == len(values)
+            if not (is_same and all(map(operator.is_, own.values(), values))):
+                self._settled = None
+                return
 
     def _forget_strangers(self) -> None:
         """Lets go of state that is all zeros, of parameters that have left the groups.

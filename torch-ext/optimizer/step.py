@@ -57,6 +57,7 @@ class Work:
         plan: what is to be done.
         params: of the plan's entries.
         state: of each of them.
+        hosted: whether each of them, with its gradient, is in host memory, but not its use.
         wide: options that hold for all groups.
         offload: where the state lives.
     """
@@ -66,12 +67,15 @@ class Work:
         plan: Plan,
         params: Sequence[Tensor],
         state: Sequence[Mapping[str, Tensor]],
+        hosted: Sequence[bool],
         wide: OptimizerWide,
         offload: CPUOffload,
     ):
         self.plan = plan
         self.params = params
         self.state = state
+        self.hosted = hosted
+        self.sharded = [number for number, p in enumerate(params) if dtensors.is_dtensor(p)]
         self.weights = [dtensors.local(param) for param in params]
         self.momenta = [offload.here(own["momentum_buffer"]) for own in state]
         self.process_groups: list[Any] = [
@@ -84,12 +88,10 @@ class Work:
         self._beside: Optional[Beside] = None
         self._parts: dict[int, Parts] = {}  # by id of a run
 
-    def holds(self, plan: Plan, params: Sequence[Tensor], momenta: Sequence[Tensor]) -> bool:
-        """Whether the plan and all storages are still the same."""
-        if plan is not self.plan:
-            return False
+    def holds(self, params: Sequence[Tensor], momenta: Sequence[Tensor]) -> bool:
+        """Whether all storages are still the same."""
         pairs = zip((*params, *momenta), (*self.weights, *self.momenta))
-        return all(dtensors.address(tensor) == known.data_ptr() for tensor, known in pairs)
+        return all(dtensors.held(now).data_ptr() == known.data_ptr() for now, known in pairs)
 
     def order(self, beside: Beside) -> None:
         """Makes the schedule, where it is not still the same."""
@@ -177,9 +179,12 @@ class Step:
         }
         self._state = state
         self._offload = offload
-        self._hosted = [offload.hosts(param) for param in self._params]  # with their gradients
         self.gradients = Gradients(plan, self._params, groups)
-        self._last_work = work
+        self._last_work = work if work is not None and work.plan is plan else None
+        if self._last_work is not None:
+            self._hosted = self._last_work.hosted
+        else:
+            self._hosted = [offload.hosts(param) for param in self._params]
 
     def __enter__(self) -> Step:
         others: list[int] = []
@@ -205,8 +210,8 @@ class Step:
         momenta = [own["momentum_buffer"] for own in state]
         if self._offload.is_used:
             momenta = [self._offload.here(momentum) for momentum in momenta]
-        if work is None or not work.holds(self.plan, self._params, momenta):
-            work = Work(self.plan, self._params, state, self.wide, self._offload)
+        if work is None or not work.holds(self._params, momenta):
+            work = Work(self.plan, self._params, state, self._hosted, self.wide, self._offload)
         self.work, divided, averages = work, self.wide.divided, None
         self.adamw = adamw.Updates(self.groups, self._state, divided, self._offload, self.home)
         if divided is not None:
@@ -232,9 +237,9 @@ class Step:
         for number in self.work.last_reads.get(0, ()):  # of these this rank holds nothing
             if number not in self._absent:
                 self.gradients.release(number)
-        for number, param in enumerate(self._params):
-            if number not in self._absent and dtensors.is_dtensor(param):
-                torch.autograd.graph.increment_version(param)
+        for number in self.work.sharded:
+            if number not in self._absent:
+                torch.autograd.graph.increment_version(self._params[number])
         self.adamw.wait()
         if self.clipping is not None:
             self.clipping.finish(self.groups)

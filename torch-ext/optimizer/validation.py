@@ -183,23 +183,23 @@ def check_gradients(group: Group, where: str) -> None:
         grad = param.grad
         if grad is None:
             continue
-        name = name_of(group, index, where)
         if grad.layout != torch.strided:
             raise ValueError(
-                f"{name} has a sparse gradient ({grad.layout}); make it dense, "
-                "for example nn.Embedding(..., sparse=False)"
+                f"{name_of(group, index, where)} has a sparse gradient ({grad.layout}); make it "
+                "dense, for example nn.Embedding(..., sparse=False)"
             )
         if dtensors.layout_of(param) != dtensors.layout_of(grad):
             raise ValueError(
-                f"{name} is {dtensors.describe(param)} but its gradient {dtensors.describe(grad)}; "
+                f"{name_of(group, index, where)} is {dtensors.describe(param)} but its gradient "
+                f"{dtensors.describe(grad)}; "
                 "before step(): p.grad = p.grad.redistribute(p.device_mesh, p.placements). "
                 "FSDP2 around tensor parallelism does it by itself"
             )
-        shape, grad_shape = dtensors.local(param).shape, dtensors.local(grad).shape
+        shape, grad_shape = dtensors.held(param).shape, dtensors.held(grad).shape
         if shape != grad_shape:
             raise ValueError(
-                f"{name} has a gradient of which this rank holds {tuple(grad_shape)}, but of the "
-                f"parameter {tuple(shape)}"
+                f"{name_of(group, index, where)} has a gradient of which this rank holds "
+                f"{tuple(grad_shape)}, but of the parameter {tuple(shape)}"
             )
 
 
