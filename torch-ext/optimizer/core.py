@@ -362,7 +362,7 @@ def update_weights(
     if factors is not None:
         torch._foreach_mul_(updates, factors)
     if together is not None:
-        together.mul_(rate)
+        together.mul_(rate.reshape(()) if isinstance(rate, Tensor) else rate)
     elif isinstance(rate, Tensor):
         for update in updates:
             update.mul_(rate)
