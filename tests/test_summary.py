@@ -221,6 +221,24 @@ def test_options_edited_in_place_show():
     assert (fused["matrices"], optim.summary().rows[1]["matrices"]) == (3, 2)
 
 
+def test_the_schedule_is_that_of_the_last_step():
+    params = [nn.Parameter(torch.randn(8, 8)) for _ in range(3)]
+    bias = nn.Parameter(torch.randn(8))
+    groups = [{"params": params, "use_muon": True}, {"params": [bias], "use_muon": False}]
+    optim = optimizer.Muon(groups, chunk_size=2)
+    assert optim.summary(schedule=True).schedule == []
+    for param in (*params, bias):
+        param.grad = torch.randn_like(param)
+    optim.step()
+    way = ["momentum, gather", "orthogonalize, scatter", "update weights"]
+    summary = optim.summary(schedule=True)
+    assert [event["event"] for event in summary.schedule] == [*way, *way, "AdamW"]
+    assert [event["matrices"] for event in summary.schedule] == [0, 2, 0, 0, 1, 0, 0]
+    assert sum(event["flops"] for event in summary.schedule) == summary.totals["flops"]
+    assert "chunk 1 without traffic" in str(summary)
+    assert optim.summary().schedule == []
+
+
 def test_a_summary_changes_nothing():
     optim = optimizer.Muon(awkward_groups())
     groups = copy.deepcopy(optim.param_groups)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from . import newton_schulz, options, pipeline, validation
+from .async_utils import Event
 from .condition import Condition
 from .cpu_offload import CPUOffload
 from .distributed import agreement
@@ -36,7 +37,7 @@ from .qk_clip.clip import Clipping, Logits, QKClip
 from .qk_clip.config import read_clip_config
 from .stateful import Stateful
 from .step import Step, Work
-from .summary import Summary, summarize
+from .summary import Summary, order_of, summarize
 
 __all__ = ["Muon", "default_is_muon", "get_default_muon_param_groups"]
 
@@ -149,6 +150,7 @@ class Muon(Stateful):
     _compared: bool  # what replicas hold
     _warned: bool  # of a step without gradients
     _work: Optional[Work]  # what the last step was made of
+    _last: tuple[Plan, tuple[Event, ...]]  # its plan and schedule
     _untrained: int  # steps, the last ones, in which AdamW alone had gradients
 
     @dtensors.refuses_groups_before_init("process_group")
@@ -385,6 +387,7 @@ class Muon(Stateful):
                 scaling.unscale(groups)
                 pipeline.run(step)
             self._work = None if self._offload.is_used else step.work
+            self._last = plan, step.work.schedule
             self._agreement.steps += 1
 
     def _agree_on_plan(
@@ -531,14 +534,19 @@ class Muon(Stateful):
         self._tell_planner()
         return survey(groups, self._wide, self._survey)
 
-    def summary(self) -> Summary:
+    def summary(self, schedule: bool = False) -> Summary:
         """What a step does with every parameter, for a person to read: ``print(optim.summary())``.
 
         Made from the plan of a step in which all trainable parameters have a gradient, without
         talking to other ranks. `Summary.rows` and `Summary.totals` hold it as plain data.
+
+        Args:
+            schedule: add what this rank has done in the last step, event by event, in its order.
         """
         groups = self._views()
-        return self._summarize(groups, self._survey_of(groups))  # not kept: others may make none
+        # The survey is not kept: other ranks may make none.
+        summary = self._summarize(groups, self._survey_of(groups))
+        return dataclasses.replace(summary, schedule=order_of(*self._last)) if schedule else summary
 
     def _summarize(self, groups: list[Group], found: Survey) -> Summary:
         plan, clipped = found.planner(groups, self._wide).plan(), self._clip.projections_of(groups)
@@ -582,6 +590,7 @@ class Muon(Stateful):
         self._warned = False
         self._untrained = 0
         self._work = self._settled = None
+        self._last = NOTHING, ()
 
 
 def _is_zero(lr: Any) -> bool:

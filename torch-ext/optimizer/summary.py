@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from . import adamw
+from .async_utils import Do, Event
 from .distributed import layout, zero2
 from .distributed import utils as dtensors
 from .distributed.plan import Entry, Lane, Plan, Unit
@@ -34,10 +35,14 @@ class Summary:
         totals: of this rank, ``flops``, ``sent_bytes``, ``received_bytes``, ``chunks`` with
             traffic, ``in_flight`` of them, and ``balance``: the most FLOPs of a peer over the mean;
             ``state``, where that is.
+        schedule: of the last step, where it was asked for, the events in their order: ``event``,
+            ``what`` it is done to, and of chunks the ``matrices`` that this rank orthogonalizes,
+            ``flops`` and ``sent_bytes``.
     """
 
     rows: list[dict[str, Any]]
     totals: dict[str, Any]
+    schedule: list[dict[str, Any]] = field(default_factory=list)
 
     def __str__(self) -> str:
         table = [COLUMNS, *(_cells(row) for row in self.rows)]
@@ -57,6 +62,15 @@ class Summary:
             f"{t['in_flight']}; most FLOPs of a rank over the mean: {t['balance']:.2f}"
         )
         lines.append(f"state: {t['state']}")
+        if self.schedule:
+            lines.append("order of the last step:")
+        for number, event in enumerate(self.schedule):
+            line = f"{number:4}  {event['event']:24}{event['what']:28}"
+            if event["matrices"]:
+                line += f"{event['matrices']} matrices, {short(event['flops'])}FLOP  "
+            if event["sent_bytes"]:
+                line += f"sends {short(event['sent_bytes'])}B"
+            lines.append(line.rstrip())
         return "\n".join(lines)
 
 
@@ -120,6 +134,40 @@ def summarize(
     totals["received_bytes"] += round(averaging)
     totals["state"] = state
     return Summary(rows, totals)
+
+
+def order_of(plan: Plan, schedule: Sequence[Event]) -> list[dict[str, Any]]:
+    """The events of a step of a plan, as `Summary.schedule` has them."""
+    rows = []
+    for event in schedule:
+        row: dict[str, Any] = {"event": event.do.value, "what": ""}
+        row.update(matrices=0, flops=0, sent_bytes=0)
+        if event.do in (Do.AVERAGE, Do.AVERAGE_OTHERS):
+            row["what"] = f"bucket {event.number}"
+        elif event.do is Do.ADAMW:
+            row["what"] = f"part {event.number}"
+        elif event.do is Do.SHARE_ROWS:
+            row["what"] = f"group {event.number} of AdamW's"
+        else:
+            lane = plan.all_lanes[event.lane]
+            of_ranks = f"of {_ranks(lane.peers)}" if len(lane.peers) > 1 else "without traffic"
+            chunk = lane.chunks[event.number]
+            row["what"] = of_ranks if event.do is Do.FLAG else f"chunk {event.number} {of_ranks}"
+            if event.do is Do.GATHER:
+                row["sent_bytes"] = sum(chunk.gather.sent) * lane.wire.itemsize
+            elif event.do is Do.ORTHOGONALIZE:
+                row["sent_bytes"] = sum(chunk.scatter.sent) * lane.wire.itemsize
+                for batch in chunk.batches:
+                    row["matrices"] += plan.count(batch)
+                    row["flops"] += plan.flops(batch)
+        rows.append(row)
+    return rows
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
+        return f"ranks {ranks[0]}–{ranks[-1]}"
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
 
 
 @dataclass
@@ -215,19 +263,15 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     shape = "×".join(map(str, row["shape"])) or "scalar"
     if row["matrices"] > 1:
         shape += f" ({row['matrices']} matrices{' here' if row['sharded'] else ''})"
-    ranks = row["owners"]
+    owner = _ranks(row["owners"]) if row["owners"] else "–"
     if row["whole"] and (row["sharded"] or dtensors.world_size() > 1):
         owner = "each rank its own" if row["sharded"] else "each rank"
-    elif len(ranks) > 2 and ranks == list(range(ranks[0], ranks[-1] + 1)):
-        owner = f"ranks {ranks[0]}–{ranks[-1]}"
-    else:
-        owner = f"rank{'s' if len(ranks) > 1 else ''} " + ", ".join(map(str, ranks))
     return (
         row["name"],
         f"{shape} {_dtype(row['dtype'])}",
         row["placement"],
         row["algorithm"] + (", QK-Clip" if row["clipped"] else ""),
-        owner if ranks else "–",
+        owner,
         short(row["flops"]) if row["flops"] else "–",
         f"{short(row['bytes'])}B" if row["bytes"] else "–",
     )

@@ -109,12 +109,15 @@ class Plan:
         """Those with traffic, then those without, as events number them."""
         return (*self.lanes, *self.alone)
 
+    def count(self, batch: Batch) -> int:
+        """Matrices in a batch."""
+        unit = batch.units[0]
+        return len(batch.units) * self.entries[unit.entry].matrices.count(unit.box, unit.rows)
+
     def flops(self, batch: Batch) -> int:
         """FLOPs to orthogonalize a batch."""
         unit = batch.units[0]
-        entry = self.entries[unit.entry]
-        count = len(batch.units) * entry.matrices.count(unit.box, unit.rows)
-        return count * entry.cost(unit.rows)
+        return self.count(batch) * self.entries[unit.entry].cost(unit.rows)
 
 
 # Plans that are kept, of steps in which other entries have gradients.
