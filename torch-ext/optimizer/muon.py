@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Optional
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any, Optional, Union
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.profiler import record_function
 
-from . import newton_schulz, options, pipeline, validation
+from . import checkpoints, foreign, newton_schulz, options, pipeline, validation
 from .async_utils import Event
 from .condition import Condition
-from .cpu_offload import CPUOffload
+from .cpu_offload import Backend, CPUOffload, Hooks
 from .distributed import agreement
 from .distributed import utils as dtensors
 from .distributed.machine import Machine
@@ -35,8 +35,8 @@ from .planning import (
 )
 from .qk_clip.clip import Clipping, Logits, QKClip
 from .qk_clip.config import read_clip_config
-from .stateful import Stateful
 from .step import Step, Work
+from .store import StateStore
 from .summary import Summary, order_of, summarize
 
 __all__ = ["Muon", "default_is_muon", "get_default_muon_param_groups"]
@@ -44,7 +44,7 @@ __all__ = ["Muon", "default_is_muon", "get_default_muon_param_groups"]
 logger = logging.getLogger(__name__)
 
 
-class Muon(Stateful):
+class Muon(torch.optim.Optimizer):
     r"""Muon for matrices (Jordan et al. 2024), AdamW for everything else.
 
     For each matrix W with gradient G, momentum buffer B and learning rate lr::
@@ -216,7 +216,8 @@ class Muon(Stateful):
         defaults = {key: arguments[key] for key in GROUP_OPTIONS}
         options.settle_steps(defaults, given=not isinstance(ns_steps, options.DefaultSteps))
         self._names: list[Optional[list[str]]] = []
-        self._offload, self._tags, self._hooks = CPUOffload(), {}, None
+        self._offload = CPUOffload()
+        self._store = StateStore(self._offload)
         self._condition = Condition()
         self._clip = QKClip()  # of layers whose projections may be in several groups
         self._forget_plans()
@@ -379,9 +380,9 @@ class Muon(Stateful):
                 return
             is_agreed = True
             groups, plan, clipping = agreed
-            if self._settled is None:
-                self._init_state(groups, self._survey)
-                self._settle()
+            if not self._store.is_settled:
+                self._store.create(self.state, groups, self._survey.entries, self._wide)
+                self._store.settle(self.state, (p for group in groups for p in group.params))
             step = Step(plan, groups, self.state, self._wide, self._offload, clipping, self._work)
             with step:
                 scaling.unscale(groups)
@@ -444,7 +445,8 @@ class Muon(Stateful):
             raise error
         if found is not self._agreed:
             self._agreed = found
-            self._forget_strangers()
+            params = (param for group in groups for param in group.params)
+            self._store.forget_strangers(self.state, params)
         if skip:
             return None
         self._warned = self._warned or validation.warn_of_no_gradients(groups)
@@ -509,11 +511,11 @@ class Muon(Stateful):
         self._wide.validate()
         groups = self._views()
         found = self._look_at(groups)
-        self._unsettle()
+        self._store.look(self.state)
         for number, (group, entries) in enumerate(zip(groups, found.entries)):
             where = f"param_groups[{number}]"
             validation.check_gradients(group, where)
-            if self._settled is None:
+            if not self._store.is_settled:
                 validation.check_state(group, entries, self.state, self._wide, where)
         plan = plan_step(found, groups, self._wide)
         validation.check_capturable(groups, plan, self._wide, self._offload.use_of)
@@ -523,7 +525,8 @@ class Muon(Stateful):
         """Checks the groups, and keeps what there is to plan from now on."""
         found = self._survey_of(groups)
         if found is not self._survey:
-            self._survey, self._work, self._settled = found, None, None
+            self._survey = found
+            self._forget_tensors()
             if self._wide.debug:
                 logger.info("planned:\n%s", self._summarize(groups, found))
         return found
@@ -531,7 +534,10 @@ class Muon(Stateful):
     def _survey_of(self, groups: list[Group]) -> Survey:
         for number, group in enumerate(groups):
             options.validate(group, f"param_groups[{number}]")
-        self._tell_planner()
+        params = ((p, group.use_muon) for group in groups for p in group.params)
+        streams = self.cpu_offload == "stream" and self._offload.uses_host(params)
+        if streams is not self._wide.streams:  # fewer chunks are begun ahead
+            self._wide = dataclasses.replace(self._wide, streams=streams)
         return survey(groups, self._wide, self._survey)
 
     def summary(self, schedule: bool = False) -> Summary:
@@ -550,7 +556,13 @@ class Muon(Stateful):
 
     def _summarize(self, groups: list[Group], found: Survey) -> Summary:
         plan, clipped = found.planner(groups, self._wide).plan(), self._clip.projections_of(groups)
-        return summarize(groups, found, plan, self._wide, self._where_state_is(), clipped)
+        where = "with its parameters"
+        params = [(param, group.use_muon) for group in groups for param in group.params]
+        if self.cpu_offload is not None:
+            where = f"in host memory, mode {self.cpu_offload!r}"
+            if not self._offload.uses_host(params):
+                where = "with its parameters: CPU offload is on, but they are on the CPU"
+        return summarize(groups, found, plan, self._wide, where, clipped)
 
     # -- QK-Clip -------------------------------------------------------------------------------
 
@@ -583,14 +595,363 @@ class Muon(Stateful):
         """
         return self._clip.stats()
 
+    # -- state -----------------------------------------------------------------------------------
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether a `step` or a load has left some of weights and state behind the rest.
+
+        `load_state_dict` mends it, beside weights of the same checkpoint.
+        """
+        return self._condition.is_broken
+
+    def _create_state(self, groups: list[Group]) -> None:
+        entries = self._look_at(groups).entries
+        self._store.create(self.state, groups, entries, self._wide)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As in torch.optim, with the state created if need be, and dtypes of options as text.
+
+        torch.distributed.checkpoint takes no dtypes in full state dicts. Offloaded state is what is
+        in host memory, which steps go on to change.
+
+        Raises:
+            RuntimeError: a `step` broke off, which has left no state that anybody could go on from;
+                see `discard_state`.
+        """
+        self._condition.check(void_will_do=True)
+        groups = self._views()
+        self._create_state(groups)
+        self._offload.settle()
+        held = {id(param) for group in groups for param in group["params"]}
+        params = [key for key in self.state if isinstance(key, Tensor)]  # others are the user's own
+        swapped_out = {p: self.state.pop(p) for p in params if id(p) not in held}
+        try:
+            state_dict = super().state_dict()
+        finally:
+            self.state.update(swapped_out)
+        for group in state_dict["param_groups"]:
+            group.update({k: str(v) for k, v in group.items() if isinstance(v, torch.dtype)})
+        return state_dict
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in torch.optim, but momentum keeps its dtype, and missing group keys get defaults.
+
+        How parameters are read as matrices (``expert_keys``, ``split``, ``flatten``) stays as
+        constructed.
+
+        Raises:
+            ValueError: the checkpoint does not fit; nothing was loaded.
+            RuntimeError: loading broke off after it had begun, and has to be repeated.
+        """
+        checkpoints.check_structure(state_dict, is_whole=False)
+        loaded: dict[str, Any] = {}
+
+        def check(_: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+            checkpoints.check_structure(given)
+            if self._condition.is_broken and not self._condition.is_void:
+                checkpoints.check_apart(given["state"], self.state)
+            loaded.update(given, state=checkpoints.normalize_state(given["state"]))
+            loaded["param_groups"] = checkpoints.merge_groups(
+                self.param_groups, loaded["param_groups"], self._defaults_of
+            )
+            views = [self._translate({**group, "names": None}) for group in loaded["param_groups"]]
+            groups = self._views()
+            entries = self._look_at(groups).entries
+            checkpoints.fit_state(groups, entries, views, loaded["state"], self._wide)
+            checkpoints.check_checkpoint(
+                groups, entries, views, loaded["state"], self.state, self._wide
+            )
+            rest = checkpoints.without_tensors(loaded["state"], loaded["param_groups"])
+            return {**loaded, "state": rest}
+
+        def restore(_: torch.optim.Optimizer) -> None:
+            self._offload.forget()
+            saved, states = loaded["param_groups"], loaded["state"]
+            checkpoints.place_tensors(
+                self.param_groups, self.state, saved, states, self._offload.home_of
+            )
+            groups = self._views()
+            self._create_state(groups)
+            self._condition.finish_loading()
+
+        # Behind the user's hooks before loading, and ahead of theirs after it.
+        handles = [
+            self.register_load_state_dict_pre_hook(check),
+            self.register_load_state_dict_post_hook(restore, prepend=True),
+        ]
+        # What inference mode makes could not be changed outside of it.
+        enabled = torch.is_grad_enabled()
+        try:
+            with (
+                self._condition.loading(),
+                torch.inference_mode(False),
+                torch.set_grad_enabled(enabled),
+            ):
+                super().load_state_dict(state_dict)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @torch.no_grad()
+    def load_foreign_state_dict(
+        self,
+        states: Any,
+        *,
+        kind: str,
+        params: Optional[Iterable[Any]] = None,
+        hyperparameters: bool = True,
+    ) -> None:
+        """Takes over the state of another optimizer, from its checkpoint.
+
+        ``kind`` tells what wrote ``states``:
+
+        - ``"torch_muon"``: torch.optim.Muon's and torch.optim.AdamW's, in a list.
+        - ``"torch_adamw"``: torch.optim.AdamW's.
+        - ``"motif"``: Motif's ``Muon``'s.
+        - ``"llamafactory"``: Moonlight's ``Muon``'s, which LlamaFactory ships.
+        - ``"nanochat"``: ``MuonAdamW``'s, or a list of ``DistMuonAdamW``'s, one for each rank.
+        - ``"keller_jordan"``: any of his Muons', or a list of one for each rank.
+
+        A mapping ``{"muon": …, "adamw": …}`` is for two optimizers, each as above; None in it has
+        those parameters start anew. Lists of ranks are in their order, complete. State dicts that
+        torch.distributed.checkpoint has made, by names, flattened or not, will do where they hold
+        whole tensors, or DTensors that lie as the parameters do. Every rank of this optimizer gets
+        all of ``states``, and takes its part without traffic.
+
+        Which parameter is which is told by names, where both have them for all parameters; else by
+        position, which fits where the preset of the source made the groups from what the source was
+        given; else by ``params``.
+
+        AdamW's moments and steps are taken as they are. Momentum keeps its dtype; with constant μ
+        the averaged one (``"ema"``) is 1 − μ of the summed one (``"classical"``), and it becomes
+        what its group has. A matrix that AdamW trained begins with ``exp_avg`` as averaged
+        momentum. Second moments of nanochat are taken by groups with ``beta2``. What is used here
+        is a copy.
+
+        Args:
+            states: state dicts, already loaded: ``torch.load(path, weights_only=True)``.
+            kind: what wrote them, see above.
+            params: parameters, (name, parameter) pairs, or names: all of them, in the order in
+                which the other optimizer was given them, whatever it made of that. Of two
+                optimizers each takes those that are its own. They may be frozen ones, without
+                state.
+            hyperparameters: bring ``lr``, ``weight_decay``, ``momentum``, ``nesterov``, ``beta2``,
+                betas, eps, ``maximize`` and what schedulers keep in groups (``initial_lr``, …), as
+                far as both have them; False keeps the groups as they are. How matrices are
+                orthogonalized and scaled always stays. A matrix that AdamW trained brings its rates
+                only to ``adjust_lr="match_rms_adamw"``, and no momentum.
+
+        Raises:
+            ValueError: something does not fit, with the parameter's name; nothing was loaded.
+
+        Example:
+            >>> load = functools.partial(torch.load, weights_only=True)
+            >>> groups = [{"params": matrices}, {"params": others, "use_muon": False}]
+            >>> optimizer = Muon(**presets.torch_muon(groups))
+            >>> optimizer.load_foreign_state_dict([load("muon.pt"), load("adamw.pt")],
+            ...                                   kind="torch_muon")
+            >>> optimizer = Muon(get_default_muon_param_groups(model))
+            >>> optimizer.load_foreign_state_dict(load("adamw.pt"), kind="torch_adamw",
+            ...                                   params=model.parameters())
+            >>> optimizer = Muon(**presets.motif(get_default_muon_param_groups(model)))
+            >>> optimizer.load_foreign_state_dict(load("motif.pt"), kind="motif")
+            >>> optimizer = Muon(**presets.moonlight(muon_params=matrices, adamw_params=others))
+            >>> optimizer.load_foreign_state_dict(load("optimizer.pt"), kind="llamafactory")
+            >>> optimizer = DistMuonAdamW(param_groups)
+            >>> ranks = [load(f"optim_021400_rank{rank}.pt") for rank in range(8)]
+            >>> optimizer.load_foreign_state_dict(ranks, kind="nanochat")
+            >>> optimizer = Muon(**presets.keller_jordan(param_groups))
+            >>> optimizer.load_foreign_state_dict(ranks, kind="keller_jordan")
+        """
+        groups = self._views()
+        found = self._look_at(groups)
+        state_dict = foreign.to_state_dict(
+            states,
+            kind,
+            params,
+            hyperparameters,
+            own_groups=self.param_groups,
+            groups=groups,
+            names=found.names,
+            entries=found.entries,
+            wide=self._wide,
+        )
+        self.load_state_dict(state_dict)
+
+    @torch.no_grad()
+    def discard_state(self) -> None:
+        """Sets all state to zeros, for a checkpoint to be loaded into.
+
+        `load_state_dict` alone repairs an optimizer whose `step` broke off. But
+        torch.distributed.checkpoint loads into what `state_dict` gives, which raises then, as what
+        it gave could be saved just as well. After this it gives zeros, while `step` goes on to
+        raise until `load_state_dict` has been called. To be called on all ranks alike.
+        """
+        self._condition.discard()
+        self._forget_tensors()
+        for param in [key for key in self.state if isinstance(key, Tensor)]:
+            del self.state[param]
+        self._offload.forget()
+        self._create_state(self._views())
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._condition.check()
+        self._offload.settle()
+        kept = ("_wide", "_offload", "_clip", "_condition")
+        return {
+            **super().__getstate__(),
+            "_names": self.names,
+            **{key: vars(self)[key] for key in kept},
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        is_unpickled = "_store" not in vars(self)
+        if not is_unpickled:
+            self._condition.begin_loading()  # behind all checks; its tensors are still to be placed
+        super().__setstate__(state)
+        self.defaults.pop("differentiable", None)  # torch adds it, and groups would inherit it
+        self._store = StateStore(self._offload)
+        self._forget_plans()
+        if is_unpickled:
+            if self.cpu_offload == "backward":
+                self._offload.hooks = Hooks(self, None)
+            self._registration = agreement.Registration(self._sets)
+
+    # -- CPU offload -----------------------------------------------------------------------------
+
+    @torch.inference_mode(False)  # memory that it makes could not be changed outside of it
+    @torch.no_grad()
+    def turn_on_cpu_offload(
+        self,
+        mode: str = "stream",
+        *,
+        slot_bytes: Optional[int] = None,
+        model: Optional[nn.Module] = None,
+        backend: Optional[Backend] = None,
+    ) -> None:
+        """Keeps optimizer state in page-locked host memory between steps, from now on.
+
+        Results are the same to the bit. To be called on all ranks alike, at any time; again, to
+        change how. Where parameters are on the CPU, nothing happens.
+
+        Args:
+            mode: how state comes to a step. ``"stream"`` carries it through the device piece by
+                piece, under the step's arithmetic; ``"bulk"`` brings all of it before the step and
+                all of it back behind it; ``"backward"`` brings that of a parameter when its
+                gradient is there, and writes back under the next forward.
+            slot_bytes: device memory that ``"stream"`` takes, within the step only; None is 5 % of
+                the device's state or 512 MiB, whichever is more.
+            model: for ``"backward"``, the model: before the forward of each of its modules that has
+                parameters, memory is let go that has been written back (but not in compiled
+                forwards); without it, that happens when the next backward begins.
+            backend: makes the copies, in place of the devices' streams; parameters on a CPU are
+                offloaded, too: a `cpu_offload.backend.Host` shows what happens where there is no
+                accelerator.
+
+        Raises:
+            ValueError: an unknown mode; ``slot_bytes`` below 1; a model without parameters of this
+                optimizer; no backend. Nothing was changed.
+        """
+        self._offload.turn_on(self, mode, slot_bytes, model, backend)
+        self._forget_tensors()
+
+    @torch.inference_mode(False)  # memory that it makes could not be changed outside of it
+    @torch.no_grad()
+    def turn_off_cpu_offload(self) -> None:
+        """Brings all state back to where its parameters are, for good."""
+        self._offload.turn_off(self.state)
+        self._forget_tensors()
+
+    @property
+    def cpu_offload(self) -> Optional[str]:
+        """The mode of CPU offload; None while it is off."""
+        return self._offload.mode if self._offload.is_on else None
+
+    def synchronize_offload(self) -> None:
+        """Makes the host wait until all state is in host memory, and nothing of it on devices.
+
+        To be called before reading or changing what ``optim.state`` holds by hand: until then it
+        may be on its way, or newer on the device. `state_dict` makes the host wait by itself, but
+        leaves on the device what was reloaded.
+        """
+        self._offload.end_visits()
+
+    @property
+    def manual_offload(self) -> bool:
+        """Whether what is reloaded stays until `offload` is called.
+
+        While this is set, neither ``step()`` nor the hooks of ``"backward"`` bring or write back
+        anything on their own, but for what ``step()`` needs and finds on the host only: that is
+        streamed.
+        """
+        return self._offload.manual
+
+    @manual_offload.setter
+    def manual_offload(self, manual: bool) -> None:
+        self._offload.manual = bool(manual)
+
+    def set_param_tags(self, tags: Mapping[Union[Tensor, str], Hashable]) -> None:
+        """Sorts parameters into groups for `reload_group`, instead of any earlier ones.
+
+        Args:
+            tags: of parameters, or of their names; None as a tag is none.
+
+        Raises:
+            ValueError: something that is no parameter of this optimizer.
+        """
+        params: dict[Any, Tensor] = {id(p): p for g in self.param_groups for p in g["params"]}
+        for group in self._views():
+            params.update(zip(group.names or (), group.params))
+        self._offload.tag(tags, params)
+
+    def reload_group(self, tag: Hashable, sync_streams: Sequence[Any] = ()) -> None:
+        """Starts to bring the state of the parameters with a tag to the device.
+
+        Args:
+            tag: from `set_param_tags`.
+            sync_streams: streams whose work so far the copies wait for, beside the current one's:
+                those from which memory may come that has just been freed.
+
+        Raises:
+            ValueError: no parameter has that tag.
+        """
+        self._offload.reload(self.state, self._offload.tagged(tag), sync_streams)
+
+    def reload_untagged(self, sync_streams: Sequence[Any] = ()) -> None:
+        """The same for all parameters without a tag."""
+        params = (param for group in self.param_groups for param in group["params"])
+        untagged = (param for param in params if param not in self._offload.tags)
+        self._offload.reload(self.state, untagged, sync_streams)
+
+    def wait_reload(self) -> None:
+        """Makes the current stream wait for all that is being reloaded; ``step()`` does it, too."""
+        self._offload.sweep()
+        self._offload.wait_reload()
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def offload(self) -> None:
+        """Starts to write reloaded state back.
+
+        Its device memory is let go when that is done, as seen by the next call of any of these
+        methods, of ``step()``, or by a forward of ``model`` in the mode ``"backward"``.
+        """
+        self._offload.offload()
+
     def _forget_plans(self) -> None:
         self._survey = self._agreed = NO_SURVEY
         self._agreement = agreement.Agreement()
         self._compared = False
         self._warned = False
         self._untrained = 0
-        self._work = self._settled = None
         self._last = NOTHING, ()
+        self._forget_tensors()
+
+    def _forget_tensors(self) -> None:
+        """Lets go of what steps keep of weights and state, which would keep their memory."""
+        self._work = None
+        self._store.forget()
 
 
 def _is_zero(lr: Any) -> bool:

@@ -296,11 +296,11 @@ def _next_momentum(
     run: Run, parts: Parts, grads: list[Tensor], lane: Lane, step: Step
 ) -> list[Tensor]:
     """What this step would make of parts of the momentum, which stay as they are."""
-    rows = MomentumRows(parts.tensors, grads, [])
+    unread = [torch.empty(part.shape, dtype=lane.wide, device=lane.device) for part in grads]
+    rows = MomentumRows(parts.tensors, grads, unread)
     for lent in step.home.windows((NONFINITE, id(run))):  # one
-        part = rows.part(lent)
-        rows = MomentumRows([momentum.clone() for momentum in part.momenta], part.grads, [])
-        rows.outputs = [torch.empty_like(m, dtype=lane.wide) for m in rows.momenta]
+        rows = rows.part(lent)
+        rows.momenta = [momentum.clone() for momentum in rows.momenta]
         _apply_momentum(rows, step.hyper(parts.units[0]), wanted=False)
     return rows.momenta
 

@@ -192,8 +192,8 @@ class Step:
             of_adamw = (group for group in self.groups if not group.use_muon)
             others = [id(p) for group in of_adamw for p in group.params if takes_part(p, group)]
         try:
-            use = (self.plan, self._absent, others)
-            self.home = self._offload.begin_step(use, once=any(self._hosted))
+            use = (self._absent, others)
+            self.home = self._offload.begin_step(self.plan, use, once=any(self._hosted))
             self._prepare()
         except BaseException:
             self.__exit__()

@@ -1,19 +1,19 @@
 """Optimizer state in host memory between steps, carried to the device and back within them."""
 
+from .backend import Backend
 from .carrier import Carrier, Lent
 from .hooks import Hooks
-from .methods import Offloadable
 from .offload import CPUOffload
 from .visits import Use
 from .windows import Loan, Share, narrow
 
 __all__ = [
+    "Backend",
     "CPUOffload",
     "Carrier",
     "Hooks",
     "Lent",
     "Loan",
-    "Offloadable",
     "Share",
     "Use",
     "narrow",

@@ -15,7 +15,7 @@ class Hooks:
     """Of an optimizer's parameters, and of the modules that have them.
 
     Args:
-        optimizer: an `Offloadable`; the hooks go when it does.
+        optimizer: a `Muon`; the hooks go when it does.
         model: whose modules' forwards let memory go; None for none.
 
     Raises:
@@ -96,7 +96,7 @@ def _let_go(optimizer: Any, module: nn.Module, lock: Any) -> None:
 def _bring(optimizer: Any, param: Tensor, lock: threading.Lock) -> None:
     if not optimizer.manual_offload:
         with lock:
-            optimizer._reload((param,))
+            optimizer._offload.reload(optimizer.state, (param,))
 
 
 def _remove(handles: list[Any], hooked: dict[int, tuple[Tensor, Any]]) -> None:

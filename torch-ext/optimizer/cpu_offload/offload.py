@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Optional
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..distributed.utils import compute_device, local, with_local
-from ..state import Spec, make
+from ..state import KEYS, Spec, make
 from .arena import Arenas
 from .backend import OUT, Backend, Backends
 from .carrier import Carrier
+from .hooks import Hooks
 from .visits import Held, Use, Visits
 from .windows import Loan, dense_stride
 
@@ -29,6 +30,8 @@ LEAST_SLOT_BYTES = 512 << 20
 DEVICE_TYPES = ("cuda", "xpu", "mtia", "hpu", "npu", "privateuseone")
 
 OwnState = MutableMapping[str, Tensor]  # of one parameter
+State = Mapping[Any, Any]  # of an optimizer
+Params = Iterable[tuple[Tensor, bool]]  # and whether they are Muon's
 
 
 class CPUOffload:
@@ -39,10 +42,13 @@ class CPUOffload:
         self.mode = "stream"
         self.slot_bytes: Optional[int] = None
         self.manual = False
+        self.hooks: Optional[Hooks] = None
+        self.tags: dict[Tensor, Hashable] = {}
         self._held: dict[int, Held] = {}  # by id of the tensor in the state
         self._begin(None)
         self._carrier: Optional[Carrier] = None  # of the last step
-        self._used: tuple = ()  # by it
+        self._plan: object = None  # of it
+        self._used: tuple = ()
 
     def _begin(self, stand_in: Optional[Backend]) -> None:
         """Anew, with the devices' own backends or another one."""
@@ -52,23 +58,96 @@ class CPUOffload:
 
     def __getstate__(self) -> dict[str, Any]:
         """The settings: memory, streams and a stand-in belong to one process."""
-        return {key: vars(self)[key] for key in ("is_on", "mode", "slot_bytes", "manual")}
+        return {key: vars(self)[key] for key in ("is_on", "mode", "slot_bytes", "manual", "tags")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         CPUOffload.__init__(self)
         vars(self).update(state)
 
-    def turn_on(self, mode: str, slot_bytes: Optional[int], stand_in: Optional[Backend]) -> None:
+    def turn_on(
+        self,
+        optimizer: torch.optim.Optimizer,
+        mode: str,
+        slot_bytes: Optional[int],
+        model: Optional[nn.Module],
+        stand_in: Optional[Backend],
+    ) -> None:
+        """Takes an optimizer's state into host memory; see `Muon.turn_on_cpu_offload`."""
+        if mode not in MODES:
+            raise ValueError(f"mode must be one of {MODES}, found {mode!r}")
+        is_int = isinstance(slot_bytes, int) and not isinstance(slot_bytes, bool)
+        if slot_bytes is not None and not (is_int and slot_bytes >= 1):
+            raise ValueError(f"slot_bytes must be None or an int ≥ 1, found {slot_bytes!r}")
+        if model is not None and not isinstance(model, nn.Module):
+            raise ValueError(f"model must be None or a module, found {model!r}")
+        if stand_in is not None and not isinstance(stand_in, Backend):
+            raise ValueError(
+                f"backend must be None or a cpu_offload.backend.Host, found {stand_in!r}"
+            )
+        hooks = Hooks(optimizer, model) if mode == "backward" else None
+        self._unhook()
+        self.hooks = hooks
         self.is_on, self.mode, self.slot_bytes = True, mode, slot_bytes
         self._carrier = None
         if stand_in is not None and stand_in is not self._backends.stand_in:
             self.end_visits()
             self._begin(stand_in)
+        params = ((p, g["use_muon"]) for g in optimizer.param_groups for p in g["params"])
+        self.hold(optimizer.state, params)
 
-    def turn_off(self) -> None:
+    def turn_off(self, state: State) -> None:
+        """Brings all state back to where its parameters are."""
+        self._unhook()
         self.end_visits()
         self.is_on = False
         self._begin(None)
+        for param, own in state.items():  # also of those that have left the groups
+            is_state = isinstance(param, Tensor)  # else the user's own
+            if is_state and self.use_of(param, "momentum_buffer" in own) is None:
+                self.release(own)
+
+    def _unhook(self) -> None:
+        if self.hooks is not None:
+            self.hooks.remove()
+        self.hooks = None
+
+    def tag(self, tags: Mapping[Any, Hashable], params: Mapping[Any, Tensor]) -> None:
+        """Sorts parameters into groups to be reloaded; None as a tag is none.
+
+        Args:
+            tags: by parameter or name.
+            params: of the optimizer, by id and by name.
+
+        Raises:
+            ValueError: something that is no parameter of the optimizer.
+        """
+        found: dict[Tensor, Hashable] = {}
+        for key, tag in tags.items():
+            param = params.get(key if isinstance(key, str) else id(key))
+            if param is None:
+                what = (
+                    repr(key) if isinstance(key, str) else f"a tensor of shape {tuple(key.shape)}"
+                )
+                raise ValueError(f"{what} is no parameter of this optimizer, so it can't be tagged")
+            if tag is not None:
+                found[param] = tag
+        self.tags = found
+
+    def tagged(self, tag: Hashable) -> list[Tensor]:
+        """The parameters with a tag.
+
+        Raises:
+            ValueError: there are none.
+        """
+        if not self.tags:
+            raise ValueError(
+                f"no parameter has a tag, so none has {tag!r}: call set_param_tags first"
+            )
+        tagged = [param for param, other in self.tags.items() if other == tag]
+        if not tagged:
+            known = sorted({repr(other) for other in self.tags.values()})
+            raise ValueError(f"no parameter has the tag {tag!r}; there are {', '.join(known)}")
+        return tagged
 
     # -- what is held ------------------------------------------------------------------------
 
@@ -115,6 +194,28 @@ class CPUOffload:
         for (own, key, spec, use), host in zip(missing, self._arenas.allocate(wanted)):
             own[key] = make(spec, host)
             self._hold(own[key], host, use)
+
+    def uses_host(self, params: Params) -> bool:
+        """Whether there is state of these to offload, now or after the first step."""
+        return any(self.use_of(param, is_muon) is not None for param, is_muon in params)
+
+    def hold(self, state: State, params: Params) -> None:
+        """Takes all state of parameters into host memory, where it is not yet and belongs."""
+        strangers = [
+            (state[param], key, use)
+            for param, is_muon in params
+            for use in [self.use_of(param, is_muon)]
+            if use is not None
+            for key in _tensors_of(state, param)
+            if not self.holds(state[param][key])
+        ]
+        if strangers:  # what replaces a tensor makes its copy on the device old
+            self.end_visits()
+            self.adopt(strangers)
+        # Also of parameters that have been swapped out of the groups, and may come back.
+        self.keep_only(state[param][key] for param in state for key in _tensors_of(state, param))
+        if self.hooks is not None:
+            self.hooks.hook_params()
 
     def adopt(self, states: Sequence[tuple[OwnState, str, Use]]) -> None:
         """Takes tensors into host memory, wherever they are: of a parameter's state, which key, and
@@ -182,11 +283,12 @@ class CPUOffload:
             return []
         return [Loan(held.host if part is None else part, held.use.device, True)]
 
-    def begin_step(self, use: object, once: bool) -> Carrier:
+    def begin_step(self, plan: object, use: object, once: bool) -> Carrier:
         """What carries the host's state through a step, but for what is on its device already.
 
         Args:
-            use: equal for steps that use the same state in the same order.
+            plan, use: the very same, and equal, for steps that use the same state in the same
+                order.
             once: what is carried is not all state, so it may be another next time.
         """
         if self.mode != "stream" and not self.manual:
@@ -196,8 +298,9 @@ class CPUOffload:
         self._visits.sweep()
         self._visits.begin_step()
         used = (use, self._visits.changes)
-        if self._carrier is None or not self._carrier.is_prepared or used != self._used:
-            self._carrier, self._used = self._new_carrier(), used
+        is_same = plan is self._plan and used == self._used
+        if self._carrier is None or not self._carrier.is_prepared or not is_same:
+            self._carrier, self._plan, self._used = self._new_carrier(), plan, used
         carrier = self._carrier
         for device in carrier.devices:
             self._visits.wait_for_leaving(device)
@@ -232,11 +335,14 @@ class CPUOffload:
 
     # -- on demand -----------------------------------------------------------------------------
 
-    def reload(self, tensors: Iterable[Tensor], streams: Sequence[Any] = ()) -> None:
-        """Starts to bring tensors of the state to their devices; see `Visits.reload`.
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def reload(self, state: State, params: Iterable[Tensor], streams: Sequence[Any] = ()) -> None:
+        """Starts to bring the state of parameters to their devices; see `Visits.reload`.
 
         On the stream of the steps, whichever the caller's is: that one gets the memory back.
         """
+        tensors = [state[param][key] for param in params for key in _tensors_of(state, param)]
         held = [self._held[key] for key in map(id, tensors) if key in self._held]
         with self._at_home({each.use.device for each in held}):
             self._visits.reload(held, streams)
@@ -266,3 +372,10 @@ class CPUOffload:
             for device in devices:
                 homes.enter_context(self._backends[device].at_home())
             yield
+
+
+def _tensors_of(state: State, param: Any) -> list[str]:
+    """The keys of a parameter's tensors of state."""
+    # Under keys that are no parameters, torch's users may keep what they like.
+    own = state.get(param, {}) if isinstance(param, Tensor) else {}
+    return [key for key in KEYS if own.get(key) is not None]
