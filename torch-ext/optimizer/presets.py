@@ -11,8 +11,8 @@ have no counterpart. Further options of `Muon` go to `Muon`, beside those of the
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, Callable, Optional
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, Optional
 
 from torch import Tensor
 
@@ -34,7 +34,7 @@ def motif(params: Params, lr: Any = 1e-3, **arguments: Any) -> dict[str, Any]:
     Raises:
         ValueError: an argument or a group key that `Muon` does not have.
     """
-    _check_arguments(arguments, "Motif's Muon", inspect.signature(Muon).parameters)
+    _check_arguments(arguments, "Motif's Muon", _arguments_of(Muon))
     groups = validation.as_groups(params)
     for number, group in enumerate(groups):
         _check_keys(group, number, "Motif's Muon", GROUP_OPTIONS)
@@ -121,7 +121,7 @@ def keller_jordan(
         ValueError: an argument or a group key that the source does not have; a convolution whose
             kernel is higher than wide, whose scale has no name here.
     """
-    _check_arguments(unknown, "Keller Jordan's Muon")
+    _check_arguments(unknown, "Keller Jordan's Muon", _arguments_of(keller_jordan))
     muon, adam = {"lr", "weight_decay", "momentum"}, {"lr", "weight_decay", "betas", "eps"}
     groups: list[dict[str, Any]] = []
     for number, group in enumerate(_muon_groups(params, "Keller Jordan's Muon", muon, adam)):
@@ -172,7 +172,7 @@ def moonlight(
     Raises:
         ValueError: an argument that the source does not have.
     """
-    _check_arguments(unknown, "Moonlight's Muon")
+    _check_arguments(unknown, "Moonlight's Muon", _arguments_of(moonlight))
     return {
         "params": [
             {"params": list(muon_params or ()), "use_muon": True},
@@ -237,7 +237,7 @@ def dion(
     if newton_schulz_func or use_gram_newton_schulz:
         key = "newton_schulz_func" if newton_schulz_func else "use_gram_newton_schulz"
         raise ValueError(f"dion's {key} has no counterpart: leave it out")
-    _check_arguments(unknown, "dion's Muon")
+    _check_arguments(unknown, "dion's Muon", _arguments_of(dion))
     given = {"mu": mu, "epsilon": epsilon, "adjust_lr": adjust_lr, "cautious_wd": cautious_wd}
     given |= {"beta1": betas[0], "beta2": betas[1], "num_heads": None, "split_sizes": None}
     known = {"algorithm", "lr", "weight_decay", "nesterov", "flatten", *given}
@@ -406,10 +406,15 @@ def _muon_groups(
     return groups
 
 
-def _check_arguments(given: Iterable[str], source: str, known: Collection[str] = ()) -> None:
+def _arguments_of(function: Callable[..., Any]) -> list[str]:
+    parameters = inspect.signature(function).parameters.values()
+    return [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
+
+
+def _check_arguments(given: Iterable[str], source: str, known: Collection[str]) -> None:
     for key in given:
         if key not in known:
-            raise ValueError(f"{source} has no argument {key!r}; options of Muon go to Muon(...)")
+            raise ValueError(f"{source} has no argument {key!r}; it has {', '.join(known)}")
 
 
 # Keys that say what a group holds.
@@ -420,8 +425,9 @@ def _check_keys(group: Iterable[str], number: int, source: str, known: Collectio
     """Raises where a group has keys that are neither the source's nor tell what the group holds."""
     for key in set(group) - {*_CONTENTS, *known}:
         raise ValueError(
-            f"param_groups[{number}] has {key!r}, which {source} has not; set further options "
-            "and keys of your own on the groups that the preset returns"
+            f"param_groups[{number}] has {key!r}, which a group of {source} with such parameters "
+            f"has not; it has {', '.join(sorted(known))}. Set further options of this package, and "
+            "keys of your own, on the groups that the preset returns"
         )
 
 
