@@ -116,50 +116,46 @@ def schedule(plan: Plan, beside: Beside) -> tuple[Event, ...]:
     same ranks are gathered, or between the others. Out of turn, two ranks would use one process
     group in different orders, since each may have another first lane.
     """
-    averages, shared = beside.averages, len(plan.lanes)
-    launches = _Launches(Do.AVERAGE, 0 if averages is None else averages.buckets)
-    events: list[Event] = []
-
-    def chunk(do: Do, lane: int, number: int) -> None:
-        if do is Do.GATHER and averages is not None:
-            events.extend(launches.for_those(averages.needed[lane, number]))
-        events.append(Event(do, lane, number))
-
-    for number in sorted(beside.flagged):
-        if averages is not None:
-            last = len(plan.all_lanes[number].chunks) - 1
-            events.extend(launches.for_those(averages.needed[number, last]))
-        events.append(Event(Do.FLAG, number))
-
+    averages, count = beside.averages, len(plan.lanes)
     is_woven = beside.chunk_bytes is not None and averages is None
     others = [] if is_woven else _adamw(beside)
-    turn, is_under = 0, shared > 0
+    turn, is_under = 0, count > 0
     if averages is not None and len(averages.ranks) > 1:
         turn = sum(turn_of(lane.peers) < turn_of(averages.ranks) for lane in plan.lanes)
-        is_under = turn < shared and plan.lanes[turn].peers == averages.ranks
-
-    def without_traffic() -> None:
-        for number, lane in enumerate(plan.alone, shared):
-            for do, of_lane in turns(len(lane.chunks), in_flight=1):
-                chunk(do, number, of_lane)
-
+        is_under = turn < count and plan.lanes[turn].peers == averages.ranks
+    alone = [
+        Event(do, number, chunk)
+        for number, lane in enumerate(plan.alone, count)
+        for do, chunk in turns(len(lane.chunks), in_flight=1)
+    ]
+    events = [Event(Do.FLAG, number) for number in sorted(beside.flagged)]
     for number, lane in enumerate(plan.lanes):
-        if number == turn and not is_under:
-            events.extend(others)
-        has_gathered = False
-        for do, of_lane in turns(len(lane.chunks), lane.in_flight):
-            if do is not Do.GATHER and not has_gathered:
-                has_gathered = True
-                if number == 0:
-                    without_traffic()
-                if number == turn and is_under:
-                    events.extend(others)
-            chunk(do, number, of_lane)
-    if not plan.lanes:
-        without_traffic()
-    if turn == shared:
-        events.extend(others)
+        of_lane = [
+            Event(do, number, chunk) for do, chunk in turns(len(lane.chunks), lane.in_flight)
+        ]
+        gathers = next(at for at, event in enumerate(of_lane) if event.do is not Do.GATHER)
+        events += others if number == turn and not is_under else []
+        events += of_lane[:gathers]
+        events += alone if number == 0 else []
+        events += others if number == turn and is_under else []
+        events += of_lane[gathers:]
+    events += [] if plan.lanes else alone
+    events += others if turn == count else []
+    if averages is not None:
+        return tuple(_with_averages(events, plan, averages))
     return tuple(_weave(events, plan, beside) if is_woven else events)
+
+
+def _with_averages(events: Sequence[Event], plan: Plan, averages: Averages) -> Iterator[Event]:
+    """Launches averages of matrices' gradients ahead of the events that wait for them."""
+    launches = _Launches(Do.AVERAGE, averages.buckets)
+    for event in events:
+        if event.do is Do.GATHER:
+            yield from launches.for_those(averages.needed[event.lane, event.number])
+        elif event.do is Do.FLAG:
+            last = len(plan.all_lanes[event.lane].chunks) - 1
+            yield from launches.for_those(averages.needed[event.lane, last])
+        yield event
 
 
 class _Launches:

@@ -345,8 +345,8 @@ def _explain(union: Ranks, notes: Mapping[Ranks, Notes], error: Optional[str]) -
         return "ranks have planned different owners; do all load the same version of this package?"
     return (
         f"gradients are missing on some ranks only: {'; '.join(missing[:8])}. Let every rank "
-        'compute one for it, or set missing_grad="zero", which counts it as zeros where matrices are '
-        "sharded, but not where replicas hold them and average gradients by themselves, as DDP does"
+        'compute one for it, or set missing_grad="zero", which counts it as zeros where matrices '
+        "are sharded, but not where replicas hold them and average gradients by themselves, as DDP"
     )
 
 
@@ -487,8 +487,8 @@ def _all_gather(ranks: Ranks, tensor: torch.Tensor) -> torch.Tensor:
     except RuntimeError as error:
         raise RuntimeError(
             f"ranks {list(ranks)} have to call step() together, but one of them didn't within "
-            f"{world_timeout()}, or failed meanwhile, or has consistency_check='off', or 'plan' and "
-            f"options that were changed on other ranks only: {error}"
+            f"{world_timeout()}, or failed meanwhile, or has consistency_check='off', or 'plan' "
+            f"and options that were changed on other ranks only: {error}"
         ) from error
     return gathered
 
