@@ -19,8 +19,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,7 +41,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.profiler import record_function
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
 from checkpointed import Run
 from kernel import optimizer
@@ -59,23 +62,38 @@ EARLIER = r"^An earlier (step|load_state_dict)\(\) (broke off|was interrupted)"
 # -- in one process, at every operation and at every line ------------------------------------------
 
 
-class OutOfMemory(TorchDispatchMode):
-    """Raises in the n-th of torch's operations that may take memory."""
+def fail() -> None:
+    raise torch.OutOfMemoryError("no memory left")
 
-    def __init__(self, number: int):
+
+class Fault(TorchDispatchMode):
+    """Strikes ahead of the n-th event whose name has the given text in it.
+
+    Regions of torch.profiler.record_function are seen as "begin Muon.weights" and "end
+    Muon.weights". In between, operations of torch are seen as "in Muon.weights: aten.mul_.Tensor",
+    and from there to the next begin or end as "behind Muon.weights: …"; views are not.
+    """
+
+    def __init__(self, point: str, number: int, strike: Callable[[], None] = fail):
         super().__init__()
-        self.left = number
+        self.point, self.left, self.strike = point, number, strike
+        self.place, self.regions = "ahead", list[str]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        counts = func.namespace == "aten" and not func.is_view
-        self.left -= counts
-        if self.left == 0 and counts:
-            raise torch.OutOfMemoryError(f"in {func}")
+        if any(map(is_traceable_wrapper_subclass_type, types)):
+            return NotImplemented  # seen again as operations on the tensors within
+        event = f"{self.place}: {func}"
+        if func._opname == "_record_function_enter_new":
+            self.regions.append(args[0])
+            event, self.place = f"begin {args[0]}", f"in {args[0]}"
+        elif func._opname == "_record_function_exit":
+            region = self.regions.pop()
+            event, self.place = f"end {region}", f"behind {region}"
+        if self.point in event and not func.is_view:
+            self.left -= 1
+            if self.left == 0:
+                self.strike()
         return func(*args, **(kwargs or {}))
-
-    @property
-    def has_raised(self) -> bool:
-        return self.left <= 0
 
 
 class Interrupt:
@@ -83,10 +101,6 @@ class Interrupt:
 
     def __init__(self, number: int):
         self.left = number
-
-    @property
-    def has_raised(self) -> bool:
-        return self.left <= 0
 
     def __enter__(self) -> Interrupt:
         self._before = sys.gettrace()
@@ -107,7 +121,7 @@ class Interrupt:
 
 
 FAULTS: dict[str, tuple[Callable[[int], Any], type[BaseException]]] = {
-    "out of memory": (OutOfMemory, torch.OutOfMemoryError),
+    "out of memory": (partial(Fault, "aten."), torch.OutOfMemoryError),
     "interrupt": (Interrupt, KeyboardInterrupt),
 }
 ATTENTION = ("layers.0.attn.q_proj.weight", "layers.0.attn.k_proj.weight")
@@ -250,7 +264,7 @@ def sweep(kind: str, steps: int, fault: str, numbers: Iterable[int]) -> Counter[
                 assert str(error).startswith("step() broke off: "), error
                 assert isinstance(error.__cause__, error_type)
                 assert is_marked(training.optim)
-            if not failing.has_raised:
+            if failing.left > 0:
                 return found
             if is_marked(training.optim):
                 assert_marked(training)
@@ -316,17 +330,9 @@ def broken() -> Training:
     training = Training("everything")
     training.train(range(2))
     training.give_gradients(2)
-    update = optimizer.muon.adamw._update_at_once
-
-    def fail(*args: Any) -> None:
-        raise torch.OutOfMemoryError("no memory left")
-
-    optimizer.muon.adamw._update_at_once = fail
-    try:
-        with pytest.raises(RuntimeError, match=f"{BROKE_OFF}OutOfMemoryError: no memory left"):
-            training.step()
-    finally:
-        optimizer.muon.adamw._update_at_once = update
+    raises = pytest.raises(RuntimeError, match=f"{BROKE_OFF}OutOfMemoryError: no memory left")
+    with raises, Fault("begin Muon.adamw", 1):
+        training.step()
     return training
 
 
@@ -383,7 +389,7 @@ def test_loading_that_breaks_off_is_marked_and_can_be_repeated():
                 pass
             except RuntimeError as error:
                 assert str(error).startswith("load_state_dict() broke off: OutOfMemoryError")
-            if not failing.has_raised:
+            if failing.left > 0:
                 break
             is_broken, after = is_marked(training.optim), training.everything()
             assert are_equal(of_weights(after), of_weights(before))
@@ -448,6 +454,14 @@ SLACK = 4.0  # of a busy machine
 CHAIN = ((0, 1), (1, 2), (2, 3))
 
 
+class NamedHost(Host):
+    """Its copies are regions of the thread that asks for them."""
+
+    def copy(self, on: str, targets: Any, sources: Any) -> None:
+        with record_function(f"copy {on}"):
+            super().copy(on, targets, sources)
+
+
 class World:
     """An optimizer on four ranks, of every kind of parameter that a layout has."""
 
@@ -491,7 +505,7 @@ class World:
         self.params = [p for group in groups for p in group["params"]]
         self.optim = Muon(groups, **options)
         if layout == "offloaded":
-            self.optim.turn_on_cpu_offload(slot_bytes=16384, backend=Host())
+            self.optim.turn_on_cpu_offload(slot_bytes=16384, backend=NamedHost())
 
     def step(self, step: int, closure: Any = None) -> None:
         generator = torch.Generator().manual_seed(step)
@@ -516,37 +530,38 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Phase:
-    """Where in a step the victim is: at the n-th call of a function of the package."""
+    """Where in a step the victim is: ahead of the n-th event of that name, see `Fault`."""
 
-    module: str
-    function: str
-    call: int = 1
+    point: str
+    number: int = 1
     layout: str = "FSDP2"
     steps: int = 2  # before
-    behind: bool = False  # not ahead of the call, but once it has returned
 
+
+GATHER = "behind Muon.momentum: c10d.alltoall_base_"
+SCATTER = "behind Muon.orthogonalize: c10d.alltoall_base_"
 
 PHASES = {
-    "forward": Phase("", "closure"),
-    "comparison of notes": Phase("distributed.agreement", "_exchange"),
-    "between notes and step": Phase("distributed.agreement", "_exchange", behind=True),
-    "state at the first step": Phase("stateful", "zeros", 3, steps=0),
-    "maximum of logits": Phase("qk_clip.clip", "max_over_ranks"),
-    "flags of nonfinite": Phase("pipeline", "_mark_finite", 2),
-    "mean of gradients": Phase("distributed.zero2", "_sum", 2, "ZeRO-2"),
-    "momentum": Phase("pipeline", "_apply_momentum", 2),
-    "momentum, in a chain": Phase("pipeline", "_apply_momentum", 1, "chain"),
-    "gather": Phase("pipeline", "_exchange", 1, "FSDP2 beside experts"),
-    "gather of replicas": Phase("pipeline", "_exchange", 3, "HSDP spread"),
-    "orthogonalization": Phase("pipeline", "_orthogonalize"),
-    "return of updates": Phase("pipeline", "_exchange", 3),
-    "return to replicas": Phase("pipeline", "_exchange", 3, "DDP"),
-    "second moment": Phase("pipeline", "_update_second_moment", 2),
-    "weights": Phase("pipeline", "_apply", 2),
-    "write-back to the host": Phase("cpu_offload.conveyor", "Conveyor.give_back", 2, "offloaded"),
-    "AdamW": Phase("adamw", "_update_at_once"),
-    "AdamW's rows": Phase("distributed.zero2", "all_gather_slots", 1, "ZeRO-2"),
-    "QK-Clip of biases": Phase("qk_clip.clip", "Clipping.finish"),
+    "forward": Phase("begin forward"),
+    "comparison of notes": Phase("in Muon.agree: aten."),
+    "between notes and step": Phase("in Muon.agree: aten.any"),  # of what has come
+    "state at the first step": Phase("behind Muon.agree: aten.zero_", 3, steps=0),
+    "maximum of logits": Phase("behind Muon.agree: c10d.allreduce_"),
+    "flags of nonfinite": Phase("behind Muon.agree: aten.abs", 2),  # of torch.isfinite
+    "mean of gradients": Phase("c10d._reduce_scatter_base_", 2, "ZeRO-2"),
+    "momentum": Phase("in Muon.momentum: aten._foreach_mul_", 2),
+    "momentum, in a chain": Phase("in Muon.momentum: aten._foreach_mul_", 1, "chain"),
+    "gather": Phase(GATHER, 1, "FSDP2 beside experts"),
+    "gather of replicas": Phase(GATHER, 2, "HSDP spread"),
+    "orthogonalization": Phase("in Muon.orthogonalize: aten.bmm"),
+    "return of updates": Phase(SCATTER, 2),
+    "return to replicas": Phase(SCATTER, 2, "DDP"),
+    "second moment": Phase("in Muon.weights: aten.lerp", 2),
+    "weights": Phase("in Muon.weights: aten._foreach_sub_", 2),
+    "write-back to the host": Phase("begin copy out", 2, "offloaded"),
+    "AdamW": Phase("begin Muon.adamw"),
+    "AdamW's rows": Phase("behind Muon.adamw: c10d._allgather_base_", 1, "ZeRO-2"),
+    "QK-Clip of biases": Phase("behind Muon.weights: aten.mul_"),
 }
 # Until then nothing was written anywhere. Who waits there can't know: others may have gone on.
 BEFORE = ("forward", "comparison of notes")
@@ -558,10 +573,6 @@ OWN = {"out of memory": "OutOfMemoryError", "interrupted": "KeyboardInterrupt"}
 
 def kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def fail() -> None:
-    raise torch.OutOfMemoryError("no memory left")
 
 
 def interrupt() -> None:
@@ -578,24 +589,10 @@ def stop() -> None:
 INJECTED = {"killed": kill, "out of memory": fail, "interrupted": interrupt, "stopped": stop}
 
 
-def inject(phase: Phase, fault: Callable[[], None]) -> None:
-    """Puts a fault ahead of the n-th call, counted from now, or behind it."""
-    owner: Any = importlib.import_module(f"{optimizer.__name__}.{phase.module}")
-    *parents, name = phase.function.split(".")
-    for parent in parents:
-        owner = getattr(owner, parent)
-    function, calls = getattr(owner, name), itertools.count(1)
-
-    def faulty(*args: Any, **kwargs: Any) -> Any:
-        is_it = next(calls) == phase.call
-        if is_it and not phase.behind:
-            fault()
-        result = function(*args, **kwargs)
-        if is_it and phase.behind:
-            fault()
-        return result
-
-    setattr(owner, name, faulty)
+def faulty(phase: Phase, fault: Callable[[], None]) -> AbstractContextManager[Any]:
+    """A context in which the victim meets with the fault."""
+    is_victim = dist.get_rank() == VICTIM
+    return Fault(phase.point, phase.number, fault) if is_victim else nullcontext()
 
 
 @dataclass(frozen=True)
@@ -635,7 +632,7 @@ class BrokenOff(NamedTuple):
 
 
 def break_off(name: str, fault: str) -> BrokenOff:
-    phase, is_victim = PHASES[name], dist.get_rank() == VICTIM
+    phase = PHASES[name]
     world = undisturbed = World(phase.layout)
     if can_repeat(name, fault):
         undisturbed = World(phase.layout)
@@ -646,16 +643,13 @@ def break_off(name: str, fault: str) -> BrokenOff:
     before = world.everything()
     dist.barrier()
     shorten_timeouts()
-    if phase.module and is_victim:
-        inject(phase, INJECTED[fault])
-
-    faults = itertools.count()
 
     def closure() -> None:
-        if name == "forward" and is_victim and next(faults) == 0:
-            INJECTED[fault]()
+        with record_function("forward"):
+            pass
 
-    first = attempt(lambda: world.step(phase.steps, closure))
+    with faulty(phase, INJECTED[fault]):
+        first = attempt(lambda: world.step(phase.steps, closure))
     is_untouched = are_equal(world.everything(), before)
     saved = attempt(world.optim.state_dict)
     second = first
@@ -739,9 +733,8 @@ def train_until_killed(layout: str, directory: str, phase: Phase) -> None:
     run.train(range(SAVED_AFTER))
     dcp.save(checkpoint_of(run), checkpoint_id=directory)
     run.train(range(SAVED_AFTER, KILLED_IN))
-    if dist.get_rank() == VICTIM:
-        inject(phase, kill)
-    run.train([KILLED_IN])
+    with faulty(phase, kill):
+        run.train([KILLED_IN])
 
 
 def resume(layout: str, directory: str, expected: Path) -> None:
@@ -759,11 +752,11 @@ def never_disturbed(layout: str, file: Path) -> None:
 
 KILLED = {
     # layout: where, and on how many ranks to go on as well
-    "FSDP2": (Phase("pipeline", "_orthogonalize"), 3),
-    "FSDP2 + TP": (Phase("pipeline", "_apply_momentum", 2), None),
-    "HSDP, spread": (Phase("pipeline", "_exchange", 2), None),
-    "DDP": (Phase("pipeline", "_orthogonalize"), 3),
-    "ZeRO-2": (Phase("distributed.zero2", "_sum", 2), 2),
+    "FSDP2": (PHASES["orthogonalization"], 3),
+    "FSDP2 + TP": (PHASES["momentum"], None),
+    "HSDP, spread": (Phase(SCATTER), None),
+    "DDP": (PHASES["orthogonalization"], 3),
+    "ZeRO-2": (Phase("behind Muon.agree: c10d.allreduce_"), 2),  # of the second bucket
 }
 
 
@@ -792,8 +785,8 @@ def repair(how: str, directory: str) -> None:
     whole_state = copy.deepcopy(get_optimizer_state_dict(run.model, run.optim, options=full))
     run.train(range(SAVED_AFTER, KILLED_IN))
     if dist.get_rank() == VICTIM:
-        inject(Phase("step", "Step.release"), fail)
-        with pytest.raises(RuntimeError, match=f"{BROKE_OFF}OutOfMemoryError"):
+        raises = pytest.raises(RuntimeError, match=f"{BROKE_OFF}OutOfMemoryError")
+        with raises, Fault("end Muon.weights", 2):  # of the matrices that are shared
             run.train([KILLED_IN])
         with pytest.raises(RuntimeError, match=EARLIER):
             checkpoint_of(run)
