@@ -345,8 +345,8 @@ def _explain(union: Ranks, notes: Mapping[Ranks, Notes], error: Optional[str]) -
         return "ranks have planned different owners; do all load the same version of this package?"
     return (
         f"gradients are missing on some ranks only: {'; '.join(missing[:8])}. Let every rank "
-        'compute one for it, or set missing_grad="zero", which counts it as zeros where matrices '
-        "are sharded, but not where replicas hold them and average gradients by themselves, as DDP"
+        'compute one for it, or set missing_grad="zero": absent ones count as zeros then, but of '
+        'replicas only where the step averages them, grad_reduce="mean"'
     )
 
 
