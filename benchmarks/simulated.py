@@ -123,6 +123,9 @@ class Simulated(Backend):  # type: ignore[misc, valid-type]
         self.windows = 0
         self.copies, self.nbytes = {IN: 0, OUT: 0}, {IN: 0, OUT: 0}
 
+    def come_home(self) -> None:
+        """There is one stream."""
+
     def record(self, on: str) -> float:
         return self.clocks.now[on]
 

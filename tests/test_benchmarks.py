@@ -303,6 +303,6 @@ def test_offload_times_the_hosts_part(capsys, monkeypatch):
     monkeypatch.setattr(offload, "SMALL_MATRICES", 20)
     offload.main(["--host-cost", "--repeats", "1", "--markdown"])
     printed = capsys.readouterr().out
-    assert "pipeline.py" in printed and "5 rounds" in printed
+    assert "5 rounds" in printed and "function calls" in printed
     ((*_, more, times),) = rows_of(printed, "off |")
     assert more == times == "–"

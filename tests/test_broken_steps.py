@@ -14,7 +14,6 @@ import os
 import pickle
 import signal
 import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -42,8 +41,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.profiler import record_function
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
+from breaking import Fault, Interrupt, fail
 from checkpointed import Run
 from kernel import optimizer
 from layouts import EXACT, case, part, part_for
@@ -51,7 +50,6 @@ from ranks import Outcome, rank_outcomes, run_ranks
 
 Muon = optimizer.Muon
 Host = importlib.import_module(f"{optimizer.__name__}.cpu_offload.backend").Host
-PACKAGE = str(Path(optimizer.__file__).parent)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -60,64 +58,6 @@ EARLIER = r"^An earlier (step|load_state_dict)\(\) (broke off|was interrupted)"
 
 
 # -- in one process, at every operation and at every line ------------------------------------------
-
-
-def fail() -> None:
-    raise torch.OutOfMemoryError("no memory left")
-
-
-class Fault(TorchDispatchMode):
-    """Strikes ahead of the n-th event whose name has the given text in it.
-
-    Regions of torch.profiler.record_function are seen as "begin Muon.weights" and "end
-    Muon.weights". In between, operations of torch are seen as "in Muon.weights: aten.mul_.Tensor",
-    and from there to the next begin or end as "behind Muon.weights: …"; views are not.
-    """
-
-    def __init__(self, point: str, number: int, strike: Callable[[], None] = fail):
-        super().__init__()
-        self.point, self.left, self.strike = point, number, strike
-        self.place, self.regions = "ahead", list[str]()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(map(is_traceable_wrapper_subclass_type, types)):
-            return NotImplemented  # seen again as operations on the tensors within
-        event = f"{self.place}: {func}"
-        if func._opname == "_record_function_enter_new":
-            self.regions.append(args[0])
-            event, self.place = f"begin {args[0]}", f"in {args[0]}"
-        elif func._opname == "_record_function_exit":
-            region = self.regions.pop()
-            event, self.place = f"end {region}", f"behind {region}"
-        if self.point in event and not func.is_view:
-            self.left -= 1
-            if self.left == 0:
-                self.strike()
-        return func(*args, **(kwargs or {}))
-
-
-class Interrupt:
-    """Raises KeyboardInterrupt at the n-th line of the package that runs."""
-
-    def __init__(self, number: int):
-        self.left = number
-
-    def __enter__(self) -> Interrupt:
-        self._before = sys.gettrace()
-        sys.settrace(self._trace)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        sys.settrace(self._before)
-
-    def _trace(self, frame: Any, event: str, _: Any) -> Any:
-        if not frame.f_code.co_filename.startswith(PACKAGE):
-            return None
-        self.left -= event == "line"
-        if self.left == 0 and event == "line":
-            self.left = -1
-            raise KeyboardInterrupt
-        return self._trace
 
 
 FAULTS: dict[str, tuple[Callable[[int], Any], type[BaseException]]] = {

@@ -19,10 +19,11 @@ from ..distributed.utils import is_dtensor
 
 try:
     from .._ops import add_op_namespace_prefix  # type: ignore[import-not-found]
-
-    OPERATOR = add_op_namespace_prefix("max_qk_products")  # each build of this package has its own
 except ImportError:  # the sources, to which a build adds it
-    OPERATOR = "optimizer_sources::max_qk_products"
+
+    def add_op_namespace_prefix(name: str) -> str:
+        return f"optimizer_sources::{name}"
+
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 DocumentIds = Union[Tensor, tuple[Tensor, Tensor]]
@@ -201,7 +202,7 @@ def _loop(inputs: _Inputs, block_size: Optional[int], best: Tensor) -> None:
                 torch.maximum(part, _maxima(inputs, block), out=part)
 
 
-@torch.library.custom_op(OPERATOR, mutates_args=())
+@torch.library.custom_op(add_op_namespace_prefix("max_qk_products"), mutates_args=())
 def _loop_of_graphs(
     q: Tensor,
     k: Tensor,
