@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.profiler import record_function
 
-from .core import is_dense, takes_part
+from .core import is_dense
 from .cpu_offload import Carrier, CPUOffload, Loan
 from .distributed.layout import shard
 from .distributed.replicas import Replicas
@@ -80,7 +80,7 @@ class Updates:
         carrier: Carrier,
     ):
         self._groups = [group for group in groups if not group.use_muon]
-        self._present = [[p for p in g.params if takes_part(p, g)] for g in self._groups]
+        self._present = [[p for p in g.params if g.takes_part(p)] for g in self._groups]
         self._state = state
         self._offload = offload
         self._carrier = carrier

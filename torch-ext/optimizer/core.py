@@ -10,7 +10,7 @@ import fnmatch
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Optional, Union
+from typing import Any, Optional, Union
 
 import torch
 from torch import Tensor
@@ -18,9 +18,6 @@ from torch import Tensor
 from . import triton_kernels
 from .groups import has_component, normalize_name
 from .scratch import Scratch
-
-if TYPE_CHECKING:
-    from .options import Group
 
 Number = Union[float, Tensor]
 
@@ -30,11 +27,6 @@ def is_dense(tensor: Tensor) -> bool:
     size_and_stride = zip(tensor.shape, tensor.stride())
     span = 1 + sum((size - 1) * stride for size, stride in size_and_stride)
     return tensor.numel() == 0 or span == tensor.numel()
-
-
-def takes_part(param: Tensor, group: Group) -> bool:
-    """Whether this step updates the parameter."""
-    return param.requires_grad and (param.grad is not None or group.missing_grad == "zero")
 
 
 @dataclass(frozen=True)

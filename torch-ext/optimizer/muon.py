@@ -9,7 +9,6 @@ from typing import Any, Optional, Union
 
 import torch
 from torch import Tensor, nn
-from torch.profiler import record_function
 
 from . import checkpoints, foreign, newton_schulz, options, pipeline, validation
 from .async_utils import Event
@@ -225,7 +224,7 @@ class Muon(torch.optim.Optimizer):
         clip.check_and_warn(self._views())
         self._clip = clip
         self._registration = agreement.Registration(self._sets)
-        muon_names = [g["names"] or () for g in self._views() if g["use_muon"]]
+        muon_names = [g.names or () for g in self._views() if g.use_muon]
         validation.warn_of_unmatched_split(split, [name for names in muon_names for name in names])
         validation.warn_of_unread_experts(self._views())
 
@@ -266,7 +265,7 @@ class Muon(torch.optim.Optimizer):
         They are no group keys: torch.distributed.checkpoint would look for them in checkpoints.
         ``param_names``, torch's own key, does stay where it was given, for who looks for it there.
         """
-        return [view["names"] for view in self._views()]
+        return [view.names for view in self._views()]
 
     def _views(self) -> list[Group]:
         """What the rest of the package reads of each group, made anew from the group as it is."""
@@ -365,25 +364,23 @@ class Muon(torch.optim.Optimizer):
     def _update(self, error: Optional[BaseException], qk_logits: Optional[Logits]) -> None:
         scaling = Scaling(self)
         step: Optional[Step] = None
-        is_agreed = False
 
         def has_begun(error: BaseException) -> bool:
-            if is_agreed and not isinstance(error, Exception):
+            if step is not None and not isinstance(error, Exception):
                 return True  # an interrupt comes between any two lines
             if scaling.has_unscaled or (step is not None and step.has_written):
                 return True
             return self._agreement.may_go  # others go on to write, whatever becomes of this one
 
         with self._condition.changing("step()", has_begun):
-            agreed = self._agree_on_plan(error, qk_logits, scaling)
-            if agreed is None:
+            prepared = self._prepare(error, qk_logits, scaling)
+            if prepared is None:
                 return
-            is_agreed = True
-            groups, plan, clipping = agreed
+            groups, plan, clipping = prepared
+            step = Step(plan, groups, self.state, self._wide, self._offload, clipping, self._work)
             if not self._store.is_settled:
                 self._store.create(self.state, groups, self._survey.entries, self._wide)
                 self._store.settle(self.state, (p for group in groups for p in group.params))
-            step = Step(plan, groups, self.state, self._wide, self._offload, clipping, self._work)
             with step:
                 scaling.unscale(groups)
                 pipeline.run(step)
@@ -391,7 +388,7 @@ class Muon(torch.optim.Optimizer):
             self._last = plan, step.work.schedule
             self._agreement.steps += 1
 
-    def _agree_on_plan(
+    def _prepare(
         self, error: Optional[BaseException], qk_logits: Optional[Logits], scaling: Scaling
     ) -> Optional[tuple[list[Group], Plan, Optional[Clipping]]]:
         """Groups, the plan and QK-Clip; raises on all ranks alike, before anything was written.
@@ -406,7 +403,7 @@ class Muon(torch.optim.Optimizer):
         """
         groups: list[Group] = []
         plan, clipping = NOTHING, None
-        self._agreement.may_go = False
+        self._agreement.begin()
         try:
             if error is None:
                 self._condition.check()
@@ -415,40 +412,33 @@ class Muon(torch.optim.Optimizer):
                 clipping = self._clip_by(qk_logits, groups)
         except BaseException as raised:
             error = raised
-        skip, found = scaling.skips, self._survey
+        found = self._survey
         sets = self._sets() if error is not None else set(found.shared)
         replicas = shared_with(None, self._wide)
         if replicas is not None:  # which may divide what only other ranks have
             sets.add(replicas)
-        self._agreement.may_go = error is None and any(len(ranks) > 1 for ranks in sets)
-        structure = {ranks: (of, self._wide.streams) for ranks, of in found.shared.items()}
-        if self._agreement.is_due(self._wide.consistency_check, structure, scaling.is_used):
-            notes = {}
-            if error is None:
-                more = clipping.notes if clipping else {}
-                notes = notes_of(groups, found, plan, self._wide, more, self._tell_apart)
-            try:
-                with record_function("Muon.agree"):
-                    problem, skip = self._agreement.check(notes, _in_words(error), sets, skip)
-            except RuntimeError:
-                if error is None:  # else this rank's own is the cause, or says more
-                    raise
-            else:
-                if problem is not None and error is None:
-                    raise ValueError(problem)
-                if error is None and not skip and not self._compared:
-                    self._compare_replicas(groups)
-                    self._compared = True
-                if error is None:
-                    self._agreement.settle(structure)
-        if error is not None:
-            raise error
+
+        def notes() -> Mapping[agreement.Ranks, agreement.Notes]:
+            more = clipping.notes if clipping else {}
+            return notes_of(groups, found, plan, self._wide, more, self._tell_apart)
+
+        skips = self._agreement.decide(
+            self._wide.consistency_check,
+            {ranks: (of, self._wide.streams) for ranks, of in found.shared.items()},
+            sets,
+            notes,
+            error,
+            scaling.skips if scaling.is_used else None,
+        )
         if found is not self._agreed:
             self._agreed = found
             params = (param for group in groups for param in group.params)
             self._store.forget_strangers(self.state, params)
-        if skip:
+        if skips:
             return None
+        if self._agreement.has_compared and not self._compared:
+            self._compare_replicas(groups)
+            self._compared = True
         self._warned = self._warned or validation.warn_of_no_gradients(groups)
         self._untrained = validation.warn_of_untrained_matrices(groups, self._untrained)
         return groups, plan, clipping
@@ -466,7 +456,7 @@ class Muon(torch.optim.Optimizer):
         """QK-Clip of this step."""
         logits, is_recorded = self._clip.take(qk_logits)
         # torch.distributed.checkpoint makes such a step, to have state: it is to change nothing.
-        is_dry = not self.state and all(_is_zero(group["lr"]) for group in groups)
+        is_dry = not self.state and all(_is_zero(group.lr) for group in groups)
         if not is_dry:
             self._clip.warn_of_none(logits)
         return self._clip.begin(
@@ -488,14 +478,14 @@ class Muon(torch.optim.Optimizer):
         plain = [
             (name, param)
             for group, names in zip(groups, self._survey.names)
-            for name, param in zip(names, group["params"])
+            for name, param in zip(names, group.params)
             if param.requires_grad and not dtensors.is_dtensor(param)
         ]
         names, params = [name for name, _ in plain], [param for _, param in plain]
         parts = [self._divided_state(param) for param in params]
         problem = replicas.difference(names, params, parts, averaged=self._wide.divided is None)
-        if problem is not None:
-            self._agreement.may_go = False  # all of them have found it
+        if problem is not None:  # which all of them have found
+            self._agreement.take_back()
             raise ValueError(problem)
 
     def _divided_state(self, param: Tensor) -> Optional[Tensor]:
@@ -623,7 +613,7 @@ class Muon(torch.optim.Optimizer):
         groups = self._views()
         self._create_state(groups)
         self._offload.settle()
-        held = {id(param) for group in groups for param in group["params"]}
+        held = {id(param) for group in groups for param in group.params}
         params = [key for key in self.state if isinstance(key, Tensor)]  # others are the user's own
         swapped_out = {p: self.state.pop(p) for p in params if id(p) not in held}
         try:
@@ -958,8 +948,3 @@ def _is_zero(lr: Any) -> bool:
     """Without waiting for a device."""
     return (not isinstance(lr, Tensor) or lr.device.type == "cpu") and bool(lr == 0)
 
-
-def _in_words(error: Optional[BaseException]) -> Optional[str]:
-    if error is None:
-        return None
-    return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"

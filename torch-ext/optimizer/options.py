@@ -187,8 +187,9 @@ class Group:
         """The view of a dict that has all keys; others of its keys are left out."""
         return cls(**{key: group[key] for key in cls.__dataclass_fields__})
 
-    def __getitem__(self, key: str) -> Any:
-        return getattr(self, key)
+    def takes_part(self, param: Tensor) -> bool:
+        """Whether this step updates a parameter of the group."""
+        return param.requires_grad and (param.grad is not None or self.missing_grad == "zero")
 
 
 GROUP_OPTIONS: dict[str, Option] = {

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import validation
-from .core import Matrices, read_by_options, takes_part
+from .core import Matrices, read_by_options
 from .distributed import agreement, hsdp, layout
 from .distributed import utils as dtensors
 from .distributed.plan import Entry, Plan, Planner
@@ -107,7 +107,7 @@ def facts_of(group: Group) -> tuple:
         ],
         copy.copy(group.names),
         # Lists may be changed in place.
-        (*copy.deepcopy([group[key] for key in _PLANNED]), group.beta2 is None),
+        (*copy.deepcopy([getattr(group, key) for key in _PLANNED]), group.beta2 is None),
     )
 
 
@@ -245,7 +245,7 @@ def plan_step(found: Survey, groups: Sequence[Group], wide: OptimizerWide) -> Pl
     def takes_no_part(number: int) -> bool:
         entry = planner.entries[number]
         group = groups[entry.group]
-        return not takes_part(group.params[entry.index], group)
+        return not group.takes_part(group.params[entry.index])
 
     return planner.plan(frozenset(filter(takes_no_part, planner.shared_entries)))
 
@@ -257,7 +257,7 @@ def matrices_of(group: Group, index: int, where: str) -> Matrices:
         ValueError: not a matrix; names missing where experts or name patterns need them.
     """
     shape, names = group.params[index].shape, group.names
-    expert_keys, split, flatten = (group[key] for key in STRUCTURE)
+    expert_keys, split, flatten = (getattr(group, key) for key in STRUCTURE)
     needs_names: Optional[str] = None
     if isinstance(split, Mapping):
         needs_names = "a split by name patterns"
@@ -310,7 +310,7 @@ def notes_of(
     for ranks, shared in found.shared.items():
         lines[ranks] += [*_lines_of_wide(wide, ranks), *shared.lines]
         for number, first in shared.groups.items():
-            chosen = (f"{key} = {_told(groups[number][key])}" for key in GROUP_OPTIONS)
+            chosen = (f"{key} = {_told(getattr(groups[number], key))}" for key in GROUP_OPTIONS)
             lines[ranks] += [f"{option} in the group of {first}" for option in chosen]
     for group, names in zip(groups, found.names):
         for param, name in zip(group.params, names) if not group.use_muon else ():
@@ -322,7 +322,7 @@ def notes_of(
     for entry in plan.entries:
         group = groups[entry.group]
         param = group.params[entry.index]
-        if not takes_part(param, group):
+        if not group.takes_part(param):
             continue
         for ranks in _compare_gradients(entry, param, plan.rank, wide):
             gradients[ranks].append(entry.name)
@@ -371,7 +371,7 @@ def _has_gradient(param: Tensor, group: Group, wide: OptimizerWide) -> bool:
     Where every rank applies its own, zeros on some ranks only would part the replicas.
     """
     is_averaged = wide.divided is not None and not dtensors.is_dtensor(param)
-    absent_counts = is_averaged and takes_part(param, group)
+    absent_counts = is_averaged and group.takes_part(param)
     return absent_counts or (param.requires_grad and param.grad is not None)
 
 

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from . import adamw
 from .async_utils import Beside, Do, Event, schedule
-from .core import takes_part
 from .cpu_offload import Carrier, CPUOffload, Loan
 from .distributed import layout
 from .distributed import utils as dtensors
@@ -78,6 +77,7 @@ class Work:
         self.sharded = [number for number, p in enumerate(params) if dtensors.is_dtensor(p)]
         self.weights = [dtensors.local(param) for param in params]
         self.momenta = [offload.here(own["momentum_buffer"]) for own in state]
+        self._addresses = _addresses(self.weights) + _addresses(self.momenta)
         self.process_groups: list[Any] = [
             dtensors.process_group(params[lane.owners[0][0].entry], lane.peers, wide.process_group)
             for lane in plan.lanes
@@ -90,8 +90,7 @@ class Work:
 
     def holds(self, params: Sequence[Tensor], momenta: Sequence[Tensor]) -> bool:
         """Whether all storages are still the same."""
-        pairs = zip((*params, *momenta), (*self.weights, *self.momenta))
-        return all(dtensors.held(now).data_ptr() == known.data_ptr() for now, known in pairs)
+        return _addresses(params) + _addresses(momenta) == self._addresses
 
     def order(self, beside: Beside) -> None:
         """Makes the schedule, where it is not still the same."""
@@ -175,7 +174,7 @@ class Step:
         self._absent = {
             number
             for number, (param, entry) in enumerate(zip(self._params, plan.entries))
-            if not takes_part(param, groups[entry.group])
+            if not groups[entry.group].takes_part(param)
         }
         self._state = state
         self._offload = offload
@@ -190,7 +189,7 @@ class Step:
         others: list[int] = []
         if self._offload.is_used:
             of_adamw = (group for group in self.groups if not group.use_muon)
-            others = [id(p) for group in of_adamw for p in group.params if takes_part(p, group)]
+            others = [id(p) for group in of_adamw for p in group.params if group.takes_part(p)]
         try:
             use = (self._absent, others)
             self.home = self._offload.begin_step(self.plan, use, once=any(self._hosted))
@@ -410,6 +409,10 @@ class Step:
             else []
             for unit, part in zip(parts.units, parts.tensors)
         ]
+
+
+def _addresses(tensors: Sequence[Tensor]) -> list[int]:
+    return [dtensors.held(tensor).data_ptr() for tensor in tensors]
 
 
 def part_of(tensor: Tensor, index: Index) -> Tensor:

@@ -15,12 +15,13 @@ import hashlib
 import json
 import uuid
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Optional
 
 import torch
 import torch.distributed as dist
+from torch.profiler import record_function
 
 from .utils import GroupCache, world_timeout
 
@@ -137,11 +138,12 @@ class Agreement:
     Attributes:
         may_go: whether others may go on to step since the last comparison, on this rank's word:
             also where it broke off, since they may have heard of all.
+        has_compared: whether notes were compared in this step.
         steps: how many steps were made since this began.
     """
 
     def __init__(self) -> None:
-        self.may_go = False
+        self.may_go = self.has_compared = False
         self.steps = 0
         self._topology: Optional[_Topology] = None
         self._structure: Optional[Mapping[Ranks, Any]] = None  # that was agreed on last
@@ -149,33 +151,75 @@ class Agreement:
     def __reduce__(self) -> tuple:
         return Agreement, ()
 
-    def is_due(
-        self, consistency_check: str, structure: Mapping[Ranks, Any], may_skip: bool = False
+    def begin(self) -> None:
+        """To be called at the beginning of a step: nobody counts on this rank yet."""
+        self.may_go = self.has_compared = False
+
+    def decide(
+        self,
+        how_often: str,
+        structure: Mapping[Ranks, Any],
+        sets: Collection[Ranks],
+        notes: Callable[[], Mapping[Ranks, Notes]],
+        error: Optional[BaseException],
+        skip: Optional[bool],
+    ) -> bool:
+        """Whether the ranks skip a step; raises on all alike where one of them can't make it.
+
+        Args:
+            how_often: of `CHECKS`.
+            structure: what this rank shares with each of its sets, comparable.
+            sets: the ranks that share parameters with this one, mesh by mesh.
+            notes: makes those of this step, unless there is an error.
+            error: what keeps this rank from making the step.
+            skip: whether this rank is to skip it; None where none ever is.
+
+        Raises:
+            ValueError: ranks would do different things.
+            RuntimeError: a rank did not come, or died meanwhile.
+        """
+        self.may_go = error is None and any(len(ranks) > 1 for ranks in sets)
+        skips, problem = bool(skip), None
+        if self._is_due(how_often, structure, skip is not None):
+            try:
+                with record_function("Muon.agree"):
+                    ours = notes() if error is None else {}
+                    problem, skips = self.check(ours, _in_words(error), sets, skips)
+                self.has_compared = True
+            except RuntimeError:
+                if error is None:  # else this rank's own is the cause, or says more
+                    raise
+        if error is None and problem is not None:
+            error = ValueError(problem)
+        if error is not None:
+            raise error
+        if self.has_compared:
+            self._structure = structure
+        return skips
+
+    def take_back(self) -> None:
+        """Where all ranks find behind a comparison that they can't go on: the next step is to
+        compare notes again."""
+        self.may_go, self._structure = False, None
+
+    def _is_due(
+        self, how_often: str, structure: Mapping[Ranks, Any], may_skip: bool = False
     ) -> bool:
         """Whether this step compares notes; with a fake process group there is nobody to ask.
 
         With ``"plan"`` that follows from what the whole union shares, which all its ranks see
         change alike. What only some of them share is no reason, as the others would not come.
-
-        Args:
-            consistency_check: of `CHECKS`.
-            structure: what this rank shares with each of its sets, comparable.
-            may_skip: whether one rank may want to skip the step, which all must hear of.
         """
         if not dist.is_available() or not dist.is_initialized() or dist.get_backend() == "fake":
             return False
-        if consistency_check != "plan" or may_skip or self._structure is None:
-            return may_skip or consistency_check != "off"
+        if how_often != "plan" or may_skip or self._structure is None:
+            return may_skip or how_often != "off"
         union = set(self._topology.union) if self._topology is not None else set()
         now, then = (
             {ranks: shared for ranks, shared in each.items() if union.issubset(ranks)}
             for each in (structure, self._structure)
         )
         return now != then
-
-    def settle(self, structure: Mapping[Ranks, Any]) -> None:
-        """Keeps the structure that ranks have agreed on."""
-        self._structure = structure
 
     def check(
         self,
@@ -263,6 +307,12 @@ class Agreement:
             f"rank {rank}: {words}" for rank, (words, _) in answers.items() if words is not None
         ]
         return Decision(errors[0] if errors else problem)
+
+
+def _in_words(error: Optional[BaseException]) -> Optional[str]:
+    if error is None:
+        return None
+    return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
 
 
 def _in_order(sets: Iterable[Ranks]) -> tuple[Ranks, ...]:

@@ -10,7 +10,6 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from ..core import takes_part
 from ..cpu_offload import narrow
 from ..distributed import utils as dtensors
 from ..distributed.collectives import max_over_ranks
@@ -75,7 +74,7 @@ class Clipping:
         """Clips what is not Muon's: biases, and weights that AdamW trains."""
         for group in groups:
             for param in group.params:
-                if group.use_muon or not takes_part(param, group):
+                if group.use_muon or not group.takes_part(param):
                     continue
                 scale = self.scale(param)
                 if scale is not None:
