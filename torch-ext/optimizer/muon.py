@@ -27,7 +27,6 @@ from .planning import (
     Survey,
     entries_of,
     notes_of,
-    plan_step,
     sets_of,
     shared_with,
     survey,
@@ -373,25 +372,23 @@ class Muon(torch.optim.Optimizer):
             return self._agreement.may_go  # others go on to write, whatever becomes of this one
 
         with self._condition.changing("step()", has_begun):
-            prepared = self._prepare(error, qk_logits, scaling)
-            if prepared is None:
+            step = self._prepare(error, qk_logits, scaling)
+            if step is None:
                 return
-            groups, plan, clipping = prepared
-            step = Step(plan, groups, self.state, self._wide, self._offload, clipping, self._work)
             if not self._store.is_settled:
-                self._store.create(self.state, groups, self._survey.entries, self._wide)
-                self._store.settle(self.state, (p for group in groups for p in group.params))
+                self._store.create(self.state, step.groups, self._survey.entries, self._wide)
+                self._store.settle(self.state, (p for group in step.groups for p in group.params))
             with step:
-                scaling.unscale(groups)
+                scaling.unscale(step.groups)
                 pipeline.run(step)
             self._work = None if self._offload.is_used else step.work
-            self._last = plan, step.work.schedule
+            self._last = step.plan, step.work.schedule
             self._agreement.steps += 1
 
     def _prepare(
         self, error: Optional[BaseException], qk_logits: Optional[Logits], scaling: Scaling
-    ) -> Optional[tuple[list[Group], Plan, Optional[Clipping]]]:
-        """Groups, the plan and QK-Clip; raises on all ranks alike, before anything was written.
+    ) -> Optional[Step]:
+        """A step, all of it checked; raises on all ranks alike, before anything was written.
 
         Args:
             error: what kept this rank from getting this far.
@@ -401,13 +398,11 @@ class Muon(torch.optim.Optimizer):
         Returns:
             None where ranks skip the step.
         """
-        groups: list[Group] = []
-        plan, clipping = NOTHING, None
         self._agreement.begin()
         try:
             if error is None:
                 self._condition.check()
-                groups, plan = self._plan()
+                groups, plan, absent = self._plan()
                 scaling.check(groups)
                 clipping = self._clip_by(qk_logits, groups)
         except BaseException as raised:
@@ -420,7 +415,7 @@ class Muon(torch.optim.Optimizer):
 
         def notes() -> Mapping[agreement.Ranks, agreement.Notes]:
             more = clipping.notes if clipping else {}
-            return notes_of(groups, found, plan, self._wide, more, self._tell_apart)
+            return notes_of(groups, found, plan, absent, self._wide, more, self._tell_apart)
 
         skips = self._agreement.decide(
             self._wide.consistency_check,
@@ -441,7 +436,9 @@ class Muon(torch.optim.Optimizer):
             self._compared = True
         self._warned = self._warned or validation.warn_of_no_gradients(groups)
         self._untrained = validation.warn_of_untrained_matrices(groups, self._untrained)
-        return groups, plan, clipping
+        return Step(
+            plan, groups, absent, self.state, self._wide, self._offload, clipping, self._work
+        )
 
     def _sets(self) -> set[agreement.Ranks]:
         """The sets of ranks that share parameters with this one."""
@@ -496,8 +493,8 @@ class Muon(torch.optim.Optimizer):
                 return dtensors.local(value)
         return None
 
-    def _plan(self) -> tuple[list[Group], Plan]:
-        """Groups, checked, and the plan of the step."""
+    def _plan(self) -> tuple[list[Group], Plan, set[int]]:
+        """Groups, checked, the plan of the step, and which of its entries take no part in it."""
         self._wide.validate()
         groups = self._views()
         found = self._look_at(groups)
@@ -507,9 +504,15 @@ class Muon(torch.optim.Optimizer):
             validation.check_gradients(group, where)
             if not self._store.is_settled:
                 validation.check_state(group, entries, self.state, self._wide, where)
-        plan = plan_step(found, groups, self._wide)
+        planner = found.planner(groups, self._wide)
+        absent = {
+            number
+            for number, entry in enumerate(planner.entries)
+            if not groups[entry.group].takes_part(groups[entry.group].params[entry.index])
+        }
+        plan = planner.plan(frozenset(absent))
         validation.check_capturable(groups, plan, self._wide, self._offload.use_of)
-        return groups, plan
+        return groups, plan, absent
 
     def _look_at(self, groups: list[Group]) -> Survey:
         """Checks the groups, and keeps what there is to plan from now on."""
@@ -947,4 +950,3 @@ class Muon(torch.optim.Optimizer):
 def _is_zero(lr: Any) -> bool:
     """Without waiting for a device."""
     return (not isinstance(lr, Tensor) or lr.device.type == "cpu") and bool(lr == 0)
-

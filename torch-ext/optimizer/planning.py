@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Optional
 
@@ -238,18 +238,6 @@ def wire_of(recipe: Recipe) -> torch.dtype:
     return torch.bfloat16
 
 
-def plan_step(found: Survey, groups: Sequence[Group], wide: OptimizerWide) -> Plan:
-    """The plan of a step: all but the shared matrices that have no gradient."""
-    planner = found.planner(groups, wide)
-
-    def takes_no_part(number: int) -> bool:
-        entry = planner.entries[number]
-        group = groups[entry.group]
-        return not group.takes_part(group.params[entry.index])
-
-    return planner.plan(frozenset(filter(takes_no_part, planner.shared_entries)))
-
-
 def matrices_of(group: Group, index: int, where: str) -> Matrices:
     """How a parameter of a Muon group is read as matrices.
 
@@ -292,6 +280,7 @@ def notes_of(
     groups: Sequence[Group],
     found: Survey,
     plan: Plan,
+    absent: Collection[int],
     wide: OptimizerWide,
     more: Mapping[agreement.Ranks, Sequence[str]],
     optimizer: Callable[[agreement.Ranks], str],
@@ -301,6 +290,7 @@ def notes_of(
 
     Args:
         groups, found, plan, wide: of this step.
+        absent: numbers of the plan's entries that take no part in it.
         more: further lines for the ranks of a mesh.
         optimizer: how the ranks of a mesh tell it from others.
     """
@@ -319,11 +309,10 @@ def notes_of(
                 gradients[replicas].append(name)
     for ranks, further in more.items():
         lines[ranks] += further
-    for entry in plan.entries:
-        group = groups[entry.group]
-        param = group.params[entry.index]
-        if not group.takes_part(param):
+    for number, entry in enumerate(plan.entries):
+        if number in absent:
             continue
+        param = groups[entry.group].params[entry.index]
         for ranks in _compare_gradients(entry, param, plan.rank, wide):
             gradients[ranks].append(entry.name)
     for lane in plan.lanes:

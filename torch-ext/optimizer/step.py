@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple, Optional
 
 import torch
@@ -133,6 +133,8 @@ class Step:
     Args:
         plan: what to do.
         groups: hyperparameters and parameters of each group.
+        absent: numbers of the plan's entries that take no part, for lack of a gradient. Those that
+            ranks share are in no lane; those that are whole on this rank are passed over.
         state: of all parameters.
         wide: options that hold for all groups.
         offload: where the state lives.
@@ -154,6 +156,7 @@ class Step:
         self,
         plan: Plan,
         groups: Sequence[Group],
+        absent: Collection[int],
         state: State,
         wide: OptimizerWide,
         offload: CPUOffload,
@@ -169,13 +172,7 @@ class Step:
         self.under_way: dict[tuple[int, int], Alone] = {}
         self._has_written = False
         self._params = [groups[entry.group].params[entry.index] for entry in plan.entries]
-        # What is whole on this rank is skipped where it has no gradient. What is shared and has
-        # none is not in the plan.
-        self._absent = {
-            number
-            for number, (param, entry) in enumerate(zip(self._params, plan.entries))
-            if not groups[entry.group].takes_part(param)
-        }
+        self._absent = absent
         self._state = state
         self._offload = offload
         self.gradients = Gradients(plan, self._params, groups)
@@ -236,9 +233,8 @@ class Step:
         for number in self.work.last_reads.get(0, ()):  # of these this rank holds nothing
             if number not in self._absent:
                 self.gradients.release(number)
-        for number in self.work.sharded:
-            if number not in self._absent:
-                torch.autograd.graph.increment_version(self._params[number])
+        numbers = [number for number in self.work.sharded if number not in self._absent]
+        torch.autograd.graph.increment_version([self._params[number] for number in numbers])
         self.adamw.wait()
         if self.clipping is not None:
             self.clipping.finish(self.groups)
