@@ -28,7 +28,7 @@ adamw = optimizer.adamw
 specs_of, zeros = optimizer.state.specs_of, optimizer.state.zeros
 replicas, zero2 = optimizer.distributed.replicas, optimizer.distributed.zero2
 shard = optimizer.distributed.layout.shard
-MeanGradients, gather_rows, is_divided = zero2.MeanGradients, zero2.gather_rows, zero2.is_divided
+MeanGradients, RowGathering, is_divided = zero2.MeanGradients, zero2.RowGathering, zero2.is_divided
 
 BUCKET = zero2.BUCKET_BYTES["cpu"]
 SMALL_BUCKET = 64 << 10  # so that few bytes fill several
@@ -397,7 +397,8 @@ def update_own_rows_and_gather(group: Any) -> None:
         tensors.append(nn.Parameter(tensor))
     versions = [t._version for t in tensors]
     with torch.no_grad():
-        gathering = gather_rows(tensors, group)
+        gathering = RowGathering(tensors, group)
+        gathering.launch()
         gathering.wait()
         gathering.wait()
     for tensor, expected, version in zip(tensors, whole, versions):
@@ -414,7 +415,8 @@ def test_rows_of_any_tensor_reach_all_ranks(ranks):
 
 def gather_and_change() -> None:
     tensors = [torch.full((9, 200), float(dist.get_rank())) for _ in range(3)]
-    gathering = gather_rows(tensors, None)
+    gathering = RowGathering(tensors, None)
+    gathering.launch()
     for tensor in tensors:
         rows_here(tensor).fill_(7.0)
     gathering.wait()
@@ -428,7 +430,13 @@ def test_rows_of_a_rank_changed_meanwhile_stay_so_on_it():
 
 def cost_of_gathering(shapes: Any) -> Any:
     tensors = [torch.zeros(shape) for shape in shapes]
-    counter = count(lambda: gather_rows(tensors, None).wait())
+
+    def gather() -> None:
+        gathering = RowGathering(tensors, None)
+        gathering.launch()
+        gathering.wait()
+
+    counter = count(gather)
     return counter.peak_bytes, [(c.name, c.sent) for c in counter.messages]
 
 

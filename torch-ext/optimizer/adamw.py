@@ -15,7 +15,7 @@ from .cpu_offload import Carrier, CPUOffload, Loan
 from .distributed.layout import shard
 from .distributed.replicas import Replicas
 from .distributed.utils import is_dtensor, local
-from .distributed.zero2 import MeanGradients, RowGathering, gather_rows, is_divided
+from .distributed.zero2 import MeanGradients, RowGathering, is_divided
 from .options import Group
 from .rows import AdamWRows
 
@@ -145,7 +145,9 @@ class Updates:
         """Starts to send the replicas the rows of a group that this rank has updated."""
         assert self._replicas is not None
         divided = [param for param in self._present[group] if self._is_divided(param)]
-        self._gathering.append(gather_rows(divided, self._replicas.group))
+        gathering = RowGathering(divided, self._replicas.group)
+        gathering.launch()
+        self._gathering.append(gathering)
 
     def wait(self) -> None:
         """Waits for what replicas send each other."""

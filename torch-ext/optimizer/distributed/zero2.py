@@ -53,7 +53,7 @@ def is_divided(shape: Sequence[int], ranks: int) -> bool:
 
 @dataclass(frozen=True)
 class Piece:
-    """A tensor as buckets see it; one in slots has at least one dimension."""
+    """A tensor as buckets see it, of at least one dimension."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -62,9 +62,8 @@ class Piece:
 
     def slot_numel(self, ranks: int) -> int:
         """Elements in the slot of each rank; in the one there is where it is not in slots."""
-        if not self.in_slots:
-            return math.prod(self.shape)
-        return -(-self.shape[0] // ranks) * math.prod(self.shape[1:])
+        slots = ranks if self.in_slots else 1
+        return -(-self.shape[0] // slots) * math.prod(self.shape[1:])
 
 
 @dataclass(frozen=True)
@@ -270,18 +269,13 @@ class MeanGradients:
         pairs: list[Pair] = []
         slots = buffer.view(self._ranks if bucket.in_slots else 1, bucket.numel)
         for index, offset in zip(bucket.members, bucket.offsets):
-            param = self._params[index]
-            if bucket.in_slots:
-                room = _room(param.shape, slots, offset)
-            else:
-                room = buffer[offset : offset + param.numel()].view(param.shape)
-            if param.grad is None:
+            grad, shape = self._params[index].grad, _shape_of(self._params[index])
+            room = _room(shape, slots, offset)
+            if grad is None:
                 room.zero_()
-            elif bucket.in_slots:
-                pairs += _parts(param.grad.detach(), room, 0, self._ranks)
-                _clear_padding(param.shape[0], room)
             else:
-                pairs.append((param.grad.detach(), room))
+                pairs += _parts(grad.detach().view(shape), room, 0, len(slots))
+                _clear_padding(shape[0], room)
         _copy(pairs, into_slots=True)
         if _divides_first(bucket):
             buffer.div_(self._ranks)
@@ -300,11 +294,16 @@ def bytes_sent(param: Tensor, divided: bool, gathered: bool, ranks: int) -> floa
 
 def _piece_of_gradient(param: Tensor, divided: bool, ranks: int) -> Piece:
     return Piece(
-        tuple(param.shape),
+        _shape_of(param),
         grad_dtype(param),
         param.device,
         divided and _scatters(param.shape[0], ranks),
     )
+
+
+def _shape_of(param: Tensor) -> tuple[int, ...]:
+    """With rows, which a number has not."""
+    return tuple(param.shape) or (1,)
 
 
 @dataclass(frozen=True)
@@ -329,12 +328,11 @@ def _divides_first(bucket: Bucket) -> bool:
 # -- rows --------------------------------------------------------------------------------------
 
 
-def gather_rows(tensors: Sequence[Tensor], group: Any) -> RowGathering:
-    """Starts to bring the rows that each rank has updated to the others.
+class RowGathering:
+    """Brings the rows that each rank has updated to the others.
 
-    Call it alike on all ranks of the group. A tensor that is a bucket as it stands is received in
-    place: until `RowGathering.wait` returns, only this rank's rows of the tensors are defined.
-
+    A tensor that is a bucket as it stands is received in place: from `launch`, which all ranks of
+    the group call alike, to the end of `wait`, only this rank's rows of the tensors are defined.
     Staging is bounded like that of `MeanGradients`.
 
     Args:
@@ -342,13 +340,6 @@ def gather_rows(tensors: Sequence[Tensor], group: Any) -> RowGathering:
             of each, this rank's rows (dimension 0) are up to date.
         group: process group.
     """
-    gathering = RowGathering(tensors, group)
-    gathering.launch()
-    return gathering
-
-
-class RowGathering:
-    """Rows of tensors on their way from each rank to all others."""
 
     def __init__(self, tensors: Sequence[Tensor], group: Any):
         self._tensors = [tensor.detach() for tensor in tensors]  # of the same version counters
@@ -358,6 +349,7 @@ class RowGathering:
         self._under_way: deque[tuple[Any, Bucket, Optional[Tensor]]] = deque()
 
     def launch(self) -> None:
+        """Starts."""
         pieces = tuple(Piece(tuple(t.shape), t.dtype, t.device, True) for t in self._tensors)
         for bucket in plan_buckets(pieces, self._ranks).buckets:
             if not bucket.numel:
