@@ -175,18 +175,23 @@ def _only(X: Tensor, present: Optional[Sequence[bool]]) -> Tensor:
     """The units that are present, by copies that ask no device which."""
     if present is None:
         return X
-    some = [unit for unit, is_there in zip(X.unbind(), present) if is_there]
-    return torch.stack(some) if some else X[:0]
+    return torch.cat([X[:0], *(X[start:stop] for start, stop in _spans(present))])
 
 
 def _spread(some: Tensor, present: Optional[Sequence[bool]]) -> Tensor:
     """What `_only` has left of the units, where it was; the others are undefined."""
     if present is None:
         return some
-    spread = some.new_empty((len(present), *some.shape[1:]))
-    places = [unit for unit, is_there in zip(spread.unbind(), present) if is_there]
-    torch._foreach_copy_(places, list(some.unbind()))
+    spread, spans = some.new_empty((len(present), *some.shape[1:])), _spans(present)
+    places = [spread[start:stop] for start, stop in spans]
+    torch._foreach_copy_(places, some.split([stop - start for start, stop in spans]))
     return spread
+
+
+def _spans(present: Sequence[bool]) -> list[tuple[int, int]]:
+    """Where neighbours begin and end that are all present."""
+    changes = [at for at, (a, b) in enumerate(zip([False, *present], [*present, False])) if a != b]
+    return list(zip(changes[::2], changes[1::2]))
 
 
 # -- weights -----------------------------------------------------------------------------------
