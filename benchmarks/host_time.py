@@ -6,7 +6,8 @@ What a step costs its host beside the arithmetic of orthogonalization: Python, d
 CPU, the element-wise updates themselves. On an accelerator the host has to be faster than the
 device's share of the work, or the device waits for it. Two cases: many small matrices on one
 device, and rank 0 of 64 under FSDP2, with a fake process group whose collectives return at once.
-``--absent`` adds a step in which some local matrices, others each time, have no gradient.
+``--absent`` adds steps in which some local matrices, others each time, have no gradient. Where a
+matrix that ranks share has none, its lane is planned anew: the last row has that in every step.
 """
 
 from __future__ import annotations
@@ -87,6 +88,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     }
     for share in options.absent:
         calls[f"{options.matrices} of 16 × 16, {share:.0%} absent"] = partial(alone.step, share)
+    one = 1 / options.sharded
+    calls[f"{options.sharded} of 64 × 64, another one absent each time"] = partial(
+        sharded.step, one
+    )
     with patch.object(kernel.pipeline, "newton_schulz", nothing):
         seconds = take_turns(calls, options.rounds)
     counts = {name: int(name.split(" of ")[0].split()[-1]) for name in calls}
