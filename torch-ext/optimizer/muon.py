@@ -158,7 +158,7 @@ class Muon(torch.optim.Optimizer):
         lr: Any = 1e-3,
         momentum: float = 0.95,
         nesterov: bool = True,
-        ns_steps: int = GROUP_OPTIONS["ns_steps"].default,
+        ns_steps: int = options.DefaultSteps(5),
         weight_decay: float = 0.1,
         adamw_betas: tuple[float, float] = (0.9, 0.95),
         adamw_eps: float = 1e-8,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from numbers import Integral, Rational, Real
-from typing import Any, Callable, Optional, Union
+from typing import Any, Callable, NamedTuple, Optional, Union
 
 import torch
 from torch import Tensor
@@ -23,19 +23,21 @@ FLOATING_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 MOST_STEPS = 1000  # far above any use: more would take for ever, or no memory can list them
 
 
-@dataclass(frozen=True)
-class Option:
-    """One key of a parameter group.
+class Option(NamedTuple):
+    """What an option may be.
 
     Args:
-        default: value where neither the group nor the constructor gives one.
         accepts: whether a value is valid; must not read a tensor on a device.
         expected: completes "… must be", in the error message.
     """
 
-    default: Any
     accepts: Callable[[Any], bool]
     expected: str
+
+    def check(self, name: str, value: Any) -> None:
+        """Raises ValueError where the value is none for the option of that name."""
+        if not self.accepts(value):
+            raise ValueError(f"{name} must be {self.expected}, found {value!r}")
 
 
 class DefaultSteps(int):
@@ -80,31 +82,27 @@ def _is_split(value: Any) -> bool:
     return len(counts) > 0 and all(is_int(count) and count > 0 for count in counts)
 
 
-# `Option.accepts` and `Option.expected` of several options.
-Check = tuple[Callable[[Any], bool], str]
-
-
-def _one_of(*words: str) -> Check:
+def _one_of(*words: str) -> Option:
     listed = ", ".join(map(repr, words))
-    return (lambda value: isinstance(value, str) and value in words), f"one of {listed}"
+    return Option(lambda value: isinstance(value, str) and value in words, f"one of {listed}")
 
 
-def _optional(accepts: Callable[[Any], bool], expected: str) -> Check:
-    return (lambda value: value is None or accepts(value)), f"None or {expected}"
+def _optional(accepts: Callable[[Any], bool], expected: str) -> Option:
+    return Option(lambda value: value is None or accepts(value), f"None or {expected}")
 
 
-_BOOL: Check = (lambda value: isinstance(value, bool), "True or False")
-_NONNEGATIVE: Check = (lambda value: is_number(value) and value >= 0, "a finite number ≥ 0")
-_FRACTION: Check = (lambda value: is_number(value) and 0 <= value < 1, "a number in [0, 1)")
+_BOOL = Option(lambda value: isinstance(value, bool), "True or False")
+_NONNEGATIVE = Option(lambda value: is_number(value) and value >= 0, "a finite number ≥ 0")
+_FRACTION = Option(lambda value: is_number(value) and 0 <= value < 1, "a number in [0, 1)")
 _OPTIONAL_DTYPE = _optional(
     lambda value: isinstance(value, torch.dtype) and value in FLOATING_DTYPES,
     "one of torch.bfloat16, torch.float16, torch.float32, torch.float64",
 )
 
 
-def _option(*option: Any) -> Any:
-    """A field of `Group` that is described by an `Option` of these arguments."""
-    return field(metadata={"option": Option(*option)})
+def _is(option: Option) -> Any:
+    """A field of `Group` that is an option; its default is that of the argument of `Muon`."""
+    return field(metadata={"option": option})
 
 
 @dataclass(eq=False)
@@ -124,63 +122,67 @@ class Group:
     params: list[Tensor]
     names: Optional[list[str]]
     use_muon: bool
-    lr: Union[float, Tensor] = _option(
-        1e-3, _is_learning_rate, "a finite number ≥ 0 or a tensor of one element"
+    lr: Union[float, Tensor] = _is(
+        Option(_is_learning_rate, "a finite number ≥ 0 or a tensor of one element")
     )
-    momentum: float = _option(0.95, *_FRACTION)
-    nesterov: bool = _option(True, *_BOOL)
-    ns_steps: int = _option(
-        DefaultSteps(5),
-        lambda value: is_int(value) and 0 < value <= MOST_STEPS,
-        f"an int from 1 to {MOST_STEPS}",
+    momentum: float = _is(_FRACTION)
+    nesterov: bool = _is(_BOOL)
+    ns_steps: int = _is(
+        Option(
+            lambda value: is_int(value) and 0 < value <= MOST_STEPS,
+            f"an int from 1 to {MOST_STEPS}",
+        )
     )
-    weight_decay: float = _option(0.1, *_NONNEGATIVE)
-    adamw_betas: tuple[float, float] = _option(
-        (0.9, 0.95),
-        lambda value: (
-            isinstance(value, (tuple, list)) and len(value) == 2 and all(map(_FRACTION[0], value))
-        ),
-        "two numbers in [0, 1)",
+    weight_decay: float = _is(_NONNEGATIVE)
+    adamw_betas: tuple[float, float] = _is(
+        Option(
+            lambda value: (
+                isinstance(value, (tuple, list))
+                and len(value) == 2
+                and all(map(_FRACTION.accepts, value))
+            ),
+            "two numbers in [0, 1)",
+        )
     )
-    adamw_eps: float = _option(1e-8, *_NONNEGATIVE)
-    none_grad: bool = _option(True, *_BOOL)
-    adjust_lr: str = _option(
-        "match_rms_adamw", *_one_of("match_rms_adamw", "original", "spectral", "none")
+    adamw_eps: float = _is(_NONNEGATIVE)
+    none_grad: bool = _is(_BOOL)
+    adjust_lr: str = _is(_one_of("match_rms_adamw", "original", "spectral", "none"))
+    momentum_style: str = _is(_one_of("classical", "ema"))
+    ns_coefficients: newton_schulz.Coefficients = _is(
+        Option(
+            lambda value: isinstance(value, (str, list, tuple)),
+            f"one of {', '.join(newton_schulz.FAMILIES)}, or a list of (a, b, c)",
+        )
     )
-    momentum_style: str = _option("classical", *_one_of("classical", "ema"))
-    ns_coefficients: newton_schulz.Coefficients = _option(
-        "polar_express",
-        lambda value: isinstance(value, (str, list, tuple)),
-        f"one of {', '.join(newton_schulz.FAMILIES)}, or a list of (a, b, c)",
-    )
-    ns_algorithm: str = _option("auto", *_one_of(*newton_schulz.ALGORITHMS))
-    ns_norm: str = _option("frobenius", *_one_of(*newton_schulz.NORMS))
-    ns_dtype: Optional[torch.dtype] = _option(None, *_OPTIONAL_DTYPE)
-    ns_eps: float = _option(1e-7, *_NONNEGATIVE)
-    beta2: Optional[float] = _option(None, *_optional(*_FRACTION))
-    cautious: bool = _option(False, *_BOOL)
-    decay_lr: str = _option("base", *_one_of("base", "adjusted"))
-    momentum_dtype: Optional[torch.dtype] = _option(None, *_OPTIONAL_DTYPE)
-    missing_grad: str = _option("raise", *_one_of("raise", "zero"))
-    nonfinite: str = _option("propagate", *_one_of("propagate", "skip"))
-    expert_keys: Optional[Sequence[str]] = _option(
-        None,
-        *_optional(
+    ns_algorithm: str = _is(_one_of(*newton_schulz.ALGORITHMS))
+    ns_norm: str = _is(_one_of(*newton_schulz.NORMS))
+    ns_dtype: Optional[torch.dtype] = _is(_OPTIONAL_DTYPE)
+    ns_eps: float = _is(_NONNEGATIVE)
+    beta2: Optional[float] = _is(_optional(*_FRACTION))
+    cautious: bool = _is(_BOOL)
+    decay_lr: str = _is(_one_of("base", "adjusted"))
+    momentum_dtype: Optional[torch.dtype] = _is(_OPTIONAL_DTYPE)
+    missing_grad: str = _is(_one_of("raise", "zero"))
+    nonfinite: str = _is(_one_of("propagate", "skip"))
+    expert_keys: Optional[Sequence[str]] = _is(
+        _optional(
             lambda value: (
                 isinstance(value, (list, tuple)) and all(isinstance(k, str) for k in value)
             ),
             "a list of name components",
-        ),
+        )
     )
-    split: Any = _option(
-        None,
-        lambda value: value is None or _is_split(value),
-        "None, a list of row counts, a number of rows, or a mapping from name patterns to either",
+    split: Any = _is(
+        Option(
+            lambda value: value is None or _is_split(value),
+            "None, a list of row counts, a number of rows, or a mapping from name patterns to "
+            "either",
+        )
     )
-    flatten: bool = _option(False, *_BOOL)
-    maximize: bool = _option(False, *_BOOL)
-    capturable: bool = _option(False, *_BOOL)
-    foreach: Optional[bool] = _option(None, *_optional(_BOOL[0], "a bool"))
+    flatten: bool = _is(_BOOL)
+    maximize: bool = _is(_BOOL)
+    capturable: bool = _is(_BOOL)
+    foreach: Optional[bool] = _is(_optional(_BOOL.accepts, "a bool"))
 
     @classmethod
     def of(cls, group: Mapping[str, Any]) -> Group:
@@ -221,9 +223,7 @@ def validate(group: Group, where: str) -> None:
     if not isinstance(group.use_muon, bool):
         raise ValueError(f"{where}: use_muon must be True or False, found {group.use_muon!r}")
     for key, option in GROUP_OPTIONS.items():
-        value = getattr(group, key)
-        if not option.accepts(value):
-            raise ValueError(f"{where}: {key} must be {option.expected}, found {value!r}")
+        option.check(f"{where}: {key}", getattr(group, key))
     if isinstance(group.lr, Tensor) and group.foreach and not group.capturable:
         raise ValueError(f"{where}: a tensor lr with foreach=True needs capturable=True")
     try:
@@ -262,10 +262,8 @@ class OptimizerWide:
         Raises:
             ValueError: says the option, what was found and what is accepted.
         """
-        for key, (accepts, expected) in _CHECKS.items():
-            value = getattr(self, key)
-            if not accepts(value):
-                raise ValueError(f"{key} must be {expected}, found {value!r}")
+        for key, option in _WIDE_OPTIONS.items():
+            option.check(key, getattr(self, key))
         if self.process_group is not None:
             self.process_group.check_alive()
         elif self.grad_reduce is not None:
@@ -276,20 +274,18 @@ class OptimizerWide:
             )
 
 
-_CHECKS: dict[str, Check] = {
+_WIDE_OPTIONS = {
     "comm_dtype": _OPTIONAL_DTYPE,
-    "consistency_check": (
-        lambda value: value in agreement.CHECKS,
-        f"one of {agreement.CHECKS}",
+    "consistency_check": Option(
+        lambda value: value in agreement.CHECKS, f"one of {agreement.CHECKS}"
     ),
-    "chunk_size": (
-        lambda value: is_int(value) and (value == -1 or value >= 1),
-        "-1 or an int ≥ 1",
+    "chunk_size": Option(
+        lambda value: is_int(value) and (value == -1 or value >= 1), "-1 or an int ≥ 1"
     ),
-    "warmup_step": (lambda value: is_int(value) and value >= 0, "an int ≥ 0"),
-    "hsdp": (lambda value: value in hsdp.CHOICES, f"one of {hsdp.CHOICES}"),
+    "warmup_step": Option(lambda value: is_int(value) and value >= 0, "an int ≥ 0"),
+    "hsdp": Option(lambda value: value in hsdp.CHOICES, f"one of {hsdp.CHOICES}"),
     "machine": _optional(lambda value: isinstance(value, Machine), "a Machine"),
-    "grad_reduce": (lambda value: value in (None, "mean"), "one of None or 'mean'"),
+    "grad_reduce": Option(lambda value: value in (None, "mean"), "one of None or 'mean'"),
     "debug": _BOOL,
     "use_distributed_muon": _BOOL,
 }

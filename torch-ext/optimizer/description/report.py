@@ -161,9 +161,8 @@ def _check(options: dict[str, Any]) -> None:
     for key, value in options.items():
         if key not in known:
             raise TypeError(f"describe() got {key!r}, which is no option of Muon")
-        option = GROUP_OPTIONS.get(key)
-        if option is not None and not option.accepts(value):
-            raise ValueError(f"{key} must be {option.expected}, found {value!r}")
+        if key in GROUP_OPTIONS:
+            GROUP_OPTIONS[key].check(key, value)
     with warnings.catch_warnings():  # what it would say of no parameters is nobody's
         warnings.simplefilter("ignore")
         Muon([{"params": [], "use_muon": True, "names": []}], **options)

@@ -39,8 +39,8 @@ def check_options(options: Mapping[str, Any], place: str) -> None:
     """
     for key, value in options.items():
         option = GROUP_OPTIONS.get(_TERMS.get(key, key))
-        if key in (*MUON, *ADAMW, *_TERMS) and option is not None and not option.accepts(value):
-            raise ValueError(f"{place}: {key} must be {option.expected}, found {value!r}")
+        if key in (*MUON, *ADAMW, *_TERMS) and option is not None:
+            option.check(f"{place}: {key}", value)
         if key == "use_muon" and not isinstance(value, bool):
             raise ValueError(f"{place}: use_muon must be True or False, found {value!r}")
         if key == "kind" and value not in ("muon", "adamw"):
