@@ -48,6 +48,11 @@ class Event(NamedTuple):
     lane: int = -1
     number: int = 0
 
+    @property
+    def chunk(self) -> tuple[int, int]:
+        """The chunk, by the numbers of its lane and its own."""
+        return self.lane, self.number
+
 
 @dataclass(frozen=True)
 class Averages:
@@ -151,7 +156,7 @@ def _with_averages(events: Sequence[Event], plan: Plan, averages: Averages) -> I
     launches = _Launches(Do.AVERAGE, averages.buckets)
     for event in events:
         if event.do is Do.GATHER:
-            yield from launches.for_those(averages.needed[event.lane, event.number])
+            yield from launches.for_those(averages.needed[event.chunk])
         elif event.do is Do.FLAG:
             last = len(plan.all_lanes[event.lane].chunks) - 1
             yield from launches.for_those(averages.needed[event.lane, last])
@@ -210,9 +215,9 @@ def _weave(events: Sequence[Event], plan: Plan, beside: Beside) -> Iterator[Even
     for event in events:
         yield event
         if event.do is Do.GATHER:
-            bytes_done += beside.chunk_bytes[event.lane, event.number]
+            bytes_done += beside.chunk_bytes[event.chunk]
         elif event.do is Do.ORTHOGONALIZE:
-            flops_done += flops[event.lane, event.number]
+            flops_done += flops[event.chunk]
             while part < len(beside.part_bytes):
                 after = bytes_done + beside.part_bytes[part]
                 if after * hiding > nbytes * flops_done:

@@ -48,7 +48,7 @@ class Muon(torch.optim.Optimizer):
     For each matrix W with gradient G, momentum buffer B and learning rate lr::
 
         B ← μB + G                         momentum_style="classical"; "ema": μB + (1 − μ)G
-        U ← newton_schulz(G + μB)          Nesterov; without it, of B
+        U ← newton_schulz(G + μB)          with Nesterov; otherwise newton_schulz(B)
         U ← U / sqrt(running mean of U²)   only with beta2, per row or column, norm preserved
         W ← W·(1 − lr·weight_decay) − lr·scale·U
 
@@ -101,8 +101,8 @@ class Muon(torch.optim.Optimizer):
         decay_lr: decay by lr (``"base"``) or by lr·scale (``"adjusted"``).
         momentum_dtype: dtype of the momentum buffer; None is the gradient's.
         missing_grad: ``"raise"`` raises where only some ranks have a gradient, and skips a matrix
-            that has none on any; ``"zero"`` counts absent gradients as zeros, but of replicas whose
-            gradients are averaged already, all must have one, or none.
+            that has none on any; ``"zero"`` counts absent gradients as zeros. Replicas with already
+            averaged gradients must still all have one, or none.
         nonfinite: ``"skip"`` leaves a matrix as it is whose gradient has Inf or NaN, or whose fp16
             momentum would have it.
         split: read one tensor as several matrices: rows of each block, or one number of rows for
@@ -115,9 +115,9 @@ class Muon(torch.optim.Optimizer):
         comm_dtype: format in which momentum and updates travel between ranks; None is that of the
             arithmetic, but bf16 for fp32. fp16 travels with a scale per rank and matrix. For all
             groups.
-        consistency_check: how often ranks compare notes before a collective: every ``"step"``; with
-            ``"plan"`` in the first one and where parameters or options that all of them share have
-            changed, but not where gradients are missing; or never (``"off"``). For all groups.
+        consistency_check: how often ranks compare notes before a collective: every ``"step"``;
+            ``"plan"``, in the first step and after parameters or options that all of them share
+            have changed, which missing gradients do not; or never (``"off"``). For all groups.
         hsdp: what replicas of DTensors do: ``"redundant"``, each orthogonalizes every matrix;
             ``"spread"``, they share the work and send each other the updates; ``"auto"``, what
             is faster by an estimate (`distributed.hsdp`). For all groups.
@@ -143,13 +143,13 @@ class Muon(torch.optim.Optimizer):
         >>> optimizer.step()
     """
 
-    _survey: Survey  # of the groups as they last were
-    _agreed: Survey  # of the groups when ranks last were at one
-    _compared: bool  # what replicas hold
-    _warned: bool  # of a step without gradients
-    _work: Optional[Work]  # what the last step was made of
-    _last: tuple[Plan, tuple[Event, ...]]  # its plan and schedule
-    _untrained: int  # steps, the last ones, in which AdamW alone had gradients
+    _survey: Survey  # the latest
+    _agreed: Survey  # the one that ranks last agreed on
+    _compared: bool  # whether replicas have compared what they hold
+    _warned: bool  # whether a step without gradients was warned of
+    _work: Optional[Work]  # tensors that the last step has prepared
+    _last: tuple[Plan, tuple[Event, ...]]  # plan and schedule of the last step
+    _untrained: int  # how many steps, up to the last one, had gradients for AdamW alone
 
     @dtensors.refuses_groups_before_init("process_group")
     def __init__(
@@ -217,7 +217,7 @@ class Muon(torch.optim.Optimizer):
         self._offload = CPUOffload()
         self._store = StateStore(self._offload)
         self._condition = Condition()
-        self._clip = QKClip()  # of layers whose projections may be in several groups
+        self._clip = QKClip()  # clips nothing while groups are added: a layer may be in several
         self._forget_plans()
         super().__init__(validation.as_groups(params), defaults)
         clip.check_and_warn(self._views())
@@ -247,7 +247,7 @@ class Muon(torch.optim.Optimizer):
         self._clip.check([*self._views(), view])
         validation.warn_of_overshoot(view, where)
         names = group.pop("names")
-        # torch wants param_names in all groups or in none; a group without may join others here.
+        # torch wants param_names in all groups or in none. Here they may be in some: hide them.
         shown = [own.pop("param_names", None) for own in (*self.param_groups, group)]
         try:
             super().add_param_group(group)
@@ -262,7 +262,7 @@ class Muon(torch.optim.Optimizer):
         """For each group the names of its parameters, in order, or None.
 
         They are no group keys: torch.distributed.checkpoint would look for them in checkpoints.
-        ``param_names``, torch's own key, does stay where it was given, for who looks for it there.
+        ``param_names``, torch's own key, stays in the groups that were given it.
         """
         return [view.names for view in self._views()]
 
@@ -319,9 +319,9 @@ class Muon(torch.optim.Optimizer):
             qk_logits: for QK-Clip, of each layer the largest attention logit of each query head in
                 this step's forward, (heads,), or of each entry of ``q_indices``; on the weights'
                 device, or the CPU. Layers are told by number, or by the FQN of their attention.
-                What ranks that share the weights have seen of a layer may differ: its maximum over
-                them counts; None is that of a rank that has seen nothing. Heads with Inf or NaN are
-                left alone, and counted. Without ``qk_logits`` the step takes what `set_qk_logits`
+                Of ranks that share the weights and pass different logits, the maximum counts. A
+                rank that has seen nothing of a layer passes None. Heads with Inf or NaN are left
+                alone, and counted. Without ``qk_logits`` the step takes what `set_qk_logits`
                 was given, else what `qk_recorder` has recorded, else it clips nothing.
 
         Returns:
@@ -333,9 +333,9 @@ class Muon(torch.optim.Optimizer):
         Raises:
             ValueError: wrong gradients, hyperparameters or logits; no parameter and no state was
                 changed.
-            RuntimeError: the step broke off, or an earlier one did, and left some parameters ahead
-                of others: nothing goes on before a checkpoint is loaded. Where nothing was written
-                yet, what broke it off is raised as it is.
+            RuntimeError: this step or an earlier one failed after it had begun to write, or when
+                other ranks may have: nothing goes on before a checkpoint is loaded. An error before
+                that is raised as it is.
         """
         loss, error = None, None
         try:
@@ -354,7 +354,7 @@ class Muon(torch.optim.Optimizer):
 
     @staticmethod
     def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
-        """Around the hooks, too."""
+        """The step with its hooks: where one raises, nothing of what a GradScaler said is kept."""
         return forget_where_it_raises(torch.optim.Optimizer.profile_hook_step(func))
 
     @torch._disable_dynamo  # a compiled step() is this one, called from compiled code
@@ -364,12 +364,12 @@ class Muon(torch.optim.Optimizer):
         scaling = Scaling(self)
         step: Optional[Step] = None
 
-        def has_begun(error: BaseException) -> bool:
-            if step is not None and not isinstance(error, Exception):
+        def has_begun(raised: BaseException) -> bool:
+            if step is not None and not isinstance(raised, Exception):
                 return True  # an interrupt comes between any two lines
             if scaling.has_unscaled or (step is not None and step.has_written):
                 return True
-            return self._agreement.may_go  # others go on to write, whatever becomes of this one
+            return self._agreement.may_go  # then other ranks write, even where this one fails
 
         with self._condition.changing("step()", has_begun):
             step = self._prepare(error, qk_logits, scaling)
@@ -410,7 +410,7 @@ class Muon(torch.optim.Optimizer):
         found = self._survey
         sets = self._sets() if error is not None else set(found.shared)
         replicas = shared_with(None, self._wide)
-        if replicas is not None:  # which may divide what only other ranks have
+        if replicas is not None:  # they may share parameters that this rank does not have
             sets.add(replicas)
 
         def notes() -> Mapping[agreement.Ranks, agreement.Notes]:
@@ -445,14 +445,14 @@ class Muon(torch.optim.Optimizer):
         return sets_of(self.param_groups, self._wide)
 
     def _tell_apart(self, ranks: agreement.Ranks) -> str:
-        """Which of the optimizers that these ranks share this one is, and at which step."""
+        """Tells this optimizer from others that these ranks share, and this step from others."""
         number = self._registration.number(ranks)
         return f"the one made behind {number} others, {self._agreement.steps} steps made"
 
     def _clip_by(self, qk_logits: Optional[Logits], groups: list[Group]) -> Optional[Clipping]:
         """QK-Clip of this step."""
         logits, is_recorded = self._clip.take(qk_logits)
-        # torch.distributed.checkpoint makes such a step, to have state: it is to change nothing.
+        # torch.distributed.checkpoint makes a step with lr=0 to have state: it must change nothing.
         is_dry = not self.state and all(_is_zero(group.lr) for group in groups)
         if not is_dry:
             self._clip.warn_of_none(logits)
@@ -466,9 +466,8 @@ class Muon(torch.optim.Optimizer):
         )
 
     def _compare_replicas(self, groups: list[Group]) -> None:
-        """Before a first step, whether ranks hold the same plain parameters, and gradients, and of
-        their state each its own part.
-        """
+        """Checks, before a first step, that ranks hold equal plain parameters and gradients, and
+        each its own part of their state; raises ValueError."""
         replicas = self._wide.process_group
         if replicas is None:
             return
@@ -515,7 +514,7 @@ class Muon(torch.optim.Optimizer):
         return groups, plan, absent
 
     def _look_at(self, groups: list[Group]) -> Survey:
-        """Checks the groups, and keeps what there is to plan from now on."""
+        """Checks the groups, and keeps their survey."""
         found = self._survey_of(groups)
         if found is not self._survey:
             self._survey = found
@@ -543,7 +542,7 @@ class Muon(torch.optim.Optimizer):
             schedule: add what this rank has done in the last step, event by event, in its order.
         """
         groups = self._views()
-        # The survey is not kept: other ranks may make none.
+        # The survey is not kept, as other ranks may not call this.
         summary = self._summarize(groups, self._survey_of(groups))
         return dataclasses.replace(summary, schedule=order_of(*self._last)) if schedule else summary
 
@@ -609,8 +608,7 @@ class Muon(torch.optim.Optimizer):
         in host memory, which steps go on to change.
 
         Raises:
-            RuntimeError: a `step` broke off, which has left no state that anybody could go on from;
-                see `discard_state`.
+            RuntimeError: a `step` broke off, so that its state is of no use; see `discard_state`.
         """
         self._condition.check(void_will_do=True)
         groups = self._views()
@@ -668,7 +666,7 @@ class Muon(torch.optim.Optimizer):
             self._create_state(groups)
             self._condition.finish_loading()
 
-        # Behind the user's hooks before loading, and ahead of theirs after it.
+        # `check` runs after the user's hooks before loading, `restore` before those after it.
         handles = [
             self.register_load_state_dict_pre_hook(check),
             self.register_load_state_dict_post_hook(restore, prepend=True),
@@ -801,7 +799,7 @@ class Muon(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         is_unpickled = "_store" not in vars(self)
         if not is_unpickled:
-            self._condition.begin_loading()  # behind all checks; its tensors are still to be placed
+            self._condition.begin_loading()  # all checks have passed; `restore` places the tensors
         super().__setstate__(state)
         self.defaults.pop("differentiable", None)  # torch adds it, and groups would inherit it
         self._store = StateStore(self._offload)
@@ -864,9 +862,9 @@ class Muon(torch.optim.Optimizer):
     def synchronize_offload(self) -> None:
         """Makes the host wait until all state is in host memory, and nothing of it on devices.
 
-        To be called before reading or changing what ``optim.state`` holds by hand: until then it
-        may be on its way, or newer on the device. `state_dict` makes the host wait by itself, but
-        leaves on the device what was reloaded.
+        To be called before reading or changing what ``optim.state`` holds by hand: before that it
+        may be incomplete, or older than on the device. `state_dict` makes the host wait by itself,
+        but leaves on the device what was reloaded.
         """
         self._offload.end_visits()
 

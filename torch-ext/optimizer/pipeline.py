@@ -4,14 +4,20 @@ Every rank updates the momentum of what it holds and sends it to the owners of t
 owners orthogonalize whole matrices and send every rank its part of the update. Where a rank holds
 whole matrices the same happens without traffic, which is all that happens on one device.
 
-In which order a rank does this, and what else between, is a list of events (`async_utils`). An
-event works on what the step knows of its parameters: where state lives (``step.home``), where
-gradients come from (``step.gradients``), how the chunk travels (`distributed.transport`), which
-matrices are left alone (``step.finite``).
+The schedule, a list of events made by `async_utils`, fixes the order of all this. The names of what
+a plan is made of (lane, chunk, batch, unit, bundle, run) are explained in docs/how-it-works.md. All
+units of a batch, and of a run, have one group of hyperparameters and one shape of matrices, so the
+first stands for all. Matrices without a gradient that ranks share are in no lane; those that are
+whole on this rank are passed over here (``step.present``).
+
+An event asks the step for tensors: ``step.momentum`` and ``step.weights``, which may be in host
+memory (``step.home`` lends them then, window by window); ``step.grads``, as they are or averaged;
+``step.keep``, where not to update. What a chunk travels by is one of `distributed.transport`.
 
 The events have names in traces of torch.profiler: ``Muon.momentum``, ``Muon.orthogonalize``,
-``Muon.weights``, ``Muon.adamw``; beside them ``Muon.agree``: the hosts' exchange before a step. As
-a decorator, record_function would be one object, which threads that step at once would share.
+``Muon.weights``, ``Muon.adamw``; beside them ``Muon.agree``: the hosts' exchange before a step.
+record_function is used as a context manager, since as a decorator it would be one object for all
+threads.
 """
 
 from __future__ import annotations
@@ -47,7 +53,7 @@ def run(step: Step) -> None:
 
 
 def update_momentum(event: Event, step: Step) -> None:
-    """B ← μB + G on all ranks, and what is to be orthogonalized on its way to the owners."""
+    """B ← μB + G on all ranks; starts to send what is to be orthogonalized to the owners."""
     chunk, lane = step.work.chunk(event)
     travel = step.begin(event)
     exponents: list[tuple[int, Tensor]] = []
@@ -55,15 +61,15 @@ def update_momentum(event: Event, step: Step) -> None:
         for run in chunk.momentum:
             exponents += _update_momentum_of(run, travel.momentum, lane, step)
             step.were_read(run)
-        for place, of_bundle in exponents:  # last: they lie between the parts that runs write
+        for place, of_bundle in exponents:  # last, as runs also write the gaps where these lie
             travel.momentum[place : place + len(of_bundle)].copy_(of_bundle)
     travel.gather()
 
 
 def orthogonalize(event: Event, step: Step) -> None:
-    """U ← the polar factors of whole matrices on their owners, on their way back."""
+    """U ← the polar factors of whole matrices on their owners; starts to send them back."""
     chunk, _ = step.work.chunk(event)
-    travel = step.under_way[event[1:]]
+    travel = step.under_way[event.chunk]
     travel.land()
     with record_function("Muon.orthogonalize"):
         for batch in chunk.batches:
@@ -83,7 +89,7 @@ def orthogonalize(event: Event, step: Step) -> None:
 def update_weights(event: Event, step: Step) -> None:
     """W ← W − lr·(scale·U + weight_decay·W) on all ranks, each for what it holds."""
     chunk, lane = step.work.chunk(event)
-    travel = step.under_way.pop(event[1:])
+    travel = step.under_way.pop(event.chunk)
     travel.come_back()
     with record_function("Muon.weights"):
         for run in chunk.weights:
@@ -103,7 +109,7 @@ def _update_momentum_of(
         With an fp16 wire the exponents of each bundle's parts, and their place in the buffer.
     """
     start, stop = run[0].start, run[-1].start + run[-1].numel
-    travels = run[0].travels  # else a replica of it does
+    travels = run[0].travels  # else another replica sends the same
     if travels:
         sent = buffer[start:stop]
         is_scaled, dtype = lane.scaled, core.update_dtype(lane.wire, lane.wide, lane.device)
@@ -137,6 +143,7 @@ def _update_momentum_of(
 
 
 def _apply_momentum(rows: MomentumRows, hyper: Group, wanted: bool) -> None:
+    """Updates momentum, and writes the outputs where they are wanted."""
     core.update_momentum(
         rows.momenta,
         rows.grads,
@@ -155,7 +162,7 @@ def _apply_momentum(rows: MomentumRows, hyper: Group, wanted: bool) -> None:
 
 
 def _polar_factors(X: Tensor, batch: Batch, step: Step) -> Tensor:
-    """Of whole units (n, *shape of each), every matrix's polar factor, (matrices, rows, cols)."""
+    """The polar factor of each matrix in whole units (n, *shape of each): (matrices, rows, cols)."""
     unit = batch.units[0]
     entry, hyper = step.plan.entries[unit.entry], step.hyper(unit)
     return newton_schulz(
@@ -172,14 +179,14 @@ def _polar_factors(X: Tensor, batch: Batch, step: Step) -> Tensor:
 
 
 def _only(X: Tensor, present: Optional[Sequence[bool]]) -> Tensor:
-    """The units that are present, by copies that ask no device which."""
+    """The units that are present, copied in runs that the host knows, without waiting for it."""
     if present is None:
         return X
     return torch.cat([X[:0], *(X[start:stop] for start, stop in _spans(present))])
 
 
 def _spread(some: Tensor, present: Optional[Sequence[bool]]) -> Tensor:
-    """What `_only` has left of the units, where it was; the others are undefined."""
+    """The inverse of `_only`: puts units back at their places; absent ones are uninitialized."""
     if present is None:
         return some
     spread, spans = some.new_empty((len(present), *some.shape[1:])), _spans(present)
@@ -198,7 +205,7 @@ def _spans(present: Sequence[bool]) -> list[tuple[int, int]]:
 
 
 def _update_weights_of(run: Run, updates: Tensor, lane: Lane, step: Step) -> None:
-    """Applies this rank's parts of the updates, which may be overwritten, to its weights."""
+    """Applies this rank's parts of the updates to its weights; the updates may be overwritten."""
     parts = step.weights(run)
     received = updates[run[0].start : run[-1].start + run[-1].numel]
     U = step.scratch.wide(received, core.update_dtype(lane.wire, lane.wide, lane.device))
@@ -213,6 +220,7 @@ def _update_weights_of(run: Run, updates: Tensor, lane: Lane, step: Step) -> Non
     rows = WeightRows(parts.tensors, views, factors, step.keep(parts), step.clip(parts))
     if not rows.weights:
         return
+    step.writes()
     lr, decay = hyper.lr, hyper.weight_decay
     for lent in step.home.windows((WEIGHTS, id(run))):
         part = rows.part(lent)
@@ -231,21 +239,21 @@ def _update_weights_of(run: Run, updates: Tensor, lane: Lane, step: Step) -> Non
 
 
 def _second_moment_factors(bundle: Bundle, updates: Tensor, step: Step) -> list[Tensor]:
-    """Updates V of a bundle's units; what this rank's parts of the update are multiplied with."""
+    """Updates V of a bundle's units; returns factors on this rank's parts of the update."""
     factors: list[Tensor] = []
     present = step.present(bundle.units)
     units = [u for u, there in zip(bundle.units, present or [True] * len(bundle.units)) if there]
     if not units:
         return factors
     views = [step.second_moment(unit) for unit in units]
-    for lent in step.home.windows((SECOND_MOMENT, id(bundle))):  # one
+    for lent in step.home.windows((SECOND_MOMENT, id(bundle))):  # exactly one
         if lent is not None:
             views = [tensors[0] if tensors else views[share.row] for share, tensors in lent]
         V = torch.stack(views)  # (n, experts…, matrices of each, long side)
         numbers = wire.read_numbers(updates, bundle.along, len(bundle.units) * views[0].numel())
         v = _only(numbers.view(len(bundle.units), *V.shape[1:]), present)
         dtype = step.plan.entries[units[0].entry].recipe.dtype
-        v = v.to(torch.promote_types(dtype, torch.float32))  # as the owner had it
+        v = v.to(torch.promote_types(dtype, torch.float32))  # in which the owner computed it
         keep = None
         if step.may_skip(units[0]):
             keep = torch.cat([step.finite.of(unit) for unit in units])
@@ -258,8 +266,7 @@ def _second_moment_factors(bundle: Bundle, updates: Tensor, step: Step) -> list[
 
 
 def _factors_of_parts(factor: Tensor, unit: Unit, bundle: Bundle, step: Step) -> list[Tensor]:
-    """From factors along the long sides of matrices, as `second_moment` has V, those of the parts;
-    they broadcast."""
+    """Slices factors, which are shaped like V, to this rank's parts; they broadcast to them."""
     if not bundle.numel:
         return []
     m = step.plan.entries[unit.entry].matrices
@@ -287,6 +294,7 @@ def flag_nonfinite(event: Event, step: Step) -> None:
 
 
 def _numbers_to_flag(lane: Lane, step: Step) -> Iterator[tuple[Unit, layout.Region, Tensor]]:
+    """This rank's parts of units that may be skipped, with their boxes and what must be finite."""
     for run in (run for chunk in lane.chunks for run in chunk.momentum):
         parts = step.momentum(run)
         if not parts.units or not step.may_skip(parts.units[0]):
@@ -303,7 +311,7 @@ def _next_momentum(
     """What this step would make of parts of the momentum, which stay as they are."""
     unread = [torch.empty(part.shape, dtype=lane.wide, device=lane.device) for part in grads]
     rows = MomentumRows(parts.tensors, grads, unread)
-    for lent in step.home.windows((NONFINITE, id(run))):  # one
+    for lent in step.home.windows((NONFINITE, id(run))):  # exactly one
         rows = rows.part(lent)
         rows.momenta = [momentum.clone() for momentum in rows.momenta]
         _apply_momentum(rows, step.hyper(parts.units[0]), wanted=False)

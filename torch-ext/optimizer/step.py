@@ -254,7 +254,7 @@ class Step:
         """What a chunk travels by, until its weights are updated."""
         chunk, lane = self.work.chunk(event)
         group = self.work.process_groups[event.lane]
-        travel = self.under_way[event[1:]] = transport_of(chunk, lane, group, self.scratch)
+        travel = self.under_way[event.chunk] = transport_of(chunk, lane, group, self.scratch)
         return travel
 
     def hyper(self, unit: Unit) -> Group:
