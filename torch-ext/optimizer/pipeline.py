@@ -162,7 +162,7 @@ def _apply_momentum(rows: MomentumRows, hyper: Group, wanted: bool) -> None:
 
 
 def _polar_factors(X: Tensor, batch: Batch, step: Step) -> Tensor:
-    """The polar factor of each matrix in whole units (n, *shape of each): (matrices, rows, cols)."""
+    """Polar factors of all matrices of whole units (n, *shape of each), (matrices, rows, cols)."""
     unit = batch.units[0]
     entry, hyper = step.plan.entries[unit.entry], step.hyper(unit)
     return newton_schulz(
