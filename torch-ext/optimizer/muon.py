@@ -245,7 +245,7 @@ class Muon(torch.optim.Optimizer):
         options.validate(view, where)
         entries_of(view, len(self.param_groups), where, self._wide)
         validation.check_unshared(view, where, self.param_groups)
-        self._clip.check([*self._views(), view])
+        self._clip.find([*self._views(), view])  # its checks
         validation.warn_of_overshoot(view, where)
         names = group.pop("names")
         # torch wants param_names in all groups or in none; a group without may join others here.
@@ -409,7 +409,10 @@ class Muon(torch.optim.Optimizer):
                 self._condition.check()
                 groups, plan = self._plan()
                 scaling.check(groups)
-                clipping = self._clip_by(qk_logits, groups)
+                # torch.distributed.checkpoint makes such a step, to have state: it changes nothing.
+                is_dry = not self.state and all(_is_zero(group.lr) for group in groups)
+                clip = self._clip
+                clipping = clip.begin(qk_logits, groups, self._survey, self._wide, is_dry)
         except BaseException as raised:
             error = raised
         found = self._survey
@@ -451,22 +454,6 @@ class Muon(torch.optim.Optimizer):
         """Which of the optimizers that these ranks share this one is, and at which step."""
         number = self._registration.number(ranks)
         return f"the one made behind {number} others, {self._agreement.steps} steps made"
-
-    def _clip_by(self, qk_logits: Optional[Logits], groups: list[Group]) -> Optional[Clipping]:
-        """QK-Clip of this step."""
-        logits, is_recorded = self._clip.take(qk_logits)
-        # torch.distributed.checkpoint makes such a step, to have state: it is to change nothing.
-        is_dry = not self.state and all(_is_zero(group.lr) for group in groups)
-        if not is_dry:
-            self._clip.warn_of_none(logits)
-        return self._clip.begin(
-            logits,
-            groups,
-            self._survey,
-            self._wide,
-            is_recorded=is_recorded,
-            only_with_gradient=is_dry and qk_logits is None,
-        )
 
     def _compare_replicas(self, groups: list[Group]) -> None:
         """Before a first step, whether ranks hold the same plain parameters, and gradients, and of
@@ -545,7 +532,8 @@ class Muon(torch.optim.Optimizer):
         return dataclasses.replace(summary, schedule=order_of(*self._last)) if schedule else summary
 
     def _summarize(self, groups: list[Group], found: Survey) -> Summary:
-        plan, clipped = found.planner(groups, self._wide).plan(), self._clip.projections_of(groups)
+        plan, layers = found.planner(groups, self._wide).plan(), self._clip.find(groups)
+        clipped = {id(projection.param) for la in layers for projection in la.projections}
         where = "with its parameters"
         params = [(param, group.use_muon) for group in groups for param in group.params]
         if self.cpu_offload is not None:
@@ -558,7 +546,7 @@ class Muon(torch.optim.Optimizer):
 
     def set_qk_logits(self, qk_logits: Optional[Mapping[Any, Any]]) -> None:
         """Gives the next `step` its ``qk_logits``, where a trainer calls it without arguments."""
-        self._clip.give(qk_logits)
+        self._clip.given = qk_logits
 
     @property
     def qk_recorder(self) -> Any:
@@ -947,4 +935,3 @@ class Muon(torch.optim.Optimizer):
 def _is_zero(lr: Any) -> bool:
     """Without waiting for a device."""
     return (not isinstance(lr, Tensor) or lr.device.type == "cpu") and bool(lr == 0)
-

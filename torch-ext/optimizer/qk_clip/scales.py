@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Optional
 
 import torch
@@ -21,77 +21,8 @@ from torch import Tensor
 from ..distributed import layout
 from ..distributed import utils as dtensors
 from ..distributed.collectives import max_over_ranks
-from ..groups import normalize_name
-from .config import LayerKey
-from .projections import Layer
-
-Logits = Mapping[Any, Any]  # by layer, (heads,) each
-
-
-class Layers:
-    """The layers of an optimizer, and how logits name them."""
-
-    def __init__(self, layers: Mapping[LayerKey, Layer], alone: Mapping[LayerKey, str]):
-        self.layers = layers
-        self._prefixes = {**{key: layer.prefix for key, layer in layers.items()}, **alone}
-        self._numbers = {key: layer.number for key, layer in layers.items()}
-
-    def match(self, logits: Logits, pass_over_unknown: bool = False) -> dict[LayerKey, Any]:
-        """Maps the key of each layer that is bounded to its logits.
-
-        Raises:
-            ValueError: layers that lack logits, or, unless they are passed over, unknown layers.
-        """
-        if not isinstance(logits, Mapping):
-            raise ValueError(
-                f"qk_logits must map layers to tensors (heads,), found a {type(logits).__name__}"
-            )
-        found: dict[LayerKey, Any] = {}
-        for given, value in logits.items():
-            key = self._key(given)
-            if key is None:
-                if pass_over_unknown:
-                    continue
-                raise ValueError(
-                    f"qk_logits has {given!r}, where this optimizer has no query and key "
-                    f"projections; it has them in {some(list(self._prefixes)) or 'no layer'}"
-                )
-            if key in found:
-                raise ValueError(f"qk_logits has the layer {self._prefixes[key]!r} twice")
-            if key in self.layers:
-                found[key] = value
-        missing = [key for key in self.layers if key not in found]
-        if missing:
-            unknown = self.unknown(logits)  # of a recorder of a part of the model, or of one around
-            names = some([self._prefixes[key] for key in missing])
-            remedy = f". The recorder has {some(unknown)}, not {names}: make it of the same module"
-            raise ValueError(
-                f"qk_logits lacks layers {some(missing)}: give those of all layers, or None in "
-                f"clip_config for layers to leave alone{remedy if unknown else ''}"
-            )
-        return found
-
-    def unknown(self, logits: Logits) -> list[Any]:
-        """The keys that name no layer, neither one that is bounded nor one that is left alone."""
-        return [given for given in logits if self._key(given) is None]
-
-    def _key(self, given: Any) -> Optional[LayerKey]:
-        """The layer that a key, a number, a prefix of names or a beginning of one means."""
-        if given in self._prefixes:
-            return given
-        if isinstance(given, str):
-            name = normalize_name(given)
-            prefixes = self._prefixes.items()
-            found = [key for key, prefix in prefixes if prefix == name]
-            found = found or [key for key, prefix in prefixes if prefix.startswith(f"{name}.")]
-        else:
-            found = [key for key, number in self._numbers.items() if number == given]
-        if len(found) > 1:
-            raise ValueError(
-                f"qk_logits has {given!r}, which may be any of {some(found)}: tell layers by such "
-                "prefixes of names"
-            )
-        return found[0] if found else None
+from ..planning import this_rank
+from .projections import Layer, Logits
 
 
 class Pack:
@@ -103,21 +34,16 @@ class Pack:
     Args:
         device: where the weights of the layers are computed.
         ranks: all that hold parts or replicas of the weights; None where this one is alone.
-        rank: this one.
     """
 
     def __init__(
-        self,
-        layers: Sequence[Layer],
-        device: torch.device,
-        ranks: Optional[tuple[int, ...]],
-        rank: int,
+        self, layers: Sequence[Layer], device: torch.device, ranks: Optional[tuple[int, ...]]
     ):
-        self.layers = tuple(layers)
+        self.layers = layers
         self.projections = [p for layer in layers for p in layer.projections]
         self.device = device
         self.ranks = ranks
-        self.rank = rank
+        self.rank = this_rank()
         self.counts = [layer.logits for layer in layers]
         dtypes = (projection.param.dtype for projection in self.projections)
         self.dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)
@@ -309,8 +235,3 @@ def reduce_qk_logits(logits: Logits, group: Any = None) -> dict[Any, Tensor]:
     max_over_ranks(maxima, dist.group.WORLD if group is None else group).wait()
     parts = dict(zip(order, maxima.split([len(logits[layer]) for layer in order])))
     return Reduced((layer, parts[layer]) for layer in logits)
-
-
-def some(keys: Sequence[LayerKey]) -> str:
-    more = "" if len(keys) <= 8 else f" and {len(keys) - 8} more"
-    return ", ".join(map(repr, keys[:8])) + more
