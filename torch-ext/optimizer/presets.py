@@ -11,6 +11,7 @@ have no counterpart. Further options of `Muon` go to `Muon`, beside those of the
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Optional
 
@@ -131,12 +132,12 @@ def keller_jordan(
             groups.append({"lr": 3e-4, "weight_decay": 0.0, **group})
             continue
         group = validation.normalize_group(group, f"param_groups[{number}]")
-        is_convolution = [p.ndim == 4 for p in group["params"]]
         if any(p.ndim == 4 and p.shape[-2] > p.shape[-1] for p in group["params"]):
             raise ValueError("keller_jordan has no scale for a kernel higher than wide")
-        groups.append(_subset(group, [not is_one for is_one in is_convolution]))
-        if any(is_convolution):
-            groups.append({**_subset(group, is_convolution), "adjust_lr": "none"})
+        groups.append(_subset(group, [p.ndim != 4 for p in group["params"]]))
+        convolutions = _subset(group, [p.ndim == 4 for p in group["params"]])
+        if convolutions["params"]:
+            groups.append({**convolutions, "adjust_lr": "none"})
     return {
         "params": groups,
         "lr": lr,
@@ -247,7 +248,7 @@ def dion(
         algorithm = group.pop("algorithm", "muon")
         if algorithm not in ("muon", "adamw"):
             raise ValueError(f"algorithm must be 'muon' or 'adamw', found {algorithm!r}")
-        own = {**given, **{key: group.pop(key) for key in given if key in group}}
+        own = {key: group.pop(key, default) for key, default in given.items()}
         group.update(_from_dion(own), use_muon=algorithm == "muon")
         if algorithm == "adamw":
             if own["cautious_wd"] and group.get("weight_decay", weight_decay):
@@ -433,6 +434,5 @@ def _check_keys(group: Iterable[str], number: int, source: str, known: Collectio
 
 def _subset(group: Mapping[str, Any], chosen: Sequence[bool]) -> dict[str, Any]:
     """The group with only the chosen parameters and their names."""
-    lists = {key: group[key] for key in ("params", "names", "param_names") if key in group}
-    cut = {key: [x for x, keep in zip(each, chosen) if keep] for key, each in lists.items()}
-    return {**group, **cut}
+    keys = group.keys() & {"params", "names", "param_names"}
+    return {**group, **{key: list(itertools.compress(group[key], chosen)) for key in keys}}
