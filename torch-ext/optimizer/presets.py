@@ -4,8 +4,8 @@ A preset returns the keyword arguments of `Muon`, groups included: its user chan
 
     optimizer = Muon(**presets.torch_muon(matrices, lr=0.02))
 
-Arguments and group keys that the source does not have raise a ValueError, and so do those that
-have no counterpart. Further options of `Muon` go to `Muon`, beside those of the preset.
+All presets raise a ValueError where they get an argument or a group key that the source does not
+have, or that has no counterpart. Further options of `Muon` go to `Muon`, beside the preset's.
 """
 
 from __future__ import annotations
@@ -31,9 +31,6 @@ def motif(params: Params, lr: Any = 1e-3, **arguments: Any) -> dict[str, Any]:
     Args:
         params: Motif's groups, with ``use_muon`` and ``names``.
         lr, arguments: of Motif's constructor, which are those of `Muon` here.
-
-    Raises:
-        ValueError: an argument or a group key that `Muon` does not have.
     """
     _check_arguments(arguments, "Motif's Muon", _arguments_of(Muon))
     groups = validation.as_groups(params)
@@ -56,8 +53,7 @@ def torch_muon(params: Params, lr: Any = 1e-3, **arguments: Any) -> dict[str, An
             ``adjust_lr_fn`` (None: the original scale).
 
     Raises:
-        ValueError: an argument, or a key of a Muon group, that torch.optim.Muon does not have;
-            unknown ``adjust_lr_fn``.
+        ValueError: unknown ``adjust_lr_fn``.
     """
     _check_arguments(arguments, "torch.optim.Muon", _TORCH_DEFAULTS)
     given = {**_TORCH_DEFAULTS, **arguments}
@@ -83,18 +79,17 @@ _TORCH_DEFAULTS = {
 
 def _from_torch(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """torch's names and meanings to those of `Muon`."""
-    own = dict(arguments)
-    scale, triple, steps = own.pop("adjust_lr_fn"), own["ns_coefficients"], own["ns_steps"]
+    scale = arguments["adjust_lr_fn"]
     if scale not in (None, "original", "match_rms_adamw"):
         raise ValueError(
             f"adjust_lr_fn must be None, 'original' or 'match_rms_adamw', found {scale!r}"
         )
-    own.update(
-        adjust_lr=scale or "original",
-        ns_coefficients=[tuple(triple)] * steps,
-        ns_eps=own.pop("eps"),
-    )
-    return own
+    return {
+        **{key: arguments[key] for key in ("weight_decay", "momentum", "nesterov", "ns_steps")},
+        "adjust_lr": scale or "original",
+        "ns_coefficients": [tuple(arguments["ns_coefficients"])] * arguments["ns_steps"],
+        "ns_eps": arguments["eps"],
+    }
 
 
 @dtensors.refuses_groups_before_init("process_group")
@@ -119,8 +114,7 @@ def keller_jordan(
             gradients; the source takes the default group, ``torch.distributed.group.WORLD``.
 
     Raises:
-        ValueError: an argument or a group key that the source does not have; a convolution whose
-            kernel is higher than wide, whose scale has no name here.
+        ValueError: a convolution whose kernel is higher than wide, whose scale has no name here.
     """
     _check_arguments(unknown, "Keller Jordan's Muon", _arguments_of(keller_jordan))
     muon, adam = {"lr", "weight_decay", "momentum"}, {"lr", "weight_decay", "betas", "eps"}
@@ -169,9 +163,6 @@ def moonlight(
 
     Its AdamW adds eps to the root of the uncorrected second moment; this one is torch's, which
     corrects first. The two differ by what eps weighs in the first steps.
-
-    Raises:
-        ValueError: an argument that the source does not have.
     """
     _check_arguments(unknown, "Moonlight's Muon", _arguments_of(moonlight))
     return {
@@ -230,10 +221,9 @@ def dion(
             versions.
 
     Raises:
-        ValueError: an argument or a group key that the source does not have, or that has no
-            counterpart: ``newton_schulz_func``, ``use_gram_newton_schulz``, an ``algorithm`` that
-            this package does not have (``"lion"``); an unknown scale; ``num_heads`` that do not
-            divide the rows.
+        ValueError: what has no counterpart: ``newton_schulz_func``, ``use_gram_newton_schulz``, an
+            ``algorithm`` that this package does not have (``"lion"``); an unknown scale;
+            ``num_heads`` that do not divide the rows.
     """
     if newton_schulz_func or use_gram_newton_schulz:
         key = "newton_schulz_func" if newton_schulz_func else "use_gram_newton_schulz"
@@ -394,10 +384,8 @@ class DistMuonAdamW(MuonAdamW):
 def _muon_groups(
     params: Params, source: str, muon: Collection[str], adamw: Collection[str]
 ) -> list[dict[str, Any]]:
-    """Copies of groups (Muon's unless they say otherwise), anything else as one Muon group.
-
-    Raises where a Muon group has other keys than ``muon``, or one of AdamW's others than ``adamw``.
-    """
+    """Copies of groups, Muon's unless they say otherwise; anything else as one Muon group. Groups
+    of Muon may have the keys ``muon``, those of AdamW the keys ``adamw``."""
     params = [params] if isinstance(params, Tensor) else list(params)
     if not params or not isinstance(params[0], dict):
         return [{"params": params, "use_muon": True}]
