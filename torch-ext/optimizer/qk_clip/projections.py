@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Optional
 
@@ -164,7 +164,7 @@ def find_layers(groups: Sequence[Group], config: ClipConfig) -> Layers:
             continue
         projections = [replace(p, starts=_head_starts(p, chosen)) for p in projections]
         heads = _count_heads(projections, chosen)
-        q, k = _pair_heads(prefix, chosen, heads.get("q"), heads.get("k"))
+        q, k = _pair_heads(prefix, chosen, heads)
         bounded[key] = Layer(
             key=key,
             prefix=prefix,
@@ -179,48 +179,35 @@ def find_layers(groups: Sequence[Group], config: ClipConfig) -> Layers:
     return Layers(bounded, alone)
 
 
-def _projections(groups: Sequence[Group], known: set[str]) -> list[Projection]:
-    """The parameters whose names, or owners, are known."""
-    found = []
+def _projections(groups: Sequence[Group], known: set[str]) -> Iterator[Projection]:
+    """Tells projections by the component that owns the parameter, or by the parameter's name."""
     for number, group in enumerate(groups):
         if group.names is None and group.use_muon and group.params:
             raise ValueError(
                 f"param_groups[{number}]: clip_config needs names: give the group "
                 '"names", one for each parameter'
             )
-        flatten = group.use_muon and group.flatten
         for name, param in zip(group.names or (), group.params):
-            projection = _recognize(name, param, flatten, known)
-            if projection is not None:
-                found.append(projection)
-    return found
-
-
-def _recognize(name: str, param: Tensor, flatten: bool, known: set[str]) -> Optional[Projection]:
-    """Tells a projection by the component that owns the parameter, or by the parameter's name."""
-    parts = normalize_name(name).split(".")
-    named = [index for index, part in enumerate(parts) if not part.isdigit()]
-    if not named or "parametrizations" in parts:  # what is stored is not the weight
-        return None
-    attribute, owner = parts[named[-1]], parts[named[-2]] if len(named) > 1 else ""
-    stem, _, suffix = attribute.rpartition("_")
-    if owner in known and attribute in ("weight", "bias"):
-        kind, at, is_bias = owner, named[-2], attribute == "bias"
-    elif attribute in known:
-        kind, at, is_bias = attribute, named[-1], param.ndim == 1
-    elif stem in known and suffix in ("weight", "bias"):
-        kind, at, is_bias = stem, named[-1], suffix == "bias"
-    else:
-        return None
-    if is_bias:
-        row_dims = param.ndim
-    elif flatten or param.ndim > 3:  # a convolution, (rows, cols, kernel…)
-        row_dims = 1
-    else:  # (rows, cols), or (heads, rows of each, cols)
-        row_dims = param.ndim - 1
-    numbers = [int(part) for part in parts if part.isdigit()]
-    number = numbers[-1] if numbers else None
-    return Projection(name, param, kind, ".".join(parts[:at]), number, is_bias, row_dims)
+            parts = normalize_name(name).split(".")
+            named = [index for index, part in enumerate(parts) if not part.isdigit()]
+            if not named or "parametrizations" in parts:  # what is stored is not the weight
+                continue
+            attribute, owner = parts[named[-1]], parts[named[-2]] if len(named) > 1 else ""
+            stem, _, suffix = attribute.rpartition("_")
+            if owner in known and attribute in ("weight", "bias"):
+                kind, at, is_bias = owner, named[-2], attribute == "bias"
+            elif attribute in known:
+                kind, at, is_bias = attribute, named[-1], param.ndim == 1
+            elif stem in known and suffix in ("weight", "bias"):
+                kind, at, is_bias = stem, named[-1], suffix == "bias"
+            else:
+                continue
+            row_dims = param.ndim if is_bias else param.ndim - 1  # (heads, rows of each, cols)
+            if not is_bias and (param.ndim > 3 or (group.use_muon and group.flatten)):
+                row_dims = 1  # of a convolution, (rows, cols, kernel…)
+            numbers = [int(part) for part in parts if part.isdigit()]
+            last = numbers[-1] if numbers else None
+            yield Projection(name, param, kind, ".".join(parts[:at]), last, is_bias, row_dims)
 
 
 def _by_attention(projections: Iterable[Projection]) -> dict[str, list[Projection]]:
@@ -332,17 +319,16 @@ def _count_heads(projections: Sequence[Projection], config: LayerConfig) -> dict
 
 
 def _pair_heads(
-    prefix: str, config: LayerConfig, q_heads: Optional[int], k_heads: Optional[int]
+    prefix: str, config: LayerConfig, heads: Mapping[str, int]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """For each logit its query head and its key head, as configured or as attention pairs them.
-
-    ``q_heads`` and ``k_heads`` are those of the projections; None where there is no projection.
-    """
+    """For each logit its query head and its key head, as configured or as attention pairs them."""
     q, k = config.q_indices, config.k_indices
-    for side, indices, heads in (("q", q, q_heads), ("k", k, k_heads)):
-        if indices and heads is not None and max(indices) >= heads:
+    q_heads, k_heads = heads.get("q"), heads.get("k")
+    for side, indices in (("q", q), ("k", k)):
+        if indices and max(indices) >= heads.get(side, math.inf):
             raise ValueError(
-                f"clip_config: {side}_indices has head {max(indices)}, but {prefix} has {heads}"
+                f"clip_config: {side}_indices has head {max(indices)}, but {prefix} has "
+                f"{heads[side]}"
             )
     if q is None:
         if q_heads is None:
