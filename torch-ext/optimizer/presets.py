@@ -232,6 +232,7 @@ def dion(
     given = {"mu": mu, "epsilon": epsilon, "adjust_lr": adjust_lr, "cautious_wd": cautious_wd}
     given |= {"beta1": betas[0], "beta2": betas[1], "num_heads": None, "split_sizes": None}
     known = {"algorithm", "lr", "weight_decay", "nesterov", "flatten", *given}
+    scales = {"spectral_norm": "spectral", "rms_norm": "match_rms_adamw", None: "none"}
     groups = []
     for number, group in enumerate(_muon_groups(params, "dion's Muon", known, known)):
         where = f"param_groups[{number}]"
@@ -239,7 +240,19 @@ def dion(
         if algorithm not in ("muon", "adamw"):
             raise ValueError(f"algorithm must be 'muon' or 'adamw', found {algorithm!r}")
         own = {key: group.pop(key, default) for key, default in given.items()}
-        group.update(_from_dion(own), use_muon=algorithm == "muon")
+        if own["adjust_lr"] not in scales:
+            raise ValueError(
+                f"adjust_lr must be 'spectral_norm', 'rms_norm' or None, found {own['adjust_lr']!r}"
+            )
+        group.update(
+            use_muon=algorithm == "muon",
+            momentum=own["mu"],
+            adjust_lr=scales[own["adjust_lr"]],
+            cautious=own["cautious_wd"],
+            ns_eps=own["epsilon"],
+            adamw_betas=(own["beta1"], own["beta2"]),
+            adamw_eps=own["epsilon"],
+        )
         if algorithm == "adamw":
             if own["cautious_wd"] and group.get("weight_decay", weight_decay):
                 raise ValueError(
@@ -262,25 +275,6 @@ def dion(
         "ns_coefficients": "polar_express" if use_polar_express else "you",
         "none_grad": False,
         **({"process_group": distributed_mesh} if is_group else {}),
-    }
-
-
-_DION_SCALES = {"spectral_norm": "spectral", "rms_norm": "match_rms_adamw", None: "none"}
-
-
-def _from_dion(given: Mapping[str, Any]) -> dict[str, Any]:
-    """dion's names and meanings to those of `Muon`."""
-    if given["adjust_lr"] not in _DION_SCALES:
-        raise ValueError(
-            f"adjust_lr must be 'spectral_norm', 'rms_norm' or None, found {given['adjust_lr']!r}"
-        )
-    return {
-        "momentum": given["mu"],
-        "adjust_lr": _DION_SCALES[given["adjust_lr"]],
-        "cautious": given["cautious_wd"],
-        "ns_eps": given["epsilon"],
-        "adamw_betas": (given["beta1"], given["beta2"]),
-        "adamw_eps": given["epsilon"],
     }
 
 

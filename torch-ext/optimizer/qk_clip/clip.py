@@ -203,7 +203,7 @@ class QKClip:
                 "step() got no qk_logits, so nothing is clipped: give it some, call "
                 "set_qk_logits() before, or set qk_recorder"
             )
-        elif isinstance(logits, Mapping) and {id(of) for of in logits.values()} == {id(None)}:
+        elif isinstance(logits, Mapping) and logits and all(of is None for of in logits.values()):
             problem = (
                 "qk_logits has no logits of any layer, so nothing is clipped: does qk_recorder "
                 "hook the model that is trained, or was it removed, or replaced by another?"

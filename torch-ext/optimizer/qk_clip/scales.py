@@ -57,12 +57,10 @@ class Pack:
         )
 
     def _local_rows(self, heads: int) -> tuple[Tensor, list[tuple[int, ...]]]:
-        """Where the table of scales has the scale of each row that this rank holds, of all
-        projections one behind the other; and for each projection the shape in which the scales of
-        its rows broadcast to its local tensor.
+        """Where the table of scales has those of the rows that this rank holds, of all projections
+        one behind the other; and the shapes in which they broadcast to the local tensors.
 
-        The table has a scale for each of the heads, one for its rotated rows, and a last one, 1,
-        for rows that nothing scales.
+        The table has a scale for each head, then one for its rotated rows, then 1, for other rows.
         """
         first, places, shapes = 0, [], []
         for layer in self.layers:
