@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Optional
 
 import torch
@@ -22,6 +23,7 @@ from .projections import Layer, Layers, Logits, find_layers, some
 from .scales import Pack, Reduced, joined, vector_of
 
 
+@dataclass(eq=False)
 class Clipping:
     """QK-Clip in one step.
 
@@ -31,21 +33,15 @@ class Clipping:
         clip: to whom to tell what was found, if to anybody.
     """
 
-    def __init__(
-        self,
-        packs: Sequence[tuple[Pack, Tensor]],
-        notes: Mapping[tuple[int, ...], Sequence[str]],
-        clip: Optional[QKClip],
-    ):
-        self.notes = notes
-        self._packs = packs
-        self._clip = clip
-        self._works: list[Any] = []
-        self._by_id: Optional[dict[int, Tensor]] = None
+    packs: Sequence[tuple[Pack, Tensor]]
+    notes: Mapping[tuple[int, ...], Sequence[str]]
+    clip: Optional[QKClip]
+    _works: list[Any] = field(default_factory=list)
+    _by_id: Optional[dict[int, Tensor]] = None
 
     def reduce(self, wide: OptimizerWide) -> None:
         """Starts to take the maxima over ranks, of all layers at once; on all ranks alike."""
-        for pack, logits in self._packs:
+        for pack, logits in self.packs:
             if pack.ranks is not None:
                 params = (projection.param for projection in pack.projections)
                 param = next(p for p in params if shared_with(p, wide) == pack.ranks)
@@ -58,7 +54,7 @@ class Clipping:
             for work in self._works:
                 work.wait()
             self._by_id = {}
-            for pack, logits in self._packs:
+            for pack, logits in self.packs:
                 self._by_id.update(pack.scales(logits))
         return self._by_id
 
@@ -76,8 +72,8 @@ class Clipping:
                     held = dtensors.local(param)
                     # The devices differ for hosted parameters only.
                     held.mul_(scales[id(param)].to(held.device))
-        if self._clip is not None:
-            self._clip.count(self._packs)
+        if self.clip is not None:
+            self.clip.count(self.packs)
 
 
 class QKClip:

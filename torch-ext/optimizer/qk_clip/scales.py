@@ -50,10 +50,10 @@ class Pack:
         thresholds = [layer.config.threshold for layer in layers for _ in range(layer.logits)]
         self.thresholds = torch.tensor(thresholds, dtype=self.dtype).to(device, non_blocking=True)
         heads = sum(layer.q_heads + layer.k_heads for layer in layers)
-        members, partners = _tables_of_heads(layers, heads)
         rows, self._shapes = self._local_rows(heads)
-        self._members, self._partners, self._rows = (
-            table.to(device, non_blocking=True) for table in (members, partners, rows)
+        self._pairs, self._partners, self._rows = (
+            table.to(device, non_blocking=True)
+            for table in (*_tables_of_heads(layers, heads), rows)
         )
 
     def _local_rows(self, heads: int) -> tuple[Tensor, list[tuple[int, ...]]]:
@@ -97,8 +97,10 @@ class Pack:
         above = self.is_clipped(logits)
         gamma = torch.where(above, self.thresholds / logits, 1.0)
         gamma.clamp_min_(torch.finfo(gamma.dtype).tiny)  # or roots of it might be no divisors
+        numbers, heads = self._pairs
+        ones = gamma.new_ones(len(self._partners))
+        least = ones.scatter_reduce(0, heads, gamma[numbers], "amin")  # of the logits of each head
         one = gamma.new_ones(1)
-        least = torch.cat([gamma, one])[self._members].amin(dim=1)  # of the logits of each head
         roots = torch.cat([least.sqrt(), one])
         table = torch.cat([least / roots[self._partners], least, one])
         rows = table.index_select(0, self._rows).split([math.prod(s) for s in self._shapes])
@@ -110,30 +112,26 @@ class Pack:
 
 
 def _tables_of_heads(layers: Sequence[Layer], heads: int) -> tuple[Tensor, Tensor]:
-    """For each head the numbers of the logits that scale it, and the head by whose root its scale
-    is divided.
+    """Pairs of a logit and a head that it scales, (2, pairs); for each head the one by whose root
+    its scale is divided.
 
-    The numbers are padded with the one behind the last. A head is divided by its own root, which
-    gives sqrt(γ). With ``clip_mode="exact"``, a query head is divided by the root of its key head,
-    which gives γ/κ, or by entry ``heads``, which is 1, where no key head is scaled.
+    A head is divided by its own root, which gives sqrt(γ). With ``clip_mode="exact"``, a query head
+    is divided by the root of its key head, which gives γ/κ, or by entry ``heads``, which is 1,
+    where no key head is scaled.
     """
-    members: list[list[int]] = []
+    pairs: list[tuple[int, int]] = []
     partners = list(range(heads))
-    logits = 0
+    logits = first = 0
     for layer in layers:
-        first = len(members)
         first_key = first + layer.q_heads
-        members += [[] for _ in range(layer.q_heads + layer.k_heads)]
-        for start, indices in ((first, layer.q_indices), (first_key, layer.k_indices)):
-            for number, head in enumerate(indices):
-                members[start + head].append(logits + number)
+        pairs += [(logits + number, first + head) for number, head in enumerate(layer.q_indices)]
+        pairs += [(logits + number, first_key + k) for number, k in enumerate(layer.k_indices)]
         if layer.config.mode == "exact":
             for query, key in itertools.zip_longest(layer.q_indices, layer.k_indices):
                 partners[first + query] = heads if key is None else first_key + key
         logits += layer.logits
-    most = max(map(len, members), default=1) or 1
-    padded = [[*numbers, *(logits,) * (most - len(numbers))] for numbers in members]
-    return torch.tensor(padded), torch.tensor(partners)
+        first = first_key + layer.k_heads
+    return torch.tensor(pairs, dtype=torch.int64).view(-1, 2).T.contiguous(), torch.tensor(partners)
 
 
 def vector_of(value: Any, layer: Layer, pack: Pack) -> Tensor:
