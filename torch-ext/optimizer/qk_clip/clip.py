@@ -126,12 +126,15 @@ class QKClip:
             )
         if self.config.unmatched:
             warn(f"clip_config: no layer was found for {some(list(self.config.unmatched))}")
-        norm = _norm_of_heads({la.prefix for la in layers if la.config.latent is None}, groups)
-        if norm is not None:
-            warn(
-                f"clip_config: {norm} normalizes what QK-Clip scales, which then has no effect; "
-                "bounded by their norms, such logits need no clip"
-            )
+        prefixes = {layer.prefix for layer in layers if layer.config.latent is None}
+        for name in (name for group in groups for name in group.names or ()):
+            prefix, _, norm = normalize_name(name).rpartition(".")[0].rpartition(".")
+            if prefix in prefixes and norm in ("q_norm", "k_norm", "q_layernorm", "k_layernorm"):
+                warn(
+                    f"clip_config: {name} normalizes what QK-Clip scales, which then has no "
+                    "effect; bounded by their norms, such logits need no clip"
+                )
+                break
         for number, group in enumerate(groups):
             if group.names is None and any(p.ndim == 1 for p in group.params):
                 warn(
@@ -288,28 +291,18 @@ def _warn_of_unknown(layers: Sequence[Any], groups: Sequence[Group]) -> None:
         )
 
 
-def _norm_of_heads(prefixes: set[str], groups: Sequence[Group]) -> Optional[str]:
-    """The usual name of a norm between a projection and the logits (QK-norm), if there is one."""
-    for name in (name for group in groups for name in group.names or ()):
-        owner = normalize_name(name).rpartition(".")[0]
-        prefix, _, norm = owner.rpartition(".")
-        if prefix in prefixes and norm in ("q_norm", "k_norm", "q_layernorm", "k_layernorm"):
-            return name
-    return None
-
-
 def _ranks_of(layer: Layer, wide: OptimizerWide) -> Optional[tuple[int, ...]]:
     """All ranks that hold parts or replicas of a layer's projections."""
     sets = (shared_with(projection.param, wide) for projection in layer.projections)
     found = {ranks for ranks in sets if ranks is not None}
-    largest = max(found, key=len, default=None)
+    largest = max(found, key=len, default=())
     for ranks in found:
-        if largest is not None and not set(ranks) <= set(largest):
+        if not set(ranks) <= set(largest):
             raise ValueError(
                 f"{layer.prefix} has query and key projections on ranks {list(ranks)} and on ranks "
                 f"{list(largest)}, which can't share their logits: put them on one mesh"
             )
-    return largest
+    return largest or None
 
 
 def _has_gradient(pack: Pack) -> Tensor:
