@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, Optional, Union
+from typing import Any, NamedTuple, Optional, Union
 
 import torch
 from torch import Tensor
@@ -105,7 +105,8 @@ def max_qk_logits(
         ValueError: shapes, dtypes or devices that do not fit, or DTensors; names the argument.
     """
     _check_tensors(q, k, q_rope, k_rope)
-    scale = _check_numbers(scale, block_size, q, q_rope)
+    width = q.shape[3] + (0 if q_rope is None else q_rope.shape[3])
+    scale = _check_numbers(scale, block_size, width)
     ids = _check_document_ids(document_ids, q, k)
     attn_mask = _check_attn_mask(attn_mask, q, k)
     inputs = _Inputs(q, k, q_rope, k_rope, *ids, attn_mask, scale, causal, mask_mod)
@@ -215,9 +216,8 @@ def _loop_of_graphs(
     block_size: Optional[int],
 ) -> Tensor:
     """The maxima by `_loop`, as one operator of a compiled graph, whatever the length."""
-    masks = attn_mask, scale, causal, None
-    inputs = _Inputs(q, k, q_rope, k_rope, ids_of_queries, ids_of_keys, *masks)
-    return _loop(inputs, block_size)
+    tensors = q, k, q_rope, k_rope, ids_of_queries, ids_of_keys, attn_mask
+    return _loop(_Inputs(*tensors, scale, causal, None), block_size)
 
 
 _loop_of_graphs.register_fake(lambda q, *_: _nothing(q))
@@ -356,7 +356,7 @@ def _indices(chosen: Selection, device: torch.device) -> Tensor:
     return chosen
 
 
-def _check_tensor(name: str, tensor: Optional[Tensor], q: Tensor) -> None:
+def _check_tensor(name: str, tensor: Any, q: Tensor) -> None:
     if is_dtensor(tensor):
         raise ValueError(
             f"{name} is a DTensor: pass the heads of this rank, {name}.to_local(), and put the "
@@ -368,9 +368,7 @@ def _check_tensor(name: str, tensor: Optional[Tensor], q: Tensor) -> None:
         raise ValueError(f"{name} is on {tensor.device}, but q on {q.device}")
 
 
-def _check_tensors(
-    q: Tensor, k: Tensor, q_rope: Optional[Tensor], k_rope: Optional[Tensor]
-) -> None:
+def _check_tensors(q: Any, k: Any, q_rope: Any, k_rope: Any) -> None:
     if (q_rope is None) != (k_rope is None):
         given = "q_rope" if k_rope is None else "k_rope"
         raise ValueError(f"q_rope and k_rope belong together: only {given} was given")
@@ -395,7 +393,7 @@ def _check_tensors(
         )
     if min(Hq, Hk) == 0 or Hq % Hk:
         raise ValueError(f"q has {Hq} heads, which is no multiple of the {Hk} heads of k")
-    if q_rope is None or k_rope is None:
+    if q_rope is None:
         return
     if q_rope.shape[:3] != q.shape[:3]:
         raise ValueError(
@@ -410,14 +408,8 @@ def _check_tensors(
         )
 
 
-def _check_numbers(
-    scale: Union[float, Tensor, None],
-    block_size: Optional[int],
-    q: Tensor,
-    q_rope: Optional[Tensor],
-) -> float:
+def _check_numbers(scale: Any, block_size: Any, width: int) -> float:
     """The scale, or its default."""
-    width = q.shape[3] + (0 if q_rope is None else q_rope.shape[3])
     if scale is None and width == 0:
         raise ValueError("q and k have no columns")
     if isinstance(scale, Tensor):
