@@ -308,7 +308,7 @@ def test_16_bit_products_on_cuda_are_asked_for_in_fp32():
     with FakeTensorMode():  # which makes no products, and slices nothing without CUDA
         q = torch.empty(2, 4, 70, 8, dtype=torch.bfloat16, device="cuda")
         with Names() as counted:
-            scores = logits._products(q, q.narrow(1, 0, 2), torch.float32)
+            scores = logits._products(q, q.narrow(1, 0, 2))
     assert scores.shape == (2, 4, 70, 70) and scores.dtype == torch.float32
     assert "bmm.dtype" in counted.names and "_to_copy.default" not in counted.names
 

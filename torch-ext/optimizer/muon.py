@@ -31,7 +31,7 @@ from .planning import (
     shared_with,
     survey,
 )
-from .qk_clip.clip import Clipping, Logits, QKClip
+from .qk_clip.clip import Logits, QKClip
 from .qk_clip.config import read_clip_config
 from .step import Step, Work
 from .store import StateStore
@@ -244,7 +244,7 @@ class Muon(torch.optim.Optimizer):
         options.validate(view, where)
         entries_of(view, len(self.param_groups), where, self._wide)
         validation.check_unshared(view, where, self.param_groups)
-        self._clip.check([*self._views(), view])
+        self._clip.find([*self._views(), view])  # checks them
         validation.warn_of_overshoot(view, where)
         names = group.pop("names")
         # torch wants param_names in all groups or in none. Here they may be in some: hide them.
@@ -404,7 +404,10 @@ class Muon(torch.optim.Optimizer):
                 self._condition.check()
                 groups, plan, absent = self._plan()
                 scaling.check(groups)
-                clipping = self._clip_by(qk_logits, groups)
+                # torch.distributed.checkpoint steps with lr=0 to have state, which changes nothing.
+                is_dry = not self.state and all(_is_zero(group.lr) for group in groups)
+                clip = self._clip
+                clipping = clip.begin(qk_logits, groups, self._survey, self._wide, is_dry)
         except BaseException as raised:
             error = raised
         found = self._survey
@@ -448,22 +451,6 @@ class Muon(torch.optim.Optimizer):
         """Tells this optimizer from others that these ranks share, and this step from others."""
         number = self._registration.number(ranks)
         return f"the one made behind {number} others, {self._agreement.steps} steps made"
-
-    def _clip_by(self, qk_logits: Optional[Logits], groups: list[Group]) -> Optional[Clipping]:
-        """QK-Clip of this step."""
-        logits, is_recorded = self._clip.take(qk_logits)
-        # torch.distributed.checkpoint makes a step with lr=0 to have state: it must change nothing.
-        is_dry = not self.state and all(_is_zero(group.lr) for group in groups)
-        if not is_dry:
-            self._clip.warn_of_none(logits)
-        return self._clip.begin(
-            logits,
-            groups,
-            self._survey,
-            self._wide,
-            is_recorded=is_recorded,
-            only_with_gradient=is_dry and qk_logits is None,
-        )
 
     def _compare_replicas(self, groups: list[Group]) -> None:
         """Checks, before a first step, that ranks hold equal plain parameters and gradients, and
@@ -547,7 +534,8 @@ class Muon(torch.optim.Optimizer):
         return dataclasses.replace(summary, schedule=order_of(*self._last)) if schedule else summary
 
     def _summarize(self, groups: list[Group], found: Survey) -> Summary:
-        plan, clipped = found.planner(groups, self._wide).plan(), self._clip.projections_of(groups)
+        plan, layers = found.planner(groups, self._wide).plan(), self._clip.find(groups)
+        clipped = {id(projection.param) for la in layers for projection in la.projections}
         where = "with its parameters"
         params = [(param, group.use_muon) for group in groups for param in group.params]
         if self.cpu_offload is not None:
@@ -560,7 +548,7 @@ class Muon(torch.optim.Optimizer):
 
     def set_qk_logits(self, qk_logits: Optional[Mapping[Any, Any]]) -> None:
         """Gives the next `step` its ``qk_logits``, where a trainer calls it without arguments."""
-        self._clip.give(qk_logits)
+        self._clip.given = qk_logits
 
     @property
     def qk_recorder(self) -> Any:

@@ -4,13 +4,14 @@ A preset returns the keyword arguments of `Muon`, groups included: its user chan
 
     optimizer = Muon(**presets.torch_muon(matrices, lr=0.02))
 
-Arguments and group keys that the source does not have raise a ValueError, and so do those that
-have no counterpart. Further options of `Muon` go to `Muon`, beside those of the preset.
+All presets raise a ValueError where they get an argument or a group key that the source does not
+have, or that has no counterpart. Further options of `Muon` go to `Muon`, beside the preset's.
 """
 
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Optional
 
@@ -30,9 +31,6 @@ def motif(params: Params, lr: Any = 1e-3, **arguments: Any) -> dict[str, Any]:
     Args:
         params: Motif's groups, with ``use_muon`` and ``names``.
         lr, arguments: of Motif's constructor, which are those of `Muon` here.
-
-    Raises:
-        ValueError: an argument or a group key that `Muon` does not have.
     """
     _check_arguments(arguments, "Motif's Muon", _arguments_of(Muon))
     groups = validation.as_groups(params)
@@ -55,8 +53,7 @@ def torch_muon(params: Params, lr: Any = 1e-3, **arguments: Any) -> dict[str, An
             ``adjust_lr_fn`` (None: the original scale).
 
     Raises:
-        ValueError: an argument, or a key of a Muon group, that torch.optim.Muon does not have;
-            unknown ``adjust_lr_fn``.
+        ValueError: unknown ``adjust_lr_fn``.
     """
     _check_arguments(arguments, "torch.optim.Muon", _TORCH_DEFAULTS)
     given = {**_TORCH_DEFAULTS, **arguments}
@@ -82,18 +79,17 @@ _TORCH_DEFAULTS = {
 
 def _from_torch(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """torch's names and meanings to those of `Muon`."""
-    own = dict(arguments)
-    scale, triple, steps = own.pop("adjust_lr_fn"), own["ns_coefficients"], own["ns_steps"]
+    scale = arguments["adjust_lr_fn"]
     if scale not in (None, "original", "match_rms_adamw"):
         raise ValueError(
             f"adjust_lr_fn must be None, 'original' or 'match_rms_adamw', found {scale!r}"
         )
-    own.update(
-        adjust_lr=scale or "original",
-        ns_coefficients=[tuple(triple)] * steps,
-        ns_eps=own.pop("eps"),
-    )
-    return own
+    return {
+        **{key: arguments[key] for key in ("weight_decay", "momentum", "nesterov", "ns_steps")},
+        "adjust_lr": scale or "original",
+        "ns_coefficients": [tuple(arguments["ns_coefficients"])] * arguments["ns_steps"],
+        "ns_eps": arguments["eps"],
+    }
 
 
 @dtensors.refuses_groups_before_init("process_group")
@@ -118,8 +114,7 @@ def keller_jordan(
             gradients; the source takes the default group, ``torch.distributed.group.WORLD``.
 
     Raises:
-        ValueError: an argument or a group key that the source does not have; a convolution whose
-            kernel is higher than wide, whose scale has no name here.
+        ValueError: a convolution whose kernel is higher than wide, whose scale has no name here.
     """
     _check_arguments(unknown, "Keller Jordan's Muon", _arguments_of(keller_jordan))
     muon, adam = {"lr", "weight_decay", "momentum"}, {"lr", "weight_decay", "betas", "eps"}
@@ -131,12 +126,12 @@ def keller_jordan(
             groups.append({"lr": 3e-4, "weight_decay": 0.0, **group})
             continue
         group = validation.normalize_group(group, f"param_groups[{number}]")
-        is_convolution = [p.ndim == 4 for p in group["params"]]
         if any(p.ndim == 4 and p.shape[-2] > p.shape[-1] for p in group["params"]):
             raise ValueError("keller_jordan has no scale for a kernel higher than wide")
-        groups.append(_subset(group, [not is_one for is_one in is_convolution]))
-        if any(is_convolution):
-            groups.append({**_subset(group, is_convolution), "adjust_lr": "none"})
+        groups.append(_subset(group, [p.ndim != 4 for p in group["params"]]))
+        convolutions = _subset(group, [p.ndim == 4 for p in group["params"]])
+        if convolutions["params"]:
+            groups.append({**convolutions, "adjust_lr": "none"})
     return {
         "params": groups,
         "lr": lr,
@@ -168,9 +163,6 @@ def moonlight(
 
     Its AdamW adds eps to the root of the uncorrected second moment; this one is torch's, which
     corrects first. The two differ by what eps weighs in the first steps.
-
-    Raises:
-        ValueError: an argument that the source does not have.
     """
     _check_arguments(unknown, "Moonlight's Muon", _arguments_of(moonlight))
     return {
@@ -229,10 +221,9 @@ def dion(
             versions.
 
     Raises:
-        ValueError: an argument or a group key that the source does not have, or that has no
-            counterpart: ``newton_schulz_func``, ``use_gram_newton_schulz``, an ``algorithm`` that
-            this package does not have (``"lion"``); an unknown scale; ``num_heads`` that do not
-            divide the rows.
+        ValueError: what has no counterpart: ``newton_schulz_func``, ``use_gram_newton_schulz``, an
+            ``algorithm`` that this package does not have (``"lion"``); an unknown scale;
+            ``num_heads`` that do not divide the rows.
     """
     if newton_schulz_func or use_gram_newton_schulz:
         key = "newton_schulz_func" if newton_schulz_func else "use_gram_newton_schulz"
@@ -241,14 +232,27 @@ def dion(
     given = {"mu": mu, "epsilon": epsilon, "adjust_lr": adjust_lr, "cautious_wd": cautious_wd}
     given |= {"beta1": betas[0], "beta2": betas[1], "num_heads": None, "split_sizes": None}
     known = {"algorithm", "lr", "weight_decay", "nesterov", "flatten", *given}
+    scales = {"spectral_norm": "spectral", "rms_norm": "match_rms_adamw", None: "none"}
     groups = []
     for number, group in enumerate(_muon_groups(params, "dion's Muon", known, known)):
         where = f"param_groups[{number}]"
         algorithm = group.pop("algorithm", "muon")
         if algorithm not in ("muon", "adamw"):
             raise ValueError(f"algorithm must be 'muon' or 'adamw', found {algorithm!r}")
-        own = {**given, **{key: group.pop(key) for key in given if key in group}}
-        group.update(_from_dion(own), use_muon=algorithm == "muon")
+        own = {key: group.pop(key, default) for key, default in given.items()}
+        if own["adjust_lr"] not in scales:
+            raise ValueError(
+                f"adjust_lr must be 'spectral_norm', 'rms_norm' or None, found {own['adjust_lr']!r}"
+            )
+        group.update(
+            use_muon=algorithm == "muon",
+            momentum=own["mu"],
+            adjust_lr=scales[own["adjust_lr"]],
+            cautious=own["cautious_wd"],
+            ns_eps=own["epsilon"],
+            adamw_betas=(own["beta1"], own["beta2"]),
+            adamw_eps=own["epsilon"],
+        )
         if algorithm == "adamw":
             if own["cautious_wd"] and group.get("weight_decay", weight_decay):
                 raise ValueError(
@@ -271,25 +275,6 @@ def dion(
         "ns_coefficients": "polar_express" if use_polar_express else "you",
         "none_grad": False,
         **({"process_group": distributed_mesh} if is_group else {}),
-    }
-
-
-_DION_SCALES = {"spectral_norm": "spectral", "rms_norm": "match_rms_adamw", None: "none"}
-
-
-def _from_dion(given: Mapping[str, Any]) -> dict[str, Any]:
-    """dion's names and meanings to those of `Muon`."""
-    if given["adjust_lr"] not in _DION_SCALES:
-        raise ValueError(
-            f"adjust_lr must be 'spectral_norm', 'rms_norm' or None, found {given['adjust_lr']!r}"
-        )
-    return {
-        "momentum": given["mu"],
-        "adjust_lr": _DION_SCALES[given["adjust_lr"]],
-        "cautious": given["cautious_wd"],
-        "ns_eps": given["epsilon"],
-        "adamw_betas": (given["beta1"], given["beta2"]),
-        "adamw_eps": given["epsilon"],
     }
 
 
@@ -393,10 +378,8 @@ class DistMuonAdamW(MuonAdamW):
 def _muon_groups(
     params: Params, source: str, muon: Collection[str], adamw: Collection[str]
 ) -> list[dict[str, Any]]:
-    """Copies of groups (Muon's unless they say otherwise), anything else as one Muon group.
-
-    Raises where a Muon group has other keys than ``muon``, or one of AdamW's others than ``adamw``.
-    """
+    """Copies of groups, Muon's unless they say otherwise; anything else as one Muon group. Groups
+    of Muon may have the keys ``muon``, those of AdamW the keys ``adamw``."""
     params = [params] if isinstance(params, Tensor) else list(params)
     if not params or not isinstance(params[0], dict):
         return [{"params": params, "use_muon": True}]
@@ -433,6 +416,5 @@ def _check_keys(group: Iterable[str], number: int, source: str, known: Collectio
 
 def _subset(group: Mapping[str, Any], chosen: Sequence[bool]) -> dict[str, Any]:
     """The group with only the chosen parameters and their names."""
-    lists = {key: group[key] for key in ("params", "names", "param_names") if key in group}
-    cut = {key: [x for x, keep in zip(each, chosen) if keep] for key, each in lists.items()}
-    return {**group, **cut}
+    keys = group.keys() & {"params", "names", "param_names"}
+    return {**group, **{key: list(itertools.compress(group[key], chosen)) for key in keys}}

@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
-import torch
 from torch import Tensor
 
 from . import adamw
@@ -89,20 +88,11 @@ def summarize(
         state: where it is, in words.
         clipped: ids of the parameters that QK-Clip scales.
     """
-    by_parameter: dict[tuple[int, int], _Work] = defaultdict(_Work)
-    for unit, owners, lane in _units(plan):
-        entry = plan.entries[unit.entry]
-        work = by_parameter[entry.group, entry.index]
-        work.matrices += entry.matrices.count(unit.box, unit.rows)
-        work.owners.update(owners)
-        work.flops += len(owners) * _flops(plan, unit)
-        if lane is not None:
-            work.travels = True
-            work.bytes += sum(_bytes_moved(plan, lane, unit, rank) for rank in owners)
-    rows, averaging = [], 0.0
+    rows: dict[tuple[int, int], dict[str, Any]] = {}  # by group and index in it
+    averaging = 0.0
     for number, (group, entries) in enumerate(zip(groups, found.entries)):
         for index, param in enumerate(group.params):
-            work, placement = by_parameter[number, index], dtensors.describe(param)
+            placement, traffic = dtensors.describe(param), 0
             if wide.process_group is not None and not dtensors.is_dtensor(param):
                 ranks = len(wide.process_group.ranks)
                 placement = f"on each of {ranks} ranks"
@@ -110,30 +100,63 @@ def summarize(
                     divided = group.use_muon or zero2.is_divided(param.shape, ranks)
                     gathered = divided and not group.use_muon  # the rows that AdamW has updated
                     sent = zero2.bytes_sent(param, divided, gathered, ranks)
-                    work.bytes += round(sent * ranks)
                     averaging += sent
-            rows.append(
-                {
-                    "name": found.names[number][index],
-                    "group": number,
-                    "shape": tuple(param.shape),
-                    "dtype": param.dtype,
-                    "placement": placement,
-                    "sharded": dtensors.is_sharded(param),
-                    "algorithm": _algorithm(param, group, entries[index] if entries else None),
-                    "matrices": work.matrices,
-                    "owners": sorted(work.owners),
-                    "whole": bool(work.owners) and not work.travels,
-                    "flops": work.flops,
-                    "bytes": work.bytes,
-                    "clipped": param.requires_grad and id(param) in clipped,
-                }
-            )
-    totals = _totals(plan)
-    totals["sent_bytes"] += round(averaging)
-    totals["received_bytes"] += round(averaging)
-    totals["state"] = state
-    return Summary(rows, totals)
+                    traffic = round(sent * ranks)
+            rows[number, index] = {
+                "name": found.names[number][index],
+                "group": number,
+                "shape": tuple(param.shape),
+                "dtype": param.dtype,
+                "placement": placement,
+                "sharded": dtensors.is_sharded(param),
+                "algorithm": _algorithm(param, group, entries[index] if entries else None),
+                "matrices": 0,
+                "owners": set(),
+                "whole": False,
+                "flops": 0,
+                "bytes": traffic,
+                "clipped": param.requires_grad and id(param) in clipped,
+            }
+    # FLOPs of each rank, by those it shares with.
+    loads: dict[tuple[int, ...], Counter[int]] = defaultdict(Counter)
+    for unit, owners, lane in _units(plan):
+        entry = plan.entries[unit.entry]
+        matrices = entry.matrices.count(unit.box, unit.rows)
+        flops = matrices * entry.cost(unit.rows)
+        loads[entry.peers(plan.rank)].update(dict.fromkeys(owners, flops))
+        row = rows[entry.group, entry.index]
+        row["matrices"] += matrices
+        row["whole"] = lane is None and (row["whole"] or not row["owners"])
+        row["owners"].update(owners)
+        row["flops"] += len(owners) * flops
+        if lane is not None:
+            row["bytes"] += sum(_bytes_moved(plan, lane, unit, rank) for rank in owners)
+    for row in rows.values():
+        row["owners"] = sorted(row["owners"])
+    return Summary(list(rows.values()), _totals(plan, loads, round(averaging), state))
+
+
+def _totals(
+    plan: Plan, loads: Mapping[tuple[int, ...], Counter[int]], averaging: int, state: str
+) -> dict[str, Any]:
+    """What this rank does; in ``averaging`` it sends, and receives, so many bytes."""
+    chunks = [(chunk, lane.wire.itemsize) for lane in plan.lanes for chunk in lane.chunks]
+    sent = sum(sum((*c.gather.sent, *c.scatter.sent)) * size for c, size in chunks)
+    received = sum(sum((*c.gather.received, *c.scatter.received)) * size for c, size in chunks)
+    balances = (
+        max(load.values()) * len(peers) / sum(load.values())
+        for peers, load in loads.items()
+        if any(load.values())
+    )
+    return {
+        "flops": sum(load[plan.rank] for load in loads.values()),
+        "sent_bytes": sent + averaging,
+        "received_bytes": received + averaging,
+        "chunks": len(chunks),
+        "in_flight": max((lane.in_flight for lane in plan.lanes), default=0),
+        "balance": max(balances, default=1.0),
+        "state": state,
+    }
 
 
 def order_of(plan: Plan, schedule: Sequence[Event]) -> list[dict[str, Any]]:
@@ -170,30 +193,14 @@ def _ranks(ranks: Sequence[int]) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
 
 
-@dataclass
-class _Work:
-    """What this rank and its peers do for one parameter."""
-
-    matrices: int = 0
-    owners: set[int] = field(default_factory=set)
-    travels: bool = False
-    flops: int = 0
-    bytes: int = 0
-
-
 def _units(plan: Plan) -> Iterator[tuple[Unit, tuple[int, ...], Optional[Lane]]]:
     """All units of this rank and its peers, the ranks that own them, and where they travel."""
-    for lane in (*plan.lanes, *plan.alone):
+    for lane in plan.all_lanes:
         for unit, owner in lane.owners:
             owners = lane.peers if owner is None else (lane.peers[owner],)
             yield unit, owners, lane if len(lane.peers) > 1 else None
     for unit, rank in plan.elsewhere:
         yield unit, (rank,), None
-
-
-def _flops(plan: Plan, unit: Unit) -> int:
-    entry = plan.entries[unit.entry]
-    return entry.matrices.count(unit.box, unit.rows) * entry.cost(unit.rows)
 
 
 def _bytes_moved(plan: Plan, lane: Lane, unit: Unit, owner: int) -> int:
@@ -233,30 +240,8 @@ def _algorithm(param: Tensor, group: Group, entry: Optional[Entry]) -> str:
             kind += f", restarted after {' and '.join(map(str, form.restarts))}"
         forms.append(f"{kind} ({form.why})")
     chosen = " and ".join(dict.fromkeys(forms)) or "no rows"
-    return f"Muon, {family} ×{group.ns_steps}, {chosen}, {_dtype(entry.recipe.dtype)}"
-
-
-def _totals(plan: Plan) -> dict[str, Any]:
-    sizes = [(chunk, lane.wire.itemsize) for lane in plan.lanes for chunk in lane.chunks]
-    loads: dict[tuple[int, ...], Counter[int]] = {}  # FLOPs of each rank, by those it shares with
-    for unit, owners, _ in _units(plan):
-        peers = plan.entries[unit.entry].peers(plan.rank)
-        loads.setdefault(peers, Counter()).update(dict.fromkeys(owners, _flops(plan, unit)))
-    balances = (
-        max(load.values()) * len(peers) / sum(load.values())
-        for peers, load in loads.items()
-        if any(load.values())
-    )
-    return {
-        "flops": sum(load[plan.rank] for load in loads.values()),
-        "sent_bytes": sum((sum(c.gather.sent) + sum(c.scatter.sent)) * size for c, size in sizes),
-        "received_bytes": sum(
-            (sum(c.gather.received) + sum(c.scatter.received)) * size for c, size in sizes
-        ),
-        "chunks": len(sizes),
-        "in_flight": max((lane.in_flight for lane in plan.lanes), default=0),
-        "balance": max(balances, default=1.0),
-    }
+    dtype = str(entry.recipe.dtype).removeprefix("torch.")
+    return f"Muon, {family} ×{group.ns_steps}, {chosen}, {dtype}"
 
 
 def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
@@ -268,7 +253,7 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
         owner = "each rank its own" if row["sharded"] else "each rank"
     return (
         row["name"],
-        f"{shape} {_dtype(row['dtype'])}",
+        f"{shape} {row['dtype']}".replace("torch.", ""),
         row["placement"],
         row["algorithm"] + (", QK-Clip" if row["clipped"] else ""),
         owner,
@@ -284,7 +269,3 @@ def short(number: float) -> str:
             return f"{number:.3g} {unit}"
         number /= 1000
     return f"{number:.3g} P"
-
-
-def _dtype(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -26,14 +26,8 @@ FUSED = ("wqkv", "Wqkv", "qkv", "qkv_proj", "to_qkv", "c_attn", "query_key_value
 
 _MLA_DIMS = {"qk_nope_head_dim": 1, "qk_rope_head_dim": 0, "v_head_dim": 1}  # the least of each
 _KNOWN = (
-    "q_indices",
-    "k_indices",
-    "head_dim",
-    "threshold",
-    "is_mla",
-    *_MLA_DIMS,
-    "clip_mode",
-    "row_map",
+    *("q_indices", "k_indices", "head_dim", "threshold", "is_mla"),
+    *(*_MLA_DIMS, "clip_mode", "row_map"),
 )
 
 LayerKey = Union[int, str]  # number of a layer, or FQN of its attention
@@ -66,11 +60,7 @@ class LayerConfig:
 
 
 def read_clip_config(given: Any, mode: str) -> Optional[ClipConfig]:
-    """``clip_config`` and ``clip_mode`` as given to `Muon`.
-
-    Raises:
-        ValueError: see `ClipConfig`.
-    """
+    """``clip_config`` and ``clip_mode`` as given to `Muon`; raises as `ClipConfig` does."""
     _check(mode in MODES, f"clip_mode must be one of {MODES}, found {mode!r}")
     return None if given is None else ClipConfig(given, mode)
 

@@ -66,8 +66,8 @@ def max_qk_logits(
     clip would be wrong by up to 0.2 %. Autocast does not apply. TF32, where it is on, does so to
     fp32 inputs. Nothing is read from the device, and no gradient flows.
 
-    The memory this takes, beside the result, does not depend on B, H or T: some 8 MiB on CPUs and
-    64 MiB on accelerators, or what ``block_size`` makes of it.
+    Its memory does not depend on B, H or T: some 8 MiB on CPUs and 64 MiB on accelerators, or what
+    ``block_size`` makes of it.
 
     Under ``torch.compile`` it is part of the full graph, also with dynamic shapes. Inside a
     compiled `torch.utils.checkpoint`, give masks by tensors: a mask_mod's loop is one of torch's
@@ -105,20 +105,12 @@ def max_qk_logits(
         ValueError: shapes, dtypes or devices that do not fit, or DTensors; names the argument.
     """
     _check_tensors(q, k, q_rope, k_rope)
-    scale = _check_numbers(scale, block_size, q, q_rope)
-    inputs = _Inputs(
-        q.detach(),
-        k.detach(),
-        None if q_rope is None else q_rope.detach(),
-        None if k_rope is None else k_rope.detach(),
-        *_check_document_ids(document_ids, q, k),
-        _check_attn_mask(attn_mask, q, k),
-        scale,
-        causal,
-        mask_mod,
-    )
-    wide = torch.promote_types(q.dtype, torch.float32)
-    best = torch.full((q.shape[1],), -math.inf, dtype=wide, device=q.device)
+    width = q.shape[3] + (0 if q_rope is None else q_rope.shape[3])
+    scale = _check_numbers(scale, block_size, width)
+    ids = _check_document_ids(document_ids, q, k)
+    attn_mask = _check_attn_mask(attn_mask, q, k)
+    inputs = _Inputs(q, k, q_rope, k_rope, *ids, attn_mask, scale, causal, mask_mod)
+    best = _nothing(q)
     if out is not None:
         _check_tensor("out", out, q)
         if out.shape != best.shape or out.dtype != best.dtype:
@@ -128,9 +120,9 @@ def max_qk_logits(
             )
     if q.shape[0] > 0 and q.shape[2] > 0 and k.shape[2] > 0:
         if not torch.compiler.is_compiling():
-            _loop(inputs, block_size, best)
+            best = _loop(inputs, block_size)
         elif mask_mod is not None:
-            best = _scan(inputs, block_size, best)
+            best = _scan(inputs, block_size)
         else:
             best = _loop_of_graphs(*inputs[:-1], block_size)
     if scale > 0:  # the order of the products is that of the logits
@@ -138,8 +130,14 @@ def max_qk_logits(
     return best if out is None else out.copy_(torch.maximum(out, best))
 
 
+def _nothing(q: Tensor) -> Tensor:
+    """The maxima of heads without a pair, (Hq,)."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    return torch.full((q.shape[1],), -math.inf, dtype=wide, device=q.device)
+
+
 class _Inputs(NamedTuple):
-    """What the logits are made of, checked and without gradients."""
+    """What the logits are made of, checked."""
 
     q: Tensor  # (B, Hq, Tq, D)
     k: Tensor  # (B, Hk, Tk, D)
@@ -185,8 +183,9 @@ def _block_sizes(inputs: _Inputs, block_size: Optional[int]) -> tuple[int, int, 
     return min(max(1, heads // Hk), B), min(heads, Hk), queries, keys
 
 
-def _loop(inputs: _Inputs, block_size: Optional[int], best: Tensor) -> None:
-    """Raises the maxima to those of every block, which slices select."""
+def _loop(inputs: _Inputs, block_size: Optional[int]) -> Tensor:
+    """The maxima of all blocks, which slices select."""
+    best = _nothing(inputs.q)
     (B, Hq, Tq, _), (Hk, Tk) = inputs.q.shape, inputs.k.shape[1:3]
     batches, heads, queries, keys = (
         [slice(start, min(start + size, total)) for start in range(0, total, size)]
@@ -200,6 +199,7 @@ def _loop(inputs: _Inputs, block_size: Optional[int], best: Tensor) -> None:
             if not inputs.causal or columns.start < rows.stop:
                 block = _Block(batch, query_heads, key_heads, rows, columns)
                 torch.maximum(part, _maxima(inputs, block), out=part)
+    return best
 
 
 @torch.library.custom_op(add_op_namespace_prefix("max_qk_products"), mutates_args=())
@@ -216,20 +216,14 @@ def _loop_of_graphs(
     block_size: Optional[int],
 ) -> Tensor:
     """The maxima by `_loop`, as one operator of a compiled graph, whatever the length."""
-    masks = attn_mask, scale, causal, None
-    inputs = _Inputs(q, k, q_rope, k_rope, ids_of_queries, ids_of_keys, *masks)
-    wide = torch.promote_types(q.dtype, torch.float32)
-    best = torch.full((q.shape[1],), -math.inf, dtype=wide, device=q.device)
-    _loop(inputs, block_size, best)
-    return best
+    tensors = q, k, q_rope, k_rope, ids_of_queries, ids_of_keys, attn_mask
+    return _loop(_Inputs(*tensors, scale, causal, None), block_size)
 
 
-_loop_of_graphs.register_fake(
-    lambda q, *_: q.new_empty(q.shape[1], dtype=torch.promote_types(q.dtype, torch.float32))
-)
+_loop_of_graphs.register_fake(lambda q, *_: _nothing(q))
 
 
-def _scan(inputs: _Inputs, block_size: Optional[int], best: Tensor) -> Tensor:
+def _scan(inputs: _Inputs, block_size: Optional[int]) -> Tensor:
     """The maxima by a scan over numbered blocks, which tensors of indices select.
 
     A graph can hold a scan together with the mask_mod. All blocks have one shape: the last of a
@@ -238,16 +232,15 @@ def _scan(inputs: _Inputs, block_size: Optional[int], best: Tensor) -> Tensor:
     from torch._higher_order_ops.scan import scan
 
     # Queries and keys are often views of one projection, and scan takes no views of one storage.
-    held = zip(inputs._fields[:6], inputs[:6])
-    copies: dict[str, Any] = {name: tensor.clone() for name, tensor in held if tensor is not None}
-    inputs = inputs._replace(**copies)
+    copies = [None if tensor is None else tensor.clone() for tensor in inputs[:6]]
+    inputs = _Inputs._make([*copies, *inputs[6:]])
     if inputs.scale > 0:  # applied at the end; scan would refuse the symbol of a dynamic width
         inputs = inputs._replace(scale=1.0)
 
     (B, Hq, Tq, _), (Hk, Tk) = inputs.q.shape, inputs.k.shape[1:3]
     totals, sizes = (B, Hk, Tq, Tk), _block_sizes(inputs, block_size)
     n_batches, n_heads, n_rows, n_columns = (-(-n // size) for n, size in zip(totals, sizes))
-    group, device = Hq // Hk, best.device
+    group, device = Hq // Hk, inputs.q.device
     if inputs.causal:  # a row of squares reaches to the diagonal
         lengths = torch.arange(1, n_rows + 1, device=device).clamp_max(n_columns)
         corner = min(n_rows, n_columns)
@@ -273,12 +266,13 @@ def _scan(inputs: _Inputs, block_size: Optional[int], best: Tensor) -> Tensor:
         maxima = torch.maximum(best.index_select(0, query_heads), maxima)
         return best.index_copy(0, query_heads, maxima), number.clone()  # an output of each step
 
-    return scan(update, best, torch.arange(n_batches * n_heads * pairs, device=device))[0]
+    numbers = torch.arange(n_batches * n_heads * pairs, device=device)
+    return scan(update, _nothing(inputs.q), numbers)[0]
 
 
 def _maxima(inputs: _Inputs, block: _Block) -> Tensor:
-    """Takes the largest product of each query head of a block, or the largest logit where the scale
-    is not positive."""
+    """The largest product of each query head of a block, or, where the scale is not positive, the
+    largest logit."""
     q = _part(inputs.q, block.batch, block.query_heads, block.queries)
     k = _part(inputs.k, block.batch, block.key_heads, block.keys)
     if inputs.q_rope is not None and inputs.k_rope is not None:
@@ -286,7 +280,7 @@ def _maxima(inputs: _Inputs, block: _Block) -> Tensor:
         k_rope = _part(inputs.k_rope, block.batch, block.key_heads, block.keys)
         q = torch.cat((q, q_rope), -1)
         k = torch.cat((k, k_rope.expand(*k.shape[:-1], -1)), -1)
-    scores = _products(q, k, torch.promote_types(q.dtype, torch.float32))
+    scores = _products(q, k)
     if inputs.scale <= 0:
         scores.mul_(inputs.scale)
     for excluded in _excluded(inputs, block):
@@ -306,9 +300,10 @@ def _part(tensor: Tensor, *selections: Selection) -> Tensor:
     return tensor[tuple(index)]
 
 
-def _products(q: Tensor, k: Tensor, wide: torch.dtype) -> Tensor:
+def _products(q: Tensor, k: Tensor) -> Tensor:
     """Multiplies q and k of a block, (b, hq, queries, keys): one product for each key head."""
     b, hk, keys, D = k.shape
+    wide = torch.promote_types(q.dtype, torch.float32)
     rows = q.reshape(b * hk, -1, D)
     columns = k.reshape(b * hk, keys, D).transpose(1, 2)
     has_mixed_products = (  # those of 16-bit inputs with fp32 results
@@ -361,7 +356,7 @@ def _indices(chosen: Selection, device: torch.device) -> Tensor:
     return chosen
 
 
-def _check_tensor(name: str, tensor: Optional[Tensor], q: Tensor) -> None:
+def _check_tensor(name: str, tensor: Any, q: Tensor) -> None:
     if is_dtensor(tensor):
         raise ValueError(
             f"{name} is a DTensor: pass the heads of this rank, {name}.to_local(), and put the "
@@ -373,9 +368,7 @@ def _check_tensor(name: str, tensor: Optional[Tensor], q: Tensor) -> None:
         raise ValueError(f"{name} is on {tensor.device}, but q on {q.device}")
 
 
-def _check_tensors(
-    q: Tensor, k: Tensor, q_rope: Optional[Tensor], k_rope: Optional[Tensor]
-) -> None:
+def _check_tensors(q: Any, k: Any, q_rope: Any, k_rope: Any) -> None:
     if (q_rope is None) != (k_rope is None):
         given = "q_rope" if k_rope is None else "k_rope"
         raise ValueError(f"q_rope and k_rope belong together: only {given} was given")
@@ -400,7 +393,7 @@ def _check_tensors(
         )
     if min(Hq, Hk) == 0 or Hq % Hk:
         raise ValueError(f"q has {Hq} heads, which is no multiple of the {Hk} heads of k")
-    if q_rope is None or k_rope is None:
+    if q_rope is None:
         return
     if q_rope.shape[:3] != q.shape[:3]:
         raise ValueError(
@@ -415,14 +408,8 @@ def _check_tensors(
         )
 
 
-def _check_numbers(
-    scale: Union[float, Tensor, None],
-    block_size: Optional[int],
-    q: Tensor,
-    q_rope: Optional[Tensor],
-) -> float:
+def _check_numbers(scale: Any, block_size: Any, width: int) -> float:
     """The scale, or its default."""
-    width = q.shape[3] + (0 if q_rope is None else q_rope.shape[3])
     if scale is None and width == 0:
         raise ValueError("q and k have no columns")
     if isinstance(scale, Tensor):

@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Optional
+from typing import Any, Optional
 
 from torch import Tensor
 
 from ..groups import normalize_name
+from ..options import Group
 from .config import (
     KEYS,
     KINDS,
@@ -23,6 +24,8 @@ from .config import (
     LayerKey,
     Starts,
 )
+
+Logits = Mapping[Any, Any]  # by layer, (heads,) each
 
 
 @dataclass(frozen=True)
@@ -64,32 +67,92 @@ class Layer:
         return max(len(self.q_indices), len(self.k_indices))
 
 
-def row_dims_of(param: Tensor, flatten: bool) -> int:
-    """How many dimensions of a weight count rows: of (rows, cols) one, of (heads, rows of each,
-    cols) two, of a convolution (rows, cols, kernel…), read as ``flatten`` says, one."""
-    return 1 if flatten or param.ndim > 3 else param.ndim - 1
-
-
-def find_layers(
-    named: Iterable[tuple[str, Tensor, int]], config: ClipConfig
-) -> tuple[dict[LayerKey, Layer], dict[LayerKey, str]]:
-    """The layers whose logits are bounded, by their keys, and prefixes of those left alone.
-
-    Keys are numbers where no two layers have the same, else prefixes.
+class Layers:
+    """The layers of an optimizer by their keys, and how logits name them.
 
     Args:
-        named: names, parameters, and how many dimensions count rows if they are weights.
-        config: how logits are bounded.
+        bounded: those whose logits are bounded.
+        alone: prefixes of those that are left alone.
+    """
+
+    def __init__(self, bounded: Mapping[LayerKey, Layer], alone: Mapping[LayerKey, str]):
+        self.bounded = bounded
+        self._prefixes = {**{key: layer.prefix for key, layer in bounded.items()}, **alone}
+
+    def match(self, logits: Logits, pass_over_unknown: bool) -> dict[LayerKey, Any]:
+        """Maps the key of each layer that is bounded to its logits.
+
+        Raises:
+            ValueError: layers that lack logits, or, unless they are passed over, unknown layers.
+        """
+        if not isinstance(logits, Mapping):
+            raise ValueError(
+                f"qk_logits must map layers to tensors (heads,), found a {type(logits).__name__}"
+            )
+        found: dict[LayerKey, Any] = {}
+        for given, value in logits.items():
+            key = self._key(given)
+            if key is None and pass_over_unknown:
+                continue
+            if key is None:
+                raise ValueError(
+                    f"qk_logits has {given!r}, where this optimizer has no query and key "
+                    f"projections; it has them in {some(list(self._prefixes)) or 'no layer'}"
+                )
+            if key in found:
+                raise ValueError(f"qk_logits has the layer {self._prefixes[key]!r} twice")
+            if key in self.bounded:
+                found[key] = value
+        missing = [key for key in self.bounded if key not in found]
+        if missing:
+            unknown = self.unknown(logits)  # of a recorder of a part of the model, or of one around
+            names = some([self._prefixes[key] for key in missing])
+            remedy = f". The recorder has {some(unknown)}, not {names}: make it of the same module"
+            raise ValueError(
+                f"qk_logits lacks layers {some(missing)}: give those of all layers, or None in "
+                f"clip_config for layers to leave alone{remedy if unknown else ''}"
+            )
+        return found
+
+    def unknown(self, logits: Logits) -> list[Any]:
+        """The keys that name no layer, neither one that is bounded nor one that is left alone."""
+        return [given for given in logits if self._key(given) is None]
+
+    def _key(self, given: Any) -> Optional[LayerKey]:
+        """The layer that a key, a number, a prefix of names or a beginning of one means."""
+        if given in self._prefixes:
+            return given
+        if isinstance(given, str):
+            name = normalize_name(given)
+            prefixes = self._prefixes.items()
+            found = [key for key, prefix in prefixes if prefix == name]
+            found = found or [key for key, prefix in prefixes if prefix.startswith(f"{name}.")]
+        else:
+            found = [key for key, layer in self.bounded.items() if layer.number == given]
+        if len(found) > 1:
+            raise ValueError(
+                f"qk_logits has {given!r}, which may be any of {some(found)}: tell layers by such "
+                "prefixes of names"
+            )
+        return found[0] if found else None
+
+
+def some(keys: Sequence[LayerKey]) -> str:
+    more = "" if len(keys) <= 8 else f" and {len(keys) - 8} more"
+    return ", ".join(map(repr, keys[:8])) + more
+
+
+def find_layers(groups: Sequence[Group], config: ClipConfig) -> Layers:
+    """The layers of all groups. Keys are numbers where no two layers have the same, else prefixes.
 
     Raises:
-        ValueError: a configuration that does not fit a projection; two parameters that play the
-            same part in one layer.
+        ValueError: no names; a configuration that does not fit a projection; two parameters that
+            play the same part in one layer.
     """
-    known = {*KINDS, *config.row_map_names}
-    attentions = _by_attention(filter(None, (_recognize(*each, known) for each in named)))
+    attentions = _by_attention(_projections(groups, {*KINDS, *config.row_map_names}))
     numbers = [projections[0].number for projections in attentions.values()]
     have_numbers = None not in numbers and len(set(numbers)) == len(numbers)
-    layers: dict[LayerKey, Layer] = {}
+    bounded: dict[LayerKey, Layer] = {}
     alone: dict[LayerKey, str] = {}
     for (prefix, projections), number in zip(attentions.items(), numbers):
         key = number if number is not None and have_numbers else prefix
@@ -101,8 +164,8 @@ def find_layers(
             continue
         projections = [replace(p, starts=_head_starts(p, chosen)) for p in projections]
         heads = _count_heads(projections, chosen)
-        q, k = _pair_heads(prefix, chosen, heads.get("q"), heads.get("k"))
-        layers[key] = Layer(
+        q, k = _pair_heads(prefix, chosen, heads)
+        bounded[key] = Layer(
             key=key,
             prefix=prefix,
             number=number,
@@ -113,29 +176,38 @@ def find_layers(
             q_indices=q,
             k_indices=k,
         )
-    return layers, alone
+    return Layers(bounded, alone)
 
 
-def _recognize(name: str, param: Tensor, row_dims: int, known: set[str]) -> Optional[Projection]:
-    """Tells a projection by the component that owns the parameter, or by the parameter's name."""
-    parts = normalize_name(name).split(".")
-    named = [index for index, part in enumerate(parts) if not part.isdigit()]
-    if not named or "parametrizations" in parts:  # what is stored is not the weight
-        return None
-    attribute, owner = parts[named[-1]], parts[named[-2]] if len(named) > 1 else ""
-    stem, _, suffix = attribute.rpartition("_")
-    if owner in known and attribute in ("weight", "bias"):
-        kind, at, is_bias = owner, named[-2], attribute == "bias"
-    elif attribute in known:
-        kind, at, is_bias = attribute, named[-1], param.ndim == 1
-    elif stem in known and suffix in ("weight", "bias"):
-        kind, at, is_bias = stem, named[-1], suffix == "bias"
-    else:
-        return None
-    numbers = [int(part) for part in parts if part.isdigit()]
-    number = numbers[-1] if numbers else None
-    row_dims = param.ndim if is_bias else row_dims
-    return Projection(name, param, kind, ".".join(parts[:at]), number, is_bias, row_dims)
+def _projections(groups: Sequence[Group], known: set[str]) -> Iterator[Projection]:
+    """Tells projections by the component that owns the parameter, or by the parameter's name."""
+    for number, group in enumerate(groups):
+        if group.names is None and group.use_muon and group.params:
+            raise ValueError(
+                f"param_groups[{number}]: clip_config needs names: give the group "
+                '"names", one for each parameter'
+            )
+        for name, param in zip(group.names or (), group.params):
+            parts = normalize_name(name).split(".")
+            named = [index for index, part in enumerate(parts) if not part.isdigit()]
+            if not named or "parametrizations" in parts:  # what is stored is not the weight
+                continue
+            attribute, owner = parts[named[-1]], parts[named[-2]] if len(named) > 1 else ""
+            stem, _, suffix = attribute.rpartition("_")
+            if owner in known and attribute in ("weight", "bias"):
+                kind, at, is_bias = owner, named[-2], attribute == "bias"
+            elif attribute in known:
+                kind, at, is_bias = attribute, named[-1], param.ndim == 1
+            elif stem in known and suffix in ("weight", "bias"):
+                kind, at, is_bias = stem, named[-1], suffix == "bias"
+            else:
+                continue
+            row_dims = param.ndim if is_bias else param.ndim - 1  # (heads, rows of each, cols)
+            if not is_bias and (param.ndim > 3 or (group.use_muon and group.flatten)):
+                row_dims = 1  # of a convolution, (rows, cols, kernel…)
+            numbers = [int(part) for part in parts if part.isdigit()]
+            last = numbers[-1] if numbers else None
+            yield Projection(name, param, kind, ".".join(parts[:at]), last, is_bias, row_dims)
 
 
 def _by_attention(projections: Iterable[Projection]) -> dict[str, list[Projection]]:
@@ -170,21 +242,22 @@ def _head_starts(projection: Projection, config: LayerConfig) -> Mapping[str, St
     kind = config.row_map.get(projection.kind, projection.kind)
     rows, name = projection.rows, projection.name
     if not isinstance(kind, str):
+        where = f"clip_config: row_map[{projection.kind!r}]"
         sizes = config.head_dim, config.plain_dim
         heads = [(start, start + size) for starts, size in zip(kind, sizes) for start in starts]
-        for start, stop in heads:
+        end = 0
+        for start, stop in sorted(heads):
             if stop > rows:
                 raise ValueError(
-                    f"clip_config: row_map[{projection.kind!r}] has a head of {stop - start} rows "
-                    f"from row {start} on, but {name} has {rows} rows"
+                    f"{where} has a head of {stop - start} rows from row {start} on, but {name} "
+                    f"has {rows} rows"
                 )
-        heads.sort()
-        for (_, stop), (start, _) in zip(heads, heads[1:]):
-            if start < stop:
+            if start < end:
                 raise ValueError(
-                    f"clip_config: row_map[{projection.kind!r}] has a head from row {start} on, "
-                    f"which is in the one before, that ends with row {stop - 1}"
+                    f"{where} has a head from row {start} on, which is in the one before, that "
+                    f"ends with row {end - 1}"
                 )
+            end = stop
         return {side: starts for side, starts in zip("qk", kind) if starts}
     size, meaning = config.head_dim, "head_dim"
     if config.latent is None:
@@ -214,53 +287,48 @@ def _count_heads(projections: Sequence[Projection], config: LayerConfig) -> dict
     """How many query heads and key heads a layer has, by side, on which its projections agree."""
     heads: dict[str, int] = {}
     sizes: dict[str, int] = {}
+    parts: dict[tuple[str, bool], Projection] = {}
+    of_weights = {side for p in projections if not p.is_bias for side in p.starts}
     for projection in projections:
+        name, kind = projection.name, projection.kind
         for side, starts in projection.starts.items():
             if heads.setdefault(side, len(starts)) != len(starts):
                 raise ValueError(
-                    f"{projection.name} has {len(starts)} heads, but other parameters of the "
-                    f"layer have {heads[side]}"
+                    f"{name} has {len(starts)} heads, but other parameters of the layer have "
+                    f"{heads[side]}"
                 )
-        like = config.row_map.get(projection.kind)
-        kind = like if isinstance(like, str) else projection.kind
-        if sizes.setdefault(kind, projection.rows) != projection.rows:
+        like = config.row_map.get(kind)
+        size = sizes.setdefault(like if isinstance(like, str) else kind, projection.rows)
+        if projection.rows != size:
             raise ValueError(
-                f"{projection.name} has {projection.rows} rows, but others of its projection "
-                f"{sizes[kind]}"
+                f"{name} has {projection.rows} rows, but others of its projection {size}"
             )
-    names: dict[tuple[str, bool], str] = {}
-    for projection in projections:
-        part = SIDES.get(projection.kind, projection.kind), projection.is_bias
-        if part in names:
+        other = parts.setdefault((SIDES.get(kind, kind), projection.is_bias), projection)
+        if other is not projection:
             raise ValueError(
-                f"{names[part]} and {projection.name} would be clipped by the same logits; let "
-                "clip_config be a mapping from prefixes of names, or a function, that gives only "
-                "one of them a config"
+                f"{other.name} and {name} would be clipped by the same logits; let clip_config be "
+                "a mapping from prefixes of names, or a function, that gives only one of them a "
+                "config"
             )
-        names[part] = projection.name
-    of_weights = {side for p in projections if not p.is_bias for side in p.starts}
-    for projection in projections:
         if projection.starts.keys() - of_weights:
             raise ValueError(
-                f"{projection.name} would be clipped without its weight, which is not in the "
-                f"groups, or not as {projection.kind}.weight or {projection.kind}_weight: leave "
-                "the layer alone, by None in clip_config"
+                f"{name} would be clipped without its weight, which is not in the groups, or not "
+                f"as {kind}.weight or {kind}_weight: leave the layer alone, by None in clip_config"
             )
     return heads
 
 
 def _pair_heads(
-    prefix: str, config: LayerConfig, q_heads: Optional[int], k_heads: Optional[int]
+    prefix: str, config: LayerConfig, heads: Mapping[str, int]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """For each logit its query head and its key head, as configured or as attention pairs them.
-
-    ``q_heads`` and ``k_heads`` are those of the projections; None where there is no projection.
-    """
+    """For each logit its query head and its key head, as configured or as attention pairs them."""
     q, k = config.q_indices, config.k_indices
-    for side, indices, heads in (("q", q, q_heads), ("k", k, k_heads)):
-        if indices and heads is not None and max(indices) >= heads:
+    q_heads, k_heads = heads.get("q"), heads.get("k")
+    for side, indices in (("q", q), ("k", k)):
+        if indices and max(indices) >= heads.get(side, math.inf):
             raise ValueError(
-                f"clip_config: {side}_indices has head {max(indices)}, but {prefix} has {heads}"
+                f"clip_config: {side}_indices has head {max(indices)}, but {prefix} has "
+                f"{heads[side]}"
             )
     if q is None:
         if q_heads is None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Optional
 
 import torch
@@ -21,77 +21,8 @@ from torch import Tensor
 from ..distributed import layout
 from ..distributed import utils as dtensors
 from ..distributed.collectives import max_over_ranks
-from ..groups import normalize_name
-from .config import LayerKey
-from .projections import Layer
-
-Logits = Mapping[Any, Any]  # by layer, (heads,) each
-
-
-class Layers:
-    """The layers of an optimizer, and how logits name them."""
-
-    def __init__(self, layers: Mapping[LayerKey, Layer], alone: Mapping[LayerKey, str]):
-        self.layers = layers
-        self._prefixes = {**{key: layer.prefix for key, layer in layers.items()}, **alone}
-        self._numbers = {key: layer.number for key, layer in layers.items()}
-
-    def match(self, logits: Logits, pass_over_unknown: bool = False) -> dict[LayerKey, Any]:
-        """Maps the key of each layer that is bounded to its logits.
-
-        Raises:
-            ValueError: layers that lack logits, or, unless they are passed over, unknown layers.
-        """
-        if not isinstance(logits, Mapping):
-            raise ValueError(
-                f"qk_logits must map layers to tensors (heads,), found a {type(logits).__name__}"
-            )
-        found: dict[LayerKey, Any] = {}
-        for given, value in logits.items():
-            key = self._key(given)
-            if key is None:
-                if pass_over_unknown:
-                    continue
-                raise ValueError(
-                    f"qk_logits has {given!r}, where this optimizer has no query and key "
-                    f"projections; it has them in {some(list(self._prefixes)) or 'no layer'}"
-                )
-            if key in found:
-                raise ValueError(f"qk_logits has the layer {self._prefixes[key]!r} twice")
-            if key in self.layers:
-                found[key] = value
-        missing = [key for key in self.layers if key not in found]
-        if missing:
-            unknown = self.unknown(logits)  # of a recorder of a part of the model, or of one around
-            names = some([self._prefixes[key] for key in missing])
-            remedy = f". The recorder has {some(unknown)}, not {names}: make it of the same module"
-            raise ValueError(
-                f"qk_logits lacks layers {some(missing)}: give those of all layers, or None in "
-                f"clip_config for layers to leave alone{remedy if unknown else ''}"
-            )
-        return found
-
-    def unknown(self, logits: Logits) -> list[Any]:
-        """The keys that name no layer, neither one that is bounded nor one that is left alone."""
-        return [given for given in logits if self._key(given) is None]
-
-    def _key(self, given: Any) -> Optional[LayerKey]:
-        """The layer that a key, a number, a prefix of names or a beginning of one means."""
-        if given in self._prefixes:
-            return given
-        if isinstance(given, str):
-            name = normalize_name(given)
-            prefixes = self._prefixes.items()
-            found = [key for key, prefix in prefixes if prefix == name]
-            found = found or [key for key, prefix in prefixes if prefix.startswith(f"{name}.")]
-        else:
-            found = [key for key, number in self._numbers.items() if number == given]
-        if len(found) > 1:
-            raise ValueError(
-                f"qk_logits has {given!r}, which may be any of {some(found)}: tell layers by such "
-                "prefixes of names"
-            )
-        return found[0] if found else None
+from ..planning import this_rank
+from .projections import Layer, Logits
 
 
 class Pack:
@@ -103,40 +34,33 @@ class Pack:
     Args:
         device: where the weights of the layers are computed.
         ranks: all that hold parts or replicas of the weights; None where this one is alone.
-        rank: this one.
     """
 
     def __init__(
-        self,
-        layers: Sequence[Layer],
-        device: torch.device,
-        ranks: Optional[tuple[int, ...]],
-        rank: int,
+        self, layers: Sequence[Layer], device: torch.device, ranks: Optional[tuple[int, ...]]
     ):
-        self.layers = tuple(layers)
+        self.layers = layers
         self.projections = [p for layer in layers for p in layer.projections]
         self.device = device
         self.ranks = ranks
-        self.rank = rank
+        self.rank = this_rank()
         self.counts = [layer.logits for layer in layers]
         dtypes = (projection.param.dtype for projection in self.projections)
         self.dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)
         thresholds = [layer.config.threshold for layer in layers for _ in range(layer.logits)]
         self.thresholds = torch.tensor(thresholds, dtype=self.dtype).to(device, non_blocking=True)
         heads = sum(layer.q_heads + layer.k_heads for layer in layers)
-        members, partners = _tables_of_heads(layers, heads)
         rows, self._shapes = self._local_rows(heads)
-        self._members, self._partners, self._rows = (
-            table.to(device, non_blocking=True) for table in (members, partners, rows)
+        self._pairs, self._partners, self._rows = (
+            table.to(device, non_blocking=True)
+            for table in (*_tables_of_heads(layers, heads), rows)
         )
 
     def _local_rows(self, heads: int) -> tuple[Tensor, list[tuple[int, ...]]]:
-        """Where the table of scales has the scale of each row that this rank holds, of all
-        projections one behind the other; and for each projection the shape in which the scales of
-        its rows broadcast to its local tensor.
+        """Where the table of scales has those of the rows that this rank holds, of all projections
+        one behind the other; and the shapes in which they broadcast to the local tensors.
 
-        The table has a scale for each of the heads, one for its rotated rows, and a last one, 1,
-        for rows that nothing scales.
+        The table has a scale for each head, then one for its rotated rows, then 1, for other rows.
         """
         first, places, shapes = 0, [], []
         for layer in self.layers:
@@ -173,8 +97,10 @@ class Pack:
         above = self.is_clipped(logits)
         gamma = torch.where(above, self.thresholds / logits, 1.0)
         gamma.clamp_min_(torch.finfo(gamma.dtype).tiny)  # or roots of it might be no divisors
+        numbers, heads = self._pairs
+        ones = gamma.new_ones(len(self._partners))
+        least = ones.scatter_reduce(0, heads, gamma[numbers], "amin")  # of the logits of each head
         one = gamma.new_ones(1)
-        least = torch.cat([gamma, one])[self._members].amin(dim=1)  # of the logits of each head
         roots = torch.cat([least.sqrt(), one])
         table = torch.cat([least / roots[self._partners], least, one])
         rows = table.index_select(0, self._rows).split([math.prod(s) for s in self._shapes])
@@ -186,30 +112,26 @@ class Pack:
 
 
 def _tables_of_heads(layers: Sequence[Layer], heads: int) -> tuple[Tensor, Tensor]:
-    """For each head the numbers of the logits that scale it, and the head by whose root its scale
-    is divided.
+    """Pairs of a logit and a head that it scales, (2, pairs); for each head the one by whose root
+    its scale is divided.
 
-    The numbers are padded with the one behind the last. A head is divided by its own root, which
-    gives sqrt(γ). With ``clip_mode="exact"``, a query head is divided by the root of its key head,
-    which gives γ/κ, or by entry ``heads``, which is 1, where no key head is scaled.
+    A head is divided by its own root, which gives sqrt(γ). With ``clip_mode="exact"``, a query head
+    is divided by the root of its key head, which gives γ/κ, or by entry ``heads``, which is 1,
+    where no key head is scaled.
     """
-    members: list[list[int]] = []
+    pairs: list[tuple[int, int]] = []
     partners = list(range(heads))
-    logits = 0
+    logits = first = 0
     for layer in layers:
-        first = len(members)
         first_key = first + layer.q_heads
-        members += [[] for _ in range(layer.q_heads + layer.k_heads)]
-        for start, indices in ((first, layer.q_indices), (first_key, layer.k_indices)):
-            for number, head in enumerate(indices):
-                members[start + head].append(logits + number)
+        pairs += [(logits + number, first + head) for number, head in enumerate(layer.q_indices)]
+        pairs += [(logits + number, first_key + k) for number, k in enumerate(layer.k_indices)]
         if layer.config.mode == "exact":
             for query, key in itertools.zip_longest(layer.q_indices, layer.k_indices):
                 partners[first + query] = heads if key is None else first_key + key
         logits += layer.logits
-    most = max(map(len, members), default=1) or 1
-    padded = [[*numbers, *(logits,) * (most - len(numbers))] for numbers in members]
-    return torch.tensor(padded), torch.tensor(partners)
+        first = first_key + layer.k_heads
+    return torch.tensor(pairs, dtype=torch.int64).view(-1, 2).T.contiguous(), torch.tensor(partners)
 
 
 def vector_of(value: Any, layer: Layer, pack: Pack) -> Tensor:
@@ -309,8 +231,3 @@ def reduce_qk_logits(logits: Logits, group: Any = None) -> dict[Any, Tensor]:
     max_over_ranks(maxima, dist.group.WORLD if group is None else group).wait()
     parts = dict(zip(order, maxima.split([len(logits[layer]) for layer in order])))
     return Reduced((layer, parts[layer]) for layer in logits)
-
-
-def some(keys: Sequence[LayerKey]) -> str:
-    more = "" if len(keys) <= 8 else f" and {len(keys) - 8} more"
-    return ", ".join(map(repr, keys[:8])) + more
