@@ -84,7 +84,7 @@ def update_weights(event: Event, step: Step) -> None:
     """W ← W − lr·(scale·U + weight_decay·W) on all ranks, each for what it holds."""
     chunk, lane = step.work.chunk(event)
     travel = step.under_way.pop(event[1:])
-    travel.come_back()
+    travel.wait()
     with record_function("Muon.weights"):
         for run in chunk.weights:
             _update_weights_of(run, travel.updates, lane, step)
