@@ -208,8 +208,7 @@ class _Step:
     ) -> None:
         """Writes every peer's part of the updates where it is sent from."""
         for part in batch.returned:
-            if (lane.everywhere or chunk.slot) and part.peer != lane.me:
-                continue
+            assert part.peer == lane.me or not (lane.everywhere or chunk.slot)
             buffer = kept if part.peer == lane.me else sent
             numbers = units[(slice(None), *layout.slices(part.box))].flatten()
             _write(buffer, part.start, numbers)

@@ -26,7 +26,8 @@ from torch.profiler import record_function
 from . import core
 from .async_utils import Do, Event
 from .distributed import layout, wire
-from .distributed.plan import Batch, Bundle, Lane, Run, Unit
+from .distributed.chunks import Batch, Bundle, Run
+from .distributed.plan import Lane, Unit
 from .newton_schulz import newton_schulz
 from .options import Group, is_exact
 from .rows import MomentumRows, WeightRows

@@ -17,7 +17,8 @@ from .async_utils import Beside, Do, Event, schedule
 from .cpu_offload import Carrier, CPUOffload, Loan
 from .distributed import layout
 from .distributed import utils as dtensors
-from .distributed.plan import Chunk, Lane, Plan, Run, Unit
+from .distributed.chunks import Chunk, Run
+from .distributed.plan import Lane, Plan, Unit
 from .distributed.transport import Transport
 from .gradients import Gradients, MeanOfReplicas
 from .nonfinite import Finite

@@ -76,7 +76,8 @@ class Batch:
     Args:
         units: of the batch.
         gathered: what each peer sends of their momentum.
-        returned: what each peer gets back of their updates.
+        returned: what each peer gets back of their updates; where none gets anything alone, what
+            this rank does.
     """
 
     units: tuple[Unit, ...]
@@ -253,7 +254,7 @@ class ChunkBuilder:
             of_owners[owner] = place - begin
         parts: list[list[Part]] = [[] for _ in own]
         place = 0
-        for peer in peers:
+        for peer in [me] if back and (slot or self.channel.everywhere) else peers:
             begin = place
             for units, mine, of_batch in zip(batches.get(me, ()), own, parts):
                 if peer == me:
@@ -262,8 +263,7 @@ class ChunkBuilder:
                 travels = back or self._serves(units[0], peer, me)
                 box = self._box(units[0], peer, back) if travels else NOTHING
                 of_batch.append(Part(peer, box, place))
-                if not (back and self.channel.everywhere):
-                    place += self._size(units, box, back)
+                place += self._size(units, box, back)
             of_peers[peer] = place - begin
         return _Way(self._runs(bundles, back), [tuple(of) for of in parts], of_owners, of_peers)
 

@@ -20,26 +20,11 @@ from dataclasses import dataclass
 from typing import Any, Optional
 
 from . import layout
-from .chunks import Batch, Bundle, Chunk, ChunkBuilder, Part, Run, Traffic
+from .chunks import Batch, Chunk, ChunkBuilder
 from .layout import Interval
 from .rounds import HIDING, Cutter, Kind
 from .staging import Staging, matrices_per_batch
 from .units import Channel, Entry, Unit, runs_of
-
-__all__ = [
-    "Batch",
-    "Bundle",
-    "Chunk",
-    "Entry",
-    "Lane",
-    "Part",
-    "Plan",
-    "Planner",
-    "Run",
-    "Traffic",
-    "Unit",
-    "make_plan",
-]
 
 
 @dataclass(frozen=True)
@@ -104,9 +89,9 @@ class Plan:
 # Plans that are kept, of steps in which other entries have gradients.
 MOST_PLANS = 8
 
-Shared = tuple[Unit, tuple[int, ...]]  # with the numbers of the peers that hold parts of it
-
 NOTHING = Plan(0, (), (), ())
+
+Shared = tuple[Unit, tuple[int, ...]]  # with the numbers of the peers that hold parts of it
 
 
 def make_plan(entries: Sequence[Entry], rank: int = 0, **options: Any) -> Plan:
@@ -297,11 +282,12 @@ class Planner:
             for number, holder, cost in self.whole[peers]:
                 if number not in absent:
                     loads[holder] += cost
-            lanes = self.lanes[peers, absent] = []
+            lanes = []
             for channel in self.channels[peers]:
                 units = [pair for pair in self.units[channel] if pair[0].entry not in absent]
                 if units:
                     lanes.append(self._lane(channel, units, loads))
+            self.lanes[peers, absent] = lanes
         return self.lanes[peers, absent]
 
     def _lane(self, channel: Channel, units: Sequence[Shared], loads: list[int]) -> Lane:

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from ..scratch import Scratch
 from . import layout, wire
+from .chunks import Batch, Chunk, Traffic
 from .collectives import all_gather_slots
-from .plan import Batch, Chunk, Lane, Traffic
+from .plan import Lane
 
 
 class Transport:
@@ -95,9 +96,9 @@ class Transport:
         """
         here, there = [], []
         for part in batch.returned:
-            buffer = self.updates if part.peer == self.lane.me else self._returned
-            if buffer is None:  # it does not go to this peer alone
-                continue
+            buffer = self._returned
+            if buffer is None or part.peer == self.lane.me:
+                buffer = self.updates
             stop = part.start + layout.numel(part.box) * len(batch.units)
             if stop > part.start:
                 there.append(units[(slice(None), *layout.slices(part.box))])

@@ -1,4 +1,4 @@
-"""What there is to plan: parameters as entries, boxes of them that go to one owner, and by what."""
+"""What there is to plan: parameters as entries, matrices as units, and what these travel by."""
 
 from __future__ import annotations
 
