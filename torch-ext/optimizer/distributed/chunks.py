@@ -233,7 +233,7 @@ class ChunkBuilder:
         """
         me, peers = self.channel.me, range(len(self.channel.peers))
         bundles: list[Bundle] = []
-        own: list[Part] = []
+        parts: list[list[Part]] = []  # of each batch owned here
         of_owners, of_peers = [0 for _ in peers], [0 for _ in peers]
         place = aside = 0
         for owner, of_owner in batches.items():
@@ -245,27 +245,27 @@ class ChunkBuilder:
                     aligned = ALIGNMENT // self.channel.wire.itemsize
                     place = -(-place // aligned) * aligned
                 if owner == me:
-                    own.append(Part(me, box, place))
+                    parts.append([Part(me, box, place)])
                 bundles += self._bundles(units, box, place if travels else aside, travels, back)
                 if travels:
                     place += self._size(units, box, back)
                 else:
                     aside += self._size(units, box, back)
             of_owners[owner] = place - begin
-        parts: list[list[Part]] = [[] for _ in own]
         place = 0
-        for peer in [me] if back and (slot or self.channel.everywhere) else peers:
+        others = [peer for peer in peers if peer != me]
+        if back and (slot or self.channel.everywhere):  # nothing is for one of them alone
+            others = []
+        for peer in others:
             begin = place
-            for units, mine, of_batch in zip(batches.get(me, ()), own, parts):
-                if peer == me:
-                    of_batch.append(mine)
-                    continue
+            for units, of_batch in zip(batches.get(me, ()), parts):
                 travels = back or self._serves(units[0], peer, me)
                 box = self._box(units[0], peer, back) if travels else NOTHING
                 of_batch.append(Part(peer, box, place))
                 place += self._size(units, box, back)
             of_peers[peer] = place - begin
-        return _Way(self._runs(bundles, back), [tuple(of) for of in parts], of_owners, of_peers)
+        by_peer = [tuple(sorted(of_batch)) for of_batch in parts]
+        return _Way(self._runs(bundles, back), by_peer, of_owners, of_peers)
 
     def _bundles(
         self, units: tuple[Unit, ...], box: Region, start: int, travels: bool, back: bool
