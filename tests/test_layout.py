@@ -160,7 +160,7 @@ def test_ranks_outside_of_the_mesh_hold_nothing_and_have_no_peers():
     assert sharding.region((8, 3), 4) == ((0, 4), (0, 3))
     assert sharding.region((8, 3), 1) == ((4, 8), (0, 3))
     assert layout.numel(sharding.region((8, 3), 0)) == 0
-    assert sharding.peers(0, [0, 1]) == ()
+    assert sharding.peers(0, (0, 1)) == ()
     with pytest.raises(ValueError):
         sharding.coordinate(0)
 
@@ -182,7 +182,7 @@ def test_shards_tile_the_tensor_and_replicas_hold_the_same(seed):
 def test_peers_differ_in_nothing_but_how_those_dimensions_are_cut(seed):
     for mesh, placements, _ in random_cases(200 + seed, 50):
         sharding = sharding_of(mesh, placements)
-        for dims in ([], [0], [2], [1, 2], [0, 1, 2]):
+        for dims in ((), (0,), (2,), (1, 2), (0, 1, 2)):
             free = [getattr(p, "dim", None) in dims for p in placements]
             kept = [number for number, is_free in enumerate(free) if not is_free]
             for rank in sharding.ranks:

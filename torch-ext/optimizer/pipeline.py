@@ -32,7 +32,8 @@ from torch.profiler import record_function
 from . import core
 from .async_utils import Do, Event
 from .distributed import layout, wire
-from .distributed.plan import Batch, Bundle, Lane, Run, Unit
+from .distributed.chunks import Batch, Bundle, Run
+from .distributed.plan import Lane, Unit
 from .newton_schulz import newton_schulz
 from .options import Group, is_exact
 from .rows import MomentumRows, WeightRows
@@ -90,7 +91,7 @@ def update_weights(event: Event, step: Step) -> None:
     """W ← W − lr·(scale·U + weight_decay·W) on all ranks, each for what it holds."""
     chunk, lane = step.work.chunk(event)
     travel = step.under_way.pop(event.chunk)
-    travel.come_back()
+    travel.wait()
     with record_function("Muon.weights"):
         for run in chunk.weights:
             _update_weights_of(run, travel.updates, lane, step)

@@ -17,8 +17,9 @@ from .async_utils import Beside, Do, Event, schedule
 from .cpu_offload import Carrier, CPUOffload, Loan
 from .distributed import layout
 from .distributed import utils as dtensors
-from .distributed.plan import Chunk, Lane, Plan, Run, Unit
-from .distributed.transport import Alone, transport_of
+from .distributed.chunks import Chunk, Run
+from .distributed.plan import Lane, Plan, Unit
+from .distributed.transport import Transport
 from .gradients import Gradients, MeanOfReplicas
 from .nonfinite import Finite
 from .options import Group, OptimizerWide
@@ -169,7 +170,7 @@ class Step:
         self.clipping = clipping
         self.scratch = Scratch()
         self.finite = Finite(plan)
-        self.under_way: dict[tuple[int, int], Alone] = {}
+        self.under_way: dict[tuple[int, int], Transport] = {}
         self._has_written = False
         self._params = [groups[entry.group].params[entry.index] for entry in plan.entries]
         self._absent = absent
@@ -250,11 +251,11 @@ class Step:
 
     # -- what events work on -------------------------------------------------------------------
 
-    def begin(self, event: Event) -> Alone:
+    def begin(self, event: Event) -> Transport:
         """What a chunk travels by, until its weights are updated."""
         chunk, lane = self.work.chunk(event)
         group = self.work.process_groups[event.lane]
-        travel = self.under_way[event.chunk] = transport_of(chunk, lane, group, self.scratch)
+        travel = self.under_way[event.chunk] = Transport(chunk, lane, group, self.scratch)
         return travel
 
     def hyper(self, unit: Unit) -> Group:

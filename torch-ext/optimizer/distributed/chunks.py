@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Optional
-
-import torch
+from typing import NamedTuple, Optional
 
 from . import layout
 from .layout import Region
+from .staging import DEFAULT_RUN_BYTES, RUN_BYTES, Staging, matrices_per_batch
 from .units import Entry, Unit
-
-# What element-wise arithmetic is done on at once, in bytes of a wide copy.
-RUN_BYTES = {"cpu": 256 << 10}
-DEFAULT_RUN_BYTES = 64 << 20
 
 # The most that slots of an all-gather may take, in bytes of what they hold.
 MOST_PADDED = 1.25
@@ -45,7 +39,7 @@ class Bundle:
     indices: tuple[Optional[tuple[slice, ...]], ...]
     start: int
     along: int
-    travels: bool = True
+    travels: bool
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -60,32 +54,35 @@ class Bundle:
 Run = tuple[Bundle, ...]
 
 
-@dataclass(frozen=True)
-class Part:
-    """One peer's parts of the units of a batch, as the owner keeps them.
+class Part(NamedTuple):
+    """One peer's parts of the units of a batch in one direction, as the owner keeps them.
 
     Args:
         peer: number of the peer in its lane.
-        momentum: the part of each unit that it sends, in coordinates of the unit's box.
-        weights: the part of each unit that it gets back.
-        gathered: where the former begin in what came from the peers, or, where the peer is the
-            owner itself, in its own buffer of momentum.
-        returned: the same for what goes back.
+        box: the part of each unit, in coordinates of the unit's box.
+        start: where they begin in what comes from the peers, or goes back to them; where the peer
+            is the owner itself, in its own buffer.
     """
 
     peer: int
-    momentum: Region
-    weights: Region
-    gathered: int
-    returned: int
+    box: Region
+    start: int
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Units that are orthogonalized together: of one group, of one shape, laid out alike."""
+    """Units that are orthogonalized together: of one group, of one shape, laid out alike.
+
+    Args:
+        units: of the batch.
+        gathered: what each peer sends of their momentum.
+        returned: what each peer gets back of their updates; where none gets anything alone, what
+            this rank does.
+    """
 
     units: tuple[Unit, ...]
-    parts: tuple[Part, ...]
+    gathered: tuple[Part, ...]
+    returned: tuple[Part, ...]
 
 
 @dataclass(frozen=True)
@@ -124,192 +121,83 @@ class Chunk:
     kept: int
     kept_back: int
     in_place: bool
-    slot: int = 0
-
-    @property
-    def read(self) -> Iterator[Bundle]:
-        """The bundles whose gradients are read: of all units, once each."""
-        return itertools.chain.from_iterable(self.momentum)
+    slot: int
 
 
-@dataclass(frozen=True)
-class _Mine:
-    """Units of a batch that this rank owns, and its own parts of them, for `ChunkBuilder`."""
+class _Way(NamedTuple):
+    """One direction of a chunk: where this rank's parts and those of its batches lie.
 
-    units: tuple[Unit, ...]
-    momentum: Region
-    weights: Region
-    start: int
-    start_back: int
+    Args:
+        runs: this rank's parts.
+        parts: every peer's parts of each batch owned here.
+        of_owners: elements that this rank's parts take, by the owner.
+        of_peers: elements that parts of batches owned here take, by the peer.
+    """
+
+    runs: tuple[Run, ...]
+    parts: list[tuple[Part, ...]]
+    of_owners: list[int]
+    of_peers: list[int]
 
 
 class ChunkBuilder:
     """Lays chunks of one lane out in the buffers of this rank."""
 
-    def __init__(
-        self,
-        entries: Sequence[Entry],
-        peers: tuple[int, ...],
-        me: int,
-        wire: torch.dtype,
-        wide: torch.dtype,
-        device: torch.device,
-        everywhere: bool,
-        matrices_per_batch: Callable[[Unit], int],
-    ):
-        self.entries = entries
-        self.peers = peers
-        self.me = me
-        self.everywhere = everywhere
-        self.matrices_per_batch = matrices_per_batch
-        self.run_numel = RUN_BYTES.get(device.type, DEFAULT_RUN_BYTES) // wide.itemsize
-        self.aligned_numel = ALIGNMENT // wire.itemsize
-        self.slots = max(1, 4 // wire.itemsize)  # elements that hold a number in fp32
-        self.exponents = int(wire == torch.float16 and len(peers) > 1)
+    def __init__(self, staging: Staging):
+        self.staging = staging
+        self.entries = staging.entries
+        self.channel = channel = staging.channel
+        run_bytes = RUN_BYTES.get(channel.device.type, DEFAULT_RUN_BYTES)
+        self.run_numel = run_bytes // channel.wide.itemsize
 
-    def chunk(self, owned: dict[int, list[Unit]]) -> Chunk:
+    def chunk(self, owned: Mapping[int, Sequence[Unit]]) -> Chunk:
         """The chunk in which each owner, by its number, orthogonalizes these units."""
-        peers = range(len(self.peers))
-        if self.everywhere:
-            owned = {self.me: [unit for units in owned.values() for unit in units]}
-        momentum: list[Bundle] = []
-        weights: list[Bundle] = []
-        mine: list[_Mine] = []
-        out, back = [0] * len(peers), [0] * len(peers)
-        slot = self._slot(owned)
-        place = place_back = aside = 0
-        for owner in sorted(owned, key=lambda peer: (peer != self.me, peer)):
-            place_back = owner * slot if slot else place_back
-            begin, begin_back = place, place_back
-            for units in self._batches(owned[owner]):
-                sends = self._serves(units[0], self.me, owner)
-                box, box_back = self._momentum(units[0], self.me), self._weights(units[0], self.me)
-                if len(peers) == 1:
-                    place, place_back = self._aligned(place), self._aligned(place_back)
-                if owner == self.me:
-                    mine.append(_Mine(units, box, box_back, place, place_back))
-                momentum += self._read(units, box, place if sends else aside, sends)
-                weights += self._written(units, box_back, place_back)
-                if sends:
-                    place += self._size_out(units, box)
-                else:
-                    aside += self._size_out(units, box)
-                place_back += self._size_back(units, box_back)
-            out[owner], back[owner] = place - begin, place_back - begin_back
-        kept, kept_back = out[self.me], back[self.me]
-        out = [kept if self.everywhere else size for size in out]
-        out[self.me] = back[self.me] = 0
-        parts, came, returned = self._parts(mine)
+        me, peers = self.channel.me, range(len(self.channel.peers))
+        if self.channel.everywhere:
+            owned = {me: [unit for units in owned.values() for unit in units]}
+        numbers = {unit.entry for units in owned.values() for unit in units}
+        entries = [self.entries[number] for number in numbers]
+        slot = self._slot(owned, entries)
+        owners = sorted(owned, key=lambda peer: (peer != me, peer))
+        batches = {owner: self._batches(owned[owner]) for owner in owners}
+        out, back = self._way(batches), self._way(batches, slot, back=True)
+        kept, kept_back = out.of_owners[me], back.of_owners[me]
+        sent, received = out.of_owners, back.of_owners
+        if self.channel.everywhere:
+            sent = [kept for _ in peers]
+        sent[me] = received[me] = 0
+        returned = back.of_peers
         if slot:
             kept_back = slot
-            returned = back = [slot * (peer != self.me) for peer in peers]
+            returned = received = [slot * (peer != me) for peer in peers]
         return Chunk(
-            self._runs(momentum, self._group),
-            self._runs(weights, self._rate),
-            tuple(Batch(own.units, tuple(p)) for own, p in zip(mine, parts)),
-            Traffic(tuple(out), tuple(came)),
-            Traffic(tuple(returned), tuple(back)),
+            out.runs,
+            back.runs,
+            tuple(map(Batch, batches.get(me, ()), out.parts, back.parts)),
+            Traffic(tuple(sent), tuple(out.of_peers)),
+            Traffic(tuple(returned), tuple(received)),
             kept,
             kept_back,
-            all(
-                self.entries[u.entry].goes_back_in_place for units in owned.values() for u in units
-            ),
+            all(entry.goes_back_in_place for entry in entries),
             slot,
         )
 
-    def _slot(self, owned: dict[int, list[Unit]]) -> int:
+    def _slot(self, owned: Mapping[int, Sequence[Unit]], entries: Sequence[Entry]) -> int:
         """What each peer gives to all, where all of them get everything; 0 for an all-to-all.
 
         Gathering sends nothing twice over the same link, but pads. That has to be little: with the
         way there, at most 2 + 2/P bytes per element in bf16 on P ranks.
         """
-        entries = {self.entries[unit.entry] for units in owned.values() for unit in units}
-        count, rank = len(self.peers), self.peers[self.me]
-        if count == 1 or self.everywhere or any(e.copies(rank) < count for e in entries):
+        count, rank = len(self.channel.peers), self.channel.rank
+        if count == 1 or self.channel.everywhere or any(e.copies(rank) < count for e in entries):
             return 0
         sizes = [
-            sum(layout.numel(unit.box) + self._moments(unit) for unit in units)
+            sum(self._size([unit], unit.box, back=True) for unit in units)
             for units in owned.values()
         ]
         slot, together = max(sizes), sum(sizes)
         within_bound = (count - 1) * slot <= together * (1 + 1 / count - (count - 1) / count**2)
         return slot if within_bound and count * slot <= MOST_PADDED * together else 0
-
-    def _read(
-        self, units: tuple[Unit, ...], box: Region, start: int, travels: bool
-    ) -> Iterator[Bundle]:
-        """This rank's momentum of a batch, of which the first begins at ``start``."""
-        return self._bundles(units, box, Entry.momentum_region, start, self.exponents, travels)
-
-    def _written(self, units: tuple[Unit, ...], box: Region, start: int) -> Iterator[Bundle]:
-        """This rank's weights of a batch, whose updates begin at ``start``."""
-        along = self._moments(units[0]) or self._places(units[0])
-        return self._bundles(units, box, Entry.region, start, along)
-
-    def _bundles(
-        self,
-        units: tuple[Unit, ...],
-        box: Region,
-        held: Callable[[Entry, int], Region],
-        start: int,
-        along: int,
-        travels: bool = True,
-    ) -> Iterator[Bundle]:
-        size, me = layout.numel(box), self.peers[self.me]
-        step = max(1, self.run_numel // size) if size else len(units)
-        for first in range(0, len(units), step):
-            some = units[first : first + step]
-            yield Bundle(
-                some,
-                box,
-                tuple(_index(unit, box, held(self.entries[unit.entry], me)) for unit in some),
-                start + first * size,
-                start + len(units) * size + first * along,
-                travels,
-            )
-
-    def _runs(self, bundles: Iterable[Bundle], rate: Callable[[Unit], Hashable]) -> tuple[Run, ...]:
-        """Bundles of one rate that lie one behind the other in one buffer, as many as fit."""
-        runs: list[list[Bundle]] = []
-        numel, last = 0, None  # of the last run
-        for bundle in sorted(bundles, key=lambda bundle: (not bundle.travels, bundle.start)):
-            kind = (bundle.travels, rate(bundle.units[0]))
-            if kind != last or numel + bundle.numel > self.run_numel:
-                runs.append([])
-                numel, last = 0, kind
-            runs[-1].append(bundle)
-            numel += bundle.numel
-        return tuple(map(tuple, runs))
-
-    def _group(self, unit: Unit) -> int:
-        return self.entries[unit.entry].group
-
-    def _rate(self, unit: Unit) -> tuple[int, float]:
-        """What weights of a unit are updated with: its group's hyperparameters, and a scale."""
-        return self._group(unit), self.entries[unit.entry].scale(unit.rows)
-
-    def _parts(self, mine: Sequence[_Mine]) -> tuple[list[list[Part]], list[int], list[int]]:
-        """Every peer's parts of the batches owned here, and how much goes to and fro."""
-        parts: list[list[Part]] = [[] for _ in mine]
-        came, returned = [0] * len(self.peers), [0] * len(self.peers)
-        place = place_back = 0
-        for peer in range(len(self.peers)):
-            begin, begin_back = place, place_back
-            for own, of_batch in zip(mine, parts):
-                if peer == self.me:
-                    of_batch.append(
-                        Part(peer, own.momentum, own.weights, own.start, own.start_back)
-                    )
-                    continue
-                box, box_back = NOTHING, self._weights(own.units[0], peer)
-                if self._serves(own.units[0], peer, self.me):
-                    box = self._momentum(own.units[0], peer)
-                of_batch.append(Part(peer, box, box_back, place, place_back))
-                place += self._size_out(own.units, box)
-                if not self.everywhere:
-                    place_back += self._size_back(own.units, box_back)
-            came[peer], returned[peer] = place - begin, place_back - begin_back
-        return parts, came, returned
 
     def _batches(self, units: Sequence[Unit]) -> list[tuple[Unit, ...]]:
         """Units that can be orthogonalized together, in batches of a limited size."""
@@ -319,56 +207,130 @@ class ChunkBuilder:
             m = entry.matrices
             shape = layout.shape_of(unit.box)
             key: tuple = (entry.group, entry.dtype, entry.recipe, shape, m.row_dim, unit.rows)
-            if len(self.peers) > 1:  # every peer's part must be the same of all
+            if len(self.channel.peers) > 1:  # every peer's part must be the same of all
                 key += (entry.sharding, m.shape[m.row_dim :], unit.box[m.row_dim])
                 key += (entry.momentum, entry.momentum_part(unit.box))
             alike.setdefault(key, []).append(unit)
         batches = []
         for group in alike.values():
-            size = max(1, self.matrices_per_batch(group[0]) // self._count(group[0]))
+            unit, entry = group[0], self.entries[group[0].entry]
+            most = matrices_per_batch(
+                entry, unit.rows, self.staging.chunk_size, self.staging.batch_bytes
+            )
+            size = max(1, most // entry.matrices.count(unit.box, unit.rows))
             batches += [tuple(group[at : at + size]) for at in range(0, len(group), size)]
         return batches
 
+    def _way(
+        self, batches: Mapping[int, Sequence[tuple[Unit, ...]]], slot: int = 0, back: bool = False
+    ) -> _Way:
+        """Lays one direction of a chunk out.
+
+        Args:
+            batches: of each owner; this rank comes first.
+            slot: distance of the owners in the buffer of this rank; 0 puts them behind each other.
+            back: updates go back, else momentum comes.
+        """
+        me, peers = self.channel.me, range(len(self.channel.peers))
+        bundles: list[Bundle] = []
+        parts: list[list[Part]] = []  # of each batch owned here
+        of_owners, of_peers = [0 for _ in peers], [0 for _ in peers]
+        place = aside = 0
+        for owner, of_owner in batches.items():
+            begin = place = owner * slot if slot else place
+            for units in of_owner:
+                box = self._box(units[0], me, back)
+                travels = back or self._serves(units[0], me, owner)
+                if len(peers) == 1:
+                    aligned = ALIGNMENT // self.channel.wire.itemsize
+                    place = -(-place // aligned) * aligned
+                if owner == me:
+                    parts.append([Part(me, box, place)])
+                bundles += self._bundles(units, box, place if travels else aside, travels, back)
+                if travels:
+                    place += self._size(units, box, back)
+                else:
+                    aside += self._size(units, box, back)
+            of_owners[owner] = place - begin
+        place = 0
+        others = [peer for peer in peers if peer != me]
+        if back and (slot or self.channel.everywhere):  # nothing is for one of them alone
+            others = []
+        for peer in others:
+            begin = place
+            for units, of_batch in zip(batches.get(me, ()), parts):
+                travels = back or self._serves(units[0], peer, me)
+                box = self._box(units[0], peer, back) if travels else NOTHING
+                of_batch.append(Part(peer, box, place))
+                place += self._size(units, box, back)
+            of_peers[peer] = place - begin
+        by_peer = [tuple(sorted(of_batch)) for of_batch in parts]
+        return _Way(self._runs(bundles, back), by_peer, of_owners, of_peers)
+
+    def _bundles(
+        self, units: tuple[Unit, ...], box: Region, start: int, travels: bool, back: bool
+    ) -> Iterator[Bundle]:
+        """This rank's parts of a batch, of which the first begins at ``start``."""
+        size, along = layout.numel(box), self._along(units[0], box, back)
+        step = max(1, self.run_numel // size) if size else len(units)
+        for first in range(0, len(units), step):
+            some = units[first : first + step]
+            yield Bundle(
+                some,
+                box,
+                tuple(_index(unit, box, self._held(unit, self.channel.me, back)) for unit in some),
+                start + first * size,
+                start + len(units) * size + first * along,
+                travels,
+            )
+
+    def _runs(self, bundles: Iterable[Bundle], back: bool) -> tuple[Run, ...]:
+        """Bundles that are updated alike and lie one behind the other in a buffer, while they fit.
+
+        Alike are those of one group and, of weights, one scale.
+        """
+        runs: list[list[Bundle]] = []
+        numel, last = 0, None  # of the last run
+        for bundle in sorted(bundles, key=lambda bundle: (not bundle.travels, bundle.start)):
+            unit = bundle.units[0]
+            entry = self.entries[unit.entry]
+            kind = (bundle.travels, entry.group, entry.scale(unit.rows) if back else None)
+            if kind != last or numel + bundle.numel > self.run_numel:
+                runs.append([])
+                numel, last = 0, kind
+            runs[-1].append(bundle)
+            numel += bundle.numel
+        return tuple(map(tuple, runs))
+
     def _serves(self, unit: Unit, peer: int, owner: int) -> bool:
-        return self.entries[unit.entry].serves(self.peers[peer], self.peers[owner])
+        return self.entries[unit.entry].serves(self.channel.peers[peer], self.channel.peers[owner])
 
-    def _momentum(self, unit: Unit, peer: int) -> Region:
-        """The momentum that a peer holds of a unit, in coordinates of its box."""
-        return self._part(unit, self.entries[unit.entry].momentum_region(self.peers[peer]))
+    def _held(self, unit: Unit, peer: int, back: bool) -> Region:
+        """What a peer holds of a unit's parameter: weights on the way back, else momentum."""
+        entry, rank = self.entries[unit.entry], self.channel.peers[peer]
+        return entry.region(rank) if back else entry.momentum_region(rank)
 
-    def _weights(self, unit: Unit, peer: int) -> Region:
-        """The weights that a peer holds of a unit, in coordinates of its box."""
-        return self._part(unit, self.entries[unit.entry].region(self.peers[peer]))
-
-    def _part(self, unit: Unit, held: Region) -> Region:
+    def _box(self, unit: Unit, peer: int, back: bool) -> Region:
+        """The same of a unit, in coordinates of its box."""
+        held = self._held(unit, peer, back)
         return layout.relative(layout.intersect(unit.box, held), unit.box)
 
-    def _aligned(self, place: int) -> int:
-        return -(-place // self.aligned_numel) * self.aligned_numel
+    def _along(self, unit: Unit, box: Region, back: bool) -> int:
+        """Elements that go along with a part: an exponent, or mean squares of an update.
 
-    def _size_out(self, units: Sequence[Unit], box: Region) -> int:
-        size = layout.numel(box)
-        return len(units) * (size + self.exponents) if size else 0
-
-    def _size_back(self, units: Sequence[Unit], box: Region) -> int:
-        size = layout.numel(box)
-        return len(units) * (
-            size + self._moments(units[0]) + (self._places(units[0]) if size else 0)
-        )
-
-    def _moments(self, unit: Unit) -> int:
-        """Elements that the mean squares of a unit's update take on the wire."""
+        Where updates go back in place, exponents leave their elements free.
+        """
         entry = self.entries[unit.entry]
-        if not entry.second_moment:
-            return 0
-        return self._count(unit) * max(unit.rows, entry.matrices.cols) * self.slots
+        if back and entry.second_moment:
+            numbers = max(unit.rows, entry.matrices.cols) * max(1, 4 // self.channel.wire.itemsize)
+            return entry.matrices.count(unit.box, unit.rows) * numbers
+        if self.channel.scaled and layout.numel(box):
+            return int(entry.goes_back_in_place or not back)
+        return 0
 
-    def _places(self, unit: Unit) -> int:
-        """Elements that an exponent leaves free, on the way back, where that is in place."""
-        return self.exponents * self.entries[unit.entry].goes_back_in_place
-
-    def _count(self, unit: Unit) -> int:
-        return self.entries[unit.entry].matrices.count(unit.box, unit.rows)
+    def _size(self, units: Sequence[Unit], box: Region, back: bool) -> int:
+        """Elements that the parts of a batch take, with what goes along."""
+        return len(units) * (layout.numel(box) + self._along(units[0], box, back))
 
 
 def _index(unit: Unit, part: Region, held: Region) -> Optional[tuple[slice, ...]]:

@@ -103,23 +103,42 @@ class Sharding:
             coordinate.append(remainder)
         return tuple(reversed(coordinate))
 
-    def region(self, shape: Sequence[int], rank: int) -> Region:
+    @functools.lru_cache(maxsize=1 << 16)  # noqa: B019
+    def region(self, shape: tuple[int, ...], rank: int) -> Region:
         """What ``rank`` holds of a tensor of ``shape``; nothing where it is not in the mesh."""
-        return _region(self, tuple(shape), rank)
+        if rank not in self.ranks:
+            return tuple((0, 0) for _ in shape)
+        region, coordinate = list(whole(shape)), self.coordinate(rank)
+        for index in self.cutting_order():
+            placement = self.placements[index]
+            if placement is not None:
+                start, stop = region[placement.dim]
+                first, last = shard(stop - start, self.mesh[index], coordinate[index])
+                region[placement.dim] = (start + first, start + last)
+        return tuple(region)
 
+    @functools.lru_cache(maxsize=1 << 12)  # noqa: B019
     def peers(self, rank: int, dims: Iterable[int], replicas: bool = False) -> tuple[int, ...]:
         """Ranks, ascending, that differ from ``rank`` only in how tensor ``dims`` are cut.
 
         Args:
             rank: global rank; where it is not in the mesh, there are none.
-            dims: of the tensor.
+            dims: of the tensor, hashable.
             replicas: also those that differ in which replica they hold.
         """
-        return _peers(self, rank, frozenset(dims), replicas)
+        if rank not in self.ranks:
+            return ()
+        found = [0]
+        for size, at, placement in zip(self.mesh, self.coordinate(rank), self.placements):
+            is_free = replicas if placement is None else placement.dim in dims
+            found = [i * size + j for i in found for j in (range(size) if is_free else (at,))]
+        return tuple(sorted(self.ranks[i] for i in found))
 
+    @functools.lru_cache(maxsize=1 << 16)  # noqa: B019
     def replica(self, rank: int) -> tuple[int, ...]:
         """Which replica ``rank`` holds a part of: its place in the dimensions that cut nothing."""
-        return _replica(self, rank)
+        places = zip(self.coordinate(rank), self.placements)
+        return tuple(at for at, placement in places if placement is None)
 
     def cutting_order(self) -> list[int]:
         """Mesh dimensions in the order in which they cut the tensor."""
@@ -131,40 +150,3 @@ class Sharding:
             else:
                 order.insert(0, index)
         return order
-
-
-@functools.lru_cache(maxsize=1 << 16)
-def _region(sharding: Sharding, shape: tuple[int, ...], rank: int) -> Region:
-    if rank not in sharding.ranks:
-        return tuple((0, 0) for _ in shape)
-    region = list(whole(shape))
-    coordinate = sharding.coordinate(rank)
-    for index in sharding.cutting_order():
-        placement = sharding.placements[index]
-        if placement is None:
-            continue
-        start, stop = region[placement.dim]
-        first, last = shard(stop - start, sharding.mesh[index], coordinate[index])
-        region[placement.dim] = (start + first, start + last)
-    return tuple(region)
-
-
-@functools.lru_cache(maxsize=1 << 16)
-def _replica(sharding: Sharding, rank: int) -> tuple[int, ...]:
-    at = sharding.coordinate(rank)
-    return tuple(i for i, placement in zip(at, sharding.placements) if placement is None)
-
-
-@functools.lru_cache(maxsize=1 << 12)
-def _peers(sharding: Sharding, rank: int, dims: frozenset[int], replicas: bool) -> tuple[int, ...]:
-    if rank not in sharding.ranks:
-        return ()
-    free = [
-        replicas if placement is None else placement.dim in dims
-        for placement in sharding.placements
-    ]
-    mine = sharding.coordinate(rank)
-    found = [0]
-    for size, at, is_free in zip(sharding.mesh, mine, free):
-        found = [i * size + j for i in found for j in (range(size) if is_free else (at,))]
-    return tuple(sorted(sharding.ranks[i] for i in found))

@@ -6,12 +6,9 @@ makespan of a step is the sum of that over its chunks.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Optional
 
-from .staging import Staging
+from .staging import Gathered, Staging
 
 # Chunks in flight that hide the traffic of both ways: one on its way there, one computed, one on
 # its way back.
@@ -38,55 +35,64 @@ Queue = tuple[tuple[Kind, int], ...]  # of an owner: so many units of a kind, co
 Round = dict[Queue, list[int]]  # what owners with these queues take: so many of each kind
 
 
-@dataclass
+class Cut(NamedTuple):
+    """Queues cut into rounds.
+
+    Args:
+        rounds: one for each chunk.
+        makespan: FLOPs until all chunks are done, where each waits for its busiest owner.
+        gathered: of each chunk the bytes that the busiest owner gathers, and those of all owners.
+    """
+
+    rounds: list[Round]
+    makespan: int
+    gathered: list[Gathered]
+
+
 class Cutter:
     """Cuts the queues of owners into rounds, one for each chunk.
 
     Args:
         owners: how many have which queue.
-        budget: bytes that an owner gathers in a chunk, as a rule.
-        chunk_size: most matrices of an owner in a chunk; −1 for any number.
+        staging: of the lane.
     """
 
-    owners: dict[Queue, int]
-    budget: int
-    chunk_size: int
+    def __init__(self, owners: dict[Queue, int], staging: Staging):
+        self.owners = owners
+        self.staging = staging
+        self.all: Round = {queue: [number for _, number in queue] for queue in owners if queue}
 
-    @property
-    def all(self) -> Round:
-        return {queue: [number for _, number in queue] for queue in self.owners if queue}
-
-    @property
-    def busiest(self) -> int:
-        """FLOPs of the owner that has most to do."""
-        return max(self._loads(self.all))
-
-    def cut(self, widest: int, slack: float = 1.0) -> list[Round]:
+    def cut(self, widest: int = 0, slack: float = 1.0) -> Cut:
         """Rounds in which the owners have about as much to do.
 
         A round ends for an owner where nothing is left that keeps it within ``slack`` times the
         cost of the costliest next unit, or within an equal share of all rounds where that is more,
-        and within its bytes: the budget, or ``widest`` in rounds of such a unit.
+        and within its bytes: a chunk's, or, in rounds of such a unit, ``widest`` if that is more.
         """
-        left, rounds = self.all, []
+        budget, left = self.staging.chunk_bytes, self.all
+        rounds, makespan, gathered = [], 0, []
         while left:
-            share = -(-max(self._loads(left)) // -(-max(self._bytes(left)) // self.budget))
+            share = -(-max(_loads(left)) // -(-max(_bytes(left)) // budget))
             heads = [next(kind for (kind, _), n in zip(q, of) if n) for q, of in left.items()]
             head = int(slack * max(kind.cost for kind in heads))
-            most_bytes = widest if head > share else self.budget
-            most_bytes = max(most_bytes, *(kind.bytes for kind in heads))
+            most_bytes = max(budget, *(kind.bytes for kind in heads))
+            if head > share:
+                most_bytes = max(most_bytes, widest)
             taken = {q: self._take(q, of, max(share, head), most_bytes) for q, of in left.items()}
             rounds.append(taken)
+            makespan += max(_loads(taken))
+            sizes = _bytes(taken)
+            gathered.append((max(sizes), sum(self.owners[q] * n for q, n in zip(taken, sizes))))
             left = {q: [n - t for n, t in zip(of, taken[q])] for q, of in left.items()}
             left = {queue: numbers for queue, numbers in left.items() if any(numbers)}
-        return rounds
+        return Cut(rounds, makespan, gathered)
 
     def _take(self, queue: Queue, left: list[int], cost: int, most_bytes: int) -> list[int]:
         """The costliest units that fit into what remains, one after the other."""
-        taken, matrices = [], self.chunk_size
+        taken, matrices = [], self.staging.chunk_size
         for (kind, _), number in zip(queue, left):
             number = min(number, cost // kind.cost, most_bytes // kind.bytes)
-            if self.chunk_size > 0:
+            if self.staging.chunk_size > 0:
                 number = min(number, matrices // kind.matrices)
             taken.append(number)
             cost -= number * kind.cost
@@ -94,93 +100,60 @@ class Cutter:
             matrices -= number * kind.matrices
         return taken
 
-    @staticmethod
-    def _loads(numbers: Round) -> list[int]:
-        return [sum(k.cost * n for (k, _), n in zip(q, of)) for q, of in numbers.items()]
+    def even(self, load: int) -> Cut:
+        """Rounds in which the owners wait little for each other, as far as memory allows.
 
-    @staticmethod
-    def _bytes(numbers: Round) -> list[int]:
-        return [sum(k.bytes * n for (k, _), n in zip(q, of)) for q, of in numbers.items()]
-
-    def makespan(self, rounds: Sequence[Round]) -> int:
-        """FLOPs until all chunks are done, where each waits for its busiest owner."""
-        return sum(max(self._loads(taken)) for taken in rounds)
-
-    def gathered(self, rounds: Sequence[Round]) -> list[tuple[int, int]]:
-        """Of each chunk the bytes that the busiest owner gathers, and those of all owners."""
-        by_queue = [(self._bytes(taken), map(self.owners.get, taken)) for taken in rounds]
-        return [(max(of), sum(map(operator.mul, of, owners))) for of, owners in by_queue]
-
-    def widened(
-        self,
-        rounds: list[Round],
-        enough: float,
-        slack: float,
-        fit: Callable[[list[Round]], bool],
-    ) -> list[Round]:
-        """The rounds, or wider ones that fit into memory and have a shorter makespan.
+        Beside a unit that costs more than the others' bytes let them do meanwhile, they idle. They
+        gather more in such a round then, as far as chunks go on to hide each other's traffic, or,
+        where they would wait long otherwise, two chunks do.
 
         Args:
-            rounds: none of which is wider than the budget.
+            load: FLOPs of the busiest of them, with what does not travel.
+        """
+        enough, bearable = (max(_loads(self.all)) + share * load for share in (EVEN, UNEVEN))
+        best: Optional[Cut] = None
+        for slack in SLACKS:
+            cut = self.cut(slack=slack)
+            if cut.makespan > enough:
+                depth = min(HIDING, self.staging.depth(cut.gathered))
+                wider = self._widened(cut, enough, slack, depth)
+                if depth > 2 and wider.makespan > bearable:
+                    widest = self._widened(cut, enough, slack, 2)
+                    wider = widest if widest.makespan <= bearable else wider
+                cut = wider
+            if best is None or cut.makespan < best.makespan:
+                best = cut
+            if best.makespan <= enough:
+                break
+        assert best is not None
+        return best
+
+    def _widened(self, best: Cut, enough: float, slack: float, in_flight: int) -> Cut:
+        """The cut, or one with wider rounds, so many of which fit into memory, that ends sooner.
+
+        Args:
+            best: none of whose rounds is wider than a chunk's bytes.
             enough: a makespan that is not worth wider rounds.
             slack: see `cut`.
-            fit: whether rounds do.
+            in_flight: chunks.
         """
-        best, makespan = rounds, self.makespan(rounds)
-        low, high = self.budget, max(self._bytes(self.all))
-        while high - low > self.budget // 16:
+        low, high = self.staging.chunk_bytes, max(_bytes(self.all))
+        while high - low > self.staging.chunk_bytes // 16:
             widest = (low + high) // 2
-            rounds = self.cut(widest, slack)
-            fits = fit(rounds)
-            if fits and (self.makespan(rounds) <= enough or self.makespan(rounds) < makespan):
-                best, makespan = rounds, self.makespan(rounds)
-            if fits and makespan > enough:
+            cut = self.cut(widest, slack)
+            fits = self.staging.fit(cut.gathered, in_flight)
+            if fits and (cut.makespan <= enough or cut.makespan < best.makespan):
+                best = cut
+            if fits and best.makespan > enough:
                 low = widest
             else:
                 high = widest
         return best
 
 
-def even_rounds(cutter: Cutter, load: int, staging: Staging) -> list[Round]:
-    """Rounds in which the owners wait little for each other, as far as memory allows.
-
-    Beside a unit that costs more than the others' bytes let them do meanwhile, they idle. They
-    gather more in such a round then, as far as chunks go on to hide each other's traffic, or,
-    where they would wait long otherwise, two chunks do.
-
-    Args:
-        cutter: of the owners.
-        load: FLOPs of the busiest of them, with what does not travel.
-        staging: of the lane.
-    """
-    enough, bearable = (cutter.busiest + share * load for share in (EVEN, UNEVEN))
-    best: list[Round] = []
-    for slack in SLACKS:
-        rounds = _widened(cutter, staging, slack, enough, bearable)
-        if not best or cutter.makespan(rounds) < cutter.makespan(best):
-            best = rounds
-        if cutter.makespan(best) <= enough:
-            break
-    return best
+def _loads(numbers: Round) -> list[int]:
+    return [sum(kind.cost * n for (kind, _), n in zip(q, of)) for q, of in numbers.items()]
 
 
-def _widened(
-    cutter: Cutter, staging: Staging, slack: float, enough: float, bearable: float
-) -> list[Round]:
-    """Rounds with one slack, the budget, and, where owners would wait, wider ones."""
-    rounds = cutter.cut(cutter.budget, slack)
-    if cutter.makespan(rounds) <= enough:
-        return rounds
-    depth = min(HIDING, staging.depth(cutter.gathered(rounds)))
-
-    def widened(in_flight: int) -> list[Round]:
-        def fit(rounds: list[Round]) -> bool:
-            return staging.fit(cutter.gathered(rounds), in_flight)
-
-        return cutter.widened(rounds, enough, slack, fit)
-
-    wider = widened(depth)
-    if depth > 2 and cutter.makespan(wider) > bearable:
-        widest = widened(2)
-        return widest if cutter.makespan(widest) <= bearable else wider
-    return wider
+def _bytes(numbers: Round) -> list[int]:
+    return [sum(kind.bytes * n for (kind, _), n in zip(q, of)) for q, of in numbers.items()]

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import functools
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Optional
-
-import torch
+from typing import Optional
 
 from . import layout
-from .chunks import DEFAULT_RUN_BYTES, RUN_BYTES
-from .units import Entry, Unit
+from .units import Channel, Entry, Unit
+
+# What element-wise arithmetic is done on at once, in bytes of a wide copy.
+RUN_BYTES = {"cpu": 256 << 10}
+DEFAULT_RUN_BYTES = 64 << 20
 
 # Matrices orthogonalized as one batch, in bytes of their wide copy: a few of them fill an
 # accelerator, and where state is streamed each batch waits for its own; on CPUs a batch that stays
@@ -51,96 +51,79 @@ def matrices_per_batch(
     return max(1, limit // (rows * entry.matrices.cols * entry.wide.itemsize))
 
 
-class Staged(NamedTuple):
-    """Bytes of a chunk: of its buffers there, or back, and of a wide copy of what is sent."""
-
-    buffers: int
-    wide: int
-
-
-@dataclass(frozen=True)
 class Staging:
     """What a lane may stage, and does.
 
     Args:
         entries: of the plan.
+        channel: of the lane.
         units: of the lane.
-        ranks: how many share them.
-        copies: of each weight among these, as a mean.
-        wire, wide: dtypes of buffers and of element-wise arithmetic.
-        device: of the tensors.
         chunk_size, warmup_step: of the plan.
+
+    Attributes:
+        copies: of each weight among the peers, as a mean.
+        batch_bytes: the share of what a rank holds that bounds a batch; None where nothing is
+            staged.
+        chunk_bytes: what one owner gathers in a chunk, as a rule.
+        room: bytes for chunks in flight, beside what one is computed in.
     """
 
-    entries: Sequence[Entry]
-    units: Sequence[Unit]
-    ranks: int
-    copies: float
-    wire: torch.dtype
-    wide: torch.dtype
-    device: torch.device
-    chunk_size: int
-    warmup_step: int
-
-    @functools.cached_property
-    def _held(self) -> float:
-        """Elements of the weights that a rank holds."""
-        return sum(layout.numel(unit.box) for unit in self.units) * self.copies / self.ranks
-
-    @property
-    def batch_bytes(self) -> Optional[int]:
-        """The share of what a rank holds that bounds a batch; None where nothing is staged."""
-        if self.ranks == 1:
-            return None
-        least, _ = CHUNK_BYTES.get(self.device.type, DEFAULT_CHUNK_BYTES)
-        return max(least, int(BATCH_SHARE * self._held * self.wide.itemsize))
-
-    @property
-    def chunk_bytes(self) -> int:
-        """What one owner gathers in a chunk, as a rule."""
-        if self.ranks == 1:
-            return BATCH_BYTES.get(self.device.type, DEFAULT_BATCH_BYTES)
-        least, most = CHUNK_BYTES.get(self.device.type, DEFAULT_CHUNK_BYTES)
-        share = int(self._held * self.wire.itemsize) // CHUNKS
-        # What comes back from an owner are as many copies.
-        return int(max(least, min(most, share)) / self.copies)
+    def __init__(
+        self,
+        entries: Sequence[Entry],
+        channel: Channel,
+        units: Sequence[Unit],
+        chunk_size: int,
+        warmup_step: int,
+    ):
+        self.entries = entries
+        self.channel = channel
+        self.chunk_size = chunk_size
+        self.warmup_step = warmup_step
+        self.ranks = len(channel.peers)
+        elements: Counter[int] = Counter()  # of each entry
+        for unit in units:
+            elements[unit.entry] += layout.numel(unit.box)
+        total = sum(elements.values())
+        copies = sum(n * entries[number].copies(channel.rank) for number, n in elements.items())
+        self.copies = copies / max(1, total)
+        device = channel.device.type
+        self.batch_bytes: Optional[int] = None
+        self.chunk_bytes = BATCH_BYTES.get(device, DEFAULT_BATCH_BYTES)
+        if self.ranks > 1:
+            held = total * self.copies / self.ranks  # elements of the weights on a rank
+            least, most = CHUNK_BYTES.get(device, DEFAULT_CHUNK_BYTES)
+            self.batch_bytes = max(least, int(BATCH_SHARE * held * channel.wide.itemsize))
+            share = int(held * channel.wire.itemsize) // CHUNKS
+            # What comes back from an owner are as many copies.
+            self.chunk_bytes = int(max(least, min(most, share)) / self.copies)
+        self._in_place = all(entries[number].goes_back_in_place for number in elements)
+        sizes = [layout.numel(unit.box) * entries[unit.entry].dtype.itemsize for unit in units]
+        room = STAGING_OF_LOCAL * (sum(sizes) * self.copies / self.ranks)
+        room = max(
+            room + STAGING_OF_LARGEST * max(sizes), LEAST_STAGING.get(device, DEFAULT_LEAST_STAGING)
+        )
+        self.room = room - max(map(self._bytes_of_work, units))
 
     def depth(self, gathered: Sequence[Gathered]) -> int:
         """How many chunks fit into the bound on memory; the same number on all ranks."""
-        depth = 1
-        while depth <= min(self.warmup_step, len(gathered) - 1):
-            if not self.fit(gathered, depth + 1):
-                break
+        depth, most = 1, min(self.warmup_step + 1, len(gathered))
+        while depth < most and self.fit(gathered, depth + 1):
             depth += 1
         return depth
 
     def fit(self, gathered: Sequence[Gathered], in_flight: int) -> bool:
         """Whether so many chunks fit into it, with the way back of one that is computed."""
-        staged = self._staged(gathered)
-        windows = (staged[at : at + in_flight] for at in range(len(staged)))
-        of_windows = max(sum(chunk.buffers for chunk in window) for window in windows)
-        back = (chunk.wide if self._in_place else sum(chunk) for chunk in staged)
-        return of_windows + max(back) <= self._room
-
-    @functools.cached_property
-    def _in_place(self) -> bool:
-        return all(self.entries[unit.entry].goes_back_in_place for unit in self.units)
-
-    def _staged(self, gathered: Sequence[Gathered]) -> list[Staged]:
-        """Of each chunk, on its way back, where there are copies."""
-        size, wide = self.wire.itemsize, self.wide.itemsize
-        run = RUN_BYTES.get(self.device.type, DEFAULT_RUN_BYTES) if wide > size else 0
-        back = [(most * self.copies, total * self.copies / self.ranks) for most, total in gathered]
-        return [Staged(int(most + held), min(run, int(held) * wide // size)) for most, held in back]
-
-    @functools.cached_property
-    def _room(self) -> float:
-        """Bytes for chunks in flight, beside what one is computed in."""
-        sizes = [self._bytes(unit) for unit in self.units]
-        local = sum(sizes) * self.copies / self.ranks
-        room = STAGING_OF_LOCAL * local + STAGING_OF_LARGEST * max(sizes)
-        room = max(room, LEAST_STAGING.get(self.device.type, DEFAULT_LEAST_STAGING))
-        return room - max(map(self._bytes_of_work, self.units))
+        size, wide = self.channel.wire.itemsize, self.channel.wide.itemsize
+        run = RUN_BYTES.get(self.channel.device.type, DEFAULT_RUN_BYTES) if wide > size else 0
+        buffers, back = [], []  # of each chunk, and of its way back with a wide copy
+        for most, total in gathered:
+            held = total * self.copies / self.ranks
+            buffers.append(int(most * self.copies + held))
+            copy = min(run, int(held) * wide // size)
+            back.append(copy if self._in_place else buffers[-1] + copy)
+        windows = (buffers[at : at + in_flight] for at in range(len(buffers)))
+        return max(map(sum, windows)) + max(back) <= self.room
 
     def _bytes_of_work(self, unit: Unit) -> int:
         """For a batch: matrices twice, products of their shorter sides, and wide copies."""
@@ -157,6 +140,3 @@ class Staging:
         if entry.second_moment:
             work += unit.rows * cols * entry.wide.itemsize  # squares, matrix by matrix
         return work
-
-    def _bytes(self, unit: Unit) -> int:
-        return layout.numel(unit.box) * self.entries[unit.entry].dtype.itemsize

@@ -1,4 +1,4 @@
-"""What there is to plan: parameters as entries, and the boxes of them that go to one owner."""
+"""What there is to plan: parameters as entries, matrices as units, and what these travel by."""
 
 from __future__ import annotations
 
@@ -56,15 +56,14 @@ class Entry:
 
     def region(self, rank: int) -> Region:
         """The part of the stored tensor whose weights a rank holds."""
-        return self._region(self.sharding, rank)
+        shape = self.matrices.shape
+        return layout.whole(shape) if self.sharding is None else self.sharding.region(shape, rank)
 
     def momentum_region(self, rank: int) -> Region:
         """The part of the stored tensor whose momentum a rank holds."""
-        return self._region(self.momentum or self.sharding, rank)
-
-    def _region(self, sharding: Optional[Sharding], rank: int) -> Region:
-        shape = self.matrices.shape
-        return layout.whole(shape) if sharding is None else sharding.region(shape, rank)
+        if self.momentum is None:
+            return self.region(rank)
+        return self.momentum.region(self.matrices.shape, rank)
 
     def momentum_part(self, box: Region) -> Optional[int]:
         """Whose momentum a box of some experts begins in, where replicas divide experts."""
@@ -124,6 +123,37 @@ class Unit:
     entry: int
     box: Region
     rows: int
+
+
+@dataclass(frozen=True)
+class Channel:
+    """What units travel by: the ranks that exchange them, in one format.
+
+    Args:
+        peers: global ranks, ascending; one rank alone exchanges nothing.
+        me: number of this rank among them.
+        everywhere: every peer orthogonalizes every matrix, and nothing is given back.
+        wire: dtype of the buffers.
+        wide: of element-wise arithmetic.
+        device: of the local tensors.
+    """
+
+    peers: tuple[int, ...]
+    me: int
+    everywhere: bool
+    wire: torch.dtype
+    wide: torch.dtype
+    device: torch.device
+
+    @property
+    def rank(self) -> int:
+        """Global rank of this one."""
+        return self.peers[self.me]
+
+    @property
+    def scaled(self) -> bool:
+        """Whether what is gathered is scaled, part by part, to the range of its format."""
+        return self.wire == torch.float16 and len(self.peers) > 1
 
 
 def runs_of(

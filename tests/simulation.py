@@ -1,0 +1,291 @@
+"""Plays a step of all ranks inside one process: every element of every matrix is a number.
+
+Buffers are filled, exchanged and emptied as the plans say. What arrives has to be what was
+expected, with nothing written twice and nothing left unwritten. No process group is needed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from kernel import optimizer
+
+layout = optimizer.distributed.layout
+Entry = optimizer.distributed.plan.Entry
+
+NONE = -1  # nothing has been written here
+EXPONENT, MOMENT = -2, -3  # what goes along
+
+
+@dataclass
+class Simulated:
+    """What a step was seen to do.
+
+    Args:
+        lanes: with traffic.
+        all_gathers: chunks that came back by one.
+        read: rank and number of the entries whose gradients were asked for.
+    """
+
+    lanes: int = 0
+    all_gathers: int = 0
+    read: set[tuple[int, int]] = field(default_factory=set)
+
+
+def simulate(entries: Sequence[Any], plans: Sequence[Any], chunk_size: int = -1) -> Simulated:
+    """Plays a step of the plans of ranks 0, 1, …, and checks what they promise.
+
+    - The peers of a lane see the same lane, and come to it without waiting for each other.
+    - What a rank expects is what the others send, and none sends anything to itself.
+    - The momentum of every element is read once on each rank that holds it, and gathered by as many
+      owners as there should be; they are those that the lane names.
+    - Every element of a rank's weights gets its own update, once.
+    - Buffers are as long as what is in them, and local tensors are indexed where they lie.
+    """
+    step = _Step(entries, plans)
+    left = {plan.rank: list(plan.lanes) for plan in plans}
+    while any(left.values()):
+        nexts = [lanes[0] for lanes in left.values() if lanes]
+        counts = Counter(map(key, nexts))
+        ready = next((lane for lane in nexts if counts[key(lane)] == len(lane.peers)), None)
+        assert ready is not None, "the ranks wait for each other"
+        step.lane([left[peer].pop(0) for peer in ready.peers], chunk_size)
+        step.seen.lanes += 1
+    for plan in plans:
+        for lane in plan.alone:
+            assert lane.peers == (plan.rank,)
+            step.lane([lane], chunk_size)
+    step.check()
+    return step.seen
+
+
+def key(lane: Any) -> tuple:
+    return (lane.peers, lane.wire, lane.wide, lane.device)
+
+
+class _Step:
+    def __init__(self, entries: Sequence[Any], plans: Sequence[Any]):
+        self.entries = entries
+        self.plans = plans
+        self.seen = Simulated()
+        self.whole, begin = [], 0
+        for e in entries:
+            numel = math.prod(e.matrices.shape)
+            self.whole.append(torch.arange(begin, begin + numel).view(e.matrices.shape))
+            begin += numel
+        # How often each element was read, orthogonalized, updated, by rank and entry.
+        self.read, self.owned, self.updated = (
+            [[torch.zeros_like(whole) for whole in self.whole] for _ in plans] for _ in range(3)
+        )
+        # Entries of which every peer orthogonalizes what travels, as a reference.
+        self.everywhere = {
+            unit.entry
+            for plan in plans
+            for lane in plan.all_lanes
+            if lane.everywhere
+            for unit, _ in lane.owners
+        }
+
+    def check(self) -> None:
+        """The counts of the whole step."""
+        for number, e in enumerate(self.entries):
+            for plan in self.plans:
+                rank = plan.rank
+                for counts, region in (
+                    (self.updated, e.region(rank)),
+                    (self.read, e.momentum_region(rank)),
+                ):
+                    expected = torch.zeros_like(self.whole[number])
+                    expected[layout.slices(region)] = 1
+                    assert torch.equal(counts[rank][number], expected)
+                if layout.numel(e.region(rank)):
+                    assert (rank, number) in self.seen.read  # its gradient is let go then
+            if number not in self.everywhere:
+                owners = sum(owned[number] for owned in self.owned)
+                assert (owners == _owners_of_each(e, len(self.plans))).all()
+
+    def lane(self, lanes: Sequence[Any], chunk_size: int) -> None:
+        """Plays a lane, as each of its peers has it."""
+        first = lanes[0]
+        assert [lane.peers[lane.me] for lane in lanes] == list(first.peers) == sorted(first.peers)
+        for lane in lanes:
+            assert (lane.digest, lane.in_flight) == (first.digest, first.in_flight)
+            assert (lane.rounds, lane.everywhere) == (first.rounds, first.everywhere)
+            assert len(lane.chunks) == len(lane.rounds)
+        named = [unit for unit, _ in first.owners]
+        assert len(set(named)) == len(named)
+        for number, owned in enumerate(first.rounds):
+            chunks = [lane.chunks[number] for lane in lanes]
+            for lane, chunk in zip(lanes, chunks):
+                mine = [unit for batch in chunk.batches for unit in batch.units]
+                owner = None if lane.everywhere else lane.me
+                assert Counter(mine) == Counter(unit for unit, of in owned if of == owner)
+                matrices = sum(self.entries[u.entry].matrices.count(u.box, u.rows) for u in mine)
+                assert chunk_size < 0 or matrices <= chunk_size
+            self.chunk(lanes, chunks)
+
+    def chunk(self, lanes: Sequence[Any], chunks: Sequence[Any]) -> None:
+        momenta = [self.pack(lane, chunk) for lane, chunk in zip(lanes, chunks)]
+        gathered = _exchange([m[c.kept :] for m, c in zip(momenta, chunks)], chunks, "gather")
+        updates, returned = [], []
+        for lane, chunk, momentum, came in zip(lanes, chunks, momenta, gathered):
+            everything = chunk.kept_back + sum(chunk.scatter.received)
+            updates.append(torch.full((everything if chunk.slot else chunk.kept_back,), NONE))
+            sent = 0 if chunk.slot else sum(chunk.scatter.sent)
+            assert not (lane.everywhere and sent)
+            returned.append(torch.full((sent,), NONE))
+            for batch in chunk.batches:
+                units = self.assemble(lane, batch, momentum, came)
+                self.give_back(lane, chunk, batch, units, updates[-1], returned[-1])
+        if chunks[0].slot:
+            self.seen.all_gathers += 1
+            updates = [_all_gather(updates, chunks)] * len(lanes)
+        else:
+            full = all((u != NONE).all() for u in (*updates, *returned))
+            assert full or len(lanes) == 1  # where batches are aligned
+            back = _exchange(returned, chunks, "scatter")
+            updates = [torch.cat([kept, came]) for kept, came in zip(updates, back)]
+        for lane, chunk, of_rank in zip(lanes, chunks, updates):
+            self.unpack(lane, chunk, of_rank)
+
+    def pack(self, lane: Any, chunk: Any) -> torch.Tensor:
+        """Fills the buffer of momentum that a rank sends."""
+        buffer = torch.full((chunk.kept + sum(chunk.gather.sent),), NONE)
+        once = buffer[: chunk.kept] if lane.everywhere else buffer
+        rank = lane.peers[lane.me]
+        for bundle in itertools.chain(*chunk.momentum):
+            parts = torch.cat([self.part(unit, bundle.box).flatten() for unit in bundle.units])
+            assert len(parts) == bundle.numel
+            if bundle.travels:
+                _write(once, bundle.start, parts)
+                if lane.scaled and bundle.numel:
+                    _write(once, bundle.along, [EXPONENT] * len(bundle.units))
+            self.visit(self.read[rank], rank, bundle, Entry.momentum_region)
+            self.seen.read.update((rank, unit.entry) for unit in bundle.units)
+        if lane.everywhere and chunk.kept:
+            buffer[chunk.kept :].view(-1, chunk.kept).copy_(once)
+        assert (buffer != NONE).all() or len(lane.peers) == 1  # where batches are aligned
+        return buffer
+
+    def assemble(
+        self, lane: Any, batch: Any, momentum: torch.Tensor, came: torch.Tensor
+    ) -> torch.Tensor:
+        """Makes whole units of what has come, (n, *shape of each)."""
+        first, count = batch.units[0], len(batch.units)
+        assert all(unit.rows == first.rows for unit in batch.units)
+        units = torch.full((count, *layout.shape_of(first.box)), NONE)
+        for part in batch.gathered:
+            if not layout.numel(part.box):
+                continue
+            source = momentum if part.peer == lane.me else came
+            there = units[(slice(None), *layout.slices(part.box))]
+            assert (there == NONE).all()
+            there.copy_(source[part.start :][: there.numel()].view(there.shape))
+            if lane.scaled:
+                exponents = source[part.start + there.numel() :][:count]
+                assert exponents.tolist() == [EXPONENT] * count
+        owned = self.owned[lane.peers[lane.me]]
+        for unit, found in zip(batch.units, units):
+            assert torch.equal(found, self.whole[unit.entry][layout.slices(unit.box)])
+            owned[unit.entry][layout.slices(unit.box)] += 1
+        return units
+
+    def give_back(
+        self,
+        lane: Any,
+        chunk: Any,
+        batch: Any,
+        units: torch.Tensor,
+        kept: torch.Tensor,
+        sent: torch.Tensor,
+    ) -> None:
+        """Writes every peer's part of the updates where it is sent from."""
+        for part in batch.returned:
+            assert part.peer == lane.me or not (lane.everywhere or chunk.slot)
+            buffer = kept if part.peer == lane.me else sent
+            numbers = units[(slice(None), *layout.slices(part.box))].flatten()
+            _write(buffer, part.start, numbers)
+            _write(buffer, part.start + len(numbers), self.along(lane, batch.units, len(numbers)))
+
+    def unpack(self, lane: Any, chunk: Any, updates: torch.Tensor) -> None:
+        """Updates a rank's weights with what has come back."""
+        seen, rank = torch.zeros_like(updates), lane.peers[lane.me]
+        for bundle in itertools.chain(*chunk.weights):
+            parts = updates[bundle.start :][: bundle.numel].view(bundle.shape)
+            for unit, found in zip(bundle.units, parts):
+                assert torch.equal(found, self.part(unit, bundle.box))
+            along = self.along(lane, bundle.units, bundle.numel)
+            assert updates[bundle.along :][: len(along)].tolist() == along
+            seen[bundle.start :][: bundle.numel] += 1
+            seen[bundle.along :][: len(along)] += 1
+            self.visit(self.updated[rank], rank, bundle, Entry.region)
+        assert (seen <= 1).all() and ((seen == 1) == (updates != NONE)).all()
+        assert chunk.slot or len(lane.peers) == 1 or (seen == 1).all()  # else but for padding
+
+    def part(self, unit: Any, box: Any) -> torch.Tensor:
+        return self.whole[unit.entry][layout.slices(unit.box)][layout.slices(box)]
+
+    def visit(self, counts: list[torch.Tensor], rank: int, bundle: Any, held: Any) -> None:
+        """Counts the elements of a bundle; its indices take them out of the local tensor."""
+        for unit, index in zip(bundle.units, bundle.indices):
+            region = layout.slices(held(self.entries[unit.entry], rank))
+            local = self.whole[unit.entry][region]
+            assert torch.equal(local[... if index is None else index], self.part(unit, bundle.box))
+            counts[unit.entry][layout.slices(unit.box)][layout.slices(bundle.box)] += 1
+
+    def along(self, lane: Any, units: Sequence[Any], numel: int) -> list[int]:
+        """What comes back behind parts of units: mean squares, for the longer side of every matrix
+        in fp32 or wider, or the places that exponents leave between parts that go in place."""
+        e = self.entries[units[0].entry]
+        if e.second_moment:
+            long = sum(
+                max(u.rows, e.matrices.cols) * e.matrices.count(u.box, u.rows) for u in units
+            )
+            return [MOMENT] * long * (2 if lane.wire.itemsize == 2 else 1)
+        has_places = lane.scaled and e.goes_back_in_place and numel
+        return [EXPONENT] * len(units) if has_places else []
+
+
+def _owners_of_each(e: Any, ranks: int) -> int:
+    """How many ranks orthogonalize each matrix."""
+    if e.sharding is None:
+        return ranks
+    if e.spread:
+        return 1
+    places = zip(e.sharding.mesh, e.sharding.placements)
+    return math.prod(size for size, placement in places if placement is None)
+
+
+def _write(buffer: torch.Tensor, start: int, numbers: Any) -> None:
+    """Into a part of a buffer where nothing has been written, and which is inside of it."""
+    there = buffer[start : start + len(numbers)]
+    assert len(there) == len(numbers) and (there == NONE).all()
+    there.copy_(torch.as_tensor(numbers, dtype=there.dtype))
+
+
+def _exchange(buffers: Sequence[torch.Tensor], chunks: Sequence[Any], way: str) -> list[Any]:
+    """One all-to-all."""
+    traffic = [getattr(chunk, way) for chunk in chunks]
+    pieces = [buffer.split(list(t.sent)) for buffer, t in zip(buffers, traffic)]
+    received = [[sent[me] for sent in pieces] for me in range(len(buffers))]
+    for me, (came, t) in enumerate(zip(received, traffic)):
+        assert tuple(map(len, came)) == t.received
+        assert t.sent[me] == 0
+    return [torch.cat(came) for came in received]
+
+
+def _all_gather(buffers: Sequence[torch.Tensor], chunks: Sequence[Any]) -> torch.Tensor:
+    """What it makes of buffers in which each rank has filled its slot, and no other."""
+    (slot,) = {chunk.slot for chunk in chunks}
+    slots = [buffer.split(slot) for buffer in buffers]
+    for me, of_rank in enumerate(slots):
+        assert len(of_rank) == len(buffers)
+        assert all((s == NONE).all() for other, s in enumerate(of_rank) if other != me)
+    return torch.cat([of_rank[me] for me, of_rank in enumerate(slots)])
