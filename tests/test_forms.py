@@ -175,7 +175,7 @@ def test_fifty_steps_are_planned_in_no_time(algorithm):
     """Where the standard form is asked for, no restarts are needed at all."""
     recipe = ns.recipe_for("quintic", 50, algorithm, "frobenius", FP16, FP32, CPU)
     ns.restarts._plan.cache_clear()
-    ns.forms._form.cache_clear()
+    ns.Recipe.form.cache_clear()
     start = time.perf_counter()
     recipe.form(64, 96)
     assert time.perf_counter() - start < 2
@@ -467,7 +467,7 @@ def test_on_cpus_halves_and_the_gram_form_save_an_eighth_of_the_flops_and_more()
 def products_by_tiles(monkeypatch):
     """Kernels, interpreted where there is no accelerator."""
     pytest.importorskip("triton")
-    monkeypatch.setattr(ns.products.triton_kernels, "run_on", lambda device_type: True)
+    monkeypatch.setattr(ns.iteration.triton_kernels, "run_on", lambda device_type: True)
     return ns.products.PRODUCTS["tiles"]
 
 
@@ -500,19 +500,15 @@ def test_all_ways_to_multiply_agree(rows, cols, monkeypatch):
 def test_kernels_take_the_iteration_where_its_stand_in_takes_it(shape, restarts, norm, monkeypatch):
     products_by_tiles(monkeypatch)
     triples = ns.resolve("polar_express", 5).triples
-    found = []
+    G, found = randn(2, *shape).half(), []
     for products in ("tiles", "widened"):
-        X = randn(2, *shape).half()
-        size = (X.double().norm(dim=(1, 2), keepdim=True) * 1.02 / 64).float()
         form = ns.Form(triples, restarts, products, "")
-        scratch = optimizer.scratch.Scratch()
-        X = (X / 2.0 ** ns.iteration._exponent(size)).half()
-        rest = ns.iteration._mantissa(size)
-        found.append(ns.iteration._iterate(X, size, rest, form, norm, 1.02, 1e-7, 64.0, scratch))
+        monkeypatch.setattr(ns.Recipe, "form", lambda *sizes, form=form: form)
+        found.append(newton_schulz(G, norm=norm, dtype=FP16))
     assert relative_error(*found) < 1e-2
-    for one, G in zip(found[0], randn(2, *shape).half()):
+    for one, matrix in zip(found[0], G):
         coefficients = ref.coefficients_of("polar_express", 5)
-        assert relative_error(one, ref.newton_schulz(G, coefficients, norm, 1.02)) < 2e-2
+        assert relative_error(one, ref.newton_schulz(matrix, coefficients, norm, 1.02)) < 2e-2
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
@@ -531,11 +527,11 @@ def test_kernels_bring_matrices_to_the_range_of_fp16_as_torch_does(overwrite, mo
 def test_kernels_take_matrices_in_fp64_to_fp16(algorithm, monkeypatch):
     """What "cuda" runs for fp64 weights with ns_dtype=torch.float16, from a shorter side of 512."""
     pytest.importorskip("triton")
-    monkeypatch.setattr(ns.products.triton_kernels, "run_on", lambda device_type: True)
+    monkeypatch.setattr(ns.iteration.triton_kernels, "run_on", lambda device_type: True)
     triples = ns.resolve("polar_express", 5).triples
     restarts = (3,) if algorithm == "gram" else (1, 2, 3, 4)
     form = ns.Form(triples, restarts, "tiles", "")
-    monkeypatch.setattr(ns.forms, "_form", lambda *sizes: form)
+    monkeypatch.setattr(ns.Recipe, "form", lambda *sizes: form)
     G = torch.randn(1, 32, 48, dtype=FP64)
     assert newton_schulz(G, dtype=FP16).isfinite().all()
 

@@ -63,7 +63,7 @@ def symmetric_cases(chip: Chip) -> list[Case]:
     """
     cases = {}
     for dtype in ("bfloat16", "float16", "float32"):
-        for rule in configs.rules_of("symmetric", dtype, chip.architecture, chip.backend):
+        for rule in configs.rules_of(dtype, chip.architecture, chip.backend):
             config = rule.config
             key = f"{chip.architecture}-symmetric-{config.block}x{config.block_k}"
             uses_matrices = dtype != "float32" or chip.has_fp32_matrices

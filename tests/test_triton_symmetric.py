@@ -445,7 +445,7 @@ ARCHITECTURES = [
 
 
 def choose(dtype, s, k, batch, aligned, target):
-    return configs.choose("symmetric", dtype, s, k, batch, aligned, target)
+    return configs.choose(dtype, s, k, batch, aligned, target)
 
 
 @pytest.mark.kernels_ci
@@ -454,7 +454,7 @@ def choose(dtype, s, k, batch, aligned, target):
 def test_the_heuristic_has_a_rule_for_every_size(dtype, architecture, backend, processors):
     target = configs.Target("unknown", architecture, backend, processors)
     name = str(dtype).removeprefix("torch.")
-    rules = configs.rules_of("symmetric", name, architecture, backend)
+    rules = configs.rules_of(name, architecture, backend)
     possible = {rule.config for rule in rules}  # what test_triton_compile.py compiles
     sizes = itertools.product((1, 17, 128, 512, 4096, 65536), (1, 4096), (1, 128), (False, True))
     found = {choose(dtype, *size, target) for size in sizes}
@@ -608,7 +608,7 @@ def test_what_the_tuner_writes_is_what_is_looked_up(tmp_path, monkeypatch):
     (tmp_path / "written.json").write_text(text)
     monkeypatch.setattr(configs, "DIRECTORY", tmp_path)
     first, second = configs.measured("written")
-    assert first == second == configs.Measured("symmetric", "float16", 1024, 2048, 3, SMALL)
+    assert first == second == configs.Measured("float16", 1024, 2048, 3, SMALL)
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="there is something to tune")

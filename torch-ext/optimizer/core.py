@@ -7,6 +7,7 @@ tensors or on batches of matrices, so that it can be tested with plain tensors.
 from __future__ import annotations
 
 import fnmatch
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -122,23 +123,20 @@ def read_as_matrices(
 
 def _blocks(rows: int, row_counts: Union[int, Sequence, None]) -> tuple[Blocks, ...]:
     if row_counts is None:
-        return (Blocks(0, rows, 1),)
-    if isinstance(row_counts, int):
+        row_counts = [rows]
+    elif isinstance(row_counts, int):
         if rows % row_counts:
             raise ValueError(f"has {rows} rows, which split={row_counts} does not divide")
-        return (Blocks(0, row_counts, rows // row_counts),) if rows else ()
-    if sum(row_counts) != rows:
+        row_counts = [row_counts] * (rows // row_counts)
+    elif sum(row_counts) != rows:
         raise ValueError(
             f"has {rows} rows, but split={list(row_counts)} adds up to {sum(row_counts)}"
         )
-    merged: list[Blocks] = []
-    for count in row_counts:
-        last = merged[-1] if merged else None
-        if last is not None and last.rows == count:
-            merged[-1] = Blocks(last.start, count, last.count + 1)
-        else:
-            merged.append(Blocks(last.stop if last else 0, count, 1))
-    return tuple(merged)
+    blocks: list[Blocks] = []
+    for of_each, equal in itertools.groupby(row_counts):
+        start = blocks[-1].stop if blocks else 0
+        blocks.append(Blocks(start, of_each, len(list(equal))))
+    return tuple(blocks)
 
 
 def read_by_options(
@@ -150,23 +148,16 @@ def read_by_options(
 ) -> Matrices:
     """The matrices of the parameter ``name``, as a group's options have it read.
 
+    Of a ``split`` by patterns the first one counts that `matches` the name.
+
     Raises:
         ValueError: as `read_as_matrices`.
     """
     is_expert = len(shape) > 2 and name is not None and has_component(name, expert_keys)
-    return read_as_matrices(shape, is_expert, flatten, row_counts_for(name, split))
-
-
-def row_counts_for(name: Optional[str], split: Any) -> Union[int, Sequence, None]:
-    """What ``split`` says of the parameter ``name``.
-
-    A pattern of a mapping is a shell-style pattern for the whole name, or whole components of it;
-    the first one that matches counts.
-    """
-    if not isinstance(split, Mapping):
-        return split
-    assert name is not None
-    return next((counts for pattern, counts in split.items() if matches(name, pattern)), None)
+    if isinstance(split, Mapping):
+        assert name is not None
+        split = next((counts for pattern, counts in split.items() if matches(name, pattern)), None)
+    return read_as_matrices(shape, is_expert, flatten, split)
 
 
 def matches(name: str, pattern: str) -> bool:
@@ -342,13 +333,7 @@ def update_weights(
         from .triton_kernels import elementwise
 
         elementwise.update_weights(
-            weights,
-            updates,
-            rate=rate,
-            decay=decay,
-            cautious=cautious,
-            factors=factors,
-            keep=keep,
+            weights, updates, rate=rate, decay=decay, cautious=cautious, factors=factors, keep=keep
         )
         return
     if factors is not None:

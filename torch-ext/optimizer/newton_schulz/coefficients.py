@@ -26,81 +26,16 @@ CONVERGING: Triple = (15 / 8, -10 / 8, 3 / 8)
 
 
 @dataclass(frozen=True)
-class Family:
-    """Published polynomials of one name.
+class Iteration:
+    """What one matrix goes through: the polynomials, and their margins.
 
     Args:
-        triples: (a, b, c) of each iteration; a constant family has one, used for any count.
-        source: where the literals were published.
+        triples: (a, b, c) of each iteration.
         norm_factor: the input is divided by its norm times this (a safety margin of the source).
         safety: in 16-bit arithmetic the polynomials but the last are those of σ/safety: a rounded
             singular value may exceed the interval that a schedule without margins was made for,
             and be driven away from 1 from then on.
     """
-
-    triples: tuple[Triple, ...]
-    source: str
-    norm_factor: float = 1.0
-    safety: float = 1.0
-
-    @property
-    def constant(self) -> bool:
-        return len(self.triples) == 1
-
-
-FAMILIES: dict[str, Family] = {
-    "quintic": Family(
-        ((3.4445, -4.7750, 2.0315),),
-        "Jordan et al. 2024, Muon: an optimizer for hidden layers in neural networks",
-    ),
-    "you": Family(
-        (
-            (4.0848, -6.8946, 2.9270),
-            (3.9505, -6.3029, 2.6377),
-            (3.7418, -5.5913, 2.3037),
-            (2.8769, -3.1427, 1.2046),
-            (2.8366, -3.0525, 1.2012),
-        ),
-        "You 2025, per-iteration coefficients by gradient descent",
-    ),
-    "polar_express": Family(
-        (
-            (8.156554524902461, -22.48329292557795, 15.878769915207462),
-            (4.042929935166739, -2.808917465908714, 0.5000178451051316),
-            (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
-            (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
-            (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
-        ),
-        "Amsel et al. 2025, arXiv:2505.16932, 5 iterations, safety 2e-2, cushion 2",
-        norm_factor=1.02,
-    ),
-    "cans": Family(
-        (
-            (8.4703, -25.1081, 18.6293),
-            (4.1828, -3.1087, 0.5806),
-            (3.9619, -2.9541, 0.5630),
-            (3.2866, -2.4647, 0.5074),
-            (2.2737, -1.6447, 0.4162),
-        ),
-        "Grishina et al. 2025, arXiv:2506.10935",
-        safety=1.01,
-    ),
-    "cubic5": Family(
-        (
-            (3.3656576, -3.3420992, 0.0),
-            (2.5744352, -1.4957376, 0.0),
-            (2.5368962, -1.4312570, 0.0),
-            (2.4418906, -1.2764040, 0.0),
-            (2.2230472, -0.9630650, 0.0),
-        ),
-        "optimal cubics composed, same method as polar_express; c = 0 saves the product A²",
-    ),
-}
-
-
-@dataclass(frozen=True)
-class Iteration:
-    """What one matrix goes through: the polynomials, and their margins (see `Family`)."""
 
     triples: tuple[Triple, ...]
     norm_factor: float = 1.0
@@ -114,15 +49,66 @@ class Iteration:
         guarded = tuple((a / s, b / s**3, c / s**5) for a, b, c in self.triples[:-1])
         return guarded + self.triples[-1:]
 
-    def largest_singular_value(self, points: int = 2000) -> float:
-        """The largest value any singular value in (0, 1] is mapped to (on a grid)."""
-        largest = 0.0
-        for i in range(1, points + 1):
-            x = i / points / self.norm_factor
-            for a, b, c in self.triples:
-                x = x * (a + x * x * (b + c * x * x))
-            largest = max(largest, abs(x))
-        return largest
+
+@dataclass(frozen=True)
+class Family(Iteration):
+    """Published polynomials of one name; a family of one triple takes it in every iteration.
+
+    Args:
+        source: where the literals were published.
+    """
+
+    source: str = ""
+
+
+FAMILIES: dict[str, Family] = {
+    "quintic": Family(
+        ((3.4445, -4.7750, 2.0315),),
+        source="Jordan et al. 2024, Muon: an optimizer for hidden layers in neural networks",
+    ),
+    "you": Family(
+        (
+            (4.0848, -6.8946, 2.9270),
+            (3.9505, -6.3029, 2.6377),
+            (3.7418, -5.5913, 2.3037),
+            (2.8769, -3.1427, 1.2046),
+            (2.8366, -3.0525, 1.2012),
+        ),
+        source="You 2025, per-iteration coefficients by gradient descent",
+    ),
+    "polar_express": Family(
+        (
+            (8.156554524902461, -22.48329292557795, 15.878769915207462),
+            (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+            (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+            (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+            (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+        ),
+        norm_factor=1.02,
+        source="Amsel et al. 2025, arXiv:2505.16932, 5 iterations, safety 2e-2, cushion 2",
+    ),
+    "cans": Family(
+        (
+            (8.4703, -25.1081, 18.6293),
+            (4.1828, -3.1087, 0.5806),
+            (3.9619, -2.9541, 0.5630),
+            (3.2866, -2.4647, 0.5074),
+            (2.2737, -1.6447, 0.4162),
+        ),
+        safety=1.01,
+        source="Grishina et al. 2025, arXiv:2506.10935",
+    ),
+    "cubic5": Family(
+        (
+            (3.3656576, -3.3420992, 0.0),
+            (2.5744352, -1.4957376, 0.0),
+            (2.5368962, -1.4312570, 0.0),
+            (2.4418906, -1.2764040, 0.0),
+            (2.2230472, -0.9630650, 0.0),
+        ),
+        source="optimal cubics composed, same method as polar_express; c = 0 saves the product A²",
+    ),
+}
 
 
 def resolve(coefficients: Coefficients, steps: Optional[int] = None) -> Iteration:
@@ -138,7 +124,16 @@ def resolve(coefficients: Coefficients, steps: Optional[int] = None) -> Iteratio
     if steps is not None and steps < 1:
         raise ValueError(f"steps must be at least 1, found {steps!r}")
     if isinstance(coefficients, str):
-        return _resolve_family(coefficients, DEFAULT_STEPS if steps is None else steps)
+        if coefficients not in FAMILIES:
+            known = ", ".join(FAMILIES)
+            raise ValueError(f"unknown ns_coefficients {coefficients!r}; known: {known}")
+        family, steps = FAMILIES[coefficients], steps or DEFAULT_STEPS
+        if len(family.triples) == 1:
+            triples = family.triples * steps
+        else:
+            missing = steps - len(family.triples)
+            triples = family.triples[:steps] + (CONVERGING,) * missing
+        return Iteration(triples, family.norm_factor, family.safety)
     if not coefficients or not all(map(_is_triple, coefficients)):
         raise ValueError(
             "ns_coefficients must be a family name or a list of (a, b, c), one for each step, "
@@ -162,25 +157,17 @@ def _is_triple(value: object) -> bool:
 
 
 @functools.cache
-def _resolve_family(name: str, steps: int) -> Iteration:
-    if name not in FAMILIES:
-        raise ValueError(f"unknown ns_coefficients {name!r}; known: {', '.join(FAMILIES)}")
-    family = FAMILIES[name]
-    if family.constant:
-        return Iteration(family.triples * steps, family.norm_factor, family.safety)
-    missing = max(0, steps - len(family.triples))
-    triples = family.triples[:steps] + (CONVERGING,) * missing
-    return Iteration(triples, family.norm_factor, family.safety)
-
-
-@functools.cache
 def overshoot(name: str, steps: int) -> Optional[float]:
     """Largest singular value of a shortened schedule where it exceeds 1.5, else None.
 
     The first polynomials of a schedule overshoot on purpose and count on the later ones.
     """
-    family = FAMILIES[name]
-    if family.constant or steps >= len(family.triples):
+    if steps >= len(FAMILIES[name].triples):
         return None
-    largest = _resolve_family(name, steps).largest_singular_value()
+    iteration, points, largest = resolve(name, steps), 2000, 0.0
+    for i in range(1, points + 1):
+        x = i / points / iteration.norm_factor
+        for a, b, c in iteration.triples:
+            x = x * (a + x * x * (b + c * x * x))
+        largest = max(largest, abs(x))
     return largest if largest > 1.5 else None

@@ -93,11 +93,9 @@ class Recipe:
     """How a group's matrices are orthogonalized on one type of device, whatever their shape.
 
     Args:
-        iteration: the polynomials.
         algorithm: of `ALGORITHMS`.
         norm: what matrices are divided by first.
         dtype: arithmetic of the iteration.
-        device_type: where.
     """
 
     iteration: Iteration
@@ -106,13 +104,44 @@ class Recipe:
     dtype: torch.dtype
     device_type: str
 
+    @functools.lru_cache(maxsize=4096)  # noqa: B019 (there are few recipes)
     def form(self, rows: int, cols: int) -> Form:
         """The form for matrices (rows, cols)."""
-        return _form(self, min(rows, cols), max(rows, cols))
+        s, l = min(rows, cols), max(rows, cols)
+        triples, products = self.iteration.in_arithmetic(self.dtype), self._products(s, l)
+        standard = Form(triples, tuple(range(1, len(triples))), products, "as asked for")
+        if self.algorithm == "standard":
+            return standard
+        if self.algorithm == "auto" and s < GRAM_FROM:
+            return replace(standard, why=f"shorter side under {GRAM_FROM}")
+        gram = replace(standard, restarts=plan_restarts(triples, self.dtype, self.norm, s))
+        if self.algorithm == "gram":
+            return gram
+        # What only stands in for accelerators' arithmetic takes the form that they take.
+        weighed = "tiles" if products == "widened" else products
+        costs = (replace(form, products=weighed).flops(s, l) for form in (gram, standard))
+        saved = next(costs) / max(1, next(costs))
+        where = " on accelerators" if weighed != products else ""
+        if saved <= GRAM_FLOPS[weighed]:
+            return replace(gram, why=f"{saved:.2f} of the standard form's FLOPs{where}")
+        return replace(standard, why=f"the Gram form takes {saved:.2f} of its FLOPs{where}")
 
+    @functools.lru_cache(maxsize=4096)  # noqa: B019 (there are few recipes)
     def flops(self, rows: int, cols: int) -> int:
         """What `form` takes for one matrix."""
-        return _flops(self, min(rows, cols), max(rows, cols))
+        return self.form(rows, cols).flops(rows, cols)
+
+    def _products(self, s: int, l: int) -> str:
+        if self.device_type == "cpu" and self.dtype == torch.float16:
+            return "widened"
+        if s < HALVES_FROM:
+            return "whole"
+        if self.device_type == "cpu":
+            return "blocks"
+        has_kernels = self.device_type in triton_kernels.DEVICE_TYPES
+        # Of rows that do not begin at multiples of 16 entries, kernels load each entry by itself.
+        fits = self.dtype != torch.float64 and s % 16 == l % 16 == 0
+        return "tiles" if has_kernels and fits else "whole"
 
 
 def recipe_for(
@@ -163,47 +192,6 @@ def _cpu_multiplies_bfloat16() -> bool:
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
-@functools.lru_cache(maxsize=4096)
-def _form(recipe: Recipe, s: int, l: int) -> Form:
-    triples = recipe.iteration.in_arithmetic(recipe.dtype)
-    products = _products(recipe, s, l)
-    standard = Form(triples, tuple(range(1, len(triples))), products, "as asked for")
-    if recipe.algorithm == "standard":
-        return standard
-    if recipe.algorithm == "auto" and s < GRAM_FROM:
-        return replace(standard, why=f"shorter side under {GRAM_FROM}")
-    gram = replace(standard, restarts=plan_restarts(triples, recipe.dtype, recipe.norm, s))
-    if recipe.algorithm == "gram":
-        return gram
-    # What only stands in for accelerators' arithmetic takes the form that they take.
-    weighed = "tiles" if products == "widened" else products
-    costs = (replace(form, products=weighed).flops(s, l) for form in (gram, standard))
-    saved = next(costs) / max(1, next(costs))
-    where = " on accelerators" if weighed != products else ""
-    if saved <= GRAM_FLOPS[weighed]:
-        return replace(gram, why=f"{saved:.2f} of the standard form's FLOPs{where}")
-    return replace(standard, why=f"the Gram form takes {saved:.2f} of its FLOPs{where}")
-
-
-@functools.lru_cache(maxsize=4096)
-def _flops(recipe: Recipe, s: int, l: int) -> int:
-    return recipe.form(s, l).flops(s, l)
-
-
-def _products(recipe: Recipe, s: int, l: int) -> str:
-    if recipe.device_type == "cpu" and recipe.dtype == torch.float16:
-        return "widened"
-    if s < HALVES_FROM:
-        return "whole"
-    if recipe.device_type == "cpu":
-        return "blocks"
-    has_kernels = recipe.device_type in triton_kernels.DEVICE_TYPES
-    # Of rows that do not begin at multiples of 16 entries, kernels load each entry by itself.
-    fits = recipe.dtype != torch.float64 and s % 16 == l % 16 == 0
-    return "tiles" if has_kernels and fits else "whole"
-
-
 def flops(rows: int, cols: int, triples: tuple[Triple, ...]) -> int:
     """FLOPs of the standard form with whole products: 20·s²l + 10·s³ for five quintic steps."""
-    triples = tuple(triples)
     return Form(triples, tuple(range(1, len(triples))), "whole", "").flops(rows, cols)

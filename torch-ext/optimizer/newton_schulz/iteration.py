@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Optional
+from typing import Optional, Union
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from torch import Tensor
 from .. import triton_kernels
 from ..scratch import Scratch
 from .coefficients import Coefficients, Triple
-from .forms import ALGORITHMS, Form, Recipe, recipe_for
+from .forms import ALGORITHMS, Recipe, recipe_for
 from .products import PRODUCTS, Products
 
 NORMS = ("frobenius", "schatten4")
@@ -104,162 +104,36 @@ def _orthogonalize(
     overwrite: bool,
     scratch: Scratch,
 ) -> Tensor:
+    n, rows, cols = batch.shape
     if overwrite and batch.dtype == recipe.dtype:
         X = batch
     else:
         X = scratch.empty("X", batch.shape, recipe.dtype, batch.device)
-    factor, scale = recipe.iteration.norm_factor, _scale(X)
-    rest: Optional[Tensor] = None
+    factor, scale = recipe.iteration.norm_factor, 1.0
+    rest: Optional[Tensor] = None  # what X is still to be divided by, as the first segment does
     if recipe.dtype == torch.float16:
+        # The entries of a large matrix of norm 1 would be lost under 6e-5: a power of two brings
+        # them near 1. No entry exceeds twice the norm, so nothing overflows.
+        scale = 2.0 ** min(14, int(math.log2(rows * cols) / 2))
         size, rest = _normalize_exactly(batch, factor, eps, scale, X)
     else:
         size = _normalize(batch, factor, eps, overwrite, scratch, X)  # (n, 1, 1)
-    form = recipe.form(*batch.shape[-2:])
-    return _iterate(X, size, rest, form, recipe.norm, factor, eps, scale, scratch)
 
-
-def _scale(X: Tensor) -> float:
-    """What matrices of norm 1 are multiplied with to lie well in the range of their dtype.
-
-    In fp16 the entries of a large matrix of norm 1 would be lost under 6e-5: a power of two brings
-    them near 1. No entry exceeds twice the norm, so nothing overflows.
-    """
-    if X.dtype != torch.float16:
-        return 1.0
-    return 2.0 ** min(14, int(math.log2(X.shape[-2] * X.shape[-1]) / 2))
-
-
-def _normalize(
-    G: Tensor, factor: float, eps: float, overwrite: bool, scratch: Scratch, out: Tensor
-) -> Tensor:
-    """Divides each matrix by its size, factor·‖G‖_F + eps, rounding once into ``out``.
-
-    Returns:
-        The sizes, of matrices whose largest magnitude has been divided out, (n, 1, 1) in fp32 or
-        fp64; not finite of a matrix with Inf or NaN.
-    """
-    limit = NORMALIZE_BYTES.get(G.device.type, DEFAULT_NORMALIZE_BYTES)
-    at_once = max(1, limit // (4 * G.shape[-2] * G.shape[-1]))
-    sizes = [
-        _normalize_some(matrices, factor, eps, overwrite, scratch, limit, of_matrices)
-        for matrices, of_matrices in zip(G.split(at_once), out.split(at_once))
-    ]
-    return sizes[0] if len(sizes) == 1 else torch.cat(sizes)
-
-
-def _normalize_some(
-    G: Tensor,
-    factor: float,
-    eps: float,
-    overwrite: bool,
-    scratch: Scratch,
-    limit: int,
-    out: Tensor,
-) -> Tensor:
-    dtype = torch.promote_types(G.dtype, torch.float32)
-    # Squares of values under 1e-19 vanish in fp32: bring the largest magnitude to 1 first.
-    largest = torch.maximum(G.amax(_SIDES, keepdim=True), -G.amin(_SIDES, keepdim=True)).to(dtype)
-    largest.masked_fill_(largest == 0, 1.0)  # (n, 1, 1)
-
-    def divided(rows: Tensor) -> Tensor:
-        if overwrite and rows.dtype == dtype:
-            return rows.div_(largest)
-        return scratch.empty("wide", rows.shape, dtype, rows.device).copy_(rows).div_(largest)
-
-    # A large matrix in 16 bits goes by in rows, twice, rather than being copied to fp32 whole.
-    rows_at_once = max(1, limit // (4 * len(G) * G.shape[-1]))
-    slices = G.split(rows_at_once if G.dtype != dtype else G.shape[-2], dim=-2)
-    norms = []
-    for rows in slices:
-        X = divided(rows)
-        norms.append(torch.linalg.vector_norm(X, dim=_SIDES, keepdim=True))
-    size = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), dim=0)
-    size.mul_(factor).add_(eps)
-    size.masked_fill_(size == 0, 1.0)  # a zero matrix without eps
-    if len(slices) == 1:
-        torch.div(X, size, out=out)
-    else:
-        for rows, of_rows in zip(slices, out.split(rows_at_once, dim=-2)):
-            torch.div(divided(rows), size, out=of_rows)
-    return size
-
-
-def _normalize_exactly(
-    G: Tensor, factor: float, eps: float, scale: float, out: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Multiplies each matrix by a power of two that brings its size near ``scale``, in fp16.
-
-    What came in fp16, scaled by a power of two for the wire, is not rounded again. G may be
-    ``out``.
-
-    Returns:
-        The sizes as `_normalize` has them, and what ``out`` is still to be divided by, in [1, 2),
-        NaN of a matrix with Inf or NaN.
-    """
-    dtype = torch.promote_types(G.dtype, torch.float32)
-    by_kernels = triton_kernels.run_on(G.device.type)
-    if by_kernels:
-        from ..triton_kernels import elementwise
-
-        largest, size = torch.empty((2, len(G), 1, 1), dtype=dtype, device=G.device)
-        elementwise.measure(list(G), largest.flatten(), size.flatten())
-        largest.masked_fill_(largest == 0, 1.0)  # (n, 1, 1)
-    else:
-        largest = torch.linalg.vector_norm(G, math.inf, _SIDES, True, dtype=dtype)
-        largest.masked_fill_(largest == 0, 1.0)
-        scaled = torch.ldexp(G.to(dtype), -_exponent(largest))
-        size = torch.linalg.vector_norm(scaled, 2, _SIDES, True).div_(_mantissa(largest))
-    size.mul_(factor).add_(eps)
-    size.masked_fill_(size == 0, 1.0)  # a zero matrix without eps
-    rest = size * _mantissa(largest)
-    exponents = _exponent(largest) + _exponent(rest) - int(math.log2(scale))
-    if by_kernels:
-        exponents = exponents.clamp(-126, 126).flatten().to(torch.float32)
-        elementwise.pack(list(G), list(out), exponents)
-    else:
-        half = exponents // 2  # a power of two for the whole may leave the range of fp32
-        out.copy_(torch.ldexp(torch.ldexp(G.to(dtype), -half), half - exponents))
-    return size, _mantissa(rest)
-
-
-def _exponent(values: Tensor) -> Tensor:
-    """k, where 2^k is the greatest power of two not above a value; whole numbers."""
-    return torch.frexp(values).exponent - 1
-
-
-def _mantissa(values: Tensor) -> Tensor:
-    """What is left of values when their `_exponent` is divided out, in [1, 2); NaN of Inf."""
-    return torch.where(torch.isfinite(values), torch.frexp(values).mantissa * 2, math.nan)
-
-
-def _iterate(
-    X: Tensor,  # (n, rows, cols)
-    size: Tensor,  # (n, 1, 1)
-    rest: Optional[Tensor],  # (n, 1, 1)
-    form: Form,
-    norm: str,
-    factor: float,
-    eps: float,
-    scale: float,
-    scratch: Scratch,
-) -> Tensor:
-    """The segments of a form, on X as it was normalized, whose storage is used too.
-
-    The first segment divides by ``rest``, what X still is to be divided by.
-    """
-    products = PRODUCTS[form.products]
+    form, side = recipe.form(rows, cols), min(rows, cols)
+    without_kernels = form.products == "tiles" and not triton_kernels.run_on(X.device.type)
+    products = PRODUCTS["whole" if without_kernels else form.products]
     Y = scratch.empty("Y", X.shape, X.dtype, X.device)
-    side = min(X.shape[-2:])
     squares = [
-        scratch.empty(purpose, (len(X), side, side), X.dtype, X.device)
+        scratch.empty(purpose, (n, side, side), X.dtype, X.device)
         for purpose in ("RZQT" if form.is_gram else "RZ")
     ]
     for start, stop in form.segments:
-        R = products.gram(
-            X, scale**-2, None if rest is None else rest.square().reciprocal_(), squares[0]
-        )
-        if start == 0 and norm == "schatten4":
-            closer = _of_schatten4(R, factor, eps / size)
+        correction = None if rest is None else rest.square().reciprocal_()
+        R = products.gram(X, scale**-2, correction, squares[0])
+        if start == 0 and recipe.norm == "schatten4":  # X is of size 1 by the Frobenius norm
+            dtype = torch.promote_types(R.dtype, torch.float32)
+            norm_of_R = torch.linalg.vector_norm(R, dim=_SIDES, keepdim=True, dtype=dtype)
+            closer = _size(norm_of_R.sqrt_(), factor, eps / size)
             R.div_(closer.square())
             rest = closer if rest is None else rest * closer
         Q, alpha, beta = _segment(R, form.triples[start:stop], rest, products, squares[1:])
@@ -268,14 +142,6 @@ def _iterate(
             alpha, beta = alpha / scale, beta / scale
         X, Y = products.apply(Q, X, alpha, beta, Y), X
     return X
-
-
-def _of_schatten4(R: Tensor, factor: float, eps: Tensor) -> Tensor:
-    """What X, of size 1 by the Frobenius norm, is divided by to be so by ‖XXᵀ‖_F^½, (n, 1, 1)."""
-    dtype = torch.promote_types(R.dtype, torch.float32)
-    norm = torch.linalg.vector_norm(R, dim=_SIDES, keepdim=True, dtype=dtype).sqrt_()
-    norm = norm.mul_(factor).add_(eps)
-    return norm.masked_fill_(norm == 0, 1.0)  # a zero matrix without eps
 
 
 def _segment(
@@ -310,3 +176,99 @@ def _segment(
             Q = products.symmetric(Z, Q, 1.0, a, Q, spare)  # Z last, as in R: roundings agree
             more = [Q, more[0]]
     return Q, 1.0, 0.0
+
+
+def _size(norm: Tensor, factor: float, eps: Union[float, Tensor]) -> Tensor:
+    """What a matrix of that norm is divided by: 1 for a zero matrix without eps."""
+    size = norm.mul_(factor).add_(eps)
+    return size.masked_fill_(size == 0, 1.0)
+
+
+def _normalize(
+    G: Tensor, factor: float, eps: float, overwrite: bool, scratch: Scratch, out: Tensor
+) -> Tensor:
+    """Divides each matrix by its size, factor·‖G‖_F + eps, rounding once into ``out``.
+
+    Returns:
+        The sizes, of matrices whose largest magnitude has been divided out, (n, 1, 1) in fp32 or
+        fp64; not finite of a matrix with Inf or NaN.
+    """
+    _, rows, cols = G.shape
+    dtype = torch.promote_types(G.dtype, torch.float32)
+    limit = NORMALIZE_BYTES.get(G.device.type, DEFAULT_NORMALIZE_BYTES)
+    at_once = max(1, limit // (4 * rows * cols))
+    # A large matrix in 16 bits goes by in rows, twice, rather than being copied to fp32 whole.
+    rows_at_once = rows if G.dtype == dtype else max(1, limit // (4 * at_once * cols))
+    buffers = None if overwrite and G.dtype == dtype else scratch
+    sizes = []
+    for matrices, of_matrices in zip(G.split(at_once), out.split(at_once)):
+        # Squares of values under 1e-19 vanish in fp32: bring the largest magnitude to 1 first.
+        highest, lowest = matrices.amax(_SIDES, True), matrices.amin(_SIDES, True)
+        largest = torch.maximum(highest, -lowest).to(dtype)
+        largest.masked_fill_(largest == 0, 1.0)  # (n, 1, 1)
+        slices, norms = matrices.split(rows_at_once, dim=-2), []
+        for part in slices:
+            X = _divided(part, largest, buffers)
+            norms.append(torch.linalg.vector_norm(X, dim=_SIDES, keepdim=True))
+        norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), dim=0)
+        size = _size(norm, factor, eps)
+        for part, of_part in zip(slices, of_matrices.split(rows_at_once, dim=-2)):
+            if len(slices) > 1:
+                X = _divided(part, largest, buffers)
+            torch.div(X, size, out=of_part)
+        sizes.append(size)
+    return torch.cat(sizes)
+
+
+def _divided(G: Tensor, by: Tensor, scratch: Optional[Scratch]) -> Tensor:
+    """In the dtype of ``by``: in a buffer, or in place where there are none."""
+    if scratch is None:
+        return G.div_(by)
+    return scratch.empty("wide", G.shape, by.dtype, G.device).copy_(G).div_(by)
+
+
+def _normalize_exactly(
+    G: Tensor, factor: float, eps: float, scale: float, out: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Multiplies each matrix by a power of two that brings its size near ``scale``, in fp16.
+
+    What came in fp16, scaled by a power of two for the wire, is not rounded again. G may be
+    ``out``.
+
+    Returns:
+        The sizes as `_normalize` has them, and what ``out`` is still to be divided by, in [1, 2),
+        NaN of a matrix with Inf or NaN.
+    """
+    dtype = torch.promote_types(G.dtype, torch.float32)
+    by_kernels = triton_kernels.run_on(G.device.type)
+    if by_kernels:
+        from ..triton_kernels import elementwise
+
+        largest, size = torch.empty((2, len(G), 1, 1), dtype=dtype, device=G.device)
+        elementwise.measure(list(G), largest.flatten(), size.flatten())
+        largest.masked_fill_(largest == 0, 1.0)  # (n, 1, 1)
+    else:
+        largest = torch.linalg.vector_norm(G, math.inf, _SIDES, True, dtype=dtype)
+        largest.masked_fill_(largest == 0, 1.0)
+        scaled = torch.ldexp(G.to(dtype), -_exponent(largest))
+        size = torch.linalg.vector_norm(scaled, 2, _SIDES, True).div_(_mantissa(largest))
+    size = _size(size, factor, eps)
+    rest = size * _mantissa(largest)
+    exponents = _exponent(largest) + _exponent(rest) - int(math.log2(scale))
+    if by_kernels:
+        exponents = exponents.clamp(-126, 126).flatten().to(torch.float32)
+        elementwise.pack(list(G), list(out), exponents)
+    else:
+        half = exponents // 2  # a power of two for the whole may leave the range of fp32
+        out.copy_(torch.ldexp(torch.ldexp(G.to(dtype), -half), half - exponents))
+    return size, _mantissa(rest)
+
+
+def _exponent(values: Tensor) -> Tensor:
+    """k, where 2^k is the greatest power of two not above a value; whole numbers."""
+    return torch.frexp(values).exponent - 1
+
+
+def _mantissa(values: Tensor) -> Tensor:
+    """What is left of values when their `_exponent` is divided out, in [1, 2); NaN of Inf."""
+    return torch.where(torch.isfinite(values), torch.frexp(values).mantissa * 2, math.nan)

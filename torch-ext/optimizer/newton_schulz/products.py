@@ -7,13 +7,15 @@ commute, both symmetric; and the multiplication of X by such a matrix, on its sh
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Optional
+from functools import partial
+from typing import NamedTuple, Optional, Union
 
 import torch
 from torch import Tensor
 
-from .. import triton_kernels
 from .forms import block_rows
+
+Symmetric = Callable[[Tensor, Tensor, float, float, Tensor, Tensor], Tensor]
 
 
 class Products(NamedTuple):
@@ -27,7 +29,7 @@ class Products(NamedTuple):
     """
 
     gram: Callable[[Tensor, float, Optional[Tensor], Tensor], Tensor]
-    symmetric: Callable[[Tensor, Tensor, float, float, Tensor, Tensor], Tensor]
+    symmetric: Symmetric
     apply: Callable[[Tensor, Tensor, float, float, Tensor], Tensor]
 
 
@@ -42,8 +44,10 @@ def _product(A: Tensor, B: Tensor, alpha: float, beta: float, C: Tensor, out: Te
     return torch.baddbmm(C, A, B, alpha=alpha, beta=beta, out=out)
 
 
-def _gram_whole(X: Tensor, alpha: float, factor: Optional[Tensor], out: Tensor) -> Tensor:
-    _product(*_sides(X), alpha, 0.0, out, out)
+def _gram(
+    symmetric: Symmetric, X: Tensor, alpha: float, factor: Optional[Tensor], out: Tensor
+) -> Tensor:
+    symmetric(*_sides(X), alpha, 0.0, out, out)
     return out if factor is None else out.mul_(factor)
 
 
@@ -75,11 +79,6 @@ def _symmetric_blocks(
     return out
 
 
-def _gram_blocks(X: Tensor, alpha: float, factor: Optional[Tensor], out: Tensor) -> Tensor:
-    _symmetric_blocks(*_sides(X), alpha, 0.0, out, out)
-    return out if factor is None else out.mul_(factor)
-
-
 def _mirrored(wide: Tensor, out: Tensor) -> Tensor:
     """One rounding of the upper triangle, as kernels by tiles have it."""
     return out.copy_(wide.triu().add_(wide.triu(1).mT))
@@ -104,28 +103,22 @@ def _apply_widened(Q: Tensor, X: Tensor, alpha: float, beta: float, out: Tensor)
 
 
 def _gram_tiles(X: Tensor, alpha: float, factor: Optional[Tensor], out: Tensor) -> Tensor:
-    if not triton_kernels.run_on(X.device.type):
-        return _gram_whole(X, alpha, factor, out)
-    from ..triton_kernels.symmetric import symmetric_product
-
     scale = alpha if factor is None else factor.flatten().to(torch.float32) * alpha
-    return symmetric_product(*_sides(X), alpha=scale, out=out)
+    return _symmetric_tiles(*_sides(X), scale, 0.0, out, out)
 
 
 def _symmetric_tiles(
-    A: Tensor, B: Tensor, alpha: float, beta: float, C: Tensor, out: Tensor
+    A: Tensor, B: Tensor, alpha: Union[float, Tensor], beta: float, C: Tensor, out: Tensor
 ) -> Tensor:
-    if not triton_kernels.run_on(A.device.type):
-        return _product(A, B, alpha, beta, C, out)
     from ..triton_kernels.symmetric import symmetric_product
 
     return symmetric_product(A, B, alpha=alpha, beta=beta, C=C, out=out)
 
 
 PRODUCTS = {
-    "whole": Products(_gram_whole, _product, _apply_whole),
-    "blocks": Products(_gram_blocks, _symmetric_blocks, _apply_whole),
+    "whole": Products(partial(_gram, _product), _product, _apply_whole),
+    "blocks": Products(partial(_gram, _symmetric_blocks), _symmetric_blocks, _apply_whole),
     # fp16 on CPUs: the arithmetic of accelerators, products in fp32 and one rounding.
     "widened": Products(_gram_widened, _symmetric_widened, _apply_widened),
-    "tiles": Products(_gram_tiles, _symmetric_tiles, _apply_whole),
+    "tiles": Products(_gram_tiles, _symmetric_tiles, _apply_whole),  # by kernels
 }

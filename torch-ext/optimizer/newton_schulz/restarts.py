@@ -106,7 +106,7 @@ def _error(
 
     def variance(values: Sequence[float]) -> float:
         """Of an entry of the rounding of a matrix with these singular values."""
-        return weight * _square(values) / side**2
+        return weight * sum(x * x for x in values) / side**2
 
     sigmas = list(spectrum)
     errors = [[0.0] * _POINTS for _ in sigmas]  # variances of O, (v, t)
@@ -130,26 +130,20 @@ def _error(
                     O[t] += (slope * slope * D[t] + of_Z) * sigma * sigma
                     D[t] = squared * (Y[t] * Y[t] * D[t] + of_T) + of_R
             lambdas, sigmas = R, [x * y for x, y in zip(sigmas, Y)]
-    size = _square(sigmas)
+    size = sum(x * x for x in sigmas)
     return math.sqrt(weight * sum(map(sum, errors)) / size) if size > 0 else math.inf
-
-
-def _square(values: Sequence[float]) -> float:
-    return sum(x * x for x in values)
 
 
 @functools.cache
 def _spectra(norm: str, side: int) -> tuple[list[float], ...]:
     """Singular values of two matrices of norm 1."""
     middles = [(i + 0.5) / _POINTS for i in range(_POINTS)]
-    random = [_quarter_circle(p) for p in middles]
-    decaying = [10.0 ** (-4.0 * p) for p in middles]
     power = {"frobenius": 2, "schatten4": 4}[norm]
-    sizes = [
-        (side / _POINTS * sum(x**power for x in spectrum)) ** (1 / power)
-        for spectrum in (random, decaying)
-    ]
-    return tuple([x / size for x in of] for of, size in zip((random, decaying), sizes))
+    scaled = []
+    for sigmas in ([_quarter_circle(p) for p in middles], [10.0 ** (-4.0 * p) for p in middles]):
+        size = (side / _POINTS * sum(x**power for x in sigmas)) ** (1 / power)
+        scaled.append([x / size for x in sigmas])
+    return tuple(scaled)
 
 
 def _quarter_circle(p: float) -> float:

@@ -1,7 +1,7 @@
 """Which tiles a kernel is launched with: measured on this device beforehand, else by a heuristic.
 
 Both are data in configs/*.json. Nothing is timed while training: a configuration follows from
-operation, dtype, sizes and device alone.
+dtype, sizes and device alone.
 """
 
 from __future__ import annotations
@@ -13,22 +13,20 @@ import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 import torch
 
 DIRECTORY = Path(__file__).parent / "configs"
 SCHEMA = 1
 
+OPERATIONS = ("symmetric",)
 DTYPES = ("float16", "bfloat16", "float32")
-
-# Processors that an interpreted launch pretends to have.
-INTERPRETED_PROCESSORS = 4
 
 
 @dataclass(frozen=True)
 class SymmetricConfig:
-    """Tiles of `symmetric.symmetric_product`.
+    """Tiles of `symmetric.symmetric_product`; "config" in the files has a key for each field.
 
     Args:
         block: rows and columns of a tile of the output.
@@ -57,10 +55,6 @@ class SymmetricConfig:
                 raise ValueError(f"{name} must be a power of two from {least} on, found {value}")
 
 
-# By operation; the fields of the class are the keys of "config" in the files.
-OPERATIONS = {"symmetric": SymmetricConfig}
-
-
 @dataclass(frozen=True)
 class Target:
     """What a kernel is compiled for.
@@ -87,20 +81,18 @@ class Rule:
         min_s, min_tiles_per_processor: holds from there on, over all matrices of the batch.
     """
 
-    operation: str
-    architectures: tuple[str, ...]
-    dtypes: tuple[str, ...]
+    architectures: list[str]
+    dtypes: list[str]
     config: SymmetricConfig
-    aligned: bool
-    min_s: int
-    min_tiles_per_processor: float
+    aligned: bool = False
+    min_s: int = 0
+    min_tiles_per_processor: float = 0
 
 
 @dataclass(frozen=True)
 class Measured:
     """The fastest configuration found for one size on one device."""
 
-    operation: str
     dtype: str
     s: int
     k: int
@@ -121,67 +113,47 @@ def symmetric_tiles(s: int, block: int) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def choose(
-    operation: str, dtype: torch.dtype, s: int, k: int, batch: int, aligned: bool, target: Target
+    dtype: torch.dtype, s: int, k: int, batch: int, aligned: bool, target: Target
 ) -> SymmetricConfig:
-    """The configuration measured nearest to these sizes on that device, else the heuristic's.
+    """The configuration measured nearest to these sizes on that device, else the first rule's that
+    holds.
 
-    Measured were operands that can be loaded in vectors; others are left to the heuristic.
+    Measured were operands that can be loaded in vectors; others are left to the rules. Large tiles
+    reuse more of what they load, but there must be enough of them for all processors, and s must
+    fill them. No rule asks for k: it is how long a tile takes, whatever its size.
     """
     name = str(dtype).rpartition(".")[2]
     # Tiles of fp16 and bf16 cost the same: either stands in for the other.
     alike = ("float16", "bfloat16") if dtype.itemsize == 2 else (name,)
-    entries = [
-        entry
-        for entry in measured(target.device)
-        if aligned and entry.operation == operation and entry.dtype in alike
-    ]
+    entries = [entry for entry in measured(target.device) if aligned and entry.dtype in alike]
     if entries:
         return min(entries, key=lambda e: (e.distance(s, k, batch), e.dtype != name)).config
-    return heuristic(operation, name, s, batch, aligned, target)
-
-
-def heuristic(
-    operation: str, dtype: str, s: int, batch: int, aligned: bool, target: Target
-) -> SymmetricConfig:
-    """The first rule that holds, of those for the architecture, else of those for the backend.
-
-    Large tiles reuse more of what they load, but there must be enough of them for all processors,
-    and s must fill them. k is not asked for: it is how long a tile takes, whatever its size.
-    """
-    for rule in rules_of(operation, dtype, target.architecture, target.backend):
+    for rule in rules_of(name, target.architecture, target.backend):
         tiles = batch * symmetric_tiles(s, rule.config.block)
         enough = tiles >= rule.min_tiles_per_processor * target.processors
         if s >= rule.min_s and enough and (aligned or not rule.aligned):
             return rule.config
-    raise ValueError(f"heuristic.json has no rule for {operation} in {dtype} on {target}")
+    raise ValueError(f"heuristic.json has no rule for symmetric in {name} on {target}")
 
 
 @functools.cache
-def rules_of(operation: str, dtype: str, architecture: str, backend: str) -> tuple[Rule, ...]:
+def rules_of(dtype: str, architecture: str, backend: str) -> list[Rule]:
     """Rules for the architecture; where there are none, for the backend."""
+    path = DIRECTORY / "heuristic.json"
+    rules = parse_rules(json.loads(path.read_text(encoding="utf-8")), path.name)
     for name in (architecture, backend):
-        found = tuple(
-            rule
-            for rule in _rules()
-            if rule.operation == operation and name in rule.architectures and dtype in rule.dtypes
-        )
+        found = [rule for rule in rules if name in rule.architectures and dtype in rule.dtypes]
         if found:
             return found
-    return ()
+    return []
 
 
 @functools.cache
-def _rules() -> tuple[Rule, ...]:
-    path = DIRECTORY / "heuristic.json"
-    return parse_rules(json.loads(path.read_text(encoding="utf-8")), path.name)
-
-
-@functools.cache
-def measured(device: str) -> tuple[Measured, ...]:
+def measured(device: str) -> list[Measured]:
     """What benchmarks/tune.py wrote for that device; empty where there is no file."""
     path = DIRECTORY / f"{device}.json"
     if device == "heuristic" or not path.is_file():
-        return ()
+        return []
     return parse_measured(json.loads(path.read_text(encoding="utf-8")), path.name)
 
 
@@ -189,7 +161,7 @@ def measured(device: str) -> tuple[Measured, ...]:
 def target_of(device: torch.device) -> Target:
     """Asks the device once, when something is first launched there."""
     if device.type == "cpu":
-        return Target("interpreter", "interpreter", "interpreter", INTERPRETED_PROCESSORS)
+        return Target("interpreter", "interpreter", "interpreter", processors=4)
     if device.type == "xpu":
         xpu = torch.xpu.get_device_properties(device)
         return Target(normalized(xpu.name), "xpu", "xpu", xpu.gpu_subslice_count)
@@ -210,7 +182,7 @@ def normalized(device_name: str) -> str:
 # Files
 
 
-def parse_rules(document: Any, source: str) -> tuple[Rule, ...]:
+def parse_rules(document: Any, source: str) -> list[Rule]:
     """heuristic.json: ``schema``, ``why`` (how the numbers were found) and ``rules``, in order.
 
     A rule has ``operation``, ``architectures`` (or backends), ``dtypes``, ``config``, and, if it
@@ -220,29 +192,19 @@ def parse_rules(document: Any, source: str) -> tuple[Rule, ...]:
         ValueError: keys unknown or missing, values of the wrong type or range.
     """
     _check_keys(document, {"schema": int, "why": str, "rules": list}, {}, source)
+    keys = {"operation": str, "architectures": list, "dtypes": list, "config": dict}
+    conditions = {"aligned": bool, "min_s": int, "min_tiles_per_processor": (int, float)}
     rules = []
     for index, rule in enumerate(document["rules"]):
         where = f"{source}, rule {index}"
-        keys = {"operation": str, "architectures": list, "dtypes": list, "config": dict}
-        conditions = {"aligned": bool, "min_s": int, "min_tiles_per_processor": (int, float)}
         _check_keys(rule, keys, conditions, where)
-        for dtype in rule["dtypes"]:
-            _check_dtype(dtype, where)
-        rules.append(
-            Rule(
-                rule["operation"],
-                tuple(rule["architectures"]),
-                tuple(rule["dtypes"]),
-                _parse_config(rule["operation"], rule["config"], where),
-                rule.get("aligned", False),
-                rule.get("min_s", 0),
-                rule.get("min_tiles_per_processor", 0),
-            )
-        )
-    return tuple(rules)
+        config = _parse_config(rule, rule["dtypes"], where)
+        given = {key: rule[key] for key in conditions if key in rule}
+        rules.append(Rule(rule["architectures"], rule["dtypes"], config, **given))
+    return rules
 
 
-def parse_measured(document: Any, source: str) -> tuple[Measured, ...]:
+def parse_measured(document: Any, source: str) -> list[Measured]:
     """<device>.json: ``schema``, ``device``, ``why`` (versions, date) and ``entries``.
 
     An entry has ``operation``, ``dtype``, ``s``, ``k``, ``batch`` and ``config``; it may have
@@ -254,20 +216,18 @@ def parse_measured(document: Any, source: str) -> tuple[Measured, ...]:
     _check_keys(document, {"schema": int, "device": str, "why": str, "entries": list}, {}, source)
     if f"{document['device']}.json" != source:
         raise ValueError(f"{source} is of another device, {document['device']!r}")
+    sizes = {"s": int, "k": int, "batch": int}
+    keys = {"operation": str, "dtype": str, "config": dict, **sizes}
+    times = {"microseconds": (int, float), "bmm_microseconds": (int, float)}
     entries = []
     for index, entry in enumerate(document["entries"]):
         where = f"{source}, entry {index}"
-        sizes = {"s": int, "k": int, "batch": int}
-        keys = {"operation": str, "dtype": str, "config": dict, **sizes}
-        times = {"microseconds": (int, float), "bmm_microseconds": (int, float)}
         _check_keys(entry, keys, times, where)
-        _check_dtype(entry["dtype"], where)
         if min(entry[size] for size in sizes) < 1:
             raise ValueError(f"{where}: s, k and batch must be positive, found {entry}")
-        config = _parse_config(entry["operation"], entry["config"], where)
-        size = {name: entry[name] for name in sizes}
-        entries.append(Measured(entry["operation"], entry["dtype"], **size, config=config))
-    return tuple(entries)
+        config = _parse_config(entry, [entry["dtype"]], where)
+        entries.append(Measured(entry["dtype"], entry["s"], entry["k"], entry["batch"], config))
+    return entries
 
 
 def _check_keys(found: Any, required: dict, optional: dict, where: str) -> None:
@@ -285,18 +245,16 @@ def _check_keys(found: Any, required: dict, optional: dict, where: str) -> None:
         raise ValueError(f"{where}: schema {found['schema']} is not {SCHEMA}")
 
 
-def _check_dtype(name: Any, where: str) -> None:
-    if name not in DTYPES:
-        raise ValueError(f"{where}: dtype must be one of {DTYPES}, found {name!r}")
-
-
-def _parse_config(operation: str, config: dict, where: str) -> SymmetricConfig:
-    kind: Optional[type[SymmetricConfig]] = OPERATIONS.get(operation)
-    if kind is None:
+def _parse_config(entry: dict, dtypes: list, where: str) -> SymmetricConfig:
+    for dtype in dtypes:
+        if dtype not in DTYPES:
+            raise ValueError(f"{where}: dtype must be one of {DTYPES}, found {dtype!r}")
+    operation, config = entry["operation"], entry["config"]
+    if operation not in OPERATIONS:
         raise ValueError(f"{where}: operation must be one of {list(OPERATIONS)}: {operation!r}")
-    fields = {field.name: int for field in dataclasses.fields(kind)}
+    fields = {field.name: int for field in dataclasses.fields(SymmetricConfig)}
     _check_keys(config, fields, {}, f"{where}, config")
     try:
-        return kind(**config)
+        return SymmetricConfig(**config)
     except ValueError as error:
         raise ValueError(f"{where}, config: {error}") from None

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .tiles import joined, tiled, write_back
+from .tiles import Tiles, joined, tiled, write_back
 
 Number = Union[float, Tensor]
 
@@ -37,22 +37,11 @@ def update_momentum(
 ) -> None:
     """B ← μB + wG, and wG + μB, or B, into ``outputs``; in fp32, or fp64 where a tensor has it.
 
-    B is rounded once, into its dtype, and the output is made of what it was rounded to.
-
-    Args:
-        buffers, grads: B and G, of equal shapes, with any strides; gradients are only read.
-        outputs: of the same shapes, any floating dtype; overwritten.
-        momentum, weight: μ and w.
-        nesterov: whether the output is wG + μB.
-        keep: booleans that broadcast to each gradient; where False the buffer stays as it is and
-            the output is zero.
-        wanted: whether to write the outputs.
-        largest: one element each, for the largest magnitude of an output before it is rounded; NaN
-            where there is one. Outputs are wanted then and not empty.
+    B is rounded once, into its dtype, and the output is made of what it was rounded to. Tensors may
+    have any strides and floating dtypes; ``largest`` is of outputs before they are rounded. For the
+    other arguments see `core.update_momentum`.
     """
-    none = [None] * len(buffers)
-    columns = (buffers, grads, outputs, keep or none, largest or none)
-    for B, G, out, kept, top in joined(zip(*columns)):
+    for B, G, out, kept, top in joined(buffers, grads, outputs, _bytes(keep), largest):
         dtype = _arithmetic(B, G, out)
         numbers, on_device = _numbers((momentum, weight), dtype, B.device)
         tiles, (B_, G_, out_, kept_) = tiled(B, G, out, kept)
@@ -61,23 +50,14 @@ def update_momentum(
             partials = torch.empty((1, len(B), tiles.count), dtype=dtype, device=B.device)
         _launch(
             _momentum_kernel,
-            len(B) * tiles.count,
-            B_,
-            G_,
-            out_,
-            _bytes(kept_),
-            partials,
-            *numbers,
-            tiles.shape,
-            *tiles.strides,
+            tiles,
+            *(B_, G_, out_, kept_, partials, *numbers),
             DTYPE=_TL[dtype],
             ON_DEVICE=on_device,
             NESTEROV=nesterov,
             KEEP=kept is not None,
             WANTED=wanted,
             MEASURED=top is not None,
-            ROWS=tiles.rows,
-            COLS=tiles.cols,
         )
         write_back((B, B_), (out, out_))
         if partials is not None:
@@ -96,37 +76,23 @@ def update_weights(
 ) -> None:
     """W ← W − (Δ + decay·W), Δ = rate·factor·U; in fp32, or fp64 where a tensor has it.
 
-    Args:
-        weights: W, with any strides and floating dtype; rounded once.
-        updates: U, of the same shapes, any floating dtype; only read.
-        rate, decay: numbers, or tensors of one element, which stay on their device.
-        cautious: decay only where Δ·W ≥ 0.
-        factors: broadcast to each update.
-        keep: booleans that broadcast to each weight; where False the weight stays as it is.
+    W is rounded once, and updates are only read. Both may have any strides and floating dtypes. For
+    the other arguments see `core.update_weights`.
     """
-    none = [None] * len(weights)
-    for W, U, factor, kept in joined(zip(weights, updates, factors or none, keep or none)):
+    for W, U, factor, kept in joined(weights, updates, factors, _bytes(keep)):
         dtype = _arithmetic(W, U)
         numbers, on_device = _numbers((rate, decay), dtype, W.device)
         tiles, (W_, U_, factor_, kept_) = tiled(W, U, factor, kept)
         _launch(
             _weights_kernel,
-            len(W) * tiles.count,
-            W_,
-            U_,
-            factor_,
-            _bytes(kept_),
-            *numbers,
-            tiles.shape,
-            *tiles.strides,
+            tiles,
+            *(W_, U_, factor_, kept_, *numbers),
             DTYPE=_TL[dtype],
             ON_DEVICE=on_device,
             DECAYS=isinstance(decay, Tensor) or decay != 0.0,
             CAUTIOUS=cautious,
             FACTOR=factor is not None,
             KEEP=kept is not None,
-            ROWS=tiles.rows,
-            COLS=tiles.cols,
         )
         write_back((W, W_))
 
@@ -139,41 +105,12 @@ def measure(matrices: Sequence[Tensor], largest: Tensor, norms: Tensor) -> None:
         largest: (len(matrices),), overwritten; NaN where there is one.
         norms: likewise; not finite where there is Inf or NaN, and 0 of zeros.
     """
-    for X, top, norm in joined(zip(matrices, largest.unbind(), norms.unbind())):
+    for X, top, norm in joined(matrices, largest.unbind(), norms.unbind()):
         dtype = _arithmetic(X)
         tiles, (X_,) = tiled(X)
         partials = torch.empty((2, len(X), tiles.count), dtype=dtype, device=X.device)
-        _launch(
-            _measure_kernel,
-            len(X) * tiles.count,
-            X_,
-            partials,
-            len(X) * tiles.count,
-            tiles.shape,
-            *tiles.strides,
-            DTYPE=_TL[dtype],
-            ROWS=tiles.rows,
-            COLS=tiles.cols,
-        )
+        _launch(_measure_kernel, tiles, X_, partials, tiles.programs, DTYPE=_TL[dtype])
         _combine(partials, top, norm)
-
-
-def _combine(partials: Tensor, largest: Tensor, norms: Optional[Tensor]) -> None:
-    _, parts, count = partials.shape
-    _launch(
-        _combine_kernel,
-        parts,
-        partials,
-        largest,
-        norms,
-        parts * count,
-        count,
-        largest.stride(0),
-        0 if norms is None else norms.stride(0),
-        BITS=_BITS[partials.dtype],
-        NORM=norms is not None,
-        BLOCK=_PARTIALS,
-    )
 
 
 def pack(parts: Sequence[Tensor], outputs: Sequence[Tensor], exponents: Tensor) -> None:
@@ -182,27 +119,30 @@ def pack(parts: Sequence[Tensor], outputs: Sequence[Tensor], exponents: Tensor) 
     Args:
         exponents: (len(parts),) in fp32, whole numbers between −127 and 126.
     """
-    for part, output, exponent in joined(zip(parts, outputs, exponents.unbind())):
+    for part, output, exponent in joined(parts, outputs, exponents.unbind()):
         tiles, (part_, output_) = tiled(part, output)
-        _launch(
-            _pack_kernel,
-            len(part) * tiles.count,
-            part_,
-            output_,
-            exponent,
-            exponent.stride(0),
-            tiles.shape,
-            *tiles.strides,
-            ROWS=tiles.rows,
-            COLS=tiles.cols,
-        )
+        _launch(_pack_kernel, tiles, part_, output_, exponent, exponent.stride(0))
         write_back((output, output_))
 
 
-def _launch(kernel: Any, programs: int, first: Any, *arguments: Any, **constants: Any) -> None:
+def _launch(kernel: Any, tiles: Tiles, first: Any, *arguments: Any, **constants: Any) -> None:
     """On the device of the first argument: left to itself, Triton takes the current one."""
+    constants = {**constants, "ROWS": tiles.rows, "COLS": tiles.cols, **_ROUNDED}
     with torch.accelerator.device_index(first.device.index):
-        kernel[(programs,)](first, *arguments, **constants, **_ROUNDED)
+        kernel[(tiles.programs,)](first, *arguments, tiles.shape, *tiles.strides, **constants)
+
+
+def _combine(partials: Tensor, largest: Tensor, norms: Optional[Tensor]) -> None:
+    _, parts, count = partials.shape
+    with torch.accelerator.device_index(partials.device.index):
+        _combine_kernel[(parts,)](
+            *(partials, largest, norms, parts * count, count, largest.stride(0)),
+            0 if norms is None else norms.stride(0),
+            BITS=_BITS[partials.dtype],
+            NORM=norms is not None,
+            BLOCK=_PARTIALS,
+            **_ROUNDED,
+        )
 
 
 # -- kernels ---------------------------------------------------------------------------------------
@@ -437,13 +377,16 @@ def _numbers(
         float(v) if isinstance(v, Tensor) and v.is_cpu and device.type != "cpu" else v
         for v in values
     ]
-    if dtype == torch.float32 and not any(isinstance(value, Tensor) for value in values):
-        return values, False
-    return [
-        value if isinstance(value, Tensor) else torch.full((), value, dtype=dtype, device=device)
-        for value in values
-    ], True
+    on_device = dtype != torch.float32 or any(isinstance(v, Tensor) for v in values)
+    if on_device:
+        values = [
+            value
+            if isinstance(value, Tensor)
+            else torch.full((), value, dtype=dtype, device=device)
+            for value in values
+        ]
+    return values, on_device
 
 
-def _bytes(flags: Optional[Tensor]) -> Optional[Tensor]:
-    return None if flags is None else flags.view(torch.uint8)
+def _bytes(flags: Optional[Sequence[Tensor]]) -> Optional[list[Tensor]]:
+    return None if flags is None else [flag.view(torch.uint8) for flag in flags]

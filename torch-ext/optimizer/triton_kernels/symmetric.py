@@ -7,7 +7,6 @@ is one number stored twice, so what is symmetric stays so to the last bit.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from typing import Optional, Union
 
@@ -60,7 +59,7 @@ def symmetric_product(
         ValueError: shapes, dtypes or devices that do not fit; ``out`` overlapping itself, A, B, or
             a C that is not ``out`` itself; beta without C.
     """
-    _validate(A, B, C, out, alpha, beta, diagonal)
+    _validate(A, B, C, out, alpha, beta)
     matrices, s, k = A.shape
     if matrices == 0 or s == 0:
         return out
@@ -70,13 +69,14 @@ def symmetric_product(
     aligned = s % 16 == 0 and k % 16 == 0 and all(map(_is_aligned, operands))
     target = configs.target_of(out.device)
     if config is None:
-        config = configs.choose("symmetric", A.dtype, s, k, matrices, aligned, target)
+        config = configs.choose(A.dtype, s, k, matrices, aligned, target)
     even = s % config.block == 0 and k % config.block_k == 0
     per_matrix = configs.symmetric_tiles(s, config.block)
     tiles = matrices * per_matrix
     programs = _programs(tiles, config, even and aligned, target)
     read = out if C is None else C  # a pointer must be given even where it is not used
-    with _on(out.device):
+    # Left to itself, Triton launches on the current device.
+    with torch.accelerator.device_index(out.device.index):
         _symmetric_kernel[(programs,)](
             A,
             B,
@@ -130,18 +130,11 @@ def _programs(tiles: int, config: SymmetricConfig, regular: bool, target: Target
 
 
 def _validate(
-    A: Tensor,
-    B: Tensor,
-    C: Optional[Tensor],
-    out: Tensor,
-    alpha: Scalar,
-    beta: Scalar,
-    diagonal: float,
+    A: Tensor, B: Tensor, C: Optional[Tensor], out: Tensor, alpha: Scalar, beta: Scalar
 ) -> None:
     matrices, s, k = A.shape if A.ndim == 3 else (-1, -1, -1)
     square = (matrices, s, s)
-    shapes_fit = A.ndim == 3 and B.shape == (matrices, k, s) and out.shape == square
-    if not shapes_fit or (C is not None and C.shape != square):
+    if B.shape != (matrices, k, s) or any(X.shape != square for X in (out, C) if X is not None):
         raise ValueError(
             "symmetric_product takes A (n, s, k), B (n, k, s), C and out (n, s, s), found "
             f"A {tuple(A.shape)}, B {tuple(B.shape)}, "
@@ -197,7 +190,7 @@ def _validate_memory(operands: dict[str, Tensor]) -> None:
         if name == "out" or 0 in operand.shape or 0 in out.shape:
             continue
         at, until = _memory(operand)
-        if first < until and at < last and not (name == "C" and _same_entries(operand, out)):
+        if first < until and at < last and (name != "C" or _entries(operand) != _entries(out)):
             hint = "; C may be out itself, entry for entry" if name == "C" else ""
             raise ValueError(
                 f"out and {name} overlap in memory: bytes {first:#x} to {last:#x} and "
@@ -205,12 +198,10 @@ def _validate_memory(operands: dict[str, Tensor]) -> None:
             )
 
 
-def _same_entries(C: Tensor, out: Tensor) -> bool:
-    strides = [
-        [stride for stride, size in zip(tensor.stride(), tensor.shape) if size > 1]
-        for tensor in (C, out)
-    ]
-    return C.data_ptr() == out.data_ptr() and C.dtype == out.dtype and strides[0] == strides[1]
+def _entries(tensor: Tensor) -> tuple[int, torch.dtype, list[int]]:
+    """Where the entries of a shape lie, in order."""
+    strides = [step for step, size in zip(tensor.stride(), tensor.shape) if size > 1]
+    return tensor.data_ptr(), tensor.dtype, strides
 
 
 def _memory(tensor: Tensor) -> tuple[int, int]:
@@ -222,13 +213,6 @@ def _memory(tensor: Tensor) -> tuple[int, int]:
 def _extent(shape: Sequence[int], strides: Sequence[int]) -> int:
     """Elements from the first to the last, those between that belong to nobody included."""
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides))
-
-
-def _on(device: torch.device) -> contextlib.AbstractContextManager:
-    """Triton launches on the current device, which need not be that of the tensors."""
-    if device.type == "cpu":
-        return contextlib.nullcontext()
-    return torch.get_device_module(device).device(device)
 
 
 # Whether these are 1, or divisible by 16, is not worth another compilation.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any, Optional
 
 import torch
@@ -23,11 +24,13 @@ class Tiles:
     """How tensors (parts, …) are cut.
 
     Args:
+        parts: how many.
         shape: of each part, (slices, rows, cols).
         strides: of each tensor, for (parts, slices, rows, cols).
         rows, cols: of a tile.
     """
 
+    parts: int
     shape: Shape
     strides: tuple[Shape, ...]
     rows: int
@@ -39,27 +42,32 @@ class Tiles:
         slices, rows, cols = self.shape
         return slices * -(-rows // self.rows) * -(-cols // self.cols)
 
+    @property
+    def programs(self) -> int:
+        """Tiles of all parts: one program has one of them."""
+        return self.parts * self.count
 
-def joined(rows: Iterable[tuple[Optional[Tensor], ...]]) -> Iterator[list[Any]]:
+
+def joined(*columns: Optional[Sequence[Tensor]]) -> Iterator[list[Any]]:
     """Rows of tensors, none of them empty, each with a dimension of parts in front.
 
     Consecutive rows become one, with as many parts, where the tensors of each column lie evenly
-    spaced in one storage, as experts and buffers do: that is one launch for all of them.
+    spaced in one storage, as experts and buffers do: that is one launch for all of them. A column
+    may be None, as it is in all rows then.
     """
-    pending: list[tuple[Optional[Tensor], ...]] = []
-    spacing: Optional[list[int]] = None
-    for row in rows:
-        if row[0] is None or not row[0].numel():
+    run: list[tuple[Optional[Tensor], ...]] = []
+    spacing: Optional[list[int]] = None  # of the tensors of a run
+    for row in zip(*(repeat(None) if column is None else column for column in columns)):
+        if not row[0].numel():
             continue
-        found = _spacing(pending[-1], row) if pending else None
-        if found is not None and (len(pending) == 1 or found == spacing):
-            spacing = found
-        elif pending:
-            yield _stacked(pending[0], len(pending), spacing)
-            pending, spacing = [], None
-        pending.append(row)
-    if pending:
-        yield _stacked(pending[0], len(pending), spacing)
+        found = _spacing(run[-1], row) if run else None
+        if run and (found is None or spacing not in (None, found)):
+            yield _stacked(run, spacing)
+            run, found = [], None
+        run.append(row)
+        spacing = found
+    if run:
+        yield _stacked(run, spacing)
 
 
 def tiled(*tensors: Optional[Tensor]) -> tuple[Tiles, list[Optional[Tensor]]]:
@@ -70,11 +78,9 @@ def tiled(*tensors: Optional[Tensor]) -> tuple[Tiles, list[Optional[Tensor]]]:
     """
     shape = tensors[0].shape  # type: ignore[union-attr]
     of_shape = [None if tensor is None else _expanded(tensor, shape) for tensor in tensors]
-    tiles = _tiles_of(shape, _strides(of_shape))
+    tiles = _tiles_of(shape, tuple(None if t is None else t.stride() for t in of_shape))
     if tiles is None:
-        of_shape = [None if tensor is None else tensor.contiguous() for tensor in of_shape]
-        tiles = _tiles_of(shape, _strides(of_shape))
-        assert tiles is not None
+        return tiled(*(None if tensor is None else tensor.contiguous() for tensor in of_shape))
     return tiles, of_shape
 
 
@@ -89,10 +95,6 @@ def _expanded(tensor: Tensor, shape: torch.Size) -> Tensor:
     """(parts, …) of what broadcasts to each part."""
     missing = (1,) * (len(shape) - tensor.ndim)
     return tensor.view(len(tensor), *missing, *tensor.shape[1:]).expand(shape)
-
-
-def _strides(tensors: Iterable[Optional[Tensor]]) -> tuple[Optional[Shape], ...]:
-    return tuple(None if tensor is None else tensor.stride() for tensor in tensors)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -120,18 +122,16 @@ def _tiles_of(shape: Shape, strides: tuple[Optional[Shape], ...]) -> Optional[Ti
         cols = min(_TILE, triton.next_power_of_2(sizes[2]))
         rows = min(_TILE // cols, triton.next_power_of_2(sizes[1]))
     parts = tuple(of[0] for of in of_each)
-    return Tiles(tuple(sizes), tuple(zip(parts, *steps)), rows, cols)
+    return Tiles(shape[0], tuple(sizes), tuple(zip(parts, *steps)), rows, cols)
 
 
 def _spacing(
-    row: tuple[Optional[Tensor], ...], following: tuple[Optional[Tensor], ...]
+    row: Sequence[Optional[Tensor]], following: Sequence[Optional[Tensor]]
 ) -> Optional[list[int]]:
     """How many elements lie from the tensors of one row to those of the next; None: unlike ones."""
     found: list[int] = []
     for one, other in zip(row, following):
-        if one is None or other is None:
-            if one is not other:
-                return None
+        if one is None or other is None:  # so is the whole column
             found.append(0)
             continue
         alike = (
@@ -148,10 +148,10 @@ def _spacing(
 
 
 def _stacked(
-    row: tuple[Optional[Tensor], ...], parts: int, spacing: Optional[list[int]]
+    run: Sequence[Sequence[Optional[Tensor]]], spacing: Optional[list[int]]
 ) -> list[Optional[Tensor]]:
-    steps = [0] * len(row) if spacing is None else spacing
+    steps = [0] * len(run[0]) if spacing is None else spacing
     return [
-        None if t is None else t.as_strided((parts, *t.shape), (step, *t.stride()))
-        for t, step in zip(row, steps)
+        None if t is None else t.as_strided((len(run), *t.shape), (step, *t.stride()))
+        for t, step in zip(run[0], steps)
     ]
