@@ -916,7 +916,6 @@ class Muon(torch.optim.Optimizer):
 
     def wait_reload(self) -> None:
         """Makes the current stream wait for all that is being reloaded; ``step()`` does it, too."""
-        self._offload.sweep()
         self._offload.wait_reload()
 
     @torch.inference_mode(False)
@@ -947,4 +946,3 @@ class Muon(torch.optim.Optimizer):
 def _is_zero(lr: Any) -> bool:
     """Without waiting for a device."""
     return (not isinstance(lr, Tensor) or lr.device.type == "cpu") and bool(lr == 0)
-

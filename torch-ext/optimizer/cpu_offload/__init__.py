@@ -2,9 +2,9 @@
 
 from .backend import Backend
 from .carrier import Carrier, Lent
+from .device import Use
 from .hooks import Hooks
 from .offload import CPUOffload
-from .visits import Use
 from .windows import Loan, Share, narrow
 
 __all__ = [

@@ -12,24 +12,19 @@ holds none: a segment's memory goes when the last of its tensors does.
 from __future__ import annotations
 
 import ctypes
-import math
 import mmap
 import os
 import warnings
 import weakref
 from bisect import bisect_right
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Optional
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from .backend import Backends
 
 # Where tensors begin, in bytes, as torch aligns them; what lies between two neighbours is nobody's.
 PADDED_TO = 64
@@ -70,13 +65,13 @@ class Arena:
         self._register, self._unregister = register, unregister
         self._drain = drain
         self._pins = register is None and device.type != "cpu"
-        # Segments alive and their bytes, by address.
-        self._segments: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self._segments: dict[int, weakref.ref[Any]] = {}  # alive, by address
 
     @property
     def nbytes(self) -> int:
         """Bytes of the segments alive: what the arena takes from the host now."""
-        return sum(nbytes for _, nbytes in list(self._segments.values()))
+        alive = (reference() for reference in list(self._segments.values()))
+        return sum(len(segment) for segment in alive if segment is not None)
 
     def allocate(self, nbytes: Sequence[int]) -> list[Tensor]:
         """Zeroed bytes, one tensor with a storage of its own for each, neighbours in memory.
@@ -96,27 +91,22 @@ class Arena:
                 tensors.append(_window(segment, ends[index] - ends[first], nbytes[index]))
         return tensors
 
-    def span(self, address: int, nbytes: int) -> Tensor:
+    def span(self, address: int, nbytes: int) -> Optional[Tensor]:
         """The bytes of an interval that may go over several of the arena's tensors.
 
         Args:
             address: where it begins, as by ``data_ptr()``.
-            nbytes: its length; the gaps that align tensors count.
+            nbytes: its length, at least 1; the gaps that align tensors count.
 
         Returns:
-            A uint8 tensor of shape ``(nbytes,)`` over the memory itself, which it keeps alive.
-
-        Raises:
-            ValueError: where the interval isn't within one segment that is alive.
+            A uint8 tensor of shape ``(nbytes,)`` over the memory itself, which it keeps alive; None
+            where the interval isn't within one segment that is alive.
         """
-        if nbytes == 0:
-            return _window(None, 0, 0)
-        for start, (reference, size) in list(self._segments.items()):
-            if nbytes > 0 and start <= address and address + nbytes <= start + size:
-                segment = reference()
-                if segment is not None:
-                    return _window(segment, address - start, nbytes)
-        raise ValueError(f"{nbytes} bytes at {address:#x} are not within one segment of the arena")
+        for start, reference in list(self._segments.items()):
+            segment = reference()
+            if segment is not None and start <= address <= start + len(segment) - nbytes:
+                return _window(segment, address - start, nbytes)
+        return None
 
     def _segment(self, nbytes: int) -> Any:
         """A buffer over new zeroed memory, page-locked if possible, which it holds."""
@@ -147,7 +137,7 @@ class Arena:
         address = memory.data_ptr()
         segment: Any = (ctypes.c_ubyte * nbytes).from_address(address)
         segment.memory = memory
-        self._segments[address] = (weakref.ref(segment), nbytes)
+        self._segments[address] = weakref.ref(segment)
         held = (self._segments, address, undo, self._drain, os.getpid())
         finalizer = weakref.finalize(segment, _forget, *held)
         finalizer.atexit = False  # the driver may be gone by then, and tensors still in use
@@ -197,50 +187,8 @@ def _window(segment: Any, offset: int, nbytes: int) -> Tensor:
     return torch.frombuffer(segment, dtype=torch.uint8, count=nbytes, offset=offset)
 
 
-class Arenas:
-    """The arenas of an optimizer's devices.
-
-    Args:
-        backends: of the devices.
-    """
-
-    def __init__(self, backends: Backends):
-        self._backends = backends
-        self._arenas: dict[torch.device, Arena] = {}
-
-    def allocate(
-        self, wanted: Sequence[tuple[Sequence[int], Sequence[int], torch.dtype, torch.device]]
-    ) -> list[Tensor]:
-        """Zeros in host memory, by shape, stride, dtype, and the device for which they are."""
-        by_device: dict[torch.device, list[int]] = defaultdict(list)
-        for number, (*_, device) in enumerate(wanted):
-            by_device[device].append(number)
-        allocated: dict[int, Tensor] = {}
-        for device, numbers in by_device.items():
-            sizes = [math.prod(wanted[n][0]) * wanted[n][2].itemsize for n in numbers]
-            if device not in self._arenas:
-                backend = self._backends[device]
-                self._arenas[device] = Arena(backend.device, drain=backend.drain)
-            for number, memory in zip(numbers, self._arenas[device].allocate(sizes)):
-                shape, stride, dtype, _ = wanted[number]
-                allocated[number] = memory.view(dtype).as_strided(tuple(shape), tuple(stride))
-        return [allocated[number] for number in range(len(wanted))]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that all arenas take from the host now."""
-        return sum(arena.nbytes for arena in self._arenas.values())
-
-    def joined(self, address: int, nbytes: int) -> Optional[Tensor]:
-        """The bytes of an interval; None where no segment holds all of it."""
-        for arena in self._arenas.values():
-            with suppress(ValueError):
-                return arena.span(address, nbytes)
-        return None
-
-
 def _forget(
-    segments: dict[int, tuple[weakref.ref[Any], int]],
+    segments: dict[int, weakref.ref[Any]],
     address: int,
     unregister: Optional[Callable[[int], None]],
     drain: Optional[Callable[[], None]],

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Optional
 
 import torch
 from torch import Tensor
 
-from .backend import Backend
 from .conveyor import Conveyor
-from .windows import Joined, Loan, Share, Window, fill_windows
+from .device import Device
+from .windows import Loan, Share, Window, fill_windows
 
 # Larger copies are no faster, and the first of them is waited for.
 MOST_WINDOW_BYTES = 64 << 20
@@ -25,28 +25,27 @@ class Carrier:
     """Brings what a step needs of the host's memory to the devices, and back.
 
     Args:
-        backends: of the devices; none where nothing is carried.
+        devices: to which something is carried.
         slot_bytes: device memory that what is carried takes, on each of them.
-        joined: see `windows.Window`.
+
+    Attributes:
+        is_idle: whether there is nothing to carry, for lack of state on the host.
+        is_prepared: whether nothing is left to cut and announce.
     """
 
     def __init__(
-        self,
-        backends: Mapping[torch.device, Backend],
-        slot_bytes: Mapping[torch.device, int],
-        joined: Joined,
+        self, devices: Mapping[torch.device, Device], slot_bytes: Mapping[torch.device, int]
     ):
-        self._backends = backends
+        self._devices = devices
         self._slot_bytes = slot_bytes
         # Some are on their way in, some on their way out, and room is freed by as much at a time.
         self._window_bytes = {
             device: min(nbytes // 8, MOST_WINDOW_BYTES) for device, nbytes in slot_bytes.items()
         }
-        self._joined = joined
         self._windows: dict[Hashable, list[Window]] = {}
         self._order: dict[torch.device, list[Window]] = defaultdict(list)
         self._conveyors: dict[torch.device, Conveyor] = {}
-        self.is_prepared = not backends  # no need to cut and announce
+        self.is_idle = self.is_prepared = not devices
 
     def cut(self, key: Hashable, rows: Sequence[Sequence[Loan]], at_once: bool = False) -> None:
         """Prepares windows with all of these rows, if there is anything to lend.
@@ -58,18 +57,11 @@ class Carrier:
         """
         if not any(rows):
             return
-        limits = dict.fromkeys(self._window_bytes, sys.maxsize) if at_once else self._window_bytes
-        self._windows[key] = fill_windows(rows, limits, self._joined)
-
-    @property
-    def devices(self) -> Iterable[torch.device]:
-        """To which something is carried."""
-        return self._backends.keys()
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether there is nothing to carry, for lack of state on the host."""
-        return not self._backends
+        limits = dict.fromkeys(self._devices, sys.maxsize) if at_once else self._window_bytes
+        self._windows[key] = [
+            Window(shares, device, self._devices[device].arena.span)
+            for device, shares in fill_windows(rows, limits)
+        ]
 
     def announce(self, key: Hashable, number: Optional[int] = None) -> None:
         """Appends a window to the order of use, or all of a key."""
@@ -87,7 +79,7 @@ class Carrier:
         self.is_prepared = True
         try:
             for device, windows in self._order.items():
-                backend = self._backends[device]
+                backend = self._devices[device].backend
                 self._conveyors[device] = Conveyor(backend, windows, self._slot_bytes[device])
         except BaseException:
             self.__exit__()
@@ -110,7 +102,7 @@ class Carrier:
         window = windows[number]
         conveyor = self._conveyors[window.device]
         yield list(zip(window.shares, conveyor.lend(window)))
-        conveyor.give_back(window)
+        conveyor.give_back()
 
     def windows(self, key: Hashable) -> Iterator[Optional[Lent]]:
         """Lends all windows of a key, one after the other."""

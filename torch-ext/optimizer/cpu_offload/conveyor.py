@@ -21,10 +21,10 @@ from typing import Any, Optional
 from torch import Tensor
 
 from .backend import COMPUTE, IN, OUT, Backend
-from .windows import ALIGNMENT, Copy, Window
+from .windows import ALIGNMENT, Window
 
 
-@dataclass
+@dataclass(eq=False)
 class _Turn:
     """A window in the ring, from the copy that brings it until its room has been taken again.
 
@@ -69,30 +69,33 @@ class Conveyor:
         Raises:
             RuntimeError: another window's turn it is.
         """
-        turn = next((turn for turn in self._turns if turn.left is None), None)
+        turn = self._next()
         if turn is None or turn.window is not window:
             raise RuntimeError("windows must be used in the order in which they were announced")
         self._backend.wait(COMPUTE, turn.came)
         return window.views(self._ring[turn.start : turn.stop])
 
-    def give_back(self, window: Window) -> None:
-        """Ends the use of the window that was lent last."""
-        turn = next(turn for turn in self._turns if turn.window is window)
+    def give_back(self) -> None:
+        """Ends the use of the window that was lent."""
+        turn = self._next()
+        assert turn is not None
         turn.left = self._backend.record(COMPUTE)
-        if window.written:
+        if turn.window.written:
             self._backend.wait(OUT, turn.left)
-            targets = [copy.host for copy in window.written]
-            self._backend.copy(OUT, targets, self._on_device(turn, window.written))
-            turn.left = self._backend.record(OUT)
+            turn.left = turn.window.leave(self._backend, self._ring[turn.start : turn.stop])
         self._bring()
 
     def end(self) -> None:
         """Lets go of the ring; the current stream waits for the last copy."""
-        if any(turn.left is None for turn in self._turns):  # an error kept them from being used
+        if self._next() is not None:  # an error kept it from being used
             self._backend.wait(COMPUTE, self._backend.record(IN))
         self._backend.wait(COMPUTE, self._backend.record(OUT))
         self._backend.free(self._ring)
         del self._ring
+
+    def _next(self) -> Optional[_Turn]:
+        """Of the window that is used, or the next one."""
+        return next((turn for turn in self._turns if turn.left is None), None)
 
     def _bring(self) -> None:
         """Starts copies of the next windows, as far as there is room."""
@@ -101,12 +104,9 @@ class Conveyor:
             if start is None:
                 return
             window = self._coming.popleft()
-            turn = _Turn(window, start, start + _aligned(window.nbytes), None)
-            sources = [copy.host for copy in window.copies]
-            self._backend.copy(IN, self._on_device(turn, window.copies), sources)
-            turn.came = self._backend.record(IN)
-            self._turns.append(turn)
-            self._head = turn.stop
+            self._head = start + _aligned(window.nbytes)
+            came = window.come(self._backend, self._ring[start : self._head])
+            self._turns.append(_Turn(window, start, self._head, came))
 
     def _room(self, nbytes: int) -> Optional[int]:
         """Where the next window goes; None while one that is to be used lies there."""
@@ -120,13 +120,9 @@ class Conveyor:
             self._turns.remove(turn)
         # A copy back is behind those before it, and behind the use of what it copies.
         copied = [turn for turn in overlapping if turn.window.written]
-        for turn in {id(turn): turn for turn in (*copied[-1:], *overlapping[-1:])}.values():
+        for turn in dict.fromkeys((*copied[-1:], *overlapping[-1:])):
             self._backend.wait(IN, turn.left)
         return start
-
-    def _on_device(self, turn: _Turn, copies: Sequence[Copy]) -> list[Tensor]:
-        memory = self._ring[turn.start : turn.stop]
-        return [copy.within(memory) for copy in copies]
 
 
 def _aligned(nbytes: int) -> int:

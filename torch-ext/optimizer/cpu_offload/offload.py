@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import threading
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Hashable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, Optional
 
 import torch
@@ -12,11 +13,10 @@ from torch import Tensor, nn
 
 from ..distributed.utils import compute_device, local, with_local
 from ..state import KEYS, Spec, make
-from .arena import Arenas
-from .backend import OUT, Backend, Backends
+from .backend import OUT, Backend
 from .carrier import Carrier
+from .device import Device, Held, Use
 from .hooks import Hooks
-from .visits import Held, Use, Visits
 from .windows import Loan, dense_stride
 
 # How state comes to a step: carried through it, all at once before it, or under the backward.
@@ -44,17 +44,18 @@ class CPUOffload:
         self.manual = False
         self.hooks: Optional[Hooks] = None
         self.tags: dict[Tensor, Hashable] = {}
+        self._stand_in: Optional[Backend] = None  # for the devices' own backends
+        self._devices: dict[torch.device, Device] = {}
         self._held: dict[int, Held] = {}  # by id of the tensor in the state
-        self._begin(None)
         self._carrier: Optional[Carrier] = None  # of the last step
         self._plan: object = None  # of it
         self._used: tuple = ()
+        self._lock = threading.Lock()  # autograd, whose hooks reload, has a thread for each device
 
-    def _begin(self, stand_in: Optional[Backend]) -> None:
-        """Anew, with the devices' own backends or another one."""
-        self._backends = Backends(stand_in)
-        self._arenas = Arenas(self._backends)
-        self._visits = Visits(self._backends, self._arenas.joined)
+    def _device(self, device: torch.device) -> Device:
+        if device not in self._devices:
+            self._devices[device] = Device(self._stand_in or Backend(device))
+        return self._devices[device]
 
     def __getstate__(self) -> dict[str, Any]:
         """The settings: memory, streams and a stand-in belong to one process."""
@@ -89,9 +90,9 @@ class CPUOffload:
         self.hooks = hooks
         self.is_on, self.mode, self.slot_bytes = True, mode, slot_bytes
         self._carrier = None
-        if stand_in is not None and stand_in is not self._backends.stand_in:
+        if stand_in is not None and stand_in is not self._stand_in:
             self.end_visits()
-            self._begin(stand_in)
+            self._stand_in, self._devices = stand_in, {}
         params = ((p, g["use_muon"]) for g in optimizer.param_groups for p in g["params"])
         self.hold(optimizer.state, params)
 
@@ -100,11 +101,16 @@ class CPUOffload:
         self._unhook()
         self.end_visits()
         self.is_on = False
-        self._begin(None)
+        self._stand_in, self._devices, self._carrier = None, {}, None
         for param, own in state.items():  # also of those that have left the groups
-            is_state = isinstance(param, Tensor)  # else the user's own
-            if is_state and self.use_of(param, "momentum_buffer" in own) is None:
-                self.release(own)
+            if not isinstance(param, Tensor):  # the user's own
+                continue
+            if self.use_of(param, "momentum_buffer" in own) is not None:
+                continue
+            for key, tensor in own.items():
+                held = self._held.pop(id(tensor), None)
+                if held is not None:
+                    own[key] = with_local(tensor, held.host.to(held.use.device, copy=True))
 
     def _unhook(self) -> None:
         if self.hooks is not None:
@@ -153,8 +159,8 @@ class CPUOffload:
 
     def hosts(self, param: Tensor) -> bool:
         """Whether a parameter of Muon's and its gradient are in host memory, but not their use."""
-        if self._backends.stand_in is not None and param.device.type == "cpu":
-            return self._backends.stand_in.hosts_parameters
+        if self._stand_in is not None and param.device.type == "cpu":
+            return self._stand_in.hosts_parameters
         return param.device != compute_device(param)
 
     def use_of(self, param: Tensor, is_muon: bool) -> Optional[Use]:
@@ -166,7 +172,7 @@ class CPUOffload:
             return Use(compute_device(param), may_stay=False) if is_muon else None
         if not self.is_on:
             return None
-        is_used = self._backends.stand_in is not None or param.device.type in DEVICE_TYPES
+        is_used = self._stand_in is not None or param.device.type in DEVICE_TYPES
         return Use(param.device, may_stay=True) if is_used else None
 
     def home_of(self, param: Tensor, is_muon: bool) -> torch.device:
@@ -191,9 +197,26 @@ class CPUOffload:
         """Makes zeros in host memory: for a parameter's state, which key, what it is like, and how
         it is used."""
         wanted = [(s.held_shape, s.held_stride, s.dtype, use.device) for _, _, s, use in missing]
-        for (own, key, spec, use), host in zip(missing, self._arenas.allocate(wanted)):
+        for (own, key, spec, use), host in zip(missing, self._allocate(wanted)):
             own[key] = make(spec, host)
             self._hold(own[key], host, use)
+
+    def _allocate(
+        self, wanted: Sequence[tuple[Sequence[int], Sequence[int], torch.dtype, torch.device]]
+    ) -> list[Tensor]:
+        """Zeros in host memory, by shape, stride, dtype, and the device for which they are."""
+        allocated: dict[int, Tensor] = {}
+        for device in {device for *_, device in wanted}:
+            numbers = [number for number, (*_, other) in enumerate(wanted) if other == device]
+            sizes = [math.prod(wanted[n][0]) * wanted[n][2].itemsize for n in numbers]
+            for number, memory in zip(numbers, self._device(device).arena.allocate(sizes)):
+                shape, stride, dtype, _ = wanted[number]
+                allocated[number] = memory.view(dtype).as_strided(tuple(shape), tuple(stride))
+        return [allocated[number] for number in range(len(wanted))]
+
+    def _hold(self, tensor: Tensor, host: Tensor, use: Use) -> None:
+        self._held[id(tensor)] = Held(tensor, host, use)
+        self._carrier = None
 
     def uses_host(self, params: Params) -> bool:
         """Whether there is state of these to offload, now or after the first step."""
@@ -211,13 +234,17 @@ class CPUOffload:
         ]
         if strangers:  # what replaces a tensor makes its copy on the device old
             self.end_visits()
-            self.adopt(strangers)
+            self._adopt(strangers)
         # Also of parameters that have been swapped out of the groups, and may come back.
-        self.keep_only(state[param][key] for param in state for key in _tensors_of(state, param))
+        kept = {id(state[param][key]) for param in state for key in _tensors_of(state, param)}
+        if len(kept) < len(self._held):
+            self.settle()
+            self._held = {key: held for key, held in self._held.items() if key in kept}
+            self._carrier = None
         if self.hooks is not None:
             self.hooks.hook_params()
 
-    def adopt(self, states: Sequence[tuple[OwnState, str, Use]]) -> None:
+    def _adopt(self, states: Sequence[tuple[OwnState, str, Use]]) -> None:
         """Takes tensors into host memory, wherever they are: of a parameter's state, which key, and
         how it is used."""
         parts = [local(own[key]) for own, key, _ in states]
@@ -226,41 +253,17 @@ class CPUOffload:
             for part, (_, _, use) in zip(parts, states)
         ]
         del parts  # each goes when it has been copied
-        for (own, key, use), host in zip(states, self._arenas.allocate(wanted)):
+        for (own, key, use), host in zip(states, self._allocate(wanted)):
             host.copy_(local(own[key]))
             own[key] = with_local(own[key], host)
             self._hold(own[key], host, use)
 
-    def _hold(self, tensor: Tensor, host: Tensor, use: Use) -> None:
-        self._held[id(tensor)] = Held(tensor, host, use)
-        self._carrier = None
-
-    def release(self, own: OwnState) -> None:
-        """Puts the host's tensors of a parameter's state to where they are used."""
-        for key, tensor in own.items():
-            held = self._held.pop(id(tensor), None)
-            if held is not None:
-                self._carrier = None
-                like, device = held.host, held.use.device
-                there = torch.empty_strided(
-                    like.shape, like.stride(), dtype=like.dtype, device=device
-                )
-                own[key] = with_local(tensor, there.copy_(like))
-
     def forget(self) -> None:
         """Lets go of all memory: what the host has is nobody's any more."""
-        for backend in self._backends.values():
-            backend.recover()
+        for device in self._devices.values():
+            device.backend.recover()
         self.end_visits()
         self._held, self._carrier = {}, None
-
-    def keep_only(self, tensors: Iterable[Tensor]) -> None:
-        """Forgets whatever is not among the tensors of the state any more."""
-        ids = {id(tensor) for tensor in tensors}
-        if len(ids) < len(self._held):
-            self.settle()
-            self._held = {key: held for key, held in self._held.items() if key in ids}
-            self._carrier = None
 
     # -- within a step -------------------------------------------------------------------------
 
@@ -291,19 +294,17 @@ class CPUOffload:
                 order.
             once: what is carried is not all state, so it may be another next time.
         """
+        for each in self._devices.values():
+            each.backend.come_home()
         if self.mode != "stream" and not self.manual:
-            self._visits.reload(self._held.values())
-        for backend in self._backends.values():
-            backend.come_home()
-        self._visits.sweep()
-        self._visits.begin_step()
-        used = (use, self._visits.changes)
+            self._reload(self._held.values())
+        for each in self._devices.values():
+            each.begin_step()
+        used = (use, [key for key, held in self._held.items() if held.here is not None])
         is_same = plan is self._plan and used == self._used
         if self._carrier is None or not self._carrier.is_prepared or not is_same:
             self._carrier, self._plan, self._used = self._new_carrier(), plan, used
         carrier = self._carrier
-        for device in carrier.devices:
-            self._visits.wait_for_leaving(device)
         if once:
             self._carrier = None
         return carrier
@@ -316,9 +317,7 @@ class CPUOffload:
         for device, nbytes in slots.items():
             default = max(int(SLOT_SHARE * nbytes), LEAST_SLOT_BYTES)
             slots[device] = default if self.slot_bytes is None else self.slot_bytes
-        return Carrier(
-            {device: self._backends[device] for device in slots}, slots, self._arenas.joined
-        )
+        return Carrier({device: self._device(device) for device in slots}, slots)
 
     def end_step(self, hosted: Iterable[torch.device]) -> None:
         """Sends back what was reloaded, unless that is the caller's to do.
@@ -328,7 +327,7 @@ class CPUOffload:
                 them next may do so without any stream.
         """
         for device in hosted:
-            backend = self._backends[device]
+            backend = self._device(device).backend
             backend.synchronize(backend.record(OUT))
         if not self.manual:
             self.offload(hidden=self.mode != "bulk")
@@ -338,40 +337,44 @@ class CPUOffload:
     @torch.inference_mode(False)
     @torch.no_grad()
     def reload(self, state: State, params: Iterable[Tensor], streams: Sequence[Any] = ()) -> None:
-        """Starts to bring the state of parameters to their devices; see `Visits.reload`.
+        """Starts to bring the state of parameters to their devices; see `Device.reload`."""
+        with self._lock:
+            tensors = [state[param][key] for param in params for key in _tensors_of(state, param)]
+            held = (self._held.get(id(tensor)) for tensor in tensors)
+            self._reload((each for each in held if each is not None), streams)
 
-        On the stream of the steps, whichever the caller's is: that one gets the memory back.
-        """
-        tensors = [state[param][key] for param in params for key in _tensors_of(state, param)]
-        held = [self._held[key] for key in map(id, tensors) if key in self._held]
-        with self._at_home({each.use.device for each in held}):
-            self._visits.reload(held, streams)
+    def _reload(self, held: Iterable[Held], streams: Sequence[Any] = ()) -> None:
+        self.sweep()
+        by_device: dict[torch.device, list[Held]] = defaultdict(list)
+        for each in held:
+            by_device[each.use.device].append(each)
+        for device, of_device in by_device.items():
+            self._device(device).reload(of_device, streams)
 
     def wait_reload(self) -> None:
-        self._visits.wait_reload()
+        """Makes the current stream wait for everything that is being reloaded."""
+        for device in self._devices.values():
+            device.wait_reload()
 
     def offload(self, hidden: bool = True) -> None:
-        with self._at_home(self._backends):
-            self._visits.offload(hidden)
+        """Starts to write back what was reloaded; see `Device.offload`."""
+        for device in self._devices.values():
+            device.offload(hidden)
 
     def sweep(self) -> None:
-        self._visits.sweep()
+        """Lets the memory go of what has been written back by now."""
+        for device in self._devices.values():
+            device.sweep()
 
     def settle(self) -> None:
         """Makes the host wait until it has the newest of everything."""
-        self._visits.settle()
+        for device in self._devices.values():
+            device.settle()
 
     def end_visits(self) -> None:
         """The same, with nothing left on the devices."""
-        self._visits.settle()
-        self._visits.end()
-
-    @contextmanager
-    def _at_home(self, devices: Iterable[torch.device]) -> Iterator[None]:
-        with ExitStack() as homes:
-            for device in devices:
-                homes.enter_context(self._backends[device].at_home())
-            yield
+        for device in self._devices.values():
+            device.end()
 
 
 def _tensors_of(state: State, param: Any) -> list[str]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .arena import PADDED_TO
+from .backend import IN, OUT, Backend
 
 # Where tensors begin on the device, in bytes, as its own allocator has it.
 ALIGNMENT = 256
@@ -25,7 +26,6 @@ ALIGNMENT = 256
 ALIGNED_NUMEL = (64, 32, 16)
 
 Index = tuple[slice, ...]
-Joined = Callable[[int, int], Optional[Tensor]]
 
 
 class Loan(NamedTuple):
@@ -43,13 +43,12 @@ class Share(NamedTuple):
         row: its number.
         piece: of each of its tensors; None is all of them.
         loans: of that piece.
-        is_first, is_last: piece of the row.
+        is_last: piece of the row.
     """
 
     row: int
     piece: Optional[Index]
     loans: tuple[Loan, ...]
-    is_first: bool = True
     is_last: bool = True
 
 
@@ -60,10 +59,6 @@ class Copy(NamedTuple):
     place: int
     written: bool
 
-    def within(self, memory: Tensor) -> Tensor:
-        """The interval's bytes in those of the window."""
-        return memory[self.place : self.place + self.host.numel()]
-
 
 class Window:
     """Shares of rows that are on one device at the same time.
@@ -71,8 +66,7 @@ class Window:
     Args:
         shares: of them.
         device: which.
-        joined: the bytes of an interval of host memory that goes over several tensors, by address
-            and size; None where they don't lie in one segment.
+        span: see `Arena.span`.
 
     Attributes:
         copies: what to carry.
@@ -80,32 +74,48 @@ class Window:
         nbytes: on the device.
     """
 
-    def __init__(self, shares: Sequence[Share], device: torch.device, joined: Joined):
-        self.shares = tuple(shares)
+    def __init__(
+        self,
+        shares: Sequence[Share],
+        device: torch.device,
+        span: Callable[[int, int], Optional[Tensor]],
+    ):
+        self.shares = shares
         self.device = device
         self.copies: list[Copy] = []
         self.nbytes = 0
-        self._joined = joined
+        self._span = span
         self._is_end = False  # whether the last copy ends where a tensor's memory does
         loans = [loan for share in shares for loan in share.loans]
-        places = [0] * len(loans)
-        for number in sorted(range(len(loans)), key=lambda n: loans[n].host.data_ptr()):
-            places[number] = self._place(loans[number])
+        places: dict[int, int] = {}  # by id of a loan
+        for loan in sorted(loans, key=lambda loan: loan.host.data_ptr()):
+            places[id(loan)] = self._place(loan)
         self.written = [copy for copy in self.copies if copy.written]
-        of_loans = zip(places, (loan.host for loan in loans))
         self._views = [
             [
                 (
-                    place,
-                    host.nbytes,
-                    host.dtype,
-                    host.shape,
-                    dense_stride(host),
+                    places[id(loan)],
+                    loan.host.nbytes,
+                    loan.host.dtype,
+                    loan.host.shape,
+                    dense_stride(loan.host),
                 )
-                for place, host in itertools.islice(of_loans, len(share.loans))
+                for loan in share.loans
             ]
             for share in shares
         ]
+
+    def come(self, backend: Backend, memory: Tensor) -> Any:
+        """Starts copies to the window's bytes on the device; an event behind them."""
+        targets = [memory[c.place : c.place + c.host.numel()] for c in self.copies]
+        backend.copy(IN, targets, [c.host for c in self.copies])
+        return backend.record(IN)
+
+    def leave(self, backend: Backend, memory: Tensor) -> Any:
+        """Starts copies of what was written, back to the host; an event behind them."""
+        sources = [memory[c.place : c.place + c.host.numel()] for c in self.written]
+        backend.copy(OUT, [c.host for c in self.written], sources)
+        return backend.record(OUT)
 
     def views(self, memory: Tensor) -> list[tuple[Tensor, ...]]:
         """The tensors of each share, in the order of its loans, in the window's bytes."""
@@ -142,20 +152,16 @@ class Window:
         last, place, _ = self.copies[-1]
         gap = part.data_ptr() - last.data_ptr() - last.numel()
         # Between them there must be nothing but padding, or the copy back would write over it.
-        is_padding = 0 < gap < PADDED_TO and self._is_end and _is_begin(part)
-        if gap != 0 and not is_padding:
+        is_begin = part.data_ptr() == part.untyped_storage().data_ptr()
+        if gap != 0 and not (0 < gap < PADDED_TO and self._is_end and is_begin):
             return None
-        both = self._joined(last.data_ptr(), last.numel() + gap + part.numel())
+        both = self._span(last.data_ptr(), last.numel() + gap + part.numel())
         if both is None:
             return None
         self.copies[-1] = Copy(both, place, written)
         self.nbytes = place + both.numel()
         self._is_end = _is_end(part)
         return self.nbytes - part.numel()
-
-
-def _is_begin(part: Tensor) -> bool:
-    return part.data_ptr() == part.untyped_storage().data_ptr()
 
 
 def _is_end(part: Tensor) -> bool:
@@ -190,15 +196,8 @@ def dense_stride(tensor: Tensor) -> tuple[int, ...]:
     return tuple(stride)
 
 
-def cut(tensor: Tensor, most: int) -> Iterator[Optional[Index]]:
-    """Pieces of at most so many elements (at least 1), each an interval of memory if all is one."""
-    if tensor.numel() <= most:
-        yield None
-        return
-    yield from _cut(tuple(slice(0, n) for n in tensor.shape), _memory_order(tensor), most)
-
-
 def _cut(box: Index, dims: Sequence[int], most: int) -> Iterator[Index]:
+    """Pieces of at most so many elements (at least 1), each an interval of memory if the box is."""
     sizes = [s.stop - s.start for s in box]
     numel = math.prod(sizes)
     if numel <= most:
@@ -225,45 +224,45 @@ def narrow(tensor: Optional[Tensor], piece: Optional[Index]) -> Any:
 
 
 def fill_windows(
-    rows: Sequence[Sequence[Loan]], most_bytes: Mapping[torch.device, int], joined: Joined
-) -> list[Window]:
-    """Windows that have all rows, in their order.
+    rows: Sequence[Sequence[Loan]], most_bytes: Mapping[torch.device, int]
+) -> Iterator[tuple[torch.device, list[Share]]]:
+    """Devices and shares of windows that have all rows, in their order.
 
     Args:
         rows: tensors of one shape that are used together; none of a row that is where it is used.
         most_bytes: of a window on each device; a single element may be above it.
-        joined: see `Window`.
     """
-    windows: list[Window] = []
     shares: list[Share] = []
     device: Optional[torch.device] = None
     used = 0
     for number, loans in enumerate(rows):
-        pieces = list(_pieces(loans, most_bytes))
-        for place, (piece, cut_loans) in enumerate(pieces):
-            nbytes = sum(loan.host.nbytes + ALIGNMENT for loan in cut_loans)
-            other = cut_loans[0].device if cut_loans else device
+        for share in _shares(number, loans, most_bytes):
+            nbytes = sum(loan.host.nbytes + ALIGNMENT for loan in share.loans)
+            other = loans[0].device if loans else device
             if device is not None and (other != device or used + nbytes > most_bytes[device]):
-                windows.append(Window(shares, device, joined))
+                yield device, shares
                 shares, used = [], 0
             device = other
-            is_first, is_last = place == 0, place == len(pieces) - 1
-            shares.append(Share(number, piece, cut_loans, is_first, is_last))
+            shares.append(share)
             used += nbytes
     if device is not None:
-        windows.append(Window(shares, device, joined))
-    return windows
+        yield device, shares
 
 
-def _pieces(
-    loans: Sequence[Loan], most_bytes: Mapping[torch.device, int]
-) -> Iterator[tuple[Optional[Index], tuple[Loan, ...]]]:
+def _shares(
+    row: int, loans: Sequence[Loan], most_bytes: Mapping[torch.device, int]
+) -> Iterator[Share]:
+    """A row in as many pieces as its bytes ask for."""
     if not loans:
-        yield None, ()
+        yield Share(row, None, ())
         return
+    host = loans[0].host
     most = most_bytes[loans[0].device] - ALIGNMENT * len(loans)
-    for piece in cut(loans[0].host, max(1, most // sum(l.host.dtype.itemsize for l in loans))):
-        if piece is None:
-            yield None, tuple(loans)
-        else:
-            yield piece, tuple(loan._replace(host=loan.host[piece]) for loan in loans)
+    most_numel = max(1, most // sum(loan.host.dtype.itemsize for loan in loans))
+    if host.numel() <= most_numel:
+        yield Share(row, None, tuple(loans))
+        return
+    pieces = list(_cut(tuple(slice(0, n) for n in host.shape), _memory_order(host), most_numel))
+    for piece in pieces:
+        of_piece = tuple(loan._replace(host=loan.host[piece]) for loan in loans)
+        yield Share(row, piece, of_piece, is_last=piece is pieces[-1])
