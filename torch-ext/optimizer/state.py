@@ -116,24 +116,19 @@ def _dense_stride(tensor: Tensor) -> tuple[int, ...]:
     return torch.empty_like(like, memory_format=torch.preserve_format).stride()
 
 
-def make(spec: Spec, held: Tensor) -> Tensor:
-    """The tensor of state whose part this rank holds: the part itself, or a DTensor of it.
+def zeros(spec: Spec, device: Optional[torch.device] = None) -> Tensor:
+    """State as it begins, all zeros; only this rank's part is allocated.
 
     Args:
         spec: of the state.
-        held: of ``spec.held_shape`` and ``spec.dtype``.
+        device: by default the parameter's.
     """
+    held = torch.empty_strided(
+        spec.held_shape, spec.held_stride, dtype=spec.dtype, device=device or spec.device
+    ).zero_()
     if spec.layout is None:
         return held
     return dtensors.dtensor_of(held, spec.layout, spec.shape, spec.stride)
-
-
-def zeros(spec: Spec) -> Tensor:
-    """State as it begins, all zeros; only this rank's part is allocated."""
-    held = torch.empty_strided(
-        spec.held_shape, spec.held_stride, dtype=spec.dtype, device=spec.device
-    )
-    return make(spec, held.zero_())
 
 
 def place(value: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:

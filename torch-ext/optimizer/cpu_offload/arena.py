@@ -56,8 +56,8 @@ class Arena:
         self,
         device: torch.device,
         register: Optional[Callable[[int, int], None]] = None,
-        unregister: Optional[Callable[[int], None]] = None,
-        drain: Optional[Callable[[], None]] = None,
+        unregister: Callable[[int], None] = lambda address: None,
+        drain: Callable[[], None] = lambda: None,
     ):
         self.device = device
         if register is None and device.type == "cuda":
@@ -111,7 +111,7 @@ class Arena:
     def _segment(self, nbytes: int) -> Any:
         """A buffer over new zeroed memory, page-locked if possible, which it holds."""
         memory: Optional[Tensor] = None
-        undo: Optional[Callable[[int], None]] = None
+        undo = [self._drain]
         try:
             if self._register is not None:
                 # Whole pages: registrations that share one fail. And shared, mmap's default: of
@@ -120,7 +120,7 @@ class Arena:
                 nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
                 memory = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
                 self._register(memory.data_ptr(), nbytes)
-                undo = self._unregister
+                undo.append(partial(self._unregister, memory.data_ptr()))
             elif self._pins:
                 memory = torch.zeros(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         except RuntimeError as error:
@@ -138,8 +138,7 @@ class Arena:
         segment: Any = (ctypes.c_ubyte * nbytes).from_address(address)
         segment.memory = memory
         self._segments[address] = weakref.ref(segment)
-        held = (self._segments, address, undo, self._drain, os.getpid())
-        finalizer = weakref.finalize(segment, _forget, *held)
+        finalizer = weakref.finalize(segment, _forget, self._segments, address, undo, os.getpid())
         finalizer.atexit = False  # the driver may be gone by then, and tensors still in use
         return segment
 
@@ -188,20 +187,13 @@ def _window(segment: Any, offset: int, nbytes: int) -> Tensor:
 
 
 def _forget(
-    segments: dict[int, weakref.ref[Any]],
-    address: int,
-    unregister: Optional[Callable[[int], None]],
-    drain: Optional[Callable[[], None]],
-    process: int,
+    segments: dict[int, Any], address: int, undo: Sequence[Callable[[], None]], process: int
 ) -> None:
-    """Undoes a segment's registration; runs when the segment dies, before its memory goes."""
+    """Runs when a segment dies, before its memory goes."""
     segments.pop(address, None)
-    if os.getpid() != process:  # a fork has the memory, but no driver that works
-        return
-    if drain is not None:
-        drain()
-    if unregister is not None:
-        unregister(address)
+    if os.getpid() == process:  # a fork has the memory, but no driver that works
+        for each in undo:
+            each()
 
 
 def _register(device: torch.device, address: int, nbytes: int) -> None:

@@ -26,38 +26,23 @@ class Use(NamedTuple):
 
 @dataclass
 class Held:
-    """A tensor of the state that lives on the host.
+    """A tensor of the state that lives on the host."""
 
-    Args:
-        tensor: the one in the optimizer's state.
-        host: this rank's part of it.
-        use: how it is used.
-        here: its copy on the device, while it is there, too.
-    """
-
-    tensor: Tensor
-    host: Tensor
+    tensor: Tensor  # the one in the optimizer's state
+    host: Tensor  # this rank's part of it
     use: Use
-    here: Optional[Tensor] = None
+    here: Optional[Tensor] = None  # its copy on the device, while it is there, too
 
 
 @dataclass
 class _Visit:
-    """State that was reloaded together.
-
-    Args:
-        held: which.
-        window: that carries it.
-        memory: the window's, on the device.
-        is_newer: than what the host has.
-        left: when it has been written back; None before.
-    """
+    """State that was reloaded together."""
 
     held: Sequence[Held]
     window: Window
-    memory: Tensor
-    is_newer: bool = False
-    left: Optional[Any] = None
+    memory: Tensor  # of the window, on the device
+    is_newer: bool = False  # than what the host has
+    left: Optional[Any] = None  # event: it has been written back
 
 
 class Device:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, MutableMapping, Sequence
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..distributed.utils import compute_device, local, with_local
-from ..state import KEYS, Spec, make
+from ..state import KEYS
 from .backend import OUT, Backend
 from .carrier import Carrier
 from .device import Device, Held, Use
@@ -118,33 +117,20 @@ class CPUOffload:
         self.hooks = None
 
     def tag(self, tags: Mapping[Any, Hashable], params: Mapping[Any, Tensor]) -> None:
-        """Sorts parameters into groups to be reloaded; None as a tag is none.
-
-        Args:
-            tags: by parameter or name.
-            params: of the optimizer, by id and by name.
-
-        Raises:
-            ValueError: something that is no parameter of the optimizer.
-        """
+        """See `Muon.set_param_tags`; ``params`` are the optimizer's, by id and by name."""
         found: dict[Tensor, Hashable] = {}
         for key, tag in tags.items():
             param = params.get(key if isinstance(key, str) else id(key))
             if param is None:
-                what = (
-                    repr(key) if isinstance(key, str) else f"a tensor of shape {tuple(key.shape)}"
-                )
+                is_name = isinstance(key, str)
+                what = repr(key) if is_name else f"a tensor of shape {tuple(key.shape)}"
                 raise ValueError(f"{what} is no parameter of this optimizer, so it can't be tagged")
             if tag is not None:
                 found[param] = tag
         self.tags = found
 
     def tagged(self, tag: Hashable) -> list[Tensor]:
-        """The parameters with a tag.
-
-        Raises:
-            ValueError: there are none.
-        """
+        """The parameters with a tag; a ValueError where there are none."""
         if not self.tags:
             raise ValueError(
                 f"no parameter has a tag, so none has {tag!r}: call set_param_tags first"
@@ -181,42 +167,12 @@ class CPUOffload:
         return torch.device("cpu") if is_held else local(param).device
 
     @property
-    def held_bytes(self) -> int:
-        """Bytes of state on the host."""
-        return sum(held.host.nbytes for held in self._held.values())
-
-    @property
     def is_used(self) -> bool:
         """Whether there is any state on the host."""
         return bool(self._held)
 
     def holds(self, tensor: Tensor) -> bool:
         return id(tensor) in self._held
-
-    def create(self, missing: Sequence[tuple[OwnState, str, Spec, Use]]) -> None:
-        """Makes zeros in host memory: for a parameter's state, which key, what it is like, and how
-        it is used."""
-        wanted = [(s.held_shape, s.held_stride, s.dtype, use.device) for _, _, s, use in missing]
-        for (own, key, spec, use), host in zip(missing, self._allocate(wanted)):
-            own[key] = make(spec, host)
-            self._hold(own[key], host, use)
-
-    def _allocate(
-        self, wanted: Sequence[tuple[Sequence[int], Sequence[int], torch.dtype, torch.device]]
-    ) -> list[Tensor]:
-        """Zeros in host memory, by shape, stride, dtype, and the device for which they are."""
-        allocated: dict[int, Tensor] = {}
-        for device in {device for *_, device in wanted}:
-            numbers = [number for number, (*_, other) in enumerate(wanted) if other == device]
-            sizes = [math.prod(wanted[n][0]) * wanted[n][2].itemsize for n in numbers]
-            for number, memory in zip(numbers, self._device(device).arena.allocate(sizes)):
-                shape, stride, dtype, _ = wanted[number]
-                allocated[number] = memory.view(dtype).as_strided(tuple(shape), tuple(stride))
-        return [allocated[number] for number in range(len(wanted))]
-
-    def _hold(self, tensor: Tensor, host: Tensor, use: Use) -> None:
-        self._held[id(tensor)] = Held(tensor, host, use)
-        self._carrier = None
 
     def uses_host(self, params: Params) -> bool:
         """Whether there is state of these to offload, now or after the first step."""
@@ -225,7 +181,7 @@ class CPUOffload:
     def hold(self, state: State, params: Params) -> None:
         """Takes all state of parameters into host memory, where it is not yet and belongs."""
         strangers = [
-            (state[param], key, use)
+            (state[param], key, state[param][key], use)
             for param, is_muon in params
             for use in [self.use_of(param, is_muon)]
             if use is not None
@@ -234,7 +190,7 @@ class CPUOffload:
         ]
         if strangers:  # what replaces a tensor makes its copy on the device old
             self.end_visits()
-            self._adopt(strangers)
+            self.take(strangers)
         # Also of parameters that have been swapped out of the groups, and may come back.
         kept = {id(state[param][key]) for param in state for key in _tensors_of(state, param)}
         if len(kept) < len(self._held):
@@ -244,19 +200,26 @@ class CPUOffload:
         if self.hooks is not None:
             self.hooks.hook_params()
 
-    def _adopt(self, states: Sequence[tuple[OwnState, str, Use]]) -> None:
-        """Takes tensors into host memory, wherever they are: of a parameter's state, which key, and
-        how it is used."""
-        parts = [local(own[key]) for own, key, _ in states]
-        wanted = [
-            (part.shape, dense_stride(part), part.dtype, use.device)
-            for part, (_, _, use) in zip(parts, states)
-        ]
-        del parts  # each goes when it has been copied
-        for (own, key, use), host in zip(states, self._allocate(wanted)):
-            host.copy_(local(own[key]))
-            own[key] = with_local(own[key], host)
-            self._hold(own[key], host, use)
+    def take(self, states: Sequence[tuple[OwnState, str, Tensor, Use]]) -> None:
+        """Takes tensors into host memory, wherever they are; those on meta become zeros.
+
+        Args:
+            states: a parameter's state, the tensor's key in it, the tensor, and how it is used.
+        """
+        by_device: dict[torch.device, list[tuple[OwnState, str, Tensor, Use]]] = defaultdict(list)
+        for state in states:
+            by_device[state[-1].device].append(state)
+        for device, of_device in by_device.items():
+            sizes = [local(tensor).nbytes for _, _, tensor, _ in of_device]
+            memories = self._device(device).arena.allocate(sizes)
+            for (own, key, tensor, use), memory in zip(of_device, memories):
+                part = local(tensor)
+                host = memory.view(part.dtype).as_strided(part.shape, dense_stride(part))
+                if not part.is_meta:
+                    host.copy_(part)
+                own[key] = with_local(tensor, host)
+                self._held[id(own[key])] = Held(own[key], host, use)
+            self._carrier = None
 
     def forget(self) -> None:
         """Lets go of all memory: what the host has is nobody's any more."""

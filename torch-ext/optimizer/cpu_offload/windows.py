@@ -37,19 +37,12 @@ class Loan(NamedTuple):
 
 
 class Share(NamedTuple):
-    """What a window has of one row, of tensors of one shape that are used together.
+    """What a window has of one row, of tensors of one shape that are used together."""
 
-    Args:
-        row: its number.
-        piece: of each of its tensors; None is all of them.
-        loans: of that piece.
-        is_last: piece of the row.
-    """
-
-    row: int
-    piece: Optional[Index]
-    loans: tuple[Loan, ...]
-    is_last: bool = True
+    row: int  # its number
+    piece: Optional[Index]  # of each of its tensors; None is all of them
+    loans: tuple[Loan, ...]  # of that piece
+    is_last: bool = True  # piece of the row
 
 
 class Copy(NamedTuple):
@@ -72,6 +65,7 @@ class Window:
         copies: what to carry.
         written: those of them that are to be carried back.
         nbytes: on the device.
+        room: the same, up to where the next window may begin.
     """
 
     def __init__(
@@ -90,6 +84,7 @@ class Window:
         places: dict[int, int] = {}  # by id of a loan
         for loan in sorted(loans, key=lambda loan: loan.host.data_ptr()):
             places[id(loan)] = self._place(loan)
+        self.room = _aligned(self.nbytes)
         self.written = [copy for copy in self.copies if copy.written]
         self._views = [
             [
@@ -135,8 +130,7 @@ class Window:
         begin = self._join(parts[0], loan.written)
         if begin is None:
             # As far from a boundary as in host memory, so that what is joined to it is, too.
-            begin = -(-self.nbytes // ALIGNMENT) * ALIGNMENT + parts[0].data_ptr() % PADDED_TO
-            self.nbytes = begin
+            begin = self.nbytes = _aligned(self.nbytes) + parts[0].data_ptr() % PADDED_TO
         else:
             parts = parts[1:]
         for part in parts:
@@ -162,6 +156,10 @@ class Window:
         self.nbytes = place + both.numel()
         self._is_end = _is_end(part)
         return self.nbytes - part.numel()
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def _is_end(part: Tensor) -> bool:
