@@ -22,25 +22,15 @@ OWN_DTYPE = ("momentum_buffer", "second_momentum_buffer")
 
 @dataclass(frozen=True)
 class Spec:
-    """One tensor of state, of which this rank holds a part that fills its memory densely.
-
-    Args:
-        shape: of the whole tensor.
-        stride: of the whole tensor.
-        dtype: of its elements.
-        layout: mesh and placements of a DTensor; None for a plain tensor.
-        held_shape: of this rank's part.
-        held_stride: of this rank's part.
-        device: of the parameter's local tensor.
-    """
+    """One tensor of state, of which this rank holds a part that fills its memory densely."""
 
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
-    layout: Optional[tuple]
-    held_shape: tuple[int, ...]
+    layout: Optional[tuple]  # mesh and placements of a DTensor; None for a plain tensor
+    held_shape: tuple[int, ...]  # of this rank's part
     held_stride: tuple[int, ...]
-    device: torch.device
+    device: torch.device  # of the parameter's local tensor
 
 
 def keys_of(group: Group) -> tuple[str, ...]:

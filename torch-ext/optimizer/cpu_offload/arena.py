@@ -74,14 +74,10 @@ class Arena:
         return sum(len(segment) for segment in alive if segment is not None)
 
     def allocate(self, nbytes: Sequence[int]) -> list[Tensor]:
-        """Zeroed bytes, one tensor with a storage of its own for each, neighbours in memory.
+        """Zeroed uint8 tensors of shape ``(nbytes[i],)``, each with a storage of its own.
 
-        Args:
-            nbytes: of each tensor. Those that share a segment lie in this order, `PADDED_TO` bytes
-                aligned, without other gaps; empty ones have no memory.
-
-        Returns:
-            uint8 tensors of shape ``(nbytes[i],)``.
+        Those that share a segment lie in this order, `PADDED_TO` bytes aligned, without other gaps;
+        empty ones have no memory.
         """
         ends = [0, *accumulate(-(-n // PADDED_TO) * PADDED_TO for n in nbytes)]
         tensors = []
@@ -92,16 +88,9 @@ class Arena:
         return tensors
 
     def span(self, address: int, nbytes: int) -> Optional[Tensor]:
-        """The bytes of an interval that may go over several of the arena's tensors.
-
-        Args:
-            address: where it begins, as by ``data_ptr()``.
-            nbytes: its length, at least 1; the gaps that align tensors count.
-
-        Returns:
-            A uint8 tensor of shape ``(nbytes,)`` over the memory itself, which it keeps alive; None
-            where the interval isn't within one segment that is alive.
-        """
+        """The bytes of an interval, at least one, that may go over several of the arena's tensors
+        and the gaps between: a uint8 tensor of shape ``(nbytes,)``, which keeps the memory alive.
+        None where the interval isn't within one segment that is alive."""
         for start, reference in list(self._segments.items()):
             segment = reference()
             if segment is not None and start <= address <= start + len(segment) - nbytes:

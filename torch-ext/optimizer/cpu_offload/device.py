@@ -1,5 +1,4 @@
-"""One device on which state is used, and what has come there for longer than a window: it was
-reloaded, and stays until it is offloaded."""
+"""One device on which state is used, and what has come there for longer than a window."""
 
 from __future__ import annotations
 
@@ -46,11 +45,8 @@ class _Visit:
 
 
 class Device:
-    """The queues of a device, the host's memory for it, and what has been reloaded to it.
-
-    Args:
-        backend: the queues.
-    """
+    """The queues of a device, the host's memory for it, and what was reloaded to it, until it is
+    offloaded."""
 
     def __init__(self, backend: Backend):
         self.backend = backend
@@ -62,11 +58,8 @@ class Device:
     def reload(self, held: Sequence[Held], streams: Sequence[Any]) -> None:
         """Starts to bring tensors, where they are not here and may stay.
 
-        On the stream of the steps, whichever the caller's is: that one gets the memory back.
-
-        Args:
-            held: which.
-            streams: whose work so far may use the memory that is taken, beside the steps' one.
+        On the stream of the steps, whichever the caller's is: that one gets the memory back. Beside
+        it, work so far of ``streams`` may use the memory that is taken.
         """
         held = [each for each in held if each.here is None and each.use.may_stay]
         if not held:
@@ -105,30 +98,25 @@ class Device:
         self.wait_for_leaving()
 
     def offload(self, hidden: bool) -> None:
-        """Starts to write back what was reloaded; its memory is let go when that is done.
-
-        Args:
-            hidden: `sweep` lets it go, else the steps' stream waits for it.
-        """
+        """Starts to write back what was reloaded; its memory is let go when that is done: by
+        `sweep` if hidden, else the steps' stream waits for it."""
         with self.backend.at_home():
             self.wait_reload()
             self._came = None
-            visits = self._forget()
-            for visit in visits:
+            for visit in self._forget():
                 if visit.is_newer:
                     self._write_back(visit)
-            for visit in visits:
                 if visit.left is not None and hidden:
                     self._leaving.append(visit)
                     continue
                 if visit.left is not None:
                     self.backend.wait(COMPUTE, visit.left)
-                self._free(visit)
+                self.backend.free(visit.memory)
 
     def sweep(self) -> None:
         """Lets the memory go of what has been written back by now; waits for nothing."""
         while self._leaving and self.backend.has_come(self._leaving[0].left):
-            self._free(self._leaving.popleft())
+            self.backend.free(self._leaving.popleft().memory)
 
     def settle(self) -> None:
         """Makes the host wait until it has the newest of everything."""
@@ -145,7 +133,7 @@ class Device:
         self.backend.synchronize(self.backend.record(IN))  # memory that copies read may go, too
         self._came = None
         for visit in self._forget():
-            self._free(visit)
+            self.backend.free(visit.memory)
 
     def _forget(self) -> list[_Visit]:
         """What was reloaded is on the host, as far as the optimizer is concerned."""
@@ -158,7 +146,3 @@ class Device:
     def _write_back(self, visit: _Visit) -> None:
         self.backend.wait(OUT, self.backend.record(COMPUTE))
         visit.left = visit.window.leave(self.backend, visit.memory)
-
-    def _free(self, visit: _Visit) -> None:
-        self.backend.free(visit.memory)
-        del visit.memory

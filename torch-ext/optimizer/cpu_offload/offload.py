@@ -85,7 +85,8 @@ class CPUOffload:
                 f"backend must be None or a cpu_offload.backend.Host, found {stand_in!r}"
             )
         hooks = Hooks(optimizer, model) if mode == "backward" else None
-        self._unhook()
+        if self.hooks is not None:
+            self.hooks.remove()
         self.hooks = hooks
         self.is_on, self.mode, self.slot_bytes = True, mode, slot_bytes
         self._carrier = None
@@ -97,9 +98,10 @@ class CPUOffload:
 
     def turn_off(self, state: State) -> None:
         """Brings all state back to where its parameters are."""
-        self._unhook()
+        if self.hooks is not None:
+            self.hooks.remove()
+        self.hooks, self.is_on = None, False
         self.end_visits()
-        self.is_on = False
         self._stand_in, self._devices, self._carrier = None, {}, None
         for param, own in state.items():  # also of those that have left the groups
             if not isinstance(param, Tensor):  # the user's own
@@ -110,11 +112,6 @@ class CPUOffload:
                 held = self._held.pop(id(tensor), None)
                 if held is not None:
                     own[key] = with_local(tensor, held.host.to(held.use.device, copy=True))
-
-    def _unhook(self) -> None:
-        if self.hooks is not None:
-            self.hooks.remove()
-        self.hooks = None
 
     def tag(self, tags: Mapping[Any, Hashable], params: Mapping[Any, Tensor]) -> None:
         """See `Muon.set_param_tags`; ``params`` are the optimizer's, by id and by name."""
@@ -203,8 +200,7 @@ class CPUOffload:
     def take(self, states: Sequence[tuple[OwnState, str, Tensor, Use]]) -> None:
         """Takes tensors into host memory, wherever they are; those on meta become zeros.
 
-        Args:
-            states: a parameter's state, the tensor's key in it, the tensor, and how it is used.
+        Of each: the state of its parameter, its key there, itself, and how it is used.
         """
         by_device: dict[torch.device, list[tuple[OwnState, str, Tensor, Use]]] = defaultdict(list)
         for state in states:
@@ -238,12 +234,8 @@ class CPUOffload:
         return held.host if held.here is None else held.here
 
     def loan(self, tensor: Tensor, part: Optional[Tensor] = None) -> list[Loan]:
-        """What has to be carried to use a tensor of the state: it, or nothing.
-
-        Args:
-            tensor: in the state.
-            part: of what is `here`, if not all of it is used.
-        """
+        """What has to be carried to use a tensor of the state, or a part of what is `here` of it:
+        that, or nothing."""
         held = self._held.get(id(tensor))
         if held is None or held.here is not None:
             return []
@@ -295,12 +287,12 @@ class CPUOffload:
         if not self.manual:
             self.offload(hidden=self.mode != "bulk")
 
-    # -- on demand -----------------------------------------------------------------------------
+    # -- on demand, on all devices: see the methods of `Device` ----------------------------------
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def reload(self, state: State, params: Iterable[Tensor], streams: Sequence[Any] = ()) -> None:
-        """Starts to bring the state of parameters to their devices; see `Device.reload`."""
+        """Starts to bring the state of parameters to their devices."""
         with self._lock:
             tensors = [state[param][key] for param in params for key in _tensors_of(state, param)]
             held = (self._held.get(id(tensor)) for tensor in tensors)
@@ -315,27 +307,22 @@ class CPUOffload:
             self._device(device).reload(of_device, streams)
 
     def wait_reload(self) -> None:
-        """Makes the current stream wait for everything that is being reloaded."""
         for device in self._devices.values():
             device.wait_reload()
 
     def offload(self, hidden: bool = True) -> None:
-        """Starts to write back what was reloaded; see `Device.offload`."""
         for device in self._devices.values():
             device.offload(hidden)
 
     def sweep(self) -> None:
-        """Lets the memory go of what has been written back by now."""
         for device in self._devices.values():
             device.sweep()
 
     def settle(self) -> None:
-        """Makes the host wait until it has the newest of everything."""
         for device in self._devices.values():
             device.settle()
 
     def end_visits(self) -> None:
-        """The same, with nothing left on the devices."""
         for device in self._devices.values():
             device.end()
 

@@ -60,12 +60,6 @@ class Window:
         shares: of them.
         device: which.
         span: see `Arena.span`.
-
-    Attributes:
-        copies: what to carry.
-        written: those of them that are to be carried back.
-        nbytes: on the device.
-        room: the same, up to where the next window may begin.
     """
 
     def __init__(
@@ -77,26 +71,17 @@ class Window:
         self.shares = shares
         self.device = device
         self.copies: list[Copy] = []
-        self.nbytes = 0
+        self.nbytes = 0  # on the device
         self._span = span
-        self._is_end = False  # whether the last copy ends where a tensor's memory does
+        self._last: Any = None  # what the last copy ends with
         loans = [loan for share in shares for loan in share.loans]
         places: dict[int, int] = {}  # by id of a loan
         for loan in sorted(loans, key=lambda loan: loan.host.data_ptr()):
             places[id(loan)] = self._place(loan)
-        self.room = _aligned(self.nbytes)
+        self.room = _aligned(self.nbytes)  # up to where the next window may begin
         self.written = [copy for copy in self.copies if copy.written]
         self._views = [
-            [
-                (
-                    places[id(loan)],
-                    loan.host.nbytes,
-                    loan.host.dtype,
-                    loan.host.shape,
-                    dense_stride(loan.host),
-                )
-                for loan in share.loans
-            ]
+            [(places[id(loan)], loan.host, dense_stride(loan.host)) for loan in share.loans]
             for share in shares
         ]
 
@@ -116,8 +101,8 @@ class Window:
         """The tensors of each share, in the order of its loans, in the window's bytes."""
         return [
             tuple(
-                memory[place : place + nbytes].view(dtype).as_strided(shape, stride)
-                for place, nbytes, dtype, shape, stride in of_share
+                memory[place : place + host.nbytes].view(host.dtype).as_strided(host.shape, stride)
+                for place, host, stride in of_share
             )
             for of_share in self._views
         ]
@@ -136,7 +121,7 @@ class Window:
         for part in parts:
             self.copies.append(Copy(part, self.nbytes, loan.written))
             self.nbytes += part.numel()
-            self._is_end = _is_end(part)
+            self._last = part
         return begin
 
     def _join(self, part: Tensor, written: bool) -> Optional[int]:
@@ -146,15 +131,14 @@ class Window:
         last, place, _ = self.copies[-1]
         gap = part.data_ptr() - last.data_ptr() - last.numel()
         # Between them there must be nothing but padding, or the copy back would write over it.
-        is_begin = part.data_ptr() == part.untyped_storage().data_ptr()
-        if gap != 0 and not (0 < gap < PADDED_TO and self._is_end and is_begin):
+        if gap != 0 and not (0 < gap < PADDED_TO and _are_ends(self._last, part)):
             return None
         both = self._span(last.data_ptr(), last.numel() + gap + part.numel())
         if both is None:
             return None
         self.copies[-1] = Copy(both, place, written)
         self.nbytes = place + both.numel()
-        self._is_end = _is_end(part)
+        self._last = part
         return self.nbytes - part.numel()
 
 
@@ -162,9 +146,12 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def _is_end(part: Tensor) -> bool:
-    storage = part.untyped_storage()
-    return part.data_ptr() + part.numel() == storage.data_ptr() + storage.nbytes()
+def _are_ends(first: Tensor, second: Tensor) -> bool:
+    """Whether one is the end of its storage, and the other the beginning of its own."""
+    storage = first.untyped_storage()
+    end = storage.data_ptr() + storage.nbytes()
+    is_end = first.data_ptr() + first.numel() == end
+    return is_end and second.data_ptr() == second.untyped_storage().data_ptr()
 
 
 def intervals(tensor: Tensor) -> Iterator[Tensor]:
