@@ -945,7 +945,7 @@ def test_no_wait_can_be_left_out():
     methods = {
         *("Device.reload", "Device.wait_reload", "Device.offload"),
         *("Device._write_back", "Device.wait_for_leaving"),
-        *("Conveyor.__init__", "Conveyor.lend", "Conveyor.give_back"),
+        *("Conveyor.start", "Conveyor.lend", "Conveyor.give_back"),
         *("Conveyor._room", "Conveyor.end"),
     }
     assert missed == methods

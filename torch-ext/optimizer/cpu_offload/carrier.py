@@ -14,7 +14,7 @@ when that stream has been made to wait for the last copy.
 from __future__ import annotations
 
 import sys
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from .backend import COMPUTE, IN, OUT, Backend
+from .backend import COMPUTE, IN, OUT
 from .device import Device
 from .windows import Loan, Share, Window, fill_windows
 
@@ -37,27 +37,17 @@ class Carrier:
     """Brings what a step needs of the host's memory to the devices, and back.
 
     Args:
-        devices: to which something is carried.
-        slot_bytes: device memory that what is carried takes, on each of them.
+        conveyors: of the devices to which something is carried.
 
     Attributes:
         is_idle: whether there is nothing to carry, for lack of state on the host.
         is_prepared: whether nothing is left to cut and announce.
     """
 
-    def __init__(
-        self, devices: Mapping[torch.device, Device], slot_bytes: Mapping[torch.device, int]
-    ):
-        self._devices = devices
-        self._slot_bytes = slot_bytes
-        # Some are on their way in, some on their way out, and room is freed by as much at a time.
-        self._window_bytes = {
-            device: min(nbytes // 8, MOST_WINDOW_BYTES) for device, nbytes in slot_bytes.items()
-        }
+    def __init__(self, conveyors: Mapping[torch.device, Conveyor]):
+        self._conveyors = conveyors
         self._windows: dict[Hashable, list[Window]] = {}
-        self._order: dict[torch.device, list[Window]] = defaultdict(list)
-        self._conveyors: dict[torch.device, Conveyor] = {}
-        self.is_idle = self.is_prepared = not devices
+        self.is_idle = self.is_prepared = not conveyors
 
     def cut(self, key: Hashable, rows: Sequence[Sequence[Loan]], at_once: bool = False) -> None:
         """Prepares windows with all of these rows, if there is anything to lend.
@@ -69,9 +59,12 @@ class Carrier:
         """
         if not any(rows):
             return
-        limits = dict.fromkeys(self._devices, sys.maxsize) if at_once else self._window_bytes
+        limits = {
+            device: sys.maxsize if at_once else conveyor.window_bytes
+            for device, conveyor in self._conveyors.items()
+        }
         self._windows[key] = [
-            Window(shares, device, self._devices[device].arena.span)
+            Window(shares, device, self._conveyors[device].arena.span)
             for device, shares in fill_windows(rows, limits)
         ]
 
@@ -79,7 +72,7 @@ class Carrier:
         """Appends a window to the order of use, or all of a key."""
         windows = self._windows.get(key, ())
         for window in windows if number is None else windows[number : number + 1]:
-            self._order[window.device].append(window)
+            self._conveyors[window.device].windows.append(window)
 
     def window_bytes(self, key: Hashable) -> list[int]:
         """Bytes that each of the windows prepared under a key brings; of what was not, one."""
@@ -90,9 +83,8 @@ class Carrier:
         """Starts to carry what was announced."""
         self.is_prepared = True
         try:
-            for device, windows in self._order.items():
-                backend = self._devices[device].backend
-                self._conveyors[device] = Conveyor(backend, windows, self._slot_bytes[device])
+            for conveyor in self._conveyors.values():
+                conveyor.start()
         except BaseException:
             self.__exit__()
             raise
@@ -102,7 +94,6 @@ class Carrier:
         """Lets go of the devices' memory, also where an error has kept some from being used."""
         for conveyor in self._conveyors.values():
             conveyor.end()
-        self._conveyors = {}
 
     @contextmanager
     def window(self, key: Hashable, number: int) -> Iterator[Optional[Lent]]:
@@ -135,24 +126,33 @@ class _Turn:
 
 
 class Conveyor:
-    """The windows of one step on one device.
+    """The windows of a step on one device.
 
     Args:
-        backend: of the device.
-        windows: in the order in which they are used.
+        device: which.
         slot_bytes: device memory for them; a window that is larger gets as much as it needs.
     """
 
-    def __init__(self, backend: Backend, windows: Sequence[Window], slot_bytes: int):
-        self._backend = backend
-        self._coming = deque(windows)
-        sizes = [window.room for window in windows]
-        self._size = min(max(slot_bytes, max(sizes, default=0)), sum(sizes))
-        self._ring = backend.allocate(self._size)
+    def __init__(self, device: Device, slot_bytes: int):
+        self.arena = device.arena
+        self.windows: list[Window] = []  # in the order in which they are used
+        # Some are on their way in, some on their way out, and room is freed by as much at a time.
+        self.window_bytes = min(slot_bytes // 8, MOST_WINDOW_BYTES)
+        self._backend = device.backend
+        self._slot_bytes = slot_bytes
+        self._ring: Any = None
         self._turns: deque[_Turn] = deque()
+
+    def start(self) -> None:
+        """Starts to carry the windows."""
+        if not self.windows:
+            return
+        rooms = [window.room for window in self.windows]
+        self._ring = self._backend.allocate(min(max(self._slot_bytes, *rooms), sum(rooms)))
+        self._coming = deque(self.windows)
         self._head = 0
         # Whoever had the ring's memory before, or wrote what is carried, did it on that stream.
-        backend.wait(IN, backend.record(COMPUTE))
+        self._backend.wait(IN, self._backend.record(COMPUTE))
         self._bring()
 
     def lend(self, window: Window) -> list[tuple[Tensor, ...]]:
@@ -179,11 +179,14 @@ class Conveyor:
 
     def end(self) -> None:
         """Lets go of the ring; the current stream waits for the last copy."""
+        if self._ring is None:
+            return
         if self._next() is not None:  # an error kept it from being used
             self._backend.wait(COMPUTE, self._backend.record(IN))
         self._backend.wait(COMPUTE, self._backend.record(OUT))
         self._backend.free(self._ring)
-        del self._ring
+        self._ring = None
+        self._turns.clear()
 
     def _next(self) -> Optional[_Turn]:
         """Of the window that is used, or the next one."""
@@ -202,7 +205,7 @@ class Conveyor:
 
     def _room(self, nbytes: int) -> Optional[int]:
         """Where the next window goes; None while one that is to be used lies there."""
-        start = self._head if self._head + nbytes <= self._size else 0
+        start = self._head if self._head + nbytes <= self._ring.numel() else 0
         overlapping = [
             turn for turn in self._turns if turn.start < start + nbytes and start < turn.stop
         ]

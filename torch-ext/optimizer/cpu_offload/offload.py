@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..distributed.utils import compute_device, local, with_local
 from ..state import KEYS
 from .backend import OUT, Backend
-from .carrier import Carrier
+from .carrier import Carrier, Conveyor
 from .device import Device, Held, Use
 from .hooks import Hooks
 from .windows import Loan, dense_stride
@@ -265,14 +265,15 @@ class CPUOffload:
         return carrier
 
     def _new_carrier(self) -> Carrier:
-        slots: dict[torch.device, int] = defaultdict(int)
+        sizes: dict[torch.device, int] = defaultdict(int)
         for held in self._held.values():
             if held.here is None:
-                slots[held.use.device] += held.host.nbytes
-        for device, nbytes in slots.items():
-            default = max(int(SLOT_SHARE * nbytes), LEAST_SLOT_BYTES)
-            slots[device] = default if self.slot_bytes is None else self.slot_bytes
-        return Carrier({device: self._device(device) for device in slots}, slots)
+                sizes[held.use.device] += held.host.nbytes
+        conveyors = {}
+        for device, nbytes in sizes.items():
+            slot_bytes = self.slot_bytes or max(int(SLOT_SHARE * nbytes), LEAST_SLOT_BYTES)
+            conveyors[device] = Conveyor(self._device(device), slot_bytes)
+        return Carrier(conveyors)
 
     def end_step(self, hosted: Iterable[torch.device]) -> None:
         """Sends back what was reloaded, unless that is the caller's to do.
