@@ -28,12 +28,9 @@ Todo = queue.SimpleQueue[Optional[Callable[[], Any]]]  # None is the end
 
 
 class Backend:
-    """What moving state needs of a device: an accelerator's streams.
+    """What moving state needs of the device where it is used: an accelerator's streams.
 
     The copies' own two are made when first needed.
-
-    Args:
-        device: where state is used.
     """
 
     hosts_parameters = False  # whether parameters on a CPU pass for what an accelerator computes

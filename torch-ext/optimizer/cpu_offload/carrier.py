@@ -64,7 +64,7 @@ class Carrier:
             for device, conveyor in self._conveyors.items()
         }
         self._windows[key] = [
-            Window(shares, device, self._conveyors[device].arena.span)
+            Window(shares, device, self._conveyors[device].arena)
             for device, shares in fill_windows(rows, limits)
         ]
 

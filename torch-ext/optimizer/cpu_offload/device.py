@@ -66,7 +66,7 @@ class Device:
             return
         device, backend = held[0].use.device, self.backend
         shares = [Share(n, None, (Loan(each.host, device, True),)) for n, each in enumerate(held)]
-        window = Window(shares, device, self.arena.span)
+        window = Window(shares, device, self.arena)
         with backend.at_home():
             memory = backend.allocate(window.nbytes)
             backend.wait(IN, backend.record(COMPUTE))  # whoever had the memory before

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Optional
 
 import torch
 from torch import Tensor
 
-from .arena import PADDED_TO
+from .arena import PADDED_TO, Arena
 from .backend import IN, OUT, Backend
 
 # Where tensors begin on the device, in bytes, as its own allocator has it.
@@ -59,20 +59,15 @@ class Window:
     Args:
         shares: of them.
         device: which.
-        span: see `Arena.span`.
+        arena: where the state lies that they lend.
     """
 
-    def __init__(
-        self,
-        shares: Sequence[Share],
-        device: torch.device,
-        span: Callable[[int, int], Optional[Tensor]],
-    ):
+    def __init__(self, shares: Sequence[Share], device: torch.device, arena: Arena):
         self.shares = shares
         self.device = device
         self.copies: list[Copy] = []
         self.nbytes = 0  # on the device
-        self._span = span
+        self._arena = arena
         self._last: Any = None  # what the last copy ends with
         loans = [loan for share in shares for loan in share.loans]
         places: dict[int, int] = {}  # by id of a loan
@@ -109,23 +104,22 @@ class Window:
 
     def _place(self, loan: Loan) -> int:
         """Appends a tensor; where it begins."""
-        parts = [part.view(torch.uint8) for part in intervals(loan.host)]
-        if not parts:
-            return self.nbytes
-        begin = self._join(parts[0], loan.written)
-        if begin is None:
-            # As far from a boundary as in host memory, so that what is joined to it is, too.
-            begin = self.nbytes = _aligned(self.nbytes) + parts[0].data_ptr() % PADDED_TO
-        else:
-            parts = parts[1:]
-        for part in parts:
-            self.copies.append(Copy(part, self.nbytes, loan.written))
-            self.nbytes += part.numel()
+        begin = self.nbytes
+        for number, interval in enumerate(intervals(loan.host)):
+            part = interval.view(torch.uint8)
+            copy = Copy(part, self.nbytes, loan.written)
+            if number == 0:
+                # As far from a boundary as in host memory, so that what is joined to it is, too.
+                place = _aligned(self.nbytes) + part.data_ptr() % PADDED_TO
+                copy = self._join(part, loan.written) or copy._replace(place=place)
+                begin = copy.place + copy.host.numel() - part.numel()
+            self.copies.append(copy)
+            self.nbytes = copy.place + copy.host.numel()
             self._last = part
         return begin
 
-    def _join(self, part: Tensor, written: bool) -> Optional[int]:
-        """Takes a neighbour of the last copy into it; where it begins, or None."""
+    def _join(self, part: Tensor, written: bool) -> Optional[Copy]:
+        """Takes the last copy away, and gives it together with its neighbour, if this is one."""
         if not self.copies or self.copies[-1].written != written:
             return None
         last, place, _ = self.copies[-1]
@@ -133,13 +127,11 @@ class Window:
         # Between them there must be nothing but padding, or the copy back would write over it.
         if gap != 0 and not (0 < gap < PADDED_TO and _are_ends(self._last, part)):
             return None
-        both = self._span(last.data_ptr(), last.numel() + gap + part.numel())
+        both = self._arena.span(last.data_ptr(), last.numel() + gap + part.numel())
         if both is None:
             return None
-        self.copies[-1] = Copy(both, place, written)
-        self.nbytes = place + both.numel()
-        self._last = part
-        return self.nbytes - part.numel()
+        del self.copies[-1]
+        return Copy(both, place, written)
 
 
 def _aligned(nbytes: int) -> int:
