@@ -156,11 +156,7 @@ class Conveyor:
         self._bring()
 
     def lend(self, window: Window) -> list[tuple[Tensor, ...]]:
-        """The tensors of each share on the device, until the window is given back.
-
-        Raises:
-            RuntimeError: another window's turn it is.
-        """
+        """The tensors of each share on the device, until the window is given back."""
         turn = self._next()
         if turn is None or turn.window is not window:
             raise RuntimeError("windows must be used in the order in which they were announced")

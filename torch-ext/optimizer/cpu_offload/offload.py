@@ -245,8 +245,7 @@ class CPUOffload:
         """What carries the host's state through a step, but for what is on its device already.
 
         Args:
-            plan, use: the very same, and equal, for steps that use the same state in the same
-                order.
+            plan, use: the very same, and equal, for steps that use the same state in one order.
             once: what is carried is not all state, so it may be another next time.
         """
         for each in self._devices.values():
