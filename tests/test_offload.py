@@ -425,8 +425,12 @@ def test_slots_are_5_percent_of_the_state_but_not_below_512_MiB(monkeypatch):
     assert 0.7 * share < backend.peak_bytes <= share
 
 
+def arenas_of(optim: Any) -> list[Any]:
+    return [device.arena for device in optim._offload._devices.values()]
+
+
 def host_bytes(optim: Any) -> int:
-    return optim._offload._arenas.nbytes
+    return sum(arena.nbytes for arena in arenas_of(optim))
 
 
 LAYER = ((192, 192), (48, 192), (48, 192), (192, 192), (512, 192), (512, 192), (192, 512))
@@ -445,9 +449,9 @@ def test_host_memory_is_the_states_within_2_percent_and_goes_with_offload(early)
     state = sum(t.nbytes for t in tensors_of_known(optim))
     optim.load_state_dict(copy.deepcopy(optim.state_dict()))
     assert state <= host_bytes(optim) <= 1.02 * state
-    arenas = optim._offload._arenas
+    arenas = arenas_of(optim)
     optim.turn_off_cpu_offload()
-    assert arenas.nbytes == 0
+    assert arenas and not any(arena.nbytes for arena in arenas)
 
 
 def tensors_of_known(optim: Any) -> list[torch.Tensor]:
@@ -865,7 +869,7 @@ def load_what_is_reloaded(pair: Pair) -> None:
 def turn_off_what_is_reloaded(pair: Pair) -> None:
     pair.step()
     pair.ours.reload_untagged()
-    backend = pair.ours._offload._backends.stand_in
+    backend = pair.ours._offload._stand_in
     pair.ours.turn_off_cpu_offload()
     pair.step()
     pair.ours.turn_on_cpu_offload(backend=backend)
@@ -922,7 +926,7 @@ def test_nothing_races(scenario):
 
 # Where a wait does nothing that others don't do: behind the first of several that follow each
 # other without arithmetic between.
-OFTEN_TWICE = ("Visits._write_back", "Visits.wait_for_leaving", "Visits.wait_reload")
+OFTEN_TWICE = ("Device._write_back", "Device.wait_for_leaving", "Device.wait_reload")
 
 
 def sites_that_race_without(scenario: str) -> set[str]:
@@ -939,9 +943,9 @@ def test_no_wait_can_be_left_out():
     for scenario in ("stream", "bulk", "backward", "stream what is on its way back"):
         missed |= sites_that_race_without(scenario)
     methods = {
-        *("Visits.reload", "Visits.wait_reload", "Visits.offload"),
-        *("Visits._write_back", "Visits.wait_for_leaving"),
-        *("Conveyor.__init__", "Conveyor.lend", "Conveyor.give_back"),
+        *("Device.reload", "Device.wait_reload", "Device.offload"),
+        *("Device._write_back", "Device.wait_for_leaving"),
+        *("Conveyor.start", "Conveyor.lend", "Conveyor.give_back"),
         *("Conveyor._room", "Conveyor.end"),
     }
     assert missed == methods

@@ -141,7 +141,6 @@ def test_a_span_is_the_memory_of_several_tensors_and_keeps_it_alive():
         span[128] = 9
         assert tensors[1][0] == 9
         assert memory.span(start + 99, 2).tolist() == [1, 0]
-        assert memory.span(start, 0).shape == (0,)
         del tensors, tensor
         gc.collect()
         assert memory.nbytes > 0 and span[0] == 1
@@ -150,21 +149,19 @@ def test_a_span_is_the_memory_of_several_tensors_and_keeps_it_alive():
         assert memory.nbytes == 0
 
 
-def test_a_span_outside_of_one_segment_is_an_error(monkeypatch):
+def test_there_is_no_span_outside_of_one_segment(monkeypatch):
     monkeypatch.setattr(arena, "SEGMENT_BYTES", 4096)
     memory = registering(Driver())
     first, second = memory.allocate([4096, 4096])
     low, high = sorted((first.data_ptr(), second.data_ptr()))
-    wrong = [(low - 1, 2), (high, 4097), (high + 4096, 1), (low, high + 1 - low), (low, -1)]
+    wrong = [(low - 1, 2), (high, 4097), (high + 4096, 1), (low, high + 1 - low)]
     for address, nbytes in wrong:
-        with pytest.raises(ValueError, match="not within one segment"):
-            memory.span(address, nbytes)
+        assert memory.span(address, nbytes) is None
     assert memory.span(low, 4096).numel() == memory.span(high, 4096).numel() == 4096
     address = first.data_ptr()
     del first
     gc.collect()
-    with pytest.raises(ValueError, match="not within one segment"):
-        memory.span(address, 1)
+    assert memory.span(address, 1) is None
 
 
 @pytest.mark.parametrize("state", STATES)

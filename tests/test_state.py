@@ -36,7 +36,9 @@ from kernel import optimizer
 from ranks import run_ranks
 
 Muon = optimizer.Muon
-Spec, make, place, zeros = (getattr(optimizer.state, n) for n in ("Spec", "make", "place", "zeros"))
+Spec, place, zeros = (getattr(optimizer.state, n) for n in ("Spec", "place", "zeros"))
+with_local = optimizer.distributed.utils.with_local
+META = torch.device("meta")
 GROUP_OPTIONS = optimizer.muon.GROUP_OPTIONS
 EXPLICIT = [(2.0, -1.5, 0.5), (1.875, -1.25, 0.375), (1.5, -0.5, 0.0)]
 
@@ -353,7 +355,7 @@ def check_state_of_parts(param: nn.Parameter) -> None:
         assert state.to_local().stride() == like.to_local().stride()
         assert not state.to_local().any()
     held = param.to_local().detach().double()
-    made = make(spec, held)
+    made = with_local(zeros(spec, META), held)
     other = DTensor.from_local(
         held,
         param.device_mesh,
@@ -376,7 +378,7 @@ def state_beside_another_device() -> None:
     rows = torch.arange(6.0).view(2, 3)
     layout = mesh, (Shard(0),)
     spec = Spec(torch.Size([4, 3]), (3, 1), rows.dtype, layout, (2, 3), (3, 1), rows.device)
-    made = make(spec, rows)
+    made = with_local(zeros(spec, META), rows)
     narrow = place(made, torch.bfloat16, rows.device)
     assert place(made, rows.dtype, rows.device) is made
     for state, dtype in ((made, torch.float32), (narrow, torch.bfloat16), (zeros(spec), None)):

@@ -905,7 +905,6 @@ class Muon(torch.optim.Optimizer):
 
     def wait_reload(self) -> None:
         """Makes the current stream wait for all that is being reloaded; ``step()`` does it, too."""
-        self._offload.sweep()
         self._offload.wait_reload()
 
     @torch.inference_mode(False)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
+from itertools import compress
 from typing import Optional, TypeVar
 
 from torch import Tensor
@@ -27,28 +28,25 @@ class Rows:
         """
         if lent is None:
             return self
-        return replace(self, **{key: self._column(number, lent) for number, key in self._keys()})
+        columns = {}
+        for number, (key, column) in enumerate(vars(self).items()):
+            if column is not None:
+                columns[key] = [
+                    tensors[number]
+                    if number < len(tensors)
+                    else narrow(column[share.row], share.piece)
+                    for share, tensors in lent
+                ]
+        return replace(self, **columns)
 
     def only(self: AnyRows, present: list[bool]) -> AnyRows:
         """The rows that are present."""
-        columns = {key: getattr(self, key) for _, key in self._keys()}
-        chosen = {
-            key: None if column is None else [row for row, there in zip(column, present) if there]
-            for key, column in columns.items()
+        columns = {
+            key: list(compress(column, present))
+            for key, column in vars(self).items()
+            if column is not None
         }
-        return replace(self, **chosen)
-
-    def _keys(self) -> list[tuple[int, str]]:
-        return [(number, field.name) for number, field in enumerate(fields(self))]
-
-    def _column(self, number: int, lent: Lent) -> Optional[list]:
-        column = getattr(self, fields(self)[number].name)
-        if column is None:
-            return None
-        return [
-            tensors[number] if number < len(tensors) else narrow(column[share.row], share.piece)
-            for share, tensors in lent
-        ]
+        return replace(self, **columns)
 
 
 @dataclass

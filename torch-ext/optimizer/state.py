@@ -22,25 +22,15 @@ OWN_DTYPE = ("momentum_buffer", "second_momentum_buffer")
 
 @dataclass(frozen=True)
 class Spec:
-    """One tensor of state, of which this rank holds a part that fills its memory densely.
-
-    Args:
-        shape: of the whole tensor.
-        stride: of the whole tensor.
-        dtype: of its elements.
-        layout: mesh and placements of a DTensor; None for a plain tensor.
-        held_shape: of this rank's part.
-        held_stride: of this rank's part.
-        device: of the parameter's local tensor.
-    """
+    """One tensor of state, of which this rank holds a part that fills its memory densely."""
 
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
-    layout: Optional[tuple]
-    held_shape: tuple[int, ...]
+    layout: Optional[tuple]  # mesh and placements of a DTensor; None for a plain tensor
+    held_shape: tuple[int, ...]  # of this rank's part
     held_stride: tuple[int, ...]
-    device: torch.device
+    device: torch.device  # of the parameter's local tensor
 
 
 def keys_of(group: Group) -> tuple[str, ...]:
@@ -116,24 +106,19 @@ def _dense_stride(tensor: Tensor) -> tuple[int, ...]:
     return torch.empty_like(like, memory_format=torch.preserve_format).stride()
 
 
-def make(spec: Spec, held: Tensor) -> Tensor:
-    """The tensor of state whose part this rank holds: the part itself, or a DTensor of it.
+def zeros(spec: Spec, device: Optional[torch.device] = None) -> Tensor:
+    """State as it begins, all zeros; only this rank's part is allocated.
 
     Args:
         spec: of the state.
-        held: of ``spec.held_shape`` and ``spec.dtype``.
+        device: by default the parameter's.
     """
+    held = torch.empty_strided(
+        spec.held_shape, spec.held_stride, dtype=spec.dtype, device=device or spec.device
+    ).zero_()
     if spec.layout is None:
         return held
     return dtensors.dtensor_of(held, spec.layout, spec.shape, spec.stride)
-
-
-def zeros(spec: Spec) -> Tensor:
-    """State as it begins, all zeros; only this rank's part is allocated."""
-    held = torch.empty_strided(
-        spec.held_shape, spec.held_stride, dtype=spec.dtype, device=spec.device
-    )
-    return make(spec, held.zero_())
 
 
 def place(value: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:

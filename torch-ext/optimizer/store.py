@@ -17,6 +17,7 @@ from .options import Group, OptimizerWide
 from .state import KEYS, Spec, keys_of, place, specs_of, zeros
 
 State = MutableMapping[Any, dict[str, Any]]  # of an optimizer
+META = torch.device("meta")
 
 
 class StateStore:
@@ -72,8 +73,7 @@ class StateStore:
             entries: of each group, its Muon parameters; none for AdamW's.
             wide: says which replicas divide state.
         """
-        missing: list[tuple[dict[str, Tensor], str, Spec]] = []
-        on_host: list[tuple[dict[str, Tensor], str, Spec, Use]] = []
+        missing: list[tuple[dict[str, Tensor], str, Spec, Optional[Use]]] = []
         for group, of_group in zip(groups, entries):
             keys = keys_of(group)
             for index, param in enumerate(group.params):
@@ -90,13 +90,14 @@ class StateStore:
                 if absent:
                     specs = specs_of(param, of_group[index] if of_group else None, group, wide)
                     use = self._offload.use_of(param, group.use_muon)
-                    if use is None:
-                        missing += [(own, key, specs[key]) for key in absent]
-                    else:
-                        on_host += [(own, key, specs[key], use) for key in absent]
-        for own, key, spec in missing:
-            own[key] = zeros(spec)
-        self._offload.create(on_host)
+                    missing += [(own, key, specs[key], use) for key in absent]
+        on_host: list[tuple[dict[str, Tensor], str, Tensor, Use]] = []
+        for own, key, spec, use in missing:
+            if use is None:
+                own[key] = zeros(spec)
+            else:
+                on_host.append((own, key, zeros(spec, META), use))
+        self._offload.take(on_host)
         self._offload.hold(state, ((p, g.use_muon) for g in groups for p in g.params))
 
     def _convert(self, own: dict[str, Tensor], key: str, dtype: Optional[torch.dtype]) -> None:

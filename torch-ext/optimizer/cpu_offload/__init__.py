@@ -2,10 +2,10 @@
 
 from .backend import Backend
 from .carrier import Carrier, Lent
+from .device import Use
 from .hooks import Hooks
 from .offload import CPUOffload
-from .visits import Use
-from .windows import Loan, Share, narrow
+from .windows import Loan, narrow
 
 __all__ = [
     "Backend",
@@ -14,7 +14,6 @@ __all__ = [
     "Hooks",
     "Lent",
     "Loan",
-    "Share",
     "Use",
     "narrow",
 ]

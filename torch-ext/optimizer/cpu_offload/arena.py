@@ -12,24 +12,19 @@ holds none: a segment's memory goes when the last of its tensors does.
 from __future__ import annotations
 
 import ctypes
-import math
 import mmap
 import os
 import warnings
 import weakref
 from bisect import bisect_right
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Optional
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from .backend import Backends
 
 # Where tensors begin, in bytes, as torch aligns them; what lies between two neighbours is nobody's.
 PADDED_TO = 64
@@ -61,8 +56,8 @@ class Arena:
         self,
         device: torch.device,
         register: Optional[Callable[[int, int], None]] = None,
-        unregister: Optional[Callable[[int], None]] = None,
-        drain: Optional[Callable[[], None]] = None,
+        unregister: Callable[[int], None] = lambda address: None,
+        drain: Callable[[], None] = lambda: None,
     ):
         self.device = device
         if register is None and device.type == "cuda":
@@ -70,23 +65,19 @@ class Arena:
         self._register, self._unregister = register, unregister
         self._drain = drain
         self._pins = register is None and device.type != "cpu"
-        # Segments alive and their bytes, by address.
-        self._segments: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self._segments: dict[int, weakref.ref[Any]] = {}  # alive, by address
 
     @property
     def nbytes(self) -> int:
         """Bytes of the segments alive: what the arena takes from the host now."""
-        return sum(nbytes for _, nbytes in list(self._segments.values()))
+        alive = (reference() for reference in list(self._segments.values()))
+        return sum(len(segment) for segment in alive if segment is not None)
 
     def allocate(self, nbytes: Sequence[int]) -> list[Tensor]:
-        """Zeroed bytes, one tensor with a storage of its own for each, neighbours in memory.
+        """Zeroed uint8 tensors of shape ``(nbytes[i],)``, each with a storage of its own.
 
-        Args:
-            nbytes: of each tensor. Those that share a segment lie in this order, `PADDED_TO` bytes
-                aligned, without other gaps; empty ones have no memory.
-
-        Returns:
-            uint8 tensors of shape ``(nbytes[i],)``.
+        Those that share a segment lie in this order, `PADDED_TO` bytes aligned, without other gaps;
+        empty ones have no memory.
         """
         ends = [0, *accumulate(-(-n // PADDED_TO) * PADDED_TO for n in nbytes)]
         tensors = []
@@ -96,32 +87,20 @@ class Arena:
                 tensors.append(_window(segment, ends[index] - ends[first], nbytes[index]))
         return tensors
 
-    def span(self, address: int, nbytes: int) -> Tensor:
-        """The bytes of an interval that may go over several of the arena's tensors.
-
-        Args:
-            address: where it begins, as by ``data_ptr()``.
-            nbytes: its length; the gaps that align tensors count.
-
-        Returns:
-            A uint8 tensor of shape ``(nbytes,)`` over the memory itself, which it keeps alive.
-
-        Raises:
-            ValueError: where the interval isn't within one segment that is alive.
-        """
-        if nbytes == 0:
-            return _window(None, 0, 0)
-        for start, (reference, size) in list(self._segments.items()):
-            if nbytes > 0 and start <= address and address + nbytes <= start + size:
-                segment = reference()
-                if segment is not None:
-                    return _window(segment, address - start, nbytes)
-        raise ValueError(f"{nbytes} bytes at {address:#x} are not within one segment of the arena")
+    def span(self, address: int, nbytes: int) -> Optional[Tensor]:
+        """The bytes of an interval, at least one, that may go over several of the arena's tensors
+        and the gaps between: a uint8 tensor of shape ``(nbytes,)``, which keeps the memory alive.
+        None where the interval isn't within one segment that is alive."""
+        for start, reference in list(self._segments.items()):
+            segment = reference()
+            if segment is not None and start <= address <= start + len(segment) - nbytes:
+                return _window(segment, address - start, nbytes)
+        return None
 
     def _segment(self, nbytes: int) -> Any:
         """A buffer over new zeroed memory, page-locked if possible, which it holds."""
         memory: Optional[Tensor] = None
-        undo: Optional[Callable[[int], None]] = None
+        undo = [self._drain]
         try:
             if self._register is not None:
                 # Whole pages: registrations that share one fail. And shared, mmap's default: of
@@ -130,7 +109,7 @@ class Arena:
                 nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
                 memory = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
                 self._register(memory.data_ptr(), nbytes)
-                undo = self._unregister
+                undo.append(partial(self._unregister, memory.data_ptr()))
             elif self._pins:
                 memory = torch.zeros(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         except RuntimeError as error:
@@ -147,9 +126,8 @@ class Arena:
         address = memory.data_ptr()
         segment: Any = (ctypes.c_ubyte * nbytes).from_address(address)
         segment.memory = memory
-        self._segments[address] = (weakref.ref(segment), nbytes)
-        held = (self._segments, address, undo, self._drain, os.getpid())
-        finalizer = weakref.finalize(segment, _forget, *held)
+        self._segments[address] = weakref.ref(segment)
+        finalizer = weakref.finalize(segment, _forget, self._segments, address, undo, os.getpid())
         finalizer.atexit = False  # the driver may be gone by then, and tensors still in use
         return segment
 
@@ -197,63 +175,14 @@ def _window(segment: Any, offset: int, nbytes: int) -> Tensor:
     return torch.frombuffer(segment, dtype=torch.uint8, count=nbytes, offset=offset)
 
 
-class Arenas:
-    """The arenas of an optimizer's devices.
-
-    Args:
-        backends: of the devices.
-    """
-
-    def __init__(self, backends: Backends):
-        self._backends = backends
-        self._arenas: dict[torch.device, Arena] = {}
-
-    def allocate(
-        self, wanted: Sequence[tuple[Sequence[int], Sequence[int], torch.dtype, torch.device]]
-    ) -> list[Tensor]:
-        """Zeros in host memory, by shape, stride, dtype, and the device for which they are."""
-        by_device: dict[torch.device, list[int]] = defaultdict(list)
-        for number, (*_, device) in enumerate(wanted):
-            by_device[device].append(number)
-        allocated: dict[int, Tensor] = {}
-        for device, numbers in by_device.items():
-            sizes = [math.prod(wanted[n][0]) * wanted[n][2].itemsize for n in numbers]
-            if device not in self._arenas:
-                backend = self._backends[device]
-                self._arenas[device] = Arena(backend.device, drain=backend.drain)
-            for number, memory in zip(numbers, self._arenas[device].allocate(sizes)):
-                shape, stride, dtype, _ = wanted[number]
-                allocated[number] = memory.view(dtype).as_strided(tuple(shape), tuple(stride))
-        return [allocated[number] for number in range(len(wanted))]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that all arenas take from the host now."""
-        return sum(arena.nbytes for arena in self._arenas.values())
-
-    def joined(self, address: int, nbytes: int) -> Optional[Tensor]:
-        """The bytes of an interval; None where no segment holds all of it."""
-        for arena in self._arenas.values():
-            with suppress(ValueError):
-                return arena.span(address, nbytes)
-        return None
-
-
 def _forget(
-    segments: dict[int, tuple[weakref.ref[Any], int]],
-    address: int,
-    unregister: Optional[Callable[[int], None]],
-    drain: Optional[Callable[[], None]],
-    process: int,
+    segments: dict[int, Any], address: int, undo: Sequence[Callable[[], None]], process: int
 ) -> None:
-    """Undoes a segment's registration; runs when the segment dies, before its memory goes."""
+    """Runs when a segment dies, before its memory goes."""
     segments.pop(address, None)
-    if os.getpid() != process:  # a fork has the memory, but no driver that works
-        return
-    if drain is not None:
-        drain()
-    if unregister is not None:
-        unregister(address)
+    if os.getpid() == process:  # a fork has the memory, but no driver that works
+        for each in undo:
+            each()
 
 
 def _register(device: torch.device, address: int, nbytes: int) -> None:

@@ -24,14 +24,13 @@ from torch import Tensor
 COMPUTE, IN, OUT = "compute", "in", "out"
 NAN_BYTE = 0xFF  # in every byte of a floating-point number makes it NaN
 
+Todo = queue.SimpleQueue[Optional[Callable[[], Any]]]  # None is the end
+
 
 class Backend:
-    """What moving state needs of a device: an accelerator's streams.
+    """What moving state needs of the device where it is used: an accelerator's streams.
 
     The copies' own two are made when first needed.
-
-    Args:
-        device: where state is used.
     """
 
     hosts_parameters = False  # whether parameters on a CPU pass for what an accelerator computes
@@ -98,22 +97,6 @@ class Backend:
         """Forgets copies that have failed, whose tensors nobody uses any more."""
 
 
-class Backends(dict[torch.device, Backend]):
-    """The backends of devices, made when first asked for.
-
-    Args:
-        stand_in: is that of all of them, if given.
-    """
-
-    def __init__(self, stand_in: Optional[Backend] = None):
-        super().__init__()
-        self.stand_in = stand_in
-
-    def __missing__(self, device: torch.device) -> Backend:
-        self[device] = self.stand_in or Backend(device)
-        return self[device]
-
-
 class Host(Backend):
     """The same in host memory: two threads copy, each in the order of its queue.
 
@@ -135,8 +118,15 @@ class Host(Backend):
         super().__init__(torch.device("cpu"))
         self.hosts_parameters = hosts_parameters
         self._delay = delay
-        self._seed = seed
-        self._workers: dict[str, _Worker] = {}
+        self._random = {on: random.Random(f"{on}{seed}") for on in (IN, OUT)}
+        self._errors: list[BaseException] = []
+        self._queues: dict[str, Todo] = {on: queue.SimpleQueue() for on in (IN, OUT)}
+        for on, todo in self._queues.items():
+            # The thread knows its queue and the errors, not the backend, which it would keep alive.
+            arguments = (todo, self._errors)
+            name = f"offload-{on}"
+            threading.Thread(target=_work, args=arguments, name=name, daemon=True).start()
+            weakref.finalize(self, todo.put, None).atexit = False
         self.allocated_bytes = 0  # on the "device", now
         self.peak_bytes = 0  # at most so far
 
@@ -152,17 +142,12 @@ class Host(Backend):
         self.allocated_bytes -= memory.numel()
         memory.fill_(NAN_BYTE)
 
-    def _worker(self, on: str) -> _Worker:
-        if on not in self._workers:
-            self._workers[on] = _Worker(on, f"{on}{self._seed}")
-        return self._workers[on]
-
     def record(self, on: str) -> threading.Event:
         event = threading.Event()
         if on == COMPUTE:
             event.set()  # the calling thread has done everything before it
         else:
-            self._worker(on).put(event.set)
+            self._queues[on].put(event.set)
         return event
 
     def wait(self, on: str, event: threading.Event) -> None:
@@ -170,14 +155,14 @@ class Host(Backend):
             self.synchronize(event)
         else:
             self._check()
-            self._worker(on).put(event.wait)
+            self._queues[on].put(event.wait)
 
     def copy(self, on: str, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-        worker = self._worker(on)
+        todo = self._queues[on]
         for target, source in zip(targets, sources):
             if self._delay:
-                worker.put(partial(time.sleep, worker.random.uniform(0.0, self._delay)))
-            worker.put(partial(target.copy_, source))
+                todo.put(partial(time.sleep, self._random[on].uniform(0.0, self._delay)))
+            todo.put(partial(target.copy_, source))
 
     def has_come(self, event: threading.Event) -> bool:
         return event.is_set()
@@ -187,32 +172,19 @@ class Host(Backend):
         self._check()
 
     def _check(self) -> None:
-        for worker in self._workers.values():
-            if worker.errors:
-                raise RuntimeError("a copy failed") from worker.errors[0]
+        if self._errors:
+            raise RuntimeError("a copy failed") from self._errors[0]
 
     def recover(self) -> None:
-        for on in list(self._workers):
-            self.record(on).wait()
-            self._worker(on).errors.clear()
+        for todo in self._queues.values():
+            done = threading.Event()
+            todo.put(done.set)
+            done.wait()
+        self._errors.clear()
 
 
-class _Worker:
-    """A thread that does one thing after the other; it ends when nobody has the worker anymore."""
-
-    def __init__(self, name: str, seed: str):
-        self.random = random.Random(seed)
-        self.errors: list[BaseException] = []
-        todo: queue.SimpleQueue[Optional[Callable[[], Any]]] = queue.SimpleQueue()
-        self.put = todo.put
-        # The thread knows its list and its errors, not the worker, which it would keep alive.
-        arguments = (todo, self.errors)
-        thread = threading.Thread(target=_run, args=arguments, name=f"offload-{name}", daemon=True)
-        thread.start()
-        weakref.finalize(self, todo.put, None).atexit = False
-
-
-def _run(todo: queue.SimpleQueue[Optional[Callable[[], Any]]], errors: list[BaseException]) -> None:
+def _work(todo: Todo, errors: list[BaseException]) -> None:
+    """Does one thing after the other, until it is told None."""
     for do in iter(todo.get, None):
         try:
             do()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable
 from typing import Any, Optional
@@ -24,22 +23,17 @@ class Hooks:
 
     def __init__(self, optimizer: Any, model: Optional[nn.Module]):
         self._optimizer = weakref.ref(optimizer)
-        self._lock = threading.Lock()  # autograd has a thread for each device
         # By id, with the parameter: were it let go of, another one could get its id, and no hook.
         self._hooked: dict[int, tuple[Tensor, Any]] = {}
         held = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        modules = (
-            []
-            if model is None
-            else [
-                module
-                for module in model.modules()
-                if any(id(param) in held for param in module.parameters(recurse=False))
-            ]
-        )
+        modules = [
+            module
+            for module in (model.modules() if model is not None else ())
+            if any(id(param) in held for param in module.parameters(recurse=False))
+        ]
         if model is not None and not modules:
             raise ValueError("model has none of this optimizer's parameters")
-        hook = _Hook(self._optimizer, _let_go)
+        hook = _Hook(self._optimizer, _sweep)
         handles = [module.register_forward_pre_hook(hook) for module in modules]
         self.remove = weakref.finalize(optimizer, _remove, handles, self._hooked)
         self.hook_params()
@@ -52,8 +46,8 @@ class Hooks:
         wanted = {id(p): p for p in params if p.requires_grad and p.is_leaf}
         for key in self._hooked.keys() - wanted.keys():
             self._hooked.pop(key)[1].remove()
+        hook = _Hook(self._optimizer, _reload)
         for key in wanted.keys() - self._hooked.keys():
-            hook = _Hook(self._optimizer, _bring, self._lock)
             handle = wanted[key].register_post_accumulate_grad_hook(hook)
             self._hooked[key] = (wanted[key], handle)
 
@@ -65,38 +59,29 @@ class _Hook:
     """
 
     def __init__(
-        self,
-        optimizer: Callable[[], Any],
-        function: Callable[..., None],
-        lock: Optional[threading.Lock] = None,
+        self, optimizer: Optional[Callable[[], Any]], function: Callable[[Any, Any], None]
     ):
         self._optimizer = optimizer
         self._function = function
-        self._lock = lock
 
     def __call__(self, hooked: Any, *arguments: Any) -> None:
         if torch.compiler.is_compiling():  # else a graph would depend on how far copies are
             return
-        optimizer = self._optimizer()
+        optimizer = None if self._optimizer is None else self._optimizer()
         if optimizer is not None:
-            self._function(optimizer, hooked, self._lock)
+            self._function(optimizer, hooked)
 
     def __reduce__(self) -> tuple:
-        return _Hook, (_nobody, _let_go)
+        return _Hook, (None, self._function)
 
 
-def _nobody() -> None:
-    return None
-
-
-def _let_go(optimizer: Any, module: nn.Module, lock: Any) -> None:
+def _sweep(optimizer: Any, module: nn.Module) -> None:
     optimizer._offload.sweep()
 
 
-def _bring(optimizer: Any, param: Tensor, lock: threading.Lock) -> None:
+def _reload(optimizer: Any, param: Tensor) -> None:
     if not optimizer.manual_offload:
-        with lock:
-            optimizer._offload.reload(optimizer.state, (param,))
+        optimizer._offload.reload(optimizer.state, (param,))
 
 
 def _remove(handles: list[Any], hooked: dict[int, tuple[Tensor, Any]]) -> None:

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Hashable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, Optional
 
 import torch
 from torch import Tensor, nn
 
 from ..distributed.utils import compute_device, local, with_local
-from ..state import KEYS, Spec, make
-from .arena import Arenas
-from .backend import OUT, Backend, Backends
-from .carrier import Carrier
+from ..state import KEYS
+from .backend import OUT, Backend
+from .carrier import Carrier, Conveyor
+from .device import Device, Held, Use
 from .hooks import Hooks
-from .visits import Held, Use, Visits
 from .windows import Loan, dense_stride
 
 # How state comes to a step: carried through it, all at once before it, or under the backward.
@@ -44,17 +43,18 @@ class CPUOffload:
         self.manual = False
         self.hooks: Optional[Hooks] = None
         self.tags: dict[Tensor, Hashable] = {}
+        self._stand_in: Optional[Backend] = None  # for the devices' own backends
+        self._devices: dict[torch.device, Device] = {}
         self._held: dict[int, Held] = {}  # by id of the tensor in the state
-        self._begin(None)
         self._carrier: Optional[Carrier] = None  # of the last step
         self._plan: object = None  # of it
         self._used: tuple = ()
+        self._lock = threading.Lock()  # autograd, whose hooks reload, has a thread for each device
 
-    def _begin(self, stand_in: Optional[Backend]) -> None:
-        """Anew, with the devices' own backends or another one."""
-        self._backends = Backends(stand_in)
-        self._arenas = Arenas(self._backends)
-        self._visits = Visits(self._backends, self._arenas.joined)
+    def _device(self, device: torch.device) -> Device:
+        if device not in self._devices:
+            self._devices[device] = Device(self._stand_in or Backend(device))
+        return self._devices[device]
 
     def __getstate__(self) -> dict[str, Any]:
         """The settings: memory, streams and a stand-in belong to one process."""
@@ -85,60 +85,49 @@ class CPUOffload:
                 f"backend must be None or a cpu_offload.backend.Host, found {stand_in!r}"
             )
         hooks = Hooks(optimizer, model) if mode == "backward" else None
-        self._unhook()
+        if self.hooks is not None:
+            self.hooks.remove()
         self.hooks = hooks
         self.is_on, self.mode, self.slot_bytes = True, mode, slot_bytes
         self._carrier = None
-        if stand_in is not None and stand_in is not self._backends.stand_in:
+        if stand_in is not None and stand_in is not self._stand_in:
             self.end_visits()
-            self._begin(stand_in)
+            self._stand_in, self._devices = stand_in, {}
         params = ((p, g["use_muon"]) for g in optimizer.param_groups for p in g["params"])
         self.hold(optimizer.state, params)
 
     def turn_off(self, state: State) -> None:
         """Brings all state back to where its parameters are."""
-        self._unhook()
-        self.end_visits()
-        self.is_on = False
-        self._begin(None)
-        for param, own in state.items():  # also of those that have left the groups
-            is_state = isinstance(param, Tensor)  # else the user's own
-            if is_state and self.use_of(param, "momentum_buffer" in own) is None:
-                self.release(own)
-
-    def _unhook(self) -> None:
         if self.hooks is not None:
             self.hooks.remove()
-        self.hooks = None
+        self.hooks, self.is_on = None, False
+        self.end_visits()
+        self._stand_in, self._devices, self._carrier = None, {}, None
+        for param, own in state.items():  # also of those that have left the groups
+            if not isinstance(param, Tensor):  # the user's own
+                continue
+            if self.use_of(param, "momentum_buffer" in own) is not None:
+                continue
+            for key, tensor in own.items():
+                held = self._held.pop(id(tensor), None)
+                if held is not None:
+                    own[key] = with_local(tensor, held.host.to(held.use.device, copy=True))
 
     def tag(self, tags: Mapping[Any, Hashable], params: Mapping[Any, Tensor]) -> None:
-        """Sorts parameters into groups to be reloaded; None as a tag is none.
-
-        Args:
-            tags: by parameter or name.
-            params: of the optimizer, by id and by name.
-
-        Raises:
-            ValueError: something that is no parameter of the optimizer.
-        """
+        """See `Muon.set_param_tags`; ``params`` are the optimizer's, by id and by name."""
         found: dict[Tensor, Hashable] = {}
         for key, tag in tags.items():
             param = params.get(key if isinstance(key, str) else id(key))
             if param is None:
-                what = (
-                    repr(key) if isinstance(key, str) else f"a tensor of shape {tuple(key.shape)}"
-                )
+                is_name = isinstance(key, str)
+                what = repr(key) if is_name else f"a tensor of shape {tuple(key.shape)}"
                 raise ValueError(f"{what} is no parameter of this optimizer, so it can't be tagged")
             if tag is not None:
                 found[param] = tag
         self.tags = found
 
     def tagged(self, tag: Hashable) -> list[Tensor]:
-        """The parameters with a tag.
-
-        Raises:
-            ValueError: there are none.
-        """
+        """The parameters with a tag; a ValueError where there are none."""
         if not self.tags:
             raise ValueError(
                 f"no parameter has a tag, so none has {tag!r}: call set_param_tags first"
@@ -153,8 +142,8 @@ class CPUOffload:
 
     def hosts(self, param: Tensor) -> bool:
         """Whether a parameter of Muon's and its gradient are in host memory, but not their use."""
-        if self._backends.stand_in is not None and param.device.type == "cpu":
-            return self._backends.stand_in.hosts_parameters
+        if self._stand_in is not None and param.device.type == "cpu":
+            return self._stand_in.hosts_parameters
         return param.device != compute_device(param)
 
     def use_of(self, param: Tensor, is_muon: bool) -> Optional[Use]:
@@ -166,18 +155,13 @@ class CPUOffload:
             return Use(compute_device(param), may_stay=False) if is_muon else None
         if not self.is_on:
             return None
-        is_used = self._backends.stand_in is not None or param.device.type in DEVICE_TYPES
+        is_used = self._stand_in is not None or param.device.type in DEVICE_TYPES
         return Use(param.device, may_stay=True) if is_used else None
 
     def home_of(self, param: Tensor, is_muon: bool) -> torch.device:
         """The device on which a parameter's state lives."""
         is_held = self.use_of(param, is_muon) is not None
         return torch.device("cpu") if is_held else local(param).device
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of state on the host."""
-        return sum(held.host.nbytes for held in self._held.values())
 
     @property
     def is_used(self) -> bool:
@@ -187,14 +171,6 @@ class CPUOffload:
     def holds(self, tensor: Tensor) -> bool:
         return id(tensor) in self._held
 
-    def create(self, missing: Sequence[tuple[OwnState, str, Spec, Use]]) -> None:
-        """Makes zeros in host memory: for a parameter's state, which key, what it is like, and how
-        it is used."""
-        wanted = [(s.held_shape, s.held_stride, s.dtype, use.device) for _, _, s, use in missing]
-        for (own, key, spec, use), host in zip(missing, self._arenas.allocate(wanted)):
-            own[key] = make(spec, host)
-            self._hold(own[key], host, use)
-
     def uses_host(self, params: Params) -> bool:
         """Whether there is state of these to offload, now or after the first step."""
         return any(self.use_of(param, is_muon) is not None for param, is_muon in params)
@@ -202,7 +178,7 @@ class CPUOffload:
     def hold(self, state: State, params: Params) -> None:
         """Takes all state of parameters into host memory, where it is not yet and belongs."""
         strangers = [
-            (state[param], key, use)
+            (state[param], key, state[param][key], use)
             for param, is_muon in params
             for use in [self.use_of(param, is_muon)]
             if use is not None
@@ -211,56 +187,42 @@ class CPUOffload:
         ]
         if strangers:  # what replaces a tensor makes its copy on the device old
             self.end_visits()
-            self.adopt(strangers)
+            self.take(strangers)
         # Also of parameters that have been swapped out of the groups, and may come back.
-        self.keep_only(state[param][key] for param in state for key in _tensors_of(state, param))
+        kept = {id(state[param][key]) for param in state for key in _tensors_of(state, param)}
+        if len(kept) < len(self._held):
+            self.settle()
+            self._held = {key: held for key, held in self._held.items() if key in kept}
+            self._carrier = None
         if self.hooks is not None:
             self.hooks.hook_params()
 
-    def adopt(self, states: Sequence[tuple[OwnState, str, Use]]) -> None:
-        """Takes tensors into host memory, wherever they are: of a parameter's state, which key, and
-        how it is used."""
-        parts = [local(own[key]) for own, key, _ in states]
-        wanted = [
-            (part.shape, dense_stride(part), part.dtype, use.device)
-            for part, (_, _, use) in zip(parts, states)
-        ]
-        del parts  # each goes when it has been copied
-        for (own, key, use), host in zip(states, self._arenas.allocate(wanted)):
-            host.copy_(local(own[key]))
-            own[key] = with_local(own[key], host)
-            self._hold(own[key], host, use)
+    def take(self, states: Sequence[tuple[OwnState, str, Tensor, Use]]) -> None:
+        """Takes tensors into host memory, wherever they are; those on meta become zeros.
 
-    def _hold(self, tensor: Tensor, host: Tensor, use: Use) -> None:
-        self._held[id(tensor)] = Held(tensor, host, use)
-        self._carrier = None
-
-    def release(self, own: OwnState) -> None:
-        """Puts the host's tensors of a parameter's state to where they are used."""
-        for key, tensor in own.items():
-            held = self._held.pop(id(tensor), None)
-            if held is not None:
-                self._carrier = None
-                like, device = held.host, held.use.device
-                there = torch.empty_strided(
-                    like.shape, like.stride(), dtype=like.dtype, device=device
-                )
-                own[key] = with_local(tensor, there.copy_(like))
+        Of each: the state of its parameter, its key there, itself, and how it is used.
+        """
+        by_device: dict[torch.device, list[tuple[OwnState, str, Tensor, Use]]] = defaultdict(list)
+        for state in states:
+            by_device[state[-1].device].append(state)
+        for device, of_device in by_device.items():
+            sizes = [local(tensor).nbytes for _, _, tensor, _ in of_device]
+            memories = self._device(device).arena.allocate(sizes)
+            for (own, key, tensor, use), memory in zip(of_device, memories):
+                part = local(tensor)
+                host = memory.view(part.dtype).as_strided(part.shape, dense_stride(part))
+                if not part.is_meta:
+                    host.copy_(part)
+                own[key] = with_local(tensor, host)
+                self._held[id(own[key])] = Held(own[key], host, use)
+            self._carrier = None
 
     def forget(self) -> None:
         """Lets go of all memory: what the host has is nobody's any more."""
-        for backend in self._backends.values():
-            backend.recover()
+        for device in self._devices.values():
+            device.backend.recover()
         self.end_visits()
         self._held, self._carrier = {}, None
-
-    def keep_only(self, tensors: Iterable[Tensor]) -> None:
-        """Forgets whatever is not among the tensors of the state any more."""
-        ids = {id(tensor) for tensor in tensors}
-        if len(ids) < len(self._held):
-            self.settle()
-            self._held = {key: held for key, held in self._held.items() if key in ids}
-            self._carrier = None
 
     # -- within a step -------------------------------------------------------------------------
 
@@ -272,12 +234,8 @@ class CPUOffload:
         return held.host if held.here is None else held.here
 
     def loan(self, tensor: Tensor, part: Optional[Tensor] = None) -> list[Loan]:
-        """What has to be carried to use a tensor of the state: it, or nothing.
-
-        Args:
-            tensor: in the state.
-            part: of what is `here`, if not all of it is used.
-        """
+        """What has to be carried to use a tensor of the state, or a part of what is `here` of it:
+        that, or nothing."""
         held = self._held.get(id(tensor))
         if held is None or held.here is not None:
             return []
@@ -287,38 +245,34 @@ class CPUOffload:
         """What carries the host's state through a step, but for what is on its device already.
 
         Args:
-            plan, use: the very same, and equal, for steps that use the same state in the same
-                order.
+            plan, use: the very same, and equal, for steps that use the same state in one order.
             once: what is carried is not all state, so it may be another next time.
         """
+        for each in self._devices.values():
+            each.backend.come_home()
         if self.mode != "stream" and not self.manual:
-            self._visits.reload(self._held.values())
-        for backend in self._backends.values():
-            backend.come_home()
-        self._visits.sweep()
-        self._visits.begin_step()
-        used = (use, self._visits.changes)
+            self._reload(self._held.values())
+        for each in self._devices.values():
+            each.begin_step()
+        used = (use, [key for key, held in self._held.items() if held.here is not None])
         is_same = plan is self._plan and used == self._used
         if self._carrier is None or not self._carrier.is_prepared or not is_same:
             self._carrier, self._plan, self._used = self._new_carrier(), plan, used
         carrier = self._carrier
-        for device in carrier.devices:
-            self._visits.wait_for_leaving(device)
         if once:
             self._carrier = None
         return carrier
 
     def _new_carrier(self) -> Carrier:
-        slots: dict[torch.device, int] = defaultdict(int)
+        sizes: dict[torch.device, int] = defaultdict(int)
         for held in self._held.values():
             if held.here is None:
-                slots[held.use.device] += held.host.nbytes
-        for device, nbytes in slots.items():
-            default = max(int(SLOT_SHARE * nbytes), LEAST_SLOT_BYTES)
-            slots[device] = default if self.slot_bytes is None else self.slot_bytes
-        return Carrier(
-            {device: self._backends[device] for device in slots}, slots, self._arenas.joined
-        )
+                sizes[held.use.device] += held.host.nbytes
+        conveyors = {}
+        for device, nbytes in sizes.items():
+            slot_bytes = self.slot_bytes or max(int(SLOT_SHARE * nbytes), LEAST_SLOT_BYTES)
+            conveyors[device] = Conveyor(self._device(device), slot_bytes)
+        return Carrier(conveyors)
 
     def end_step(self, hosted: Iterable[torch.device]) -> None:
         """Sends back what was reloaded, unless that is the caller's to do.
@@ -328,50 +282,49 @@ class CPUOffload:
                 them next may do so without any stream.
         """
         for device in hosted:
-            backend = self._backends[device]
+            backend = self._device(device).backend
             backend.synchronize(backend.record(OUT))
         if not self.manual:
             self.offload(hidden=self.mode != "bulk")
 
-    # -- on demand -----------------------------------------------------------------------------
+    # -- on demand, on all devices: see the methods of `Device` ----------------------------------
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def reload(self, state: State, params: Iterable[Tensor], streams: Sequence[Any] = ()) -> None:
-        """Starts to bring the state of parameters to their devices; see `Visits.reload`.
+        """Starts to bring the state of parameters to their devices."""
+        with self._lock:
+            tensors = [state[param][key] for param in params for key in _tensors_of(state, param)]
+            held = (self._held.get(id(tensor)) for tensor in tensors)
+            self._reload((each for each in held if each is not None), streams)
 
-        On the stream of the steps, whichever the caller's is: that one gets the memory back.
-        """
-        tensors = [state[param][key] for param in params for key in _tensors_of(state, param)]
-        held = [self._held[key] for key in map(id, tensors) if key in self._held]
-        with self._at_home({each.use.device for each in held}):
-            self._visits.reload(held, streams)
+    def _reload(self, held: Iterable[Held], streams: Sequence[Any] = ()) -> None:
+        self.sweep()
+        by_device: dict[torch.device, list[Held]] = defaultdict(list)
+        for each in held:
+            by_device[each.use.device].append(each)
+        for device, of_device in by_device.items():
+            self._device(device).reload(of_device, streams)
 
     def wait_reload(self) -> None:
-        self._visits.wait_reload()
+        for device in self._devices.values():
+            device.wait_reload()
 
     def offload(self, hidden: bool = True) -> None:
-        with self._at_home(self._backends):
-            self._visits.offload(hidden)
+        for device in self._devices.values():
+            device.offload(hidden)
 
     def sweep(self) -> None:
-        self._visits.sweep()
+        for device in self._devices.values():
+            device.sweep()
 
     def settle(self) -> None:
-        """Makes the host wait until it has the newest of everything."""
-        self._visits.settle()
+        for device in self._devices.values():
+            device.settle()
 
     def end_visits(self) -> None:
-        """The same, with nothing left on the devices."""
-        self._visits.settle()
-        self._visits.end()
-
-    @contextmanager
-    def _at_home(self, devices: Iterable[torch.device]) -> Iterator[None]:
-        with ExitStack() as homes:
-            for device in devices:
-                homes.enter_context(self._backends[device].at_home())
-            yield
+        for device in self._devices.values():
+            device.end()
 
 
 def _tensors_of(state: State, param: Any) -> list[str]:

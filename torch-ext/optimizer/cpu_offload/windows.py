@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Optional
 
 import torch
 from torch import Tensor
 
-from .arena import PADDED_TO
+from .arena import PADDED_TO, Arena
+from .backend import IN, OUT, Backend
 
 # Where tensors begin on the device, in bytes, as its own allocator has it.
 ALIGNMENT = 256
@@ -25,7 +26,6 @@ ALIGNMENT = 256
 ALIGNED_NUMEL = (64, 32, 16)
 
 Index = tuple[slice, ...]
-Joined = Callable[[int, int], Optional[Tensor]]
 
 
 class Loan(NamedTuple):
@@ -37,20 +37,12 @@ class Loan(NamedTuple):
 
 
 class Share(NamedTuple):
-    """What a window has of one row, of tensors of one shape that are used together.
+    """What a window has of one row, of tensors of one shape that are used together."""
 
-    Args:
-        row: its number.
-        piece: of each of its tensors; None is all of them.
-        loans: of that piece.
-        is_first, is_last: piece of the row.
-    """
-
-    row: int
-    piece: Optional[Index]
-    loans: tuple[Loan, ...]
-    is_first: bool = True
-    is_last: bool = True
+    row: int  # its number
+    piece: Optional[Index]  # of each of its tensors; None is all of them
+    loans: tuple[Loan, ...]  # of that piece
+    is_last: bool = True  # piece of the row
 
 
 class Copy(NamedTuple):
@@ -60,10 +52,6 @@ class Copy(NamedTuple):
     place: int
     written: bool
 
-    def within(self, memory: Tensor) -> Tensor:
-        """The interval's bytes in those of the window."""
-        return memory[self.place : self.place + self.host.numel()]
-
 
 class Window:
     """Shares of rows that are on one device at the same time.
@@ -71,96 +59,91 @@ class Window:
     Args:
         shares: of them.
         device: which.
-        joined: the bytes of an interval of host memory that goes over several tensors, by address
-            and size; None where they don't lie in one segment.
-
-    Attributes:
-        copies: what to carry.
-        written: those of them that are to be carried back.
-        nbytes: on the device.
+        arena: where the state lies that they lend.
     """
 
-    def __init__(self, shares: Sequence[Share], device: torch.device, joined: Joined):
-        self.shares = tuple(shares)
+    def __init__(self, shares: Sequence[Share], device: torch.device, arena: Arena):
+        self.shares = shares
         self.device = device
         self.copies: list[Copy] = []
-        self.nbytes = 0
-        self._joined = joined
-        self._is_end = False  # whether the last copy ends where a tensor's memory does
+        self.nbytes = 0  # on the device
+        self._arena = arena
+        self._last: Any = None  # what the last copy ends with
         loans = [loan for share in shares for loan in share.loans]
-        places = [0] * len(loans)
-        for number in sorted(range(len(loans)), key=lambda n: loans[n].host.data_ptr()):
-            places[number] = self._place(loans[number])
+        places: dict[int, int] = {}  # by id of a loan
+        for loan in sorted(loans, key=lambda loan: loan.host.data_ptr()):
+            places[id(loan)] = self._place(loan)
+        self.room = _aligned(self.nbytes)  # up to where the next window may begin
         self.written = [copy for copy in self.copies if copy.written]
-        of_loans = zip(places, (loan.host for loan in loans))
         self._views = [
-            [
-                (
-                    place,
-                    host.nbytes,
-                    host.dtype,
-                    host.shape,
-                    dense_stride(host),
-                )
-                for place, host in itertools.islice(of_loans, len(share.loans))
-            ]
+            [(places[id(loan)], loan.host, dense_stride(loan.host)) for loan in share.loans]
             for share in shares
         ]
+
+    def come(self, backend: Backend, memory: Tensor) -> Any:
+        """Starts copies to the window's bytes on the device; an event behind them."""
+        targets = [memory[c.place : c.place + c.host.numel()] for c in self.copies]
+        backend.copy(IN, targets, [c.host for c in self.copies])
+        return backend.record(IN)
+
+    def leave(self, backend: Backend, memory: Tensor) -> Any:
+        """Starts copies of what was written, back to the host; an event behind them."""
+        sources = [memory[c.place : c.place + c.host.numel()] for c in self.written]
+        backend.copy(OUT, [c.host for c in self.written], sources)
+        return backend.record(OUT)
 
     def views(self, memory: Tensor) -> list[tuple[Tensor, ...]]:
         """The tensors of each share, in the order of its loans, in the window's bytes."""
         return [
             tuple(
-                memory[place : place + nbytes].view(dtype).as_strided(shape, stride)
-                for place, nbytes, dtype, shape, stride in of_share
+                memory[place : place + host.nbytes].view(host.dtype).as_strided(host.shape, stride)
+                for place, host, stride in of_share
             )
             for of_share in self._views
         ]
 
     def _place(self, loan: Loan) -> int:
         """Appends a tensor; where it begins."""
-        parts = [part.view(torch.uint8) for part in intervals(loan.host)]
-        if not parts:
-            return self.nbytes
-        begin = self._join(parts[0], loan.written)
-        if begin is None:
-            # As far from a boundary as in host memory, so that what is joined to it is, too.
-            begin = -(-self.nbytes // ALIGNMENT) * ALIGNMENT + parts[0].data_ptr() % PADDED_TO
-            self.nbytes = begin
-        else:
-            parts = parts[1:]
-        for part in parts:
-            self.copies.append(Copy(part, self.nbytes, loan.written))
-            self.nbytes += part.numel()
-            self._is_end = _is_end(part)
+        begin = self.nbytes
+        for number, interval in enumerate(intervals(loan.host)):
+            part = interval.view(torch.uint8)
+            copy = Copy(part, self.nbytes, loan.written)
+            if number == 0:
+                # As far from a boundary as in host memory, so that what is joined to it is, too.
+                place = _aligned(self.nbytes) + part.data_ptr() % PADDED_TO
+                copy = self._join(part, loan.written) or copy._replace(place=place)
+                begin = copy.place + copy.host.numel() - part.numel()
+            self.copies.append(copy)
+            self.nbytes = copy.place + copy.host.numel()
+            self._last = part
         return begin
 
-    def _join(self, part: Tensor, written: bool) -> Optional[int]:
-        """Takes a neighbour of the last copy into it; where it begins, or None."""
+    def _join(self, part: Tensor, written: bool) -> Optional[Copy]:
+        """Takes the last copy away, and gives it together with its neighbour, if this is one."""
         if not self.copies or self.copies[-1].written != written:
             return None
         last, place, _ = self.copies[-1]
         gap = part.data_ptr() - last.data_ptr() - last.numel()
         # Between them there must be nothing but padding, or the copy back would write over it.
-        is_padding = 0 < gap < PADDED_TO and self._is_end and _is_begin(part)
-        if gap != 0 and not is_padding:
+        if gap != 0 and not (0 < gap < PADDED_TO and _are_ends(self._last, part)):
             return None
-        both = self._joined(last.data_ptr(), last.numel() + gap + part.numel())
+        both = self._arena.span(last.data_ptr(), last.numel() + gap + part.numel())
         if both is None:
             return None
-        self.copies[-1] = Copy(both, place, written)
-        self.nbytes = place + both.numel()
-        self._is_end = _is_end(part)
-        return self.nbytes - part.numel()
+        del self.copies[-1]
+        return Copy(both, place, written)
 
 
-def _is_begin(part: Tensor) -> bool:
-    return part.data_ptr() == part.untyped_storage().data_ptr()
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def _is_end(part: Tensor) -> bool:
-    storage = part.untyped_storage()
-    return part.data_ptr() + part.numel() == storage.data_ptr() + storage.nbytes()
+def _are_ends(first: Tensor, second: Tensor) -> bool:
+    """Whether one is the end of its storage, and the other the beginning of its own."""
+    storage = first.untyped_storage()
+    end = storage.data_ptr() + storage.nbytes()
+    is_end = first.data_ptr() + first.numel() == end
+    return is_end and second.data_ptr() == second.untyped_storage().data_ptr()
 
 
 def intervals(tensor: Tensor) -> Iterator[Tensor]:
@@ -190,15 +173,8 @@ def dense_stride(tensor: Tensor) -> tuple[int, ...]:
     return tuple(stride)
 
 
-def cut(tensor: Tensor, most: int) -> Iterator[Optional[Index]]:
-    """Pieces of at most so many elements (at least 1), each an interval of memory if all is one."""
-    if tensor.numel() <= most:
-        yield None
-        return
-    yield from _cut(tuple(slice(0, n) for n in tensor.shape), _memory_order(tensor), most)
-
-
 def _cut(box: Index, dims: Sequence[int], most: int) -> Iterator[Index]:
+    """Pieces of at most so many elements (at least 1), each an interval of memory if the box is."""
     sizes = [s.stop - s.start for s in box]
     numel = math.prod(sizes)
     if numel <= most:
@@ -225,45 +201,45 @@ def narrow(tensor: Optional[Tensor], piece: Optional[Index]) -> Any:
 
 
 def fill_windows(
-    rows: Sequence[Sequence[Loan]], most_bytes: Mapping[torch.device, int], joined: Joined
-) -> list[Window]:
-    """Windows that have all rows, in their order.
+    rows: Sequence[Sequence[Loan]], most_bytes: Mapping[torch.device, int]
+) -> Iterator[tuple[torch.device, list[Share]]]:
+    """Devices and shares of windows that have all rows, in their order.
 
     Args:
         rows: tensors of one shape that are used together; none of a row that is where it is used.
         most_bytes: of a window on each device; a single element may be above it.
-        joined: see `Window`.
     """
-    windows: list[Window] = []
     shares: list[Share] = []
     device: Optional[torch.device] = None
     used = 0
     for number, loans in enumerate(rows):
-        pieces = list(_pieces(loans, most_bytes))
-        for place, (piece, cut_loans) in enumerate(pieces):
-            nbytes = sum(loan.host.nbytes + ALIGNMENT for loan in cut_loans)
-            other = cut_loans[0].device if cut_loans else device
+        for share in _shares(number, loans, most_bytes):
+            nbytes = sum(loan.host.nbytes + ALIGNMENT for loan in share.loans)
+            other = loans[0].device if loans else device
             if device is not None and (other != device or used + nbytes > most_bytes[device]):
-                windows.append(Window(shares, device, joined))
+                yield device, shares
                 shares, used = [], 0
             device = other
-            is_first, is_last = place == 0, place == len(pieces) - 1
-            shares.append(Share(number, piece, cut_loans, is_first, is_last))
+            shares.append(share)
             used += nbytes
     if device is not None:
-        windows.append(Window(shares, device, joined))
-    return windows
+        yield device, shares
 
 
-def _pieces(
-    loans: Sequence[Loan], most_bytes: Mapping[torch.device, int]
-) -> Iterator[tuple[Optional[Index], tuple[Loan, ...]]]:
+def _shares(
+    row: int, loans: Sequence[Loan], most_bytes: Mapping[torch.device, int]
+) -> Iterator[Share]:
+    """A row in as many pieces as its bytes ask for."""
     if not loans:
-        yield None, ()
+        yield Share(row, None, ())
         return
+    host = loans[0].host
     most = most_bytes[loans[0].device] - ALIGNMENT * len(loans)
-    for piece in cut(loans[0].host, max(1, most // sum(l.host.dtype.itemsize for l in loans))):
-        if piece is None:
-            yield None, tuple(loans)
-        else:
-            yield piece, tuple(loan._replace(host=loan.host[piece]) for loan in loans)
+    most_numel = max(1, most // sum(loan.host.dtype.itemsize for loan in loans))
+    if host.numel() <= most_numel:
+        yield Share(row, None, tuple(loans))
+        return
+    pieces = list(_cut(tuple(slice(0, n) for n in host.shape), _memory_order(host), most_numel))
+    for piece in pieces:
+        of_piece = tuple(loan._replace(host=loan.host[piece]) for loan in loans)
+        yield Share(row, piece, of_piece, is_last=piece is pieces[-1])
