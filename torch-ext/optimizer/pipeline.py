@@ -74,16 +74,16 @@ def orthogonalize(event: Event, step: Step) -> None:
     travel.land()
     with record_function("Muon.orthogonalize"):
         for batch in chunk.batches:
-            present = step.present(batch.units)
-            X = _only(travel.assemble(batch), present)
-            if len(X):
-                U = _polar_factors(X, batch, step)
+            present, X = step.present(batch.units), travel.assemble(batch)
+            some = _only(X, present)
+            if len(some):
+                U = _polar_factors(some, batch, step)
                 squares = None
                 if step.hyper(batch.units[0]).beta2 is not None:
-                    squares = core.second_moment(U, step.scratch).view(len(X), -1)
-                    squares = _spread(squares, present)
-                units = U.view(len(X), *layout.shape_of(batch.units[0].box))
-                travel.give_back(_spread(units, present), squares, batch)
+                    squares = core.second_moment(U, step.scratch).view(len(some), -1)
+                    all_squares = squares.new_empty((len(X), squares.shape[1]))
+                    squares = _spread(squares, present, all_squares)
+                travel.give_back(_spread(U.view(some.shape), present, X), squares, batch)
     travel.scatter()
 
 
@@ -186,14 +186,14 @@ def _only(X: Tensor, present: Optional[Sequence[bool]]) -> Tensor:
     return torch.cat([X[:0], *(X[start:stop] for start, stop in _spans(present))])
 
 
-def _spread(some: Tensor, present: Optional[Sequence[bool]]) -> Tensor:
-    """The inverse of `_only`: puts units back at their places; absent ones are uninitialized."""
+def _spread(some: Tensor, present: Optional[Sequence[bool]], units: Tensor) -> Tensor:
+    """The inverse of `_only`: puts units back at their places; absent ones are undefined."""
     if present is None:
         return some
-    spread, spans = some.new_empty((len(present), *some.shape[1:])), _spans(present)
-    places = [spread[start:stop] for start, stop in spans]
+    spans = _spans(present)
+    places = [units[start:stop] for start, stop in spans]
     torch._foreach_copy_(places, some.split([stop - start for start, stop in spans]))
-    return spread
+    return units
 
 
 def _spans(present: Sequence[bool]) -> list[tuple[int, int]]:
