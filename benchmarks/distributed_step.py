@@ -176,7 +176,7 @@ def comparison(lines: int) -> Callable[[], object]:
         [f"layers.{i}.weight: (512, 512) torch.float32 [Shard(0)] on (dp=4)" for i in range(lines)],
         [f"layers.{i}.weight" for i in range(lines)],
     )
-    return lambda: shared.check({ranks: notes}, None)
+    return lambda: shared.check({ranks: notes}, None, [ranks])
 
 
 def torch_backend(device: torch.device) -> str:

@@ -121,7 +121,7 @@ class Replicas:
 
 
 def launch_through(means: Any, index: int) -> None:
-    while means.launched < means.buckets_through(index):
+    while means.launched < means.plan.through[index + 1]:
         means.launch()
 
 
@@ -160,13 +160,14 @@ def test_buckets_hold_every_tensor_once_without_overlap_and_within_the_limit(ran
     given = pieces([(choose.randrange(3000), choose.randrange(600)) for _ in range(200)])
     plan = zero2.plan_buckets(given, ranks)
     assert sorted(i for bucket in plan.buckets for i in bucket.members) == list(range(200))
-    firsts = [bucket.members[0] for bucket in plan.buckets]
+    firsts = [min(bucket.members) for bucket in plan.buckets]
     assert firsts == sorted(firsts)
+    bucket_of = {}
     for number, bucket in enumerate(plan.buckets):
         end = 0
-        for index, offset in zip(bucket.members, bucket.offsets):
+        bucket_of.update(dict.fromkeys(bucket.members, number))
+        for index, offset in bucket.members.items():
             piece = given[index]
-            assert plan.places[index] == (number, offset)
             assert offset == end
             assert (piece.dtype, piece.in_slots) == (bucket.dtype, bucket.in_slots)
             end += piece.slot_numel(ranks)
@@ -176,8 +177,9 @@ def test_buckets_hold_every_tensor_once_without_overlap_and_within_the_limit(ran
         assert is_within or len(bucket.members) == 1
     kinds = {(b.dtype, b.in_slots) for b in plan.buckets if len(b.members) > 1}
     assert len(kinds) == 2 * len(DTYPES) or ranks == 1024  # where padding makes all of them large
-    for index, through in enumerate(plan.through):
-        assert through == 1 + max(plan.places[i][0] for i in range(index + 1))
+    assert len(plan.through) == 201
+    for first, through in enumerate(plan.through):
+        assert through == max((1 + bucket_of[i] for i in range(first)), default=0)
 
 
 # Means
@@ -398,7 +400,6 @@ def update_own_rows_and_gather(group: Any) -> None:
     versions = [t._version for t in tensors]
     with torch.no_grad():
         gathering = RowGathering(tensors, group)
-        gathering.launch()
         gathering.wait()
         gathering.wait()
     for tensor, expected, version in zip(tensors, whole, versions):
@@ -416,7 +417,6 @@ def test_rows_of_any_tensor_reach_all_ranks(ranks):
 def gather_and_change() -> None:
     tensors = [torch.full((9, 200), float(dist.get_rank())) for _ in range(3)]
     gathering = RowGathering(tensors, None)
-    gathering.launch()
     for tensor in tensors:
         rows_here(tensor).fill_(7.0)
     gathering.wait()
@@ -433,7 +433,6 @@ def cost_of_gathering(shapes: Any) -> Any:
 
     def gather() -> None:
         gathering = RowGathering(tensors, None)
-        gathering.launch()
         gathering.wait()
 
     counter = count(gather)

@@ -93,7 +93,7 @@ def averages_of(
     needed, seen = [], 0
     for of_chunk in first_used:
         seen += len(of_chunk)
-        needed.append(buckets.through[seen - 1] if seen else 0)
+        needed.append(buckets.through[seen])
     others = [weight.shape for weight in weights if not weight.muon]
     divided = [zero2.is_divided(shape, ranks) for shape in others]
     rows = [piece(shape, True) for shape, cut in zip(others, divided) if cut]

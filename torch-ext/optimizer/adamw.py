@@ -11,7 +11,7 @@ from torch.optim.adamw import adamw
 from torch.profiler import record_function
 
 from .core import is_dense
-from .cpu_offload import Carrier, CPUOffload, Loan
+from .cpu_offload import Carrier, CPUOffload
 from .distributed.layout import shard
 from .distributed.replicas import Replicas
 from .distributed.utils import is_dtensor, local
@@ -69,7 +69,13 @@ class Updates:
         replicas: those that average gradients and divide the work, in ZeRO-2.
         offload: where the state lives.
         carrier: what brings it.
+
+    Attributes:
+        parts: in the order of their updates.
+        means: of the averaged gradients, in ZeRO-2 only.
     """
+
+    means: MeanGradients
 
     def __init__(
         self,
@@ -89,41 +95,36 @@ class Updates:
         self._gathering: list[RowGathering] = []
         if not carrier.is_prepared:
             for group, params in enumerate(self._present):
-                carrier.cut(self._key(group), [self._loans(param) for param in params])
+                moments = [(state[p]["exp_avg"], state[p]["exp_avg_sq"]) for p in params]
+                loans = [[*offload.loan(first), *offload.loan(second)] for first, second in moments]
+                carrier.cut(self._key(group), loans)
         self.parts = [
             Part(group, window, nbytes)
             for group, params in enumerate(self._present)
-            for window, nbytes in enumerate(
-                carrier.window_bytes(self._key(group)) if params else ()
-            )
+            if params
+            for window, nbytes in enumerate(carrier.window_bytes(self._key(group)))
         ]
         self._averaged: dict[Tensor, int] = {}
-        self._means: Optional[MeanGradients] = None
+        self._divided: set[Tensor] = set()
         if replicas is not None:
             plain = [p for params in self._present for p in params if not is_dtensor(p)]
             self._averaged = {param: number for number, param in enumerate(plain)}
             divided = [is_divided(param.shape, len(replicas.ranks)) for param in plain]
-            self._means = MeanGradients(plain, divided, replicas.group)
+            self._divided = {param for param, is_cut in zip(plain, divided) if is_cut}
+            self.means = MeanGradients(plain, divided, replicas.group)
 
     def buckets_needed(self) -> list[int]:
         """How many buckets of gradients have to be averaged before each part."""
-        if self._means is None:
-            return [0] * len(self.parts)
-        needed = []
+        needed, count = [], 0
         for params in self._present:
-            numbers = [self._averaged[param] for param in params if param in self._averaged]
-            needed.append(self._means.buckets_through(numbers[-1]) if numbers else 0)
+            count += sum(param in self._averaged for param in params)
+            needed.append(self.means.plan.through[count])
         return [needed[part.group] for part in self.parts]
 
     def announce(self, number: int) -> None:
         """Announces what a part is going to need of the host's memory."""
         part = self.parts[number]
         self._carrier.announce(self._key(part.group), part.window)
-
-    def average(self) -> None:
-        """Starts to average the next bucket of gradients, on all replicas alike."""
-        assert self._means is not None
-        self._means.launch()
 
     def update(self, number: int) -> None:
         """Updates one part."""
@@ -144,10 +145,8 @@ class Updates:
     def share_rows(self, group: int) -> None:
         """Starts to send the replicas the rows of a group that this rank has updated."""
         assert self._replicas is not None
-        divided = [param for param in self._present[group] if self._is_divided(param)]
-        gathering = RowGathering(divided, self._replicas.group)
-        gathering.launch()
-        self._gathering.append(gathering)
+        divided = [param for param in self._present[group] if param in self._divided]
+        self._gathering.append(RowGathering(divided, self._replicas.group))
 
     def wait(self) -> None:
         """Waits for what replicas send each other."""
@@ -157,26 +156,16 @@ class Updates:
     def _key(self, group: int) -> tuple[str, int]:
         return "adamw", group
 
-    def _loans(self, param: Tensor) -> list[Loan]:
-        own = self._state[param]
-        return [*self._offload.loan(own["exp_avg"]), *self._offload.loan(own["exp_avg_sq"])]
-
-    def _is_divided(self, param: Tensor) -> bool:
-        replicas = self._replicas
-        if replicas is None or is_dtensor(param):
-            return False
-        return is_divided(param.shape, len(replicas.ranks))
-
     def _rows_of(self, params: Sequence[Tensor]) -> AdamWRows:
         rows = AdamWRows([], [], [], [], [])
         for param in params:
             held, own = local(param), self._state[param]
             if param in self._averaged:
-                assert self._means is not None and self._replicas is not None
-                if self._is_divided(param):
-                    ranks = len(self._replicas.ranks)
-                    held = held[slice(*shard(held.shape[0], ranks, self._replicas.group.rank()))]
-                grad = self._means.result(self._averaged[param])
+                grad = self.means.result(self._averaged[param])
+                if param in self._divided:
+                    assert self._replicas is not None
+                    ranks, rank = len(self._replicas.ranks), self._replicas.group.rank()
+                    held = held[slice(*shard(held.shape[0], ranks, rank))]
             elif param.grad is None:
                 grad = torch.zeros_like(held)
             else:

@@ -27,15 +27,15 @@ class Scaling:
         optimizer: whose attributes it has set.
 
     Attributes:
+        skips: whether the step is to be skipped; None where there is no scaler.
         has_unscaled: whether gradients have been changed: a second time would be once too often.
     """
 
     def __init__(self, optimizer: Any):
         self._optimizer = optimizer
         found_inf: Optional[Tensor] = getattr(optimizer, "found_inf", None)
-        self.is_used = found_inf is not None
         # Waits for the device, as a scaler does for itself before any other optimizer's step.
-        self.skips = found_inf is not None and bool(found_inf.item())
+        self.skips = None if found_inf is None else bool(found_inf.item())
         self._scale: Optional[Tensor] = getattr(optimizer, "grad_scale", None)
         self.has_unscaled = False
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import Optional
 
 import torch
 from torch import Tensor
 
-from .async_utils import Averages
 from .distributed import layout
 from .distributed import utils as dtensors
 from .distributed.plan import Plan
@@ -20,28 +20,66 @@ from .scratch import Scratch
 class Gradients:
     """Of each parameter the gradient of what this rank has the momentum of, in one step.
 
+    In ZeRO-2 those of plain parameters are averaged over the replicas, which get rows of the means.
+
     Args:
         plan: whose entries the parameters are.
         params: in the order of the entries.
         groups: of the optimizer.
+        absent: numbers of entries that take no part.
+        replicas: those that average, in ZeRO-2.
+        scratch: what buffers are taken from.
 
     Attributes:
+        means: of the averaged gradients, in ZeRO-2 only.
         has_released: whether some gradients are gone.
     """
 
-    def __init__(self, plan: Plan, params: Sequence[Tensor], groups: Sequence[Group]):
+    means: MeanGradients
+
+    def __init__(
+        self,
+        plan: Plan,
+        params: Sequence[Tensor],
+        groups: Sequence[Group],
+        absent: Collection[int],
+        replicas: Optional[Replicas],
+        scratch: Scratch,
+    ):
         self._plan = plan
         self._params = params
         self._groups = groups
         self._held: dict[int, Tensor] = {}
         self.has_released = False
+        self._averaged: dict[int, int] = {}  # numbers of entries, in the order of their chunks
+        if replicas is None:
+            return
+        self._needed: dict[tuple[int, int], int] = {}  # of each chunk, how many of these
+        for at, lane in enumerate(plan.all_lanes):
+            for chunk, units in enumerate(lane.rounds):
+                for unit, _ in units:
+                    divided = plan.entries[unit.entry].momentum is not None
+                    if divided and unit.entry not in absent:
+                        self._averaged.setdefault(unit.entry, len(self._averaged))
+                self._needed[at, chunk] = len(self._averaged)
+        entries = list(self._averaged)
+        self.means = MeanGradients(
+            [params[entry] for entry in entries],
+            [True] * len(entries),
+            replicas.group,
+            on_read=lambda index: self.release(entries[index]),
+            scratch=scratch,
+        )
+
+    def buckets_needed(self) -> dict[tuple[int, int], int]:
+        """How many buckets of gradients have to be averaged before each chunk."""
+        return {chunk: self.means.plan.through[count] for chunk, count in self._needed.items()}
 
     def of(self, number: int) -> Tensor:
         """The gradient of an entry; zeros where there is none."""
-        grad = self._held.get(number)
-        if grad is None:
-            grad = self._held[number] = self._find(number)
-        return grad
+        if number not in self._held:
+            self._held[number] = self._find(number)
+        return self._held[number]
 
     def release(self, number: int) -> None:
         """Lets a gradient go that has been read, where that is asked for.
@@ -54,71 +92,12 @@ class Gradients:
             self.has_released = True
             self._params[number].grad = None
 
-    def average(self) -> None:
-        """Starts to average the next bucket, on all replicas alike."""
-        raise RuntimeError("these gradients are not averaged")
-
     def _find(self, number: int) -> Tensor:
+        if number in self._averaged:
+            return self.means.result(self._averaged[number])
         param, entry = self._params[number], self._plan.entries[number]
         grad = param.grad
         grad = torch.zeros_like(dtensors.local(param)) if grad is None else dtensors.held(grad)
         if entry.momentum is not None:  # replicas divide the momentum, not the gradient
             grad = grad[layout.slices(entry.momentum_region(self._plan.rank))]
         return grad
-
-
-class MeanOfReplicas(Gradients):
-    """The same of plain parameters in ZeRO-2: rows of gradients averaged over the replicas.
-
-    Args:
-        replicas: that average.
-        absent: numbers of entries that take no part.
-        scratch: what buffers are taken from.
-    """
-
-    def __init__(
-        self,
-        plan: Plan,
-        params: Sequence[Tensor],
-        groups: Sequence[Group],
-        replicas: Replicas,
-        absent: Collection[int],
-        scratch: Scratch,
-    ):
-        super().__init__(plan, params, groups)
-        numbers: dict[int, int] = {}  # of entries, in the order of the first chunk of each
-        last: dict[tuple[int, int], int] = {}  # of a chunk, how many entries it needs
-        for at, lane in enumerate(plan.all_lanes):
-            for chunk, units in enumerate(lane.rounds):
-                for unit, _ in units:
-                    divided = plan.entries[unit.entry].momentum is not None
-                    if divided and unit.entry not in absent:
-                        numbers.setdefault(unit.entry, len(numbers))
-                last[at, chunk] = len(numbers)
-        entries = list(numbers)
-        self._numbers, self._last, self._ranks = numbers, last, tuple(sorted(replicas.ranks))
-        self._means = MeanGradients(
-            [params[entry] for entry in entries],
-            [True] * len(entries),
-            replicas.group,
-            on_read=lambda index: self.release(entries[index]),
-            scratch=scratch,
-        )
-
-    def averages(self, others_needed: Sequence[int]) -> Averages:
-        """What is averaged, in the order in which chunks need it.
-
-        Args:
-            others_needed: how many buckets of AdamW's gradients each part of AdamW waits for.
-        """
-        through = self._means.buckets_through
-        needed = {chunk: through(count - 1) if count else 0 for chunk, count in self._last.items()}
-        return Averages(self._ranks, self._means.buckets, needed, others_needed)
-
-    def average(self) -> None:
-        self._means.launch()
-
-    def _find(self, number: int) -> Tensor:
-        if number in self._numbers:
-            return self._means.result(self._numbers[number])
-        return super()._find(number)

@@ -426,7 +426,7 @@ class Muon(torch.optim.Optimizer):
             sets,
             notes,
             error,
-            scaling.skips if scaling.is_used else None,
+            scaling.skips,
         )
         if found is not self._agreed:
             self._agreed = found
@@ -459,14 +459,12 @@ class Muon(torch.optim.Optimizer):
         if replicas is None:
             return
         plain = [
-            (name, param)
+            (name, param, self._divided_state(param))
             for group, names in zip(groups, self._survey.names)
             for name, param in zip(names, group.params)
             if param.requires_grad and not dtensors.is_dtensor(param)
         ]
-        names, params = [name for name, _ in plain], [param for _, param in plain]
-        parts = [self._divided_state(param) for param in params]
-        problem = replicas.difference(names, params, parts, averaged=self._wide.divided is None)
+        problem = replicas.difference(plain, averaged=self._wide.divided is None)
         if problem is not None:  # which all of them have found
             self._agreement.take_back()
             raise ValueError(problem)

@@ -326,12 +326,12 @@ def update_adamw(event: Event, step: Step) -> None:
 
 
 DOES: dict[Do, Callable[[Event, Step], None]] = {
-    Do.AVERAGE: lambda event, step: step.gradients.average(),
+    Do.AVERAGE: lambda event, step: step.gradients.means.launch(),
     Do.FLAG: flag_nonfinite,
     Do.GATHER: update_momentum,
     Do.ORTHOGONALIZE: orthogonalize,
     Do.UPDATE: update_weights,
-    Do.AVERAGE_OTHERS: lambda event, step: step.adamw.average(),
+    Do.AVERAGE_OTHERS: lambda event, step: step.adamw.means.launch(),
     Do.ADAMW: update_adamw,
     Do.SHARE_ROWS: lambda event, step: step.adamw.share_rows(event.number),
 }

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from . import adamw
-from .async_utils import Beside, Do, Event, schedule
+from .async_utils import Averages, Beside, Do, Event, schedule
 from .cpu_offload import Carrier, CPUOffload, Loan
 from .distributed import layout
 from .distributed import utils as dtensors
 from .distributed.chunks import Chunk, Run
 from .distributed.plan import Lane, Plan, Unit
 from .distributed.transport import Transport
-from .gradients import Gradients, MeanOfReplicas
+from .gradients import Gradients
 from .nonfinite import Finite
 from .options import Group, OptimizerWide
 from .qk_clip.clip import Clipping
@@ -176,7 +176,7 @@ class Step:
         self._absent = absent
         self._state = state
         self._offload = offload
-        self.gradients = Gradients(plan, self._params, groups)
+        self.gradients = Gradients(plan, self._params, groups, absent, wide.divided, self.scratch)
         self._last_work = work if work is not None and work.plan is plan else None
         if self._last_work is not None:
             self._hosted = self._last_work.hosted
@@ -212,10 +212,12 @@ class Step:
         self.work, divided, averages = work, self.wide.divided, None
         self.adamw = adamw.Updates(self.groups, self._state, divided, self._offload, self.home)
         if divided is not None:
-            self.gradients = mean = MeanOfReplicas(
-                self.plan, self._params, self.groups, divided, self._absent, self.scratch
+            averages = Averages(
+                tuple(sorted(divided.ranks)),
+                len(self.gradients.means.plan.buckets),
+                self.gradients.buckets_needed(),
+                self.adamw.buckets_needed(),
             )
-            averages = mean.averages(self.adamw.buckets_needed())
         lanes = enumerate(self.plan.all_lanes)
         beside = Beside(
             tuple(part.group for part in self.adamw.parts),

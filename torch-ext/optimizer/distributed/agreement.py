@@ -17,7 +17,10 @@ import uuid
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Optional
+from functools import reduce
+from itertools import zip_longest
+from operator import or_
+from typing import Any, Optional
 
 import torch
 import torch.distributed as dist
@@ -59,20 +62,8 @@ class Notes:
     optimizer: str = ""
 
 
-class Decision(NamedTuple):
-    """The same on all ranks that compared notes.
-
-    Args:
-        problem: why none of them can step, or None.
-        skip: whether one of them is to skip the step, so that all do.
-    """
-
-    problem: Optional[str]
-    skip: bool = False
-
-
 class _Disagreement(Exception):
-    """Ranks can't go on with an exchange; raised on all ranks of the set it runs over."""
+    """Why ranks can't step; raised on all ranks of the set that has found it alike."""
 
 
 @dataclass(frozen=True)
@@ -179,18 +170,16 @@ class Agreement:
             RuntimeError: a rank did not come, or died meanwhile.
         """
         self.may_go = error is None and any(len(ranks) > 1 for ranks in sets)
-        skips, problem = bool(skip), None
+        skips = bool(skip)
         if self._is_due(how_often, structure, skip is not None):
             try:
                 with record_function("Muon.agree"):
                     ours = notes() if error is None else {}
-                    problem, skips = self.check(ours, _in_words(error), sets, skips)
+                    skips = self.check(ours, _in_words(error), sets, skips)
                 self.has_compared = True
-            except RuntimeError:
+            except (RuntimeError, ValueError):
                 if error is None:  # else this rank's own is the cause, or says more
                     raise
-        if error is None and problem is not None:
-            error = ValueError(problem)
         if error is not None:
             raise error
         if self.has_compared:
@@ -202,9 +191,7 @@ class Agreement:
         compare notes again."""
         self.may_go, self._structure = False, None
 
-    def _is_due(
-        self, how_often: str, structure: Mapping[Ranks, Any], may_skip: bool = False
-    ) -> bool:
+    def _is_due(self, how_often: str, structure: Mapping[Ranks, Any], may_skip: bool) -> bool:
         """Whether this step compares notes; with a fake process group there is nobody to ask.
 
         With ``"plan"`` that follows from what the whole union shares, which all its ranks see
@@ -225,48 +212,49 @@ class Agreement:
         self,
         notes: Mapping[Ranks, Notes],
         error: Optional[str],
-        sets: Optional[Iterable[Ranks]] = None,
+        sets: Iterable[Ranks],
         skip: bool = False,
-    ) -> Decision:
+    ) -> bool:
         """Compares notes with all ranks that this one depends on, however indirectly.
 
         Args:
             notes: what this rank is to share with the ranks of each set, or with some of them.
             error: why this rank can't step, or None. There need not be notes then.
-            sets: the ranks that share parameters with this one, mesh by mesh; those of the notes
-                where left out. Sets of one rank, or without this one, don't matter. All ranks of
-                each set make this call, and so do ranks that had sets at the last one, even if they
-                have none any more.
+            sets: the ranks that share parameters with this one, mesh by mesh. Sets of one rank, or
+                without this one, don't matter. All ranks of each set make this call, and so do
+                ranks that had sets at the last one, even if they have none any more.
+            skip: whether this rank is to skip the step.
 
         Returns:
-            The same on every rank of the union; its problem is None where all agree.
+            Whether one of the ranks is to skip the step, so that all do.
 
         Raises:
+            ValueError: why none of them can step, the same on every rank of the union.
             RuntimeError: a rank did not come, or died meanwhile.
         """
         self.may_go = False
         rank = dist.get_rank()
-        given = notes if sets is None else sets
-        sets = _in_order(ranks for ranks in given if len(ranks) > 1 and rank in ranks)
+        sets = _in_order(ranks for ranks in sets if len(ranks) > 1 and rank in ranks)
         notes = {ranks: of_ranks for ranks, of_ranks in notes.items() if rank in ranks}
-        if self._topology is not None and self._topology.world() is not dist.group.WORLD:
-            self._topology = None
+        topology, self._topology = self._topology, None  # until ranks are found to be in step
+        if topology is not None and topology.world() is not dist.group.WORLD:
+            topology = None
         try:
-            while sets or self._topology is not None:
-                if self._topology is None:
-                    self._topology = _discover(sets)
-                decision = self._compare(self._topology, sets, notes, error, skip)
-                if decision is not None:
-                    return decision
-                self._topology = None
-            return Decision(None, skip)
+            while sets or topology is not None:
+                if topology is None:
+                    topology = _discover(sets)
+                skips = self._compare(topology, sets, notes, error, skip)
+                if skips is not None:
+                    return skips
+                topology = None
+            return skip
         except _Disagreement as problem:
-            self._topology, self.may_go = None, False
-            return Decision(str(problem))
+            self.may_go = False
+            raise ValueError(str(problem)) from None
         except BaseException:
             # An exchange that broke off leaves its group unusable. Closing the others spares those
             # who wait for this rank their timeout.
-            topology, self._topology = self._topology, None
+            self._topology = None
             for ranks in (*sets, *((*topology.sets, topology.union) if topology else ())):
                 _groups.pop(ranks, None)
             raise
@@ -278,8 +266,8 @@ class Agreement:
         notes: Mapping[Ranks, Notes],
         error: Optional[str],
         skip: bool,
-    ) -> Optional[Decision]:
-        """Compares notes over a known union; None where all ranks agree that it has changed.
+    ) -> Optional[bool]:
+        """Whether ranks of a known union skip; None where all agree that the union has changed.
 
         Ranks whose sets have changed still meet those who count on them, for they can't know whose
         sets have changed as well.
@@ -289,24 +277,23 @@ class Agreement:
         record = _record(topology, sets, notes, intent)
         self.may_go = intent == _GO
         records = _exchange(union, record)
-        have_changed, intents = bool(records[:, 2].any()), records[:, 3]
+        have_changed, intents = bool(records[:, 2].any()), records[:, 3].tolist()
         differ = bool(records[:, 4:].sum(0).any())  # modulo 2⁶⁴
-        if not (have_changed or differ or bool((intents == _FAIL).any())):
-            self.may_go = not bool((intents == _SKIP).any())
-            return Decision(None, skip=not self.may_go)
-        self.may_go = False
-        if not have_changed:
-            return Decision(_explain(union, notes, error))
-        answers = dict(zip(union, _exchange_text(union, _SETS, [error, sets])))
-        problem = _contradiction(
-            {rank: tuple(map(tuple, theirs)) for rank, (_, theirs) in answers.items()}
-        )
-        if problem is None:
-            return None
-        errors = [
-            f"rank {rank}: {words}" for rank, (words, _) in answers.items() if words is not None
-        ]
-        return Decision(errors[0] if errors else problem)
+        agree, skips = not (have_changed or differ or _FAIL in intents), _SKIP in intents
+        self.may_go = agree and not skips
+        problem = None
+        if have_changed:
+            failure, sets_of = _ask(union, _SETS, error, sets)
+            contradiction = _contradiction(sets_of)
+            if contradiction is None:
+                return None
+            problem = failure or contradiction
+        elif not agree:
+            problem = _explain(union, notes, error)
+        self._topology = topology
+        if problem is not None:
+            raise _Disagreement(problem)
+        return skips
 
 
 def _in_words(error: Optional[BaseException]) -> Optional[str]:
@@ -349,15 +336,23 @@ def _record(
     return [_STEP, topology.identity, int(topology.sets != sets), intent, plans, gradients]
 
 
+def _ask(
+    union: Ranks, which: int, error: Optional[str], content: Sequence
+) -> tuple[Optional[str], dict[int, Any]]:
+    """The first error of a rank of a union, and what else each of them has to say."""
+    answers = dict(zip(union, _exchange_text(union, which, [error, content])))
+    errors = (f"rank {rank}: {words}" for rank, (words, _) in answers.items() if words is not None)
+    return next(errors, None), {rank: theirs for rank, (_, theirs) in answers.items()}
+
+
 def _explain(union: Ranks, notes: Mapping[Ranks, Notes], error: Optional[str]) -> str:
     """What is wrong, for a union whose records don't agree; the same on all its ranks."""
     ours = [(ranks, list(of.plan), list(of.gradients), of.optimizer) for ranks, of in notes.items()]
-    answers = dict(zip(union, _exchange_text(union, _NOTES, [error, ours])))
-    for rank, (words, _) in answers.items():
-        if words is not None:
-            return f"rank {rank}: {words}"
+    failure, answers = _ask(union, _NOTES, error, ours)
+    if failure is not None:
+        return failure
     everyone: dict[Ranks, dict[int, Notes]] = {}
-    for rank, (_, theirs) in answers.items():
+    for rank, theirs in answers.items():
         for ranks, plan, gradients, optimizer in theirs:
             of_rank = Notes(plan, gradients, optimizer=optimizer)
             everyone.setdefault(tuple(ranks), {})[rank] = of_rank
@@ -365,7 +360,8 @@ def _explain(union: Ranks, notes: Mapping[Ranks, Notes], error: Optional[str]) -
         of_set = everyone[ranks]
         if not any(of.plan for of in of_set.values()):
             # Part of a mesh, of which a rank without any gradient there has no notes.
-            of_set.update({rank: Notes([], []) for rank in ranks if rank not in of_set})
+            for rank in ranks:
+                of_set.setdefault(rank, Notes([], []))
         first = ranks[0]
         for rank in ranks:
             if rank not in of_set or first not in of_set:
@@ -390,7 +386,8 @@ def _explain(union: Ranks, notes: Mapping[Ranks, Notes], error: Optional[str]) -
         present = {rank: set(everyone[ranks][rank].gradients) for rank in ranks}
         for name in sorted(set().union(*present.values())):
             lacking = [rank for rank in ranks if name not in present[rank]]
-            missing += [f"{name} on ranks {lacking}"] if lacking else []
+            if lacking:
+                missing.append(f"{name} on ranks {lacking}")
     if not missing:
         return "ranks have planned different owners; do all load the same version of this package?"
     return (
@@ -401,15 +398,13 @@ def _explain(union: Ranks, notes: Mapping[Ranks, Notes], error: Optional[str]) -
 
 
 def _first_difference(rank: int, plan: Sequence[str], other: int, others: Sequence[str]) -> str:
-    for ours, theirs in zip(plan, others):
-        if ours != theirs:
-            if theirs in plan and ours not in others:
-                return f"Only rank {rank} has {ours!r}"
-            if ours in others and theirs not in plan:
-                return f"Only rank {other} has {theirs!r}"
-            return f"Rank {rank} has {ours!r}, rank {other} has {theirs!r}"
-    longer, line = (rank, plan) if len(plan) > len(others) else (other, others)
-    return f"Only rank {longer} has {line[min(len(plan), len(others))]!r}"
+    pairs = zip_longest(plan, others)
+    ours, theirs = next(pair for pair in pairs if pair[0] != pair[1])
+    if theirs is None or (theirs in plan and ours not in others):
+        return f"Only rank {rank} has {ours!r}"
+    if ours is None or (ours in others and theirs not in plan):
+        return f"Only rank {other} has {theirs!r}"
+    return f"Rank {rank} has {ours!r}, rank {other} has {theirs!r}"
 
 
 def _digest(ranks: Ranks, lines: Sequence[str]) -> int:
@@ -459,29 +454,26 @@ def _discover(sets: tuple[Ranks, ...]) -> _Topology:
 
 
 def _diameter(sets_of: Mapping[int, tuple[Ranks, ...]]) -> int:
-    """The largest distance of two ranks, given the sets of every rank of a union."""
-    members = list(set().union(*sets_of.values()))
-    number_of = {ranks: number for number, ranks in enumerate(members)}
-    numbers_of = {rank: [number_of[s] for s in sets] for rank, sets in sets_of.items()}
-    diameter = 1  # ranks of the same sets are at this distance, and equally far from the rest
-    for start in {tuple(numbers): rank for rank, numbers in numbers_of.items()}.values():
-        reached, latest, passed, steps = {start}, {start}, set[int](), 0
-        while len(reached) < len(sets_of):
-            passing = {number for rank in latest for number in numbers_of[rank]} - passed
-            latest = set().union(*(members[number] for number in passing)) - reached
-            reached |= latest
-            passed |= passing
-            steps += 1
-        diameter = max(diameter, steps)
-    return diameter
+    """The largest distance of two ranks, given the sets of every rank of a union.
+
+    It is the number of rounds until each has heard of all.
+    """
+    heard = {rank: 1 << number for number, rank in enumerate(sets_of)}  # of whom, as bits
+    everyone = (1 << len(sets_of)) - 1
+    members, rounds = set().union(*sets_of.values()), 0
+    while any(ranks != everyone for ranks in heard.values()):
+        told = {ranks: reduce(or_, (heard[rank] for rank in ranks)) for ranks in members}
+        heard = {rank: reduce(or_, (told[s] for s in sets)) for rank, sets in sets_of.items()}
+        rounds += 1
+    return rounds
 
 
-def _contradiction(sets_of: Mapping[int, tuple[Ranks, ...]]) -> Optional[str]:
+def _contradiction(sets_of: Mapping[int, Iterable[Sequence[int]]]) -> Optional[str]:
     """A rank in a set that it doesn't know of, among ranks whose sets are given."""
     named_by: dict[Ranks, list[int]] = {}
     for rank in sorted(sets_of):
         for ranks in sets_of[rank]:
-            named_by.setdefault(ranks, []).append(rank)
+            named_by.setdefault(tuple(ranks), []).append(rank)
     for ranks in _in_order(named_by):
         lacking = sorted(set(ranks).intersection(sets_of).difference(named_by[ranks]))
         if lacking:
@@ -512,9 +504,7 @@ def _exchange_text(ranks: Ranks, which: int, content: Optional[list]) -> list[An
     sizes = _exchange(ranks, [which, len(encoded), 0, 0, 0, 0])[:, 1].tolist()
     if not any(sizes):
         return [None] * len(ranks)
-    padded = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
-    if encoded:
-        padded[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+    padded = torch.frombuffer(bytearray(encoded.ljust(max(sizes))), dtype=torch.uint8)
     gathered = _all_gather(ranks, padded)
     texts = bytearray(gathered.numel())
     torch.frombuffer(texts, dtype=torch.uint8).copy_(gathered.flatten())

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Optional
 
 import torch
@@ -65,11 +64,7 @@ class Replicas:
         return self._meshes[device_type], (Shard(0),)
 
     def difference(
-        self,
-        names: Sequence[str],
-        params: Sequence[Tensor],
-        parts: Sequence[Optional[Tensor]],
-        averaged: bool,
+        self, params: Iterable[tuple[str, Tensor, Optional[Tensor]]], averaged: bool
     ) -> Optional[str]:
         """In words, weights or gradients that differ between ranks, or state that doesn't.
 
@@ -78,41 +73,38 @@ class Replicas:
         the device, so it is for a first step.
 
         Args:
-            names: of the parameters.
-            params: plain parameters, on all ranks the same ones, with a gradient or without.
-            parts: this rank's part of each parameter's state.
+            params: name, plain parameter and this rank's part of its state, if there is any; on all
+                ranks the same parameters, with a gradient or without.
             averaged: whether gradients should be equal already, up to the order of sums.
         """
-        by_device: dict[torch.device, list[int]] = defaultdict(list)
-        for index, param in enumerate(params):
-            by_device[param.device].append(index)
+        by_device: dict[torch.device, list[tuple[str, Tensor, Optional[Tensor]]]] = {}
+        for of_param in params:
+            by_device.setdefault(of_param[1].device, []).append(of_param)
         first = self.ranks[0]
-        for indices in by_device.values():
-            bits = self._gather([_sum_of_bits(params[index]) for index in indices])
-            norms = self._gather([_norm_of_gradient(params[index]) for index in indices])
-            distance = (norms - norms[0]).abs()
-            other_gradients = distance > GRADIENT_ROUNDING * norms.abs().maximum(norms[0].abs())
+        for device, on_device in by_device.items():
+            names = [name for name, _, _ in on_device]
+            bits = self._gather([_sum_of_bits(param) for _, param, _ in on_device])
+            norms = self._gather([_norm_of_gradient(param) for _, param, _ in on_device])
             for rank, at in (bits != bits[0]).nonzero().tolist():
                 return (
-                    f"{names[indices[at]]} has other weights on rank {self.ranks[rank]} than on "
+                    f"{names[at]} has other weights on rank {self.ranks[rank]} than on "
                     f"rank {first}: let all ranks of process_group start from the same"
                 )
-            rows = self._gather(
-                [_sum_of_rows(parts[index]).to(params[index].device) for index in indices]
-            )
+            rows = self._gather([_sum_of_rows(part).to(device) for _, _, part in on_device])
             held = rows[0].nonzero().flatten().tolist()  # of what the first rank has rows
             for rank, of_rank in zip(self.ranks[1:], rows[1:]):
                 if held and torch.equal(of_rank[held], rows[0, held]):
                     return (
-                        f"state of {names[indices[held[0]]]} is that of the same rows on ranks "
+                        f"state of {names[held[0]]} is that of the same rows on ranks "
                         f"{first} and {rank}, and so is all other: they have loaded what one rank "
                         "saved, its own part. Save by torch.distributed.checkpoint, or each rank a "
                         "file. Where a trainer saves on one rank, leave process_group out: then "
                         "each rank has whole state"
                     )
-            for rank, at in other_gradients.nonzero().tolist() if averaged else ():
+            apart = (norms - norms[0]).abs() > GRADIENT_ROUNDING * norms.maximum(norms[0])
+            for rank, at in apart.nonzero().tolist() if averaged else ():
                 return (
-                    f"the gradient of {names[indices[at]]} on rank {self.ranks[rank]} is another "
+                    f"the gradient of {names[at]} on rank {self.ranks[rank]} is another "
                     f"than on rank {first}: DistributedDataParallel averages them in "
                     'backward, or step() does, with grad_reduce="mean"'
                 )

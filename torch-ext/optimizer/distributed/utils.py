@@ -58,11 +58,8 @@ def refuses_groups_before_init(argument: str) -> Callable[[_Function], _Function
     def decorate(function: _Function) -> _Function:
         @functools.wraps(function)
         def checked(*args: Any, **kwargs: Any) -> Any:
-            if (
-                dist.is_available()
-                and dist.is_torchelastic_launched()
-                and not dist.is_initialized()
-            ):
+            was_launched = dist.is_available() and dist.is_torchelastic_launched()
+            if was_launched and not dist.is_initialized():
                 given = inspect.signature(function).bind_partial(*args, **kwargs).arguments
                 if argument in given and given[argument] is None:
                     raise ValueError(
@@ -191,12 +188,8 @@ def layout_of(tensor: Tensor) -> Optional[tuple]:
 
 def ranks_of(tensor: Tensor) -> Optional[tuple[int, ...]]:
     """All ranks of a DTensor's mesh, ascending; None for a plain tensor."""
-    return _ranks_of_mesh(tensor.device_mesh) if is_dtensor(tensor) else None  # type: ignore[attr-defined]
-
-
-@functools.cache
-def _ranks_of_mesh(mesh: Any) -> tuple[int, ...]:
-    return tuple(sorted(mesh.mesh.flatten().tolist()))  # a CPU tensor
+    sharding = sharding_of(tensor)
+    return None if sharding is None else tuple(sorted(sharding.ranks))
 
 
 def is_sharded(tensor: Tensor) -> bool:

@@ -19,8 +19,8 @@ import functools
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Optional
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Optional
 
 import torch
 import torch.distributed as dist
@@ -66,37 +66,33 @@ class Piece:
         return -(-self.shape[0] // slots) * math.prod(self.shape[1:])
 
 
-@dataclass(frozen=True)
+@dataclass
 class Bucket:
     """What one collective carries: tensors of one dtype and device, all or none of them in slots.
 
     Args:
-        members: numbers of the tensors.
-        offsets: where each begins in a slot.
         in_slots: one slot for each rank, else a single one.
+        members: numbers of the tensors, and where each begins in a slot.
         numel: elements of a slot.
     """
 
-    members: tuple[int, ...]
-    offsets: tuple[int, ...]
-    in_slots: bool
-    numel: int
     dtype: torch.dtype
     device: torch.device
+    in_slots: bool
+    members: dict[int, int] = field(default_factory=dict)
+    numel: int = 0
 
 
-@dataclass(frozen=True)
-class Buckets:
+class Buckets(NamedTuple):
     """All buckets, in the order of the first tensor in each.
 
     Args:
-        places: of each tensor, its bucket and where it begins in a slot.
-        through: for each tensor, how many buckets hold it and all tensors before it.
+        buckets: not to be changed.
+        through: for each n, how many buckets hold the first n tensors.
     """
 
-    buckets: tuple[Bucket, ...]
-    places: tuple[tuple[int, int], ...]
-    through: tuple[int, ...]
+    buckets: Sequence[Bucket]
+    through: Sequence[int]
 
 
 @functools.lru_cache(maxsize=32)
@@ -107,35 +103,24 @@ def plan_buckets(pieces: tuple[Piece, ...], ranks: int) -> Buckets:
         pieces: equal on all ranks but for their devices' indices.
         ranks: how many there are.
     """
-    members: list[list[int]] = []
-    numels: list[int] = []
-    places: list[tuple[int, int]] = []
-    through: list[int] = []
-    latest: dict[tuple, int] = {}  # bucket of each kind
+    buckets: list[Bucket] = []
+    through = [0]
+    latest: dict[tuple, Bucket] = {}  # of each kind
     for index, piece in enumerate(pieces):
         kind = (piece.dtype, piece.device, piece.in_slots)
         limit = BUCKET_BYTES.get(piece.device.type, DEFAULT_BUCKET_BYTES) // piece.dtype.itemsize
         if piece.in_slots:
             limit //= ranks
-        numel, number = piece.slot_numel(ranks), latest.get(kind)
-        if number is None or numels[number] + numel > limit:
-            number = len(members)
-            members.append([])
-            numels.append(0)
+        numel, bucket = piece.slot_numel(ranks), latest.get(kind)
+        if bucket is None or bucket.numel + numel > limit:
+            bucket = Bucket(*kind)
+            buckets.append(bucket)
             if numel <= limit:  # else what was begun is left open for smaller ones
-                latest[kind] = number
-        places.append((number, numels[number]))
-        through.append(max([number + 1, *through[-1:]]))
-        members[number].append(index)
-        numels[number] += numel
-    buckets = []
-    for of_bucket, numel in zip(members, numels):
-        first = pieces[of_bucket[0]]
-        offsets = tuple(places[index][1] for index in of_bucket)
-        buckets.append(
-            Bucket(tuple(of_bucket), offsets, first.in_slots, numel, first.dtype, first.device)
-        )
-    return Buckets(tuple(buckets), tuple(places), tuple(through))
+                latest[kind] = bucket
+        bucket.members[index] = bucket.numel
+        bucket.numel += numel
+        through.append(len(buckets))
+    return Buckets(buckets, through)
 
 
 # -- gradients ---------------------------------------------------------------------------------
@@ -159,6 +144,7 @@ class MeanGradients:
         scratch: what staging is taken from.
 
     Attributes:
+        plan: what travels together.
         launched: how many buckets have been launched.
     """
 
@@ -176,30 +162,36 @@ class MeanGradients:
         self._ranks, self._rank = dist.get_world_size(group), dist.get_rank(group)
         self._on_read = on_read
         self._scratch = Scratch() if scratch is None else scratch
-        pieces = tuple(
+        pieces = (
             _piece_of_gradient(param, is_cut, self._ranks) for param, is_cut in zip(params, divided)
         )
-        self._plan = plan_buckets(pieces, self._ranks)
+        self.plan = plan_buckets(tuple(pieces), self._ranks)
         self.launched = 0
-        self._under_way: dict[int, _UnderWay] = {}
-        self._outputs: dict[int, Tensor] = {}
-        self._unread = [len(bucket.members) for bucket in self._plan.buckets]
-
-    @property
-    def buckets(self) -> int:
-        """How many there are."""
-        return len(self._plan.buckets)
-
-    def buckets_through(self, index: int) -> int:
-        """How many of the first buckets hold all tensors up to number ``index``."""
-        return self._plan.through[index]
+        # What is waited for, the bucket, what is sent, the same if it is staging, and the mean.
+        self._under_way: deque[tuple[Any, Bucket, Tensor, Optional[Tensor], Tensor]] = deque()
+        self._means: dict[int, Tensor] = {}  # that nobody has asked for yet
 
     def launch(self) -> None:
         """Starts to average the next bucket."""
         if len(self._under_way) == BUCKETS_IN_FLIGHT:
-            self._finish(next(iter(self._under_way)))
-        self._launch(self.launched)
+            self._finish()
+        bucket, staging = self.plan.buckets[self.launched], None
         self.launched += 1
+        if bucket.in_slots:
+            sent = self._as_it_stands(bucket)
+            if sent is None:
+                numel = self._ranks * bucket.numel
+                sent = staging = self._scratch.take(numel, bucket.dtype, bucket.device)
+                self._pack(sent, bucket)
+            mean = sent.new_empty(bucket.numel)
+        else:  # summed in place, and kept: nothing that a later bucket could use
+            sent = mean = torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device)
+            self._pack(sent, bucket)
+        work = _sum(sent, mean, self._group) if bucket.numel else None
+        self._under_way.append((work, bucket, sent, staging, mean))
+        if self._on_read is not None:
+            for index in bucket.members:
+                self._on_read(index)
 
     def result(self, index: int) -> Tensor:
         """This rank's rows of a mean, (rows here, *rest), or all of it; once for each tensor.
@@ -209,56 +201,36 @@ class MeanGradients:
         Raises:
             RuntimeError: its bucket has not been launched.
         """
-        number, start = self._plan.places[index]
-        if number >= self.launched:
-            raise RuntimeError(f"the mean of tensor {index} was not launched")
-        if number in self._under_way:
-            self._finish(number)
-        output = self._outputs[number]
-        self._unread[number] -= 1
-        if not self._unread[number]:
-            del self._outputs[number]
-        shape = tuple(self._params[index].shape)
-        if self._divided[index]:
-            first, last = shard(shape[0], self._ranks, self._rank)
-            shape = (last - first, *shape[1:])
-            if not self._plan.buckets[number].in_slots:
-                start += first * math.prod(shape[1:])
-        return output[start : start + math.prod(shape)].view(shape)
+        while index not in self._means:
+            if not self._under_way:
+                raise RuntimeError(f"the mean of tensor {index} was not launched")
+            self._finish()
+        return self._means.pop(index)
 
-    def _launch(self, number: int) -> None:
-        bucket = self._plan.buckets[number]
-        sent, staging = self._as_it_stands(bucket), None
-        if bucket.in_slots:
-            if sent is None:
-                numel = self._ranks * bucket.numel
-                sent = staging = self._scratch.take(numel, bucket.dtype, bucket.device)
-                self._pack(sent, bucket)
-            output = sent.new_empty(bucket.numel)
-        else:  # summed in place, and kept: nothing that a later bucket could use
-            sent = output = torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device)
-            self._pack(sent, bucket)
-        work = _sum(sent, output, self._group) if bucket.numel else None
-        self._outputs[number] = output
-        self._under_way[number] = _UnderWay(work, sent, staging)
-        if self._on_read is not None:
-            for index in bucket.members:
-                self._on_read(index)
-
-    def _finish(self, number: int) -> None:
-        under_way = self._under_way.pop(number)
-        if under_way.work is not None:
-            under_way.work.wait()
-        if under_way.staging is not None:
-            self._scratch.give(under_way.staging)
-        if not _divides_first(self._plan.buckets[number]):
-            self._outputs[number].div_(self._ranks)
+    def _finish(self) -> None:
+        """Waits for the bucket that was launched first, and takes it apart."""
+        work, bucket, _sent, staging, mean = self._under_way.popleft()
+        if work is not None:
+            work.wait()
+        if staging is not None:
+            self._scratch.give(staging)
+        if not _divides_first(bucket):
+            mean.div_(self._ranks)
+        for index, start in bucket.members.items():
+            shape = tuple(self._params[index].shape)
+            if self._divided[index]:
+                first, last = shard(shape[0], self._ranks, self._rank)
+                shape = (last - first, *shape[1:])
+                if not bucket.in_slots:
+                    start += first * math.prod(shape[1:])
+            self._means[index] = mean[start : start + math.prod(shape)].view(shape)
 
     def _as_it_stands(self, bucket: Bucket) -> Optional[Tensor]:
         """The gradient, flat, that is all the bucket holds, if it can be sent without a copy."""
-        if not bucket.in_slots or len(bucket.members) > 1 or _divides_first(bucket):
+        if len(bucket.members) > 1 or _divides_first(bucket):
             return None
-        grad = self._params[bucket.members[0]].grad
+        [index] = bucket.members
+        grad = self._params[index].grad
         if grad is None or grad.dtype != bucket.dtype or not _is_slots(grad, self._ranks):
             return None
         if grad.is_conj() or grad.is_neg():  # in memory, it is another number
@@ -268,14 +240,13 @@ class MeanGradients:
     def _pack(self, buffer: Tensor, bucket: Bucket) -> None:
         pairs: list[Pair] = []
         slots = buffer.view(self._ranks if bucket.in_slots else 1, bucket.numel)
-        for index, offset in zip(bucket.members, bucket.offsets):
+        for index, offset in bucket.members.items():
             grad, shape = self._params[index].grad, _shape_of(self._params[index])
             room = _room(shape, slots, offset)
             if grad is None:
                 room.zero_()
             else:
-                pairs += _parts(grad.detach().view(shape), room, 0, len(slots))
-                _clear_padding(shape[0], room)
+                pairs += _fill(grad.detach().view(shape), room, 0, len(slots))
         _copy(pairs, into_slots=True)
         if _divides_first(bucket):
             buffer.div_(self._ranks)
@@ -293,31 +264,15 @@ def bytes_sent(param: Tensor, divided: bool, gathered: bool, ranks: int) -> floa
 
 
 def _piece_of_gradient(param: Tensor, divided: bool, ranks: int) -> Piece:
-    return Piece(
-        _shape_of(param),
-        grad_dtype(param),
-        param.device,
-        divided and _scatters(param.shape[0], ranks),
-    )
+    shape = _shape_of(param)
+    # A reduce-scatter of padded slots is to move no more than an all-reduce of what is in them.
+    in_slots = divided and -(-shape[0] // ranks) * ranks <= 2 * shape[0]
+    return Piece(shape, grad_dtype(param), param.device, in_slots)
 
 
 def _shape_of(param: Tensor) -> tuple[int, ...]:
     """With rows, which a number has not."""
     return tuple(param.shape) or (1,)
-
-
-@dataclass(frozen=True)
-class _UnderWay:
-    """A collective, what it reads, and whether that is to be given back to the scratch."""
-
-    work: Any
-    sent: Tensor
-    staging: Optional[Tensor]
-
-
-def _scatters(rows: int, ranks: int) -> bool:
-    """Whether a reduce-scatter of equal slots moves no more than an all-reduce without padding."""
-    return -(-rows // ranks) * ranks <= 2 * rows
 
 
 def _divides_first(bucket: Bucket) -> bool:
@@ -329,11 +284,10 @@ def _divides_first(bucket: Bucket) -> bool:
 
 
 class RowGathering:
-    """Brings the rows that each rank has updated to the others.
+    """Starts to bring the rows that each rank has updated to the others, alike on all ranks.
 
-    A tensor that is a bucket as it stands is received in place: from `launch`, which all ranks of
-    the group call alike, to the end of `wait`, only this rank's rows of the tensors are defined.
-    Staging is bounded like that of `MeanGradients`.
+    A tensor that is a bucket as it stands is received in place: to the end of `wait`, only this
+    rank's rows of the tensors are defined. Staging is bounded like that of `MeanGradients`.
 
     Args:
         tensors: plain ones of at least one dimension, whole on each rank, strided as they like;
@@ -347,16 +301,10 @@ class RowGathering:
         self._ranks, self._rank = dist.get_world_size(group), dist.get_rank(group)
         self._scratch = Scratch()
         self._under_way: deque[tuple[Any, Bucket, Optional[Tensor]]] = deque()
-
-    def launch(self) -> None:
-        """Starts."""
-        pieces = tuple(Piece(tuple(t.shape), t.dtype, t.device, True) for t in self._tensors)
+        pieces = tuple(Piece(tuple(t.shape), t.dtype, t.device, True) for t in tensors)
         for bucket in plan_buckets(pieces, self._ranks).buckets:
-            if not bucket.numel:
-                continue
-            if len(self._under_way) == BUCKETS_IN_FLIGHT:
-                self._finish()
-            self._launch(bucket)
+            if bucket.numel:
+                self._launch(bucket)
 
     def wait(self) -> None:
         """Completes the tensors: whatever follows on the current stream finds all rows in them."""
@@ -364,37 +312,33 @@ class RowGathering:
             self._finish()
 
     def _launch(self, bucket: Bucket) -> None:
-        tensor, staging = self._tensors[bucket.members[0]], None
-        if len(bucket.members) == 1 and _is_slots(tensor, self._ranks):
-            received = tensor.view(-1)
+        if len(self._under_way) == BUCKETS_IN_FLIGHT:
+            self._finish()
+        first, staging = self._tensors[min(bucket.members)], None
+        if len(bucket.members) == 1 and _is_slots(first, self._ranks):
+            received = first.view(-1)
         else:
             numel = self._ranks * bucket.numel
             received = staging = self._scratch.take(numel, bucket.dtype, bucket.device)
-            self._pack(staging.view(self._ranks, bucket.numel), bucket)
+            slots = staging.view(self._ranks, bucket.numel)
+            pairs: list[Pair] = []
+            for index, offset in bucket.members.items():
+                tensor = self._tensors[index]
+                room = _room(tensor.shape, slots, offset)
+                pairs += _fill(tensor, room, self._rank, self._rank + 1)
+            _copy(pairs, into_slots=True)
         work = all_gather_slots(_real(received), self._group)
         self._under_way.append((work, bucket, staging))
-
-    def _pack(self, slots: Tensor, bucket: Bucket) -> None:
-        """Puts this rank's rows into its slot; the others are to be received."""
-        pairs: list[Pair] = []
-        for index, offset in zip(bucket.members, bucket.offsets):
-            tensor = self._tensors[index]
-            room = _room(tensor.shape, slots, offset)[self._rank]
-            start, stop = shard(tensor.shape[0], self._ranks, self._rank)
-            pairs.append((tensor[start:stop], room[: stop - start]))
-            if stop - start < room.shape[0]:
-                room[stop - start :].zero_()
-        _copy(pairs, into_slots=True)
 
     def _finish(self) -> None:
         work, bucket, staging = self._under_way.popleft()
         work.wait()
         if staging is None:  # it was received in place, which no version counter has seen
-            torch.autograd.graph.increment_version(self._tensors[bucket.members[0]])
+            torch.autograd.graph.increment_version(self._tensors[min(bucket.members)])
             return
         pairs: list[Pair] = []  # not of this rank's rows: they may have been changed meanwhile
         slots = staging.view(self._ranks, bucket.numel)
-        for index, offset in zip(bucket.members, bucket.offsets):
+        for index, offset in bucket.members.items():
             tensor = self._tensors[index]
             room = _room(tensor.shape, slots, offset)
             pairs += _parts(tensor, room, 0, self._rank)
@@ -416,7 +360,7 @@ def _room(shape: Sequence[int], slots: Tensor, offset: int) -> Tensor:
 
 
 def _parts(tensor: Tensor, room: Tensor, first: int, last: int) -> list[Pair]:
-    """The rows of a tensor that belong into the slots ``first`` to ``last``."""
+    """The rows of a tensor that belong into the slots ``first`` to ``last`` − 1."""
     if room.numel() == 0:
         return []
     rows, each = tensor.shape[0], room.shape[1]
@@ -431,13 +375,18 @@ def _parts(tensor: Tensor, room: Tensor, first: int, last: int) -> list[Pair]:
     return pairs
 
 
-def _clear_padding(rows: int, room: Tensor) -> None:
-    """Whatever lay in the buffer might be NaN, for which debugging tools watch the wire."""
-    ranks, each = room.shape[:2]
-    if rows < ranks * each and room.numel() > 0:
+def _fill(tensor: Tensor, room: Tensor, first: int, last: int) -> list[Pair]:
+    """The same of slots that are to be sent, which are cleared where they have no rows.
+
+    Whatever lay in the buffer might be NaN, for which debugging tools watch the wire.
+    """
+    rows, each = tensor.shape[0], room.shape[1]
+    if rows < last * each and room.numel() > 0:
         full, partial = divmod(rows, each)
-        room[full, partial:].zero_()
-        room[full + 1 :].zero_()
+        if full >= first:
+            room[full, partial:].zero_()
+        room[max(full + 1, first) : last].zero_()
+    return _parts(tensor, room, first, last)
 
 
 def _copy(pairs: Sequence[Pair], into_slots: bool) -> None:
