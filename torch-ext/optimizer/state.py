@@ -20,6 +20,10 @@ KEYS = ("momentum_buffer", "second_momentum_buffer", "exp_avg", "exp_avg_sq")
 OWN_DTYPE = ("momentum_buffer", "second_momentum_buffer")
 
 
+# Shape and layout of tensors of state, by their keys.
+Layouts = dict[str, tuple[torch.Size, Optional[tuple]]]
+
+
 @dataclass(frozen=True)
 class Spec:
     """One tensor of state, of which this rank holds a part that fills its memory densely."""
@@ -42,10 +46,8 @@ def keys_of(group: Group) -> tuple[str, ...]:
     return ("momentum_buffer", "second_momentum_buffer")
 
 
-def layouts_of(
-    param: Tensor, entry: Optional[Entry], wide: OptimizerWide
-) -> dict[str, tuple[torch.Size, Optional[tuple]]]:
-    """Shape and layout of every tensor that a parameter's state can have; cheap enough for a step.
+def layouts_of(param: Tensor, entry: Optional[Entry], wide: OptimizerWide) -> Layouts:
+    """Every tensor that a parameter's state can have; cheap enough for a step.
 
     Args:
         param: the parameter.
@@ -73,13 +75,9 @@ def layouts_of(
 def specs_of(
     param: Tensor, entry: Optional[Entry], group: Group, wide: OptimizerWide
 ) -> dict[str, Spec]:
-    """The tensors of state that a parameter has, by their keys. To be called under ``no_grad``.
+    """The tensors of state that a parameter of a group has, by their keys; the rest is as above.
 
-    Args:
-        param: the parameter.
-        entry: of a Muon parameter; None of AdamW's.
-        group: the parameter's.
-        wide: says which replicas divide state.
+    To be called under ``no_grad``.
     """
     dtypes = {
         "momentum_buffer": group.momentum_dtype or dtensors.grad_dtype(param),
