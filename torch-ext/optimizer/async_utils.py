@@ -153,41 +153,36 @@ def schedule(plan: Plan, beside: Beside) -> tuple[Event, ...]:
 
 def _with_averages(events: Sequence[Event], plan: Plan, averages: Averages) -> Iterator[Event]:
     """Launches averages of matrices' gradients ahead of the events that wait for them."""
-    launches = _Launches(Do.AVERAGE, averages.buckets)
+    launched = 0
     for event in events:
+        needed = 0
         if event.do is Do.GATHER:
-            yield from launches.for_those(averages.needed[event.chunk])
+            needed = averages.needed[event.chunk]
         elif event.do is Do.FLAG:
-            last = len(plan.all_lanes[event.lane].chunks) - 1
-            yield from launches.for_those(averages.needed[event.lane, last])
+            needed = averages.needed[event.lane, len(plan.all_lanes[event.lane].chunks) - 1]
+        launches = _launches(Do.AVERAGE, launched, needed, averages.buckets)
+        launched += len(launches)
+        yield from launches
         yield event
 
 
-class _Launches:
-    """Averages of buckets that are still to be launched, in the order of their numbers."""
-
-    def __init__(self, do: Do, buckets: int):
-        self.do = do
-        self.buckets = buckets
-        self.launched = 0
-
-    def for_those(self, needed: int) -> list[Event]:
-        """Launches so many buckets that have not been yet, and some ahead of the next ones."""
-        end = min(needed + BUCKETS_AHEAD, self.buckets) if needed else 0
-        events = [Event(self.do, number=bucket) for bucket in range(self.launched, end)]
-        self.launched = max(self.launched, end)
-        return events
+def _launches(do: Do, launched: int, needed: int, buckets: int) -> list[Event]:
+    """Launches the buckets that are needed and have not been launched, and some ahead of them."""
+    end = min(needed + BUCKETS_AHEAD, buckets) if needed else 0
+    return [Event(do, number=bucket) for bucket in range(launched, end)]
 
 
 def _adamw(beside: Beside) -> list[Event]:
     """AdamW's parts one after the other, with their averages ahead and their rows behind."""
-    averages, events = beside.averages, []
+    averages = beside.averages
     if averages is None:
         return [Event(Do.ADAMW, number=part) for part in range(len(beside.groups))]
-    launches = _Launches(Do.AVERAGE_OTHERS, max(averages.others_needed, default=0))
+    events: list[Event] = []
+    launched, buckets = 0, max(averages.others_needed, default=0)
     for part, group in enumerate(beside.groups):
-        events += launches.for_those(averages.others_needed[part])
-        events.append(Event(Do.ADAMW, number=part))
+        launches = _launches(Do.AVERAGE_OTHERS, launched, averages.others_needed[part], buckets)
+        launched += len(launches)
+        events += [*launches, Event(Do.ADAMW, number=part)]
         if part + 1 == len(beside.groups) or beside.groups[part + 1] != group:
             events.append(Event(Do.SHARE_ROWS, number=group))
     return events

@@ -24,9 +24,7 @@ MOTIFS_NAMES = {"moment1": "exp_avg", "moment2": "exp_avg_sq"}
 def check_structure(state_dict: Any, is_whole: bool = True) -> None:
     """Checks that a checkpoint has the form in which torch.optim writes one.
 
-    Args:
-        state_dict: the checkpoint.
-        is_whole: False before the hooks that may yet change what is in it.
+    It is not whole before the hooks that may yet change what is in it.
     """
     if not isinstance(state_dict, dict):
         raise ValueError(f"a state dict is needed, found a {type(state_dict).__name__}")
@@ -212,8 +210,7 @@ def _check_algorithm(
 
     Args:
         own, live: state of the parameter in the checkpoint, and in the optimizer.
-        group, saved: the parameter's group in the optimizer, and in the checkpoint.
-        name: what messages call the parameter.
+        group, saved: its group in the optimizer, and in the checkpoint.
     """
     other = "exp_avg" if group.use_muon else "momentum_buffer"
     if own.get(other) is not None:

@@ -342,8 +342,9 @@ def _has_gradient(param: Tensor, group: Group, wide: OptimizerWide) -> bool:
     Where every rank applies its own, zeros on some ranks only would part the replicas.
     """
     is_averaged = wide.divided is not None and not dtensors.is_dtensor(param)
-    absent_counts = is_averaged and group.takes_part(param)
-    return absent_counts or (param.requires_grad and param.grad is not None)
+    if is_averaged:
+        return group.takes_part(param)
+    return param.requires_grad and param.grad is not None
 
 
 def _lines_of_wide(wide: OptimizerWide, ranks: agreement.Ranks) -> list[str]:

@@ -24,7 +24,7 @@ from .distributed.plan import Entry, Plan
 from .distributed.replicas import Replicas
 from .groups import has_component
 from .options import Group, OptimizerWide
-from .state import layouts_of
+from .state import Layouts, layouts_of
 
 _WRITE_THIS = (
     "Muon takes a list of parameter groups that say use_muon, for example "
@@ -244,19 +244,14 @@ def check_state(
 
 def check_tensors(
     state: Mapping[str, Any],
-    expected: Mapping[str, tuple],
+    expected: Layouts,
     place: str,
     name: str,
     param: Tensor,
 ) -> None:
     """Tensors of one parameter's state have its kind of numbers, and the shape and layout expected.
 
-    Args:
-        state: of the parameter.
-        expected: as `state.layouts_of` gives it.
-        place: where the state is, for messages.
-        name: what messages call the parameter.
-        param: the parameter.
+    ``place`` is where the state is, and ``name`` the parameter, for messages.
     """
     for key, (shape, layout) in expected.items():
         value = state.get(key)
