@@ -359,9 +359,10 @@ class Muon(torch.optim.Optimizer):
         def has_begun(raised: BaseException) -> bool:
             if step is not None and not isinstance(raised, Exception):
                 return True  # an interrupt comes between any two lines
-            if scaling.has_unscaled or (step is not None and step.has_written):
+            if step is not None and (step.has_written or step.gradients.has_released):
                 return True
-            return self._agreement.may_go  # then other ranks write, even where this one fails
+            # Other ranks that may go write, even where this one fails.
+            return scaling.has_unscaled or self._agreement.may_go
 
         with self._condition.changing("step()", has_begun):
             step = self._prepare(error, qk_logits, scaling)

@@ -210,14 +210,14 @@ def _check_shard(param: Tensor, name: str) -> None:
     Only the ranks that hold something else can see that, so it is for the step to check, where all
     hear of it, and not for the constructor.
     """
-    sharding = dtensors.sharding_of(param)
-    if sharding is None or not dist.is_initialized() or dist.get_rank() not in sharding.ranks:
+    sharding, rank = dtensors.sharding_of(param), this_rank()
+    if sharding is None or rank not in sharding.ranks:
         return
-    expected = layout.shape_of(sharding.region(param.shape, dist.get_rank()))
-    if dtensors.local(param).shape != expected:
+    expected, held = layout.shape_of(sharding.region(param.shape, rank)), dtensors.held(param)
+    if held.shape != expected:
         raise ValueError(
             f"{name} is {dtensors.describe(param)}, of which this rank should hold {expected}, but "
-            f"it holds {tuple(dtensors.local(param).shape)}: shards must be cut as torch.chunk does"
+            f"it holds {tuple(held.shape)}: shards must be cut as torch.chunk does"
         )
 
 
@@ -286,8 +286,8 @@ def notes_of(
             lines[ranks] += [f"{option} in the group of {first}" for option in chosen]
     for group, names in zip(groups, found.names):
         for param, name in zip(group.params, names) if not group.use_muon else ():
-            replicas = _replicas_of(param, plan.rank, wide)
-            if len(replicas) > 1 and _has_gradient(param, group, wide):
+            replicas = _replicas_that_compare(param, group, plan.rank, wide)
+            if len(replicas) > 1:
                 gradients[replicas].append(name)
     for ranks, further in more.items():
         lines[ranks] += further
@@ -328,23 +328,20 @@ def _compare_gradients(
     return [holders] if replicas == holders or len(replicas) == 1 else [holders, replicas]
 
 
-def _replicas_of(param: Tensor, rank: int, wide: OptimizerWide) -> agreement.Ranks:
-    """The ranks that hold the same part of a parameter as this one."""
+def _replicas_that_compare(
+    param: Tensor, group: Group, rank: int, wide: OptimizerWide
+) -> agreement.Ranks:
+    """The replicas of what a rank holds of AdamW's parameter, which hear whether it takes part.
+
+    Where every rank applies its own gradient, zeros on some ranks only would part the replicas.
+    """
     sharding = dtensors.sharding_of(param)
+    is_averaged = sharding is None and wide.divided is not None
+    if not (group.takes_part(param) and (is_averaged or param.grad is not None)):
+        return ()
     if sharding is None:
         return wide.replicas or ()
     return sharding.peers(rank, (), replicas=True)
-
-
-def _has_gradient(param: Tensor, group: Group, wide: OptimizerWide) -> bool:
-    """Of a replica that is AdamW's: whether there is one to average or, but in ZeRO-2, to apply.
-
-    Where every rank applies its own, zeros on some ranks only would part the replicas.
-    """
-    is_averaged = wide.divided is not None and not dtensors.is_dtensor(param)
-    if is_averaged:
-        return group.takes_part(param)
-    return param.requires_grad and param.grad is not None
 
 
 def _lines_of_wide(wide: OptimizerWide, ranks: agreement.Ranks) -> list[str]:

@@ -53,12 +53,7 @@ class Parts(NamedTuple):
 class Work:
     """The tensors of a plan's parameters and of their state, taken apart as its runs need them.
 
-    Args:
-        plan: what is to be done.
-        params: of the plan's entries.
-        state: of each of them.
-        wide: options that hold for all groups.
-        offload: where the state lives.
+    ``params`` and ``state`` are in the order of the plan's entries.
     """
 
     def __init__(
@@ -130,14 +125,9 @@ class Step:
     """One step of a plan.
 
     Args:
-        plan: what to do.
-        groups: hyperparameters and parameters of each group.
+        plan, groups, state, wide, offload, clipping: what the step works on.
         absent: numbers of the plan's entries that take no part, for lack of a gradient. Those that
             ranks share are in no lane; those that are whole on this rank are passed over.
-        state: of all parameters.
-        wide: options that hold for all groups.
-        offload: where the state lives.
-        clipping: QK-Clip of this step, if there is any.
         work: of the last step, unless there was state in host memory.
 
     Attributes:
@@ -145,6 +135,7 @@ class Step:
         gradients: as they are, or averaged over replicas.
         under_way: how each chunk travels that is under way, by the numbers of its lane and its own.
         finite: which matrices are updated, of those that may be skipped.
+        has_written: whether parameters or state may have changed.
     """
 
     work: Work
@@ -169,7 +160,7 @@ class Step:
         self.scratch = Scratch()
         self.finite = Finite(plan)
         self.under_way: dict[tuple[int, int], Transport] = {}
-        self._has_written = False
+        self.has_written = False
         self._params = [groups[entry.group].params[entry.index] for entry in plan.entries]
         self._absent = absent
         self._state = state
@@ -211,11 +202,10 @@ class Step:
             averages = mean.averages(self.adamw.buckets_needed())
         lanes = enumerate(self.plan.all_lanes)
         beside = Beside(
-            tuple(part.group for part in self.adamw.parts),
-            tuple(part.nbytes for part in self.adamw.parts),
-            None if self.home.is_idle else self._momentum_bytes(),
-            averages,
-            tuple(n for n, lane in lanes if any(self.may_skip(unit) for unit, _ in lane.owners)),
+            parts=self.adamw.parts,
+            chunk_bytes=None if self.home.is_idle else self._momentum_bytes(),
+            averages=averages,
+            flagged=[n for n, lane in lanes if any(self.may_skip(unit) for unit, _ in lane.owners)],
         )
         work.order(beside)
         if not self.home.is_prepared:
@@ -233,23 +223,7 @@ class Step:
         if self.clipping is not None:
             self.clipping.finish(self.groups)
 
-    @property
-    def has_written(self) -> bool:
-        """Whether parameters or state may have changed, or gradients are gone."""
-        return self._has_written or self.gradients.has_released
-
-    def writes(self) -> None:
-        """To be called before anything is written."""
-        self._has_written = True
-
     # -- what events work on -------------------------------------------------------------------
-
-    def begin(self, event: Event) -> Transport:
-        """What a chunk travels by, until its weights are updated."""
-        chunk, lane = self.work.chunk(event)
-        group = self.work.process_groups[event.lane]
-        travel = self.under_way[event.chunk] = Transport(chunk, lane, group, self.scratch)
-        return travel
 
     def hyper(self, unit: Unit) -> Group:
         return self.groups[self.plan.entries[unit.entry].group]
