@@ -139,11 +139,8 @@ def fit(
     form in which the optimizer has it.
 
     Args:
-        groups, entries_of_groups: of the optimizer.
-        saved_groups: views of the checkpoint's.
-        states: by the ids in ``params`` of the saved groups; changed.
-        live: state of the optimizer, by parameter.
-        wide: says which replicas divide state.
+        groups, entries_of_groups, live, wide: of the optimizer, whose state is ``live``.
+        saved_groups, states: of the checkpoint, whose state is changed.
     """
     for group, entries, saved in zip(groups, entries_of_groups, saved_groups):
         _check_group(group, saved)
@@ -272,10 +269,8 @@ def place_tensors(
     Momentum keeps the dtype it was saved in, AdamW's moments get that of their parameter.
 
     Args:
-        groups: of the optimizer.
-        state: of the optimizer, by parameter; changed.
-        saved_groups: of the checkpoint.
-        states: by the ids in ``params`` of the saved groups, with all tensors.
+        groups, state: of the optimizer; its state is changed.
+        saved_groups, states: of the checkpoint, with all tensors.
         home_of: the device on which a parameter's state lives.
     """
     taken: set[int] = set()  # where tensors begin that are used as they are

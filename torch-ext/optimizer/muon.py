@@ -623,19 +623,19 @@ class Muon(torch.optim.Optimizer):
             checkpoints.check_structure(given)
             if self._condition.is_broken and not self._condition.is_void:
                 checkpoints.check_apart(given["state"], self.state)
-            loaded.update(given, state=checkpoints.normalize_state(given["state"]))
-            loaded["param_groups"] = checkpoints.merge_groups(
-                self.param_groups, loaded["param_groups"], self._defaults_of
+            states = checkpoints.normalize_state(given["state"])
+            merged = checkpoints.merge_groups(
+                self.param_groups, given["param_groups"], self._defaults_of
             )
             groups = self._views()
             saved = [
                 self._translate({**of, "names": None, "where": f"{group.where} of the checkpoint"})
-                for group, of in zip(groups, loaded["param_groups"])
+                for group, of in zip(groups, merged)
             ]
             entries = self._look_at(groups).entries
-            checkpoints.fit(groups, entries, saved, loaded["state"], self.state, self._wide)
-            rest = checkpoints.without_tensors(loaded["state"], loaded["param_groups"])
-            return {**loaded, "state": rest}
+            checkpoints.fit(groups, entries, saved, states, self.state, self._wide)
+            loaded.update(given, state=states, param_groups=merged)
+            return {**loaded, "state": checkpoints.without_tensors(states, merged)}
 
         def restore(_: torch.optim.Optimizer) -> None:
             self._offload.forget()
@@ -643,8 +643,7 @@ class Muon(torch.optim.Optimizer):
             checkpoints.place_tensors(
                 self.param_groups, self.state, saved, states, self._offload.home_of
             )
-            groups = self._views()
-            self._create_state(groups)
+            self._create_state(self._views())
             self._condition.finish_loading()
 
         # `check` runs after the user's hooks before loading, `restore` before those after it.

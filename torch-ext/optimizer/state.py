@@ -105,12 +105,7 @@ def _dense_stride(tensor: Tensor) -> tuple[int, ...]:
 
 
 def zeros(spec: Spec, device: Optional[torch.device] = None) -> Tensor:
-    """State as it begins, all zeros; only this rank's part is allocated.
-
-    Args:
-        spec: of the state.
-        device: by default the parameter's.
-    """
+    """This rank's part of state as it begins, all zeros; by default on the parameter's device."""
     held = torch.empty_strided(
         spec.held_shape, spec.held_stride, dtype=spec.dtype, device=device or spec.device
     ).zero_()

@@ -21,14 +21,7 @@ META = torch.device("meta")
 
 
 class StateStore:
-    """What an optimizer keeps beside its parameters.
-
-    Args:
-        offload: where it lives.
-
-    Attributes:
-        is_settled: whether the last step has created and checked all state that there is now.
-    """
+    """What an optimizer keeps beside its parameters."""
 
     def __init__(self, offload: CPUOffload):
         self._offload = offload
@@ -37,6 +30,7 @@ class StateStore:
 
     @property
     def is_settled(self) -> bool:
+        """Whether the last step has created and checked all state that there is now."""
         return self._settled is not None
 
     def forget(self) -> None:
@@ -65,13 +59,7 @@ class StateStore:
         entries: Sequence[Sequence[Optional[Entry]]],
         wide: OptimizerWide,
     ) -> None:
-        """Creates whatever state is missing, for all trainable parameters, on all ranks alike.
-
-        Args:
-            state, groups: of the optimizer.
-            entries: of each group, its parameters as a plan sees them; None for AdamW's.
-            wide: says which replicas divide state.
-        """
+        """Creates whatever state is missing, for all trainable parameters, on all ranks alike."""
         on_host: list[tuple[dict[str, Tensor], str, Tensor, Use]] = []
         for group, of_group in zip(groups, entries):
             keys = keys_of(group)
