@@ -361,7 +361,7 @@ class Muon(torch.optim.Optimizer):
                 return True  # an interrupt comes between any two lines
             if step is not None and (step.has_written or step.gradients.has_released):
                 return True
-            # Other ranks that may go write, even where this one fails.
+            # Where other ranks may go they write, even if this one fails.
             return scaling.has_unscaled or self._agreement.may_go
 
         with self._condition.changing("step()", has_begun):
