@@ -166,9 +166,7 @@ def entries_of(group: Group, number: int, wide: OptimizerWide) -> list[Optional[
     Raises:
         ValueError: wrong names or parameters, matrices that can't be read as asked for.
     """
-    validation.check_params(group)
-    if wide.process_group is not None and (group.use_muon or wide.divided):
-        validation.check_replicas(group, wide.process_group)
+    validation.check_params(group, wide)
     if not group.use_muon:
         return [None] * len(group.params)
     return [_entry(group, number, index, wide) for index in range(len(group.params))]

@@ -150,8 +150,8 @@ class Step:
         state: State,
         wide: OptimizerWide,
         offload: CPUOffload,
-        clipping: Optional[Clipping] = None,
-        work: Optional[Work] = None,
+        clipping: Optional[Clipping],
+        work: Optional[Work],
     ):
         self.plan = plan
         self.groups = groups

@@ -21,7 +21,6 @@ from .core import matches
 from .distributed import utils as dtensors
 from .distributed.collectives import has_backend
 from .distributed.plan import Entry, Plan
-from .distributed.replicas import Replicas
 from .groups import has_component
 from .options import Group, OptimizerWide
 from .state import Layouts, layouts_of
@@ -98,9 +97,10 @@ _OTHER_NAMES = {
 }
 
 
-def check_params(group: Group) -> None:
+def check_params(group: Group, wide: OptimizerWide) -> None:
     """Checks names and tensors of a group; how matrices are read is `planning`'s to check."""
     params, names, where = group.params, group.names, group.where
+    replicas = wide.process_group if group.use_muon else wide.divided
     if names is not None:
         if not isinstance(names, (list, tuple)) or not all(isinstance(n, str) for n in names):
             raise ValueError(f"{where}: names must be a list of str, found {names!r}")
@@ -120,6 +120,13 @@ def check_params(group: Group) -> None:
             raise ValueError(
                 f"{name} is on the CPU, where capturable=True leaves no choice of foreach: "
                 "set foreach=None"
+            )
+        if replicas is None or dtensors.is_dtensor(param):
+            continue
+        if not has_backend(replicas.group, param.device):
+            raise ValueError(
+                f"{name} is on {param.device.type}, for which process_group has no backend; name "
+                'one for each device: init_process_group("cpu:gloo,cuda:nccl")'
             )
 
 
@@ -159,17 +166,6 @@ def _check_param(param: Any, name: str, use_muon: bool) -> None:
         dtensors.check_placements(param)
     except ValueError as error:
         raise ValueError(f"{name} {error}") from None
-
-
-def check_replicas(group: Group, replicas: Replicas) -> None:
-    """Plain parameters can be exchanged by the process group that is to divide their state."""
-    for index, param in enumerate(group.params):
-        if not (dtensors.is_dtensor(param) or has_backend(replicas.group, param.device)):
-            raise ValueError(
-                f"{group.name_of(index)} is on {param.device.type}, for which "
-                "process_group has no backend; name one for each device: "
-                'init_process_group("cpu:gloo,cuda:nccl")'
-            )
 
 
 def check_gradients(group: Group) -> None:
