@@ -277,7 +277,7 @@ class Muon(torch.optim.Optimizer):
 
     def _translate(self, group: dict[str, Any]) -> Group:
         """The view of a group; subclasses whose groups have other keys rename these first."""
-        return Group.of(group)
+        return Group(**{key: group[key] for key in Group.__dataclass_fields__})
 
     def _defaults_of(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """What keys missing from a group are set to."""

@@ -186,11 +186,6 @@ class Group:
     capturable: bool = _is(_BOOL)
     foreach: Optional[bool] = _is(_optional(_BOOL.accepts, "a bool"))
 
-    @classmethod
-    def of(cls, group: Mapping[str, Any]) -> Group:
-        """The view of a dict that has all keys; others of its keys are left out."""
-        return cls(**{key: group[key] for key in cls.__dataclass_fields__})
-
     def name_of(self, index: int) -> str:
         """What messages call a parameter: its FQN, or its place in the groups."""
         return self.names[index] if self.names is not None else f"{self.where}['params'][{index}]"

@@ -77,7 +77,7 @@ class Work:
         ]
         self.process_groups += [None] * len(plan.alone)
         self.schedule: tuple[Event, ...] = ()
-        self.last_reads: dict[int, list[int]] = {}
+        self.last_reads: dict[Optional[int], list[int]] = {}
         self._beside: Optional[Beside] = None
         self._parts: dict[int, Parts] = {}  # by id of a run
 
@@ -92,7 +92,7 @@ class Work:
             return
         self._beside, self.schedule = beside, schedule(self.plan, beside)
         # Of each entry the run, by its id, behind which nobody reads the gradient.
-        last = dict.fromkeys(range(len(self.params)), 0)
+        last: dict[int, Optional[int]] = dict.fromkeys(range(len(self.params)))
         for event in self.schedule:
             if event.do is Do.GATHER:
                 for run in self.chunk(event)[0].momentum:
@@ -214,9 +214,7 @@ class Step:
 
     def end(self) -> None:
         """Completes what is under way, and tells autograd what was written."""
-        for number in self.work.last_reads.get(0, ()):  # of these this rank holds nothing
-            if number not in self._absent:
-                self.gradients.release(number)
+        self.were_read(None)
         numbers = [number for number in self.work.sharded if number not in self._absent]
         torch.autograd.graph.increment_version([self._params[number] for number in numbers])
         self.adamw.wait()
@@ -265,9 +263,9 @@ class Step:
         pairs = zip(parts.units, parts.indices)
         return [part_of(self.gradients.of(unit.entry), index) for unit, index in pairs]
 
-    def were_read(self, run: Run) -> None:
-        """Lets the gradients go that no other run reads."""
-        for number in self.work.last_reads.get(id(run), ()):
+    def were_read(self, run: Optional[Run]) -> None:
+        """Lets the gradients go that no other run reads; of None, those of which none reads any."""
+        for number in self.work.last_reads.get(None if run is None else id(run), ()):
             if number not in self._absent:
                 self.gradients.release(number)
 
