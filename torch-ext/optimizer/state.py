@@ -75,10 +75,7 @@ def layouts_of(param: Tensor, entry: Optional[Entry], wide: OptimizerWide) -> La
 def specs_of(
     param: Tensor, entry: Optional[Entry], group: Group, wide: OptimizerWide
 ) -> dict[str, Spec]:
-    """The tensors of state that a parameter of a group has, by their keys; the rest is as above.
-
-    To be called under ``no_grad``.
-    """
+    """The tensors of state that a parameter has, by their keys. To be called under ``no_grad``."""
     dtypes = {
         "momentum_buffer": group.momentum_dtype or dtensors.grad_dtype(param),
         "second_momentum_buffer": torch.float32,
