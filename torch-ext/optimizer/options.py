@@ -262,7 +262,7 @@ class OptimizerWide:
         return self.process_group if self.grad_reduce is not None else None
 
     def validate(self) -> None:
-        """The same of the options of all groups."""
+        """Checks these options, as `Group.validate` does those of a group."""
         for key, option in WIDE_OPTIONS.items():
             option.check(key, getattr(self, key))
         if self.process_group is not None:
