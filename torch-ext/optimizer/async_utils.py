@@ -12,10 +12,11 @@ have in common: the number of chunks, how many may be in flight, who takes part.
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
+from .adamw import Part
 from .distributed.plan import Plan, turn_of
 
 # Buckets of gradients that are averaged ahead of the one that is needed next.
@@ -76,19 +77,17 @@ class Beside:
     """What a step does beside the chunks.
 
     Args:
-        groups: of each part of AdamW, the number of its parameter group.
-        part_bytes: of each part, the bytes of state that come from host memory.
-        chunk_bytes: the same of each chunk, by the numbers of its lane and its own; None where no
-            state is streamed.
+        parts: of AdamW.
+        chunk_bytes: of state that comes from host memory for each chunk, by the numbers of its lane
+            and its own; None where no state is streamed.
         averages: those of ZeRO-2, where it has traffic.
         flagged: numbers of the lanes in which matrices with Inf or NaN are skipped.
     """
 
-    groups: Sequence[int] = ()
-    part_bytes: Sequence[int] = ()
-    chunk_bytes: Mapping[tuple[int, int], int] | None = None
-    averages: Averages | None = None
-    flagged: Collection[int] = field(default=())
+    parts: Sequence[Part]
+    chunk_bytes: Mapping[tuple[int, int], int] | None
+    averages: Averages | None
+    flagged: Sequence[int]
 
 
 def turns(chunks: int, in_flight: int) -> Iterator[tuple[Do, int]]:
@@ -133,7 +132,7 @@ def schedule(plan: Plan, beside: Beside) -> tuple[Event, ...]:
         for number, lane in enumerate(plan.alone, count)
         for do, chunk in turns(len(lane.chunks), in_flight=1)
     ]
-    events = [Event(Do.FLAG, number) for number in sorted(beside.flagged)]
+    events = [Event(Do.FLAG, number) for number in beside.flagged]
     for number, lane in enumerate(plan.lanes):
         of_lane = [
             Event(do, number, chunk) for do, chunk in turns(len(lane.chunks), lane.in_flight)
@@ -153,43 +152,38 @@ def schedule(plan: Plan, beside: Beside) -> tuple[Event, ...]:
 
 def _with_averages(events: Sequence[Event], plan: Plan, averages: Averages) -> Iterator[Event]:
     """Launches averages of matrices' gradients ahead of the events that wait for them."""
-    launches = _Launches(Do.AVERAGE, averages.buckets)
+    launched = 0
     for event in events:
+        needed = 0
         if event.do is Do.GATHER:
-            yield from launches.for_those(averages.needed[event.chunk])
+            needed = averages.needed[event.chunk]
         elif event.do is Do.FLAG:
-            last = len(plan.all_lanes[event.lane].chunks) - 1
-            yield from launches.for_those(averages.needed[event.lane, last])
+            needed = averages.needed[event.lane, len(plan.all_lanes[event.lane].chunks) - 1]
+        launches = _launches(Do.AVERAGE, launched, needed, averages.buckets)
+        launched += len(launches)
+        yield from launches
         yield event
 
 
-class _Launches:
-    """Averages of buckets that are still to be launched, in the order of their numbers."""
-
-    def __init__(self, do: Do, buckets: int):
-        self.do = do
-        self.buckets = buckets
-        self.launched = 0
-
-    def for_those(self, needed: int) -> list[Event]:
-        """Launches so many buckets that have not been yet, and some ahead of the next ones."""
-        end = min(needed + BUCKETS_AHEAD, self.buckets) if needed else 0
-        events = [Event(self.do, number=bucket) for bucket in range(self.launched, end)]
-        self.launched = max(self.launched, end)
-        return events
+def _launches(do: Do, launched: int, needed: int, buckets: int) -> list[Event]:
+    """Launches the buckets that are needed and have not been launched, and some ahead of them."""
+    end = min(needed + BUCKETS_AHEAD, buckets) if needed else 0
+    return [Event(do, number=bucket) for bucket in range(launched, end)]
 
 
 def _adamw(beside: Beside) -> list[Event]:
     """AdamW's parts one after the other, with their averages ahead and their rows behind."""
-    averages, events = beside.averages, []
+    averages = beside.averages
     if averages is None:
-        return [Event(Do.ADAMW, number=part) for part in range(len(beside.groups))]
-    launches = _Launches(Do.AVERAGE_OTHERS, max(averages.others_needed, default=0))
-    for part, group in enumerate(beside.groups):
-        events += launches.for_those(averages.others_needed[part])
-        events.append(Event(Do.ADAMW, number=part))
-        if part + 1 == len(beside.groups) or beside.groups[part + 1] != group:
-            events.append(Event(Do.SHARE_ROWS, number=group))
+        return [Event(Do.ADAMW, number=number) for number in range(len(beside.parts))]
+    events: list[Event] = []
+    launched, buckets = 0, max(averages.others_needed, default=0)
+    for number, part in enumerate(beside.parts):
+        launches = _launches(Do.AVERAGE_OTHERS, launched, averages.others_needed[number], buckets)
+        launched += len(launches)
+        events += [*launches, Event(Do.ADAMW, number=number)]
+        if number + 1 == len(beside.parts) or beside.parts[number + 1].group != part.group:
+            events.append(Event(Do.SHARE_ROWS, number=part.group))
     return events
 
 
@@ -210,7 +204,7 @@ def _weave(events: Sequence[Event], plan: Plan, beside: Beside) -> Iterator[Even
     if flops:
         last = len(plan.lanes or plan.alone) - 1
         hiding -= flops[last, len(plan.all_lanes[last].chunks) - 1]
-    nbytes = sum(beside.chunk_bytes.values()) + sum(beside.part_bytes)
+    nbytes = sum(beside.chunk_bytes.values()) + sum(part.nbytes for part in beside.parts)
     flops_done = bytes_done = part = 0
     for event in events:
         yield event
@@ -218,12 +212,12 @@ def _weave(events: Sequence[Event], plan: Plan, beside: Beside) -> Iterator[Even
             bytes_done += beside.chunk_bytes[event.chunk]
         elif event.do is Do.ORTHOGONALIZE:
             flops_done += flops[event.chunk]
-            while part < len(beside.part_bytes):
-                after = bytes_done + beside.part_bytes[part]
+            while part < len(beside.parts):
+                after = bytes_done + beside.parts[part].nbytes
                 if after * hiding > nbytes * flops_done:
                     break
                 bytes_done = after
                 yield Event(Do.ADAMW, number=part)
                 part += 1
-    for rest in range(part, len(beside.part_bytes)):
+    for rest in range(part, len(beside.parts)):
         yield Event(Do.ADAMW, number=rest)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, MutableMapping, Sequence
-from typing import Any, Callable
+from typing import Any, Callable, Optional
 
 import torch
 from torch import Tensor
 
-from . import options, validation
+from . import validation
 from .core import is_dense
 from .distributed import utils as dtensors
 from .distributed.plan import Entry
 from .options import STRUCTURE, Group, OptimizerWide, is_number
-from .state import KEYS, OWN_DTYPE, layouts_of, place
+from .state import KEYS, OWN_DTYPE, Layouts, layouts_of, place
 
 RawGroup = Mapping[str, Any]  # as torch has it, in an optimizer or a checkpoint
 
@@ -24,9 +24,7 @@ MOTIFS_NAMES = {"moment1": "exp_avg", "moment2": "exp_avg_sq"}
 def check_structure(state_dict: Any, is_whole: bool = True) -> None:
     """Checks that a checkpoint has the form in which torch.optim writes one.
 
-    Args:
-        state_dict: the checkpoint.
-        is_whole: False before the hooks that may yet change what is in it.
+    It is not whole before the hooks that may yet change what is in it.
     """
     if not isinstance(state_dict, dict):
         raise ValueError(f"a state dict is needed, found a {type(state_dict).__name__}")
@@ -129,77 +127,28 @@ def _as_dtype(value: Any) -> Any:
     return value
 
 
-def fit_state(
+def fit(
     groups: Sequence[Group],
-    entries_of_groups: Sequence[Sequence[Entry]],
+    entries_of_groups: Sequence[Sequence[Optional[Entry]]],
     saved_groups: Sequence[Group],
     states: Mapping[Any, dict[str, Any]],
+    live: Mapping[Any, Any],
     wide: OptimizerWide,
 ) -> None:
-    """Brings the state of a checkpoint into the form in which the optimizer has it.
-
-    Where a checkpoint has a whole tensor and the optimizer a DTensor, each rank takes its part: of
-    state that replicas divide, and of second moments, which torch.distributed.checkpoint leaves
-    whole when it loads into an optimizer without them. When it loads a flattened state dict without
-    them into an optimizer that has them, it puts empty dicts in their place, which are taken out.
+    """Checks a checkpoint, as far as torch does not do that itself, and brings its state into the
+    form in which the optimizer has it.
 
     Args:
-        groups, entries_of_groups: of the optimizer.
-        saved_groups: views of the checkpoint's.
-        states: by the ids in ``params`` of the saved groups; changed.
-        wide: says which replicas divide state.
+        groups, entries_of_groups, live, wide: of the optimizer, whose state is ``live``.
+        saved_groups, states: of the checkpoint, whose state is changed.
     """
     for group, entries, saved in zip(groups, entries_of_groups, saved_groups):
-        for index, (param, saved_id) in enumerate(zip(group.params, saved.params)):
-            own = states.get(saved_id, {})
-            layouts = layouts_of(param, entries[index] if entries else None, wide)
-            for key, (shape, layout) in layouts.items():
-                value = own.get(key)
-                if isinstance(value, dict) and not value and saved.beta2 is None:
-                    del own[key]
-                if layout is None or not isinstance(value, Tensor) or dtensors.is_dtensor(value):
-                    continue
-                is_whole = key == "second_momentum_buffer" or not dtensors.is_dtensor(param)
-                if is_whole and value.shape == shape:
-                    own[key] = dtensors.divide(value, layout)
-
-
-def check_checkpoint(
-    groups: Sequence[Group],
-    entries_of_groups: Sequence[Sequence[Entry]],
-    saved_groups: Sequence[Group],
-    saved_state: Mapping[Any, Any],
-    state: Mapping[Any, Any],
-    wide: OptimizerWide,
-) -> None:
-    """Checks that a checkpoint fits the optimizer, as far as torch does not check that itself.
-
-    Args:
-        groups, entries_of_groups: of the optimizer.
-        saved_groups: views of the checkpoint's.
-        saved_state: by the ids in ``params`` of the saved groups.
-        state: of the optimizer, by parameter.
-        wide: says which replicas divide state.
-    """
-    for number, (group, entries, saved) in enumerate(zip(groups, entries_of_groups, saved_groups)):
-        where = f"param_groups[{number}]"
-        options.validate(saved, f"{where} of the checkpoint")
-        if saved.use_muon != group.use_muon:
-            raise ValueError(
-                f"{where} has use_muon={group.use_muon} but the checkpoint's has "
-                f"{saved.use_muon}: give the groups in the order they were saved in"
-            )
-        if len(saved.params) != len(group.params):
-            raise ValueError(
-                f"{where} has {len(group.params)} parameters where the checkpoint's has "
-                f"{len(saved.params)}, a group of another size; is it of the same "
-                "model, with the same groups?"
-            )
-        for index, (param, saved_id) in enumerate(zip(group.params, saved.params)):
-            name = validation.name_of(group, index, where)
-            own, live = saved_state.get(saved_id, {}), state.get(param, {})
-            _check_algorithm(own, live, group, saved, name)
-            expected = layouts_of(param, entries[index] if entries else None, wide)
+        _check_group(group, saved)
+        for index, (param, entry, saved_id) in enumerate(zip(group.params, entries, saved.params)):
+            name, own = group.name_of(index), states.get(saved_id, {})
+            expected = layouts_of(param, entry, wide)
+            _divide(own, expected, param, saved)
+            _check_algorithm(own, live.get(param, {}), group, saved, name)
             validation.check_tensors(own, expected, "checkpoint", name, param)
             # Kernels trust that this rank's part of a DTensor has the size that it should have.
             for key, (shape, layout) in expected.items():
@@ -213,6 +162,40 @@ def check_checkpoint(
                     )
 
 
+def _check_group(group: Group, saved: Group) -> None:
+    saved.validate()
+    if saved.use_muon != group.use_muon:
+        raise ValueError(
+            f"{group.where} has use_muon={group.use_muon} but the checkpoint's has "
+            f"{saved.use_muon}: give the groups in the order they were saved in"
+        )
+    if len(saved.params) != len(group.params):
+        raise ValueError(
+            f"{group.where} has {len(group.params)} parameters where the checkpoint's has "
+            f"{len(saved.params)}, a group of another size; is it of the same "
+            "model, with the same groups?"
+        )
+
+
+def _divide(own: dict[str, Any], expected: Layouts, param: Tensor, saved: Group) -> None:
+    """Where a checkpoint has a whole tensor and the optimizer a DTensor, takes this rank's part.
+
+    So it is with state that replicas divide, and with second moments, which
+    torch.distributed.checkpoint leaves whole when it loads into an optimizer without them. When it
+    loads a flattened state dict without them into an optimizer that has them, it puts empty dicts
+    in their place, which are taken out.
+    """
+    for key, (shape, layout) in expected.items():
+        value = own.get(key)
+        if isinstance(value, dict) and not value and saved.beta2 is None:
+            del own[key]
+        if layout is None or not isinstance(value, Tensor) or dtensors.is_dtensor(value):
+            continue
+        is_whole = key == "second_momentum_buffer" or not dtensors.is_dtensor(param)
+        if is_whole and value.shape == shape:
+            own[key] = dtensors.divide(value, layout)
+
+
 def _check_algorithm(
     own: Mapping[str, Any], live: Mapping[str, Any], group: Group, saved: Group, name: str
 ) -> None:
@@ -224,8 +207,7 @@ def _check_algorithm(
 
     Args:
         own, live: state of the parameter in the checkpoint, and in the optimizer.
-        group, saved: the parameter's group in the optimizer, and in the checkpoint.
-        name: what messages call the parameter.
+        group, saved: its group in the optimizer, and in the checkpoint.
     """
     other = "exp_avg" if group.use_muon else "momentum_buffer"
     if own.get(other) is not None:
@@ -287,10 +269,8 @@ def place_tensors(
     Momentum keeps the dtype it was saved in, AdamW's moments get that of their parameter.
 
     Args:
-        groups: of the optimizer.
-        state: of the optimizer, by parameter; changed.
-        saved_groups: of the checkpoint.
-        states: by the ids in ``params`` of the saved groups, with all tensors.
+        groups, state: of the optimizer; its state is changed.
+        saved_groups, states: of the checkpoint, with all tensors.
         home_of: the device on which a parameter's state lives.
     """
     taken: set[int] = set()  # where tensors begin that are used as they are

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from .distributed import utils as dtensors
 from .options import Group
-from .validation import name_of
 
 
 class Scaling:
@@ -47,13 +46,12 @@ class Scaling:
         """
         if self._scale is None or self.skips:
             return
-        for number, group in enumerate(groups):
+        for group in groups:
             for index, param in enumerate(group.params):
                 if param.grad is not None and param.grad.dtype == torch.float16:
-                    name = name_of(group, index, f"param_groups[{number}]")
                     raise ValueError(
-                        f"{name} has a scaled gradient in fp16, which loses small numbers when it "
-                        "is unscaled: keep weights in fp32 under torch.autocast"
+                        f"{group.name_of(index)} has a scaled gradient in fp16, which loses small "
+                        "numbers when it is unscaled: keep weights in fp32 under torch.autocast"
                     )
 
     def unscale(self, groups: Sequence[Group]) -> None:

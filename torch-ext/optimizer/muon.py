@@ -21,13 +21,12 @@ from .distributed.plan import NOTHING, Plan
 from .distributed.replicas import Replicas
 from .grad_scaler import Scaling, forget_where_it_raises, is_asked_by_lightning
 from .groups import default_is_muon, get_default_muon_param_groups
-from .options import GROUP_OPTIONS, Group
+from .options import GROUP_OPTIONS, WIDE_OPTIONS, Group
 from .planning import (
     NO_SURVEY,
     Survey,
     entries_of,
     notes_of,
-    sets_of,
     shared_with,
     survey,
 )
@@ -197,18 +196,9 @@ class Muon(torch.optim.Optimizer):
         clip_mode: str = "shared",
     ):
         arguments = dict(locals())
-        self._wide = options.OptimizerWide(
-            debug=debug,
-            warmup_step=warmup_step,
-            chunk_size=chunk_size,
-            use_distributed_muon=use_distributed_muon,
-            comm_dtype=comm_dtype,
-            consistency_check=consistency_check,
-            hsdp=hsdp,
-            machine=machine,
-            process_group=None if process_group is None else Replicas(process_group),
-            grad_reduce=grad_reduce,
-        )
+        if process_group is not None:
+            arguments["process_group"] = Replicas(process_group)
+        self._wide = options.OptimizerWide(**{key: arguments[key] for key in WIDE_OPTIONS})
         self._wide.validate()
         clip = QKClip(read_clip_config(clip_config, clip_mode))
         defaults = {key: arguments[key] for key in GROUP_OPTIONS}
@@ -220,12 +210,12 @@ class Muon(torch.optim.Optimizer):
         self._clip = QKClip()  # clips nothing while groups are added: a layer may be in several
         self._forget_plans()
         super().__init__(validation.as_groups(params), defaults)
-        clip.check_and_warn(self._views())
+        groups = self._views()
+        clip.check_and_warn(groups)
         self._clip = clip
         self._registration = agreement.Registration(self._sets)
-        muon_names = [g.names or () for g in self._views() if g.use_muon]
-        validation.warn_of_unmatched_split(split, [name for names in muon_names for name in names])
-        validation.warn_of_unread_experts(self._views())
+        validation.warn_of_unmatched_split(split, groups)
+        validation.warn_of_unread_experts(groups)
 
     # -- parameter groups ----------------------------------------------------------------------
 
@@ -240,12 +230,12 @@ class Muon(torch.optim.Optimizer):
         validation.check_keys(group, self._defaults_of(group), where)
         options.settle_steps(group, given="ns_steps" in group)
         group = {"names": None, **self._defaults_of(group), **group}
-        view = self._translate(group)
-        options.validate(view, where)
-        entries_of(view, len(self.param_groups), where, self._wide)
-        validation.check_unshared(view, where, self.param_groups)
+        view = self._translate({**group, "where": where})
+        view.validate()
+        entries_of(view, len(self.param_groups), self._wide)  # checks them
+        validation.check_unshared(view, self.param_groups)
         self._clip.find([*self._views(), view])  # checks them
-        validation.warn_of_overshoot(view, where)
+        validation.warn_of_overshoot(view)
         names = group.pop("names")
         # torch wants param_names in all groups or in none. Here they may be in some: hide them.
         shown = [own.pop("param_names", None) for own in (*self.param_groups, group)]
@@ -280,12 +270,14 @@ class Muon(torch.optim.Optimizer):
                     group["param_names"] = self._names[number]
             elif "param_names" in group:
                 self._names[number] = group["param_names"]
-        groups = zip(self.param_groups, self._names)
-        return [self._translate({**group, "names": names}) for group, names in groups]
+        return [
+            self._translate({**group, "names": names, "where": f"param_groups[{number}]"})
+            for number, (group, names) in enumerate(zip(self.param_groups, self._names))
+        ]
 
     def _translate(self, group: dict[str, Any]) -> Group:
         """The view of a group; subclasses whose groups have other keys rename these first."""
-        return Group.of(group)
+        return Group(**{key: group[key] for key in Group.__dataclass_fields__})
 
     def _defaults_of(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """What keys missing from a group are set to."""
@@ -367,9 +359,10 @@ class Muon(torch.optim.Optimizer):
         def has_begun(raised: BaseException) -> bool:
             if step is not None and not isinstance(raised, Exception):
                 return True  # an interrupt comes between any two lines
-            if scaling.has_unscaled or (step is not None and step.has_written):
+            if step is not None and (step.has_written or step.gradients.has_released):
                 return True
-            return self._agreement.may_go  # then other ranks write, even where this one fails
+            # Where other ranks may go they write, even if this one fails.
+            return scaling.has_unscaled or self._agreement.may_go
 
         with self._condition.changing("step()", has_begun):
             step = self._prepare(error, qk_logits, scaling)
@@ -412,9 +405,8 @@ class Muon(torch.optim.Optimizer):
             error = raised
         found = self._survey
         sets = self._sets() if error is not None else set(found.shared)
-        replicas = shared_with(None, self._wide)
-        if replicas is not None:  # they may share parameters that this rank does not have
-            sets.add(replicas)
+        if self._wide.replicas is not None:  # may share parameters that this rank does not have
+            sets.add(self._wide.replicas)
 
         def notes() -> Mapping[agreement.Ranks, agreement.Notes]:
             more = clipping.notes if clipping else {}
@@ -445,7 +437,9 @@ class Muon(torch.optim.Optimizer):
 
     def _sets(self) -> set[agreement.Ranks]:
         """The sets of ranks that share parameters with this one."""
-        return sets_of(self.param_groups, self._wide)
+        params = (param for group in self.param_groups for param in group["params"])
+        found = {shared_with(param, self._wide) for param in params}
+        return {ranks for ranks in found if ranks is not None}
 
     def _tell_apart(self, ranks: agreement.Ranks) -> str:
         """Tells this optimizer from others that these ranks share, and this step from others."""
@@ -483,11 +477,10 @@ class Muon(torch.optim.Optimizer):
         groups = self._views()
         found = self._look_at(groups)
         self._store.look(self.state)
-        for number, (group, entries) in enumerate(zip(groups, found.entries)):
-            where = f"param_groups[{number}]"
-            validation.check_gradients(group, where)
+        for group, entries in zip(groups, found.entries):
+            validation.check_gradients(group)
             if not self._store.is_settled:
-                validation.check_state(group, entries, self.state, self._wide, where)
+                validation.check_state(group, entries, self.state, self._wide)
         planner = found.planner(groups, self._wide)
         absent = {
             number
@@ -509,8 +502,8 @@ class Muon(torch.optim.Optimizer):
         return found
 
     def _survey_of(self, groups: list[Group]) -> Survey:
-        for number, group in enumerate(groups):
-            options.validate(group, f"param_groups[{number}]")
+        for group in groups:
+            group.validate()
         params = ((p, group.use_muon) for group in groups for p in group.params)
         streams = self.cpu_offload == "stream" and self._offload.uses_host(params)
         if streams is not self._wide.streams:  # fewer chunks are begun ahead
@@ -628,19 +621,19 @@ class Muon(torch.optim.Optimizer):
             checkpoints.check_structure(given)
             if self._condition.is_broken and not self._condition.is_void:
                 checkpoints.check_apart(given["state"], self.state)
-            loaded.update(given, state=checkpoints.normalize_state(given["state"]))
-            loaded["param_groups"] = checkpoints.merge_groups(
-                self.param_groups, loaded["param_groups"], self._defaults_of
+            states = checkpoints.normalize_state(given["state"])
+            merged = checkpoints.merge_groups(
+                self.param_groups, given["param_groups"], self._defaults_of
             )
-            views = [self._translate({**group, "names": None}) for group in loaded["param_groups"]]
             groups = self._views()
+            saved = [
+                self._translate({**of, "names": None, "where": f"{group.where} of the checkpoint"})
+                for group, of in zip(groups, merged)
+            ]
             entries = self._look_at(groups).entries
-            checkpoints.fit_state(groups, entries, views, loaded["state"], self._wide)
-            checkpoints.check_checkpoint(
-                groups, entries, views, loaded["state"], self.state, self._wide
-            )
-            rest = checkpoints.without_tensors(loaded["state"], loaded["param_groups"])
-            return {**loaded, "state": rest}
+            checkpoints.fit(groups, entries, saved, states, self.state, self._wide)
+            loaded.update(given, state=states, param_groups=merged)
+            return {**loaded, "state": checkpoints.without_tensors(states, merged)}
 
         def restore(_: torch.optim.Optimizer) -> None:
             self._offload.forget()
@@ -648,8 +641,7 @@ class Muon(torch.optim.Optimizer):
             checkpoints.place_tensors(
                 self.param_groups, self.state, saved, states, self._offload.home_of
             )
-            groups = self._views()
-            self._create_state(groups)
+            self._create_state(self._views())
             self._condition.finish_loading()
 
         # `check` runs after the user's hooks before loading, `restore` before those after it.

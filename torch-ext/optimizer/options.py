@@ -114,6 +114,7 @@ class Group:
     Args:
         params: the parameters; in the group of a checkpoint, the ids of their state.
         names: their names, in the same order, or None.
+        where: what messages call the group.
         use_muon: whether Muon trains them, or AdamW.
 
     The further fields are the options of a group, described in `Muon`.
@@ -121,6 +122,7 @@ class Group:
 
     params: list[Tensor]
     names: Optional[list[str]]
+    where: str
     use_muon: bool
     lr: Union[float, Tensor] = _is(
         Option(_is_learning_rate, "a finite number ≥ 0 or a tensor of one element")
@@ -184,21 +186,31 @@ class Group:
     capturable: bool = _is(_BOOL)
     foreach: Optional[bool] = _is(_optional(_BOOL.accepts, "a bool"))
 
-    @classmethod
-    def of(cls, group: Mapping[str, Any]) -> Group:
-        """The view of a dict that has all keys; others of its keys are left out."""
-        return cls(**{key: group[key] for key in cls.__dataclass_fields__})
+    def name_of(self, index: int) -> str:
+        """What messages call a parameter: its FQN, or its place in the groups."""
+        return self.names[index] if self.names is not None else f"{self.where}['params'][{index}]"
 
     def takes_part(self, param: Tensor) -> bool:
         """Whether this step updates a parameter of the group."""
         return param.requires_grad and (param.grad is not None or self.missing_grad == "zero")
 
+    def validate(self) -> None:
+        """Checks every option; a ValueError says its key, what was found and what is accepted."""
+        for key, option in {"use_muon": _BOOL, **GROUP_OPTIONS}.items():
+            option.check(f"{self.where}: {key}", getattr(self, key))
+        if isinstance(self.lr, Tensor) and self.foreach and not self.capturable:
+            raise ValueError(f"{self.where}: a tensor lr with foreach=True needs capturable=True")
+        try:
+            newton_schulz.resolve(self.ns_coefficients, self.ns_steps)
+        except ValueError as error:
+            raise ValueError(f"{self.where}: {error}") from None
 
-GROUP_OPTIONS: dict[str, Option] = {
-    attribute.name: attribute.metadata["option"]
-    for attribute in fields(Group)
-    if attribute.metadata
-}
+
+def _options_of(dataclass_type: Any) -> dict[str, Option]:
+    return {f.name: f.metadata["option"] for f in fields(dataclass_type) if f.metadata}
+
+
+GROUP_OPTIONS = _options_of(Group)
 
 
 def settle_steps(group: dict[str, Any], given: bool) -> None:
@@ -210,28 +222,6 @@ def settle_steps(group: dict[str, Any], given: bool) -> None:
         group["ns_steps"] = int(group["ns_steps"])  # checkpoints must not hold our classes
 
 
-def validate(group: Group, where: str) -> None:
-    """Checks every hyperparameter of a group.
-
-    Args:
-        group: as the user has set it.
-        where: how the error message names the group.
-
-    Raises:
-        ValueError: says the key, what was found and what is accepted.
-    """
-    if not isinstance(group.use_muon, bool):
-        raise ValueError(f"{where}: use_muon must be True or False, found {group.use_muon!r}")
-    for key, option in GROUP_OPTIONS.items():
-        option.check(f"{where}: {key}", getattr(group, key))
-    if isinstance(group.lr, Tensor) and group.foreach and not group.capturable:
-        raise ValueError(f"{where}: a tensor lr with foreach=True needs capturable=True")
-    try:
-        newton_schulz.resolve(group.ns_coefficients, group.ns_steps)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
-
-
 @dataclass(frozen=True)
 class OptimizerWide:
     """Options that hold for all groups; the constructor's arguments of these names.
@@ -239,17 +229,32 @@ class OptimizerWide:
     Ranks compare these options, and of a process group its ranks.
     """
 
-    debug: bool
-    warmup_step: int
-    chunk_size: int
-    use_distributed_muon: bool
-    comm_dtype: Optional[torch.dtype]
-    consistency_check: str
-    hsdp: str
-    machine: Optional[Machine]
-    process_group: Optional[Replicas]
-    grad_reduce: Optional[str]
+    debug: bool = _is(_BOOL)
+    warmup_step: int = _is(Option(lambda value: is_int(value) and value >= 0, "an int ≥ 0"))
+    chunk_size: int = _is(
+        Option(lambda value: is_int(value) and (value == -1 or value >= 1), "-1 or an int ≥ 1")
+    )
+    use_distributed_muon: bool = _is(_BOOL)
+    comm_dtype: Optional[torch.dtype] = _is(_OPTIONAL_DTYPE)
+    consistency_check: str = _is(
+        Option(lambda value: value in agreement.CHECKS, f"one of {agreement.CHECKS}")
+    )
+    hsdp: str = _is(Option(lambda value: value in hsdp.CHOICES, f"one of {hsdp.CHOICES}"))
+    machine: Optional[Machine] = _is(
+        _optional(lambda value: isinstance(value, Machine), "a Machine")
+    )
+    process_group: Optional[Replicas] = _is(
+        _optional(lambda value: isinstance(value, Replicas), "Replicas")
+    )
+    grad_reduce: Optional[str] = _is(
+        Option(lambda value: value in (None, "mean"), "one of None or 'mean'")
+    )
     streams: bool = False  # state, from the host: no argument, but what a method turns on
+
+    @property
+    def replicas(self) -> Optional[agreement.Ranks]:
+        """The ranks of the process group, ascending."""
+        return None if self.process_group is None else tuple(sorted(self.process_group.ranks))
 
     @property
     def divided(self) -> Optional[Replicas]:
@@ -257,12 +262,8 @@ class OptimizerWide:
         return self.process_group if self.grad_reduce is not None else None
 
     def validate(self) -> None:
-        """Checks all options of the optimizer.
-
-        Raises:
-            ValueError: says the option, what was found and what is accepted.
-        """
-        for key, option in _WIDE_OPTIONS.items():
+        """Checks these options, as `Group.validate` does those of a group."""
+        for key, option in WIDE_OPTIONS.items():
             option.check(key, getattr(self, key))
         if self.process_group is not None:
             self.process_group.check_alive()
@@ -274,21 +275,10 @@ class OptimizerWide:
             )
 
 
-_WIDE_OPTIONS = {
-    "comm_dtype": _OPTIONAL_DTYPE,
-    "consistency_check": Option(
-        lambda value: value in agreement.CHECKS, f"one of {agreement.CHECKS}"
-    ),
-    "chunk_size": Option(
-        lambda value: is_int(value) and (value == -1 or value >= 1), "-1 or an int ≥ 1"
-    ),
-    "warmup_step": Option(lambda value: is_int(value) and value >= 0, "an int ≥ 0"),
-    "hsdp": Option(lambda value: value in hsdp.CHOICES, f"one of {hsdp.CHOICES}"),
-    "machine": _optional(lambda value: isinstance(value, Machine), "a Machine"),
-    "grad_reduce": Option(lambda value: value in (None, "mean"), "one of None or 'mean'"),
-    "debug": _BOOL,
-    "use_distributed_muon": _BOOL,
-}
+WIDE_OPTIONS = _options_of(OptimizerWide)
+
+# Arguments of `Muon` that hold for all groups, and are refused as keys of one.
+OPTIMIZER_WIDE = (*WIDE_OPTIONS, "clip_config", "clip_mode")
 
 
 def is_exact(group: Group, wide: OptimizerWide) -> bool:
@@ -297,11 +287,3 @@ def is_exact(group: Group, wide: OptimizerWide) -> bool:
     Arithmetic and wire have to be given as fp32 or fp64. What None chooses is made for speed.
     """
     return {group.ns_dtype, wide.comm_dtype} <= {torch.float32, torch.float64}
-
-
-# Arguments of `Muon` that hold for all groups, and are refused as keys of one.
-OPTIMIZER_WIDE = (
-    *(OptimizerWide.__dataclass_fields__.keys() - {"streams"}),
-    "clip_config",
-    "clip_mode",
-)

@@ -34,6 +34,7 @@ from .async_utils import Do, Event
 from .distributed import layout, wire
 from .distributed.chunks import Batch, Bundle, Run
 from .distributed.plan import Lane, Unit
+from .distributed.transport import Transport
 from .newton_schulz import newton_schulz
 from .options import Group, is_exact
 from .rows import MomentumRows, WeightRows
@@ -56,7 +57,8 @@ def run(step: Step) -> None:
 def update_momentum(event: Event, step: Step) -> None:
     """B ← μB + G on all ranks; starts to send what is to be orthogonalized to the owners."""
     chunk, lane = step.work.chunk(event)
-    travel = step.begin(event)
+    group = step.work.process_groups[event.lane]
+    travel = step.under_way[event.chunk] = Transport(chunk, lane, group, step.scratch)
     exponents: list[tuple[int, Tensor]] = []
     with record_function("Muon.momentum"):
         for run in chunk.momentum:
@@ -127,7 +129,7 @@ def _update_momentum_of(
         largest = torch.empty(len(rows.momenta), dtype=wanted.dtype, device=wanted.device)
         if step.home.is_idle:
             rows.largest = list(largest.unbind())
-    step.writes()
+    step.has_written = True
     for lent in step.home.windows((MOMENTUM, id(run))):
         _apply_momentum(rows.part(lent), step.hyper(parts.units[0]), travels)
     if largest is not None:
@@ -221,7 +223,7 @@ def _update_weights_of(run: Run, updates: Tensor, lane: Lane, step: Step) -> Non
     rows = WeightRows(parts.tensors, views, factors, step.keep(parts), step.clip(parts))
     if not rows.weights:
         return
-    step.writes()
+    step.has_written = True
     lr, decay = hyper.lr, hyper.weight_decay
     for lent in step.home.windows((WEIGHTS, id(run))):
         part = rows.part(lent)
@@ -321,7 +323,7 @@ def _next_momentum(
 
 def update_adamw(event: Event, step: Step) -> None:
     """AdamW of one part of the parameters that are not Muon's."""
-    step.writes()
+    step.has_written = True
     step.adamw.update(event.number)
 
 

@@ -33,14 +33,12 @@ class Shared:
 
     Args:
         lines: one for each parameter.
-        planned: options of each group, in the order of ``groups``.
-        groups: numbers of the groups these are in, each with the name of its first parameter here:
-            ranks may number groups apart.
+        groups: by number those these are in, each with the name of its first parameter here, as
+            ranks may number groups apart, and with the options that a plan depends on.
     """
 
     lines: list[str] = field(default_factory=list)
-    planned: list[Any] = field(default_factory=list)
-    groups: dict[int, str] = field(default_factory=dict)
+    groups: dict[int, tuple[str, tuple]] = field(default_factory=dict)
 
 
 @dataclass
@@ -50,22 +48,20 @@ class Survey:
     Args:
         facts: of each group, what it was made from.
         names: of each group, what messages call its parameters.
-        entries: of each group, its Muon parameters in order; none for AdamW's.
+        entries: of each group, its parameters as a plan sees them; None for AdamW's.
         shared: by the ranks of every mesh that a parameter is on, and of the process group.
         planners: of the trainable entries, by whether state is streamed.
-        hosted: whether there are parameters in host memory that are not used there.
     """
 
     facts: list[tuple]
     names: list[list[str]]
-    entries: list[list[Entry]]
+    entries: list[list[Optional[Entry]]]
     shared: dict[agreement.Ranks, Shared] = field(default_factory=lambda: defaultdict(Shared))
     planners: dict[bool, Planner] = field(default_factory=dict)
-    hosted: bool = False
 
     @property
     def all_entries(self) -> list[Entry]:
-        return [entry for of_group in self.entries for entry in of_group]
+        return [entry for of_group in self.entries for entry in of_group if entry is not None]
 
     def planner(self, groups: Sequence[Group], wide: OptimizerWide) -> Planner:
         """Makes the plans of this survey's steps."""
@@ -123,31 +119,30 @@ def survey(groups: Sequence[Group], wide: OptimizerWide, last: Survey) -> Survey
     found = Survey(facts, [], [])
     seen: Counter[str] = Counter()  # two models in one optimizer may use the same names
     for number, group in enumerate(groups):
-        where = f"param_groups[{number}]"
-        entries = entries_of(group, number, where, wide)  # checks the group first
-        for entry, param in zip(entries, group.params):
-            _check_shard(param, entry.name)
-        names = []
-        for index in range(len(group.params)):
-            name = validation.name_of(group, index, where)
+        names: list[str] = []
+        entries: list[Optional[Entry]] = []
+        for index, entry in enumerate(entries_of(group, number, wide)):  # checks the group first
+            param, name = group.params[index], group.name_of(index)
+            if entry is not None:
+                _check_shard(param, name)
             seen[name] += 1
-            names.append(name if seen[name] == 1 else f"{name} ({seen[name]})")
-        places = zip(entries, group.params)
-        found.hosted |= any(entry.device != param.device for entry, param in places)
-        found.entries.append([replace(e, name=name) for e, name in zip(entries, names)])
-        found.names.append(names)
-        for index, (name, param) in enumerate(zip(names, group.params)):
+            if seen[name] > 1:
+                name = f"{name} ({seen[name]})"
+            names.append(name)
+            entries.append(None if entry is None else replace(entry, name=name))
             ranks = shared_with(param, wide)
-            if ranks is None:
-                continue
-            shared = found.shared[ranks]
-            shared.lines.append(_line(name, param, group, entries[index] if entries else None))
-            if number not in shared.groups:
-                shared.groups[number] = name
-                shared.planned.append(facts[number][-1])
+            if ranks is not None:
+                shared = found.shared[ranks]
+                shared.lines.append(_line(name, param, group, entry))
+                shared.groups.setdefault(number, (name, facts[number][-1]))
+        found.names.append(names)
+        found.entries.append(entries)
     if not wide.use_distributed_muon:
         told = iter(hsdp.share_work(found.all_entries, this_rank(), wide.hsdp, wide.machine))
-        found.entries = [[next(told) for _ in of_group] for of_group in found.entries]
+        found.entries = [
+            [None if entry is None else next(told) for entry in of_group]
+            for of_group in found.entries
+        ]
     return found
 
 
@@ -165,41 +160,46 @@ def this_rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
-def entries_of(group: Group, number: int, where: str, wide: OptimizerWide) -> list[Entry]:
-    """A group's Muon parameters as a plan sees them, all of them checked.
+def entries_of(group: Group, number: int, wide: OptimizerWide) -> list[Optional[Entry]]:
+    """A group's parameters as a plan sees them, all of them checked; None for AdamW's.
 
     Raises:
         ValueError: wrong names or parameters, matrices that can't be read as asked for.
     """
-    validation.check_params(group, where)
-    if wide.process_group is not None and (group.use_muon or wide.divided):
-        validation.check_replicas(group, wide.process_group, where)
+    validation.check_params(group, wide)
     if not group.use_muon:
-        return []
-    recipes = [_recipe(param, group) for param in group.params]
-    replicas = {
-        index: wide.process_group
-        for index, param in enumerate(group.params)
-        if wide.process_group is not None and not dtensors.is_dtensor(param)
-    }
-    return [
-        Entry(
-            name=validation.name_of(group, index, where),
-            group=number,
-            index=index,
-            matrices=matrices_of(group, index, where),
-            sharding=replicas[index].weights if index in replicas else dtensors.sharding_of(param),
-            dtype=param.dtype,
-            device=dtensors.compute_device(param),
-            wire=wide.comm_dtype or wire_of(recipes[index]),
-            recipe=recipes[index],
-            second_moment=group.beta2 is not None,
-            momentum=replicas[index].state if index in replicas else None,
-            spread=index in replicas,
-            adjust_lr=group.adjust_lr,
-        )
-        for index, param in enumerate(group.params)
-    ]
+        return [None] * len(group.params)
+    return [_entry(group, number, index, wide) for index in range(len(group.params))]
+
+
+def _entry(group: Group, number: int, index: int, wide: OptimizerWide) -> Entry:
+    param = group.params[index]
+    device = dtensors.compute_device(param)
+    replicas = None if dtensors.is_dtensor(param) else wide.process_group
+    recipe = recipe_for(
+        group.ns_coefficients,
+        group.ns_steps,
+        group.ns_algorithm,
+        group.ns_norm,
+        group.ns_dtype,
+        param.dtype,
+        device,
+    )
+    return Entry(
+        name=group.name_of(index),
+        group=number,
+        index=index,
+        matrices=matrices_of(group, index),
+        sharding=dtensors.sharding_of(param) if replicas is None else replicas.weights,
+        dtype=param.dtype,
+        device=device,
+        wire=wide.comm_dtype or wire_of(recipe),
+        recipe=recipe,
+        second_moment=group.beta2 is not None,
+        momentum=None if replicas is None else replicas.state,
+        spread=replicas is not None,
+        adjust_lr=group.adjust_lr,
+    )
 
 
 def _check_shard(param: Tensor, name: str) -> None:
@@ -208,27 +208,15 @@ def _check_shard(param: Tensor, name: str) -> None:
     Only the ranks that hold something else can see that, so it is for the step to check, where all
     hear of it, and not for the constructor.
     """
-    sharding = dtensors.sharding_of(param)
-    if sharding is None or not dist.is_initialized() or dist.get_rank() not in sharding.ranks:
+    sharding, rank = dtensors.sharding_of(param), this_rank()
+    if sharding is None or rank not in sharding.ranks:
         return
-    expected = layout.shape_of(sharding.region(param.shape, dist.get_rank()))
-    if dtensors.local(param).shape != expected:
+    expected, held = layout.shape_of(sharding.region(param.shape, rank)), dtensors.held(param)
+    if held.shape != expected:
         raise ValueError(
             f"{name} is {dtensors.describe(param)}, of which this rank should hold {expected}, but "
-            f"it holds {tuple(dtensors.local(param).shape)}: shards must be cut as torch.chunk does"
+            f"it holds {tuple(held.shape)}: shards must be cut as torch.chunk does"
         )
-
-
-def _recipe(param: Tensor, group: Group) -> Recipe:
-    return recipe_for(
-        group.ns_coefficients,
-        group.ns_steps,
-        group.ns_algorithm,
-        group.ns_norm,
-        group.ns_dtype,
-        param.dtype,
-        dtensors.compute_device(param),
-    )
 
 
 def wire_of(recipe: Recipe) -> torch.dtype:
@@ -238,7 +226,7 @@ def wire_of(recipe: Recipe) -> torch.dtype:
     return torch.bfloat16
 
 
-def matrices_of(group: Group, index: int, where: str) -> Matrices:
+def matrices_of(group: Group, index: int) -> Matrices:
     """How a parameter of a Muon group is read as matrices.
 
     Raises:
@@ -253,27 +241,19 @@ def matrices_of(group: Group, index: int, where: str) -> Matrices:
         needs_names = "expert_keys"
     if names is None and needs_names:
         raise ValueError(
-            f'{where}: {needs_names} needs names: give the group "names", one for each parameter'
+            f'{group.where}: {needs_names} needs names: give the group "names", one for each '
+            "parameter"
         )
     name = names[index] if names is not None else None
     try:
         return read_by_options(shape, name, expert_keys, split, flatten)
     except ValueError as error:
-        raise ValueError(f"{validation.name_of(group, index, where)} {error}") from None
+        raise ValueError(f"{group.name_of(index)} {error}") from None
 
 
-def sets_of(groups: Sequence[Mapping[str, Any]], wide: OptimizerWide) -> set[agreement.Ranks]:
-    """The ranks that each parameter is shared with: of its mesh, or of the process group."""
-    found = {shared_with(param, wide) for group in groups for param in group["params"]}
-    return {ranks for ranks in found if ranks is not None}
-
-
-def shared_with(param: Optional[Tensor], wide: OptimizerWide) -> Optional[agreement.Ranks]:
-    """The ranks that a parameter is shared with; of None, a plain one."""
-    if param is not None and dtensors.is_dtensor(param):
-        return dtensors.ranks_of(param)
-    replicas = wide.process_group
-    return None if replicas is None else tuple(sorted(replicas.ranks))
+def shared_with(param: Tensor, wide: OptimizerWide) -> Optional[agreement.Ranks]:
+    """The ranks that a parameter is shared with: of its mesh, or of the process group."""
+    return dtensors.ranks_of(param) if dtensors.is_dtensor(param) else wide.replicas
 
 
 def notes_of(
@@ -299,13 +279,13 @@ def notes_of(
     owners: dict[agreement.Ranks, str] = defaultdict(str)
     for ranks, shared in found.shared.items():
         lines[ranks] += [*_lines_of_wide(wide, ranks), *shared.lines]
-        for number, first in shared.groups.items():
+        for number, (first, _) in shared.groups.items():
             chosen = (f"{key} = {_told(getattr(groups[number], key))}" for key in GROUP_OPTIONS)
             lines[ranks] += [f"{option} in the group of {first}" for option in chosen]
     for group, names in zip(groups, found.names):
         for param, name in zip(group.params, names) if not group.use_muon else ():
-            replicas = _replicas_of(param, plan.rank, wide)
-            if len(replicas) > 1 and _has_gradient(param, group, wide):
+            replicas = _replicas_that_compare(param, group, plan.rank, wide)
+            if len(replicas) > 1:
                 gradients[replicas].append(name)
     for ranks, further in more.items():
         lines[ranks] += further
@@ -346,27 +326,25 @@ def _compare_gradients(
     return [holders] if replicas == holders or len(replicas) == 1 else [holders, replicas]
 
 
-def _replicas_of(param: Tensor, rank: int, wide: OptimizerWide) -> agreement.Ranks:
-    """The ranks that hold the same part of a parameter as this one."""
-    sharding = dtensors.sharding_of(param)
-    if sharding is None:
-        return shared_with(None, wide) or ()
-    return sharding.peers(rank, (), replicas=True)
+def _replicas_that_compare(
+    param: Tensor, group: Group, rank: int, wide: OptimizerWide
+) -> agreement.Ranks:
+    """The replicas of what a rank holds of AdamW's parameter, which hear whether it takes part.
 
-
-def _has_gradient(param: Tensor, group: Group, wide: OptimizerWide) -> bool:
-    """Of a replica that is AdamW's: whether there is one to average or, but in ZeRO-2, to apply.
-
-    Where every rank applies its own, zeros on some ranks only would part the replicas.
+    Where every rank applies its own gradient, zeros on some ranks only would part the replicas.
     """
-    is_averaged = wide.divided is not None and not dtensors.is_dtensor(param)
-    absent_counts = is_averaged and group.takes_part(param)
-    return absent_counts or (param.requires_grad and param.grad is not None)
+    sharding = dtensors.sharding_of(param)
+    is_averaged = sharding is None and wide.divided is not None
+    if not (group.takes_part(param) and (is_averaged or param.grad is not None)):
+        return ()
+    if sharding is None:
+        return wide.replicas or ()
+    return sharding.peers(rank, (), replicas=True)
 
 
 def _lines_of_wide(wide: OptimizerWide, ranks: agreement.Ranks) -> list[str]:
     """Options of all groups; ranks of another mesh may each have a process group of their own."""
-    apart = () if ranks == shared_with(None, wide) else ("process_group",)
+    apart = () if ranks == wide.replicas else ("process_group",)
     told = {**vars(wide), "state streamed (turn_on_cpu_offload)": wide.streams}
     del told["streams"]
     return [f"{key} = {value!r}" for key, value in told.items() if key not in apart]

@@ -20,6 +20,10 @@ KEYS = ("momentum_buffer", "second_momentum_buffer", "exp_avg", "exp_avg_sq")
 OWN_DTYPE = ("momentum_buffer", "second_momentum_buffer")
 
 
+# Shape and layout of tensors of state, by their keys.
+Layouts = dict[str, tuple[torch.Size, Optional[tuple]]]
+
+
 @dataclass(frozen=True)
 class Spec:
     """One tensor of state, of which this rank holds a part that fills its memory densely."""
@@ -42,10 +46,8 @@ def keys_of(group: Group) -> tuple[str, ...]:
     return ("momentum_buffer", "second_momentum_buffer")
 
 
-def layouts_of(
-    param: Tensor, entry: Optional[Entry], wide: OptimizerWide
-) -> dict[str, tuple[torch.Size, Optional[tuple]]]:
-    """Shape and layout of every tensor that a parameter's state can have; cheap enough for a step.
+def layouts_of(param: Tensor, entry: Optional[Entry], wide: OptimizerWide) -> Layouts:
+    """Every tensor that a parameter's state can have; cheap enough for a step.
 
     Args:
         param: the parameter.
@@ -73,14 +75,7 @@ def layouts_of(
 def specs_of(
     param: Tensor, entry: Optional[Entry], group: Group, wide: OptimizerWide
 ) -> dict[str, Spec]:
-    """The tensors of state that a parameter has, by their keys. To be called under ``no_grad``.
-
-    Args:
-        param: the parameter.
-        entry: of a Muon parameter; None of AdamW's.
-        group: the parameter's.
-        wide: says which replicas divide state.
-    """
+    """The tensors of state that a parameter has, by their keys. To be called under ``no_grad``."""
     dtypes = {
         "momentum_buffer": group.momentum_dtype or dtensors.grad_dtype(param),
         "second_momentum_buffer": torch.float32,
@@ -107,12 +102,7 @@ def _dense_stride(tensor: Tensor) -> tuple[int, ...]:
 
 
 def zeros(spec: Spec, device: Optional[torch.device] = None) -> Tensor:
-    """State as it begins, all zeros; only this rank's part is allocated.
-
-    Args:
-        spec: of the state.
-        device: by default the parameter's.
-    """
+    """This rank's part of state as it begins, all zeros; by default on the parameter's device."""
     held = torch.empty_strided(
         spec.held_shape, spec.held_stride, dtype=spec.dtype, device=device or spec.device
     ).zero_()

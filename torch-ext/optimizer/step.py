@@ -53,13 +53,7 @@ class Parts(NamedTuple):
 class Work:
     """The tensors of a plan's parameters and of their state, taken apart as its runs need them.
 
-    Args:
-        plan: what is to be done.
-        params: of the plan's entries.
-        state: of each of them.
-        hosted: whether each of them, with its gradient, is in host memory, but not its use.
-        wide: options that hold for all groups.
-        offload: where the state lives.
+    ``params`` and ``state`` are in the order of the plan's entries.
     """
 
     def __init__(
@@ -67,14 +61,12 @@ class Work:
         plan: Plan,
         params: Sequence[Tensor],
         state: Sequence[Mapping[str, Tensor]],
-        hosted: Sequence[bool],
         wide: OptimizerWide,
         offload: CPUOffload,
     ):
         self.plan = plan
         self.params = params
         self.state = state
-        self.hosted = hosted
         self.sharded = [number for number, p in enumerate(params) if dtensors.is_dtensor(p)]
         self.weights = [dtensors.local(param) for param in params]
         self.momenta = [offload.here(own["momentum_buffer"]) for own in state]
@@ -85,12 +77,13 @@ class Work:
         ]
         self.process_groups += [None] * len(plan.alone)
         self.schedule: tuple[Event, ...] = ()
-        self.last_reads: dict[int, list[int]] = {}
+        self.last_reads: dict[Optional[int], list[int]] = {}
         self._beside: Optional[Beside] = None
         self._parts: dict[int, Parts] = {}  # by id of a run
 
-    def holds(self, params: Sequence[Tensor], momenta: Sequence[Tensor]) -> bool:
+    def holds(self, params: Sequence[Tensor], state: Sequence[Mapping[str, Tensor]]) -> bool:
         """Whether all storages are still the same."""
+        momenta = [own["momentum_buffer"] for own in state]
         return _addresses(params) + _addresses(momenta) == self._addresses
 
     def order(self, beside: Beside) -> None:
@@ -99,7 +92,7 @@ class Work:
             return
         self._beside, self.schedule = beside, schedule(self.plan, beside)
         # Of each entry the run, by its id, behind which nobody reads the gradient.
-        last = dict.fromkeys(range(len(self.params)), 0)
+        last: dict[int, Optional[int]] = dict.fromkeys(range(len(self.params)))
         for event in self.schedule:
             if event.do is Do.GATHER:
                 for run in self.chunk(event)[0].momentum:
@@ -132,21 +125,17 @@ class Step:
     """One step of a plan.
 
     Args:
-        plan: what to do.
-        groups: hyperparameters and parameters of each group.
+        plan, groups, state, wide, offload, clipping: what the step works on.
         absent: numbers of the plan's entries that take no part, for lack of a gradient. Those that
             ranks share are in no lane; those that are whole on this rank are passed over.
-        state: of all parameters.
-        wide: options that hold for all groups.
-        offload: where the state lives.
-        clipping: QK-Clip of this step, if there is any.
-        work: of the last step.
+        work: of the last step, unless there was state in host memory.
 
     Attributes:
         home: where state lives: on the device, or in host memory, from which it is carried.
         gradients: as they are, or averaged over replicas.
         under_way: how each chunk travels that is under way, by the numbers of its lane and its own.
         finite: which matrices are updated, of those that may be skipped.
+        has_written: whether parameters or state may have changed.
     """
 
     work: Work
@@ -161,8 +150,8 @@ class Step:
         state: State,
         wide: OptimizerWide,
         offload: CPUOffload,
-        clipping: Optional[Clipping] = None,
-        work: Optional[Work] = None,
+        clipping: Optional[Clipping],
+        work: Optional[Work],
     ):
         self.plan = plan
         self.groups = groups
@@ -171,17 +160,16 @@ class Step:
         self.scratch = Scratch()
         self.finite = Finite(plan)
         self.under_way: dict[tuple[int, int], Transport] = {}
-        self._has_written = False
+        self.has_written = False
         self._params = [groups[entry.group].params[entry.index] for entry in plan.entries]
         self._absent = absent
         self._state = state
         self._offload = offload
         self.gradients = Gradients(plan, self._params, groups, absent, wide.divided, self.scratch)
         self._last_work = work if work is not None and work.plan is plan else None
-        if self._last_work is not None:
-            self._hosted = self._last_work.hosted
-        else:
-            self._hosted = [offload.hosts(param) for param in self._params]
+        self._hosted: set[int] = set()  # entries that are in host memory, but not their use
+        if self._last_work is None:
+            self._hosted = {n for n, param in enumerate(self._params) if offload.hosts(param)}
 
     def __enter__(self) -> Step:
         others: list[int] = []
@@ -190,7 +178,7 @@ class Step:
             others = [id(p) for group in of_adamw for p in group.params if group.takes_part(p)]
         try:
             use = (self._absent, others)
-            self.home = self._offload.begin_step(self.plan, use, once=any(self._hosted))
+            self.home = self._offload.begin_step(self.plan, use, once=bool(self._hosted))
             self._prepare()
         except BaseException:
             self.__exit__()
@@ -199,16 +187,12 @@ class Step:
 
     def __exit__(self, *error: object) -> None:
         """Sends back what was carried, also where an error has ended the step."""
-        hosted = zip(self.plan.entries, self._hosted)
-        self._offload.end_step({entry.device for entry, is_hosted in hosted if is_hosted})
+        self._offload.end_step({self.plan.entries[number].device for number in self._hosted})
 
     def _prepare(self) -> None:
         state, work = [self._state[param] for param in self._params], self._last_work
-        momenta = [own["momentum_buffer"] for own in state]
-        if self._offload.is_used:
-            momenta = [self._offload.here(momentum) for momentum in momenta]
-        if work is None or not work.holds(self._params, momenta):
-            work = Work(self.plan, self._params, state, self._hosted, self.wide, self._offload)
+        if work is None or not work.holds(self._params, state):
+            work = Work(self.plan, self._params, state, self.wide, self._offload)
         self.work, divided, averages = work, self.wide.divided, None
         self.adamw = adamw.Updates(self.groups, self._state, divided, self._offload, self.home)
         if divided is not None:
@@ -220,11 +204,10 @@ class Step:
             )
         lanes = enumerate(self.plan.all_lanes)
         beside = Beside(
-            tuple(part.group for part in self.adamw.parts),
-            tuple(part.nbytes for part in self.adamw.parts),
-            None if self.home.is_idle else self._momentum_bytes(),
-            averages,
-            tuple(n for n, lane in lanes if any(self.may_skip(unit) for unit, _ in lane.owners)),
+            parts=self.adamw.parts,
+            chunk_bytes=None if self.home.is_idle else self._momentum_bytes(),
+            averages=averages,
+            flagged=[n for n, lane in lanes if any(self.may_skip(unit) for unit, _ in lane.owners)],
         )
         work.order(beside)
         if not self.home.is_prepared:
@@ -233,32 +216,14 @@ class Step:
 
     def end(self) -> None:
         """Completes what is under way, and tells autograd what was written."""
-        for number in self.work.last_reads.get(0, ()):  # of these this rank holds nothing
-            if number not in self._absent:
-                self.gradients.release(number)
+        self.were_read(None)
         numbers = [number for number in self.work.sharded if number not in self._absent]
         torch.autograd.graph.increment_version([self._params[number] for number in numbers])
         self.adamw.wait()
         if self.clipping is not None:
             self.clipping.finish(self.groups)
 
-    @property
-    def has_written(self) -> bool:
-        """Whether parameters or state may have changed, or gradients are gone."""
-        return self._has_written or self.gradients.has_released
-
-    def writes(self) -> None:
-        """To be called before anything is written."""
-        self._has_written = True
-
     # -- what events work on -------------------------------------------------------------------
-
-    def begin(self, event: Event) -> Transport:
-        """What a chunk travels by, until its weights are updated."""
-        chunk, lane = self.work.chunk(event)
-        group = self.work.process_groups[event.lane]
-        travel = self.under_way[event.chunk] = Transport(chunk, lane, group, self.scratch)
-        return travel
 
     def hyper(self, unit: Unit) -> Group:
         return self.groups[self.plan.entries[unit.entry].group]
@@ -285,12 +250,10 @@ class Step:
             if bundle.numel:
                 place = bundle.start - run[0].start
                 views += flat[place : place + bundle.numel].view(bundle.shape).unbind(0)
-        if not self._absent:
-            return views
-        present = self.present([unit for b in run if b.numel for unit in b.units])
+        present = self.present(unit for bundle in run if bundle.numel for unit in bundle.units)
         return views if present is None else list(itertools.compress(views, present))
 
-    def present(self, units: Sequence[Unit]) -> Optional[list[bool]]:
+    def present(self, units: Iterable[Unit]) -> Optional[list[bool]]:
         """Which of the units take part; None where all do."""
         if not self._absent:
             return None
@@ -302,9 +265,9 @@ class Step:
         pairs = zip(parts.units, parts.indices)
         return [part_of(self.gradients.of(unit.entry), index) for unit, index in pairs]
 
-    def were_read(self, run: Run) -> None:
-        """Lets the gradients go that no other run reads."""
-        for number in self.work.last_reads.get(id(run), ()):
+    def were_read(self, run: Optional[Run]) -> None:
+        """Lets the gradients go that no other run reads; of None, those of which none reads any."""
+        for number in self.work.last_reads.get(None if run is None else id(run), ()):
             if number not in self._absent:
                 self.gradients.release(number)
 
@@ -345,10 +308,10 @@ class Step:
 
     def _momentum_bytes(self) -> dict[tuple[int, int], int]:
         """Bytes of momentum that this rank holds of each chunk."""
-        sizes = [momentum.dtype.itemsize for momentum in self.work.momenta]
+        momenta = self.work.momenta
         return {
             (number, at): sum(
-                bundle.numel * sizes[bundle.units[0].entry]
+                bundle.numel * momenta[bundle.units[0].entry].itemsize
                 for run in chunk.momentum
                 for bundle in run
             )
@@ -368,8 +331,8 @@ class Step:
                 for bundle in run:
                     if self.hyper(bundle.units[0]).beta2 is not None:
                         units = (unit for unit in bundle.units if unit.entry not in self._absent)
-                        loans = map(self._second_moment_loans, units)
-                        self._carry((SECOND_MOMENT, id(bundle)), loans, at_once=True)
+                        moments = [self._second_moment_loans(unit) for unit in units]
+                        self._carry((SECOND_MOMENT, id(bundle)), moments, at_once=True)
                 self._carry((WEIGHTS, id(run)), self._weight_loans(self.weights(run)))
         elif event.do is Do.FLAG:
             lane = self.plan.all_lanes[event.lane]
@@ -380,8 +343,8 @@ class Step:
                     unchanged = self._momentum_loans(parts, written=False)
                     self._carry((NONFINITE, id(run)), unchanged, at_once=True)
 
-    def _carry(self, key: tuple, rows: Iterable[Sequence[Loan]], at_once: bool = False) -> None:
-        self.home.cut(key, list(rows), at_once)
+    def _carry(self, key: tuple, rows: Sequence[Sequence[Loan]], at_once: bool = False) -> None:
+        self.home.cut(key, rows, at_once)
         self.home.announce(key)
 
     def _momentum_loans(self, parts: Parts, written: bool = True) -> list[list[Loan]]:
@@ -390,7 +353,7 @@ class Step:
         for unit, index, part in zip(parts.units, parts.indices, parts.tensors):
             held = self.work.state[unit.entry]["momentum_buffer"]
             loans = [loan._replace(written=written) for loan in self._offload.loan(held, part)]
-            if self._hosted[unit.entry]:
+            if unit.entry in self._hosted:
                 grad = part_of(self.gradients.of(unit.entry), index)
                 loans.append(Loan(grad, self.plan.entries[unit.entry].device, False))
             rows.append(loans)
@@ -404,7 +367,7 @@ class Step:
         """Of weights in host memory."""
         return [
             [Loan(part, self.plan.entries[unit.entry].device, True)]
-            if self._hosted[unit.entry]
+            if unit.entry in self._hosted
             else []
             for unit, part in zip(parts.units, parts.tensors)
         ]

@@ -14,21 +14,14 @@ from .cpu_offload import CPUOffload, Use
 from .distributed import utils as dtensors
 from .distributed.plan import Entry
 from .options import Group, OptimizerWide
-from .state import KEYS, Spec, keys_of, place, specs_of, zeros
+from .state import KEYS, keys_of, place, specs_of, zeros
 
 State = MutableMapping[Any, dict[str, Any]]  # of an optimizer
 META = torch.device("meta")
 
 
 class StateStore:
-    """What an optimizer keeps beside its parameters.
-
-    Args:
-        offload: where it lives.
-
-    Attributes:
-        is_settled: whether the last step has created and checked all state that there is now.
-    """
+    """What an optimizer keeps beside its parameters."""
 
     def __init__(self, offload: CPUOffload):
         self._offload = offload
@@ -37,6 +30,7 @@ class StateStore:
 
     @property
     def is_settled(self) -> bool:
+        """Whether the last step has created and checked all state that there is now."""
         return self._settled is not None
 
     def forget(self) -> None:
@@ -62,21 +56,14 @@ class StateStore:
         self,
         state: State,
         groups: Sequence[Group],
-        entries: Sequence[Sequence[Entry]],
+        entries: Sequence[Sequence[Optional[Entry]]],
         wide: OptimizerWide,
     ) -> None:
-        """Creates whatever state is missing, for all trainable parameters, on all ranks alike.
-
-        Args:
-            state: of the optimizer.
-            groups: of it.
-            entries: of each group, its Muon parameters; none for AdamW's.
-            wide: says which replicas divide state.
-        """
-        missing: list[tuple[dict[str, Tensor], str, Spec, Optional[Use]]] = []
+        """Creates whatever state is missing, for all trainable parameters, on all ranks alike."""
+        on_host: list[tuple[dict[str, Tensor], str, Tensor, Use]] = []
         for group, of_group in zip(groups, entries):
             keys = keys_of(group)
-            for index, param in enumerate(group.params):
+            for param, entry in zip(group.params, of_group):
                 if not param.requires_grad:
                     continue
                 own = state[param]
@@ -87,16 +74,15 @@ class StateStore:
                     for key in keys:  # as the parameter's, which may be changed at any time, too
                         self._convert(own, key, param.dtype)
                 absent = [key for key in keys if own.get(key) is None]
-                if absent:
-                    specs = specs_of(param, of_group[index] if of_group else None, group, wide)
-                    use = self._offload.use_of(param, group.use_muon)
-                    missing += [(own, key, specs[key], use) for key in absent]
-        on_host: list[tuple[dict[str, Tensor], str, Tensor, Use]] = []
-        for own, key, spec, use in missing:
-            if use is None:
-                own[key] = zeros(spec)
-            else:
-                on_host.append((own, key, zeros(spec, META), use))
+                if not absent:
+                    continue
+                specs = specs_of(param, entry, group, wide)
+                use = self._offload.use_of(param, group.use_muon)
+                for key in absent:
+                    if use is None:
+                        own[key] = zeros(specs[key])
+                    else:
+                        on_host.append((own, key, zeros(specs[key], META), use))
         self._offload.take(on_host)
         self._offload.hold(state, ((p, g.use_muon) for g in groups for p in g.params))
 

@@ -91,7 +91,7 @@ def summarize(
     rows: dict[tuple[int, int], dict[str, Any]] = {}  # by group and index in it
     averaging = 0.0
     for number, (group, entries) in enumerate(zip(groups, found.entries)):
-        for index, param in enumerate(group.params):
+        for index, (param, entry) in enumerate(zip(group.params, entries)):
             placement, traffic = dtensors.describe(param), 0
             if wide.process_group is not None and not dtensors.is_dtensor(param):
                 ranks = len(wide.process_group.ranks)
@@ -109,7 +109,7 @@ def summarize(
                 "dtype": param.dtype,
                 "placement": placement,
                 "sharded": dtensors.is_sharded(param),
-                "algorithm": _algorithm(param, group, entries[index] if entries else None),
+                "algorithm": _algorithm(param, group, entry),
                 "matrices": 0,
                 "owners": set(),
                 "whole": False,

@@ -11,7 +11,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
@@ -21,10 +21,9 @@ from .core import matches
 from .distributed import utils as dtensors
 from .distributed.collectives import has_backend
 from .distributed.plan import Entry, Plan
-from .distributed.replicas import Replicas
 from .groups import has_component
 from .options import Group, OptimizerWide
-from .state import layouts_of
+from .state import Layouts, layouts_of
 
 _WRITE_THIS = (
     "Muon takes a list of parameter groups that say use_muon, for example "
@@ -98,14 +97,10 @@ _OTHER_NAMES = {
 }
 
 
-def name_of(group: Group, index: int, where: str) -> str:
-    """What messages call a parameter: its FQN, or its place in the groups."""
-    return group.names[index] if group.names is not None else f"{where}['params'][{index}]"
-
-
-def check_params(group: Group, where: str) -> None:
+def check_params(group: Group, wide: OptimizerWide) -> None:
     """Checks names and tensors of a group; how matrices are read is `planning`'s to check."""
-    params, names = group.params, group.names
+    params, names, where = group.params, group.names, group.where
+    replicas = wide.process_group if group.use_muon else wide.divided
     if names is not None:
         if not isinstance(names, (list, tuple)) or not all(isinstance(n, str) for n in names):
             raise ValueError(f"{where}: names must be a list of str, found {names!r}")
@@ -116,7 +111,7 @@ def check_params(group: Group, where: str) -> None:
             )
     seen: set[int] = set()
     for index, param in enumerate(params):
-        name = name_of(group, index, where)
+        name = group.name_of(index)
         if id(param) in seen:
             raise ValueError(f"{name} appears twice in {where}; give tied weights once")
         seen.add(id(param))
@@ -126,15 +121,22 @@ def check_params(group: Group, where: str) -> None:
                 f"{name} is on the CPU, where capturable=True leaves no choice of foreach: "
                 "set foreach=None"
             )
+        if replicas is None or dtensors.is_dtensor(param):
+            continue
+        if not has_backend(replicas.group, param.device):
+            raise ValueError(
+                f"{name} is on {param.device.type}, for which process_group has no backend; name "
+                'one for each device: init_process_group("cpu:gloo,cuda:nccl")'
+            )
 
 
-def check_unshared(group: Group, where: str, others: Iterable[Mapping[str, Any]]) -> None:
+def check_unshared(group: Group, others: Iterable[Mapping[str, Any]]) -> None:
     """No parameter is in two groups."""
     taken = {id(p): number for number, other in enumerate(others) for p in other["params"]}
     for index, param in enumerate(group.params):
         if id(param) in taken:
             raise ValueError(
-                f"{name_of(group, index, where)} is in param_groups[{taken[id(param)]}] already; "
+                f"{group.name_of(index)} is in param_groups[{taken[id(param)]}] already; "
                 "give every parameter to one group"
             )
 
@@ -166,18 +168,7 @@ def _check_param(param: Any, name: str, use_muon: bool) -> None:
         raise ValueError(f"{name} {error}") from None
 
 
-def check_replicas(group: Group, replicas: Replicas, where: str) -> None:
-    """Plain parameters can be exchanged by the process group that is to divide their state."""
-    for index, param in enumerate(group.params):
-        if not (dtensors.is_dtensor(param) or has_backend(replicas.group, param.device)):
-            raise ValueError(
-                f"{name_of(group, index, where)} is on {param.device.type}, for which "
-                "process_group has no backend; name one for each device: "
-                'init_process_group("cpu:gloo,cuda:nccl")'
-            )
-
-
-def check_gradients(group: Group, where: str) -> None:
+def check_gradients(group: Group) -> None:
     """Gradients are dense, and lie as their parameters do."""
     for index, param in enumerate(group.params):
         grad = param.grad
@@ -185,12 +176,12 @@ def check_gradients(group: Group, where: str) -> None:
             continue
         if grad.layout != torch.strided:
             raise ValueError(
-                f"{name_of(group, index, where)} has a sparse gradient ({grad.layout}); make it "
+                f"{group.name_of(index)} has a sparse gradient ({grad.layout}); make it "
                 "dense, for example nn.Embedding(..., sparse=False)"
             )
         if dtensors.layout_of(param) != dtensors.layout_of(grad):
             raise ValueError(
-                f"{name_of(group, index, where)} is {dtensors.describe(param)} but its gradient "
+                f"{group.name_of(index)} is {dtensors.describe(param)} but its gradient "
                 f"{dtensors.describe(grad)}; "
                 "before step(): p.grad = p.grad.redistribute(p.device_mesh, p.placements). "
                 "FSDP2 around tensor parallelism does it by itself"
@@ -198,7 +189,7 @@ def check_gradients(group: Group, where: str) -> None:
         shape, grad_shape = dtensors.held(param).shape, dtensors.held(grad).shape
         if shape != grad_shape:
             raise ValueError(
-                f"{name_of(group, index, where)} has a gradient of which this rank holds "
+                f"{group.name_of(index)} has a gradient of which this rank holds "
                 f"{tuple(grad_shape)}, but of the parameter {tuple(shape)}"
             )
 
@@ -210,60 +201,53 @@ def check_capturable(
     use_of: Callable[[Tensor, bool], Any],
 ) -> None:
     """Groups that a graph is to capture have no state in host memory, and no traffic."""
-    capturable = {number: group for number, group in enumerate(groups) if group.capturable}
-    for number, group in capturable.items():
-        where = f"param_groups[{number}]"
+    capturable = [group for group in groups if group.capturable]
+    for group in capturable:
         for index, param in enumerate(group.params):
             if use_of(param, group.use_muon) is not None:
                 raise ValueError(
-                    f"the state of {name_of(group, index, where)} is in host memory, from where no "
-                    f"graph captures its way: set capturable=False in {where}, or "
+                    f"the state of {group.name_of(index)} is in host memory, from where no graph "
+                    f"captures its way: set capturable=False in {group.where}, or "
                     "turn_off_cpu_offload()"
                 )
         if wide.divided is not None and len(wide.divided.ranks) > 1:
             raise ValueError(
-                f'{where}: grad_reduce="mean" averages gradients within the step, which no graph '
-                "captures: set capturable=False"
+                f'{group.where}: grad_reduce="mean" averages gradients within the step, which no '
+                "graph captures: set capturable=False"
             )
     for lane in plan.lanes if capturable else ():
         for entry in (plan.entries[unit.entry] for unit, _ in lane.owners):
-            if entry.group in capturable:
+            if groups[entry.group].capturable:
                 raise ValueError(
                     f"{entry.name} is exchanged between ranks {list(lane.peers)}, which no graph "
-                    f"captures: set capturable=False in param_groups[{entry.group}]"
+                    f"captures: set capturable=False in {groups[entry.group].where}"
                 )
 
 
 def check_state(
     group: Group,
-    entries: Sequence[Entry],
+    entries: Sequence[Optional[Entry]],
     state: Mapping[Tensor, Any],
     wide: OptimizerWide,
-    where: str,
 ) -> None:
     """State fits the parameters as they are now, whatever was done to them since it was made."""
-    for index, param in enumerate(group.params):
+    for index, (param, entry) in enumerate(zip(group.params, entries)):
         own = state.get(param)  # `state[param]` would create it
         if own:
-            expected = layouts_of(param, entries[index] if entries else None, wide)
-            check_tensors(own, expected, "state", name_of(group, index, where), param)
+            expected = layouts_of(param, entry, wide)
+            check_tensors(own, expected, "state", group.name_of(index), param)
 
 
 def check_tensors(
     state: Mapping[str, Any],
-    expected: Mapping[str, tuple],
+    expected: Layouts,
     place: str,
     name: str,
     param: Tensor,
 ) -> None:
     """Tensors of one parameter's state have its kind of numbers, and the shape and layout expected.
 
-    Args:
-        state: of the parameter.
-        expected: as `state.layouts_of` gives it.
-        place: where the state is, for messages.
-        name: what messages call the parameter.
-        param: the parameter.
+    ``place`` is where the state is, and ``name`` the parameter, for messages.
     """
     for key, (shape, layout) in expected.items():
         value = state.get(key)
@@ -304,9 +288,9 @@ def warn(problem: str) -> None:
     warnings.warn(problem, stacklevel=level)
 
 
-def warn_of_unmatched_split(split: Any, names: Iterable[str]) -> None:
+def warn_of_unmatched_split(split: Any, groups: Iterable[Group]) -> None:
     """Warns of name patterns that match no matrix at all."""
-    names = list(names)
+    names = [name for group in groups if group.use_muon for name in group.names or ()]
     for pattern in split if isinstance(split, Mapping) else ():
         if not any(matches(name, pattern) for name in names):
             warn(f"split: the pattern {pattern!r} matches no matrix")
@@ -325,7 +309,7 @@ def warn_of_unread_experts(groups: Iterable[Group]) -> None:
             )
 
 
-def warn_of_overshoot(group: Group, where: str) -> None:
+def warn_of_overshoot(group: Group) -> None:
     """Warns where a schedule was cut so short that it leaves singular values far above 1."""
     family, steps = group.ns_coefficients, group.ns_steps
     if not group.use_muon or not isinstance(family, str):
@@ -333,7 +317,7 @@ def warn_of_overshoot(group: Group, where: str) -> None:
     largest = newton_schulz.overshoot(family, steps)
     if largest is not None:
         warn(
-            f"{where}: the first {steps} steps of {family!r} leave singular values up to "
+            f"{group.where}: the first {steps} steps of {family!r} leave singular values up to "
             f"{largest:.2f}; use all {len(newton_schulz.FAMILIES[family].triples)} or 'quintic'"
         )
 

@@ -50,7 +50,7 @@ def to_state_dict(
     own_groups: Sequence[Options],
     groups: Sequence[Group],
     names: Sequence[Sequence[str]],
-    entries: Sequence[Sequence[Entry]],
+    entries: Sequence[Sequence[Optional[Entry]]],
     wide: OptimizerWide,
 ) -> dict[str, Any]:
     """What `Muon.load_state_dict` takes; reads, and shares no memory with, ``states``.
@@ -60,7 +60,7 @@ def to_state_dict(
         own_groups: ``param_groups`` of the optimizer.
         groups: the same as the package reads them.
         names: what messages call the parameters of each group.
-        entries: of each group, its Muon parameters in order; none for AdamW's.
+        entries: of each group, its parameters as a plan sees them; None for AdamW's.
         wide: says which replicas divide state.
 
     Raises:
@@ -88,7 +88,7 @@ def to_state_dict(
         saved_groups.append({**saved, **_under_own_keys(options, own), "params": ids})
         for index, found in of_group.items():
             param = group.params[index]
-            layouts = layouts_of(param, entries[number][index] if entries[number] else None, wide)
+            layouts = layouts_of(param, entries[number][index], wide)
             converted = _convert(found, merged, layouts)
             if converted:
                 state[ids[index]] = converted
