@@ -131,7 +131,7 @@ def test_accuracy_tells_every_input_and_setting():
     # A process of its own: modules of examples/ and of tests/ share names.
     options = "--quick --all --families cans cubic5 --norm frobenius schatten4 --markdown"
     command = [sys.executable, BENCHMARKS / "accuracy.py", *options.split()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stderr
     for name in (*accuracy.MADE, "momentum, d = 64"):
         default, other, *rest = rows_of(done.stdout, f"{name} |")
