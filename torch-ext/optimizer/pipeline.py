@@ -23,6 +23,7 @@ threads.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import compress
 from typing import Optional
 
 import torch
@@ -77,15 +78,15 @@ def orthogonalize(event: Event, step: Step) -> None:
     with record_function("Muon.orthogonalize"):
         for batch in chunk.batches:
             present, X = step.present(batch.units), travel.assemble(batch)
-            some = _only(X, present)
+            some = _to_front(X, present)
             if len(some):
                 U = _polar_factors(some, batch, step)
                 squares = None
                 if step.hyper(batch.units[0]).beta2 is not None:
                     squares = core.second_moment(U, step.scratch).view(len(some), -1)
-                    all_squares = squares.new_empty((len(X), squares.shape[1]))
-                    squares = _spread(squares, present, all_squares)
-                travel.give_back(_spread(U.view(some.shape), present, X), squares, batch)
+                    of_all = squares.new_empty((len(X), squares.shape[1]))
+                    squares = _to_places(squares, present, of_all)
+                travel.give_back(_to_places(U.view(some.shape), present, X), squares, batch)
     travel.scatter()
 
 
@@ -181,27 +182,34 @@ def _polar_factors(X: Tensor, batch: Batch, step: Step) -> Tensor:
     )
 
 
-def _only(X: Tensor, present: Optional[Sequence[bool]]) -> Tensor:
-    """The units that are present, copied in runs that the host knows, without waiting for it."""
+def _to_front(X: Tensor, present: Optional[Sequence[bool]]) -> Tensor:
+    """The units that are present: the last of them move to the places of absent ones."""
     if present is None:
         return X
-    return torch.cat([X[:0], *(X[start:stop] for start, stop in _spans(present))])
+    _copy_units(X, *_places(present))
+    return X[: sum(present)]
 
 
-def _spread(some: Tensor, present: Optional[Sequence[bool]], units: Tensor) -> Tensor:
-    """The inverse of `_only`: puts units back at their places; absent ones are undefined."""
+def _to_places(some: Tensor, present: Optional[Sequence[bool]], units: Tensor) -> Tensor:
+    """The inverse of `_to_front`, in another tensor; what it has of absent units is undefined."""
     if present is None:
         return some
-    spans = _spans(present)
-    places = [units[start:stop] for start, stop in spans]
-    torch._foreach_copy_(places, some.split([stop - start for start, stop in spans]))
+    units[: len(some)].copy_(some)
+    places, last = _places(present)
+    _copy_units(units, last, places)
     return units
 
 
-def _spans(present: Sequence[bool]) -> list[tuple[int, int]]:
-    """Where neighbours begin and end that are all present."""
-    changes = [at for at, (a, b) in enumerate(zip([False, *present], [*present, False])) if a != b]
-    return list(zip(changes[::2], changes[1::2]))
+def _places(present: Sequence[bool]) -> tuple[list[int], list[int]]:
+    """Of absent units at the front, and of as many units at the end that are present."""
+    count = sum(present)
+    absent = [number for number in range(count) if not present[number]]
+    return absent, [number for number in range(count, len(present)) if present[number]]
+
+
+def _copy_units(units: Tensor, to: Sequence[int], source: Sequence[int]) -> None:
+    if to:
+        torch._foreach_copy_([units[n] for n in to], [units[n] for n in source])
 
 
 # -- weights -----------------------------------------------------------------------------------
@@ -245,7 +253,7 @@ def _second_moment_factors(bundle: Bundle, updates: Tensor, step: Step) -> list[
     """Updates V of a bundle's units; returns factors on this rank's parts of the update."""
     factors: list[Tensor] = []
     present = step.present(bundle.units)
-    units = [u for u, there in zip(bundle.units, present or [True] * len(bundle.units)) if there]
+    units = list(bundle.units if present is None else compress(bundle.units, present))
     if not units:
         return factors
     views = [step.second_moment(unit) for unit in units]
@@ -254,7 +262,8 @@ def _second_moment_factors(bundle: Bundle, updates: Tensor, step: Step) -> list[
             views = [tensors[0] if tensors else views[share.row] for share, tensors in lent]
         V = torch.stack(views)  # (n, experts…, matrices of each, long side)
         numbers = wire.read_numbers(updates, bundle.along, len(bundle.units) * views[0].numel())
-        v = _only(numbers.view(len(bundle.units), *V.shape[1:]), present)
+        rows = numbers.view(len(bundle.units), *V.shape[1:])
+        v = rows if present is None else torch.stack(list(compress(rows.unbind(), present)))
         dtype = step.plan.entries[units[0].entry].recipe.dtype
         v = v.to(torch.promote_types(dtype, torch.float32))  # in which the owner computed it
         keep = None
