@@ -84,8 +84,7 @@ def orthogonalize(event: Event, step: Step) -> None:
                 squares = None
                 if step.hyper(batch.units[0]).beta2 is not None:
                     squares = core.second_moment(U, step.scratch).view(len(some), -1)
-                    of_all = squares.new_empty((len(X), squares.shape[1]))
-                    squares = _to_places(squares, present, of_all)
+                    squares = _to_places(squares, present, None)
                 travel.give_back(_to_places(U.view(some.shape), present, X), squares, batch)
     travel.scatter()
 
@@ -190,10 +189,12 @@ def _to_front(X: Tensor, present: Optional[Sequence[bool]]) -> Tensor:
     return X[: sum(present)]
 
 
-def _to_places(some: Tensor, present: Optional[Sequence[bool]], units: Tensor) -> Tensor:
+def _to_places(some: Tensor, present: Optional[Sequence[bool]], units: Optional[Tensor]) -> Tensor:
     """The inverse of `_to_front`, in another tensor; what it has of absent units is undefined."""
     if present is None:
         return some
+    if units is None:
+        units = some.new_empty((len(present), *some.shape[1:]))
     units[: len(some)].copy_(some)
     places, last = _places(present)
     _copy_units(units, last, places)
