@@ -37,7 +37,8 @@ sys.path.append(str(Path(__file__).resolve().parent.parent / "examples"))
 from planner.architectures import MODELS, weights_of
 
 optimizer = get_kernel("org/optimizer", version=1, trust_remote_code=["org/optimizer"])
-core, layout, planning = optimizer.core, optimizer.distributed.layout, optimizer.distributed.plan
+matrices, regions = optimizer.matrices, optimizer.distributed.regions
+planning = optimizer.distributed.plan
 
 RANKS = (8, 16, 32, 64, 128, 256, 512, 1024)
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -67,18 +68,18 @@ def entries_of(
         "polar_express", 5, "auto", "frobenius", None, dtype, device
     )
     by_dim = [
-        layout.Sharding((ranks,), tuple(range(ranks)), (layout.Split(dim),)) for dim in (0, 1)
+        regions.Sharding((ranks,), tuple(range(ranks)), (regions.Split(dim),)) for dim in (0, 1)
     ]
     return [
         planning.Entry(
             name=f"layers.{number}.weight",
             group=0,
             index=number,
-            matrices=core.read_as_matrices(shape, len(shape) > 2, False, None),
+            matrices=matrices.read_as_matrices(shape, len(shape) > 2, False, None),
             sharding=by_dim[len(shape) > 2 and not whole_experts],
             dtype=dtype,
             device=device,
-            wire=optimizer.planning.wire_of(recipe),
+            wire=optimizer.parameters.survey.wire_of(recipe),
             recipe=recipe,
         )
         for number, shape in enumerate(shapes)
@@ -222,7 +223,7 @@ def staged_bytes(lane: Any) -> int:
     for owned in lane.rounds:
         gathered = [0] * len(lane.peers)
         for unit, owner in owned:
-            gathered[owner] += layout.numel(unit.box)
+            gathered[owner] += regions.numel(unit.box)
         staged.append(max(gathered) + sum(gathered) // len(gathered))
     return max(staged) * lane.wire.itemsize
 

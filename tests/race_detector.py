@@ -13,6 +13,7 @@ The host's giving work to queues orders nothing between queues. But what the hos
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 from bisect import bisect_left
 from collections import defaultdict
@@ -69,7 +70,7 @@ class Cell:
     is_freed: bool = False
 
 
-class Recorder(backend.Host):
+class Recorder(optimizer.SimulatedHost):
     """A backend in host memory that tells which accesses race.
 
     Accesses are copies; `allocate` and `free`, which write all of the memory as ``COMPUTE``; what
@@ -296,7 +297,7 @@ def _join(clock: Clock, other: Clock) -> None:
 def _call_site() -> str:
     """The function outside of the backend that called it."""
     frame = sys._getframe(1)
-    inside = (__file__, backend.__file__)
+    inside = (__file__, backend.__file__, inspect.getfile(optimizer.SimulatedHost))
     while frame.f_code.co_filename in inside and frame.f_back is not None:
         frame = frame.f_back
     return frame.f_code.co_qualname

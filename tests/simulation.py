@@ -17,7 +17,7 @@ import torch
 
 from kernel import optimizer
 
-layout = optimizer.distributed.layout
+regions = optimizer.distributed.regions
 Entry = optimizer.distributed.plan.Entry
 
 NONE = -1  # nothing has been written here
@@ -103,9 +103,9 @@ class _Step:
                     (self.read, e.momentum_region(rank)),
                 ):
                     expected = torch.zeros_like(self.whole[number])
-                    expected[layout.slices(region)] = 1
+                    expected[regions.slices(region)] = 1
                     assert torch.equal(counts[rank][number], expected)
-                if layout.numel(e.region(rank)):
+                if regions.numel(e.region(rank)):
                     assert (rank, number) in self.seen.read  # its gradient is let go then
             if number not in self.everywhere:
                 owners = sum(owned[number] for owned in self.owned)
@@ -180,12 +180,12 @@ class _Step:
         """Makes whole units of what has come, (n, *shape of each)."""
         first, count = batch.units[0], len(batch.units)
         assert all(unit.rows == first.rows for unit in batch.units)
-        units = torch.full((count, *layout.shape_of(first.box)), NONE)
+        units = torch.full((count, *regions.shape_of(first.box)), NONE)
         for part in batch.gathered:
-            if not layout.numel(part.box):
+            if not regions.numel(part.box):
                 continue
             source = momentum if part.peer == lane.me else came
-            there = units[(slice(None), *layout.slices(part.box))]
+            there = units[(slice(None), *regions.slices(part.box))]
             assert (there == NONE).all()
             there.copy_(source[part.start :][: there.numel()].view(there.shape))
             if lane.scaled:
@@ -193,8 +193,8 @@ class _Step:
                 assert exponents.tolist() == [EXPONENT] * count
         owned = self.owned[lane.peers[lane.me]]
         for unit, found in zip(batch.units, units):
-            assert torch.equal(found, self.whole[unit.entry][layout.slices(unit.box)])
-            owned[unit.entry][layout.slices(unit.box)] += 1
+            assert torch.equal(found, self.whole[unit.entry][regions.slices(unit.box)])
+            owned[unit.entry][regions.slices(unit.box)] += 1
         return units
 
     def give_back(
@@ -210,7 +210,7 @@ class _Step:
         for part in batch.returned:
             assert part.peer == lane.me or not (lane.everywhere or chunk.slot)
             buffer = kept if part.peer == lane.me else sent
-            numbers = units[(slice(None), *layout.slices(part.box))].flatten()
+            numbers = units[(slice(None), *regions.slices(part.box))].flatten()
             _write(buffer, part.start, numbers)
             _write(buffer, part.start + len(numbers), self.along(lane, batch.units, len(numbers)))
 
@@ -230,15 +230,15 @@ class _Step:
         assert chunk.slot or len(lane.peers) == 1 or (seen == 1).all()  # else but for padding
 
     def part(self, unit: Any, box: Any) -> torch.Tensor:
-        return self.whole[unit.entry][layout.slices(unit.box)][layout.slices(box)]
+        return self.whole[unit.entry][regions.slices(unit.box)][regions.slices(box)]
 
     def visit(self, counts: list[torch.Tensor], rank: int, bundle: Any, held: Any) -> None:
         """Counts the elements of a bundle; its indices take them out of the local tensor."""
         for unit, index in zip(bundle.units, bundle.indices):
-            region = layout.slices(held(self.entries[unit.entry], rank))
+            region = regions.slices(held(self.entries[unit.entry], rank))
             local = self.whole[unit.entry][region]
             assert torch.equal(local[... if index is None else index], self.part(unit, bundle.box))
-            counts[unit.entry][layout.slices(unit.box)][layout.slices(bundle.box)] += 1
+            counts[unit.entry][regions.slices(unit.box)][regions.slices(bundle.box)] += 1
 
     def along(self, lane: Any, units: Sequence[Any], numel: int) -> list[int]:
         """What comes back behind parts of units: mean squares, for the longer side of every matrix

@@ -8,7 +8,6 @@ before a checkpoint is loaded.
 from __future__ import annotations
 
 import copy
-import importlib
 import itertools
 import os
 import pickle
@@ -49,7 +48,7 @@ from layouts import EXACT, case, part, part_for
 from ranks import Outcome, rank_outcomes, run_ranks
 
 Muon = optimizer.Muon
-Host = importlib.import_module(f"{optimizer.__name__}.cpu_offload.backend").Host
+Host = optimizer.SimulatedHost
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import multiprocessing
 import time
 from collections.abc import Callable
@@ -37,7 +36,7 @@ from kernel import optimizer
 from layouts import assert_same, case, whole
 from ranks import rank_outcomes, run_ranks
 
-Host = importlib.import_module(f"{optimizer.__name__}.cpu_offload.backend").Host
+Host = optimizer.SimulatedHost
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -47,7 +47,7 @@ from test_state import (
 
 Muon = optimizer.Muon
 GROUP_OPTIONS = optimizer.muon.GROUP_OPTIONS
-Host = optimizer.cpu_offload.backend.Host
+Host = optimizer.SimulatedHost
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

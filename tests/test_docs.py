@@ -6,6 +6,7 @@ import ast
 import inspect
 import re
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -216,4 +217,6 @@ def test_distances_at_small_gradients_are_those_that_are_documented():
 
 def test_kinds_of_checkpoints_are_all_documented():
     documented = re.findall(r'\| `"(\w+)"`', MIGRATION["Checkpoints"])
-    assert sorted(documented) == sorted(optimizer.foreign.KINDS)
+    assert sorted(documented) == sorted(
+        import_module(f"{optimizer.__name__}.extras.foreign_checkpoints").KINDS
+    )

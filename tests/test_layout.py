@@ -22,9 +22,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from kernel import optimizer
 from ranks import run_ranks
 
-layout = optimizer.distributed.layout
+regions = optimizer.distributed.regions
 dtensors = optimizer.distributed.utils
-Sharding, Split = layout.Sharding, layout.Split
+Sharding, Split = regions.Sharding, regions.Split
 
 SIZES = (0, 1, 2, 3, 5, 7, 8, 12, 16, 23)
 
@@ -106,7 +106,7 @@ def test_a_dimension_is_cut_as_torch_chunks_it():
     for size, parts in itertools.product(range(40), range(1, 12)):
         expected = [piece.tolist() for piece in torch.arange(size).chunk(parts) if size]
         expected += [[]] * (parts - len(expected))
-        found = [layout.shard(size, parts, index) for index in range(parts)]
+        found = [regions.shard(size, parts, index) for index in range(parts)]
         assert [list(range(*interval)) for interval in found] == expected
         assert all(0 <= start <= stop <= size for start, stop in found)
 
@@ -114,7 +114,7 @@ def test_a_dimension_is_cut_as_torch_chunks_it():
 def test_an_overlap_is_what_both_intervals_hold():
     intervals = [(start, stop) for start in range(6) for stop in range(start, 6)]
     for a, b in itertools.product(intervals, intervals):
-        start, stop = layout.overlap(a, b)
+        start, stop = regions.overlap(a, b)
         assert set(range(start, stop)) == set(range(*a)) & set(range(*b))
         assert a[0] <= start <= stop <= a[1]
 
@@ -128,15 +128,15 @@ def test_regions_intersect_dimension_by_dimension_and_slice_what_they_say():
 
     for _ in range(200):
         a, b = (tuple(map(interval, grid.shape)) for _ in range(2))
-        both = layout.intersect(a, b)
-        held = [set(grid[layout.slices(region)].flatten().tolist()) for region in (a, b, both)]
+        both = regions.intersect(a, b)
+        held = [set(grid[regions.slices(region)].flatten().tolist()) for region in (a, b, both)]
         assert held[2] == held[0] & held[1]
-        assert layout.numel(both) == len(held[2])
-        assert layout.shape_of(both) == tuple(grid[layout.slices(both)].shape)
-        inside = grid[layout.slices(a)][layout.slices(layout.relative(both, a))]
-        assert torch.equal(inside, grid[layout.slices(both)])
-    assert torch.equal(grid[layout.slices(layout.whole(grid.shape))], grid)
-    assert layout.numel(()) == 1
+        assert regions.numel(both) == len(held[2])
+        assert regions.shape_of(both) == tuple(grid[regions.slices(both)].shape)
+        inside = grid[regions.slices(a)][regions.slices(regions.relative(both, a))]
+        assert torch.equal(inside, grid[regions.slices(both)])
+    assert torch.equal(grid[regions.slices(regions.whole(grid.shape))], grid)
+    assert regions.numel(()) == 1
 
 
 # -- shardings -------------------------------------------------------------------------------------
@@ -150,7 +150,7 @@ def test_every_rank_holds_what_torch_gives_it(seed):
             region = sharding.region(shape, rank)
             sizes, offsets = torch_has(mesh, placements, shape, rank)
             what = f"rank {rank} of {mesh.tolist()}: {placements} of {shape}"
-            assert layout.shape_of(region) == tuple(sizes), what
+            assert regions.shape_of(region) == tuple(sizes), what
             for (start, stop), offset in zip(region, offsets):
                 assert start in (offset, stop), what
 
@@ -159,7 +159,7 @@ def test_ranks_outside_of_the_mesh_hold_nothing_and_have_no_peers():
     sharding = Sharding((2,), (4, 1), (Split(0),))
     assert sharding.region((8, 3), 4) == ((0, 4), (0, 3))
     assert sharding.region((8, 3), 1) == ((4, 8), (0, 3))
-    assert layout.numel(sharding.region((8, 3), 0)) == 0
+    assert regions.numel(sharding.region((8, 3), 0)) == 0
     assert sharding.peers(0, (0, 1)) == ()
     with pytest.raises(ValueError):
         sharding.coordinate(0)
@@ -171,7 +171,7 @@ def test_shards_tile_the_tensor_and_replicas_hold_the_same(seed):
         sharding = sharding_of(mesh, placements)
         counts = torch.zeros(shape, dtype=torch.long)
         for rank in sharding.ranks:
-            counts[layout.slices(sharding.region(shape, rank))] += 1
+            counts[regions.slices(sharding.region(shape, rank))] += 1
         replicas = math.prod(
             size for size, p in zip(mesh.shape, placements) if isinstance(p, Replicate)
         )
@@ -256,7 +256,7 @@ def test_a_dtensor_tells_how_it_lies():
         tensor = dtensor(mesh, placements, (10, 6))
         found = dtensors.sharding_of(tensor)
         assert found == sharding_of(mesh.mesh, placements)
-        assert layout.shape_of(found.region((10, 6), 5)) == tuple(tensor.to_local().shape)
+        assert regions.shape_of(found.region((10, 6), 5)) == tuple(tensor.to_local().shape)
         assert dtensors.ranks_of(tensor) == tuple(range(8))
         assert dtensors.sharding_of(torch.zeros(2, 2)) is None
 

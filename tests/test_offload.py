@@ -30,7 +30,7 @@ from layouts import case
 from race_detector import COMPUTE, IN, OUT, Recorder
 
 Muon = optimizer.Muon
-Host = importlib.import_module(f"{optimizer.__name__}.cpu_offload.backend").Host
+Host = optimizer.SimulatedHost
 
 MODES = ("stream", "bulk", "backward")
 TINY, MIDDLE, LARGE = 16384, 60_000, 1 << 24  # tiny: 192 elements of AdamW at once

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import io
 import pickle
 import tempfile
@@ -31,7 +30,7 @@ from ranks import rank_outcomes, run_ranks
 
 pytestmark = pytest.mark.usefixtures("traced")
 
-Host = importlib.import_module(f"{optimizer.__name__}.cpu_offload.backend").Host
+Host = optimizer.SimulatedHost
 
 RANKS = 4
 TINY = 16384

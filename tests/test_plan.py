@@ -26,12 +26,12 @@ import torch
 from kernel import optimizer
 from simulation import simulate
 
-core = optimizer.core
-layout = optimizer.distributed.layout
+matrices = optimizer.matrices
+regions = optimizer.distributed.regions
 planning = optimizer.distributed.plan
 Entry, make_plan = planning.Entry, planning.make_plan
 recipe_for = optimizer.newton_schulz.recipe_for
-Sharding, Split = layout.Sharding, layout.Split
+Sharding, Split = regions.Sharding, regions.Split
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda")  # a name: plans need no device
@@ -59,7 +59,7 @@ def entry(
         name=f"layers.{number}.weight",
         group=int(second_moment),  # as an option of groups
         index=number,
-        matrices=core.read_as_matrices(shape, is_expert, flatten, split),
+        matrices=matrices.read_as_matrices(shape, is_expert, flatten, split),
         sharding=sharding,
         dtype=dtype,
         device=device,
@@ -441,8 +441,8 @@ def test_a_trillion_parameters_on_1024_ranks_are_planned_in_seconds(name):
     for lane in (*plan.lanes, *plan.alone):
         for bundle in (b for chunk in lane.chunks for run in chunk.momentum for b in run):
             for unit in bundle.units:
-                numel[unit.entry] += layout.numel(bundle.box)
-    assert numel == [layout.numel(e.region(517)) for e in plan.entries]
+                numel[unit.entry] += regions.numel(bundle.box)
+    assert numel == [regions.numel(e.region(517)) for e in plan.entries]
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import math
 import pickle
 import warnings
@@ -20,7 +19,7 @@ from kernel import optimizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-Host = importlib.import_module(f"{optimizer.__name__}.cpu_offload.backend").Host
+Host = optimizer.SimulatedHost
 
 D, TOKENS, THRESHOLD = 24, 40, 6.0
 

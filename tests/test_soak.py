@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import functools
 import gc
-import importlib
 import os
 import pickle
 import random
@@ -44,7 +43,7 @@ from kernel import optimizer
 from layouts import EXACT, Experts, Weight, part, part_for, whole
 from ranks import run_ranks
 
-Host = importlib.import_module(f"{optimizer.__name__}.cpu_offload.backend").Host
+Host = optimizer.SimulatedHost
 
 RANKS = 4
 ROUND = 100  # steps between looks at memory, each of which ends with a checkpoint

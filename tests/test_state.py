@@ -347,7 +347,9 @@ def check_state_of_parts(param: nn.Parameter) -> None:
     optim = Muon([{"params": [param], "use_muon": True, "momentum_dtype": torch.float64}])
     (view,), (entries,) = optim._views(), optim._look_at(optim._views()).entries
     with torch.no_grad():
-        spec = optimizer.state.specs_of(param, entries[0], view, optim._wide)["momentum_buffer"]
+        spec = optimizer.state.specs.specs_of(param, entries[0], view, optim._wide)[
+            "momentum_buffer"
+        ]
         like = torch.zeros_like(param, dtype=torch.float64)
     for state in (zeros(spec), optim.state_dict()["state"][0]["momentum_buffer"]):
         assert same_dtensors(state, like) and not state.requires_grad

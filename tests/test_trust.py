@@ -37,7 +37,7 @@ MODULES = {
 FOR_ONE_PURPOSE = {
     ("cpu_offload/arena.py", "ctypes"): {"c_ubyte"},  # memory that mmap has made
     ("cpu_offload/arena.py", "os"): {"getpid"},
-    ("validation.py", "os"): {"path"},  # whose code a warning is about
+    ("parameters/validation.py", "os"): {"path"},  # whose code a warning is about
     ("triton_kernels/__init__.py", "importlib"): {"util"},  # whether there is a triton
     ("triton_kernels/configs.py", "pathlib"): {"Path"},  # the tuned numbers beside it
 }
@@ -233,7 +233,7 @@ def test_objects_in_the_place_of_options_are_refused_and_not_run(key):
     saved = copy.deepcopy(before)
     saved["param_groups"][1][key] = Stranger()
     RAN.clear()
-    if key in optimizer.options.STRUCTURE:  # which stay as constructed
+    if key in optimizer.parameters.options.STRUCTURE:  # which stay as constructed
         optim.load_state_dict(saved)
     else:
         with pytest.raises(ValueError, match=key):

@@ -25,9 +25,9 @@ from layouts import ADAMW_ROUNDING, case
 from ranks import run_ranks
 
 adamw = optimizer.adamw
-specs_of, zeros = optimizer.state.specs_of, optimizer.state.zeros
+specs_of, zeros = optimizer.state.specs.specs_of, optimizer.state.specs.zeros
 replicas, zero2 = optimizer.distributed.replicas, optimizer.distributed.zero2
-shard = optimizer.distributed.layout.shard
+shard = optimizer.distributed.regions.shard
 MeanGradients, RowGathering, is_divided = zero2.MeanGradients, zero2.RowGathering, zero2.is_divided
 
 BUCKET = zero2.BUCKET_BYTES["cpu"]

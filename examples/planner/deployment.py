@@ -125,11 +125,11 @@ def entries_of(
             name=weight.name,
             group=0,
             index=index,
-            matrices=kernel.core.read_as_matrices(weight.shape, weight.is_expert, False, None),
+            matrices=kernel.matrices.read_as_matrices(weight.shape, weight.is_expert, False, None),
             sharding=sharding,
             dtype=dtype,
             device=device,
-            wire=wire or kernel.planning.wire_of(recipe),
+            wire=wire or kernel.parameters.survey.wire_of(recipe),
             recipe=recipe,
             second_moment=second_moment,
             momentum=rows_of(kernel, layout) if layout.replicated else None,
@@ -167,8 +167,8 @@ def sharding_of(kernel: Any, weight: Weight, layout: Layout) -> Any:
 @functools.cache  # one object for all weights that lie alike: of thousands of ranks, told by id
 def _sharding(kernel: Any, mesh: tuple[int, ...], *splits: tuple[int, bool] | None) -> Any:
     """A `Sharding` of all ranks, from (dimension, strided) or None for each mesh dimension."""
-    Split = kernel.distributed.layout.Split
-    return kernel.distributed.layout.Sharding(
+    Split = kernel.distributed.regions.Split
+    return kernel.distributed.regions.Sharding(
         mesh,
         tuple(range(math.prod(mesh))),
         tuple(None if split is None else Split(*split) for split in splits),

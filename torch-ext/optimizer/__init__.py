@@ -1,20 +1,48 @@
 """Muon for PyTorch, on one device and sharded."""
 
-from . import muon, newton_schulz, presets, qk_clip
-from .description import describe
-from .muon import Muon
-from .presets import DistMuonAdamW, MuonAdamW
-from .qk_clip import QKLogitRecorder, max_qk_logits
+from typing import Any
+
+from . import muon, newton_schulz, qk_clip
+from .distributed.machine import Machine
+from .muon import Muon, default_is_muon, get_default_muon_param_groups
 
 __all__ = [
     "Muon",
     "MuonAdamW",
     "DistMuonAdamW",
-    "describe",
+    "Machine",
     "QKLogitRecorder",
+    "SimulatedHost",
+    "default_is_muon",
+    "describe",
+    "get_default_muon_param_groups",
     "max_qk_logits",
     "muon",
     "newton_schulz",
     "presets",
     "qk_clip",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Loads what not every training run uses when it is first asked for."""
+    if name == "describe":
+        from .extras.describe import describe
+
+        return describe
+    if name == "SimulatedHost":
+        from .extras.simulated_host import SimulatedHost
+
+        return SimulatedHost
+    if name in ("QKLogitRecorder", "max_qk_logits"):
+        return getattr(qk_clip, name)
+    if name in ("MuonAdamW", "DistMuonAdamW", "presets"):
+        from .presets import DistMuonAdamW, MuonAdamW
+
+        globals().update(MuonAdamW=MuonAdamW, DistMuonAdamW=DistMuonAdamW)
+        return globals()[name]  # the import has set presets itself
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -10,14 +10,13 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.profiler import record_function
 
-from .core import is_dense
 from .cpu_offload import Carrier, CPUOffload
-from .distributed.layout import shard
+from .cpu_offload.rows import AdamWRows
+from .distributed.regions import shard
 from .distributed.replicas import Replicas
-from .distributed.utils import is_dtensor, local
+from .distributed.utils import is_dense, is_dtensor, local
 from .distributed.zero2 import MeanGradients, RowGathering, is_divided
-from .options import Group
-from .rows import AdamWRows
+from .parameters.options import Group
 
 # Devices whose fused kernel keeps `step` beside the parameter.
 FUSED_DEVICES = ("cpu", "cuda", "xpu", "mps")

@@ -5,36 +5,34 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any, Optional, Union
+from typing import TYPE_CHECKING, Any, Optional, Union
 
 import torch
 from torch import Tensor, nn
 
-from . import checkpoints, foreign, newton_schulz, options, pipeline, validation
+from . import newton_schulz, pipeline
 from .async_utils import Event
-from .condition import Condition
 from .cpu_offload import Backend, CPUOffload, Hooks
 from .distributed import agreement
 from .distributed import utils as dtensors
 from .distributed.machine import Machine
 from .distributed.plan import NOTHING, Plan
 from .distributed.replicas import Replicas
-from .grad_scaler import Scaling, forget_where_it_raises, is_asked_by_lightning
-from .groups import default_is_muon, get_default_muon_param_groups
-from .options import GROUP_OPTIONS, WIDE_OPTIONS, Group
-from .planning import (
-    NO_SURVEY,
-    Survey,
-    entries_of,
-    notes_of,
-    shared_with,
-    survey,
-)
+from .parameters import options, validation
+from .parameters.default_groups import default_is_muon, get_default_muon_param_groups
+from .parameters.options import GROUP_OPTIONS, WIDE_OPTIONS, Group
+from .parameters.survey import NO_SURVEY, Survey, entries_of, notes_of, shared_with, survey
 from .qk_clip.clip import Logits, QKClip
 from .qk_clip.config import read_clip_config
-from .step import Step, Work
-from .store import StateStore
-from .summary import Summary, order_of, summarize
+from .state import checkpoints
+from .state.integrity import Condition
+from .state.specs import check_state
+from .state.store import StateStore
+from .step.grad_scaler import Scaling, forget_where_it_raises, is_asked_by_lightning
+from .step.step import Step, Work
+
+if TYPE_CHECKING:
+    from .extras.summary import Summary
 
 __all__ = ["Muon", "default_is_muon", "get_default_muon_param_groups"]
 
@@ -480,7 +478,7 @@ class Muon(torch.optim.Optimizer):
         for group, entries in zip(groups, found.entries):
             validation.check_gradients(group)
             if not self._store.is_settled:
-                validation.check_state(group, entries, self.state, self._wide)
+                check_state(group, entries, self.state, self._wide)
         planner = found.planner(groups, self._wide)
         absent = {
             number
@@ -522,9 +520,15 @@ class Muon(torch.optim.Optimizer):
         groups = self._views()
         # The survey is not kept, as other ranks may not call this.
         summary = self._summarize(groups, self._survey_of(groups))
-        return dataclasses.replace(summary, schedule=order_of(*self._last)) if schedule else summary
+        if schedule:
+            from .extras.summary import order_of
+
+            return dataclasses.replace(summary, schedule=order_of(*self._last))
+        return summary
 
     def _summarize(self, groups: list[Group], found: Survey) -> Summary:
+        from .extras.summary import summarize
+
         plan, layers = found.planner(groups, self._wide).plan(), self._clip.find(groups)
         clipped = {id(projection.param) for la in layers for projection in la.projections}
         where = "with its parameters"
@@ -735,7 +739,9 @@ class Muon(torch.optim.Optimizer):
         """
         groups = self._views()
         found = self._look_at(groups)
-        state_dict = foreign.to_state_dict(
+        from .extras.foreign_checkpoints import to_state_dict
+
+        state_dict = to_state_dict(
             states,
             kind,
             params,

@@ -32,14 +32,15 @@ from torch.profiler import record_function
 
 from . import core
 from .async_utils import Do, Event
-from .distributed import layout, wire
+from .cpu_offload.rows import MomentumRows, WeightRows
+from .distributed import regions as layout
+from .distributed import wire
 from .distributed.chunks import Batch, Bundle, Run
 from .distributed.plan import Lane, Unit
 from .distributed.transport import Transport
 from .newton_schulz import newton_schulz
-from .options import Group, is_exact
-from .rows import MomentumRows, WeightRows
-from .step import MOMENTUM, NONFINITE, SECOND_MOMENT, WEIGHTS, Parts, Step
+from .parameters.options import Group, is_exact
+from .step.step import MOMENTUM, NONFINITE, SECOND_MOMENT, WEIGHTS, Parts, Step
 
 
 def run(step: Step) -> None:

@@ -17,10 +17,10 @@ from typing import Any, Optional
 
 from torch import Tensor
 
-from . import validation
 from .distributed import utils as dtensors
 from .muon import Muon
-from .options import GROUP_OPTIONS, Group, is_int
+from .parameters import validation
+from .parameters.options import GROUP_OPTIONS, Group, is_int
 
 Params = Iterable[Any]  # tensors, (name, tensor) pairs, or group dicts
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..distributed.utils import compute_device, local, with_local
-from ..state import KEYS
+from ..state.specs import KEYS
 from .backend import OUT, Backend
 from .carrier import Carrier, Conveyor
 from .device import Device, Held, Use

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Optional
 
-from . import layout
-from .layout import Region
+from . import regions as layout
+from .regions import Region
 from .staging import DEFAULT_RUN_BYTES, RUN_BYTES, Staging, matrices_per_batch
 from .units import Entry, Unit
 

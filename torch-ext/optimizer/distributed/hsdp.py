@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Optional
 
-from . import layout
+from . import regions as layout
 from .machine import DEFAULT_MACHINE, MACHINES, Machine
 from .staging import CHUNKS
 from .units import Entry

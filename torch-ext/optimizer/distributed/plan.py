@@ -19,9 +19,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Optional
 
-from . import layout
+from . import regions as layout
 from .chunks import Batch, Chunk, ChunkBuilder
-from .layout import Interval
+from .regions import Interval
 from .rounds import HIDING, Cutter, Kind
 from .staging import Staging, matrices_per_batch
 from .units import Channel, Entry, Unit, runs_of
@@ -91,7 +91,7 @@ MOST_PLANS = 8
 
 NOTHING = Plan(0, (), (), ())
 
-Held = tuple[Unit, tuple[int, ...]]  # with the numbers of the peers that hold parts of it
+HeldUnit = tuple[Unit, tuple[int, ...]]  # with the numbers of the peers that hold parts of it
 
 
 def make_plan(entries: Sequence[Entry], rank: int = 0, **options: Any) -> Plan:
@@ -155,7 +155,7 @@ class Planner:
         self.chunk_size = chunk_size
         self.warmup_step = min(warmup_step, HIDING - 1) if streams else warmup_step
         self.everywhere = everywhere
-        self.units: dict[Channel, list[Held]] = defaultdict(list)
+        self.units: dict[Channel, list[HeldUnit]] = defaultdict(list)
         # Of each set of peers, the FLOPs of an entry's matrices that are whole on one of them.
         self.whole: dict[tuple[int, ...], list[tuple[int, int, int]]] = defaultdict(list)
         self.elsewhere: list[tuple[Unit, int]] = []
@@ -226,7 +226,7 @@ class Planner:
             else:
                 self.elsewhere.append((unit, peers[holder]))
 
-    def _units(self, number: int, entry: Entry, peers: tuple[int, ...]) -> Iterator[Held]:
+    def _units(self, number: int, entry: Entry, peers: tuple[int, ...]) -> Iterator[HeldUnit]:
         """The units of an entry that this rank and its peers hold, with the peers that do."""
         m = entry.matrices
         experts = entry.region(self.rank)[: m.row_dim]
@@ -290,7 +290,7 @@ class Planner:
             self.lanes[peers, absent] = lanes
         return self.lanes[peers, absent]
 
-    def _lane(self, channel: Channel, units: Sequence[Held], loads: list[int]) -> Lane:
+    def _lane(self, channel: Channel, units: Sequence[HeldUnit], loads: list[int]) -> Lane:
         """A lane of some units; ``loads`` of its peers grow by what they own."""
         staging = Staging(
             self.entries, channel, [unit for unit, _ in units], self.chunk_size, self.warmup_step
@@ -328,7 +328,7 @@ class Planner:
         )
 
     def _queues(
-        self, channel: Channel, units: Sequence[Held], loads: list[int]
+        self, channel: Channel, units: Sequence[HeldUnit], loads: list[int]
     ) -> list[dict[Kind, list[Unit]]]:
         """What each owner does, by kind, costliest first.
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Optional
 
-from . import layout
+from . import regions as layout
 from .units import Channel, Entry, Unit
 
 # What element-wise arithmetic is done on at once, in bytes of a wide copy.

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..scratch import Scratch
-from . import layout, wire
+from . import regions as layout
+from . import wire
 from .chunks import Batch, Chunk, Traffic
 from .collectives import all_gather_slots
 from .plan import Lane

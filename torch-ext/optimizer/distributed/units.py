@@ -8,10 +8,11 @@ from typing import Optional
 
 import torch
 
-from ..core import Blocks, Matrices, update_scale
+from ..core import update_scale
+from ..matrices import Blocks, Matrices
 from ..newton_schulz import Recipe
-from . import layout
-from .layout import Interval, Region, Sharding
+from . import regions as layout
+from .regions import Interval, Region, Sharding
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .collectives import has_backend
-from .layout import Sharding, Split, shape_of, slices
+from .regions import Sharding, Split, shape_of, slices
 from .replicas import Replicas
 
 if dist.is_available():
@@ -279,6 +279,13 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
     """Strides of a contiguous tensor, which torch has for tensors without elements, too."""
     sizes = [max(1, size) for size in shape]
     return tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(shape)))
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill their memory, in whatever order."""
+    size_and_stride = zip(tensor.shape, tensor.stride())
+    span = 1 + sum((size - 1) * stride for size, stride in size_and_stride)
+    return tensor.numel() == 0 or span == tensor.numel()
 
 
 class GroupCache(dict[tuple[int, ...], Any]):

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ..scratch import Scratch
 from .collectives import all_gather_slots, single_tensor_collective
-from .layout import shard
+from .regions import shard
 from .utils import grad_dtype
 
 # A tensor of fewer elements is not divided: its state is too small to be worth it.

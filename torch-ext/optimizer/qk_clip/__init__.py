@@ -1,8 +1,8 @@
 """QK-Clip: keeps attention logits bounded, by rescaling query and key projections head by head."""
 
+from typing import Any
+
 from .config import grouped_rows, stacked_rows
-from .logits import max_qk_logits
-from .recorder import QKLogitRecorder
 from .scales import reduce_qk_logits
 
 __all__ = [
@@ -12,3 +12,16 @@ __all__ = [
     "reduce_qk_logits",
     "stacked_rows",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Loads what observes the attention of a model when it is first asked for."""
+    if name == "QKLogitRecorder":
+        from ..extras.qk_logits.recorder import QKLogitRecorder
+
+        return QKLogitRecorder
+    if name == "max_qk_logits":
+        from ..extras.qk_logits.maxima import max_qk_logits
+
+        return max_qk_logits
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -14,10 +14,10 @@ from ..cpu_offload import narrow
 from ..distributed import utils as dtensors
 from ..distributed.collectives import max_over_ranks
 from ..distributed.plan import turn_of
-from ..groups import normalize_name
-from ..options import Group, OptimizerWide
-from ..planning import Survey, shared_with, this_rank
-from ..validation import warn
+from ..parameters.names import normalize_name
+from ..parameters.options import Group, OptimizerWide
+from ..parameters.survey import Survey, shared_with, this_rank
+from ..parameters.validation import warn
 from .config import ClipConfig, LayerKey
 from .projections import Layer, Layers, Logits, find_layers, some
 from .scales import Pack, Reduced, joined, vector_of

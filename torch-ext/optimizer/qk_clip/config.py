@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Callable, Optional, Union
 
-from ..groups import normalize_name
-from ..options import is_int, is_number
+from ..parameters.names import normalize_name
+from ..parameters.options import is_int, is_number
 
 MODES = ("shared", "exact")
 

@@ -11,8 +11,8 @@ from typing import Any, Optional
 
 from torch import Tensor
 
-from ..groups import normalize_name
-from ..options import Group
+from ..parameters.names import normalize_name
+from ..parameters.options import Group
 from .config import (
     KEYS,
     KINDS,

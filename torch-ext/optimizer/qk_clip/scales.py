@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..distributed import layout
+from ..distributed import regions as layout
 from ..distributed import utils as dtensors
 from ..distributed.collectives import max_over_ranks
-from ..planning import this_rank
+from ..parameters.survey import this_rank
 from .projections import Layer, Logits
 
 

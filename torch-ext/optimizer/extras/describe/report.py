@@ -1,0 +1,193 @@
+"""`describe`: what an optimizer would do with a model's parameters, and what to write."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Union
+
+from torch import nn
+
+from ...distributed import utils as dtensors
+from ...muon import Muon
+from ...parameters.default_groups import as_keys, default_is_muon
+from ...parameters.names import WRAPPER_PARTS
+from ...parameters.options import GROUP_OPTIONS
+from . import table
+from .code import Advice, write
+from .evidence import Subject, examine
+from .traps import Trap, find_notes, find_warnings
+
+_NOTES = 3  # of a kind that are printed
+ALGORITHMS = ("Muon", "AdamW", "frozen")
+
+
+@dataclass(frozen=True)
+class Description:
+    """What `describe` found; ``print`` shows it on one screen.
+
+    Args:
+        rows: one for each parameter: ``name``, ``shape`` (of the whole tensor, however it is
+            sharded), ``dtype``, ``placement``, ``numel``, ``algorithm`` (``"Muon"``, ``"AdamW"`` or
+            ``"frozen"``) and ``reason``.
+        warnings: what is to be mended; `code` does.
+        notes: what is as it should be, but good to know.
+        code: what to write. It runs where ``model`` and ``optimizer``, this package, are at hand.
+        model: what the model is called.
+    """
+
+    rows: list[dict[str, Any]]
+    warnings: list[Trap]
+    notes: list[Trap]
+    code: str
+    model: str
+
+    @property
+    def totals(self) -> dict[str, dict[str, Any]]:
+        """By algorithm, ``tensors``, ``numel``, and the ``share`` of all elements."""
+        total = max(1, sum(row["numel"] for row in self.rows))
+        found = {}
+        for algorithm in ALGORITHMS:
+            sizes = [row["numel"] for row in self.rows if row["algorithm"] == algorithm]
+            found[algorithm] = {
+                "tensors": len(sizes),
+                "numel": sum(sizes),
+                "share": sum(sizes) / total,
+            }
+        return found
+
+    def __str__(self) -> str:
+        size = table.count(sum(row["numel"] for row in self.rows))
+        dtypes = ", ".join(dict.fromkeys(table.text(row["dtype"]) for row in self.rows))
+        lines = [", ".join(filter(None, [f"{self.model}: {size} parameters", dtypes])), ""]
+        if self.rows:
+            lines += [*table.aligned(table.lines_of(self.rows)), ""]
+        lines += table.aligned(
+            (name, f"{t['share']:.1%}", f"{table.count(t['numel'])} parameters", _tensors(t))
+            for name, t in self.totals.items()
+            if t["tensors"] or name != "frozen"
+        )
+        for number, trap in enumerate(self.warnings, 1):
+            lines += ["", *_told(trap, f"{number}. ")]
+        if self.notes:
+            lines.append("")
+        for kind, notes in _by_kind(self.notes).items():
+            for trap in notes[:_NOTES]:
+                lines += _told(trap, "Note: ")
+            if notes[_NOTES:]:
+                lines.append(f"Note: … and {len(notes) - _NOTES} more of kind {kind!r}, in .notes")
+        lines += ["", "Write:" if self.warnings else "No traps found. Write:", ""]
+        return "\n".join([*lines, *(f"    {line}".rstrip() for line in self.code.splitlines())])
+
+
+def _tensors(total: dict[str, Any]) -> str:
+    return f"{total['tensors']} tensor{'' if total['tensors'] == 1 else 's'}"
+
+
+def _by_kind(traps: Sequence[Trap]) -> dict[str, list[Trap]]:
+    kinds: dict[str, list[Trap]] = {}
+    for trap in traps:
+        kinds.setdefault(trap.kind, []).append(trap)
+    return kinds
+
+
+def _told(trap: Trap, prefix: str) -> list[str]:
+    indent = " " * 3
+    lines = [f"{prefix}{trap.what}"]
+    if trap.write:
+        lines += [f"{indent}{name}" for name in table.listed(trap.parameters)]
+    lines += table.wrapped(trap.why, indent)
+    if trap.write:
+        first, *more = trap.write.splitlines()
+        lines += [f"{indent}→ {first}", *(f"{indent}  {line}" for line in more)]
+    return lines
+
+
+def describe(
+    model: nn.Module,
+    is_muon_func: Callable[..., bool] = default_is_muon,
+    expert_keys: Union[str, Sequence[str], None] = None,
+    **options: Any,
+) -> Description:
+    """Which parameters of a model go where and why, which traps there are, and the code to write.
+
+    Changes nothing, reads no weight and no device: models on meta, sharded (DTensors) and wrapped
+    ones (DDP, torch.compile, checkpointing) are described as well, with or without a process group.
+    Groups are decided by the code of `muon.get_default_muon_param_groups`.
+
+    Told are tied weights; heads and embeddings that names don't reveal; projections fused in one
+    tensor (``split``); stacked experts (``expert_keys``) and convolutions (``flatten``) left to
+    AdamW; a learning rate that does not fit ``adjust_lr``; weights stored (in, out); several ranks
+    without ``process_group``; flat parameters of FSDP1; what Muon would refuse; and others.
+
+    A learning rate is judged by how much of its own size a weight would move per step,
+    ``lr · scale · sqrt(3·cols / max(rows, cols))``: an orthogonal matrix has an RMS of
+    1/sqrt(max(rows, cols)), and torch initializes weights with one of 1/sqrt(3·cols). Too large is
+    more than 12 %, since what is known to work stays under 9 %. Too small is less than 0.0002 %
+    with ``adjust_lr="match_rms_adamw"``, since fine-tuning goes down to 1e-6, and less than 0.1 %
+    with the other scales, where an AdamW-like 3e-4 moves weights by 0.05 %.
+
+    Args:
+        model: the model, as it will be trained: sharded and wrapped already.
+        is_muon_func, expert_keys: as `muon.get_default_muon_param_groups` takes them.
+        options: as `Muon` takes them: ``lr``, ``adjust_lr``, ``split``, ``process_group``, …
+
+    Raises:
+        ValueError: no model, parameters without a shape yet, options that Muon would refuse.
+        TypeError: options that Muon doesn't have.
+
+    Example:
+        >>> print(optimizer.describe(model))
+        >>> description = optimizer.describe(model, lr=0.02, adjust_lr="original")
+        >>> [row["name"] for row in description.rows if row["algorithm"] == "Muon"]
+        >>> assert not description.warnings
+    """
+    _check(options)
+    subject = examine(model, is_muon_func, as_keys(expert_keys), options)
+    advice = Advice()
+    found = find_warnings(subject, advice)
+    return Description(
+        rows=_rows(subject),
+        warnings=found,
+        notes=find_notes(subject, advice),
+        code=write(subject, advice),
+        model=type(_unwrapped(model)).__name__.removeprefix("FSDP"),  # fully_shard's
+    )
+
+
+def _check(options: dict[str, Any]) -> None:
+    known = inspect.signature(Muon).parameters.keys() - {"params", "expert_keys"}
+    for key, value in options.items():
+        if key not in known:
+            raise TypeError(f"describe() got {key!r}, which is no option of Muon")
+        if key in GROUP_OPTIONS:
+            GROUP_OPTIONS[key].check(key, value)
+    with warnings.catch_warnings():  # what it would say of no parameters is nobody's
+        warnings.simplefilter("ignore")
+        Muon([{"params": [], "use_muon": True, "names": []}], **options)
+
+
+def _rows(subject: Subject) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": decision.name,
+            "shape": tuple(decision.param.shape),
+            "dtype": decision.param.dtype,
+            "placement": dtensors.describe(decision.param),
+            "numel": decision.param.numel(),
+            "algorithm": decision.algorithm,
+            "reason": decision.reason,
+        }
+        for decision in subject.decisions
+    ]
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """What wrappers wrap, for its name."""
+    while True:
+        inner = [child for name, child in model.named_children() if name in WRAPPER_PARTS]
+        if len(inner) != 1 or len(list(model.children())) != 1:
+            return model
+        model = inner[0]

@@ -1,0 +1,279 @@
+"""State dicts of other optimizers, as one form: plain, by names, flattened, one for each rank.
+
+Nothing is unpickled, copied or changed here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Optional
+
+from torch import Tensor
+
+from ...parameters.names import normalize_name
+from ...state.checkpoints import step_count
+from .hyperparameters import check_options
+
+_OURS = "momentum_style"  # a key that only groups of this package have
+
+# Whatever any of them calls what it keeps.
+_TENSORS = (
+    *("momentum_buffer", "second_momentum_buffer"),
+    *("exp_avg", "exp_avg_sq", "moment1", "moment2"),
+)
+
+KINDS = ("torch_muon", "torch_adamw", "motif", "llamafactory", "nanochat", "keller_jordan")
+
+
+@dataclass(frozen=True)
+class SavedGroup:
+    """A param group of a checkpoint.
+
+    Args:
+        ids: of its parameters, keys of `Checkpoint.state`.
+        names: of its parameters, where the checkpoint has them.
+        options: its other keys.
+    """
+
+    ids: Sequence[Any]
+    names: Optional[Sequence[str]]
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One state dict.
+
+    Args:
+        groups: in order.
+        state: by id; parameters that were never stepped have none.
+        where: what messages call it.
+    """
+
+    groups: Sequence[SavedGroup]
+    state: Mapping[Any, Mapping[str, Any]]
+    where: str
+
+
+@dataclass(frozen=True)
+class Section:
+    """One optimizer: a state dict, or one for each rank of those that divide state.
+
+    Args:
+        use_muon: whose parameters it has: Muon's, AdamW's, or None: both.
+        ranks: in their order; one where one state dict has everything.
+    """
+
+    use_muon: Optional[bool]
+    ranks: Sequence[Checkpoint]
+
+    @property
+    def groups(self) -> Sequence[SavedGroup]:
+        return self.ranks[0].groups
+
+    @property
+    def where(self) -> str:
+        return self.ranks[0].where if len(self.ranks) == 1 else "the state dicts of the ranks"
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether it was saved before the first step."""
+        return not any(
+            key != "use_muon" for rank in self.ranks for own in rank.state.values() for key in own
+        )
+
+
+def read_sections(states: Any, kind: str) -> tuple[list[Section], list[bool]]:
+    """What ``states`` holds, and whose parameters (``use_muon``) it says None for.
+
+    Args:
+        states: as `Muon.load_foreign_state_dict` takes it.
+        kind: one of `KINDS`.
+
+    Raises:
+        ValueError: no state dict, or one of another kind.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"kind must be one of {', '.join(map(repr, KINDS))}, found {kind!r}")
+    divided = kind in ("nanochat", "keller_jordan")
+    anew: list[bool] = []
+    if isinstance(states, Mapping) and states and states.keys() <= {"muon", "adamw"}:
+        if kind not in ("torch_muon", "nanochat", "keller_jordan"):
+            raise ValueError(
+                f"kind={kind!r} has one state dict for Muon's parameters and AdamW's, found "
+                f"{sorted(states)}"
+            )
+        sections = [
+            _section(states[key], f"states[{key!r}]", use_muon, divided)
+            for key, use_muon in (("muon", True), ("adamw", False))
+            if states.get(key) is not None
+        ]
+        anew = [key == "muon" for key, each in states.items() if each is None]
+    elif kind == "torch_muon" and isinstance(states, (list, tuple)):
+        sections = _by_content(states)
+    else:
+        section = _section(states, "states", None, divided)
+        sections = [section]
+        if kind == "torch_muon" or (kind == "keller_jordan" and _has_only_muon(section)):
+            sections = [Section(True, section.ranks)]
+    for section in sections:
+        _check_kind(section, kind)
+    return sections, anew
+
+
+def _section(states: Any, where: str, use_muon: Optional[bool], divided: bool) -> Section:
+    if not isinstance(states, (list, tuple)):
+        return Section(use_muon, [read_checkpoint(states, where)])
+    if not divided or not states:
+        raise ValueError(f"{where} must be a state dict, found {_in_words(states)}")
+    ranks = [read_checkpoint(each, f"{where}[{rank}]") for rank, each in enumerate(states)]
+    lengths = [[len(group.ids) for group in rank.groups] for rank in ranks]
+    for rank, found in zip(ranks, lengths):
+        if found != lengths[0]:
+            raise ValueError(
+                f"{rank.where} has groups of {found} parameters but {ranks[0].where} of "
+                f"{lengths[0]}: give the state dicts of all ranks of one checkpoint, in their order"
+            )
+    return Section(use_muon, ranks)
+
+
+def _by_content(states: Sequence[Any]) -> list[Section]:
+    """torch's Muon and AdamW, in any order."""
+    sections: list[Section] = []
+    for number, each in enumerate(states):
+        checkpoint = read_checkpoint(each, f"states[{number}]")
+        use_muon = not any("betas" in group.options for group in checkpoint.groups)
+        if any(section.use_muon is use_muon for section in sections):
+            raise ValueError(
+                f"states has two state dicts of {'Muon' if use_muon else 'AdamW'}: give one of "
+                "torch.optim.Muon and one of torch.optim.AdamW"
+            )
+        sections.append(Section(use_muon, [checkpoint]))
+    return sections
+
+
+def _has_only_muon(section: Section) -> bool:
+    """Whether it is a Muon that trains nothing else, beside another optimizer."""
+    told = ("use_muon", "adamw_lr_ratio")
+    return not any(key in group.options for group in section.groups for key in told)
+
+
+def read_checkpoint(state_dict: Any, where: str) -> Checkpoint:
+    """A state dict of torch.optim, or one by names that torch.distributed.checkpoint makes.
+
+    Raises:
+        ValueError: something else.
+    """
+    if isinstance(state_dict, Mapping) and state_dict and all(map(_is_flat, state_dict)):
+        state_dict = _unflatten(state_dict)
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
+        raise ValueError(
+            f"{where} must be an optimizer's state dict, with 'state' and 'param_groups', found "
+            f"{_in_words(state_dict)}"
+        )
+    states, saved_groups = state_dict["state"], state_dict["param_groups"]
+    if not isinstance(states, Mapping) or not all(isinstance(s, Mapping) for s in states.values()):
+        raise ValueError(f"{where}['state'] must hold a dict for each parameter")
+    if not isinstance(saved_groups, (list, tuple)):
+        raise ValueError(f"{where}['param_groups'] must be a list, found {_in_words(saved_groups)}")
+    groups = []
+    for number, group in enumerate(saved_groups):
+        place = f"{where}['param_groups'][{number}]"
+        ids = group.get("params") if isinstance(group, Mapping) else None
+        if not isinstance(ids, (list, tuple)) or not all(isinstance(i, (int, str)) for i in ids):
+            raise ValueError(f"{place} has no list of params")
+        options = {k: v for k, v in group.items() if k not in ("params", "names", "param_names")}
+        check_options(options, place)
+        groups.append(SavedGroup(list(ids), _names_of(group), options))
+    ids = [saved_id for group in groups for saved_id in group.ids]
+    known = set(ids)
+    if len(known) != len(ids):
+        raise ValueError(f"{where} has a parameter twice in its groups")
+    for key, own in states.items():
+        if key not in known:
+            raise ValueError(f"{where} has state of {key!r}, which is in none of its groups")
+        _check_state(own, f"parameter {key!r} of {where}")
+    return Checkpoint(groups, states, where)
+
+
+def _check_state(own: Mapping[str, Any], name: str) -> None:
+    """Whether what can be taken over is what it is called."""
+    for key in _TENSORS:
+        value = own.get(key)
+        if value is None:
+            continue
+        if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
+            found = value.dtype if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(f"{key} of {name} is {found}, no real tensor")
+    step = own.get("step")
+    if step is not None and step_count(step) is None:
+        raise ValueError(f"step of {name} must be a number ≥ 0, found {step!r}")
+
+
+def _names_of(group: Mapping[str, Any]) -> Optional[list[str]]:
+    ids = group["params"]
+    for names in (group.get("param_names"), group.get("names"), ids):
+        names = names if isinstance(names, (list, tuple)) else []
+        texts = [name for name in names if isinstance(name, str)]
+        if texts and len(texts) == len(ids):
+            return [normalize_name(name) for name in texts]
+    return None
+
+
+def _is_flat(key: Any) -> bool:
+    return isinstance(key, str) and key.startswith(("state.", "param_groups."))
+
+
+def _unflatten(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """``state.NAME.KEY`` and ``param_groups.NAME.KEY``: each parameter gets a group of its own."""
+    found: dict[str, dict[str, dict[str, Any]]] = {"state": {}, "param_groups": {}}
+    for flat_key, value in state_dict.items():
+        kind, rest = flat_key.split(".", 1)
+        name, _, key = rest.rpartition(".")
+        found[kind].setdefault(name, {})[key] = value
+    groups = [{**options, "params": [name]} for name, options in found["param_groups"].items()]
+    return {"state": found["state"], "param_groups": groups}
+
+
+def _check_kind(section: Section, kind: str) -> None:
+    for rank in section.ranks:
+        for number, group in enumerate(rank.groups):
+            found = _kinds_of(group.options)
+            if kind in found or (section.use_muon is False and "torch_adamw" in found):
+                continue
+            place = f"{rank.where}['param_groups'][{number}]"
+            if _OURS in group.options:
+                raise ValueError(f"{place} is this package's own: use load_state_dict")
+            guess = f"; it looks like kind={found[0]!r}" if found else ""
+            raise ValueError(
+                f"{place} is of no {kind!r} checkpoint: it has the keys "
+                f"{', '.join(sorted(group.options))}{guess}"
+            )
+
+
+def _kinds_of(options: Mapping[str, Any]) -> tuple[str, ...]:
+    """What wrote a group, by keys that only it has."""
+    if _OURS in options or "dampening" in options:  # SGD has momentum, too
+        return ()
+    if "kind" in options:
+        return ("nanochat",)
+    if "wd" in options:
+        return ("llamafactory",)
+    if "adamw_lr_ratio" in options or "update_buffer" in options:
+        return ("keller_jordan",)
+    if "use_muon" in options:
+        return ("motif",) if "adamw_betas" in options else ("keller_jordan",)
+    if "adjust_lr_fn" in options:
+        return ("torch_muon",)
+    if "betas" in options:
+        return ("torch_adamw",)
+    if "momentum" in options:  # which both of these group by size, with a momentum for each
+        return ("nanochat", "keller_jordan") if "ns_steps" in options else ("keller_jordan",)
+    return ()
+
+
+def _in_words(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return f"a dict of {', '.join(map(repr, list(value)[:8]))}"
+    return f"a {type(value).__name__}"

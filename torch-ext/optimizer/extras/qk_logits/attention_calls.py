@@ -1,0 +1,342 @@
+"""Sees torch's attention functions being called, and reads off what their logits are made of.
+
+While any `Window` is open, the names by which models call them stand for functions that report
+what they are called with. A torch function mode would see calls by any name, but Dynamo traces
+through it whatever is compiled within a forward, which fails for some of torch's own methods.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any, Callable, Optional
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor
+from torch.overrides import has_torch_function
+
+from ...distributed.utils import is_dtensor
+from .maxima import max_qk_logits
+
+FLEX = "torch.nn.attention.flex_attention"
+
+
+_Name = tuple[dict[str, Any], str, Callable[..., "Call"]]  # of a file, and what reads its calls
+
+
+@dataclass(frozen=True)
+class Call:
+    """What the logits of one attention call are made of; local tensors, a `max_scores` or q and k.
+
+    Args:
+        q, k: (B, Hq, Tq, D), (B, Hk, Tk, D).
+        masks: further arguments of `max_qk_logits`.
+        max_scores: (B, Hq, Tq), largest logit of each query.
+        head_dim: numbers of a query head; 0 if unknown.
+        heads: where q is sharded by heads, the mesh, its dimension, and how many heads there are.
+    """
+
+    q: Optional[Tensor] = None
+    k: Optional[Tensor] = None
+    scale: Optional[float] = None
+    causal: bool = False
+    masks: Optional[dict[str, Any]] = None
+    max_scores: Optional[Tensor] = None
+    head_dim: int = 0
+    heads: Optional[tuple[Any, int, int]] = None
+
+    @property
+    def device(self) -> torch.device:
+        return self._queries.device
+
+    @property
+    def has_numbers(self) -> bool:
+        return not (self._queries.is_meta or isinstance(self._queries, FakeTensor))
+
+    @property
+    def count(self) -> int:
+        """Query heads here."""
+        return self._queries.shape[1]
+
+    @property
+    def _queries(self) -> Tensor:
+        tensor = self.max_scores if self.q is None else self.q
+        assert tensor is not None
+        return tensor
+
+    def raise_maxima(self, maxima: Tensor) -> None:
+        """Raises ``maxima``, (Hq,), fp32, to the largest logits of each head."""
+        if self.max_scores is not None:
+            if self.max_scores.numel():
+                largest = self.max_scores.detach().amax((0, 2))
+                maxima.copy_(torch.maximum(maxima, largest))
+            return
+        assert self.q is not None and self.k is not None
+        q, k = self.q.detach(), self.k.detach()
+        masks = self.masks or {}
+        if q.dtype == torch.float64:
+            largest = max_qk_logits(q, k, self.scale, self.causal, **masks)
+            maxima.copy_(torch.maximum(maxima, largest))
+        else:
+            max_qk_logits(q, k, self.scale, self.causal, **masks, out=maxima)
+
+
+class Window:
+    """Reports attention calls between `open` and `close`, which nest.
+
+    Covers `F.scaled_dot_product_attention` and `flex_attention`, and in the files that ``modules``
+    come from also other names of theirs, and compiled ones of the latter.
+
+    Args:
+        modules: may call attention functions.
+        report: a method, held weakly; called behind each attention function of any thread, in that
+            thread, with what reads a `Call` from its arguments, which may raise.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], report: Callable[[Callable[[], Call]], None]):
+        self.report = weakref.WeakMethod(report)
+        self.names: list[_Name] = [(vars(F), "scaled_dot_product_attention", read_sdpa)]
+        if FLEX in sys.modules:
+            self.names.append((vars(sys.modules[FLEX]), "flex_attention", read_flex))
+        own = {id(file) for file, _, _ in self.names}
+        files = {
+            id(file): file
+            for file in (getattr(type(module).forward, "__globals__", {}) for module in modules)
+            if id(file) not in own
+        }
+        for file in files.values():
+            readers = ((name, _reader_of(value)) for name, value in file.items())
+            self.names += [(file, name, reader) for name, reader in readers if reader is not None]
+
+    def open(self) -> None:
+        _PATCH.change(lambda windows: [*windows, self])
+
+    def close(self) -> None:
+        """The reverse of one `open`, if there was any that is not closed."""
+
+        def without_one(windows: list[Window]) -> list[Window]:
+            at = windows.index(self) if self in windows else len(windows)
+            return windows[:at] + windows[at + 1 :]
+
+        _PATCH.change(without_one)
+
+    def close_all(self) -> None:
+        """The reverse of each `open`, whatever thread it was in."""
+        _PATCH.change(lambda windows: [window for window in windows if window is not self])
+
+
+class _Patch:
+    """Replaces the names of all open windows, those of all threads, by functions that report."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._windows: list[Window] = []  # each as often as it is open
+        self._pauses = 0
+        self._replaced: dict[tuple[int, str], tuple[dict[str, Any], Callable]] = {}
+        self._reporting: dict[Callable, Callable] = {}  # one each, Dynamo guards on identity
+        self._replacing: dict[Callable, Callable] = {}  # the reverse
+
+    def change(self, change: Callable[[list[Window]], list[Window]]) -> None:
+        with self._lock:
+            # Without those whose reporter is gone, left open by forwards that were interrupted.
+            self._windows = [w for w in change(self._windows) if w.report() is not None]
+            self._update()
+
+    def function(self, value: Callable) -> Callable:
+        """What a reporting function stands for; others themselves."""
+        return self._replacing.get(value, value)
+
+    def _update(self) -> None:
+        windows = dict.fromkeys(() if self._pauses else self._windows)
+        wanted = {(id(name[0]), name[1]): name for window in windows for name in window.names}
+        for place in [place for place in self._replaced if place not in wanted]:
+            file, reporting = self._replaced.pop(place)
+            if file.get(place[1]) is reporting:
+                file[place[1]] = self.function(reporting)
+        for place, (file, name, reader) in wanted.items():
+            if place not in self._replaced and name in file:
+                function = self.function(file[name])
+                if function not in self._reporting:
+                    self._reporting[function] = reporting = self._reports(function, reader)
+                    self._replacing[reporting] = function
+                self._replaced[place] = (file, self._reporting[function])
+                file[name] = self._reporting[function]
+
+    def _reports(self, function: Callable, reader: Callable[..., Call]) -> Callable:
+        def reporting(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return function(*args, **kwargs)
+            result = self._call(function, args, kwargs)
+            for window in dict.fromkeys(self._windows):
+                report = window.report()
+                if report is not None:
+                    report(lambda: reader(result, *args, **kwargs))
+            return result
+
+        return reporting
+
+    def _call(self, function: Callable, args: Any, kwargs: Any) -> Any:
+        if not has_torch_function((*args, *kwargs.values())):
+            return function(*args, **kwargs)
+        # A handler may ask whether this is F.scaled_dot_product_attention. What other threads call
+        # meanwhile is not seen.
+        self._pause(1)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self._pause(-1)
+
+    def _pause(self, more: int) -> None:
+        with self._lock:
+            self._pauses += more
+            self._update()
+
+
+_PATCH = _Patch()
+
+
+def _reader_of(value: Any) -> Optional[Callable[..., Call]]:
+    if isinstance(value, FunctionType):
+        value = _PATCH.function(value)
+    if value is _PATCH.function(F.scaled_dot_product_attention):
+        return read_sdpa
+    flex = getattr(sys.modules.get(FLEX), "flex_attention", None)
+    flex = None if flex is None else _PATCH.function(flex)
+    if flex is not None and (
+        value is flex or getattr(value, "_torchdynamo_orig_callable", None) is flex
+    ):
+        return read_flex
+    return None
+
+
+def read_sdpa(
+    result: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Optional[Tensor] = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: Optional[float] = None,
+    enable_gqa: bool = False,
+) -> Call:
+    """Of `F.scaled_dot_product_attention`."""
+    materialize = getattr(attn_mask, "_materialize", None)  # of torch.nn.attention.bias
+    if materialize is not None:
+        attn_mask = materialize(query.device)
+    return read(query, key, scale, is_causal, {"attn_mask": attn_mask})
+
+
+def read_flex(
+    result: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Any = None,
+    block_mask: Any = None,
+    scale: Optional[float] = None,
+    *args: Any,
+    return_aux: Any = None,
+    **kwargs: Any,
+) -> Call:
+    """Of `flex_attention`: its own largest scores where it was asked for them."""
+    if getattr(return_aux, "max_scores", False):
+        return read_scores(result[1].max_scores, query.shape[-1])
+    mask_mod = None if block_mask is None else block_mask.mask_mod
+    return read(query, key, scale, False, {"mask_mod": mask_mod})
+
+
+def read_scores(max_scores: Tensor, head_dim: int = 0) -> Call:
+    """Of the largest logits (B, Hq, Tq), maybe a DTensor."""
+    if max_scores.ndim != 3:
+        raise ValueError(f"has max_scores of shape {tuple(max_scores.shape)}, not (B, Hq, Tq)")
+    local, heads = _local_heads(max_scores, 1)
+    return Call(max_scores=local, head_dim=head_dim, heads=heads)
+
+
+def read(
+    q: Tensor,
+    k: Tensor,
+    scale: Optional[float],
+    causal: bool,
+    masks: dict[str, Any],
+) -> Call:
+    """Of queries and keys as scaled dot product attention takes them, maybe DTensors.
+
+    Args:
+        q, k: (…, heads, T, D) or (T, D), broadcast against each other in all but the last two.
+        masks: further arguments of `max_qk_logits`; those that are None are left out.
+
+    Raises:
+        ValueError: nested tensors, or DTensors that are not whole but for heads and batch.
+    """
+    if q.is_nested or k.is_nested:
+        raise ValueError("attends to nested tensors")
+    masks = {name: mask for name, mask in masks.items() if mask is not None}
+    placements = getattr(q, "placements", ())
+    is_shared = k.ndim > 2 and k.shape[-3] == 1
+    local_q, heads = _local_heads(q, q.ndim - 3)
+    k = _local_beside(k, placements, q.ndim == k.ndim, "keys", is_shared)
+    for name, mask in masks.items():
+        if isinstance(mask, Tensor):
+            is_alike = mask.ndim == q.ndim
+            masks[name] = _local_beside(mask, placements, is_alike, name, True)
+    q = local_q
+    head_dim = q.shape[-1] + (masks["q_rope"].shape[-1] if "q_rope" in masks else 0)
+    if q.dtype != k.dtype:  # attention under autocast takes that
+        dtype = torch.promote_types(q.dtype, k.dtype)
+        q, k = q.to(dtype), k.to(dtype)
+    if q.ndim != 4 or k.ndim != 4 or q.shape[0] != k.shape[0] or q.shape[1] % k.shape[1]:
+        q, k, mask = _in_four_dims(q, k, masks.get("attn_mask"))
+        if mask is not None:
+            masks["attn_mask"] = mask
+    return Call(q, k, scale, causal, masks, None, head_dim, heads)
+
+
+def _in_four_dims(
+    q: Tensor, k: Tensor, mask: Optional[Tensor]
+) -> tuple[Tensor, Tensor, Optional[Tensor]]:
+    q, k = (tensor[None] if tensor.ndim == 2 else tensor for tensor in (q, k))
+    batch = torch.broadcast_shapes(q.shape[:-3], k.shape[:-3])
+    heads = k.shape[-3] if q.shape[-3] == 1 else q.shape[-3]
+    count = math.prod(batch)
+    q = q.expand(*batch, heads, *q.shape[-2:]).reshape(count, heads, *q.shape[-2:])
+    k = k.expand(*batch, *k.shape[-3:]).reshape(count, *k.shape[-3:])
+    if mask is not None and mask.ndim > 4:
+        mask = mask.expand(*batch, *mask.shape[-3:]).reshape(count, *mask.shape[-3:])
+    return q, k, mask
+
+
+def _local_heads(tensor: Any, head_dim: int) -> tuple[Tensor, Optional[tuple[Any, int, int]]]:
+    """The local tensor; the mesh, its dimension that shards ``head_dim``, and how many heads."""
+    if not is_dtensor(tensor):
+        return tensor, None
+    sharded: list[int] = []
+    for index, placement in enumerate(tensor.placements):
+        if placement.is_shard(head_dim):
+            sharded.append(index)
+        elif not (placement.is_replicate() or any(map(placement.is_shard, range(head_dim)))):
+            raise ValueError(f"attends with queries placed {placement}")
+    if len(sharded) > 1:
+        raise ValueError("attends with heads sharded on several mesh dimensions")
+    heads = (tensor.device_mesh, sharded[0], tensor.shape[head_dim]) if sharded else None
+    return tensor.to_local(), heads
+
+
+def _local_beside(
+    tensor: Any, placements: Any, is_alike: bool, what: str, may_replicate: bool
+) -> Tensor:
+    """The local part of what belongs to queries with these placements."""
+    if not is_dtensor(tensor):
+        return tensor
+    for own, other in zip(tensor.placements, placements):
+        if not ((own == other and is_alike) or (may_replicate and own.is_replicate())):
+            raise ValueError(f"attends with {what} placed {own} and queries placed {other}")
+    return tensor.to_local()

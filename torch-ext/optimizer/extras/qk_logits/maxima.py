@@ -1,0 +1,462 @@
+"""The largest attention logit of every query head, without the score matrix.
+
+Scores are made block by block: some batch entries and heads, a square of queries and keys. The loop
+over them is one operator of a compiled graph, or, with a mask_mod, a scan, so that no graph grows
+with the length.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Optional, Union
+
+import torch
+from torch import Tensor
+
+from ...distributed.utils import is_dtensor
+
+try:
+    from ..._ops import add_op_namespace_prefix  # type: ignore[import-not-found]
+except ImportError:  # the sources, to which a build adds it
+
+    def add_op_namespace_prefix(name: str) -> str:
+        return f"optimizer_sources::{name}"
+
+
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+DocumentIds = Union[Tensor, tuple[Tensor, Tensor]]
+
+# Elements of a block, its scores and the rows they are made of, and its longest side in positions.
+# On CPUs a block stays in the cache; on accelerators it is worth its launches. Longer sides waste
+# more above the diagonal.
+BLOCK_NUMEL = {"cpu": 1 << 20}
+DEFAULT_BLOCK_NUMEL = 8 << 20
+BLOCK_SIDE = {"cpu": 256}
+DEFAULT_BLOCK_SIDE = 512
+
+# Additive masks exclude a pair by -inf, by their dtype's minimum, or by a sum of such; what is no
+# more than this (in fp16, half of the minimum) is none of a bias.
+EXCLUDED = -1e8
+
+
+@torch.no_grad()
+def max_qk_logits(
+    q: Tensor,  # (B, Hq, Tq, D)
+    k: Tensor,  # (B, Hk, Tk, D)
+    scale: Optional[float] = None,
+    causal: bool = True,
+    *,
+    q_rope: Optional[Tensor] = None,  # (B, Hq, Tq, R)
+    k_rope: Optional[Tensor] = None,  # (B, 1 or Hk, Tk, R)
+    document_ids: Optional[DocumentIds] = None,
+    mask_mod: Optional[MaskMod] = None,
+    attn_mask: Optional[Tensor] = None,
+    out: Optional[Tensor] = None,
+    block_size: Optional[int] = None,
+) -> Tensor:
+    """Largest logit ``scale · q·k`` of each query head, over the batch and all pairs it may use.
+
+    S_max of QK-Clip (Kimi K2, arXiv:2507.20534, algorithm 1): the logits before the softmax. A pair
+    counts where every mask that is given admits it. A head without such a pair gets -inf; NaN in
+    the logit of one that counts gives NaN, and what the others hold does not matter.
+
+    Products of 16-bit inputs are exact and added up in fp32: rounded to bf16, a logit and thereby a
+    clip would be wrong by up to 0.2 %. Autocast does not apply. TF32, where it is on, does so to
+    fp32 inputs. Nothing is read from the device, and no gradient flows.
+
+    Its memory does not depend on B, H or T: some 8 MiB on CPUs and 64 MiB on accelerators, or what
+    ``block_size`` makes of it.
+
+    Under ``torch.compile`` it is part of the full graph, also with dynamic shapes. Inside a
+    compiled `torch.utils.checkpoint`, give masks by tensors: a mask_mod's loop is one of torch's
+    ``scan``, which torch does not recompute, and which takes copies of q and k; ``out`` is not to
+    be updated there.
+
+    Args:
+        q: queries (B, Hq, Tq, D), as attention takes them (rotary embedding applied), of any real
+            floating dtype and any strides.
+        k: keys (B, Hk, Tk, D) of the same dtype; Hq is a multiple of Hk, and query head h reads key
+            head h // (Hq / Hk).
+        scale: of the logits; None is 1/sqrt(D + R).
+        causal: query i uses keys j ≤ i only. Both count from 0, as `is_causal` of torch's
+            `scaled_dot_product_attention` has it for Tq ≠ Tk too: for queries at the end of longer
+            keys, give causal=False and a mask. Blocks above the diagonal are not computed.
+        q_rope: a second part of the queries (B, Hq, Tq, R), as in multi-head latent attention:
+            logits are scale · (q·k + q_rope·k_rope).
+        k_rope: that of the keys, (B, Hk, Tk, R), or (B, 1, Tk, R) where heads share it.
+        document_ids: integers (T,) or (B, T) of packed sequences: pairs of the same document only.
+            A tuple (of queries, of keys) where Tq ≠ Tk.
+        mask_mod: ``mask_mod(b, h, q_idx, kv_idx)``, as FlexAttention has it: whether a query head
+            may use a pair. Called with integer tensors that broadcast to (B, Hq, Tq, Tk) of a
+            block; returns booleans that do so. Its blocks are all computed.
+        attn_mask: broadcasts to (B, Hq, Tq, Tk), as torch's attention takes it: True where a pair
+            counts, or a floating point bias. A bias excludes pairs by -inf or numbers of its
+            dtype's minimum's size (below -1e8, or half of fp16's minimum); others are not added:
+            QK-Clip scales q·k, not the bias. It comes on top of ``causal``.
+        out: running maxima (Hq,), of the result's dtype: updated in place, and returned.
+        block_size: queries, and keys, of a block; None chooses.
+
+    Returns:
+        Maxima (Hq,) on q's device, fp32, or fp64 for fp64 inputs.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit, or DTensors; names the argument.
+    """
+    _check_tensors(q, k, q_rope, k_rope)
+    width = q.shape[3] + (0 if q_rope is None else q_rope.shape[3])
+    scale = _check_numbers(scale, block_size, width)
+    ids = _check_document_ids(document_ids, q, k)
+    attn_mask = _check_attn_mask(attn_mask, q, k)
+    inputs = _Inputs(q, k, q_rope, k_rope, *ids, attn_mask, scale, causal, mask_mod)
+    best = _nothing(q)
+    if out is not None:
+        _check_tensor("out", out, q)
+        if out.shape != best.shape or out.dtype != best.dtype:
+            raise ValueError(
+                f"out must be {tuple(best.shape)} of {best.dtype}, but has shape "
+                f"{tuple(out.shape)} and {out.dtype}"
+            )
+    if q.shape[0] > 0 and q.shape[2] > 0 and k.shape[2] > 0:
+        if not torch.compiler.is_compiling():
+            best = _loop(inputs, block_size)
+        elif mask_mod is not None:
+            best = _scan(inputs, block_size)
+        else:
+            best = _loop_of_graphs(*inputs[:-1], block_size)
+    if scale > 0:  # the order of the products is that of the logits
+        best = best * scale
+    return best if out is None else out.copy_(torch.maximum(out, best))
+
+
+def _nothing(q: Tensor) -> Tensor:
+    """The maxima of heads without a pair, (Hq,)."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    return torch.full((q.shape[1],), -math.inf, dtype=wide, device=q.device)
+
+
+class _Inputs(NamedTuple):
+    """What the logits are made of, checked."""
+
+    q: Tensor  # (B, Hq, Tq, D)
+    k: Tensor  # (B, Hk, Tk, D)
+    q_rope: Optional[Tensor]  # (B, Hq, Tq, R)
+    k_rope: Optional[Tensor]  # (B, 1 or Hk, Tk, R); given where q_rope is
+    ids_of_queries: Optional[Tensor]  # (B or 1, Tq)
+    ids_of_keys: Optional[Tensor]  # (B or 1, Tk); given where ids_of_queries are
+    attn_mask: Optional[Tensor]  # four dimensions, each of 1 or all
+    scale: float
+    causal: bool
+    mask_mod: Optional[MaskMod]
+
+
+Selection = Union[slice, Tensor]  # a tensor holds indices, (n,)
+
+
+class _Block(NamedTuple):
+    """Indices of a block in each dimension."""
+
+    batch: Selection
+    query_heads: Selection
+    key_heads: Selection
+    queries: Selection
+    keys: Selection
+
+
+def _block_sizes(inputs: _Inputs, block_size: Optional[int]) -> tuple[int, int, int, int]:
+    """How many batch entries, key heads, queries and keys a block has; fewer at an end."""
+    (B, Hq, Tq, width), (Hk, Tk) = inputs.q.shape, inputs.k.shape[1:3]
+    if inputs.q_rope is not None:
+        width += inputs.q_rope.shape[3]
+    device = inputs.q.device.type
+    numel = BLOCK_NUMEL.get(device, DEFAULT_BLOCK_NUMEL)
+    side = block_size or BLOCK_SIDE.get(device, DEFAULT_BLOCK_SIDE)
+    while True:
+        queries, keys = min(side, Tq), min(side, Tk)
+        rows = Hq // Hk * queries  # those of a key head
+        numel_of_head = rows * keys + (rows + keys) * width
+        if block_size is not None or side <= 16 or numel_of_head <= numel:
+            break
+        side //= 2
+    heads = max(1, numel // numel_of_head)
+    return min(max(1, heads // Hk), B), min(heads, Hk), queries, keys
+
+
+def _loop(inputs: _Inputs, block_size: Optional[int]) -> Tensor:
+    """The maxima of all blocks, which slices select."""
+    best = _nothing(inputs.q)
+    (B, Hq, Tq, _), (Hk, Tk) = inputs.q.shape, inputs.k.shape[1:3]
+    batches, heads, queries, keys = (
+        [slice(start, min(start + size, total)) for start in range(0, total, size)]
+        for total, size in zip((B, Hk, Tq, Tk), _block_sizes(inputs, block_size))
+    )
+    group = Hq // Hk
+    for batch, key_heads in itertools.product(batches, heads):
+        query_heads = slice(group * key_heads.start, group * key_heads.stop)
+        part = best[query_heads]
+        for rows, columns in itertools.product(queries, keys):
+            if not inputs.causal or columns.start < rows.stop:
+                block = _Block(batch, query_heads, key_heads, rows, columns)
+                torch.maximum(part, _maxima(inputs, block), out=part)
+    return best
+
+
+@torch.library.custom_op(add_op_namespace_prefix("max_qk_products"), mutates_args=())
+def _loop_of_graphs(
+    q: Tensor,
+    k: Tensor,
+    q_rope: Optional[Tensor],
+    k_rope: Optional[Tensor],
+    ids_of_queries: Optional[Tensor],
+    ids_of_keys: Optional[Tensor],
+    attn_mask: Optional[Tensor],
+    scale: float,
+    causal: bool,
+    block_size: Optional[int],
+) -> Tensor:
+    """The maxima by `_loop`, as one operator of a compiled graph, whatever the length."""
+    tensors = q, k, q_rope, k_rope, ids_of_queries, ids_of_keys, attn_mask
+    return _loop(_Inputs(*tensors, scale, causal, None), block_size)
+
+
+_loop_of_graphs.register_fake(lambda q, *_: _nothing(q))
+
+
+def _scan(inputs: _Inputs, block_size: Optional[int]) -> Tensor:
+    """The maxima by a scan over numbered blocks, which tensors of indices select.
+
+    A graph can hold a scan together with the mask_mod. All blocks have one shape: the last of a
+    dimension is moved back to its end, and overlaps the one before, which changes no maximum.
+    """
+    from torch._higher_order_ops.scan import scan
+
+    # Queries and keys are often views of one projection, and scan takes no views of one storage.
+    copies = [None if tensor is None else tensor.clone() for tensor in inputs[:6]]
+    inputs = _Inputs._make([*copies, *inputs[6:]])
+    if inputs.scale > 0:  # applied at the end; scan would refuse the symbol of a dynamic width
+        inputs = inputs._replace(scale=1.0)
+
+    (B, Hq, Tq, _), (Hk, Tk) = inputs.q.shape, inputs.k.shape[1:3]
+    totals, sizes = (B, Hk, Tq, Tk), _block_sizes(inputs, block_size)
+    n_batches, n_heads, n_rows, n_columns = (-(-n // size) for n, size in zip(totals, sizes))
+    group, device = Hq // Hk, inputs.q.device
+    if inputs.causal:  # a row of squares reaches to the diagonal
+        lengths = torch.arange(1, n_rows + 1, device=device).clamp_max(n_columns)
+        corner = min(n_rows, n_columns)
+        pairs = corner * (corner + 1) // 2 + (n_rows - corner) * n_columns
+    else:
+        lengths = torch.full((n_rows,), n_columns, device=device)
+        pairs = n_rows * n_columns
+    ends = lengths.cumsum(0)
+
+    def update(best: Tensor, number: Tensor) -> tuple[Tensor, Tensor]:
+        pair, rest = number % pairs, number // pairs
+        is_above = ends <= pair
+        row, column = is_above.sum(), pair - torch.where(is_above, lengths, 0).sum()
+        batch, key_heads, queries, keys = (
+            (at * size).clamp_max(total - size) + torch.arange(size, device=device)
+            for at, total, size in zip(
+                (rest // n_heads, rest % n_heads, row, column), totals, sizes
+            )
+        )
+        query_heads = key_heads[:, None] * group + torch.arange(group, device=device)
+        query_heads = query_heads.flatten()
+        maxima = _maxima(inputs, _Block(batch, query_heads, key_heads, queries, keys))
+        maxima = torch.maximum(best.index_select(0, query_heads), maxima)
+        return best.index_copy(0, query_heads, maxima), number.clone()  # an output of each step
+
+    numbers = torch.arange(n_batches * n_heads * pairs, device=device)
+    return scan(update, _nothing(inputs.q), numbers)[0]
+
+
+def _maxima(inputs: _Inputs, block: _Block) -> Tensor:
+    """The largest product of each query head of a block, or, where the scale is not positive, the
+    largest logit."""
+    q = _part(inputs.q, block.batch, block.query_heads, block.queries)
+    k = _part(inputs.k, block.batch, block.key_heads, block.keys)
+    if inputs.q_rope is not None and inputs.k_rope is not None:
+        q_rope = _part(inputs.q_rope, block.batch, block.query_heads, block.queries)
+        k_rope = _part(inputs.k_rope, block.batch, block.key_heads, block.keys)
+        q = torch.cat((q, q_rope), -1)
+        k = torch.cat((k, k_rope.expand(*k.shape[:-1], -1)), -1)
+    scores = _products(q, k)
+    if inputs.scale <= 0:
+        scores.mul_(inputs.scale)
+    for excluded in _excluded(inputs, block):
+        scores.masked_fill_(excluded, -math.inf)
+    return scores.amax((0, 2, 3))
+
+
+def _part(tensor: Tensor, *selections: Selection) -> Tensor:
+    """Selects from the first dimensions of a tensor; a dimension of 1 stays."""
+    index: list[Selection] = []
+    for dim, chosen in enumerate(selections):
+        if isinstance(chosen, slice):
+            index.append(chosen if tensor.shape[dim] != 1 else slice(None))
+        else:
+            chosen = chosen if tensor.shape[dim] != 1 else chosen.new_zeros(1)
+            index.append(chosen.view(-1, *[1] * (len(selections) - 1 - dim)))
+    return tensor[tuple(index)]
+
+
+def _products(q: Tensor, k: Tensor) -> Tensor:
+    """Multiplies q and k of a block, (b, hq, queries, keys): one product for each key head."""
+    b, hk, keys, D = k.shape
+    wide = torch.promote_types(q.dtype, torch.float32)
+    rows = q.reshape(b * hk, -1, D)
+    columns = k.reshape(b * hk, keys, D).transpose(1, 2)
+    has_mixed_products = (  # those of 16-bit inputs with fp32 results
+        q.dtype in (torch.float16, torch.bfloat16)
+        and q.device.type == "cuda"
+        and torch.version.hip is None
+    )
+    with torch.autocast(q.device.type, enabled=False):  # it would round fp32 to its own dtype
+        if has_mixed_products:
+            scores = torch.bmm(rows, columns, out_dtype=wide)
+        else:
+            scores = torch.bmm(rows.to(wide), columns.to(wide))
+    return scores.view(b, q.shape[1], q.shape[2], keys)
+
+
+def _excluded(inputs: _Inputs, block: _Block) -> Iterator[Tensor]:
+    """Yields for each mask the pairs of a block that do not count, broadcast to its scores."""
+    device, rows, columns = inputs.q.device, block.queries, block.keys
+    is_below_diagonal = (
+        isinstance(rows, slice) and isinstance(columns, slice) and columns.stop <= rows.start + 1
+    )
+    if inputs.causal and not is_below_diagonal:
+        yield _indices(rows, device)[:, None] < _indices(columns, device)
+    if inputs.ids_of_queries is not None and inputs.ids_of_keys is not None:
+        of_queries = _part(inputs.ids_of_queries, block.batch, rows)
+        of_keys = _part(inputs.ids_of_keys, block.batch, columns)
+        yield of_queries[:, None, :, None] != of_keys[:, None, None, :]
+    if inputs.attn_mask is not None:
+        mask = _part(inputs.attn_mask, block.batch, block.query_heads, rows, columns)
+        if mask.dtype == torch.bool:
+            yield ~mask
+        else:
+            yield mask <= max(EXCLUDED, torch.finfo(mask.dtype).min / 2)
+    if inputs.mask_mod is not None:
+        admitted = inputs.mask_mod(
+            _indices(block.batch, device)[:, None, None, None],
+            _indices(block.query_heads, device)[:, None, None],
+            _indices(rows, device)[:, None],
+            _indices(columns, device),
+        )
+        if not isinstance(admitted, Tensor) or admitted.dtype != torch.bool:
+            returned = admitted.dtype if isinstance(admitted, Tensor) else type(admitted).__name__
+            raise ValueError(f"mask_mod must return a tensor of booleans, not {returned}")
+        yield ~admitted
+
+
+def _indices(chosen: Selection, device: torch.device) -> Tensor:
+    if isinstance(chosen, slice):
+        return torch.arange(chosen.start, chosen.stop, device=device)
+    return chosen
+
+
+def _check_tensor(name: str, tensor: Any, q: Tensor) -> None:
+    if is_dtensor(tensor):
+        raise ValueError(
+            f"{name} is a DTensor: pass the heads of this rank, {name}.to_local(), and put the "
+            "maxima of all ranks together afterwards"
+        )
+    if not isinstance(tensor, Tensor):
+        raise ValueError(f"{name} must be a tensor, not {type(tensor).__name__}")
+    if tensor.device != q.device:
+        raise ValueError(f"{name} is on {tensor.device}, but q on {q.device}")
+
+
+def _check_tensors(q: Any, k: Any, q_rope: Any, k_rope: Any) -> None:
+    if (q_rope is None) != (k_rope is None):
+        given = "q_rope" if k_rope is None else "k_rope"
+        raise ValueError(f"q_rope and k_rope belong together: only {given} was given")
+    for name, tensor in (("q", q), ("k", k), ("q_rope", q_rope), ("k_rope", k_rope)):
+        if tensor is None:
+            continue
+        _check_tensor(name, tensor, q)
+        if tensor.dim() != 4:
+            raise ValueError(
+                f"{name} must be (batch, heads, positions, width), but has shape "
+                f"{tuple(tensor.shape)}"
+            )
+        if not tensor.is_floating_point():
+            raise ValueError(f"{name} must be real floating point, not {tensor.dtype}")
+        if tensor.dtype != q.dtype:
+            raise ValueError(f"{name} is {tensor.dtype}, but q is {q.dtype}")
+    (B, Hq, _, D), (Hk, Tk) = q.shape, k.shape[1:3]
+    if (k.shape[0], k.shape[3]) != (B, D):
+        raise ValueError(
+            f"k of shape {tuple(k.shape)} does not fit q of shape {tuple(q.shape)}: batch and "
+            "width must be equal"
+        )
+    if min(Hq, Hk) == 0 or Hq % Hk:
+        raise ValueError(f"q has {Hq} heads, which is no multiple of the {Hk} heads of k")
+    if q_rope is None:
+        return
+    if q_rope.shape[:3] != q.shape[:3]:
+        raise ValueError(
+            f"q_rope of shape {tuple(q_rope.shape)} does not fit q of shape {tuple(q.shape)}: all "
+            "but the width must be equal"
+        )
+    R = q_rope.shape[3]
+    if tuple(k_rope.shape) not in ((B, Hk, Tk, R), (B, 1, Tk, R)):
+        raise ValueError(
+            f"k_rope must be {(B, Hk, Tk, R)} or {(B, 1, Tk, R)}, but has shape "
+            f"{tuple(k_rope.shape)}"
+        )
+
+
+def _check_numbers(scale: Any, block_size: Any, width: int) -> float:
+    """The scale, or its default."""
+    if scale is None and width == 0:
+        raise ValueError("q and k have no columns")
+    if isinstance(scale, Tensor):
+        raise ValueError("scale must be a number: a tensor would have to be read from its device")
+    if scale is not None and not math.isfinite(scale):
+        raise ValueError(f"scale must be finite, not {scale}")
+    if block_size is not None and not (isinstance(block_size, int) and block_size >= 1):
+        raise ValueError(f"block_size must be a positive integer, not {block_size!r}")
+    return width**-0.5 if scale is None else float(scale)
+
+
+def _check_document_ids(
+    ids: Optional[DocumentIds], q: Tensor, k: Tensor
+) -> tuple[Optional[Tensor], Optional[Tensor]]:
+    """Those of queries, (B or 1, Tq), and of keys, (B or 1, Tk)."""
+    if ids is None:
+        return None, None
+    B, Tq, Tk = q.shape[0], q.shape[2], k.shape[2]
+    if isinstance(ids, Tensor) and Tq != Tk:
+        raise ValueError(
+            f"document_ids must be a tuple (of queries, of keys) where q has {Tq} positions and k "
+            f"{Tk}"
+        )
+    pair = (ids, ids) if isinstance(ids, Tensor) else tuple(ids)
+    if len(pair) != 2:
+        raise ValueError(f"document_ids must be a tensor or two, not {len(pair)}")
+    for part, T in zip(pair, (Tq, Tk)):
+        _check_tensor("document_ids", part, q)
+        if part.is_floating_point() or part.is_complex() or part.dtype == torch.bool:
+            raise ValueError(f"document_ids must be integers, not {part.dtype}")
+        if tuple(part.shape) not in ((T,), (B, T)):
+            raise ValueError(
+                f"document_ids must be {(T,)} or {(B, T)}, but have shape {tuple(part.shape)}"
+            )
+    of_queries, of_keys = (part if part.dim() == 2 else part[None] for part in pair)
+    return of_queries, of_keys
+
+
+def _check_attn_mask(mask: Optional[Tensor], q: Tensor, k: Tensor) -> Optional[Tensor]:
+    """The mask with all four dimensions, each of 1 or that of the scores."""
+    if mask is None:
+        return None
+    _check_tensor("attn_mask", mask, q)
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise ValueError(f"attn_mask must be bool or floating point, not {mask.dtype}")
+    shape, given = (*q.shape[:3], k.shape[2]), tuple(mask.shape)
+    padded = (1,) * (4 - len(given)) + given
+    if len(given) > 4 or any(n not in (1, size) for n, size in zip(padded, shape)):
+        raise ValueError(f"attn_mask of shape {given} does not broadcast to {shape}")
+    return mask.detach().view(padded)

@@ -1,0 +1,640 @@
+"""Collects the largest attention logit of each query head while a model trains."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import math
+import sys
+import threading
+import uuid
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from types import FrameType, SimpleNamespace
+from typing import Any, Callable, Optional, Union
+
+import torch
+import torch.distributed as dist
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ...distributed.utils import is_dtensor
+from ...parameters.names import matches, normalize_name
+from ...qk_clip.config import FUSED, KINDS, QUERIES
+from .attention_calls import Call, Window, read, read_scores
+
+if dist.is_available():
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+# What attention modules own: those of nn.MultiheadAttention are parameters.
+PROJECTIONS = frozenset({*KINDS, *FUSED, "in_proj_weight", "q_proj_weight"} - {"in_proj"})
+
+OBSERVE = "call the recorder's observe or observe_scores in its forward"
+
+
+class QKLogitRecorder:
+    """Largest attention logit of each query head, from a model's forwards, for QK-Clip.
+
+    To be attached to an optimizer, ``optim.qk_recorder = QKLogitRecorder(model)``, which takes
+    what was recorded at each step.
+
+    Where a hooked module, or one below it, calls ``F.scaled_dot_product_attention`` or
+    ``flex_attention``, maxima are computed from the call's queries, keys, scale and mask. Calls are
+    seen by these names in torch's modules, and by any name that the files with the forwards of
+    those modules have for these functions, or for a compiled ``flex_attention``, but not where an
+    attribute, a closure or a partial holds them. Where ``flex_attention`` is
+    asked for ``AuxRequest(max_scores=True)``, its maxima are taken: they come for free, and include
+    what a ``score_mod`` does to a score. Otherwise a ``score_mod`` is not looked at.
+
+    Attention of other kinds has to call `observe` or `observe_scores`, and so has all attention in
+    compiled modules. Under context parallelism a call sees some of the keys only, and so does the
+    recorder.
+
+    What counts is a forward with gradients enabled that ends: where the model's forward raises, or
+    that of a hooked module, all that it recorded is dropped. Python does not see a compiled model's
+    forward raise: call `discard` there. Under activation checkpointing a forward counts once: as it
+    first runs or, where that is without gradients (``use_reentrant=True``), as it runs again. Meta
+    and fake tensors are not recorded, nor is what torch.jit traces. The model's outputs and
+    gradients stay the same to the bit, no activation is kept, and the host waits for nothing. Hooks
+    of a copied or unpickled model do nothing.
+
+    The hooks do not keep the recorder alive, and go when it goes. A later recorder that hooks one
+    of its modules replaces it.
+
+    Args:
+        model: before or after it is wrapped or sharded (FSDP2, DDP, tensor parallelism), and before
+            its first compiled forward: Dynamo does not see hooks that come later.
+        modules: patterns for names of modules, shell-style for the whole name, or whole components
+            of it; of modules within each other, a pattern means the outermost. None for all that
+            own a projection by its usual name (`config.KINDS`, `config.FUSED`), as a module or a
+            parameter, and ``nn.MultiheadAttention`` (to be called with ``need_weights=False``).
+
+    Raises:
+        ValueError: no such module; a pattern that fits none.
+    """
+
+    def __init__(self, model: nn.Module, modules: Optional[Sequence[str]] = None):
+        if not isinstance(model, nn.Module):
+            raise ValueError(f"takes a model (nn.Module), found a {type(model).__name__}")
+        patterns = [modules] if isinstance(modules, str) else modules
+        records = [_Record(*chosen) for chosen in _choose(model, patterns).items()]
+        for record in records:
+            _remove_recorders(record.module)
+            record.within = [r for r in records if r is record or _is_within(r.name, record.name)]
+        self._start(model, records)
+        torch.compiler.assume_constant_result(_note_compiled)
+        torch.compiler.assume_constant_result(_note_observed)
+        if model not in self._of_module:
+            self._hook(_Record("", model, within=records, attends=False))
+        for record in records:
+            self._hook(record)
+        self._is_on = True
+
+    def _start(self, model: Optional[nn.Module], records: Sequence[_Record]) -> None:
+        self._model = model
+        self._records = {record.name: record for record in records}
+        self._of_module = {record.module: record for record in records}
+        self._running = _Running()
+        self._window = Window([m for r in records for m in r.module.modules()], self._see)
+        self._handles: list[Any] = []
+        self._unhook = weakref.finalize(self, _remove_all, self._handles)
+        self._is_on = False
+
+    def __deepcopy__(self, memo: Any) -> QKLogitRecorder:
+        """A copy, which a model may hold, has no modules and records nothing."""
+        recorder = QKLogitRecorder.__new__(QKLogitRecorder)
+        recorder._start(None, [])
+        return recorder
+
+    def __reduce__(self) -> tuple:
+        # Without this package: its name differs from build to build, and it may not be there.
+        inert = "".format  # takes anything
+        methods = dict.fromkeys(("discard", "observe", "observe_scores", "remove"), inert)
+        return SimpleNamespace, (), {"names": [], "forwards": {}, "take": dict, **methods}
+
+    @property
+    def names(self) -> list[str]:
+        """Of the hooked modules, without what wrappers add."""
+        return list(self._records)
+
+    @property
+    def forwards(self) -> dict[str, int]:
+        """How many forwards of each module were recorded since the last `take`; none compiled."""
+        return {name: record.forwards for name, record in self._records.items()}
+
+    def observe(
+        self,
+        module: Union[nn.Module, str],
+        q: Tensor,
+        k: Tensor,
+        scale: Optional[float] = None,
+        causal: bool = True,
+        **masks: Any,
+    ) -> None:
+        """Records the logits of queries and keys, called in the module's own forward.
+
+        Does nothing where that does not count, and once the recorder is removed.
+
+        Args:
+            module: a hooked module, or its name.
+            q, k: (B, Hq, Tq, D) and (B, Hk, Tk, D), this rank's, or DTensors sharded by heads or
+                batch.
+            scale, causal, masks: as `max_qk_logits` takes them.
+
+        Raises:
+            ValueError: not a hooked module; shapes that do not fit; DTensors of other placements.
+        """
+        self._observe(module, lambda: read(q, k, scale, causal, masks))
+
+    def observe_scores(self, module: Union[nn.Module, str], max_scores: Tensor) -> None:
+        """The same, of logits whose maxima the attention itself has taken.
+
+        Args:
+            max_scores: (B, Hq, Tq), any floating dtype, −inf where a query sees nothing; as q it
+                may be a DTensor.
+        """
+        self._observe(module, lambda: read_scores(max_scores))
+
+    def take(self) -> dict[str, Optional[Tensor]]:
+        """What was recorded since the last call; starts afresh.
+
+        Returns:
+            For each hooked module by name the largest logit of each of its query heads on this
+            rank, fp32, (heads,), −inf for heads that saw nothing; a DTensor, Shard(0), where tensor
+            parallelism shards heads. None of a module that has never been recorded, and of all
+            modules once the recorder is removed and what it had was taken.
+
+        Raises:
+            ValueError: attention of a module was not seen, or not understood, or recording it
+                raised. All that was recorded is gone.
+        """
+        self._leave_all()
+        problems: list[str] = []
+        taken: dict[str, Optional[Tensor]] = {}
+        for name, record in self._records.items():
+            try:
+                taken[name] = record.take(self._model)
+            except ValueError as error:
+                problems.append(str(error))
+            if not self._is_on:
+                record.maxima = None
+        if problems:
+            more = f"; and of {len(problems) - 3} more" if len(problems) > 3 else ""
+            raise ValueError("; ".join(problems[:3]) + more)
+        return taken
+
+    def discard(self) -> None:
+        """Drops what was recorded since the last `take`, for a batch that no step will use."""
+        self._leave_all()
+        for record in self._records.values():
+            record.clear()
+
+    def remove(self) -> None:
+        """Takes all hooks off."""
+        self._unhook()
+        self._leave_all()
+        self._window.close_all()
+        self._is_on = False
+
+    def __enter__(self) -> QKLogitRecorder:
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.remove()
+
+    def _hook(self, record: _Record) -> None:
+        module, hooks = record.module, self._handles
+        before, behind = _Hook(self._before, record), _Hook(self._behind, record)
+        hooks.append(module.register_forward_pre_hook(before))
+        # First of all: attention in other hooks is not the module's.
+        hooks.append(module.register_forward_hook(behind, prepend=True, always_call=True))
+        query = record.query if record.attends else None
+        if isinstance(query, nn.Module):
+            hooks.append(query.register_forward_pre_hook(_Hook(self._before_query, record)))
+
+    def _before(self, record: _Record, *_: Any) -> None:
+        frame, earlier = _Frame(record, counts=_counts()), self._running.find(record)
+        if frame.counts and earlier is not None and earlier.counts:
+            within = sum(other.record is record for other in self._running.frames)
+            if _calls_of(record.module) <= within:  # not one in the other: an interrupt has left it
+                self._leave(earlier, ended=False)
+        self._running.frames.append(frame)
+        if frame.counts:
+            frame.kept = _keep(record.within)
+            if record.attends:
+                if isinstance(record.query, Tensor):
+                    record.note_rows(record.query)
+                self._window.open()
+
+    def _before_query(self, record: _Record, projection: nn.Module, *_: Any) -> None:
+        # Here, since its weight is whole, but for tensor parallelism, in its own forward only.
+        frame = self._running.find(record)
+        if frame is not None and frame.counts:
+            record.note_rows(getattr(projection, "weight", None))
+
+    def _behind(self, record: _Record, module: nn.Module, args: Any, output: Any) -> None:
+        frame = self._running.find(record)
+        if frame is None:  # another hook raised before ours was called
+            return
+        ended = output is not None or sys.exc_info()[0] is None
+        self._leave(frame, ended)
+        if frame.counts and ended:
+            record.forwards += 1
+            record.is_blind |= not frame.saw
+
+    def _leave(self, last: _Frame, ended: bool) -> None:
+        """Forgets the innermost forwards of this thread up to the last, and, unless that has ended,
+        what they recorded; those within it never ended."""
+        frame = None
+        while frame is not last:
+            frame = self._running.frames.pop()
+            if frame.counts and frame.record.attends:
+                self._window.close()
+            if frame is not last or not ended:
+                with _disable_current_modes():
+                    for kept in frame.kept:
+                        kept.restore()
+
+    def _leave_all(self) -> None:
+        """Of this thread, which are there where forwards were interrupted."""
+        if self._running.frames:
+            self._leave(self._running.frames[0], ended=False)
+
+    def _see(self, call: Callable[[], Call]) -> None:
+        """Records an attention call of the innermost forward in this thread, if there is any."""
+        frame = self._running.frames[-1] if self._running.frames else None
+        if frame is None or not frame.counts or not frame.record.attends:
+            return
+        frame.saw = True
+        try:
+            frame.record.add_eagerly(call())
+        except Exception as error:  # not here: ranks had better fail together, in take()
+            frame.record.problem = _told(error)
+
+    def _observe(self, module: Union[nn.Module, str], call: Callable[[], Call]) -> None:
+        if not self._is_on:
+            return
+        record = self._find(module)
+        if torch.compiler.is_compiling():
+            if torch.is_grad_enabled():
+                record.add_compiled(call())
+            return
+        frame = self._running.find(record)
+        if frame.counts if frame is not None else _counts():
+            if frame is not None:
+                frame.saw = True
+            try:
+                record.add_eagerly(call())
+            except ValueError:
+                raise
+            except Exception as error:
+                record.problem = _told(error)
+
+    def _find(self, module: Union[nn.Module, str]) -> _Record:
+        if isinstance(module, str):
+            record = self._records.get(normalize_name(module))
+        else:
+            record = self._of_module.get(module)
+        if record is None:
+            what = repr(module) if isinstance(module, str) else f"a {type(module).__name__}"
+            raise ValueError(f"{what} is not hooked; there are {_some(self.names)}")
+        return record
+
+
+@dataclass(eq=False)
+class _Record:
+    """What is known of a hooked module.
+
+    Args:
+        within: the records of this module and of those below it.
+        attends: whether its attention calls are recorded; not those of a model that is hooked to
+            see whether its forward ends.
+        maxima: (heads,), fp32; the same tensor at all steps, as compiled forwards guard on it.
+        heads: of DTensor queries the mesh, its dimension that shards heads, how many there are.
+        rows: of a query projection that is a DTensor the mesh, its dimension that shards rows, how
+            many rows there are, how many of them here.
+        head_dim: numbers of a query head; 0 if unknown.
+        is_blind: a recorded forward saw no attention.
+        is_compiled: Dynamo has traced a forward that counts.
+        is_observed: and in one a call of observe.
+        key: in `_RECORDS`.
+    """
+
+    name: str
+    module: nn.Module
+    within: list[_Record] = field(default_factory=list)
+    attends: bool = True
+    maxima: Optional[Tensor] = None
+    heads: Optional[tuple[Any, int, int]] = None
+    rows: Optional[tuple[Any, int, int, int]] = None
+    head_dim: int = 0
+    forwards: int = 0
+    is_blind: bool = False
+    problem: Optional[str] = None
+    is_compiled: bool = False
+    is_observed: bool = False
+    key: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    def __post_init__(self) -> None:
+        _RECORDS[self.key] = self
+
+    @property
+    def query(self) -> Union[nn.Module, Tensor, None]:
+        """The projection to queries, a module or a parameter."""
+        own: dict[str, Any] = {**self.module._parameters, **self.module._modules}
+        return next((own[name] for name in QUERIES if own.get(name) is not None), None)
+
+    def note_rows(self, weight: Any) -> None:
+        if is_dtensor(weight):
+            sharded = [i for i, p in enumerate(weight.placements) if p.is_shard(0)]
+            if len(sharded) == 1:
+                local = weight.to_local().shape[0]
+                self.rows = (weight.device_mesh, sharded[0], weight.shape[0], local)
+
+    def add_eagerly(self, call: Call) -> None:
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            self.problem = "runs within a transform of torch.func, where nothing can be recorded"
+            return
+        if not call.has_numbers:  # of a run that is to tell shapes
+            return
+        # Selective checkpointing would take our operations for some of those it runs again.
+        with _disable_current_modes():
+            self.add(call)
+
+    def add_compiled(self, call: Call) -> None:
+        # Nothing is assigned here: a graph under activation checkpointing must not, and one that
+        # makes the maxima would be compiled anew when there are some.
+        device = call.device
+        _note_observed(self.key, call.count, call.head_dim, device.type, device.index)
+        assert self.maxima is not None
+        call.raise_maxima(self.maxima)
+
+    def add(self, call: Call) -> None:
+        self.prepare(call.count, call.device)
+        assert self.maxima is not None
+        call.raise_maxima(self.maxima)
+        self.heads, self.head_dim = call.heads, call.head_dim
+
+    def prepare(self, count: int, device: torch.device) -> None:
+        """Sees to it that there are maxima of ``count`` heads; of others, none is left."""
+        if self.maxima is None or self.maxima.device != device:
+            self.maxima = _nothing(count, device)
+        elif self.maxima.shape[0] != count:
+            self.problem = f"attends with {count} heads, and with {len(self.maxima)} before"
+            self.maxima = _nothing(count, device)
+
+    def take(self, model: Optional[nn.Module]) -> Optional[Tensor]:
+        """The maxima, if there ever were any; starts afresh, also where it raises a ValueError that
+        says what is wrong."""
+        maxima, problem = None, self.problem
+        if self.maxima is not None:
+            maxima = self.maxima.clone()
+        if self.is_blind:
+            problem = f"ran, but no attention call was seen: {OBSERVE}, or leave it out by modules="
+            if isinstance(self.module, nn.MultiheadAttention):
+                problem = "ran, but called no attention function: give it need_weights=False"
+        elif self.is_compiled and not self.is_observed and not self.forwards:
+            problem = f"is compiled, so no attention call can be seen: {OBSERVE}"
+        self.clear()
+        if problem is not None:
+            raise ValueError(f"{self.name} {problem}")
+        if maxima is None:
+            return None
+        sharding = self._sharding(model)
+        if sharding is None:
+            return maxima
+        mesh, dim, count = sharding
+        placements: list[Any] = [Replicate()] * mesh.ndim
+        placements[dim] = Shard(0)
+        if mesh.ndim > 1 and mesh.mesh_dim_names:
+            mesh, placements = mesh[mesh.mesh_dim_names[dim]], [Shard(0)]
+        return DTensor.from_local(
+            maxima, mesh, placements, run_check=False, shape=torch.Size((count,)), stride=(1,)
+        )
+
+    def clear(self) -> None:
+        self.forwards, self.is_blind, self.problem = 0, False, None
+        if self.maxima is not None:
+            self.maxima.fill_(-math.inf)
+
+    def _sharding(self, model: Optional[nn.Module]) -> Optional[tuple[Any, int, int]]:
+        """The mesh, its dimension that shards heads, how many there are; None if all are here."""
+        if self.heads is not None:
+            return self.heads
+        if self.rows is None and self.is_compiled:
+            self._note_rows_at_rest(model)
+        if self.rows is None:
+            return None
+        assert self.maxima is not None
+        mesh, dim, rows, local = self.rows
+        here = self.maxima.shape[0]
+        if rows != local and rows == here * self.head_dim:  # gathered before attention
+            return None
+        return mesh, dim, here * rows // local if local else rows // self.head_dim
+
+    def _note_rows_at_rest(self, model: Optional[nn.Module]) -> None:
+        """Between forwards, from a weight that may be sharded for other reasons."""
+        query = self.query
+        weight: Any = query if isinstance(query, Tensor) else getattr(query, "weight", None)
+        if model is None or not is_dtensor(weight):
+            return
+        from torch.distributed.fsdp import FSDPModule
+
+        if not any(isinstance(module, FSDPModule) for module in model.modules()):
+            self.note_rows(weight)
+        elif sum(p.is_shard() for p in weight.placements) > 1:
+            raise ValueError(
+                f"{self.name} is compiled under FSDP2 and tensor parallelism, so it can't be told "
+                "which heads are here: leave it eager"
+            )
+
+
+def _told(error: Exception) -> str:
+    if isinstance(error, ValueError):
+        return str(error)
+    return f"was not recorded, for its attention calls raise {type(error).__name__}: {error}"
+
+
+def _nothing(count: int, device: torch.device) -> Tensor:
+    return torch.full((count,), -math.inf, dtype=torch.float32, device=device)
+
+
+# By their keys: as constants, Dynamo can call the two functions below with them as it traces. They
+# are called then only, not when what was traced runs.
+_RECORDS: weakref.WeakValueDictionary[str, _Record] = weakref.WeakValueDictionary()
+
+
+def _note_compiled(key: str) -> int:
+    record = _RECORDS.get(key)
+    if record is not None:
+        record.is_compiled = True
+    return 0
+
+
+def _note_observed(key: str, count: int, head_dim: int, device: str, index: Optional[int]) -> int:
+    record = _RECORDS.get(key)
+    if record is not None:
+        record.prepare(
+            count, torch.device(device) if index is None else torch.device(device, index)
+        )
+        record.is_observed, record.head_dim = True, head_dim
+    return 0
+
+
+class _Kept:
+    """What was recorded of a module before a forward."""
+
+    def __init__(self, record: _Record):
+        self._record, maxima = record, record.maxima
+        self._maxima = None if maxima is None else (maxima, maxima.clone())
+        self._facts = record.forwards, record.is_blind, record.problem
+
+    def restore(self) -> None:
+        record = self._record
+        if self._maxima is not None:
+            record.maxima, values = self._maxima
+            record.maxima.copy_(values)
+        elif record.maxima is not None:  # compiled forwards may guard on it
+            record.maxima.fill_(-math.inf)
+        record.forwards, record.is_blind, record.problem = self._facts
+
+
+def _keep(records: Iterable[_Record]) -> list[_Kept]:
+    if torch._C._functorch.peek_interpreter_stack() is not None:  # where nothing is recorded
+        return []
+    with _disable_current_modes():  # for selective checkpointing, see add_eagerly
+        return [_Kept(record) for record in records]
+
+
+@dataclass(eq=False)
+class _Frame:
+    """A forward that is running."""
+
+    record: _Record
+    counts: bool
+    saw: bool = False
+    kept: list[_Kept] = field(default_factory=list)
+
+
+def _calls_of(module: nn.Module) -> int:
+    """How many calls of the module are running in this thread, one within the other."""
+    calls, frame = 0, inspect.currentframe()
+    while frame is not None:
+        is_call = frame.f_code is nn.Module._call_impl.__code__
+        calls += is_call and frame.f_locals["self"] is module
+        frame = frame.f_back
+    return calls
+
+
+class _Running(threading.local):
+    """The forwards that are running, in this thread: autograd has others, which recompute."""
+
+    def __init__(self) -> None:
+        self.frames: list[_Frame] = []
+
+    def find(self, record: _Record) -> Optional[_Frame]:
+        return next((frame for frame in reversed(self.frames) if frame.record is record), None)
+
+
+class _Hook:
+    """Calls a method of the recorder, while there is one, with a record; a copy, or a pickle, does
+    nothing."""
+
+    def __init__(self, method: Any, record: _Record):
+        self.method = weakref.WeakMethod(method)
+        self.record = record
+
+    def __call__(self, module: nn.Module, *arguments: Any) -> None:
+        if torch.compiler.is_compiling():
+            if torch.is_grad_enabled():
+                _note_compiled(self.record.key)
+            return
+        method = self.method()
+        if method is not None:
+            method(self.record, module, *arguments)
+
+    def __deepcopy__(self, memo: Any) -> Callable[..., None]:
+        return contextlib.nullcontext().__exit__
+
+    def __reduce__(self) -> tuple:
+        # Takes anything, returns None, and needs no package (see the recorder's).
+        return getattr, (contextlib.nullcontext(), "__exit__")
+
+
+def _remove_recorders(module: nn.Module) -> None:
+    """Removes the recorder that records the module, if there is one."""
+    for hook in list(module._forward_hooks.values()):
+        method = hook.method() if isinstance(hook, _Hook) and hook.record.attends else None
+        if method is not None:
+            method.__self__.remove()
+
+
+def _remove_all(handles: Sequence[Any]) -> None:
+    for handle in handles:
+        handle.remove()
+
+
+def _counts() -> bool:
+    """Whether a forward that begins now is to be recorded."""
+    return torch.is_grad_enabled() and not (torch.jit.is_tracing() or _is_computed_again())
+
+
+def _is_computed_again() -> bool:
+    """Whether checkpointing repeats a forward that has run with gradients before.
+
+    What is not known to do so counts: recording twice costs time only.
+    """
+    if torch._C._current_graph_task_id() == -1:  # no backward is running
+        return False
+    frame: Optional[FrameType] = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
+            if frame.f_code.co_name == "recompute_fn":
+                return True
+            if frame.f_code.co_name == "backward":  # of a reentrant one
+                return False
+        frame = frame.f_back
+    return False
+
+
+def _choose(model: nn.Module, patterns: Optional[Sequence[str]]) -> dict[str, nn.Module]:
+    """Modules to hook, by name."""
+    modules = {  # the same name again is what a wrapper wraps
+        normalize_name(name): module
+        for name, module in model.named_modules()
+        if type(module).forward is not nn.Module.forward
+    }
+    if patterns is None:
+        chosen = {
+            name: module
+            for name, module in modules.items()
+            if not PROJECTIONS.isdisjoint({*module._modules, *module._parameters})
+        }
+        if not chosen:
+            raise ValueError(
+                f"no module has any of {sorted(PROJECTIONS)}: name the attention modules in "
+                f"modules=, there are {_some(modules)}"
+            )
+        return chosen
+    if not patterns:
+        raise ValueError("modules must be None or patterns, found none")
+    chosen = {}
+    for pattern in patterns:
+        fitting = [name for name in modules if matches(name, pattern)]
+        if not fitting:
+            raise ValueError(f"no module fits {pattern!r}; there are {_some(modules)}")
+        for name in fitting:
+            if not any(name != other and _is_within(name, other) for other in fitting):
+                chosen[name] = modules[name]
+    return chosen
+
+
+def _is_within(name: str, other: str) -> bool:
+    return other == "" or name.startswith(f"{other}.")
+
+
+def _some(names: Iterable[str]) -> str:
+    listed = [repr(name) for name in names]
+    return ", ".join(listed[:6]) + (" …" if len(listed) > 6 else "")

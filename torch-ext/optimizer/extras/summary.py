@@ -1,0 +1,272 @@
+"""What an optimizer does with every parameter, read from its plan, as data and as a table."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Optional
+
+from torch import Tensor
+
+from .. import adamw
+from ..async_utils import Do, Event
+from ..distributed import regions as layout
+from ..distributed import utils as dtensors
+from ..distributed import zero2
+from ..distributed.plan import Entry, Lane, Plan, Unit
+from ..parameters.options import Group, OptimizerWide
+from ..parameters.survey import Survey
+
+COLUMNS = ("parameter", "shape", "placement", "algorithm", "owner", "FLOPs", "moved by all")
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What one step does; ``print`` shows it as a table.
+
+    Args:
+        rows: one for each parameter: ``name``, ``group`` (its number), ``shape``, ``dtype``,
+            ``placement``, ``sharded``, ``algorithm``, ``matrices`` (how many), ``owners`` (global
+            ranks), ``whole`` (owned where they are, without traffic), ``flops`` (of
+            orthogonalization, by all owners), ``bytes`` (that travel) and ``clipped`` (whether
+            QK-Clip scales it). Of experts that are divided among ranks, the matrices that this rank
+            and its peers hold.
+        totals: of this rank, ``flops``, ``sent_bytes``, ``received_bytes``, ``chunks`` with
+            traffic, ``in_flight`` of them, and ``balance``: the most FLOPs of a peer over the mean;
+            ``state``, where that is.
+        schedule: of the last step, where it was asked for, the events in their order: ``event``,
+            ``what`` it is done to, and of chunks the ``matrices`` that this rank orthogonalizes,
+            ``flops`` and ``sent_bytes``.
+    """
+
+    rows: list[dict[str, Any]]
+    totals: dict[str, Any]
+    schedule: list[dict[str, Any]] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        table = [COLUMNS, *(_cells(row) for row in self.rows)]
+        widths = [max(len(cells[i]) for cells in table) for i in range(len(COLUMNS))]
+        lines = [
+            "  ".join(
+                cell.rjust(width) if column >= 5 else cell.ljust(width)
+                for column, (cell, width) in enumerate(zip(cells, widths))
+            ).rstrip()
+            for cells in table
+        ]
+        lines.insert(1, "  ".join("-" * width for width in widths))
+        t = self.totals
+        lines.append(
+            f"this rank: {short(t['flops'])}FLOP a step; sends {short(t['sent_bytes'])}B and "
+            f"receives {short(t['received_bytes'])}B in chunks: {t['chunks']}, in flight: "
+            f"{t['in_flight']}; most FLOPs of a rank over the mean: {t['balance']:.2f}"
+        )
+        lines.append(f"state: {t['state']}")
+        if self.schedule:
+            lines.append("order of the last step:")
+        for number, event in enumerate(self.schedule):
+            line = f"{number:4}  {event['event']:24}{event['what']:28}"
+            if event["matrices"]:
+                line += f"{event['matrices']} matrices, {short(event['flops'])}FLOP  "
+            if event["sent_bytes"]:
+                line += f"sends {short(event['sent_bytes'])}B"
+            lines.append(line.rstrip())
+        return "\n".join(lines)
+
+
+def summarize(
+    groups: Sequence[Group],
+    found: Survey,
+    plan: Plan,
+    wide: OptimizerWide,
+    state: str,
+    clipped: Collection[int],
+) -> Summary:
+    """The summary of a plan in which all trainable parameters take part.
+
+    Args:
+        groups, found, plan, wide: that the plan was made from.
+        state: where it is, in words.
+        clipped: ids of the parameters that QK-Clip scales.
+    """
+    rows: dict[tuple[int, int], dict[str, Any]] = {}  # by group and index in it
+    averaging = 0.0
+    for number, (group, entries) in enumerate(zip(groups, found.entries)):
+        for index, (param, entry) in enumerate(zip(group.params, entries)):
+            placement, traffic = dtensors.describe(param), 0
+            if wide.process_group is not None and not dtensors.is_dtensor(param):
+                ranks = len(wide.process_group.ranks)
+                placement = f"on each of {ranks} ranks"
+                if wide.divided is not None and param.requires_grad:
+                    divided = group.use_muon or zero2.is_divided(param.shape, ranks)
+                    gathered = divided and not group.use_muon  # the rows that AdamW has updated
+                    sent = zero2.bytes_sent(param, divided, gathered, ranks)
+                    averaging += sent
+                    traffic = round(sent * ranks)
+            rows[number, index] = {
+                "name": found.names[number][index],
+                "group": number,
+                "shape": tuple(param.shape),
+                "dtype": param.dtype,
+                "placement": placement,
+                "sharded": dtensors.is_sharded(param),
+                "algorithm": _algorithm(param, group, entry),
+                "matrices": 0,
+                "owners": set(),
+                "whole": False,
+                "flops": 0,
+                "bytes": traffic,
+                "clipped": param.requires_grad and id(param) in clipped,
+            }
+    # FLOPs of each rank, by those it shares with.
+    loads: dict[tuple[int, ...], Counter[int]] = defaultdict(Counter)
+    for unit, owners, lane in _units(plan):
+        entry = plan.entries[unit.entry]
+        matrices = entry.matrices.count(unit.box, unit.rows)
+        flops = matrices * entry.cost(unit.rows)
+        loads[entry.peers(plan.rank)].update(dict.fromkeys(owners, flops))
+        row = rows[entry.group, entry.index]
+        row["matrices"] += matrices
+        row["whole"] = lane is None and (row["whole"] or not row["owners"])
+        row["owners"].update(owners)
+        row["flops"] += len(owners) * flops
+        if lane is not None:
+            row["bytes"] += sum(_bytes_moved(plan, lane, unit, rank) for rank in owners)
+    for row in rows.values():
+        row["owners"] = sorted(row["owners"])
+    return Summary(list(rows.values()), _totals(plan, loads, round(averaging), state))
+
+
+def _totals(
+    plan: Plan, loads: Mapping[tuple[int, ...], Counter[int]], averaging: int, state: str
+) -> dict[str, Any]:
+    """What this rank does; in ``averaging`` it sends, and receives, so many bytes."""
+    chunks = [(chunk, lane.wire.itemsize) for lane in plan.lanes for chunk in lane.chunks]
+    sent = sum(sum((*c.gather.sent, *c.scatter.sent)) * size for c, size in chunks)
+    received = sum(sum((*c.gather.received, *c.scatter.received)) * size for c, size in chunks)
+    balances = (
+        max(load.values()) * len(peers) / sum(load.values())
+        for peers, load in loads.items()
+        if any(load.values())
+    )
+    return {
+        "flops": sum(load[plan.rank] for load in loads.values()),
+        "sent_bytes": sent + averaging,
+        "received_bytes": received + averaging,
+        "chunks": len(chunks),
+        "in_flight": max((lane.in_flight for lane in plan.lanes), default=0),
+        "balance": max(balances, default=1.0),
+        "state": state,
+    }
+
+
+def order_of(plan: Plan, schedule: Sequence[Event]) -> list[dict[str, Any]]:
+    """The events of a step of a plan, as `Summary.schedule` has them."""
+    rows = []
+    for event in schedule:
+        row: dict[str, Any] = {"event": event.do.value, "what": ""}
+        row.update(matrices=0, flops=0, sent_bytes=0)
+        if event.do in (Do.AVERAGE, Do.AVERAGE_OTHERS):
+            row["what"] = f"bucket {event.number}"
+        elif event.do is Do.ADAMW:
+            row["what"] = f"part {event.number}"
+        elif event.do is Do.SHARE_ROWS:
+            row["what"] = f"group {event.number} of AdamW's"
+        else:
+            lane = plan.all_lanes[event.lane]
+            of_ranks = f"of {_ranks(lane.peers)}" if len(lane.peers) > 1 else "without traffic"
+            chunk = lane.chunks[event.number]
+            row["what"] = of_ranks if event.do is Do.FLAG else f"chunk {event.number} {of_ranks}"
+            if event.do is Do.GATHER:
+                row["sent_bytes"] = sum(chunk.gather.sent) * lane.wire.itemsize
+            elif event.do is Do.ORTHOGONALIZE:
+                row["sent_bytes"] = sum(chunk.scatter.sent) * lane.wire.itemsize
+                for batch in chunk.batches:
+                    row["matrices"] += plan.count(batch)
+                    row["flops"] += plan.flops(batch)
+        rows.append(row)
+    return rows
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
+        return f"ranks {ranks[0]}–{ranks[-1]}"
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+
+
+def _units(plan: Plan) -> Iterator[tuple[Unit, tuple[int, ...], Optional[Lane]]]:
+    """All units of this rank and its peers, the ranks that own them, and where they travel."""
+    for lane in plan.all_lanes:
+        for unit, owner in lane.owners:
+            owners = lane.peers if owner is None else (lane.peers[owner],)
+            yield unit, owners, lane if len(lane.peers) > 1 else None
+    for unit, rank in plan.elsewhere:
+        yield unit, (rank,), None
+
+
+def _bytes_moved(plan: Plan, lane: Lane, unit: Unit, owner: int) -> int:
+    """What travels to one owner of a unit and back from it."""
+
+    def held(region: layout.Region) -> int:
+        return layout.numel(layout.intersect(unit.box, region))
+
+    entry, numel = plan.entries[unit.entry], layout.numel(unit.box)
+    elements = numel - held(entry.momentum_region(owner))
+    if lane.scaled:  # an exponent for each part
+        serving = (p for p in lane.peers if p != owner and entry.serves(p, owner))
+        exponents = sum(held(entry.momentum_region(peer)) > 0 for peer in serving)
+        # Where updates go back in place, there is room for them too.
+        elements += exponents * (2 if entry.goes_back_in_place and not lane.everywhere else 1)
+    if lane.everywhere:
+        return elements * lane.wire.itemsize
+    elements += entry.copies(owner) * numel - held(entry.region(owner))
+    moments = 0
+    if entry.second_moment:
+        long_side = max(unit.rows, entry.matrices.cols)
+        moments = (len(lane.peers) - 1) * entry.matrices.count(unit.box, unit.rows) * long_side
+    return elements * lane.wire.itemsize + moments * max(4, lane.wire.itemsize)
+
+
+def _algorithm(param: Tensor, group: Group, entry: Optional[Entry]) -> str:
+    if not param.requires_grad:
+        return "frozen"
+    if entry is None:
+        return "AdamW, fused" if adamw.is_fused(param, group) else "AdamW"
+    family = group.ns_coefficients if isinstance(group.ns_coefficients, str) else "own coefficients"
+    forms = []
+    for rows in dict.fromkeys(blocks.rows for blocks in entry.matrices.blocks):
+        form = entry.recipe.form(rows, entry.matrices.cols)
+        kind = "gram" if form.is_gram else "standard"
+        if form.is_gram and form.restarts:
+            kind += f", restarted after {' and '.join(map(str, form.restarts))}"
+        forms.append(f"{kind} ({form.why})")
+    chosen = " and ".join(dict.fromkeys(forms)) or "no rows"
+    dtype = str(entry.recipe.dtype).removeprefix("torch.")
+    return f"Muon, {family} ×{group.ns_steps}, {chosen}, {dtype}"
+
+
+def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+    shape = "×".join(map(str, row["shape"])) or "scalar"
+    if row["matrices"] > 1:
+        shape += f" ({row['matrices']} matrices{' here' if row['sharded'] else ''})"
+    owner = _ranks(row["owners"]) if row["owners"] else "–"
+    if row["whole"] and (row["sharded"] or dtensors.world_size() > 1):
+        owner = "each rank its own" if row["sharded"] else "each rank"
+    return (
+        row["name"],
+        f"{shape} {row['dtype']}".replace("torch.", ""),
+        row["placement"],
+        row["algorithm"] + (", QK-Clip" if row["clipped"] else ""),
+        owner,
+        short(row["flops"]) if row["flops"] else "–",
+        f"{short(row['bytes'])}B" if row["bytes"] else "–",
+    )
+
+
+def short(number: float) -> str:
+    """Three digits and a unit: 1.23 M."""
+    for unit in ("", "k", "M", "G", "T"):
+        if number < 999.5:
+            return f"{number:.3g} {unit}"
+        number /= 1000
+    return f"{number:.3g} P"

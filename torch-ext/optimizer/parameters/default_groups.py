@@ -1,0 +1,238 @@
+"""Which parameters of a model are Muon's: by dimensions, by name, by the module that owns them."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Callable, Optional, Union
+
+import torch
+from torch import nn
+
+from .names import has_component, normalize_name
+
+# Owners of embeddings and output heads in the model families of the Hub.
+EMBEDDINGS_AND_HEADS = frozenset(
+    (
+        *("embed", "embed_in", "embed_out", "embed_positions", "embed_tokens", "embedding"),
+        *("embeddings", "word_embeddings", "token_embedding", "token_type_embeddings", "tok_emb"),
+        *("tok_embedding", "tok_embeddings", "wte", "shared", "value_embeds", "patch_embed"),
+        *("position_embedding", "position_embeddings", "positional_embedding", "pos_emb"),
+        *("pos_embed", "pos_embedding", "wpe", "rel_pos_h", "rel_pos_w"),
+        *("relative_position_bias_table", "unembed", "unembedding"),
+        *("lm_head", "lm_heads", "head", "output", "output_layer", "classifier", "score"),
+        *("qa_outputs", "seq_relationship", "class_labels_classifier"),
+    )
+)
+
+# Heads of several layers: the last of them.
+HEAD_PATHS = ("classifier.out_proj", "classification_head.out_proj")
+
+# Two-dimensional, but of numbers that are used one by one.
+ELEMENTWISE = frozenset({"A_log", "scale_shift_table"})
+
+# Name parts of adapters (PEFT) between a layer and its own weight.
+ADAPTER_PARTS = frozenset({"base_layer", "original_module"})
+
+# Beginnings or ends of reasons, by which `describe` tells them apart.
+VECTOR = "vector"
+BY_NAME = "embedding or head by name"
+DIMENSIONS = "dimensions"
+
+
+def default_is_muon(
+    name: str, param: torch.Tensor, expert_keys: Optional[Sequence[str]] = None
+) -> bool:
+    """Whether Muon should train this parameter, judged by its shape and name.
+
+    True for matrices, and for tensors of more dimensions that ``expert_keys`` names (the leading
+    dimensions count experts), unless the component that owns the parameter is an embedding or an
+    output head, or the parameter is a bias, complex, or known to be no linear map (Mamba's A_log).
+    Convolutions are AdamW's unless asked for.
+
+    Args:
+        name: fully qualified name, e.g. ``"layers.0.attention.wq.weight"``.
+        param: the parameter.
+        expert_keys: whole components of names that hold stacked experts, e.g. ``["experts"]``.
+    """
+    return _judge(name, param, expert_keys)[0]
+
+
+def _judge(
+    name: str, param: torch.Tensor, expert_keys: Optional[Sequence[str]]
+) -> tuple[bool, str]:
+    """Whether the parameter is Muon's, and why."""
+    if param.ndim < 2:
+        return False, VECTOR if param.ndim else "scalar"
+    parts = _owning_parts(name)
+    attribute, owner = parts[-1], parts[-2] if len(parts) > 1 else ""
+    if attribute.split("_")[-1] == "bias":  # (experts, out) biases look like a matrix
+        return False, "bias"
+    known = [part for part in (owner, attribute) if part in EMBEDDINGS_AND_HEADS]
+    known += [path for path in HEAD_PATHS if parts[-3:-1] == path.split(".")]
+    if known:
+        return False, f"{BY_NAME}: {known[0]}"
+    if attribute in ELEMENTWISE:
+        return False, "no linear map, by name"
+    if param.is_complex():
+        return False, "complex"
+    if param.ndim == 2:
+        return True, "matrix"
+    if has_component(name, expert_keys):
+        return True, "stacked experts"
+    return False, f"{param.ndim} {DIMENSIONS}"
+
+
+def _owning_parts(name: str) -> list[str]:
+    """The name's components that tell what the parameter is: ``[…, "wq", "weight"]``.
+
+    Indices of lists are looked through, and so are parametrizations and what adapters wrap:
+    ``lm_head.0.weight``, ``lm_head.parametrizations.weight.original0`` and
+    ``lm_head.modules_to_save.default.weight`` all are ``lm_head``'s ``weight``.
+    """
+    parts = normalize_name(name).split(".")
+    if "parametrizations" in parts[:-1]:
+        index = parts.index("parametrizations")
+        parts = [*parts[:index], parts[index + 1]]
+    if "modules_to_save" in parts[:-2]:  # PEFT: followed by the adapter's name
+        index = parts.index("modules_to_save")
+        parts = [*parts[:index], *parts[index + 2 :]]
+    return [p for p in parts if not p.isdigit() and p not in ADAPTER_PARTS] or [""]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Which algorithm trains a parameter, and why.
+
+    Args:
+        name: its FQN, without the parts that wrappers add.
+        param: itself.
+        algorithm: ``"Muon"``, ``"AdamW"`` or ``"frozen"``.
+        reason: in a few words.
+    """
+
+    name: str
+    param: torch.Tensor
+    algorithm: str
+    reason: str
+
+
+def decide(
+    model: nn.Module,
+    is_muon_func: Callable[..., bool] = default_is_muon,
+    expert_keys: Optional[Sequence[str]] = None,
+) -> list[Decision]:
+    """What `get_default_muon_param_groups` does with each parameter of the model, in its order.
+
+    Raises:
+        ValueError: no model, or one with parameters that have no shape yet.
+    """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"takes a model (nn.Module), found a {type(model).__name__}")
+    with_keys = takes_expert_keys(is_muon_func)
+    embeddings: dict[int, str] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            for param in module.parameters():  # of its parametrizations too
+                embeddings.setdefault(id(param), normalize_name(path))
+    decisions = []
+    for name, param in model.named_parameters():
+        name = normalize_name(name)
+        if nn.parameter.is_lazy(param):
+            raise ValueError(f"{name} has no shape yet: run the model once, on any batch, first")
+        if not param.requires_grad:
+            decision = "frozen", "requires_grad=False"
+        elif id(param) in embeddings:
+            owner = embeddings[id(param)]
+            tied = not name.startswith(f"{owner}." if owner else "")
+            decision = "AdamW", f"tied to {owner}" if tied else "embedding"
+        elif is_muon_func is default_is_muon:
+            chosen, reason = _judge(name, param, expert_keys)
+            decision = "Muon" if chosen else "AdamW", reason
+        else:
+            arguments = (name, param, expert_keys) if with_keys else (name, param)
+            decision = "Muon" if is_muon_func(*arguments) else "AdamW", "is_muon_func"
+        decisions.append(Decision(name, param, *decision))
+    return decisions
+
+
+def get_default_muon_param_groups(
+    model: nn.Module,
+    is_muon_func: Callable[..., bool] = default_is_muon,
+    expert_keys: Optional[Sequence[str]] = None,
+) -> list[dict[str, Any]]:
+    """Muon's and AdamW's parameter groups of a model, frozen parameters left out.
+
+    Weights of ``nn.Embedding`` and whatever is tied to one are AdamW's whatever their name.
+    `describe` tells of each parameter where it goes and why.
+
+    Args:
+        model: the model, sharded or not.
+        is_muon_func: ``(name, param)`` or ``(name, param, expert_keys)`` to whether it is Muon's.
+        expert_keys: see `default_is_muon`; the Muon group keeps them.
+
+    Raises:
+        ValueError: no model; one that FSDP1 has flattened.
+
+    Returns:
+        Two groups, ``use_muon`` True and False, with ``params`` and ``names``; either may be empty.
+    """
+    expert_keys = as_keys(expert_keys)
+    decisions = decide(model, is_muon_func, expert_keys)
+    _check_not_flattened(model)
+    for key in unmatched_keys(decisions, expert_keys):
+        warnings.warn(f"expert_keys: no parameter has a component {key!r}", stacklevel=2)
+    muon: dict[str, Any] = {"params": [], "names": [], "use_muon": True}
+    if expert_keys is not None:
+        muon["expert_keys"] = list(expert_keys)
+    adamw: dict[str, Any] = {"params": [], "names": [], "use_muon": False}
+    for decision in decisions:
+        if decision.algorithm != "frozen":
+            group = muon if decision.algorithm == "Muon" else adamw
+            group["params"].append(decision.param)
+            group["names"].append(decision.name)
+    return [muon, adamw]
+
+
+def as_keys(expert_keys: Union[str, Sequence[str], None]) -> Optional[Sequence[str]]:
+    return [expert_keys] if isinstance(expert_keys, str) else expert_keys
+
+
+def unmatched_keys(
+    decisions: Sequence[Decision], expert_keys: Optional[Sequence[str]]
+) -> list[str]:
+    """Expert keys that are a component of no name."""
+    names = [decision.name for decision in decisions]
+    return [
+        key for key in expert_keys or () if not any(has_component(name, [key]) for name in names)
+    ]
+
+
+def _check_not_flattened(model: nn.Module) -> None:
+    """FSDP1 leaves no matrices: all of the model would be AdamW's, and nothing would say so."""
+    fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
+    if fsdp is None:
+        return
+    wrappers = [module for module in model.modules() if isinstance(module, fsdp)]
+    if any(wrapper.sharding_strategy.name != "NO_SHARD" for wrapper in wrappers):
+        raise ValueError(
+            "the model is wrapped in FullyShardedDataParallel (FSDP1), whose parameters are pieces "
+            "of one long vector and no matrices: shard it by fully_shard (FSDP2), which is "
+            "fsdp_version=2 in accelerate and transformers"
+        )
+
+
+def takes_expert_keys(function: Callable[..., bool]) -> bool:
+    """Whether an ``is_muon_func`` is to be called with ``expert_keys`` as well."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # builtins have no signature
+        return False
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if len(positional) >= 3:  # a third one with a default is the caller's own, unless it says so
+        third = positional[2]
+        return third.name == "expert_keys" or third.default is third.empty
+    return any(p.kind == p.VAR_POSITIONAL for p in parameters)

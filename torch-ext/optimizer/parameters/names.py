@@ -1,0 +1,29 @@
+"""Names of parameters: without what wrappers add, by whole components, and by patterns."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Sequence
+from typing import Optional
+
+# Name parts that wrappers put into a parameter's name: torch.compile, activation checkpointing,
+# FSDP1, DDP.
+WRAPPER_PARTS = frozenset(
+    {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "module"}
+)
+
+
+def normalize_name(name: str) -> str:
+    """The parameter's name without the parts that wrappers add: ``layers.0.wq.weight``."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPER_PARTS)
+
+
+def has_component(name: str, keys: Optional[Sequence[str]]) -> bool:
+    """Whether any whole component of ``name`` is one of ``keys`` (a key may itself have dots)."""
+    dotted = f".{normalize_name(name)}."
+    return any(f".{key}." in dotted for key in keys or ())
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether a shell-style pattern fits the whole name, or whole components of it do."""
+    return fnmatch.fnmatchcase(normalize_name(name), pattern) or has_component(name, [pattern])

@@ -1,0 +1,289 @@
+"""The options of a parameter group, and those of all groups: types, defaults, what is accepted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from numbers import Integral, Rational, Real
+from typing import Any, Callable, NamedTuple, Optional, Union
+
+import torch
+from torch import Tensor
+
+from .. import newton_schulz
+from ..distributed import agreement, hsdp
+from ..distributed.machine import Machine
+from ..distributed.replicas import Replicas
+
+# How parameters are read as matrices: facts of the model, which no checkpoint changes.
+STRUCTURE = ("expert_keys", "split", "flatten")
+
+FLOATING_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+MOST_STEPS = 1000  # far above any use: more would take for ever, or no memory can list them
+
+
+class Option(NamedTuple):
+    """What an option may be.
+
+    Args:
+        accepts: whether a value is valid; must not read a tensor on a device.
+        expected: completes "… must be", in the error message.
+    """
+
+    accepts: Callable[[Any], bool]
+    expected: str
+
+    def check(self, name: str, value: Any) -> None:
+        """Raises ValueError where the value is none for the option of that name."""
+        if not self.accepts(value):
+            raise ValueError(f"{name} must be {self.expected}, found {value!r}")
+
+
+class DefaultSteps(int):
+    """The default of ``ns_steps``, told apart from the same number given by the caller."""
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a finite number, of a kind that torch takes: no bool and no fraction."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return False
+    if isinstance(value, Rational) and not isinstance(value, Integral):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an int that no float is as large as
+        return False
+
+
+def is_int(value: Any) -> bool:
+    """Whether a value is an integer. A bool, which Python counts among them, is none."""
+    return not isinstance(value, bool) and isinstance(value, Integral)
+
+
+def _is_learning_rate(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        if value.numel() != 1 or value.is_complex():
+            return False
+        if value.device.type != "cpu":  # its value stays unread: that would wait for the device
+            return True
+        value = value.item()
+    # Schedules that end at zero may end a rounding error below it.
+    return is_number(value) and value > -1e-12
+
+
+def _is_split(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(
+            isinstance(pattern, str) and not isinstance(counts, Mapping) and _is_split(counts)
+            for pattern, counts in value.items()
+        )
+    counts = value if isinstance(value, (list, tuple)) else [value]
+    return len(counts) > 0 and all(is_int(count) and count > 0 for count in counts)
+
+
+def _one_of(*words: str) -> Option:
+    listed = ", ".join(map(repr, words))
+    return Option(lambda value: isinstance(value, str) and value in words, f"one of {listed}")
+
+
+def _optional(accepts: Callable[[Any], bool], expected: str) -> Option:
+    return Option(lambda value: value is None or accepts(value), f"None or {expected}")
+
+
+_BOOL = Option(lambda value: isinstance(value, bool), "True or False")
+_NONNEGATIVE = Option(lambda value: is_number(value) and value >= 0, "a finite number ≥ 0")
+_FRACTION = Option(lambda value: is_number(value) and 0 <= value < 1, "a number in [0, 1)")
+_OPTIONAL_DTYPE = _optional(
+    lambda value: isinstance(value, torch.dtype) and value in FLOATING_DTYPES,
+    "one of torch.bfloat16, torch.float16, torch.float32, torch.float64",
+)
+
+
+def _is(option: Option) -> Any:
+    """A field of `Group` that is an option; its default is that of the argument of `Muon`."""
+    return field(metadata={"option": option})
+
+
+@dataclass(eq=False)
+class Group:
+    """A parameter group as the package reads it: a view of one of torch's dicts, made by `Muon`.
+
+    Nothing is validated when a view is made, and a view does not follow later changes of the dict.
+
+    Args:
+        params: the parameters; in the group of a checkpoint, the ids of their state.
+        names: their names, in the same order, or None.
+        where: what messages call the group.
+        use_muon: whether Muon trains them, or AdamW.
+
+    The further fields are the options of a group, described in `Muon`.
+    """
+
+    params: list[Tensor]
+    names: Optional[list[str]]
+    where: str
+    use_muon: bool
+    lr: Union[float, Tensor] = _is(
+        Option(_is_learning_rate, "a finite number ≥ 0 or a tensor of one element")
+    )
+    momentum: float = _is(_FRACTION)
+    nesterov: bool = _is(_BOOL)
+    ns_steps: int = _is(
+        Option(
+            lambda value: is_int(value) and 0 < value <= MOST_STEPS,
+            f"an int from 1 to {MOST_STEPS}",
+        )
+    )
+    weight_decay: float = _is(_NONNEGATIVE)
+    adamw_betas: tuple[float, float] = _is(
+        Option(
+            lambda value: (
+                isinstance(value, (tuple, list))
+                and len(value) == 2
+                and all(map(_FRACTION.accepts, value))
+            ),
+            "two numbers in [0, 1)",
+        )
+    )
+    adamw_eps: float = _is(_NONNEGATIVE)
+    none_grad: bool = _is(_BOOL)
+    adjust_lr: str = _is(_one_of("match_rms_adamw", "original", "spectral", "none"))
+    momentum_style: str = _is(_one_of("classical", "ema"))
+    ns_coefficients: newton_schulz.Coefficients = _is(
+        Option(
+            lambda value: isinstance(value, (str, list, tuple)),
+            f"one of {', '.join(newton_schulz.FAMILIES)}, or a list of (a, b, c)",
+        )
+    )
+    ns_algorithm: str = _is(_one_of(*newton_schulz.ALGORITHMS))
+    ns_norm: str = _is(_one_of(*newton_schulz.NORMS))
+    ns_dtype: Optional[torch.dtype] = _is(_OPTIONAL_DTYPE)
+    ns_eps: float = _is(_NONNEGATIVE)
+    beta2: Optional[float] = _is(_optional(*_FRACTION))
+    cautious: bool = _is(_BOOL)
+    decay_lr: str = _is(_one_of("base", "adjusted"))
+    momentum_dtype: Optional[torch.dtype] = _is(_OPTIONAL_DTYPE)
+    missing_grad: str = _is(_one_of("raise", "zero"))
+    nonfinite: str = _is(_one_of("propagate", "skip"))
+    expert_keys: Optional[Sequence[str]] = _is(
+        _optional(
+            lambda value: (
+                isinstance(value, (list, tuple)) and all(isinstance(k, str) for k in value)
+            ),
+            "a list of name components",
+        )
+    )
+    split: Any = _is(
+        Option(
+            lambda value: value is None or _is_split(value),
+            "None, a list of row counts, a number of rows, or a mapping from name patterns to "
+            "either",
+        )
+    )
+    flatten: bool = _is(_BOOL)
+    maximize: bool = _is(_BOOL)
+    capturable: bool = _is(_BOOL)
+    foreach: Optional[bool] = _is(_optional(_BOOL.accepts, "a bool"))
+
+    def name_of(self, index: int) -> str:
+        """What messages call a parameter: its FQN, or its place in the groups."""
+        return self.names[index] if self.names is not None else f"{self.where}['params'][{index}]"
+
+    def takes_part(self, param: Tensor) -> bool:
+        """Whether this step updates a parameter of the group."""
+        return param.requires_grad and (param.grad is not None or self.missing_grad == "zero")
+
+    def validate(self) -> None:
+        """Checks every option; a ValueError says its key, what was found and what is accepted."""
+        for key, option in {"use_muon": _BOOL, **GROUP_OPTIONS}.items():
+            option.check(f"{self.where}: {key}", getattr(self, key))
+        if isinstance(self.lr, Tensor) and self.foreach and not self.capturable:
+            raise ValueError(f"{self.where}: a tensor lr with foreach=True needs capturable=True")
+        try:
+            newton_schulz.resolve(self.ns_coefficients, self.ns_steps)
+        except ValueError as error:
+            raise ValueError(f"{self.where}: {error}") from None
+
+
+def _options_of(dataclass_type: Any) -> dict[str, Option]:
+    return {f.name: f.metadata["option"] for f in fields(dataclass_type) if f.metadata}
+
+
+GROUP_OPTIONS = _options_of(Group)
+
+
+def settle_steps(group: dict[str, Any], given: bool) -> None:
+    """Lets an explicit coefficient list set ``ns_steps`` where the caller has not ``given`` it."""
+    coefficients = group.get("ns_coefficients")
+    if not given and isinstance(coefficients, (list, tuple)) and coefficients:
+        group["ns_steps"] = len(coefficients)
+    elif "ns_steps" in group and isinstance(group["ns_steps"], DefaultSteps):
+        group["ns_steps"] = int(group["ns_steps"])  # checkpoints must not hold our classes
+
+
+@dataclass(frozen=True)
+class OptimizerWide:
+    """Options that hold for all groups; the constructor's arguments of these names.
+
+    Ranks compare these options, and of a process group its ranks.
+    """
+
+    debug: bool = _is(_BOOL)
+    warmup_step: int = _is(Option(lambda value: is_int(value) and value >= 0, "an int ≥ 0"))
+    chunk_size: int = _is(
+        Option(lambda value: is_int(value) and (value == -1 or value >= 1), "-1 or an int ≥ 1")
+    )
+    use_distributed_muon: bool = _is(_BOOL)
+    comm_dtype: Optional[torch.dtype] = _is(_OPTIONAL_DTYPE)
+    consistency_check: str = _is(
+        Option(lambda value: value in agreement.CHECKS, f"one of {agreement.CHECKS}")
+    )
+    hsdp: str = _is(Option(lambda value: value in hsdp.CHOICES, f"one of {hsdp.CHOICES}"))
+    machine: Optional[Machine] = _is(
+        _optional(lambda value: isinstance(value, Machine), "a Machine")
+    )
+    process_group: Optional[Replicas] = _is(
+        _optional(lambda value: isinstance(value, Replicas), "Replicas")
+    )
+    grad_reduce: Optional[str] = _is(
+        Option(lambda value: value in (None, "mean"), "one of None or 'mean'")
+    )
+    streams: bool = False  # state, from the host: no argument, but what a method turns on
+
+    @property
+    def replicas(self) -> Optional[agreement.Ranks]:
+        """The ranks of the process group, ascending."""
+        return None if self.process_group is None else tuple(sorted(self.process_group.ranks))
+
+    @property
+    def divided(self) -> Optional[Replicas]:
+        """The ranks that divide all state by rows, AdamW's too, and average gradients: ZeRO-2."""
+        return self.process_group if self.grad_reduce is not None else None
+
+    def validate(self) -> None:
+        """Checks these options, as `Group.validate` does those of a group."""
+        for key, option in WIDE_OPTIONS.items():
+            option.check(key, getattr(self, key))
+        if self.process_group is not None:
+            self.process_group.check_alive()
+        elif self.grad_reduce is not None:
+            raise ValueError(
+                f"grad_reduce={self.grad_reduce!r} averages gradients over a process group: give "
+                "process_group, for example torch.distributed.group.WORLD, which is None before "
+                "init_process_group. One that was pickled has lost it: optim.process_group = ..."
+            )
+
+
+WIDE_OPTIONS = _options_of(OptimizerWide)
+
+# Arguments of `Muon` that hold for all groups, and are refused as keys of one.
+OPTIMIZER_WIDE = (*WIDE_OPTIONS, "clip_config", "clip_mode")
+
+
+def is_exact(group: Group, wide: OptimizerWide) -> bool:
+    """Whether the group is in exact mode: the same bits on every layout and machine.
+
+    Arithmetic and wire have to be given as fp32 or fp64. What None chooses is made for speed.
+    """
+    return {group.ns_dtype, wide.comm_dtype} <= {torch.float32, torch.float64}

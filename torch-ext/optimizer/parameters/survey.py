@@ -1,0 +1,381 @@
+"""From parameter groups to a plan: the bridge between tensors and the pure data of `plan`."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Optional
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..distributed import agreement, hsdp
+from ..distributed import regions as layout
+from ..distributed import utils as dtensors
+from ..distributed.plan import Entry, Plan, Planner
+from ..matrices import Matrices, read_as_matrices
+from ..newton_schulz import Recipe, recipe_for
+from . import validation
+from .names import has_component, matches
+from .options import GROUP_OPTIONS, STRUCTURE, Group, OptimizerWide
+
+# What plans, and what is carried by a plan, depend on, beside the parameters.
+_PLANNED = (
+    *("use_muon", "capturable", "foreach", "nonfinite", "adjust_lr", "momentum_dtype", *STRUCTURE),
+    *("ns_steps", "ns_coefficients", "ns_algorithm", "ns_norm", "ns_dtype"),
+)
+
+
+@dataclass
+class Shared:
+    """What the ranks of one set share, beside hyperparameters that no plan depends on.
+
+    Args:
+        lines: one for each parameter.
+        groups: by number those these are in, each with the name of its first parameter here, as
+            ranks may number groups apart, and with the options that a plan depends on.
+    """
+
+    lines: list[str] = field(default_factory=list)
+    groups: dict[int, tuple[str, tuple]] = field(default_factory=dict)
+
+
+@dataclass
+class Survey:
+    """What there is to plan, until it changes.
+
+    Args:
+        facts: of each group, what it was made from.
+        names: of each group, what messages call its parameters.
+        entries: of each group, its parameters as a plan sees them; None for AdamW's.
+        shared: by the ranks of every mesh that a parameter is on, and of the process group.
+        planners: of the trainable entries, by whether state is streamed.
+    """
+
+    facts: list[tuple]
+    names: list[list[str]]
+    entries: list[list[Optional[Entry]]]
+    shared: dict[agreement.Ranks, Shared] = field(default_factory=lambda: defaultdict(Shared))
+    planners: dict[bool, Planner] = field(default_factory=dict)
+
+    @property
+    def all_entries(self) -> list[Entry]:
+        return [entry for of_group in self.entries for entry in of_group if entry is not None]
+
+    def planner(self, groups: Sequence[Group], wide: OptimizerWide) -> Planner:
+        """Makes the plans of this survey's steps."""
+        if wide.streams not in self.planners:
+            trainable = [
+                entry
+                for entry in self.all_entries
+                if groups[entry.group].params[entry.index].requires_grad
+            ]
+            self.planners[wide.streams] = Planner(
+                trainable,
+                this_rank(),
+                chunk_size=wide.chunk_size,
+                warmup_step=wide.warmup_step,
+                everywhere=wide.use_distributed_muon,
+                streams=wide.streams,
+            )
+        return self.planners[wide.streams]
+
+
+NO_SURVEY = Survey([()], [], [])  # of no groups that there could be
+
+
+def facts_of(group: Group) -> tuple:
+    """All that a survey depends on, comparable, cheap enough for every step; options last."""
+    return (
+        [
+            (
+                id(p),
+                p.shape,
+                p.stride() if p.layout == torch.strided else p.layout,
+                p.dtype,
+                p.is_leaf and getattr(p, "grad_dtype", None),
+                p.device,
+                dtensors.layout_of(p),
+                p.requires_grad,
+            )
+            for p in group.params
+        ],
+        copy.copy(group.names),
+        # Lists may be changed in place.
+        (*copy.deepcopy([getattr(group, key) for key in _PLANNED]), group.beta2 is None),
+    )
+
+
+def survey(groups: Sequence[Group], wide: OptimizerWide, last: Survey) -> Survey:
+    """The survey of all groups; the last one where nothing has changed.
+
+    Raises:
+        ValueError: wrong names or parameters, matrices that can't be read as asked for.
+    """
+    facts = [facts_of(group) for group in groups]
+    if facts == last.facts:
+        return last
+    found = Survey(facts, [], [])
+    seen: Counter[str] = Counter()  # two models in one optimizer may use the same names
+    for number, group in enumerate(groups):
+        names: list[str] = []
+        entries: list[Optional[Entry]] = []
+        for index, entry in enumerate(entries_of(group, number, wide)):  # checks the group first
+            param, name = group.params[index], group.name_of(index)
+            if entry is not None:
+                _check_shard(param, name)
+            seen[name] += 1
+            if seen[name] > 1:
+                name = f"{name} ({seen[name]})"
+            names.append(name)
+            entries.append(None if entry is None else replace(entry, name=name))
+            ranks = shared_with(param, wide)
+            if ranks is not None:
+                shared = found.shared[ranks]
+                shared.lines.append(_line(name, param, group, entry))
+                shared.groups.setdefault(number, (name, facts[number][-1]))
+        found.names.append(names)
+        found.entries.append(entries)
+    if not wide.use_distributed_muon:
+        told = iter(hsdp.share_work(found.all_entries, this_rank(), wide.hsdp, wide.machine))
+        found.entries = [
+            [None if entry is None else next(told) for entry in of_group]
+            for of_group in found.entries
+        ]
+    return found
+
+
+def _line(name: str, param: Tensor, group: Group, entry: Optional[Entry]) -> str:
+    line = f"{name}: {tuple(param.shape)} {param.dtype} {dtensors.describe(param)}"
+    dtype = dtensors.grad_dtype(param)
+    if dtype != param.dtype:
+        line += f", gradients {dtype}"
+    if entry is not None and group.ns_dtype is None:  # each rank asks its own machine
+        line += f", ns_dtype=None means {entry.recipe.dtype} here"
+    return line
+
+
+def this_rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def entries_of(group: Group, number: int, wide: OptimizerWide) -> list[Optional[Entry]]:
+    """A group's parameters as a plan sees them, all of them checked; None for AdamW's.
+
+    Raises:
+        ValueError: wrong names or parameters, matrices that can't be read as asked for.
+    """
+    validation.check_params(group, wide)
+    if not group.use_muon:
+        return [None] * len(group.params)
+    return [_entry(group, number, index, wide) for index in range(len(group.params))]
+
+
+def _entry(group: Group, number: int, index: int, wide: OptimizerWide) -> Entry:
+    param = group.params[index]
+    device = dtensors.compute_device(param)
+    replicas = None if dtensors.is_dtensor(param) else wide.process_group
+    recipe = recipe_for(
+        group.ns_coefficients,
+        group.ns_steps,
+        group.ns_algorithm,
+        group.ns_norm,
+        group.ns_dtype,
+        param.dtype,
+        device,
+    )
+    return Entry(
+        name=group.name_of(index),
+        group=number,
+        index=index,
+        matrices=matrices_of(group, index),
+        sharding=dtensors.sharding_of(param) if replicas is None else replicas.weights,
+        dtype=param.dtype,
+        device=device,
+        wire=wide.comm_dtype or wire_of(recipe),
+        recipe=recipe,
+        second_moment=group.beta2 is not None,
+        momentum=None if replicas is None else replicas.state,
+        spread=replicas is not None,
+        adjust_lr=group.adjust_lr,
+    )
+
+
+def _check_shard(param: Tensor, name: str) -> None:
+    """Its rank holds of a DTensor what everyone else takes it to hold.
+
+    Only the ranks that hold something else can see that, so it is for the step to check, where all
+    hear of it, and not for the constructor.
+    """
+    sharding, rank = dtensors.sharding_of(param), this_rank()
+    if sharding is None or rank not in sharding.ranks:
+        return
+    expected, held = layout.shape_of(sharding.region(param.shape, rank)), dtensors.held(param)
+    if held.shape != expected:
+        raise ValueError(
+            f"{name} is {dtensors.describe(param)}, of which this rank should hold {expected}, but "
+            f"it holds {tuple(held.shape)}: shards must be cut as torch.chunk does"
+        )
+
+
+def wire_of(recipe: Recipe) -> torch.dtype:
+    """The format in which to travel: as many digits as 16 bits have for the arithmetic to use."""
+    if recipe.dtype in (torch.float16, torch.float64):
+        return recipe.dtype
+    return torch.bfloat16
+
+
+def matrices_of(group: Group, index: int) -> Matrices:
+    """How a parameter of a Muon group is read as matrices.
+
+    Raises:
+        ValueError: not a matrix; names missing where experts or name patterns need them.
+    """
+    shape, names = group.params[index].shape, group.names
+    expert_keys, split, flatten = (getattr(group, key) for key in STRUCTURE)
+    needs_names: Optional[str] = None
+    if isinstance(split, Mapping):
+        needs_names = "a split by name patterns"
+    elif expert_keys and len(shape) > 2:
+        needs_names = "expert_keys"
+    if names is None and needs_names:
+        raise ValueError(
+            f'{group.where}: {needs_names} needs names: give the group "names", one for each '
+            "parameter"
+        )
+    name = names[index] if names is not None else None
+    try:
+        return read_by_options(shape, name, expert_keys, split, flatten)
+    except ValueError as error:
+        raise ValueError(f"{group.name_of(index)} {error}") from None
+
+
+def read_by_options(
+    shape: Sequence[int],
+    name: Optional[str],
+    expert_keys: Optional[Sequence[str]],
+    split: Any,
+    flatten: bool,
+) -> Matrices:
+    """The matrices of the parameter ``name``, as a group's options have it read.
+
+    Of a ``split`` by patterns the first one counts that `matches` the name.
+
+    Raises:
+        ValueError: as `read_as_matrices`.
+    """
+    is_expert = len(shape) > 2 and name is not None and has_component(name, expert_keys)
+    if isinstance(split, Mapping):
+        assert name is not None
+        split = next((counts for pattern, counts in split.items() if matches(name, pattern)), None)
+    return read_as_matrices(shape, is_expert, flatten, split)
+
+
+def shared_with(param: Tensor, wide: OptimizerWide) -> Optional[agreement.Ranks]:
+    """The ranks that a parameter is shared with: of its mesh, or of the process group."""
+    return dtensors.ranks_of(param) if dtensors.is_dtensor(param) else wide.replicas
+
+
+def notes_of(
+    groups: Sequence[Group],
+    found: Survey,
+    plan: Plan,
+    absent: Collection[int],
+    wide: OptimizerWide,
+    more: Mapping[agreement.Ranks, Sequence[str]],
+    optimizer: Callable[[agreement.Ranks], str],
+) -> dict[agreement.Ranks, agreement.Notes]:
+    """What ranks must share: those of a mesh what is on it; those that hold parts or replicas of
+    the same matrices which of these have gradients; those of a lane what they exchange.
+
+    Args:
+        groups, found, plan, wide: of this step.
+        absent: numbers of the plan's entries that take no part in it.
+        more: further lines for the ranks of a mesh.
+        optimizer: how the ranks of a mesh tell it from others.
+    """
+    lines: dict[agreement.Ranks, list[str]] = defaultdict(list)
+    gradients: dict[agreement.Ranks, list[str]] = defaultdict(list)
+    owners: dict[agreement.Ranks, str] = defaultdict(str)
+    for ranks, shared in found.shared.items():
+        lines[ranks] += [*_lines_of_wide(wide, ranks), *shared.lines]
+        for number, (first, _) in shared.groups.items():
+            chosen = (f"{key} = {_told(getattr(groups[number], key))}" for key in GROUP_OPTIONS)
+            lines[ranks] += [f"{option} in the group of {first}" for option in chosen]
+    for group, names in zip(groups, found.names):
+        for param, name in zip(group.params, names) if not group.use_muon else ():
+            replicas = _replicas_that_compare(param, group, plan.rank, wide)
+            if len(replicas) > 1:
+                gradients[replicas].append(name)
+    for ranks, further in more.items():
+        lines[ranks] += further
+    for number, entry in enumerate(plan.entries):
+        if number in absent:
+            continue
+        param = groups[entry.group].params[entry.index]
+        for ranks in _compare_gradients(entry, param, plan.rank, wide):
+            gradients[ranks].append(entry.name)
+    for lane in plan.lanes:
+        owners[lane.peers] += lane.digest
+    return {
+        ranks: agreement.Notes(
+            lines.get(ranks, ()),
+            gradients.get(ranks, ()),
+            owners.get(ranks, ""),
+            optimizer(ranks) if ranks in found.shared else "",
+        )
+        for ranks in {**lines, **gradients, **owners}
+    }
+
+
+def _compare_gradients(
+    entry: Entry, param: Tensor, rank: int, wide: OptimizerWide
+) -> list[agreement.Ranks]:
+    """The sets of ranks that hear of an entry that takes part; the others of a set have to as well.
+
+    An absent gradient that counts as zeros is none to the ranks that hold the same part, where they
+    don't average: replicas would part, or make one matrix of the gradient and of zeros.
+    """
+    holders = entry.holders(rank)
+    averaged = entry.momentum is not None and wide.divided is not None
+    if averaged or entry.sharding is None:
+        return [holders]
+    replicas = entry.sharding.peers(rank, (), replicas=True)
+    if param.grad is None:
+        return [] if replicas == holders else [holders]
+    return [holders] if replicas == holders or len(replicas) == 1 else [holders, replicas]
+
+
+def _replicas_that_compare(
+    param: Tensor, group: Group, rank: int, wide: OptimizerWide
+) -> agreement.Ranks:
+    """The replicas of what a rank holds of AdamW's parameter, which hear whether it takes part.
+
+    Where every rank applies its own gradient, zeros on some ranks only would part the replicas.
+    """
+    sharding = dtensors.sharding_of(param)
+    is_averaged = sharding is None and wide.divided is not None
+    if not (group.takes_part(param) and (is_averaged or param.grad is not None)):
+        return ()
+    if sharding is None:
+        return wide.replicas or ()
+    return sharding.peers(rank, (), replicas=True)
+
+
+def _lines_of_wide(wide: OptimizerWide, ranks: agreement.Ranks) -> list[str]:
+    """Options of all groups; ranks of another mesh may each have a process group of their own."""
+    apart = () if ranks == wide.replicas else ("process_group",)
+    told = {**vars(wide), "state streamed (turn_on_cpu_offload)": wide.streams}
+    del told["streams"]
+    return [f"{key} = {value!r}" for key, value in told.items() if key not in apart]
+
+
+def _told(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return repr(value)
+    if value.device.type != "cpu":  # reading it would wait for the device
+        return f"a tensor on {value.device.type}"
+    return f"tensor({value.item()})"

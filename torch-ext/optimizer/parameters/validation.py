@@ -1,0 +1,313 @@
+"""Everything that can be wrong with groups, parameters, gradients and checkpoints, said clearly.
+
+Nothing here changes anything: a check passes or raises ValueError with the parameter's name, what
+was found and what to do.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import newton_schulz
+from ..distributed import utils as dtensors
+from ..distributed.collectives import has_backend
+from ..distributed.plan import Plan
+from . import options
+from .names import has_component, matches
+from .options import Group, OptimizerWide
+
+_WRITE_THIS = (
+    "Muon takes a list of parameter groups that say use_muon, for example "
+    'Muon(optimizer.muon.get_default_muon_param_groups(model)), or Muon([{"params": matrices, '
+    '"use_muon": True}, {"params": others, "use_muon": False}])'
+)
+
+
+def as_groups(params: Any) -> list[dict[str, Any]]:
+    """The constructor's ``params`` as a list of dicts.
+
+    Raises:
+        ValueError: tensors, (name, tensor) pairs or a single dict instead of groups.
+    """
+    if isinstance(params, Iterable) and not isinstance(params, (Tensor, dict)):
+        groups = list(params)
+        if all(isinstance(group, dict) for group in groups):
+            return groups
+    raise ValueError(_WRITE_THIS)
+
+
+def normalize_group(param_group: Any, where: str) -> dict[str, Any]:
+    """A copy of the group with ``params`` a list, and ``names`` where they came as pairs.
+
+    ``param_names``, as torch's own optimizers have them, are ``names``, and stay beside them.
+
+    Raises:
+        ValueError: no ``use_muon``, no ``params``, an unordered set, only some in pairs, two lists
+            of names that differ.
+    """
+    if not isinstance(param_group, dict) or not isinstance(param_group.get("use_muon"), bool):
+        raise ValueError(f"{where} does not say use_muon=True or False: {_WRITE_THIS}")
+    if "params" not in param_group:
+        raise ValueError(f"{where} has no params: {_WRITE_THIS}")
+    group = dict(param_group)
+    params = [group["params"]] if isinstance(group["params"], Tensor) else group["params"]
+    if isinstance(params, (set, frozenset)):
+        raise ValueError(f"{where}: params is a set, which has no fixed order; use a list")
+    params = list(params)
+    shown = group.get("param_names")
+    if shown is not None and group.setdefault("names", shown) != shown:
+        raise ValueError(f"{where} has names and other param_names; give one of them")
+    pairs = [p for p in params if isinstance(p, tuple)]
+    if pairs and (len(pairs) != len(params) or "names" in group):
+        raise ValueError(f"{where}: give all parameters as (name, parameter), or none, or names")
+    if pairs and not all(len(p) == 2 and isinstance(p[0], str) for p in pairs):
+        raise ValueError(f"{where}: pairs in params must be (name, parameter)")
+    if pairs:
+        group["names"], params = [name for name, _ in pairs], [param for _, param in pairs]
+    group["params"] = params
+    return group
+
+
+def check_keys(group: Mapping[str, Any], known: Iterable[str], where: str) -> None:
+    """Other keys than the options are the user's own, unless they look like a mistyped option."""
+    known = {"params", "names", "param_names", "use_muon", *known}
+    for key in group.keys() - known:
+        if key in options.OPTIMIZER_WIDE:
+            raise ValueError(f"{where} has {key!r}, which is for all groups: give it to Muon(...)")
+        close = difflib.get_close_matches(key, known, n=1, cutoff=0.85)
+        meant = _OTHER_NAMES.get(key) or (close[0] if close else None)
+        if meant is not None:
+            raise ValueError(f"{where} has a key {key!r} that means nothing here; use {meant!r}")
+
+
+_OTHER_NAMES = {
+    "betas": "adamw_betas",
+    "eps": "adamw_eps",
+    "wd": "weight_decay",
+    "learning_rate": "lr",
+}
+
+
+def check_params(group: Group, wide: OptimizerWide) -> None:
+    """Checks names and tensors of a group; how matrices are read is `planning`'s to check."""
+    params, names, where = group.params, group.names, group.where
+    replicas = wide.process_group if group.use_muon else wide.divided
+    if names is not None:
+        if not isinstance(names, (list, tuple)) or not all(isinstance(n, str) for n in names):
+            raise ValueError(f"{where}: names must be a list of str, found {names!r}")
+        if len(names) != len(params):
+            raise ValueError(
+                f"{where}: {len(names)} names for {len(params)} parameters; give one for each, "
+                "in the same order"
+            )
+    seen: set[int] = set()
+    for index, param in enumerate(params):
+        name = group.name_of(index)
+        if id(param) in seen:
+            raise ValueError(f"{name} appears twice in {where}; give tied weights once")
+        seen.add(id(param))
+        _check_param(param, name, group.use_muon)
+        if group.capturable and group.foreach is not None and param.device.type == "cpu":
+            raise ValueError(
+                f"{name} is on the CPU, where capturable=True leaves no choice of foreach: "
+                "set foreach=None"
+            )
+        if replicas is None or dtensors.is_dtensor(param):
+            continue
+        if not has_backend(replicas.group, param.device):
+            raise ValueError(
+                f"{name} is on {param.device.type}, for which process_group has no backend; name "
+                'one for each device: init_process_group("cpu:gloo,cuda:nccl")'
+            )
+
+
+def check_unshared(group: Group, others: Iterable[Mapping[str, Any]]) -> None:
+    """No parameter is in two groups."""
+    taken = {id(p): number for number, other in enumerate(others) for p in other["params"]}
+    for index, param in enumerate(group.params):
+        if id(param) in taken:
+            raise ValueError(
+                f"{group.name_of(index)} is in param_groups[{taken[id(param)]}] already; "
+                "give every parameter to one group"
+            )
+
+
+def _check_param(param: Any, name: str, use_muon: bool) -> None:
+    if not isinstance(param, Tensor):
+        raise ValueError(f"{name} is a {type(param).__name__}; an optimizer takes tensors")
+    if not (param.is_leaf or param.retains_grad):
+        raise ValueError(f"{name} is no leaf: it was computed, so it gets no gradient of its own")
+    if param.layout != torch.strided:
+        raise ValueError(f"{name} is sparse ({param.layout}); make it dense: .to_dense()")
+    held = dtensors.local(param)
+    repeats = any(size > 1 and stride == 0 for size, stride in zip(held.shape, held.stride()))
+    if repeats and held.numel() > 0 and param.requires_grad:  # as torch.Tensor.expand makes them
+        raise ValueError(
+            f"{name} has elements that share memory (strides {tuple(param.stride())}), so that "
+            "they can't be updated apart; make it a tensor of its own: .clone()"
+        )
+    if use_muon and param.dtype not in options.FLOATING_DTYPES:
+        raise ValueError(
+            f"{name} has dtype {param.dtype}; Muon takes bf16, fp16, fp32 and fp64 matrices, "
+            "put it into a group with use_muon=False"
+        )
+    if not (param.dtype in options.FLOATING_DTYPES or param.is_complex()):
+        raise ValueError(f"{name} has dtype {param.dtype}, which AdamW does not train")
+    try:
+        dtensors.check_placements(param)
+    except ValueError as error:
+        raise ValueError(f"{name} {error}") from None
+
+
+def check_gradients(group: Group) -> None:
+    """Gradients are dense, and lie as their parameters do."""
+    for index, param in enumerate(group.params):
+        grad = param.grad
+        if grad is None:
+            continue
+        if grad.layout != torch.strided:
+            raise ValueError(
+                f"{group.name_of(index)} has a sparse gradient ({grad.layout}); make it "
+                "dense, for example nn.Embedding(..., sparse=False)"
+            )
+        if dtensors.layout_of(param) != dtensors.layout_of(grad):
+            raise ValueError(
+                f"{group.name_of(index)} is {dtensors.describe(param)} but its gradient "
+                f"{dtensors.describe(grad)}; "
+                "before step(): p.grad = p.grad.redistribute(p.device_mesh, p.placements). "
+                "FSDP2 around tensor parallelism does it by itself"
+            )
+        shape, grad_shape = dtensors.held(param).shape, dtensors.held(grad).shape
+        if shape != grad_shape:
+            raise ValueError(
+                f"{group.name_of(index)} has a gradient of which this rank holds "
+                f"{tuple(grad_shape)}, but of the parameter {tuple(shape)}"
+            )
+
+
+def check_capturable(
+    groups: Sequence[Group],
+    plan: Plan,
+    wide: OptimizerWide,
+    use_of: Callable[[Tensor, bool], Any],
+) -> None:
+    """Groups that a graph is to capture have no state in host memory, and no traffic."""
+    capturable = [group for group in groups if group.capturable]
+    for group in capturable:
+        for index, param in enumerate(group.params):
+            if use_of(param, group.use_muon) is not None:
+                raise ValueError(
+                    f"the state of {group.name_of(index)} is in host memory, from where no graph "
+                    f"captures its way: set capturable=False in {group.where}, or "
+                    "turn_off_cpu_offload()"
+                )
+        if wide.divided is not None and len(wide.divided.ranks) > 1:
+            raise ValueError(
+                f'{group.where}: grad_reduce="mean" averages gradients within the step, which no '
+                "graph captures: set capturable=False"
+            )
+    for lane in plan.lanes if capturable else ():
+        for entry in (plan.entries[unit.entry] for unit, _ in lane.owners):
+            if groups[entry.group].capturable:
+                raise ValueError(
+                    f"{entry.name} is exchanged between ranks {list(lane.peers)}, which no graph "
+                    f"captures: set capturable=False in {groups[entry.group].where}"
+                )
+
+
+def warn(problem: str) -> None:
+    """Warns, and blames the first caller outside of this package and of torch."""
+    package = os.path.dirname(os.path.dirname(__file__))
+    inner = (package, os.path.dirname(torch.__file__))
+    frame, level = sys._getframe(), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(inner):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(problem, stacklevel=level)
+
+
+def warn_of_unmatched_split(split: Any, groups: Iterable[Group]) -> None:
+    """Warns of name patterns that match no matrix at all."""
+    names = [name for group in groups if group.use_muon for name in group.names or ()]
+    for pattern in split if isinstance(split, Mapping) else ():
+        if not any(matches(name, pattern) for name in names):
+            warn(f"split: the pattern {pattern!r} matches no matrix")
+
+
+def warn_of_unread_experts(groups: Iterable[Group]) -> None:
+    """Warns of stacks that are named as experts but were given to AdamW."""
+    for group in groups:
+        keys = group.expert_keys if not group.use_muon else None
+        named = zip(group.names or (), group.params)
+        stacks = [name for name, p in named if p.ndim > 2 and has_component(name, keys)]
+        if stacks:
+            warn(
+                f"expert_keys={keys} names {stacks[0]}, which is in a group with use_muon=False: "
+                "get_default_muon_param_groups takes expert_keys, too, and decides by them"
+            )
+
+
+def warn_of_overshoot(group: Group) -> None:
+    """Warns where a schedule was cut so short that it leaves singular values far above 1."""
+    family, steps = group.ns_coefficients, group.ns_steps
+    if not group.use_muon or not isinstance(family, str):
+        return
+    largest = newton_schulz.overshoot(family, steps)
+    if largest is not None:
+        warn(
+            f"{group.where}: the first {steps} steps of {family!r} leave singular values up to "
+            f"{largest:.2f}; use all {len(newton_schulz.FAMILIES[family].triples)} or 'quintic'"
+        )
+
+
+def warn_of_no_gradients(groups: Sequence[Group]) -> bool:
+    """Warns where there are parameters but not one gradient; returns whether it did."""
+    params = [param for group in groups for param in group.params if param.requires_grad]
+    if not params or any(param.grad is not None for param in params):
+        return False
+    warn(
+        "step() found no gradient on any parameter: nothing is updated. Were the groups made "
+        "before the model was sharded or moved? Make them from the parameters it has now"
+    )
+    return True
+
+
+UNTRAINED_STEPS = 3  # one or two may be of a batch that uses no matrix
+
+
+def warn_of_untrained_matrices(groups: Sequence[Group], steps: int) -> int:
+    """Counts consecutive steps in which AdamW's parameters had gradients and no matrix had any.
+
+    Warns once, in the last of `UNTRAINED_STEPS` such steps. Experts do not count, since they may
+    idle on a rank, nor does a rank without matrices.
+
+    Args:
+        steps: what the last step returned, 0 at first.
+    """
+    if steps == UNTRAINED_STEPS:
+        return steps
+    matrices, others = [], []
+    for group in groups:
+        for param, name in zip(group.params, group.names or [""] * len(group.params)):
+            if param.requires_grad and not group.use_muon:
+                others.append(param)
+            elif param.requires_grad and not has_component(name, group.expert_keys):
+                if param.grad is not None:
+                    return 0
+                matrices.append(param)
+    if not matrices or all(param.grad is None for param in others):
+        return 0
+    if steps + 1 == UNTRAINED_STEPS:
+        warn(
+            f"no matrix of Muon's had a gradient in the last {UNTRAINED_STEPS} steps, while "
+            "parameters of AdamW's had: were weights replaced after the groups were made? Make "
+            "groups from the parameters that the model has now"
+        )
+    return steps + 1

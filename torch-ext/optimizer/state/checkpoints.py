@@ -1,0 +1,297 @@
+"""What loading a checkpoint does beyond torch.optim: checks, names, and places of its state."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, MutableMapping, Sequence
+from typing import Any, Callable, Optional
+
+import torch
+from torch import Tensor
+
+from ..distributed import utils as dtensors
+from ..distributed.plan import Entry
+from ..distributed.utils import is_dense
+from ..parameters.options import STRUCTURE, Group, OptimizerWide, is_number
+from .specs import KEYS, OWN_DTYPE, Layouts, check_tensors, layouts_of, place
+
+RawGroup = Mapping[str, Any]  # as torch has it, in an optimizer or a checkpoint
+
+# What Motif's optimizer calls the moments of AdamW.
+MOTIFS_NAMES = {"moment1": "exp_avg", "moment2": "exp_avg_sq"}
+
+
+def check_structure(state_dict: Any, is_whole: bool = True) -> None:
+    """Checks that a checkpoint has the form in which torch.optim writes one.
+
+    It is not whole before the hooks that may yet change what is in it.
+    """
+    if not isinstance(state_dict, dict):
+        raise ValueError(f"a state dict is needed, found a {type(state_dict).__name__}")
+    if not is_whole:
+        return
+    states, groups = state_dict.get("state"), state_dict.get("param_groups")
+    if not isinstance(states, Mapping):
+        found = type(states).__name__ if "state" in state_dict else "none"
+        raise ValueError(f"the checkpoint's 'state' must be a dict by parameter, found {found}")
+    if not isinstance(groups, (list, tuple)) or not all(isinstance(g, Mapping) for g in groups):
+        found = type(groups).__name__ if "param_groups" in state_dict else "none"
+        raise ValueError(f"the checkpoint's 'param_groups' must be a list of dicts, found {found}")
+    seen: set[Any] = set()
+    for number, group in enumerate(groups):
+        where, ids = f"param_groups[{number}] of the checkpoint", group.get("params")
+        if not isinstance(ids, (list, tuple)):
+            raise ValueError(f"{where} must list its params, found {ids!r}")
+        for saved_id in ids:
+            if not isinstance(saved_id, Hashable):
+                raise ValueError(f"{where} has params that name no state, one of them {saved_id!r}")
+            if saved_id in seen:
+                raise ValueError(f"the checkpoint has parameter {saved_id!r} twice in its groups")
+            seen.add(saved_id)
+            _check_saved_state(states.get(saved_id, {}), saved_id)
+
+
+def _check_saved_state(saved: Any, saved_id: Any) -> None:
+    if not isinstance(saved, Mapping):
+        raise ValueError(
+            f"the checkpoint's state of parameter {saved_id!r} must be a dict, found a "
+            f"{type(saved).__name__}"
+        )
+    step = saved.get("step", 0)
+    if step_count(step) is None:
+        has_many = isinstance(step, Tensor) and step.numel() != 1
+        found = tuple(step.shape) if has_many else repr(step)
+        raise ValueError(
+            f"step of parameter {saved_id!r} in the checkpoint must be one number, found {found}"
+        )
+
+
+def step_count(step: Any) -> Any:
+    """A step count, a number or a tensor of one, as a plain number; None where it is neither."""
+    if isinstance(step, Tensor):
+        is_plain = step.layout == torch.strided and not (step.is_meta or dtensors.is_dtensor(step))
+        step = step.item() if is_plain and step.numel() == 1 else None
+    return step if is_number(step) and step >= 0 else None
+
+
+def normalize_state(states: Mapping[Any, Any]) -> dict[Any, Any]:
+    """State under the names of torch.optim, with step counts as tensors, whoever wrote it."""
+    normalized = {}
+    for saved_id, saved in states.items():
+        if isinstance(saved, Mapping):
+            saved = {MOTIFS_NAMES.get(key, key): value for key, value in saved.items()}
+            step: Any = saved.get("step")
+            if is_number(step):
+                saved["step"] = torch.tensor(float(step), dtype=torch.float32, device="cpu")
+            elif isinstance(step, Tensor):  # torch's AdamW takes no other dtype
+                saved["step"] = step.reshape(()).to(torch.float32)
+            for key, value in saved.items():
+                if isinstance(value, Tensor) and value.is_inference():
+                    saved[key] = value.clone()  # a step could not change the given one
+        normalized[saved_id] = saved
+    return normalized
+
+
+def merge_groups(
+    groups: Sequence[RawGroup],
+    saved: Sequence[RawGroup],
+    defaults_of: Callable[[RawGroup], dict[str, Any]],
+) -> list[dict[str, Any]]:
+    """Saved groups with every key: what they lack gets its default, or stays where there is none.
+
+    How parameters are read as matrices is not the checkpoint's to say.
+
+    Raises:
+        ValueError: there are more groups than saved ones, or fewer.
+    """
+    if len(groups) != len(saved):
+        raise ValueError(
+            f"there are {len(groups)} param_groups where the checkpoint has {len(saved)}: "
+            "a different number of parameter groups; make them as they were when it was saved"
+        )
+    merged = []
+    for own, group in zip(groups, saved):
+        structure = {key: own[key] for key in STRUCTURE if key in own}
+        # Names are not taken: `Muon` keeps its own, and torch would ask for those in its form in
+        # every group that is added.
+        taken = {k: _as_dtype(v) for k, v in group.items() if k not in ("names", "param_names")}
+        merged.append({**own, **defaults_of(own), **taken, **structure})
+    return merged
+
+
+def _as_dtype(value: Any) -> Any:
+    """A dtype from its text, which is how `Muon.state_dict` writes it."""
+    if isinstance(value, str) and value.startswith("torch."):
+        dtype = getattr(torch, value[len("torch.") :], None)
+        return dtype if isinstance(dtype, torch.dtype) else value
+    return value
+
+
+def fit(
+    groups: Sequence[Group],
+    entries_of_groups: Sequence[Sequence[Optional[Entry]]],
+    saved_groups: Sequence[Group],
+    states: Mapping[Any, dict[str, Any]],
+    live: Mapping[Any, Any],
+    wide: OptimizerWide,
+) -> None:
+    """Checks a checkpoint, as far as torch does not do that itself, and brings its state into the
+    form in which the optimizer has it.
+
+    Args:
+        groups, entries_of_groups, live, wide: of the optimizer, whose state is ``live``.
+        saved_groups, states: of the checkpoint, whose state is changed.
+    """
+    for group, entries, saved in zip(groups, entries_of_groups, saved_groups):
+        _check_group(group, saved)
+        for index, (param, entry, saved_id) in enumerate(zip(group.params, entries, saved.params)):
+            name, own = group.name_of(index), states.get(saved_id, {})
+            expected = layouts_of(param, entry, wide)
+            _divide(own, expected, param, saved)
+            _check_algorithm(own, live.get(param, {}), group, saved, name)
+            check_tensors(own, expected, "checkpoint", name, param)
+            # Kernels trust that this rank's part of a DTensor has the size that it should have.
+            for key, (shape, layout) in expected.items():
+                if layout is None or own.get(key) is None:
+                    continue
+                found, needed = dtensors.local(own[key]).shape, dtensors.part_shape(shape, layout)
+                if found != needed:
+                    raise ValueError(
+                        f"of {key} of {name} in the checkpoint this rank holds {tuple(found)}, "
+                        f"where it should be {tuple(needed)}"
+                    )
+
+
+def _check_group(group: Group, saved: Group) -> None:
+    saved.validate()
+    if saved.use_muon != group.use_muon:
+        raise ValueError(
+            f"{group.where} has use_muon={group.use_muon} but the checkpoint's has "
+            f"{saved.use_muon}: give the groups in the order they were saved in"
+        )
+    if len(saved.params) != len(group.params):
+        raise ValueError(
+            f"{group.where} has {len(group.params)} parameters where the checkpoint's has "
+            f"{len(saved.params)}, a group of another size; is it of the same "
+            "model, with the same groups?"
+        )
+
+
+def _divide(own: dict[str, Any], expected: Layouts, param: Tensor, saved: Group) -> None:
+    """Where a checkpoint has a whole tensor and the optimizer a DTensor, takes this rank's part.
+
+    So it is with state that replicas divide, and with second moments, which
+    torch.distributed.checkpoint leaves whole when it loads into an optimizer without them. When it
+    loads a flattened state dict without them into an optimizer that has them, it puts empty dicts
+    in their place, which are taken out.
+    """
+    for key, (shape, layout) in expected.items():
+        value = own.get(key)
+        if isinstance(value, dict) and not value and saved.beta2 is None:
+            del own[key]
+        if layout is None or not isinstance(value, Tensor) or dtensors.is_dtensor(value):
+            continue
+        is_whole = key == "second_momentum_buffer" or not dtensors.is_dtensor(param)
+        if is_whole and value.shape == shape:
+            own[key] = dtensors.divide(value, layout)
+
+
+def _check_algorithm(
+    own: Mapping[str, Any], live: Mapping[str, Any], group: Group, saved: Group, name: str
+) -> None:
+    """Checks that the saved state is of the algorithm that is to go on from it, and complete.
+
+    Else state that nobody reads would be carried along, and what is read would begin at zero
+    unseen. Second moments can be missing because torch.distributed.checkpoint reads only tensors
+    that the optimizer already has.
+
+    Args:
+        own, live: state of the parameter in the checkpoint, and in the optimizer.
+        group, saved: its group in the optimizer, and in the checkpoint.
+    """
+    other = "exp_avg" if group.use_muon else "momentum_buffer"
+    if own.get(other) is not None:
+        mine, its = ("Muon's", "AdamW's") if group.use_muon else ("AdamW's", "Muon's")
+        raise ValueError(
+            f"{name} is {mine} here (use_muon={group.use_muon}) but has {other} in the checkpoint, "
+            f"as {its} parameters do; give it to the group it was in, or take its state out. If "
+            "another optimizer wrote the checkpoint, use load_foreign_state_dict"
+        )
+    if saved.beta2 is not None and all(
+        state.get("momentum_buffer") is not None and state.get("second_momentum_buffer") is None
+        for state in (own, live)
+    ):
+        raise ValueError(
+            f"the checkpoint has beta2={saved.beta2}, but its second moment of {name} has not been "
+            f"read, since this optimizer has none: construct it with beta2={saved.beta2}"
+        )
+
+
+def check_apart(states: Mapping[Any, Any], live: Mapping[Any, Any]) -> None:
+    """Checks that a checkpoint has none of the tensors of live state, which steps have changed."""
+
+    def storages_of(state: Mapping[Any, Any]) -> set[tuple[torch.device, int]]:
+        values = (v for own in state.values() if isinstance(own, Mapping) for v in own.values())
+        tensors = [dtensors.local(value) for value in values if isinstance(value, Tensor)]
+        # Tensors without elements, such as parts of DTensors, all have the same address: none.
+        return {(t.device, t.untyped_storage().data_ptr()) for t in tensors if t.numel()}
+
+    if storages_of(states) & storages_of(live):
+        raise ValueError(
+            "the checkpoint's tensors are those of this optimizer, which a step that broke off has "
+            "changed: load the file again"
+        )
+
+
+def without_tensors(states: Mapping[Any, Any], saved_groups: Sequence[RawGroup]) -> dict[Any, Any]:
+    """State without the tensors that `place_tensors` loads: torch would cast and move them.
+
+    State that belongs to no parameter stays as it is.
+    """
+    of_params = {saved_id for saved in saved_groups for saved_id in saved["params"]}
+    return {
+        saved_id: {key: value for key, value in own.items() if key not in KEYS}
+        if saved_id in of_params
+        else own
+        for saved_id, own in states.items()
+    }
+
+
+def place_tensors(
+    groups: Sequence[RawGroup],
+    state: MutableMapping[Any, dict[str, Any]],
+    saved_groups: Sequence[RawGroup],
+    states: Mapping[Any, dict[str, Any]],
+    home_of: Callable[[Tensor, bool], torch.device],
+) -> None:
+    """Puts the tensors of loaded state beside their parameters, where torch put the rest.
+
+    Momentum keeps the dtype it was saved in, AdamW's moments get that of their parameter.
+
+    Args:
+        groups, state: of the optimizer; its state is changed.
+        saved_groups, states: of the checkpoint, with all tensors.
+        home_of: the device on which a parameter's state lives.
+    """
+    taken: set[int] = set()  # where tensors begin that are used as they are
+    for group, saved in zip(groups, saved_groups):
+        for param, saved_id in zip(group["params"], saved["params"]):
+            if saved_id not in states:
+                continue
+            loaded = state[param]
+            state[param] = {}  # again, in the order in which it was saved
+            for key, value in states[saved_id].items():
+                if key not in KEYS:
+                    state[param][key] = loaded[key]
+                elif isinstance(value, Tensor):
+                    dtype = value.dtype if key in OWN_DTYPE else param.dtype
+                    home = home_of(param, group["use_muon"])
+                    state[param][key] = place(_with_own_memory(value, taken), dtype, home)
+
+
+def _with_own_memory(value: Tensor, taken: set[int]) -> Tensor:
+    """The tensor, or a copy where its elements, or tensors in ``taken``, may share its memory."""
+    held = dtensors.local(value)
+    if held.numel() and (held.data_ptr() in taken or not is_dense(held)):
+        return value.clone()
+    taken.add(held.data_ptr())
+    return value

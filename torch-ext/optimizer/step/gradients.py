@@ -1,0 +1,103 @@
+"""Where the gradients of Muon's parameters come from: as they are, or averaged over replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from ..distributed import regions as layout
+from ..distributed import utils as dtensors
+from ..distributed.plan import Plan
+from ..distributed.replicas import Replicas
+from ..distributed.zero2 import MeanGradients
+from ..parameters.options import Group
+from ..scratch import Scratch
+
+
+class Gradients:
+    """Of each parameter the gradient of what this rank has the momentum of, in one step.
+
+    In ZeRO-2 those of plain parameters are averaged over the replicas, which get rows of the means.
+
+    Args:
+        plan: whose entries the parameters are.
+        params: in the order of the entries.
+        groups: of the optimizer.
+        absent: numbers of entries that take no part.
+        replicas: those that average, in ZeRO-2.
+        scratch: what buffers are taken from.
+
+    Attributes:
+        means: of the averaged gradients, in ZeRO-2 only.
+        has_released: whether some gradients are gone.
+    """
+
+    means: MeanGradients
+
+    def __init__(
+        self,
+        plan: Plan,
+        params: Sequence[Tensor],
+        groups: Sequence[Group],
+        absent: Collection[int],
+        replicas: Optional[Replicas],
+        scratch: Scratch,
+    ):
+        self._plan = plan
+        self._params = params
+        self._groups = groups
+        self._held: dict[int, Tensor] = {}
+        self.has_released = False
+        self._averaged: dict[int, int] = {}  # numbers of entries, in the order of their chunks
+        if replicas is None:
+            return
+        self._needed: dict[tuple[int, int], int] = {}  # of each chunk, how many of these
+        for at, lane in enumerate(plan.all_lanes):
+            for chunk, units in enumerate(lane.rounds):
+                for unit, _ in units:
+                    divided = plan.entries[unit.entry].momentum is not None
+                    if divided and unit.entry not in absent:
+                        self._averaged.setdefault(unit.entry, len(self._averaged))
+                self._needed[at, chunk] = len(self._averaged)
+        entries = list(self._averaged)
+        self.means = MeanGradients(
+            [params[entry] for entry in entries],
+            [True] * len(entries),
+            replicas.group,
+            on_read=lambda index: self.release(entries[index]),
+            scratch=scratch,
+        )
+
+    def buckets_needed(self) -> dict[tuple[int, int], int]:
+        """How many buckets of gradients have to be averaged before each chunk."""
+        return {chunk: self.means.plan.through[count] for chunk, count in self._needed.items()}
+
+    def of(self, number: int) -> Tensor:
+        """The gradient of an entry; zeros where there is none."""
+        if number not in self._held:
+            self._held[number] = self._find(number)
+        return self._held[number]
+
+    def release(self, number: int) -> None:
+        """Lets a gradient go that has been read, where that is asked for.
+
+        Not in capturable groups: the backward of a replayed graph writes where it was captured.
+        """
+        self._held.pop(number, None)
+        group = self._groups[self._plan.entries[number].group]
+        if group.none_grad and not group.capturable:
+            self.has_released = True
+            self._params[number].grad = None
+
+    def _find(self, number: int) -> Tensor:
+        if number in self._averaged:
+            return self.means.result(self._averaged[number])
+        param, entry = self._params[number], self._plan.entries[number]
+        grad = param.grad
+        grad = torch.zeros_like(dtensors.local(param)) if grad is None else dtensors.held(grad)
+        if entry.momentum is not None:  # replicas divide the momentum, not the gradient
+            grad = grad[layout.slices(entry.momentum_region(self._plan.rank))]
+        return grad
