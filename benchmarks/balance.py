@@ -228,7 +228,7 @@ def staged_bytes(lane: Any) -> int:
     return max(staged) * lane.wire.itemsize
 
 
-def layouts_of(shapes: Sequence[Shape], ranks: int) -> dict[str, bool]:
+def expected_state(shapes: Sequence[Shape], ranks: int) -> dict[str, bool]:
     """Names of the layouts of a model, and whether whole experts stay on their ranks in them."""
     counts = {shape[0] for shape in shapes if len(shape) > 2}
     if not counts:
@@ -246,7 +246,7 @@ COLUMNS = (
 def rows_of(model: str, arguments: argparse.Namespace) -> Iterator[list[str]]:
     shapes = shapes_of(model)
     for ranks in arguments.ranks:
-        for kind, whole_experts in layouts_of(shapes, ranks).items():
+        for kind, whole_experts in expected_state(shapes, ranks).items():
             for dtype in arguments.dtypes:
                 entries = entries_of(
                     shapes, ranks, dtype=DTYPES[dtype], whole_experts=whole_experts

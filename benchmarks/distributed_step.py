@@ -266,7 +266,7 @@ def print_steps(
     )
 
 
-# 2. Layouts
+# 2. ExpectedState
 
 
 @dataclass(frozen=True)

@@ -253,7 +253,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         columns = ["matrices", *arithmetics_of(kernel), "default / faster\nof fp32, bf16"]
         rows = [arithmetic_row(kernel, shape, options.rounds) for shape in shapes]
         show(title, columns, rows, markdown=options.markdown)
-    if kernel.triton_kernels.run_on(device.type):
+    if kernel.triton_kernels.is_used_on(device.type):
         for dtype in (torch.float16, torch.bfloat16):
             rows = symmetric_products.rows_of(kernel, shapes, device, dtype, options.rounds)
             title = f"Symmetric products by halves, {dtype}"

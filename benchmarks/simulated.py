@@ -235,7 +235,7 @@ def as_on_accelerators(clocks: Clocks) -> Iterator[None]:
     core, chunks, staging = map(_module, ("core", "distributed.chunks", "distributed.staging"))
     iteration, products = map(_module, ("newton_schulz.iteration", "newton_schulz.products"))
     by_cpus = (
-        *(chunks.RUN_BYTES, staging.BATCH_BYTES, staging.CHUNK_BYTES, staging.LEAST_STAGING),
+        *(chunks.SPAN_BYTES, staging.BATCH_BYTES, staging.CHUNK_BYTES, staging.LEAST_STAGING),
         iteration.NORMALIZE_BYTES,
     )
     with ExitStack() as stack:
@@ -268,7 +268,7 @@ def _weights(clocks: Clocks) -> Callable[..., None]:
 _ELEMENTWISE: dict[str, Callable[[Clocks], Callable[..., Any]]] = {
     "update_momentum": _momentum,
     "update_weights": _weights,
-    "update_dtype": lambda clocks: lambda wire, wide, device: wire,
+    "update_dtype": lambda clocks: lambda wire, opmath, device: wire,
 }
 
 

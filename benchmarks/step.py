@@ -180,7 +180,7 @@ def measure(shapes: Shapes, options: argparse.Namespace, device: torch.device) -
     for_products = forms / ceilings.flops_per_second(recipe.dtype)
     for_traffic = traffic / ceilings.bytes_per_second()
     floor = for_products + for_traffic
-    unseen = kernel.triton_kernels.run_on(device.type)
+    unseen = kernel.triton_kernels.is_used_on(device.type)
     rows = []
     for name, optimizer in optimizers.items():
         flops = forms if name == OURS and unseen else counted_flops(optimizer)

@@ -260,7 +260,7 @@ def fake_device() -> Iterator[Device]:
     triton_kernels = importlib.import_module(f"{optimizer.__name__}.triton_kernels")
     _device = Device()
     replaced: list[tuple[Any, str, Any]] = [
-        (triton_kernels, "run_on", lambda device_type: False),
+        (triton_kernels, "is_used_on", lambda device_type: False),
         (torch, "Stream", _Stream),
         (torch.accelerator, "current_stream", _Stream),
         (torch.accelerator, "device_index", lambda index: nullcontext()),

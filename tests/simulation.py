@@ -67,7 +67,7 @@ def simulate(entries: Sequence[Any], plans: Sequence[Any], chunk_size: int = -1)
 
 
 def key(lane: Any) -> tuple:
-    return (lane.peers, lane.wire, lane.wide, lane.device)
+    return (lane.peers, lane.wire, lane.opmath, lane.device)
 
 
 class _Step:

@@ -62,7 +62,7 @@ ADAMW_OPTIONS: dict[str, st.SearchStrategy[Any]] = {
     "adamw_eps": st.sampled_from([1e-8, 1e-3]),
     "foreach": st.sampled_from([None, False, True]),
 }
-WIDE_OPTIONS: dict[str, st.SearchStrategy[Any]] = {
+SETTINGS: dict[str, st.SearchStrategy[Any]] = {
     "warmup_step": st.integers(0, 5),
     "chunk_size": st.sampled_from([-1, 1, 2, 3]),
     "use_distributed_muon": st.booleans(),
@@ -182,7 +182,7 @@ def cases(draw: st.DrawFn, ranks: int, steps: int = 3) -> Case:
     groups: list[Group] = [draw(muon_groups(ranks, 0, wide))]
     for number in range(1, count):
         groups.append(draw(st.one_of(muon_groups(ranks, number, wide), adamw_groups(ranks))))
-    options = draw(some_of(WIDE_OPTIONS))
+    options = draw(some_of(SETTINGS))
     logits = None
     if not wide and draw(st.integers(0, 2)) == 2:
         group, options["clip_config"], heads = draw(projections(ranks))

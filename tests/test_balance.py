@@ -26,7 +26,7 @@ CASES = [
 @pytest.mark.parametrize(("model", "ranks"), CASES)
 def test_owners_of_a_real_model_are_evenly_loaded_and_wait_little_for_each_other(model, ranks):
     shapes = balance.shapes_of(model)
-    for whole_experts in balance.layouts_of(shapes, ranks).values():
+    for whole_experts in balance.expected_state(shapes, ranks).values():
         entries = balance.entries_of(shapes, ranks, whole_experts=whole_experts)
         found = balance.balance_of(make_plan(entries))
         bound = max(1.05 * found.pigeonhole, found.least_load)

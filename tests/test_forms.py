@@ -467,7 +467,7 @@ def test_on_cpus_halves_and_the_gram_form_save_an_eighth_of_the_flops_and_more()
 def products_by_tiles(monkeypatch):
     """Kernels, interpreted where there is no accelerator."""
     pytest.importorskip("triton")
-    monkeypatch.setattr(ns.iteration.triton_kernels, "run_on", lambda device_type: True)
+    monkeypatch.setattr(ns.iteration.triton_kernels, "is_used_on", lambda device_type: True)
     return ns.products.PRODUCTS["tiles"]
 
 
@@ -527,7 +527,7 @@ def test_kernels_bring_matrices_to_the_range_of_fp16_as_torch_does(overwrite, mo
 def test_kernels_take_matrices_in_fp64_to_fp16(algorithm, monkeypatch):
     """What "cuda" runs for fp64 weights with ns_dtype=torch.float16, from a shorter side of 512."""
     pytest.importorskip("triton")
-    monkeypatch.setattr(ns.iteration.triton_kernels, "run_on", lambda device_type: True)
+    monkeypatch.setattr(ns.iteration.triton_kernels, "is_used_on", lambda device_type: True)
     triples = ns.resolve("polar_express", 5).triples
     restarts = (3,) if algorithm == "gram" else (1, 2, 3, 4)
     form = ns.Form(triples, restarts, "tiles", "")

@@ -226,7 +226,7 @@ def test_groups_that_come_later_have_hooks_and_are_planned_for():
     empty = Muon([{"params": [], "use_muon": True}], lr=0.01)
     empty.turn_on_cpu_offload(backend=host())
     empty.add_param_group(muon_group(((16, 16),)))
-    assert "in host memory" in str(empty.summary()) and empty._wide.streams
+    assert "in host memory" in str(empty.summary()) and empty._settings.streams
 
 
 def test_it_can_be_told_whether_offload_is_on():

@@ -36,7 +36,7 @@ from kernel import optimizer
 from ranks import run_ranks
 
 Muon = optimizer.Muon
-Spec, place, zeros = (getattr(optimizer.state, n) for n in ("Spec", "place", "zeros"))
+specs = optimizer.state.specs
 with_local = optimizer.distributed.utils.with_local
 META = torch.device("meta")
 GROUP_OPTIONS = optimizer.muon.GROUP_OPTIONS
@@ -347,17 +347,15 @@ def check_state_of_parts(param: nn.Parameter) -> None:
     optim = Muon([{"params": [param], "use_muon": True, "momentum_dtype": torch.float64}])
     (view,), (entries,) = optim._views(), optim._look_at(optim._views()).entries
     with torch.no_grad():
-        spec = optimizer.state.specs.specs_of(param, entries[0], view, optim._wide)[
-            "momentum_buffer"
-        ]
+        spec = specs.specs_of(param, entries[0], view, optim._settings)["momentum_buffer"]
         like = torch.zeros_like(param, dtype=torch.float64)
-    for state in (zeros(spec), optim.state_dict()["state"][0]["momentum_buffer"]):
+    for state in (specs.zeros(spec), optim.state_dict()["state"][0]["momentum_buffer"]):
         assert same_dtensors(state, like) and not state.requires_grad
         assert state.to_local().shape == like.to_local().shape
         assert state.to_local().stride() == like.to_local().stride()
         assert not state.to_local().any()
     held = param.to_local().detach().double()
-    made = with_local(zeros(spec, META), held)
+    made = with_local(specs.zeros(spec, META), held)
     other = DTensor.from_local(
         held,
         param.device_mesh,
@@ -379,11 +377,15 @@ def state_beside_another_device() -> None:
     mesh = DeviceMesh("cuda", [0, 1], _init_backend=False)  # there may be no such device
     rows = torch.arange(6.0).view(2, 3)
     layout = mesh, (Shard(0),)
-    spec = Spec(torch.Size([4, 3]), (3, 1), rows.dtype, layout, (2, 3), (3, 1), rows.device)
-    made = with_local(zeros(spec, META), rows)
-    narrow = place(made, torch.bfloat16, rows.device)
-    assert place(made, rows.dtype, rows.device) is made
-    for state, dtype in ((made, torch.float32), (narrow, torch.bfloat16), (zeros(spec), None)):
+    spec = specs.Spec(torch.Size([4, 3]), (3, 1), rows.dtype, layout, (2, 3), (3, 1), rows.device)
+    made = with_local(specs.zeros(spec, META), rows)
+    narrow = specs.place(made, torch.bfloat16, rows.device)
+    assert specs.place(made, rows.dtype, rows.device) is made
+    for state, dtype in (
+        (made, torch.float32),
+        (narrow, torch.bfloat16),
+        (specs.zeros(spec), None),
+    ):
         assert state.shape == (4, 3) and state.device_mesh is mesh
         assert state.to_local().device.type == "cpu"
         assert dtype is None or torch.equal(state.to_local(), rows.to(dtype))

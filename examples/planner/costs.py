@@ -145,7 +145,7 @@ def costs_of(
         for lane in map(functools.partial(LaneUnits, entries), plan.lanes):
             for rank in members:
                 peers = lane.entry.peers(rank)
-                order = (-len(peers), peers, str(lane.lane.wire), str(lane.lane.wide))
+                order = (-len(peers), peers, str(lane.lane.wire), str(lane.lane.opmath))
                 if order not in found:
                     found[order] = lane.costs(peers, hosts[list(peers)])
         for entry, flops in _alone(plan).items():

@@ -1,5 +1,7 @@
 """Muon for PyTorch, on one device and sharded."""
 
+from __future__ import annotations
+
 from typing import Any
 
 from . import muon, newton_schulz, qk_clip

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.profiler import record_function
 
-from .cpu_offload import Carrier, CPUOffload
+from .cpu_offload import CPUOffload, Prefetcher
 from .cpu_offload.rows import AdamWRows
 from .distributed.regions import shard
 from .distributed.replicas import Replicas
@@ -41,7 +41,7 @@ def init_step(param: Tensor, state: MutableMapping[str, Tensor], options: Group)
         state["step"] = state["step"].to(device)
 
 
-class Part(NamedTuple):
+class AdamWPart(NamedTuple):
     """What is updated at once: all of a group, or what one window of its moments holds.
 
     Args:
@@ -55,7 +55,7 @@ class Part(NamedTuple):
     nbytes: int
 
 
-class Updates:
+class AdamWStep:
     """AdamW (Loshchilov & Hutter 2019, algorithm 2) in one step, part by part.
 
     It works on the local shards of DTensors, as AdamW is element-wise. Gradients are only read;
@@ -67,7 +67,7 @@ class Updates:
         state: of each parameter.
         replicas: those that average gradients and divide the work, in ZeRO-2.
         offload: where the state lives.
-        carrier: what brings it.
+        prefetcher: what brings it.
 
     Attributes:
         parts: in the order of their updates.
@@ -82,26 +82,28 @@ class Updates:
         state: Mapping[Tensor, MutableMapping[str, Tensor]],
         replicas: Optional[Replicas],
         offload: CPUOffload,
-        carrier: Carrier,
+        prefetcher: Prefetcher,
     ):
         self._groups = [group for group in groups if not group.use_muon]
         self._present = [[p for p in g.params if g.takes_part(p)] for g in self._groups]
         self._state = state
         self._offload = offload
-        self._carrier = carrier
+        self._carrier = prefetcher
         self._replicas = replicas
         self._rows: dict[int, AdamWRows] = {}
         self._gathering: list[RowGathering] = []
-        if not carrier.is_prepared:
+        if not prefetcher.is_prepared:
             for group, params in enumerate(self._present):
                 moments = [(state[p]["exp_avg"], state[p]["exp_avg_sq"]) for p in params]
-                loans = [[*offload.loan(first), *offload.loan(second)] for first, second in moments]
-                carrier.cut(self._key(group), loans)
+                fetches = [
+                    [*offload.fetches(first), *offload.fetches(second)] for first, second in moments
+                ]
+                prefetcher.cut(self._key(group), fetches)
         self.parts = [
-            Part(group, window, nbytes)
+            AdamWPart(group, window, nbytes)
             for group, params in enumerate(self._present)
             if params
-            for window, nbytes in enumerate(carrier.window_bytes(self._key(group)))
+            for window, nbytes in enumerate(prefetcher.window_bytes(self._key(group)))
         ]
         self._averaged: dict[Tensor, int] = {}
         self._divided: set[Tensor] = set()
@@ -132,8 +134,8 @@ class Updates:
             self._rows[part.group] = self._rows_of(self._present[part.group])
         rows, options = self._rows[part.group], self._groups[part.group]
         window = self._carrier.window(self._key(part.group), part.window)
-        with window as lent, record_function("Muon.adamw"):
-            _update(rows.part(lent), options)
+        with window as fetched, record_function("Muon.adamw"):
+            _update(rows.part(fetched), options)
         is_last = number + 1 == len(self.parts) or self.parts[number + 1].group != part.group
         if is_last:
             del self._rows[part.group]
@@ -171,8 +173,8 @@ class Updates:
                 grad = local(param.grad)
             rows.params.append(held)
             rows.grads.append(grad.to(held.dtype))
-            rows.exp_avgs.append(self._offload.here(own["exp_avg"]))
-            rows.exp_avg_sqs.append(self._offload.here(own["exp_avg_sq"]))
+            rows.exp_avgs.append(self._offload.current(own["exp_avg"]))
+            rows.exp_avg_sqs.append(self._offload.current(own["exp_avg_sq"]))
             rows.steps.append(own["step"])
         return rows
 

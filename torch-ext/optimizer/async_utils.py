@@ -16,8 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .adamw import Part
-from .distributed.plan import Plan, turn_of
+from .adamw import AdamWPart
+from .distributed.plan import Plan, lane_order
 
 # Buckets of gradients that are averaged ahead of the one that is needed next.
 BUCKETS_AHEAD = 2
@@ -73,7 +73,7 @@ class Averages:
 
 
 @dataclass(frozen=True)
-class Beside:
+class OtherWork:
     """What a step does beside the chunks.
 
     Args:
@@ -84,7 +84,7 @@ class Beside:
         flagged: numbers of the lanes in which matrices with Inf or NaN are skipped.
     """
 
-    parts: Sequence[Part]
+    parts: Sequence[AdamWPart]
     chunk_bytes: Mapping[tuple[int, int], int] | None
     averages: Averages | None
     flagged: Sequence[int]
@@ -112,7 +112,7 @@ def turns(chunks: int, in_flight: int) -> Iterator[tuple[Do, int]]:
             updated += 1
 
 
-def schedule(plan: Plan, beside: Beside) -> tuple[Event, ...]:
+def schedule(plan: Plan, other_work: OtherWork) -> tuple[Event, ...]:
     """All that a rank does in a step of a plan, in order.
 
     Chunks without traffic and AdamW come while the first chunks of the first lane are gathered. In
@@ -120,19 +120,19 @@ def schedule(plan: Plan, beside: Beside) -> tuple[Event, ...]:
     same ranks are gathered, or between the others. Out of turn, two ranks would use one process
     group in different orders, since each may have another first lane.
     """
-    averages, count = beside.averages, len(plan.lanes)
-    is_woven = beside.chunk_bytes is not None and averages is None
-    others = [] if is_woven else _adamw(beside)
+    averages, count = other_work.averages, len(plan.lanes)
+    is_woven = other_work.chunk_bytes is not None and averages is None
+    others = [] if is_woven else _adamw(other_work)
     turn, is_under = 0, count > 0
     if averages is not None and len(averages.ranks) > 1:
-        turn = sum(turn_of(lane.peers) < turn_of(averages.ranks) for lane in plan.lanes)
+        turn = sum(lane_order(lane.peers) < lane_order(averages.ranks) for lane in plan.lanes)
         is_under = turn < count and plan.lanes[turn].peers == averages.ranks
     alone = [
         Event(do, number, chunk)
         for number, lane in enumerate(plan.alone, count)
         for do, chunk in turns(len(lane.chunks), in_flight=1)
     ]
-    events = [Event(Do.FLAG, number) for number in beside.flagged]
+    events = [Event(Do.FLAG, number) for number in other_work.flagged]
     for number, lane in enumerate(plan.lanes):
         of_lane = [
             Event(do, number, chunk) for do, chunk in turns(len(lane.chunks), lane.in_flight)
@@ -147,7 +147,7 @@ def schedule(plan: Plan, beside: Beside) -> tuple[Event, ...]:
     events += others if turn == count else []
     if averages is not None:
         return tuple(_with_averages(events, plan, averages))
-    return tuple(_weave(events, plan, beside) if is_woven else events)
+    return tuple(_weave(events, plan, other_work) if is_woven else events)
 
 
 def _with_averages(events: Sequence[Event], plan: Plan, averages: Averages) -> Iterator[Event]:
@@ -171,30 +171,30 @@ def _launches(do: Do, launched: int, needed: int, buckets: int) -> list[Event]:
     return [Event(do, number=bucket) for bucket in range(launched, end)]
 
 
-def _adamw(beside: Beside) -> list[Event]:
+def _adamw(other_work: OtherWork) -> list[Event]:
     """AdamW's parts one after the other, with their averages ahead and their rows behind."""
-    averages = beside.averages
+    averages = other_work.averages
     if averages is None:
-        return [Event(Do.ADAMW, number=number) for number in range(len(beside.parts))]
+        return [Event(Do.ADAMW, number=number) for number in range(len(other_work.parts))]
     events: list[Event] = []
     launched, buckets = 0, max(averages.others_needed, default=0)
-    for number, part in enumerate(beside.parts):
+    for number, part in enumerate(other_work.parts):
         launches = _launches(Do.AVERAGE_OTHERS, launched, averages.others_needed[number], buckets)
         launched += len(launches)
         events += [*launches, Event(Do.ADAMW, number=number)]
-        if number + 1 == len(beside.parts) or beside.parts[number + 1].group != part.group:
+        if number + 1 == len(other_work.parts) or other_work.parts[number + 1].group != part.group:
             events.append(Event(Do.SHARE_ROWS, number=part.group))
     return events
 
 
-def _weave(events: Sequence[Event], plan: Plan, beside: Beside) -> Iterator[Event]:
+def _weave(events: Sequence[Event], plan: Plan, other_work: OtherWork) -> Iterator[Event]:
     """Puts AdamW's parts between the chunks, where state comes from the host.
 
     AdamW's own arithmetic is too little to hide that. Each chunk is followed by as many parts as
     keep the bytes that have come in step with the arithmetic that hides them: all of it but that of
     the last chunk, which hides what is left to write back.
     """
-    assert beside.chunk_bytes is not None
+    assert other_work.chunk_bytes is not None
     flops = {
         (number, of_lane): sum(plan.flops(batch) for batch in chunk.batches)
         for number, lane in enumerate(plan.all_lanes)
@@ -204,20 +204,20 @@ def _weave(events: Sequence[Event], plan: Plan, beside: Beside) -> Iterator[Even
     if flops:
         last = len(plan.lanes or plan.alone) - 1
         hiding -= flops[last, len(plan.all_lanes[last].chunks) - 1]
-    nbytes = sum(beside.chunk_bytes.values()) + sum(part.nbytes for part in beside.parts)
+    nbytes = sum(other_work.chunk_bytes.values()) + sum(part.nbytes for part in other_work.parts)
     flops_done = bytes_done = part = 0
     for event in events:
         yield event
         if event.do is Do.GATHER:
-            bytes_done += beside.chunk_bytes[event.chunk]
+            bytes_done += other_work.chunk_bytes[event.chunk]
         elif event.do is Do.ORTHOGONALIZE:
             flops_done += flops[event.chunk]
-            while part < len(beside.parts):
-                after = bytes_done + beside.parts[part].nbytes
+            while part < len(other_work.parts):
+                after = bytes_done + other_work.parts[part].nbytes
                 if after * hiding > nbytes * flops_done:
                     break
                 bytes_done = after
                 yield Event(Do.ADAMW, number=part)
                 part += 1
-    for rest in range(part, len(beside.parts)):
+    for rest in range(part, len(other_work.parts)):
         yield Event(Do.ADAMW, number=rest)

@@ -35,12 +35,12 @@ def update_scale(rows: int, cols: int, adjust_lr: str) -> float:
     return math.sqrt(max(least, rows / cols))
 
 
-def update_dtype(wire: torch.dtype, wide: torch.dtype, device: torch.device) -> torch.dtype:
+def update_dtype(wire: torch.dtype, opmath: torch.dtype, device: torch.device) -> torch.dtype:
     """What `update_momentum` writes and `update_weights` reads of a buffer in the dtype ``wire``.
 
-    Kernels convert as they go; torch's functions want a ``wide`` copy.
+    Kernels convert as they go; torch's functions want a copy in ``opmath``.
     """
-    return wire if triton_kernels.run_on(device.type) else wide
+    return wire if triton_kernels.is_used_on(device.type) else opmath
 
 
 def update_momentum(
@@ -70,7 +70,7 @@ def update_momentum(
             only of outputs that are wanted and not empty.
     """
     weight = (1.0 if style == "classical" else 1.0 - momentum) * (-1.0 if maximize else 1.0)
-    if triton_kernels.run_on(buffers[0].device.type):
+    if triton_kernels.is_used_on(buffers[0].device.type):
         from .triton_kernels import elementwise
 
         elementwise.update_momentum(
@@ -130,7 +130,7 @@ def second_moment(U: Tensor, scratch: Scratch) -> Tensor:
         return torch.cat(norms).square_().div_(U.shape[dim])
     means = []
     for matrix in U:  # one by one: their squares take twice the bytes of U in bf16
-        square = scratch.empty("wide", matrix.shape, dtype, U.device).copy_(matrix).square_()
+        square = scratch.empty("opmath", matrix.shape, dtype, U.device).copy_(matrix).square_()
         means.append(square.mean(dim=dim))
     return torch.stack(means)
 
@@ -183,7 +183,7 @@ def update_weights(
         keep: booleans that broadcast to each weight; where False the weight stays as it is.
         together: the tensor that the updates are all of, where there is one.
     """
-    if triton_kernels.run_on(weights[0].device.type):
+    if triton_kernels.is_used_on(weights[0].device.type):
         from .triton_kernels import elementwise
 
         elementwise.update_weights(

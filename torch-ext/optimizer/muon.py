@@ -20,16 +20,16 @@ from .distributed.plan import NOTHING, Plan
 from .distributed.replicas import Replicas
 from .parameters import options, validation
 from .parameters.default_groups import default_is_muon, get_default_muon_param_groups
-from .parameters.options import GROUP_OPTIONS, WIDE_OPTIONS, Group
+from .parameters.options import GROUP_OPTIONS, SETTINGS, Group
 from .parameters.survey import NO_SURVEY, Survey, entries_of, notes_of, shared_with, survey
 from .qk_clip.clip import Logits, QKClip
 from .qk_clip.config import read_clip_config
 from .state import checkpoints
-from .state.integrity import Condition
+from .state.integrity import Integrity
 from .state.specs import check_state
 from .state.store import StateStore
 from .step.grad_scaler import Scaling, forget_where_it_raises, is_asked_by_lightning
-from .step.step import Step, Work
+from .step.step import Prepared, Step
 
 if TYPE_CHECKING:
     from .extras.summary import Summary
@@ -144,7 +144,7 @@ class Muon(torch.optim.Optimizer):
     _agreed: Survey  # the one that ranks last agreed on
     _compared: bool  # whether replicas have compared what they hold
     _warned: bool  # whether a step without gradients was warned of
-    _work: Optional[Work]  # tensors that the last step has prepared
+    _prepared: Optional[Prepared]  # tensors that the last step has prepared
     _last: tuple[Plan, tuple[Event, ...]]  # plan and schedule of the last step
     _untrained: int  # how many steps, up to the last one, had gradients for AdamW alone
 
@@ -196,15 +196,15 @@ class Muon(torch.optim.Optimizer):
         arguments = dict(locals())
         if process_group is not None:
             arguments["process_group"] = Replicas(process_group)
-        self._wide = options.OptimizerWide(**{key: arguments[key] for key in WIDE_OPTIONS})
-        self._wide.validate()
+        self._settings = options.Settings(**{key: arguments[key] for key in SETTINGS})
+        self._settings.validate()
         clip = QKClip(read_clip_config(clip_config, clip_mode))
         defaults = {key: arguments[key] for key in GROUP_OPTIONS}
         options.settle_steps(defaults, given=not isinstance(ns_steps, options.DefaultSteps))
         self._names: list[Optional[list[str]]] = []
         self._offload = CPUOffload()
         self._store = StateStore(self._offload)
-        self._condition = Condition()
+        self._integrity = Integrity()
         self._clip = QKClip()  # clips nothing while groups are added: a layer may be in several
         self._forget_plans()
         super().__init__(validation.as_groups(params), defaults)
@@ -230,7 +230,7 @@ class Muon(torch.optim.Optimizer):
         group = {"names": None, **self._defaults_of(group), **group}
         view = self._translate({**group, "where": where})
         view.validate()
-        entries_of(view, len(self.param_groups), self._wide)  # checks them
+        entries_of(view, len(self.param_groups), self._settings)  # checks them
         validation.check_unshared(view, self.param_groups)
         self._clip.find([*self._views(), view])  # checks them
         validation.warn_of_overshoot(view)
@@ -284,14 +284,14 @@ class Muon(torch.optim.Optimizer):
     @property
     def process_group(self) -> Any:
         """The ranks of replicated parameters; set it again after unpickling."""
-        replicas = self._wide.process_group
+        replicas = self._settings.process_group
         return None if replicas is None else replicas.group
 
     @process_group.setter
     @dtensors.refuses_groups_before_init("process_group")
     def process_group(self, process_group: Any) -> None:
         replicas = None if process_group is None else Replicas(process_group)
-        self._wide = dataclasses.replace(self._wide, process_group=replicas)
+        self._settings = dataclasses.replace(self._settings, process_group=replicas)
         self._forget_plans()
 
     # -- the step ------------------------------------------------------------------------------
@@ -362,18 +362,18 @@ class Muon(torch.optim.Optimizer):
             # Where other ranks may go they write, even if this one fails.
             return scaling.has_unscaled or self._agreement.may_go
 
-        with self._condition.changing("step()", has_begun):
+        with self._integrity.changing("step()", has_begun):
             step = self._prepare(error, qk_logits, scaling)
             if step is None:
                 return
             if not self._store.is_settled:
-                self._store.create(self.state, step.groups, self._survey.entries, self._wide)
+                self._store.create(self.state, step.groups, self._survey.entries, self._settings)
                 self._store.settle(self.state, (p for group in step.groups for p in group.params))
             with step:
                 scaling.unscale(step.groups)
                 pipeline.run(step)
-            self._work = None if self._offload.is_used else step.work
-            self._last = step.plan, step.work.schedule
+            self._prepared = None if self._offload.is_used else step.prepared
+            self._last = step.plan, step.prepared.schedule
             self._agreement.steps += 1
 
     def _prepare(
@@ -392,27 +392,27 @@ class Muon(torch.optim.Optimizer):
         self._agreement.begin()
         try:
             if error is None:
-                self._condition.check()
+                self._integrity.check()
                 groups, plan, absent = self._plan()
                 scaling.check(groups)
                 # torch.distributed.checkpoint steps with lr=0 to have state, which changes nothing.
                 is_dry = not self.state and all(_is_zero(group.lr) for group in groups)
                 clip = self._clip
-                clipping = clip.begin(qk_logits, groups, self._survey, self._wide, is_dry)
+                clipping = clip.begin(qk_logits, groups, self._survey, self._settings, is_dry)
         except BaseException as raised:
             error = raised
         found = self._survey
         sets = self._sets() if error is not None else set(found.shared)
-        if self._wide.replicas is not None:  # may share parameters that this rank does not have
-            sets.add(self._wide.replicas)
+        if self._settings.replicas is not None:  # may share parameters that this rank does not have
+            sets.add(self._settings.replicas)
 
         def notes() -> Mapping[agreement.Ranks, agreement.Notes]:
             more = clipping.notes if clipping else {}
-            return notes_of(groups, found, plan, absent, self._wide, more, self._tell_apart)
+            return notes_of(groups, found, plan, absent, self._settings, more, self._tell_apart)
 
         skips = self._agreement.decide(
-            self._wide.consistency_check,
-            {ranks: (of, self._wide.streams) for ranks, of in found.shared.items()},
+            self._settings.consistency_check,
+            {ranks: (of, self._settings.streams) for ranks, of in found.shared.items()},
             sets,
             notes,
             error,
@@ -430,13 +430,20 @@ class Muon(torch.optim.Optimizer):
         self._warned = self._warned or validation.warn_of_no_gradients(groups)
         self._untrained = validation.warn_of_untrained_matrices(groups, self._untrained)
         return Step(
-            plan, groups, absent, self.state, self._wide, self._offload, clipping, self._work
+            plan,
+            groups,
+            absent,
+            self.state,
+            self._settings,
+            self._offload,
+            clipping,
+            self._prepared,
         )
 
     def _sets(self) -> set[agreement.Ranks]:
         """The sets of ranks that share parameters with this one."""
         params = (param for group in self.param_groups for param in group["params"])
-        found = {shared_with(param, self._wide) for param in params}
+        found = {shared_with(param, self._settings) for param in params}
         return {ranks for ranks in found if ranks is not None}
 
     def _tell_apart(self, ranks: agreement.Ranks) -> str:
@@ -447,7 +454,7 @@ class Muon(torch.optim.Optimizer):
     def _compare_replicas(self, groups: list[Group]) -> None:
         """Checks, before a first step, that ranks hold equal plain parameters and gradients, and
         each its own part of their state; raises ValueError."""
-        replicas = self._wide.process_group
+        replicas = self._settings.process_group
         if replicas is None:
             return
         plain = [
@@ -456,7 +463,7 @@ class Muon(torch.optim.Optimizer):
             for name, param in zip(names, group.params)
             if param.requires_grad and not dtensors.is_dtensor(param)
         ]
-        problem = replicas.difference(plain, averaged=self._wide.divided is None)
+        problem = replicas.difference(plain, averaged=self._settings.divided is None)
         if problem is not None:  # which all of them have found
             self._agreement.take_back()
             raise ValueError(problem)
@@ -471,22 +478,22 @@ class Muon(torch.optim.Optimizer):
 
     def _plan(self) -> tuple[list[Group], Plan, set[int]]:
         """Groups, checked, the plan of the step, and which of its entries take no part in it."""
-        self._wide.validate()
+        self._settings.validate()
         groups = self._views()
         found = self._look_at(groups)
         self._store.look(self.state)
         for group, entries in zip(groups, found.entries):
             validation.check_gradients(group)
             if not self._store.is_settled:
-                check_state(group, entries, self.state, self._wide)
-        planner = found.planner(groups, self._wide)
+                check_state(group, entries, self.state, self._settings)
+        planner = found.planner(groups, self._settings)
         absent = {
             number
             for number, entry in enumerate(planner.entries)
             if not groups[entry.group].takes_part(groups[entry.group].params[entry.index])
         }
         plan = planner.plan(frozenset(absent))
-        validation.check_capturable(groups, plan, self._wide, self._offload.use_of)
+        validation.check_capturable(groups, plan, self._settings, self._offload.use_of)
         return groups, plan, absent
 
     def _look_at(self, groups: list[Group]) -> Survey:
@@ -495,7 +502,7 @@ class Muon(torch.optim.Optimizer):
         if found is not self._survey:
             self._survey = found
             self._forget_tensors()
-            if self._wide.debug:
+            if self._settings.debug:
                 logger.info("planned:\n%s", self._summarize(groups, found))
         return found
 
@@ -504,9 +511,9 @@ class Muon(torch.optim.Optimizer):
             group.validate()
         params = ((p, group.use_muon) for group in groups for p in group.params)
         streams = self.cpu_offload == "stream" and self._offload.uses_host(params)
-        if streams is not self._wide.streams:  # fewer chunks are begun ahead
-            self._wide = dataclasses.replace(self._wide, streams=streams)
-        return survey(groups, self._wide, self._survey)
+        if streams is not self._settings.streams:  # fewer chunks are begun ahead
+            self._settings = dataclasses.replace(self._settings, streams=streams)
+        return survey(groups, self._settings, self._survey)
 
     def summary(self, schedule: bool = False) -> Summary:
         """What a step does with every parameter, for a person to read: ``print(optim.summary())``.
@@ -529,7 +536,7 @@ class Muon(torch.optim.Optimizer):
     def _summarize(self, groups: list[Group], found: Survey) -> Summary:
         from .extras.summary import summarize
 
-        plan, layers = found.planner(groups, self._wide).plan(), self._clip.find(groups)
+        plan, layers = found.planner(groups, self._settings).plan(), self._clip.find(groups)
         clipped = {id(projection.param) for la in layers for projection in la.projections}
         where = "with its parameters"
         params = [(param, group.use_muon) for group in groups for param in group.params]
@@ -537,7 +544,7 @@ class Muon(torch.optim.Optimizer):
             where = f"in host memory, mode {self.cpu_offload!r}"
             if not self._offload.uses_host(params):
                 where = "with its parameters: CPU offload is on, but they are on the CPU"
-        return summarize(groups, found, plan, self._wide, where, clipped)
+        return summarize(groups, found, plan, self._settings, where, clipped)
 
     # -- QK-Clip -------------------------------------------------------------------------------
 
@@ -578,11 +585,11 @@ class Muon(torch.optim.Optimizer):
 
         `load_state_dict` mends it, beside weights of the same checkpoint.
         """
-        return self._condition.is_broken
+        return self._integrity.is_broken
 
     def _create_state(self, groups: list[Group]) -> None:
         entries = self._look_at(groups).entries
-        self._store.create(self.state, groups, entries, self._wide)
+        self._store.create(self.state, groups, entries, self._settings)
 
     def state_dict(self) -> dict[str, Any]:
         """As in torch.optim, with the state created if need be, and dtypes of options as text.
@@ -593,7 +600,7 @@ class Muon(torch.optim.Optimizer):
         Raises:
             RuntimeError: a `step` broke off, so that its state is of no use; see `discard_state`.
         """
-        self._condition.check(void_will_do=True)
+        self._integrity.check(void_will_do=True)
         groups = self._views()
         self._create_state(groups)
         self._offload.settle()
@@ -623,7 +630,7 @@ class Muon(torch.optim.Optimizer):
 
         def check(_: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
             checkpoints.check_structure(given)
-            if self._condition.is_broken and not self._condition.is_void:
+            if self._integrity.is_broken and not self._integrity.is_void:
                 checkpoints.check_apart(given["state"], self.state)
             states = checkpoints.normalize_state(given["state"])
             merged = checkpoints.merge_groups(
@@ -635,7 +642,7 @@ class Muon(torch.optim.Optimizer):
                 for group, of in zip(groups, merged)
             ]
             entries = self._look_at(groups).entries
-            checkpoints.fit(groups, entries, saved, states, self.state, self._wide)
+            checkpoints.fit(groups, entries, saved, states, self.state, self._settings)
             loaded.update(given, state=states, param_groups=merged)
             return {**loaded, "state": checkpoints.without_tensors(states, merged)}
 
@@ -646,7 +653,7 @@ class Muon(torch.optim.Optimizer):
                 self.param_groups, self.state, saved, states, self._offload.home_of
             )
             self._create_state(self._views())
-            self._condition.finish_loading()
+            self._integrity.finish_loading()
 
         # `check` runs after the user's hooks before loading, `restore` before those after it.
         handles = [
@@ -657,7 +664,7 @@ class Muon(torch.optim.Optimizer):
         enabled = torch.is_grad_enabled()
         try:
             with (
-                self._condition.loading(),
+                self._integrity.loading(),
                 torch.inference_mode(False),
                 torch.set_grad_enabled(enabled),
             ):
@@ -750,7 +757,7 @@ class Muon(torch.optim.Optimizer):
             groups=groups,
             names=found.names,
             entries=found.entries,
-            wide=self._wide,
+            settings=self._settings,
         )
         self.load_state_dict(state_dict)
 
@@ -763,7 +770,7 @@ class Muon(torch.optim.Optimizer):
         it gave could be saved just as well. After this it gives zeros, while `step` goes on to
         raise until `load_state_dict` has been called. To be called on all ranks alike.
         """
-        self._condition.discard()
+        self._integrity.discard()
         self._forget_tensors()
         for param in [key for key in self.state if isinstance(key, Tensor)]:
             del self.state[param]
@@ -771,9 +778,9 @@ class Muon(torch.optim.Optimizer):
         self._create_state(self._views())
 
     def __getstate__(self) -> dict[str, Any]:
-        self._condition.check()
+        self._integrity.check()
         self._offload.settle()
-        kept = ("_wide", "_offload", "_clip", "_condition")
+        kept = ("_settings", "_offload", "_clip", "_integrity")
         return {
             **super().__getstate__(),
             "_names": self.names,
@@ -783,7 +790,7 @@ class Muon(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         is_unpickled = "_store" not in vars(self)
         if not is_unpickled:
-            self._condition.begin_loading()  # all checks have passed; `restore` places the tensors
+            self._integrity.begin_loading()  # all checks have passed; `restore` places the tensors
         super().__setstate__(state)
         self.defaults.pop("differentiable", None)  # torch adds it, and groups would inherit it
         self._store = StateStore(self._offload)
@@ -850,7 +857,7 @@ class Muon(torch.optim.Optimizer):
         may be incomplete, or older than on the device. `state_dict` makes the host wait by itself,
         but leaves on the device what was reloaded.
         """
-        self._offload.end_visits()
+        self._offload.evict()
 
     @property
     def manual_offload(self) -> bool:
@@ -924,7 +931,7 @@ class Muon(torch.optim.Optimizer):
 
     def _forget_tensors(self) -> None:
         """Lets go of what steps keep of weights and state, which would keep their memory."""
-        self._work = None
+        self._prepared = None
         self._store.forget()
 
 

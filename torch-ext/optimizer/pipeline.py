@@ -5,10 +5,10 @@ owners orthogonalize whole matrices and send every rank its part of the update. 
 whole matrices the same happens without traffic, which is all that happens on one device.
 
 The schedule, a list of events made by `async_utils`, fixes the order of all this. The names of what
-a plan is made of (lane, chunk, batch, unit, bundle, run) are explained in docs/how-it-works.md. All
-units of a batch, and of a run, have one group of hyperparameters and one shape of matrices, so the
-first stands for all. Matrices without a gradient that ranks share are in no lane; those that are
-whole on this rank are passed over here (``step.present``).
+a plan is made of (lane, chunk, batch, unit, bundle, span) are explained in docs/how-it-works.md.
+All units of a batch, and of a span, have one group of hyperparameters and one shape of matrices, so
+the first stands for all. Matrices without a gradient that ranks share are in no lane; those that
+are whole on this rank are passed over here (``step.present``).
 
 An event asks the step for tensors: ``step.momentum`` and ``step.weights``, which may be in host
 memory (``step.home`` lends them then, window by window); ``step.grads``, as they are or averaged;
@@ -33,22 +33,21 @@ from torch.profiler import record_function
 from . import core
 from .async_utils import Do, Event
 from .cpu_offload.rows import MomentumRows, WeightRows
-from .distributed import regions as layout
-from .distributed import wire
-from .distributed.chunks import Batch, Bundle, Run
+from .distributed import regions, wire
+from .distributed.chunks import Batch, Bundle, Span
 from .distributed.plan import Lane, Unit
 from .distributed.transport import Transport
 from .newton_schulz import newton_schulz
 from .parameters.options import Group, is_exact
-from .step.step import MOMENTUM, NONFINITE, SECOND_MOMENT, WEIGHTS, Parts, Step
+from .step.step import MOMENTUM, NONFINITE, SECOND_MOMENT, WEIGHTS, SpanParts, Step
 
 
 def run(step: Step) -> None:
     """Updates all parameters."""
     if step.clipping is not None:
-        step.clipping.reduce(step.wide)
+        step.clipping.reduce(step.settings)
     with step.home:
-        for event in step.work.schedule:
+        for event in step.prepared.schedule:
             DOES[event.do](event, step)
     step.end()
 
@@ -58,22 +57,22 @@ def run(step: Step) -> None:
 
 def update_momentum(event: Event, step: Step) -> None:
     """B ← μB + G on all ranks; starts to send what is to be orthogonalized to the owners."""
-    chunk, lane = step.work.chunk(event)
-    group = step.work.process_groups[event.lane]
+    chunk, lane = step.prepared.chunk(event)
+    group = step.prepared.process_groups[event.lane]
     travel = step.under_way[event.chunk] = Transport(chunk, lane, group, step.scratch)
     exponents: list[tuple[int, Tensor]] = []
     with record_function("Muon.momentum"):
-        for run in chunk.momentum:
-            exponents += _update_momentum_of(run, travel.momentum, lane, step)
-            step.were_read(run)
-        for place, of_bundle in exponents:  # last, as runs also write the gaps where these lie
+        for span in chunk.momentum:
+            exponents += _update_momentum_of(span, travel.momentum, lane, step)
+            step.were_read(span)
+        for place, of_bundle in exponents:  # last, as spans also write the gaps where these lie
             travel.momentum[place : place + len(of_bundle)].copy_(of_bundle)
     travel.gather()
 
 
 def orthogonalize(event: Event, step: Step) -> None:
     """U ← the polar factors of whole matrices on their owners; starts to send them back."""
-    chunk, _ = step.work.chunk(event)
+    chunk, _ = step.prepared.chunk(event)
     travel = step.under_way[event.chunk]
     travel.land()
     with record_function("Muon.orthogonalize"):
@@ -92,12 +91,12 @@ def orthogonalize(event: Event, step: Step) -> None:
 
 def update_weights(event: Event, step: Step) -> None:
     """W ← W − lr·(scale·U + weight_decay·W) on all ranks, each for what it holds."""
-    chunk, lane = step.work.chunk(event)
+    chunk, lane = step.prepared.chunk(event)
     travel = step.under_way.pop(event.chunk)
     travel.wait()
     with record_function("Muon.weights"):
-        for run in chunk.weights:
-            _update_weights_of(run, travel.updates, lane, step)
+        for span in chunk.weights:
+            _update_weights_of(span, travel.updates, lane, step)
     travel.end()
 
 
@@ -105,24 +104,26 @@ def update_weights(event: Event, step: Step) -> None:
 
 
 def _update_momentum_of(
-    run: Run, buffer: Tensor, lane: Lane, step: Step
+    span: Span, buffer: Tensor, lane: Lane, step: Step
 ) -> list[tuple[int, Tensor]]:
-    """Updates the momentum of a run; what is to be orthogonalized goes into the buffer.
+    """Updates the momentum of a span; what is to be orthogonalized goes into the buffer.
 
     Returns:
         With an fp16 wire the exponents of each bundle's parts, and their place in the buffer.
     """
-    start, stop = run[0].start, run[-1].start + run[-1].numel
-    travels = run[0].travels  # else another replica sends the same
+    start, stop = span[0].start, span[-1].start + span[-1].numel
+    travels = span[0].travels  # else another replica sends the same
     if travels:
         sent = buffer[start:stop]
-        is_scaled, dtype = lane.scaled, core.update_dtype(lane.wire, lane.wide, lane.device)
-        wanted = step.scratch.wide(sent, lane.wide if is_scaled else dtype)
+        is_scaled, dtype = lane.scaled, core.update_dtype(lane.wire, lane.opmath, lane.device)
+        wanted = step.scratch.in_dtype(sent, lane.opmath if is_scaled else dtype)
     else:
         is_scaled = False
-        wanted = step.scratch.empty("wide", (stop - start,), lane.wide, lane.device)
-    parts = step.momentum(run)
-    rows = MomentumRows(parts.tensors, step.grads(parts), step.views(wanted, run), step.keep(parts))
+        wanted = step.scratch.empty("opmath", (stop - start,), lane.opmath, lane.device)
+    parts = step.momentum(span)
+    rows = MomentumRows(
+        parts.tensors, step.grads(parts), step.views(wanted, span), step.keep(parts)
+    )
     if not rows.momenta:
         return []
     largest: Optional[Tensor] = None
@@ -131,14 +132,14 @@ def _update_momentum_of(
         if step.home.is_idle:
             rows.largest = list(largest.unbind())
     step.has_written = True
-    for lent in step.home.windows((MOMENTUM, id(run))):
-        _apply_momentum(rows.part(lent), step.hyper(parts.units[0]), travels)
+    for fetched in step.home.windows((MOMENTUM, id(span))):
+        _apply_momentum(rows.part(fetched), step.hyper(parts.units[0]), travels)
     if largest is not None:
         if rows.largest is None:  # windows may have had pieces of them
             norms = torch._foreach_norm(rows.outputs, torch.inf)
             torch._foreach_copy_(list(largest.unbind()), norms)
-        exponents = wire.scale_down(rows.outputs, step.views(sent, run), largest)
-        bundles = [bundle for bundle in run if bundle.numel]
+        exponents = wire.scale_down(rows.outputs, step.views(sent, span), largest)
+        bundles = [bundle for bundle in span if bundle.numel]
         counts = [len(bundle.units) for bundle in bundles]
         return [(b.along, of_bundle) for b, of_bundle in zip(bundles, exponents.split(counts))]
     if travels and wanted is not sent:
@@ -178,7 +179,7 @@ def _polar_factors(X: Tensor, batch: Batch, step: Step) -> Tensor:
         dtype=entry.recipe.dtype,
         eps=hyper.ns_eps,
         scratch=step.scratch,
-        batch_invariant=is_exact(hyper, step.wide),
+        batch_invariant=is_exact(hyper, step.settings),
     )
 
 
@@ -217,26 +218,26 @@ def _copy_units(units: Tensor, to: Sequence[int], source: Sequence[int]) -> None
 # -- weights -----------------------------------------------------------------------------------
 
 
-def _update_weights_of(run: Run, updates: Tensor, lane: Lane, step: Step) -> None:
+def _update_weights_of(span: Span, updates: Tensor, lane: Lane, step: Step) -> None:
     """Applies this rank's parts of the updates to its weights; the updates may be overwritten."""
-    parts = step.weights(run)
-    received = updates[run[0].start : run[-1].start + run[-1].numel]
-    U = step.scratch.wide(received, core.update_dtype(lane.wire, lane.wide, lane.device))
+    parts = step.weights(span)
+    received = updates[span[0].start : span[-1].start + span[-1].numel]
+    U = step.scratch.in_dtype(received, core.update_dtype(lane.wire, lane.opmath, lane.device))
     if U is not received:
         U.copy_(received)
-    unit = run[0].units[0]
+    unit = span[0].units[0]
     hyper, scale = step.hyper(unit), step.plan.entries[unit.entry].scale(unit.rows)
     factors: Optional[list[Tensor]] = None
     if hyper.beta2 is not None:
-        factors = [f for bundle in run for f in _second_moment_factors(bundle, updates, step)]
-    views = step.views(U, run)
+        factors = [f for bundle in span for f in _second_moment_factors(bundle, updates, step)]
+    views = step.views(U, span)
     rows = WeightRows(parts.tensors, views, factors, step.keep(parts), step.clip(parts))
     if not rows.weights:
         return
     step.has_written = True
     lr, decay = hyper.lr, hyper.weight_decay
-    for lent in step.home.windows((WEIGHTS, id(run))):
-        part = rows.part(lent)
+    for fetched in step.home.windows((WEIGHTS, id(span))):
+        part = rows.part(fetched)
         core.update_weights(
             part.weights,
             part.updates,
@@ -259,9 +260,9 @@ def _second_moment_factors(bundle: Bundle, updates: Tensor, step: Step) -> list[
     if not units:
         return factors
     views = [step.second_moment(unit) for unit in units]
-    for lent in step.home.windows((SECOND_MOMENT, id(bundle))):  # exactly one
-        if lent is not None:
-            views = [tensors[0] if tensors else views[share.row] for share, tensors in lent]
+    for fetched in step.home.windows((SECOND_MOMENT, id(bundle))):  # exactly one
+        if fetched is not None:
+            views = [tensors[0] if tensors else views[share.row] for share, tensors in fetched]
         V = torch.stack(views)  # (n, experts…, matrices of each, long side)
         numbers = wire.read_numbers(updates, bundle.along, len(bundle.units) * views[0].numel())
         rows = numbers.view(len(bundle.units), *V.shape[1:])
@@ -293,7 +294,7 @@ def _factors_of_parts(factor: Tensor, unit: Unit, bundle: Bundle, step: Step) ->
         factor = factor.reshape(*experts, -1, 1, *rest)
         rows = (*factor.shape[: len(experts) + 1], unit.rows, *rest)
         factor = factor.expand(rows).flatten(len(experts), len(experts) + 1)
-    return list(factor[(slice(None), *layout.slices(index))])
+    return list(factor[(slice(None), *regions.slices(index))])
 
 
 # -- what else a step does ---------------------------------------------------------------------
@@ -304,29 +305,29 @@ def flag_nonfinite(event: Event, step: Step) -> None:
     lane = step.plan.all_lanes[event.lane]
     units = [unit for unit, _ in lane.owners if step.may_skip(unit)]
     parts = _numbers_to_flag(lane, step)
-    step.finite.flag(lane, units, parts, step.work.process_groups[event.lane])
+    step.finite.flag(lane, units, parts, step.prepared.process_groups[event.lane])
 
 
-def _numbers_to_flag(lane: Lane, step: Step) -> Iterator[tuple[Unit, layout.Region, Tensor]]:
+def _numbers_to_flag(lane: Lane, step: Step) -> Iterator[tuple[Unit, regions.Region, Tensor]]:
     """This rank's parts of units that may be skipped, with their boxes and what must be finite."""
-    for run in (run for chunk in lane.chunks for run in chunk.momentum):
-        parts = step.momentum(run)
+    for span in (span for chunk in lane.chunks for span in chunk.momentum):
+        parts = step.momentum(span)
         if not parts.units or not step.may_skip(parts.units[0]):
             continue
         numbers = step.grads(parts)
         if step.may_overflow(parts.units[0]):
-            numbers = _next_momentum(run, parts, numbers, lane, step)
+            numbers = _next_momentum(span, parts, numbers, lane, step)
         yield from zip(parts.units, parts.boxes, numbers)
 
 
 def _next_momentum(
-    run: Run, parts: Parts, grads: list[Tensor], lane: Lane, step: Step
+    span: Span, parts: SpanParts, grads: list[Tensor], lane: Lane, step: Step
 ) -> list[Tensor]:
     """What this step would make of parts of the momentum, which stay as they are."""
-    unread = [torch.empty(part.shape, dtype=lane.wide, device=lane.device) for part in grads]
+    unread = [torch.empty(part.shape, dtype=lane.opmath, device=lane.device) for part in grads]
     rows = MomentumRows(parts.tensors, grads, unread)
-    for lent in step.home.windows((NONFINITE, id(run))):  # exactly one
-        rows = rows.part(lent)
+    for fetched in step.home.windows((NONFINITE, id(span))):  # exactly one
+        rows = rows.part(fetched)
         rows.momenta = [momentum.clone() for momentum in rows.momenta]
         _apply_momentum(rows, step.hyper(parts.units[0]), wanted=False)
     return rows.momenta

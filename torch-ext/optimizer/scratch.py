@@ -31,11 +31,11 @@ class Scratch:
             self._buffers[key] = torch.empty(numel, dtype=dtype, device=device)
         return self._buffers[key][:numel].view(tuple(shape))
 
-    def wide(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    def in_dtype(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """The flat tensor itself where it has that dtype, else an uninitialized one of its size."""
         if tensor.dtype == dtype:
             return tensor
-        return self.empty("wide", tensor.shape, dtype, tensor.device)
+        return self.empty("opmath", tensor.shape, dtype, tensor.device)
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A flat tensor for as long as it is not given back with `give`."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .arena import Arena
 from .backend import COMPUTE, IN, OUT, Backend
-from .windows import Loan, Share, Window
+from .windows import Fetch, Share, Window
 
 
 class Use(NamedTuple):
@@ -24,7 +24,7 @@ class Use(NamedTuple):
 
 
 @dataclass
-class Held:
+class OffloadedTensor:
     """A tensor of the state that lives on the host."""
 
     tensor: Tensor  # the one in the optimizer's state
@@ -37,14 +37,14 @@ class Held:
 class _Visit:
     """State that was reloaded together."""
 
-    held: Sequence[Held]
+    held: Sequence[OffloadedTensor]
     window: Window
     memory: Tensor  # of the window, on the device
     is_newer: bool = False  # than what the host has
     left: Optional[Any] = None  # event: it has been written back
 
 
-class Device:
+class OffloadDevice:
     """The queues of a device, the host's memory for it, and what was reloaded to it, until it is
     offloaded."""
 
@@ -55,7 +55,7 @@ class Device:
         self._leaving: deque[_Visit] = deque()  # being written back, in order
         self._came: Optional[Any] = None  # behind reloads not waited for
 
-    def reload(self, held: Sequence[Held], streams: Sequence[Any]) -> None:
+    def reload(self, held: Sequence[OffloadedTensor], streams: Sequence[Any]) -> None:
         """Starts to bring tensors, where they are not here and may stay.
 
         On the stream of the steps, whichever the caller's is: that one gets the memory back. Beside
@@ -65,7 +65,7 @@ class Device:
         if not held:
             return
         device, backend = held[0].use.device, self.backend
-        shares = [Share(n, None, (Loan(each.host, device, True),)) for n, each in enumerate(held)]
+        shares = [Share(n, None, (Fetch(each.host, device, True),)) for n, each in enumerate(held)]
         window = Window(shares, device, self.arena)
         with backend.at_home():
             memory = backend.allocate(window.nbytes)

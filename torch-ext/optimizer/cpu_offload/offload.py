@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from ..distributed.utils import compute_device, local, with_local
 from ..state.specs import KEYS
 from .backend import OUT, Backend
-from .carrier import Carrier, Conveyor
-from .device import Device, Held, Use
+from .device import OffloadDevice, OffloadedTensor, Use
 from .hooks import Hooks
-from .windows import Loan, dense_stride
+from .prefetcher import Prefetcher, PrefetchRing
+from .windows import Fetch, dense_stride
 
 # How state comes to a step: carried through it, all at once before it, or under the backward.
 MODES = ("stream", "bulk", "backward")
@@ -44,16 +44,16 @@ class CPUOffload:
         self.hooks: Optional[Hooks] = None
         self.tags: dict[Tensor, Hashable] = {}
         self._stand_in: Optional[Backend] = None  # for the devices' own backends
-        self._devices: dict[torch.device, Device] = {}
-        self._held: dict[int, Held] = {}  # by id of the tensor in the state
-        self._carrier: Optional[Carrier] = None  # of the last step
+        self._devices: dict[torch.device, OffloadDevice] = {}
+        self._held: dict[int, OffloadedTensor] = {}  # by id of the tensor in the state
+        self._carrier: Optional[Prefetcher] = None  # of the last step
         self._plan: object = None  # of it
         self._used: tuple = ()
         self._lock = threading.Lock()  # autograd, whose hooks reload, has a thread for each device
 
-    def _device(self, device: torch.device) -> Device:
+    def _device(self, device: torch.device) -> OffloadDevice:
         if device not in self._devices:
-            self._devices[device] = Device(self._stand_in or Backend(device))
+            self._devices[device] = OffloadDevice(self._stand_in or Backend(device))
         return self._devices[device]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -91,7 +91,7 @@ class CPUOffload:
         self.is_on, self.mode, self.slot_bytes = True, mode, slot_bytes
         self._carrier = None
         if stand_in is not None and stand_in is not self._stand_in:
-            self.end_visits()
+            self.evict()
             self._stand_in, self._devices = stand_in, {}
         params = ((p, g["use_muon"]) for g in optimizer.param_groups for p in g["params"])
         self.hold(optimizer.state, params)
@@ -101,7 +101,7 @@ class CPUOffload:
         if self.hooks is not None:
             self.hooks.remove()
         self.hooks, self.is_on = None, False
-        self.end_visits()
+        self.evict()
         self._stand_in, self._devices, self._carrier = None, {}, None
         for param, own in state.items():  # also of those that have left the groups
             if not isinstance(param, Tensor):  # the user's own
@@ -186,7 +186,7 @@ class CPUOffload:
             if not self.holds(state[param][key])
         ]
         if strangers:  # what replaces a tensor makes its copy on the device old
-            self.end_visits()
+            self.evict()
             self.take(strangers)
         # Also of parameters that have been swapped out of the groups, and may come back.
         kept = {id(state[param][key]) for param in state for key in _tensors_of(state, param)}
@@ -214,34 +214,34 @@ class CPUOffload:
                 if not part.is_meta:
                     host.copy_(part)
                 own[key] = with_local(tensor, host)
-                self._held[id(own[key])] = Held(own[key], host, use)
+                self._held[id(own[key])] = OffloadedTensor(own[key], host, use)
             self._carrier = None
 
     def forget(self) -> None:
         """Lets go of all memory: what the host has is nobody's any more."""
         for device in self._devices.values():
             device.backend.recover()
-        self.end_visits()
+        self.evict()
         self._held, self._carrier = {}, None
 
     # -- within a step -------------------------------------------------------------------------
 
-    def here(self, tensor: Tensor) -> Tensor:
+    def current(self, tensor: Tensor) -> Tensor:
         """This rank's part of a tensor of the state, on its device if it is there."""
         held = self._held.get(id(tensor))
         if held is None:
             return local(tensor)
         return held.host if held.here is None else held.here
 
-    def loan(self, tensor: Tensor, part: Optional[Tensor] = None) -> list[Loan]:
+    def fetches(self, tensor: Tensor, part: Optional[Tensor] = None) -> list[Fetch]:
         """What has to be carried to use a tensor of the state, or a part of what is `here` of it:
         that, or nothing."""
         held = self._held.get(id(tensor))
         if held is None or held.here is not None:
             return []
-        return [Loan(held.host if part is None else part, held.use.device, True)]
+        return [Fetch(held.host if part is None else part, held.use.device, True)]
 
-    def begin_step(self, plan: object, use: object, once: bool) -> Carrier:
+    def begin_step(self, plan: object, use: object, once: bool) -> Prefetcher:
         """What carries the host's state through a step, but for what is on its device already.
 
         Args:
@@ -258,21 +258,21 @@ class CPUOffload:
         is_same = plan is self._plan and used == self._used
         if self._carrier is None or not self._carrier.is_prepared or not is_same:
             self._carrier, self._plan, self._used = self._new_carrier(), plan, used
-        carrier = self._carrier
+        prefetcher = self._carrier
         if once:
             self._carrier = None
-        return carrier
+        return prefetcher
 
-    def _new_carrier(self) -> Carrier:
+    def _new_carrier(self) -> Prefetcher:
         sizes: dict[torch.device, int] = defaultdict(int)
         for held in self._held.values():
             if held.here is None:
                 sizes[held.use.device] += held.host.nbytes
-        conveyors = {}
+        rings = {}
         for device, nbytes in sizes.items():
             slot_bytes = self.slot_bytes or max(int(SLOT_SHARE * nbytes), LEAST_SLOT_BYTES)
-            conveyors[device] = Conveyor(self._device(device), slot_bytes)
-        return Carrier(conveyors)
+            rings[device] = PrefetchRing(self._device(device), slot_bytes)
+        return Prefetcher(rings)
 
     def end_step(self, hosted: Iterable[torch.device]) -> None:
         """Sends back what was reloaded, unless that is the caller's to do.
@@ -287,7 +287,7 @@ class CPUOffload:
         if not self.manual:
             self.offload(hidden=self.mode != "bulk")
 
-    # -- on demand, on all devices: see the methods of `Device` ----------------------------------
+    # -- on demand, on all devices: see the methods of `OffloadDevice` ---------------------------
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -298,9 +298,9 @@ class CPUOffload:
             held = (self._held.get(id(tensor)) for tensor in tensors)
             self._reload((each for each in held if each is not None), streams)
 
-    def _reload(self, held: Iterable[Held], streams: Sequence[Any] = ()) -> None:
+    def _reload(self, held: Iterable[OffloadedTensor], streams: Sequence[Any] = ()) -> None:
         self.sweep()
-        by_device: dict[torch.device, list[Held]] = defaultdict(list)
+        by_device: dict[torch.device, list[OffloadedTensor]] = defaultdict(list)
         for each in held:
             by_device[each.use.device].append(each)
         for device, of_device in by_device.items():
@@ -322,7 +322,7 @@ class CPUOffload:
         for device in self._devices.values():
             device.settle()
 
-    def end_visits(self) -> None:
+    def evict(self) -> None:
         for device in self._devices.values():
             device.end()
 

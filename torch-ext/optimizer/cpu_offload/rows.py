@@ -8,7 +8,7 @@ from typing import Optional, TypeVar
 
 from torch import Tensor
 
-from . import Lent, narrow
+from . import Fetched, narrow
 
 AnyRows = TypeVar("AnyRows", bound="Rows")
 
@@ -20,13 +20,13 @@ class Rows:
     Fields that may come from host memory are the first ones. A field is None where no row has it.
     """
 
-    def part(self: AnyRows, lent: Optional[Lent]) -> AnyRows:
+    def part(self: AnyRows, fetched: Optional[Fetched]) -> AnyRows:
         """What a window has of the rows: its tensors, and pieces of those on the device.
 
         Args:
-            lent: shares of the rows, each with its tensors; None where nothing was carried.
+            fetched: shares of the rows, each with its tensors; None where nothing was carried.
         """
-        if lent is None:
+        if fetched is None:
             return self
         columns = {}
         for number, (key, column) in enumerate(vars(self).items()):
@@ -35,7 +35,7 @@ class Rows:
                     tensors[number]
                     if number < len(tensors)
                     else narrow(column[share.row], share.piece)
-                    for share, tensors in lent
+                    for share, tensors in fetched
                 ]
         return replace(self, **columns)
 
@@ -81,10 +81,10 @@ class AdamWRows(Rows):
     grads: list[Tensor]
     steps: list[Tensor]
 
-    def part(self, lent: Optional[Lent]) -> AdamWRows:
+    def part(self, fetched: Optional[Fetched]) -> AdamWRows:
         """A row that is cut is counted once: its last piece counts, the others count a copy."""
-        part = super().part(lent)
-        if lent is not None:
-            rows = ((share, self.steps[share.row]) for share, _ in lent)
+        part = super().part(fetched)
+        if fetched is not None:
+            rows = ((share, self.steps[share.row]) for share, _ in fetched)
             part.steps = [step if share.is_last else step.clone() for share, step in rows]
         return part

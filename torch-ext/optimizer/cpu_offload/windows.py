@@ -28,7 +28,7 @@ ALIGNED_NUMEL = (64, 32, 16)
 Index = tuple[slice, ...]
 
 
-class Loan(NamedTuple):
+class Fetch(NamedTuple):
     """A tensor in host memory that is needed on a device, and whether it is written there."""
 
     host: Tensor
@@ -41,7 +41,7 @@ class Share(NamedTuple):
 
     row: int  # its number
     piece: Optional[Index]  # of each of its tensors; None is all of them
-    loans: tuple[Loan, ...]  # of that piece
+    fetches: tuple[Fetch, ...]  # of that piece
     is_last: bool = True  # piece of the row
 
 
@@ -69,14 +69,14 @@ class Window:
         self.nbytes = 0  # on the device
         self._arena = arena
         self._last: Any = None  # what the last copy ends with
-        loans = [loan for share in shares for loan in share.loans]
-        places: dict[int, int] = {}  # by id of a loan
-        for loan in sorted(loans, key=lambda loan: loan.host.data_ptr()):
-            places[id(loan)] = self._place(loan)
+        fetches = [fetch for share in shares for fetch in share.fetches]
+        places: dict[int, int] = {}  # by id of a fetch
+        for fetch in sorted(fetches, key=lambda fetch: fetch.host.data_ptr()):
+            places[id(fetch)] = self._place(fetch)
         self.room = _aligned(self.nbytes)  # up to where the next window may begin
         self.written = [copy for copy in self.copies if copy.written]
         self._views = [
-            [(places[id(loan)], loan.host, dense_stride(loan.host)) for loan in share.loans]
+            [(places[id(fetch)], fetch.host, dense_stride(fetch.host)) for fetch in share.fetches]
             for share in shares
         ]
 
@@ -93,7 +93,7 @@ class Window:
         return backend.record(OUT)
 
     def views(self, memory: Tensor) -> list[tuple[Tensor, ...]]:
-        """The tensors of each share, in the order of its loans, in the window's bytes."""
+        """The tensors of each share, in the order of its fetches, in the window's bytes."""
         return [
             tuple(
                 memory[place : place + host.nbytes].view(host.dtype).as_strided(host.shape, stride)
@@ -102,16 +102,16 @@ class Window:
             for of_share in self._views
         ]
 
-    def _place(self, loan: Loan) -> int:
+    def _place(self, fetch: Fetch) -> int:
         """Appends a tensor; where it begins."""
         begin = self.nbytes
-        for number, interval in enumerate(intervals(loan.host)):
+        for number, interval in enumerate(intervals(fetch.host)):
             part = interval.view(torch.uint8)
-            copy = Copy(part, self.nbytes, loan.written)
+            copy = Copy(part, self.nbytes, fetch.written)
             if number == 0:
                 # As far from a boundary as in host memory, so that what is joined to it is, too.
                 place = _aligned(self.nbytes) + part.data_ptr() % PADDED_TO
-                copy = self._join(part, loan.written) or copy._replace(place=place)
+                copy = self._join(part, fetch.written) or copy._replace(place=place)
                 begin = copy.place + copy.host.numel() - part.numel()
             self.copies.append(copy)
             self.nbytes = copy.place + copy.host.numel()
@@ -201,7 +201,7 @@ def narrow(tensor: Optional[Tensor], piece: Optional[Index]) -> Any:
 
 
 def fill_windows(
-    rows: Sequence[Sequence[Loan]], most_bytes: Mapping[torch.device, int]
+    rows: Sequence[Sequence[Fetch]], most_bytes: Mapping[torch.device, int]
 ) -> Iterator[tuple[torch.device, list[Share]]]:
     """Devices and shares of windows that have all rows, in their order.
 
@@ -212,10 +212,10 @@ def fill_windows(
     shares: list[Share] = []
     device: Optional[torch.device] = None
     used = 0
-    for number, loans in enumerate(rows):
-        for share in _shares(number, loans, most_bytes):
-            nbytes = sum(loan.host.nbytes + ALIGNMENT for loan in share.loans)
-            other = loans[0].device if loans else device
+    for number, fetches in enumerate(rows):
+        for share in _shares(number, fetches, most_bytes):
+            nbytes = sum(fetch.host.nbytes + ALIGNMENT for fetch in share.fetches)
+            other = fetches[0].device if fetches else device
             if device is not None and (other != device or used + nbytes > most_bytes[device]):
                 yield device, shares
                 shares, used = [], 0
@@ -227,19 +227,19 @@ def fill_windows(
 
 
 def _shares(
-    row: int, loans: Sequence[Loan], most_bytes: Mapping[torch.device, int]
+    row: int, fetches: Sequence[Fetch], most_bytes: Mapping[torch.device, int]
 ) -> Iterator[Share]:
     """A row in as many pieces as its bytes ask for."""
-    if not loans:
+    if not fetches:
         yield Share(row, None, ())
         return
-    host = loans[0].host
-    most = most_bytes[loans[0].device] - ALIGNMENT * len(loans)
-    most_numel = max(1, most // sum(loan.host.dtype.itemsize for loan in loans))
+    host = fetches[0].host
+    most = most_bytes[fetches[0].device] - ALIGNMENT * len(fetches)
+    most_numel = max(1, most // sum(fetch.host.dtype.itemsize for fetch in fetches))
     if host.numel() <= most_numel:
-        yield Share(row, None, tuple(loans))
+        yield Share(row, None, tuple(fetches))
         return
     pieces = list(_cut(tuple(slice(0, n) for n in host.shape), _memory_order(host), most_numel))
     for piece in pieces:
-        of_piece = tuple(loan._replace(host=loan.host[piece]) for loan in loans)
+        of_piece = tuple(fetch._replace(host=fetch.host[piece]) for fetch in fetches)
         yield Share(row, piece, of_piece, is_last=piece is pieces[-1])

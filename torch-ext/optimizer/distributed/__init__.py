@@ -1,1 +1,1 @@
-"""Layouts, plans, and the bridge from DTensors to both."""
+"""ExpectedState, plans, and the bridge from DTensors to both."""

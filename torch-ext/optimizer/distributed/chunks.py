@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Optional
 
-from . import regions as layout
+from . import regions
 from .regions import Region
-from .staging import DEFAULT_RUN_BYTES, RUN_BYTES, Staging, matrices_per_batch
+from .staging import DEFAULT_SPAN_BYTES, SPAN_BYTES, Staging, matrices_per_batch
 from .units import Entry, Unit
 
 # The most that slots of an all-gather may take, in bytes of what they hold.
@@ -43,18 +43,18 @@ class Bundle:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return (len(self.units), *layout.shape_of(self.box))
+        return (len(self.units), *regions.shape_of(self.box))
 
     @property
     def numel(self) -> int:
-        return len(self.units) * layout.numel(self.box)
+        return len(self.units) * regions.numel(self.box)
 
 
 # What element-wise arithmetic is done on at once: bundles of one group and, of weights, one scale.
-Run = tuple[Bundle, ...]
+Span = tuple[Bundle, ...]
 
 
-class Part(NamedTuple):
+class PeerPart(NamedTuple):
     """One peer's parts of the units of a batch in one direction, as the owner keeps them.
 
     Args:
@@ -81,8 +81,8 @@ class Batch:
     """
 
     units: tuple[Unit, ...]
-    gathered: tuple[Part, ...]
-    returned: tuple[Part, ...]
+    gathered: tuple[PeerPart, ...]
+    returned: tuple[PeerPart, ...]
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Chunk:
 
     Args:
         momentum, weights: this rank's parts of all batches, in the order of those buffers, with as
-            much in one run as element-wise arithmetic is best done on at once.
+            much in one span as element-wise arithmetic is best done on at once.
         batches: what this rank owns.
         gather, scatter: the traffic.
         kept, kept_back: elements at the beginning of the two buffers that stay on this rank.
@@ -113,8 +113,8 @@ class Chunk:
             to be equal: the buffer of updates has one for each, in their order. 0 where not.
     """
 
-    momentum: tuple[Run, ...]
-    weights: tuple[Run, ...]
+    momentum: tuple[Span, ...]
+    weights: tuple[Span, ...]
     batches: tuple[Batch, ...]
     gather: Traffic
     scatter: Traffic
@@ -128,14 +128,14 @@ class _Way(NamedTuple):
     """One direction of a chunk: where this rank's parts and those of its batches lie.
 
     Args:
-        runs: this rank's parts.
+        spans: this rank's parts.
         parts: every peer's parts of each batch owned here.
         of_owners: elements that this rank's parts take, by the owner.
         of_peers: elements that parts of batches owned here take, by the peer.
     """
 
-    runs: tuple[Run, ...]
-    parts: list[tuple[Part, ...]]
+    spans: tuple[Span, ...]
+    parts: list[tuple[PeerPart, ...]]
     of_owners: list[int]
     of_peers: list[int]
 
@@ -147,8 +147,8 @@ class ChunkBuilder:
         self.staging = staging
         self.entries = staging.entries
         self.channel = channel = staging.channel
-        run_bytes = RUN_BYTES.get(channel.device.type, DEFAULT_RUN_BYTES)
-        self.run_numel = run_bytes // channel.wide.itemsize
+        span_bytes = SPAN_BYTES.get(channel.device.type, DEFAULT_SPAN_BYTES)
+        self.span_numel = span_bytes // channel.opmath.itemsize
 
     def chunk(self, owned: Mapping[int, Sequence[Unit]]) -> Chunk:
         """The chunk in which each owner, by its number, orthogonalizes these units."""
@@ -171,8 +171,8 @@ class ChunkBuilder:
             kept_back = slot
             returned = received = [slot * (peer != me) for peer in peers]
         return Chunk(
-            out.runs,
-            back.runs,
+            out.spans,
+            back.spans,
             tuple(map(Batch, batches.get(me, ()), out.parts, back.parts)),
             Traffic(tuple(sent), tuple(out.of_peers)),
             Traffic(tuple(returned), tuple(received)),
@@ -205,7 +205,7 @@ class ChunkBuilder:
         for unit in units:
             entry = self.entries[unit.entry]
             m = entry.matrices
-            shape = layout.shape_of(unit.box)
+            shape = regions.shape_of(unit.box)
             key: tuple = (entry.group, entry.dtype, entry.recipe, shape, m.row_dim, unit.rows)
             if len(self.channel.peers) > 1:  # every peer's part must be the same of all
                 key += (entry.sharding, m.shape[m.row_dim :], unit.box[m.row_dim])
@@ -233,7 +233,7 @@ class ChunkBuilder:
         """
         me, peers = self.channel.me, range(len(self.channel.peers))
         bundles: list[Bundle] = []
-        parts: list[list[Part]] = []  # of each batch owned here
+        parts: list[list[PeerPart]] = []  # of each batch owned here
         of_owners, of_peers = [0 for _ in peers], [0 for _ in peers]
         place = aside = 0
         for owner, of_owner in batches.items():
@@ -245,7 +245,7 @@ class ChunkBuilder:
                     aligned = ALIGNMENT // self.channel.wire.itemsize
                     place = -(-place // aligned) * aligned
                 if owner == me:
-                    parts.append([Part(me, box, place)])
+                    parts.append([PeerPart(me, box, place)])
                 bundles += self._bundles(units, box, place if travels else aside, travels, back)
                 if travels:
                     place += self._size(units, box, back)
@@ -261,18 +261,18 @@ class ChunkBuilder:
             for units, of_batch in zip(batches.get(me, ()), parts):
                 travels = back or self._serves(units[0], peer, me)
                 box = self._box(units[0], peer, back) if travels else NOTHING
-                of_batch.append(Part(peer, box, place))
+                of_batch.append(PeerPart(peer, box, place))
                 place += self._size(units, box, back)
             of_peers[peer] = place - begin
         by_peer = [tuple(sorted(of_batch)) for of_batch in parts]
-        return _Way(self._runs(bundles, back), by_peer, of_owners, of_peers)
+        return _Way(self._spans(bundles, back), by_peer, of_owners, of_peers)
 
     def _bundles(
         self, units: tuple[Unit, ...], box: Region, start: int, travels: bool, back: bool
     ) -> Iterator[Bundle]:
         """This rank's parts of a batch, of which the first begins at ``start``."""
-        size, along = layout.numel(box), self._along(units[0], box, back)
-        step = max(1, self.run_numel // size) if size else len(units)
+        size, along = regions.numel(box), self._along(units[0], box, back)
+        step = max(1, self.span_numel // size) if size else len(units)
         for first in range(0, len(units), step):
             some = units[first : first + step]
             yield Bundle(
@@ -284,23 +284,23 @@ class ChunkBuilder:
                 travels,
             )
 
-    def _runs(self, bundles: Iterable[Bundle], back: bool) -> tuple[Run, ...]:
+    def _spans(self, bundles: Iterable[Bundle], back: bool) -> tuple[Span, ...]:
         """Bundles that are updated alike and lie one behind the other in a buffer, while they fit.
 
         Alike are those of one group and, of weights, one scale.
         """
-        runs: list[list[Bundle]] = []
-        numel, last = 0, None  # of the last run
+        spans: list[list[Bundle]] = []
+        numel, last = 0, None  # of the last span
         for bundle in sorted(bundles, key=lambda bundle: (not bundle.travels, bundle.start)):
             unit = bundle.units[0]
             entry = self.entries[unit.entry]
             kind = (bundle.travels, entry.group, entry.scale(unit.rows) if back else None)
-            if kind != last or numel + bundle.numel > self.run_numel:
-                runs.append([])
+            if kind != last or numel + bundle.numel > self.span_numel:
+                spans.append([])
                 numel, last = 0, kind
-            runs[-1].append(bundle)
+            spans[-1].append(bundle)
             numel += bundle.numel
-        return tuple(map(tuple, runs))
+        return tuple(map(tuple, spans))
 
     def _serves(self, unit: Unit, peer: int, owner: int) -> bool:
         return self.entries[unit.entry].serves(self.channel.peers[peer], self.channel.peers[owner])
@@ -313,7 +313,7 @@ class ChunkBuilder:
     def _box(self, unit: Unit, peer: int, back: bool) -> Region:
         """The same of a unit, in coordinates of its box."""
         held = self._held(unit, peer, back)
-        return layout.relative(layout.intersect(unit.box, held), unit.box)
+        return regions.relative(regions.intersect(unit.box, held), unit.box)
 
     def _along(self, unit: Unit, box: Region, back: bool) -> int:
         """Elements that go along with a part: an exponent, or mean squares of an update.
@@ -324,13 +324,13 @@ class ChunkBuilder:
         if back and entry.second_moment:
             numbers = max(unit.rows, entry.matrices.cols) * max(1, 4 // self.channel.wire.itemsize)
             return entry.matrices.count(unit.box, unit.rows) * numbers
-        if self.channel.scaled and layout.numel(box):
+        if self.channel.scaled and regions.numel(box):
             return int(entry.goes_back_in_place or not back)
         return 0
 
     def _size(self, units: Sequence[Unit], box: Region, back: bool) -> int:
         """Elements that the parts of a batch take, with what goes along."""
-        return len(units) * (layout.numel(box) + self._along(units[0], box, back))
+        return len(units) * (regions.numel(box) + self._along(units[0], box, back))
 
 
 def _index(unit: Unit, part: Region, held: Region) -> Optional[tuple[slice, ...]]:
@@ -338,4 +338,4 @@ def _index(unit: Unit, part: Region, held: Region) -> Optional[tuple[slice, ...]
     stored = tuple((a + o, b + o) for (a, b), (o, _) in zip(part, unit.box))
     if stored == held:
         return None
-    return layout.slices(layout.relative(stored, held))
+    return regions.slices(regions.relative(stored, held))

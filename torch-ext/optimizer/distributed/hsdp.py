@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Optional
 
-from . import regions as layout
+from . import regions
 from .machine import DEFAULT_MACHINE, MACHINES, Machine
 from .staging import CHUNKS
 from .units import Entry
@@ -66,7 +66,7 @@ def seconds(entries: Sequence[Entry], rank: int, machine: Machine, spread: bool 
         beside_first = set(shards[1:])
         others = [r for r in everyone if r not in beside_first]
         m = entry.matrices
-        experts = layout.numel(entry.region(rank)[: m.row_dim])
+        experts = regions.numel(entry.region(rank)[: m.row_dim])
         for block in m.blocks if experts else ():
             cost, count = entry.cost(block.rows), experts * block.count
             size = block.rows * m.cols * entry.wire.itemsize

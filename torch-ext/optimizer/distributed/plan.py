@@ -19,12 +19,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Optional
 
-from . import regions as layout
+from . import regions
 from .chunks import Batch, Chunk, ChunkBuilder
 from .regions import Interval
 from .rounds import HIDING, Cutter, Kind
 from .staging import Staging, matrices_per_batch
-from .units import Channel, Entry, Unit, runs_of
+from .units import Channel, Entry, Unit, unit_rows
 
 
 @dataclass(frozen=True)
@@ -99,14 +99,14 @@ def make_plan(entries: Sequence[Entry], rank: int = 0, **options: Any) -> Plan:
     return Planner(entries, rank, **options).plan()
 
 
-def turn_of(peers: tuple[int, ...]) -> tuple:
+def lane_order(peers: tuple[int, ...]) -> tuple:
     """Sorts the sets of ranks that exchange something into the order in which all ranks do."""
     return (-len(peers), peers)
 
 
 def _order(channel: Channel) -> tuple:
-    formats = (channel.wire, channel.wide, channel.device)
-    return (turn_of(channel.peers), *map(str, formats))
+    formats = (channel.wire, channel.opmath, channel.device)
+    return (lane_order(channel.peers), *map(str, formats))
 
 
 def _make_room(cache: dict) -> None:
@@ -160,7 +160,7 @@ class Planner:
         self.whole: dict[tuple[int, ...], list[tuple[int, int, int]]] = defaultdict(list)
         self.elsewhere: list[tuple[Unit, int]] = []
         self.costs: dict[tuple[int, int], int] = {}  # FLOPs of a matrix, by entry and rows
-        self.runs: dict[tuple, list[tuple[Interval, int, tuple[int, ...]]]] = {}  # by layout
+        self.unit_rows: dict[tuple, list[tuple[Interval, int, tuple[int, ...]]]] = {}  # by layout
         with _without_collection():
             for number, entry in enumerate(self.entries):
                 self._add(number, entry)
@@ -208,12 +208,12 @@ class Planner:
         if not peers:
             return
         # What stays is rounded as a wire of 32 or 64 bits rounds it on other layouts.
-        rounded = entry.wire if entry.wire.itemsize >= 4 else entry.wide
-        staying = self.units[Channel((self.rank,), 0, False, rounded, entry.wide, entry.device)]
+        rounded = entry.wire if entry.wire.itemsize >= 4 else entry.opmath
+        staying = self.units[Channel((self.rank,), 0, False, rounded, entry.opmath, entry.device)]
         traveling = staying
         if len(peers) > 1:
             me = peers.index(self.rank)
-            channel = Channel(peers, me, self.everywhere, entry.wire, entry.wide, entry.device)
+            channel = Channel(peers, me, self.everywhere, entry.wire, entry.opmath, entry.device)
             traveling = self.units[channel]
         for unit, holders in self._units(number, entry, peers):
             if len(holders) > 1 or (entry.second_moment and len(peers) > 1):
@@ -230,8 +230,8 @@ class Planner:
         """The units of an entry that this rank and its peers hold, with the peers that do."""
         m = entry.matrices
         experts = entry.region(self.rank)[: m.row_dim]
-        cols = layout.whole(m.shape[m.row_dim + 1 :])
-        if layout.numel(experts) * m.rows * m.cols == 0:
+        cols = regions.whole(m.shape[m.row_dim + 1 :])
+        if regions.numel(experts) * m.rows * m.cols == 0:
             return
         if len(peers) == 1:
             for blocks in m.blocks:
@@ -239,12 +239,12 @@ class Planner:
                 yield Unit(number, (*experts, rows, *cols), blocks.rows), (0,)
             return
         key = (m, entry.sharding, peers)
-        if key not in self.runs:
+        if key not in self.unit_rows:
             held = [entry.region(peer)[m.row_dim :] for peer in peers]
-            self.runs[key] = list(runs_of(m.blocks, held))
+            self.unit_rows[key] = list(unit_rows(m.blocks, held))
         for expert in itertools.product(*(range(start, stop) for start, stop in experts)):
             box = tuple((index, index + 1) for index in expert)
-            for rows, each, holders in self.runs[key]:
+            for rows, each, holders in self.unit_rows[key]:
                 yield Unit(number, (*box, rows, *cols), each), holders
 
     def _cut(self, unit: Unit) -> list[Unit]:
@@ -348,7 +348,7 @@ class Planner:
                 owner = heap[0][2]
             else:
                 owner = min(holders, key=lambda peer: (loads[peer], held[peer], peer))
-            numel = layout.numel(unit.box)
+            numel = regions.numel(unit.box)
             loads[owner] += cost
             held[owner] += numel
             heapq.heappush(heap, (loads[owner], held[owner], owner))

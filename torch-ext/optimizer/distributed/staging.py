@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Optional
 
-from . import regions as layout
+from . import regions
 from .units import Channel, Entry, Unit
 
 # What element-wise arithmetic is done on at once, in bytes of a wide copy.
-RUN_BYTES = {"cpu": 256 << 10}
-DEFAULT_RUN_BYTES = 64 << 20
+SPAN_BYTES = {"cpu": 256 << 10}
+DEFAULT_SPAN_BYTES = 64 << 20
 
 # Matrices orthogonalized as one batch, in bytes of their wide copy: a few of them fill an
 # accelerator, and where state is streamed each batch waits for its own; on CPUs a batch that stays
@@ -48,7 +48,7 @@ def matrices_per_batch(
         return chunk_size
     limit = BATCH_BYTES.get(entry.device.type, DEFAULT_BATCH_BYTES)
     limit = limit if most_bytes is None else min(limit, most_bytes)
-    return max(1, limit // (rows * entry.matrices.cols * entry.wide.itemsize))
+    return max(1, limit // (rows * entry.matrices.cols * entry.opmath.itemsize))
 
 
 class Staging:
@@ -83,7 +83,7 @@ class Staging:
         self.ranks = len(channel.peers)
         elements: Counter[int] = Counter()  # of each entry
         for unit in units:
-            elements[unit.entry] += layout.numel(unit.box)
+            elements[unit.entry] += regions.numel(unit.box)
         total = sum(elements.values())
         copies = sum(n * entries[number].copies(channel.rank) for number, n in elements.items())
         self.copies = copies / max(1, total)
@@ -93,12 +93,12 @@ class Staging:
         if self.ranks > 1:
             held = total * self.copies / self.ranks  # elements of the weights on a rank
             least, most = CHUNK_BYTES.get(device, DEFAULT_CHUNK_BYTES)
-            self.batch_bytes = max(least, int(BATCH_SHARE * held * channel.wide.itemsize))
+            self.batch_bytes = max(least, int(BATCH_SHARE * held * channel.opmath.itemsize))
             share = int(held * channel.wire.itemsize) // CHUNKS
             # What comes back from an owner are as many copies.
             self.chunk_bytes = int(max(least, min(most, share)) / self.copies)
         self._in_place = all(entries[number].goes_back_in_place for number in elements)
-        sizes = [layout.numel(unit.box) * entries[unit.entry].dtype.itemsize for unit in units]
+        sizes = [regions.numel(unit.box) * entries[unit.entry].dtype.itemsize for unit in units]
         room = STAGING_OF_LOCAL * (sum(sizes) * self.copies / self.ranks)
         room = max(
             room + STAGING_OF_LARGEST * max(sizes), LEAST_STAGING.get(device, DEFAULT_LEAST_STAGING)
@@ -114,13 +114,13 @@ class Staging:
 
     def fit(self, gathered: Sequence[Gathered], in_flight: int) -> bool:
         """Whether so many chunks fit into it, with the way back of one that is computed."""
-        size, wide = self.channel.wire.itemsize, self.channel.wide.itemsize
-        run = RUN_BYTES.get(self.channel.device.type, DEFAULT_RUN_BYTES) if wide > size else 0
+        size, wide = self.channel.wire.itemsize, self.channel.opmath.itemsize
+        span = SPAN_BYTES.get(self.channel.device.type, DEFAULT_SPAN_BYTES) if wide > size else 0
         buffers, back = [], []  # of each chunk, and of its way back with a wide copy
         for most, total in gathered:
             held = total * self.copies / self.ranks
             buffers.append(int(most * self.copies + held))
-            copy = min(run, int(held) * wide // size)
+            copy = min(span, int(held) * wide // size)
             back.append(copy if self._in_place else buffers[-1] + copy)
         windows = (buffers[at : at + in_flight] for at in range(len(buffers)))
         return max(map(sum, windows)) + max(back) <= self.room
@@ -128,7 +128,7 @@ class Staging:
     def _bytes_of_work(self, unit: Unit) -> int:
         """For a batch: matrices twice, products of their shorter sides, and wide copies."""
         entry = self.entries[unit.entry]
-        numel, cols = layout.numel(unit.box), entry.matrices.cols
+        numel, cols = regions.numel(unit.box), entry.matrices.cols
         count = entry.matrices.count(unit.box, unit.rows)
         arithmetic = entry.recipe.dtype
         squares = 4 if entry.recipe.form(unit.rows, cols).is_gram else 2
@@ -138,5 +138,5 @@ class Staging:
         together = matrices_per_batch(entry, unit.rows, self.chunk_size, self.batch_bytes)
         work *= max(1, together // count)
         if entry.second_moment:
-            work += unit.rows * cols * entry.wide.itemsize  # squares, matrix by matrix
+            work += unit.rows * cols * entry.opmath.itemsize  # squares, matrix by matrix
         return work

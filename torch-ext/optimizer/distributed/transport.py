@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..scratch import Scratch
-from . import regions as layout
-from . import wire
+from . import regions, wire
 from .chunks import Batch, Chunk, Traffic
 from .collectives import all_gather_slots
 from .plan import Lane
@@ -70,16 +69,16 @@ class Transport:
 
     def assemble(self, batch: Batch) -> Tensor:
         """Whole units, (n, *shape of each), which may be overwritten."""
-        shape = (len(batch.units), *layout.shape_of(batch.units[0].box))
+        shape = (len(batch.units), *regions.shape_of(batch.units[0].box))
         if self._gathered is None:
             return self.momentum[batch.gathered[0].start :][: math.prod(shape)].view(shape)
         X = self._scratch.empty("gathered", shape, self.lane.wire, self.lane.device)
         here, there, exponents = [], [], []
         for part in batch.gathered:
-            numel = layout.numel(part.box) * shape[0]
+            numel = regions.numel(part.box) * shape[0]
             if numel:
                 source = self.momentum if part.peer == self.lane.me else self._gathered
-                here.append(X[(slice(None), *layout.slices(part.box))])
+                here.append(X[(slice(None), *regions.slices(part.box))])
                 there.append(source[part.start : part.start + numel].view(here[-1].shape))
                 exponents.append(source[part.start + numel :][: shape[0]])
         torch._foreach_copy_(here, there)
@@ -100,9 +99,9 @@ class Transport:
             buffer = self._returned
             if buffer is None or part.peer == self.lane.me:
                 buffer = self.updates
-            stop = part.start + layout.numel(part.box) * len(batch.units)
+            stop = part.start + regions.numel(part.box) * len(batch.units)
             if stop > part.start:
-                there.append(units[(slice(None), *layout.slices(part.box))])
+                there.append(units[(slice(None), *regions.slices(part.box))])
                 here.append(buffer[part.start : stop].view(there[-1].shape))
             if squares is not None:
                 wire.write_numbers(squares, buffer, stop)

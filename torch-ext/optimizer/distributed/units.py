@@ -11,7 +11,7 @@ import torch
 from ..core import update_scale
 from ..matrices import Blocks, Matrices
 from ..newton_schulz import Recipe
-from . import regions as layout
+from . import regions
 from .regions import Interval, Region, Sharding
 
 
@@ -51,14 +51,14 @@ class Entry:
     adjust_lr: str = "none"
 
     @property
-    def wide(self) -> torch.dtype:
+    def opmath(self) -> torch.dtype:
         """What element-wise arithmetic is done in."""
         return torch.promote_types(self.dtype, torch.float32)
 
     def region(self, rank: int) -> Region:
         """The part of the stored tensor whose weights a rank holds."""
         shape = self.matrices.shape
-        return layout.whole(shape) if self.sharding is None else self.sharding.region(shape, rank)
+        return regions.whole(shape) if self.sharding is None else self.sharding.region(shape, rank)
 
     def momentum_region(self, rank: int) -> Region:
         """The part of the stored tensor whose momentum a rank holds."""
@@ -135,7 +135,7 @@ class Channel:
         me: number of this rank among them.
         everywhere: every peer orthogonalizes every matrix, and nothing is given back.
         wire: dtype of the buffers.
-        wide: of element-wise arithmetic.
+        opmath: of element-wise arithmetic.
         device: of the local tensors.
     """
 
@@ -143,7 +143,7 @@ class Channel:
     me: int
     everywhere: bool
     wire: torch.dtype
-    wide: torch.dtype
+    opmath: torch.dtype
     device: torch.device
 
     @property
@@ -157,7 +157,7 @@ class Channel:
         return self.wire == torch.float16 and len(self.peers) > 1
 
 
-def runs_of(
+def unit_rows(
     blocks: Sequence[Blocks], held: Sequence[Region]
 ) -> Iterator[tuple[Interval, int, tuple[int, ...]]]:
     """Rows of units, rows of each of their matrices, and the numbers of the peers that hold some.
@@ -166,16 +166,16 @@ def runs_of(
         blocks: how the rows of a stored matrix fall into matrices.
         held: the rows and columns that each peer has of it.
     """
-    for run in blocks:
-        of_run: list[tuple[Interval, int, tuple[int, ...]]] = []
-        for start in range(run.start, run.stop, run.rows):
-            rows = (start, start + run.rows)
+    for block in blocks:
+        of_block: list[tuple[Interval, int, tuple[int, ...]]] = []
+        for start in range(block.start, block.stop, block.rows):
+            rows = (start, start + block.rows)
             holders = tuple(
                 peer
                 for peer, region in enumerate(held)
-                if layout.numel((layout.overlap(region[0], rows), *region[1:]))
+                if regions.numel((regions.overlap(region[0], rows), *region[1:]))
             )
-            if len(holders) == 1 and of_run and of_run[-1][2] == holders:
-                rows = (of_run.pop()[0][0], rows[1])
-            of_run.append((rows, run.rows, holders))
-        yield from of_run
+            if len(holders) == 1 and of_block and of_block[-1][2] == holders:
+                rows = (of_block.pop()[0][0], rows[1])
+            of_block.append((rows, block.rows, holders))
+        yield from of_block

@@ -179,7 +179,7 @@ def describe(tensor: Tensor) -> str:
     return f"{list(tensor.placements)} on ({sizes})"  # type: ignore[attr-defined]
 
 
-def layout_of(tensor: Tensor) -> Optional[tuple]:
+def mesh_placements_of(tensor: Tensor) -> Optional[tuple]:
     """Mesh and placements, comparable; None for a plain tensor."""
     if not isinstance(tensor, DTensor):
         return None
@@ -205,7 +205,7 @@ def is_sharded(tensor: Tensor) -> bool:
 def sharding_of(tensor: Tensor) -> Optional[Sharding]:
     """How a DTensor lies on its mesh, as plain data, which takes Partial for Replicate; None for a
     plain tensor."""
-    layout = layout_of(tensor)
+    layout = mesh_placements_of(tensor)
     return None if layout is None else _sharding(*layout)
 
 
@@ -221,7 +221,7 @@ def _sharding(mesh: Any, placements: tuple) -> Sharding:
     return Sharding(tuple(mesh.mesh.shape), tuple(ranks), tuple(splits))
 
 
-def layout_by_expert(param: Tensor, experts: int) -> Optional[tuple]:
+def expert_placements_of(param: Tensor, experts: int) -> Optional[tuple]:
     """Mesh and placements of a DTensor as far as they cut its first ``experts`` dimensions."""
     if not is_dtensor(param):
         return None
@@ -232,7 +232,7 @@ def layout_by_expert(param: Tensor, experts: int) -> Optional[tuple]:
     return param.device_mesh, tuple(placements)  # type: ignore[attr-defined]
 
 
-def state_layout(param: Tensor, replicas: Optional[Replicas]) -> Optional[tuple]:
+def state_placements_of(param: Tensor, replicas: Optional[Replicas]) -> Optional[tuple]:
     """Mesh and placements of state that replicas of a plain parameter divide by rows, if any do."""
     if replicas is None or is_dtensor(param):
         return None
@@ -244,7 +244,7 @@ def divide(tensor: Tensor, layout: tuple) -> Tensor:
 
     Args:
         tensor: what is to be divided.
-        layout: mesh and placements, as `state_layout` or `layout_of` have them.
+        layout: mesh and placements, as `state_placements_of` or `mesh_placements_of` have them.
     """
     held = tensor.detach()[slices(_sharding(*layout).region(tensor.shape, dist.get_rank()))]
     held = held.clone(memory_format=torch.contiguous_format)

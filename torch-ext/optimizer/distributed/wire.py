@@ -30,7 +30,7 @@ def scale_down(parts: Sequence[Tensor], outputs: Sequence[Tensor], largest: Tens
     # Zeros set no scale for the parts that they meet; Inf and NaN go as they are.
     exponents = torch.where(largest == 0, _SMALLEST_EXPONENT - _LARGEST, exponents)
     exponents = torch.where(torch.isfinite(largest), exponents, 0).to(torch.float32)
-    if triton_kernels.run_on(largest.device.type):
+    if triton_kernels.is_used_on(largest.device.type):
         from ..triton_kernels import elementwise
 
         elementwise.pack(parts, outputs, exponents)

@@ -11,11 +11,10 @@ from torch import Tensor
 
 from .. import adamw
 from ..async_utils import Do, Event
-from ..distributed import regions as layout
+from ..distributed import regions, zero2
 from ..distributed import utils as dtensors
-from ..distributed import zero2
 from ..distributed.plan import Entry, Lane, Plan, Unit
-from ..parameters.options import Group, OptimizerWide
+from ..parameters.options import Group, Settings
 from ..parameters.survey import Survey
 
 COLUMNS = ("parameter", "shape", "placement", "algorithm", "owner", "FLOPs", "moved by all")
@@ -78,14 +77,14 @@ def summarize(
     groups: Sequence[Group],
     found: Survey,
     plan: Plan,
-    wide: OptimizerWide,
+    settings: Settings,
     state: str,
     clipped: Collection[int],
 ) -> Summary:
     """The summary of a plan in which all trainable parameters take part.
 
     Args:
-        groups, found, plan, wide: that the plan was made from.
+        groups, found, plan, settings: that the plan was made from.
         state: where it is, in words.
         clipped: ids of the parameters that QK-Clip scales.
     """
@@ -94,10 +93,10 @@ def summarize(
     for number, (group, entries) in enumerate(zip(groups, found.entries)):
         for index, (param, entry) in enumerate(zip(group.params, entries)):
             placement, traffic = dtensors.describe(param), 0
-            if wide.process_group is not None and not dtensors.is_dtensor(param):
-                ranks = len(wide.process_group.ranks)
+            if settings.process_group is not None and not dtensors.is_dtensor(param):
+                ranks = len(settings.process_group.ranks)
                 placement = f"on each of {ranks} ranks"
-                if wide.divided is not None and param.requires_grad:
+                if settings.divided is not None and param.requires_grad:
                     divided = group.use_muon or zero2.is_divided(param.shape, ranks)
                     gathered = divided and not group.use_muon  # the rows that AdamW has updated
                     sent = zero2.bytes_sent(param, divided, gathered, ranks)
@@ -207,10 +206,10 @@ def _units(plan: Plan) -> Iterator[tuple[Unit, tuple[int, ...], Optional[Lane]]]
 def _bytes_moved(plan: Plan, lane: Lane, unit: Unit, owner: int) -> int:
     """What travels to one owner of a unit and back from it."""
 
-    def held(region: layout.Region) -> int:
-        return layout.numel(layout.intersect(unit.box, region))
+    def held(region: regions.Region) -> int:
+        return regions.numel(regions.intersect(unit.box, region))
 
-    entry, numel = plan.entries[unit.entry], layout.numel(unit.box)
+    entry, numel = plan.entries[unit.entry], regions.numel(unit.box)
     elements = numel - held(entry.momentum_region(owner))
     if lane.scaled:  # an exponent for each part
         serving = (p for p in lane.peers if p != owner and entry.serves(p, owner))

@@ -120,7 +120,7 @@ def _orthogonalize(
         size = _normalize(batch, factor, eps, overwrite, scratch, X)  # (n, 1, 1)
 
     form, side = recipe.form(rows, cols), min(rows, cols)
-    without_kernels = form.products == "tiles" and not triton_kernels.run_on(X.device.type)
+    without_kernels = form.products == "tiles" and not triton_kernels.is_used_on(X.device.type)
     products = PRODUCTS["whole" if without_kernels else form.products]
     Y = scratch.empty("Y", X.shape, X.dtype, X.device)
     squares = [
@@ -224,7 +224,7 @@ def _divided(G: Tensor, by: Tensor, scratch: Optional[Scratch]) -> Tensor:
     """In the dtype of ``by``: in a buffer, or in place where there are none."""
     if scratch is None:
         return G.div_(by)
-    return scratch.empty("wide", G.shape, by.dtype, G.device).copy_(G).div_(by)
+    return scratch.empty("opmath", G.shape, by.dtype, G.device).copy_(G).div_(by)
 
 
 def _normalize_exactly(
@@ -240,7 +240,7 @@ def _normalize_exactly(
         NaN of a matrix with Inf or NaN.
     """
     dtype = torch.promote_types(G.dtype, torch.float32)
-    by_kernels = triton_kernels.run_on(G.device.type)
+    by_kernels = triton_kernels.is_used_on(G.device.type)
     if by_kernels:
         from ..triton_kernels import elementwise
 

@@ -223,7 +223,7 @@ def settle_steps(group: dict[str, Any], given: bool) -> None:
 
 
 @dataclass(frozen=True)
-class OptimizerWide:
+class Settings:
     """Options that hold for all groups; the constructor's arguments of these names.
 
     Ranks compare these options, and of a process group its ranks.
@@ -263,7 +263,7 @@ class OptimizerWide:
 
     def validate(self) -> None:
         """Checks these options, as `Group.validate` does those of a group."""
-        for key, option in WIDE_OPTIONS.items():
+        for key, option in SETTINGS.items():
             option.check(key, getattr(self, key))
         if self.process_group is not None:
             self.process_group.check_alive()
@@ -275,15 +275,15 @@ class OptimizerWide:
             )
 
 
-WIDE_OPTIONS = _options_of(OptimizerWide)
+SETTINGS = _options_of(Settings)
 
 # Arguments of `Muon` that hold for all groups, and are refused as keys of one.
-OPTIMIZER_WIDE = (*WIDE_OPTIONS, "clip_config", "clip_mode")
+CONSTRUCTOR_ONLY = (*SETTINGS, "clip_config", "clip_mode")
 
 
-def is_exact(group: Group, wide: OptimizerWide) -> bool:
+def is_exact(group: Group, settings: Settings) -> bool:
     """Whether the group is in exact mode: the same bits on every layout and machine.
 
     Arithmetic and wire have to be given as fp32 or fp64. What None chooses is made for speed.
     """
-    return {group.ns_dtype, wide.comm_dtype} <= {torch.float32, torch.float64}
+    return {group.ns_dtype, settings.comm_dtype} <= {torch.float32, torch.float64}

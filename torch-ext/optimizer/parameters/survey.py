@@ -12,15 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..distributed import agreement, hsdp
-from ..distributed import regions as layout
+from ..distributed import agreement, hsdp, regions
 from ..distributed import utils as dtensors
 from ..distributed.plan import Entry, Plan, Planner
 from ..matrices import Matrices, read_as_matrices
 from ..newton_schulz import Recipe, recipe_for
 from . import validation
 from .names import has_component, matches
-from .options import GROUP_OPTIONS, STRUCTURE, Group, OptimizerWide
+from .options import GROUP_OPTIONS, STRUCTURE, Group, Settings
 
 # What plans, and what is carried by a plan, depend on, beside the parameters.
 _PLANNED = (
@@ -65,23 +64,23 @@ class Survey:
     def all_entries(self) -> list[Entry]:
         return [entry for of_group in self.entries for entry in of_group if entry is not None]
 
-    def planner(self, groups: Sequence[Group], wide: OptimizerWide) -> Planner:
+    def planner(self, groups: Sequence[Group], settings: Settings) -> Planner:
         """Makes the plans of this survey's steps."""
-        if wide.streams not in self.planners:
+        if settings.streams not in self.planners:
             trainable = [
                 entry
                 for entry in self.all_entries
                 if groups[entry.group].params[entry.index].requires_grad
             ]
-            self.planners[wide.streams] = Planner(
+            self.planners[settings.streams] = Planner(
                 trainable,
                 this_rank(),
-                chunk_size=wide.chunk_size,
-                warmup_step=wide.warmup_step,
-                everywhere=wide.use_distributed_muon,
-                streams=wide.streams,
+                chunk_size=settings.chunk_size,
+                warmup_step=settings.warmup_step,
+                everywhere=settings.use_distributed_muon,
+                streams=settings.streams,
             )
-        return self.planners[wide.streams]
+        return self.planners[settings.streams]
 
 
 NO_SURVEY = Survey([()], [], [])  # of no groups that there could be
@@ -98,7 +97,7 @@ def facts_of(group: Group) -> tuple:
                 p.dtype,
                 p.is_leaf and getattr(p, "grad_dtype", None),
                 p.device,
-                dtensors.layout_of(p),
+                dtensors.mesh_placements_of(p),
                 p.requires_grad,
             )
             for p in group.params
@@ -109,7 +108,7 @@ def facts_of(group: Group) -> tuple:
     )
 
 
-def survey(groups: Sequence[Group], wide: OptimizerWide, last: Survey) -> Survey:
+def survey(groups: Sequence[Group], settings: Settings, last: Survey) -> Survey:
     """The survey of all groups; the last one where nothing has changed.
 
     Raises:
@@ -123,7 +122,9 @@ def survey(groups: Sequence[Group], wide: OptimizerWide, last: Survey) -> Survey
     for number, group in enumerate(groups):
         names: list[str] = []
         entries: list[Optional[Entry]] = []
-        for index, entry in enumerate(entries_of(group, number, wide)):  # checks the group first
+        for index, entry in enumerate(
+            entries_of(group, number, settings)
+        ):  # checks the group first
             param, name = group.params[index], group.name_of(index)
             if entry is not None:
                 _check_shard(param, name)
@@ -132,15 +133,17 @@ def survey(groups: Sequence[Group], wide: OptimizerWide, last: Survey) -> Survey
                 name = f"{name} ({seen[name]})"
             names.append(name)
             entries.append(None if entry is None else replace(entry, name=name))
-            ranks = shared_with(param, wide)
+            ranks = shared_with(param, settings)
             if ranks is not None:
                 shared = found.shared[ranks]
                 shared.lines.append(_line(name, param, group, entry))
                 shared.groups.setdefault(number, (name, facts[number][-1]))
         found.names.append(names)
         found.entries.append(entries)
-    if not wide.use_distributed_muon:
-        told = iter(hsdp.share_work(found.all_entries, this_rank(), wide.hsdp, wide.machine))
+    if not settings.use_distributed_muon:
+        told = iter(
+            hsdp.share_work(found.all_entries, this_rank(), settings.hsdp, settings.machine)
+        )
         found.entries = [
             [None if entry is None else next(told) for entry in of_group]
             for of_group in found.entries
@@ -162,22 +165,22 @@ def this_rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
-def entries_of(group: Group, number: int, wide: OptimizerWide) -> list[Optional[Entry]]:
+def entries_of(group: Group, number: int, settings: Settings) -> list[Optional[Entry]]:
     """A group's parameters as a plan sees them, all of them checked; None for AdamW's.
 
     Raises:
         ValueError: wrong names or parameters, matrices that can't be read as asked for.
     """
-    validation.check_params(group, wide)
+    validation.check_params(group, settings)
     if not group.use_muon:
         return [None] * len(group.params)
-    return [_entry(group, number, index, wide) for index in range(len(group.params))]
+    return [_entry(group, number, index, settings) for index in range(len(group.params))]
 
 
-def _entry(group: Group, number: int, index: int, wide: OptimizerWide) -> Entry:
+def _entry(group: Group, number: int, index: int, settings: Settings) -> Entry:
     param = group.params[index]
     device = dtensors.compute_device(param)
-    replicas = None if dtensors.is_dtensor(param) else wide.process_group
+    replicas = None if dtensors.is_dtensor(param) else settings.process_group
     recipe = recipe_for(
         group.ns_coefficients,
         group.ns_steps,
@@ -195,7 +198,7 @@ def _entry(group: Group, number: int, index: int, wide: OptimizerWide) -> Entry:
         sharding=dtensors.sharding_of(param) if replicas is None else replicas.weights,
         dtype=param.dtype,
         device=device,
-        wire=wide.comm_dtype or wire_of(recipe),
+        wire=settings.comm_dtype or wire_of(recipe),
         recipe=recipe,
         second_moment=group.beta2 is not None,
         momentum=None if replicas is None else replicas.state,
@@ -213,7 +216,7 @@ def _check_shard(param: Tensor, name: str) -> None:
     sharding, rank = dtensors.sharding_of(param), this_rank()
     if sharding is None or rank not in sharding.ranks:
         return
-    expected, held = layout.shape_of(sharding.region(param.shape, rank)), dtensors.held(param)
+    expected, held = regions.shape_of(sharding.region(param.shape, rank)), dtensors.held(param)
     if held.shape != expected:
         raise ValueError(
             f"{name} is {dtensors.describe(param)}, of which this rank should hold {expected}, but "
@@ -274,9 +277,9 @@ def read_by_options(
     return read_as_matrices(shape, is_expert, flatten, split)
 
 
-def shared_with(param: Tensor, wide: OptimizerWide) -> Optional[agreement.Ranks]:
+def shared_with(param: Tensor, settings: Settings) -> Optional[agreement.Ranks]:
     """The ranks that a parameter is shared with: of its mesh, or of the process group."""
-    return dtensors.ranks_of(param) if dtensors.is_dtensor(param) else wide.replicas
+    return dtensors.ranks_of(param) if dtensors.is_dtensor(param) else settings.replicas
 
 
 def notes_of(
@@ -284,7 +287,7 @@ def notes_of(
     found: Survey,
     plan: Plan,
     absent: Collection[int],
-    wide: OptimizerWide,
+    settings: Settings,
     more: Mapping[agreement.Ranks, Sequence[str]],
     optimizer: Callable[[agreement.Ranks], str],
 ) -> dict[agreement.Ranks, agreement.Notes]:
@@ -292,7 +295,7 @@ def notes_of(
     the same matrices which of these have gradients; those of a lane what they exchange.
 
     Args:
-        groups, found, plan, wide: of this step.
+        groups, found, plan, settings: of this step.
         absent: numbers of the plan's entries that take no part in it.
         more: further lines for the ranks of a mesh.
         optimizer: how the ranks of a mesh tell it from others.
@@ -301,13 +304,13 @@ def notes_of(
     gradients: dict[agreement.Ranks, list[str]] = defaultdict(list)
     owners: dict[agreement.Ranks, str] = defaultdict(str)
     for ranks, shared in found.shared.items():
-        lines[ranks] += [*_lines_of_wide(wide, ranks), *shared.lines]
+        lines[ranks] += [*_lines_of_settings(settings, ranks), *shared.lines]
         for number, (first, _) in shared.groups.items():
             chosen = (f"{key} = {_told(getattr(groups[number], key))}" for key in GROUP_OPTIONS)
             lines[ranks] += [f"{option} in the group of {first}" for option in chosen]
     for group, names in zip(groups, found.names):
         for param, name in zip(group.params, names) if not group.use_muon else ():
-            replicas = _replicas_that_compare(param, group, plan.rank, wide)
+            replicas = _replicas_that_compare(param, group, plan.rank, settings)
             if len(replicas) > 1:
                 gradients[replicas].append(name)
     for ranks, further in more.items():
@@ -316,7 +319,7 @@ def notes_of(
         if number in absent:
             continue
         param = groups[entry.group].params[entry.index]
-        for ranks in _compare_gradients(entry, param, plan.rank, wide):
+        for ranks in _compare_gradients(entry, param, plan.rank, settings):
             gradients[ranks].append(entry.name)
     for lane in plan.lanes:
         owners[lane.peers] += lane.digest
@@ -332,7 +335,7 @@ def notes_of(
 
 
 def _compare_gradients(
-    entry: Entry, param: Tensor, rank: int, wide: OptimizerWide
+    entry: Entry, param: Tensor, rank: int, settings: Settings
 ) -> list[agreement.Ranks]:
     """The sets of ranks that hear of an entry that takes part; the others of a set have to as well.
 
@@ -340,7 +343,7 @@ def _compare_gradients(
     don't average: replicas would part, or make one matrix of the gradient and of zeros.
     """
     holders = entry.holders(rank)
-    averaged = entry.momentum is not None and wide.divided is not None
+    averaged = entry.momentum is not None and settings.divided is not None
     if averaged or entry.sharding is None:
         return [holders]
     replicas = entry.sharding.peers(rank, (), replicas=True)
@@ -350,25 +353,25 @@ def _compare_gradients(
 
 
 def _replicas_that_compare(
-    param: Tensor, group: Group, rank: int, wide: OptimizerWide
+    param: Tensor, group: Group, rank: int, settings: Settings
 ) -> agreement.Ranks:
     """The replicas of what a rank holds of AdamW's parameter, which hear whether it takes part.
 
     Where every rank applies its own gradient, zeros on some ranks only would part the replicas.
     """
     sharding = dtensors.sharding_of(param)
-    is_averaged = sharding is None and wide.divided is not None
+    is_averaged = sharding is None and settings.divided is not None
     if not (group.takes_part(param) and (is_averaged or param.grad is not None)):
         return ()
     if sharding is None:
-        return wide.replicas or ()
+        return settings.replicas or ()
     return sharding.peers(rank, (), replicas=True)
 
 
-def _lines_of_wide(wide: OptimizerWide, ranks: agreement.Ranks) -> list[str]:
+def _lines_of_settings(settings: Settings, ranks: agreement.Ranks) -> list[str]:
     """Options of all groups; ranks of another mesh may each have a process group of their own."""
-    apart = () if ranks == wide.replicas else ("process_group",)
-    told = {**vars(wide), "state streamed (turn_on_cpu_offload)": wide.streams}
+    apart = () if ranks == settings.replicas else ("process_group",)
+    told = {**vars(settings), "state streamed (turn_on_cpu_offload)": settings.streams}
     del told["streams"]
     return [f"{key} = {value!r}" for key, value in told.items() if key not in apart]
 

@@ -22,7 +22,7 @@ from ..distributed.collectives import has_backend
 from ..distributed.plan import Plan
 from . import options
 from .names import has_component, matches
-from .options import Group, OptimizerWide
+from .options import Group, Settings
 
 _WRITE_THIS = (
     "Muon takes a list of parameter groups that say use_muon, for example "
@@ -80,7 +80,7 @@ def check_keys(group: Mapping[str, Any], known: Iterable[str], where: str) -> No
     """Other keys than the options are the user's own, unless they look like a mistyped option."""
     known = {"params", "names", "param_names", "use_muon", *known}
     for key in group.keys() - known:
-        if key in options.OPTIMIZER_WIDE:
+        if key in options.CONSTRUCTOR_ONLY:
             raise ValueError(f"{where} has {key!r}, which is for all groups: give it to Muon(...)")
         close = difflib.get_close_matches(key, known, n=1, cutoff=0.85)
         meant = _OTHER_NAMES.get(key) or (close[0] if close else None)
@@ -96,10 +96,10 @@ _OTHER_NAMES = {
 }
 
 
-def check_params(group: Group, wide: OptimizerWide) -> None:
+def check_params(group: Group, settings: Settings) -> None:
     """Checks names and tensors of a group; how matrices are read is `planning`'s to check."""
     params, names, where = group.params, group.names, group.where
-    replicas = wide.process_group if group.use_muon else wide.divided
+    replicas = settings.process_group if group.use_muon else settings.divided
     if names is not None:
         if not isinstance(names, (list, tuple)) or not all(isinstance(n, str) for n in names):
             raise ValueError(f"{where}: names must be a list of str, found {names!r}")
@@ -178,7 +178,7 @@ def check_gradients(group: Group) -> None:
                 f"{group.name_of(index)} has a sparse gradient ({grad.layout}); make it "
                 "dense, for example nn.Embedding(..., sparse=False)"
             )
-        if dtensors.layout_of(param) != dtensors.layout_of(grad):
+        if dtensors.mesh_placements_of(param) != dtensors.mesh_placements_of(grad):
             raise ValueError(
                 f"{group.name_of(index)} is {dtensors.describe(param)} but its gradient "
                 f"{dtensors.describe(grad)}; "
@@ -196,7 +196,7 @@ def check_gradients(group: Group) -> None:
 def check_capturable(
     groups: Sequence[Group],
     plan: Plan,
-    wide: OptimizerWide,
+    settings: Settings,
     use_of: Callable[[Tensor, bool], Any],
 ) -> None:
     """Groups that a graph is to capture have no state in host memory, and no traffic."""
@@ -209,7 +209,7 @@ def check_capturable(
                     f"captures its way: set capturable=False in {group.where}, or "
                     "turn_off_cpu_offload()"
                 )
-        if wide.divided is not None and len(wide.divided.ranks) > 1:
+        if settings.divided is not None and len(settings.divided.ranks) > 1:
             raise ValueError(
                 f'{group.where}: grad_reduce="mean" averages gradients within the step, which no '
                 "graph captures: set capturable=False"

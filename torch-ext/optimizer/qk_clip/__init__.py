@@ -1,5 +1,7 @@
 """QK-Clip: keeps attention logits bounded, by rescaling query and key projections head by head."""
 
+from __future__ import annotations
+
 from typing import Any
 
 from .config import grouped_rows, stacked_rows

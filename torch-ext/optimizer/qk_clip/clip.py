@@ -13,9 +13,9 @@ from torch import Tensor
 from ..cpu_offload import narrow
 from ..distributed import utils as dtensors
 from ..distributed.collectives import max_over_ranks
-from ..distributed.plan import turn_of
+from ..distributed.plan import lane_order
 from ..parameters.names import normalize_name
-from ..parameters.options import Group, OptimizerWide
+from ..parameters.options import Group, Settings
 from ..parameters.survey import Survey, shared_with, this_rank
 from ..parameters.validation import warn
 from .config import ClipConfig, LayerKey
@@ -39,13 +39,13 @@ class Clipping:
     _works: list[Any] = field(default_factory=list)
     _by_id: Optional[dict[int, Tensor]] = None
 
-    def reduce(self, wide: OptimizerWide) -> None:
+    def reduce(self, settings: Settings) -> None:
         """Starts to take the maxima over ranks, of all layers at once; on all ranks alike."""
         for pack, logits in self.packs:
             if pack.ranks is not None:
                 params = (projection.param for projection in pack.projections)
-                param = next(p for p in params if shared_with(p, wide) == pack.ranks)
-                group = dtensors.process_group(param, pack.ranks, wide.process_group)
+                param = next(p for p in params if shared_with(p, settings) == pack.ranks)
+                group = dtensors.process_group(param, pack.ranks, settings.process_group)
                 self._works.append(max_over_ranks(logits, group))
 
     def _scales(self) -> dict[int, Tensor]:
@@ -147,7 +147,7 @@ class QKClip:
         qk_logits: Optional[Logits],
         groups: Sequence[Group],
         found: Survey,
-        wide: OptimizerWide,
+        settings: Settings,
         is_dry: bool,
     ) -> Optional[Clipping]:
         """QK-Clip of a step; None where there is nothing to do.
@@ -155,7 +155,7 @@ class QKClip:
         Args:
             qk_logits: by layer; None takes those given before, else what was recorded, where there
                 may be layers that are none of this optimizer's.
-            groups, found, wide: of the optimizer.
+            groups, found, settings: of the optimizer.
             is_dry: the step is to change nothing. Where no logits were passed to it, layers whose
                 gradients are zeros on all ranks are left alone.
 
@@ -178,7 +178,7 @@ class QKClip:
                 'them: Muon(..., clip_config={"head_dim": 128, "threshold": 100})'
             )
         if found is not self._found:
-            self._look_at(groups, found, wide, self.config)
+            self._look_at(groups, found, settings, self.config)
             if is_recorded:
                 _warn_of_unknown(self._layers.unknown(logits), groups)
         by_layer = self._layers.match(logits, pass_over_unknown=is_recorded)
@@ -224,14 +224,14 @@ class QKClip:
             )
 
     def _look_at(
-        self, groups: Sequence[Group], found: Survey, wide: OptimizerWide, config: ClipConfig
+        self, groups: Sequence[Group], found: Survey, settings: Settings, config: ClipConfig
     ) -> None:
         """Makes the packs of the layers there are now."""
         self._layers = find_layers(groups, config)
         self._unshared, self._notes = [], {}
         by_place: dict[tuple, list[Layer]] = {}
         for layer in self._layers.bounded.values():
-            ranks = _ranks_of(layer, wide)
+            ranks = _ranks_of(layer, settings)
             if ranks is None:
                 self._unshared.append(layer.prefix)
             elif len(ranks) == 1 or this_rank() not in ranks:
@@ -242,7 +242,7 @@ class QKClip:
                 note = f"QK-Clip of layer {layer.key!r}: {layer.config}"
                 self._notes.setdefault(ranks, []).append(note)
         # All ranks go through their sets in one order.
-        places = sorted(by_place, key=lambda place: (*turn_of(place[0] or ()), str(place[1])))
+        places = sorted(by_place, key=lambda place: (*lane_order(place[0] or ()), str(place[1])))
         self._packs = [Pack(by_place[ranks, device], device, ranks) for ranks, device in places]
         self._found = found
 
@@ -291,9 +291,9 @@ def _warn_of_unknown(layers: Sequence[Any], groups: Sequence[Group]) -> None:
         )
 
 
-def _ranks_of(layer: Layer, wide: OptimizerWide) -> Optional[tuple[int, ...]]:
+def _ranks_of(layer: Layer, settings: Settings) -> Optional[tuple[int, ...]]:
     """All ranks that hold parts or replicas of a layer's projections."""
-    sets = (shared_with(projection.param, wide) for projection in layer.projections)
+    sets = (shared_with(projection.param, settings) for projection in layer.projections)
     found = {ranks for ranks in sets if ranks is not None}
     largest = max(found, key=len, default=())
     for ranks in found:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..distributed import regions as layout
+from ..distributed import regions
 from ..distributed import utils as dtensors
 from ..distributed.collectives import max_over_ranks
 from ..parameters.survey import this_rank
@@ -79,10 +79,10 @@ class Pack:
                 rows[k + plain] = of_heads[layer.q_heads :][: len(k)]
                 param, dims = projection.param, projection.row_dims
                 sharding = dtensors.sharding_of(param)
-                region = layout.whole(param.shape)
+                region = regions.whole(param.shape)
                 if sharding is not None:
                     region = sharding.region(param.shape, self.rank)
-                held = rows.view(param.shape[:dims])[layout.slices(region[:dims])]
+                held = rows.view(param.shape[:dims])[regions.slices(region[:dims])]
                 places.append(held.flatten())
                 shapes.append((*held.shape, *(1,) * (param.ndim - dims)))
             first = stop
@@ -172,7 +172,7 @@ def vector_of(value: Any, layer: Layer, pack: Pack) -> Tensor:
     return whole
 
 
-def _held_interval(value: Tensor, where: str, pack: Pack) -> layout.Interval:
+def _held_interval(value: Tensor, where: str, pack: Pack) -> regions.Interval:
     """Which of the logits of a DTensor this rank holds."""
     placements = value.placements  # type: ignore[attr-defined]
     if any(p.is_partial() and p.reduce_op != "max" for p in placements):

@@ -11,8 +11,8 @@ from torch import Tensor
 from ..distributed import utils as dtensors
 from ..distributed.plan import Entry
 from ..distributed.utils import is_dense
-from ..parameters.options import STRUCTURE, Group, OptimizerWide, is_number
-from .specs import KEYS, OWN_DTYPE, Layouts, check_tensors, layouts_of, place
+from ..parameters.options import STRUCTURE, Group, Settings, is_number
+from .specs import KEYS, OWN_DTYPE, ExpectedState, check_tensors, expected_state, place
 
 RawGroup = Mapping[str, Any]  # as torch has it, in an optimizer or a checkpoint
 
@@ -132,20 +132,20 @@ def fit(
     saved_groups: Sequence[Group],
     states: Mapping[Any, dict[str, Any]],
     live: Mapping[Any, Any],
-    wide: OptimizerWide,
+    settings: Settings,
 ) -> None:
     """Checks a checkpoint, as far as torch does not do that itself, and brings its state into the
     form in which the optimizer has it.
 
     Args:
-        groups, entries_of_groups, live, wide: of the optimizer, whose state is ``live``.
+        groups, entries_of_groups, live, settings: of the optimizer, whose state is ``live``.
         saved_groups, states: of the checkpoint, whose state is changed.
     """
     for group, entries, saved in zip(groups, entries_of_groups, saved_groups):
         _check_group(group, saved)
         for index, (param, entry, saved_id) in enumerate(zip(group.params, entries, saved.params)):
             name, own = group.name_of(index), states.get(saved_id, {})
-            expected = layouts_of(param, entry, wide)
+            expected = expected_state(param, entry, settings)
             _divide(own, expected, param, saved)
             _check_algorithm(own, live.get(param, {}), group, saved, name)
             check_tensors(own, expected, "checkpoint", name, param)
@@ -176,7 +176,7 @@ def _check_group(group: Group, saved: Group) -> None:
         )
 
 
-def _divide(own: dict[str, Any], expected: Layouts, param: Tensor, saved: Group) -> None:
+def _divide(own: dict[str, Any], expected: ExpectedState, param: Tensor, saved: Group) -> None:
     """Where a checkpoint has a whole tensor and the optimizer a DTensor, takes this rank's part.
 
     So it is with state that replicas divide, and with second moments, which

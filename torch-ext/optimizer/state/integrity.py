@@ -20,7 +20,7 @@ class _Status(enum.Enum):
     VOID = enum.auto()  # broken, with zeros for all state, for a checkpoint to be loaded into
 
 
-class Condition:
+class Integrity:
     """What an optimizer knows of its weights and state."""
 
     def __init__(self) -> None:

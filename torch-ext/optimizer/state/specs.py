@@ -12,7 +12,7 @@ from torch import Tensor
 from ..distributed import utils as dtensors
 from ..distributed.plan import Entry
 from ..distributed.zero2 import is_divided
-from ..parameters.options import FLOATING_DTYPES, Group, OptimizerWide
+from ..parameters.options import FLOATING_DTYPES, Group, Settings
 
 # The tensors that can be large, unlike AdamW's ``step``, which is one number.
 KEYS = ("momentum_buffer", "second_momentum_buffer", "exp_avg", "exp_avg_sq")
@@ -22,7 +22,7 @@ OWN_DTYPE = ("momentum_buffer", "second_momentum_buffer")
 
 
 # Shape and layout of tensors of state, by their keys.
-Layouts = dict[str, tuple[torch.Size, Optional[tuple]]]
+ExpectedState = dict[str, tuple[torch.Size, Optional[tuple]]]
 
 
 @dataclass(frozen=True)
@@ -47,34 +47,34 @@ def keys_of(group: Group) -> tuple[str, ...]:
     return ("momentum_buffer", "second_momentum_buffer")
 
 
-def layouts_of(param: Tensor, entry: Optional[Entry], wide: OptimizerWide) -> Layouts:
+def expected_state(param: Tensor, entry: Optional[Entry], settings: Settings) -> ExpectedState:
     """Every tensor that a parameter's state can have; cheap enough for a step.
 
     Args:
         param: the parameter.
         entry: of a Muon parameter; None of AdamW's.
-        wide: says which replicas divide state.
+        settings: says which replicas divide state.
     """
-    layout = dtensors.layout_of(param)
+    layout = dtensors.mesh_placements_of(param)
     if entry is None:
-        replicas = wide.divided
+        replicas = settings.divided
         if replicas is not None and is_divided(param.shape, len(replicas.ranks)):
-            layout = dtensors.state_layout(param, replicas) or layout
+            layout = dtensors.state_placements_of(param, replicas) or layout
         return {"exp_avg": (param.shape, layout), "exp_avg_sq": (param.shape, layout)}
     m = entry.matrices
     numbers = torch.Size([*m.shape[: m.row_dim], m.long_sides])
     return {
         "momentum_buffer": (
             param.shape,
-            dtensors.state_layout(param, wide.process_group) or layout,
+            dtensors.state_placements_of(param, settings.process_group) or layout,
         ),
         # Experts lie as the parameter's do, each with all its numbers.
-        "second_momentum_buffer": (numbers, dtensors.layout_by_expert(param, m.row_dim)),
+        "second_momentum_buffer": (numbers, dtensors.expert_placements_of(param, m.row_dim)),
     }
 
 
 def specs_of(
-    param: Tensor, entry: Optional[Entry], group: Group, wide: OptimizerWide
+    param: Tensor, entry: Optional[Entry], group: Group, settings: Settings
 ) -> dict[str, Spec]:
     """The tensors of state that a parameter has, by their keys. To be called under ``no_grad``."""
     dtypes = {
@@ -83,10 +83,13 @@ def specs_of(
         "exp_avg": param.dtype,
         "exp_avg_sq": param.dtype,
     }
-    layouts, held, specs = layouts_of(param, entry, wide), dtensors.local(param), {}
+    expected, held, specs = expected_state(param, entry, settings), dtensors.local(param), {}
     for key in keys_of(group):
-        shape, layout = layouts[key]
-        if (shape, layout) == (param.shape, dtensors.layout_of(param)):  # then in its order, too
+        shape, layout = expected[key]
+        if (shape, layout) == (
+            param.shape,
+            dtensors.mesh_placements_of(param),
+        ):  # then in its order, too
             part, stride, held_stride = tuple(held.shape), _dense_stride(param), _dense_stride(held)
         else:
             part = tuple(shape) if layout is None else dtensors.part_shape(shape, layout)
@@ -121,7 +124,7 @@ def place(value: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
     if held.dtype == dtype and held.device == device:
         return value
     held = held.to(dtype=dtype, device=device)
-    layout = dtensors.layout_of(value)
+    layout = dtensors.mesh_placements_of(value)
     if layout is None:
         return held
     return dtensors.dtensor_of(held, layout, value.shape, _dense_stride(value))
@@ -131,19 +134,19 @@ def check_state(
     group: Group,
     entries: Sequence[Optional[Entry]],
     state: Mapping[Tensor, Any],
-    wide: OptimizerWide,
+    settings: Settings,
 ) -> None:
     """State fits the parameters as they are now, whatever was done to them since it was made."""
     for index, (param, entry) in enumerate(zip(group.params, entries)):
         own = state.get(param)  # `state[param]` would create it
         if own:
-            expected = layouts_of(param, entry, wide)
+            expected = expected_state(param, entry, settings)
             check_tensors(own, expected, "state", group.name_of(index), param)
 
 
 def check_tensors(
     state: Mapping[str, Any],
-    expected: Layouts,
+    expected: ExpectedState,
     place: str,
     name: str,
     param: Tensor,
@@ -172,7 +175,7 @@ def check_tensors(
                 f"{key} of {name} has shape {tuple(value.shape)} in the {place}, "
                 f"where {tuple(shape)} is needed"
             )
-        if dtensors.layout_of(value) != layout:
+        if dtensors.mesh_placements_of(value) != layout:
             wanted = "plain" if layout is None else f"{list(layout[1])} on {layout[0]}"
             remedy = "load it with torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
             if layout is None:  # as after unpickling, which brings no process group back

@@ -13,7 +13,7 @@ from .. import adamw
 from ..cpu_offload import CPUOffload, Use
 from ..distributed import utils as dtensors
 from ..distributed.plan import Entry
-from ..parameters.options import Group, OptimizerWide
+from ..parameters.options import Group, Settings
 from .specs import KEYS, keys_of, place, specs_of, zeros
 
 State = MutableMapping[Any, dict[str, Any]]  # of an optimizer
@@ -57,7 +57,7 @@ class StateStore:
         state: State,
         groups: Sequence[Group],
         entries: Sequence[Sequence[Optional[Entry]]],
-        wide: OptimizerWide,
+        settings: Settings,
     ) -> None:
         """Creates whatever state is missing, for all trainable parameters, on all ranks alike."""
         on_host: list[tuple[dict[str, Tensor], str, Tensor, Use]] = []
@@ -76,7 +76,7 @@ class StateStore:
                 absent = [key for key in keys if own.get(key) is None]
                 if not absent:
                     continue
-                specs = specs_of(param, entry, group, wide)
+                specs = specs_of(param, entry, group, settings)
                 use = self._offload.use_of(param, group.use_muon)
                 for key in absent:
                     if use is None:

@@ -8,7 +8,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from ..distributed import regions as layout
+from ..distributed import regions
 from ..distributed import utils as dtensors
 from ..distributed.plan import Plan
 from ..distributed.replicas import Replicas
@@ -99,5 +99,5 @@ class Gradients:
         grad = param.grad
         grad = torch.zeros_like(dtensors.local(param)) if grad is None else dtensors.held(grad)
         if entry.momentum is not None:  # replicas divide the momentum, not the gradient
-            grad = grad[layout.slices(entry.momentum_region(self._plan.rank))]
+            grad = grad[regions.slices(entry.momentum_region(self._plan.rank))]
         return grad

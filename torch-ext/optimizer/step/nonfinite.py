@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..distributed import regions as layout
+from ..distributed import regions
 from ..distributed.plan import Lane, Plan, Unit
 
 
-class Finite:
+class FiniteMask:
     """Which matrices are updated in a step.
 
     Args:
@@ -29,7 +29,7 @@ class Finite:
         self,
         lane: Lane,
         units: Sequence[Unit],
-        parts: Iterable[tuple[Unit, layout.Region, Tensor]],
+        parts: Iterable[tuple[Unit, regions.Region, Tensor]],
         group: Any,
     ) -> None:
         """Finds out which matrices of a lane are finite, on all ranks.
@@ -46,7 +46,7 @@ class Finite:
         for unit, box, part in parts:
             row_dim = self._entries[unit.entry].matrices.row_dim
             rows = torch.isfinite(part).flatten(row_dim + 1).all(dim=-1)  # (experts…, rows here)
-            whole = rows.new_ones(layout.shape_of(unit.box[: row_dim + 1]))
+            whole = rows.new_ones(regions.shape_of(unit.box[: row_dim + 1]))
             whole[(..., slice(*box[row_dim]))] = rows
             flags = whole.unflatten(-1, (-1, unit.rows)).all(dim=-1).flatten()
             of_unit[id(unit)].copy_(flags)
@@ -64,10 +64,10 @@ class Finite:
             flags = self._flags[id(unit)] = flags.bool()
         return flags
 
-    def keep(self, unit: Unit, box: layout.Region) -> Tensor:
+    def keep(self, unit: Unit, box: regions.Region) -> Tensor:
         """Whether to update, for the elements of a part of a unit; broadcasts to them."""
         row_dim = self._entries[unit.entry].matrices.row_dim
-        experts = layout.shape_of(unit.box[:row_dim])
+        experts = regions.shape_of(unit.box[:row_dim])
         by_matrix = self.of(unit).view(*experts, -1, 1)
         rows = by_matrix.expand(*by_matrix.shape[:-1], unit.rows).flatten(-2)
         rows = rows[(..., slice(*box[row_dim]))]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 import importlib.util
 
-# Device types that Triton compiles for; AMD's are "cuda" to torch as well.
+# OffloadDevice types that Triton compiles for; AMD's are "cuda" to torch as well.
 DEVICE_TYPES = ("cuda", "xpu")
 
 
 @functools.cache
-def run_on(device_type: str) -> bool:
+def is_used_on(device_type: str) -> bool:
     """Whether kernels are used for tensors there; asks no device."""
     return device_type in DEVICE_TYPES and importlib.util.find_spec("triton") is not None

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ...distributed import utils as dtensors
 from ...distributed.plan import Entry
-from ...parameters.options import GROUP_OPTIONS, Group, OptimizerWide
+from ...parameters.options import GROUP_OPTIONS, Group, Settings
 from ...parameters.validation import warn
-from ...state.specs import layouts_of
+from ...state.specs import expected_state
 from . import nanochat, owned
 from .hyperparameters import ADAMW, FROM_ADAMW, MUON
 from .matching import Found, Options, Ours, Target, ours_of
@@ -51,7 +51,7 @@ def to_state_dict(
     groups: Sequence[Group],
     names: Sequence[Sequence[str]],
     entries: Sequence[Sequence[Optional[Entry]]],
-    wide: OptimizerWide,
+    settings: Settings,
 ) -> dict[str, Any]:
     """What `Muon.load_state_dict` takes; reads, and shares no memory with, ``states``.
 
@@ -61,7 +61,7 @@ def to_state_dict(
         groups: the same as the package reads them.
         names: what messages call the parameters of each group.
         entries: of each group, its parameters as a plan sees them; None for AdamW's.
-        wide: says which replicas divide state.
+        settings: says which replicas divide state.
 
     Raises:
         ValueError: whatever does not fit.
@@ -88,7 +88,7 @@ def to_state_dict(
         saved_groups.append({**saved, **_under_own_keys(options, own), "params": ids})
         for index, found in of_group.items():
             param = group.params[index]
-            layouts = layouts_of(param, entries[number][index], wide)
+            layouts = expected_state(param, entries[number][index], settings)
             converted = _convert(found, merged, layouts)
             if converted:
                 state[ids[index]] = converted
@@ -282,7 +282,7 @@ def _part(
             "and, where ranks have divided state, the state dicts of all ranks"
         )
     if dtensors.is_dtensor(value):
-        if dtensors.layout_of(value) != layout:
+        if dtensors.mesh_placements_of(value) != layout:
             raise ValueError(
                 f"{key} of {name}, {found.where}, is {dtensors.describe(value)}: give whole "
                 "tensors, value.full_tensor() on all ranks"

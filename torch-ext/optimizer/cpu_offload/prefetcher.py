@@ -1,4 +1,4 @@
-"""What one step carries: windows are announced in the order of their use, then lent one by one.
+"""What one step carries: windows are announced in the order of their use, then fetched one by one.
 
 On each device windows take turns in a ring of memory. While one is used, the next ones are on their
 way in, as many as there is room for, and the last ones on their way out::
@@ -24,44 +24,44 @@ import torch
 from torch import Tensor
 
 from .backend import COMPUTE, IN, OUT
-from .device import Device
-from .windows import Loan, Share, Window, fill_windows
+from .device import OffloadDevice
+from .windows import Fetch, Share, Window, fill_windows
 
 # Larger copies are no faster, and the first of them is waited for.
 MOST_WINDOW_BYTES = 64 << 20
 
-Lent = Sequence[tuple[Share, tuple[Tensor, ...]]]  # shares, each with its tensors on the device
+Fetched = Sequence[tuple[Share, tuple[Tensor, ...]]]  # shares, each with its tensors on the device
 
 
-class Carrier:
+class Prefetcher:
     """Brings what a step needs of the host's memory to the devices, and back.
 
     Args:
-        conveyors: of the devices to which something is carried.
+        rings: of the devices to which something is carried.
 
     Attributes:
         is_idle: whether there is nothing to carry, for lack of state on the host.
         is_prepared: whether nothing is left to cut and announce.
     """
 
-    def __init__(self, conveyors: Mapping[torch.device, Conveyor]):
-        self._conveyors = conveyors
+    def __init__(self, rings: Mapping[torch.device, PrefetchRing]):
+        self._conveyors = rings
         self._windows: dict[Hashable, list[Window]] = {}
-        self.is_idle = self.is_prepared = not conveyors
+        self.is_idle = self.is_prepared = not rings
 
-    def cut(self, key: Hashable, rows: Sequence[Sequence[Loan]], at_once: bool = False) -> None:
+    def cut(self, key: Hashable, rows: Sequence[Sequence[Fetch]], at_once: bool = False) -> None:
         """Prepares windows with all of these rows, if there is anything to lend.
 
         Args:
             key: by which to ask for them.
-            rows: loans, of each row of the windows' user.
+            rows: fetches, of each row of the windows' user.
             at_once: in one window, whatever their size; on one device.
         """
         if not any(rows):
             return
         limits = {
-            device: sys.maxsize if at_once else conveyor.window_bytes
-            for device, conveyor in self._conveyors.items()
+            device: sys.maxsize if at_once else ring.window_bytes
+            for device, ring in self._conveyors.items()
         }
         self._windows[key] = [
             Window(shares, device, self._conveyors[device].arena)
@@ -79,12 +79,12 @@ class Carrier:
         windows = self._windows.get(key)
         return [0] if windows is None else [window.nbytes for window in windows]
 
-    def __enter__(self) -> Carrier:
+    def __enter__(self) -> Prefetcher:
         """Starts to carry what was announced."""
         self.is_prepared = True
         try:
-            for conveyor in self._conveyors.values():
-                conveyor.start()
+            for ring in self._conveyors.values():
+                ring.start()
         except BaseException:
             self.__exit__()
             raise
@@ -92,26 +92,26 @@ class Carrier:
 
     def __exit__(self, *error: object) -> None:
         """Lets go of the devices' memory, also where an error has kept some from being used."""
-        for conveyor in self._conveyors.values():
-            conveyor.end()
+        for ring in self._conveyors.values():
+            ring.end()
 
     @contextmanager
-    def window(self, key: Hashable, number: int) -> Iterator[Optional[Lent]]:
+    def window(self, key: Hashable, number: int) -> Iterator[Optional[Fetched]]:
         """Lends what a window has brought, while the context lasts; None where nothing was."""
         windows = self._windows.get(key)
         if windows is None:
             yield None
             return
         window = windows[number]
-        conveyor = self._conveyors[window.device]
-        yield list(zip(window.shares, conveyor.lend(window)))
-        conveyor.give_back()
+        ring = self._conveyors[window.device]
+        yield list(zip(window.shares, ring.lend(window)))
+        ring.give_back()
 
-    def windows(self, key: Hashable) -> Iterator[Optional[Lent]]:
+    def windows(self, key: Hashable) -> Iterator[Optional[Fetched]]:
         """Lends all windows of a key, one after the other."""
         for number in range(len(self._windows.get(key, (None,)))):
-            with self.window(key, number) as lent:
-                yield lent
+            with self.window(key, number) as fetched:
+                yield fetched
 
 
 @dataclass(eq=False)
@@ -125,7 +125,7 @@ class _Turn:
     left: Optional[Any] = None  # event: its room is free; None while it is to be used
 
 
-class Conveyor:
+class PrefetchRing:
     """The windows of a step on one device.
 
     Args:
@@ -133,7 +133,7 @@ class Conveyor:
         slot_bytes: device memory for them; a window that is larger gets as much as it needs.
     """
 
-    def __init__(self, device: Device, slot_bytes: int):
+    def __init__(self, device: OffloadDevice, slot_bytes: int):
         self.arena = device.arena
         self.windows: list[Window] = []  # in the order in which they are used
         # Some are on their way in, some on their way out, and room is freed by as much at a time.
@@ -164,7 +164,7 @@ class Conveyor:
         return window.views(self._ring[turn.start : turn.stop])
 
     def give_back(self) -> None:
-        """Ends the use of the window that was lent."""
+        """Ends the use of the window that was fetched."""
         turn = self._next()
         assert turn is not None
         turn.left = self._backend.record(COMPUTE)
