@@ -345,7 +345,7 @@ def state_of_parts() -> None:
 
 def check_state_of_parts(param: nn.Parameter) -> None:
     optim = Muon([{"params": [param], "use_muon": True, "momentum_dtype": torch.float64}])
-    (view,), (entries,) = optim._views(), optim._look_at(optim._views()).entries
+    (view,), (entries,) = optim._read_groups(), optim._take_survey(optim._read_groups()).entries
     with torch.no_grad():
         spec = specs.specs_of(param, entries[0], view, optim._settings)["momentum_buffer"]
         like = torch.zeros_like(param, dtype=torch.float64)
@@ -379,8 +379,8 @@ def state_beside_another_device() -> None:
     layout = mesh, (Shard(0),)
     spec = specs.Spec(torch.Size([4, 3]), (3, 1), rows.dtype, layout, (2, 3), (3, 1), rows.device)
     made = with_local(specs.zeros(spec, META), rows)
-    narrow = specs.place(made, torch.bfloat16, rows.device)
-    assert specs.place(made, rows.dtype, rows.device) is made
+    narrow = specs.converted(made, torch.bfloat16, rows.device)
+    assert specs.converted(made, rows.dtype, rows.device) is made
     for state, dtype in (
         (made, torch.float32),
         (narrow, torch.bfloat16),

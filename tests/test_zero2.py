@@ -466,7 +466,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def group_of(params: Sequence[torch.Tensor], **options: Any) -> Any:
     group = {"params": list(params), "use_muon": False}
-    return optimizer.Muon([group], **{"lr": 0.02, **options})._views()[0]
+    return optimizer.Muon([group], **{"lr": 0.02, **options})._read_groups()[0]
 
 
 def init_state(

@@ -21,7 +21,7 @@ from .distributed.replicas import Replicas
 from .parameters import options, validation
 from .parameters.default_groups import default_is_muon, get_default_muon_param_groups
 from .parameters.options import GROUP_OPTIONS, SETTINGS, Group
-from .parameters.survey import NO_SURVEY, Survey, entries_of, notes_of, shared_with, survey
+from .parameters.survey import NO_SURVEY, Survey, entries_of, shared_with, survey_groups
 from .qk_clip.clip import Logits, QKClip
 from .qk_clip.config import read_clip_config
 from .state import checkpoints
@@ -29,6 +29,7 @@ from .state.integrity import Integrity
 from .state.specs import check_state
 from .state.store import StateStore
 from .step.grad_scaler import Scaling, forget_where_it_raises, is_asked_by_lightning
+from .step.notes import take_notes
 from .step.step import Prepared, Step
 
 if TYPE_CHECKING:
@@ -208,7 +209,7 @@ class Muon(torch.optim.Optimizer):
         self._clip = QKClip()  # clips nothing while groups are added: a layer may be in several
         self._forget_plans()
         super().__init__(validation.as_groups(params), defaults)
-        groups = self._views()
+        groups = self._read_groups()
         clip.check_and_warn(groups)
         self._clip = clip
         self._registration = agreement.Registration(self._sets)
@@ -228,22 +229,22 @@ class Muon(torch.optim.Optimizer):
         validation.check_keys(group, self._defaults_of(group), where)
         options.settle_steps(group, given="ns_steps" in group)
         group = {"names": None, **self._defaults_of(group), **group}
-        view = self._translate({**group, "where": where})
-        view.validate()
-        entries_of(view, len(self.param_groups), self._settings)  # checks them
-        validation.check_unshared(view, self.param_groups)
-        self._clip.find([*self._views(), view])  # checks them
-        validation.warn_of_overshoot(view)
+        group_view = self._translate({**group, "where": where})
+        group_view.validate()
+        entries_of(group_view, len(self.param_groups), self._settings)  # checks them
+        validation.check_unshared(group_view, self.param_groups)
+        self._clip.find([*self._read_groups(), group_view])  # checks them
+        validation.warn_of_overshoot(group_view)
         names = group.pop("names")
         # torch wants param_names in all groups or in none. Here they may be in some: hide them.
-        shown = [own.pop("param_names", None) for own in (*self.param_groups, group)]
+        hidden = [shown.pop("param_names", None) for shown in (*self.param_groups, group)]
         try:
             super().add_param_group(group)
             self._names.append(names)
         finally:
-            for own, in_torchs_form in zip((*self.param_groups, group), shown):
-                if in_torchs_form is not None:
-                    own["param_names"] = in_torchs_form
+            for shown, param_names in zip((*self.param_groups, group), hidden):
+                if param_names is not None:
+                    shown["param_names"] = param_names
 
     @property
     def names(self) -> list[Optional[list[str]]]:
@@ -252,9 +253,9 @@ class Muon(torch.optim.Optimizer):
         They are no group keys: torch.distributed.checkpoint would look for them in checkpoints.
         ``param_names``, torch's own key, stays in the groups that were given it.
         """
-        return [view.names for view in self._views()]
+        return [view.names for view in self._read_groups()]
 
-    def _views(self) -> list[Group]:
+    def _read_groups(self) -> list[Group]:
         """What the rest of the package reads of each group, made anew from the group as it is."""
         if len(self._names) != len(self.param_groups):
             raise ValueError(
@@ -366,9 +367,13 @@ class Muon(torch.optim.Optimizer):
             step = self._prepare(error, qk_logits, scaling)
             if step is None:
                 return
-            if not self._store.is_settled:
-                self._store.create(self.state, step.groups, self._survey.entries, self._settings)
-                self._store.settle(self.state, (p for group in step.groups for p in group.params))
+            if not self._store.is_checked:
+                self._store.create_missing(
+                    self.state, step.groups, self._survey.entries, self._settings
+                )
+                self._store.mark_checked(
+                    self.state, (p for group in step.groups for p in group.params)
+                )
             with step:
                 scaling.unscale(step.groups)
                 pipeline.run(step)
@@ -401,27 +406,29 @@ class Muon(torch.optim.Optimizer):
                 clipping = clip.begin(qk_logits, groups, self._survey, self._settings, is_dry)
         except BaseException as raised:
             error = raised
-        found = self._survey
-        sets = self._sets() if error is not None else set(found.shared)
+        survey = self._survey
+        sets = self._sets() if error is not None else set(survey.shared)
         if self._settings.replicas is not None:  # may share parameters that this rank does not have
             sets.add(self._settings.replicas)
 
         def notes() -> Mapping[agreement.Ranks, agreement.Notes]:
-            more = clipping.notes if clipping else {}
-            return notes_of(groups, found, plan, absent, self._settings, more, self._tell_apart)
+            clip_lines = clipping.notes if clipping else {}
+            return take_notes(
+                groups, survey, plan, absent, self._settings, clip_lines, self._identify
+            )
 
         skips = self._agreement.decide(
             self._settings.consistency_check,
-            {ranks: (of, self._settings.streams) for ranks, of in found.shared.items()},
+            {ranks: (shared, self._settings.streams) for ranks, shared in survey.shared.items()},
             sets,
             notes,
             error,
             scaling.skips,
         )
-        if found is not self._agreed:
-            self._agreed = found
+        if survey is not self._agreed:
+            self._agreed = survey
             params = (param for group in groups for param in group.params)
-            self._store.forget_strangers(self.state, params)
+            self._store.drop_unused(self.state, params)
         if skips:
             return None
         if self._agreement.has_compared and not self._compared:
@@ -443,10 +450,10 @@ class Muon(torch.optim.Optimizer):
     def _sets(self) -> set[agreement.Ranks]:
         """The sets of ranks that share parameters with this one."""
         params = (param for group in self.param_groups for param in group["params"])
-        found = {shared_with(param, self._settings) for param in params}
-        return {ranks for ranks in found if ranks is not None}
+        sets = {shared_with(param, self._settings) for param in params}
+        return {ranks for ranks in sets if ranks is not None}
 
-    def _tell_apart(self, ranks: agreement.Ranks) -> str:
+    def _identify(self, ranks: agreement.Ranks) -> str:
         """Tells this optimizer from others that these ranks share, and this step from others."""
         number = self._registration.number(ranks)
         return f"the one made behind {number} others, {self._agreement.steps} steps made"
@@ -464,7 +471,7 @@ class Muon(torch.optim.Optimizer):
             if param.requires_grad and not dtensors.is_dtensor(param)
         ]
         problem = replicas.difference(plain, averaged=self._settings.divided is None)
-        if problem is not None:  # which all of them have found
+        if problem is not None:  # the same on all of them
             self._agreement.take_back()
             raise ValueError(problem)
 
@@ -479,14 +486,14 @@ class Muon(torch.optim.Optimizer):
     def _plan(self) -> tuple[list[Group], Plan, set[int]]:
         """Groups, checked, the plan of the step, and which of its entries take no part in it."""
         self._settings.validate()
-        groups = self._views()
-        found = self._look_at(groups)
-        self._store.look(self.state)
-        for group, entries in zip(groups, found.entries):
+        groups = self._read_groups()
+        survey = self._take_survey(groups)
+        self._store.recheck_replaced(self.state)
+        for group, entries in zip(groups, survey.entries):
             validation.check_gradients(group)
-            if not self._store.is_settled:
+            if not self._store.is_checked:
                 check_state(group, entries, self.state, self._settings)
-        planner = found.planner(groups, self._settings)
+        planner = survey.planner(groups, self._settings)
         absent = {
             number
             for number, entry in enumerate(planner.entries)
@@ -496,15 +503,15 @@ class Muon(torch.optim.Optimizer):
         validation.check_capturable(groups, plan, self._settings, self._offload.use_of)
         return groups, plan, absent
 
-    def _look_at(self, groups: list[Group]) -> Survey:
+    def _take_survey(self, groups: list[Group]) -> Survey:
         """Checks the groups, and keeps their survey."""
-        found = self._survey_of(groups)
-        if found is not self._survey:
-            self._survey = found
+        survey = self._survey_of(groups)
+        if survey is not self._survey:
+            self._survey = survey
             self._forget_tensors()
             if self._settings.debug:
-                logger.info("planned:\n%s", self._summarize(groups, found))
-        return found
+                logger.info("planned:\n%s", self._summarize(groups, survey))
+        return survey
 
     def _survey_of(self, groups: list[Group]) -> Survey:
         for group in groups:
@@ -513,7 +520,7 @@ class Muon(torch.optim.Optimizer):
         streams = self.cpu_offload == "stream" and self._offload.uses_host(params)
         if streams is not self._settings.streams:  # fewer chunks are begun ahead
             self._settings = dataclasses.replace(self._settings, streams=streams)
-        return survey(groups, self._settings, self._survey)
+        return survey_groups(groups, self._settings, self._survey)
 
     def summary(self, schedule: bool = False) -> Summary:
         """What a step does with every parameter, for a person to read: ``print(optim.summary())``.
@@ -524,7 +531,7 @@ class Muon(torch.optim.Optimizer):
         Args:
             schedule: add what this rank has done in the last step, event by event, in its order.
         """
-        groups = self._views()
+        groups = self._read_groups()
         # The survey is not kept, as other ranks may not call this.
         summary = self._summarize(groups, self._survey_of(groups))
         if schedule:
@@ -533,10 +540,10 @@ class Muon(torch.optim.Optimizer):
             return dataclasses.replace(summary, schedule=order_of(*self._last))
         return summary
 
-    def _summarize(self, groups: list[Group], found: Survey) -> Summary:
+    def _summarize(self, groups: list[Group], survey: Survey) -> Summary:
         from .extras.summary import summarize
 
-        plan, layers = found.planner(groups, self._settings).plan(), self._clip.find(groups)
+        plan, layers = survey.planner(groups, self._settings).plan(), self._clip.find(groups)
         clipped = {id(projection.param) for la in layers for projection in la.projections}
         where = "with its parameters"
         params = [(param, group.use_muon) for group in groups for param in group.params]
@@ -544,7 +551,7 @@ class Muon(torch.optim.Optimizer):
             where = f"in host memory, mode {self.cpu_offload!r}"
             if not self._offload.uses_host(params):
                 where = "with its parameters: CPU offload is on, but they are on the CPU"
-        return summarize(groups, found, plan, self._settings, where, clipped)
+        return summarize(groups, survey, plan, self._settings, where, clipped)
 
     # -- QK-Clip -------------------------------------------------------------------------------
 
@@ -588,8 +595,8 @@ class Muon(torch.optim.Optimizer):
         return self._integrity.is_broken
 
     def _create_state(self, groups: list[Group]) -> None:
-        entries = self._look_at(groups).entries
-        self._store.create(self.state, groups, entries, self._settings)
+        entries = self._take_survey(groups).entries
+        self._store.create_missing(self.state, groups, entries, self._settings)
 
     def state_dict(self) -> dict[str, Any]:
         """As in torch.optim, with the state created if need be, and dtypes of options as text.
@@ -601,7 +608,7 @@ class Muon(torch.optim.Optimizer):
             RuntimeError: a `step` broke off, so that its state is of no use; see `discard_state`.
         """
         self._integrity.check(void_will_do=True)
-        groups = self._views()
+        groups = self._read_groups()
         self._create_state(groups)
         self._offload.settle()
         held = {id(param) for group in groups for param in group.params}
@@ -628,22 +635,25 @@ class Muon(torch.optim.Optimizer):
         checkpoints.check_structure(state_dict, is_whole=False)
         loaded: dict[str, Any] = {}
 
-        def check(_: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
-            checkpoints.check_structure(given)
+        def check(_: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+            checkpoints.check_structure(saved)
             if self._integrity.is_broken and not self._integrity.is_void:
-                checkpoints.check_apart(given["state"], self.state)
-            states = checkpoints.normalize_state(given["state"])
+                checkpoints.check_apart(saved["state"], self.state)
+            states = checkpoints.normalize_state(saved["state"])
             merged = checkpoints.merge_groups(
-                self.param_groups, given["param_groups"], self._defaults_of
+                self.param_groups, saved["param_groups"], self._defaults_of
             )
-            groups = self._views()
-            saved = [
-                self._translate({**of, "names": None, "where": f"{group.where} of the checkpoint"})
-                for group, of in zip(groups, merged)
+            groups = self._read_groups()
+            wheres = [f"{group.where} of the checkpoint" for group in groups]
+            saved_groups = [
+                self._translate({**raw, "names": None, "where": where})
+                for raw, where in zip(merged, wheres)
             ]
-            entries = self._look_at(groups).entries
-            checkpoints.fit(groups, entries, saved, states, self.state, self._settings)
-            loaded.update(given, state=states, param_groups=merged)
+            entries, live = self._take_survey(groups).entries, self.state
+            checkpoints.check_and_divide(
+                groups, entries, saved_groups, states, live, self._settings
+            )
+            loaded.update(saved, state=states, param_groups=merged)
             return {**loaded, "state": checkpoints.without_tensors(states, merged)}
 
         def restore(_: torch.optim.Optimizer) -> None:
@@ -652,7 +662,7 @@ class Muon(torch.optim.Optimizer):
             checkpoints.place_tensors(
                 self.param_groups, self.state, saved, states, self._offload.home_of
             )
-            self._create_state(self._views())
+            self._create_state(self._read_groups())
             self._integrity.finish_loading()
 
         # `check` runs after the user's hooks before loading, `restore` before those after it.
@@ -744,8 +754,8 @@ class Muon(torch.optim.Optimizer):
             >>> optimizer = Muon(**presets.keller_jordan(param_groups))
             >>> optimizer.load_foreign_state_dict(ranks, kind="keller_jordan")
         """
-        groups = self._views()
-        found = self._look_at(groups)
+        groups = self._read_groups()
+        survey = self._take_survey(groups)
         from .extras.foreign_checkpoints import to_state_dict
 
         state_dict = to_state_dict(
@@ -755,8 +765,8 @@ class Muon(torch.optim.Optimizer):
             hyperparameters,
             own_groups=self.param_groups,
             groups=groups,
-            names=found.names,
-            entries=found.entries,
+            names=survey.names,
+            entries=survey.entries,
             settings=self._settings,
         )
         self.load_state_dict(state_dict)
@@ -775,7 +785,7 @@ class Muon(torch.optim.Optimizer):
         for param in [key for key in self.state if isinstance(key, Tensor)]:
             del self.state[param]
         self._offload.forget()
-        self._create_state(self._views())
+        self._create_state(self._read_groups())
 
     def __getstate__(self) -> dict[str, Any]:
         self._integrity.check()
@@ -883,7 +893,7 @@ class Muon(torch.optim.Optimizer):
             ValueError: something that is no parameter of this optimizer.
         """
         params: dict[Any, Tensor] = {id(p): p for g in self.param_groups for p in g["params"]}
-        for group in self._views():
+        for group in self._read_groups():
             params.update(zip(group.names or (), group.params))
         self._offload.tag(tags, params)
 
@@ -932,7 +942,7 @@ class Muon(torch.optim.Optimizer):
     def _forget_tensors(self) -> None:
         """Lets go of what steps keep of weights and state, which would keep their memory."""
         self._prepared = None
-        self._store.forget()
+        self._store.recheck()
 
 
 def _is_zero(lr: Any) -> bool:

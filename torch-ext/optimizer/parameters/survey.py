@@ -1,10 +1,13 @@
-"""From parameter groups to a plan: the bridge between tensors and the pure data of `plan`."""
+"""Surveys the parameter groups: which matrices there are, how they lie, who shares them.
+
+A plan is made from a survey, in which tensors have become entries: pure data.
+"""
 
 from __future__ import annotations
 
 import copy
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Optional
 
@@ -14,12 +17,12 @@ from torch import Tensor
 
 from ..distributed import agreement, hsdp, regions
 from ..distributed import utils as dtensors
-from ..distributed.plan import Entry, Plan, Planner
+from ..distributed.plan import Entry, Planner
 from ..matrices import Matrices, read_as_matrices
 from ..newton_schulz import Recipe, recipe_for
 from . import validation
 from .names import has_component, matches
-from .options import GROUP_OPTIONS, STRUCTURE, Group, Settings
+from .options import STRUCTURE, Group, Settings
 
 # What plans, and what is carried by a plan, depend on, beside the parameters.
 _PLANNED = (
@@ -34,8 +37,8 @@ class Shared:
 
     Args:
         lines: one for each parameter.
-        groups: by number those these are in, each with the name of its first parameter here, as
-            ranks may number groups apart, and with the options that a plan depends on.
+        groups: the groups of these parameters by their numbers, each as the name of its first
+            parameter, since ranks may number groups apart, and the options that a plan depends on.
     """
 
     lines: list[str] = field(default_factory=list)
@@ -62,7 +65,7 @@ class Survey:
 
     @property
     def all_entries(self) -> list[Entry]:
-        return [entry for of_group in self.entries for entry in of_group if entry is not None]
+        return [entry for entries in self.entries for entry in entries if entry is not None]
 
     def planner(self, groups: Sequence[Group], settings: Settings) -> Planner:
         """Makes the plans of this survey's steps."""
@@ -83,11 +86,14 @@ class Survey:
         return self.planners[settings.streams]
 
 
-NO_SURVEY = Survey([()], [], [])  # of no groups that there could be
+NO_SURVEY = Survey([()], [], [])  # equals that of no groups
 
 
-def facts_of(group: Group) -> tuple:
-    """All that a survey depends on, comparable, cheap enough for every step; options last."""
+def _facts(group: Group) -> tuple:
+    """All that a survey of a group depends on, comparable, cheap enough for every step.
+
+    The options come last.
+    """
     return (
         [
             (
@@ -108,23 +114,21 @@ def facts_of(group: Group) -> tuple:
     )
 
 
-def survey(groups: Sequence[Group], settings: Settings, last: Survey) -> Survey:
-    """The survey of all groups; the last one where nothing has changed.
+def survey_groups(groups: Sequence[Group], settings: Settings, last: Survey) -> Survey:
+    """Surveys all groups; returns the last survey where nothing has changed.
 
     Raises:
         ValueError: wrong names or parameters, matrices that can't be read as asked for.
     """
-    facts = [facts_of(group) for group in groups]
+    facts = [_facts(group) for group in groups]
     if facts == last.facts:
         return last
-    found = Survey(facts, [], [])
+    survey = Survey(facts, [], [])
     seen: Counter[str] = Counter()  # two models in one optimizer may use the same names
     for number, group in enumerate(groups):
         names: list[str] = []
         entries: list[Optional[Entry]] = []
-        for index, entry in enumerate(
-            entries_of(group, number, settings)
-        ):  # checks the group first
+        for index, entry in enumerate(entries_of(group, number, settings)):
             param, name = group.params[index], group.name_of(index)
             if entry is not None:
                 _check_shard(param, name)
@@ -135,23 +139,23 @@ def survey(groups: Sequence[Group], settings: Settings, last: Survey) -> Survey:
             entries.append(None if entry is None else replace(entry, name=name))
             ranks = shared_with(param, settings)
             if ranks is not None:
-                shared = found.shared[ranks]
+                shared = survey.shared[ranks]
                 shared.lines.append(_line(name, param, group, entry))
                 shared.groups.setdefault(number, (name, facts[number][-1]))
-        found.names.append(names)
-        found.entries.append(entries)
+        survey.names.append(names)
+        survey.entries.append(entries)
     if not settings.use_distributed_muon:
-        told = iter(
-            hsdp.share_work(found.all_entries, this_rank(), settings.hsdp, settings.machine)
-        )
-        found.entries = [
-            [None if entry is None else next(told) for entry in of_group]
-            for of_group in found.entries
+        rank, machine = this_rank(), settings.machine
+        entries_left = iter(hsdp.share_work(survey.all_entries, rank, settings.hsdp, machine))
+        survey.entries = [
+            [None if entry is None else next(entries_left) for entry in entries]
+            for entries in survey.entries
         ]
-    return found
+    return survey
 
 
 def _line(name: str, param: Tensor, group: Group, entry: Optional[Entry]) -> str:
+    """A parameter in words, which must be the same on all ranks that share it."""
     line = f"{name}: {tuple(param.shape)} {param.dtype} {dtensors.describe(param)}"
     dtype = dtensors.grad_dtype(param)
     if dtype != param.dtype:
@@ -208,10 +212,10 @@ def _entry(group: Group, number: int, index: int, settings: Settings) -> Entry:
 
 
 def _check_shard(param: Tensor, name: str) -> None:
-    """Its rank holds of a DTensor what everyone else takes it to hold.
+    """Checks that this rank holds the part of a DTensor that its placements say.
 
-    Only the ranks that hold something else can see that, so it is for the step to check, where all
-    hear of it, and not for the constructor.
+    Only a rank that holds another part can see that. So a step checks it, in which all ranks hear
+    of it, and not the constructor.
     """
     sharding, rank = dtensors.sharding_of(param), this_rank()
     if sharding is None or rank not in sharding.ranks:
@@ -280,105 +284,3 @@ def read_by_options(
 def shared_with(param: Tensor, settings: Settings) -> Optional[agreement.Ranks]:
     """The ranks that a parameter is shared with: of its mesh, or of the process group."""
     return dtensors.ranks_of(param) if dtensors.is_dtensor(param) else settings.replicas
-
-
-def notes_of(
-    groups: Sequence[Group],
-    found: Survey,
-    plan: Plan,
-    absent: Collection[int],
-    settings: Settings,
-    more: Mapping[agreement.Ranks, Sequence[str]],
-    optimizer: Callable[[agreement.Ranks], str],
-) -> dict[agreement.Ranks, agreement.Notes]:
-    """What ranks must share: those of a mesh what is on it; those that hold parts or replicas of
-    the same matrices which of these have gradients; those of a lane what they exchange.
-
-    Args:
-        groups, found, plan, settings: of this step.
-        absent: numbers of the plan's entries that take no part in it.
-        more: further lines for the ranks of a mesh.
-        optimizer: how the ranks of a mesh tell it from others.
-    """
-    lines: dict[agreement.Ranks, list[str]] = defaultdict(list)
-    gradients: dict[agreement.Ranks, list[str]] = defaultdict(list)
-    owners: dict[agreement.Ranks, str] = defaultdict(str)
-    for ranks, shared in found.shared.items():
-        lines[ranks] += [*_lines_of_settings(settings, ranks), *shared.lines]
-        for number, (first, _) in shared.groups.items():
-            chosen = (f"{key} = {_told(getattr(groups[number], key))}" for key in GROUP_OPTIONS)
-            lines[ranks] += [f"{option} in the group of {first}" for option in chosen]
-    for group, names in zip(groups, found.names):
-        for param, name in zip(group.params, names) if not group.use_muon else ():
-            replicas = _replicas_that_compare(param, group, plan.rank, settings)
-            if len(replicas) > 1:
-                gradients[replicas].append(name)
-    for ranks, further in more.items():
-        lines[ranks] += further
-    for number, entry in enumerate(plan.entries):
-        if number in absent:
-            continue
-        param = groups[entry.group].params[entry.index]
-        for ranks in _compare_gradients(entry, param, plan.rank, settings):
-            gradients[ranks].append(entry.name)
-    for lane in plan.lanes:
-        owners[lane.peers] += lane.digest
-    return {
-        ranks: agreement.Notes(
-            lines.get(ranks, ()),
-            gradients.get(ranks, ()),
-            owners.get(ranks, ""),
-            optimizer(ranks) if ranks in found.shared else "",
-        )
-        for ranks in {**lines, **gradients, **owners}
-    }
-
-
-def _compare_gradients(
-    entry: Entry, param: Tensor, rank: int, settings: Settings
-) -> list[agreement.Ranks]:
-    """The sets of ranks that hear of an entry that takes part; the others of a set have to as well.
-
-    An absent gradient that counts as zeros is none to the ranks that hold the same part, where they
-    don't average: replicas would part, or make one matrix of the gradient and of zeros.
-    """
-    holders = entry.holders(rank)
-    averaged = entry.momentum is not None and settings.divided is not None
-    if averaged or entry.sharding is None:
-        return [holders]
-    replicas = entry.sharding.peers(rank, (), replicas=True)
-    if param.grad is None:
-        return [] if replicas == holders else [holders]
-    return [holders] if replicas == holders or len(replicas) == 1 else [holders, replicas]
-
-
-def _replicas_that_compare(
-    param: Tensor, group: Group, rank: int, settings: Settings
-) -> agreement.Ranks:
-    """The replicas of what a rank holds of AdamW's parameter, which hear whether it takes part.
-
-    Where every rank applies its own gradient, zeros on some ranks only would part the replicas.
-    """
-    sharding = dtensors.sharding_of(param)
-    is_averaged = sharding is None and settings.divided is not None
-    if not (group.takes_part(param) and (is_averaged or param.grad is not None)):
-        return ()
-    if sharding is None:
-        return settings.replicas or ()
-    return sharding.peers(rank, (), replicas=True)
-
-
-def _lines_of_settings(settings: Settings, ranks: agreement.Ranks) -> list[str]:
-    """Options of all groups; ranks of another mesh may each have a process group of their own."""
-    apart = () if ranks == settings.replicas else ("process_group",)
-    told = {**vars(settings), "state streamed (turn_on_cpu_offload)": settings.streams}
-    del told["streams"]
-    return [f"{key} = {value!r}" for key, value in told.items() if key not in apart]
-
-
-def _told(value: Any) -> str:
-    if not isinstance(value, Tensor):
-        return repr(value)
-    if value.device.type != "cpu":  # reading it would wait for the device
-        return f"a tensor on {value.device.type}"
-    return f"tensor({value.item()})"

@@ -1,4 +1,4 @@
-"""What loading a checkpoint does beyond torch.optim: checks, names, and places of its state."""
+"""Loads checkpoints of this optimizer: checks, renames, divides and places what torch does not."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from torch import Tensor
 
 from ..distributed import utils as dtensors
 from ..distributed.plan import Entry
-from ..distributed.utils import is_dense
 from ..parameters.options import STRUCTURE, Group, Settings, is_number
-from .specs import KEYS, OWN_DTYPE, ExpectedState, check_tensors, expected_state, place
+from .specs import KEPT_DTYPE, KEYS, ExpectedState, check_tensors, converted, expected_state
 
 RawGroup = Mapping[str, Any]  # as torch has it, in an optimizer or a checkpoint
 
@@ -31,11 +30,11 @@ def check_structure(state_dict: Any, is_whole: bool = True) -> None:
         return
     states, groups = state_dict.get("state"), state_dict.get("param_groups")
     if not isinstance(states, Mapping):
-        found = type(states).__name__ if "state" in state_dict else "none"
-        raise ValueError(f"the checkpoint's 'state' must be a dict by parameter, found {found}")
+        kind = type(states).__name__ if "state" in state_dict else "none"
+        raise ValueError(f"the checkpoint's 'state' must be a dict by parameter, found {kind}")
     if not isinstance(groups, (list, tuple)) or not all(isinstance(g, Mapping) for g in groups):
-        found = type(groups).__name__ if "param_groups" in state_dict else "none"
-        raise ValueError(f"the checkpoint's 'param_groups' must be a list of dicts, found {found}")
+        kind = type(groups).__name__ if "param_groups" in state_dict else "none"
+        raise ValueError(f"the checkpoint's 'param_groups' must be a list of dicts, found {kind}")
     seen: set[Any] = set()
     for number, group in enumerate(groups):
         where, ids = f"param_groups[{number}] of the checkpoint", group.get("params")
@@ -59,9 +58,9 @@ def _check_saved_state(saved: Any, saved_id: Any) -> None:
     step = saved.get("step", 0)
     if step_count(step) is None:
         has_many = isinstance(step, Tensor) and step.numel() != 1
-        found = tuple(step.shape) if has_many else repr(step)
+        value = tuple(step.shape) if has_many else repr(step)
         raise ValueError(
-            f"step of parameter {saved_id!r} in the checkpoint must be one number, found {found}"
+            f"step of parameter {saved_id!r} in the checkpoint must be one number, found {value}"
         )
 
 
@@ -109,12 +108,13 @@ def merge_groups(
             "a different number of parameter groups; make them as they were when it was saved"
         )
     merged = []
-    for own, group in zip(groups, saved):
-        structure = {key: own[key] for key in STRUCTURE if key in own}
+    for group, saved_group in zip(groups, saved):
+        structure = {key: group[key] for key in STRUCTURE if key in group}
         # Names are not taken: `Muon` keeps its own, and torch would ask for those in its form in
         # every group that is added.
-        taken = {k: _as_dtype(v) for k, v in group.items() if k not in ("names", "param_names")}
-        merged.append({**own, **defaults_of(own), **taken, **structure})
+        named = ("names", "param_names")
+        taken = {k: _as_dtype(v) for k, v in saved_group.items() if k not in named}
+        merged.append({**group, **defaults_of(group), **taken, **structure})
     return merged
 
 
@@ -126,7 +126,7 @@ def _as_dtype(value: Any) -> Any:
     return value
 
 
-def fit(
+def check_and_divide(
     groups: Sequence[Group],
     entries_of_groups: Sequence[Sequence[Optional[Entry]]],
     saved_groups: Sequence[Group],
@@ -134,8 +134,7 @@ def fit(
     live: Mapping[Any, Any],
     settings: Settings,
 ) -> None:
-    """Checks a checkpoint, as far as torch does not do that itself, and brings its state into the
-    form in which the optimizer has it.
+    """Checks a checkpoint as far as torch does not, and divides its state as the optimizer's is.
 
     Args:
         groups, entries_of_groups, live, settings: of the optimizer, whose state is ``live``.
@@ -144,20 +143,21 @@ def fit(
     for group, entries, saved in zip(groups, entries_of_groups, saved_groups):
         _check_group(group, saved)
         for index, (param, entry, saved_id) in enumerate(zip(group.params, entries, saved.params)):
-            name, own = group.name_of(index), states.get(saved_id, {})
+            name, saved_state = group.name_of(index), states.get(saved_id, {})
             expected = expected_state(param, entry, settings)
-            _divide(own, expected, param, saved)
-            _check_algorithm(own, live.get(param, {}), group, saved, name)
-            check_tensors(own, expected, "checkpoint", name, param)
+            _divide(saved_state, expected, param, saved)
+            _check_algorithm(saved_state, live.get(param, {}), group, saved, name)
+            check_tensors(saved_state, expected, "checkpoint", name, param)
             # Kernels trust that this rank's part of a DTensor has the size that it should have.
-            for key, (shape, layout) in expected.items():
-                if layout is None or own.get(key) is None:
+            for key, (shape, placed) in expected.items():
+                if placed is None or saved_state.get(key) is None:
                     continue
-                found, needed = dtensors.local(own[key]).shape, dtensors.part_shape(shape, layout)
-                if found != needed:
+                local = dtensors.local(saved_state[key])
+                needed = dtensors.part_shape(shape, placed)
+                if local.shape != needed:
                     raise ValueError(
-                        f"of {key} of {name} in the checkpoint this rank holds {tuple(found)}, "
-                        f"where it should be {tuple(needed)}"
+                        f"of {key} of {name} in the checkpoint this rank holds "
+                        f"{tuple(local.shape)}, where it should be {tuple(needed)}"
                     )
 
 
@@ -176,7 +176,9 @@ def _check_group(group: Group, saved: Group) -> None:
         )
 
 
-def _divide(own: dict[str, Any], expected: ExpectedState, param: Tensor, saved: Group) -> None:
+def _divide(
+    saved_state: dict[str, Any], expected: ExpectedState, param: Tensor, saved: Group
+) -> None:
     """Where a checkpoint has a whole tensor and the optimizer a DTensor, takes this rank's part.
 
     So it is with state that replicas divide, and with second moments, which
@@ -184,19 +186,19 @@ def _divide(own: dict[str, Any], expected: ExpectedState, param: Tensor, saved: 
     loads a flattened state dict without them into an optimizer that has them, it puts empty dicts
     in their place, which are taken out.
     """
-    for key, (shape, layout) in expected.items():
-        value = own.get(key)
+    for key, (shape, placed) in expected.items():
+        value = saved_state.get(key)
         if isinstance(value, dict) and not value and saved.beta2 is None:
-            del own[key]
-        if layout is None or not isinstance(value, Tensor) or dtensors.is_dtensor(value):
+            del saved_state[key]
+        if placed is None or not isinstance(value, Tensor) or dtensors.is_dtensor(value):
             continue
         is_whole = key == "second_momentum_buffer" or not dtensors.is_dtensor(param)
         if is_whole and value.shape == shape:
-            own[key] = dtensors.divide(value, layout)
+            saved_state[key] = dtensors.divide(value, placed)
 
 
 def _check_algorithm(
-    own: Mapping[str, Any], live: Mapping[str, Any], group: Group, saved: Group, name: str
+    saved_state: Mapping[str, Any], live: Mapping[str, Any], group: Group, saved: Group, name: str
 ) -> None:
     """Checks that the saved state is of the algorithm that is to go on from it, and complete.
 
@@ -205,11 +207,11 @@ def _check_algorithm(
     that the optimizer already has.
 
     Args:
-        own, live: state of the parameter in the checkpoint, and in the optimizer.
+        saved_state, live: state of the parameter in the checkpoint, and in the optimizer.
         group, saved: its group in the optimizer, and in the checkpoint.
     """
     other = "exp_avg" if group.use_muon else "momentum_buffer"
-    if own.get(other) is not None:
+    if saved_state.get(other) is not None:
         mine, its = ("Muon's", "AdamW's") if group.use_muon else ("AdamW's", "Muon's")
         raise ValueError(
             f"{name} is {mine} here (use_muon={group.use_muon}) but has {other} in the checkpoint, "
@@ -218,7 +220,7 @@ def _check_algorithm(
         )
     if saved.beta2 is not None and all(
         state.get("momentum_buffer") is not None and state.get("second_momentum_buffer") is None
-        for state in (own, live)
+        for state in (saved_state, live)
     ):
         raise ValueError(
             f"the checkpoint has beta2={saved.beta2}, but its second moment of {name} has not been "
@@ -229,8 +231,9 @@ def _check_algorithm(
 def check_apart(states: Mapping[Any, Any], live: Mapping[Any, Any]) -> None:
     """Checks that a checkpoint has none of the tensors of live state, which steps have changed."""
 
-    def storages_of(state: Mapping[Any, Any]) -> set[tuple[torch.device, int]]:
-        values = (v for own in state.values() if isinstance(own, Mapping) for v in own.values())
+    def storages_of(states: Mapping[Any, Any]) -> set[tuple[torch.device, int]]:
+        mappings = (state for state in states.values() if isinstance(state, Mapping))
+        values = (value for mapping in mappings for value in mapping.values())
         tensors = [dtensors.local(value) for value in values if isinstance(value, Tensor)]
         # Tensors without elements, such as parts of DTensors, all have the same address: none.
         return {(t.device, t.untyped_storage().data_ptr()) for t in tensors if t.numel()}
@@ -247,12 +250,12 @@ def without_tensors(states: Mapping[Any, Any], saved_groups: Sequence[RawGroup])
 
     State that belongs to no parameter stays as it is.
     """
-    of_params = {saved_id for saved in saved_groups for saved_id in saved["params"]}
+    params = {saved_id for saved in saved_groups for saved_id in saved["params"]}
     return {
-        saved_id: {key: value for key, value in own.items() if key not in KEYS}
-        if saved_id in of_params
-        else own
-        for saved_id, own in states.items()
+        saved_id: {key: value for key, value in saved_state.items() if key not in KEYS}
+        if saved_id in params
+        else saved_state
+        for saved_id, saved_state in states.items()
     }
 
 
@@ -283,15 +286,15 @@ def place_tensors(
                 if key not in KEYS:
                     state[param][key] = loaded[key]
                 elif isinstance(value, Tensor):
-                    dtype = value.dtype if key in OWN_DTYPE else param.dtype
+                    dtype = value.dtype if key in KEPT_DTYPE else param.dtype
                     home = home_of(param, group["use_muon"])
-                    state[param][key] = place(_with_own_memory(value, taken), dtype, home)
+                    state[param][key] = converted(_with_own_memory(value, taken), dtype, home)
 
 
 def _with_own_memory(value: Tensor, taken: set[int]) -> Tensor:
     """The tensor, or a copy where its elements, or tensors in ``taken``, may share its memory."""
-    held = dtensors.local(value)
-    if held.numel() and (held.data_ptr() in taken or not is_dense(held)):
+    local = dtensors.local(value)
+    if local.numel() and (local.data_ptr() in taken or not dtensors.is_dense(local)):
         return value.clone()
-    taken.add(held.data_ptr())
+    taken.add(local.data_ptr())
     return value

@@ -1,4 +1,4 @@
-"""The tensors of state that each parameter has, described before memory for them is allocated."""
+"""Which tensors of state a parameter has: their shapes, dtypes and placements, and their checks."""
 
 from __future__ import annotations
 
@@ -18,23 +18,26 @@ from ..parameters.options import FLOATING_DTYPES, Group, Settings
 KEYS = ("momentum_buffer", "second_momentum_buffer", "exp_avg", "exp_avg_sq")
 
 # These may have another dtype than their parameter, and are loaded in the one they were saved in.
-OWN_DTYPE = ("momentum_buffer", "second_momentum_buffer")
+KEPT_DTYPE = ("momentum_buffer", "second_momentum_buffer")
 
 
-# Shape and layout of tensors of state, by their keys.
+# By key of a tensor of state its shape, and its mesh and placements; None for a plain tensor.
 ExpectedState = dict[str, tuple[torch.Size, Optional[tuple]]]
 
 
 @dataclass(frozen=True)
 class Spec:
-    """One tensor of state, of which this rank holds a part that fills its memory densely."""
+    """One tensor of state before memory for it is allocated.
+
+    This rank holds a part of the tensor, which fills its memory densely.
+    """
 
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
-    layout: Optional[tuple]  # mesh and placements of a DTensor; None for a plain tensor
-    held_shape: tuple[int, ...]  # of this rank's part
-    held_stride: tuple[int, ...]
+    mesh_placements: Optional[tuple]  # of a DTensor; None for a plain tensor
+    local_shape: tuple[int, ...]  # of this rank's part
+    local_stride: tuple[int, ...]
     device: torch.device  # of the parameter's local tensor
 
 
@@ -55,18 +58,18 @@ def expected_state(param: Tensor, entry: Optional[Entry], settings: Settings) ->
         entry: of a Muon parameter; None of AdamW's.
         settings: says which replicas divide state.
     """
-    layout = dtensors.mesh_placements_of(param)
+    placed = dtensors.mesh_placements_of(param)
     if entry is None:
         replicas = settings.divided
         if replicas is not None and is_divided(param.shape, len(replicas.ranks)):
-            layout = dtensors.state_placements_of(param, replicas) or layout
-        return {"exp_avg": (param.shape, layout), "exp_avg_sq": (param.shape, layout)}
+            placed = dtensors.state_placements_of(param, replicas) or placed
+        return {"exp_avg": (param.shape, placed), "exp_avg_sq": (param.shape, placed)}
     m = entry.matrices
     numbers = torch.Size([*m.shape[: m.row_dim], m.long_sides])
     return {
         "momentum_buffer": (
             param.shape,
-            dtensors.state_placements_of(param, settings.process_group) or layout,
+            dtensors.state_placements_of(param, settings.process_group) or placed,
         ),
         # Experts lie as the parameter's do, each with all its numbers.
         "second_momentum_buffer": (numbers, dtensors.expert_placements_of(param, m.row_dim)),
@@ -83,19 +86,19 @@ def specs_of(
         "exp_avg": param.dtype,
         "exp_avg_sq": param.dtype,
     }
-    expected, held, specs = expected_state(param, entry, settings), dtensors.local(param), {}
+    expected, local, specs = expected_state(param, entry, settings), dtensors.local(param), {}
     for key in keys_of(group):
-        shape, layout = expected[key]
-        if (shape, layout) == (
-            param.shape,
-            dtensors.mesh_placements_of(param),
-        ):  # then in its order, too
-            part, stride, held_stride = tuple(held.shape), _dense_stride(param), _dense_stride(held)
+        shape, placed = expected[key]
+        if shape == param.shape and placed == dtensors.mesh_placements_of(param):
+            local_shape, stride = tuple(local.shape), _dense_stride(param)  # in its memory order
+            local_stride = _dense_stride(local)
         else:
-            part = tuple(shape) if layout is None else dtensors.part_shape(shape, layout)
+            local_shape = tuple(shape) if placed is None else dtensors.part_shape(shape, placed)
             stride = dtensors.contiguous_stride(shape)
-            held_stride = dtensors.contiguous_stride(part)
-        specs[key] = Spec(shape, stride, dtypes[key], layout, part, held_stride, held.device)
+            local_stride = dtensors.contiguous_stride(local_shape)
+        specs[key] = Spec(
+            shape, stride, dtypes[key], placed, local_shape, local_stride, local.device
+        )
     return specs
 
 
@@ -107,27 +110,27 @@ def _dense_stride(tensor: Tensor) -> tuple[int, ...]:
 
 def zeros(spec: Spec, device: Optional[torch.device] = None) -> Tensor:
     """This rank's part of state as it begins, all zeros; by default on the parameter's device."""
-    held = torch.empty_strided(
-        spec.held_shape, spec.held_stride, dtype=spec.dtype, device=device or spec.device
+    local = torch.empty_strided(
+        spec.local_shape, spec.local_stride, dtype=spec.dtype, device=device or spec.device
     ).zero_()
-    if spec.layout is None:
-        return held
-    return dtensors.dtensor_of(held, spec.layout, spec.shape, spec.stride)
+    if spec.mesh_placements is None:
+        return local
+    return dtensors.dtensor_of(local, spec.mesh_placements, spec.shape, spec.stride)
 
 
-def place(value: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """State in a dtype and on a device, plain or a DTensor as before.
+def converted(value: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor of state in a dtype and on a device, plain or a DTensor as before.
 
     Returns the given tensor where there is nothing to convert, as torch.optim does when it loads.
     """
-    held = dtensors.local(value)
-    if held.dtype == dtype and held.device == device:
+    local = dtensors.local(value)
+    if local.dtype == dtype and local.device == device:
         return value
-    held = held.to(dtype=dtype, device=device)
-    layout = dtensors.mesh_placements_of(value)
-    if layout is None:
-        return held
-    return dtensors.dtensor_of(held, layout, value.shape, _dense_stride(value))
+    local = local.to(dtype=dtype, device=device)
+    placed = dtensors.mesh_placements_of(value)
+    if placed is None:
+        return local
+    return dtensors.dtensor_of(local, placed, value.shape, _dense_stride(value))
 
 
 def check_state(
@@ -136,49 +139,49 @@ def check_state(
     state: Mapping[Tensor, Any],
     settings: Settings,
 ) -> None:
-    """State fits the parameters as they are now, whatever was done to them since it was made."""
+    """Checks that state fits the parameters as they are now; parameters may have been replaced."""
     for index, (param, entry) in enumerate(zip(group.params, entries)):
-        own = state.get(param)  # `state[param]` would create it
-        if own:
+        param_state = state.get(param)  # `state[param]` would create it
+        if param_state:
             expected = expected_state(param, entry, settings)
-            check_tensors(own, expected, "state", group.name_of(index), param)
+            check_tensors(param_state, expected, "state", group.name_of(index), param)
 
 
 def check_tensors(
-    state: Mapping[str, Any],
+    param_state: Mapping[str, Any],
     expected: ExpectedState,
-    place: str,
+    source: str,
     name: str,
     param: Tensor,
 ) -> None:
-    """Tensors of one parameter's state have its kind of numbers, and the shape and layout expected.
+    """Checks tensors of one parameter's state: kind of numbers, shape, mesh and placements.
 
-    ``place`` is where the state is, and ``name`` the parameter, for messages.
+    ``source`` says where the state is, and ``name`` which parameter's, for messages.
     """
-    for key, (shape, layout) in expected.items():
-        value = state.get(key)
+    for key, (shape, placed) in expected.items():
+        value = param_state.get(key)
         if value is None:
             continue
-        where = f"{key} of {name} in the {place}"
+        where = f"{key} of {name} in the {source}"
         is_tensor = isinstance(value, Tensor)
         if not is_tensor or not (
             value.is_complex() if param.is_complex() else value.dtype in FLOATING_DTYPES
         ):
-            found = value.dtype if is_tensor else type(value).__name__
+            actual = value.dtype if is_tensor else type(value).__name__
             wanted = "complex numbers" if param.is_complex() else "bf16, fp16, fp32 or fp64"
-            raise ValueError(f"{where} is {found}, no tensor of {wanted}")
+            raise ValueError(f"{where} is {actual}, no tensor of {wanted}")
         if value.layout != torch.strided or value.is_meta:
-            found = "on meta" if value.is_meta else f"sparse ({value.layout})"
-            raise ValueError(f"{where} is {found}; make it dense")
+            actual = "on meta" if value.is_meta else f"sparse ({value.layout})"
+            raise ValueError(f"{where} is {actual}; make it dense")
         if value.shape != shape:
             raise ValueError(
-                f"{key} of {name} has shape {tuple(value.shape)} in the {place}, "
+                f"{key} of {name} has shape {tuple(value.shape)} in the {source}, "
                 f"where {tuple(shape)} is needed"
             )
-        if dtensors.mesh_placements_of(value) != layout:
-            wanted = "plain" if layout is None else f"{list(layout[1])} on {layout[0]}"
+        if dtensors.mesh_placements_of(value) != placed:
+            wanted = "plain" if placed is None else f"{list(placed[1])} on {placed[0]}"
             remedy = "load it with torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
-            if layout is None:  # as after unpickling, which brings no process group back
+            if placed is None:  # as after unpickling, which brings no process group back
                 remedy = f"give the replicas' again, optim.process_group = ..., or {remedy}"
             raise ValueError(
                 f"{where} is {dtensors.describe(value)}, where it should be {wanted}; {remedy}"

@@ -1,4 +1,4 @@
-"""The state of an optimizer: created, checked and let go of, on the device or in host memory."""
+"""Creates the state of an optimizer, on the device or in host memory, and drops what is unused."""
 
 from __future__ import annotations
 
@@ -14,45 +14,46 @@ from ..cpu_offload import CPUOffload, Use
 from ..distributed import utils as dtensors
 from ..distributed.plan import Entry
 from ..parameters.options import Group, Settings
-from .specs import KEYS, keys_of, place, specs_of, zeros
+from .specs import KEYS, converted, keys_of, specs_of, zeros
 
 State = MutableMapping[Any, dict[str, Any]]  # of an optimizer
 META = torch.device("meta")
 
 
 class StateStore:
-    """What an optimizer keeps beside its parameters."""
+    """Creates missing state, and knows whether steps still have to check it."""
 
     def __init__(self, offload: CPUOffload):
         self._offload = offload
-        # Of each parameter its state, and the tensors in it, as the last step has left them.
-        self._settled: Optional[list[tuple[Tensor, dict[str, Any], list[Any]]]] = None
+        # Each parameter, its state, and the values of that as the last step has left them.
+        self._checked: Optional[list[tuple[Tensor, dict[str, Any], list[Any]]]] = None
 
     @property
-    def is_settled(self) -> bool:
+    def is_checked(self) -> bool:
         """Whether the last step has created and checked all state that there is now."""
-        return self._settled is not None
+        return self._checked is not None
 
-    def forget(self) -> None:
-        """Has the next step create and check state."""
-        self._settled = None
+    def recheck(self) -> None:
+        """Makes the next step create missing state and check all of it."""
+        self._checked = None
 
-    def settle(self, state: State, params: Iterable[Tensor]) -> None:
-        """Spares steps the checks of all state, as long as it is the same."""
-        some = [param for param in params if param in state]
-        self._settled = [(param, state[param], list(state[param].values())) for param in some]
+    def mark_checked(self, state: State, params: Iterable[Tensor]) -> None:
+        """Spares later steps the checks of state, as long as its tensors are the same objects."""
+        self._checked = [
+            (param, state[param], list(state[param].values())) for param in params if param in state
+        ]
 
-    def look(self, state: State) -> None:
-        """Forgets what was settled where any of it is not the same tensor any more."""
-        for param, own, values in self._settled or ():
-            is_same = state.get(param) is own and len(own) == len(values)
-            if not (is_same and all(map(operator.is_, own.values(), values))):
-                self._settled = None
+    def recheck_replaced(self, state: State) -> None:
+        """Makes this step check state if a tensor of it was replaced since the last step."""
+        for param, param_state, values in self._checked or ():
+            is_same = state.get(param) is param_state and len(param_state) == len(values)
+            if not (is_same and all(map(operator.is_, param_state.values(), values))):
+                self._checked = None
                 return
 
     @torch.inference_mode(False)  # state made under it could not be changed outside of it
     @torch.no_grad()
-    def create(
+    def create_missing(
         self,
         state: State,
         groups: Sequence[Group],
@@ -61,54 +62,52 @@ class StateStore:
     ) -> None:
         """Creates whatever state is missing, for all trainable parameters, on all ranks alike."""
         on_host: list[tuple[dict[str, Tensor], str, Tensor, Use]] = []
-        for group, of_group in zip(groups, entries):
+        for group, group_entries in zip(groups, entries):
             keys = keys_of(group)
-            for param, entry in zip(group.params, of_group):
+            for param, entry in zip(group.params, group_entries):
                 if not param.requires_grad:
                     continue
-                own = state[param]
+                param_state = state[param]
                 if group.use_muon:
-                    self._convert(own, "momentum_buffer", group.momentum_dtype)
+                    self._convert(param_state, "momentum_buffer", group.momentum_dtype)
                 else:
-                    adamw.init_step(param, own, group)
+                    adamw.init_step(param, param_state, group)
                     for key in keys:  # as the parameter's, which may be changed at any time, too
-                        self._convert(own, key, param.dtype)
-                absent = [key for key in keys if own.get(key) is None]
+                        self._convert(param_state, key, param.dtype)
+                absent = [key for key in keys if param_state.get(key) is None]
                 if not absent:
                     continue
                 specs = specs_of(param, entry, group, settings)
                 use = self._offload.use_of(param, group.use_muon)
                 for key in absent:
                     if use is None:
-                        own[key] = zeros(specs[key])
+                        param_state[key] = zeros(specs[key])
                     else:
-                        on_host.append((own, key, zeros(specs[key], META), use))
+                        on_host.append((param_state, key, zeros(specs[key], META), use))
         self._offload.take(on_host)
         self._offload.hold(state, ((p, g.use_muon) for g in groups for p in g.params))
 
-    def _convert(self, own: dict[str, Tensor], key: str, dtype: Optional[torch.dtype]) -> None:
-        """Follows a dtype that was changed."""
-        value = own.get(key)
+    def _convert(
+        self, param_state: dict[str, Tensor], key: str, dtype: Optional[torch.dtype]
+    ) -> None:
+        """Converts a tensor of state after the dtype that it should have was changed."""
+        value = param_state.get(key)
         if dtype is not None and value is not None and value.dtype != dtype:
             self._offload.settle()
-            own[key] = place(value, dtype, dtensors.local(value).device)
+            param_state[key] = converted(value, dtype, dtensors.local(value).device)
 
-    def forget_strangers(self, state: State, params: Iterable[Tensor]) -> None:
-        """Lets go of state that is all zeros, of parameters that have left the groups.
+    def drop_unused(self, state: State, params: Iterable[Tensor]) -> None:
+        """Drops state that is all zeros, of parameters that have left the groups.
 
-        Trainers that swap parameters for their shards have had it made by `state_dict`. Kept, it
-        would keep the whole model, too; made again it would be the same.
+        A trainer that replaces parameters by their shards may have called `state_dict` before,
+        which creates state. That state would keep the whole model alive.
         """
-        held = {id(param) for param in params}
-        strangers = [key for key in state if isinstance(key, Tensor) and id(key) not in held]
-        if strangers:
+        current = {id(param) for param in params}
+        departed = [key for key in state if isinstance(key, Tensor) and id(key) not in current]
+        if departed:
             self._offload.settle()
-        for param in strangers:
-            own = state[param]
-            if own.keys() <= {*KEYS, "step"} and all(_is_zero(value) for value in own.values()):
+        for param in departed:
+            is_ours = state[param].keys() <= {*KEYS, "step"}
+            tensors = state[param].values()
+            if is_ours and all(t.is_meta or not dtensors.local(t).any() for t in tensors):
                 del state[param]
-
-
-def _is_zero(value: Tensor) -> bool:
-    """Whether a tensor has nothing but zeros, or no numbers at all."""
-    return value.is_meta or not dtensors.local(value).any()

@@ -1,0 +1,120 @@
+"""What a rank compares with others before a step: parameters, options, gradients, the plan.
+
+`distributed.agreement` exchanges these notes; all ranks go on or all raise.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ..distributed import utils as dtensors
+from ..distributed.agreement import Notes, Ranks
+from ..distributed.plan import Entry, Plan
+from ..parameters.options import GROUP_OPTIONS, Group, Settings
+from ..parameters.survey import Survey
+
+
+def take_notes(
+    groups: Sequence[Group],
+    survey: Survey,
+    plan: Plan,
+    absent: Collection[int],
+    settings: Settings,
+    clip_lines: Mapping[Ranks, Sequence[str]],
+    identify: Callable[[Ranks], str],
+) -> dict[Ranks, Notes]:
+    """What each set of ranks must have in common.
+
+    The ranks of a mesh share what is on it; the ranks that hold parts or replicas of the same
+    matrices share which of these have gradients; the ranks of a lane share what they exchange.
+
+    Args:
+        groups, survey, plan, settings: of this step.
+        absent: numbers of the plan's entries that take no part in it.
+        clip_lines: QK-Clip's lines, for the ranks of a mesh.
+        identify: tells the ranks of a mesh which of their optimizers this is.
+    """
+    lines: dict[Ranks, list[str]] = defaultdict(list)
+    gradients: dict[Ranks, list[str]] = defaultdict(list)
+    owners: dict[Ranks, str] = defaultdict(str)
+    for ranks, shared in survey.shared.items():
+        lines[ranks] += [*_setting_lines(settings, ranks), *shared.lines]
+        for number, (first, _) in shared.groups.items():
+            lines[ranks] += [
+                f"{key} = {_in_words(getattr(groups[number], key))} in the group of {first}"
+                for key in GROUP_OPTIONS
+            ]
+    for group, names in zip(groups, survey.names):
+        for param, name in zip(group.params, names) if not group.use_muon else ():
+            replicas = _adamw_replicas(param, group, plan.rank, settings)
+            if len(replicas) > 1:
+                gradients[replicas].append(name)
+    for ranks, layers in clip_lines.items():
+        lines[ranks] += layers
+    for number, entry in enumerate(plan.entries):
+        if number not in absent:
+            param = groups[entry.group].params[entry.index]
+            for ranks in _gradient_sets(entry, param, plan.rank, settings):
+                gradients[ranks].append(entry.name)
+    for lane in plan.lanes:
+        owners[lane.peers] += lane.digest
+    return {
+        ranks: Notes(
+            lines.get(ranks, ()),
+            gradients.get(ranks, ()),
+            owners.get(ranks, ""),
+            identify(ranks) if ranks in survey.shared else "",
+        )
+        for ranks in {**lines, **gradients, **owners}
+    }
+
+
+def _setting_lines(settings: Settings, ranks: Ranks) -> list[str]:
+    """The settings; ranks of another mesh may each have a process group of their own."""
+    values = {**vars(settings), "state streamed (turn_on_cpu_offload)": settings.streams}
+    del values["streams"]
+    if ranks != settings.replicas:
+        del values["process_group"]
+    return [f"{key} = {value!r}" for key, value in values.items()]
+
+
+def _in_words(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return repr(value)
+    if value.device.type != "cpu":  # reading it would wait for the device
+        return f"a tensor on {value.device.type}"
+    return f"tensor({value.item()})"
+
+
+def _gradient_sets(entry: Entry, param: Tensor, rank: int, settings: Settings) -> list[Ranks]:
+    """The sets of ranks that must all take part in an entry that takes part on this rank.
+
+    A gradient that counts as zeros is absent to the ranks that hold the same part, unless they
+    average: replicas would diverge, or one matrix would be made of the gradient and of zeros.
+    """
+    holders = entry.holders(rank)
+    averaged = entry.momentum is not None and settings.divided is not None
+    if averaged or entry.sharding is None:
+        return [holders]
+    replicas = entry.sharding.peers(rank, (), replicas=True)
+    if param.grad is None:
+        return [] if replicas == holders else [holders]
+    return [holders] if replicas == holders or len(replicas) == 1 else [holders, replicas]
+
+
+def _adamw_replicas(param: Tensor, group: Group, rank: int, settings: Settings) -> Ranks:
+    """The replicas of what a rank holds of AdamW's parameter, which must all take part in it.
+
+    Where every rank applies its own gradient, zeros on some ranks only would make replicas diverge.
+    """
+    sharding = dtensors.sharding_of(param)
+    is_averaged = sharding is None and settings.divided is not None
+    if not (group.takes_part(param) and (is_averaged or param.grad is not None)):
+        return ()
+    if sharding is None:
+        return settings.replicas or ()
+    return sharding.peers(rank, (), replicas=True)
