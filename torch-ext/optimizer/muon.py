@@ -201,7 +201,7 @@ class Muon(torch.optim.Optimizer):
         self._settings.validate()
         clip = QKClip(read_clip_config(clip_config, clip_mode))
         defaults = {key: arguments[key] for key in GROUP_OPTIONS}
-        options.settle_steps(defaults, given=not isinstance(ns_steps, options.DefaultSteps))
+        options.settle_steps(defaults, not isinstance(ns_steps, options.DefaultSteps))
         self._names: list[Optional[list[str]]] = []
         self._offload = CPUOffload()
         self._store = StateStore(self._offload)
@@ -213,8 +213,8 @@ class Muon(torch.optim.Optimizer):
         clip.check_and_warn(groups)
         self._clip = clip
         self._registration = agreement.Registration(self._sets)
-        validation.warn_of_unmatched_split(split, groups)
-        validation.warn_of_unread_experts(groups)
+        validation.warn_about_unmatched_split(split, groups)
+        validation.warn_about_unread_experts(groups)
 
     # -- parameter groups ----------------------------------------------------------------------
 
@@ -227,14 +227,14 @@ class Muon(torch.optim.Optimizer):
         where = f"param_groups[{len(self.param_groups)}]"
         group = validation.normalize_group(param_group, where)
         validation.check_keys(group, self._defaults_of(group), where)
-        options.settle_steps(group, given="ns_steps" in group)
+        options.settle_steps(group, "ns_steps" in group)
         group = {"names": None, **self._defaults_of(group), **group}
         group_view = self._translate({**group, "where": where})
         group_view.validate()
         entries_of(group_view, len(self.param_groups), self._settings)  # checks them
         validation.check_unshared(group_view, self.param_groups)
         self._clip.find([*self._read_groups(), group_view])  # checks them
-        validation.warn_of_overshoot(group_view)
+        validation.warn_about_overshoot(group_view)
         names = group.pop("names")
         # torch wants param_names in all groups or in none. Here they may be in some: hide them.
         hidden = [shown.pop("param_names", None) for shown in (*self.param_groups, group)]
@@ -434,8 +434,8 @@ class Muon(torch.optim.Optimizer):
         if self._agreement.has_compared and not self._compared:
             self._compare_replicas(groups)
             self._compared = True
-        self._warned = self._warned or validation.warn_of_no_gradients(groups)
-        self._untrained = validation.warn_of_untrained_matrices(groups, self._untrained)
+        self._warned = self._warned or validation.warn_about_no_gradients(groups)
+        self._untrained = validation.warn_about_untrained_matrices(groups, self._untrained)
         return Step(
             plan,
             groups,

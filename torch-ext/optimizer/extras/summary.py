@@ -1,4 +1,4 @@
-"""What an optimizer does with every parameter, read from its plan, as data and as a table."""
+"""`Muon.summary`: what a step does with every parameter, read from its plan, as data and as text."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Summary:
 
 def summarize(
     groups: Sequence[Group],
-    found: Survey,
+    survey: Survey,
     plan: Plan,
     settings: Settings,
     state: str,
@@ -84,13 +84,14 @@ def summarize(
     """The summary of a plan in which all trainable parameters take part.
 
     Args:
-        groups, found, plan, settings: that the plan was made from.
+        groups, survey, settings: what the plan was made from.
+        plan: a plan of this rank.
         state: where it is, in words.
         clipped: ids of the parameters that QK-Clip scales.
     """
     rows: dict[tuple[int, int], dict[str, Any]] = {}  # by group and index in it
     averaging = 0.0
-    for number, (group, entries) in enumerate(zip(groups, found.entries)):
+    for number, (group, entries) in enumerate(zip(groups, survey.entries)):
         for index, (param, entry) in enumerate(zip(group.params, entries)):
             placement, traffic = dtensors.describe(param), 0
             if settings.process_group is not None and not dtensors.is_dtensor(param):
@@ -103,7 +104,7 @@ def summarize(
                     averaging += sent
                     traffic = round(sent * ranks)
             rows[number, index] = {
-                "name": found.names[number][index],
+                "name": survey.names[number][index],
                 "group": number,
                 "shape": tuple(param.shape),
                 "dtype": param.dtype,

@@ -1,4 +1,7 @@
-"""The options of a parameter group, and those of all groups: types, defaults, what is accepted."""
+"""The options of a parameter group and the settings of an optimizer: types, and accepted values.
+
+Their defaults are those of the arguments of `Muon`.
+"""
 
 from __future__ import annotations
 
@@ -213,10 +216,10 @@ def _options_of(dataclass_type: Any) -> dict[str, Option]:
 GROUP_OPTIONS = _options_of(Group)
 
 
-def settle_steps(group: dict[str, Any], given: bool) -> None:
-    """Lets an explicit coefficient list set ``ns_steps`` where the caller has not ``given`` it."""
+def settle_steps(group: dict[str, Any], is_explicit: bool) -> None:
+    """Lets a list of coefficients set ``ns_steps`` where the caller has not set that explicitly."""
     coefficients = group.get("ns_coefficients")
-    if not given and isinstance(coefficients, (list, tuple)) and coefficients:
+    if not is_explicit and isinstance(coefficients, (list, tuple)) and coefficients:
         group["ns_steps"] = len(coefficients)
     elif "ns_steps" in group and isinstance(group["ns_steps"], DefaultSteps):
         group["ns_steps"] = int(group["ns_steps"])  # checkpoints must not hold our classes

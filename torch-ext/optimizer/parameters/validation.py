@@ -1,7 +1,7 @@
-"""Everything that can be wrong with groups, parameters, gradients and checkpoints, said clearly.
+"""Checks groups, parameters and gradients, and warns of what is probably not meant.
 
-Nothing here changes anything: a check passes or raises ValueError with the parameter's name, what
-was found and what to do.
+A check changes nothing: it passes, or raises ValueError with the parameter's name, what was found
+and what to do.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ _OTHER_NAMES = {
 
 
 def check_params(group: Group, settings: Settings) -> None:
-    """Checks names and tensors of a group; how matrices are read is `planning`'s to check."""
+    """Checks names and tensors of a group; `survey` checks how matrices are read."""
     params, names, where = group.params, group.names, group.where
     replicas = settings.process_group if group.use_muon else settings.divided
     if names is not None:
@@ -233,7 +233,7 @@ def warn(problem: str) -> None:
     warnings.warn(problem, stacklevel=level)
 
 
-def warn_of_unmatched_split(split: Any, groups: Iterable[Group]) -> None:
+def warn_about_unmatched_split(split: Any, groups: Iterable[Group]) -> None:
     """Warns of name patterns that match no matrix at all."""
     names = [name for group in groups if group.use_muon for name in group.names or ()]
     for pattern in split if isinstance(split, Mapping) else ():
@@ -241,7 +241,7 @@ def warn_of_unmatched_split(split: Any, groups: Iterable[Group]) -> None:
             warn(f"split: the pattern {pattern!r} matches no matrix")
 
 
-def warn_of_unread_experts(groups: Iterable[Group]) -> None:
+def warn_about_unread_experts(groups: Iterable[Group]) -> None:
     """Warns of stacks that are named as experts but were given to AdamW."""
     for group in groups:
         keys = group.expert_keys if not group.use_muon else None
@@ -254,7 +254,7 @@ def warn_of_unread_experts(groups: Iterable[Group]) -> None:
             )
 
 
-def warn_of_overshoot(group: Group) -> None:
+def warn_about_overshoot(group: Group) -> None:
     """Warns where a schedule was cut so short that it leaves singular values far above 1."""
     family, steps = group.ns_coefficients, group.ns_steps
     if not group.use_muon or not isinstance(family, str):
@@ -267,7 +267,7 @@ def warn_of_overshoot(group: Group) -> None:
         )
 
 
-def warn_of_no_gradients(groups: Sequence[Group]) -> bool:
+def warn_about_no_gradients(groups: Sequence[Group]) -> bool:
     """Warns where there are parameters but not one gradient; returns whether it did."""
     params = [param for group in groups for param in group.params if param.requires_grad]
     if not params or any(param.grad is not None for param in params):
@@ -282,7 +282,7 @@ def warn_of_no_gradients(groups: Sequence[Group]) -> bool:
 UNTRAINED_STEPS = 3  # one or two may be of a batch that uses no matrix
 
 
-def warn_of_untrained_matrices(groups: Sequence[Group], steps: int) -> int:
+def warn_about_untrained_matrices(groups: Sequence[Group], steps: int) -> int:
     """Counts consecutive steps in which AdamW's parameters had gradients and no matrix had any.
 
     Warns once, in the last of `UNTRAINED_STEPS` such steps. Experts do not count, since they may

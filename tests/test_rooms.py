@@ -1,0 +1,101 @@
+"""The package's rooms: conveniences apart from the engine and loaded when used, imports one way."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+from kernel import optimizer
+
+PACKAGE = Path(optimizer.__file__).parent
+CONVENIENCES = ("extras", "presets")
+
+# What users call, and where names of before lead to a convenience.
+FACADES = {"__init__", "muon", "qk_clip.__init__", "cpu_offload.backend"}
+
+MODULES = {
+    file.relative_to(PACKAGE).with_suffix("").as_posix().replace("/", "."): file
+    for file in sorted(PACKAGE.rglob("*.py"))
+}
+
+STEPS = """
+import sys
+import torch
+from torch import nn
+from kernels import get_kernel
+
+optimizer = get_kernel("org/optimizer", version=1)
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wq, self.wk = nn.Linear(8, 8), nn.Linear(8, 8)
+
+model = nn.ModuleDict({"embed": nn.Embedding(9, 8), "layers": nn.ModuleList([Attention()])})
+groups = optimizer.get_default_muon_param_groups(model)
+optim = optimizer.Muon(groups, clip_config={"head_dim": 4}, beta2=0.95, nonfinite="skip")
+optim.turn_on_cpu_offload()
+for param in model.parameters():
+    param.grad = torch.randn_like(param)
+optim.step(qk_logits={0: torch.full((2,), 200.0)})
+optim.load_state_dict(optim.state_dict())
+prefix = f"{optimizer.__name__}."
+print(*(name.removeprefix(prefix) for name in sys.modules if name.startswith(prefix)))
+"""
+
+
+def test_no_convenience_is_loaded_by_training():
+    run = [sys.executable, "-W", "ignore", "-c", STEPS]
+    loaded = subprocess.run(run, check=True, capture_output=True, text=True).stdout.split()
+    assert {"muon", "pipeline", "qk_clip.clip", "cpu_offload.offload"} <= set(loaded)
+    assert [name for name in loaded if name.split(".")[0] in CONVENIENCES] == []
+
+
+@pytest.mark.parametrize("name", optimizer.__all__)
+def test_every_public_name_is_listed_and_there(name):
+    assert name in dir(optimizer)
+    assert getattr(optimizer, name).__name__.split(".")[-1] == name
+
+
+def test_names_of_before_lead_to_the_same():
+    assert optimizer.cpu_offload.backend.Host is optimizer.SimulatedHost
+    assert optimizer.distributed.machine.Machine is optimizer.Machine
+    assert optimizer.qk_clip.QKLogitRecorder is optimizer.QKLogitRecorder
+    assert optimizer.qk_clip.max_qk_logits is optimizer.max_qk_logits
+    assert optimizer.muon.get_default_muon_param_groups is optimizer.get_default_muon_param_groups
+    for module in (optimizer, optimizer.qk_clip, optimizer.cpu_offload.backend):
+        with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+            _ = module.nothing
+
+
+def imported(module: str, nodes: list[ast.AST]) -> Iterator[str]:
+    """The package's modules that import statements name."""
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = module.split(".")[: -node.level]
+            source = ".".join([*base, *filter(None, [node.module])])
+            for name in (f"{source}.{alias.name}".lstrip(".") for alias in node.names):
+                found = (name, f"{name}.__init__", source, f"{source}.__init__".lstrip("."))
+                yield next(candidate for candidate in found if candidate in MODULES)
+
+
+def test_the_engine_imports_no_convenience():
+    for module, file in MODULES.items():
+        if module.split(".")[0] in CONVENIENCES or module in FACADES:
+            continue
+        targets = imported(module, list(ast.walk(ast.parse(file.read_text()))))
+        assert [name for name in targets if name.split(".")[0] in CONVENIENCES] == [], module
+
+
+def test_no_module_imports_one_that_imports_it():
+    graph = {
+        module: set(imported(module, ast.parse(file.read_text()).body)) - {module}
+        for module, file in MODULES.items()
+    }
+    list(TopologicalSorter(graph).static_order())  # raises CycleError, which names the modules
