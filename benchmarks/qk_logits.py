@@ -74,7 +74,7 @@ def rows_of(
     q = torch.randn(B, Hq, T, D, device=device).to(dtype)
     k = torch.randn(B, Hk, T, D, device=device).to(dtype)
     contenders: dict[str, Callable[[], object]] = {
-        OURS: partial(kernel.qk_clip.max_qk_logits, q, k),
+        OURS: partial(kernel.max_qk_logits, q, k),
         ATTENTION: partial(
             scaled_dot_product_attention, q, k, k, is_causal=True, enable_gqa=Hq != Hk
         ),

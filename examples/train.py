@@ -392,7 +392,7 @@ def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimi
         )
     kernel = load_kernel()
     expert_keys = ["experts"] if config.experts else None
-    groups = kernel.muon.get_default_muon_param_groups(model, expert_keys=expert_keys)
+    groups = kernel.get_default_muon_param_groups(model, expert_keys=expert_keys)
     optimizer = kernel.Muon(
         groups,
         lr=config.lr,

@@ -483,6 +483,7 @@ def test_two_builds_in_one_process_keep_their_submodules_apart(builder, source, 
         (build_id,) = builder.build(source, tmp_path / mark, [HERE])
         loaded = get_local_kernel(tmp_path / mark)
         assert loaded.__name__ == build_id and loaded.__name__ != optimizer.__name__
+        assert all(hasattr(loaded, name) for name in loaded.__all__)  # loads what is used seldom
         modules = {
             name: sys.modules[name] for name in sys.modules if name.split(".")[0] == build_id
         }

@@ -30,7 +30,7 @@ def train(steps: int = 40, **options: Any) -> tuple[list[float], nn.Module]:
         fully_shard(layer)
     fully_shard(model)
 
-    groups = optimizer.muon.get_default_muon_param_groups(model)  # of the sharded parameters
+    groups = optimizer.get_default_muon_param_groups(model)  # of the sharded parameters
     optim = optimizer.Muon(groups, lr=1e-2, weight_decay=0.1, **options)
     scheduler = LambdaLR(optim, lambda step: 1 - step / steps)
 

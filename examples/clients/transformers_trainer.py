@@ -20,7 +20,7 @@ optimizer = get_kernel("org/optimizer", version=1, trust_remote_code=["org/optim
 
 def make_trainer(out: str, gives_class: bool = False, **arguments: Any) -> Trainer:
     model = build_model()
-    groups = optimizer.muon.get_default_muon_param_groups(model)
+    groups = optimizer.get_default_muon_param_groups(model)
     options: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
     if gives_class:  # groups go in as params, or Trainer would make its own, without use_muon
         muon: dict[str, Any] = {

@@ -68,7 +68,7 @@ def simulate(scheduler: Any, costs: Costs, machine: Any, rank: int | None = None
     Args:
         scheduler: the package's ``async_utils``, which orders the chunks.
         costs: of all ranks.
-        machine: a ``distributed.machine.Machine``.
+        machine: a ``Machine``.
         rank: whose timeline; None is the one with the most FLOPs.
     """
     rank = costs.busiest if rank is None else rank

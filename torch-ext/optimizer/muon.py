@@ -122,8 +122,8 @@ class Muon(torch.optim.Optimizer):
         clip_mode: of a key head that several query heads read: ``"shared"``, it and each query head
             take half of the strongest, and of its own, clip (as logarithms); ``"exact"``, the query
             heads make up for it, so that each logit is scaled by its own clip and no more.
-        machine: the speeds by which ``"auto"`` estimates, a `distributed.machine.Machine`; None
-            takes those of the device type in `distributed.machine.MACHINES`. For all groups.
+        machine: the speeds by which ``"auto"`` estimates, a `Machine`; None takes those of the
+            device type in `distributed.machine.MACHINES`. For all groups.
         process_group: ranks that all hold the same plain parameters. They divide Muon's work and
             its momentum, which becomes a DTensor, ``Shard(0)``. Also a mesh of one dimension.
             Not pickled: set `process_group` again. ``torch.distributed.group.WORLD`` is None before
@@ -838,8 +838,7 @@ class Muon(torch.optim.Optimizer):
                 parameters, memory is let go that has been written back (but not in compiled
                 forwards); without it, that happens when the next backward begins.
             backend: makes the copies, in place of the devices' streams; parameters on a CPU are
-                offloaded, too: a `cpu_offload.backend.Host` shows what happens where there is no
-                accelerator.
+                offloaded, too: a `SimulatedHost` shows what happens without an accelerator.
 
         Raises:
             ValueError: an unknown mode; ``slot_bytes`` below 1; a model without parameters of this
