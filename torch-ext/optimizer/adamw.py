@@ -1,4 +1,4 @@
-"""AdamW of the parameters that are not Muon's, by torch's own fused or foreach functional."""
+"""AdamW for the parameters that are not Muon's, by torch's own fused or foreach functional."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def init_step(param: Tensor, state: MutableMapping[str, Tensor], options: Group)
 
 
 class AdamWPart(NamedTuple):
-    """What is updated at once: all of a group, or what one window of its moments holds.
+    """Parameters that are updated at once: all of a group, or those of one window of its moments.
 
     Args:
         group: number of the group among AdamW's.
@@ -160,22 +160,22 @@ class AdamWStep:
     def _rows_of(self, params: Sequence[Tensor]) -> AdamWRows:
         rows = AdamWRows([], [], [], [], [])
         for param in params:
-            held, own = local(param), self._state[param]
+            weights, state = local(param), self._state[param]
             if param in self._averaged:
                 grad = self.means.result(self._averaged[param])
                 if param in self._divided:
                     assert self._replicas is not None
                     ranks, rank = len(self._replicas.ranks), self._replicas.group.rank()
-                    held = held[slice(*shard(held.shape[0], ranks, rank))]
+                    weights = weights[slice(*shard(weights.shape[0], ranks, rank))]
             elif param.grad is None:
-                grad = torch.zeros_like(held)
+                grad = torch.zeros_like(weights)
             else:
                 grad = local(param.grad)
-            rows.params.append(held)
-            rows.grads.append(grad.to(held.dtype))
-            rows.exp_avgs.append(self._offload.current(own["exp_avg"]))
-            rows.exp_avg_sqs.append(self._offload.current(own["exp_avg_sq"]))
-            rows.steps.append(own["step"])
+            rows.params.append(weights)
+            rows.grads.append(grad.to(weights.dtype))
+            rows.exp_avgs.append(self._offload.current(state["exp_avg"]))
+            rows.exp_avg_sqs.append(self._offload.current(state["exp_avg_sq"]))
+            rows.steps.append(state["step"])
         return rows
 
 

@@ -607,7 +607,7 @@ class Muon(torch.optim.Optimizer):
         Raises:
             RuntimeError: a `step` broke off, so that its state is of no use; see `discard_state`.
         """
-        self._integrity.check(void_will_do=True)
+        self._integrity.check(accept_void=True)
         groups = self._read_groups()
         self._create_state(groups)
         self._offload.settle()

@@ -1,4 +1,4 @@
-"""Whether weights and state belong together, or something that changed them was left half done."""
+"""Whether weights and state are of the same step, or a step or load that broke off has split them."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ _LOAD_OR_DISCARD = (
 
 
 class _Status(enum.Enum):
-    WHOLE = enum.auto()
-    LOADING = enum.auto()  # half loaded, which is broken, but for the load that goes on
-    BROKEN = enum.auto()  # nothing but loading mends that
-    VOID = enum.auto()  # broken, with zeros for all state, for a checkpoint to be loaded into
+    WHOLE = enum.auto()  # weights and state are of the same step
+    LOADING = enum.auto()  # a load has begun to write
+    BROKEN = enum.auto()  # a step or a load broke off; only a load mends that
+    VOID = enum.auto()  # broken, and all state was set to zeros for a load in place
 
 
 class Integrity:
-    """What an optimizer knows of its weights and state."""
+    """Whether weights and state of an optimizer belong together."""
 
     def __init__(self) -> None:
         self._status = _Status.WHOLE
-        self._cause = ""  # of another status
-        self._may_load = False  # within `loading`
+        self._cause = ""  # why the status is another one, in words
+        self._may_load = False  # whether `loading` is active
 
     @property
     def is_broken(self) -> bool:
@@ -36,26 +36,23 @@ class Integrity:
     def is_void(self) -> bool:
         return self._status is _Status.VOID
 
-    def check(self, void_will_do: bool = False) -> None:
-        """
-        Raises:
-            RuntimeError: they are broken.
-        """
-        if self.is_broken and not (void_will_do and self.is_void):
+    def check(self, accept_void: bool = False) -> None:
+        """Raises RuntimeError where weights and state are broken."""
+        if self.is_broken and not (accept_void and self.is_void):
             remedy = _LOAD if self.is_void else _LOAD_OR_DISCARD
             raise RuntimeError(f"An earlier {self._cause}: {remedy}")
 
     @contextlib.contextmanager
     def changing(self, what: str, has_begun: Callable[[BaseException], bool]) -> Iterator[None]:
-        """Something that changes weights or state, which must not be seen half done.
+        """A context for what changes weights or state; an error in it may leave them broken.
 
         Args:
-            what: in words.
-            has_begun: whether the exception that it is given breaks anything.
+            what: what changes them, in words.
+            has_begun: whether anything may have been written when an exception was raised.
 
         Raises:
-            RuntimeError: it broke off, instead of what broke it off. KeyboardInterrupt and its like
-                stay what they are.
+            RuntimeError: in place of the error that broke it off. KeyboardInterrupt and its like
+                are raised as they are.
         """
         try:
             yield
@@ -70,7 +67,7 @@ class Integrity:
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
-        """A load, which changes nothing before `begin_loading` and is done by `finish_loading`."""
+        """A context for a load, which writes from `begin_loading` to `finish_loading`."""
         self._may_load = True
         try:
             with self.changing("load_state_dict()", lambda _: self._status is _Status.LOADING):
@@ -79,7 +76,7 @@ class Integrity:
             self._may_load = False
 
     def begin_loading(self) -> None:
-        """To be called within `loading`; elsewhere it does nothing."""
+        """Outside of `loading` this does nothing."""
         if self._may_load:
             self._cause = f"load_state_dict() was interrupted. {_AHEAD}"
             self._status = _Status.LOADING

@@ -1,4 +1,4 @@
-"""Where the gradients of Muon's parameters come from: as they are, or averaged over replicas."""
+"""Gradients of Muon's parameters in one step: as they are, or averaged over replicas (ZeRO-2)."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from ..scratch import Scratch
 
 
 class Gradients:
-    """Of each parameter the gradient of what this rank has the momentum of, in one step.
+    """The gradient of each parameter, as far as this rank has its momentum.
 
-    In ZeRO-2 those of plain parameters are averaged over the replicas, which get rows of the means.
+    In ZeRO-2 the gradients of plain parameters are averaged over the replicas, and each replica
+    gets its rows of the mean.
 
     Args:
         plan: whose entries the parameters are.

@@ -42,18 +42,18 @@ class FiniteMask:
         """
         counts = [self._entries[unit.entry].matrices.count(unit.box, unit.rows) for unit in units]
         finite = torch.ones(sum(counts), dtype=torch.uint8, device=lane.device)
-        of_unit = {id(unit): flags for unit, flags in zip(units, finite.split(counts))}
+        flags_by_unit = {id(unit): flags for unit, flags in zip(units, finite.split(counts))}
         for unit, box, part in parts:
             row_dim = self._entries[unit.entry].matrices.row_dim
             rows = torch.isfinite(part).flatten(row_dim + 1).all(dim=-1)  # (experts…, rows here)
             whole = rows.new_ones(regions.shape_of(unit.box[: row_dim + 1]))
             whole[(..., slice(*box[row_dim]))] = rows
             flags = whole.unflatten(-1, (-1, unit.rows)).all(dim=-1).flatten()
-            of_unit[id(unit)].copy_(flags)
+            flags_by_unit[id(unit)].copy_(flags)
         if group is not None:
             op = dist.ReduceOp.MIN
             self._work.append(dist.all_reduce(finite, op, group=group, async_op=True))
-        self._flags.update(of_unit)
+        self._flags.update(flags_by_unit)
 
     def of(self, unit: Unit) -> Tensor:
         """Whether each matrix of a unit is finite, (matrices,)."""
