@@ -1,4 +1,4 @@
-"""`Muon.summary`: what a step does with every parameter, read from its plan, as data and as text."""
+"""`Muon.summary`: what a step does with every parameter, read from its plan, as data and text."""
 
 from __future__ import annotations
 

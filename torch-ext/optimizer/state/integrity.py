@@ -1,4 +1,4 @@
-"""Whether weights and state are of the same step, or a step or load that broke off has split them."""
+"""Whether weights and state are of the same step, or an interrupted step or load split them."""
 
 from __future__ import annotations
 
