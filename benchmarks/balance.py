@@ -68,7 +68,7 @@ def entries_of(
         "polar_express", 5, "auto", "frobenius", None, dtype, device
     )
     by_dim = [
-        regions.Sharding((ranks,), tuple(range(ranks)), (regions.Split(dim),)) for dim in (0, 1)
+        regions.Sharding((ranks,), tuple(range(ranks)), (regions.ShardedDim(dim),)) for dim in (0, 1)
     ]
     return [
         planning.Entry(

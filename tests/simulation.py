@@ -259,7 +259,7 @@ def _owners_of_each(e: Any, ranks: int) -> int:
         return ranks
     if e.spread:
         return 1
-    places = zip(e.sharding.mesh, e.sharding.placements)
+    places = zip(e.sharding.mesh_shape, e.sharding.placements)
     return math.prod(size for size, placement in places if placement is None)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kernel import optimizer
-from test_plan import CUDA, Sharding, Split, entries_of
+from test_plan import CUDA, Sharding, ShardedDim, entries_of
 
 hsdp, machine = optimizer.distributed.hsdp, optimizer.distributed.machine
 
@@ -20,7 +20,7 @@ ATTENTION = [(4096, 4096)] * 32
 
 def replicated(replicas: int, shards: int, dim: int = 0) -> Any:
     ranks = tuple(range(replicas * shards))
-    return Sharding((replicas, shards), ranks, (None, Split(dim)))
+    return Sharding((replicas, shards), ranks, (None, ShardedDim(dim)))
 
 
 def spread(entries: Any, rank: int = 0, choice: str = "auto", speeds: Any = None) -> set[bool]:
@@ -43,7 +43,7 @@ def test_auto_takes_what_it_estimates_to_be_faster():
 
 
 def test_all_ranks_decide_alike():
-    for placements in ((None, Split(0)), (Split(0), None), (None, None)):
+    for placements in ((None, ShardedDim(0)), (ShardedDim(0), None), (None, None)):
         sharding = Sharding((4, 6), tuple(range(24)), placements)
         for shapes in (ATTENTION, [(16, 24)], [(64, 64), (12, 512, 256)]):
             entries = entries_of(shapes, sharding, device=CUDA)
@@ -55,7 +55,7 @@ def test_all_ranks_decide_alike():
 def test_a_choice_is_for_whatever_has_replicas(choice):
     entries = [
         *entries_of([(64, 64)], replicated(2, 4)),
-        *entries_of([(64, 64)], Sharding((8,), tuple(range(8)), (Split(0),))),
+        *entries_of([(64, 64)], Sharding((8,), tuple(range(8)), (ShardedDim(0),))),
         *entries_of([(64, 64)], None),
     ]
     told = [e.spread for e in hsdp.share_work(entries, 3, choice)]

@@ -31,14 +31,14 @@ regions = optimizer.distributed.regions
 planning = optimizer.distributed.plan
 Entry, make_plan = planning.Entry, planning.make_plan
 recipe_for = optimizer.newton_schulz.recipe_for
-Sharding, Split = regions.Sharding, regions.Split
+Sharding, ShardedDim = regions.Sharding, regions.ShardedDim
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda")  # a name: plans need no device
 
 
 def sharded(ranks: int, dim: int | None = 0) -> Any:
-    return Sharding((ranks,), tuple(range(ranks)), (None if dim is None else Split(dim),))
+    return Sharding((ranks,), tuple(range(ranks)), (None if dim is None else ShardedDim(dim),))
 
 
 def entry(
@@ -118,9 +118,9 @@ def random_sharding(rng: random.Random, ranks: int) -> Any:
     mesh = (on,) if rng.random() < 0.4 else (first, on // first)
     dims = [rng.choice([None, 0, 0, 1, 2]) for _ in mesh]
     strided = len(mesh) == 2 and dims[0] == dims[1] is not None and rng.random() < 0.7
-    splits = [None if dim is None else Split(dim) for dim in dims]
+    splits = [None if dim is None else ShardedDim(dim) for dim in dims]
     if strided:
-        splits[0] = Split(dims[0], strided=True)
+        splits[0] = ShardedDim(dims[0], strided=True)
     return Sharding(mesh, tuple(chosen), tuple(splits))
 
 
@@ -140,13 +140,13 @@ def random_entry(
             split = [stop - start for start, stop in itertools.pairwise((0, *cuts, rows))]
     if sharding is not None:  # no cuts of dimensions that there aren't
         splits = tuple(
-            None if s is None else Split(min(s.dim, len(shape) - 1), s.strided)
+            None if s is None else ShardedDim(min(s.dim, len(shape) - 1), s.strided)
             for s in sharding.placements
         )
         strided = len(splits) == 2 and None not in splits and splits[0].dim == splits[1].dim
         if not strided:
-            splits = tuple(None if s is None else Split(s.dim) for s in splits)
-        sharding = Sharding(sharding.mesh, sharding.ranks, splits)
+            splits = tuple(None if s is None else ShardedDim(s.dim) for s in splits)
+        sharding = Sharding(sharding.mesh_shape, sharding.ranks, splits)
     return entry(
         shape,
         sharding,
@@ -163,8 +163,8 @@ def with_replicas(rng: random.Random, e: Any, everywhere: bool) -> Any:
     """Replicas that share the work, or none; those of whole weights may divide the momentum."""
     if e.sharding is None or rng.random() < 0.5:
         return e
-    if len(e.sharding.mesh) == 1 and e.sharding.placements == (None,):
-        divided = Sharding(e.sharding.mesh, e.sharding.ranks, (Split(0),))
+    if len(e.sharding.mesh_shape) == 1 and e.sharding.placements == (None,):
+        divided = Sharding(e.sharding.mesh_shape, e.sharding.ranks, (ShardedDim(0),))
         return dataclasses.replace(e, spread=True, momentum=divided)
     return dataclasses.replace(e, spread=not everywhere)
 
@@ -192,7 +192,7 @@ def test_every_element_comes_to_its_owners_and_back_to_its_holders(everywhere):
 
 def test_other_parameters_of_other_ranks_change_nothing():
     """Stages of a pipeline see only their own parameters, at other numbers of the list."""
-    both = [entry((8, 6), Sharding((2,), ranks, (Split(0),))) for ranks in ((0, 1), (2, 3))]
+    both = [entry((8, 6), Sharding((2,), ranks, (ShardedDim(0),))) for ranks in ((0, 1), (2, 3))]
     for rank in range(4):
         (alone,) = make_plan([both[rank // 2]], rank).lanes
         (among,) = make_plan(both, rank).lanes
@@ -238,8 +238,8 @@ def test_one_device_has_no_traffic():
     [
         sharded(4),
         sharded(4, None),
-        Sharding((2, 2), (0, 1, 2, 3), (Split(0), None)),
-        Sharding((2, 2), (0, 1, 2, 3), (Split(0, strided=True), Split(0))),
+        Sharding((2, 2), (0, 1, 2, 3), (ShardedDim(0), None)),
+        Sharding((2, 2), (0, 1, 2, 3), (ShardedDim(0, strided=True), ShardedDim(0))),
     ],
     ids=["shards", "replicas", "replicas of shards", "strided shards"],
 )
@@ -402,11 +402,11 @@ DENSE = [
 ]
 ALL = tuple(range(1024))
 TRILLION = {
-    "EP 64 × FSDP 16": (Sharding((64, 16), ALL, (Split(0), Split(1))), sharded(1024)),
+    "EP 64 × FSDP 16": (Sharding((64, 16), ALL, (ShardedDim(0), ShardedDim(1))), sharded(1024)),
     "FSDP": (sharded(1024, 1), sharded(1024)),
     "HSDP 4 × 256": (
-        Sharding((4, 256), ALL, (None, Split(1))),
-        Sharding((4, 256), ALL, (None, Split(0))),
+        Sharding((4, 256), ALL, (None, ShardedDim(1))),
+        Sharding((4, 256), ALL, (None, ShardedDim(0))),
     ),
 }
 

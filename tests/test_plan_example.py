@@ -378,15 +378,15 @@ def placed(weight: Weight, layout: deployment.Layout, meshes: dict) -> nn.Parame
         param.grad = torch.randn_like(param)
         return param
     sharding = deployment.sharding_of(optimizer, weight, layout)
-    if sharding.mesh not in meshes:
-        meshes[sharding.mesh] = init_device_mesh("cpu", sharding.mesh)
-    mesh: DeviceMesh = meshes[sharding.mesh]
+    if sharding.mesh_shape not in meshes:
+        meshes[sharding.mesh_shape] = init_device_mesh("cpu", sharding.mesh_shape)
+    mesh: DeviceMesh = meshes[sharding.mesh_shape]
     placements: list[Any] = []
     for index, split in enumerate(sharding.placements):
         if split is None:
             placements.append(Replicate())
         elif split.strided:
-            pieces = sharding.mesh[index + 1]
+            pieces = sharding.mesh_shape[index + 1]
             placements.append(_StridedShard(split.dim, split_factor=pieces))
         else:
             placements.append(Shard(split.dim))
