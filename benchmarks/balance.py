@@ -68,7 +68,8 @@ def entries_of(
         "polar_express", 5, "auto", "frobenius", None, dtype, device
     )
     by_dim = [
-        regions.Sharding((ranks,), tuple(range(ranks)), (regions.ShardedDim(dim),)) for dim in (0, 1)
+        regions.Sharding((ranks,), tuple(range(ranks)), (regions.ShardedDim(dim),))
+        for dim in (0, 1)
     ]
     return [
         planning.Entry(
@@ -212,7 +213,7 @@ def balance_of(plan: Any, chunk_size: int = -1) -> Balance:
             costs += [cost] * number
             of_chunk[owner] += number * cost
         loads.append(tuple(of_chunk))
-    alone = (unit for lane in plan.alone for unit, _ in lane.owners)
+    alone = (unit for lane in plan.local_lanes for unit, _ in lane.owners)
     staying = sum(math.prod(count_and_cost(unit)) for unit in alone)
     return Balance(tuple(costs), tuple(loads), staying, chunk_size)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kernel import optimizer
-from test_plan import CUDA, Sharding, ShardedDim, entries_of
+from test_plan import CUDA, ShardedDim, Sharding, entries_of
 
 hsdp, machine = optimizer.distributed.hsdp, optimizer.distributed.machine
 
@@ -37,8 +37,8 @@ def test_auto_takes_what_it_estimates_to_be_faster():
     for replicas, shards in ((2, 8), (4, 8), (16, 8), (2, 4), (2, 1), (64, 16)):
         for speeds in (*machine.MACHINES.values(), SLOW_RANKS, SLOW_NETWORK):
             entries = entries_of(ATTENTION, replicated(replicas, shards), device=CUDA)
-            both = hsdp.seconds(entries, 0, speeds, spread=True)
-            alone = hsdp.seconds(entries, 0, speeds)
+            both = hsdp.estimated_seconds(entries, 0, speeds, spread=True)
+            alone = hsdp.estimated_seconds(entries, 0, speeds)
             assert spread(entries, speeds=speeds) == {both < alone}
 
 
@@ -76,18 +76,20 @@ def test_the_estimate_counts_flops_links_and_latency():
 
     # Redundant: each rank half of the matrices; half of its half of each, 2 bytes, there and back.
     alone = expected(4 * cost / 1e12, 2 * 2 * 8 * n / 2 / 2 / 2e9)
-    assert hsdp.seconds(entries, 0, speeds) == pytest.approx(alone)
+    assert hsdp.estimated_seconds(entries, 0, speeds) == pytest.approx(alone)
     # Spread: a quarter of the matrices; half of that traffic, and two matrices to the other host.
     within, between = 2 * 2 * 8 * n / 2 / 2 / 2 / 2e9, 2 * 2 * n / 1e9
     both = expected(2 * cost / 1e12, max(within, between))
-    assert hsdp.seconds(entries, 0, speeds, spread=True) == pytest.approx(both)
+    assert hsdp.estimated_seconds(entries, 0, speeds, spread=True) == pytest.approx(both)
 
 
 def test_the_largest_matrix_bounds_what_sharing_gains():
     entries = entries_of([(4096, 4096)], replicated(64, 2), device=CUDA)
     fast_links = dataclasses.replace(SLOW_RANKS, host_bytes=1e15, network_bytes=1e15, latency=0.0)
-    alone = hsdp.seconds(entries, 0, fast_links)
-    assert hsdp.seconds(entries, 0, fast_links, spread=True) == pytest.approx(alone, rel=1e-3)
+    alone = hsdp.estimated_seconds(entries, 0, fast_links)
+    assert hsdp.estimated_seconds(entries, 0, fast_links, spread=True) == pytest.approx(
+        alone, rel=1e-3
+    )
 
 
 @pytest.mark.parametrize("wrong", [{"flops": 0}, {"latency": -1}, {"ranks_per_host": 0}])

@@ -365,7 +365,7 @@ def predicted(lanes: list[costs.LaneCosts], rank: int) -> list[np.ndarray]:
     launched: list[np.ndarray] = []
 
     for lane in lanes:
-        for do, chunk in scheduler.turns(len(lane.bytes), lane.in_flight):
+        for do, chunk in scheduler.chunk_order(len(lane.bytes), lane.in_flight):
             if do is not scheduler.Do.UPDATE:
                 way = costs.GATHER if do is scheduler.Do.GATHER else costs.SCATTER
                 launched.append(lane.bytes[chunk, way, :, :, lane.peers.index(rank)])
@@ -507,7 +507,7 @@ def test_a_thousand_ranks_cost_what_the_plan_of_each_says(model, text):
             len(batch.units)
             * plan.entries[unit.entry].matrices.count(unit.box, unit.rows)
             * plan.entries[unit.entry].cost(unit.rows)
-            for lane in (*plan.lanes, *plan.alone)
+            for lane in (*plan.lanes, *plan.local_lanes)
             for chunk in lane.chunks
             for batch in chunk.batches
             for unit in batch.units[:1]

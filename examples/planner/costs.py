@@ -178,8 +178,8 @@ def _kind(entries: Iterable[Any], rank: int) -> tuple:
 def _alone(plan: Any) -> dict[Any, Ints]:
     """FLOPs of what needs no traffic, for each peer, by how entries lie."""
     found: dict[Any, Ints] = {}
-    whole = [(unit, plan.rank) for lane in plan.alone for unit, _ in lane.owners]
-    for unit, owner in (*whole, *plan.elsewhere):
+    whole = [(unit, plan.rank) for lane in plan.local_lanes for unit, _ in lane.owners]
+    for unit, owner in (*whole, *plan.whole_on_peers):
         entry = plan.entries[unit.entry]
         peers = entry.peers(plan.rank)
         flops = found.setdefault(_anonymous(entry), np.zeros(len(peers), np.int64))
@@ -271,7 +271,7 @@ class LaneUnits:
             for unit, owner in owned:
                 entry = alike[unit.entry]
                 row_dim = entry.matrices.row_dim
-                lies = unit.box[row_dim:], unit.rows, entry.momentum_part(unit.box)
+                lies = unit.box[row_dim:], unit.rows, entry.momentum_holder(unit.box)
                 key = (number_of[unit.entry], *lies)
                 if key not in found:
                     found[key] = Kind(entry, unit.box, unit.rows), np.zeros(shape, np.int64)
@@ -301,7 +301,7 @@ class LaneUnits:
             if self.lane.scaled:
                 out += (out > 0) * wire  # an exponent goes along
             back = kind.weights(peers) * wire
-            if self.lane.scaled and entry.goes_back_in_place:
+            if self.lane.scaled and entry.scatters_in_place:
                 back += (back > 0) * wire  # and its place comes back
             if entry.second_moment:  # mean squares, in fp32
                 longest = max(kind.rows, entry.matrices.cols)

@@ -88,7 +88,7 @@ def simulate(scheduler: Any, costs: Costs, machine: Any, rank: int | None = None
         run = _LaneRun(lane, machine, free, lane.peers.index(rank), first, spans, averages)
 
         has_gathered = number > 0
-        for do, chunk in scheduler.turns(len(lane.flops), lane.in_flight):
+        for do, chunk in scheduler.chunk_order(len(lane.flops), lane.in_flight):
             if not has_gathered and do is not scheduler.Do.GATHER:
                 has_gathered = True
                 without_traffic()

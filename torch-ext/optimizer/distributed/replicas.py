@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .collectives import all_gather_slots
-from .regions import Sharding, ShardedDim
+from .regions import ShardedDim, Sharding
 
 if dist.is_available():
     from torch.distributed.device_mesh import DeviceMesh

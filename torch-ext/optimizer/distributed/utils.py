@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .collectives import has_backend
-from .regions import Sharding, ShardedDim, shape_of, slices
+from .regions import ShardedDim, Sharding, shape_of, slices
 from .replicas import Replicas
 
 if dist.is_available():
