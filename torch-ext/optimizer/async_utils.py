@@ -147,7 +147,7 @@ def schedule(plan: Plan, inputs: ScheduleInputs) -> tuple[Event, ...]:
     events += adamw if adamw_lane == count else []
     if averaging is not None:
         return tuple(_with_averaging(events, plan, averaging))
-    return tuple(_interleave_adamw(events, plan, inputs) if interleaves else events)
+    return tuple(_interleave(events, plan, inputs) if interleaves else events)
 
 
 def _with_averaging(events: Sequence[Event], plan: Plan, averaging: Averaging) -> Iterator[Event]:
@@ -178,8 +178,8 @@ def _adamw(inputs: ScheduleInputs) -> list[Event]:
         return [Event(Do.ADAMW, number=number) for number in range(len(parts))]
     events: list[Event] = []
     launched, buckets = 0, max(averaging.adamw_needed, default=0)
-    for number, part in enumerate(parts):
-        launches = _launches(Do.AVERAGE_OTHERS, launched, averaging.adamw_needed[number], buckets)
+    for number, (part, needed) in enumerate(zip(parts, averaging.adamw_needed)):
+        launches = _launches(Do.AVERAGE_OTHERS, launched, needed, buckets)
         launched += len(launches)
         events += [*launches, Event(Do.ADAMW, number=number)]
         if number + 1 == len(parts) or parts[number + 1].group != part.group:
@@ -187,9 +187,7 @@ def _adamw(inputs: ScheduleInputs) -> list[Event]:
     return events
 
 
-def _interleave_adamw(
-    events: Sequence[Event], plan: Plan, inputs: ScheduleInputs
-) -> Iterator[Event]:
+def _interleave(events: Sequence[Event], plan: Plan, inputs: ScheduleInputs) -> Iterator[Event]:
     """Puts AdamW's parts between the chunks, where state comes from the host.
 
     AdamW's own arithmetic is too little to hide that. Each chunk is followed by as many parts as

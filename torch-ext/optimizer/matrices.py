@@ -42,10 +42,6 @@ class Matrices:
         return math.prod(self.shape[: self.row_dim])
 
     @property
-    def rows(self) -> int:
-        return self.shape[self.row_dim]
-
-    @property
     def cols(self) -> int:
         return math.prod(self.shape[self.row_dim + 1 :])
 

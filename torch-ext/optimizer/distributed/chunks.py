@@ -129,23 +129,14 @@ class Chunk:
     slot: int
 
 
-class _Direction(NamedTuple):
-    """The gather or the scatter of a chunk: this rank's spans, and parts of each batch it owns."""
-
-    spans: tuple[Span, ...]
-    parts: list[tuple[PeerPart, ...]]
-    traffic: Traffic
-
-
 class ChunkBuilder:
     """Lays chunks of one lane out in the buffers of this rank."""
 
     def __init__(self, staging: Staging):
         self.staging = staging
         self.entries = staging.entries
-        self.channel = channel = staging.channel
-        span_bytes = SPAN_BYTES.get(channel.device.type, DEFAULT_SPAN_BYTES)
-        self.span_numel = span_bytes // channel.opmath.itemsize
+        self.channel = staging.channel
+        self.gather, self.scatter = _Direction(staging, False), _Direction(staging, True)
 
     def chunk(self, owned: Mapping[int, Sequence[Unit]]) -> Chunk:
         """The chunk in which each owner orthogonalizes these units."""
@@ -157,8 +148,7 @@ class ChunkBuilder:
         slot = self._slot(owned, entries)
         owners = sorted(owned, key=lambda peer: (peer != this_peer, peer))
         batches = {owner: self._batches(owned[owner]) for owner in owners}
-        gather = self._direction(batches)
-        scatter = self._direction(batches, slot, is_scatter=True)
+        gather, scatter = self.gather.layout(batches), self.scatter.layout(batches, slot)
         return Chunk(
             gather.spans,
             scatter.spans,
@@ -176,14 +166,11 @@ class ChunkBuilder:
         little: with the gather of momentum, at most 2 + 2/P bytes per element in bf16 on P ranks.
         """
         count, rank = len(self.channel.peers), self.channel.rank
-        if count == 1 or self.channel.owned_by_all:
+        on_all = all(entry.replica_count(rank) == count for entry in entries)
+        if count == 1 or self.channel.owned_by_all or not on_all:
             return 0
-        if any(entry.replica_count(rank) < count for entry in entries):
-            return 0
-        sizes = [
-            sum(self._numel([unit], unit.box, is_scatter=True) for unit in units)
-            for units in owned.values()
-        ]
+        numel = self.scatter.numel
+        sizes = [sum(numel([unit], unit.box) for unit in units) for units in owned.values()]
         slot, total = max(sizes), sum(sizes)
         within_bound = (count - 1) * slot <= total * (1 + 1 / count - (count - 1) / count**2)
         return slot if within_bound and count * slot <= MOST_PADDED * total else 0
@@ -210,18 +197,31 @@ class ChunkBuilder:
             batches += [tuple(members[at : at + size]) for at in range(0, len(members), size)]
         return batches
 
-    def _direction(
-        self,
-        batches: Mapping[int, Sequence[tuple[Unit, ...]]],
-        slot: int = 0,
-        is_scatter: bool = False,
-    ) -> _Direction:
-        """Lays one direction of a chunk out.
+
+class _Layout(NamedTuple):
+    """One direction of a chunk: this rank's spans, and the peers' parts of each batch it owns."""
+
+    spans: tuple[Span, ...]
+    parts: list[tuple[PeerPart, ...]]
+    traffic: Traffic
+
+
+class _Direction:
+    """Lays one direction of a lane's chunks out: gathers of momentum, or scatters of updates."""
+
+    def __init__(self, staging: Staging, is_scatter: bool):
+        self.entries = staging.entries
+        self.channel = staging.channel
+        self.is_scatter = is_scatter
+        span_bytes = SPAN_BYTES.get(self.channel.device.type, DEFAULT_SPAN_BYTES)
+        self.span_numel = span_bytes // self.channel.opmath.itemsize
+
+    def layout(self, batches: Mapping[int, Sequence[tuple[Unit, ...]]], slot: int = 0) -> _Layout:
+        """The layout of a chunk.
 
         Args:
             batches: of each owner; this rank comes first.
             slot: distance of the owners in the buffer of this rank; 0 puts them behind each other.
-            is_scatter: updates are scattered, else momentum is gathered.
         """
         this_peer, peers = self.channel.this_peer, range(len(self.channel.peers))
         bundles: list[Bundle] = []
@@ -229,74 +229,61 @@ class ChunkBuilder:
         # Elements of this rank's parts, by owner, and of the parts of batches owned here, by peer.
         by_owner, by_peer = [0 for _ in peers], [0 for _ in peers]
         end = unstaged_end = 0
-        for owner, batches_owned in batches.items():
+        for owner, owner_batches in batches.items():
             begin = end = owner * slot if slot else end
-            for units in batches_owned:
-                box = self._box(units[0], this_peer, is_scatter)
-                is_staged = is_scatter or self._sends_momentum(units[0], this_peer, owner)
+            for units in owner_batches:
+                box, is_staged = (
+                    self._box(units[0], this_peer),
+                    self._sends(units[0], this_peer, owner),
+                )
                 if len(peers) == 1:
                     line = CACHE_LINE_BYTES // self.channel.wire.itemsize
                     end = -(-end // line) * line
                 if owner == this_peer:
                     parts.append([PeerPart(this_peer, box, end)])
-                start = end if is_staged else unstaged_end
-                bundles += self._bundles(units, box, start, is_staged, is_scatter)
+                bundles += self._bundles(units, box, end if is_staged else unstaged_end, is_staged)
                 if is_staged:
-                    end += self._numel(units, box, is_scatter)
+                    end += self.numel(units, box)
                 else:
-                    unstaged_end += self._numel(units, box, is_scatter)
+                    unstaged_end += self.numel(units, box)
             by_owner[owner] = end - begin
         end = 0
-        others = [peer for peer in peers if peer != this_peer]
-        if is_scatter and (slot or self.channel.owned_by_all):  # nothing is for one peer alone
-            others = []
-        for peer in others:
+        is_same_for_all = self.is_scatter and (slot or self.channel.owned_by_all)
+        for peer in () if is_same_for_all else peers:
             begin = end
             for units, batch_parts in zip(batches.get(this_peer, ()), parts):
-                is_sent = is_scatter or self._sends_momentum(units[0], peer, this_peer)
-                box = self._box(units[0], peer, is_scatter) if is_sent else EMPTY
-                batch_parts.append(PeerPart(peer, box, end))
-                end += self._numel(units, box, is_scatter)
+                if peer != this_peer:
+                    is_sent = self._sends(units[0], peer, this_peer)
+                    box = self._box(units[0], peer) if is_sent else EMPTY
+                    batch_parts.append(PeerPart(peer, box, end))
+                    end += self.numel(units, box)
             by_peer[peer] = end - begin
         kept = slot or by_owner[this_peer]
         if slot:
-            by_owner, by_peer = [slot for _ in peers], [slot for _ in peers]
-        elif self.channel.owned_by_all and not is_scatter:
+            by_owner = by_peer = [slot for _ in peers]
+        elif self.channel.owned_by_all and not self.is_scatter:
             by_owner = [kept for _ in peers]
-        by_owner[this_peer] = by_peer[this_peer] = 0
-        sent, received = (by_peer, by_owner) if is_scatter else (by_owner, by_peer)
-        return _Direction(
-            self._spans(bundles, is_scatter),
+        by_owner[this_peer] = 0
+        sent, received = (by_peer, by_owner) if self.is_scatter else (by_owner, by_peer)
+        return _Layout(
+            self._spans(bundles),
             [tuple(sorted(batch_parts)) for batch_parts in parts],
             Traffic(tuple(sent), tuple(received), kept),
         )
 
     def _bundles(
-        self,
-        units: tuple[Unit, ...],
-        box: Region,
-        start: int,
-        is_staged: bool,
-        is_scatter: bool,
+        self, units: tuple[Unit, ...], box: Region, start: int, is_staged: bool
     ) -> Iterator[Bundle]:
         """This rank's parts of a batch, of which the first begins at ``start``."""
-        size, trailer = regions.numel(box), self._trailer_numel(units[0], box, is_scatter)
-        step = max(1, self.span_numel // size) if size else len(units)
+        numel, trailer_numel = regions.numel(box), self._trailer_numel(units[0], box)
+        step = max(1, self.span_numel // numel) if numel else len(units)
         for first in range(0, len(units), step):
             members = units[first : first + step]
-            yield Bundle(
-                members,
-                box,
-                tuple(
-                    _index(unit, box, self._held(unit, self.channel.this_peer, is_scatter))
-                    for unit in members
-                ),
-                start + first * size,
-                start + len(units) * size + first * trailer,
-                is_staged,
-            )
+            trailer = start + len(units) * numel + first * trailer_numel
+            indices = tuple(map(self._index, members))
+            yield Bundle(members, box, indices, start + first * numel, trailer, is_staged)
 
-    def _spans(self, bundles: Iterable[Bundle], is_scatter: bool) -> tuple[Span, ...]:
+    def _spans(self, bundles: Iterable[Bundle]) -> tuple[Span, ...]:
         """Bundles that are updated alike and lie one behind the other in a buffer, while they fit.
 
         Alike are those of one group and, of weights, one scale.
@@ -306,7 +293,7 @@ class ChunkBuilder:
         for bundle in sorted(bundles, key=lambda bundle: (not bundle.is_staged, bundle.start)):
             unit = bundle.units[0]
             entry = self.entries[unit.entry]
-            scale = entry.scale(unit.rows) if is_scatter else None
+            scale = entry.scale(unit.rows) if self.is_scatter else None
             key = (bundle.is_staged, entry.group, scale)
             if key != last or numel + bundle.numel > self.span_numel:
                 spans.append([])
@@ -315,39 +302,40 @@ class ChunkBuilder:
             numel += bundle.numel
         return tuple(map(tuple, spans))
 
-    def _sends_momentum(self, unit: Unit, peer: int, owner: int) -> bool:
+    def _sends(self, unit: Unit, peer: int, owner: int) -> bool:
+        """Whether a peer's part of a unit travels: of replicas of momentum, only one does."""
         peers = self.channel.peers
-        return self.entries[unit.entry].sends_momentum(peers[peer], peers[owner])
+        return self.is_scatter or self.entries[unit.entry].sends_momentum(peers[peer], peers[owner])
 
-    def _held(self, unit: Unit, peer: int, is_scatter: bool) -> Region:
+    def _held(self, unit: Unit, peer: int) -> Region:
         """What a peer holds of a unit's parameter: weights for the scatter, else momentum."""
         entry, rank = self.entries[unit.entry], self.channel.peers[peer]
-        return entry.region(rank) if is_scatter else entry.momentum_region(rank)
+        return entry.region(rank) if self.is_scatter else entry.momentum_region(rank)
 
-    def _box(self, unit: Unit, peer: int, is_scatter: bool) -> Region:
+    def _box(self, unit: Unit, peer: int) -> Region:
         """What a peer holds of a unit, in coordinates of the unit's box."""
-        held = self._held(unit, peer, is_scatter)
-        return regions.relative(regions.intersect(unit.box, held), unit.box)
+        part = regions.intersect(unit.box, self._held(unit, peer))
+        return regions.relative(part, unit.box)
 
-    def _trailer_numel(self, unit: Unit, box: Region, is_scatter: bool) -> int:
+    def _index(self, unit: Unit) -> Optional[tuple[slice, ...]]:
+        """Slices that take this rank's part of a unit out of the local tensor; None: all of it."""
+        held = self._held(unit, self.channel.this_peer)
+        part = regions.intersect(unit.box, held)
+        return None if part == held else regions.slices(regions.relative(part, held))
+
+    def _trailer_numel(self, unit: Unit, box: Region) -> int:
         """Elements behind a part of a unit: for an exponent, or for mean squares of its update.
 
         Where updates are scattered in place, the elements of exponents stay free.
         """
         entry = self.entries[unit.entry]
-        if is_scatter and entry.second_moment:
+        if self.is_scatter and entry.second_moment:
             numbers = max(unit.rows, entry.matrices.cols) * max(1, 4 // self.channel.wire.itemsize)
             return entry.matrices.count(unit.box, unit.rows) * numbers
         if self.channel.scaled and regions.numel(box):
-            return int(entry.scatters_in_place or not is_scatter)
+            return int(entry.scatters_in_place or not self.is_scatter)
         return 0
 
-    def _numel(self, units: Sequence[Unit], box: Region, is_scatter: bool) -> int:
+    def numel(self, units: Sequence[Unit], box: Region) -> int:
         """Elements of the parts of a batch, trailer included."""
-        return len(units) * (regions.numel(box) + self._trailer_numel(units[0], box, is_scatter))
-
-
-def _index(unit: Unit, box: Region, held: Region) -> Optional[tuple[slice, ...]]:
-    """Slices that take a box of a unit out of the local tensor, which holds the region ``held``."""
-    stored = tuple((a + o, b + o) for (a, b), (o, _) in zip(box, unit.box))
-    return None if stored == held else regions.slices(regions.relative(stored, held))
+        return len(units) * (regions.numel(box) + self._trailer_numel(units[0], box))

@@ -46,8 +46,8 @@ def share_work(
             redundant = estimated_seconds(alike, rank, speeds)
             spread = estimated_seconds(alike, rank, speeds, spread=True) < redundant
         for number in numbers:
-            if result[number].momentum is None:
-                result[number] = replace(result[number], spread=spread)
+            if entries[number].momentum is None:
+                result[number] = replace(entries[number], spread=spread)
     return result
 
 

@@ -90,7 +90,7 @@ MOST_PLANS = 8
 
 EMPTY_PLAN = Plan(0, (), (), ())
 
-UnitWithHolders = tuple[Unit, tuple[int, ...]]  # the peers that hold parts of the unit
+UnitHolders = tuple[Unit, tuple[int, ...]]  # a unit, and the peers that hold parts of it
 
 
 def make_plan(entries: Sequence[Entry], rank: int = 0, **options: Any) -> Plan:
@@ -101,11 +101,6 @@ def make_plan(entries: Sequence[Entry], rank: int = 0, **options: Any) -> Plan:
 def ranks_sort_key(ranks: tuple[int, ...]) -> tuple:
     """Sorts sets of ranks into the order in which all ranks go through their exchanges."""
     return (-len(ranks), ranks)
-
-
-def _channel_sort_key(channel: Channel) -> tuple:
-    formats = (channel.wire, channel.opmath, channel.device)
-    return (ranks_sort_key(channel.peers), *map(str, formats))
 
 
 def _evict(cache: dict) -> None:
@@ -154,7 +149,7 @@ class Planner:
         self.chunk_size = chunk_size
         self.warmup_step = min(warmup_step, HIDING_IN_FLIGHT - 1) if streams else warmup_step
         self.owned_by_all = owned_by_all
-        self.units: dict[Channel, list[UnitWithHolders]] = defaultdict(list)
+        self.units: dict[Channel, list[UnitHolders]] = defaultdict(list)
         # By peers: entry, holder and FLOPs of the units that one of the peers holds whole.
         self.whole_flops: dict[tuple[int, ...], list[tuple[int, int, int]]] = defaultdict(list)
         self.whole_on_peers: list[tuple[Unit, int]] = []
@@ -167,7 +162,10 @@ class Planner:
         # all ranks go through them, or two could wait for each other.
         self.channels: dict[tuple[int, ...], list[Channel]] = defaultdict(list)
         self.exchanged: dict[tuple[int, ...], set[int]] = defaultdict(set)
-        for channel in sorted(self.units, key=_channel_sort_key):
+        for channel in sorted(
+            self.units,
+            key=lambda c: (*ranks_sort_key(c.peers), str(c.wire), str(c.opmath), str(c.device)),
+        ):
             self.channels[channel.peers].append(channel)
             if len(channel.peers) > 1:
                 numbers = (unit.entry for unit, _ in self.units[channel])
@@ -199,8 +197,6 @@ class Planner:
             )
         return self.plans[absent]
 
-    # -- units -----------------------------------------------------------------------------
-
     def _add(self, number: int, entry: Entry) -> None:
         """Sorts the matrices of an entry into the channels that they travel by."""
         peers = entry.peers(self.rank)
@@ -225,14 +221,12 @@ class Planner:
             else:
                 self.whole_on_peers.append((unit, peers[holder]))
 
-    def _units(
-        self, number: int, entry: Entry, peers: tuple[int, ...]
-    ) -> Iterator[UnitWithHolders]:
+    def _units(self, number: int, entry: Entry, peers: tuple[int, ...]) -> Iterator[UnitHolders]:
         """The units of an entry of which this rank and its peers hold parts."""
         m = entry.matrices
         experts = entry.region(self.rank)[: m.row_dim]
         cols = regions.whole(m.shape[m.row_dim + 1 :])
-        if regions.numel(experts) * m.rows * m.cols == 0:
+        if regions.numel(experts) * math.prod(m.shape[m.row_dim :]) == 0:
             return
         if len(peers) == 1:
             for blocks in m.blocks:
@@ -273,8 +267,6 @@ class Planner:
             self.matrix_flops[key] = entry.cost(unit.rows)
         return entry.matrices.count(unit.box, unit.rows) * self.matrix_flops[key]
 
-    # -- lanes -----------------------------------------------------------------------------
-
     def _lanes(self, peers: tuple[int, ...], absent: frozenset[int]) -> list[Lane]:
         """All lanes of the same peers, whose owners have to be chosen together."""
         absent &= self.exchanged.get(peers, set())
@@ -292,7 +284,7 @@ class Planner:
             self.lanes[peers, absent] = lanes
         return self.lanes[peers, absent]
 
-    def _lane(self, channel: Channel, units: Sequence[UnitWithHolders], loads: list[int]) -> Lane:
+    def _lane(self, channel: Channel, units: Sequence[UnitHolders], loads: list[int]) -> Lane:
         """The lane of these units; ``loads`` of its peers grow by what they own."""
         staging = Staging(
             self.entries, channel, [unit for unit, _ in units], self.chunk_size, self.warmup_step
@@ -330,7 +322,7 @@ class Planner:
         )
 
     def _queues(
-        self, channel: Channel, units: Sequence[UnitWithHolders], loads: list[int]
+        self, channel: Channel, units: Sequence[UnitHolders], loads: list[int]
     ) -> list[dict[UnitCost, list[Unit]]]:
         """The units of each owner, by what they cost, costliest first.
 

@@ -25,9 +25,6 @@ class ShardedDim:
     strided: bool = False
 
 
-Placement = Optional[ShardedDim]  # None: replicated
-
-
 @dataclass(frozen=True)
 class Sharding:
     """How tensors lie on a mesh of ranks.
@@ -35,12 +32,12 @@ class Sharding:
     Args:
         mesh_shape: ranks in each dimension of the mesh.
         ranks: global ranks in row-major order of the mesh.
-        placements: one for each mesh dimension.
+        placements: one for each mesh dimension; None where it replicates.
     """
 
     mesh_shape: tuple[int, ...]
     ranks: tuple[int, ...]
-    placements: tuple[Placement, ...]
+    placements: tuple[Optional[ShardedDim], ...]
 
     def __post_init__(self) -> None:
         fields = (self.mesh_shape, self.ranks, self.placements)
@@ -70,10 +67,8 @@ class Sharding:
         for index in self.cutting_order():
             placement = self.placements[index]
             if placement is not None:
-                start, stop = region[placement.dim]
-                first, last = shard_interval(
-                    stop - start, self.mesh_shape[index], coordinate[index]
-                )
+                (start, stop), parts = region[placement.dim], self.mesh_shape[index]
+                first, last = shard_interval(stop - start, parts, coordinate[index])
                 region[placement.dim] = (start + first, start + last)
         return tuple(region)
 
@@ -110,9 +105,6 @@ class Sharding:
             else:
                 order.insert(0, index)
         return order
-
-
-# -- intervals and regions ---------------------------------------------------------------------
 
 
 def shard_interval(size: int, parts: int, index: int) -> Interval:

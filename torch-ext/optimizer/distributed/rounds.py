@@ -119,9 +119,9 @@ class Partitioner:
             partition = self.partition(slack=slack)
             if partition.makespan > enough:
                 in_flight = min(HIDING_IN_FLIGHT, self.staging.in_flight(partition.gathered))
-                larger = self._with_larger_rounds(partition, enough, slack, in_flight)
+                larger = self._enlarged(partition, enough, slack, in_flight)
                 if in_flight > 2 and larger.makespan > bearable:
-                    largest = self._with_larger_rounds(partition, enough, slack, 2)
+                    largest = self._enlarged(partition, enough, slack, 2)
                     larger = largest if largest.makespan <= bearable else larger
                 partition = larger
             if best is None or partition.makespan < best.makespan:
@@ -131,9 +131,7 @@ class Partitioner:
         assert best is not None
         return best
 
-    def _with_larger_rounds(
-        self, best: Partition, enough: float, slack: float, in_flight: int
-    ) -> Partition:
+    def _enlarged(self, best: Partition, enough: float, slack: float, in_flight: int) -> Partition:
         """The partition, or one with larger rounds that ends sooner, of which ``in_flight`` fit.
 
         Args:

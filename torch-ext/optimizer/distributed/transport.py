@@ -135,11 +135,5 @@ class Transport:
         return self._scratch.take(numel, self.lane.wire, self.lane.device)
 
     def _exchange(self, sent: Tensor, received: Tensor, traffic: Traffic) -> None:
-        self._work = dist.all_to_all_single(
-            received,
-            sent,
-            list(traffic.received),
-            list(traffic.sent),
-            group=self._process_group,
-            async_op=True,
-        )
+        sizes, group = (list(traffic.received), list(traffic.sent)), self._process_group
+        self._work = dist.all_to_all_single(received, sent, *sizes, group=group, async_op=True)
