@@ -21,7 +21,7 @@ regions = optimizer.distributed.regions
 Entry = optimizer.distributed.plan.Entry
 
 NONE = -1  # nothing has been written here
-EXPONENT, MOMENT = -2, -3  # what goes along
+EXPONENT, MOMENT = -2, -3  # in trailers
 
 
 @dataclass
@@ -149,7 +149,7 @@ class _Step:
             returned.append(torch.full((sent,), NONE))
             for batch in chunk.batches:
                 units = self.assemble(lane, batch, momentum, came)
-                self.give_back(lane, chunk, batch, units, updates[-1], returned[-1])
+                self.stage_updates(lane, chunk, batch, units, updates[-1], returned[-1])
         if chunks[0].slot:
             self.seen.all_gathers += 1
             updates = [_all_gather(updates, chunks)] * len(lanes)
@@ -203,7 +203,7 @@ class _Step:
             owned[unit.entry][regions.slices(unit.box)] += 1
         return units
 
-    def give_back(
+    def stage_updates(
         self,
         lane: Any,
         chunk: Any,
@@ -218,7 +218,7 @@ class _Step:
             buffer = kept if part.peer == lane.this_peer else sent
             numbers = units[(slice(None), *regions.slices(part.box))].flatten()
             _write(buffer, part.start, numbers)
-            _write(buffer, part.start + len(numbers), self.along(lane, batch.units, len(numbers)))
+            _write(buffer, part.start + len(numbers), self.trailer(lane, batch.units, len(numbers)))
 
     def unpack(self, lane: Any, chunk: Any, updates: torch.Tensor) -> None:
         """Updates a rank's weights with what has come back."""
@@ -227,10 +227,10 @@ class _Step:
             parts = updates[bundle.start :][: bundle.numel].view(bundle.shape)
             for unit, found in zip(bundle.units, parts):
                 assert torch.equal(found, self.part(unit, bundle.box))
-            along = self.along(lane, bundle.units, bundle.numel)
-            assert updates[bundle.trailer :][: len(along)].tolist() == along
+            trailer = self.trailer(lane, bundle.units, bundle.numel)
+            assert updates[bundle.trailer :][: len(trailer)].tolist() == trailer
             seen[bundle.start :][: bundle.numel] += 1
-            seen[bundle.trailer :][: len(along)] += 1
+            seen[bundle.trailer :][: len(trailer)] += 1
             self.visit(self.updated[rank], rank, bundle, Entry.region)
         assert (seen <= 1).all() and ((seen == 1) == (updates != NONE)).all()
         assert chunk.slot or len(lane.peers) == 1 or (seen == 1).all()  # else but for padding
@@ -246,7 +246,7 @@ class _Step:
             assert torch.equal(local[... if index is None else index], self.part(unit, bundle.box))
             counts[unit.entry][regions.slices(unit.box)][regions.slices(bundle.box)] += 1
 
-    def along(self, lane: Any, units: Sequence[Any], numel: int) -> list[int]:
+    def trailer(self, lane: Any, units: Sequence[Any], numel: int) -> list[int]:
         """What comes back behind parts of units: mean squares, for the longer side of every matrix
         in fp32 or wider, or the places that exponents leave between parts that go in place."""
         e = self.entries[units[0].entry]
@@ -280,10 +280,10 @@ def _exchange(buffers: Sequence[torch.Tensor], chunks: Sequence[Any], way: str) 
     """One all-to-all."""
     traffic = [getattr(chunk, way) for chunk in chunks]
     pieces = [buffer.split(list(t.sent)) for buffer, t in zip(buffers, traffic)]
-    received = [[sent[me] for sent in pieces] for me in range(len(buffers))]
-    for me, (came, t) in enumerate(zip(received, traffic)):
+    received = [[sent[peer] for sent in pieces] for peer in range(len(buffers))]
+    for peer, (came, t) in enumerate(zip(received, traffic)):
         assert tuple(map(len, came)) == t.received
-        assert t.sent[me] == 0
+        assert t.sent[peer] == 0
     return [torch.cat(came) for came in received]
 
 
@@ -291,7 +291,7 @@ def _all_gather(buffers: Sequence[torch.Tensor], chunks: Sequence[Any]) -> torch
     """What it makes of buffers in which each rank has filled its slot, and no other."""
     (slot,) = {chunk.slot for chunk in chunks}
     slots = [buffer.split(slot) for buffer in buffers]
-    for me, of_rank in enumerate(slots):
+    for peer, of_rank in enumerate(slots):
         assert len(of_rank) == len(buffers)
-        assert all((s == NONE).all() for other, s in enumerate(of_rank) if other != me)
-    return torch.cat([of_rank[me] for me, of_rank in enumerate(slots)])
+        assert all((s == NONE).all() for other, s in enumerate(of_rank) if other != peer)
+    return torch.cat([of_rank[peer] for peer, of_rank in enumerate(slots)])

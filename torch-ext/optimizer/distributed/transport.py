@@ -22,7 +22,7 @@ from .plan import Lane
 
 
 class Transport:
-    """The way of one chunk's momentum and updates.
+    """Carries the momentum of one chunk to its owners, and their updates back.
 
     Args:
         chunk, lane: what travels.
