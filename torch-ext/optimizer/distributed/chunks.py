@@ -232,10 +232,8 @@ class _Direction:
         for owner, owner_batches in batches.items():
             begin = end = owner * slot if slot else end
             for units in owner_batches:
-                box, is_staged = (
-                    self._box(units[0], this_peer),
-                    self._sends(units[0], this_peer, owner),
-                )
+                box = self._box(units[0], this_peer)
+                is_staged = self._sends(units[0], this_peer, owner)
                 if len(peers) == 1:
                     line = CACHE_LINE_BYTES // self.channel.wire.itemsize
                     end = -(-end // line) * line

@@ -163,12 +163,12 @@ class Channel:
 UnitRows = tuple[Interval, int, tuple[int, ...]]
 
 
-def unit_rows(blocks: Sequence[Blocks], regions_held: Sequence[Region]) -> Iterator[UnitRows]:
+def unit_rows(blocks: Sequence[Blocks], held: Sequence[Region]) -> Iterator[UnitRows]:
     """The units that the rows of a stored matrix fall into.
 
     Args:
         blocks: how these rows fall into matrices.
-        regions_held: the rows and columns that each peer holds of the stored matrix.
+        held: the rows and columns that each peer holds of the stored matrix.
     """
     for block in blocks:
         units: list[UnitRows] = []
@@ -176,7 +176,7 @@ def unit_rows(blocks: Sequence[Blocks], regions_held: Sequence[Region]) -> Itera
             rows = (start, start + block.rows)
             holders = tuple(
                 peer
-                for peer, (held_rows, *columns) in enumerate(regions_held)
+                for peer, (held_rows, *columns) in enumerate(held)
                 if regions.numel((regions.overlap(held_rows, rows), *columns))
             )
             if len(holders) == 1 and units and units[-1][2] == holders:
