@@ -68,7 +68,8 @@ def entries_of(
         "polar_express", 5, "auto", "frobenius", None, dtype, device
     )
     by_dim = [
-        regions.Sharding((ranks,), tuple(range(ranks)), (regions.Split(dim),)) for dim in (0, 1)
+        regions.Sharding((ranks,), tuple(range(ranks)), (regions.ShardedDim(dim),))
+        for dim in (0, 1)
     ]
     return [
         planning.Entry(
@@ -159,13 +160,13 @@ class Balance:
     Args:
         costs: of the matrices that travel.
         loads: of each chunk, by owner.
-        staying: of the matrices that do not travel, on each rank.
+        local_flops: of the matrices that do not travel, on each rank.
         chunk_size: of the plan.
     """
 
     costs: tuple[int, ...]
     loads: tuple[tuple[int, ...], ...]
-    staying: int
+    local_flops: int
     chunk_size: int
 
     @property
@@ -174,15 +175,15 @@ class Balance:
 
     @property
     def mean(self) -> float:
-        return self.staying + sum(self.costs) / self.ranks
+        return self.local_flops + sum(self.costs) / self.ranks
 
     @property
     def busiest(self) -> int:
-        return self.staying + max(map(sum, zip(*self.loads)))
+        return self.local_flops + max(map(sum, zip(*self.loads)))
 
     @property
     def makespan(self) -> int:
-        return self.staying + sum(map(max, self.loads))
+        return self.local_flops + sum(map(max, self.loads))
 
     @property
     def pigeonhole(self) -> float:
@@ -191,11 +192,11 @@ class Balance:
 
     @property
     def least_load(self) -> int:
-        return self.staying + least_load(self.costs, self.ranks)
+        return self.local_flops + least_load(self.costs, self.ranks)
 
     @property
     def least_makespan(self) -> int:
-        return self.staying + least_makespan(self.costs, self.ranks, self.chunk_size)
+        return self.local_flops + least_makespan(self.costs, self.ranks, self.chunk_size)
 
 
 def balance_of(plan: Any, chunk_size: int = -1) -> Balance:
@@ -212,9 +213,9 @@ def balance_of(plan: Any, chunk_size: int = -1) -> Balance:
             costs += [cost] * number
             of_chunk[owner] += number * cost
         loads.append(tuple(of_chunk))
-    alone = (unit for lane in plan.alone for unit, _ in lane.owners)
-    staying = sum(math.prod(count_and_cost(unit)) for unit in alone)
-    return Balance(tuple(costs), tuple(loads), staying, chunk_size)
+    local = (unit for lane in plan.local_lanes for unit, _ in lane.owners)
+    local_flops = sum(math.prod(count_and_cost(unit)) for unit in local)
+    return Balance(tuple(costs), tuple(loads), local_flops, chunk_size)
 
 
 def staged_bytes(lane: Any) -> int:

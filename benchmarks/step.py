@@ -87,9 +87,9 @@ def share_of(shapes: Sequence[tuple[int, ...]], ranks: int, device: torch.device
     entries = balance.entries_of(shapes, ranks, dtype=torch.float32, device=device)
     plan = balance.planning.make_plan(entries)
     found = Shapes()
-    for lane in (*plan.lanes, *plan.alone):
+    for lane in (*plan.lanes, *plan.local_lanes):
         for unit, owner in lane.owners:
-            if owner == lane.me:
+            if owner == lane.this_peer:
                 matrices = plan.entries[unit.entry].matrices
                 found[unit.rows, matrices.cols] += matrices.count(unit.box, unit.rows)
     return found

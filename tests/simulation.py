@@ -21,7 +21,7 @@ regions = optimizer.distributed.regions
 Entry = optimizer.distributed.plan.Entry
 
 NONE = -1  # nothing has been written here
-EXPONENT, MOMENT = -2, -3  # what goes along
+EXPONENT, MOMENT = -2, -3  # in trailers
 
 
 @dataclass
@@ -59,7 +59,7 @@ def simulate(entries: Sequence[Any], plans: Sequence[Any], chunk_size: int = -1)
         step.lane([left[peer].pop(0) for peer in ready.peers], chunk_size)
         step.seen.lanes += 1
     for plan in plans:
-        for lane in plan.alone:
+        for lane in plan.local_lanes:
             assert lane.peers == (plan.rank,)
             step.lane([lane], chunk_size)
     step.check()
@@ -85,11 +85,11 @@ class _Step:
             [[torch.zeros_like(whole) for whole in self.whole] for _ in plans] for _ in range(3)
         )
         # Entries of which every peer orthogonalizes what travels, as a reference.
-        self.everywhere = {
+        self.owned_by_all = {
             unit.entry
             for plan in plans
             for lane in plan.all_lanes
-            if lane.everywhere
+            if lane.owned_by_all
             for unit, _ in lane.owners
         }
 
@@ -107,17 +107,21 @@ class _Step:
                     assert torch.equal(counts[rank][number], expected)
                 if regions.numel(e.region(rank)):
                     assert (rank, number) in self.seen.read  # its gradient is let go then
-            if number not in self.everywhere:
+            if number not in self.owned_by_all:
                 owners = sum(owned[number] for owned in self.owned)
                 assert (owners == _owners_of_each(e, len(self.plans))).all()
 
     def lane(self, lanes: Sequence[Any], chunk_size: int) -> None:
         """Plays a lane, as each of its peers has it."""
         first = lanes[0]
-        assert [lane.peers[lane.me] for lane in lanes] == list(first.peers) == sorted(first.peers)
+        assert (
+            [lane.peers[lane.this_peer] for lane in lanes]
+            == list(first.peers)
+            == sorted(first.peers)
+        )
         for lane in lanes:
             assert (lane.digest, lane.in_flight) == (first.digest, first.in_flight)
-            assert (lane.rounds, lane.everywhere) == (first.rounds, first.everywhere)
+            assert (lane.rounds, lane.owned_by_all) == (first.rounds, first.owned_by_all)
             assert len(lane.chunks) == len(lane.rounds)
         named = [unit for unit, _ in first.owners]
         assert len(set(named)) == len(named)
@@ -125,7 +129,7 @@ class _Step:
             chunks = [lane.chunks[number] for lane in lanes]
             for lane, chunk in zip(lanes, chunks):
                 mine = [unit for batch in chunk.batches for unit in batch.units]
-                owner = None if lane.everywhere else lane.me
+                owner = None if lane.owned_by_all else lane.this_peer
                 assert Counter(mine) == Counter(unit for unit, of in owned if of == owner)
                 matrices = sum(self.entries[u.entry].matrices.count(u.box, u.rows) for u in mine)
                 assert chunk_size < 0 or matrices <= chunk_size
@@ -133,17 +137,19 @@ class _Step:
 
     def chunk(self, lanes: Sequence[Any], chunks: Sequence[Any]) -> None:
         momenta = [self.pack(lane, chunk) for lane, chunk in zip(lanes, chunks)]
-        gathered = _exchange([m[c.kept :] for m, c in zip(momenta, chunks)], chunks, "gather")
+        gathered = _exchange(
+            [m[c.gather.kept :] for m, c in zip(momenta, chunks)], chunks, "gather"
+        )
         updates, returned = [], []
         for lane, chunk, momentum, came in zip(lanes, chunks, momenta, gathered):
-            everything = chunk.kept_back + sum(chunk.scatter.received)
-            updates.append(torch.full((everything if chunk.slot else chunk.kept_back,), NONE))
+            everything = chunk.scatter.kept + sum(chunk.scatter.received)
+            updates.append(torch.full((everything if chunk.slot else chunk.scatter.kept,), NONE))
             sent = 0 if chunk.slot else sum(chunk.scatter.sent)
-            assert not (lane.everywhere and sent)
+            assert not (lane.owned_by_all and sent)
             returned.append(torch.full((sent,), NONE))
             for batch in chunk.batches:
                 units = self.assemble(lane, batch, momentum, came)
-                self.give_back(lane, chunk, batch, units, updates[-1], returned[-1])
+                self.stage_updates(lane, chunk, batch, units, updates[-1], returned[-1])
         if chunks[0].slot:
             self.seen.all_gathers += 1
             updates = [_all_gather(updates, chunks)] * len(lanes)
@@ -157,20 +163,20 @@ class _Step:
 
     def pack(self, lane: Any, chunk: Any) -> torch.Tensor:
         """Fills the buffer of momentum that a rank sends."""
-        buffer = torch.full((chunk.kept + sum(chunk.gather.sent),), NONE)
-        once = buffer[: chunk.kept] if lane.everywhere else buffer
-        rank = lane.peers[lane.me]
+        buffer = torch.full((chunk.gather.kept + sum(chunk.gather.sent),), NONE)
+        once = buffer[: chunk.gather.kept] if lane.owned_by_all else buffer
+        rank = lane.peers[lane.this_peer]
         for bundle in itertools.chain(*chunk.momentum):
             parts = torch.cat([self.part(unit, bundle.box).flatten() for unit in bundle.units])
             assert len(parts) == bundle.numel
-            if bundle.travels:
+            if bundle.is_staged:
                 _write(once, bundle.start, parts)
                 if lane.scaled and bundle.numel:
-                    _write(once, bundle.along, [EXPONENT] * len(bundle.units))
+                    _write(once, bundle.trailer, [EXPONENT] * len(bundle.units))
             self.visit(self.read[rank], rank, bundle, Entry.momentum_region)
             self.seen.read.update((rank, unit.entry) for unit in bundle.units)
-        if lane.everywhere and chunk.kept:
-            buffer[chunk.kept :].view(-1, chunk.kept).copy_(once)
+        if lane.owned_by_all and chunk.gather.kept:
+            buffer[chunk.gather.kept :].view(-1, chunk.gather.kept).copy_(once)
         assert (buffer != NONE).all() or len(lane.peers) == 1  # where batches are aligned
         return buffer
 
@@ -184,20 +190,20 @@ class _Step:
         for part in batch.gathered:
             if not regions.numel(part.box):
                 continue
-            source = momentum if part.peer == lane.me else came
+            source = momentum if part.peer == lane.this_peer else came
             there = units[(slice(None), *regions.slices(part.box))]
             assert (there == NONE).all()
             there.copy_(source[part.start :][: there.numel()].view(there.shape))
             if lane.scaled:
                 exponents = source[part.start + there.numel() :][:count]
                 assert exponents.tolist() == [EXPONENT] * count
-        owned = self.owned[lane.peers[lane.me]]
+        owned = self.owned[lane.peers[lane.this_peer]]
         for unit, found in zip(batch.units, units):
             assert torch.equal(found, self.whole[unit.entry][regions.slices(unit.box)])
             owned[unit.entry][regions.slices(unit.box)] += 1
         return units
 
-    def give_back(
+    def stage_updates(
         self,
         lane: Any,
         chunk: Any,
@@ -207,24 +213,24 @@ class _Step:
         sent: torch.Tensor,
     ) -> None:
         """Writes every peer's part of the updates where it is sent from."""
-        for part in batch.returned:
-            assert part.peer == lane.me or not (lane.everywhere or chunk.slot)
-            buffer = kept if part.peer == lane.me else sent
+        for part in batch.scattered:
+            assert part.peer == lane.this_peer or not (lane.owned_by_all or chunk.slot)
+            buffer = kept if part.peer == lane.this_peer else sent
             numbers = units[(slice(None), *regions.slices(part.box))].flatten()
             _write(buffer, part.start, numbers)
-            _write(buffer, part.start + len(numbers), self.along(lane, batch.units, len(numbers)))
+            _write(buffer, part.start + len(numbers), self.trailer(lane, batch.units, len(numbers)))
 
     def unpack(self, lane: Any, chunk: Any, updates: torch.Tensor) -> None:
         """Updates a rank's weights with what has come back."""
-        seen, rank = torch.zeros_like(updates), lane.peers[lane.me]
+        seen, rank = torch.zeros_like(updates), lane.peers[lane.this_peer]
         for bundle in itertools.chain(*chunk.weights):
             parts = updates[bundle.start :][: bundle.numel].view(bundle.shape)
             for unit, found in zip(bundle.units, parts):
                 assert torch.equal(found, self.part(unit, bundle.box))
-            along = self.along(lane, bundle.units, bundle.numel)
-            assert updates[bundle.along :][: len(along)].tolist() == along
+            trailer = self.trailer(lane, bundle.units, bundle.numel)
+            assert updates[bundle.trailer :][: len(trailer)].tolist() == trailer
             seen[bundle.start :][: bundle.numel] += 1
-            seen[bundle.along :][: len(along)] += 1
+            seen[bundle.trailer :][: len(trailer)] += 1
             self.visit(self.updated[rank], rank, bundle, Entry.region)
         assert (seen <= 1).all() and ((seen == 1) == (updates != NONE)).all()
         assert chunk.slot or len(lane.peers) == 1 or (seen == 1).all()  # else but for padding
@@ -240,7 +246,7 @@ class _Step:
             assert torch.equal(local[... if index is None else index], self.part(unit, bundle.box))
             counts[unit.entry][regions.slices(unit.box)][regions.slices(bundle.box)] += 1
 
-    def along(self, lane: Any, units: Sequence[Any], numel: int) -> list[int]:
+    def trailer(self, lane: Any, units: Sequence[Any], numel: int) -> list[int]:
         """What comes back behind parts of units: mean squares, for the longer side of every matrix
         in fp32 or wider, or the places that exponents leave between parts that go in place."""
         e = self.entries[units[0].entry]
@@ -249,7 +255,7 @@ class _Step:
                 max(u.rows, e.matrices.cols) * e.matrices.count(u.box, u.rows) for u in units
             )
             return [MOMENT] * long * (2 if lane.wire.itemsize == 2 else 1)
-        has_places = lane.scaled and e.goes_back_in_place and numel
+        has_places = lane.scaled and e.scatters_in_place and numel
         return [EXPONENT] * len(units) if has_places else []
 
 
@@ -259,7 +265,7 @@ def _owners_of_each(e: Any, ranks: int) -> int:
         return ranks
     if e.spread:
         return 1
-    places = zip(e.sharding.mesh, e.sharding.placements)
+    places = zip(e.sharding.mesh_shape, e.sharding.placements)
     return math.prod(size for size, placement in places if placement is None)
 
 
@@ -274,10 +280,10 @@ def _exchange(buffers: Sequence[torch.Tensor], chunks: Sequence[Any], way: str) 
     """One all-to-all."""
     traffic = [getattr(chunk, way) for chunk in chunks]
     pieces = [buffer.split(list(t.sent)) for buffer, t in zip(buffers, traffic)]
-    received = [[sent[me] for sent in pieces] for me in range(len(buffers))]
-    for me, (came, t) in enumerate(zip(received, traffic)):
+    received = [[sent[peer] for sent in pieces] for peer in range(len(buffers))]
+    for peer, (came, t) in enumerate(zip(received, traffic)):
         assert tuple(map(len, came)) == t.received
-        assert t.sent[me] == 0
+        assert t.sent[peer] == 0
     return [torch.cat(came) for came in received]
 
 
@@ -285,7 +291,7 @@ def _all_gather(buffers: Sequence[torch.Tensor], chunks: Sequence[Any]) -> torch
     """What it makes of buffers in which each rank has filled its slot, and no other."""
     (slot,) = {chunk.slot for chunk in chunks}
     slots = [buffer.split(slot) for buffer in buffers]
-    for me, of_rank in enumerate(slots):
+    for peer, of_rank in enumerate(slots):
         assert len(of_rank) == len(buffers)
-        assert all((s == NONE).all() for other, s in enumerate(of_rank) if other != me)
-    return torch.cat([of_rank[me] for me, of_rank in enumerate(slots)])
+        assert all((s == NONE).all() for other, s in enumerate(of_rank) if other != peer)
+    return torch.cat([of_rank[peer] for peer, of_rank in enumerate(slots)])

@@ -8,7 +8,7 @@ import pytest
 
 from kernel import optimizer
 
-Do, turns = optimizer.async_utils.Do, optimizer.async_utils.turns
+Do, chunk_order = optimizer.async_utils.Do, optimizer.async_utils.chunk_order
 
 GATHER, COMPUTE, FINISH = Do.GATHER, Do.ORTHOGONALIZE, Do.UPDATE
 COUNTS, DEPTHS = range(9), range(1, 9)
@@ -17,7 +17,7 @@ COUNTS, DEPTHS = range(9), range(1, 9)
 def every_order() -> Iterator[tuple[int, int, list]]:
     for count in COUNTS:
         for in_flight in DEPTHS:
-            yield count, in_flight, list(turns(count, in_flight))
+            yield count, in_flight, list(chunk_order(count, in_flight))
 
 
 @pytest.mark.kernels_ci
@@ -43,7 +43,7 @@ def test_no_more_than_in_flight_are_begun_and_not_finished():
 def test_more_in_flight_than_there_are_chunks_change_nothing():
     for count, in_flight, events in every_order():
         if in_flight > count > 0:
-            assert events == list(turns(count, count))
+            assert events == list(chunk_order(count, count))
 
 
 def test_the_next_chunk_is_gathered_before_one_is_computed():
@@ -68,7 +68,7 @@ def seconds(count: int, in_flight: int, gather: float, compute: float, scatter: 
         return wire
 
     arrivals: dict[int, float] = {}
-    for do, chunk in turns(count, in_flight):
+    for do, chunk in chunk_order(count, in_flight):
         if do is GATHER:
             arrivals[chunk] = launch(gather)
         elif do is COMPUTE:
@@ -87,7 +87,7 @@ def test_two_in_flight_hide_one_way_of_the_traffic_and_three_both():
 
 
 def test_one_in_flight_is_one_after_the_other():
-    assert list(turns(2, 1)) == [
+    assert list(chunk_order(2, 1)) == [
         (GATHER, 0),
         (COMPUTE, 0),
         (FINISH, 0),

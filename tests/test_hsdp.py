@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kernel import optimizer
-from test_plan import CUDA, Sharding, Split, entries_of
+from test_plan import CUDA, ShardedDim, Sharding, entries_of
 
 hsdp, machine = optimizer.distributed.hsdp, optimizer.distributed.machine
 
@@ -20,7 +20,7 @@ ATTENTION = [(4096, 4096)] * 32
 
 def replicated(replicas: int, shards: int, dim: int = 0) -> Any:
     ranks = tuple(range(replicas * shards))
-    return Sharding((replicas, shards), ranks, (None, Split(dim)))
+    return Sharding((replicas, shards), ranks, (None, ShardedDim(dim)))
 
 
 def spread(entries: Any, rank: int = 0, choice: str = "auto", speeds: Any = None) -> set[bool]:
@@ -37,13 +37,13 @@ def test_auto_takes_what_it_estimates_to_be_faster():
     for replicas, shards in ((2, 8), (4, 8), (16, 8), (2, 4), (2, 1), (64, 16)):
         for speeds in (*machine.MACHINES.values(), SLOW_RANKS, SLOW_NETWORK):
             entries = entries_of(ATTENTION, replicated(replicas, shards), device=CUDA)
-            both = hsdp.seconds(entries, 0, speeds, spread=True)
-            alone = hsdp.seconds(entries, 0, speeds)
+            both = hsdp.estimated_seconds(entries, 0, speeds, spread=True)
+            alone = hsdp.estimated_seconds(entries, 0, speeds)
             assert spread(entries, speeds=speeds) == {both < alone}
 
 
 def test_all_ranks_decide_alike():
-    for placements in ((None, Split(0)), (Split(0), None), (None, None)):
+    for placements in ((None, ShardedDim(0)), (ShardedDim(0), None), (None, None)):
         sharding = Sharding((4, 6), tuple(range(24)), placements)
         for shapes in (ATTENTION, [(16, 24)], [(64, 64), (12, 512, 256)]):
             entries = entries_of(shapes, sharding, device=CUDA)
@@ -55,7 +55,7 @@ def test_all_ranks_decide_alike():
 def test_a_choice_is_for_whatever_has_replicas(choice):
     entries = [
         *entries_of([(64, 64)], replicated(2, 4)),
-        *entries_of([(64, 64)], Sharding((8,), tuple(range(8)), (Split(0),))),
+        *entries_of([(64, 64)], Sharding((8,), tuple(range(8)), (ShardedDim(0),))),
         *entries_of([(64, 64)], None),
     ]
     told = [e.spread for e in hsdp.share_work(entries, 3, choice)]
@@ -76,18 +76,20 @@ def test_the_estimate_counts_flops_links_and_latency():
 
     # Redundant: each rank half of the matrices; half of its half of each, 2 bytes, there and back.
     alone = expected(4 * cost / 1e12, 2 * 2 * 8 * n / 2 / 2 / 2e9)
-    assert hsdp.seconds(entries, 0, speeds) == pytest.approx(alone)
+    assert hsdp.estimated_seconds(entries, 0, speeds) == pytest.approx(alone)
     # Spread: a quarter of the matrices; half of that traffic, and two matrices to the other host.
     within, between = 2 * 2 * 8 * n / 2 / 2 / 2 / 2e9, 2 * 2 * n / 1e9
     both = expected(2 * cost / 1e12, max(within, between))
-    assert hsdp.seconds(entries, 0, speeds, spread=True) == pytest.approx(both)
+    assert hsdp.estimated_seconds(entries, 0, speeds, spread=True) == pytest.approx(both)
 
 
 def test_the_largest_matrix_bounds_what_sharing_gains():
     entries = entries_of([(4096, 4096)], replicated(64, 2), device=CUDA)
     fast_links = dataclasses.replace(SLOW_RANKS, host_bytes=1e15, network_bytes=1e15, latency=0.0)
-    alone = hsdp.seconds(entries, 0, fast_links)
-    assert hsdp.seconds(entries, 0, fast_links, spread=True) == pytest.approx(alone, rel=1e-3)
+    alone = hsdp.estimated_seconds(entries, 0, fast_links)
+    assert hsdp.estimated_seconds(entries, 0, fast_links, spread=True) == pytest.approx(
+        alone, rel=1e-3
+    )
 
 
 @pytest.mark.parametrize("wrong", [{"flops": 0}, {"latency": -1}, {"ranks_per_host": 0}])

@@ -24,7 +24,7 @@ from ranks import run_ranks
 
 regions = optimizer.distributed.regions
 dtensors = optimizer.distributed.utils
-Sharding, Split = regions.Sharding, regions.Split
+Sharding, ShardedDim = regions.Sharding, regions.ShardedDim
 
 SIZES = (0, 1, 2, 3, 5, 7, 8, 12, 16, 23)
 
@@ -84,7 +84,7 @@ def random_cases(seed: int, count: int) -> Iterator[tuple[torch.Tensor, list[Any
 
 def sharding_of(mesh: torch.Tensor, placements: list[Any]) -> Any:
     splits = [
-        None if isinstance(p, Replicate) else Split(p.dim, isinstance(p, _StridedShard))
+        None if isinstance(p, Replicate) else ShardedDim(p.dim, isinstance(p, _StridedShard))
         for p in placements
     ]
     return Sharding(tuple(mesh.shape), tuple(mesh.flatten().tolist()), tuple(splits))
@@ -106,7 +106,7 @@ def test_a_dimension_is_cut_as_torch_chunks_it():
     for size, parts in itertools.product(range(40), range(1, 12)):
         expected = [piece.tolist() for piece in torch.arange(size).chunk(parts) if size]
         expected += [[]] * (parts - len(expected))
-        found = [regions.shard(size, parts, index) for index in range(parts)]
+        found = [regions.shard_interval(size, parts, index) for index in range(parts)]
         assert [list(range(*interval)) for interval in found] == expected
         assert all(0 <= start <= stop <= size for start, stop in found)
 
@@ -156,7 +156,7 @@ def test_every_rank_holds_what_torch_gives_it(seed):
 
 
 def test_ranks_outside_of_the_mesh_hold_nothing_and_have_no_peers():
-    sharding = Sharding((2,), (4, 1), (Split(0),))
+    sharding = Sharding((2,), (4, 1), (ShardedDim(0),))
     assert sharding.region((8, 3), 4) == ((0, 4), (0, 3))
     assert sharding.region((8, 3), 1) == ((4, 8), (0, 3))
     assert regions.numel(sharding.region((8, 3), 0)) == 0
@@ -215,21 +215,21 @@ def test_coordinates_are_places_in_the_mesh():
     ids=str,
 )
 def test_a_strided_shard_cuts_what_later_mesh_dimensions_have_cut(strided, order):
-    splits = tuple(Split(0, is_strided) for is_strided in strided)
+    splits = tuple(ShardedDim(0, is_strided) for is_strided in strided)
     assert Sharding((2, 2, 2), tuple(range(8)), splits).cutting_order() == order
 
 
 def test_replicas_do_not_change_the_order_of_the_cuts():
-    splits = (Split(0, strided=True), None, Split(0))
+    splits = (ShardedDim(0, strided=True), None, ShardedDim(0))
     order = Sharding((2, 2, 2), tuple(range(8)), splits).cutting_order()
     assert order.index(2) < order.index(0)
 
 
 def test_equal_shardings_are_one_key():
-    first, second = (Sharding((2, 2), (0, 1, 2, 3), (Split(0), None)) for _ in range(2))
+    first, second = (Sharding((2, 2), (0, 1, 2, 3), (ShardedDim(0), None)) for _ in range(2))
     assert first == second and hash(first) == hash(second)
-    assert first != Sharding((2, 2), (0, 1, 2, 3), (None, Split(0)))
-    assert first != Sharding((2, 2), (1, 0, 2, 3), (Split(0), None))
+    assert first != Sharding((2, 2), (0, 1, 2, 3), (None, ShardedDim(0)))
+    assert first != Sharding((2, 2), (1, 0, 2, 3), (ShardedDim(0), None))
 
 
 # -- DTensors --------------------------------------------------------------------------------------

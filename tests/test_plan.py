@@ -31,14 +31,14 @@ regions = optimizer.distributed.regions
 planning = optimizer.distributed.plan
 Entry, make_plan = planning.Entry, planning.make_plan
 recipe_for = optimizer.newton_schulz.recipe_for
-Sharding, Split = regions.Sharding, regions.Split
+Sharding, ShardedDim = regions.Sharding, regions.ShardedDim
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda")  # a name: plans need no device
 
 
 def sharded(ranks: int, dim: int | None = 0) -> Any:
-    return Sharding((ranks,), tuple(range(ranks)), (None if dim is None else Split(dim),))
+    return Sharding((ranks,), tuple(range(ranks)), (None if dim is None else ShardedDim(dim),))
 
 
 def entry(
@@ -94,7 +94,7 @@ def random_case(seed: int, **fixed: Any) -> Case:
     options = {
         "chunk_size": rng.choice([-1, -1, 1, 2, 5]),
         "warmup_step": rng.choice([0, 1, 2, 5]),
-        "everywhere": rng.random() < 0.15,
+        "owned_by_all": rng.random() < 0.15,
         **fixed,
     }
     shardings = [random_sharding(rng, ranks) for _ in range(rng.randint(1, 3))]
@@ -104,7 +104,7 @@ def random_case(seed: int, **fixed: Any) -> Case:
         random_entry(rng, number, rng.choice(shardings), rng.choice(wires), second_moment)
         for number in range(rng.randint(1, 12))
     ]
-    entries = [with_replicas(rng, e, options["everywhere"]) for e in entries]
+    entries = [with_replicas(rng, e, options["owned_by_all"]) for e in entries]
     return Case(ranks, tuple(entries), options)
 
 
@@ -118,9 +118,9 @@ def random_sharding(rng: random.Random, ranks: int) -> Any:
     mesh = (on,) if rng.random() < 0.4 else (first, on // first)
     dims = [rng.choice([None, 0, 0, 1, 2]) for _ in mesh]
     strided = len(mesh) == 2 and dims[0] == dims[1] is not None and rng.random() < 0.7
-    splits = [None if dim is None else Split(dim) for dim in dims]
+    splits = [None if dim is None else ShardedDim(dim) for dim in dims]
     if strided:
-        splits[0] = Split(dims[0], strided=True)
+        splits[0] = ShardedDim(dims[0], strided=True)
     return Sharding(mesh, tuple(chosen), tuple(splits))
 
 
@@ -140,13 +140,13 @@ def random_entry(
             split = [stop - start for start, stop in itertools.pairwise((0, *cuts, rows))]
     if sharding is not None:  # no cuts of dimensions that there aren't
         splits = tuple(
-            None if s is None else Split(min(s.dim, len(shape) - 1), s.strided)
+            None if s is None else ShardedDim(min(s.dim, len(shape) - 1), s.strided)
             for s in sharding.placements
         )
         strided = len(splits) == 2 and None not in splits and splits[0].dim == splits[1].dim
         if not strided:
-            splits = tuple(None if s is None else Split(s.dim) for s in splits)
-        sharding = Sharding(sharding.mesh, sharding.ranks, splits)
+            splits = tuple(None if s is None else ShardedDim(s.dim) for s in splits)
+        sharding = Sharding(sharding.mesh_shape, sharding.ranks, splits)
     return entry(
         shape,
         sharding,
@@ -159,24 +159,24 @@ def random_entry(
     )
 
 
-def with_replicas(rng: random.Random, e: Any, everywhere: bool) -> Any:
+def with_replicas(rng: random.Random, e: Any, owned_by_all: bool) -> Any:
     """Replicas that share the work, or none; those of whole weights may divide the momentum."""
     if e.sharding is None or rng.random() < 0.5:
         return e
-    if len(e.sharding.mesh) == 1 and e.sharding.placements == (None,):
-        divided = Sharding(e.sharding.mesh, e.sharding.ranks, (Split(0),))
+    if len(e.sharding.mesh_shape) == 1 and e.sharding.placements == (None,):
+        divided = Sharding(e.sharding.mesh_shape, e.sharding.ranks, (ShardedDim(0),))
         return dataclasses.replace(e, spread=True, momentum=divided)
-    return dataclasses.replace(e, spread=not everywhere)
+    return dataclasses.replace(e, spread=not owned_by_all)
 
 
 # -- a step of all ranks ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("everywhere", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_every_element_comes_to_its_owners_and_back_to_its_holders(everywhere):
+@pytest.mark.parametrize("owned_by_all", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_every_element_comes_to_its_owners_and_back_to_its_holders(owned_by_all):
     found = Counter()
     for seed in range(160):
-        case = random_case(seed, everywhere=everywhere)
+        case = random_case(seed, owned_by_all=owned_by_all)
         try:
             seen = simulate(case.entries, case.plans(), case.options["chunk_size"])
         except Exception as error:
@@ -184,7 +184,7 @@ def test_every_element_comes_to_its_owners_and_back_to_its_holders(everywhere):
             raise
         found.update(lanes=seen.lanes, all_gathers=seen.all_gathers)
     assert found["lanes"] > 100
-    assert everywhere or found["all_gathers"] > 10
+    assert owned_by_all or found["all_gathers"] > 10
 
 
 # -- what ranks agree on ---------------------------------------------------------------------------
@@ -192,7 +192,7 @@ def test_every_element_comes_to_its_owners_and_back_to_its_holders(everywhere):
 
 def test_other_parameters_of_other_ranks_change_nothing():
     """Stages of a pipeline see only their own parameters, at other numbers of the list."""
-    both = [entry((8, 6), Sharding((2,), ranks, (Split(0),))) for ranks in ((0, 1), (2, 3))]
+    both = [entry((8, 6), Sharding((2,), ranks, (ShardedDim(0),))) for ranks in ((0, 1), (2, 3))]
     for rank in range(4):
         (alone,) = make_plan([both[rank // 2]], rank).lanes
         (among,) = make_plan(both, rank).lanes
@@ -202,7 +202,7 @@ def test_other_parameters_of_other_ranks_change_nothing():
 def digests() -> list[list[str]]:
     """Of all lanes of all ranks, for another process to compare."""
     return [
-        [lane.digest for lane in (*plan.lanes, *plan.alone)]
+        [lane.digest for lane in (*plan.lanes, *plan.local_lanes)]
         for seed in range(10)
         for plan in random_case(seed).plans()
     ]
@@ -229,7 +229,7 @@ def test_one_device_has_no_traffic():
     e = [entry((8, 6), None), entry((4, 8, 6), None, 1), entry((8, 6), sharded(1), 2, split=2)]
     plan = make_plan(e)
     assert not plan.lanes
-    assert {unit.entry for lane in plan.alone for unit, _ in lane.owners} == {0, 1, 2}
+    assert {unit.entry for lane in plan.local_lanes for unit, _ in lane.owners} == {0, 1, 2}
 
 
 @pytest.mark.parametrize("second_moment", [False, True])
@@ -238,8 +238,8 @@ def test_one_device_has_no_traffic():
     [
         sharded(4),
         sharded(4, None),
-        Sharding((2, 2), (0, 1, 2, 3), (Split(0), None)),
-        Sharding((2, 2), (0, 1, 2, 3), (Split(0, strided=True), Split(0))),
+        Sharding((2, 2), (0, 1, 2, 3), (ShardedDim(0), None)),
+        Sharding((2, 2), (0, 1, 2, 3), (ShardedDim(0, strided=True), ShardedDim(0))),
     ],
     ids=["shards", "replicas", "replicas of shards", "strided shards"],
 )
@@ -252,7 +252,7 @@ def test_experts_that_are_whole_where_they_lie_have_no_traffic(sharding, second_
 def test_heads_that_are_whole_on_a_rank_stay_there():
     for rank in range(4):
         (lane,) = make_plan([entry((12, 8), sharded(4), split=2)], rank).lanes
-        (alone,) = make_plan([entry((12, 8), sharded(4), split=2)], rank).alone
+        (alone,) = make_plan([entry((12, 8), sharded(4), split=2)], rank).local_lanes
         # Rank 1 holds rows 3 to 5: a whole head, and half of the one that rank 0 has begun.
         assert [unit.box[0] for unit, _ in lane.owners] == [(2, 4), (8, 10)]
         whole = {0: (0, 2), 1: (4, 6), 2: (6, 8), 3: (10, 12)}
@@ -382,7 +382,9 @@ def test_staging_is_bounded_by_local_bytes_and_the_largest_matrix(ranks, device,
         room = max(room, 512 << 20) if device == CUDA else room
         for rank in range(ranks):
             (lane,) = make_plan(entries, rank, warmup_step=warmup_step).lanes
-            staged = [c.kept + sum(c.gather.sent) + sum(c.gather.received) for c in lane.chunks]
+            staged = [
+                c.gather.kept + sum(c.gather.sent) + sum(c.gather.received) for c in lane.chunks
+            ]
             at_once = [
                 2 * sum(staged[at : at + lane.in_flight])
                 for at in range(len(staged) - lane.in_flight + 1)
@@ -402,11 +404,11 @@ DENSE = [
 ]
 ALL = tuple(range(1024))
 TRILLION = {
-    "EP 64 × FSDP 16": (Sharding((64, 16), ALL, (Split(0), Split(1))), sharded(1024)),
+    "EP 64 × FSDP 16": (Sharding((64, 16), ALL, (ShardedDim(0), ShardedDim(1))), sharded(1024)),
     "FSDP": (sharded(1024, 1), sharded(1024)),
     "HSDP 4 × 256": (
-        Sharding((4, 256), ALL, (None, Split(1))),
-        Sharding((4, 256), ALL, (None, Split(0))),
+        Sharding((4, 256), ALL, (None, ShardedDim(1))),
+        Sharding((4, 256), ALL, (None, ShardedDim(0))),
     ),
 }
 
@@ -438,7 +440,7 @@ def test_a_trillion_parameters_on_1024_ranks_are_planned_in_seconds(name):
     print(f"{name}: {seconds:.1f} s")  # 1 to 5 on a core of 2024
     assert seconds < 20
     numel = [0] * len(plan.entries)
-    for lane in (*plan.lanes, *plan.alone):
+    for lane in (*plan.lanes, *plan.local_lanes):
         for bundle in (b for chunk in lane.chunks for run in chunk.momentum for b in run):
             for unit in bundle.units:
                 numel[unit.entry] += regions.numel(bundle.box)

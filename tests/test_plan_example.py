@@ -365,7 +365,7 @@ def predicted(lanes: list[costs.LaneCosts], rank: int) -> list[np.ndarray]:
     launched: list[np.ndarray] = []
 
     for lane in lanes:
-        for do, chunk in scheduler.turns(len(lane.bytes), lane.in_flight):
+        for do, chunk in scheduler.chunk_order(len(lane.bytes), lane.in_flight):
             if do is not scheduler.Do.UPDATE:
                 way = costs.GATHER if do is scheduler.Do.GATHER else costs.SCATTER
                 launched.append(lane.bytes[chunk, way, :, :, lane.peers.index(rank)])
@@ -378,15 +378,15 @@ def placed(weight: Weight, layout: deployment.Layout, meshes: dict) -> nn.Parame
         param.grad = torch.randn_like(param)
         return param
     sharding = deployment.sharding_of(optimizer, weight, layout)
-    if sharding.mesh not in meshes:
-        meshes[sharding.mesh] = init_device_mesh("cpu", sharding.mesh)
-    mesh: DeviceMesh = meshes[sharding.mesh]
+    if sharding.mesh_shape not in meshes:
+        meshes[sharding.mesh_shape] = init_device_mesh("cpu", sharding.mesh_shape)
+    mesh: DeviceMesh = meshes[sharding.mesh_shape]
     placements: list[Any] = []
     for index, split in enumerate(sharding.placements):
         if split is None:
             placements.append(Replicate())
         elif split.strided:
-            pieces = sharding.mesh[index + 1]
+            pieces = sharding.mesh_shape[index + 1]
             placements.append(_StridedShard(split.dim, split_factor=pieces))
         else:
             placements.append(Shard(split.dim))
@@ -507,7 +507,7 @@ def test_a_thousand_ranks_cost_what_the_plan_of_each_says(model, text):
             len(batch.units)
             * plan.entries[unit.entry].matrices.count(unit.box, unit.rows)
             * plan.entries[unit.entry].cost(unit.rows)
-            for lane in (*plan.lanes, *plan.alone)
+            for lane in (*plan.lanes, *plan.local_lanes)
             for chunk in lane.chunks
             for batch in chunk.batches
             for unit in batch.units[:1]

@@ -27,7 +27,7 @@ from ranks import run_ranks
 adamw = optimizer.adamw
 specs_of, zeros = optimizer.state.specs.specs_of, optimizer.state.specs.zeros
 replicas, zero2 = optimizer.distributed.replicas, optimizer.distributed.zero2
-shard = optimizer.distributed.regions.shard
+shard_interval = optimizer.distributed.regions.shard_interval
 MeanGradients, RowGathering, is_divided = zero2.MeanGradients, zero2.RowGathering, zero2.is_divided
 
 BUCKET = zero2.BUCKET_BYTES["cpu"]
@@ -52,7 +52,7 @@ def numbers(shape: Sequence[int], dtype: torch.dtype, seed: Any, exact: bool) ->
 
 def rows_here(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-    return tensor[slice(*shard(len(tensor), ranks, rank))]
+    return tensor[slice(*shard_interval(len(tensor), ranks, rank))]
 
 
 def in_small_buckets(fn: Callable[..., Any], *args: Any) -> Any:

@@ -55,13 +55,13 @@ class Costs:
     """What a step costs every rank of a layout.
 
     Args:
-        alone: FLOPs of matrices that are whole where they lie, (ranks,).
+        local_flops: of matrices that are whole where they lie, (ranks,).
         lanes: by their ranks, in the order in which each of these goes through its own.
         largest: FLOPs of the costliest matrix.
         averages: what ZeRO-2 does beside; None elsewhere.
     """
 
-    alone: Ints
+    local_flops: Ints
     lanes: tuple[LaneCosts, ...]
     largest: int
     averages: Averages | None = None
@@ -69,7 +69,7 @@ class Costs:
     @cached_property
     def flops(self) -> Ints:
         """(ranks,)"""
-        total = self.alone.copy()
+        total = self.local_flops.copy()
         for lane in self.lanes:
             total[list(lane.peers)] += lane.flops.sum(0)
         return total
@@ -77,7 +77,7 @@ class Costs:
     @cached_property
     def bytes(self) -> Ints:
         """(ways, directions, links, ranks)"""
-        total = np.zeros((2, 2, 2, len(self.alone)), np.int64)
+        total = np.zeros((2, 2, 2, len(self.local_flops)), np.int64)
         for lane in self.lanes:
             total[..., list(lane.peers)] += lane.bytes.sum(0)
         return total
@@ -104,7 +104,7 @@ class Costs:
         lanes = self.lanes_of(rank)
         met = sorted({rank}.union(*(lane.peers for lane in lanes)))
         waits = sum(int(lane.flops.max(1).sum()) for lane in lanes)
-        return int(self.alone[met].max()) + waits
+        return int(self.local_flops[met].max()) + waits
 
     def _one_of_each_kind(self) -> Iterator[int]:
         """A rank of each set of lanes."""
@@ -113,7 +113,7 @@ class Costs:
             for rank in lane.peers:
                 lanes_of[rank].append(number)
         seen = set()
-        for rank in np.argsort(-self.alone, kind="stable").tolist():
+        for rank in np.argsort(-self.local_flops, kind="stable").tolist():
             kind = tuple(lanes_of[rank])
             if kind not in seen:
                 seen.add(kind)
@@ -137,25 +137,25 @@ def costs_of(
     kinds: dict[tuple, list[int]] = defaultdict(list)
     for rank in range(ranks):
         kinds[_kind(alike, rank)].append(rank)
-    alone = np.zeros(ranks, np.int64)
+    local_flops = np.zeros(ranks, np.int64)
     counted: set[tuple] = set()
-    found: dict[tuple, LaneCosts] = {}
+    lanes: dict[tuple, LaneCosts] = {}
     for members in kinds.values():
         plan = kernel.distributed.plan.make_plan(entries, members[0], **options)
         for lane in map(functools.partial(LaneUnits, entries), plan.lanes):
             for rank in members:
                 peers = lane.entry.peers(rank)
                 order = (-len(peers), peers, str(lane.lane.wire), str(lane.lane.opmath))
-                if order not in found:
-                    found[order] = lane.costs(peers, hosts[list(peers)])
-        for entry, flops in _alone(plan).items():
+                if order not in lanes:
+                    lanes[order] = lane.costs(peers, hosts[list(peers)])
+        for entry, flops in _local_flops(plan).items():
             for rank in members:
                 peers = entry.peers(rank)
                 if (entry, peers) not in counted:
                     counted.add((entry, peers))
-                    alone[list(peers)] += flops
+                    local_flops[list(peers)] += flops
     largest = max((e.cost(b.rows) for e in alike for b in e.matrices.blocks), default=0)
-    return Costs(alone, tuple(found[order] for order in sorted(found)), largest)
+    return Costs(local_flops, tuple(lanes[order] for order in sorted(lanes)), largest)
 
 
 def _anonymous(entry: Any) -> Any:
@@ -175,21 +175,21 @@ def _kind(entries: Iterable[Any], rank: int) -> tuple:
     return tuple(kind)
 
 
-def _alone(plan: Any) -> dict[Any, Ints]:
+def _local_flops(plan: Any) -> dict[Any, Ints]:
     """FLOPs of what needs no traffic, for each peer, by how entries lie."""
-    found: dict[Any, Ints] = {}
-    whole = [(unit, plan.rank) for lane in plan.alone for unit, _ in lane.owners]
-    for unit, owner in (*whole, *plan.elsewhere):
+    by_entry: dict[Any, Ints] = {}
+    whole = [(unit, plan.rank) for lane in plan.local_lanes for unit, _ in lane.owners]
+    for unit, owner in (*whole, *plan.whole_on_peers):
         entry = plan.entries[unit.entry]
         peers = entry.peers(plan.rank)
-        flops = found.setdefault(_anonymous(entry), np.zeros(len(peers), np.int64))
+        flops = by_entry.setdefault(_anonymous(entry), np.zeros(len(peers), np.int64))
         count = entry.matrices.count(unit.box, unit.rows)
         flops[peers.index(owner)] += count * entry.cost(unit.rows)
-    return found
+    return by_entry
 
 
 @dataclass(frozen=True)
-class Kind:
+class UnitKind:
     """Units that lie alike: every peer holds as many elements of each.
 
     Args:
@@ -266,18 +266,18 @@ class LaneUnits:
         alike = {number: _anonymous(entries[number]) for number in members}
         numbers = {entry: number for number, entry in enumerate(dict.fromkeys(alike.values()))}
         number_of = {number: numbers[entry] for number, entry in alike.items()}
-        found: dict[tuple, tuple[Kind, Ints]] = {}
+        by_key: dict[tuple, tuple[UnitKind, Ints]] = {}
         for chunk, owned in enumerate(lane.rounds):
             for unit, owner in owned:
                 entry = alike[unit.entry]
                 row_dim = entry.matrices.row_dim
-                lies = unit.box[row_dim:], unit.rows, entry.momentum_part(unit.box)
+                lies = unit.box[row_dim:], unit.rows, entry.momentum_holder(unit.box)
                 key = (number_of[unit.entry], *lies)
-                if key not in found:
-                    found[key] = Kind(entry, unit.box, unit.rows), np.zeros(shape, np.int64)
+                if key not in by_key:
+                    by_key[key] = UnitKind(entry, unit.box, unit.rows), np.zeros(shape, np.int64)
                 experts = math.prod(stop - start for start, stop in unit.box[:row_dim])
-                found[key][1][chunk, owner] += experts
-        self.counts = tuple(found.values())
+                by_key[key][1][chunk, owner] += experts
+        self.counts = tuple(by_key.values())
         seen: set[int] = set()
         used: list[tuple[int, ...]] = []
         for owned in lane.rounds:
@@ -301,7 +301,7 @@ class LaneUnits:
             if self.lane.scaled:
                 out += (out > 0) * wire  # an exponent goes along
             back = kind.weights(peers) * wire
-            if self.lane.scaled and entry.goes_back_in_place:
+            if self.lane.scaled and entry.scatters_in_place:
                 back += (back > 0) * wire  # and its place comes back
             if entry.second_moment:  # mean squares, in fp32
                 longest = max(kind.rows, entry.matrices.cols)
@@ -335,8 +335,8 @@ def _exchanged(held: Ints, counts: Ints, replica: Ints, hosts: Ints) -> Ints:
     result = np.zeros((len(counts), 2, 2, len(held)), np.int64)
     in_replica = _sums(held, counts, replica)
     in_host = _sums(held, counts, replica * (hosts.max() + 1) + hosts)
-    own = np.stack((held * counts, counts * held), 1)  # (chunks, directions, peers)
-    result[:, :, HOST] = in_host - own
+    kept = np.stack((held * counts, counts * held), 1)  # (chunks, directions, peers)
+    result[:, :, HOST] = in_host - kept
     result[:, :, NETWORK] = in_replica - in_host
     return result
 

@@ -69,8 +69,8 @@ def averaged_in_backward(kernel: Any, weights: Iterable[Weight], layout: Layout)
     for weight in weights:
         sharding, size = sharding_of(kernel, weight, layout), float(weight.numel)
         is_inner = layout.kind == "fsdp+tp" or (layout.kind == "ep" and weight.is_expert)
-        for number in reversed(range(len(sharding.mesh))):
-            ranks, is_cut = sharding.mesh[number], sharding.placements[number] is not None
+        for number in reversed(range(len(sharding.mesh_shape))):
+            ranks, is_cut = sharding.mesh_shape[number], sharding.placements[number] is not None
             if number == 0 or not is_inner:
                 sent += size * (ranks - 1) / ranks * (1 if is_cut else 2)
             size /= ranks if is_cut else 1

@@ -169,12 +169,12 @@ def owners_table(kernel: Any, report: Report, chunk_size: int, warmup_step: int)
     )
     owned = [
         (unit, lane.peers[owner])
-        for lane in (*plan.lanes, *plan.alone)
+        for lane in (*plan.lanes, *plan.local_lanes)
         for unit, owner in lane.owners
     ]
     owners: dict[tuple, set[int]] = defaultdict(set)
     matrices: dict[tuple, int] = defaultdict(int)
-    for unit, owner in (*owned, *plan.elsewhere):
+    for unit, owner in (*owned, *plan.whole_on_peers):
         entry = plan.entries[unit.entry]
         name = re.sub(r"\.\d+\.", ".*.", entry.name.removesuffix(".weight"))
         key = (name, unit.rows, entry.matrices.cols, entry.cost(unit.rows))

@@ -72,15 +72,15 @@ def simulate(scheduler: Any, costs: Costs, machine: Any, rank: int | None = None
         rank: whose timeline; None is the one with the most FLOPs.
     """
     rank = costs.busiest if rank is None else rank
-    free = np.zeros(len(costs.alone))  # when each rank has done what it was given
+    free = np.zeros(len(costs.local_flops))  # when each rank has done its work so far
     spans: list[Span] = []
     staged, first = 0, 0
     lanes = costs.lanes_of(rank)
 
     def without_traffic() -> None:
         start = free[rank]
-        free[:] += costs.alone / machine.flops
-        if costs.alone[rank]:
+        free[:] += costs.local_flops / machine.flops
+        if costs.local_flops[rank]:
             spans.append(Span("compute", -1, start, free[rank]))
 
     for number, lane in enumerate(lanes):
@@ -88,7 +88,7 @@ def simulate(scheduler: Any, costs: Costs, machine: Any, rank: int | None = None
         run = _LaneRun(lane, machine, free, lane.peers.index(rank), first, spans, averages)
 
         has_gathered = number > 0
-        for do, chunk in scheduler.turns(len(lane.flops), lane.in_flight):
+        for do, chunk in scheduler.chunk_order(len(lane.flops), lane.in_flight):
             if not has_gathered and do is not scheduler.Do.GATHER:
                 has_gathered = True
                 without_traffic()
@@ -129,7 +129,7 @@ class _LaneRun:
 
     Args:
         free: when each rank of the world is free, in seconds; moved on.
-        me: number of the peer whose spans are kept.
+        this_peer: index of the peer whose spans are kept.
         first: number of the lane's first chunk.
         spans: filled.
         averaging: what ZeRO-2 does beside.
@@ -140,14 +140,14 @@ class _LaneRun:
         lane: LaneCosts,
         machine: Any,
         free: np.ndarray,
-        me: int,
+        this_peer: int,
         first: int,
         spans: list[Span],
         averaging: _Averaging | None,
     ):
         self.lane, self.machine, self.spans, self.averaging = lane, machine, spans, averaging
         self.free, self.peers = free, np.array(lane.peers)
-        self.me, self.first = me, first
+        self.this_peer, self.first = this_peer, first
         self.wire = 0.0  # when the last collective ends
         self.held = np.zeros(len(lane.peers), np.int64)
         self.most_held = 0
@@ -215,9 +215,9 @@ class _LaneRun:
         self.free[self.peers] = np.maximum(self.free[self.peers], arrival)
 
     def _compute(self, chunk: int) -> None:
-        start = self.free[self.peers[self.me]]
+        start = self.free[self.peers[self.this_peer]]
         self.free[self.peers] += self.lane.flops[chunk] / self.machine.flops
-        stop = self.free[self.peers[self.me]]
+        stop = self.free[self.peers[self.this_peer]]
         if stop > start:
             self.spans.append(Span("compute", self.first + chunk, start, stop))
 

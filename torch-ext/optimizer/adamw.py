@@ -12,7 +12,7 @@ from torch.profiler import record_function
 
 from .cpu_offload import CPUOffload, Prefetcher
 from .cpu_offload.rows import AdamWRows
-from .distributed.regions import shard
+from .distributed.regions import shard_interval
 from .distributed.replicas import Replicas
 from .distributed.utils import is_dense, is_dtensor, local
 from .distributed.zero2 import MeanGradients, RowGathering, is_divided
@@ -166,7 +166,7 @@ class AdamWStep:
                 if param in self._divided:
                     assert self._replicas is not None
                     ranks, rank = len(self._replicas.ranks), self._replicas.group.rank()
-                    weights = weights[slice(*shard(weights.shape[0], ranks, rank))]
+                    weights = weights[slice(*shard_interval(weights.shape[0], ranks, rank))]
             elif param.grad is None:
                 grad = torch.zeros_like(weights)
             else:

@@ -1,12 +1,12 @@
-"""The order of a step: a list of events, made before it by a pure function.
+"""Decides the order of a step: a schedule of events, which a pure function makes before the step.
 
-The matrices of a lane go through chunk by chunk: momentum is updated and sent to the owners, the
-owners orthogonalize, the updates come back, weights are updated. While one chunk is orthogonalized,
-the next ones are on their way to their owners, and the one before is on its way back. Between them
-AdamW's parameters have their turn, and the averages of ZeRO-2.
+A lane is worked off chunk by chunk: momentum is updated and gathered by the owners, the owners
+orthogonalize, the updates are scattered, weights are updated. While one chunk is orthogonalized,
+the next ones are being gathered, and the one before is being scattered. Between chunks a step
+updates AdamW's parameters, and averages gradients in ZeRO-2.
 
 Ranks that share a lane launch its collectives in one order, since the order follows from what they
-have in common: the number of chunks, how many may be in flight, who takes part.
+have in common: the number of chunks, how many may be in flight, which gradients are present.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from .adamw import AdamWPart
-from .distributed.plan import Plan, lane_order
+from .distributed.plan import Plan, ranks_sort_key
 
 # Buckets of gradients that are averaged ahead of the one that is needed next.
 BUCKETS_AHEAD = 2
@@ -56,45 +56,45 @@ class Event(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Averages:
-    """What ZeRO-2 averages and sends, and who waits for it.
+class Averaging:
+    """The buckets of gradients that ZeRO-2 averages, and the events that wait for them.
 
     Args:
         ranks: that average, ascending.
         buckets: how many hold gradients of matrices.
-        needed: how many of them a chunk waits for, by the numbers of its lane and its own.
-        others_needed: how many buckets of AdamW's gradients each part of AdamW waits for.
+        needed: how many of these each chunk waits for, by the numbers of its lane and its own.
+        adamw_needed: how many buckets of AdamW's gradients each part of AdamW waits for.
     """
 
     ranks: tuple[int, ...]
     buckets: int
     needed: Mapping[tuple[int, int], int]
-    others_needed: Sequence[int]
+    adamw_needed: Sequence[int]
 
 
 @dataclass(frozen=True)
-class OtherWork:
-    """What a step does beside the chunks.
+class ScheduleInputs:
+    """What the order of a step depends on, beside its plan.
 
     Args:
-        parts: of AdamW.
-        chunk_bytes: of state that comes from host memory for each chunk, by the numbers of its lane
-            and its own; None where no state is streamed.
-        averages: those of ZeRO-2, where it has traffic.
-        flagged: numbers of the lanes in which matrices with Inf or NaN are skipped.
+        adamw_parts: of AdamW's parameters.
+        prefetch_bytes: of momentum that comes from host memory for each chunk, by the numbers of
+            its lane and its own; None where no state is offloaded.
+        averaging: of gradients, where ZeRO-2 has traffic.
+        flagged_lanes: numbers of the lanes in which matrices with Inf or NaN are skipped.
     """
 
-    parts: Sequence[AdamWPart]
-    chunk_bytes: Mapping[tuple[int, int], int] | None
-    averages: Averages | None
-    flagged: Sequence[int]
+    adamw_parts: Sequence[AdamWPart]
+    prefetch_bytes: Mapping[tuple[int, int], int] | None
+    averaging: Averaging | None
+    flagged_lanes: Sequence[int]
 
 
-def turns(chunks: int, in_flight: int) -> Iterator[tuple[Do, int]]:
+def chunk_order(chunks: int, in_flight: int) -> Iterator[tuple[Do, int]]:
     """The order of a lane's chunks, of which at most ``in_flight`` are begun and not updated.
 
-    While chunk k is computed, the next ones are being gathered and, where ``in_flight`` allows
-    three, chunk k − 1 is on its way back.
+    While chunk k is orthogonalized, the next ones are being gathered and, where ``in_flight``
+    allows three, chunk k − 1 is being scattered.
     """
     begun = computed = updated = 0
     while updated < chunks:
@@ -112,54 +112,54 @@ def turns(chunks: int, in_flight: int) -> Iterator[tuple[Do, int]]:
             updated += 1
 
 
-def schedule(plan: Plan, other_work: OtherWork) -> tuple[Event, ...]:
+def schedule(plan: Plan, inputs: ScheduleInputs) -> tuple[Event, ...]:
     """All that a rank does in a step of a plan, in order.
 
-    Chunks without traffic and AdamW come while the first chunks of the first lane are gathered. In
-    ZeRO-2 AdamW has traffic of its own, which takes its turn among the lanes: while those of the
-    same ranks are gathered, or between the others. Out of turn, two ranks would use one process
-    group in different orders, since each may have another first lane.
+    Local lanes and AdamW come while the first chunks of the first lane are gathered. In ZeRO-2
+    AdamW has traffic of its own, which has its place among the lanes: while those of the same ranks
+    are gathered, or between the others. In another place two ranks would use one process group in
+    different orders, since each may have another first lane.
     """
-    averages, count = other_work.averages, len(plan.lanes)
-    is_woven = other_work.chunk_bytes is not None and averages is None
-    others = [] if is_woven else _adamw(other_work)
-    turn, is_under = 0, count > 0
-    if averages is not None and len(averages.ranks) > 1:
-        turn = sum(lane_order(lane.peers) < lane_order(averages.ranks) for lane in plan.lanes)
-        is_under = turn < count and plan.lanes[turn].peers == averages.ranks
-    alone = [
+    averaging, count = inputs.averaging, len(plan.lanes)
+    interleaves = inputs.prefetch_bytes is not None and averaging is None
+    adamw = [] if interleaves else _adamw(inputs)
+    adamw_lane, under_gathers = 0, count > 0
+    if averaging is not None and len(averaging.ranks) > 1:
+        key = ranks_sort_key(averaging.ranks)
+        adamw_lane = sum(ranks_sort_key(lane.peers) < key for lane in plan.lanes)
+        under_gathers = adamw_lane < count and plan.lanes[adamw_lane].peers == averaging.ranks
+    local = [
         Event(do, number, chunk)
-        for number, lane in enumerate(plan.alone, count)
-        for do, chunk in turns(len(lane.chunks), in_flight=1)
+        for number, lane in enumerate(plan.local_lanes, count)
+        for do, chunk in chunk_order(len(lane.chunks), in_flight=1)
     ]
-    events = [Event(Do.FLAG, number) for number in other_work.flagged]
+    events = [Event(Do.FLAG, number) for number in inputs.flagged_lanes]
     for number, lane in enumerate(plan.lanes):
-        of_lane = [
-            Event(do, number, chunk) for do, chunk in turns(len(lane.chunks), lane.in_flight)
-        ]
-        gathers = next(at for at, event in enumerate(of_lane) if event.do is not Do.GATHER)
-        events += others if number == turn and not is_under else []
-        events += of_lane[:gathers]
-        events += alone if number == 0 else []
-        events += others if number == turn and is_under else []
-        events += of_lane[gathers:]
-    events += [] if plan.lanes else alone
-    events += others if turn == count else []
-    if averages is not None:
-        return tuple(_with_averages(events, plan, averages))
-    return tuple(_weave(events, plan, other_work) if is_woven else events)
+        order = chunk_order(len(lane.chunks), lane.in_flight)
+        lane_events = [Event(do, number, chunk) for do, chunk in order]
+        gathers = next(at for at, event in enumerate(lane_events) if event.do is not Do.GATHER)
+        events += adamw if number == adamw_lane and not under_gathers else []
+        events += lane_events[:gathers]
+        events += local if number == 0 else []
+        events += adamw if number == adamw_lane and under_gathers else []
+        events += lane_events[gathers:]
+    events += [] if plan.lanes else local
+    events += adamw if adamw_lane == count else []
+    if averaging is not None:
+        return tuple(_with_averaging(events, plan, averaging))
+    return tuple(_interleave(events, plan, inputs) if interleaves else events)
 
 
-def _with_averages(events: Sequence[Event], plan: Plan, averages: Averages) -> Iterator[Event]:
-    """Launches averages of matrices' gradients ahead of the events that wait for them."""
+def _with_averaging(events: Sequence[Event], plan: Plan, averaging: Averaging) -> Iterator[Event]:
+    """Launches buckets of matrices' gradients ahead of the events that wait for them."""
     launched = 0
     for event in events:
         needed = 0
         if event.do is Do.GATHER:
-            needed = averages.needed[event.chunk]
+            needed = averaging.needed[event.chunk]
         elif event.do is Do.FLAG:
-            needed = averages.needed[event.lane, len(plan.all_lanes[event.lane].chunks) - 1]
-        launches = _launches(Do.AVERAGE, launched, needed, averages.buckets)
+            needed = averaging.needed[event.lane, len(plan.all_lanes[event.lane].chunks) - 1]
+        launches = _launches(Do.AVERAGE, launched, needed, averaging.buckets)
         launched += len(launches)
         yield from launches
         yield event
@@ -171,53 +171,54 @@ def _launches(do: Do, launched: int, needed: int, buckets: int) -> list[Event]:
     return [Event(do, number=bucket) for bucket in range(launched, end)]
 
 
-def _adamw(other_work: OtherWork) -> list[Event]:
-    """AdamW's parts one after the other, with their averages ahead and their rows behind."""
-    averages = other_work.averages
-    if averages is None:
-        return [Event(Do.ADAMW, number=number) for number in range(len(other_work.parts))]
+def _adamw(inputs: ScheduleInputs) -> list[Event]:
+    """AdamW's parts in order, their gradients averaged ahead, their rows gathered behind them."""
+    averaging, parts = inputs.averaging, inputs.adamw_parts
+    if averaging is None:
+        return [Event(Do.ADAMW, number=number) for number in range(len(parts))]
     events: list[Event] = []
-    launched, buckets = 0, max(averages.others_needed, default=0)
-    for number, part in enumerate(other_work.parts):
-        launches = _launches(Do.AVERAGE_OTHERS, launched, averages.others_needed[number], buckets)
+    launched, buckets = 0, max(averaging.adamw_needed, default=0)
+    for number, (part, needed) in enumerate(zip(parts, averaging.adamw_needed)):
+        launches = _launches(Do.AVERAGE_OTHERS, launched, needed, buckets)
         launched += len(launches)
         events += [*launches, Event(Do.ADAMW, number=number)]
-        if number + 1 == len(other_work.parts) or other_work.parts[number + 1].group != part.group:
+        if number + 1 == len(parts) or parts[number + 1].group != part.group:
             events.append(Event(Do.SHARE_ROWS, number=part.group))
     return events
 
 
-def _weave(events: Sequence[Event], plan: Plan, other_work: OtherWork) -> Iterator[Event]:
+def _interleave(events: Sequence[Event], plan: Plan, inputs: ScheduleInputs) -> Iterator[Event]:
     """Puts AdamW's parts between the chunks, where state comes from the host.
 
     AdamW's own arithmetic is too little to hide that. Each chunk is followed by as many parts as
     keep the bytes that have come in step with the arithmetic that hides them: all of it but that of
     the last chunk, which hides what is left to write back.
     """
-    assert other_work.chunk_bytes is not None
+    prefetch_bytes, parts = inputs.prefetch_bytes, inputs.adamw_parts
+    assert prefetch_bytes is not None
     flops = {
-        (number, of_lane): sum(plan.flops(batch) for batch in chunk.batches)
-        for number, lane in enumerate(plan.all_lanes)
-        for of_lane, chunk in enumerate(lane.chunks)
+        (lane_number, number): sum(plan.flops(batch) for batch in chunk.batches)
+        for lane_number, lane in enumerate(plan.all_lanes)
+        for number, chunk in enumerate(lane.chunks)
     }
     hiding = sum(flops.values())
     if flops:
-        last = len(plan.lanes or plan.alone) - 1
+        last = len(plan.lanes or plan.local_lanes) - 1
         hiding -= flops[last, len(plan.all_lanes[last].chunks) - 1]
-    nbytes = sum(other_work.chunk_bytes.values()) + sum(part.nbytes for part in other_work.parts)
-    flops_done = bytes_done = part = 0
+    nbytes = sum(prefetch_bytes.values()) + sum(part.nbytes for part in parts)
+    flops_done = bytes_done = next_part = 0
     for event in events:
         yield event
         if event.do is Do.GATHER:
-            bytes_done += other_work.chunk_bytes[event.chunk]
+            bytes_done += prefetch_bytes[event.chunk]
         elif event.do is Do.ORTHOGONALIZE:
             flops_done += flops[event.chunk]
-            while part < len(other_work.parts):
-                after = bytes_done + other_work.parts[part].nbytes
+            while next_part < len(parts):
+                after = bytes_done + parts[next_part].nbytes
                 if after * hiding > nbytes * flops_done:
                     break
                 bytes_done = after
-                yield Event(Do.ADAMW, number=part)
-                part += 1
-    for rest in range(part, len(other_work.parts)):
-        yield Event(Do.ADAMW, number=rest)
+                yield Event(Do.ADAMW, number=next_part)
+                next_part += 1
+    for number in range(next_part, len(parts)):
+        yield Event(Do.ADAMW, number=number)

@@ -1,4 +1,4 @@
-"""How a stored tensor is read as matrices: experts, blocks of rows, flattened dimensions."""
+"""Reads a stored tensor as matrices: experts, blocks of rows, flattened dimensions."""
 
 from __future__ import annotations
 
@@ -42,16 +42,12 @@ class Matrices:
         return math.prod(self.shape[: self.row_dim])
 
     @property
-    def rows(self) -> int:
-        return self.shape[self.row_dim]
-
-    @property
     def cols(self) -> int:
         return math.prod(self.shape[self.row_dim + 1 :])
 
     @property
     def long_sides(self) -> int:
-        """Numbers of the second moment per stored matrix: the longer side of every block."""
+        """Elements of the second moment per stored matrix: the longer side of each matrix in it."""
         return sum(block.count * max(block.rows, self.cols) for block in self.blocks)
 
     def count(self, box: Sequence[tuple[int, int]], rows: int) -> int:
@@ -79,7 +75,7 @@ def read_as_matrices(
         shape: of the whole tensor.
         is_expert: leading dimensions count experts.
         flatten: read more than two dimensions as (dim 0, all the rest).
-        row_counts: None, rows of each block, or one number for blocks of that many rows.
+        row_counts: rows of each matrix, one number for all of them, or None for no split.
 
     Raises:
         ValueError: not a matrix; row counts that do not add up. Completes "<parameter> …".
@@ -112,7 +108,7 @@ def _blocks(rows: int, row_counts: Union[int, Sequence, None]) -> tuple[Blocks, 
             f"has {rows} rows, but split={list(row_counts)} adds up to {sum(row_counts)}"
         )
     blocks: list[Blocks] = []
-    for of_each, equal in itertools.groupby(row_counts):
+    for matrix_rows, equal in itertools.groupby(row_counts):
         start = blocks[-1].stop if blocks else 0
-        blocks.append(Blocks(start, of_each, len(list(equal))))
+        blocks.append(Blocks(start, matrix_rows, len(list(equal))))
     return tuple(blocks)

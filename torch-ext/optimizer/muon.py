@@ -16,7 +16,7 @@ from .cpu_offload import Backend, CPUOffload, Hooks
 from .distributed import agreement
 from .distributed import utils as dtensors
 from .distributed.machine import Machine
-from .distributed.plan import NOTHING, Plan
+from .distributed.plan import EMPTY_PLAN, Plan
 from .distributed.replicas import Replicas
 from .parameters import options, validation
 from .parameters.default_groups import default_is_muon, get_default_muon_param_groups
@@ -935,7 +935,7 @@ class Muon(torch.optim.Optimizer):
         self._compared = False
         self._warned = False
         self._untrained = 0
-        self._last = NOTHING, ()
+        self._last = EMPTY_PLAN, ()
         self._forget_tensors()
 
     def _forget_tensors(self) -> None:

@@ -59,25 +59,25 @@ def update_momentum(event: Event, step: Step) -> None:
     """B ← μB + G on all ranks; starts to send what is to be orthogonalized to the owners."""
     chunk, lane = step.prepared.chunk(event)
     group = step.prepared.process_groups[event.lane]
-    travel = step.under_way[event.chunk] = Transport(chunk, lane, group, step.scratch)
+    transport = step.under_way[event.chunk] = Transport(chunk, lane, group, step.scratch)
     exponents: list[tuple[int, Tensor]] = []
     with record_function("Muon.momentum"):
         for span in chunk.momentum:
-            exponents += _update_momentum_of(span, travel.momentum, lane, step)
+            exponents += _update_momentum_of(span, transport.momentum, lane, step)
             step.were_read(span)
         for place, of_bundle in exponents:  # last, as spans also write the gaps where these lie
-            travel.momentum[place : place + len(of_bundle)].copy_(of_bundle)
-    travel.gather()
+            transport.momentum[place : place + len(of_bundle)].copy_(of_bundle)
+    transport.gather()
 
 
 def orthogonalize(event: Event, step: Step) -> None:
     """U ← the polar factors of whole matrices on their owners; starts to send them back."""
     chunk, _ = step.prepared.chunk(event)
-    travel = step.under_way[event.chunk]
-    travel.land()
+    transport = step.under_way[event.chunk]
+    transport.finish_gather()
     with record_function("Muon.orthogonalize"):
         for batch in chunk.batches:
-            present, X = step.present(batch.units), travel.assemble(batch)
+            present, X = step.present(batch.units), transport.assemble(batch)
             some = _to_front(X, present)
             if len(some):
                 U = _polar_factors(some, batch, step)
@@ -85,19 +85,19 @@ def orthogonalize(event: Event, step: Step) -> None:
                 if step.hyper(batch.units[0]).beta2 is not None:
                     squares = core.second_moment(U, step.scratch).view(len(some), -1)
                     squares = _to_places(squares, present, None)
-                travel.give_back(_to_places(U.view(some.shape), present, X), squares, batch)
-    travel.scatter()
+                transport.stage_updates(_to_places(U.view(some.shape), present, X), squares, batch)
+    transport.scatter()
 
 
 def update_weights(event: Event, step: Step) -> None:
     """W ← W − lr·(scale·U + weight_decay·W) on all ranks, each for what it holds."""
     chunk, lane = step.prepared.chunk(event)
-    travel = step.under_way.pop(event.chunk)
-    travel.wait()
+    transport = step.under_way.pop(event.chunk)
+    transport.wait()
     with record_function("Muon.weights"):
         for span in chunk.weights:
-            _update_weights_of(span, travel.updates, lane, step)
-    travel.end()
+            _update_weights_of(span, transport.updates, lane, step)
+    transport.release()
 
 
 # -- momentum ----------------------------------------------------------------------------------
@@ -112,8 +112,8 @@ def _update_momentum_of(
         With an fp16 wire the exponents of each bundle's parts, and their place in the buffer.
     """
     start, stop = span[0].start, span[-1].start + span[-1].numel
-    travels = span[0].travels  # else another replica sends the same
-    if travels:
+    is_staged = span[0].is_staged  # else another replica sends the same
+    if is_staged:
         sent = buffer[start:stop]
         is_scaled, dtype = lane.scaled, core.update_dtype(lane.wire, lane.opmath, lane.device)
         wanted = step.scratch.in_dtype(sent, lane.opmath if is_scaled else dtype)
@@ -133,7 +133,7 @@ def _update_momentum_of(
             rows.largest = list(largest.unbind())
     step.has_written = True
     for fetched in step.home.windows((MOMENTUM, id(span))):
-        _apply_momentum(rows.part(fetched), step.hyper(parts.units[0]), travels)
+        _apply_momentum(rows.part(fetched), step.hyper(parts.units[0]), is_staged)
     if largest is not None:
         if rows.largest is None:  # windows may have had pieces of them
             norms = torch._foreach_norm(rows.outputs, torch.inf)
@@ -141,8 +141,8 @@ def _update_momentum_of(
         exponents = wire.scale_down(rows.outputs, step.views(sent, span), largest)
         bundles = [bundle for bundle in span if bundle.numel]
         counts = [len(bundle.units) for bundle in bundles]
-        return [(b.along, of_bundle) for b, of_bundle in zip(bundles, exponents.split(counts))]
-    if travels and wanted is not sent:
+        return [(b.trailer, of_bundle) for b, of_bundle in zip(bundles, exponents.split(counts))]
+    if is_staged and wanted is not sent:
         sent.copy_(wanted)
     return []
 
@@ -264,7 +264,7 @@ def _second_moment_factors(bundle: Bundle, updates: Tensor, step: Step) -> list[
         if fetched is not None:
             views = [tensors[0] if tensors else views[share.row] for share, tensors in fetched]
         V = torch.stack(views)  # (n, experts…, matrices of each, long side)
-        numbers = wire.read_numbers(updates, bundle.along, len(bundle.units) * views[0].numel())
+        numbers = wire.read_numbers(updates, bundle.trailer, len(bundle.units) * views[0].numel())
         rows = numbers.view(len(bundle.units), *V.shape[1:])
         v = rows if present is None else torch.stack(list(compress(rows.unbind(), present)))
         dtype = step.plan.entries[units[0].entry].recipe.dtype

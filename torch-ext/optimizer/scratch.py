@@ -1,7 +1,7 @@
-"""Buffers that the chunks of one step take turns in.
+"""Reuses buffers on the device among the chunks of one step.
 
-A batch as large as a chunk is above the size from which allocators hand pages back to the system;
-on CPUs, taking them anew for every chunk costs more than the element-wise work done in them.
+A buffer as large as a chunk is above the size from which allocators hand pages back to the system;
+on CPUs, taking these anew for every chunk costs more than the element-wise work done in them.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from torch import Tensor
 
 
 class Scratch:
-    """Uninitialized tensors: by purpose, or until they are given back."""
+    """Hands out uninitialized tensors, by their purpose or until they are given back."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple, Tensor] = {}
         self._free: dict[torch.device, list[Tensor]] = {}  # of bytes
-        self._taken: dict[int, Tensor] = {}  # by id of what was handed out
+        self._taken: dict[int, Tensor] = {}  # by id of the tensor that was handed out
 
     def empty(
         self, purpose: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device
@@ -38,13 +38,13 @@ class Scratch:
         return self.empty("opmath", tensor.shape, dtype, tensor.device)
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A flat tensor for as long as it is not given back with `give`."""
+        """A flat tensor, valid until it is given back with `give`."""
         size, free = numel * dtype.itemsize, self._free.setdefault(device, [])
         fitting = [index for index, buffer in enumerate(free) if buffer.numel() >= size]
         if fitting:
             buffer = free.pop(min(fitting, key=lambda index: free[index].numel()))
         else:
-            if free:  # too small for this: let it go, or what is held would only grow
+            if free:  # too small: let one go, or the memory held would only grow
                 free.pop()
             buffer = torch.empty(size, dtype=torch.uint8, device=device)
         taken = buffer[:size].view(dtype)
@@ -52,6 +52,6 @@ class Scratch:
         return taken
 
     def give(self, *tensors: Tensor) -> None:
-        """Lets later `take`s have what these were; their users are on the same stream."""
+        """Lets later `take`s reuse these tensors' buffers; all users are on the same stream."""
         for tensor in tensors:
             self._free[tensor.device].append(self._taken.pop(id(tensor)))

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from .plan import lane_order
+from .plan import ranks_sort_key
 from .utils import GroupCache, world_timeout
 
 CHECKS = ("step", "plan", "off")
@@ -308,7 +308,7 @@ def _in_order(sets: Iterable[Ranks]) -> tuple[Ranks, ...]:
 
     Larger ones first: their ranks see contradictions before anyone waits in a smaller one in vain.
     """
-    return tuple(sorted(sets, key=lane_order))
+    return tuple(sorted(sets, key=ranks_sort_key))
 
 
 def _record(

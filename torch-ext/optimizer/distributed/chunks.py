@@ -1,4 +1,4 @@
-"""What travels in a chunk and where it lies in the buffers, as one rank sees it."""
+"""Lays a chunk out in the buffers of its ranks: which parts of matrices lie and travel where."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ MOST_PADDED = 1.25
 
 # Where a matrix lies in memory decides which of their paths CPU kernels take, and so its last bits:
 # one that is whole on its rank begins a cache line, as one that was gathered does.
-ALIGNMENT = 64
+CACHE_LINE_BYTES = 64
 
-NOTHING: Region = ((0, 0),)
+EMPTY: Region = ((0, 0),)
 
 
 @dataclass(frozen=True)
@@ -27,19 +27,19 @@ class Bundle:
 
     Args:
         units: consecutive ones of the batch.
-        box: the part of each, in coordinates of the unit's box.
-        indices: slices that take the part out of the local tensor; None takes it all.
+        box: the part of each unit, in coordinates of the unit's box.
+        indices: slices that take each part out of the local tensor; None takes it all.
         start: where the parts begin in the chunk's buffer.
-        along: where what goes along with them begins there: exponents, or mean squares.
-        travels: whether there is such a buffer: not for momentum that a replica sends.
+        trailer: where the exponents or the mean squares of the parts begin there.
+        is_staged: whether the parts have a place there: not momentum that another replica sends.
     """
 
     units: tuple[Unit, ...]
     box: Region
     indices: tuple[Optional[tuple[slice, ...]], ...]
     start: int
-    along: int
-    travels: bool
+    trailer: int
+    is_staged: bool
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -50,7 +50,7 @@ class Bundle:
         return len(self.units) * regions.numel(self.box)
 
 
-# What element-wise arithmetic is done on at once: bundles of one group and, of weights, one scale.
+# Bundles that one call of element-wise arithmetic updates: of one group and, of weights, one scale.
 Span = tuple[Bundle, ...]
 
 
@@ -58,10 +58,10 @@ class PeerPart(NamedTuple):
     """One peer's parts of the units of a batch in one direction, as the owner keeps them.
 
     Args:
-        peer: number of the peer in its lane.
+        peer: whose parts they are.
         box: the part of each unit, in coordinates of the unit's box.
-        start: where they begin in what comes from the peers, or goes back to them; where the peer
-            is the owner itself, in its own buffer.
+        start: where the parts begin in the buffer that the owner gathers into or scatters from, or,
+            where the peer is the owner itself, in the buffer of its bundles.
     """
 
     peer: int
@@ -76,41 +76,48 @@ class Batch:
     Args:
         units: of the batch.
         gathered: what each peer sends of their momentum.
-        returned: what each peer gets back of their updates; where none gets anything alone, what
-            this rank does.
+        scattered: what each peer gets of their updates; where all peers get the same, only the
+            part of this rank.
     """
 
     units: tuple[Unit, ...]
     gathered: tuple[PeerPart, ...]
-    returned: tuple[PeerPart, ...]
+    scattered: tuple[PeerPart, ...]
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Elements to and from each peer in one direction; none for this rank itself."""
+    """Elements that travel in one direction.
+
+    Args:
+        sent, received: to and from each peer; 0 for this rank itself.
+        kept: that stay on this rank, at the beginning of the buffer of its bundles.
+    """
 
     sent: tuple[int, ...]
     received: tuple[int, ...]
+    kept: int
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """What is gathered, orthogonalized and given back together, as one rank sees it.
+    """What is gathered, orthogonalized and scattered together, as one rank sees it.
 
-    The buffers of momentum sent and of updates received begin with what this rank owns itself;
-    then comes what is for, or from, each peer. Between two ranks travel, batch by batch, the parts
-    of the units one behind the other, then what goes along: an exponent for each unit on the way
-    there (with an fp16 wire), mean squares of the update on the way back (with a second moment).
+    This rank's bundles lie in two buffers, momentum that it sends and updates that it receives.
+    Either begins with what this rank owns; then comes what it sends to, or receives from, each
+    peer. Between two ranks travel, batch by batch, the parts of the units one behind the other,
+    then their trailer: an exponent for each unit when they are gathered (with an fp16 wire), mean
+    squares of the update when they are scattered (with a second moment).
 
     Args:
-        momentum, weights: this rank's parts of all batches, in the order of those buffers, with as
-            much in one span as element-wise arithmetic is best done on at once.
+        momentum, weights: this rank's bundles of all batches, in the order of those buffers, in
+            spans as large as element-wise arithmetic is best done on at once.
         batches: what this rank owns.
         gather, scatter: the traffic.
-        kept, kept_back: elements at the beginning of the two buffers that stay on this rank.
         in_place: updates take the places of the momentum that they are made of.
-        slot: where all peers get all updates, the elements that each gives to all others, padded
-            to be equal: the buffer of updates has one for each, in their order. 0 where not.
+        slot: where all peers get all updates, the elements that each sends to all others, padded
+            to be equal: the buffer of updates has one slot for each peer, in their order. 0 where
+            peers get different updates.
     """
 
     momentum: tuple[Span, ...]
@@ -118,26 +125,8 @@ class Chunk:
     batches: tuple[Batch, ...]
     gather: Traffic
     scatter: Traffic
-    kept: int
-    kept_back: int
     in_place: bool
     slot: int
-
-
-class _Way(NamedTuple):
-    """One direction of a chunk: where this rank's parts and those of its batches lie.
-
-    Args:
-        spans: this rank's parts.
-        parts: every peer's parts of each batch owned here.
-        of_owners: elements that this rank's parts take, by the owner.
-        of_peers: elements that parts of batches owned here take, by the peer.
-    """
-
-    spans: tuple[Span, ...]
-    parts: list[tuple[PeerPart, ...]]
-    of_owners: list[int]
-    of_peers: list[int]
 
 
 class ChunkBuilder:
@@ -146,58 +135,45 @@ class ChunkBuilder:
     def __init__(self, staging: Staging):
         self.staging = staging
         self.entries = staging.entries
-        self.channel = channel = staging.channel
-        span_bytes = SPAN_BYTES.get(channel.device.type, DEFAULT_SPAN_BYTES)
-        self.span_numel = span_bytes // channel.opmath.itemsize
+        self.channel = staging.channel
+        self.gather, self.scatter = _Direction(staging, False), _Direction(staging, True)
 
     def chunk(self, owned: Mapping[int, Sequence[Unit]]) -> Chunk:
-        """The chunk in which each owner, by its number, orthogonalizes these units."""
-        me, peers = self.channel.me, range(len(self.channel.peers))
-        if self.channel.everywhere:
-            owned = {me: [unit for units in owned.values() for unit in units]}
+        """The chunk in which each owner orthogonalizes these units."""
+        this_peer = self.channel.this_peer
+        if self.channel.owned_by_all:
+            owned = {this_peer: [unit for units in owned.values() for unit in units]}
         numbers = {unit.entry for units in owned.values() for unit in units}
         entries = [self.entries[number] for number in numbers]
         slot = self._slot(owned, entries)
-        owners = sorted(owned, key=lambda peer: (peer != me, peer))
+        owners = sorted(owned, key=lambda peer: (peer != this_peer, peer))
         batches = {owner: self._batches(owned[owner]) for owner in owners}
-        out, back = self._way(batches), self._way(batches, slot, back=True)
-        kept, kept_back = out.of_owners[me], back.of_owners[me]
-        sent, received = out.of_owners, back.of_owners
-        if self.channel.everywhere:
-            sent = [kept for _ in peers]
-        sent[me] = received[me] = 0
-        returned = back.of_peers
-        if slot:
-            kept_back = slot
-            returned = received = [slot * (peer != me) for peer in peers]
+        gather, scatter = self.gather.layout(batches), self.scatter.layout(batches, slot)
         return Chunk(
-            out.spans,
-            back.spans,
-            tuple(map(Batch, batches.get(me, ()), out.parts, back.parts)),
-            Traffic(tuple(sent), tuple(out.of_peers)),
-            Traffic(tuple(returned), tuple(received)),
-            kept,
-            kept_back,
-            all(entry.goes_back_in_place for entry in entries),
+            gather.spans,
+            scatter.spans,
+            tuple(map(Batch, batches.get(this_peer, ()), gather.parts, scatter.parts)),
+            gather.traffic,
+            scatter.traffic,
+            all(entry.scatters_in_place for entry in entries),
             slot,
         )
 
     def _slot(self, owned: Mapping[int, Sequence[Unit]], entries: Sequence[Entry]) -> int:
-        """What each peer gives to all, where all of them get everything; 0 for an all-to-all.
+        """The elements that each peer sends in an all-gather of updates; 0 for an all-to-all.
 
-        Gathering sends nothing twice over the same link, but pads. That has to be little: with the
-        way there, at most 2 + 2/P bytes per element in bf16 on P ranks.
+        An all-gather sends nothing twice over the same link, but pads. The padding has to be
+        little: with the gather of momentum, at most 2 + 2/P bytes per element in bf16 on P ranks.
         """
         count, rank = len(self.channel.peers), self.channel.rank
-        if count == 1 or self.channel.everywhere or any(e.copies(rank) < count for e in entries):
+        on_all = all(entry.replica_count(rank) == count for entry in entries)
+        if count == 1 or self.channel.owned_by_all or not on_all:
             return 0
-        sizes = [
-            sum(self._size([unit], unit.box, back=True) for unit in units)
-            for units in owned.values()
-        ]
-        slot, together = max(sizes), sum(sizes)
-        within_bound = (count - 1) * slot <= together * (1 + 1 / count - (count - 1) / count**2)
-        return slot if within_bound and count * slot <= MOST_PADDED * together else 0
+        numel = self.scatter.numel
+        sizes = [sum(numel([unit], unit.box) for unit in units) for units in owned.values()]
+        slot, total = max(sizes), sum(sizes)
+        within_bound = (count - 1) * slot <= total * (1 + 1 / count - (count - 1) / count**2)
+        return slot if within_bound and count * slot <= MOST_PADDED * total else 0
 
     def _batches(self, units: Sequence[Unit]) -> list[tuple[Unit, ...]]:
         """Units that can be orthogonalized together, in batches of a limited size."""
@@ -207,135 +183,157 @@ class ChunkBuilder:
             m = entry.matrices
             shape = regions.shape_of(unit.box)
             key: tuple = (entry.group, entry.dtype, entry.recipe, shape, m.row_dim, unit.rows)
-            if len(self.channel.peers) > 1:  # every peer's part must be the same of all
+            if len(self.channel.peers) > 1:  # a peer's parts of all units must have one box
                 key += (entry.sharding, m.shape[m.row_dim :], unit.box[m.row_dim])
-                key += (entry.momentum, entry.momentum_part(unit.box))
+                key += (entry.momentum, entry.momentum_holder(unit.box))
             alike.setdefault(key, []).append(unit)
         batches = []
-        for group in alike.values():
-            unit, entry = group[0], self.entries[group[0].entry]
+        for members in alike.values():
+            unit, entry = members[0], self.entries[members[0].entry]
             most = matrices_per_batch(
                 entry, unit.rows, self.staging.chunk_size, self.staging.batch_bytes
             )
             size = max(1, most // entry.matrices.count(unit.box, unit.rows))
-            batches += [tuple(group[at : at + size]) for at in range(0, len(group), size)]
+            batches += [tuple(members[at : at + size]) for at in range(0, len(members), size)]
         return batches
 
-    def _way(
-        self, batches: Mapping[int, Sequence[tuple[Unit, ...]]], slot: int = 0, back: bool = False
-    ) -> _Way:
-        """Lays one direction of a chunk out.
+
+class _Layout(NamedTuple):
+    """One direction of a chunk: this rank's spans, and the peers' parts of each batch it owns."""
+
+    spans: tuple[Span, ...]
+    parts: list[tuple[PeerPart, ...]]
+    traffic: Traffic
+
+
+class _Direction:
+    """Lays one direction of a lane's chunks out: gathers of momentum, or scatters of updates."""
+
+    def __init__(self, staging: Staging, is_scatter: bool):
+        self.entries = staging.entries
+        self.channel = staging.channel
+        self.is_scatter = is_scatter
+        span_bytes = SPAN_BYTES.get(self.channel.device.type, DEFAULT_SPAN_BYTES)
+        self.span_numel = span_bytes // self.channel.opmath.itemsize
+
+    def layout(self, batches: Mapping[int, Sequence[tuple[Unit, ...]]], slot: int = 0) -> _Layout:
+        """The layout of a chunk.
 
         Args:
             batches: of each owner; this rank comes first.
             slot: distance of the owners in the buffer of this rank; 0 puts them behind each other.
-            back: updates go back, else momentum comes.
         """
-        me, peers = self.channel.me, range(len(self.channel.peers))
+        this_peer, peers = self.channel.this_peer, range(len(self.channel.peers))
         bundles: list[Bundle] = []
         parts: list[list[PeerPart]] = []  # of each batch owned here
-        of_owners, of_peers = [0 for _ in peers], [0 for _ in peers]
-        place = aside = 0
-        for owner, of_owner in batches.items():
-            begin = place = owner * slot if slot else place
-            for units in of_owner:
-                box = self._box(units[0], me, back)
-                travels = back or self._serves(units[0], me, owner)
+        # Elements of this rank's parts, by owner, and of the parts of batches owned here, by peer.
+        by_owner, by_peer = [0 for _ in peers], [0 for _ in peers]
+        end = unstaged_end = 0
+        for owner, owner_batches in batches.items():
+            begin = end = owner * slot if slot else end
+            for units in owner_batches:
+                box = self._box(units[0], this_peer)
+                is_staged = self._sends(units[0], this_peer, owner)
                 if len(peers) == 1:
-                    aligned = ALIGNMENT // self.channel.wire.itemsize
-                    place = -(-place // aligned) * aligned
-                if owner == me:
-                    parts.append([PeerPart(me, box, place)])
-                bundles += self._bundles(units, box, place if travels else aside, travels, back)
-                if travels:
-                    place += self._size(units, box, back)
+                    line = CACHE_LINE_BYTES // self.channel.wire.itemsize
+                    end = -(-end // line) * line
+                if owner == this_peer:
+                    parts.append([PeerPart(this_peer, box, end)])
+                bundles += self._bundles(units, box, end if is_staged else unstaged_end, is_staged)
+                if is_staged:
+                    end += self.numel(units, box)
                 else:
-                    aside += self._size(units, box, back)
-            of_owners[owner] = place - begin
-        place = 0
-        others = [peer for peer in peers if peer != me]
-        if back and (slot or self.channel.everywhere):  # nothing is for one of them alone
-            others = []
-        for peer in others:
-            begin = place
-            for units, of_batch in zip(batches.get(me, ()), parts):
-                travels = back or self._serves(units[0], peer, me)
-                box = self._box(units[0], peer, back) if travels else NOTHING
-                of_batch.append(PeerPart(peer, box, place))
-                place += self._size(units, box, back)
-            of_peers[peer] = place - begin
-        by_peer = [tuple(sorted(of_batch)) for of_batch in parts]
-        return _Way(self._spans(bundles, back), by_peer, of_owners, of_peers)
+                    unstaged_end += self.numel(units, box)
+            by_owner[owner] = end - begin
+        end = 0
+        is_same_for_all = self.is_scatter and (slot or self.channel.owned_by_all)
+        for peer in () if is_same_for_all else peers:
+            begin = end
+            for units, batch_parts in zip(batches.get(this_peer, ()), parts):
+                if peer != this_peer:
+                    is_sent = self._sends(units[0], peer, this_peer)
+                    box = self._box(units[0], peer) if is_sent else EMPTY
+                    batch_parts.append(PeerPart(peer, box, end))
+                    end += self.numel(units, box)
+            by_peer[peer] = end - begin
+        kept = slot or by_owner[this_peer]
+        if slot:
+            by_owner = by_peer = [slot for _ in peers]
+        elif self.channel.owned_by_all and not self.is_scatter:
+            by_owner = [kept for _ in peers]
+        by_owner[this_peer] = 0
+        sent, received = (by_peer, by_owner) if self.is_scatter else (by_owner, by_peer)
+        return _Layout(
+            self._spans(bundles),
+            [tuple(sorted(batch_parts)) for batch_parts in parts],
+            Traffic(tuple(sent), tuple(received), kept),
+        )
 
     def _bundles(
-        self, units: tuple[Unit, ...], box: Region, start: int, travels: bool, back: bool
+        self, units: tuple[Unit, ...], box: Region, start: int, is_staged: bool
     ) -> Iterator[Bundle]:
         """This rank's parts of a batch, of which the first begins at ``start``."""
-        size, along = regions.numel(box), self._along(units[0], box, back)
-        step = max(1, self.span_numel // size) if size else len(units)
+        numel, trailer_numel = regions.numel(box), self._trailer_numel(units[0], box)
+        step = max(1, self.span_numel // numel) if numel else len(units)
         for first in range(0, len(units), step):
-            some = units[first : first + step]
-            yield Bundle(
-                some,
-                box,
-                tuple(_index(unit, box, self._held(unit, self.channel.me, back)) for unit in some),
-                start + first * size,
-                start + len(units) * size + first * along,
-                travels,
-            )
+            members = units[first : first + step]
+            trailer = start + len(units) * numel + first * trailer_numel
+            indices = tuple(map(self._index, members))
+            yield Bundle(members, box, indices, start + first * numel, trailer, is_staged)
 
-    def _spans(self, bundles: Iterable[Bundle], back: bool) -> tuple[Span, ...]:
+    def _spans(self, bundles: Iterable[Bundle]) -> tuple[Span, ...]:
         """Bundles that are updated alike and lie one behind the other in a buffer, while they fit.
 
         Alike are those of one group and, of weights, one scale.
         """
         spans: list[list[Bundle]] = []
         numel, last = 0, None  # of the last span
-        for bundle in sorted(bundles, key=lambda bundle: (not bundle.travels, bundle.start)):
+        for bundle in sorted(bundles, key=lambda bundle: (not bundle.is_staged, bundle.start)):
             unit = bundle.units[0]
             entry = self.entries[unit.entry]
-            kind = (bundle.travels, entry.group, entry.scale(unit.rows) if back else None)
-            if kind != last or numel + bundle.numel > self.span_numel:
+            scale = entry.scale(unit.rows) if self.is_scatter else None
+            key = (bundle.is_staged, entry.group, scale)
+            if key != last or numel + bundle.numel > self.span_numel:
                 spans.append([])
-                numel, last = 0, kind
+                numel, last = 0, key
             spans[-1].append(bundle)
             numel += bundle.numel
         return tuple(map(tuple, spans))
 
-    def _serves(self, unit: Unit, peer: int, owner: int) -> bool:
-        return self.entries[unit.entry].serves(self.channel.peers[peer], self.channel.peers[owner])
+    def _sends(self, unit: Unit, peer: int, owner: int) -> bool:
+        """Whether a peer's part of a unit travels: of replicas of momentum, only one does."""
+        peers = self.channel.peers
+        return self.is_scatter or self.entries[unit.entry].sends_momentum(peers[peer], peers[owner])
 
-    def _held(self, unit: Unit, peer: int, back: bool) -> Region:
-        """What a peer holds of a unit's parameter: weights on the way back, else momentum."""
+    def _held(self, unit: Unit, peer: int) -> Region:
+        """What a peer holds of a unit's parameter: weights for the scatter, else momentum."""
         entry, rank = self.entries[unit.entry], self.channel.peers[peer]
-        return entry.region(rank) if back else entry.momentum_region(rank)
+        return entry.region(rank) if self.is_scatter else entry.momentum_region(rank)
 
-    def _box(self, unit: Unit, peer: int, back: bool) -> Region:
-        """The same of a unit, in coordinates of its box."""
-        held = self._held(unit, peer, back)
-        return regions.relative(regions.intersect(unit.box, held), unit.box)
+    def _box(self, unit: Unit, peer: int) -> Region:
+        """What a peer holds of a unit, in coordinates of the unit's box."""
+        part = regions.intersect(unit.box, self._held(unit, peer))
+        return regions.relative(part, unit.box)
 
-    def _along(self, unit: Unit, box: Region, back: bool) -> int:
-        """Elements that go along with a part: an exponent, or mean squares of an update.
+    def _index(self, unit: Unit) -> Optional[tuple[slice, ...]]:
+        """Slices that take this rank's part of a unit out of the local tensor; None: all of it."""
+        held = self._held(unit, self.channel.this_peer)
+        part = regions.intersect(unit.box, held)
+        return None if part == held else regions.slices(regions.relative(part, held))
 
-        Where updates go back in place, exponents leave their elements free.
+    def _trailer_numel(self, unit: Unit, box: Region) -> int:
+        """Elements behind a part of a unit: for an exponent, or for mean squares of its update.
+
+        Where updates are scattered in place, the elements of exponents stay free.
         """
         entry = self.entries[unit.entry]
-        if back and entry.second_moment:
+        if self.is_scatter and entry.second_moment:
             numbers = max(unit.rows, entry.matrices.cols) * max(1, 4 // self.channel.wire.itemsize)
             return entry.matrices.count(unit.box, unit.rows) * numbers
         if self.channel.scaled and regions.numel(box):
-            return int(entry.goes_back_in_place or not back)
+            return int(entry.scatters_in_place or not self.is_scatter)
         return 0
 
-    def _size(self, units: Sequence[Unit], box: Region, back: bool) -> int:
-        """Elements that the parts of a batch take, with what goes along."""
-        return len(units) * (regions.numel(box) + self._along(units[0], box, back))
-
-
-def _index(unit: Unit, part: Region, held: Region) -> Optional[tuple[slice, ...]]:
-    """Where a part of a unit lies in the local tensor, which holds that region."""
-    stored = tuple((a + o, b + o) for (a, b), (o, _) in zip(part, unit.box))
-    if stored == held:
-        return None
-    return regions.slices(regions.relative(stored, held))
+    def numel(self, units: Sequence[Unit], box: Region) -> int:
+        """Elements of the parts of a batch, trailer included."""
+        return len(units) * (regions.numel(box) + self._trailer_numel(units[0], box))

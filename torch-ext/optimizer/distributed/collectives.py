@@ -1,4 +1,4 @@
-"""Collectives of single tensors, under whatever name torch has them."""
+"""Calls collectives of single tensors by the names that the installed torch has for them."""
 
 from __future__ import annotations
 
@@ -26,13 +26,12 @@ def single_tensor_collective(name: str) -> Callable[..., Any]:
 
 
 def all_gather_slots(buffer: Tensor, group: Any) -> Any:
-    """Starts to fill a flat buffer of one slot for each rank, in which this rank's is filled."""
+    """Starts to fill a flat buffer of one slot for each rank, of which this rank's is filled."""
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     sent = buffer.chunk(ranks)[rank]
     return single_tensor_collective("all_gather")(buffer, sent, group=group, async_op=True)
 
 
 def max_over_ranks(tensor: Tensor, group: Any) -> Any:
-    """Starts to set each element to its maximum over ranks; of no NaN, whose order backends differ
-    in."""
+    """Starts to set each element to its maximum over ranks; backends differ in the order of NaN."""
     return dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group, async_op=True)

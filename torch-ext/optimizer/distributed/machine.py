@@ -1,4 +1,4 @@
-"""How fast ranks compute and how fast they are connected: what layouts are compared by.
+"""Says how fast ranks compute and how fast their links are, by type of device.
 
 The figures are what a run reaches, not what a data sheet promises. They decide `hsdp="auto"` and
 the times that `examples/plan.py` prints; nothing is measured, so that all ranks decide alike.
@@ -38,8 +38,8 @@ class Machine:
         return rank // self.ranks_per_host
 
 
-# By device type. Eight H100s to a host, with NVLink in it and 400 Gbit/s for each of them out of
-# it: two thirds of what either could do, and half of the bf16 FLOPs.
+# By device type. "cuda" is eight H100s to a host, with NVLink within it and 400 Gbit/s for each of
+# them out of it: two thirds of what either link could do, and half of the bf16 FLOPs.
 MACHINES = {
     "cuda": Machine(
         flops=400e12, host_bytes=300e9, network_bytes=33e9, latency=40e-6, ranks_per_host=8

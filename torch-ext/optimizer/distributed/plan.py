@@ -1,8 +1,8 @@
-"""What one step does, as data: who orthogonalizes which matrix, what travels where, in which order.
+"""Decides who owns which matrix and what travels where, chunk by chunk: a plan, as pure data.
 
 A plan is made for one rank, from facts that it shares with the others; no process group is needed.
-The ranks that hold parts of a matrix gather it on one of them, its owner, and get their parts of
-the update back. Every rank computes the same owners and chunks, and only its own pieces.
+The ranks that hold parts of a matrix gather it on one of them, its owner, which scatters the update
+to them. Every rank computes the same owners and rounds, and lays out the chunks of its own buffers.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ from typing import Any, Optional
 
 from . import regions
 from .chunks import Batch, Chunk, ChunkBuilder
-from .regions import Interval
-from .rounds import HIDING, Cutter, Kind
+from .rounds import HIDING_IN_FLIGHT, Partitioner, UnitCost
 from .staging import Staging, matrices_per_batch
-from .units import Channel, Entry, Unit, unit_rows
+from .units import Channel, Entry, Unit, UnitRows, unit_rows
 
 
 @dataclass(frozen=True)
@@ -34,9 +33,9 @@ class Lane(Channel):
     Args:
         chunks: in order.
         in_flight: how many chunks may be under way at once.
-        rounds: of each chunk the units with the number of their owner (None: everyone), equal on
-            all peers.
-        digest: of owners and chunks, equal on all peers.
+        rounds: of each chunk the units with their owner, a peer (None: all of them), equal on all
+            peers.
+        digest: of the rounds, equal on all peers.
     """
 
     chunks: tuple[Chunk, ...]
@@ -46,7 +45,7 @@ class Lane(Channel):
 
     @functools.cached_property
     def owners(self) -> tuple[tuple[Unit, Optional[int]], ...]:
-        """The units of all chunks with the number of their owner."""
+        """The units of all chunks with their owner."""
         return tuple(itertools.chain.from_iterable(self.rounds))
 
 
@@ -55,25 +54,25 @@ class Plan:
     """What a rank does in a step.
 
     Args:
-        rank: global rank of whom it is for.
+        rank: global rank that the plan is for.
         entries: Muon's parameters, as they are numbered in units.
         lanes: with traffic, in the order in which all ranks go through them.
-        alone: lanes without traffic. Their units are skipped in a step in which they have no
+        local_lanes: without traffic. Their units are skipped in a step in which they have no
             gradient.
-        elsewhere: units that lie whole on another rank among this one's peers, with that rank, for
-            summaries.
+        whole_on_peers: units that another rank among this one's peers holds whole, with that rank,
+            for summaries.
     """
 
     rank: int
     entries: tuple[Entry, ...]
     lanes: tuple[Lane, ...]
-    alone: tuple[Lane, ...]
-    elsewhere: tuple[tuple[Unit, int], ...] = ()
+    local_lanes: tuple[Lane, ...]
+    whole_on_peers: tuple[tuple[Unit, int], ...] = ()
 
     @functools.cached_property
     def all_lanes(self) -> tuple[Lane, ...]:
-        """Those with traffic, then those without, as events number them."""
-        return (*self.lanes, *self.alone)
+        """Lanes with traffic, then local ones, as events number them."""
+        return (*self.lanes, *self.local_lanes)
 
     def count(self, batch: Batch) -> int:
         """Matrices in a batch."""
@@ -89,9 +88,9 @@ class Plan:
 # Plans that are kept, of steps in which other entries have gradients.
 MOST_PLANS = 8
 
-NOTHING = Plan(0, (), (), ())
+EMPTY_PLAN = Plan(0, (), (), ())
 
-HeldUnit = tuple[Unit, tuple[int, ...]]  # with the numbers of the peers that hold parts of it
+UnitHolders = tuple[Unit, tuple[int, ...]]  # a unit, and the peers that hold parts of it
 
 
 def make_plan(entries: Sequence[Entry], rank: int = 0, **options: Any) -> Plan:
@@ -99,25 +98,20 @@ def make_plan(entries: Sequence[Entry], rank: int = 0, **options: Any) -> Plan:
     return Planner(entries, rank, **options).plan()
 
 
-def lane_order(peers: tuple[int, ...]) -> tuple:
-    """Sorts the sets of ranks that exchange something into the order in which all ranks do."""
-    return (-len(peers), peers)
+def ranks_sort_key(ranks: tuple[int, ...]) -> tuple:
+    """Sorts sets of ranks into the order in which all ranks go through their exchanges."""
+    return (-len(ranks), ranks)
 
 
-def _order(channel: Channel) -> tuple:
-    formats = (channel.wire, channel.opmath, channel.device)
-    return (lane_order(channel.peers), *map(str, formats))
-
-
-def _make_room(cache: dict) -> None:
-    """Where what is present changes all the time, old plans are of no use."""
+def _evict(cache: dict) -> None:
+    """Clears a full cache: where absent entries change all the time, old plans are of no use."""
     if len(cache) >= MOST_PLANS:
         cache.clear()
 
 
 @contextlib.contextmanager
 def _without_collection() -> Iterator[None]:
-    """Nothing that a plan is made of is garbage, and looking for it takes half of the time."""
+    """Turns garbage collection off: no piece of a plan is garbage, and the search takes as long."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -135,9 +129,9 @@ class Planner:
         rank: global rank.
         chunk_size: matrices that a rank orthogonalizes per chunk; −1 chooses by bytes.
         warmup_step: chunks in flight ahead of the one being orthogonalized.
-        everywhere: every peer gathers every matrix, as a reference for tests.
-        streams: chunks have to wait for their momentum: only so many are begun ahead as hide each
-            other's traffic.
+        owned_by_all: every peer orthogonalizes every matrix, as a reference for tests.
+        streams: momentum comes from host memory, and chunks wait for it: no more chunks are in
+            flight than hide each other's traffic.
     """
 
     def __init__(
@@ -147,48 +141,51 @@ class Planner:
         *,
         chunk_size: int = -1,
         warmup_step: int = 5,
-        everywhere: bool = False,
+        owned_by_all: bool = False,
         streams: bool = False,
     ):
         self.entries = tuple(entries)
         self.rank = rank
         self.chunk_size = chunk_size
-        self.warmup_step = min(warmup_step, HIDING - 1) if streams else warmup_step
-        self.everywhere = everywhere
-        self.units: dict[Channel, list[HeldUnit]] = defaultdict(list)
-        # Of each set of peers, the FLOPs of an entry's matrices that are whole on one of them.
-        self.whole: dict[tuple[int, ...], list[tuple[int, int, int]]] = defaultdict(list)
-        self.elsewhere: list[tuple[Unit, int]] = []
-        self.costs: dict[tuple[int, int], int] = {}  # FLOPs of a matrix, by entry and rows
-        self.unit_rows: dict[tuple, list[tuple[Interval, int, tuple[int, ...]]]] = {}  # by layout
+        self.warmup_step = min(warmup_step, HIDING_IN_FLIGHT - 1) if streams else warmup_step
+        self.owned_by_all = owned_by_all
+        self.units: dict[Channel, list[UnitHolders]] = defaultdict(list)
+        # By peers: entry, holder and FLOPs of the units that one of the peers holds whole.
+        self.whole_flops: dict[tuple[int, ...], list[tuple[int, int, int]]] = defaultdict(list)
+        self.whole_on_peers: list[tuple[Unit, int]] = []
+        self.matrix_flops: dict[tuple[int, int], int] = {}  # by entry and rows
+        self.unit_rows: dict[tuple, list[UnitRows]] = {}  # by matrices, sharding and peers
         with _without_collection():
             for number, entry in enumerate(self.entries):
                 self._add(number, entry)
-        # By peers, in the order in which all ranks go through them, or two could wait for each
-        # other: channels, and the numbers of the entries that are exchanged.
+        # Channels, and numbers of the entries that they exchange, by peers: in the order in which
+        # all ranks go through them, or two could wait for each other.
         self.channels: dict[tuple[int, ...], list[Channel]] = defaultdict(list)
-        self.shared: dict[tuple[int, ...], set[int]] = defaultdict(set)
-        for channel in sorted(self.units, key=_order):
+        self.exchanged: dict[tuple[int, ...], set[int]] = defaultdict(set)
+        for channel in sorted(
+            self.units,
+            key=lambda c: (*ranks_sort_key(c.peers), str(c.wire), str(c.opmath), str(c.device)),
+        ):
             self.channels[channel.peers].append(channel)
             if len(channel.peers) > 1:
                 numbers = (unit.entry for unit, _ in self.units[channel])
-                self.shared[channel.peers].update(numbers)
-        self.shared_entries = frozenset(itertools.chain.from_iterable(self.shared.values()))
+                self.exchanged[channel.peers].update(numbers)
+        self.all_exchanged = frozenset().union(*self.exchanged.values())
         self.lanes: dict[tuple, list[Lane]] = {}  # by peers, and which entries are absent
         self.plans: dict[frozenset[int], Plan] = {}  # by which entries are absent
 
     def plan(self, absent: frozenset[int] = frozenset()) -> Plan:
         """The plan of a step in which some entries take no part.
 
-        Only lanes in which others wait for these entries are made anew. What is whole on this rank
-        stays in the plan.
+        Only lanes that exchange these entries are made anew. Units that are whole on this rank stay
+        in the plan.
 
         Args:
             absent: numbers of the entries, alike on all ranks that share them.
         """
-        absent &= self.shared_entries
+        absent &= self.all_exchanged
         if absent not in self.plans:
-            _make_room(self.plans)
+            _evict(self.plans)
             with _without_collection():
                 lanes = [lane for peers in self.channels for lane in self._lanes(peers, absent)]
             self.plans[absent] = Plan(
@@ -196,42 +193,40 @@ class Planner:
                 self.entries,
                 tuple(lane for lane in lanes if len(lane.peers) > 1),
                 tuple(lane for lane in lanes if len(lane.peers) == 1),
-                tuple(self.elsewhere),
+                tuple(self.whole_on_peers),
             )
         return self.plans[absent]
 
-    # -- units -----------------------------------------------------------------------------
-
     def _add(self, number: int, entry: Entry) -> None:
-        """Sorts the matrices of an entry into the channels they will travel by."""
+        """Sorts the matrices of an entry into the channels that they travel by."""
         peers = entry.peers(self.rank)
         if not peers:
             return
-        # What stays is rounded as a wire of 32 or 64 bits rounds it on other layouts.
+        # Local units are rounded as a wire of 32 or 64 bits rounds them on other layouts.
         rounded = entry.wire if entry.wire.itemsize >= 4 else entry.opmath
-        staying = self.units[Channel((self.rank,), 0, False, rounded, entry.opmath, entry.device)]
-        traveling = staying
+        formats = (entry.opmath, entry.device)
+        local = exchanged = self.units[Channel((self.rank,), 0, False, rounded, *formats)]
         if len(peers) > 1:
-            me = peers.index(self.rank)
-            channel = Channel(peers, me, self.everywhere, entry.wire, entry.opmath, entry.device)
-            traveling = self.units[channel]
+            this_peer = peers.index(self.rank)
+            channel = Channel(peers, this_peer, self.owned_by_all, entry.wire, *formats)
+            exchanged = self.units[channel]
         for unit, holders in self._units(number, entry, peers):
             if len(holders) > 1 or (entry.second_moment and len(peers) > 1):
-                traveling += [(piece, holders) for piece in self._cut(unit)]
+                exchanged += [(piece, holders) for piece in self._divide(unit)]
                 continue
             (holder,) = holders
-            self.whole[peers].append((number, holder, self._cost(unit)))
+            self.whole_flops[peers].append((number, holder, self._flops(unit)))
             if peers[holder] == self.rank:
-                staying += [(piece, (0,)) for piece in self._cut(unit)]
+                local += [(piece, (0,)) for piece in self._divide(unit)]
             else:
-                self.elsewhere.append((unit, peers[holder]))
+                self.whole_on_peers.append((unit, peers[holder]))
 
-    def _units(self, number: int, entry: Entry, peers: tuple[int, ...]) -> Iterator[HeldUnit]:
-        """The units of an entry that this rank and its peers hold, with the peers that do."""
+    def _units(self, number: int, entry: Entry, peers: tuple[int, ...]) -> Iterator[UnitHolders]:
+        """The units of an entry of which this rank and its peers hold parts."""
         m = entry.matrices
         experts = entry.region(self.rank)[: m.row_dim]
         cols = regions.whole(m.shape[m.row_dim + 1 :])
-        if regions.numel(experts) * m.rows * m.cols == 0:
+        if regions.numel(experts) * math.prod(m.shape[m.row_dim :]) == 0:
             return
         if len(peers) == 1:
             for blocks in m.blocks:
@@ -240,15 +235,15 @@ class Planner:
             return
         key = (m, entry.sharding, peers)
         if key not in self.unit_rows:
-            held = [entry.region(peer)[m.row_dim :] for peer in peers]
+            held = [entry.region(rank)[m.row_dim :] for rank in peers]
             self.unit_rows[key] = list(unit_rows(m.blocks, held))
         for expert in itertools.product(*(range(start, stop) for start, stop in experts)):
             box = tuple((index, index + 1) for index in expert)
-            for rows, each, holders in self.unit_rows[key]:
-                yield Unit(number, (*box, rows, *cols), each), holders
+            for rows, matrix_rows, holders in self.unit_rows[key]:
+                yield Unit(number, (*box, rows, *cols), matrix_rows), holders
 
-    def _cut(self, unit: Unit) -> list[Unit]:
-        """A unit in pieces that are small enough to be orthogonalized at once."""
+    def _divide(self, unit: Unit) -> list[Unit]:
+        """A unit in pieces that are small enough for one batch."""
         m = self.entries[unit.entry].matrices
         limit = matrices_per_batch(self.entries[unit.entry], unit.rows, self.chunk_size)
         count = m.count(unit.box, unit.rows)
@@ -262,26 +257,25 @@ class Planner:
         pieces = []
         for at in range(start, stop, step):
             box = (*unit.box[:dim], (at, min(at + step, stop)), *unit.box[dim + 1 :])
-            pieces += self._cut(Unit(unit.entry, box, unit.rows))
+            pieces += self._divide(Unit(unit.entry, box, unit.rows))
         return pieces
 
-    def _cost(self, unit: Unit) -> int:
+    def _flops(self, unit: Unit) -> int:
+        """FLOPs to orthogonalize a unit."""
         key, entry = (unit.entry, unit.rows), self.entries[unit.entry]
-        if key not in self.costs:
-            self.costs[key] = entry.cost(unit.rows)
-        return entry.matrices.count(unit.box, unit.rows) * self.costs[key]
-
-    # -- lanes -----------------------------------------------------------------------------
+        if key not in self.matrix_flops:
+            self.matrix_flops[key] = entry.cost(unit.rows)
+        return entry.matrices.count(unit.box, unit.rows) * self.matrix_flops[key]
 
     def _lanes(self, peers: tuple[int, ...], absent: frozenset[int]) -> list[Lane]:
         """All lanes of the same peers, whose owners have to be chosen together."""
-        absent &= self.shared.get(peers, set())
+        absent &= self.exchanged.get(peers, set())
         if (peers, absent) not in self.lanes:
-            _make_room(self.lanes)
+            _evict(self.lanes)
             loads = [0] * len(peers)  # FLOPs of each peer
-            for number, holder, cost in self.whole[peers]:
+            for number, holder, flops in self.whole_flops[peers]:
                 if number not in absent:
-                    loads[holder] += cost
+                    loads[holder] += flops
             lanes = []
             for channel in self.channels[peers]:
                 units = [pair for pair in self.units[channel] if pair[0].entry not in absent]
@@ -290,69 +284,69 @@ class Planner:
             self.lanes[peers, absent] = lanes
         return self.lanes[peers, absent]
 
-    def _lane(self, channel: Channel, units: Sequence[HeldUnit], loads: list[int]) -> Lane:
-        """A lane of some units; ``loads`` of its peers grow by what they own."""
+    def _lane(self, channel: Channel, units: Sequence[UnitHolders], loads: list[int]) -> Lane:
+        """The lane of these units; ``loads`` of its peers grow by what they own."""
         staging = Staging(
             self.entries, channel, [unit for unit, _ in units], self.chunk_size, self.warmup_step
         )
         queues = self._queues(channel, units, loads)
-        keys = [tuple((kind, len(of_kind)) for kind, of_kind in q.items()) for q in queues]
-        cutter = Cutter(Counter(keys), staging)
-        has_one_owner = channel.everywhere or len(channel.peers) == 1
-        cut = cutter.cut() if has_one_owner else cutter.even(max(loads))
-        waiting = [[iter(of_kind) for of_kind in queue.values()] for queue in queues]
+        keys = [tuple((cost, len(alike)) for cost, alike in queue.items()) for queue in queues]
+        partitioner = Partitioner(Counter(keys), staging)
+        has_one_queue = channel.owned_by_all or len(channel.peers) == 1
+        partition = partitioner.partition() if has_one_queue else partitioner.balanced(max(loads))
+        remaining = [[iter(alike) for alike in queue.values()] for queue in queues]
         digest, builder = hashlib.sha256(), ChunkBuilder(staging)
         chunks, rounds = [], []
-        for taken in cut.rounds:
+        for counts in partition.rounds:
             owned: dict[int, list[Unit]] = {}
-            for peer, (key, kinds) in enumerate(zip(keys, waiting)):
-                some = map(itertools.islice, kinds, taken.get(key, ()))
-                owned[peer] = list(itertools.chain.from_iterable(some))
-            owned = {peer: of_owner for peer, of_owner in owned.items() if of_owner}
-            pairs = [(unit, peer) for peer, of_owner in owned.items() for unit in of_owner]
+            for peer, (key, by_cost) in enumerate(zip(keys, remaining)):
+                taken = map(itertools.islice, by_cost, counts.get(key, ()))
+                owned[peer] = list(itertools.chain.from_iterable(taken))
+            owned = {peer: members for peer, members in owned.items() if members}
+            pairs = [(unit, peer) for peer, members in owned.items() for unit in members]
             listed = [(peer, self.entries[unit.entry].name, unit.box) for unit, peer in pairs]
             digest.update(repr(listed).encode())
             chunks.append(builder.chunk(owned))
             rounds.append(
-                tuple((unit, None if channel.everywhere else peer) for unit, peer in pairs)
+                tuple((unit, None if channel.owned_by_all else peer) for unit, peer in pairs)
             )
-        gathered = cut.gathered
-        if channel.everywhere:  # every peer gathers what all own
+        gathered = partition.gathered
+        if channel.owned_by_all:  # every peer gathers what all own
             gathered = [(most, total * len(channel.peers)) for most, total in gathered]
         return Lane(
             **vars(channel),
             chunks=tuple(chunks),
-            in_flight=staging.depth(gathered),
+            in_flight=staging.in_flight(gathered),
             rounds=tuple(rounds),
             digest=digest.hexdigest(),
         )
 
     def _queues(
-        self, channel: Channel, units: Sequence[HeldUnit], loads: list[int]
-    ) -> list[dict[Kind, list[Unit]]]:
-        """What each owner does, by kind, costliest first.
+        self, channel: Channel, units: Sequence[UnitHolders], loads: list[int]
+    ) -> list[dict[UnitCost, list[Unit]]]:
+        """The units of each owner, by what they cost, costliest first.
 
-        Longest processing time first over FLOPs, ties by bytes; only holders own.
+        Longest processing time first over FLOPs, ties by elements; only holders own.
         """
-        queues: list[dict[Kind, list[Unit]]] = [{} for _ in loads]
-        held = [0] * len(loads)  # elements
+        queues: list[dict[UnitCost, list[Unit]]] = [{} for _ in loads]
+        elements = [0] * len(loads)  # of the units that each peer owns
         heap = [(load, 0, peer) for peer, load in enumerate(loads)]
         heapq.heapify(heap)
-        with_costs = [(self._cost(unit), unit, holders) for unit, holders in units]
-        for cost, unit, holders in sorted(with_costs, key=lambda item: -item[0]):
-            if channel.everywhere:
+        with_flops = [(self._flops(unit), unit, holders) for unit, holders in units]
+        for flops, unit, holders in sorted(with_flops, key=lambda item: -item[0]):
+            if channel.owned_by_all:
                 owner = 0
             elif len(holders) == len(loads):
-                while heap[0][:2] != (loads[heap[0][2]], held[heap[0][2]]):  # outdated
+                while heap[0][:2] != (loads[heap[0][2]], elements[heap[0][2]]):  # outdated
                     heapq.heappop(heap)
                 owner = heap[0][2]
             else:
-                owner = min(holders, key=lambda peer: (loads[peer], held[peer], peer))
+                owner = min(holders, key=lambda peer: (loads[peer], elements[peer], peer))
             numel = regions.numel(unit.box)
-            loads[owner] += cost
-            held[owner] += numel
-            heapq.heappush(heap, (loads[owner], held[owner], owner))
+            loads[owner] += flops
+            elements[owner] += numel
+            heapq.heappush(heap, (loads[owner], elements[owner], owner))
             count = self.entries[unit.entry].matrices.count(unit.box, unit.rows)
-            kind = Kind(cost, numel * channel.wire.itemsize, count)
-            queues[owner].setdefault(kind, []).append(unit)
+            cost = UnitCost(flops, numel * channel.wire.itemsize, count)
+            queues[owner].setdefault(cost, []).append(unit)
         return queues

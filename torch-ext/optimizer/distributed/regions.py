@@ -1,4 +1,4 @@
-"""Which part of a tensor a rank holds: plain arithmetic on intervals, no process group."""
+"""Says which part of a tensor each rank of a mesh holds: plain arithmetic, no process group."""
 
 from __future__ import annotations
 
@@ -11,8 +11,111 @@ Interval = tuple[int, int]  # [start, stop)
 Region = tuple[Interval, ...]  # one interval per dimension of the stored tensor
 
 
+@dataclass(frozen=True)
+class ShardedDim:
+    """The placement on a mesh dimension that cuts a tensor dimension into shards.
+
+    Args:
+        dim: of the tensor.
+        strided: the later mesh dimensions that cut the same tensor dimension were cut first, as
+            FSDP over tensor parallelism does it (torch's ``_StridedShard``).
+    """
+
+    dim: int
+    strided: bool = False
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How tensors lie on a mesh of ranks.
+
+    Args:
+        mesh_shape: ranks in each dimension of the mesh.
+        ranks: global ranks in row-major order of the mesh.
+        placements: one for each mesh dimension; None where it replicates.
+    """
+
+    mesh_shape: tuple[int, ...]
+    ranks: tuple[int, ...]
+    placements: tuple[Optional[ShardedDim], ...]
+
+    def __post_init__(self) -> None:
+        fields = (self.mesh_shape, self.ranks, self.placements)
+        object.__setattr__(self, "_hash", hash(fields))  # once: ranks can be thousands
+
+    def __hash__(self) -> int:
+        return self._hash  # type: ignore[attr-defined]
+
+    def coordinate(self, rank: int) -> tuple[int, ...]:
+        """Indices of a rank in the mesh.
+
+        Raises:
+            ValueError: the rank is not in the mesh.
+        """
+        index, coordinate = self.ranks.index(rank), []
+        for size in reversed(self.mesh_shape):
+            index, remainder = divmod(index, size)
+            coordinate.append(remainder)
+        return tuple(reversed(coordinate))
+
+    @functools.lru_cache(maxsize=1 << 16)  # noqa: B019
+    def region(self, shape: tuple[int, ...], rank: int) -> Region:
+        """What ``rank`` holds of a tensor of ``shape``; nothing where it is not in the mesh."""
+        if rank not in self.ranks:
+            return tuple((0, 0) for _ in shape)
+        region, coordinate = list(whole(shape)), self.coordinate(rank)
+        for index in self.cutting_order():
+            placement = self.placements[index]
+            if placement is not None:
+                (start, stop), parts = region[placement.dim], self.mesh_shape[index]
+                first, last = shard_interval(stop - start, parts, coordinate[index])
+                region[placement.dim] = (start + first, start + last)
+        return tuple(region)
+
+    @functools.lru_cache(maxsize=1 << 12)  # noqa: B019
+    def peers(self, rank: int, dims: Iterable[int], replicas: bool = False) -> tuple[int, ...]:
+        """Ranks, ascending, that differ from ``rank`` only in how tensor ``dims`` are cut.
+
+        Args:
+            rank: global rank; where it is not in the mesh, there are none.
+            dims: of the tensor, hashable.
+            replicas: also those that differ in which replica they hold.
+        """
+        if rank not in self.ranks:
+            return ()
+        indices = [0]
+        for size, at, placement in zip(self.mesh_shape, self.coordinate(rank), self.placements):
+            is_free = replicas if placement is None else placement.dim in dims
+            indices = [i * size + j for i in indices for j in (range(size) if is_free else (at,))]
+        return tuple(sorted(self.ranks[i] for i in indices))
+
+    @functools.lru_cache(maxsize=1 << 16)  # noqa: B019
+    def replica(self, rank: int) -> tuple[int, ...]:
+        """Which replica ``rank`` holds a part of: its indices in the dimensions that replicate."""
+        indices = zip(self.coordinate(rank), self.placements)
+        return tuple(index for index, placement in indices if placement is None)
+
+    def cutting_order(self) -> list[int]:
+        """Mesh dimensions in the order in which they cut the tensor."""
+        order: list[int] = []
+        for index in reversed(range(len(self.mesh_shape))):
+            placement = self.placements[index]
+            if placement is not None and placement.strided:
+                order.append(index)
+            else:
+                order.insert(0, index)
+        return order
+
+
+def shard_interval(size: int, parts: int, index: int) -> Interval:
+    """Part ``index`` of ``range(size)`` as `torch.chunk` cuts it: equal, the last ones short."""
+    length = -(-size // parts)
+    start = min(size, length * index)
+    return (start, min(size, start + length))
+
+
 def whole(shape: Sequence[int]) -> Region:
-    """The region of a tensor that is nowhere split."""
+    """The region that holds all of a tensor."""
     return tuple((0, size) for size in shape)
 
 
@@ -44,109 +147,3 @@ def relative(region: Region, origin: Region) -> Region:
 
 def slices(region: Region) -> tuple[slice, ...]:
     return tuple(slice(start, stop) for start, stop in region)
-
-
-def shard(size: int, parts: int, index: int) -> Interval:
-    """Part ``index`` of ``range(size)`` as `torch.chunk` cuts it: equal, the last ones short."""
-    each = -(-size // parts)
-    start = min(size, each * index)
-    return (start, min(size, start + each))
-
-
-@dataclass(frozen=True)
-class Split:
-    """A mesh dimension that cuts a tensor dimension.
-
-    Args:
-        dim: of the tensor.
-        strided: the later mesh dimensions that cut the same tensor dimension were cut first, as
-            FSDP over tensor parallelism does it (torch's ``_StridedShard``).
-    """
-
-    dim: int
-    strided: bool = False
-
-
-Placement = Optional[Split]  # None: replicated
-
-
-@dataclass(frozen=True)
-class Sharding:
-    """How tensors lie on a mesh of ranks.
-
-    Args:
-        mesh: its shape.
-        ranks: global ranks in row-major order of the mesh.
-        placements: one for each mesh dimension.
-    """
-
-    mesh: tuple[int, ...]
-    ranks: tuple[int, ...]
-    placements: tuple[Placement, ...]
-
-    def __post_init__(self) -> None:
-        fields = (self.mesh, self.ranks, self.placements)
-        object.__setattr__(self, "_hash", hash(fields))  # once: ranks can be thousands
-
-    def __hash__(self) -> int:
-        return self._hash  # type: ignore[attr-defined]
-
-    def coordinate(self, rank: int) -> tuple[int, ...]:
-        """Place of a rank in the mesh.
-
-        Raises:
-            ValueError: the rank is not in the mesh.
-        """
-        index, coordinate = self.ranks.index(rank), []
-        for size in reversed(self.mesh):
-            index, remainder = divmod(index, size)
-            coordinate.append(remainder)
-        return tuple(reversed(coordinate))
-
-    @functools.lru_cache(maxsize=1 << 16)  # noqa: B019
-    def region(self, shape: tuple[int, ...], rank: int) -> Region:
-        """What ``rank`` holds of a tensor of ``shape``; nothing where it is not in the mesh."""
-        if rank not in self.ranks:
-            return tuple((0, 0) for _ in shape)
-        region, coordinate = list(whole(shape)), self.coordinate(rank)
-        for index in self.cutting_order():
-            placement = self.placements[index]
-            if placement is not None:
-                start, stop = region[placement.dim]
-                first, last = shard(stop - start, self.mesh[index], coordinate[index])
-                region[placement.dim] = (start + first, start + last)
-        return tuple(region)
-
-    @functools.lru_cache(maxsize=1 << 12)  # noqa: B019
-    def peers(self, rank: int, dims: Iterable[int], replicas: bool = False) -> tuple[int, ...]:
-        """Ranks, ascending, that differ from ``rank`` only in how tensor ``dims`` are cut.
-
-        Args:
-            rank: global rank; where it is not in the mesh, there are none.
-            dims: of the tensor, hashable.
-            replicas: also those that differ in which replica they hold.
-        """
-        if rank not in self.ranks:
-            return ()
-        found = [0]
-        for size, at, placement in zip(self.mesh, self.coordinate(rank), self.placements):
-            is_free = replicas if placement is None else placement.dim in dims
-            found = [i * size + j for i in found for j in (range(size) if is_free else (at,))]
-        return tuple(sorted(self.ranks[i] for i in found))
-
-    @functools.lru_cache(maxsize=1 << 16)  # noqa: B019
-    def replica(self, rank: int) -> tuple[int, ...]:
-        """Which replica ``rank`` holds a part of: its place in the dimensions that cut nothing."""
-        places = zip(self.coordinate(rank), self.placements)
-        return tuple(at for at, placement in places if placement is None)
-
-    def cutting_order(self) -> list[int]:
-        """Mesh dimensions in the order in which they cut the tensor."""
-        order: list[int] = []
-        for index in reversed(range(len(self.mesh))):
-            placement = self.placements[index]
-            if placement is not None and placement.strided:
-                order.append(index)
-            else:
-                order.insert(0, index)
-        return order

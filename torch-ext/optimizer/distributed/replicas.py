@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .collectives import all_gather_slots
-from .regions import Sharding, Split
+from .regions import ShardedDim, Sharding
 
 if dist.is_available():
     from torch.distributed.device_mesh import DeviceMesh
@@ -45,7 +45,7 @@ class Replicas:
         self.check_alive()
         self.ranks = tuple(dist.get_process_group_ranks(group))
         self.weights = Sharding((len(self.ranks),), self.ranks, (None,))
-        self.state = Sharding((len(self.ranks),), self.ranks, (Split(0),))
+        self.state = Sharding((len(self.ranks),), self.ranks, (ShardedDim(0),))
         self._meshes: dict[str, Any] = {}  # by device type
 
     def check_alive(self) -> None:

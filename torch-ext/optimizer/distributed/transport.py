@@ -1,8 +1,8 @@
-"""How a chunk travels: not at all, by all-to-alls, back by an all-gather, or to everyone.
+"""Sends a chunk's momentum to its owners and the updates back: by all-to-alls or an all-gather.
 
-A transport is made for one chunk in one step, and holds its buffers. What it starts, it waits for
-in its next call; waiting makes the current stream wait, not the host, and all later work is on that
-stream. So a buffer may be used again as soon as it has been given back to the scratch.
+A transport is made for one chunk in one step, and holds its buffers. The collective that one call
+launches, a later call waits for; waiting makes the current stream wait, not the host, and all later
+work is on that stream. So a buffer may be used again as soon as the scratch has it back.
 """
 
 from __future__ import annotations
@@ -22,50 +22,50 @@ from .plan import Lane
 
 
 class Transport:
-    """Momentum and updates of a chunk on their way.
+    """Carries the momentum of one chunk to its owners, and their updates back.
 
     Args:
         chunk, lane: what travels.
-        group: of the lane's peers; None where this rank is alone.
+        process_group: of the lane's peers; None where this rank is alone.
         scratch: what buffers are taken from.
 
     Attributes:
-        momentum: this rank's parts, in the order of the wire.
-        updates: this rank's parts of the updates, once they have come back.
+        momentum: of this rank's bundles.
+        updates: of this rank's bundles, once they have been scattered.
     """
 
-    def __init__(self, chunk: Chunk, lane: Lane, group: Any, scratch: Scratch):
+    def __init__(self, chunk: Chunk, lane: Lane, process_group: Any, scratch: Scratch):
         self.chunk = chunk
         self.lane = lane
-        self._group = group
+        self._process_group = process_group
         self._scratch = scratch
-        self._is_alone = len(lane.peers) == 1
-        self.momentum = self.updates = self._take(chunk.kept + sum(chunk.gather.sent))
-        self._gathered: Optional[Tensor] = None  # others' momentum
-        self._returned: Optional[Tensor] = None  # others' updates, where each gets its own
+        self._is_local = len(lane.peers) == 1
+        self.momentum = self.updates = self._take(chunk.gather.kept + sum(chunk.gather.sent))
+        self._gathered: Optional[Tensor] = None  # momentum of other ranks
+        self._scattered: Optional[Tensor] = None  # updates for other ranks, for each its own
         self._work: Any = None
 
     def gather(self) -> None:
-        """Sends the momentum to the owners."""
-        if self._is_alone:
+        """Starts to send the momentum to the owners."""
+        if self._is_local:
             return
-        kept = self.chunk.kept
-        if self.lane.everywhere and kept:
+        kept = self.chunk.gather.kept
+        if self.lane.owned_by_all and kept:
             self.momentum[kept:].view(-1, kept).copy_(self.momentum[:kept])
         self._gathered = self._take(sum(self.chunk.gather.received))
         self._exchange(self.momentum[kept:], self._gathered, self.chunk.gather)
 
-    def land(self) -> None:
-        """Waits for what this rank owns, and makes room for its updates."""
+    def finish_gather(self) -> None:
+        """Waits for the momentum of what this rank owns, and takes buffers for its updates."""
         self.wait()
         slot, scatter = self.chunk.slot, self.chunk.scatter
         if not self.chunk.in_place:
-            self.updates = self._take(self.chunk.kept_back + sum(scatter.received))
+            self.updates = self._take(scatter.kept + sum(scatter.received))
         if slot:  # nothing undefined is sent where it is padded
-            self.updates[self.lane.me * slot :][:slot].zero_()
-        elif not (self._is_alone or self.lane.everywhere):
+            self.updates[self.lane.this_peer * slot :][:slot].zero_()
+        elif not (self._is_local or self.lane.owned_by_all):
             in_place = self.chunk.in_place
-            self._returned = self._gathered if in_place else self._take(sum(scatter.sent))
+            self._scattered = self._gathered if in_place else self._take(sum(scatter.sent))
 
     def assemble(self, batch: Batch) -> Tensor:
         """Whole units, (n, *shape of each), which may be overwritten."""
@@ -73,73 +73,67 @@ class Transport:
         if self._gathered is None:
             return self.momentum[batch.gathered[0].start :][: math.prod(shape)].view(shape)
         X = self._scratch.empty("gathered", shape, self.lane.wire, self.lane.device)
-        here, there, exponents = [], [], []
+        targets, sources, exponents = [], [], []
         for part in batch.gathered:
             numel = regions.numel(part.box) * shape[0]
             if numel:
-                source = self.momentum if part.peer == self.lane.me else self._gathered
-                here.append(X[(slice(None), *regions.slices(part.box))])
-                there.append(source[part.start : part.start + numel].view(here[-1].shape))
-                exponents.append(source[part.start + numel :][: shape[0]])
-        torch._foreach_copy_(here, there)
+                buffer = self.momentum if part.peer == self.lane.this_peer else self._gathered
+                targets.append(X[(slice(None), *regions.slices(part.box))])
+                sources.append(buffer[part.start : part.start + numel].view(targets[-1].shape))
+                exponents.append(buffer[part.start + numel :][: shape[0]])
+        torch._foreach_copy_(targets, sources)
         if self.lane.scaled:
-            wire.align(here, torch.stack(exponents))
+            wire.unify_scales(targets, torch.stack(exponents))
         return X
 
-    def give_back(self, units: Tensor, squares: Optional[Tensor], batch: Batch) -> None:
-        """Puts every peer's part of the updates where it is sent from.
+    def stage_updates(self, units: Tensor, squares: Optional[Tensor], batch: Batch) -> None:
+        """Copies the updates of a batch into the buffers that they are scattered from.
 
         Args:
             units: orthogonalized, (n, *shape of each).
-            squares: mean squares of each matrix of them, which go along with every part.
+            squares: mean squares of each of their matrices, which follow every part.
             batch: of the units.
         """
-        here, there = [], []
-        for part in batch.returned:
-            buffer = self._returned
-            if buffer is None or part.peer == self.lane.me:
+        targets, sources = [], []
+        for part in batch.scattered:
+            buffer = self._scattered
+            if buffer is None or part.peer == self.lane.this_peer:
                 buffer = self.updates
             stop = part.start + regions.numel(part.box) * len(batch.units)
             if stop > part.start:
-                there.append(units[(slice(None), *regions.slices(part.box))])
-                here.append(buffer[part.start : stop].view(there[-1].shape))
+                sources.append(units[(slice(None), *regions.slices(part.box))])
+                targets.append(buffer[part.start : stop].view(sources[-1].shape))
             if squares is not None:
                 wire.write_numbers(squares, buffer, stop)
-        if here:
-            torch._foreach_copy_(here, there)
+        if targets:
+            torch._foreach_copy_(targets, sources)
 
     def scatter(self) -> None:
-        """Sends the updates back."""
+        """Starts to send the updates to the ranks that hold the weights."""
         for buffer in (self.momentum, self._gathered):
-            if buffer is not None and buffer is not self.updates and buffer is not self._returned:
+            if buffer is not None and buffer is not self.updates and buffer is not self._scattered:
                 self._scratch.give(buffer)
         if self.chunk.slot:
-            self._work = all_gather_slots(self.updates, self._group)
-        elif self._returned is not None:
-            received = self.updates[self.chunk.kept_back :]
-            self._exchange(self._returned, received, self.chunk.scatter)
+            self._work = all_gather_slots(self.updates, self._process_group)
+        elif self._scattered is not None:
+            received = self.updates[self.chunk.scatter.kept :]
+            self._exchange(self._scattered, received, self.chunk.scatter)
 
     def wait(self) -> None:
-        """Waits for what is on its way."""
+        """Waits for the collective that was launched last."""
         if self._work is not None:
             self._work.wait()
             self._work = None
 
-    def end(self) -> None:
-        """Lets go of the updates."""
+    def release(self) -> None:
+        """Gives the buffers of updates back to the scratch."""
         self._scratch.give(self.updates)
-        if self._returned is not None:
-            self._scratch.give(self._returned)
+        if self._scattered is not None:
+            self._scratch.give(self._scattered)
 
     def _take(self, numel: int) -> Tensor:
         return self._scratch.take(numel, self.lane.wire, self.lane.device)
 
     def _exchange(self, sent: Tensor, received: Tensor, traffic: Traffic) -> None:
-        self._work = dist.all_to_all_single(
-            received,
-            sent,
-            list(traffic.received),
-            list(traffic.sent),
-            group=self._group,
-            async_op=True,
-        )
+        sizes, group = (list(traffic.received), list(traffic.sent)), self._process_group
+        self._work = dist.all_to_all_single(received, sent, *sizes, group=group, async_op=True)

@@ -1,4 +1,4 @@
-"""What there is to plan: parameters as entries, matrices as units, and what these travel by."""
+"""Defines what a plan is made from: parameters as entries, matrices as units, their channels."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ class Entry:
     Args:
         name: its FQN, or its place in the groups where it has no name.
         group: number of its parameter group.
-        index: its place in that group.
+        index: its index in that group.
         matrices: how the whole tensor is read as matrices.
         sharding: how its weights lie on a mesh; None where this rank has nobody to share with.
         dtype: of the parameter.
         device: of its local tensor.
-        wire: format in which momentum and update travel.
+        wire: dtype in which momentum and updates travel.
         recipe: how its matrices are orthogonalized, which sets their cost.
-        second_moment: whether owners send the mean squares of the update along.
-        momentum: how its momentum lies, where that is unlike its weights: replicated ones may have
-            theirs divided.
+        second_moment: whether owners send mean squares of the update behind it.
+        momentum: how its momentum lies, where that differs from its weights: replicas of weights
+            may divide the momentum.
         spread: each matrix has one owner among all replicas, not one in each of them.
         adjust_lr: how updates are scaled, see `core.update_scale`.
     """
@@ -52,7 +52,7 @@ class Entry:
 
     @property
     def opmath(self) -> torch.dtype:
-        """What element-wise arithmetic is done in."""
+        """The dtype of element-wise arithmetic."""
         return torch.promote_types(self.dtype, torch.float32)
 
     def region(self, rank: int) -> Region:
@@ -66,14 +66,14 @@ class Entry:
             return self.region(rank)
         return self.momentum.region(self.matrices.shape, rank)
 
-    def momentum_part(self, box: Region) -> Optional[int]:
-        """Whose momentum a box of some experts begins in, where replicas divide experts."""
+    def momentum_holder(self, box: Region) -> Optional[int]:
+        """The index in ``momentum.ranks`` of who holds a box's first expert, of stacks of these."""
         if self.momentum is None or not self.matrices.row_dim:
             return None
         return box[0][0] // -(-self.matrices.shape[0] // len(self.momentum.ranks))
 
-    def serves(self, rank: int, owner: int) -> bool:
-        """Whether a rank sends its momentum to an owner: not where a replica of it does."""
+    def sends_momentum(self, rank: int, owner: int) -> bool:
+        """Whether a rank sends its momentum to an owner: only ranks of the owner's replica do."""
         sharding = self.momentum or self.sharding
         return sharding is None or sharding.replica(rank) == sharding.replica(owner)
 
@@ -86,28 +86,28 @@ class Entry:
 
         Args:
             rank: global rank.
-            replicas: also those that hold replicas of such parts.
+            replicas: also the ranks that hold replicas of such parts.
         """
         if self.sharding is None:
             return (rank,)
         dims = range(self.matrices.row_dim, len(self.matrices.shape))
         return self.sharding.peers(rank, dims, replicas)
 
-    def copies(self, rank: int) -> int:
+    def replica_count(self, rank: int) -> int:
         """How many of the `peers` hold each weight."""
         return len(self.peers(rank)) // max(1, len(self.holders(rank, replicas=False)))
 
     @property
-    def goes_back_in_place(self) -> bool:
-        """Whether the same elements travel in both directions, and nothing new on the way back."""
+    def scatters_in_place(self) -> bool:
+        """Whether exactly the gathered elements are scattered, to the ranks that they came from."""
         return self.momentum is None and not self.spread and not self.second_moment
 
     def scale(self, rows: int) -> float:
-        """Factor on the update of a matrix of so many rows."""
+        """Factor on the update of a matrix of ``rows`` rows."""
         return update_scale(rows, self.matrices.cols, self.adjust_lr)
 
     def cost(self, rows: int) -> int:
-        """FLOPs for one matrix of so many rows."""
+        """FLOPs to orthogonalize one matrix of ``rows`` rows."""
         return self.recipe.flops(rows, self.matrices.cols)
 
 
@@ -117,7 +117,7 @@ class Unit:
 
     Args:
         entry: number of its entry.
-        box: experts, rows, and all columns; rows are one or several blocks of ``rows``.
+        box: experts, rows and all columns; the rows are those of one or more matrices.
         rows: of each matrix.
     """
 
@@ -130,52 +130,56 @@ class Unit:
 class Channel:
     """What units travel by: the ranks that exchange them, in one format.
 
+    In a channel a ``rank`` is a global rank, and a ``peer`` an index in ``peers``.
+
     Args:
         peers: global ranks, ascending; one rank alone exchanges nothing.
-        me: number of this rank among them.
-        everywhere: every peer orthogonalizes every matrix, and nothing is given back.
+        this_peer: index of this rank in ``peers``.
+        owned_by_all: every peer orthogonalizes every matrix, and nothing is scattered.
         wire: dtype of the buffers.
-        opmath: of element-wise arithmetic.
+        opmath: dtype of element-wise arithmetic.
         device: of the local tensors.
     """
 
     peers: tuple[int, ...]
-    me: int
-    everywhere: bool
+    this_peer: int
+    owned_by_all: bool
     wire: torch.dtype
     opmath: torch.dtype
     device: torch.device
 
     @property
     def rank(self) -> int:
-        """Global rank of this one."""
-        return self.peers[self.me]
+        """Global rank of this process."""
+        return self.peers[self.this_peer]
 
     @property
     def scaled(self) -> bool:
-        """Whether what is gathered is scaled, part by part, to the range of its format."""
+        """Whether each part that is gathered is scaled to the range of the wire's dtype."""
         return self.wire == torch.float16 and len(self.peers) > 1
 
 
-def unit_rows(
-    blocks: Sequence[Blocks], held: Sequence[Region]
-) -> Iterator[tuple[Interval, int, tuple[int, ...]]]:
-    """Rows of units, rows of each of their matrices, and the numbers of the peers that hold some.
+# Rows of a unit, rows of each of its matrices, and the peers that hold some of them.
+UnitRows = tuple[Interval, int, tuple[int, ...]]
+
+
+def unit_rows(blocks: Sequence[Blocks], held: Sequence[Region]) -> Iterator[UnitRows]:
+    """The units that the rows of a stored matrix fall into.
 
     Args:
-        blocks: how the rows of a stored matrix fall into matrices.
-        held: the rows and columns that each peer has of it.
+        blocks: how these rows fall into matrices.
+        held: the rows and columns that each peer holds of the stored matrix.
     """
     for block in blocks:
-        of_block: list[tuple[Interval, int, tuple[int, ...]]] = []
+        units: list[UnitRows] = []
         for start in range(block.start, block.stop, block.rows):
             rows = (start, start + block.rows)
             holders = tuple(
                 peer
-                for peer, region in enumerate(held)
-                if regions.numel((regions.overlap(region[0], rows), *region[1:]))
+                for peer, (held_rows, *columns) in enumerate(held)
+                if regions.numel((regions.overlap(held_rows, rows), *columns))
             )
-            if len(holders) == 1 and of_block and of_block[-1][2] == holders:
-                rows = (of_block.pop()[0][0], rows[1])
-            of_block.append((rows, block.rows, holders))
-        yield from of_block
+            if len(holders) == 1 and units and units[-1][2] == holders:
+                rows = (units.pop()[0][0], rows[1])  # whole on the same peer: one unit
+            units.append((rows, block.rows, holders))
+        yield from units

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .collectives import has_backend
-from .regions import Sharding, Split, shape_of, slices
+from .regions import ShardedDim, Sharding, shape_of, slices
 from .replicas import Replicas
 
 if dist.is_available():
@@ -212,7 +212,7 @@ def sharding_of(tensor: Tensor) -> Optional[Sharding]:
 @functools.lru_cache(maxsize=256)
 def _sharding(mesh: Any, placements: tuple) -> Sharding:
     splits = [
-        Split(placement.dim, strided=isinstance(placement, _StridedShard))
+        ShardedDim(placement.dim, strided=isinstance(placement, _StridedShard))
         if isinstance(placement, (Shard, _StridedShard))
         else None
         for placement in placements

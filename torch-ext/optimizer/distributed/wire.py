@@ -1,4 +1,4 @@
-"""What rides along in buffers of a 16-bit wire: exponents of scaled parts, and numbers in fp32."""
+"""Defines the format on the wire: fp16 parts scaled by powers of two, fp32 numbers in 16 bits."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def scale_down(parts: Sequence[Tensor], outputs: Sequence[Tensor], largest: Tens
         The exponents to scale up with, (len(parts),) in fp32: whole numbers that fp16 holds.
     """
     exponents = torch.frexp(largest).exponent.clamp_min(_SMALLEST_EXPONENT) - _LARGEST
-    # Zeros set no scale for the parts that they meet; Inf and NaN go as they are.
+    # Zeros set no scale for other parts of their matrix; Inf and NaN are sent as they are.
     exponents = torch.where(largest == 0, _SMALLEST_EXPONENT - _LARGEST, exponents)
     exponents = torch.where(torch.isfinite(largest), exponents, 0).to(torch.float32)
     if triton_kernels.is_used_on(largest.device.type):
@@ -40,10 +40,10 @@ def scale_down(parts: Sequence[Tensor], outputs: Sequence[Tensor], largest: Tens
     return exponents
 
 
-def align(parts: Sequence[Tensor], exponents: Tensor) -> None:
-    """Brings the parts of a matrix to one scale, in place: that of its largest.
+def unify_scales(parts: Sequence[Tensor], exponents: Tensor) -> None:
+    """Brings the parts of each matrix to one scale, in place: that of its largest part.
 
-    What falls under the range of fp16 thereby is 2^-37 of the largest magnitude.
+    Numbers that fall under the range of fp16 thereby are 2^-37 of the largest magnitude.
 
     Args:
         parts: of n matrices each, (n, …) in fp16, as `scale_down` left them.

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ..scratch import Scratch
 from .collectives import all_gather_slots, single_tensor_collective
-from .regions import shard
+from .regions import shard_interval
 from .utils import grad_dtype
 
 # A tensor of fewer elements is not divided: its state is too small to be worth it.
@@ -219,7 +219,7 @@ class MeanGradients:
         for index, start in bucket.members.items():
             shape = tuple(self._params[index].shape)
             if self._divided[index]:
-                first, last = shard(shape[0], self._ranks, self._rank)
+                first, last = shard_interval(shape[0], self._ranks, self._rank)
                 shape = (last - first, *shape[1:])
                 if not bucket.in_slots:
                     start += first * math.prod(shape[1:])

@@ -200,7 +200,7 @@ def _units(plan: Plan) -> Iterator[tuple[Unit, tuple[int, ...], Optional[Lane]]]
         for unit, owner in lane.owners:
             owners = lane.peers if owner is None else (lane.peers[owner],)
             yield unit, owners, lane if len(lane.peers) > 1 else None
-    for unit, rank in plan.elsewhere:
+    for unit, rank in plan.whole_on_peers:
         yield unit, (rank,), None
 
 
@@ -213,13 +213,13 @@ def _bytes_moved(plan: Plan, lane: Lane, unit: Unit, owner: int) -> int:
     entry, numel = plan.entries[unit.entry], regions.numel(unit.box)
     elements = numel - held(entry.momentum_region(owner))
     if lane.scaled:  # an exponent for each part
-        serving = (p for p in lane.peers if p != owner and entry.serves(p, owner))
+        serving = (p for p in lane.peers if p != owner and entry.sends_momentum(p, owner))
         exponents = sum(held(entry.momentum_region(peer)) > 0 for peer in serving)
         # Where updates go back in place, there is room for them too.
-        elements += exponents * (2 if entry.goes_back_in_place and not lane.everywhere else 1)
-    if lane.everywhere:
+        elements += exponents * (2 if entry.scatters_in_place and not lane.owned_by_all else 1)
+    if lane.owned_by_all:
         return elements * lane.wire.itemsize
-    elements += entry.copies(owner) * numel - held(entry.region(owner))
+    elements += entry.replica_count(owner) * numel - held(entry.region(owner))
     moments = 0
     if entry.second_moment:
         long_side = max(unit.rows, entry.matrices.cols)

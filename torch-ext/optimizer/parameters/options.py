@@ -242,7 +242,7 @@ class Settings:
     consistency_check: str = _is(
         Option(lambda value: value in agreement.CHECKS, f"one of {agreement.CHECKS}")
     )
-    hsdp: str = _is(Option(lambda value: value in hsdp.CHOICES, f"one of {hsdp.CHOICES}"))
+    hsdp: str = _is(Option(lambda value: value in hsdp.MODES, f"one of {hsdp.MODES}"))
     machine: Optional[Machine] = _is(
         _optional(lambda value: isinstance(value, Machine), "a Machine")
     )

@@ -80,7 +80,7 @@ class Survey:
                 this_rank(),
                 chunk_size=settings.chunk_size,
                 warmup_step=settings.warmup_step,
-                everywhere=settings.use_distributed_muon,
+                owned_by_all=settings.use_distributed_muon,
                 streams=settings.streams,
             )
         return self.planners[settings.streams]

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..cpu_offload import narrow
 from ..distributed import utils as dtensors
 from ..distributed.collectives import max_over_ranks
-from ..distributed.plan import lane_order
+from ..distributed.plan import ranks_sort_key
 from ..parameters.names import normalize_name
 from ..parameters.options import Group, Settings
 from ..parameters.survey import Survey, shared_with, this_rank
@@ -242,7 +242,9 @@ class QKClip:
                 note = f"QK-Clip of layer {layer.key!r}: {layer.config}"
                 self._notes.setdefault(ranks, []).append(note)
         # All ranks go through their sets in one order.
-        places = sorted(by_place, key=lambda place: (*lane_order(place[0] or ()), str(place[1])))
+        places = sorted(
+            by_place, key=lambda place: (*ranks_sort_key(place[0] or ()), str(place[1]))
+        )
         self._packs = [Pack(by_place[ranks, device], device, ranks) for ranks, device in places]
         self._found = found
 

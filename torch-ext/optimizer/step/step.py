@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import adamw
-from ..async_utils import Averages, Do, Event, OtherWork, schedule
+from ..async_utils import Averaging, Do, Event, ScheduleInputs, schedule
 from ..cpu_offload import CPUOffload, Fetch, Prefetcher
 from ..distributed import regions
 from ..distributed import utils as dtensors
@@ -77,10 +77,10 @@ class Prepared:
             )
             for lane in plan.lanes
         ]
-        self.process_groups += [None] * len(plan.alone)
+        self.process_groups += [None] * len(plan.local_lanes)
         self.schedule: tuple[Event, ...] = ()
         self.last_reads: dict[Optional[int], list[int]] = {}
-        self._other_work: Optional[OtherWork] = None
+        self._schedule_inputs: Optional[ScheduleInputs] = None
         self._parts: dict[int, SpanParts] = {}  # by id of a span
 
     def holds(self, params: Sequence[Tensor], state: Sequence[Mapping[str, Tensor]]) -> bool:
@@ -88,11 +88,11 @@ class Prepared:
         momenta = [own["momentum_buffer"] for own in state]
         return _addresses(params) + _addresses(momenta) == self._addresses
 
-    def order(self, other_work: OtherWork) -> None:
+    def order(self, inputs: ScheduleInputs) -> None:
         """Makes the schedule, where it is not still the same."""
-        if other_work == self._other_work:
+        if inputs == self._schedule_inputs:
             return
-        self._other_work, self.schedule = other_work, schedule(self.plan, other_work)
+        self._schedule_inputs, self.schedule = inputs, schedule(self.plan, inputs)
         # Of each entry the span, by its id, behind which nobody reads the gradient.
         last: dict[int, Optional[int]] = dict.fromkeys(range(len(self.params)))
         for event in self.schedule:
@@ -197,23 +197,25 @@ class Step:
         state, prepared = [self._state[param] for param in self._params], self._last_prepared
         if prepared is None or not prepared.holds(self._params, state):
             prepared = Prepared(self.plan, self._params, state, self.settings, self._offload)
-        self.prepared, divided, averages = prepared, self.settings.divided, None
+        self.prepared, divided, averaging = prepared, self.settings.divided, None
         self.adamw = adamw.AdamWStep(self.groups, self._state, divided, self._offload, self.home)
         if divided is not None:
-            averages = Averages(
+            averaging = Averaging(
                 tuple(sorted(divided.ranks)),
                 len(self.gradients.means.plan.buckets),
                 self.gradients.buckets_needed(),
                 self.adamw.buckets_needed(),
             )
         lanes = enumerate(self.plan.all_lanes)
-        other_work = OtherWork(
-            parts=self.adamw.parts,
-            chunk_bytes=None if self.home.is_idle else self._momentum_bytes(),
-            averages=averages,
-            flagged=[n for n, lane in lanes if any(self.may_skip(unit) for unit, _ in lane.owners)],
+        inputs = ScheduleInputs(
+            adamw_parts=self.adamw.parts,
+            prefetch_bytes=None if self.home.is_idle else self._momentum_bytes(),
+            averaging=averaging,
+            flagged_lanes=[
+                n for n, lane in lanes if any(self.may_skip(unit) for unit, _ in lane.owners)
+            ],
         )
-        prepared.order(other_work)
+        prepared.order(inputs)
         if not self.home.is_prepared:
             for event in prepared.schedule:
                 self._announce(event)
