@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import adamw
-from ..cpu_offload import CPUOffload, Use
+from ..cpu_offload import CPUOffload, Destination
 from ..distributed import utils as dtensors
 from ..distributed.plan import Entry
 from ..parameters.options import Group, Settings
@@ -60,7 +60,7 @@ class StateStore:
         settings: Settings,
     ) -> None:
         """Creates whatever state is missing, for all trainable parameters, on all ranks alike."""
-        on_host: list[tuple[dict[str, Tensor], str, Tensor, Use]] = []
+        on_host: list[tuple[dict[str, Tensor], str, Tensor, Destination]] = []
         for group, of_group in zip(groups, entries):
             keys = keys_of(group)
             for param, entry in zip(group.params, of_group):
@@ -77,20 +77,20 @@ class StateStore:
                 if not absent:
                     continue
                 specs = specs_of(param, entry, group, settings)
-                use = self._offload.use_of(param, group.use_muon)
+                destination = self._offload.destination(param, group.use_muon)
                 for key in absent:
-                    if use is None:
+                    if destination is None:
                         own[key] = zeros(specs[key])
                     else:
-                        on_host.append((own, key, zeros(specs[key], META), use))
-        self._offload.take(on_host)
-        self._offload.hold(state, ((p, g.use_muon) for g in groups for p in g.params))
+                        on_host.append((own, key, zeros(specs[key], META), destination))
+        self._offload.move_to_host(on_host)
+        self._offload.offload_missing(state, ((p, g.use_muon) for g in groups for p in g.params))
 
     def _convert(self, own: dict[str, Tensor], key: str, dtype: Optional[torch.dtype]) -> None:
         """Follows a dtype that was changed."""
         value = own.get(key)
         if dtype is not None and value is not None and value.dtype != dtype:
-            self._offload.settle()
+            self._offload.flush()
             own[key] = place(value, dtype, dtensors.local(value).device)
 
     def forget_strangers(self, state: State, params: Iterable[Tensor]) -> None:
@@ -102,7 +102,7 @@ class StateStore:
         held = {id(param) for param in params}
         strangers = [key for key in state if isinstance(key, Tensor) and id(key) not in held]
         if strangers:
-            self._offload.settle()
+            self._offload.flush()
         for param in strangers:
             own = state[param]
             if own.keys() <= {*KEYS, "step"} and all(_is_zero(value) for value in own.values()):
