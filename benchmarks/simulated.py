@@ -372,5 +372,5 @@ def simulate(
         windows=backend.windows,
         copies=sum(backend.copies.values()),
         peak=arithmetic.peak - before,
-        resting=_nbytes([t for t in state if not optimizer._offload.is_offloaded(t)]),
+        resting=_nbytes([t for t in state if id(t) not in optimizer._offload._offloaded]),
     )

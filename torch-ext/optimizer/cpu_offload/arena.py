@@ -1,9 +1,8 @@
 """Allocates page-locked host memory for state, in few large segments that tensors share.
 
-torch rounds every page-locked allocation up to a power of two. Where torch has a call that
-registers memory with the device's driver, the arena maps ordinary memory, to the page, and
-registers it. Elsewhere the arena's segments have sizes that are powers of two, and tensors are
-distributed over them so that little is left over.
+torch rounds every page-locked allocation up to a power of two. So the arena maps ordinary memory,
+to the page, and registers it with the device's driver where torch has a call for that. Elsewhere
+sizes of segments are powers of two, and tensors are distributed so that little is left over.
 
 A tensor is an interval of its segment with a storage of its own: what is pickled or saved is the
 tensor alone. Each tensor keeps its segment alive (`torch.frombuffer` keeps its buffer), the arena

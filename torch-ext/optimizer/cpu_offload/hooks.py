@@ -55,14 +55,12 @@ class _Hook:
     The hooks of a copied or unpickled model have no optimizer, and do nothing.
     """
 
-    def __init__(
-        self, optimizer: Optional[Callable[[], Any]], function: Callable[[Any, Any], None]
-    ):
+    def __init__(self, optimizer: Optional[Callable[[], Any]], function: Callable[..., None]):
         self._optimizer = optimizer
         self._function = function
 
     def __call__(self, hooked: Any, *arguments: Any) -> None:
-        if torch.compiler.is_compiling():  # else a graph would depend on how far copies are
+        if torch.compiler.is_compiling():  # or a graph would depend on how far copies are
             return
         optimizer = None if self._optimizer is None else self._optimizer()
         if optimizer is not None:

@@ -169,9 +169,6 @@ class CPUOffload:
         """Whether there is any state in host memory."""
         return bool(self._offloaded)
 
-    def is_offloaded(self, tensor: Tensor) -> bool:
-        return id(tensor) in self._offloaded
-
     def can_offload(self, params: Params) -> bool:
         """Whether any of these has state to offload, now or after the first step."""
         return any(self.destination(param, is_muon) is not None for param, is_muon in params)
@@ -184,7 +181,7 @@ class CPUOffload:
             for destination in [self.destination(param, is_muon)]
             if destination is not None
             for key, tensor in _state_tensors(state, param).items()
-            if not self.is_offloaded(tensor)
+            if id(tensor) not in self._offloaded
         ]
         if missing:  # the device copy of a tensor that was replaced is out of date
             self.evict()
@@ -296,8 +293,8 @@ class CPUOffload:
     def _reload(self, tensors: Sequence[OffloadedTensor], streams: Sequence[Any] = ()) -> None:
         self.free_written_back()
         for device in dict.fromkeys(tensor.destination.device for tensor in tensors):
-            there = [tensor for tensor in tensors if tensor.destination.device == device]
-            self._device(device).reload(there, streams)
+            on_device = [tensor for tensor in tensors if tensor.destination.device == device]
+            self._device(device).reload(on_device, streams)
 
     def wait_reload(self) -> None:
         for device in self._devices.values():

@@ -35,7 +35,7 @@ Fetched = Sequence[tuple[RowPiece, tuple[Tensor, ...]]]  # pieces with their ten
 
 
 class Prefetcher:
-    """Brings the offloaded tensors that a step uses to the devices, and back.
+    """Copies the offloaded tensors that a step uses to the devices, and back.
 
     Args:
         rings: of the devices on which offloaded tensors are used.
@@ -119,7 +119,7 @@ class Prefetcher:
 
 @dataclass(eq=False)
 class _RingWindow:
-    """A window in the ring, from the copy that brings it until another one takes its place."""
+    """A window in the ring, from its copy to the device until another one takes its place."""
 
     window: Window
     start: int  # in the ring
@@ -160,36 +160,36 @@ class PrefetchRing:
 
     def acquire(self, window: Window) -> list[tuple[Tensor, ...]]:
         """The tensors of each piece on the device, until the window is released."""
-        current = self._current()
-        if current is None or current.window is not window:
+        placed = self._first_unreleased()
+        if placed is None or placed.window is not window:
             raise RuntimeError("windows must be used in the order in which they were announced")
-        self._backend.wait(COMPUTE, current.arrived)
-        return window.views(self._ring[current.start : current.stop])
+        self._backend.wait(COMPUTE, placed.arrived)
+        return window.views(self._ring[placed.start : placed.stop])
 
     def release(self) -> None:
         """Ends the use of the window that was acquired."""
-        current = self._current()
-        assert current is not None
-        current.freed = self._backend.record(COMPUTE)
-        if current.window.copies_out:
-            self._backend.wait(OUT, current.freed)
-            memory = self._ring[current.start : current.stop]
-            current.freed = current.window.copy_out(self._backend, memory)
+        placed = self._first_unreleased()
+        assert placed is not None
+        placed.freed = self._backend.record(COMPUTE)
+        if placed.window.copies_out:
+            self._backend.wait(OUT, placed.freed)
+            memory = self._ring[placed.start : placed.stop]
+            placed.freed = placed.window.copy_out(self._backend, memory)
         self._copy_in()
 
     def close(self) -> None:
         """Frees the ring; the current stream waits for the last copy."""
         if self._ring is None:
             return
-        if self._current() is not None:  # an error kept it from being used
+        if self._first_unreleased() is not None:  # an error kept it from being used
             self._backend.wait(COMPUTE, self._backend.record(IN))
         self._backend.wait(COMPUTE, self._backend.record(OUT))
         self._backend.free(self._ring)
         self._ring = None
         self._in_ring.clear()
 
-    def _current(self) -> Optional[_RingWindow]:
-        """The window that is used, or else the next one."""
+    def _first_unreleased(self) -> Optional[_RingWindow]:
+        """The window that is in use, or else the next one."""
         return next((placed for placed in self._in_ring if placed.freed is None), None)
 
     def _copy_in(self) -> None:

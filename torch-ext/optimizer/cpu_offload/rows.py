@@ -31,12 +31,10 @@ class Rows:
             return self
         columns = {
             name: [
-                tensors[number]
-                if number < len(tensors)
-                else narrow(column[piece.row], piece.slices)
+                tensors[n] if n < len(tensors) else narrow(column[piece.row], piece.slices)
                 for piece, tensors in fetched
             ]
-            for number, (name, column) in enumerate(vars(self).items())
+            for n, (name, column) in enumerate(vars(self).items())
             if column is not None
         }
         return replace(self, **columns)
