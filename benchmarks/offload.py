@@ -217,7 +217,7 @@ def measure(model: str, options: argparse.Namespace, device: torch.device) -> No
     off, rate = min(seconds["off"]), link.rates["both"]
     rows = []
     for name, optimizer in optimizers.items():
-        nbytes = sum(held.host.nbytes for held in optimizer._offload._held.values())
+        nbytes = sum(t.host.nbytes for t in optimizer._offload._offloaded.values())
         least = min(seconds[name])
         is_on = name != "off"
         exposed = difference(seconds[name], seconds["off"])

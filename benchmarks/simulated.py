@@ -123,7 +123,7 @@ class Simulated(Backend):  # type: ignore[misc, valid-type]
         self.windows = 0
         self.copies, self.nbytes = {IN: 0, OUT: 0}, {IN: 0, OUT: 0}
 
-    def come_home(self) -> None:
+    def set_step_stream(self) -> None:
         """There is one stream."""
 
     def record(self, on: str) -> float:
@@ -140,7 +140,7 @@ class Simulated(Backend):  # type: ignore[misc, valid-type]
             self.nbytes[on] += target.numel()
             self.clocks.work(on, target.numel() / machine.link + machine.latency)
 
-    def has_come(self, event: float) -> bool:
+    def is_done(self, event: float) -> bool:
         return False  # the host is ahead
 
     def synchronize(self, event: float) -> None:
@@ -372,5 +372,5 @@ def simulate(
         windows=backend.windows,
         copies=sum(backend.copies.values()),
         peak=arithmetic.peak - before,
-        resting=_nbytes([t for t in state if not optimizer._offload.holds(t)]),
+        resting=_nbytes([t for t in state if id(t) not in optimizer._offload._offloaded]),
     )

@@ -7,7 +7,7 @@ joins it to the waiting queue's. Two accesses to the same bytes, at least one of
 unless the clock of the later one's queue has come to the earlier one.
 
 The host's giving work to queues orders nothing between queues. But what the host knows to be done
-(by `synchronize`, or by `has_come`) is done before all that it gives to any queue afterwards.
+(by `synchronize`, or by `is_done`) is done before all that it gives to any queue afterwards.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class Recorder(optimizer.SimulatedHost):
             with self._quietly():
                 target.copy_(source)
 
-    def has_come(self, event: Mark) -> bool:
+    def is_done(self, event: Mark) -> bool:
         """Only once the host knows, or after `complete_all`: programs that poll wait in vain."""
         known = (self._clocks[HOST], self._complete)
         if not any(clock.get(event.queue, 0) >= event.time for clock in known):
@@ -153,7 +153,7 @@ class Recorder(optimizer.SimulatedHost):
     # -- for tests
 
     def complete_all(self) -> None:
-        """The queues have come to their ends; the host learns it when it asks `has_come`."""
+        """The queues have come to their ends; the host learns it when it asks `is_done`."""
         for queue in (COMPUTE, IN, OUT):
             _join(self._complete, self.record(queue).clock)
 

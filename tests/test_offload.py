@@ -717,10 +717,10 @@ def test_reloads_wait_for_the_streams_that_are_named():
     pair.ours.reload_group("first", sync_streams=[Stream()])
     come = backend.record(IN)
     time.sleep(0.01)
-    assert not backend.has_come(come)
+    assert not backend.is_done(come)
     Stream.event.set()
     pair.ours.wait_reload()
-    assert backend.has_come(come)
+    assert backend.is_done(come)
     pair.step_and_compare()
 
 
@@ -869,7 +869,7 @@ def load_what_is_reloaded(pair: Pair) -> None:
 def turn_off_what_is_reloaded(pair: Pair) -> None:
     pair.step()
     pair.ours.reload_untagged()
-    backend = pair.ours._offload._stand_in
+    backend = pair.ours._offload._backend
     pair.ours.turn_off_cpu_offload()
     pair.step()
     pair.ours.turn_on_cpu_offload(backend=backend)
@@ -926,7 +926,11 @@ def test_nothing_races(scenario):
 
 # Where a wait does nothing that others don't do: behind the first of several that follow each
 # other without arithmetic between.
-OFTEN_TWICE = ("Device._write_back", "Device.wait_for_leaving", "Device.wait_reload")
+OFTEN_TWICE = (
+    "OffloadDevice._write_back",
+    "OffloadDevice._wait_write_back",
+    "OffloadDevice.wait_reload",
+)
 
 
 def sites_that_race_without(scenario: str) -> set[str]:
@@ -943,10 +947,10 @@ def test_no_wait_can_be_left_out():
     for scenario in ("stream", "bulk", "backward", "stream what is on its way back"):
         missed |= sites_that_race_without(scenario)
     methods = {
-        *("Device.reload", "Device.wait_reload", "Device.offload"),
-        *("Device._write_back", "Device.wait_for_leaving"),
-        *("Conveyor.start", "Conveyor.lend", "Conveyor.give_back"),
-        *("Conveyor._room", "Conveyor.end"),
+        *("OffloadDevice.reload", "OffloadDevice.wait_reload", "OffloadDevice.offload"),
+        *("OffloadDevice._write_back", "OffloadDevice._wait_write_back"),
+        *("PrefetchRing.open", "PrefetchRing.acquire", "PrefetchRing.release"),
+        *("PrefetchRing._make_room", "PrefetchRing.close"),
     }
     assert missed == methods
 
@@ -1055,6 +1059,6 @@ def test_memory_of_the_host_goes_when_all_that_reads_it_is_done(call):
     pair.ours.reload_untagged()
     pair.ours.wait_reload()  # the device waits, the host doesn't
     read = recorder.record(IN)
-    assert not recorder.has_come(read)
+    assert not recorder.is_done(read)
     getattr(pair.ours, call)(*arguments)
-    assert recorder.has_come(read)
+    assert recorder.is_done(read)

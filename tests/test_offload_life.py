@@ -108,7 +108,7 @@ def test_state_of_parameters_outside_the_groups_comes_back_when_offload_is_turne
     params = pair.ours.param_groups[1]["params"]
     pair.ours.param_groups[1]["params"] = []
     pair.ours.turn_off_cpu_offload()
-    assert not pair.ours._offload._held
+    assert not pair.ours._offload._offloaded
     pair.ours.param_groups[1]["params"] = params
     pair.step_and_compare()
 
@@ -135,7 +135,7 @@ def test_an_error_as_a_step_begins_gives_the_devices_memory_back(mode, monkeypat
         raise ArithmeticError
 
     with monkeypatch.context() as patch:
-        patch.setattr(type(pair.ours._offload), "here", fail)
+        patch.setattr(type(pair.ours._offload), "current", fail)
         with pytest.raises(ArithmeticError):
             pair.ours.step()
     backend.synchronize(backend.record("out"))

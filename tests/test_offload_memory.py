@@ -135,12 +135,12 @@ def test_a_span_is_the_memory_of_several_tensors_and_keeps_it_alive():
         for value, tensor in enumerate(tensors):
             tensor.fill_(value + 1)
         start = tensors[0].data_ptr()
-        span = memory.span(start, tensors[2].data_ptr() + 30 - start)
+        span = memory.bytes_at(start, tensors[2].data_ptr() + 30 - start)
         expected = [1] * 100 + [0] * 28 + [2] * 64 + [3] * 30
         assert span.tolist() == expected
         span[128] = 9
         assert tensors[1][0] == 9
-        assert memory.span(start + 99, 2).tolist() == [1, 0]
+        assert memory.bytes_at(start + 99, 2).tolist() == [1, 0]
         del tensors, tensor
         gc.collect()
         assert memory.nbytes > 0 and span[0] == 1
@@ -156,12 +156,12 @@ def test_there_is_no_span_outside_of_one_segment(monkeypatch):
     low, high = sorted((first.data_ptr(), second.data_ptr()))
     wrong = [(low - 1, 2), (high, 4097), (high + 4096, 1), (low, high + 1 - low)]
     for address, nbytes in wrong:
-        assert memory.span(address, nbytes) is None
-    assert memory.span(low, 4096).numel() == memory.span(high, 4096).numel() == 4096
+        assert memory.bytes_at(address, nbytes) is None
+    assert memory.bytes_at(low, 4096).numel() == memory.bytes_at(high, 4096).numel() == 4096
     address = first.data_ptr()
     del first
     gc.collect()
-    assert memory.span(address, 1) is None
+    assert memory.bytes_at(address, 1) is None
 
 
 @pytest.mark.parametrize("state", STATES)
@@ -183,15 +183,15 @@ def test_segments_of_large_states_are_full_and_bounded(scale):
     ends = [0]
     for size in sizes:
         ends.append(ends[-1] + size)
-    for cut in (arena._cut, arena._cut_to_powers):
+    for is_full, cut in ((True, arena._full_segments), (False, arena._power_of_two_segments)):
         segments = list(cut(ends))
         assert [first for first, _, _ in segments] == [0, *(last for _, last, _ in segments[:-1])]
         assert segments[-1][1] == len(sizes)
         for first, last, nbytes in segments:
             assert nbytes >= ends[last] - ends[first]
-            assert nbytes <= arena.SEGMENT_BYTES or last == first + 1 or cut is not arena._cut
+            assert nbytes <= arena.SEGMENT_BYTES or last == first + 1 or not is_full
         # Of powers of two, the largest tensors have a segment each, which they don't fill.
-        most = 1.0 if cut is arena._cut else 1.08
+        most = 1.0 if is_full else 1.08
         assert sum(nbytes for *_, nbytes in segments) <= most * ends[-1]
 
 
@@ -200,7 +200,7 @@ def test_segments_of_powers_of_two_waste_little_of_awkward_sizes():
     ends = [0]
     for size in sizes:
         ends.append(ends[-1] + size)
-    segments = list(arena._cut_to_powers(ends))
+    segments = list(arena._power_of_two_segments(ends))
     assert all(nbytes & (nbytes - 1) == 0 for *_, nbytes in segments)
     assert sum(nbytes for *_, nbytes in segments) <= 1.05 * ends[-1]
 
@@ -281,7 +281,7 @@ def test_memory_is_page_locked():
     memory = arena.Arena(torch.device("cuda", torch.cuda.current_device()))
     tensors = memory.allocate([100, MIB, 0, 2**13])
     assert all(t.is_pinned() for t in tensors if t.numel())
-    span = memory.span(tensors[0].data_ptr(), 128 + MIB)
+    span = memory.bytes_at(tensors[0].data_ptr(), 128 + MIB)
     assert span.is_pinned()
     span.copy_(torch.full_like(span, 5, device="cuda"), non_blocking=True)
     torch.cuda.synchronize()
@@ -365,23 +365,23 @@ def test_the_compute_queue_is_the_calling_thread():
     host.copy(IN, [target], [numbers(4, 3.0)])
     event = host.record(IN)
     host.wait(COMPUTE, event)
-    assert host.has_come(event) and target.eq(3).all()
+    assert host.is_done(event) and target.eq(3).all()
     done = host.record(COMPUTE)
-    assert host.has_come(done)
+    assert host.is_done(done)
     host.wait(OUT, done)
     host.synchronize(host.record(OUT))
 
 
-def test_has_come_does_not_wait():
+def test_is_done_does_not_wait():
     host = backend.Host()
     blocked = threading.Event()
     host.wait(IN, blocked)
     host.copy(IN, [numbers(4)], [numbers(4)])
     event = host.record(IN)
-    assert not host.has_come(event)
+    assert not host.is_done(event)
     blocked.set()
     host.synchronize(event)
-    assert host.has_come(event)
+    assert host.is_done(event)
 
 
 def test_an_error_in_a_copy_is_told_and_nobody_hangs():
@@ -460,6 +460,6 @@ def test_streams_copy_in_order_and_leave_the_current_one_alone():
     accelerator.copy(OUT, [target], [slot])
     event = accelerator.record(OUT)
     accelerator.synchronize(event)
-    assert accelerator.has_come(event) and target.eq(2).all()
+    assert accelerator.is_done(event) and target.eq(2).all()
     assert torch.accelerator.current_stream() == current
     accelerator.free(slot)

@@ -149,7 +149,7 @@ def test_a_span_races_with_a_tensor_within_it():
     tensors = memory.allocate([BYTES] * 3)
     slot = recorder.allocate(3 * BYTES)
     recorder.wait(OUT, recorder.record(COMPUTE))
-    recorder.copy(OUT, [memory.span(tensors[0].data_ptr(), 3 * BYTES)], [slot])
+    recorder.copy(OUT, [memory.bytes_at(tensors[0].data_ptr(), 3 * BYTES)], [slot])
     with recorder.watching():
         tensors[1].sum()
     assert len(recorder.races) == 1
@@ -180,7 +180,7 @@ def test_the_order_in_which_the_host_gives_work_orders_nothing():
     assert len(recorder.races) == 2  # the slot, and the host's memory
 
 
-@pytest.mark.parametrize("how", ["synchronize", "has_come", "not at all"])
+@pytest.mark.parametrize("how", ["synchronize", "is_done", "not at all"])
 def test_what_the_host_knows_is_before_all_that_it_gives_afterwards(how):
     recorder = Recorder()
     slot, host = torch.zeros(BYTES, dtype=torch.uint8), torch.zeros(BYTES, dtype=torch.uint8)
@@ -188,29 +188,29 @@ def test_what_the_host_knows_is_before_all_that_it_gives_afterwards(how):
     event = recorder.record(OUT)
     if how == "synchronize":
         recorder.synchronize(event)
-    elif how == "has_come":
+    elif how == "is_done":
         recorder.complete_all()
-        assert recorder.has_come(event)
+        assert recorder.is_done(event)
     recorder.copy(IN, [slot], [host])
     assert bool(recorder.races) == (how == "not at all")
 
 
-def test_an_event_has_come_when_the_host_waited_or_all_is_complete():
+def test_an_event_is_done_when_the_host_waited_or_all_is_complete():
     recorder = Recorder()
     tensors = [torch.zeros(BYTES, dtype=torch.uint8) for _ in range(2)]
     first = recorder.record(IN)
     recorder.copy(IN, tensors[:1], tensors[1:])
     second = recorder.record(IN)
-    assert not recorder.has_come(first) and not recorder.has_come(second)
+    assert not recorder.is_done(first) and not recorder.is_done(second)
     recorder.wait(COMPUTE, second)
-    assert not recorder.has_come(second)
+    assert not recorder.is_done(second)
     recorder.synchronize(first)
-    assert recorder.has_come(first) and not recorder.has_come(second)
+    assert recorder.is_done(first) and not recorder.is_done(second)
     recorder.complete_all()
     third = recorder.record(IN)
-    assert recorder.has_come(second) and not recorder.has_come(third)
+    assert recorder.is_done(second) and not recorder.is_done(third)
     recorder.synchronize(third)
-    assert recorder.has_come(third)
+    assert recorder.is_done(third)
 
 
 def test_the_host_has_to_synchronize_before_it_reads():
@@ -319,7 +319,7 @@ def random_program(seed: int) -> tuple[Recorder, bool]:
             before[HOST] |= behind
         else:
             recorder.complete_all()
-            assert recorder.has_come(event)
+            assert recorder.is_done(event)
             before[HOST] |= behind
     return recorder, races
 

@@ -92,13 +92,13 @@ class AdamWStep:
         self._replicas = replicas
         self._rows: dict[int, AdamWRows] = {}
         self._gathering: list[RowGathering] = []
-        if not prefetcher.is_prepared:
+        if not prefetcher.is_enqueued:
             for group, params in enumerate(self._present):
                 moments = [(state[p]["exp_avg"], state[p]["exp_avg_sq"]) for p in params]
                 fetches = [
                     [*offload.fetches(first), *offload.fetches(second)] for first, second in moments
                 ]
-                prefetcher.cut(self._key(group), fetches)
+                prefetcher.add_windows(self._key(group), fetches)
         self.parts = [
             AdamWPart(group, window, nbytes)
             for group, params in enumerate(self._present)
@@ -125,7 +125,7 @@ class AdamWStep:
     def announce(self, number: int) -> None:
         """Announces what a part is going to need of the host's memory."""
         part = self.parts[number]
-        self._carrier.announce(self._key(part.group), part.window)
+        self._carrier.enqueue(self._key(part.group), part.window)
 
     def update(self, number: int) -> None:
         """Updates one part."""
@@ -135,7 +135,7 @@ class AdamWStep:
         rows, options = self._rows[part.group], self._groups[part.group]
         window = self._carrier.window(self._key(part.group), part.window)
         with window as fetched, record_function("Muon.adamw"):
-            _update(rows.part(fetched), options)
+            _update(rows.in_window(fetched), options)
         is_last = number + 1 == len(self.parts) or self.parts[number + 1].group != part.group
         if is_last:
             del self._rows[part.group]

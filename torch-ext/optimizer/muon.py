@@ -377,7 +377,7 @@ class Muon(torch.optim.Optimizer):
             with step:
                 scaling.unscale(step.groups)
                 pipeline.run(step)
-            self._prepared = None if self._offload.is_used else step.prepared
+            self._prepared = None if self._offload.has_state else step.prepared
             self._last = step.plan, step.prepared.schedule
             self._agreement.steps += 1
 
@@ -500,7 +500,7 @@ class Muon(torch.optim.Optimizer):
             if not groups[entry.group].takes_part(groups[entry.group].params[entry.index])
         }
         plan = planner.plan(frozenset(absent))
-        validation.check_capturable(groups, plan, self._settings, self._offload.use_of)
+        validation.check_capturable(groups, plan, self._settings, self._offload.destination)
         return groups, plan, absent
 
     def _take_survey(self, groups: list[Group]) -> Survey:
@@ -517,7 +517,7 @@ class Muon(torch.optim.Optimizer):
         for group in groups:
             group.validate()
         params = ((p, group.use_muon) for group in groups for p in group.params)
-        streams = self.cpu_offload == "stream" and self._offload.uses_host(params)
+        streams = self.cpu_offload == "stream" and self._offload.can_offload(params)
         if streams is not self._settings.streams:  # fewer chunks are begun ahead
             self._settings = dataclasses.replace(self._settings, streams=streams)
         return survey_groups(groups, self._settings, self._survey)
@@ -549,7 +549,7 @@ class Muon(torch.optim.Optimizer):
         params = [(param, group.use_muon) for group in groups for param in group.params]
         if self.cpu_offload is not None:
             where = f"in host memory, mode {self.cpu_offload!r}"
-            if not self._offload.uses_host(params):
+            if not self._offload.can_offload(params):
                 where = "with its parameters: CPU offload is on, but they are on the CPU"
         return summarize(groups, survey, plan, self._settings, where, clipped)
 
@@ -610,7 +610,7 @@ class Muon(torch.optim.Optimizer):
         self._integrity.check(accept_void=True)
         groups = self._read_groups()
         self._create_state(groups)
-        self._offload.settle()
+        self._offload.flush()
         held = {id(param) for group in groups for param in group.params}
         params = [key for key in self.state if isinstance(key, Tensor)]  # others are the user's own
         swapped_out = {p: self.state.pop(p) for p in params if id(p) not in held}
@@ -657,10 +657,10 @@ class Muon(torch.optim.Optimizer):
             return {**loaded, "state": checkpoints.without_tensors(states, merged)}
 
         def restore(_: torch.optim.Optimizer) -> None:
-            self._offload.forget()
+            self._offload.clear()
             saved, states = loaded["param_groups"], loaded["state"]
             checkpoints.place_tensors(
-                self.param_groups, self.state, saved, states, self._offload.home_of
+                self.param_groups, self.state, saved, states, self._offload.state_device
             )
             self._create_state(self._read_groups())
             self._integrity.finish_loading()
@@ -784,12 +784,12 @@ class Muon(torch.optim.Optimizer):
         self._forget_tensors()
         for param in [key for key in self.state if isinstance(key, Tensor)]:
             del self.state[param]
-        self._offload.forget()
+        self._offload.clear()
         self._create_state(self._read_groups())
 
     def __getstate__(self) -> dict[str, Any]:
         self._integrity.check()
-        self._offload.settle()
+        self._offload.flush()
         kept = ("_settings", "_offload", "_clip", "_integrity")
         return {
             **super().__getstate__(),

@@ -133,7 +133,7 @@ def _update_momentum_of(
             rows.largest = list(largest.unbind())
     step.has_written = True
     for fetched in step.home.windows((MOMENTUM, id(span))):
-        _apply_momentum(rows.part(fetched), step.hyper(parts.units[0]), is_staged)
+        _apply_momentum(rows.in_window(fetched), step.hyper(parts.units[0]), is_staged)
     if largest is not None:
         if rows.largest is None:  # windows may have had pieces of them
             norms = torch._foreach_norm(rows.outputs, torch.inf)
@@ -237,7 +237,7 @@ def _update_weights_of(span: Span, updates: Tensor, lane: Lane, step: Step) -> N
     step.has_written = True
     lr, decay = hyper.lr, hyper.weight_decay
     for fetched in step.home.windows((WEIGHTS, id(span))):
-        part = rows.part(fetched)
+        part = rows.in_window(fetched)
         core.update_weights(
             part.weights,
             part.updates,
@@ -262,7 +262,7 @@ def _second_moment_factors(bundle: Bundle, updates: Tensor, step: Step) -> list[
     views = [step.second_moment(unit) for unit in units]
     for fetched in step.home.windows((SECOND_MOMENT, id(bundle))):  # exactly one
         if fetched is not None:
-            views = [tensors[0] if tensors else views[share.row] for share, tensors in fetched]
+            views = [tensors[0] if tensors else views[piece.row] for piece, tensors in fetched]
         V = torch.stack(views)  # (n, experts…, matrices of each, long side)
         numbers = wire.read_numbers(updates, bundle.trailer, len(bundle.units) * views[0].numel())
         rows = numbers.view(len(bundle.units), *V.shape[1:])
@@ -327,7 +327,7 @@ def _next_momentum(
     unread = [torch.empty(part.shape, dtype=lane.opmath, device=lane.device) for part in grads]
     rows = MomentumRows(parts.tensors, grads, unread)
     for fetched in step.home.windows((NONFINITE, id(span))):  # exactly one
-        rows = rows.part(fetched)
+        rows = rows.in_window(fetched)
         rows.momenta = [momentum.clone() for momentum in rows.momenta]
         _apply_momentum(rows, step.hyper(parts.units[0]), wanted=False)
     return rows.momenta

@@ -1,9 +1,9 @@
-"""Streams, events and copies between host and device.
+"""Issues copies between host and device, and the events that order them, on streams of the device.
 
 A *queue* is a stream: ``COMPUTE`` is the current one, on which the step's arithmetic runs; ``IN``
-carries copies to the device and ``OUT`` copies to the host. What one queue does is in order; an
-event recorded on one and waited for on another orders the two. Nothing here makes the host wait but
-`Backend.synchronize`.
+carries copies to the device and ``OUT`` copies to the host. The work of one queue is in order; an
+event recorded on one queue and waited for on another orders the two. The host waits in
+`Backend.synchronize` and `Backend.drain` only.
 """
 
 from __future__ import annotations
@@ -28,34 +28,31 @@ def __getattr__(name: str) -> Any:
 
 
 class Backend:
-    """What moving state needs of the device where it is used: an accelerator's streams.
-
-    The copies' own two are made when first needed.
-    """
+    """Copies, events and memory of an accelerator, whose streams for copies are made when used."""
 
     hosts_parameters = False  # whether parameters on a CPU pass for what an accelerator computes
 
     def __init__(self, device: torch.device):
         self.device = device
         self._streams: dict[str, torch.Stream] = {}
-        self._home: Optional[torch.Stream] = None
+        self._step_stream: Optional[torch.Stream] = None
 
-    def come_home(self) -> None:
-        """Makes the current stream the one to which `at_home` returns."""
-        self._home = torch.accelerator.current_stream(self.device)
+    def set_step_stream(self) -> None:
+        """Makes the current stream the one that `step_stream` makes current again."""
+        self._step_stream = torch.accelerator.current_stream(self.device)
 
-    def at_home(self) -> AbstractContextManager[Any]:
-        """A context in which that stream is current: a hook may be called on another one, and what
-        is allocated there goes back to no stream but that one."""
-        return nullcontext() if self._home is None else self._home
+    def step_stream(self) -> AbstractContextManager[Any]:
+        """A context in which the stream of the last step is current. A hook may run on another
+        stream, and memory that it allocated there would only be reused there."""
+        return nullcontext() if self._step_stream is None else self._step_stream
 
     def allocate(self, nbytes: int) -> Tensor:
         """Uninitialized bytes on the device, for work of the ``COMPUTE`` queue from now on."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def free(self, memory: Tensor) -> None:
-        """Tells that what `allocate` gave is about to be let go: all queues are done with it, or
-        the ``COMPUTE`` queue waits until they are."""
+        """Is called before memory of `allocate` is let go. By then all queues are done with the
+        memory, or the ``COMPUTE`` queue waits until they are."""
 
     def _stream(self, name: str) -> torch.Stream:
         if name == COMPUTE:
@@ -69,7 +66,7 @@ class Backend:
         return self._stream(on).record_event()  # without timing, which would cost
 
     def wait(self, on: str, event: Any) -> None:
-        """Lets a queue go on when an event has come."""
+        """Makes a queue wait for an event."""
         self._stream(on).wait_event(event)
 
     def copy(self, on: str, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
@@ -80,7 +77,7 @@ class Backend:
             for target, source in zip(targets, sources):
                 target.copy_(source, non_blocking=True)
 
-    def has_come(self, event: Any) -> bool:
+    def is_done(self, event: Any) -> bool:
         """Whether everything before an event is done; doesn't wait."""
         return event.query()
 

@@ -1,4 +1,4 @@
-"""One device on which state is used, and what has come there for longer than a window."""
+"""Reloads offloaded state to one device for longer than a window, and writes it back."""
 
 from __future__ import annotations
 
@@ -12,137 +12,136 @@ from torch import Tensor
 
 from .arena import Arena
 from .backend import COMPUTE, IN, OUT, Backend
-from .windows import Fetch, Share, Window
+from .windows import Fetch, RowPiece, Window
 
 
-class Use(NamedTuple):
-    """How state that lives on the host is used: on which device, and whether it may stay there for
-    longer than a window; not if its parameter has to be carried, too."""
+class Destination(NamedTuple):
+    """The device on which offloaded state is used, and whether the state may be reloaded to it;
+    not if its parameter is in host memory, too."""
 
     device: torch.device
-    may_stay: bool
+    may_reload: bool
 
 
 @dataclass
 class OffloadedTensor:
-    """A tensor of the state that lives on the host."""
+    """A tensor of the state that lives in host memory."""
 
     tensor: Tensor  # the one in the optimizer's state
-    host: Tensor  # this rank's part of it
-    use: Use
-    here: Optional[Tensor] = None  # its copy on the device, while it is there, too
+    host: Tensor  # its local tensor
+    destination: Destination
+    device_copy: Optional[Tensor] = None  # of the local tensor, while it is reloaded
 
 
 @dataclass
-class _Visit:
-    """State that was reloaded together."""
+class _Reload:
+    """Tensors that were reloaded together, in one window."""
 
-    held: Sequence[OffloadedTensor]
+    tensors: Sequence[OffloadedTensor]
     window: Window
     memory: Tensor  # of the window, on the device
-    is_newer: bool = False  # than what the host has
-    left: Optional[Any] = None  # event: it has been written back
+    is_dirty: bool = False  # newer than host memory
+    written_back: Optional[Any] = None  # event behind the copies to the host
 
 
 class OffloadDevice:
-    """The queues of a device, the host's memory for it, and what was reloaded to it, until it is
-    offloaded."""
+    """A device with its queues, the host memory of its state, and what is reloaded to it."""
 
     def __init__(self, backend: Backend):
         self.backend = backend
         self.arena = Arena(backend.device, drain=backend.drain)
-        self._here: list[_Visit] = []
-        self._leaving: deque[_Visit] = deque()  # being written back, in order
-        self._came: Optional[Any] = None  # behind reloads not waited for
+        self._reloads: list[_Reload] = []
+        self._writing_back: deque[_Reload] = deque()  # in the order of their copies
+        self._arrived: Optional[Any] = None  # event behind reloads that no step has waited for
 
-    def reload(self, held: Sequence[OffloadedTensor], streams: Sequence[Any]) -> None:
-        """Starts to bring tensors, where they are not here and may stay.
+    def reload(self, tensors: Sequence[OffloadedTensor], streams: Sequence[Any]) -> None:
+        """Starts to copy to the device what is not reloaded yet and may be.
 
-        On the stream of the steps, whichever the caller's is: that one gets the memory back. Beside
-        it, work so far of ``streams`` may use the memory that is taken.
+        Memory is allocated on the stream of the steps, whichever the caller's is, since only that
+        stream will reuse it. The copies wait for work so far of that stream and of ``streams``,
+        which may still use the memory.
         """
-        held = [each for each in held if each.here is None and each.use.may_stay]
-        if not held:
+        tensors = [t for t in tensors if t.device_copy is None and t.destination.may_reload]
+        if not tensors:
             return
-        device, backend = held[0].use.device, self.backend
-        shares = [Share(n, None, (Fetch(each.host, device, True),)) for n, each in enumerate(held)]
-        window = Window(shares, device, self.arena)
-        with backend.at_home():
+        device, backend = tensors[0].destination.device, self.backend
+        rows = [RowPiece(n, None, (Fetch(t.host, device, True),)) for n, t in enumerate(tensors)]
+        window = Window(rows, device, self.arena)
+        with backend.step_stream():
             memory = backend.allocate(window.nbytes)
-            backend.wait(IN, backend.record(COMPUTE))  # whoever had the memory before
+            backend.wait(IN, backend.record(COMPUTE))
             for stream in streams:
                 backend.wait(IN, stream.record_event())
-            self.wait_for_leaving()
-            self._came = window.come(backend, memory)  # behind all earlier ones
-            for each, (here,) in zip(held, window.views(memory)):
-                each.here = here
-            self._here.append(_Visit(held, window, memory))
+            self._wait_write_back()
+            self._arrived = window.copy_in(backend, memory)  # behind all earlier ones
+            for tensor, (view,) in zip(tensors, window.views(memory)):
+                tensor.device_copy = view
+            self._reloads.append(_Reload(tensors, window, memory))
 
     def wait_reload(self) -> None:
         """Makes the current stream wait for everything that is being reloaded."""
-        self.sweep()
-        if self._came is not None:
-            self.backend.wait(COMPUTE, self._came)
-
-    def wait_for_leaving(self) -> None:
-        """Lets nothing be brought that is still being written back."""
-        if self._leaving:
-            self.backend.wait(IN, self.backend.record(OUT))
+        self.free_written_back()
+        if self._arrived is not None:
+            self.backend.wait(COMPUTE, self._arrived)
 
     def begin_step(self) -> None:
-        """Lets a step change what is here, and bring the rest."""
+        """Lets a step change what is reloaded, and prefetch the rest."""
         self.wait_reload()
-        self._came = None
-        for visit in self._here:
-            visit.is_newer = True
-        self.wait_for_leaving()
+        self._arrived = None
+        for reloaded in self._reloads:
+            reloaded.is_dirty = True
+        self._wait_write_back()
 
-    def offload(self, hidden: bool) -> None:
-        """Starts to write back what was reloaded; its memory is let go when that is done: by
-        `sweep` if hidden, else the steps' stream waits for it."""
-        with self.backend.at_home():
+    def offload(self, overlap: bool) -> None:
+        """Starts to write back what was reloaded, and frees its memory when that is done: in
+        `free_written_back` with ``overlap``, else at once, and the steps' stream waits."""
+        with self.backend.step_stream():
             self.wait_reload()
-            self._came = None
-            for visit in self._forget():
-                if visit.is_newer:
-                    self._write_back(visit)
-                if visit.left is not None and hidden:
-                    self._leaving.append(visit)
+            self._arrived = None
+            for reloaded in self._drop_reloads():
+                if reloaded.is_dirty:
+                    self._write_back(reloaded)
+                if reloaded.written_back is not None and overlap:
+                    self._writing_back.append(reloaded)
                     continue
-                if visit.left is not None:
-                    self.backend.wait(COMPUTE, visit.left)
-                self.backend.free(visit.memory)
+                if reloaded.written_back is not None:
+                    self.backend.wait(COMPUTE, reloaded.written_back)
+                self.backend.free(reloaded.memory)
 
-    def sweep(self) -> None:
-        """Lets the memory go of what has been written back by now; waits for nothing."""
-        while self._leaving and self.backend.has_come(self._leaving[0].left):
-            self.backend.free(self._leaving.popleft().memory)
+    def free_written_back(self) -> None:
+        """Frees memory whose copies to the host are done by now; waits for nothing."""
+        while self._writing_back and self.backend.is_done(self._writing_back[0].written_back):
+            self.backend.free(self._writing_back.popleft().memory)
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Makes the host wait until it has the newest of everything."""
-        for visit in self._here:
-            if visit.is_newer:
-                self._write_back(visit)
-                visit.is_newer = False
+        for reloaded in self._reloads:
+            if reloaded.is_dirty:
+                self._write_back(reloaded)
+                reloaded.is_dirty = False
         self.backend.synchronize(self.backend.record(OUT))
-        self.sweep()
+        self.free_written_back()
 
-    def end(self) -> None:
-        """The same, and lets go of what was reloaded."""
-        self.settle()
-        self.backend.synchronize(self.backend.record(IN))  # memory that copies read may go, too
-        self._came = None
-        for visit in self._forget():
-            self.backend.free(visit.memory)
+    def evict(self) -> None:
+        """Flushes, waits for all copies to the device, and frees what was reloaded."""
+        self.flush()
+        self.backend.synchronize(self.backend.record(IN))  # host memory they read may go next
+        self._arrived = None
+        for reloaded in self._drop_reloads():
+            self.backend.free(reloaded.memory)
 
-    def _forget(self) -> list[_Visit]:
-        """What was reloaded is on the host, as far as the optimizer is concerned."""
-        visits, self._here = self._here, []
-        for visit in visits:
-            for each in visit.held:
-                each.here = None
-        return visits
+    def _drop_reloads(self) -> list[_Reload]:
+        """Leaves no device copies to the optimizer; returns what they were part of."""
+        reloads, self._reloads = self._reloads, []
+        for tensor in (tensor for reloaded in reloads for tensor in reloaded.tensors):
+            tensor.device_copy = None
+        return reloads
 
-    def _write_back(self, visit: _Visit) -> None:
+    def _wait_write_back(self) -> None:
+        """Makes copies to the device wait until host memory has what is being written back."""
+        if self._writing_back:
+            self.backend.wait(IN, self.backend.record(OUT))
+
+    def _write_back(self, reloaded: _Reload) -> None:
         self.backend.wait(OUT, self.backend.record(COMPUTE))
-        visit.left = visit.window.leave(self.backend, visit.memory)
+        reloaded.written_back = reloaded.window.copy_out(self.backend, reloaded.memory)

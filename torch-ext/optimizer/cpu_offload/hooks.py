@@ -1,4 +1,4 @@
-"""Hooks that bring state under the backward and let it go under the forward that follows."""
+"""Registers hooks that reload state under the backward, and free it under the next forward."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 
 class Hooks:
-    """Of an optimizer's parameters, and of the modules that have them.
+    """Hooks of an optimizer's parameters, and of the modules that have them.
 
     Args:
-        optimizer: a `Muon`; the hooks go when it does.
-        model: whose modules' forwards let memory go; None for none.
+        optimizer: a `Muon`; the hooks are removed when it dies.
+        model: before the forwards of its modules memory is freed; None for no such hooks.
 
     Raises:
         ValueError: a model without any of the optimizer's parameters.
@@ -23,49 +23,44 @@ class Hooks:
 
     def __init__(self, optimizer: Any, model: Optional[nn.Module]):
         self._optimizer = weakref.ref(optimizer)
-        # By id, with the parameter: were it let go of, another one could get its id, and no hook.
-        self._hooked: dict[int, tuple[Tensor, Any]] = {}
-        held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        self._handles: dict[Tensor, Any] = {}  # of the parameters' hooks
+        params = {param for group in optimizer.param_groups for param in group["params"]}
         modules = [
             module
             for module in (model.modules() if model is not None else ())
-            if any(id(param) in held for param in module.parameters(recurse=False))
+            if not params.isdisjoint(module.parameters(recurse=False))
         ]
         if model is not None and not modules:
             raise ValueError("model has none of this optimizer's parameters")
-        hook = _Hook(self._optimizer, _sweep)
+        hook = _Hook(self._optimizer, _free_written_back)
         handles = [module.register_forward_pre_hook(hook) for module in modules]
-        self.remove = weakref.finalize(optimizer, _remove, handles, self._hooked)
+        self.remove = weakref.finalize(optimizer, _remove, handles, self._handles)
         self.hook_params()
 
     def hook_params(self) -> None:
-        """Hooks the parameters that have come, and lets go of those that have left."""
+        """Hooks parameters that are new in the groups, and unhooks those that have left them."""
         optimizer = self._optimizer()
         groups = optimizer.param_groups if optimizer is not None else ()
-        params = (p for group in groups for p in group["params"])
-        wanted = {id(p): p for p in params if p.requires_grad and p.is_leaf}
-        for key in self._hooked.keys() - wanted.keys():
-            self._hooked.pop(key)[1].remove()
+        params = {p for g in groups for p in g["params"] if p.requires_grad and p.is_leaf}
+        for param in self._handles.keys() - params:
+            self._handles.pop(param).remove()
         hook = _Hook(self._optimizer, _reload)
-        for key in wanted.keys() - self._hooked.keys():
-            handle = wanted[key].register_post_accumulate_grad_hook(hook)
-            self._hooked[key] = (wanted[key], handle)
+        for param in params - self._handles.keys():
+            self._handles[param] = param.register_post_accumulate_grad_hook(hook)
 
 
 class _Hook:
-    """Calls a function with the optimizer, as long as there is one, and what it is hooked to.
+    """Calls a function with the optimizer, while it lives, and with the parameter or module.
 
-    A copy, or a pickle, of a model has no such optimizer: its hooks do nothing.
+    The hooks of a copied or unpickled model have no optimizer, and do nothing.
     """
 
-    def __init__(
-        self, optimizer: Optional[Callable[[], Any]], function: Callable[[Any, Any], None]
-    ):
+    def __init__(self, optimizer: Optional[Callable[[], Any]], function: Callable[..., None]):
         self._optimizer = optimizer
         self._function = function
 
     def __call__(self, hooked: Any, *arguments: Any) -> None:
-        if torch.compiler.is_compiling():  # else a graph would depend on how far copies are
+        if torch.compiler.is_compiling():  # or a graph would depend on how far copies are
             return
         optimizer = None if self._optimizer is None else self._optimizer()
         if optimizer is not None:
@@ -75,8 +70,8 @@ class _Hook:
         return _Hook, (None, self._function)
 
 
-def _sweep(optimizer: Any, module: nn.Module) -> None:
-    optimizer._offload.sweep()
+def _free_written_back(optimizer: Any, module: nn.Module) -> None:
+    optimizer._offload.free_written_back()
 
 
 def _reload(optimizer: Any, param: Tensor) -> None:
@@ -84,6 +79,6 @@ def _reload(optimizer: Any, param: Tensor) -> None:
         optimizer._offload.reload(optimizer.state, (param,))
 
 
-def _remove(handles: list[Any], hooked: dict[int, tuple[Tensor, Any]]) -> None:
-    for handle in (*handles, *(handle for _, handle in hooked.values())):
+def _remove(handles: list[Any], param_handles: dict[Tensor, Any]) -> None:
+    for handle in (*handles, *param_handles.values()):
         handle.remove()

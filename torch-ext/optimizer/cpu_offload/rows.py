@@ -1,4 +1,4 @@
-"""Lists of local tensors that element-wise arithmetic takes at once, whole or window by window."""
+"""Lists the local tensors that element-wise arithmetic updates at once, whole or by windows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Optional, TypeVar
 
 from torch import Tensor
 
-from . import Fetched, narrow
+from .prefetcher import Fetched
+from .windows import narrow
 
 AnyRows = TypeVar("AnyRows", bound="Rows")
 
@@ -17,33 +18,32 @@ AnyRows = TypeVar("AnyRows", bound="Rows")
 class Rows:
     """Lists of one length, a row for each local tensor that is updated.
 
-    Fields that may come from host memory are the first ones. A field is None where no row has it.
+    Fields that may be offloaded are the first ones. A field is None where no row has it.
     """
 
-    def part(self: AnyRows, fetched: Optional[Fetched]) -> AnyRows:
-        """What a window has of the rows: its tensors, and pieces of those on the device.
+    def in_window(self: AnyRows, fetched: Optional[Fetched]) -> AnyRows:
+        """What a window has of the rows: its own tensors, and pieces of those on the device.
 
         Args:
-            fetched: shares of the rows, each with its tensors; None where nothing was carried.
+            fetched: pieces of the rows, each with its tensors; None takes all rows as they are.
         """
         if fetched is None:
             return self
-        columns = {}
-        for number, (key, column) in enumerate(vars(self).items()):
-            if column is not None:
-                columns[key] = [
-                    tensors[number]
-                    if number < len(tensors)
-                    else narrow(column[share.row], share.piece)
-                    for share, tensors in fetched
-                ]
+        columns = {
+            name: [
+                tensors[n] if n < len(tensors) else narrow(column[piece.row], piece.slices)
+                for piece, tensors in fetched
+            ]
+            for n, (name, column) in enumerate(vars(self).items())
+            if column is not None
+        }
         return replace(self, **columns)
 
     def only(self: AnyRows, present: list[bool]) -> AnyRows:
         """The rows that are present."""
         columns = {
-            key: list(compress(column, present))
-            for key, column in vars(self).items()
+            name: list(compress(column, present))
+            for name, column in vars(self).items()
             if column is not None
         }
         return replace(self, **columns)
@@ -81,10 +81,10 @@ class AdamWRows(Rows):
     grads: list[Tensor]
     steps: list[Tensor]
 
-    def part(self, fetched: Optional[Fetched]) -> AdamWRows:
-        """A row that is cut is counted once: its last piece counts, the others count a copy."""
-        part = super().part(fetched)
+    def in_window(self, fetched: Optional[Fetched]) -> AdamWRows:
+        """A row in several pieces counts one step: with its last piece; others count a copy."""
+        rows = super().in_window(fetched)
         if fetched is not None:
-            rows = ((share, self.steps[share.row]) for share, _ in fetched)
-            part.steps = [step if share.is_last else step.clone() for share, step in rows]
-        return part
+            steps = ((piece, self.steps[piece.row]) for piece, _ in fetched)
+            rows.steps = [step if piece.is_last else step.clone() for piece, step in steps]
+        return rows

@@ -1,8 +1,8 @@
-"""What of the state is on the device at the same time: windows, cut from tensors in host memory.
+"""Divides offloaded tensors into windows, and gives each tensor its place in a window's memory.
 
 A window holds as much as element-wise arithmetic is done on at once, within a limit: whole tensors,
-or pieces of larger ones. In a window tensors lie as they do in host memory, so that neighbours
-there are copied at once.
+or pieces of larger ones. In a window tensors lie as they do in host memory, so that one copy
+carries neighbours.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch import Tensor
 from .arena import PADDED_TO, Arena
 from .backend import IN, OUT, Backend
 
-# Where tensors begin on the device, in bytes, as its own allocator has it.
+# Alignment of tensors on the device, in bytes, as its own allocator has it.
 ALIGNMENT = 256
 
-# Pieces have a multiple of the first of these, in elements, that they can have: torch's fused
-# AdamW on CPUs rounds differently what does not fill a vector register.
+# A piece has a multiple of the first of these, in elements, that it can have: torch's fused AdamW
+# on CPUs rounds elements that do not fill a vector register differently.
 ALIGNED_NUMEL = (64, 32, 16)
 
 Index = tuple[slice, ...]
@@ -36,102 +36,101 @@ class Fetch(NamedTuple):
     written: bool
 
 
-class Share(NamedTuple):
-    """What a window has of one row, of tensors of one shape that are used together."""
+class RowPiece(NamedTuple):
+    """What a window has of one row, that is, of tensors of one shape that are used together."""
 
     row: int  # its number
-    piece: Optional[Index]  # of each of its tensors; None is all of them
-    fetches: tuple[Fetch, ...]  # of that piece
+    slices: Optional[Index]  # take the piece out of each of the row's tensors; None takes it all
+    fetches: tuple[Fetch, ...]  # of the piece of each offloaded one
     is_last: bool = True  # piece of the row
 
 
 class Copy(NamedTuple):
-    """An interval of host memory, as flat bytes, and where it lies in the window."""
+    """An interval of host memory, as flat bytes, and where it begins in its window's memory."""
 
     host: Tensor
-    place: int
+    offset: int
     written: bool
 
 
 class Window:
-    """Shares of rows that are on one device at the same time.
+    """Pieces of rows that are on one device at the same time.
 
-    Args:
-        shares: of them.
-        device: which.
-        arena: where the state lies that they lend.
+    Attributes:
+        nbytes: of its memory on the device.
+        aligned_nbytes: from its beginning to where another window's memory may begin.
     """
 
-    def __init__(self, shares: Sequence[Share], device: torch.device, arena: Arena):
-        self.shares = shares
+    def __init__(self, pieces: Sequence[RowPiece], device: torch.device, arena: Arena):
+        self.pieces = pieces
         self.device = device
-        self.copies: list[Copy] = []
-        self.nbytes = 0  # on the device
+        self.copies_in: list[Copy] = []
+        self.nbytes = 0
         self._arena = arena
-        self._last: Any = None  # what the last copy ends with
-        fetches = [fetch for share in shares for fetch in share.fetches]
-        places: dict[int, int] = {}  # by id of a fetch
+        self._last: Any = None  # interval with which the last copy ends
+        fetches = [fetch for piece in pieces for fetch in piece.fetches]
+        offsets: dict[int, int] = {}  # by id of a fetch
         for fetch in sorted(fetches, key=lambda fetch: fetch.host.data_ptr()):
-            places[id(fetch)] = self._place(fetch)
-        self.room = _aligned(self.nbytes)  # up to where the next window may begin
-        self.written = [copy for copy in self.copies if copy.written]
+            offsets[id(fetch)] = self._append(fetch)
+        self.aligned_nbytes = _aligned(self.nbytes)
+        self.copies_out = [copy for copy in self.copies_in if copy.written]
         self._views = [
-            [(places[id(fetch)], fetch.host, dense_stride(fetch.host)) for fetch in share.fetches]
-            for share in shares
+            [(offsets[id(fetch)], fetch.host, dense_stride(fetch.host)) for fetch in piece.fetches]
+            for piece in pieces
         ]
 
-    def come(self, backend: Backend, memory: Tensor) -> Any:
-        """Starts copies to the window's bytes on the device; an event behind them."""
-        targets = [memory[c.place : c.place + c.host.numel()] for c in self.copies]
-        backend.copy(IN, targets, [c.host for c in self.copies])
+    def copy_in(self, backend: Backend, memory: Tensor) -> Any:
+        """Starts copies to the window's memory on the device; returns an event behind them."""
+        targets = [memory[c.offset : c.offset + c.host.numel()] for c in self.copies_in]
+        backend.copy(IN, targets, [c.host for c in self.copies_in])
         return backend.record(IN)
 
-    def leave(self, backend: Backend, memory: Tensor) -> Any:
-        """Starts copies of what was written, back to the host; an event behind them."""
-        sources = [memory[c.place : c.place + c.host.numel()] for c in self.written]
-        backend.copy(OUT, [c.host for c in self.written], sources)
+    def copy_out(self, backend: Backend, memory: Tensor) -> Any:
+        """Starts copies of what was written, back to the host; returns an event behind them."""
+        sources = [memory[c.offset : c.offset + c.host.numel()] for c in self.copies_out]
+        backend.copy(OUT, [c.host for c in self.copies_out], sources)
         return backend.record(OUT)
 
     def views(self, memory: Tensor) -> list[tuple[Tensor, ...]]:
-        """The tensors of each share, in the order of its fetches, in the window's bytes."""
+        """The tensors of each piece in the window's memory, in the order of its fetches."""
         return [
             tuple(
-                memory[place : place + host.nbytes].view(host.dtype).as_strided(host.shape, stride)
-                for place, host, stride in of_share
+                memory[start : start + host.nbytes].view(host.dtype).as_strided(host.shape, stride)
+                for start, host, stride in views
             )
-            for of_share in self._views
+            for views in self._views
         ]
 
-    def _place(self, fetch: Fetch) -> int:
-        """Appends a tensor; where it begins."""
+    def _append(self, fetch: Fetch) -> int:
+        """Appends the copies of a tensor; returns where the tensor begins."""
         begin = self.nbytes
         for number, interval in enumerate(intervals(fetch.host)):
-            part = interval.view(torch.uint8)
-            copy = Copy(part, self.nbytes, fetch.written)
+            interval = interval.view(torch.uint8)
+            copy = Copy(interval, self.nbytes, fetch.written)
             if number == 0:
                 # As far from a boundary as in host memory, so that what is joined to it is, too.
-                place = _aligned(self.nbytes) + part.data_ptr() % PADDED_TO
-                copy = self._join(part, fetch.written) or copy._replace(place=place)
-                begin = copy.place + copy.host.numel() - part.numel()
-            self.copies.append(copy)
-            self.nbytes = copy.place + copy.host.numel()
-            self._last = part
+                offset = _aligned(self.nbytes) + interval.data_ptr() % PADDED_TO
+                copy = self._join(interval, fetch.written) or copy._replace(offset=offset)
+                begin = copy.offset + copy.host.numel() - interval.numel()
+            self.copies_in.append(copy)
+            self.nbytes = copy.offset + copy.host.numel()
+            self._last = interval
         return begin
 
-    def _join(self, part: Tensor, written: bool) -> Optional[Copy]:
-        """Takes the last copy away, and gives it together with its neighbour, if this is one."""
-        if not self.copies or self.copies[-1].written != written:
+    def _join(self, interval: Tensor, written: bool) -> Optional[Copy]:
+        """Removes the last copy and returns one of both, where the interval is its neighbour."""
+        if not self.copies_in or self.copies_in[-1].written != written:
             return None
-        last, place, _ = self.copies[-1]
-        gap = part.data_ptr() - last.data_ptr() - last.numel()
+        last, offset, _ = self.copies_in[-1]
+        gap = interval.data_ptr() - last.data_ptr() - last.numel()
         # Between them there must be nothing but padding, or the copy back would write over it.
-        if gap != 0 and not (0 < gap < PADDED_TO and _are_ends(self._last, part)):
+        if gap != 0 and not (0 < gap < PADDED_TO and _are_ends(self._last, interval)):
             return None
-        both = self._arena.span(last.data_ptr(), last.numel() + gap + part.numel())
+        both = self._arena.bytes_at(last.data_ptr(), last.numel() + gap + interval.numel())
         if both is None:
             return None
-        del self.copies[-1]
-        return Copy(both, place, written)
+        del self.copies_in[-1]
+        return Copy(both, offset, written)
 
 
 def _aligned(nbytes: int) -> int:
@@ -139,10 +138,9 @@ def _aligned(nbytes: int) -> int:
 
 
 def _are_ends(first: Tensor, second: Tensor) -> bool:
-    """Whether one is the end of its storage, and the other the beginning of its own."""
+    """Whether ``first`` ends where its storage does, and ``second`` begins where its own does."""
     storage = first.untyped_storage()
-    end = storage.data_ptr() + storage.nbytes()
-    is_end = first.data_ptr() + first.numel() == end
+    is_end = first.data_ptr() + first.numel() == storage.data_ptr() + storage.nbytes()
     return is_end and second.data_ptr() == second.untyped_storage().data_ptr()
 
 
@@ -165,7 +163,7 @@ def _memory_order(tensor: Tensor) -> list[int]:
 
 
 def dense_stride(tensor: Tensor) -> tuple[int, ...]:
-    """Strides of the same order without gaps: its own where it has none."""
+    """Strides without gaps that keep the order of dimensions: the tensor's, where it has no gap."""
     stride, inner = list(tensor.stride()), 1
     for dim in reversed(_memory_order(tensor)):
         stride[dim] = inner
@@ -173,73 +171,74 @@ def dense_stride(tensor: Tensor) -> tuple[int, ...]:
     return tuple(stride)
 
 
-def _cut(box: Index, dims: Sequence[int], most: int) -> Iterator[Index]:
-    """Pieces of at most so many elements (at least 1), each an interval of memory if the box is."""
+def narrow(tensor: Optional[Tensor], slices: Optional[Index]) -> Any:
+    """The piece of a tensor, which may be one that broadcasts to the tensors that were divided."""
+    if tensor is None or slices is None:
+        return tensor
+    sizes = zip(tensor.shape, slices)
+    return tensor[tuple(slice(None) if size == 1 else interval for size, interval in sizes)]
+
+
+def fill_windows(
+    rows: Sequence[Sequence[Fetch]], max_bytes: Mapping[torch.device, int]
+) -> Iterator[tuple[torch.device, list[RowPiece]]]:
+    """Devices and pieces of windows that have all rows, in their order.
+
+    Args:
+        rows: the offloaded tensors of each row; none of a row that needs no copy.
+        max_bytes: of a window on each device; a window of a single element may exceed it.
+    """
+    pieces: list[RowPiece] = []
+    device: Optional[torch.device] = None
+    used = 0
+    for row, fetches in enumerate(rows):
+        for piece in _row_pieces(row, fetches, max_bytes):
+            nbytes = sum(fetch.host.nbytes + ALIGNMENT for fetch in piece.fetches)
+            next_device = fetches[0].device if fetches else device
+            if device is not None and (next_device != device or used + nbytes > max_bytes[device]):
+                yield device, pieces
+                pieces, used = [], 0
+            device = next_device
+            pieces.append(piece)
+            used += nbytes
+    if device is not None:
+        yield device, pieces
+
+
+def _row_pieces(
+    row: int, fetches: Sequence[Fetch], max_bytes: Mapping[torch.device, int]
+) -> Iterator[RowPiece]:
+    """A row in as many pieces as its bytes ask for."""
+    pieces: list[Optional[Index]] = [None]
+    if fetches:
+        host, device, _ = fetches[0]
+        available = max_bytes[device] - ALIGNMENT * len(fetches)
+        max_numel = max(1, available // sum(fetch.host.dtype.itemsize for fetch in fetches))
+        if host.numel() > max_numel:
+            box = tuple(slice(0, size) for size in host.shape)
+            pieces = [*_divide(box, _memory_order(host), max_numel)]
+    for slices in pieces:
+        narrowed = tuple(fetch._replace(host=narrow(fetch.host, slices)) for fetch in fetches)
+        yield RowPiece(row, slices, narrowed, is_last=slices is pieces[-1])
+
+
+def _divide(box: Index, dims: Sequence[int], max_numel: int) -> Iterator[Index]:
+    """Boxes of at most so many elements (at least 1), each an interval of memory if ``box`` is.
+
+    ``dims`` are those of more than one index, the outermost in memory first.
+    """
     sizes = [s.stop - s.start for s in box]
     numel = math.prod(sizes)
-    if numel <= most:
+    if numel <= max_numel:
         yield box
         return
     dim = next(dim for dim in dims if sizes[dim] > 1)
-    step = max(1, most * sizes[dim] // numel)
+    step = max(1, max_numel * sizes[dim] // numel)
     for aligned in (n // math.gcd(n, numel // sizes[dim]) for n in ALIGNED_NUMEL):
         if step >= aligned:
             step -= step % aligned
             break
     stop = box[dim].stop
     for start in range(box[dim].start, stop, step):
-        part = slice(start, min(start + step, stop))
-        yield from _cut((*box[:dim], part, *box[dim + 1 :]), dims, most)
-
-
-def narrow(tensor: Optional[Tensor], piece: Optional[Index]) -> Any:
-    """The piece of a tensor, which may be one that broadcasts to those that were cut."""
-    if tensor is None or piece is None:
-        return tensor
-    sizes = zip(tensor.shape, piece)
-    return tensor[tuple(slice(None) if size == 1 else part for size, part in sizes)]
-
-
-def fill_windows(
-    rows: Sequence[Sequence[Fetch]], most_bytes: Mapping[torch.device, int]
-) -> Iterator[tuple[torch.device, list[Share]]]:
-    """Devices and shares of windows that have all rows, in their order.
-
-    Args:
-        rows: tensors of one shape that are used together; none of a row that is where it is used.
-        most_bytes: of a window on each device; a single element may be above it.
-    """
-    shares: list[Share] = []
-    device: Optional[torch.device] = None
-    used = 0
-    for number, fetches in enumerate(rows):
-        for share in _shares(number, fetches, most_bytes):
-            nbytes = sum(fetch.host.nbytes + ALIGNMENT for fetch in share.fetches)
-            other = fetches[0].device if fetches else device
-            if device is not None and (other != device or used + nbytes > most_bytes[device]):
-                yield device, shares
-                shares, used = [], 0
-            device = other
-            shares.append(share)
-            used += nbytes
-    if device is not None:
-        yield device, shares
-
-
-def _shares(
-    row: int, fetches: Sequence[Fetch], most_bytes: Mapping[torch.device, int]
-) -> Iterator[Share]:
-    """A row in as many pieces as its bytes ask for."""
-    if not fetches:
-        yield Share(row, None, ())
-        return
-    host = fetches[0].host
-    most = most_bytes[fetches[0].device] - ALIGNMENT * len(fetches)
-    most_numel = max(1, most // sum(fetch.host.dtype.itemsize for fetch in fetches))
-    if host.numel() <= most_numel:
-        yield Share(row, None, tuple(fetches))
-        return
-    pieces = list(_cut(tuple(slice(0, n) for n in host.shape), _memory_order(host), most_numel))
-    for piece in pieces:
-        of_piece = tuple(fetch._replace(host=fetch.host[piece]) for fetch in fetches)
-        yield Share(row, piece, of_piece, is_last=piece is pieces[-1])
+        interval = slice(start, min(start + step, stop))
+        yield from _divide((*box[:dim], interval, *box[dim + 1 :]), dims, max_numel)

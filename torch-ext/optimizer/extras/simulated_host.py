@@ -1,4 +1,4 @@
-"""A stand-in for an accelerator, to see what CPU offload does where there is none."""
+"""Simulates an accelerator's copies by threads, so that CPU offload runs where there is none."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from ..cpu_offload.backend import COMPUTE, IN, OUT, Backend
 
 NAN_BYTE = 0xFF  # in every byte of a floating-point number makes it NaN
 
-Todo = queue.SimpleQueue[Optional[Callable[[], Any]]]  # None is the end
+Queue = queue.SimpleQueue[Optional[Callable[[], Any]]]  # of actions; None is the end
 
 
 class SimulatedHost(Backend):
-    """Copies in host memory: two threads make them, each in the order of its queue.
+    """A backend in host memory: two threads make the copies, each in the order of its queue.
 
-    For tests and to look at what streaming does, where there is no accelerator: with a random delay
-    before each copy, a missing wait shows as a wrong result. The ``COMPUTE`` queue is the calling
-    thread. Memory is full of NaNs when allocated and again when freed, so that reading what nobody
-    wrote, or too late, shows too.
+    It is for tests, and for a look at what streaming does. The ``COMPUTE`` queue is the calling
+    thread. With a random delay before each copy, a missing wait shows as a wrong result. Memory is
+    full of NaNs when allocated and again when freed, so that a read before the first write, or
+    after the memory was freed, shows too.
 
-    A copy that fails is told by every `wait` and `synchronize` from then on, as RuntimeError, until
-    `recover`; what follows in its queue is done all the same, and nobody waits for ever.
+    After a copy has failed, every `wait` and `synchronize` raises RuntimeError until `recover`. The
+    queue goes on with its next action, so that nothing waits for ever.
 
     Args:
         delay: largest delay before a copy, in seconds.
         seed: of the delays.
-        hosts_parameters: whether parameters and gradients, too, are what has to be carried.
+        hosts_parameters: whether parameters and gradients have to be copied, too.
     """
 
     def __init__(self, delay: float = 0.0, seed: int = 0, hosts_parameters: bool = False):
@@ -44,17 +44,16 @@ class SimulatedHost(Backend):
         self._delay = delay
         self._random = {on: random.Random(f"{on}{seed}") for on in (IN, OUT)}
         self._errors: list[BaseException] = []
-        self._queues: dict[str, Todo] = {on: queue.SimpleQueue() for on in (IN, OUT)}
-        for on, todo in self._queues.items():
-            # The thread knows its queue and the errors, not the backend, which it would keep alive.
-            arguments = (todo, self._errors)
-            name = f"offload-{on}"
-            threading.Thread(target=_work, args=arguments, name=name, daemon=True).start()
-            weakref.finalize(self, todo.put, None).atexit = False
+        self._queues: dict[str, Queue] = {on: queue.SimpleQueue() for on in (IN, OUT)}
+        for on, actions in self._queues.items():
+            # The thread has its queue and the errors, not the backend, which it would keep alive.
+            run = partial(_run, actions, self._errors)
+            threading.Thread(target=run, name=f"offload-{on}", daemon=True).start()
+            weakref.finalize(self, actions.put, None).atexit = False
         self.allocated_bytes = 0  # on the "device", now
         self.peak_bytes = 0  # at most so far
 
-    def come_home(self) -> None:
+    def set_step_stream(self) -> None:
         """There is one stream."""
 
     def allocate(self, nbytes: int) -> Tensor:
@@ -82,13 +81,13 @@ class SimulatedHost(Backend):
             self._queues[on].put(event.wait)
 
     def copy(self, on: str, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-        todo = self._queues[on]
+        actions = self._queues[on]
         for target, source in zip(targets, sources):
             if self._delay:
-                todo.put(partial(time.sleep, self._random[on].uniform(0.0, self._delay)))
-            todo.put(partial(target.copy_, source))
+                actions.put(partial(time.sleep, self._random[on].uniform(0.0, self._delay)))
+            actions.put(partial(target.copy_, source))
 
-    def has_come(self, event: threading.Event) -> bool:
+    def is_done(self, event: threading.Event) -> bool:
         return event.is_set()
 
     def synchronize(self, event: threading.Event) -> None:
@@ -100,18 +99,18 @@ class SimulatedHost(Backend):
             raise RuntimeError("a copy failed") from self._errors[0]
 
     def recover(self) -> None:
-        for todo in self._queues.values():
+        for actions in self._queues.values():
             done = threading.Event()
-            todo.put(done.set)
+            actions.put(done.set)
             done.wait()
         self._errors.clear()
 
 
-def _work(todo: Todo, errors: list[BaseException]) -> None:
-    """Does one thing after the other, until it is told None."""
-    for do in iter(todo.get, None):
+def _run(actions: Queue, errors: list[BaseException]) -> None:
+    """Runs one action after the other, until there comes None."""
+    for action in iter(actions.get, None):
         try:
-            do()
-        except BaseException as error:  # later waits tell
+            action()
+        except BaseException as error:  # raised by later waits
             errors.append(error)
-        del do  # and its tensors, not only when there is more to do
+        del action  # and its tensors, not only when there is more to do

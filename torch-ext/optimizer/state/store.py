@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import adamw
-from ..cpu_offload import CPUOffload, Use
+from ..cpu_offload import CPUOffload, Destination
 from ..distributed import utils as dtensors
 from ..distributed.plan import Entry
 from ..parameters.options import Group, Settings
@@ -61,7 +61,7 @@ class StateStore:
         settings: Settings,
     ) -> None:
         """Creates whatever state is missing, for all trainable parameters, on all ranks alike."""
-        on_host: list[tuple[dict[str, Tensor], str, Tensor, Use]] = []
+        on_host: list[tuple[dict[str, Tensor], str, Tensor, Destination]] = []
         for group, group_entries in zip(groups, entries):
             keys = keys_of(group)
             for param, entry in zip(group.params, group_entries):
@@ -78,14 +78,14 @@ class StateStore:
                 if not absent:
                     continue
                 specs = specs_of(param, entry, group, settings)
-                use = self._offload.use_of(param, group.use_muon)
+                destination = self._offload.destination(param, group.use_muon)
                 for key in absent:
-                    if use is None:
+                    if destination is None:
                         param_state[key] = zeros(specs[key])
                     else:
-                        on_host.append((param_state, key, zeros(specs[key], META), use))
-        self._offload.take(on_host)
-        self._offload.hold(state, ((p, g.use_muon) for g in groups for p in g.params))
+                        on_host.append((param_state, key, zeros(specs[key], META), destination))
+        self._offload.move_to_host(on_host)
+        self._offload.offload_missing(state, ((p, g.use_muon) for g in groups for p in g.params))
 
     def _convert(
         self, param_state: dict[str, Tensor], key: str, dtype: Optional[torch.dtype]
@@ -93,7 +93,7 @@ class StateStore:
         """Converts a tensor of state after the dtype that it should have was changed."""
         value = param_state.get(key)
         if dtype is not None and value is not None and value.dtype != dtype:
-            self._offload.settle()
+            self._offload.flush()
             param_state[key] = converted(value, dtype, dtensors.local(value).device)
 
     def drop_unused(self, state: State, params: Iterable[Tensor]) -> None:
@@ -105,7 +105,7 @@ class StateStore:
         current = {id(param) for param in params}
         departed = [key for key in state if isinstance(key, Tensor) and id(key) not in current]
         if departed:
-            self._offload.settle()
+            self._offload.flush()
         for param in departed:
             is_ours = state[param].keys() <= {*KEYS, "step"}
             tensors = state[param].values()

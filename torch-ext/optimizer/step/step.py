@@ -173,11 +173,11 @@ class Step:
         self._last_prepared = prepared if prepared is not None and prepared.plan is plan else None
         self._hosted: set[int] = set()  # entries that are in host memory, but not their use
         if self._last_prepared is None:
-            self._hosted = {n for n, param in enumerate(self._params) if offload.hosts(param)}
+            self._hosted = {n for n, param in enumerate(self._params) if offload.is_on_host(param)}
 
     def __enter__(self) -> Step:
         others: list[int] = []
-        if self._offload.is_used:
+        if self._offload.has_state:
             of_adamw = (group for group in self.groups if not group.use_muon)
             others = [id(p) for group in of_adamw for p in group.params if group.takes_part(p)]
         try:
@@ -216,7 +216,7 @@ class Step:
             ],
         )
         prepared.order(inputs)
-        if not self.home.is_prepared:
+        if not self.home.is_enqueued:
             for event in prepared.schedule:
                 self._announce(event)
 
@@ -350,8 +350,8 @@ class Step:
                     self._prefetch((NONFINITE, id(span)), unchanged, at_once=True)
 
     def _prefetch(self, key: tuple, rows: Sequence[Sequence[Fetch]], at_once: bool = False) -> None:
-        self.home.cut(key, rows, at_once)
-        self.home.announce(key)
+        self.home.add_windows(key, rows, at_once)
+        self.home.enqueue(key)
 
     def _momentum_fetches(self, parts: SpanParts, written: bool = True) -> list[list[Fetch]]:
         """Of parts of the momentum, and of gradients in host memory; none of what is not there."""
