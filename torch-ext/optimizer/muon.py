@@ -406,7 +406,7 @@ class Muon(torch.optim.Optimizer):
         if self._settings.replicas is not None:  # may share parameters that this rank does not have
             sets.add(self._settings.replicas)
 
-        def notes() -> Mapping[agreement.Ranks, agreement.Notes]:
+        def notes() -> Mapping[agreement.Ranks, agreement.StepNotes]:
             more = clipping.notes if clipping else {}
             return notes_of(groups, found, plan, absent, self._settings, more, self._tell_apart)
 
@@ -465,7 +465,7 @@ class Muon(torch.optim.Optimizer):
         ]
         problem = replicas.difference(plain, averaged=self._settings.divided is None)
         if problem is not None:  # which all of them have found
-            self._agreement.take_back()
+            self._agreement.revoke()
             raise ValueError(problem)
 
     def _divided_state(self, param: Tensor) -> Optional[Tensor]:

@@ -290,7 +290,7 @@ def notes_of(
     settings: Settings,
     more: Mapping[agreement.Ranks, Sequence[str]],
     optimizer: Callable[[agreement.Ranks], str],
-) -> dict[agreement.Ranks, agreement.Notes]:
+) -> dict[agreement.Ranks, agreement.StepNotes]:
     """What ranks must share: those of a mesh what is on it; those that hold parts or replicas of
     the same matrices which of these have gradients; those of a lane what they exchange.
 
@@ -324,7 +324,7 @@ def notes_of(
     for lane in plan.lanes:
         owners[lane.peers] += lane.digest
     return {
-        ranks: agreement.Notes(
+        ranks: agreement.StepNotes(
             lines.get(ranks, ()),
             gradients.get(ranks, ()),
             owners.get(ranks, ""),
