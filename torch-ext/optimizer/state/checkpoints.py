@@ -153,7 +153,7 @@ def fit(
             for key, (shape, layout) in expected.items():
                 if layout is None or own.get(key) is None:
                     continue
-                found, needed = dtensors.local(own[key]).shape, dtensors.part_shape(shape, layout)
+                found, needed = dtensors.local(own[key]).shape, dtensors.local_shape(shape, layout)
                 if found != needed:
                     raise ValueError(
                         f"of {key} of {name} in the checkpoint this rank holds {tuple(found)}, "
@@ -192,7 +192,7 @@ def _divide(own: dict[str, Any], expected: ExpectedState, param: Tensor, saved: 
             continue
         is_whole = key == "second_momentum_buffer" or not dtensors.is_dtensor(param)
         if is_whole and value.shape == shape:
-            own[key] = dtensors.divide(value, layout)
+            own[key] = dtensors.shard_tensor(value, layout)
 
 
 def _check_algorithm(

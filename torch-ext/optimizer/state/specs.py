@@ -92,7 +92,7 @@ def specs_of(
         ):  # then in its order, too
             part, stride, held_stride = tuple(held.shape), _dense_stride(param), _dense_stride(held)
         else:
-            part = tuple(shape) if layout is None else dtensors.part_shape(shape, layout)
+            part = tuple(shape) if layout is None else dtensors.local_shape(shape, layout)
             stride = dtensors.contiguous_stride(shape)
             held_stride = dtensors.contiguous_stride(part)
         specs[key] = Spec(shape, stride, dtypes[key], layout, part, held_stride, held.device)

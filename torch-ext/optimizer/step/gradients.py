@@ -97,7 +97,7 @@ class Gradients:
             return self.means.result(self._averaged[number])
         param, entry = self._params[number], self._plan.entries[number]
         grad = param.grad
-        grad = torch.zeros_like(dtensors.local(param)) if grad is None else dtensors.held(grad)
+        grad = torch.zeros_like(dtensors.local(param)) if grad is None else dtensors.raw_local(grad)
         if entry.momentum is not None:  # replicas divide the momentum, not the gradient
             grad = grad[regions.slices(entry.momentum_region(self._plan.rank))]
         return grad

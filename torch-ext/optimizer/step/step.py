@@ -380,7 +380,7 @@ class Step:
 
 
 def _addresses(tensors: Sequence[Tensor]) -> list[int]:
-    return [dtensors.held(tensor).data_ptr() for tensor in tensors]
+    return [dtensors.raw_local(tensor).data_ptr() for tensor in tensors]
 
 
 def part_of(tensor: Tensor, index: Index) -> Tensor:
