@@ -73,7 +73,8 @@ class Gradients:
 
     def buckets_needed(self) -> dict[tuple[int, int], int]:
         """How many buckets of gradients have to be averaged before each chunk."""
-        return {chunk: self.means.plan.through[count] for chunk, count in self._needed.items()}
+        counts = self.means.bucket_plan.prefix_counts
+        return {chunk: counts[count] for chunk, count in self._needed.items()}
 
     def of(self, number: int) -> Tensor:
         """The gradient of an entry; zeros where there is none."""

@@ -202,7 +202,7 @@ class Step:
         if divided is not None:
             averages = Averages(
                 tuple(sorted(divided.ranks)),
-                len(self.gradients.means.plan.buckets),
+                len(self.gradients.means.bucket_plan.buckets),
                 self.gradients.buckets_needed(),
                 self.adamw.buckets_needed(),
             )
