@@ -550,7 +550,7 @@ class Muon(torch.optim.Optimizer):
 
     def set_qk_logits(self, qk_logits: Optional[Mapping[Any, Any]]) -> None:
         """Gives the next `step` its ``qk_logits``, where a trainer calls it without arguments."""
-        self._clip.given = qk_logits
+        self._clip.next_logits = qk_logits
 
     @property
     def qk_recorder(self) -> Any:

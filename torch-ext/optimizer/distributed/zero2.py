@@ -230,7 +230,7 @@ class MeanGradients:
         grad = self._params[index].grad
         if grad is None or grad.dtype != bucket.dtype or not _is_packed(grad, self._ranks):
             return None
-        # The memory of such views holds other numbers.
+        # The memory of conjugate and negative views holds other numbers.
         return None if grad.is_conj() or grad.is_neg() else grad.detach().view(-1)
 
     def _pack(self, buffer: Tensor, bucket: Bucket) -> None:
