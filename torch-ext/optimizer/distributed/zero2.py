@@ -58,10 +58,10 @@ class BucketTensor:
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
-    in_slots: bool  # whether its rows are divided among one slot for each rank
+    in_slots: bool  # whether its rows are cut into a slot for each rank
 
     def slot_numel(self, ranks: int) -> int:
-        """How many elements of a slot the tensor takes; all its own where it is not in slots."""
+        """How many elements of a slot the tensor takes; of the only slot where it is not cut."""
         slots = ranks if self.in_slots else 1
         return -(-self.shape[0] // slots) * math.prod(self.shape[1:])
 
