@@ -172,7 +172,7 @@ def comparison(lines: int) -> Callable[[], object]:
     agreement = load_kernel().muon.agreement
     ranks = tuple(range(dist.get_world_size()))
     shared = agreement.Agreement()
-    notes = agreement.Notes(
+    notes = agreement.StepNotes(
         [f"layers.{i}.weight: (512, 512) torch.float32 [Shard(0)] on (dp=4)" for i in range(lines)],
         [f"layers.{i}.weight" for i in range(lines)],
     )

@@ -19,7 +19,7 @@ from kernel import optimizer
 from ranks import rank_outcomes, run_ranks
 
 agreement = optimizer.distributed.agreement
-Agreement, Notes = agreement.Agreement, agreement.Notes
+Agreement, StepNotes = agreement.Agreement, agreement.StepNotes
 
 CHAIN = ((0, 1), (1, 2), (2, 3))
 STAR = ((0, 1), (0, 2), (0, 3), (0, 4))
@@ -27,7 +27,7 @@ NESTED = ((0, 1, 2, 3), (0, 1), (1, 2, 3), (3, 4))
 
 
 def notes_on(sets, plan=("a.weight: (6, 4)",), gradients=("a.weight",)):
-    return {ranks: Notes(plan, gradients) for ranks in sets if dist.get_rank() in ranks}
+    return {ranks: StepNotes(plan, gradients) for ranks in sets if dist.get_rank() in ranks}
 
 
 def compare(shared, *notes_and_error):
@@ -62,9 +62,9 @@ def fault_and_recovery(sets, faulty, fault):
         if fault == "error":
             notes, error = notes_on(sets, [], []), "out of data"
         if fault == "plan":
-            notes[where] = Notes(["a.weight: (4, 6)"], ["a.weight"])
+            notes[where] = StepNotes(["a.weight: (4, 6)"], ["a.weight"])
         if fault == "gradient":
-            notes[where] = Notes(notes[where].plan, [])
+            notes[where] = StepNotes(notes[where].lines, [])
     answers.append(in_seconds(compare, shared, notes, error))
     answers.append(in_seconds(compare, shared, notes_on(sets), None))
     return answers

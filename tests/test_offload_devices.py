@@ -62,7 +62,7 @@ def on_device(value: Tensor) -> Tensor:
 def sharded(value: Tensor, mesh: DeviceMesh, at: torch.device) -> Tensor:
     """A DTensor, of which each rank's rows are on the host or on the device of its mesh."""
     layout = (mesh, (Shard(0),))
-    part = dtensors.divide(value, layout).to_local().to(at)
+    part = dtensors.shard_tensor(value, layout).to_local().to(at)
     return dtensors.dtensor_of(part, layout, value.shape, value.stride())
 
 

@@ -28,7 +28,7 @@ adamw = optimizer.adamw
 specs_of, zeros = optimizer.state.specs.specs_of, optimizer.state.specs.zeros
 replicas, zero2 = optimizer.distributed.replicas, optimizer.distributed.zero2
 shard_interval = optimizer.distributed.regions.shard_interval
-MeanGradients, RowGathering, is_divided = zero2.MeanGradients, zero2.RowGathering, zero2.is_divided
+MeanGradients, RowAllGather, is_divided = zero2.MeanGradients, zero2.RowAllGather, zero2.is_divided
 
 BUCKET = zero2.BUCKET_BYTES["cpu"]
 SMALL_BUCKET = 64 << 10  # so that few bytes fill several
@@ -121,7 +121,7 @@ class Replicas:
 
 
 def launch_through(means: Any, index: int) -> None:
-    while means.launched < means.plan.through[index + 1]:
+    while means.launched < means.bucket_plan.prefix_counts[index + 1]:
         means.launch()
 
 
@@ -148,7 +148,7 @@ def test_small_tensors_and_those_of_few_rows_are_not_divided():
 def pieces(shapes: Sequence[tuple[int, ...]], seed: int = 0) -> tuple:
     choose = random.Random(seed)
     return tuple(
-        zero2.Piece(shape, choose.choice(DTYPES), torch.device("cpu"), choose.random() < 0.5)
+        zero2.BucketTensor(shape, choose.choice(DTYPES), torch.device("cpu"), choose.random() < 0.5)
         for shape in shapes
     )
 
@@ -177,8 +177,8 @@ def test_buckets_hold_every_tensor_once_without_overlap_and_within_the_limit(ran
         assert is_within or len(bucket.members) == 1
     kinds = {(b.dtype, b.in_slots) for b in plan.buckets if len(b.members) > 1}
     assert len(kinds) == 2 * len(DTYPES) or ranks == 1024  # where padding makes all of them large
-    assert len(plan.through) == 201
-    for first, through in enumerate(plan.through):
+    assert len(plan.prefix_counts) == 201
+    for first, through in enumerate(plan.prefix_counts):
         assert through == max((1 + bucket_of[i] for i in range(first)), default=0)
 
 
@@ -399,7 +399,8 @@ def update_own_rows_and_gather(group: Any) -> None:
         tensors.append(nn.Parameter(tensor))
     versions = [t._version for t in tensors]
     with torch.no_grad():
-        gathering = RowGathering(tensors, group)
+        gathering = RowAllGather(tensors, group)
+        gathering.launch()
         gathering.wait()
         gathering.wait()
     for tensor, expected, version in zip(tensors, whole, versions):
@@ -416,7 +417,8 @@ def test_rows_of_any_tensor_reach_all_ranks(ranks):
 
 def gather_and_change() -> None:
     tensors = [torch.full((9, 200), float(dist.get_rank())) for _ in range(3)]
-    gathering = RowGathering(tensors, None)
+    gathering = RowAllGather(tensors, None)
+    gathering.launch()
     for tensor in tensors:
         rows_here(tensor).fill_(7.0)
     gathering.wait()
@@ -432,7 +434,8 @@ def cost_of_gathering(shapes: Any) -> Any:
     tensors = [torch.zeros(shape) for shape in shapes]
 
     def gather() -> None:
-        gathering = RowGathering(tensors, None)
+        gathering = RowAllGather(tensors, None)
+        gathering.launch()
         gathering.wait()
 
     counter = count(gather)

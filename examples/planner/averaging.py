@@ -80,7 +80,7 @@ def averages_of(
     dtype, device = entries[0].dtype, entries[0].device
 
     def piece(shape: Sequence[int], in_slots: bool) -> Any:
-        return zero2.Piece(tuple(shape), dtype, device, in_slots)
+        return zero2.BucketTensor(tuple(shape), dtype, device, in_slots)
 
     def gradient(shape: Sequence[int], divided: bool) -> Any:
         whole, slots = piece(shape, False), piece(shape, divided)
@@ -93,7 +93,7 @@ def averages_of(
     needed, seen = [], 0
     for of_chunk in first_used:
         seen += len(of_chunk)
-        needed.append(buckets.through[seen])
+        needed.append(buckets.prefix_counts[seen])
     others = [weight.shape for weight in weights if not weight.muon]
     divided = [zero2.is_divided(shape, ranks) for shape in others]
     rows = [piece(shape, True) for shape, cut in zip(others, divided) if cut]

@@ -15,7 +15,7 @@ from .cpu_offload.rows import AdamWRows
 from .distributed.regions import shard_interval
 from .distributed.replicas import Replicas
 from .distributed.utils import is_dense, is_dtensor, local
-from .distributed.zero2 import MeanGradients, RowGathering, is_divided
+from .distributed.zero2 import MeanGradients, RowAllGather, is_divided
 from .parameters.options import Group
 
 # Devices whose fused kernel keeps `step` beside the parameter.
@@ -91,7 +91,7 @@ class AdamWStep:
         self._carrier = prefetcher
         self._replicas = replicas
         self._rows: dict[int, AdamWRows] = {}
-        self._gathering: list[RowGathering] = []
+        self._gathering: list[RowAllGather] = []
         if not prefetcher.is_enqueued:
             for group, params in enumerate(self._present):
                 moments = [(state[p]["exp_avg"], state[p]["exp_avg_sq"]) for p in params]
@@ -119,7 +119,7 @@ class AdamWStep:
         needed, count = [], 0
         for params in self._present:
             count += sum(param in self._averaged for param in params)
-            needed.append(self.means.plan.through[count])
+            needed.append(self.means.bucket_plan.prefix_counts[count])
         return [needed[part.group] for part in self.parts]
 
     def announce(self, number: int) -> None:
@@ -147,7 +147,8 @@ class AdamWStep:
         """Starts to send the replicas the rows of a group that this rank has updated."""
         assert self._replicas is not None
         divided = [param for param in self._present[group] if param in self._divided]
-        self._gathering.append(RowGathering(divided, self._replicas.group))
+        self._gathering.append(RowAllGather(divided, self._replicas.group))
+        self._gathering[-1].launch()
 
     def wait(self) -> None:
         """Waits for what replicas send each other."""

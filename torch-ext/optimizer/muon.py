@@ -411,7 +411,7 @@ class Muon(torch.optim.Optimizer):
         if self._settings.replicas is not None:  # may share parameters that this rank does not have
             sets.add(self._settings.replicas)
 
-        def notes() -> Mapping[agreement.Ranks, agreement.Notes]:
+        def notes() -> Mapping[agreement.Ranks, agreement.StepNotes]:
             clip_lines = clipping.notes if clipping else {}
             return take_notes(
                 groups, survey, plan, absent, self._settings, clip_lines, self._identify
@@ -472,7 +472,7 @@ class Muon(torch.optim.Optimizer):
         ]
         problem = replicas.difference(plain, averaged=self._settings.divided is None)
         if problem is not None:  # the same on all of them
-            self._agreement.take_back()
+            self._agreement.revoke()
             raise ValueError(problem)
 
     def _divided_state(self, param: Tensor) -> Optional[Tensor]:
@@ -557,7 +557,7 @@ class Muon(torch.optim.Optimizer):
 
     def set_qk_logits(self, qk_logits: Optional[Mapping[Any, Any]]) -> None:
         """Gives the next `step` its ``qk_logits``, where a trainer calls it without arguments."""
-        self._clip.given = qk_logits
+        self._clip.next_logits = qk_logits
 
     @property
     def qk_recorder(self) -> Any:

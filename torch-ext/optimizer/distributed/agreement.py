@@ -1,11 +1,10 @@
-"""Ranks compare notes before the first collective of a step, so that all go on or all raise.
+"""Before the first collective of a step, ranks compare their notes: either all step or all raise.
 
 A rank that raises leaves the ranks of its meshes waiting, those leave the ranks of theirs, and so
-on. So all ranks that a chain of meshes connects decide together: they are the union of the sets of
-ranks that meshes have. In each step every rank sends one record of fixed size to the whole union: a
-hash of its plans, a hash of which gradients it has, whether its own checks failed. The exchange
-runs on the CPU over gloo; hosts wait for each other, devices don't. Only when records differ do
-ranks send more, to name what differs.
+on. So all ranks that a chain of meshes connects, a *union*, decide together. In each step every
+rank sends its union one record of fixed size: hashes of its notes, and its vote on whether to step.
+The exchange runs on the CPU over gloo; hosts wait for each other, devices don't. Only when records
+differ do ranks send their notes as text, to name what differs.
 """
 
 from __future__ import annotations
@@ -31,120 +30,120 @@ from .utils import GroupCache, world_timeout
 
 CHECKS = ("step", "plan", "off")
 
-# What a rank is about to do; in a record, its fourth field.
+# The vote of a rank, the fourth field of its record.
 _GO, _SKIP, _FAIL = range(3)
 
 Ranks = tuple[int, ...]  # global and ascending
 
 # Every exchange starts with one record of six int64. Gloo aborts the process when ranks send
 # different sizes, so even ranks that are not at the same exchange must send the same.
-_DISCOVER, _STEP, _SETS, _NOTES = range(4)  # first field: which exchange the sender is at
+_DISCOVER, _STEP, _SETS, _NOTES = range(4)  # the stage, its first field: what the sender exchanges
 
-_APART = (
+_OPTIMIZERS_DIFFER = (
     "ranks {} and {} step different optimizers; let all ranks make, copy, load and step theirs "
     "alike and in the same order"
 )
 
 
 @dataclass(frozen=True)
-class Notes:
-    """What this rank is about to do together with the ranks of one set.
+class StepNotes:
+    """What this rank is about to do in a step together with the ranks of one set.
 
     Args:
-        plan: one line per fact that all ranks of the set must share: parameters, layouts, options.
-        gradients: names of the sharded matrices that have a gradient.
-        owners: a hash of the plan that follows from them.
-        optimizer: which one of those that these ranks share this is, and how often it has stepped.
+        lines: what all ranks of the set must have alike: parameters, their placements, options.
+        gradients: names of the parameters that have a gradient.
+        owners: a hash of the plan that follows from lines and gradients.
+        optimizer: how many optimizers the ranks made before this one, and how often it has stepped.
     """
 
-    plan: Sequence[str]
+    lines: Sequence[str]
     gradients: Sequence[str]
     owners: str = ""
     optimizer: str = ""
 
 
 class _Disagreement(Exception):
-    """Why ranks can't step; raised on all ranks of the set that has found it alike."""
+    """Why ranks can't step; all ranks that compared raise it with the same text."""
 
 
 @dataclass(frozen=True)
-class _Topology:
-    """Who steps with whom: the same on all ranks of the union, but for ``sets``.
+class _Union:
+    """The ranks that step together; all of them have the same but for ``sets``.
 
     Args:
-        sets: those this rank is in, `_in_order`.
-        union: all ranks that a chain of sets connects with this one.
+        sets: the sets that this rank is in, `_in_order`.
+        ranks: all ranks that a chain of sets connects with this one.
         identity: a hash of all sets of the union.
         world: a weak reference to the default process group that has these ranks.
     """
 
     sets: tuple[Ranks, ...]
-    union: Ranks
+    ranks: Ranks
     identity: int
     world: Callable[[], Any]
 
 
 class Registration:
-    """An optimizer's place in the order of construction, which tells it from one just like it.
+    """Numbers an optimizer in the order of construction, to tell it from one just like it.
 
-    Any set of ranks counts the optimizers whose parameters it shares, as long as they live or if
-    they have stepped. What a rank makes for itself alone, or makes and drops, shifts nothing.
+    Each set of ranks counts the optimizers whose parameters it shares, as long as they live or if
+    they have stepped. An optimizer of one rank alone, or one made and dropped, shifts no number.
 
     Args:
         sets: a method of the optimizer that returns the sets of ranks that share its parameters.
     """
 
     _all: list[Registration] = []  # in order of construction
-    _is_settled = True  # nothing was made since what is unreachable was let go of
+    _is_collected = True  # no optimizer was made since garbage was collected
 
     def __init__(self, sets: Callable[[], set[Ranks]]):
         self._sets_now = weakref.WeakMethod(sets)
         self._sets = sets()
         self._numbers: dict[Ranks, int] = {}
         Registration._all.append(self)
-        Registration._is_settled = False
+        Registration._is_collected = False
 
     def number(self, ranks: Ranks) -> int:
         """How many of the optimizers that ``ranks`` share were made before this one."""
         if ranks not in self._numbers:
-            if not Registration._is_settled and len(Registration._all) > 1:
-                gc.collect()  # or what is unreachable would live on some ranks, and not on others
-            Registration._is_settled = True
-            kept = [o for o in Registration._all if o._numbers or o._sets_now() is not None]
-            Registration._all = kept
-            before = kept[: kept.index(self)]
-            for other in before:
+            if not Registration._is_collected and len(Registration._all) > 1:
+                gc.collect()  # or unreachable optimizers would live on some ranks only
+            Registration._is_collected = True
+            living = [o for o in Registration._all if o._numbers or o._sets_now() is not None]
+            Registration._all = living
+            earlier = living[: living.index(self)]
+            for other in earlier:
                 sets = other._sets_now()
                 if sets is not None:  # parameters may have been swapped since construction
                     other._sets |= sets()
-            self._numbers[ranks] = sum(ranks in other._sets for other in before)
+            self._numbers[ranks] = sum(ranks in other._sets for other in earlier)
             self._sets.add(ranks)
         return self._numbers[ranks]
 
 
 class Agreement:
-    """What an optimizer keeps between comparisons: with whom this rank steps.
+    """Decides with the other ranks whether they step; remembers which ranks these are.
 
     Copies and pickles start afresh. All ranks of a union use theirs from the start, or none does.
 
     Attributes:
-        may_go: whether others may go on to step since the last comparison, on this rank's word:
-            also where it broke off, since they may have heard of all.
+        may_go: whether other ranks may step because of this rank's vote in the last comparison;
+            also where the comparison broke off here, since others may have received all records.
         has_compared: whether notes were compared in this step.
-        steps: how many steps were made since this began.
+        steps: how many steps were made since this object was.
     """
 
     def __init__(self) -> None:
         self.may_go = self.has_compared = False
         self.steps = 0
-        self._topology: Optional[_Topology] = None
-        self._structure: Optional[Mapping[Ranks, Any]] = None  # that was agreed on last
+        self._union: Optional[_Union] = None
+        self._structure: Optional[Mapping[Ranks, Any]] = None  # of the last agreement
 
     def __reduce__(self) -> tuple:
         return Agreement, ()
 
     def begin(self) -> None:
-        """To be called at the beginning of a step: nobody counts on this rank yet."""
+        """Begins a step, in which this rank has not voted yet."""
         self.may_go = self.has_compared = False
 
     def decide(
@@ -152,17 +151,17 @@ class Agreement:
         how_often: str,
         structure: Mapping[Ranks, Any],
         sets: Collection[Ranks],
-        notes: Callable[[], Mapping[Ranks, Notes]],
+        notes: Callable[[], Mapping[Ranks, StepNotes]],
         error: Optional[BaseException],
         skip: Optional[bool],
     ) -> bool:
         """Whether the ranks skip a step; raises on all alike where one of them can't make it.
 
         Args:
-            how_often: of `CHECKS`.
+            how_often: one of `CHECKS`.
             structure: what this rank shares with each of its sets, comparable.
             sets: the ranks that share parameters with this one, mesh by mesh.
-            notes: makes those of this step, unless there is an error.
+            notes: makes the notes of this step; not called where there is an error.
             error: what keeps this rank from making the step.
             skip: whether this rank is to skip it; None where none ever is.
 
@@ -175,11 +174,11 @@ class Agreement:
         if self._is_due(how_often, structure, skip is not None):
             try:
                 with record_function("Muon.agree"):
-                    ours = notes() if error is None else {}
-                    skips = self.check(ours, _in_words(error), sets, skips)
+                    step_notes = notes() if error is None else {}
+                    skips = self.check(step_notes, _error_text(error), sets, skips)
                 self.has_compared = True
             except (RuntimeError, ValueError):
-                if error is None:  # else this rank's own is the cause, or says more
+                if error is None:  # else this rank's own error is the cause, or says more
                     raise
         if error is not None:
             raise error
@@ -187,204 +186,202 @@ class Agreement:
             self._structure = structure
         return skips
 
-    def take_back(self) -> None:
-        """Where all ranks find behind a comparison that they can't go on: the next step is to
-        compare notes again."""
+    def revoke(self) -> None:
+        """Revokes what all ranks have agreed on, so that they compare notes in the next step."""
         self.may_go, self._structure = False, None
 
     def _is_due(self, how_often: str, structure: Mapping[Ranks, Any], may_skip: bool) -> bool:
-        """Whether this step compares notes; with a fake process group there is nobody to ask.
+        """Whether this step compares notes; with a fake process group there are no other ranks.
 
-        With ``"plan"`` that follows from what the whole union shares, which all its ranks see
-        change alike. What only some of them share is no reason, as the others would not come.
+        With ``"plan"`` it does where what the whole union shares has changed, which all its ranks
+        see. What only some ranks share does not count: the others would not come to compare.
         """
         if not dist.is_available() or not dist.is_initialized() or dist.get_backend() == "fake":
             return False
         if how_often != "plan" or may_skip or self._structure is None:
             return may_skip or how_often != "off"
-        union = set(self._topology.union) if self._topology is not None else set()
+        union = set(self._union.ranks) if self._union is not None else set()
         now, then = (
-            {ranks: shared for ranks, shared in each.items() if union.issubset(ranks)}
-            for each in (structure, self._structure)
+            {ranks: shared for ranks, shared in by_set.items() if union.issubset(ranks)}
+            for by_set in (structure, self._structure)
         )
         return now != then
 
     def check(
         self,
-        notes: Mapping[Ranks, Notes],
+        notes: Mapping[Ranks, StepNotes],
         error: Optional[str],
         sets: Iterable[Ranks],
         skip: bool = False,
     ) -> bool:
-        """Compares notes with all ranks that this one depends on, however indirectly.
+        """Compares notes with all ranks of this rank's union.
 
         Args:
             notes: what this rank is to share with the ranks of each set, or with some of them.
-            error: why this rank can't step, or None. There need not be notes then.
+            error: why this rank can't step, or None. Where there is one, notes don't matter.
             sets: the ranks that share parameters with this one, mesh by mesh. Sets of one rank, or
                 without this one, don't matter. All ranks of each set make this call, and so do
-                ranks that had sets at the last one, even if they have none any more.
+                ranks that had sets at the last call, even if they have none any more.
             skip: whether this rank is to skip the step.
 
         Returns:
-            Whether one of the ranks is to skip the step, so that all do.
+            Whether one of the ranks skips the step, so that all do.
 
         Raises:
-            ValueError: why none of them can step, the same on every rank of the union.
+            ValueError: the ranks can't step; the text is the same on every rank of the union.
             RuntimeError: a rank did not come, or died meanwhile.
         """
         self.may_go = False
         rank = dist.get_rank()
         sets = _in_order(ranks for ranks in sets if len(ranks) > 1 and rank in ranks)
-        notes = {ranks: of_ranks for ranks, of_ranks in notes.items() if rank in ranks}
-        topology, self._topology = self._topology, None  # until ranks are found to be in step
-        if topology is not None and topology.world() is not dist.group.WORLD:
-            topology = None
+        notes = {ranks: notes[ranks] for ranks in notes if rank in ranks}
+        union, self._union = self._union, None  # until the records of the ranks have come
+        if union is not None and union.world() is not dist.group.WORLD:
+            union = None
         try:
-            while sets or topology is not None:
-                if topology is None:
-                    topology = _discover(sets)
-                skips = self._compare(topology, sets, notes, error, skip)
+            while sets or union is not None:
+                if union is None:
+                    union = _discover(sets)
+                skips = self._compare(union, sets, notes, error, skip)
                 if skips is not None:
                     return skips
-                topology = None
+                union = None
             return skip
         except _Disagreement as problem:
             self.may_go = False
             raise ValueError(str(problem)) from None
         except BaseException:
-            # An exchange that broke off leaves its group unusable. Closing the others spares those
-            # who wait for this rank their timeout.
-            self._topology = None
-            for ranks in (*sets, *((*topology.sets, topology.union) if topology else ())):
+            # An exchange that broke off leaves its group unusable. Closing the other groups spares
+            # the ranks that wait for this one their timeout.
+            self._union = None
+            for ranks in (*sets, *((*union.sets, union.ranks) if union else ())):
                 _groups.pop(ranks, None)
             raise
 
     def _compare(
         self,
-        topology: _Topology,
+        union: _Union,
         sets: tuple[Ranks, ...],
-        notes: Mapping[Ranks, Notes],
+        notes: Mapping[Ranks, StepNotes],
         error: Optional[str],
         skip: bool,
     ) -> Optional[bool]:
-        """Whether ranks of a known union skip; None where all agree that the union has changed.
+        """Whether the ranks of a union skip; None where all agree that the union has changed.
 
-        Ranks whose sets have changed still meet those who count on them, for they can't know whose
-        sets have changed as well.
+        A rank whose sets have changed still sends its record to the union as it was, since it can't
+        know whose sets have changed as well.
         """
-        union = topology.union
-        intent = _FAIL if error is not None else _SKIP if skip else _GO
-        record = _record(topology, sets, notes, intent)
-        self.may_go = intent == _GO
-        records = _exchange(union, record)
-        have_changed, intents = bool(records[:, 2].any()), records[:, 3].tolist()
+        vote = _FAIL if error is not None else _SKIP if skip else _GO
+        record = _record(union, sets, notes, vote)
+        self.may_go = vote == _GO
+        records = _exchange_records(union.ranks, record)
+        have_changed, votes = bool(records[:, 2].any()), records[:, 3].tolist()
         differ = bool(records[:, 4:].sum(0).any())  # modulo 2⁶⁴
-        agree, skips = not (have_changed or differ or _FAIL in intents), _SKIP in intents
+        agree, skips = not (have_changed or differ or _FAIL in votes), _SKIP in votes
         self.may_go = agree and not skips
         problem = None
         if have_changed:
-            failure, sets_of = _ask(union, _SETS, error, sets)
+            failure, sets_of = _exchange_details(union.ranks, _SETS, error, sets)
             contradiction = _contradiction(sets_of)
             if contradiction is None:
                 return None
             problem = failure or contradiction
         elif not agree:
-            problem = _explain(union, notes, error)
-        self._topology = topology
+            problem = _find_difference(union.ranks, notes, error)
+        self._union = union
         if problem is not None:
             raise _Disagreement(problem)
         return skips
 
 
-def _in_words(error: Optional[BaseException]) -> Optional[str]:
+def _error_text(error: Optional[BaseException]) -> Optional[str]:
     if error is None:
         return None
     return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
 
 
 def _in_order(sets: Iterable[Ranks]) -> tuple[Ranks, ...]:
-    """The order in which all ranks go through their sets, or they would wait for each other.
+    """Sorts sets as all ranks go through them, or they would wait for each other.
 
-    Larger ones first: their ranks see contradictions before anyone waits in a smaller one in vain.
+    Larger sets come first, which show contradictions before a rank waits in a smaller one in vain.
     """
     return tuple(sorted(sets, key=ranks_sort_key))
 
 
 def _record(
-    topology: _Topology, sets: Sequence[Ranks], notes: Mapping[Ranks, Notes], intent: int
+    union: _Union, sets: Sequence[Ranks], notes: Mapping[Ranks, StepNotes], vote: int
 ) -> list[int]:
-    """What this rank sends in a step, of which `_exchange` makes the record.
+    """The record of this rank in a step.
 
-    The place in the step (see `_exchange`) and the union, whether this rank's sets have changed,
-    what the rank is about to do, and the hashes of plans and of gradients.
+    Its fields are the stage, the union, whether this rank's sets have changed, its vote, and the
+    hashes of lines and of gradients.
 
-    The hashes of all its sets go in as one weighted sum, so that the size depends on nothing. The
+    The hashes of all sets go in as one weighted sum, so that the size depends on nothing. The
     weights of a set add up to 0, and those of no part of it do: n − 1 for the first rank, −1 for
-    each of the others. Where all ranks of each set have the same hash, the sum over the union is 0
+    each other rank. Where all ranks of each set have the same hash, the sum over the union is 0
     modulo 2⁶⁴. Where they don't, it is 0 by a chance of less than 1 in 2⁴⁸ (for up to 2¹⁶ ranks):
     each hash covers the ranks of its set as well, so sets with equal notes don't cancel out.
     """
     rank = dist.get_rank()
-    plans = gradients = 0
-    if intent != _FAIL and topology.sets == sets:
+    lines = gradients = 0
+    if vote != _FAIL and union.sets == sets:
         for ranks in notes:
             weight = len(ranks) - 1 if rank == ranks[0] else -1
-            plans += weight * _digest(ranks, [notes[ranks].optimizer, *notes[ranks].plan])
+            lines += weight * _digest(ranks, [notes[ranks].optimizer, *notes[ranks].lines])
             present = sorted(set(notes[ranks].gradients))
             gradients += weight * _digest(ranks, [*present, notes[ranks].owners])
-    plans, gradients = ((total + 2**63) % 2**64 - 2**63 for total in (plans, gradients))
-    return [_STEP, topology.identity, int(topology.sets != sets), intent, plans, gradients]
+    lines, gradients = ((total + 2**63) % 2**64 - 2**63 for total in (lines, gradients))
+    return [_STEP, union.identity, int(union.sets != sets), vote, lines, gradients]
 
 
-def _ask(
-    union: Ranks, which: int, error: Optional[str], content: Sequence
+def _exchange_details(
+    ranks: Ranks, stage: int, error: Optional[str], content: Sequence
 ) -> tuple[Optional[str], dict[int, Any]]:
-    """The first error of a rank of a union, and what else each of them has to say."""
-    answers = dict(zip(union, _exchange_text(union, which, [error, content])))
-    errors = (f"rank {rank}: {words}" for rank, (words, _) in answers.items() if words is not None)
-    return next(errors, None), {rank: theirs for rank, (_, theirs) in answers.items()}
+    """The error of the first of ``ranks`` that has one, and the content of each rank."""
+    details = dict(zip(ranks, _exchange_text(ranks, stage, [error, content])))
+    errors = (f"rank {rank}: {text}" for rank, (text, _) in details.items() if text is not None)
+    return next(errors, None), {rank: content for rank, (_, content) in details.items()}
 
 
-def _explain(union: Ranks, notes: Mapping[Ranks, Notes], error: Optional[str]) -> str:
-    """What is wrong, for a union whose records don't agree; the same on all its ranks."""
-    ours = [(ranks, list(of.plan), list(of.gradients), of.optimizer) for ranks, of in notes.items()]
-    failure, answers = _ask(union, _NOTES, error, ours)
+def _find_difference(union: Ranks, notes: Mapping[Ranks, StepNotes], error: Optional[str]) -> str:
+    """Says what keeps a union from stepping, by the notes of all its ranks; the same on each."""
+    content = [(ranks, list(n.lines), list(n.gradients), n.optimizer) for ranks, n in notes.items()]
+    failure, contents = _exchange_details(union, _NOTES, error, content)
     if failure is not None:
         return failure
-    everyone: dict[Ranks, dict[int, Notes]] = {}
-    for rank, theirs in answers.items():
-        for ranks, plan, gradients, optimizer in theirs:
-            of_rank = Notes(plan, gradients, optimizer=optimizer)
-            everyone.setdefault(tuple(ranks), {})[rank] = of_rank
-    for ranks in _in_order(everyone):
-        of_set = everyone[ranks]
-        if not any(of.plan for of in of_set.values()):
+    notes_by_set: dict[Ranks, dict[int, StepNotes]] = {}
+    for rank, content in contents.items():
+        for ranks, lines, gradients, optimizer in content:
+            rank_notes = StepNotes(lines, gradients, optimizer=optimizer)
+            notes_by_set.setdefault(tuple(ranks), {})[rank] = rank_notes
+    for ranks in _in_order(notes_by_set):
+        by_rank, first = notes_by_set[ranks], ranks[0]
+        if not any(rank_notes.lines for rank_notes in by_rank.values()):
             # Part of a mesh, of which a rank without any gradient there has no notes.
             for rank in ranks:
-                of_set.setdefault(rank, Notes([], []))
-        first = ranks[0]
+                by_rank.setdefault(rank, StepNotes([], []))
         for rank in ranks:
-            if rank not in of_set or first not in of_set:
-                other = next(iter(of_set))
+            if rank not in by_rank or first not in by_rank:
                 return (
-                    f"ranks {rank if rank not in of_set else first} and {other} would do different "
-                    f"things: only the latter exchanges matrices with ranks {list(ranks)}"
+                    f"ranks {rank if rank not in by_rank else first} and {next(iter(by_rank))} "
+                    "would do different things: only the latter exchanges matrices with ranks "
+                    f"{list(ranks)}"
                 )
-            if of_set[rank].optimizer != of_set[first].optimizer:
+            reference, compared = by_rank[first], by_rank[rank]
+            if compared.optimizer != reference.optimizer:
                 return (
-                    f"{_APART.format(first, rank)}. Rank {first} steps {of_set[first].optimizer}, "
-                    f"rank {rank} {of_set[rank].optimizer}"
+                    f"{_OPTIMIZERS_DIFFER.format(first, rank)}. Rank {first} steps "
+                    f"{reference.optimizer}, rank {rank} {compared.optimizer}"
                 )
-            if of_set[rank].plan != of_set[first].plan:
+            if compared.lines != reference.lines:
                 return (
                     f"ranks {first} and {rank} would do different things; give all ranks the "
                     f"same parameters and options in the same order. "
-                    f"{_first_difference(first, of_set[first].plan, rank, of_set[rank].plan)}"
+                    f"{_first_different_line(first, reference.lines, rank, compared.lines)}"
                 )
     missing: list[str] = []
-    for ranks in _in_order(everyone):
-        present = {rank: set(everyone[ranks][rank].gradients) for rank in ranks}
+    for ranks in _in_order(notes_by_set):
+        present = {rank: set(notes_by_set[ranks][rank].gradients) for rank in ranks}
         for name in sorted(set().union(*present.values())):
             lacking = [rank for rank in ranks if name not in present[rank]]
             if lacking:
@@ -398,14 +395,15 @@ def _explain(union: Ranks, notes: Mapping[Ranks, Notes], error: Optional[str]) -
     )
 
 
-def _first_difference(rank: int, plan: Sequence[str], other: int, others: Sequence[str]) -> str:
-    pairs = zip_longest(plan, others)
-    ours, theirs = next(pair for pair in pairs if pair[0] != pair[1])
-    if theirs is None or (theirs in plan and ours not in others):
-        return f"Only rank {rank} has {ours!r}"
-    if ours is None or (ours in others and theirs not in plan):
-        return f"Only rank {other} has {theirs!r}"
-    return f"Rank {rank} has {ours!r}, rank {other} has {theirs!r}"
+def _first_different_line(a: int, lines_a: Sequence[str], b: int, lines_b: Sequence[str]) -> str:
+    """Says where the lines of ranks ``a`` and ``b`` begin to differ."""
+    pairs = zip_longest(lines_a, lines_b)
+    line_a, line_b = next(pair for pair in pairs if pair[0] != pair[1])
+    if line_b is None or (line_b in lines_a and line_a not in lines_b):
+        return f"Only rank {a} has {line_a!r}"
+    if line_a is None or (line_a in lines_b and line_b not in lines_a):
+        return f"Only rank {b} has {line_b!r}"
+    return f"Rank {a} has {line_a!r}, rank {b} has {line_b!r}"
 
 
 def _digest(ranks: Ranks, lines: Sequence[str]) -> int:
@@ -413,64 +411,61 @@ def _digest(ranks: Ranks, lines: Sequence[str]) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
 
 
-def _discover(sets: tuple[Ranks, ...]) -> _Topology:
+def _discover(sets: tuple[Ranks, ...]) -> _Union:
     """Finds the union that this rank belongs to, by passing on which ranks are in which sets.
 
-    In a round, every rank exchanges what it has heard with the ranks of each of its sets. Let the
+    In a round, every rank tells the ranks of each of its sets which sets it has heard of. Let the
     distance of two ranks be the least number of sets that lead from one to the other, and D the
     largest in the union. After t rounds a rank has heard of the sets of every rank at distance t or
     less, by induction: the next rank on a shortest path knew them a round earlier. It has heard of
-    everyone when it knows the sets of all ranks that are named in sets it knows. That is so after
-    at most D rounds, no rank can take it for so earlier than it is, and from then on the rank knows
-    D, which depends on nothing but the sets. So all ranks can stop after round D, having done the
-    same exchanges: a round per set each, in an order of (round, set) that is the same everywhere,
-    which rules out that two wait for each other. One set that holds all ranks makes D = 1.
+    all when it knows the sets of every rank that is named in sets it knows: not before that is so,
+    and after at most D rounds. From then on it knows D, which depends on nothing but the sets. So
+    all ranks can stop after round D, having done the same exchanges in an order of (round, set)
+    that is the same everywhere, so that no two wait for each other. One set of all ranks makes
+    D = 1.
 
     Raises:
         _Disagreement: a rank lacks a set that another says it is in. All ranks of the set in which
             this shows raise; ranks outside of it wait for their timeout.
     """
     rank = dist.get_rank()
-    known: dict[int, tuple[Ranks, ...]] = {rank: sets}
+    sets_of: dict[int, tuple[Ranks, ...]] = {rank: sets}
     rounds = 0
     while True:
         rounds += 1
-        heard = list(known.items())  # before this round: what it brings would multiply in it
+        heard = list(sets_of.items())  # before this round: what it brings would multiply in it
         for ranks in sets:
-            # Nothing to tell but the set at hand is sent as no text at all.
-            news = heard if heard != [(rank, (ranks,))] else None
+            # A rank that has heard of the set at hand only sends no text at all.
+            content = heard if heard != [(rank, (ranks,))] else None
             reported: dict[int, tuple[Ranks, ...]] = {}
-            for other, text in zip(ranks, _exchange_text(ranks, _DISCOVER, news)):
-                for number, theirs in text if text is not None else [(other, [ranks])]:
-                    reported[number] = tuple(tuple(members) for members in theirs)
+            for sender, report in zip(ranks, _exchange_text(ranks, _DISCOVER, content)):
+                for member, its_sets in report if report is not None else [(sender, [ranks])]:
+                    reported[member] = tuple(map(tuple, its_sets))
             problem = _contradiction(reported)
             if problem is not None:
                 raise _Disagreement(problem)
-            known.update(reported)
-        union = {member for theirs in known.values() for ranks in theirs for member in ranks}
-        if union == set(known) and rounds >= _diameter(known):
-            text = repr(sorted(set().union(*known.values())))
-            identity = _digest((), [text])
-            return _Topology(sets, tuple(sorted(union)), identity, weakref.ref(dist.group.WORLD))
+            sets_of.update(reported)
+        all_sets: set[Ranks] = set().union(*sets_of.values())
+        union = set().union(*all_sets)
+        if union == set(sets_of) and rounds >= _diameter(sets_of):
+            identity = _digest((), [repr(sorted(all_sets))])
+            return _Union(sets, tuple(sorted(union)), identity, weakref.ref(dist.group.WORLD))
 
 
 def _diameter(sets_of: Mapping[int, tuple[Ranks, ...]]) -> int:
-    """The largest distance of two ranks, given the sets of every rank of a union.
-
-    It is the number of rounds until each has heard of all.
-    """
+    """The largest distance of two ranks of a union: the rounds until each has heard of all."""
     heard = {rank: 1 << number for number, rank in enumerate(sets_of)}  # of whom, as bits
     everyone = (1 << len(sets_of)) - 1
-    members, rounds = set().union(*sets_of.values()), 0
-    while any(ranks != everyone for ranks in heard.values()):
-        told = {ranks: reduce(or_, (heard[rank] for rank in ranks)) for ranks in members}
-        heard = {rank: reduce(or_, (told[s] for s in sets)) for rank, sets in sets_of.items()}
+    all_sets, rounds = set().union(*sets_of.values()), 0
+    while any(bits != everyone for bits in heard.values()):
+        exchanged = {ranks: reduce(or_, (heard[rank] for rank in ranks)) for ranks in all_sets}
+        heard = {rank: reduce(or_, (exchanged[s] for s in sets)) for rank, sets in sets_of.items()}
         rounds += 1
     return rounds
 
 
 def _contradiction(sets_of: Mapping[int, Iterable[Sequence[int]]]) -> Optional[str]:
-    """A rank in a set that it doesn't know of, among ranks whose sets are given."""
+    """Says which rank lacks a set that another one names, among ranks whose sets are known."""
     named_by: dict[Ranks, list[int]] = {}
     for rank in sorted(sets_of):
         for ranks in sets_of[rank]:
@@ -485,37 +480,37 @@ def _contradiction(sets_of: Mapping[int, Iterable[Sequence[int]]]) -> Optional[s
     return None
 
 
-def _exchange(ranks: Ranks, fields: Sequence[int]) -> torch.Tensor:
+def _exchange_records(ranks: Ranks, fields: Sequence[int]) -> torch.Tensor:
     """The records of all ``ranks``, in order, of shape (ranks, fields), in int64.
 
     Raises:
-        _Disagreement: they are not at the same exchange, or in a step not of the same union.
+        _Disagreement: ranks are at different stages, or in a step of different unions.
     """
     records = _all_gather(ranks, torch.tensor(fields, dtype=torch.int64, device="cpu"))
     for field in (0, 1) if fields[0] == _STEP else (0,):
-        others = (records[:, field] != records[0, field]).nonzero()
-        if len(others):
-            raise _Disagreement(_APART.format(ranks[0], ranks[int(others[0])]))
+        different = (records[:, field] != records[0, field]).nonzero()
+        if len(different):
+            raise _Disagreement(_OPTIMIZERS_DIFFER.format(ranks[0], ranks[int(different[0])]))
     return records
 
 
-def _exchange_text(ranks: Ranks, which: int, content: Optional[list]) -> list[Any]:
-    """What all ``ranks`` have to say, in order: JSON, or None where a rank says nothing."""
+def _exchange_text(ranks: Ranks, stage: int, content: Optional[list]) -> list[Any]:
+    """The content of all ``ranks``, in order, sent as JSON; None where a rank sends none."""
     encoded = json.dumps(content).encode() if content is not None else b""
-    sizes = _exchange(ranks, [which, len(encoded), 0, 0, 0, 0])[:, 1].tolist()
+    sizes = _exchange_records(ranks, [stage, len(encoded), 0, 0, 0, 0])[:, 1].tolist()
     if not any(sizes):
         return [None] * len(ranks)
     padded = torch.frombuffer(bytearray(encoded.ljust(max(sizes))), dtype=torch.uint8)
     gathered = _all_gather(ranks, padded)
-    texts = bytearray(gathered.numel())
-    torch.frombuffer(texts, dtype=torch.uint8).copy_(gathered.flatten())
-    starts = range(0, len(texts), len(padded))
-    spans = [texts[start : start + size] for start, size in zip(starts, sizes)]
-    return [json.loads(span) if span else None for span in spans]
+    buffer = bytearray(gathered.numel())
+    torch.frombuffer(buffer, dtype=torch.uint8).copy_(gathered.flatten())
+    starts = range(0, len(buffer), len(padded))
+    texts = [buffer[start : start + size] for start, size in zip(starts, sizes)]
+    return [json.loads(text) if text else None for text in texts]
 
 
 def _all_gather(ranks: Ranks, tensor: torch.Tensor) -> torch.Tensor:
-    """Tensors of one shape from all ``ranks``, stacked.
+    """Gathers tensors of one shape from all ``ranks``: (ranks, *shape).
 
     Raises:
         RuntimeError: a rank did not come.
@@ -524,7 +519,7 @@ def _all_gather(ranks: Ranks, tensor: torch.Tensor) -> torch.Tensor:
     try:
         # To all at once: gloo's own all-gather passes tensors around a ring, one hop after another.
         copies = tensor.expand_as(gathered).contiguous()
-        _group(ranks).alltoall_base(gathered, copies, [], []).wait()
+        _gloo_group(ranks).alltoall_base(gathered, copies, [], []).wait()
     except RuntimeError as error:
         raise RuntimeError(
             f"ranks {list(ranks)} have to call step() together, but one of them didn't within "
@@ -537,11 +532,11 @@ def _all_gather(ranks: Ranks, tensor: torch.Tensor) -> torch.Tensor:
 _groups = GroupCache()
 
 
-def _group(ranks: Ranks) -> Any:
-    """A gloo group of ``ranks``, for nothing else, which no other rank needs to hear of.
+def _gloo_group(ranks: Ranks) -> Any:
+    """A gloo group of ``ranks`` for comparisons only, which no other rank needs to hear of.
 
-    A group that others use too, the world's for one, would have to be used in one order on all
-    ranks: a checkpoint that is being saved in the background uses it when it likes.
+    A group with other users, the world's for one, would have to be used in one order on all ranks:
+    a checkpoint that is being saved in the background uses the world's at any time.
 
     `dist.new_group` names groups by how many a rank is in already, so ranks that are in different
     numbers of groups would wait for each other under different names. So the first of ``ranks``
@@ -560,7 +555,7 @@ def _group(ranks: Ranks) -> Any:
         store.wait([key], timeout)
         prefixed = dist.PrefixStore(f"{key}/{store.get(key).decode()}", store)
         group: Any = dist.ProcessGroupGloo(prefixed, rank, len(ranks), timeout)
-        group.barrier().wait()  # gloo may connect lazily, and others not have read the name yet
+        group.barrier().wait()  # gloo may connect lazily, and ranks not have read the name yet
     finally:
         if rank == 0:
             store.delete_key(key)

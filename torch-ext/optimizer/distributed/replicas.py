@@ -1,4 +1,4 @@
-"""Plain parameters that all ranks of a process group hold, as under DDP and in ZeRO-2."""
+"""Which ranks hold the same plain parameters (DDP, ZeRO-2), and whether their copies are equal."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if dist.is_available():
     from torch.distributed.tensor import Shard
 
 
-# By how much averaged gradients may differ between ranks: some ranks sum in an order of their own.
+# How far averaged gradients may differ between ranks, as backends may sum in another order on each.
 GRADIENT_ROUNDING = 1e-3
 
 
 class Replicas:
     """A process group whose ranks hold the same plain parameters and divide their state by rows.
 
-    Copies share it. Pickles don't hold it: a process group belongs to its process.
+    Copies share the process group. Pickles don't hold it, for it belongs to its process.
 
     Args:
         group: the process group, or a mesh of one dimension.
@@ -57,7 +57,7 @@ class Replicas:
                 "process_group was destroyed: set optim.process_group to one that exists"
             ) from None
 
-    def layout(self, device_type: str) -> tuple:
+    def state_mesh_placements(self, device_type: str) -> tuple:
         """Mesh and placements of state that is divided by rows."""
         if device_type not in self._meshes:
             self._meshes[device_type] = DeviceMesh.from_group(self.group, device_type)
@@ -66,53 +66,53 @@ class Replicas:
     def difference(
         self, params: Iterable[tuple[str, Tensor, Optional[Tensor]]], averaged: bool
     ) -> Optional[str]:
-        """In words, weights or gradients that differ between ranks, or state that doesn't.
+        """Says which weights or gradients differ between ranks, or which state does not.
 
         All ranks get the same answer. State is divided, so two ranks hold the same only where both
-        have loaded a checkpoint that one rank has written of its own part. The comparison waits for
-        the device, so it is for a first step.
+        have loaded a checkpoint that one rank wrote of its shard. The comparison waits for the
+        device, so it is for a first step.
 
         Args:
-            params: name, plain parameter and this rank's part of its state, if there is any; on all
-                ranks the same parameters, with a gradient or without.
+            params: name, plain parameter and this rank's shard of its state, if there is any; on
+                all ranks the same parameters, with a gradient or without.
             averaged: whether gradients should be equal already, up to the order of sums.
         """
         by_device: dict[torch.device, list[tuple[str, Tensor, Optional[Tensor]]]] = {}
-        for of_param in params:
-            by_device.setdefault(of_param[1].device, []).append(of_param)
+        for name, param, state in params:
+            by_device.setdefault(param.device, []).append((name, param, state))
         first = self.ranks[0]
         for device, on_device in by_device.items():
             names = [name for name, _, _ in on_device]
             bits = self._gather([_sum_of_bits(param) for _, param, _ in on_device])
             norms = self._gather([_norm_of_gradient(param) for _, param, _ in on_device])
-            for rank, at in (bits != bits[0]).nonzero().tolist():
+            for rank, index in (bits != bits[0]).nonzero().tolist():
                 return (
-                    f"{names[at]} has other weights on rank {self.ranks[rank]} than on "
+                    f"{names[index]} has other weights on rank {self.ranks[rank]} than on "
                     f"rank {first}: let all ranks of process_group start from the same"
                 )
-            rows = self._gather([_sum_of_rows(part).to(device) for _, _, part in on_device])
-            held = rows[0].nonzero().flatten().tolist()  # of what the first rank has rows
-            for rank, of_rank in zip(self.ranks[1:], rows[1:]):
-                if held and torch.equal(of_rank[held], rows[0, held]):
+            sums = self._gather([_sum_of_rows(state).to(device) for _, _, state in on_device])
+            indices = sums[0].nonzero().flatten().tolist()  # parameters whose rows can be told
+            for rank, its_sums in zip(self.ranks[1:], sums[1:]):
+                if indices and torch.equal(its_sums[indices], sums[0, indices]):
                     return (
-                        f"state of {names[held[0]]} is that of the same rows on ranks "
+                        f"state of {names[indices[0]]} is that of the same rows on ranks "
                         f"{first} and {rank}, and so is all other: they have loaded what one rank "
                         "saved, its own part. Save by torch.distributed.checkpoint, or each rank a "
                         "file. Where a trainer saves on one rank, leave process_group out: then "
                         "each rank has whole state"
                     )
-            apart = (norms - norms[0]).abs() > GRADIENT_ROUNDING * norms.maximum(norms[0])
-            for rank, at in apart.nonzero().tolist() if averaged else ():
+            differ = (norms - norms[0]).abs() > GRADIENT_ROUNDING * norms.maximum(norms[0])
+            for rank, index in differ.nonzero().tolist() if averaged else ():
                 return (
-                    f"the gradient of {names[at]} on rank {self.ranks[rank]} is another "
+                    f"the gradient of {names[index]} on rank {self.ranks[rank]} is another "
                     f"than on rank {first}: DistributedDataParallel averages them in "
                     'backward, or step() does, with grad_reduce="mean"'
                 )
         return None
 
-    def _gather(self, numbers: Sequence[Tensor]) -> Tensor:
-        """Numbers, () each, of all ranks: (ranks, numbers), on the CPU."""
-        sent = torch.stack(list(numbers))
+    def _gather(self, scalars: Sequence[Tensor]) -> Tensor:
+        """Gathers scalars from all ranks: (ranks, scalars), on the CPU."""
+        sent = torch.stack(list(scalars))
         gathered = sent.new_empty((len(self.ranks), len(sent)))
         gathered[self.group.rank()] = sent
         all_gather_slots(gathered.view(-1), self.group).wait()
@@ -131,19 +131,19 @@ class Replicas:
 def _sum_of_bits(tensor: Tensor) -> Tensor:
     """A checksum that depends on no order, () in int64."""
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    numbers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize]
-    return tensor.detach().contiguous().view(numbers).sum(dtype=torch.int64)
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize]
+    return tensor.detach().contiguous().view(integers).sum(dtype=torch.int64)
 
 
-def _sum_of_rows(part: Optional[Tensor]) -> Tensor:
-    """A checksum of a part's rows, () in int64; 0 if they are alike, as other parts' may be too."""
-    if part is None or not len(part):
+def _sum_of_rows(state: Optional[Tensor]) -> Tensor:
+    """A checksum of a shard's rows, () in int64; 0 where all rows are equal, as zeros are."""
+    if state is None or not len(state):
         return torch.zeros((), dtype=torch.int64)
-    return _sum_of_bits(part).where((part != part[0]).any(), 0)
+    return _sum_of_bits(state).where((state != state[0]).any(), 0)
 
 
 def _norm_of_gradient(param: Tensor) -> Tensor:
-    """The sum of magnitudes, which does not underflow, () in fp32; NaN where there is none."""
+    """The sum of a gradient's magnitudes, which does not underflow, () in fp32; NaN without one."""
     if param.grad is None:
         return torch.full((), float("nan"), device=param.device)
     return param.grad.detach().abs().sum(dtype=torch.float32)

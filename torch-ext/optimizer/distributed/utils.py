@@ -1,4 +1,4 @@
-"""From DTensors to layouts and back: the one place that knows about placements and meshes."""
+"""Reads DTensors as plain data and makes DTensors: all that knows torch's meshes and placements."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def refuses_groups_before_init(argument: str) -> Callable[[_Function], _Function
     """Decorates a function whose ``argument`` is a process group, or None for none.
 
     ``torch.distributed.group.WORLD`` is None before ``init_process_group``, and would pass for
-    none. So a None that is written out is refused where torchrun has started ranks that are still
-    to be initialized. One process, and whoever leaves the argument out, has no group.
+    none. So a None that a caller passes is refused where torchrun has started ranks but no process
+    group is initialized. It is no error on one process, nor to leave the argument out.
     """
 
     def decorate(function: _Function) -> _Function:
@@ -60,8 +60,8 @@ def refuses_groups_before_init(argument: str) -> Callable[[_Function], _Function
         def checked(*args: Any, **kwargs: Any) -> Any:
             was_launched = dist.is_available() and dist.is_torchelastic_launched()
             if was_launched and not dist.is_initialized():
-                given = inspect.signature(function).bind_partial(*args, **kwargs).arguments
-                if argument in given and given[argument] is None:
+                passed = inspect.signature(function).bind_partial(*args, **kwargs).arguments
+                if argument in passed and passed[argument] is None:
                     raise ValueError(
                         f"{argument} is None, as torch.distributed.group.WORLD is before "
                         "init_process_group(), and torchrun has started ranks: call "
@@ -79,26 +79,29 @@ def is_dtensor(tensor: Optional[Tensor]) -> bool:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's shard of a DTensor, or the tensor itself, sharing its storage, without a graph.
+    """This rank's shard of a DTensor, or a plain tensor, detached: a new tensor on its storage.
 
     To be called under ``no_grad``: a DTensor's own ``detach`` costs a dispatch of 100 µs.
     """
     return (tensor.to_local() if is_dtensor(tensor) else tensor).detach()  # type: ignore[attr-defined]
 
 
-def held(tensor: Tensor) -> Tensor:
-    """The same, to be looked at or read, without a new tensor object: it costs a step less."""
+def raw_local(tensor: Tensor) -> Tensor:
+    """This rank's shard of a DTensor, or the plain tensor itself; only to be read.
+
+    It makes no new tensor object, so it costs a step less than `local`.
+    """
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def with_local(tensor: Tensor, part: Tensor) -> Tensor:
-    """A tensor that is placed like the given one, around another part of that shape and dtype.
+def with_local(tensor: Tensor, local_tensor: Tensor) -> Tensor:
+    """A tensor placed like ``tensor``, around another local shard of the same shape and dtype.
 
-    The part stays on its device: `DTensor.from_local` would move it to the mesh's.
+    The shard stays on its device: `DTensor.from_local` would move it to the mesh's.
     """
     if not is_dtensor(tensor):
-        return part
-    return DTensor(part, tensor._spec, requires_grad=False)  # type: ignore[attr-defined]
+        return local_tensor
+    return DTensor(local_tensor, tensor._spec, requires_grad=False)  # type: ignore[attr-defined]
 
 
 def compute_device(tensor: Tensor) -> torch.device:
@@ -112,14 +115,14 @@ def compute_device(tensor: Tensor) -> torch.device:
 
 
 def grad_dtype(param: Tensor) -> torch.dtype:
-    """The dtype of a gradient, which is the same on ranks that have none."""
-    if not param.is_leaf:  # torch raises where others than leaves are asked
+    """The dtype of a parameter's gradient, also where there is none on this rank."""
+    if not param.is_leaf:  # torch raises for tensors that are no leaves
         return param.dtype
     return getattr(param, "grad_dtype", None) or param.dtype
 
 
 def check_placements(tensor: Tensor) -> None:
-    """Refuses DTensors whose pieces can't be told from their placements.
+    """Refuses DTensors whose local shards don't follow from their placements.
 
     Raises:
         ValueError: no process group, or none for its device; a placement other than Shard and
@@ -156,15 +159,14 @@ def _check_strides(shape: Sequence[int], mesh: Sequence[int], placements: Sequen
         if not isinstance(placement, _StridedShard):
             continue
         dim = placement.dim
-        sizes = zip(mesh, placements)
-        cuts = [n > 1 and getattr(other, "dim", None) == dim for n, other in sizes]
-        later = math.prod(n for n, cut in zip(mesh[index + 1 :], cuts[index + 1 :]) if cut)
-        if later != placement.split_factor:
+        cuts = [getattr(other, "dim", None) == dim for other in placements]
+        shards = [size if cut else 1 for size, cut in zip(mesh, cuts)]  # of each mesh dimension
+        if math.prod(shards[index + 1 :]) != placement.split_factor:
             raise ValueError(f"has placement {placement!r} without the shards it strides over")
-        parts = math.prod(n for n, cut in zip(mesh, cuts) if cut)
-        if sum(cuts) > 2 and shape[dim] % parts:
+        count = math.prod(shards)
+        if sum(size > 1 for size in shards) > 2 and shape[dim] % count:
             raise ValueError(
-                f"has {shape[dim]} indices in dimension {dim}, which {parts} shards of three mesh "
+                f"has {shape[dim]} indices in dimension {dim}, which {count} shards of three mesh "
                 f"dimensions cut unevenly ({list(placements)}); make it a multiple"
             )
 
@@ -180,7 +182,7 @@ def describe(tensor: Tensor) -> str:
 
 
 def mesh_placements_of(tensor: Tensor) -> Optional[tuple]:
-    """Mesh and placements, comparable; None for a plain tensor."""
+    """Mesh and placements of a DTensor, comparable; None for a plain tensor."""
     if not isinstance(tensor, DTensor):
         return None
     return tensor._spec.mesh, tensor._spec.placements  # the properties take twice as long
@@ -203,10 +205,10 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def sharding_of(tensor: Tensor) -> Optional[Sharding]:
-    """How a DTensor lies on its mesh, as plain data, which takes Partial for Replicate; None for a
-    plain tensor."""
-    layout = mesh_placements_of(tensor)
-    return None if layout is None else _sharding(*layout)
+    """How a DTensor lies on its mesh, as plain data, with Partial as Replicate; None for a plain
+    tensor."""
+    mesh_placements = mesh_placements_of(tensor)
+    return None if mesh_placements is None else _sharding(*mesh_placements)
 
 
 @functools.lru_cache(maxsize=256)
@@ -236,43 +238,37 @@ def state_placements_of(param: Tensor, replicas: Optional[Replicas]) -> Optional
     """Mesh and placements of state that replicas of a plain parameter divide by rows, if any do."""
     if replicas is None or is_dtensor(param):
         return None
-    return replicas.layout(param.device.type)
+    return replicas.state_mesh_placements(param.device.type)
 
 
-def divide(tensor: Tensor, layout: tuple) -> Tensor:
-    """This rank's part of a plain tensor that all ranks have: a copy, where the tensor is.
-
-    Args:
-        tensor: what is to be divided.
-        layout: mesh and placements, as `state_placements_of` or `mesh_placements_of` have them.
-    """
-    held = tensor.detach()[slices(_sharding(*layout).region(tensor.shape, dist.get_rank()))]
-    held = held.clone(memory_format=torch.contiguous_format)
-    return dtensor_of(held, layout, tensor.shape, contiguous_stride(tensor.shape))
+def shard_tensor(tensor: Tensor, mesh_placements: tuple) -> Tensor:
+    """Makes a DTensor of a plain tensor that all ranks have; copies this rank's shard, where the
+    tensor is, and sends nothing."""
+    region = _sharding(*mesh_placements).region(tensor.shape, dist.get_rank())
+    shard = tensor.detach()[slices(region)].clone(memory_format=torch.contiguous_format)
+    return dtensor_of(shard, mesh_placements, tensor.shape, contiguous_stride(tensor.shape))
 
 
-def part_shape(shape: Sequence[int], layout: tuple) -> tuple[int, ...]:
-    """Shape of this rank's part of a DTensor with this mesh and these placements."""
-    sharding, rank = _sharding(*layout), dist.get_rank()
+def local_shape(shape: Sequence[int], mesh_placements: tuple) -> tuple[int, ...]:
+    """Shape of this rank's shard of a DTensor of ``shape``."""
+    sharding, rank = _sharding(*mesh_placements), dist.get_rank()
     if rank not in sharding.ranks:
         return (0,)  # what torch gives ranks that are not in the mesh
     return shape_of(sharding.region(shape, rank))
 
 
-def dtensor_of(held: Tensor, layout: tuple, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
-    """A DTensor around this rank's part, which stays where it is, even beside a mesh of another
-    device: `DTensor.from_local` would copy a part in host memory to the mesh's accelerator.
+def dtensor_of(
+    local_tensor: Tensor, mesh_placements: tuple, shape: Sequence[int], stride: Sequence[int]
+) -> Tensor:
+    """Makes a DTensor of ``shape`` and ``stride`` around this rank's shard, which is not copied.
 
-    Args:
-        held: this rank's part; shared, not copied.
-        layout: mesh and placements.
-        shape: of the whole tensor.
-        stride: of the whole tensor.
+    The shard may lie on another device than the mesh's: `DTensor.from_local` would copy a shard in
+    host memory to the mesh's accelerator.
     """
-    mesh, placements = layout
-    meta = TensorMeta(torch.Size(shape), tuple(stride), held.dtype)
+    mesh, placements = mesh_placements
+    meta = TensorMeta(torch.Size(shape), tuple(stride), local_tensor.dtype)
     spec = DTensorSpec(mesh, placements, tensor_meta=meta)
-    return DTensor(held, spec, requires_grad=False)  # as FSDP2 makes its parameters
+    return DTensor(local_tensor, spec, requires_grad=False)  # as FSDP2 makes its parameters
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
@@ -283,9 +279,8 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 def is_dense(tensor: Tensor) -> bool:
     """Whether the elements fill their memory, in whatever order."""
-    size_and_stride = zip(tensor.shape, tensor.stride())
-    span = 1 + sum((size - 1) * stride for size, stride in size_and_stride)
-    return tensor.numel() == 0 or span == tensor.numel()
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    return tensor.numel() in (0, last + 1)
 
 
 class GroupCache(dict[tuple[int, ...], Any]):
@@ -302,8 +297,8 @@ class GroupCache(dict[tuple[int, ...], Any]):
 
 
 def world_timeout(*device_types: str) -> timedelta:
-    """The timeout of the default process group on the first of these types of device for which the
-    group has a backend; torch's default where there is none."""
+    """The timeout of the default process group, by its backend for the first of these types of
+    device that has one; torch's default where none has."""
     world: Any = dist.group.WORLD
     for device_type in device_types or ("cpu", "cuda", "xpu"):
         try:
@@ -319,18 +314,18 @@ _groups = GroupCache()
 def process_group(tensor: Tensor, ranks: Sequence[int], replicas: Optional[Replicas] = None) -> Any:
     """A process group of ``ranks`` for tensors like a DTensor, or a replicated one.
 
-    The group is that of the mesh, that of the replicas, the default one, or a new one. All of
+    The group is one of the mesh, that of the replicas, the default one, or a new one. All of
     ``ranks`` make this call at one place of their programs; no other rank hears of a new group.
     `dist.new_group` has to be called by all ranks of the world, or names groups by how many a rank
     is in, so that ranks of different numbers of groups wait under different names.
     """
     if is_dtensor(tensor):
         mesh = tensor.device_mesh  # type: ignore[attr-defined]
-        known, device_type = mesh.get_all_groups(), mesh.device_type
+        existing, device_type = mesh.get_all_groups(), mesh.device_type
     else:
         assert replicas is not None
-        known, device_type = [replicas.group], tensor.device.type
-    for group in (*known, dist.group.WORLD):
+        existing, device_type = [replicas.group], tensor.device.type
+    for group in (*existing, dist.group.WORLD):
         if dist.get_process_group_ranks(group) == list(ranks):
             return group
     c10d, groups, ranks = dist.distributed_c10d, _groups.current(), tuple(ranks)
@@ -340,10 +335,10 @@ def process_group(tensor: Tensor, ranks: Sequence[int], replicas: Optional[Repli
         timeout = world_timeout(device_type)
         bound, world.bound_device_id = world.bound_device_id, None  # or all ranks had to take part
         try:
-            me = ranks.index(dist.get_rank())
+            group_rank = ranks.index(dist.get_rank())
             name: Any = f"optimizer/{'-'.join(map(str, ranks))}"
             group, _ = c10d._new_process_group_helper(
-                len(ranks), me, list(ranks), backend, store, name, timeout=timeout
+                len(ranks), group_rank, list(ranks), backend, store, name, timeout=timeout
             )
         finally:
             world.bound_device_id = bound

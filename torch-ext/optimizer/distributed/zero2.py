@@ -1,13 +1,13 @@
-"""ZeRO-2 of replicated parameters: gradients averaged to where they are used, rows gathered back.
+"""ZeRO-2's collectives: buckets of gradients are averaged, and updated rows are all-gathered.
 
-Every rank of a group holds whole parameters and gradients of its own. A tensor that is *divided* is
-cut along dimension 0 as `torch.chunk` cuts it: a reduce-scatter brings each rank the mean gradient
-of its rows, the rank updates these rows, and an all-gather brings them to the others. Tensors too
-small for that are all-reduced, and every rank updates the whole of them.
+Every rank of a group holds whole parameters and its own gradients. A *divided* tensor is cut along
+dimension 0 as `torch.chunk` cuts it: a reduce-scatter brings each rank the mean gradient of its
+rows, the rank updates these rows, and an all-gather brings them to the other ranks. The gradients
+of smaller tensors are all-reduced, and every rank updates all of their rows.
 
 Tensors travel in buckets that follow from shapes alone, so that all ranks launch the same
-collectives in the same order. In a bucket of divided tensors, what is for a rank, or comes from
-it, is one interval, a *slot*; all slots are as large as the one of the first rank.
+collectives in the same order. A bucket of divided tensors has one interval for each rank, a *slot*,
+with what goes to the rank, or comes from it; all slots are as large as that of the first rank.
 
 A buffer belongs to its bucket until the collective has been waited for; waiting makes the current
 stream wait, not the host, and all other work is on that stream.
@@ -35,11 +35,11 @@ from .utils import grad_dtype
 SMALL_NUMEL = 1024
 
 # Staging of one bucket: so large that latency does not count (of 64 ranks, each still gets 1 MiB),
-# or, on CPUs, so small that what was packed is still in the cache when it is sent.
+# or, on CPUs, so small that a packed bucket is still in the cache when it is sent.
 BUCKET_BYTES = {"cpu": 4 << 20}
 DEFAULT_BUCKET_BYTES = 64 << 20
 
-# One is being packed, one is on the wire, one is there: more would take memory and hide nothing.
+# One is being packed, one is on the wire, one has come: more would take memory and hide nothing.
 BUCKETS_IN_FLIGHT = 3
 
 
@@ -48,31 +48,31 @@ def is_divided(shape: Sequence[int], ranks: int) -> bool:
     return len(shape) > 0 and shape[0] >= ranks and math.prod(shape) >= SMALL_NUMEL
 
 
-# -- what travels together ---------------------------------------------------------------------
+# -- buckets ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A tensor as buckets see it, of at least one dimension."""
+class BucketTensor:
+    """A tensor as a bucket sees it, of at least one dimension."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
-    in_slots: bool
+    in_slots: bool  # whether its rows are cut into a slot for each rank
 
     def slot_numel(self, ranks: int) -> int:
-        """Elements in the slot of each rank; in the one there is where it is not in slots."""
+        """How many elements of a slot the tensor takes; of the only slot where it is not cut."""
         slots = ranks if self.in_slots else 1
         return -(-self.shape[0] // slots) * math.prod(self.shape[1:])
 
 
 @dataclass
 class Bucket:
-    """What one collective carries: tensors of one dtype and device, all or none of them in slots.
+    """The tensors of one collective: of one dtype and device, all or none of them in slots.
 
     Args:
-        in_slots: one slot for each rank, else a single one.
-        members: numbers of the tensors, and where each begins in a slot.
+        in_slots: whether there is a slot for each rank, else a single one.
+        members: by the number of each tensor, where it begins in a slot.
         numel: elements of a slot.
     """
 
@@ -83,56 +83,55 @@ class Bucket:
     numel: int = 0
 
 
-class Buckets(NamedTuple):
+class BucketPlan(NamedTuple):
     """All buckets, in the order of the first tensor in each.
 
     Args:
         buckets: not to be changed.
-        through: for each n, how many buckets hold the first n tensors.
+        prefix_counts: for each n, how many buckets hold the first n tensors.
     """
 
     buckets: Sequence[Bucket]
-    through: Sequence[int]
+    prefix_counts: Sequence[int]
 
 
 @functools.lru_cache(maxsize=32)
-def plan_buckets(pieces: tuple[Piece, ...], ranks: int) -> Buckets:
+def plan_buckets(tensors: tuple[BucketTensor, ...], ranks: int) -> BucketPlan:
     """Fills buckets with tensors, in their order; one above the limit has a bucket to itself.
 
     Args:
-        pieces: equal on all ranks but for their devices' indices.
+        tensors: equal on all ranks but for their devices' indices.
         ranks: how many there are.
     """
     buckets: list[Bucket] = []
-    through = [0]
+    prefix_counts = [0]
     latest: dict[tuple, Bucket] = {}  # of each kind
-    for index, piece in enumerate(pieces):
-        kind = (piece.dtype, piece.device, piece.in_slots)
-        limit = BUCKET_BYTES.get(piece.device.type, DEFAULT_BUCKET_BYTES) // piece.dtype.itemsize
-        if piece.in_slots:
+    for index, tensor in enumerate(tensors):
+        kind = (tensor.dtype, tensor.device, tensor.in_slots)
+        limit = BUCKET_BYTES.get(tensor.device.type, DEFAULT_BUCKET_BYTES) // tensor.dtype.itemsize
+        if tensor.in_slots:
             limit //= ranks
-        numel, bucket = piece.slot_numel(ranks), latest.get(kind)
+        numel, bucket = tensor.slot_numel(ranks), latest.get(kind)
         if bucket is None or bucket.numel + numel > limit:
             bucket = Bucket(*kind)
             buckets.append(bucket)
-            if numel <= limit:  # else what was begun is left open for smaller ones
+            if numel <= limit:  # else the latest bucket is left open for smaller tensors
                 latest[kind] = bucket
         bucket.members[index] = bucket.numel
         bucket.numel += numel
-        through.append(len(buckets))
-    return Buckets(buckets, through)
+        prefix_counts.append(len(buckets))
+    return BucketPlan(buckets, prefix_counts)
 
 
 # -- gradients ---------------------------------------------------------------------------------
 
 
 class MeanGradients:
-    """The means of gradients over a group; of those that are divided, this rank's rows.
+    """Averages gradients over a group; of the mean of a divided one, this rank gets its rows.
 
     Buckets are launched one after the other, by calls of `launch` that must be alike on all ranks
-    of the group. `result` may be called in any order. Gradients are not changed; one that is a
-    bucket as it stands (alone in it, contiguous, as many rows for each rank) is sent without a
-    copy.
+    of the group. `result` may be called in any order. Gradients are not changed; one that is alone
+    in its bucket, contiguous, with as many rows for each rank, is sent without a copy.
 
     Staging is bounded by `BUCKETS_IN_FLIGHT` buckets, each of `BUCKET_BYTES` or of one tensor.
 
@@ -144,7 +143,7 @@ class MeanGradients:
         scratch: what staging is taken from.
 
     Attributes:
-        plan: what travels together.
+        bucket_plan: which gradients travel together.
         launched: how many buckets have been launched.
     """
 
@@ -162,23 +161,21 @@ class MeanGradients:
         self._ranks, self._rank = dist.get_world_size(group), dist.get_rank(group)
         self._on_read = on_read
         self._scratch = Scratch() if scratch is None else scratch
-        pieces = (
-            _piece_of_gradient(param, is_cut, self._ranks) for param, is_cut in zip(params, divided)
-        )
-        self.plan = plan_buckets(tuple(pieces), self._ranks)
+        gradients = [_gradient_in_bucket(p, cut, self._ranks) for p, cut in zip(params, divided)]
+        self.bucket_plan = plan_buckets(tuple(gradients), self._ranks)
         self.launched = 0
-        # What is waited for, the bucket, what is sent, the same if it is staging, and the mean.
-        self._under_way: deque[tuple[Any, Bucket, Tensor, Optional[Tensor], Tensor]] = deque()
-        self._means: dict[int, Tensor] = {}  # that nobody has asked for yet
+        # Work to wait for, bucket, buffer that is sent, the buffer again if it is staging, mean.
+        self._in_flight: deque[tuple[Any, Bucket, Tensor, Optional[Tensor], Tensor]] = deque()
+        self._means: dict[int, Tensor] = {}  # by number, until `result` is called
 
     def launch(self) -> None:
         """Starts to average the next bucket."""
-        if len(self._under_way) == BUCKETS_IN_FLIGHT:
+        if len(self._in_flight) == BUCKETS_IN_FLIGHT:
             self._finish()
-        bucket, staging = self.plan.buckets[self.launched], None
+        bucket, staging = self.bucket_plan.buckets[self.launched], None
         self.launched += 1
         if bucket.in_slots:
-            sent = self._as_it_stands(bucket)
+            sent = self._zero_copy_gradient(bucket)
             if sent is None:
                 numel = self._ranks * bucket.numel
                 sent = staging = self._scratch.take(numel, bucket.dtype, bucket.device)
@@ -187,29 +184,29 @@ class MeanGradients:
         else:  # summed in place, and kept: nothing that a later bucket could use
             sent = mean = torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device)
             self._pack(sent, bucket)
-        work = _sum(sent, mean, self._group) if bucket.numel else None
-        self._under_way.append((work, bucket, sent, staging, mean))
+        work = _start_sum(sent, mean, self._group) if bucket.numel else None
+        self._in_flight.append((work, bucket, sent, staging, mean))
         if self._on_read is not None:
             for index in bucket.members:
                 self._on_read(index)
 
     def result(self, index: int) -> Tensor:
-        """This rank's rows of a mean, (rows here, *rest), or all of it; once for each tensor.
+        """Hands out a mean, once: this rank's rows of a divided one, (rows here, *rest), or all.
 
-        Contiguous, of the dtype that gradients of the parameter have, and not used again here.
+        The mean is contiguous and has the dtype that gradients of the parameter have.
 
         Raises:
             RuntimeError: its bucket has not been launched.
         """
         while index not in self._means:
-            if not self._under_way:
+            if not self._in_flight:
                 raise RuntimeError(f"the mean of tensor {index} was not launched")
             self._finish()
         return self._means.pop(index)
 
     def _finish(self) -> None:
-        """Waits for the bucket that was launched first, and takes it apart."""
-        work, bucket, _sent, staging, mean = self._under_way.popleft()
+        """Waits for the earliest bucket in flight, and takes its means."""
+        work, bucket, _sent, staging, mean = self._in_flight.popleft()
         if work is not None:
             work.wait()
         if staging is not None:
@@ -225,53 +222,53 @@ class MeanGradients:
                     start += first * math.prod(shape[1:])
             self._means[index] = mean[start : start + math.prod(shape)].view(shape)
 
-    def _as_it_stands(self, bucket: Bucket) -> Optional[Tensor]:
-        """The gradient, flat, that is all the bucket holds, if it can be sent without a copy."""
+    def _zero_copy_gradient(self, bucket: Bucket) -> Optional[Tensor]:
+        """The only gradient of a bucket, flat, if it can be sent without a copy."""
         if len(bucket.members) > 1 or _divides_first(bucket):
             return None
         [index] = bucket.members
         grad = self._params[index].grad
-        if grad is None or grad.dtype != bucket.dtype or not _is_slots(grad, self._ranks):
+        if grad is None or grad.dtype != bucket.dtype or not _is_packed(grad, self._ranks):
             return None
-        if grad.is_conj() or grad.is_neg():  # in memory, it is another number
-            return None
-        return grad.detach().view(-1)
+        # The memory of conjugate and negative views holds other numbers.
+        return None if grad.is_conj() or grad.is_neg() else grad.detach().view(-1)
 
     def _pack(self, buffer: Tensor, bucket: Bucket) -> None:
-        pairs: list[Pair] = []
+        pairs: list[RowPair] = []
         slots = buffer.view(self._ranks if bucket.in_slots else 1, bucket.numel)
         for index, offset in bucket.members.items():
-            grad, shape = self._params[index].grad, _shape_of(self._params[index])
-            room = _room(shape, slots, offset)
+            grad, shape = self._params[index].grad, _shape_with_rows(self._params[index])
+            slot_rows = _rows_of_slots(shape, slots, offset)
             if grad is None:
-                room.zero_()
+                slot_rows.zero_()
             else:
-                pairs += _fill(grad.detach().view(shape), room, 0, len(slots))
-        _copy(pairs, into_slots=True)
+                _clear_padding(shape[0], slot_rows, 0, len(slots))
+                pairs += _pair_rows(grad.detach().view(shape), slot_rows, 0, len(slots))
+        _copy_rows(pairs, into_slots=True)
         if _divides_first(bucket):
             buffer.div_(self._ranks)
 
 
 def bytes_sent(param: Tensor, divided: bool, gathered: bool, ranks: int) -> float:
     """What each rank sends to average a parameter's gradient and, if so, to gather its rows."""
-    piece = _piece_of_gradient(param, divided, ranks)
-    size = (ranks - 1) * piece.slot_numel(ranks) * piece.dtype.itemsize
-    sent = float(size) if piece.in_slots else 2 * size / ranks
+    gradient = _gradient_in_bucket(param, divided, ranks)
+    size = (ranks - 1) * gradient.slot_numel(ranks) * gradient.dtype.itemsize
+    sent = float(size) if gradient.in_slots else 2 * size / ranks
     if gathered:
-        rows = Piece(piece.shape, param.dtype, param.device, True)
+        rows = BucketTensor(gradient.shape, param.dtype, param.device, True)
         sent += (ranks - 1) * rows.slot_numel(ranks) * param.dtype.itemsize
     return sent
 
 
-def _piece_of_gradient(param: Tensor, divided: bool, ranks: int) -> Piece:
-    shape = _shape_of(param)
+def _gradient_in_bucket(param: Tensor, divided: bool, ranks: int) -> BucketTensor:
+    shape = _shape_with_rows(param)
     # A reduce-scatter of padded slots is to move no more than an all-reduce of what is in them.
     in_slots = divided and -(-shape[0] // ranks) * ranks <= 2 * shape[0]
-    return Piece(shape, grad_dtype(param), param.device, in_slots)
+    return BucketTensor(shape, grad_dtype(param), param.device, in_slots)
 
 
-def _shape_of(param: Tensor) -> tuple[int, ...]:
-    """With rows, which a number has not."""
+def _shape_with_rows(param: Tensor) -> tuple[int, ...]:
+    """The shape of a parameter; a 0-D one has one row."""
     return tuple(param.shape) or (1,)
 
 
@@ -283,15 +280,15 @@ def _divides_first(bucket: Bucket) -> bool:
 # -- rows --------------------------------------------------------------------------------------
 
 
-class RowGathering:
-    """Starts to bring the rows that each rank has updated to the others, alike on all ranks.
+class RowAllGather:
+    """Brings the rows that each rank has updated to all other ranks of a group.
 
-    A tensor that is a bucket as it stands is received in place: to the end of `wait`, only this
-    rank's rows of the tensors are defined. Staging is bounded like that of `MeanGradients`.
+    All ranks call `launch`, then `wait`. In between, only the rows that this rank has updated are
+    defined: a tensor that can be sent without a copy is received in place. Staging is bounded like
+    that of `MeanGradients`.
 
     Args:
-        tensors: plain ones of at least one dimension, whole on each rank, strided as they like;
-            of each, this rank's rows (dimension 0) are up to date.
+        tensors: plain, whole on each rank, with rows (dimension 0), strided as they like.
         group: process group.
     """
 
@@ -300,108 +297,111 @@ class RowGathering:
         self._group = group
         self._ranks, self._rank = dist.get_world_size(group), dist.get_rank(group)
         self._scratch = Scratch()
-        self._under_way: deque[tuple[Any, Bucket, Optional[Tensor]]] = deque()
-        pieces = tuple(Piece(tuple(t.shape), t.dtype, t.device, True) for t in tensors)
-        for bucket in plan_buckets(pieces, self._ranks).buckets:
+        self._in_flight: deque[tuple[Any, Bucket, Optional[Tensor]]] = deque()
+
+    def launch(self) -> None:
+        """Starts to exchange the rows of all tensors."""
+        rows = (BucketTensor(tuple(t.shape), t.dtype, t.device, True) for t in self._tensors)
+        for bucket in plan_buckets(tuple(rows), self._ranks).buckets:
             if bucket.numel:
                 self._launch(bucket)
 
     def wait(self) -> None:
-        """Completes the tensors: whatever follows on the current stream finds all rows in them."""
-        while self._under_way:
+        """Completes the tensors: work that follows on the current stream finds all rows in them."""
+        while self._in_flight:
             self._finish()
 
     def _launch(self, bucket: Bucket) -> None:
-        if len(self._under_way) == BUCKETS_IN_FLIGHT:
+        if len(self._in_flight) == BUCKETS_IN_FLIGHT:
             self._finish()
         first, staging = self._tensors[min(bucket.members)], None
-        if len(bucket.members) == 1 and _is_slots(first, self._ranks):
+        if len(bucket.members) == 1 and _is_packed(first, self._ranks):
             received = first.view(-1)
         else:
             numel = self._ranks * bucket.numel
             received = staging = self._scratch.take(numel, bucket.dtype, bucket.device)
             slots = staging.view(self._ranks, bucket.numel)
-            pairs: list[Pair] = []
+            pairs: list[RowPair] = []
             for index, offset in bucket.members.items():
                 tensor = self._tensors[index]
-                room = _room(tensor.shape, slots, offset)
-                pairs += _fill(tensor, room, self._rank, self._rank + 1)
-            _copy(pairs, into_slots=True)
+                slot_rows = _rows_of_slots(tensor.shape, slots, offset)
+                _clear_padding(tensor.shape[0], slot_rows, self._rank, self._rank + 1)
+                pairs += _pair_rows(tensor, slot_rows, self._rank, self._rank + 1)
+            _copy_rows(pairs, into_slots=True)
         work = all_gather_slots(_real(received), self._group)
-        self._under_way.append((work, bucket, staging))
+        self._in_flight.append((work, bucket, staging))
 
     def _finish(self) -> None:
-        work, bucket, staging = self._under_way.popleft()
+        work, bucket, staging = self._in_flight.popleft()
         work.wait()
-        if staging is None:  # it was received in place, which no version counter has seen
+        if staging is None:  # the rows were received in place, which no version counter has seen
             torch.autograd.graph.increment_version(self._tensors[min(bucket.members)])
             return
-        pairs: list[Pair] = []  # not of this rank's rows: they may have been changed meanwhile
+        pairs: list[RowPair] = []  # not of this rank's rows: they may have been changed meanwhile
         slots = staging.view(self._ranks, bucket.numel)
         for index, offset in bucket.members.items():
             tensor = self._tensors[index]
-            room = _room(tensor.shape, slots, offset)
-            pairs += _parts(tensor, room, 0, self._rank)
-            pairs += _parts(tensor, room, self._rank + 1, self._ranks)
-        _copy(pairs, into_slots=False)
+            slot_rows = _rows_of_slots(tensor.shape, slots, offset)
+            pairs += _pair_rows(tensor, slot_rows, 0, self._rank)
+            pairs += _pair_rows(tensor, slot_rows, self._rank + 1, self._ranks)
+        _copy_rows(pairs, into_slots=False)
         self._scratch.give(staging)
 
 
 # -- tensors, slots and collectives ------------------------------------------------------------
 
-Pair = tuple[Tensor, Tensor]  # rows of a tensor, and their place in slots
+RowPair = tuple[Tensor, Tensor]  # rows of a tensor, and their place in slots
 
 
-def _room(shape: Sequence[int], slots: Tensor, offset: int) -> Tensor:
-    """What a tensor takes in slots (n, numel): (n, rows in each, *rest)."""
+def _rows_of_slots(shape: Sequence[int], slots: Tensor, offset: int) -> Tensor:
+    """The place of a tensor in slots (n, numel), as a view (n, rows per slot, *rest)."""
     ranks = slots.shape[0]
-    room = (-(-shape[0] // ranks), *shape[1:])
-    return slots[:, offset : offset + math.prod(room)].view(ranks, *room)
+    per_slot = (-(-shape[0] // ranks), *shape[1:])
+    return slots[:, offset : offset + math.prod(per_slot)].view(ranks, *per_slot)
 
 
-def _parts(tensor: Tensor, room: Tensor, first: int, last: int) -> list[Pair]:
-    """The rows of a tensor that belong into the slots ``first`` to ``last`` − 1."""
-    if room.numel() == 0:
+def _pair_rows(tensor: Tensor, slot_rows: Tensor, first: int, last: int) -> list[RowPair]:
+    """Pairs rows of a tensor with their places in the slots ``first`` to ``last`` − 1."""
+    if slot_rows.numel() == 0:
         return []
-    rows, each = tensor.shape[0], room.shape[1]
-    full = min(max(rows // each, first), last)  # the slots before it have as many as they can
+    rows, per_slot = tensor.shape[0], slot_rows.shape[1]
+    full = min(max(rows // per_slot, first), last)  # the slots before it have no padding
     pairs = []
     if full > first:
-        filled = tensor[first * each : full * each].unflatten(0, (full - first, each))
-        pairs.append((filled, room[first:full]))
-    if full < last and full * each < rows:
-        rest = tensor[full * each : last * each]
-        pairs.append((rest, room[full, : rest.shape[0]]))
+        rows_of_full = tensor[first * per_slot : full * per_slot]
+        pairs.append((rows_of_full.unflatten(0, (full - first, per_slot)), slot_rows[first:full]))
+    if full < last and full * per_slot < rows:
+        rest = tensor[full * per_slot : last * per_slot]
+        pairs.append((rest, slot_rows[full, : rest.shape[0]]))
     return pairs
 
 
-def _fill(tensor: Tensor, room: Tensor, first: int, last: int) -> list[Pair]:
-    """The same of slots that are to be sent, which are cleared where they have no rows.
+def _clear_padding(rows: int, slot_rows: Tensor, first: int, last: int) -> None:
+    """Zeroes what a tensor of ``rows`` rows leaves empty of the slots ``first`` to ``last`` − 1.
 
-    Whatever lay in the buffer might be NaN, for which debugging tools watch the wire.
+    The buffer might hold NaN there, for which debugging tools watch the wire.
     """
-    rows, each = tensor.shape[0], room.shape[1]
-    if rows < last * each and room.numel() > 0:
-        full, partial = divmod(rows, each)
+    per_slot = slot_rows.shape[1]
+    if rows < last * per_slot and slot_rows.numel() > 0:
+        full, partial = divmod(rows, per_slot)
         if full >= first:
-            room[full, partial:].zero_()
-        room[max(full + 1, first) : last].zero_()
-    return _parts(tensor, room, first, last)
+            slot_rows[full, partial:].zero_()
+        slot_rows[max(full + 1, first) : last].zero_()
 
 
-def _copy(pairs: Sequence[Pair], into_slots: bool) -> None:
+def _copy_rows(pairs: Sequence[RowPair], into_slots: bool) -> None:
     rows, places = [rows for rows, _ in pairs], [place for _, place in pairs]
     if pairs:
         torch._foreach_copy_(*((places, rows) if into_slots else (rows, places)))
 
 
-def _is_slots(tensor: Tensor, ranks: int) -> bool:
-    """Whether a tensor is, in memory, what a bucket of it alone would be."""
+def _is_packed(tensor: Tensor, ranks: int) -> bool:
+    """Whether the memory of a tensor is that of a bucket with no other tensor."""
     return tensor.is_contiguous() and tensor.shape[0] % ranks == 0
 
 
-def _sum(sent: Tensor, output: Tensor, group: Any) -> Any:
-    """Starts a sum over ranks: of slots, or in place of all."""
+def _start_sum(sent: Tensor, output: Tensor, group: Any) -> Any:
+    """Starts a sum over ranks: each rank gets its slot of it, or all of it in place."""
     if output is sent:
         return dist.all_reduce(_real(sent), group=group, async_op=True)
     return single_tensor_collective("reduce_scatter")(
@@ -410,5 +410,5 @@ def _sum(sent: Tensor, output: Tensor, group: Any) -> Any:
 
 
 def _real(buffer: Tensor) -> Tensor:
-    """Complex numbers as pairs: not all backends know others."""
+    """Views complex numbers as pairs of real ones: not all backends know complex dtypes."""
     return torch.view_as_real(buffer) if buffer.is_complex() else buffer

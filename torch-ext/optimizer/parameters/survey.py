@@ -220,7 +220,7 @@ def _check_shard(param: Tensor, name: str) -> None:
     sharding, rank = dtensors.sharding_of(param), this_rank()
     if sharding is None or rank not in sharding.ranks:
         return
-    expected, held = regions.shape_of(sharding.region(param.shape, rank)), dtensors.held(param)
+    expected, held = regions.shape_of(sharding.region(param.shape, rank)), dtensors.raw_local(param)
     if held.shape != expected:
         raise ValueError(
             f"{name} is {dtensors.describe(param)}, of which this rank should hold {expected}, but "

@@ -185,7 +185,7 @@ def check_gradients(group: Group) -> None:
                 "before step(): p.grad = p.grad.redistribute(p.device_mesh, p.placements). "
                 "FSDP2 around tensor parallelism does it by itself"
             )
-        shape, grad_shape = dtensors.held(param).shape, dtensors.held(grad).shape
+        shape, grad_shape = dtensors.raw_local(param).shape, dtensors.raw_local(grad).shape
         if shape != grad_shape:
             raise ValueError(
                 f"{group.name_of(index)} has a gradient of which this rank holds "

@@ -1,4 +1,4 @@
-"""Reads ``clip_config``: how the attention logits of each layer are bounded."""
+"""Reads and checks ``clip_config``: the options by which a layer's attention logits are bounded."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from ..parameters.options import is_int, is_number
 
 MODES = ("shared", "exact")
 
-# Names of parameters whose rows are heads. In multi-head latent attention, a latent is projected
-# up to queries, and to keys and values, by parameters of names of their own.
+# Names of parameters whose rows are heads. In multi-head latent attention, the parameters that
+# project a latent up to queries, and to keys and values, have other names.
 LATENT_QUERIES = ("wq_b", "q_b_proj")
 QUERIES = (*LATENT_QUERIES, "wq", "q_proj")
 KEYS = ("wk", "k_proj")
@@ -24,15 +24,15 @@ KINDS = tuple(SIDES)
 # Usual names of fused projections, and nn.MultiheadAttention's.
 FUSED = ("wqkv", "Wqkv", "qkv", "qkv_proj", "to_qkv", "c_attn", "query_key_value", "in_proj")
 
-_MLA_DIMS = {"qk_nope_head_dim": 1, "qk_rope_head_dim": 0, "v_head_dim": 1}  # the least of each
-_KNOWN = (
+_MLA_DIMS = {"qk_nope_head_dim": 1, "qk_rope_head_dim": 0, "v_head_dim": 1}  # with their minima
+_OPTIONS = (
     *("q_indices", "k_indices", "head_dim", "threshold", "is_mla"),
     *(*_MLA_DIMS, "clip_mode", "row_map"),
 )
 
 LayerKey = Union[int, str]  # number of a layer, or FQN of its attention
-Starts = Sequence[int]  # first rows of heads
-RowMap = Mapping[str, Union[str, tuple[Starts, Starts]]]
+HeadStarts = Sequence[int]  # first rows of heads
+RowMap = Mapping[str, Union[str, tuple[HeadStarts, HeadStarts]]]
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class LayerConfig:
     threshold: float  # the largest logit that is left alone
     head_dim: int  # rows of a query head, in latent attention both without and with rotation
     plain_dim: int  # those without rotation, which are also the rows of a key head
-    # For each logit the head that it scales. None takes all query heads, or for each query head the
+    # For each logit the head that it scales. None means all query heads, or for each query head the
     # key head that it reads.
     q_indices: Optional[tuple[int, ...]]
     k_indices: Optional[tuple[int, ...]]
@@ -55,79 +55,79 @@ class LayerConfig:
 
     def __str__(self) -> str:
         dims = f"heads of {self.head_dim} rows" if self.latent is None else f"MLA {self.latent}"
-        of_heads = f"q_indices {self.q_indices}, k_indices {self.k_indices}"
-        return f"threshold {self.threshold}, {self.mode}, {dims}, {of_heads}, {self.row_map}"
+        heads = f"q_indices {self.q_indices}, k_indices {self.k_indices}"
+        return f"threshold {self.threshold}, {self.mode}, {dims}, {heads}, {self.row_map}"
 
 
-def read_clip_config(given: Any, mode: str) -> Optional[ClipConfig]:
-    """``clip_config`` and ``clip_mode`` as given to `Muon`; raises as `ClipConfig` does."""
+def read_clip_config(clip_config: Any, mode: str) -> Optional[ClipConfig]:
+    """Reads the arguments ``clip_config`` and ``clip_mode`` of `Muon`; raises as `ClipConfig`."""
     _check(mode in MODES, f"clip_mode must be one of {MODES}, found {mode!r}")
-    return None if given is None else ClipConfig(given, mode)
+    return None if clip_config is None else ClipConfig(clip_config, mode)
 
 
 class ClipConfig:
     """How logits are bounded: in all layers alike, or in each by options of its own.
 
     Args:
-        given: options of all layers; a mapping from layers to options or None; or a callable from
-            layers to either.
+        clip_config: options of all layers; a mapping from layers to options or None; or a callable
+            from layers to either.
         mode: the ``clip_mode`` of layers whose options have none.
 
     Attributes:
         row_map_names: names of projections, beside `KINDS`, that a `row_map` may have.
-        unmatched: keys of ``given`` for which no layer was found so far.
+        unmatched: keys of ``clip_config`` that no layer has had so far.
 
     Raises:
         ValueError: unknown or missing options, or wrong ones.
     """
 
-    def __init__(self, given: Any, mode: str):
+    def __init__(self, clip_config: Any, mode: str):
         self._mode = mode
-        self._of_all: Optional[LayerConfig] = None
-        self._of_layers: dict[LayerKey, Optional[LayerConfig]] = {}
+        self._common: Optional[LayerConfig] = None
+        self._by_layer: dict[LayerKey, Optional[LayerConfig]] = {}
         self._function: Optional[Callable[[LayerKey], Any]] = None
-        if callable(given):
-            self._function = given
-        elif not isinstance(given, Mapping):
+        if callable(clip_config):
+            self._function = clip_config
+        elif not isinstance(clip_config, Mapping):
             raise ValueError(
                 "clip_config must be a dict of options, a mapping from layers to such dicts, or a "
-                f"function of a layer, found {given!r}"
+                f"function of a layer, found {clip_config!r}"
             )
-        elif not given or any(key in _KNOWN for key in given):
-            self._of_all = self._read(given, "clip_config")
+        elif not clip_config or any(key in _OPTIONS for key in clip_config):
+            self._common = self._read(clip_config, "clip_config")
         else:
-            for key, value in given.items():
+            for key, options in clip_config.items():
                 _check(
                     isinstance(key, str) or is_int(key),
                     f"clip_config has a key {key!r}, which is neither the number of a layer nor a "
                     "name",
                 )
                 layer = normalize_name(key) if isinstance(key, str) else int(key)
-                self._of_layers[layer] = self._read(value, f"clip_config[{key!r}]")
-        self.unmatched: set[LayerKey] = set(self._of_layers)
-        configs = [self._of_all, *self._of_layers.values()]
+                self._by_layer[layer] = self._read(options, f"clip_config[{key!r}]")
+        self.unmatched: set[LayerKey] = set(self._by_layer)
+        configs = [self._common, *self._by_layer.values()]
         self.row_map_names = {name for config in configs if config for name in config.row_map}
-        if self._function is not None:  # it can be asked only about layers that were found
+        if self._function is not None:  # it can be called for layers only once names are matched
             self.row_map_names = set(FUSED)
 
-    def of(
+    def layer_config(
         self, key: LayerKey, number: Optional[int], prefix: str, is_only: bool
     ) -> Optional[LayerConfig]:
         """The configuration of a layer; None where the layer is left alone.
 
         Args:
             key: tells the layer from all others.
-            number: the last one in its name.
+            number: the last number in its name.
             prefix: FQN of its attention.
             is_only: whether no other layer has that number.
         """
         if self._function is not None:
             return self._read(self._function(key), f"clip_config({key!r})")
-        if self._of_all is not None:
-            return self._of_all
+        if self._common is not None:
+            return self._common
         parts = prefix.split(".")
         names = [number, *(".".join(parts[:size]) for size in range(len(parts), 0, -1))]
-        name = next((name for name in names if name in self._of_layers), None)
+        name = next((name for name in names if name in self._by_layer), None)
         if name is None:
             return None
         _check(
@@ -136,21 +136,21 @@ class ClipConfig:
             f"{prefix!r}; tell them by such prefixes of names",
         )
         self.unmatched.discard(name)
-        return self._of_layers[name]
+        return self._by_layer[name]
 
-    def _read(self, given: Any, where: str) -> Optional[LayerConfig]:
-        """Checks the options of a layer; messages name them ``where``."""
-        if given is None:
+    def _read(self, options: Any, where: str) -> Optional[LayerConfig]:
+        """Reads and checks the options of a layer; messages name them ``where``."""
+        if options is None:
             return None
-        if not isinstance(given, Mapping):
-            hint = "" if self._function else f"; options are {', '.join(_KNOWN)}"
-            raise ValueError(f"{where} must be a dict of options or None, found {given!r}{hint}")
-        for key in given:
-            if key not in _KNOWN:
-                close = difflib.get_close_matches(str(key), _KNOWN, n=1)
-                meant = f"; did you mean {close[0]!r}?" if close else f": {', '.join(_KNOWN)}"
+        if not isinstance(options, Mapping):
+            hint = "" if self._function else f"; options are {', '.join(_OPTIONS)}"
+            raise ValueError(f"{where} must be a dict of options or None, found {options!r}{hint}")
+        for key in options:
+            if key not in _OPTIONS:
+                close = difflib.get_close_matches(str(key), _OPTIONS, n=1)
+                meant = f"; did you mean {close[0]!r}?" if close else f": {', '.join(_OPTIONS)}"
                 raise ValueError(f"{where} has {key!r}, which is no option{meant}")
-        config = _read_options(given, given.get("clip_mode", self._mode), where)
+        config = _read_options(options, options.get("clip_mode", self._mode), where)
         q, k = config.q_indices, config.k_indices
         if q and k and len(q) != len(k):
             raise ValueError(
@@ -170,20 +170,20 @@ class ClipConfig:
         return config
 
 
-def _read_options(given: Mapping[str, Any], mode: Any, where: str) -> LayerConfig:
-    threshold = given.get("threshold", 100.0)
+def _read_options(options: Mapping[str, Any], mode: Any, where: str) -> LayerConfig:
+    threshold = options.get("threshold", 100.0)
     _check(
         is_number(threshold) and threshold > 0,
         f"{where}: threshold must be a finite number above 0, found {threshold!r}",
     )
     _check(mode in MODES, f"{where}: clip_mode must be one of {MODES}, found {mode!r}")
-    is_mla = given.get("is_mla", False)
+    is_mla = options.get("is_mla", False)
     _check(isinstance(is_mla, bool), f"{where}: is_mla must be True or False, found {is_mla!r}")
-    latent_dims = [key for key in _MLA_DIMS if given.get(key) is not None]
+    latent_dims = [key for key in _MLA_DIMS if options.get(key) is not None]
     _check(is_mla or not latent_dims, f"{where} has {', '.join(latent_dims)} but not is_mla=True")
     dims = []
     for key, least in _MLA_DIMS.items() if is_mla else [("head_dim", 1)]:
-        dim: Any = given.get(key)
+        dim: Any = options.get(key)
         _check(
             is_int(dim) and dim >= least,
             f"{where}: {key} must be an int ≥ {least}, found {dim!r}",
@@ -193,29 +193,29 @@ def _read_options(given: Mapping[str, Any], mode: Any, where: str) -> LayerConfi
         threshold=float(threshold),
         head_dim=sum(dims[:2]),
         plain_dim=dims[0],
-        q_indices=_read_indices(given.get("q_indices"), f"{where}: q_indices"),
-        k_indices=_read_indices(given.get("k_indices"), f"{where}: k_indices"),
+        q_indices=_read_indices(options.get("q_indices"), f"{where}: q_indices"),
+        k_indices=_read_indices(options.get("k_indices"), f"{where}: k_indices"),
         mode=mode,
         latent=tuple(dims) if is_mla else None,
-        row_map=_read_row_map(given.get("row_map"), f"{where}: row_map"),
+        row_map=_read_row_map(options.get("row_map"), f"{where}: row_map"),
     )
 
 
-def _read_indices(given: Any, where: str) -> Optional[tuple[int, ...]]:
-    if given is None:
+def _read_indices(value: Any, where: str) -> Optional[tuple[int, ...]]:
+    if value is None:
         return None
-    is_list = isinstance(given, (Sequence, range)) and not isinstance(given, str)
-    if not (is_list and all(is_int(index) and index >= 0 for index in given)):
-        raise ValueError(f"{where} must be a list of numbers of heads, found {given!r}")
-    return tuple(int(index) for index in given)
+    is_list = isinstance(value, (Sequence, range)) and not isinstance(value, str)
+    if not (is_list and all(is_int(index) and index >= 0 for index in value)):
+        raise ValueError(f"{where} must be a list of numbers of heads, found {value!r}")
+    return tuple(int(index) for index in value)
 
 
-def _read_row_map(given: Any, where: str) -> RowMap:
-    if given is None:
+def _read_row_map(row_map: Any, where: str) -> RowMap:
+    if row_map is None:
         return {}
-    _check(isinstance(given, Mapping), f"{where} must be a mapping from names, found {given!r}")
-    rows: dict[str, Union[str, tuple[Starts, Starts]]] = {}
-    for name, value in given.items():
+    _check(isinstance(row_map, Mapping), f"{where} must be a mapping from names, found {row_map!r}")
+    rows: dict[str, Union[str, tuple[HeadStarts, HeadStarts]]] = {}
+    for name, value in row_map.items():
         if isinstance(value, str):
             _check(
                 value in KINDS,
@@ -248,7 +248,7 @@ def grouped_rows(heads: int, kv_heads: int, head_dim: int) -> dict[str, list[int
     """The `row_map` of a fused projection that has, key head by key head, the query heads that
     read the key head, then the key head, then its values.
 
-    With as many key heads as query heads that is query, key and value, head by head.
+    With as many key heads as query heads, a head's rows are its query, its key and its value.
     """
     if heads % kv_heads:
         raise ValueError(f"{heads} query heads can't share {kv_heads} key heads evenly")

@@ -1,4 +1,4 @@
-"""Which parameters are query and key projections of which layer, and which head each row is of."""
+"""Finds query and key projections by their names, their layers, and the rows of each head."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from .config import (
     LATENT_QUERIES,
     SIDES,
     ClipConfig,
+    HeadStarts,
     LayerConfig,
     LayerKey,
-    Starts,
 )
 
 Logits = Mapping[Any, Any]  # by layer, (heads,) each
@@ -36,11 +36,11 @@ class Projection:
     param: Tensor
     kind: str  # what the name says: one of `KINDS`, or a name in a `row_map`
     prefix: str  # FQN of the attention that owns the parameter
-    number: Optional[int]  # the last one in the name
-    is_bias: bool  # of a projection, not its weight
+    number: Optional[int]  # the last number in the name
+    is_bias: bool
     row_dims: int  # how many dimensions count rows
-    # By side, "q" or "k", the first rows of the heads; empty until the layer is known.
-    starts: Mapping[str, Starts] = field(default_factory=dict)
+    # By side, "q" or "k", the first rows of the heads; empty until the layer is configured.
+    head_starts: Mapping[str, HeadStarts] = field(default_factory=dict)
 
     @property
     def rows(self) -> int:
@@ -49,14 +49,14 @@ class Projection:
 
 @dataclass(frozen=True)
 class Layer:
-    """An attention whose logits are bounded together."""
+    """An attention whose logits are bounded."""
 
     key: LayerKey  # its number, or its prefix where another layer has the same number
     prefix: str  # FQN of what owns the projections
-    number: Optional[int]  # the last one in their names
+    number: Optional[int]  # the last number in their names
     config: LayerConfig
     projections: tuple[Projection, ...]
-    q_heads: int  # those that have scales
+    q_heads: int  # how many heads have scales
     k_heads: int
     q_indices: tuple[int, ...]  # for each logit the head that it scales; one of both may be empty
     k_indices: tuple[int, ...]
@@ -71,16 +71,16 @@ class Layers:
     """The layers of an optimizer by their keys, and how logits name them.
 
     Args:
-        bounded: those whose logits are bounded.
-        alone: prefixes of those that are left alone.
+        bounded: layers whose logits are bounded.
+        unbounded: prefixes of the other layers.
     """
 
-    def __init__(self, bounded: Mapping[LayerKey, Layer], alone: Mapping[LayerKey, str]):
+    def __init__(self, bounded: Mapping[LayerKey, Layer], unbounded: Mapping[LayerKey, str]):
         self.bounded = bounded
-        self._prefixes = {**{key: layer.prefix for key, layer in bounded.items()}, **alone}
+        self._prefixes = {**{key: layer.prefix for key, layer in bounded.items()}, **unbounded}
 
     def match(self, logits: Logits, pass_over_unknown: bool) -> dict[LayerKey, Any]:
-        """Maps the key of each layer that is bounded to its logits.
+        """Maps the key of each bounded layer to its logits.
 
         Raises:
             ValueError: layers that lack logits, or, unless they are passed over, unknown layers.
@@ -89,55 +89,55 @@ class Layers:
             raise ValueError(
                 f"qk_logits must map layers to tensors (heads,), found a {type(logits).__name__}"
             )
-        found: dict[LayerKey, Any] = {}
-        for given, value in logits.items():
-            key = self._key(given)
+        matched: dict[LayerKey, Any] = {}
+        for name, value in logits.items():
+            key = self._key_of(name)
             if key is None and pass_over_unknown:
                 continue
             if key is None:
                 raise ValueError(
-                    f"qk_logits has {given!r}, where this optimizer has no query and key "
-                    f"projections; it has them in {some(list(self._prefixes)) or 'no layer'}"
+                    f"qk_logits has {name!r}, where this optimizer has no query and key "
+                    f"projections; it has them in {quote(list(self._prefixes)) or 'no layer'}"
                 )
-            if key in found:
+            if key in matched:
                 raise ValueError(f"qk_logits has the layer {self._prefixes[key]!r} twice")
             if key in self.bounded:
-                found[key] = value
-        missing = [key for key in self.bounded if key not in found]
+                matched[key] = value
+        missing = [key for key in self.bounded if key not in matched]
         if missing:
-            unknown = self.unknown(logits)  # of a recorder of a part of the model, or of one around
-            names = some([self._prefixes[key] for key in missing])
-            remedy = f". The recorder has {some(unknown)}, not {names}: make it of the same module"
+            unknown = self.unknown_names(logits)  # as where a recorder's module is not the model
+            names = quote([self._prefixes[key] for key in missing])
+            remedy = f". The recorder has {quote(unknown)}, not {names}: make it of the same module"
             raise ValueError(
-                f"qk_logits lacks layers {some(missing)}: give those of all layers, or None in "
+                f"qk_logits lacks layers {quote(missing)}: give those of all layers, or None in "
                 f"clip_config for layers to leave alone{remedy if unknown else ''}"
             )
-        return found
+        return matched
 
-    def unknown(self, logits: Logits) -> list[Any]:
-        """The keys that name no layer, neither one that is bounded nor one that is left alone."""
-        return [given for given in logits if self._key(given) is None]
+    def unknown_names(self, logits: Logits) -> list[Any]:
+        """The keys of ``logits`` that name no layer, bounded or unbounded."""
+        return [name for name in logits if self._key_of(name) is None]
 
-    def _key(self, given: Any) -> Optional[LayerKey]:
-        """The layer that a key, a number, a prefix of names or a beginning of one means."""
-        if given in self._prefixes:
-            return given
-        if isinstance(given, str):
-            name = normalize_name(given)
-            prefixes = self._prefixes.items()
-            found = [key for key, prefix in prefixes if prefix == name]
-            found = found or [key for key, prefix in prefixes if prefix.startswith(f"{name}.")]
+    def _key_of(self, name: Any) -> Optional[LayerKey]:
+        """The key of the layer that ``name`` means: its key, number, prefix, or how that begins."""
+        if name in self._prefixes:
+            return name
+        if isinstance(name, str):
+            start, prefixes = normalize_name(name), self._prefixes.items()
+            keys = [key for key, prefix in prefixes if prefix == start]
+            keys = keys or [key for key, prefix in prefixes if prefix.startswith(f"{start}.")]
         else:
-            found = [key for key, layer in self.bounded.items() if layer.number == given]
-        if len(found) > 1:
+            keys = [key for key, layer in self.bounded.items() if layer.number == name]
+        if len(keys) > 1:
             raise ValueError(
-                f"qk_logits has {given!r}, which may be any of {some(found)}: tell layers by such "
+                f"qk_logits has {name!r}, which may be any of {quote(keys)}: tell layers by such "
                 "prefixes of names"
             )
-        return found[0] if found else None
+        return keys[0] if keys else None
 
 
-def some(keys: Sequence[LayerKey]) -> str:
+def quote(keys: Sequence[LayerKey]) -> str:
+    """Lists keys for a message, at most eight of them."""
     more = "" if len(keys) <= 8 else f" and {len(keys) - 8} more"
     return ", ".join(map(repr, keys[:8])) + more
 
@@ -153,34 +153,35 @@ def find_layers(groups: Sequence[Group], config: ClipConfig) -> Layers:
     numbers = [projections[0].number for projections in attentions.values()]
     have_numbers = None not in numbers and len(set(numbers)) == len(numbers)
     bounded: dict[LayerKey, Layer] = {}
-    alone: dict[LayerKey, str] = {}
+    unbounded: dict[LayerKey, str] = {}
     for (prefix, projections), number in zip(attentions.items(), numbers):
         key = number if number is not None and have_numbers else prefix
-        chosen = config.of(key, number, prefix, is_only=numbers.count(number) == 1)
-        if chosen is not None:
-            projections = [p for p in projections if p.kind in KINDS or p.kind in chosen.row_map]
-        if chosen is None or not projections:
-            alone[key] = prefix
+        layer_config = config.layer_config(key, number, prefix, numbers.count(number) == 1)
+        if layer_config is not None:
+            kinds = {*KINDS, *layer_config.row_map}
+            projections = [p for p in projections if p.kind in kinds]
+        if layer_config is None or not projections:
+            unbounded[key] = prefix
             continue
-        projections = [replace(p, starts=_head_starts(p, chosen)) for p in projections]
-        heads = _count_heads(projections, chosen)
-        q, k = _pair_heads(prefix, chosen, heads)
+        projections = [replace(p, head_starts=_head_starts(p, layer_config)) for p in projections]
+        heads = _count_heads(projections, layer_config)
+        q, k = _pair_heads(prefix, layer_config, heads)
         bounded[key] = Layer(
             key=key,
             prefix=prefix,
             number=number,
-            config=chosen,
+            config=layer_config,
             projections=tuple(projections),
             q_heads=heads.get("q", 1 + max(q, default=-1)),
             k_heads=heads.get("k", 1 + max(k, default=-1)),
             q_indices=q,
             k_indices=k,
         )
-    return Layers(bounded, alone)
+    return Layers(bounded, unbounded)
 
 
-def _projections(groups: Sequence[Group], known: set[str]) -> Iterator[Projection]:
-    """Tells projections by the component that owns the parameter, or by the parameter's name."""
+def _projections(groups: Sequence[Group], kinds: set[str]) -> Iterator[Projection]:
+    """Finds projections of ``kinds`` by the module that owns the parameter, or by its own name."""
     for number, group in enumerate(groups):
         if group.names is None and group.use_muon and group.params:
             raise ValueError(
@@ -189,32 +190,31 @@ def _projections(groups: Sequence[Group], known: set[str]) -> Iterator[Projectio
             )
         for name, param in zip(group.names or (), group.params):
             parts = normalize_name(name).split(".")
-            named = [index for index, part in enumerate(parts) if not part.isdigit()]
-            if not named or "parametrizations" in parts:  # what is stored is not the weight
+            words = [index for index, part in enumerate(parts) if not part.isdigit()]
+            if not words or "parametrizations" in parts:  # such a parameter is not the weight
                 continue
-            attribute, owner = parts[named[-1]], parts[named[-2]] if len(named) > 1 else ""
+            attribute, owner = parts[words[-1]], parts[words[-2]] if len(words) > 1 else ""
             stem, _, suffix = attribute.rpartition("_")
-            if owner in known and attribute in ("weight", "bias"):
-                kind, at, is_bias = owner, named[-2], attribute == "bias"
-            elif attribute in known:
-                kind, at, is_bias = attribute, named[-1], param.ndim == 1
-            elif stem in known and suffix in ("weight", "bias"):
-                kind, at, is_bias = stem, named[-1], suffix == "bias"
+            if owner in kinds and attribute in ("weight", "bias"):
+                kind, stop, is_bias = owner, words[-2], attribute == "bias"
+            elif attribute in kinds:
+                kind, stop, is_bias = attribute, words[-1], param.ndim == 1
+            elif stem in kinds and suffix in ("weight", "bias"):
+                kind, stop, is_bias = stem, words[-1], suffix == "bias"
             else:
                 continue
             row_dims = param.ndim if is_bias else param.ndim - 1  # (heads, rows of each, cols)
             if not is_bias and (param.ndim > 3 or (group.use_muon and group.flatten)):
                 row_dims = 1  # of a convolution, (rows, cols, kernel…)
-            numbers = [int(part) for part in parts if part.isdigit()]
-            last = numbers[-1] if numbers else None
-            yield Projection(name, param, kind, ".".join(parts[:at]), last, is_bias, row_dims)
+            last = next((int(part) for part in reversed(parts) if part.isdigit()), None)
+            yield Projection(name, param, kind, ".".join(parts[:stop]), last, is_bias, row_dims)
 
 
 def _by_attention(projections: Iterable[Projection]) -> dict[str, list[Projection]]:
-    """The projections of each attention, by the FQN of what owns them.
+    """The projections of each attention, by the FQN of the module that owns them.
 
     An owner of queries only and an owner of keys only are one attention where no other owner lies
-    in the same block, which is what the last number in a name counts.
+    in the same block; the last number in a name tells the block.
     """
     owners: dict[str, list[Projection]] = defaultdict(list)
     for projection in projections:
@@ -222,7 +222,7 @@ def _by_attention(projections: Iterable[Projection]) -> dict[str, list[Projectio
     blocks: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for prefix in owners:
         parts = prefix.split(".")
-        last = max((at for at, part in enumerate(parts) if part.isdigit()), default=len(parts))
+        last = max((i for i, part in enumerate(parts) if part.isdigit()), default=len(parts))
         blocks[tuple(parts[: last + 1])].append(prefix)
     attentions: dict[str, list[Projection]] = {}
     for prefixes in blocks.values():
@@ -237,7 +237,7 @@ def _by_attention(projections: Iterable[Projection]) -> dict[str, list[Projectio
     return attentions
 
 
-def _head_starts(projection: Projection, config: LayerConfig) -> Mapping[str, Starts]:
+def _head_starts(projection: Projection, config: LayerConfig) -> Mapping[str, HeadStarts]:
     """The first rows of a projection's query heads and of its key heads, by side."""
     kind = config.row_map.get(projection.kind, projection.kind)
     rows, name = projection.rows, projection.name
@@ -287,11 +287,11 @@ def _count_heads(projections: Sequence[Projection], config: LayerConfig) -> dict
     """How many query heads and key heads a layer has, by side, on which its projections agree."""
     heads: dict[str, int] = {}
     sizes: dict[str, int] = {}
-    parts: dict[tuple[str, bool], Projection] = {}
-    of_weights = {side for p in projections if not p.is_bias for side in p.starts}
+    by_side: dict[tuple[str, bool], Projection] = {}
+    weight_sides = {side for p in projections if not p.is_bias for side in p.head_starts}
     for projection in projections:
         name, kind = projection.name, projection.kind
-        for side, starts in projection.starts.items():
+        for side, starts in projection.head_starts.items():
             if heads.setdefault(side, len(starts)) != len(starts):
                 raise ValueError(
                     f"{name} has {len(starts)} heads, but other parameters of the layer have "
@@ -303,14 +303,14 @@ def _count_heads(projections: Sequence[Projection], config: LayerConfig) -> dict
             raise ValueError(
                 f"{name} has {projection.rows} rows, but others of its projection {size}"
             )
-        other = parts.setdefault((SIDES.get(kind, kind), projection.is_bias), projection)
+        other = by_side.setdefault((SIDES.get(kind, kind), projection.is_bias), projection)
         if other is not projection:
             raise ValueError(
                 f"{other.name} and {name} would be clipped by the same logits; let clip_config be "
                 "a mapping from prefixes of names, or a function, that gives only one of them a "
                 "config"
             )
-        if projection.starts.keys() - of_weights:
+        if projection.head_starts.keys() - weight_sides:
             raise ValueError(
                 f"{name} would be clipped without its weight, which is not in the groups, or not "
                 f"as {kind}.weight or {kind}_weight: leave the layer alone, by None in clip_config"

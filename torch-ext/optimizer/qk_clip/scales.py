@@ -1,9 +1,9 @@
-"""From the logits that are given to the scales of all heads, in one computation on the device.
+"""Computes the scales of all heads from the largest logits, in one computation on the device.
 
 For a logit m above the threshold, γ = threshold/m (Kimi Team 2025, arXiv:2507.20534, algorithm 1).
-Query and key rows of that head are multiplied by sqrt(γ); with multi-head latent attention that is
-for the rows without rotation, while rotated query rows are multiplied by γ and the rotated key,
-which all heads share, stays. Shapes depend on no value, so that the host waits for nothing.
+Query and key rows of that head are multiplied by sqrt(γ). With multi-head latent attention, only
+rows without rotation are; rotated query rows are multiplied by γ, and the rotated key, which all
+heads share, stays. Shapes depend on no value, so that the host waits for nothing.
 """
 
 from __future__ import annotations
@@ -25,71 +25,71 @@ from ..parameters.survey import this_rank
 from .projections import Layer, Logits
 
 
-class Pack:
-    """Layers whose logits lie on one device and are shared by the same ranks.
+class PackedLayers:
+    """Layers on one device, shared by the same ranks, whose logits are packed into one vector.
 
-    Logits of all layers are one vector, in the order of the layers; so are the heads, first the
-    query heads of a layer, then its key heads. A pack makes all tables that need no logits.
+    The vector is in the order of the layers. So is the vector of heads, with first the query heads
+    of a layer, then its key heads. All tables that need no logits are made once.
 
     Args:
-        device: where the weights of the layers are computed.
-        ranks: all that hold parts or replicas of the weights; None where this one is alone.
+        ranks: all that hold shards or replicas of the weights; None where this one is alone.
+        device: where the weights of the layers are updated.
     """
 
     def __init__(
-        self, layers: Sequence[Layer], device: torch.device, ranks: Optional[tuple[int, ...]]
+        self, layers: Sequence[Layer], ranks: Optional[tuple[int, ...]], device: torch.device
     ):
         self.layers = layers
         self.projections = [p for layer in layers for p in layer.projections]
         self.device = device
         self.ranks = ranks
         self.rank = this_rank()
-        self.counts = [layer.logits for layer in layers]
+        self.logit_counts = [layer.logits for layer in layers]
         dtypes = (projection.param.dtype for projection in self.projections)
         self.dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)
         thresholds = [layer.config.threshold for layer in layers for _ in range(layer.logits)]
         self.thresholds = torch.tensor(thresholds, dtype=self.dtype).to(device, non_blocking=True)
         heads = sum(layer.q_heads + layer.k_heads for layer in layers)
-        rows, self._shapes = self._local_rows(heads)
-        self._pairs, self._partners, self._rows = (
+        scale_index, self._shapes = self._index_local_rows(heads)
+        self._pairs, self._divisors, self._scale_index = (
             table.to(device, non_blocking=True)
-            for table in (*_tables_of_heads(layers, heads), rows)
+            for table in (*_head_tables(layers, heads), scale_index)
         )
 
-    def _local_rows(self, heads: int) -> tuple[Tensor, list[tuple[int, ...]]]:
-        """Where the table of scales has those of the rows that this rank holds, of all projections
-        one behind the other; and the shapes in which they broadcast to the local tensors.
+    def _index_local_rows(self, heads: int) -> tuple[Tensor, list[tuple[int, ...]]]:
+        """For each row that this rank holds of the projections, the index of its scale in a table;
+        and the shapes in which the scales of each projection broadcast to its local tensor.
 
         The table has a scale for each head, then one for its rotated rows, then 1, for other rows.
         """
-        first, places, shapes = 0, [], []
+        first, indices, shapes = 0, [], []
         for layer in self.layers:
             stop = first + layer.q_heads + layer.k_heads
-            of_heads = torch.arange(first, stop)[:, None]
+            head_indices = torch.arange(first, stop)[:, None]
             plain = torch.arange(layer.config.plain_dim)
             rotated = torch.arange(layer.config.plain_dim, layer.config.head_dim)
             for projection in layer.projections:
                 q, k = (
-                    torch.tensor(projection.starts.get(side, ()), dtype=torch.int64)[:, None]
+                    torch.tensor(projection.head_starts.get(side, ()), dtype=torch.int64)[:, None]
                     for side in ("q", "k")
                 )
                 rows = torch.full((projection.rows,), 2 * heads)
-                rows[q + plain] = of_heads[: len(q)]
-                rows[q + rotated] = heads + of_heads[: len(q)]
-                rows[k + plain] = of_heads[layer.q_heads :][: len(k)]
+                rows[q + plain] = head_indices[: len(q)]
+                rows[q + rotated] = heads + head_indices[: len(q)]
+                rows[k + plain] = head_indices[layer.q_heads :][: len(k)]
                 param, dims = projection.param, projection.row_dims
                 sharding = dtensors.sharding_of(param)
                 region = regions.whole(param.shape)
                 if sharding is not None:
                     region = sharding.region(param.shape, self.rank)
-                held = rows.view(param.shape[:dims])[regions.slices(region[:dims])]
-                places.append(held.flatten())
-                shapes.append((*held.shape, *(1,) * (param.ndim - dims)))
+                local = rows.view(param.shape[:dims])[regions.slices(region[:dims])]
+                indices.append(local.flatten())
+                shapes.append((*local.shape, *(1,) * (param.ndim - dims)))
             first = stop
-        return torch.cat(places).to(torch.int32), shapes
+        return torch.cat(indices).to(torch.int32), shapes
 
     def scales(self, logits: Tensor) -> dict[int, Tensor]:
-        """What each local row is multiplied with, by id of its parameter.
+        """The factors of the local rows of each projection, by id of its parameter.
 
         Args:
             logits: of all layers, (n,), not NaN.
@@ -97,56 +97,57 @@ class Pack:
         above = self.is_clipped(logits)
         gamma = torch.where(above, self.thresholds / logits, 1.0)
         gamma.clamp_min_(torch.finfo(gamma.dtype).tiny)  # or roots of it might be no divisors
-        numbers, heads = self._pairs
-        ones = gamma.new_ones(len(self._partners))
-        least = ones.scatter_reduce(0, heads, gamma[numbers], "amin")  # of the logits of each head
+        logit_indices, head_indices = self._pairs
+        ones = gamma.new_ones(len(self._divisors))
+        least = ones.scatter_reduce(0, head_indices, gamma[logit_indices], "amin")  # γ of each head
         one = gamma.new_ones(1)
         roots = torch.cat([least.sqrt(), one])
-        table = torch.cat([least / roots[self._partners], least, one])
-        rows = table.index_select(0, self._rows).split([math.prod(s) for s in self._shapes])
+        table = torch.cat([least / roots[self._divisors], least, one])
+        numels = [math.prod(shape) for shape in self._shapes]
+        scales = table.index_select(0, self._scale_index).split(numels)
         ids = (id(projection.param) for projection in self.projections)
-        return {key: part.view(shape) for key, part, shape in zip(ids, rows, self._shapes)}
+        return {key: part.view(shape) for key, part, shape in zip(ids, scales, self._shapes)}
 
     def is_clipped(self, logits: Tensor) -> Tensor:
         return (logits > self.thresholds) & (logits < math.inf)
 
 
-def _tables_of_heads(layers: Sequence[Layer], heads: int) -> tuple[Tensor, Tensor]:
-    """Pairs of a logit and a head that it scales, (2, pairs); for each head the one by whose root
-    its scale is divided.
+def _head_tables(layers: Sequence[Layer], heads: int) -> tuple[Tensor, Tensor]:
+    """Pairs of a logit and a head that it scales, (2, pairs); for each head the one by the root of
+    whose γ its own γ is divided, (heads,).
 
     A head is divided by its own root, which gives sqrt(γ). With ``clip_mode="exact"``, a query head
     is divided by the root of its key head, which gives γ/κ, or by entry ``heads``, which is 1,
     where no key head is scaled.
     """
     pairs: list[tuple[int, int]] = []
-    partners = list(range(heads))
-    logits = first = 0
+    divisors = list(range(heads))
+    first_logit = first_query = 0
     for layer in layers:
-        first_key = first + layer.q_heads
-        pairs += [(logits + number, first + head) for number, head in enumerate(layer.q_indices)]
-        pairs += [(logits + number, first_key + k) for number, k in enumerate(layer.k_indices)]
+        first_key = first_query + layer.q_heads
+        pairs += [(first_logit + i, first_query + q) for i, q in enumerate(layer.q_indices)]
+        pairs += [(first_logit + i, first_key + k) for i, k in enumerate(layer.k_indices)]
         if layer.config.mode == "exact":
             for query, key in itertools.zip_longest(layer.q_indices, layer.k_indices):
-                partners[first + query] = heads if key is None else first_key + key
-        logits += layer.logits
-        first = first_key + layer.k_heads
-    return torch.tensor(pairs, dtype=torch.int64).view(-1, 2).T.contiguous(), torch.tensor(partners)
+                divisors[first_query + query] = heads if key is None else first_key + key
+        first_logit += layer.logits
+        first_query = first_key + layer.k_heads
+    return torch.tensor(pairs, dtype=torch.int64).view(-1, 2).T.contiguous(), torch.tensor(divisors)
 
 
-def vector_of(value: Any, layer: Layer, pack: Pack) -> Tensor:
-    """The logits of a layer that this rank knows, (n,), and −inf for those that others know.
+def read_layer_logits(value: Any, layer: Layer, packed: PackedLayers) -> Tensor:
+    """Checks the logits of a layer: (n,), with −inf for those that only other ranks have.
 
     Raises:
         ValueError: logits that are not one number for each head, or lie on another device, or are a
             DTensor whose maximum can't be taken over the ranks that share the weights.
     """
     where = f"qk_logits of layer {layer.key!r}"
-    if value is None:  # nothing was seen here
-        return torch.full((layer.logits,), -math.inf, dtype=pack.dtype)
+    if value is None:  # this rank has seen no attention of the layer
+        return torch.full((layer.logits,), -math.inf, dtype=packed.dtype)
     if not isinstance(value, Tensor):
         try:
-            value = torch.tensor(value, dtype=pack.dtype)
+            value = torch.tensor(value, dtype=packed.dtype)
         except (TypeError, ValueError, RuntimeError, OverflowError):
             raise ValueError(
                 f"{where} must be a tensor (heads,) or a list of numbers, found {value!r}"
@@ -161,23 +162,23 @@ def vector_of(value: Any, layer: Layer, pack: Pack) -> Tensor:
         raise ValueError(f"{where} are {value.dtype}, no real numbers")
     interval = (0, layer.logits)
     if dtensors.is_dtensor(value):
-        interval = _held_interval(value, where, pack)
-    held = dtensors.local(value)
-    if held.device not in (pack.device, torch.device("cpu")):
-        raise ValueError(f"{where} are on {held.device}, but its weights on {pack.device}")
+        interval = _local_interval(value, where, packed)
+    local = dtensors.local(value)
+    if local.device not in (packed.device, torch.device("cpu")):
+        raise ValueError(f"{where} are on {local.device}, but its weights on {packed.device}")
     if interval == (0, layer.logits):
-        return held
-    whole = held.new_full((layer.logits,), -math.inf, dtype=pack.dtype)
-    whole[slice(*interval)] = held
-    return whole
+        return local
+    vector = local.new_full((layer.logits,), -math.inf, dtype=packed.dtype)
+    vector[slice(*interval)] = local
+    return vector
 
 
-def _held_interval(value: Tensor, where: str, pack: Pack) -> regions.Interval:
+def _local_interval(value: Tensor, where: str, packed: PackedLayers) -> regions.Interval:
     """Which of the logits of a DTensor this rank holds."""
     placements = value.placements  # type: ignore[attr-defined]
     if any(p.is_partial() and p.reduce_op != "max" for p in placements):
         raise ValueError(f"{where} are {dtensors.describe(value)}; the maximum is needed")
-    others = set(dtensors.ranks_of(value) or ()) - set(pack.ranks or (pack.rank,))
+    others = set(dtensors.ranks_of(value) or ()) - set(packed.ranks or (packed.rank,))
     if others and not all(p.is_replicate() for p in placements):
         raise ValueError(
             f"{where} are {dtensors.describe(value)}, but their weights are not shared with ranks "
@@ -185,26 +186,26 @@ def _held_interval(value: Tensor, where: str, pack: Pack) -> regions.Interval:
         )
     sharding = dtensors.sharding_of(value)
     assert sharding is not None
-    return sharding.region(value.shape, pack.rank)[0]
+    return sharding.region(value.shape, packed.rank)[0]
 
 
-def joined(
+def concatenate_logits(
     parts: Iterable[Tensor], dtype: torch.dtype, device: Optional[torch.device] = None
 ) -> Tensor:
-    """Joins all logits to a new tensor, in which NaN becomes Inf, which clips nothing."""
-    whole = torch.cat([part.detach().to(device, dtype, non_blocking=True) for part in parts])
-    return torch.where(whole.isnan(), math.inf, whole)
+    """Concatenates logits to a new tensor, in which NaN becomes Inf, which clips nothing."""
+    vector = torch.cat([part.detach().to(device, dtype, non_blocking=True) for part in parts])
+    return torch.where(vector.isnan(), math.inf, vector)
 
 
-class Reduced(dict[Any, Tensor]):
-    """Logits that are the same on all ranks."""
+class ReducedLogits(dict[Any, Tensor]):
+    """Logits by layer that are the same on all ranks."""
 
 
 def reduce_qk_logits(logits: Logits, group: Any = None) -> dict[Any, Tensor]:
     """The maximum over ranks of the logits of all layers, in one collective.
 
-    `Muon` takes it by itself, over the ranks that share the weights; this is for weights that it
-    does not know to be shared, and for logits that are wanted elsewhere.
+    `Muon` takes the maximum by itself, over the ranks that share the weights; this function is for
+    weights that `Muon` does not know to be shared, and for other uses of the logits.
 
     Args:
         logits: by layer (n,) each, on one device; the same layers on all ranks.
@@ -214,20 +215,20 @@ def reduce_qk_logits(logits: Logits, group: Any = None) -> dict[Any, Tensor]:
         New tensors, in fp32 or wider. NaN on any rank is Inf on all.
 
     Raises:
-        ValueError: of a layer nothing, or only some heads.
+        ValueError: of a layer there are no logits, or those of some heads only.
     """
-    wide = torch.float32
+    dtype = torch.float32
     for layer, value in logits.items():
         if not isinstance(value, Tensor) or dtensors.is_dtensor(value) or value.ndim != 1:
-            found = dtensors.describe(value) if isinstance(value, Tensor) else repr(value)
+            problem = dtensors.describe(value) if isinstance(value, Tensor) else repr(value)
             raise ValueError(
-                f"logits of layer {layer!r} must be a plain tensor of all heads, found {found}"
+                f"logits of layer {layer!r} must be a plain tensor of all heads, found {problem}"
             )
-        wide = torch.promote_types(wide, value.dtype)
+        dtype = torch.promote_types(dtype, value.dtype)
     if not logits:
-        return Reduced()
+        return ReducedLogits()
     order = sorted(logits, key=repr)
-    maxima = joined((logits[layer] for layer in order), wide)
+    maxima = concatenate_logits((logits[layer] for layer in order), dtype)
     max_over_ranks(maxima, dist.group.WORLD if group is None else group).wait()
     parts = dict(zip(order, maxima.split([len(logits[layer]) for layer in order])))
-    return Reduced((layer, parts[layer]) for layer in logits)
+    return ReducedLogits((layer, parts[layer]) for layer in logits)

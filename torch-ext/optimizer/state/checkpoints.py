@@ -153,7 +153,7 @@ def check_and_divide(
                 if placed is None or saved_state.get(key) is None:
                     continue
                 local = dtensors.local(saved_state[key])
-                needed = dtensors.part_shape(shape, placed)
+                needed = dtensors.local_shape(shape, placed)
                 if local.shape != needed:
                     raise ValueError(
                         f"of {key} of {name} in the checkpoint this rank holds "
@@ -194,7 +194,7 @@ def _divide(
             continue
         is_whole = key == "second_momentum_buffer" or not dtensors.is_dtensor(param)
         if is_whole and value.shape == shape:
-            saved_state[key] = dtensors.divide(value, placed)
+            saved_state[key] = dtensors.shard_tensor(value, placed)
 
 
 def _check_algorithm(

@@ -93,7 +93,7 @@ def specs_of(
             local_shape, stride = tuple(local.shape), _dense_stride(param)  # in its memory order
             local_stride = _dense_stride(local)
         else:
-            local_shape = tuple(shape) if placed is None else dtensors.part_shape(shape, placed)
+            local_shape = tuple(shape) if placed is None else dtensors.local_shape(shape, placed)
             stride = dtensors.contiguous_stride(shape)
             local_stride = dtensors.contiguous_stride(local_shape)
         specs[key] = Spec(

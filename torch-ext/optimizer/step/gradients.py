@@ -74,7 +74,8 @@ class Gradients:
 
     def buckets_needed(self) -> dict[tuple[int, int], int]:
         """How many buckets of gradients have to be averaged before each chunk."""
-        return {chunk: self.means.plan.through[count] for chunk, count in self._needed.items()}
+        counts = self.means.bucket_plan.prefix_counts
+        return {chunk: counts[count] for chunk, count in self._needed.items()}
 
     def of(self, number: int) -> Tensor:
         """The gradient of an entry; zeros where there is none."""
@@ -98,7 +99,7 @@ class Gradients:
             return self.means.result(self._averaged[number])
         param, entry = self._params[number], self._plan.entries[number]
         grad = param.grad
-        grad = torch.zeros_like(dtensors.local(param)) if grad is None else dtensors.held(grad)
+        grad = torch.zeros_like(dtensors.local(param)) if grad is None else dtensors.raw_local(grad)
         if entry.momentum is not None:  # replicas divide the momentum, not the gradient
             grad = grad[regions.slices(entry.momentum_region(self._plan.rank))]
         return grad

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from ..distributed import utils as dtensors
-from ..distributed.agreement import Notes, Ranks
+from ..distributed.agreement import Ranks, StepNotes
 from ..distributed.plan import Entry, Plan
 from ..parameters.options import GROUP_OPTIONS, Group, Settings
 from ..parameters.survey import Survey
@@ -26,7 +26,7 @@ def take_notes(
     settings: Settings,
     clip_lines: Mapping[Ranks, Sequence[str]],
     identify: Callable[[Ranks], str],
-) -> dict[Ranks, Notes]:
+) -> dict[Ranks, StepNotes]:
     """What each set of ranks must have in common.
 
     The ranks of a mesh share what is on it; the ranks that hold parts or replicas of the same
@@ -63,7 +63,7 @@ def take_notes(
     for lane in plan.lanes:
         owners[lane.peers] += lane.digest
     return {
-        ranks: Notes(
+        ranks: StepNotes(
             lines.get(ranks, ()),
             gradients.get(ranks, ()),
             owners.get(ranks, ""),

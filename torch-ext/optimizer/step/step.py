@@ -202,7 +202,7 @@ class Step:
         if divided is not None:
             averaging = Averaging(
                 tuple(sorted(divided.ranks)),
-                len(self.gradients.means.plan.buckets),
+                len(self.gradients.means.bucket_plan.buckets),
                 self.gradients.buckets_needed(),
                 self.adamw.buckets_needed(),
             )
@@ -382,7 +382,7 @@ class Step:
 
 
 def _addresses(tensors: Sequence[Tensor]) -> list[int]:
-    return [dtensors.held(tensor).data_ptr() for tensor in tensors]
+    return [dtensors.raw_local(tensor).data_ptr() for tensor in tensors]
 
 
 def part_of(tensor: Tensor, index: Index) -> Tensor:

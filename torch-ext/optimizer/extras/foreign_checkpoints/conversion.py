@@ -290,4 +290,4 @@ def _part(
         return value.detach().clone()
     if layout is None:
         return value.detach().clone()
-    return dtensors.divide(value, layout)
+    return dtensors.shard_tensor(value, layout)
