@@ -1,8 +1,9 @@
-"""Optimizer state from other optimizers' checkpoints, as `Muon.state_dict` would have it.
+"""Converts checkpoints of other optimizers to state dicts of `Muon`.
 
-Pure functions: foreign state dicts and the parameters of an optimizer make the state of whole
-tensors for each parameter, of which `to_state_dict` takes the part that this rank holds.
-`Muon.load_state_dict` checks and loads it.
+`KINDS` lists the sources that can be read: torch's Muon and AdamW, Motif's, LlamaFactory's,
+nanochat's and Keller Jordan's. Pure functions: from foreign state dicts and an optimizer's
+parameters they take the part of the state that this rank holds. `Muon.load_state_dict` checks and
+loads it.
 """
 
 from .conversion import to_state_dict
