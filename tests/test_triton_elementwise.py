@@ -433,7 +433,7 @@ def steps_by(kernels: bool) -> Iterator[None]:
     where = optimizer.core, optimizer.distributed.wire
     before = [module.triton_kernels for module in where]
     for module in where:
-        module.triton_kernels = types.SimpleNamespace(run_on=lambda device_type: kernels)
+        module.triton_kernels = types.SimpleNamespace(is_used_on=lambda device_type: kernels)
     try:
         yield
     finally:
