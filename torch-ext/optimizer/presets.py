@@ -1,7 +1,6 @@
 """Presets: translate the constructor arguments of other Muons to those of `Muon`.
 
-A preset takes what another constructor takes, and returns the keyword arguments of `Muon`, groups
-included: its user changes one line::
+A preset returns the keyword arguments of `Muon`, groups included: its user changes one line::
 
     optimizer = Muon(**presets.torch_muon(matrices, lr=0.02))
 
@@ -118,13 +117,10 @@ def keller_jordan(
         ValueError: a convolution whose kernel is higher than wide, whose scale has no name here.
     """
     _check_arguments(unknown, "Keller Jordan's Muon", _arguments_of(keller_jordan))
+    source, muon_keys = "Keller Jordan's Muon", {"lr", "weight_decay", "momentum"}
+    adam_keys = {"lr", "weight_decay", "betas", "eps"}
     groups: list[dict[str, Any]] = []
-    muon_keys, adam_keys = (
-        {"lr", "weight_decay", "momentum"},
-        {"lr", "weight_decay", "betas", "eps"},
-    )
-    source_groups = _muon_groups(params, "Keller Jordan's Muon", muon_keys, adam_keys)
-    for number, group in enumerate(source_groups):
+    for number, group in enumerate(_muon_groups(params, source, muon_keys, adam_keys)):
         if not group["use_muon"]:
             group["adamw_betas"] = group.pop("betas", (0.9, 0.95))
             group["adamw_eps"] = group.pop("eps", 1e-10)

@@ -16,7 +16,7 @@ from ...parameters.validation import warn
 from ...state.specs import ExpectedState, expected_state
 from . import nanochat, per_rank
 from .hyperparameters import ADAMW_OPTIONS, MUON_OPTIONS, MUON_OPTIONS_FROM_ADAMW
-from .matching import SavedState, TargetOptimizer, TargetParam, target_optimizer
+from .matching import Position, SavedState, TargetOptimizer, TargetParam, target_optimizer
 from .per_parameter import (
     ADAMW_KEYS,
     keep_groups,
@@ -28,13 +28,7 @@ from .per_parameter import (
 from .reading import SourceOptimizer, read_sources
 
 # Of each kind, what reads a checkpoint, and which groups are one group of the source.
-_READERS: dict[
-    str,
-    tuple[
-        Callable[[SourceOptimizer, TargetOptimizer], list[SavedState]],
-        Callable[[Sequence[Group]], list[list[int]]],
-    ],
-] = {
+_READERS: dict[str, tuple[Callable[..., list[SavedState]], Callable[..., list[list[int]]]]] = {
     "torch_muon": (read_torch, keep_groups),
     "torch_adamw": (read_torch, keep_groups),
     "motif": (read_motif, keep_groups),
@@ -71,7 +65,7 @@ def to_state_dict(
     """
     sources, anew = read_sources(states, kind)
     read, to_source_groups = _READERS[kind]
-    optimizer = target_optimizer(groups, names, params, to_source_groups)
+    optimizer = target_optimizer(groups, names, params, to_source_groups(groups))
     saved_states = [saved for source in sources for saved in read(source, optimizer)]
     _warn_of_amsgrad(sources)
     by_position = _by_position(saved_states, kind)
@@ -100,16 +94,9 @@ def to_state_dict(
     return {"state": state, "param_groups": new_groups}
 
 
-def _by_position(
-    saved_states: Sequence[SavedState], kind: str
-) -> dict[tuple[int, int], SavedState]:
-    """Saved states by (group, index) of their parameters.
-
-    Raises:
-        ValueError: a parameter is not the optimizer's, is there twice, or was of the other kind,
-            Muon's or AdamW's.
-    """
-    by_position: dict[tuple[int, int], SavedState] = {}
+def _by_position(saved_states: Sequence[SavedState], kind: str) -> dict[Position, SavedState]:
+    """Saved states by position: of each parameter one, Muon's or AdamW's as it was before."""
+    by_position: dict[Position, SavedState] = {}
     for saved in saved_states:
         target = saved.target
         if target.position is None:
@@ -132,7 +119,7 @@ def _by_position(
 
 
 def _check_complete(
-    by_position: Mapping[tuple[int, int], SavedState],
+    by_position: Mapping[Position, SavedState],
     optimizer: TargetOptimizer,
     groups: Sequence[Group],
     sources: Sequence[SourceOptimizer],

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Callable, Optional
+from typing import Any, Optional
 
 from torch import Tensor
 
@@ -15,6 +15,7 @@ from ...parameters.options import Group
 from .reading import SavedGroup, SourceOptimizer
 
 Shape = tuple[int, ...]
+Position = tuple[int, int]  # a group of this optimizer, and an index in it
 
 
 @dataclass(frozen=True)
@@ -25,14 +26,14 @@ class TargetParam:
         name: what messages call it.
         fqn: its normalized name, where the optimizer has one.
         shape: of the whole tensor; None of a name that no group of the optimizer has.
-        position: group and index in it; None where no group of the optimizer has the parameter.
+        position: None where no group of the optimizer has the parameter.
         use_muon: whether it is Muon's.
     """
 
     name: str
     fqn: Optional[str]
     shape: Optional[Shape] = None
-    position: Optional[tuple[int, int]] = None
+    position: Optional[Position] = None
     use_muon: Optional[bool] = None
 
     @property
@@ -68,8 +69,7 @@ class TargetOptimizer:
 
     Args:
         groups: the parameters of each group.
-        source_groups: numbers of groups that are one group of the source, since a preset divided
-            it.
+        source_groups: numbers of groups that are one group of the source.
         params: the parameters in the order in which the source was given them; None if untold.
     """
 
@@ -80,16 +80,9 @@ class TargetOptimizer:
     def grouped(self, use_muon: Optional[bool]) -> list[list[TargetParam]]:
         """The parameters of Muon, of AdamW or, for None, of both, by groups of the source; without
         groups that have none."""
-        groups = [
-            [
-                target
-                for number in numbers
-                for target in self.groups[number]
-                if use_muon in (None, target.use_muon)
-            ]
-            for numbers in self.source_groups
-        ]
-        return [targets for targets in groups if targets]
+        groups = [[t for n in numbers for t in self.groups[n]] for numbers in self.source_groups]
+        chosen = [[t for t in group if use_muon in (None, t.use_muon)] for group in groups]
+        return [group for group in chosen if group]
 
     def ordered(self, use_muon: Optional[bool]) -> list[TargetParam]:
         """Those parameters in the order of the source, if it was told, else of the groups."""
@@ -102,7 +95,7 @@ def target_optimizer(
     groups: Sequence[Group],
     names: Sequence[Sequence[str]],
     params: Optional[Iterable[Any]],
-    to_source_groups: Callable[[Sequence[Group]], list[list[int]]],
+    source_groups: Sequence[Sequence[int]],
 ) -> TargetOptimizer:
     """The parameters of an optimizer.
 
@@ -110,7 +103,7 @@ def target_optimizer(
         groups: of the optimizer.
         names: what messages call their parameters.
         params: the order that the user told: tensors, (name, tensor) pairs, or names.
-        to_source_groups: makes `TargetOptimizer.source_groups`.
+        source_groups: see `TargetOptimizer`.
 
     Raises:
         ValueError: ``params`` holds something else, or something twice.
@@ -129,7 +122,7 @@ def target_optimizer(
         for number, group in enumerate(groups)
     ]
     ordered = None if params is None else _in_order(params, groups, targets)
-    return TargetOptimizer(targets, to_source_groups(groups), ordered)
+    return TargetOptimizer(targets, source_groups, ordered)
 
 
 def _in_order(

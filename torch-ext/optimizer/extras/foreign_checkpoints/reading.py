@@ -16,14 +16,11 @@ from ...parameters.names import normalize_name
 from ...state.checkpoints import step_count
 from .hyperparameters import check_options
 
-# A key that only groups of this package have.
-_KEY_OF_THIS_PACKAGE = "momentum_style"
+_KEY_OF_THIS_PACKAGE = "momentum_style"  # no other optimizer's groups have it
 
 # Keys under which any source keeps a tensor of state.
-_TENSOR_KEYS = (
-    *("momentum_buffer", "second_momentum_buffer"),
-    *("exp_avg", "exp_avg_sq", "moment1", "moment2"),
-)
+_MOMENTUM_KEYS = ("momentum_buffer", "second_momentum_buffer")
+_TENSOR_KEYS = (*_MOMENTUM_KEYS, "exp_avg", "exp_avg_sq", "moment1", "moment2")
 
 KINDS = ("torch_muon", "torch_adamw", "motif", "llamafactory", "nanochat", "keller_jordan")
 
@@ -85,12 +82,8 @@ class SourceOptimizer:
     @property
     def is_fresh(self) -> bool:
         """Whether it was saved before the first step."""
-        return not any(
-            key != "use_muon"
-            for rank in self.ranks
-            for param_state in rank.state.values()
-            for key in param_state
-        )
+        states = [state for rank in self.ranks for state in rank.state.values()]
+        return not any(key != "use_muon" for state in states for key in state)
 
 
 def read_sources(states: Any, kind: str) -> tuple[list[SourceOptimizer], list[bool]]:
@@ -114,7 +107,7 @@ def read_sources(states: Any, kind: str) -> tuple[list[SourceOptimizer], list[bo
                 f"{sorted(states)}"
             )
         sources = [
-            _read_source(states[key], f"states[{key!r}]", use_muon, divided)
+            _source(states[key], f"states[{key!r}]", use_muon, divided)
             for key, use_muon in (("muon", True), ("adamw", False))
             if states.get(key) is not None
         ]
@@ -122,7 +115,7 @@ def read_sources(states: Any, kind: str) -> tuple[list[SourceOptimizer], list[bo
     elif kind == "torch_muon" and isinstance(states, (list, tuple)):
         sources = _read_torch(states)
     else:
-        source = _read_source(states, "states", None, divided)
+        source = _source(states, "states", None, divided)
         if kind == "torch_muon" or (kind == "keller_jordan" and _has_only_muon(source)):
             source = SourceOptimizer(True, source.ranks)
         sources = [source]
@@ -131,16 +124,12 @@ def read_sources(states: Any, kind: str) -> tuple[list[SourceOptimizer], list[bo
     return sources, anew
 
 
-def _read_source(
-    states: Any, where: str, use_muon: Optional[bool], divided: bool
-) -> SourceOptimizer:
+def _source(states: Any, where: str, use_muon: Optional[bool], divided: bool) -> SourceOptimizer:
     if not isinstance(states, (list, tuple)):
         return SourceOptimizer(use_muon, [read_state_dict(states, where)])
     if not divided or not states:
         raise ValueError(f"{where} must be a state dict, found {_in_words(states)}")
-    ranks = [
-        read_state_dict(state_dict, f"{where}[{rank}]") for rank, state_dict in enumerate(states)
-    ]
+    ranks = [read_state_dict(item, f"{where}[{rank}]") for rank, item in enumerate(states)]
     lengths = [[len(group.ids) for group in rank.groups] for rank in ranks]
     for state_dict, counts in zip(ranks, lengths):
         if counts != lengths[0]:
