@@ -1,9 +1,8 @@
-"""Converts checkpoints of other optimizers to state dicts of `Muon`.
+"""Converts checkpoints of torch, Motif, LlamaFactory, nanochat and Keller Jordan to `Muon`'s.
 
-`KINDS` lists the sources that can be read: torch's Muon and AdamW, Motif's, LlamaFactory's,
-nanochat's and Keller Jordan's. Pure functions: from foreign state dicts and an optimizer's
-parameters they take the part of the state that this rank holds. `Muon.load_state_dict` checks and
-loads it.
+`KINDS` lists the sources that can be read. `to_state_dict` makes of their state dicts, and of an
+optimizer's parameters, the part of the state that this rank holds, as a state dict that
+`Muon.load_state_dict` checks and loads.
 """
 
 from .conversion import to_state_dict

@@ -1,4 +1,4 @@
-"""Converts what readers got from a checkpoint to `Muon`'s conventions, groups and layouts."""
+"""Converts the state that was read from a checkpoint to `Muon`'s conventions, groups, layouts."""
 
 from __future__ import annotations
 
@@ -14,26 +14,18 @@ from ...distributed.plan import Entry
 from ...parameters.options import GROUP_OPTIONS, Group, Settings
 from ...parameters.validation import warn
 from ...state.specs import ExpectedState, expected_state
-from . import nanochat, per_rank
+from . import nanochat, per_parameter, per_rank
 from .hyperparameters import ADAMW_OPTIONS, MUON_OPTIONS, MUON_OPTIONS_FROM_ADAMW
 from .matching import Position, SavedState, TargetOptimizer, TargetParam, target_optimizer
-from .per_parameter import (
-    ADAMW_KEYS,
-    keep_groups,
-    merge_groups,
-    read_moonlight,
-    read_motif,
-    read_torch,
-)
 from .reading import SourceOptimizer, read_sources
 
 # Of each kind, what reads a checkpoint, and which groups are one group of the source.
 _READERS: dict[str, tuple[Callable[..., list[SavedState]], Callable[..., list[list[int]]]]] = {
-    "torch_muon": (read_torch, keep_groups),
-    "torch_adamw": (read_torch, keep_groups),
-    "motif": (read_motif, keep_groups),
-    "llamafactory": (read_moonlight, merge_groups),
-    "nanochat": (nanochat.read, keep_groups),
+    "torch_muon": (per_parameter.read_torch, per_parameter.keep_groups),
+    "torch_adamw": (per_parameter.read_torch, per_parameter.keep_groups),
+    "motif": (per_parameter.read_motif, per_parameter.keep_groups),
+    "llamafactory": (per_parameter.read_moonlight, per_parameter.merge_groups),
+    "nanochat": (nanochat.read, per_parameter.keep_groups),
     "keller_jordan": (per_rank.read, per_rank.merge_convolutions),
 }
 
@@ -243,14 +235,14 @@ def _flat_second_moment(value: Tensor, saved: SavedState, shape: torch.Size) -> 
 def _adamw_state(saved: SavedState, expected: ExpectedState) -> dict[str, Any]:
     if not saved.state:
         return {}
-    absent = [key for key in ADAMW_KEYS if key not in saved.state]
+    absent = [key for key in per_parameter.ADAMW_KEYS if key not in saved.state]
     if absent:
         raise ValueError(
             f"{saved.target.name}, {saved.where}, has no {' and no '.join(absent)}: is it AdamW's?"
         )
     step = torch.tensor(float(saved.state["step"]), dtype=torch.float32, device="cpu")
-    moments = {key: _part(saved.state[key], key, saved, expected) for key in ADAMW_KEYS[1:]}
-    return {"step": step, **moments}
+    moments = ("exp_avg", "exp_avg_sq")
+    return {"step": step, **{key: _part(saved.state[key], key, saved, expected) for key in moments}}
 
 
 def _part(value: Tensor, key: str, saved: SavedState, expected: ExpectedState) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...parameters.names import normalize_name
 from ...parameters.options import Group
-from .reading import SavedGroup, SourceOptimizer
+from .reading import SourceOptimizer
 
 Shape = tuple[int, ...]
 Position = tuple[int, int]  # a group of this optimizer, and an index in it
@@ -161,9 +161,16 @@ def match_groups(source: SourceOptimizer, optimizer: TargetOptimizer) -> list[li
     Raises:
         ValueError: neither names nor order tell which they are.
     """
-    by_name = _match_names(source, optimizer)
-    if by_name is not None:
-        return by_name
+    targets = [target for group in optimizer.groups for target in group]
+    has_names = all(target.fqn is not None for target in targets) and all(
+        group.names is not None for group in source.groups
+    )
+    if has_names and optimizer.params is None:
+        by_name = {target.fqn: target for target in targets}
+        return [
+            [by_name.get(name) or TargetParam(name, name) for name in group.names or ()]
+            for group in source.groups
+        ]
     lengths = [len(group.ids) for group in source.groups]
     if optimizer.params is not None:
         return cut(optimizer.ordered(source.use_muon), lengths, source)
@@ -197,22 +204,6 @@ def cut(
     return groups
 
 
-def _match_names(
-    source: SourceOptimizer, optimizer: TargetOptimizer
-) -> Optional[list[list[TargetParam]]]:
-    """By names, where the checkpoint and the optimizer have them for all parameters."""
-    targets = [target for group in optimizer.groups for target in group]
-    if optimizer.params is not None or any(target.fqn is None for target in targets):
-        return None
-    if any(group.names is None for group in source.groups):
-        return None
-    by_name = {target.fqn: target for target in targets}
-    return [
-        [by_name.get(name) or TargetParam(name, name) for name in group.names or ()]
-        for group in source.groups
-    ]
-
-
 def check_names(source: SourceOptimizer, groups: Sequence[Sequence[TargetParam]]) -> None:
     """Checks that parameters matched by order have the names that the checkpoint has for them."""
     for group, targets in zip(source.groups, groups):
@@ -222,10 +213,3 @@ def check_names(source: SourceOptimizer, groups: Sequence[Sequence[TargetParam]]
                     f"{target.name} is where {source.where} has {name}: give the parameters in "
                     "the order they were saved in"
                 )
-
-
-def label(group: SavedGroup, index: int, source: SourceOptimizer) -> str:
-    """What messages call a parameter of a checkpoint."""
-    name = f" ({group.names[index]})" if group.names is not None else ""
-    number = [other is group for other in source.groups].index(True)
-    return f"parameter {index}{name} of group {number}"

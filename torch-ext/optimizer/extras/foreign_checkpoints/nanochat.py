@@ -1,4 +1,4 @@
-"""Reads nanochat's checkpoints, in which the state of a group of matrices is one stack.
+"""Reads nanochat's checkpoints: the state of a group of matrices is one stack.
 
 The first parameter of a ``kind="muon"`` group of K matrices has ``momentum_buffer``,
 (K, rows, cols), and ``second_momentum_buffer``, (K, rows, 1) or (K, 1, cols), by the longer side:
@@ -12,14 +12,14 @@ second moments in such stacks), and ``AdamW`` or ``DistAdamW``, in slices of all
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from .hyperparameters import convert_options
-from .matching import SavedState, TargetOptimizer, TargetParam, label, match_groups
+from .matching import SavedState, TargetOptimizer, TargetParam, match_groups
 from .per_parameter import ADAMW_KEYS, pick
 from .per_rank import group_by_size, is_grouped_by_size, is_stack, read_matched
 from .reading import SavedGroup, SourceOptimizer
@@ -54,38 +54,34 @@ def _unstack(
         ValueError: ranks' stacks are missing, or in another order, or not of these matrices.
     """
     stacks = [pick(rank.param_state(group.ids[0]), _STACKS) for rank in source.ranks]
-    per_rank = -(-len(targets) // len(source.ranks))
-    for state_dict, stack in zip(source.ranks, stacks):
-        for key in _STACKS if not source.is_fresh else ():
-            _check_stack(stack.get(key), key, per_rank, state_dict.where, source, group)
-    for number in range(len(targets), per_rank * len(source.ranks)):
-        rank, row = divmod(number, per_rank)
+    length = -(-len(targets) // len(source.ranks))  # of a rank's stack
+    name = source.label(group, 0)
+    for (state_dict, stack), key in itertools.product(zip(source.ranks, stacks), _STACKS):
+        value = stack.get(key)
+        is_complete = isinstance(value, Tensor) and value.ndim >= 3 and len(value) == length
+        if not is_complete and not source.is_fresh:
+            shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(
+                f"{key} of {name} of {state_dict.where} should stack {length} of "
+                f"{len(group.ids)} matrices, as each of {len(source.ranks)} ranks has them, found "
+                f"{shape}: give the state dicts of all ranks, in their order"
+            )
+    for number in range(len(targets), length * len(source.ranks)):
+        rank, row = divmod(number, length)
         if stacks[rank] and bool(stacks[rank]["momentum_buffer"][row].any()):
             raise ValueError(
                 f"{source.ranks[rank].where} has momentum behind the {len(targets)} matrices of "
-                f"{label(group, 0, source)}, where the last ranks have zeros: give the state "
-                "dicts in the order of the ranks"
+                f"{name}, where the last ranks have zeros: give the state dicts in the order of "
+                "the ranks"
             )
     saved_states = []
     for number, target in enumerate(targets):
-        rank, row = divmod(number, per_rank)
-        where = f"matrix {row} of {label(group, 0, source)} of {source.ranks[rank].where}"
+        rank, row = divmod(number, length)
+        where = f"matrix {row} of {name} of {source.ranks[rank].where}"
         state = {key: stack[row] for key, stack in stacks[rank].items()}
         options = convert_options(group.options, is_muon=True)
         saved_states.append(SavedState(target, where, True, "ema", state, options))
     return saved_states
-
-
-def _check_stack(
-    value: Any, key: str, per_rank: int, where: str, source: SourceOptimizer, group: SavedGroup
-) -> None:
-    if not isinstance(value, Tensor) or value.ndim < 3 or value.shape[0] != per_rank:
-        shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-        raise ValueError(
-            f"{key} of {label(group, 0, source)} of {where} should stack {per_rank} of "
-            f"{len(group.ids)} matrices, as each of {len(source.ranks)} ranks has them, found "
-            f"{shape}: give the state dicts of all ranks, in their order"
-        )
 
 
 def _join_rows(
@@ -97,7 +93,7 @@ def _join_rows(
         ValueError: ranks have stepped it differently.
     """
     world = len(source.ranks)
-    where = f"{label(group, index, source)} of {source.where}"
+    where = f"{source.label(group, index)} of {source.where}"
     states = [pick(rank.param_state(group.ids[index]), ADAMW_KEYS) for rank in source.ranks]
     steps = {float(state["step"]) if "step" in state else None for state in states}
     if len(steps) > 1 or len({frozenset(state) for state in states}) > 1:
@@ -108,7 +104,12 @@ def _join_rows(
     joined = dict(states[0])
     for key in ("exp_avg", "exp_avg_sq"):
         slices = [state.get(key) for state in states]
-        if world > 1 and all(isinstance(s, Tensor) and _is_slice(s, target, world) for s in slices):
+        if world > 1 and all(
+            isinstance(rows, Tensor)
+            and rows.ndim > 0
+            and (rows.shape[0] * world, *rows.shape[1:]) == target.shape
+            for rows in slices
+        ):
             joined[key] = torch.cat(slices)  # type: ignore[arg-type]
         value = joined.get(key)
         if isinstance(value, Tensor) and target.shape not in (None, tuple(value.shape)):
@@ -119,10 +120,3 @@ def _join_rows(
             )
     options = convert_options(group.options, is_muon=False)
     return SavedState(target, where, False, "ema", joined, options)
-
-
-def _is_slice(value: Tensor, target: TargetParam, world: int) -> bool:
-    """Whether it is an equal part of the rows of a parameter."""
-    if not target.shape or value.ndim == 0:
-        return False
-    return (value.shape[0] * world, *value.shape[1:]) == target.shape

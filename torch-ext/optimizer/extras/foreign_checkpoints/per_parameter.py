@@ -1,4 +1,4 @@
-"""Reads checkpoints that have the state of each parameter under that parameter.
+"""Reads torch's, Motif's and LlamaFactory's checkpoints: each parameter has its own state.
 
 - ``torch.optim.Muon`` (2.9 and later): ``momentum_buffer``, averaged; usually beside
   ``torch.optim.AdamW``: ``step``, ``exp_avg``, ``exp_avg_sq``.
@@ -16,7 +16,7 @@ from typing import Any
 from ...parameters.options import Group
 from ...state.checkpoints import MOTIFS_NAMES
 from .hyperparameters import convert_options
-from .matching import SavedState, TargetOptimizer, TargetParam, label, match_groups
+from .matching import SavedState, TargetOptimizer, TargetParam, match_groups
 from .reading import SavedGroup, SourceOptimizer
 
 MUON_KEYS = ("momentum_buffer",)
@@ -83,7 +83,7 @@ def saved_use_muon(source: SourceOptimizer, group: SavedGroup, index: int) -> bo
     flag = source.ranks[0].param_state(group.ids[index]).get("use_muon")
     if not isinstance(flag, bool):
         raise ValueError(
-            f"{label(group, index, source)} has no use_muon in {source.where}, where its "
+            f"{source.label(group, index)} has no use_muon in {source.where}, where its "
             "optimizer has one from the start: is the state dict complete?"
         )
     return flag
@@ -110,7 +110,7 @@ def read_param(
 ) -> SavedState:
     """The state of a parameter that the state dict of ``rank`` has whole."""
     state_dict = source.ranks[rank]
-    where = f"{label(group, index, source)} of {state_dict.where}"
+    where = f"{source.label(group, index)} of {state_dict.where}"
     state = pick(state_dict.param_state(group.ids[index]), MUON_KEYS if is_muon else ADAMW_KEYS)
     return SavedState(target, where, is_muon, momentum_style, state, options)
 

@@ -1,8 +1,8 @@
-"""Reads checkpoints in which each rank saved the momentum of the parameters that it updates.
+"""Reads Keller Jordan's checkpoints: each rank saved the momentum of parameters that it updates.
 
-Keller Jordan's Muons write them, and so did nanochat's before its optimizers became one. A rank has
-the parameters of a group at positions rank, rank + world size, … AdamW's state, where there is any,
-is the same on all ranks. The order of a group:
+So did nanochat's before its optimizers became one. A rank updates the parameters of a group at
+positions rank, rank + world size, … AdamW's state, where there is any, is the same on all ranks.
+The order of a group:
 
 - ``Muon``, ``MuonWithAuxAdam``: parameters by size, largest first, equal ones in order.
 - ``SingleDeviceMuon``, ``SingleDeviceMuonWithAuxAdam``: as given.
@@ -21,17 +21,9 @@ from typing import Any, Optional
 from torch import Tensor
 
 from ...parameters.options import Group
+from . import matching
 from .hyperparameters import SCHEDULED, convert_options
-from .matching import (
-    SavedState,
-    Shape,
-    TargetOptimizer,
-    TargetParam,
-    check_names,
-    cut,
-    label,
-    match_groups,
-)
+from .matching import SavedState, Shape, TargetOptimizer, TargetParam
 from .per_parameter import read_param, saved_params, saved_use_muon
 from .reading import SavedGroup, SourceOptimizer
 
@@ -60,11 +52,11 @@ def read(source: SourceOptimizer, optimizer: TargetOptimizer) -> list[SavedState
     if is_grouped_by_size(source):
         return read_matched(source, group_by_size(source, optimizer))
     matched = []
-    for group, targets in zip(source.groups, match_groups(source, optimizer)):
+    for group, targets in zip(source.groups, matching.match_groups(source, optimizer)):
         if group.options.get("use_muon", source.use_muon):
             targets = _in_saved_order(source, group, targets)
         matched.append(targets)
-    check_names(source, matched)
+    matching.check_names(source, matched)
     return read_matched(source, matched)
 
 
@@ -105,7 +97,7 @@ def _updating_rank(source: SourceOptimizer, group: SavedGroup, index: int, turn:
     saved_world = buffer.shape[0] if isinstance(buffer, Tensor) and buffer.ndim == 2 else world
     if saved_world != world or (ranks != [turn % world] and not source.is_fresh):
         raise ValueError(
-            f"the momentum of {label(group, index, source)} should be in the state dict of "
+            f"the momentum of {source.label(group, index)} should be in the state dict of "
             f"rank {turn % world} of {world} alone, but is in those of {ranks or 'none'}: give "
             "the state dicts of all ranks, in their order; each holds what its rank has updated"
         )
@@ -128,7 +120,7 @@ def _read_replicated(
     steps = {None if step is None else float(step) for step in counts}
     if len(steps) > 1:
         raise ValueError(
-            f"{label(group, index, source)} has been stepped {steps} times on different ranks: "
+            f"{source.label(group, index)} has been stepped {steps} times on different ranks: "
             "give the state dicts of one checkpoint"
         )
     return read_param(source, group, index, target, False, "ema", options)
@@ -145,23 +137,19 @@ def _in_saved_order(
         return list(targets)
     shapes = [_momentum_shape(source, saved_id) for saved_id in group.ids]
     by_size = sorted(targets, key=lambda target: target.shape or (), reverse=True)
-    kernels = iter([target for target in targets if _is_4d(target.shape)])
-    matrices = iter([target for target in targets if not _is_4d(target.shape)])
-    merged = [next(kernels if _is_4d(shape) else matrices, None) for shape in shapes]
+    kernels = iter([target for target in targets if len(target.shape or ()) == 4])
+    matrices = iter([target for target in targets if len(target.shape or ()) != 4])
+    merged = [next(kernels if len(shape or ()) == 4 else matrices, None) for shape in shapes]
     for order in (list(targets), merged, by_size):
         if all(t is not None and s in (None, t.shape) for t, s in zip(order, shapes)):
             return [t for t in order if t is not None]
     index = next(i for i, (t, s) in enumerate(zip(targets, shapes)) if s not in (None, t.shape))
     raise ValueError(
-        f"{label(group, index, source)} has a momentum_buffer of shape {shapes[index]}, where "
+        f"{source.label(group, index)} has a momentum_buffer of shape {shapes[index]}, where "
         f"{targets[index].name} has {targets[index].shape}, and by size, which is how "
         f"MuonWithAuxAdam sorts, {by_size[index].name} has {by_size[index].shape}: "
         "give the parameters in the order in which the other optimizer was given them"
     )
-
-
-def _is_4d(shape: Optional[Shape]) -> bool:
-    return shape is not None and len(shape) == 4
 
 
 def _momentum_shape(source: SourceOptimizer, saved_id: Any) -> Optional[Shape]:
@@ -181,7 +169,7 @@ def group_by_size(source: SourceOptimizer, optimizer: TargetOptimizer) -> list[l
     """
     ordered = optimizer.ordered(source.use_muon)
     if source.is_fresh:
-        return cut(ordered, [len(group.ids) for group in source.groups], source)
+        return matching.cut(ordered, [len(group.ids) for group in source.groups], source)
     matched: list[list[TargetParam]] = []
     for number, group in enumerate(source.groups):
         shape, numel = _size_of(source, group)
@@ -200,7 +188,7 @@ def group_by_size(source: SourceOptimizer, optimizer: TargetOptimizer) -> list[l
         in_groups = {target for group in matched for target in group}
         name = next(target.name for target in ordered if target not in in_groups)
         raise ValueError(f"{source.where} has no parameter of the size of {name}")
-    check_names(source, matched)
+    matching.check_names(source, matched)
     return matched
 
 
@@ -234,7 +222,7 @@ def _read_first_version(source: SourceOptimizer, optimizer: TargetOptimizer) -> 
             if key not in group.options:
                 raise ValueError(f"group {number} of {source.where} has no {key}")
     saved_states, turn = [], 0
-    for group, index, target in saved_params(source, match_groups(source, optimizer)):
+    for group, index, target in saved_params(source, matching.match_groups(source, optimizer)):
         options = group.options
         if not saved_use_muon(source, group, index):
             ratio = options["adamw_lr_ratio"]

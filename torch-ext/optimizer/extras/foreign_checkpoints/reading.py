@@ -1,7 +1,7 @@
-"""Brings state dicts of other optimizers, checked, into one form, and tells which kind wrote them.
+"""Checks state dicts of other optimizers, tells which source wrote them, and unifies their form.
 
 They may be as torch.optim writes them, keyed by name, flattened, or one for each rank. Nothing is
-unpickled, copied or changed here.
+unpickled, copied or changed.
 """
 
 from __future__ import annotations
@@ -78,6 +78,12 @@ class SourceOptimizer:
     def where(self) -> str:
         """What messages call it."""
         return self.ranks[0].where if len(self.ranks) == 1 else "the state dicts of the ranks"
+
+    def label(self, group: SavedGroup, index: int) -> str:
+        """What messages call a parameter of one of the groups."""
+        name = f" ({group.names[index]})" if group.names is not None else ""
+        number = [other is group for other in self.groups].index(True)
+        return f"parameter {index}{name} of group {number}"
 
     @property
     def is_fresh(self) -> bool:

@@ -211,12 +211,11 @@ def _reader_of(value: Any) -> Optional[Callable[..., Call]]:
     if value is _PATCH.function(F.scaled_dot_product_attention):
         return read_sdpa
     flex = getattr(sys.modules.get(FLEX), "flex_attention", None)
-    flex = None if flex is None else _PATCH.function(flex)
-    if flex is not None and (
-        value is flex or getattr(value, "_torchdynamo_orig_callable", None) is flex
-    ):
-        return read_flex
-    return None
+    if flex is None:
+        return None
+    flex = _PATCH.function(flex)
+    is_flex = value is flex or getattr(value, "_torchdynamo_orig_callable", None) is flex
+    return read_flex if is_flex else None
 
 
 def read_sdpa(

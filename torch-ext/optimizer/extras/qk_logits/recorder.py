@@ -224,7 +224,9 @@ class QKLogitRecorder:
                 self._leave(earlier, ended=False)
         self._running.forwards.append(forward)
         if forward.is_recorded:
-            forward.snapshots = _snapshots(record.within)
+            if torch._C._functorch.peek_interpreter_stack() is None:  # else nothing is recorded
+                with _disable_current_modes():  # for selective checkpointing, see add_eagerly
+                    forward.snapshots = [_Snapshot(r) for r in record.within]
             if record.attends:
                 if isinstance(record.query, Tensor):
                     record.note_rows(record.query)
@@ -363,7 +365,10 @@ class _Record:
             return
         # Selective checkpointing would take our operations for some of those it runs again.
         with _disable_current_modes():
-            self.add(call)
+            self.prepare(call.head_count, call.device)
+            assert self.maxima is not None
+            call.raise_maxima(self.maxima)
+            self.heads, self.head_dim = call.heads, call.head_dim
 
     def add_compiled(self, call: Call) -> None:
         # Nothing is assigned here: a graph under activation checkpointing must not, and one that
@@ -372,12 +377,6 @@ class _Record:
         _note_observed(self.key, call.head_count, call.head_dim, device.type, device.index)
         assert self.maxima is not None
         call.raise_maxima(self.maxima)
-
-    def add(self, call: Call) -> None:
-        self.prepare(call.head_count, call.device)
-        assert self.maxima is not None
-        call.raise_maxima(self.maxima)
-        self.heads, self.head_dim = call.heads, call.head_dim
 
     def prepare(self, count: int, device: torch.device) -> None:
         """Makes the maxima of ``count`` heads where there are none, or those of other heads."""
@@ -504,13 +503,6 @@ class _Snapshot:
         elif record.maxima is not None:  # compiled forwards may guard on it
             record.maxima.fill_(-math.inf)
         record.forwards, record.is_blind, record.problem = self._fields
-
-
-def _snapshots(records: Iterable[_Record]) -> list[_Snapshot]:
-    if torch._C._functorch.peek_interpreter_stack() is not None:  # where nothing is recorded
-        return []
-    with _disable_current_modes():  # for selective checkpointing, see add_eagerly
-        return [_Snapshot(record) for record in records]
 
 
 @dataclass(eq=False)
