@@ -243,7 +243,7 @@ def as_on_accelerators(clocks: Clocks) -> Iterator[None]:
             stack.enter_context(patch.object(core, name, charge(clocks)))
         stack.enter_context(patch.object(iteration, "_normalize_exactly", _normalization(clocks)))
         ways = products.PRODUCTS
-        stack.enter_context(patch.dict(ways, widened=_products(clocks, products._sides)))
+        stack.enter_context(patch.dict(ways, in_fp32=_products(clocks, products._sides)))
         for table in by_cpus:
             stack.enter_context(patch.dict(table))
             del table["cpu"]

@@ -197,7 +197,7 @@ def main() -> int:
         return math.nan
 
     where = torch.empty(0, device=device).device  # with its index
-    target = configs.target_of(where)
+    target = configs.compile_target(where)
     findings = []
     for dtype in arguments.dtypes:
         for size in DRY_SIZES if arguments.dry_run else SIZES:

@@ -424,7 +424,7 @@ def test_fp16_on_cpus_takes_the_form_that_it_has_on_accelerators():
     for rows, cols in ((512, 512), (640, 960), (512, 4096), (4096, 1024)):
         here, there = (form_of(rows, cols, dtype=FP16, device=device) for device in (CPU, CUDA))
         assert here.restarts == there.restarts
-        assert (here.products, there.products) == ("widened", "tiles")
+        assert (here.products, there.products) == ("in_fp32", "tiles")
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
@@ -501,7 +501,7 @@ def test_kernels_take_the_iteration_where_its_stand_in_takes_it(shape, restarts,
     products_by_tiles(monkeypatch)
     triples = ns.resolve("polar_express", 5).triples
     G, found = randn(2, *shape).half(), []
-    for products in ("tiles", "widened"):
+    for products in ("tiles", "in_fp32"):
         form = ns.Form(triples, restarts, products, "")
         monkeypatch.setattr(ns.Recipe, "form", lambda *sizes, form=form: form)
         found.append(newton_schulz(G, norm=norm, dtype=FP16))

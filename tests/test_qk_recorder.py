@@ -10,6 +10,7 @@ import pickle
 import threading
 import weakref
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -455,7 +456,7 @@ def test_flex_attention_by_its_mask():
 
 def test_flex_attention_by_the_maxima_it_has_taken():
     """Which torch has on accelerators only, so the call's answer is made up."""
-    module = __import__(optimizer.qk_clip.__name__, fromlist=["attention_calls"]).attention_calls
+    module = import_module(f"{optimizer.__name__}.extras.qk_logits.attention_calls")
     q = torch.randn(2, HEADS, 6, 8)
     scores = torch.randn(2, HEADS, 6, dtype=torch.bfloat16)
     aux = AuxRequest(max_scores=True)

@@ -76,7 +76,7 @@ def symmetric_cases(chip: Chip) -> list[Case]:
     if chip.architecture == "sm_90":  # what sizes do to the kernel, whatever the chip
         job = symmetric_job(chip, "float16", "float16", config, even=False, aligned=False)
         one = {**job, "arguments": {**job["arguments"], "s": 1, "k": 1}}  # Triton makes 1 constant
-        wide = {**job, "arguments": {**job["arguments"], "WIDE": True}}
+        wide = {**job, "arguments": {**job["arguments"], "LONG_OFFSETS": True}}
         cases["one"] = Case(f"{chip.architecture}-symmetric-one", chip, one, True)
         cases["wide"] = Case(f"{chip.architecture}-symmetric-wide", chip, wide, True, True)
     return list(cases.values())
@@ -103,7 +103,7 @@ def symmetric_job(
         **dict.fromkeys(("ALPHAS", "BETAS"), full),
         "HAS_C": True,
         "EVEN": even,
-        "WIDE": False,
+        "LONG_OFFSETS": False,
         "PERSISTENT": even and aligned and config.persistent > 0,
         "INTERPRETED": False,
         "BLOCK": config.block,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import inspect
+import itertools
 import json
 import math
 import os
@@ -433,12 +435,91 @@ def steps_by(kernels: bool) -> Iterator[None]:
     where = optimizer.core, optimizer.distributed.wire
     before = [module.triton_kernels for module in where]
     for module in where:
-        module.triton_kernels = types.SimpleNamespace(run_on=lambda device_type: kernels)
+        module.triton_kernels = types.SimpleNamespace(is_used_on=lambda device_type: kernels)
     try:
         yield
     finally:
         for module, found in zip(where, before):
             module.triton_kernels = found
+
+
+# Values of every option of `core`'s two functions, by which torch's path and the kernels' are
+# compared; a function makes a value of the tensors that the option is about, (2, 6, 40).
+KEEP = [row.view(6, 1).to(DEVICE) for row in (torch.arange(6) % 3 != 1, torch.arange(6) > 1)]
+FACTORS = [torch.linspace(0.5, 2.0, 6).view(6, 1), torch.linspace(2.0, 0.5, 40).view(1, 40)]
+VALUES: dict[str, dict[str, list]] = {
+    "update_momentum": {
+        "momentum": [0.9, 0.0],
+        "nesterov": [False, True],
+        "style": ["classical", "ema"],
+        "maximize": [False, True],
+        "keep": [None, KEEP],
+        "wanted": [True, False],
+        "largest": [None, lambda outputs: list(outputs.new_full((2,), GUARD).unbind())],
+    },
+    "update_weights": {
+        "rate": [0.05, torch.tensor(0.05, device=DEVICE)],
+        "decay": [0.0, 0.3, torch.tensor(0.3, device=DEVICE)],
+        "cautious": [False, True],
+        "factors": [None, [factor.to(DEVICE) for factor in FACTORS]],
+        "keep": [None, KEEP],
+        "together": [None, lambda updates: updates],
+    },
+}
+# What kernels take for options that `core` translates; None where it only says how tensors lie.
+TRANSLATED = {"style": "weight", "maximize": "weight", "together": None}
+
+
+def options_of(function: Callable) -> set[str]:
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize("name", VALUES)
+def test_every_option_of_core_is_compared_and_kernels_take_it(name):
+    options = options_of(getattr(optimizer.core, name))
+    assert options == set(VALUES[name])
+    translated = {TRANSLATED.get(option, option) for option in options}
+    assert translated - {None} == options_of(getattr(elementwise, name))
+
+
+def changed_by_core(name: str, dtype: torch.dtype, options: dict, kernels: bool) -> list:
+    """The tensors that one of `core`'s functions has changed, as far as they are defined then."""
+    torch.manual_seed(0)
+    changed, read = torch.randn(2, 2, 6, 40).to(DEVICE)
+    read[..., :2] = torch.tensor([0.0, -0.0])
+    changed, outputs = changed.to(dtype), torch.full_like(read, GUARD)
+    if options["keep"] is not None:  # what is not kept may hold anything
+        for tensor, kept in zip(read, KEEP):
+            tensor.masked_fill_(~kept, INF)
+    about = outputs if name == "update_momentum" else read
+    options = {key: v(about) if callable(v) else v for key, v in options.items()}
+    stacks = (changed, read.to(dtype), outputs) if name == "update_momentum" else (changed, read)
+    with steps_by(kernels):
+        getattr(optimizer.core, name)(*(list(stack.unbind()) for stack in stacks), **options)
+    if not options.get("wanted"):
+        return [changed]
+    return [changed, outputs, *(options["largest"] or ())]
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize("name", VALUES)
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_kernels_do_what_core_does_without_them_for_all_options(name, dtype, monkeypatch):
+    launched = launches(monkeypatch)
+    for values in itertools.product(*VALUES[name].values()):
+        options = dict(zip(VALUES[name], values))
+        expected = changed_by_core(name, dtype, options, kernels=False)
+        assert not launched
+        found = changed_by_core(name, dtype, options, kernels=True)
+        assert launched
+        launched.clear()
+        # The interpreter rounds to bf16 towards zero.
+        slack = 2e-2 if dtype == BF16 else 2e-6
+        for tensor, other in zip(found, expected):
+            message = f"{options}"
+            torch.testing.assert_close(tensor, other, rtol=slack, atol=slack, msg=message)
 
 
 OPTIONS = {

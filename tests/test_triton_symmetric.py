@@ -227,7 +227,7 @@ def test_numbers_of_tiles_are_exact_where_floats_are_not():
 
 
 def test_more_tiles_than_a_grid_holds_are_taken_in_turns():
-    target = configs.Target("d", "sm_90", "cuda", 132)
+    target = configs.CompileTarget("d", "sm_90", "cuda", 132)
     programs = symmetric._programs
     assert programs(2**33, SMALL, False, target) == 2**31 - 1
     persistent = dataclasses.replace(SMALL, persistent=2)
@@ -452,7 +452,7 @@ def choose(dtype, s, k, batch, aligned, target):
 @pytest.mark.parametrize("architecture, backend, processors", ARCHITECTURES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_heuristic_has_a_rule_for_every_size(dtype, architecture, backend, processors):
-    target = configs.Target("unknown", architecture, backend, processors)
+    target = configs.CompileTarget("unknown", architecture, backend, processors)
     name = str(dtype).removeprefix("torch.")
     rules = configs.rules_of(name, architecture, backend)
     possible = {rule.config for rule in rules}  # what test_triton_compile.py compiles
@@ -462,7 +462,7 @@ def test_the_heuristic_has_a_rule_for_every_size(dtype, architecture, backend, p
 
 
 def test_large_tiles_are_for_many_of_them():
-    target = configs.Target("unknown", "sm_90", "cuda", 132)
+    target = configs.CompileTarget("unknown", "sm_90", "cuda", 132)
     blocks = [
         choose(torch.float16, s, s, batch, aligned, target).block
         for s, batch, aligned in [
@@ -499,7 +499,7 @@ def test_the_nearest_measurement_comes_before_the_heuristic(tmp_path, monkeypatc
     ]
     (tmp_path / "chip.json").write_text(json.dumps(measured_file(*entries)))
     monkeypatch.setattr(configs, "DIRECTORY", tmp_path)
-    target = configs.Target("chip", "sm_90", "cuda", 132)
+    target = configs.CompileTarget("chip", "sm_90", "cuda", 132)
     sizes = [(1000, 1000, 1), (8192, 8192, 1), (900, 1024, 64), (1, 1, 1)]
     assert [choose(torch.float16, *size, True, target).group for size in sizes] == [1, 2, 3, 1]
     assert choose(torch.float32, 4096, 4096, 1, True, target).group == 4
@@ -512,7 +512,7 @@ def test_operands_that_were_not_measured_are_left_to_the_heuristic(tmp_path, mon
         (tmp_path / file.name).write_text(file.read_text())
     (tmp_path / "single.json").write_text(json.dumps(measured_file(entry(1024), device="single")))
     monkeypatch.setattr(configs, "DIRECTORY", tmp_path)
-    target = configs.Target("single", "sm_90", "cuda", 132)
+    target = configs.CompileTarget("single", "sm_90", "cuda", 132)
     assert choose(torch.float16, 1024, 1024, 1, True, target) == SMALL
     assert choose(torch.float16, 1024, 1024, 1, False, target).block == 64
     assert choose(torch.float32, 1024, 1024, 1, True, target).block == 64
@@ -576,7 +576,7 @@ def test_names_of_devices_become_names_of_files():
 
 def test_looking_up_a_device_is_done_once():
     device = torch.device(DEVICE, 0) if DEVICE != "cpu" else torch.device("cpu")
-    assert configs.target_of(device) is configs.target_of(device)
+    assert configs.compile_target(device) is configs.compile_target(device)
 
 
 # The tuner

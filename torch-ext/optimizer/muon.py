@@ -763,7 +763,7 @@ class Muon(torch.optim.Optimizer):
             kind,
             params,
             hyperparameters,
-            own_groups=self.param_groups,
+            param_groups=self.param_groups,
             groups=groups,
             names=survey.names,
             entries=survey.entries,

@@ -1,11 +1,11 @@
-"""The numbers of other Muons: one call that takes what their constructors take.
+"""Presets: translate the constructor arguments of other Muons to those of `Muon`.
 
 A preset returns the keyword arguments of `Muon`, groups included: its user changes one line::
 
     optimizer = Muon(**presets.torch_muon(matrices, lr=0.02))
 
-All presets raise a ValueError where they get an argument or a group key that the source does not
-have, or that has no counterpart. Further options of `Muon` go to `Muon`, beside the preset's.
+All presets raise a ValueError for an argument or a group key that the source does not have, or
+that has no counterpart. Further options of `Muon` go to `Muon`, beside the preset's.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ def torch_muon(params: Params, lr: Any = 1e-3, **arguments: Any) -> dict[str, An
         ValueError: unknown ``adjust_lr_fn``.
     """
     _check_arguments(arguments, "torch.optim.Muon", _TORCH_DEFAULTS)
-    given = {**_TORCH_DEFAULTS, **arguments}
-    muon = {"lr", *_TORCH_DEFAULTS}
+    defaults = {**_TORCH_DEFAULTS, **arguments}
     groups = []
-    for group in _muon_groups(params, "torch.optim.Muon", muon, GROUP_OPTIONS):
-        own = {key: group.pop(key) for key in _TORCH_DEFAULTS if key in group}
-        groups.append({**group, **_from_torch({**given, **own})} if own else group)
-    options = {"momentum_style": "ema", "none_grad": False}
-    return {"params": groups, "lr": lr, **options, **_from_torch(given)}
+    muon_keys = {"lr", *_TORCH_DEFAULTS}
+    for group in _muon_groups(params, "torch.optim.Muon", muon_keys, GROUP_OPTIONS):
+        options = {key: group.pop(key) for key in _TORCH_DEFAULTS if key in group}
+        groups.append({**group, **_from_torch({**defaults, **options})} if options else group)
+    fixed = {"momentum_style": "ema", "none_grad": False}
+    return {"params": groups, "lr": lr, **fixed, **_from_torch(defaults)}
 
 
 _TORCH_DEFAULTS = {
@@ -78,7 +78,7 @@ _TORCH_DEFAULTS = {
 
 
 def _from_torch(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """torch's names and meanings to those of `Muon`."""
+    """torch's arguments as those of `Muon`."""
     scale = arguments["adjust_lr_fn"]
     if scale not in (None, "original", "match_rms_adamw"):
         raise ValueError(
@@ -117,9 +117,10 @@ def keller_jordan(
         ValueError: a convolution whose kernel is higher than wide, whose scale has no name here.
     """
     _check_arguments(unknown, "Keller Jordan's Muon", _arguments_of(keller_jordan))
-    muon, adam = {"lr", "weight_decay", "momentum"}, {"lr", "weight_decay", "betas", "eps"}
+    source, muon_keys = "Keller Jordan's Muon", {"lr", "weight_decay", "momentum"}
+    adam_keys = {"lr", "weight_decay", "betas", "eps"}
     groups: list[dict[str, Any]] = []
-    for number, group in enumerate(_muon_groups(params, "Keller Jordan's Muon", muon, adam)):
+    for number, group in enumerate(_muon_groups(params, source, muon_keys, adam_keys)):
         if not group["use_muon"]:
             group["adamw_betas"] = group.pop("betas", (0.9, 0.95))
             group["adamw_eps"] = group.pop("eps", 1e-10)
@@ -229,42 +230,43 @@ def dion(
         key = "newton_schulz_func" if newton_schulz_func else "use_gram_newton_schulz"
         raise ValueError(f"dion's {key} has no counterpart: leave it out")
     _check_arguments(unknown, "dion's Muon", _arguments_of(dion))
-    given = {"mu": mu, "epsilon": epsilon, "adjust_lr": adjust_lr, "cautious_wd": cautious_wd}
-    given |= {"beta1": betas[0], "beta2": betas[1], "num_heads": None, "split_sizes": None}
-    known = {"algorithm", "lr", "weight_decay", "nesterov", "flatten", *given}
+    defaults = {"mu": mu, "epsilon": epsilon, "adjust_lr": adjust_lr, "cautious_wd": cautious_wd}
+    defaults |= {"beta1": betas[0], "beta2": betas[1], "num_heads": None, "split_sizes": None}
+    keys = {"algorithm", "lr", "weight_decay", "nesterov", "flatten", *defaults}
     scales = {"spectral_norm": "spectral", "rms_norm": "match_rms_adamw", None: "none"}
     groups = []
-    for number, group in enumerate(_muon_groups(params, "dion's Muon", known, known)):
+    for number, group in enumerate(_muon_groups(params, "dion's Muon", keys, keys)):
         where = f"param_groups[{number}]"
         algorithm = group.pop("algorithm", "muon")
         if algorithm not in ("muon", "adamw"):
             raise ValueError(f"algorithm must be 'muon' or 'adamw', found {algorithm!r}")
-        own = {key: group.pop(key, default) for key, default in given.items()}
-        if own["adjust_lr"] not in scales:
+        options = {key: group.pop(key, default) for key, default in defaults.items()}
+        scale = options["adjust_lr"]
+        if scale not in scales:
             raise ValueError(
-                f"adjust_lr must be 'spectral_norm', 'rms_norm' or None, found {own['adjust_lr']!r}"
+                f"adjust_lr must be 'spectral_norm', 'rms_norm' or None, found {scale!r}"
             )
         group.update(
             use_muon=algorithm == "muon",
-            momentum=own["mu"],
-            adjust_lr=scales[own["adjust_lr"]],
-            cautious=own["cautious_wd"],
-            ns_eps=own["epsilon"],
-            adamw_betas=(own["beta1"], own["beta2"]),
-            adamw_eps=own["epsilon"],
+            momentum=options["mu"],
+            adjust_lr=scales[scale],
+            cautious=options["cautious_wd"],
+            ns_eps=options["epsilon"],
+            adamw_betas=(options["beta1"], options["beta2"]),
+            adamw_eps=options["epsilon"],
         )
         if algorithm == "adamw":
-            if own["cautious_wd"] and group.get("weight_decay", weight_decay):
+            if options["cautious_wd"] and group.get("weight_decay", weight_decay):
                 raise ValueError(
                     f"{where}: AdamW has no cautious decay here: give it cautious_wd=False"
                 )
             groups.append(group)
-        elif own["num_heads"] is not None and own["split_sizes"] is not None:
+        elif options["num_heads"] is not None and options["split_sizes"] is not None:
             raise ValueError(f"{where} has num_heads and split_sizes; give one of them")
-        elif own["num_heads"] is None:
-            groups.append({**group, "split": own["split_sizes"]})
+        elif options["num_heads"] is None:
+            groups.append({**group, "split": options["split_sizes"]})
         else:
-            groups += _by_heads(group, own["num_heads"], where)
+            groups += _by_heads(group, options["num_heads"], where)
     is_group = distributed_mesh is not None and not hasattr(distributed_mesh, "mesh")
     return {
         "params": groups,
@@ -279,7 +281,7 @@ def dion(
 
 
 def _by_heads(group: dict[str, Any], heads: int, where: str) -> list[dict[str, Any]]:
-    """The group in parts, by the rows of a head."""
+    """Divides a group by the number of rows that a head of its matrices has."""
     group = validation.normalize_group(group, where)
     if not is_int(heads) or heads < 1:
         raise ValueError(f"{where}: num_heads must be an int ≥ 1, found {heads!r}")
@@ -291,8 +293,8 @@ def _by_heads(group: dict[str, Any], heads: int, where: str) -> list[dict[str, A
             )
     rows = [param.shape[0] // heads for param in group["params"]]
     return [
-        {**_subset(group, [of_param == size for of_param in rows]), "split": size}
-        for size in dict.fromkeys(rows)
+        {**_subset(group, [count == split for count in rows]), "split": split}
+        for split in dict.fromkeys(rows)
     ]
 
 
@@ -313,7 +315,7 @@ class MuonAdamW(Muon):
     """
 
     def __init__(self, param_groups: list[dict[str, Any]], **options: Any):
-        nanochats: dict[str, Any] = {
+        fixed: dict[str, Any] = {
             "ns_coefficients": "polar_express",
             "momentum_style": "ema",
             "adjust_lr": "original",
@@ -321,35 +323,36 @@ class MuonAdamW(Muon):
             "cautious": True,
             "none_grad": False,
         }
-        for key in ("beta2", *_OF_ADAMW, *nanochats):
+        for key in ("beta2", *_NANOCHAT_KEYS, *fixed):
             if key in options:
                 raise ValueError(
                     f"{key} is nanochat's, or a group's: {type(self).__name__} takes none"
                 )
-        super().__init__(param_groups, **nanochats, **options)
+        super().__init__(param_groups, **fixed, **options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         where, kind = f"param_groups[{len(self.param_groups)}]", param_group.get("kind")
         if kind not in ("muon", "adamw"):
             raise ValueError(f"{where}: kind must be 'muon' or 'adamw', found {kind!r}")
-        for key, meant in _OF_ADAMW.items():
+        for key, nanochat_key in _NANOCHAT_KEYS.items():
             if key in param_group:
-                raise ValueError(f"{where} has {key!r}, which nanochat calls {meant!r}")
+                raise ValueError(f"{where} has {key!r}, which nanochat calls {nanochat_key!r}")
         super().add_param_group({**param_group, "use_muon": kind == "muon"})
 
     def _defaults_of(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        own = {"beta2": 0.95} if group["use_muon"] else {"betas": (0.9, 0.95), "eps": 1e-8}
-        return {**super()._defaults_of(group), **own}
+        defaults = {"beta2": 0.95} if group["use_muon"] else {"betas": (0.9, 0.95), "eps": 1e-8}
+        return {**super()._defaults_of(group), **defaults}
 
     def _translate(self, group: dict[str, Any]) -> Group:
         if group["use_muon"] is True:  # nothing is validated yet
-            own = {"beta2": 0.0 if group["beta2"] is None else group["beta2"]}
+            options = {"beta2": 0.0 if group["beta2"] is None else group["beta2"]}
         else:
-            own = {"adamw_betas": group.get("betas"), "adamw_eps": group.get("eps")}
-        return super()._translate({**group, **own})
+            options = {key: group.get(name) for key, name in _NANOCHAT_KEYS.items()}
+        return super()._translate({**group, **options})
 
 
-_OF_ADAMW = {"adamw_betas": "betas", "adamw_eps": "eps"}
+# What nanochat calls options of AdamW's groups.
+_NANOCHAT_KEYS = {"adamw_betas": "betas", "adamw_eps": "eps"}
 
 
 class DistMuonAdamW(MuonAdamW):
@@ -376,16 +379,15 @@ class DistMuonAdamW(MuonAdamW):
 
 
 def _muon_groups(
-    params: Params, source: str, muon: Collection[str], adamw: Collection[str]
+    params: Params, source: str, muon_keys: Collection[str], adamw_keys: Collection[str]
 ) -> list[dict[str, Any]]:
-    """Copies of groups, Muon's unless they say otherwise; anything else as one Muon group. Groups
-    of Muon may have the keys ``muon``, those of AdamW the keys ``adamw``."""
+    """Copies of groups, Muon's unless they say otherwise; anything else as one Muon group."""
     params = [params] if isinstance(params, Tensor) else list(params)
     if not params or not isinstance(params[0], dict):
         return [{"params": params, "use_muon": True}]
     groups = [{"use_muon": True, **group} for group in params]
     for number, group in enumerate(groups):
-        _check_keys(group, number, source, muon if group["use_muon"] else adamw)
+        _check_keys(group, number, source, muon_keys if group["use_muon"] else adamw_keys)
     return groups
 
 
@@ -394,22 +396,21 @@ def _arguments_of(function: Callable[..., Any]) -> list[str]:
     return [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
 
 
-def _check_arguments(given: Iterable[str], source: str, known: Collection[str]) -> None:
-    for key in given:
-        if key not in known:
-            raise ValueError(f"{source} has no argument {key!r}; it has {', '.join(known)}")
+def _check_arguments(names: Iterable[str], source: str, valid: Collection[str]) -> None:
+    for name in names:
+        if name not in valid:
+            raise ValueError(f"{source} has no argument {name!r}; it has {', '.join(valid)}")
 
 
-# Keys that say what a group holds.
+# Keys that say what a group holds, which all sources' groups may have.
 _CONTENTS = ("params", "names", "param_names", "use_muon", "expert_keys")
 
 
-def _check_keys(group: Iterable[str], number: int, source: str, known: Collection[str]) -> None:
-    """Raises where a group has keys that are neither the source's nor tell what the group holds."""
-    for key in set(group) - {*_CONTENTS, *known}:
+def _check_keys(group: Iterable[str], number: int, source: str, valid: Collection[str]) -> None:
+    for key in set(group) - {*_CONTENTS, *valid}:
         raise ValueError(
             f"param_groups[{number}] has {key!r}, which a group of {source} with such parameters "
-            f"has not; it has {', '.join(sorted(known))}. Set further options of this package, and "
+            f"has not; it has {', '.join(sorted(valid))}. Set further options of this package, and "
             "keys of your own, on the groups that the preset returns"
         )
 

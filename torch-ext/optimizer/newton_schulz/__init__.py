@@ -1,9 +1,4 @@
-"""Orthogonalization: replaces a matrix by (nearly) its polar factor, with matrix products alone.
-
-`coefficients` has the polynomials, `restarts` plans how long an iteration may stay in its Gram
-form, `forms` chooses what each shape gets, `products` multiplies symmetric matrices at half the
-cost, and `iteration` is the algorithm.
-"""
+"""Orthogonalizes: replaces a matrix by (nearly) its polar factor, with matrix products alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The polynomials: published families by name, or one's own, for any number of iterations.
+"""Resolves families of published coefficients, or a user's own, to those of each iteration.
 
 Each iteration maps every singular value σ to aσ + bσ³ + cσ⁵ and leaves the singular vectors as they
 are, so a few well-chosen (a, b, c) push all singular values towards 1.
@@ -125,8 +125,8 @@ def resolve(coefficients: Coefficients, steps: Optional[int] = None) -> Iteratio
         raise ValueError(f"steps must be at least 1, found {steps!r}")
     if isinstance(coefficients, str):
         if coefficients not in FAMILIES:
-            known = ", ".join(FAMILIES)
-            raise ValueError(f"unknown ns_coefficients {coefficients!r}; known: {known}")
+            names = ", ".join(FAMILIES)
+            raise ValueError(f"unknown ns_coefficients {coefficients!r}; known: {names}")
         family, steps = FAMILIES[coefficients], steps or DEFAULT_STEPS
         if len(family.triples) == 1:
             triples = family.triples * steps

@@ -1,4 +1,4 @@
-"""Which form of the iteration a shape gets, in which arithmetic, and what that costs.
+"""Decides which form of the iteration a shape gets, in which arithmetic, and what that costs.
 
 The choice depends on shape, dtypes and device type alone, never on batch or mesh: a matrix takes
 the same path on every layout.
@@ -18,15 +18,15 @@ from .restarts import plan_restarts, segments
 
 ALGORITHMS = ("auto", "standard", "gram")
 
-# From which shorter side on symmetric products are computed by halves, and in blocks of how many
-# rows: under it the products of the halves are too small to run at full speed. On CPUs, where the
-# mirror image is copied, a factor has to have so many entries as well.
+# Symmetric products are computed by halves from this shorter side on, in blocks of so many rows:
+# under it the products of the halves are too small to run at full speed. On CPUs, where the mirror
+# image is copied, a factor has to have so many entries as well.
 HALVES_FROM = 512
 BLOCK_ROWS = {"blocks": 256, "tiles": 128}
 BLOCKS_FROM = 1 << 20
 
-# The Gram form is taken from this shorter side on, and where it takes at most so much of the
-# standard form's FLOPs, by the way of multiplying: it does more of its work in small products.
+# The Gram form is taken from this shorter side on, and where it takes at most this share of the
+# standard form's FLOPs, by the kind of product: it does more of its work in small products.
 # benchmarks/orthogonalize.py and benchmarks/accuracy.py show times and errors of both.
 GRAM_FROM = 512
 GRAM_FLOPS = {"whole": 0.92, "blocks": 0.92, "tiles": 0.95}
@@ -58,7 +58,7 @@ class Form:
         return len(self.restarts) + 1 < len(self.triples)
 
     def flops(self, rows: int, cols: int) -> int:
-        """For one matrix, a multiply-add counted as two.
+        """FLOPs for one matrix, a multiply-add counted as two.
 
         With s ≤ l the two sides and whole products, a segment of m iterations takes 4s²l for XXᵀ
         and QX and 2s³·(m + 3(m − 1)), without squares where c = 0. Symmetric products by halves
@@ -75,7 +75,7 @@ class Form:
         return total
 
     def _symmetric(self, s: int, k: int) -> int:
-        """Of (s, k) times (k, s): blocks of rows end at the diagonal."""
+        """FLOPs of (s, k) times (k, s), whose blocks of rows end at the diagonal."""
         block = block_rows(self.products, s, k)
         ends = [min(s, start + block) for start in range(0, s, block)]
         return sum(2 * (end - start) * end * k for start, end in zip([0, *ends], ends))
@@ -117,14 +117,14 @@ class Recipe:
         gram = replace(standard, restarts=plan_restarts(triples, self.dtype, self.norm, s))
         if self.algorithm == "gram":
             return gram
-        # What only stands in for accelerators' arithmetic takes the form that they take.
-        weighed = "tiles" if products == "widened" else products
-        costs = (replace(form, products=weighed).flops(s, l) for form in (gram, standard))
-        saved = next(costs) / max(1, next(costs))
-        where = " on accelerators" if weighed != products else ""
-        if saved <= GRAM_FLOPS[weighed]:
-            return replace(gram, why=f"{saved:.2f} of the standard form's FLOPs{where}")
-        return replace(standard, why=f"the Gram form takes {saved:.2f} of its FLOPs{where}")
+        # fp16 on CPUs stands in for accelerators' arithmetic, so it takes the form that they take.
+        counted = "tiles" if products == "in_fp32" else products
+        costs = (replace(form, products=counted).flops(s, l) for form in (gram, standard))
+        share = next(costs) / max(1, next(costs))
+        where = " on accelerators" if counted != products else ""
+        if share <= GRAM_FLOPS[counted]:
+            return replace(gram, why=f"{share:.2f} of the standard form's FLOPs{where}")
+        return replace(standard, why=f"the Gram form takes {share:.2f} of its FLOPs{where}")
 
     @functools.lru_cache(maxsize=4096)  # noqa: B019 (there are few recipes)
     def flops(self, rows: int, cols: int) -> int:
@@ -133,7 +133,7 @@ class Recipe:
 
     def _products(self, s: int, l: int) -> str:
         if self.device_type == "cpu" and self.dtype == torch.float16:
-            return "widened"
+            return "in_fp32"
         if s < HALVES_FROM:
             return "whole"
         if self.device_type == "cpu":
@@ -153,7 +153,7 @@ def recipe_for(
     matrix_dtype: torch.dtype,
     device: torch.device,
 ) -> Recipe:
-    """The recipe of options as `newton_schulz` takes them.
+    """The recipe for the options that `newton_schulz` takes.
 
     Raises:
         ValueError: see `resolve`.

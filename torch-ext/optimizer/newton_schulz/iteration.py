@@ -1,4 +1,4 @@
-"""The algorithm: matrices are brought to norm 1, iterated on, and come out nearly orthogonal.
+"""Orthogonalizes matrices: brings them to norm 1 and iterates, in the standard or the Gram form.
 
 On X of shape (s, l), s ≤ l, transposed where it is tall, one iteration is X ← aX + (bR + cR²)X with
 R = XXᵀ (Jordan et al. 2024). In its Gram form (Zhang, Amsel, Chen & Dao 2026, "Gram Newton-Schulz")
@@ -90,10 +90,10 @@ def newton_schulz(
         U = batch
     else:
         U = scratch.empty("U", batch.shape, recipe.dtype, G.device)
-    # Where memory is aligned decides on kernels as well: each has the same place to be computed in.
-    alone = scratch.empty("alone", batch[:1].shape, G.dtype, G.device)
-    for matrix, of_matrix in zip(batch.split(1), U.split(1)):
-        of_matrix.copy_(_orthogonalize(alone.copy_(matrix), recipe, eps, True, scratch))
+    # Libraries pick kernels by alignment as well: each matrix is computed in the same memory.
+    single = scratch.empty("single", batch[:1].shape, G.dtype, G.device)
+    for matrix, polar_factor in zip(batch.split(1), U.split(1)):
+        polar_factor.copy_(_orthogonalize(single.copy_(matrix), recipe, eps, True, scratch))
     return U.view(G.shape)
 
 
@@ -201,30 +201,30 @@ def _normalize(
     rows_at_once = rows if G.dtype == dtype else max(1, limit // (4 * at_once * cols))
     buffers = None if overwrite and G.dtype == dtype else scratch
     sizes = []
-    for matrices, of_matrices in zip(G.split(at_once), out.split(at_once)):
+    for matrices, outputs in zip(G.split(at_once), out.split(at_once)):
         # Squares of values under 1e-19 vanish in fp32: bring the largest magnitude to 1 first.
         highest, lowest = matrices.amax(_SIDES, True), matrices.amin(_SIDES, True)
         largest = torch.maximum(highest, -lowest).to(dtype)
         largest.masked_fill_(largest == 0, 1.0)  # (n, 1, 1)
         slices, norms = matrices.split(rows_at_once, dim=-2), []
-        for part in slices:
-            X = _divided(part, largest, buffers)
+        for slice_of_G in slices:
+            X = _divided(slice_of_G, largest, buffers)
             norms.append(torch.linalg.vector_norm(X, dim=_SIDES, keepdim=True))
         norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), dim=0)
         size = _size(norm, factor, eps)
-        for part, of_part in zip(slices, of_matrices.split(rows_at_once, dim=-2)):
+        for slice_of_G, output in zip(slices, outputs.split(rows_at_once, dim=-2)):
             if len(slices) > 1:
-                X = _divided(part, largest, buffers)
-            torch.div(X, size, out=of_part)
+                X = _divided(slice_of_G, largest, buffers)
+            torch.div(X, size, out=output)
         sizes.append(size)
     return torch.cat(sizes)
 
 
-def _divided(G: Tensor, by: Tensor, scratch: Optional[Scratch]) -> Tensor:
-    """In the dtype of ``by``: in a buffer, or in place where there are none."""
+def _divided(G: Tensor, largest: Tensor, scratch: Optional[Scratch]) -> Tensor:
+    """G divided in the dtype of ``largest``: in a buffer, or in place where there are none."""
     if scratch is None:
-        return G.div_(by)
-    return scratch.empty("opmath", G.shape, by.dtype, G.device).copy_(G).div_(by)
+        return G.div_(largest)
+    return scratch.empty("opmath", G.shape, largest.dtype, G.device).copy_(G).div_(largest)
 
 
 def _normalize_exactly(

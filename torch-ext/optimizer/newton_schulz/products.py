@@ -1,4 +1,4 @@
-"""Products of symmetric matrices: whole, by halves in blocks or tiles, or of fp16 on CPUs.
+"""Multiplies symmetric matrices: whole, by halves in blocks or tiles, or for fp16 on CPUs.
 
 One set of three functions for each way, over batches: R = XXᵀ, and αAB + βC of matrices that
 commute, both symmetric; and the multiplication of X by such a matrix, on its shorter side.
@@ -34,7 +34,7 @@ class Products(NamedTuple):
 
 
 def _sides(X: Tensor) -> tuple[Tensor, Tensor]:
-    """The factors of the smaller of X's two Gram matrices."""
+    """The factors, X and Xᵀ, of the smaller of X's two Gram matrices."""
     return (X.mT, X) if X.shape[-2] > X.shape[-1] else (X, X.mT)
 
 
@@ -59,7 +59,7 @@ def _apply_whole(Q: Tensor, X: Tensor, alpha: float, beta: float, out: Tensor) -
 def _symmetric_blocks(
     A: Tensor, B: Tensor, alpha: float, beta: float, C: Tensor, out: Tensor
 ) -> Tensor:
-    """Rows up to the diagonal, block by block; the rest is their mirror image.
+    """Computes rows up to the diagonal, block by block; the rest is their mirror image.
 
     One matrix at a time: CPUs multiply into a part of a matrix in place, but not of a batch.
     """
@@ -79,27 +79,25 @@ def _symmetric_blocks(
     return out
 
 
-def _mirrored(wide: Tensor, out: Tensor) -> Tensor:
-    """One rounding of the upper triangle, as kernels by tiles have it."""
-    return out.copy_(wide.triu().add_(wide.triu(1).mT))
+def _mirror(product: Tensor, out: Tensor) -> Tensor:
+    """Rounds the upper triangle of an fp32 product, once, as kernels by tiles do."""
+    return out.copy_(product.triu().add_(product.triu(1).mT))
 
 
-def _gram_widened(X: Tensor, alpha: float, factor: Optional[Tensor], out: Tensor) -> Tensor:
-    left, right = _sides(X.float())
-    wide = torch.bmm(left, right).mul_(alpha)
-    return _mirrored(wide if factor is None else wide.mul_(factor), out)
+def _gram_in_fp32(X: Tensor, alpha: float, factor: Optional[Tensor], out: Tensor) -> Tensor:
+    product = torch.bmm(*_sides(X.float())).mul_(alpha)
+    return _mirror(product if factor is None else product.mul_(factor), out)
 
 
-def _symmetric_widened(
+def _symmetric_in_fp32(
     A: Tensor, B: Tensor, alpha: float, beta: float, C: Tensor, out: Tensor
 ) -> Tensor:
-    wide = torch.baddbmm(C.float(), A.float(), B.float(), alpha=alpha, beta=beta)
-    return _mirrored(wide, out)
+    return _mirror(torch.baddbmm(C.float(), A.float(), B.float(), alpha=alpha, beta=beta), out)
 
 
-def _apply_widened(Q: Tensor, X: Tensor, alpha: float, beta: float, out: Tensor) -> Tensor:
-    wide = X.float()
-    return out.copy_(_apply_whole(Q.float(), wide, alpha, beta, torch.empty_like(wide)))
+def _apply_in_fp32(Q: Tensor, X: Tensor, alpha: float, beta: float, out: Tensor) -> Tensor:
+    X_fp32 = X.float()
+    return out.copy_(_apply_whole(Q.float(), X_fp32, alpha, beta, torch.empty_like(X_fp32)))
 
 
 def _gram_tiles(X: Tensor, alpha: float, factor: Optional[Tensor], out: Tensor) -> Tensor:
@@ -118,7 +116,7 @@ def _symmetric_tiles(
 PRODUCTS = {
     "whole": Products(partial(_gram, _product), _product, _apply_whole),
     "blocks": Products(partial(_gram, _symmetric_blocks), _symmetric_blocks, _apply_whole),
-    # fp16 on CPUs: the arithmetic of accelerators, products in fp32 and one rounding.
-    "widened": Products(_gram_widened, _symmetric_widened, _apply_widened),
+    # For fp16 on CPUs the arithmetic of accelerators: products in fp32, and one rounding.
+    "in_fp32": Products(_gram_in_fp32, _symmetric_in_fp32, _apply_in_fp32),
     "tiles": Products(_gram_tiles, _symmetric_tiles, _apply_whole),  # by kernels
 }

@@ -1,4 +1,4 @@
-"""How long an iteration may stay in its Gram form: a schedule of restarts from the coefficients.
+"""Plans how long an iteration may stay in its Gram form: restarts for given coefficients.
 
 Within a segment only the Gram matrix R of X is iterated on. By rounding it drifts away from XXᵀ,
 faster with every step; a restart brings X up to date and takes R anew. Here that growth is followed
@@ -64,18 +64,18 @@ def plan_restarts(
 
 @functools.cache
 def _plan(triples: tuple[Triple, ...], growth: float, norm: str, side: int) -> tuple[int, ...]:
-    every = tuple(range(1, len(triples)))
-    standard = predicted_errors(triples, every, norm, side)
-    for count in range(len(every)):
+    all_restarts = tuple(range(1, len(triples)))
+    standard = predicted_errors(triples, all_restarts, norm, side)
+    for count in range(len(all_restarts)):
         worst = {}
-        for restarts in itertools.combinations(every, count):
+        for restarts in itertools.combinations(all_restarts, count):
             if _growth(triples, restarts) <= growth:
                 errors = predicted_errors(triples, restarts, norm, side)
                 worst[restarts] = max(error / least for error, least in zip(errors, standard))
-        best = min(worst, key=lambda restarts: worst[restarts], default=every)
-        if best != every and worst[best] <= _TOLERATED:
+        best = min(worst, key=lambda restarts: worst[restarts], default=all_restarts)
+        if best != all_restarts and worst[best] <= _TOLERATED:
             return best
-    return every
+    return all_restarts
 
 
 def _growth(triples: Sequence[Triple], restarts: Sequence[int]) -> float:
@@ -105,14 +105,14 @@ def _error(
     weight = side / _POINTS  # singular values for each that is followed
 
     def variance(values: Sequence[float]) -> float:
-        """Of an entry of the rounding of a matrix with these singular values."""
+        """That of an entry of the rounding of a matrix with these singular values."""
         return weight * sum(x * x for x in values) / side**2
 
     sigmas = list(spectrum)
     errors = [[0.0] * _POINTS for _ in sigmas]  # variances of O, (v, t)
     for start, stop in segments(restarts, len(triples)):
-        of_X = variance(sigmas)
-        errors = [[O + of_X for O in row] for row in errors]
+        rounding_X = variance(sigmas)
+        errors = [[O + rounding_X for O in row] for row in errors]
         lambdas, before, Q = [x * x for x in sigmas], sigmas, [1.0] * _POINTS
         drift = [[variance(lambdas)] * _POINTS for _ in sigmas]  # variances of D
         for a, b, c in triples[start:stop]:
@@ -121,14 +121,14 @@ def _error(
             Q = [q * y for q, y in zip(Q, Y)]
             T = [x * y for x, y in zip(lambdas, Y)]
             R = [t * y for t, y in zip(T, Y)]
-            of_Z, of_Q, of_T, of_R = map(variance, (Z, Q, T, R))
-            of_Q *= stop - start > 1  # else X ← ZX + aX
+            rounding_Z, rounding_Q, rounding_T, rounding_R = map(variance, (Z, Q, T, R))
+            rounding_Q *= stop - start > 1  # else X ← ZX + aX
             for v, (O, D) in enumerate(zip(errors, drift)):
                 for t, sigma in enumerate(sigmas):
                     slope, squared = b + c * (lambdas[v] + lambdas[t]), Y[v] * Y[v]
-                    O[t] = squared * O[t] + of_Q * before[t] * before[t]
-                    O[t] += (slope * slope * D[t] + of_Z) * sigma * sigma
-                    D[t] = squared * (Y[t] * Y[t] * D[t] + of_T) + of_R
+                    O[t] = squared * O[t] + rounding_Q * before[t] * before[t]
+                    O[t] += (slope * slope * D[t] + rounding_Z) * sigma * sigma
+                    D[t] = squared * (Y[t] * Y[t] * D[t] + rounding_T) + rounding_R
             lambdas, sigmas = R, [x * y for x, y in zip(sigmas, Y)]
     size = sum(x * x for x in sigmas)
     return math.sqrt(weight * sum(map(sum, errors)) / size) if size > 0 else math.inf

@@ -1,7 +1,7 @@
-"""Which tiles a kernel is launched with: measured on this device beforehand, else by a heuristic.
+"""Decides with which tiles a kernel is launched: by what was measured, else by a heuristic.
 
-Both are data in configs/*.json. Nothing is timed while training: a configuration follows from
-dtype, sizes and device alone.
+Measurements of a device, and the heuristic's rules, are data in configs/*.json. Nothing is timed
+while training: a configuration follows from dtype, sizes and device alone.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class SymmetricConfig:
 
 
 @dataclass(frozen=True)
-class Target:
+class CompileTarget:
     """What a kernel is compiled for.
 
     Args:
@@ -100,9 +100,9 @@ class Measured:
     config: SymmetricConfig
 
     def distance(self, s: int, k: int, batch: int) -> float:
-        """In octaves, over all sizes."""
+        """How far these sizes are from the measured ones, in octaves, added up."""
         pairs = ((self.s, s), (self.k, k), (self.batch, batch))
-        return sum(abs(math.log2(ours / max(1, theirs))) for ours, theirs in pairs)
+        return sum(abs(math.log2(size / max(1, wanted))) for size, wanted in pairs)
 
 
 def symmetric_tiles(s: int, block: int) -> int:
@@ -113,19 +113,19 @@ def symmetric_tiles(s: int, block: int) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def choose(
-    dtype: torch.dtype, s: int, k: int, batch: int, aligned: bool, target: Target
+    dtype: torch.dtype, s: int, k: int, batch: int, aligned: bool, target: CompileTarget
 ) -> SymmetricConfig:
     """The configuration measured nearest to these sizes on that device, else the first rule's that
     holds.
 
-    Measured were operands that can be loaded in vectors; others are left to the rules. Large tiles
+    Operands were measured that can be loaded in vectors; others are left to the rules. Large tiles
     reuse more of what they load, but there must be enough of them for all processors, and s must
-    fill them. No rule asks for k: it is how long a tile takes, whatever its size.
+    fill them. No rule asks for k, which says how long a tile takes, whatever its size.
     """
     name = str(dtype).rpartition(".")[2]
     # Tiles of fp16 and bf16 cost the same: either stands in for the other.
-    alike = ("float16", "bfloat16") if dtype.itemsize == 2 else (name,)
-    entries = [entry for entry in measured(target.device) if aligned and entry.dtype in alike]
+    names = ("float16", "bfloat16") if dtype.itemsize == 2 else (name,)
+    entries = [entry for entry in measured(target.device) if aligned and entry.dtype in names]
     if entries:
         return min(entries, key=lambda e: (e.distance(s, k, batch), e.dtype != name)).config
     for rule in rules_of(name, target.architecture, target.backend):
@@ -138,19 +138,19 @@ def choose(
 
 @functools.cache
 def rules_of(dtype: str, architecture: str, backend: str) -> list[Rule]:
-    """Rules for the architecture; where there are none, for the backend."""
+    """The heuristic's rules for the architecture; where there are none, for the backend."""
     path = DIRECTORY / "heuristic.json"
     rules = parse_rules(json.loads(path.read_text(encoding="utf-8")), path.name)
     for name in (architecture, backend):
-        found = [rule for rule in rules if name in rule.architectures and dtype in rule.dtypes]
-        if found:
-            return found
+        fitting = [rule for rule in rules if name in rule.architectures and dtype in rule.dtypes]
+        if fitting:
+            return fitting
     return []
 
 
 @functools.cache
 def measured(device: str) -> list[Measured]:
-    """What benchmarks/tune.py wrote for that device; empty where there is no file."""
+    """What benchmarks/tune.py wrote for a device; empty where there is no file."""
     path = DIRECTORY / f"{device}.json"
     if device == "heuristic" or not path.is_file():
         return []
@@ -158,20 +158,20 @@ def measured(device: str) -> list[Measured]:
 
 
 @functools.cache
-def target_of(device: torch.device) -> Target:
+def compile_target(device: torch.device) -> CompileTarget:
     """Asks the device once, when something is first launched there."""
     if device.type == "cpu":
-        return Target("interpreter", "interpreter", "interpreter", processors=4)
+        return CompileTarget("interpreter", "interpreter", "interpreter", processors=4)
     if device.type == "xpu":
         xpu = torch.xpu.get_device_properties(device)
-        return Target(normalized(xpu.name), "xpu", "xpu", xpu.gpu_subslice_count)
+        return CompileTarget(normalized(xpu.name), "xpu", "xpu", xpu.gpu_subslice_count)
     properties = torch.cuda.get_device_properties(device)
     if torch.version.hip:
         architecture, backend = properties.gcnArchName.partition(":")[0], "hip"
     else:
         architecture, backend = f"sm_{properties.major}{properties.minor}", "cuda"
     processors = properties.multi_processor_count
-    return Target(normalized(properties.name), architecture, backend, processors)
+    return CompileTarget(normalized(properties.name), architecture, backend, processors)
 
 
 def normalized(device_name: str) -> str:
@@ -199,8 +199,8 @@ def parse_rules(document: Any, source: str) -> list[Rule]:
         where = f"{source}, rule {index}"
         _check_keys(rule, keys, conditions, where)
         config = _parse_config(rule, rule["dtypes"], where)
-        given = {key: rule[key] for key in conditions if key in rule}
-        rules.append(Rule(rule["architectures"], rule["dtypes"], config, **given))
+        set_conditions = {key: rule[key] for key in conditions if key in rule}
+        rules.append(Rule(rule["architectures"], rule["dtypes"], config, **set_conditions))
     return rules
 
 
@@ -230,19 +230,19 @@ def parse_measured(document: Any, source: str) -> list[Measured]:
     return entries
 
 
-def _check_keys(found: Any, required: dict, optional: dict, where: str) -> None:
-    if not isinstance(found, dict):
-        raise ValueError(f"{where}: expected an object, found {found!r}")
-    unknown = sorted(found.keys() - required.keys() - optional.keys())
-    missing = sorted(required.keys() - found.keys())
+def _check_keys(document: Any, required: dict, optional: dict, where: str) -> None:
+    if not isinstance(document, dict):
+        raise ValueError(f"{where}: expected an object, found {document!r}")
+    unknown = sorted(document.keys() - required.keys() - optional.keys())
+    missing = sorted(required.keys() - document.keys())
     if unknown or missing:
         raise ValueError(f"{where}: unknown keys {unknown}, missing keys {missing}")
-    for key, value in found.items():
+    for key, value in document.items():
         kind = required.get(key) or optional[key]
         if not isinstance(value, kind) or isinstance(value, bool) != (kind is bool):
             raise ValueError(f"{where}: {key} has the wrong type, found {value!r}")
-    if found.get("schema", SCHEMA) != SCHEMA:
-        raise ValueError(f"{where}: schema {found['schema']} is not {SCHEMA}")
+    if document.get("schema", SCHEMA) != SCHEMA:
+        raise ValueError(f"{where}: schema {document['schema']} is not {SCHEMA}")
 
 
 def _parse_config(entry: dict, dtypes: list, where: str) -> SymmetricConfig:

@@ -1,7 +1,9 @@
-"""Element-wise steps of an update, each in one pass over memory.
+"""Kernels that do the element-wise arithmetic of `core` on accelerators, in one pass over memory.
+
+What they compute is decided in `core`; `tests/test_triton_elementwise.py` compares both.
 
 Every operation is rounded on its own: launches forbid the compiler to fuse products with sums
-(`_ROUNDED`), which it would do in one kernel, tile or vector width and not in another. So the same
+(`_LAUNCH`), which it would do in one kernel, tile or vector width and not in another. So the same
 element becomes the same bits wherever it lies, and ranks of different layouts agree.
 """
 
@@ -15,12 +17,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .tiles import Tiles, joined, tiled, write_back
+from .tiles import Tiles, stacked, tiled, write_back
 
 Number = Union[float, Tensor]
 
 _PARTIALS = 1024  # read at once where they are combined
-_ROUNDED = {"num_warps": 4, "enable_fp_fusion": False}
+_LAUNCH = {"num_warps": 4, "enable_fp_fusion": False}
 
 
 def update_momentum(
@@ -41,8 +43,8 @@ def update_momentum(
     have any strides and floating dtypes; ``largest`` is of outputs before they are rounded. For the
     other arguments see `core.update_momentum`.
     """
-    for B, G, out, kept, top in joined(buffers, grads, outputs, _bytes(keep), largest):
-        dtype = _arithmetic(B, G, out)
+    for B, G, out, kept, top in stacked(buffers, grads, outputs, _bytes(keep), largest):
+        dtype = _opmath(B, G, out)
         numbers, on_device = _numbers((momentum, weight), dtype, B.device)
         tiles, (B_, G_, out_, kept_) = tiled(B, G, out, kept)
         partials = None
@@ -79,8 +81,8 @@ def update_weights(
     W is rounded once, and updates are only read. Both may have any strides and floating dtypes. For
     the other arguments see `core.update_weights`.
     """
-    for W, U, factor, kept in joined(weights, updates, factors, _bytes(keep)):
-        dtype = _arithmetic(W, U)
+    for W, U, factor, kept in stacked(weights, updates, factors, _bytes(keep)):
+        dtype = _opmath(W, U)
         numbers, on_device = _numbers((rate, decay), dtype, W.device)
         tiles, (W_, U_, factor_, kept_) = tiled(W, U, factor, kept)
         _launch(
@@ -105,48 +107,48 @@ def measure(matrices: Sequence[Tensor], largest: Tensor, norms: Tensor) -> None:
         largest: (len(matrices),), overwritten; NaN where there is one.
         norms: likewise; not finite where there is Inf or NaN, and 0 of zeros.
     """
-    for X, top, norm in joined(matrices, largest.unbind(), norms.unbind()):
-        dtype = _arithmetic(X)
+    for X, top, norm in stacked(matrices, largest.unbind(), norms.unbind()):
+        dtype = _opmath(X)
         tiles, (X_,) = tiled(X)
         partials = torch.empty((2, len(X), tiles.count), dtype=dtype, device=X.device)
         _launch(_measure_kernel, tiles, X_, partials, tiles.programs, DTYPE=_TL[dtype])
         _combine(partials, top, norm)
 
 
-def pack(parts: Sequence[Tensor], outputs: Sequence[Tensor], exponents: Tensor) -> None:
-    """``parts``·2^−e into ``outputs``, of any floating dtype.
+def pack(inputs: Sequence[Tensor], outputs: Sequence[Tensor], exponents: Tensor) -> None:
+    """``inputs``·2^−e into ``outputs``, of any floating dtype.
 
     Args:
-        exponents: (len(parts),) in fp32, whole numbers between −127 and 126.
+        exponents: (len(inputs),) in fp32, whole numbers between −127 and 126.
     """
-    for part, output, exponent in joined(parts, outputs, exponents.unbind()):
-        tiles, (part_, output_) = tiled(part, output)
-        _launch(_pack_kernel, tiles, part_, output_, exponent, exponent.stride(0))
-        write_back((output, output_))
+    for X, out, exponent in stacked(inputs, outputs, exponents.unbind()):
+        tiles, (X_, out_) = tiled(X, out)
+        _launch(_pack_kernel, tiles, X_, out_, exponent, exponent.stride(0))
+        write_back((out, out_))
 
 
 def _launch(kernel: Any, tiles: Tiles, first: Any, *arguments: Any, **constants: Any) -> None:
-    """On the device of the first argument: left to itself, Triton takes the current one."""
-    constants = {**constants, "ROWS": tiles.rows, "COLS": tiles.cols, **_ROUNDED}
+    """Launches on the first argument's device: left to itself, Triton takes the current one."""
+    constants = {**constants, "ROWS": tiles.rows, "COLS": tiles.cols, **_LAUNCH}
     with torch.accelerator.device_index(first.device.index):
         kernel[(tiles.programs,)](first, *arguments, tiles.shape, *tiles.strides, **constants)
 
 
 def _combine(partials: Tensor, largest: Tensor, norms: Optional[Tensor]) -> None:
-    _, parts, count = partials.shape
+    _, tensors, count = partials.shape
     with torch.accelerator.device_index(partials.device.index):
-        _combine_kernel[(parts,)](
-            *(partials, largest, norms, parts * count, count, largest.stride(0)),
+        _combine_kernel[(tensors,)](
+            *(partials, largest, norms, tensors * count, count, largest.stride(0)),
             0 if norms is None else norms.stride(0),
             BITS=_BITS[partials.dtype],
             NORM=norms is not None,
             BLOCK=_PARTIALS,
-            **_ROUNDED,
+            **_LAUNCH,
         )
 
 
 # -- kernels ---------------------------------------------------------------------------------------
-# Tensors are (parts, slices, rows, cols), with a tuple of four strides each; a program has one tile
+# Stacks are (tensors, slices, rows, cols), with a tuple of four strides each; a program has a tile
 # of rows and columns. Offsets have 64 bits: there are tensors of more than 2^31 elements.
 
 
@@ -175,22 +177,24 @@ def _momentum_kernel(
 ):
     momentum_ = _number(momentum, DTYPE, ON_DEVICE)
     weight_ = _number(weight, DTYPE, ON_DEVICE)
-    part, index, row, col, inside = _place(shape, ROWS, COLS)
-    B_at = B + _offsets(part, index, row, col, B_strides)
+    tensor, index, row, col, inside = _place(shape, ROWS, COLS)
+    B_at = B + _offsets(tensor, index, row, col, B_strides)
     before = tl.load(B_at, inside, 0.0)
-    grad = tl.load(G + _offsets(part, index, row, col, G_strides), inside, 0.0).to(DTYPE) * weight_
-    after = _rounded(before.to(DTYPE) * momentum_ + grad, before.dtype)
+    grad = (
+        tl.load(G + _offsets(tensor, index, row, col, G_strides), inside, 0.0).to(DTYPE) * weight_
+    )
+    after = _cast(before.to(DTYPE) * momentum_ + grad, before.dtype)
     result = after.to(DTYPE)
     if NESTEROV:
         result = grad + result * momentum_
     if KEEP:
-        kept = tl.load(keep + _offsets(part, index, row, col, keep_strides), inside, 0) != 0
+        kept = tl.load(keep + _offsets(tensor, index, row, col, keep_strides), inside, 0) != 0
         after = tl.where(kept, after, before)
         result = tl.where(kept, result, 0.0)
     tl.store(B_at, after, inside)
     if WANTED:
-        out_at = out + _offsets(part, index, row, col, out_strides)
-        tl.store(out_at, _rounded(result, out.dtype.element_ty), inside)
+        out_at = out + _offsets(tensor, index, row, col, out_strides)
+        tl.store(out_at, _cast(result, out.dtype.element_ty), inside)
     if MEASURED:
         largest = tl.max(_bits(tl.where(inside, result, 0.0))).to(DTYPE, bitcast=True)
         tl.store(partials + tl.program_id(0), largest)
@@ -207,8 +211,8 @@ def _measure_kernel(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    part, index, row, col, inside = _place(shape, ROWS, COLS)
-    values = tl.load(X + _offsets(part, index, row, col, X_strides), inside, 0.0).to(DTYPE)
+    tensor, index, row, col, inside = _place(shape, ROWS, COLS)
+    values = tl.load(X + _offsets(tensor, index, row, col, X_strides), inside, 0.0).to(DTYPE)
     largest = tl.max(_bits(values)).to(DTYPE, bitcast=True)
     scaled = values / tl.where(largest == 0, 1.0, largest)
     tl.store(partials + tl.program_id(0), largest)
@@ -217,7 +221,7 @@ def _measure_kernel(
 
 @triton.jit
 def _combine_kernel(
-    partials,  # (2, parts, count), or (1, …) without norms
+    partials,  # (2, tensors, count), or (1, …) without norms
     largest,
     norms,
     programs,
@@ -228,16 +232,16 @@ def _combine_kernel(
     NORM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Largest magnitude, and norm over it, of each part from those of its tiles, in their order."""
+    """Largest magnitude, and norm over it, of a tensor from those of its tiles, in their order."""
     DTYPE: tl.constexpr = partials.dtype.element_ty
-    part = tl.program_id(0).to(tl.int64)
-    partials += part * count
+    tensor = tl.program_id(0).to(tl.int64)
+    partials += tensor * count
     top = tl.zeros((BLOCK,), dtype=BITS)
     for start in range(0, count, BLOCK):
         at = start + tl.arange(0, BLOCK)
         top = tl.maximum(top, _bits(tl.load(partials + at, at < count, 0.0)))
     whole = tl.max(top).to(DTYPE, bitcast=True)
-    tl.store(largest + part * largest_stride, whole)
+    tl.store(largest + tensor * largest_stride, whole)
     if NORM:
         divisor = tl.where(whole == 0, 1.0, whole)
         squares = tl.zeros((BLOCK,), dtype=DTYPE)
@@ -245,27 +249,27 @@ def _combine_kernel(
             at = start + tl.arange(0, BLOCK)
             ratio = tl.load(partials + at, at < count, 0.0) / divisor
             squares += tl.load(partials + programs + at, at < count, 0.0) * ratio * ratio
-        tl.store(norms + part * norms_stride, tl.sqrt(tl.sum(squares)))
+        tl.store(norms + tensor * norms_stride, tl.sqrt(tl.sum(squares)))
 
 
 @triton.jit
 def _pack_kernel(
-    parts,
+    X,
     out,
     exponents,
     exponent_stride,
     shape,
-    parts_strides,
+    X_strides,
     out_strides,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    part, index, row, col, inside = _place(shape, ROWS, COLS)
-    exponent = tl.load(exponents + part * exponent_stride).to(tl.int32)
+    tensor, index, row, col, inside = _place(shape, ROWS, COLS)
+    exponent = tl.load(exponents + tensor * exponent_stride).to(tl.int32)
     factor = ((127 - exponent) << 23).to(tl.float32, bitcast=True)  # exact, which exp2 need not be
-    at = parts + _offsets(part, index, row, col, parts_strides)
-    scaled = _rounded(tl.load(at, inside, 0.0) * factor, out.dtype.element_ty)
-    tl.store(out + _offsets(part, index, row, col, out_strides), scaled, inside)
+    at = X + _offsets(tensor, index, row, col, X_strides)
+    scaled = _cast(tl.load(at, inside, 0.0) * factor, out.dtype.element_ty)
+    tl.store(out + _offsets(tensor, index, row, col, out_strides), scaled, inside)
 
 
 @triton.jit
@@ -292,13 +296,13 @@ def _weights_kernel(
 ):
     rate_ = _number(rate, DTYPE, ON_DEVICE)
     decay_ = _number(decay, DTYPE, ON_DEVICE)
-    part, index, row, col, inside = _place(shape, ROWS, COLS)
-    W_at = W + _offsets(part, index, row, col, W_strides)
+    tensor, index, row, col, inside = _place(shape, ROWS, COLS)
+    W_at = W + _offsets(tensor, index, row, col, W_strides)
     before = tl.load(W_at, inside, 0.0)
     weight = before.to(DTYPE)
-    delta = tl.load(U + _offsets(part, index, row, col, U_strides), inside, 0.0).to(DTYPE)
+    delta = tl.load(U + _offsets(tensor, index, row, col, U_strides), inside, 0.0).to(DTYPE)
     if FACTOR:
-        at = factor + _offsets(part, index, row, col, factor_strides)
+        at = factor + _offsets(tensor, index, row, col, factor_strides)
         delta = delta * tl.load(at, inside, 0.0).to(DTYPE)
     delta = delta * rate_
     if DECAYS:
@@ -306,16 +310,16 @@ def _weights_kernel(
         if CAUTIOUS:
             decayed = tl.where(delta * weight >= 0.0, decayed, 0.0)
         delta = delta + decayed
-    after = _rounded(weight - delta, before.dtype)
+    after = _cast(weight - delta, before.dtype)
     if KEEP:
-        kept = tl.load(keep + _offsets(part, index, row, col, keep_strides), inside, 0) != 0
+        kept = tl.load(keep + _offsets(tensor, index, row, col, keep_strides), inside, 0) != 0
         after = tl.where(kept, after, before)
     tl.store(W_at, after, inside)
 
 
 @triton.jit
 def _place(shape, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """This program's part, slice, rows (ROWS, 1), columns (1, COLS), and which lie inside."""
+    """This program's tensor, slice, rows (ROWS, 1), columns (1, COLS), and which lie inside."""
     program = tl.program_id(0)
     across = tl.cdiv(shape[2], COLS)
     down = tl.cdiv(shape[1], ROWS)
@@ -323,14 +327,14 @@ def _place(shape, ROWS: tl.constexpr, COLS: tl.constexpr):
     program = program // across
     row = (program % down).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     program = program // down
-    part = (program // shape[0]).to(tl.int64)
+    tensor = (program // shape[0]).to(tl.int64)
     index = (program % shape[0]).to(tl.int64)
-    return part, index, row, col, (row < shape[1]) & (col < shape[2])
+    return tensor, index, row, col, (row < shape[1]) & (col < shape[2])
 
 
 @triton.jit
-def _offsets(part, index, row, col, strides):
-    return (part * strides[0] + index * strides[1]) + row * strides[2] + col * strides[3]
+def _offsets(tensor, index, row, col, strides):
+    return (tensor * strides[0] + index * strides[1]) + row * strides[2] + col * strides[3]
 
 
 @triton.jit
@@ -342,7 +346,7 @@ def _number(number, DTYPE: tl.constexpr, ON_DEVICE: tl.constexpr):
 
 
 @triton.jit
-def _rounded(x, dtype: tl.constexpr):
+def _cast(x, dtype: tl.constexpr):
     if x.dtype == tl.float64 and dtype == tl.bfloat16:  # which not all compilers know
         return x.to(tl.float32).to(dtype)
     else:
@@ -364,15 +368,15 @@ _TL = {torch.float32: tl.float32, torch.float64: tl.float64}
 _BITS = {torch.float32: tl.int32, torch.float64: tl.int64}
 
 
-def _arithmetic(*tensors: Tensor) -> torch.dtype:
-    wide = any(tensor.dtype == torch.float64 for tensor in tensors)
-    return torch.float64 if wide else torch.float32
+def _opmath(*tensors: Tensor) -> torch.dtype:
+    has_fp64 = any(tensor.dtype == torch.float64 for tensor in tensors)
+    return torch.float64 if has_fp64 else torch.float32
 
 
 def _numbers(
     values: Sequence[Number], dtype: torch.dtype, device: torch.device
 ) -> tuple[list[Number], bool]:
-    """What a kernel takes them as, and whether those are tensors: it takes floats in fp32 only."""
+    """What a kernel takes numbers as, and whether that is tensors: it takes floats in fp32 only."""
     values = [  # reading what is on the host waits for no device
         float(v) if isinstance(v, Tensor) and v.is_cpu and device.type != "cpu" else v
         for v in values

@@ -1,4 +1,4 @@
-"""Products known to be symmetric, at half the price: tiles below the diagonal are mirror images.
+"""Multiplies by tiles where the product is known to be symmetric: one half is the other's mirror.
 
 The products XXᵀ, bA + cA² and αAB + βC (of A, B, C that commute) are symmetric by algebra, yet a
 general product rounds (i, j) and (j, i) differently where it sums in another order. Here each pair
@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import configs
-from .configs import SymmetricConfig, Target
+from .configs import CompileTarget, SymmetricConfig
 
 Scalar = Union[float, Tensor]  # a tensor holds one number for each matrix, (n,) in fp32
 
@@ -67,7 +67,7 @@ def symmetric_product(
         C = None
     operands = [A, B, out] if C is None else [A, B, out, C]
     aligned = s % 16 == 0 and k % 16 == 0 and all(map(_is_aligned, operands))
-    target = configs.target_of(out.device)
+    target = configs.compile_target(out.device)
     if config is None:
         config = configs.choose(A.dtype, s, k, matrices, aligned, target)
     even = s % config.block == 0 and k % config.block_k == 0
@@ -78,28 +78,18 @@ def symmetric_product(
     # Left to itself, Triton launches on the current device.
     with torch.accelerator.device_index(out.device.index):
         _symmetric_kernel[(programs,)](
-            A,
-            B,
-            read,
-            out,
+            *(A, B, read, out),
             alpha if isinstance(alpha, Tensor) else float(alpha),
             beta if isinstance(beta, Tensor) else float(beta),
-            float(diagonal),
-            tiles,
-            per_matrix,
-            s,
-            k,
-            *A.stride(),
-            *B.stride(),
-            *read.stride(),
-            *out.stride(),
+            *(float(diagonal), tiles, per_matrix, s, k),
+            *(*A.stride(), *B.stride(), *read.stride(), *out.stride()),
             alpha.stride(0) if isinstance(alpha, Tensor) else 0,
             beta.stride(0) if isinstance(beta, Tensor) else 0,
             ALPHAS=isinstance(alpha, Tensor),
             BETAS=isinstance(beta, Tensor),
             HAS_C=C is not None,
             EVEN=even,
-            WIDE=any(_extent(X.shape[1:], X.stride()[1:]) > INT32_MAX for X in operands),
+            LONG_OFFSETS=any(_extent(X.shape[1:], X.stride()[1:]) > INT32_MAX for X in operands),
             PERSISTENT=programs < tiles,
             INTERPRETED=INTERPRETED,
             BLOCK=config.block,
@@ -119,7 +109,7 @@ def _is_aligned(operand: Tensor) -> bool:
     return contiguous and multiples and operand.data_ptr() % 16 == 0
 
 
-def _programs(tiles: int, config: SymmetricConfig, regular: bool, target: Target) -> int:
+def _programs(tiles: int, config: SymmetricConfig, regular: bool, target: CompileTarget) -> int:
     """Programs to launch: one for each tile, or fewer that take tiles in turns."""
     if tiles > INT32_MAX:  # the largest grid
         return INT32_MAX
@@ -199,19 +189,19 @@ def _validate_memory(operands: dict[str, Tensor]) -> None:
 
 
 def _entries(tensor: Tensor) -> tuple[int, torch.dtype, list[int]]:
-    """Where the entries of a shape lie, in order."""
+    """Where a tensor's entries lie: address, dtype, strides of dimensions longer than 1."""
     strides = [step for step, size in zip(tensor.stride(), tensor.shape) if size > 1]
     return tensor.data_ptr(), tensor.dtype, strides
 
 
 def _memory(tensor: Tensor) -> tuple[int, int]:
-    """The first byte, and the one after the last."""
+    """A tensor's first byte, and the one after its last."""
     first = tensor.data_ptr()
     return first, first + _extent(tensor.shape, tensor.stride()) * tensor.element_size()
 
 
 def _extent(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Elements from the first to the last, those between that belong to nobody included."""
+    """How many elements there are from the first to the last, gaps included."""
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides))
 
 
@@ -247,7 +237,7 @@ def _symmetric_kernel(
     BETAS: tl.constexpr,
     HAS_C: tl.constexpr,
     EVEN: tl.constexpr,  # tiles end where the matrices do: no masks
-    WIDE: tl.constexpr,  # 64-bit offsets within a matrix
+    LONG_OFFSETS: tl.constexpr,  # 64-bit offsets within a matrix
     PERSISTENT: tl.constexpr,  # a program takes every num_programs-th tile
     INTERPRETED: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -262,13 +252,13 @@ def _symmetric_kernel(
         matrix = number // per_matrix
         row, col = _tile_at(number % per_matrix, side, GROUP)
         # Triton keeps 32-bit offsets in fewer registers, and AMD's buffer loads need them.
-        if not WIDE:
+        if not LONG_OFFSETS:
             row = row.to(tl.int32)
             col = col.to(tl.int32)
         rows = row * BLOCK + tl.arange(0, BLOCK)
         cols = col * BLOCK + tl.arange(0, BLOCK)
         inner = tl.arange(0, BLOCK_K)
-        if WIDE:
+        if LONG_OFFSETS:
             inner = inner.to(tl.int64)
 
         # Offsets stay as they are while the bases advance: half the registers of pointers.
@@ -315,7 +305,7 @@ def _symmetric_kernel(
         # The tile, and its mirror image; a tile on the diagonal is its own. Without a branch, whose
         # ends would hold the tile in registers twice.
         out_base = out_ptr + matrix * out_matrix
-        tile = _rounded(acc, out_ptr.dtype.element_ty, INTERPRETED)
+        tile = _round_to_nearest(acc, out_ptr.dtype.element_ty, INTERPRETED)
         mirrored = tl.trans(tile)
         tile = tl.where(rows[:, None] <= cols[None, :], tile, mirrored)
         out_offsets = rows[:, None] * out_row + cols[None, :] * out_col
@@ -356,8 +346,8 @@ def _triangular(number):
 
 
 @triton.jit
-def _rounded(value, dtype, INTERPRETED):
-    """To the nearest of ``dtype``, also where it is interpreted, which cuts bf16 off."""
+def _round_to_nearest(value, dtype, INTERPRETED):
+    """Rounds to the nearest of ``dtype``, also where Triton's interpreter would cut bf16 off."""
     if INTERPRETED and dtype == tl.bfloat16:
         bits = value.to(tl.int32, bitcast=True)
         nearest = bits + 0x7FFF + ((bits >> 16) & 1)

@@ -1,4 +1,4 @@
-"""How kernels take tensors of any layout: few dimensions, cut into tiles, many tensors at once."""
+"""Cuts tensors of any strides into tiles, and puts many tensors into one launch of a kernel."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Tiles:
-    """How tensors (parts, …) are cut.
+    """How the tensors of a launch are cut: stacks (tensors, …) of equal shapes.
 
     Args:
-        parts: how many.
-        shape: of each part, (slices, rows, cols).
-        strides: of each tensor, for (parts, slices, rows, cols).
+        tensors: how many each stack has.
+        shape: of each tensor, (slices, rows, cols).
+        strides: of each stack, for (tensors, slices, rows, cols).
         rows, cols: of a tile.
     """
 
-    parts: int
+    tensors: int
     shape: Shape
     strides: tuple[Shape, ...]
     rows: int
@@ -38,50 +38,51 @@ class Tiles:
 
     @property
     def count(self) -> int:
-        """Tiles of each part."""
+        """Tiles of each tensor."""
         slices, rows, cols = self.shape
         return slices * -(-rows // self.rows) * -(-cols // self.cols)
 
     @property
     def programs(self) -> int:
-        """Tiles of all parts: one program has one of them."""
-        return self.parts * self.count
+        """Tiles of all tensors: one program has one of them."""
+        return self.tensors * self.count
 
 
-def joined(*columns: Optional[Sequence[Tensor]]) -> Iterator[list[Any]]:
-    """Rows of tensors, none of them empty, each with a dimension of parts in front.
+def stacked(*arguments: Optional[Sequence[Tensor]]) -> Iterator[list[Any]]:
+    """Yields the stacks (tensors, …) of each launch, one for each argument of a kernel.
 
-    Consecutive rows become one, with as many parts, where the tensors of each column lie evenly
-    spaced in one storage, as experts and buffers do: that is one launch for all of them. A column
-    may be None, as it is in all rows then.
+    Each argument is a list of tensors, or None, as in all stacks then. Tensors at consecutive
+    indices are stacked where those of each list lie evenly spaced in one storage, as experts and
+    buffers do: that is one launch for all of them. Empty tensors are left out.
     """
-    run: list[tuple[Optional[Tensor], ...]] = []
-    spacing: Optional[list[int]] = None  # of the tensors of a run
-    for row in zip(*(repeat(None) if column is None else column for column in columns)):
-        if not row[0].numel():
+    stack: list[tuple[Optional[Tensor], ...]] = []
+    spacing: Optional[list[int]] = None  # of the tensors of a stack
+    columns = (repeat(None) if column is None else column for column in arguments)
+    for tensors in zip(*columns):
+        if not tensors[0].numel():
             continue
-        found = _spacing(run[-1], row) if run else None
-        if run and (found is None or spacing not in (None, found)):
-            yield _stacked(run, spacing)
-            run, found = [], None
-        run.append(row)
-        spacing = found
-    if run:
-        yield _stacked(run, spacing)
+        distances = _distances(stack[-1], tensors) if stack else None
+        if stack and (distances is None or spacing not in (None, distances)):
+            yield _views(stack, spacing)
+            stack, distances = [], None
+        stack.append(tensors)
+        spacing = distances
+    if stack:
+        yield _views(stack, spacing)
 
 
-def tiled(*tensors: Optional[Tensor]) -> tuple[Tiles, list[Optional[Tensor]]]:
-    """The tiles of tensors (parts, …) and what they are tiles of, each of the first one's shape.
+def tiled(*stacks: Optional[Tensor]) -> tuple[Tiles, list[Optional[Tensor]]]:
+    """The tiles of stacks (tensors, …), and the stacks, each broadcast to the first one's shape.
 
-    That is the tensors themselves, but contiguous copies where not even four strides tell where
-    the elements of all of them lie.
+    Stacks are contiguous copies where not even four strides tell where the elements of all of them
+    lie.
     """
-    shape = tensors[0].shape  # type: ignore[union-attr]
-    of_shape = [None if tensor is None else _expanded(tensor, shape) for tensor in tensors]
-    tiles = _tiles_of(shape, tuple(None if t is None else t.stride() for t in of_shape))
+    shape = stacks[0].shape  # type: ignore[union-attr]
+    broadcast = [None if stack is None else _expanded(stack, shape) for stack in stacks]
+    tiles = _tiles_of(shape, tuple(None if t is None else t.stride() for t in broadcast))
     if tiles is None:
-        return tiled(*(None if tensor is None else tensor.contiguous() for tensor in of_shape))
-    return tiles, of_shape
+        return tiled(*(None if stack is None else stack.contiguous() for stack in broadcast))
+    return tiles, broadcast
 
 
 def write_back(*pairs: tuple[Tensor, Optional[Tensor]]) -> None:
@@ -91,19 +92,22 @@ def write_back(*pairs: tuple[Tensor, Optional[Tensor]]) -> None:
             tensor.copy_(written)
 
 
-def _expanded(tensor: Tensor, shape: torch.Size) -> Tensor:
-    """(parts, …) of what broadcasts to each part."""
-    missing = (1,) * (len(shape) - tensor.ndim)
-    return tensor.view(len(tensor), *missing, *tensor.shape[1:]).expand(shape)
+def _expanded(stack: Tensor, shape: torch.Size) -> Tensor:
+    """A stack of tensors that broadcast to those of a stack of that shape."""
+    missing = (1,) * (len(shape) - stack.ndim)
+    return stack.view(len(stack), *missing, *stack.shape[1:]).expand(shape)
 
 
 @functools.lru_cache(maxsize=4096)
 def _tiles_of(shape: Shape, strides: tuple[Optional[Shape], ...]) -> Optional[Tiles]:
-    """None where parts have more than three dimensions even when neighbours are merged."""
-    of_each = [(0,) * len(shape) if of is None else of for of in strides]
+    """The tiles of stacks of that shape with those strides, None of a stack that is None.
+
+    Returns None where tensors have more than three dimensions even when neighbours are merged.
+    """
+    steps_of_stacks = [(0,) * len(shape) if steps is None else steps for steps in strides]
     sizes: list[int] = []
-    steps: list[Shape] = []  # of each size, one for each tensor
-    for size, step in zip(shape[1:], list(zip(*of_each))[1:]):
+    steps: list[Shape] = []  # for each size, the stride of each stack
+    for size, step in zip(shape[1:], list(zip(*steps_of_stacks))[1:]):
         if size == 1:
             continue
         if sizes and all(outer == size * inner for outer, inner in zip(steps[-1], step)):
@@ -115,43 +119,43 @@ def _tiles_of(shape: Shape, strides: tuple[Optional[Shape], ...]) -> Optional[Ti
         return None
     sizes = [1] * (3 - len(sizes)) + sizes
     steps = [(0,) * len(strides)] * (3 - len(steps)) + steps
-    crossing = any(row == 1 and col > 1 for row, col in zip(steps[1], steps[2]))
-    if crossing:
+    if any(row == 1 and col > 1 for row, col in zip(steps[1], steps[2])):
         rows, cols = _SQUARE_TILE
     else:
         cols = min(_TILE, triton.next_power_of_2(sizes[2]))
         rows = min(_TILE // cols, triton.next_power_of_2(sizes[1]))
-    parts = tuple(of[0] for of in of_each)
-    return Tiles(shape[0], tuple(sizes), tuple(zip(parts, *steps)), rows, cols)
+    between_tensors = tuple(steps[0] for steps in steps_of_stacks)
+    return Tiles(shape[0], tuple(sizes), tuple(zip(between_tensors, *steps)), rows, cols)
 
 
-def _spacing(
-    row: Sequence[Optional[Tensor]], following: Sequence[Optional[Tensor]]
+def _distances(
+    tensors: Sequence[Optional[Tensor]], following: Sequence[Optional[Tensor]]
 ) -> Optional[list[int]]:
-    """How many elements lie from the tensors of one row to those of the next; None: unlike ones."""
-    found: list[int] = []
-    for one, other in zip(row, following):
-        if one is None or other is None:  # so is the whole column
-            found.append(0)
+    """How many elements lie from each tensor to the one that follows it; None where a pair cannot
+    be of one stack."""
+    distances: list[int] = []
+    for tensor, other in zip(tensors, following):
+        if tensor is None or other is None:  # so is the whole list
+            distances.append(0)
             continue
-        alike = (
-            one.shape == other.shape
-            and one.stride() == other.stride()
-            and one.dtype == other.dtype
-            and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+        is_alike = (
+            tensor.shape == other.shape
+            and tensor.stride() == other.stride()
+            and tensor.dtype == other.dtype
+            and tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
         )
-        distance = int(other.storage_offset()) - int(one.storage_offset())
-        found.append(distance)
-        if not alike or distance < 0:
+        distances.append(int(other.storage_offset()) - int(tensor.storage_offset()))
+        if not is_alike or distances[-1] < 0:
             return None
-    return found
+    return distances
 
 
-def _stacked(
-    run: Sequence[Sequence[Optional[Tensor]]], spacing: Optional[list[int]]
+def _views(
+    stack: Sequence[Sequence[Optional[Tensor]]], spacing: Optional[list[int]]
 ) -> list[Optional[Tensor]]:
-    steps = [0] * len(run[0]) if spacing is None else spacing
+    """For each argument the tensors of a stack as one, (tensors, …)."""
+    steps = [0] * len(stack[0]) if spacing is None else spacing
     return [
-        None if t is None else t.as_strided((len(run), *t.shape), (step, *t.stride()))
-        for t, step in zip(run[0], steps)
+        None if t is None else t.as_strided((len(stack), *t.shape), (step, *t.stride()))
+        for t, step in zip(stack[0], steps)
     ]

@@ -1,8 +1,8 @@
-"""Optimizer state from other optimizers' checkpoints, as `Muon.state_dict` would have it.
+"""Converts checkpoints of torch, Motif, LlamaFactory, nanochat and Keller Jordan to `Muon`'s.
 
-Pure functions: foreign state dicts and the parameters of an optimizer make the state of whole
-tensors for each parameter, of which `to_state_dict` takes the part that this rank holds.
-`Muon.load_state_dict` checks and loads it.
+`KINDS` lists the sources that can be read. `to_state_dict` makes of their state dicts, and of an
+optimizer's parameters, the part of the state that this rank holds, as a state dict that
+`Muon.load_state_dict` checks and loads.
 """
 
 from .conversion import to_state_dict

@@ -1,4 +1,4 @@
-"""What was found in a checkpoint as a state dict of `Muon`: conventions, layouts, groups."""
+"""Converts the state that was read from a checkpoint to `Muon`'s conventions, groups, layouts."""
 
 from __future__ import annotations
 
@@ -13,31 +13,20 @@ from ...distributed import utils as dtensors
 from ...distributed.plan import Entry
 from ...parameters.options import GROUP_OPTIONS, Group, Settings
 from ...parameters.validation import warn
-from ...state.specs import expected_state
-from . import nanochat, owned
-from .hyperparameters import ADAMW, FROM_ADAMW, MUON
-from .matching import Found, Options, Ours, Target, ours_of
-from .per_parameter import (
-    ADAMW_KEYS,
-    all_in_one,
-    each_alone,
-    read_moonlight,
-    read_motif,
-    read_torch,
-)
-from .reading import Section, read_sections
+from ...state.specs import ExpectedState, expected_state
+from . import nanochat, per_parameter, per_rank
+from .hyperparameters import ADAMW_OPTIONS, MUON_OPTIONS, MUON_OPTIONS_FROM_ADAMW
+from .matching import Position, SavedState, TargetOptimizer, TargetParam, target_optimizer
+from .reading import SourceOptimizer, read_sources
 
-_Source = tuple[
-    Callable[[Section, Ours], "list[Found]"], Callable[[Sequence[Group]], "list[list[int]]"]
-]
-
-_SOURCES: dict[str, _Source] = {
-    "torch_muon": (read_torch, each_alone),
-    "torch_adamw": (read_torch, each_alone),
-    "motif": (read_motif, each_alone),
-    "llamafactory": (read_moonlight, all_in_one),
-    "nanochat": (nanochat.read, each_alone),
-    "keller_jordan": (owned.read, owned.bundles),
+# Of each kind, what reads a checkpoint, and which groups are one group of the source.
+_READERS: dict[str, tuple[Callable[..., list[SavedState]], Callable[..., list[list[int]]]]] = {
+    "torch_muon": (per_parameter.read_torch, per_parameter.keep_groups),
+    "torch_adamw": (per_parameter.read_torch, per_parameter.keep_groups),
+    "motif": (per_parameter.read_motif, per_parameter.keep_groups),
+    "llamafactory": (per_parameter.read_moonlight, per_parameter.merge_groups),
+    "nanochat": (nanochat.read, per_parameter.keep_groups),
+    "keller_jordan": (per_rank.read, per_rank.merge_convolutions),
 }
 
 
@@ -47,18 +36,18 @@ def to_state_dict(
     params: Optional[Iterable[Any]],
     hyperparameters: bool,
     *,
-    own_groups: Sequence[Options],
+    param_groups: Sequence[Mapping[str, Any]],
     groups: Sequence[Group],
     names: Sequence[Sequence[str]],
     entries: Sequence[Sequence[Optional[Entry]]],
     settings: Settings,
 ) -> dict[str, Any]:
-    """What `Muon.load_state_dict` takes; reads, and shares no memory with, ``states``.
+    """Returns what `Muon.load_state_dict` takes, which shares no memory with ``states``.
 
     Args:
         states, kind, params, hyperparameters: see `Muon.load_foreign_state_dict`.
-        own_groups: ``param_groups`` of the optimizer.
-        groups: the same as the package reads them.
+        param_groups: of the optimizer.
+        groups: the same groups as the package reads them.
         names: what messages call the parameters of each group.
         entries: of each group, its parameters as a plan sees them; None for AdamW's.
         settings: says which replicas divide state.
@@ -66,76 +55,81 @@ def to_state_dict(
     Raises:
         ValueError: whatever does not fit.
     """
-    sections, anew = read_sections(states, kind)
-    read, bundles = _SOURCES[kind]
-    ours = ours_of(groups, names, params, bundles)
-    every = [found for section in sections for found in read(section, ours)]
-    _warn_of_amsgrad(sections)
-    by_place = _check(every, ours, kind)
-    _check_complete(by_place, ours, groups, sections, anew)
+    sources, anew = read_sources(states, kind)
+    read, to_source_groups = _READERS[kind]
+    optimizer = target_optimizer(groups, names, params, to_source_groups(groups))
+    saved_states = [saved for source in sources for saved in read(source, optimizer)]
+    _warn_of_amsgrad(sources)
+    by_position = _by_position(saved_states, kind)
+    _check_complete(by_position, optimizer, groups, sources, anew)
 
     state: dict[int, dict[str, Any]] = {}
-    saved_groups: list[dict[str, Any]] = []
-    first = 0
-    for number, (own, group) in enumerate(zip(own_groups, groups)):
-        of_group = {i: by_place[number, i] for n, i in by_place if n == number}
-        options = _options_of_group(of_group.values(), group) if hyperparameters else {}
-        brought = {key: value for key, value in options.items() if key in GROUP_OPTIONS}
-        merged = dataclasses.replace(group, **brought)
-        saved = {key: value for key, value in own.items() if key not in ("params", "names")}
-        ids = list(range(first, first + len(group.params)))
-        first += len(ids)
-        saved_groups.append({**saved, **_under_own_keys(options, own), "params": ids})
-        for index, found in of_group.items():
-            param = group.params[index]
-            layouts = expected_state(param, entries[number][index], settings)
-            converted = _convert(found, merged, layouts)
+    new_groups: list[dict[str, Any]] = []
+    first_id = 0
+    for number, (param_group, group) in enumerate(zip(param_groups, groups)):
+        by_index = {i: by_position[number, i] for n, i in by_position if n == number}
+        options = _group_options(by_index.values(), group) if hyperparameters else {}
+        new_options = {key: value for key, value in options.items() if key in GROUP_OPTIONS}
+        new_view = dataclasses.replace(group, **new_options)
+        if "betas" in param_group:  # nanochat's groups have other keys for these
+            renamed = {"adamw_betas": "betas", "adamw_eps": "eps"}
+            options = {renamed.get(key, key): value for key, value in options.items()}
+        kept = {key: value for key, value in param_group.items() if key not in ("params", "names")}
+        ids = list(range(first_id, first_id + len(group.params)))
+        first_id += len(ids)
+        new_groups.append({**kept, **options, "params": ids})
+        for index, saved in by_index.items():
+            expected = expected_state(group.params[index], entries[number][index], settings)
+            converted = _convert(saved, new_view, expected)
             if converted:
                 state[ids[index]] = converted
-    return {"state": state, "param_groups": saved_groups}
+    return {"state": state, "param_groups": new_groups}
 
 
-def _check(every: Sequence[Found], ours: Ours, kind: str) -> dict[tuple[int, int], Found]:
-    """By place; each parameter once, as what it was."""
-    by_place: dict[tuple[int, int], Found] = {}
-    for found in every:
-        target = found.target
-        if target.place is None:
-            if found.state:
+def _by_position(saved_states: Sequence[SavedState], kind: str) -> dict[Position, SavedState]:
+    """Saved states by position: of each parameter one, Muon's or AdamW's as it was before."""
+    by_position: dict[Position, SavedState] = {}
+    for saved in saved_states:
+        target = saved.target
+        if target.position is None:
+            if saved.state:
                 raise ValueError(
-                    f"{target.name}, {found.where}, has state, but is in no group of this "
+                    f"{target.name}, {saved.where}, has state, but is in no group of this "
                     "optimizer: add it, or take it out of the state dict"
                 )
             continue
-        if target.place in by_place:
+        if target.position in by_position:
             raise ValueError(f"{target.name} is twice in the checkpoint")
-        if found.is_muon != target.use_muon and not (kind == "torch_adamw" and target.use_muon):
-            was, remedy = ("Muon", True) if found.is_muon else ("AdamW", False)
+        if saved.is_muon != target.use_muon and not (kind == "torch_adamw" and target.use_muon):
+            was, remedy = ("Muon", True) if saved.is_muon else ("AdamW", False)
             raise ValueError(
-                f"{target.name} was {was}'s, {found.where}: put it into a group with "
+                f"{target.name} was {was}'s, {saved.where}: put it into a group with "
                 f"use_muon={remedy}, or give the parameters in the order of the other optimizer"
             )
-        by_place[target.place] = found
-    return by_place
+        by_position[target.position] = saved
+    return by_position
 
 
 def _check_complete(
-    by_place: Mapping[tuple[int, int], Found],
-    ours: Ours,
+    by_position: Mapping[Position, SavedState],
+    optimizer: TargetOptimizer,
     groups: Sequence[Group],
-    sections: Sequence[Section],
+    sources: Sequence[SourceOptimizer],
     anew: Sequence[bool],
 ) -> None:
-    """Every trainable parameter has been found, unless it is to start anew."""
-    missing: list[Target] = []
-    for group, targets in zip(groups, ours.groups):
-        for param, target in zip(group.params, targets):
-            if param.requires_grad and target.use_muon not in anew:
-                missing += [target] if target.place not in by_place else []
+    """Checks that each trainable parameter has saved state, unless it is to start anew."""
+    missing: list[TargetParam] = [
+        target
+        for group, targets in zip(groups, optimizer.groups)
+        for param, target in zip(group.params, targets)
+        if param.requires_grad
+        and target.use_muon not in anew
+        and target.position not in by_position
+    ]
     if not missing:
         return
     name, use_muon = missing[0].name, missing[0].use_muon
-    if any(section.use_muon in (None, use_muon) for section in sections):
+    if any(source.use_muon in (None, use_muon) for source in sources):
         raise ValueError(
             f"{name} is not in the checkpoint, nor are {len(missing) - 1} others: all trainable "
             "parameters of this optimizer have to be"
@@ -148,144 +142,128 @@ def _check_complete(
     )
 
 
-def _warn_of_amsgrad(sections: Sequence[Section]) -> None:
-    for section in sections:
-        if any(saved.options.get("amsgrad") is True for saved in section.groups):
+def _warn_of_amsgrad(sources: Sequence[SourceOptimizer]) -> None:
+    for source in sources:
+        if any(group.options.get("amsgrad") is True for group in source.groups):
             warn(
-                f"{section.where} was saved with amsgrad=True, which there is not here: "
+                f"{source.where} was saved with amsgrad=True, which there is not here: "
                 "max_exp_avg_sq is not taken over"
             )
             return
 
 
-def _options_of_group(every: Iterable[Found], group: Group) -> dict[str, Any]:
-    """Hyperparameters that the parameters of a group had.
+def _group_options(saved_states: Iterable[SavedState], group: Group) -> dict[str, Any]:
+    """The hyperparameters with which a source trained the parameters of a group.
 
     Raises:
-        ValueError: they had different ones.
+        ValueError: it trained them with different ones.
     """
-    brought: dict[str, Any] = {}
-    origin: dict[str, Found] = {}
-    for found in every:
-        keys: Sequence[str] = MUON if group.use_muon else ADAMW
-        if group.use_muon and not found.is_muon:  # rates of AdamW fit with its scale alone
-            keys = FROM_ADAMW if group.adjust_lr == "match_rms_adamw" else ()
+    options: dict[str, Any] = {}
+    origin: dict[str, SavedState] = {}  # of each option
+    for saved in saved_states:
+        keys: Sequence[str] = MUON_OPTIONS if group.use_muon else ADAMW_OPTIONS
+        if group.use_muon and not saved.is_muon:  # rates of AdamW fit with its scale alone
+            keys = MUON_OPTIONS_FROM_ADAMW if group.adjust_lr == "match_rms_adamw" else ()
         for key in keys:
-            if key not in found.options or (key == "beta2" and group.beta2 is None):
+            if key not in saved.options or (key == "beta2" and group.beta2 is None):
                 continue
-            value = found.options[key]
+            value = saved.options[key]
             if key == "beta2" and value is None:
                 value = 0.0  # as nanochat means it
-            if key in brought and not _is_same(brought[key], value):
+            if key in options and not _is_same(options[key], value):
                 raise ValueError(
-                    f"{key} is {brought[key]} for {origin[key].target.name} in the checkpoint, but "
-                    f"{value} for {found.target.name}, which are in one group here: give them to "
+                    f"{key} is {options[key]} for {origin[key].target.name} in the checkpoint, but "
+                    f"{value} for {saved.target.name}, which are in one group here: give them to "
                     "groups of their own, or hyperparameters=False, which keeps those of the "
                     "groups as they are"
                 )
-            brought[key] = value
-            origin.setdefault(key, found)
-    return brought
+            options[key] = value
+            origin.setdefault(key, saved)
+    return options
 
 
-def _is_same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) or isinstance(other, Tensor):
-        return float(one) == float(other)
-    return bool(one == other)
+def _is_same(value: Any, other: Any) -> bool:
+    if isinstance(value, Tensor) or isinstance(other, Tensor):
+        return float(value) == float(other)
+    return bool(value == other)
 
 
-def _under_own_keys(options: Options, own: Options) -> dict[str, Any]:
-    """As the group calls them: nanochat's have ``betas`` and ``eps``."""
-    renamed = {"adamw_betas": "betas", "adamw_eps": "eps"} if "betas" in own else {}
-    return {renamed.get(key, key): value for key, value in options.items()}
-
-
-def _convert(
-    found: Found, group: Group, layouts: Mapping[str, tuple[torch.Size, Optional[tuple]]]
-) -> dict[str, Any]:
+def _convert(saved: SavedState, group: Group, expected: ExpectedState) -> dict[str, Any]:
     """The state of one parameter, of which this rank has its part.
 
     Args:
-        found: of the parameter.
-        group: the parameter's, as it is going to be.
-        layouts: shape and layout of each tensor.
+        saved: of the parameter.
+        group: the parameter's, with the hyperparameters that it is going to have.
+        expected: shape and layout of each tensor.
     """
-    if not found.target.use_muon:
-        return _adamw_state(found, layouts)
+    if not saved.target.use_muon:
+        return _adamw_state(saved, expected)
     state = {}
-    momentum = found.state.get("momentum_buffer" if found.is_muon else "exp_avg")
+    momentum = saved.state.get("momentum_buffer" if saved.is_muon else "exp_avg")
     if momentum is not None:
-        state["momentum_buffer"] = _part(momentum, "momentum_buffer", found, layouts)
-        factor = _momentum_factor(found, group)
+        state["momentum_buffer"] = _part(momentum, "momentum_buffer", saved, expected)
+        factor = _momentum_factor(saved, group)
         if factor != 1.0:
             dtensors.local(state["momentum_buffer"]).mul_(factor)
-    second = found.state.get("second_momentum_buffer")
-    if second is not None and group.beta2 is not None:
-        key = "second_momentum_buffer"
-        second = _flat_second_moment(second, found, layouts[key][0])
-        state[key] = _part(second, key, found, layouts)
+    key = "second_momentum_buffer"
+    second_moment = saved.state.get(key)
+    if second_moment is not None and group.beta2 is not None:
+        second_moment = _flat_second_moment(second_moment, saved, expected[key][0])
+        state[key] = _part(second_moment, key, saved, expected)
     return state
 
 
-def _momentum_factor(found: Found, group: Group) -> float:
-    """From one convention to the other: with constant μ, averaged momentum is 1 − μ of summed."""
-    style = group.momentum_style
-    if found.style == style:
+def _momentum_factor(saved: SavedState, group: Group) -> float:
+    """From one style to the other: with constant μ, averaged momentum is 1 − μ of summed."""
+    if saved.momentum_style == group.momentum_style:
         return 1.0
-    if style == "ema":
-        return 1.0 - found.options.get("momentum", group.momentum)
+    if group.momentum_style == "ema":
+        return 1.0 - saved.options.get("momentum", group.momentum)
     return 1.0 / (1.0 - group.momentum)
 
 
-def _flat_second_moment(value: Tensor, found: Found, shape: torch.Size) -> Tensor:
+def _flat_second_moment(value: Tensor, saved: SavedState, shape: torch.Size) -> Tensor:
     """nanochat's (…, rows, 1) or (…, 1, cols) as (…, longer side), in fp32."""
-    assert found.target.shape is not None
-    *experts, rows, cols = found.target.shape
-    expected = (*experts, rows, 1) if rows >= cols else (*experts, 1, cols)
-    if tuple(value.shape) == expected and value.numel() == shape.numel():
+    assert saved.target.shape is not None
+    *experts, rows, cols = saved.target.shape
+    saved_shape = (*experts, rows, 1) if rows >= cols else (*experts, 1, cols)
+    if tuple(value.shape) == saved_shape and value.numel() == shape.numel():
         value = value.reshape(shape)
     return value.float()
 
 
-def _adamw_state(
-    found: Found, layouts: Mapping[str, tuple[torch.Size, Optional[tuple]]]
-) -> dict[str, Any]:
-    if not found.state:
+def _adamw_state(saved: SavedState, expected: ExpectedState) -> dict[str, Any]:
+    if not saved.state:
         return {}
-    absent = [key for key in ADAMW_KEYS if key not in found.state]
+    absent = [key for key in per_parameter.ADAMW_KEYS if key not in saved.state]
     if absent:
         raise ValueError(
-            f"{found.target.name}, {found.where}, has no {' and no '.join(absent)}: is it AdamW's?"
+            f"{saved.target.name}, {saved.where}, has no {' and no '.join(absent)}: is it AdamW's?"
         )
-    step = torch.tensor(float(found.state["step"]), dtype=torch.float32, device="cpu")
-    moments = {key: _part(found.state[key], key, found, layouts) for key in ADAMW_KEYS[1:]}
-    return {"step": step, **moments}
+    step = torch.tensor(float(saved.state["step"]), dtype=torch.float32, device="cpu")
+    moments = ("exp_avg", "exp_avg_sq")
+    return {"step": step, **{key: _part(saved.state[key], key, saved, expected) for key in moments}}
 
 
-def _part(
-    value: Tensor,
-    key: str,
-    found: Found,
-    layouts: Mapping[str, tuple[torch.Size, Optional[tuple]]],
-) -> Tensor:
+def _part(value: Tensor, key: str, saved: SavedState, expected: ExpectedState) -> Tensor:
     """This rank's part of a whole tensor, copied, without traffic.
 
     Raises:
-        ValueError: it has another shape, or is divided otherwise.
+        ValueError: the tensor has another shape, or is sharded otherwise.
     """
-    shape, layout = layouts[key]
-    name = found.target.name
+    shape, layout = expected[key]
+    name = f"{key} of {saved.target.name}, {saved.where}"
     if value.shape != shape:
         raise ValueError(
-            f"{key} of {name}, {found.where}, has shape {tuple(value.shape)}, where {tuple(shape)} "
+            f"{name}, has shape {tuple(value.shape)}, where {tuple(shape)} "
             "is needed: give the parameters in the order of the other optimizer, whole tensors, "
             "and, where ranks have divided state, the state dicts of all ranks"
         )
     if dtensors.is_dtensor(value):
         if dtensors.mesh_placements_of(value) != layout:
             raise ValueError(
-                f"{key} of {name}, {found.where}, is {dtensors.describe(value)}: give whole "
-                "tensors, value.full_tensor() on all ranks"
+                f"{name}, is {dtensors.describe(value)}: give whole tensors, value.full_tensor() "
+                "on all ranks"
             )
         return value.detach().clone()
     if layout is None:

@@ -1,123 +1,122 @@
-"""nanochat's ``MuonAdamW`` and ``DistMuonAdamW``: the state of a group of matrices is one stack.
+"""Reads nanochat's checkpoints: the state of a group of matrices is one stack.
 
 The first parameter of a ``kind="muon"`` group of K matrices has ``momentum_buffer``,
-(K, rows, cols), and ``second_momentum_buffer``, (K, rows, 1) or (K, 1, cols), by the longer side.
-``DistMuonAdamW`` has on each of N ranks ceil(K/N) of them, the last ones padding. Of
-``kind="adamw"`` it has on each rank all rows of a small parameter, and 1/N of a large one's.
+(K, rows, cols), and ``second_momentum_buffer``, (K, rows, 1) or (K, 1, cols), by the longer side:
+so ``MuonAdamW`` saves them. ``DistMuonAdamW`` has on each of N ranks ceil(K/N) of them, the last
+ones padding. Of ``kind="adamw"`` it has on each rank all rows of a small parameter, and 1/N of a
+large one's.
 
-Before, there were two optimizers: ``Muon`` or ``DistMuon``, in groups by size (`owned`; with second
-moments in such stacks), and ``AdamW`` or ``DistAdamW``, in slices of all parameters.
+Before, there were two optimizers: ``Muon`` or ``DistMuon``, in groups by size (`per_rank`; with
+second moments in such stacks), and ``AdamW`` or ``DistAdamW``, in slices of all parameters.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from .hyperparameters import adamw_options, muon_options
-from .matching import Found, Ours, Target, arrange, place_of
-from .owned import is_grouped_by_size, is_stack, owned, regroup
+from .hyperparameters import convert_options
+from .matching import SavedState, TargetOptimizer, TargetParam, match_groups
 from .per_parameter import ADAMW_KEYS, pick
-from .reading import SavedGroup, Section
+from .per_rank import group_by_size, is_grouped_by_size, is_stack, read_matched
+from .reading import SavedGroup, SourceOptimizer
 
 _STACKS = ("momentum_buffer", "second_momentum_buffer")
 
 
-def read(section: Section, ours: Ours) -> list[Found]:
-    if is_grouped_by_size(section):
-        arranged = regroup(section, ours)
-        if not any(is_stack(section, saved) for saved in section.groups if saved.ids):
-            return owned(section, arranged)
+def read(source: SourceOptimizer, optimizer: TargetOptimizer) -> list[SavedState]:
+    if is_grouped_by_size(source):
+        matched = group_by_size(source, optimizer)
+        if not any(is_stack(source, group) for group in source.groups if group.ids):
+            return read_matched(source, matched)
     else:
-        arranged = arrange(section, ours)
-    found = []
-    for saved, targets in zip(section.groups, arranged):
-        is_muon = saved.options.get("kind", "muon" if section.use_muon else "adamw") == "muon"
+        matched = match_groups(source, optimizer)
+    saved_states = []
+    for group, targets in zip(source.groups, matched):
         if not targets:
             continue
-        if is_muon:
-            found += _unstack(section, saved, targets)
+        if group.options.get("kind", "muon" if source.use_muon else "adamw") == "muon":
+            saved_states += _unstack(source, group, targets)
         else:
-            found += [_whole(section, saved, i, target) for i, target in enumerate(targets)]
-    return found
+            saved_states += [_join_rows(source, group, i, t) for i, t in enumerate(targets)]
+    return saved_states
 
 
-def _unstack(section: Section, saved: SavedGroup, targets: Sequence[Target]) -> list[Found]:
-    """The matrices of a group, each with its own state.
+def _unstack(
+    source: SourceOptimizer, group: SavedGroup, targets: Sequence[TargetParam]
+) -> list[SavedState]:
+    """The state of each matrix of a group.
 
     Raises:
-        ValueError: chunks are missing, or in another order, or not of these matrices.
+        ValueError: ranks' stacks are missing, or in another order, or not of these matrices.
     """
-    stacks = [pick(rank.state.get(saved.ids[0], {}), _STACKS) for rank in section.ranks]
-    each = -(-len(targets) // len(section.ranks))
-    for checkpoint, stack in zip(section.ranks, stacks):
-        for key in _STACKS if not section.is_fresh else ():
-            _check_chunk(stack.get(key), key, each, checkpoint.where, section, saved)
-    for number in range(len(targets), each * len(section.ranks)):
-        rank, row = divmod(number, each)
+    stacks = [pick(rank.param_state(group.ids[0]), _STACKS) for rank in source.ranks]
+    length = -(-len(targets) // len(source.ranks))  # of a rank's stack
+    name = source.label(group, 0)
+    for (state_dict, stack), key in itertools.product(zip(source.ranks, stacks), _STACKS):
+        value = stack.get(key)
+        is_complete = isinstance(value, Tensor) and value.ndim >= 3 and len(value) == length
+        if not is_complete and not source.is_fresh:
+            shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(
+                f"{key} of {name} of {state_dict.where} should stack {length} of "
+                f"{len(group.ids)} matrices, as each of {len(source.ranks)} ranks has them, found "
+                f"{shape}: give the state dicts of all ranks, in their order"
+            )
+    for number in range(len(targets), length * len(source.ranks)):
+        rank, row = divmod(number, length)
         if stacks[rank] and bool(stacks[rank]["momentum_buffer"][row].any()):
             raise ValueError(
-                f"{section.ranks[rank].where} has momentum behind the {len(targets)} matrices of "
-                f"{place_of(saved, 0, section)}, where the last ranks have zeros: give the state "
-                "dicts in the order of the ranks"
+                f"{source.ranks[rank].where} has momentum behind the {len(targets)} matrices of "
+                f"{name}, where the last ranks have zeros: give the state dicts in the order of "
+                "the ranks"
             )
-    found = []
+    saved_states = []
     for number, target in enumerate(targets):
-        rank, row = divmod(number, each)
-        where = f"matrix {row} of {place_of(saved, 0, section)} of {section.ranks[rank].where}"
+        rank, row = divmod(number, length)
+        where = f"matrix {row} of {name} of {source.ranks[rank].where}"
         state = {key: stack[row] for key, stack in stacks[rank].items()}
-        found.append(Found(target, where, True, "ema", state, muon_options(saved.options)))
-    return found
+        options = convert_options(group.options, is_muon=True)
+        saved_states.append(SavedState(target, where, True, "ema", state, options))
+    return saved_states
 
 
-def _check_chunk(
-    value: Any, key: str, each: int, where: str, section: Section, saved: SavedGroup
-) -> None:
-    found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-    if not isinstance(value, Tensor) or value.ndim < 3 or value.shape[0] != each:
-        raise ValueError(
-            f"{key} of {place_of(saved, 0, section)} of {where} should stack {each} of "
-            f"{len(saved.ids)} matrices, as each of {len(section.ranks)} ranks has them, found "
-            f"{found}: give the state dicts of all ranks, in their order"
-        )
-
-
-def _whole(section: Section, saved: SavedGroup, index: int, target: Target) -> Found:
-    """A parameter of AdamW's from the slices of all ranks, or from one that has all of it.
+def _join_rows(
+    source: SourceOptimizer, group: SavedGroup, index: int, target: TargetParam
+) -> SavedState:
+    """The state of a parameter of AdamW's from the rows of all ranks, or from one that has all.
 
     Raises:
         ValueError: ranks have stepped it differently.
     """
-    saved_id, world = saved.ids[index], len(section.ranks)
-    where = f"{place_of(saved, index, section)} of {section.where}"
-    each = [pick(rank.state.get(saved_id, {}), ADAMW_KEYS) for rank in section.ranks]
-    steps = {float(own["step"]) if "step" in own else None for own in each}
-    if len(steps) > 1 or len({frozenset(own) for own in each}) > 1:
+    world = len(source.ranks)
+    where = f"{source.label(group, index)} of {source.where}"
+    states = [pick(rank.param_state(group.ids[index]), ADAMW_KEYS) for rank in source.ranks]
+    steps = {float(state["step"]) if "step" in state else None for state in states}
+    if len(steps) > 1 or len({frozenset(state) for state in states}) > 1:
         raise ValueError(
             f"{where} has been stepped {steps} times: give the state dicts of all ranks of one "
             "checkpoint"
         )
-    state = dict(each[0])
+    joined = dict(states[0])
     for key in ("exp_avg", "exp_avg_sq"):
-        slices = [own.get(key) for own in each]
-        if world > 1 and all(isinstance(s, Tensor) and _is_slice(s, target, world) for s in slices):
-            state[key] = torch.cat(slices)  # type: ignore[arg-type]
-        value = state.get(key)
+        slices = [state.get(key) for state in states]
+        if world > 1 and all(
+            isinstance(rows, Tensor)
+            and rows.ndim > 0
+            and (rows.shape[0] * world, *rows.shape[1:]) == target.shape
+            for rows in slices
+        ):
+            joined[key] = torch.cat(slices)  # type: ignore[arg-type]
+        value = joined.get(key)
         if isinstance(value, Tensor) and target.shape not in (None, tuple(value.shape)):
             raise ValueError(
                 f"{key} of {target.name}, {where}, has shape {tuple(value.shape)}, neither that of "
                 f"the parameter, {target.shape}, nor that of an equal part of its rows on each of "
                 f"{world} ranks: give the state dicts of all ranks, in their order"
             )
-    return Found(target, where, False, "ema", state, adamw_options(saved.options))
-
-
-def _is_slice(value: Tensor, target: Target, world: int) -> bool:
-    """Whether it is an equal part of the rows of a parameter."""
-    shape = target.shape
-    if not shape or value.ndim == 0:
-        return False
-    return (value.shape[0] * world, *value.shape[1:]) == shape
+    options = convert_options(group.options, is_muon=False)
+    return SavedState(target, where, False, "ema", joined, options)

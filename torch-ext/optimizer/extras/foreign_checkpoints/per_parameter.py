@@ -1,10 +1,11 @@
-"""Checkpoints that have the state of each parameter under that parameter.
+"""Reads torch's, Motif's and LlamaFactory's checkpoints: each parameter has its own state.
 
-``torch.optim.Muon`` (2.9 and later): ``momentum_buffer``, averaged; usually beside
-``torch.optim.AdamW``: ``step``, ``exp_avg``, ``exp_avg_sq``. Motif's kernel: ``momentum_buffer``,
-summed; of the rest ``step``, ``moment1``, ``moment2``; ``use_muon`` in each group, names in Muon's.
-Moonlight's, as LlamaFactory has it: the same state in one group, Muon's parameters first, and
-``use_muon`` in the state of each.
+- ``torch.optim.Muon`` (2.9 and later): ``momentum_buffer``, averaged; usually beside
+  ``torch.optim.AdamW``: ``step``, ``exp_avg``, ``exp_avg_sq``.
+- Motif's kernel: ``momentum_buffer``, summed; of AdamW's parameters ``step``, ``moment1``,
+  ``moment2``; ``use_muon`` in each group, names in Muon's.
+- Moonlight's, as LlamaFactory has it: Motif's state in one group, Muon's parameters first, and
+  ``use_muon`` in the state of each.
 """
 
 from __future__ import annotations
@@ -14,107 +15,107 @@ from typing import Any
 
 from ...parameters.options import Group
 from ...state.checkpoints import MOTIFS_NAMES
-from .hyperparameters import adamw_options, muon_options
-from .matching import Found, Options, Ours, Target, arrange, place_of
-from .reading import SavedGroup, Section
+from .hyperparameters import convert_options
+from .matching import SavedState, TargetOptimizer, TargetParam, match_groups
+from .reading import SavedGroup, SourceOptimizer
 
 MUON_KEYS = ("momentum_buffer",)
 ADAMW_KEYS = ("step", "exp_avg", "exp_avg_sq")
 
-Position = tuple[SavedGroup, int, Target]
 
-
-def each_alone(groups: Sequence[Group]) -> list[list[int]]:
-    """Bundles of a source whose preset keeps groups as they are."""
+def keep_groups(groups: Sequence[Group]) -> list[list[int]]:
+    """Each group is one of the source: its preset keeps groups as they are."""
     return [[number] for number in range(len(groups))]
 
 
-def all_in_one(groups: Sequence[Group]) -> list[list[int]]:
-    """Bundles of a source that puts all parameters into one group."""
+def merge_groups(groups: Sequence[Group]) -> list[list[int]]:
+    """All groups are one of the source, which puts all parameters into one."""
     return [list(range(len(groups)))]
 
 
-def read_torch(section: Section, ours: Ours) -> list[Found]:
-    """torch's Muon, or its AdamW; whichever wrote a group.
+def read_torch(source: SourceOptimizer, optimizer: TargetOptimizer) -> list[SavedState]:
+    """Reads torch's Muon, or its AdamW; whichever wrote a group.
 
     Raises:
-        ValueError: Adam wrote it, and its decay is no decoupled one.
+        ValueError: Adam wrote a group, with a decay that is not decoupled.
     """
-    found = []
-    for number, saved in enumerate(section.groups):
-        decay = saved.options.get("weight_decay", 0.0)
-        if saved.options.get("decoupled_weight_decay") is False and decay != 0.0:
+    for number, group in enumerate(source.groups):
+        decay = group.options.get("weight_decay", 0.0)
+        if group.options.get("decoupled_weight_decay") is False and decay != 0.0:
             raise ValueError(
-                f"group {number} of {section.where} is torch.optim.Adam's, with weight_decay "
+                f"group {number} of {source.where} is torch.optim.Adam's, with weight_decay "
                 f"{decay} in its gradients, which there is not here: set it to 0 in the state "
                 "dict's group, and that of the groups here to what is to follow"
             )
-    for saved, index, target in positions(section, arrange(section, ours)):
-        is_muon = "betas" not in saved.options
-        options = muon_options(saved.options) if is_muon else adamw_options(saved.options)
-        found.append(one(section, saved, index, target, is_muon, "ema", options))
-    return found
+    saved_states = []
+    for group, index, target in saved_params(source, match_groups(source, optimizer)):
+        is_muon = "betas" not in group.options
+        options = convert_options(group.options, is_muon)
+        saved_states.append(read_param(source, group, index, target, is_muon, "ema", options))
+    return saved_states
 
 
-def read_motif(section: Section, ours: Ours) -> list[Found]:
-    found = []
-    for saved, index, target in positions(section, arrange(section, ours)):
-        is_muon, options = bool(saved.options["use_muon"]), saved.options
-        brought = muon_options(options) if is_muon else adamw_options(options, prefix="adamw_")
-        found.append(one(section, saved, index, target, is_muon, "classical", brought))
-    return found
+def read_motif(source: SourceOptimizer, optimizer: TargetOptimizer) -> list[SavedState]:
+    saved_states = []
+    for group, index, target in saved_params(source, match_groups(source, optimizer)):
+        is_muon = bool(group.options["use_muon"])
+        options = convert_options(group.options, is_muon, prefix="adamw_")
+        saved_states.append(read_param(source, group, index, target, is_muon, "classical", options))
+    return saved_states
 
 
-def read_moonlight(section: Section, ours: Ours) -> list[Found]:
-    found = []
-    for saved, index, target in positions(section, arrange(section, ours)):
-        options = {**saved.options, "weight_decay": saved.options["wd"]}
-        is_muon = use_muon_of(section, saved, index)
-        brought = muon_options(options) if is_muon else adamw_options(options, prefix="adamw_")
-        found.append(one(section, saved, index, target, is_muon, "classical", brought))
-    return found
+def read_moonlight(source: SourceOptimizer, optimizer: TargetOptimizer) -> list[SavedState]:
+    saved_states = []
+    for group, index, target in saved_params(source, match_groups(source, optimizer)):
+        is_muon = saved_use_muon(source, group, index)
+        options = {**group.options, "weight_decay": group.options["wd"]}
+        options = convert_options(options, is_muon, prefix="adamw_")
+        saved_states.append(read_param(source, group, index, target, is_muon, "classical", options))
+    return saved_states
 
 
-def use_muon_of(section: Section, saved: SavedGroup, index: int) -> bool:
-    """What the state of a parameter says of itself.
+def saved_use_muon(source: SourceOptimizer, group: SavedGroup, index: int) -> bool:
+    """The ``use_muon`` that a source keeps in the state of a parameter.
 
     Raises:
-        ValueError: nothing.
+        ValueError: the state has none.
     """
-    flag = section.ranks[0].state.get(saved.ids[index], {}).get("use_muon")
+    flag = source.ranks[0].param_state(group.ids[index]).get("use_muon")
     if not isinstance(flag, bool):
         raise ValueError(
-            f"{place_of(saved, index, section)} has no use_muon in {section.where}, where its "
+            f"{source.label(group, index)} has no use_muon in {source.where}, where its "
             "optimizer has one from the start: is the state dict complete?"
         )
     return flag
 
 
-def positions(section: Section, arranged: Sequence[Sequence[Target]]) -> Iterator[Position]:
-    """Every parameter of a checkpoint, with whose it is."""
-    for saved, targets in zip(section.groups, arranged):
+def saved_params(
+    source: SourceOptimizer, matched: Sequence[Sequence[TargetParam]]
+) -> Iterator[tuple[SavedGroup, int, TargetParam]]:
+    """Every parameter of a checkpoint: its group, its index in it, and which it is here."""
+    for group, targets in zip(source.groups, matched):
         for index, target in enumerate(targets):
-            yield saved, index, target
+            yield group, index, target
 
 
-def one(
-    section: Section,
-    saved: SavedGroup,
+def read_param(
+    source: SourceOptimizer,
+    group: SavedGroup,
     index: int,
-    target: Target,
+    target: TargetParam,
     is_muon: bool,
-    style: str,
-    options: Options,
+    momentum_style: str,
+    options: Mapping[str, Any],
     rank: int = 0,
-) -> Found:
-    """A parameter whose state one state dict has whole."""
-    own = section.ranks[rank].state.get(saved.ids[index], {})
-    where = f"{place_of(saved, index, section)} of {section.ranks[rank].where}"
-    state = pick(own, MUON_KEYS if is_muon else ADAMW_KEYS)
-    return Found(target, where, is_muon, style, state, options)
+) -> SavedState:
+    """The state of a parameter that the state dict of ``rank`` has whole."""
+    state_dict = source.ranks[rank]
+    where = f"{source.label(group, index)} of {state_dict.where}"
+    state = pick(state_dict.param_state(group.ids[index]), MUON_KEYS if is_muon else ADAMW_KEYS)
+    return SavedState(target, where, is_muon, momentum_style, state, options)
 
 
-def pick(own: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
-    """What is there of ``keys``, by whichever name."""
-    renamed = {MOTIFS_NAMES.get(key, key): value for key, value in own.items()}
+def pick(param_state: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
+    """The values of those ``keys`` that there are, Motif's names for them included."""
+    renamed = {MOTIFS_NAMES.get(key, key): value for key, value in param_state.items()}
     return {key: renamed[key] for key in keys if renamed.get(key) is not None}

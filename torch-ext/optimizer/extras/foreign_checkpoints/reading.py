@@ -1,6 +1,7 @@
-"""State dicts of other optimizers, as one form: plain, by names, flattened, one for each rank.
+"""Checks state dicts of other optimizers, tells which source wrote them, and unifies their form.
 
-Nothing is unpickled, copied or changed here.
+They may be as torch.optim writes them, keyed by name, flattened, or one for each rank. Nothing is
+unpickled, copied or changed.
 """
 
 from __future__ import annotations
@@ -15,13 +16,11 @@ from ...parameters.names import normalize_name
 from ...state.checkpoints import step_count
 from .hyperparameters import check_options
 
-_OURS = "momentum_style"  # a key that only groups of this package have
+_KEY_OF_THIS_PACKAGE = "momentum_style"  # no other optimizer's groups have it
 
-# Whatever any of them calls what it keeps.
-_TENSORS = (
-    *("momentum_buffer", "second_momentum_buffer"),
-    *("exp_avg", "exp_avg_sq", "moment1", "moment2"),
-)
+# Keys under which any source keeps a tensor of state.
+_MOMENTUM_KEYS = ("momentum_buffer", "second_momentum_buffer")
+_TENSOR_KEYS = (*_MOMENTUM_KEYS, "exp_avg", "exp_avg_sq", "moment1", "moment2")
 
 KINDS = ("torch_muon", "torch_adamw", "motif", "llamafactory", "nanochat", "keller_jordan")
 
@@ -31,7 +30,7 @@ class SavedGroup:
     """A param group of a checkpoint.
 
     Args:
-        ids: of its parameters, keys of `Checkpoint.state`.
+        ids: of its parameters, keys of `SavedStateDict.state`.
         names: of its parameters, where the checkpoint has them.
         options: its other keys.
     """
@@ -42,7 +41,7 @@ class SavedGroup:
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class SavedStateDict:
     """One state dict.
 
     Args:
@@ -55,18 +54,21 @@ class Checkpoint:
     state: Mapping[Any, Mapping[str, Any]]
     where: str
 
+    def param_state(self, saved_id: Any) -> Mapping[str, Any]:
+        return self.state.get(saved_id, {})
+
 
 @dataclass(frozen=True)
-class Section:
-    """One optimizer: a state dict, or one for each rank of those that divide state.
+class SourceOptimizer:
+    """What one optimizer saved: a state dict, or one for each rank of those that divide state.
 
     Args:
         use_muon: whose parameters it has: Muon's, AdamW's, or None: both.
-        ranks: in their order; one where one state dict has everything.
+        ranks: their state dicts, in order; one where one state dict has everything.
     """
 
     use_muon: Optional[bool]
-    ranks: Sequence[Checkpoint]
+    ranks: Sequence[SavedStateDict]
 
     @property
     def groups(self) -> Sequence[SavedGroup]:
@@ -74,18 +76,24 @@ class Section:
 
     @property
     def where(self) -> str:
+        """What messages call it."""
         return self.ranks[0].where if len(self.ranks) == 1 else "the state dicts of the ranks"
+
+    def label(self, group: SavedGroup, index: int) -> str:
+        """What messages call a parameter of one of the groups."""
+        name = f" ({group.names[index]})" if group.names is not None else ""
+        number = [other is group for other in self.groups].index(True)
+        return f"parameter {index}{name} of group {number}"
 
     @property
     def is_fresh(self) -> bool:
         """Whether it was saved before the first step."""
-        return not any(
-            key != "use_muon" for rank in self.ranks for own in rank.state.values() for key in own
-        )
+        states = [state for rank in self.ranks for state in rank.state.values()]
+        return not any(key != "use_muon" for state in states for key in state)
 
 
-def read_sections(states: Any, kind: str) -> tuple[list[Section], list[bool]]:
-    """What ``states`` holds, and whose parameters (``use_muon``) it says None for.
+def read_sources(states: Any, kind: str) -> tuple[list[SourceOptimizer], list[bool]]:
+    """The optimizers in ``states``, and the values of ``use_muon`` whose parameters start anew.
 
     Args:
         states: as `Muon.load_foreign_state_dict` takes it.
@@ -104,66 +112,66 @@ def read_sections(states: Any, kind: str) -> tuple[list[Section], list[bool]]:
                 f"kind={kind!r} has one state dict for Muon's parameters and AdamW's, found "
                 f"{sorted(states)}"
             )
-        sections = [
-            _section(states[key], f"states[{key!r}]", use_muon, divided)
+        sources = [
+            _source(states[key], f"states[{key!r}]", use_muon, divided)
             for key, use_muon in (("muon", True), ("adamw", False))
             if states.get(key) is not None
         ]
-        anew = [key == "muon" for key, each in states.items() if each is None]
+        anew = [key == "muon" for key, state_dict in states.items() if state_dict is None]
     elif kind == "torch_muon" and isinstance(states, (list, tuple)):
-        sections = _by_content(states)
+        sources = _read_torch(states)
     else:
-        section = _section(states, "states", None, divided)
-        sections = [section]
-        if kind == "torch_muon" or (kind == "keller_jordan" and _has_only_muon(section)):
-            sections = [Section(True, section.ranks)]
-    for section in sections:
-        _check_kind(section, kind)
-    return sections, anew
+        source = _source(states, "states", None, divided)
+        if kind == "torch_muon" or (kind == "keller_jordan" and _has_only_muon(source)):
+            source = SourceOptimizer(True, source.ranks)
+        sources = [source]
+    for source in sources:
+        _check_kind(source, kind)
+    return sources, anew
 
 
-def _section(states: Any, where: str, use_muon: Optional[bool], divided: bool) -> Section:
+def _source(states: Any, where: str, use_muon: Optional[bool], divided: bool) -> SourceOptimizer:
     if not isinstance(states, (list, tuple)):
-        return Section(use_muon, [read_checkpoint(states, where)])
+        return SourceOptimizer(use_muon, [read_state_dict(states, where)])
     if not divided or not states:
         raise ValueError(f"{where} must be a state dict, found {_in_words(states)}")
-    ranks = [read_checkpoint(each, f"{where}[{rank}]") for rank, each in enumerate(states)]
+    ranks = [read_state_dict(item, f"{where}[{rank}]") for rank, item in enumerate(states)]
     lengths = [[len(group.ids) for group in rank.groups] for rank in ranks]
-    for rank, found in zip(ranks, lengths):
-        if found != lengths[0]:
+    for state_dict, counts in zip(ranks, lengths):
+        if counts != lengths[0]:
             raise ValueError(
-                f"{rank.where} has groups of {found} parameters but {ranks[0].where} of "
+                f"{state_dict.where} has groups of {counts} parameters but {ranks[0].where} of "
                 f"{lengths[0]}: give the state dicts of all ranks of one checkpoint, in their order"
             )
-    return Section(use_muon, ranks)
+    return SourceOptimizer(use_muon, ranks)
 
 
-def _by_content(states: Sequence[Any]) -> list[Section]:
-    """torch's Muon and AdamW, in any order."""
-    sections: list[Section] = []
-    for number, each in enumerate(states):
-        checkpoint = read_checkpoint(each, f"states[{number}]")
-        use_muon = not any("betas" in group.options for group in checkpoint.groups)
-        if any(section.use_muon is use_muon for section in sections):
+def _read_torch(states: Sequence[Any]) -> list[SourceOptimizer]:
+    """torch's Muon and AdamW, in any order: groups tell which is which."""
+    sources: list[SourceOptimizer] = []
+    for number, item in enumerate(states):
+        state_dict = read_state_dict(item, f"states[{number}]")
+        use_muon = not any("betas" in group.options for group in state_dict.groups)
+        if any(source.use_muon is use_muon for source in sources):
             raise ValueError(
                 f"states has two state dicts of {'Muon' if use_muon else 'AdamW'}: give one of "
                 "torch.optim.Muon and one of torch.optim.AdamW"
             )
-        sections.append(Section(use_muon, [checkpoint]))
-    return sections
+        sources.append(SourceOptimizer(use_muon, [state_dict]))
+    return sources
 
 
-def _has_only_muon(section: Section) -> bool:
+def _has_only_muon(source: SourceOptimizer) -> bool:
     """Whether it is a Muon that trains nothing else, beside another optimizer."""
-    told = ("use_muon", "adamw_lr_ratio")
-    return not any(key in group.options for group in section.groups for key in told)
+    keys_beside_adamw = ("use_muon", "adamw_lr_ratio")
+    return not any(key in group.options for group in source.groups for key in keys_beside_adamw)
 
 
-def read_checkpoint(state_dict: Any, where: str) -> Checkpoint:
-    """A state dict of torch.optim, or one by names that torch.distributed.checkpoint makes.
+def read_state_dict(state_dict: Any, where: str) -> SavedStateDict:
+    """Reads a state dict of torch.optim, or one by names that torch.distributed.checkpoint makes.
 
     Raises:
-        ValueError: something else.
+        ValueError: it is neither.
     """
     if isinstance(state_dict, Mapping) and state_dict and all(map(_is_flat, state_dict)):
         state_dict = _unflatten(state_dict)
@@ -179,34 +187,34 @@ def read_checkpoint(state_dict: Any, where: str) -> Checkpoint:
         raise ValueError(f"{where}['param_groups'] must be a list, found {_in_words(saved_groups)}")
     groups = []
     for number, group in enumerate(saved_groups):
-        place = f"{where}['param_groups'][{number}]"
+        where_group = f"{where}['param_groups'][{number}]"
         ids = group.get("params") if isinstance(group, Mapping) else None
         if not isinstance(ids, (list, tuple)) or not all(isinstance(i, (int, str)) for i in ids):
-            raise ValueError(f"{place} has no list of params")
+            raise ValueError(f"{where_group} has no list of params")
         options = {k: v for k, v in group.items() if k not in ("params", "names", "param_names")}
-        check_options(options, place)
+        check_options(options, where_group)
         groups.append(SavedGroup(list(ids), _names_of(group), options))
     ids = [saved_id for group in groups for saved_id in group.ids]
-    known = set(ids)
-    if len(known) != len(ids):
+    unique_ids = set(ids)
+    if len(unique_ids) != len(ids):
         raise ValueError(f"{where} has a parameter twice in its groups")
-    for key, own in states.items():
-        if key not in known:
-            raise ValueError(f"{where} has state of {key!r}, which is in none of its groups")
-        _check_state(own, f"parameter {key!r} of {where}")
-    return Checkpoint(groups, states, where)
+    for saved_id, param_state in states.items():
+        if saved_id not in unique_ids:
+            raise ValueError(f"{where} has state of {saved_id!r}, which is in none of its groups")
+        _check_state(param_state, f"parameter {saved_id!r} of {where}")
+    return SavedStateDict(groups, states, where)
 
 
-def _check_state(own: Mapping[str, Any], name: str) -> None:
-    """Whether what can be taken over is what it is called."""
-    for key in _TENSORS:
-        value = own.get(key)
+def _check_state(param_state: Mapping[str, Any], name: str) -> None:
+    """Checks the types of what can be taken over."""
+    for key in _TENSOR_KEYS:
+        value = param_state.get(key)
         if value is None:
             continue
         if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
-            found = value.dtype if isinstance(value, Tensor) else type(value).__name__
-            raise ValueError(f"{key} of {name} is {found}, no real tensor")
-    step = own.get("step")
+            kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(f"{key} of {name} is {kind}, no real tensor")
+    step = param_state.get("step")
     if step is not None and step_count(step) is None:
         raise ValueError(f"step of {name} must be a number ≥ 0, found {step!r}")
 
@@ -227,34 +235,34 @@ def _is_flat(key: Any) -> bool:
 
 def _unflatten(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """``state.NAME.KEY`` and ``param_groups.NAME.KEY``: each parameter gets a group of its own."""
-    found: dict[str, dict[str, dict[str, Any]]] = {"state": {}, "param_groups": {}}
+    nested: dict[str, dict[str, dict[str, Any]]] = {"state": {}, "param_groups": {}}
     for flat_key, value in state_dict.items():
-        kind, rest = flat_key.split(".", 1)
+        section, rest = flat_key.split(".", 1)
         name, _, key = rest.rpartition(".")
-        found[kind].setdefault(name, {})[key] = value
-    groups = [{**options, "params": [name]} for name, options in found["param_groups"].items()]
-    return {"state": found["state"], "param_groups": groups}
+        nested[section].setdefault(name, {})[key] = value
+    groups = [{**options, "params": [name]} for name, options in nested["param_groups"].items()]
+    return {"state": nested["state"], "param_groups": groups}
 
 
-def _check_kind(section: Section, kind: str) -> None:
-    for rank in section.ranks:
+def _check_kind(source: SourceOptimizer, kind: str) -> None:
+    for rank in source.ranks:
         for number, group in enumerate(rank.groups):
-            found = _kinds_of(group.options)
-            if kind in found or (section.use_muon is False and "torch_adamw" in found):
+            kinds = _kinds_of(group.options)
+            if kind in kinds or (source.use_muon is False and "torch_adamw" in kinds):
                 continue
-            place = f"{rank.where}['param_groups'][{number}]"
-            if _OURS in group.options:
-                raise ValueError(f"{place} is this package's own: use load_state_dict")
-            guess = f"; it looks like kind={found[0]!r}" if found else ""
+            where = f"{rank.where}['param_groups'][{number}]"
+            if _KEY_OF_THIS_PACKAGE in group.options:
+                raise ValueError(f"{where} is this package's own: use load_state_dict")
+            guess = f"; it looks like kind={kinds[0]!r}" if kinds else ""
             raise ValueError(
-                f"{place} is of no {kind!r} checkpoint: it has the keys "
+                f"{where} is of no {kind!r} checkpoint: it has the keys "
                 f"{', '.join(sorted(group.options))}{guess}"
             )
 
 
 def _kinds_of(options: Mapping[str, Any]) -> tuple[str, ...]:
-    """What wrote a group, by keys that only it has."""
-    if _OURS in options or "dampening" in options:  # SGD has momentum, too
+    """Which kinds may have written a group, by keys that only they have."""
+    if _KEY_OF_THIS_PACKAGE in options or "dampening" in options:  # SGD has momentum, too
         return ()
     if "kind" in options:
         return ("nanochat",)

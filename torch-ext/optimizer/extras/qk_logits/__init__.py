@@ -1,0 +1,1 @@
+"""Records the attention logits of a model that trains, for QK-Clip."""

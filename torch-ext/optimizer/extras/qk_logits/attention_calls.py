@@ -1,8 +1,8 @@
-"""Sees torch's attention functions being called, and reads off what their logits are made of.
+"""Reports calls of torch's attention functions, with the queries and keys of their logits.
 
-While any `Window` is open, the names by which models call them stand for functions that report
-what they are called with. A torch function mode would see calls by any name, but Dynamo traces
-through it whatever is compiled within a forward, which fails for some of torch's own methods.
+While any `CallReporter` is open, the names by which models call them stand for functions that
+report what they are called with. A torch function mode would see calls by any name, but Dynamo
+traces through it whatever is compiled within a forward, which fails for some of torch's methods.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ from .maxima import max_qk_logits
 FLEX = "torch.nn.attention.flex_attention"
 
 
-_Name = tuple[dict[str, Any], str, Callable[..., "Call"]]  # of a file, and what reads its calls
+# A file's globals, a name in them, and what reads the calls by that name.
+_Name = tuple[dict[str, Any], str, Callable[..., "Call"]]
 
 
 @dataclass(frozen=True)
 class Call:
-    """What the logits of one attention call are made of; local tensors, a `max_scores` or q and k.
+    """What gives the logits of one attention call: q and k, or `max_scores`; local tensors.
 
     Args:
         q, k: (B, Hq, Tq, D), (B, Hk, Tk, D).
@@ -61,8 +62,8 @@ class Call:
         return not (self._queries.is_meta or isinstance(self._queries, FakeTensor))
 
     @property
-    def count(self) -> int:
-        """Query heads here."""
+    def head_count(self) -> int:
+        """Query heads of this rank."""
         return self._queries.shape[1]
 
     @property
@@ -88,7 +89,7 @@ class Call:
             max_qk_logits(q, k, self.scale, self.causal, **masks, out=maxima)
 
 
-class Window:
+class CallReporter:
     """Reports attention calls between `open` and `close`, which nest.
 
     Covers `F.scaled_dot_product_attention` and `flex_attention`, and in the files that ``modules``
@@ -105,68 +106,70 @@ class Window:
         self.names: list[_Name] = [(vars(F), "scaled_dot_product_attention", read_sdpa)]
         if FLEX in sys.modules:
             self.names.append((vars(sys.modules[FLEX]), "flex_attention", read_flex))
-        own = {id(file) for file, _, _ in self.names}
+        torch_files = {id(file) for file, _, _ in self.names}
         files = {
             id(file): file
             for file in (getattr(type(module).forward, "__globals__", {}) for module in modules)
-            if id(file) not in own
+            if id(file) not in torch_files
         }
         for file in files.values():
             readers = ((name, _reader_of(value)) for name, value in file.items())
             self.names += [(file, name, reader) for name, reader in readers if reader is not None]
 
     def open(self) -> None:
-        _PATCH.change(lambda windows: [*windows, self])
+        _PATCH.change(lambda reporters: [*reporters, self])
 
     def close(self) -> None:
-        """The reverse of one `open`, if there was any that is not closed."""
+        """Reverses one `open`, if there was any that is not closed."""
 
-        def without_one(windows: list[Window]) -> list[Window]:
-            at = windows.index(self) if self in windows else len(windows)
-            return windows[:at] + windows[at + 1 :]
+        def without_one(reporters: list[CallReporter]) -> list[CallReporter]:
+            at = reporters.index(self) if self in reporters else len(reporters)
+            return reporters[:at] + reporters[at + 1 :]
 
         _PATCH.change(without_one)
 
     def close_all(self) -> None:
-        """The reverse of each `open`, whatever thread it was in."""
-        _PATCH.change(lambda windows: [window for window in windows if window is not self])
+        """Reverses each `open`, whatever thread it was in."""
+        _PATCH.change(
+            lambda reporters: [reporter for reporter in reporters if reporter is not self]
+        )
 
 
 class _Patch:
-    """Replaces the names of all open windows, those of all threads, by functions that report."""
+    """Puts functions that report behind the names of all open reporters, those of all threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._windows: list[Window] = []  # each as often as it is open
+        self._reporters: list[CallReporter] = []  # each as often as it is open
         self._pauses = 0
         self._replaced: dict[tuple[int, str], tuple[dict[str, Any], Callable]] = {}
         self._reporting: dict[Callable, Callable] = {}  # one each, Dynamo guards on identity
         self._replacing: dict[Callable, Callable] = {}  # the reverse
 
-    def change(self, change: Callable[[list[Window]], list[Window]]) -> None:
+    def change(self, change: Callable[[list[CallReporter]], list[CallReporter]]) -> None:
         with self._lock:
-            # Without those whose reporter is gone, left open by forwards that were interrupted.
-            self._windows = [w for w in change(self._windows) if w.report() is not None]
+            # Without those whose recorder is gone, left open by forwards that were interrupted.
+            self._reporters = [r for r in change(self._reporters) if r.report() is not None]
             self._update()
 
     def function(self, value: Callable) -> Callable:
-        """What a reporting function stands for; others themselves."""
+        """What a reporting function stands for; any other function itself."""
         return self._replacing.get(value, value)
 
     def _update(self) -> None:
-        windows = dict.fromkeys(() if self._pauses else self._windows)
-        wanted = {(id(name[0]), name[1]): name for window in windows for name in window.names}
-        for place in [place for place in self._replaced if place not in wanted]:
-            file, reporting = self._replaced.pop(place)
-            if file.get(place[1]) is reporting:
-                file[place[1]] = self.function(reporting)
-        for place, (file, name, reader) in wanted.items():
-            if place not in self._replaced and name in file:
+        reporters = dict.fromkeys(() if self._pauses else self._reporters)
+        wanted = {(id(name[0]), name[1]): name for reporter in reporters for name in reporter.names}
+        for key in self._replaced.keys() - wanted.keys():
+            file, reporting = self._replaced.pop(key)
+            if file.get(key[1]) is reporting:
+                file[key[1]] = self.function(reporting)
+        for key, (file, name, reader) in wanted.items():
+            if key not in self._replaced and name in file:
                 function = self.function(file[name])
                 if function not in self._reporting:
                     self._reporting[function] = reporting = self._reports(function, reader)
                     self._replacing[reporting] = function
-                self._replaced[place] = (file, self._reporting[function])
+                self._replaced[key] = (file, self._reporting[function])
                 file[name] = self._reporting[function]
 
     def _reports(self, function: Callable, reader: Callable[..., Call]) -> Callable:
@@ -174,8 +177,8 @@ class _Patch:
             if torch.compiler.is_compiling():
                 return function(*args, **kwargs)
             result = self._call(function, args, kwargs)
-            for window in dict.fromkeys(self._windows):
-                report = window.report()
+            for reporter in dict.fromkeys(self._reporters):
+                report = reporter.report()
                 if report is not None:
                     report(lambda: reader(result, *args, **kwargs))
             return result
@@ -208,12 +211,11 @@ def _reader_of(value: Any) -> Optional[Callable[..., Call]]:
     if value is _PATCH.function(F.scaled_dot_product_attention):
         return read_sdpa
     flex = getattr(sys.modules.get(FLEX), "flex_attention", None)
-    flex = None if flex is None else _PATCH.function(flex)
-    if flex is not None and (
-        value is flex or getattr(value, "_torchdynamo_orig_callable", None) is flex
-    ):
-        return read_flex
-    return None
+    if flex is None:
+        return None
+    flex = _PATCH.function(flex)
+    is_flex = value is flex or getattr(value, "_torchdynamo_orig_callable", None) is flex
+    return read_flex if is_flex else None
 
 
 def read_sdpa(
@@ -227,7 +229,7 @@ def read_sdpa(
     scale: Optional[float] = None,
     enable_gqa: bool = False,
 ) -> Call:
-    """Of `F.scaled_dot_product_attention`."""
+    """Reads a call of `F.scaled_dot_product_attention`."""
     materialize = getattr(attn_mask, "_materialize", None)  # of torch.nn.attention.bias
     if materialize is not None:
         attn_mask = materialize(query.device)
@@ -246,7 +248,7 @@ def read_flex(
     return_aux: Any = None,
     **kwargs: Any,
 ) -> Call:
-    """Of `flex_attention`: its own largest scores where it was asked for them."""
+    """Reads a call of `flex_attention`: its own largest scores where it was asked for them."""
     if getattr(return_aux, "max_scores", False):
         return read_scores(result[1].max_scores, query.shape[-1])
     mask_mod = None if block_mask is None else block_mask.mask_mod
@@ -254,7 +256,7 @@ def read_flex(
 
 
 def read_scores(max_scores: Tensor, head_dim: int = 0) -> Call:
-    """Of the largest logits (B, Hq, Tq), maybe a DTensor."""
+    """A call by its largest logits (B, Hq, Tq), maybe a DTensor."""
     if max_scores.ndim != 3:
         raise ValueError(f"has max_scores of shape {tuple(max_scores.shape)}, not (B, Hq, Tq)")
     local, heads = _local_heads(max_scores, 1)
@@ -268,7 +270,7 @@ def read(
     causal: bool,
     masks: dict[str, Any],
 ) -> Call:
-    """Of queries and keys as scaled dot product attention takes them, maybe DTensors.
+    """A call by queries and keys as scaled dot product attention takes them, maybe DTensors.
 
     Args:
         q, k: (…, heads, T, D) or (T, D), broadcast against each other in all but the last two.
@@ -283,11 +285,11 @@ def read(
     placements = getattr(q, "placements", ())
     is_shared = k.ndim > 2 and k.shape[-3] == 1
     local_q, heads = _local_heads(q, q.ndim - 3)
-    k = _local_beside(k, placements, q.ndim == k.ndim, "keys", is_shared)
+    k = _local_with_queries(k, placements, q.ndim == k.ndim, "keys", is_shared)
     for name, mask in masks.items():
         if isinstance(mask, Tensor):
-            is_alike = mask.ndim == q.ndim
-            masks[name] = _local_beside(mask, placements, is_alike, name, True)
+            has_all_dims = mask.ndim == q.ndim
+            masks[name] = _local_with_queries(mask, placements, has_all_dims, name, True)
     q = local_q
     head_dim = q.shape[-1] + (masks["q_rope"].shape[-1] if "q_rope" in masks else 0)
     if q.dtype != k.dtype:  # attention under autocast takes that
@@ -330,13 +332,14 @@ def _local_heads(tensor: Any, head_dim: int) -> tuple[Tensor, Optional[tuple[Any
     return tensor.to_local(), heads
 
 
-def _local_beside(
-    tensor: Any, placements: Any, is_alike: bool, what: str, may_replicate: bool
+def _local_with_queries(
+    tensor: Any, placements: Any, has_all_dims: bool, name: str, may_replicate: bool
 ) -> Tensor:
-    """The local part of what belongs to queries with these placements."""
+    """The local tensor of keys or a mask, where it fits queries with these ``placements``."""
     if not is_dtensor(tensor):
         return tensor
-    for own, other in zip(tensor.placements, placements):
-        if not ((own == other and is_alike) or (may_replicate and own.is_replicate())):
-            raise ValueError(f"attends with {what} placed {own} and queries placed {other}")
+    for placement, query in zip(tensor.placements, placements):
+        is_equal = has_all_dims and placement == query
+        if not (is_equal or (may_replicate and placement.is_replicate())):
+            raise ValueError(f"attends with {name} placed {placement} and queries placed {query}")
     return tensor.to_local()

@@ -1,4 +1,4 @@
-"""The largest attention logit of every query head, without the score matrix.
+"""Computes the largest attention logit of every query head, without the score matrix.
 
 Scores are made block by block: some batch entries and heads, a square of queries and keys. The loop
 over them is one operator of a compiled graph, or, with a mask_mod, a scan, so that no graph grows
@@ -110,7 +110,7 @@ def max_qk_logits(
     ids = _check_document_ids(document_ids, q, k)
     attn_mask = _check_attn_mask(attn_mask, q, k)
     inputs = _Inputs(q, k, q_rope, k_rope, *ids, attn_mask, scale, causal, mask_mod)
-    best = _nothing(q)
+    best = _empty_maxima(q)
     if out is not None:
         _check_tensor("out", out, q)
         if out.shape != best.shape or out.dtype != best.dtype:
@@ -130,10 +130,10 @@ def max_qk_logits(
     return best if out is None else out.copy_(torch.maximum(out, best))
 
 
-def _nothing(q: Tensor) -> Tensor:
+def _empty_maxima(q: Tensor) -> Tensor:
     """The maxima of heads without a pair, (Hq,)."""
-    wide = torch.promote_types(q.dtype, torch.float32)
-    return torch.full((q.shape[1],), -math.inf, dtype=wide, device=q.device)
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    return torch.full((q.shape[1],), -math.inf, dtype=dtype, device=q.device)
 
 
 class _Inputs(NamedTuple):
@@ -143,8 +143,8 @@ class _Inputs(NamedTuple):
     k: Tensor  # (B, Hk, Tk, D)
     q_rope: Optional[Tensor]  # (B, Hq, Tq, R)
     k_rope: Optional[Tensor]  # (B, 1 or Hk, Tk, R); given where q_rope is
-    ids_of_queries: Optional[Tensor]  # (B or 1, Tq)
-    ids_of_keys: Optional[Tensor]  # (B or 1, Tk); given where ids_of_queries are
+    query_ids: Optional[Tensor]  # (B or 1, Tq)
+    key_ids: Optional[Tensor]  # (B or 1, Tk); given where query_ids are
     attn_mask: Optional[Tensor]  # four dimensions, each of 1 or all
     scale: float
     causal: bool
@@ -165,7 +165,7 @@ class _Block(NamedTuple):
 
 
 def _block_sizes(inputs: _Inputs, block_size: Optional[int]) -> tuple[int, int, int, int]:
-    """How many batch entries, key heads, queries and keys a block has; fewer at an end."""
+    """How many batch entries, key heads, queries and keys a block has; the last ones have fewer."""
     (B, Hq, Tq, width), (Hk, Tk) = inputs.q.shape, inputs.k.shape[1:3]
     if inputs.q_rope is not None:
         width += inputs.q_rope.shape[3]
@@ -184,8 +184,8 @@ def _block_sizes(inputs: _Inputs, block_size: Optional[int]) -> tuple[int, int, 
 
 
 def _loop(inputs: _Inputs, block_size: Optional[int]) -> Tensor:
-    """The maxima of all blocks, which slices select."""
-    best = _nothing(inputs.q)
+    """The maxima over all blocks, which slices select."""
+    best = _empty_maxima(inputs.q)
     (B, Hq, Tq, _), (Hk, Tk) = inputs.q.shape, inputs.k.shape[1:3]
     batches, heads, queries, keys = (
         [slice(start, min(start + size, total)) for start in range(0, total, size)]
@@ -194,11 +194,11 @@ def _loop(inputs: _Inputs, block_size: Optional[int]) -> Tensor:
     group = Hq // Hk
     for batch, key_heads in itertools.product(batches, heads):
         query_heads = slice(group * key_heads.start, group * key_heads.stop)
-        part = best[query_heads]
+        head_maxima = best[query_heads]
         for rows, columns in itertools.product(queries, keys):
             if not inputs.causal or columns.start < rows.stop:
                 block = _Block(batch, query_heads, key_heads, rows, columns)
-                torch.maximum(part, _maxima(inputs, block), out=part)
+                torch.maximum(head_maxima, _maxima(inputs, block), out=head_maxima)
     return best
 
 
@@ -208,19 +208,19 @@ def _loop_of_graphs(
     k: Tensor,
     q_rope: Optional[Tensor],
     k_rope: Optional[Tensor],
-    ids_of_queries: Optional[Tensor],
-    ids_of_keys: Optional[Tensor],
+    query_ids: Optional[Tensor],
+    key_ids: Optional[Tensor],
     attn_mask: Optional[Tensor],
     scale: float,
     causal: bool,
     block_size: Optional[int],
 ) -> Tensor:
-    """The maxima by `_loop`, as one operator of a compiled graph, whatever the length."""
-    tensors = q, k, q_rope, k_rope, ids_of_queries, ids_of_keys, attn_mask
+    """`_loop` as one operator of a compiled graph, whatever the length."""
+    tensors = q, k, q_rope, k_rope, query_ids, key_ids, attn_mask
     return _loop(_Inputs(*tensors, scale, causal, None), block_size)
 
 
-_loop_of_graphs.register_fake(lambda q, *_: _nothing(q))
+_loop_of_graphs.register_fake(lambda q, *_: _empty_maxima(q))
 
 
 def _scan(inputs: _Inputs, block_size: Optional[int]) -> Tensor:
@@ -267,17 +267,17 @@ def _scan(inputs: _Inputs, block_size: Optional[int]) -> Tensor:
         return best.index_copy(0, query_heads, maxima), number.clone()  # an output of each step
 
     numbers = torch.arange(n_batches * n_heads * pairs, device=device)
-    return scan(update, _nothing(inputs.q), numbers)[0]
+    return scan(update, _empty_maxima(inputs.q), numbers)[0]
 
 
 def _maxima(inputs: _Inputs, block: _Block) -> Tensor:
     """The largest product of each query head of a block, or, where the scale is not positive, the
     largest logit."""
-    q = _part(inputs.q, block.batch, block.query_heads, block.queries)
-    k = _part(inputs.k, block.batch, block.key_heads, block.keys)
+    q = _select(inputs.q, block.batch, block.query_heads, block.queries)
+    k = _select(inputs.k, block.batch, block.key_heads, block.keys)
     if inputs.q_rope is not None and inputs.k_rope is not None:
-        q_rope = _part(inputs.q_rope, block.batch, block.query_heads, block.queries)
-        k_rope = _part(inputs.k_rope, block.batch, block.key_heads, block.keys)
+        q_rope = _select(inputs.q_rope, block.batch, block.query_heads, block.queries)
+        k_rope = _select(inputs.k_rope, block.batch, block.key_heads, block.keys)
         q = torch.cat((q, q_rope), -1)
         k = torch.cat((k, k_rope.expand(*k.shape[:-1], -1)), -1)
     scores = _products(q, k)
@@ -288,34 +288,34 @@ def _maxima(inputs: _Inputs, block: _Block) -> Tensor:
     return scores.amax((0, 2, 3))
 
 
-def _part(tensor: Tensor, *selections: Selection) -> Tensor:
+def _select(tensor: Tensor, *selections: Selection) -> Tensor:
     """Selects from the first dimensions of a tensor; a dimension of 1 stays."""
     index: list[Selection] = []
-    for dim, chosen in enumerate(selections):
-        if isinstance(chosen, slice):
-            index.append(chosen if tensor.shape[dim] != 1 else slice(None))
+    for dim, selection in enumerate(selections):
+        if isinstance(selection, slice):
+            index.append(selection if tensor.shape[dim] != 1 else slice(None))
         else:
-            chosen = chosen if tensor.shape[dim] != 1 else chosen.new_zeros(1)
-            index.append(chosen.view(-1, *[1] * (len(selections) - 1 - dim)))
+            selection = selection if tensor.shape[dim] != 1 else selection.new_zeros(1)
+            index.append(selection.view(-1, *[1] * (len(selections) - 1 - dim)))
     return tensor[tuple(index)]
 
 
 def _products(q: Tensor, k: Tensor) -> Tensor:
     """Multiplies q and k of a block, (b, hq, queries, keys): one product for each key head."""
     b, hk, keys, D = k.shape
-    wide = torch.promote_types(q.dtype, torch.float32)
+    dtype = torch.promote_types(q.dtype, torch.float32)  # of the scores
     rows = q.reshape(b * hk, -1, D)
     columns = k.reshape(b * hk, keys, D).transpose(1, 2)
-    has_mixed_products = (  # those of 16-bit inputs with fp32 results
+    has_mixed_products = (  # of 16-bit inputs, with fp32 results
         q.dtype in (torch.float16, torch.bfloat16)
         and q.device.type == "cuda"
         and torch.version.hip is None
     )
     with torch.autocast(q.device.type, enabled=False):  # it would round fp32 to its own dtype
         if has_mixed_products:
-            scores = torch.bmm(rows, columns, out_dtype=wide)
+            scores = torch.bmm(rows, columns, out_dtype=dtype)
         else:
-            scores = torch.bmm(rows.to(wide), columns.to(wide))
+            scores = torch.bmm(rows.to(dtype), columns.to(dtype))
     return scores.view(b, q.shape[1], q.shape[2], keys)
 
 
@@ -327,12 +327,12 @@ def _excluded(inputs: _Inputs, block: _Block) -> Iterator[Tensor]:
     )
     if inputs.causal and not is_below_diagonal:
         yield _indices(rows, device)[:, None] < _indices(columns, device)
-    if inputs.ids_of_queries is not None and inputs.ids_of_keys is not None:
-        of_queries = _part(inputs.ids_of_queries, block.batch, rows)
-        of_keys = _part(inputs.ids_of_keys, block.batch, columns)
-        yield of_queries[:, None, :, None] != of_keys[:, None, None, :]
+    if inputs.query_ids is not None and inputs.key_ids is not None:
+        query_ids = _select(inputs.query_ids, block.batch, rows)
+        key_ids = _select(inputs.key_ids, block.batch, columns)
+        yield query_ids[:, None, :, None] != key_ids[:, None, None, :]
     if inputs.attn_mask is not None:
-        mask = _part(inputs.attn_mask, block.batch, block.query_heads, rows, columns)
+        mask = _select(inputs.attn_mask, block.batch, block.query_heads, rows, columns)
         if mask.dtype == torch.bool:
             yield ~mask
         else:
@@ -350,10 +350,10 @@ def _excluded(inputs: _Inputs, block: _Block) -> Iterator[Tensor]:
         yield ~admitted
 
 
-def _indices(chosen: Selection, device: torch.device) -> Tensor:
-    if isinstance(chosen, slice):
-        return torch.arange(chosen.start, chosen.stop, device=device)
-    return chosen
+def _indices(selection: Selection, device: torch.device) -> Tensor:
+    if isinstance(selection, slice):
+        return torch.arange(selection.start, selection.stop, device=device)
+    return selection
 
 
 def _check_tensor(name: str, tensor: Any, q: Tensor) -> None:
@@ -370,8 +370,8 @@ def _check_tensor(name: str, tensor: Any, q: Tensor) -> None:
 
 def _check_tensors(q: Any, k: Any, q_rope: Any, k_rope: Any) -> None:
     if (q_rope is None) != (k_rope is None):
-        given = "q_rope" if k_rope is None else "k_rope"
-        raise ValueError(f"q_rope and k_rope belong together: only {given} was given")
+        name = "q_rope" if k_rope is None else "k_rope"
+        raise ValueError(f"q_rope and k_rope belong together: only {name} was given")
     for name, tensor in (("q", q), ("k", k), ("q_rope", q_rope), ("k_rope", k_rope)):
         if tensor is None:
             continue
@@ -424,7 +424,7 @@ def _check_numbers(scale: Any, block_size: Any, width: int) -> float:
 def _check_document_ids(
     ids: Optional[DocumentIds], q: Tensor, k: Tensor
 ) -> tuple[Optional[Tensor], Optional[Tensor]]:
-    """Those of queries, (B or 1, Tq), and of keys, (B or 1, Tk)."""
+    """The ids of queries, (B or 1, Tq), and of keys, (B or 1, Tk)."""
     if ids is None:
         return None, None
     B, Tq, Tk = q.shape[0], q.shape[2], k.shape[2]
@@ -436,16 +436,16 @@ def _check_document_ids(
     pair = (ids, ids) if isinstance(ids, Tensor) else tuple(ids)
     if len(pair) != 2:
         raise ValueError(f"document_ids must be a tensor or two, not {len(pair)}")
-    for part, T in zip(pair, (Tq, Tk)):
-        _check_tensor("document_ids", part, q)
-        if part.is_floating_point() or part.is_complex() or part.dtype == torch.bool:
-            raise ValueError(f"document_ids must be integers, not {part.dtype}")
-        if tuple(part.shape) not in ((T,), (B, T)):
+    for tensor, T in zip(pair, (Tq, Tk)):
+        _check_tensor("document_ids", tensor, q)
+        if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
+            raise ValueError(f"document_ids must be integers, not {tensor.dtype}")
+        if tuple(tensor.shape) not in ((T,), (B, T)):
             raise ValueError(
-                f"document_ids must be {(T,)} or {(B, T)}, but have shape {tuple(part.shape)}"
+                f"document_ids must be {(T,)} or {(B, T)}, but have shape {tuple(tensor.shape)}"
             )
-    of_queries, of_keys = (part if part.dim() == 2 else part[None] for part in pair)
-    return of_queries, of_keys
+    query_ids, key_ids = (tensor if tensor.dim() == 2 else tensor[None] for tensor in pair)
+    return query_ids, key_ids
 
 
 def _check_attn_mask(mask: Optional[Tensor], q: Tensor, k: Tensor) -> Optional[Tensor]:
@@ -455,8 +455,8 @@ def _check_attn_mask(mask: Optional[Tensor], q: Tensor, k: Tensor) -> Optional[T
     _check_tensor("attn_mask", mask, q)
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise ValueError(f"attn_mask must be bool or floating point, not {mask.dtype}")
-    shape, given = (*q.shape[:3], k.shape[2]), tuple(mask.shape)
-    padded = (1,) * (4 - len(given)) + given
-    if len(given) > 4 or any(n not in (1, size) for n, size in zip(padded, shape)):
-        raise ValueError(f"attn_mask of shape {given} does not broadcast to {shape}")
+    shape, mask_shape = (*q.shape[:3], k.shape[2]), tuple(mask.shape)
+    padded = (1,) * (4 - len(mask_shape)) + mask_shape
+    if len(mask_shape) > 4 or any(n not in (1, size) for n, size in zip(padded, shape)):
+        raise ValueError(f"attn_mask of shape {mask_shape} does not broadcast to {shape}")
     return mask.detach().view(padded)

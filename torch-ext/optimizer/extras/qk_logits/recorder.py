@@ -1,4 +1,4 @@
-"""Collects the largest attention logit of each query head while a model trains."""
+"""Records the largest attention logit of each query head, by hooks, while a model trains."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ...distributed.utils import is_dtensor
 from ...parameters.names import matches, normalize_name
 from ...qk_clip.config import FUSED, KINDS, QUERIES
-from .attention_calls import Call, Window, read, read_scores
+from .attention_calls import Call, CallReporter, read, read_scores
 
 if dist.is_available():
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
-# What attention modules own: those of nn.MultiheadAttention are parameters.
+# Names of projections in attention modules; nn.MultiheadAttention has parameters for them.
 PROJECTIONS = frozenset({*KINDS, *FUSED, "in_proj_weight", "q_proj_weight"} - {"in_proj"})
 
 OBSERVE = "call the recorder's observe or observe_scores in its forward"
@@ -79,7 +79,7 @@ class QKLogitRecorder:
         if not isinstance(model, nn.Module):
             raise ValueError(f"takes a model (nn.Module), found a {type(model).__name__}")
         patterns = [modules] if isinstance(modules, str) else modules
-        records = [_Record(*chosen) for chosen in _choose(model, patterns).items()]
+        records = [_Record(*chosen) for chosen in _attention_modules(model, patterns).items()]
         for record in records:
             _remove_recorders(record.module)
             record.within = [r for r in records if r is record or _is_within(r.name, record.name)]
@@ -97,7 +97,9 @@ class QKLogitRecorder:
         self._records = {record.name: record for record in records}
         self._of_module = {record.module: record for record in records}
         self._running = _Running()
-        self._window = Window([m for r in records for m in r.module.modules()], self._see)
+        self._reporter = CallReporter(
+            [m for r in records for m in r.module.modules()], self._record_call
+        )
         self._handles: list[Any] = []
         self._unhook = weakref.finalize(self, _remove_all, self._handles)
         self._is_on = False
@@ -116,7 +118,7 @@ class QKLogitRecorder:
 
     @property
     def names(self) -> list[str]:
-        """Of the hooked modules, without what wrappers add."""
+        """The names of the hooked modules, without what wrappers add."""
         return list(self._records)
 
     @property
@@ -149,7 +151,7 @@ class QKLogitRecorder:
         self._observe(module, lambda: read(q, k, scale, causal, masks))
 
     def observe_scores(self, module: Union[nn.Module, str], max_scores: Tensor) -> None:
-        """The same, of logits whose maxima the attention itself has taken.
+        """Records logits whose maxima the attention itself has taken, as `observe` does.
 
         Args:
             max_scores: (B, Hq, Tq), any floating dtype, −inf where a query sees nothing; as q it
@@ -195,7 +197,7 @@ class QKLogitRecorder:
         """Takes all hooks off."""
         self._unhook()
         self._leave_all()
-        self._window.close_all()
+        self._reporter.close_all()
         self._is_on = False
 
     def __enter__(self) -> QKLogitRecorder:
@@ -206,72 +208,74 @@ class QKLogitRecorder:
 
     def _hook(self, record: _Record) -> None:
         module, hooks = record.module, self._handles
-        before, behind = _Hook(self._before, record), _Hook(self._behind, record)
+        before, behind = _ForwardHook(self._before, record), _ForwardHook(self._behind, record)
         hooks.append(module.register_forward_pre_hook(before))
         # First of all: attention in other hooks is not the module's.
         hooks.append(module.register_forward_hook(behind, prepend=True, always_call=True))
         query = record.query if record.attends else None
         if isinstance(query, nn.Module):
-            hooks.append(query.register_forward_pre_hook(_Hook(self._before_query, record)))
+            hooks.append(query.register_forward_pre_hook(_ForwardHook(self._before_query, record)))
 
     def _before(self, record: _Record, *_: Any) -> None:
-        frame, earlier = _Frame(record, counts=_counts()), self._running.find(record)
-        if frame.counts and earlier is not None and earlier.counts:
-            within = sum(other.record is record for other in self._running.frames)
+        forward, earlier = _RunningForward(record, _counts()), self._running.find(record)
+        if forward.is_recorded and earlier is not None and earlier.is_recorded:
+            within = sum(other.record is record for other in self._running.forwards)
             if _calls_of(record.module) <= within:  # not one in the other: an interrupt has left it
                 self._leave(earlier, ended=False)
-        self._running.frames.append(frame)
-        if frame.counts:
-            frame.kept = _keep(record.within)
+        self._running.forwards.append(forward)
+        if forward.is_recorded:
+            if torch._C._functorch.peek_interpreter_stack() is None:  # else nothing is recorded
+                with _disable_current_modes():  # for selective checkpointing, see add_eagerly
+                    forward.snapshots = [_Snapshot(r) for r in record.within]
             if record.attends:
                 if isinstance(record.query, Tensor):
                     record.note_rows(record.query)
-                self._window.open()
+                self._reporter.open()
 
     def _before_query(self, record: _Record, projection: nn.Module, *_: Any) -> None:
-        # Here, since its weight is whole, but for tensor parallelism, in its own forward only.
-        frame = self._running.find(record)
-        if frame is not None and frame.counts:
+        # The projection's weight is whole, but for tensor parallelism, in its own forward only.
+        forward = self._running.find(record)
+        if forward is not None and forward.is_recorded:
             record.note_rows(getattr(projection, "weight", None))
 
     def _behind(self, record: _Record, module: nn.Module, args: Any, output: Any) -> None:
-        frame = self._running.find(record)
-        if frame is None:  # another hook raised before ours was called
+        forward = self._running.find(record)
+        if forward is None:  # another hook raised before ours was called
             return
         ended = output is not None or sys.exc_info()[0] is None
-        self._leave(frame, ended)
-        if frame.counts and ended:
+        self._leave(forward, ended)
+        if forward.is_recorded and ended:
             record.forwards += 1
-            record.is_blind |= not frame.saw
+            record.is_blind |= not forward.saw_attention
 
-    def _leave(self, last: _Frame, ended: bool) -> None:
+    def _leave(self, last: _RunningForward, ended: bool) -> None:
         """Forgets the innermost forwards of this thread up to the last, and, unless that has ended,
         what they recorded; those within it never ended."""
-        frame = None
-        while frame is not last:
-            frame = self._running.frames.pop()
-            if frame.counts and frame.record.attends:
-                self._window.close()
-            if frame is not last or not ended:
+        forward = None
+        while forward is not last:
+            forward = self._running.forwards.pop()
+            if forward.is_recorded and forward.record.attends:
+                self._reporter.close()
+            if forward is not last or not ended:
                 with _disable_current_modes():
-                    for kept in frame.kept:
-                        kept.restore()
+                    for snapshot in forward.snapshots:
+                        snapshot.restore()
 
     def _leave_all(self) -> None:
-        """Of this thread, which are there where forwards were interrupted."""
-        if self._running.frames:
-            self._leave(self._running.frames[0], ended=False)
+        """Forgets the forwards of this thread that were interrupted, and what they recorded."""
+        if self._running.forwards:
+            self._leave(self._running.forwards[0], ended=False)
 
-    def _see(self, call: Callable[[], Call]) -> None:
+    def _record_call(self, call: Callable[[], Call]) -> None:
         """Records an attention call of the innermost forward in this thread, if there is any."""
-        frame = self._running.frames[-1] if self._running.frames else None
-        if frame is None or not frame.counts or not frame.record.attends:
+        forward = self._running.forwards[-1] if self._running.forwards else None
+        if forward is None or not forward.is_recorded or not forward.record.attends:
             return
-        frame.saw = True
+        forward.saw_attention = True
         try:
-            frame.record.add_eagerly(call())
-        except Exception as error:  # not here: ranks had better fail together, in take()
-            frame.record.problem = _told(error)
+            forward.record.add_eagerly(call())
+        except Exception as error:  # not raised now: ranks had better fail together, in take()
+            forward.record.problem = _problem_of(error)
 
     def _observe(self, module: Union[nn.Module, str], call: Callable[[], Call]) -> None:
         if not self._is_on:
@@ -281,16 +285,16 @@ class QKLogitRecorder:
             if torch.is_grad_enabled():
                 record.add_compiled(call())
             return
-        frame = self._running.find(record)
-        if frame.counts if frame is not None else _counts():
-            if frame is not None:
-                frame.saw = True
+        forward = self._running.find(record)
+        if forward.is_recorded if forward is not None else _counts():
+            if forward is not None:
+                forward.saw_attention = True
             try:
                 record.add_eagerly(call())
             except ValueError:
                 raise
             except Exception as error:
-                record.problem = _told(error)
+                record.problem = _problem_of(error)
 
     def _find(self, module: Union[nn.Module, str]) -> _Record:
         if isinstance(module, str):
@@ -298,14 +302,14 @@ class QKLogitRecorder:
         else:
             record = self._of_module.get(module)
         if record is None:
-            what = repr(module) if isinstance(module, str) else f"a {type(module).__name__}"
-            raise ValueError(f"{what} is not hooked; there are {_some(self.names)}")
+            name = repr(module) if isinstance(module, str) else f"a {type(module).__name__}"
+            raise ValueError(f"{name} is not hooked; there are {_listed(self.names)}")
         return record
 
 
 @dataclass(eq=False)
 class _Record:
-    """What is known of a hooked module.
+    """What was recorded of a hooked module.
 
     Args:
         within: the records of this module and of those below it.
@@ -314,11 +318,11 @@ class _Record:
         maxima: (heads,), fp32; the same tensor at all steps, as compiled forwards guard on it.
         heads: of DTensor queries the mesh, its dimension that shards heads, how many there are.
         rows: of a query projection that is a DTensor the mesh, its dimension that shards rows, how
-            many rows there are, how many of them here.
+            many rows there are, how many of them this rank has.
         head_dim: numbers of a query head; 0 if unknown.
         is_blind: a recorded forward saw no attention.
         is_compiled: Dynamo has traced a forward that counts.
-        is_observed: and in one a call of observe.
+        is_observed: Dynamo has traced a call of observe in one.
         key: in `_RECORDS`.
     """
 
@@ -343,8 +347,8 @@ class _Record:
     @property
     def query(self) -> Union[nn.Module, Tensor, None]:
         """The projection to queries, a module or a parameter."""
-        own: dict[str, Any] = {**self.module._parameters, **self.module._modules}
-        return next((own[name] for name in QUERIES if own.get(name) is not None), None)
+        children: dict[str, Any] = {**self.module._parameters, **self.module._modules}
+        return next((children[name] for name in QUERIES if children.get(name) is not None), None)
 
     def note_rows(self, weight: Any) -> None:
         if is_dtensor(weight):
@@ -361,33 +365,33 @@ class _Record:
             return
         # Selective checkpointing would take our operations for some of those it runs again.
         with _disable_current_modes():
-            self.add(call)
+            self.prepare(call.head_count, call.device)
+            assert self.maxima is not None
+            call.raise_maxima(self.maxima)
+            self.heads, self.head_dim = call.heads, call.head_dim
 
     def add_compiled(self, call: Call) -> None:
         # Nothing is assigned here: a graph under activation checkpointing must not, and one that
         # makes the maxima would be compiled anew when there are some.
         device = call.device
-        _note_observed(self.key, call.count, call.head_dim, device.type, device.index)
+        _note_observed(self.key, call.head_count, call.head_dim, device.type, device.index)
         assert self.maxima is not None
         call.raise_maxima(self.maxima)
-
-    def add(self, call: Call) -> None:
-        self.prepare(call.count, call.device)
-        assert self.maxima is not None
-        call.raise_maxima(self.maxima)
-        self.heads, self.head_dim = call.heads, call.head_dim
 
     def prepare(self, count: int, device: torch.device) -> None:
-        """Sees to it that there are maxima of ``count`` heads; of others, none is left."""
+        """Makes the maxima of ``count`` heads where there are none, or those of other heads."""
         if self.maxima is None or self.maxima.device != device:
-            self.maxima = _nothing(count, device)
+            self.maxima = _empty_maxima(count, device)
         elif self.maxima.shape[0] != count:
             self.problem = f"attends with {count} heads, and with {len(self.maxima)} before"
-            self.maxima = _nothing(count, device)
+            self.maxima = _empty_maxima(count, device)
 
     def take(self, model: Optional[nn.Module]) -> Optional[Tensor]:
-        """The maxima, if there ever were any; starts afresh, also where it raises a ValueError that
-        says what is wrong."""
+        """Returns the maxima, if there ever were any, and starts afresh.
+
+        Raises:
+            ValueError: they were not recorded as they should; starts afresh, too.
+        """
         maxima, problem = None, self.problem
         if self.maxima is not None:
             maxima = self.maxima.clone()
@@ -420,7 +424,7 @@ class _Record:
             self.maxima.fill_(-math.inf)
 
     def _sharding(self, model: Optional[nn.Module]) -> Optional[tuple[Any, int, int]]:
-        """The mesh, its dimension that shards heads, how many there are; None if all are here."""
+        """The mesh, its dimension that shards heads, how many there are; None if ranks have all."""
         if self.heads is not None:
             return self.heads
         if self.rows is None and self.is_compiled:
@@ -429,13 +433,13 @@ class _Record:
             return None
         assert self.maxima is not None
         mesh, dim, rows, local = self.rows
-        here = self.maxima.shape[0]
-        if rows != local and rows == here * self.head_dim:  # gathered before attention
+        local_heads = self.maxima.shape[0]
+        if rows != local and rows == local_heads * self.head_dim:  # gathered before attention
             return None
-        return mesh, dim, here * rows // local if local else rows // self.head_dim
+        return mesh, dim, local_heads * rows // local if local else rows // self.head_dim
 
     def _note_rows_at_rest(self, model: Optional[nn.Module]) -> None:
-        """Between forwards, from a weight that may be sharded for other reasons."""
+        """Notes rows between forwards, from a weight that may be sharded for other reasons."""
         query = self.query
         weight: Any = query if isinstance(query, Tensor) else getattr(query, "weight", None)
         if model is None or not is_dtensor(weight):
@@ -451,13 +455,13 @@ class _Record:
             )
 
 
-def _told(error: Exception) -> str:
+def _problem_of(error: Exception) -> str:
     if isinstance(error, ValueError):
         return str(error)
     return f"was not recorded, for its attention calls raise {type(error).__name__}: {error}"
 
 
-def _nothing(count: int, device: torch.device) -> Tensor:
+def _empty_maxima(count: int, device: torch.device) -> Tensor:
     return torch.full((count,), -math.inf, dtype=torch.float32, device=device)
 
 
@@ -483,13 +487,13 @@ def _note_observed(key: str, count: int, head_dim: int, device: str, index: Opti
     return 0
 
 
-class _Kept:
-    """What was recorded of a module before a forward."""
+class _Snapshot:
+    """What had been recorded of a module when a forward began."""
 
     def __init__(self, record: _Record):
         self._record, maxima = record, record.maxima
         self._maxima = None if maxima is None else (maxima, maxima.clone())
-        self._facts = record.forwards, record.is_blind, record.problem
+        self._fields = record.forwards, record.is_blind, record.problem
 
     def restore(self) -> None:
         record = self._record
@@ -498,28 +502,21 @@ class _Kept:
             record.maxima.copy_(values)
         elif record.maxima is not None:  # compiled forwards may guard on it
             record.maxima.fill_(-math.inf)
-        record.forwards, record.is_blind, record.problem = self._facts
-
-
-def _keep(records: Iterable[_Record]) -> list[_Kept]:
-    if torch._C._functorch.peek_interpreter_stack() is not None:  # where nothing is recorded
-        return []
-    with _disable_current_modes():  # for selective checkpointing, see add_eagerly
-        return [_Kept(record) for record in records]
+        record.forwards, record.is_blind, record.problem = self._fields
 
 
 @dataclass(eq=False)
-class _Frame:
-    """A forward that is running."""
+class _RunningForward:
+    """A forward that is running; ``is_recorded`` is False of one that does not count."""
 
     record: _Record
-    counts: bool
-    saw: bool = False
-    kept: list[_Kept] = field(default_factory=list)
+    is_recorded: bool
+    saw_attention: bool = False
+    snapshots: list[_Snapshot] = field(default_factory=list)
 
 
 def _calls_of(module: nn.Module) -> int:
-    """How many calls of the module are running in this thread, one within the other."""
+    """How many calls of the module this thread is in, one within the other."""
     calls, frame = 0, inspect.currentframe()
     while frame is not None:
         is_call = frame.f_code is nn.Module._call_impl.__code__
@@ -529,16 +526,17 @@ def _calls_of(module: nn.Module) -> int:
 
 
 class _Running(threading.local):
-    """The forwards that are running, in this thread: autograd has others, which recompute."""
+    """The forwards that are running, in this thread: autograd's threads recompute others."""
 
     def __init__(self) -> None:
-        self.frames: list[_Frame] = []
+        self.forwards: list[_RunningForward] = []
 
-    def find(self, record: _Record) -> Optional[_Frame]:
-        return next((frame for frame in reversed(self.frames) if frame.record is record), None)
+    def find(self, record: _Record) -> Optional[_RunningForward]:
+        """The innermost forward of the record's module."""
+        return next((f for f in reversed(self.forwards) if f.record is record), None)
 
 
-class _Hook:
+class _ForwardHook:
     """Calls a method of the recorder, while there is one, with a record; a copy, or a pickle, does
     nothing."""
 
@@ -566,7 +564,7 @@ class _Hook:
 def _remove_recorders(module: nn.Module) -> None:
     """Removes the recorder that records the module, if there is one."""
     for hook in list(module._forward_hooks.values()):
-        method = hook.method() if isinstance(hook, _Hook) and hook.record.attends else None
+        method = hook.method() if isinstance(hook, _ForwardHook) and hook.record.attends else None
         if method is not None:
             method.__self__.remove()
 
@@ -599,8 +597,8 @@ def _is_computed_again() -> bool:
     return False
 
 
-def _choose(model: nn.Module, patterns: Optional[Sequence[str]]) -> dict[str, nn.Module]:
-    """Modules to hook, by name."""
+def _attention_modules(model: nn.Module, patterns: Optional[Sequence[str]]) -> dict[str, nn.Module]:
+    """The modules to hook, by name."""
     modules = {  # the same name again is what a wrapper wraps
         normalize_name(name): module
         for name, module in model.named_modules()
@@ -615,7 +613,7 @@ def _choose(model: nn.Module, patterns: Optional[Sequence[str]]) -> dict[str, nn
         if not chosen:
             raise ValueError(
                 f"no module has any of {sorted(PROJECTIONS)}: name the attention modules in "
-                f"modules=, there are {_some(modules)}"
+                f"modules=, there are {_listed(modules)}"
             )
         return chosen
     if not patterns:
@@ -624,7 +622,7 @@ def _choose(model: nn.Module, patterns: Optional[Sequence[str]]) -> dict[str, nn
     for pattern in patterns:
         fitting = [name for name in modules if matches(name, pattern)]
         if not fitting:
-            raise ValueError(f"no module fits {pattern!r}; there are {_some(modules)}")
+            raise ValueError(f"no module fits {pattern!r}; there are {_listed(modules)}")
         for name in fitting:
             if not any(name != other and _is_within(name, other) for other in fitting):
                 chosen[name] = modules[name]
@@ -635,6 +633,6 @@ def _is_within(name: str, other: str) -> bool:
     return other == "" or name.startswith(f"{other}.")
 
 
-def _some(names: Iterable[str]) -> str:
+def _listed(names: Iterable[str]) -> str:
     listed = [repr(name) for name in names]
     return ", ".join(listed[:6]) + (" …" if len(listed) > 6 else "")
