@@ -694,65 +694,31 @@ class Muon(torch.optim.Optimizer):
     ) -> None:
         """Takes over the state of another optimizer, from its checkpoint.
 
-        ``kind`` tells what wrote ``states``:
-
-        - ``"torch_muon"``: torch.optim.Muon's and torch.optim.AdamW's, in a list.
-        - ``"torch_adamw"``: torch.optim.AdamW's.
-        - ``"motif"``: Motif's ``Muon``'s.
-        - ``"llamafactory"``: Moonlight's ``Muon``'s, which LlamaFactory ships.
-        - ``"nanochat"``: ``MuonAdamW``'s, or a list of ``DistMuonAdamW``'s, one for each rank.
-        - ``"keller_jordan"``: any of his Muons', or a list of one for each rank.
-
-        A mapping ``{"muon": …, "adamw": …}`` is for two optimizers, each as above; None in it has
-        those parameters start anew. Lists of ranks are in their order, complete. State dicts that
-        torch.distributed.checkpoint has made, by names, flattened or not, will do where they hold
-        whole tensors, or DTensors that lie as the parameters do. Every rank of this optimizer gets
-        all of ``states``, and takes its part without traffic.
-
-        Which parameter is which is told by names, where both have them for all parameters; else by
-        position, which fits where the preset of the source made the groups from what the source was
-        given; else by ``params``.
-
-        AdamW's moments and steps are taken as they are. Momentum keeps its dtype; with constant μ
-        the averaged one (``"ema"``) is 1 − μ of the summed one (``"classical"``), and it becomes
-        what its group has. A matrix that AdamW trained begins with ``exp_avg`` as averaged
-        momentum. Second moments of nanochat are taken by groups with ``beta2``. What is used here
-        is a copy.
+        The package's `extras.foreign_checkpoints` says how parameters are matched, what is
+        converted how, and has an example of each kind.
 
         Args:
-            states: state dicts, already loaded: ``torch.load(path, weights_only=True)``.
-            kind: what wrote them, see above.
+            states: a state dict, already loaded: ``torch.load(path, weights_only=True)``; a list of
+                those of all ranks, in order, or of two optimizers; or a mapping ``{"muon": …,
+                "adamw": …}``, in which None has those parameters start anew. Every rank of this
+                optimizer gets all of it, and takes its part without traffic.
+            kind: what wrote ``states``: ``"torch_muon"``, ``"torch_adamw"``, ``"motif"``,
+                ``"llamafactory"`` (Moonlight's), ``"nanochat"`` or ``"keller_jordan"``.
             params: parameters, (name, parameter) pairs, or names: all of them, in the order in
-                which the other optimizer was given them, whatever it made of that. Of two
-                optimizers each takes those that are its own. They may be frozen ones, without
-                state.
+                which the other optimizer was given them, whatever it made of that. Needed where
+                names and the preset's groups do not tell which parameter is which.
             hyperparameters: bring ``lr``, ``weight_decay``, ``momentum``, ``nesterov``, ``beta2``,
                 betas, eps, ``maximize`` and what schedulers keep in groups (``initial_lr``, …), as
                 far as both have them; False keeps the groups as they are. How matrices are
-                orthogonalized and scaled always stays. A matrix that AdamW trained brings its rates
-                only to ``adjust_lr="match_rms_adamw"``, and no momentum.
+                orthogonalized and scaled always stays.
 
         Raises:
             ValueError: something does not fit, with the parameter's name; nothing was loaded.
 
         Example:
-            >>> load = functools.partial(torch.load, weights_only=True)
-            >>> groups = [{"params": matrices}, {"params": others, "use_muon": False}]
-            >>> optimizer = Muon(**presets.torch_muon(groups))
-            >>> optimizer.load_foreign_state_dict([load("muon.pt"), load("adamw.pt")],
-            ...                                   kind="torch_muon")
-            >>> optimizer = Muon(get_default_muon_param_groups(model))
-            >>> optimizer.load_foreign_state_dict(load("adamw.pt"), kind="torch_adamw",
-            ...                                   params=model.parameters())
+            >>> states = torch.load("optimizer.pt", weights_only=True)
             >>> optimizer = Muon(**presets.motif(get_default_muon_param_groups(model)))
-            >>> optimizer.load_foreign_state_dict(load("motif.pt"), kind="motif")
-            >>> optimizer = Muon(**presets.moonlight(muon_params=matrices, adamw_params=others))
-            >>> optimizer.load_foreign_state_dict(load("optimizer.pt"), kind="llamafactory")
-            >>> optimizer = DistMuonAdamW(param_groups)
-            >>> ranks = [load(f"optim_021400_rank{rank}.pt") for rank in range(8)]
-            >>> optimizer.load_foreign_state_dict(ranks, kind="nanochat")
-            >>> optimizer = Muon(**presets.keller_jordan(param_groups))
-            >>> optimizer.load_foreign_state_dict(ranks, kind="keller_jordan")
+            >>> optimizer.load_foreign_state_dict(states, kind="motif")
         """
         groups = self._read_groups()
         survey = self._take_survey(groups)
