@@ -8,14 +8,14 @@ from typing import Optional
 
 # Name parts that wrappers put into a parameter's name: torch.compile, activation checkpointing,
 # FSDP1, DDP.
-WRAPPER_PARTS = frozenset(
+WRAPPER_COMPONENTS = frozenset(
     {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "module"}
 )
 
 
 def normalize_name(name: str) -> str:
     """The parameter's name without the parts that wrappers add: ``layers.0.wq.weight``."""
-    return ".".join(part for part in name.split(".") if part not in WRAPPER_PARTS)
+    return ".".join(part for part in name.split(".") if part not in WRAPPER_COMPONENTS)
 
 
 def has_component(name: str, keys: Optional[Sequence[str]]) -> bool:

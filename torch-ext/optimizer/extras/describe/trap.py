@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from .code import beside
+from .remedy import Remedy
 
 
 @dataclass(frozen=True)
@@ -11,14 +14,19 @@ class Trap:
 
     Args:
         kind: one word for programs.
-        what: was found.
+        what: what there is.
         parameters: names of those it is about.
-        why: it matters.
-        write: the code that mends it; empty where nothing is to be done.
+        why: why that matters.
+        remedy: what mends it, as data; empty where nothing is to be done.
     """
 
     kind: str
     what: str
     parameters: tuple[str, ...]
     why: str
-    write: str = ""
+    remedy: Remedy = field(default=Remedy(), repr=False, hash=False)
+
+    @property
+    def write(self) -> str:
+        """The code that mends it; empty where nothing is to be done."""
+        return beside(self.remedy)

@@ -1,0 +1,83 @@
+"""The model that a description is about: its parameters, their algorithms, the caller's options."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Optional
+
+from torch import nn
+
+from ...matrices import Matrices
+from ...parameters.default_groups import DIMENSIONS, Decision
+from ...parameters.modules import ParamInfo, ParamInfos, look_up
+from ...parameters.names import has_component
+from ...parameters.survey import read_by_options
+from .remedy import Remedy
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model, which algorithm trains which of its parameters, and by which arguments.
+
+    Args:
+        model: as the caller gave it.
+        decisions: for all parameters.
+        infos: of all parameters.
+        is_muon_func: what the decisions were made by.
+        options: `Muon`'s as far as the caller gave them, and ``expert_keys``.
+    """
+
+    model: nn.Module
+    decisions: Sequence[Decision]
+    infos: ParamInfos
+    is_muon_func: Any
+    options: Mapping[str, Any]
+
+    def by_algorithm(self, algorithm: str) -> list[Decision]:
+        return [decision for decision in self.decisions if decision.algorithm == algorithm]
+
+    @property
+    def trainable(self) -> list[Decision]:
+        return [decision for decision in self.decisions if decision.algorithm != "frozen"]
+
+    def muons(self, advice: Remedy) -> list[Decision]:
+        """The parameters that are Muon's once the advice is taken."""
+        expert_keys = advice.options.get("expert_keys")
+        return [
+            d
+            for d in self.trainable
+            if d.name not in advice.leave
+            and (d.param.ndim > 1 or not advice.only_matrices)
+            and (
+                d.algorithm == "Muon"
+                or d.name in advice.take
+                or (d.reason.endswith(DIMENSIONS) and has_component(d.name, expert_keys))
+            )
+        ]
+
+    def info(self, decision: Decision) -> ParamInfo:
+        return self.infos[id(decision.param)][0]
+
+    def look_up(self, decision: Decision, keys: Sequence[str]) -> Optional[int]:
+        """See `parameters.modules.look_up`."""
+        return look_up(self.model, self.info(decision), keys)
+
+    def read(self, decision: Decision) -> Matrices:
+        """How Muon would read the parameter as matrices.
+
+        Raises:
+            ValueError: it would not. Completes "<parameter> …".
+        """
+        keys, split = self.options.get("expert_keys"), self.options.get("split")
+        flatten = self.options.get("flatten", False)
+        return read_by_options(decision.param.shape, decision.name, keys, split, flatten)
+
+
+def names_of(decisions: Iterable[Decision]) -> tuple[str, ...]:
+    return tuple(decision.name for decision in decisions)
+
+
+def numel(decisions: Iterable[Decision]) -> int:
+    return sum(math.prod(decision.param.shape) for decision in decisions)
