@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Optional
 
 from torch import nn
 
@@ -36,12 +35,8 @@ def unnamed_heads(
         muons: those that would be Muon's.
     """
     vocabularies = _vocabularies(model)
-    last = _last_linear(model, muons)
-    linears = [
-        (decision, *_inputs_and_outputs(decision, infos[id(decision.param)][0]))
-        for decision in decisions
-        if decision.param.ndim == 2
-    ]
+    linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    last = linear[-1]._parameters.get("weight") if linear else None  # None: of a parametrization
     reasons: dict[str, str] = {}
     for decision in muons:
         shape, info = tuple(decision.param.shape), infos[id(decision.param)][0]
@@ -49,10 +44,10 @@ def unnamed_heads(
         if size is not None and (
             (size >= _LARGE and size > 8 * (shape[1] if shape[0] == size else shape[0]))
             # Within layers a hidden size may happen to be that of a small vocabulary.
-            or not (_is_in_a_layer(info) or _is_hidden_size(size, decision, linears))
+            or not (_is_in_a_layer(info) or _is_hidden_size(size, decision, decisions, infos))
         ):
             reasons[decision.name] = f"has a side of {size}, as {vocabularies[size]}"
-        elif decision is last and _is_head(decision, info, muons):
+        elif decision.param is last and len(muons) > 1 and _is_head(decision, info, muons):
             reasons[decision.name] = f"is the model's last layer ({shape})"
     return reasons
 
@@ -71,33 +66,24 @@ def _vocabularies(model: nn.Module) -> dict[int, str]:
     return sizes
 
 
-def _last_linear(model: nn.Module, muons: Sequence[Decision]) -> Optional[Decision]:
-    """The decision about the weight of the model's last linear layer, tied or not."""
-    linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    weight = linear[-1]._parameters.get("weight") if linear else None  # not of a parametrization
-    if weight is None or len(muons) < 2:  # where it is all there is, Muon would have nothing left
-        return None
-    return next((decision for decision in muons if decision.param is weight), None)
-
-
-def _inputs_and_outputs(decision: Decision, info: ParamInfo) -> tuple[int, int]:
-    """Features that a linear layer takes and gives; an embedding has neither."""
-    if isinstance(info.module, (nn.Embedding, nn.EmbeddingBag)):
-        return -1, -1
-    rows, cols = decision.param.shape
-    return (rows, cols) if info.is_conv1d else (cols, rows)
-
-
 def _is_hidden_size(
-    size: int, decision: Decision, linears: Sequence[tuple[Decision, int, int]]
+    size: int, decision: Decision, decisions: Sequence[Decision], infos: ParamInfos
 ) -> bool:
-    """Whether an earlier matrix gives what a later one takes, and this is one of the two."""
-    gives = [i for i, (_, _, outputs) in enumerate(linears) if outputs == size]
-    takes = [i for i, (_, inputs, _) in enumerate(linears) if inputs == size]
-    index = next(i for i, (other, _, _) in enumerate(linears) if other is decision)
-    if index in gives:
-        return any(index < i for i in takes)
-    return any(i < index for i in gives)
+    """Whether an earlier linear layer gives what a later one takes, and this is one of the two."""
+    gives, takes = [], []
+    for index, other in enumerate(decisions):
+        info = infos[id(other.param)][0]
+        if other.param.ndim == 2 and not isinstance(info.module, (nn.Embedding, nn.EmbeddingBag)):
+            rows, cols = other.param.shape
+            inputs, outputs = (rows, cols) if info.is_conv1d else (cols, rows)
+            if outputs == size:
+                gives.append(index)
+            if inputs == size:
+                takes.append(index)
+    position = next(i for i, other in enumerate(decisions) if other is decision)
+    if position in gives:
+        return any(position < i for i in takes)
+    return any(i < position for i in gives)
 
 
 def _is_in_a_layer(info: ParamInfo) -> bool:

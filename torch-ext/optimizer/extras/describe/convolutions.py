@@ -8,11 +8,9 @@ from typing import Optional
 from torch import nn
 
 from ...parameters.default_groups import DIMENSIONS, Decision
-from .code import literal
-from .remedy import Remedy
+from .remedy import Remedy, Trap, literal
 from .subject import Subject, names_of, numel
 from .table import counted
-from .trap import Trap
 
 # Convolutions are told of where they are that much of what is trained: below, as the patch
 # embedding of a transformer or the stem before one, AdamW is right or does not matter.
@@ -21,17 +19,16 @@ SHARE = 0.1
 SHARE_OF_OTHERS = 0.01
 _MOST_CHANNELS = 4  # of images; as few come into a depthwise convolution
 _CONVOLUTIONS = (nn.modules.conv._ConvNd,)
-EXPERTS = (
-    "num_experts",
-    "num_local_experts",
-    "n_routed_experts",
-    "moe_num_experts",
-    "n_experts",
-)
+# What configurations and modules call their number of experts.
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "n_experts")
 
 
 def find(subject: Subject, advice: Remedy) -> Iterator[Trap]:
-    deep = [d for d in subject.by_algorithm("AdamW") if d.param.ndim > 2 and _may_be_matrices(d)]
+    deep = [
+        d
+        for d in subject.by_algorithm("AdamW")
+        if d.param.ndim > 2 and (d.reason.endswith(DIMENSIONS) or d.reason == "is_muon_func")
+    ]
     total = numel(subject.trainable)
     experts = {d.name: key for d in deep if (key := _expert_key(d, subject)) is not None}
     if experts:
@@ -83,10 +80,6 @@ def find(subject: Subject, advice: Remedy) -> Iterator[Trap]:
                 wording=expert_keys,
             ),
         )
-
-
-def _may_be_matrices(decision: Decision) -> bool:
-    return decision.reason.endswith(DIMENSIONS) or decision.reason == "is_muon_func"
 
 
 def _expert_key(decision: Decision, subject: Subject) -> Optional[str]:

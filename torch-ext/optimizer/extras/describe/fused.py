@@ -16,40 +16,22 @@ from torch import nn
 from ...parameters.default_groups import Decision
 from ...parameters.modules import ParamInfo, class_names, read
 from ...parameters.names import matches
-from .remedy import Remedy
-from .subject import Subject
+from .remedy import Remedy, Trap
+from .subject import Subject, names_of
 from .table import collect_by, counted
-from .trap import Trap
 
 # What configurations and modules call their numbers of attention heads, and the size of one.
 HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "nheads")
-KEY_HEADS = (
-    "num_key_value_heads",
-    "num_kv_heads",
-    "n_kv_heads",
-    "n_kv_head",
-    "n_local_heads",
-    "n_query_groups",
-    "num_query_groups",
-)
+KEY_HEADS = ["num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "n_local_heads"]
+KEY_HEADS += ["n_query_groups", "num_query_groups"]
 HEAD_DIM = ("head_dim", "attention_head_size", "head_size", "d_head", "kv_channels")
-# Queries, keys and values.
-_QKV = {
-    "qkv",
-    "qkv_proj",
-    "qkv_linear",
-    "to_qkv",
-    "in_proj_qkv",
-    "c_attn",
-    "wqkv",
-    "Wqkv",
-    "query_key_value",
-    "linear_qkv",
-}
-# Of these, those whose rows lie head by head in any module.
+# Weights whose rows lie head by head in any module, and classes whose rows do so, whatever the
+# weight is called.
 _BY_HEAD = {"query_key_value", "linear_qkv"}
-# Classes whose rows do so, whatever the weight is called.
 _BY_HEAD_CLASSES = ("MiniMax", "CodeGen", "InternLM2")
+# Queries, keys and values.
+_QKV = {"qkv", "qkv_proj", "qkv_linear", "to_qkv", "in_proj_qkv", "c_attn", "wqkv", "Wqkv"}
+_QKV |= _BY_HEAD
 _KEYS_AND_VALUES = {"to_kv"}
 # Gate and up projection of a gated feed-forward; the last one only where the config agrees.
 _GATED = {"gate_up_proj", "gate_and_up_proj", "gate_up", "w13", "w1_w3", "w12"}
@@ -80,7 +62,7 @@ def find(subject: Subject, advice: Remedy) -> Iterator[Trap]:
     split = {**subject.options, **advice.options}.get("split") or {}
     if not isinstance(split, Mapping):
         return
-    muons = subject.muons(advice)
+    muons = advice.muons(subject)
     weights = [
         (decision.name, fused)
         for decision in muons
@@ -98,7 +80,7 @@ def find(subject: Subject, advice: Remedy) -> Iterator[Trap]:
             )
         if fused.counts is not None:
             counts = dict.fromkeys(names, fused.counts)
-            remedy = Remedy(split=counts, matrices=tuple(d.name for d in muons))
+            remedy = Remedy(split=counts, matrices=names_of(muons))
         else:
             size = "head_dim" if fused.by_head else "[rows of the first, of the second, …]"
             named = [c for c in name.split(".") if not c.isdigit() and c != "weight"]
@@ -113,7 +95,7 @@ def find(subject: Subject, advice: Remedy) -> Iterator[Trap]:
 
 def find_columns(subject: Subject, advice: Remedy) -> Iterator[Trap]:
     """Weights whose matrices lie side by side, which nothing can be done about."""
-    fused = [(d.name, fused_in(d, subject)) for d in subject.muons(advice)]
+    fused = [(d.name, fused_in(d, subject)) for d in advice.muons(subject)]
     columns = [(name, weight.holds) for name, weight in fused if weight and weight.in_columns]
     for holds, weights in collect_by(columns, lambda column: column[1]).items():
         yield Trap(
@@ -156,13 +138,10 @@ def _called(info: ParamInfo) -> str:
 
 
 def _is_by_head(info: ParamInfo) -> bool:
-    for module in info.above[:1]:
-        names = " ".join(class_names(module))
-        if any(name in names for name in _BY_HEAD_CLASSES):
-            return True
-        if "GPTBigCode" in names:
-            return not read(module, "multi_query")
-    return False
+    names = " ".join(class_names(info.above[0])) if info.above else ""
+    if any(name in names for name in _BY_HEAD_CLASSES):
+        return True
+    return "GPTBigCode" in names and not read(info.above[0], "multi_query")
 
 
 def _head_rows(decision: Decision, subject: Subject) -> Optional[int]:

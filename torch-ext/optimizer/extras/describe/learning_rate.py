@@ -7,21 +7,13 @@ from collections.abc import Iterator
 from typing import Any, Optional
 
 from ...core import update_scale
-from .code import LR, number
 from .fused import is_stored_transposed
-from .remedy import Remedy
+from .remedy import LR, Remedy, Trap, number
 from .subject import Subject, names_of
 from .table import counted
-from .trap import Trap
 
-# How much of its own size a weight moves per step. An orthogonal matrix has an RMS of
-# 1/sqrt(max(rows, cols)), and a weight as torch's layers initialize it 1/sqrt(3·cols).
-#
-# Above: what is known to work with Muon stays under 9 % (0.05 with "original"); with
-# "match_rms_adamw", 0.02 in matrices of 512 columns and more is above.
+# How much of its own size a weight moves per step; `describe` tells where the bounds come from.
 MOST = 0.12
-# Below: the others are for rates around 0.02, 3 % a step; one of AdamW's, 3e-4, moves weights by
-# 0.05 %. With AdamW's scale small rates are meant: fine-tuning goes down to 1e-6.
 LEAST = {"match_rms_adamw": 2e-6, "original": 1e-3, "spectral": 1e-3, "none": 1e-3}
 
 
@@ -30,7 +22,7 @@ def find_transposed(subject: Subject, advice: Remedy) -> Iterator[Trap]:
     scale = subject.options.get("adjust_lr")
     if scale not in ("original", "spectral"):
         return
-    transposed = [d for d in subject.muons(advice) if is_stored_transposed(d, subject)]
+    transposed = [d for d in advice.muons(subject) if is_stored_transposed(d, subject)]
     if transposed:
         options: dict[str, Any] = {"adjust_lr": "match_rms_adamw"}
         if not _fits(_relative_update(subject, advice, "match_rms_adamw"), "match_rms_adamw"):
@@ -52,20 +44,19 @@ def find(subject: Subject, advice: Remedy) -> Iterator[Trap]:
     # Where another scale is advised, so is a rate that fits it.
     if moved is None or _fits(moved, scale) or "adjust_lr" in advice.options:
         return
-    usual = f"rates around {number(LR[scale])} are meant"
+    usual, other = f"rates around {number(LR[scale])} are meant", "match_rms_adamw"
     if scale == "match_rms_adamw":
-        usual = "rates like AdamW's are meant, 1e-4 to 1e-2"
-    other = "original" if scale == "match_rms_adamw" else "match_rms_adamw"
+        usual, other = "rates like AdamW's are meant, 1e-4 to 1e-2", "original"
     fits_other = _fits(_relative_update(subject, advice, other), other)
     alternative = f', or adjust_lr="{other}", whose rates it is like' if fits_other else ""
-    most = f", here up to about {number(float(f'{lr * MOST / moved:.1g}'))}" if moved > MOST else ""
     too = "large" if moved > MOST else "small"
+    if moved > MOST:
+        usual += f", here up to about {number(float(f'{lr * MOST / moved:.1g}'))}"
     yield Trap(
         "lr",
         f'lr={number(lr)} is too {too} for adjust_lr="{scale}"',
         (),
-        f"a step would move weights by {100 * moved:.2g} % of their size; {usual}{most}"
-        f"{alternative}",
+        f"a step would move weights by {100 * moved:.2g} % of their size; {usual}{alternative}",
         Remedy({"lr": LR[scale]}),
     )
 
@@ -85,7 +76,7 @@ def _relative_update(subject: Subject, advice: Remedy, scale: str) -> Optional[f
     if not isinstance(lr, (int, float)) or lr <= 0:
         return None
     moved, elements = 0.0, 0
-    for decision in subject.muons(advice):
+    for decision in advice.muons(subject):
         try:
             matrices = subject.read(decision)
         except ValueError:  # a trap of its own

@@ -17,9 +17,8 @@ from ...parameters.modules import infos_of
 from ...parameters.names import WRAPPER_COMPONENTS
 from ...parameters.options import GROUP_OPTIONS
 from . import table
-from .code import script
+from .remedy import Trap, script
 from .subject import Subject
-from .trap import Trap
 from .traps import find_notes, find_warnings
 
 _NOTES = 3  # of a kind that are printed

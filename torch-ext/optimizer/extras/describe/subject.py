@@ -10,11 +10,9 @@ from typing import Any, Optional
 from torch import nn
 
 from ...matrices import Matrices
-from ...parameters.default_groups import DIMENSIONS, Decision
+from ...parameters.default_groups import Decision
 from ...parameters.modules import ParamInfo, ParamInfos, look_up
-from ...parameters.names import has_component
 from ...parameters.survey import read_by_options
-from .remedy import Remedy
 
 
 @dataclass(frozen=True)
@@ -41,21 +39,6 @@ class Subject:
     @property
     def trainable(self) -> list[Decision]:
         return [decision for decision in self.decisions if decision.algorithm != "frozen"]
-
-    def muons(self, advice: Remedy) -> list[Decision]:
-        """The parameters that are Muon's once the advice is taken."""
-        expert_keys = advice.options.get("expert_keys")
-        return [
-            d
-            for d in self.trainable
-            if d.name not in advice.leave
-            and (d.param.ndim > 1 or not advice.only_matrices)
-            and (
-                d.algorithm == "Muon"
-                or d.name in advice.take
-                or (d.reason.endswith(DIMENSIONS) and has_component(d.name, expert_keys))
-            )
-        ]
 
     def info(self, decision: Decision) -> ParamInfo:
         return self.infos[id(decision.param)][0]

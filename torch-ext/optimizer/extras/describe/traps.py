@@ -15,11 +15,9 @@ from ...parameters.heads import unnamed_heads
 from ...parameters.modules import class_names
 from ...parameters.names import matches
 from . import convolutions, fused, learning_rate
-from .code import literal
-from .remedy import Remedy
+from .remedy import WORLD, Remedy, Source, Trap, literal
 from .subject import Subject, names_of, numel
 from .table import collect_by, counted, fold, text
-from .trap import Trap
 
 # Pure: from the model and the advice so far to traps, each with the remedy that it adds.
 Finder = Callable[[Subject, Remedy], Iterator[Trap]]
@@ -100,7 +98,7 @@ def _replicas(subject: Subject, advice: Remedy) -> Iterator[Trap]:
         return
     if not muons or any(dtensors.is_dtensor(d.param) for d in subject.trainable):
         return
-    options: dict[str, Any] = {"process_group": torch.distributed.group.WORLD}
+    options: dict[str, Any] = {"process_group": Source(WORLD)}
     header: tuple[str, ...] = ()
     if any(isinstance(m, nn.parallel.DistributedDataParallel) for m in subject.model.modules()):
         what = f"DDP on {ranks} ranks, without a process_group"
@@ -181,7 +179,7 @@ def _cause(decision: Decision, message: str) -> str:
 
 def _heads(subject: Subject, advice: Remedy) -> Iterator[Trap]:
     """Matrices of Muon's with a vocabulary for a side, and a last layer of few outputs."""
-    muons = subject.muons(advice)
+    muons = advice.muons(subject)
     reasons = unnamed_heads(subject.model, subject.infos, subject.decisions, muons)
     for reason, names in collect_by(reasons, lambda name: reasons[name]).items():
         yield Trap(
@@ -231,41 +229,41 @@ def _narrow(subject: Subject, advice: Remedy) -> Iterator[Trap]:
 
 def _unusual(subject: Subject, advice: Remedy) -> Iterator[Trap]:
     """Adapters, quantized and complex weights, matrices that are vectors."""
-    muons = subject.muons(advice)
+    muons, frozen = advice.muons(subject), subject.by_algorithm("frozen")
+    share = numel(frozen) / max(1, numel(subject.decisions))
     factors = [d for d in muons if "lora_" in d.name]
-    if factors:
-        frozen = subject.by_algorithm("frozen")
-        share = numel(frozen) / max(1, numel(subject.decisions))
-        yield Trap(
-            "adapters",
-            "low-rank adapters" + (f"; {share:.1%} of the parameters are frozen" * bool(frozen)),
-            names_of(factors),
-            "Muon orthogonalizes each factor, A and B, as a matrix of its own",
-        )
     quantized = [d for d in subject.decisions if _is_quantized(d.param)]
-    if quantized:
-        yield Trap(
-            "quantized",
-            counted(quantized, "quantized weight"),
-            names_of(quantized),
-            "no optimizer trains them: what floats beside them is trained, such as adapters",
-        )
     numbers = [d for d in subject.trainable if d.param.is_complex() and d.param.ndim > 1]
-    if numbers:
-        yield Trap(
-            "complex",
-            counted(numbers, "complex parameter"),
-            names_of(numbers),
-            "AdamW trains them; Muon takes real matrices",
-        )
     vectors = [d for d in muons if d.param.ndim == 2 and min(d.param.shape) == 1]
-    if vectors:
-        yield Trap(
+    notes = (
+        (
+            "adapters",
+            factors,
+            "low-rank adapters" + (f"; {share:.1%} of the parameters are frozen" if frozen else ""),
+            "Muon orthogonalizes each factor, A and B, as a matrix of its own",
+        ),
+        (
+            "quantized",
+            quantized,
+            counted(quantized, "quantized weight"),
+            "no optimizer trains them: what floats beside them is trained, such as adapters",
+        ),
+        (
+            "complex",
+            numbers,
+            counted(numbers, "complex parameter"),
+            "AdamW trains them; Muon takes real matrices",
+        ),
+        (
             "vectors",
+            vectors,
             f"{counted(vectors, 'matrix', 'matrices')} of one row or one column",
-            names_of(vectors),
             "to orthogonalize a vector is to normalize it: every step has the same length",
-        )
+        ),
+    )
+    for kind, decisions, what, why in notes:
+        if decisions:
+            yield Trap(kind, what, names_of(decisions), why)
 
 
 def _is_quantized(param: torch.Tensor) -> bool:
