@@ -16,8 +16,8 @@ from .modules import ParamInfo, ParamInfos, configs_of, size_in
 from .names import normalize_name
 
 # What the last layer of a model is called where it makes predictions.
-_SAYS_HEAD = {"head", "heads", "logit", "logits", "classifier", "final", "score"}
-_SAYS_HEAD |= {"pred", "prediction", "predictions", "predictor"}
+_HEAD_WORDS = {"head", "heads", "logit", "logits", "classifier", "final", "score"}
+_HEAD_WORDS |= {"pred", "prediction", "predictions", "predictor"}
 _FEW = 16  # outputs: fewer are no hidden layer's
 _LARGE = 1000  # a vocabulary that no hidden size is mistaken for, if it is 8 × the embedding's
 
@@ -104,7 +104,7 @@ def _is_head(decision: Decision, info: ParamInfo, muons: Sequence[Decision]) -> 
     if len(components) == 1 and re.fullmatch(r"fc\d*", components[0]):
         return True
     words = {word for component in components[-2:] for word in component.lower().split("_")}
-    if words & _SAYS_HEAD and rows != cols:
+    if words & _HEAD_WORDS and rows != cols:
         return True
     # The size of a residual stream is a side of other matrices, too.
     others = (d.param.shape for d in muons if d is not decision and d.param.ndim > 1)

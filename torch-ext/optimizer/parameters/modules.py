@@ -108,9 +108,6 @@ def read(source: Any, key: str) -> Any:
         return None
 
 
-def class_names(module: nn.Module) -> Iterator[str]:
-    """Names of a module's class and of those it inherits from.
-
-    To import the classes, or the library that has them, would cost too much.
-    """
-    return (cls.__name__ for cls in type(module).__mro__)
+def class_names(thing: object) -> Iterator[str]:
+    """Names of its class and bases: to import these, or their library, would cost too much."""
+    return (cls.__name__ for cls in type(thing).__mro__)

@@ -32,7 +32,7 @@ def find(subject: Subject, advice: Remedy) -> Iterator[Trap]:
     total = numel(subject.trainable)
     experts = {d.name: key for d in deep if (key := _expert_key(d, subject)) is not None}
     if experts:
-        keys = {**subject.options, **advice.options}.get("expert_keys") or ()
+        keys = advice.applied_to(subject.options).get("expert_keys") or ()
         yield Trap(
             "experts",
             f"{counted(experts, 'tensor')} of stacked experts left to AdamW",

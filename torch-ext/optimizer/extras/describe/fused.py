@@ -59,7 +59,7 @@ class Fused:
 
 def find(subject: Subject, advice: Remedy) -> Iterator[Trap]:
     """Weights that hold several matrices, one below the other, and no split that says so."""
-    split = {**subject.options, **advice.options}.get("split") or {}
+    split = advice.applied_to(subject.options).get("split") or {}
     if not isinstance(split, Mapping):
         return
     muons = advice.muons(subject)
@@ -114,22 +114,22 @@ def fused_in(decision: Decision, subject: Subject) -> Optional[Fused]:
     for name in class_names(info.module):
         if name in _GATES and info.attribute.startswith(("weight_ih", "weight_hh")):
             return Fused(f"{_GATES[name]} gates", shape[0] // _GATES[name])
-    called = _called(info)
-    if called in _GATED | _GATED_BY_CONFIG:
-        return _gated(decision, subject, called)
-    if called not in _QKV | _KEYS_AND_VALUES or len(shape) != 2:
+    weight = _weight_name(info)
+    if weight in _GATED | _GATED_BY_CONFIG:
+        return _gated(decision, subject, weight)
+    if weight not in _QKV | _KEYS_AND_VALUES or len(shape) != 2:
         return None
-    holds = "K and V" if called in _KEYS_AND_VALUES else "Q, K and V"
+    holds = "K and V" if weight in _KEYS_AND_VALUES else "Q, K and V"
     if info.is_conv1d:
         return Fused(holds, in_columns=True)
-    if called in _KEYS_AND_VALUES:
+    if weight in _KEYS_AND_VALUES:
         return Fused(holds, [shape[0] // 2] * 2 if shape[0] % 2 == 0 else None)
-    if called in _BY_HEAD or _is_by_head(info):
+    if weight in _BY_HEAD or _is_by_head(info):
         return Fused(holds, _head_rows(decision, subject), by_head=True)
     return Fused(holds, _qkv_rows(decision, subject))
 
 
-def _called(info: ParamInfo) -> str:
+def _weight_name(info: ParamInfo) -> str:
     """``qkv`` of both ``attention.qkv.weight`` and ``attention.qkv``."""
     if info.attribute != "weight":
         return info.attribute.removesuffix("_weight")
@@ -170,13 +170,13 @@ def _qkv_rows(decision: Decision, subject: Subject) -> Optional[list[int]]:
     return None
 
 
-def _gated(decision: Decision, subject: Subject, called: str) -> Optional[Fused]:
+def _gated(decision: Decision, subject: Subject, weight: str) -> Optional[Fused]:
     info, shape = subject.info(decision), tuple(decision.param.shape)
     holds, is_stack = "gate and up projection", len(shape) > 2
     if info.is_conv1d or (is_stack and _is_halved(shape, info, in_columns=True)):
         return Fused(holds, in_columns=True)
     rows = shape[-2]
-    if called in _GATED_BY_CONFIG and rows != 2 * (subject.look_up(decision, _INTERMEDIATE) or 0):
+    if weight in _GATED_BY_CONFIG and rows != 2 * (subject.look_up(decision, _INTERMEDIATE) or 0):
         return None
     if rows % 2 or (is_stack and not _is_halved(shape, info, in_columns=False)):
         return Fused(holds)

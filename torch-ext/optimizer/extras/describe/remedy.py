@@ -69,6 +69,11 @@ class Remedy:
             comments=self.comments + other.comments,
         )
 
+    def applied_to(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """The caller's options as they are to be."""
+        merged = {**options, **self.options}
+        return {k: v for k, v in merged.items() if v is not None or k not in self.options}
+
     def muons(self, subject: Subject) -> list[Decision]:
         """The parameters that are Muon's once the advice is taken."""
         expert_keys = self.options.get("expert_keys")
@@ -124,9 +129,7 @@ def _beside(remedy: Remedy) -> str:
 
 def script(subject: Subject, advice: Remedy) -> str:
     """Code that runs where ``model`` and ``optimizer`` are at hand."""
-    options = {**subject.options, **advice.options}
-    for key in [key for key, value in advice.options.items() if value is None]:
-        del options[key]
+    options = advice.applied_to(subject.options)
     expert_keys = options.pop("expert_keys", None)
     scale = options.get("adjust_lr", "match_rms_adamw")
     lr = options.pop("lr", LR[scale])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import textwrap
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -90,7 +91,7 @@ def _lines_of(trap: Trap, prefix: str) -> list[str]:
     lines = [f"{prefix}{trap.what}"]
     if trap.write:
         lines += [f"{indent}{name}" for name in table.listed(trap.parameters)]
-    lines += table.wrapped(trap.why, indent)
+    lines += textwrap.wrap(trap.why, 100, initial_indent=indent, subsequent_indent=indent)
     if trap.write:
         first, *more = trap.write.splitlines()
         lines += [f"{indent}→ {first}", *(f"{indent}  {line}" for line in more)]
@@ -142,7 +143,18 @@ def describe(
     subject = Subject(model, decisions, infos, is_muon_func, {"expert_keys": keys, **options})
     traps, advice = find_warnings(subject)
     return Description(
-        rows=_rows(subject),
+        rows=[
+            {
+                "name": decision.name,
+                "shape": tuple(decision.param.shape),
+                "dtype": decision.param.dtype,
+                "placement": dtensors.describe(decision.param),
+                "numel": decision.param.numel(),
+                "algorithm": decision.algorithm,
+                "reason": decision.reason,
+            }
+            for decision in decisions
+        ],
         warnings=traps,
         notes=find_notes(subject, advice),
         code=script(subject, advice),
@@ -160,21 +172,6 @@ def _check(options: dict[str, Any]) -> None:
     with warnings.catch_warnings():  # what it would say of no parameters is nobody's
         warnings.simplefilter("ignore")
         Muon([{"params": [], "use_muon": True, "names": []}], **options)
-
-
-def _rows(subject: Subject) -> list[dict[str, Any]]:
-    return [
-        {
-            "name": decision.name,
-            "shape": tuple(decision.param.shape),
-            "dtype": decision.param.dtype,
-            "placement": dtensors.describe(decision.param),
-            "numel": decision.param.numel(),
-            "algorithm": decision.algorithm,
-            "reason": decision.reason,
-        }
-        for decision in subject.decisions
-    ]
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import re
-import textwrap
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any, Callable, TypeVar
 
@@ -66,37 +66,28 @@ def lines_of(rows: Sequence[Row]) -> list[tuple[str, ...]]:
             ``reason``.
     """
     many_dtypes = len({row["dtype"] for row in rows}) > 1
-    by_likeness = collect_by(rows, _likeness)
-    lines = [_line(alike, many_dtypes, _INDEX) for alike in by_likeness.values()]
-    if len(lines) <= LINES:
-        return lines
-    by_likeness = collect_by(rows, _rough_likeness)
-    sizes = {key: sum(row["numel"] for row in alike) for key, alike in by_likeness.items()}
-    largest = set(sorted(by_likeness, key=lambda key: -sizes[key])[:LINES])
-    lines = [
-        _line(alike, many_dtypes, _DIGITS) for key, alike in by_likeness.items() if key in largest
-    ]
-    smaller = sum(len(alike) for key, alike in by_likeness.items() if key not in largest)
-    if smaller:
-        lines.append((f"… and {smaller} smaller ones, in .rows", "", "", "", ""))
-    return lines
+    for numbers in (_INDEX, _DIGITS):
+        alike = list(collect_by(rows, functools.partial(_likeness, numbers)).values())
+        lines = [_line(numbers, together, many_dtypes) for together in alike]
+        if len(lines) <= LINES:
+            return lines
+    sizes = [sum(row["numel"] for row in together) for together in alike]
+    largest = set(sorted(range(len(alike)), key=lambda index: -sizes[index])[:LINES])
+    smaller = sum(len(together) for i, together in enumerate(alike) if i not in largest)
+    lines = [line for i, line in enumerate(lines) if i in largest]
+    return [*lines, (f"… and {smaller} smaller ones, in .rows", "", "", "", "")]
 
 
-def _likeness(row: Row) -> Hashable:
-    """What rows that make one line have in common."""
-    same = row["dtype"], row["placement"], row["algorithm"], row["reason"]
-    return _without(_INDEX, row["name"]), row["shape"], same
-
-
-def _rough_likeness(row: Row) -> Hashable:
-    """The same where lines are too many: shapes may differ, and vectors make one line."""
-    if len(row["shape"]) < 2 and row["algorithm"] == "AdamW":
+def _likeness(numbers: re.Pattern[str], row: Row) -> Hashable:
+    """What rows that make one line have in common: not the shape, where names fold anywhere."""
+    shape = row["shape"] if numbers is _INDEX else len(row["shape"])
+    if numbers is _DIGITS and len(row["shape"]) < 2 and row["algorithm"] == "AdamW":
         return "vectors"
-    same = row["dtype"], row["placement"], row["algorithm"], row["reason"]
-    return _without(_DIGITS, row["name"]), len(row["shape"]), same
+    name = _without(numbers, row["name"])
+    return name, shape, row["dtype"], row["placement"], row["algorithm"], row["reason"]
 
 
-def _line(rows: Sequence[Row], many_dtypes: bool, numbers: re.Pattern[str]) -> tuple[str, ...]:
+def _line(numbers: re.Pattern[str], rows: Sequence[Row], many_dtypes: bool) -> tuple[str, ...]:
     first, names = rows[0], [row["name"] for row in rows]
     shapes = [row["shape"] for row in rows]
     is_one_pattern = len({_without(numbers, name) for name in names}) == 1
@@ -142,7 +133,3 @@ def counted(things: Collection[Any], singular: str, plural: str = "") -> str:
 def count(number: int) -> str:
     """1.23 B."""
     return summary.short(number).replace("G", "B").strip()
-
-
-def wrapped(text: str, indent: str) -> list[str]:
-    return textwrap.wrap(text, 100, initial_indent=indent, subsequent_indent=indent)

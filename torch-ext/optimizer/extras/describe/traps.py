@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ...distributed import utils as dtensors
-from ...parameters.default_groups import Decision, unmatched_keys
+from ...parameters.default_groups import unmatched_keys
 from ...parameters.heads import unnamed_heads
 from ...parameters.modules import class_names
 from ...parameters.names import matches
@@ -110,9 +110,9 @@ def _replicas(subject: Subject, advice: Remedy) -> Iterator[Trap]:
             "it replaces, so that nothing would be trained"
         )
         options["grad_reduce"] = "mean"
+        averages = f"# On {ranks} ranks: step() averages gradients (ZeRO-2)."
         header = (
-            f"# On {ranks} ranks: step() averages gradients (ZeRO-2). A model that is to be "
-            "sharded",
+            f"{averages} A model that is to be sharded",
             "# (fully_shard) or wrapped in DDP has to be so before the groups are made.",
         )
     remedy = Remedy(options, header=header, wording="Muon(groups, {})")
@@ -153,28 +153,24 @@ def _refused(subject: Subject, advice: Remedy) -> Iterator[Trap]:
         try:
             subject.read(decision)
         except ValueError as error:
-            errors.append((decision, str(error)))
-    for cause, refused in collect_by(errors, lambda error: _cause(*error)).items():
-        names = names_of(decision for decision, _ in refused)
+            by_flatten = decision.param.ndim > 2 and "flatten" in str(error)
+            cause = "flatten" if by_flatten else "split" if decision.param.ndim > 1 else "vector"
+            errors.append((cause, decision.name, str(error)))
+    for cause, refused in collect_by(errors, lambda error: error[0]).items():
+        names = tuple(name for _, name, _ in refused)
         if cause == "vector":
             remedy = Remedy(only_matrices=True, wording="param.ndim > 1 and … in is_muon_func")
         elif cause == "flatten":
             remedy = Remedy({"flatten": True}, wording="{}, or expert_keys=[…]")
         else:
-            split = {**subject.options, **advice.options}.get("split")
+            split = advice.applied_to(subject.options).get("split")
             patterns = split if isinstance(split, Mapping) else {}
             kept = [p for p in patterns if not any(matches(name, p) for name in names)]
             remedy = Remedy({"split": {p: patterns[p] for p in kept} or None}, wording="split=…")
-        what, why = names[0], refused[0][1]
+        what, why = names[0], refused[0][2]
         if len(names) > 1:
             what, why = f"{len(names)} parameters", f"{names[0]} {why}"
         yield Trap("refused", f"Muon would refuse {what}", names, why, remedy)
-
-
-def _cause(decision: Decision, message: str) -> str:
-    if decision.param.ndim < 2:
-        return "vector"
-    return "flatten" if decision.param.ndim > 2 and "flatten" in message else "split"
 
 
 def _heads(subject: Subject, advice: Remedy) -> Iterator[Trap]:
@@ -268,6 +264,5 @@ def _unusual(subject: Subject, advice: Remedy) -> Iterator[Trap]:
 
 def _is_quantized(param: torch.Tensor) -> bool:
     """Packed into integers, or by bitsandbytes, whose class may float."""
-    if {"Params4bit", "Int8Params"} & {cls.__name__ for cls in type(param).__mro__}:
-        return True
-    return not (param.is_floating_point() or param.is_complex())
+    is_packed = not {"Params4bit", "Int8Params"}.isdisjoint(class_names(param))
+    return is_packed or not (param.is_floating_point() or param.is_complex())
