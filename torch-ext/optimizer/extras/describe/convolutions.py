@@ -1,4 +1,4 @@
-"""Finds tensors of more than two dimensions that AdamW gets: stacked experts, convolutions."""
+"""Finds stacked experts, convolutions and other tensors of many dimensions left to AdamW."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from .remedy import Remedy, Trap, literal
 from .subject import Subject, names_of, numel
 from .table import counted
 
-# Convolutions are told of where they are that much of what is trained: below, as the patch
-# embedding of a transformer or the stem before one, AdamW is right or does not matter.
+# The least share of what is trained that convolutions have where they are a trap: below, as the
+# patch embedding of a transformer or the stem before one, AdamW is right or does not matter.
 SHARE = 0.1
-# The same for tensors of which nobody can tell what they are.
-SHARE_OF_OTHERS = 0.01
+SHARE_OF_OTHERS = 0.01  # of tensors of which nobody can tell what they are
 _MOST_CHANNELS = 4  # of images; as few come into a depthwise convolution
 _CONVOLUTIONS = (nn.modules.conv._ConvNd,)
 # What configurations and modules call their number of experts.
@@ -24,13 +23,13 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_expe
 
 
 def find(subject: Subject, advice: Remedy) -> Iterator[Trap]:
-    deep = [
+    left = [
         d
         for d in subject.by_algorithm("AdamW")
         if d.param.ndim > 2 and (d.reason.endswith(DIMENSIONS) or d.reason == "is_muon_func")
     ]
     total = numel(subject.trainable)
-    experts = {d.name: key for d in deep if (key := _expert_key(d, subject)) is not None}
+    experts = {d.name: key for d in left if (key := _expert_key(d, subject)) is not None}
     if experts:
         keys = advice.applied_to(subject.options).get("expert_keys") or ()
         yield Trap(
@@ -43,7 +42,7 @@ def find(subject: Subject, advice: Remedy) -> Iterator[Trap]:
                 wording="get_default_muon_param_groups(model, {})",
             ),
         )
-    rest = [d for d in deep if d.name not in experts]
+    rest = [d for d in left if d.name not in experts]
     # Of many channels each way: neither of pixels nor depthwise.
     kernels = [
         d for d in rest if _is_kernel(d, subject) and min(d.param.shape[:2]) > _MOST_CHANNELS

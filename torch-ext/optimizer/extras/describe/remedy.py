@@ -1,4 +1,4 @@
-"""What mends a trap, as data, and as code: beside the trap, and all together as a script."""
+"""Says what mends a trap, as data, and writes it as code: beside the trap, and as a script."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def describe(
     ones (DDP, torch.compile, checkpointing) are described as well, with or without a process group.
     Groups are decided by the code of `muon.get_default_muon_param_groups`.
 
-    Told are tied weights; heads and embeddings that names don't reveal; projections fused in one
+    It tells of tied weights; heads and embeddings that names don't reveal; projections fused in one
     tensor (``split``); stacked experts (``expert_keys``) and convolutions (``flatten``) left to
     AdamW; a learning rate that does not fit ``adjust_lr``; weights stored (in, out); several ranks
     without ``process_group``; flat parameters of FSDP1; what Muon would refuse; and others.

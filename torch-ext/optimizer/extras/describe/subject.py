@@ -1,4 +1,4 @@
-"""The model that a description is about: its parameters, their algorithms, the caller's options."""
+"""Holds the model that is described: its parameters, their algorithms, the caller's options."""
 
 from __future__ import annotations
 

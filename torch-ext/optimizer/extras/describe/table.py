@@ -1,4 +1,4 @@
-"""Names of repeated layers in one line, and tables that fit a screen."""
+"""Folds names of repeated layers into one line, and lays out tables that fit a screen."""
 
 from __future__ import annotations
 
