@@ -1,4 +1,4 @@
-"""Which parameters of a model are Muon's: by dimensions, by name, by the module that owns them."""
+"""Decides which parameters of a model are Muon's: by dimensions, by name, by their module."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 
 from .names import has_component, normalize_name
 
-# Owners of embeddings and output heads in the model families of the Hub.
+# What modules of embeddings and output heads are called in the model families of the Hub.
 EMBEDDINGS_AND_HEADS = frozenset(
     (
         *("embed", "embed_in", "embed_out", "embed_positions", "embed_tokens", "embedding"),
@@ -34,13 +34,10 @@ HEAD_PATHS = ("classifier.out_proj", "classification_head.out_proj")
 # Two-dimensional, but of numbers that are used one by one.
 ELEMENTWISE = frozenset({"A_log", "scale_shift_table"})
 
-# Name parts of adapters (PEFT) between a layer and its own weight.
-ADAPTER_PARTS = frozenset({"base_layer", "original_module"})
+# Name components of adapters (PEFT) between a layer and its own weight.
+ADAPTER_COMPONENTS = frozenset({"base_layer", "original_module"})
 
-# Beginnings or ends of reasons, by which `describe` tells them apart.
-VECTOR = "vector"
-BY_NAME = "embedding or head by name"
-DIMENSIONS = "dimensions"
+DIMENSIONS = "dimensions"  # the end of a reason, by which `describe` tells it from others
 
 
 def default_is_muon(
@@ -66,15 +63,15 @@ def _judge(
 ) -> tuple[bool, str]:
     """Whether the parameter is Muon's, and why."""
     if param.ndim < 2:
-        return False, VECTOR if param.ndim else "scalar"
-    parts = _owning_parts(name)
-    attribute, owner = parts[-1], parts[-2] if len(parts) > 1 else ""
+        return False, "vector" if param.ndim else "scalar"
+    components = ["", *_owning_components(name)]
+    module, attribute = components[-2:]
     if attribute.split("_")[-1] == "bias":  # (experts, out) biases look like a matrix
         return False, "bias"
-    known = [part for part in (owner, attribute) if part in EMBEDDINGS_AND_HEADS]
-    known += [path for path in HEAD_PATHS if parts[-3:-1] == path.split(".")]
-    if known:
-        return False, f"{BY_NAME}: {known[0]}"
+    matched = [c for c in (module, attribute) if c in EMBEDDINGS_AND_HEADS]
+    matched += [path for path in HEAD_PATHS if components[-3:-1] == path.split(".")]
+    if matched:
+        return False, f"embedding or head by name: {matched[0]}"
     if attribute in ELEMENTWISE:
         return False, "no linear map, by name"
     if param.is_complex():
@@ -86,21 +83,21 @@ def _judge(
     return False, f"{param.ndim} {DIMENSIONS}"
 
 
-def _owning_parts(name: str) -> list[str]:
+def _owning_components(name: str) -> list[str]:
     """The name's components that tell what the parameter is: ``[…, "wq", "weight"]``.
 
     Indices of lists are looked through, and so are parametrizations and what adapters wrap:
     ``lm_head.0.weight``, ``lm_head.parametrizations.weight.original0`` and
     ``lm_head.modules_to_save.default.weight`` all are ``lm_head``'s ``weight``.
     """
-    parts = normalize_name(name).split(".")
-    if "parametrizations" in parts[:-1]:
-        index = parts.index("parametrizations")
-        parts = [*parts[:index], parts[index + 1]]
-    if "modules_to_save" in parts[:-2]:  # PEFT: followed by the adapter's name
-        index = parts.index("modules_to_save")
-        parts = [*parts[:index], *parts[index + 2 :]]
-    return [p for p in parts if not p.isdigit() and p not in ADAPTER_PARTS] or [""]
+    components = normalize_name(name).split(".")
+    if "parametrizations" in components[:-1]:
+        index = components.index("parametrizations")
+        components = [*components[:index], components[index + 1]]
+    if "modules_to_save" in components[:-2]:  # PEFT: followed by the adapter's name
+        index = components.index("modules_to_save")
+        components = [*components[:index], *components[index + 2 :]]
+    return [c for c in components if not c.isdigit() and c not in ADAPTER_COMPONENTS] or [""]
 
 
 @dataclass(frozen=True)
@@ -108,10 +105,10 @@ class Decision:
     """Which algorithm trains a parameter, and why.
 
     Args:
-        name: its FQN, without the parts that wrappers add.
-        param: itself.
+        name: FQN of the parameter, without the components that wrappers add.
+        param: the parameter.
         algorithm: ``"Muon"``, ``"AdamW"`` or ``"frozen"``.
-        reason: in a few words.
+        reason: why, in a few words.
     """
 
     name: str
@@ -140,18 +137,17 @@ def decide(
                 embeddings.setdefault(id(param), normalize_name(path))
     decisions = []
     for name, param in model.named_parameters():
-        name = normalize_name(name)
+        name, embedding = normalize_name(name), embeddings.get(id(param))
         if nn.parameter.is_lazy(param):
             raise ValueError(f"{name} has no shape yet: run the model once, on any batch, first")
         if not param.requires_grad:
             decision = "frozen", "requires_grad=False"
-        elif id(param) in embeddings:
-            owner = embeddings[id(param)]
-            tied = not name.startswith(f"{owner}." if owner else "")
-            decision = "AdamW", f"tied to {owner}" if tied else "embedding"
+        elif embedding is not None:
+            is_tied = not name.startswith(f"{embedding}." if embedding else "")
+            decision = "AdamW", f"tied to {embedding}" if is_tied else "embedding"
         elif is_muon_func is default_is_muon:
-            chosen, reason = _judge(name, param, expert_keys)
-            decision = "Muon" if chosen else "AdamW", reason
+            is_muon, reason = _judge(name, param, expert_keys)
+            decision = "Muon" if is_muon else "AdamW", reason
         else:
             arguments = (name, param, expert_keys) if with_keys else (name, param)
             decision = "Muon" if is_muon_func(*arguments) else "AdamW", "is_muon_func"
@@ -213,9 +209,7 @@ def unmatched_keys(
 
 def _check_not_flattened(model: nn.Module) -> None:
     """FSDP1 leaves no matrices: all of the model would be AdamW's, and nothing would say so."""
-    fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
-    if fsdp is None:
-        return
+    fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())
     wrappers = [module for module in model.modules() if isinstance(module, fsdp)]
     if any(wrapper.sharding_strategy.name != "NO_SHARD" for wrapper in wrappers):
         raise ValueError(

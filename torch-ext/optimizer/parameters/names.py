@@ -1,4 +1,4 @@
-"""Names of parameters: without what wrappers add, by whole components, and by patterns."""
+"""Normalizes names of parameters and matches them with keys and patterns."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ import fnmatch
 from collections.abc import Sequence
 from typing import Optional
 
-# Name parts that wrappers put into a parameter's name: torch.compile, activation checkpointing,
-# FSDP1, DDP.
-WRAPPER_PARTS = frozenset(
+# What wrappers add to a parameter's name: torch.compile, activation checkpointing, FSDP1, DDP.
+WRAPPER_COMPONENTS = frozenset(
     {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "module"}
 )
 
 
 def normalize_name(name: str) -> str:
-    """The parameter's name without the parts that wrappers add: ``layers.0.wq.weight``."""
-    return ".".join(part for part in name.split(".") if part not in WRAPPER_PARTS)
+    """The parameter's name without the components that wrappers add: ``layers.0.wq.weight``."""
+    return ".".join(c for c in name.split(".") if c not in WRAPPER_COMPONENTS)
 
 
 def has_component(name: str, keys: Optional[Sequence[str]]) -> bool:

@@ -1,6 +1,6 @@
-"""First help for a new user: which parameters go where and why, known traps, the code to write."""
+"""`describe` tells a new user which parameters go where and why, known traps, and what to write."""
 
+from .remedy import Trap
 from .report import Description, describe
-from .trap import Trap
 
 __all__ = ["Description", "Trap", "describe"]

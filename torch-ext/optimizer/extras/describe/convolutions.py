@@ -1,4 +1,4 @@
-"""Tensors of more than two dimensions that AdamW gets: stacked experts, convolutions, others."""
+"""Finds stacked experts, convolutions and other tensors of many dimensions left to AdamW."""
 
 from __future__ import annotations
 
@@ -8,97 +8,94 @@ from typing import Optional
 from torch import nn
 
 from ...parameters.default_groups import DIMENSIONS, Decision
-from .code import Advice, literal
-from .evidence import EXPERTS, Subject, numel
+from .remedy import Remedy, Trap, literal
+from .subject import Subject, names_of, numel
 from .table import counted
-from .trap import Trap
 
-# Convolutions are told of where they are that much of what is trained: below, as the patch
-# embedding of a transformer or the stem before one, AdamW is right or does not matter.
+# The least share of what is trained that convolutions have where they are a trap: below, as the
+# patch embedding of a transformer or the stem before one, AdamW is right or does not matter.
 SHARE = 0.1
-# The same for tensors of which nobody can tell what they are.
-SHARE_OF_OTHERS = 0.01
+SHARE_OF_OTHERS = 0.01  # of tensors of which nobody can tell what they are
 _MOST_CHANNELS = 4  # of images; as few come into a depthwise convolution
+_CONVOLUTIONS = (nn.modules.conv._ConvNd,)
+# What configurations and modules call their number of experts.
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "n_experts")
 
 
-def find(subject: Subject, advice: Advice) -> Iterator[Trap]:
-    left = [d for d in subject.of("AdamW") if d.param.ndim > 2 and _may_be_matrices(d)]
-    if not left:
-        return
+def find(subject: Subject, advice: Remedy) -> Iterator[Trap]:
+    left = [
+        d
+        for d in subject.by_algorithm("AdamW")
+        if d.param.ndim > 2 and (d.reason.endswith(DIMENSIONS) or d.reason == "is_muon_func")
+    ]
     total = numel(subject.trainable)
     experts = {d.name: key for d in left if (key := _expert_key(d, subject)) is not None}
     if experts:
-        keys = list(dict.fromkeys(experts.values()))
-        kept = advice.expert_keys
-        given = list(kept if kept is not None else subject.expert_keys or ())
-        advice.expert_keys = [*given, *keys]
+        keys = advice.applied_to(subject.options).get("expert_keys") or ()
         yield Trap(
             "experts",
             f"{counted(experts, 'tensor')} of stacked experts left to AdamW",
             tuple(experts),
             "expert_keys tells that their first dimension counts matrices, each Muon's",
-            f"get_default_muon_param_groups(model, expert_keys={literal(advice.expert_keys)})",
+            Remedy(
+                options={"expert_keys": [*keys, *dict.fromkeys(experts.values())]},
+                wording="get_default_muon_param_groups(model, {})",
+            ),
         )
     rest = [d for d in left if d.name not in experts]
-    kernels = [d for d in rest if _is_convolution(d, subject)]
-    if numel(kernels) >= SHARE * total and kernels:
-        advice.take += [d.name for d in kernels]
-        advice.options["flatten"] = True
+    # Of many channels each way: neither of pixels nor depthwise.
+    kernels = [
+        d for d in rest if _is_kernel(d, subject) and min(d.param.shape[:2]) > _MOST_CHANNELS
+    ]
+    if kernels and numel(kernels) >= SHARE * total:
         yield Trap(
             "convolutions",
             f"{counted(kernels, 'convolution')} left to AdamW: {numel(kernels) / total:.0%} of "
             "what is trained",
-            tuple(d.name for d in kernels),
+            names_of(kernels),
             "as matrices (first dimension, all the rest) they can be Muon's",
-            "is_muon_func that takes them, and Muon(groups, flatten=True)",
+            Remedy(
+                options={"flatten": True},
+                take=names_of(kernels),
+                wording="is_muon_func that takes them, and Muon(groups, {})",
+            ),
         )
     others = [d for d in rest if not _is_kernel(d, subject) and min(d.param.shape[-2:]) >= 8]
-    if numel(others) >= SHARE_OF_OTHERS * total and others:
+    if others and numel(others) >= SHARE_OF_OTHERS * total:
         name = others[0].name
-        part = next((p for p in reversed(name.split(".")) if p != "weight"), name)
-        advice.before += [
-            f"# {name}:",
-            f"#     expert_keys=[{literal(part)}] above, if leading dimensions count matrices.",
-        ]
+        component = next((c for c in reversed(name.split(".")) if c != "weight"), name)
+        expert_keys = f"expert_keys=[{literal(component)}]"
         yield Trap(
             "dimensions",
             f"{counted(others, 'tensor')} of more than two dimensions left to AdamW",
-            tuple(d.name for d in others),
+            names_of(others),
             "where leading dimensions count matrices, expert_keys says so; where a matrix was "
             "given more dimensions, is_muon_func and flatten=True read it as (first, the rest)",
-            f"expert_keys=[{literal(part)}]",
+            Remedy(
+                comments=(
+                    f"# {name}:",
+                    f"#     {expert_keys} above, if leading dimensions count matrices.",
+                ),
+                wording=expert_keys,
+            ),
         )
-
-
-def _may_be_matrices(decision: Decision) -> bool:
-    return decision.reason.endswith(DIMENSIONS) or decision.reason == "is_muon_func"
 
 
 def _expert_key(decision: Decision, subject: Subject) -> Optional[str]:
     """The component of its name that holds experts, if the name or the config tells of any."""
-    place, shape = subject.place(decision), decision.param.shape
-    if isinstance(place.layer, _CONVOLUTIONS):
+    if isinstance(subject.info(decision).layer, _CONVOLUTIONS):
         return None
-    parts = decision.name.split(".")
-    for part in parts:
-        if "expert" in part.lower() and not part.endswith("bias"):
-            return part
-    is_moe = any("moe" in part.lower().split("_") for part in parts)
-    count = subject.look_up(place, EXPERTS)
-    if (count is not None and shape[0] == count > 1) or is_moe:
-        named = [part for part in parts if not part.isdigit() and part != "weight"]
+    components = decision.name.split(".")
+    for component in components:
+        if "expert" in component.lower() and not component.endswith("bias"):
+            return component
+    is_moe = any("moe" in component.lower().split("_") for component in components)
+    count = subject.look_up(decision, EXPERTS)
+    if (count is not None and decision.param.shape[0] == count > 1) or is_moe:
+        named = [c for c in components if not c.isdigit() and c != "weight"]
         return named[-1] if named else None
     return None
 
 
-_CONVOLUTIONS = (nn.modules.conv._ConvNd,)
-
-
-def _is_convolution(decision: Decision, subject: Subject) -> bool:
-    """Of many channels each way: neither of pixels nor depthwise."""
-    return _is_kernel(decision, subject) and min(decision.param.shape[:2]) > _MOST_CHANNELS
-
-
 def _is_kernel(decision: Decision, subject: Subject) -> bool:
-    layer = subject.place(decision).layer
-    return isinstance(layer, _CONVOLUTIONS) or decision.param.ndim > 3
+    return isinstance(subject.info(decision).layer, _CONVOLUTIONS) or decision.param.ndim > 3

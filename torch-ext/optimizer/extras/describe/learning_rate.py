@@ -1,82 +1,91 @@
-"""Whether a learning rate fits the scale of updates, from shapes alone."""
+"""Finds a scale of updates or a learning rate that does not fit the weights, from shapes alone."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import Optional
+from collections.abc import Iterator
+from typing import Any, Optional
 
 from ...core import update_scale
-from ...parameters.default_groups import Decision
-from .code import LR, Advice, number
-from .evidence import Subject
-from .trap import Trap
+from .fused import is_stored_transposed
+from .remedy import LR, Remedy, Trap, number
+from .subject import Subject, names_of
+from .table import counted
 
-# How much of its own size a weight moves per step. An orthogonal matrix has an RMS of
-# 1/sqrt(max(rows, cols)), and a weight as torch's layers initialize it 1/sqrt(3·cols).
-#
-# Above: what is known to work with Muon stays under 9 % (0.05 with "original"); with
-# "match_rms_adamw", 0.02 in matrices of 512 columns and more is above.
+# How much of its own size a weight moves per step; `describe` tells where the bounds come from.
 MOST = 0.12
-# Below: the others are for rates around 0.02, 3 % a step; one of AdamW's, 3e-4, moves weights by
-# 0.05 %. With AdamW's scale small rates are meant: fine-tuning goes down to 1e-6.
 LEAST = {"match_rms_adamw": 2e-6, "original": 1e-3, "spectral": 1e-3, "none": 1e-3}
 
 
-def find(subject: Subject, advice: Advice) -> Iterator[Trap]:
-    lr, given = subject.options.get("lr"), subject.options.get("adjust_lr", "match_rms_adamw")
-    scale = advice.options.get("adjust_lr", given)
-    # The value of a tensor stays unread; zero is a schedule's first.
-    if not isinstance(lr, (int, float)) or lr <= 0:
+def find_transposed(subject: Subject, advice: Remedy) -> Iterator[Trap]:
+    """Weights stored (in, out) where the scale of updates depends on which side is which."""
+    scale = subject.options.get("adjust_lr")
+    if scale not in ("original", "spectral"):
         return
-    muons = advice.muons(subject)
-    moved = relative_update(subject, muons, float(lr), scale)
-    if moved is None or LEAST[scale] <= moved <= MOST:
+    transposed = [d for d in advice.muons(subject) if is_stored_transposed(d, subject)]
+    if transposed:
+        options: dict[str, Any] = {"adjust_lr": "match_rms_adamw"}
+        if not _fits(_relative_update(subject, advice, "match_rms_adamw"), "match_rms_adamw"):
+            options["lr"] = None
+        yield Trap(
+            "transposed",
+            f"{counted(transposed, 'weight')} {'are' if transposed[1:] else 'is'} stored (in, out)",
+            names_of(transposed),
+            f'adjust_lr="{scale}" scales by sqrt(rows/cols), which is upside down for them; '
+            '"match_rms_adamw" is the same both ways',
+            Remedy(options, wording='adjust_lr="match_rms_adamw"'),
+        )
+
+
+def find(subject: Subject, advice: Remedy) -> Iterator[Trap]:
+    """A learning rate that moves weights too far or hardly at all."""
+    lr, scale = subject.options.get("lr", 0.0), subject.options.get("adjust_lr", "match_rms_adamw")
+    moved = _relative_update(subject, advice, scale)
+    # Where another scale is advised, so is a rate that fits it.
+    if moved is None or _fits(moved, scale) or "adjust_lr" in advice.options:
         return
-    better = LR[scale]
-    advice.options["lr"] = better
-    if scale != given:  # told as that trap's consequence
-        return
-    other = "original" if scale == "match_rms_adamw" else "match_rms_adamw"
-    suits_other = relative_update(subject, muons, float(lr), other)
-    fits = suits_other is not None and LEAST[other] <= suits_other <= MOST
-    alternative = f', or adjust_lr="{other}", whose rates it is like' if fits else ""
-    most = f", here up to about {number(float(f'{lr * MOST / moved:.1g}'))}" if moved > MOST else ""
+    usual, other = f"rates around {number(LR[scale])} are meant", "match_rms_adamw"
+    if scale == "match_rms_adamw":
+        usual, other = "rates like AdamW's are meant, 1e-4 to 1e-2", "original"
+    fits_other = _fits(_relative_update(subject, advice, other), other)
+    alternative = f', or adjust_lr="{other}", whose rates it is like' if fits_other else ""
     too = "large" if moved > MOST else "small"
+    if moved > MOST:
+        usual += f", here up to about {number(float(f'{lr * MOST / moved:.1g}'))}"
     yield Trap(
         "lr",
         f'lr={number(lr)} is too {too} for adjust_lr="{scale}"',
         (),
-        f"a step would move weights by {100 * moved:.2g} % of their size; {_usual(scale)}{most}"
-        f"{alternative}",
-        f"lr={number(better)}",
+        f"a step would move weights by {100 * moved:.2g} % of their size; {usual}{alternative}",
+        Remedy({"lr": LR[scale]}),
     )
 
 
-def _usual(scale: str) -> str:
-    if scale == "match_rms_adamw":
-        return "rates like AdamW's are meant, 1e-4 to 1e-2"
-    return f"rates around {number(LR[scale])} are meant"
+def _fits(moved: Optional[float], scale: str) -> bool:
+    return moved is None or LEAST[scale] <= moved <= MOST
 
 
-def relative_update(
-    subject: Subject, decisions: Sequence[Decision], lr: float, scale: str
-) -> Optional[float]:
+def _relative_update(subject: Subject, advice: Remedy, scale: str) -> Optional[float]:
     """The size of an update over that of the weights, the mean over all elements of Muon's.
 
-    lr · scale · RMS(orthogonal) / RMS(weight), the latter as torch's layers initialize it.
+    lr · scale · RMS(orthogonal) / RMS(weight), the latter as torch's layers initialize it. None
+    where there are no matrices, or no rate: the value of a tensor stays unread, and zero is a
+    schedule's first.
     """
+    lr = subject.options.get("lr")
+    if not isinstance(lr, (int, float)) or lr <= 0:
+        return None
     moved, elements = 0.0, 0
-    for decision in decisions:
+    for decision in advice.muons(subject):
         try:
-            matrices = subject.matrices(decision)
-        except ValueError:  # told as refused
+            matrices = subject.read(decision)
+        except ValueError:  # a trap of its own
             continue
         for block in matrices.blocks:
             rows, cols = block.rows, matrices.cols
             count = matrices.experts * block.count * rows * cols
             if count:
                 factor = update_scale(rows, cols, scale)
-                moved += count * lr * factor * math.sqrt(3 * cols / max(rows, cols))
+                moved += count * float(lr) * factor * math.sqrt(3 * cols / max(rows, cols))
                 elements += count
     return moved / elements if elements else None

@@ -1,8 +1,9 @@
-"""`describe`: what an optimizer would do with a model's parameters, and what to write."""
+"""Makes a `Description` of a model: which parameters go where, traps, and the code to write."""
 
 from __future__ import annotations
 
 import inspect
+import textwrap
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,13 +13,14 @@ from torch import nn
 
 from ...distributed import utils as dtensors
 from ...muon import Muon
-from ...parameters.default_groups import as_keys, default_is_muon
-from ...parameters.names import WRAPPER_PARTS
+from ...parameters.default_groups import as_keys, decide, default_is_muon
+from ...parameters.modules import infos_of
+from ...parameters.names import WRAPPER_COMPONENTS
 from ...parameters.options import GROUP_OPTIONS
 from . import table
-from .code import Advice, write
-from .evidence import Subject, examine
-from .traps import Trap, find_notes, find_warnings
+from .remedy import Trap, script
+from .subject import Subject
+from .traps import find_notes, find_warnings
 
 _NOTES = 3  # of a kind that are printed
 ALGORITHMS = ("Muon", "AdamW", "frozen")
@@ -48,15 +50,12 @@ class Description:
     def totals(self) -> dict[str, dict[str, Any]]:
         """By algorithm, ``tensors``, ``numel``, and the ``share`` of all elements."""
         total = max(1, sum(row["numel"] for row in self.rows))
-        found = {}
+        totals = {}
         for algorithm in ALGORITHMS:
             sizes = [row["numel"] for row in self.rows if row["algorithm"] == algorithm]
-            found[algorithm] = {
-                "tensors": len(sizes),
-                "numel": sum(sizes),
-                "share": sum(sizes) / total,
-            }
-        return found
+            numel = sum(sizes)
+            totals[algorithm] = {"tensors": len(sizes), "numel": numel, "share": numel / total}
+        return totals
 
     def __str__(self) -> str:
         size = table.count(sum(row["numel"] for row in self.rows))
@@ -65,40 +64,34 @@ class Description:
         if self.rows:
             lines += [*table.aligned(table.lines_of(self.rows)), ""]
         lines += table.aligned(
-            (name, f"{t['share']:.1%}", f"{table.count(t['numel'])} parameters", _tensors(t))
-            for name, t in self.totals.items()
-            if t["tensors"] or name != "frozen"
+            (
+                name,
+                f"{total['share']:.1%}",
+                f"{table.count(total['numel'])} parameters",
+                f"{total['tensors']} tensor{'' if total['tensors'] == 1 else 's'}",
+            )
+            for name, total in self.totals.items()
+            if total["tensors"] or name != "frozen"
         )
         for number, trap in enumerate(self.warnings, 1):
-            lines += ["", *_told(trap, f"{number}. ")]
+            lines += ["", *_lines_of(trap, f"{number}. ")]
         if self.notes:
             lines.append("")
-        for kind, notes in _by_kind(self.notes).items():
-            for trap in notes[:_NOTES]:
-                lines += _told(trap, "Note: ")
+        for kind, notes in table.collect_by(self.notes, lambda note: note.kind).items():
+            for note in notes[:_NOTES]:
+                lines += _lines_of(note, "Note: ")
             if notes[_NOTES:]:
                 lines.append(f"Note: … and {len(notes) - _NOTES} more of kind {kind!r}, in .notes")
         lines += ["", "Write:" if self.warnings else "No traps found. Write:", ""]
         return "\n".join([*lines, *(f"    {line}".rstrip() for line in self.code.splitlines())])
 
 
-def _tensors(total: dict[str, Any]) -> str:
-    return f"{total['tensors']} tensor{'' if total['tensors'] == 1 else 's'}"
-
-
-def _by_kind(traps: Sequence[Trap]) -> dict[str, list[Trap]]:
-    kinds: dict[str, list[Trap]] = {}
-    for trap in traps:
-        kinds.setdefault(trap.kind, []).append(trap)
-    return kinds
-
-
-def _told(trap: Trap, prefix: str) -> list[str]:
+def _lines_of(trap: Trap, prefix: str) -> list[str]:
     indent = " " * 3
     lines = [f"{prefix}{trap.what}"]
     if trap.write:
         lines += [f"{indent}{name}" for name in table.listed(trap.parameters)]
-    lines += table.wrapped(trap.why, indent)
+    lines += textwrap.wrap(trap.why, 100, initial_indent=indent, subsequent_indent=indent)
     if trap.write:
         first, *more = trap.write.splitlines()
         lines += [f"{indent}→ {first}", *(f"{indent}  {line}" for line in more)]
@@ -117,7 +110,7 @@ def describe(
     ones (DDP, torch.compile, checkpointing) are described as well, with or without a process group.
     Groups are decided by the code of `muon.get_default_muon_param_groups`.
 
-    Told are tied weights; heads and embeddings that names don't reveal; projections fused in one
+    It tells of tied weights; heads and embeddings that names don't reveal; projections fused in one
     tensor (``split``); stacked experts (``expert_keys``) and convolutions (``flatten``) left to
     AdamW; a learning rate that does not fit ``adjust_lr``; weights stored (in, out); several ranks
     without ``process_group``; flat parameters of FSDP1; what Muon would refuse; and others.
@@ -145,22 +138,34 @@ def describe(
         >>> assert not description.warnings
     """
     _check(options)
-    subject = examine(model, is_muon_func, as_keys(expert_keys), options)
-    advice = Advice()
-    found = find_warnings(subject, advice)
+    keys = as_keys(expert_keys)
+    decisions, infos = decide(model, is_muon_func, keys), infos_of(model)
+    subject = Subject(model, decisions, infos, is_muon_func, {"expert_keys": keys, **options})
+    traps, advice = find_warnings(subject)
     return Description(
-        rows=_rows(subject),
-        warnings=found,
+        rows=[
+            {
+                "name": decision.name,
+                "shape": tuple(decision.param.shape),
+                "dtype": decision.param.dtype,
+                "placement": dtensors.describe(decision.param),
+                "numel": decision.param.numel(),
+                "algorithm": decision.algorithm,
+                "reason": decision.reason,
+            }
+            for decision in decisions
+        ],
+        warnings=traps,
         notes=find_notes(subject, advice),
-        code=write(subject, advice),
+        code=script(subject, advice),
         model=type(_unwrapped(model)).__name__.removeprefix("FSDP"),  # fully_shard's
     )
 
 
 def _check(options: dict[str, Any]) -> None:
-    known = inspect.signature(Muon).parameters.keys() - {"params", "expert_keys"}
+    names = inspect.signature(Muon).parameters.keys() - {"params", "expert_keys"}
     for key, value in options.items():
-        if key not in known:
+        if key not in names:
             raise TypeError(f"describe() got {key!r}, which is no option of Muon")
         if key in GROUP_OPTIONS:
             GROUP_OPTIONS[key].check(key, value)
@@ -169,25 +174,10 @@ def _check(options: dict[str, Any]) -> None:
         Muon([{"params": [], "use_muon": True, "names": []}], **options)
 
 
-def _rows(subject: Subject) -> list[dict[str, Any]]:
-    return [
-        {
-            "name": decision.name,
-            "shape": tuple(decision.param.shape),
-            "dtype": decision.param.dtype,
-            "placement": dtensors.describe(decision.param),
-            "numel": decision.param.numel(),
-            "algorithm": decision.algorithm,
-            "reason": decision.reason,
-        }
-        for decision in subject.decisions
-    ]
-
-
 def _unwrapped(model: nn.Module) -> nn.Module:
     """What wrappers wrap, for its name."""
     while True:
-        inner = [child for name, child in model.named_children() if name in WRAPPER_PARTS]
+        inner = [child for name, child in model.named_children() if name in WRAPPER_COMPONENTS]
         if len(inner) != 1 or len(list(model.children())) != 1:
             return model
         model = inner[0]

@@ -1,57 +1,64 @@
-"""Names of repeated layers in one line, and tables that fit a screen."""
+"""Folds names of repeated layers into one line, and lays out tables that fit a screen."""
 
 from __future__ import annotations
 
+import functools
 import re
-import textwrap
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
-from typing import Any, Optional
+from typing import Any, Callable, TypeVar
 
 from .. import summary
 
 LINES = 28  # of the table of parameters: beside totals, traps and code, it leaves a screen
+_LISTED = 3  # lines of names beside a trap
+_INDEX = re.compile(r"(?<![^.])(\d+)(?![^.])")  # a component of a name
+_DIGITS = re.compile(r"(\d+)")  # anywhere in a name
+
+Item = TypeVar("Item")
+Row = Mapping[str, Any]
 
 
-def fold(names: Sequence[str]) -> list[str]:
+def collect_by(items: Iterable[Item], key: Callable[[Item], Hashable]) -> dict[Any, list[Item]]:
+    """Items by their key, in the order in which keys first come."""
+    by_key: dict[Any, list[Item]] = {}
+    for item in items:
+        by_key.setdefault(key(item), []).append(item)
+    return by_key
+
+
+def fold(names: Iterable[str]) -> list[str]:
     """Names that differ only in indices as one: ``layers.{0..31}.wq.weight``."""
-    groups: dict[tuple[str, ...], list[str]] = {}
-    for name in names:
-        groups.setdefault(_pattern(name), []).append(name)
-    return [_folded(group) for group in groups.values()]
+    alike = collect_by(names, lambda name: _without(_INDEX, name))
+    return [_folded(_INDEX, together) for together in alike.values()]
 
 
-def glob(names: Sequence[str]) -> list[str]:
+def glob(names: Iterable[str]) -> list[str]:
     """Shell-style patterns for the same: ``layers.*.wq.weight``."""
     return [re.sub(r"\{[^}]*\}", "*", folded) for folded in fold(names)]
 
 
-def _pattern(name: str, anywhere: bool = False) -> tuple[str, ...]:
-    """What names have in common: components, indices left out, or digits ``anywhere``."""
-    if anywhere:
-        return tuple(re.split(r"\d+", name))
-    return tuple("" if part.isdecimal() else part for part in name.split("."))
+def _without(numbers: re.Pattern[str], name: str) -> tuple[str, ...]:
+    """What is between the numbers of a name."""
+    return tuple(numbers.split(name)[::2])
 
 
-def _folded(names: Sequence[str], anywhere: bool = False) -> str:
-    if anywhere:
-        pieces = [re.split(r"(\d+)", name) for name in names]
-        return "".join(map(_one_or_range, zip(*pieces)))
-    return ".".join(map(_one_or_range, zip(*(name.split(".") for name in names))))
+def _folded(numbers: re.Pattern[str], names: Iterable[str]) -> str:
+    return "".join(map(_one_or_range, zip(*map(numbers.split, names))))
 
 
-def _one_or_range(parts: Sequence[str]) -> str:
-    if len(set(parts)) == 1:
-        return parts[0]
-    numbers = sorted(set(map(int, parts)))
-    first, last = numbers[0], numbers[-1]
-    if len(numbers) == last - first + 1 and len(numbers) > 2:
+def _one_or_range(pieces: Sequence[str]) -> str:
+    if len(set(pieces)) == 1:
+        return pieces[0]
+    indices = sorted(set(map(int, pieces)))
+    first, last = indices[0], indices[-1]
+    if len(indices) == last - first + 1 and len(indices) > 2:
         return f"{{{first}..{last}}}"
-    if len(numbers) <= 3:
-        return "{" + ",".join(map(str, numbers)) + "}"
-    return f"{{{first},{numbers[1]},..,{last}}}"
+    if len(indices) <= 3:
+        return "{" + ",".join(map(str, indices)) + "}"
+    return f"{{{first},{indices[1]},..,{last}}}"
 
 
-def lines_of(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+def lines_of(rows: Sequence[Row]) -> list[tuple[str, ...]]:
     """The table of parameters, folded as far as a screen asks for.
 
     Args:
@@ -59,65 +66,58 @@ def lines_of(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
             ``reason``.
     """
     many_dtypes = len({row["dtype"] for row in rows}) > 1
-    lines: list[tuple[str, ...]] = []
-    for anywhere in (False, True):
-        groups = _grouped(rows, anywhere)
-        lines = [_line(group, many_dtypes, anywhere) for group in groups]
+    for numbers in (_INDEX, _DIGITS):
+        alike = list(collect_by(rows, functools.partial(_likeness, numbers)).values())
+        lines = [_line(numbers, together, many_dtypes) for together in alike]
         if len(lines) <= LINES:
             return lines
-    largest = sorted(groups, key=lambda group: -sum(row["numel"] for row in group))[:LINES]
-    kept = [line for group, line in zip(groups, lines) if any(group is g for g in largest)]
-    left = sum(len(group) for group in groups) - sum(len(group) for group in largest)
-    return [*kept, (f"… and {left} smaller ones, in .rows", "", "", "", "")]
+    sizes = [sum(row["numel"] for row in together) for together in alike]
+    largest = set(sorted(range(len(alike)), key=lambda index: -sizes[index])[:LINES])
+    smaller = sum(len(together) for i, together in enumerate(alike) if i not in largest)
+    lines = [line for i, line in enumerate(lines) if i in largest]
+    return [*lines, (f"… and {smaller} smaller ones, in .rows", "", "", "", "")]
 
 
-def _grouped(rows: Sequence[Mapping[str, Any]], anywhere: bool) -> list[list[Mapping[str, Any]]]:
-    """Rows that make one line each; ``anywhere``, also those of other shapes."""
-    groups: dict[Hashable, list[Mapping[str, Any]]] = {}
-    for row in rows:
-        shape = len(row["shape"]) if anywhere else row["shape"]
-        alike = row["dtype"], row["placement"], row["algorithm"], row["reason"]
-        if anywhere and len(row["shape"]) < 2 and row["algorithm"] == "AdamW":
-            key: Hashable = "vectors"
-        else:
-            key = (_pattern(row["name"], anywhere), shape, alike)
-        groups.setdefault(key, []).append(row)
-    return list(groups.values())
+def _likeness(numbers: re.Pattern[str], row: Row) -> Hashable:
+    """What rows that make one line have in common: not the shape, where names fold anywhere."""
+    shape = row["shape"] if numbers is _INDEX else len(row["shape"])
+    if numbers is _DIGITS and len(row["shape"]) < 2 and row["algorithm"] == "AdamW":
+        return "vectors"
+    name = _without(numbers, row["name"])
+    return name, shape, row["dtype"], row["placement"], row["algorithm"], row["reason"]
 
 
-def _line(rows: Sequence[Mapping[str, Any]], dtypes: bool, anywhere: bool) -> tuple[str, ...]:
+def _line(numbers: re.Pattern[str], rows: Sequence[Row], many_dtypes: bool) -> tuple[str, ...]:
     first, names = rows[0], [row["name"] for row in rows]
     shapes = [row["shape"] for row in rows]
-    same = len({_pattern(name, anywhere) for name in names}) == 1
+    is_one_pattern = len({_without(numbers, name) for name in names}) == 1
     shape = str(shapes[0]) if len(set(shapes)) == 1 else f"{min(shapes)} to {max(shapes)}"
-    if dtypes:
+    if many_dtypes:
         shape += f" {text(first['dtype'])}"
     if first["placement"] != "plain":
         shape += f" {first['placement']}"
     return (
-        _folded(names, anywhere) if same else "vectors and scalars: norms, biases, …",
-        shape if same else "",
+        _folded(numbers, names) if is_one_pattern else "vectors and scalars: norms, biases, …",
+        shape if is_one_pattern else "",
         f"×{len(rows)}" if len(rows) > 1 else "",
         first["algorithm"],
-        first["reason"] if same else "vector",
+        first["reason"] if is_one_pattern else "vector",
     )
 
 
 def aligned(lines: Iterable[Sequence[str]]) -> list[str]:
     table = list(lines)
-    if not table:
-        return []
     widths = [max(map(len, column)) for column in zip(*table)]
     return [
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in table
     ]
 
 
-def listed(names: Sequence[str], most: Optional[int] = 3) -> list[str]:
+def listed(names: Iterable[str]) -> list[str]:
     """Folded names, a line each, and how many lines are left out."""
     lines = fold(names)
-    if most is not None and len(lines) > most:
-        return [*lines[:most], f"… and {len(lines) - most} more like these"]
+    if len(lines) > _LISTED:
+        return [*lines[:_LISTED], f"… and {len(lines) - _LISTED} more like these"]
     return lines
 
 
@@ -125,15 +125,11 @@ def text(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def counted(things: Collection[Any], one: str, several: str = "") -> str:
+def counted(things: Collection[Any], singular: str, plural: str = "") -> str:
     """1 matrix, 2 matrices."""
-    return f"{len(things)} {one if len(things) == 1 else several or one + 's'}"
+    return f"{len(things)} {singular if len(things) == 1 else plural or singular + 's'}"
 
 
 def count(number: int) -> str:
     """1.23 B."""
     return summary.short(number).replace("G", "B").strip()
-
-
-def wrapped(text: str, indent: str) -> list[str]:
-    return textwrap.wrap(text, 100, initial_indent=indent, subsequent_indent=indent)

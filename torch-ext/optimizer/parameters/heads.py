@@ -1,0 +1,112 @@
+"""Decides which matrices are embeddings or output heads although no name says so.
+
+The evidence is a side as long as a vocabulary, or that the model's last linear layer makes
+predictions. The default groups do not ask for it yet; `describe` warns of what it finds.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from torch import nn
+
+from .default_groups import Decision
+from .modules import ParamInfo, ParamInfos, configs_of, size_in
+from .names import normalize_name
+
+# What the last layer of a model is called where it makes predictions.
+_HEAD_WORDS = {"head", "heads", "logit", "logits", "classifier", "final", "score"}
+_HEAD_WORDS |= {"pred", "prediction", "predictions", "predictor"}
+_FEW = 16  # outputs: fewer are no hidden layer's
+_LARGE = 1000  # a vocabulary that no hidden size is mistaken for, if it is 8 × the embedding's
+
+
+def unnamed_heads(
+    model: nn.Module,
+    infos: ParamInfos,
+    decisions: Sequence[Decision],
+    muons: Sequence[Decision],
+) -> dict[str, str]:
+    """Embeddings and heads among Muon's parameters, with reasons that complete "<parameter> …".
+
+    Args:
+        decisions: of all parameters of the model, in its order.
+        muons: those that would be Muon's.
+    """
+    vocabularies = _vocabularies(model)
+    linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    last = linear[-1]._parameters.get("weight") if linear else None  # None: of a parametrization
+    reasons: dict[str, str] = {}
+    for decision in muons:
+        shape, info = tuple(decision.param.shape), infos[id(decision.param)][0]
+        size = next((s for s in shape if s in vocabularies), None) if len(shape) == 2 else None
+        if size is not None and (
+            (size >= _LARGE and size > 8 * (shape[1] if shape[0] == size else shape[0]))
+            # Within layers a hidden size may happen to be that of a small vocabulary.
+            or not (_is_in_a_layer(info) or _is_hidden_size(size, decision, decisions, infos))
+        ):
+            reasons[decision.name] = f"has a side of {size}, as {vocabularies[size]}"
+        elif decision.param is last and len(muons) > 1 and _is_head(decision, info, muons):
+            reasons[decision.name] = f"is the model's last layer ({shape})"
+    return reasons
+
+
+def _vocabularies(model: nn.Module) -> dict[int, str]:
+    """Sizes of the embeddings' vocabularies, and what says so."""
+    sizes: dict[int, str] = {}
+    for path, module in model.named_modules():
+        # A table of as many rows as columns may as well be of positions, beside square matrices.
+        if isinstance(module, nn.Embedding) and module.num_embeddings > module.embedding_dim:
+            sizes.setdefault(module.num_embeddings, f"the rows of {normalize_name(path)}")
+        for config in configs_of(module):
+            size = size_in(config, ["vocab_size"])
+            if size is not None:
+                sizes.setdefault(size, "the config's vocab_size")
+    return sizes
+
+
+def _is_hidden_size(
+    size: int, decision: Decision, decisions: Sequence[Decision], infos: ParamInfos
+) -> bool:
+    """Whether an earlier linear layer gives what a later one takes, and this is one of the two."""
+    gives, takes = [], []
+    for index, other in enumerate(decisions):
+        info = infos[id(other.param)][0]
+        if other.param.ndim == 2 and not isinstance(info.module, (nn.Embedding, nn.EmbeddingBag)):
+            rows, cols = other.param.shape
+            inputs, outputs = (rows, cols) if info.is_conv1d else (cols, rows)
+            if outputs == size:
+                gives.append(index)
+            if inputs == size:
+                takes.append(index)
+    position = next(i for i, other in enumerate(decisions) if other is decision)
+    if position in gives:
+        return any(position < i for i in takes)
+    return any(i < position for i in gives)
+
+
+def _is_in_a_layer(info: ParamInfo) -> bool:
+    """Whether it is one of a list of layers, or within one.
+
+    The layers of an ``nn.Sequential`` that makes up the model are no list of layers.
+    """
+    indices = sum(component.isdigit() for component in info.name.split("."))
+    is_direct = len(info.above) > 0 and type(info.above[0]) is nn.Sequential
+    return indices > (1 if is_direct else 0)
+
+
+def _is_head(decision: Decision, info: ParamInfo, muons: Sequence[Decision]) -> bool:
+    if _is_in_a_layer(info):
+        return False
+    components = info.name.split(".")[:-1]
+    rows, cols = decision.param.shape
+    if len(components) == 1 and re.fullmatch(r"fc\d*", components[0]):
+        return True
+    words = {word for component in components[-2:] for word in component.lower().split("_")}
+    if words & _HEAD_WORDS and rows != cols:
+        return True
+    # The size of a residual stream is a side of other matrices, too.
+    others = (d.param.shape for d in muons if d is not decision and d.param.ndim > 1)
+    sides = {side for shape in others for side in shape}
+    return rows not in sides and rows < cols and (rows <= _FEW or rows * 4 < cols)

@@ -1,0 +1,113 @@
+"""Finds the modules that hold a parameter, and sizes that these modules or their configs name.
+
+Nothing here reads a weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Optional
+
+from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
+
+from ..distributed import utils as dtensors
+from .names import normalize_name
+
+# What models call their own configuration: transformers, torchtitan, others.
+_CONFIGS = ("config", "model_args", "args")
+
+
+@dataclass(frozen=True)
+class ParamInfo:
+    """One of the places where a model registers a parameter.
+
+    Args:
+        name: FQN of the parameter, without the components that wrappers add.
+        module: the module that holds the parameter.
+        attribute: what the module calls the parameter.
+        above: the modules around that one, innermost first.
+    """
+
+    name: str
+    module: nn.Module
+    attribute: str
+    above: tuple[nn.Module, ...]
+
+    @property
+    def layer(self) -> nn.Module:
+        """The module, or the one that it parametrizes."""
+        is_original = isinstance(self.module, ParametrizationList) and len(self.above) > 1
+        return self.above[1] if is_original else self.module
+
+    @property
+    def is_conv1d(self) -> bool:
+        """Whether the parameter is a weight stored (in, out), as GPT-2's are."""
+        return self.attribute == "weight" and "Conv1D" in class_names(self.module)
+
+
+# Of each parameter, by its id, in the model's order; tied parameters have several.
+ParamInfos = Mapping[int, Sequence[ParamInfo]]
+
+
+def infos_of(model: nn.Module) -> ParamInfos:
+    by_param: dict[int, list[ParamInfo]] = {}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for path, module in modules.items():
+        components = path.split(".") if path else []
+        paths = [".".join(components[:end]) for end in range(len(components) - 1, -1, -1)]
+        above = tuple(modules[outer] for outer in paths if outer in modules)
+        for attribute, param in module._parameters.items():
+            if param is None:
+                continue
+            name = normalize_name(".".join([*components, attribute]))
+            infos = by_param.setdefault(id(param), [])
+            if all(name != other.name for other in infos):
+                infos.append(ParamInfo(name, module, attribute, above))
+    return by_param
+
+
+def look_up(model: nn.Module, info: ParamInfo, keys: Sequence[str]) -> Optional[int]:
+    """A size that the modules around a parameter, or their configurations, call by a key.
+
+    Configurations come first, since tensor parallelism divides what modules say.
+    """
+    around = (info.module, *info.above, model)
+    sources = [config for module in around for config in configs_of(module)]
+    if not dtensors.is_dtensor(getattr(info.module, info.attribute, None)):
+        sources += info.above
+    sizes = (size_in(source, keys) for source in sources)
+    return next((size for size in sizes if size is not None), None)
+
+
+def configs_of(module: nn.Module) -> Iterator[Any]:
+    for key in _CONFIGS:
+        config = read(module, key)
+        if config is not None:
+            yield config
+            text_config = read(config, "text_config")
+            if text_config is not None:
+                yield text_config
+
+
+def size_in(source: Any, keys: Sequence[str]) -> Optional[int]:
+    """The first positive integer that a module or a configuration calls by one of the keys."""
+    for key in keys:
+        value = read(source, key)
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+    return None
+
+
+def read(source: Any, key: str) -> Any:
+    """What a module or a configuration calls by a key, or None; properties may raise anything."""
+    try:
+        return source.get(key) if isinstance(source, Mapping) else getattr(source, key, None)
+    except Exception:
+        return None
+
+
+def class_names(thing: object) -> Iterator[str]:
+    """Names of its class and bases: to import these, or their library, would cost too much."""
+    return (cls.__name__ for cls in type(thing).__mro__)
