@@ -379,13 +379,7 @@ def _find_difference(union: Ranks, notes: Mapping[Ranks, StepNotes], error: Opti
                     f"same parameters and options in the same order. "
                     f"{_first_different_line(first, reference.lines, rank, compared.lines)}"
                 )
-    missing: list[str] = []
-    for ranks in _in_order(notes_by_set):
-        present = {rank: set(notes_by_set[ranks][rank].gradients) for rank in ranks}
-        for name in sorted(set().union(*present.values())):
-            lacking = [rank for rank in ranks if name not in present[rank]]
-            if lacking:
-                missing.append(f"{name} on ranks {lacking}")
+    missing = _missing_gradients(notes_by_set)
     if not missing:
         return "ranks have planned different owners; do all load the same version of this package?"
     return (
@@ -393,6 +387,17 @@ def _find_difference(union: Ranks, notes: Mapping[Ranks, StepNotes], error: Opti
         'compute one for it, or set missing_grad="zero": absent ones count as zeros then, but of '
         'replicas only where the step averages them, grad_reduce="mean"'
     )
+
+
+def _missing_gradients(notes_by_set: Mapping[Ranks, Mapping[int, StepNotes]]) -> list[str]:
+    missing = []
+    for ranks in _in_order(notes_by_set):
+        present = {rank: set(notes_by_set[ranks][rank].gradients) for rank in ranks}
+        for name in sorted(set().union(*present.values())):
+            lacking = [rank for rank in ranks if name not in present[rank]]
+            if lacking:
+                missing.append(f"{name} on ranks {lacking}")
+    return missing
 
 
 def _first_different_line(a: int, lines_a: Sequence[str], b: int, lines_b: Sequence[str]) -> str:
