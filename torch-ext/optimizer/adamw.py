@@ -88,7 +88,7 @@ class AdamWStep:
         self._present = [[p for p in g.params if g.takes_part(p)] for g in self._groups]
         self._state = state
         self._offload = offload
-        self._carrier = prefetcher
+        self._prefetcher = prefetcher
         self._replicas = replicas
         self._rows: dict[int, AdamWRows] = {}
         self._gathering: list[RowAllGather] = []
@@ -122,10 +122,10 @@ class AdamWStep:
             needed.append(self.means.bucket_plan.prefix_counts[count])
         return [needed[part.group] for part in self.parts]
 
-    def announce(self, number: int) -> None:
+    def enqueue(self, number: int) -> None:
         """Announces what a part is going to need of the host's memory."""
         part = self.parts[number]
-        self._carrier.enqueue(self._key(part.group), part.window)
+        self._prefetcher.enqueue(self._key(part.group), part.window)
 
     def update(self, number: int) -> None:
         """Updates one part."""
@@ -133,7 +133,7 @@ class AdamWStep:
         if part.group not in self._rows:
             self._rows[part.group] = self._rows_of(self._present[part.group])
         rows, options = self._rows[part.group], self._groups[part.group]
-        window = self._carrier.window(self._key(part.group), part.window)
+        window = self._prefetcher.window(self._key(part.group), part.window)
         with window as fetched, record_function("Muon.adamw"):
             _update(rows.in_window(fetched), options)
         is_last = number + 1 == len(self.parts) or self.parts[number + 1].group != part.group

@@ -11,13 +11,12 @@ the first stands for all. Matrices without a gradient that ranks share are in no
 are whole on this rank are passed over here (``step.present``).
 
 An event asks the step for tensors: ``step.momentum`` and ``step.weights``, which may be in host
-memory (``step.home`` lends them then, window by window); ``step.grads``, as they are or averaged;
-``step.keep``, where not to update. What a chunk travels by is one of `distributed.transport`.
+memory, from where ``step.prefetcher`` brings them window by window; ``step.grads``, as they are or
+averaged; ``step.keep``, where to update. A chunk travels by a `distributed.transport.Transport`.
 
-The events have names in traces of torch.profiler: ``Muon.momentum``, ``Muon.orthogonalize``,
-``Muon.weights``, ``Muon.adamw``; beside them ``Muon.agree``: the hosts' exchange before a step.
-record_function is used as a context manager, since as a decorator it would be one object for all
-threads.
+In traces of torch.profiler the events are ``Muon.momentum``, ``Muon.orthogonalize``,
+``Muon.weights`` and ``Muon.adamw``; ``Muon.agree`` is the hosts' exchange before a step.
+record_function is a context manager here, since one decorator would serve all threads.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ def run(step: Step) -> None:
     """Updates all parameters."""
     if step.clipping is not None:
         step.clipping.reduce(step.settings)
-    with step.home:
+    with step.prefetcher:
         for event in step.prepared.schedule:
             DOES[event.do](event, step)
     step.end()
@@ -55,61 +54,63 @@ def run(step: Step) -> None:
 # -- the way of a chunk ------------------------------------------------------------------------
 
 
-def update_momentum(event: Event, step: Step) -> None:
+def update_momentum_and_gather(event: Event, step: Step) -> None:
     """B ← μB + G on all ranks; starts to send what is to be orthogonalized to the owners."""
     chunk, lane = step.prepared.chunk(event)
-    group = step.prepared.process_groups[event.lane]
-    transport = step.under_way[event.chunk] = Transport(chunk, lane, group, step.scratch)
+    process_group = step.prepared.process_groups[event.lane]
+    transport = Transport(chunk, lane, process_group, step.scratch)
+    step.transports[event.chunk] = transport
     exponents: list[tuple[int, Tensor]] = []
     with record_function("Muon.momentum"):
         for span in chunk.momentum:
-            exponents += _update_momentum_of(span, transport.momentum, lane, step)
-            step.were_read(span)
-        for place, of_bundle in exponents:  # last, as spans also write the gaps where these lie
-            transport.momentum[place : place + len(of_bundle)].copy_(of_bundle)
+            exponents += _update_span_momentum(span, transport.momentum, lane, step)
+            step.release_gradients(span)
+        for start, values in exponents:  # last, since spans write the gaps where these lie, too
+            transport.momentum[start : start + len(values)].copy_(values)
     transport.gather()
 
 
-def orthogonalize(event: Event, step: Step) -> None:
-    """U ← the polar factors of whole matrices on their owners; starts to send them back."""
+def orthogonalize_and_scatter(event: Event, step: Step) -> None:
+    """U ← the polar factors of whole matrices on their owners; starts to send the updates back."""
     chunk, _ = step.prepared.chunk(event)
-    transport = step.under_way[event.chunk]
+    transport = step.transports[event.chunk]
     transport.finish_gather()
     with record_function("Muon.orthogonalize"):
         for batch in chunk.batches:
             present, X = step.present(batch.units), transport.assemble(batch)
-            some = _to_front(X, present)
-            if len(some):
-                U = _polar_factors(some, batch, step)
+            packed = _to_front(X, present)
+            if len(packed):
+                U = _polar_factors(packed, batch, step)
                 squares = None
-                if step.hyper(batch.units[0]).beta2 is not None:
-                    squares = core.second_moment(U, step.scratch).view(len(some), -1)
+                if step.group(batch.units[0]).beta2 is not None:
+                    squares = core.second_moment(U, step.scratch).view(len(packed), -1)
                     squares = _to_places(squares, present, None)
-                transport.stage_updates(_to_places(U.view(some.shape), present, X), squares, batch)
+                U = _to_places(U.view(packed.shape), present, X)
+                transport.stage_updates(U, squares, batch)
     transport.scatter()
 
 
 def update_weights(event: Event, step: Step) -> None:
     """W ← W − lr·(scale·U + weight_decay·W) on all ranks, each for what it holds."""
     chunk, lane = step.prepared.chunk(event)
-    transport = step.under_way.pop(event.chunk)
+    transport = step.transports.pop(event.chunk)
     transport.wait()
     with record_function("Muon.weights"):
         for span in chunk.weights:
-            _update_weights_of(span, transport.updates, lane, step)
+            _update_span_weights(span, transport.updates, lane, step)
     transport.release()
 
 
 # -- momentum ----------------------------------------------------------------------------------
 
 
-def _update_momentum_of(
+def _update_span_momentum(
     span: Span, buffer: Tensor, lane: Lane, step: Step
 ) -> list[tuple[int, Tensor]]:
     """Updates the momentum of a span; what is to be orthogonalized goes into the buffer.
 
     Returns:
-        With an fp16 wire the exponents of each bundle's parts, and their place in the buffer.
+        With an fp16 wire, for each bundle where its exponents start in the buffer, and these.
     """
     start, stop = span[0].start, span[-1].start + span[-1].numel
     is_staged = span[0].is_staged  # else another replica sends the same
@@ -121,19 +122,18 @@ def _update_momentum_of(
         is_scaled = False
         wanted = step.scratch.empty("opmath", (stop - start,), lane.opmath, lane.device)
     parts = step.momentum(span)
-    rows = MomentumRows(
-        parts.tensors, step.grads(parts), step.views(wanted, span), step.keep(parts)
-    )
+    grads, outputs = step.grads(parts), step.views(wanted, span)
+    rows = MomentumRows(parts.tensors, grads, outputs, step.keep(parts))
     if not rows.momenta:
         return []
     largest: Optional[Tensor] = None
     if is_scaled:
         largest = torch.empty(len(rows.momenta), dtype=wanted.dtype, device=wanted.device)
-        if step.home.is_idle:
+        if step.prefetcher.is_idle:
             rows.largest = list(largest.unbind())
     step.has_written = True
-    for fetched in step.home.windows((MOMENTUM, id(span))):
-        _apply_momentum(rows.in_window(fetched), step.hyper(parts.units[0]), is_staged)
+    for fetched in step.prefetcher.windows((MOMENTUM, id(span))):
+        _apply_momentum(rows.in_window(fetched), step.group(parts.units[0]), is_staged)
     if largest is not None:
         if rows.largest is None:  # windows may have had pieces of them
             norms = torch._foreach_norm(rows.outputs, torch.inf)
@@ -141,22 +141,22 @@ def _update_momentum_of(
         exponents = wire.scale_down(rows.outputs, step.views(sent, span), largest)
         bundles = [bundle for bundle in span if bundle.numel]
         counts = [len(bundle.units) for bundle in bundles]
-        return [(b.trailer, of_bundle) for b, of_bundle in zip(bundles, exponents.split(counts))]
+        return [(b.trailer, values) for b, values in zip(bundles, exponents.split(counts))]
     if is_staged and wanted is not sent:
         sent.copy_(wanted)
     return []
 
 
-def _apply_momentum(rows: MomentumRows, hyper: Group, wanted: bool) -> None:
+def _apply_momentum(rows: MomentumRows, options: Group, wanted: bool) -> None:
     """Updates momentum, and writes the outputs where they are wanted."""
     core.update_momentum(
         rows.momenta,
         rows.grads,
         rows.outputs,
-        momentum=hyper.momentum,
-        nesterov=hyper.nesterov,
-        style=hyper.momentum_style,
-        maximize=hyper.maximize,
+        momentum=options.momentum,
+        nesterov=options.nesterov,
+        style=options.momentum_style,
+        maximize=options.maximize,
         keep=rows.keep,
         wanted=wanted,
         largest=rows.largest,
@@ -169,17 +169,17 @@ def _apply_momentum(rows: MomentumRows, hyper: Group, wanted: bool) -> None:
 def _polar_factors(X: Tensor, batch: Batch, step: Step) -> Tensor:
     """Polar factors of all matrices of whole units (n, *shape of each), (matrices, rows, cols)."""
     unit = batch.units[0]
-    entry, hyper = step.plan.entries[unit.entry], step.hyper(unit)
+    entry, options = step.plan.entries[unit.entry], step.group(unit)
     return newton_schulz(
         X.view(-1, unit.rows, entry.matrices.cols),
-        hyper.ns_steps,
-        hyper.ns_coefficients,
-        norm=hyper.ns_norm,
-        algorithm=hyper.ns_algorithm,
+        options.ns_steps,
+        options.ns_coefficients,
+        norm=options.ns_norm,
+        algorithm=options.ns_algorithm,
         dtype=entry.recipe.dtype,
-        eps=hyper.ns_eps,
+        eps=options.ns_eps,
         scratch=step.scratch,
-        batch_invariant=is_exact(hyper, step.settings),
+        batch_invariant=is_exact(options, step.settings),
     )
 
 
@@ -187,24 +187,23 @@ def _to_front(X: Tensor, present: Optional[Sequence[bool]]) -> Tensor:
     """The units that are present: the last of them move to the places of absent ones."""
     if present is None:
         return X
-    _copy_units(X, *_places(present))
+    _copy_units(X, *_moves(present))
     return X[: sum(present)]
 
 
-def _to_places(some: Tensor, present: Optional[Sequence[bool]], units: Optional[Tensor]) -> Tensor:
-    """The inverse of `_to_front`, in another tensor; what it has of absent units is undefined."""
+def _to_places(packed: Tensor, present: Optional[Sequence[bool]], out: Optional[Tensor]) -> Tensor:
+    """The inverse of `_to_front`, in ``out`` or a new tensor; absent units are undefined there."""
     if present is None:
-        return some
-    if units is None:
-        units = some.new_empty((len(present), *some.shape[1:]))
-    units[: len(some)].copy_(some)
-    places, last = _places(present)
-    _copy_units(units, last, places)
-    return units
+        return packed
+    if out is None:
+        out = packed.new_empty((len(present), *packed.shape[1:]))
+    out[: len(packed)].copy_(packed)
+    _copy_units(out, *reversed(_moves(present)))
+    return out
 
 
-def _places(present: Sequence[bool]) -> tuple[list[int], list[int]]:
-    """Of absent units at the front, and of as many units at the end that are present."""
+def _moves(present: Sequence[bool]) -> tuple[list[int], list[int]]:
+    """Numbers of absent units at the front, and of as many present ones at the end."""
     count = sum(present)
     absent = [number for number in range(count) if not present[number]]
     return absent, [number for number in range(count, len(present)) if present[number]]
@@ -218,7 +217,7 @@ def _copy_units(units: Tensor, to: Sequence[int], source: Sequence[int]) -> None
 # -- weights -----------------------------------------------------------------------------------
 
 
-def _update_weights_of(span: Span, updates: Tensor, lane: Lane, step: Step) -> None:
+def _update_span_weights(span: Span, updates: Tensor, lane: Lane, step: Step) -> None:
     """Applies this rank's parts of the updates to its weights; the updates may be overwritten."""
     parts = step.weights(span)
     received = updates[span[0].start : span[-1].start + span[-1].numel]
@@ -226,24 +225,24 @@ def _update_weights_of(span: Span, updates: Tensor, lane: Lane, step: Step) -> N
     if U is not received:
         U.copy_(received)
     unit = span[0].units[0]
-    hyper, scale = step.hyper(unit), step.plan.entries[unit.entry].scale(unit.rows)
+    options, scale = step.group(unit), step.plan.entries[unit.entry].scale(unit.rows)
     factors: Optional[list[Tensor]] = None
-    if hyper.beta2 is not None:
+    if options.beta2 is not None:
         factors = [f for bundle in span for f in _second_moment_factors(bundle, updates, step)]
     views = step.views(U, span)
     rows = WeightRows(parts.tensors, views, factors, step.keep(parts), step.clip(parts))
     if not rows.weights:
         return
     step.has_written = True
-    lr, decay = hyper.lr, hyper.weight_decay
-    for fetched in step.home.windows((WEIGHTS, id(span))):
+    decay_scale = scale if options.decay_lr == "adjusted" else 1.0
+    for fetched in step.prefetcher.windows((WEIGHTS, id(span))):
         part = rows.in_window(fetched)
         core.update_weights(
             part.weights,
             part.updates,
-            rate=lr * scale,
-            decay=lr * decay * (scale if hyper.decay_lr == "adjusted" else 1.0),
-            cautious=hyper.cautious,
+            rate=options.lr * scale,
+            decay=options.lr * options.weight_decay * decay_scale,
+            cautious=options.cautious,
             factors=part.factors,
             keep=part.keep,
             together=U if part.updates is views else None,
@@ -260,7 +259,7 @@ def _second_moment_factors(bundle: Bundle, updates: Tensor, step: Step) -> list[
     if not units:
         return factors
     views = [step.second_moment(unit) for unit in units]
-    for fetched in step.home.windows((SECOND_MOMENT, id(bundle))):  # exactly one
+    for fetched in step.prefetcher.windows((SECOND_MOMENT, id(bundle))):  # exactly one
         if fetched is not None:
             views = [tensors[0] if tensors else views[piece.row] for piece, tensors in fetched]
         V = torch.stack(views)  # (n, experts…, matrices of each, long side)
@@ -272,7 +271,7 @@ def _second_moment_factors(bundle: Bundle, updates: Tensor, step: Step) -> list[
         keep = None
         if step.may_skip(units[0]):
             keep = torch.cat([step.finite.of(unit) for unit in units])
-        flat, beta2 = V.view(-1, V.shape[-1]), step.hyper(units[0]).beta2
+        flat, beta2 = V.view(-1, V.shape[-1]), step.group(units[0]).beta2
         assert beta2 is not None
         factor = core.second_moment_factor(flat, v.view(flat.shape), beta2, keep).view(V.shape)
         torch._foreach_copy_(views, list(V))
@@ -326,10 +325,10 @@ def _next_momentum(
     """What this step would make of parts of the momentum, which stay as they are."""
     unread = [torch.empty(part.shape, dtype=lane.opmath, device=lane.device) for part in grads]
     rows = MomentumRows(parts.tensors, grads, unread)
-    for fetched in step.home.windows((NONFINITE, id(span))):  # exactly one
+    for fetched in step.prefetcher.windows((NONFINITE, id(span))):  # exactly one
         rows = rows.in_window(fetched)
         rows.momenta = [momentum.clone() for momentum in rows.momenta]
-        _apply_momentum(rows, step.hyper(parts.units[0]), wanted=False)
+        _apply_momentum(rows, step.group(parts.units[0]), wanted=False)
     return rows.momenta
 
 
@@ -342,8 +341,8 @@ def update_adamw(event: Event, step: Step) -> None:
 DOES: dict[Do, Callable[[Event, Step], None]] = {
     Do.AVERAGE: lambda event, step: step.gradients.means.launch(),
     Do.FLAG: flag_nonfinite,
-    Do.GATHER: update_momentum,
-    Do.ORTHOGONALIZE: orthogonalize,
+    Do.GATHER: update_momentum_and_gather,
+    Do.ORTHOGONALIZE: orthogonalize_and_scatter,
     Do.UPDATE: update_weights,
     Do.AVERAGE_OTHERS: lambda event, step: step.adamw.means.launch(),
     Do.ADAMW: update_adamw,

@@ -1,1 +1,1 @@
-"""ExpectedState, plans, and the bridge from DTensors to both."""
+"""Plans of who owns and sends which matrix, their traffic, what ranks agree on, and DTensors."""

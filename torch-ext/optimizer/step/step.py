@@ -1,4 +1,4 @@
-"""What the events of a step work on: tensors taken apart as its spans need them, and gradients.
+"""What the events of a step work on: parts of parameters and state, gradients, what is prefetched.
 
 `Prepared` is made once for a plan, and holds as long as the storages stand. `Step` is one step.
 """
@@ -38,8 +38,8 @@ class SpanParts(NamedTuple):
     """This rank's parts of the units of a span, in the order of its bundles; empty ones left out.
 
     Args:
-        units: whose they are.
-        boxes: which part of the unit, in coordinates of its box.
+        units: one for each part.
+        boxes: of the parts, in coordinates of their unit's box.
         indices: slices that take the part out of the local tensor; None takes it all.
         tensors: the parts themselves, of momentum or of weights.
     """
@@ -51,7 +51,7 @@ class SpanParts(NamedTuple):
 
 
 class Prepared:
-    """The tensors of a plan's parameters and of their state, taken apart as its spans need them.
+    """What steps of one plan keep: parts of parameters and state for each span, and the schedule.
 
     ``params`` and ``state`` are in the order of the plan's entries.
     """
@@ -69,7 +69,7 @@ class Prepared:
         self.state = state
         self.sharded = [number for number, p in enumerate(params) if dtensors.is_dtensor(p)]
         self.weights = [dtensors.local(param) for param in params]
-        self.momenta = [offload.current(own["momentum_buffer"]) for own in state]
+        self.momenta = [offload.current(param_state["momentum_buffer"]) for param_state in state]
         self._addresses = _addresses(self.weights) + _addresses(self.momenta)
         self.process_groups: list[Any] = [
             dtensors.process_group(
@@ -84,16 +84,16 @@ class Prepared:
         self._parts: dict[int, SpanParts] = {}  # by id of a span
 
     def holds(self, params: Sequence[Tensor], state: Sequence[Mapping[str, Tensor]]) -> bool:
-        """Whether all storages are still the same."""
-        momenta = [own["momentum_buffer"] for own in state]
+        """Whether all storages are still those that the parts were taken from."""
+        momenta = [param_state["momentum_buffer"] for param_state in state]
         return _addresses(params) + _addresses(momenta) == self._addresses
 
     def order(self, inputs: ScheduleInputs) -> None:
-        """Makes the schedule, where it is not still the same."""
+        """Makes the schedule, unless its inputs are those of the last step."""
         if inputs == self._schedule_inputs:
             return
         self._schedule_inputs, self.schedule = inputs, schedule(self.plan, inputs)
-        # Of each entry the span, by its id, behind which nobody reads the gradient.
+        # By the number of an entry the id of the last span that reads its gradient.
         last: dict[int, Optional[int]] = dict.fromkeys(range(len(self.params)))
         for event in self.schedule:
             if event.do is Do.GATHER:
@@ -133,15 +133,15 @@ class Step:
         prepared: of the last step, unless there was state in host memory.
 
     Attributes:
-        home: where state lives: on the device, or in host memory, from which it is carried.
+        prefetcher: brings state from host memory, window by window; idle where none is there.
         gradients: as they are, or averaged over replicas.
-        under_way: how each chunk travels that is under way, by the numbers of its lane and its own.
+        transports: of the chunks in flight, by the numbers of their lane and their param_state.
         finite: which matrices are updated, of those that may be skipped.
         has_written: whether parameters or state may have changed.
     """
 
     prepared: Prepared
-    home: Prefetcher
+    prefetcher: Prefetcher
     adamw: adamw.AdamWStep
 
     def __init__(
@@ -161,7 +161,7 @@ class Step:
         self.clipping = clipping
         self.scratch = Scratch()
         self.finite = FiniteMask(plan)
-        self.under_way: dict[tuple[int, int], Transport] = {}
+        self.transports: dict[tuple[int, int], Transport] = {}
         self.has_written = False
         self._params = [groups[entry.group].params[entry.index] for entry in plan.entries]
         self._absent = absent
@@ -171,18 +171,19 @@ class Step:
             plan, self._params, groups, absent, settings.divided, self.scratch
         )
         self._last_prepared = prepared if prepared is not None and prepared.plan is plan else None
-        self._hosted: set[int] = set()  # entries that are in host memory, but not their use
+        self._on_host: set[int] = set()  # entries that are in host memory, but not their use
         if self._last_prepared is None:
-            self._hosted = {n for n, param in enumerate(self._params) if offload.is_on_host(param)}
+            self._on_host = {n for n, param in enumerate(self._params) if offload.is_on_host(param)}
 
     def __enter__(self) -> Step:
         others: list[int] = []
         if self._offload.has_state:
-            of_adamw = (group for group in self.groups if not group.use_muon)
-            others = [id(p) for group in of_adamw for p in group.params if group.takes_part(p)]
+            adamw_groups = (group for group in self.groups if not group.use_muon)
+            others = [id(p) for group in adamw_groups for p in group.params if group.takes_part(p)]
         try:
-            use = (self._absent, others)
-            self.home = self._offload.begin_step(self.plan, use, once=bool(self._hosted))
+            participants = (self._absent, others)
+            once = bool(self._on_host)
+            self.prefetcher = self._offload.begin_step(self.plan, participants, once=once)
             self._prepare()
         except BaseException:
             self.__exit__()
@@ -190,15 +191,17 @@ class Step:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Sends back what was carried, also where an error has ended the step."""
-        self._offload.end_step({self.plan.entries[number].device for number in self._hosted})
+        """Writes offloaded state back, also where an error has ended the step."""
+        self._offload.end_step({self.plan.entries[number].device for number in self._on_host})
 
     def _prepare(self) -> None:
         state, prepared = [self._state[param] for param in self._params], self._last_prepared
         if prepared is None or not prepared.holds(self._params, state):
             prepared = Prepared(self.plan, self._params, state, self.settings, self._offload)
         self.prepared, divided, averaging = prepared, self.settings.divided, None
-        self.adamw = adamw.AdamWStep(self.groups, self._state, divided, self._offload, self.home)
+        self.adamw = adamw.AdamWStep(
+            self.groups, self._state, divided, self._offload, self.prefetcher
+        )
         if divided is not None:
             averaging = Averaging(
                 tuple(sorted(divided.ranks)),
@@ -209,20 +212,20 @@ class Step:
         lanes = enumerate(self.plan.all_lanes)
         inputs = ScheduleInputs(
             adamw_parts=self.adamw.parts,
-            prefetch_bytes=None if self.home.is_idle else self._momentum_bytes(),
+            prefetch_bytes=None if self.prefetcher.is_idle else self._momentum_bytes(),
             averaging=averaging,
             flagged_lanes=[
                 n for n, lane in lanes if any(self.may_skip(unit) for unit, _ in lane.owners)
             ],
         )
         prepared.order(inputs)
-        if not self.home.is_enqueued:
+        if not self.prefetcher.is_enqueued:
             for event in prepared.schedule:
-                self._announce(event)
+                self._enqueue(event)
 
     def end(self) -> None:
-        """Completes what is under way, and tells autograd what was written."""
-        self.were_read(None)
+        """Completes what is in flight, and tells autograd what was written."""
+        self.release_gradients(None)
         numbers = [number for number in self.prepared.sharded if number not in self._absent]
         torch.autograd.graph.increment_version([self._params[number] for number in numbers])
         self.adamw.wait()
@@ -231,7 +234,7 @@ class Step:
 
     # -- what events work on -------------------------------------------------------------------
 
-    def hyper(self, unit: Unit) -> Group:
+    def group(self, unit: Unit) -> Group:
         return self.groups[self.plan.entries[unit.entry].group]
 
     def momentum(self, span: Span) -> SpanParts:
@@ -250,7 +253,7 @@ class Step:
         return SpanParts(*chosen)
 
     def views(self, flat: Tensor, span: Span) -> list[Tensor]:
-        """What a flat tensor, which begins where a span does, has for the same parts."""
+        """Views of a flat tensor, which begins where a span does, one for each part of the span."""
         views: list[Tensor] = []
         for bundle in span:
             if bundle.numel:
@@ -271,8 +274,8 @@ class Step:
         pairs = zip(parts.units, parts.indices)
         return [part_of(self.gradients.of(unit.entry), index) for unit, index in pairs]
 
-    def were_read(self, span: Optional[Span]) -> None:
-        """Lets the gradients go that no other span reads; of None, those that none reads."""
+    def release_gradients(self, span: Optional[Span]) -> None:
+        """Releases the gradients that this span reads last; for None, those that no span reads."""
         for number in self.prepared.last_reads.get(None if span is None else id(span), ()):
             if number not in self._absent:
                 self.gradients.release(number)
@@ -304,13 +307,13 @@ class Step:
 
     def may_skip(self, unit: Unit) -> bool:
         """Whether matrices with Inf or NaN are left as they are."""
-        return self.hyper(unit).nonfinite == "skip"
+        return self.group(unit).nonfinite == "skip"
 
     def may_overflow(self, unit: Unit) -> bool:
         """Whether finite gradients may sum up to Inf; other formats reach as far as 1e38."""
         return self.prepared.momenta[unit.entry].dtype == torch.float16
 
-    # -- what has to be carried to the device --------------------------------------------------
+    # -- what has to be prefetched -------------------------------------------------------------
 
     def _momentum_bytes(self) -> dict[tuple[int, int], int]:
         """Bytes of momentum that this rank holds of each chunk."""
@@ -325,20 +328,20 @@ class Step:
             for at, chunk in enumerate(lane.chunks)
         }
 
-    def _announce(self, event: Event) -> None:
-        """Announces what an event is going to borrow of the host's memory, in the order of use."""
+    def _enqueue(self, event: Event) -> None:
+        """Enqueues the windows that an event is going to use, in that order."""
         if event.do is Do.ADAMW:
-            self.adamw.announce(event.number)
+            self.adamw.enqueue(event.number)
         elif event.do is Do.GATHER:
             for span in self.prepared.chunk(event)[0].momentum:
                 self._prefetch((MOMENTUM, id(span)), self._momentum_fetches(self.momentum(span)))
         elif event.do is Do.UPDATE:
             for span in self.prepared.chunk(event)[0].weights:
                 for bundle in span:
-                    if self.hyper(bundle.units[0]).beta2 is not None:
+                    if self.group(bundle.units[0]).beta2 is not None:
                         units = (unit for unit in bundle.units if unit.entry not in self._absent)
                         moments = [self._second_moment_fetches(unit) for unit in units]
-                        self._prefetch((SECOND_MOMENT, id(bundle)), moments, at_once=True)
+                        self._prefetch((SECOND_MOMENT, id(bundle)), moments, single=True)
                 self._prefetch((WEIGHTS, id(span)), self._weight_fetches(self.weights(span)))
         elif event.do is Do.FLAG:
             lane = self.plan.all_lanes[event.lane]
@@ -347,35 +350,35 @@ class Step:
                 first = parts.units[0] if parts.units else None
                 if first is not None and self.may_skip(first) and self.may_overflow(first):
                     unchanged = self._momentum_fetches(parts, written=False)
-                    self._prefetch((NONFINITE, id(span)), unchanged, at_once=True)
+                    self._prefetch((NONFINITE, id(span)), unchanged, single=True)
 
-    def _prefetch(self, key: tuple, rows: Sequence[Sequence[Fetch]], at_once: bool = False) -> None:
-        self.home.add_windows(key, rows, at_once)
-        self.home.enqueue(key)
+    def _prefetch(self, key: tuple, rows: Sequence[Sequence[Fetch]], single: bool = False) -> None:
+        self.prefetcher.add_windows(key, rows, single)
+        self.prefetcher.enqueue(key)
 
     def _momentum_fetches(self, parts: SpanParts, written: bool = True) -> list[list[Fetch]]:
-        """Of parts of the momentum, and of gradients in host memory; none of what is not there."""
+        """Fetches for each part of the momentum and its gradient, as far as the host has them."""
         rows = []
         for unit, index, part in zip(parts.units, parts.indices, parts.tensors):
-            held = self.prepared.state[unit.entry]["momentum_buffer"]
+            buffer = self.prepared.state[unit.entry]["momentum_buffer"]
             fetches = [
-                fetch._replace(written=written) for fetch in self._offload.fetches(held, part)
+                fetch._replace(written=written) for fetch in self._offload.fetches(buffer, part)
             ]
-            if unit.entry in self._hosted:
+            if unit.entry in self._on_host:
                 grad = part_of(self.gradients.of(unit.entry), index)
                 fetches.append(Fetch(grad, self.plan.entries[unit.entry].device, False))
             rows.append(fetches)
         return rows
 
     def _second_moment_fetches(self, unit: Unit) -> list[Fetch]:
-        held = self.prepared.state[unit.entry]["second_momentum_buffer"]
-        return self._offload.fetches(held, self.second_moment(unit))
+        buffer = self.prepared.state[unit.entry]["second_momentum_buffer"]
+        return self._offload.fetches(buffer, self.second_moment(unit))
 
     def _weight_fetches(self, parts: SpanParts) -> list[list[Fetch]]:
-        """Of weights in host memory."""
+        """Fetches for each part of the weights that is on the host."""
         return [
             [Fetch(part, self.plan.entries[unit.entry].device, True)]
-            if unit.entry in self._hosted
+            if unit.entry in self._on_host
             else []
             for unit, part in zip(parts.units, parts.tensors)
         ]
