@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import pickle
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -914,7 +915,7 @@ def memory_of(kind: str, dtype: torch.dtype, options: dict[str, Any]) -> tuple[i
     return peak, 1.5 * local + 4 * max(p.numel() * p.element_size() for p in params) + gradients
 
 
-BUCKET_BYTES = optimizer.distributed.zero2.BUCKET_BYTES["cpu"]
+BUCKET_BYTES = import_module(f"{optimizer.__name__}.distributed.zero2").BUCKET_BYTES["cpu"]
 
 
 @pytest.mark.parametrize("options", [{}, {"beta2": 0.9}, {"chunk_size": 1}], ids=str)

@@ -8,6 +8,7 @@ import random
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,9 +27,15 @@ from ranks import run_ranks
 
 adamw = optimizer.adamw
 specs_of, zeros = optimizer.state.specs.specs_of, optimizer.state.specs.zeros
-replicas, zero2 = optimizer.distributed.replicas, optimizer.distributed.zero2
+replicas, zero2 = (
+    import_module(f"{optimizer.__name__}.distributed.{m}") for m in ("replicas", "zero2")
+)
 shard_interval = optimizer.distributed.regions.shard_interval
-MeanGradients, RowAllGather, is_divided = zero2.MeanGradients, zero2.RowAllGather, zero2.is_divided
+MeanGradients, RowAllGather, is_divided = (
+    zero2.MeanGradients,
+    zero2.RowAllGather,
+    replicas.is_divided,
+)
 
 BUCKET = zero2.BUCKET_BYTES["cpu"]
 SMALL_BUCKET = 64 << 10  # so that few bytes fill several

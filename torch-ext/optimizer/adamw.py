@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
-from typing import NamedTuple, Optional
+from typing import TYPE_CHECKING, NamedTuple, Optional
 
 import torch
 from torch import Tensor
@@ -13,10 +13,12 @@ from torch.profiler import record_function
 from .cpu_offload import CPUOffload, Prefetcher
 from .cpu_offload.rows import AdamWRows
 from .distributed.regions import shard_interval
-from .distributed.replicas import Replicas
+from .distributed.replicas import Replicas, is_divided
 from .distributed.utils import is_dense, is_dtensor, local
-from .distributed.zero2 import MeanGradients, RowAllGather, is_divided
 from .parameters.options import Group
+
+if TYPE_CHECKING:
+    from .distributed.zero2 import MeanGradients, RowAllGather
 
 # Devices whose fused kernel keeps `step` beside the parameter.
 FUSED_DEVICES = ("cpu", "cuda", "xpu", "mps")
@@ -108,6 +110,8 @@ class AdamWStep:
         self._averaged: dict[Tensor, int] = {}
         self._divided: set[Tensor] = set()
         if replicas is not None:
+            from .distributed.zero2 import MeanGradients  # loaded where it is used
+
             plain = [p for params in self._present for p in params if not is_dtensor(p)]
             self._averaged = {param: number for number, param in enumerate(plain)}
             divided = [is_divided(param.shape, len(replicas.ranks)) for param in plain]
@@ -145,6 +149,8 @@ class AdamWStep:
 
     def share_rows(self, group: int) -> None:
         """Starts to send the replicas the rows of a group that this rank has updated."""
+        from .distributed.zero2 import RowAllGather
+
         assert self._replicas is not None
         divided = [param for param in self._present[group] if param in self._divided]
         self._gathering.append(RowAllGather(divided, self._replicas.group))

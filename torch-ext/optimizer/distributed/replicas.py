@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, Optional
 
@@ -19,6 +20,9 @@ if dist.is_available():
 
 # How far averaged gradients may differ between ranks, as backends may sum in another order on each.
 GRADIENT_ROUNDING = 1e-3
+
+# A tensor of fewer elements is not divided: its state is too small to be worth it.
+SMALL_NUMEL = 1024
 
 
 class Replicas:
@@ -126,6 +130,11 @@ class Replicas:
 
     def __reduce__(self) -> tuple:
         return type(None), ()  # a pickle holds None in its place
+
+
+def is_divided(shape: Sequence[int], ranks: int) -> bool:
+    """Whether each rank has rows of a tensor that is not Muon's, rather than all of it."""
+    return len(shape) > 0 and shape[0] >= ranks and math.prod(shape) >= SMALL_NUMEL
 
 
 def _sum_of_bits(tensor: Tensor) -> Tensor:

@@ -31,9 +31,6 @@ from .collectives import all_gather_slots, single_tensor_collective
 from .regions import shard_interval
 from .utils import grad_dtype
 
-# A tensor of fewer elements is not divided: its state is too small to be worth it.
-SMALL_NUMEL = 1024
-
 # Staging of one bucket: so large that latency does not count (of 64 ranks, each still gets 1 MiB),
 # or, on CPUs, so small that a packed bucket is still in the cache when it is sent.
 BUCKET_BYTES = {"cpu": 4 << 20}
@@ -41,11 +38,6 @@ DEFAULT_BUCKET_BYTES = 64 << 20
 
 # One is being packed, one is on the wire, one has come: more would take memory and hide nothing.
 BUCKETS_IN_FLIGHT = 3
-
-
-def is_divided(shape: Sequence[int], ranks: int) -> bool:
-    """Whether each rank has rows of a tensor that is not Muon's, rather than all of it."""
-    return len(shape) > 0 and shape[0] >= ranks and math.prod(shape) >= SMALL_NUMEL
 
 
 # -- buckets ------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from ..async_utils import Do, Event
 from ..distributed import regions, zero2
 from ..distributed import utils as dtensors
 from ..distributed.plan import Entry, Lane, Plan, Unit
+from ..distributed.replicas import is_divided
 from ..parameters.options import Group, Settings
 from ..parameters.survey import Survey
 
@@ -98,7 +99,7 @@ def summarize(
                 ranks = len(settings.process_group.ranks)
                 placement = f"on each of {ranks} ranks"
                 if settings.divided is not None and param.requires_grad:
-                    divided = group.use_muon or zero2.is_divided(param.shape, ranks)
+                    divided = group.use_muon or is_divided(param.shape, ranks)
                     gathered = divided and not group.use_muon  # the rows that AdamW has updated
                     sent = zero2.bytes_sent(param, divided, gathered, ranks)
                     averaging += sent

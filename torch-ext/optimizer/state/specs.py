@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..distributed import utils as dtensors
 from ..distributed.plan import Entry
-from ..distributed.zero2 import is_divided
+from ..distributed.replicas import is_divided
 from ..parameters.options import FLOATING_DTYPES, Group, Settings
 
 # The tensors that can be large, unlike AdamW's ``step``, which is one number.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Optional
+from typing import TYPE_CHECKING, Optional
 
 import torch
 from torch import Tensor
@@ -12,9 +12,11 @@ from ..distributed import regions
 from ..distributed import utils as dtensors
 from ..distributed.plan import Plan
 from ..distributed.replicas import Replicas
-from ..distributed.zero2 import MeanGradients
 from ..parameters.options import Group
 from ..scratch import Scratch
+
+if TYPE_CHECKING:
+    from ..distributed.zero2 import MeanGradients
 
 
 class Gradients:
@@ -55,6 +57,8 @@ class Gradients:
         self._averaged: dict[int, int] = {}  # numbers of entries, in the order of their chunks
         if replicas is None:
             return
+        from ..distributed.zero2 import MeanGradients  # loaded where it is used
+
         self._needed: dict[tuple[int, int], int] = {}  # of each chunk, how many of these
         for at, lane in enumerate(plan.all_lanes):
             for chunk, units in enumerate(lane.rounds):
