@@ -95,7 +95,7 @@ def averages_of(
         seen += len(of_chunk)
         needed.append(buckets.prefix_counts[seen])
     others = [weight.shape for weight in weights if not weight.muon]
-    divided = [zero2.is_divided(shape, ranks) for shape in others]
+    divided = [kernel.distributed.replicas.is_divided(shape, ranks) for shape in others]
     rows = [piece(shape, True) for shape, cut in zip(others, divided) if cut]
     return Averages(
         tuple(_ring([of_muon[i] for i in bucket.members], 1, ranks) for bucket in buckets.buckets),

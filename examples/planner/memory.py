@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
@@ -32,7 +31,6 @@ def elements_of_all(
         layout: where they lie.
         ranks: how many.
     """
-    zero2 = importlib.import_module(f"{kernel.__name__}.distributed.zero2")
     of_muon = iter(entries)
     held: Counter[tuple] = Counter()
     for weight in weights:
@@ -40,7 +38,7 @@ def elements_of_all(
         held[lies, weight.shape] += 2  # the gradient lies as the weight does
         if weight.muon:
             held[next(of_muon).momentum or lies, weight.shape] += 1
-        elif layout.kind == "zero2" and zero2.is_divided(weight.shape, ranks):
+        elif layout.kind == "zero2" and kernel.distributed.replicas.is_divided(weight.shape, ranks):
             held[rows_of(kernel, layout), weight.shape] += 2
         else:
             held[lies, weight.shape] += 2

@@ -1,4 +1,4 @@
-"""Muon for PyTorch, on one device and sharded."""
+"""Muon for PyTorch, on one device or sharded over many."""
 
 from __future__ import annotations
 

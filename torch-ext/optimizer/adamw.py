@@ -1,4 +1,4 @@
-"""AdamW for the parameters that are not Muon's, by torch's own fused or foreach functional."""
+"""AdamW for the parameters that Muon does not train, by torch's fused or foreach implementation."""
 
 from __future__ import annotations
 

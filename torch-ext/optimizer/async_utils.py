@@ -1,4 +1,4 @@
-"""Decides the order of a step: a schedule of events, which a pure function makes before the step.
+"""Decides the order of a step: a pure function makes the schedule, a list of events, before it.
 
 A lane is worked off chunk by chunk: momentum is updated and gathered by the owners, the owners
 orthogonalize, the updates are scattered, weights are updated. While one chunk is orthogonalized,

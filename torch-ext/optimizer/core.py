@@ -1,4 +1,4 @@
-"""The arithmetic of one update: momentum, scale, second moment, weights, as the formulas have it.
+"""The arithmetic of one update beside the iteration: momentum; then scale, second moment, weights.
 
 Nothing here knows about process groups or parameter groups; every function works on lists of local
 tensors or on batches of matrices, so that it can be tested with plain tensors.

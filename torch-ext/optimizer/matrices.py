@@ -1,4 +1,4 @@
-"""Reads a stored tensor as matrices: experts, blocks of rows, flattened dimensions."""
+"""Reads a stored tensor as matrices: experts, blocks of rows (``split``), flattened dimensions."""
 
 from __future__ import annotations
 

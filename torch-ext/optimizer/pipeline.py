@@ -1,4 +1,4 @@
-"""One step: momentum → gather → orthogonalize → scatter → update, chunk by chunk.
+"""Runs a step: momentum → gather → orthogonalize → scatter → update, chunk by chunk.
 
 Every rank updates the momentum of what it holds and sends it to the owners of the matrices; the
 owners orthogonalize whole matrices and send every rank its part of the update. Where a rank holds

@@ -1,4 +1,4 @@
-"""Presets: translate the constructor arguments of other Muons to those of `Muon`.
+"""Translates the constructor arguments of other Muons to those of `Muon`.
 
 A preset returns the keyword arguments of `Muon`, groups included: its user changes one line::
 

@@ -1,4 +1,4 @@
-"""Reuses buffers on the device among the chunks of one step.
+"""Reuses buffers on the device across the chunks of one step.
 
 A buffer as large as a chunk is above the size from which allocators hand pages back to the system;
 on CPUs, taking these anew for every chunk costs more than the element-wise work done in them.

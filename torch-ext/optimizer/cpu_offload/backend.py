@@ -1,4 +1,4 @@
-"""Issues copies between host and device, and the events that order them, on streams of the device.
+"""Issues copies between host and device on streams, and the events that order these copies.
 
 A *queue* is a stream: ``COMPUTE`` is the current one, on which the step's arithmetic runs; ``IN``
 carries copies to the device and ``OUT`` copies to the host. The work of one queue is in order; an

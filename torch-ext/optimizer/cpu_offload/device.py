@@ -1,4 +1,4 @@
-"""Reloads offloaded state to one device for longer than a window, and writes it back."""
+"""Reloads offloaded state to its device, to stay beyond one window, and writes it back."""
 
 from __future__ import annotations
 

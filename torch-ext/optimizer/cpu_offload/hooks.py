@@ -1,4 +1,4 @@
-"""Registers hooks that reload state under the backward, and free it under the next forward."""
+"""Registers hooks that reload state during the backward and free it during the next forward."""
 
 from __future__ import annotations
 

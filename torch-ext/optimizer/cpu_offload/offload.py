@@ -1,4 +1,4 @@
-"""Decides which state lives in host memory, moves it there, and makes it ready for each step."""
+"""Decides which state lives in host memory, and moves it there; a step asks it for a prefetcher."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lists the local tensors that element-wise arithmetic updates at once, whole or by windows."""
+"""Holds the local tensors that one element-wise update covers: all of them, or a window's."""
 
 from __future__ import annotations
 

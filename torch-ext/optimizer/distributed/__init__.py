@@ -1,1 +1,1 @@
-"""Plans of who owns and sends which matrix, their traffic, what ranks agree on, and DTensors."""
+"""Plans who owns each matrix, moves it, makes ranks agree before a step, and reads DTensors."""

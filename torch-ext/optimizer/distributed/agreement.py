@@ -1,4 +1,4 @@
-"""Before the first collective of a step, ranks compare their notes: either all step or all raise.
+"""Compares what ranks are about to do before a step's first collective: all step or all raise.
 
 A rank that raises leaves the ranks of its meshes waiting, those leave the ranks of theirs, and so
 on. So all ranks that a chain of meshes connects, a *union*, decide together. In each step every

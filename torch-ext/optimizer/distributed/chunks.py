@@ -1,4 +1,4 @@
-"""Lays a chunk out in the buffers of its ranks: which parts of matrices lie and travel where."""
+"""Lays out a chunk, matrices that travel together, in the buffers of each rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls collectives of single tensors by the names that the installed torch has for them."""
+"""Calls torch's collectives of single tensors by the names that the installed version has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Says how fast ranks compute and how fast their links are, by type of device.
+"""Assumes speeds of computation and of links, by type of device.
 
 The figures are what a run reaches, not what a data sheet promises. They decide `hsdp="auto"` and
 the times that `examples/plan.py` prints; nothing is measured, so that all ranks decide alike.

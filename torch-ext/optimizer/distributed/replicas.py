@@ -1,4 +1,4 @@
-"""Which ranks hold the same plain parameters (DDP, ZeRO-2), and whether their copies are equal."""
+"""Knows which ranks hold the same plain parameters, and checks that their copies are equal."""
 
 from __future__ import annotations
 

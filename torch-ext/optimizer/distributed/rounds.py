@@ -1,4 +1,4 @@
-"""Partitions what owners have to do into rounds, one for each chunk, in which they wait little.
+"""Divides the owners' work into rounds, one per chunk, so that owners wait little for each other.
 
 A chunk is exchanged by all owners together, so it lasts as long as the one with most to do: the
 makespan of a step is the sum of that over its chunks.

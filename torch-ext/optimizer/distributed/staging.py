@@ -1,4 +1,4 @@
-"""Decides how large batches and chunks are and how many chunks are in flight, by their memory."""
+"""Decides how large batches and chunks are, and how many are in flight, from the memory allowed."""
 
 from __future__ import annotations
 

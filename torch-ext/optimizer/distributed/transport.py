@@ -1,4 +1,4 @@
-"""Sends a chunk's momentum to its owners and the updates back: by all-to-alls or an all-gather.
+"""Sends a chunk's momentum to the owners and the updates back, by all-to-all or all-gather.
 
 A transport is made for one chunk in one step, and holds its buffers. The collective that one call
 launches, a later call waits for; waiting makes the current stream wait, not the host, and all later

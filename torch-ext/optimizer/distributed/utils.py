@@ -1,4 +1,4 @@
-"""Reads DTensors as plain data and makes DTensors: all that knows torch's meshes and placements."""
+"""Converts DTensors to plain data and back; nothing else knows torch's meshes and placements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Defines the format on the wire: fp16 parts scaled by powers of two, fp32 numbers in 16 bits."""
+"""Decides the format in which momentum and updates travel: dtype, scales, numbers beside them."""
 
 from __future__ import annotations
 
@@ -8,11 +8,19 @@ import torch
 from torch import Tensor
 
 from .. import triton_kernels
+from ..newton_schulz import Recipe
 
 # A part is scaled so that its largest magnitude lies in [2^12, 2^13): fp16 then resolves what is
 # 2^26 times smaller, where a part without scale would lose gradients under 6e-5.
 _LARGEST = 13
 _SMALLEST_EXPONENT = -110  # so that no factor leaves fp32
+
+
+def wire_of(recipe: Recipe) -> torch.dtype:
+    """The format in which to travel: as many digits as 16 bits have for the arithmetic to use."""
+    if recipe.dtype in (torch.float16, torch.float64):
+        return recipe.dtype
+    return torch.bfloat16
 
 
 def scale_down(parts: Sequence[Tensor], outputs: Sequence[Tensor], largest: Tensor) -> Tensor:

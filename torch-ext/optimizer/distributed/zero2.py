@@ -1,4 +1,4 @@
-"""ZeRO-2's collectives: buckets of gradients are averaged, and updated rows are all-gathered.
+"""Averages gradients in buckets and all-gathers updated rows: the collectives of ZeRO-2.
 
 Every rank of a group holds whole parameters and its own gradients. A *divided* tensor is cut along
 dimension 0 as `torch.chunk` cuts it: a reduce-scatter brings each rank the mean gradient of its

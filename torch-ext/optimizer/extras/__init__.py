@@ -1,0 +1,1 @@
+"""Conveniences, imported when they are used; no step needs anything from here."""

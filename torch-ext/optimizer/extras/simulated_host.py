@@ -1,4 +1,4 @@
-"""Simulates an accelerator's copies by threads, so that CPU offload runs where there is none."""
+"""Simulates an accelerator's copies with threads, so that CPU offload runs without one."""
 
 from __future__ import annotations
 

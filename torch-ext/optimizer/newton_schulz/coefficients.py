@@ -1,4 +1,4 @@
-"""Resolves families of published coefficients, or a user's own, to those of each iteration.
+"""Resolves published families of coefficients, or a user's own, to those of each iteration.
 
 Each iteration maps every singular value σ to aσ + bσ³ + cσ⁵ and leaves the singular vectors as they
 are, so a few well-chosen (a, b, c) push all singular values towards 1.

@@ -1,4 +1,4 @@
-"""Decides which form of the iteration a shape gets, in which arithmetic, and what that costs.
+"""Decides for each shape the form of the iteration, standard or Gram, its dtype and its cost.
 
 The choice depends on shape, dtypes and device type alone, never on batch or mesh: a matrix takes
 the same path on every layout.

@@ -1,4 +1,4 @@
-"""Multiplies symmetric matrices: whole, by halves in blocks or tiles, or for fp16 on CPUs.
+"""Computes products that are symmetric: whole, or one half only, in blocks or tiles.
 
 One set of three functions for each way, over batches: R = XXᵀ, and αAB + βC of matrices that
 commute, both symmetric; and the multiplication of X by such a matrix, on its shorter side.

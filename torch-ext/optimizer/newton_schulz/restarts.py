@@ -1,4 +1,4 @@
-"""Plans how long an iteration may stay in its Gram form: restarts for given coefficients.
+"""Plans the restarts of the Gram form: how many iterations are safe without one.
 
 Within a segment only the Gram matrix R of X is iterated on. By rounding it drifts away from XXᵀ,
 faster with every step; a restart brings X up to date and takes R anew. Here that growth is followed

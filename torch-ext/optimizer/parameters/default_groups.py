@@ -1,4 +1,4 @@
-"""Decides which parameters of a model are Muon's: by dimensions, by name, by their module."""
+"""Decides which parameters get Muon and which AdamW: by dimensions, name and module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finds the modules that hold a parameter, and sizes that these modules or their configs name.
+"""Finds the modules that hold a parameter, and the sizes that they or their configs give.
 
 Nothing here reads a weight.
 """

@@ -1,4 +1,4 @@
-"""The options of a parameter group and the settings of an optimizer: types, and accepted values.
+"""Defines the options of a group and the settings of an optimizer: types and accepted values.
 
 Their defaults are those of the arguments of `Muon`.
 """

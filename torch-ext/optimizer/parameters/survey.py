@@ -1,4 +1,4 @@
-"""Surveys the parameter groups: which matrices there are, how they lie, who shares them.
+"""Surveys the parameter groups: the matrices, their sharding, the ranks that share them.
 
 A plan is made from a survey, in which tensors have become entries: pure data.
 """
@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..distributed import agreement, hsdp, regions
+from ..distributed import agreement, hsdp, regions, wire
 from ..distributed import utils as dtensors
 from ..distributed.plan import Entry, Planner
 from ..matrices import Matrices, read_as_matrices
-from ..newton_schulz import Recipe, recipe_for
+from ..newton_schulz import recipe_for
 from . import validation
 from .names import has_component, matches
 from .options import STRUCTURE, Group, Settings
@@ -202,7 +202,7 @@ def _entry(group: Group, number: int, index: int, settings: Settings) -> Entry:
         sharding=dtensors.sharding_of(param) if replicas is None else replicas.weights,
         dtype=param.dtype,
         device=device,
-        wire=settings.comm_dtype or wire_of(recipe),
+        wire=settings.comm_dtype or wire.wire_of(recipe),
         recipe=recipe,
         second_moment=group.beta2 is not None,
         momentum=None if replicas is None else replicas.state,
@@ -226,13 +226,6 @@ def _check_shard(param: Tensor, name: str) -> None:
             f"{name} is {dtensors.describe(param)}, of which this rank should hold {expected}, but "
             f"it holds {tuple(held.shape)}: shards must be cut as torch.chunk does"
         )
-
-
-def wire_of(recipe: Recipe) -> torch.dtype:
-    """The format in which to travel: as many digits as 16 bits have for the arithmetic to use."""
-    if recipe.dtype in (torch.float16, torch.float64):
-        return recipe.dtype
-    return torch.bfloat16
 
 
 def matrices_of(group: Group, index: int) -> Matrices:

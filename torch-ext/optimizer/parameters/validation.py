@@ -1,4 +1,4 @@
-"""Checks groups, parameters and gradients, and warns of what is probably not meant.
+"""Refuses wrong groups, unknown keys, parameters and gradients, and warns of likely mistakes.
 
 A check changes nothing: it passes, or raises ValueError with the parameter's name, what was found
 and what to do.

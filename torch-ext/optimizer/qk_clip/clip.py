@@ -1,4 +1,4 @@
-"""QK-Clip in a step: takes the logits of each layer, scales the rows of its heads, keeps count."""
+"""Clips in a step: takes the logits of each layer, scales the rows of its heads, counts clips."""
 
 from __future__ import annotations
 

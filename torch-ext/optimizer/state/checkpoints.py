@@ -1,4 +1,4 @@
-"""Loads checkpoints of this optimizer: checks, renames, divides and places what torch does not."""
+"""Loads checkpoints: checks and renames their content, divides and places their tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether weights and state are of the same step, or an interrupted step or load split them."""
+"""Knows whether weights and state are of the same step, or an interruption set them apart."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tensors of state a parameter has: their shapes, dtypes and placements, and their checks."""
+"""Says which tensors of state a parameter has, of which shape and dtype, and checks that."""
 
 from __future__ import annotations
 

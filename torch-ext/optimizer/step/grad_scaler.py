@@ -1,4 +1,4 @@
-"""torch.amp.GradScaler: whether a step is skipped is for all ranks to decide alike.
+"""Supports torch.amp.GradScaler: all ranks decide alike whether a step is skipped.
 
 By itself a scaler calls ``step()`` on the ranks that have found no Inf or NaN, and not on the
 others. Of an optimizer with ``_step_supports_amp_scaling`` it sets two attributes instead,

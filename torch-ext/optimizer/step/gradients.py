@@ -1,4 +1,4 @@
-"""Gradients of Muon's parameters in one step: as they are, or averaged over replicas (ZeRO-2)."""
+"""Gets the gradients of Muon's parameters for one step, as they are or averaged (ZeRO-2)."""
 
 from __future__ import annotations
 

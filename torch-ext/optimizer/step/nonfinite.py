@@ -1,4 +1,4 @@
-"""Matrices with Inf or NaN, which ``nonfinite="skip"`` leaves as they are on all their ranks."""
+"""Finds matrices with Inf or NaN, which ``nonfinite="skip"`` leaves as they are on all ranks."""
 
 from __future__ import annotations
 

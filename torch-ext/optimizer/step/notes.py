@@ -1,4 +1,4 @@
-"""What a rank compares with others before a step: parameters, options, gradients, the plan.
+"""Takes the notes that ranks compare before a step: parameters, options, gradients, the plan.
 
 `distributed.agreement` exchanges these notes; all ranks go on or all raise.
 """

@@ -1,4 +1,4 @@
-"""What the events of a step work on: parts of parameters and state, gradients, what is prefetched.
+"""Holds what a step's events work on: parts of parameters and state, gradients, prefetching.
 
 `Prepared` is made once for a plan, and holds as long as the storages stand. `Step` is one step.
 """

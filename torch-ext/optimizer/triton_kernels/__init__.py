@@ -1,4 +1,4 @@
-"""Triton kernels for accelerators: `is_used_on` decides where they are used instead of torch.
+"""Triton kernels for accelerators: `is_used_on` decides where they replace torch's operations.
 
 Modules of kernels import triton, and are imported only where a kernel is launched.
 """

@@ -1,4 +1,4 @@
-"""Decides with which tiles a kernel is launched: by what was measured, else by a heuristic.
+"""Decides with which tiles a kernel is launched, from measurements or else a heuristic.
 
 Measurements of a device, and the heuristic's rules, are data in configs/*.json. Nothing is timed
 while training: a configuration follows from dtype, sizes and device alone.

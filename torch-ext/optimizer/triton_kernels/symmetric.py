@@ -1,4 +1,4 @@
-"""Multiplies by tiles where the product is known to be symmetric: one half is the other's mirror.
+"""Multiplies by tiles where the product is symmetric: computes one half and mirrors it.
 
 The products XXᵀ, bA + cA² and αAB + βC (of A, B, C that commute) are symmetric by algebra, yet a
 general product rounds (i, j) and (j, i) differently where it sums in another order. Here each pair

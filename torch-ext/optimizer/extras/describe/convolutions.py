@@ -1,4 +1,4 @@
-"""Finds stacked experts, convolutions and other tensors of many dimensions left to AdamW."""
+"""Finds tensors of more than two dimensions, experts and convolutions, that AdamW gets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finds weights that hold several matrices in one tensor, and in which of their rows.
+"""Finds weights that hold several matrices in one tensor, such as QKV, and the rows of each.
 
 Names tell that a weight is fused. How its rows lie is told by its class where that is known, else
 by convention: Q, K and V one below the other. Sizes come from the model's configuration, from its

@@ -1,4 +1,4 @@
-"""Finds a scale of updates or a learning rate that does not fit the weights, from shapes alone."""
+"""Finds an update scale or a learning rate that does not suit the weights' shapes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Says what mends a trap, as data, and writes it as code: beside the trap, and as a script."""
+"""Writes remedies of traps as code: beside each trap, and together as a script."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collects what is known to go wrong with a model's parameters, and merges remedies to advice."""
+"""Collects the warnings (traps) about a model's parameters, and merges their remedies."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import nn
 
 from ...distributed import utils as dtensors
 from ...parameters.default_groups import unmatched_keys
-from ...parameters.heads import unnamed_heads
 from ...parameters.modules import class_names
 from ...parameters.names import matches
+from ...parameters.output_heads import unnamed_heads
 from . import convolutions, fused, learning_rate
 from .remedy import WORLD, Remedy, Source, Trap, literal
 from .subject import Subject, names_of, numel

@@ -41,6 +41,6 @@ Example:
 """
 
 from .conversion import to_state_dict
-from .reading import KINDS
+from .sources import KINDS
 
 __all__ = ["KINDS", "to_state_dict"]

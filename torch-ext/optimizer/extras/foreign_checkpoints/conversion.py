@@ -1,4 +1,4 @@
-"""Converts the state that was read from a checkpoint to `Muon`'s conventions, groups, layouts."""
+"""Converts the state read from another optimizer's checkpoint to the form `Muon` loads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ...state.specs import ExpectedState, expected_state
 from . import nanochat, per_parameter, per_rank
 from .hyperparameters import ADAMW_OPTIONS, MUON_OPTIONS, MUON_OPTIONS_FROM_ADAMW
 from .matching import Position, SavedState, TargetOptimizer, TargetParam, target_optimizer
-from .reading import SourceOptimizer, read_sources
+from .sources import SourceOptimizer, read_sources
 
 # Of each kind, what reads a checkpoint, and which groups are one group of the source.
 _READERS: dict[str, tuple[Callable[..., list[SavedState]], Callable[..., list[list[int]]]]] = {

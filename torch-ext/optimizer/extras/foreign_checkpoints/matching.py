@@ -1,4 +1,4 @@
-"""Decides which parameter of a checkpoint is which of this optimizer's: by name, else by order."""
+"""Matches a checkpoint's parameters with this optimizer's: by name, otherwise by order."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...parameters.names import normalize_name
 from ...parameters.options import Group
-from .reading import SourceOptimizer
+from .sources import SourceOptimizer
 
 Shape = tuple[int, ...]
 Position = tuple[int, int]  # a group of this optimizer, and an index in it

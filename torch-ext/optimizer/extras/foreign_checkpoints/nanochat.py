@@ -22,7 +22,7 @@ from .hyperparameters import convert_options
 from .matching import SavedState, TargetOptimizer, TargetParam, match_groups
 from .per_parameter import ADAMW_KEYS, pick
 from .per_rank import group_by_size, is_grouped_by_size, is_stack, read_matched
-from .reading import SavedGroup, SourceOptimizer
+from .sources import SavedGroup, SourceOptimizer
 
 _STACKS = ("momentum_buffer", "second_momentum_buffer")
 

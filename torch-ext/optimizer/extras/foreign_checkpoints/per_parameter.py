@@ -17,7 +17,7 @@ from ...parameters.options import Group
 from ...state.checkpoints import MOTIFS_NAMES
 from .hyperparameters import convert_options
 from .matching import SavedState, TargetOptimizer, TargetParam, match_groups
-from .reading import SavedGroup, SourceOptimizer
+from .sources import SavedGroup, SourceOptimizer
 
 MUON_KEYS = ("momentum_buffer",)
 ADAMW_KEYS = ("step", "exp_avg", "exp_avg_sq")

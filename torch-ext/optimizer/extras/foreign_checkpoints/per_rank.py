@@ -1,4 +1,4 @@
-"""Reads Keller Jordan's checkpoints: each rank saved the momentum of parameters that it updates.
+"""Reads Keller Jordan's checkpoints: each rank saves the momentum of what it updates.
 
 So did nanochat's before its optimizers became one. A rank updates the parameters of a group at
 positions rank, rank + world size, … AdamW's state, where there is any, is the same on all ranks.
@@ -25,7 +25,7 @@ from . import matching
 from .hyperparameters import SCHEDULED, convert_options
 from .matching import SavedState, Shape, TargetOptimizer, TargetParam
 from .per_parameter import read_param, saved_params, saved_use_muon
-from .reading import SavedGroup, SourceOptimizer
+from .sources import SavedGroup, SourceOptimizer
 
 
 def merge_convolutions(groups: Sequence[Group]) -> list[list[int]]:

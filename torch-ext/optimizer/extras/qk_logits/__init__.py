@@ -1,1 +1,1 @@
-"""Records the attention logits of a model that trains, for QK-Clip."""
+"""Observes attention logits for QK-Clip: their maxima, and a recorder for a model in training."""

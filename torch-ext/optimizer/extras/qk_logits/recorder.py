@@ -1,4 +1,4 @@
-"""Records the largest attention logit of each query head, by hooks, while a model trains."""
+"""Records the largest attention logit of each query head by hooks on a model in training."""
 
 from __future__ import annotations
 

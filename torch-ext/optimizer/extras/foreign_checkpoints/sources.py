@@ -1,4 +1,4 @@
-"""Checks state dicts of other optimizers, tells which source wrote them, and unifies their form.
+"""Detects which optimizer wrote a state dict, checks it, and brings it to a common form.
 
 They may be as torch.optim writes them, keyed by name, flattened, or one for each rank. Nothing is
 unpickled, copied or changed.

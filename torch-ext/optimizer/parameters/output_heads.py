@@ -1,4 +1,4 @@
-"""Decides which matrices are embeddings or output heads although no name says so.
+"""Detects embeddings and output heads whose names do not show it.
 
 The evidence is a side as long as a vocabulary, or that the model's last linear layer makes
 predictions. The default groups do not ask for it yet; `describe` warns of what it finds.
