@@ -335,9 +335,10 @@ def test_a_head_that_no_name_reveals_is_told_by_the_vocabulary(name):
     del model.output
     model.add_module(name, nn.Linear(16, 100))
     description = follow(model)
-    assert kinds(description.warnings) == ["head"]
-    assert description.warnings[0].parameters == (f"{name}.weight",)
-    assert "tok_embeddings" in description.warnings[0].what
+    assert reasons(description)[f"{name}.weight"] == (
+        "embedding or head: 100 is the number of rows of tok_embeddings"
+    )
+    assert f"{name}.weight" in names_of(description, "AdamW")
 
 
 def test_an_embedding_made_of_a_plain_parameter_is_told_by_the_config():
@@ -345,7 +346,7 @@ def test_an_embedding_made_of_a_plain_parameter_is_told_by_the_config():
     del model.tok_embeddings
     model.words = nn.Parameter(torch.randn(100, 16))
     model.config = {"vocab_size": 100}
-    assert kinds(follow(model).warnings) == ["head"]
+    assert "words" in names_of(follow(model), "AdamW")
 
 
 def test_hidden_sizes_that_equal_a_small_vocabulary_raise_no_alarm():
@@ -357,12 +358,27 @@ def test_hidden_sizes_that_equal_a_small_vocabulary_raise_no_alarm():
 def test_a_last_layer_is_told_to_be_a_head(name):
     model = nn.ModuleDict({"layer1": nn.Linear(32, 32), "layer2": nn.Linear(32, 64)})
     model[name] = nn.Linear(64, 20)
-    assert [t.parameters for t in follow(model).warnings] == [(f"{name}.weight",)]
+    assert f"{name}.weight" in names_of(follow(model), "AdamW")
+
+
+def test_a_head_is_told_where_the_caller_decides():
+    model = nn.ModuleDict({"layer1": nn.Linear(32, 32), "layer2": nn.Linear(32, 64)})
+    model["fc"] = nn.Linear(64, 20)
+    description = describe(model, lambda name, param: param.ndim == 2)
+    assert [t.parameters for t in description.warnings] == [("fc.weight",)]
+
+
+def test_a_last_matrix_that_may_be_a_head_is_said_to_be_unsure():
+    model = nn.ModuleDict({"encode": nn.Linear(40, 16), "decode": nn.Linear(16, 40)})
+    (note,) = follow(model).notes
+    assert (note.kind, note.parameters) == ("unsure", ("decode.weight",))
+    assert 'adamw_keys=["decode"]' in note.why
+    assert names_of(describe(model, adamw_keys="decode"), "Muon") == ["encode.weight"]
 
 
 def test_the_last_layer_of_a_sequence_with_few_outputs_is_a_head():
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.Linear(64, 10))
-    assert [t.parameters for t in follow(model).warnings] == [("3.weight",)]
+    assert "3.weight" in names_of(follow(model), "AdamW")
 
 
 @pytest.mark.parametrize(

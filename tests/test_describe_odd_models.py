@@ -56,18 +56,15 @@ def test_hidden_sizes_that_are_those_of_tables_make_no_heads():
         "bottom.1.weight",
         "bottom.2.weight",
         "top.0.weight",
-        "top.1.weight",
     ]
-    assert [t.parameters for t in describe(Recommender()).warnings] == [("top.1.weight",)]
-    assert [t.parameters for t in describe(OneBlock()).warnings] == [("out.weight",)]
+    assert names_of(follow(OneBlock()), "Muon") == ["up.weight", "down.weight"]
 
 
 def test_both_ends_of_a_one_hot_autoencoder_are_no_hidden_layers():
     model = nn.ModuleDict({"into": nn.Linear(100, 16), "mid": nn.Linear(16, 16)})
     model["back"] = nn.Linear(16, 100)
     model.config = {"vocab_size": 100}
-    (head,) = describe(model).warnings
-    assert head.parameters == ("into.weight", "back.weight")
+    assert names_of(describe(model), "Muon") == ["mid.weight"]
 
 
 class Raises:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import warnings
 from typing import Any
 
@@ -684,3 +685,126 @@ def test_experts_that_were_given_to_adamw_are_warned_of():
     with warnings.catch_warnings(action="error"):
         optimizer.Muon(get_default_muon_param_groups(model, expert_keys=["experts"]))
         optimizer.Muon(groups)
+
+
+# The default rule looks at the modules, too
+
+
+class Head(nn.Module):
+    """Some layers and what comes behind them."""
+
+    def __init__(self, **modules: nn.Module):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.ModuleDict({"w": nn.Linear(32, 32)}) for _ in range(2)])
+        for name, module in modules.items():
+            self.add_module(name, module)
+
+
+def rwkv() -> nn.Module:
+    model = Head(head=nn.Linear(32, 100))
+    for layer in model.layers:
+        layer["attention"] = nn.ModuleDict({"output": nn.Linear(32, 32)})
+    return model
+
+
+def with_magnitudes() -> nn.Module:
+    model = Head(head=nn.Linear(32, 10))
+    parametrizations.weight_norm(model.layers[0]["w"])
+    parametrizations.weight_norm(model.head)
+    nn.utils.weight_norm(model.layers[1]["w"])
+    return model
+
+
+def with_adapters() -> nn.Module:
+    model = nn.ModuleDict({"embed": nn.Embedding(100, 32), "up": nn.Linear(32, 64)})
+    model["embed"].requires_grad_(False)
+    model["embed"].lora_embedding_A = nn.ParameterDict({"default": torch.ones(4, 100)})
+    model["embed"].lora_embedding_B = nn.ParameterDict({"default": torch.ones(32, 4)})
+    return model
+
+
+def recurrent(kind: type[nn.RNNBase], hidden: int) -> nn.Module:
+    model = nn.ModuleDict({"embed": nn.Embedding(256, 128), "rnn": kind(128, hidden)})
+    model["to_tokens"] = nn.Linear(hidden, 256)
+    return model
+
+
+def classifier(*sizes: int) -> nn.Sequential:
+    pairs = itertools.pairwise(sizes)
+    return nn.Sequential(*(m for i, o in pairs for m in (nn.Linear(i, o), nn.ReLU())))
+
+
+LAYERS = ["layers.0.w.weight", "layers.1.w.weight"]
+RNN = ["rnn.weight_ih_l0", "rnn.weight_hh_l0"]
+
+# A model, and names of what Muon trains.
+MODELS = {
+    "AlexNet": (
+        lambda: Head(classifier=classifier(64, 48, 48, 10)),
+        [*LAYERS, "classifier.0.weight", "classifier.2.weight"],
+    ),
+    "a stack within a stack": (
+        lambda: Head(head=nn.Sequential(classifier(32, 48), nn.Linear(48, 10))),
+        [*LAYERS, "head.0.0.weight"],
+    ),
+    "several heads": (
+        lambda: Head(heads=nn.ModuleList(nn.Linear(32, 7) for _ in range(2))),
+        LAYERS,
+    ),
+    "RWKV": (
+        rwkv,
+        [f"layers.{i}.{name}.weight" for i in range(2) for name in ("w", "attention.output")],
+    ),
+    "ResNet": (lambda: Head(fc=nn.Linear(32, 10)), LAYERS),
+    "Flux": (lambda: Head(proj_out=nn.Linear(32, 4)), LAYERS),
+    "DiT": (
+        lambda: Head(proj_out_1=nn.Linear(32, 64), proj_out_2=nn.Linear(32, 4)),
+        [*LAYERS, "proj_out_1.weight"],
+    ),
+    "GRU": (lambda: recurrent(nn.GRU, 256), RNN),
+    "LSTM": (lambda: recurrent(nn.LSTM, 64), RNN),
+    "magnitudes": (
+        with_magnitudes,
+        ["layers.0.w.parametrizations.weight.original1", "layers.1.w.weight_v"],
+    ),
+    "adapters": (with_adapters, ["up.weight"]),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.filterwarnings("ignore:.*weight_norm")
+def test_heads_are_what_the_modules_say(name):
+    model, expected = MODELS[name]
+    muon, _ = get_default_muon_param_groups(model())
+    assert muon["names"] == expected
+
+
+def test_adamw_keys_name_what_adamw_trains():
+    model = Head(router=nn.Linear(32, 8))
+    model.layers[0]["router"] = nn.Linear(32, 8)
+    muon, _ = get_default_muon_param_groups(model, adamw_keys="router")
+    assert muon["names"] == LAYERS
+    muon, _ = get_default_muon_param_groups(model, lambda name, p: p.ndim > 1, adamw_keys=["w"])
+    assert muon["names"] == ["layers.0.router.weight", "router.weight"]
+    with pytest.warns(UserWarning, match="adamw_keys: no parameter has a component 'gate'"):
+        get_default_muon_param_groups(model, adamw_keys=["gate"])
+
+
+MOVED = {
+    "fc": (lambda: Head(fc=nn.Linear(32, 3)), r"fc\.weight went to AdamW and nothing to Muon"),
+    "a stack": (
+        lambda: Head(classifier=classifier(32, 48, 10)),
+        r"nothing went to AdamW and classifier\.0\.weight to Muon",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_a_checkpoint_of_groups_by_the_rule_of_before_names_what_has_moved(name):
+    build, message = MOVED[name]
+    model = build()
+    by_name = get_default_muon_param_groups(model, lambda name, p: default_is_muon(name, p))
+    saved = optimizer.Muon(by_name).state_dict()
+    with pytest.raises(ValueError, match=message):
+        optimizer.Muon(get_default_muon_param_groups(model)).load_state_dict(saved)
+    optimizer.Muon(by_name).load_state_dict(saved)

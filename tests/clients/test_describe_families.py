@@ -220,46 +220,49 @@ EXPECTED: dict[str, Expected] = {
         muon="q_proj k_proj v_proj o_proj gate",
         adamw="embed_tokens gate_up_proj down_proj lm_head",
         warnings="experts fused",
+        notes="routers",
         advised={"expert_keys": ["experts"], "split": {"gate_up_proj": [24, 24]}},
     ),
     "qwen2_moe": Expected(
         muon="q_proj k_proj v_proj o_proj gate gate_proj up_proj down_proj shared_expert_gate",
         adamw="embed_tokens gate_up_proj down_proj lm_head",
         warnings="experts fused",
-        notes="vectors",
+        notes="routers vectors",
         advised={"expert_keys": ["experts"], "split": {"gate_up_proj": [24, 24]}},
     ),
     "mixtral": Expected(
         muon="q_proj k_proj v_proj o_proj gate",
         adamw="embed_tokens gate_up_proj down_proj lm_head",
         warnings="experts fused",
+        notes="routers",
         advised={"expert_keys": ["experts"], "split": {"gate_up_proj": [112, 112]}},
     ),
     "minimax": Expected(
         muon="q_proj k_proj v_proj o_proj gate qkv_proj out_proj output_gate",
         adamw="embed_tokens gate_up_proj down_proj lm_head",
         warnings="experts fused fused",
+        notes="routers",
         advised={"expert_keys": ["experts"], "split": {"gate_up_proj": [112, 112], "qkv_proj": 16}},
     ),
     "jetmoe": Expected(
         muon="layer kv_proj",
         adamw="embed_tokens input_linear output_linear",
         warnings="experts",
-        notes="tied",
+        notes="routers tied",
         advised={"expert_keys": ["input_linear", "output_linear", "experts"]},
     ),
     "gpt_oss": Expected(
         muon="q_proj k_proj v_proj o_proj router",
         adamw="embed_tokens gate_up_proj gate_up_proj_bias down_proj down_proj_bias lm_head",
         warnings="experts",
-        notes="columns",
+        notes="routers columns",
         advised={"expert_keys": ["experts"]},
     ),
     "llama4": Expected(
         muon="q_proj k_proj v_proj o_proj router gate_proj up_proj down_proj",
         adamw="embed_tokens gate_up_proj down_proj lm_head",
         warnings="experts",
-        notes="columns",
+        notes="routers columns",
         advised={"expert_keys": ["experts"]},
     ),
     "deepseek_v3": Expected(
@@ -267,6 +270,7 @@ EXPECTED: dict[str, Expected] = {
         "gate",
         adamw="embed_tokens gate_up_proj down_proj lm_head",
         warnings="experts fused",
+        notes="routers",
         advised={"expert_keys": ["experts"], "split": {"gate_up_proj": [24, 24]}},
     ),
     "gpt2": Expected(
@@ -336,8 +340,8 @@ EXPECTED: dict[str, Expected] = {
         notes="tied",
     ),
     "rwkv": Expected(
-        muon="key value receptance",
-        adamw="embeddings time_mix_key time_mix_value time_mix_receptance output head",
+        muon="key value receptance output",
+        adamw="embeddings time_mix_key time_mix_value time_mix_receptance head",
     ),
     "recurrent_gemma": Expected(
         muon="linear_y linear_x linear_out gate_proj up_proj down_proj",
@@ -352,9 +356,8 @@ EXPECTED: dict[str, Expected] = {
         notes="tied shared",
     ),
     "bert_untied": Expected(
-        muon="query key value dense decoder",
-        adamw="word_embeddings position_embeddings token_type_embeddings",
-        warnings="head",
+        muon="query key value dense",
+        adamw="word_embeddings position_embeddings token_type_embeddings decoder",
     ),
     "bert_classifier": Expected(
         muon="query key value dense",
@@ -365,9 +368,8 @@ EXPECTED: dict[str, Expected] = {
         adamw="word_embeddings token_type_embeddings position_embeddings out_proj",
     ),
     "electra": Expected(
-        muon="embeddings_project query key value dense dense_prediction",
-        adamw="word_embeddings position_embeddings token_type_embeddings",
-        warnings="head",
+        muon="embeddings_project query key value dense",
+        adamw="word_embeddings position_embeddings token_type_embeddings dense_prediction",
     ),
     "albert": Expected(
         muon="embedding_hidden_mapping_in query key value dense ffn ffn_output",
@@ -400,6 +402,7 @@ EXPECTED: dict[str, Expected] = {
     "clip": Expected(
         muon="k_proj v_proj q_proj out_proj fc1 fc2 visual_projection text_projection",
         adamw="token_embedding position_embedding patch_embedding",
+        notes="unsure",
     ),
     "qwen2_vl": Expected(
         muon="qkv proj fc1 fc2 mlp q_proj k_proj v_proj o_proj gate_proj up_proj down_proj",

@@ -6,13 +6,15 @@ import inspect
 import sys
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Callable, Optional, Union
 
 import torch
 from torch import nn
 
+from .modules import infos_of
 from .names import has_component, normalize_name
+from .output_heads import hidden_layers, unnamed_heads
 
 # What modules of embeddings and output heads are called in the model families of the Hub.
 EMBEDDINGS_AND_HEADS = frozenset(
@@ -23,21 +25,24 @@ EMBEDDINGS_AND_HEADS = frozenset(
         *("position_embedding", "position_embeddings", "positional_embedding", "pos_emb"),
         *("pos_embed", "pos_embedding", "wpe", "rel_pos_h", "rel_pos_w"),
         *("relative_position_bias_table", "unembed", "unembedding"),
-        *("lm_head", "lm_heads", "head", "output", "output_layer", "classifier", "score"),
+        *("lm_head", "lm_heads", "head", "heads", "output", "output_layer", "classifier", "score"),
         *("qa_outputs", "seq_relationship", "class_labels_classifier"),
+        *("lora_embedding_A", "lora_embedding_B"),  # PEFT: (rank, vocabulary) and (dim, rank)
     )
 )
 
 # Heads of several layers: the last of them.
 HEAD_PATHS = ("classifier.out_proj", "classification_head.out_proj")
 
-# Two-dimensional, but of numbers that are used one by one.
-ELEMENTWISE = frozenset({"A_log", "scale_shift_table"})
+# Two-dimensional, but of numbers that are used one by one (weight_norm's magnitudes).
+ELEMENTWISE = frozenset({"A_log", "scale_shift_table", "weight_g"})
 
 # Name components of adapters (PEFT) between a layer and its own weight.
 ADAPTER_COMPONENTS = frozenset({"base_layer", "original_module"})
 
-DIMENSIONS = "dimensions"  # the end of a reason, by which `describe` tells it from others
+# A beginning and an end of reasons, by which they are told from others.
+BY_NAME = "embedding or head by name"
+DIMENSIONS = "dimensions"
 
 
 def default_is_muon(
@@ -71,8 +76,9 @@ def _judge(
     matched = [c for c in (module, attribute) if c in EMBEDDINGS_AND_HEADS]
     matched += [path for path in HEAD_PATHS if components[-3:-1] == path.split(".")]
     if matched:
-        return False, f"embedding or head by name: {matched[0]}"
-    if attribute in ELEMENTWISE:
+        return False, f"{BY_NAME}: {matched[0]}"
+    is_magnitude = name.endswith(".original0") and param.ndim == 2 and 1 in param.shape
+    if attribute in ELEMENTWISE or is_magnitude:
         return False, "no linear map, by name"
     if param.is_complex():
         return False, "complex"
@@ -121,8 +127,12 @@ def decide(
     model: nn.Module,
     is_muon_func: Callable[..., bool] = default_is_muon,
     expert_keys: Optional[Sequence[str]] = None,
+    adamw_keys: Optional[Sequence[str]] = None,
 ) -> list[Decision]:
     """What `get_default_muon_param_groups` does with each parameter of the model, in its order.
+
+    The default rule looks at the modules, too: of a stack that a name calls a head only the last
+    matrix is one, and some heads and embeddings have names that do not say so.
 
     Raises:
         ValueError: no model, or one with parameters that have no shape yet.
@@ -145,6 +155,8 @@ def decide(
         elif embedding is not None:
             is_tied = not name.startswith(f"{embedding}." if embedding else "")
             decision = "AdamW", f"tied to {embedding}" if is_tied else "embedding"
+        elif has_component(name, adamw_keys):
+            decision = "AdamW", "adamw_keys"
         elif is_muon_func is default_is_muon:
             is_muon, reason = _judge(name, param, expert_keys)
             decision = "Muon" if is_muon else "AdamW", reason
@@ -152,23 +164,40 @@ def decide(
             arguments = (name, param, expert_keys) if with_keys else (name, param)
             decision = "Muon" if is_muon_func(*arguments) else "AdamW", "is_muon_func"
         decisions.append(Decision(name, param, *decision))
-    return decisions
+    if is_muon_func is not default_is_muon:
+        return decisions
+    infos = infos_of(model)
+    hidden = hidden_layers(infos, [d for d in decisions if d.reason.startswith(BY_NAME)])
+    decisions = [
+        replace(d, algorithm="Muon", reason="matrix") if d.name in hidden else d for d in decisions
+    ]
+    muons = [d for d in decisions if d.algorithm == "Muon"]
+    heads = unnamed_heads(model, infos, decisions, muons)
+    return [
+        replace(d, algorithm="AdamW", reason=heads[d.name]) if d.name in heads else d
+        for d in decisions
+    ]
 
 
 def get_default_muon_param_groups(
     model: nn.Module,
     is_muon_func: Callable[..., bool] = default_is_muon,
     expert_keys: Optional[Sequence[str]] = None,
+    *,
+    adamw_keys: Union[str, Sequence[str], None] = None,
 ) -> list[dict[str, Any]]:
     """Muon's and AdamW's parameter groups of a model, frozen parameters left out.
 
-    Weights of ``nn.Embedding`` and whatever is tied to one are AdamW's whatever their name.
-    `describe` tells of each parameter where it goes and why.
+    Weights of ``nn.Embedding`` and whatever is tied to one are AdamW's whatever their name, and so
+    are output heads that the model's structure shows. `describe` tells of each parameter where it
+    goes and why, and of which nobody can be sure.
 
     Args:
         model: the model, sharded or not.
         is_muon_func: ``(name, param)`` or ``(name, param, expert_keys)`` to whether it is Muon's.
         expert_keys: see `default_is_muon`; the Muon group keeps them.
+        adamw_keys: whole components of names that AdamW trains whatever they hold, for example
+            ``["router"]``.
 
     Raises:
         ValueError: no model; one that FSDP1 has flattened.
@@ -176,11 +205,12 @@ def get_default_muon_param_groups(
     Returns:
         Two groups, ``use_muon`` True and False, with ``params`` and ``names``; either may be empty.
     """
-    expert_keys = as_keys(expert_keys)
-    decisions = decide(model, is_muon_func, expert_keys)
+    expert_keys, adamw_keys = as_keys(expert_keys), as_keys(adamw_keys)
+    decisions = decide(model, is_muon_func, expert_keys, adamw_keys)
     _check_not_flattened(model)
-    for key in unmatched_keys(decisions, expert_keys):
-        warnings.warn(f"expert_keys: no parameter has a component {key!r}", stacklevel=2)
+    for option, keys in (("expert_keys", expert_keys), ("adamw_keys", adamw_keys)):
+        for key in unmatched_keys(decisions, keys):
+            warnings.warn(f"{option}: no parameter has a component {key!r}", stacklevel=2)
     muon: dict[str, Any] = {"params": [], "names": [], "use_muon": True}
     if expert_keys is not None:
         muon["expert_keys"] = list(expert_keys)

@@ -1,19 +1,22 @@
-"""Detects embeddings and output heads whose names do not show it.
+"""Detects embeddings and output heads whose names do not show it, and layers that are none.
 
 The evidence is a side as long as a vocabulary, or that the model's last linear layer makes
-predictions. The default groups do not ask for it yet; `describe` warns of what it finds.
+predictions.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Optional
 
 from torch import nn
 
-from .default_groups import Decision
 from .modules import ParamInfo, ParamInfos, configs_of, size_in
 from .names import normalize_name
+
+if TYPE_CHECKING:
+    from .default_groups import Decision
 
 # What the last layer of a model is called where it makes predictions.
 _HEAD_WORDS = {"head", "heads", "logit", "logits", "classifier", "final", "score"}
@@ -22,34 +25,75 @@ _FEW = 16  # outputs: fewer are no hidden layer's
 _LARGE = 1000  # a vocabulary that no hidden size is mistaken for, if it is 8 × the embedding's
 
 
+def hidden_layers(infos: ParamInfos, named: Sequence[Decision]) -> set[str]:
+    """Names of matrices that are no heads although a component of their name says so.
+
+    Of an ``nn.Sequential`` only the last matrix is a head. A square matrix in a layer of a list, as
+    RWKV's ``attention.output``, maps the residual stream to itself.
+
+    Args:
+        named: what would be AdamW's for its name.
+    """
+    hidden = set()
+    for decision in named:
+        info = infos[id(decision.param)][0]
+        if decision.param.ndim != 2 or not isinstance(info.layer, nn.Linear):
+            continue
+        components = info.name.split(".")
+        stack: Optional[nn.Module] = None
+        for module, component in zip(info.above, reversed(components[:-1])):
+            if not (component.isdigit() and type(module) is nn.Sequential):
+                break
+            stack = module
+        matrices = [] if stack is None else [p for p in stack.parameters() if p.ndim == 2]
+        is_stacked = matrices and matrices[-1] is not decision.param
+        rows, cols = decision.param.shape
+        is_square = rows == cols and any(c.isdigit() for c in components[:-2])
+        if is_stacked or (stack is None and is_square):
+            hidden.add(decision.name)
+    return hidden
+
+
 def unnamed_heads(
     model: nn.Module,
     infos: ParamInfos,
     decisions: Sequence[Decision],
     muons: Sequence[Decision],
 ) -> dict[str, str]:
-    """Embeddings and heads among Muon's parameters, with reasons that complete "<parameter> …".
+    """Embeddings and heads among Muon's parameters, and why, by name.
 
     Args:
         decisions: of all parameters of the model, in its order.
         muons: those that would be Muon's.
     """
-    vocabularies = _vocabularies(model)
-    linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    last = linear[-1]._parameters.get("weight") if linear else None  # None: of a parametrization
+    vocabularies, last = _vocabularies(model), last_matrix(model)
     reasons: dict[str, str] = {}
     for decision in muons:
         shape, info = tuple(decision.param.shape), infos[id(decision.param)][0]
+        if isinstance(info.module, (nn.RNNBase, nn.RNNCellBase)):  # gates, whatever their sizes
+            continue
         size = next((s for s in shape if s in vocabularies), None) if len(shape) == 2 else None
         if size is not None and (
             (size >= _LARGE and size > 8 * (shape[1] if shape[0] == size else shape[0]))
             # Within layers a hidden size may happen to be that of a small vocabulary.
             or not (_is_in_a_layer(info) or _is_hidden_size(size, decision, decisions, infos))
         ):
-            reasons[decision.name] = f"has a side of {size}, as {vocabularies[size]}"
+            reasons[decision.name] = f"embedding or head: {size} is {vocabularies[size]}"
         elif decision.param is last and len(muons) > 1 and _is_head(decision, info, muons):
-            reasons[decision.name] = f"is the model's last layer ({shape})"
+            reasons[decision.name] = f"head: the model's last layer, {shape}"
     return reasons
+
+
+def last_matrix(model: nn.Module) -> Optional[nn.Parameter]:
+    """The weight of the last linear layer; None where there is none, or under a parametrization."""
+    linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    return linear[-1]._parameters.get("weight") if linear else None
+
+
+def may_be_a_head(decision: Decision, info: ParamInfo) -> bool:
+    """Whether nobody can tell what a model's last matrix is: it changes the size of its input, and
+    stands outside of any layer."""
+    return len(set(decision.param.shape)) > 1 and not _is_in_a_layer(info)
 
 
 def _vocabularies(model: nn.Module) -> dict[int, str]:
@@ -58,7 +102,7 @@ def _vocabularies(model: nn.Module) -> dict[int, str]:
     for path, module in model.named_modules():
         # A table of as many rows as columns may as well be of positions, beside square matrices.
         if isinstance(module, nn.Embedding) and module.num_embeddings > module.embedding_dim:
-            sizes.setdefault(module.num_embeddings, f"the rows of {normalize_name(path)}")
+            sizes.setdefault(module.num_embeddings, f"the number of rows of {normalize_name(path)}")
         for config in configs_of(module):
             size = size_in(config, ["vocab_size"])
             if size is not None:

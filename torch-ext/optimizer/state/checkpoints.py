@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..distributed import utils as dtensors
 from ..distributed.plan import Entry
+from ..parameters.default_groups import default_is_muon
 from ..parameters.options import STRUCTURE, Group, Settings, is_number
 from .specs import KEPT_DTYPE, KEYS, ExpectedState, check_tensors, converted, expected_state
 
@@ -140,6 +141,7 @@ def check_and_divide(
         groups, entries_of_groups, live, settings: of the optimizer, whose state is ``live``.
         saved_groups, states: of the checkpoint, whose state is changed.
     """
+    _check_rule(groups, saved_groups)
     for group, entries, saved in zip(groups, entries_of_groups, saved_groups):
         _check_group(group, saved)
         for index, (param, entry, saved_id) in enumerate(zip(group.params, entries, saved.params)):
@@ -159,6 +161,33 @@ def check_and_divide(
                         f"of {key} of {name} in the checkpoint this rank holds "
                         f"{tuple(local.shape)}, where it should be {tuple(needed)}"
                     )
+
+
+def _check_rule(groups: Sequence[Group], saved_groups: Sequence[Group]) -> None:
+    """Names what the default rule has moved, where groups have other sizes for that reason alone.
+
+    Rules of before went by names; `default_is_muon` does still.
+    """
+    sizes = [len(group.params) for group in groups]
+    saved_sizes = [len(saved.params) for saved in saved_groups]
+    if sizes == saved_sizes or [group.use_muon for group in groups] != [True, False]:
+        return
+    to_muon, to_adamw = (
+        [
+            name
+            for name, param in zip(group.names or (), group.params)
+            if default_is_muon(name, param, groups[0].expert_keys) is not group.use_muon
+        ]
+        for group in groups
+    )
+    moved = len(to_adamw) - len(to_muon)
+    if saved_sizes == [sizes[0] + moved, sizes[1] - moved]:
+        raise ValueError(
+            "the checkpoint's groups were made by an earlier default rule, since when "
+            f"{', '.join(to_adamw) or 'nothing'} went to AdamW and "
+            f"{', '.join(to_muon) or 'nothing'} to Muon. To go on with its groups, make them by "
+            "get_default_muon_param_groups(model, lambda name, param: default_is_muon(name, param))"
+        )
 
 
 def _check_group(group: Group, saved: Group) -> None:

@@ -130,7 +130,7 @@ def _beside(remedy: Remedy) -> str:
 def script(subject: Subject, advice: Remedy) -> str:
     """Code that runs where ``model`` and ``optimizer`` are at hand."""
     options = advice.applied_to(subject.options)
-    expert_keys = options.pop("expert_keys", None)
+    keys = {key: options.pop(key, None) for key in ("expert_keys", "adamw_keys")}
     scale = options.get("adjust_lr", "match_rms_adamw")
     lr = options.pop("lr", LR[scale])
     if advice.split:
@@ -142,8 +142,7 @@ def script(subject: Subject, advice: Remedy) -> str:
         arguments.append("is_muon_func=is_muon")
     elif subject.is_muon_func is not default_is_muon:
         arguments.append(f"is_muon_func={_name_of(subject.is_muon_func)}")
-    if expert_keys:
-        arguments += _arguments({"expert_keys": list(expert_keys)})
+    arguments += _arguments({key: list(value) for key, value in keys.items() if value})
     lines += _call("groups", "optimizer.muon.get_default_muon_param_groups", arguments)
     lines += advice.comments
     if isinstance(lr, (int, float)) and lr > 5e-3 and scale != "match_rms_adamw":

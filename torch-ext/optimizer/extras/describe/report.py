@@ -102,13 +102,14 @@ def describe(
     model: nn.Module,
     is_muon_func: Callable[..., bool] = default_is_muon,
     expert_keys: Union[str, Sequence[str], None] = None,
+    adamw_keys: Union[str, Sequence[str], None] = None,
     **options: Any,
 ) -> Description:
     """Which parameters of a model go where and why, which traps there are, and the code to write.
 
     Changes nothing, reads no weight and no device: models on meta, sharded (DTensors) and wrapped
     ones (DDP, torch.compile, checkpointing) are described as well, with or without a process group.
-    Groups are decided by the code of `muon.get_default_muon_param_groups`.
+    Groups are decided by the code of `get_default_muon_param_groups`.
 
     It tells of tied weights; heads and embeddings that names don't reveal; projections fused in one
     tensor (``split``); stacked experts (``expert_keys``) and convolutions (``flatten``) left to
@@ -124,7 +125,7 @@ def describe(
 
     Args:
         model: the model, as it will be trained: sharded and wrapped already.
-        is_muon_func, expert_keys: as `muon.get_default_muon_param_groups` takes them.
+        is_muon_func, expert_keys, adamw_keys: as `get_default_muon_param_groups` takes them.
         options: as `Muon` takes them: ``lr``, ``adjust_lr``, ``split``, ``process_group``, …
 
     Raises:
@@ -138,9 +139,9 @@ def describe(
         >>> assert not description.warnings
     """
     _check(options)
-    keys = as_keys(expert_keys)
-    decisions, infos = decide(model, is_muon_func, keys), infos_of(model)
-    subject = Subject(model, decisions, infos, is_muon_func, {"expert_keys": keys, **options})
+    keys = {"expert_keys": as_keys(expert_keys), "adamw_keys": as_keys(adamw_keys)}
+    decisions, infos = decide(model, is_muon_func, **keys), infos_of(model)
+    subject = Subject(model, decisions, infos, is_muon_func, {**keys, **options})
     traps, advice = find_warnings(subject)
     return Description(
         rows=[

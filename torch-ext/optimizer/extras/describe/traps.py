@@ -13,7 +13,7 @@ from ...distributed import utils as dtensors
 from ...parameters.default_groups import unmatched_keys
 from ...parameters.modules import class_names
 from ...parameters.names import matches
-from ...parameters.output_heads import unnamed_heads
+from ...parameters.output_heads import last_matrix, may_be_a_head, unnamed_heads
 from . import convolutions, fused, learning_rate
 from .remedy import WORLD, Remedy, Source, Trap, literal
 from .subject import Subject, names_of, numel
@@ -51,7 +51,14 @@ def find_warnings(subject: Subject) -> tuple[list[Trap], Remedy]:
 
 def find_notes(subject: Subject, advice: Remedy) -> list[Trap]:
     """What is as it should be, once the advice is taken, but good to know."""
-    finders: tuple[Finder, ...] = (_shared, fused.find_columns, _narrow, _unusual)
+    finders: tuple[Finder, ...] = (
+        _unsure,
+        _routers,
+        _shared,
+        fused.find_columns,
+        _narrow,
+        _unusual,
+    )
     return [trap for find in finders for trap in find(subject, advice)]
 
 
@@ -180,11 +187,50 @@ def _heads(subject: Subject, advice: Remedy) -> Iterator[Trap]:
     for reason, names in collect_by(reasons, lambda name: reasons[name]).items():
         yield Trap(
             "head",
-            f"{names[0]} {reason}" if len(names) == 1 else f"{len(names)} matrices: each {reason}",
+            f"{names[0] if len(names) == 1 else f'{len(names)} matrices'}: {reason}",
             tuple(names),
             "embeddings and output heads train better with AdamW; their names do not tell",
             Remedy(leave=tuple(names)),
         )
+
+
+def _unsure(subject: Subject, advice: Remedy) -> Iterator[Trap]:
+    """A last matrix that may be an output head."""
+    last = last_matrix(subject.model)
+    for decision in advice.muons(subject):
+        if decision.param is last and may_be_a_head(decision, subject.info(decision)):
+            yield Trap(
+                "unsure",
+                f"{decision.name} {tuple(decision.param.shape)} may be an output head",
+                (decision.name,),
+                "it is the model's last matrix, and Muon's. If its outputs are predictions, AdamW "
+                f"trains it better: adamw_keys=[{literal(_component(decision.name))}]",
+            )
+
+
+def _routers(subject: Subject, advice: Remedy) -> Iterator[Trap]:
+    """Matrices that choose experts."""
+    routers = [d for d in advice.muons(subject) if _component(d.name) in ROUTERS]
+    counts = {d.name: subject.look_up(d, convolutions.EXPERTS) for d in routers}
+    routers = [d for d in routers if counts[d.name] in d.param.shape]
+    if routers:
+        yield Trap(
+            "routers",
+            f"Muon trains {counted(routers, 'router')}",
+            names_of(routers),
+            "as Moonlight's code does, which gives it every matrix but embeddings and heads; "
+            f"adamw_keys=[{literal(_component(routers[0].name))}] leaves them to AdamW",
+        )
+
+
+# What models call the matrix that chooses experts.
+ROUTERS = ("router", "gate", "gate_proj", "router_proj", "classifier", "layer", "wg")
+
+
+def _component(name: str) -> str:
+    """The last component of a name that says something."""
+    named = [c for c in name.split(".") if not c.isdigit() and c != "weight"]
+    return named[-1] if named else name
 
 
 def _shared(subject: Subject, advice: Remedy) -> Iterator[Trap]:
