@@ -369,11 +369,27 @@ def test_a_head_is_told_where_the_caller_decides():
 
 
 def test_a_last_matrix_that_may_be_a_head_is_said_to_be_unsure():
-    model = nn.ModuleDict({"encode": nn.Linear(40, 16), "decode": nn.Linear(16, 40)})
+    model = nn.ModuleDict({"encode": nn.Linear(32, 64), "project": nn.Linear(64, 48)})
     (note,) = follow(model).notes
-    assert (note.kind, note.parameters) == ("unsure", ("decode.weight",))
-    assert 'adamw_keys=["decode"]' in note.why
-    assert names_of(describe(model, adamw_keys="decode"), "Muon") == ["encode.weight"]
+    assert (note.kind, note.parameters) == ("unsure", ("project.weight",))
+    assert 'adamw_keys=["project"]' in note.why
+    described = describe(model, adamw_keys="project")
+    assert described.notes == [] and names_of(described, "Muon") == ["encode.weight"]
+    assert 'adamw_keys=["project"]' in described.code
+
+
+def test_the_last_matrix_of_a_residual_stream_raises_no_doubt():
+    assert describe(nn.TransformerEncoderLayer(16, 2, 32)).notes == []
+    assert describe(nn.Sequential(nn.Linear(40, 16), nn.Linear(16, 40))).notes == []
+
+
+def test_routers_are_noted_with_what_leaves_them_to_adamw():
+    model = nn.Module()
+    model.config = {"num_experts": 8}
+    model.layers = nn.ModuleList([nn.ModuleDict({"gate": nn.Linear(16, 8)}) for _ in range(2)])
+    (note,) = follow(model).notes
+    assert (note.kind, len(note.parameters)) == ("routers", 2)
+    assert 'adamw_keys=["gate"]' in note.why
 
 
 def test_the_last_layer_of_a_sequence_with_few_outputs_is_a_head():

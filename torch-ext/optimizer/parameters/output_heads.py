@@ -90,10 +90,9 @@ def last_matrix(model: nn.Module) -> Optional[nn.Parameter]:
     return linear[-1]._parameters.get("weight") if linear else None
 
 
-def may_be_a_head(decision: Decision, info: ParamInfo) -> bool:
-    """Whether nobody can tell what a model's last matrix is: it changes the size of its input, and
-    stands outside of any layer."""
-    return len(set(decision.param.shape)) > 1 and not _is_in_a_layer(info)
+def may_be_a_head(decision: Decision, info: ParamInfo, muons: Sequence[Decision]) -> bool:
+    """Whether a model's last matrix may be a head: outside of layers, with outputs of a new size."""
+    return not _is_in_a_layer(info) and decision.param.shape[0] not in _sides(decision, muons)
 
 
 def _vocabularies(model: nn.Module) -> dict[int, str]:
@@ -151,6 +150,11 @@ def _is_head(decision: Decision, info: ParamInfo, muons: Sequence[Decision]) -> 
     if words & _HEAD_WORDS and rows != cols:
         return True
     # The size of a residual stream is a side of other matrices, too.
+    is_new = rows not in _sides(decision, muons)
+    return is_new and rows < cols and (rows <= _FEW or rows * 4 < cols)
+
+
+def _sides(decision: Decision, muons: Sequence[Decision]) -> set[int]:
+    """Sizes of all other matrices."""
     others = (d.param.shape for d in muons if d is not decision and d.param.ndim > 1)
-    sides = {side for shape in others for side in shape}
-    return rows not in sides and rows < cols and (rows <= _FEW or rows * 4 < cols)
+    return {side for shape in others for side in shape}

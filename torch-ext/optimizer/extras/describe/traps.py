@@ -196,9 +196,9 @@ def _heads(subject: Subject, advice: Remedy) -> Iterator[Trap]:
 
 def _unsure(subject: Subject, advice: Remedy) -> Iterator[Trap]:
     """A last matrix that may be an output head."""
-    last = last_matrix(subject.model)
-    for decision in advice.muons(subject):
-        if decision.param is last and may_be_a_head(decision, subject.info(decision)):
+    last, muons = last_matrix(subject.model), advice.muons(subject)
+    for decision in muons:
+        if decision.param is last and may_be_a_head(decision, subject.info(decision), muons):
             yield Trap(
                 "unsure",
                 f"{decision.name} {tuple(decision.param.shape)} may be an output head",
