@@ -91,8 +91,10 @@ def last_matrix(model: nn.Module) -> Optional[nn.Parameter]:
 
 
 def may_be_a_head(decision: Decision, info: ParamInfo, muons: Sequence[Decision]) -> bool:
-    """Whether a model's last matrix may be a head: outside of layers, with outputs of a new size."""
-    return not _is_in_a_layer(info) and decision.param.shape[0] not in _sides(decision, muons)
+    """Whether a model's last matrix may be a head: outside of layers, with outputs nobody takes."""
+    rows, cols = decision.param.shape
+    taken = {d.param.shape[1] for d in muons if d is not decision and d.param.ndim > 1}
+    return rows != cols and rows not in taken and not _is_in_a_layer(info)
 
 
 def _vocabularies(model: nn.Module) -> dict[int, str]:
@@ -150,11 +152,6 @@ def _is_head(decision: Decision, info: ParamInfo, muons: Sequence[Decision]) -> 
     if words & _HEAD_WORDS and rows != cols:
         return True
     # The size of a residual stream is a side of other matrices, too.
-    is_new = rows not in _sides(decision, muons)
-    return is_new and rows < cols and (rows <= _FEW or rows * 4 < cols)
-
-
-def _sides(decision: Decision, muons: Sequence[Decision]) -> set[int]:
-    """Sizes of all other matrices."""
     others = (d.param.shape for d in muons if d is not decision and d.param.ndim > 1)
-    return {side for shape in others for side in shape}
+    sides = {side for shape in others for side in shape}
+    return rows not in sides and rows < cols and (rows <= _FEW or rows * 4 < cols)
