@@ -22,8 +22,7 @@ from .parameters import options, validation
 from .parameters.default_groups import default_is_muon, get_default_muon_param_groups
 from .parameters.options import GROUP_OPTIONS, SETTINGS, Group
 from .parameters.survey import NO_SURVEY, Survey, entries_of, shared_with, survey_groups
-from .qk_clip.clip import Logits, QKClip
-from .qk_clip.config import read_clip_config
+from .qk_clip.logit_source import NO_STATS, Logits, LogitSource
 from .state import checkpoints
 from .state.integrity import Integrity
 from .state.specs import check_state
@@ -34,6 +33,7 @@ from .step.step import Prepared, Step
 
 if TYPE_CHECKING:
     from .extras.summary import Summary
+    from .qk_clip.clip import Clipping, QKClip
 
 __all__ = ["Muon", "default_is_muon", "get_default_muon_param_groups"]
 
@@ -199,18 +199,20 @@ class Muon(torch.optim.Optimizer):
             arguments["process_group"] = Replicas(process_group)
         self._settings = options.Settings(**{key: arguments[key] for key in SETTINGS})
         self._settings.validate()
-        clip = QKClip(read_clip_config(clip_config, clip_mode))
+        clip = _make_clip(clip_config, clip_mode)
         defaults = {key: arguments[key] for key in GROUP_OPTIONS}
         options.settle_steps(defaults, not isinstance(ns_steps, options.DefaultSteps))
         self._names: list[Optional[list[str]]] = []
         self._offload = CPUOffload()
         self._store = StateStore(self._offload)
         self._integrity = Integrity()
-        self._clip = QKClip()  # clips nothing while groups are added: a layer may be in several
+        self._logits = LogitSource()
+        self._clip: Optional[QKClip] = None  # while groups are added: a layer may be in several
         self._forget_plans()
         super().__init__(validation.as_groups(params), defaults)
         groups = self._read_groups()
-        clip.check_and_warn(groups)
+        if clip is not None:
+            clip.check_and_warn(groups)
         self._clip = clip
         self._registration = agreement.Registration(self._sets)
         validation.warn_about_unmatched_split(split, groups)
@@ -233,7 +235,8 @@ class Muon(torch.optim.Optimizer):
         group_view.validate()
         entries_of(group_view, len(self.param_groups), self._settings)  # checks them
         validation.check_unshared(group_view, self.param_groups)
-        self._clip.find([*self._read_groups(), group_view])  # checks them
+        if self._clip is not None:
+            self._clip.find([*self._read_groups(), group_view])  # checks them
         validation.warn_about_overshoot(group_view)
         names = group.pop("names")
         # torch wants param_names in all groups or in none. Here they may be in some: hide them.
@@ -402,8 +405,7 @@ class Muon(torch.optim.Optimizer):
                 scaling.check(groups)
                 # torch.distributed.checkpoint steps with lr=0 to have state, which changes nothing.
                 is_dry = not self.state and all(_is_zero(group.lr) for group in groups)
-                clip = self._clip
-                clipping = clip.begin(qk_logits, groups, self._survey, self._settings, is_dry)
+                clipping = self._begin_clipping(qk_logits, groups, is_dry)
         except BaseException as raised:
             error = raised
         survey = self._survey
@@ -446,6 +448,21 @@ class Muon(torch.optim.Optimizer):
             clipping,
             self._prepared,
         )
+
+    def _begin_clipping(
+        self, qk_logits: Optional[Logits], groups: list[Group], is_dry: bool
+    ) -> Optional[Clipping]:
+        logits, is_recorded = self._logits.take(qk_logits)
+        if self._clip is not None:
+            only_with_gradient = is_dry and qk_logits is None
+            context = groups, self._survey, self._settings
+            return self._clip.begin(logits, is_recorded, *context, is_dry, only_with_gradient)
+        if logits is not None:
+            raise ValueError(
+                "step() got qk_logits, but the optimizer has no clip_config that says how to bound "
+                'them: Muon(..., clip_config={"head_dim": 128, "threshold": 100})'
+            )
+        return None
 
     def _sets(self) -> set[agreement.Ranks]:
         """The sets of ranks that share parameters with this one."""
@@ -543,7 +560,8 @@ class Muon(torch.optim.Optimizer):
     def _summarize(self, groups: list[Group], survey: Survey) -> Summary:
         from .extras.summary import summarize
 
-        plan, layers = survey.planner(groups, self._settings).plan(), self._clip.find(groups)
+        plan = survey.planner(groups, self._settings).plan()
+        layers = () if self._clip is None else self._clip.find(groups)
         clipped = {id(projection.param) for la in layers for projection in la.projections}
         where = "with its parameters"
         params = [(param, group.use_muon) for group in groups for param in group.params]
@@ -557,7 +575,7 @@ class Muon(torch.optim.Optimizer):
 
     def set_qk_logits(self, qk_logits: Optional[Mapping[Any, Any]]) -> None:
         """Gives the next `step` its ``qk_logits``, where a trainer calls it without arguments."""
-        self._clip.next_logits = qk_logits
+        self._logits.next_logits = qk_logits
 
     @property
     def qk_recorder(self) -> Any:
@@ -565,13 +583,13 @@ class Muon(torch.optim.Optimizer):
 
         Copies and pickles of the optimizer have none.
         """
-        return self._clip.recorder
+        return self._logits.recorder
 
     @qk_recorder.setter
     def qk_recorder(self, recorder: Any) -> None:
         if recorder is not None and not callable(getattr(recorder, "take", None)):
             raise ValueError(f"qk_recorder must be a QKLogitRecorder or None, found {recorder!r}")
-        self._clip.recorder = recorder
+        self._logits.recorder = recorder
 
     def qk_clip_stats(self) -> dict[str, Any]:
         """What QK-Clip saw and did, as plain numbers. Makes the host wait for the device.
@@ -582,7 +600,7 @@ class Muon(torch.optim.Optimizer):
             with ``max_logits``, where NaN shows as Inf; of all steps, ``steps`` that had logits,
             ``total_clipped`` and ``total_nonfinite``. Not in checkpoints.
         """
-        return self._clip.stats()
+        return {**NO_STATS, "layers": {}} if self._clip is None else self._clip.stats()
 
     # -- state -----------------------------------------------------------------------------------
 
@@ -774,6 +792,7 @@ class Muon(torch.optim.Optimizer):
         if is_unpickled:
             if self.cpu_offload == "backward":
                 self._offload.hooks = Hooks(self, None)
+            self._logits = LogitSource()
             self._registration = agreement.Registration(self._sets)
 
     # -- CPU offload -----------------------------------------------------------------------------
@@ -908,6 +927,17 @@ class Muon(torch.optim.Optimizer):
         """Lets go of what steps keep of weights and state, which would keep their memory."""
         self._prepared = None
         self._store.recheck()
+
+
+def _make_clip(clip_config: Any, clip_mode: Any) -> Optional[QKClip]:
+    """QK-Clip as configured, loaded where it is used."""
+    if clip_config is None and clip_mode == "shared":
+        return None
+    from .qk_clip.clip import QKClip
+    from .qk_clip.config import read_clip_config
+
+    config = read_clip_config(clip_config, clip_mode)
+    return None if config is None else QKClip(config)
 
 
 def _is_zero(lr: Any) -> bool:

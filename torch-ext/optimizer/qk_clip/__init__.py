@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from .config import grouped_rows, stacked_rows
-from .scales import reduce_qk_logits
-
 __all__ = [
     "QKLogitRecorder",
     "grouped_rows",
@@ -17,7 +14,15 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Loads what observes the attention of a model when it is first asked for."""
+    """Loads what clips, and what observes the attention of a model, when it is first asked for."""
+    if name in ("grouped_rows", "stacked_rows"):
+        from . import config
+
+        return getattr(config, name)
+    if name == "reduce_qk_logits":
+        from .scales import reduce_qk_logits
+
+        return reduce_qk_logits
     if name == "QKLogitRecorder":
         from ..extras.qk_logits.recorder import QKLogitRecorder
 

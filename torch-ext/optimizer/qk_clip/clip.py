@@ -19,7 +19,8 @@ from ..parameters.options import Group, Settings
 from ..parameters.survey import Survey, shared_with, this_rank
 from ..parameters.validation import warn
 from .config import ClipConfig, LayerKey
-from .projections import Layer, Layers, Logits, find_layers, quote
+from .logit_source import Logits
+from .projections import Layer, Layers, find_layers, quote
 from .scales import PackedLayers, ReducedLogits, concatenate_logits, read_layer_logits
 
 
@@ -80,17 +81,11 @@ class QKClip:
     """What an optimizer keeps of QK-Clip between steps.
 
     Args:
-        config: how logits are bounded; None where they are not.
-
-    Attributes:
-        recorder: records logits in the forward, for steps that get no other logits.
-        next_logits: logits for the next step.
+        config: how logits are bounded.
     """
 
-    def __init__(self, config: Optional[ClipConfig] = None):
+    def __init__(self, config: ClipConfig):
         self.config = config
-        self.recorder: Any = None
-        self.next_logits: Optional[Logits] = None
         self._has_warned = False  # of a step without logits
         self._has_warned_of_ranks = False  # that may see other logits
         self._survey: Optional[Survey] = None  # of which the layers were packed
@@ -112,12 +107,10 @@ class QKClip:
         Raises:
             ValueError: no names; a configuration that does not fit a projection.
         """
-        return find_layers(groups, self.config).bounded.values() if self.config else ()
+        return find_layers(groups, self.config).bounded.values()
 
     def check_and_warn(self, groups: Sequence[Group]) -> None:
         """Checks as `find` does, and warns where QK-Clip has no effect, or may miss a parameter."""
-        if self.config is None:
-            return
         layers = self.find(groups)
         if not layers:
             warn(
@@ -144,41 +137,33 @@ class QKClip:
 
     def begin(
         self,
-        qk_logits: Optional[Logits],
+        logits: Optional[Logits],
+        is_recorded: bool,
         groups: Sequence[Group],
         survey: Survey,
         settings: Settings,
         is_dry: bool,
+        only_with_gradient: bool,
     ) -> Optional[Clipping]:
         """QK-Clip of a step; None where there are no logits.
 
         Args:
-            qk_logits: by layer; None takes `next_logits`, else those of the recorder, which may
-                have layers that this optimizer does not train.
+            logits: by layer.
+            is_recorded: a recorder has made them, and may have layers that this optimizer does not
+                train.
             groups, survey, settings: of the optimizer.
-            is_dry: the step is to change nothing. Where no logits were passed to it, layers whose
-                gradients are zeros on all ranks are left alone.
+            is_dry: the step is to change nothing.
+            only_with_gradient: leave layers alone whose gradients are zeros on all ranks.
 
         Raises:
             ValueError: logits that don't fit the layers.
         """
-        only_with_gradient = is_dry and qk_logits is None
-        next_logits, self.next_logits = self.next_logits, None
-        recorded = None if self.recorder is None else self.recorder.take()
-        logits = next_logits if qk_logits is None else qk_logits
-        is_recorded = logits is None
-        logits = recorded if is_recorded else logits
         if not is_dry:
             self._warn_of_none(logits)
         if logits is None:
             return None
-        if self.config is None:
-            raise ValueError(
-                "step() got qk_logits, but the optimizer has no clip_config that says how to bound "
-                'them: Muon(..., clip_config={"head_dim": 128, "threshold": 100})'
-            )
         if survey is not self._survey:
-            self._pack_layers(groups, survey, settings, self.config)
+            self._pack_layers(groups, survey, settings)
             if is_recorded:
                 _warn_of_unknown(self._layers.unknown_names(logits), groups)
         by_layer = self._layers.match(logits, pass_over_unknown=is_recorded)
@@ -195,7 +180,7 @@ class QKClip:
 
     def _warn_of_none(self, logits: Optional[Logits]) -> None:
         """Warns, once, of a step without logits."""
-        if self.config is None or self._has_warned:
+        if self._has_warned:
             return
         if logits is None:
             problem = (
@@ -223,11 +208,9 @@ class QKClip:
                 "step() logits that were reduced, qk_clip.reduce_qk_logits(logits)"
             )
 
-    def _pack_layers(
-        self, groups: Sequence[Group], survey: Survey, settings: Settings, config: ClipConfig
-    ) -> None:
+    def _pack_layers(self, groups: Sequence[Group], survey: Survey, settings: Settings) -> None:
         """Finds the layers of the groups, and packs those of the same ranks and device."""
-        self._layers = find_layers(groups, config)
+        self._layers = find_layers(groups, self.config)
         self._unshared, self._notes = [], {}
         by_key: dict[tuple, list[Layer]] = {}  # the key: ranks and device
         for layer in self._layers.bounded.values():

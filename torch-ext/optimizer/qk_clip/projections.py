@@ -24,8 +24,7 @@ from .config import (
     LayerConfig,
     LayerKey,
 )
-
-Logits = Mapping[Any, Any]  # by layer, (heads,) each
+from .logit_source import Logits
 
 
 @dataclass(frozen=True)

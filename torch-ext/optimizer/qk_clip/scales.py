@@ -22,7 +22,8 @@ from ..distributed import regions
 from ..distributed import utils as dtensors
 from ..distributed.collectives import max_over_ranks
 from ..parameters.survey import this_rank
-from .projections import Layer, Logits
+from .logit_source import Logits
+from .projections import Layer
 
 
 class PackedLayers:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
-from typing import Any, NamedTuple, Optional
+from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 
 import torch
 from torch import Tensor
@@ -21,10 +21,12 @@ from ..distributed.chunks import Chunk, Span
 from ..distributed.plan import Lane, Plan, Unit
 from ..distributed.transport import Transport
 from ..parameters.options import Group, Settings
-from ..qk_clip.clip import Clipping
 from ..scratch import Scratch
 from .gradients import Gradients
 from .nonfinite import FiniteMask
+
+if TYPE_CHECKING:
+    from ..qk_clip.clip import Clipping
 
 State = Mapping[Tensor, MutableMapping[str, Tensor]]
 Index = Optional[tuple[slice, ...]]

@@ -1,0 +1,35 @@
+"""Takes the logits of a step: those passed to it, else those set before it, else recorded ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Optional
+
+Logits = Mapping[Any, Any]  # by layer, (heads,) each
+
+# `Muon.qk_clip_stats` where nothing was clipped.
+NO_STATS = {
+    **{"steps": 0, "max_logit": -math.inf, "heads": 0, "clipped": 0, "nonfinite": 0},
+    **{"total_clipped": 0, "total_nonfinite": 0},
+}
+
+
+class LogitSource:
+    """Where the logits of the next step come from. Copies and pickles of an optimizer have none.
+
+    Attributes:
+        recorder: records logits in the forward, for steps that get no other logits.
+        next_logits: logits for the next step.
+    """
+
+    def __init__(self) -> None:
+        self.recorder: Any = None
+        self.next_logits: Optional[Logits] = None
+
+    def take(self, qk_logits: Optional[Logits]) -> tuple[Optional[Logits], bool]:
+        """The logits of a step, and whether the recorder has them."""
+        next_logits, self.next_logits = self.next_logits, None
+        recorded = None if self.recorder is None else self.recorder.take()
+        logits = next_logits if qk_logits is None else qk_logits
+        return (recorded, True) if logits is None else (logits, False)
