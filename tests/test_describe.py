@@ -427,6 +427,58 @@ def test_numbers_used_one_by_one_are_no_matrices():
 # Fused projections
 
 
+class StateSpace(nn.Module):
+    """The sizes of Mamba's mixer, or of Mamba-2's."""
+
+    def __init__(self, rows: int, **sizes: int):
+        super().__init__()
+        self.in_proj = nn.Linear(16, rows)
+        for name, size in sizes.items():
+            setattr(self, name, size)
+
+
+class AdaLayerNormZero(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 96)
+
+
+@pytest.mark.parametrize(
+    ("module", "split"),
+    [
+        (lambda: StateSpace(64, intermediate_size=32), {"in_proj": [32, 32]}),
+        (
+            lambda: StateSpace(92, d_inner=32, ngroups=2, d_state=5, nheads=8),
+            {"in_proj": [32, 32, 10, 10, 8]},
+        ),
+        (AdaLayerNormZero, {"linear": 16}),
+        (
+            lambda: nn.ModuleDict({"adaLN_modulation": nn.Sequential(nn.Linear(16, 96))}),
+            {"adaLN_modulation": 16},
+        ),
+    ],
+    ids=["Mamba", "Mamba-2", "diffusers' modulations", "DiT's modulations"],
+)
+def test_projections_that_modules_name_the_sizes_of_are_split(module, split):
+    model = nn.ModuleDict({"layers": nn.ModuleList([module(), module()])})
+    description = follow(model)
+    assert kinds(description.warnings) == ["fused"]
+    space = run(description.code, model)
+    assert arguments(description.code, space)["split"] == split
+
+
+def test_an_input_projection_of_other_sizes_is_left_alone():
+    model = nn.ModuleDict({"layers": nn.ModuleList([StateSpace(65, intermediate_size=32)])})
+    assert follow(model).warnings == []
+
+
+def test_latent_and_rotary_keys_are_split_by_the_config():
+    model = of_layers("kv_a_proj_with_mqa", nn.Linear(16, 24))
+    model.config = {"kv_lora_rank": 16, "qk_rope_head_dim": 8}
+    description = follow(model)
+    assert 'split={"kv_a_proj_with_mqa": [16, 8]}' in description.code
+
+
 @pytest.mark.parametrize("name", ["qkv", "qkv_proj", "c_attn", "wqkv", "Wqkv"])
 def test_fused_projections_are_split_in_three_where_shapes_tell(name):
     description = follow(of_layers(name, nn.Linear(16, 48)))

@@ -112,6 +112,16 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "mpt": causal("mpt", d_model=64, n_heads=4, n_layers=2, vocab_size=1000),
     "opt": causal("opt", **TEXT, ffn_dim=112, word_embed_proj_dim=64),
     "mamba": causal("mamba", hidden_size=64, num_hidden_layers=2, vocab_size=1000, state_size=8),
+    "mamba2": causal(
+        "mamba2",
+        hidden_size=64,
+        num_hidden_layers=2,
+        vocab_size=1000,
+        state_size=8,
+        num_heads=8,
+        head_dim=16,
+        n_groups=2,
+    ),
     "rwkv": causal("rwkv", hidden_size=64, num_hidden_layers=2, vocab_size=1000),
     "recurrent_gemma": causal("recurrent_gemma", **TEXT),
     "bert": of("BertForMaskedLM", "BertConfig", **TEXT),
@@ -269,9 +279,12 @@ EXPECTED: dict[str, Expected] = {
         muon="q_a_proj q_b_proj kv_a_proj_with_mqa kv_b_proj o_proj gate_proj up_proj down_proj "
         "gate",
         adamw="embed_tokens gate_up_proj down_proj lm_head",
-        warnings="experts fused",
+        warnings="experts fused fused",
         notes="routers",
-        advised={"expert_keys": ["experts"], "split": {"gate_up_proj": [24, 24]}},
+        advised={
+            "expert_keys": ["experts"],
+            "split": {"kv_a_proj_with_mqa": [16, 8], "gate_up_proj": [24, 24]},
+        },
     ),
     "gpt2": Expected(
         muon="c_attn c_proj c_fc",
@@ -337,7 +350,15 @@ EXPECTED: dict[str, Expected] = {
     "mamba": Expected(
         muon="in_proj x_proj dt_proj out_proj",
         adamw="embeddings A_log conv1d",
+        warnings="fused",
         notes="tied",
+        advised={"split": {"in_proj": [128, 128]}},
+    ),
+    "mamba2": Expected(
+        muon="in_proj out_proj",
+        adamw="embeddings conv1d lm_head",
+        warnings="fused",
+        advised={"split": {"in_proj": [128, 128, 16, 16, 8]}},
     ),
     "rwkv": Expected(
         muon="key value receptance output",

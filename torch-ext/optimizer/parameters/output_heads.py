@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 # What the last layer of a model is called where it makes predictions.
 _HEAD_WORDS = {"head", "heads", "logit", "logits", "classifier", "final", "score"}
 _HEAD_WORDS |= {"pred", "prediction", "predictions", "predictor"}
+_LAST_OF_DIFFUSION = {"proj_out", "proj_out_2"}  # from the stream to patches: diffusers' names
 _FEW = 16  # outputs: fewer are no hidden layer's
 _LARGE = 1000  # a vocabulary that no hidden size is mistaken for, if it is 8 × the embedding's
 
@@ -147,6 +148,8 @@ def _is_head(decision: Decision, info: ParamInfo, muons: Sequence[Decision]) -> 
     components = info.name.split(".")[:-1]
     rows, cols = decision.param.shape
     if len(components) == 1 and re.fullmatch(r"fc\d*", components[0]):
+        return True
+    if components[-1] in _LAST_OF_DIFFUSION:
         return True
     words = {word for component in components[-2:] for word in component.lower().split("_")}
     if words & _HEAD_WORDS and rows != cols:

@@ -14,7 +14,7 @@ from typing import Optional, Union
 from torch import nn
 
 from ...parameters.default_groups import Decision
-from ...parameters.modules import ParamInfo, class_names, read
+from ...parameters.modules import ParamInfo, class_names, read, size_in
 from ...parameters.names import matches
 from .remedy import Remedy, Trap
 from .subject import Subject, names_of
@@ -37,6 +37,13 @@ _KEYS_AND_VALUES = {"to_kv"}
 _GATED = {"gate_up_proj", "gate_and_up_proj", "gate_up", "w13", "w1_w3", "w12"}
 _GATED_BY_CONFIG = {"Wi"}
 _INTERMEDIATE = ("intermediate_size", "ffn_dim", "d_ff", "ffn_hidden_size")
+# State-space layers: what configurations and modules call the inner width, groups, state, heads.
+_SSM_SIZES = (
+    ("intermediate_size", "mamba_intermediate", "d_inner"),
+    ("n_groups", "mamba_n_groups", "mamba_ngroups", "ngroups"),
+    ("state_size", "ssm_state_size", "mamba_d_state", "d_state"),
+    ("num_heads", "mamba_n_heads", "n_mamba_heads", "nheads"),
+)
 _GATES = {"LSTM": 4, "LSTMCell": 4, "GRU": 3, "GRUCell": 3}
 
 
@@ -115,6 +122,17 @@ def fused_in(decision: Decision, subject: Subject) -> Optional[Fused]:
         if name in _GATES and info.attribute.startswith(("weight_ih", "weight_hh")):
             return Fused(f"{_GATES[name]} gates", shape[0] // _GATES[name])
     weight = _weight_name(info)
+    if weight == "in_proj" and len(shape) == 2:
+        return _state_space(decision, info)
+    if weight == "kv_a_proj_with_mqa":
+        sizes = [subject.look_up(decision, [key]) for key in ("kv_lora_rank", "qk_rope_head_dim")]
+        known = [size for size in sizes if size is not None]
+        is_sum = len(known) == 2 and sum(known) == shape[0]
+        return Fused("latent and rotary keys", known if is_sum else None)
+    above = " ".join(class_names(info.above[0])) if info.above else ""
+    if weight.startswith("adaLN_mod") or (weight == "linear" and "AdaLayerNorm" in above):
+        count, rest = divmod(shape[0], shape[-1])
+        return Fused("modulations", shape[-1]) if count > 1 and not rest else None
     if weight in _GATED | _GATED_BY_CONFIG:
         return _gated(decision, subject, weight)
     if weight not in _QKV | _KEYS_AND_VALUES or len(shape) != 2:
@@ -127,6 +145,19 @@ def fused_in(decision: Decision, subject: Subject) -> Optional[Fused]:
     if weight in _BY_HEAD or _is_by_head(info):
         return Fused(holds, _head_rows(decision, subject), by_head=True)
     return Fused(holds, _qkv_rows(decision, subject))
+
+
+def _state_space(decision: Decision, info: ParamInfo) -> Optional[Fused]:
+    """Mamba's input and gate; with B, C and the steps of all heads, Mamba-2's."""
+    rows, module = decision.param.shape[0], info.above[0] if info.above else info.module
+    inner, groups, state, heads = (size_in(module, keys) for keys in _SSM_SIZES)
+    if inner is not None and rows == 2 * inner:
+        return Fused("input and gate", [inner, inner])
+    if None not in (inner, groups, state, heads):
+        counts = [inner, inner, groups * state, groups * state, heads]  # type: ignore[operator]
+        if sum(counts) == rows:  # type: ignore[arg-type]
+            return Fused("gate, input, B, C and steps", counts)  # type: ignore[arg-type]
+    return None
 
 
 def _weight_name(info: ParamInfo) -> str:
