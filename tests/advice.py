@@ -23,7 +23,7 @@ def arguments(code: str, space: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("optimizer."):
-            if ast.unparse(node.func) == "optimizer.muon.default_is_muon":
+            if ast.unparse(node.func) == "optimizer.default_is_muon":
                 continue
             for keyword in node.keywords:
                 found[keyword.arg] = eval(ast.unparse(keyword.value), space)
@@ -53,6 +53,14 @@ def follow(model: nn.Module, **given: Any) -> Any:
     space = run(description.code, model, **names)
     if not any(p.is_meta for p in model.parameters()):
         take_a_step(space["optim"])
+    groups = description.groups()
+    assert [group["names"] for group in groups] == [group["names"] for group in space["groups"]]
+    for made, written in zip(groups, space["groups"]):
+        assert made.keys() == written.keys()
+        assert {k: v for k, v in made.items() if k != "params"} == {
+            k: v for k, v in written.items() if k != "params"
+        }
+    optimizer.Muon(groups, **description.options())
     again = optimizer.describe(model, **arguments(description.code, space))
     assert again.warnings == [], again
     for group, algorithm in zip(space["groups"], ("Muon", "AdamW")):

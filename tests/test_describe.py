@@ -135,7 +135,7 @@ def test_a_plain_llama_has_no_trap_and_the_code_of_the_readme():
     description = follow(Llama())
     assert description.warnings == [] and description.notes == []
     assert description.code.splitlines() == [
-        "groups = optimizer.muon.get_default_muon_param_groups(model)",
+        "groups = optimizer.get_default_muon_param_groups(model)",
         "optim = optimizer.Muon(groups, lr=1e-3)",
     ]
     told = reasons(description)
@@ -359,6 +359,16 @@ def test_a_last_layer_is_told_to_be_a_head(name):
     model = nn.ModuleDict({"layer1": nn.Linear(32, 32), "layer2": nn.Linear(32, 64)})
     model[name] = nn.Linear(64, 20)
     assert f"{name}.weight" in names_of(follow(model), "AdamW")
+
+
+def test_what_is_advised_can_be_used_without_copying_it():
+    model = Llama()
+    advised = describe(model, adamw_lr=1e-4, decay_vectors=False, weight_decay=0.1)
+    optim = optimizer.Muon(advised.groups(), **advised.options())
+    assert [group["lr"] for group in optim.param_groups] == [1e-3, 1e-4, 1e-4]
+    assert [group["weight_decay"] for group in optim.param_groups] == [0.1, 0.1, 0.0]
+    assert "adamw_lr=1e-4,\n    decay_vectors=False" in advised.code
+    assert describe(model, adjust_lr="original").groups()[1]["lr"] == 3e-4
 
 
 def test_a_head_is_told_where_the_caller_decides():

@@ -790,6 +790,18 @@ def test_adamw_keys_name_what_adamw_trains():
         get_default_muon_param_groups(model, adamw_keys=["gate"])
 
 
+def test_adamws_rate_and_undecayed_vectors_are_arguments():
+    model = Head(head=nn.Linear(32, 10))
+    muon, adamw = get_default_muon_param_groups(model, adamw_lr=1e-4)
+    assert "lr" not in muon and adamw["lr"] == 1e-4 and "weight_decay" not in adamw
+    muon, adamw, vectors = get_default_muon_param_groups(model, adamw_lr=1e-4, decay_vectors=False)
+    assert adamw["names"] == ["head.weight"] and not vectors["use_muon"]
+    assert vectors["names"] == [name for name, p in model.named_parameters() if p.ndim == 1]
+    optim = optimizer.Muon([muon, adamw, vectors], lr=0.02, weight_decay=0.1)
+    assert [g["lr"] for g in optim.param_groups] == [0.02, 1e-4, 1e-4]
+    assert [g["weight_decay"] for g in optim.param_groups] == [0.1, 0.1, 0.0]
+
+
 MOVED = {
     "fc": (lambda: Head(fc=nn.Linear(32, 3)), r"fc\.weight went to AdamW and nothing to Muon"),
     "a stack": (

@@ -185,6 +185,8 @@ def get_default_muon_param_groups(
     expert_keys: Optional[Sequence[str]] = None,
     *,
     adamw_keys: Union[str, Sequence[str], None] = None,
+    adamw_lr: Any = None,
+    decay_vectors: bool = True,
 ) -> list[dict[str, Any]]:
     """Muon's and AdamW's parameter groups of a model, frozen parameters left out.
 
@@ -198,12 +200,16 @@ def get_default_muon_param_groups(
         expert_keys: see `default_is_muon`; the Muon group keeps them.
         adamw_keys: whole components of names that AdamW trains whatever they hold, for example
             ``["router"]``.
+        adamw_lr: learning rate of AdamW's group; None leaves it to the optimizer's ``lr``.
+        decay_vectors: False gives norms' weights, biases and other parameters of less than two
+            dimensions a group of their own, without weight decay.
 
     Raises:
         ValueError: no model; one that FSDP1 has flattened.
 
     Returns:
         Two groups, ``use_muon`` True and False, with ``params`` and ``names``; either may be empty.
+        With ``decay_vectors=False`` a third one, AdamW's as well.
     """
     expert_keys, adamw_keys = as_keys(expert_keys), as_keys(adamw_keys)
     decisions = decide(model, is_muon_func, expert_keys, adamw_keys)
@@ -211,16 +217,33 @@ def get_default_muon_param_groups(
     for option, keys in (("expert_keys", expert_keys), ("adamw_keys", adamw_keys)):
         for key in unmatched_keys(decisions, keys):
             warnings.warn(f"{option}: no parameter has a component {key!r}", stacklevel=2)
-    muon: dict[str, Any] = {"params": [], "names": [], "use_muon": True}
+    return groups_of(decisions, expert_keys, adamw_lr, decay_vectors)
+
+
+def groups_of(
+    decisions: Sequence[Decision],
+    expert_keys: Optional[Sequence[str]],
+    adamw_lr: Any,
+    decay_vectors: bool,
+) -> list[dict[str, Any]]:
+    """The groups of decisions; see `get_default_muon_param_groups`."""
+    rate = {} if adamw_lr is None else {"lr": adamw_lr}
+    groups: list[dict[str, Any]] = [
+        {"params": [], "names": [], "use_muon": True},
+        {"params": [], "names": [], "use_muon": False, **rate},
+    ]
     if expert_keys is not None:
-        muon["expert_keys"] = list(expert_keys)
-    adamw: dict[str, Any] = {"params": [], "names": [], "use_muon": False}
+        groups[0]["expert_keys"] = list(expert_keys)
+    if not decay_vectors:
+        groups.append({**groups[1], "params": [], "names": [], "weight_decay": 0.0})
     for decision in decisions:
         if decision.algorithm != "frozen":
-            group = muon if decision.algorithm == "Muon" else adamw
-            group["params"].append(decision.param)
-            group["names"].append(decision.name)
-    return [muon, adamw]
+            number = 0 if decision.algorithm == "Muon" else 1
+            if number == 1 and decision.param.ndim < 2:
+                number = len(groups) - 1
+            groups[number]["params"].append(decision.param)
+            groups[number]["names"].append(decision.name)
+    return groups
 
 
 def as_keys(expert_keys: Union[str, Sequence[str], None]) -> Optional[Sequence[str]]:

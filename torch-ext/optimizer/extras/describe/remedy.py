@@ -6,13 +6,19 @@ import itertools
 import json
 import keyword
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from ...distributed import utils as dtensors
-from ...parameters.default_groups import DIMENSIONS, Decision, default_is_muon, takes_expert_keys
+from ...parameters.default_groups import (
+    DIMENSIONS,
+    Decision,
+    default_is_muon,
+    groups_of,
+    takes_expert_keys,
+)
 from ...parameters.names import has_component, matches
 from .subject import Subject
 from .table import collect_by, glob
@@ -22,10 +28,6 @@ LR = {"match_rms_adamw": 1e-3, "original": 0.02, "spectral": 0.01, "none": 0.02}
 ADAMW_LR = 3e-4  # where Muon's is on a scale of its own
 WORLD = "torch.distributed.group.WORLD"
 _MOST_LEFT = 6  # names that a condition on shapes takes by mistake, to be left one by one
-
-
-class Source(str):
-    """Code, as the value of an argument."""
 
 
 @dataclass(frozen=True)
@@ -127,14 +129,12 @@ def _beside(remedy: Remedy) -> str:
     return remedy.wording.replace("{}", arguments)
 
 
+# Arguments of `get_default_muon_param_groups` beside the model and ``is_muon_func``.
+GROUP_ARGUMENTS = {"expert_keys": None, "adamw_keys": None, "adamw_lr": None, "decay_vectors": True}
+
+
 def script(subject: Subject, advice: Remedy) -> str:
     """Code that runs where ``model`` and ``optimizer`` are at hand."""
-    options = advice.applied_to(subject.options)
-    keys = {key: options.pop(key, None) for key in ("expert_keys", "adamw_keys")}
-    scale = options.get("adjust_lr", "match_rms_adamw")
-    lr = options.pop("lr", LR[scale])
-    if advice.split:
-        options["split"] = {**(options.get("split") or {}), **_split_patterns(advice)}
     lines = list(advice.header)
     arguments = ["model"]
     if advice.leave or advice.take or advice.only_matrices:
@@ -142,17 +142,52 @@ def script(subject: Subject, advice: Remedy) -> str:
         arguments.append("is_muon_func=is_muon")
     elif subject.is_muon_func is not default_is_muon:
         arguments.append(f"is_muon_func={_name_of(subject.is_muon_func)}")
-    arguments += _arguments({key: list(value) for key, value in keys.items() if value})
-    lines += _call("groups", "optimizer.muon.get_default_muon_param_groups", arguments)
+    chosen = _group_arguments(subject, advice)
+    defaults = GROUP_ARGUMENTS.items()
+    arguments += _arguments({key: chosen[key] for key, value in defaults if chosen[key] != value})
+    lines += _call("groups", "optimizer.get_default_muon_param_groups", arguments)
     lines += advice.comments
-    if isinstance(lr, (int, float)) and lr > 5e-3 and scale != "match_rms_adamw":
-        lines.append(
-            f"groups[1][\"lr\"] = {number(ADAMW_LR)}  # AdamW's own: {number(lr)} is Muon's"
-        )
-    lines += _call("optim", "optimizer.Muon", ["groups", *_arguments({"lr": lr, **options})])
+    options = _arguments(advised_options(subject, advice))
+    lines += _call("optim", "optimizer.Muon", ["groups", *options])
     if any("torch." in line for line in lines):
         lines = ["import torch", "", *lines]
     return "\n".join(lines)
+
+
+def advised_options(subject: Subject, advice: Remedy) -> dict[str, Any]:
+    """Keyword arguments of ``Muon``."""
+    options = advice.applied_to(subject.options)
+    options = {key: value for key, value in options.items() if key not in GROUP_ARGUMENTS}
+    if advice.split:
+        options["split"] = {**(options.get("split") or {}), **_split_patterns(advice)}
+    return {"lr": LR[options.get("adjust_lr", "match_rms_adamw")], **options}
+
+
+def advised_groups(subject: Subject, advice: Remedy) -> list[dict[str, Any]]:
+    """The parameter groups that the script makes."""
+    muons = {decision.name for decision in advice.muons(subject)}
+    if advice.take:
+        muons -= set(_condition(subject, advice.take)[1])
+    decisions = [
+        replace(decision, algorithm="Muon" if decision.name in muons else "AdamW")
+        for decision in subject.trainable
+    ]
+    arguments = _group_arguments(subject, advice)
+    del arguments["adamw_keys"]
+    return groups_of(decisions, **arguments)
+
+
+def _group_arguments(subject: Subject, advice: Remedy) -> dict[str, Any]:
+    options = {**GROUP_ARGUMENTS, **advice.applied_to(subject.options)}
+    arguments = {key: options[key] for key in GROUP_ARGUMENTS}
+    for key in ("expert_keys", "adamw_keys"):
+        arguments[key] = list(arguments[key] or ()) or None
+    lr = advised_options(subject, advice)["lr"]
+    scale = options.get("adjust_lr", "match_rms_adamw")
+    is_muons = isinstance(lr, (int, float)) and lr > 5e-3 and scale != "match_rms_adamw"
+    if arguments["adamw_lr"] is None and is_muons:
+        arguments["adamw_lr"] = ADAMW_LR
+    return arguments
 
 
 def _is_muon(subject: Subject, advice: Remedy) -> list[str]:
@@ -223,7 +258,7 @@ def _patterns(names: Sequence[str], others: Sequence[str]) -> list[str]:
 
 def _name_of(function: Any, taken: str = "") -> str:
     if function is default_is_muon:
-        return "optimizer.muon.default_is_muon"
+        return "optimizer.default_is_muon"
     name = getattr(function, "__name__", "")
     is_usable = name.isidentifier() and not keyword.iskeyword(name) and name != taken
     return name if is_usable else "is_muon_func"
@@ -244,8 +279,6 @@ def _arguments(values: Mapping[str, Any]) -> list[str]:
 
 
 def _argument(key: str, value: Any, width: int = WIDTH) -> str:
-    if isinstance(value, Source):
-        return f"{key}={value}"
     plain = (bool, int, float, str, list, tuple, dict, torch.dtype)
     if value is None or isinstance(value, plain):
         return f"{key}={literal(value, width)}"

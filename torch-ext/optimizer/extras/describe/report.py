@@ -6,7 +6,7 @@ import inspect
 import textwrap
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Union
 
 from torch import nn
@@ -18,7 +18,7 @@ from ...parameters.modules import infos_of
 from ...parameters.names import WRAPPER_COMPONENTS
 from ...parameters.options import GROUP_OPTIONS
 from . import table
-from .remedy import Trap, script
+from .remedy import Remedy, Trap, advised_groups, advised_options, script
 from .subject import Subject
 from .traps import find_notes, find_warnings
 
@@ -45,6 +45,16 @@ class Description:
     notes: list[Trap]
     code: str
     model: str
+    _subject: Subject = field(repr=False, compare=False)
+    _advice: Remedy = field(repr=False, compare=False)
+
+    def groups(self) -> list[dict[str, Any]]:
+        """The parameter groups that `code` makes, without copying it."""
+        return advised_groups(self._subject, self._advice)
+
+    def options(self) -> dict[str, Any]:
+        """The keyword arguments that `code` gives to `Muon` beside the groups."""
+        return advised_options(self._subject, self._advice)
 
     @property
     def totals(self) -> dict[str, dict[str, Any]]:
@@ -103,6 +113,8 @@ def describe(
     is_muon_func: Callable[..., bool] = default_is_muon,
     expert_keys: Union[str, Sequence[str], None] = None,
     adamw_keys: Union[str, Sequence[str], None] = None,
+    adamw_lr: Any = None,
+    decay_vectors: bool = True,
     **options: Any,
 ) -> Description:
     """Which parameters of a model go where and why, which traps there are, and the code to write.
@@ -125,7 +137,8 @@ def describe(
 
     Args:
         model: the model, as it will be trained: sharded and wrapped already.
-        is_muon_func, expert_keys, adamw_keys: as `get_default_muon_param_groups` takes them.
+        is_muon_func, expert_keys, adamw_keys, adamw_lr, decay_vectors: as
+            `get_default_muon_param_groups` takes them.
         options: as `Muon` takes them: ``lr``, ``adjust_lr``, ``split``, ``process_group``, …
 
     Raises:
@@ -134,6 +147,8 @@ def describe(
 
     Example:
         >>> print(optimizer.describe(model))
+        >>> advised = optimizer.describe(model)
+        >>> optim = optimizer.Muon(advised.groups(), **advised.options())
         >>> description = optimizer.describe(model, lr=0.02, adjust_lr="original")
         >>> [row["name"] for row in description.rows if row["algorithm"] == "Muon"]
         >>> assert not description.warnings
@@ -141,7 +156,8 @@ def describe(
     _check(options)
     keys = {"expert_keys": as_keys(expert_keys), "adamw_keys": as_keys(adamw_keys)}
     decisions, infos = decide(model, is_muon_func, **keys), infos_of(model)
-    subject = Subject(model, decisions, infos, is_muon_func, {**keys, **options})
+    of_groups = {**keys, "adamw_lr": adamw_lr, "decay_vectors": decay_vectors}
+    subject = Subject(model, decisions, infos, is_muon_func, {**of_groups, **options})
     traps, advice = find_warnings(subject)
     return Description(
         rows=[
@@ -160,6 +176,8 @@ def describe(
         notes=find_notes(subject, advice),
         code=script(subject, advice),
         model=type(_unwrapped(model)).__name__.removeprefix("FSDP"),  # fully_shard's
+        _subject=subject,
+        _advice=advice,
     )
 
 

@@ -15,7 +15,7 @@ from ...parameters.modules import class_names
 from ...parameters.names import matches
 from ...parameters.output_heads import last_matrix, may_be_a_head, unnamed_heads
 from . import convolutions, fused, learning_rate
-from .remedy import WORLD, Remedy, Source, Trap, literal
+from .remedy import Remedy, Trap, literal
 from .subject import Subject, names_of, numel
 from .table import collect_by, counted, fold, text
 
@@ -105,7 +105,7 @@ def _replicas(subject: Subject, advice: Remedy) -> Iterator[Trap]:
         return
     if not muons or any(dtensors.is_dtensor(d.param) for d in subject.trainable):
         return
-    options: dict[str, Any] = {"process_group": Source(WORLD)}
+    options: dict[str, Any] = {"process_group": dtensors.world()}
     header: tuple[str, ...] = ()
     if any(isinstance(m, nn.parallel.DistributedDataParallel) for m in subject.model.modules()):
         what = f"DDP on {ranks} ranks, without a process_group"
