@@ -12,7 +12,8 @@ from typing import Any, Callable, Optional, Union
 import torch
 from torch import nn
 
-from .names import has_component, normalize_name
+from .names import did_you_mean, has_component, normalize_name
+from .owners import remember_owners
 
 # What modules of embeddings and output heads are called in the model families of the Hub.
 EMBEDDINGS_AND_HEADS = frozenset(
@@ -179,8 +180,10 @@ def get_default_muon_param_groups(
     expert_keys = as_keys(expert_keys)
     decisions = decide(model, is_muon_func, expert_keys)
     _check_not_flattened(model)
+    remember_owners(model)
     for key in unmatched_keys(decisions, expert_keys):
-        warnings.warn(f"expert_keys: no parameter has a component {key!r}", stacklevel=2)
+        instead = did_you_mean([key], [decision.name for decision in decisions])
+        warnings.warn(f"expert_keys: no parameter has a component {key!r}{instead}", stacklevel=2)
     muon: dict[str, Any] = {"params": [], "names": [], "use_muon": True}
     if expert_keys is not None:
         muon["expert_keys"] = list(expert_keys)

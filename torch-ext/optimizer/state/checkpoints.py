@@ -25,7 +25,10 @@ def check_structure(state_dict: Any, is_whole: bool = True) -> None:
     It is not whole before the hooks that may yet change what is in it.
     """
     if not isinstance(state_dict, dict):
-        raise ValueError(f"a state dict is needed, found a {type(state_dict).__name__}")
+        raise ValueError(
+            f"a state dict is needed, found a {type(state_dict).__name__}; a list of other "
+            "optimizers' goes to load_foreign_state_dict"
+        )
     if not is_whole:
         return
     states, groups = state_dict.get("state"), state_dict.get("param_groups")

@@ -6,7 +6,8 @@ unpickled, copied or changed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Optional
 
@@ -279,6 +280,42 @@ def _kinds_of(options: Mapping[str, Any]) -> tuple[str, ...]:
     if "momentum" in options:  # which both of these group by size, with a momentum for each
         return ("nanochat", "keller_jordan") if "ns_steps" in options else ("keller_jordan",)
     return ()
+
+
+@contextlib.contextmanager
+def names_source(saved_groups: Sequence[Mapping[str, Any]]) -> Iterator[None]:
+    """Within it, an error of `Muon.load_state_dict` names the optimizer that wrote the checkpoint.
+
+    State dicts of torch's optimizers are refused even if they would fit: torch's Muon keeps the
+    averaged momentum, and both keep options under other keys.
+
+    Raises:
+        ValueError: the groups are those of one of torch's; whatever is raised within it.
+    """
+    kinds = [_kinds_of(group) for group in saved_groups]
+    shared = [kind for kind in kinds[0] if all(kind in each for each in kinds)] if kinds else []
+    for kind, call in _CALLS_FOR_TORCH.items():
+        if kind in shared:
+            raise ValueError(
+                f"the checkpoint is of kind {kind!r}, as the keys of its groups show: "
+                f"load_foreign_state_dict({call}, kind={kind!r}) converts it"
+            )
+    try:
+        yield
+    except ValueError as error:
+        if not shared:
+            raise
+        raise ValueError(
+            f"{error}. The groups of the checkpoint look like those of kind "
+            f"{' or '.join(map(repr, shared))}, which load_foreign_state_dict converts"
+        ) from None
+
+
+# What a message tells to write for state dicts of torch's.
+_CALLS_FOR_TORCH = {
+    "torch_muon": "[muon_state_dict, adamw_state_dict]",
+    "torch_adamw": "state_dict, params=model.parameters()",
+}
 
 
 def _in_words(value: Any) -> str:
