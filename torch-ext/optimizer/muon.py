@@ -27,6 +27,7 @@ from .qk_clip.clip import Logits, QKClip
 from .qk_clip.config import read_clip_config
 from .state import checkpoints
 from .state.integrity import Integrity
+from .state.origin import names_source
 from .state.specs import check_state
 from .state.store import StateStore
 from .step.grad_scaler import Scaling, forget_where_it_raises, is_asked_by_lightning
@@ -647,8 +648,6 @@ class Muon(torch.optim.Optimizer):
             ValueError: the checkpoint does not fit; nothing was loaded.
             RuntimeError: loading broke off after it had begun, and has to be repeated.
         """
-        from .extras.foreign_checkpoints.sources import names_source
-
         checkpoints.check_structure(state_dict, is_whole=False)
         loaded: dict[str, Any] = {}
 

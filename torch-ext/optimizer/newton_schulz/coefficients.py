@@ -7,15 +7,13 @@ are, so a few well-chosen (a, b, c) push all singular values towards 1.
 from __future__ import annotations
 
 import functools
-import sys
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Optional, Union
 
 import torch
-
-_LARGEST = sys.float_info.max
 
 Triple = tuple[float, float, float]
 Coefficients = Union[str, Sequence[float], Sequence[Sequence[float]]]
@@ -156,11 +154,16 @@ def resolve(coefficients: Coefficients, steps: Optional[int] = None) -> Iteratio
 
 def is_triple(value: object) -> bool:
     """Whether a value is one (a, b, c), of finite numbers."""
-    return (
-        isinstance(value, (tuple, list))
-        and len(value) == 3
-        and all(isinstance(x, Real) and x >= -_LARGEST and x <= _LARGEST for x in value)
-    )
+    return isinstance(value, (tuple, list)) and len(value) == 3 and all(map(_is_finite, value))
+
+
+def _is_finite(value: object) -> bool:
+    if not isinstance(value, Real):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an int that no float is as large as
+        return False
 
 
 @functools.cache
