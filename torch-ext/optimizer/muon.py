@@ -27,7 +27,7 @@ from .qk_clip.clip import Logits, QKClip
 from .qk_clip.config import read_clip_config
 from .state import checkpoints
 from .state.integrity import Integrity
-from .state.origin import names_source
+from .state.origin import in_words_of_this_package, names_source
 from .state.specs import check_state
 from .state.store import StateStore
 from .step.grad_scaler import Scaling, forget_where_it_raises, is_asked_by_lightning
@@ -656,7 +656,7 @@ class Muon(torch.optim.Optimizer):
             if self._integrity.is_broken and not self._integrity.is_void:
                 checkpoints.check_apart(saved["state"], self.state)
             states = checkpoints.normalize_state(saved["state"])
-            with names_source(saved["param_groups"]):
+            with names_source(saved["param_groups"], self.param_groups):
                 merged = self._check_saved(states, saved["param_groups"])
             loaded.update(saved, state=states, param_groups=merged)
             return {**loaded, "state": checkpoints.without_tensors(states, merged)}
@@ -696,6 +696,8 @@ class Muon(torch.optim.Optimizer):
         Returns:
             The groups with every key.
         """
+        checkpoints.check_count(self.param_groups, param_groups)
+        param_groups = list(map(in_words_of_this_package, param_groups, self.param_groups))
         merged = checkpoints.merge_groups(self.param_groups, param_groups, self._defaults_of)
         groups = self._read_groups()
         wheres = [f"{group.where} of the checkpoint" for group in groups]

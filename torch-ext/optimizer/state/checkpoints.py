@@ -93,6 +93,15 @@ def normalize_state(states: Mapping[Any, Any]) -> dict[Any, Any]:
     return normalized
 
 
+def check_count(groups: Sequence[RawGroup], saved: Sequence[RawGroup]) -> None:
+    """Checks that there are as many groups as saved ones."""
+    if len(groups) != len(saved):
+        raise ValueError(
+            f"there are {len(groups)} param_groups where the checkpoint has {len(saved)}: "
+            "a different number of parameter groups; make them as they were when it was saved"
+        )
+
+
 def merge_groups(
     groups: Sequence[RawGroup],
     saved: Sequence[RawGroup],
@@ -101,15 +110,7 @@ def merge_groups(
     """Saved groups with every key: what they lack gets its default, or stays where there is none.
 
     How parameters are read as matrices is not the checkpoint's to say.
-
-    Raises:
-        ValueError: there are more groups than saved ones, or fewer.
     """
-    if len(groups) != len(saved):
-        raise ValueError(
-            f"there are {len(groups)} param_groups where the checkpoint has {len(saved)}: "
-            "a different number of parameter groups; make them as they were when it was saved"
-        )
     merged = []
     for group, saved_group in zip(groups, saved):
         structure = {key: group[key] for key in STRUCTURE if key in group}
