@@ -701,14 +701,14 @@ class Muon(torch.optim.Optimizer):
         merged = checkpoints.merge_groups(self.param_groups, param_groups, self._defaults_of)
         groups = self._read_groups()
         wheres = [f"{group.where} of the checkpoint" for group in groups]
-        for group, saved, where in zip(self.param_groups, param_groups, wheres):
-            validation.check_keys(saved, self._defaults_of(group), where)
         saved_groups = [
             self._translate({**raw, "names": None, "where": where})
             for raw, where in zip(merged, wheres)
         ]
         entries, live = self._take_survey(groups).entries, self.state
         checkpoints.check_and_divide(groups, entries, saved_groups, states, live, self._settings)
+        for group, saved, where in zip(self.param_groups, param_groups, wheres):
+            validation.check_keys(saved, self._defaults_of(group), where)
         return merged
 
     @torch.no_grad()
