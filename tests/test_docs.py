@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from kernels import get_kernel
 from torch import nn
 
 import reference as ref
@@ -106,6 +107,16 @@ def test_messages_are_those_of_the_package():
     for message in messages:
         for piece in re.split(" *… *", re.match(r"`([^`]*)`", message)[1]):
             assert any(piece in text for text in known), message
+
+
+def test_a_folder_without_a_build_raises_the_words_that_are_documented(monkeypatch, tmp_path):
+    monkeypatch.setenv("LOCAL_KERNELS", f"org/unbuilt={tmp_path}")
+    with pytest.raises(FileNotFoundError) as caught:
+        get_kernel("org/unbuilt", version=1)
+    (words,) = re.findall(
+        r"^\| `(Cannot find [^`]*)`", (ROOT / "docs" / "errors.md").read_text(), re.MULTILINE
+    )
+    assert words in str(caught.value)
 
 
 # -- docs/migration.md -----------------------------------------------------------------------------

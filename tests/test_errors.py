@@ -7,8 +7,12 @@ that has trained, whose weights, gradients and state must be bit-equal to a copy
 from __future__ import annotations
 
 import copy
+import gc
+import inspect
+import io
 import re
 import warnings
+import weakref
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
@@ -445,7 +449,9 @@ NO_FAMILIES = [
     "",
     None,
     5,
-    (3.4445, -4.7750, 2.0315),  # what torch.optim.Muon takes
+    (3.4445, -4.7750),
+    (3.4445, NAN, 2.0315),
+    (3.4445, -4.7750, TOO_LARGE),
     [],
     [(1.0, 2.0)] * 5,
     [(1.0, 2.0, 3.0, 4.0)] * 5,
@@ -1130,3 +1136,276 @@ def test_no_warning_of_untrained_matrices_where_there_are_none_or_they_may_be_so
     assert not warnings_of(frozen, optim, 4)
     idle = Experts()
     assert not warnings_of(idle, matrices_and_biases(idle, expert_keys=["experts"]), 4)
+
+
+# Words of other optimizers, and typos
+
+MISTAKES = {  # what it is answered with
+    "betas": "use 'adamw_betas' .for AdamW; Muon has 'momentum'",
+    "eps": "use 'adamw_eps' .for AdamW, 'ns_eps' for the orthogonalization",
+    "wd": "use 'weight_decay'",
+    "learning_rate": "use 'lr'",
+    "adjust_lr_fn": "use 'adjust_lr' .torch's None is 'original'",
+    "fused": "leave it out: AdamW is fused by itself where foreach is None",
+    "amsgrad": "leave it out",
+    "mu": "use 'momentum'",
+    "num_ns_steps": "use 'ns_steps'",
+    "ns_step": "did you mean 'ns_steps'",
+    "weigth_decay": "did you mean 'weight_decay'",
+}
+each_mistake = pytest.mark.parametrize("word, answer", MISTAKES.items(), ids=MISTAKES)
+MEANS_NOTHING = "that means nothing here; {}"
+
+
+@each_mistake
+def test_an_argument_that_muon_does_not_have_is_answered_with_what_to_write(word, answer):
+    says = rf"Muon\(\) got an unexpected keyword argument '{word}': {answer}"
+    assert_raises(lambda: Muon(good_groups(), **{word: 1}), says, error=TypeError)
+    says = says.replace("Muon", "MuonAdamW", 1)
+    if word not in ("betas", "eps"):  # nanochat's
+        make = lambda: optimizer.MuonAdamW(nanochat_groups(), **{word: 1})  # noqa: E731
+        assert_raises(make, says, error=TypeError)
+    says = says.replace("MuonAdamW", "describe", 1)
+    assert_raises(lambda: optimizer.describe(model(), **{word: 1}), says, error=TypeError)
+    says = rf"Motif's Muon has no argument '{word}' \({answer}"
+    assert_raises(lambda: optimizer.presets.motif(good_groups(), **{word: 1}), says)
+    groups = [{**good_groups()[0], word: 1}]
+    assert_raises(lambda: optimizer.presets.motif(groups), rf"has '{word}', .* has not \({answer}")
+
+
+def test_presets_propose_only_what_their_source_has():
+    make = optimizer.presets.torch_muon
+    assert_raises(lambda: make([parameter(2, 2)], learning_rate=1), r"\(use 'lr'\); it has lr, ")
+    assert_raises(lambda: make([parameter(2, 2)], betas=1), "has no argument 'betas'; it has lr, ")
+
+
+def test_unknown_arguments_are_answered_under_torchrun_too(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    assert_raises(lambda: Muon(good_groups(), wd=1), "use 'weight_decay'", error=TypeError)
+    assert_raises(lambda: Muon(good_groups(), zzz=1), "unexpected .*'zzz'$", error=TypeError)
+
+
+@pytest.mark.parametrize("cls", [Muon, optimizer.MuonAdamW, optimizer.DistMuonAdamW])
+def test_signatures_show_no_catch_all_for_wrong_words(cls):
+    parameters = inspect.signature(cls).parameters.values()
+    options = [p.name for p in parameters if p.kind is p.VAR_KEYWORD]
+    assert options == ([] if cls is Muon else ["options"])
+    assert not any(p.kind is p.VAR_POSITIONAL for p in parameters)
+
+
+@each_mistake
+def test_a_group_key_that_means_nothing_is_answered_wherever_it_comes_from(word, answer):
+    says = [rf"param_groups\[3\].* has a key '{word}'", MEANS_NOTHING.format(answer)]
+    groups = good_groups()
+    groups[3][word] = 1
+    assert_raises(lambda: Muon(groups), *says)
+    for optim in trained(0), trained(2):
+        twin = copy.deepcopy(optim)
+        optim.param_groups[3][word] = 1
+        assert_refused(optim, optim.step, *says)
+        assert_refused(optim, optim.state_dict, *says)
+        saved = copy.deepcopy(twin.state_dict())
+        saved["param_groups"][3][word] = 1
+        del optim.param_groups[3][word]
+        assert_refused(optim, lambda o=optim, s=saved: o.load_state_dict(s), "checkpoint", *says)
+        assert_steps_like(optim, twin)
+
+
+def test_a_key_for_all_groups_that_is_set_later_is_refused():
+    optim = trained(1)
+    optim.param_groups[2]["chunk_size"] = 4
+    assert_refused(optim, optim.step, r"param_groups\[2\] has 'chunk_size'.*give it to Muon")
+
+
+OWN_KEYS: dict[Any, Any] = {
+    # of torch's schedulers, timm, Lightning, Megatron, schedule-free optimizers, GaLore
+    **dict.fromkeys(["initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"], 0.1),
+    **dict.fromkeys(["swa_lr", "lr_scale", "lr_mult", "wd_mult", "weight_decay_mult"], 0.1),
+    **dict.fromkeys(["max_weight_decay", "start_wd", "warmup_steps", "rank", "scale", "k"], 1),
+    **{"name": "decoder", "is_expert_parallel": False, "tag": None, 7: "a number"},
+}
+
+
+def test_keys_of_schedulers_and_trainers_are_theirs():
+    optim, twin = trained(0), trained(0)
+    for number, group in enumerate(optim.param_groups):
+        for p, other in zip(group["params"], twin.param_groups[number]["params"]):
+            other.data.copy_(p)
+        group.update(OWN_KEYS)
+    assert_steps_like(optim, twin)
+    optim.load_state_dict(copy.deepcopy(optim.state_dict()))
+    assert_steps_like(optim, twin)
+    assert all(
+        group[key] == value for group in optim.param_groups for key, value in OWN_KEYS.items()
+    )
+    Muon([{**group, **OWN_KEYS} for group in good_groups()])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda optim: torch.optim.lr_scheduler.OneCycleLR(optim, 0.1, total_steps=9),
+        lambda optim: torch.optim.lr_scheduler.CyclicLR(optim, 0.01, 0.1),
+        lambda optim: torch.optim.swa_utils.SWALR(optim, 0.01),
+    ],
+    ids=["OneCycleLR", "CyclicLR", "SWALR"],
+)
+def test_schedulers_that_keep_keys_in_groups_run(make):
+    optim = trained(1)
+    schedule = make(optim)
+    for _ in range(3):
+        set_gradients(optim)
+        optim.step()
+        schedule.step()
+    trained(0).load_state_dict(copy.deepcopy(optim.state_dict()))
+
+
+def refuse_a_key_that_one_rank_has() -> None:
+    weight = nn.Parameter(torch.ones(4, 4))
+    optim = Muon([muon_group((W, weight))], process_group=dist.group.WORLD)
+    for _ in range(2):
+        weight.grad = torch.eye(4)
+        before = weight.detach().clone()
+        says = [MEANS_NOTHING.format("did you mean 'ns_steps'")]
+        if dist.get_rank() == 1:
+            optim.param_groups[0]["ns_step"] = 3
+        else:
+            says.append("rank 1")
+        assert_raises(optim.step, *says)
+        assert torch.equal(weight, before)
+        optim.param_groups[0].pop("ns_step", None)
+        optim.step()
+        assert not torch.equal(weight, before)
+
+
+def test_a_key_that_means_nothing_on_one_rank_stops_the_step_of_all():
+    run_ranks(refuse_a_key_that_one_rank_has, 2)
+
+
+@pytest.mark.parametrize("value", [1, 0, None, "yes"], ids=repr)
+def test_a_wrong_use_muon_is_shown(value):
+    group = {"params": [parameter(3, 3)], "use_muon": value}
+    assert_raises(lambda: Muon([group]), rf"param_groups\[0\] has use_muon={value!r} where")
+
+
+# Names that almost match
+
+
+def test_an_expert_key_without_a_match_proposes_the_component_that_is_nearest():
+    model = Experts()
+    make = optimizer.get_default_muon_param_groups
+    for key, near in {"expert": "experts", "expertz.w1": "experts.w1"}.items():
+        with pytest.warns(UserWarning, match=f"component '{key}'; did you mean '{near}'"):
+            make(model, expert_keys=[key])
+        assert f"did you mean '{near}'" in " ".join(
+            str(optimizer.describe(model, expert_keys=[key])).split()
+        )
+    with pytest.warns(UserWarning, match="has a component 'router'$"):
+        make(model, expert_keys=["router"])
+
+
+def test_a_split_pattern_without_a_match_proposes_the_component_that_is_nearest():
+    group = muon_group(("layers.0.qkv.weight", parameter(6, 2)))
+    with pytest.warns(UserWarning, match="'qvk' matches no matrix; did you mean 'qkv'"):
+        Muon([group], split={"qvk": 2})
+
+
+# Checkpoints of other optimizers
+
+
+def torch_adamw(params: list[nn.Parameter]) -> Any:
+    return torch.optim.AdamW(params)
+
+
+def torch_muon(params: list[nn.Parameter]) -> Any:
+    return torch.optim.Muon(params)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("make", [torch_adamw, torch_muon], ids=["torch_adamw", "torch_muon"])
+def test_a_checkpoint_of_torchs_optimizers_names_what_loads_it(make, groups):
+    params = [parameter(4, 4), parameter(3, 3)]
+    theirs = make(params)
+    for p in params:
+        p.grad = torch.randn_like(p)
+    theirs.step()
+    divided = [params] if groups == 1 else [[p] for p in params]
+    optim = Muon([muon_group(*each) for each in divided])
+    says = rf"load_foreign_state_dict\(.*kind='{make.__name__}'\)"
+    assert_refused(optim, lambda: optim.load_state_dict(theirs.state_dict()), says)
+    assert_refused(
+        optim, lambda: optim.load_state_dict([theirs.state_dict()]), "load_foreign_state_dict"
+    )
+    optim.load_foreign_state_dict(theirs.state_dict(), kind=make.__name__, params=params)
+
+
+def test_amsgrad_in_a_checkpoint_of_torchs_adamw_is_refused():
+    weight = parameter(3)
+    theirs = torch.optim.AdamW([weight], amsgrad=True)
+    optim = Muon([adamw_group(weight)])
+    says = ["a key 'amsgrad'", "AdamW has no such variant", "'torch_adamw'"]
+    assert_refused(optim, lambda: optim.load_state_dict(theirs.state_dict()), *says)
+
+
+def test_a_checkpoint_of_another_muon_that_does_not_load_names_what_loads_it():
+    optim = Muon(good_groups()[:2])
+    saved = copy.deepcopy(optim.state_dict())
+    for group in saved["param_groups"]:
+        own = group.keys() - {"params", "lr", "weight_decay", "use_muon"}
+        for key in own:
+            del group[key]
+    saved["param_groups"][1]["betas"] = (0.9, 0.95)
+    kind = r"like those of kind 'keller_jordan', which load_foreign_state_dict"
+    assert_refused(optim, lambda: optim.load_state_dict(saved), "'betas'", kind)
+
+
+# Groups made before the model was sharded
+
+
+def refuse_groups_made_before_sharding() -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optim = matrices_and_biases(model)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+    for part in (*model, model):
+        fully_shard(part, mesh=mesh)
+    model(torch.ones(2, 4)).sum().backward()
+    says = r"model holds another parameter as 0\.weight .* after fully_shard"
+    assert_refused(optim, optim.step, says)
+    optim = matrices_and_biases(model)
+    assert not warnings_of(model, optim, 2)
+    optim.zero_grad()
+    model.set_reshard_after_backward(False)  # leaves unsharded parameters in the modules
+    model(torch.ones(2, 4)).sum().backward()
+    optim.zero_grad()
+    with pytest.warns(UserWarning, match="found no gradient on any parameter: nothing"):
+        optim.step()
+
+
+def test_groups_made_before_fully_shard_stop_the_first_step():
+    run_ranks(refuse_groups_made_before_sharding, 1)
+
+
+def test_groups_made_of_a_model_on_meta_stop_the_first_step():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4))
+    optim = matrices_and_biases(model)
+    model.to_empty(device="cpu")
+    model(torch.ones(2, 4)).sum().backward()
+    assert_raises(optim.step, r"model holds another parameter as 0\.weight than its groups")
+
+
+def test_a_model_whose_groups_were_made_is_copied_saved_and_let_go():
+    model = nn.Linear(4, 4)
+    groups = optimizer.get_default_muon_param_groups(model)
+    assert all(group.keys() == {"params", "names", "use_muon"} for group in groups)
+    copied = copy.deepcopy(model)
+    torch.save(copied, io.BytesIO())
+    kept = weakref.ref(model)
+    del model
+    gc.collect()
+    assert kept() is None
+    optim = Muon(groups)
+    with pytest.warns(UserWarning, match="found no gradient on any parameter: nothing"):
+        optim.step()

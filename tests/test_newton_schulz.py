@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import itertools
 import math
 import os
@@ -448,6 +449,51 @@ def test_unknown_names_and_wrong_counts_raise(arguments, message):
 def test_what_is_no_real_matrix_raises(G):
     with pytest.raises(ValueError, match="real matrices"):
         newton_schulz(G)
+
+
+@pytest.mark.parametrize("steps", [None, 1, 3, 7])
+def test_one_triple_is_that_of_every_step(steps):
+    G, (a, b, c) = randn(6, 4), TRIPLES[1]
+    listed = newton_schulz(G, coefficients=[(a, b, c)] * (steps or 5))
+    for triple in (a, b, c), [a, b, c]:
+        assert torch.equal(newton_schulz(G, steps, triple), listed)
+    group = {"params": [torch.nn.Parameter(G.clone())], "use_muon": True}
+    options = {} if steps is None else {"ns_steps": steps}
+    for given in ({**group, **options}, {}), (group, options):
+        optim = optimizer.Muon([given[0]], ns_coefficients=(a, b, c), **given[1])
+        assert optim.param_groups[0]["ns_steps"] == (steps or 5)
+
+
+def test_one_triple_is_scheduled_saved_and_loaded_like_other_coefficients():
+    weights = [torch.nn.Parameter(torch.eye(4)) for _ in range(3)]
+    groups = [{"params": [weight], "use_muon": True} for weight in weights]
+    triple, steps = (3.0, -3.2, 1.2), {"ns_steps": 3}
+    ours = optimizer.Muon([{**groups[0], "ns_coefficients": triple}])
+    preset = optimizer.presets.torch_muon([{**groups[1], "ns_coefficients": triple}])
+    theirs = optimizer.Muon(**preset)
+    for optim in (ours, theirs):
+        assert optim.param_groups[0]["ns_steps"] == 5
+        assert optim.param_groups[0]["ns_coefficients"] == triple
+        optim.param_groups[0].update(steps, lr=0.1)  # a step takes any number of them
+    resumed = optimizer.Muon([groups[2]])
+    file = io.BytesIO()
+    torch.save(ours.state_dict(), file)
+    file.seek(0)
+    resumed.load_state_dict(torch.load(file, weights_only=True))
+    assert resumed.param_groups[0]["ns_coefficients"] == triple
+    listed = optimizer.Muon(
+        [{"params": [torch.nn.Parameter(torch.eye(4))], "use_muon": True}],
+        lr=0.1,
+        ns_coefficients=[triple] * 3,
+    )
+    gradient = randn(4, 4)
+    for optim in (ours, theirs, resumed, listed):
+        (weight,) = optim.param_groups[0]["params"]
+        weight.grad = gradient.clone()
+        optim.step()
+    expected = listed.param_groups[0]["params"][0]
+    assert torch.equal(weights[0], expected) and torch.equal(weights[2], expected)
+    assert not torch.equal(weights[1], torch.eye(4))
 
 
 def muon_with(family, steps, use_muon=True):

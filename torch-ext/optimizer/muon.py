@@ -20,11 +20,13 @@ from .distributed.plan import EMPTY_PLAN, Plan
 from .distributed.replicas import Replicas
 from .parameters import options, validation
 from .parameters.default_groups import default_is_muon, get_default_muon_param_groups
+from .parameters.foreign_words import explains_unknown_arguments
 from .parameters.options import GROUP_OPTIONS, SETTINGS, Group
 from .parameters.survey import NO_SURVEY, Survey, entries_of, shared_with, survey_groups
 from .qk_clip.logit_source import NO_STATS, Logits, LogitSource
 from .state import checkpoints
 from .state.integrity import Integrity
+from .state.origin import in_words_of_this_package, names_source
 from .state.specs import check_state
 from .state.store import StateStore
 from .step.grad_scaler import Scaling, forget_where_it_raises, is_asked_by_lightning
@@ -85,7 +87,8 @@ class Muon(torch.optim.Optimizer):
         adjust_lr: update scale, ``"match_rms_adamw"`` 0.2·sqrt(max(rows, cols)), ``"original"``
             sqrt(max(1, rows/cols)), ``"spectral"`` sqrt(rows/cols), or ``"none"``.
         momentum_style: ``"classical"`` or ``"ema"``, see above.
-        ns_coefficients: a name in `newton_schulz.FAMILIES` or the (a, b, c) of every iteration.
+        ns_coefficients: a name in `newton_schulz.FAMILIES`, one (a, b, c) for all iterations, or a
+            list of those of each iteration, which sets ``ns_steps``.
         ns_algorithm: ``"standard"``; ``"gram"``, which iterates on matrices of the shorter side
             alone and touches the whole ones a few times; or ``"auto"``, what is faster for the
             shape (`newton_schulz.forms`): `summary` tells what was taken, and why.
@@ -133,6 +136,7 @@ class Muon(torch.optim.Optimizer):
 
     Raises:
         ValueError: wrong input, with the parameter's name; nothing was changed.
+        TypeError: an unknown argument, with what to write instead.
 
     Example:
         >>> groups = get_default_muon_param_groups(model)
@@ -148,7 +152,9 @@ class Muon(torch.optim.Optimizer):
     _prepared: Optional[Prepared]  # tensors that the last step has prepared
     _last: tuple[Plan, tuple[Event, ...]]  # plan and schedule of the last step
     _untrained: int  # how many steps, up to the last one, had gradients for AdamW alone
+    _checked_keys: dict[int, set[Any]]  # of each group, as `_check_keys` last found them
 
+    @explains_unknown_arguments(options.ARGUMENTS)
     @dtensors.refuses_groups_before_init("process_group")
     def __init__(
         self,
@@ -505,6 +511,7 @@ class Muon(torch.optim.Optimizer):
         self._settings.validate()
         groups = self._read_groups()
         survey = self._take_survey(groups)
+        validation.check_not_replaced(groups)
         self._store.recheck_replaced(self.state)
         for group, entries in zip(groups, survey.entries):
             validation.check_gradients(group)
@@ -533,11 +540,20 @@ class Muon(torch.optim.Optimizer):
     def _survey_of(self, groups: list[Group]) -> Survey:
         for group in groups:
             group.validate()
+        self._check_keys()
         params = ((p, group.use_muon) for group in groups for p in group.params)
         streams = self.cpu_offload == "stream" and self._offload.can_offload(params)
         if streams is not self._settings.streams:  # fewer chunks are begun ahead
             self._settings = dataclasses.replace(self._settings, streams=streams)
         return survey_groups(groups, self._settings, self._survey)
+
+    def _check_keys(self) -> None:
+        """Checks the keys of each group whose keys are others than at the last check."""
+        for number, group in enumerate(self.param_groups):
+            if group.keys() != self._checked_keys.get(number):
+                where = f"param_groups[{number}]"
+                validation.check_keys(group, self._defaults_of(group), where)
+                self._checked_keys[number] = set(group)
 
     def summary(self, schedule: bool = False) -> Summary:
         """What a step does with every parameter, for a person to read: ``print(optim.summary())``.
@@ -658,19 +674,8 @@ class Muon(torch.optim.Optimizer):
             if self._integrity.is_broken and not self._integrity.is_void:
                 checkpoints.check_apart(saved["state"], self.state)
             states = checkpoints.normalize_state(saved["state"])
-            merged = checkpoints.merge_groups(
-                self.param_groups, saved["param_groups"], self._defaults_of
-            )
-            groups = self._read_groups()
-            wheres = [f"{group.where} of the checkpoint" for group in groups]
-            saved_groups = [
-                self._translate({**raw, "names": None, "where": where})
-                for raw, where in zip(merged, wheres)
-            ]
-            entries, live = self._take_survey(groups).entries, self.state
-            checkpoints.check_and_divide(
-                groups, entries, saved_groups, states, live, self._settings
-            )
+            with names_source(saved["param_groups"], self.param_groups):
+                merged = self._check_saved(states, saved["param_groups"])
             loaded.update(saved, state=states, param_groups=merged)
             return {**loaded, "state": checkpoints.without_tensors(states, merged)}
 
@@ -700,6 +705,29 @@ class Muon(torch.optim.Optimizer):
         finally:
             for handle in handles:
                 handle.remove()
+
+    def _check_saved(
+        self, states: dict[Any, Any], param_groups: Sequence[dict[str, Any]]
+    ) -> list[dict[str, Any]]:
+        """Checks the state and the groups of a checkpoint, and divides the state as this one is.
+
+        Returns:
+            The groups with every key.
+        """
+        checkpoints.check_count(self.param_groups, param_groups)
+        param_groups = list(map(in_words_of_this_package, param_groups, self.param_groups))
+        merged = checkpoints.merge_groups(self.param_groups, param_groups, self._defaults_of)
+        groups = self._read_groups()
+        wheres = [f"{group.where} of the checkpoint" for group in groups]
+        saved_groups = [
+            self._translate({**raw, "names": None, "where": where})
+            for raw, where in zip(merged, wheres)
+        ]
+        entries, live = self._take_survey(groups).entries, self.state
+        checkpoints.check_and_divide(groups, entries, saved_groups, states, live, self._settings)
+        for group, saved, where in zip(self.param_groups, param_groups, wheres):
+            validation.check_keys(saved, self._defaults_of(group), where)
+        return merged
 
     @torch.no_grad()
     def load_foreign_state_dict(
@@ -919,6 +947,7 @@ class Muon(torch.optim.Optimizer):
         self._agreement = agreement.Agreement()
         self._compared = False
         self._warned = False
+        self._checked_keys = {}
         self._untrained = 0
         self._last = EMPTY_PLAN, ()
         self._forget_tensors()

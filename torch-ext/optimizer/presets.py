@@ -20,6 +20,7 @@ from torch import Tensor
 from .distributed import utils as dtensors
 from .muon import Muon
 from .parameters import validation
+from .parameters.foreign_words import proposal
 from .parameters.options import GROUP_OPTIONS, Group, is_int
 
 Params = Iterable[Any]  # tensors, (name, tensor) pairs, or group dicts
@@ -55,7 +56,7 @@ def torch_muon(params: Params, lr: Any = 1e-3, **arguments: Any) -> dict[str, An
     Raises:
         ValueError: unknown ``adjust_lr_fn``.
     """
-    _check_arguments(arguments, "torch.optim.Muon", _TORCH_DEFAULTS)
+    _check_arguments(arguments, "torch.optim.Muon", ["lr", *_TORCH_DEFAULTS])
     defaults = {**_TORCH_DEFAULTS, **arguments}
     groups = []
     muon_keys = {"lr", *_TORCH_DEFAULTS}
@@ -87,7 +88,7 @@ def _from_torch(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **{key: arguments[key] for key in ("weight_decay", "momentum", "nesterov", "ns_steps")},
         "adjust_lr": scale or "original",
-        "ns_coefficients": [tuple(arguments["ns_coefficients"])] * arguments["ns_steps"],
+        "ns_coefficients": tuple(arguments["ns_coefficients"]),
         "ns_eps": arguments["eps"],
     }
 
@@ -399,7 +400,10 @@ def _arguments_of(function: Callable[..., Any]) -> list[str]:
 def _check_arguments(names: Iterable[str], source: str, valid: Collection[str]) -> None:
     for name in names:
         if name not in valid:
-            raise ValueError(f"{source} has no argument {name!r}; it has {', '.join(valid)}")
+            instead = _instead(name, valid)
+            raise ValueError(
+                f"{source} has no argument {name!r}{instead}; it has {', '.join(valid)}"
+            )
 
 
 # Keys that say what a group holds, which all sources' groups may have.
@@ -410,9 +414,14 @@ def _check_keys(group: Iterable[str], number: int, source: str, valid: Collectio
     for key in set(group) - {*_CONTENTS, *valid}:
         raise ValueError(
             f"param_groups[{number}] has {key!r}, which a group of {source} with such parameters "
-            f"has not; it has {', '.join(sorted(valid))}. Set further options of this package, and "
-            "keys of your own, on the groups that the preset returns"
+            f"has not{_instead(key, valid)}; it has {', '.join(sorted(valid))}. Set further "
+            "options of this package, and keys of your own, on the groups that the preset returns"
         )
+
+
+def _instead(word: str, valid: Collection[str]) -> str:
+    instead = proposal(word, valid)
+    return f" ({instead})" if instead else ""
 
 
 def _subset(group: Mapping[str, Any], chosen: Sequence[bool]) -> dict[str, Any]:

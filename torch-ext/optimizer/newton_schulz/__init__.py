@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from .coefficients import FAMILIES, Coefficients, Family, Iteration, Triple, overshoot, resolve
+from .coefficients import (
+    FAMILIES,
+    Coefficients,
+    Family,
+    Iteration,
+    Triple,
+    is_triple,
+    overshoot,
+    resolve,
+)
 from .forms import ALGORITHMS, Form, Recipe, default_dtype, flops, recipe_for
 from .iteration import NORMS, newton_schulz
 from .restarts import plan_restarts
@@ -19,6 +28,7 @@ __all__ = [
     "Triple",
     "default_dtype",
     "flops",
+    "is_triple",
     "newton_schulz",
     "overshoot",
     "plan_restarts",

@@ -11,12 +11,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Optional, Union
+from typing import Any, Optional, Union
 
 import torch
 
 Triple = tuple[float, float, float]
-Coefficients = Union[str, Sequence[Sequence[float]]]
+Coefficients = Union[str, Sequence[float], Sequence[Sequence[float]]]
 
 DEFAULT_STEPS = 5
 
@@ -114,12 +114,13 @@ FAMILIES: dict[str, Family] = {
 def resolve(coefficients: Coefficients, steps: Optional[int] = None) -> Iteration:
     """The polynomials of ``steps`` iterations; None is 5, or the length of an explicit list.
 
-    A constant family repeats. Of a scheduled one, fewer steps take the first ones and more continue
-    with `CONVERGING`: cycling a schedule made for a fixed count can turn the update around.
+    A constant family repeats, and so does a single (a, b, c). Of a scheduled family, fewer steps
+    take the first ones and more continue with `CONVERGING`: cycling a schedule made for a fixed
+    count can turn the update around.
 
     Raises:
-        ValueError: no steps; unknown family; an explicit list that is not ``steps`` triples of
-            numbers.
+        ValueError: no steps; unknown family; something else than a triple of numbers or a list of
+            ``steps`` of them.
     """
     if steps is not None and steps < 1:
         raise ValueError(f"steps must be at least 1, found {steps!r}")
@@ -134,12 +135,15 @@ def resolve(coefficients: Coefficients, steps: Optional[int] = None) -> Iteratio
             missing = steps - len(family.triples)
             triples = family.triples[:steps] + (CONVERGING,) * missing
         return Iteration(triples, family.norm_factor, family.safety)
-    if not coefficients or not all(map(_is_triple, coefficients)):
+    listed: Sequence[Any] = coefficients
+    if is_triple(coefficients):
+        listed = [coefficients] * (steps or DEFAULT_STEPS)
+    if not listed or not all(map(is_triple, listed)):
         raise ValueError(
-            "ns_coefficients must be a family name or a list of (a, b, c), one for each step, "
-            f"found {coefficients!r}"
+            "ns_coefficients must be a family name, one (a, b, c) for all steps, or a list of "
+            f"(a, b, c), one for each step, found {coefficients!r}"
         )
-    triples = tuple((float(a), float(b), float(c)) for a, b, c in coefficients)
+    triples = tuple((float(a), float(b), float(c)) for a, b, c in listed)
     if steps is not None and len(triples) != steps:
         raise ValueError(
             f"ns_coefficients lists {len(triples)} iterations but ns_steps is {steps}: "
@@ -148,12 +152,18 @@ def resolve(coefficients: Coefficients, steps: Optional[int] = None) -> Iteratio
     return Iteration(triples)
 
 
-def _is_triple(value: object) -> bool:
-    return (
-        isinstance(value, (tuple, list))
-        and len(value) == 3
-        and all(isinstance(x, Real) and math.isfinite(x) for x in value)
-    )
+def is_triple(value: object) -> bool:
+    """Whether a value is one (a, b, c), of finite numbers."""
+    return isinstance(value, (tuple, list)) and len(value) == 3 and all(map(_is_finite, value))
+
+
+def _is_finite(value: object) -> bool:
+    if not isinstance(value, Real):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an int that no float is as large as
+        return False
 
 
 @functools.cache

@@ -50,7 +50,8 @@ def newton_schulz(
     Args:
         G: matrices (..., rows, cols), real floating point; leading dimensions are a batch.
         steps: number of iterations; None is 5, or what an explicit list of coefficients has.
-        coefficients: a family of `FAMILIES`, or the (a, b, c) of each iteration.
+        coefficients: a family of `FAMILIES`, one (a, b, c) for all iterations, or a list of those
+            of each iteration.
         norm: ``"frobenius"`` or ``"schatten4"`` (‖XXᵀ‖_F^½, a tighter bound on the largest
             singular value), what matrices are divided by first.
         algorithm: ``"standard"``, ``"gram"``, or ``"auto"``: what is faster for the shape.

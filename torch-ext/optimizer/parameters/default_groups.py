@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from .modules import infos_of
-from .names import has_component, normalize_name
+from .names import did_you_mean, has_component, normalize_name
 from .output_heads import hidden_layers, unnamed_heads
+from .owners import remember_owners
 
 # What modules of embeddings and output heads are called in the model families of the Hub.
 EMBEDDINGS_AND_HEADS = frozenset(
@@ -214,9 +215,12 @@ def get_default_muon_param_groups(
     expert_keys, adamw_keys = as_keys(expert_keys), as_keys(adamw_keys)
     decisions = decide(model, is_muon_func, expert_keys, adamw_keys)
     _check_not_flattened(model)
+    remember_owners(model)
+    names = [decision.name for decision in decisions]
     for option, keys in (("expert_keys", expert_keys), ("adamw_keys", adamw_keys)):
         for key in unmatched_keys(decisions, keys):
-            warnings.warn(f"{option}: no parameter has a component {key!r}", stacklevel=2)
+            instead = did_you_mean([key], names)
+            warnings.warn(f"{option}: no parameter has a component {key!r}{instead}", stacklevel=2)
     return groups_of(decisions, expert_keys, adamw_lr, decay_vectors)
 
 

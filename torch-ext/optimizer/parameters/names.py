@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Optional
 
 # What wrappers add to a parameter's name: torch.compile, activation checkpointing, FSDP1, DDP.
@@ -21,6 +22,19 @@ def has_component(name: str, keys: Optional[Sequence[str]]) -> bool:
     """Whether any whole component of ``name`` is one of ``keys`` (a key may itself have dots)."""
     dotted = f".{normalize_name(name)}."
     return any(f".{key}." in dotted for key in keys or ())
+
+
+def did_you_mean(keys: Iterable[str], names: Iterable[str]) -> str:
+    """The end of a message about keys without a match: components of names that are much like them.
+
+    A key with dots is compared with as many components. Nothing is like it: the end is empty.
+    """
+    split, near = [normalize_name(name).split(".") for name in names], []
+    for key in keys:
+        count = key.count(".") + 1
+        runs = {".".join(c[i : i + count]) for c in split for i in range(len(c) - count + 1)}
+        near += difflib.get_close_matches(key, runs, n=1, cutoff=0.6)
+    return f"; did you mean {', '.join(map(repr, near))}?" if near else ""
 
 
 def matches(name: str, pattern: str) -> bool:

@@ -156,7 +156,7 @@ class Group:
     ns_coefficients: newton_schulz.Coefficients = _is(
         Option(
             lambda value: isinstance(value, (str, list, tuple)),
-            f"one of {', '.join(newton_schulz.FAMILIES)}, or a list of (a, b, c)",
+            f"one of {', '.join(newton_schulz.FAMILIES)}, an (a, b, c), or a list of them",
         )
     )
     ns_algorithm: str = _is(_one_of(*newton_schulz.ALGORITHMS))
@@ -219,7 +219,8 @@ GROUP_OPTIONS = _options_of(Group)
 def settle_steps(group: dict[str, Any], is_explicit: bool) -> None:
     """Lets a list of coefficients set ``ns_steps`` where the caller has not set that explicitly."""
     coefficients = group.get("ns_coefficients")
-    if not is_explicit and isinstance(coefficients, (list, tuple)) and coefficients:
+    is_list = isinstance(coefficients, (list, tuple)) and not newton_schulz.is_triple(coefficients)
+    if not is_explicit and is_list and coefficients:
         group["ns_steps"] = len(coefficients)
     elif "ns_steps" in group and isinstance(group["ns_steps"], DefaultSteps):
         group["ns_steps"] = int(group["ns_steps"])  # checkpoints must not hold our classes
@@ -282,6 +283,7 @@ SETTINGS = _options_of(Settings)
 
 # Arguments of `Muon` that hold for all groups, and are refused as keys of one.
 CONSTRUCTOR_ONLY = (*SETTINGS, "clip_config", "clip_mode")
+ARGUMENTS = frozenset({"params", *GROUP_OPTIONS, *CONSTRUCTOR_ONLY})
 
 
 def is_exact(group: Group, settings: Settings) -> bool:

@@ -6,7 +6,6 @@ and what to do.
 
 from __future__ import annotations
 
-import difflib
 import os
 import sys
 import warnings
@@ -21,8 +20,10 @@ from ..distributed import utils as dtensors
 from ..distributed.collectives import has_backend
 from ..distributed.plan import Plan
 from . import options
-from .names import has_component, matches
+from .foreign_words import proposal
+from .names import did_you_mean, has_component, matches
 from .options import Group, Settings
+from .owners import was_replaced
 
 _WRITE_THIS = (
     "Muon takes a list of parameter groups that say use_muon, for example "
@@ -53,8 +54,13 @@ def normalize_group(param_group: Any, where: str) -> dict[str, Any]:
         ValueError: no ``use_muon``, no ``params``, an unordered set, only some in pairs, two lists
             of names that differ.
     """
-    if not isinstance(param_group, dict) or not isinstance(param_group.get("use_muon"), bool):
+    if not isinstance(param_group, dict) or "use_muon" not in param_group:
         raise ValueError(f"{where} does not say use_muon=True or False: {_WRITE_THIS}")
+    if not isinstance(param_group["use_muon"], bool):
+        raise ValueError(
+            f"{where} has use_muon={param_group['use_muon']!r} where it takes use_muon=True or "
+            f"False: {_WRITE_THIS}"
+        )
     if "params" not in param_group:
         raise ValueError(f"{where} has no params: {_WRITE_THIS}")
     group = dict(param_group)
@@ -77,23 +83,19 @@ def normalize_group(param_group: Any, where: str) -> dict[str, Any]:
 
 
 def check_keys(group: Mapping[str, Any], known: Iterable[str], where: str) -> None:
-    """Other keys than the options are the user's own, unless they look like a mistyped option."""
+    """Other keys than the options are the user's own, unless they look like a mistyped option.
+
+    A text under ``name`` is what Lightning's monitors call a group.
+    """
     known = {"params", "names", "param_names", "use_muon", *known}
-    for key in group.keys() - known:
+    for key, value in group.items():
+        if key in known or (key == "name" and isinstance(value, str)):
+            continue
         if key in options.CONSTRUCTOR_ONLY:
             raise ValueError(f"{where} has {key!r}, which is for all groups: give it to Muon(...)")
-        close = difflib.get_close_matches(key, known, n=1, cutoff=0.85)
-        meant = _OTHER_NAMES.get(key) or (close[0] if close else None)
-        if meant is not None:
-            raise ValueError(f"{where} has a key {key!r} that means nothing here; use {meant!r}")
-
-
-_OTHER_NAMES = {
-    "betas": "adamw_betas",
-    "eps": "adamw_eps",
-    "wd": "weight_decay",
-    "learning_rate": "lr",
-}
+        instead = proposal(key, known, cutoff=0.86)
+        if instead is not None:
+            raise ValueError(f"{where} has a key {key!r} that means nothing here; {instead}")
 
 
 def check_params(group: Group, settings: Settings) -> None:
@@ -238,7 +240,9 @@ def warn_about_unmatched_split(split: Any, groups: Iterable[Group]) -> None:
     names = [name for group in groups if group.use_muon for name in group.names or ()]
     for pattern in split if isinstance(split, Mapping) else ():
         if not any(matches(name, pattern) for name in names):
-            warn(f"split: the pattern {pattern!r} matches no matrix")
+            warn(
+                f"split: the pattern {pattern!r} matches no matrix{did_you_mean([pattern], names)}"
+            )
 
 
 def warn_about_unread_experts(groups: Iterable[Group]) -> None:
@@ -267,10 +271,28 @@ def warn_about_overshoot(group: Group) -> None:
         )
 
 
+def have_no_gradients(groups: Sequence[Group]) -> bool:
+    """Whether there are parameters to train but not one gradient."""
+    if any(p.requires_grad and p.grad is not None for group in groups for p in group.params):
+        return False
+    return any(p.requires_grad for group in groups for p in group.params)
+
+
+def check_not_replaced(groups: Sequence[Group]) -> None:
+    """Where no parameter has a gradient, the model holds no other parameters in their places."""
+    for group in groups if have_no_gradients(groups) else ():
+        for index, param in enumerate(group.params):
+            if param.requires_grad and was_replaced(param):
+                raise ValueError(
+                    "step() found no gradient on any parameter, and by now the model holds another "
+                    f"parameter as {group.name_of(index)} than its groups: make the groups and the "
+                    "optimizer after fully_shard, .to_empty() or whatever replaced it"
+                )
+
+
 def warn_about_no_gradients(groups: Sequence[Group]) -> bool:
     """Warns where there are parameters but not one gradient; returns whether it did."""
-    params = [param for group in groups for param in group.params if param.requires_grad]
-    if not params or any(param.grad is not None for param in params):
+    if not have_no_gradients(groups):
         return False
     warn(
         "step() found no gradient on any parameter: nothing is updated. Were the groups made "

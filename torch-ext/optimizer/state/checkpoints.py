@@ -26,7 +26,10 @@ def check_structure(state_dict: Any, is_whole: bool = True) -> None:
     It is not whole before the hooks that may yet change what is in it.
     """
     if not isinstance(state_dict, dict):
-        raise ValueError(f"a state dict is needed, found a {type(state_dict).__name__}")
+        raise ValueError(
+            f"a state dict is needed, found a {type(state_dict).__name__}; a list of other "
+            "optimizers' goes to load_foreign_state_dict"
+        )
     if not is_whole:
         return
     states, groups = state_dict.get("state"), state_dict.get("param_groups")
@@ -91,6 +94,15 @@ def normalize_state(states: Mapping[Any, Any]) -> dict[Any, Any]:
     return normalized
 
 
+def check_count(groups: Sequence[RawGroup], saved: Sequence[RawGroup]) -> None:
+    """Checks that there are as many groups as saved ones."""
+    if len(groups) != len(saved):
+        raise ValueError(
+            f"there are {len(groups)} param_groups where the checkpoint has {len(saved)}: "
+            "a different number of parameter groups; make them as they were when it was saved"
+        )
+
+
 def merge_groups(
     groups: Sequence[RawGroup],
     saved: Sequence[RawGroup],
@@ -99,15 +111,7 @@ def merge_groups(
     """Saved groups with every key: what they lack gets its default, or stays where there is none.
 
     How parameters are read as matrices is not the checkpoint's to say.
-
-    Raises:
-        ValueError: there are more groups than saved ones, or fewer.
     """
-    if len(groups) != len(saved):
-        raise ValueError(
-            f"there are {len(groups)} param_groups where the checkpoint has {len(saved)}: "
-            "a different number of parameter groups; make them as they were when it was saved"
-        )
     merged = []
     for group, saved_group in zip(groups, saved):
         structure = {key: group[key] for key in STRUCTURE if key in group}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import textwrap
 import warnings
 from collections.abc import Callable, Sequence
@@ -14,9 +13,10 @@ from torch import nn
 from ...distributed import utils as dtensors
 from ...muon import Muon
 from ...parameters.default_groups import as_keys, decide, default_is_muon
+from ...parameters.foreign_words import refusal
 from ...parameters.modules import infos_of
 from ...parameters.names import WRAPPER_COMPONENTS
-from ...parameters.options import GROUP_OPTIONS
+from ...parameters.options import ARGUMENTS, GROUP_OPTIONS
 from . import table
 from .remedy import Remedy, Trap, advised_groups, advised_options, script
 from .subject import Subject
@@ -182,10 +182,9 @@ def describe(
 
 
 def _check(options: dict[str, Any]) -> None:
-    names = inspect.signature(Muon).parameters.keys() - {"params", "expert_keys"}
     for key, value in options.items():
-        if key not in names:
-            raise TypeError(f"describe() got {key!r}, which is no option of Muon")
+        if key not in ARGUMENTS - {"params"}:
+            raise TypeError(refusal("describe", key, ARGUMENTS))
         if key in GROUP_OPTIONS:
             GROUP_OPTIONS[key].check(key, value)
     with warnings.catch_warnings():  # what it would say of no parameters is nobody's

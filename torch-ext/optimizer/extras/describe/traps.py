@@ -12,7 +12,7 @@ from torch import nn
 from ...distributed import utils as dtensors
 from ...parameters.default_groups import unmatched_keys
 from ...parameters.modules import class_names
-from ...parameters.names import matches
+from ...parameters.names import did_you_mean, matches
 from ...parameters.output_heads import last_matrix, may_be_a_head, unnamed_heads
 from . import convolutions, fused, learning_rate
 from .remedy import Remedy, Trap, literal
@@ -136,7 +136,8 @@ def _unmatched(subject: Subject, advice: Remedy) -> Iterator[Trap]:
             "expert_keys",
             f"expert_keys {literal(unmatched)} match no parameter",
             (),
-            "a key is a whole component of names, or several: 'experts', 'mlp.experts'",
+            "a key is a whole component of names, or several: 'experts', 'mlp.experts'"
+            + did_you_mean(unmatched, names_of(subject.decisions)),
             Remedy({"expert_keys": rest or None}),
         )
     split = subject.options.get("split")
@@ -148,7 +149,8 @@ def _unmatched(subject: Subject, advice: Remedy) -> Iterator[Trap]:
             "split",
             f"split patterns {literal(unmatched)} match no matrix of Muon's",
             (),
-            "a pattern is a whole component of names, or a shell-style pattern of whole names",
+            "a pattern is a whole component of names, or a shell-style pattern of whole names"
+            + did_you_mean(unmatched, names),
             Remedy({"split": {p: patterns[p] for p in patterns if p not in unmatched} or None}),
         )
 

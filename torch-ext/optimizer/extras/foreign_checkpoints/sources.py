@@ -14,9 +14,8 @@ from torch import Tensor
 
 from ...parameters.names import normalize_name
 from ...state.checkpoints import step_count
+from ...state.origin import KEY_OF_THIS_PACKAGE, kinds_of
 from .hyperparameters import check_options
-
-_KEY_OF_THIS_PACKAGE = "momentum_style"  # no other optimizer's groups have it
 
 # Keys under which any source keeps a tensor of state.
 _MOMENTUM_KEYS = ("momentum_buffer", "second_momentum_buffer")
@@ -247,38 +246,17 @@ def _unflatten(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 def _check_kind(source: SourceOptimizer, kind: str) -> None:
     for rank in source.ranks:
         for number, group in enumerate(rank.groups):
-            kinds = _kinds_of(group.options)
+            kinds = kinds_of(group.options)
             if kind in kinds or (source.use_muon is False and "torch_adamw" in kinds):
                 continue
             where = f"{rank.where}['param_groups'][{number}]"
-            if _KEY_OF_THIS_PACKAGE in group.options:
+            if KEY_OF_THIS_PACKAGE in group.options:
                 raise ValueError(f"{where} is this package's own: use load_state_dict")
             guess = f"; it looks like kind={kinds[0]!r}" if kinds else ""
             raise ValueError(
                 f"{where} is of no {kind!r} checkpoint: it has the keys "
                 f"{', '.join(sorted(group.options))}{guess}"
             )
-
-
-def _kinds_of(options: Mapping[str, Any]) -> tuple[str, ...]:
-    """Which kinds may have written a group, by keys that only they have."""
-    if _KEY_OF_THIS_PACKAGE in options or "dampening" in options:  # SGD has momentum, too
-        return ()
-    if "kind" in options:
-        return ("nanochat",)
-    if "wd" in options:
-        return ("llamafactory",)
-    if "adamw_lr_ratio" in options or "update_buffer" in options:
-        return ("keller_jordan",)
-    if "use_muon" in options:
-        return ("motif",) if "adamw_betas" in options else ("keller_jordan",)
-    if "adjust_lr_fn" in options:
-        return ("torch_muon",)
-    if "betas" in options:
-        return ("torch_adamw",)
-    if "momentum" in options:  # which both of these group by size, with a momentum for each
-        return ("nanochat", "keller_jordan") if "ns_steps" in options else ("keller_jordan",)
-    return ()
 
 
 def _in_words(value: Any) -> str:
