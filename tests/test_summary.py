@@ -172,7 +172,7 @@ def check_table(summary) -> None:
     for section in "\n".join(table).strip().split("\n\n"):
         lines = section.splitlines()
         starts = [at for at, line in enumerate(lines) if line.split("  ")[0] in rows]
-        title = " ".join(lines[: min(starts, default=0)])
+        title = " ".join(line.strip() for line in lines[: min(starts, default=0)])
         for line in lines[min(starts, default=0) :]:
             cells = [line[start:stop] for start, stop in columns]
             row = rows[cells[0].rstrip()]

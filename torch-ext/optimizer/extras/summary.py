@@ -93,7 +93,7 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
     lines = [line(COLUMNS), "  ".join("-" * width for width in widths)]
     for title, section in sections.items():
-        lines += ["", *textwrap.wrap(title, WIDTH), *map(line, section)]
+        lines += ["", *textwrap.wrap(title, WIDTH, subsequent_indent="    "), *map(line, section)]
     return [*lines, ""]
 
 
