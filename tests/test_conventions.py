@@ -697,6 +697,28 @@ def test_clipped_gradients_are_what_the_step_takes_on_ranks_too():
     run_ranks(clipped_norms, 2)
 
 
+def gradients_left() -> None:
+    replicas = {"process_group": dist.group.WORLD}
+    for settings in (None, replicas, {**replicas, "grad_reduce": "mean"}):
+        for none_grad in (True, False):
+            if settings is None:
+                _, optim = sharded(none_grad=none_grad)
+            else:
+                model = nn.Linear(8, 12)
+                groups = optimizer.muon.get_default_muon_param_groups(model)
+                optim = Muon(groups, none_grad=none_grad, **settings)
+            set_sharded_gradients([p for g in optim.param_groups for p in g["params"]], 0)
+            optim.step()
+            for param_group in optim.param_groups:
+                for p in param_group["params"]:
+                    is_gone = none_grad and param_group["use_muon"]
+                    assert (p.grad is None) is is_gone, settings
+
+
+def test_gradients_of_matrices_alone_are_gone_behind_a_step_on_ranks_too():
+    run_ranks(gradients_left, 2)
+
+
 # torch.compile
 
 

@@ -63,11 +63,47 @@ def test_code_is_python(document):
             ast.parse(block)
 
 
-def test_the_first_step_of_the_readme_runs_as_it_stands(capsys):
+@pytest.mark.filterwarnings("error")
+def test_the_code_of_the_readme_runs_as_it_stands_and_shows_names(capsys):
     names: dict[str, Any] = {}
-    exec(CODE.findall((ROOT / "README.md").read_text())[0], names)
+    first_step, groups_by_hand = CODE.findall((ROOT / "README.md").read_text())
+    exec(first_step, names)
     assert all(state for state in names["optim"].state.values())
     assert "Muon" in capsys.readouterr().out
+    exec(groups_by_hand, names)
+    table = capsys.readouterr().out
+    assert all(f"{name} " in table for name, _ in names["model"].named_parameters())
+    assert all(len(line) <= 100 for line in table.splitlines())
+
+
+class Attention(nn.Module):
+    """Two heads of 128, with projections of usual names."""
+
+    def __init__(self):
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(64, 256) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (proj(x).unflatten(-1, (2, 128)).transpose(1, 2) for proj in projections)
+        return nn.functional.scaled_dot_product_attention(q, k, v)
+
+
+@pytest.mark.filterwarnings("error")
+def test_the_readmes_row_of_qk_clip_runs_as_it_stands():
+    text = (ROOT / "README.md").read_text()
+    (row,) = (cells for cells in rows(text) if cells[0] == "attention logits that grow")
+    lines = re.findall(r"`(optim\b.*?)`", row[1])
+    model = nn.Sequential(Attention())
+    groups = optimizer.get_default_muon_param_groups(model)
+    names: dict[str, Any] = {"optimizer": optimizer, "model": model, "groups": groups}
+    exec("\n".join(lines), names)
+    for _ in range(2):
+        model(torch.randn(2, 8, 64)).square().mean().backward()
+        names["optim"].step()
+        names["optim"].zero_grad()
+    stats = names["optim"].qk_clip_stats()
+    assert (stats["steps"], stats["heads"]) == (2, 2)
 
 
 def rows(text: str) -> Iterator[list[str]]:

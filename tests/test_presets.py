@@ -571,6 +571,19 @@ def test_motifs_groups_of_a_model_give_its_numbers():
     check(others, others_before, adamw.weights, 1e-5)
 
 
+@pytest.mark.parametrize("name", [*SOURCES, "nanochat"])
+def test_gradients_stay_behind_a_step_but_with_motifs_preset_as_in_the_sources(name):
+    params = parameters()
+    if name == "nanochat":
+        optim = optimizer.MuonAdamW(nanochat_groups(params, []))
+    else:
+        optim = optimizer.Muon(**SOURCES[name][1](params))
+    for p, G in zip(params, gradients(params, 1)):
+        p.grad = G
+    optim.step()
+    assert all((p.grad is None) is (name == "motif") for p in params)
+
+
 def test_motifs_options_may_be_replaced():
     params = parameters()
     given = presets.motif([{"params": params, "use_muon": True}], ns_coefficients="quintic")

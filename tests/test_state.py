@@ -1328,6 +1328,27 @@ def test_gradients_stay_or_go_as_asked_and_are_never_written(none_grad):
             assert (p.grad is None) is (none_grad and group["use_muon"])
 
 
+@pytest.mark.parametrize("none_grad", [False, True])
+def test_gradients_that_nobody_clears_add_up_for_those_that_keep_them(none_grad):
+    model, optim = build(none_grad=none_grad)
+    set_gradients(model)
+    first = {p: p.grad.clone() for p in trainable(model)}
+    optim.step()
+    optim.zero_grad(set_to_none=False)
+    for group in optim.param_groups:
+        for p in group["params"]:
+            assert (p.grad is None) is (none_grad and group["use_muon"])
+    for passes in (1, 2):
+        for p in trainable(model):
+            (p * first[p]).sum().backward()
+        if passes == 1:
+            optim.step()
+    for group in optim.param_groups:
+        for p in group["params"]:
+            count = 1 if none_grad and group["use_muon"] else 2
+            assert torch.equal(p.grad, count * first[p])
+
+
 @pytest.mark.kernels_ci
 @pytest.mark.parametrize("set_to_none", [False, True])
 def test_zero_grad_zeroes_or_drops(set_to_none):

@@ -161,25 +161,58 @@ def columns_of(table: str) -> list[tuple[int, int]]:
 
 
 def check_table(summary) -> None:
-    head, _, *lines, last, state = str(summary).splitlines()
-    assert len(lines) == len(summary.rows)
+    """Of names that leave room for the other columns."""
+    head, _, *table, last, balance, state = str(summary).splitlines()
+    assert all(len(line) <= 100 for line in table)
     columns = columns_of(str(summary))
-    labels = ["parameter", "shape", "placement", "algorithm", "owner", "FLOPs", "moved by all"]
+    labels = ["parameter", "shape", "owner", "FLOPs", "moved by all"]
     assert [head[start:stop].strip() for start, stop in columns] == labels
-    for line, row in zip(lines, summary.rows):
-        cells = [line[start:stop] for start, stop in columns]
-        assert cells[0].rstrip() == row["name"]
-        for (_, stop), (start, _) in itertools.pairwise(columns):
-            assert not line[stop:start].strip()
-        assert all(not cell.startswith(" ") for cell in cells[:5])
-        assert all(cell.strip() for cell in cells)
-        assert len(line) == columns[-1][1]
+    rows = {row["name"]: row for row in summary.rows}
+    shown = []
+    for section in "\n".join(table).strip().split("\n\n"):
+        lines = section.splitlines()
+        starts = [at for at, line in enumerate(lines) if line.split("  ")[0] in rows]
+        title = " ".join(line.strip() for line in lines[: min(starts, default=0)])
+        for line in lines[min(starts, default=0) :]:
+            cells = [line[start:stop] for start, stop in columns]
+            row = rows[cells[0].rstrip()]
+            shown.append(row["name"])
+            clip = ", QK-Clip" if row["clipped"] else ""
+            about = f"{row['dtype']}, {row['placement']}: {row['algorithm']}{clip}"
+            assert f"torch.{title}" == about
+            for (_, stop), (start, _) in itertools.pairwise(columns):
+                assert not line[stop:start].strip()
+            assert all(not cell.startswith(" ") for cell in cells[:3])
+            assert all(cell.strip() for cell in cells)
+            assert len(line) == columns[-1][1]
+    assert sorted(shown) == sorted(row["name"] for row in summary.rows)
     assert last.startswith("this rank: ")
+    assert balance.startswith("balance: ")
     assert state == f"state: {summary.totals['state']}"
 
 
 def test_the_table_has_an_aligned_line_for_each_parameter():
     check_table(optimizer.Muon(awkward_groups()).summary())
+
+
+def test_a_name_that_leaves_no_room_for_the_other_columns_has_a_line_of_its_own():
+    names = [
+        "down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_out.0.weight",
+        "base_model.model.model.layers.31.self_attn.q_proj.lora_A.default.weight",
+        "model.layers.0.mlp.experts.gate_up_proj",
+    ]
+    params = [nn.Parameter(torch.ones(shape)) for shape in [(4, 8), (8, 4), (16, 8, 4)]]
+    groups = [{"params": params, "names": names, "use_muon": True, "expert_keys": ["experts"]}]
+    summary = optimizer.Muon(groups, ns_coefficients="quintic").summary()
+    _, _, _, title, *lines = str(summary).splitlines()
+    assert title.startswith("float32, plain: Muon, quintic")
+    (first, *_), (shape, _), *_ = columns_of(str(summary))
+    assert [lines[0], lines[2]] == names[:2]
+    for line, text in zip(lines[1:4:2], ["4×8 ", "8×4 "]):
+        assert not line[first:shape].strip() and line[shape:].startswith(text)
+    assert lines[4][:shape].rstrip() == names[2]
+    assert lines[4][shape:].startswith("16×8×4 (16 matrices) ")
+    assert all(len(line) <= 100 for line in str(summary).splitlines())
 
 
 def test_nameless_parameters_are_told_by_their_place():
@@ -237,6 +270,7 @@ def test_the_schedule_is_that_of_the_last_step():
     assert [event["matrices"] for event in summary.schedule] == [0, 2, 0, 0, 1, 0, 0]
     assert sum(event["flops"] for event in summary.schedule) == summary.totals["flops"]
     assert "chunk 1 without traffic" in str(summary)
+    assert all(len(line) <= 100 for line in str(summary).splitlines())
     assert optim.summary().schedule == []
 
 
@@ -271,6 +305,9 @@ def counted(optim: torch.optim.Optimizer) -> dict:
     with FlopCounterMode(display=False) as flop_counter:
         optim.step()
     check_table(summary)
+    lines = str(optim.summary(schedule=True)).splitlines()
+    assert len(lines) > len(str(summary).splitlines())
+    assert all(len(line) <= 100 for line in lines)
     return {
         "rows": summary.rows,
         "totals": summary.totals,

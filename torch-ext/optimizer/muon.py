@@ -55,6 +55,10 @@ class Muon(torch.optim.Optimizer):
     where scale is 0.2·sqrt(max(rows, cols)) by default, which makes learning rate and weight decay
     tuned for AdamW fit (Liu et al. 2025, arXiv:2502.16982).
 
+    U does not depend on the scale of gradients: where all of a run are multiplied by 2^k, matrices
+    take the same steps to the bit, short of under- and overflow. A loss scale or
+    ``clip_grad_norm_`` changes what one batch weighs in the momentum and roundings, no more.
+
     Args:
         params: parameter groups, dicts with ``params`` and ``use_muon``. A group with
             ``use_muon=True`` holds matrices and may hold their ``names``, in the same order; (name,
@@ -66,8 +70,11 @@ class Muon(torch.optim.Optimizer):
         ns_steps: iterations of the orthogonalization.
         weight_decay: decoupled weight decay.
         adamw_betas, adamw_eps: AdamW's, in groups with ``use_muon=False``.
-        none_grad: set ``p.grad`` of Muon's matrices to None once it was read, to save memory; not
-            with ``capturable``.
+        none_grad: set ``p.grad`` of Muon's matrices to None as soon as `step` has read it, to save
+            memory; not with ``capturable``. AdamW's gradients stay. Behind a step, a gradient norm
+            is therefore that of AdamW's parameters alone, ``zero_grad(set_to_none=False)`` finds
+            None, and without any ``zero_grad`` only AdamW's gradients add up. False leaves all
+            gradients where they are.
         debug: log a `summary` whenever there is something new to plan, at level INFO.
         clip_config: QK-Clip: ``{"head_dim": 128, "threshold": 100}`` rescales query and key
             projections of heads whose largest attention logit, as given to `step`, was above the

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +19,9 @@ from ..distributed.replicas import is_divided
 from ..parameters.options import Group, Settings
 from ..parameters.survey import Survey
 
-COLUMNS = ("parameter", "shape", "placement", "algorithm", "owner", "FLOPs", "moved by all")
+COLUMNS = ("parameter", "shape", "owner", "FLOPs", "moved by all")
+NUMBERS = COLUMNS[3:]  # aligned to the right
+WIDTH = 100  # of the printed lines; only a longer name makes one longer
 
 
 @dataclass(frozen=True)
@@ -45,23 +48,15 @@ class Summary:
     schedule: list[dict[str, Any]] = field(default_factory=list)
 
     def __str__(self) -> str:
-        table = [COLUMNS, *(_cells(row) for row in self.rows)]
-        widths = [max(len(cells[i]) for cells in table) for i in range(len(COLUMNS))]
-        lines = [
-            "  ".join(
-                cell.rjust(width) if column >= 5 else cell.ljust(width)
-                for column, (cell, width) in enumerate(zip(cells, widths))
-            ).rstrip()
-            for cells in table
-        ]
-        lines.insert(1, "  ".join("-" * width for width in widths))
         t = self.totals
-        lines.append(
+        lines = [
+            *_table(self.rows),
             f"this rank: {short(t['flops'])}FLOP a step; sends {short(t['sent_bytes'])}B and "
             f"receives {short(t['received_bytes'])}B in chunks: {t['chunks']}, in flight: "
-            f"{t['in_flight']}; most FLOPs of a rank over the mean: {t['balance']:.2f}"
-        )
-        lines.append(f"state: {t['state']}")
+            f"{t['in_flight']}",
+            f"balance: {t['balance']:.2f}, the most FLOPs of a rank over the mean",
+            f"state: {t['state']}",
+        ]
         if self.schedule:
             lines.append("order of the last step:")
         for number, event in enumerate(self.schedule):
@@ -72,6 +67,34 @@ class Summary:
                 line += f"sends {short(event['sent_bytes'])}B"
             lines.append(line.rstrip())
         return "\n".join(lines)
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The lines of a table in which parameters of one algorithm, dtype and placement are together.
+
+    These three stand above their parameters, once, because they would be the widest columns. A name
+    that leaves the other columns no room has a line of its own.
+    """
+    sections: dict[str, list[tuple[str, ...]]] = defaultdict(list)
+    for row in rows:
+        sections[_title(row)].append(_cells(row))
+    table = [COLUMNS, *(cells for section in sections.values() for cells in section)]
+    widths = [max(len(cells[i]) for cells in table) for i in range(len(COLUMNS))]
+    widths[0] = max(len(COLUMNS[0]), min(widths[0], WIDTH - sum(w + 2 for w in widths[1:])))
+
+    def line(cells: Sequence[str]) -> str:
+        name, *others = cells
+        others = [
+            cell.rjust(width) if column in NUMBERS else cell.ljust(width)
+            for cell, column, width in zip(others, COLUMNS[1:], widths[1:])
+        ]
+        own_line = f"{name}\n" if len(name) > widths[0] else ""
+        return own_line + "  ".join([("" if own_line else name).ljust(widths[0]), *others])
+
+    lines = [line(COLUMNS), "  ".join("-" * width for width in widths)]
+    for title, section in sections.items():
+        lines += ["", *textwrap.wrap(title, WIDTH, subsequent_indent="    "), *map(line, section)]
+    return [*lines, ""]
 
 
 def summarize(
@@ -192,6 +215,8 @@ def order_of(plan: Plan, schedule: Sequence[Event]) -> list[dict[str, Any]]:
 def _ranks(ranks: Sequence[int]) -> str:
     if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
         return f"ranks {ranks[0]}–{ranks[-1]}"
+    if len(ranks) > 4:
+        return f"{len(ranks)} of ranks {ranks[0]}–{ranks[-1]}"
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
 
 
@@ -246,18 +271,23 @@ def _algorithm(param: Tensor, group: Group, entry: Optional[Entry]) -> str:
     return f"Muon, {family} ×{group.ns_steps}, {chosen}, {dtype}"
 
 
+def _title(row: Mapping[str, Any]) -> str:
+    """What rows of one section of the table have in common."""
+    dtype = str(row["dtype"]).removeprefix("torch.")
+    clip = ", QK-Clip" if row["clipped"] else ""
+    return f"{dtype}, {row['placement']}: {row['algorithm']}{clip}"
+
+
 def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     shape = "×".join(map(str, row["shape"])) or "scalar"
     if row["matrices"] > 1:
-        shape += f" ({row['matrices']} matrices{' here' if row['sharded'] else ''})"
+        shape += f" ({row['matrices']} {'here' if row['sharded'] else 'matrices'})"
     owner = _ranks(row["owners"]) if row["owners"] else "–"
     if row["whole"] and (row["sharded"] or dtensors.world_size() > 1):
-        owner = "each rank its own" if row["sharded"] else "each rank"
+        owner = "each its own" if row["sharded"] else "each rank"
     return (
         row["name"],
-        f"{shape} {row['dtype']}".replace("torch.", ""),
-        row["placement"],
-        row["algorithm"] + (", QK-Clip" if row["clipped"] else ""),
+        shape,
         owner,
         short(row["flops"]) if row["flops"] else "–",
         f"{short(row['bytes'])}B" if row["bytes"] else "–",

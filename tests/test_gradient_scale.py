@@ -1,0 +1,153 @@
+"""The scale of gradients changes no step of Muon's: loss scales and `clip_grad_norm_` are free."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard
+from torch.nn.utils import clip_grad_norm_
+
+from kernel import optimizer
+from layouts import EXACT, part, part_for, whole
+from ranks import run_ranks
+
+presets = optimizer.presets
+
+SHAPES = [(24, 24), (128, 48), (48, 128), (1, 32)]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+# With these no gradient and no momentum leaves the normal numbers of its dtype.
+EXPONENTS = dict.fromkeys(DTYPES, (0, -100, -26, -1, 5, 100)) | {torch.float16: (8, 6, 12)}
+OPTIONS = {
+    "defaults": {},
+    "nanochat's": dict(
+        momentum_style="ema", beta2=0.95, cautious=True, decay_lr="adjusted", adjust_lr="original"
+    ),
+    "bf16 momentum": dict(momentum_dtype=torch.bfloat16, nonfinite="skip"),
+    "gram": dict(ns_algorithm="gram", nesterov=False),
+}
+
+
+def parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for s in SHAPES]
+
+
+def movement(optim: torch.optim.Optimizer, factor: float, seed: int = 1) -> list[torch.Tensor]:
+    """Of each parameter in three steps whose gradients are multiplied by a factor."""
+    params = [p for group in optim.param_groups for p in group["params"]]
+    before = [whole(p.detach()).clone() for p in params]
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(3):
+        for p in params:
+            grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+            p.grad = part_for(p, grad * factor)
+        optim.step()
+    return [whole(p.detach()) - old for p, old in zip(params, before)]
+
+
+def muon(params: list[nn.Parameter], **options) -> torch.optim.Optimizer:
+    return optimizer.Muon([{"params": params, "use_muon": True}], lr=0.05, **options)
+
+
+def assert_same_bits(found: list[torch.Tensor], expected: list[torch.Tensor], what: object) -> None:
+    assert all(U.isfinite().all() and U.any() for U in expected)
+    assert all(map(torch.equal, found, expected)), what
+
+
+def distance(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+    return max(float((U - V).norm() / V.norm()) for U, V in zip(found, expected))
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
+@pytest.mark.parametrize("ns_norm", ["frobenius", "schatten4"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gradients_times_a_power_of_two_take_the_same_steps_to_the_bit(dtype, ns_norm, options):
+    for ns_dtype in (None, torch.float32, torch.bfloat16, torch.float16):
+        options = {**options, "ns_norm": ns_norm, "ns_dtype": ns_dtype}
+        first, *exponents = EXPONENTS[dtype]
+        expected = movement(muon(parameters(dtype), **options), 2.0**first)
+        for exponent in exponents:
+            found = movement(muon(parameters(dtype), **options), 2.0**exponent)
+            assert_same_bits(found, expected, (ns_dtype, exponent))
+
+
+# The product is rounded to another number of 24 digits. Measured: at most 8e-6.
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
+@pytest.mark.parametrize("ns_norm", ["frobenius", "schatten4"])
+def test_tiny_gradients_take_the_steps_of_ordinary_ones(ns_norm, options):
+    options = {**options, "ns_norm": ns_norm, "ns_dtype": torch.float32}
+    options.pop("momentum_dtype", None)  # rounds gradients to 8 digits
+    expected = movement(muon(parameters(), **options), 1.0)
+    for factor in (2e-8, 1e-30, 1e30):
+        assert distance(movement(muon(parameters(), **options), factor), expected) < 1e-3
+
+
+def test_clipping_a_huge_norm_changes_no_first_step():
+    steps = []
+    for size, clip in [(1.0, False), (5e7, True)]:
+        params = parameters()
+        optim = muon(params, ns_dtype=torch.float32, weight_decay=0.0)
+        for i, p in enumerate(params):
+            p.grad = size * torch.randn(p.shape, generator=torch.Generator().manual_seed(i))
+        if clip:
+            assert clip_grad_norm_(params, 1.0) > 1e9
+        before = [p.detach().clone() for p in params]
+        optim.step()
+        steps.append([p.detach() - old for p, old in zip(params, before)])
+    assert distance(*steps) < 1e-3
+
+
+PRESETS = {
+    "motif": lambda params: optimizer.Muon(**presets.motif([{"params": params, "use_muon": True}])),
+    "torch_muon": lambda params: optimizer.Muon(**presets.torch_muon(params)),
+    "keller_jordan": lambda params: optimizer.Muon(**presets.keller_jordan(params)),
+    "moonlight": lambda params: optimizer.Muon(**presets.moonlight(muon_params=params)),
+    "dion": lambda params: optimizer.Muon(**presets.dion(params)),
+    "nanochat": lambda params: optimizer.MuonAdamW(
+        [{"params": params, "kind": "muon", "lr": 0.05, "momentum": 0.9, "weight_decay": 0.1}]
+    ),
+}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_do_not_look_at_the_scale_of_gradients_either(preset):
+    expected = movement(PRESETS[preset](parameters()), 1.0)
+    for exponent in (-100, -26, 5, 100):
+        found = movement(PRESETS[preset](parameters()), 2.0**exponent)
+        assert_same_bits(found, expected, exponent)
+
+
+# -- ranks -----------------------------------------------------------------------------------------
+
+
+LAYOUTS = {"FSDP2": {}, "DDP": {"process_group"}, "ZeRO-2": {"process_group", "grad_reduce"}}
+
+
+def movement_on_ranks(layout: str, mesh: DeviceMesh, factor: float, **options) -> list:
+    settings = {"process_group": dist.group.WORLD, "grad_reduce": "mean"}
+    options.update((key, settings[key]) for key in LAYOUTS[layout])
+    params = parameters()
+    if layout == "FSDP2":
+        params = [nn.Parameter(part(p.detach(), mesh, [Shard(0)])) for p in params]
+    # Gradients that the step averages are other ones on each rank.
+    return movement(muon(params, **options), factor, dist.get_rank() * (layout == "ZeRO-2"))
+
+
+def scaled_on_ranks() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layout in LAYOUTS:
+        for options in ({}, {"comm_dtype": torch.float16, "ns_norm": "schatten4"}, EXACT):
+            expected = movement_on_ranks(layout, mesh, 1.0, **options)
+            for exponent in (-100, 26):
+                found = movement_on_ranks(layout, mesh, 2.0**exponent, **options)
+                assert_same_bits(found, expected, (layout, options, exponent))
+            if options is EXACT:
+                found = movement_on_ranks(layout, mesh, 2e-8, **options)
+                assert distance(found, expected) < 1e-3
+
+
+def test_the_scale_of_gradients_changes_no_step_on_ranks_either():
+    run_ranks(scaled_on_ranks, 2)
