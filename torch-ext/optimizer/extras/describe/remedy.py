@@ -20,6 +20,7 @@ from ...parameters.default_groups import (
     takes_expert_keys,
 )
 from ...parameters.names import has_component, matches
+from ...parameters.owners import remember_owners
 from .subject import Subject
 from .table import collect_by, glob
 
@@ -174,6 +175,7 @@ def advised_groups(subject: Subject, advice: Remedy) -> list[dict[str, Any]]:
     ]
     arguments = _group_arguments(subject, advice)
     del arguments["adamw_keys"]
+    remember_owners(subject.model)
     return groups_of(decisions, **arguments)
 
 
