@@ -336,7 +336,7 @@ def test_a_head_that_no_name_reveals_is_told_by_the_vocabulary(name):
     model.add_module(name, nn.Linear(16, 100))
     description = follow(model)
     assert reasons(description)[f"{name}.weight"] == (
-        "embedding or head: 100 is the number of rows of tok_embeddings"
+        "head or embedding: 100 is the number of rows of tok_embeddings"
     )
     assert f"{name}.weight" in names_of(description, "AdamW")
 
@@ -619,7 +619,7 @@ def test_expert_keys_that_match_nothing_are_told_without_a_warning_of_pythons():
 @pytest.mark.kernels_ci
 def test_convolutions_of_a_resnet_are_told_to_be_flattened():
     description = follow(resnet())
-    assert kinds(description.warnings) == ["convolutions", "head"]
+    assert kinds(description.warnings) == ["convolutions"]
     assert description.warnings[0].parameters == ("1.0.weight", "2.0.weight")
     assert "flatten=True" in description.code
 

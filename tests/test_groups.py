@@ -416,6 +416,7 @@ def test_an_embedding_frozen_together_with_its_tied_head_is_skipped():
     ],
     ids=["matrix", "embedding", "vectors", "all frozen", "no parameters"],
 )
+@pytest.mark.filterwarnings("ignore:no parameter of this model is Muon's")
 def test_both_groups_are_there_and_muon_takes_them(model, expected):
     groups = get_default_muon_param_groups(model)
     assert names_of(groups) == expected
@@ -756,6 +757,17 @@ MODELS = {
         [f"layers.{i}.{name}.weight" for i in range(2) for name in ("w", "attention.output")],
     ),
     "ResNet": (lambda: Head(fc=nn.Linear(32, 10)), LAYERS),
+    "a head's own stack": (
+        lambda: Head(head=nn.ModuleDict({"pre": nn.Linear(32, 48), "linear": nn.Linear(48, 99)})),
+        [*LAYERS, "head.pre.weight"],
+    ),
+    "two heads": (
+        lambda: Head(
+            head=nn.ModuleDict({"linear": nn.Linear(32, 9)}),
+            head_dist=nn.ModuleDict({"linear": nn.Linear(32, 9)}),
+        ),
+        LAYERS,
+    ),
     "Flux": (lambda: Head(proj_out=nn.Linear(32, 4)), LAYERS),
     "DiT": (
         lambda: Head(proj_out_1=nn.Linear(32, 64), proj_out_2=nn.Linear(32, 4)),
@@ -777,6 +789,13 @@ def test_heads_are_what_the_modules_say(name):
     model, expected = MODELS[name]
     muon, _ = get_default_muon_param_groups(model())
     assert muon["names"] == expected
+
+
+def test_a_model_without_a_matrix_of_muons_is_warned_of():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(32, 10))
+    with pytest.warns(UserWarning, match="no parameter of this model is Muon's"):
+        muon, adamw = get_default_muon_param_groups(model)
+    assert muon["names"] == [] and "3.weight" in adamw["names"]
 
 
 def test_adamw_keys_name_what_adamw_trains():

@@ -170,7 +170,8 @@ def decide(
     infos = infos_of(model)
     hidden = hidden_layers(infos, [d for d in decisions if d.reason.startswith(BY_NAME)])
     decisions = [
-        replace(d, algorithm="Muon", reason="matrix") if d.name in hidden else d for d in decisions
+        replace(d, algorithm="Muon", reason="matrix, no head") if d.name in hidden else d
+        for d in decisions
     ]
     muons = [d for d in decisions if d.algorithm == "Muon"]
     heads = unnamed_heads(model, infos, decisions, muons)
@@ -221,6 +222,13 @@ def get_default_muon_param_groups(
         for key in unmatched_keys(decisions, keys):
             instead = did_you_mean([key], names)
             warnings.warn(f"{option}: no parameter has a component {key!r}{instead}", stacklevel=2)
+    chosen = {decision.algorithm for decision in decisions if decision.param.ndim > 1}
+    if "AdamW" in chosen and "Muon" not in chosen:
+        warnings.warn(
+            "no parameter of this model is Muon's: optimizer.describe(model) says why, and what to "
+            "write",
+            stacklevel=2,
+        )
     return groups_of(decisions, expert_keys, adamw_lr, decay_vectors)
 
 

@@ -68,6 +68,7 @@ def unnamed_heads(
         muons: those that would be Muon's.
     """
     vocabularies, last = _vocabularies(model), last_matrix(model)
+    is_all = sum(d.param.ndim > 1 for d in decisions if d.algorithm != "frozen") == 1
     reasons: dict[str, str] = {}
     for decision in muons:
         shape, info = tuple(decision.param.shape), infos[id(decision.param)][0]
@@ -79,10 +80,23 @@ def unnamed_heads(
             # Within layers a hidden size may happen to be that of a small vocabulary.
             or not (_is_in_a_layer(info) or _is_hidden_size(size, decision, decisions, infos))
         ):
-            reasons[decision.name] = f"embedding or head: {size} is {vocabularies[size]}"
-        elif decision.param is last and len(muons) > 1 and _is_head(decision, info, muons):
+            reasons[decision.name] = f"head or embedding: {size} is {vocabularies[size]}"
+        elif decision.param is last and not is_all and _is_head(decision, info, muons):
             reasons[decision.name] = f"head: the model's last layer, {shape}"
+        elif len(shape) == 2 and shape[0] != shape[1] and (path := _head_around(info)):
+            reasons[decision.name] = f"head: the last layer of {path}"
     return reasons
+
+
+def _head_around(info: ParamInfo) -> str:
+    """The component that is called a head, around its last matrix, as in ``head.fc``; else ""."""
+    if _is_in_a_layer(info):
+        return ""
+    for module, component in zip(info.above, reversed(info.name.split(".")[:-2])):
+        matrices = [p for p in module.parameters() if p.ndim == 2]
+        if re.fullmatch(r"(lm_)?head(_.*)?", component) and matrices:
+            return component if matrices[-1] is info.module._parameters[info.attribute] else ""
+    return ""
 
 
 def last_matrix(model: nn.Module) -> Optional[nn.Parameter]:

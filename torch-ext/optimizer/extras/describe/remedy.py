@@ -194,10 +194,13 @@ def _group_arguments(subject: Subject, advice: Remedy) -> dict[str, Any]:
 
 def _is_muon(subject: Subject, advice: Remedy) -> list[str]:
     """A function that is the caller's, or the default, but for what the advice is about."""
-    function, leave = subject.is_muon_func, list(advice.leave)
+    function, leave, keep = subject.is_muon_func, list(advice.leave), []
     if advice.take:
         condition, others = _condition(subject, advice.take)
         leave += others
+    if function is default_is_muon:  # which goes by names: what modules have decided is told apart
+        leave += [d.name for d in subject.by_algorithm("AdamW") if d.reason.startswith("head")]
+        keep = [d.name for d in subject.by_algorithm("Muon") if d.reason == "matrix, no head"]
     lines = ["def is_muon(name, param, expert_keys=None):"]
     if advice.only_matrices:
         lines += ["    if param.ndim < 2:", "        return False"]
@@ -206,6 +209,9 @@ def _is_muon(subject: Subject, advice: Remedy) -> list[str]:
     elif leave:
         test = f"if name in {literal(leave, WIDTH - 20)}:"
         lines += [*(f"    {line}" for line in test.splitlines()), "        return False"]
+    if keep:
+        test = f"if name in {literal(keep, WIDTH - 20)}:"
+        lines += [*(f"    {line}" for line in test.splitlines()), "        return True"]
     if advice.take:
         lines += [f"    if {condition}:  # convolutions", "        return True"]
     keys = ", expert_keys" if takes_expert_keys(function) else ""
