@@ -149,5 +149,6 @@ def scaled_on_ranks() -> None:
                 assert distance(found, expected) < 1e-3
 
 
+@pytest.mark.slow
 def test_the_scale_of_gradients_changes_no_step_on_ranks_either():
     run_ranks(scaled_on_ranks, 2)
