@@ -250,6 +250,7 @@ def distance(name: str, norm: float) -> float:
     return max(ref.relative_error(actual, expected) for actual, expected in moved)
 
 
+@pytest.mark.slow
 def test_distances_at_small_gradients_are_those_that_are_documented():
     head, *table = rows(MIGRATION["Small gradients"])
     assert head[1:] == list(PRESETS) and len(table) == 6

@@ -588,6 +588,7 @@ def step_without_local_experts(layout: str, number: int, lacking: Sequence[Seque
                 twins.compare()
 
 
+@pytest.mark.slow
 def test_experts_without_traffic_may_lack_their_gradient_on_one_rank():
     lacking = [(0,), (3,), (1, 2), (0, 1, 2)]
     run_ranks(step_without_local_experts, 4, "experts and dense weights", 2, lacking)

@@ -446,6 +446,7 @@ def test_strided_shards(sizes):
     check(math.prod(sizes), dense_weights(sizes))
 
 
+@pytest.mark.slow
 def test_replicas_of_strided_shards():
     cases = dense_weights((2, 2, 2), before=(None,))
     cases["thrice strided"] = [Weight((16, 24), (2, 2, 2), (d, d, d)) for d in (0, 1)]

@@ -27,7 +27,7 @@ from .owners import was_replaced
 
 _WRITE_THIS = (
     "Muon takes a list of parameter groups that say use_muon, for example "
-    'Muon(optimizer.muon.get_default_muon_param_groups(model)), or Muon([{"params": matrices, '
+    'Muon(optimizer.get_default_muon_param_groups(model)), or Muon([{"params": matrices, '
     '"use_muon": True}, {"params": others, "use_muon": False}])'
 )
 
