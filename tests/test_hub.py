@@ -152,8 +152,8 @@ def test_a_download_that_breaks_off_is_resumed_or_raises_and_completes_the_next_
 ):
     resumed = [
         Fault(f"GET .*/{VARIANT}/core.py", cut=True),
-        Fault(f"GET .*/{VARIANT}/step.py", drop=True),
-        Fault(f"HEAD .*/{VARIANT}/state.py", status=500),
+        Fault(f"GET .*/{VARIANT}/adamw.py", drop=True),
+        Fault(f"HEAD .*/{VARIANT}/presets.py", status=500),
     ]
     raised = Fault(f"GET .*/{VARIANT}/muon.py", status=500)
     hub.faults = [*resumed, raised]
