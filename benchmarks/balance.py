@@ -202,7 +202,7 @@ class Balance:
 def balance_of(plan: Any, chunk_size: int = -1) -> Balance:
     def count_and_cost(unit: Any) -> tuple[int, int]:
         entry = plan.entries[unit.entry]
-        return entry.matrices.count(unit.box, unit.rows), entry.cost(unit.rows)
+        return unit.count, entry.cost(unit.block)
 
     (lane,) = plan.lanes
     costs, loads = [], []

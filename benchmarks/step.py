@@ -90,8 +90,7 @@ def share_of(shapes: Sequence[tuple[int, ...]], ranks: int, device: torch.device
     for lane in (*plan.lanes, *plan.local_lanes):
         for unit, owner in lane.owners:
             if owner == lane.this_peer:
-                matrices = plan.entries[unit.entry].matrices
-                found[unit.rows, matrices.cols] += matrices.count(unit.box, unit.rows)
+                found[unit.block.rows, unit.block.cols] += unit.count
     return found
 
 

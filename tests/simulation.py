@@ -131,7 +131,7 @@ class _Step:
                 mine = [unit for batch in chunk.batches for unit in batch.units]
                 owner = None if lane.owned_by_all else lane.this_peer
                 assert Counter(mine) == Counter(unit for unit, of in owned if of == owner)
-                matrices = sum(self.entries[u.entry].matrices.count(u.box, u.rows) for u in mine)
+                matrices = sum(unit.count for unit in mine)
                 assert chunk_size < 0 or matrices <= chunk_size
             self.chunk(lanes, chunks)
 
@@ -167,12 +167,13 @@ class _Step:
         once = buffer[: chunk.gather.kept] if lane.owned_by_all else buffer
         rank = lane.peers[lane.this_peer]
         for bundle in itertools.chain(*chunk.momentum):
-            parts = torch.cat([self.part(unit, bundle.box).flatten() for unit in bundle.units])
+            parts = self.parts(bundle)
             assert len(parts) == bundle.numel
             if bundle.is_staged:
                 _write(once, bundle.start, parts)
                 if lane.scaled and bundle.numel:
-                    _write(once, bundle.trailer, [EXPONENT] * len(bundle.units))
+                    exponents = len(bundle.units) * len(bundle.boxes)
+                    _write(once, bundle.trailer, [EXPONENT] * exponents)
             self.visit(self.read[rank], rank, bundle, Entry.momentum_region)
             self.seen.read.update((rank, unit.entry) for unit in bundle.units)
         if lane.owned_by_all and chunk.gather.kept:
@@ -185,22 +186,25 @@ class _Step:
     ) -> torch.Tensor:
         """Makes whole units of what has come, (n, *shape of each)."""
         first, count = batch.units[0], len(batch.units)
-        assert all(unit.rows == first.rows for unit in batch.units)
-        units = torch.full((count, *regions.shape_of(first.box)), NONE)
+        shapes = {(unit.block.rows, unit.block.cols, unit.count) for unit in batch.units}
+        assert len(shapes) == 1
+        units = torch.full((count, *first.shape), NONE)
         for part in batch.gathered:
-            if not regions.numel(part.box):
-                continue
             source = momentum if part.peer == lane.this_peer else came
-            there = units[(slice(None), *regions.slices(part.box))]
-            assert (there == NONE).all()
-            there.copy_(source[part.start :][: there.numel()].view(there.shape))
+            for number in range(count):  # unit by unit, box by box
+                at = part.start + number * part.numel
+                for box in part.boxes:
+                    there = units[number][regions.slices(box)]
+                    assert there.numel() and (there == NONE).all()
+                    there.copy_(source[at:][: there.numel()].view(there.shape))
+                    at += there.numel()
             if lane.scaled:
-                exponents = source[part.start + there.numel() :][:count]
-                assert exponents.tolist() == [EXPONENT] * count
+                exponents = source[part.start + count * part.numel :][: count * len(part.boxes)]
+                assert exponents.tolist() == [EXPONENT] * (count * len(part.boxes))
         owned = self.owned[lane.peers[lane.this_peer]]
         for unit, found in zip(batch.units, units):
-            assert torch.equal(found, self.whole[unit.entry][regions.slices(unit.box)])
-            owned[unit.entry][regions.slices(unit.box)] += 1
+            assert torch.equal(found, self.unit_of(self.whole, unit))
+            self.unit_of(owned, unit).add_(1)
         return units
 
     def stage_updates(
@@ -216,18 +220,18 @@ class _Step:
         for part in batch.scattered:
             assert part.peer == lane.this_peer or not (lane.owned_by_all or chunk.slot)
             buffer = kept if part.peer == lane.this_peer else sent
-            numbers = units[(slice(None), *regions.slices(part.box))].flatten()
-            _write(buffer, part.start, numbers)
-            _write(buffer, part.start + len(numbers), self.trailer(lane, batch.units, len(numbers)))
+            numbers = [unit[regions.slices(box)].flatten() for unit in units for box in part.boxes]
+            flat = torch.cat(numbers) if numbers else torch.empty(0)
+            _write(buffer, part.start, flat)
+            _write(buffer, part.start + len(flat), self.trailer(lane, batch.units, part.boxes))
 
     def unpack(self, lane: Any, chunk: Any, updates: torch.Tensor) -> None:
         """Updates a rank's weights with what has come back."""
         seen, rank = torch.zeros_like(updates), lane.peers[lane.this_peer]
         for bundle in itertools.chain(*chunk.weights):
-            parts = updates[bundle.start :][: bundle.numel].view(bundle.shape)
-            for unit, found in zip(bundle.units, parts):
-                assert torch.equal(found, self.part(unit, bundle.box))
-            trailer = self.trailer(lane, bundle.units, bundle.numel)
+            parts = updates[bundle.start :][: bundle.numel]
+            assert torch.equal(parts, self.parts(bundle))
+            trailer = self.trailer(lane, bundle.units, bundle.boxes)
             assert updates[bundle.trailer :][: len(trailer)].tolist() == trailer
             seen[bundle.start :][: bundle.numel] += 1
             seen[bundle.trailer :][: len(trailer)] += 1
@@ -235,28 +239,43 @@ class _Step:
         assert (seen <= 1).all() and ((seen == 1) == (updates != NONE)).all()
         assert chunk.slot or len(lane.peers) == 1 or (seen == 1).all()  # else but for padding
 
-    def part(self, unit: Any, box: Any) -> torch.Tensor:
-        return self.whole[unit.entry][regions.slices(unit.box)][regions.slices(box)]
+    def unit_of(self, tensors: Sequence[torch.Tensor], unit: Any) -> torch.Tensor:
+        """What whole tensors have of a unit, a view."""
+        return block_of(tensors[unit.entry], unit.block)[regions.slices(unit.box)]
+
+    def parts(self, bundle: Any) -> torch.Tensor:
+        """The numbers of a bundle's parts, unit by unit, box by box."""
+        units = (self.unit_of(self.whole, unit) for unit in bundle.units)
+        parts = [unit[regions.slices(box)].flatten() for unit in units for box in bundle.boxes]
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
 
     def visit(self, counts: list[torch.Tensor], rank: int, bundle: Any, held: Any) -> None:
-        """Counts the elements of a bundle; its indices take them out of the local tensor."""
-        for unit, index in zip(bundle.units, bundle.indices):
+        """Counts the elements of a bundle, where they lie in the local tensor."""
+        parts = [(unit, box) for unit in bundle.units for box in bundle.boxes]
+        assert len(parts) == len(bundle.local_parts)
+        for (unit, box), local_part in zip(parts, bundle.local_parts):
             region = regions.slices(held(self.entries[unit.entry], rank))
-            local = self.whole[unit.entry][region]
-            assert torch.equal(local[... if index is None else index], self.part(unit, bundle.box))
-            counts[unit.entry][regions.slices(unit.box)][regions.slices(bundle.box)] += 1
+            local = local_part.of(self.whole[unit.entry][region].contiguous())
+            assert torch.equal(local, self.unit_of(self.whole, unit)[regions.slices(box)])
+            self.unit_of(counts, unit)[regions.slices(box)] += 1
 
-    def trailer(self, lane: Any, units: Sequence[Any], numel: int) -> list[int]:
+    def trailer(self, lane: Any, units: Sequence[Any], boxes: Sequence[Any]) -> list[int]:
         """What comes back behind parts of units: mean squares, for the longer side of every matrix
         in fp32 or wider, or the places that exponents leave between parts that go in place."""
         e = self.entries[units[0].entry]
         if e.second_moment:
-            long = sum(
-                max(u.rows, e.matrices.cols) * e.matrices.count(u.box, u.rows) for u in units
-            )
+            long = sum(max(u.block.rows, u.block.cols) * u.count for u in units)
             return [MOMENT] * long * (2 if lane.wire.itemsize == 2 else 1)
-        has_places = lane.scaled and e.scatters_in_place and numel
-        return [EXPONENT] * len(units) if has_places else []
+        has_places = lane.scaled and e.scatters_in_place
+        return [EXPONENT] * (len(units) * len(boxes)) if has_places else []
+
+
+def block_of(tensor: torch.Tensor, block: Any) -> torch.Tensor:
+    """A block's elements of a whole tensor by their coordinates, a view."""
+    strides = tensor.stride()
+    start = sum(at * stride for at, stride in zip(block.starts, strides))
+    steps = [strides[axis.dim] * axis.stride for axis in block.axes]
+    return tensor.as_strided(block.shape, steps, tensor.storage_offset() + start)
 
 
 def _owners_of_each(e: Any, ranks: int) -> int:

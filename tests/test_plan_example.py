@@ -504,9 +504,7 @@ def test_a_thousand_ranks_cost_what_the_plan_of_each_says(model, text):
                 index = costs.SENT if direction == "sent" else costs.RECEIVED
                 assert 2 * elements == found.bytes[way, index, :, rank].sum(), (rank, traffic)
         flops = sum(
-            len(batch.units)
-            * plan.entries[unit.entry].matrices.count(unit.box, unit.rows)
-            * plan.entries[unit.entry].cost(unit.rows)
+            len(batch.units) * unit.count * plan.entries[unit.entry].cost(unit.block)
             for lane in (*plan.lanes, *plan.local_lanes)
             for chunk in lane.chunks
             for batch in chunk.batches

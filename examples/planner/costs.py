@@ -154,7 +154,7 @@ def costs_of(
                 if (entry, peers) not in counted:
                     counted.add((entry, peers))
                     local_flops[list(peers)] += flops
-    largest = max((e.cost(b.rows) for e in alike for b in e.matrices.blocks), default=0)
+    largest = max((e.cost(b) for e in alike for b in e.matrices.blocks), default=0)
     return Costs(local_flops, tuple(lanes[order] for order in sorted(lanes)), largest)
 
 
@@ -183,8 +183,7 @@ def _local_flops(plan: Any) -> dict[Any, Ints]:
         entry = plan.entries[unit.entry]
         peers = entry.peers(plan.rank)
         flops = by_entry.setdefault(_anonymous(entry), np.zeros(len(peers), np.int64))
-        count = entry.matrices.count(unit.box, unit.rows)
-        flops[peers.index(owner)] += count * entry.cost(unit.rows)
+        flops[peers.index(owner)] += unit.count * entry.cost(unit.block)
     return by_entry
 
 
@@ -194,35 +193,47 @@ class UnitKind:
 
     Args:
         entry: one that they may be of.
+        block: of their parameters.
         box: of one of them.
-        rows: of each matrix.
     """
 
     entry: Any
+    block: Any
     box: tuple[tuple[int, int], ...]
-    rows: int
 
     @property
     def matrices(self) -> int:
         """In each unit, per expert."""
-        start, stop = self.box[self.entry.matrices.row_dim]
-        return (stop - start) // self.rows
+        counting = self.box[self.entry.matrices.row_dim : self.block.row_axis]
+        return math.prod(stop - start for start, stop in counting)
 
     @property
     def flops(self) -> int:
-        return self.matrices * self.entry.cost(self.rows)
+        return self.matrices * self.entry.cost(self.block)
 
     def weights(self, peers: tuple[int, ...]) -> Ints:
         """Elements of a unit, per expert, whose weights each peer has, (peers,)."""
         row_dim = self.entry.matrices.row_dim  # whose experts are others' elsewhere
         held = _regions(self.entry.sharding, self.entry.matrices.shape, peers)
-        return _elements(held[:, row_dim:], self.box[row_dim:])
+        return self._elements(held, row_dim)
 
     def momentum(self, peers: tuple[int, ...]) -> Ints:
         """Elements of a unit, per expert, whose momentum each peer has, (peers,)."""
         if self.entry.momentum is None:
             return self.weights(peers)
-        return _elements(_regions(self.entry.momentum, self.entry.matrices.shape, peers), self.box)
+        return self._elements(_regions(self.entry.momentum, self.entry.matrices.shape, peers))
+
+    def _elements(self, held: Ints, first_dim: int = 0) -> Ints:
+        """Elements of a unit that lie in each of some regions, from a dimension on, (regions,)."""
+        elements = np.ones(len(held), np.int64)
+        for dim in range(first_dim, held.shape[1]):
+            indices = np.array([self.block.starts[dim]])
+            for axis, interval in zip(self.block.axes, self.box):
+                if axis.dim == dim:
+                    indices = (indices[:, None] + np.arange(*interval) * axis.stride).ravel()
+            start, stop = np.searchsorted(np.sort(indices), held[:, dim].T)
+            elements *= stop - start
+        return elements
 
     def replica(self, peers: tuple[int, ...]) -> Ints:
         """Which replica of the momentum each peer has, (peers,)."""
@@ -240,13 +251,6 @@ def _replicas(sharding: Any, peers: tuple[int, ...]) -> Ints:
     replicas = [sharding.replica(peer) for peer in peers]
     numbers = {replica: number for number, replica in enumerate(dict.fromkeys(replicas))}
     return np.array([numbers[replica] for replica in replicas], np.int64)
-
-
-def _elements(regions: Ints, box: Any) -> Ints:
-    """Elements of a box that lie in each of some regions, (regions,)."""
-    box = np.array(box, np.int64)
-    start, stop = np.maximum(regions[..., 0], box[:, 0]), np.minimum(regions[..., 1], box[:, 1])
-    return np.clip(stop - start, 0, None).prod(1)
 
 
 class LaneUnits:
@@ -271,10 +275,11 @@ class LaneUnits:
             for unit, owner in owned:
                 entry = alike[unit.entry]
                 row_dim = entry.matrices.row_dim
-                lies = unit.box[row_dim:], unit.rows, entry.momentum_holder(unit.box)
+                place = unit.block.starts, unit.box[row_dim:]
+                lies = *place, entry.momentum_holder(unit.box)
                 key = (number_of[unit.entry], *lies)
                 if key not in by_key:
-                    by_key[key] = UnitKind(entry, unit.box, unit.rows), np.zeros(shape, np.int64)
+                    by_key[key] = UnitKind(entry, unit.block, unit.box), np.zeros(shape, np.int64)
                 experts = math.prod(stop - start for start, stop in unit.box[:row_dim])
                 by_key[key][1][chunk, owner] += experts
         self.counts = tuple(by_key.values())
@@ -304,7 +309,7 @@ class LaneUnits:
             if self.lane.scaled and entry.scatters_in_place:
                 back += (back > 0) * wire  # and its place comes back
             if entry.second_moment:  # mean squares, in fp32
-                longest = max(kind.rows, entry.matrices.cols)
+                longest = max(kind.block.rows, kind.block.cols)
                 back += kind.matrices * longest * max(4, wire)
             at = np.flatnonzero(counts.any(1))  # chunks, seldom all of them
             moved[at, GATHER] += _exchanged(out, counts[at], kind.replica(peers), hosts)

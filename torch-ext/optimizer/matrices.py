@@ -1,25 +1,151 @@
-"""Reads a stored tensor as matrices: experts, blocks of rows (``split``), flattened dimensions."""
+"""Reads a stored tensor as matrices: experts, blocks of it (``split``), flattened dimensions."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Union
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from .distributed import regions
+from .distributed.regions import Interval, Region
+from .split_notation import Part, parts_of
+
+
+class Axis(NamedTuple):
+    """An index that counts along one dimension of a tensor.
+
+    Args:
+        dim: of the tensor.
+        size: how many indices.
+        stride: how far it is from one to the next, in that dimension.
+    """
+
+    dim: int
+    size: int
+    stride: int = 1
+
+
+class LocalPart(NamedTuple):
+    """Where a part of some matrices lies in a rank's local tensor.
+
+    Args:
+        starts: where it begins, in each dimension of the tensor.
+        axes: with the sizes of the part.
+    """
+
+    starts: tuple[int, ...]
+    axes: tuple[Axis, ...]
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The part of a local tensor, a view."""
+        strides = tensor.stride()
+        offset = sum(start * stride for start, stride in zip(self.starts, strides))
+        return tensor.as_strided(
+            [axis.size for axis in self.axes],
+            [strides[axis.dim] * axis.stride for axis in self.axes],
+            tensor.storage_offset() + offset,
+        )
 
 
 @dataclass(frozen=True)
-class Blocks:
-    """``count`` matrices of ``rows`` rows each, consecutive rows of a stored matrix."""
+class Block:
+    """Matrices of one shape in a stored tensor.
 
-    start: int
-    rows: int
-    count: int
+    An element of theirs has a coordinate on each axis: which expert and matrix, then on the axes
+    that are joined to its row, then on those that are joined to its column. A box of coordinates
+    is a `Region` of the block.
 
-    @property
-    def stop(self) -> int:
-        return self.start + self.rows * self.count
+    Args:
+        axes: in the order of coordinates. Those of one dimension nest: an index of an outer one
+            spans all of the inner ones.
+        row_axis: number of the first axis of rows; those before it count matrices.
+        col_axis: number of the first axis of columns.
+        starts: where the block begins, in each dimension of the stored tensor.
+    """
+
+    axes: tuple[Axis, ...]
+    row_axis: int
+    col_axis: int
+    starts: tuple[int, ...]
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(axis.size for axis in self.axes)
+
+    @cached_property
+    def rows(self) -> int:
+        """Rows of each matrix."""
+        return math.prod(self.shape[self.row_axis : self.col_axis])
+
+    @cached_property
+    def cols(self) -> int:
+        """Columns of each matrix."""
+        return math.prod(self.shape[self.col_axis :])
+
+    @cached_property
+    def _is_dense(self) -> bool:
+        """Whether coordinates are indices of the stored tensor, but for where the block begins."""
+        return all(axis[::2] == (dim, 1) for dim, axis in enumerate(self.axes))
+
+    def boxes(self, region: Region) -> list[Region]:
+        """The boxes that make up what a region of the stored tensor has of the block.
+
+        There is one, or none, but where the region begins or ends within an index of an outer axis.
+        """
+        intervals = list(regions.relative(region, tuple((start, start) for start in self.starts)))
+        if self._is_dense:
+            box = tuple(map(regions.overlap, regions.whole(self.shape), intervals))
+            return [box] if regions.numel(box) else []
+        by_dim = []
+        for dim, interval in enumerate(intervals):
+            numbers = [number for number, axis in enumerate(self.axes) if axis.dim == dim]
+            numbers.sort(key=lambda number: -self.axes[number].stride)
+            nested = [self.axes[number] for number in numbers]
+            by_dim.append([list(zip(numbers, part)) for part in _boxes(nested, interval)])
+        chosen = (
+            dict(itertools.chain.from_iterable(parts)) for parts in itertools.product(*by_dim)
+        )
+        return [tuple(part[number] for number in range(len(self.axes))) for part in chosen]
+
+    def local_part(self, box: Region, held: Region) -> LocalPart:
+        """Where a box lies in the local tensor of a rank that holds a region of the stored one."""
+        starts = [start - first for start, (first, _) in zip(self.starts, held)]
+        for axis, (start, _) in zip(self.axes, box):
+            starts[axis.dim] += start * axis.stride
+        sizes = regions.shape_of(box)
+        axes = (axis._replace(size=size) for axis, size in zip(self.axes, sizes))
+        return LocalPart(tuple(starts), tuple(axes))
+
+
+def _boxes(axes: Sequence[Axis], interval: Interval) -> Iterator[tuple[Interval, ...]]:
+    """Boxes of the elements of nested axes that lie in an interval of their dimension."""
+    if not axes:
+        if interval[0] <= 0 < interval[1]:
+            yield ()
+        return
+    (_, size, stride), inner = axes[0], axes[1:]
+    extent = 1 + sum((axis.size - 1) * axis.stride for axis in inner)  # of one index
+    start, stop = interval
+    first = min(size, max(0, (start - extent) // stride + 1))  # whose extent the interval touches
+    last = max(first, min(size, -(-stop // stride)))
+    whole_first = min(last, max(first, -(-start // stride)))
+    whole_last = max(whole_first, min(last, (stop - extent) // stride + 1))
+
+    def cut(index: int) -> Iterator[tuple[Interval, ...]]:
+        for box in _boxes(inner, (start - index * stride, stop - index * stride)):
+            yield ((index, index + 1), *box)
+
+    for index in range(first, whole_first):
+        yield from cut(index)
+    if whole_last > whole_first:
+        yield ((whole_first, whole_last), *((0, axis.size) for axis in inner))
+    for index in range(whole_last, last):
+        yield from cut(index)
 
 
 @dataclass(frozen=True)
@@ -30,55 +156,38 @@ class Matrices:
         shape: of the stored tensor: (experts…, rows, cols), or (rows, rest…) where flattened.
         row_dim: the dimension that counts rows; those before it count experts, those behind it are
             the columns.
-        blocks: how the rows of each stored matrix fall into matrices.
+        blocks: that the tensor falls into.
     """
 
     shape: tuple[int, ...]
     row_dim: int
-    blocks: tuple[Blocks, ...]
+    blocks: tuple[Block, ...]
 
-    @property
-    def experts(self) -> int:
-        return math.prod(self.shape[: self.row_dim])
+    def count(self, block: Block) -> int:
+        """Matrices of a block in each expert."""
+        return math.prod(block.shape[self.row_dim : block.row_axis])
 
-    @property
-    def cols(self) -> int:
-        return math.prod(self.shape[self.row_dim + 1 :])
+    def long_sides(self, block: Block) -> int:
+        """Elements of the second moment of a block in each expert."""
+        return self.count(block) * max(block.rows, block.cols)
 
-    @property
-    def long_sides(self) -> int:
-        """Elements of the second moment per stored matrix: the longer side of each matrix in it."""
-        return sum(block.count * max(block.rows, self.cols) for block in self.blocks)
-
-    def count(self, box: Sequence[tuple[int, int]], rows: int) -> int:
-        """Matrices of ``rows`` rows in a box of the stored tensor."""
-        return math.prod(stop - start for start, stop in box[: self.row_dim + 1]) // rows
-
-    def second_moment_interval(self, start: int, rows: int, count: int) -> tuple[int, int]:
-        """Which of the `long_sides` belong to ``count`` matrices of ``rows`` rows each."""
-        offset = 0
-        for block in self.blocks:
-            long_side = max(block.rows, self.cols)
-            if start < block.stop:
-                first = offset + (start - block.start) // rows * long_side
-                return first, first + count * long_side
-            offset += block.count * long_side
-        raise IndexError(start)
+    def long_sides_interval(self, block: Block) -> Interval:
+        """Which elements of the second moment of an expert are a block's."""
+        start = sum(map(self.long_sides, self.blocks[: self.blocks.index(block)]))
+        return start, start + self.long_sides(block)
 
 
-def read_as_matrices(
-    shape: Sequence[int], is_expert: bool, flatten: bool, row_counts: Union[int, Sequence, None]
-) -> Matrices:
+def read_as_matrices(shape: Sequence[int], is_expert: bool, flatten: bool, split: Any) -> Matrices:
     """The matrices of a stored tensor.
 
     Args:
         shape: of the whole tensor.
         is_expert: leading dimensions count experts.
         flatten: read more than two dimensions as (dim 0, all the rest).
-        row_counts: rows of each matrix, one number for all of them, or None for no split.
+        split: rows of each matrix, one number for all of them, the notation of axes, or None.
 
     Raises:
-        ValueError: not a matrix; row counts that do not add up. Completes "<parameter> …".
+        ValueError: not a matrix; a split that does not fit it. Completes "<parameter> …".
     """
     shape = tuple(shape)
     if len(shape) < 2:
@@ -93,22 +202,32 @@ def read_as_matrices(
             "with use_muon=False"
         )
     row_dim = len(shape) - 2 if is_expert else 0
-    return Matrices(shape, row_dim, _blocks(shape[row_dim], row_counts))
+    rows, cols = parts_of(split, shape[row_dim], shape[row_dim + 1 :])
+    blocks = (_block(shape[:row_dim], (of_rows, *of_cols)) for of_rows in rows for of_cols in cols)
+    return Matrices(shape, row_dim, tuple(blocks))
 
 
-def _blocks(rows: int, row_counts: Union[int, Sequence, None]) -> tuple[Blocks, ...]:
-    if row_counts is None:
-        row_counts = [rows]
-    elif isinstance(row_counts, int):
-        if rows % row_counts:
-            raise ValueError(f"has {rows} rows, which split={row_counts} does not divide")
-        row_counts = [row_counts] * (rows // row_counts)
-    elif sum(row_counts) != rows:
-        raise ValueError(
-            f"has {rows} rows, but split={list(row_counts)} adds up to {sum(row_counts)}"
-        )
-    blocks: list[Blocks] = []
-    for matrix_rows, equal in itertools.groupby(row_counts):
-        start = blocks[-1].stop if blocks else 0
-        blocks.append(Blocks(start, matrix_rows, len(list(equal))))
-    return tuple(blocks)
+def _block(experts: Sequence[int], parts: Sequence[Part]) -> Block:
+    """The matrices that have these parts of the rows and of the columns, in each expert."""
+    counting = [Axis(dim, size) for dim, size in enumerate(experts)]
+    joined: list[list[Axis]] = []
+    for dim, part in enumerate(parts, len(experts)):
+        axes = [(loop.counts_matrices, Axis(dim, *loop[:2])) for loop in part.loops]
+        counting += _merged([axis for counts, axis in axes if counts], least=0)
+        joined.append(_merged([axis for counts, axis in axes if not counts] or [Axis(dim, 1)]))
+    rows, *cols = joined
+    starts = (*(0 for _ in experts), *(part.start for part in parts))
+    col_axis = len(counting) + len(rows)
+    return Block((*counting, *rows, *itertools.chain(*cols)), len(counting), col_axis, starts)
+
+
+def _merged(axes: Sequence[Axis], least: int = 1) -> list[Axis]:
+    """The same indices by fewer axes: none of one index, and one for evenly spaced neighbours."""
+    merged: list[Axis] = []
+    for axis in axes:
+        if axis.size == 1 and len(axes) > least:
+            continue
+        if merged and merged[-1].stride == axis.size * axis.stride:
+            axis = axis._replace(size=merged.pop().size * axis.size)
+        merged.append(axis)
+    return merged if merged or not least else [axes[0]._replace(stride=1)]

@@ -21,6 +21,7 @@ record_function is a context manager here, since one decorator would serve all t
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from itertools import compress
 from typing import Optional
@@ -140,7 +141,7 @@ def _update_span_momentum(
             torch._foreach_copy_(list(largest.unbind()), norms)
         exponents = wire.scale_down(rows.outputs, step.views(sent, span), largest)
         bundles = [bundle for bundle in span if bundle.numel]
-        counts = [len(bundle.units) for bundle in bundles]
+        counts = [len(bundle.local_parts) for bundle in bundles]
         return [(b.trailer, values) for b, values in zip(bundles, exponents.split(counts))]
     if is_staged and wanted is not sent:
         sent.copy_(wanted)
@@ -171,7 +172,7 @@ def _polar_factors(X: Tensor, batch: Batch, step: Step) -> Tensor:
     unit = batch.units[0]
     entry, options = step.plan.entries[unit.entry], step.group(unit)
     return newton_schulz(
-        X.view(-1, unit.rows, entry.matrices.cols),
+        X.view(-1, unit.block.rows, unit.block.cols),
         options.ns_steps,
         options.ns_coefficients,
         norm=options.ns_norm,
@@ -225,7 +226,7 @@ def _update_span_weights(span: Span, updates: Tensor, lane: Lane, step: Step) ->
     if U is not received:
         U.copy_(received)
     unit = span[0].units[0]
-    options, scale = step.group(unit), step.plan.entries[unit.entry].scale(unit.rows)
+    options, scale = step.group(unit), step.plan.entries[unit.entry].scale(unit.block)
     factors: Optional[list[Tensor]] = None
     if options.beta2 is not None:
         factors = [f for bundle in span for f in _second_moment_factors(bundle, updates, step)]
@@ -262,7 +263,7 @@ def _second_moment_factors(bundle: Bundle, updates: Tensor, step: Step) -> list[
     for fetched in step.prefetcher.windows((SECOND_MOMENT, id(bundle))):  # exactly one
         if fetched is not None:
             views = [tensors[0] if tensors else views[piece.row] for piece, tensors in fetched]
-        V = torch.stack(views)  # (n, experts…, matrices of each, long side)
+        V = torch.stack(views)  # (n, experts…, matrices of each…, long side)
         numbers = wire.read_numbers(updates, bundle.trailer, len(bundle.units) * views[0].numel())
         rows = numbers.view(len(bundle.units), *V.shape[1:])
         v = rows if present is None else torch.stack(list(compress(rows.unbind(), present)))
@@ -275,25 +276,26 @@ def _second_moment_factors(bundle: Bundle, updates: Tensor, step: Step) -> list[
         assert beta2 is not None
         factor = core.second_moment_factor(flat, v.view(flat.shape), beta2, keep).view(V.shape)
         torch._foreach_copy_(views, list(V))
-        factors = _factors_of_parts(factor, units[0], bundle, step)
+        factors = _factors_of_parts(factor, bundle)
     return factors
 
 
-def _factors_of_parts(factor: Tensor, unit: Unit, bundle: Bundle, step: Step) -> list[Tensor]:
+def _factors_of_parts(factor: Tensor, bundle: Bundle) -> list[Tensor]:
     """Slices factors, which are shaped like V, to this rank's parts; they broadcast to them."""
-    if not bundle.numel:
-        return []
-    m = step.plan.entries[unit.entry].matrices
-    experts, rest = factor.shape[:-2], m.shape[m.row_dim + 1 :]
-    index = bundle.box
-    if unit.rows >= m.cols:
-        factor = factor.reshape(*experts, -1, *(1 for _ in rest))
-        index = bundle.box[: m.row_dim + 1]
-    else:
-        factor = factor.reshape(*experts, -1, 1, *rest)
-        rows = (*factor.shape[: len(experts) + 1], unit.rows, *rest)
-        factor = factor.expand(rows).flatten(len(experts), len(experts) + 1)
-    return list(factor[(slice(None), *regions.slices(index))])
+    unit = bundle.units[0]
+    block, long_side = unit.block, slice(unit.block.row_axis, unit.block.col_axis)
+    if block.rows < block.cols:
+        long_side = slice(block.col_axis, None)
+    axes = range(len(unit.shape))
+    along = {*axes[: block.row_axis], *axes[long_side]}
+    factor = factor.view(
+        -1, *(size if axis in along else 1 for axis, size in enumerate(unit.shape))
+    )
+    views = []
+    for box in bundle.boxes:
+        index = (slice(*box[axis]) if axis in along else slice(None) for axis in axes)
+        views.append(factor[(slice(None), *index)].unbind(0))
+    return list(itertools.chain.from_iterable(zip(*views)))
 
 
 # -- what else a step does ---------------------------------------------------------------------

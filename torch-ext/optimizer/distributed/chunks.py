@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
+from torch import Tensor
+
+from ..matrices import LocalPart
 from . import regions
 from .regions import Region
 from .staging import DEFAULT_SPAN_BYTES, SPAN_BYTES, Staging, matrices_per_batch
@@ -18,36 +22,46 @@ MOST_PADDED = 1.25
 # one that is whole on its rank begins a cache line, as one that was gathered does.
 CACHE_LINE_BYTES = 64
 
-EMPTY: Region = ((0, 0),)
+
+def views_of_boxes(flat: Tensor, boxes: Sequence[Region], count: int) -> list[Tensor]:
+    """What a buffer has of each box, (count, *shape of the box), of which units lie one by one."""
+    units = flat.view(count, -1)
+    views, start = [], 0
+    for box in boxes:
+        numel = regions.numel(box)
+        views.append(units[:, start : start + numel].unflatten(1, regions.shape_of(box)))
+        start += numel
+    return views
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """This rank's parts of some units of one batch, whoever owns it; all of one shape.
+    """This rank's parts of some units of one batch, whoever owns it; alike in all of them.
 
     Args:
         units: consecutive ones of the batch.
-        box: the part of each unit, in coordinates of the unit's box.
-        indices: slices that take each part out of the local tensor; None takes it all.
+        boxes: the parts of each unit, in coordinates of the unit's box.
+        local_parts: where they lie in the local tensor, unit by unit.
         start: where the parts begin in the chunk's buffer.
         trailer: where the exponents or the mean squares of the parts begin there.
         is_staged: whether the parts have a place there: not momentum that another replica sends.
     """
 
     units: tuple[Unit, ...]
-    box: Region
-    indices: tuple[Optional[tuple[slice, ...]], ...]
+    boxes: tuple[Region, ...]
+    local_parts: tuple[LocalPart, ...]
     start: int
     trailer: int
     is_staged: bool
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        return (len(self.units), *regions.shape_of(self.box))
-
-    @property
     def numel(self) -> int:
-        return len(self.units) * regions.numel(self.box)
+        return len(self.units) * sum(map(regions.numel, self.boxes))
+
+    def views(self, flat: Tensor) -> Iterator[Tensor]:
+        """Views of the parts, unit by unit, of a flat tensor that has them one behind the other."""
+        views = views_of_boxes(flat, self.boxes, len(self.units))
+        return itertools.chain.from_iterable(zip(*(view.unbind(0) for view in views)))
 
 
 # Bundles that one call of element-wise arithmetic updates: of one group and, of weights, one scale.
@@ -59,14 +73,19 @@ class PeerPart(NamedTuple):
 
     Args:
         peer: whose parts they are.
-        box: the part of each unit, in coordinates of the unit's box.
+        boxes: the parts of each unit, in coordinates of the unit's box.
         start: where the parts begin in the buffer that the owner gathers into or scatters from, or,
             where the peer is the owner itself, in the buffer of its bundles.
     """
 
     peer: int
-    box: Region
+    boxes: tuple[Region, ...]
     start: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of each unit."""
+        return sum(map(regions.numel, self.boxes))
 
 
 @dataclass(frozen=True)
@@ -106,7 +125,7 @@ class Chunk:
     This rank's bundles lie in two buffers, momentum that it sends and updates that it receives.
     Either begins with what this rank owns; then comes what it sends to, or receives from, each
     peer. Between two ranks travel, batch by batch, the parts of the units one behind the other,
-    then their trailer: an exponent for each unit when they are gathered (with an fp16 wire), mean
+    then their trailer: an exponent for each part when they are gathered (with an fp16 wire), mean
     squares of the update when they are scattered (with a second moment).
 
     Args:
@@ -170,7 +189,10 @@ class ChunkBuilder:
         if count == 1 or self.channel.owned_by_all or not on_all:
             return 0
         numel = self.scatter.numel
-        sizes = [sum(numel([unit], unit.box) for unit in units) for units in owned.values()]
+        sizes = [
+            sum(numel([unit], (regions.whole(unit.shape),)) for unit in units)
+            for units in owned.values()
+        ]
         slot, total = max(sizes), sum(sizes)
         within_bound = (count - 1) * slot <= total * (1 + 1 / count - (count - 1) / count**2)
         return slot if within_bound and count * slot <= MOST_PADDED * total else 0
@@ -180,20 +202,21 @@ class ChunkBuilder:
         alike: dict[tuple, list[Unit]] = {}
         for unit in units:
             entry = self.entries[unit.entry]
-            m = entry.matrices
-            shape = regions.shape_of(unit.box)
-            key: tuple = (entry.group, entry.dtype, entry.recipe, shape, m.row_dim, unit.rows)
-            if len(self.channel.peers) > 1:  # a peer's parts of all units must have one box
-                key += (entry.sharding, m.shape[m.row_dim :], unit.box[m.row_dim])
+            m, block = entry.matrices, unit.block
+            key: tuple = (entry.group, entry.dtype, entry.recipe)
+            key += (unit.shape, block.row_axis, block.col_axis)
+            if len(self.channel.peers) > 1:  # a peer's parts of all units must have the same boxes
+                key += (entry.sharding, m.shape[m.row_dim :], unit.box[m.row_dim :])
+                key += (block.axes[m.row_dim :], block.starts)
                 key += (entry.momentum, entry.momentum_holder(unit.box))
             alike.setdefault(key, []).append(unit)
         batches = []
         for members in alike.values():
             unit, entry = members[0], self.entries[members[0].entry]
             most = matrices_per_batch(
-                entry, unit.rows, self.staging.chunk_size, self.staging.batch_bytes
+                entry, unit.block, self.staging.chunk_size, self.staging.batch_bytes
             )
-            size = max(1, most // entry.matrices.count(unit.box, unit.rows))
+            size = max(1, most // unit.count)
             batches += [tuple(members[at : at + size]) for at in range(0, len(members), size)]
         return batches
 
@@ -232,18 +255,19 @@ class _Direction:
         for owner, owner_batches in batches.items():
             begin = end = owner * slot if slot else end
             for units in owner_batches:
-                box = self._box(units[0], this_peer)
+                boxes = self._boxes(units[0], this_peer)
                 is_staged = self._sends(units[0], this_peer, owner)
                 if len(peers) == 1:
                     line = CACHE_LINE_BYTES // self.channel.wire.itemsize
                     end = -(-end // line) * line
                 if owner == this_peer:
-                    parts.append([PeerPart(this_peer, box, end)])
-                bundles += self._bundles(units, box, end if is_staged else unstaged_end, is_staged)
+                    parts.append([PeerPart(this_peer, boxes, end)])
+                start = end if is_staged else unstaged_end
+                bundles += self._bundles(units, boxes, start, is_staged)
                 if is_staged:
-                    end += self.numel(units, box)
+                    end += self.numel(units, boxes)
                 else:
-                    unstaged_end += self.numel(units, box)
+                    unstaged_end += self.numel(units, boxes)
             by_owner[owner] = end - begin
         end = 0
         is_same_for_all = self.is_scatter and (slot or self.channel.owned_by_all)
@@ -252,9 +276,9 @@ class _Direction:
             for units, batch_parts in zip(batches.get(this_peer, ()), parts):
                 if peer != this_peer:
                     is_sent = self._sends(units[0], peer, this_peer)
-                    box = self._box(units[0], peer) if is_sent else EMPTY
-                    batch_parts.append(PeerPart(peer, box, end))
-                    end += self.numel(units, box)
+                    boxes = self._boxes(units[0], peer) if is_sent else ()
+                    batch_parts.append(PeerPart(peer, boxes, end))
+                    end += self.numel(units, boxes)
             by_peer[peer] = end - begin
         kept = slot or by_owner[this_peer]
         if slot:
@@ -270,16 +294,17 @@ class _Direction:
         )
 
     def _bundles(
-        self, units: tuple[Unit, ...], box: Region, start: int, is_staged: bool
+        self, units: tuple[Unit, ...], boxes: tuple[Region, ...], start: int, is_staged: bool
     ) -> Iterator[Bundle]:
         """This rank's parts of a batch, of which the first begins at ``start``."""
-        numel, trailer_numel = regions.numel(box), self._trailer_numel(units[0], box)
+        numel = sum(map(regions.numel, boxes))
+        trailer_numel = self._trailer_numel(units[0], boxes)
         step = max(1, self.span_numel // numel) if numel else len(units)
         for first in range(0, len(units), step):
             members = units[first : first + step]
             trailer = start + len(units) * numel + first * trailer_numel
-            indices = tuple(map(self._index, members))
-            yield Bundle(members, box, indices, start + first * numel, trailer, is_staged)
+            local_parts = tuple(itertools.chain.from_iterable(map(self._local_parts, members)))
+            yield Bundle(members, boxes, local_parts, start + first * numel, trailer, is_staged)
 
     def _spans(self, bundles: Iterable[Bundle]) -> tuple[Span, ...]:
         """Bundles that are updated alike and lie one behind the other in a buffer, while they fit.
@@ -291,7 +316,7 @@ class _Direction:
         for bundle in sorted(bundles, key=lambda bundle: (not bundle.is_staged, bundle.start)):
             unit = bundle.units[0]
             entry = self.entries[unit.entry]
-            scale = entry.scale(unit.rows) if self.is_scatter else None
+            scale = entry.scale(unit.block) if self.is_scatter else None
             key = (bundle.is_staged, entry.group, scale)
             if key != last or numel + bundle.numel > self.span_numel:
                 spans.append([])
@@ -310,30 +335,32 @@ class _Direction:
         entry, rank = self.entries[unit.entry], self.channel.peers[peer]
         return entry.region(rank) if self.is_scatter else entry.momentum_region(rank)
 
-    def _box(self, unit: Unit, peer: int) -> Region:
+    def _boxes(self, unit: Unit, peer: int) -> tuple[Region, ...]:
         """What a peer holds of a unit, in coordinates of the unit's box."""
-        part = regions.intersect(unit.box, self._held(unit, peer))
-        return regions.relative(part, unit.box)
+        return tuple(unit.parts(self._held(unit, peer)))
 
-    def _index(self, unit: Unit) -> Optional[tuple[slice, ...]]:
-        """Slices that take this rank's part of a unit out of the local tensor; None: all of it."""
+    def _local_parts(self, unit: Unit) -> Iterator[LocalPart]:
+        """Where this rank's parts of a unit lie in the local tensor."""
         held = self._held(unit, self.channel.this_peer)
-        part = regions.intersect(unit.box, held)
-        return None if part == held else regions.slices(regions.relative(part, held))
+        for box in unit.block.boxes(held):
+            shared = regions.intersect(unit.box, box)
+            if regions.numel(shared):
+                yield unit.block.local_part(shared, held)
 
-    def _trailer_numel(self, unit: Unit, box: Region) -> int:
-        """Elements behind a part of a unit: for an exponent, or for mean squares of its update.
+    def _trailer_numel(self, unit: Unit, boxes: tuple[Region, ...]) -> int:
+        """Elements behind a unit's parts: for their exponents, or for mean squares of its update.
 
         Where updates are scattered in place, the elements of exponents stay free.
         """
-        entry = self.entries[unit.entry]
+        entry, block = self.entries[unit.entry], unit.block
         if self.is_scatter and entry.second_moment:
-            numbers = max(unit.rows, entry.matrices.cols) * max(1, 4 // self.channel.wire.itemsize)
-            return entry.matrices.count(unit.box, unit.rows) * numbers
-        if self.channel.scaled and regions.numel(box):
-            return int(entry.scatters_in_place or not self.is_scatter)
+            numbers = max(block.rows, block.cols) * max(1, 4 // self.channel.wire.itemsize)
+            return unit.count * numbers
+        if self.channel.scaled and (entry.scatters_in_place or not self.is_scatter):
+            return len(boxes)
         return 0
 
-    def numel(self, units: Sequence[Unit], box: Region) -> int:
+    def numel(self, units: Sequence[Unit], boxes: tuple[Region, ...]) -> int:
         """Elements of the parts of a batch, trailer included."""
-        return len(units) * (regions.numel(box) + self._trailer_numel(units[0], box))
+        each = sum(map(regions.numel, boxes)) + self._trailer_numel(units[0], boxes)
+        return len(units) * each

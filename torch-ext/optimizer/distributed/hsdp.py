@@ -71,8 +71,8 @@ def estimated_seconds(
         m = entry.matrices
         experts = regions.numel(entry.region(rank)[: m.row_dim])
         for block in m.blocks if experts else ():
-            cost, count = entry.cost(block.rows), experts * block.count
-            size = block.rows * m.cols * entry.wire.itemsize
+            cost, count = entry.cost(block), experts * m.count(block)
+            size = block.rows * block.cols * entry.wire.itemsize
             # An owner gathers and scatters within its replica, and scatters to the others.
             within = _by_link(2 * size * (len(shards) - 1) / len(shards), shards, machine)
             between = _by_link(size * (replicas - 1), others, machine)

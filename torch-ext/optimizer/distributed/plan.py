@@ -16,14 +16,16 @@ import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Optional
 
+from ..matrices import Block
 from . import regions
 from .chunks import Batch, Chunk, ChunkBuilder
+from .regions import Region
 from .rounds import HIDING_IN_FLIGHT, Partitioner, UnitCost
 from .staging import Staging, matrices_per_batch
-from .units import Channel, Entry, Unit, UnitRows, unit_rows
+from .units import Channel, Entry, Unit, boxes_and_holders
 
 
 @dataclass(frozen=True)
@@ -76,13 +78,12 @@ class Plan:
 
     def count(self, batch: Batch) -> int:
         """Matrices in a batch."""
-        unit = batch.units[0]
-        return len(batch.units) * self.entries[unit.entry].matrices.count(unit.box, unit.rows)
+        return len(batch.units) * batch.units[0].count
 
     def flops(self, batch: Batch) -> int:
         """FLOPs to orthogonalize a batch."""
         unit = batch.units[0]
-        return self.count(batch) * self.entries[unit.entry].cost(unit.rows)
+        return self.count(batch) * self.entries[unit.entry].cost(unit.block)
 
 
 # Plans that are kept, of steps in which other entries have gradients.
@@ -153,8 +154,9 @@ class Planner:
         # By peers: entry, holder and FLOPs of the units that one of the peers holds whole.
         self.whole_flops: dict[tuple[int, ...], list[tuple[int, int, int]]] = defaultdict(list)
         self.whole_on_peers: list[tuple[Unit, int]] = []
-        self.matrix_flops: dict[tuple[int, int], int] = {}  # by entry and rows
-        self.unit_rows: dict[tuple, list[UnitRows]] = {}  # by matrices, sharding and peers
+        self.matrix_flops: dict[tuple, int] = {}  # by entry, rows and columns
+        # Units of an expert, by matrices, sharding and peers.
+        self.expert_units: dict[tuple, list[tuple[Block, Region, tuple[int, ...]]]] = {}
         with _without_collection():
             for number, entry in enumerate(self.entries):
                 self._add(number, entry)
@@ -225,47 +227,46 @@ class Planner:
         """The units of an entry of which this rank and its peers hold parts."""
         m = entry.matrices
         experts = entry.region(self.rank)[: m.row_dim]
-        cols = regions.whole(m.shape[m.row_dim + 1 :])
         if regions.numel(experts) * math.prod(m.shape[m.row_dim :]) == 0:
             return
         if len(peers) == 1:
-            for blocks in m.blocks:
-                rows = (blocks.start, blocks.stop)
-                yield Unit(number, (*experts, rows, *cols), blocks.rows), (0,)
+            for block in m.blocks:
+                yield (
+                    Unit(number, block, (*experts, *regions.whole(block.shape[m.row_dim :]))),
+                    (0,),
+                )
             return
         key = (m, entry.sharding, peers)
-        if key not in self.unit_rows:
-            held = [entry.region(rank)[m.row_dim :] for rank in peers]
-            self.unit_rows[key] = list(unit_rows(m.blocks, held))
+        if key not in self.expert_units:
+            held = [entry.region(rank) for rank in peers]
+            self.expert_units[key] = list(boxes_and_holders(m, held))
         for expert in itertools.product(*(range(start, stop) for start, stop in experts)):
-            box = tuple((index, index + 1) for index in expert)
-            for rows, matrix_rows, holders in self.unit_rows[key]:
-                yield Unit(number, (*box, rows, *cols), matrix_rows), holders
+            index = tuple((at, at + 1) for at in expert)
+            for block, box, holders in self.expert_units[key]:
+                yield Unit(number, block, (*index, *box)), holders
 
     def _divide(self, unit: Unit) -> list[Unit]:
         """A unit in pieces that are small enough for one batch."""
-        m = self.entries[unit.entry].matrices
-        limit = matrices_per_batch(self.entries[unit.entry], unit.rows, self.chunk_size)
-        count = m.count(unit.box, unit.rows)
-        if count <= limit:
+        limit = matrices_per_batch(self.entries[unit.entry], unit.block, self.chunk_size)
+        if unit.count <= limit:
             return [unit]
-        sizes = [stop - start for start, stop in unit.box[: m.row_dim]]
-        sizes.append(count // math.prod(sizes))  # blocks of rows
-        dim = next(dim for dim, size in enumerate(sizes) if size > 1)
-        step = max(1, limit // (count // sizes[dim])) * (unit.rows if dim == m.row_dim else 1)
-        start, stop = unit.box[dim]
+        sizes = unit.shape[: unit.block.row_axis]
+        axis = next(axis for axis, size in enumerate(sizes) if size > 1)
+        step = max(1, limit // (unit.count // sizes[axis]))
+        start, stop = unit.box[axis]
         pieces = []
         for at in range(start, stop, step):
-            box = (*unit.box[:dim], (at, min(at + step, stop)), *unit.box[dim + 1 :])
-            pieces += self._divide(Unit(unit.entry, box, unit.rows))
+            box = (*unit.box[:axis], (at, min(at + step, stop)), *unit.box[axis + 1 :])
+            pieces += self._divide(replace(unit, box=box))
         return pieces
 
     def _flops(self, unit: Unit) -> int:
         """FLOPs to orthogonalize a unit."""
-        key, entry = (unit.entry, unit.rows), self.entries[unit.entry]
+        block = unit.block
+        key = (unit.entry, block.rows, block.cols)
         if key not in self.matrix_flops:
-            self.matrix_flops[key] = entry.cost(unit.rows)
-        return entry.matrices.count(unit.box, unit.rows) * self.matrix_flops[key]
+            self.matrix_flops[key] = self.entries[unit.entry].cost(block)
+        return unit.count * self.matrix_flops[key]
 
     def _lanes(self, peers: tuple[int, ...], absent: frozenset[int]) -> list[Lane]:
         """All lanes of the same peers, whose owners have to be chosen together."""
@@ -304,7 +305,10 @@ class Planner:
                 owned[peer] = list(itertools.chain.from_iterable(taken))
             owned = {peer: members for peer, members in owned.items() if members}
             pairs = [(unit, peer) for peer, members in owned.items() for unit in members]
-            listed = [(peer, self.entries[unit.entry].name, unit.box) for unit, peer in pairs]
+            listed = [
+                (peer, self.entries[unit.entry].name, unit.block.starts, unit.box)
+                for unit, peer in pairs
+            ]
             digest.update(repr(listed).encode())
             chunks.append(builder.chunk(owned))
             rounds.append(
@@ -346,7 +350,6 @@ class Planner:
             loads[owner] += flops
             elements[owner] += numel
             heapq.heappush(heap, (loads[owner], elements[owner], owner))
-            count = self.entries[unit.entry].matrices.count(unit.box, unit.rows)
-            cost = UnitCost(flops, numel * channel.wire.itemsize, count)
+            cost = UnitCost(flops, numel * channel.wire.itemsize, unit.count)
             queues[owner].setdefault(cost, []).append(unit)
         return queues

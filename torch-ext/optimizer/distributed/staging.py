@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Optional
 
+from ..matrices import Block
 from . import regions
 from .units import Channel, Entry, Unit
 
@@ -42,14 +43,14 @@ GatheredBytes = tuple[int, int]  # in a chunk, by the busiest owner and by all o
 
 
 def matrices_per_batch(
-    entry: Entry, rows: int, chunk_size: int, most_bytes: Optional[int] = None
+    entry: Entry, block: Block, chunk_size: int, most_bytes: Optional[int] = None
 ) -> int:
-    """How many matrices of ``rows`` rows each are orthogonalized in one batch."""
+    """How many matrices of a block are orthogonalized in one batch."""
     if chunk_size > 0:
         return chunk_size
     limit = BATCH_BYTES.get(entry.device.type, DEFAULT_BATCH_BYTES)
     limit = limit if most_bytes is None else min(limit, most_bytes)
-    return max(1, limit // (rows * entry.matrices.cols * entry.opmath.itemsize))
+    return max(1, limit // (block.rows * block.cols * entry.opmath.itemsize))
 
 
 class Staging:
@@ -127,18 +128,16 @@ class Staging:
 
     def _workspace_bytes(self, unit: Unit) -> int:
         """For a batch: matrices twice, products of their shorter sides, and copies in opmath."""
-        entry = self.entries[unit.entry]
-        numel, cols = regions.numel(unit.box), entry.matrices.cols
-        count = entry.matrices.count(unit.box, unit.rows)
+        entry, block = self.entries[unit.entry], unit.block
+        numel = regions.numel(unit.box)
         arithmetic = entry.recipe.dtype
-        squares = 4 if entry.recipe.form(unit.rows, cols).is_gram else 2
+        squares = 4 if entry.recipe.form(block.rows, block.cols).is_gram else 2
         copies = 1 if arithmetic == entry.wire else 2  # beside what was gathered
-        nbytes = (
-            copies * numel + squares * count * min(unit.rows, cols) ** 2
-        ) * arithmetic.itemsize
+        short = min(block.rows, block.cols)
+        nbytes = (copies * numel + squares * unit.count * short**2) * arithmetic.itemsize
         nbytes += numel * entry.wire.itemsize
-        batch = matrices_per_batch(entry, unit.rows, self.chunk_size, self.batch_bytes)
-        nbytes *= max(1, batch // count)
-        if entry.second_moment:
-            nbytes += unit.rows * cols * entry.opmath.itemsize  # squares, matrix by matrix
+        batch = matrices_per_batch(entry, block, self.chunk_size, self.batch_bytes)
+        nbytes *= max(1, batch // unit.count)
+        if entry.second_moment:  # squares, matrix by matrix
+            nbytes += block.rows * block.cols * entry.opmath.itemsize
         return nbytes

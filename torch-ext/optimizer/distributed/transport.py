@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..scratch import Scratch
 from . import regions, wire
-from .chunks import Batch, Chunk, Traffic
+from .chunks import Batch, Chunk, Traffic, views_of_boxes
 from .collectives import all_gather_slots
 from .plan import Lane
 
@@ -69,18 +69,21 @@ class Transport:
 
     def assemble(self, batch: Batch) -> Tensor:
         """Whole units, (n, *shape of each), which may be overwritten."""
-        shape = (len(batch.units), *regions.shape_of(batch.units[0].box))
+        shape = (len(batch.units), *batch.units[0].shape)
         if self._gathered is None:
             return self.momentum[batch.gathered[0].start :][: math.prod(shape)].view(shape)
         X = self._scratch.empty("gathered", shape, self.lane.wire, self.lane.device)
-        targets, sources, exponents = [], [], []
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        exponents: list[Tensor] = []
         for part in batch.gathered:
-            numel = regions.numel(part.box) * shape[0]
-            if numel:
-                buffer = self.momentum if part.peer == self.lane.this_peer else self._gathered
-                targets.append(X[(slice(None), *regions.slices(part.box))])
-                sources.append(buffer[part.start : part.start + numel].view(targets[-1].shape))
-                exponents.append(buffer[part.start + numel :][: shape[0]])
+            buffer = self.momentum if part.peer == self.lane.this_peer else self._gathered
+            stop = part.start + part.numel * shape[0]
+            targets += [X[(slice(None), *regions.slices(box))] for box in part.boxes]
+            if part.boxes:
+                sources += views_of_boxes(buffer[part.start : stop], part.boxes, shape[0])
+                behind = buffer[stop:][: shape[0] * len(part.boxes)]
+                exponents += behind.view(shape[0], -1).unbind(1) if self.lane.scaled else []
         torch._foreach_copy_(targets, sources)
         if self.lane.scaled:
             wire.unify_scales(targets, torch.stack(exponents))
@@ -99,10 +102,10 @@ class Transport:
             buffer = self._scattered
             if buffer is None or part.peer == self.lane.this_peer:
                 buffer = self.updates
-            stop = part.start + regions.numel(part.box) * len(batch.units)
-            if stop > part.start:
-                sources.append(units[(slice(None), *regions.slices(part.box))])
-                targets.append(buffer[part.start : stop].view(sources[-1].shape))
+            stop = part.start + part.numel * len(batch.units)
+            if part.boxes:
+                sources += [units[(slice(None), *regions.slices(box))] for box in part.boxes]
+                targets += views_of_boxes(buffer[part.start : stop], part.boxes, len(batch.units))
             if squares is not None:
                 wire.write_numbers(squares, buffer, stop)
         if targets:

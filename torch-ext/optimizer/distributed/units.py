@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Optional
@@ -9,10 +10,10 @@ from typing import Optional
 import torch
 
 from ..core import update_scale
-from ..matrices import Blocks, Matrices
+from ..matrices import Block, Matrices
 from ..newton_schulz import Recipe
 from . import regions
-from .regions import Interval, Region, Sharding
+from .regions import Region, Sharding
 
 
 @dataclass(frozen=True)
@@ -102,28 +103,43 @@ class Entry:
         """Whether exactly the gathered elements are scattered, to the ranks that they came from."""
         return self.momentum is None and not self.spread and not self.second_moment
 
-    def scale(self, rows: int) -> float:
-        """Factor on the update of a matrix of ``rows`` rows."""
-        return update_scale(rows, self.matrices.cols, self.adjust_lr)
+    def scale(self, block: Block) -> float:
+        """Factor on the update of a matrix."""
+        return update_scale(block.rows, block.cols, self.adjust_lr)
 
-    def cost(self, rows: int) -> int:
-        """FLOPs to orthogonalize one matrix of ``rows`` rows."""
-        return self.recipe.flops(rows, self.matrices.cols)
+    def cost(self, block: Block) -> int:
+        """FLOPs to orthogonalize one matrix."""
+        return self.recipe.flops(block.rows, block.cols)
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Matrices of one parameter that have one owner: a box of the stored tensor.
+    """Matrices of one parameter that have one owner.
 
     Args:
         entry: number of its entry.
-        box: experts, rows and all columns; the rows are those of one or more matrices.
-        rows: of each matrix.
+        block: that the matrices are of.
+        box: of the block: the matrices, and all of their rows and columns.
     """
 
     entry: int
+    block: Block
     box: Region
-    rows: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of its box."""
+        return regions.shape_of(self.box)
+
+    @property
+    def count(self) -> int:
+        """How many matrices."""
+        return regions.numel(self.box[: self.block.row_axis])
+
+    def parts(self, region: Region) -> list[Region]:
+        """The boxes, in coordinates of the unit's, that a region of the stored tensor has of it."""
+        shared = (regions.intersect(self.box, box) for box in self.block.boxes(region))
+        return [regions.relative(box, self.box) for box in shared if regions.numel(box)]
 
 
 @dataclass(frozen=True)
@@ -159,27 +175,28 @@ class Channel:
         return self.wire == torch.float16 and len(self.peers) > 1
 
 
-# Rows of a unit, rows of each of its matrices, and the peers that hold some of them.
-UnitRows = tuple[Interval, int, tuple[int, ...]]
-
-
-def unit_rows(blocks: Sequence[Blocks], held: Sequence[Region]) -> Iterator[UnitRows]:
-    """The units that the rows of a stored matrix fall into.
+def boxes_and_holders(
+    m: Matrices, held: Sequence[Region]
+) -> Iterator[tuple[Block, Region, tuple[int, ...]]]:
+    """The units that each expert falls into: block, box behind the experts, and who holds parts.
 
     Args:
-        blocks: how these rows fall into matrices.
-        held: the rows and columns that each peer holds of the stored matrix.
+        m: of the whole tensor.
+        held: what each peer holds of it; all peers hold parts of the same experts.
     """
-    for block in blocks:
-        units: list[UnitRows] = []
-        for start in range(block.start, block.stop, block.rows):
-            rows = (start, start + block.rows)
+    for block in m.blocks:
+        by_peer = [[box[m.row_dim :] for box in block.boxes(region)] for region in held]
+        whole = regions.whole(block.shape[block.row_axis :])
+        units: list[tuple[Region, tuple[int, ...]]] = []
+        for index in itertools.product(*map(range, block.shape[m.row_dim : block.row_axis])):
+            box = (*((at, at + 1) for at in index), *whole)
             holders = tuple(
                 peer
-                for peer, (held_rows, *columns) in enumerate(held)
-                if regions.numel((regions.overlap(held_rows, rows), *columns))
+                for peer, boxes in enumerate(by_peer)
+                if any(regions.numel(regions.intersect(box, part)) for part in boxes)
             )
-            if len(holders) == 1 and units and units[-1][2] == holders:
-                rows = (units.pop()[0][0], rows[1])  # whole on the same peer: one unit
-            units.append((rows, block.rows, holders))
-        yield from units
+            if len(holders) == 1 and index and index[-1] and units[-1][1] == holders:
+                *outer, (first, _) = units.pop()[0][: len(index)]  # whole on the same peer: one
+                box = (*outer, (first, index[-1] + 1), *whole)
+            units.append((box, holders))
+        yield from ((block, box, holders) for box, holders in units)

@@ -146,11 +146,10 @@ def summarize(
     loads: dict[tuple[int, ...], Counter[int]] = defaultdict(Counter)
     for unit, owners, lane in _units(plan):
         entry = plan.entries[unit.entry]
-        matrices = entry.matrices.count(unit.box, unit.rows)
-        flops = matrices * entry.cost(unit.rows)
+        flops = unit.count * entry.cost(unit.block)
         loads[entry.peers(plan.rank)].update(dict.fromkeys(owners, flops))
         row = rows[entry.group, entry.index]
-        row["matrices"] += matrices
+        row["matrices"] += unit.count
         row["whole"] = lane is None and (row["whole"] or not row["owners"])
         row["owners"].update(owners)
         row["flops"] += len(owners) * flops
@@ -234,13 +233,13 @@ def _bytes_moved(plan: Plan, lane: Lane, unit: Unit, owner: int) -> int:
     """What travels to one owner of a unit and back from it."""
 
     def held(region: regions.Region) -> int:
-        return regions.numel(regions.intersect(unit.box, region))
+        return sum(map(regions.numel, unit.parts(region)))
 
     entry, numel = plan.entries[unit.entry], regions.numel(unit.box)
     elements = numel - held(entry.momentum_region(owner))
     if lane.scaled:  # an exponent for each part
         serving = (p for p in lane.peers if p != owner and entry.sends_momentum(p, owner))
-        exponents = sum(held(entry.momentum_region(peer)) > 0 for peer in serving)
+        exponents = sum(len(unit.parts(entry.momentum_region(peer))) for peer in serving)
         # Where updates go back in place, there is room for them too.
         elements += exponents * (2 if entry.scatters_in_place and not lane.owned_by_all else 1)
     if lane.owned_by_all:
@@ -248,8 +247,8 @@ def _bytes_moved(plan: Plan, lane: Lane, unit: Unit, owner: int) -> int:
     elements += entry.replica_count(owner) * numel - held(entry.region(owner))
     moments = 0
     if entry.second_moment:
-        long_side = max(unit.rows, entry.matrices.cols)
-        moments = (len(lane.peers) - 1) * entry.matrices.count(unit.box, unit.rows) * long_side
+        long_side = max(unit.block.rows, unit.block.cols)
+        moments = (len(lane.peers) - 1) * unit.count * long_side
     return elements * lane.wire.itemsize + moments * max(4, lane.wire.itemsize)
 
 
@@ -260,8 +259,8 @@ def _algorithm(param: Tensor, group: Group, entry: Optional[Entry]) -> str:
         return "AdamW, fused" if adamw.is_fused(param, group) else "AdamW"
     family = group.ns_coefficients if isinstance(group.ns_coefficients, str) else "own coefficients"
     forms = []
-    for rows in dict.fromkeys(blocks.rows for blocks in entry.matrices.blocks):
-        form = entry.recipe.form(rows, entry.matrices.cols)
+    for shape in dict.fromkeys((block.rows, block.cols) for block in entry.matrices.blocks):
+        form = entry.recipe.form(*shape)
         kind = "gram" if form.is_gram else "standard"
         if form.is_gram and form.restarts:
             kind += f", restarted after {' and '.join(map(str, form.restarts))}"

@@ -14,7 +14,7 @@ from typing import Any, Callable, NamedTuple, Optional, Union
 import torch
 from torch import Tensor
 
-from .. import newton_schulz
+from .. import newton_schulz, split_notation
 from ..distributed import agreement, hsdp
 from ..distributed.machine import Machine
 from ..distributed.replicas import Replicas
@@ -81,6 +81,8 @@ def _is_split(value: Any) -> bool:
             isinstance(pattern, str) and not isinstance(counts, Mapping) and _is_split(counts)
             for pattern, counts in value.items()
         )
+    if isinstance(value, str):  # `Group.validate` reads it
+        return True
     counts = value if isinstance(value, (list, tuple)) else [value]
     return len(counts) > 0 and all(is_int(count) and count > 0 for count in counts)
 
@@ -180,8 +182,8 @@ class Group:
     split: Any = _is(
         Option(
             lambda value: value is None or _is_split(value),
-            "None, a list of row counts, a number of rows, or a mapping from name patterns to "
-            "either",
+            "None, a list of row counts, a number of rows, the notation of axes, or a mapping from "
+            "name patterns to any of these",
         )
     )
     flatten: bool = _is(_BOOL)
@@ -207,6 +209,13 @@ class Group:
             newton_schulz.resolve(self.ns_coefficients, self.ns_steps)
         except ValueError as error:
             raise ValueError(f"{self.where}: {error}") from None
+        splits = self.split.values() if isinstance(self.split, Mapping) else [self.split]
+        try:
+            for split in splits:
+                if isinstance(split, str):
+                    split_notation.parse(split)
+        except ValueError as error:
+            raise ValueError(f"{self.where}: split {error}") from None
 
 
 def _options_of(dataclass_type: Any) -> dict[str, Option]:

@@ -10,7 +10,6 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from ..cpu_offload import narrow
 from ..distributed import utils as dtensors
 from ..distributed.collectives import max_over_ranks
 from ..distributed.plan import ranks_sort_key
@@ -59,10 +58,10 @@ class Clipping:
                 self._scales_by_id.update(packed.scales(logits))
         return self._scales_by_id
 
-    def scale(self, param: Tensor, index: Optional[tuple[slice, ...]] = None) -> Optional[Tensor]:
-        """The factors of this rank's rows of a parameter, or of a part of them; they broadcast to
-        the rows. None where the parameter is no projection."""
-        return narrow(self._scales().get(id(param)), index)
+    def scale(self, param: Tensor) -> Optional[Tensor]:
+        """The factors of this rank's rows of a parameter, which broadcast to them; None where the
+        parameter is no projection."""
+        return self._scales().get(id(param))
 
     def finish(self, groups: Sequence[Group]) -> None:
         """Clips what is not Muon's: biases, and weights that AdamW trains."""

@@ -65,7 +65,7 @@ def expected_state(param: Tensor, entry: Optional[Entry], settings: Settings) ->
             placed = dtensors.state_placements_of(param, replicas) or placed
         return {"exp_avg": (param.shape, placed), "exp_avg_sq": (param.shape, placed)}
     m = entry.matrices
-    numbers = torch.Size([*m.shape[: m.row_dim], m.long_sides])
+    numbers = torch.Size([*m.shape[: m.row_dim], sum(map(m.long_sides, m.blocks))])
     return {
         "momentum_buffer": (
             param.shape,

@@ -40,16 +40,14 @@ class FiniteMask:
             parts: of them that this rank has, with their boxes, and the gradient or momentum there.
             group: of the lane's peers; None without any.
         """
-        counts = [self._entries[unit.entry].matrices.count(unit.box, unit.rows) for unit in units]
+        counts = [unit.count for unit in units]
         finite = torch.ones(sum(counts), dtype=torch.uint8, device=lane.device)
         flags_by_unit = {id(unit): flags for unit, flags in zip(units, finite.split(counts))}
         for unit, box, part in parts:
-            row_dim = self._entries[unit.entry].matrices.row_dim
-            rows = torch.isfinite(part).flatten(row_dim + 1).all(dim=-1)  # (experts…, rows here)
-            whole = rows.new_ones(regions.shape_of(unit.box[: row_dim + 1]))
-            whole[(..., slice(*box[row_dim]))] = rows
-            flags = whole.unflatten(-1, (-1, unit.rows)).all(dim=-1).flatten()
-            flags_by_unit[id(unit)].copy_(flags)
+            matrices = unit.block.row_axis  # so many axes count them
+            flags = flags_by_unit[id(unit)].view(unit.shape[:matrices])
+            is_finite = torch.isfinite(part).flatten(matrices).all(dim=-1)
+            flags[regions.slices(box[:matrices])] *= is_finite
         if group is not None:
             op = dist.ReduceOp.MIN
             self._work.append(dist.all_reduce(finite, op, group=group, async_op=True))
@@ -66,9 +64,6 @@ class FiniteMask:
 
     def keep(self, unit: Unit, box: regions.Region) -> Tensor:
         """Whether to update, for the elements of a part of a unit; broadcasts to them."""
-        row_dim = self._entries[unit.entry].matrices.row_dim
-        experts = regions.shape_of(unit.box[:row_dim])
-        by_matrix = self.of(unit).view(*experts, -1, 1)
-        rows = by_matrix.expand(*by_matrix.shape[:-1], unit.rows).flatten(-2)
-        rows = rows[(..., slice(*box[row_dim]))]
-        return rows.view(*rows.shape, *(1 for _ in box[row_dim + 1 :]))
+        matrices = unit.block.row_axis
+        flags = self.of(unit).view(unit.shape[:matrices])[regions.slices(box[:matrices])]
+        return flags.view(*flags.shape, *(1 for _ in box[matrices:]))

@@ -20,6 +20,7 @@ from ..distributed import utils as dtensors
 from ..distributed.chunks import Chunk, Span
 from ..distributed.plan import Lane, Plan, Unit
 from ..distributed.transport import Transport
+from ..matrices import LocalPart
 from ..parameters.options import Group, Settings
 from ..scratch import Scratch
 from .gradients import Gradients
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from ..qk_clip.clip import Clipping
 
 State = Mapping[Tensor, MutableMapping[str, Tensor]]
-Index = Optional[tuple[slice, ...]]
 
 # What windows of host memory are announced for.
 NONFINITE, MOMENTUM = "nonfinite", "momentum"
@@ -42,13 +42,13 @@ class SpanParts(NamedTuple):
     Args:
         units: one for each part.
         boxes: of the parts, in coordinates of their unit's box.
-        indices: slices that take the part out of the local tensor; None takes it all.
+        local_parts: where they lie in the local tensor.
         tensors: the parts themselves, of momentum or of weights.
     """
 
     units: list[Unit]
     boxes: list[regions.Region]
-    indices: list[Index]
+    local_parts: list[LocalPart]
     tensors: list[Tensor]
 
 
@@ -114,13 +114,13 @@ class Prepared:
         parts = self._parts.get(id(span))
         if parts is None:
             filled = [bundle for bundle in span if bundle.numel]
-            units = [unit for bundle in filled for unit in bundle.units]
-            indices = [index for bundle in filled for index in bundle.indices]
+            units = [u for bundle in filled for u in bundle.units for _ in bundle.boxes]
+            local_parts = [part for bundle in filled for part in bundle.local_parts]
             parts = self._parts[id(span)] = SpanParts(
                 units,
-                [bundle.box for bundle in filled for _ in bundle.units],
-                indices,
-                [part_of(tensors[u.entry], index) for u, index in zip(units, indices)],
+                [box for bundle in filled for _ in bundle.units for box in bundle.boxes],
+                local_parts,
+                [part.of(tensors[u.entry]) for u, part in zip(units, local_parts)],
             )
         return parts
 
@@ -260,8 +260,8 @@ class Step:
         for bundle in span:
             if bundle.numel:
                 place = bundle.start - span[0].start
-                views += flat[place : place + bundle.numel].view(bundle.shape).unbind(0)
-        present = self.present(unit for bundle in span if bundle.numel for unit in bundle.units)
+                views += bundle.views(flat[place : place + bundle.numel])
+        present = self.present(u for bundle in span for u in bundle.units for _ in bundle.boxes)
         return views if present is None else list(itertools.compress(views, present))
 
     def present(self, units: Iterable[Unit]) -> Optional[list[bool]]:
@@ -273,8 +273,8 @@ class Step:
 
     def grads(self, parts: SpanParts) -> list[Tensor]:
         """The gradients of parts of the momentum."""
-        pairs = zip(parts.units, parts.indices)
-        return [part_of(self.gradients.of(unit.entry), index) for unit, index in pairs]
+        pairs = zip(parts.units, parts.local_parts)
+        return [part.of(self.gradients.of(unit.entry)) for unit, part in pairs]
 
     def release_gradients(self, span: Optional[Span]) -> None:
         """Releases the gradients that this span reads last; for None, those that no span reads."""
@@ -292,20 +292,23 @@ class Step:
         """What QK-Clip multiplies the rows of the parts with, if it does."""
         if self.clipping is None:
             return None
-        pairs = zip(parts.units, parts.indices)
-        return [self.clipping.scale(self._params[unit.entry], index) for unit, index in pairs]
+        scales = [self.clipping.scale(self._params[unit.entry]) for unit in parts.units]
+        shapes = (self.prepared.weights[unit.entry].shape for unit in parts.units)
+        return [
+            None if scale is None else part.of(scale.expand(shape))
+            for scale, shape, part in zip(scales, shapes, parts.local_parts)
+        ]
 
     def second_moment(self, unit: Unit) -> Tensor:
-        """V of a unit's matrices, a view (experts…, matrices of each, long side)."""
-        entry = self.plan.entries[unit.entry]
-        row_dim = entry.matrices.row_dim
-        start, stop = unit.box[row_dim]
-        count = (stop - start) // unit.rows
-        numbers = entry.matrices.second_moment_interval(start, unit.rows, count)
+        """V of a unit's matrices, a view (experts…, matrices of each…, long side)."""
+        entry, block = self.plan.entries[unit.entry], unit.block
+        row_dim, counting = entry.matrices.row_dim, slice(entry.matrices.row_dim, block.row_axis)
         held = entry.region(self.plan.rank)[:row_dim]
         experts = regions.slices(regions.relative(unit.box[:row_dim], held))
         V = self._offload.current(self.prepared.state[unit.entry]["second_momentum_buffer"])
-        return V[(*experts, slice(*numbers))].unflatten(-1, (count, -1))
+        V = V[(*experts, slice(*entry.matrices.long_sides_interval(block)))]
+        V = V.unflatten(-1, (*block.shape[counting], -1))
+        return V[(..., *regions.slices(unit.box[counting]), slice(None))]
 
     def may_skip(self, unit: Unit) -> bool:
         """Whether matrices with Inf or NaN are left as they are."""
@@ -361,13 +364,13 @@ class Step:
     def _momentum_fetches(self, parts: SpanParts, written: bool = True) -> list[list[Fetch]]:
         """Fetches for each part of the momentum and its gradient, as far as the host has them."""
         rows = []
-        for unit, index, part in zip(parts.units, parts.indices, parts.tensors):
+        for unit, local_part, tensor in zip(parts.units, parts.local_parts, parts.tensors):
             buffer = self.prepared.state[unit.entry]["momentum_buffer"]
             fetches = [
-                fetch._replace(written=written) for fetch in self._offload.fetches(buffer, part)
+                fetch._replace(written=written) for fetch in self._offload.fetches(buffer, tensor)
             ]
             if unit.entry in self._on_host:
-                grad = part_of(self.gradients.of(unit.entry), index)
+                grad = local_part.of(self.gradients.of(unit.entry))
                 fetches.append(Fetch(grad, self.plan.entries[unit.entry].device, False))
             rows.append(fetches)
         return rows
@@ -388,8 +391,3 @@ class Step:
 
 def _addresses(tensors: Sequence[Tensor]) -> list[int]:
     return [dtensors.raw_local(tensor).data_ptr() for tensor in tensors]
-
-
-def part_of(tensor: Tensor, index: Index) -> Tensor:
-    """The part of a local tensor that the slices take out; None takes it all."""
-    return tensor if index is None else tensor[index]

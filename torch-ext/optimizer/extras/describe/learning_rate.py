@@ -82,8 +82,8 @@ def _relative_update(subject: Subject, advice: Remedy, scale: str) -> Optional[f
         except ValueError:  # a trap of its own
             continue
         for block in matrices.blocks:
-            rows, cols = block.rows, matrices.cols
-            count = matrices.experts * block.count * rows * cols
+            rows, cols = block.rows, block.cols
+            count = math.prod(block.shape)
             if count:
                 factor = update_scale(rows, cols, scale)
                 moved += count * float(lr) * factor * math.sqrt(3 * cols / max(rows, cols))

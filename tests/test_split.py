@@ -1,0 +1,295 @@
+"""``split`` by the notation of axes: matrices in blocks, strides and groups of rows and columns.
+
+Expected values come from matrices that are cut out by hand, as lists of rows and columns.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from kernel import optimizer
+from layouts import Group, Weight, check
+from reference import ReferenceMuon
+
+FP64 = {"ns_dtype": torch.float64, "comm_dtype": torch.float64}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A stored matrix, what ``split`` says of it, and rows and columns of its matrices."""
+
+    shape: tuple[int, ...]
+    split: Any
+    matrices: Sequence[tuple[Sequence[int], Sequence[int]]]
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def rows_of(cols: int, *rows: Sequence[int]) -> list[tuple[Sequence[int], Sequence[int]]]:
+    return [(some, range(cols)) for some in rows]
+
+
+CASES = {
+    "blocks of rows": Case((20, 6), "(q=12 + k=4 + v=4) dim", rows_of(6, range(12), range(12, 16), range(16, 20))),
+    "sizes without names": Case((8, 6), "(5 + 3) 6", rows_of(6, range(5), range(5, 8))),
+    "by query group": Case(
+        (48, 10),
+        "(group (q=8 + k=4 + v=4)) dim",
+        rows_of(
+            10,
+            [16 * g + i for g in range(3) for i in range(8)],
+            [16 * g + 8 + i for g in range(3) for i in range(4)],
+            [16 * g + 12 + i for g in range(3) for i in range(4)],
+        ),
+    ),
+    "gate and up, row by row": Case(
+        (14, 6), "(n (gate=1 + up=1)) dim", rows_of(6, range(0, 14, 2), range(1, 14, 2))
+    ),
+    "columns of equal width": Case(
+        (6, 24), "dim (c + c + c)", [(range(6), range(8 * i, 8 * i + 8)) for i in range(3)]
+    ),
+    "gate and up, column by column": Case(
+        (8, 14), "dim (n (gate=1 + up=1))", [(range(8), range(i, 14, 2)) for i in range(2)]
+    ),
+    "heads": Case((20, 6), "([head] 4) dim", rows_of(6, *(range(4 * h, 4 * h + 4) for h in range(5)))),
+    "query, key and value of each head": Case(
+        (30, 7),
+        "([head] (q=4 + k=4 + v=2)) dim",
+        rows_of(
+            7,
+            *(range(10 * h, 10 * h + 4) for h in range(3)),
+            *(range(10 * h + 4, 10 * h + 8) for h in range(3)),
+            *(range(10 * h + 8, 10 * h + 10) for h in range(3)),
+        ),
+    ),
+    "one matrix for each index of an inner axis": Case(
+        (24, 5),
+        "(group [half=2] 3) dim",
+        rows_of(5, *([6 * g + 3 * h + i for g in range(4) for i in range(3)] for h in range(2))),
+    ),
+    "rows and columns": Case(
+        (10, 12),
+        "(a=4 + b=6) (n (5 + 1))",
+        [
+            (rows, cols)
+            for rows in (range(4), range(4, 10))
+            for cols in ([0, 1, 2, 3, 4, 6, 7, 8, 9, 10], [5, 11])
+        ],
+    ),
+    "groups in groups": Case(
+        (2 * 3 * 4 + 5, 9),
+        "((outer=2 (inner=3 (q=2 + k=1 + v))) + rest=5) dim",
+        rows_of(
+            9,
+            [12 * a + 4 * b + i for a in range(2) for b in range(3) for i in range(2)],
+            [12 * a + 4 * b + 2 for a in range(2) for b in range(3)],
+            [12 * a + 4 * b + 3 for a in range(2) for b in range(3)],
+            range(24, 29),
+        ),
+    ),
+    "blocks of columns of heads": Case(
+        (6, 24),
+        "dim ([head] (q=4 + k=4))",
+        [
+            (range(6), range(8 * h + first, 8 * h + first + 4))
+            for first in (0, 4)
+            for h in range(3)
+        ],
+    ),
+}  # fmt: skip
+
+
+def stepped(params: Sequence[torch.Tensor], steps: int = 3, **group: Any) -> torch.optim.Optimizer:
+    """An optimizer that has taken steps with random gradients."""
+    names = [f"experts.{i}" if p.ndim > 2 else f"layers.{i}" for i, p in enumerate(params)]
+    group = {"params": list(params), "names": names, "use_muon": True, **group}
+    settings = {key: group.pop(key) for key in FP64 if key in group}
+    optim = optimizer.Muon([group], lr=0.05, **settings)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        for p in params:
+            p.grad = torch.randn(p.shape, generator=generator, dtype=p.dtype)
+        optim.step()
+    return optim
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"beta2": 0.9, "momentum_style": "ema", "adjust_lr": "original"}, {"cautious": True}],
+    ids=["defaults", "second moment", "cautious"],
+)
+@pytest.mark.parametrize("name", CASES)
+def test_each_part_takes_the_steps_of_a_matrix_of_its_own(name, options):
+    case = CASES[name]
+    start = torch.randn(case.shape, dtype=torch.float64)
+    param = torch.nn.Parameter(start.clone())
+    optim = stepped([param], split=case.split, **FP64, **options)
+
+    def cut(tensor):
+        return [tensor[list(rows)][:, list(cols)] for rows, cols in case.matrices]
+
+    assert sum(len(rows) * len(cols) for rows, cols in case.matrices) == start.numel()
+    reference = ReferenceMuon(cut(start), {"lr": 0.05, **options})
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(3):
+        reference.step(cut(torch.randn(case.shape, generator=generator, dtype=torch.float64)))
+    rounding = 1e-6 if "beta2" in options else 1e-9  # second moments are in fp32
+    for ours, expected in zip(cut(param.detach()), reference.weights):
+        torch.testing.assert_close(ours, expected, rtol=rounding, atol=rounding)
+    state = optim.state[param]
+    for ours, expected in zip(cut(state["momentum_buffer"]), reference.momentum):
+        torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-9)
+    if "beta2" in options:
+        expected = torch.cat(reference.second_moment).float()
+        torch.testing.assert_close(state["second_momentum_buffer"], expected)
+
+
+def test_experts_are_parted_each_and_flattened_kernels_by_group():
+    experts = torch.nn.Parameter(torch.randn(3, 8, 14, dtype=torch.float64))
+    kernel = torch.nn.Parameter(torch.randn(12, 5, 3, 3, dtype=torch.float64))
+    starts = [experts.detach().clone(), kernel.detach().clone()]
+    split = {"experts.0": "dim (n (gate=1 + up=1))", "experts.1": "([group=3] out) in"}
+    generator = torch.Generator().manual_seed(1)
+    grads = [torch.randn(p.shape, generator=generator, dtype=p.dtype) for p in (experts, kernel)]
+    stepped([experts], 1, split=split["experts.0"], expert_keys=["experts"], **FP64)
+    for expert in range(3):
+        for first in range(2):
+            start, grad = (t[expert][:, first::2] for t in (starts[0], grads[0]))
+            reference = ReferenceMuon([start], {"lr": 0.05})
+            reference.step([grad])
+            torch.testing.assert_close(experts[expert][:, first::2], reference.weights[0])
+    kernel.grad = grads[1]
+    group = {"params": [kernel], "use_muon": True, "flatten": True, "split": split["experts.1"]}
+    optimizer.Muon([group], lr=0.05, **FP64).step()
+    for at in range(0, 12, 4):
+        reference = ReferenceMuon([starts[1][at : at + 4].flatten(1)], {"lr": 0.05})
+        reference.step([grads[1][at : at + 4].flatten(1)])
+        torch.testing.assert_close(kernel[at : at + 4].flatten(1), reference.weights[0])
+
+
+@pytest.mark.parametrize(
+    ("as_counts", "as_axes"),
+    [([12, 4, 4], "(12 + 4 + 4) dim"), (4, "([head] 4) dim"), (20, "rows dim"), (None, "r d")],
+)
+def test_counts_and_axes_that_say_the_same_take_the_same_steps(as_counts, as_axes):
+    params = [torch.nn.Parameter(torch.linspace(-1, 1, 120).view(20, 6)) for _ in range(2)]
+    states = [
+        stepped([param], split=split, beta2=0.9).state[param]
+        for param, split in zip(params, (as_counts, as_axes))
+    ]
+    assert torch.equal(*params)
+    for key, value in states[0].items():
+        assert torch.equal(value, states[1][key])
+
+
+def groups_of(weights, names=CASES):
+    """For each case a group of weights of its shape."""
+    return {
+        name: [Group(weights(CASES[name].shape), {"split": CASES[name].split})] for name in names
+    }
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_split_on_fsdp2_and_tensor_parallelism_takes_the_steps_of_one_device(ranks):
+    def weights(shape):
+        return [Weight(shape, (ranks,), (dim,)) for dim in (0, 1)]
+
+    check(ranks, groups_of(weights))
+
+
+def test_every_split_on_fsdp2_over_tensor_parallelism_takes_the_steps_of_one_device():
+    def weights(shape):
+        return [Weight(shape, (2, 2), dims) for dims in ((0, 0), (0, 1), (1, 1), (None, 0))]
+
+    check(4, groups_of(weights))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [3, 8])
+def test_every_split_where_shards_cut_anywhere_takes_the_steps_of_one_device(ranks):
+    def weights(shape):
+        return [Weight(shape, (ranks,), (dim,)) for dim in (0, 1)]
+
+    variants = [{"beta2": 0.9, "nonfinite": "skip"}, {"ns_dtype": torch.float32, "cautious": True}]
+    check(ranks, groups_of(weights), variants)
+
+
+def test_experts_parted_by_columns_on_every_mesh_take_the_steps_of_one_device():
+    split = {"split": "dim (n (gate=1 + up=1))", "expert_keys": ["experts"]}
+    shape = (5, 8, 14)
+    check(
+        4,
+        {
+            "EP": [Group([Weight(shape, (4,), (0,))], split)],
+            "rows": [Group([Weight(shape, (4,), (1,))], split)],
+            "columns": [Group([Weight(shape, (4,), (2,))], split)],
+            "EP and columns": [Group([Weight(shape, (2, 2), (0, 2))], split)],
+        },
+    )
+
+
+def test_parts_on_an_fp16_wire_are_scaled_each_and_come_back_whole():
+    def weights(shape):
+        return [Weight(shape, (4,), (0,))]
+
+    names = ("by query group", "gate and up, row by row", "groups in groups")
+    variants = [{"comm_dtype": torch.float16, "ns_dtype": torch.float32}]
+    check(4, groups_of(weights, names), variants, atol=2e-3)
+
+
+# -- what is refused -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("split", "words"),
+    [
+        ("(q=4 + k=4)", "must be two terms, of rows and of columns"),
+        ("a b c", "must be two terms"),
+        ("(q=4 + ) dim", "has '(' without an axis or what closes it"),
+        ("(q=4 dim", "has '(' without an axis or what closes it"),
+        ("[a b] dim", "more than one axis in brackets"),
+        ("q*4 dim", "has '*'"),
+        ("(q=4 + k=5) dim", "has 20 rows, which split='(q=4 + k=5) dim' does not divide"),
+        ("(g (q=3 + k=4)) dim", "does not divide"),
+        ("(q + k) dim", "does not tell: give sizes of all but one of ['k', 'q']"),
+        ("(g (g + 1)) dim", "'g' is nested in itself"),
+        ("(q=4 + q=16) dim", "a name has two sizes"),
+        ("rows (a=2 + b=5)", "has 6 columns, which split='rows (a=2 + b=5)' does not divide"),
+        ("(g (q=10 + k=11)) dim", "does not divide"),
+    ],
+)
+def test_a_split_that_does_not_fit_raises_with_its_words_and_the_parameter(split, words):
+    group = {"params": [("wqkv", torch.nn.Parameter(torch.ones(20, 6)))], "use_muon": True}
+    with pytest.raises(ValueError) as raised:
+        optimizer.Muon([{**group, "split": split}])
+    assert words in str(raised.value)
+    assert "wqkv" in str(raised.value) or "param_groups[0]: split" in str(raised.value)
+    with pytest.raises(ValueError):
+        optimizer.Muon([{**group, "split": {"wqkv": split}}])
+
+
+def test_columns_of_a_flattened_kernel_are_not_parted():
+    group = {"params": [torch.nn.Parameter(torch.ones(4, 4, 3))], "use_muon": True}
+    with pytest.raises(ValueError, match="has flattened columns"):
+        optimizer.Muon([{**group, "flatten": True, "split": "out (a + a)"}])
+
+
+def test_second_moment_and_state_reload_for_strided_parts():
+    case = CASES["by query group"]
+    param = torch.nn.Parameter(torch.randn(case.shape))
+    optim = stepped([param], split=case.split, beta2=0.9)
+    twin = torch.nn.Parameter(param.detach().clone())
+    resumed = stepped([twin], 0, split=case.split, beta2=0.9)
+    resumed.load_state_dict(copy.deepcopy(optim.state_dict()))
+    for p, o in ((param, optim), (twin, resumed)):
+        p.grad = torch.full_like(p, 0.5)
+        o.step()
+    assert torch.equal(param, twin)
+    assert optim.state[param]["second_momentum_buffer"].numel() == 10 * 2 + 24
+    assert math.prod(case.shape) == optim.state[param]["momentum_buffer"].numel()

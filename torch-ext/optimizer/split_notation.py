@@ -1,0 +1,211 @@
+"""Parses the notation of ``split``: how the rows and columns of a stored tensor make matrices.
+
+``"(group (q=512 + k=128 + v=128)) dim"`` describes a tensor (rows, cols). Its rows are groups, each
+of 512 rows of queries, 128 of keys and 128 of values. Axes in parentheses are nested, the outer one
+first. ``+`` puts parts behind each other, and each part is a matrix: here all groups' rows of
+queries are one. An axis in brackets gives one matrix for each of its indices instead of joining
+them: ``"([head] 64) dim"`` are heads of 64 rows. An axis is a name, whose size follows from the
+tensor's, a size, or both. Of the names in a dimension one can be without a size, and may occur more
+than once: ``"dim (c + c + c)"`` are three matrices of equal width, side by side.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Optional, Union
+
+_TOKEN = re.compile(r"\s*(?:([A-Za-z_]\w*)(?:\s*=\s*([1-9]\d*))?|([1-9]\d*)|([()\[\]+]))")
+_EXAMPLE = "as in '(group (q=512 + k=128 + v=128)) dim'"
+
+
+class Loop(NamedTuple):
+    """An axis of a part: how many indices, how far apart, and whether each has a matrix."""
+
+    size: int
+    stride: int
+    counts_matrices: bool = False
+
+
+class Part(NamedTuple):
+    """Indices of one dimension that belong to the same matrices.
+
+    Args:
+        start: the first of them.
+        loops: nested, the outer one first.
+        names: of its axes.
+    """
+
+    start: int
+    loops: tuple[Loop, ...]
+    names: tuple[str, ...] = ()
+
+
+class _Axis(NamedTuple):
+    name: str
+    size: Optional[int]
+    counts_matrices: bool
+
+
+_Term = Union[_Axis, list]  # an axis, or a sum: a list of products
+_Product = list  # of terms, the outer one first
+
+
+def parts_of(split: Any, rows: int, cols: Sequence[int]) -> tuple[list[Part], list[list[Part]]]:
+    """The parts that rows and columns fall into; any of the first with any of the others is one
+    or more matrices.
+
+    Args:
+        split: a list of row counts, a number of rows, the notation, or None.
+        rows: of the tensor.
+        cols: its sizes behind those, several where they are flattened.
+
+    Returns:
+        The parts of the rows, and for each part of the columns what it has of each dimension.
+
+    Raises:
+        ValueError: the split does not fit. Completes "<parameter> …".
+    """
+    whole = [Part(0, (Loop(size, 1),)) for size in cols]
+    if not isinstance(split, str):
+        return _consecutive(split, rows), [whole]
+    of_rows, of_cols = parse(split)
+    row_parts, col_parts = resolve(of_rows, rows, "rows", split), [whole]
+    if len(cols) == 1:
+        col_parts = [[part] for part in resolve(of_cols, cols[0], "columns", split)]
+    elif len(of_cols) > 1 or not isinstance(of_cols[0], _Axis) or of_cols[0].counts_matrices:
+        raise ValueError(f"has flattened columns, which split={split!r} can't part")
+    return row_parts, col_parts
+
+
+def _consecutive(split: Any, rows: int) -> list[Part]:
+    """Blocks of consecutive rows; equal ones that follow each other are one part."""
+    if split is None:
+        return [Part(0, (Loop(rows, 1),))]
+    if isinstance(split, int):
+        if rows % split:
+            raise ValueError(f"has {rows} rows, which split={split} does not divide")
+        split = [split] * (rows // split)
+    if sum(split) != rows:
+        raise ValueError(f"has {rows} rows, but split={list(split)} adds up to {sum(split)}")
+    parts, start = [], 0
+    for size, equal in itertools.groupby(split):
+        count = len(list(equal))
+        parts.append(Part(start, (Loop(count, size, True), Loop(size, 1))))
+        start += count * size
+    return parts
+
+
+def parse(notation: str) -> tuple[_Product, _Product]:
+    """The terms of the rows and of the columns.
+
+    Raises:
+        ValueError: it is no such notation. Says what is wrong with it.
+    """
+    tokens = list(_tokens(notation))
+    product = _product(tokens, notation)
+    if tokens or len(product) != 2:
+        raise ValueError(
+            f"{notation!r} must be two terms, of rows and of columns, {_EXAMPLE}, found "
+            f"{f'{tokens[0][-1]!r}' if tokens else len(product)}"
+        )
+    return product[:1], product[1:]
+
+
+def _tokens(notation: str) -> Iterator[tuple[str, ...]]:
+    at = 0
+    while at < len(notation.rstrip()):
+        match = _TOKEN.match(notation, at)
+        if match is None:
+            raise ValueError(f"{notation!r} has {notation[at:].strip()[0]!r}, {_EXAMPLE}")
+        yield match.groups(default="")
+        at = match.end()
+
+
+def _product(tokens: list[tuple[str, ...]], notation: str) -> _Product:
+    """Takes terms off the tokens, up to one that ends a product."""
+    product: _Product = []
+    while tokens and tokens[0][-1] not in (")", "]", "+"):
+        name, size, number, sign = tokens.pop(0)
+        if not sign:
+            product.append(_Axis(name, int(size or number) if size or number else None, False))
+            continue
+        terms = [_product(tokens, notation)]
+        while sign == "(" and tokens and tokens[0][-1] == "+":
+            tokens.pop(0)
+            terms.append(_product(tokens, notation))
+        closing = tokens.pop(0)[-1] if tokens else ""
+        if closing != {"(": ")", "[": "]"}[sign] or not all(terms):
+            raise ValueError(f"{notation!r} has {sign!r} without an axis or what closes it")
+        if sign == "[":
+            if len(terms[0]) != 1 or not isinstance(terms[0][0], _Axis):
+                raise ValueError(f"{notation!r} has more than one axis in brackets")
+            product.append(terms[0][0]._replace(counts_matrices=True))
+        else:
+            product.append(terms)
+    return product
+
+
+def resolve(product: _Product, total: int, what: str, notation: str) -> list[Part]:
+    """The parts that a dimension of ``total`` indices falls into.
+
+    Raises:
+        ValueError: sizes that don't fit. Completes "<parameter> …".
+    """
+    axes = list(_axes(product))
+    sizes = {axis.name: axis.size for axis in axes if axis.name and axis.size is not None}
+    unknown = {axis.name for axis in axes if axis.size is None} - sizes.keys()
+    does = f"has {total} {what}, which split={notation!r}"
+    if len(unknown) > 1:
+        raise ValueError(f"{does} does not tell: give sizes of all but one of {sorted(unknown)}")
+    if any(axis.size not in (None, sizes.get(axis.name, axis.size)) for axis in axes):
+        raise ValueError(f"{does} can't part: a name has two sizes")
+    for name in unknown:  # the size is linear in it, or it is nested in itself
+        first, second, third = (_size(product, {**sizes, name: n}) for n in (0, 1, 2))
+        if third - second != second - first or not second - first:
+            raise ValueError(f"{does} can't part: {name!r} is nested in itself")
+        sizes[name] = (total - first) // (second - first)
+    if _size(product, sizes) != total or min(sizes.values(), default=1) < min(1, total):
+        raise ValueError(f"{does} does not divide")
+    return _parts(product, 1, sizes)
+
+
+def _axes(product: _Product) -> Iterator[_Axis]:
+    for term in product:
+        if isinstance(term, _Axis):
+            yield term
+        else:
+            yield from itertools.chain.from_iterable(map(_axes, term))
+
+
+def _size(product: _Product, sizes: dict[str, Any]) -> int:
+    size = 1
+    for term in product:
+        if isinstance(term, _Axis):
+            size *= sizes[term.name] if term.size is None else term.size
+        else:
+            size *= sum(_size(summand, sizes) for summand in term)
+    return size
+
+
+def _parts(product: _Product, stride: int, sizes: dict[str, Any]) -> list[Part]:
+    """The parts of a product whose innermost indices are ``stride`` apart."""
+    parts = [Part(0, ())]
+    for term in reversed(product):
+        if isinstance(term, _Axis):
+            loop = Loop(_size([term], sizes), stride, term.counts_matrices)
+            outer = [Part(0, (loop,), (term.name,) if term.name else ())]
+        else:
+            outer, start = [], 0
+            for summand in term:
+                inner = _parts(summand, stride, sizes)
+                outer += [part._replace(start=start + part.start) for part in inner]
+                start += _size(summand, sizes) * stride
+        parts = [
+            Part(a.start + b.start, a.loops + b.loops, a.names + b.names)
+            for a in outer
+            for b in parts
+        ]
+        stride *= _size([term], sizes)
+    return parts
