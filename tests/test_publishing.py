@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -175,7 +176,8 @@ def test_a_publication_that_fails_half_way_serves_old_or_new_and_a_rerun_complet
 
 def test_a_first_publication_that_is_interrupted_is_completed_by_a_rerun(client, hub, releases):
     hub.repositories = {}
-    hub.faults = [Fault("POST .*/commit/v1", meanwhile=lambda: time.sleep(2), drop=True)]
+    gone = threading.Event()  # the publisher, which gets no answer until then
+    hub.faults = [Fault("POST .*/commit/v1", meanwhile=lambda: gone.wait(60), drop=True)]
     command = (sys.executable, PUBLISH, "--source", releases.sources)
     started = client.start(*command, HF_TOKEN="writer")
     while not any("commit/v1" in request for request in hub.requests):
@@ -183,6 +185,7 @@ def test_a_first_publication_that_is_interrupted_is_completed_by_a_rerun(client,
         time.sleep(0.05)
     started.send_signal(signal.SIGINT)
     _, told = started.communicate()
+    gone.set()
     assert started.returncode == 1 and told == "publish interrupted: run it again to complete it\n"
     client.publish(releases.sources)
     assert branch(hub.repositories, "v1") == branch(releases.first, "v1")
