@@ -6,7 +6,7 @@ What is drawn prints as the call that makes it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
@@ -127,12 +127,31 @@ def muon_groups(draw: st.DrawFn, ranks: int, number: int, wide: bool) -> Group:
         rows = shape[-2 if is_expert else 0]
         if rows and draw(st.integers(0, 3)) == 3:
             name = f"{'experts' if is_expert else 'layers'}.{number}.{index}.weight"
-            splits[name] = draw(row_counts(rows))
+            splits[name] = draw(splits_of(rows, None if flatten and len(shape) > 2 else shape[-1]))
     return Group(weights, {**options, "split": splits} if splits else options)
 
 
+def axes_of(size: int, choose: Callable[[Sequence[Any]], Any], depth: int = 2) -> str:
+    """A term of ``split`` that some way or other makes up ``size`` indices (at least 1)."""
+    outer = choose([n for n in range(1, size + 1) if size % n == 0])
+    inner, first = size // outer, choose(range(1, max(2, size // outer)))
+    axis = choose([f"{outer}", f"[{outer}]"])
+    if depth == 0 or inner == 1 or choose([True, False, False]):
+        return f"({axis} {inner})"
+    parts = f"{axes_of(first, choose, depth - 1)} + {axes_of(inner - first, choose, depth - 1)}"
+    return f"({axis} ({parts}))"
+
+
 @st.composite
-def row_counts(draw: st.DrawFn, rows: int) -> int | list[int]:
+def splits_of(draw: st.DrawFn, rows: int, cols: int | None) -> int | list[int] | str:
+    """Any ``split`` of a matrix; columns are None where they are flattened."""
+
+    def choose(options: Sequence[Any]) -> Any:
+        return draw(st.sampled_from(options))
+
+    if draw(st.booleans()) and cols != 0:
+        whole = cols is None or draw(st.booleans())
+        return f"{axes_of(rows, choose)} {'rest' if whole else axes_of(cols, choose)}"
     if draw(st.booleans()):
         return draw(st.sampled_from([size for size in range(1, 13) if rows % size == 0]))
     counts: list[int] = []

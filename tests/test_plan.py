@@ -25,6 +25,7 @@ import torch
 
 from kernel import optimizer
 from simulation import simulate
+from strategies import axes_of
 
 matrices = optimizer.matrices
 regions = optimizer.distributed.regions
@@ -138,6 +139,10 @@ def random_entry(
         if rng.random() < 0.5:
             cuts = sorted(rng.sample(range(1, rows), min(rows - 1, 2)))
             split = [stop - start for start, stop in itertools.pairwise((0, *cuts, rows))]
+        elif rng.random() < 0.7 and shape[-1]:
+            whole = kind == "convolution" or rng.random() < 0.4
+            cols = "rest" if whole else axes_of(shape[-1], rng.choice)
+            split = f"{axes_of(rows, rng.choice)} {cols}"
     if sharding is not None:  # no cuts of dimensions that there aren't
         splits = tuple(
             None if s is None else ShardedDim(min(s.dim, len(shape) - 1), s.strided)

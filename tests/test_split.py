@@ -6,7 +6,6 @@ Expected values come from matrices that are cut out by hand, as lists of rows an
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,7 +35,9 @@ def rows_of(cols: int, *rows: Sequence[int]) -> list[tuple[Sequence[int], Sequen
 
 
 CASES = {
-    "blocks of rows": Case((20, 6), "(q=12 + k=4 + v=4) dim", rows_of(6, range(12), range(12, 16), range(16, 20))),
+    "blocks of rows": Case(
+        (20, 6), "(q=12 + k=4 + v=4) dim", rows_of(6, range(12), range(12, 16), range(16, 20))
+    ),
     "sizes without names": Case((8, 6), "(5 + 3) 6", rows_of(6, range(5), range(5, 8))),
     "by query group": Case(
         (48, 10),
@@ -57,7 +58,9 @@ CASES = {
     "gate and up, column by column": Case(
         (8, 14), "dim (n (gate=1 + up=1))", [(range(8), range(i, 14, 2)) for i in range(2)]
     ),
-    "heads": Case((20, 6), "([head] 4) dim", rows_of(6, *(range(4 * h, 4 * h + 4) for h in range(5)))),
+    "heads": Case(
+        (20, 6), "([head] 4) dim", rows_of(6, *(range(4 * h, 4 * h + 4) for h in range(5)))
+    ),
     "query, key and value of each head": Case(
         (30, 7),
         "([head] (q=4 + k=4 + v=2)) dim",
@@ -96,13 +99,9 @@ CASES = {
     "blocks of columns of heads": Case(
         (6, 24),
         "dim ([head] (q=4 + k=4))",
-        [
-            (range(6), range(8 * h + first, 8 * h + first + 4))
-            for first in (0, 4)
-            for h in range(3)
-        ],
+        [(range(6), range(8 * h + first, 8 * h + first + 4)) for first in (0, 4) for h in range(3)],
     ),
-}  # fmt: skip
+}
 
 
 def stepped(params: Sequence[torch.Tensor], steps: int = 3, **group: Any) -> torch.optim.Optimizer:
@@ -291,5 +290,4 @@ def test_second_moment_and_state_reload_for_strided_parts():
         p.grad = torch.full_like(p, 0.5)
         o.step()
     assert torch.equal(param, twin)
-    assert optim.state[param]["second_momentum_buffer"].numel() == 10 * 2 + 24
-    assert math.prod(case.shape) == optim.state[param]["momentum_buffer"].numel()
+    assert optim.state[param]["second_momentum_buffer"].numel() == 24 + 12 + 12
