@@ -513,18 +513,59 @@ def test_fused_projections_whose_sizes_nothing_tells_get_a_line_to_fill_in():
     assert "split" not in arguments(description.code, run(description.code, model))
 
 
-def test_rows_that_interleave_are_split_by_heads_only():
-    model = of_layers("query_key_value", nn.Linear(16, 48), num_attention_heads=4)
+@pytest.mark.parametrize(
+    ("rows", "config", "split"),
+    [
+        (48, {}, "(head (q=4 + k=4 + v=4)) dim"),
+        (32, {"num_kv_heads": 2}, "(head (q=8 + k=4 + v=4)) dim"),
+        (24, {"multi_query": True}, [16, 4, 4]),
+    ],
+    ids=["by head", "by key head", "one key head"],
+)
+def test_rows_that_interleave_head_by_head_are_split_into_whole_projections(rows, config, split):
+    model = of_layers("query_key_value", nn.Linear(16, rows), num_attention_heads=4, **config)
+    for layer in model.layers:
+        layer["attn"].multi_query = config.get("multi_query", False)
     description = follow(model)
-    assert "interleave" in description.warnings[0].why
-    assert 'split={"query_key_value": 4}' in description.code
-    model = of_layers("query_key_value", nn.Linear(16, 48))
-    assert "[16, 16, 16]" not in str(describe(model))
+    space = run(description.code, model)
+    assert arguments(description.code, space)["split"] == {"query_key_value": split}
+    unknown = of_layers("query_key_value", nn.Linear(16, 48))
+    assert "[16, 16, 16]" not in str(describe(unknown))
 
 
-def test_columns_are_noted_to_stay_together():
+def test_columns_of_weights_stored_in_by_out_are_split():
     description = follow(gpt2())
-    assert kinds(description.notes) == ["tied", "columns"] and description.warnings == []
+    assert kinds(description.notes) == ["tied"]
+    assert 'split={"c_attn": "dim (q=16 + k=16 + v=16)"}' in description.code
+
+
+def test_keys_and_values_of_latent_attention_are_split_head_by_head():
+    model = of_layers("kv_b_proj", nn.Linear(16, 40))
+    model.config = {"qk_nope_head_dim": 6, "v_head_dim": 4}
+    description = follow(model)
+    assert 'split={"kv_b_proj": "(head (k=6 + v=4)) dim"}' in description.code
+
+
+def test_projections_of_gated_delta_nets_are_split_key_head_by_key_head():
+    sizes = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    sizes |= {"linear_key_head_dim": 8, "linear_value_head_dim": 6}
+    model = of_layers("in_proj_qkvz", nn.Linear(16, 2 * (8 + 8 + 12 + 12)))
+    model.config = sizes
+    description = follow(model)
+    split = "(head (q=8 + k=8 + v=12 + z=12)) dim"
+    assert f'split={{"in_proj_qkvz": "{split}"}}' in description.code
+    model = of_layers("in_proj_ba", nn.Linear(16, 8))
+    model.config = sizes
+    assert 'split={"in_proj_ba": "(head (b=2 + a=2)) dim"}' in follow(model).code
+
+
+def test_convolutions_in_groups_are_one_matrix_for_each_group():
+    stem = nn.Conv2d(8, 64, 3)
+    layers = [nn.Conv2d(64, 64, 3, groups=4) for _ in range(2)]
+    model = nn.ModuleDict({"stem": stem, "layers": nn.ModuleList(layers)})
+    description = follow(model)
+    options = arguments(description.code, run(description.code, model))
+    assert options["flatten"] and options["split"] == {"layers": 16}
 
 
 def test_gates_of_a_feed_forward_are_split_in_two():
@@ -576,10 +617,10 @@ def test_a_given_split_is_kept_and_what_it_settles_is_not_told_again():
 @pytest.mark.parametrize("transposed", [False, True])
 def test_stacked_experts_are_told_to_name_expert_keys(transposed):
     description = follow(moe(transposed))
-    assert kinds(description.warnings) == (["experts"] if transposed else ["experts", "fused"])
+    assert kinds(description.warnings) == ["experts", "fused"]
     assert 'expert_keys=["experts"]' in description.code
-    assert ('split={"gate_up_proj": [12, 12]}' in description.code) is not transposed
-    assert kinds(description.notes) == (["columns"] if transposed else [])
+    halves = '"dim (gate=12 + up=12)"' if transposed else "[12, 12]"
+    assert f'split={{"gate_up_proj": {halves}}}' in description.code
 
 
 def test_experts_are_known_by_their_number_too():

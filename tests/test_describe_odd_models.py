@@ -111,9 +111,10 @@ class Decoder(nn.Module):
 
 def test_parametrized_convolutions_are_known_and_those_to_pixels_are_left():
     description = follow(Decoder())
-    (trap,) = description.warnings
+    trap, groups = description.warnings
     names = ("up.weight", "position.parametrizations.weight.original1")
     assert trap.kind == "convolutions" and sorted(trap.parameters) == sorted(names)
+    assert groups.kind == "fused" and groups.parameters == names[1:]
     scaled = follow(Decoder(), adjust_lr="original", lr=0.02)
     assert "transposed" in kinds(scaled.warnings)
 

@@ -1,4 +1,4 @@
-"""Finds weights that hold several matrices in one tensor, such as QKV, and the rows of each.
+"""Finds weights that hold several matrices in one tensor, such as QKV, and where each lies.
 
 Names tell that a weight is fused. How its rows lie is told by its class where that is known, else
 by convention: Q, K and V one below the other. Sizes come from the model's configuration, from its
@@ -25,17 +25,19 @@ HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "nheads")
 KEY_HEADS = ["num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "n_local_heads"]
 KEY_HEADS += ["n_query_groups", "num_query_groups"]
 HEAD_DIM = ("head_dim", "attention_head_size", "head_size", "d_head", "kv_channels")
-# Weights whose rows lie head by head in any module, and classes whose rows do so, whatever the
-# weight is called.
+# Weights whose rows lie key head by key head in any module, and classes whose rows do so, whatever
+# the weight is called.
 _BY_HEAD = {"query_key_value", "linear_qkv"}
-_BY_HEAD_CLASSES = ("MiniMax", "CodeGen", "InternLM2")
+_BY_HEAD_CLASSES = ("MiniMax", "InternLM2")
+_CODEGEN_SHARDS = 4  # CodeGen's rows are those of as many devices, each with Q, V and K
 # Queries, keys and values.
 _QKV = {"qkv", "qkv_proj", "qkv_linear", "to_qkv", "in_proj_qkv", "c_attn", "wqkv", "Wqkv"}
 _QKV |= _BY_HEAD
 _KEYS_AND_VALUES = {"to_kv"}
-# Gate and up projection of a gated feed-forward; the last one only where the config agrees.
+# Gate and up projection of a gated feed-forward; some only where the config agrees.
 _GATED = {"gate_up_proj", "gate_and_up_proj", "gate_up", "w13", "w1_w3", "w12"}
-_GATED_BY_CONFIG = {"Wi"}
+_GATED_BY_CONFIG = {"Wi", "input_linear"}
+_GATE_BESIDE_UP = "GptOss"  # classes that have them row by row, or column by column, in turn
 _INTERMEDIATE = ("intermediate_size", "ffn_dim", "d_ff", "ffn_hidden_size")
 # State-space layers: what configurations and modules call the inner width, groups, state, heads.
 _SSM_SIZES = (
@@ -44,6 +46,13 @@ _SSM_SIZES = (
     ("state_size", "ssm_state_size", "mamba_d_state", "d_state"),
     ("num_heads", "mamba_n_heads", "n_mamba_heads", "nheads"),
 )
+_LATENT = {
+    "kv_a_proj_with_mqa": ("latent and rotary keys", ("kv_lora_rank", "qk_rope_head_dim")),
+    "kv_b_proj": ("K and V, head by head", ("qk_nope_head_dim", "v_head_dim")),
+}
+_LINEAR_ATTENTION = {"in_proj_qkvz": "Q, K, V and gate", "in_proj_ba": "steps and decays"}
+_LINEAR_SIZES = ["linear_num_key_heads", "linear_num_value_heads"]
+_LINEAR_SIZES += ["linear_key_head_dim", "linear_value_head_dim"]
 _GATES = {"LSTM": 4, "LSTMCell": 4, "GRU": 3, "GRUCell": 3}
 
 
@@ -53,19 +62,17 @@ class Fused:
 
     Args:
         holds: what the matrices are, in words.
-        counts: what ``split`` says of it; None where its sizes can't be told.
-        by_head: whether rows lie head by head, so that no block of rows is a whole projection.
-        in_columns: whether the matrices lie side by side, where ``split`` can't part them.
+        split: the option that parts them; None where their sizes can't be told.
+        hint: how it would look then.
     """
 
     holds: str
-    counts: Union[int, Sequence[int], None] = None
-    by_head: bool = False
-    in_columns: bool = False
+    split: Union[int, Sequence[int], str, None] = None
+    hint: str = "[rows of the first, of the second, …]"
 
 
 def find(subject: Subject, advice: Remedy) -> Iterator[Trap]:
-    """Weights that hold several matrices, one below the other, and no split that says so."""
+    """Weights that hold several matrices, and no split that says so."""
     split = advice.applied_to(subject.options).get("split") or {}
     if not isinstance(split, Mapping):
         return
@@ -74,43 +81,23 @@ def find(subject: Subject, advice: Remedy) -> Iterator[Trap]:
         (decision.name, fused)
         for decision in muons
         if not any(matches(decision.name, pattern) for pattern in split)
-        if (fused := fused_in(decision, subject)) is not None and not fused.in_columns
+        if (fused := fused_in(decision, subject)) is not None
     ]
-    alike = collect_by(weights, lambda weight: (weight[1].holds, repr(weight[1].counts)))
+    alike = collect_by(weights, lambda weight: (weight[1].holds, repr(weight[1].split)))
     for (name, fused), *more in alike.values():
         names = (name, *(other for other, _ in more))
         why = "as one matrix they share singular values and scale; split takes each for itself"
-        if fused.by_head:
-            why = (
-                "rows interleave, head by head, so that no block of rows is all of Q: a split by "
-                "heads takes the queries, the keys and the values of each head for themselves"
-            )
-        if fused.counts is not None:
-            counts = dict.fromkeys(names, fused.counts)
-            remedy = Remedy(split=counts, matrices=names_of(muons))
+        if fused.split is not None:
+            remedy = Remedy(split=dict.fromkeys(names, fused.split), matrices=names_of(muons))
         else:
-            size = "head_dim" if fused.by_head else "[rows of the first, of the second, …]"
             named = [c for c in name.split(".") if not c.isdigit() and c != "weight"]
-            write = f'split={{"{named[-1] if named else name}": {size}}}'
+            write = f'split={{"{named[-1] if named else name}": {fused.hint}}}'
             hint = "how many rows each has is in the model's config, or its forward()"
             why = f"{why}; {hint}"
             comments = (f"# {write} below parts {fused.holds}:", f"# {hint}.")
             remedy = Remedy(comments=comments, wording=write)
         what = f"{counted(names, 'weight')} {'hold' if more else 'holds'} {fused.holds}"
         yield Trap("fused", f"{what} in one tensor", names, why, remedy)
-
-
-def find_columns(subject: Subject, advice: Remedy) -> Iterator[Trap]:
-    """Weights whose matrices lie side by side, which nothing can be done about."""
-    fused = [(d.name, fused_in(d, subject)) for d in advice.muons(subject)]
-    columns = [(name, weight.holds) for name, weight in fused if weight and weight.in_columns]
-    for holds, weights in collect_by(columns, lambda column: column[1]).items():
-        yield Trap(
-            "columns",
-            f"{counted(weights, 'weight')} stored (in, out): columns hold {holds}",
-            tuple(name for name, _ in weights),
-            "each is orthogonalized as one matrix: split parts rows only",
-        )
 
 
 def fused_in(decision: Decision, subject: Subject) -> Optional[Fused]:
@@ -121,14 +108,16 @@ def fused_in(decision: Decision, subject: Subject) -> Optional[Fused]:
     for name in class_names(info.module):
         if name in _GATES and info.attribute.startswith(("weight_ih", "weight_hh")):
             return Fused(f"{_GATES[name]} gates", shape[0] // _GATES[name])
+    if isinstance(info.layer, nn.modules.conv._ConvNd):
+        groups = info.layer.groups
+        return Fused(f"{groups} groups", shape[0] // groups) if groups > 1 else None
     weight = _weight_name(info)
     if weight == "in_proj" and len(shape) == 2:
         return _state_space(decision, info)
-    if weight == "kv_a_proj_with_mqa":
-        sizes = [subject.look_up(decision, [key]) for key in ("kv_lora_rank", "qk_rope_head_dim")]
-        known = [size for size in sizes if size is not None]
-        is_sum = len(known) == 2 and sum(known) == shape[0]
-        return Fused("latent and rotary keys", known if is_sum else None)
+    if weight in _LATENT and len(shape) == 2:
+        return _latent(decision, subject, weight)
+    if weight in _LINEAR_ATTENTION and len(shape) == 2:
+        return _linear_attention(decision, subject, weight)
     above = " ".join(class_names(info.above[0])) if info.above else ""
     if weight.startswith("adaLN_mod") or (weight == "linear" and "AdaLayerNorm" in above):
         count, rest = divmod(shape[0], shape[-1])
@@ -137,14 +126,49 @@ def fused_in(decision: Decision, subject: Subject) -> Optional[Fused]:
         return _gated(decision, subject, weight)
     if weight not in _QKV | _KEYS_AND_VALUES or len(shape) != 2:
         return None
-    holds = "K and V" if weight in _KEYS_AND_VALUES else "Q, K and V"
-    if info.is_conv1d:
-        return Fused(holds, in_columns=True)
+    rows, cols = reversed(shape) if info.is_conv1d else shape
     if weight in _KEYS_AND_VALUES:
-        return Fused(holds, [shape[0] // 2] * 2 if shape[0] % 2 == 0 else None)
-    if weight in _BY_HEAD or _is_by_head(info):
-        return Fused(holds, _head_rows(decision, subject), by_head=True)
-    return Fused(holds, _qkv_rows(decision, subject))
+        halves = [rows // 2] * 2 if rows % 2 == 0 else None
+        return _oriented(Fused("K and V", halves), "k v", info)
+    return _oriented(
+        Fused("Q, K and V", _qkv(decision, subject, weight, rows, cols)), "q k v", info
+    )
+
+
+def _oriented(fused: Fused, names: str, info: ParamInfo) -> Fused:
+    """The same where the rows are columns, as Conv1D stores them."""
+    if not info.is_conv1d:
+        return fused
+    sizes = fused.split if isinstance(fused.split, list) else ["…"] * len(names.split())
+    hint = " + ".join(f"{name}={size}" for name, size in zip(names.split(), sizes))
+    return Fused(fused.holds, f"dim ({hint})" if fused.split else None, f'"dim ({hint})"')
+
+
+def _latent(decision: Decision, subject: Subject, weight: str) -> Fused:
+    """Multi-head latent attention: down to latent and rotary keys, up to each head's K and V."""
+    holds, keys = _LATENT[weight]
+    rows = decision.param.shape[0]
+    sizes = [subject.look_up(decision, [key]) for key in keys]
+    first, second = (size or 0 for size in sizes)
+    if weight == "kv_b_proj":
+        fits = None not in sizes and rows % (first + second) == 0
+        return Fused(holds, f"(head (k={first} + v={second})) dim" if fits else None)
+    return Fused(holds, [first, second] if first + second == rows else None)
+
+
+def _linear_attention(decision: Decision, subject: Subject, weight: str) -> Fused:
+    """Qwen3-Next's gated delta net: key head by key head."""
+    sizes = [subject.look_up(decision, [key]) for key in _LINEAR_SIZES]
+    holds = _LINEAR_ATTENTION[weight]
+    key_heads, value_heads, key_dim, value_dim = (size or 1 for size in sizes)
+    each = value_heads // key_heads  # value heads of a key head
+    parts = f"b={each} + a={each}"
+    rows = 2 * value_heads
+    if weight == "in_proj_qkvz":
+        parts = f"q={key_dim} + k={key_dim} + v={each * value_dim} + z={each * value_dim}"
+        rows = 2 * key_heads * (key_dim + each * value_dim)
+    fits = None not in sizes and rows == decision.param.shape[0]
+    return Fused(holds, f"(head ({parts})) dim" if fits else None)
 
 
 def _state_space(decision: Decision, info: ParamInfo) -> Optional[Fused]:
@@ -168,44 +192,42 @@ def _weight_name(info: ParamInfo) -> str:
     return components[-2] if len(components) > 1 else ""
 
 
-def _is_by_head(info: ParamInfo) -> bool:
-    names = " ".join(class_names(info.above[0])) if info.above else ""
-    if any(name in names for name in _BY_HEAD_CLASSES):
-        return True
-    return "GPTBigCode" in names and not read(info.above[0], "multi_query")
-
-
-def _head_rows(decision: Decision, subject: Subject) -> Optional[int]:
-    """Rows of one head, of queries, keys or values alike."""
-    rows, cols = decision.param.shape
-    heads, size = subject.look_up(decision, HEADS), subject.look_up(decision, HEAD_DIM)
-    if size is None and heads is not None and cols % heads == 0:
-        size = cols // heads
-    return size if size is not None and rows % size == 0 and rows // size >= 3 else None
-
-
-def _qkv_rows(decision: Decision, subject: Subject) -> Optional[list[int]]:
-    rows, cols = decision.param.shape
+def _qkv(
+    decision: Decision, subject: Subject, weight: str, rows: int, cols: int
+) -> Union[Sequence[int], str, None]:
+    """How Q, K and V make up so many rows: one below the other, or key head by key head."""
+    above = subject.info(decision).above[:1]
+    classes = " ".join(class_names(above[0])) if above else ""
     heads, size = subject.look_up(decision, HEADS), subject.look_up(decision, HEAD_DIM)
     key_heads = subject.look_up(decision, KEY_HEADS)
-    if any(read(module, "multi_query") for module in subject.info(decision).above[:1]):
+    by_head = weight in _BY_HEAD or any(name in classes for name in _BY_HEAD_CLASSES)
+    if any(read(module, "multi_query") for module in above):
         key_heads = 1
+    elif "GPTBigCode" in classes:
+        by_head = True
     if heads is not None:
         size = size or (cols // heads if cols % heads == 0 else None)
+        if "CodeGen" in classes and size and rows == 3 * heads * size:
+            part = heads * size // _CODEGEN_SHARDS
+            return f"({_CODEGEN_SHARDS} (q={part} + v={part} + k={part})) dim"
         for count in filter(None, (key_heads, heads)):
-            if size and (heads + 2 * count) * size == rows:
+            if size and (heads + 2 * count) * size == rows and heads % count == 0:
+                if by_head and count > 1:
+                    return f"(head (q={heads // count * size} + k={size} + v={size})) dim"
                 return [heads * size, count * size, count * size]
     # Where the key heads can't be told, rows that happen to divide by three tell nothing.
-    if rows == 3 * cols or (heads and key_heads == heads and rows % (3 * heads) == 0):
-        return [rows // 3] * 3
-    return None
+    if by_head or not (rows == 3 * cols or (key_heads == heads and heads and rows % 3 == 0)):
+        return None
+    return [rows // 3] * 3
 
 
 def _gated(decision: Decision, subject: Subject, weight: str) -> Optional[Fused]:
     info, shape = subject.info(decision), tuple(decision.param.shape)
     holds, is_stack = "gate and up projection", len(shape) > 2
+    in_turn = any(_GATE_BESIDE_UP in name for name in class_names(info.module))
+    parts = "(n (gate=1 + up=1))" if in_turn else f"(gate={shape[-1] // 2} + up={shape[-1] // 2})"
     if info.is_conv1d or (is_stack and _is_halved(shape, info, in_columns=True)):
-        return Fused(holds, in_columns=True)
+        return Fused(holds, f"dim {parts}" if shape[-1] % 2 == 0 else None)
     rows = shape[-2]
     if weight in _GATED_BY_CONFIG and rows != 2 * (subject.look_up(decision, _INTERMEDIATE) or 0):
         return None

@@ -55,7 +55,6 @@ def find_notes(subject: Subject, advice: Remedy) -> list[Trap]:
         _unsure,
         _routers,
         _shared,
-        fused.find_columns,
         _narrow,
         _unusual,
     )
