@@ -91,6 +91,7 @@ def experts() -> list[Any]:
         muon_group(((3, 8, 12), (2, 12, 8), (0, 4, 6)), "experts", expert_keys=["experts"]),
         muon_group(((6, 4, 3), (5, 2, 2, 3)), "convolutions", flatten=True),
         muon_group(((24, 16), (24, 8)), "fused", split=[8, 16]),
+        muon_group(((24, 16),), "grouped", split="(group (q=5 + k=3)) (c + c)"),
         adamw_group(((6,), (40, 8))),
     ]
 

@@ -154,6 +154,19 @@ ATTENTIONS = {
         [("wqkv", range(start, start + 6)) for start in (0, 6, 24, 30)],
         [("wqkv", range(start, start + 6)) for start in (12, 36)],
     ),
+    "fused, by axes": Attention(
+        {"wqkv": (48,)},
+        {"head_dim": 6, "row_map": {"wqkv": "(group (q=12 + k=6 + v=6)) dim"}},
+        [("wqkv", range(start, start + 6)) for start in (0, 6, 24, 30)],
+        [("wqkv", range(start, start + 6)) for start in (12, 36)],
+        biases=True,
+    ),
+    "fused, head by head by axes": Attention(
+        {"in_proj": (72,)},
+        {"head_dim": 6, "row_map": {"in_proj": "([head] (q=6 + k=6 + v=6)) dim"}},
+        [("in_proj", range(start, start + 6)) for start in range(0, 72, 18)],
+        [("in_proj", range(start, start + 6)) for start in range(6, 72, 18)],
+    ),
     "other names": Attention(
         {"to_q": (24,), "to_k": (24,)},
         {"head_dim": 6, "row_map": {"to_q": "wq", "to_k": "wk"}},
@@ -655,6 +668,10 @@ WRONG_CONFIGS = [
     ({**MLA, "qk_nope_head_dim": 1}, "is_mla=True, which does not fit layers.0.attn.k_proj"),
     ({"head_dim": 2, "row_map": []}, "row_map must be a mapping"),
     ({"head_dim": 2, "row_map": {"x": "wz"}}, "'x' is like 'wz', which is none of wq"),
+    ({"head_dim": 2, "row_map": {"x": "(q k"}}, r"row_map\['x'\]: '\(q k' has '\('"),
+    ({"head_dim": 2, "row_map": {"q_proj": "(q=3 + k=5) d"}}, "parts 'q' that are no heads of 2"),
+    ({"head_dim": 2, "row_map": {"q_proj": "(q=3 + k=6) d"}}, "q_proj.* does not divide"),
+    ({"head_dim": 2, "row_map": {"q_proj": "(a=3 + b=5) d"}}, "has no part 'q' or 'k'"),
     ({"head_dim": 2, "row_map": {"x": {"query": [0]}}}, r"row_map\['x'\] must be"),
     ({"head_dim": 2, "row_map": {"q_proj": {"q": [0, 7]}}}, "from row 7 on, but .* has 8 rows"),
     (

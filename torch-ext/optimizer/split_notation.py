@@ -41,6 +41,11 @@ class Part(NamedTuple):
     loops: tuple[Loop, ...]
     names: tuple[str, ...] = ()
 
+    def indices(self) -> list[int]:
+        """All of them, ascending."""
+        steps = (range(0, loop.size * loop.stride, loop.stride) for loop in self.loops)
+        return [self.start + sum(offsets) for offsets in itertools.product(*steps)]
+
 
 class _Axis(NamedTuple):
     name: str

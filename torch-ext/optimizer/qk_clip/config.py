@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Callable, Optional, Union
 
+from .. import split_notation
 from ..parameters.names import normalize_name
 from ..parameters.options import is_int, is_number
 
@@ -49,8 +50,8 @@ class LayerConfig:
     mode: str  # "shared" or "exact", see `Muon`
     # Of multi-head latent attention the rows of a head without rotation, with it, and of values.
     latent: Optional[tuple[int, ...]]
-    # By the name of a projection the one of `KINDS` that it is like, or the first rows of its query
-    # heads and of its key heads.
+    # By the name of a projection the one of `KINDS` that it is like, the first rows of its query
+    # heads and of its key heads, or both in the notation of ``split``.
     row_map: RowMap
 
     def __str__(self) -> str:
@@ -217,10 +218,15 @@ def _read_row_map(row_map: Any, where: str) -> RowMap:
     rows: dict[str, Union[str, tuple[HeadStarts, HeadStarts]]] = {}
     for name, value in row_map.items():
         if isinstance(value, str):
-            _check(
-                value in KINDS,
-                f"{where}: {name!r} is like {value!r}, which is none of {', '.join(KINDS)}",
-            )
+            if value not in KINDS:
+                _check(
+                    " " in value,
+                    f"{where}: {name!r} is like {value!r}, which is none of {', '.join(KINDS)}",
+                )
+                try:
+                    split_notation.parse(value)
+                except ValueError as error:
+                    raise ValueError(f"{where}[{name!r}]: {error}") from None
             rows[name] = value
         elif isinstance(value, Mapping) and value and not value.keys() - {"q", "k"}:
             q, k = (
@@ -231,7 +237,8 @@ def _read_row_map(row_map: Any, where: str) -> RowMap:
         else:
             raise ValueError(
                 f'{where}[{name!r}] must be {{"q": first rows of the query heads, "k": first '
-                f"rows of the key heads}}, or one of {', '.join(KINDS)}, found {value!r}"
+                f"rows of the key heads}}, the notation of split, or one of {', '.join(KINDS)}, "
+                f"found {value!r}"
             )
     return rows
 

@@ -11,6 +11,7 @@ from typing import Any, Optional
 
 from torch import Tensor
 
+from .. import split_notation
 from ..parameters.names import normalize_name
 from ..parameters.options import Group
 from .config import (
@@ -240,8 +241,10 @@ def _head_starts(projection: Projection, config: LayerConfig) -> Mapping[str, He
     """The first rows of a projection's query heads and of its key heads, by side."""
     kind = config.row_map.get(projection.kind, projection.kind)
     rows, name = projection.rows, projection.name
+    where = f"clip_config: row_map[{projection.kind!r}]"
+    if isinstance(kind, str) and kind not in SIDES:
+        kind = _starts_by_axes(kind, rows, config, f"{where}: {name}")
     if not isinstance(kind, str):
-        where = f"clip_config: row_map[{projection.kind!r}]"
         sizes = config.head_dim, config.plain_dim
         heads = [(start, start + size) for starts, size in zip(kind, sizes) for start in starts]
         end = 0
@@ -280,6 +283,27 @@ def _head_starts(projection: Projection, config: LayerConfig) -> Mapping[str, He
             f"clip_config does not fit {name}: {rows} rows are no heads of {meaning}={size}"
         )
     return {SIDES[kind]: range(0, rows, size)}
+
+
+def _starts_by_axes(
+    notation: str, rows: int, config: LayerConfig, where: str
+) -> tuple[HeadStarts, HeadStarts]:
+    """The first rows of the heads in the parts that the notation of ``split`` names q and k."""
+    product, _ = split_notation.parse(notation)
+    try:
+        parts = split_notation.resolve(product, rows, "rows", notation)
+    except ValueError as error:
+        raise ValueError(f"{where} {error}") from None
+    starts: list[HeadStarts] = []
+    for side, size in ("q", config.head_dim), ("k", config.plain_dim):
+        indices = [index for part in parts if side in part.names for index in part.indices()]
+        heads = [indices[at : at + size] for at in range(0, len(indices), size)]
+        if any(head != list(range(head[0], head[0] + size)) for head in heads):
+            raise ValueError(f"{where} has parts {side!r} that are no heads of {size} rows")
+        starts.append([head[0] for head in heads])
+    if not any(starts):
+        raise ValueError(f"{where} has no part 'q' or 'k' in {notation!r}")
+    return starts[0], starts[1]
 
 
 def _count_heads(projections: Sequence[Projection], config: LayerConfig) -> dict[str, int]:
