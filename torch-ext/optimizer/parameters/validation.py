@@ -85,9 +85,10 @@ def normalize_group(param_group: Any, where: str) -> dict[str, Any]:
 def check_keys(group: Mapping[str, Any], known: Iterable[str], where: str) -> None:
     """Other keys than the options are the user's own, unless they look like a mistyped option.
 
-    A text under ``name`` is what Lightning's monitors call a group.
+    A text under ``name`` is what Lightning's monitors call a group; torchtitan tells every group
+    whether it is ``fused``.
     """
-    known = {"params", "names", "param_names", "use_muon", *known}
+    known = {"params", "names", "param_names", "use_muon", "fused", *known}
     for key, value in group.items():
         if key in known or (key == "name" and isinstance(value, str)):
             continue
