@@ -113,8 +113,9 @@ class Muon(torch.optim.Optimizer):
             averaged gradients must still all have one, or none.
         nonfinite: ``"skip"`` leaves a matrix as it is whose gradient has Inf or NaN, or whose fp16
             momentum would have it.
-        split: read one tensor as several matrices: rows of each block, or one number of rows for
-            all, or a mapping from name patterns to either.
+        split: read one tensor as several matrices: rows of each block, one number of rows for all,
+            the notation of axes, as in ``"(group (q=512 + k=128 + v=128)) dim"`` (docs/options.md),
+            or a mapping from name patterns to any of these.
         flatten: read tensors of more than two dimensions as (dim 0, all the rest).
         maximize, foreach: as in torch.optim.
         capturable: as in torch.optim, the step may be captured in a CUDA graph: gradients stay
