@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -73,26 +73,33 @@ class Block:
     col_axis: int
     starts: tuple[int, ...]
 
-    @cached_property
+    @functools.cached_property
     def shape(self) -> tuple[int, ...]:
         return tuple(axis.size for axis in self.axes)
 
-    @cached_property
+    @functools.cached_property
     def rows(self) -> int:
         """Rows of each matrix."""
         return math.prod(self.shape[self.row_axis : self.col_axis])
 
-    @cached_property
+    @functools.cached_property
     def cols(self) -> int:
         """Columns of each matrix."""
         return math.prod(self.shape[self.col_axis :])
 
-    @cached_property
+    @functools.cached_property
     def _is_dense(self) -> bool:
         """Whether coordinates are indices of the stored tensor, but for where the block begins."""
         return all(axis[::2] == (dim, 1) for dim, axis in enumerate(self.axes))
 
-    def boxes(self, region: Region) -> list[Region]:
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.axes, self.row_axis, self.starts)))  # once
+
+    def __hash__(self) -> int:
+        return self._hash  # type: ignore[attr-defined]
+
+    @functools.lru_cache(maxsize=1 << 16)  # noqa: B019
+    def boxes(self, region: Region) -> tuple[Region, ...]:
         """The boxes that make up what a region of the stored tensor has of the block.
 
         There is one, or none, but where the region begins or ends within an index of an outer axis.
@@ -100,7 +107,7 @@ class Block:
         intervals = list(regions.relative(region, tuple((start, start) for start in self.starts)))
         if self._is_dense:
             box = tuple(map(regions.overlap, regions.whole(self.shape), intervals))
-            return [box] if regions.numel(box) else []
+            return (box,) if regions.numel(box) else ()
         by_dim = []
         for dim, interval in enumerate(intervals):
             numbers = [number for number, axis in enumerate(self.axes) if axis.dim == dim]
@@ -110,7 +117,7 @@ class Block:
         chosen = (
             dict(itertools.chain.from_iterable(parts)) for parts in itertools.product(*by_dim)
         )
-        return [tuple(part[number] for number in range(len(self.axes))) for part in chosen]
+        return tuple(tuple(part[number] for number in range(len(self.axes))) for part in chosen)
 
     def local_part(self, box: Region, held: Region) -> LocalPart:
         """Where a box lies in the local tensor of a rank that holds a region of the stored one."""
