@@ -68,7 +68,7 @@ def test_the_estimate_counts_flops_links_and_latency():
         flops=1e12, host_bytes=2e9, network_bytes=1e9, latency=1e-3, ranks_per_host=2
     )
     entries = entries_of([(1024, 1024)] * 8, replicated(2, 2), device=CUDA)
-    cost, n = entries[0].cost(1024), 1024 * 1024
+    cost, n = entries[0].cost(*entries[0].matrices.blocks), 1024 * 1024
     chunks = optimizer.distributed.staging.CHUNKS
 
     def expected(compute: float, wire: float) -> float:

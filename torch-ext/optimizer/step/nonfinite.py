@@ -47,7 +47,7 @@ class FiniteMask:
             matrices = unit.block.row_axis  # so many axes count them
             flags = flags_by_unit[id(unit)].view(unit.shape[:matrices])
             is_finite = torch.isfinite(part).flatten(matrices).all(dim=-1)
-            flags[regions.slices(box[:matrices])] *= is_finite
+            flags[regions.slices(box[:matrices])].mul_(is_finite.to(flags.device))
         if group is not None:
             op = dist.ReduceOp.MIN
             self._work.append(dist.all_reduce(finite, op, group=group, async_op=True))
