@@ -5,178 +5,16 @@ Each family's decisions were read one by one; a change of them is to be read as 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
-import transformers as hf
 from torch import nn
 
 from advice import arguments, kinds, run
 from kernel import optimizer
-
-TEXT = dict(
-    hidden_size=64,
-    intermediate_size=112,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    vocab_size=1000,
-    max_position_embeddings=128,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=2,
-)
-LLAMA = dict(**TEXT, num_key_value_heads=2, head_dim=16)
-MOE = dict(num_experts=8, num_local_experts=8, n_routed_experts=8, num_experts_per_tok=2)
-LATENT = dict(q_lora_rank=24, kv_lora_rank=16, v_head_dim=16)
-LATENT |= dict(qk_rope_head_dim=8, qk_nope_head_dim=16)
-GPT2 = dict(n_embd=64, n_layer=2, n_head=4, vocab_size=1000, n_positions=128)
-VISION = dict(
-    hidden_size=64,
-    intermediate_size=112,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    image_size=224,
-    patch_size=8,
-)
-ENCODER_DECODER = dict(
-    d_model=64,
-    encoder_layers=2,
-    decoder_layers=2,
-    encoder_attention_heads=4,
-    decoder_attention_heads=4,
-    encoder_ffn_dim=112,
-    decoder_ffn_dim=112,
-    vocab_size=1000,
-    pad_token_id=0,
-    decoder_start_token_id=0,
-)
-
-
-def causal(kind: str, **config: Any) -> Callable[[], nn.Module]:
-    return lambda: hf.AutoModelForCausalLM.from_config(hf.AutoConfig.for_model(kind, **config))
-
-
-def of(model: str, config: str, **arguments: Any) -> Callable[[], nn.Module]:
-    return lambda: getattr(hf, model)(getattr(hf, config)(**arguments))
-
-
-FAMILIES: dict[str, Callable[[], nn.Module]] = {
-    "llama": causal("llama", **LLAMA),
-    "qwen3": causal("qwen3", **LLAMA),
-    "olmo2": causal("olmo2", **LLAMA),
-    "gemma3": causal("gemma3_text", **LLAMA),
-    "starcoder2": causal("starcoder2", **LLAMA),
-    "phi3": causal("phi3", **LLAMA),
-    "glm4": causal("glm4", **LLAMA),
-    "qwen3_moe": causal("qwen3_moe", **LLAMA, **MOE, moe_intermediate_size=24),
-    "qwen2_moe": causal(
-        "qwen2_moe",
-        **TEXT,
-        **MOE,
-        moe_intermediate_size=24,
-        shared_expert_intermediate_size=48,
-    ),
-    "mixtral": causal("mixtral", **LLAMA, **MOE),
-    "minimax": causal("minimax", **LLAMA, **MOE),
-    "jetmoe": causal("jetmoe", **LLAMA, **MOE),
-    "gpt_oss": causal("gpt_oss", **LLAMA, **MOE),
-    "llama4": causal("llama4_text", **LLAMA, **MOE, intermediate_size_mlp=112),
-    "deepseek_v3": causal(
-        "deepseek_v3",
-        **TEXT,
-        **MOE,
-        **LATENT,
-        moe_intermediate_size=24,
-        n_group=2,
-        topk_group=1,
-        first_k_dense_replace=1,
-    ),
-    "gpt2": causal("gpt2", **GPT2),
-    "gpt_bigcode": causal("gpt_bigcode", **GPT2),
-    "gptj": causal("gptj", **GPT2, rotary_dim=8),
-    "codegen": causal("codegen", **GPT2, rotary_dim=8),
-    "gpt_neox": causal("gpt_neox", **TEXT),
-    "bloom": causal("bloom", hidden_size=64, n_layer=2, n_head=4, vocab_size=1000),
-    "falcon": causal("falcon", hidden_size=64, num_hidden_layers=2, num_attention_heads=4),
-    "falcon_grouped": causal(
-        "falcon",
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_kv_heads=2,
-        new_decoder_architecture=True,
-    ),
-    "mpt": causal("mpt", d_model=64, n_heads=4, n_layers=2, vocab_size=1000),
-    "opt": causal("opt", **TEXT, ffn_dim=112, word_embed_proj_dim=64),
-    "mamba": causal("mamba", hidden_size=64, num_hidden_layers=2, vocab_size=1000, state_size=8),
-    "mamba2": causal(
-        "mamba2",
-        hidden_size=64,
-        num_hidden_layers=2,
-        vocab_size=1000,
-        state_size=8,
-        num_heads=8,
-        head_dim=16,
-        n_groups=2,
-    ),
-    "rwkv": causal("rwkv", hidden_size=64, num_hidden_layers=2, vocab_size=1000),
-    "recurrent_gemma": causal("recurrent_gemma", **TEXT),
-    "bert": of("BertForMaskedLM", "BertConfig", **TEXT),
-    "bert_untied": of("BertForMaskedLM", "BertConfig", **TEXT, tie_word_embeddings=False),
-    "bert_classifier": of("BertForSequenceClassification", "BertConfig", **TEXT),
-    "roberta_classifier": of("RobertaForSequenceClassification", "RobertaConfig", **TEXT),
-    "electra": of("ElectraForPreTraining", "ElectraConfig", **TEXT, embedding_size=32),
-    "albert": of("AlbertForMaskedLM", "AlbertConfig", **TEXT, embedding_size=32),
-    "t5": of(
-        "T5ForConditionalGeneration",
-        "T5Config",
-        d_model=64,
-        d_kv=16,
-        d_ff=112,
-        num_layers=2,
-        num_heads=4,
-        vocab_size=1000,
-        feed_forward_proj="gated-gelu",
-    ),
-    "bart": of("BartForConditionalGeneration", "BartConfig", **ENCODER_DECODER),
-    "whisper": of(
-        "WhisperForConditionalGeneration",
-        "WhisperConfig",
-        **ENCODER_DECODER,
-        bos_token_id=0,
-        eos_token_id=0,
-    ),
-    "vit": of("ViTForImageClassification", "ViTConfig", **VISION, num_labels=10),
-    "swin": of(
-        "SwinForImageClassification",
-        "SwinConfig",
-        embed_dim=32,
-        depths=[1, 2],
-        num_heads=[2, 4],
-        image_size=32,
-        num_labels=10,
-    ),
-    "clip": of(
-        "CLIPModel", "CLIPConfig", text_config=TEXT, vision_config=VISION, projection_dim=48
-    ),
-    "qwen2_vl": of(
-        "Qwen2VLForConditionalGeneration",
-        "Qwen2VLConfig",
-        text_config=dict(**TEXT, num_key_value_heads=2),
-        vision_config=dict(depth=2, embed_dim=64, hidden_size=64, num_heads=4),
-    ),
-    "resnet": of(
-        "ResNetForImageClassification",
-        "ResNetConfig",
-        embedding_size=16,
-        hidden_sizes=[32, 64],
-        depths=[1, 1],
-        num_labels=10,
-    ),
-}
+from transformers_architectures import TRANSFORMERS
 
 
 @dataclass(frozen=True)
@@ -423,7 +261,7 @@ EXPECTED: dict[str, Expected] = {
     "clip": Expected(
         muon="k_proj v_proj q_proj out_proj fc1 fc2 visual_projection text_projection",
         adamw="token_embedding position_embedding patch_embedding",
-        notes="unsure",
+        notes="unsure unsure",
     ),
     "qwen2_vl": Expected(
         muon="qkv proj fc1 fc2 mlp q_proj k_proj v_proj o_proj gate_proj up_proj down_proj",
@@ -442,7 +280,7 @@ EXPECTED: dict[str, Expected] = {
 
 def build(name: str) -> nn.Module:
     with torch.device("meta"):
-        return FAMILIES[name]()
+        return TRANSFORMERS[name].build()
 
 
 def describe_family(name: str) -> Any:
@@ -462,7 +300,7 @@ def advised(description: Any, name: str) -> dict[str, Any]:
     return {key: value for key, value in found.items() if key not in ("lr", "is_muon_func")}
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", EXPECTED)
 def test_decisions_traps_and_advice_are_those_that_were_read(name):
     expected, description = EXPECTED[name], describe_family(name)
     assert owners(description, "Muon") == expected.muon.split()
@@ -472,7 +310,7 @@ def test_decisions_traps_and_advice_are_those_that_were_read(name):
     assert advised(description, name) == expected.advised
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", EXPECTED)
 def test_what_the_code_advises_leaves_no_warning_but_of_sizes_nobody_knows(name):
     model = build(name)
     description = optimizer.describe(model)

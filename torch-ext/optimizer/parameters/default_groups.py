@@ -27,7 +27,7 @@ EMBEDDINGS_AND_HEADS = frozenset(
         *("pos_embed", "pos_embedding", "wpe", "rel_pos_h", "rel_pos_w"),
         *("relative_position_bias_table", "unembed", "unembedding"),
         *("lm_head", "lm_heads", "head", "heads", "output", "output_layer", "classifier", "score"),
-        *("qa_outputs", "seq_relationship", "class_labels_classifier"),
+        *("qa_outputs", "seq_relationship"),
         *("lora_embedding_A", "lora_embedding_B"),  # PEFT: (rank, vocabulary) and (dim, rank)
     )
 )
@@ -35,8 +35,8 @@ EMBEDDINGS_AND_HEADS = frozenset(
 # Heads of several layers: the last of them.
 HEAD_PATHS = ("classifier.out_proj", "classification_head.out_proj")
 
-# Two-dimensional, but of numbers that are used one by one (weight_norm's magnitudes).
-ELEMENTWISE = frozenset({"A_log", "scale_shift_table", "weight_g"})
+# Two-dimensional, but of numbers that are used one by one (PEFT's oft_R: halves of skew matrices).
+ELEMENTWISE = frozenset({"A_log", "scale_shift_table", "oft_R"})
 
 # Name components of adapters (PEFT) between a layer and its own weight.
 ADAPTER_COMPONENTS = frozenset({"base_layer", "original_module"})
@@ -72,15 +72,17 @@ def _judge(
         return False, "vector" if param.ndim else "scalar"
     components = ["", *_owning_components(name)]
     module, attribute = components[-2:]
-    if attribute.split("_")[-1] == "bias":  # (experts, out) biases look like a matrix
+    if attribute.split("_")[-1] in ("bias", "biases"):  # (experts, out) look like a matrix
         return False, "bias"
-    matched = [c for c in (module, attribute) if c in EMBEDDINGS_AND_HEADS]
+    matched = [c for c in (module, attribute) if _is_embedding_or_head(c)]
     matched += [path for path in HEAD_PATHS if components[-3:-1] == path.split(".")]
     if matched:
         return False, f"{BY_NAME}: {matched[0]}"
-    is_magnitude = name.endswith(".original0") and param.ndim == 2 and 1 in param.shape
-    if attribute in ELEMENTWISE or is_magnitude:
+    if not ELEMENTWISE.isdisjoint(components[-3:]):  # PEFT's are called oft_R.<adapter>.weight
         return False, "no linear map, by name"
+    is_weight = attribute == "weight" and not name.endswith(".original0")
+    if param.ndim == 2 and 1 in param.shape and not is_weight:
+        return False, "vector"  # magnitudes, tokens, scales: only a layer's weight may be (1, n)
     if param.is_complex():
         return False, "complex"
     if param.ndim == 2:
@@ -88,6 +90,11 @@ def _judge(
     if has_component(name, expert_keys):
         return True, "stacked experts"
     return False, f"{param.ndim} {DIMENSIONS}"
+
+
+def _is_embedding_or_head(component: str) -> bool:
+    is_classifier = component.endswith("_classifier") and not component.startswith("pre_")
+    return component in EMBEDDINGS_AND_HEADS or is_classifier
 
 
 def _owning_components(name: str) -> list[str]:

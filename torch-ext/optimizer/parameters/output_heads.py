@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 _HEAD_WORDS = {"head", "heads", "logit", "logits", "classifier", "final", "score"}
 _HEAD_WORDS |= {"pred", "prediction", "predictions", "predictor"}
 _LAST_OF_DIFFUSION = {"proj_out", "proj_out_2"}  # from the stream to patches: diffusers' names
+# What stacks of layers are called whose last one makes predictions.
+_HEAD_STACK = re.compile(r"head_\w+|(\w+_)?(head|predictor|predictions?)|(class|bbox)_embed")
 _FEW = 16  # outputs: fewer are no hidden layer's
 _LARGE = 1000  # a vocabulary that no hidden size is mistaken for, if it is 8 × the embedding's
 
@@ -40,16 +42,15 @@ def hidden_layers(infos: ParamInfos, named: Sequence[Decision]) -> set[str]:
         info = infos[id(decision.param)][0]
         if decision.param.ndim != 2 or not isinstance(info.layer, nn.Linear):
             continue
-        components = info.name.split(".")
         stack: Optional[nn.Module] = None
-        for module, component in zip(info.above, reversed(components[:-1])):
+        for module, component in zip(info.around, reversed(info.path)):
             if not (component.isdigit() and type(module) is nn.Sequential):
                 break
             stack = module
         matrices = [] if stack is None else [p for p in stack.parameters() if p.ndim == 2]
         is_stacked = matrices and matrices[-1] is not decision.param
         rows, cols = decision.param.shape
-        is_square = rows == cols and any(c.isdigit() for c in components[:-2])
+        is_square = rows == cols and any(c.isdigit() for c in info.path[:-1])
         if is_stacked or (stack is None and is_square):
             hidden.add(decision.name)
     return hidden
@@ -81,35 +82,51 @@ def unnamed_heads(
             or not (_is_in_a_layer(info) or _is_hidden_size(size, decision, decisions, infos))
         ):
             reasons[decision.name] = f"head or embedding: {size} is {vocabularies[size]}"
+        elif info.path and info.path[-1] in _LAST_OF_DIFFUSION and not _is_in_a_layer(info):
+            reasons[decision.name] = f"head: from the stream to patches, {shape}"
         elif decision.param is last and not is_all and _is_head(decision, info, muons):
             reasons[decision.name] = f"head: the model's last layer, {shape}"
-        elif len(shape) == 2 and shape[0] != shape[1] and (path := _head_around(info)):
-            reasons[decision.name] = f"head: the last layer of {path}"
+        elif (stack := _head_around(info)) and _gives_what_nobody_takes(decision, decisions):
+            reasons[decision.name] = f"head: the last layer of {stack}"
     return reasons
 
 
 def _head_around(info: ParamInfo) -> str:
     """The component that is called a head, around its last matrix, as in ``head.fc``; else ""."""
-    if _is_in_a_layer(info):
-        return ""
-    for module, component in zip(info.above, reversed(info.name.split(".")[:-2])):
-        matrices = [p for p in module.parameters() if p.ndim == 2]
-        if re.fullmatch(r"(lm_)?head(_.*)?", component) and matrices:
-            return component if matrices[-1] is info.module._parameters[info.attribute] else ""
+    inner = info.layer
+    for depth, (module, component) in enumerate(zip(info.around, reversed(info.path[:-1])), 2):
+        if not isinstance(module, nn.ModuleList) or isinstance(inner, nn.ModuleList):
+            inner = module  # of a list of heads, one for each layer, each is a stack
+        if _HEAD_STACK.fullmatch(component):
+            if any(outer.isdigit() for outer in info.path[:-depth]):
+                return ""
+            matrices = [p for p in inner.parameters() if p.ndim == 2 and p.shape[1] > 1]
+            is_last = matrices and matrices[-1] is info.module._parameters[info.attribute]
+            return component if is_last else ""
     return ""
 
 
 def last_matrix(model: nn.Module) -> Optional[nn.Parameter]:
-    """The weight of the last linear layer; None where there is none, or under a parametrization."""
+    """The weight of the last linear layer, or what a parametrization computes it from."""
     linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    return linear[-1]._parameters.get("weight") if linear else None
+    if not linear:
+        return None
+    weights = [p for name, p in linear[-1].named_parameters() if "bias" not in name]
+    return max(weights, key=lambda p: p.numel(), default=None)
 
 
-def may_be_a_head(decision: Decision, info: ParamInfo, muons: Sequence[Decision]) -> bool:
-    """Whether a model's last matrix may be a head: outside of layers, with outputs nobody takes."""
+def _gives_what_nobody_takes(decision: Decision, decisions: Sequence[Decision]) -> bool:
+    """Whether a matrix is not square, and no other layer, nor a tied head, takes its outputs."""
+    if decision.param.ndim != 2:
+        return False
     rows, cols = decision.param.shape
-    taken = {d.param.shape[1] for d in muons if d is not decision and d.param.ndim > 1}
-    return rows != cols and rows not in taken and not _is_in_a_layer(info)
+    others = (d.param for d in decisions if d is not decision and d.param.ndim == 2)
+    return rows != cols and rows not in {param.shape[1] for param in others}
+
+
+def may_be_a_head(decision: Decision, info: ParamInfo, decisions: Sequence[Decision]) -> bool:
+    """Whether a matrix may be a head: outside of layers, with outputs nobody takes."""
+    return not _is_in_a_layer(info) and _gives_what_nobody_takes(decision, decisions)
 
 
 def _vocabularies(model: nn.Module) -> dict[int, str]:
@@ -151,21 +168,18 @@ def _is_in_a_layer(info: ParamInfo) -> bool:
 
     The layers of an ``nn.Sequential`` that makes up the model are no list of layers.
     """
-    indices = sum(component.isdigit() for component in info.name.split("."))
-    is_direct = len(info.above) > 0 and type(info.above[0]) is nn.Sequential
+    indices = sum(component.isdigit() for component in info.path)
+    is_direct = len(info.around) > 0 and type(info.around[0]) is nn.Sequential
     return indices > (1 if is_direct else 0)
 
 
 def _is_head(decision: Decision, info: ParamInfo, muons: Sequence[Decision]) -> bool:
     if _is_in_a_layer(info):
         return False
-    components = info.name.split(".")[:-1]
     rows, cols = decision.param.shape
-    if len(components) == 1 and re.fullmatch(r"fc\d*", components[0]):
+    if len(info.path) == 1 and re.fullmatch(r"fc\d*", info.path[0]):
         return True
-    if components[-1] in _LAST_OF_DIFFUSION:
-        return True
-    words = {word for component in components[-2:] for word in component.lower().split("_")}
+    words = {word for component in info.path[-2:] for word in component.lower().split("_")}
     if words & _HEAD_WORDS and rows != cols:
         return True
     # The size of a residual stream is a side of other matrices, too.
