@@ -25,15 +25,20 @@ EMBEDDINGS_AND_HEADS = frozenset(
         *("tok_embedding", "tok_embeddings", "wte", "shared", "value_embeds", "patch_embed"),
         *("position_embedding", "position_embeddings", "positional_embedding", "pos_emb"),
         *("pos_embed", "pos_embedding", "wpe", "rel_pos_h", "rel_pos_w"),
-        *("relative_position_bias_table", "unembed", "unembedding"),
+        *("relative_position_bias_table", "unembed", "unembedding", "patch_embedding"),
         *("lm_head", "lm_heads", "head", "heads", "output", "output_layer", "classifier", "score"),
         *("qa_outputs", "seq_relationship"),
         *("lora_embedding_A", "lora_embedding_B"),  # PEFT: (rank, vocabulary) and (dim, rank)
     )
 )
 
-# Heads of several layers: the last of them.
+# Heads of several layers: the last of them. Linear maps of pixels, as convolutions are elsewhere.
 HEAD_PATHS = ("classifier.out_proj", "classification_head.out_proj")
+PATCH_PATHS = ("patch_embed.proj", "patch_embeddings.projection", "patch_embedder.input_proj")
+
+# What parameters are called, other than a layer's weight, whose rows are vectors of one token each.
+_TABLES = {"embed", "embeds", "embedding", "embeddings", "emb", "latents", "probe", "prompt"}
+_TABLES |= {"prompts", "queries", "query", "token", "tokens"}
 
 # Two-dimensional, but of numbers that are used one by one (PEFT's oft_R: halves of skew matrices).
 ELEMENTWISE = frozenset({"A_log", "scale_shift_table", "oft_R"})
@@ -72,10 +77,14 @@ def _judge(
         return False, "vector" if param.ndim else "scalar"
     components = ["", *_owning_components(name)]
     module, attribute = components[-2:]
-    if attribute.split("_")[-1] in ("bias", "biases"):  # (experts, out) look like a matrix
+    words = set(attribute.split("_"))
+    if words & {"bias", "biases"}:  # (experts, out) look like a matrix
         return False, "bias"
     matched = [c for c in (module, attribute) if _is_embedding_or_head(c)]
-    matched += [path for path in HEAD_PATHS if components[-3:-1] == path.split(".")]
+    paths = HEAD_PATHS + PATCH_PATHS
+    matched += [path for path in paths if components[-3:-1] == path.split(".")]
+    if words & _TABLES and not words & {"proj", "weight"}:
+        matched.append(attribute)
     if matched:
         return False, f"{BY_NAME}: {matched[0]}"
     if not ELEMENTWISE.isdisjoint(components[-3:]):  # PEFT's are called oft_R.<adapter>.weight
@@ -175,7 +184,8 @@ def decide(
     if is_muon_func is not default_is_muon:
         return decisions
     infos = infos_of(model)
-    hidden = hidden_layers(infos, [d for d in decisions if d.reason.startswith(BY_NAME)])
+    named = [d for d in decisions if d.reason.startswith(BY_NAME)]
+    hidden = hidden_layers(infos, named, decisions)
     decisions = [
         replace(d, algorithm="Muon", reason="matrix, no head") if d.name in hidden else d
         for d in decisions

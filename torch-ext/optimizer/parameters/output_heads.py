@@ -21,21 +21,28 @@ if TYPE_CHECKING:
 # What the last layer of a model is called where it makes predictions.
 _HEAD_WORDS = {"head", "heads", "logit", "logits", "classifier", "final", "score"}
 _HEAD_WORDS |= {"pred", "prediction", "predictions", "predictor"}
-_LAST_OF_DIFFUSION = {"proj_out", "proj_out_2"}  # from the stream to patches: diffusers' names
+_LAST_OF_DIFFUSION = (["proj_out"], ["proj_out_2"])  # from the stream to patches: diffusers' names
 # What stacks of layers are called whose last one makes predictions.
-_HEAD_STACK = re.compile(r"head_\w+|(\w+_)?(head|predictor|predictions?)|(class|bbox)_embed")
+_HEAD_STACK = re.compile(
+    r"head_\w+|logits?_\w+|(\w+_)?(head|heads|logits|predictor|predictions?)|(class|bbox)_embed"
+)
+_POSITIONS = re.compile(r"pos(ition\w*)?_?emb\w*$|wpe$")  # tables of no vocabulary
 _FEW = 16  # outputs: fewer are no hidden layer's
 _LARGE = 1000  # a vocabulary that no hidden size is mistaken for, if it is 8 × the embedding's
 
 
-def hidden_layers(infos: ParamInfos, named: Sequence[Decision]) -> set[str]:
+def hidden_layers(
+    infos: ParamInfos, named: Sequence[Decision], decisions: Sequence[Decision]
+) -> set[str]:
     """Names of matrices that are no heads although a component of their name says so.
 
-    Of an ``nn.Sequential`` only the last matrix is a head. A square matrix in a layer of a list, as
-    RWKV's ``attention.output``, maps the residual stream to itself.
+    Of an ``nn.Sequential`` only the last matrix is a head. In a layer of a list RWKV's
+    ``attention.output`` and ProphetNet's ``feed_forward.output`` give what the next layer takes,
+    and LongCat's ``router.classifier`` chooses experts.
 
     Args:
         named: what would be AdamW's for its name.
+        decisions: of all parameters of the model.
     """
     hidden = set()
     for decision in named:
@@ -49,9 +56,9 @@ def hidden_layers(infos: ParamInfos, named: Sequence[Decision]) -> set[str]:
             stack = module
         matrices = [] if stack is None else [p for p in stack.parameters() if p.ndim == 2]
         is_stacked = matrices and matrices[-1] is not decision.param
-        rows, cols = decision.param.shape
-        is_square = rows == cols and any(c.isdigit() for c in info.path[:-1])
-        if is_stacked or (stack is None and is_square):
+        is_in_a_layer = stack is None and any(c.isdigit() for c in info.path[:-1])
+        is_taken = "router" in info.path or not _gives_to_nobody(decision, decisions)
+        if is_stacked or (is_in_a_layer and is_taken):
             hidden.add(decision.name)
     return hidden
 
@@ -82,19 +89,31 @@ def unnamed_heads(
             or not (_is_in_a_layer(info) or _is_hidden_size(size, decision, decisions, infos))
         ):
             reasons[decision.name] = f"head or embedding: {size} is {vocabularies[size]}"
-        elif info.path and info.path[-1] in _LAST_OF_DIFFUSION and not _is_in_a_layer(info):
+        elif _is_last_of_diffusion(info):
             reasons[decision.name] = f"head: from the stream to patches, {shape}"
         elif decision.param is last and not is_all and _is_head(decision, info, muons):
             reasons[decision.name] = f"head: the model's last layer, {shape}"
-        elif (stack := _head_around(info)) and _gives_what_nobody_takes(decision, decisions):
-            reasons[decision.name] = f"head: the last layer of {stack}"
+        elif (component := _called_a_head(info)) and (
+            # What takes as few may be an input layer: of boxes, say, which this one predicts.
+            shape[0] <= _FEW < shape[-1] or _gives_to_nobody(decision, decisions)
+        ):
+            reasons[decision.name] = f"head: the last layer of {component}"
     return reasons
 
 
-def _head_around(info: ParamInfo) -> str:
-    """The component that is called a head, around its last matrix, as in ``head.fc``; else ""."""
+def _is_last_of_diffusion(info: ParamInfo) -> bool:
+    """Whether it is the ``proj_out`` beside a list of blocks, not that of a perceptron."""
+    if info.path[-1:] not in _LAST_OF_DIFFUSION or _is_in_a_layer(info):
+        return False
+    around = info.around[0].children() if info.around else ()
+    lists = [m for m in around if isinstance(m, nn.ModuleList) and len(m)]
+    return any(not isinstance(layers[0], nn.Linear) for layers in lists)
+
+
+def _called_a_head(info: ParamInfo) -> str:
+    """The component that is called a head: the layer itself, or a stack whose last it is; or ""."""
     inner = info.layer
-    for depth, (module, component) in enumerate(zip(info.around, reversed(info.path[:-1])), 2):
+    for depth, (module, component) in enumerate(zip((inner, *info.around), info.path[::-1]), 1):
         if not isinstance(module, nn.ModuleList) or isinstance(inner, nn.ModuleList):
             inner = module  # of a list of heads, one for each layer, each is a stack
         if _HEAD_STACK.fullmatch(component):
@@ -115,18 +134,18 @@ def last_matrix(model: nn.Module) -> Optional[nn.Parameter]:
     return max(weights, key=lambda p: p.numel(), default=None)
 
 
-def _gives_what_nobody_takes(decision: Decision, decisions: Sequence[Decision]) -> bool:
+def _gives_to_nobody(decision: Decision, decisions: Sequence[Decision]) -> bool:
     """Whether a matrix is not square, and no other layer, nor a tied head, takes its outputs."""
-    if decision.param.ndim != 2:
+    if decision.param.ndim != 2 or decision.param.shape[0] == decision.param.shape[1]:
         return False
-    rows, cols = decision.param.shape
+    rows = decision.param.shape[0]
     others = (d.param for d in decisions if d is not decision and d.param.ndim == 2)
-    return rows != cols and rows not in {param.shape[1] for param in others}
+    return rows not in {param.shape[1] for param in others}
 
 
 def may_be_a_head(decision: Decision, info: ParamInfo, decisions: Sequence[Decision]) -> bool:
     """Whether a matrix may be a head: outside of layers, with outputs nobody takes."""
-    return not _is_in_a_layer(info) and _gives_what_nobody_takes(decision, decisions)
+    return not _is_in_a_layer(info) and _gives_to_nobody(decision, decisions)
 
 
 def _vocabularies(model: nn.Module) -> dict[int, str]:
@@ -134,7 +153,10 @@ def _vocabularies(model: nn.Module) -> dict[int, str]:
     sizes: dict[int, str] = {}
     for path, module in model.named_modules():
         # A table of as many rows as columns may as well be of positions, beside square matrices.
-        if isinstance(module, nn.Embedding) and module.num_embeddings > module.embedding_dim:
+        is_larger = (
+            isinstance(module, nn.Embedding) and module.num_embeddings > module.embedding_dim
+        )
+        if is_larger and not _POSITIONS.search(path):
             sizes.setdefault(module.num_embeddings, f"the number of rows of {normalize_name(path)}")
         for config in configs_of(module):
             size = size_in(config, ["vocab_size"])

@@ -201,8 +201,9 @@ def _unsure(subject: Subject, advice: Remedy) -> Iterator[Trap]:
     last, muons = last_matrix(subject.model), advice.muons(subject)
     may_be = [d for d in muons if may_be_a_head(d, subject.info(d), subject.decisions)]
     outputs = {d.param.shape[0] for d in may_be if d.param is last}
-    for decision in may_be:  # the last one, and those of other towers that give as many
-        if decision.param.shape[0] in outputs:
+    for decision in may_be:  # the last one, those of other towers that give as many, feat_out, …
+        is_out = "out" in _component(decision.name).split("_")
+        if is_out or decision.param.shape[0] in outputs:
             yield Trap(
                 "unsure",
                 f"{decision.name} {tuple(decision.param.shape)} may be an output head",
@@ -213,7 +214,7 @@ def _unsure(subject: Subject, advice: Remedy) -> Iterator[Trap]:
     for decision in subject.by_algorithm("AdamW"):
         shape, layer = tuple(decision.param.shape), subject.info(decision).layer
         is_head = decision.reason.startswith(BY_NAME) and isinstance(layer, nn.Linear)
-        if is_head and len(shape) == 2 and shape[0] == shape[1]:
+        if is_head and shape[0] == shape[-1] and _component(decision.name) != "lm_head":
             yield Trap(
                 "unsure",
                 f"{decision.name} {shape} may be a hidden layer",
