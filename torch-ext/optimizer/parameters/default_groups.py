@@ -38,10 +38,11 @@ PATCH_PATHS = ("patch_embed.proj", "patch_embeddings.projection", "patch_embedde
 
 # What parameters are called, other than a layer's weight, whose rows are vectors of one token each.
 _TABLES = {"embed", "embeds", "embedding", "embeddings", "emb", "latents", "probe", "prompt"}
-_TABLES |= {"prompts", "queries", "query", "token", "tokens"}
+_TABLES |= {"prompts", "queries", "query", "table", "token", "tokens"}
 
-# Two-dimensional, but of numbers that are used one by one (PEFT's oft_R: halves of skew matrices).
-ELEMENTWISE = frozenset({"A_log", "scale_shift_table", "oft_R"})
+# Two-dimensional, but of numbers that are used one by one.
+ELEMENTWISE = frozenset({"A_log", "D", "alpha", "gamma", "scale"})
+_ADAPTERS_ELEMENTWISE = "oft_R"  # PEFT: halves of skew matrices, called oft_R.<adapter>.weight
 
 # Name components of adapters (PEFT) between a layer and its own weight.
 ADAPTER_COMPONENTS = frozenset({"base_layer", "original_module"})
@@ -81,13 +82,13 @@ def _judge(
     if words & {"bias", "biases"}:  # (experts, out) look like a matrix
         return False, "bias"
     matched = [c for c in (module, attribute) if _is_embedding_or_head(c)]
-    paths = HEAD_PATHS + PATCH_PATHS
+    paths = HEAD_PATHS + (PATCH_PATHS if param.ndim == 2 else ())
     matched += [path for path in paths if components[-3:-1] == path.split(".")]
     if words & _TABLES and not words & {"proj", "weight"}:
         matched.append(attribute)
     if matched:
         return False, f"{BY_NAME}: {matched[0]}"
-    if not ELEMENTWISE.isdisjoint(components[-3:]):  # PEFT's are called oft_R.<adapter>.weight
+    if attribute in ELEMENTWISE or _ADAPTERS_ELEMENTWISE in components[-3:]:
         return False, "no linear map, by name"
     is_weight = attribute == "weight" and not name.endswith(".original0")
     if param.ndim == 2 and 1 in param.shape and not is_weight:

@@ -21,10 +21,12 @@ if TYPE_CHECKING:
 # What the last layer of a model is called where it makes predictions.
 _HEAD_WORDS = {"head", "heads", "logit", "logits", "classifier", "final", "score"}
 _HEAD_WORDS |= {"pred", "prediction", "predictions", "predictor"}
-_LAST_OF_DIFFUSION = (["proj_out"], ["proj_out_2"])  # from the stream to patches: diffusers' names
+# From the stream to patches, in diffusers; and the layers that scale and shift by the time.
+_LAST_OF_DIFFUSION = re.compile(r"(\w+_)?proj_out(_2)?")
+_MODULATION = re.compile(r"adaln|modulation|norm_out|proj_out_1", re.IGNORECASE)
 # What stacks of layers are called whose last one makes predictions.
 _HEAD_STACK = re.compile(
-    r"head_\w+|logits?_\w+|(\w+_)?(head|heads|logits|predictor|predictions?)|(class|bbox)_embed"
+    r"(head|logits?|predict)_\w+|(\w+_)?(head|heads|logits|predictor|predictions?)|(class|bbox)_embed|final_layer"
 )
 _POSITIONS = re.compile(r"pos(ition\w*)?_?emb\w*$|wpe$")  # tables of no vocabulary
 _FEW = 16  # outputs: fewer are no hidden layer's
@@ -57,7 +59,7 @@ def hidden_layers(
         matrices = [] if stack is None else [p for p in stack.parameters() if p.ndim == 2]
         is_stacked = matrices and matrices[-1] is not decision.param
         is_in_a_layer = stack is None and any(c.isdigit() for c in info.path[:-1])
-        is_taken = "router" in info.path or not _gives_to_nobody(decision, decisions)
+        is_taken = "router" in info.path or not _gives_to_nobody(decision, decisions, infos)
         if is_stacked or (is_in_a_layer and is_taken):
             hidden.add(decision.name)
     return hidden
@@ -77,6 +79,9 @@ def unnamed_heads(
     """
     vocabularies, last = _vocabularies(model), last_matrix(model)
     is_all = sum(d.param.ndim > 1 for d in decisions if d.algorithm != "frozen") == 1
+    is_behind_convolutions = [d.param.ndim for d in decisions].count(2) == 1 and any(
+        d.param.ndim > 3 for d in decisions
+    )
     reasons: dict[str, str] = {}
     for decision in muons:
         shape, info = tuple(decision.param.shape), infos[id(decision.param)][0]
@@ -91,11 +96,15 @@ def unnamed_heads(
             reasons[decision.name] = f"head or embedding: {size} is {vocabularies[size]}"
         elif _is_last_of_diffusion(info):
             reasons[decision.name] = f"head: from the stream to patches, {shape}"
-        elif decision.param is last and not is_all and _is_head(decision, info, muons):
+        elif (
+            decision.param is last
+            and not is_all
+            and (is_behind_convolutions or _is_head(decision, info, muons))
+        ):
             reasons[decision.name] = f"head: the model's last layer, {shape}"
         elif (component := _called_a_head(info)) and (
             # What takes as few may be an input layer: of boxes, say, which this one predicts.
-            shape[0] <= _FEW < shape[-1] or _gives_to_nobody(decision, decisions)
+            shape[0] <= _FEW < shape[-1] or _gives_to_nobody(decision, decisions, infos)
         ):
             reasons[decision.name] = f"head: the last layer of {component}"
     return reasons
@@ -103,7 +112,7 @@ def unnamed_heads(
 
 def _is_last_of_diffusion(info: ParamInfo) -> bool:
     """Whether it is the ``proj_out`` beside a list of blocks, not that of a perceptron."""
-    if info.path[-1:] not in _LAST_OF_DIFFUSION or _is_in_a_layer(info):
+    if not (info.path and _LAST_OF_DIFFUSION.fullmatch(info.path[-1])) or _is_in_a_layer(info):
         return False
     around = info.around[0].children() if info.around else ()
     lists = [m for m in around if isinstance(m, nn.ModuleList) and len(m)]
@@ -112,6 +121,8 @@ def _is_last_of_diffusion(info: ParamInfo) -> bool:
 
 def _called_a_head(info: ParamInfo) -> str:
     """The component that is called a head: the layer itself, or a stack whose last it is; or ""."""
+    if not (info.attribute.startswith("weight") or info.is_original):
+        return ""
     inner = info.layer
     for depth, (module, component) in enumerate(zip((inner, *info.around), info.path[::-1]), 1):
         if not isinstance(module, nn.ModuleList) or isinstance(inner, nn.ModuleList):
@@ -119,33 +130,53 @@ def _called_a_head(info: ParamInfo) -> str:
         if _HEAD_STACK.fullmatch(component):
             if any(outer.isdigit() for outer in info.path[:-depth]):
                 return ""
-            matrices = [p for p in inner.parameters() if p.ndim == 2 and p.shape[1] > 1]
+            matrices = [
+                p
+                for name, p in inner.named_parameters()
+                if p.ndim == 2 and p.shape[1] > 1 and not _MODULATION.search(name)
+            ]
             is_last = matrices and matrices[-1] is info.module._parameters[info.attribute]
-            return component if is_last else ""
+            return component if is_last or info.path[-1] == "proj_out" else ""  # SAM's is second
     return ""
 
 
 def last_matrix(model: nn.Module) -> Optional[nn.Parameter]:
     """The weight of the last linear layer, or what a parametrization computes it from."""
-    linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    linear = [
+        module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and not _MODULATION.search(name)
+    ]
     if not linear:
         return None
     weights = [p for name, p in linear[-1].named_parameters() if "bias" not in name]
     return max(weights, key=lambda p: p.numel(), default=None)
 
 
-def _gives_to_nobody(decision: Decision, decisions: Sequence[Decision]) -> bool:
-    """Whether a matrix is not square, and no other layer, nor a tied head, takes its outputs."""
+def _gives_to_nobody(decision: Decision, decisions: Sequence[Decision], infos: ParamInfos) -> bool:
+    """Whether a matrix is not square, and no hidden layer, nor a tied head, takes its outputs.
+
+    An input layer may take as many as the head gives: channels, or bytes.
+    """
     if decision.param.ndim != 2 or decision.param.shape[0] == decision.param.shape[1]:
         return False
-    rows = decision.param.shape[0]
-    others = (d.param for d in decisions if d is not decision and d.param.ndim == 2)
-    return rows not in {param.shape[1] for param in others}
+    others = [d for d in decisions if d is not decision and d.param.ndim == 2]
+    layers = [infos[id(d.param)][0] for d in others]
+    hidden = [
+        d
+        for d, info in zip(others, layers)
+        if _is_in_a_layer(info) or isinstance(info.layer, nn.Embedding)
+    ]
+    takers = hidden if any(map(_is_in_a_layer, layers)) else others
+    return decision.param.shape[0] not in {d.param.shape[1] for d in takers}
 
 
-def may_be_a_head(decision: Decision, info: ParamInfo, decisions: Sequence[Decision]) -> bool:
+def may_be_a_head(decision: Decision, decisions: Sequence[Decision], infos: ParamInfos) -> bool:
     """Whether a matrix may be a head: outside of layers, with outputs nobody takes."""
-    return not _is_in_a_layer(info) and _gives_to_nobody(decision, decisions)
+    info = infos[id(decision.param)][0]
+    if _is_in_a_layer(info) or _MODULATION.search(info.name):
+        return False
+    return _gives_to_nobody(decision, decisions, infos)
 
 
 def _vocabularies(model: nn.Module) -> dict[int, str]:

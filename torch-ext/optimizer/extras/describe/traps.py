@@ -199,7 +199,7 @@ def _heads(subject: Subject, advice: Remedy) -> Iterator[Trap]:
 def _unsure(subject: Subject, advice: Remedy) -> Iterator[Trap]:
     """A last matrix that may be an output head, and heads by name that may be hidden layers."""
     last, muons = last_matrix(subject.model), advice.muons(subject)
-    may_be = [d for d in muons if may_be_a_head(d, subject.info(d), subject.decisions)]
+    may_be = [d for d in muons if may_be_a_head(d, subject.decisions, subject.infos)]
     outputs = {d.param.shape[0] for d in may_be if d.param is last}
     for decision in may_be:  # the last one, those of other towers that give as many, feat_out, …
         is_out = "out" in _component(decision.name).split("_")
@@ -213,8 +213,9 @@ def _unsure(subject: Subject, advice: Remedy) -> Iterator[Trap]:
             )
     for decision in subject.by_algorithm("AdamW"):
         shape, layer = tuple(decision.param.shape), subject.info(decision).layer
-        is_head = decision.reason.startswith(BY_NAME) and isinstance(layer, nn.Linear)
-        if is_head and shape[0] == shape[-1] and _component(decision.name) != "lm_head":
+        is_named = decision.reason.startswith(BY_NAME) and isinstance(layer, nn.Linear)
+        is_head = {"head", "output", "classifier"} & set(_component(decision.name).split("_"))
+        if is_named and is_head and shape[0] == shape[-1]:
             yield Trap(
                 "unsure",
                 f"{decision.name} {shape} may be a hidden layer",
