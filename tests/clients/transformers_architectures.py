@@ -554,6 +554,26 @@ ENCODERS = {
         "q k v o wi wo",
         "shared relative_attention_bias",
     ),
+    "prophetnet": Architecture(
+        of(
+            "ProphetNetForConditionalGeneration",
+            "ProphetNetConfig",
+            vocab_size=1000,
+            hidden_size=64,
+            encoder_ffn_dim=112,
+            num_encoder_layers=2,
+            num_encoder_attention_heads=4,
+            decoder_ffn_dim=112,
+            num_decoder_layers=2,
+            num_decoder_attention_heads=4,
+            max_position_embeddings=64,
+        ),
+        text,
+        "query_proj key_proj value_proj out_proj intermediate feed_forward.output "
+        "relative_pos_embeddings",
+        "word_embeddings position_embeddings ngram_embeddings",
+        why="feed_forward.output is no head; relative_pos_embeddings computes biases from features",
+    ),
     "bart": Architecture(
         of("BartForConditionalGeneration", "BartConfig", **ENCODER_DECODER),
         text,
@@ -583,6 +603,22 @@ SPEECH_AND_SERIES = {
         OUT_ATTENTION + "feature_projection.projection intermediate_dense output_dense",
         "conv original0 original1 lm_head",
         why="original0 and original1 are the magnitudes and directions of a convolution",
+    ),
+    "wav2vec2_conformer": Architecture(
+        of(
+            "Wav2Vec2ConformerForCTC",
+            "Wav2Vec2ConformerConfig",
+            **SPEECH,
+            position_embeddings_type="relative",
+            conv_depthwise_kernel_size=3,
+            max_source_positions=64,
+        ),
+        lambda: {"input_values": torch.randn(2, 400), "labels": torch.randint(1, 40, (2, 4))},
+        "linear_q linear_k linear_v linear_out linear_pos feature_projection.projection "
+        "intermediate_dense output_dense",
+        "conv_layers.0.conv depthwise_conv original0 pos_bias_u pos_bias_v lm_head",
+        advised="conv_layers.conv pointwise_conv1 pointwise_conv2 original1",
+        why="pos_bias_u and pos_bias_v are biases of each head",
     ),
     "hubert": Architecture(
         of("HubertForSequenceClassification", "HubertConfig", **SPEECH, classifier_proj_size=32),
@@ -647,6 +683,24 @@ IMAGES = {
         VIT + "decoder_embed",
         "cls_token mask_token patch_embeddings.projection decoder_pred",
         why="decoder_embed is a linear map from one stream to the other, decoder_pred a head",
+    ),
+    "mgp_str": Architecture(
+        of(
+            "MgpstrForSceneTextRecognition",
+            "MgpstrConfig",
+            image_size=[16, 32],
+            patch_size=4,
+            hidden_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            max_token_length=5,
+            num_bpe_labels=300,
+            num_wordpiece_labels=200,
+        ),
+        lambda: {"pixel_values": torch.randn(2, 3, 16, 32)},
+        "qkv attn.proj fc1 fc2",
+        "cls_token pos_embed embeddings.proj tokenLearner feat char_head bpe_head wp_head",
+        why="three heads of three vocabularies",
     ),
     "swin": Architecture(
         of(
@@ -864,6 +918,26 @@ IMAGES_AND_TEXT = {
         lambda: text_with_image(16, pixel_values=images()),
         ATTENTION + GATED + "out_proj fc1 fc2 linear_1 linear_2",
         "patch_embedding position_embedding embed_tokens lm_head",
+    ),
+    "idefics2": Architecture(
+        of(
+            "Idefics2ForConditionalGeneration",
+            "Idefics2Config",
+            text_config=dict(model_type="mistral", **LLAMA),
+            vision_config=VISION,
+            perceiver_config=dict(
+                resampler_n_latents=4,
+                resampler_depth=1,
+                resampler_n_heads=4,
+                resampler_head_dim=16,
+                num_key_value_heads=2,
+            ),
+            image_token_id=999,
+        ),
+        lambda: text_with_image(4, pixel_values=images()[:, None]),
+        ATTENTION + GATED + "out_proj fc1 fc2",
+        "patch_embedding position_embedding latents embed_tokens lm_head",
+        why="latents are vectors that stand for tokens",
     ),
     "blip2": Architecture(
         of(
