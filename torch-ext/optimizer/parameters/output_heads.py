@@ -26,7 +26,7 @@ _LAST_OF_DIFFUSION = re.compile(r"(\w+_)?proj_out(_2)?")
 _MODULATION = re.compile(r"adaln|modulation|norm_out|proj_out_1", re.IGNORECASE)
 # What stacks of layers are called whose last one makes predictions.
 _HEAD_STACK = re.compile(
-    r"(head|logits?|predict)_\w+|(\w+_)?(head|heads|logits|predictor|predictions?)|(class|bbox)_embed|final_layer"
+    r"(head|logits?|predict)_\w+|logits|(\w+_)?(heads?|predictor|predictions?)|(class|bbox)_embed|final_layer"
 )
 _POSITIONS = re.compile(r"pos(ition\w*)?_?emb\w*$|wpe$")  # tables of no vocabulary
 _FEW = 16  # outputs: fewer are no hidden layer's
