@@ -49,12 +49,14 @@ $(INSTALLED): requirements.txt requirements-triton.txt
 	$(PY) -m pip install --no-input --quiet --disable-pip-version-check --no-deps -r requirements-triton.txt
 	@touch $@
 
-$(CLIENTS_INSTALLED): requirements-clients.txt requirements-triton.txt
+$(CLIENTS_INSTALLED): requirements-clients.txt requirements-vision.txt requirements-triton.txt
 	@$(CHECK_PYTHON)
 	$(PYTHON) -m venv --clear $(CLIENTS)
 	$(CLIENTS)/bin/python -m pip install --no-input --quiet --disable-pip-version-check -r $<
 	@$(CLIENTS)/bin/python -c 'import triton' 2>/dev/null || $(CLIENTS)/bin/python -m pip install \
 		--no-input --quiet --disable-pip-version-check --no-deps -r requirements-triton.txt
+	$(CLIENTS)/bin/python -m pip install --no-input --quiet --disable-pip-version-check --no-deps \
+		--target $(CLIENTS)/vision -r requirements-vision.txt
 	@touch $@
 
 build: $(INSTALLED)

@@ -52,6 +52,23 @@ TABLE = [
     ("value_embeds.1.weight", (32, 8), None, False),
     ("resid_lambdas", (12,), None, False),
     ("transformer.h.3.attn.ve_gate.weight", (4, 12), None, True),
+    # Parameters of two dimensions that are no matrices
+    ("encoder.layers.0.self_attn.pos_bias_u", (4, 16), None, False),
+    ("stages.0.attn.attention_biases", (4, 196), None, False),
+    ("model.level_embed", (4, 256), None, False),
+    ("resampler.latents", (64, 128), None, False),
+    ("blocks.0.audio_scale_shift_table", (6, 32), None, False),
+    ("layers.0.mamba.D", (2, 16), None, False),
+    ("q_proj.ia3_l.default", (32, 1), None, False),
+    ("q_proj.lora_E.default", (8, 1), None, False),
+    ("q_proj.oft_R.default.weight", (8, 28), None, False),
+    ("q_proj.lora_A.default.weight", (1, 28), None, True),
+    ("attention.in_proj_weight", (48, 16), None, True),
+    ("projector.mm_input_projection_weight", (48, 16), None, True),
+    # Heads and hidden layers by the ends of their names
+    ("decode.low_classifier.weight", (12, 16, 1, 1), None, False),
+    ("pre_classifier.weight", (16, 16), None, True),
+    ("vision.patch_embed.proj.weight", (16, 48), None, False),
     # BERT
     ("bert.embeddings.word_embeddings.weight", (32, 8), None, False),
     ("bert.embeddings.position_embeddings.weight", (16, 8), None, False),
@@ -735,8 +752,20 @@ def classifier(*sizes: int) -> nn.Sequential:
     return nn.Sequential(*(m for i, o in pairs for m in (nn.Linear(i, o), nn.ReLU())))
 
 
+def perceptron(*sizes: int) -> nn.Module:
+    layers = nn.ModuleList(nn.Linear(*pair) for pair in itertools.pairwise(sizes))
+    return nn.ModuleDict({"layers": layers})
+
+
+def modulated() -> nn.Module:
+    """The last layer of the first DiT: to patches, after a modulation."""
+    modulation = nn.Sequential(nn.SiLU(), nn.Linear(32, 64))
+    return nn.ModuleDict({"linear": nn.Linear(32, 16), "adaLN_modulation": modulation})
+
+
 LAYERS = ["layers.0.w.weight", "layers.1.w.weight"]
 RNN = ["rnn.weight_ih_l0", "rnn.weight_hh_l0"]
+MODULATED = [*LAYERS, "patches.weight", "final_layer.adaLN_modulation.1.weight"]
 
 # A model, and names of what Muon trains.
 MODELS = {
@@ -780,6 +809,33 @@ MODELS = {
         ["layers.0.w.parametrizations.weight.original1", "layers.1.w.weight_v"],
     ),
     "adapters": (with_adapters, ["up.weight"]),
+    "DETR": (
+        lambda: Head(bbox_predictor=perceptron(32, 32, 4), class_embed=nn.Linear(32, 9)),
+        [*LAYERS, "bbox_predictor.layers.0.weight"],
+    ),
+    "heads of each layer": (
+        lambda: Head(bbox_embed=nn.ModuleList(perceptron(32, 32, 4) for _ in range(2))),
+        [*LAYERS, "bbox_embed.0.layers.0.weight", "bbox_embed.1.layers.0.weight"],
+    ),
+    "DiT's own": (lambda: Head(patches=nn.Linear(16, 32), final_layer=modulated()), MODULATED),
+    "a tied head's hidden layer": (
+        lambda: Head(words=nn.Embedding(99, 24), predictions=perceptron(32, 24)),
+        [*LAYERS, "predictions.layers.0.weight"],
+    ),
+    "pooling by attention": (
+        lambda: Head(head=perceptron(32, 64, 32)),
+        [*LAYERS, "head.layers.0.weight", "head.layers.1.weight"],
+    ),
+    "a normed head": (
+        lambda: nn.Sequential(nn.Linear(8, 32), parametrizations.weight_norm(nn.Linear(32, 5))),
+        ["0.weight"],
+    ),
+    "ProphetNet": (
+        lambda: nn.ModuleList(
+            [nn.ModuleDict({"up": nn.Linear(8, 32), "output": nn.Linear(32, 8)})]
+        ),
+        ["0.up.weight", "0.output.weight"],
+    ),
 }
 
 

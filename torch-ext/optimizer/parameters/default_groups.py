@@ -25,18 +25,24 @@ EMBEDDINGS_AND_HEADS = frozenset(
         *("tok_embedding", "tok_embeddings", "wte", "shared", "value_embeds", "patch_embed"),
         *("position_embedding", "position_embeddings", "positional_embedding", "pos_emb"),
         *("pos_embed", "pos_embedding", "wpe", "rel_pos_h", "rel_pos_w"),
-        *("relative_position_bias_table", "unembed", "unembedding"),
+        *("relative_position_bias_table", "unembed", "unembedding", "patch_embedding"),
         *("lm_head", "lm_heads", "head", "heads", "output", "output_layer", "classifier", "score"),
-        *("qa_outputs", "seq_relationship", "class_labels_classifier"),
+        *("qa_outputs", "seq_relationship"),
         *("lora_embedding_A", "lora_embedding_B"),  # PEFT: (rank, vocabulary) and (dim, rank)
     )
 )
 
-# Heads of several layers: the last of them.
+# Heads of several layers: the last of them. Linear maps of pixels, as convolutions are elsewhere.
 HEAD_PATHS = ("classifier.out_proj", "classification_head.out_proj")
+PATCH_PATHS = ("patch_embed.proj", "patch_embeddings.projection", "patch_embedder.input_proj")
 
-# Two-dimensional, but of numbers that are used one by one (weight_norm's magnitudes).
-ELEMENTWISE = frozenset({"A_log", "scale_shift_table", "weight_g"})
+# What parameters are called, other than a layer's weight, whose rows are vectors of one token each.
+_TABLES = {"embed", "embeds", "embedding", "embeddings", "emb", "latents", "probe", "prompt"}
+_TABLES |= {"prompts", "queries", "query", "table", "token", "tokens"}
+
+# Two-dimensional, but of numbers that are used one by one.
+ELEMENTWISE = frozenset({"A_log", "D", "alpha", "gamma", "scale"})
+_ADAPTERS_ELEMENTWISE = "oft_R"  # PEFT: halves of skew matrices, called oft_R.<adapter>.weight
 
 # Name components of adapters (PEFT) between a layer and its own weight.
 ADAPTER_COMPONENTS = frozenset({"base_layer", "original_module"})
@@ -72,15 +78,21 @@ def _judge(
         return False, "vector" if param.ndim else "scalar"
     components = ["", *_owning_components(name)]
     module, attribute = components[-2:]
-    if attribute.split("_")[-1] == "bias":  # (experts, out) biases look like a matrix
+    words = set(attribute.split("_"))
+    if words & {"bias", "biases"}:  # (experts, out) look like a matrix
         return False, "bias"
-    matched = [c for c in (module, attribute) if c in EMBEDDINGS_AND_HEADS]
-    matched += [path for path in HEAD_PATHS if components[-3:-1] == path.split(".")]
+    matched = [c for c in (module, attribute) if _is_embedding_or_head(c)]
+    paths = HEAD_PATHS + (PATCH_PATHS if param.ndim == 2 else ())
+    matched += [path for path in paths if components[-3:-1] == path.split(".")]
+    if words & _TABLES and not words & {"proj", "weight"}:
+        matched.append(attribute)
     if matched:
         return False, f"{BY_NAME}: {matched[0]}"
-    is_magnitude = name.endswith(".original0") and param.ndim == 2 and 1 in param.shape
-    if attribute in ELEMENTWISE or is_magnitude:
+    if attribute in ELEMENTWISE or _ADAPTERS_ELEMENTWISE in components[-3:]:
         return False, "no linear map, by name"
+    is_weight = attribute == "weight" and not name.endswith(".original0")
+    if param.ndim == 2 and 1 in param.shape and not is_weight:
+        return False, "vector"  # magnitudes, tokens, scales: only a layer's weight may be (1, n)
     if param.is_complex():
         return False, "complex"
     if param.ndim == 2:
@@ -88,6 +100,11 @@ def _judge(
     if has_component(name, expert_keys):
         return True, "stacked experts"
     return False, f"{param.ndim} {DIMENSIONS}"
+
+
+def _is_embedding_or_head(component: str) -> bool:
+    is_classifier = component.endswith("_classifier") and not component.startswith("pre_")
+    return component in EMBEDDINGS_AND_HEADS or is_classifier
 
 
 def _owning_components(name: str) -> list[str]:
@@ -168,7 +185,8 @@ def decide(
     if is_muon_func is not default_is_muon:
         return decisions
     infos = infos_of(model)
-    hidden = hidden_layers(infos, [d for d in decisions if d.reason.startswith(BY_NAME)])
+    named = [d for d in decisions if d.reason.startswith(BY_NAME)]
+    hidden = hidden_layers(infos, named, decisions)
     decisions = [
         replace(d, algorithm="Muon", reason="matrix, no head") if d.name in hidden else d
         for d in decisions

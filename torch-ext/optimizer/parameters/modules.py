@@ -38,8 +38,23 @@ class ParamInfo:
     @property
     def layer(self) -> nn.Module:
         """The module, or the one that it parametrizes."""
-        is_original = isinstance(self.module, ParametrizationList) and len(self.above) > 1
-        return self.above[1] if is_original else self.module
+        return self.above[1] if self.is_original else self.module
+
+    @property
+    def is_original(self) -> bool:
+        """Whether it is what a parametrization computes the layer's weight from."""
+        return isinstance(self.module, ParametrizationList) and len(self.above) > 1
+
+    @property
+    def path(self) -> list[str]:
+        """Components of the layer's name: ``["layers", "0", "wq"]``."""
+        # A parametrized layer's weight is called <layer>.parametrizations.weight.original0.
+        return self.name.split(".")[: -3 if self.is_original else -1]
+
+    @property
+    def around(self) -> tuple[nn.Module, ...]:
+        """The modules around the layer, innermost first."""
+        return self.above[2:] if self.is_original else self.above
 
     @property
     def is_conv1d(self) -> bool:

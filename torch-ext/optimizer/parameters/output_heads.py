@@ -21,36 +21,46 @@ if TYPE_CHECKING:
 # What the last layer of a model is called where it makes predictions.
 _HEAD_WORDS = {"head", "heads", "logit", "logits", "classifier", "final", "score"}
 _HEAD_WORDS |= {"pred", "prediction", "predictions", "predictor"}
-_LAST_OF_DIFFUSION = {"proj_out", "proj_out_2"}  # from the stream to patches: diffusers' names
+# From the stream to patches, in diffusers; and the layers that scale and shift by the time.
+_LAST_OF_DIFFUSION = re.compile(r"(\w+_)?proj_out(_2)?")
+_MODULATION = re.compile(r"adaln|modulation|norm_out|proj_out_1", re.IGNORECASE)
+# What stacks of layers are called whose last one makes predictions.
+_HEAD_STACK = re.compile(
+    r"(head|logits?|predict)_\w+|logits|(\w+_)?(heads?|predictor|predictions?)|(class|bbox)_embed|final_layer"
+)
+_POSITIONS = re.compile(r"pos(ition\w*)?_?emb\w*$|wpe$")  # tables of no vocabulary
 _FEW = 16  # outputs: fewer are no hidden layer's
 _LARGE = 1000  # a vocabulary that no hidden size is mistaken for, if it is 8 × the embedding's
 
 
-def hidden_layers(infos: ParamInfos, named: Sequence[Decision]) -> set[str]:
+def hidden_layers(
+    infos: ParamInfos, named: Sequence[Decision], decisions: Sequence[Decision]
+) -> set[str]:
     """Names of matrices that are no heads although a component of their name says so.
 
-    Of an ``nn.Sequential`` only the last matrix is a head. A square matrix in a layer of a list, as
-    RWKV's ``attention.output``, maps the residual stream to itself.
+    Of an ``nn.Sequential`` only the last matrix is a head. In a layer of a list RWKV's
+    ``attention.output`` and ProphetNet's ``feed_forward.output`` give what the next layer takes,
+    and LongCat's ``router.classifier`` chooses experts.
 
     Args:
         named: what would be AdamW's for its name.
+        decisions: of all parameters of the model.
     """
     hidden = set()
     for decision in named:
         info = infos[id(decision.param)][0]
         if decision.param.ndim != 2 or not isinstance(info.layer, nn.Linear):
             continue
-        components = info.name.split(".")
         stack: Optional[nn.Module] = None
-        for module, component in zip(info.above, reversed(components[:-1])):
+        for module, component in zip(info.around, reversed(info.path)):
             if not (component.isdigit() and type(module) is nn.Sequential):
                 break
             stack = module
         matrices = [] if stack is None else [p for p in stack.parameters() if p.ndim == 2]
         is_stacked = matrices and matrices[-1] is not decision.param
-        rows, cols = decision.param.shape
-        is_square = rows == cols and any(c.isdigit() for c in components[:-2])
-        if is_stacked or (stack is None and is_square):
+        is_in_a_layer = stack is None and any(c.isdigit() for c in info.path[:-1])
+        is_taken = "router" in info.path or not _gives_to_nobody(decision, decisions, infos)
+        if is_stacked or (is_in_a_layer and is_taken):
             hidden.add(decision.name)
     return hidden
 
@@ -69,6 +79,9 @@ def unnamed_heads(
     """
     vocabularies, last = _vocabularies(model), last_matrix(model)
     is_all = sum(d.param.ndim > 1 for d in decisions if d.algorithm != "frozen") == 1
+    is_behind_convolutions = [d.param.ndim for d in decisions].count(2) == 1 and any(
+        d.param.ndim > 3 for d in decisions
+    )
     reasons: dict[str, str] = {}
     for decision in muons:
         shape, info = tuple(decision.param.shape), infos[id(decision.param)][0]
@@ -81,35 +94,89 @@ def unnamed_heads(
             or not (_is_in_a_layer(info) or _is_hidden_size(size, decision, decisions, infos))
         ):
             reasons[decision.name] = f"head or embedding: {size} is {vocabularies[size]}"
-        elif decision.param is last and not is_all and _is_head(decision, info, muons):
+        elif _is_last_of_diffusion(info):
+            reasons[decision.name] = f"head: from the stream to patches, {shape}"
+        elif (
+            decision.param is last
+            and not is_all
+            and (is_behind_convolutions or _is_head(decision, info, muons))
+        ):
             reasons[decision.name] = f"head: the model's last layer, {shape}"
-        elif len(shape) == 2 and shape[0] != shape[1] and (path := _head_around(info)):
-            reasons[decision.name] = f"head: the last layer of {path}"
+        elif (component := _called_a_head(info)) and (
+            # What takes as few may be an input layer: of boxes, say, which this one predicts.
+            shape[0] <= _FEW < shape[-1] or _gives_to_nobody(decision, decisions, infos)
+        ):
+            reasons[decision.name] = f"head: the last layer of {component}"
     return reasons
 
 
-def _head_around(info: ParamInfo) -> str:
-    """The component that is called a head, around its last matrix, as in ``head.fc``; else ""."""
-    if _is_in_a_layer(info):
+def _is_last_of_diffusion(info: ParamInfo) -> bool:
+    """Whether it is the ``proj_out`` beside a list of blocks, not that of a perceptron."""
+    if not (info.path and _LAST_OF_DIFFUSION.fullmatch(info.path[-1])) or _is_in_a_layer(info):
+        return False
+    around = info.around[0].children() if info.around else ()
+    lists = [m for m in around if isinstance(m, nn.ModuleList) and len(m)]
+    return any(not isinstance(layers[0], nn.Linear) for layers in lists)
+
+
+def _called_a_head(info: ParamInfo) -> str:
+    """The component that is called a head: the layer itself, or a stack whose last it is; or ""."""
+    if not (info.attribute.startswith("weight") or info.is_original):
         return ""
-    for module, component in zip(info.above, reversed(info.name.split(".")[:-2])):
-        matrices = [p for p in module.parameters() if p.ndim == 2]
-        if re.fullmatch(r"(lm_)?head(_.*)?", component) and matrices:
-            return component if matrices[-1] is info.module._parameters[info.attribute] else ""
+    inner = info.layer
+    for depth, (module, component) in enumerate(zip((inner, *info.around), info.path[::-1]), 1):
+        if not isinstance(module, nn.ModuleList) or isinstance(inner, nn.ModuleList):
+            inner = module  # of a list of heads, one for each layer, each is a stack
+        if _HEAD_STACK.fullmatch(component):
+            if any(outer.isdigit() for outer in info.path[:-depth]):
+                return ""
+            matrices = [
+                p
+                for name, p in inner.named_parameters()
+                if p.ndim == 2 and p.shape[1] > 1 and not _MODULATION.search(name)
+            ]
+            is_last = matrices and matrices[-1] is info.module._parameters[info.attribute]
+            return component if is_last or info.path[-1] == "proj_out" else ""  # SAM's is second
     return ""
 
 
 def last_matrix(model: nn.Module) -> Optional[nn.Parameter]:
-    """The weight of the last linear layer; None where there is none, or under a parametrization."""
-    linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    return linear[-1]._parameters.get("weight") if linear else None
+    """The weight of the last linear layer, or what a parametrization computes it from."""
+    linear = [
+        module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and not _MODULATION.search(name)
+    ]
+    if not linear:
+        return None
+    weights = [p for name, p in linear[-1].named_parameters() if "bias" not in name]
+    return max(weights, key=lambda p: p.numel(), default=None)
 
 
-def may_be_a_head(decision: Decision, info: ParamInfo, muons: Sequence[Decision]) -> bool:
-    """Whether a model's last matrix may be a head: outside of layers, with outputs nobody takes."""
-    rows, cols = decision.param.shape
-    taken = {d.param.shape[1] for d in muons if d is not decision and d.param.ndim > 1}
-    return rows != cols and rows not in taken and not _is_in_a_layer(info)
+def _gives_to_nobody(decision: Decision, decisions: Sequence[Decision], infos: ParamInfos) -> bool:
+    """Whether a matrix is not square, and no hidden layer, nor a tied head, takes its outputs.
+
+    An input layer may take as many as the head gives: channels, or bytes.
+    """
+    if decision.param.ndim != 2 or decision.param.shape[0] == decision.param.shape[1]:
+        return False
+    others = [d for d in decisions if d is not decision and d.param.ndim == 2]
+    layers = [infos[id(d.param)][0] for d in others]
+    hidden = [
+        d
+        for d, info in zip(others, layers)
+        if _is_in_a_layer(info) or isinstance(info.layer, nn.Embedding)
+    ]
+    takers = hidden if any(map(_is_in_a_layer, layers)) else others
+    return decision.param.shape[0] not in {d.param.shape[1] for d in takers}
+
+
+def may_be_a_head(decision: Decision, decisions: Sequence[Decision], infos: ParamInfos) -> bool:
+    """Whether a matrix may be a head: outside of layers, with outputs nobody takes."""
+    info = infos[id(decision.param)][0]
+    if _is_in_a_layer(info) or _MODULATION.search(info.name):
+        return False
+    return _gives_to_nobody(decision, decisions, infos)
 
 
 def _vocabularies(model: nn.Module) -> dict[int, str]:
@@ -117,7 +184,10 @@ def _vocabularies(model: nn.Module) -> dict[int, str]:
     sizes: dict[int, str] = {}
     for path, module in model.named_modules():
         # A table of as many rows as columns may as well be of positions, beside square matrices.
-        if isinstance(module, nn.Embedding) and module.num_embeddings > module.embedding_dim:
+        is_larger = (
+            isinstance(module, nn.Embedding) and module.num_embeddings > module.embedding_dim
+        )
+        if is_larger and not _POSITIONS.search(path):
             sizes.setdefault(module.num_embeddings, f"the number of rows of {normalize_name(path)}")
         for config in configs_of(module):
             size = size_in(config, ["vocab_size"])
@@ -151,21 +221,18 @@ def _is_in_a_layer(info: ParamInfo) -> bool:
 
     The layers of an ``nn.Sequential`` that makes up the model are no list of layers.
     """
-    indices = sum(component.isdigit() for component in info.name.split("."))
-    is_direct = len(info.above) > 0 and type(info.above[0]) is nn.Sequential
+    indices = sum(component.isdigit() for component in info.path)
+    is_direct = len(info.around) > 0 and type(info.around[0]) is nn.Sequential
     return indices > (1 if is_direct else 0)
 
 
 def _is_head(decision: Decision, info: ParamInfo, muons: Sequence[Decision]) -> bool:
     if _is_in_a_layer(info):
         return False
-    components = info.name.split(".")[:-1]
     rows, cols = decision.param.shape
-    if len(components) == 1 and re.fullmatch(r"fc\d*", components[0]):
+    if len(info.path) == 1 and re.fullmatch(r"fc\d*", info.path[0]):
         return True
-    if components[-1] in _LAST_OF_DIFFUSION:
-        return True
-    words = {word for component in components[-2:] for word in component.lower().split("_")}
+    words = {word for component in info.path[-2:] for word in component.lower().split("_")}
     if words & _HEAD_WORDS and rows != cols:
         return True
     # The size of a residual stream is a side of other matrices, too.

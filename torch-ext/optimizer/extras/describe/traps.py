@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ...distributed import utils as dtensors
-from ...parameters.default_groups import unmatched_keys
+from ...parameters.default_groups import BY_NAME, unmatched_keys
 from ...parameters.modules import class_names
 from ...parameters.names import did_you_mean, matches
 from ...parameters.output_heads import last_matrix, may_be_a_head, unnamed_heads
@@ -196,16 +196,31 @@ def _heads(subject: Subject, advice: Remedy) -> Iterator[Trap]:
 
 
 def _unsure(subject: Subject, advice: Remedy) -> Iterator[Trap]:
-    """A last matrix that may be an output head."""
+    """A last matrix that may be an output head, and heads by name that may be hidden layers."""
     last, muons = last_matrix(subject.model), advice.muons(subject)
-    for decision in muons:
-        if decision.param is last and may_be_a_head(decision, subject.info(decision), muons):
+    may_be = [d for d in muons if may_be_a_head(d, subject.decisions, subject.infos)]
+    outputs = {d.param.shape[0] for d in may_be if d.param is last}
+    for decision in may_be:  # the last one, those of other towers that give as many, feat_out, …
+        is_out = "out" in _component(decision.name).split("_")
+        if is_out or decision.param.shape[0] in outputs:
             yield Trap(
                 "unsure",
                 f"{decision.name} {tuple(decision.param.shape)} may be an output head",
                 (decision.name,),
-                "it is the model's last matrix, and Muon's. If its outputs are predictions, AdamW "
+                "nothing takes its outputs, and it is Muon's. If they are predictions, AdamW "
                 f"trains it better: adamw_keys=[{literal(_component(decision.name))}]",
+            )
+    for decision in subject.by_algorithm("AdamW"):
+        shape, layer = tuple(decision.param.shape), subject.info(decision).layer
+        is_named = decision.reason.startswith(BY_NAME) and isinstance(layer, nn.Linear)
+        is_head = {"head", "output", "classifier"} & set(_component(decision.name).split("_"))
+        if is_named and is_head and shape[0] == shape[-1]:
+            yield Trap(
+                "unsure",
+                f"{decision.name} {shape} may be a hidden layer",
+                (decision.name,),
+                "it is called a head, and AdamW's, but gives as much as it takes. If its outputs "
+                "are no predictions, Muon trains it better: is_muon_func says so",
             )
 
 

@@ -1,0 +1,106 @@
+"""`describe` decides as the table of architectures does, and what it advises trains all of them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from advice import run
+from architectures import KINDS, Architecture
+from kernel import optimizer
+from other_architectures import OTHERS
+from transformers_architectures import TRANSFORMERS
+from vision_architectures import TIMM, TORCHVISION
+
+ARCHITECTURES: dict[str, Architecture] = {**TRANSFORMERS, **TIMM, **TORCHVISION, **OTHERS}
+EACH = pytest.mark.parametrize("name", ARCHITECTURES)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def build(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return ARCHITECTURES[name].build()
+
+
+def matrices(model: nn.Module) -> dict[str, nn.Parameter]:
+    """What may be Muon's; the table says nothing of the rest."""
+    params = model.named_parameters()
+    return {name: p for name, p in params if p.requires_grad and p.ndim > 1}
+
+
+def muons(groups: list[dict[str, Any]]) -> set[str]:
+    return {name for group in groups for name in group["names"] if group["use_muon"]}
+
+
+@EACH
+def test_each_parameter_goes_where_the_table_says(name):
+    architecture, model = ARCHITECTURES[name], build(name)
+    expected = {param: architecture.algorithm_of(param) for param in matrices(model)}
+    description = optimizer.describe(model)
+    by_default = {row["name"] for row in description.rows if row["algorithm"] == "Muon"}
+    assert by_default == {param for param, kind in expected.items() if kind == "muon"}
+    assert muons(description.groups()) == {
+        param for param, kind in expected.items() if kind in ("muon", "advised")
+    }
+    assert muons(run(description.code, model)["groups"]) == muons(description.groups())
+
+
+@EACH
+def test_of_the_contested_ones_describe_is_unsure(name):
+    notes = [note for note in optimizer.describe(build(name)).notes if note.kind == "unsure"]
+    unsure = [param.removesuffix(".weight") for note in notes for param in note.parameters]
+    assert sorted(unsure) == sorted(ARCHITECTURES[name].keys("unsure"))
+
+
+@EACH
+def test_the_table_has_a_key_for_each_parameter_and_no_other(name):
+    architecture = ARCHITECTURES[name]
+    used = {architecture.key_of(param) for param in matrices(build(name))}
+    assert used == {key for kind in KINDS for key in architecture.keys(kind)}
+
+
+@EACH
+def test_what_is_advised_trains_without_a_warning(name):
+    model = build(name)
+    batch = ARCHITECTURES[name].batch()
+    advised = optimizer.describe(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optim = optimizer.Muon(advised.groups(), **advised.options())
+    losses = []
+    for _ in range(20):
+        torch.manual_seed(1)  # the same dropout, noise and targets in each step
+        loss = loss_of(model(**batch))
+        loss.backward()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            optim.step()
+        optim.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0], losses
+
+
+def loss_of(outputs: Any) -> torch.Tensor:
+    """The model's own loss; where it has none, how far all outputs are from random targets."""
+    loss = getattr(outputs, "loss", None)
+    if loss is not None:
+        return loss
+    return sum((out - torch.randn_like(out)).square().mean() for out in tensors(outputs))
+
+
+def tensors(outputs: Any) -> Iterator[torch.Tensor]:
+    """The tensors of nested outputs that depend on the model's weights."""
+    if isinstance(outputs, torch.Tensor):
+        if outputs.requires_grad and outputs.is_floating_point():
+            yield outputs
+    elif isinstance(outputs, (tuple, list)):
+        for output in outputs:
+            yield from tensors(output)
+    elif isinstance(outputs, dict):
+        yield from tensors(list(outputs.values()))
