@@ -27,6 +27,8 @@ class Expected:
     advised: dict[str, Any] = field(default_factory=dict)
 
 
+BY_HEAD = "(head (q=16 + k=16 + v=16)) dim"
+
 EXPECTED: dict[str, Expected] = {
     "llama": Expected(),
     "qwen3": Expected(),
@@ -56,38 +58,70 @@ EXPECTED: dict[str, Expected] = {
     "minimax": Expected(
         warnings="experts fused fused",
         notes="routers",
-        advised={"expert_keys": ["experts"], "split": {"gate_up_proj": [112, 112], "qkv_proj": 16}},
+        advised={
+            "expert_keys": ["experts"],
+            "split": {"gate_up_proj": [112, 112], "qkv_proj": BY_HEAD},
+        },
     ),
     "jetmoe": Expected(
-        warnings="experts",
+        warnings="experts fused",
         notes="routers tied",
-        advised={"expert_keys": ["input_linear", "output_linear", "experts"]},
+        advised={
+            "expert_keys": ["input_linear", "output_linear", "experts"],
+            "split": {"model.layers.*.mlp.input_linear.weight": [112, 112]},
+        },
     ),
     "gpt_oss": Expected(
-        warnings="experts", notes="routers columns", advised={"expert_keys": ["experts"]}
-    ),
-    "llama4": Expected(
-        warnings="experts", notes="routers columns", advised={"expert_keys": ["experts"]}
-    ),
-    "deepseek_v3": Expected(
-        warnings="experts fused fused",
+        warnings="experts fused",
         notes="routers",
         advised={
             "expert_keys": ["experts"],
-            "split": {"kv_a_proj_with_mqa": [16, 8], "gate_up_proj": [24, 24]},
+            "split": {"gate_up_proj": "dim (n (gate=1 + up=1))"},
         },
     ),
-    "gpt2": Expected(notes="tied columns"),
+    "llama4": Expected(
+        warnings="experts fused",
+        notes="routers",
+        advised={
+            "expert_keys": ["experts"],
+            "split": {"gate_up_proj": "dim (gate=112 + up=112)"},
+        },
+    ),
+    "deepseek_v3": Expected(
+        warnings="experts fused fused fused",
+        notes="routers",
+        advised={
+            "expert_keys": ["experts"],
+            "split": {
+                "kv_a_proj_with_mqa": [16, 8],
+                "kv_b_proj": "(head (k=16 + v=16)) dim",
+                "gate_up_proj": [24, 24],
+            },
+        },
+    ),
+    "gpt2": Expected(
+        warnings="fused",
+        notes="tied",
+        advised={"split": {"c_attn": "dim (q=64 + k=64 + v=64)"}},
+    ),
     "gpt_bigcode": Expected(
         warnings="fused", notes="tied", advised={"split": {"c_attn": [64, 16, 16]}}
     ),
     "gptj": Expected(),
-    "codegen": Expected(warnings="fused", advised={"split": {"qkv_proj": 16}}),
-    "gpt_neox": Expected(warnings="fused", advised={"split": {"query_key_value": 16}}),
-    "bloom": Expected(warnings="fused", notes="tied", advised={"split": {"query_key_value": 16}}),
-    "falcon": Expected(warnings="fused", notes="tied", advised={"split": {"query_key_value": 16}}),
+    "codegen": Expected(
+        warnings="fused", advised={"split": {"qkv_proj": "(4 (q=16 + v=16 + k=16)) dim"}}
+    ),
+    "gpt_neox": Expected(warnings="fused", advised={"split": {"query_key_value": BY_HEAD}}),
+    "bloom": Expected(
+        warnings="fused", notes="tied", advised={"split": {"query_key_value": BY_HEAD}}
+    ),
+    "falcon": Expected(
+        warnings="fused", notes="tied", advised={"split": {"query_key_value": [64, 16, 16]}}
+    ),
     "falcon_grouped": Expected(
-        warnings="fused", notes="tied", advised={"split": {"query_key_value": 16}}
+        warnings="fused",
+        notes="tied",
+        advised={"split": {"query_key_value": "(head (q=32 + k=16 + v=16)) dim"}},
     ),
     "mpt": Expected(warnings="fused", notes="tied", advised={"split": {"Wqkv": [64, 64, 64]}}),
     "opt": Expected(notes="tied"),

@@ -201,16 +201,15 @@ def _qkv(
     heads, size = subject.look_up(decision, HEADS), subject.look_up(decision, HEAD_DIM)
     key_heads = subject.look_up(decision, KEY_HEADS)
     by_head = weight in _BY_HEAD or any(name in classes for name in _BY_HEAD_CLASSES)
-    if any(read(module, "multi_query") for module in above):
-        key_heads = 1
-    elif "GPTBigCode" in classes:
+    one = 1 if any(read(module, "multi_query") for module in above) else None
+    if "GPTBigCode" in classes and one is None:
         by_head = True
     if heads is not None:
         size = size or (cols // heads if cols % heads == 0 else None)
         if "CodeGen" in classes and size and rows == 3 * heads * size:
             part = heads * size // _CODEGEN_SHARDS
             return f"({_CODEGEN_SHARDS} (q={part} + v={part} + k={part})) dim"
-        for count in filter(None, (key_heads, heads)):
+        for count in filter(None, (one, key_heads, heads)):
             if size and (heads + 2 * count) * size == rows and heads % count == 0:
                 if by_head and count > 1:
                     return f"(head (q={heads // count * size} + k={size} + v={size})) dim"
@@ -229,9 +228,10 @@ def _gated(decision: Decision, subject: Subject, weight: str) -> Optional[Fused]
     if info.is_conv1d or (is_stack and _is_halved(shape, info, in_columns=True)):
         return Fused(holds, f"dim {parts}" if shape[-1] % 2 == 0 else None)
     rows = shape[-2]
-    if weight in _GATED_BY_CONFIG and rows != 2 * (subject.look_up(decision, _INTERMEDIATE) or 0):
-        return None
-    if rows % 2 or (is_stack and not _is_halved(shape, info, in_columns=False)):
+    if weight in _GATED_BY_CONFIG:
+        if rows != 2 * (subject.look_up(decision, _INTERMEDIATE) or 0):
+            return None
+    elif rows % 2 or (is_stack and not _is_halved(shape, info, in_columns=False)):
         return Fused(holds)
     return Fused(holds, [rows // 2] * 2)
 
