@@ -51,7 +51,6 @@ def plain(*shapes: tuple[int, ...]) -> list[Weight]:
 
 SHARDED = [
     Group(on(LINE, (0,), (16, 24), (10, 3), (3, 12), (1, 8), (24, 40), (8, 8)), {"beta2": 0.9}),
-    Group(on(LINE, (0,), (18, 8), (30, 6)), {"split": "(group (q=4 + k=2)) dim", "beta2": 0.9}),
     Group(on(LINE, (0,), (130, 8), (3, 16), (7,)), ADAMW),
 ]
 REPLICATED = [

@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
 from kernel import optimizer
-from layouts import Group, Weight, check
+from layouts import EXACT, Group, Twins, Weight, check
+from ranks import run_ranks
 from reference import ReferenceMuon
 
 FP64 = {"ns_dtype": torch.float64, "comm_dtype": torch.float64}
@@ -240,6 +242,21 @@ def test_parts_on_an_fp16_wire_are_scaled_each_and_come_back_whole():
     names = ("by query group", "gate and up, row by row", "groups in groups")
     variants = [{"comm_dtype": torch.float16, "ns_dtype": torch.float32}]
     check(4, groups_of(weights, names), variants, atol=2e-3)
+
+
+def stream_and_compare(names):
+    """Steps whose momentum is streamed from host memory are those of one device."""
+    for name in names:
+        shape, split = CASES[name].shape, CASES[name].split
+        group = Group([Weight(shape, (2,), (dim,)) for dim in (0, 1)], {"split": split})
+        meshes = {(2,): init_device_mesh("cpu", (2,))}
+        twins = Twins.placed([group], meshes, {**EXACT, "beta2": 0.9})
+        twins.ours.turn_on_cpu_offload(slot_bytes=256, backend=optimizer.SimulatedHost())
+        twins.step_and_compare()
+
+
+def test_every_split_streamed_from_host_memory_takes_the_steps_of_one_device():
+    run_ranks(stream_and_compare, 2, list(CASES))
 
 
 # -- what is refused -------------------------------------------------------------------------------

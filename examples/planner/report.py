@@ -177,9 +177,9 @@ def owners_table(kernel: Any, report: Report, chunk_size: int, warmup_step: int)
     for unit, owner in (*owned, *plan.whole_on_peers):
         entry = plan.entries[unit.entry]
         name = re.sub(r"\.\d+\.", ".*.", entry.name.removesuffix(".weight"))
-        key = (name, unit.rows, entry.matrices.cols, entry.cost(unit.rows))
+        key = (name, unit.block.rows, unit.block.cols, entry.cost(unit.block))
         owners[key].add(owner)
-        matrices[key] += entry.matrices.count(unit.box, unit.rows)
+        matrices[key] += unit.count
     table = Table()
     for column in ("weight", "matrices", "shape", "GFLOP each", "owners", "ranks"):
         table.add_column(column, justify="left" if column in ("weight", "ranks") else "right")
