@@ -18,6 +18,7 @@ import qk_logits
 import simulated
 import step
 import timing
+import training
 from fake_device import CUDA, fake_device
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
@@ -165,6 +166,42 @@ def test_the_wire_keeps_a_matrix_up_to_a_power_of_two():
     scale = float(sent.norm() / G.double().norm())
     exact = 2.0 ** round(torch.tensor(scale).log2().item())
     assert float((sent / exact - G).norm() / G.norm()) < 2**-11
+
+
+@pytest.mark.filterwarnings("error")
+def test_training_compares_optimizers_at_their_best_rates_and_repeats_no_run(
+    capsys, tmp_path, monkeypatch
+):
+    for name, few in (("MULTIPLES", (1, 4)), ("WIDTH_RATES", (1e-2, 2e-2)), ("MOST_RATES", 2)):
+        monkeypatch.setattr(training, name, few)
+    out, picture = tmp_path / "runs.jsonl", tmp_path / "training.png"
+    options = "--models mlp --steps 2 --seeds 2 --rounds 1 --widths 16 --markdown".split()
+    command = [*options, "--out", str(out), "--plot", str(picture)]
+    training.main(command)
+    printed, runs = capsys.readouterr().out, out.read_text()
+    best, by_rate = rows_of(printed, "mlp")
+    adamw, muon = float(best[1]), float(best[3])
+    assert best[5] == f"{muon / adamw:g} ×" and best[6].endswith(" of 2")
+    assert len(by_rate) == 2 + len(training.MULTIPLES)
+    assert [len(rows_of(printed, f"{how} ")) for how in training.ADJUST_LR] == [1, 1, 1]
+    assert f"torch {torch.__version__}" in printed and picture.stat().st_size
+    training.main(command)
+    assert capsys.readouterr().out == printed and out.read_text() == runs
+
+
+def test_a_best_rate_at_an_edge_asks_for_rates_beyond_it():
+    def at(rate):
+        return [(1, abs(rate - 0.1))]
+
+    assert list(training.sweep_of(at, [1.6, 3.2])) == [0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2]
+
+
+def test_steps_to_adamws_loss_lie_between_two_validations():
+    adamw, muon = [(10, 3.0), (20, 2.0)], [(10, 2.5), (20, 1.5)]
+    finals = {"AdamW": [adamw, adamw], "Muon": [muon, muon]}
+    assert training.Comparison("mlp", {}, finals, {}).steps_to_adamw() == 15
+    finals["Muon"] = [[(10, 3.0), (20, 2.1)]]
+    assert training.Comparison("mlp", {}, finals, {}).steps_to_adamw() == float("inf")
 
 
 SMALL_SHARE = (
