@@ -175,8 +175,8 @@ def test_training_compares_optimizers_at_their_best_rates_and_repeats_no_run(
     for name, few in (("MULTIPLES", (1, 4)), ("WIDTH_RATES", (1e-2, 2e-2)), ("MOST_RATES", 2)):
         monkeypatch.setattr(training, name, few)
     out, picture = tmp_path / "runs.jsonl", tmp_path / "training.png"
-    options = "--models mlp --steps 2 --seeds 2 --rounds 1 --widths 16 --markdown".split()
-    command = [*options, "--out", str(out), "--plot", str(picture)]
+    options = "--models mlp --widths 16 --steps 2 --seeds 2 --rounds 1 --markdown"
+    command = f"{options} --out {out} --plot {picture}".split()
     training.main(command)
     printed, runs = capsys.readouterr().out, out.read_text()
     best, by_rate = rows_of(printed, "mlp")
