@@ -30,7 +30,7 @@ class Task:
     draw: Callable[[int, int], Batch]  # the batch of a seed and a step
     validation: Callable[[], list[Batch]]
     steps: int
-    adamw_rates: tuple[float, ...]
+    rates: tuple[float, ...]  # learning rates to try, each twice the one before
 
 
 # -- bytes -----------------------------------------------------------------------------------------

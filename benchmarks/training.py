@@ -3,12 +3,12 @@
     make bench BENCHMARKS=benchmarks/training.py    # half an hour, all models but the largest
     make bench BENCHMARKS=benchmarks/training.py ARGS="--models mlp cnn --widths"    # minutes
 
-AdamW has the best of five learning rates, and so has Muon, whose five are 1, 2, 4, 8 and 16 times
-AdamW's best; where the best one is at an edge, rates beyond it are tried, too. One seed chooses the
-rates, several compare them. Both optimizers have the same weight decay, warm-up, decay and batches,
-and Muon's groups and options are those that `describe` advises. Then a transformer of several
-widths is trained with each `adjust_lr`, while AdamW's parameters keep one learning rate, to show
-how the best rate of the matrices moves with width.
+Both optimizers have the best of the same five learning rates, each twice the one before; where the
+best is at an edge, rates beyond it are tried, too, and of Muon 2 and 4 times AdamW's best in any
+case. One seed chooses the rates, several compare them. Weight decay, warm-up, decay and batches are
+the same, and Muon's groups and options are those that `describe` advises. Then a transformer of
+several widths is trained with each `adjust_lr`, while AdamW's parameters keep one learning rate, to
+show how the best rate of the matrices moves with width.
 
 Every run that ends is a line of --out, and a run that is found there is not repeated. Seconds are
 steps times the median time of a step; the two optimizers' steps take turns, so that whatever else
@@ -21,7 +21,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -43,8 +43,7 @@ from plots import GREY, drawing, save
 Curve = list[tuple[int, float]]  # validation losses after so many steps
 Sweep = dict[float, Curve]  # by learning rate
 
-MULTIPLES = (1, 2, 4, 8, 16)  # of AdamW's best rate, that Muon tries
-MOST_RATES = 8  # five, and those beyond the edges
+MOST_BEYOND = 3  # rates that are tried beyond an edge
 ADJUST_LR = ("match_rms_adamw", "original", "spectral")
 WIDTH_RATES = (5e-3, 1e-2, 2e-2, 4e-2, 8e-2)
 WIDTH_ADAMW_RATE = 3e-3
@@ -61,8 +60,9 @@ def make_optimizer(model: nn.Module, name: str, lr: float, **options: Any) -> to
             model.parameters(), lr, betas, weight_decay=WEIGHT_DECAY, fused=True
         )
     kernel = load_kernel()
-    advised = kernel.describe(model, lr=lr, weight_decay=WEIGHT_DECAY, **options)
-    return kernel.Muon(advised.groups(), **advised.options())
+    advised = kernel.describe(model, weight_decay=WEIGHT_DECAY, **options)
+    # The advice has another rate where it finds one too large or small, and all are tried here.
+    return kernel.Muon(advised.groups(), **{**advised.options(), "lr": lr})
 
 
 def loss_of(model: nn.Module, batch: Batch) -> Tensor:
@@ -150,10 +150,13 @@ def best_of(sweep: Sweep) -> float:
     return min(sweep, key=lambda rate: last(sweep[rate]))
 
 
-def sweep_of(train_at: Callable[[float], Curve], rates: Sequence[float]) -> Sweep:
-    """Curves in the order of rates, of which there are more as long as the best is at an edge."""
+def sweep_of(train_at: Callable[[float], Curve], rates: Iterable[float]) -> Sweep:
+    """Curves in the order of rates, of which there are more where the best is at an edge."""
     sweep = {rate: train_at(rate) for rate in rates}
-    while len(sweep) < MOST_RATES and (best := best_of(sweep)) in (min(sweep), max(sweep)):
+    for _ in range(MOST_BEYOND):
+        best = best_of(sweep)
+        if best not in (min(sweep), max(sweep)):
+            break
         beyond = best / 2 if best == min(sweep) else best * 2
         sweep[beyond] = train_at(beyond)
     return dict(sorted(sweep.items()))
@@ -177,7 +180,8 @@ class Comparison:
     model: str
     sweeps: dict[str, Sweep]  # by optimizer, of the first seed
     finals: dict[str, list[Curve]]  # by optimizer, at its best rate, of every seed
-    timing: dict[str, Any]
+    seconds: dict[str, float]  # median of a step, by optimizer
+    machine: str
 
     @property
     def title(self) -> str:
@@ -204,25 +208,23 @@ class Comparison:
 
 def compare(runs: Runs, model: str, seeds: int, rounds: int) -> Comparison:
     task, sweeps, finals = TASKS[model], {}, {}
-    rates: Sequence[float] = task.adamw_rates
+    rates = {*task.rates}
     for name in COLOURS:  # AdamW first
-        sweeps[name] = sweep_of(lambda lr: runs.train(model, task, name, lr, 0), rates)  # noqa: B023
+        sweeps[name] = sweep_of(partial(runs.train, model, task, name, seed=0), rates)
         best = best_of(sweeps[name])
         finals[name] = [runs.train(model, task, name, best, seed) for seed in range(seeds)]
-        rates = [best * multiple for multiple in MULTIPLES]
+        rates |= {*sweeps[name], 2 * best, 4 * best}
     timing = runs.find_or_make({"model": model, "rounds": rounds}, lambda: time_steps(task, rounds))
-    return Comparison(model, sweeps, finals, timing)
+    return Comparison(model, sweeps, finals, timing["seconds"], timing["machine"])
 
 
 def compare_widths(runs: Runs, widths: Sequence[int]) -> dict[str, dict[int, Sweep]]:
     """Sweeps by `adjust_lr` and width."""
 
     def sweep_at(dim: int, adjust_lr: str) -> Sweep:
-        task = transformer(dim, 3 * dim, steps=100)
-        more = {"adjust_lr": adjust_lr, "adamw_lr": WIDTH_ADAMW_RATE}
-        return sweep_of(
-            lambda lr: runs.train(f"width-{dim}", task, "Muon", lr, 0, **more), WIDTH_RATES
-        )
+        model, task = f"width-{dim}", transformer(dim, 3 * dim, steps=100)
+        options: dict[str, Any] = {"seed": 0, "adjust_lr": adjust_lr, "adamw_lr": WIDTH_ADAMW_RATE}
+        return sweep_of(partial(runs.train, model, task, "Muon", **options), WIDTH_RATES)
 
     return {how: {dim: sweep_at(dim, how) for dim in widths} for how in ADJUST_LR}
 
@@ -231,13 +233,11 @@ def compare_widths(runs: Runs, widths: Sequence[int]) -> dict[str, dict[int, Swe
 
 
 def show_losses(comparisons: Sequence[Comparison], markdown: bool) -> None:
-    rows, by_rate = [], []
+    columns = "model, parameters|AdamW's lr|loss|Muon's lr|loss|Muon's / AdamW's lr"
+    columns += "|steps to AdamW's loss|AdamW's step, ms|Muon's|seconds to AdamW's loss"
+    rows = []
     for c in comparisons:
-        steps, reached, seconds = (
-            c.finals["AdamW"][0][-1][0],
-            c.steps_to_adamw(),
-            c.timing["seconds"],
-        )
+        (steps, _), reached, seconds = c.finals["AdamW"][0][-1], c.steps_to_adamw(), c.seconds
         row = [c.title]
         for name in COLOURS:
             losses = [last(curve) for curve in c.finals[name]]
@@ -247,27 +247,19 @@ def show_losses(comparisons: Sequence[Comparison], markdown: bool) -> None:
         row += [f"{1e3 * seconds[name]:.1f}" for name in COLOURS]
         row += [f"{reached * seconds['Muon']:.1f} of {steps * seconds['AdamW']:.1f}"]
         rows.append(row)
-        muon = [last(c.sweeps["Muon"][c.best("AdamW") * multiple]) for multiple in MULTIPLES]
-        losses = [last(c.finals["AdamW"][0]), *muon]
-        by_rate.append([c.title, *(f"{loss:.3f}" for loss in losses)])
-    columns = [
-        "model, parameters",
-        "AdamW's lr",
-        "loss",
-        "Muon's lr",
-        "loss",
-        "Muon's / AdamW's lr",
-    ]
-    columns += [
-        "steps to AdamW's loss",
-        "a step of AdamW, ms",
-        "of Muon",
-        "seconds to AdamW's loss",
-    ]
-    show("Validation losses at the best rates", columns, rows, markdown=markdown, width=170)
-    columns = ["model, parameters", "AdamW, best", *(f"Muon, {n} ×" for n in MULTIPLES)]
-    show("Losses at multiples of AdamW's best rate, seed 0", columns, by_rate, markdown=markdown)
-    print("\n".join({comparison.timing["machine"] for comparison in comparisons}))
+    title = "Validation losses at the best rates"
+    show(title, columns.split("|"), rows, markdown=markdown, width=170)
+
+
+def show_rates(comparisons: Sequence[Comparison], markdown: bool) -> None:
+    rates = sorted({rate for c in comparisons for s in c.sweeps.values() for rate in s})
+    rows = []
+    for c in comparisons:
+        for name, sweep in c.sweeps.items():
+            losses = [f"{last(sweep[rate]):.3f}" if rate in sweep else "" for rate in rates]
+            rows.append([f"{c.model}, {name}", *losses])
+    columns = ["learning rate", *(f"{rate:g}" for rate in rates)]
+    show("Validation losses by learning rate, seed 0", columns, rows, markdown=markdown, width=170)
 
 
 def show_widths(widths: dict[str, dict[int, Sweep]], markdown: bool) -> None:
@@ -335,6 +327,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     widths = compare_widths(runs, args.widths)
     if comparisons:
         show_losses(comparisons, args.markdown)
+        show_rates(comparisons, args.markdown)
+        print("\n".join({comparison.machine for comparison in comparisons}) + "\n")
     if args.widths:
         show_widths(widths, args.markdown)
     plot(args.plot, comparisons, widths)
