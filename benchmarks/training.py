@@ -275,7 +275,7 @@ def plot(path: Path, comparisons: Sequence[Comparison], widths: dict) -> None:
     """Losses by step; by learning rate; by learning rate at each width."""
     count = max(len(comparisons), len(ADJUST_LR))
     with drawing() as plt:
-        figure, grid = plt.subplots(3, count, figsize=(3.2 * count, 9), squeeze=False)
+        figure, grid = plt.subplots(3, count, figsize=(3.2 * count, 8), squeeze=False)
         for axes in grid.flat:
             axes.set_visible(False)
         for c, by_step, by_rate in zip(comparisons, *grid[:2]):
@@ -306,6 +306,10 @@ def draw_sweep(axes: Any, sweep: Sweep, label: str, colour: Any) -> None:
 def draw(axes: Any, points: Sequence, label: str, colour: Any, marker: str = "") -> None:
     axes.set_visible(True)
     axes.plot(*zip(*points), color=colour, label=label, marker=marker)
+    low, high = axes.dataLim.intervaly
+    if high > 5 * low:
+        axes.set_yscale("log", base=2)
+        axes.yaxis.set_major_formatter("{x:g}")
     axes.grid(axis="y", color="#e5e7eb", linewidth=0.8)
     axes.tick_params(length=0, labelcolor=GREY)
 
@@ -317,7 +321,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--widths", nargs="*", type=int, default=[32, 64, 128, 256])
     parser.add_argument("--steps", type=int, help="of every run; default: each model's")
     parser.add_argument("--seeds", type=int, default=3, help="at the best rate")
-    parser.add_argument("--rounds", type=int, default=30, help="steps that are timed")
+    parser.add_argument("--rounds", type=int, default=100, help="steps that are timed")
     parser.add_argument("--out", type=Path, default=Path("runs/training.jsonl"))
     parser.add_argument("--plot", type=Path, default=Path("runs/training.png"))
     parser.add_argument("--markdown", action="store_true")
