@@ -1,6 +1,6 @@
 """Does Muon pay, and at which learning rate: small models trained with AdamW and with Muon.
 
-    make bench BENCHMARKS=benchmarks/training.py    # half an hour, all models but the largest
+    make bench BENCHMARKS=benchmarks/training.py    # an hour on one core, the largest model left out
     make bench BENCHMARKS=benchmarks/training.py ARGS="--models mlp cnn --widths"    # minutes
 
 Both optimizers have the best of the same five learning rates, each twice the one before; where the
@@ -273,24 +273,30 @@ def show_widths(widths: dict[str, dict[int, Sweep]], markdown: bool) -> None:
 
 def plot(path: Path, comparisons: Sequence[Comparison], widths: dict) -> None:
     """Losses by step; by learning rate; by learning rate at each width."""
-    count = max(len(comparisons), len(ADJUST_LR))
+    count = max(len(comparisons), len(ADJUST_LR) + 1)
     with drawing() as plt:
-        figure, grid = plt.subplots(3, count, figsize=(3.2 * count, 8), squeeze=False)
+        figure, grid = plt.subplots(3, count, figsize=(2.4 * count, 7), squeeze=False)
         for axes in grid.flat:
             axes.set_visible(False)
         for c, by_step, by_rate in zip(comparisons, *grid[:2]):
             for name, colour in COLOURS.items():
                 draw(by_step, c.mean_curve(name), name, colour)
                 draw_sweep(by_rate, c.sweeps[name], name, colour)
-            by_step.set(title=c.title, xlabel="Step")
+            by_step.set_title(c.title, fontsize=11)
+            by_step.set_xlabel("Step")
         for (adjust_lr, sweeps), axes in zip(widths.items(), grid[2]):
             for number, (dim, sweep) in enumerate(sweeps.items()):
                 colour = plt.get_cmap("viridis")(number / len(sweeps))
                 draw_sweep(axes, sweep, f"width {dim}", colour)
-            axes.set_title(adjust_lr)
-        for axes in filter(lambda axes: axes.get_visible(), grid[:, 0]):
+            axes.set_title(adjust_lr, fontsize=11)
+        for axes in grid[:, 0]:
             axes.set_ylabel("Validation loss")
-            axes.legend(frameon=False, fontsize=9)
+        legend = {"frameon": False, "fontsize": 9, "handlelength": 1}
+        if comparisons:
+            grid[0, 0].legend(**legend)
+        if any(widths.values()):  # beside its last panel there is room
+            beside = grid[2, 2].legend(**legend, loc="upper left", bbox_to_anchor=(1, 1))
+            beside.set_in_layout(False)
         figure.tight_layout()
         save(figure, path)
 
@@ -311,7 +317,7 @@ def draw(axes: Any, points: Sequence, label: str, colour: Any, marker: str = "")
         axes.set_yscale("log", base=2)
         axes.yaxis.set_major_formatter("{x:g}")
     axes.grid(axis="y", color="#e5e7eb", linewidth=0.8)
-    axes.tick_params(length=0, labelcolor=GREY)
+    axes.tick_params(length=0, labelcolor=GREY, labelsize=9)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
