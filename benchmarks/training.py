@@ -169,7 +169,10 @@ def between_rates(sweep: Sweep) -> float:
     if at in (0, len(rates) - 1):
         return best
     below, lowest, above = (last(sweep[rate]) for rate in rates[at - 1 : at + 2])
-    return best * 2 ** ((below - above) / (2 * (below - 2 * lowest + above)))
+    curvature = below - 2 * lowest + above
+    if not 0 < curvature < math.inf:  # three equal losses, or a neighbour diverges
+        return best
+    return best * 2 ** ((below - above) / (2 * curvature))
 
 
 # -- what is compared ------------------------------------------------------------------------------

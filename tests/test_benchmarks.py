@@ -205,6 +205,20 @@ def test_a_best_rate_at_an_edge_asks_for_rates_beyond_it():
     assert list(training.sweep_of(at, [0.4, 0.8])) == [0.05, 0.1, 0.2, 0.4, 0.8]
 
 
+@pytest.mark.parametrize(
+    ("losses", "lowest"),
+    [
+        ([1.25**2, 0.25**2, 0.75**2], 2**1.25),
+        ([3.0, 2.0, float("inf")], 2.0),
+        ([2.0, 2.0, 2.0], 1.0),
+        ([1.0, 2.0, 3.0], 1.0),
+    ],
+)
+def test_a_best_rate_lies_on_a_parabola_through_its_neighbours(losses, lowest):
+    sweep = {2.0**n: [(1, loss)] for n, loss in enumerate(losses)}
+    assert training.between_rates(sweep) == pytest.approx(lowest)
+
+
 def test_steps_to_adamws_loss_lie_between_two_validations():
     adamw, muon = [(10, 3.0), (20, 2.0)], [(10, 2.5), (20, 1.5)]
     finals = {"AdamW": [adamw, adamw], "Muon": [muon, muon]}
