@@ -18,6 +18,7 @@ import qk_logits
 import simulated
 import step
 import timing
+import training
 from fake_device import CUDA, fake_device
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
@@ -165,6 +166,65 @@ def test_the_wire_keeps_a_matrix_up_to_a_power_of_two():
     scale = float(sent.norm() / G.double().norm())
     exact = 2.0 ** round(torch.tensor(scale).log2().item())
     assert float((sent / exact - G).norm() / G.norm()) < 2**-11
+
+
+@pytest.mark.filterwarnings("error")
+def test_training_compares_optimizers_at_their_best_rates_and_repeats_no_run(
+    capsys, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(training, "WIDTH_RATES", (1e-2,))
+    monkeypatch.setattr(training, "MOST_BEYOND", 0)
+    out, picture = tmp_path / "runs.jsonl", tmp_path / "training.png"
+    options = "--models mlp --widths 16 --steps 2 --seeds 2 --rounds 1 --markdown"
+    command = f"{options} --out {out} --plot {picture}".split()
+    training.main(command)
+    printed, runs = capsys.readouterr().out, out.read_text()
+    best, *by_rate = rows_of(printed, "mlp")
+    adamw, muon = float(best[1]), float(best[3])
+    assert best[5] == f"{muon / adamw:g} ×" and best[6].endswith(" of 2")
+    assert [row[0] for row in by_rate] == ["mlp, AdamW", "mlp, Muon"]
+    assert [len(rows_of(printed, f"{how} ")) for how in training.ADJUST_LR] == [1, 1, 1]
+    assert f"torch {torch.__version__}" in printed and picture.stat().st_size
+    training.main(command)
+    assert capsys.readouterr().out == printed and out.read_text() == runs
+
+
+@pytest.mark.parametrize("adjust_lr", training.ADJUST_LR)
+def test_rates_that_describe_advises_against_are_tried_as_they_are(adjust_lr):
+    for lr in (1e-5, 1.0):
+        model = training.TASKS["mlp"].build()
+        muon = training.make_optimizer(model, "Muon", lr, adjust_lr=adjust_lr, adamw_lr=3e-3)
+        used = [(group["use_muon"], group["lr"], group["adjust_lr"]) for group in muon.param_groups]
+        assert used == [(True, lr, adjust_lr), (False, 3e-3, adjust_lr)]
+
+
+def test_a_best_rate_at_an_edge_asks_for_rates_beyond_it():
+    def at(rate):
+        return [(1, abs(rate - 0.1))]
+
+    assert list(training.sweep_of(at, [0.4, 0.8])) == [0.05, 0.1, 0.2, 0.4, 0.8]
+
+
+@pytest.mark.parametrize(
+    ("losses", "lowest"),
+    [
+        ([1.25**2, 0.25**2, 0.75**2], 2**1.25),
+        ([3.0, 2.0, float("inf")], 2.0),
+        ([2.0, 2.0, 2.0], 1.0),
+        ([1.0, 2.0, 3.0], 1.0),
+    ],
+)
+def test_a_best_rate_lies_on_a_parabola_through_its_neighbours(losses, lowest):
+    sweep = {2.0**n: [(1, loss)] for n, loss in enumerate(losses)}
+    assert training.between_rates(sweep) == pytest.approx(lowest)
+
+
+def test_steps_to_adamws_loss_lie_between_two_validations():
+    adamw, muon = [(10, 3.0), (20, 2.0)], [(10, 2.5), (20, 1.5)]
+    finals = {"AdamW": [adamw, adamw], "Muon": [muon, muon]}
+    assert training.Comparison("mlp", {}, finals, {}, "").steps_to_adamw() == 15
+    finals["Muon"] = [[(10, 3.0), (20, 2.1)]]
+    assert training.Comparison("mlp", {}, finals, {}, "").steps_to_adamw() == float("inf")
 
 
 SMALL_SHARE = (
