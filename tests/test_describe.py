@@ -568,6 +568,15 @@ def test_convolutions_in_groups_are_one_matrix_for_each_group():
     assert options["flatten"] and options["split"] == {"layers": 16}
 
 
+def test_rates_to_try_are_those_of_models_of_its_kind():
+    transformer = of_layers("q_proj", nn.Linear(16, 16))
+    perceptron = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32), nn.Linear(32, 4))
+    assert "2 to 8 times the one tuned for AdamW" in str(describe(transformer))
+    assert "the one tuned for AdamW and half of it" in str(describe(perceptron))
+    assert describe(transformer, adjust_lr="original", lr=0.02).rates == ""
+    assert describe(nn.Embedding(8, 4)).rates == ""
+
+
 def test_gates_of_a_feed_forward_are_split_in_two():
     description = follow(of_layers("gate_up_proj", nn.Linear(16, 48)))
     assert 'split={"gate_up_proj": [24, 24]}' in description.code

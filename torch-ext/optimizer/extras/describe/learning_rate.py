@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from typing import Any, Optional
 
@@ -11,6 +12,8 @@ from .fused import is_stored_transposed
 from .remedy import LR, Remedy, Trap, number
 from .subject import Subject, names_of
 from .table import counted
+
+_ATTENTION = re.compile(r"at+n|attention|qkv|q_proj|\bwq\b", re.IGNORECASE)
 
 # How much of its own size a weight moves per step; `describe` tells where the bounds come from.
 MOST = 0.12
@@ -59,6 +62,17 @@ def find(subject: Subject, advice: Remedy) -> Iterator[Trap]:
         f"a step would move weights by {100 * moved:.2g} % of their size; {usual}{alternative}",
         Remedy({"lr": LR[scale]}),
     )
+
+
+def rates_to_try(subject: Subject, advice: Remedy) -> str:
+    """Where to look for the best rate, measured on small models by benchmarks/training.py."""
+    scale = advice.applied_to(subject.options).get("adjust_lr", "match_rms_adamw")
+    muons = advice.muons(subject)
+    if scale != "match_rms_adamw" or not muons:
+        return ""
+    if any(_ATTENTION.search(decision.name) for decision in muons):
+        return "Rates to try: 2 to 8 times the one tuned for AdamW, as transformers like it."
+    return "Rates to try: the one tuned for AdamW and half of it, as MLPs and convolutions like it."
 
 
 def _fits(moved: Optional[float], scale: str) -> bool:

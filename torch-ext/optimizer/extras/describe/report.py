@@ -18,6 +18,7 @@ from ...parameters.modules import infos_of
 from ...parameters.names import WRAPPER_COMPONENTS
 from ...parameters.options import ARGUMENTS, GROUP_OPTIONS
 from . import table
+from .learning_rate import rates_to_try
 from .remedy import Remedy, Trap, advised_groups, advised_options, script
 from .subject import Subject
 from .traps import find_notes, find_warnings
@@ -38,6 +39,7 @@ class Description:
         notes: what is as it should be, but good to know.
         code: what to write. It runs where ``model`` and ``optimizer``, this package, are at hand.
         model: what the model is called.
+        rates: which learning rates to try, in words; empty where nothing is known.
     """
 
     rows: list[dict[str, Any]]
@@ -45,6 +47,7 @@ class Description:
     notes: list[Trap]
     code: str
     model: str
+    rates: str
     _subject: Subject = field(repr=False, compare=False)
     _advice: Remedy = field(repr=False, compare=False)
 
@@ -83,6 +86,7 @@ class Description:
             for name, total in self.totals.items()
             if total["tensors"] or name != "frozen"
         )
+        lines += ["", self.rates] if self.rates else []
         for number, trap in enumerate(self.warnings, 1):
             lines += ["", *_lines_of(trap, f"{number}. ")]
         if self.notes:
@@ -176,6 +180,7 @@ def describe(
         notes=find_notes(subject, advice),
         code=script(subject, advice),
         model=type(_unwrapped(model)).__name__.removeprefix("FSDP"),  # fully_shard's
+        rates=rates_to_try(subject, advice),
         _subject=subject,
         _advice=advice,
     )
