@@ -113,7 +113,7 @@ def parse(notation: str) -> tuple[_Product, _Product]:
     if tokens or len(product) != 2:
         raise ValueError(
             f"{notation!r} must be two terms, of rows and of columns, {_EXAMPLE}, found "
-            f"{f'{tokens[0][-1]!r}' if tokens else len(product)}"
+            f"{f'{tokens[0][-1]!r}' if tokens else f'{len(product)} terms'}"
         )
     return product[:1], product[1:]
 
@@ -123,7 +123,10 @@ def _tokens(notation: str) -> Iterator[tuple[str, ...]]:
     while at < len(notation.rstrip()):
         match = _TOKEN.match(notation, at)
         if match is None:
-            raise ValueError(f"{notation!r} has {notation[at:].strip()[0]!r}, {_EXAMPLE}")
+            raise ValueError(
+                f"{notation!r} has {notation[at:].strip()[0]!r} where a name, a size above 0, "
+                f"name=size, +, a parenthesis or a bracket is expected, {_EXAMPLE}"
+            )
         yield match.groups(default="")
         at = match.end()
 
@@ -160,10 +163,10 @@ def resolve(product: _Product, total: int, what: str, notation: str) -> list[Par
     """
     axes = list(_axes(product))
     sizes = {axis.name: axis.size for axis in axes if axis.name and axis.size is not None}
-    unknown = {axis.name for axis in axes if axis.size is None} - sizes.keys()
+    unknown = dict.fromkeys(a.name for a in axes if a.size is None and a.name not in sizes)
     does = f"has {total} {what}, which split={notation!r}"
     if len(unknown) > 1:
-        raise ValueError(f"{does} does not tell: give sizes of all but one of {sorted(unknown)}")
+        raise ValueError(f"{does} does not tell: give sizes of all but one of {list(unknown)}")
     if any(axis.size not in (None, sizes.get(axis.name, axis.size)) for axis in axes):
         raise ValueError(f"{does} can't part: a name has two sizes")
     for name in unknown:  # the size is linear in it, or it is nested in itself
@@ -171,6 +174,8 @@ def resolve(product: _Product, total: int, what: str, notation: str) -> list[Par
         if third - second != second - first or not second - first:
             raise ValueError(f"{does} can't part: {name!r} is nested in itself")
         sizes[name] = (total - first) // (second - first)
+    if not unknown and _size(product, sizes) != total:
+        raise ValueError(f"{does} has as {_size(product, sizes)}")
     if _size(product, sizes) != total or min(sizes.values(), default=1) < min(1, total):
         raise ValueError(f"{does} does not divide")
     return _parts(product, 1, sizes)

@@ -53,7 +53,8 @@ def find(subject: Subject, advice: Remedy) -> Iterator[Trap]:
             f"{counted(kernels, 'convolution')} left to AdamW: {numel(kernels) / total:.0%} of "
             "what is trained",
             names_of(kernels),
-            "as matrices (first dimension, all the rest) they can be Muon's",
+            "as matrices (first dimension, all the rest) they can be Muon's; those with at most "
+            f"{_MOST_CHANNELS} channels on a side, depthwise or of pixels, stay with AdamW",
             Remedy(
                 options={"flatten": True},
                 take=names_of(kernels),

@@ -8,7 +8,7 @@ modules, or from the shape, and count only if they add up to the rows.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Optional, Union
 
 from torch import nn
@@ -48,7 +48,7 @@ _SSM_SIZES = (
 )
 _LATENT = {
     "kv_a_proj_with_mqa": ("latent and rotary keys", ("kv_lora_rank", "qk_rope_head_dim")),
-    "kv_b_proj": ("K and V, head by head", ("qk_nope_head_dim", "v_head_dim")),
+    "kv_b_proj": ("K and V of each head", ("qk_nope_head_dim", "v_head_dim")),
 }
 _LINEAR_ATTENTION = {"in_proj_qkvz": "Q, K, V and gate", "in_proj_ba": "steps and decays"}
 _LINEAR_SIZES = ["linear_num_key_heads", "linear_num_value_heads"]
@@ -86,15 +86,15 @@ def find(subject: Subject, advice: Remedy) -> Iterator[Trap]:
     alike = collect_by(weights, lambda weight: (weight[1].holds, repr(weight[1].split)))
     for (name, fused), *more in alike.values():
         names = (name, *(other for other, _ in more))
-        why = "as one matrix they share singular values and scale; split takes each for itself"
+        why = "as one matrix they share singular values and scale; split updates each by itself"
         if fused.split is not None:
             remedy = Remedy(split=dict.fromkeys(names, fused.split), matrices=names_of(muons))
         else:
             named = [c for c in name.split(".") if not c.isdigit() and c != "weight"]
             write = f'split={{"{named[-1] if named else name}": {fused.hint}}}'
-            hint = "how many rows each has is in the model's config, or its forward()"
-            why = f"{why}; {hint}"
-            comments = (f"# {write} below parts {fused.holds}:", f"# {hint}.")
+            hint = "how their rows lie is in the model's config, or its forward()"
+            why = f"{why}; {hint}, and how to write it in docs/options.md, Split by axes"
+            comments = (f"# Add {write} below, which parts {fused.holds}:", f"# {hint}.")
             remedy = Remedy(comments=comments, wording=write)
         what = f"{counted(names, 'weight')} {'hold' if more else 'holds'} {fused.holds}"
         yield Trap("fused", f"{what} in one tensor", names, why, remedy)
@@ -110,7 +110,8 @@ def fused_in(decision: Decision, subject: Subject) -> Optional[Fused]:
             return Fused(f"{_GATES[name]} gates", shape[0] // _GATES[name])
     if isinstance(info.layer, nn.modules.conv._ConvNd):
         groups = info.layer.groups
-        return Fused(f"{groups} groups", shape[0] // groups) if groups > 1 else None
+        holds = f"{groups} groups of a convolution"
+        return Fused(holds, shape[0] // groups) if groups > 1 else None
     weight = _weight_name(info)
     if weight == "in_proj" and len(shape) == 2:
         return _state_space(decision, info)
@@ -130,9 +131,12 @@ def fused_in(decision: Decision, subject: Subject) -> Optional[Fused]:
     if weight in _KEYS_AND_VALUES:
         halves = [rows // 2] * 2 if rows % 2 == 0 else None
         return _oriented(Fused("K and V", halves), "k v", info)
-    return _oriented(
-        Fused("Q, K and V", _qkv(decision, subject, weight, rows, cols)), "q k v", info
-    )
+    fused = Fused("Q, K and V", _qkv(decision, subject, weight, rows, cols))
+    if isinstance(fused.split, str):
+        fused = replace(fused, holds="Q, K and V, which alternate,")
+    elif fused.split is None and weight in _BY_HEAD:
+        fused = replace(fused, hint='"(head (q=… + k=… + v=…)) dim"')
+    return _oriented(fused, "q k v", info)
 
 
 def _oriented(fused: Fused, names: str, info: ParamInfo) -> Fused:
@@ -141,7 +145,8 @@ def _oriented(fused: Fused, names: str, info: ParamInfo) -> Fused:
         return fused
     sizes = fused.split if isinstance(fused.split, list) else ["…"] * len(names.split())
     hint = " + ".join(f"{name}={size}" for name, size in zip(names.split(), sizes))
-    return Fused(fused.holds, f"dim ({hint})" if fused.split else None, f'"dim ({hint})"')
+    split = f"dim ({hint})" if fused.split else None
+    return Fused(f"{fused.holds}, side by side,", split, f'"dim ({hint})"')
 
 
 def _latent(decision: Decision, subject: Subject, weight: str) -> Fused:
@@ -226,6 +231,7 @@ def _gated(decision: Decision, subject: Subject, weight: str) -> Optional[Fused]
     in_turn = any(_GATE_BESIDE_UP in name for name in class_names(info.module))
     parts = "(n (gate=1 + up=1))" if in_turn else f"(gate={shape[-1] // 2} + up={shape[-1] // 2})"
     if info.is_conv1d or (is_stack and _is_halved(shape, info, in_columns=True)):
+        holds += ", in alternate columns," if in_turn else ", side by side,"
         return Fused(holds, f"dim {parts}" if shape[-1] % 2 == 0 else None)
     rows = shape[-2]
     if weight in _GATED_BY_CONFIG:

@@ -71,8 +71,8 @@ def rates_to_try(subject: Subject, advice: Remedy) -> str:
     if scale != "match_rms_adamw" or not muons:
         return ""
     if any(_ATTENTION.search(decision.name) for decision in muons):
-        return "Rates to try: 2 to 8 times the one tuned for AdamW, as transformers like it."
-    return "Rates to try: the one tuned for AdamW and half of it, as MLPs and convolutions like it."
+        return "Rates to try: 2 to 8 times the one tuned for AdamW; this is a transformer."
+    return "Rates to try: the one tuned for AdamW, and half of it; this is no transformer."
 
 
 def _fits(moved: Optional[float], scale: str) -> bool:

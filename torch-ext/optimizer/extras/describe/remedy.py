@@ -224,7 +224,9 @@ def _condition(subject: Subject, take: Sequence[str]) -> tuple[str, list[str]]:
         "param.ndim == 4": lambda p: p.ndim == 4,
         "param.ndim == 3": lambda p: p.ndim == 3,
         "param.ndim > 2": lambda p: p.ndim > 2,
-        "param.ndim > 2 and param.shape[1] > 4": lambda p: p.ndim > 2 and p.shape[1] > 4,
+        "param.ndim > 2 and min(param.shape[:2]) > 4": (
+            lambda p: p.ndim > 2 and min(p.shape[:2]) > 4
+        ),
     }
     best: tuple[str, list[str]] = (f"name in {list(take)!r}", [])
     fewest = _MOST_LEFT + 1
