@@ -156,7 +156,7 @@ ATTENTIONS = {
     ),
     "fused, by axes": Attention(
         {"wqkv": (48,)},
-        {"head_dim": 6, "row_map": {"wqkv": "(group (q=12 + k=6 + v=6)) dim"}},
+        {"head_dim": 6, "row_map": {"wqkv": "(group(q=6+q=6+k=6+v=6))dim"}},
         [("wqkv", range(start, start + 6)) for start in (0, 6, 24, 30)],
         [("wqkv", range(start, start + 6)) for start in (12, 36)],
         biases=True,

@@ -98,6 +98,28 @@ CASES = {
             range(24, 29),
         ),
     ),
+    # Shards cut it within an outer index whose matrices lie whole on either side.
+    "one matrix for each index of an inner axis, and a rest": Case(
+        (30, 6),
+        "((group=2 [half=3] 3) + rest) dim",
+        rows_of(
+            6,
+            *([9 * g + 3 * h + i for g in range(2) for i in range(3)] for h in range(3)),
+            range(18, 30),
+        ),
+    ),
+    "brackets in brackets, of columns": Case(
+        (6, 32),
+        "dim (([a=2] g=2 [b=2] 2) + r=16)",
+        [
+            *(
+                (range(6), [8 * a + 4 * g + 2 * b + i for g in range(2) for i in range(2)])
+                for a in range(2)
+                for b in range(2)
+            ),
+            (range(6), range(16, 32)),
+        ],
+    ),
     "blocks of columns of heads": Case(
         (6, 24),
         "dim ([head] (q=4 + k=4))",
@@ -201,7 +223,8 @@ def test_every_split_on_fsdp2_and_tensor_parallelism_takes_the_steps_of_one_devi
     def weights(shape):
         return [Weight(shape, (ranks,), (dim,)) for dim in (0, 1)]
 
-    check(ranks, groups_of(weights))
+    # With a second moment, matrices that are whole on a rank take part in the exchange.
+    check(ranks, groups_of(weights), [{}, {"beta2": 0.9}])
 
 
 def test_every_split_on_fsdp2_over_tensor_parallelism_takes_the_steps_of_one_device():
@@ -270,6 +293,7 @@ def test_every_split_streamed_from_host_memory_takes_the_steps_of_one_device():
         ("(q=4 + ) dim", "has '(' without an axis or what closes it"),
         ("(q=4 dim", "has '(' without an axis or what closes it"),
         ("[a b] dim", "more than one axis in brackets"),
+        ("q=1_0 dim", "has '=' where a name, a size above 0"),
         ("q*4 dim", "has '*' where a name, a size above 0"),
         ("(q=4 + k=5) dim", "has 20 rows, which split='(q=4 + k=5) dim' has as 9"),
         ("(g (q=3 + k=4)) dim", "does not divide"),
@@ -292,8 +316,10 @@ def test_a_split_that_does_not_fit_raises_with_its_words_and_the_parameter(split
 
 def test_columns_of_a_flattened_kernel_are_not_parted():
     group = {"params": [torch.nn.Parameter(torch.ones(4, 4, 3))], "use_muon": True}
-    with pytest.raises(ValueError, match="has flattened columns"):
-        optimizer.Muon([{**group, "flatten": True, "split": "out (a + a)"}])
+    for split, words in ("out (a + a)", "has flattened columns"), ("out c=7", "has 12 columns"):
+        with pytest.raises(ValueError, match=words):
+            optimizer.Muon([{**group, "flatten": True, "split": split}])
+    optimizer.Muon([{**group, "flatten": True, "split": "(2 + out) (c)"}])
 
 
 def test_second_moment_and_state_reload_for_strided_parts():

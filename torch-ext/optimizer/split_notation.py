@@ -12,11 +12,12 @@ than once: ``"dim (c + c + c)"`` are three matrices of equal width, side by side
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Optional, Union
 
-_TOKEN = re.compile(r"\s*(?:([A-Za-z_]\w*)(?:\s*=\s*([1-9]\d*))?|([1-9]\d*)|([()\[\]+]))")
+_TOKEN = re.compile(r"\s*(?:([A-Za-z_]\w*)(?:\s*=\s*([1-9][0-9]*)\b)?|([1-9][0-9]*)\b|([()\[\]+]))")
 _EXAMPLE = "as in '(group (q=512 + k=128 + v=128)) dim'"
 
 
@@ -76,19 +77,20 @@ def parts_of(split: Any, rows: int, cols: Sequence[int]) -> tuple[list[Part], li
     if not isinstance(split, str):
         return _consecutive(split, rows), [whole]
     of_rows, of_cols = parse(split)
-    row_parts, col_parts = resolve(of_rows, rows, "rows", split), [whole]
+    row_parts = resolve(of_rows, rows, "rows", f"split={split!r}")
+    col_parts = resolve(of_cols, math.prod(cols), "columns", f"split={split!r}")
     if len(cols) == 1:
-        col_parts = [[part] for part in resolve(of_cols, cols[0], "columns", split)]
-    elif len(of_cols) > 1 or not isinstance(of_cols[0], _Axis) or of_cols[0].counts_matrices:
+        return row_parts, [[part] for part in col_parts]
+    if len(col_parts) > 1 or any(loop.counts_matrices for loop in col_parts[0].loops):
         raise ValueError(f"has flattened columns, which split={split!r} can't part")
-    return row_parts, col_parts
+    return row_parts, [whole]
 
 
 def _consecutive(split: Any, rows: int) -> list[Part]:
     """Blocks of consecutive rows; equal ones that follow each other are one part."""
     if split is None:
         return [Part(0, (Loop(rows, 1),))]
-    if isinstance(split, int):
+    if not isinstance(split, Sequence):
         if rows % split:
             raise ValueError(f"has {rows} rows, which split={split} does not divide")
         split = [split] * (rows // split)
@@ -155,8 +157,14 @@ def _product(tokens: list[tuple[str, ...]], notation: str) -> _Product:
     return product
 
 
-def resolve(product: _Product, total: int, what: str, notation: str) -> list[Part]:
+def resolve(product: _Product, total: int, what: str, source: str) -> list[Part]:
     """The parts that a dimension of ``total`` indices falls into.
+
+    Args:
+        product: of the dimension.
+        total: its size.
+        what: its indices are called in messages.
+        source: of the product, as messages call it.
 
     Raises:
         ValueError: sizes that don't fit. Completes "<parameter> …".
@@ -164,7 +172,7 @@ def resolve(product: _Product, total: int, what: str, notation: str) -> list[Par
     axes = list(_axes(product))
     sizes = {axis.name: axis.size for axis in axes if axis.name and axis.size is not None}
     unknown = dict.fromkeys(a.name for a in axes if a.size is None and a.name not in sizes)
-    does = f"has {total} {what}, which split={notation!r}"
+    does = f"has {total} {what}, which {source}"
     if len(unknown) > 1:
         raise ValueError(f"{does} does not tell: give sizes of all but one of {list(unknown)}")
     if any(axis.size not in (None, sizes.get(axis.name, axis.size)) for axis in axes):

@@ -337,15 +337,18 @@ class _Direction:
 
     def _boxes(self, unit: Unit, peer: int) -> tuple[Region, ...]:
         """What a peer holds of a unit, in coordinates of the unit's box."""
-        return tuple(unit.parts(self._held(unit, peer)))
+        return tuple(regions.relative(box, unit.box) for box in self._block_boxes(unit, peer))
+
+    def _block_boxes(self, unit: Unit, peer: int) -> list[Region]:
+        """The same in coordinates of the block; one box where the peer is alone, and holds all."""
+        is_alone = len(self.channel.peers) == 1
+        return [unit.box] if is_alone else unit.parts(self._held(unit, peer))
 
     def _local_parts(self, unit: Unit) -> Iterator[LocalPart]:
         """Where this rank's parts of a unit lie in the local tensor."""
-        held = self._held(unit, self.channel.this_peer)
-        for box in unit.block.boxes(held):
-            shared = regions.intersect(unit.box, box)
-            if regions.numel(shared):
-                yield unit.block.local_part(shared, held)
+        this_peer = self.channel.this_peer
+        held = self._held(unit, this_peer)
+        return (unit.block.local_part(box, held) for box in self._block_boxes(unit, this_peer))
 
     def _trailer_numel(self, unit: Unit, boxes: tuple[Region, ...]) -> int:
         """Elements behind a unit's parts: for their exponents, or for mean squares of its update.

@@ -137,9 +137,9 @@ class Unit:
         return regions.numel(self.box[: self.block.row_axis])
 
     def parts(self, region: Region) -> list[Region]:
-        """The boxes, in coordinates of the unit's, that a region of the stored tensor has of it."""
+        """The boxes of its block that a region of the stored tensor has of it."""
         shared = (regions.intersect(self.box, box) for box in self.block.boxes(region))
-        return [regions.relative(box, self.box) for box in shared if regions.numel(box)]
+        return [box for box in shared if regions.numel(box)]
 
 
 @dataclass(frozen=True)

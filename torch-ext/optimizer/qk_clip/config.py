@@ -220,7 +220,7 @@ def _read_row_map(row_map: Any, where: str) -> RowMap:
         if isinstance(value, str):
             if value not in KINDS:
                 _check(
-                    " " in value,
+                    not value.isidentifier(),
                     f"{where}: {name!r} is like {value!r}, which is none of {', '.join(KINDS)}",
                 )
                 try:

@@ -291,12 +291,13 @@ def _starts_by_axes(
     """The first rows of the heads in the parts that the notation of ``split`` names q and k."""
     product, _ = split_notation.parse(notation)
     try:
-        parts = split_notation.resolve(product, rows, "rows", notation)
+        parts = split_notation.resolve(product, rows, "rows", repr(notation))
     except ValueError as error:
         raise ValueError(f"{where} {error}") from None
     starts: list[HeadStarts] = []
     for side, size in ("q", config.head_dim), ("k", config.plain_dim):
-        indices = [index for part in parts if side in part.names for index in part.indices()]
+        named = (part.indices() for part in parts if side in part.names)
+        indices = sorted(itertools.chain.from_iterable(named))
         heads = [indices[at : at + size] for at in range(0, len(indices), size)]
         if any(head != list(range(head[0], head[0] + size)) for head in heads):
             raise ValueError(f"{where} has parts {side!r} that are no heads of {size} rows")
