@@ -509,7 +509,7 @@ def test_fused_projections_whose_sizes_nothing_tells_get_a_line_to_fill_in():
     description = describe(model)
     assert kinds(description.warnings) == ["fused"]
     assert 'split={"qkv_proj": [' in description.warnings[0].write
-    assert "# split=" in description.code
+    assert "# Add split=" in description.code
     assert "split" not in arguments(description.code, run(description.code, model))
 
 
@@ -572,7 +572,7 @@ def test_rates_to_try_are_those_of_models_of_its_kind():
     transformer = of_layers("q_proj", nn.Linear(16, 16))
     perceptron = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32), nn.Linear(32, 4))
     assert "2 to 8 times the one tuned for AdamW" in str(describe(transformer))
-    assert "the one tuned for AdamW and half of it" in str(describe(perceptron))
+    assert "the one tuned for AdamW, and half of it" in str(describe(perceptron))
     assert describe(transformer, adjust_lr="original", lr=0.02).rates == ""
     assert describe(nn.Embedding(8, 4)).rates == ""
 

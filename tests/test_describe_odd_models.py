@@ -31,7 +31,7 @@ def test_rows_of_grouped_queries_are_not_divided_into_thirds():
     known = follow(grouped_attention(n_query_groups=2))
     assert 'split={"qkv": [64, 16, 16]}' in known.code
     unknown = describe(grouped_attention(n_kv=2))
-    assert kinds(unknown.warnings) == ["fused"] and "# split=" in unknown.code
+    assert kinds(unknown.warnings) == ["fused"] and "# Add split=" in unknown.code
 
 
 class Recommender(nn.Module):
