@@ -136,6 +136,7 @@ class _Step:
             self.chunk(lanes, chunks)
 
     def chunk(self, lanes: Sequence[Any], chunks: Sequence[Any]) -> None:
+        first = lanes[0]
         momenta = [self.pack(lane, chunk) for lane, chunk in zip(lanes, chunks)]
         gathered = _exchange(
             [m[c.gather.kept :] for m, c in zip(momenta, chunks)], chunks, "gather"
@@ -154,8 +155,7 @@ class _Step:
             self.seen.all_gathers += 1
             updates = [_all_gather(updates, chunks)] * len(lanes)
         else:
-            full = all((u != NONE).all() for u in (*updates, *returned))
-            assert full or len(lanes) == 1  # where batches are aligned
+            assert all(_is_full(u, first) for u in (*updates, *returned))
             back = _exchange(returned, chunks, "scatter")
             updates = [torch.cat([kept, came]) for kept, came in zip(updates, back)]
         for lane, chunk, of_rank in zip(lanes, chunks, updates):
@@ -167,6 +167,7 @@ class _Step:
         once = buffer[: chunk.gather.kept] if lane.owned_by_all else buffer
         rank = lane.peers[lane.this_peer]
         for bundle in itertools.chain(*chunk.momentum):
+            assert bundle.start % _alignment(lane) == 0
             parts = self.parts(bundle)
             assert len(parts) == bundle.numel
             if bundle.is_staged:
@@ -178,7 +179,7 @@ class _Step:
             self.seen.read.update((rank, unit.entry) for unit in bundle.units)
         if lane.owned_by_all and chunk.gather.kept:
             buffer[chunk.gather.kept :].view(-1, chunk.gather.kept).copy_(once)
-        assert (buffer != NONE).all() or len(lane.peers) == 1  # where batches are aligned
+        assert _is_full(buffer, lane)
         return buffer
 
     def assemble(
@@ -192,6 +193,7 @@ class _Step:
             assert [part.boxes for part in batch.gathered] == [(regions.whole(first.shape),)]
         units = torch.full((count, *first.shape), NONE)
         for part in batch.gathered:
+            assert part.start % _alignment(lane) == 0
             source = momentum if part.peer == lane.this_peer else came
             for number in range(count):  # unit by unit, box by box
                 at = part.start + number * part.numel
@@ -220,6 +222,7 @@ class _Step:
     ) -> None:
         """Writes every peer's part of the updates where it is sent from."""
         for part in batch.scattered:
+            assert part.start % _alignment(lane) == 0
             assert part.peer == lane.this_peer or not (lane.owned_by_all or chunk.slot)
             buffer = kept if part.peer == lane.this_peer else sent
             numbers = [unit[regions.slices(box)].flatten() for unit in units for box in part.boxes]
@@ -231,6 +234,7 @@ class _Step:
         """Updates a rank's weights with what has come back."""
         seen, rank = torch.zeros_like(updates), lane.peers[lane.this_peer]
         for bundle in itertools.chain(*chunk.weights):
+            assert bundle.start % _alignment(lane) == 0
             parts = updates[bundle.start :][: bundle.numel]
             assert torch.equal(parts, self.parts(bundle))
             trailer = self.trailer(lane, bundle.units, bundle.boxes)
@@ -239,7 +243,7 @@ class _Step:
             seen[bundle.trailer :][: len(trailer)] += 1
             self.visit(self.updated[rank], rank, bundle, Entry.region)
         assert (seen <= 1).all() and ((seen == 1) == (updates != NONE)).all()
-        assert chunk.slot or len(lane.peers) == 1 or (seen == 1).all()  # else but for padding
+        assert chunk.slot or _is_full(updates, lane)
 
     def unit_of(self, tensors: Sequence[torch.Tensor], unit: Any) -> torch.Tensor:
         """What whole tensors have of a unit, a view."""
@@ -267,7 +271,7 @@ class _Step:
         e = self.entries[units[0].entry]
         if e.second_moment:
             long = sum(max(u.block.rows, u.block.cols) * u.count for u in units)
-            return [MOMENT] * long * (2 if lane.wire.itemsize == 2 else 1)
+            return [MOMENT] * long * (4 if lane.wire.itemsize == 2 else 1)
         has_places = lane.scaled and e.scatters_in_place
         return [EXPONENT] * (len(units) * len(boxes)) if has_places else []
 
@@ -288,6 +292,18 @@ def _owners_of_each(e: Any, ranks: int) -> int:
         return 1
     places = zip(e.sharding.mesh_shape, e.sharding.placements)
     return math.prod(size for size, placement in places if placement is None)
+
+
+def _alignment(lane: Any) -> int:
+    """Of parts and bundles, in elements: 64 bytes."""
+    return 64 // lane.wire.itemsize
+
+
+def _is_full(buffer: torch.Tensor, lane: Any) -> bool:
+    """Whether all was written but for padding: less than an alignment, up to its multiple."""
+    undefined = buffer.view(-1, _alignment(lane)) == NONE
+    is_suffix = undefined.sort(dim=1).values == undefined
+    return bool(is_suffix.all()) and not bool(undefined.all(dim=1).any())
 
 
 def _write(buffer: torch.Tensor, start: int, numbers: Any) -> None:

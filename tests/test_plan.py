@@ -353,8 +353,8 @@ def test_beside_a_costly_matrix_the_others_do_as_much(ranks, device):
     ("ranks", "shapes"),
     [
         (4, [(16 * i, 8 * i) for i in range(1, 9)]),
-        (16, [(32, 8), (48, 24), (16, 64)]),
-        (64, [(64, 8), (128, 128)]),
+        (16, [(64, 16), (96, 48), (16, 64)]),
+        (64, [(64, 32), (128, 128)]),
     ],
     ids=["one matrix per shape", "more ranks than matrices", "many more"],
 )

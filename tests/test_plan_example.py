@@ -416,6 +416,12 @@ def muon_of(
     return optimizer.Muon(groups, expert_keys=["experts"], **wide, **options)
 
 
+def check_padded(found: Any, predicted: Any, parts: int) -> None:
+    """What was predicted, and for each part of a peer at most what brings it to 64 bytes."""
+    padding = found - np.asarray(predicted)
+    assert (padding > -0.5).all() and (padding <= 64 * RANKS * parts).all(), padding
+
+
 def step_as_many_ranks(text: str, weights: list[Weight], options: dict[str, Any]) -> int:
     """Compares what a step does with what was predicted, rank by rank; returns the chunks."""
     # Several chunks of small matrices.
@@ -449,10 +455,11 @@ def step_as_many_ranks(text: str, weights: list[Weight], options: dict[str, Any]
                 optimizer, entries, weights, lanes[0].first_used, RANKS
             ).all
         else:
-            np.testing.assert_array_equal(exchanges.found, predicted(lanes, rank), str(rank))
+            check_padded(np.asarray(exchanges.found), predicted(lanes, rank), len(weights))
         messages = around.count + sum(2 * len(lane.bytes) for lane in lanes)
         sent = around.sent + found.bytes[:, costs.SENT, :, rank].sum()
-        assert (len(counted.messages), counted.sent) == (messages, pytest.approx(sent)), rank
+        assert len(counted.messages) == messages, rank
+        check_padded(counted.sent, sent, len(weights) * messages)
     return max((len(lane.bytes) for lane in found.lanes), default=0)
 
 
@@ -502,7 +509,8 @@ def test_a_thousand_ranks_cost_what_the_plan_of_each_says(model, text):
             for direction in ("sent", "received"):
                 elements = sum(sum(getattr(getattr(c, traffic), direction)) for c in chunks)
                 index = costs.SENT if direction == "sent" else costs.RECEIVED
-                assert 2 * elements == found.bytes[way, index, :, rank].sum(), (rank, traffic)
+                padding = 2 * elements - found.bytes[way, index, :, rank].sum()
+                assert 0 <= padding <= 0.001 * 2 * elements, (rank, traffic)
         flops = sum(
             len(batch.units) * unit.count * plan.entries[unit.entry].cost(unit.block)
             for lane in (*plan.lanes, *plan.local_lanes)

@@ -360,7 +360,10 @@ def check_counts(found: list[dict], rows: list[dict]) -> None:
         assert own["totals"]["flops"] == own["flops"]
     sent = sum(own["sent"] for own in found)
     assert sum(own["totals"]["received_bytes"] for own in found) == sent
-    assert sum(row["bytes"] for row in rows) == sent
+    # Rows tell of matrices, without the padding behind what two ranks exchange in one direction.
+    matrices = sum(row["matrices"] for row in rows)
+    ranks = len(found)
+    assert 0 <= sent - sum(row["bytes"] for row in rows) < 64 * 2 * ranks * (ranks - 1) * matrices
     assert sum(row["flops"] for row in rows) == sum(own["flops"] for own in found)
 
 

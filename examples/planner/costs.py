@@ -308,9 +308,9 @@ class LaneUnits:
             back = kind.weights(peers) * wire
             if self.lane.scaled and entry.scatters_in_place:
                 back += (back > 0) * wire  # and its place comes back
-            if entry.second_moment:  # mean squares, in fp32
+            if entry.second_moment:  # mean squares, in 16 bits by four elements each
                 longest = max(kind.block.rows, kind.block.cols)
-                back += kind.matrices * longest * max(4, wire)
+                back += kind.matrices * longest * (8 if wire == 2 else wire)
             at = np.flatnonzero(counts.any(1))  # chunks, seldom all of them
             moved[at, GATHER] += _exchanged(out, counts[at], kind.replica(peers), hosts)
             moved[at, SCATTER] += _exchanged(back, counts[at], everyone, hosts)[:, ::-1]

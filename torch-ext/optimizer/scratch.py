@@ -18,7 +18,7 @@ class Scratch:
 
     def __init__(self) -> None:
         self._buffers: dict[tuple, Tensor] = {}
-        self._free: dict[torch.device, list[Tensor]] = {}  # of bytes
+        self._free: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         self._taken: dict[int, Tensor] = {}  # by id of the tensor that was handed out
 
     def empty(
@@ -38,20 +38,24 @@ class Scratch:
         return self.empty("opmath", tensor.shape, dtype, tensor.device)
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A flat tensor, valid until it is given back with `give`."""
-        size, free = numel * dtype.itemsize, self._free.setdefault(device, [])
-        fitting = [index for index, buffer in enumerate(free) if buffer.numel() >= size]
+        """A flat tensor of numbers, valid until it is given back with `give`.
+
+        A new one has zeros, and a used one what it had: padding between what is written travels,
+        and arbitrary bits could be NaN, at which NCCL aborts where it is asked to check.
+        """
+        free = self._free.setdefault((dtype, device), [])
+        fitting = [index for index, buffer in enumerate(free) if buffer.numel() >= numel]
         if fitting:
             buffer = free.pop(min(fitting, key=lambda index: free[index].numel()))
         else:
             if free:  # too small: let one go, or the memory held would only grow
                 free.pop()
-            buffer = torch.empty(size, dtype=torch.uint8, device=device)
-        taken = buffer[:size].view(dtype)
+            buffer = torch.zeros(numel, dtype=dtype, device=device)
+        taken = buffer[:numel]
         self._taken[id(taken)] = buffer
         return taken
 
     def give(self, *tensors: Tensor) -> None:
         """Lets later `take`s reuse these tensors' buffers; all users are on the same stream."""
         for tensor in tensors:
-            self._free[tensor.device].append(self._taken.pop(id(tensor)))
+            self._free[tensor.dtype, tensor.device].append(self._taken.pop(id(tensor)))

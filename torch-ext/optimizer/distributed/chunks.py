@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -14,13 +15,15 @@ from . import regions
 from .regions import Region
 from .staging import DEFAULT_SPAN_BYTES, SPAN_BYTES, Staging, matrices_per_batch
 from .units import Entry, Unit
+from .wire import elements_of_numbers
 
 # The most that slots of an all-gather may take, in bytes of what they hold.
 MOST_PADDED = 1.25
 
-# Where a matrix lies in memory decides which of their paths CPU kernels take, and so its last bits:
-# one that is whole on its rank begins a cache line, as one that was gathered does.
-CACHE_LINE_BYTES = 64
+# The parts of a batch begin at multiples of so many bytes. Kernels and NCCL load 16 bytes at once
+# from there; and where a matrix lies decides which of their paths CPU kernels take, and so its last
+# bits: one that is whole on its rank begins a cache line, as one that was gathered does.
+ALIGNMENT_BYTES = 64
 
 
 def views_of_boxes(flat: Tensor, boxes: Sequence[Region], count: int) -> list[Tensor]:
@@ -126,7 +129,8 @@ class Chunk:
     Either begins with what this rank owns; then comes what it sends to, or receives from, each
     peer. Between two ranks travel, batch by batch, the parts of the units one behind the other,
     then their trailer: an exponent for each part when they are gathered (with an fp16 wire), mean
-    squares of the update when they are scattered (with a second moment).
+    squares of the update when they are scattered (with a second moment). Padding behind it brings
+    the next batch to a multiple of `ALIGNMENT_BYTES`.
 
     Args:
         momentum, weights: this rank's bundles of all batches, in the order of those buffers, in
@@ -164,9 +168,9 @@ class ChunkBuilder:
             owned = {this_peer: [unit for units in owned.values() for unit in units]}
         numbers = {unit.entry for units in owned.values() for unit in units}
         entries = [self.entries[number] for number in numbers]
-        slot = self._slot(owned, entries)
         owners = sorted(owned, key=lambda peer: (peer != this_peer, peer))
         batches = {owner: self._batches(owned[owner]) for owner in owners}
+        slot = self._slot(batches, entries)
         gather, scatter = self.gather.layout(batches), self.scatter.layout(batches, slot)
         return Chunk(
             gather.spans,
@@ -178,7 +182,9 @@ class ChunkBuilder:
             slot,
         )
 
-    def _slot(self, owned: Mapping[int, Sequence[Unit]], entries: Sequence[Entry]) -> int:
+    def _slot(
+        self, batches: Mapping[int, Sequence[tuple[Unit, ...]]], entries: Sequence[Entry]
+    ) -> int:
         """The elements that each peer sends in an all-gather of updates; 0 for an all-to-all.
 
         An all-gather sends nothing twice over the same link, but pads. The padding has to be
@@ -190,8 +196,8 @@ class ChunkBuilder:
             return 0
         numel = self.scatter.numel
         sizes = [
-            sum(numel([unit], (regions.whole(unit.shape),)) for unit in units)
-            for units in owned.values()
+            sum(numel(units, (regions.whole(units[0].shape),)) for units in of_owner)
+            for of_owner in batches.values()
         ]
         slot, total = max(sizes), sum(sizes)
         within_bound = (count - 1) * slot <= total * (1 + 1 / count - (count - 1) / count**2)
@@ -238,6 +244,7 @@ class _Direction:
         self.is_scatter = is_scatter
         span_bytes = SPAN_BYTES.get(self.channel.device.type, DEFAULT_SPAN_BYTES)
         self.span_numel = span_bytes // self.channel.opmath.itemsize
+        self.alignment = ALIGNMENT_BYTES // self.channel.wire.itemsize  # in elements
 
     def layout(self, batches: Mapping[int, Sequence[tuple[Unit, ...]]], slot: int = 0) -> _Layout:
         """The layout of a chunk.
@@ -257,9 +264,6 @@ class _Direction:
             for units in owner_batches:
                 boxes = self._boxes(units[0], this_peer)
                 is_staged = self._sends(units[0], this_peer, owner)
-                if len(peers) == 1:
-                    line = CACHE_LINE_BYTES // self.channel.wire.itemsize
-                    end = -(-end // line) * line
                 if owner == this_peer:
                     parts.append([PeerPart(this_peer, boxes, end)])
                 start = end if is_staged else unstaged_end
@@ -299,7 +303,10 @@ class _Direction:
         """This rank's parts of a batch, of which the first begins at ``start``."""
         numel = sum(map(regions.numel, boxes))
         trailer_numel = self._trailer_numel(units[0], boxes)
-        step = max(1, self.span_numel // numel) if numel else len(units)
+        step = len(units)
+        if numel:
+            aligned = self.alignment // math.gcd(numel, self.alignment)  # units up to a multiple
+            step = aligned * max(1, self.span_numel // (numel * aligned))
         for first in range(0, len(units), step):
             members = units[first : first + step]
             trailer = start + len(units) * numel + first * trailer_numel
@@ -357,13 +364,13 @@ class _Direction:
         """
         entry, block = self.entries[unit.entry], unit.block
         if self.is_scatter and entry.second_moment:
-            numbers = max(block.rows, block.cols) * max(1, 4 // self.channel.wire.itemsize)
-            return unit.count * numbers
+            numbers = unit.count * max(block.rows, block.cols)
+            return numbers * elements_of_numbers(self.channel.wire)
         if self.channel.scaled and (entry.scatters_in_place or not self.is_scatter):
             return len(boxes)
         return 0
 
     def numel(self, units: Sequence[Unit], boxes: tuple[Region, ...]) -> int:
-        """Elements of the parts of a batch, trailer included."""
+        """Elements of the parts of a batch, trailer and padding included."""
         each = sum(map(regions.numel, boxes)) + self._trailer_numel(units[0], boxes)
-        return len(units) * each
+        return -(-len(units) * each // self.alignment) * self.alignment

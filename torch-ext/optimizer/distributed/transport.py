@@ -58,12 +58,10 @@ class Transport:
     def finish_gather(self) -> None:
         """Waits for the momentum of what this rank owns, and takes buffers for its updates."""
         self.wait()
-        slot, scatter = self.chunk.slot, self.chunk.scatter
+        scatter = self.chunk.scatter
         if not self.chunk.in_place:
             self.updates = self._take(scatter.kept + sum(scatter.received))
-        if slot:  # nothing undefined is sent where it is padded
-            self.updates[self.lane.this_peer * slot :][:slot].zero_()
-        elif not (self._is_local or self.lane.owned_by_all):
+        if not (self.chunk.slot or self._is_local or self.lane.owned_by_all):
             in_place = self.chunk.in_place
             self._scattered = self._gathered if in_place else self._take(sum(scatter.sent))
 

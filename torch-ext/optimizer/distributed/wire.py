@@ -63,15 +63,20 @@ def unify_scales(parts: Sequence[Tensor], exponents: Tensor) -> None:
         part.mul_(factor.view(-1, *(1 for _ in part.shape[1:])))
 
 
+def elements_of_numbers(wire: torch.dtype) -> int:
+    """How many elements `write_numbers` takes for a number."""
+    return 1 if wire.itemsize >= 4 else 4
+
+
 def write_numbers(numbers: Tensor, buffer: Tensor, start: int) -> None:
-    """Writes numbers exactly: fp32 ones into two elements each where the wire has 16 bits."""
-    if buffer.dtype.itemsize < 4:
-        numbers = numbers.to(torch.float32).contiguous().view(buffer.dtype)
+    """Writes numbers exactly: where the wire has 16 bits, each byte of their fp32 as a number."""
+    if elements_of_numbers(buffer.dtype) > 1:
+        numbers = numbers.to(torch.float32).contiguous().view(torch.uint8)
     buffer[start : start + numbers.numel()].copy_(numbers.flatten())
 
 
 def read_numbers(buffer: Tensor, start: int, count: int) -> Tensor:
     """``count`` numbers that `write_numbers` wrote, flat."""
-    if buffer.dtype.itemsize < 4:
-        return buffer[start : start + 2 * count].clone().view(torch.float32)
-    return buffer[start : start + count]
+    each = elements_of_numbers(buffer.dtype)
+    elements = buffer[start : start + count * each]
+    return elements if each == 1 else elements.to(torch.uint8).view(torch.float32)

@@ -16,6 +16,7 @@ from ..distributed import regions, zero2
 from ..distributed import utils as dtensors
 from ..distributed.plan import Entry, Lane, Plan, Unit
 from ..distributed.replicas import is_divided
+from ..distributed.wire import elements_of_numbers
 from ..parameters.options import Group, Settings
 from ..parameters.survey import Survey
 
@@ -245,11 +246,10 @@ def _bytes_moved(plan: Plan, lane: Lane, unit: Unit, owner: int) -> int:
     if lane.owned_by_all:
         return elements * lane.wire.itemsize
     elements += entry.replica_count(owner) * numel - held(entry.region(owner))
-    moments = 0
     if entry.second_moment:
-        long_side = max(unit.block.rows, unit.block.cols)
-        moments = (len(lane.peers) - 1) * unit.count * long_side
-    return elements * lane.wire.itemsize + moments * max(4, lane.wire.itemsize)
+        moments = (len(lane.peers) - 1) * unit.count * max(unit.block.rows, unit.block.cols)
+        elements += moments * elements_of_numbers(lane.wire)
+    return elements * lane.wire.itemsize
 
 
 def _algorithm(param: Tensor, group: Group, entry: Optional[Entry]) -> str:
