@@ -73,13 +73,14 @@ class Finding(NamedTuple):
 def candidates(kind: Any, dtype: str, dry: bool) -> list[Any]:
     """Configurations to time; more groups of columns are tried on the fastest (`tune`)."""
     if dry:
-        return [kind(16, 16, 4, 2, group=2, persistent=p) for p in (0, 1)]
+        return [kind(16, 16, 4, stages, group=2) for stages in (1, 2)]
     blocks = (64, 128, 256) if dtype != "float32" else (32, 64, 128)
     blocks_k = (32, 64, 128) if dtype != "float32" else (16, 32)
-    rest = itertools.product(blocks, blocks_k, (4, 8), (2, 3, 4, 5), (0, 1, 2))
     return [
-        kind(block, block_k, warps, stages, persistent=persistent)
-        for block, block_k, warps, stages, persistent in rest
+        kind(block, block_k, warps, stages)
+        for block, block_k, warps, stages in itertools.product(
+            blocks, blocks_k, (4, 8), (2, 3, 4, 5)
+        )
         # Of accumulators alone, more than a thread's registers.
         if block * block <= 32 * warps * 255
     ]
@@ -153,7 +154,7 @@ def text_of(document: dict[str, Any]) -> str:
 
 def table_of(findings: list[Finding], title: str) -> Table:
     table = Table(title=title)
-    for column in ("dtype", "s", "k", "batch", "tile", "warps", "stages", "group", "loops"):
+    for column in ("dtype", "s", "k", "batch", "tile", "warps", "stages", "group"):
         table.add_column(column, justify="right")
     for column in ("µs", "TFLOP/s", "bmm µs", "× bmm", "refused"):
         table.add_column(column, justify="right")
@@ -163,7 +164,7 @@ def table_of(findings: list[Finding], title: str) -> Table:
         table.add_row(
             *(finding.dtype, str(s), str(k), str(batch), f"{config.block}×{config.block_k}"),
             *(str(config.num_warps), str(config.num_stages)),
-            *(str(config.group), str(config.persistent)),
+            str(config.group),
             *(f"{finding.microseconds:.1f}", f"{speed:.0f}", f"{finding.bmm_microseconds:.1f}"),
             f"{finding.bmm_microseconds / finding.microseconds:.2f}",
             f"{finding.refused}/{finding.candidates}",

@@ -6,6 +6,7 @@ Runs on an accelerator where there is one, else in Triton's interpreter.
 from __future__ import annotations
 
 import dataclasses
+import heapq
 import itertools
 import json
 import math
@@ -141,19 +142,17 @@ def test_c_may_have_a_dtype_of_its_own(out_dtype, c_dtype):
 
 
 @pytest.mark.kernels_ci
-@pytest.mark.parametrize("persistent", [0, 1])
-def test_factors_of_each_matrix_are_read_on_the_device(persistent):
+def test_factors_of_each_matrix_are_read_on_the_device():
     X, C = randn(3, 24, 16), gram(randn(3, 24, 16))
     table = torch.tensor([[0.5, -1.5], [2.0, 0.0], [0.0, 3.0]], device=DEVICE)
     alpha, beta = table.unbind(1)  # every second number
-    config = dataclasses.replace(SMALL, persistent=persistent)
     for options in [
         dict(alpha=alpha, beta=beta, C=C),
         dict(alpha=alpha, beta=0.25, C=C),
         dict(alpha=1.5, beta=beta.contiguous(), C=C),
         dict(alpha=alpha[:1].expand(3), beta=beta, C=C),
     ]:
-        out = product(X, X.mT, config=config, **options)
+        out = product(X, X.mT, config=SMALL, **options)
         assert_product(out, expected_product(X, X.mT, **options), terms=4.0)
 
 
@@ -175,12 +174,12 @@ def test_fp32_is_multiplied_in_full_precision():
 
 
 @pytest.mark.kernels_ci
-def test_order_of_tiles_and_number_of_programs_change_no_bit():
+def test_order_of_tiles_changes_no_bit():
     X = randn(2, 64, 32, dtype=torch.float16)
     C = gram(randn(2, 64, 32)).half()
     outs = [
-        product(X, X.mT, beta=0.5, C=C, config=dataclasses.replace(SMALL, group=g, persistent=p))
-        for g, p in [(1, 0), (3, 0), (8, 1), (2, 2), (4, 1000)]
+        product(X, X.mT, beta=0.5, C=C, config=dataclasses.replace(SMALL, group=group))
+        for group in (1, 3, 8)
     ]
     for out in outs[1:]:
         assert torch.equal(out, outs[0])
@@ -188,8 +187,7 @@ def test_order_of_tiles_and_number_of_programs_change_no_bit():
 
 def test_a_batch_gives_bit_for_bit_what_its_matrices_give_alone():
     X = randn(3, 32, 32, dtype=torch.float16)
-    config = dataclasses.replace(SMALL, persistent=1)
-    together = product(X, X.mT, config=config)
+    together = product(X, X.mT, config=SMALL)
     assert torch.equal(together, torch.cat([product(x, x.mT, config=SMALL) for x in X.split(1)]))
 
 
@@ -226,18 +224,51 @@ def test_numbers_of_tiles_are_exact_where_floats_are_not():
         assert list(zip(rows.tolist(), cols.tolist())) == expected
 
 
-def test_more_tiles_than_a_grid_holds_are_taken_in_turns():
-    target = configs.CompileTarget("d", "sm_90", "cuda", 132)
-    programs = symmetric._programs
-    assert programs(2**33, SMALL, False, target) == 2**31 - 1
-    persistent = dataclasses.replace(SMALL, persistent=2)
-    assert programs(1000, persistent, True, target) == 264
-    assert programs(100, persistent, True, target) == 100
-    assert programs(1000, persistent, False, target) == 1000
-    assert programs(1000, SMALL, True, target) == 1000
+class Launches:
+    """Takes the place of a kernel, and keeps what it would have been launched with."""
+
+    def __init__(self):
+        self.grids = []
+
+    def __getitem__(self, grid):
+        self.grids.append(grid)
+        return lambda *arguments, **constants: None
 
 
-def test_wide_offsets_and_the_largest_grid_change_no_bit(monkeypatch):
+def rounds(programs: int, processors: int) -> int:
+    """When the last of equally long programs ends, on processors that take one when they are free.
+
+    The hardware starts programs in their order.
+    """
+    free_at = [0] * processors
+    for _ in range(programs):
+        heapq.heappush(free_at, heapq.heappop(free_at) + 1)
+    return max(free_at)
+
+
+@pytest.mark.parametrize(
+    ("batch", "s", "k"),
+    [(1, 4096, 4096), (4, 4096, 14336), (16, 768, 2048), (32, 1024, 4096), (8, 2048, 2048)],
+)
+@pytest.mark.parametrize("taken", [0, 16, 32])
+def test_processors_that_collectives_hold_slow_products_by_their_share(
+    batch, s, k, taken, monkeypatch
+):
+    h100 = configs.CompileTarget("d", "sm_90", "cuda", 132)
+    launches = Launches()
+    monkeypatch.setattr(symmetric, "_symmetric_kernel", launches)
+    monkeypatch.setattr(configs, "compile_target", lambda device: h100)
+    X, out = (torch.empty(batch, s, n, dtype=torch.float16, device=DEVICE) for n in (k, s))
+    symmetric_product(X, X.mT, out=out)
+    ((programs,),) = launches.grids
+    config = configs.choose(torch.float16, s, k, batch, True, h100)
+    tiles = batch * configs.symmetric_tiles(s, config.block)
+    # A program that has several tiles counts as often.
+    rounds_taken = -(-tiles // programs) * rounds(programs, h100.processors - taken)
+    assert rounds_taken <= 1.3 * tiles / (h100.processors - taken)
+
+
+def test_wide_offsets_change_no_bit(monkeypatch):
     X, C = randn(3, 50, 24), gram(randn(3, 50, 24))
     expected = product(X, X.mT, beta=0.5, C=C, config=SMALL)
     monkeypatch.setattr(symmetric, "INT32_MAX", 5)
@@ -319,14 +350,13 @@ def test_nothing_around_the_output_is_written():
 # Memory that is shared, and what is read
 
 
-@pytest.mark.parametrize("s, persistent", [(50, 0), (64, 1)])
-def test_c_may_be_the_output_itself(s, persistent):
+@pytest.mark.parametrize("s", [50, 64])
+def test_c_may_be_the_output_itself(s):
     X, C = randn(2, s, 16), gram(randn(2, s, 16))
-    config = dataclasses.replace(SMALL, persistent=persistent)
     options = dict(alpha=0.5, beta=-2.0, diagonal=1.0)
     expected = product(X, X.mT, C=C, config=SMALL, **options)
     for out in (C.clone(), C.mT.clone().mT):
-        symmetric_product(X, X.mT, C=out, out=out, config=config, **options)
+        symmetric_product(X, X.mT, C=out, out=out, config=SMALL, **options)
         assert torch.equal(out, expected)  # a tile computed twice would have added C twice
 
 

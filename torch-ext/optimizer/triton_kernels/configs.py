@@ -33,8 +33,6 @@ class SymmetricConfig:
         block_k: how much of k is loaded at once.
         num_warps, num_stages: warps of a program; loads in flight (Triton's own meaning).
         group: columns of tiles computed together, for reuse in L2.
-        persistent: programs per processor, which take tiles in turns until all are done; 0 launches
-            one program for each tile.
     """
 
     block: int
@@ -42,12 +40,11 @@ class SymmetricConfig:
     num_warps: int
     num_stages: int
     group: int = 8
-    persistent: int = 0
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if type(value) is not int or value < (field.name != "persistent"):
+            if type(value) is not int or value < 1:
                 raise ValueError(f"{field.name} must be a positive integer, found {value!r}")
         for name, least in (("block", 16), ("block_k", 16), ("num_warps", 1)):
             value = getattr(self, name)

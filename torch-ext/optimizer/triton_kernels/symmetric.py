@@ -72,16 +72,16 @@ def symmetric_product(
         config = configs.choose(A.dtype, s, k, matrices, aligned, target)
     even = s % config.block == 0 and k % config.block_k == 0
     per_matrix = configs.symmetric_tiles(s, config.block)
-    tiles = matrices * per_matrix
-    programs = _programs(tiles, config, even and aligned, target)
     read = out if C is None else C  # a pointer must be given even where it is not used
     # Left to itself, Triton launches on the current device.
     with torch.accelerator.device_index(out.device.index):
-        _symmetric_kernel[(programs,)](
+        # One program for each tile: where collectives hold some of the processors, the others take
+        # what is left, which they could not of programs that have a share of the tiles each.
+        _symmetric_kernel[(matrices * per_matrix,)](
             *(A, B, read, out),
             alpha if isinstance(alpha, Tensor) else float(alpha),
             beta if isinstance(beta, Tensor) else float(beta),
-            *(float(diagonal), tiles, per_matrix, s, k),
+            *(float(diagonal), per_matrix, s, k),
             *(*A.stride(), *B.stride(), *read.stride(), *out.stride()),
             alpha.stride(0) if isinstance(alpha, Tensor) else 0,
             beta.stride(0) if isinstance(beta, Tensor) else 0,
@@ -90,7 +90,6 @@ def symmetric_product(
             HAS_C=C is not None,
             EVEN=even,
             LONG_OFFSETS=any(_extent(X.shape[1:], X.stride()[1:]) > INT32_MAX for X in operands),
-            PERSISTENT=programs < tiles,
             INTERPRETED=INTERPRETED,
             BLOCK=config.block,
             BLOCK_K=config.block_k,
@@ -107,16 +106,6 @@ def _is_aligned(operand: Tensor) -> bool:
     contiguous = strides[1] == 1 or strides[2] == 1
     multiples = all(stride == 1 or stride % 16 == 0 for stride in strides)
     return contiguous and multiples and operand.data_ptr() % 16 == 0
-
-
-def _programs(tiles: int, config: SymmetricConfig, regular: bool, target: CompileTarget) -> int:
-    """Programs to launch: one for each tile, or fewer that take tiles in turns."""
-    if tiles > INT32_MAX:  # the largest grid
-        return INT32_MAX
-    # With masks or single entries, the registers that the outer loop takes would be spilled.
-    if config.persistent == 0 or not regular:
-        return tiles
-    return min(tiles, config.persistent * target.processors)
 
 
 def _validate(
@@ -206,7 +195,7 @@ def _extent(shape: Sequence[int], strides: Sequence[int]) -> int:
 
 
 # Whether these are 1, or divisible by 16, is not worth another compilation.
-@triton.jit(do_not_specialize=["tiles", "per_matrix", "alpha_stride", "beta_stride"])
+@triton.jit(do_not_specialize=["per_matrix", "alpha_stride", "beta_stride"])
 def _symmetric_kernel(
     a_ptr,  # (matrices, s, k)
     b_ptr,  # (matrices, k, s)
@@ -215,7 +204,6 @@ def _symmetric_kernel(
     alpha,  # a number, or where ALPHAS a pointer (matrices,)
     beta,  # likewise by BETAS
     diagonal,
-    tiles,  # to compute, of all matrices
     per_matrix,
     s,
     k,
@@ -238,82 +226,78 @@ def _symmetric_kernel(
     HAS_C: tl.constexpr,
     EVEN: tl.constexpr,  # tiles end where the matrices do: no masks
     LONG_OFFSETS: tl.constexpr,  # 64-bit offsets within a matrix
-    PERSISTENT: tl.constexpr,  # a program takes every num_programs-th tile
     INTERPRETED: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
 ):
     side = tl.cdiv(s, BLOCK)
-    first = tl.program_id(0).to(tl.int64)
-    last = tiles if PERSISTENT else first + 1
-    step = tl.num_programs(0) if PERSISTENT else 1
-    for number in range(first, last, step):
-        matrix = number // per_matrix
-        row, col = _tile_at(number % per_matrix, side, GROUP)
-        # Triton keeps 32-bit offsets in fewer registers, and AMD's buffer loads need them.
-        if not LONG_OFFSETS:
-            row = row.to(tl.int32)
-            col = col.to(tl.int32)
-        rows = row * BLOCK + tl.arange(0, BLOCK)
-        cols = col * BLOCK + tl.arange(0, BLOCK)
-        inner = tl.arange(0, BLOCK_K)
-        if LONG_OFFSETS:
-            inner = inner.to(tl.int64)
+    number = tl.program_id(0).to(tl.int64)
+    matrix = number // per_matrix
+    row, col = _tile_at(number % per_matrix, side, GROUP)
+    # Triton keeps 32-bit offsets in fewer registers, and AMD's buffer loads need them.
+    if not LONG_OFFSETS:
+        row = row.to(tl.int32)
+        col = col.to(tl.int32)
+    rows = row * BLOCK + tl.arange(0, BLOCK)
+    cols = col * BLOCK + tl.arange(0, BLOCK)
+    inner = tl.arange(0, BLOCK_K)
+    if LONG_OFFSETS:
+        inner = inner.to(tl.int64)
 
-        # Offsets stay as they are while the bases advance: half the registers of pointers.
-        a_base = a_ptr + matrix * a_matrix
-        b_base = b_ptr + matrix * b_matrix
-        a_offsets = rows[:, None] * a_row + inner[None, :] * a_col
-        b_offsets = inner[:, None] * b_row + cols[None, :] * b_col
-        advance = tl.full([], BLOCK_K, tl.int64)
-        acc = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
-        for start in range(0, k, BLOCK_K):
-            if EVEN:
-                a = tl.load(a_base + a_offsets)
-                b = tl.load(b_base + b_offsets)
-            else:
-                left = k - start
-                a_mask = (rows[:, None] < s) & (inner[None, :] < left)
-                b_mask = (inner[:, None] < left) & (cols[None, :] < s)
-                a = tl.load(a_base + a_offsets, mask=a_mask, other=0.0)
-                b = tl.load(b_base + b_offsets, mask=b_mask, other=0.0)
-            if INTERPRETED:  # which multiplies bf16 as if it were integers
-                a = a.to(tl.float32)
-                b = b.to(tl.float32)
-            acc = tl.dot(a, b, acc, input_precision="ieee")
-            a_base += advance * a_col
-            b_base += advance * b_row
-
-        if ALPHAS:
-            acc *= tl.load(alpha + matrix * alpha_stride)
+    # Offsets stay as they are while the bases advance: half the registers of pointers.
+    a_base = a_ptr + matrix * a_matrix
+    b_base = b_ptr + matrix * b_matrix
+    a_offsets = rows[:, None] * a_row + inner[None, :] * a_col
+    b_offsets = inner[:, None] * b_row + cols[None, :] * b_col
+    advance = tl.full([], BLOCK_K, tl.int64)
+    acc = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
+    for start in range(0, k, BLOCK_K):
+        if EVEN:
+            a = tl.load(a_base + a_offsets)
+            b = tl.load(b_base + b_offsets)
         else:
-            acc *= alpha
-        acc += tl.where(rows[:, None] == cols[None, :], diagonal, 0.0)
-        if HAS_C:
-            if BETAS:
-                factor = tl.load(beta + matrix * beta_stride)
-            else:
-                factor = beta
-            # Where beta is 0, C may be anything, NaN too: it is not read.
-            read_rows = tl.where(factor != 0.0, s, 0)
-            c_base = c_ptr + matrix * c_matrix
-            c_offsets = rows[:, None] * c_row + cols[None, :] * c_col
-            c_mask = (rows[:, None] < read_rows) & (cols[None, :] < s)
-            acc += factor * tl.load(c_base + c_offsets, mask=c_mask, other=0.0).to(tl.float32)
+            left = k - start
+            a_mask = (rows[:, None] < s) & (inner[None, :] < left)
+            b_mask = (inner[:, None] < left) & (cols[None, :] < s)
+            a = tl.load(a_base + a_offsets, mask=a_mask, other=0.0)
+            b = tl.load(b_base + b_offsets, mask=b_mask, other=0.0)
+        if INTERPRETED:  # which multiplies bf16 as if it were integers
+            a = a.to(tl.float32)
+            b = b.to(tl.float32)
+        acc = tl.dot(a, b, acc, input_precision="ieee")
+        a_base += advance * a_col
+        b_base += advance * b_row
 
-        # The tile, and its mirror image; a tile on the diagonal is its own. Without a branch, whose
-        # ends would hold the tile in registers twice.
-        out_base = out_ptr + matrix * out_matrix
-        tile = _round_to_nearest(acc, out_ptr.dtype.element_ty, INTERPRETED)
-        mirrored = tl.trans(tile)
-        tile = tl.where(rows[:, None] <= cols[None, :], tile, mirrored)
-        out_offsets = rows[:, None] * out_row + cols[None, :] * out_col
-        tl.store(out_base + out_offsets, tile, mask=(rows[:, None] < s) & (cols[None, :] < s))
-        mirrored_cols = tl.where(row != col, s, 0)
-        out_offsets = cols[:, None] * out_row + rows[None, :] * out_col
-        out_mask = (cols[:, None] < s) & (rows[None, :] < mirrored_cols)
-        tl.store(out_base + out_offsets, mirrored, mask=out_mask)
+    if ALPHAS:
+        acc *= tl.load(alpha + matrix * alpha_stride)
+    else:
+        acc *= alpha
+    acc += tl.where(rows[:, None] == cols[None, :], diagonal, 0.0)
+    if HAS_C:
+        if BETAS:
+            factor = tl.load(beta + matrix * beta_stride)
+        else:
+            factor = beta
+        # Where beta is 0, C may be anything, NaN too: it is not read.
+        read_rows = tl.where(factor != 0.0, s, 0)
+        c_base = c_ptr + matrix * c_matrix
+        c_offsets = rows[:, None] * c_row + cols[None, :] * c_col
+        c_mask = (rows[:, None] < read_rows) & (cols[None, :] < s)
+        acc += factor * tl.load(c_base + c_offsets, mask=c_mask, other=0.0).to(tl.float32)
+
+    # The tile, and its mirror image; a tile on the diagonal is its own. Without a branch, whose
+    # ends would hold the tile in registers twice.
+    out_base = out_ptr + matrix * out_matrix
+    tile = _round_to_nearest(acc, out_ptr.dtype.element_ty, INTERPRETED)
+    mirrored = tl.trans(tile)
+    tile = tl.where(rows[:, None] <= cols[None, :], tile, mirrored)
+    out_offsets = rows[:, None] * out_row + cols[None, :] * out_col
+    tl.store(out_base + out_offsets, tile, mask=(rows[:, None] < s) & (cols[None, :] < s))
+    mirrored_cols = tl.where(row != col, s, 0)
+    out_offsets = cols[:, None] * out_row + rows[None, :] * out_col
+    out_mask = (cols[:, None] < s) & (rows[None, :] < mirrored_cols)
+    tl.store(out_base + out_offsets, mirrored, mask=out_mask)
 
 
 @triton.jit
