@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import configs
-from .configs import CompileTarget, SymmetricConfig
+from .configs import SymmetricConfig
 
 Scalar = Union[float, Tensor]  # a tensor holds one number for each matrix, (n,) in fp32
 
