@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import itertools
@@ -11,6 +12,7 @@ import platform
 import subprocess
 import sys
 import warnings
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -596,3 +598,70 @@ def test_bfloat16_is_the_default_only_on_cpus_with_instructions_for_it():
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="limits x86's instructions")
 def test_float32_is_the_default_where_onednn_may_not_use_those_instructions():
     assert default_dtype_in(ONEDNN_MAX_CPU_ISA="AVX2") == "torch.float32"
+
+
+# -- cuBLAS ----------------------------------------------------------------------------------------
+
+products = import_module(f"{optimizer.__name__}.newton_schulz.products")
+
+
+def product_by_split_k(A, B, alpha, beta, C, out, splits=4):
+    """What cuBLAS may do with fp16: sums over parts of k in fp16, and alpha afterwards."""
+    pieces = zip(A.float().tensor_split(splits, -1), B.float().tensor_split(splits, -2))
+    total = sum(torch.bmm(a, b).half() for a, b in pieces)
+    return out.copy_(alpha * total.float() + (beta * C.float() if beta else 0.0))
+
+
+def apply_by_split_k(Q, X, alpha, beta, out):
+    left, right = (X, Q) if X.shape[-2] > X.shape[-1] else (Q, X)
+    return product_by_split_k(left, right, alpha, beta, X, out)
+
+
+def one_entry(rows, cols):
+    G = torch.full((rows, cols), 1e-6)
+    G[1, 2] = 1.0
+    return G
+
+
+@pytest.mark.parametrize(
+    "G",
+    [
+        torch.randn(256, 4096, generator=torch.Generator().manual_seed(0)),
+        torch.randn(2048, 128, generator=torch.Generator().manual_seed(1)),
+        torch.ones(64, 8192),
+        one_entry(256, 2048),
+        one_entry(512, 512),
+    ],
+    ids=["wide", "tall", "rank one", "one entry", "one entry, square"],
+)
+@pytest.mark.parametrize("algorithm", ["standard", "gram"])
+def test_sums_of_a_part_of_k_in_fp16_overflow_nowhere(G, algorithm, monkeypatch):
+    gram = functools.partial(products._gram, product_by_split_k)
+    ways = products.Products(gram, product_by_split_k, apply_by_split_k)
+    expected = newton_schulz(G, dtype=torch.float16, algorithm=algorithm)
+    monkeypatch.setitem(products.PRODUCTS, "in_fp32", ways)
+    found = newton_schulz(G, dtype=torch.float16, algorithm=algorithm)
+    assert found.isfinite().all()
+    assert (found - expected).float().norm() <= 0.1 * expected.float().norm()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name", "allowed", "inside"),
+    [
+        (torch.float16, "allow_fp16_reduced_precision_reduction", True, False),
+        (torch.float16, "allow_fp16_accumulation", True, False),
+        (torch.bfloat16, "allow_bf16_reduced_precision_reduction", True, False),
+        (torch.float32, "fp32_precision", "tf32", "ieee"),
+    ],
+)
+def test_what_users_allow_cublas_is_not_allowed_within_the_iteration(dtype, name, allowed, inside):
+    matmul = torch.backends.cuda.matmul
+    before = getattr(matmul, name)
+    try:
+        setattr(matmul, name, allowed)
+        with contextlib.suppress(KeyError), products.full_precision(dtype, "cuda"):
+            assert getattr(matmul, name) == inside
+            raise KeyError
+        assert getattr(matmul, name) == allowed
+    finally:
+        setattr(matmul, name, before)

@@ -22,7 +22,7 @@ from .. import triton_kernels
 from ..scratch import Scratch
 from .coefficients import Coefficients, Triple
 from .forms import ALGORITHMS, Recipe, recipe_for
-from .products import PRODUCTS, Products
+from .products import PRODUCTS, Products, full_precision
 
 NORMS = ("frobenius", "schatten4")
 _SIDES = (-2, -1)
@@ -114,8 +114,9 @@ def _orthogonalize(
     rest: Optional[Tensor] = None  # what X is still to be divided by, as the first segment does
     if recipe.dtype == torch.float16:
         # The entries of a large matrix of norm 1 would be lost under 6e-5: a power of two brings
-        # them near 1. No entry exceeds twice the norm, so nothing overflows.
-        scale = 2.0 ** min(14, int(math.log2(rows * cols) / 2))
+        # them nearer to 1. Sums of a part of their products stay under 2^15 with it, so nothing
+        # overflows where a library keeps these in fp16, too.
+        scale = 2.0 ** min(7, int(math.log2(rows * cols) / 2))
         size, rest = _normalize_exactly(batch, factor, eps, scale, X)
     else:
         size = _normalize(batch, factor, eps, overwrite, scratch, X)  # (n, 1, 1)
@@ -128,20 +129,21 @@ def _orthogonalize(
         scratch.empty(purpose, (n, side, side), X.dtype, X.device)
         for purpose in ("RZQT" if form.is_gram else "RZ")
     ]
-    for start, stop in form.segments:
-        correction = None if rest is None else rest.square().reciprocal_()
-        R = products.gram(X, scale**-2, correction, squares[0])
-        if start == 0 and recipe.norm == "schatten4":  # X is of size 1 by the Frobenius norm
-            dtype = torch.promote_types(R.dtype, torch.float32)
-            norm_of_R = torch.linalg.vector_norm(R, dim=_SIDES, keepdim=True, dtype=dtype)
-            closer = _size(norm_of_R.sqrt_(), factor, eps / size)
-            R.div_(closer.square())
-            rest = closer if rest is None else rest * closer
-        Q, alpha, beta = _segment(R, form.triples[start:stop], rest, products, squares[1:])
-        rest = None
-        if stop == len(form.triples):
-            alpha, beta = alpha / scale, beta / scale
-        X, Y = products.apply(Q, X, alpha, beta, Y), X
+    with full_precision(X.dtype, X.device.type):
+        for start, stop in form.segments:
+            correction = None if rest is None else rest.square().reciprocal_()
+            R = products.gram(X, scale**-2, correction, squares[0])
+            if start == 0 and recipe.norm == "schatten4":  # X is of size 1 by the Frobenius norm
+                dtype = torch.promote_types(R.dtype, torch.float32)
+                norm_of_R = torch.linalg.vector_norm(R, dim=_SIDES, keepdim=True, dtype=dtype)
+                closer = _size(norm_of_R.sqrt_(), factor, eps / size)
+                R.div_(closer.square())
+                rest = closer if rest is None else rest * closer
+            Q, alpha, beta = _segment(R, form.triples[start:stop], rest, products, squares[1:])
+            rest = None
+            if stop == len(form.triples):
+                alpha, beta = alpha / scale, beta / scale
+            X, Y = products.apply(Q, X, alpha, beta, Y), X
     return X
 
 

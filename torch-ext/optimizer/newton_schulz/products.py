@@ -6,9 +6,10 @@ commute, both symmetric; and the multiplication of X by such a matrix, on its sh
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import NamedTuple, Optional, Union
+from typing import Any, NamedTuple, Optional, Union
 
 import torch
 from torch import Tensor
@@ -31,6 +32,37 @@ class Products(NamedTuple):
     gram: Callable[[Tensor, float, Optional[Tensor], Tensor], Tensor]
     symmetric: Symmetric
     apply: Callable[[Tensor, Tensor, float, float, Tensor], Tensor]
+
+
+# What torch lets cuBLAS do with operands of a dtype, unless told otherwise by the user: sums of parts
+# of k in 16 bits, and TF32.
+_SWITCHES: dict[torch.dtype, dict[str, Any]] = {
+    torch.float16: {
+        "allow_fp16_reduced_precision_reduction": False,
+        "allow_fp16_accumulation": False,
+    },
+    torch.bfloat16: {"allow_bf16_reduced_precision_reduction": False},
+    torch.float32: {"fp32_precision": "ieee"},
+}
+
+
+@contextlib.contextmanager
+def full_precision(dtype: torch.dtype, device_type: str) -> Iterator[None]:
+    """Lets cuBLAS multiply with sums in fp32; the user's switches are back afterwards."""
+    switches = _SWITCHES.get(dtype, {}) if device_type == "cuda" else {}
+    matmul = torch.backends.cuda.matmul
+    before: dict[str, Any] = {}
+    try:
+        for name, value in switches.items():
+            before[name] = getattr(matmul, name)
+            split_k = getattr(matmul, f"{name}_split_k", None)  # set together, if torch has it
+            if split_k is not None:
+                before[name], value = (before[name], split_k), (value, split_k)
+            setattr(matmul, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(matmul, name, value)
 
 
 def _sides(X: Tensor) -> tuple[Tensor, Tensor]:
