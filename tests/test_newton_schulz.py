@@ -638,11 +638,9 @@ def one_entry(rows, cols):
 def test_sums_of_a_part_of_k_in_fp16_overflow_nowhere(G, algorithm, monkeypatch):
     gram = functools.partial(products._gram, product_by_split_k)
     ways = products.Products(gram, product_by_split_k, apply_by_split_k)
-    expected = newton_schulz(G, dtype=torch.float16, algorithm=algorithm)
     monkeypatch.setitem(products.PRODUCTS, "in_fp32", ways)
-    found = newton_schulz(G, dtype=torch.float16, algorithm=algorithm)
-    assert found.isfinite().all()
-    assert (found - expected).float().norm() <= 0.1 * expected.float().norm()
+    found = newton_schulz(G, dtype=torch.float16, algorithm=algorithm).float()
+    assert 0.7 < torch.linalg.matrix_norm(found, 2) < 1.3
 
 
 @pytest.mark.parametrize(
