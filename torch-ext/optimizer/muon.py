@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Optional, Union
 import torch
 from torch import Tensor, nn
 
-from . import newton_schulz, pipeline
+from . import newton_schulz, pipeline, triton_kernels
 from .async_utils import Event
 from .cpu_offload import Backend, CPUOffload, Hooks
 from .distributed import agreement
@@ -30,6 +30,7 @@ from .state.origin import in_words_of_this_package, names_source
 from .state.specs import check_state
 from .state.store import StateStore
 from .step.grad_scaler import Scaling, forget_where_it_raises, is_asked_by_lightning
+from .step.kernel_trial import try_kernels
 from .step.notes import take_notes
 from .step.step import Prepared, Step
 
@@ -158,6 +159,7 @@ class Muon(torch.optim.Optimizer):
     _compared: bool  # whether replicas have compared what they hold
     _warned: bool  # whether a step without gradients was warned of
     _prepared: Optional[Prepared]  # tensors that the last step has prepared
+    _tried: Optional[Plan]  # whose kernels were tried last
     _last: tuple[Plan, tuple[Event, ...]]  # plan and schedule of the last step
     _untrained: int  # how many steps, up to the last one, had gradients for AdamW alone
     _checked_keys: dict[int, set[Any]]  # of each group, as `_check_keys` last found them
@@ -420,6 +422,9 @@ class Muon(torch.optim.Optimizer):
                 # torch.distributed.checkpoint steps with lr=0 to have state, which changes nothing.
                 is_dry = not self.state and all(_is_zero(group.lr) for group in groups)
                 clipping = self._begin_clipping(qk_logits, groups, is_dry)
+                if plan is not self._tried:
+                    try_kernels(plan)
+                    self._tried = plan
         except BaseException as raised:
             error = raised
         survey = self._survey
@@ -440,7 +445,10 @@ class Muon(torch.optim.Optimizer):
             notes,
             error,
             scaling.skips,
+            triton_kernels.is_given_up(),
         )
+        if self._agreement.lacks_kernels:
+            triton_kernels.give_up("another rank can't launch them")
         if survey is not self._agreed:
             self._agreed = survey
             params = (param for group in groups for param in group.params)
@@ -954,6 +962,7 @@ class Muon(torch.optim.Optimizer):
         self._survey = self._agreed = NO_SURVEY
         self._agreement = agreement.Agreement()
         self._compared = False
+        self._tried = None
         self._warned = False
         self._checked_keys = {}
         self._untrained = 0
@@ -963,6 +972,7 @@ class Muon(torch.optim.Optimizer):
     def _forget_tensors(self) -> None:
         """Lets go of what steps keep of weights and state, which would keep their memory."""
         self._prepared = None
+        self._tried = None
         self._store.recheck()
 
 

@@ -30,8 +30,9 @@ from .utils import GroupCache, world_timeout
 
 CHECKS = ("step", "plan", "off")
 
-# The vote of a rank, the fourth field of its record.
+# The vote of a rank, the fourth field of its record, to which it adds whether it lacks kernels.
 _GO, _SKIP, _FAIL = range(3)
+_LACKS_KERNELS = 4
 
 Ranks = tuple[int, ...]  # global and ascending
 
@@ -130,11 +131,12 @@ class Agreement:
         may_go: whether other ranks may step because of this rank's vote in the last comparison;
             also where the comparison broke off here, since others may have received all records.
         has_compared: whether notes were compared in this step.
+        lacks_kernels: whether one of the ranks can't launch Triton's kernels, so that none does.
         steps: how many steps were made since this object was.
     """
 
     def __init__(self) -> None:
-        self.may_go = self.has_compared = False
+        self.may_go = self.has_compared = self.lacks_kernels = False
         self.steps = 0
         self._union: Optional[_Union] = None
         self._structure: Optional[Mapping[Ranks, Any]] = None  # of the last agreement
@@ -154,6 +156,7 @@ class Agreement:
         notes: Callable[[], Mapping[Ranks, StepNotes]],
         error: Optional[BaseException],
         skip: Optional[bool],
+        lacks_kernels: bool,
     ) -> bool:
         """Whether the ranks skip a step; raises on all alike where one of them can't make it.
 
@@ -164,12 +167,14 @@ class Agreement:
             notes: makes the notes of this step; not called where there is an error.
             error: what keeps this rank from making the step.
             skip: whether this rank is to skip it; None where none ever is.
+            lacks_kernels: whether this rank can't launch Triton's kernels.
 
         Raises:
             ValueError: ranks would do different things.
             RuntimeError: a rank did not come, or died meanwhile.
         """
         self.may_go = error is None and any(len(ranks) > 1 for ranks in sets)
+        self.lacks_kernels = lacks_kernels
         skips = bool(skip)
         if self._is_due(how_often, structure, skip is not None):
             try:
@@ -273,9 +278,11 @@ class Agreement:
         """
         vote = _FAIL if error is not None else _SKIP if skip else _GO
         record = _record(union, sets, notes, vote)
+        record[3] += _LACKS_KERNELS * self.lacks_kernels
         self.may_go = vote == _GO
         records = _exchange_records(union.ranks, record)
-        have_changed, votes = bool(records[:, 2].any()), records[:, 3].tolist()
+        have_changed, votes = bool(records[:, 2].any()), (records[:, 3] % _LACKS_KERNELS).tolist()
+        self.lacks_kernels = bool((records[:, 3] >= _LACKS_KERNELS).any())
         differ = bool(records[:, 4:].sum(0).any())  # modulo 2⁶⁴
         agree, skips = not (have_changed or differ or _FAIL in votes), _SKIP in votes
         self.may_go = agree and not skips

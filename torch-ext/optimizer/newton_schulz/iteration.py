@@ -86,7 +86,7 @@ def newton_schulz(
     batch = G.reshape(-1, *G.shape[-2:])  # (n, rows, cols)
     overwrite, scratch = scratch is not None, scratch or Scratch()
     if not batch_invariant:
-        return _orthogonalize(batch, recipe, eps, overwrite, scratch).view(G.shape)
+        return orthogonalize(batch, recipe, eps, overwrite, scratch).view(G.shape)
     if overwrite and G.dtype == recipe.dtype:
         U = batch
     else:
@@ -94,17 +94,19 @@ def newton_schulz(
     # Libraries pick kernels by alignment as well: each matrix is computed in the same memory.
     single = scratch.empty("single", batch[:1].shape, G.dtype, G.device)
     for matrix, polar_factor in zip(batch.split(1), U.split(1)):
-        polar_factor.copy_(_orthogonalize(single.copy_(matrix), recipe, eps, True, scratch))
+        polar_factor.copy_(orthogonalize(single.copy_(matrix), recipe, eps, True, scratch))
     return U.view(G.shape)
 
 
-def _orthogonalize(
+def orthogonalize(
     batch: Tensor,  # (n, rows, cols)
     recipe: Recipe,
     eps: float,
     overwrite: bool,
     scratch: Scratch,
 ) -> Tensor:
+    """Polar factors of a batch that is not empty, by a recipe; may be in ``batch``, if it may be
+    overwritten, or in ``scratch``."""
     n, rows, cols = batch.shape
     if overwrite and batch.dtype == recipe.dtype:
         X = batch

@@ -34,8 +34,8 @@ class Products(NamedTuple):
     apply: Callable[[Tensor, Tensor, float, float, Tensor], Tensor]
 
 
-# What torch lets cuBLAS do with operands of a dtype, unless told otherwise by the user: sums of parts
-# of k in 16 bits, and TF32.
+# What torch lets cuBLAS do with operands of a dtype, by default or as users ask: sum parts of k in
+# 16 bits, take TF32.
 _SWITCHES: dict[torch.dtype, dict[str, Any]] = {
     torch.float16: {
         "allow_fp16_reduced_precision_reduction": False,
