@@ -496,7 +496,7 @@ def test_bytes_sent_per_local_element_are_those_of_the_formula(text, local, expe
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "text"),
-    [("kimi-k2", "ep:8"), ("qwen3-30b-a3b", "hsdp:4x*")],
+    [("kimi-k2", "ep:8"), ("qwen3-30b-a3b", "hsdp:4x*"), ("llama-3-70b", "fsdp")],
 )
 def test_a_thousand_ranks_cost_what_the_plan_of_each_says(model, text):
     layout = deployment.parse_layout(text, 1024)
