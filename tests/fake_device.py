@@ -6,10 +6,11 @@ have it, and bytes of the device are counted. Streams and the driver's calls for
 are there too: the package runs as it does beside a GPU, without a stand-in backend.
 
 What this can't show: anything about time. Streams do what they are told at once, so a missing wait
-goes unseen, as does whether memory is page-locked or a copy holds up the host. There is one device,
-there are no Triton kernels, and memory is what is asked for, without an allocator's rounding.
-Autograd can't record what is done with such tensors, so gradients are set by hand, and all is done
-under ``no_grad``. Numbers are a CPU's: compare them with others of this device only.
+goes unseen, unless a `Recorder` watches (tests/stream_order.py). There is one device, Triton kernels
+compute nothing (tests/stub_driver.py) or are not there, and memory is what is asked for, without an
+allocator's rounding. Autograd can't record what is done with such tensors, so gradients are set by
+hand, and all is done under ``no_grad``. Numbers are a CPU's: compare them with others of this device
+only.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -27,7 +29,11 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    is_traceable_wrapper_subclass_type,
+)
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from kernel import optimizer
@@ -41,6 +47,9 @@ INDEXES = ("index", "index_put_", "__getitem__", "__setitem__")
 
 # What torch's C++ refuses for lack of the device; all else is tried first.
 REFUSED = (Tensor.__getitem__, Tensor.__setitem__, Tensor.copy_)
+
+# What reads from the device how large its result is, or what it is.
+WAITING = ("_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "equal", "_unique2")
 
 # By which torch says that there is no such device, from C++ and from Python.
 ABSENT = ("not linked with support for cuda", "not compiled with CUDA enabled")
@@ -72,6 +81,12 @@ class Fake(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _run(func, args, kwargs or {})
+
+    def data_ptr(self) -> int:
+        return self.held.data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.held.untyped_storage()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Fake:
         kind = (self.requires_grad, getattr(self, "_is_param", False))
@@ -123,13 +138,22 @@ class Device:
         memory: its bytes.
         operations: how often each was done there, by name.
         host_operations: the same of operations between tensors of the host.
+        computes: whether operations there are done; else their results are made, undefined.
+        waits: what made the host wait, by operation: values that it reads from the device, and
+            copies that are blocking, or from or to memory that is not page-locked.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, computes: bool = True) -> None:
         self.memory = Memory()
         self.operations: Counter[str] = Counter()
         self.host_operations: Counter[str] = Counter()
+        self.computes = computes
+        self.waits: Counter[str] = Counter()
         self.locked: dict[int, int] = {}  # page-locked bytes by address
+
+    def is_locked(self, tensor: Tensor) -> bool:
+        at = tensor.data_ptr()
+        return any(start <= at < start + nbytes for start, nbytes in self.locked.items())
 
 
 _device: Device = Device()
@@ -148,6 +172,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Does on tensors of the host what is to be done on the device."""
     name = getattr(func, "_opname", None) or func.__name__
     _check(name, args, kwargs)
+    _note_waits(name, args, kwargs)
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     fakes = [tensor for tensor in tensors if isinstance(tensor, Fake)]
     # What is written to is returned itself, wherever it is.
@@ -158,7 +183,8 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if kwargs.get("device") is not None:
         is_here = _is_cuda(kwargs["device"])
         kwargs["device"] = "cpu"
-    result = func(*args, **kwargs)
+    does = func if _device.computes or not is_here else partial(_uncomputed, func)
+    result = does(*args, **kwargs)
     if not is_here:
         return result
     _device.operations[name] += 1
@@ -184,6 +210,48 @@ def _check(name: str, args: Any, kwargs: Any) -> None:
                 f"{name} has tensors on {CUDA}, and one of shape {tuple(leaf.shape)} on "
                 f"{leaf.device}"
             )
+
+
+def _note_waits(name: str, args: Any, kwargs: Any) -> None:
+    if name in WAITING:
+        _device.waits[name] += 1
+    if name == "copy_":
+        target, source, *rest = args
+        if isinstance(target, Fake) == isinstance(source, Fake):
+            return
+        is_blocking = not (rest[0] if rest else kwargs.get("non_blocking", False))
+        host = source if isinstance(target, Fake) else target
+        if is_blocking or not _device.is_locked(host):
+            _device.waits["blocking copy" if is_blocking else "pageable copy"] += 1
+    elif name == "_to_copy" and kwargs.get("device") is not None:
+        if isinstance(args[0], Fake) != _is_cuda(kwargs["device"]):
+            _device.waits["pageable copy"] += 1  # one of its ends is memory of torch's own
+
+
+def _uncomputed(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """What an operation on tensors of the host would return, in memory that nothing touches."""
+    is_free = getattr(func, "is_view", True) or func.namespace == "c10d"
+    if is_free or func._opname in ("detach", "empty", "empty_strided", "empty_like", "new_empty"):
+        return func(*args, **kwargs)
+    arguments = func._schema.arguments
+    named = dict(zip((argument.name for argument in arguments), args)) | kwargs
+    written = [
+        named[a.name] for a in arguments if a.alias_info is not None and a.alias_info.is_write
+    ]
+    if written:
+        count = len(func._schema.returns)
+        return None if not count else written[0] if count == 1 else tuple(written)
+
+    def on_meta(t: Tensor) -> Tensor:
+        return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
+
+    def in_memory(t: Tensor) -> Tensor:
+        return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype)
+
+    with _disable_current_modes():
+        args, kwargs = tree_map_only(Tensor, on_meta, (args, kwargs))
+        kwargs = kwargs | ({"device": "meta"} if "device" in kwargs else {})
+        return tree_map_only(Tensor, in_memory, func(*args, **kwargs))
 
 
 class _Dispatch(TorchDispatchMode):
@@ -226,10 +294,10 @@ class _Stream:
         pass
 
     def record_event(self, *_: Any) -> Any:
-        return SimpleNamespace(query=lambda: True, synchronize=lambda: None)
+        return SimpleNamespace(query=lambda: True, synchronize=self.synchronize)
 
     def synchronize(self) -> None:
-        pass
+        _device.waits["synchronize"] += 1
 
     def wait_event(self, event: Any) -> None:
         pass
@@ -253,14 +321,24 @@ def _driver() -> SimpleNamespace:
     return SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=unregister)
 
 
+def _properties(*_: Any) -> SimpleNamespace:
+    return SimpleNamespace(name="NVIDIA H100", major=9, minor=0, multi_processor_count=132)
+
+
 @contextmanager
-def fake_device() -> Iterator[Device]:
-    """Puts the device there."""
+def fake_device(kernels: bool = False, computes: bool = True) -> Iterator[Device]:
+    """Puts the device there.
+
+    Args:
+        kernels: whether Triton's are launched; they take a driver (tests/stub_driver.py).
+        computes: see `Device`.
+    """
     global _device
     triton_kernels = importlib.import_module(f"{optimizer.__name__}.triton_kernels")
-    _device = Device()
+    _device = Device(computes)
+    used = triton_kernels.is_used_on if kernels else lambda device_type: False
     replaced: list[tuple[Any, str, Any]] = [
-        (triton_kernels, "is_used_on", lambda device_type: False),
+        (triton_kernels, "is_used_on", used),
         (torch, "Stream", _Stream),
         (torch.accelerator, "current_stream", _Stream),
         (torch.accelerator, "device_index", lambda index: nullcontext()),
@@ -268,6 +346,7 @@ def fake_device() -> Iterator[Device]:
         (torch.cuda, "device_count", lambda: 1),
         (torch.cuda, "is_initialized", lambda: True),
         (torch.cuda, "cudart", _driver),
+        (torch.cuda, "get_device_properties", _properties),
     ]
     gc.freeze()  # what there is already needs no collecting below
     with ExitStack() as stack:
