@@ -19,6 +19,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +43,18 @@ Shapes = dict[str, tuple[int, ...]]
 # Neither a kernel nor a copy.
 ALLOCATIONS = ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "detach")
 
-# Arguments of kernels that are one number for each matrix: not accessed in vectors.
-NUMBERS = ("largest", "norms", "exponents", "factor", "keep", "momentum", "weight", "rate", "decay")
+# Numbers of matrices, one for each, are not accessed in vectors: arguments of kernels by name, and
+# small tensors of torch's operations.
+NUMBERS = ("largest", "norms", "exponents", "factor", "keep", "alpha", "beta")
+NUMBERS_BYTES = 1024
+
+STEPS, WATCHED = 4, 3
 
 
-def llama_8b() -> Shapes:
+def llama_8b(layers: int = 32) -> Shapes:
     dim, hidden, vocabulary = 4096, 14336, 128256
     shapes: Shapes = {"embed_tokens.weight": (vocabulary, dim)}
-    for layer in range(32):
+    for layer in range(layers):
         for name, shape in (
             ("q_proj", (dim, dim)),
             ("k_proj", (1024, dim)),
@@ -101,13 +106,11 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-BFLOAT16 = {"ns_dtype": torch.bfloat16}
 CASES = {
     "llama-3-8b, rank 0 of 8": Case(llama_8b, 8),
     "30B of experts, rank 0 of 8": Case(experts_30b, 8),
     "1,000 of 64 × 64, rank 0 of 64": Case(small_matrices, 64),
-    "llama-3-8b in bf16, rank 0 of 8": Case(llama_8b, 8, BFLOAT16),
-    "30B of experts in bf16, rank 0 of 8": Case(experts_30b, 8, BFLOAT16),
+    "four layers in bf16, rank 0 of 8": Case(partial(llama_8b, 4), 8, {"ns_dtype": torch.bfloat16}),
 }
 
 
@@ -117,7 +120,7 @@ class Facts:
 
     Attributes:
         matrices: that this rank holds a part of.
-        chunks: of all lanes.
+        chunks: of all lanes, with those that need no traffic.
         launches: of Triton's kernels, by name.
         operations: of torch that are kernels or copies, by name; views and allocations are none.
         collectives: by name.
@@ -216,14 +219,14 @@ class Watch(TorchDispatchMode):
             self.facts.views += 1
         elif name not in ALLOCATIONS and (is_here or _is_fake(result)):
             self.operations[name] += 1
-            for tensor in (*tree_leaves((args, kwargs)), *tree_leaves(result)):
-                if isinstance(tensor, Fake):
+            for tensor in tree_leaves((args, kwargs, result)):
+                if isinstance(tensor, Fake) and _nbytes(tensor) >= NUMBERS_BYTES:
                     self.look(name, tensor)
         return result
 
     def look(self, what: str, tensor: Tensor) -> None:
-        """Takes a tensor's pointer down where it is the package's, and of more than numbers."""
-        nbytes = tensor.numel() * tensor.element_size()
+        """Takes a tensor's pointer down, unless it is the user's."""
+        nbytes = _nbytes(tensor)
         if nbytes == 0 or tensor.untyped_storage().data_ptr() in self.model:
             return
         self.facts.bytes += nbytes
@@ -232,6 +235,10 @@ class Watch(TorchDispatchMode):
             key = f"{what} {tensor.dtype} +{offset} {tuple(tensor.shape)}"
             self.facts.misaligned[key] = self.facts.misaligned.get(key, 0) + 1
             self.facts.misaligned_bytes += nbytes
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def _is_fake(result: Any) -> bool:
@@ -276,14 +283,13 @@ def wrong_grid(launch: stub_driver.Launch) -> str:
 
 
 def facts_of(case: Case, stub: stub_driver.StubDriver, device: Device) -> Facts:
-    """Takes five steps, and counts the fourth."""
+    """Takes so many steps, and watches one."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=case.ranks)
     try:
-        stub.variants.clear()
         training, facts = Training(case), Facts()
-        for number in range(1, 6):
+        for number in range(1, STEPS + 1):
             stub.reset()
-            if number == 4:
+            if number == WATCHED:
                 _watch(training, facts, stub, device)
             else:
                 training.step()
@@ -294,24 +300,25 @@ def facts_of(case: Case, stub: stub_driver.StubDriver, device: Device) -> Facts:
         dist.destroy_process_group()
 
 
-def _watch(
-    training: Training, facts: Facts, stub: stub_driver.StubDriver, device: Device
-) -> None:
+def _watch(training: Training, facts: Facts, stub: stub_driver.StubDriver, device: Device) -> None:
     device.waits.clear()
     stub.records_arguments = True
     watch = Watch(facts, training.storages())
     with watch:
         training.step()
     stub.records_arguments = False
+    events = [event["event"] for event in training.optimizer.summary(schedule=True).schedule]
+    facts.chunks = sum(event.startswith("orthogonalize") for event in events)
     facts.operations, facts.collectives = dict(watch.operations), dict(watch.collectives)
     facts.launches, facts.waits = stub.counts(), dict(device.waits)
-    facts.variants = dict(Counter(stub.variants))
+    used = {(launch.kernel, launch.variant) for launch in stub.launches()}
+    facts.variants = dict(Counter(kernel for kernel, _ in used))
     for launch in stub.launches():
         wrong = wrong_grid(launch)
         if wrong:
             facts.wrong_grids.append(wrong)
         for name, value in launch.arguments.items():
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor) and name not in NUMBERS:
                 watch.look(f"{launch.kernel} {name}", value)
 
 

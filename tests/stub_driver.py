@@ -101,12 +101,14 @@ class Launch:
 
     Attributes:
         kernel: its name.
+        variant: a number for each of its specializations, of all kernels.
         grid: programs along three axes.
         pointers: addresses of its arguments that are tensors, in their order.
         arguments: all of them by name, as the kernel's caller gave them; empty unless recorded.
     """
 
     kernel: str
+    variant: int
     grid: tuple[int, int, int]
     pointers: tuple[int, ...]
     arguments: Mapping[str, Any]
@@ -201,7 +203,8 @@ class StubDriver:
             arguments = self._arguments[number] if self._arguments else {}
             given = tuple(pointers[at : at + launch.pointers])
             at += launch.pointers
-            yield Launch(self.variants[launch.function - 1], tuple(launch.grid), given, arguments)
+            kernel, grid = self.variants[launch.function - 1], tuple(launch.grid)
+            yield Launch(kernel, launch.function, grid, given, arguments)
 
     def _raw(self) -> Any:
         count = self._library.stub_launch_count()
