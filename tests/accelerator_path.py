@@ -11,7 +11,6 @@ stands in for the other ranks.
 from __future__ import annotations
 
 import gc
-import importlib
 import json
 import math
 import sys

@@ -6,17 +6,18 @@ have it, and bytes of the device are counted. Streams and the driver's calls for
 are there too: the package runs as it does beside a GPU, without a stand-in backend.
 
 What this can't show: anything about time. Streams do what they are told at once, so a missing wait
-goes unseen, unless a `Recorder` watches (tests/stream_order.py). There is one device, Triton kernels
-compute nothing (tests/stub_driver.py) or are not there, and memory is what is asked for, without an
+goes unseen, unless a recorder watches (tests/stream_order.py). There is one device. Triton kernels
+compute nothing (tests/stub_driver.py), or are not there. Memory is what is asked for, without an
 allocator's rounding. Autograd can't record what is done with such tensors, so gradients are set by
-hand, and all is done under ``no_grad``. Numbers are a CPU's: compare them with others of this device
-only.
+hand, and all is done under ``no_grad``. Numbers are a CPU's: compare them with others of this
+device only.
 """
 
 from __future__ import annotations
 
 import gc
 import importlib
+import itertools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -121,6 +122,9 @@ class Memory:
             self.now += nbytes
             self.peak = max(self.peak, self.now)
 
+    def has(self, storage: torch.UntypedStorage) -> bool:
+        return storage._cdata in self._alive
+
     def _forget(self, key: int, nbytes: int) -> None:
         del self._alive[key]
         self.now -= nbytes
@@ -142,9 +146,12 @@ class Device:
         computes: whether operations there are done; else their results are made, undefined.
         waits: what made the host wait, by operation: values that it reads from the device, and
             copies that are blocking, or from or to memory that is not page-locked.
+        recorder: is told what streams order; None where nobody asks.
     """
 
-    def __init__(self, computes: bool = True) -> None:
+    def __init__(self, computes: bool = True, recorder: Any = None) -> None:
+        self.recorder = recorder
+        self.streams = [_Stream(name="compute")]  # the current one is the last
         self.memory = Memory()
         self.operations: Counter[str] = Counter()
         self.host_operations: Counter[str] = Counter()
@@ -157,7 +164,7 @@ class Device:
         return any(start <= at < start + nbytes for start, nbytes in self.locked.items())
 
 
-_device: Device = Device()
+_device: Device
 
 
 def _wrap(held: Tensor) -> Fake:
@@ -224,9 +231,10 @@ def _note_waits(name: str, args: Any, kwargs: Any) -> None:
         host = source if isinstance(target, Fake) else target
         if is_blocking or not _device.is_locked(host):
             _device.waits["blocking copy" if is_blocking else "pageable copy"] += 1
-    elif name == "_to_copy" and kwargs.get("device") is not None:
-        if isinstance(args[0], Fake) != _is_cuda(kwargs["device"]):
-            _device.waits["pageable copy"] += 1  # one of its ends is memory of torch's own
+    elif name == "_to_copy" and isinstance(args[0], Fake) != _is_cuda(
+        kwargs.get("device", args[0].device)
+    ):
+        _device.waits["pageable copy"] += 1  # one of its ends is memory of torch's own
 
 
 def _uncomputed(func: Any, *args: Any, **kwargs: Any) -> Any:
@@ -309,25 +317,44 @@ class _Functions(TorchFunctionMode):
 
 
 class _Stream:
-    """Does everything at once."""
+    """Does everything at once, and tells the device's recorder, where there is one, of its order.
 
-    def __init__(self, *_: Any):
-        pass
+    Args:
+        name: of the queue; by default a new one.
+    """
+
+    def __init__(self, device: Any = None, name: str = ""):
+        self.name = name or f"stream {next(_numbers)}"
 
     def record_event(self, *_: Any) -> Any:
-        return SimpleNamespace(query=lambda: True, synchronize=self.synchronize)
+        recorder = _device.recorder
+        if recorder is None:
+            return SimpleNamespace(query=lambda: True, synchronize=self.synchronize)
+        mark = recorder.record(self.name)
+        return SimpleNamespace(
+            query=lambda: recorder.is_done(mark),
+            synchronize=lambda: recorder.synchronize(mark),
+            mark=mark,
+        )
 
     def synchronize(self) -> None:
         _device.waits["synchronize"] += 1
+        if _device.recorder is not None:
+            _device.recorder.synchronize(_device.recorder.record(self.name))
 
     def wait_event(self, event: Any) -> None:
-        pass
+        if _device.recorder is not None:
+            _device.recorder.wait(self.name, event.mark)
 
     def __enter__(self) -> _Stream:
+        _device.streams.append(self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        pass
+        _device.streams.pop()
+
+
+_numbers = itertools.count()
 
 
 def _driver() -> SimpleNamespace:
@@ -347,21 +374,23 @@ def _properties(*_: Any) -> SimpleNamespace:
 
 
 @contextmanager
-def fake_device(kernels: bool = False, computes: bool = True) -> Iterator[Device]:
+def fake_device(
+    kernels: bool = False, computes: bool = True, recorder: Any = None
+) -> Iterator[Device]:
     """Puts the device there.
 
     Args:
         kernels: whether Triton's are launched; they take a driver (tests/stub_driver.py).
-        computes: see `Device`.
+        computes, recorder: see `Device`.
     """
     global _device
     triton_kernels = importlib.import_module(f"{optimizer.__name__}.triton_kernels")
-    _device = Device(computes)
+    _device = Device(computes, recorder)
     used = triton_kernels.is_used_on if kernels else lambda device_type: False
     replaced: list[tuple[Any, str, Any]] = [
         (triton_kernels, "is_used_on", used),
         (torch, "Stream", _Stream),
-        (torch.accelerator, "current_stream", _Stream),
+        (torch.accelerator, "current_stream", lambda *_: _device.streams[-1]),
         (torch.accelerator, "device_index", lambda index: nullcontext()),
         (torch.cuda, "current_device", lambda: 0),
         (torch.cuda, "device_count", lambda: 1),

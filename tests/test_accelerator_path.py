@@ -1,4 +1,4 @@
-"""What steps give an accelerator, counted without one: launches, host waits, memory, pointers, grids.
+"""What steps give an accelerator, counted without one: launches, host waits, memory, pointers.
 
 Nothing is timed. A process of its own, in which Triton does not interpret, counts what one rank of
 a real model does (tests/accelerator_path.py).
