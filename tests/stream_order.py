@@ -63,7 +63,7 @@ class DeviceRecorder(Recorder):
             tensors = [arg for arg in args if isinstance(arg, Tensor)]
             queue = f"collectives of {dist.get_process_group_ranks(group or dist.group.WORLD)}"
             self.collectives += 1
-            # What is not dropped: a launch is always behind the stream that launches it.
+            # The backend does this itself, so it is none of the waits that may be dropped.
             race_detector._join(self._clock(queue), self.record(self._current()).clock)
             for tensor, write in ((tensors[-1], False), (tensors[0], True)):
                 self.met(tensor)
@@ -71,7 +71,7 @@ class DeviceRecorder(Recorder):
             mark = self.record(queue)
             with self._quietly():
                 work = launch(*args, group=group, async_op=True, **kwargs)
-            told_work = _Work(work, lambda: self.wait(self._current(), mark))
+            told_work = _Work(self, work, mark)
             return told_work if async_op else told_work.wait()
 
         return told
@@ -81,13 +81,17 @@ class DeviceRecorder(Recorder):
 
 
 class _Work:
-    def __init__(self, work: Any, join: Callable[[], None]):
+    """What a collective returns: waiting for it makes the current stream wait."""
+
+    def __init__(self, recorder: DeviceRecorder, work: Any, mark: Any):
+        self._recorder = recorder
         self._work = work
-        self._join = join
+        self._mark = mark
 
     def wait(self, *_: Any) -> None:
-        self._work.wait()
-        self._join()
+        with self._recorder._quietly():  # backends may copy what has come only now
+            self._work.wait()
+        self._recorder.wait(self._recorder._current(), self._mark)
 
 
 @contextmanager

@@ -107,10 +107,6 @@ def test_all_that_a_step_touches_is_ordered(case):
         assert races == [] and collectives >= 2 * STEPS and waits
 
 
-def drop(sites: str) -> Any:
-    return lambda place, site: sites in site
-
-
 def train_without(site: str, case: str) -> list[str]:
     return train(*CASES[case], dropped=lambda place, there: site in there)[0]
 
