@@ -151,6 +151,7 @@ class Device:
 
     def __init__(self, computes: bool = True, recorder: Any = None) -> None:
         self.recorder = recorder
+        self.numbers = itertools.count()  # of streams
         self.streams = [_Stream(name="compute")]  # the current one is the last
         self.memory = Memory()
         self.operations: Counter[str] = Counter()
@@ -324,7 +325,7 @@ class _Stream:
     """
 
     def __init__(self, device: Any = None, name: str = ""):
-        self.name = name or f"stream {next(_numbers)}"
+        self.name = name or f"stream {next(_device.numbers)}"
 
     def record_event(self, *_: Any) -> Any:
         recorder = _device.recorder
@@ -352,9 +353,6 @@ class _Stream:
 
     def __exit__(self, *_: object) -> None:
         _device.streams.pop()
-
-
-_numbers = itertools.count()
 
 
 def _driver() -> SimpleNamespace:

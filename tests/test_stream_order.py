@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch.distributed.tensor import Shard
 
 from fake_device import CUDA
 from kernel import optimizer
-from ranks import run_ranks
+from rank_pool import RankPool
 from stream_order import ordered_device
 
 dtensors = importlib.import_module(f"{optimizer.__name__}.distributed.utils")
@@ -86,11 +87,16 @@ def placed(value: torch.Tensor, mesh: DeviceMesh | None) -> torch.Tensor:
     return dtensors.dtensor_of(part, layout, value.shape, value.stride())
 
 
-def train(options: dict[str, Any], mode: str | None, dropped: Any = ()) -> Any:
-    """Races, how many collectives there were, and the call sites of waits."""
+def train(case: str, dropped: str | None = None) -> tuple[list[str], int, list[str]]:
+    """The races of some steps, how many collectives they launched, and where waits are called.
+
+    Args:
+        case: of `CASES`.
+        dropped: waits that are called there are ignored.
+    """
     torch.set_num_threads(1)
-    with ordered_device(dropped) as recorder:
-        optim = make(options, mode)
+    with ordered_device(lambda _, site: site == dropped) as recorder:
+        optim = make(*CASES[case])
         params = [param for group in optim.param_groups for param in group["params"]]
         mesh = getattr(params[0].data, "device_mesh", None)
         generator = torch.Generator().manual_seed(1)
@@ -101,23 +107,32 @@ def train(options: dict[str, Any], mode: str | None, dropped: Any = ()) -> Any:
         return recorder.races, recorder.collectives, recorder.waits
 
 
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[RankPool]:
+    with RankPool(RANKS) as pool:
+        yield pool
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_all_that_a_step_touches_is_ordered(case):
-    for races, collectives, waits in run_ranks(train, RANKS, *CASES[case]):
+def test_all_that_a_step_touches_is_ordered(case, ranks):
+    for races, collectives, waits in ranks(train, case):
         assert races == [] and collectives >= 2 * STEPS and waits
 
 
-def train_without(site: str, case: str) -> list[str]:
-    return train(*CASES[case], dropped=lambda place, there: site in there)[0]
-
-
 @pytest.mark.parametrize(
-    "case, site, expected",
+    "case, site, queue",
     [
-        ("bf16 wire", "Transport.wait", "compute reads (_foreach_copy_) unordered with"),
-        ("fp16 wire", "Transport.wait", "compute writes"),
+        ("fp16 wire", "Transport.wait", "collectives of [0, 1] wrote (all_to_all_single)"),
+        ("bf16 wire", "Transport.wait", "collectives of [0, 1] wrote (all_to_all_single)"),
+        ("ZeRO-2", "MeanGradients._finish", "collectives of [0, 1] wrote (reduce_scatter"),
+        ("ZeRO-2", "Replicas._gather", "collectives of [0, 1] wrote (all_gather"),
+        ("second moments, skipping", "FiniteMask.of", "collectives of [0, 1] wrote (all_reduce)"),
+        ("streamed", "PrefetchRing.acquire", "stream 0 wrote (copy_)"),
+        ("streamed", "PrefetchRing.release", "compute wrote (_foreach_add_)"),
+        ("bulk", "OffloadDevice.wait_reload", "stream 0 wrote (copy_)"),
     ],
 )
-def test_a_wait_for_collectives_that_is_left_out_is_found(case, site, expected):
-    for races in run_ranks(train_without, RANKS, site, case):
-        assert any(expected in race and "collectives of" in race for race in races), races
+def test_a_wait_that_is_left_out_is_found(case, site, queue, ranks):
+    for races, _, waits in ranks(train, case, site):
+        assert site in waits
+        assert any(f"unordered with: {queue}" in race for race in races), races
