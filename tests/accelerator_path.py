@@ -10,13 +10,13 @@ stands in for the other ranks.
 
 from __future__ import annotations
 
-import gc
 import json
 import math
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -148,10 +148,14 @@ class Facts:
 
 
 class Training:
-    """The case's parameters on the device, their gradients, and an optimizer."""
+    """A case's parameters on a device, their gradients, and an optimizer.
 
-    def __init__(self, case: Case):
-        self.mesh = init_device_mesh("cuda", (case.ranks,))
+    The default process group has as many ranks as the case.
+    """
+
+    def __init__(self, case: Case, device: torch.device = CUDA):
+        self.device = device
+        self.mesh = init_device_mesh(device.type, (case.ranks,))
         self.shapes = case.shapes()
         self.params = {name: nn.Parameter(self._tensor(name)) for name in self.shapes}
         is_muon = {n: optimizer.default_is_muon(n, p, EXPERTS) for n, p in self.params.items()}
@@ -169,7 +173,8 @@ class Training:
     def _tensor(self, name: str) -> Tensor:
         rows, *others = self.shapes[name]
         size = self.mesh.size()
-        local = torch.empty(math.ceil(rows / size), *others, dtype=torch.bfloat16, device=CUDA)
+        part = (math.ceil(rows / size), *others)
+        local = torch.empty(part, dtype=torch.bfloat16, device=self.device)
         return DTensor.from_local(local, self.mesh, [Shard(0)], run_check=False)
 
     def step(self) -> None:
@@ -281,10 +286,9 @@ def wrong_grid(launch: stub_driver.Launch) -> str:
     return ""
 
 
-def facts_of(case: Case, stub: stub_driver.StubDriver, device: Device) -> Facts:
-    """Takes so many steps, and watches one."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=case.ranks)
-    try:
+def facts_of(case: Case, stub: stub_driver.StubDriver) -> Facts:
+    """Takes some steps, and watches one."""
+    with fake_device(kernels=True, computes=False) as device, process_group(case.ranks):
         training, facts = Training(case), Facts()
         for number in range(1, STEPS + 1):
             stub.reset()
@@ -293,8 +297,16 @@ def facts_of(case: Case, stub: stub_driver.StubDriver, device: Device) -> Facts:
             else:
                 training.step()
             facts.device_bytes.append(device.memory.now)
-        facts.matrices = training.matrices
-        return facts
+    facts.matrices = training.matrices
+    return facts
+
+
+@contextmanager
+def process_group(ranks: int) -> Iterator[None]:
+    """This process is rank 0 of so many, of which the others are not there."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        yield
     finally:
         dist.destroy_process_group()
 
@@ -325,9 +337,7 @@ def main(names: Sequence[str]) -> None:
     found = {}
     with tempfile.TemporaryDirectory() as scratch, stub_driver.installed(Path(scratch)) as stub:
         for name in names:
-            with fake_device(kernels=True, computes=False) as device:
-                found[name] = asdict(facts_of(CASES[name], stub, device))
-            gc.collect()
+            found[name] = asdict(facts_of(CASES[name], stub))
     json.dump(found, sys.stdout)
 
 
