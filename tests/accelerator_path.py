@@ -47,8 +47,6 @@ ALLOCATIONS = ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_s
 NUMBERS = ("largest", "norms", "exponents", "factor", "keep", "alpha", "beta")
 NUMBERS_BYTES = 1024
 
-STEPS, WATCHED = 4, 3
-
 
 def llama_8b(layers: int = 32) -> Shapes:
     dim, hidden, vocabulary = 4096, 14336, 128256
@@ -98,10 +96,11 @@ def small_matrices() -> Shapes:
 
 @dataclass(frozen=True)
 class Case:
-    """A model under FSDP2, as rank 0 of so many has it."""
+    """A model under FSDP2, as rank 0 of so many has it, and how many steps it takes."""
 
     shapes: Callable[[], Shapes]
     ranks: int
+    steps: int = 2
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -109,7 +108,10 @@ CASES = {
     "llama-3-8b, rank 0 of 8": Case(llama_8b, 8),
     "30B of experts, rank 0 of 8": Case(experts_30b, 8),
     "1,000 of 64 × 64, rank 0 of 64": Case(small_matrices, 64),
-    "four layers in bf16, rank 0 of 8": Case(partial(llama_8b, 4), 8, {"ns_dtype": torch.bfloat16}),
+    "four layers, rank 0 of 8": Case(partial(llama_8b, 4), 8, steps=5),
+    "four layers in bf16, rank 0 of 8": Case(
+        partial(llama_8b, 4), 8, steps=5, options={"ns_dtype": torch.bfloat16}
+    ),
 }
 
 
@@ -287,15 +289,15 @@ def wrong_grid(launch: stub_driver.Launch) -> str:
 
 
 def facts_of(case: Case, stub: stub_driver.StubDriver) -> Facts:
-    """Takes some steps, and watches one."""
+    """Takes some steps, and watches the last."""
     with fake_device(kernels=True, computes=False) as device, process_group(case.ranks):
         training, facts = Training(case), Facts()
-        for number in range(1, STEPS + 1):
-            stub.reset()
-            if number == WATCHED:
-                _watch(training, facts, stub, device)
-            else:
+        for number in range(1, case.steps + 1):
+            if number < case.steps:
                 training.step()
+            else:
+                _watch(training, facts, stub, device)
+            stub.reset()  # which lets go of what was recorded
             facts.device_bytes.append(device.memory.now)
     facts.matrices = training.matrices
     return facts
@@ -313,6 +315,7 @@ def process_group(ranks: int) -> Iterator[None]:
 
 def _watch(training: Training, facts: Facts, stub: stub_driver.StubDriver, device: Device) -> None:
     device.waits.clear()
+    stub.reset()
     stub.records_arguments = True
     watch = Watch(facts, training.storages())
     with watch:

@@ -32,20 +32,27 @@ pytestmark = [
 # kernels or copies, and collectives. A step may take 1.02 times as many.
 BUDGETS = {
     "four layers in bf16, rank 0 of 8": (84, 84, 4),
+    "four layers, rank 0 of 8": (138, 224, 4),
     "llama-3-8b, rank 0 of 8": (1111, 1872, 34),
     "1,000 of 64 × 64, rank 0 of 64": (3067, 137, 2),
     "30B of experts, rank 0 of 8": (3924, 7964, 12),
 }
 
 
-@pytest.fixture(scope="module", params=BUDGETS)
-def case(request) -> tuple[str, dict[str, Any]]:
-    """The name of a case, and its facts."""
+@pytest.fixture(scope="module")
+def counted() -> dict[str, dict[str, Any]]:
+    """The facts of all cases, from one process, which shares what Triton compiles."""
     environment = os.environ | {"TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, PROGRAM, request.param]
+    command = [sys.executable, PROGRAM, *BUDGETS]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-5000:]
-    return request.param, json.loads(done.stdout)[request.param]
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(params=BUDGETS)
+def case(request, counted) -> tuple[str, dict[str, Any]]:
+    """The name of a case, and its facts."""
+    return request.param, counted[request.param]
 
 
 def test_a_step_stays_within_its_budget_of_launches(case):
@@ -56,8 +63,7 @@ def test_a_step_stays_within_its_budget_of_launches(case):
 
 def test_a_step_leaves_no_memory_behind(case):
     _, facts = case
-    _, second, *_, last = facts["device_bytes"]
-    assert last == second
+    assert len(facts["device_bytes"]) >= 2 and len(set(facts["device_bytes"])) == 1
 
 
 def test_a_step_never_makes_the_host_wait_and_copies_from_no_pageable_memory(case):
