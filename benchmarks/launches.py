@@ -31,9 +31,9 @@ from timing import load_kernel, machine, show
 
 kernel = load_kernel()
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
-import accelerator_path
-import stub_driver
-from accelerator_path import CASES, Case, Facts, Training
+accelerator_path: Any = import_module("accelerator_path")
+stub_driver: Any = import_module("stub_driver")
+CASES = accelerator_path.CASES
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -44,6 +44,7 @@ TIMED = [name for name, case in CASES.items() if "ns_dtype" not in case.options]
 WRITING = {
     "copy_": "self",
     "zero_": "self",
+    "add_.Tensor": "self",
     "mul_.Tensor": "self",
     "bmm.out": "out",
     "baddbmm.out": "out",
@@ -68,9 +69,8 @@ def cpu_as_accelerator() -> Iterator[None]:
         iteration.NORMALIZE_BYTES,
     )
 
-    def recipe_for(*args: Any) -> Any:
-        *others, device = args
-        return recipe(*others, CUDA)
+    def recipe_for(*options_and_device: Any) -> Any:
+        return recipe(*options_and_device[:-1], CUDA)
 
     recipe = survey.recipe_for
     h100 = configs.CompileTarget("nvidia_h100", "sm_90", "cuda", stub_driver.PROCESSORS)
@@ -115,10 +115,10 @@ def _nothing(written: str, *args: Any, **kwargs: Any) -> Any:
     return kwargs["out"] if written == "out" else args[0] if written else None
 
 
-def host_seconds(case: Case, stub: stub_driver.StubDriver, facts: Facts, rounds: int) -> float:
+def host_seconds(case: Any, stub: Any, facts: Any, rounds: int) -> float:
     """The least of some steps, which launch as often as was counted."""
     with accelerator_path.process_group(case.ranks):
-        training, seconds = Training(case, CPU), []
+        training, seconds = accelerator_path.Training(case, CPU), []
         with cpu_as_accelerator():
             for _ in range(rounds + 2):
                 stub.reset()
