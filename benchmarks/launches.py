@@ -73,7 +73,7 @@ def cpu_as_accelerator() -> Iterator[None]:
         return recipe(*options_and_device[:-1], CUDA)
 
     recipe = survey.recipe_for
-    h100 = configs.CompileTarget("nvidia_h100", "sm_90", "cuda", stub_driver.PROCESSORS)
+    h100 = configs.CompileTarget("nvidia_h100", "sm_90", "cuda", processors=132)
     with ExitStack() as stack:
         for owner, name, value in (
             (survey, "recipe_for", recipe_for),
@@ -146,14 +146,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
             launches, operations = (
                 sum(counts.values()) for counts in (facts.launches, facts.operations)
             )
-            row = [name, f"{facts.matrices:,}", f"{facts.chunks:,}", f"{launches:,}"]
+            row = [name, f"{facts.parameters:,}", f"{facts.chunks:,}", f"{launches:,}"]
             row += [f"{operations:,}", f"{facts.views:,}", f"{sum(facts.collectives.values())}"]
-            row += [f"{(launches + operations) / facts.matrices:.1f}"]
+            row += [f"{(launches + operations) / facts.parameters:.1f}"]
             row += [f"{(launches + operations) / facts.chunks:.1f}"]
             row += [f"{sum(facts.variants.values())}"]
             if options.rounds:
                 seconds = host_seconds(CASES[name], stub, facts, options.rounds)
-                row += [f"{seconds * 1e3:.1f}", f"{seconds / facts.matrices * 1e6:.1f}"]
+                row += [f"{seconds * 1e3:.1f}", f"{seconds / facts.parameters * 1e6:.1f}"]
             totals.append(row)
             kernels += [
                 [name if not number else "", kernel_name, f"{count:,}", str(variants)]

@@ -120,21 +120,22 @@ class Facts:
     """What one step of a case comes to, on its rank.
 
     Attributes:
-        matrices: that this rank holds a part of.
+        parameters: of Muon's.
         chunks: of all lanes, with those that need no traffic.
         launches: of Triton's kernels, by name.
         operations: of torch that are kernels or copies, by name; views and allocations are none.
+        views: that torch made on the way to these.
         collectives: by name.
         waits: what made the host wait, and copies that would.
         variants: specializations of Triton's kernels, by name.
-        misaligned: pointers that `stub_driver.ALIGNMENT` does not divide, of the package's own
-            buffers that kernels or collectives get, by a description; with their bytes.
-        misaligned_bytes, bytes: of the pointers there, and of all that were looked at.
+        misaligned: pointers into the package's own buffers that kernels or collectives get, and
+            that `stub_driver.ALIGNMENT` does not divide: how often each, by a description.
+        misaligned_bytes, bytes: of what these point to, and of all that was looked at.
         wrong_grids: launches whose programs do not cover their tensors once.
         device_bytes: of live storages, after each step.
     """
 
-    matrices: int = 0
+    parameters: int = 0
     chunks: int = 0
     launches: dict[str, int] = field(default_factory=dict)
     operations: dict[str, int] = field(default_factory=dict)
@@ -167,7 +168,7 @@ class Training:
             for kind in (True, False)
             if kind in is_muon.values()
         ]
-        self.matrices = sum(is_muon.values())
+        self.muon_parameters = sum(is_muon.values())
         # Notes would travel between hosts that are not there.
         self.optimizer = optimizer.Muon(groups, consistency_check="off", **case.options)
         self.grads = {name: self._tensor(name) for name in self.shapes}
@@ -200,7 +201,8 @@ class Watch(TorchDispatchMode):
 
     Args:
         facts: written to.
-        model: addresses of storages whose pointers are the user's.
+        model: addresses of the storages of weights, gradients and state, whose layout the user
+            has chosen: their pointers are not looked at.
     """
 
     def __init__(self, facts: Facts, model: set[int]):
@@ -231,7 +233,7 @@ class Watch(TorchDispatchMode):
         return result
 
     def look(self, what: str, tensor: Tensor) -> None:
-        """Takes a tensor's pointer down, unless it is the user's."""
+        """Takes a tensor's pointer down, unless it is the model's."""
         nbytes = _nbytes(tensor)
         if nbytes == 0 or tensor.untyped_storage().data_ptr() in self.model:
             return
@@ -299,7 +301,7 @@ def facts_of(case: Case, stub: stub_driver.StubDriver) -> Facts:
                 _watch(training, facts, stub, device)
             stub.reset()  # which lets go of what was recorded
             facts.device_bytes.append(device.memory.now)
-    facts.matrices = training.matrices
+    facts.parameters = training.muon_parameters
     return facts
 
 
@@ -331,6 +333,8 @@ def _watch(training: Training, facts: Facts, stub: stub_driver.StubDriver, devic
         wrong = wrong_grid(launch)
         if wrong:
             facts.wrong_grids.append(wrong)
+        tensors = [value for value in launch.arguments.values() if isinstance(value, Tensor)]
+        assert launch.pointers == tuple(tensor.data_ptr() for tensor in tensors)
         for name, value in launch.arguments.items():
             if isinstance(value, Tensor) and name not in NUMBERS:
                 watch.look(f"{launch.kernel} {name}", value)

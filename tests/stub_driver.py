@@ -1,10 +1,10 @@
 """A stub of CUDA's driver library, by which Triton's own launcher runs without an accelerator.
 
-Triton's launcher is a C extension that parses a kernel's arguments and calls the driver. `install`
-compiles the few functions it calls, and makes Triton take them for the driver of an H100. Kernels
-are launched by Triton as on that device, specialized and bound to their arguments, and the stub
-writes every launch down. Nothing is computed: kernels are parsed to Triton's first representation
-and not compiled further, which `tests/test_triton_compile.py` does for every chip.
+Triton's launcher is a C extension that parses a kernel's arguments and calls the driver. What
+`installed` yields stands in for the driver of an H100, with the few functions that the launcher
+calls. Kernels are launched by Triton as on that device, specialized and bound to their arguments,
+and the stub writes every launch down. Nothing is computed: kernels are parsed to Triton's first
+representation and not compiled further, which `tests/test_triton_compile.py` does for every chip.
 
 It takes a C compiler and Python's headers, and a process in which TRITON_INTERPRET is not set.
 """
@@ -12,6 +12,7 @@ It takes a C compiler and Python's headers, and a process in which TRITON_INTERP
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -25,7 +26,6 @@ from typing import Any
 
 import torch
 
-DEVICE_NAME, PROCESSORS = "NVIDIA H100", 132
 ALIGNMENT = 16  # bytes, of pointers that Triton and NCCL access in vectors
 
 # What the launcher of Triton 3.6 calls. It asks for the address of each pointer right before the
@@ -80,19 +80,13 @@ CUresult cuGetErrorString(CUresult error, const char **text) {
 
 def missing() -> str:
     """What this machine lacks for the stub; empty where there is nothing."""
-    if importlib_missing("triton"):
+    if importlib.util.find_spec("triton") is None:
         return "there is no triton"
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
         return "there is no C compiler"
     if not Path(sysconfig.get_paths()["include"], "Python.h").exists():
         return "there are no headers of Python"
     return ""
-
-
-def importlib_missing(name: str) -> bool:
-    import importlib.util
-
-    return importlib.util.find_spec(name) is None
 
 
 @dataclass(frozen=True)
