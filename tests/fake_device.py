@@ -6,20 +6,23 @@ have it, and bytes of the device are counted. Streams and the driver's calls for
 are there too: the package runs as it does beside a GPU, without a stand-in backend.
 
 What this can't show: anything about time. Streams do what they are told at once, so a missing wait
-goes unseen, as does whether memory is page-locked or a copy holds up the host. There is one device,
-there are no Triton kernels, and memory is what is asked for, without an allocator's rounding.
-Autograd can't record what is done with such tensors, so gradients are set by hand, and all is done
-under ``no_grad``. Numbers are a CPU's: compare them with others of this device only.
+goes unseen, unless a recorder watches (tests/stream_order.py). There is one device. Triton kernels
+compute nothing (tests/stub_driver.py), or are not there. Memory is what is asked for, without an
+allocator's rounding. Autograd can't record what is done with such tensors, so gradients are set by
+hand, and all is done under ``no_grad``. Numbers are a CPU's: compare them with others of this
+device only.
 """
 
 from __future__ import annotations
 
 import gc
 import importlib
+import itertools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -27,8 +30,12 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    is_traceable_wrapper_subclass_type,
+)
+from torch.utils._pytree import tree_map_only
 
 from kernel import optimizer
 
@@ -41,6 +48,10 @@ INDEXES = ("index", "index_put_", "__getitem__", "__setitem__")
 
 # What torch's C++ refuses for lack of the device; all else is tried first.
 REFUSED = (Tensor.__getitem__, Tensor.__setitem__, Tensor.copy_)
+
+# What reads from the device how large its result is, or what it is.
+WAITING = ("_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "equal", "_unique2")
+WAITING += ("item", "tolist", "__float__", "__int__", "__bool__", "__index__")
 
 # By which torch says that there is no such device, from C++ and from Python.
 ABSENT = ("not linked with support for cuda", "not compiled with CUDA enabled")
@@ -72,6 +83,12 @@ class Fake(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _run(func, args, kwargs or {})
+
+    def data_ptr(self) -> int:
+        return self.held.data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.held.untyped_storage()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Fake:
         kind = (self.requires_grad, getattr(self, "_is_param", False))
@@ -105,6 +122,9 @@ class Memory:
             self.now += nbytes
             self.peak = max(self.peak, self.now)
 
+    def has(self, storage: torch.UntypedStorage) -> bool:
+        return storage._cdata in self._alive
+
     def _forget(self, key: int, nbytes: int) -> None:
         del self._alive[key]
         self.now -= nbytes
@@ -123,16 +143,29 @@ class Device:
         memory: its bytes.
         operations: how often each was done there, by name.
         host_operations: the same of operations between tensors of the host.
+        computes: whether operations there are done; else their results are made, undefined.
+        waits: what made the host wait, by operation: values that it reads from the device, and
+            copies that are blocking, or from or to memory that is not page-locked.
+        recorder: is told what streams order; None where nobody asks.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, computes: bool = True, recorder: Any = None) -> None:
+        self.recorder = recorder
+        self.numbers = itertools.count()  # of streams
+        self.streams = [_Stream(name="compute")]  # the current one is the last
         self.memory = Memory()
         self.operations: Counter[str] = Counter()
         self.host_operations: Counter[str] = Counter()
+        self.computes = computes
+        self.waits: Counter[str] = Counter()
         self.locked: dict[int, int] = {}  # page-locked bytes by address
 
+    def is_locked(self, tensor: Tensor) -> bool:
+        at = tensor.data_ptr()
+        return any(start <= at < start + nbytes for start, nbytes in self.locked.items())
 
-_device: Device = Device()
+
+_device: Device
 
 
 def _wrap(held: Tensor) -> Fake:
@@ -148,21 +181,23 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Does on tensors of the host what is to be done on the device."""
     name = getattr(func, "_opname", None) or func.__name__
     _check(name, args, kwargs)
-    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    _note_waits(name, args, kwargs)
+    tensors = _tensors((args, kwargs))
     fakes = [tensor for tensor in tensors if isinstance(tensor, Fake)]
     # What is written to is returned itself, wherever it is.
     known = {id(tensor): tensor for tensor in tensors if not isinstance(tensor, Fake)}
     known.update({id(fake.held): fake for fake in fakes})
-    args, kwargs = tree_map_only(Fake, lambda fake: fake.held, (args, kwargs))
+    args, kwargs = _mapped(Fake, lambda fake: fake.held, (args, kwargs))
     is_here = bool(fakes)
     if kwargs.get("device") is not None:
         is_here = _is_cuda(kwargs["device"])
         kwargs["device"] = "cpu"
-    result = func(*args, **kwargs)
+    does = func if _device.computes or not is_here else partial(_uncomputed, func)
+    result = does(*args, **kwargs)
     if not is_here:
         return result
     _device.operations[name] += 1
-    return tree_map_only(
+    return _mapped(
         Tensor, lambda held: known[id(held)] if id(held) in known else _wrap(held), result
     )
 
@@ -173,17 +208,80 @@ def _check(name: str, args: Any, kwargs: Any) -> None:
     Only a number in host memory may be beside tensors of the device, but not in a list of them:
     torch's fused and foreach kernels read it from the device.
     """
-    leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    leaves = _tensors((args, kwargs))
     if name in MOVES or not any(isinstance(leaf, Fake) for leaf in leaves):
         return
     checked = args[:1] if name in INDEXES else (*args, *kwargs.values())
     numbers = {id(arg) for arg in checked if isinstance(arg, Tensor) and not arg.dim()}
-    for leaf in leaves if name not in INDEXES else tree_leaves(checked):
-        if isinstance(leaf, Tensor) and not isinstance(leaf, Fake) and id(leaf) not in numbers:
+    for leaf in leaves if name not in INDEXES else _tensors(checked):
+        if not isinstance(leaf, Fake) and id(leaf) not in numbers:
             raise MixedDevices(
                 f"{name} has tensors on {CUDA}, and one of shape {tuple(leaf.shape)} on "
                 f"{leaf.device}"
             )
+
+
+def _note_waits(name: str, args: Any, kwargs: Any) -> None:
+    if name in WAITING:
+        _device.waits[name] += 1
+    if name == "copy_":
+        target, source, *rest = args
+        if isinstance(target, Fake) == isinstance(source, Fake):
+            return
+        is_blocking = not (rest[0] if rest else kwargs.get("non_blocking", False))
+        host = source if isinstance(target, Fake) else target
+        if is_blocking or not _device.is_locked(host):
+            _device.waits["blocking copy" if is_blocking else "pageable copy"] += 1
+    elif name == "_to_copy" and isinstance(args[0], Fake) != _is_cuda(
+        kwargs.get("device", args[0].device)
+    ):
+        _device.waits["pageable copy"] += 1  # one of its ends is memory of torch's own
+
+
+def _uncomputed(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """What an operation on tensors of the host would return, in memory that nothing touches."""
+    if getattr(func, "is_view", True) or func._opname.startswith(("detach", "empty", "new_empty")):
+        return func(*args, **kwargs)
+    arguments = func._schema.arguments
+    named = dict(zip((argument.name for argument in arguments), args)) | kwargs
+    written = [
+        named[a.name] for a in arguments if a.alias_info is not None and a.alias_info.is_write
+    ]
+    if written and func.namespace != "c10d":  # which returns work to wait for
+        count = len(func._schema.returns)
+        return None if not count else written[0] if count == 1 else tuple(written)
+
+    def on_meta(t: Tensor) -> Tensor:
+        return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
+
+    def in_memory(t: Tensor) -> Tensor:
+        return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype)
+
+    with _disable_current_modes():
+        args, kwargs = _mapped(Tensor, on_meta, (args, kwargs))
+        kwargs = kwargs | ({"device": "meta"} if "device" in kwargs else {})
+        return _mapped(Tensor, in_memory, func(*args, **kwargs))
+
+
+def _mapped(kind: type, change: Callable[[Any], Any], tree: Any) -> Any:
+    """`tree_map_only`, at a fraction of the time for what operations take and return."""
+    if isinstance(tree, kind):
+        return change(tree)
+    if type(tree) in (list, tuple):
+        return type(tree)([_mapped(kind, change, branch) for branch in tree])
+    if type(tree) is dict:
+        return {key: _mapped(kind, change, branch) for key, branch in tree.items()}
+    return tree_map_only(kind, change, tree) if isinstance(tree, tuple) else tree
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    if isinstance(tree, Tensor):
+        return [tree]
+    if isinstance(tree, dict):
+        tree = tree.values()
+    elif not isinstance(tree, (list, tuple)):
+        return []
+    return [tensor for branch in tree for tensor in _tensors(branch)]
 
 
 class _Dispatch(TorchDispatchMode):
@@ -220,25 +318,41 @@ class _Functions(TorchFunctionMode):
 
 
 class _Stream:
-    """Does everything at once."""
+    """Does everything at once, and tells the device's recorder, where there is one, of its order.
 
-    def __init__(self, *_: Any):
-        pass
+    Args:
+        name: of the queue; by default a new one.
+    """
+
+    def __init__(self, device: Any = None, name: str = ""):
+        self.name = name or f"stream {next(_device.numbers)}"
 
     def record_event(self, *_: Any) -> Any:
-        return SimpleNamespace(query=lambda: True, synchronize=lambda: None)
+        recorder = _device.recorder
+        if recorder is None:
+            return SimpleNamespace(query=lambda: True, synchronize=self.synchronize)
+        mark = recorder.record(self.name)
+        return SimpleNamespace(
+            query=lambda: recorder.is_done(mark),
+            synchronize=lambda: recorder.synchronize(mark),
+            mark=mark,
+        )
 
     def synchronize(self) -> None:
-        pass
+        _device.waits["synchronize"] += 1
+        if _device.recorder is not None:
+            _device.recorder.synchronize(_device.recorder.record(self.name))
 
     def wait_event(self, event: Any) -> None:
-        pass
+        if _device.recorder is not None:
+            _device.recorder.wait(self.name, event.mark)
 
     def __enter__(self) -> _Stream:
+        _device.streams.append(self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        pass
+        _device.streams.pop()
 
 
 def _driver() -> SimpleNamespace:
@@ -253,21 +367,34 @@ def _driver() -> SimpleNamespace:
     return SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=unregister)
 
 
+def _properties(*_: Any) -> SimpleNamespace:
+    return SimpleNamespace(name="NVIDIA H100", major=9, minor=0, multi_processor_count=132)
+
+
 @contextmanager
-def fake_device() -> Iterator[Device]:
-    """Puts the device there."""
+def fake_device(
+    kernels: bool = False, computes: bool = True, recorder: Any = None
+) -> Iterator[Device]:
+    """Puts the device there.
+
+    Args:
+        kernels: whether Triton's are launched; they take a driver (tests/stub_driver.py).
+        computes, recorder: see `Device`.
+    """
     global _device
     triton_kernels = importlib.import_module(f"{optimizer.__name__}.triton_kernels")
-    _device = Device()
+    _device = Device(computes, recorder)
+    used = triton_kernels.is_used_on if kernels else lambda device_type: False
     replaced: list[tuple[Any, str, Any]] = [
-        (triton_kernels, "is_used_on", lambda device_type: False),
+        (triton_kernels, "is_used_on", used),
         (torch, "Stream", _Stream),
-        (torch.accelerator, "current_stream", _Stream),
+        (torch.accelerator, "current_stream", lambda *_: _device.streams[-1]),
         (torch.accelerator, "device_index", lambda index: nullcontext()),
         (torch.cuda, "current_device", lambda: 0),
         (torch.cuda, "device_count", lambda: 1),
         (torch.cuda, "is_initialized", lambda: True),
         (torch.cuda, "cudart", _driver),
+        (torch.cuda, "get_device_properties", _properties),
     ]
     gc.freeze()  # what there is already needs no collecting below
     with ExitStack() as stack:

@@ -35,6 +35,9 @@ HOST = "host"
 
 Clock = dict[str, int]
 
+# Files whose functions are no call sites, beside the backend's and this one.
+INSIDE: set[str] = set()
+
 # What only looks at a tensor's shape. Views are left out by their schema.
 WITHOUT_DATA = (
     *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"),
@@ -169,6 +172,14 @@ class Recorder(optimizer.SimulatedHost):
         label = label or f"access in {_call_site()}"
         self._access(self._cover(*_interval(tensor)), by, write, label, tensor.data_ptr())
 
+    def queue_of(self, tensors: Sequence[Tensor]) -> str:
+        """Which queue does an operation on these tensors, within `watching`."""
+        return COMPUTE
+
+    def met(self, tensor: Tensor) -> bool:
+        """Whether accesses to a tensor within `watching` are of interest: to memory met before."""
+        return bool(self._met(*_interval(tensor)))
+
     @contextmanager
     def watching(self):
         """Takes torch's operations of this thread for ``COMPUTE``'s, on memory met until then.
@@ -183,7 +194,7 @@ class Recorder(optimizer.SimulatedHost):
 
     def _clock(self, queue: str) -> Clock:
         """A queue's, when the host gives it something: behind all that the host knows."""
-        clock = self._clocks[queue]
+        clock = self._clocks.setdefault(queue, defaultdict(int, {queue: 1}))
         _join(clock, self._clocks[HOST])
         return clock
 
@@ -264,20 +275,16 @@ class _Watch(TorchDispatchMode):
         recorder = self._recorder
         name = func._schema.name.split("::")[-1]
         if not recorder._is_quiet and not func.is_view and name not in WITHOUT_DATA:
+            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            queue = recorder.queue_of(tensors)
             for position, argument in enumerate(func._schema.arguments):
                 value = args[position] if position < len(args) else kwargs.get(argument.name)
                 info = argument.alias_info
                 write = info is not None and info.is_write
                 for leaf in tree_leaves(value):
-                    if isinstance(leaf, Tensor):
-                        self._saw(leaf, write, name)
+                    if isinstance(leaf, Tensor) and recorder.met(leaf):
+                        recorder.touched(leaf, write, queue, name)
         return func(*args, **kwargs)
-
-    def _saw(self, tensor: Tensor, write: bool, name: str) -> None:
-        recorder = self._recorder
-        cells = recorder._met(*_interval(tensor))
-        if cells:
-            recorder._access(cells, COMPUTE, write, name, tensor.data_ptr())
 
 
 def _interval(tensor: Tensor) -> tuple[int, int]:
@@ -297,7 +304,7 @@ def _join(clock: Clock, other: Clock) -> None:
 def _call_site() -> str:
     """The function outside of the backend that called it."""
     frame = sys._getframe(1)
-    inside = (__file__, backend.__file__, inspect.getfile(optimizer.SimulatedHost))
+    inside = {__file__, backend.__file__, inspect.getfile(optimizer.SimulatedHost), *INSIDE}
     while frame.f_code.co_filename in inside and frame.f_back is not None:
         frame = frame.f_back
     return frame.f_code.co_qualname

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ import orthogonalize
 import qk_logits
 import simulated
 import step
+import stub_driver
 import timing
 import training
 from fake_device import CUDA, fake_device
@@ -366,3 +368,19 @@ def test_offload_times_the_hosts_part(capsys, monkeypatch):
     assert "5 rounds" in printed and "function calls" in printed
     ((*_, more, times),) = rows_of(printed, "off |")
     assert more == times == "–"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(stub_driver.missing()), reason=stub_driver.missing())
+@pytest.mark.skipif(torch.backends.cuda.is_built(), reason="the fake device needs a CPU's build")
+def test_launches_are_counted_and_the_timed_step_has_as_many():
+    options = ["--cases", "four layers, rank 0 of 8", "--rounds", "1", "--markdown"]
+    command = [sys.executable, BENCHMARKS / "launches.py", *options]
+    environment = os.environ | {"TRITON_INTERPRET": "0"}
+    printed = subprocess.run(
+        command, capture_output=True, text=True, check=True, env=environment
+    ).stdout
+    [totals, *_] = rows_of(printed, "four layers, rank 0 of 8")
+    by_kernel = [int(row[2]) for row in rows_of(printed, "") if row[1].endswith("_kernel")]
+    assert totals[1] == "28" and int(totals[3]) == sum(by_kernel) > 28
+    assert float(totals[-2]) > 0

@@ -1,0 +1,352 @@
+"""Counts what steps give an accelerator that isn't there: launches, operations, collectives.
+
+Run as a program, without TRITON_INTERPRET: prints, as JSON, the `Facts` of the `CASES` named.
+
+The package takes the path that it takes on an H100, kernels, fp16 and sizes of chunks included:
+tensors are those of `fake_device`, of their real shapes, in memory that nothing touches; Triton
+launches to a stub of the driver; a process group of torch's own, whose collectives move nothing,
+stands in for the other ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
+from torch.utils._pytree import tree_leaves
+
+import stub_driver
+from fake_device import CUDA, Device, Fake, fake_device
+from kernel import optimizer
+
+EXPERTS = ("experts",)
+
+Shapes = dict[str, tuple[int, ...]]
+
+# Neither a kernel nor a copy.
+ALLOCATIONS = ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "detach")
+
+# Numbers of matrices, one for each, are not accessed in vectors: arguments of kernels by name, and
+# small tensors of torch's operations.
+NUMBERS = ("largest", "norms", "exponents", "factor", "keep", "alpha", "beta")
+NUMBERS_BYTES = 1024
+
+
+def llama_8b(layers: int = 32) -> Shapes:
+    dim, hidden, vocabulary = 4096, 14336, 128256
+    shapes: Shapes = {"embed_tokens.weight": (vocabulary, dim)}
+    for layer in range(layers):
+        for name, shape in (
+            ("q_proj", (dim, dim)),
+            ("k_proj", (1024, dim)),
+            ("v_proj", (1024, dim)),
+            ("o_proj", (dim, dim)),
+            ("gate_proj", (hidden, dim)),
+            ("up_proj", (hidden, dim)),
+            ("down_proj", (dim, hidden)),
+            ("input_layernorm", (dim,)),
+            ("post_attention_layernorm", (dim,)),
+        ):
+            shapes[f"layers.{layer}.{name}.weight"] = shape
+    return shapes | {"norm.weight": (dim,), "lm_head.weight": (vocabulary, dim)}
+
+
+def experts_30b() -> Shapes:
+    """Of the sizes of Qwen3-30B-A3B: 128 experts a layer, of which each of 8 ranks has 16."""
+    dim, hidden, experts, vocabulary = 2048, 768, 128, 151936
+    shapes: Shapes = {"embed_tokens.weight": (vocabulary, dim)}
+    for layer in range(48):
+        for name, shape in (
+            ("q_proj.weight", (4096, dim)),
+            ("k_proj.weight", (512, dim)),
+            ("v_proj.weight", (512, dim)),
+            ("o_proj.weight", (dim, 4096)),
+            ("q_norm.weight", (128,)),
+            ("k_norm.weight", (128,)),
+            ("gate.weight", (experts, dim)),
+            ("experts.gate_proj", (experts, hidden, dim)),
+            ("experts.up_proj", (experts, hidden, dim)),
+            ("experts.down_proj", (experts, dim, hidden)),
+            ("input_layernorm.weight", (dim,)),
+            ("post_attention_layernorm.weight", (dim,)),
+        ):
+            shapes[f"layers.{layer}.{name}"] = shape
+    return shapes | {"norm.weight": (dim,), "lm_head.weight": (vocabulary, dim)}
+
+
+def small_matrices() -> Shapes:
+    return {f"layers.{number}.weight": (64, 64) for number in range(1000)}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model under FSDP2, as rank 0 of so many has it, and how many steps it takes."""
+
+    shapes: Callable[[], Shapes]
+    ranks: int
+    steps: int = 2
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+CASES = {
+    "llama-3-8b, rank 0 of 8": Case(llama_8b, 8),
+    "30B of experts, rank 0 of 8": Case(experts_30b, 8),
+    "1,000 of 64 × 64, rank 0 of 64": Case(small_matrices, 64),
+    "four layers, rank 0 of 8": Case(partial(llama_8b, 4), 8, steps=5),
+    "four layers in bf16, rank 0 of 8": Case(
+        partial(llama_8b, 4), 8, steps=5, options={"ns_dtype": torch.bfloat16}
+    ),
+}
+
+
+@dataclass
+class Facts:
+    """What one step of a case comes to, on its rank.
+
+    Attributes:
+        parameters: of Muon's.
+        chunks: of all lanes, with those that need no traffic.
+        launches: of Triton's kernels, by name.
+        operations: of torch that are kernels or copies, by name; views and allocations are none.
+        views: that torch made on the way to these.
+        collectives: by name.
+        waits: what made the host wait, and copies that would.
+        variants: specializations of Triton's kernels, by name.
+        misaligned: pointers into the package's own buffers that kernels or collectives get, and
+            that `stub_driver.ALIGNMENT` does not divide: how often each, by a description.
+        misaligned_bytes, bytes: of what these point to, and of all that was looked at.
+        wrong_grids: launches whose programs do not cover their tensors once.
+        device_bytes: of live storages, after each step.
+    """
+
+    parameters: int = 0
+    chunks: int = 0
+    launches: dict[str, int] = field(default_factory=dict)
+    operations: dict[str, int] = field(default_factory=dict)
+    views: int = 0
+    collectives: dict[str, int] = field(default_factory=dict)
+    waits: dict[str, int] = field(default_factory=dict)
+    variants: dict[str, int] = field(default_factory=dict)
+    misaligned: dict[str, int] = field(default_factory=dict)
+    misaligned_bytes: int = 0
+    bytes: int = 0
+    wrong_grids: list[str] = field(default_factory=list)
+    device_bytes: list[int] = field(default_factory=list)
+
+
+class Training:
+    """A case's parameters on a device, their gradients, and an optimizer.
+
+    The default process group has as many ranks as the case.
+    """
+
+    def __init__(self, case: Case, device: torch.device = CUDA):
+        self.device = device
+        self.mesh = init_device_mesh(device.type, (case.ranks,))
+        self.shapes = case.shapes()
+        self.params = {name: nn.Parameter(self._tensor(name)) for name in self.shapes}
+        is_muon = {n: optimizer.default_is_muon(n, p, EXPERTS) for n, p in self.params.items()}
+        groups: list[dict[str, Any]] = [
+            {"params": [(n, p) for n, p in self.params.items() if is_muon[n] == kind]}
+            | ({"use_muon": True, "expert_keys": EXPERTS} if kind else {"use_muon": False})
+            for kind in (True, False)
+            if kind in is_muon.values()
+        ]
+        self.muon_parameters = sum(is_muon.values())
+        # Notes would travel between hosts that are not there.
+        self.optimizer = optimizer.Muon(groups, consistency_check="off", **case.options)
+        self.grads = {name: self._tensor(name) for name in self.shapes}
+
+    def _tensor(self, name: str) -> Tensor:
+        rows, *others = self.shapes[name]
+        size = self.mesh.size()
+        part = (math.ceil(rows / size), *others)
+        local = torch.empty(part, dtype=torch.bfloat16, device=self.device)
+        return DTensor.from_local(local, self.mesh, [Shard(0)], run_check=False)
+
+    def step(self) -> None:
+        for name, param in self.params.items():
+            param.grad = self.grads[name]
+        self.optimizer.step()
+
+    def storages(self) -> set[int]:
+        """Addresses of the storages of weights, gradients and state."""
+        state = [list(own.values()) for own in self.optimizer.state.values()]
+        tensors = [*self.params.values(), *self.grads.values(), *tree_leaves(state)]
+        return {local(t).untyped_storage().data_ptr() for t in tensors if isinstance(t, Tensor)}
+
+
+def local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class Watch(TorchDispatchMode):
+    """Counts a step's operations on the device, and looks at their pointers.
+
+    Args:
+        facts: written to.
+        model: addresses of the storages of weights, gradients and state, whose layout the user
+            has chosen: their pointers are not looked at.
+    """
+
+    def __init__(self, facts: Facts, model: set[int]):
+        super().__init__()
+        self.facts = facts
+        self.model = model
+        self.operations: Counter[str] = Counter()
+        self.collectives: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(is_traceable_wrapper_subclass_type(t) for t in types):
+            return NotImplemented  # a DTensor: seen again as operations on the tensors within
+        kwargs = kwargs or {}
+        name = func._opname
+        is_here = any(isinstance(leaf, Fake) for leaf in tree_leaves((args, kwargs)))
+        result = func(*args, **kwargs)
+        if func.namespace == "c10d":
+            self.collectives[name] += 1
+            for place, piece in _pieces(func, args):
+                self.look(f"{name} {place}", piece)
+        elif func.is_view and is_here:
+            self.facts.views += 1
+        elif name not in ALLOCATIONS and (is_here or _is_fake(result)):
+            self.operations[name] += 1
+            for tensor in tree_leaves((args, kwargs, result)):
+                if isinstance(tensor, Fake) and _nbytes(tensor) >= NUMBERS_BYTES:
+                    self.look(name, tensor)
+        return result
+
+    def look(self, what: str, tensor: Tensor) -> None:
+        """Takes a tensor's pointer down, unless it is the model's."""
+        nbytes = _nbytes(tensor)
+        if nbytes == 0 or tensor.untyped_storage().data_ptr() in self.model:
+            return
+        self.facts.bytes += nbytes
+        if tensor.data_ptr() % stub_driver.ALIGNMENT:
+            offset = tensor.data_ptr() % stub_driver.ALIGNMENT
+            key = f"{what} {tensor.dtype} +{offset} {tuple(tensor.shape)}"
+            self.facts.misaligned[key] = self.facts.misaligned.get(key, 0) + 1
+            self.facts.misaligned_bytes += nbytes
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _is_fake(result: Any) -> bool:
+    return any(isinstance(leaf, Fake) for leaf in tree_leaves(result))
+
+
+def _pieces(func: Any, args: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
+    """What a collective sends to and receives from each peer: a pointer for each."""
+    named = dict(zip((argument.name for argument in func._schema.arguments), args))
+    for name in ("input", "output"):
+        tensor, sizes = named.get(name), named.get(f"{name}_split_sizes")
+        if isinstance(tensor, Tensor) and sizes:
+            for piece in tensor.split(list(sizes)):
+                yield name, piece
+        else:
+            whole = [v for key, v in named.items() if key.startswith(name)]
+            yield from ((name, t) for t in tree_leaves(whole) if isinstance(t, Tensor))
+
+
+def wrong_grid(launch: stub_driver.Launch) -> str:
+    """Why a launch's programs do not cover its tensors once; empty where they do."""
+    given = launch.arguments
+    if "ROWS" in given:  # one tile for each program
+        slices, rows, cols = given["shape"]
+        tensors = next(iter(given.values())).shape[0]
+        if tensors * slices * rows * cols != next(iter(given.values())).numel():
+            return f"{launch.kernel}: shape {given['shape']} is not that of its tensors"
+        tiles = tensors * slices * -(-rows // given["ROWS"]) * -(-cols // given["COLS"])
+    elif launch.kernel == "_combine_kernel":  # one tensor for each program
+        tiles = given["programs"] // given["count"]
+    else:
+        matrices, s, _ = given["a_ptr"].shape
+        side = -(-s // given["BLOCK"])
+        tiles = matrices * side * (side + 1) // 2
+        if given["tiles"] != tiles:
+            return f"{launch.kernel}: {given['tiles']} tiles rather than {tiles}"
+        if given.get("PERSISTENT") and launch.grid[0] <= tiles:
+            return ""
+    if launch.grid != (tiles, 1, 1):
+        return f"{launch.kernel}: a grid of {launch.grid} for {tiles} tiles"
+    return ""
+
+
+def facts_of(case: Case, stub: stub_driver.StubDriver) -> Facts:
+    """Takes some steps, and watches the last."""
+    with fake_device(kernels=True, computes=False) as device, process_group(case.ranks):
+        training, facts = Training(case), Facts()
+        for number in range(1, case.steps + 1):
+            if number < case.steps:
+                training.step()
+            else:
+                _watch(training, facts, stub, device)
+            stub.reset()  # which lets go of what was recorded
+            facts.device_bytes.append(device.memory.now)
+    facts.parameters = training.muon_parameters
+    return facts
+
+
+@contextmanager
+def process_group(ranks: int) -> Iterator[None]:
+    """This process is rank 0 of so many, of which the others are not there."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _watch(training: Training, facts: Facts, stub: stub_driver.StubDriver, device: Device) -> None:
+    device.waits.clear()
+    stub.reset()
+    stub.records_arguments = True
+    watch = Watch(facts, training.storages())
+    with watch:
+        training.step()
+    stub.records_arguments = False
+    events = [event["event"] for event in training.optimizer.summary(schedule=True).schedule]
+    facts.chunks = sum(event.startswith("orthogonalize") for event in events)
+    facts.operations, facts.collectives = dict(watch.operations), dict(watch.collectives)
+    facts.launches, facts.waits = stub.counts(), dict(device.waits)
+    used = {(launch.kernel, launch.variant) for launch in stub.launches()}
+    facts.variants = dict(Counter(kernel for kernel, _ in used))
+    for launch in stub.launches():
+        wrong = wrong_grid(launch)
+        if wrong:
+            facts.wrong_grids.append(wrong)
+        tensors = [value for value in launch.arguments.values() if isinstance(value, Tensor)]
+        assert launch.pointers == tuple(tensor.data_ptr() for tensor in tensors)
+        for name, value in launch.arguments.items():
+            if isinstance(value, Tensor) and name not in NUMBERS:
+                watch.look(f"{launch.kernel} {name}", value)
+
+
+def main(names: Sequence[str]) -> None:
+    found = {}
+    with tempfile.TemporaryDirectory() as scratch, stub_driver.installed(Path(scratch)) as stub:
+        for name in names:
+            found[name] = asdict(facts_of(CASES[name], stub))
+    json.dump(found, sys.stdout)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,139 @@
+"""Whole steps on gloo ranks beside a fake device: what streams and collectives touch is ordered."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+
+from fake_device import CUDA
+from kernel import optimizer
+from rank_pool import RankPool
+from stream_order import ordered_device
+
+dtensors = importlib.import_module(f"{optimizer.__name__}.distributed.utils")
+
+pytestmark = pytest.mark.skipif(
+    torch.backends.cuda.is_built(), reason="the device is made for builds without CUDA"
+)
+
+RANKS, STEPS, SLOT_BYTES = 2, 3, 16384
+
+SHAPES = {
+    "layers.0.attention.wq.weight": (16, 24),
+    "layers.0.attention.wk.weight": (8, 24),
+    "layers.0.w1.weight": (40, 24),
+    "layers.0.w2.weight": (24, 40),
+    "layers.1.w1.weight": (33, 24),
+    "embed_tokens.weight": (50, 8),
+    "norm.weight": (24,),
+}
+CLIPPED = {"clip_config": {"threshold": 2.0, "head_dim": 4}}
+
+# Options of the optimizer, and the mode of CPU offload. One matrix travels at a time, so that
+# chunks are in flight together.
+CASES: dict[str, tuple[dict[str, Any], str | None]] = {
+    "fp16 wire": ({"ns_dtype": torch.float16}, None),
+    "bf16 wire": ({"ns_dtype": torch.bfloat16}, None),
+    "second moments, skipping": ({"beta2": 0.9, "nonfinite": "skip"}, None),
+    "QK-Clip": (CLIPPED, None),
+    "ZeRO-2": ({"grad_reduce": "mean"}, None),
+    "streamed": ({"ns_dtype": torch.float16, **CLIPPED}, "stream"),
+    "bulk": ({"beta2": 0.9}, "bulk"),
+    "ZeRO-2, streamed": ({"grad_reduce": "mean"}, "stream"),
+}
+
+
+class Logits:
+    """A recorder of attention logits, of which some heads are to be clipped."""
+
+    def take(self) -> dict[int, torch.Tensor]:
+        return {0: torch.tensor([1.0, 4.0, 9.0, 2.5])}
+
+
+def make(options: dict[str, Any], mode: str | None) -> torch.optim.Optimizer:
+    generator = torch.Generator().manual_seed(0)
+    is_replicated = "grad_reduce" in options
+    if is_replicated:
+        options = {**options, "process_group": dist.group.WORLD}
+    mesh = None if is_replicated else DeviceMesh("cuda", list(range(RANKS)))
+    params = {}
+    for name, shape in SHAPES.items():
+        value = torch.randn(shape, generator=generator)
+        params[name] = nn.Parameter(placed(value, mesh))
+    muon = [(n, p) for n, p in params.items() if p.ndim == 2 and "embed" not in n]
+    others = [(n, p) for n, p in params.items() if p.ndim != 2 or "embed" in n]
+    groups = [{"params": muon, "use_muon": True}, {"params": others, "use_muon": False}]
+    optim = optimizer.Muon(groups, lr=0.02, chunk_size=1, **options)
+    if "clip_config" in options:
+        optim.qk_recorder = Logits()
+    if mode is not None:
+        optim.turn_on_cpu_offload(mode, slot_bytes=SLOT_BYTES)
+    return optim
+
+
+def placed(value: torch.Tensor, mesh: DeviceMesh | None) -> torch.Tensor:
+    if mesh is None:
+        return value.to(CUDA)
+    layout = (mesh, (Shard(0),))
+    part = dtensors.shard_tensor(value, layout).to_local().to(CUDA)
+    return dtensors.dtensor_of(part, layout, value.shape, value.stride())
+
+
+def train(case: str, dropped: str | None = None) -> tuple[list[str], int, list[str]]:
+    """The races of some steps, how many collectives they launched, and where waits are called.
+
+    Args:
+        case: of `CASES`.
+        dropped: waits that are called there are ignored.
+    """
+    torch.set_num_threads(1)
+    with ordered_device(lambda _, site: site == dropped) as recorder:
+        optim = make(*CASES[case])
+        params = [param for group in optim.param_groups for param in group["params"]]
+        mesh = getattr(params[0].data, "device_mesh", None)
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(STEPS):
+            for param in params:
+                param.grad = placed(torch.randn(param.shape, generator=generator), mesh)
+            optim.step()
+        return recorder.races, recorder.collectives, recorder.waits
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[RankPool]:
+    with RankPool(RANKS) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_all_that_a_step_touches_is_ordered(case, ranks):
+    for races, collectives, waits in ranks(train, case):
+        assert races == [] and collectives >= 2 * STEPS and waits
+
+
+@pytest.mark.parametrize(
+    "case, site, queue",
+    [
+        ("fp16 wire", "Transport.wait", "collectives of [0, 1] wrote (all_to_all_single)"),
+        ("bf16 wire", "Transport.wait", "collectives of [0, 1] wrote (all_to_all_single)"),
+        ("ZeRO-2", "MeanGradients._finish", "collectives of [0, 1] wrote (reduce_scatter"),
+        ("ZeRO-2", "MeanGradients._finish", "collectives of [0, 1] read (all_reduce)"),
+        ("ZeRO-2", "Replicas._gather", "collectives of [0, 1] wrote (all_gather"),
+        ("second moments, skipping", "FiniteMask.of", "collectives of [0, 1] wrote (all_reduce)"),
+        ("streamed", "PrefetchRing.acquire", "stream 0 wrote (copy_)"),
+        ("streamed", "PrefetchRing.release", "compute wrote (_foreach_add_)"),
+        ("bulk", "OffloadDevice.wait_reload", "stream 0 wrote (copy_)"),
+    ],
+)
+def test_a_wait_that_is_left_out_is_found(case, site, queue, ranks):
+    for races, _, waits in ranks(train, case, site):
+        assert site in waits
+        assert any(f"unordered with: {queue}" in race for race in races), races
