@@ -331,3 +331,14 @@ def beside(model: nn.Module, twin: nn.Module, **options) -> Twins:
     names = [name for name, _ in model.named_parameters()]
     pairs = list(zip(names, model.parameters(), twin.parameters()))
     return Twins(make(model, **options), make(twin, **options), pairs)
+
+
+def axes_of(size: int, choose: Callable[[Sequence[Any]], Any], depth: int = 2) -> str:
+    """A term of ``split`` that some way or other makes up ``size`` indices (at least 1)."""
+    outer = choose([n for n in range(1, size + 1) if size % n == 0])
+    inner, first = size // outer, choose(range(1, max(2, size // outer)))
+    axis = choose([f"{outer}", f"[{outer}]"])
+    if depth == 0 or inner == 1 or choose([True, False, False]):
+        return f"({axis} {inner})"
+    parts = f"{axes_of(first, choose, depth - 1)} + {axes_of(inner - first, choose, depth - 1)}"
+    return f"({axis} ({parts}))"

@@ -6,7 +6,7 @@ What is drawn prints as the call that makes it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from layouts import MEMORY, Group, Weight
+from layouts import MEMORY, Group, Weight, axes_of
 from trainings import Case, Named
 
 MESHES = {
@@ -129,17 +129,6 @@ def muon_groups(draw: st.DrawFn, ranks: int, number: int, wide: bool) -> Group:
             name = f"{'experts' if is_expert else 'layers'}.{number}.{index}.weight"
             splits[name] = draw(splits_of(rows, None if flatten and len(shape) > 2 else shape[-1]))
     return Group(weights, {**options, "split": splits} if splits else options)
-
-
-def axes_of(size: int, choose: Callable[[Sequence[Any]], Any], depth: int = 2) -> str:
-    """A term of ``split`` that some way or other makes up ``size`` indices (at least 1)."""
-    outer = choose([n for n in range(1, size + 1) if size % n == 0])
-    inner, first = size // outer, choose(range(1, max(2, size // outer)))
-    axis = choose([f"{outer}", f"[{outer}]"])
-    if depth == 0 or inner == 1 or choose([True, False, False]):
-        return f"({axis} {inner})"
-    parts = f"{axes_of(first, choose, depth - 1)} + {axes_of(inner - first, choose, depth - 1)}"
-    return f"({axis} ({parts}))"
 
 
 @st.composite

@@ -32,7 +32,7 @@ pytestmark = [
 # What a step was measured to take: launches of Triton's kernels, operations of torch that are
 # kernels or copies, and collectives. A step may take 1.02 times as many.
 BUDGETS = {
-    "four layers in bf16, rank 0 of 8": (84, 84, 4),
+    "four layers in bf16, rank 0 of 8": (84, 86, 4),
     "four layers, rank 0 of 8": (138, 224, 4),
     "llama-3-8b, rank 0 of 8": (1111, 1872, 34),
     "1,000 of 64 × 64, rank 0 of 64": (3067, 137, 2),

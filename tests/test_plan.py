@@ -24,8 +24,8 @@ import pytest
 import torch
 
 from kernel import optimizer
+from layouts import axes_of
 from simulation import simulate
-from strategies import axes_of
 
 matrices = optimizer.matrices
 regions = optimizer.distributed.regions
