@@ -234,6 +234,9 @@ class _Stream:
     def wait_event(self, event: Any) -> None:
         pass
 
+    def is_capturing(self) -> bool:
+        return False
+
     def __enter__(self) -> _Stream:
         return self
 
