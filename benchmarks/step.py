@@ -212,6 +212,7 @@ def measure(shapes: Shapes, options: argparse.Namespace, device: torch.device) -
         over_floor = "–" if name == ADAMW else f"{least / floor:.2f}"
         row = [name, *milliseconds(seconds[name]), ratio, over_floor, transient, flops]
         rows.append(row)
+    rows.append(["floor", milliseconds([floor])[0], "–", "–", "1.00", "–", f"{forms / plain:.3f}"])
     what = options.model or "a small transformer"
     share = f", rank 0's share of {options.share}" if options.share else ""
     title = (
