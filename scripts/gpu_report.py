@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import math
 import os
 import platform
 import shlex
@@ -28,12 +29,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import torch
 
@@ -45,6 +48,7 @@ from plots import drawing, label_rows, save
 FAKE = "Made without a device: no figure below says anything about one."
 FULL = 6  # times as long may a section take with --full
 PATIENCE = 2  # times as long as it should take, before it is stopped
+OUTCOMES = ("failure", "error", "skipped")  # other than success, as pytest writes them
 COLOURS = ("#2563eb", "#f59e0b", "#10b981", "#dc2626", "#7c3aed", "#4b5563")
 
 Record = Mapping[str, Any]  # a row, by column
@@ -72,14 +76,14 @@ class Result:
     section: Section
     lines: list[str] = field(default_factory=list)  # of commands that were started
     seconds: float = 0.0
-    failure: str | None = None
+    failures: list[str] = field(default_factory=list)
     missing: str | None = None
     tables: list[Table] = field(default_factory=list)
 
     def __str__(self) -> str:
         if self.missing:
             return f"not run: {self.missing}"
-        return f"FAILED: {self.failure}" if self.failure else "passed"
+        return f"FAILED: {'; '.join(self.failures)}" if self.failures else "passed"
 
 
 # -- running ---------------------------------------------------------------------------------------
@@ -97,6 +101,7 @@ def run_section(section: Section, machine: Machine, options: argparse.Namespace)
     tables = CHECKOUT / options.out / f"{section.name}.jsonl"
     environment = {"LOCAL_KERNELS": f"org/optimizer={CHECKOUT}", **os.environ}
     environment["BENCHMARK_TABLES"] = str(tables)
+    tests = tables.with_suffix(".xml")
     start = time.monotonic()
     deadline = start + section.seconds * PATIENCE * (FULL if options.full else 1)
     with open(tables.with_suffix(".log"), "w", encoding="utf-8") as log:
@@ -107,14 +112,41 @@ def run_section(section: Section, machine: Machine, options: argparse.Namespace)
             log.flush()
             variables = {**environment, **command.variables(options)}
             left = deadline - time.monotonic()
-            result.failure = run(line, machine, variables, log, left)
-            if result.failure:
-                break
+            why = run(f"{line}{outcomes_to(tests, line)}", machine, variables, log, left)
+            result.failures += [f"{why}: {line}"] if why else []
+            result.tables += tables_of(tables, tests)
     result.seconds = time.monotonic() - start
+    return result
+
+
+def outcomes_to(file: Path, line: str) -> str:
+    """The option by which pytest writes there how tests ended."""
+    return f" --junitxml {shlex.quote(str(file))}" if " -m pytest " in line else ""
+
+
+def tables_of(tables: Path, tests: Path) -> list[Table]:
+    """What a command left in the files, which are gone afterwards."""
+    found = []
+    if tests.exists():
+        found.append(outcomes_of(ElementTree.fromstring(tests.read_text(encoding="utf-8"))))
+        tests.unlink()
     if tables.exists():
         lines = tables.read_text(encoding="utf-8").splitlines()
-        result.tables = [Table(**json.loads(line)) for line in lines]
-    return result
+        found += [Table(**json.loads(line)) for line in lines]
+        tables.unlink()
+    return found
+
+
+def outcomes_of(document: ElementTree.Element) -> Table:
+    """How many tests passed, were skipped for which reason, and which ones failed."""
+    counts: Counter[tuple[str, str]] = Counter()
+    for case in document.iter("testcase"):
+        ends = [(end.tag, end.get("message", "")) for end in case if end.tag in OUTCOMES]
+        outcome, reason = ends[0] if ends else ("passed", "")
+        counts[outcome, reason if outcome == "skipped" else case.get("name", "")] += 1
+    passed = sum(count for (outcome, _), count in counts.items() if outcome == "passed")
+    others = [[*end, count] for end, count in sorted(counts.items()) if end[0] != "passed"]
+    return Table("Tests", ["outcome", "which, or why", "tests"], [["passed", "", passed], *others])
 
 
 def run(
@@ -134,9 +166,9 @@ def run(
     )
     try:
         code = process.wait(max(0.0, seconds))
-        return f"exit code {code}: {line}" if code else None
+        return f"exit code {code}" if code else None
     except subprocess.TimeoutExpired:
-        return f"not done in time: {line}"
+        return "not done in time"
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -185,13 +217,14 @@ def baseline_of(aim: Aim, record: Record, table: Table) -> Record | None:
     return next(fitting, None)
 
 
-def judge(aim: Aim, tables: Sequence[Table]) -> list[list[str]]:
+def judge(aim: Aim, tables: Sequence[Table], fake: bool) -> list[list[str]]:
     """Rows of the table of aims, one for each figure."""
     bound = f"≥ {aim.least:.3g}" if aim.least > float("-inf") else f"≤ {aim.most:.3g}"
     rows = []
     for where, figure, baseline in figures_of(aim, tables):
         met = "met" if aim.least <= figure <= aim.most else "NOT met"
-        rows.append([aim.what, bound, f"{figure:.3g}", baseline, met, where])
+        verdict = "no device" if fake else met
+        rows.append([aim.what, bound, f"{figure:.3g}", baseline, verdict, where])
     return rows or [[aim.what, bound, "–", "", "not measured", ""]]
 
 
@@ -225,7 +258,7 @@ def output_of(*command: str) -> str:
 
 def report(results: Sequence[Result], about: Sequence[str], options: argparse.Namespace) -> str:
     tables = [table for result in results for table in result.tables]
-    judged = [row for aim in AIMS for row in judge(aim, tables)]
+    judged = [row for aim in AIMS for row in judge(aim, tables, options.fake)]
     head = ["section", "what it shows", "result", "seconds", "log"]
     ends = [
         [r.section.name, r.section.what, r, f"{r.seconds:.0f}", f"[log]({r.section.name}.log)"]
@@ -249,6 +282,10 @@ def report(results: Sequence[Result], about: Sequence[str], options: argparse.Na
     return "\n\n".join(parts) + "\n"
 
 
+def is_positive(value: Any) -> bool:
+    return isinstance(value, float) and value > 0  # no NaN
+
+
 @dataclass(frozen=True)
 class Panel:
     """Tables in a picture: a row of dots for each row, or, without ``row``, for each table.
@@ -270,9 +307,11 @@ class Panel:
         for table in (table for table in tables if table.title.startswith(self.table)):
             for record in table.records():
                 name = ", ".join(str(record[c]).removesuffix(".0") for c in self.row)
-                place = found.setdefault(name or table.title[:60], {})
-                for column in (c for c in self.columns if isinstance(record.get(c), float)):
-                    place[column if self.series is None else record[self.series]] = record[column]
+                name = name or table.title.removeprefix(self.table).strip(", ")[:60]
+                place = found.setdefault(name, {})
+                for column in (c for c in self.columns if is_positive(record.get(c))):
+                    dot = column if self.series is None else record[self.series]
+                    place.setdefault(dot, record[column])
         return found
 
 
@@ -283,7 +322,12 @@ PICTURES = {
             Panel("One step", (), "optimizer", ["least ms"]),
             Panel("One step", (), "offload", ["least ms"]),
             Panel("QK-Clip", (), "", ["least ms"]),
-            Panel("Maxima", ("B × Hq/Hk × T × D", "dtype"), "contender", ["least ms"]),
+            Panel(
+                "Maxima of causal attention logits",
+                ("B × Hq/Hk × T × D", "dtype"),
+                "contender",
+                ["least ms"],
+            ),
         ],
     ),
     "rates.png": (
@@ -326,7 +370,10 @@ def draw_dots(
                 points = [(row[name], at) for at, row in enumerate(dots.values()) if name in row]
                 axes.plot(*zip(*points), "o", color=colour, label=name)
             label_rows(axes, list(dots))
-            axes.set(xscale="log", title=title)
+            powers = [math.log10(value) for row in dots.values() for value in row.values()]
+            decades = 10.0 ** math.floor(min(powers)), 10.0 ** math.ceil(max(powers))
+            axes.set(xscale="log", xlim=decades, title=title)
+            axes.xaxis.set_major_formatter("{x:g}")
             axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
         grid[-1, 0].set_xlabel(unit)
         if fake:
@@ -349,7 +396,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     machine = Machine.here()
     if not machine.devices and not options.fake:
-        print("There is no GPU here; --fake tries this command without one.", file=sys.stderr)
+        said = output_of("nvidia-smi", "--list-gpus") or "nothing"
+        print(f"torch {torch.__version__} finds no GPU; nvidia-smi: {said}", file=sys.stderr)
+        print("ARGS=--fake tries this command without one.", file=sys.stderr)
         return 1
     folder = CHECKOUT / options.out
     shutil.rmtree(folder, ignore_errors=True)
@@ -367,14 +416,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def conclude(results: Sequence[Result], options: argparse.Namespace) -> int:
     """Names what failed, what was not run and which aims are not met."""
     tables = [table for result in results for table in result.tables]
-    missed = [row for aim in AIMS for row in judge(aim, tables) if row[4] == "NOT met"]
-    failed = [result for result in results if result.failure]
+    missed = [
+        row for aim in AIMS for row in judge(aim, tables, options.fake) if row[4] == "NOT met"
+    ]
+    failed = [result for result in results if result.failures]
     if options.fake:
         print(FAKE)
     for title, lines in (
         ("not run", [f"{r.section.name}: {r.missing}" for r in results if r.missing]),
         ("aims that are not met", [f"{row[0]}: {row[2]} ({row[5]})" for row in missed]),
-        ("FAILED", [f"{r.section.name}: {r.failure}" for r in failed]),
+        ("FAILED", [f"{r.section.name}: {why}" for r in failed for why in r.failures]),
     ):
         if lines:
             print(f"{title}:")

@@ -56,7 +56,7 @@ class Command:
         words = [self.before, "python", self.words, self.full if options.full else ""]
         if options.fake:
             words = ["python", self.fake] if self.fake else []
-        return " ".join(word for word in words if word).replace("OUT", str(options.out))
+        return " ".join(word for word in words if word).replace("OUT/", f"{options.out}/")
 
     def variables(self, options: argparse.Namespace) -> Mapping[str, str]:
         return {} if options.fake else self.environment
@@ -70,7 +70,7 @@ class Section:
         name: of its files, too.
         what: it shows.
         seconds: that its commands should take together; they are stopped at twice as many.
-        commands: in order; the first that fails is the last.
+        commands: in order, whether or not one fails.
         missing: why it can't be run on a machine, or None.
     """
 
