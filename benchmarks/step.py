@@ -40,6 +40,7 @@ from timing import (
     COPIED,
     DEFAULT_COPIED,
     Ceilings,
+    least_sample,
     load_kernel,
     machine,
     milliseconds,
@@ -191,7 +192,8 @@ def measure(shapes: Shapes, options: argparse.Namespace, device: torch.device) -
     copied = min(COPIED.get(device.type, DEFAULT_COPIED), max(1 << 20, numel))
     ceilings = Ceilings(device, [recipe.dtype], options.ceiling, copied)
     steps = {name: optimizer.step for name, optimizer in optimizers.items()}
-    seconds = take_turns({**steps, **ceilings.contenders}, options.rounds)
+    calls = {**steps, **ceilings.contenders}
+    seconds = take_turns(calls, options.rounds, least_sample(device))
     ceilings.take(seconds)
 
     traffic = 5 * dtype.itemsize * numel  # momentum has the gradients' dtype

@@ -93,7 +93,7 @@ def candidates(kind: Any, dtype: str, dry: bool, short: bool = False) -> list[An
     blocks_k = (32, 64, 128) if dtype != "float32" else (16, 32)
     rest = itertools.product(blocks, blocks_k, (4, 8), (2, 3, 4, 5), (0, 1, 2))
     if short:
-        rest = itertools.product(blocks[:2], blocks_k[:2], (4, 8), (3, 4), (0, 1))
+        rest = itertools.product(blocks[:2], blocks_k[:2], (4, 8), (3, 4), (0,))
     return [
         kind(block, block_k, warps, stages, persistent=persistent)
         for block, block_k, warps, stages, persistent in rest

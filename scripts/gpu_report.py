@@ -394,6 +394,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--sections", nargs="+", choices=names, default=names, help="which")
     parser.add_argument("--out", type=Path, default=Path("runs/gpu"), help="folder")
     options = parser.parse_args(arguments)
+    if options.fake and torch.backends.cuda.is_built():
+        parser.error("--fake is for builds of torch without CUDA")
     machine = Machine.here()
     if not machine.devices and not options.fake:
         said = output_of("nvidia-smi", "--list-gpus") or "nothing"

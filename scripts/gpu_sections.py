@@ -144,7 +144,8 @@ SECTIONS = [
         100,
         [
             Command(
-                f'-m pytest -q {KERNEL_TESTS} -m "not slow" {PARALLEL}',
+                f'-m pytest -q {KERNEL_TESTS} -m "not slow" -k "not compile" {PARALLEL}',
+                full='-m "slow or not slow"',  # the last one holds
                 fake="-m pytest -q tests/test_triton_symmetric.py -k integers_are_exact",
             )
         ],
@@ -270,7 +271,7 @@ SECTIONS = [
             Command(
                 f"-m pytest -q {KERNEL_TESTS} -m kernels_ci",
                 before="compute-sanitizer --tool memcheck --report-api-errors no "
-                "--target-processes all --error-exitcode 9",
+                "--target-processes application-only --error-exitcode 9",
                 environment=NO_CACHE,
             )
         ],
@@ -282,11 +283,17 @@ SECTIONS = [
         1200,
         [
             Command(
-                "-m pytest -q tests/test_layouts.py tests/test_replicas.py tests/test_sharded.py "
-                "tests/test_faults.py",
+                "-m pytest -q tests/test_layouts.py tests/test_sharded.py tests/test_faults.py "
+                '-m "not slow"',
+                full='-m "slow or not slow"',
                 fake="-m pytest -q tests/test_layouts.py -k test_one_device",
                 environment=OVER_NCCL,
-            )
+            ),
+            Command(
+                "-m pytest -q tests/test_replicas.py "
+                '-k "replicated_matrices or a_model or adamws_parameters"',
+                environment=OVER_NCCL,
+            ),
         ],
         fewer_than_two_devices,
     ),

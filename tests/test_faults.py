@@ -768,5 +768,6 @@ def world_made_anew():
         dist.init_process_group("gloo", store=prefixed, rank=rank, world_size=size)
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="makes gloo's groups only")
 def test_groups_go_with_the_process_group_they_were_made_in():
     run_ranks(world_made_anew, 5, timeout=100)

@@ -72,7 +72,7 @@ def assert_replicas_alike(twins: Twins, group: Any = None) -> None:
     """All ranks hold the same bits."""
     digests = [hashlib.sha256() for _ in twins.pairs]
     for digest, (_, p, _) in zip(digests, twins.pairs):
-        digest.update(p.detach().flatten().view(torch.uint8).numpy().tobytes())
+        digest.update(p.detach().cpu().flatten().view(torch.uint8).numpy().tobytes())
     found: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, [digest.hexdigest() for digest in digests], group=group)
     assert all(other == found[0] for other in found)
