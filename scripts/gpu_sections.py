@@ -59,7 +59,7 @@ class Command:
         return " ".join(word for word in words if word).replace("OUT/", f"{options.out}/")
 
     def variables(self, options: argparse.Namespace) -> Mapping[str, str]:
-        return {} if options.fake else self.environment
+        return {"TEST_DEVICE": "fake"} if options.fake else self.environment
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ KERNEL_TESTS = " ".join(
 PARALLEL = "-n 4 --dist worksteal"
 FAKE_STEP = "--layers 1 --dim 32 --ffn 64 --rounds 1 --ceiling 32"
 ON_FAKE = "tests/on_fake_device.py"
-OVER_NCCL = {"TEST_DEVICE": "cuda"}
+OVER_NCCL = {"TEST_DEVICE": "cuda"}  # tests/ranks.py
 NO_CACHE = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # of freed memory, whose misuse it would hide
 
 SECTIONS = [
@@ -286,7 +286,8 @@ SECTIONS = [
                 "-m pytest -q tests/test_layouts.py tests/test_sharded.py tests/test_faults.py "
                 '-m "not slow"',
                 full='-m "slow or not slow"',
-                fake="-m pytest -q tests/test_layouts.py -k test_one_device",
+                fake="-m pytest -q tests/test_layouts.py tests/test_faults.py "
+                '-k "test_one_device or test_after_a_fault"',
                 environment=OVER_NCCL,
             ),
             Command(

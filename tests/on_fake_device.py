@@ -3,7 +3,8 @@
     python tests/on_fake_device.py benchmarks/step.py --layers 1 --dim 32
 
 What scripts ask an accelerator for beyond tensors is there, too: its name, its memory, the end of
-its work, page-locked memory and a record of its allocator. For builds of torch without CUDA.
+its work, page-locked memory and a record of its allocator. For builds of torch without CUDA. Ranks
+of tests run so as well, over gloo, with ``TEST_DEVICE=fake``: see ranks.py.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import os
 import runpy
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -26,7 +28,17 @@ from fake_device import CUDA, Device, fake_device  # noqa: E402
 ROOM = 1 << 30  # bytes of memory, all of them free
 
 
-def what_scripts_ask(device: Device) -> list[tuple[Any, str, Any]]:
+there = ExitStack()  # of the process, whose end leaves it
+
+
+def put_there() -> None:
+    """From now on the device is there."""
+    device = there.enter_context(fake_device())
+    for replaced in what_is_asked(device):
+        there.enter_context(patch.object(*replaced))
+
+
+def what_is_asked(device: Device) -> list[tuple[Any, str, Any]]:
     memory, empty, generator = device.memory, torch.empty, torch.Generator
 
     def unlocked(*size: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
@@ -46,6 +58,8 @@ def what_scripts_ask(device: Device) -> list[tuple[Any, str, Any]]:
             "reset_peak_memory_stats",
             lambda device=None: setattr(memory, "peak", memory.now),
         ),
+        (torch.cuda, "is_available", lambda: True),
+        (torch.cuda, "set_device", lambda device: None),
         (torch.cuda, "get_device_name", lambda device=None: "no device"),
         (torch.cuda.memory, "_record_memory_history", lambda **_: None),
         (torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).write_bytes(b"")),
@@ -56,10 +70,8 @@ def main() -> None:
     script = Path(sys.argv[1])
     sys.argv = sys.argv[1:]
     sys.path.insert(0, str(script.parent))
-    with fake_device() as device:
-        patches = [patch.object(*replaced) for replaced in what_scripts_ask(device)]
-        for each in patches:
-            each.start()
+    with there:
+        put_there()
         runpy.run_path(str(script), run_name="__main__")
 
 

@@ -1,7 +1,8 @@
 """Runs a function on several gloo ranks, each a fresh process, from inside a test.
 
 With ``TEST_DEVICE=cuda`` each rank has a GPU of its own and NCCL beside gloo, tensors are made on
-that GPU, and a test of more ranks than there are GPUs is skipped. Otherwise ranks see no GPU.
+that GPU, and a test of more ranks than there are GPUs is skipped. With ``TEST_DEVICE=fake`` each
+has the accelerator of fake_device.py, and gloo. Otherwise ranks see no GPU.
 
 The processes are forked from a server that has imported torch once, which makes a run cost tenths
 of a second. They see the environment as it was when the server started, at the first run.
@@ -31,7 +32,8 @@ from torch.utils._pytree import tree_map_only
 
 import traces
 
-DEVICE = os.environ.get("TEST_DEVICE", "cpu")  # a type of device
+IS_FAKE = os.environ.get("TEST_DEVICE") == "fake"
+DEVICE = "cuda" if IS_FAKE else os.environ.get("TEST_DEVICE", "cpu")  # a type of device
 
 FORKSERVER = multiprocessing.get_context("forkserver")
 FORKSERVER.set_forkserver_preload(
@@ -122,7 +124,7 @@ def _run(
     pg_timeout: float,
     stop_on_failure: bool,
 ) -> dict[int, Outcome]:
-    if DEVICE != "cpu" and torch.accelerator.device_count() < world_size:
+    if DEVICE != "cpu" and not IS_FAKE and torch.accelerator.device_count() < world_size:
         pytest.skip(f"needs {world_size} devices of the type {DEVICE}")
     traced = traces.Traced.current if DEVICE == "cpu" else None  # elsewhere plans are others
     # Plain pickle: multiprocessing's own would pass tensors as shared memory of a dead process.
@@ -191,6 +193,8 @@ def _rank_main(
             timeout=timedelta(seconds=pg_timeout),
         )
         fn, args, kwargs, is_traced = pickle.loads(payload)
+        if DEVICE != "cpu":
+            torch.set_default_device(DEVICE)  # by now all modules are there
         trace: traces.Trace = []
         if is_traced:
             traces.record(sys.modules["kernel"].optimizer.Muon, trace)
@@ -216,10 +220,13 @@ def _take_device(rank: int) -> str:
         # FSDP2 would move parameters to a GPU that it sees.
         os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["HIP_VISIBLE_DEVICES"] = ""
         return "gloo"
-    device = torch.device(DEVICE, rank)
+    if IS_FAKE:
+        import on_fake_device
+
+        on_fake_device.put_there()
+        return "cpu:gloo,cuda:gloo"
     torch.accelerator.set_device_index(rank)
-    torch.set_default_device(device)
-    return f"cpu:gloo,{DEVICE}:{dist.get_default_backend_for_device(device)}"
+    return f"cpu:gloo,{DEVICE}:{dist.get_default_backend_for_device(DEVICE)}"
 
 
 def _receive(connection: Connection, process: multiprocessing.process.BaseProcess) -> Outcome:
