@@ -100,7 +100,7 @@ bench: build
 	done
 
 gpu: build
-	$(PY) scripts/gpu_report.py $(ARGS)
+	LOCAL_KERNELS="org/optimizer=$(CURDIR)" $(PY) scripts/gpu_report.py $(ARGS)
 
 clean:
 	rm -rf build runs .pytest_cache .mypy_cache .ruff_cache

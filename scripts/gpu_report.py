@@ -8,7 +8,8 @@
 A section is some processes, one after the other, which share a limit of time and have a log of
 their own in runs/gpu/; one that fails does not stop the others. runs/gpu/report.md has machine,
 versions and commands, every table that was printed, the figures beside their aims, and pictures of
-the times and rates. It is written anew after each section, so that what was found outlives the run.
+the times and rates; tables.json has the tables. Both are written anew after each section, so that
+what was found outlives the run.
 
 Exits with 1, and names them, where sections failed: a test did, a bound of accuracy was not kept, a
 command ended in an error or took too long. An aim that is not met is named, but no failure: times
@@ -32,7 +33,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -375,6 +376,7 @@ def draw_dots(
             decades = 10.0 ** math.floor(min(powers)), 10.0 ** math.ceil(max(powers))
             axes.set(xscale="log", xlim=decades, title=title)
             axes.xaxis.set_major_formatter("{x:g}")
+            axes.xaxis.set_minor_formatter("")
             axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
         grid[-1, 0].set_xlabel(unit)
         if fake:
@@ -413,6 +415,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"  {results[-1]} ({results[-1].seconds:.0f} s)", flush=True)
         draw([table for result in results for table in result.tables], options)
         (folder / "report.md").write_text(report(results, about, options), encoding="utf-8")
+        data = {r.section.name: [asdict(table) for table in r.tables] for r in results}
+        (folder / "tables.json").write_text(json.dumps(data, indent=1), encoding="utf-8")
     return conclude(results, options)
 
 

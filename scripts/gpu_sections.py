@@ -141,7 +141,7 @@ SECTIONS = [
     Section(
         "kernels",
         "every kernel against float64, by shape and dtype",
-        100,
+        90,
         [
             Command(
                 f'-m pytest -q {KERNEL_TESTS} -m "not slow" -k "not compile" {PARALLEL}',
@@ -153,7 +153,7 @@ SECTIONS = [
     Section(
         "accuracy",
         "errors of orthogonalization by the kernels themselves, as in docs/accuracy.md",
-        60,
+        90,
         [
             Command(
                 "benchmarks/accuracy.py --check",
@@ -209,7 +209,7 @@ SECTIONS = [
     Section(
         "shapes",
         "orthogonalization by shape, form and arithmetic",
-        50,
+        40,
         [
             Command(
                 "benchmarks/orthogonalize.py --rounds 5",
@@ -221,7 +221,7 @@ SECTIONS = [
     Section(
         "offload",
         "a step with its state on the device, in host memory, and streamed; the link's speed",
-        60,
+        50,
         [
             Command(f"-m pytest -q tests/test_offload_memory.py {PARALLEL}"),
             Command(
