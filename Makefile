@@ -11,7 +11,8 @@ CLIENTS_INSTALLED := $(CLIENTS)/.installed
 
 # NPROC: ranks of `make train`. By default one per accelerator, or up to four that share the CPU.
 NPROC ?=
-# ARGS: extra arguments of `make train` (examples/compare.py), `make test` (pytest) and `make bench`.
+# ARGS: extra arguments of `make train` (examples/compare.py), `make test` (pytest), `make bench` and
+# `make gpu` (scripts/gpu_report.py).
 ARGS ?=
 
 # SLOW: anything makes `make test` run the slowest tests, too, as continuous integration does.
@@ -21,7 +22,7 @@ SLOW ?=
 BENCHMARKS ?= $(addprefix benchmarks/,step.py distributed_step.py orthogonalize.py accuracy.py offload.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help build train test test-clients lint format bench clean
+.PHONY: help build train test test-clients lint format bench gpu clean
 
 help:
 	@echo "make build   build every Hub variant into build/"
@@ -32,6 +33,8 @@ help:
 	@echo "make lint    ruff and mypy"
 	@echo "make format  let ruff rewrite the sources"
 	@echo "make bench   time steps and orthogonalization, and show its accuracy (BENCHMARKS=script, ARGS=options)"
+	@echo "make gpu     prove on GPUs what CPUs cannot, in ten minutes, and write runs/gpu/report.md (ARGS=--full,"
+	@echo "             --fake)"
 	@echo "make clean   remove outputs and caches (not the environment)"
 
 CHECK_PYTHON := $(PYTHON) -c 'import sys; \
@@ -95,6 +98,9 @@ bench: build
 	@for script in $(BENCHMARKS); do \
 		LOCAL_KERNELS="org/optimizer=$(CURDIR)" $(PY) $$script $(ARGS) || exit 1; \
 	done
+
+gpu: build
+	LOCAL_KERNELS="org/optimizer=$(CURDIR)" $(PY) scripts/gpu_report.py $(ARGS)
 
 clean:
 	rm -rf build runs .pytest_cache .mypy_cache .ruff_cache

@@ -301,6 +301,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--norm", nargs="+", default=["frobenius"], help="of --all; or schatten4")
     parser.add_argument("--shapes", nargs="+", type=parse_shape, default=SHAPES, help="ROWSxCOLS")
     parser.add_argument("--quick", action="store_true", help="tiny matrices: to try the script")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a bound is not kept")
     parser.add_argument("--markdown", action="store_true", help="print tables in markdown")
     options = parser.parse_args(arguments)
     options.momentum = MOMENTUM
@@ -331,6 +332,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         title = f"Every form of every family, {shapes}, {device.type}"
         show(title, ALL_COLUMNS, long_rows, markdown=options.markdown, left=5)
     print(f"{ADVICE}\n{machine(device)}")
+    if options.check and any(row[2].startswith("FAIL") for row in default_rows):
+        raise SystemExit("the accelerators' default does not keep its bounds")
 
 
 if __name__ == "__main__":

@@ -7,8 +7,9 @@ Starts its own ranks: one for each accelerator, or four on the CPU; under torchr
 1. Step: the matrices of a transformer under FSDP2. This package, torch.optim.Muon and, as a floor,
    AdamW hold the same DTensors and take turns (A B C A B C …). A step lasts as long as the slowest
    rank's.
-2. Layouts: traffic on other meshes, of gloo ranks.
-3. Host: what `step()` itself costs for many matrices. They are real CPU tensors, so that all that a
+2. Wire: all-to-alls of equal parts by size, as a step's traffic is, beside the best rate of all.
+3. Layouts: traffic on other meshes, of gloo ranks.
+4. Host: what `step()` itself costs for many matrices. They are real CPU tensors, so that all that a
    step does on the host is done, allocation included, but tiny, so that the iteration's arithmetic
    is none of it; torch's fake process group, which moves nothing, leaves the network out.
 
@@ -26,13 +27,12 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -44,14 +44,16 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from timing import load_kernel, machine, synchronize
+from timing import load_kernel, machine, milliseconds, show, synchronize
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
 from counters import count
 from ranks import RankError, run_ranks  # type: ignore[attr-defined]  # mypy takes examples/ranks.py
 
 OURS, THEIRS, ADAMW = "Muon (this package)", "torch.optim.Muon", "AdamW (fused)"
-CONSOLE = Console(width=118)
+TABLES = ("step", "wire", "layouts", "host")
+WIRE_BYTES = [2**n for n in range(12, 31, 2)]  # that a rank sends at once, to all ranks together
+DEFAULT_WIRE_BYTES = {"cpu": WIRE_BYTES[:7]}
 
 Shapes = Sequence[tuple[int, int]]
 
@@ -141,10 +143,20 @@ def floor(ranks: int) -> float:
 # 1. Step
 
 
-def step_table(arguments: argparse.Namespace) -> None:
+def run_as_rank(arguments: argparse.Namespace) -> None:
     device = pick_device()
     backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{torch_backend(device)}"
     dist.init_process_group(backend)
+    if "step" in arguments.tables:
+        step_table(arguments, device)
+    if "wire" in arguments.tables:
+        wire_table(arguments, device)
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # shutting the interpreter down sometimes aborts after gloo was used
+
+
+def step_table(arguments: argparse.Namespace, device: torch.device) -> None:
     ranks = dist.get_world_size()
     torch.manual_seed(0)
     layers = transformer(arguments.layers, arguments.dim, arguments.ffn)
@@ -161,10 +173,7 @@ def step_table(arguments: argparse.Namespace) -> None:
     seconds = measure(steps, arguments.rounds)
     comparing = measure({"notes": comparison(len(params))}, 200)["notes"]
     if dist.get_rank() == 0:
-        print_steps(params, costs, seconds, comparing, device)
-    dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)  # shutting the interpreter down sometimes aborts after gloo was used
+        print_steps(params, costs, seconds, comparing, device, arguments.markdown)
 
 
 def comparison(lines: int) -> Callable[[], object]:
@@ -214,50 +223,48 @@ def over_ranks(value: Any) -> list[Any]:
     return gathered
 
 
+STEP_COLUMNS = (
+    *("optimizer", "least\nms", "median\nms", "bytes per\nlocal element"),
+    *("collectives\nper step", "chunks", "collectives\nper chunk", "transient\nMiB"),
+    "operations\nper matrix",
+)
+
+
 def print_steps(
     params: list[nn.Parameter],
     costs: dict[str, list[Cost]],
     seconds: dict[str, list[float]],
     comparing: list[float],
     device: torch.device,
+    markdown: bool,
 ) -> None:
     ranks = dist.get_world_size()
     bytes_of = [p.numel() * p.element_size() for p in params]
-    table = Table(
-        title=f"One step, {len(params)} matrices, {sum(bytes_of) / 2**20:.0f} MiB, FSDP2 on "
-        f"{ranks} × {device.type}"
-    )
-    table.add_column("optimizer", no_wrap=True)
-    for column in (
-        "least\nms",
-        "median\nms",
-        "bytes per\nlocal element",
-        "collectives\nper step",
-        "chunks",
-        "collectives\nper chunk",
-        "transient\nMiB",
-        "operations\nper matrix",
-    ):
-        table.add_column(column, justify="right")
+    rows = []
     for name, of_ranks in costs.items():
         first = of_ranks[0]
         owns = name == OURS and first.chunks > 0
-        table.add_row(
-            name,
-            f"{min(seconds[name]) * 1e3:.0f}",
-            f"{statistics.median(seconds[name]) * 1e3:.0f}",
-            f"{sent_per_local_element(of_ranks):.2f}",
-            f"{first.collectives}",
-            f"{first.chunks:g}" if owns else "–",
-            f"{first.collectives / first.chunks:g}" if owns else "–",
-            f"{max(c.peak_bytes for c in of_ranks) / 2**20:.1f}",
-            f"{statistics.fmean(c.operations for c in of_ranks) / len(params):.1f}",
+        rows.append(
+            [
+                name,
+                f"{min(seconds[name]) * 1e3:.0f}",
+                f"{statistics.median(seconds[name]) * 1e3:.0f}",
+                f"{sent_per_local_element(of_ranks):.2f}",
+                f"{first.collectives}",
+                f"{first.chunks:g}" if owns else "–",
+                f"{first.collectives / first.chunks:g}" if owns else "–",
+                f"{max(c.peak_bytes for c in of_ranks) / 2**20:.1f}",
+                f"{statistics.fmean(c.operations for c in of_ranks) / len(params):.1f}",
+            ]
         )
     local_bytes = sum(local(p).numel() * p.element_size() for p in params)
     bound = (1.5 * local_bytes + 4 * max(bytes_of)) / 2**20
-    table.add_section()
-    table.add_row("floor or bound", "", "", f"{floor(ranks):.2f}", "", "", "2", f"{bound:.1f}", "")
-    CONSOLE.print(table)
+    rows.append(["floor or bound", "", "", f"{floor(ranks):.2f}", "", "", "2", f"{bound:.1f}", ""])
+    title = (
+        f"One step, {len(params)} matrices, {sum(bytes_of) / 2**20:.0f} MiB, FSDP2 on "
+        f"{ranks} × {device.type}"
+    )
+    show(title, STEP_COLUMNS, rows, markdown=markdown, width=118)
     notes = costs[OURS][0].notes
     print(
         f"bound: 1.5 × local weights + 4 × largest matrix; hosts compare notes in {notes:.0f} more "
@@ -266,7 +273,34 @@ def print_steps(
     )
 
 
-# 2. ExpectedState
+# 2. Wire
+
+WIRE_COLUMNS = ("KiB sent", "least ms", "median ms", "GB/s to others", "of the best rate")
+
+
+def wire_table(arguments: argparse.Namespace, device: torch.device) -> None:
+    """Rates by which a rank's bytes leave for the others, what stays with it not counted."""
+    ranks = dist.get_world_size()
+    sizes = arguments.wire or DEFAULT_WIRE_BYTES.get(device.type, WIRE_BYTES)
+    calls: dict[str, Callable[[], object]] = {}
+    for size in sizes:
+        sent = torch.ones(ranks, size // ranks, dtype=torch.uint8, device=device)
+        calls[f"{size / 2**10:g}"] = partial(dist.all_to_all_single, torch.empty_like(sent), sent)
+    measure(calls, 2)  # makes the communicator and its buffers
+    seconds = measure(calls, arguments.rounds)
+    leaving = {name: float(name) * 2**10 * (ranks - 1) / ranks for name in calls}
+    rates = {name: leaving[name] / min(seconds[name]) for name in calls}
+    if dist.get_rank() == 0:
+        rows = [
+            [name, *milliseconds(seconds[name]), f"{rate / 1e9:.2f}"]
+            + [f"{rate / max(rates.values()):.2f}"]
+            for name, rate in rates.items()
+        ]
+        title = f"All-to-alls of {ranks} × {device.type}"
+        show(title, WIRE_COLUMNS, rows, markdown=arguments.markdown)
+
+
+# 3. Layouts
 
 
 @dataclass(frozen=True)
@@ -355,27 +389,24 @@ LAYOUTS = {
 }
 
 
-def layout_table() -> None:
-    table = Table(title="Sent, bytes per local element, mean over ranks")
-    table.add_column("layout")
-    for column in ("ranks", "matrices", "floor", "this package", "collectives", THEIRS):
-        table.add_column(column, justify="right")
+def layout_table(arguments: argparse.Namespace) -> None:
+    rows = []
     for name, layout in LAYOUTS.items():
         ours = run_ranks(layout_cost, layout.ranks, name, OURS)
         try:
             theirs = run_ranks(layout_cost, layout.ranks, name, THEIRS)
         except RankError:
             theirs = None
-        table.add_row(
-            name,
-            f"{layout.ranks}",
-            f"{layout.matrices}",
-            f"{layout.floor:.2f}",
-            f"{sent_per_local_element(ours):.2f}",
-            f"{ours[0].collectives}",
-            f"{sent_per_local_element(theirs):.2f}" if theirs else "raises",
+        rows.append(
+            [
+                *(name, f"{layout.ranks}", f"{layout.matrices}", f"{layout.floor:.2f}"),
+                *(f"{sent_per_local_element(ours):.2f}", f"{ours[0].collectives}"),
+                f"{sent_per_local_element(theirs):.2f}" if theirs else "raises",
+            ]
         )
-    CONSOLE.print(table)
+    columns = ("layout", "ranks", "matrices", "floor", "this package", "collectives", THEIRS)
+    title = "Sent, bytes per local element, mean over ranks"
+    show(title, columns, rows, markdown=arguments.markdown, width=118)
 
 
 def layout_cost(name: str, optimizer: str) -> Cost:
@@ -388,10 +419,11 @@ def layout_cost(name: str, optimizer: str) -> Cost:
     return cost_of_a_step(torch_muon(params))
 
 
-# 3. Host
+# 4. Host
 
 
-def host_table(matrices: int, ranks: int, rounds: int = 20) -> None:
+def host_table(arguments: argparse.Namespace, rounds: int = 20) -> None:
+    matrices, ranks = arguments.matrices, arguments.mesh
     torch.set_num_threads(1)
     shards = [torch.randn(1, ranks) for _ in range(matrices)]  # a row on every rank
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
@@ -411,21 +443,21 @@ def host_table(matrices: int, ranks: int, rounds: int = 20) -> None:
             start = time.perf_counter()
             optimizer.step()
             seconds[name].append(time.perf_counter() - start)
-    table = Table(
-        title=f"Host time of a step, {matrices} matrices of {ranks} × {ranks}, rank 0 of {ranks} "
-        "(fake process group)"
-    )
-    table.add_column("optimizer")
-    for column in ("least ms", "median ms", "operations per matrix"):
-        table.add_column(column, justify="right")
-    for name in optimizers:
-        table.add_row(
+    rows = [
+        [
             name,
             f"{min(seconds[name]) * 1e3:.1f}",
             f"{statistics.median(seconds[name]) * 1e3:.1f}",
             f"{costs[name].operations / matrices:.2f}",
-        )
-    CONSOLE.print(table)
+        ]
+        for name in optimizers
+    ]
+    title = (
+        f"Host time of a step, {matrices} matrices of {ranks} × {ranks}, rank 0 of {ranks} "
+        "(fake process group)"
+    )
+    columns = ("optimizer", "least ms", "median ms", "operations per matrix")
+    show(title, columns, rows, markdown=arguments.markdown, width=118)
 
 
 def start_ranks(ranks: int) -> None:
@@ -443,16 +475,22 @@ def main() -> None:
     parser.add_argument("--ffn", type=int, default=2048)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--ranks", type=int, default=torch.accelerator.device_count() or 4)
+    parser.add_argument("--tables", nargs="+", choices=TABLES, default=TABLES, help="which")
+    parser.add_argument("--wire", nargs="+", type=int, help="bytes that a rank sends at once")
+    parser.add_argument("--markdown", action="store_true", help="print tables in markdown")
     parser.add_argument("--without-torch", action="store_true", help=f"leave {THEIRS} out")
     parser.add_argument("--matrices", type=int, default=1000, help="of the host's table")
     parser.add_argument("--mesh", type=int, default=64, help="ranks of the host's table")
     arguments = parser.parse_args()
     if dist.is_torchelastic_launched():
-        step_table(arguments)
-    else:
+        run_as_rank(arguments)
+        return
+    if {"step", "wire"} & set(arguments.tables):
         start_ranks(arguments.ranks)
-        layout_table()
-        host_table(arguments.matrices, arguments.mesh)
+    if "layouts" in arguments.tables:
+        layout_table(arguments)
+    if "host" in arguments.tables:
+        host_table(arguments)
 
 
 if __name__ == "__main__":

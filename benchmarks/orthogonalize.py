@@ -14,10 +14,8 @@ step. FLOPs are counted, not timed:
 
 Plain torch is the textbook iteration in bf16, by bmm. torch.optim.Muon's function takes one matrix:
 of a batch it is called for each. On CPUs a second table has the arithmetic that is chosen by
-default beside fp32 and bf16, and fp32 in exact mode, one matrix after the other. On accelerators a
-second table has each Triton kernel beside the whole product of the vendor's library, losses
-included; on CUDA devices both from a graph, which leaves the host's launches out, their operands
-warm as within an iteration.
+default beside fp32 and bf16, and fp32 in exact mode, one matrix after the other. What the kernels
+of symmetric products contribute on accelerators, symmetric_products.py tells.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ import torch
 from torch import Tensor
 from torch.optim._muon import _zeropower_via_newtonschulz
 
-import symmetric_products
+from symmetric_products import ON_ACCELERATORS, Shape, parse_shape
 from timing import (
     Ceilings,
     Seconds,
@@ -50,16 +48,9 @@ from timing import (
 PLAIN, THEIRS, DEFAULT = "plain torch, bf16", "torch.optim.Muon's", "default"
 QUINTIC = (3.4445, -4.7750, 2.0315)
 
-Shape = tuple[int, int, int]  # matrices, rows, cols
-
 ON_CPU: list[Shape] = [
     *((1, 256, 256), (1, 512, 512), (1, 512, 2048), (1, 1024, 1024), (1, 1024, 4096)),
     (4, 768, 2048),
-]
-SIDES = [(1024, 1024), (1024, 4096), (4096, 4096), (4096, 14336), (7168, 2048)]
-ON_ACCELERATORS: list[Shape] = [
-    *((batch, *sides) for sides in SIDES for batch in (1, 8)),
-    (128, 768, 2048),
 ]
 BEYOND_L2 = 256 << 20  # bytes
 
@@ -214,15 +205,6 @@ def name_of(shape: Shape) -> str:
     return f"{rows} × {cols}" + (f", {count}" if count > 1 else "")
 
 
-def parse_shape(text: str) -> Shape:
-    """ROWSxCOLS or ROWSxCOLSxCOUNT."""
-    numbers = [int(part) for part in text.split("x")]
-    if len(numbers) not in (2, 3) or min(numbers) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not ROWSxCOLS or ROWSxCOLSxCOUNT")
-    rows, cols, count = (*numbers, 1)[:3]
-    return count, rows, cols
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     assert __doc__
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -253,11 +235,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         columns = ["matrices", *arithmetics_of(kernel), "default / faster\nof fp32, bf16"]
         rows = [arithmetic_row(kernel, shape, options.rounds) for shape in shapes]
         show(title, columns, rows, markdown=options.markdown)
-    if kernel.triton_kernels.is_used_on(device.type):
-        for dtype in (torch.float16, torch.bfloat16):
-            rows = symmetric_products.rows_of(kernel, shapes, device, dtype, options.rounds)
-            title = f"Symmetric products by halves, {dtype}"
-            show(title, symmetric_products.COLUMNS, rows, markdown=options.markdown)
     print(f"{machine(device)}; {ceilings}")
 
 

@@ -69,7 +69,7 @@ class Layers:
                     scales_k[key] = min(scales_k[key], scales_q[head])
             for param, scales in ((q, scales_q), (k, scales_k)):
                 if min(scales) < 1:
-                    rows = torch.tensor(scales, device=param.device)
+                    rows = torch.tensor(scales).to(param.device)
                     param.data.view(len(scales), -1).mul_(rows[:, None])
 
 

@@ -15,11 +15,17 @@ own, or with --share the ones that rank 0 orthogonalizes where so many ranks sha
   step of its own.
 - FLOPs: counted likewise; plain is 20·s²l + 10·s³ for each matrix of sides s ≤ l. Where Triton's
   kernels run, which the counter does not see, those of the forms that were chosen.
+
+dion's Muon takes part where that package is installed; it compiles its updates, which hides them
+from what counts memory and FLOPs. --snapshot records the allocator during three steps of this
+package's, for https://pytorch.org/memory_viz, and compares their peak with the 1.5 × weights that a
+step may take.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -34,11 +40,13 @@ from timing import (
     COPIED,
     DEFAULT_COPIED,
     Ceilings,
+    least_sample,
     load_kernel,
     machine,
     milliseconds,
     pick_device,
     show,
+    synchronize,
     take_turns,
 )
 
@@ -48,8 +56,14 @@ from counters import transient_bytes
 from planner.architectures import MODELS, weights_of
 
 OURS, THEIRS, ADAMW = "Muon (this package)", "torch.optim.Muon", "AdamW (fused)"
+DION = "Muon of dion"
 CONTENDERS = {"ours": OURS, "torch": THEIRS, "adamw": ADAMW}
-STATES = {OURS: 1, THEIRS: 1, ADAMW: 2}  # tensors like the weights
+if importlib.util.find_spec("dion"):
+    CONTENDERS["dion"] = DION
+STATES = {OURS: 1, THEIRS: 1, ADAMW: 2, DION: 1}  # tensors like the weights
+
+TRANSIENT_AIM = 1.5  # × weights, which a step may allocate (tests/test_costs.py)
+SNAPSHOT_EVENTS = 100_000  # of the allocator, at most
 
 Shapes = Counter[tuple[int, int]]
 
@@ -95,13 +109,13 @@ def share_of(shapes: Sequence[tuple[int, ...]], ranks: int, device: torch.device
 
 
 def tensors_of(shapes: Shapes, dtype: torch.dtype, device: torch.device) -> list[Any]:
-    generator = torch.Generator(device).manual_seed(0)
+    torch.manual_seed(0)
     params = []
     for shape, count in shapes.items():
         for _ in range(count):
-            weight = torch.randn(shape, generator=generator, device=device, dtype=dtype)
+            weight = torch.randn(shape, device=device, dtype=dtype)
             param = torch.nn.Parameter(weight.mul_(0.02))
-            param.grad = torch.randn(shape, generator=generator, device=device, dtype=dtype)
+            param.grad = torch.randn(shape, device=device, dtype=dtype)
             params.append(param)
     return params
 
@@ -130,12 +144,18 @@ def optimizers_of(names: Sequence[str], params: list[Any], kernel: Any) -> dict[
         groups = [{"params": params, "use_muon": True, "none_grad": False}]
         return kernel.Muon(groups, lr=1e-3, weight_decay=0.1)
 
+    def of_dion() -> Any:
+        from dion import Muon  # type: ignore[import-not-found]
+
+        return Muon(params, lr=1e-3, weight_decay=0.1, nesterov=True, adjust_lr="rms_norm")
+
     makers = {
         OURS: ours,
         THEIRS: lambda: torch.optim.Muon(
             params, lr=1e-3, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"
         ),
         ADAMW: lambda: torch.optim.AdamW(params, lr=1e-3, fused=True),
+        DION: of_dion,
     }
     return {name: makers[name]() for name in names}
 
@@ -172,7 +192,8 @@ def measure(shapes: Shapes, options: argparse.Namespace, device: torch.device) -
     copied = min(COPIED.get(device.type, DEFAULT_COPIED), max(1 << 20, numel))
     ceilings = Ceilings(device, [recipe.dtype], options.ceiling, copied)
     steps = {name: optimizer.step for name, optimizer in optimizers.items()}
-    seconds = take_turns({**steps, **ceilings.contenders}, options.rounds)
+    calls = {**steps, **ceilings.contenders}
+    seconds = take_turns(calls, options.rounds, least_sample(device))
     ceilings.take(seconds)
 
     traffic = 5 * dtype.itemsize * numel  # momentum has the gradients' dtype
@@ -182,18 +203,18 @@ def measure(shapes: Shapes, options: argparse.Namespace, device: torch.device) -
     unseen = kernel.triton_kernels.is_used_on(device.type)
     rows = []
     for name, optimizer in optimizers.items():
-        flops = forms if name == OURS and unseen else counted_flops(optimizer)
         least = min(seconds[name])
         ratio = f"{least / min(seconds[THEIRS]):.2f}" if THEIRS in seconds else "–"
-        transient = transient_bytes(optimizer) / (numel * dtype.itemsize)
-        rows.append(
-            [
-                *(name, *milliseconds(seconds[name]), ratio),
-                "–" if name == ADAMW else f"{least / floor:.2f}",
-                f"{transient:.2f}",
-                "–" if name == ADAMW else f"{flops / plain:.3f}",
-            ]
-        )
+        transient = flops = "–"
+        if name != DION:
+            transient = f"{transient_bytes(optimizer) / (numel * dtype.itemsize):.2f}"
+        if name in (OURS, THEIRS):
+            done = forms if name == OURS and unseen else counted_flops(optimizer)
+            flops = f"{done / plain:.3f}"
+        over_floor = "–" if name == ADAMW else f"{least / floor:.2f}"
+        row = [name, *milliseconds(seconds[name]), ratio, over_floor, transient, flops]
+        rows.append(row)
+    rows.append(["floor", milliseconds([floor])[0], "–", "–", "1.00", "–", f"{forms / plain:.3f}"])
     what = options.model or "a small transformer"
     share = f", rank 0's share of {options.share}" if options.share else ""
     title = (
@@ -206,6 +227,29 @@ def measure(shapes: Shapes, options: argparse.Namespace, device: torch.device) -
         f"({forms / plain:.3f} × plain) + {for_traffic * 1e3:.1f} ms for {traffic / 2**20:.0f} MiB"
         f"\n{machine(device)}; {ceilings}"
     )
+    if options.snapshot:
+        tell_snapshot(optimizers[OURS], numel * dtype.itemsize, options)
+
+
+def tell_snapshot(optimizer: Any, weights: int, options: argparse.Namespace) -> None:
+    """Records three steps, whose peak is the allocator's."""
+    synchronize()
+    torch.accelerator.reset_peak_memory_stats()
+    resting = torch.accelerator.memory_allocated()
+    torch.cuda.memory._record_memory_history(max_entries=SNAPSHOT_EVENTS)
+    for _ in range(3):
+        optimizer.step()
+    synchronize()
+    torch.cuda.memory._dump_snapshot(str(options.snapshot))
+    torch.cuda.memory._record_memory_history(enabled=None)
+    transient = torch.accelerator.max_memory_allocated() - resting
+    row = [
+        *(f"{weights / 2**20:.0f}", f"{resting / 2**20:.0f}", f"{transient / 2**20:.0f}"),
+        *(f"{transient / weights:.2f}", f"{TRANSIENT_AIM}"),
+    ]
+    columns = ("weights MiB", "resting MiB", "transient MiB", "transient / weights", "aim")
+    show("Memory of three steps", columns, [row], markdown=options.markdown, left=0)
+    print(f"snapshot: {options.snapshot}")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -222,9 +266,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--ceiling", nargs="+", type=int, help="sides of the square products")
+    parser.add_argument("--snapshot", type=Path, help="file, on CUDA devices: see above")
     parser.add_argument("--markdown", action="store_true", help="print the table in markdown")
     options = parser.parse_args(arguments)
     device = pick_device()
+    if options.snapshot and (device.type != "cuda" or "ours" not in options.contenders):
+        parser.error("--snapshot is for a CUDA device, and for ours among the --contenders")
     if options.model is None:
         if options.share:
             parser.error("--share needs a --model")

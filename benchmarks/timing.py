@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import statistics
@@ -17,6 +18,9 @@ from rich.console import Console
 from rich.table import Table
 
 CHECKOUT = Path(__file__).resolve().parent.parent
+
+# The variable that names a file, to which `show` appends every table as one line of JSON.
+TABLES = "BENCHMARK_TABLES"
 
 Seconds = dict[str, list[float]]  # of one call, by contender
 
@@ -192,7 +196,15 @@ def show(
     left: int = 1,
     width: int = 150,
 ) -> None:
-    """Prints a table, whose first ``left`` columns are words and all others numbers."""
+    """Prints a table, whose first ``left`` columns are words and all others numbers.
+
+    The table is data, too, where `TABLES` names a file.
+    """
+    if path := os.environ.get(TABLES):
+        names = [column.replace("\n", " ") for column in columns]
+        table = {"title": title, "columns": names, "rows": [[*map(_value_of, r)] for r in rows]}
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(table, ensure_ascii=False) + "\n")
     if markdown:
         header = " | ".join(columns).replace("\n", " ")
         print(f"{title}\n\n| {header} |")
@@ -201,10 +213,17 @@ def show(
             print(f"| {' | '.join(row)} |")
         print()
         return
-    table = Table(title=title)
+    printed = Table(title=title)
     for number, column in enumerate(columns):
         is_word = number < left
-        table.add_column(column, justify="left" if is_word else "right", no_wrap=is_word)
+        printed.add_column(column, justify="left" if is_word else "right", no_wrap=is_word)
     for row in rows:
-        table.add_row(*row)
-    Console(width=width).print(table)
+        printed.add_row(*row)
+    Console(width=width).print(printed)
+
+
+def _value_of(cell: str) -> float | str:
+    try:
+        return float(cell)
+    except ValueError:
+        return cell

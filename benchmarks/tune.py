@@ -3,10 +3,14 @@
     make bench BENCHMARKS=benchmarks/tune.py
 
 For each size, every candidate is timed with a cold L2 cache beside torch.bmm of the full product,
-and its result compared with bmm's. The fastest go to triton_kernels/configs/<device>.json; a
-configuration is looked up there by the nearest size, and nothing is timed while training.
-`--dry-run` goes the same way with tiny sizes and no clock, in Triton's interpreter where there is
-no GPU, and writes nothing.
+and beside the configuration that is looked up so far; its result is compared with bmm's. Where some
+are faster than that one, all go to triton_kernels/configs/<device>.json, in the place of entries of
+the same sizes. A configuration is looked up there by the nearest size, and nothing is timed while
+training.
+
+`--short` tries fewer sizes and candidates, of one dtype, in about a minute. `--dry-run` goes the
+same way with tiny sizes and no clock, in Triton's interpreter where there is no GPU, and writes
+nothing.
 """
 
 from __future__ import annotations
@@ -19,15 +23,14 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from kernels import get_kernel
-from rich.console import Console
-from rich.table import Table
+
+from timing import load_kernel, show
 
 CONFIGS = Path(__file__).resolve().parent.parent / "torch-ext/optimizer/triton_kernels/configs"
 DTYPES = ("bfloat16", "float16", "float32")
@@ -52,14 +55,21 @@ SIZES = [
     Size(2048, 7168, 1),
     Size(2048, 2048, 1),
 ]
+SHORT_SIZES = [SIZES[0], SIZES[1], SIZES[2], SIZES[4], SIZES[7]]
 DRY_SIZES = [Size(48, 32, 2), Size(32, 32, 1)]
+
+# Of the time with what is looked up so far: less is noise.
+WORTHWHILE = 0.97
 
 # Sums of k products: of what bmm rounds otherwise, in units of the result's magnitude.
 TOLERANCE = {"bfloat16": 2e-2, "float16": 4e-3, "float32": 1e-4}
 
 
 class Finding(NamedTuple):
-    """The fastest configuration for one size, and what failed on the way."""
+    """The fastest configuration for one size, and what failed on the way.
+
+    It is the one that is looked up so far unless another is faster by more than noise.
+    """
 
     size: Size
     dtype: str
@@ -68,26 +78,38 @@ class Finding(NamedTuple):
     bmm_microseconds: float
     candidates: int
     refused: int  # too much shared memory, too many registers
+    current_microseconds: float = math.nan  # of what is looked up so far
+
+    @property
+    def is_better(self) -> bool:
+        return self.microseconds < self.current_microseconds
 
 
-def candidates(kind: Any, dtype: str, dry: bool) -> list[Any]:
+def candidates(kind: Any, dtype: str, dry: bool, short: bool = False) -> list[Any]:
     """Configurations to time; more groups of columns are tried on the fastest (`tune`)."""
     if dry:
         return [kind(16, 16, 4, stages, group=2) for stages in (1, 2)]
     blocks = (64, 128, 256) if dtype != "float32" else (32, 64, 128)
     blocks_k = (32, 64, 128) if dtype != "float32" else (16, 32)
+    tried = itertools.product(blocks, blocks_k, (4, 8), (2, 3, 4, 5))
+    if short:
+        tried = itertools.product(blocks[:2], blocks_k[:2], (4, 8), (3, 4))
     return [
         kind(block, block_k, warps, stages)
-        for block, block_k, warps, stages in itertools.product(
-            blocks, blocks_k, (4, 8), (2, 3, 4, 5)
-        )
+        for block, block_k, warps, stages in tried
         # Of accumulators alone, more than a thread's registers.
         if block * block <= 32 * warps * 255
     ]
 
 
 def tune(
-    symmetric: Any, size: Size, dtype: str, device: str, clock: Callable, dry: bool
+    symmetric: Any,
+    size: Size,
+    dtype: str,
+    current: Any,
+    device: str,
+    clock: Callable,
+    arguments: argparse.Namespace,
 ) -> Finding:
     s, k, batch = size
     generator = torch.Generator(device).manual_seed(0)
@@ -103,7 +125,7 @@ def tune(
         try:
             run()
         except Exception as error:  # Triton raises what the backend says; any is a refusal
-            if dry:
+            if arguments.dry_run:
                 raise
             print(f"{config} was refused: {str(error)[:100]!r}", file=sys.stderr)
             return math.inf
@@ -111,8 +133,8 @@ def tune(
             raise RuntimeError(f"{config} gives another product at {size} in {dtype}")
         return clock(run) * 1e3
 
-    kind = symmetric.SymmetricConfig
-    times = {config: microseconds(config) for config in candidates(kind, dtype, dry)}
+    tried = candidates(type(current), dtype, arguments.dry_run, arguments.short)
+    times = {config: microseconds(config) for config in tried}
     fastest = min(times, key=lambda config: times[config])
     for group in (1, 4, 16):
         config = dataclasses.replace(fastest, group=group)
@@ -122,10 +144,14 @@ def tune(
     if refused == len(times):
         raise RuntimeError(f"no configuration runs at {size} in {dtype}")
     bmm = clock(lambda: torch.bmm(X, X.mT, out=out)) * 1e3
-    return Finding(size, dtype, fastest, times[fastest], bmm, len(times), refused)
+    so_far = microseconds(current)
+    if not times[fastest] < WORTHWHILE * so_far:
+        fastest, times[current] = current, so_far
+    return Finding(size, dtype, fastest, times[fastest], bmm, len(tried), refused, so_far)
 
 
-def document(device: str, findings: list[Finding]) -> dict[str, Any]:
+def document(device: str, findings: list[Finding], kept: Sequence[Any] = ()) -> dict[str, Any]:
+    """What is written; ``kept`` are entries of earlier, of which those of other sizes remain."""
     import triton
 
     versions = f"torch {torch.__version__}, triton {triton.__version__}"
@@ -141,6 +167,8 @@ def document(device: str, findings: list[Finding]) -> dict[str, Any]:
         }
         for finding in findings
     ]
+    measured = {(entry["dtype"], entry["s"], entry["k"], entry["batch"]) for entry in entries}
+    entries += [e for e in kept if (e["dtype"], e["s"], e["k"], e["batch"]) not in measured]
     why = f"Measured with benchmarks/tune.py, {versions}, {day}."
     return {"schema": 1, "device": device, "why": why, "entries": entries}
 
@@ -152,29 +180,30 @@ def text_of(document: dict[str, Any]) -> str:
     return json.dumps(head, indent=2)[:-2] + f',\n  "entries": [\n{lines}\n  ]\n}}\n'
 
 
-def table_of(findings: list[Finding], title: str) -> Table:
-    table = Table(title=title)
-    for column in ("dtype", "s", "k", "batch", "tile", "warps", "stages", "group"):
-        table.add_column(column, justify="right")
-    for column in ("µs", "TFLOP/s", "bmm µs", "× bmm", "refused"):
-        table.add_column(column, justify="right")
-    for finding in findings:
-        (s, k, batch), config = finding.size, finding.config
-        speed = 2 * batch * s * s * k / finding.microseconds / 1e6
-        table.add_row(
-            *(finding.dtype, str(s), str(k), str(batch), f"{config.block}×{config.block_k}"),
-            *(str(config.num_warps), str(config.num_stages)),
-            str(config.group),
-            *(f"{finding.microseconds:.1f}", f"{speed:.0f}", f"{finding.bmm_microseconds:.1f}"),
-            f"{finding.bmm_microseconds / finding.microseconds:.2f}",
-            f"{finding.refused}/{finding.candidates}",
-        )
-    return table
+COLUMNS = (
+    *("dtype", "s", "k", "batch", "tile", "warps", "stages", "group", "µs"),
+    *("µs so far", "TFLOP/s", "bmm µs", "× bmm", "refused"),
+)
+
+
+def row_of(finding: Finding) -> list[str]:
+    (s, k, batch), config = finding.size, finding.config
+    speed = 2 * batch * s * s * k / finding.microseconds / 1e6
+    return [
+        *(finding.dtype, str(s), str(k), str(batch), f"{config.block}×{config.block_k}"),
+        *(str(config.num_warps), str(config.num_stages)),
+        *(str(config.group), f"{finding.microseconds:.1f}"),
+        *(f"{finding.current_microseconds:.1f}", f"{speed:.0f}"),
+        *(f"{finding.bmm_microseconds:.1f}",),
+        f"{finding.bmm_microseconds / finding.microseconds:.2f}",
+        f"{finding.refused}/{finding.candidates}",
+    ]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, help="all, or one of a --short run")
+    parser.add_argument("--short", action="store_true", help="fewer sizes and candidates")
     parser.add_argument("--dry-run", action="store_true", help="tiny sizes, no clock, no file")
     arguments = parser.parse_args()
 
@@ -185,7 +214,7 @@ def main() -> int:
             return 1
         os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
     device = accelerator.type if accelerator else "cpu"
-    optimizer = get_kernel("org/optimizer", version=1, trust_remote_code=["org/optimizer"])
+    optimizer = load_kernel()
     configs = import_module(f"{optimizer.__name__}.triton_kernels.configs")
     symmetric = import_module(f"{optimizer.__name__}.triton_kernels.symmetric")
     from triton.testing import do_bench  # clears the L2 cache before every run
@@ -199,19 +228,24 @@ def main() -> int:
 
     where = torch.empty(0, device=device).device  # with its index
     target = configs.compile_target(where)
+    sizes = SHORT_SIZES if arguments.short else SIZES
     findings = []
-    for dtype in arguments.dtypes:
-        for size in DRY_SIZES if arguments.dry_run else SIZES:
-            findings.append(tune(symmetric, size, dtype, device, clock, arguments.dry_run))
+    for dtype in arguments.dtypes or (("float16",) if arguments.short else DTYPES):
+        for size in DRY_SIZES if arguments.dry_run else sizes:
+            current = configs.choose(getattr(torch, dtype), *size, True, target)
+            findings.append(tune(symmetric, size, dtype, current, device, clock, arguments))
             print(f"{dtype} {size}: {findings[-1].config}", file=sys.stderr)
 
-    title = f"Symmetric products on {target.device}; TFLOP/s as if all tiles were computed"
-    Console(width=130).print(table_of(findings, title))
-    written = document(target.device, findings)
+    title = f"Tuned symmetric products on {target.device}; TFLOP/s as if all tiles were computed"
+    show(title, COLUMNS, [row_of(finding) for finding in findings])
     path = CONFIGS / f"{target.device}.json"
+    kept = json.loads(path.read_text(encoding="utf-8"))["entries"] if path.exists() else []
+    written = document(target.device, findings, kept)
     configs.parse_measured(json.loads(text_of(written)), path.name)  # raises what a user would meet
     if arguments.dry_run:
         print("A dry run: nothing was timed or written.")
+    elif not any(finding.is_better for finding in findings):
+        print("Nothing is faster than what is looked up so far: nothing was written.")
     else:
         path.write_text(text_of(written), encoding="utf-8")
         print(f"Wrote {path}; `make build` puts it into the kernel.")

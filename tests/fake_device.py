@@ -347,6 +347,9 @@ class _Stream:
         if _device.recorder is not None:
             _device.recorder.wait(self.name, event.mark)
 
+    def is_capturing(self) -> bool:
+        return False
+
     def __enter__(self) -> _Stream:
         _device.streams.append(self)
         return self

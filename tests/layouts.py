@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from kernel import optimizer
-from ranks import run_ranks
+from ranks import DEVICE, run_ranks
 
 STEPS = 3
 
@@ -140,7 +140,7 @@ def step_placed(
     meshes: dict[tuple[int, ...], DeviceMesh] = {}
     for weight in (w for _, groups, _ in cases for group in groups for w in group.weights):
         if weight.mesh is not None and weight.mesh not in meshes:
-            meshes[weight.mesh] = init_device_mesh("cpu", weight.mesh)
+            meshes[weight.mesh] = init_device_mesh(DEVICE, weight.mesh)
     for name, groups, options in cases:
         with case(f"{name}, {options}"):
             Twins.placed(groups, meshes, options).step_and_compare(atol)
@@ -173,7 +173,7 @@ class Twins:
         reference: Mapping[str, Any] | None = None,
     ) -> Twins:
         """Random weights; the optimizers have the same options unless ``reference`` has others."""
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator(DEVICE).manual_seed(0)
         ours, plain, pairs = [], [], []
         for number, group in enumerate(groups):
             values = [random(w.shape, w.dtype, generator) for w in group.weights]
@@ -198,7 +198,7 @@ class Twins:
 
     def step(self) -> None:
         """Steps with random gradients, in one of which a NaN if they are to be skipped."""
-        generator = torch.Generator().manual_seed(1)
+        generator = torch.Generator(DEVICE).manual_seed(1)
         for step in range(STEPS):
             for index, (_, p, q) in enumerate(self.pairs):
                 q.grad = torch.randn(q.shape, generator=generator).to(q.dtype)
@@ -320,7 +320,7 @@ def make(model: nn.Module, **options) -> torch.optim.Optimizer:
 
 def backward(model: nn.Module, step: int) -> None:
     """Gradients of a loss on other tokens on each rank and at each step."""
-    generator = torch.Generator().manual_seed(step * 100 + dist.get_rank())
+    generator = torch.Generator(DEVICE).manual_seed(step * 100 + dist.get_rank())
     tokens = torch.randint(0, 50, (8,), generator=generator)
     nn.functional.cross_entropy(model(tokens), tokens).backward()
 

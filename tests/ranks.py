@@ -1,5 +1,9 @@
 """Runs a function on several gloo ranks, each a fresh process, from inside a test.
 
+With ``TEST_DEVICE=cuda`` each rank has a GPU of its own and NCCL beside gloo, tensors are made on
+that GPU, and a test of more ranks than there are GPUs is skipped. With ``TEST_DEVICE=fake`` each
+has the accelerator of fake_device.py, and gloo. Otherwise ranks see no GPU.
+
 The processes are forked from a server that has imported torch once, which makes a run cost tenths
 of a second. They see the environment as it was when the server started, at the first run.
 """
@@ -22,7 +26,14 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
+from torch.utils._pytree import tree_map_only
+
 import traces
+
+IS_FAKE = os.environ.get("TEST_DEVICE") == "fake"
+DEVICE = "cuda" if IS_FAKE else os.environ.get("TEST_DEVICE", "cpu")  # a type of device
 
 FORKSERVER = multiprocessing.get_context("forkserver")
 FORKSERVER.set_forkserver_preload(
@@ -113,7 +124,9 @@ def _run(
     pg_timeout: float,
     stop_on_failure: bool,
 ) -> dict[int, Outcome]:
-    traced = traces.Traced.current
+    if DEVICE != "cpu" and not IS_FAKE and torch.accelerator.device_count() < world_size:
+        pytest.skip(f"needs {world_size} devices of the type {DEVICE}")
+    traced = traces.Traced.current if DEVICE == "cpu" else None  # elsewhere plans are others
     # Plain pickle: multiprocessing's own would pass tensors as shared memory of a dead process.
     payload = pickle.dumps((*call, traced is not None))
     outcomes: dict[int, Outcome] = {}
@@ -168,23 +181,25 @@ def _rank_main(
 ) -> None:
     faulthandler.register(signal.SIGUSR1, file=open(_stack_file(scratch, rank), "w"))  # noqa: SIM115
     try:
-        import torch
         import torch.distributed as dist
 
         torch.set_num_threads(1)
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         dist.init_process_group(
-            "gloo",
+            _take_device(rank),
             store=dist.FileStore(f"{scratch}/store", world_size),
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=pg_timeout),
         )
         fn, args, kwargs, is_traced = pickle.loads(payload)
+        if DEVICE != "cpu":
+            torch.set_default_device(DEVICE)  # by now all modules are there
         trace: traces.Trace = []
         if is_traced:
             traces.record(sys.modules["kernel"].optimizer.Muon, trace)
-        answer = pickle.dumps(Outcome(fn(*args, **kwargs), trace=trace))
+        value = tree_map_only(torch.Tensor, torch.Tensor.cpu, fn(*args, **kwargs))
+        answer = pickle.dumps(Outcome(value, trace=trace))
     except BaseException as error:
         answer = pickle.dumps(
             Outcome(None, type(error).__name__, str(error), traceback.format_exc())
@@ -195,6 +210,23 @@ def _rank_main(
     wait([connection])
     sys.stderr.flush()
     os._exit(0)  # finalization is slow, and sometimes aborts
+
+
+def _take_device(rank: int) -> str:
+    """Makes it this process's; returns the backends of its process group."""
+    import torch.distributed as dist
+
+    if DEVICE == "cpu":
+        # FSDP2 would move parameters to a GPU that it sees.
+        os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["HIP_VISIBLE_DEVICES"] = ""
+        return "gloo"
+    if IS_FAKE:
+        import on_fake_device
+
+        on_fake_device.put_there()
+        return "cpu:gloo,cuda:gloo"
+    torch.accelerator.set_device_index(rank)
+    return f"cpu:gloo,{DEVICE}:{dist.get_default_backend_for_device(DEVICE)}"
 
 
 def _receive(connection: Connection, process: multiprocessing.process.BaseProcess) -> Outcome:

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from kernel import optimizer
 from layouts import EXACT, Group, Twins, Weight, assert_same, build, case, part, part_for
-from ranks import rank_outcomes, run_ranks
+from ranks import DEVICE, rank_outcomes, run_ranks
 
 
 def sharded_group(mesh, names=("a.weight", "b.weight", "c.weight"), **options):
@@ -44,7 +44,7 @@ def check_untouched(optim):
 
 
 def step_with_fault(fault):
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
     group = sharded_group(mesh)
     odd = dist.get_rank() == 1
     if fault == "options" and odd:
@@ -89,7 +89,7 @@ def test_a_fault_on_one_rank_raises_on_every_rank_and_touches_nothing(fault, wor
 
 
 def recover():
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(DEVICE, (2,))
     optim = optimizer.Muon([sharded_group(mesh)], lr=0.1)
     param = optim.param_groups[0]["params"][1]
     grad = param.grad
@@ -107,7 +107,7 @@ def test_after_a_fault_the_next_step_works():
 
 
 def zeros_for_missing():
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(DEVICE, (2,))
     optim = optimizer.Muon([sharded_group(mesh, missing_grad="zero")], lr=0.1)
     if dist.get_rank() == 1:
         optim.param_groups[0]["params"][1].grad = None
@@ -122,7 +122,7 @@ def test_missing_grad_zero_counts_an_absent_gradient_as_zeros():
 
 
 def absent_everywhere():
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(DEVICE, (2,))
     optim = optimizer.Muon([sharded_group(mesh)], lr=0.1)
     skipped, stepped, _ = optim.param_groups[0]["params"]
     skipped.grad = None
@@ -137,7 +137,7 @@ def test_a_gradient_absent_on_all_ranks_is_skipped():
 
 def two_stages():
     rank = dist.get_rank()
-    meshes = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "dp"))
+    meshes = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("stage", "dp"))
     names = ("a.weight",) if rank < 2 else ("b.weight", "c.weight")
     optim = optimizer.Muon([sharded_group(meshes["dp"], names)], lr=0.1)
     if rank == 3:
@@ -151,7 +151,7 @@ def test_pipeline_stages_compare_notes_among_themselves_only():
 
 
 def count_exchanges(consistency_check):
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(DEVICE, (2,))
     group = sharded_group(mesh, none_grad=False)
     optim = optimizer.Muon([group], lr=0.1, consistency_check=consistency_check)
     calls = []
@@ -174,7 +174,7 @@ def test_consistency_check_says_how_often_ranks_compare_notes(check, exchanges):
 
 
 def ranks_in_different_numbers_of_groups():
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "dp"))["dp"]
+    mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("stage", "dp"))["dp"]
     if dist.get_rank() in (0, 2):
         dist.new_group([0, 2], use_local_synchronization=True)
     optim = optimizer.Muon([sharded_group(mesh)], lr=0.1)
@@ -189,7 +189,7 @@ def test_ranks_that_are_in_different_numbers_of_groups_find_each_other():
 def overlapping_meshes():
     groups = []
     for number, ranks in enumerate(([0, 1], [1, 2])):
-        mesh = DeviceMesh("cpu", ranks)
+        mesh = DeviceMesh(DEVICE, ranks)
         if dist.get_rank() in ranks:
             groups.append(sharded_group(mesh, (f"{number}.weight",)))
     optimizer.Muon(groups, lr=0.1).step()
@@ -200,7 +200,7 @@ def test_meshes_that_share_a_rank_step_together():
 
 
 def plain_state_into_shards():
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(DEVICE, (2,))
     weight = nn.Parameter(torch.ones(6, 4))
     weight.grad = torch.ones(6, 4)
     plain = optimizer.Muon([{"params": [weight], "names": ["a.weight"], "use_muon": True}])
@@ -218,7 +218,7 @@ def test_plain_state_does_not_load_into_a_shard_as_if_it_were_one():
 
 
 def full_state(options):
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(DEVICE, (2,))
     model = nn.Linear(4, 6, bias=False)
     fully_shard(model, mesh=mesh)
     groups = optimizer.muon.get_default_muon_param_groups(model)
@@ -237,7 +237,7 @@ def test_options_that_are_dtypes_go_through_distributed_state_dicts(options):
 
 
 def full_state_only_saves():
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(DEVICE, (2,))
     model = nn.Linear(4, 6, bias=False)
     fully_shard(model, mesh=mesh)
     groups = optimizer.muon.get_default_muon_param_groups(model)
@@ -298,13 +298,13 @@ def travels(weight: Weight) -> bool:
 
 def placed(layout: str) -> Twins:
     weights = [weight for group in LAYOUTS[layout] for weight in group.weights]
-    meshes = {shape: init_device_mesh("cpu", shape) for shape in {w.mesh for w in weights}}
+    meshes = {shape: init_device_mesh(DEVICE, shape) for shape in {w.mesh for w in weights}}
     return Twins.placed(LAYOUTS[layout], meshes, EXACT)
 
 
 def give_gradients(twins: Twins, step: int, absent: Sequence[int] = ()) -> None:
     """Random gradients, the same for both twins, but none for those of the numbers ``absent``."""
-    generator = torch.Generator().manual_seed(step)
+    generator = torch.Generator(DEVICE).manual_seed(step)
     for number, (_, p, q) in enumerate(twins.pairs):
         grad = torch.randn(q.shape, generator=generator)
         q.grad = None if number in absent else grad
@@ -508,7 +508,7 @@ def test_no_fault_on_one_rank_of_a_mesh_leaves_a_trace(layout, steps):
 
 def lack_different_gradients(dims: tuple[int | None, ...]) -> None:
     """Every rank lacks one of several matrices of a shape, whose plans are alike but for names."""
-    mesh, rank = init_device_mesh("cpu", (2, 2)), dist.get_rank()
+    mesh, rank = init_device_mesh(DEVICE, (2, 2)), dist.get_rank()
     groups = [Group([Weight((8, 12), (2, 2), dims)] * 4)]
     twins = Twins.placed(groups, {(2, 2): mesh}, EXACT)
     for step in range(3):
@@ -696,7 +696,7 @@ def test_gradients_of_changing_parameters_step_as_in_one_process(layout, faulty_
 
 def one_of_two_matrices(same_name):
     """Each rank lacks the gradient that the other has."""
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(DEVICE, (2,))
     names = ("a.weight", "a.weight" if same_name else "b.weight")
     groups = [sharded_group(mesh, (name,)) for name in names]
     optim = optimizer.Muon(groups, lr=0.1)
@@ -715,7 +715,7 @@ def test_halves_of_two_matrices_are_not_taken_for_one(same_name):
 
 
 def replica_without_gradient(placements):
-    mesh = init_device_mesh("cpu", (2, 2))
+    mesh = init_device_mesh(DEVICE, (2, 2))
     params = [nn.Parameter(distribute_tensor(torch.ones(6, 4), mesh, placements))]
     params[0].grad = distribute_tensor(torch.ones(6, 4), mesh, placements)
     if dist.get_rank() >= 2:
@@ -735,7 +735,7 @@ def test_a_replica_without_a_gradient_raises_on_all(placements):
 
 
 def shards_of_other_sizes():
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(DEVICE, (2,))
     rows = (1, 3)[dist.get_rank()]
     weight = DTensor.from_local(
         torch.ones(rows, 4), mesh, [Shard(0)], run_check=False, shape=(4, 4), stride=(4, 1)
@@ -756,7 +756,7 @@ def world_made_anew():
     rank, size = dist.get_rank(), dist.get_world_size()
     store = dist.distributed_c10d._get_default_store()
     for number in range(8):
-        mesh = init_device_mesh("cpu", (2, 2))  # of five ranks: needs a group of its own
+        mesh = init_device_mesh(DEVICE, (2, 2))  # of five ranks: needs a group of its own
         if rank < 4:
             weight = nn.Parameter(
                 DTensor.from_local(torch.ones(2, 2), mesh, [Shard(0), Shard(1)], run_check=False)
@@ -768,5 +768,6 @@ def world_made_anew():
         dist.init_process_group("gloo", store=prefixed, rank=rank, world_size=size)
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="makes gloo's groups only")
 def test_groups_go_with_the_process_group_they_were_made_in():
     run_ranks(world_made_anew, 5, timeout=100)

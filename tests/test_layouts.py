@@ -45,7 +45,7 @@ from layouts import (
     part_for,
     whole,
 )
-from ranks import run_ranks
+from ranks import DEVICE, run_ranks
 
 pytestmark = pytest.mark.usefixtures("traced")
 
@@ -215,6 +215,7 @@ def cpu_offload():
     beside(model, twin, beta2=0.9).train_and_compare(partial(backward, model))
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="its twin is not offloaded")
 def test_parameters_offloaded_to_the_cpu():
     run_ranks(cpu_offload, 2)
 
@@ -265,7 +266,7 @@ def swapped_parameters(placements_dims):
             twin = copy.deepcopy(model)
             twins = beside(model, twin, beta2=0.9)
             mesh = (2, 2)
-            device_mesh = init_device_mesh("cpu", mesh)
+            device_mesh = init_device_mesh(DEVICE, mesh)
             swapped = {}
             for group in twins.ours.param_groups:
                 for index, p in enumerate(group["params"]):
@@ -289,11 +290,11 @@ HSDP = ("redundant", "spread")
 
 def hsdp(sizes, **options):
     if len(sizes) == 3:  # replicate × (shard × context parallel), as in torchtitan
-        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard", "cp"))
+        mesh = init_device_mesh(DEVICE, sizes, mesh_dim_names=("replicate", "shard", "cp"))
         mesh["shard", "cp"]._flatten("shard_cp")
         mesh = mesh["replicate", "shard_cp"]
     else:
-        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard"))
+        mesh = init_device_mesh(DEVICE, sizes, mesh_dim_names=("replicate", "shard"))
     model = Model()
     twin = copy.deepcopy(model)
     fully_shard(model, mesh=mesh)
@@ -368,7 +369,7 @@ def backward_of_blocks(mesh, plan, model, step):
     for dim in ("replicate", "dp"):
         if dim in mesh.mesh_dim_names:
             seed = 10 * seed + mesh[dim].get_local_rank()
-    x = torch.randn(2, 4, 16, generator=torch.Generator().manual_seed(seed))
+    x = torch.randn(2, 4, 16, generator=torch.Generator(DEVICE).manual_seed(seed))
     model(x).square().mean().backward()
     for p in model.parameters():
         if isinstance(p, DTensor) and p.grad.placements != p.placements:
@@ -377,7 +378,7 @@ def backward_of_blocks(mesh, plan, model, step):
 
 
 def tensor_parallelism(names, sizes):
-    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    mesh = init_device_mesh(DEVICE, sizes, mesh_dim_names=names)
     for plan, options in (
         (COLWISE_AND_ROWWISE, {"split": {"up": [12, 4, 8]}, "beta2": 0.9}),
         (SEQUENCE_PARALLEL, VARIANTS[math.prod(sizes) // 2]),
@@ -527,8 +528,8 @@ def shard_on(dim, _):
 
 
 def expert_parallelism(sizes):
-    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("fsdp", "ep"))
-    everyone = init_device_mesh("cpu", (math.prod(sizes),))
+    mesh = init_device_mesh(DEVICE, sizes, mesh_dim_names=("fsdp", "ep"))
+    everyone = init_device_mesh(DEVICE, (math.prod(sizes),))
     for dim, options in ((0, VARIANTS[1]), (1, VARIANTS[2]), (2, VARIANTS[5])):
         with case(f"FSDP2 on dimension {dim} of the experts, {options}"):
             torch.manual_seed(0)
@@ -553,13 +554,13 @@ def test_expert_parallelism_under_fsdp2_beside_dense_weights(sizes):
 
 def one_bad_expert():
     weight = Weight((6, 8, 4), (4,), (0,))
-    mesh = {(4,): init_device_mesh("cpu", (4,))}
+    mesh = {(4,): init_device_mesh(DEVICE, (4,))}
     options = {**EXACT, "nonfinite": "skip", "beta2": 0.9}
     twins = Twins.placed([Group([weight, weight])], mesh, options)
     (_, p, before), _ = twins.pairs
     before = before.detach().clone()
     for _, w, _ in twins.pairs:
-        grad = torch.randn(w.shape, generator=torch.Generator().manual_seed(0))
+        grad = torch.randn(w.shape, generator=torch.Generator(DEVICE).manual_seed(0))
         grad[3, 7, 2] = float("nan") if w is p else 1.0
         w.grad = part_for(w, grad)
     twins.ours.step()
@@ -691,7 +692,7 @@ def stages(without_matrices):
 
 
 def pipelines(ranks_per_stage, options):
-    mesh = init_device_mesh("cpu", (2, ranks_per_stage), mesh_dim_names=("pp", "dp"))
+    mesh = init_device_mesh(DEVICE, (2, ranks_per_stage), mesh_dim_names=("pp", "dp"))
     for without_matrices in (False, True):
         with case(f"{without_matrices=}"):
             pipeline(mesh, without_matrices, options)
@@ -704,12 +705,12 @@ def pipeline(mesh, without_matrices, options):
     if mesh["dp"].size() > 1:
         fully_shard(model, mesh=mesh["dp"])
     group = mesh["pp"].get_group()
-    stage = PipelineStage(model, number, 2, torch.device("cpu"), group=group)
+    stage = PipelineStage(model, number, 2, torch.get_default_device(), group=group)
     schedule = Schedule1F1B(stage, n_microbatches=4, loss_fn=nn.functional.mse_loss)
 
     def backward_through_the_pipeline(step):
         seed = 10 * step + mesh["dp"].get_local_rank()
-        batch = torch.randn(8, 8, generator=torch.Generator().manual_seed(seed))
+        batch = torch.randn(8, 8, generator=torch.Generator(DEVICE).manual_seed(seed))
         if number == 0:
             schedule.step(batch)
         else:
@@ -766,7 +767,7 @@ def test_an_fp64_wire_of_fp32_weights_changes_no_bit():
 
 
 def double_precision():
-    mesh = {(2,): init_device_mesh("cpu", (2,))}
+    mesh = {(2,): init_device_mesh(DEVICE, (2,))}
     weights = [Weight((16, 24), (2,), (d,), dtype=torch.float64) for d in (0, 1)]
     twins = Twins.placed([Group(weights)], mesh, {"beta2": 0.9})
     # Rounding of 2^-53, amplified up to a thousandfold; an fp32 wire would be 1e-8 off or more.
@@ -780,7 +781,7 @@ def test_fp64_goes_over_the_wire_and_through_the_iteration_as_fp64():
 def overflow_on_one_rank():
     """The sum of fp16 gradients leaves the format in one element, which one rank holds."""
     size = dist.get_world_size()
-    mesh = {(size,): init_device_mesh("cpu", (size,))}
+    mesh = {(size,): init_device_mesh(DEVICE, (size,))}
     weights = [Weight((16, 24), (size,), (dim,), dtype=torch.float16) for dim in (0, 0, 1)]
     twins = Twins.placed([Group(weights)], mesh, {**EXACT, "nonfinite": "skip", "beta2": 0.9})
     for _ in range(6):
@@ -803,7 +804,7 @@ def test_a_matrix_whose_fp16_momentum_would_overflow_on_one_rank_is_skipped_on_a
 
 def default_formats(cases, bound, options):
     size = dist.get_world_size()
-    mesh = {(size,): init_device_mesh("cpu", (size,))}
+    mesh = {(size,): init_device_mesh(DEVICE, (size,))}
     for dim in cases:
         with case(f"shards of dimension {dim}"):
             shapes = [(16, 24), (24, 16), (16, 16), (9, 8), (40, 40), (6, 8, 12)]

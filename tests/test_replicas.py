@@ -39,7 +39,7 @@ from layouts import (
     part_for,
     whole,
 )
-from ranks import rank_outcomes, run_ranks
+from ranks import DEVICE, rank_outcomes, run_ranks
 
 pytestmark = pytest.mark.usefixtures("traced")
 
@@ -53,7 +53,7 @@ def options_of(kind: str, group: Any = None) -> dict[str, Any]:
 
 
 def integers(shape: Any, dtype: torch.dtype, *seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(hash(seed) % 2**63)
+    generator = torch.Generator(DEVICE).manual_seed(hash(seed) % 2**63)
     return torch.randint(-8, 9, tuple(shape), generator=generator).to(dtype)
 
 
@@ -72,7 +72,7 @@ def assert_replicas_alike(twins: Twins, group: Any = None) -> None:
     """All ranks hold the same bits."""
     digests = [hashlib.sha256() for _ in twins.pairs]
     for digest, (_, p, _) in zip(digests, twins.pairs):
-        digest.update(p.detach().flatten().view(torch.uint8).numpy().tobytes())
+        digest.update(p.detach().cpu().flatten().view(torch.uint8).numpy().tobytes())
     found: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, [digest.hexdigest() for digest in digests], group=group)
     assert all(other == found[0] for other in found)
@@ -245,7 +245,7 @@ def test_state_in_zero2_is_an_equal_share(ranks):
 def step_shards(sizes: tuple[int, ...], dims: tuple[Any, ...], hsdp: str) -> list[Any]:
     """Digests of what this rank holds after some steps in the default formats."""
     names = ("replicas", "shards")
-    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    mesh = init_device_mesh(DEVICE, sizes, mesh_dim_names=names)
     shapes = [(48, 64), (32, 96), (40, 40), (6, 24, 32)]
     groups = [Group([Weight(shape, sizes, dims) for shape in shapes], {"beta2": 0.9})]
     twins = Twins.placed(groups, {sizes: mesh}, {"hsdp": hsdp}, reference={})
@@ -280,7 +280,7 @@ def test_replicas_of_shards_hold_the_same_bits_in_the_default_formats(sizes, dim
 
 
 def step_on_half_of_the_ranks(kind: str) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("pp", "dp"))
     for group in (mesh["dp"].get_group(), mesh["dp"]):  # both are taken
         plain = mesh["dp"].get_group()
         stage = mesh.get_coordinate()[0]
@@ -300,7 +300,7 @@ def test_each_stage_of_a_pipeline_has_its_own_replicas(kind):
 
 
 def step_beside_dtensors(kind: str) -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
     groups = [Group([Weight((16, 24)), Weight((16, 12), mesh.shape, (0,)), Weight((6, 8, 12))])]
     options = {**EXACT, **options_of("DDP")}
     twins = Twins.placed(groups, {tuple(mesh.shape): mesh}, options, reference=EXACT)
@@ -333,7 +333,7 @@ def test_replicated_matrices_beside_sharded_ones(kind):
 
 def step_beside_replicated_dtensors(order: tuple[int, ...]) -> None:
     """Of one shape, and all on each rank, but only the plain ones divide their momentum."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
     kinds = [Weight((16, 24)), Weight((16, 24), tuple(mesh.shape), (None,))]
     options = {**EXACT, **options_of("DDP"), "hsdp": "spread"}
     groups = [Group([kinds[number] for number in order])]
@@ -348,7 +348,7 @@ def test_replicated_matrices_beside_replicated_dtensors(order):
 
 def step_beside_tensor_parallelism(kind: str, check: str) -> None:
     """Each column of the mesh is a process group; its rows exchange matrices as well."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("dp", "tp"))
     group, tp = mesh["dp"].get_group(), mesh["tp"]
     torch.manual_seed(0)
     whole_params = [nn.Parameter(torch.randn(s)) for s in [(16, 24), (12, 8), (64, 32), (7,)]]
@@ -437,7 +437,7 @@ def test_zeros_on_one_replica_only_would_part_adamws_under_ddp():
 
 def absent_in_a_replica(layout: str) -> None:
     """Of a matrix, with ``missing_grad="zero"``, where replicas don't average."""
-    mesh = init_device_mesh("cpu", (2, 2))
+    mesh = init_device_mesh(DEVICE, (2, 2))
     torch.manual_seed(0)
     weight, options = torch.randn(16, 24), dict(options_of("DDP"), missing_grad="zero")
     if layout != "DDP":
@@ -510,7 +510,7 @@ def test_a_process_group_without_this_rank_is_refused():
 
 
 def without_an_adamw_gradient_on_a_replica(missing: str) -> None:
-    mesh = init_device_mesh("cpu", (2, 2))
+    mesh = init_device_mesh(DEVICE, (2, 2))
     weight = torch.zeros(8, 4)
     param = nn.Parameter(distribute_tensor(weight, mesh, [Replicate(), Shard(0)]))
     group = {"params": [param], "names": ["a"], "use_muon": False}
@@ -714,7 +714,7 @@ def load_of_one_rank(kind: str, folder: str) -> None:
     optim = optimizer.Muon(groups, **options_of(kind))
 
     def step(seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator(DEVICE).manual_seed(seed)
         for p in params:
             p.grad = torch.randn(p.shape, generator=generator)
         optim.step()
@@ -742,7 +742,7 @@ def test_what_one_rank_saved_of_divided_state_is_refused_when_all_have_loaded_it
 
 def load_of_rows_that_are_alike(kind: str, folder: str) -> None:
     """Of a layer whose outputs are summed up, say."""
-    weight = nn.Parameter(torch.randn(6, 4, generator=torch.Generator().manual_seed(0)))
+    weight = nn.Parameter(torch.randn(6, 4, generator=torch.Generator(DEVICE).manual_seed(0)))
     optim = optimizer.Muon([{"params": [weight], "use_muon": True}], **options_of(kind))
     for _ in range(2):
         weight.grad = torch.arange(4.0).expand(6, 4).clone()
@@ -776,7 +776,7 @@ def nanochat_loop(steps: int) -> tuple[list[float], float]:
     reference = optimizer.MuonAdamW(twin.param_groups(), **EXACT)
     losses = []
     for step in range(steps):
-        generator = torch.Generator().manual_seed(step)
+        generator = torch.Generator(DEVICE).manual_seed(step)
         text = torch.randint(0, 80, (ranks, 4, 1), generator=generator) * 3 ** torch.arange(9) % 80
         batches = [(rows[:, :-1], rows[:, 1:]) for rows in text]
         loss = model(*batches[rank])
@@ -896,7 +896,7 @@ def memory_of(kind: str, dtype: torch.dtype, options: dict[str, Any]) -> tuple[i
     d = 256
     shapes = 4 * ([(d, d)] * 4 + [(4 * d, d), (4 * d, d), (d, 4 * d)])
     if kind == "spread":
-        mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2))
+        mesh = init_device_mesh(DEVICE, (2, dist.get_world_size() // 2))
         whole_params = [torch.zeros(shape, dtype=dtype) for shape in shapes]
         placements = [Replicate(), Shard(0)]
         params = [nn.Parameter(distribute_tensor(p, mesh, placements)) for p in whole_params]

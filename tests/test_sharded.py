@@ -8,11 +8,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 from kernel import optimizer
-from ranks import rank_outcomes
+from ranks import DEVICE, rank_outcomes
 
 
 def partial_placement():
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(DEVICE, (2,))
     weight = nn.Parameter(DTensor.from_local(torch.randn(4, 4), mesh, [Partial()]))
     optimizer.Muon([{"params": [weight], "names": ["layers.0.wq.weight"], "use_muon": True}])
 
@@ -25,7 +25,7 @@ def test_a_partial_placement_raises_on_every_rank_and_names_the_parameter():
 
 
 def gradient_placed_otherwise():
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(DEVICE, (2,))
     weights = [
         nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])) for _ in range(2)
     ]

@@ -224,7 +224,8 @@ def measure(values: torch.Tensor) -> tuple[float, float]:
 
 
 def test_matrices_of_a_batch_are_measured_each_by_itself():
-    G = torch.randn(3, 33, 130, device=DEVICE) * torch.tensor([1.0, 1e-30, 0.0]).view(3, 1, 1)
+    scales = torch.tensor([1.0, 1e-30, 0.0], device=DEVICE).view(3, 1, 1)
+    G = torch.randn(3, 33, 130, device=DEVICE) * scales
     for matrices in (G, G.half() + 0, G.mT, G[:, ::2, 5:]):
         largest, norms = torch.full((2, 3), GUARD, device=DEVICE)
         elementwise.measure(list(matrices), largest, norms)

@@ -616,6 +616,7 @@ def tuner():
     path = Path(__file__).parent.parent / "benchmarks" / "tune.py"
     if not path.exists():
         pytest.skip("benchmarks/tune.py is not here")
+    sys.path.append(str(path.parent))  # of what it imports
     spec = util.spec_from_file_location("tune", path)
     module = util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -639,6 +640,17 @@ def test_what_the_tuner_writes_is_what_is_looked_up(tmp_path, monkeypatch):
     monkeypatch.setattr(configs, "DIRECTORY", tmp_path)
     first, second = configs.measured("written")
     assert first == second == configs.Measured("float16", 1024, 2048, 3, SMALL)
+
+
+def test_what_the_tuner_found_of_other_sizes_is_kept():
+    tune = tuner()
+    one, other = (tune.Finding(tune.Size(s, 8, 1), "float16", SMALL, 1, 2, 9, 1) for s in (16, 32))
+    kept = tune.document("d", [one, other])["entries"]
+    better = one._replace(microseconds=0.5)
+    assert tune.document("d", [better], kept)["entries"] == [
+        {**kept[0], "microseconds": 0.5},
+        kept[1],
+    ]
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="there is something to tune")

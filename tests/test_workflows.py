@@ -12,7 +12,9 @@ from hub_clients import git
 
 ROOT = Path(__file__).parent.parent
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
-PUBLISH, TESTS = (ROOT / ".github" / "workflows" / f"{name}.yml" for name in ("publish", "tests"))
+PUBLISH, TESTS, GPU = (
+    ROOT / ".github" / "workflows" / f"{name}.yml" for name in ("publish", "tests", "gpu")
+)
 
 pytestmark = pytest.mark.skipif(not WORKFLOWS, reason=".github is not part of the sources")
 
@@ -142,6 +144,28 @@ def test_all_tests_run_with_the_pinned_torch_and_quick_ones_with_the_oldest_and_
         assert "make test TORCH=${{ matrix.torch }} ARGS=" in step["run"]
     releases = [tuple(map(int, t.split("."))) for t in (oldest, required("torch"), newest)]
     assert releases == sorted(releases)
+
+
+def test_a_gpu_is_used_only_where_somebody_names_a_runner_and_its_report_is_kept():
+    workflow = parsed(GPU)
+    assert list(workflow["on"]) == ["workflow_dispatch"]
+    assert workflow["on"]["workflow_dispatch"]["inputs"]["runner"]["required"]
+    (job,) = workflow["jobs"].values()
+    assert job["runs-on"] == "${{ inputs.runner }}"
+    (run,) = [step for step in job["steps"] if "run" in step]
+    # By a variable: what is typed into a form is no part of the script.
+    assert run["run"] == 'make gpu ARGS="$ARGUMENTS"' and list(run["env"]) == ["ARGUMENTS"]
+    upload = job["steps"][-1]
+    assert upload["if"] == "always()" and "runs/gpu" in upload["with"]["path"].split()
+
+
+@pytest.mark.skipif(not shutil.which("make"), reason="needs make")
+def test_make_builds_what_it_proves_on_a_gpu():
+    command = ["make", "gpu", "--dry-run", "--always-make", "ARGS=--full"]
+    made = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    *_, build, prove = made.splitlines()
+    assert build.endswith("python scripts/build.py")
+    assert prove.endswith("python scripts/gpu_report.py --full")
 
 
 @pytest.mark.skipif(not shutil.which("make"), reason="needs make")

@@ -1,0 +1,376 @@
+"""What `make gpu` runs, as data: sections of commands, and the aims that their figures have.
+
+gpu_report.py beside this file runs them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+CHECKOUT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What there is to measure."""
+
+    devices: int
+    gib: float  # memory of the first
+    sanitizer: str | None  # NVIDIA's, where it is installed
+
+    @classmethod
+    def here(cls) -> Machine:
+        count = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+        is_cuda = count and torch.cuda.is_available()
+        nbytes = torch.cuda.get_device_properties(0).total_memory if is_cuda else 0
+        path = os.pathsep.join([os.environ.get("PATH", ""), "/usr/local/cuda/bin"])
+        return cls(count, nbytes / 2**30, shutil.which("compute-sanitizer", path=path))
+
+
+@dataclass(frozen=True)
+class Command:
+    """One process of Python.
+
+    Args:
+        words: behind the interpreter.
+        full: further words, with --full.
+        fake: in the place of all these without a device; nothing is run where there are none.
+        before: in front of the interpreter.
+        environment: variables, beside those that there are.
+    """
+
+    words: str
+    full: str = ""
+    fake: str = ""
+    before: str = ""
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def line(self, options: argparse.Namespace) -> str:
+        words = [self.before, "python", self.words, self.full if options.full else ""]
+        if options.fake:
+            words = ["python", self.fake] if self.fake else []
+        return " ".join(word for word in words if word).replace("OUT/", f"{options.out}/")
+
+    def variables(self, options: argparse.Namespace) -> Mapping[str, str]:
+        return {"TEST_DEVICE": "fake"} if options.fake else self.environment
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the report.
+
+    Args:
+        name: of its files, too.
+        what: it shows.
+        seconds: that its commands should take together; they are stopped at twice as many.
+        commands: in order, whether or not one fails.
+        missing: why it can't be run on a machine, or None.
+    """
+
+    name: str
+    what: str
+    seconds: int
+    commands: Sequence[Command]
+    missing: Callable[[Machine], str | None] = lambda machine: None
+
+
+@dataclass(frozen=True)
+class Aim:
+    """What figures in tables should be.
+
+    Args:
+        what: in words.
+        column: the figure's, in any table.
+        key, row: the column and its value that tell the rows; without them all rows of the table.
+        most, least: bounds.
+        baseline: what ``key`` is in the row to compare with, of the same shape; None: the same row.
+        beside: the column that is shown of the baseline.
+        relative: the figure is a ratio of ``column`` in the two rows.
+    """
+
+    what: str
+    column: str
+    key: str | None = None
+    row: str | None = None
+    most: float = float("inf")
+    least: float = float("-inf")
+    baseline: str | None = None
+    beside: str = "least ms"
+    relative: bool = False
+
+
+# -- sections --------------------------------------------------------------------------------------
+
+
+def fewer_than_two_devices(machine: Machine) -> str | None:
+    return (
+        None if machine.devices > 1 else f"needs two GPUs or more, and there is {machine.devices}"
+    )
+
+
+def no_sanitizer(machine: Machine) -> str | None:
+    return None if machine.sanitizer else "compute-sanitizer is not installed"
+
+
+def too_little_memory(machine: Machine) -> str | None:
+    """fp32 weights, gradients and two momenta of Llama 3 8B take 104 GiB, and steps a tenth."""
+    return (
+        None if machine.gib > 116 else f"needs 116 GiB of memory, and there are {machine.gib:.0f}"
+    )
+
+
+KERNEL_TESTS = " ".join(
+    str(path.relative_to(CHECKOUT))
+    for path in sorted((CHECKOUT / "tests").glob("test_triton_*.py"))
+    if path.name != "test_triton_compile.py"  # for other chips, on a CPU
+)
+PARALLEL = "-n 4 --dist worksteal"
+FAKE_STEP = "--layers 1 --dim 32 --ffn 64 --rounds 1 --ceiling 32"
+ON_FAKE = "tests/on_fake_device.py"
+OVER_NCCL = {"TEST_DEVICE": "cuda"}  # tests/ranks.py
+NO_CACHE = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # of freed memory, whose misuse it would hide
+
+SECTIONS = [
+    Section(
+        "kernels",
+        "every kernel against float64, by shape and dtype",
+        90,
+        [
+            Command(
+                f'-m pytest -q {KERNEL_TESTS} -m "not slow" -k "not compile" {PARALLEL}',
+                full='-m "slow or not slow"',  # the last one holds
+                fake="-m pytest -q tests/test_triton_symmetric.py -k integers_are_exact",
+            )
+        ],
+    ),
+    Section(
+        "accuracy",
+        "errors of orthogonalization by the kernels themselves, as in docs/accuracy.md",
+        90,
+        [
+            Command(
+                "benchmarks/accuracy.py --check",
+                full="--all",
+                fake=f'{ON_FAKE} benchmarks/accuracy.py --check --quick --inputs Gaussian "rank 1"',
+            )
+        ],
+    ),
+    Section(
+        "tuning",
+        "tiles of symmetric products, written if they are faster than those looked up so far",
+        60,
+        [
+            Command("benchmarks/tune.py --short", fake="benchmarks/tune.py --short --dry-run"),
+            Command("scripts/build.py"),  # what follows is measured with them
+        ],
+    ),
+    Section(
+        "step",
+        "a step of one rank's share beside torch.optim.Muon, fused AdamW and dion, and a floor",
+        70,
+        [
+            Command(
+                "benchmarks/step.py --model llama-3-8b --share 8 --rounds 5",
+                fake=f"{ON_FAKE} benchmarks/step.py {FAKE_STEP}",
+            ),
+            Command("benchmarks/step.py --model llama-3-8b --share 64 --rounds 5"),
+        ],
+    ),
+    Section(
+        "whole-step",
+        "a step of all of Llama 3 8B's matrices beside torch.optim.Muon",
+        40,
+        [
+            Command(
+                "benchmarks/step.py --model llama-3-8b --contenders ours torch --rounds 3",
+                fake=f"{ON_FAKE} benchmarks/step.py {FAKE_STEP} --contenders ours torch",
+            )
+        ],
+        too_little_memory,
+    ),
+    Section(
+        "products",
+        "each kernel of symmetric products beside the whole product of cuBLAS, by shape",
+        40,
+        [
+            Command(
+                "benchmarks/symmetric_products.py --rounds 5",
+                fake="benchmarks/symmetric_products.py --rounds 1",
+            )
+        ],
+    ),
+    Section(
+        "shapes",
+        "orthogonalization by shape, form and arithmetic",
+        40,
+        [
+            Command(
+                "benchmarks/orthogonalize.py --rounds 5",
+                fake=f"{ON_FAKE} benchmarks/orthogonalize.py --shapes 32x64 --rounds 1 "
+                "--ceiling 32",
+            )
+        ],
+    ),
+    Section(
+        "offload",
+        "a step with its state on the device, in host memory, and streamed; the link's speed",
+        50,
+        [
+            Command(f"-m pytest -q tests/test_offload_memory.py {PARALLEL}"),
+            Command(
+                "benchmarks/offload.py --share llama-3-8b --repeats 5",
+                full="qwen3-30b-a3b",
+                fake="benchmarks/offload.py --share llama-3-8b --layers 1",
+            ),
+        ],
+    ),
+    Section(
+        "qk",
+        "QK-Clip and its recorder never make the host wait, and what they cost",
+        40,
+        [
+            Command(
+                '-m pytest -q tests/test_qk_recorder.py -k "host_wait or compiled_flex"',
+                fake="-m pytest -q tests/test_qk_recorder.py -k host_wait",
+            ),
+            Command(
+                "benchmarks/qk_clip.py --rounds 5",
+                fake=f"{ON_FAKE} benchmarks/qk_clip.py --sizes 1 64 2 1 --rounds 1",
+            ),
+            Command(
+                "benchmarks/qk_logits.py --rounds 3",
+                fake="benchmarks/qk_logits.py --shapes 1x2x1x32x8 --rounds 1",
+            ),
+        ],
+    ),
+    Section(
+        "memory",
+        "the allocator's record of three steps, for https://pytorch.org/memory_viz",
+        20,
+        [
+            Command(
+                "benchmarks/step.py --model llama-3-8b --share 8 --contenders ours --rounds 3 "
+                "--snapshot OUT/memory.pickle",
+                fake=f"{ON_FAKE} benchmarks/step.py {FAKE_STEP} --contenders ours "
+                "--snapshot OUT/memory.pickle",
+            )
+        ],
+    ),
+    Section(
+        "sanitizer",
+        "compute-sanitizer's memcheck over the quick tests of the kernels",
+        60,
+        [
+            Command(
+                f"-m pytest -q {KERNEL_TESTS} -m kernels_ci",
+                before="compute-sanitizer --tool memcheck --report-api-errors no "
+                "--target-processes application-only --error-exitcode 9",
+                environment=NO_CACHE,
+            )
+        ],
+        no_sanitizer,
+    ),
+    Section(
+        "layouts",
+        "layouts, replicas and faults over NCCL, a rank for each GPU",
+        1200,
+        [
+            Command(
+                "-m pytest -q tests/test_layouts.py tests/test_sharded.py tests/test_faults.py "
+                '-m "not slow"',
+                full='-m "slow or not slow"',
+                fake="-m pytest -q tests/test_layouts.py tests/test_faults.py "
+                '-k "test_one_device or test_after_a_fault"',
+                environment=OVER_NCCL,
+            ),
+            Command(
+                "-m pytest -q tests/test_replicas.py "
+                '-k "replicated_matrices or a_model or adamws_parameters"',
+                environment=OVER_NCCL,
+            ),
+        ],
+        fewer_than_two_devices,
+    ),
+    Section(
+        "traffic",
+        "a sharded step, and all-to-alls by size beside the wire's best rate",
+        180,
+        [
+            Command(
+                "benchmarks/distributed_step.py --tables step wire --layers 4 --dim 4096 "
+                "--ffn 14336",
+                fake="benchmarks/distributed_step.py --tables step wire --ranks 2 --layers 1 "
+                "--dim 32 --ffn 64 --rounds 1 --wire 4096 65536",
+            )
+        ],
+        fewer_than_two_devices,
+    ),
+]
+
+
+# -- aims ------------------------------------------------------------------------------------------
+
+OURS = "Muon (this package)"
+
+AIMS = [
+    Aim(
+        "a step within 1.3 × the floor",
+        "× floor",
+        "optimizer",
+        OURS,
+        most=1.3,
+        baseline="floor",
+    ),
+    Aim(
+        "a step 2.3 times as fast as torch.optim.Muon",
+        "× torch",
+        "optimizer",
+        OURS,
+        most=1 / 2.3,
+        baseline="torch.optim.Muon",
+    ),
+    Aim(
+        "each symmetric product faster than the library's whole one",
+        "speed-up",
+        least=1.0,
+        beside="library, least ms",
+    ),
+    Aim(
+        "a streamed step within 1.1 × the longer of arithmetic and copies",
+        "ratio",
+        "offload",
+        "stream",
+        most=1.1,
+        baseline="off",
+    ),
+    Aim(
+        "QK-Clip within 1 % of a step",
+        "least ms",
+        "",
+        "step with QK-Clip",
+        most=1.01,
+        baseline="step",
+        relative=True,
+    ),
+    Aim(
+        "maxima of logits within half of attention's forward",
+        "× attention",
+        "contender",
+        "max_qk_logits",
+        most=0.5,
+        baseline="attention, forward",
+    ),
+    Aim(
+        "a step allocates at most 1.5 × the weights",
+        "transient / weights",
+        most=1.5,
+        beside="weights MiB",
+    ),
+]
