@@ -44,7 +44,10 @@ CHIPS = [
     Chip("sm_80", "cuda", 163 << 10, "mma.sync"),
     Chip("sm_90", "cuda", 227 << 10, "wgmma.mma_async"),
     Chip("sm_100", "cuda", 227 << 10, "tcgen05.mma"),
+    Chip("sm_120", "cuda", 99 << 10, "mma.sync"),
+    Chip("gfx90a", "hip", 64 << 10, "v_mfma", has_fp32_matrices=True),
     Chip("gfx942", "hip", 64 << 10, "v_mfma", has_fp32_matrices=True),
+    Chip("gfx950", "hip", 160 << 10, "v_mfma", has_fp32_matrices=True),
 ]
 POINTERS = {"float16": "*fp16", "bfloat16": "*bf16", "float32": "*fp32"}
 
@@ -157,6 +160,7 @@ def maxima_job(chip: Chip, dtype: str, config: Any, aligned: bool) -> dict[str, 
         "CAUSAL": True,
         "INTERPRETED": False,
         "BLOCK": config.block,
+        "KEYS": min(config.block, logit_maxima.KEYS),
         "BLOCK_WIDTH": config.block_k,
     }
     return {

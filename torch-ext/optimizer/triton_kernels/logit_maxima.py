@@ -18,6 +18,7 @@ from . import configs
 from .configs import SymmetricConfig
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+KEYS = 64  # of a tile, at most: with as many as queries, registers would spill
 
 
 def raise_maxima(
@@ -71,10 +72,11 @@ def raise_maxima(
             CAUSAL=causal,
             INTERPRETED=INTERPRETED,
             BLOCK=config.block,
+            KEYS=min(config.block, KEYS),
             BLOCK_WIDTH=config.block_k,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
-            enable_fp_fusion=False,  # there is nothing to fuse outside of the products
+            enable_fp_fusion=False,  # as in all kernels; the products are not affected
         )
     return out
 
@@ -147,7 +149,8 @@ def _maxima_kernel(
     mask_steps,
     CAUSAL: tl.constexpr,
     INTERPRETED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,  # queries of a tile
+    KEYS: tl.constexpr,  # of a tile
     BLOCK_WIDTH: tl.constexpr,
 ):
     # A program has a tile of the queries of a head. The last tiles, which causal attention gives
@@ -162,8 +165,8 @@ def _maxima_kernel(
     # Beyond the end, the last query stands again, and the last key: no maximum changes. Bases have
     # 64 bits and advance; offsets within a tile have 32.
     rows = tl.minimum(tl.arange(0, BLOCK), queries - 1 - first)
-    advance = tl.full([], BLOCK, tl.int64)
-    skipped = advance * (first // BLOCK)
+    skipped = first.to(tl.int64)
+    advance = tl.full([], KEYS, tl.int64)
     q += batch * q_steps[0] + head * q_steps[1] + skipped * q_steps[2]
     k += batch * k_steps[0] + key_head * k_steps[1]
     if q_rope is not None:
@@ -176,13 +179,13 @@ def _maxima_kernel(
     if mask is not None:
         mask += batch * mask_steps[0] + head * mask_steps[1] + skipped * mask_steps[2]
 
-    best = tl.full((BLOCK, BLOCK), float("-inf"), tl.float32)
+    best = tl.full((BLOCK, KEYS), float("-inf"), tl.float32)
     end = keys
     if CAUSAL:
         end = tl.minimum(keys, first + BLOCK)
-    for start in range(0, end, BLOCK):
-        cols = tl.minimum(tl.arange(0, BLOCK), keys - 1 - start)
-        scores = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
+    for start in range(0, end, KEYS):
+        cols = tl.minimum(tl.arange(0, KEYS), keys - 1 - start)
+        scores = tl.zeros((BLOCK, KEYS), dtype=tl.float32)
         scores = _add_products(
             scores, q, k, rows, cols, q_steps, k_steps, width, BLOCK_WIDTH, INTERPRETED
         )
