@@ -4,8 +4,8 @@
 
 A job names a module of triton_kernels, a kernel in it, and its arguments: a type as Triton writes
 it (``"*fp16:16"``, a pointer whose address is divisible by 16; ``"i32"``), or the value of one that
-is constant while compiling (a number or truth value; also a stride that is 1). The tests of the
-interpreter need TRITON_INTERPRET=1, which must not be set here.
+is constant while compiling (a number or truth value; also a stride that is 1; null), or a list of
+such for a tuple. The tests of the interpreter need TRITON_INTERPRET=1, which must not be set here.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from triton.compiler import ASTSource
 
 from kernel import optimizer
 
+OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
@@ -45,22 +46,27 @@ def compile_job(job: dict[str, Any]) -> dict[str, Any]:
     module = importlib.import_module(f"{optimizer.__name__}.triton_kernels.{job['module']}")
     kernel = getattr(module, job["kernel"])
     signature, constants, attributes = {}, {}, {}
+
+    def type_of(value: Any, path: tuple[int, ...]) -> Any:
+        if isinstance(value, list):
+            return tuple(type_of(part, (*path, at)) for at, part in enumerate(value))
+        if not isinstance(value, str):
+            constants[path] = value
+            return "constexpr"
+        kind, _, divisor = value.partition(":")
+        if divisor:
+            attributes[path] = [["tt.divisibility", int(divisor)]]
+        return kind
+
     for position, name in enumerate(kernel.arg_names):
-        value = job["arguments"][name]
-        if isinstance(value, str):
-            signature[name], _, divisor = value.partition(":")
-            if divisor:
-                attributes[(position,)] = [["tt.divisibility", int(divisor)]]
-        else:
-            signature[name] = "constexpr"
-            constants[(position,)] = value
+        signature[name] = type_of(job["arguments"][name], (position,))
     unknown = set(job["arguments"]) - set(signature)
     if unknown:
         raise ValueError(f"{job['kernel']} has no arguments {sorted(unknown)}")
     compiled = triton.compile(
         ASTSource(kernel, signature, constants, attributes),
         target=target(job["architecture"]),
-        options={"num_warps": job["num_warps"], "num_stages": job["num_stages"]},
+        options={option: job[option] for option in OPTIONS},
     )
     found = usage_of_amd(compiled) if "amdgcn" in compiled.asm else usage_of_nvidia(compiled)
     return {"shared": compiled.metadata.shared, **found}

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import itertools
+import os
 import pickle
 import random
+import re
 import time
 
 import pytest
@@ -352,6 +354,26 @@ def test_a_rank_that_stays_away_is_left_to_the_timeout_of_the_process_group(at):
         assert outcome.error == "RuntimeError"
         assert "have to call step() together" in outcome.message
     assert "ranks [1, 2] have" in second.message if at == 0 else "[0, 1, 2]" in second.message
+
+
+def one_has_no_interface(bogus):
+    if dist.get_rank() in bogus:
+        os.environ["GLOO_SOCKET_IFNAME"] = "bogus0"
+    start = time.monotonic()
+    try:
+        compare(Agreement(), notes_on(((0, 1, 2),)), None)
+    finally:
+        assert time.monotonic() - start < 10  # not the timeout
+
+
+@pytest.mark.parametrize("bogus", [(0,), (2,), (0, 1, 2)], ids=str)
+def test_where_gloo_has_no_interface_on_a_rank_all_raise_at_once_and_name_the_variable(bogus):
+    for outcome in rank_outcomes(one_has_no_interface, 3, bogus, pg_timeout=60):
+        assert outcome.error == "RuntimeError"
+        said = "|".join(f"rank {rank} has no network" for rank in bogus)
+        assert re.match(said, outcome.message)
+        assert "compare notes over gloo, by the network interface 'bogus0'" in outcome.message
+        assert "on every rank set GLOO_SOCKET_IFNAME" in outcome.message
 
 
 # -- optimizers --------------------------------------------------------------------------------

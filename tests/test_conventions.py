@@ -719,6 +719,19 @@ def test_gradients_of_matrices_alone_are_gone_behind_a_step_on_ranks_too():
     run_ranks(gradients_left, 2)
 
 
+def fsdp2_gradients_share_memory() -> None:
+    """What docs/tuning.md says of memory under FSDP2."""
+    model = nn.Sequential(nn.Linear(8, 12), nn.LayerNorm(12), nn.Linear(12, 4))
+    fully_shard(model)
+    model(torch.randn(2, 8)).sum().backward()
+    grads = [p.grad.to_local() for p in model.parameters()]
+    assert len({grad.untyped_storage().data_ptr() for grad in grads}) == 1
+
+
+def test_gradients_of_a_module_of_fsdp2_are_views_of_one_buffer():
+    run_ranks(fsdp2_gradients_share_memory, 2)
+
+
 # torch.compile
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from kernel import optimizer
 
@@ -22,7 +23,10 @@ triton = pytest.importorskip("triton")
 
 from importlib import import_module  # noqa: E402
 
-configs = import_module(f"{optimizer.__name__}.triton_kernels.configs")
+configs, logit_maxima = (
+    import_module(f"{optimizer.__name__}.triton_kernels.{name}")
+    for name in ("configs", "logit_maxima")
+)
 
 PROCESSES = 2
 
@@ -40,7 +44,10 @@ CHIPS = [
     Chip("sm_80", "cuda", 163 << 10, "mma.sync"),
     Chip("sm_90", "cuda", 227 << 10, "wgmma.mma_async"),
     Chip("sm_100", "cuda", 227 << 10, "tcgen05.mma"),
+    Chip("sm_120", "cuda", 99 << 10, "mma.sync"),
+    Chip("gfx90a", "hip", 64 << 10, "v_mfma", has_fp32_matrices=True),
     Chip("gfx942", "hip", 64 << 10, "v_mfma", has_fp32_matrices=True),
+    Chip("gfx950", "hip", 160 << 10, "v_mfma", has_fp32_matrices=True),
 ]
 POINTERS = {"float16": "*fp16", "bfloat16": "*bf16", "float32": "*fp32"}
 
@@ -116,10 +123,62 @@ def symmetric_job(
         "arguments": arguments,
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
+        "enable_fp_fusion": False,
     }
 
 
-CASES = [case for chip in CHIPS for case in symmetric_cases(chip)]
+def maxima_cases(chip: Chip) -> list[Case]:
+    """Each configuration with rope and documents, or, where its rule is not for vectors, with a
+    mask, too, and any strides."""
+    cases = {}
+    for dtype in ("bfloat16", "float32"):
+        for rule in configs.rules_of(dtype, chip.architecture, chip.backend):
+            config = logit_maxima.with_two_tiles(rule.config, getattr(torch, dtype))
+            uses_matrices = dtype != "float32" or chip.has_fp32_matrices
+            name = f"{chip.architecture}-maxima-{config.block}x{config.block_k}-{dtype}"
+            name += "-vectors" if rule.aligned else "-masked"
+            job = maxima_job(chip, dtype, config, rule.aligned)
+            cases[name] = Case(name, chip, job, uses_matrices)
+    return list(cases.values())
+
+
+def maxima_job(chip: Chip, dtype: str, config: Any, aligned: bool) -> dict[str, Any]:
+    steps = ["i32:16", "i32:16", "i32:16", 1] if aligned else ["i32"] * 4
+    arguments = {
+        "out": "*i32:16",
+        **dict.fromkeys(("q", "k", "q_rope", "k_rope"), f"{POINTERS[dtype]}:16"),
+        **dict.fromkeys(("query_ids", "key_ids"), "*i64:16"),
+        "mask": None if aligned else "*fp32:16",
+        "scale": "fp32",
+        "largest_excluded": None if aligned else "fp32",
+        **dict.fromkeys(("heads", "group", "queries", "keys", "out_stride"), "i32"),
+        **dict.fromkeys(("width", "rope_width"), "i32:16" if aligned else "i32"),
+        **dict.fromkeys(("q_steps", "k_steps", "q_rope_steps", "k_rope_steps"), steps),
+        **{f"{name}_ids_steps": ["i32", 1] for name in ("query", "key")},
+        "mask_steps": None if aligned else ["i32"] * 4,
+        "CAUSAL": True,
+        "INTERPRETED": False,
+        "BLOCK": config.block,
+        "KEYS": min(config.block, logit_maxima.KEYS),
+        "BLOCK_WIDTH": config.block_k,
+    }
+    return {
+        "module": "logit_maxima",
+        "kernel": "_maxima_kernel",
+        "architecture": chip.architecture,
+        "arguments": arguments,
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+        "enable_fp_fusion": False,
+    }
+
+
+CASES = [
+    case
+    for chip in CHIPS
+    for cases_of in (symmetric_cases, maxima_cases)
+    for case in cases_of(chip)
+]
 
 
 @pytest.fixture(scope="module")

@@ -168,6 +168,19 @@ def test_make_builds_what_it_proves_on_a_gpu():
     assert prove.endswith("python scripts/gpu_report.py --full")
 
 
+def test_every_triton_from_the_pinned_one_on_compiles_the_kernels():
+    job = parsed(TESTS)["jobs"]["other-triton"]
+    versions = [tuple(map(int, v.split("."))) for v in job["strategy"]["matrix"]["triton"]]
+    minors = [minor for _, minor, _ in versions]
+    assert minors == list(range(minors[0], minors[0] + len(minors)))
+    pinned = re.search(r"^triton==(\S+)", (ROOT / "requirements-triton.txt").read_text(), re.M)[1]
+    assert job["strategy"]["matrix"]["triton"][0] == pinned
+    install, _, test = (step["run"] for step in job["steps"] if "run" in step)
+    assert "triton==${{ matrix.triton }}" in install
+    assert 'PYTHONPATH="$RUNNER_TEMP/triton"' in test
+    assert "tests/test_triton_compile.py tests/test_triton_elementwise.py" in test
+
+
 @pytest.mark.skipif(not shutil.which("make"), reason="needs make")
 def test_make_tests_with_another_torch_in_an_environment_of_its_own():
     options = ["--dry-run", "--always-make", "TORCH=2.10.0", "ARGS=-m kernels_ci"]

@@ -71,11 +71,12 @@ class Muon(torch.optim.Optimizer):
         ns_steps: iterations of the orthogonalization.
         weight_decay: decoupled weight decay.
         adamw_betas, adamw_eps: AdamW's, in groups with ``use_muon=False``.
-        none_grad: set ``p.grad`` of Muon's matrices to None as soon as `step` has read it, to save
-            memory; not with ``capturable``. AdamW's gradients stay. Behind a step, a gradient norm
-            is therefore that of AdamW's parameters alone, ``zero_grad(set_to_none=False)`` finds
-            None, and without any ``zero_grad`` only AdamW's gradients add up. False leaves all
-            gradients where they are.
+        none_grad: set ``p.grad`` of Muon's matrices to None as soon as `step` has read it; not with
+            ``capturable``. That frees memory within the step where gradients are tensors of their
+            own; FSDP2's are views of one buffer for each module, of another stream's pool.
+            AdamW's gradients stay. Behind a step, a gradient norm is therefore that of AdamW's
+            parameters alone, ``zero_grad(set_to_none=False)`` finds None, and without any
+            ``zero_grad`` only AdamW's gradients add up. False leaves all gradients where they are.
         debug: log a `summary` whenever there is something new to plan, at level INFO.
         clip_config: QK-Clip: ``{"head_dim": 128, "threshold": 100}`` rescales query and key
             projections of heads whose largest attention logit, as given to `step`, was above the

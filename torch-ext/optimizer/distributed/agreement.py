@@ -12,10 +12,12 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
+import os
 import uuid
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import reduce
 from itertools import zip_longest
 from operator import or_
@@ -61,6 +63,10 @@ class StepNotes:
     gradients: Sequence[str]
     owners: str = ""
     optimizer: str = ""
+
+
+class _NoConnection(RuntimeError):
+    """What keeps gloo from connecting ranks, all of which have come."""
 
 
 class _Disagreement(Exception):
@@ -525,13 +531,15 @@ def _all_gather(ranks: Ranks, tensor: torch.Tensor) -> torch.Tensor:
     """Gathers tensors of one shape from all ``ranks``: (ranks, *shape).
 
     Raises:
-        RuntimeError: a rank did not come.
+        RuntimeError: a rank did not come, or gloo can't connect the ranks.
     """
     gathered = tensor.new_empty((len(ranks), *tensor.shape))
     try:
         # To all at once: gloo's own all-gather passes tensors around a ring, one hop after another.
         copies = tensor.expand_as(gathered).contiguous()
         _gloo_group(ranks).alltoall_base(gathered, copies, [], []).wait()
+    except _NoConnection as error:
+        raise RuntimeError(str(error)) from error.__cause__
     except RuntimeError as error:
         raise RuntimeError(
             f"ranks {list(ranks)} have to call step() together, but one of them didn't within "
@@ -566,10 +574,44 @@ def _gloo_group(ranks: Ranks) -> Any:
     try:
         store.wait([key], timeout)
         prefixed = dist.PrefixStore(f"{key}/{store.get(key).decode()}", store)
-        group: Any = dist.ProcessGroupGloo(prefixed, rank, len(ranks), timeout)
-        group.barrier().wait()  # gloo may connect lazily, and ranks not have read the name yet
+        _meet(prefixed, len(ranks), timeout)
+        try:
+            group: Any = dist.ProcessGroupGloo(prefixed, rank, len(ranks), timeout)
+            group.barrier().wait()  # gloo may connect lazily, and ranks not have read the name yet
+        except RuntimeError as error:
+            raise _NoConnection(
+                f"ranks {list(ranks)} have all come to step(), but rank {ranks[rank]} could not "
+                f"connect with them, or one of them ended meanwhile: {_route()}: {error}"
+            ) from error
     finally:
         if rank == 0:
             store.delete_key(key)
     groups[ranks] = group
     return group
+
+
+def _meet(store: Any, size: int, timeout: timedelta) -> None:
+    """Waits until ``size`` ranks have come, and raises on all where gloo has no interface on one.
+
+    Gloo itself would raise on that rank only, while the others wait for its address.
+    """
+    try:
+        dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timeout)  # of this rank alone
+    except RuntimeError as error:
+        store.set("problem", f"rank {dist.get_rank()} has no network: {_route()}: {error}")
+    if store.add("came", 1) == size:
+        store.set("verdict", store.get("problem") if store.check(["problem"]) else "fine")
+    store.wait(["verdict"], timeout)
+    verdict = store.get("verdict").decode()
+    if verdict != "fine":
+        raise _NoConnection(verdict)
+
+
+def _route() -> str:
+    """How this rank's host is to reach the others, and how to change that."""
+    name = os.environ.get("GLOO_SOCKET_IFNAME")
+    interface = f"{name!r}" if name else "of the host's name, as GLOO_SOCKET_IFNAME is not set"
+    return (
+        f"hosts compare notes over gloo, by the network interface {interface}; on every rank set "
+        "GLOO_SOCKET_IFNAME to an interface that reaches the other hosts (`ip -br addr` lists them)"
+    )

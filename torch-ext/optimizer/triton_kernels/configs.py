@@ -125,6 +125,14 @@ def choose(
     entries = [entry for entry in measured(target.device) if aligned and entry.dtype in names]
     if entries:
         return min(entries, key=lambda e: (e.distance(s, k, batch), e.dtype != name)).config
+    return choose_by_rule(dtype, s, batch, aligned, target)
+
+
+def choose_by_rule(
+    dtype: torch.dtype, s: int, batch: int, aligned: bool, target: CompileTarget
+) -> SymmetricConfig:
+    """The configuration of the first rule that holds, see `choose`."""
+    name = str(dtype).rpartition(".")[2]
     for rule in rules_of(name, target.architecture, target.backend):
         tiles = batch * symmetric_tiles(s, rule.config.block)
         enough = tiles >= rule.min_tiles_per_processor * target.processors

@@ -1,8 +1,9 @@
 """Computes the largest attention logit of every query head, without the score matrix.
 
-Scores are made block by block: some batch entries and heads, a square of queries and keys. The loop
-over them is one operator of a compiled graph, or, with a mask_mod, a scan, so that no graph grows
-with the length.
+Where kernels are used, one launch does it. Elsewhere, and where the kernel cannot, scores are made
+block by block: some batch entries and heads, a square of queries and keys. The loop over them is
+one operator of a compiled graph, or, with a mask_mod, a scan, so that no graph grows with the
+length.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from typing import Any, NamedTuple, Optional, Union
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
+from ... import triton_kernels
 from ...distributed.utils import is_dtensor
 
 try:
@@ -63,11 +66,14 @@ def max_qk_logits(
     the logit of one that counts gives NaN, and what the others hold does not matter.
 
     Products of 16-bit inputs are exact and added up in fp32: rounded to bf16, a logit and thereby a
-    clip would be wrong by up to 0.2 %. Autocast does not apply. TF32, where it is on, does so to
-    fp32 inputs. Nothing is read from the device, and no gradient flows.
+    clip would be wrong by up to 0.2 %. Autocast does not apply. Nothing is read from the device,
+    and no gradient flows.
 
-    Its memory does not depend on B, H or T: some 8 MiB on CPUs and 64 MiB on accelerators, or what
-    ``block_size`` makes of it.
+    On accelerators that Triton compiles for, it is one launch of a kernel, which takes no memory.
+    Elsewhere, and there with a mask_mod, with fp64, with a scale that is not positive or with a
+    ``block_size``, it is a loop over blocks. Their memory does not depend on B, H or T: some 8 MiB
+    on CPUs and 64 MiB on accelerators, or what ``block_size`` makes of it. TF32, where it is on,
+    applies to their fp32 inputs.
 
     Under ``torch.compile`` it is part of the full graph, also with dynamic shapes. Inside a
     compiled `torch.utils.checkpoint`, give masks by tensors: a mask_mod's loop is one of torch's
@@ -96,7 +102,7 @@ def max_qk_logits(
             dtype's minimum's size (below -1e8, or half of fp16's minimum); others are not added:
             QK-Clip scales q·k, not the bias. It comes on top of ``causal``.
         out: running maxima (Hq,), of the result's dtype: updated in place, and returned.
-        block_size: queries, and keys, of a block; None chooses.
+        block_size: queries, and keys, of a block; None chooses, or uses the kernel.
 
     Returns:
         Maxima (Hq,) on q's device, fp32, or fp64 for fp64 inputs.
@@ -110,21 +116,25 @@ def max_qk_logits(
     ids = _check_document_ids(document_ids, q, k)
     attn_mask = _check_attn_mask(attn_mask, q, k)
     inputs = _Inputs(q, k, q_rope, k_rope, *ids, attn_mask, scale, causal, mask_mod)
-    best = _empty_maxima(q)
     if out is not None:
         _check_tensor("out", out, q)
-        if out.shape != best.shape or out.dtype != best.dtype:
+        if out.shape != q.shape[1:2] or out.dtype != _dtype_of_maxima(q):
             raise ValueError(
-                f"out must be {tuple(best.shape)} of {best.dtype}, but has shape "
+                f"out must be {tuple(q.shape[1:2])} of {_dtype_of_maxima(q)}, but has shape "
                 f"{tuple(out.shape)} and {out.dtype}"
             )
-    if q.shape[0] > 0 and q.shape[2] > 0 and k.shape[2] > 0:
-        if not torch.compiler.is_compiling():
-            best = _loop(inputs, block_size)
-        elif mask_mod is not None:
-            best = _scan(inputs, block_size)
-        else:
-            best = _loop_of_graphs(*inputs[:-1], block_size)
+    has_pairs = q.shape[0] > 0 and q.shape[2] > 0 and k.shape[2] > 0
+    is_compiling = torch.compiler.is_compiling()
+    if has_pairs and not is_compiling and _has_kernel(inputs, block_size):
+        return _raise_by_kernel(inputs, _empty_maxima(q) if out is None else out)
+    if not has_pairs:
+        best = _empty_maxima(q)
+    elif not is_compiling:
+        best = _loop(inputs, block_size)
+    elif mask_mod is not None:
+        best = _scan(inputs, block_size)
+    else:
+        best = _loop_of_graphs(*inputs[:-1], block_size)
     if scale > 0:  # the order of the products is that of the logits
         best = best * scale
     return best if out is None else out.copy_(torch.maximum(out, best))
@@ -132,8 +142,11 @@ def max_qk_logits(
 
 def _empty_maxima(q: Tensor) -> Tensor:
     """The maxima of heads without a pair, (Hq,)."""
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    return torch.full((q.shape[1],), -math.inf, dtype=dtype, device=q.device)
+    return torch.full((q.shape[1],), -math.inf, dtype=_dtype_of_maxima(q), device=q.device)
+
+
+def _dtype_of_maxima(q: Tensor) -> torch.dtype:
+    return torch.promote_types(q.dtype, torch.float32)
 
 
 class _Inputs(NamedTuple):
@@ -149,6 +162,31 @@ class _Inputs(NamedTuple):
     scale: float
     causal: bool
     mask_mod: Optional[MaskMod]
+
+
+def _has_kernel(inputs: _Inputs, block_size: Optional[int]) -> bool:
+    """Whether the kernel is used for these inputs; fake tensors have nothing that it could read."""
+    takes_blocks = inputs.mask_mod is not None or inputs.scale <= 0 or block_size is not None
+    if takes_blocks or isinstance(inputs.q, FakeTensor):
+        return False
+    if not triton_kernels.is_used_on(inputs.q.device.type):
+        return False
+    from ...triton_kernels.logit_maxima import takes
+
+    return takes(*inputs[:4], inputs.attn_mask)
+
+
+def _raise_by_kernel(inputs: _Inputs, best: Tensor) -> Tensor:
+    from ...triton_kernels.logit_maxima import raise_maxima
+
+    mask = inputs.attn_mask
+    return raise_maxima(
+        best,
+        *inputs[:7],
+        scale=inputs.scale,
+        causal=inputs.causal,
+        largest_excluded=None if mask is None else _largest_excluded(mask),
+    )
 
 
 Selection = Union[slice, Tensor]  # a tensor holds indices, (n,)
@@ -217,7 +255,10 @@ def _loop_of_graphs(
 ) -> Tensor:
     """`_loop` as one operator of a compiled graph, whatever the length."""
     tensors = q, k, q_rope, k_rope, query_ids, key_ids, attn_mask
-    return _loop(_Inputs(*tensors, scale, causal, None), block_size)
+    inputs = _Inputs(*tensors, scale, causal, None)
+    if _has_kernel(inputs, block_size):
+        return _raise_by_kernel(inputs._replace(scale=1.0), _empty_maxima(q))
+    return _loop(inputs, block_size)
 
 
 _loop_of_graphs.register_fake(lambda q, *_: _empty_maxima(q))
@@ -303,7 +344,7 @@ def _select(tensor: Tensor, *selections: Selection) -> Tensor:
 def _products(q: Tensor, k: Tensor) -> Tensor:
     """Multiplies q and k of a block, (b, hq, queries, keys): one product for each key head."""
     b, hk, keys, D = k.shape
-    dtype = torch.promote_types(q.dtype, torch.float32)  # of the scores
+    dtype = _dtype_of_maxima(q)
     rows = q.reshape(b * hk, -1, D)
     columns = k.reshape(b * hk, keys, D).transpose(1, 2)
     has_mixed_products = (  # of 16-bit inputs, with fp32 results
@@ -333,10 +374,7 @@ def _excluded(inputs: _Inputs, block: _Block) -> Iterator[Tensor]:
         yield query_ids[:, None, :, None] != key_ids[:, None, None, :]
     if inputs.attn_mask is not None:
         mask = _select(inputs.attn_mask, block.batch, block.query_heads, rows, columns)
-        if mask.dtype == torch.bool:
-            yield ~mask
-        else:
-            yield mask <= max(EXCLUDED, torch.finfo(mask.dtype).min / 2)
+        yield ~mask if mask.dtype == torch.bool else mask <= _largest_excluded(mask)
     if inputs.mask_mod is not None:
         admitted = inputs.mask_mod(
             _indices(block.batch, device)[:, None, None, None],
@@ -348,6 +386,13 @@ def _excluded(inputs: _Inputs, block: _Block) -> Iterator[Tensor]:
             returned = admitted.dtype if isinstance(admitted, Tensor) else type(admitted).__name__
             raise ValueError(f"mask_mod must return a tensor of booleans, not {returned}")
         yield ~admitted
+
+
+def _largest_excluded(mask: Tensor) -> float:
+    """The largest number of a mask, read as a float, that excludes a pair."""
+    if mask.dtype == torch.bool:
+        return 0.0
+    return max(EXCLUDED, torch.finfo(mask.dtype).min / 2)
 
 
 def _indices(selection: Selection, device: torch.device) -> Tensor:

@@ -1,0 +1,262 @@
+"""The kernel of `max_qk_logits`: float64's numbers, as blocks have them, in one launch.
+
+Runs on an accelerator where there is one, else in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kernel import optimizer
+from test_qk_logits import KINDS, attend, documents, inputs_of, logits, per_head, reference
+
+pytest.importorskip("triton")
+kernels = importlib.import_module(f"{optimizer.__name__}.triton_kernels.logit_maxima")
+max_qk_logits = optimizer.max_qk_logits
+
+DEVICE = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# The interpreter's own, of numpy.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(autouse=True)
+def launches(monkeypatch, one_thread) -> list[int]:
+    """The number of programs of every launch; kernels are used on any device."""
+    torch.manual_seed(0)
+    found: list[int] = []
+    kernel = kernels._maxima_kernel
+
+    class Spied:
+        def __getitem__(self, grid):
+            found.extend(grid)
+            return kernel[grid]
+
+    monkeypatch.setattr(kernels, "_maxima_kernel", Spied())
+    used = types.SimpleNamespace(is_used_on=lambda device_type: True)
+    monkeypatch.setattr(logits, "triton_kernels", used)
+    return found
+
+
+def on_device(value):
+    if isinstance(value, tuple):
+        return tuple(map(on_device, value))
+    return value.to(DEVICE) if isinstance(value, torch.Tensor) else value
+
+
+def assert_equal_to_reference(inputs, found=None, **options):
+    if found is None:
+        given = {name: on_device(value) for name, value in {**inputs, **options}.items()}
+        found = max_qk_logits(**given)
+    expected = reference(**inputs, **options)
+    # What 16-bit inputs hold is exact, so that roundings are those of sums in fp32.
+    torch.testing.assert_close(found.double().cpu(), expected, rtol=3e-6, atol=3e-6, equal_nan=True)
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_attention_gives_the_references_numbers(kind, dtype, launches):
+    inputs, ids = inputs_of(kind, dtype), documents(2, 37)
+    for options in ({}, {"causal": False, "document_ids": ids[0]}, {"document_ids": ids}):
+        assert_equal_to_reference(inputs, **options)
+    assert len(launches) == 3
+
+
+@pytest.mark.parametrize(
+    ("Tq", "Tk"), [(1, 40), (40, 1), (13, 300), (300, 13), (129, 257), (256, 128)]
+)
+def test_lengths_need_not_be_multiples_of_tiles(Tq, Tk, launches):
+    inputs = inputs_of("MLA", torch.bfloat16, B=1, Tq=Tq, Tk=Tk, D=70, R=20)
+    ids = (documents(1, Tq), documents(1, Tk)[0].to(torch.uint8))
+    mask = torch.rand(1, 1, Tq, Tk) < 0.5
+    for causal in (True, False):
+        assert_equal_to_reference(inputs, causal=causal)
+        assert_equal_to_reference(inputs, causal=causal, document_ids=ids, attn_mask=mask)
+    assert len(launches) == 4
+
+
+@pytest.mark.parametrize("width", [1, 16, 64, 100, 192])
+def test_heads_of_any_width(width):
+    for dtype in DTYPES:
+        assert_equal_to_reference(inputs_of(dtype=dtype, D=width))
+
+
+def test_strides_do_not_matter():
+    q, k = torch.randn(2, 37, 6, 8), torch.randn(2, 37, 4, 16)
+    inputs = {"q": q.transpose(1, 2), "k": k.transpose(1, 2)[:, ::2, :, ::2]}
+    assert_equal_to_reference(inputs)
+    assert_equal_to_reference({"q": torch.randn(2, 1, 37, 8).expand(-1, 6, -1, -1), "k": q[:, :2]})
+
+
+@pytest.mark.parametrize("shape", [(), (37,), (37, 1), (37, 37), (6, 1, 37), (2, 1, 1, 37)])
+def test_masks_as_torchs_attention_takes_them(shape, launches):
+    seen, inputs = torch.rand(shape) < 0.5, inputs_of()
+    assert_equal_to_reference(inputs, attn_mask=seen)
+    for dtype in DTYPES:
+        for lowest in (-math.inf, torch.finfo(dtype).min, torch.finfo(dtype).min / 2):
+            bias = (-100 * torch.rand(shape)).to(dtype).masked_fill(~seen, lowest)
+            assert_equal_to_reference(inputs, attn_mask=bias)
+    assert len(launches) == 10
+
+
+# What is not finite, or not there
+
+
+@pytest.mark.parametrize("worst", [math.nan, math.inf])
+def test_what_masked_pairs_hold_does_not_matter(worst):
+    inputs = inputs_of(B=1)
+    q, k = inputs["q"], inputs["k"]
+    expected = reference(q[:, :, :36], k)
+    q[:, 1, 36] = worst  # the last query of head 1, of no pair that counts
+    k[:, :, 36] = worst
+    mask = torch.ones(37, 1, dtype=torch.bool)
+    mask[36] = False
+    found = max_qk_logits(on_device(q), on_device(k), attn_mask=on_device(mask))
+    torch.testing.assert_close(found.double().cpu(), expected, rtol=3e-6, atol=3e-6)
+
+
+def test_nan_is_above_infinity_and_seen_by_its_head_only():
+    q, k = inputs_of("MHA", Tq=70, D=1).values()
+    q, k = q.abs(), k.abs()
+    q[0, 0, 3] = q[0, 1, 69] = math.inf
+    q[1, 1, 5] = math.nan
+    q[1, 3] = -math.inf
+    out = torch.full((4,), -math.inf, device=DEVICE)
+    for _ in range(2):  # then beside the maxima of before
+        found = max_qk_logits(on_device(q), on_device(k), out=out).tolist()
+        assert found[0] == math.inf and math.isnan(found[1])
+        assert 0 < found[2] < math.inf and found[3] > 0
+        q[1, 1, 5] = -1.0
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_maxima_of_either_sign_are_raised_and_never_lowered(sign):
+    q, k = (tensor.abs() for tensor in inputs_of().values())
+    q = sign * q
+    expected = reference(q, k)
+    for held in (-math.inf, -1e30, -0.0, 0.0, 1e30, math.inf):
+        out = torch.full((6,), held, device=DEVICE)
+        found = max_qk_logits(on_device(q), on_device(k), out=out)
+        assert found is out
+        torch.testing.assert_close(
+            found.double().cpu(), expected.clamp_min(held), rtol=3e-6, atol=3e-6
+        )
+    held = torch.full((6,), math.nan, device=DEVICE)
+    assert max_qk_logits(on_device(q), on_device(k), out=held).isnan().all()
+
+
+@pytest.mark.parametrize(("B", "Tq", "Tk"), [(0, 4, 4), (2, 0, 4), (2, 4, 0), (2, 4, 4)])
+def test_heads_without_a_pair_have_minus_infinity(B, Tq, Tk):
+    inputs = {name: on_device(value) for name, value in inputs_of(B=B, Tq=Tq, Tk=Tk).items()}
+    nothing = torch.zeros(Tk, dtype=torch.bool, device=DEVICE)
+    assert max_qk_logits(**inputs, attn_mask=nothing).tolist() == [-math.inf] * 6
+
+
+# Launches
+
+
+class Names(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_running_maxima_take_one_launch_and_nothing_else(monkeypatch):
+    launched = []
+
+    class Counted:  # the interpreter has operations of its own
+        def __getitem__(self, grid):
+            return lambda *args, **options: launched.append(grid)
+
+    monkeypatch.setattr(kernels, "_maxima_kernel", Counted())
+    inputs = {name: on_device(value) for name, value in inputs_of("MLA", Tq=300).items()}
+    ids, bias = on_device(documents(2, 300)), torch.zeros(300, device=DEVICE)
+    out = torch.full((4,), -math.inf, device=DEVICE)
+    with Names() as mode:
+        max_qk_logits(**inputs, document_ids=ids, attn_mask=bias, out=out)
+    assert launched == [(2 * 4 * 3,)]
+    assert set(mode.names) <= {
+        "view.default",
+        "view.dtype",
+        "detach.default",
+        "promote_types.default",
+    }
+
+
+def test_an_attention_call_that_is_recorded_takes_one_launch(launches):
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.wq, self.wk = nn.Linear(32, 32), nn.Linear(32, 32)
+
+        def forward(self, x):
+            q, k = (f(x).unflatten(-1, (4, 8)).transpose(1, 2) for f in (self.wq, self.wk))
+            self.largest = reference(q.detach().cpu(), k.detach().cpu())
+            return x + F.scaled_dot_product_attention(q, k, k, is_causal=True).mean()
+
+    model = nn.Sequential(Attention(), Attention()).to(DEVICE)
+    recorder = optimizer.QKLogitRecorder(model)
+    model(torch.randn(2, 37, 32, device=DEVICE)).sum().backward()
+    assert len(launches) == 2
+    for found, attention in zip(recorder.take().values(), model):
+        torch.testing.assert_close(found.double().cpu(), attention.largest, rtol=3e-6, atol=3e-6)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mask_mod": per_head},
+        {"scale": -0.5},
+        {"scale": 0.0},
+        {"block_size": 16},
+        {"attn_mask": torch.zeros(37, dtype=torch.float64)},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_what_the_kernel_does_not_take_is_done_in_blocks(options, launches):
+    inputs = inputs_of()
+    given = {name: on_device(value) for name, value in {**inputs, **options}.items()}
+    found = max_qk_logits(**given)
+    options.pop("block_size", None)
+    assert_equal_to_reference(inputs, found, **options)
+    assert not launches
+
+
+def test_fp64_and_rows_far_apart_are_done_in_blocks(launches):
+    wide = torch.empty(2, 4, 2**24, dtype=torch.bfloat16)  # of which few pages are touched
+    q = wide[:, None, :, :8].copy_(torch.randn(2, 1, 4, 8))
+    inputs = {"q": q, "k": q}
+    if DEVICE == "cpu":
+        assert_equal_to_reference(inputs)
+    assert_equal_to_reference(inputs_of(dtype=torch.float64))
+    assert not launches
+
+
+def test_fake_tensors_launch_nothing(launches):
+    with FakeTensorMode():
+        found = max_qk_logits(torch.empty(2, 4, 70, 8), torch.empty(2, 4, 70, 8))
+    assert found.shape == (4,) and not launches
+
+
+def test_a_compiled_graph_launches_the_kernel(launches):
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    q, k = map(on_device, inputs_of(Tq=61).values())
+    found, loss = compiled(q.requires_grad_(), k)
+    loss.backward()
+    assert_equal_to_reference({"q": 2 * q.detach().cpu(), "k": k.cpu()}, found)
+    assert len(launches) == 1

@@ -1,0 +1,255 @@
+"""Takes the largest attention logit of every query head in one launch, without the score matrix.
+
+What is computed is decided in `extras.qk_logits.maxima`, whose blocks of torch's products do the
+same elsewhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Optional
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import configs
+from .configs import SymmetricConfig
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+KEYS = 64  # of a tile, at most: with as many as queries, registers would spill
+
+
+def raise_maxima(
+    out: Tensor,  # (Hq,), fp32
+    q: Tensor,  # (B, Hq, Tq, D)
+    k: Tensor,  # (B, Hk, Tk, D)
+    q_rope: Optional[Tensor],  # (B, Hq, Tq, R)
+    k_rope: Optional[Tensor],  # (B, 1 or Hk, Tk, R)
+    query_ids: Optional[Tensor],  # (B or 1, Tq)
+    key_ids: Optional[Tensor],  # (B or 1, Tk)
+    attn_mask: Optional[Tensor],  # (B or 1, Hq or 1, Tq or 1, Tk or 1)
+    *,
+    scale: float,
+    causal: bool,
+    largest_excluded: Optional[float] = None,
+    config: Optional[SymmetricConfig] = None,
+) -> Tensor:
+    """Raises ``out`` to the largest ``scale · (q·k + q_rope·k_rope)`` of each head's pairs.
+
+    Products of 16-bit inputs are exact, those of fp32 are not cut to TF32; sums are in fp32. NaN in
+    the logit of a pair that counts gives NaN, and what the others hold does not matter. The result
+    does not depend on the order in which programs end.
+
+    Args:
+        query_ids, key_ids: integers; pairs of equal ones count.
+        attn_mask: bool, or numbers more than ``largest_excluded`` where a pair counts.
+        scale: positive.
+        causal: query i uses keys j ≤ i only.
+        config: tiles to use; None takes those of the heuristic.
+
+    Returns:
+        ``out``.
+    """
+    (B, Hq, Tq, D), Tk = q.shape, k.shape[2]
+    if config is None:
+        operands = [tensor for tensor in (q, k, q_rope, k_rope) if tensor is not None]
+        aligned = attn_mask is None and all(map(_is_aligned, operands))
+        target = configs.compile_target(q.device)
+        rule = configs.choose_by_rule(q.dtype, min(Tq, Tk), B * Hq, aligned, target)
+        config = with_two_tiles(rule, q.dtype)
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = attn_mask.view(torch.uint8)
+    programs = B * Hq * -(-Tq // config.block)
+    # Left to itself, Triton launches on the current device.
+    with torch.accelerator.device_index(q.device.index):
+        _maxima_kernel[(programs,)](
+            *(out.view(torch.int32), q, k, q_rope, k_rope, query_ids, key_ids, attn_mask),
+            *(scale, largest_excluded, Hq, Hq // k.shape[1], Tq, Tk),
+            *(D, None if q_rope is None else q_rope.shape[3], out.stride(0)),
+            *map(_steps, (q, k, q_rope, k_rope, query_ids, key_ids, attn_mask)),
+            CAUSAL=causal,
+            INTERPRETED=INTERPRETED,
+            BLOCK=config.block,
+            KEYS=min(config.block, KEYS),
+            BLOCK_WIDTH=config.block_k,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+            enable_fp_fusion=False,  # as in all kernels; the products are not affected
+        )
+    return out
+
+
+def takes(
+    q: Tensor,
+    k: Tensor,
+    q_rope: Optional[Tensor],
+    k_rope: Optional[Tensor],
+    attn_mask: Optional[Tensor],
+) -> bool:
+    """Whether `raise_maxima` takes tensors of these dtypes and strides.
+
+    Offsets within a tile, of 128 positions or columns at most, have 32 bits.
+    """
+    tensors = [tensor for tensor in (q, k, q_rope, k_rope, attn_mask) if tensor is not None]
+    has_dtypes = q.dtype in DTYPES and (
+        attn_mask is None or attn_mask.dtype in (torch.bool, *DTYPES)
+    )
+    return has_dtypes and all(step < 2**23 for t in tensors for step in t.stride()[-2:])
+
+
+def with_two_tiles(config: SymmetricConfig, dtype: torch.dtype) -> SymmetricConfig:
+    """The heuristic's configuration of symmetric products for a kernel that holds one tile more, of
+    maxima, in registers."""
+    block_k = min(config.block_k, 16 if dtype == torch.float32 else 64)
+    return dataclasses.replace(config, num_warps=8, block_k=block_k)
+
+
+def _steps(tensor: Optional[Tensor]) -> Optional[tuple[int, ...]]:
+    """Strides, 0 where a dimension of 1 stands for any size."""
+    if tensor is None:
+        return None
+    return tuple(0 if size == 1 else step for size, step in zip(tensor.shape, tensor.stride()))
+
+
+def _is_aligned(operand: Tensor) -> bool:
+    """Whether Triton, which looks for multiples of 16, can load vectors rather than entries."""
+    *strides, within_row = operand.stride()
+    multiples = all(size % 16 == 0 for size in (operand.shape[-1], operand.data_ptr(), *strides))
+    return within_row == 1 and multiples
+
+
+# Whether these are 1, or divisible by 16, is not worth another compilation.
+@triton.jit(do_not_specialize=["heads", "group", "queries", "keys", "out_stride"])
+def _maxima_kernel(
+    out,  # (heads,), fp32's bits as integers
+    q,
+    k,
+    q_rope,
+    k_rope,
+    query_ids,
+    key_ids,
+    mask,
+    scale,
+    largest_excluded,
+    heads,  # of queries
+    group,  # of them for each head of keys
+    queries,
+    keys,
+    width,
+    rope_width,
+    out_stride,
+    q_steps,
+    k_steps,
+    q_rope_steps,
+    k_rope_steps,
+    query_ids_steps,
+    key_ids_steps,
+    mask_steps,
+    CAUSAL: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    BLOCK: tl.constexpr,  # queries of a tile
+    KEYS: tl.constexpr,  # of a tile
+    BLOCK_WIDTH: tl.constexpr,
+):
+    # A program has a tile of the queries of a head. The last tiles, which causal attention gives
+    # the most keys, come first.
+    tiles = tl.cdiv(queries, BLOCK)
+    number = tl.program_id(0)
+    first = (tiles - 1 - number % tiles) * BLOCK
+    head = (number // tiles % heads).to(tl.int64)
+    batch = (number // tiles // heads).to(tl.int64)
+    key_head = head // group
+
+    # Beyond the end, the last query stands again, and the last key: no maximum changes. Bases have
+    # 64 bits and advance; offsets within a tile have 32.
+    rows = tl.minimum(tl.arange(0, BLOCK), queries - 1 - first)
+    skipped = first.to(tl.int64)
+    advance = tl.full([], KEYS, tl.int64)
+    q += batch * q_steps[0] + head * q_steps[1] + skipped * q_steps[2]
+    k += batch * k_steps[0] + key_head * k_steps[1]
+    if q_rope is not None:
+        q_rope += batch * q_rope_steps[0] + head * q_rope_steps[1] + skipped * q_rope_steps[2]
+        k_rope += batch * k_rope_steps[0] + key_head * k_rope_steps[1]
+    if query_ids is not None:
+        query_ids += batch * query_ids_steps[0] + skipped * query_ids_steps[1]
+        query_id = tl.load(query_ids + rows * query_ids_steps[1]).to(tl.int64)
+        key_ids += batch * key_ids_steps[0]
+    if mask is not None:
+        mask += batch * mask_steps[0] + head * mask_steps[1] + skipped * mask_steps[2]
+
+    best = tl.full((BLOCK, KEYS), float("-inf"), tl.float32)
+    end = keys
+    if CAUSAL:
+        end = tl.minimum(keys, first + BLOCK)
+    for start in range(0, end, KEYS):
+        cols = tl.minimum(tl.arange(0, KEYS), keys - 1 - start)
+        scores = tl.zeros((BLOCK, KEYS), dtype=tl.float32)
+        scores = _add_products(
+            scores, q, k, rows, cols, q_steps, k_steps, width, BLOCK_WIDTH, INTERPRETED
+        )
+        k += advance * k_steps[2]
+        if q_rope is not None:
+            scores = _add_products(
+                scores, q_rope, k_rope, rows, cols, q_rope_steps, k_rope_steps, rope_width,
+                BLOCK_WIDTH, INTERPRETED,
+            )  # fmt: skip
+            k_rope += advance * k_rope_steps[2]
+        if CAUSAL:
+            scores = tl.where(first + rows[:, None] < start + cols[None, :], float("-inf"), scores)
+        if query_ids is not None:
+            key_id = tl.load(key_ids + cols * key_ids_steps[1]).to(tl.int64)
+            scores = tl.where(query_id[:, None] != key_id[None, :], float("-inf"), scores)
+            key_ids += advance * key_ids_steps[1]
+        if mask is not None:
+            bias = tl.load(mask + rows[:, None] * mask_steps[2] + cols[None, :] * mask_steps[3])
+            scores = tl.where(bias.to(tl.float32) <= largest_excluded, float("-inf"), scores)
+            mask += advance * mask_steps[3]
+        best = tl.maximum(best, scores, propagate_nan=tl.PropagateNan.ALL)
+
+    # Bits of floats as signed integers order like them where the sign is plus, else the other way;
+    # NaN without a sign is above Inf.
+    bits = best.to(tl.int32, bitcast=True)
+    ordered = tl.where(best == best, bits ^ ((bits >> 31) & 0x7FFFFFFF), 0x7FFFFFFF)
+    largest = tl.max(ordered)
+    largest = (largest ^ ((largest >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True) * scale
+    bits = tl.where(largest == largest, largest.to(tl.int32, bitcast=True), 0x7FFFFFFF)
+    # Bits of what has a minus are above all others as unsigned integers, the smallest lowest.
+    out += head * out_stride
+    tl.atomic_max(out, bits, mask=bits >= 0)
+    unsigned = out.to(tl.pointer_type(tl.uint32), bitcast=True)
+    tl.atomic_min(unsigned, bits.to(tl.uint32, bitcast=True), mask=bits < 0)
+
+
+@triton.jit
+def _add_products(
+    scores,
+    q,
+    k,
+    rows,
+    cols,
+    q_steps,
+    k_steps,
+    width,
+    BLOCK_WIDTH: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    inner = tl.arange(0, BLOCK_WIDTH)
+    q_offsets = rows[:, None] * q_steps[2] + inner[None, :] * q_steps[3]
+    k_offsets = inner[:, None] * k_steps[3] + cols[None, :] * k_steps[2]
+    for start in range(0, width, BLOCK_WIDTH):
+        left = width - start
+        of_queries = tl.load(q + q_offsets, mask=inner[None, :] < left, other=0.0)
+        of_keys = tl.load(k + k_offsets, mask=inner[:, None] < left, other=0.0)
+        if INTERPRETED:  # which multiplies bf16 as if it were integers
+            of_queries = of_queries.to(tl.float32)
+            of_keys = of_keys.to(tl.float32)
+        scores = tl.dot(of_queries, of_keys, scores, input_precision="ieee")
+        q += BLOCK_WIDTH * q_steps[3]
+        k += BLOCK_WIDTH * k_steps[3]
+    return scores
+
+
+# TRITON_INTERPRET was set when triton was imported.
+INTERPRETED = not isinstance(_maxima_kernel, triton.JITFunction)
