@@ -260,3 +260,15 @@ def test_a_compiled_graph_launches_the_kernel(launches):
     loss.backward()
     assert_equal_to_reference({"q": 2 * q.detach().cpu(), "k": k.cpu()}, found)
     assert len(launches) == 1
+
+
+def test_without_a_c_compiler_a_forward_is_recorded_in_blocks(monkeypatch):
+    class Failing:
+        def __getitem__(self, grid):
+            raise RuntimeError("Failed to find C compiler.\nmore")
+
+    given_up = []
+    monkeypatch.setattr(kernels, "_maxima_kernel", Failing())
+    monkeypatch.setattr(logits.triton_kernels, "give_up", given_up.append, raising=False)
+    assert_equal_to_reference(inputs_of(KINDS[0], torch.float32))
+    assert [str(error)[:24] for error in given_up] == ["Failed to find C compile"]

@@ -42,7 +42,7 @@ def try_kernels(plan: Plan) -> None:
     except torch.OutOfMemoryError:
         raise  # which the step would, too
     except Exception as error:  # of Triton, of what it compiles with, of the driver
-        triton_kernels.give_up(f"{type(error).__name__}: {error}".strip().splitlines()[0])
+        triton_kernels.give_up(error)
 
 
 @functools.cache

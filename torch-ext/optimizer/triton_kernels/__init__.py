@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import warnings
+from typing import Union
 
 # Device types that Triton compiles for; AMD's are "cuda" to torch as well.
 DEVICE_TYPES = ("cuda", "xpu")
@@ -25,11 +26,13 @@ def is_given_up() -> bool:
     return _is_given_up
 
 
-def give_up(problem: str) -> None:
+def give_up(problem: Union[str, Exception]) -> None:
     """Lets torch's operations do the work of the kernels from now on; warns the first time."""
     global _is_given_up
     if not _is_given_up:
         _is_given_up = True
+        if isinstance(problem, Exception):
+            problem = f"{type(problem).__name__}: {problem}".splitlines()[0]
         warnings.warn(
             f"Triton's kernels are not used, and steps take longer: {problem}. Triton needs a C "
             "compiler (gcc, or another that CC names) and Python's headers (python3-dev) to launch "

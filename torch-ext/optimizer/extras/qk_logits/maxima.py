@@ -126,7 +126,9 @@ def max_qk_logits(
     has_pairs = q.shape[0] > 0 and q.shape[2] > 0 and k.shape[2] > 0
     is_compiling = torch.compiler.is_compiling()
     if has_pairs and not is_compiling and _has_kernel(inputs, block_size):
-        return _raise_by_kernel(inputs, _empty_maxima(q) if out is None else out)
+        found = _raise_by_kernel(inputs, _empty_maxima(q) if out is None else out)
+        if found is not None:
+            return found
     if not has_pairs:
         best = _empty_maxima(q)
     elif not is_compiling:
@@ -176,17 +178,18 @@ def _has_kernel(inputs: _Inputs, block_size: Optional[int]) -> bool:
     return takes(*inputs[:4], inputs.attn_mask)
 
 
-def _raise_by_kernel(inputs: _Inputs, best: Tensor) -> Tensor:
+def _raise_by_kernel(inputs: _Inputs, best: Tensor) -> Optional[Tensor]:
+    """``best``, raised; None where Triton can't compile or launch the kernel here."""
     from ...triton_kernels.logit_maxima import raise_maxima
 
     mask = inputs.attn_mask
-    return raise_maxima(
-        best,
-        *inputs[:7],
-        scale=inputs.scale,
-        causal=inputs.causal,
-        largest_excluded=None if mask is None else _largest_excluded(mask),
-    )
+    largest_excluded = None if mask is None else _largest_excluded(mask)
+    options: dict[str, Any] = {"scale": inputs.scale, "causal": inputs.causal}
+    try:
+        return raise_maxima(best, *inputs[:7], largest_excluded=largest_excluded, **options)
+    except Exception as error:  # nothing was launched
+        triton_kernels.give_up(error)
+        return None
 
 
 Selection = Union[slice, Tensor]  # a tensor holds indices, (n,)
@@ -256,9 +259,10 @@ def _loop_of_graphs(
     """`_loop` as one operator of a compiled graph, whatever the length."""
     tensors = q, k, q_rope, k_rope, query_ids, key_ids, attn_mask
     inputs = _Inputs(*tensors, scale, causal, None)
+    found = None
     if _has_kernel(inputs, block_size):
-        return _raise_by_kernel(inputs._replace(scale=1.0), _empty_maxima(q))
-    return _loop(inputs, block_size)
+        found = _raise_by_kernel(inputs._replace(scale=1.0), _empty_maxima(q))
+    return _loop(inputs, block_size) if found is None else found
 
 
 _loop_of_graphs.register_fake(lambda q, *_: _empty_maxima(q))
