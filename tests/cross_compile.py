@@ -91,6 +91,8 @@ def elementwise_calls() -> None:
     elementwise.update_weights([W.t()], [G.view(512, 256)], cautious=False, **rates)
     elementwise.pack([W], [out], number)
     elementwise.measure([W], number, number.clone())
+    elementwise.sizes(number, number.clone(), factor=1.01, eps=1e-7, scale=16.0)
+    elementwise.exponents_to_fit(number, 13, -110)
 
 
 if __name__ == "__main__":

@@ -355,6 +355,65 @@ def test_parts_are_scaled_by_powers_of_two(dtype):
         assert torch.equal(wide, torch.ldexp(parts[0], torch.tensor(-exponent, device=DEVICE)))
 
 
+def magnitudes(dtype):
+    """Positive numbers of all sizes, those at which a power of two begins, 0, Inf and NaN."""
+    generator = torch.Generator().manual_seed(0)
+    info = torch.finfo(dtype)
+    least, most = math.log2(info.smallest_normal), math.log2(info.max)
+    spread = torch.linspace(least - 20, most - 1, 300, dtype=torch.float64)
+    drawn = torch.exp2(spread) * (1 + torch.rand(300, dtype=torch.float64, generator=generator))
+    edges = [0.0, INF, NAN, 1.0, 2.0, info.smallest_normal, info.max, 1 - info.eps / 2]
+    return torch.cat([drawn, torch.tensor(edges, dtype=torch.float64)]).to(DEVICE, dtype)
+
+
+@pytest.mark.parametrize("dtype", [FP32, FP64])
+def test_exponents_that_fit_a_wire_are_those_of_torch(dtype, monkeypatch):
+    wire, largest = optimizer.distributed.wire, magnitudes(dtype)
+    monkeypatch.setattr(wire.triton_kernels, "is_used_on", lambda device_type: False)
+    parts = [torch.zeros(2, device=DEVICE, dtype=dtype) for _ in largest]
+    expected = wire.scale_down(parts, [part.half() for part in parts], largest)
+    assert torch.equal(elementwise.exponents_to_fit(largest, wire._LARGEST, -110), expected)
+
+
+@pytest.mark.parametrize("dtype", [FP32, FP64])
+@pytest.mark.parametrize(("factor", "eps"), [(1.01, 1e-7), (1.0, 0.0)])
+def test_sizes_are_those_of_torch(dtype, factor, eps, monkeypatch):
+    largest = magnitudes(dtype)
+    norms = torch.linspace(1.0, 60.0, len(largest), device=DEVICE, dtype=dtype)
+    norms[largest == 0] = 0.0
+    norms[~largest.isfinite()] = NAN
+    size, rest, exponents = elementwise.sizes(largest, norms, factor=factor, eps=eps, scale=16.0)
+    top = largest.where(largest != 0, 1.0)
+    expected = norms * factor + eps
+    expected = expected.where(expected != 0, 1.0)
+    # Kernels take numbers in fp32.
+    torch.testing.assert_close(
+        size, expected, rtol=0 if dtype == FP32 else 1e-7, atol=0, equal_nan=True
+    )
+    finite = largest.isfinite()
+    product = size * torch.frexp(top).mantissa * 2
+    assert torch.equal(rest[finite], (torch.frexp(product).mantissa * 2)[finite])
+    assert rest[~finite].isnan().all()
+    power = torch.frexp(top).exponent + torch.frexp(product).exponent - 2 - 4
+    assert torch.equal(exponents[finite], power.clamp(-126, 126)[finite].to(FP32))
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16, FP32])
+def test_a_batch_in_fp16_is_normalized_as_by_torch(dtype, monkeypatch):
+    iteration = importlib.import_module(f"{optimizer.__name__}.newton_schulz.iteration")
+    scales = torch.tensor([1.0, 1e-4, 0.0, 37.0]).view(4, 1, 1)
+    G = (torch.randn(4, 24, 40) * scales).to(DEVICE, dtype)
+    found = []
+    for kernels in (True, False):
+        used = types.SimpleNamespace(is_used_on=lambda device_type, kernels=kernels: kernels)
+        monkeypatch.setattr(iteration, "triton_kernels", used)
+        out = torch.empty_like(G, dtype=FP16)
+        found.append((*iteration._normalize_exactly(G, 1.01, 1e-7, 32.0, out), out))
+    for by_kernels, by_torch in zip(*found):
+        assert by_kernels.shape == by_torch.shape
+        torch.testing.assert_close(by_kernels, by_torch, rtol=2e-3, atol=0)
+
+
 # -- launches --------------------------------------------------------------------------------------
 
 

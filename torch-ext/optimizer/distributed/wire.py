@@ -34,17 +34,18 @@ def scale_down(parts: Sequence[Tensor], outputs: Sequence[Tensor], largest: Tens
     Returns:
         The exponents to scale up with, (len(parts),) in fp32: whole numbers that fp16 holds.
     """
+    if triton_kernels.is_used_on(largest.device.type):
+        from ..triton_kernels import elementwise
+
+        exponents = elementwise.exponents_to_fit(largest, _LARGEST, _SMALLEST_EXPONENT)
+        elementwise.pack(parts, outputs, exponents)
+        return exponents
     exponents = torch.frexp(largest).exponent.clamp_min(_SMALLEST_EXPONENT) - _LARGEST
     # Zeros set no scale for other parts of their matrix; Inf and NaN are sent as they are.
     exponents = torch.where(largest == 0, _SMALLEST_EXPONENT - _LARGEST, exponents)
     exponents = torch.where(torch.isfinite(largest), exponents, 0).to(torch.float32)
-    if triton_kernels.is_used_on(largest.device.type):
-        from ..triton_kernels import elementwise
-
-        elementwise.pack(parts, outputs, exponents)
-    else:
-        torch._foreach_mul_(list(parts), list(torch.exp2(-exponents)))
-        torch._foreach_copy_(list(outputs), list(parts))
+    torch._foreach_mul_(list(parts), list(torch.exp2(-exponents)))
+    torch._foreach_copy_(list(outputs), list(parts))
     return exponents
 
 

@@ -245,27 +245,23 @@ def _normalize_exactly(
         NaN of a matrix with Inf or NaN.
     """
     dtype = torch.promote_types(G.dtype, torch.float32)
-    by_kernels = triton_kernels.is_used_on(G.device.type)
-    if by_kernels:
+    if triton_kernels.is_used_on(G.device.type):
         from ..triton_kernels import elementwise
 
-        largest, size = torch.empty((2, len(G), 1, 1), dtype=dtype, device=G.device)
-        elementwise.measure(list(G), largest.flatten(), size.flatten())
-        largest.masked_fill_(largest == 0, 1.0)  # (n, 1, 1)
-    else:
-        largest = torch.linalg.vector_norm(G, math.inf, _SIDES, True, dtype=dtype)
-        largest.masked_fill_(largest == 0, 1.0)
-        scaled = torch.ldexp(G.to(dtype), -_exponent(largest))
-        size = torch.linalg.vector_norm(scaled, 2, _SIDES, True).div_(_mantissa(largest))
-    size = _size(size, factor, eps)
+        measured = torch.empty((2, len(G)), dtype=dtype, device=G.device)
+        elementwise.measure(list(G), *measured)
+        size, rest, exponents = elementwise.sizes(*measured, factor=factor, eps=eps, scale=scale)
+        elementwise.pack(list(G), list(out), exponents)
+        return size.view(-1, 1, 1), rest.view(-1, 1, 1)
+    largest = torch.linalg.vector_norm(G, math.inf, _SIDES, True, dtype=dtype)  # (n, 1, 1)
+    largest.masked_fill_(largest == 0, 1.0)
+    scaled = torch.ldexp(G.to(dtype), -_exponent(largest))
+    norm = torch.linalg.vector_norm(scaled, 2, _SIDES, True).div_(_mantissa(largest))
+    size = _size(norm, factor, eps)
     rest = size * _mantissa(largest)
     exponents = _exponent(largest) + _exponent(rest) - int(math.log2(scale))
-    if by_kernels:
-        exponents = exponents.clamp(-126, 126).flatten().to(torch.float32)
-        elementwise.pack(list(G), list(out), exponents)
-    else:
-        half = exponents // 2  # a power of two for the whole may leave the range of fp32
-        out.copy_(torch.ldexp(torch.ldexp(G.to(dtype), -half), half - exponents))
+    half = exponents // 2  # a power of two for the whole may leave the range of fp32
+    out.copy_(torch.ldexp(torch.ldexp(G.to(dtype), -half), half - exponents))
     return size, _mantissa(rest)
 
 

@@ -9,6 +9,7 @@ element becomes the same bits wherever it lies, and ranks of different layouts a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Optional, Union
 
@@ -22,6 +23,7 @@ from .tiles import Tiles, stacked, tiled, write_back
 Number = Union[float, Tensor]
 
 _PARTIALS = 1024  # read at once where they are combined
+_NUMBERS = 256  # of matrices, one for each, in a program
 _LAUNCH = {"num_warps": 4, "enable_fp_fusion": False}
 
 
@@ -113,6 +115,49 @@ def measure(matrices: Sequence[Tensor], largest: Tensor, norms: Tensor) -> None:
         partials = torch.empty((2, len(X), tiles.count), dtype=dtype, device=X.device)
         _launch(_measure_kernel, tiles, X_, partials, tiles.programs, DTYPE=_TL[dtype])
         _combine(partials, top, norm)
+
+
+def sizes(
+    largest: Tensor, norms: Tensor, *, factor: float, eps: float, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What matrices are divided by, as `newton_schulz.iteration` has it for fp16, by `measure`.
+
+    Args:
+        largest, norms: (n,).
+        factor, eps: the size is factor·norm + eps, or 1 where that is 0.
+        scale: a power of two that the size is brought near to.
+
+    Returns:
+        Sizes of matrices whose largest magnitude has been divided out, (n,); what they are still
+        to be divided by beside a power of two, in [1, 2), NaN of a matrix with Inf or NaN; and the
+        exponents of that power, for `pack`, in fp32.
+    """
+    size, rest = torch.empty((2, len(largest)), dtype=largest.dtype, device=largest.device)
+    exponents = torch.empty_like(size, dtype=torch.float32)
+    with torch.accelerator.device_index(largest.device.index):
+        _sizes_kernel[(-(-len(largest) // _NUMBERS),)](
+            *(largest, norms, size, rest, exponents, len(largest)),
+            *(factor, eps, int(math.log2(scale))),
+            BLOCK=_NUMBERS,
+            **_LAUNCH,
+        )
+    return size, rest, exponents
+
+
+def exponents_to_fit(largest: Tensor, highest: int, least: int) -> Tensor:
+    """Exponents e that bring ``largest``·2^−e to [2^(highest − 1), 2^highest), (n,) in fp32.
+
+    Args:
+        largest: (n,); e is 0 for Inf and NaN.
+        highest: an exponent.
+        least: of what is less than 2^(least − 1), as zeros are, e is least − highest.
+    """
+    exponents = torch.empty_like(largest, dtype=torch.float32)
+    with torch.accelerator.device_index(largest.device.index):
+        _exponents_kernel[(-(-len(largest) // _NUMBERS),)](
+            *(largest, exponents, len(largest), highest, least), BLOCK=_NUMBERS, **_LAUNCH
+        )
+    return exponents
 
 
 def pack(inputs: Sequence[Tensor], outputs: Sequence[Tensor], exponents: Tensor) -> None:
@@ -250,6 +295,63 @@ def _combine_kernel(
             ratio = tl.load(partials + at, at < count, 0.0) / divisor
             squares += tl.load(partials + programs + at, at < count, 0.0) * ratio * ratio
         tl.store(norms + tensor * norms_stride, tl.sqrt(tl.sum(squares)))
+
+
+@triton.jit(do_not_specialize=["count", "log2_scale"])
+def _sizes_kernel(
+    largest,
+    norms,
+    size_out,
+    rest_out,
+    exponents_out,
+    count,
+    factor,
+    eps,
+    log2_scale,
+    BLOCK: tl.constexpr,
+):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    top = tl.load(largest + at, at < count, 1.0)
+    exponent_of_top, top = _split(tl.where(top == 0.0, 1.0, top))
+    size = tl.load(norms + at, at < count, 1.0) * factor + eps
+    size = tl.where(size == 0.0, 1.0, size)
+    exponent, rest = _split(size * top)
+    exponent = tl.minimum(tl.maximum(exponent_of_top + exponent - log2_scale, -126), 126)
+    tl.store(size_out + at, size, at < count)
+    tl.store(rest_out + at, rest, at < count)
+    tl.store(exponents_out + at, exponent.to(tl.float32), at < count)
+
+
+@triton.jit(do_not_specialize=["count", "highest", "least"])
+def _exponents_kernel(largest, out, count, highest, least, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    top = tl.load(largest + at, at < count, 1.0)
+    exponent, mantissa = _split(top)
+    exponent = tl.maximum(tl.where(top == 0.0, least, exponent + 1), least) - highest
+    exponent = tl.where(mantissa == mantissa, exponent, 0)
+    tl.store(out + at, exponent.to(tl.float32), at < count)
+
+
+@triton.jit
+def _split(x):
+    """k and m of numbers m·2^k that are not negative, with m in [1, 2); of Inf and NaN, m is NaN.
+
+    Of 0 the two are of no meaning.
+    """
+    if x.dtype == tl.float64:
+        tiny = x < 2.0**-1022
+        bits = tl.where(tiny, x * 2.0**53, x).to(tl.int64, bitcast=True)
+        biased = (bits >> 52) & 0x7FF
+        mantissa = ((bits & 0xFFFFFFFFFFFFF) | 0x3FF0000000000000).to(tl.float64, bitcast=True)
+        exponent = (biased - tl.where(tiny, 1023 + 53, 1023)).to(tl.int32)
+        return exponent, tl.where(biased == 0x7FF, float("nan"), mantissa)
+    else:
+        tiny = x < 2.0**-126
+        bits = tl.where(tiny, x * 2.0**24, x).to(tl.int32, bitcast=True)
+        biased = (bits >> 23) & 0xFF
+        mantissa = ((bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True)
+        exponent = biased - tl.where(tiny, 127 + 24, 127)
+        return exponent, tl.where(biased == 0xFF, float("nan"), mantissa)
 
 
 @triton.jit
