@@ -45,6 +45,7 @@ ALLOCATIONS = ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_s
 # Numbers of matrices, one for each, are not accessed in vectors: arguments of kernels by name, and
 # small tensors of torch's operations.
 NUMBERS = ("largest", "norms", "exponents", "factor", "keep", "alpha", "beta")
+NUMBERS += ("size_out", "rest_out", "exponents_out")
 NUMBERS_BYTES = 1024
 
 
@@ -277,6 +278,8 @@ def wrong_grid(launch: stub_driver.Launch) -> str:
         tiles = tensors * slices * -(-rows // given["ROWS"]) * -(-cols // given["COLS"])
     elif launch.kernel == "_combine_kernel":  # one tensor for each program
         tiles = given["programs"] // given["count"]
+    elif "count" in given:  # of numbers
+        tiles = -(-given["count"] // given["BLOCK"])
     else:
         matrices, s, _ = given["a_ptr"].shape
         side = -(-s // given["BLOCK"])
