@@ -267,8 +267,34 @@ def test_without_a_c_compiler_a_forward_is_recorded_in_blocks(monkeypatch):
         def __getitem__(self, grid):
             raise RuntimeError("Failed to find C compiler.\nmore")
 
-    given_up = []
+    told = []
     monkeypatch.setattr(kernels, "_maxima_kernel", Failing())
-    monkeypatch.setattr(logits.triton_kernels, "give_up", given_up.append, raising=False)
-    assert_equal_to_reference(inputs_of(KINDS[0], torch.float32))
-    assert [str(error)[:24] for error in given_up] == ["Failed to find C compile"]
+    monkeypatch.setattr(logits, "_has_failed", False)
+    monkeypatch.setattr(logits.triton_kernels, "warn_of_doing_without", told.append, raising=False)
+    for _ in range(2):
+        assert_equal_to_reference(inputs_of(KINDS[0], torch.float32))
+    assert [str(error)[:24] for error in told] == ["Failed to find C compile"]
+
+
+def test_lazily_negated_inputs_and_those_of_functorch_are_done_in_blocks(launches):
+    q, k = (torch.randn(1, 2, 5, 16, dtype=torch.complex64) for _ in range(2))
+    negated = q.conj().imag
+    assert negated.is_neg()
+    expected = max_qk_logits(negated.resolve_neg(), k.imag, 0.25)
+    assert len(launches) == 1
+    assert torch.allclose(max_qk_logits(negated, k.imag, 0.25), expected)
+
+    def loss(q):
+        max_qk_logits(q, k.real.contiguous(), 0.25)
+        return q.sum()
+
+    torch.func.grad(loss)(q.real.contiguous())
+    assert len(launches) == 1 and not logits._has_failed
+
+
+def test_nan_of_either_sign_stays_in_running_maxima():
+    q, k = (torch.randn(1, 3, 5, 16, device=DEVICE) for _ in range(2))
+    out = torch.tensor([math.nan, -math.nan, -1e30], device=DEVICE)
+    out.view(torch.int32)[1] |= -(2**31)
+    max_qk_logits(q, k, 0.25, out=out)
+    assert out.isnan().tolist() == [True, True, False] and out[2] > -1e30

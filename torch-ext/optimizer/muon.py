@@ -394,7 +394,7 @@ class Muon(torch.optim.Optimizer):
                 self._store.mark_checked(
                     self.state, (p for group in step.groups for p in group.params)
                 )
-            with step:
+            with step, triton_kernels.off(self._agreement.lacks_kernels):
                 scaling.unscale(step.groups)
                 pipeline.run(step)
             self._prepared = None if self._offload.has_state else step.prepared
@@ -415,6 +415,7 @@ class Muon(torch.optim.Optimizer):
             None where ranks skip the step.
         """
         self._agreement.begin()
+        lacked_kernels, no_kernels = self._agreement.lacks_kernels, None
         try:
             if error is None:
                 self._integrity.check()
@@ -423,8 +424,8 @@ class Muon(torch.optim.Optimizer):
                 # torch.distributed.checkpoint steps with lr=0 to have state, which changes nothing.
                 is_dry = not self.state and all(_is_zero(group.lr) for group in groups)
                 clipping = self._begin_clipping(qk_logits, groups, is_dry)
-                if plan is not self._tried:
-                    try_kernels(plan)
+                if plan is not self._tried and not self._agreement.lacks_kernels:
+                    no_kernels = try_kernels(plan, groups)
                     self._tried = plan
         except BaseException as raised:
             error = raised
@@ -446,10 +447,11 @@ class Muon(torch.optim.Optimizer):
             notes,
             error,
             scaling.skips,
-            triton_kernels.is_given_up(),
+            lacked_kernels,
+            no_kernels,
         )
-        if self._agreement.lacks_kernels:
-            triton_kernels.give_up("another rank can't launch them")
+        if self._agreement.lacks_kernels and not lacked_kernels:
+            triton_kernels.warn_of_doing_without(no_kernels or "another rank can't launch them")
         if survey is not self._agreed:
             self._agreed = survey
             params = (param for group in groups for param in group.params)
@@ -973,7 +975,6 @@ class Muon(torch.optim.Optimizer):
     def _forget_tensors(self) -> None:
         """Lets go of what steps keep of weights and state, which would keep their memory."""
         self._prepared = None
-        self._tried = None
         self._store.recheck()
 
 

@@ -7,7 +7,7 @@ on CPUs, taking these anew for every chunk costs more than the element-wise work
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -22,20 +22,25 @@ class Scratch:
         self._taken: dict[int, Tensor] = {}  # by id of the tensor that was handed out
 
     def empty(
-        self, purpose: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+        self,
+        purpose: str,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        make: Callable[..., Tensor] = torch.empty,
     ) -> Tensor:
         """A contiguous tensor, valid until the same purpose, dtype and device are asked for."""
         key, numel = (purpose, dtype, device), math.prod(shape)
         if key not in self._buffers or self._buffers[key].numel() < numel:
             self._buffers.pop(key, None)  # before the larger one, or both would live
-            self._buffers[key] = torch.empty(numel, dtype=dtype, device=device)
+            self._buffers[key] = make(numel, dtype=dtype, device=device)
         return self._buffers[key][:numel].view(tuple(shape))
 
     def in_dtype(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """The flat tensor itself where it has that dtype, else an uninitialized one of its size."""
+        """The flat tensor itself where it has that dtype, else one of its size, of any numbers."""
         if tensor.dtype == dtype:
             return tensor
-        return self.empty("opmath", tensor.shape, dtype, tensor.device)
+        return self.empty("in dtype", tensor.shape, dtype, tensor.device, torch.zeros)
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A flat tensor of numbers, valid until it is given back with `give`.

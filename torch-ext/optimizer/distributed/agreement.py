@@ -137,7 +137,8 @@ class Agreement:
         may_go: whether other ranks may step because of this rank's vote in the last comparison;
             also where the comparison broke off here, since others may have received all records.
         has_compared: whether notes were compared in this step.
-        lacks_kernels: whether one of the ranks can't launch Triton's kernels, so that none does.
+        lacks_kernels: whether one of the ranks can't launch Triton's kernels, so that none does;
+            as last agreed.
         steps: how many steps were made since this object was.
     """
 
@@ -162,7 +163,8 @@ class Agreement:
         notes: Callable[[], Mapping[Ranks, StepNotes]],
         error: Optional[BaseException],
         skip: Optional[bool],
-        lacks_kernels: bool,
+        lacks_kernels: bool = False,
+        no_kernels: Optional[Exception] = None,
     ) -> bool:
         """Whether the ranks skip a step; raises on all alike where one of them can't make it.
 
@@ -173,16 +175,25 @@ class Agreement:
             notes: makes the notes of this step; not called where there is an error.
             error: what keeps this rank from making the step.
             skip: whether this rank is to skip it; None where none ever is.
-            lacks_kernels: whether this rank can't launch Triton's kernels.
+            lacks_kernels: whether the ranks did without Triton's kernels before.
+            no_kernels: why this rank can't launch them from now on.
 
         Raises:
             ValueError: ranks would do different things.
-            RuntimeError: a rank did not come, or died meanwhile.
+            RuntimeError: a rank did not come, or died meanwhile; or one can't launch kernels, in a
+                step in which the others don't hear of it.
         """
-        self.may_go = error is None and any(len(ranks) > 1 for ranks in sets)
-        self.lacks_kernels = lacks_kernels
+        is_due = self._is_due(how_often, structure, skip is not None)
+        has_others = any(len(ranks) > 1 for ranks in sets)
+        if no_kernels is not None and error is None and has_others and not is_due:
+            error = RuntimeError(
+                f"this rank can't launch Triton's kernels ({no_kernels}), and with "
+                f"consistency_check={how_often!r} the others don't hear of it: set it to 'step'"
+            )
+        self.may_go = error is None and has_others
+        self.lacks_kernels = lacks_kernels or no_kernels is not None
         skips = bool(skip)
-        if self._is_due(how_often, structure, skip is not None):
+        if is_due:
             try:
                 with record_function("Muon.agree"):
                     step_notes = notes() if error is None else {}
@@ -574,7 +585,7 @@ def _gloo_group(ranks: Ranks) -> Any:
     try:
         store.wait([key], timeout)
         prefixed = dist.PrefixStore(f"{key}/{store.get(key).decode()}", store)
-        _meet(prefixed, len(ranks), timeout)
+        _meet(prefixed, rank, len(ranks), timeout, lambda: store.delete_key(key))
         try:
             group: Any = dist.ProcessGroupGloo(prefixed, rank, len(ranks), timeout)
             group.barrier().wait()  # gloo may connect lazily, and ranks not have read the name yet
@@ -590,20 +601,27 @@ def _gloo_group(ranks: Ranks) -> Any:
     return group
 
 
-def _meet(store: Any, size: int, timeout: timedelta) -> None:
+def _meet(store: Any, rank: int, size: int, timeout: timedelta, forget: Callable[[], Any]) -> None:
     """Waits until ``size`` ranks have come, and raises on all where gloo has no interface on one.
 
-    Gloo itself would raise on that rank only, while the others wait for its address.
+    Gloo itself would raise on that rank only, while the others wait for its address. The first rank
+    calls ``forget`` before any rank goes on, so that none reads a name again that has served.
     """
+    problem = "none"
     try:
         dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timeout)  # of this rank alone
     except RuntimeError as error:
-        store.set("problem", f"rank {dist.get_rank()} has no network: {_route()}: {error}")
-    if store.add("came", 1) == size:
-        store.set("verdict", store.get("problem") if store.check(["problem"]) else "fine")
+        problem = f"rank {dist.get_rank()} has no network: {_route()}: {error}"
+    store.set(f"came/{rank}", problem)
+    if rank == 0:
+        came = [f"came/{other}" for other in range(size)]
+        store.wait(came, timeout)
+        problems = (store.get(key).decode() for key in came)
+        forget()
+        store.set("verdict", next((text for text in problems if text != "none"), "none"))
     store.wait(["verdict"], timeout)
     verdict = store.get("verdict").decode()
-    if verdict != "fine":
+    if verdict != "none":
         raise _NoConnection(verdict)
 
 

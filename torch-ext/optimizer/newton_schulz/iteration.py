@@ -116,9 +116,9 @@ def orthogonalize(
     rest: Optional[Tensor] = None  # what X is still to be divided by, as the first segment does
     if recipe.dtype == torch.float16:
         # The entries of a large matrix of norm 1 would be lost under 6e-5: a power of two brings
-        # them nearer to 1. Sums of a part of their products stay under 2^15 with it, so nothing
-        # overflows where a library keeps these in fp16, too.
-        scale = 2.0 ** min(7, int(math.log2(rows * cols) / 2))
+        # them nearer to 1. The norm comes to less than 2^7, and sums of a part of XXᵀ to less than
+        # 2^14 or so: nothing overflows where a library keeps these in fp16, too.
+        scale = 2.0 ** min(6, int(math.log2(rows * cols) / 2))
         size, rest = _normalize_exactly(batch, factor, eps, scale, X)
     else:
         size = _normalize(batch, factor, eps, overwrite, scratch, X)  # (n, 1, 1)

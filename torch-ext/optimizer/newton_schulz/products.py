@@ -7,6 +7,7 @@ commute, both symmetric; and the multiplication of X by such a matrix, on its sh
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple, Optional, Union
@@ -46,23 +47,35 @@ _SWITCHES: dict[torch.dtype, dict[str, Any]] = {
 }
 
 
+_switching = threading.RLock()  # switches are the process's, and another thread would restore them
+
+
 @contextlib.contextmanager
 def full_precision(dtype: torch.dtype, device_type: str) -> Iterator[None]:
-    """Lets cuBLAS multiply with sums in fp32; the user's switches are back afterwards."""
-    switches = _SWITCHES.get(dtype, {}) if device_type == "cuda" else {}
+    """Lets cuBLAS multiply with sums in fp32; the user's switches are back afterwards.
+
+    Not in graphs of torch.compile, which guards these switches.
+    """
+    if device_type != "cuda" or dtype not in _SWITCHES or torch.compiler.is_compiling():
+        yield
+        return
     matmul = torch.backends.cuda.matmul
     before: dict[str, Any] = {}
-    try:
-        for name, value in switches.items():
-            before[name] = getattr(matmul, name)
-            split_k = getattr(matmul, f"{name}_split_k", None)  # set together, if torch has it
-            if split_k is not None:
-                before[name], value = (before[name], split_k), (value, split_k)
-            setattr(matmul, name, value)
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(matmul, name, value)
+    with _switching:
+        try:
+            for name, value in _SWITCHES[dtype].items():
+                before[name] = getattr(matmul, name)
+                split_k = getattr(matmul, f"{name}_split_k", None)  # set together, if torch has it
+                if split_k is not None:
+                    before[name], value = (before[name], split_k), (value, split_k)
+                setattr(matmul, name, value)
+            yield
+        finally:
+            for name, value in before.items():
+                if name == "fp32_precision":  # what was inherited comes back by itself
+                    setattr(matmul, name, "none")
+                if getattr(matmul, name) != value:
+                    setattr(matmul, name, value)
 
 
 def _sides(X: Tensor) -> tuple[Tensor, Tensor]:

@@ -86,13 +86,16 @@ def takes(
     k: Tensor,
     q_rope: Optional[Tensor],
     k_rope: Optional[Tensor],
+    query_ids: Optional[Tensor],
+    key_ids: Optional[Tensor],
     attn_mask: Optional[Tensor],
 ) -> bool:
     """Whether `raise_maxima` takes tensors of these dtypes and strides.
 
     Offsets within a tile, of 128 positions or columns at most, have 32 bits.
     """
-    tensors = [tensor for tensor in (q, k, q_rope, k_rope, attn_mask) if tensor is not None]
+    given = q, k, q_rope, k_rope, query_ids, key_ids, attn_mask
+    tensors = [tensor for tensor in given if tensor is not None]
     has_dtypes = q.dtype in DTYPES and (
         attn_mask is None or attn_mask.dtype in (torch.bool, *DTYPES)
     )
@@ -216,10 +219,12 @@ def _maxima_kernel(
     largest = (largest ^ ((largest >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True) * scale
     bits = tl.where(largest == largest, largest.to(tl.int32, bitcast=True), 0x7FFFFFFF)
     # Bits of what has a minus are above all others as unsigned integers, the smallest lowest.
+    # NaN stays, whatever its sign.
     out += head * out_stride
-    tl.atomic_max(out, bits, mask=bits >= 0)
+    held = tl.load(out).to(tl.float32, bitcast=True)
+    tl.atomic_max(out, bits, mask=(bits >= 0) & (held == held))
     unsigned = out.to(tl.pointer_type(tl.uint32), bitcast=True)
-    tl.atomic_min(unsigned, bits.to(tl.uint32, bitcast=True), mask=bits < 0)
+    tl.atomic_min(unsigned, bits.to(tl.uint32, bitcast=True), mask=(bits < 0) & (held == held))
 
 
 @triton.jit

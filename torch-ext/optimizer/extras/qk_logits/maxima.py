@@ -166,16 +166,27 @@ class _Inputs(NamedTuple):
     mask_mod: Optional[MaskMod]
 
 
+_has_failed = False  # the kernel, in this process: it is not tried again
+
+
 def _has_kernel(inputs: _Inputs, block_size: Optional[int]) -> bool:
-    """Whether the kernel is used for these inputs; fake tensors have nothing that it could read."""
+    """Whether the kernel is used for these inputs."""
     takes_blocks = inputs.mask_mod is not None or inputs.scale <= 0 or block_size is not None
-    if takes_blocks or isinstance(inputs.q, FakeTensor):
-        return False
-    if not triton_kernels.is_used_on(inputs.q.device.type):
+    is_used = not _has_failed and triton_kernels.is_used_on(inputs.q.device.type)
+    if takes_blocks or not is_used or not all(map(_is_readable, inputs[:7])):
         return False
     from ...triton_kernels.logit_maxima import takes
 
-    return takes(*inputs[:4], inputs.attn_mask)
+    return takes(*inputs[:7])
+
+
+def _is_readable(tensor: Optional[Tensor]) -> bool:
+    """Whether a kernel finds a tensor's numbers in its memory: not those of fake tensors, of
+    functorch's, of lazily negated ones."""
+    is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+    if tensor is None:
+        return True
+    return not (isinstance(tensor, FakeTensor) or is_wrapped(tensor) or tensor.is_neg())
 
 
 def _raise_by_kernel(inputs: _Inputs, best: Tensor) -> Optional[Tensor]:
@@ -188,7 +199,9 @@ def _raise_by_kernel(inputs: _Inputs, best: Tensor) -> Optional[Tensor]:
     try:
         return raise_maxima(best, *inputs[:7], largest_excluded=largest_excluded, **options)
     except Exception as error:  # nothing was launched
-        triton_kernels.give_up(error)
+        global _has_failed
+        _has_failed = True
+        triton_kernels.warn_of_doing_without(error)
         return None
 
 
