@@ -161,7 +161,7 @@ def test_a_gpu_is_used_only_where_somebody_names_a_runner_and_its_report_is_kept
 
 @pytest.mark.skipif(not shutil.which("make"), reason="needs make")
 def test_make_builds_what_it_proves_on_a_gpu():
-    command = ["make", "gpu", "--dry-run", "--always-make", "ARGS=--full"]
+    command = ["make", "gpu", "--no-print-directory", "-nB", "ARGS=--full"]
     made = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     *_, build, prove = made.splitlines()
     assert build.endswith("python scripts/build.py")

@@ -12,7 +12,6 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
-import os
 import uuid
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -45,6 +44,14 @@ _DISCOVER, _STEP, _SETS, _NOTES = range(4)  # the stage, its first field: what t
 _OPTIMIZERS_DIFFER = (
     "ranks {} and {} step different optimizers; let all ranks make, copy, load and step theirs "
     "alike and in the same order"
+)
+
+
+# How hosts are to reach each other, and how to change that.
+_ROUTE = (
+    "hosts compare notes over gloo, by the network interface that GLOO_SOCKET_IFNAME names, or "
+    "that of the host's name where it is not set; on every rank set it to an interface that "
+    "reaches the other hosts (`ip -br addr` lists them)"
 )
 
 
@@ -592,7 +599,7 @@ def _gloo_group(ranks: Ranks) -> Any:
         except RuntimeError as error:
             raise _NoConnection(
                 f"ranks {list(ranks)} have all come to step(), but rank {ranks[rank]} could not "
-                f"connect with them, or one of them ended meanwhile: {_route()}: {error}"
+                f"connect with them, or one of them ended meanwhile: {_ROUTE}: {error}"
             ) from error
     finally:
         if rank == 0:
@@ -611,7 +618,7 @@ def _meet(store: Any, rank: int, size: int, timeout: timedelta, forget: Callable
     try:
         dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timeout)  # of this rank alone
     except RuntimeError as error:
-        problem = f"rank {dist.get_rank()} has no network: {_route()}: {error}"
+        problem = f"rank {dist.get_rank()} has no network: {_ROUTE}: {error}"
     store.set(f"came/{rank}", problem)
     if rank == 0:
         came = [f"came/{other}" for other in range(size)]
@@ -623,13 +630,3 @@ def _meet(store: Any, rank: int, size: int, timeout: timedelta, forget: Callable
     verdict = store.get("verdict").decode()
     if verdict != "none":
         raise _NoConnection(verdict)
-
-
-def _route() -> str:
-    """How this rank's host is to reach the others, and how to change that."""
-    name = os.environ.get("GLOO_SOCKET_IFNAME")
-    interface = f"{name!r}" if name else "of the host's name, as GLOO_SOCKET_IFNAME is not set"
-    return (
-        f"hosts compare notes over gloo, by the network interface {interface}; on every rank set "
-        "GLOO_SOCKET_IFNAME to an interface that reaches the other hosts (`ip -br addr` lists them)"
-    )
