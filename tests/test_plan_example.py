@@ -510,7 +510,7 @@ def test_a_thousand_ranks_cost_what_the_plan_of_each_says(model, text):
                 elements = sum(sum(getattr(getattr(c, traffic), direction)) for c in chunks)
                 index = costs.SENT if direction == "sent" else costs.RECEIVED
                 padding = 2 * elements - found.bytes[way, index, :, rank].sum()
-                assert 0 <= padding <= 0.001 * 2 * elements, (rank, traffic)
+                assert 0 <= padding <= 0.005 * 2 * elements, (rank, traffic)
         flops = sum(
             len(batch.units) * unit.count * plan.entries[unit.entry].cost(unit.block)
             for lane in (*plan.lanes, *plan.local_lanes)
