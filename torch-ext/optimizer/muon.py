@@ -426,7 +426,7 @@ class Muon(torch.optim.Optimizer):
                 clipping = self._begin_clipping(qk_logits, groups, is_dry)
                 if plan is not self._tried and not self._agreement.lacks_kernels:
                     no_kernels = try_kernels(plan, groups)
-                    self._tried = plan
+                    self._tried = plan if no_kernels is None else None
         except BaseException as raised:
             error = raised
         survey = self._survey
@@ -447,7 +447,6 @@ class Muon(torch.optim.Optimizer):
             notes,
             error,
             scaling.skips,
-            lacked_kernels,
             no_kernels,
         )
         if self._agreement.lacks_kernels and not lacked_kernels:

@@ -170,7 +170,6 @@ class Agreement:
         notes: Callable[[], Mapping[Ranks, StepNotes]],
         error: Optional[BaseException],
         skip: Optional[bool],
-        lacks_kernels: bool = False,
         no_kernels: Optional[Exception] = None,
     ) -> bool:
         """Whether the ranks skip a step; raises on all alike where one of them can't make it.
@@ -182,8 +181,7 @@ class Agreement:
             notes: makes the notes of this step; not called where there is an error.
             error: what keeps this rank from making the step.
             skip: whether this rank is to skip it; None where none ever is.
-            lacks_kernels: whether the ranks did without Triton's kernels before.
-            no_kernels: why this rank can't launch them from now on.
+            no_kernels: why this rank can't launch Triton's kernels from now on.
 
         Raises:
             ValueError: ranks would do different things.
@@ -192,13 +190,14 @@ class Agreement:
         """
         is_due = self._is_due(how_often, structure, skip is not None)
         has_others = any(len(ranks) > 1 for ranks in sets)
-        if no_kernels is not None and error is None and has_others and not is_due:
+        if no_kernels is not None and (is_due or not has_others):
+            self.lacks_kernels = True
+        elif no_kernels is not None and error is None:
             error = RuntimeError(
                 f"this rank can't launch Triton's kernels ({no_kernels}), and with "
                 f"consistency_check={how_often!r} the others don't hear of it: set it to 'step'"
             )
         self.may_go = error is None and has_others
-        self.lacks_kernels = lacks_kernels or no_kernels is not None
         skips = bool(skip)
         if is_due:
             try:
