@@ -81,6 +81,7 @@ def elementwise_calls() -> None:
     number, factor = torch.zeros(1), torch.ones(256, 1)
     plain = {"momentum": 0.9, "weight": 1.0, "nesterov": True}
     measured = {"largest": [number[0]]}
+    sent, of_parts = out.half(), number.half()
     elementwise.update_momentum([B], [G], [out], **plain)
     elementwise.update_momentum([G], [G], [out], keep=[kept], wanted=False, **plain)
     elementwise.update_momentum([B[:, 1:]], [G[:, 1:]], [out[:, 1:]], **measured, **plain)
@@ -89,10 +90,25 @@ def elementwise_calls() -> None:
     elementwise.update_weights([W], [G], cautious=False, **rates)
     elementwise.update_weights([G], [out], cautious=True, **on_device)
     elementwise.update_weights([W.t()], [G.view(512, 256)], cautious=False, **rates)
+    elementwise.update_weights([W] * 32, [G] * 32, cautious=False, **rates)
+    residual = torch.zeros(256, 512, dtype=torch.int16)
+    noise = optimizer.weight_rounding.Noise(1 << 61, torch.empty(256, 512, device="meta"))
+    elementwise.update_weights(
+        [G] * 32, [out] * 32, cautious=False, rounded_by=[noise] * 32, **rates
+    )
+    for by in ([residual], [noise]):
+        elementwise.update_weights([G], [out], cautious=True, rounded_by=by, **on_device)
+    lists, largest = ([B] * 32, [G] * 32), [number[0]] * 32
+    elementwise.update_momentum(*lists, [B] * 32, wanted=False, largest=largest, **plain)
+    fits = {"exponents": [of_parts[0]] * 32, "highest": 13, "least": -110, **plain}
+    elementwise.scale_momentum(*lists, [sent] * 32, largest=largest, **fits)
     elementwise.pack([W], [out], number)
-    elementwise.measure([W], number, number.clone())
-    elementwise.sizes(number, number.clone(), factor=1.01, eps=1e-7, scale=16.0)
+    elementwise.measure(W[None], factor=1.01, eps=1e-7, scale=16.0)
+    elementwise.pack_batch(W[None], out[None], number)
     elementwise.exponents_to_fit(number, 13, -110)
+    elementwise.copy([sent[None]] * 32, [sent[None]] * 32, of_parts.expand(1, 32).contiguous())
+    elementwise.copy([sent[None]] * 32, [out[None]] * 32)
+    elementwise.add_to_diagonal(sent[None, :, :256], number.view(1, 1, 1), 3.4, sent[None, :, :256])
 
 
 if __name__ == "__main__":

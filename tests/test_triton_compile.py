@@ -19,6 +19,9 @@ import torch
 
 from kernel import optimizer
 
+sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
+import tune
+
 triton = pytest.importorskip("triton")
 
 from importlib import import_module  # noqa: E402
@@ -60,7 +63,7 @@ class Case:
     chip: Chip
     job: dict[str, Any]
     matrix_instruction: bool
-    may_spill: bool = False
+    most_spilled: int = 0  # bytes
 
 
 def symmetric_cases(chip: Chip) -> list[Case]:
@@ -85,7 +88,17 @@ def symmetric_cases(chip: Chip) -> list[Case]:
         one = {**job, "arguments": {**job["arguments"], "s": 1, "k": 1}}  # Triton makes 1 constant
         wide = {**job, "arguments": {**job["arguments"], "LONG_OFFSETS": True}}
         cases["one"] = Case(f"{chip.architecture}-symmetric-one", chip, one, True)
-        cases["wide"] = Case(f"{chip.architecture}-symmetric-wide", chip, wide, True, True)
+        cases["wide"] = Case(f"{chip.architecture}-symmetric-wide", chip, wide, True)
+    if chip.architecture in tune.HOPPER:
+        for fields in tune.WIDE_OR_IN_BULK:
+            config = configs.SymmetricConfig(**fields)
+            name = f"{chip.architecture}-symmetric-{config.block}x{config.block * config.width}"
+            name += f"-{config.num_stages}" + ("-in-bulk" if config.descriptors else "")
+            for even in (True, False):
+                job = symmetric_job(chip, "float16", "float16", config, even, aligned=True)
+                case = f"{name}-{'even' if even else 'masked'}"
+                # Beside 128 accumulators a thread, a few numbers wait for the end of the loop.
+                cases[case] = Case(case, chip, job, True, most_spilled=16)
     return list(cases.values())
 
 
@@ -109,13 +122,22 @@ def symmetric_job(
         **dict.fromkeys(("c_col", "out_col"), 1),
         **dict.fromkeys(("ALPHAS", "BETAS"), full),
         "HAS_C": True,
+        "DESCRIPTORS": config.descriptors,
+        "A_TRANSPOSED": False,
+        "B_TRANSPOSED": full,
         "EVEN": even,
         "LONG_OFFSETS": False,
         "INTERPRETED": False,
         "BLOCK": config.block,
         "BLOCK_K": config.block_k,
+        "WIDTH": config.width,
         "GROUP": config.group,
     }
+    if config.descriptors:
+        kind, wide = POINTERS[dtype][1:], config.block * config.width
+        b_tile = (wide, config.block_k) if full else (config.block_k, wide)
+        arguments["a_ptr"] = f"tensordesc<{kind}[1,{config.block},{config.block_k}]>"
+        arguments["b_ptr"] = f"tensordesc<{kind}[1,{b_tile[0]},{b_tile[1]}]>"
     return {
         "module": "symmetric",
         "kernel": "_symmetric_kernel",
@@ -214,7 +236,7 @@ def test_it_compiles_to_matrix_instructions_without_spilling(case, compiled):
     assert "error" not in found, found["error"]
     expected = [case.chip.matrix_instruction] if case.matrix_instruction else []
     assert found["matrix_instructions"] == expected
-    assert found["spilled"] == 0 or case.may_spill, found
+    assert found["spilled"] <= case.most_spilled, found
     assert found["shared"] <= case.chip.shared_bytes, found
 
 

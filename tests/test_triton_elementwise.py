@@ -122,7 +122,8 @@ def momentum_of(B, G, out, momentum, weight, nesterov, keep=None):
 def check_momentum(shape, dtypes, layouts, nesterov, weight=1.0, keep=None):
     B, G, out = placed_alike([shape] * 3, dtypes, layouts)
     hyper = {"momentum": 0.95, "weight": weight, "nesterov": nesterov}
-    largest = torch.full((2,), GUARD, device=DEVICE)
+    of_arithmetic = FP64 if FP64 in dtypes else FP32
+    largest = torch.tensor([0.0, GUARD], dtype=of_arithmetic, device=DEVICE)
     elementwise.update_momentum(
         [B.tensor],
         [G.tensor],
@@ -205,11 +206,21 @@ def test_an_output_that_nobody_wants_is_not_written():
     assert out.is_untouched() and not B.is_untouched()
 
 
+@pytest.mark.parametrize("layout", ["contiguous", "reversed"])
+def test_where_nobody_wants_outputs_buffers_may_be_given_for_them(layout):
+    shape = (2, 3, 4, 3, 5)
+    B, G = placed_alike([shape] * 2, (FP32, FP32), [layout, "every other"])
+    elementwise.update_momentum(
+        [B.tensor], [G.tensor], [B.tensor], momentum=0.5, weight=1.0, nesterov=True, wanted=False
+    )
+    assert_rounded(B.tensor, 0.5 * B.before + G.before, B.before.abs() + G.before.abs())
+
+
 def measure(values: torch.Tensor) -> tuple[float, float]:
     """Largest magnitude and norm over it, the same when the momentum starts from these."""
-    largest, norm, top = torch.zeros((3, 1), device=DEVICE)
+    top = torch.zeros(1, device=DEVICE)
     G = values.to(DEVICE)
-    elementwise.measure([G], largest, norm)
+    largest, norm, *_ = elementwise.measure(G[None], factor=1.0, eps=0.0, scale=1.0)
     elementwise.update_momentum(
         [torch.zeros_like(G)],
         [G],
@@ -227,8 +238,7 @@ def test_matrices_of_a_batch_are_measured_each_by_itself():
     scales = torch.tensor([1.0, 1e-30, 0.0], device=DEVICE).view(3, 1, 1)
     G = torch.randn(3, 33, 130, device=DEVICE) * scales
     for matrices in (G, G.half() + 0, G.mT, G[:, ::2, 5:]):
-        largest, norms = torch.full((2, 3), GUARD, device=DEVICE)
-        elementwise.measure(list(matrices), largest, norms)
+        largest, norms, *_ = elementwise.measure(matrices, factor=1.0, eps=0.0, scale=1.0)
         tops = matrices.double().abs().amax(dim=(1, 2))
         assert torch.equal(largest.double(), tops)
         expected = matrices.double().norm(dim=(1, 2)) / tops.where(tops != 0, 1.0)
@@ -378,11 +388,9 @@ def test_exponents_that_fit_a_wire_are_those_of_torch(dtype, monkeypatch):
 @pytest.mark.parametrize("dtype", [FP32, FP64])
 @pytest.mark.parametrize(("factor", "eps"), [(1.01, 1e-7), (1.0, 0.0)])
 def test_sizes_are_those_of_torch(dtype, factor, eps, monkeypatch):
-    largest = magnitudes(dtype)
-    norms = torch.linspace(1.0, 60.0, len(largest), device=DEVICE, dtype=dtype)
-    norms[largest == 0] = 0.0
-    norms[~largest.isfinite()] = NAN
-    size, rest, exponents = elementwise.sizes(largest, norms, factor=factor, eps=eps, scale=16.0)
+    matrices = magnitudes(dtype).view(-1, 1, 1) * torch.rand(2, 3, device=DEVICE, dtype=dtype)
+    sizes = elementwise.measure(matrices, factor=factor, eps=eps, scale=16.0)
+    largest, norms, size, rest, inverse, of_gram, exponents = sizes
     top = largest.where(largest != 0, 1.0)
     expected = norms * factor + eps
     expected = expected.where(expected != 0, 1.0)
@@ -394,12 +402,15 @@ def test_sizes_are_those_of_torch(dtype, factor, eps, monkeypatch):
     product = size * torch.frexp(top).mantissa * 2
     assert torch.equal(rest[finite], (torch.frexp(product).mantissa * 2)[finite])
     assert rest[~finite].isnan().all()
+    assert torch.equal(inverse[finite], rest[finite].reciprocal())
+    assert torch.equal(of_gram[finite], rest[finite].square().reciprocal() * 2.0**-8)
     power = torch.frexp(top).exponent + torch.frexp(product).exponent - 2 - 4
     assert torch.equal(exponents[finite], power.clamp(-126, 126)[finite].to(FP32))
 
 
+@pytest.mark.parametrize("absolute", [0.0, 1e-3])
 @pytest.mark.parametrize("dtype", [FP16, BF16, FP32])
-def test_a_batch_in_fp16_is_normalized_as_by_torch(dtype, monkeypatch):
+def test_a_batch_in_fp16_is_normalized_as_by_torch(dtype, absolute, monkeypatch):
     iteration = importlib.import_module(f"{optimizer.__name__}.newton_schulz.iteration")
     scales = torch.tensor([1.0, 1e-4, 0.0, 37.0]).view(4, 1, 1)
     G = (torch.randn(4, 24, 40) * scales).to(DEVICE, dtype)
@@ -408,7 +419,9 @@ def test_a_batch_in_fp16_is_normalized_as_by_torch(dtype, monkeypatch):
         used = types.SimpleNamespace(is_used_on=lambda device_type, kernels=kernels: kernels)
         monkeypatch.setattr(iteration, "triton_kernels", used)
         out = torch.empty_like(G, dtype=FP16)
-        found.append((*iteration._normalize_exactly(G, 1.01, 1e-7, 32.0, out), out))
+        eps = iteration.Eps(1e-7, absolute)
+        size, added, divisor = iteration._normalize_exactly(G, 1.01, eps, 32.0, out)
+        found.append((size, torch.as_tensor(added), *divisor, out))
     for by_kernels, by_torch in zip(*found):
         assert by_kernels.shape == by_torch.shape
         torch.testing.assert_close(by_kernels, by_torch, rtol=2e-3, atol=0)
@@ -438,30 +451,125 @@ def launches(monkeypatch) -> list[int]:
     return found
 
 
-def test_views_of_one_stack_are_one_launch(monkeypatch):
+def test_tensors_of_any_storages_are_one_launch(monkeypatch):
     found = launches(monkeypatch)
     B, G = torch.randn(5, 6, 8, device=DEVICE), torch.randn(5, 6, 8, device=DEVICE)
     before, buffer = B.clone(), torch.zeros(5 * 48, device=DEVICE)
     outputs = list(buffer.view(5, 6, 8).unbind())
     largest = torch.zeros(5, device=DEVICE)
     hyper = {"momentum": 0.5, "weight": 1.0, "nesterov": False}
-    lists = list(B.unbind()), list(G.unbind()), outputs
+    lists = list(B.unbind()), [grad.clone() for grad in G], outputs
     elementwise.update_momentum(*lists, largest=list(largest.unbind()), **hyper)
     assert len(found) == 1
     assert torch.equal(buffer.view(5, 6, 8), before * 0.5 + G)
     assert torch.equal(largest, buffer.view(5, 48).abs().amax(1))
 
 
-def test_tensors_that_lie_apart_are_launched_apart(monkeypatch):
+@pytest.mark.parametrize("dtype", [FP32, FP64])
+def test_tensors_of_other_lengths_share_launches_of_32_and_others_have_their_own(
+    dtype, monkeypatch
+):
     found = launches(monkeypatch)
-    stack = torch.randn(5, 6, 8, device=DEVICE)
-    W = [stack[0], stack[1], stack[3], torch.randn(6, 8, device=DEVICE), stack[4][:4]]
-    W += [torch.zeros(0, 8, device=DEVICE)]
-    U = [torch.randn_like(weight) for weight in W]
+    sizes = [(3, 16 * (1 + n % 5)) for n in range(40)] + [(0, 16), (70, 64)]
+    W = [torch.randn(size).to(DEVICE, dtype) for size in sizes]
+    W += [torch.randn(20, 30).to(DEVICE, dtype).t(), torch.randn(3, 5).to(DEVICE, dtype)]
+    W += [torch.randn(3, 16).to(DEVICE, BF16)]
+    U = [torch.randn(weight.shape, device=DEVICE) for weight in W]
     before = [weight.clone() for weight in W]
     elementwise.update_weights(W, U, rate=1.0, decay=0.0, cautious=False)
-    assert all(torch.equal(a, b - u) for a, b, u in zip(W, before, U))
-    assert len(found) == 5
+    for weight, old, update in zip(W, before, U):
+        torch.testing.assert_close(weight, (old - update).to(weight.dtype))
+    # 41 in rows of multiples of 16 elements; the transposed one, the odd one, that in bf16.
+    assert len(found) == 2 + 3
+
+
+def scaled_by_torch(parts, largest):
+    wire = optimizer.distributed.wire
+    outputs = [torch.empty_like(part, dtype=FP16) for part in parts]
+    with steps_by(kernels=False):
+        exponents = wire.scale_down([part.clone() for part in parts], outputs, largest)
+    return outputs, exponents
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("of_buffer", [FP32, FP16])
+def test_momentum_is_scaled_for_its_wire_as_what_torch_makes_of_it(nesterov, of_buffer):
+    shapes, scales = [(3, 16), (65, 33), (3, 700), (2, 8)], (1.0, 1e-9, 3e4, 0.0)
+    B = [(torch.randn(shape) * s).to(DEVICE, of_buffer) for shape, s in zip(shapes, scales)]
+    G = [(torch.randn(shape) * s).to(DEVICE) for shape, s in zip(shapes, scales)]
+    keep = [torch.ones(1, 1, dtype=torch.bool, device=DEVICE) for _ in shapes]
+    keep[0][:] = False
+    hyper = {"momentum": 0.9, "weight": 0.1, "nesterov": nesterov, "keep": keep}
+    parts = [torch.empty_like(grad) for grad in G]
+    twins = [buffer.clone() for buffer in B]
+    elementwise.update_momentum(twins, G, parts, **hyper)
+    largest = torch.zeros(4, device=DEVICE)
+    elementwise.update_momentum(B, G, B, wanted=False, largest=list(largest.unbind()), **hyper)
+    assert all(torch.equal(buffer, twin) for buffer, twin in zip(B, twins))
+    assert torch.equal(largest, torch.stack([part.abs().max() for part in parts]))
+    outputs = [torch.full_like(part, GUARD, dtype=FP16) for part in parts]
+    found = torch.full((6,), GUARD, device=DEVICE, dtype=FP16)
+    optimizer.distributed.wire.scale_down_by_kernel(
+        B, G, outputs, list(found[1:5].unbind()), list(largest.unbind()), **hyper
+    )
+    expected, exponents = scaled_by_torch(parts, largest)
+    assert torch.equal(found[1:5].float(), exponents) and found[0] == found[5] == GUARD
+    assert all(torch.equal(output, other) for output, other in zip(outputs, expected))
+
+
+@pytest.mark.parametrize(("of_buffer", "of_largest"), [(FP64, FP32), (FP32, FP64)])
+def test_magnitudes_have_a_dtype_of_their_own(of_buffer, of_largest):
+    """Momentum in fp64 of weights in fp32: arithmetic in fp64, magnitudes in the lane's fp32."""
+    B, G = torch.randn(2, 5, 8, device=DEVICE, dtype=of_buffer).unbind()
+    G, sent = G.float(), torch.empty(5, 8, device=DEVICE, dtype=FP16)
+    largest = torch.tensor([0.0, GUARD, GUARD], device=DEVICE, dtype=of_largest)
+    exponent = torch.zeros(1, device=DEVICE, dtype=FP16)
+    hyper = {"momentum": 0.9, "weight": 1.0, "nesterov": True}
+    expected = G.double() + 0.9 * (0.9 * B.double() + G)
+    elementwise.update_momentum([B], [G], [B], wanted=False, largest=[largest[0]], **hyper)
+    optimizer.distributed.wire.scale_down_by_kernel(
+        [B], [G], [sent], [exponent[0]], [largest[0]], **hyper
+    )
+    torch.testing.assert_close(largest[0].double(), expected.abs().max(), rtol=1e-6, atol=0.0)
+    assert (largest[1:] == GUARD).all()
+    torch.testing.assert_close(sent * 2.0 ** exponent.double(), expected, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("peers", [1, 3])
+@pytest.mark.parametrize("runs", [1, 3, 40])
+@pytest.mark.parametrize("others", [0, 2])  # parts of the matrices that are not copied
+def test_parts_come_to_one_scale_as_by_torch(runs, peers, others):
+    wire = optimizer.distributed.wire
+    sources = [torch.randn(2, peers, 3, 8).to(DEVICE, FP16) for _ in range(runs)]
+    sources[0][0, 0, 0] = INF
+    exponents = torch.randint(-60, 15, (runs, 2, peers)).to(DEVICE, FP16)
+    exponents[: runs // 2] = -11.0
+    of_others = [torch.randint(-60, 15, (2, others)).to(DEVICE, FP16)] if others else []
+    found = []
+    for kernels in (True, False):
+        whole = torch.full((2, runs, peers, 3, 8), GUARD, dtype=FP16, device=DEVICE)
+        with steps_by(kernels):
+            wire.copy_parts(sources, whole.unbind(1), [*exponents, *of_others])
+            found.append(whole.clone())
+            wire.copy_parts(sources, whole.unbind(1))
+        assert torch.equal(whole, torch.stack(sources, 1))
+    torch.testing.assert_close(*found, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16, FP32])
+def test_a_multiple_of_the_identity_is_added_as_by_torch(dtype, monkeypatch):
+    iteration = importlib.import_module(f"{optimizer.__name__}.newton_schulz.iteration")
+    Z = torch.randn(3, 70, 70).to(DEVICE, dtype)
+    for inverse in (None, torch.rand(3, 1, 1, device=DEVICE) + 0.5):
+        found = []
+        for kernels in (True, False):
+            used = types.SimpleNamespace(is_used_on=lambda device_type, kernels=kernels: kernels)
+            monkeypatch.setattr(iteration, "triton_kernels", used)
+            out = torch.full_like(Z, GUARD)
+            iteration._add_to_diagonal(Z, 3.4445, inverse, out)
+            found.append(out)
+        # The interpreter rounds to bf16 towards zero, and products before they are added.
+        torch.testing.assert_close(*found, rtol=ULP[dtype], atol=4 * ULP[dtype])
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton compiles on Linux")
@@ -479,11 +587,13 @@ def test_kernels_compile_without_spills_and_without_fused_rounding():
     assert set(counts) == {"80", "90", "100", "gfx942"} and len(set(counts.values())) == 1
     for fact in facts:
         assert fact["spills"] == 0, fact
-        # AMD divides with fused operations, which the norms alone need.
-        measures = fact["kernel"] in ("_measure_kernel", "_combine_kernel")
-        assert fact["fused"] == 0 or (measures and fact["architecture"] == "gfx942"), fact
+        # AMD divides with fused operations, which the norms alone need. The diagonal is fused by
+        # intent.
+        divides = fact["kernel"] in ("_measure_kernel", "_sizes_kernel")
+        divides = divides and fact["architecture"] == "gfx942"
+        assert fact["fused"] == 0 or divides or fact["kernel"] == "_diagonal_kernel", fact
     vectors = {fact["kernel"] for fact in facts if fact["vectors"]}
-    assert vectors >= {"_momentum_kernel", "_weights_kernel", "_pack_kernel"}
+    assert vectors >= {"_momentum_kernel", "_weights_kernel", "_pack_kernel", "_copy_kernel"}
 
 
 # -- steps -----------------------------------------------------------------------------------------
@@ -515,7 +625,7 @@ VALUES: dict[str, dict[str, list]] = {
         "maximize": [False, True],
         "keep": [None, KEEP],
         "wanted": [True, False],
-        "largest": [None, lambda outputs: list(outputs.new_full((2,), GUARD).unbind())],
+        "largest": [None, lambda outputs: list(outputs.new_full((2,), 0.5).unbind())],
     },
     "update_weights": {
         "rate": [0.05, torch.tensor(0.05, device=DEVICE)],
@@ -524,6 +634,7 @@ VALUES: dict[str, dict[str, list]] = {
         "factors": [None, [factor.to(DEVICE) for factor in FACTORS]],
         "keep": [None, KEEP],
         "together": [None, lambda updates: updates],
+        "rounded_by": [None],  # more of them in bf16, see below
     },
 }
 # What kernels take for options that `core` translates; None where it only says how tensors lie.
@@ -558,9 +669,8 @@ def changed_by_core(name: str, dtype: torch.dtype, options: dict, kernels: bool)
     stacks = (changed, read.to(dtype), outputs) if name == "update_momentum" else (changed, read)
     with steps_by(kernels):
         getattr(optimizer.core, name)(*(list(stack.unbind()) for stack in stacks), **options)
-    if not options.get("wanted"):
-        return [changed]
-    return [changed, outputs, *(options["largest"] or ())]
+    of_outputs = [outputs] if options.get("wanted") else []
+    return [changed, *of_outputs, *(options.get("largest") or ())]
 
 
 @pytest.mark.kernels_ci
@@ -580,6 +690,49 @@ def test_kernels_do_what_core_does_without_them_for_all_options(name, dtype, mon
         for tensor, other in zip(found, expected):
             message = f"{options}"
             torch.testing.assert_close(tensor, other, rtol=slack, atol=slack, msg=message)
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize("by", ["residuals", "noise"])
+def test_kernels_round_weights_as_core_does_to_the_bit(by):
+    """In layouts of up to four dimensions; of numbers that arithmetic in fp32 does not round."""
+    rounding = optimizer.weight_rounding
+    shapes = [(7, 40), (3, 4, 5, 6), (3, 4, 5, 6), (1,), (2, 0)]
+    views: list[Callable] = [
+        *(lambda t: t, lambda t: t, lambda t: t[..., ::2].permute(2, 0, 3, 1)),
+        *(lambda t: t, lambda t: t),
+    ]
+    results = []
+    for kernels in (False, True):
+        torch.manual_seed(0)
+        whole_weights = [torch.randn(shape).to(DEVICE, BF16) for shape in shapes]
+        residuals = [
+            torch.randint(-(2**15), 2**15, shape, dtype=torch.int16).to(DEVICE) for shape in shapes
+        ]
+        residuals = [r & -(2**11) for r in residuals]
+        weights = [view(t) for view, t in zip(views, whole_weights)]
+        updates = [torch.randint(-9, 9, w.shape).to(DEVICE, FP32) / 2**12 for w in weights]
+        keep = [torch.ones(w.shape, dtype=torch.bool, device=DEVICE) for w in weights]
+        keep[0][2:4] = False
+        updates[1].view(-1)[3:5] = torch.tensor([NAN, INF])
+        rounded_by = [view(r) for view, r in zip(views, residuals)]
+        if by == "noise":
+            rounded_by = [
+                rounding.Noise(rounding.noise_key(1, 2, str(n)), view(r.to("meta")))
+                for n, (view, r) in enumerate(zip(views, residuals))
+            ]
+        with steps_by(kernels):
+            for decay in (0.0, 0.5):
+                optimizer.core.update_weights(
+                    weights,
+                    [update.clone() for update in updates],
+                    **{"rate": 0.5, "decay": decay, "cautious": True, "keep": keep},
+                    rounded_by=rounded_by,
+                )
+        results.append((whole_weights, residuals))
+    for one, other in zip(*results):
+        for a, b in zip(one, other):
+            assert torch.equal(a.view(torch.int16), b.view(torch.int16))
 
 
 OPTIONS = {

@@ -34,6 +34,13 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 SMALL = SymmetricConfig(block=16, block_k=16, num_warps=4, num_stages=2)
+VARIANTS = {
+    "by pointers": SMALL,
+    "wide": dataclasses.replace(SMALL, width=2),
+    "in bulk": dataclasses.replace(SMALL, descriptors=True),
+    "wide, in bulk": dataclasses.replace(SMALL, width=2, descriptors=True),
+}
+every_variant = pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
 
 
 def randn(*shape, seed=0, dtype=torch.float32):
@@ -171,6 +178,36 @@ def test_fp32_is_multiplied_in_full_precision():
 
 
 # Tiles
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize("name", ["wide", "in bulk", "wide, in bulk"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_how_tiles_are_loaded_and_joined_changes_no_bit(dtype, name):
+    for n, s, k in [(2, 48, 32), (1, 64, 16), (1, 33, 40)]:
+        X, C = randn(n, s, k, dtype=dtype), gram(randn(n, s, k)).to(dtype)
+        stored = X.mT.contiguous()
+        options = dict(alpha=0.5, beta=-2.0, C=C, diagonal=1.0)
+        plain = product(X, X.mT, config=SMALL, **options)
+        for A, B in [(X, X.mT), (X, stored), (stored.mT, stored)]:
+            assert torch.equal(product(A, B, config=VARIANTS[name], **options), plain)
+        assert_product(plain, expected_product(X, X.mT, **options), terms=4.0)
+
+
+def test_only_what_lies_in_multiples_of_16_bytes_is_loaded_in_bulk(monkeypatch):
+    fitting = {"contiguous", "transposed", "some rows", "every second row"}
+    for name, A in views(2, 32, 48, torch.float16).items():
+        assert symmetric._can_be_described(A) == (name in fitting), name
+    assert not symmetric._can_be_described(randn(2, 16, 0, dtype=torch.float16))
+    assert not symmetric._can_be_described(randn(1, 16, 24, dtype=torch.float16).mT[:, 4:])
+    seen = []
+    described = symmetric._descriptor
+    monkeypatch.setattr(symmetric, "_descriptor", lambda *args: seen.append(1) or described(*args))
+    X = randn(2, 32, 48, dtype=torch.float16)
+    for A, times in [(X, 2), (X[..., 1:33], 0)]:
+        product(A, A.mT, config=VARIANTS["in bulk"])
+        assert len(seen) == times
+        seen.clear()
 
 
 @pytest.mark.kernels_ci
@@ -314,12 +351,13 @@ def views(n, s, k, dtype=torch.float32):
     }
 
 
+@every_variant
 @pytest.mark.parametrize("name", views(1, 1, 1))
-def test_strides_of_the_inputs_do_not_matter(name):
+def test_strides_of_the_inputs_do_not_matter(name, config):
     A = views(2, 24, 40)[name]
     expected = product(A.contiguous(), A.contiguous().mT, config=SMALL)
     for left, right in [(A, A.mT), (A.contiguous(), A.mT), (A, A.mT.contiguous())]:
-        assert torch.equal(product(left, right, config=SMALL), expected)
+        assert torch.equal(product(left, right, config=config), expected)
 
 
 @pytest.mark.parametrize("name", [name for name in views(1, 1, 1) if name != "expanded rows"])
@@ -336,12 +374,13 @@ def test_strides_of_c_and_out_do_not_matter(name):
         assert torch.equal(out, plain)
 
 
-def test_nothing_around_the_output_is_written():
+@every_variant
+def test_nothing_around_the_output_is_written(config):
     X = randn(2, 21, 40)
     around = torch.full((4, 25, 30), 7.0, device=DEVICE)
     before = around.clone()
     out = around[1:3, 2:23, 4:25]
-    symmetric_product(X, X.mT, out=out, config=SMALL)
+    symmetric_product(X, X.mT, out=out, config=config)
     assert torch.equal(out, product(X, X.mT, config=SMALL))
     out.copy_(before[1:3, 2:23, 4:25])
     assert torch.equal(around, before)
@@ -350,20 +389,22 @@ def test_nothing_around_the_output_is_written():
 # Memory that is shared, and what is read
 
 
+@every_variant
 @pytest.mark.parametrize("s", [50, 64])
-def test_c_may_be_the_output_itself(s):
+def test_c_may_be_the_output_itself(s, config):
     X, C = randn(2, s, 16), gram(randn(2, s, 16))
     options = dict(alpha=0.5, beta=-2.0, diagonal=1.0)
     expected = product(X, X.mT, C=C, config=SMALL, **options)
     for out in (C.clone(), C.mT.clone().mT):
-        symmetric_product(X, X.mT, C=out, out=out, config=SMALL, **options)
+        symmetric_product(X, X.mT, C=out, out=out, config=config, **options)
         assert torch.equal(out, expected)  # a tile computed twice would have added C twice
 
 
-def test_only_the_upper_triangle_of_c_is_used():
+@every_variant
+def test_only_the_upper_triangle_of_c_is_used(config):
     X, C = randn(2, 40, 24), gram(randn(2, 40, 24))
     noise = C + randn(2, 40, 40, seed=1).tril(-1)
-    out = product(X, X.mT, beta=1.0, C=noise, config=SMALL)
+    out = product(X, X.mT, beta=1.0, C=noise, config=config)
     assert torch.equal(out, product(X, X.mT, beta=1.0, C=C, config=SMALL))
 
 
@@ -576,6 +617,8 @@ RULE = {"operation": "symmetric", "architectures": ["sm_90"], "dtypes": ["float1
         ({"entries": [{**ENTRY, "config": {**CONFIG, "tile": 8}}]}, "config: unknown keys .'tile'"),
         ({"entries": [{**ENTRY, "config": {**CONFIG, "block": 48}}]}, "power of two"),
         ({"entries": [{**ENTRY, "config": {**CONFIG, "num_stages": 0}}]}, "positive integer"),
+        ({"entries": [{**ENTRY, "config": {**CONFIG, "width": 3}}]}, "width must be 1 or 2"),
+        ({"entries": [{**ENTRY, "config": {**CONFIG, "descriptors": 1}}]}, "has the wrong type"),
     ],
 )
 def test_files_of_measurements_are_validated(change, message):
@@ -597,6 +640,12 @@ def test_files_of_measurements_are_validated(change, message):
 def test_rules_of_the_heuristic_are_validated(rule, message):
     with pytest.raises(ValueError, match=message):
         configs.parse_rules({"schema": 1, "why": "", "rules": [rule]}, "heuristic.json")
+
+
+def test_files_from_before_there_were_descriptors_are_read():
+    config = {key: CONFIG[key] for key in ("block", "block_k", "num_warps", "num_stages", "group")}
+    (measured,) = configs.parse_measured(measured_file({**ENTRY, "config": config}), "chip.json")
+    assert measured.config == SMALL
 
 
 def test_names_of_devices_become_names_of_files():

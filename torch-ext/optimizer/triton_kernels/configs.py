@@ -26,13 +26,18 @@ DTYPES = ("float16", "bfloat16", "float32")
 
 @dataclass(frozen=True)
 class SymmetricConfig:
-    """Tiles of `symmetric.symmetric_product`; "config" in the files has a key for each field.
+    """Tiles of `symmetric.symmetric_product`; "config" in the files has a key for each field, but
+    for those that are as by default.
 
     Args:
         block: rows and columns of a tile of the output.
         block_k: how much of k is loaded at once.
         num_warps, num_stages: warps of a program; loads in flight (Triton's own meaning).
         group: columns of tiles computed together, for reuse in L2.
+        width: tiles side by side that a program computes, 1 or 2: they share the rows of A.
+        descriptors: load tiles of A and B in bulk, by the engine for it that sm_90 and later have,
+            where both can be described (`symmetric._can_be_described`). A launch takes the host
+            longer.
     """
 
     block: int
@@ -40,16 +45,24 @@ class SymmetricConfig:
     num_warps: int
     num_stages: int
     group: int = 8
+    width: int = 1
+    descriptors: bool = False
+
+    def programs(self, s: int) -> int:
+        """How many compute one (s, s) matrix."""
+        return self.width * symmetric_tiles(s, self.width * self.block)
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if type(value) is not int or value < 1:
+            if field.name != "descriptors" and (type(value) is not int or value < 1):
                 raise ValueError(f"{field.name} must be a positive integer, found {value!r}")
         for name, least in (("block", 16), ("block_k", 16), ("num_warps", 1)):
             value = getattr(self, name)
             if value < least or value & (value - 1):
                 raise ValueError(f"{name} must be a power of two from {least} on, found {value}")
+        if self.width > 2:
+            raise ValueError(f"width must be 1 or 2, found {self.width}")
 
 
 @dataclass(frozen=True)
@@ -134,8 +147,8 @@ def choose_by_rule(
     """The configuration of the first rule that holds, see `choose`."""
     name = str(dtype).rpartition(".")[2]
     for rule in rules_of(name, target.architecture, target.backend):
-        tiles = batch * symmetric_tiles(s, rule.config.block)
-        enough = tiles >= rule.min_tiles_per_processor * target.processors
+        programs = batch * rule.config.programs(s)
+        enough = programs >= rule.min_tiles_per_processor * target.processors
         if s >= rule.min_s and enough and (aligned or not rule.aligned):
             return rule.config
     raise ValueError(f"heuristic.json has no rule for symmetric in {name} on {target}")
@@ -257,8 +270,10 @@ def _parse_config(entry: dict, dtypes: list, where: str) -> SymmetricConfig:
     operation, config = entry["operation"], entry["config"]
     if operation not in OPERATIONS:
         raise ValueError(f"{where}: operation must be one of {list(OPERATIONS)}: {operation!r}")
-    fields = {field.name: int for field in dataclasses.fields(SymmetricConfig)}
-    _check_keys(config, fields, {}, f"{where}, config")
+    names = [field.name for field in dataclasses.fields(SymmetricConfig)]
+    optional = {"width": int, "descriptors": bool}
+    required = {name: int for name in names if name not in optional}
+    _check_keys(config, required, optional, f"{where}, config")
     try:
         return SymmetricConfig(**config)
     except ValueError as error:

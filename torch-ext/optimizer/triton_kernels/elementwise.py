@@ -11,20 +11,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Optional, Union
+from typing import Any, NamedTuple, Optional, Union
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .tiles import Tiles, stacked, tiled, write_back
+from ..weight_rounding import GAMMA, MIX, RoundedBy
+from .tiles import Column, Launch, launches
 
 Number = Union[float, Tensor]
 
 _PARTIALS = 1024  # read at once where they are combined
-_NUMBERS = 256  # of matrices, one for each, in a program
+_NUMBERS = 256  # of tensors, one for each, in a program
 _LAUNCH = {"num_warps": 4, "enable_fp_fusion": False}
+
+_GAMMA = tl.constexpr(GAMMA)
+_FIRST_SHIFT, _FIRST_MULTIPLIER = map(tl.constexpr, MIX[0])
+_SECOND_SHIFT, _SECOND_MULTIPLIER = map(tl.constexpr, MIX[1])
 
 
 def update_momentum(
@@ -42,30 +47,72 @@ def update_momentum(
     """B ← μB + wG, and wG + μB, or B, into ``outputs``; in fp32, or fp64 where a tensor has it.
 
     B is rounded once, into its dtype, and the output is made of what it was rounded to. Tensors may
-    have any strides and floating dtypes; ``largest`` is of outputs before they are rounded. For the
-    other arguments see `core.update_momentum`.
+    have any strides and floating dtypes; ``largest`` is of outputs before they are rounded, in the
+    dtype of the arithmetic. For the other arguments see `core.update_momentum`.
     """
-    for B, G, out, kept, top in stacked(buffers, grads, outputs, _bytes(keep), largest):
-        dtype = _opmath(B, G, out)
-        numbers, on_device = _numbers((momentum, weight), dtype, B.device)
-        tiles, (B_, G_, out_, kept_) = tiled(B, G, out, kept)
-        partials = None
-        if top is not None:
-            partials = torch.empty((1, len(B), tiles.count), dtype=dtype, device=B.device)
-        _launch(
-            _momentum_kernel,
-            tiles,
-            *(B_, G_, out_, kept_, partials, *numbers),
-            DTYPE=_TL[dtype],
-            ON_DEVICE=on_device,
-            NESTEROV=nesterov,
-            KEEP=kept is not None,
-            WANTED=wanted,
-            MEASURED=top is not None,
-        )
-        write_back((B, B_), (out, out_))
-        if partials is not None:
-            _combine(partials, top, None)
+    for launch in launches((buffers, grads, outputs), (_bytes(keep),), (largest, None)):
+        _launch_momentum(launch, buffers[0].device, momentum, weight, nesterov, wanted=wanted)
+
+
+def scale_momentum(
+    buffers: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    *,
+    momentum: float,
+    weight: float,
+    nesterov: bool,
+    keep: Optional[Sequence[Tensor]] = None,
+    largest: Sequence[Tensor],
+    exponents: Sequence[Tensor],
+    highest: int,
+    least: int,
+) -> None:
+    """Makes the outputs that `update_momentum` has measured, times 2^−e, of what it was given.
+
+    To read buffers and gradients again takes less than to write outputs in fp32 and read those.
+
+    Args:
+        buffers, grads, momentum, weight, nesterov, keep: as `update_momentum` had and left them.
+        largest: what it measured.
+        exponents: e of each output, as `exponents_to_fit` has them; one element each, written.
+    """
+    columns = (buffers, grads, outputs), (_bytes(keep),), (largest, exponents)
+    for launch in launches(*columns):
+        device = buffers[0].device
+        _launch_momentum(launch, device, momentum, weight, nesterov, True, highest, least)
+
+
+def _launch_momentum(
+    launch: Launch,
+    device: torch.device,
+    momentum: float,
+    weight: float,
+    nesterov: bool,
+    wanted: bool = True,
+    highest: int = 0,
+    least: int = 0,
+) -> None:
+    B, G, out, kept, largest, exponents = launch.dtypes
+    dtype = _opmath(B, G, out)
+    numbers, on_device = _numbers((momentum, weight), dtype, device)
+    _launch(
+        _momentum_kernel,
+        launch,
+        device,
+        *numbers,
+        *(highest, least),
+        DTYPE=_TL[dtype],
+        B_DTYPE=_TL[B],
+        G_DTYPE=_TL[G],
+        OUT_DTYPE=_TL[out],
+        ON_DEVICE=on_device,
+        NESTEROV=nesterov,
+        KEEP=kept is not None,
+        WANTED=wanted,
+        LARGEST_DTYPE=None if largest is None else _TL[largest],
+        EXPONENTS=None if exponents is None else _TL[exponents],
+    )
 
 
 def update_weights(
@@ -77,71 +124,88 @@ def update_weights(
     cautious: bool,
     factors: Optional[Sequence[Tensor]] = None,
     keep: Optional[Sequence[Tensor]] = None,
+    rounded_by: Optional[Sequence[RoundedBy]] = None,
 ) -> None:
     """W ← W − (Δ + decay·W), Δ = rate·factor·U; in fp32, or fp64 where a tensor has it.
 
-    W is rounded once, and updates are only read. Both may have any strides and floating dtypes. For
-    the other arguments see `core.update_weights`.
+    W is rounded once, with ``rounded_by`` from fp32; updates are only read. Both may have
+    any strides and floating dtypes. For the other arguments see `core.update_weights`.
     """
-    for W, U, factor, kept in stacked(weights, updates, factors, _bytes(keep)):
+    device = weights[0].device
+    residuals: Any = None
+    noise: Any = rounded_by
+    if rounded_by is not None and isinstance(rounded_by[0], Tensor):
+        residuals, noise = rounded_by, None
+    for launch in launches((weights, updates, residuals), (factors, _bytes(keep), noise)):
+        W, U, residual, factor, kept, random = launch.dtypes
         dtype = _opmath(W, U)
-        numbers, on_device = _numbers((rate, decay), dtype, W.device)
-        tiles, (W_, U_, factor_, kept_) = tiled(W, U, factor, kept)
+        numbers, on_device = _numbers((rate, decay), dtype, device)
         _launch(
             _weights_kernel,
-            tiles,
-            *(W_, U_, factor_, kept_, *numbers),
+            launch,
+            device,
+            *numbers,
             DTYPE=_TL[dtype],
+            W_DTYPE=_TL[W],
+            U_DTYPE=_TL[U],
+            FACTOR_DTYPE=None if factor is None else _TL[factor],
             ON_DEVICE=on_device,
             DECAYS=isinstance(decay, Tensor) or decay != 0.0,
             CAUTIOUS=cautious,
-            FACTOR=factor is not None,
             KEEP=kept is not None,
+            RESIDUAL=residual is not None,
+            NOISE=random is not None,
         )
-        write_back((W, W_))
 
 
-def measure(matrices: Sequence[Tensor], largest: Tensor, norms: Tensor) -> None:
-    """Largest magnitudes, and Frobenius norms over them, which neither underflow nor overflow.
+class Sizes(NamedTuple):
+    """Of the matrices of a batch, (n,) each.
 
     Args:
-        matrices: of equal shapes, not empty, with any strides; in fp32 arithmetic, or fp64 of fp64.
-        largest: (len(matrices),), overwritten; NaN where there is one.
-        norms: likewise; not finite where there is Inf or NaN, and 0 of zeros.
+        largest: magnitudes; NaN where there is one.
+        norm: Frobenius norms over these, which neither underflow nor overflow; not finite where
+            there is Inf or NaN, and 0 of zeros.
+        size: what matrices whose largest magnitude has been divided out are divided by.
+        rest: what they are still to be divided by beside a power of two, in [1, 2); NaN of a matrix
+            with Inf or NaN.
+        inverse: of ``rest``.
+        of_gram: what Gram matrices are multiplied with, (scale·rest)^-2.
+        exponents: of that power of two, for `pack`, in fp32.
     """
-    for X, top, norm in stacked(matrices, largest.unbind(), norms.unbind()):
-        dtype = _opmath(X)
-        tiles, (X_,) = tiled(X)
-        partials = torch.empty((2, len(X), tiles.count), dtype=dtype, device=X.device)
-        _launch(_measure_kernel, tiles, X_, partials, tiles.programs, DTYPE=_TL[dtype])
-        _combine(partials, top, norm)
+
+    largest: Tensor
+    norm: Tensor
+    size: Tensor
+    rest: Tensor
+    inverse: Tensor
+    of_gram: Tensor
+    exponents: Tensor
 
 
-def sizes(
-    largest: Tensor, norms: Tensor, *, factor: float, eps: float, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """What matrices are divided by, as `newton_schulz.iteration` has it for fp16, by `measure`.
+def measure(matrices: Tensor, *, factor: float, eps: float, scale: float) -> Sizes:
+    """What matrices are divided by, as `newton_schulz.iteration` has it for fp16.
 
     Args:
-        largest, norms: (n,).
+        matrices: (n, rows, cols), not empty, of any strides; in fp32 arithmetic, or fp64 of fp64.
         factor, eps: the size is factor·norm + eps, or 1 where that is 0.
         scale: a power of two that the size is brought near to.
-
-    Returns:
-        Sizes of matrices whose largest magnitude has been divided out, (n,); what they are still
-        to be divided by beside a power of two, in [1, 2), NaN of a matrix with Inf or NaN; and the
-        exponents of that power, for `pack`, in fp32.
     """
-    size, rest = torch.empty((2, len(largest)), dtype=largest.dtype, device=largest.device)
-    exponents = torch.empty_like(size, dtype=torch.float32)
-    with torch.accelerator.device_index(largest.device.index):
-        _sizes_kernel[(-(-len(largest) // _NUMBERS),)](
-            *(largest, norms, size, rest, exponents, len(largest)),
-            *(factor, eps, int(math.log2(scale))),
-            BLOCK=_NUMBERS,
+    count, device, dtype = len(matrices), matrices.device, _opmath(matrices.dtype)
+    (launch,) = launches(([matrices],), whole_dims=1)
+    partials = torch.empty((2, launch.programs), dtype=dtype, device=device)
+    types = {"X_DTYPE": _TL[matrices.dtype], "DTYPE": _TL[dtype]}
+    _launch(_measure_kernel, launch, device, partials, launch.programs, **types)
+    numbers = torch.empty((6, count), dtype=dtype, device=device)
+    exponents = torch.empty(count, dtype=torch.float32, device=device)
+    with torch.accelerator.device_index(device.index):
+        _sizes_kernel[(count,)](
+            *(partials, numbers, exponents, launch.programs, launch.programs // count),
+            *(factor, eps, int(math.log2(scale)), scale**-2),
+            BITS=_BITS[dtype],
+            BLOCK=_PARTIALS,
             **_LAUNCH,
         )
-    return size, rest, exponents
+    return Sizes(*numbers, exponents)  # type: ignore[call-arg]  # six numbers
 
 
 def exponents_to_fit(largest: Tensor, highest: int, least: int) -> Tensor:
@@ -166,170 +230,255 @@ def pack(inputs: Sequence[Tensor], outputs: Sequence[Tensor], exponents: Tensor)
     Args:
         exponents: (len(inputs),) in fp32, whole numbers between −127 and 126.
     """
-    for X, out, exponent in stacked(inputs, outputs, exponents.unbind()):
-        tiles, (X_, out_) = tiled(X, out)
-        _launch(_pack_kernel, tiles, X_, out_, exponent, exponent.stride(0))
-        write_back((out, out_))
+    _pack(inputs, outputs, exponents.unbind(), exponents.device)
 
 
-def _launch(kernel: Any, tiles: Tiles, first: Any, *arguments: Any, **constants: Any) -> None:
-    """Launches on the first argument's device: left to itself, Triton takes the current one."""
-    constants = {**constants, "ROWS": tiles.rows, "COLS": tiles.cols, **_LAUNCH}
-    with torch.accelerator.device_index(first.device.index):
-        kernel[(tiles.programs,)](first, *arguments, tiles.shape, *tiles.strides, **constants)
+def pack_batch(matrices: Tensor, out: Tensor, exponents: Tensor) -> None:
+    """The same of a batch (n, rows, cols), which may be ``out``."""
+    _pack([matrices], [out], [exponents], exponents.device, whole_dims=1)
 
 
-def _combine(partials: Tensor, largest: Tensor, norms: Optional[Tensor]) -> None:
-    _, tensors, count = partials.shape
-    with torch.accelerator.device_index(partials.device.index):
-        _combine_kernel[(tensors,)](
-            *(partials, largest, norms, tensors * count, count, largest.stride(0)),
-            0 if norms is None else norms.stride(0),
-            BITS=_BITS[partials.dtype],
-            NORM=norms is not None,
-            BLOCK=_PARTIALS,
-            **_LAUNCH,
+def _pack(
+    inputs: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    exponents: Column,
+    device: torch.device,
+    whole_dims: int = 0,
+) -> None:
+    for launch in launches((inputs, outputs), (), (exponents,), whole_dims=whole_dims):
+        types = {"X_DTYPE": _TL[launch.dtypes[0]], "OUT_DTYPE": _TL[launch.dtypes[1]]}
+        _launch(_pack_kernel, launch, device, **types)
+
+
+def copy(
+    inputs: Sequence[Tensor], outputs: Sequence[Tensor], exponents: Optional[Tensor] = None
+) -> None:
+    """Inputs into outputs of any floating dtype; with exponents, parts of matrices at one scale.
+
+    Args:
+        inputs: (n, …) each; with exponents, what was scaled by 2^−e, and comes to be by that of the
+            largest e of its matrix. The factor is rounded to the dtype of outputs, in 16 bits.
+        exponents: (n, at least len(inputs)), contiguous, of the inputs' dtype; those behind the
+            inputs' are of other parts of the matrices.
+    """
+    numbers, parts = None, 0
+    if exponents is not None:
+        numbers, parts = exponents[0, : len(inputs)].unbind(), exponents.shape[1]
+    for launch in launches((inputs, outputs), (), (numbers,), whole_dims=1):
+        _launch(
+            _copy_kernel,
+            launch,
+            outputs[0].device,
+            *(exponents, parts),
+            X_DTYPE=_TL[launch.dtypes[0]],
+            OUT_DTYPE=_TL[launch.dtypes[1]],
+            PARTS=triton.next_power_of_2(parts),
+        )
+
+
+def add_to_diagonal(Z: Tensor, inverse: Optional[Tensor], diagonal: float, out: Tensor) -> None:
+    """(Z + diagonal·I)·inverse, of which Z·inverse is rounded first.
+
+    Args:
+        Z, out: (n, s, s), in fp32 or less.
+        inverse: (n, 1, 1) in fp32; None is 1.
+    """
+    (launch,) = launches(([Z], [out]), whole_dims=3)
+    types = {"X_DTYPE": _TL[Z.dtype], "OUT_DTYPE": _TL[out.dtype]}
+    _launch(_diagonal_kernel, launch, Z.device, inverse, diagonal, **types)
+
+
+def _launch(
+    kernel: Any, launch: Launch, device: torch.device, *arguments: Any, **constants: Any
+) -> None:
+    """Launches on that device: left to itself, Triton takes the current one."""
+    constants = {"ROWS": launch.rows, "COLS": launch.cols, **constants, **_LAUNCH}
+    with torch.accelerator.device_index(device.index):
+        kernel[(launch.programs,)](
+            *launch.columns,
+            *arguments,
+            *(launch.firsts, launch.lengths, launch.shape, *launch.strides),
+            ALIGNED=launch.is_aligned,
+            **constants,
         )
 
 
 # -- kernels ---------------------------------------------------------------------------------------
-# Stacks are (tensors, slices, rows, cols), with a tuple of four strides each; a program has a tile
-# of rows and columns. Offsets have 64 bits: there are tensors of more than 2^31 elements.
+# Arguments that begin with a capital letter, and ``out``, ``keep``, ``factor``, ``residual``,
+# ``noise``, ``largest`` and ``exponents`` with ``firsts``, are tuples of addresses, see
+# `tiles.Launch`; strides are tuples of three. A program has a tile of one item. Offsets have 64
+# bits: there are tensors of more than 2^31 elements.
+
+_ITEMS = ["B", "G", "W", "U", "X", "Z", "out", "keep", "factor", "largest", "exponents"]
+_ITEMS += ["residual", "noise", "firsts", "lengths"]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=[*_ITEMS, "highest", "least"])
 def _momentum_kernel(
     B,
     G,
     out,
     keep,
-    partials,  # (programs,)
+    largest,
+    exponents,  # None where the momentum is to be updated
     momentum,
     weight,
+    highest,
+    least,
+    firsts,
+    lengths,
     shape,
     B_strides,
     G_strides,
     out_strides,
     keep_strides,
     DTYPE: tl.constexpr,
+    B_DTYPE: tl.constexpr,
+    G_DTYPE: tl.constexpr,
+    OUT_DTYPE: tl.constexpr,
+    EXPONENTS: tl.constexpr,
     ON_DEVICE: tl.constexpr,
     NESTEROV: tl.constexpr,
     KEEP: tl.constexpr,
     WANTED: tl.constexpr,
-    MEASURED: tl.constexpr,
+    LARGEST_DTYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
     momentum_ = _number(momentum, DTYPE, ON_DEVICE)
     weight_ = _number(weight, DTYPE, ON_DEVICE)
-    tensor, index, row, col, inside = _place(shape, ROWS, COLS)
-    B_at = B + _offsets(tensor, index, row, col, B_strides)
+    index, row, col, inside = _place(firsts, lengths, shape, ALIGNED, ROWS, COLS)
+    B_at = _pointer(B, firsts, B_DTYPE, ALIGNED) + _offsets(index, row, col, B_strides)
     before = tl.load(B_at, inside, 0.0)
-    grad = (
-        tl.load(G + _offsets(tensor, index, row, col, G_strides), inside, 0.0).to(DTYPE) * weight_
-    )
-    after = _cast(before.to(DTYPE) * momentum_ + grad, before.dtype)
+    G_at = _pointer(G, firsts, G_DTYPE, ALIGNED) + _offsets(index, row, col, G_strides)
+    grad = tl.load(G_at, inside, 0.0).to(DTYPE) * weight_
+    if EXPONENTS is None:
+        after = _cast(before.to(DTYPE) * momentum_ + grad, B_DTYPE)
+    else:
+        after = before
     result = after.to(DTYPE)
     if NESTEROV:
         result = grad + result * momentum_
     if KEEP:
-        kept = tl.load(keep + _offsets(tensor, index, row, col, keep_strides), inside, 0) != 0
+        keep_at = _pointer(keep, firsts, tl.uint8, False) + _offsets(index, row, col, keep_strides)
+        kept = tl.load(keep_at, inside, 0) != 0
         after = tl.where(kept, after, before)
         result = tl.where(kept, result, 0.0)
-    tl.store(B_at, after, inside)
+    if EXPONENTS is None:
+        tl.store(B_at, after, inside)
+        if LARGEST_DTYPE is not None:
+            bits = tl.max(_bits(tl.where(inside, result, 0.0).to(LARGEST_DTYPE)))
+            tl.atomic_max(_pointer(largest, firsts, bits.dtype, False), bits, sem="relaxed")
+    else:
+        top = tl.load(_pointer(largest, firsts, LARGEST_DTYPE, False))
+        exponent = _exponent_to_fit(top, highest, least)
+        result = result * _power(-exponent)
+        if tl.program_id(0) == _chosen(firsts, firsts):
+            at = _pointer(exponents, firsts, EXPONENTS, False)
+            tl.store(at, exponent.to(tl.float32).to(EXPONENTS))
     if WANTED:
-        out_at = out + _offsets(tensor, index, row, col, out_strides)
-        tl.store(out_at, _cast(result, out.dtype.element_ty), inside)
-    if MEASURED:
-        largest = tl.max(_bits(tl.where(inside, result, 0.0))).to(DTYPE, bitcast=True)
-        tl.store(partials + tl.program_id(0), largest)
+        out_at = _pointer(out, firsts, OUT_DTYPE, ALIGNED)
+        out_at += _offsets(index, row, col, out_strides)
+        tl.store(out_at, _cast(result, OUT_DTYPE), inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=[*_ITEMS, "programs"])
 def _measure_kernel(
     X,
     partials,  # (2, programs)
     programs,
+    firsts,
+    lengths,
     shape,
     X_strides,
+    X_DTYPE: tl.constexpr,
     DTYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    tensor, index, row, col, inside = _place(shape, ROWS, COLS)
-    values = tl.load(X + _offsets(tensor, index, row, col, X_strides), inside, 0.0).to(DTYPE)
+    index, row, col, inside = _place(firsts, lengths, shape, ALIGNED, ROWS, COLS)
+    at = _pointer(X, firsts, X_DTYPE, ALIGNED) + _offsets(index, row, col, X_strides)
+    values = tl.load(at, inside, 0.0).to(DTYPE)
     largest = tl.max(_bits(values)).to(DTYPE, bitcast=True)
     scaled = values / tl.where(largest == 0, 1.0, largest)
     tl.store(partials + tl.program_id(0), largest)
     tl.store(partials + programs + tl.program_id(0), tl.sum(scaled * scaled))
 
 
-@triton.jit
-def _combine_kernel(
-    partials,  # (2, tensors, count), or (1, …) without norms
-    largest,
-    norms,
-    programs,
-    count,
-    largest_stride,
-    norms_stride,
-    BITS: tl.constexpr,
-    NORM: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Largest magnitude, and norm over it, of a tensor from those of its tiles, in their order."""
-    DTYPE: tl.constexpr = partials.dtype.element_ty
-    tensor = tl.program_id(0).to(tl.int64)
-    partials += tensor * count
-    top = tl.zeros((BLOCK,), dtype=BITS)
-    for start in range(0, count, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        top = tl.maximum(top, _bits(tl.load(partials + at, at < count, 0.0)))
-    whole = tl.max(top).to(DTYPE, bitcast=True)
-    tl.store(largest + tensor * largest_stride, whole)
-    if NORM:
-        divisor = tl.where(whole == 0, 1.0, whole)
-        squares = tl.zeros((BLOCK,), dtype=DTYPE)
-        for start in range(0, count, BLOCK):
-            at = start + tl.arange(0, BLOCK)
-            ratio = tl.load(partials + at, at < count, 0.0) / divisor
-            squares += tl.load(partials + programs + at, at < count, 0.0) * ratio * ratio
-        tl.store(norms + tensor * norms_stride, tl.sqrt(tl.sum(squares)))
-
-
-@triton.jit(do_not_specialize=["count", "log2_scale"])
+@triton.jit(do_not_specialize=["programs", "count", "log2_scale"])
 def _sizes_kernel(
-    largest,
-    norms,
-    size_out,
-    rest_out,
-    exponents_out,
+    partials,  # (2, matrices, count): largest magnitudes of tiles, and sums of squares over them
+    numbers,  # (6, matrices), see `Sizes`
+    exponents,
+    programs,
     count,
     factor,
     eps,
     log2_scale,
+    scale_of_gram,
+    BITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    top = tl.load(largest + at, at < count, 1.0)
-    exponent_of_top, top = _split(tl.where(top == 0.0, 1.0, top))
-    size = tl.load(norms + at, at < count, 1.0) * factor + eps
+    """Combines what was measured of the tiles of a matrix, in their order, to its size."""
+    DTYPE: tl.constexpr = partials.dtype.element_ty
+    matrix = tl.program_id(0).to(tl.int64)
+    partials += matrix * count
+    top = tl.zeros((BLOCK,), dtype=BITS)
+    for start in range(0, count, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        top = tl.maximum(top, _bits(tl.load(partials + at, at < count, 0.0)))
+    largest = tl.max(top).to(DTYPE, bitcast=True)
+    divisor = tl.where(largest == 0, 1.0, largest)
+    squares = tl.zeros((BLOCK,), dtype=DTYPE)
+    for start in range(0, count, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        ratio = tl.load(partials + at, at < count, 0.0) / divisor
+        squares += tl.load(partials + programs + at, at < count, 0.0) * ratio * ratio
+    norm = tl.sqrt(tl.sum(squares))
+    exponent_of_top, top_mantissa = _split(divisor)
+    size = norm * factor + eps
     size = tl.where(size == 0.0, 1.0, size)
-    exponent, rest = _split(size * top)
+    exponent, rest = _split(size * top_mantissa)
     exponent = tl.minimum(tl.maximum(exponent_of_top + exponent - log2_scale, -126), 126)
-    tl.store(size_out + at, size, at < count)
-    tl.store(rest_out + at, rest, at < count)
-    tl.store(exponents_out + at, exponent.to(tl.float32), at < count)
+    matrices = tl.num_programs(0)
+    numbers += matrix
+    tl.store(numbers, largest)
+    tl.store(numbers + matrices, norm)
+    tl.store(numbers + 2 * matrices, size)
+    tl.store(numbers + 3 * matrices, rest)
+    tl.store(numbers + 4 * matrices, _inverse(rest))
+    tl.store(numbers + 5 * matrices, _inverse(rest * rest) * scale_of_gram)
+    tl.store(exponents + matrix, exponent.to(tl.float32))
 
 
 @triton.jit(do_not_specialize=["count", "highest", "least"])
 def _exponents_kernel(largest, out, count, highest, least, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    top = tl.load(largest + at, at < count, 1.0)
+    exponent = _exponent_to_fit(tl.load(largest + at, at < count, 1.0), highest, least)
+    tl.store(out + at, exponent.to(tl.float32), at < count)
+
+
+@triton.jit
+def _exponent_to_fit(top, highest, least):
     exponent, mantissa = _split(top)
     exponent = tl.maximum(tl.where(top == 0.0, least, exponent + 1), least) - highest
-    exponent = tl.where(mantissa == mantissa, exponent, 0)
-    tl.store(out + at, exponent.to(tl.float32), at < count)
+    return tl.where(mantissa == mantissa, exponent, 0)
+
+
+@triton.jit
+def _power(exponent):
+    """2^e of whole numbers in fp32, exactly, which exp2 need not be."""
+    return ((127 + exponent) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _inverse(x):
+    if x.dtype == tl.float64:
+        return 1.0 / x
+    else:
+        return tl.div_rn(1.0, x)  # else some compilers are content with less
 
 
 @triton.jit
@@ -354,57 +503,143 @@ def _split(x):
         return exponent, tl.where(biased == 0xFF, float("nan"), mantissa)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=[*_ITEMS])
 def _pack_kernel(
     X,
     out,
     exponents,
-    exponent_stride,
+    firsts,
+    lengths,
     shape,
     X_strides,
     out_strides,
+    X_DTYPE: tl.constexpr,
+    OUT_DTYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    tensor, index, row, col, inside = _place(shape, ROWS, COLS)
-    exponent = tl.load(exponents + tensor * exponent_stride).to(tl.int32)
-    factor = ((127 - exponent) << 23).to(tl.float32, bitcast=True)  # exact, which exp2 need not be
-    at = X + _offsets(tensor, index, row, col, X_strides)
-    scaled = _cast(tl.load(at, inside, 0.0) * factor, out.dtype.element_ty)
-    tl.store(out + _offsets(tensor, index, row, col, out_strides), scaled, inside)
+    index, row, col, inside = _place(firsts, lengths, shape, ALIGNED, ROWS, COLS)
+    exponent = tl.load(_pointer(exponents, firsts, tl.float32, False) + index).to(tl.int32)
+    at = _pointer(X, firsts, X_DTYPE, ALIGNED) + _offsets(index, row, col, X_strides)
+    scaled = _cast(tl.load(at, inside, 0.0) * _power(-exponent), OUT_DTYPE)
+    out_at = _pointer(out, firsts, OUT_DTYPE, ALIGNED) + _offsets(index, row, col, out_strides)
+    tl.store(out_at, scaled, inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=[*_ITEMS, "parts"])
+def _copy_kernel(
+    X,
+    out,
+    exponents,  # (n, parts), from that of each item on
+    all_exponents,  # None where parts stay as they are
+    parts,
+    firsts,
+    lengths,
+    shape,
+    X_strides,
+    out_strides,
+    X_DTYPE: tl.constexpr,
+    OUT_DTYPE: tl.constexpr,
+    PARTS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    index, row, col, inside = _place(firsts, lengths, shape, ALIGNED, ROWS, COLS)
+    at = _pointer(X, firsts, X_DTYPE, ALIGNED) + _offsets(index, row, col, X_strides)
+    values = tl.load(at, inside, 0.0)
+    if all_exponents is not None:
+        part = tl.arange(0, PARTS)
+        of_all = tl.load(all_exponents + index * parts + part, part < parts, float("-inf"))
+        exponent = tl.load(_pointer(exponents, firsts, X_DTYPE, False) + index * parts)
+        below = exponent.to(tl.float32) - tl.max(of_all.to(tl.float32))
+        # Rounded to fp16 as a factor, what is less than 2^-24 is 0.
+        factor = tl.where(below < -24.0, 0.0, _power(tl.maximum(below, -24.0).to(tl.int32)))
+        values = values.to(tl.float32) * factor
+    out_at = _pointer(out, firsts, OUT_DTYPE, ALIGNED) + _offsets(index, row, col, out_strides)
+    tl.store(out_at, _cast(values, OUT_DTYPE), inside)
+
+
+@triton.jit(do_not_specialize=[*_ITEMS])
+def _diagonal_kernel(
+    Z,
+    out,
+    inverse,  # (n,), None for 1
+    diagonal,
+    firsts,
+    lengths,
+    shape,
+    Z_strides,
+    out_strides,
+    X_DTYPE: tl.constexpr,
+    OUT_DTYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    index, row, col, inside = _place(firsts, lengths, shape, ALIGNED, ROWS, COLS)
+    factor = 1.0
+    if inverse is not None:
+        factor = tl.load(inverse + index)
+    at = _pointer(Z, firsts, X_DTYPE, ALIGNED) + _offsets(index, row, col, Z_strides)
+    scaled = _cast(tl.load(at, inside, 0.0).to(tl.float32) * factor, OUT_DTYPE).to(tl.float32)
+    # In one rounding, as torch's addition has it.
+    scaled = tl.where(row == col, tl.fma(diagonal, factor, scaled), scaled)
+    out_at = _pointer(out, firsts, OUT_DTYPE, ALIGNED) + _offsets(index, row, col, out_strides)
+    tl.store(out_at, _cast(scaled, OUT_DTYPE), inside)
+
+
+@triton.jit(do_not_specialize=[*_ITEMS])
 def _weights_kernel(
     W,
     U,
+    residual,
     factor,
     keep,
+    noise,
     rate,
     decay,
+    firsts,
+    lengths,
     shape,
     W_strides,
     U_strides,
+    residual_strides,
     factor_strides,
     keep_strides,
+    noise_strides,
     DTYPE: tl.constexpr,
+    W_DTYPE: tl.constexpr,
+    U_DTYPE: tl.constexpr,
+    FACTOR_DTYPE: tl.constexpr,
     ON_DEVICE: tl.constexpr,
     DECAYS: tl.constexpr,
     CAUTIOUS: tl.constexpr,
-    FACTOR: tl.constexpr,
     KEEP: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    NOISE: tl.constexpr,
+    ALIGNED: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
     rate_ = _number(rate, DTYPE, ON_DEVICE)
     decay_ = _number(decay, DTYPE, ON_DEVICE)
-    tensor, index, row, col, inside = _place(shape, ROWS, COLS)
-    W_at = W + _offsets(tensor, index, row, col, W_strides)
+    index, row, col, inside = _place(firsts, lengths, shape, ALIGNED, ROWS, COLS)
+    W_at = _pointer(W, firsts, W_DTYPE, ALIGNED) + _offsets(index, row, col, W_strides)
     before = tl.load(W_at, inside, 0.0)
     weight = before.to(DTYPE)
-    delta = tl.load(U + _offsets(tensor, index, row, col, U_strides), inside, 0.0).to(DTYPE)
-    if FACTOR:
-        at = factor + _offsets(tensor, index, row, col, factor_strides)
+    if RESIDUAL:
+        rest_at = _pointer(residual, firsts, tl.int16, ALIGNED)
+        rest_at += _offsets(index, row, col, residual_strides)
+        rest = tl.load(rest_at, inside, 0)
+        bits = before.to(tl.float32).to(tl.int32, bitcast=True) + rest
+        weight = bits.to(tl.float32, bitcast=True).to(DTYPE)
+    U_at = _pointer(U, firsts, U_DTYPE, ALIGNED) + _offsets(index, row, col, U_strides)
+    delta = tl.load(U_at, inside, 0.0).to(DTYPE)
+    if FACTOR_DTYPE is not None:
+        at = _pointer(factor, firsts, FACTOR_DTYPE, False)
+        at += _offsets(index, row, col, factor_strides)
         delta = delta * tl.load(at, inside, 0.0).to(DTYPE)
     delta = delta * rate_
     if DECAYS:
@@ -412,31 +647,75 @@ def _weights_kernel(
         if CAUTIOUS:
             decayed = tl.where(delta * weight >= 0.0, decayed, 0.0)
         delta = delta + decayed
-    after = _cast(weight - delta, before.dtype)
+    weight = weight - delta
+    if RESIDUAL or NOISE:
+        added = 0x8000
+        if NOISE:
+            counter = _chosen(noise, firsts) + _offsets(index, row, col, noise_strides)
+            added = _random_16_bits(counter.to(tl.uint64))
+        bits = weight.to(tl.float32).to(tl.int32, bitcast=True)
+        bits = tl.where(weight != weight, 0x7FC00000, bits)
+        rounded = (bits + added) & -0x10000
+        after = rounded.to(tl.float32, bitcast=True).to(W_DTYPE)
+    else:
+        after = _cast(weight, W_DTYPE)
     if KEEP:
-        kept = tl.load(keep + _offsets(tensor, index, row, col, keep_strides), inside, 0) != 0
+        keep_at = _pointer(keep, firsts, tl.uint8, False) + _offsets(index, row, col, keep_strides)
+        kept = tl.load(keep_at, inside, 0) != 0
         after = tl.where(kept, after, before)
     tl.store(W_at, after, inside)
+    if RESIDUAL:
+        left = (bits - rounded).to(tl.int16)
+        if KEEP:
+            left = tl.where(kept, left, rest)
+        tl.store(rest_at, left, inside)
 
 
 @triton.jit
-def _place(shape, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """This program's tensor, slice, rows (ROWS, 1), columns (1, COLS), and which lie inside."""
-    program = tl.program_id(0)
-    across = tl.cdiv(shape[2], COLS)
+def _random_16_bits(counter):
+    """SplitMix64's upper bits, as `weight_rounding.Noise` draws them."""
+    bits = counter * _GAMMA
+    bits = (bits ^ (bits >> _FIRST_SHIFT)) * _FIRST_MULTIPLIER
+    bits = (bits ^ (bits >> _SECOND_SHIFT)) * _SECOND_MULTIPLIER
+    return (bits >> 48).to(tl.int32)
+
+
+@triton.jit
+def _chosen(values, firsts):
+    """Of one value for each item that of this program's item: the last that has begun."""
+    value = values[0]
+    for number in tl.static_range(1, len(values)):
+        value = tl.where(tl.program_id(0) >= firsts[number], values[number], value)
+    return value
+
+
+@triton.jit
+def _pointer(addresses, firsts, dtype: tl.constexpr, ALIGNED: tl.constexpr):
+    pointer = _chosen(addresses, firsts).to(tl.pointer_type(dtype))
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
+@triton.jit
+def _place(firsts, lengths, shape, ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """This program's slice, rows (ROWS, 1), elements (1, COLS), and which lie inside."""
+    length = _chosen(lengths, firsts)
+    if ALIGNED:
+        length = tl.multiple_of(length, 16)
+    program = tl.program_id(0) - _chosen(firsts, firsts)
+    across = tl.cdiv(length, COLS)
     down = tl.cdiv(shape[1], ROWS)
     col = (program % across).to(tl.int64) * COLS + tl.arange(0, COLS)[None, :]
     program = program // across
     row = (program % down).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    program = program // down
-    tensor = (program // shape[0]).to(tl.int64)
-    index = (program % shape[0]).to(tl.int64)
-    return tensor, index, row, col, (row < shape[1]) & (col < shape[2])
+    index = (program // down).to(tl.int64)
+    return index, row, col, (row < shape[1]) & (col < length)
 
 
 @triton.jit
-def _offsets(tensor, index, row, col, strides):
-    return (tensor * strides[0] + index * strides[1]) + row * strides[2] + col * strides[3]
+def _offsets(index, row, col, strides):
+    return index * strides[0] + row * strides[1] + col * strides[2]
 
 
 @triton.jit
@@ -466,13 +745,17 @@ def _bits(x):
 
 # -- arguments -------------------------------------------------------------------------------------
 
-_TL = {torch.float32: tl.float32, torch.float64: tl.float64}
+_TL = {
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+}
 _BITS = {torch.float32: tl.int32, torch.float64: tl.int64}
 
 
-def _opmath(*tensors: Tensor) -> torch.dtype:
-    has_fp64 = any(tensor.dtype == torch.float64 for tensor in tensors)
-    return torch.float64 if has_fp64 else torch.float32
+def _opmath(*dtypes: torch.dtype) -> torch.dtype:
+    return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
 def _numbers(

@@ -7,6 +7,7 @@ is one number stored twice, so what is symmetric stays so to the last bit.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Optional, Union
 
@@ -14,11 +15,13 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import configs
 from .configs import SymmetricConfig
 
 Scalar = Union[float, Tensor]  # a tensor holds one number for each matrix, (n,) in fp32
+Operand = Union[Tensor, TensorDescriptor]
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 INT32_MAX = 2**31 - 1
@@ -60,6 +63,20 @@ def symmetric_product(
             a C that is not ``out`` itself; beta without C.
     """
     _validate(A, B, C, out, alpha, beta)
+    return launch(A, B, alpha, beta, C, diagonal, out, config)
+
+
+def launch(
+    A: Tensor,
+    B: Tensor,
+    alpha: Scalar,
+    beta: Scalar,
+    C: Optional[Tensor],
+    diagonal: float,
+    out: Tensor,
+    config: Optional[SymmetricConfig],
+) -> Tensor:
+    """`symmetric_product` of operands that are known to fit."""
     matrices, s, k = A.shape
     if matrices == 0 or s == 0:
         return out
@@ -70,15 +87,24 @@ def symmetric_product(
     target = configs.compile_target(out.device)
     if config is None:
         config = configs.choose(A.dtype, s, k, matrices, aligned, target)
-    even = s % config.block == 0 and k % config.block_k == 0
-    per_matrix = configs.symmetric_tiles(s, config.block)
+    wide = config.block * config.width
+    even = s % wide == 0 and k % config.block_k == 0
+    per_matrix = config.programs(s)
     read = out if C is None else C  # a pointer must be given even where it is not used
+    left: Operand = A
+    right: Operand = B
+    in_bulk = config.descriptors and _can_be_described(A) and _can_be_described(B)
+    if in_bulk:
+        left, right = (
+            _descriptor(A, config.block, config.block_k),
+            _descriptor(B, config.block_k, wide),
+        )
     # Left to itself, Triton launches on the current device.
     with torch.accelerator.device_index(out.device.index):
         # One program for each tile: where collectives hold some of the processors, the others take
         # what is left, which they could not of programs that have a share of the tiles each.
         _symmetric_kernel[(matrices * per_matrix,)](
-            *(A, B, read, out),
+            *(left, right, read, out),
             alpha if isinstance(alpha, Tensor) else float(alpha),
             beta if isinstance(beta, Tensor) else float(beta),
             *(float(diagonal), per_matrix, s, k),
@@ -88,11 +114,15 @@ def symmetric_product(
             ALPHAS=isinstance(alpha, Tensor),
             BETAS=isinstance(beta, Tensor),
             HAS_C=C is not None,
+            DESCRIPTORS=in_bulk,
+            A_TRANSPOSED=A.stride(2) != 1,
+            B_TRANSPOSED=B.stride(2) != 1,
             EVEN=even,
             LONG_OFFSETS=any(_extent(X.shape[1:], X.stride()[1:]) > INT32_MAX for X in operands),
             INTERPRETED=INTERPRETED,
             BLOCK=config.block,
             BLOCK_K=config.block_k,
+            WIDTH=config.width,
             GROUP=config.group,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
@@ -105,10 +135,40 @@ def symmetric_product(
 
 def _is_aligned(operand: Tensor) -> bool:
     """Whether Triton, which looks for multiples of 16, can load vectors rather than entries."""
-    strides = operand.stride()
+    return operand.data_ptr() % 16 == 0 and _are_aligned(operand.stride())
+
+
+@functools.lru_cache(maxsize=4096)
+def _are_aligned(strides: tuple[int, ...]) -> bool:
     contiguous = strides[1] == 1 or strides[2] == 1
-    multiples = all(stride == 1 or stride % 16 == 0 for stride in strides)
-    return contiguous and multiples and operand.data_ptr() % 16 == 0
+    return contiguous and all(stride == 1 or stride % 16 == 0 for stride in strides)
+
+
+def _can_be_described(operand: Tensor) -> bool:
+    """Whether a descriptor can say where the tiles of all matrices lie: rows, or columns, have
+    unit stride and follow each other, matrices too, all at multiples of 16 bytes.
+    """
+    rows = operand if operand.stride(2) == 1 else operand.mT
+    matrices, count, length = rows.shape
+    per_matrix, step, unit = rows.stride()
+    follow = step >= length and (
+        matrices == 1 or (per_matrix >= count * step and per_matrix % step == 0)
+    )
+    return rows.numel() > 0 and unit == 1 and follow and _is_aligned(operand)
+
+
+def _descriptor(operand: Tensor, rows: int, cols: int) -> TensorDescriptor:
+    """What loads tiles (rows, cols) in bulk; those of a transposed operand come transposed.
+
+    The host makes it: one that a kernel makes takes memory from an allocator of the whole process.
+    """
+    shape, tile = list(operand.shape), [1, rows, cols]
+    per_matrix, *steps = operand.stride()
+    if steps[1] != 1:
+        shape[1:], tile[1:], steps = shape[:0:-1], tile[:0:-1], steps[::-1]
+    if shape[0] == 1:  # where it may be any
+        per_matrix = shape[1] * steps[0]
+    return TensorDescriptor(operand, shape, [per_matrix, *steps], tile)
 
 
 def _validate(
@@ -192,6 +252,7 @@ def _memory(tensor: Tensor) -> tuple[int, int]:
     return first, first + _extent(tensor.shape, tensor.stride()) * tensor.element_size()
 
 
+@functools.lru_cache(maxsize=4096)
 def _extent(shape: Sequence[int], strides: Sequence[int]) -> int:
     """How many elements there are from the first to the last, gaps included."""
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides))
@@ -200,8 +261,8 @@ def _extent(shape: Sequence[int], strides: Sequence[int]) -> int:
 # Whether these are 1, or divisible by 16, is not worth another compilation.
 @triton.jit(do_not_specialize=["per_matrix", "alpha_stride", "beta_stride"])
 def _symmetric_kernel(
-    a_ptr,  # (matrices, s, k)
-    b_ptr,  # (matrices, k, s)
+    a_ptr,  # (matrices, s, k), where DESCRIPTORS a descriptor
+    b_ptr,  # (matrices, k, s), likewise
     c_ptr,  # (matrices, s, s)
     out_ptr,  # (matrices, s, s)
     alpha,  # a number, or where ALPHAS a pointer (matrices,)
@@ -227,80 +288,114 @@ def _symmetric_kernel(
     ALPHAS: tl.constexpr,
     BETAS: tl.constexpr,
     HAS_C: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+    A_TRANSPOSED: tl.constexpr,  # columns are contiguous; read where DESCRIPTORS
+    B_TRANSPOSED: tl.constexpr,
     EVEN: tl.constexpr,  # tiles end where the matrices do: no masks
     LONG_OFFSETS: tl.constexpr,  # 64-bit offsets within a matrix
     INTERPRETED: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    WIDTH: tl.constexpr,  # tiles side by side: 1 or 2
     GROUP: tl.constexpr,
 ):
-    side = tl.cdiv(s, BLOCK)
+    # Of WIDTH × WIDTH tiles, this program has one row. Where they lie on the diagonal, a row's tile
+    # under it is computed for nothing.
+    side = tl.cdiv(s, WIDTH * BLOCK)
     number = tl.program_id(0).to(tl.int64)
     matrix = number // per_matrix
-    row, col = _tile_at(number % per_matrix, side, GROUP)
+    number = number % per_matrix
+    row, col = _tile_at(number // WIDTH, side, GROUP)
+    row = row * WIDTH + number % WIDTH
+    col = col * WIDTH
     # Triton keeps 32-bit offsets in fewer registers, and AMD's buffer loads need them.
     if not LONG_OFFSETS:
         row = row.to(tl.int32)
         col = col.to(tl.int32)
     rows = row * BLOCK + tl.arange(0, BLOCK)
-    cols = col * BLOCK + tl.arange(0, BLOCK)
-    inner = tl.arange(0, BLOCK_K)
-    if LONG_OFFSETS:
-        inner = inner.to(tl.int64)
+    cols = col * BLOCK + tl.arange(0, WIDTH * BLOCK)
 
-    # Offsets stay as they are while the bases advance: half the registers of pointers.
-    a_base = a_ptr + matrix * a_matrix
-    b_base = b_ptr + matrix * b_matrix
-    a_offsets = rows[:, None] * a_row + inner[None, :] * a_col
-    b_offsets = inner[:, None] * b_row + cols[None, :] * b_col
-    advance = tl.full([], BLOCK_K, tl.int64)
-    acc = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
-    for start in range(0, k, BLOCK_K):
-        if EVEN:
-            a = tl.load(a_base + a_offsets)
-            b = tl.load(b_base + b_offsets)
-        else:
-            left = k - start
-            a_mask = (rows[:, None] < s) & (inner[None, :] < left)
-            b_mask = (inner[:, None] < left) & (cols[None, :] < s)
-            a = tl.load(a_base + a_offsets, mask=a_mask, other=0.0)
-            b = tl.load(b_base + b_offsets, mask=b_mask, other=0.0)
-        if INTERPRETED:  # which multiplies bf16 as if it were integers
-            a = a.to(tl.float32)
-            b = b.to(tl.float32)
-        acc = tl.dot(a, b, acc, input_precision="ieee")
-        a_base += advance * a_col
-        b_base += advance * b_row
+    acc = tl.zeros((BLOCK, WIDTH * BLOCK), dtype=tl.float32)
+    if DESCRIPTORS:
+        at = matrix.to(tl.int32)
+        first_row = (row * BLOCK).to(tl.int32)
+        first_col = (col * BLOCK).to(tl.int32)
+        for start in range(0, k, BLOCK_K):  # what lies outside is 0
+            a = _load_tile(a_ptr, at, first_row, start, BLOCK, BLOCK_K, A_TRANSPOSED)
+            b = _load_tile(b_ptr, at, start, first_col, BLOCK_K, WIDTH * BLOCK, B_TRANSPOSED)
+            acc = _multiply(a, b, acc, INTERPRETED)
+    else:
+        inner = tl.arange(0, BLOCK_K)
+        if LONG_OFFSETS:
+            inner = inner.to(tl.int64)
+        # Offsets stay as they are while the bases advance: half the registers of pointers.
+        a_base = a_ptr + matrix * a_matrix
+        b_base = b_ptr + matrix * b_matrix
+        a_offsets = rows[:, None] * a_row + inner[None, :] * a_col
+        b_offsets = inner[:, None] * b_row + cols[None, :] * b_col
+        advance = tl.full([], BLOCK_K, tl.int64)
+        for start in range(0, k, BLOCK_K):
+            if EVEN:
+                a = tl.load(a_base + a_offsets)
+                b = tl.load(b_base + b_offsets)
+            else:
+                left = k - start
+                a_mask = (rows[:, None] < s) & (inner[None, :] < left)
+                b_mask = (inner[:, None] < left) & (cols[None, :] < s)
+                a = tl.load(a_base + a_offsets, mask=a_mask, other=0.0)
+                b = tl.load(b_base + b_offsets, mask=b_mask, other=0.0)
+            acc = _multiply(a, b, acc, INTERPRETED)
+            a_base += advance * a_col
+            b_base += advance * b_row
 
     if ALPHAS:
-        acc *= tl.load(alpha + matrix * alpha_stride)
-    else:
-        acc *= alpha
-    acc += tl.where(rows[:, None] == cols[None, :], diagonal, 0.0)
-    if HAS_C:
-        if BETAS:
-            factor = tl.load(beta + matrix * beta_stride)
-        else:
-            factor = beta
-        # Where beta is 0, C may be anything, NaN too: it is not read.
-        read_rows = tl.where(factor != 0.0, s, 0)
-        c_base = c_ptr + matrix * c_matrix
-        c_offsets = rows[:, None] * c_row + cols[None, :] * c_col
-        c_mask = (rows[:, None] < read_rows) & (cols[None, :] < s)
-        acc += factor * tl.load(c_base + c_offsets, mask=c_mask, other=0.0).to(tl.float32)
-
-    # The tile, and its mirror image; a tile on the diagonal is its own. Without a branch, whose
-    # ends would hold the tile in registers twice.
+        alpha = tl.load(alpha + matrix * alpha_stride)
+    if BETAS:
+        beta = tl.load(beta + matrix * beta_stride)
+    c_base = c_ptr + matrix * c_matrix
     out_base = out_ptr + matrix * out_matrix
-    tile = _round_to_nearest(acc, out_ptr.dtype.element_ty, INTERPRETED)
-    mirrored = tl.trans(tile)
-    tile = tl.where(rows[:, None] <= cols[None, :], tile, mirrored)
-    out_offsets = rows[:, None] * out_row + cols[None, :] * out_col
-    tl.store(out_base + out_offsets, tile, mask=(rows[:, None] < s) & (cols[None, :] < s))
-    mirrored_cols = tl.where(row != col, s, 0)
-    out_offsets = cols[:, None] * out_row + rows[None, :] * out_col
-    out_mask = (cols[:, None] < s) & (rows[None, :] < mirrored_cols)
-    tl.store(out_base + out_offsets, mirrored, mask=out_mask)
+    for half in tl.static_range(WIDTH):
+        cols = (col + half) * BLOCK + tl.arange(0, BLOCK)
+        tile, end = acc, s
+        if WIDTH == 2:
+            halves = acc.reshape(BLOCK, 2, BLOCK).permute(0, 2, 1).split()
+            tile, end = halves[half], tl.where(row <= col + half, s, 0)
+        tile *= alpha
+        tile += tl.where(rows[:, None] == cols[None, :], diagonal, 0.0)
+        if HAS_C:
+            # Where beta is 0, C may be anything, NaN too: it is not read.
+            read_rows = tl.where(beta != 0.0, end, 0)
+            c_offsets = rows[:, None] * c_row + cols[None, :] * c_col
+            c_mask = (rows[:, None] < read_rows) & (cols[None, :] < s)
+            tile += beta * tl.load(c_base + c_offsets, mask=c_mask, other=0.0).to(tl.float32)
+
+        # The tile, and its mirror image; a tile on the diagonal is its own. Without a branch, whose
+        # ends would hold the tile in registers twice.
+        tile = _round_to_nearest(tile, out_ptr.dtype.element_ty, INTERPRETED)
+        mirrored = tl.trans(tile)
+        tile = tl.where(rows[:, None] <= cols[None, :], tile, mirrored)
+        out_offsets = rows[:, None] * out_row + cols[None, :] * out_col
+        tl.store(out_base + out_offsets, tile, mask=(rows[:, None] < end) & (cols[None, :] < s))
+        mirrored_cols = tl.where(row < col + half, s, 0)
+        out_offsets = cols[:, None] * out_row + rows[None, :] * out_col
+        out_mask = (cols[:, None] < s) & (rows[None, :] < mirrored_cols)
+        tl.store(out_base + out_offsets, mirrored, mask=out_mask)
+
+
+@triton.jit
+def _load_tile(descriptor, matrix, row, col, ROWS, COLS, TRANSPOSED: tl.constexpr):
+    if TRANSPOSED:
+        return descriptor.load([matrix, col, row]).reshape(COLS, ROWS).T
+    else:
+        return descriptor.load([matrix, row, col]).reshape(ROWS, COLS)
+
+
+@triton.jit
+def _multiply(a, b, acc, INTERPRETED: tl.constexpr):
+    if INTERPRETED:  # which multiplies bf16 as if it were integers
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision="ieee")
 
 
 @triton.jit

@@ -1,12 +1,16 @@
-"""Cuts tensors of any strides into tiles, and puts many tensors into one launch of a kernel."""
+"""Cuts tensors of any strides into tiles, and puts many tensors into one launch of a kernel.
+
+A kernel gets the addresses of its tensors as numbers, a tuple for each column of tensors. They
+travel with the launch, as all arguments do: nothing is copied to the device before it, and graphs
+may be captured of it. torch's functions of lists of tensors do it in the same way.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import repeat
-from typing import Any, Optional
+from itertools import accumulate
+from typing import Any, NamedTuple, Optional
 
 import torch
 import triton
@@ -16,146 +20,184 @@ from torch import Tensor
 _TILE = 2048
 _SQUARE_TILE = (32, 64)  # where rows are contiguous in one tensor and columns in another
 
+# Each program looks through the items of its launch for its own: of more, that would take longer
+# than its tile.
+MOST_ITEMS = 32
+
+_ALIGNMENT = 16  # bytes of addresses, and elements of rows, that vectors take
+
 Shape = tuple[int, ...]
+Column = Optional[Sequence[Tensor]]
 
 
-@dataclass(frozen=True)
-class Tiles:
-    """How the tensors of a launch are cut: stacks (tensors, …) of equal shapes.
+class _Tiling(NamedTuple):
+    """How the tensors of an item are cut.
 
     Args:
-        tensors: how many each stack has.
-        shape: of each tensor, (slices, rows, cols).
-        strides: of each stack, for (tensors, slices, rows, cols).
+        shape: (slices, rows).
+        length: elements of a row.
+        strides: of each tensor, for (slices, rows, elements).
+        dtypes: of the tensors.
         rows, cols: of a tile.
+        tiles: how many there are.
+        alike: what is equal in items that one launch can have. The length may differ where all
+            elements are one row.
     """
 
-    tensors: int
+    shape: Shape
+    length: int
+    strides: tuple[Shape, ...]
+    dtypes: tuple[torch.dtype, ...]
+    rows: int
+    cols: int
+    tiles: int
+    alike: tuple
+
+
+_Item = tuple[_Tiling, Sequence[int]]  # how it is cut, and the addresses of its tensors
+
+
+class Launch(NamedTuple):
+    """One launch, with a program for each tile of its items, which are one tensor of each column.
+
+    Args:
+        columns: for each the addresses of the items' tensors; None for a column that is None.
+        dtypes: of the columns; None likewise.
+        firsts: of each item, the number of its first program.
+        lengths: of each item, the elements of a row.
+        shape: of each item, (slices, rows).
+        strides: of the columns, but those of numbers, for (slices, rows, elements).
+        rows, cols: of a tile.
+        programs: tiles of all items.
+        is_aligned: whether wide tensors and rows can be accessed in vectors.
+
+    Columns, firsts and lengths are padded to a power of two, or each number of items would be
+    another compilation; the padding begins behind the last program.
+    """
+
+    columns: tuple[Optional[tuple[int, ...]], ...]
+    dtypes: tuple[Any, ...]
+    firsts: tuple[int, ...]
+    lengths: tuple[int, ...]
     shape: Shape
     strides: tuple[Shape, ...]
     rows: int
     cols: int
-
-    @property
-    def count(self) -> int:
-        """Tiles of each tensor."""
-        slices, rows, cols = self.shape
-        return slices * -(-rows // self.rows) * -(-cols // self.cols)
-
-    @property
-    def programs(self) -> int:
-        """Tiles of all tensors: one program has one of them."""
-        return self.tensors * self.count
+    programs: int
+    is_aligned: bool
 
 
-def stacked(*arguments: Optional[Sequence[Tensor]]) -> Iterator[list[Any]]:
-    """Yields the stacks (tensors, …) of each launch, one for each argument of a kernel.
+def launches(
+    wide: Sequence[Column],
+    broadcast: Sequence[Column] = (),
+    numbers: Sequence[Column] = (),
+    *,
+    whole_dims: int = 0,
+) -> Iterator[Launch]:
+    """Yields as few launches as have all items; empty ones are left out.
 
-    Each argument is a list of tensors, or None, as in all stacks then. Tensors at consecutive
-    indices are stacked where those of each list lie evenly spaced in one storage, as experts and
-    buffers do: that is one launch for all of them. Empty tensors are left out.
+    Args:
+        wide: columns, lists of tensors; those of an item have one shape. None is no column, but not
+            the first.
+        broadcast: columns that broadcast to these, or None.
+        numbers: columns of tensors of one element and one dtype, or None.
+        whole_dims: so many leading dimensions are slices, rows and elements as they are; others
+            are merged where they can be.
     """
-    stack: list[tuple[Optional[Tensor], ...]] = []
-    spacing: Optional[list[int]] = None  # of the tensors of a stack
-    columns = (repeat(None) if column is None else column for column in arguments)
-    for tensors in zip(*columns):
+    columns = (*wide, *broadcast, *numbers)
+    given = [column for column in columns if column is not None]
+    wide_count = len(wide) - wide.count(None)
+    shaped = wide_count + len(broadcast) - broadcast.count(None)
+    tilings: dict[tuple, Optional[_Tiling]] = {}
+    alike: dict[tuple, list[_Item]] = {}
+    items = list(zip(*given))
+    for tensors in items:
         if not tensors[0].numel():
             continue
-        distances = _distances(stack[-1], tensors) if stack else None
-        if stack and (distances is None or spacing not in (None, distances)):
-            yield _views(stack, spacing)
-            stack, distances = [], None
-        stack.append(tensors)
-        spacing = distances
-    if stack:
-        yield _views(stack, spacing)
+        layout = tuple([(t.shape, t.stride(), t.dtype) for t in tensors[:shaped]])
+        if layout not in tilings:
+            tilings[layout] = _tiling_of(tensors[:shaped], whole_dims)
+        tiling = tilings[layout]
+        if tiling is None:  # it goes by in slices, which have fewer dimensions, at the end
+            shape = tensors[0].shape
+            slices = [tensor.expand(shape).unbind(whole_dims) for tensor in tensors[:shaped]]
+            items += [(*one, *tensors[shaped:]) for one in zip(*slices)]
+            continue
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        low_bits = tiling.length
+        for address in addresses[:wide_count]:
+            low_bits |= address
+        alike.setdefault((tiling.alike, low_bits % _ALIGNMENT == 0), []).append((tiling, addresses))
+    for (_, is_aligned), members in alike.items():
+        for start in range(0, len(members), MOST_ITEMS):
+            part = members[start : start + MOST_ITEMS]
+            yield _launch(part, columns, len(columns) - len(numbers), is_aligned)
 
 
-def tiled(*stacks: Optional[Tensor]) -> tuple[Tiles, list[Optional[Tensor]]]:
-    """The tiles of stacks (tensors, …), and the stacks, each broadcast to the first one's shape.
-
-    Stacks are contiguous copies where not even four strides tell where the elements of all of them
-    lie.
-    """
-    shape = stacks[0].shape  # type: ignore[union-attr]
-    broadcast = [None if stack is None else _expanded(stack, shape) for stack in stacks]
-    tiles = _tiles_of(shape, tuple(None if t is None else t.stride() for t in broadcast))
-    if tiles is None:
-        return tiled(*(None if stack is None else stack.contiguous() for stack in broadcast))
-    return tiles, broadcast
+def _tiling_of(tensors: Sequence[Tensor], whole_dims: int) -> Optional[_Tiling]:
+    """The tiling of an item, whose tensors are broadcast to the first one's shape."""
+    shape = tensors[0].shape
+    strides = tuple([tensor.expand(shape).stride() for tensor in tensors])
+    return _tiling(shape, strides, tuple([tensor.dtype for tensor in tensors]), whole_dims)
 
 
-def write_back(*pairs: tuple[Tensor, Optional[Tensor]]) -> None:
-    """Copies what was written to copies, see `tiled`."""
-    for tensor, written in pairs:
-        if written is not None and written.data_ptr() != tensor.data_ptr():
-            tensor.copy_(written)
-
-
-def _expanded(stack: Tensor, shape: torch.Size) -> Tensor:
-    """A stack of tensors that broadcast to those of a stack of that shape."""
-    missing = (1,) * (len(shape) - stack.ndim)
-    return stack.view(len(stack), *missing, *stack.shape[1:]).expand(shape)
+def _launch(
+    items: Sequence[_Item], columns: Sequence[Column], with_strides: int, is_aligned: bool
+) -> Launch:
+    tiling, _ = items[0]
+    *firsts, programs = accumulate([item[0].tiles for item in items], initial=0)
+    lengths = [item[0].length for item in items]
+    padding = (1 << (len(items) - 1).bit_length()) - len(items)
+    addresses = zip(*[item[1] for item in items], *[items[-1][1]] * padding)
+    strides, dtypes = iter(tiling.strides), iter(tiling.dtypes)
+    return Launch(
+        tuple([None if column is None else next(addresses) for column in columns]),
+        tuple([None if c is None else next(dtypes, c[0].dtype) for c in columns]),
+        (*firsts, *[programs] * padding),
+        (*lengths, *lengths[-1:] * padding),
+        tiling.shape,
+        tuple([(0, 0, 0) if c is None else next(strides) for c in columns[:with_strides]]),
+        tiling.rows,
+        tiling.cols,
+        programs,
+        is_aligned,
+    )
 
 
 @functools.lru_cache(maxsize=4096)
-def _tiles_of(shape: Shape, strides: tuple[Optional[Shape], ...]) -> Optional[Tiles]:
-    """The tiles of stacks of that shape with those strides, None of a stack that is None.
-
-    Returns None where tensors have more than three dimensions even when neighbours are merged.
-    """
-    steps_of_stacks = [(0,) * len(shape) if steps is None else steps for steps in strides]
+def _tiling(
+    shape: Shape, strides: tuple[Shape, ...], dtypes: tuple[torch.dtype, ...], whole_dims: int
+) -> Optional[_Tiling]:
+    """How tensors of that shape are cut; None where there are more than three dimensions even when
+    neighbours are merged."""
     sizes: list[int] = []
-    steps: list[Shape] = []  # for each size, the stride of each stack
-    for size, step in zip(shape[1:], list(zip(*steps_of_stacks))[1:]):
-        if size == 1:
+    steps: list[Shape] = []  # for each size, the stride of each tensor
+    for dim, (size, step) in enumerate(zip(shape, zip(*strides))):
+        if size == 1 and dim >= whole_dims:
             continue
-        if sizes and all(outer == size * inner for outer, inner in zip(steps[-1], step)):
+        follows = sizes and all(outer == size * inner for outer, inner in zip(steps[-1], step))
+        if follows and len(sizes) > whole_dims:
             sizes[-1], steps[-1] = sizes[-1] * size, step
         else:
             sizes.append(size)
             steps.append(step)
     if len(sizes) > 3:
         return None
-    sizes = [1] * (3 - len(sizes)) + sizes
-    steps = [(0,) * len(strides)] * (3 - len(steps)) + steps
-    if any(row == 1 and col > 1 for row, col in zip(steps[1], steps[2])):
+    if whole_dims:  # the first one is slices
+        missing = 3 - len(sizes)
+        sizes[1:1], steps[1:1] = [1] * missing, [(0,) * len(strides)] * missing
+    else:
+        sizes = [1] * (3 - len(sizes)) + sizes
+        steps = [(0,) * len(strides)] * (3 - len(steps)) + steps
+    is_one_row = not whole_dims and sizes[:2] == [1, 1]
+    if is_one_row:
+        rows, cols = 1, _TILE
+    elif any(row == 1 and col > 1 for row, col in zip(steps[1], steps[2])):
         rows, cols = _SQUARE_TILE
     else:
         cols = min(_TILE, triton.next_power_of_2(sizes[2]))
         rows = min(_TILE // cols, triton.next_power_of_2(sizes[1]))
-    between_tensors = tuple(steps[0] for steps in steps_of_stacks)
-    return Tiles(shape[0], tuple(sizes), tuple(zip(between_tensors, *steps)), rows, cols)
-
-
-def _distances(
-    tensors: Sequence[Optional[Tensor]], following: Sequence[Optional[Tensor]]
-) -> Optional[list[int]]:
-    """How many elements lie from each tensor to the one that follows it; None where a pair cannot
-    be of one stack."""
-    distances: list[int] = []
-    for tensor, other in zip(tensors, following):
-        if tensor is None or other is None:  # so is the whole list
-            distances.append(0)
-            continue
-        is_alike = (
-            tensor.shape == other.shape
-            and tensor.stride() == other.stride()
-            and tensor.dtype == other.dtype
-            and tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
-        )
-        distances.append(int(other.storage_offset()) - int(tensor.storage_offset()))
-        if not is_alike or distances[-1] < 0:
-            return None
-    return distances
-
-
-def _views(
-    stack: Sequence[Sequence[Optional[Tensor]]], spacing: Optional[list[int]]
-) -> list[Optional[Tensor]]:
-    """For each argument the tensors of a stack as one, (tensors, …)."""
-    steps = [0] * len(stack[0]) if spacing is None else spacing
-    return [
-        None if t is None else t.as_strided((len(stack), *t.shape), (step, *t.stride()))
-        for t, step in zip(stack[0], steps)
-    ]
+    tiles = sizes[0] * -(-sizes[1] // rows) * -(-sizes[2] // cols)
+    per_tensor = tuple(zip(*steps))
+    alike = (rows, cols, per_tensor, dtypes, None if is_one_row else tuple(sizes))
+    return _Tiling(tuple(sizes[:2]), sizes[2], per_tensor, dtypes, rows, cols, tiles, alike)
