@@ -55,6 +55,18 @@ FAMILIES = {
         (2.2230472, -0.9630650, 0.0),
     ],
 }
+# Made for other counts of iterations than five.
+LONGER_AND_SHORTER = {
+    # thib-s/flash-newton-schulz, four iterations behind `aol`.
+    "aol": [
+        (4.6051, -9.6552, 5.6769),
+        (4.7505, -6.0861, 2.1790),
+        (2.7763, -2.3190, 0.5523),
+        (2.4231, -2.2861, 0.8193),
+    ],
+    # DeepSeek-V4, section 2.4: ten iterations in two stages.
+    "deepseekv4": [(3.4445, -4.7750, 2.0315)] * 8 + [(2.0, -1.5, 0.5)] * 2,
+}
 CONSTANT_FAMILIES = {"quintic"}
 CONVERGING_TRIPLE = (15 / 8, -10 / 8, 3 / 8)  # p(1) = 1, p'(1) = p''(1) = 0
 NORM_FACTORS = {"polar_express": 1.02}  # every other family, and a list: 1
@@ -68,7 +80,7 @@ def coefficients_of(ns_coefficients, ns_steps=5) -> list[tuple[float, float, flo
     `ns_steps` must then be None or its length.
     """
     if isinstance(ns_coefficients, str):
-        family = FAMILIES[ns_coefficients]
+        family = {**FAMILIES, **LONGER_AND_SHORTER}[ns_coefficients]
         if ns_coefficients in CONSTANT_FAMILIES:
             return family * ns_steps
         return (family + [CONVERGING_TRIPLE] * ns_steps)[:ns_steps]
@@ -106,18 +118,32 @@ def iterate(X: Tensor, coefficients) -> Tensor:
     return X
 
 
-def newton_schulz(G: Tensor, coefficients, norm="frobenius", norm_factor=1.0, eps=1e-7) -> Tensor:
+def newton_schulz(
+    G: Tensor,
+    coefficients,
+    norm="frobenius",
+    norm_factor=1.0,
+    eps=1e-7,
+    eps_absolute=0.0,
+    equilibrated=False,
+    renormalized=False,
+    preconditioned=False,
+) -> Tensor:
     """U = iterate(X) of the normalized input, in float64. G: (rows, cols).
 
     X = G / max|G|, then X / (‖X‖·norm_factor + eps), where ‖X‖ is the Frobenius norm
     sqrt(Σσ²) or the Schatten-4 norm (Σσ⁴)^(1/4) = sqrt(‖XXᵀ‖_F). Division by the largest
     magnitude comes first, so `eps` is relative to it and the scale of G never matters: a
-    source that adds eps to ‖G‖ itself differs by about eps/‖G‖. A zero or empty matrix
-    gives zeros of its shape, a non-finite entry makes every entry NaN.
+    source that adds eps to ‖G‖ itself differs by about eps/‖G‖, or not at all where it is
+    `eps_absolute`, which is added to ‖G‖. A zero or empty matrix gives zeros of its shape, a
+    non-finite entry makes every entry NaN.
     """
     X = G.to(torch.float64)
     if X.numel() == 0 or X.abs().max() == 0:
         return torch.zeros_like(X)
+    if equilibrated:
+        X = equilibrate(X)
+    eps = eps + eps_absolute / X.abs().max()
     X = X / X.abs().max()
     if norm == "frobenius":
         size = X.square().sum().sqrt()
@@ -125,7 +151,31 @@ def newton_schulz(G: Tensor, coefficients, norm="frobenius", norm_factor=1.0, ep
         size = (X @ X.T).square().sum().sqrt().sqrt()
     else:
         raise ValueError(f"unknown norm {norm!r}")
-    return iterate(X / (size * norm_factor + eps), coefficients)
+    X = X / (size * norm_factor + eps)
+    U = iterate(aol(X) if preconditioned else X, coefficients)
+    return renormalize(U) if renormalized else U
+
+
+def equilibrate(X: Tensor) -> Tensor:
+    """Rows of norm ‖X‖_F/sqrt(rows), as nanochat (July 2026) has MuonEq (arXiv 2603.28254): norms
+    of rows count as 1e-6 at least."""
+    norms = X.square().sum(1, keepdim=True).sqrt()
+    return X * (frobenius(X) / math.sqrt(len(X)) / norms.clamp(min=1e-6))
+
+
+def aol(X: Tensor) -> Tensor:
+    """Rows, on the orientation with rows <= cols, over the root of the sum of magnitudes in their
+    row of XXᵀ: then no singular value is above 1 (Prach & Lampert, arXiv 2208.03160)."""
+    if X.shape[0] > X.shape[1]:
+        return aol(X.T).T
+    sums = (X @ X.T).abs().sum(1, keepdim=True)
+    return X / torch.where(sums == 0, 1.0, sums).sqrt()
+
+
+def renormalize(U: Tensor) -> Tensor:
+    """Frobenius norm sqrt(s), as nanochat (July 2026) has Muon+ (arXiv 2602.21545): norms count as
+    1e-6 at least."""
+    return U * (math.sqrt(min(U.shape)) / frobenius(U).clamp(min=1e-6))
 
 
 def polar_factor(G: Tensor) -> Tensor:
@@ -167,16 +217,18 @@ def update_scale(rows: int, cols: int, adjust_lr="match_rms_adamw") -> float:
     raise ValueError(f"unknown scale {adjust_lr!r}")
 
 
-def normalize_second_moment(V: Tensor, U: Tensor, beta2: float) -> tuple[Tensor, Tensor]:
-    """(new V, rescaled U): NorMuon (arXiv 2510.05491) as nanochat has it. V: (l,).
+def normalize_second_moment(
+    V: Tensor, U: Tensor, beta2: float, side="longer"
+) -> tuple[Tensor, Tensor]:
+    """(new V, rescaled U): NorMuon (arXiv 2510.05491) as nanochat has it. V: (l,), or (rows,).
 
-    v = mean of U² over the shorter side (the columns if rows >= cols), V = β2·V +
-    (1-β2)·v, U' = U / sqrt(max(V, 1e-10)), then U'·‖U‖_F / max(‖U'‖_F, 1e-10): the
-    Frobenius norm stays.
+    v = mean of U² over the shorter side (the columns if rows >= cols), or always over the
+    columns (side "rows", as dion has it), V = β2·V + (1-β2)·v, U' = U / sqrt(max(V, 1e-10)),
+    then U'·‖U‖_F / max(‖U'‖_F, 1e-10): the Frobenius norm stays.
     """
     if U.numel() == 0:
         return V, U
-    short = 1 if U.shape[0] >= U.shape[1] else 0
+    short = 1 if side == "rows" or U.shape[0] >= U.shape[1] else 0
     v = U.square().mean(dim=short)  # (l,)
     V = beta2 * V + (1 - beta2) * v
     scaled = U / V.clamp(min=1e-10).sqrt().unsqueeze(short)
@@ -316,7 +368,12 @@ MUON_DEFAULTS = {
     "ns_coefficients": "polar_express",
     "ns_norm": "frobenius",
     "ns_eps": 1e-7,
+    "ns_eps_absolute": None,
+    "ns_norm_factor": None,
+    "ns_equilibrate": False,
+    "ns_renormalize": False,
     "beta2": None,
+    "second_moment_side": "longer",
     "cautious": False,
     "decay_lr": "base",
     "maximize": False,
@@ -333,6 +390,10 @@ ADAMW_DEFAULTS = dict(
 
 def _matrices(tensor, o):
     return matrices_of(tensor, o["split"], o["flatten"], o["expert"])
+
+
+def _moments(matrix, o):
+    return len(matrix) if o["second_moment_side"] == "rows" else max(matrix.shape)
 
 
 def _options_of_each(defaults, options, count) -> list[dict]:
@@ -359,7 +420,7 @@ class ReferenceMuon:
         self.options = _options_of_each(MUON_DEFAULTS, options, len(self.weights))
         self.second_moment = []
         for W, o in zip(self.weights, self.options):
-            entries = sum(max(M.shape) for M in _matrices(W, o))
+            entries = sum(_moments(M, o) for M in _matrices(W, o))
             self.second_moment.append(None if o["beta2"] is None else W.new_zeros(entries))
 
     def step(self, grads):
@@ -376,7 +437,7 @@ class ReferenceMuon:
         parts = (_matrices(t, o) for t in (self.weights[i], full_G, self.momentum[i]))
         start = 0  # of this matrix in the flat second moment
         for W, G, B in zip(*parts):
-            stop = start + max(W.shape)
+            stop = start + _moments(W, o)
             V = None if o["beta2"] is None else self.second_moment[i][start:stop]
             start = stop
             if o["nonfinite"] == "propagate" or G.isfinite().all():
@@ -388,10 +449,12 @@ class ReferenceMuon:
         style, nesterov, family = o["momentum_style"], o["nesterov"], o["ns_coefficients"]
         new_B, direction = momentum_update(B, G, o["momentum"], style, nesterov)
         coefficients = coefficients_of(family, o["ns_steps"] if isinstance(family, str) else None)
-        factor = norm_factor_of(family)
-        U = newton_schulz(direction, coefficients, o["ns_norm"], factor, o["ns_eps"])
+        factor = o["ns_norm_factor"] or norm_factor_of(family)
+        how = o["ns_eps"], o["ns_eps_absolute"] or 0.0, o["ns_equilibrate"], o["ns_renormalize"]
+        how = *how, family == "aol"
+        U = newton_schulz(direction, coefficients, o["ns_norm"], factor, *how)
         if V is not None:
-            new_V, U = normalize_second_moment(V, U, o["beta2"])
+            new_V, U = normalize_second_moment(V, U, o["beta2"], o["second_moment_side"])
             V.copy_(new_V)
         scale = update_scale(*W.shape, o["adjust_lr"])
         decay = o["weight_decay"], o["cautious"], o["decay_lr"]
@@ -491,6 +554,120 @@ class NanochatReference(_Source):
         self.weights[i] = W - lr * U - lr * self.wd * W * decays(U, W)
 
 
+class NorMuonReference(_Source):
+    """microsoft/dion's ``NorMuon``: `DionReference` with a second moment for each row.
+
+    v = mean of U² over the columns, V = lerp(V, v, 1-β2), U' = U/(sqrt(V) + 1e-8), and back to the
+    Frobenius norm of U, on every shape. Polar Express divides by 1.02·‖D‖ + eps.
+    """
+
+    def __init__(self, tensors, lr=0.01, mu=0.95, muon_beta2=0.95, weight_decay=0.01, eps=1e-8):
+        super().__init__(tensors)
+        self.lr, self.mu, self.beta2, self.wd, self.eps = lr, mu, muon_beta2, weight_decay, eps
+        self.second_moment = [W.new_zeros(len(W), 1) for W in self.weights]
+
+    def _update(self, i, G):
+        rows, cols = G.shape
+        self.momentum[i] = B = self.momentum[i] * self.mu + G
+        U = iterate(B / (1.02 * frobenius(B) + self.eps), FAMILIES["polar_express"])
+        v = U.square().mean(1, keepdim=True)  # (rows, 1)
+        self.second_moment[i] = V = torch.lerp(self.second_moment[i], v, 1 - self.beta2)
+        scaled = U / (V.sqrt() + 1e-8)
+        U = scaled * (frobenius(U) / frobenius(scaled).clamp(min=1e-8))
+        W = self.weights[i]
+        self.weights[i] = W - self.lr * self.wd * W - self.lr * math.sqrt(rows / cols) * U
+
+
+class NanochatJulyReference(_Source):
+    """Muon of nanochat's MuonAdamW as of July 2026.
+
+    B = lerp(B, G, 1-μ), D = lerp(G, B, μ). Each row d of D becomes d·(‖D‖/sqrt(rows))/max(‖d‖,
+    1e-6), then X = D/(1.01·‖D‖ + 1e-6), Polar Express, U = X·sqrt(s)/max(‖X‖, 1e-6). Behind
+    that, as in `NanochatReference`: V, cautious decay, both terms by lr·max(1, rows/cols)^0.5.
+    """
+
+    def __init__(self, tensors, lr, momentum=0.95, ns_steps=5, beta2=0.9, weight_decay=0.0):
+        super().__init__(tensors)
+        self.lr, self.mu, self.wd = lr, momentum, weight_decay
+        self.beta2 = 0.0 if beta2 is None else beta2
+        self.coefficients = FAMILIES["polar_express"][:ns_steps]
+        self.second_moment = [W.new_zeros(max(W.shape)) for W in self.weights]
+
+    def _update(self, i, G):
+        W, (rows, cols) = self.weights[i], G.shape
+        self.momentum[i] = B = self.mu * self.momentum[i] + (1 - self.mu) * G
+        D = (1 - self.mu) * G + self.mu * B
+        norms = torch.linalg.vector_norm(D, dim=1)  # (rows,)
+        D = D * (torch.linalg.vector_norm(D) / rows**0.5 / norms.clamp(min=1e-6))[:, None]
+        X = iterate(D / (1.01 * torch.linalg.vector_norm(D) + 1e-6), self.coefficients)
+        U = X * (min(rows, cols) ** 0.5 / torch.linalg.vector_norm(X).clamp(min=1e-6))
+        of_rows = rows >= cols
+        v = U.square().mean(1 if of_rows else 0)  # (l,)
+        self.second_moment[i] = V = self.beta2 * self.second_moment[i] + (1 - self.beta2) * v
+        factor = V.clamp(min=1e-10) ** -0.5
+        factor = factor * (v.sum().sqrt() / (v * factor**2).sum().sqrt().clamp(min=1e-10))
+        U = U * (factor[:, None] if of_rows else factor[None])
+        lr = self.lr * max(1.0, rows / cols) ** 0.5
+        self.weights[i] = W - lr * U - lr * self.wd * W * decays(U, W)
+
+
+class EmergingReference(_Source):
+    """Muon of NVIDIA's Emerging-Optimizers.
+
+    B = lerp(B, G, 1-μ), D = B, or lerp(G, B, μ), X = D/‖D‖, scale·extra·U with sqrt(max(rows,
+    cols)) ("spectral"), sqrt(max(1, rows/cols)) ("shape_scaling") or sqrt(rows/cols)
+    ("unit_rms_norm"): W(1 - lr·wd) - lr·scale·extra·U.
+    """
+
+    COEFFICIENTS = {
+        "simple": FAMILIES["quintic"] * 20,
+        "quintic": FAMILIES["you"],
+        "cans": FAMILIES["cans"] + FAMILIES["cans"][-1:] * 9,
+        "deepseekv4": LONGER_AND_SHORTER["deepseekv4"] + [(2.0, -1.5, 0.5)] * 9,
+        # Polar Express with divisions by powers of 1.01, rounded to four digits.
+        "polar_express": [
+            (8.2051, -22.9019, 16.4607),
+            (4.0664, -2.8612, 0.5184),
+            (3.9096, -2.8234, 0.5250),
+            (3.2856, -2.4153, 0.4853),
+            (2.2779, -1.6198, 0.3985),
+            (1.8726, -1.2307, 0.3585),
+            (1.8564, -1.2132, 0.3568),
+        ]
+        + [(1.8750, -1.2500, 0.3750)] * 9,
+    }
+
+    def __init__(
+        self,
+        tensors,
+        lr=3e-4,
+        momentum=0.95,
+        weight_decay=0.01,
+        nesterov=False,
+        coefficient_type="quintic",
+        num_ns_steps=5,
+        scale_mode="spectral",
+        extra_scale_factor=1.0,
+    ):
+        super().__init__(tensors)
+        self.lr, self.mu, self.wd, self.nesterov = lr, momentum, weight_decay, nesterov
+        self.triples = self.COEFFICIENTS[coefficient_type][:num_ns_steps]
+        self.mode, self.extra = scale_mode, extra_scale_factor
+
+    def _update(self, i, G):
+        rows, cols = G.shape
+        self.momentum[i] = B = torch.lerp(self.momentum[i], G, 1 - self.mu)
+        D = torch.lerp(G, B, self.mu) if self.nesterov else B
+        scale = {
+            "spectral": math.sqrt(max(rows, cols)),
+            "shape_scaling": math.sqrt(max(1, rows / cols)),
+            "unit_rms_norm": math.sqrt(rows / cols),
+        }[self.mode]
+        U = iterate(D / frobenius(D), self.triples)
+        W = self.weights[i] * (1 - self.lr * self.wd)
+        self.weights[i] = W - self.lr * scale * self.extra * U
+
+
 class KellerJordanReference(_Source):
     """Muon of KellerJordan/Muon.
 
@@ -574,6 +751,21 @@ class TorchMuonReference(_Source):
         else:
             scale = math.sqrt(max(1, rows / cols))
         self.weights[i] = self.weights[i] * (1 - self.lr * self.wd) - self.lr * scale * U
+
+
+class TorchGramReference(TorchMuonReference):
+    """torch.optim.Muon with ``use_gram_newton_schulz``: of matrices that are not square, in exact
+    arithmetic the same polynomials, X = D/(‖D‖ + eps), with coefficients of their own."""
+
+    def __init__(self, tensors, coefficients=None, **arguments):
+        arguments.pop("use_gram_newton_schulz", None)
+        super().__init__(tensors, **arguments)
+        self.of_squares = self.coefficients
+        self.of_others = coefficients or [(3.4445, -4.7750, 2.0315)] * 5
+
+    def _update(self, i, G):
+        self.coefficients = self.of_squares if G.shape[0] == G.shape[1] else self.of_others
+        super()._update(i, G)
 
 
 class DionReference(_Source):

@@ -663,3 +663,55 @@ def test_what_users_allow_cublas_is_not_allowed_within_the_iteration(dtype, name
         assert getattr(matmul, name) == allowed
     finally:
         setattr(matmul, name, before)
+
+
+# -- families of other counts than five ------------------------------------------------------------
+
+ASCENDING = [
+    # Emerging-Optimizers' "aol", which it takes behind the Frobenius norm, in turns.
+    (4.0098, -7.0585, 2.4635),
+    (3.4585, -5.5479, 2.5959),
+    (2.7573, -3.2939, 1.4254),
+    (2.7215, -3.0494, 1.3169),
+]
+
+
+def one_large_singular_value():
+    """A gradient's momentum in which one direction dominates; and one of rank 1."""
+    P, _ = torch.linalg.qr(randn(16, 16).double())
+    sigma = torch.full((16,), 1e-3).double()
+    sigma[0] = 1.0
+    return [P * sigma @ P.T, P[:, :1] @ randn(1, 24, seed=1).double(), randn(16, 40).double()]
+
+
+@pytest.mark.filterwarnings("ignore:.*leave singular values")
+@pytest.mark.parametrize("family", ref.LONGER_AND_SHORTER)
+@pytest.mark.parametrize("steps", [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 20])
+def test_no_count_of_iterations_ascends(family, steps):
+    for G in one_large_singular_value():
+        U = newton_schulz(G, steps, family)
+        descent = G if family != "aol" else ref.aol(G / G.norm())
+        along = torch.linalg.svdvals(G).gt(1e-6).sum()
+        P, _, Qt = torch.linalg.svd(descent, full_matrices=False)
+        assert ((P.T @ U @ Qt.T).diagonal()[:along] > 0).all()
+        assert (G * U).sum() > 0
+
+
+@pytest.mark.parametrize("steps, which", [(1, 0), (4, 0), (5, 2)])
+def test_aol_as_others_have_it_ascends_where_one_direction_dominates_and_in_five_steps(
+    steps, which
+):
+    G = one_large_singular_value()[which]
+    triples = (ASCENDING * 2)[:steps]
+    assert (G * newton_schulz(G, None, triples)).sum() < 0
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 30), (30, 1), (24, 24), (40, 16), (16, 40)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_aol_scales_rows_of_the_shorter_side_in_every_arithmetic(shape, dtype):
+    G = randn(*shape).double()
+    expected = ref.newton_schulz(G, ref.LONGER_AND_SHORTER["aol"], preconditioned=True)
+    bound = {torch.float16: 1e-2, torch.bfloat16: 6e-2, torch.float32: 1e-5}[dtype]
+    U = newton_schulz(G.float(), coefficients="aol", dtype=dtype)
+    assert (U.double() - expected).norm() < bound * expected.norm()
+    assert (newton_schulz(torch.zeros(shape), coefficients="aol", dtype=dtype) == 0).all()

@@ -13,8 +13,8 @@ from .coefficients import (
     resolve,
 )
 from .forms import ALGORITHMS, Form, Recipe, default_dtype, flops, recipe_for
-from .iteration import NORMS, newton_schulz
-from .restarts import plan_restarts
+from .iteration import NORMS, Team, newton_schulz
+from .restarts import one_restart, plan_restarts
 
 __all__ = [
     "ALGORITHMS",
@@ -25,11 +25,13 @@ __all__ = [
     "Form",
     "Iteration",
     "Recipe",
+    "Team",
     "Triple",
     "default_dtype",
     "flops",
     "is_triple",
     "newton_schulz",
+    "one_restart",
     "overshoot",
     "plan_restarts",
     "recipe_for",

@@ -35,11 +35,15 @@ class Iteration:
         safety: in 16-bit arithmetic the polynomials but the last are those of σ/safety: a rounded
             singular value may exceed the interval that a schedule without margins was made for,
             and be driven away from 1 from then on.
+        preconditioned: each row of the shorter side is first divided by the root of the sum of
+            magnitudes in its row of XXᵀ, which brings all singular values to at most 1 (AOL, Prach
+            & Lampert 2022, arXiv:2208.03160).
     """
 
     triples: tuple[Triple, ...]
     norm_factor: float = 1.0
     safety: float = 1.0
+    preconditioned: bool = False
 
     def in_arithmetic(self, dtype: torch.dtype) -> tuple[Triple, ...]:
         """The polynomials to run in ``dtype``."""
@@ -59,6 +63,11 @@ class Family(Iteration):
     """
 
     source: str = ""
+
+    @property
+    def steps(self) -> int:
+        """How many iterations it was made for; 5 of a constant one."""
+        return DEFAULT_STEPS if len(self.triples) == 1 else len(self.triples)
 
 
 FAMILIES: dict[str, Family] = {
@@ -108,11 +117,26 @@ FAMILIES: dict[str, Family] = {
         ),
         source="optimal cubics composed, same method as polar_express; c = 0 saves the product A²",
     ),
+    "aol": Family(
+        (
+            (4.6051, -9.6552, 5.6769),
+            (4.7505, -6.0861, 2.1790),
+            (2.7763, -2.3190, 0.5523),
+            (2.4231, -2.2861, 0.8193),
+        ),
+        preconditioned=True,
+        source="thib-s/flash-newton-schulz, newton_schulz_triton_aol, 4 iterations",
+    ),
+    "deepseekv4": Family(
+        ((3.4445, -4.7750, 2.0315),) * 8 + ((2.0, -1.5, 0.5),) * 2,
+        source="DeepSeek-AI 2026, DeepSeek-V4, section 2.4: 10 iterations in two stages",
+    ),
 }
 
 
 def resolve(coefficients: Coefficients, steps: Optional[int] = None) -> Iteration:
-    """The polynomials of ``steps`` iterations; None is 5, or the length of an explicit list.
+    """The polynomials of ``steps`` iterations; None is what a family was made for, or the length of
+    an explicit list, else 5.
 
     A constant family repeats, and so does a single (a, b, c). Of a scheduled family, fewer steps
     take the first ones and more continue with `CONVERGING`: cycling a schedule made for a fixed
@@ -128,13 +152,14 @@ def resolve(coefficients: Coefficients, steps: Optional[int] = None) -> Iteratio
         if coefficients not in FAMILIES:
             names = ", ".join(FAMILIES)
             raise ValueError(f"unknown ns_coefficients {coefficients!r}; known: {names}")
-        family, steps = FAMILIES[coefficients], steps or DEFAULT_STEPS
+        family = FAMILIES[coefficients]
+        steps = steps or family.steps
         if len(family.triples) == 1:
             triples = family.triples * steps
         else:
             missing = steps - len(family.triples)
             triples = family.triples[:steps] + (CONVERGING,) * missing
-        return Iteration(triples, family.norm_factor, family.safety)
+        return Iteration(triples, family.norm_factor, family.safety, family.preconditioned)
     listed: Sequence[Any] = coefficients
     if is_triple(coefficients):
         listed = [coefficients] * (steps or DEFAULT_STEPS)

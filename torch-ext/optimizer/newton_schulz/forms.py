@@ -14,22 +14,23 @@ import torch
 
 from .. import triton_kernels
 from .coefficients import Coefficients, Iteration, Triple, resolve
-from .restarts import plan_restarts, segments
+from .restarts import one_restart, plan_restarts, segments
 
-ALGORITHMS = ("auto", "standard", "gram")
+ALGORITHMS = ("auto", "standard", "gram", "auto_one_restart")
 
-# Symmetric products are computed by halves from this shorter side on, in blocks of so many rows:
-# under it the products of the halves are too small to run at full speed. On CPUs, where the mirror
-# image is copied, a factor has to have so many entries as well.
+# Symmetric products are computed by halves from this shorter side on, in blocks or tiles of this
+# side: under it the products of the halves are too small to run at full speed. On CPUs, where the
+# mirror image is copied, a factor has to have so many entries as well. In fp32 products take so
+# long that halves always pay; exact mode keeps the halves, and the last bits, that it always had.
 HALVES_FROM = 512
-BLOCK_ROWS = {"blocks": 256, "tiles": 128}
-BLOCKS_FROM = 1 << 20
+BLOCK_SIDES = {"blocks": 256, "fp32 blocks": 256, "exact blocks": 256, "tiles": 128}
+BLOCKS_FROM = {"blocks": 1 << 20, "exact blocks": 1 << 20}
 
 # The Gram form is taken from this shorter side on, and where it takes at most this share of the
 # standard form's FLOPs, by the kind of product: it does more of its work in small products.
 # benchmarks/orthogonalize.py and benchmarks/accuracy.py show times and errors of both.
 GRAM_FROM = 512
-GRAM_FLOPS = {"whole": 0.92, "blocks": 0.92, "tiles": 0.95}
+GRAM_FLOPS = {**dict.fromkeys(("whole", *BLOCK_SIDES), 0.92), "tiles": 0.95}
 
 
 @dataclass(frozen=True)
@@ -57,14 +58,18 @@ class Form:
     def is_gram(self) -> bool:
         return len(self.restarts) + 1 < len(self.triples)
 
-    def flops(self, rows: int, cols: int) -> int:
-        """FLOPs for one matrix, a multiply-add counted as two.
+    def flops(self, rows: int, cols: int, length: Optional[int] = None) -> int:
+        """FLOPs for one matrix, or a slice of it, a multiply-add counted as two.
 
         With s ≤ l the two sides and whole products, a segment of m iterations takes 4s²l for XXᵀ
         and QX and 2s³·(m + 3(m − 1)), without squares where c = 0. Symmetric products by halves
         take little more than half of it.
+
+        Args:
+            rows, cols: of the matrix.
+            length: of the longer side of a slice; None for the whole matrix.
         """
-        s, l = min(rows, cols), max(rows, cols)
+        s, l = min(rows, cols), length or max(rows, cols)
         if s == 0:
             return 0
         total = 0
@@ -75,17 +80,15 @@ class Form:
         return total
 
     def _symmetric(self, s: int, k: int) -> int:
-        """FLOPs of (s, k) times (k, s), whose blocks of rows end at the diagonal."""
-        block = block_rows(self.products, s, k)
+        """FLOPs of (s, k) times (k, s), whose blocks end at the diagonal."""
+        block = block_side(self.products, s, k)
         ends = [min(s, start + block) for start in range(0, s, block)]
         return sum(2 * (end - start) * end * k for start, end in zip([0, *ends], ends))
 
 
-def block_rows(products: str, s: int, k: int) -> int:
-    """Rows of the blocks, or tiles, in which (s, k) times (k, s) is computed: all where whole."""
-    if products == "blocks" and s * k < BLOCKS_FROM:
-        return s
-    return BLOCK_ROWS.get(products, s)
+def block_side(products: str, s: int, k: int) -> int:
+    """Side of the blocks, or tiles, in which (s, k) times (k, s) is computed: s where whole."""
+    return BLOCK_SIDES.get(products, s) if s * k >= BLOCKS_FROM.get(products, 0) else s
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,9 @@ class Recipe:
         algorithm: of `ALGORITHMS`.
         norm: what matrices are divided by first.
         dtype: arithmetic of the iteration.
+        batch_invariant: one matrix after the other, in the forms that keep exact mode's bits.
+        equilibrate: rows are brought to one norm first.
+        renormalize: what comes out is brought to the norm of a polar factor.
     """
 
     iteration: Iteration
@@ -103,20 +109,29 @@ class Recipe:
     norm: str
     dtype: torch.dtype
     device_type: str
+    batch_invariant: bool = False
+    equilibrate: bool = False
+    renormalize: bool = False
 
     @functools.lru_cache(maxsize=4096)  # noqa: B019 (there are few recipes)
-    def form(self, rows: int, cols: int) -> Form:
-        """The form for matrices (rows, cols)."""
+    def form(self, rows: int, cols: int, sliced: bool = False) -> Form:
+        """The form for matrices (rows, cols).
+
+        ``"auto"`` is the Gram form where a team has slices of them (``sliced``): it sums over the
+        team where it restarts, and the standard form in every iteration.
+        """
         s, l = min(rows, cols), max(rows, cols)
         triples, products = self.iteration.in_arithmetic(self.dtype), self._products(s, l)
         standard = Form(triples, tuple(range(1, len(triples))), products, "as asked for")
         if self.algorithm == "standard":
             return standard
-        if self.algorithm == "auto" and s < GRAM_FROM:
+        if self.algorithm != "gram" and s < GRAM_FROM and not sliced:
             return replace(standard, why=f"shorter side under {GRAM_FROM}")
-        gram = replace(standard, restarts=plan_restarts(triples, self.dtype, self.norm, s))
+        gram = replace(standard, restarts=self._restarts(triples, s))
         if self.algorithm == "gram":
             return gram
+        if sliced:
+            return replace(gram, why="of slices it sums least often over their owners")
         # fp16 on CPUs stands in for accelerators' arithmetic, so it takes the form that they take.
         counted = "tiles" if products == "in_fp32" else products
         costs = (replace(form, products=counted).flops(s, l) for form in (gram, standard))
@@ -127,9 +142,24 @@ class Recipe:
         return replace(standard, why=f"the Gram form takes {share:.2f} of its FLOPs{where}")
 
     @functools.lru_cache(maxsize=4096)  # noqa: B019 (there are few recipes)
-    def flops(self, rows: int, cols: int) -> int:
-        """What `form` takes for one matrix."""
-        return self.form(rows, cols).flops(rows, cols)
+    def flops(self, rows: int, cols: int, length: Optional[int] = None) -> int:
+        """What `form` takes for one matrix, or for a slice whose longer side has ``length``."""
+        return self.form(rows, cols, length is not None).flops(rows, cols, length)
+
+    def takes_whole_bf16(self, form: Form, rows: int, cols: int) -> bool:
+        """Whether CPUs multiply such matrices in bf16 by whole products, one after the other."""
+        s, l = min(rows, cols), max(rows, cols)
+        is_bf16 = self.device_type == "cpu" and self.dtype == torch.bfloat16
+        is_whole = block_side(form.products, s, l) == s
+        is_plain = self.norm == "frobenius" and not self.iteration.preconditioned
+        return is_bf16 and is_whole and is_plain and not form.is_gram
+
+    def _restarts(self, triples: tuple[Triple, ...], s: int) -> tuple[int, ...]:
+        if self.algorithm == "auto_one_restart":
+            restart = one_restart(triples, self.dtype)
+            if restart is not None:
+                return (restart,)
+        return plan_restarts(triples, self.dtype, self.norm, s)
 
     def _products(self, s: int, l: int) -> str:
         if self.device_type == "cpu" and self.dtype == torch.float16:
@@ -137,7 +167,9 @@ class Recipe:
         if s < HALVES_FROM:
             return "whole"
         if self.device_type == "cpu":
-            return "blocks"
+            if self.batch_invariant:
+                return "exact blocks"
+            return "blocks" if self.dtype == torch.bfloat16 else "fp32 blocks"
         has_kernels = self.device_type in triton_kernels.DEVICE_TYPES
         # Of rows that do not begin at multiples of 16 entries, kernels load each entry by itself.
         fits = self.dtype != torch.float64 and s % 16 == l % 16 == 0
@@ -152,6 +184,11 @@ def recipe_for(
     dtype: Optional[torch.dtype],
     matrix_dtype: torch.dtype,
     device: torch.device,
+    batch_invariant: bool = False,
+    *,
+    norm_factor: Optional[float] = None,
+    equilibrate: bool = False,
+    renormalize: bool = False,
 ) -> Recipe:
     """The recipe for the options that `newton_schulz` takes.
 
@@ -159,7 +196,11 @@ def recipe_for(
         ValueError: see `resolve`.
     """
     dtype = dtype or default_dtype(matrix_dtype, device)
-    return Recipe(resolve(coefficients, steps), algorithm, norm, dtype, device.type)
+    iteration = resolve(coefficients, steps)
+    if norm_factor is not None:
+        iteration = replace(iteration, norm_factor=norm_factor)
+    how = algorithm, norm, dtype, device.type, batch_invariant
+    return Recipe(iteration, *how, equilibrate, renormalize)
 
 
 def default_dtype(matrix_dtype: torch.dtype, device: torch.device) -> torch.dtype:

@@ -7,13 +7,17 @@ several iterations are made on matrices of s × s alone:
     Z = bR + cR²       Q ← ZQ + aQ       T = RZ + aR,  R ← ZT + aT       …       X ← QX
 
 A segment is what happens between two updates of X. The standard form is segments of one iteration.
+
+A team iterates on slices, intervals of the longer side. XXᵀ is the sum of that of all slices, and
+all else is done to each slice alone, by the same Q. So a team sums once in each segment.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
-from typing import Optional, Union
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Optional, Union
 
 import torch
 from torch import Tensor
@@ -21,15 +25,35 @@ from torch import Tensor
 from .. import triton_kernels
 from ..scratch import Scratch
 from .coefficients import Coefficients, Triple
-from .forms import ALGORITHMS, Recipe, recipe_for
+from .forms import ALGORITHMS, Recipe, block_side, recipe_for
 from .products import PRODUCTS, Products, full_precision
 
 NORMS = ("frobenius", "schatten4")
+_LEAST_ROW_NORM = 1e-6  # of rows that are equilibrated; smaller ones stay smaller
+_LEAST_NORM = 1e-6  # that is renormalized
+# The largest absolute eps over a matrix's largest magnitude: divided by it the matrix vanishes, and
+# the square of more would overflow.
+_MOST_EPS = 1e18
 _SIDES = (-2, -1)
 
-# Matrices are brought to norm 1 in fp32, this many bytes of it at once.
-NORMALIZE_BYTES = {"cpu": 2 << 20}
+# Matrices are brought to norm 1 in fp32, this many bytes of it at once: on CPUs what caches hold.
+NORMALIZE_BYTES = {"cpu": 1 << 20}
 DEFAULT_NORMALIZE_BYTES = 64 << 20
+
+
+class Team(NamedTuple):
+    """Who iterate on slices of the same matrices together, in the same order of calls.
+
+    Args:
+        rows, cols: of the whole matrices.
+        add: replaces a tensor by its sum over the team, equal on all members.
+        gather: the tensors of all members, stacked in a new dimension 0.
+    """
+
+    rows: int
+    cols: int
+    add: Callable[[Tensor], None]
+    gather: Callable[[Tensor], Tensor]
 
 
 @torch.no_grad()
@@ -42,6 +66,10 @@ def newton_schulz(
     algorithm: str = "auto",
     dtype: Optional[torch.dtype] = None,
     eps: float = 1e-7,
+    eps_absolute: float = 0.0,
+    norm_factor: Optional[float] = None,
+    equilibrate: bool = False,
+    renormalize: bool = False,
     scratch: Optional[Scratch] = None,
     batch_invariant: bool = False,
 ) -> Tensor:
@@ -49,15 +77,21 @@ def newton_schulz(
 
     Args:
         G: matrices (..., rows, cols), real floating point; leading dimensions are a batch.
-        steps: number of iterations; None is 5, or what an explicit list of coefficients has.
+        steps: number of iterations; None is what the coefficients were made for, 5 of a triple.
         coefficients: a family of `FAMILIES`, one (a, b, c) for all iterations, or a list of those
             of each iteration.
         norm: ``"frobenius"`` or ``"schatten4"`` (‖XXᵀ‖_F^½, a tighter bound on the largest
             singular value), what matrices are divided by first.
-        algorithm: ``"standard"``, ``"gram"``, or ``"auto"``: what is faster for the shape.
+        algorithm: ``"standard"``, ``"gram"``, or ``"auto"``: what is faster for the shape;
+            ``"auto_one_restart"``, where the Gram form restarts once, as its authors have it, as
+            long as no singular value diverges: in bf16 it mostly would.
         dtype: arithmetic of the iteration; None picks by device (`default_dtype`).
         eps: added to the norm of the matrix after its largest magnitude was scaled to 1, so that
             it acts alike on a matrix and on 1e-30 times that matrix.
+        eps_absolute: added to the norm of the matrix itself, as most other Muons have it.
+        norm_factor: what the norm is multiplied with; None is the family's.
+        equilibrate: first scale each row to the mean norm of rows, see `_equilibrate`.
+        renormalize: scale U to the Frobenius norm sqrt(min(rows, cols)), that of a polar factor.
         scratch: buffers to work in; with them, ``G`` is overwritten and U lies in one of them.
             Without them ``G`` is not modified and U is new.
         batch_invariant: orthogonalize one matrix after the other, so that none depends, by a bit,
@@ -80,107 +114,248 @@ def newton_schulz(
             f"norm must be one of {NORMS} and algorithm one of {ALGORITHMS}, "
             f"found {norm!r} and {algorithm!r}"
         )
-    recipe = recipe_for(coefficients, steps, algorithm, norm, dtype, G.dtype, G.device)
-    if G.numel() == 0:
-        return G.to(recipe.dtype, copy=True)
-    batch = G.reshape(-1, *G.shape[-2:])  # (n, rows, cols)
+    recipe = recipe_for(
+        coefficients,
+        steps,
+        algorithm,
+        norm,
+        dtype,
+        G.dtype,
+        G.device,
+        batch_invariant,
+        norm_factor=norm_factor,
+        equilibrate=equilibrate,
+        renormalize=renormalize,
+    )
+    batch = G.flatten(0, -3) if G.ndim > 2 else G[None]  # (n, rows, cols)
     overwrite, scratch = scratch is not None, scratch or Scratch()
-    if not batch_invariant:
-        return orthogonalize(batch, recipe, eps, overwrite, scratch).view(G.shape)
-    if overwrite and G.dtype == recipe.dtype:
-        U = batch
-    else:
-        U = scratch.empty("U", batch.shape, recipe.dtype, G.device)
-    # Libraries pick kernels by alignment as well: each matrix is computed in the same memory.
-    single = scratch.empty("single", batch[:1].shape, G.dtype, G.device)
-    for matrix, polar_factor in zip(batch.split(1), U.split(1)):
-        polar_factor.copy_(orthogonalize(single.copy_(matrix), recipe, eps, True, scratch))
+    U = orthogonalize(batch, recipe, Eps(eps, eps_absolute), overwrite, scratch)
     return U.view(G.shape)
+
+
+class Eps(NamedTuple):
+    """What is added to the norms that matrices are divided by.
+
+    Args:
+        relative: to the norm of a matrix whose largest magnitude has been divided out.
+        absolute: to the norm itself.
+        divided_by: what the matrices have been divided by, (n, 1, 1); None is 1.
+    """
+
+    relative: float
+    absolute: float = 0.0
+    divided_by: Optional[Tensor] = None
+
+    def scaled(self, value: float) -> Union[float, Tensor]:
+        """A value divided as the matrices have been."""
+        return value if self.divided_by is None else value / self.divided_by
+
+    def over(self, largest: Tensor) -> Union[float, Tensor]:
+        """The sum, for matrices whose largest magnitudes, (n, 1, 1), have been divided out."""
+        if self.absolute == 0.0:
+            return self.relative
+        dtype = torch.promote_types(largest.dtype, torch.float32)
+        largest = largest.to(dtype).masked_fill(largest == 0, 1.0)  # zeros
+        absolute = self.scaled(self.absolute) / largest
+        return absolute.clamp_(max=_MOST_EPS).add_(self.relative)
 
 
 def orthogonalize(
     batch: Tensor,  # (n, rows, cols)
     recipe: Recipe,
-    eps: float,
+    eps: Eps,
     overwrite: bool,
     scratch: Scratch,
+    team: Optional[Team] = None,
 ) -> Tensor:
-    """Polar factors of a batch that is not empty, by a recipe; may be in ``batch``, if it may be
-    overwritten, or in ``scratch``."""
+    """Polar factors of a batch, by a recipe; may be in ``batch``, if it may be overwritten, or in
+    ``scratch``. With a team, slices of matrices, and of their polar factors."""
+    if batch.numel() == 0:
+        return batch.to(recipe.dtype, copy=True)
+    if not recipe.batch_invariant:
+        return _orthogonalize_together(batch, recipe, eps, overwrite, scratch, team)
+    if overwrite and batch.dtype == recipe.dtype:
+        U = batch
+    else:
+        U = scratch.empty("U", batch.shape, recipe.dtype, batch.device)
+    # Libraries pick kernels by alignment as well: each matrix is computed in the same memory.
+    single = scratch.empty("single", batch[:1].shape, batch.dtype, batch.device)
+    for matrix, polar_factor in zip(batch.split(1), U.split(1)):
+        alone = single.copy_(matrix)
+        polar_factor.copy_(_orthogonalize_together(alone, recipe, eps, True, scratch))
+    return U
+
+
+def _orthogonalize_together(
+    batch: Tensor,
+    recipe: Recipe,
+    eps: Eps,
+    overwrite: bool,
+    scratch: Scratch,
+    team: Optional[Team] = None,
+) -> Tensor:
+    """`orthogonalize`, of all matrices at once."""
     n, rows, cols = batch.shape
+    if team is not None:
+        rows, cols = team.rows, team.cols
+    if recipe.equilibrate:
+        batch, eps = _equilibrate(batch, eps, overwrite, scratch)
+        overwrite = True
     if overwrite and batch.dtype == recipe.dtype:
         X = batch
     else:
         X = scratch.empty("X", batch.shape, recipe.dtype, batch.device)
     factor, scale = recipe.iteration.norm_factor, 1.0
-    rest: Optional[Tensor] = None  # what X is still to be divided by, as the first segment does
+    rest: Optional[Divisor] = None  # what X is still to be divided by, as the first segment does
     if recipe.dtype == torch.float16:
         # The entries of a large matrix of norm 1 would be lost under 6e-5: a power of two brings
         # them nearer to 1. The norm comes to less than 2^7, and sums of a part of XXᵀ to less than
         # 2^14 or so: nothing overflows where a library keeps these in fp16, too.
         scale = 2.0 ** min(6, int(math.log2(rows * cols) / 2))
-        size, rest = _normalize_exactly(batch, factor, eps, scale, X)
+        size, added, rest = _normalize_exactly(batch, factor, eps, scale, X, team)
+    elif team is not None:
+        size, added = _normalize_slices(batch, factor, eps, team, X)
     else:
-        size = _normalize(batch, factor, eps, overwrite, scratch, X)  # (n, 1, 1)
+        added = eps.relative if eps.absolute == 0.0 else eps.over(_largest(batch))
+        size = _normalize(batch, factor, added, overwrite, scratch, X)  # (n, 1, 1)
 
-    form, side = recipe.form(rows, cols), min(rows, cols)
+    form, side = recipe.form(rows, cols, team is not None), min(rows, cols)
     without_kernels = form.products == "tiles" and not triton_kernels.is_used_on(X.device.type)
     products = PRODUCTS["whole" if without_kernels else form.products]
+    if team is not None:
+        products = products.of_slices(tall=rows > cols)
     Y = scratch.empty("Y", X.shape, X.dtype, X.device)
-    squares = [
-        scratch.empty(purpose, (n, side, side), X.dtype, X.device)
-        for purpose in ("RZQT" if form.is_gram else "RZ")
-    ]
+    # One tensor: allocators return several large ones to the system and fetch them for each call.
+    padding = products.padding if block_side(form.products, side, side) < side else 0
+    shape = (4 if form.is_gram else 2, n, side, side + padding)
+    squares = scratch.empty("squares", shape, X.dtype, X.device)[..., :side].unbind(0)  # R, Z, Q, T
+    if n == 1 and team is None and recipe.takes_whole_bf16(form, rows, cols):
+        X = _standard_form_of_one(X[0], Y[0], squares[0][0], squares[1][0], form.triples)[None]
+        return _renormalize(X) if recipe.renormalize else X
     with full_precision(X.dtype, X.device.type):
         for start, stop in form.segments:
-            correction = None if rest is None else rest.square().reciprocal_()
-            R = products.gram(X, scale**-2, correction, squares[0])
+            R = products.gram(X, scale**-2, None if rest is None else rest.of_gram, squares[0])
+            if team is not None:
+                team.add(R)
             if start == 0 and recipe.norm == "schatten4":  # X is of size 1 by the Frobenius norm
                 dtype = torch.promote_types(R.dtype, torch.float32)
                 norm_of_R = torch.linalg.vector_norm(R, dim=_SIDES, keepdim=True, dtype=dtype)
-                closer = _size(norm_of_R.sqrt_(), factor, eps / size)
+                closer = _size(norm_of_R.sqrt_(), factor, added / size)
                 R.div_(closer.square())
-                rest = closer if rest is None else rest * closer
-            Q, alpha, beta = _segment(R, form.triples[start:stop], rest, products, squares[1:])
+                rest = _divisor(closer if rest is None else rest.value * closer, scale)
+            if start == 0 and recipe.iteration.preconditioned:
+                _precondition(X, R, is_tall=rows > cols)
+            inverse = None if rest is None else rest.inverse
+            Q, alpha, beta = _segment(R, form.triples[start:stop], inverse, products, squares[1:])
             rest = None
             if stop == len(form.triples):
                 alpha, beta = alpha / scale, beta / scale
             X, Y = products.apply(Q, X, alpha, beta, Y), X
+    return _renormalize(X) if recipe.renormalize else X
+
+
+def _standard_form_of_one(
+    X: Tensor, Y: Tensor, R: Tensor, Z: Tensor, triples: Sequence[Triple]
+) -> Tensor:
+    """The standard form of one matrix by whole products; X and the buffers are overwritten.
+
+    The general loop takes a tenth longer on CPUs at 256 × 256, for its products of batches of one
+    and for what it does between products.
+    """
+    is_tall = X.shape[0] > X.shape[1]
+    for a, b, c in triples:
+        left, right = (X.mT, X) if is_tall else (X, X.mT)
+        torch.mm(left, right, out=R)
+        Q, alpha = (R, b) if c == 0.0 else (torch.addmm(R, R, R, alpha=c, beta=b, out=Z), 1.0)
+        left, right = (X, Q) if is_tall else (Q, X)
+        torch.addmm(X, left, right, alpha=alpha, beta=a, out=Y)
+        X, Y = Y, X
     return X
 
 
 def _segment(
     R: Tensor,  # (n, s, s), overwritten
     triples: Sequence[Triple],
-    rest: Optional[Tensor],
+    inverse: Optional[Tensor],
     products: Products,
     buffers: Sequence[Tensor],
 ) -> tuple[Tensor, float, float]:
     """Q, α and β of the update X ← αQX + βX that the iterations of a segment make together.
 
-    X is divided by ``rest``, (n, 1, 1), at that, where it is not None.
+    X is multiplied by ``inverse``, (n, 1, 1), at that, where it is not None.
     """
     Z, *more = buffers
     alone = len(triples) == 1
     for step, (a, b, c) in enumerate(triples):
-        if c == 0.0 and alone and rest is None:
+        if c == 0.0 and alone and inverse is None:
             return R, b, a
         Z = torch.mul(R, b, out=Z) if c == 0.0 else products.symmetric(R, R, c, b, R, Z)
-        if alone and rest is None:
+        if alone and inverse is None:
             return Z, 1.0, a
         if step < len(triples) - 1:
             T = products.symmetric(R, Z, 1.0, a, R, more[-1])
             R = products.symmetric(Z, T, 1.0, a, T, R)
         if step == 0:  # Q = Z + aI
             Q = Z if alone else more[0]
-            inverse = torch.ones_like(Z[:, :1, :1]) if rest is None else rest.reciprocal()
-            torch.mul(Z, inverse, out=Q)
-            Q.diagonal(dim1=-2, dim2=-1).add_(inverse.squeeze(-1), alpha=a)
+            _add_to_diagonal(Z, a, inverse, Q)
         else:
             Q, spare = more
             Q = products.symmetric(Z, Q, 1.0, a, Q, spare)  # Z last, as in R: roundings agree
             more = [Q, more[0]]
     return Q, 1.0, 0.0
+
+
+def _add_to_diagonal(Z: Tensor, a: float, inverse: Optional[Tensor], out: Tensor) -> None:
+    """(Z + aI)·inverse of every matrix into ``out``, which may be Z."""
+    if triton_kernels.is_used_on(Z.device.type) and Z.dtype != torch.float64:
+        from ..triton_kernels import elementwise
+
+        elementwise.add_to_diagonal(Z, inverse, a, out)
+        return
+    diagonal = out.diagonal(dim1=-2, dim2=-1)
+    if inverse is None:
+        if out is not Z:
+            out.copy_(Z)
+        diagonal.add_(a)
+    else:
+        torch.mul(Z, inverse, out=out)
+        diagonal.add_(inverse.squeeze(-1), alpha=a)
+
+
+class Divisor(NamedTuple):
+    """What matrices are still to be divided by, (n, 1, 1).
+
+    Args:
+        value, inverse: that, and its inverse.
+        of_gram: what their Gram matrices are multiplied with, (scale·value)^-2.
+    """
+
+    value: Tensor
+    inverse: Tensor
+    of_gram: Tensor
+
+
+def _divisor(value: Tensor, scale: float) -> Divisor:
+    return Divisor(value, value.reciprocal(), value.square().reciprocal_().mul_(scale**-2))
+
+
+def _precondition(X: Tensor, R: Tensor, is_tall: bool) -> None:
+    """Divides, in place, each row of the shorter side of X by the root of the sum of magnitudes in
+    its row of R = XXᵀ, and R accordingly."""
+    dtype = torch.promote_types(R.dtype, torch.float32)
+    sums = torch.linalg.vector_norm(R, 1, dim=-1, keepdim=True, dtype=dtype)  # (n, s, 1)
+    scale = sums.masked_fill_(sums == 0, 1.0).rsqrt_()
+    R.mul_(scale * scale.mT)
+    X.mul_(scale.mT if is_tall else scale)
+
+
+def _renormalize(U: Tensor) -> Tensor:
+    """Scales U, in place, to the Frobenius norm sqrt(min(rows, cols)) (Muon+, arXiv:2602.21545)."""
+    dtype = torch.promote_types(U.dtype, torch.float32)
+    parts = U.split(1 if U.device.type == "cpu" else len(U))  # CPUs copy 16 bits to widen them
+    norms = [torch.linalg.vector_norm(U_i, 2, _SIDES, True, dtype=dtype) for U_i in parts]
+    wanted = math.sqrt(min(U.shape[-2:]))
+    return U.mul_(torch.cat(norms).clamp_min_(_LEAST_NORM).reciprocal_().mul_(wanted))
 
 
 def _size(norm: Tensor, factor: float, eps: Union[float, Tensor]) -> Tensor:
@@ -190,7 +365,12 @@ def _size(norm: Tensor, factor: float, eps: Union[float, Tensor]) -> Tensor:
 
 
 def _normalize(
-    G: Tensor, factor: float, eps: float, overwrite: bool, scratch: Scratch, out: Tensor
+    G: Tensor,
+    factor: float,
+    eps: Union[float, Tensor],  # (n, 1, 1)
+    overwrite: bool,
+    scratch: Scratch,
+    out: Tensor,
 ) -> Tensor:
     """Divides each matrix by its size, factor·‖G‖_F + eps, rounding once into ``out``.
 
@@ -198,71 +378,173 @@ def _normalize(
         The sizes, of matrices whose largest magnitude has been divided out, (n, 1, 1) in fp32 or
         fp64; not finite of a matrix with Inf or NaN.
     """
-    _, rows, cols = G.shape
+    n, rows, cols = G.shape
     dtype = torch.promote_types(G.dtype, torch.float32)
     limit = NORMALIZE_BYTES.get(G.device.type, DEFAULT_NORMALIZE_BYTES)
     at_once = max(1, limit // (4 * rows * cols))
     # A large matrix in 16 bits goes by in rows, twice, rather than being copied to fp32 whole.
-    rows_at_once = rows if G.dtype == dtype else max(1, limit // (4 * at_once * cols))
+    rounds_on_cpu = G.device.type == "cpu" and out.dtype.itemsize == 2
+    by_rows = G.dtype != dtype or rounds_on_cpu
+    rows_at_once = max(1, limit // (4 * at_once * cols)) if by_rows else rows
     buffers = None if overwrite and G.dtype == dtype else scratch
     sizes = []
-    for matrices, outputs in zip(G.split(at_once), out.split(at_once)):
+    parts = [(G, out, eps)]
+    if at_once < n:
+        of_each = eps.split(at_once) if isinstance(eps, Tensor) else itertools.repeat(eps)
+        parts = list(zip(G.split(at_once), out.split(at_once), of_each))
+    for matrices, outputs, added in parts:
         # Squares of values under 1e-19 vanish in fp32: bring the largest magnitude to 1 first.
-        highest, lowest = matrices.amax(_SIDES, True), matrices.amin(_SIDES, True)
-        largest = torch.maximum(highest, -lowest).to(dtype)
+        largest = _largest(matrices).to(dtype)
         largest.masked_fill_(largest == 0, 1.0)  # (n, 1, 1)
-        slices, norms = matrices.split(rows_at_once, dim=-2), []
+        split = rows_at_once < rows
+        slices = matrices.split(rows_at_once, dim=-2) if split else [matrices]
+        targets = outputs.split(rows_at_once, dim=-2) if split else [outputs]
+        norms = []
         for slice_of_G in slices:
             X = _divided(slice_of_G, largest, buffers)
             norms.append(torch.linalg.vector_norm(X, dim=_SIDES, keepdim=True))
-        norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), dim=0)
-        size = _size(norm, factor, eps)
-        for slice_of_G, output in zip(slices, outputs.split(rows_at_once, dim=-2)):
-            if len(slices) > 1:
-                X = _divided(slice_of_G, largest, buffers)
-            torch.div(X, size, out=output)
+        norm = torch.linalg.vector_norm(torch.stack(norms), dim=0) if split else norms[0]
+        size = _size(norm, factor, added)
+        for slice_of_G, output in zip(slices, targets):
+            if split:
+                X = slice_of_G if buffers is None else _divided(slice_of_G, largest, buffers)
+            if rounds_on_cpu:  # where out= would allocate what is rounded
+                output.copy_(X.div_(size))
+            else:
+                torch.div(X, size, out=output)
         sizes.append(size)
-    return torch.cat(sizes)
+    return sizes[0] if len(sizes) == 1 else torch.cat(sizes)
+
+
+def _equilibrate(G: Tensor, eps: Eps, overwrite: bool, scratch: Scratch) -> tuple[Tensor, Eps]:
+    """Scales each row to ‖G‖_F/√rows, the mean norm of rows (MuonEq, arXiv:2603.28254).
+
+    As nanochat has it, rows of norms under 1e-6 are taken for rows of that norm. What is returned
+    are rows of norm √cols instead, whose entries fit every format, and eps for these; G itself, if
+    it may be overwritten.
+    """
+    n, rows, cols = G.shape
+    dtype = torch.promote_types(G.dtype, torch.float32)
+    out = G if overwrite else scratch.empty("equilibrated", G.shape, G.dtype, G.device)
+    least = torch.ones((n, rows, 1), dtype=dtype, device=G.device)
+    least.mul_(eps.scaled(_LEAST_ROW_NORM))
+    limit = NORMALIZE_BYTES.get(G.device.type, DEFAULT_NORMALIZE_BYTES)
+    at_once = max(1, limit // (dtype.itemsize * cols))
+    norms = []
+    for some, output, least_norm in zip(
+        *(of.view(n * rows, -1).split(at_once) for of in (G.contiguous(), out, least))
+    ):
+        X = scratch.empty("opmath", some.shape, dtype, G.device).copy_(some)
+        largest = torch.linalg.vector_norm(X, math.inf, -1, True)
+        largest.masked_fill_(largest == 0, 1.0)  # zeros stay zeros
+        norms.append(torch.linalg.vector_norm(X.div_(largest), dim=-1, keepdim=True).mul_(largest))
+        scale = largest.div_(torch.maximum(norms[-1], least_norm)).mul_(math.sqrt(cols))
+        output.copy_(X.mul_(scale))
+    if eps.absolute != 0.0:
+        whole = torch.linalg.vector_norm(torch.cat(norms).view(n, rows, 1), dim=1, keepdim=True)
+        divided_by = whole.div_(math.sqrt(rows * cols))
+        if eps.divided_by is not None:
+            divided_by.mul_(eps.divided_by)
+        eps = eps._replace(divided_by=divided_by)
+    return out, eps
+
+
+def _largest(G: Tensor) -> Tensor:
+    """The largest magnitude of each matrix, (n, 1, 1), NaN where there is one."""
+    if len(G) == 1 and G.device.type == "cpu":  # amax over two dimensions is slow in 16 bits
+        lowest, highest = torch.aminmax(G)
+    else:
+        highest, lowest = G.amax(_SIDES, True), G.amin(_SIDES, True)
+    return torch.maximum(highest, -lowest).view(-1, 1, 1)
+
+
+def _normalize_slices(
+    G: Tensor, factor: float, eps: Eps, team: Team, out: Tensor
+) -> tuple[Tensor, Union[float, Tensor]]:
+    """Does to slices what `_normalize` does to matrices; returns the sizes, and eps over them."""
+    dtype = torch.promote_types(G.dtype, torch.float32)
+    slice_of_G = G.to(dtype, copy=True)
+    largest = torch.linalg.vector_norm(slice_of_G, math.inf, _SIDES, True)
+    divisor = largest.masked_fill(largest == 0, 1.0)
+    norm = torch.linalg.vector_norm(slice_of_G.div_(divisor), dim=_SIDES, keepdim=True)
+    largest, norm = _of_whole_matrices(largest, norm, team)
+    added = eps.over(largest)
+    size = _size(norm, factor, added)
+    torch.mul(slice_of_G.div_(size), divisor / largest, out=out)
+    return size, added
+
+
+def _of_whole_matrices(largest: Tensor, norm: Tensor, team: Team) -> tuple[Tensor, Tensor]:
+    """The largest magnitudes of matrices, 1 of zeros, and their norms when that is divided out.
+
+    ``largest`` and ``norm`` are those of this member's slices, 0 of zeros.
+    """
+    largest_of_each, norm_of_each = team.gather(torch.stack((largest, norm))).unbind(1)
+    largest = largest_of_each.amax(0)
+    largest.masked_fill_(largest == 0, 1.0)
+    return largest, torch.linalg.vector_norm(norm_of_each * (largest_of_each / largest), dim=0)
 
 
 def _divided(G: Tensor, largest: Tensor, scratch: Optional[Scratch]) -> Tensor:
     """G divided in the dtype of ``largest``: in a buffer, or in place where there are none."""
     if scratch is None:
         return G.div_(largest)
-    return scratch.empty("opmath", G.shape, largest.dtype, G.device).copy_(G).div_(largest)
+    X = scratch.empty("opmath", G.shape, largest.dtype, G.device)
+    return torch.div(G, largest, out=X) if G.dtype == X.dtype else X.copy_(G).div_(largest)
 
 
 def _normalize_exactly(
-    G: Tensor, factor: float, eps: float, scale: float, out: Tensor
-) -> tuple[Tensor, Tensor]:
+    G: Tensor,
+    factor: float,
+    eps: Eps,
+    scale: float,
+    out: Tensor,
+    team: Optional[Team] = None,
+) -> tuple[Tensor, Union[float, Tensor], Divisor]:
     """Multiplies each matrix by a power of two that brings its size near ``scale``, in fp16.
 
     What came in fp16, scaled by a power of two for the wire, is not rounded again. G may be
     ``out``.
 
     Returns:
-        The sizes as `_normalize` has them, and what ``out`` is still to be divided by, in [1, 2),
-        NaN of a matrix with Inf or NaN.
+        The sizes as `_normalize` has them; what of them is eps; and what ``out`` is still to be
+        divided by, NaN of a matrix with Inf or NaN.
     """
     dtype = torch.promote_types(G.dtype, torch.float32)
-    if triton_kernels.is_used_on(G.device.type):
+    if team is None and triton_kernels.is_used_on(G.device.type):
         from ..triton_kernels import elementwise
 
-        measured = torch.empty((2, len(G)), dtype=dtype, device=G.device)
-        elementwise.measure(list(G), *measured)
-        size, rest, exponents = elementwise.sizes(*measured, factor=factor, eps=eps, scale=scale)
-        elementwise.pack(list(G), list(out), exponents)
-        return size.view(-1, 1, 1), rest.view(-1, 1, 1)
+        sizes = elementwise.measure(G, factor=factor, eps=eps.relative, scale=scale)
+        elementwise.pack_batch(G, out, sizes.exponents)
+        largest, _, size, *divisor = (numbers.view(-1, 1, 1) for numbers in sizes[:6])
+        return _add_absolute(eps, largest, size, Divisor(*divisor), scale)
     largest = torch.linalg.vector_norm(G, math.inf, _SIDES, True, dtype=dtype)  # (n, 1, 1)
-    largest.masked_fill_(largest == 0, 1.0)
+    is_zero = largest == 0
+    largest.masked_fill_(is_zero, 1.0)
     scaled = torch.ldexp(G.to(dtype), -_exponent(largest))
     norm = torch.linalg.vector_norm(scaled, 2, _SIDES, True).div_(_mantissa(largest))
-    size = _size(norm, factor, eps)
+    if team is not None:
+        largest, norm = _of_whole_matrices(largest.masked_fill_(is_zero, 0.0), norm, team)
+    size = _size(norm, factor, eps.relative)
     rest = size * _mantissa(largest)
     exponents = _exponent(largest) + _exponent(rest) - int(math.log2(scale))
     half = exponents // 2  # a power of two for the whole may leave the range of fp32
     out.copy_(torch.ldexp(torch.ldexp(G.to(dtype), -half), half - exponents))
-    return size, _mantissa(rest)
+    return _add_absolute(eps, largest, size, _divisor(_mantissa(rest), scale), scale)
+
+
+def _add_absolute(
+    eps: Eps, largest: Tensor, size: Tensor, rest: Divisor, scale: float
+) -> tuple[Tensor, Union[float, Tensor], Divisor]:
+    """The sizes with an absolute eps, all of eps, and what is still to be divided by then.
+
+    Matrices themselves are not divided by it: in fp16 the small ones would vanish.
+    """
+    added = eps.over(largest)
+    if not isinstance(added, Tensor):
+        return size, added, rest
+    whole = size + (added - eps.relative)
+    return whole, added, _divisor(rest.value * (whole / size), scale)
 
 
 def _exponent(values: Tensor) -> Tensor:

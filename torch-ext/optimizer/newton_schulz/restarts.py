@@ -19,6 +19,7 @@ import functools
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Optional
 
 import torch
 
@@ -32,8 +33,8 @@ _TOLERATED = 1.5
 # polynomial, where little more makes the next ones diverge, and in a Gram matrix it is off by as
 # much as all others have grown meanwhile. Measured on matrices of one large singular value beside
 # any others, that grows to harm where the product of a in a segment exceeds these.
-_MOST_GROWTH = {torch.bfloat16: 16.0, torch.float16: 64.0}
-_MOST_GROWTH_IN_FP32 = 1000.0
+MOST_GROWTH = {torch.bfloat16: 16.0, torch.float16: 64.0}
+MOST_GROWTH_IN_FP32 = 1000.0
 
 _LARGEST_SIDE = 512  # that is told apart: in longer matrices, more averages out
 _POINTS = 16  # of a spectrum, each for many singular values
@@ -41,6 +42,11 @@ _POINTS = 16  # of a spectrum, each for many singular values
 # Iterations of which all subsets are tried as restarts. Later ones change little, and would be
 # many to plan: each is a segment of its own.
 _MOST_PLANNED = 7
+
+# What the authors of the Gram form simulate, and from where on they refuse a restart.
+_AUTHORS_POINTS = 1000  # they take 10,000, with the same outcome
+_AUTHORS_ERROR_OF_R = -4e-4
+_AUTHORS_WORST_CONDITION = 1e8
 
 
 def plan_restarts(
@@ -56,10 +62,45 @@ def plan_restarts(
     """
     if len(triples) < 2:
         return ()
-    growth = _MOST_GROWTH.get(dtype, _MOST_GROWTH_IN_FP32)
+    growth = MOST_GROWTH.get(dtype, MOST_GROWTH_IN_FP32)
     side = min(_LARGEST_SIDE, 1 << max(4, side.bit_length() - 1))
     planned = _plan(triples[:_MOST_PLANNED], growth, norm, side)
     return planned + tuple(range(_MOST_PLANNED, len(triples)))
+
+
+@functools.cache
+def one_restart(triples: tuple[Triple, ...], dtype: torch.dtype) -> Optional[int]:
+    """After which iteration the authors of the Gram form restart, once; None where they refuse, or
+    where small singular values grow so much that one that stands alone would diverge.
+
+    Zhang, Amsel, Chen & Dao 2026 ("Gram Newton-Schulz", find_best_restarts): all eigenvalues of R
+    are off by the same −4e-4 whenever R is taken, and Q's condition number, the largest of all
+    iterations, should be least. They iterate in fp16. That takes fewer FLOPs than `plan_restarts`,
+    and is less exact (docs/accuracy.md).
+    """
+    positions = range(1, len(triples))
+    best = min(positions, key=lambda at: _worst_condition(triples, at), default=None)
+    if best is None or not _worst_condition(triples, best) < _AUTHORS_WORST_CONDITION:
+        return None
+    growth = MOST_GROWTH.get(dtype, MOST_GROWTH_IN_FP32)
+    return best if _growth(triples, [best]) <= growth else None
+
+
+def _worst_condition(triples: Sequence[Triple], restart: int) -> float:
+    """The largest condition number of Q, with one restart, for singular values from 1 to 1e-10."""
+    sigmas = [10.0 ** (-10 * i / (_AUTHORS_POINTS - 1)) for i in range(_AUTHORS_POINTS)]
+    worst = 1.0
+    for start, stop in segments([restart], len(triples)):
+        lambdas, Q = [x * x + _AUTHORS_ERROR_OF_R for x in sigmas], [1.0] * len(sigmas)
+        for a, b, c in triples[start:stop]:
+            Y = [a + x * (b + c * x) for x in lambdas]
+            Q = [q * y for q, y in zip(Q, Y)]
+            lambdas = [x * y * y for x, y in zip(lambdas, Y)]
+            least = min(map(abs, Q))
+            finite = least > 0 and all(map(math.isfinite, Q))
+            worst = max(worst, max(map(abs, Q)) / least if finite else math.inf)
+        sigmas = [x * q for x, q in zip(sigmas, Q)]
+    return worst
 
 
 @functools.cache
