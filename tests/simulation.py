@@ -31,11 +31,13 @@ class Simulated:
     Args:
         lanes: with traffic.
         all_gathers: chunks that came back by one.
+        slices: units that are slices of matrices.
         read: rank and number of the entries whose gradients were asked for.
     """
 
     lanes: int = 0
     all_gathers: int = 0
+    slices: int = 0
     read: set[tuple[int, int]] = field(default_factory=set)
 
 
@@ -44,6 +46,7 @@ def simulate(entries: Sequence[Any], plans: Sequence[Any], chunk_size: int = -1)
 
     - The peers of a lane see the same lane, and come to it without waiting for each other.
     - What a rank expects is what the others send, and none sends anything to itself.
+    - The members of a team have slices of the same matrices, batch by batch: they sum over these.
     - The momentum of every element is read once on each rank that holds it, and gathered by as many
       owners as there should be; they are those that the lane names.
     - Every element of a rank's weights gets its own update, once.
@@ -67,7 +70,7 @@ def simulate(entries: Sequence[Any], plans: Sequence[Any], chunk_size: int = -1)
 
 
 def key(lane: Any) -> tuple:
-    return (lane.peers, lane.wire, lane.opmath, lane.device)
+    return (lane.peers, lane.team_size, lane.wire, lane.opmath, lane.device)
 
 
 class _Step:
@@ -120,7 +123,8 @@ class _Step:
             == sorted(first.peers)
         )
         for lane in lanes:
-            assert (lane.digest, lane.in_flight) == (first.digest, first.in_flight)
+            same = ("digest", "in_flight", "ahead")
+            assert all(getattr(lane, key) == getattr(first, key) for key in same)
             assert (lane.rounds, lane.owned_by_all) == (first.rounds, first.owned_by_all)
             assert len(lane.chunks) == len(lane.rounds)
         named = [unit for unit, _ in first.owners]
@@ -133,7 +137,20 @@ class _Step:
                 assert Counter(mine) == Counter(unit for unit, of in owned if of == owner)
                 matrices = sum(unit.count for unit in mine)
                 assert chunk_size < 0 or matrices <= chunk_size
+            self.teams(first.team_size, chunks)
             self.chunk(lanes, chunks)
+
+    def teams(self, size: int, chunks: Sequence[Any]) -> None:
+        batches = [
+            [[unit.matrices for unit in batch.units] for batch in chunk.batches] for chunk in chunks
+        ]
+        for peer, of_peer in enumerate(batches):
+            assert of_peer == batches[peer - peer % size]
+        units = [unit for chunk in chunks for batch in chunk.batches for unit in batch.units]
+        sliced = [unit for unit in units if unit.length is not None]
+        assert len(sliced) == (len(units) if size > 1 else 0)
+        assert all(unit.length > 0 for unit in sliced)
+        self.seen.slices += len(sliced)
 
     def chunk(self, lanes: Sequence[Any], chunks: Sequence[Any]) -> None:
         first = lanes[0]
@@ -144,14 +161,14 @@ class _Step:
         updates, returned = [], []
         for lane, chunk, momentum, came in zip(lanes, chunks, momenta, gathered):
             everything = chunk.scatter.kept + sum(chunk.scatter.received)
-            updates.append(torch.full((everything if chunk.slot else chunk.scatter.kept,), NONE))
-            sent = 0 if chunk.slot else sum(chunk.scatter.sent)
+            updates.append(torch.full((everything if chunk.slots else chunk.scatter.kept,), NONE))
+            sent = 0 if chunk.slots else sum(chunk.scatter.sent)
             assert not (lane.owned_by_all and sent)
             returned.append(torch.full((sent,), NONE))
             for batch in chunk.batches:
                 units = self.assemble(lane, batch, momentum, came)
                 self.stage_updates(lane, chunk, batch, units, updates[-1], returned[-1])
-        if chunks[0].slot:
+        if chunks[0].slots:
             self.seen.all_gathers += 1
             updates = [_all_gather(updates, chunks)] * len(lanes)
         else:
@@ -205,6 +222,12 @@ class _Step:
             if lane.scaled:
                 exponents = source[part.start + count * part.numel :][: count * len(part.boxes)]
                 assert exponents.tolist() == [EXPONENT] * (count * len(part.boxes))
+        in_runs = torch.full_like(units, NONE)
+        for run in batch.gathered_runs:
+            source = momentum if run.first.peer == lane.this_peer else came
+            for there, parts in zip(run.in_units(in_runs), run.in_buffer(source, count)):
+                there.copy_(parts)
+        assert torch.equal(in_runs, units)
         owned = self.owned[lane.peers[lane.this_peer]]
         for unit, found in zip(batch.units, units):
             assert torch.equal(found, self.unit_of(self.whole, unit))
@@ -223,12 +246,18 @@ class _Step:
         """Writes every peer's part of the updates where it is sent from."""
         for part in batch.scattered:
             assert part.start % _alignment(lane) == 0
-            assert part.peer == lane.this_peer or not (lane.owned_by_all or chunk.slot)
+            assert part.peer == lane.this_peer or not (lane.owned_by_all or chunk.slots)
             buffer = kept if part.peer == lane.this_peer else sent
             numbers = [unit[regions.slices(box)].flatten() for unit in units for box in part.boxes]
             flat = torch.cat(numbers) if numbers else torch.empty(0)
             _write(buffer, part.start, flat)
             _write(buffer, part.start + len(flat), self.trailer(lane, batch.units, part.boxes))
+        for run in batch.scattered_runs:
+            buffer = kept if run.first.peer == lane.this_peer else sent
+            for parts, there in zip(run.in_units(units), run.in_buffer(buffer, len(units))):
+                assert torch.equal(there, parts)
+            trailer = self.trailer(lane, batch.units, run.first.boxes)
+            assert (run.behind(buffer, len(units), len(trailer)) == torch.tensor(trailer)).all()
 
     def unpack(self, lane: Any, chunk: Any, updates: torch.Tensor) -> None:
         """Updates a rank's weights with what has come back."""
@@ -243,7 +272,7 @@ class _Step:
             seen[bundle.trailer :][: len(trailer)] += 1
             self.visit(self.updated[rank], rank, bundle, Entry.region)
         assert (seen <= 1).all() and ((seen == 1) == (updates != NONE)).all()
-        assert chunk.slot or _is_full(updates, lane)
+        assert len(set(chunk.slots)) == 1 or _is_full(updates, lane)
 
     def unit_of(self, tensors: Sequence[torch.Tensor], unit: Any) -> torch.Tensor:
         """What whole tensors have of a unit, a view."""
@@ -325,9 +354,9 @@ def _exchange(buffers: Sequence[torch.Tensor], chunks: Sequence[Any], way: str) 
 
 
 def _all_gather(buffers: Sequence[torch.Tensor], chunks: Sequence[Any]) -> torch.Tensor:
-    """What it makes of buffers in which each rank has filled its slot, and no other."""
-    (slot,) = {chunk.slot for chunk in chunks}
-    slots = [buffer.split(slot) for buffer in buffers]
+    """What they make of buffers in which each rank has filled its slot, and no other."""
+    (sizes,) = {chunk.slots for chunk in chunks}
+    slots = [buffer.split(list(sizes)) for buffer in buffers]
     for peer, of_rank in enumerate(slots):
         assert len(of_rank) == len(buffers)
         assert all((s == NONE).all() for other, s in enumerate(of_rank) if other != peer)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import itertools
 import os
 import pickle
 import random
 import re
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -312,7 +314,8 @@ def groups_made_anew():
     shared = Agreement()
     for _ in range(3):
         assert compare(shared, notes_on(CHAIN), None) is None
-        agreement._groups.clear()  # as when the process group was replaced but its store was not
+        # As when the process group was replaced but its store was not.
+        optimizer.distributed.connections._cache.clear()
         shared = pickle.loads(pickle.dumps(shared))
 
 
@@ -379,10 +382,68 @@ def test_where_gloo_has_no_interface_on_a_rank_all_raise_at_once_and_name_the_va
         assert "bogus0" in outcome.message
 
 
+# -- connections -------------------------------------------------------------------------------
+
+
+def gathered_by(sizes):
+    """What the first ranks gather, so many of them at a time."""
+    rank, gathered = dist.get_rank(), {}
+    for size in sizes:
+        if rank < size:
+            connections = optimizer.distributed.connections.connections_of(tuple(range(size)))
+            gathered[size] = connections.all_gather(torch.tensor([[rank, -rank]]))
+    return gathered
+
+
+def test_every_rank_gathers_what_all_have_in_order_whatever_their_number():
+    sizes = [*range(2, 10), 13, 16, 19]
+    for rank, gathered in enumerate(run_ranks(gathered_by, max(sizes), sizes)):
+        assert list(gathered) == [size for size in sizes if size > rank]
+        for size in gathered:
+            expected = torch.stack([torch.arange(size), -torch.arange(size)], 1).unsqueeze(1)
+            assert torch.equal(gathered[size], expected)
+
+
+def sockets_opened():
+    def count():
+        links = (f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd"))
+        return sum(os.path.islink(f) and os.readlink(f).startswith("socket:") for f in links)
+
+    shared, everyone = Agreement(), tuple(range(dist.get_world_size()))
+    before = count()
+    for _ in range(2):
+        assert compare(shared, notes_on((everyone,)), None) is None
+    return count() - before
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts sockets as Linux lists them")
+@pytest.mark.parametrize(
+    ("ranks", "peers"),
+    [(8, 7), (13, 7 + 1), (16, 7 + 1), pytest.param(64, 14, marks=pytest.mark.slow)],
+)
+def test_a_rank_connects_with_seven_for_each_eightfold_of_ranks_and_listens_on_one(ranks, peers):
+    assert max(run_ranks(sockets_opened, ranks, timeout=500)) == peers + 1
+
+
+def one_dies(victim):
+    shared, everyone = Agreement(), tuple(range(dist.get_world_size()))
+    assert compare(shared, notes_on((everyone,)), None) is None
+    if dist.get_rank() == victim:
+        os._exit(1)
+    in_seconds(compare, shared, notes_on((everyone,)), None)
+
+
+@pytest.mark.parametrize("victim", [0, 9, 17])
+def test_where_a_rank_has_died_all_raise_long_before_the_timeout(victim):
+    for rank, outcome in enumerate(rank_outcomes(one_dies, 18, victim, pg_timeout=100)):
+        assert outcome.error == ("Crashed" if rank == victim else "RuntimeError"), outcome
+        assert rank == victim or "have to call step() together" in outcome.message
+
+
 # -- optimizers --------------------------------------------------------------------------------
 
 
-def chained_optimizer():
+def chained_optimizer(**options):
     groups = []
     for number, ranks in enumerate(CHAIN):
         mesh = DeviceMesh("cpu", list(ranks))
@@ -391,7 +452,7 @@ def chained_optimizer():
             param.grad = distribute_tensor(torch.ones(6, 4), mesh, [Shard(0)])
             names = [f"{number}.weight"]
             groups.append({"params": [param], "names": names, "use_muon": True})
-    return optimizer.Muon(groups, lr=0.1)
+    return optimizer.Muon(groups, lr=0.1, **options)
 
 
 def step_a_chain(faulty, fault):
@@ -432,6 +493,35 @@ def test_a_fault_at_one_end_of_a_chain_raises_on_all_and_touches_nothing(faulty,
         own = "KeyError" if fault == "closure" and rank == faulty else "ValueError"
         assert outcome.error == own, outcome
         assert words in outcome.message
+
+
+def closure_raises_where_nobody_else_steps():
+    optim = chained_optimizer()
+    if dist.get_rank() == 0:
+        optim.step(lambda: {}["no batch"])
+
+
+def test_a_closure_that_raises_says_so_where_no_other_rank_comes():
+    """Also in a first step, in which ranks find each other before they plan."""
+    alone, *_ = rank_outcomes(closure_raises_where_nobody_else_steps, 4, pg_timeout=2)
+    assert (alone.error, alone.message) == ("KeyError", "'no batch'")
+
+
+def memory_of_a_chain(how_often):
+    rank = dist.get_rank()
+    muon = importlib.import_module(f"{optimizer.__name__}.muon")  # no rank here has an accelerator
+    with mock.patch.object(muon, "memory_of", lambda device: [40e9, 80e9, 24e9, 80e9][rank]):
+        optim = chained_optimizer(consistency_check=how_often)
+        optim.step()
+        return optim._settings.memory
+
+
+@pytest.mark.parametrize("how_often", ["step", "plan", "off"])
+def test_all_ranks_of_a_chain_plan_for_the_least_memory(how_often):
+    """Those that never compare notes plan for the default, or their plans would differ."""
+    assumed = optimizer.distributed.machine.DEFAULT_MACHINE.memory
+    expected = assumed if how_often == "off" else 24e9
+    assert run_ranks(memory_of_a_chain, 4, how_often) == [expected] * 4
 
 
 def closure_recovers():

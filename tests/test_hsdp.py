@@ -92,8 +92,14 @@ def test_the_largest_matrix_bounds_what_sharing_gains():
     )
 
 
-@pytest.mark.parametrize("wrong", [{"flops": 0}, {"latency": -1}, {"ranks_per_host": 0}])
-def test_a_machine_has_speeds_above_zero(wrong):
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *({"flops": 0}, {"latency": -1}, {"ranks_per_host": 0}),
+        *({"memory": 0.5}, {"memory": float("inf")}, {"memory": float("nan")}),
+    ],
+)
+def test_a_machine_has_speeds_above_zero_and_bytes_of_memory(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         dataclasses.replace(machine.MACHINES["cpu"], **wrong)
 

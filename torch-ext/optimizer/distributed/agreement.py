@@ -9,14 +9,13 @@ differ do ranks send their notes as text, to name what differs.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import hashlib
 import json
-import uuid
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import reduce
 from itertools import zip_longest
 from operator import or_
@@ -26,16 +25,16 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
+from .connections import NoConnection, Ranks, close_connections, connections_of
+from .machine import DEFAULT_MACHINE
 from .plan import ranks_sort_key
-from .utils import GroupCache, world_timeout
+from .utils import this_rank, world_timeout
 
 CHECKS = ("step", "plan", "off")
 
 # The vote of a rank, the fourth field of its record, to which it adds whether it lacks kernels.
 _GO, _SKIP, _FAIL = range(3)
 _LACKS_KERNELS = 4
-
-Ranks = tuple[int, ...]  # global and ascending
 
 # Every exchange starts with one record of six int64. Gloo aborts the process when ranks send
 # different sizes, so even ranks that are not at the same exchange must send the same.
@@ -44,14 +43,6 @@ _DISCOVER, _STEP, _SETS, _NOTES = range(4)  # the stage, its first field: what t
 _OPTIMIZERS_DIFFER = (
     "ranks {} and {} step different optimizers; let all ranks make, copy, load and step theirs "
     "alike and in the same order"
-)
-
-
-# How hosts are to reach each other, and how to change that.
-_ROUTE = (
-    "hosts compare notes over gloo, by the network interface that GLOO_SOCKET_IFNAME names, or "
-    "that of the host's name where it is not set; on every rank set it to an interface that "
-    "reaches the other hosts (`ip -br addr` lists them)"
 )
 
 
@@ -72,10 +63,6 @@ class StepNotes:
     optimizer: str = ""
 
 
-class _NoConnection(RuntimeError):
-    """What keeps gloo from connecting ranks, all of which have come."""
-
-
 class _Disagreement(Exception):
     """Why ranks can't step; all ranks that compared raise it with the same text."""
 
@@ -88,12 +75,14 @@ class _Union:
         sets: the sets that this rank is in, `_in_order`.
         ranks: all ranks that a chain of sets connects with this one.
         identity: a hash of all sets of the union.
+        memory: the least of the memories of their devices, in bytes.
         world: a weak reference to the default process group that has these ranks.
     """
 
     sets: tuple[Ranks, ...]
     ranks: Ranks
     identity: int
+    memory: float
     world: Callable[[], Any]
 
 
@@ -153,6 +142,7 @@ class Agreement:
         self.may_go = self.has_compared = self.lacks_kernels = False
         self.steps = 0
         self._union: Optional[_Union] = None
+        self._memory = 0.0  # of this rank's device, as last told
         self._structure: Optional[Mapping[Ranks, Any]] = None  # of the last agreement
 
     def __reduce__(self) -> tuple:
@@ -161,6 +151,30 @@ class Agreement:
     def begin(self) -> None:
         """Begins a step, in which this rank has not voted yet."""
         self.may_go = self.has_compared = False
+
+    def least_memory(self, how_often: str, sets: Collection[Ranks], memory: float) -> float:
+        """The least memory of the devices of the ranks that step together, in bytes.
+
+        Before a first comparison ranks find each other here; later on they have.
+
+        Args:
+            how_often: one of `CHECKS`; where ranks never compare notes, a default is assumed.
+            sets: as of `decide`.
+            memory: of this rank's device.
+
+        Raises:
+            ValueError, RuntimeError: as `check`.
+        """
+        self._memory = memory
+        sets = self._shared(sets)
+        if not sets:
+            return memory
+        if how_often == "off" or not _can_compare():
+            return DEFAULT_MACHINE.memory
+        if self._union is None or self._union.world() is not dist.group.WORLD:
+            with self._closing(sets):
+                self._union = _discover(sets, memory)
+        return self._union.memory
 
     def decide(
         self,
@@ -219,12 +233,12 @@ class Agreement:
         self.may_go, self._structure = False, None
 
     def _is_due(self, how_often: str, structure: Mapping[Ranks, Any], may_skip: bool) -> bool:
-        """Whether this step compares notes; with a fake process group there are no other ranks.
+        """Whether this step compares notes.
 
         With ``"plan"`` it does where what the whole union shares has changed, which all its ranks
         see. What only some ranks share does not count: the others would not come to compare.
         """
-        if not dist.is_available() or not dist.is_initialized() or dist.get_backend() == "fake":
+        if not _can_compare():
             return False
         if how_often != "plan" or may_skip or self._structure is None:
             return may_skip or how_often != "off"
@@ -260,30 +274,42 @@ class Agreement:
             RuntimeError: a rank did not come, or died meanwhile.
         """
         self.may_go = False
-        rank = dist.get_rank()
-        sets = _in_order(ranks for ranks in sets if len(ranks) > 1 and rank in ranks)
+        rank, sets = dist.get_rank(), self._shared(sets)
         notes = {ranks: notes[ranks] for ranks in notes if rank in ranks}
         union, self._union = self._union, None  # until the records of the ranks have come
         if union is not None and union.world() is not dist.group.WORLD:
             union = None
-        try:
+        with self._closing((*sets, *((*union.sets, union.ranks) if union else ()))):
             while sets or union is not None:
                 if union is None:
-                    union = _discover(sets)
+                    union = _discover(sets, self._memory)
                 skips = self._compare(union, sets, notes, error, skip)
                 if skips is not None:
                     return skips
                 union = None
             return skip
+
+    def _shared(self, sets: Iterable[Ranks]) -> tuple[Ranks, ...]:
+        """The sets that matter, in order."""
+        rank = this_rank()
+        return _in_order(ranks for ranks in sets if len(ranks) > 1 and rank in ranks)
+
+    @contextlib.contextmanager
+    def _closing(self, groups: Iterable[Ranks]) -> Iterator[None]:
+        """Closes the connections of these groups where an exchange breaks off.
+
+        It leaves its own group unusable. Closing the others spares the ranks that wait for this one
+        their timeout.
+        """
+        try:
+            yield
         except _Disagreement as problem:
             self.may_go = False
             raise ValueError(str(problem)) from None
         except BaseException:
-            # An exchange that broke off leaves its group unusable. Closing the other groups spares
-            # the ranks that wait for this one their timeout.
             self._union = None
-            for ranks in (*sets, *((*union.sets, union.ranks) if union else ())):
-                _groups.pop(ranks, None)
+            for ranks in groups:
+                close_connections(ranks)
             raise
 
     def _compare(
@@ -368,7 +394,8 @@ def _exchange_details(
     ranks: Ranks, stage: int, error: Optional[str], content: Sequence
 ) -> tuple[Optional[str], dict[int, Any]]:
     """The error of the first of ``ranks`` that has one, and the content of each rank."""
-    details = dict(zip(ranks, _exchange_text(ranks, stage, [error, content])))
+    texts, _ = _exchange_text(ranks, stage, [error, content])
+    details = dict(zip(ranks, texts))
     errors = (f"rank {rank}: {text}" for rank, (text, _) in details.items() if text is not None)
     return next(errors, None), {rank: content for rank, (_, content) in details.items()}
 
@@ -446,7 +473,12 @@ def _digest(ranks: Ranks, lines: Sequence[str]) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
 
 
-def _discover(sets: tuple[Ranks, ...]) -> _Union:
+def _can_compare() -> bool:
+    """Whether there are other ranks; with a fake process group there are none."""
+    return dist.is_available() and dist.is_initialized() and dist.get_backend() != "fake"
+
+
+def _discover(sets: tuple[Ranks, ...], memory: float) -> _Union:
     """Finds the union that this rank belongs to, by passing on which ranks are in which sets.
 
     In a round, every rank tells the ranks of each of its sets which sets it has heard of. Let the
@@ -473,7 +505,9 @@ def _discover(sets: tuple[Ranks, ...]) -> _Union:
             # A rank that has heard of the set at hand only sends no text at all.
             content = heard if heard != [(rank, (ranks,))] else None
             reported: dict[int, tuple[Ranks, ...]] = {}
-            for sender, report in zip(ranks, _exchange_text(ranks, _DISCOVER, content)):
+            reports, memories = _exchange_text(ranks, _DISCOVER, content, int(memory))
+            memory = min(memories)  # of all that have been heard of
+            for sender, report in zip(ranks, reports):
                 for member, its_sets in report if report is not None else [(sender, [ranks])]:
                     reported[member] = tuple(map(tuple, its_sets))
             problem = _contradiction(reported)
@@ -484,7 +518,8 @@ def _discover(sets: tuple[Ranks, ...]) -> _Union:
         union = set().union(*all_sets)
         if union == set(sets_of) and rounds >= _diameter(sets_of):
             identity = _digest((), [repr(sorted(all_sets))])
-            return _Union(sets, tuple(sorted(union)), identity, weakref.ref(dist.group.WORLD))
+            world = weakref.ref(dist.group.WORLD)
+            return _Union(sets, tuple(sorted(union)), identity, memory, world)
 
 
 def _diameter(sets_of: Mapping[int, tuple[Ranks, ...]]) -> int:
@@ -529,19 +564,23 @@ def _exchange_records(ranks: Ranks, fields: Sequence[int]) -> torch.Tensor:
     return records
 
 
-def _exchange_text(ranks: Ranks, stage: int, content: Optional[list]) -> list[Any]:
-    """The content of all ``ranks``, in order, sent as JSON; None where a rank sends none."""
+def _exchange_text(
+    ranks: Ranks, stage: int, content: Optional[list], number: int = 0
+) -> tuple[list[Any], list[int]]:
+    """The content of all ``ranks``, in order, sent as JSON; None where a rank sends none; and a
+    number of each."""
     encoded = json.dumps(content).encode() if content is not None else b""
-    sizes = _exchange_records(ranks, [stage, len(encoded), 0, 0, 0, 0])[:, 1].tolist()
+    records = _exchange_records(ranks, [stage, len(encoded), number, 0, 0, 0])
+    sizes, numbers = records[:, 1].tolist(), records[:, 2].tolist()
     if not any(sizes):
-        return [None] * len(ranks)
+        return [None] * len(ranks), numbers
     padded = torch.frombuffer(bytearray(encoded.ljust(max(sizes))), dtype=torch.uint8)
     gathered = _all_gather(ranks, padded)
     buffer = bytearray(gathered.numel())
     torch.frombuffer(buffer, dtype=torch.uint8).copy_(gathered.flatten())
     starts = range(0, len(buffer), len(padded))
     texts = [buffer[start : start + size] for start, size in zip(starts, sizes)]
-    return [json.loads(text) if text else None for text in texts]
+    return [json.loads(text) if text else None for text in texts], numbers
 
 
 def _all_gather(ranks: Ranks, tensor: torch.Tensor) -> torch.Tensor:
@@ -550,12 +589,9 @@ def _all_gather(ranks: Ranks, tensor: torch.Tensor) -> torch.Tensor:
     Raises:
         RuntimeError: a rank did not come, or gloo can't connect the ranks.
     """
-    gathered = tensor.new_empty((len(ranks), *tensor.shape))
     try:
-        # To all at once: gloo's own all-gather passes tensors around a ring, one hop after another.
-        copies = tensor.expand_as(gathered).contiguous()
-        _gloo_group(ranks).alltoall_base(gathered, copies, [], []).wait()
-    except _NoConnection as error:
+        return connections_of(ranks).all_gather(tensor)
+    except NoConnection as error:
         raise RuntimeError(str(error)) from error.__cause__
     except RuntimeError as error:
         raise RuntimeError(
@@ -563,69 +599,3 @@ def _all_gather(ranks: Ranks, tensor: torch.Tensor) -> torch.Tensor:
             f"{world_timeout()}, or failed meanwhile, or has consistency_check='off', or 'plan' "
             f"and options that were changed on other ranks only: {error}"
         ) from error
-    return gathered
-
-
-_groups = GroupCache()
-
-
-def _gloo_group(ranks: Ranks) -> Any:
-    """A gloo group of ``ranks`` for comparisons only, which no other rank needs to hear of.
-
-    A group with other users, the world's for one, would have to be used in one order on all ranks:
-    a checkpoint that is being saved in the background uses the world's at any time.
-
-    `dist.new_group` names groups by how many a rank is in already, so ranks that are in different
-    numbers of groups would wait for each other under different names. So the first of ``ranks``
-    draws a name. The store may outlive the process group, and gloo would read addresses of earlier
-    groups of the same name: the name is new, and forgotten once all are connected, or nobody came.
-    """
-    groups = _groups.current()
-    if ranks in groups:
-        return groups[ranks]
-    store, timeout = dist.distributed_c10d._get_default_store(), world_timeout()
-    key = f"optimizer-agreement/{'-'.join(map(str, ranks))}"
-    rank = ranks.index(dist.get_rank())
-    if rank == 0:
-        store.set(key, uuid.uuid4().hex)
-    try:
-        store.wait([key], timeout)
-        prefixed = dist.PrefixStore(f"{key}/{store.get(key).decode()}", store)
-        _meet(prefixed, rank, len(ranks), timeout, lambda: store.delete_key(key))
-        try:
-            group: Any = dist.ProcessGroupGloo(prefixed, rank, len(ranks), timeout)
-            group.barrier().wait()  # gloo may connect lazily, and ranks not have read the name yet
-        except RuntimeError as error:
-            raise _NoConnection(
-                f"ranks {list(ranks)} have all come to step(), but rank {ranks[rank]} could not "
-                f"connect with them, or one of them ended meanwhile: {_ROUTE}: {error}"
-            ) from error
-    finally:
-        if rank == 0:
-            store.delete_key(key)
-    groups[ranks] = group
-    return group
-
-
-def _meet(store: Any, rank: int, size: int, timeout: timedelta, forget: Callable[[], Any]) -> None:
-    """Waits until ``size`` ranks have come, and raises on all where gloo has no interface on one.
-
-    Gloo itself would raise on that rank only, while the others wait for its address. The first rank
-    calls ``forget`` before any rank goes on, so that none reads a name again that has served.
-    """
-    problem = "none"
-    try:
-        dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timeout)  # of this rank alone
-    except RuntimeError as error:
-        problem = f"rank {dist.get_rank()} has no network: {_ROUTE}: {error}"
-    store.set(f"came/{rank}", problem)
-    if rank == 0:
-        came = [f"came/{other}" for other in range(size)]
-        store.wait(came, timeout)
-        problems = (store.get(key).decode() for key in came)
-        forget()
-        store.set("verdict", next((text for text in problems if text != "none"), "none"))
-    store.wait(["verdict"], timeout)
-    verdict = store.get("verdict").decode()
-    if verdict != "none":
-        raise _NoConnection(verdict)

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Optional
 
 from torch import Tensor
 
 from ..matrices import LocalPart
 from . import regions
 from .regions import Region
-from .staging import DEFAULT_SPAN_BYTES, SPAN_BYTES, Staging, matrices_per_batch
+from .staging import DEFAULT_SPAN_BYTES, SPAN_BYTES, Staging
 from .units import Entry, Unit
 from .wire import elements_of_numbers
 
-# The most that slots of an all-gather may take, in bytes of what they hold.
+# The most that slots of an all-gather may take, as a multiple of what they hold.
 MOST_PADDED = 1.25
 
 # The parts of a batch begin at multiples of so many bytes. Kernels and NCCL load 16 bytes at once
@@ -67,7 +68,8 @@ class Bundle:
         return itertools.chain.from_iterable(zip(*(view.unbind(0) for view in views)))
 
 
-# Bundles that one call of element-wise arithmetic updates: of one group and, of weights, one scale.
+# Bundles that one call of element-wise arithmetic updates: of one group, one dtype and, of weights,
+# one scale.
 Span = tuple[Bundle, ...]
 
 
@@ -91,20 +93,96 @@ class PeerPart(NamedTuple):
         return sum(map(regions.numel, self.boxes))
 
 
+class PeerRun(NamedTuple):
+    """Parts of some peers that are shaped alike and lie at equal distances, for one view of all.
+
+    Where a mesh cuts one dimension evenly, two runs and this rank's own part are all peers' parts.
+
+    Args:
+        first: the first peer's.
+        peers: how many.
+        step: elements from one peer's part to the next one's in the owner's buffer.
+        shift: indices from one peer's boxes to the next one's in the unit, by dimension.
+    """
+
+    first: PeerPart
+    peers: int = 1
+    step: int = 0
+    shift: tuple[int, ...] = ()
+
+    def with_next(self, part: PeerPart) -> Optional[PeerRun]:
+        """The run and the next peer's part; None where it lies or is shaped otherwise."""
+        boxes = list(zip(self.first.boxes, part.boxes))
+        shifts = {tuple(there[0] - here[0] for here, there in zip(*pair)) for pair in boxes}
+        shapes = (tuple(map(regions.shape_of, of.boxes)) for of in (self.first, part))
+        if len(shifts) > 1 or len(set(shapes)) > 1:
+            return None
+        distances = (part.start - self.first.start, *itertools.chain(*shifts))
+        step, *shift = (distance // self.peers for distance in distances)
+        longer = PeerRun(self.first, self.peers + 1, step, tuple(shift))
+        is_same = self.peers == 1 or (step, longer.shift) == (self.step, self.shift)
+        is_exact = all(distance % self.peers == 0 <= distance for distance in distances)
+        return longer if is_same and is_exact else None
+
+    def in_buffer(self, buffer: Tensor, count: int) -> list[Tensor]:
+        """Views of each box of ``count`` units in the buffer, (count, peers, *shape of the box)."""
+        views, start = [], buffer.storage_offset() + self.first.start
+        for box in self.first.boxes:
+            shape = regions.shape_of(box)
+            of_box = (math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+            strides = (self.first.numel, self.step, *of_box)
+            views.append(buffer.as_strided((count, self.peers, *shape), strides, start))
+            start += regions.numel(box)
+        return views
+
+    def in_units(self, units: Tensor) -> list[Tensor]:
+        """The same views in units, (count, *shape of each)."""
+        views, (stride, *strides) = [], units.stride()
+        step = sum(indices * of_dim for indices, of_dim in zip(self.shift, strides))
+        for box in self.first.boxes:
+            corner = sum(start * of_dim for (start, _), of_dim in zip(box, strides))
+            shape = (len(units), self.peers, *regions.shape_of(box))
+            start = units.storage_offset() + corner
+            views.append(units.as_strided(shape, (stride, step, *strides), start))
+        return views
+
+    def behind(self, buffer: Tensor, count: int, numel: int) -> Tensor:
+        """A view of what follows the parts of ``count`` units, (peers, numel)."""
+        start = buffer.storage_offset() + self.first.start + count * self.first.numel
+        return buffer.as_strided((self.peers, numel), (self.step, 1), start)
+
+
 @dataclass(frozen=True)
 class Batch:
     """Units that are orthogonalized together: of one group, of one shape, laid out alike.
 
     Args:
         units: of the batch.
-        gathered: what each peer sends of their momentum.
-        scattered: what each peer gets of their updates; where all peers get the same, only the
-            part of this rank.
+        gathered: what each peer sends of their momentum, this rank first.
+        scattered: what each peer gets of their updates, this rank first; where all peers get the
+            same, only the part of this rank.
     """
 
     units: tuple[Unit, ...]
     gathered: tuple[PeerPart, ...]
     scattered: tuple[PeerPart, ...]
+
+    @functools.cached_property
+    def gathered_runs(self) -> list[PeerRun]:
+        return _runs(self.gathered)
+
+    @functools.cached_property
+    def scattered_runs(self) -> list[PeerRun]:
+        return _runs(self.scattered)
+
+
+def _runs(parts: Sequence[PeerPart]) -> list[PeerRun]:
+    """Parts in as few runs as have them all; the owner's, in another buffer, is the first."""
+    runs = [PeerRun(parts[0])]
+    for part in parts[1:]:
+        longer = runs[-1].with_next(part) if len(runs) > 1 else None
+        runs[-1:] = [runs[-1], PeerRun(part)] if longer is None else [longer]
+    return runs
 
 
 @dataclass(frozen=True)
@@ -138,9 +216,9 @@ class Chunk:
         batches: what this rank owns.
         gather, scatter: the traffic.
         in_place: updates take the places of the momentum that they are made of.
-        slot: where all peers get all updates, the elements that each sends to all others, padded
-            to be equal: the buffer of updates has one slot for each peer, in their order. 0 where
-            peers get different updates.
+        slots: where all peers get all updates, the elements that each sends to all others; the
+            buffer of updates has these slots, in the order of peers. Equal ones travel by one
+            all-gather, others by a broadcast each. Empty where peers get different updates.
     """
 
     momentum: tuple[Span, ...]
@@ -149,7 +227,7 @@ class Chunk:
     gather: Traffic
     scatter: Traffic
     in_place: bool
-    slot: int
+    slots: tuple[int, ...]
 
 
 class ChunkBuilder:
@@ -170,8 +248,8 @@ class ChunkBuilder:
         entries = [self.entries[number] for number in numbers]
         owners = sorted(owned, key=lambda peer: (peer != this_peer, peer))
         batches = {owner: self._batches(owned[owner]) for owner in owners}
-        slot = self._slot(batches, entries)
-        gather, scatter = self.gather.layout(batches), self.scatter.layout(batches, slot)
+        slots = self._slots(batches, entries)
+        gather, scatter = self.gather.layout(batches), self.scatter.layout(batches, slots)
         return Chunk(
             gather.spans,
             scatter.spans,
@@ -179,29 +257,31 @@ class ChunkBuilder:
             gather.traffic,
             scatter.traffic,
             all(entry.scatters_in_place for entry in entries),
-            slot,
+            slots,
         )
 
-    def _slot(
+    def _slots(
         self, batches: Mapping[int, Sequence[tuple[Unit, ...]]], entries: Sequence[Entry]
-    ) -> int:
-        """The elements that each peer sends in an all-gather of updates; 0 for an all-to-all.
+    ) -> tuple[int, ...]:
+        """The elements that each peer sends to all others; empty for an all-to-all.
 
-        An all-gather sends nothing twice over the same link, but pads. The padding has to be
-        little: with the gather of momentum, at most 2 + 2/P bytes per element in bf16 on P ranks.
+        They are padded to be equal where the padding is little: with the gather of momentum, at
+        most 2 + 2/P bytes per element in bf16 on P ranks.
         """
-        count, rank = len(self.channel.peers), self.channel.rank
+        peers, rank = range(len(self.channel.peers)), self.channel.rank
+        count = len(peers)
         on_all = all(entry.replica_count(rank) == count for entry in entries)
         if count == 1 or self.channel.owned_by_all or not on_all:
-            return 0
+            return ()
         numel = self.scatter.numel
         sizes = [
-            sum(numel(units, (regions.whole(units[0].shape),)) for units in of_owner)
-            for of_owner in batches.values()
+            sum(numel(units, (regions.whole(units[0].shape),)) for units in batches.get(peer, ()))
+            for peer in peers
         ]
         slot, total = max(sizes), sum(sizes)
         within_bound = (count - 1) * slot <= total * (1 + 1 / count - (count - 1) / count**2)
-        return slot if within_bound and count * slot <= MOST_PADDED * total else 0
+        is_even = within_bound and count * slot <= MOST_PADDED * total
+        return (slot,) * count if is_even else tuple(sizes)
 
     def _batches(self, units: Sequence[Unit]) -> list[tuple[Unit, ...]]:
         """Units that can be orthogonalized together, in batches of a limited size."""
@@ -219,9 +299,8 @@ class ChunkBuilder:
         batches = []
         for members in alike.values():
             unit, entry = members[0], self.entries[members[0].entry]
-            most = matrices_per_batch(
-                entry, unit.block, self.staging.chunk_size, self.staging.batch_bytes
-            )
+            limits, share = self.staging.limits, self.staging.batch_bytes
+            most = limits.matrices_per_batch(entry, unit.block, share)
             size = max(1, most // unit.count)
             batches += [tuple(members[at : at + size]) for at in range(0, len(members), size)]
         return batches
@@ -246,12 +325,14 @@ class _Direction:
         self.span_numel = span_bytes // self.channel.opmath.itemsize
         self.alignment = ALIGNMENT_BYTES // self.channel.wire.itemsize  # in elements
 
-    def layout(self, batches: Mapping[int, Sequence[tuple[Unit, ...]]], slot: int = 0) -> _Layout:
+    def layout(
+        self, batches: Mapping[int, Sequence[tuple[Unit, ...]]], slots: tuple[int, ...] = ()
+    ) -> _Layout:
         """The layout of a chunk.
 
         Args:
             batches: of each owner; this rank comes first.
-            slot: distance of the owners in the buffer of this rank; 0 puts them behind each other.
+            slots: of the owners in the buffer of this rank; else they lie behind each other.
         """
         this_peer, peers = self.channel.this_peer, range(len(self.channel.peers))
         bundles: list[Bundle] = []
@@ -260,7 +341,7 @@ class _Direction:
         by_owner, by_peer = [0 for _ in peers], [0 for _ in peers]
         end = unstaged_end = 0
         for owner, owner_batches in batches.items():
-            begin = end = owner * slot if slot else end
+            begin = end = sum(slots[:owner]) if slots else end
             for units in owner_batches:
                 boxes = self._boxes(units[0], this_peer)
                 is_staged = self._sends(units[0], this_peer, owner)
@@ -274,7 +355,7 @@ class _Direction:
                     unstaged_end += self.numel(units, boxes)
             by_owner[owner] = end - begin
         end = 0
-        is_same_for_all = self.is_scatter and (slot or self.channel.owned_by_all)
+        is_same_for_all = self.is_scatter and (slots or self.channel.owned_by_all)
         for peer in () if is_same_for_all else peers:
             begin = end
             for units, batch_parts in zip(batches.get(this_peer, ()), parts):
@@ -284,16 +365,16 @@ class _Direction:
                     batch_parts.append(PeerPart(peer, boxes, end))
                     end += self.numel(units, boxes)
             by_peer[peer] = end - begin
-        kept = slot or by_owner[this_peer]
-        if slot:
-            by_owner = by_peer = [slot for _ in peers]
+        kept = slots[this_peer] if slots else by_owner[this_peer]
+        if slots:
+            by_owner, by_peer = list(slots), [kept * (peer != this_peer) for peer in peers]
         elif self.channel.owned_by_all and not self.is_scatter:
             by_owner = [kept for _ in peers]
         by_owner[this_peer] = 0
         sent, received = (by_peer, by_owner) if self.is_scatter else (by_owner, by_peer)
         return _Layout(
             self._spans(bundles),
-            [tuple(sorted(batch_parts)) for batch_parts in parts],
+            list(map(tuple, parts)),
             Traffic(tuple(sent), tuple(received), kept),
         )
 
@@ -316,7 +397,7 @@ class _Direction:
     def _spans(self, bundles: Iterable[Bundle]) -> tuple[Span, ...]:
         """Bundles that are updated alike and lie one behind the other in a buffer, while they fit.
 
-        Alike are those of one group and, of weights, one scale.
+        Alike are those of one group, one dtype and, of weights, one scale.
         """
         spans: list[list[Bundle]] = []
         numel, last = 0, None  # of the last span
@@ -324,7 +405,7 @@ class _Direction:
             unit = bundle.units[0]
             entry = self.entries[unit.entry]
             scale = entry.scale(unit.block) if self.is_scatter else None
-            key = (bundle.is_staged, entry.group, scale)
+            key = (bundle.is_staged, entry.group, entry.dtype, scale)
             if key != last or numel + bundle.numel > self.span_numel:
                 spans.append([])
                 numel, last = 0, key
@@ -364,7 +445,7 @@ class _Direction:
         """
         entry, block = self.entries[unit.entry], unit.block
         if self.is_scatter and entry.second_moment:
-            numbers = unit.count * max(block.rows, block.cols)
+            numbers = unit.count * entry.matrices.moments(block)
             return numbers * elements_of_numbers(self.channel.wire)
         if self.channel.scaled and (entry.scatters_in_place or not self.is_scatter):
             return len(boxes)

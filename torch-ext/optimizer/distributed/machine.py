@@ -1,12 +1,15 @@
-"""Assumes speeds of computation and of links, by type of device.
+"""Assumes speeds of computation and of links, and sizes of memory, by type of device.
 
-The figures are what a run reaches, not what a data sheet promises. They decide `hsdp="auto"` and
-the times that `examples/plan.py` prints; nothing is measured, so that all ranks decide alike.
+Speeds are what a run reaches, not what a data sheet promises. They decide `hsdp="auto"` and the
+times that `examples/plan.py` prints; none is measured, so that all ranks decide alike. Of memory,
+ranks tell each other what they have.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+import torch
 
 
 @dataclass(frozen=True)
@@ -19,6 +22,7 @@ class Machine:
         network_bytes: bytes/s that a rank sends to other hosts, while it receives as many.
         latency: seconds that a collective takes beside its bytes.
         ranks_per_host: consecutive global ranks that share a host.
+        memory: bytes of an accelerator's memory, of which staging and batches take shares.
     """
 
     flops: float
@@ -26,11 +30,14 @@ class Machine:
     network_bytes: float
     latency: float
     ranks_per_host: int
+    memory: float = 85e9
 
     def __post_init__(self) -> None:
         for name in ("flops", "host_bytes", "network_bytes", "ranks_per_host"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be more than 0, found {getattr(self, name)!r}")
+        if not 1 <= self.memory < 2**63:  # an integer that ranks tell each other
+            raise ValueError(f"memory must be bytes, at least 1, found {self.memory!r}")
         if not self.latency >= 0:
             raise ValueError(f"latency must be ≥ 0, found {self.latency!r}")
 
@@ -47,3 +54,11 @@ MACHINES = {
     "cpu": Machine(flops=0.4e12, host_bytes=2e9, network_bytes=1e9, latency=1e-3, ranks_per_host=8),
 }
 DEFAULT_MACHINE = MACHINES["cuda"]
+
+
+def memory_of(device: torch.device) -> float:
+    """Bytes of an accelerator's memory; where it does not tell, of `DEFAULT_MACHINE`."""
+    properties_of = getattr(getattr(torch, device.type, None), "get_device_properties", None)
+    if device.type == "cpu" or properties_of is None:
+        return DEFAULT_MACHINE.memory
+    return float(getattr(properties_of(device), "total_memory", DEFAULT_MACHINE.memory))

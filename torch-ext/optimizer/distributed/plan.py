@@ -17,14 +17,16 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
 from ..matrices import Block
 from . import regions
 from .chunks import Batch, Chunk, ChunkBuilder
+from .machine import DEFAULT_MACHINE, MACHINES, Machine
 from .regions import Region
-from .rounds import HIDING_IN_FLIGHT, Partitioner, UnitCost
-from .staging import Staging, matrices_per_batch
+from .rounds import Partition, Partitioner, Queue, UnitCost
+from .staging import HIDING_IN_FLIGHT, GatheredBytes, Limits, Staging
+from .teams import UnitsByCost, estimated_seconds, fastest
 from .units import Channel, Entry, Unit, boxes_and_holders
 
 
@@ -35,6 +37,7 @@ class Lane(Channel):
     Args:
         chunks: in order.
         in_flight: how many chunks may be under way at once.
+        ahead: how many of them may be gathered while another lane is worked off.
         rounds: of each chunk the units with their owner, a peer (None: all of them), equal on all
             peers.
         digest: of the rounds, equal on all peers.
@@ -42,6 +45,7 @@ class Lane(Channel):
 
     chunks: tuple[Chunk, ...]
     in_flight: int
+    ahead: int
     rounds: tuple[tuple[tuple[Unit, Optional[int]], ...], ...]
     digest: str
 
@@ -83,7 +87,7 @@ class Plan:
     def flops(self, batch: Batch) -> int:
         """FLOPs to orthogonalize a batch."""
         unit = batch.units[0]
-        return self.count(batch) * self.entries[unit.entry].cost(unit.block)
+        return self.count(batch) * self.entries[unit.entry].cost(unit.block, unit.length)
 
 
 # Plans that are kept, of steps in which other entries have gradients.
@@ -104,6 +108,10 @@ def ranks_sort_key(ranks: tuple[int, ...]) -> tuple:
     return (-len(ranks), ranks)
 
 
+def _key(queue: UnitsByCost) -> Queue:
+    return tuple((cost, len(alike)) for cost, alike in queue.items())
+
+
 def _evict(cache: dict) -> None:
     """Clears a full cache: where absent entries change all the time, old plans are of no use."""
     if len(cache) >= MOST_PLANS:
@@ -122,17 +130,50 @@ def _without_collection() -> Iterator[None]:
             gc.enable()
 
 
+def _fitted(
+    owned_in: list[dict[int, list[Unit]]], staging: Staging
+) -> tuple[list[dict[int, list[Unit]]], list[GatheredBytes]]:
+    """Rounds, divided among fewer owners where chunks would not fit; and what these gather.
+
+    Where all peers get all updates, a round of many owners is large on each of them, and three of
+    its chunks have to fit to hide their traffic. Elsewhere each gets a share. By the device's own
+    bound no round is divided that is little for one chunk.
+    """
+    channel, itemsize = staging.channel, staging.channel.wire.itemsize
+    in_flight, team_size = min(HIDING_IN_FLIGHT, staging.limits.in_flight), channel.team_size
+    most_teams, parts = max(map(len, owned_in)) // team_size, 1
+    while True:
+        size = -(-most_teams // parts) * team_size  # a team stays together
+        divided = [
+            dict(itertools.islice(owned.items(), at, at + size))
+            for owned in owned_in
+            for at in range(0, len(owned), size)
+        ]
+        gathered = []
+        for owned in divided:
+            sizes = [sum(regions.numel(u.box) for u in units) for units in owned.values()]
+            # Every peer gathers what all own.
+            count = len(channel.peers) if channel.owned_by_all else 1
+            gathered.append((max(sizes) * itemsize, sum(sizes) * itemsize * count))
+        is_little = max(total for _, total in gathered) <= staging.least_bytes
+        may_divide = staging.shares and size > team_size and not is_little
+        if not may_divide or staging.has_room(gathered, in_flight):
+            return divided, gathered
+        parts *= 2
+
+
 class Planner:
     """Makes the plans of one rank, deterministic in its arguments.
 
     Args:
         entries: Muon's parameters, in one order on all ranks.
         rank: global rank.
-        chunk_size: matrices that a rank orthogonalizes per chunk; −1 chooses by bytes.
-        warmup_step: chunks in flight ahead of the one being orthogonalized.
         owned_by_all: every peer orthogonalizes every matrix, as a reference for tests.
-        streams: momentum comes from host memory, and chunks wait for it: no more chunks are in
-            flight than hide each other's traffic.
+        owners_per_matrix: so many peers, or the most that divide all peers evenly, own a matrix
+            together; all matrices but those whose longer side is shorter than that. ``"auto"`` is
+            what `teams.estimated_seconds` says is fastest, for each channel.
+        machine: to estimate for; None takes that of the device type in `machine.MACHINES`.
+        limits: of `Limits`.
     """
 
     def __init__(
@@ -140,15 +181,14 @@ class Planner:
         entries: Sequence[Entry],
         rank: int = 0,
         *,
-        chunk_size: int = -1,
-        warmup_step: int = 5,
         owned_by_all: bool = False,
-        streams: bool = False,
+        owners_per_matrix: Union[int, str] = 1,
+        machine: Optional[Machine] = None,
+        **limits: Any,
     ):
         self.entries = tuple(entries)
         self.rank = rank
-        self.chunk_size = chunk_size
-        self.warmup_step = min(warmup_step, HIDING_IN_FLIGHT - 1) if streams else warmup_step
+        self.limits = Limits(**limits)
         self.owned_by_all = owned_by_all
         self.units: dict[Channel, list[UnitHolders]] = defaultdict(list)
         # By peers: entry, holder and FLOPs of the units that one of the peers holds whole.
@@ -160,13 +200,18 @@ class Planner:
         with _without_collection():
             for number, entry in enumerate(self.entries):
                 self._add(number, entry)
+            if owners_per_matrix != 1:
+                self._form_teams(owners_per_matrix, machine)
         # Channels, and numbers of the entries that they exchange, by peers: in the order in which
         # all ranks go through them, or two could wait for each other.
         self.channels: dict[tuple[int, ...], list[Channel]] = defaultdict(list)
         self.exchanged: dict[tuple[int, ...], set[int]] = defaultdict(set)
         for channel in sorted(
             self.units,
-            key=lambda c: (*ranks_sort_key(c.peers), str(c.wire), str(c.opmath), str(c.device)),
+            key=lambda c: (
+                *(*ranks_sort_key(c.peers), -c.team_size),
+                *(str(c.wire), str(c.opmath), str(c.device)),
+            ),
         ):
             self.channels[channel.peers].append(channel)
             if len(channel.peers) > 1:
@@ -207,10 +252,10 @@ class Planner:
         # Local units are rounded as a wire of 32 or 64 bits rounds them on other layouts.
         rounded = entry.wire if entry.wire.itemsize >= 4 else entry.opmath
         formats = (entry.opmath, entry.device)
-        local = exchanged = self.units[Channel((self.rank,), 0, False, rounded, *formats)]
+        local = exchanged = self.units[Channel((self.rank,), 0, False, 1, rounded, *formats)]
         if len(peers) > 1:
             this_peer = peers.index(self.rank)
-            channel = Channel(peers, this_peer, self.owned_by_all, entry.wire, *formats)
+            channel = Channel(peers, this_peer, self.owned_by_all, 1, entry.wire, *formats)
             exchanged = self.units[channel]
         for unit, holders in self._units(number, entry, peers):
             if len(holders) > 1 or (entry.second_moment and len(peers) > 1):
@@ -222,6 +267,31 @@ class Planner:
                 local += [(piece, (0,)) for piece in self._divide(unit)]
             else:
                 self.whole_on_peers.append((unit, peers[holder]))
+
+    def _form_teams(self, owners_per_matrix: Union[int, str], machine: Optional[Machine]) -> None:
+        """Moves units that several peers are to own into channels of their own."""
+        for channel, units in list(self.units.items()):
+            if len(channel.peers) == 1 or not units:
+                continue
+            if owners_per_matrix == "auto":
+                speeds = machine or MACHINES.get(channel.device.type, DEFAULT_MACHINE)
+                seconds = functools.partial(self._seconds, channel, speeds)
+                size = fastest(seconds, len(channel.peers))
+            else:
+                size = math.gcd(int(owners_per_matrix), len(channel.peers))
+            by_teams = replace(channel, team_size=size)
+            if size > 1:
+                self.units[by_teams] = [pair for pair in units if len(pair[0].slices(size)) > 1]
+                self.units[channel] = [pair for pair in units if len(pair[0].slices(size)) == 1]
+
+    def _seconds(self, channel: Channel, machine: Machine, size: int) -> float:
+        """Estimated time of the units of a channel, owned by teams of that size."""
+        units, by_teams = self.units[channel], replace(channel, team_size=size)
+        staging = Staging(self.entries, by_teams, [unit for unit, _ in units], self.limits)
+        loads = [0] * len(channel.peers)
+        queues = self._queues(by_teams, units, loads)
+        partition = self._partition(staging, queues, max(loads))
+        return estimated_seconds(staging, queues, partition, machine)
 
     def _units(self, number: int, entry: Entry, peers: tuple[int, ...]) -> Iterator[UnitHolders]:
         """The units of an entry of which this rank and its peers hold parts."""
@@ -247,7 +317,7 @@ class Planner:
 
     def _divide(self, unit: Unit) -> list[Unit]:
         """A unit in pieces that are small enough for one batch."""
-        limit = matrices_per_batch(self.entries[unit.entry], unit.block, self.chunk_size)
+        limit = self.limits.matrices_per_batch(self.entries[unit.entry], unit.block)
         if unit.count <= limit:
             return [unit]
         sizes = unit.shape[: unit.block.row_axis]
@@ -260,12 +330,12 @@ class Planner:
             pieces += self._divide(replace(unit, box=box))
         return pieces
 
-    def _flops(self, unit: Unit) -> int:
-        """FLOPs to orthogonalize a unit."""
+    def _flops(self, unit: Unit, length: Optional[int] = None) -> int:
+        """FLOPs to orthogonalize a unit, or slices of that length."""
         block = unit.block
-        key = (unit.entry, block.rows, block.cols)
+        key = (unit.entry, block.rows, block.cols, length)
         if key not in self.matrix_flops:
-            self.matrix_flops[key] = self.entries[unit.entry].cost(block)
+            self.matrix_flops[key] = self.entries[unit.entry].cost(block, length)
         return unit.count * self.matrix_flops[key]
 
     def _lanes(self, peers: tuple[int, ...], absent: frozenset[int]) -> list[Lane]:
@@ -287,23 +357,22 @@ class Planner:
 
     def _lane(self, channel: Channel, units: Sequence[UnitHolders], loads: list[int]) -> Lane:
         """The lane of these units; ``loads`` of its peers grow by what they own."""
-        staging = Staging(
-            self.entries, channel, [unit for unit, _ in units], self.chunk_size, self.warmup_step
-        )
+        staging = Staging(self.entries, channel, [unit for unit, _ in units], self.limits)
         queues = self._queues(channel, units, loads)
-        keys = [tuple((cost, len(alike)) for cost, alike in queue.items()) for queue in queues]
-        partitioner = Partitioner(Counter(keys), staging)
-        has_one_queue = channel.owned_by_all or len(channel.peers) == 1
-        partition = partitioner.partition() if has_one_queue else partitioner.balanced(max(loads))
+        keys = list(map(_key, queues))
+        partition = self._partition(staging, queues, max(loads))
         remaining = [[iter(alike) for alike in queue.values()] for queue in queues]
-        digest, builder = hashlib.sha256(), ChunkBuilder(staging)
-        chunks, rounds = [], []
+        owned_in: list[dict[int, list[Unit]]] = []  # each round, by peer
         for counts in partition.rounds:
             owned: dict[int, list[Unit]] = {}
             for peer, (key, by_cost) in enumerate(zip(keys, remaining)):
                 taken = map(itertools.islice, by_cost, counts.get(key, ()))
                 owned[peer] = list(itertools.chain.from_iterable(taken))
-            owned = {peer: members for peer, members in owned.items() if members}
+            owned_in.append({peer: members for peer, members in owned.items() if members})
+        owned_in, gathered = _fitted(owned_in, staging)
+        digest, builder = hashlib.sha256(), ChunkBuilder(staging)
+        chunks, rounds = [], []
+        for owned in owned_in:
             pairs = [(unit, peer) for peer, members in owned.items() for unit in members]
             listed = [
                 (peer, self.entries[unit.entry].name, unit.block.starts, unit.box)
@@ -314,42 +383,63 @@ class Planner:
             rounds.append(
                 tuple((unit, None if channel.owned_by_all else peer) for unit, peer in pairs)
             )
-        gathered = partition.gathered
-        if channel.owned_by_all:  # every peer gathers what all own
-            gathered = [(most, total * len(channel.peers)) for most, total in gathered]
         return Lane(
             **vars(channel),
             chunks=tuple(chunks),
             in_flight=staging.in_flight(gathered),
+            ahead=staging.gathers_ahead(gathered),
             rounds=tuple(rounds),
             digest=digest.hexdigest(),
         )
 
+    def _partition(self, staging: Staging, queues: Sequence[UnitsByCost], load: int) -> Partition:
+        """The queues of a lane's peers in rounds; ``load`` as of `Partitioner.balanced`."""
+        partitioner = Partitioner(Counter(map(_key, queues)), staging)
+        has_one_queue = staging.channel.owned_by_all or len(queues) == 1
+        return partitioner.partition() if has_one_queue else partitioner.balanced(load)
+
     def _queues(
         self, channel: Channel, units: Sequence[UnitHolders], loads: list[int]
-    ) -> list[dict[UnitCost, list[Unit]]]:
+    ) -> list[UnitsByCost]:
         """The units of each owner, by what they cost, costliest first.
 
-        Longest processing time first over FLOPs, ties by elements; only holders own.
+        Longest processing time first over FLOPs, ties by elements; only holders own. Who alone has
+        the momentum of a unit owns it as long as the load stays a fair one.
+
+        Owners are teams, each with a holder, and mostly of one peer. Of a unit each member gets a
+        slice, at the cost of the largest one: so members have the same queues, and the same rounds.
         """
-        queues: list[dict[UnitCost, list[Unit]]] = [{} for _ in loads]
-        elements = [0] * len(loads)  # of the units that each peer owns
-        heap = [(load, 0, peer) for peer, load in enumerate(loads)]
+        size = channel.team_size
+        queues: list[UnitsByCost] = [{} for _ in loads]
+        totals = [max(loads[first : first + size]) for first in range(0, len(loads), size)]
+        elements = [0] * len(totals)  # of the units that each team owns
+        heap = [(load, 0, team) for team, load in enumerate(totals)]
         heapq.heapify(heap)
-        with_flops = [(self._flops(unit), unit, holders) for unit, holders in units]
-        for flops, unit, holders in sorted(with_flops, key=lambda item: -item[0]):
+        with_flops = []
+        for unit, holders in units:
+            slices = unit.slices(size)
+            flops = self._flops(unit, slices[-1].length if size > 1 else None)
+            with_flops.append((flops, slices, holders))
+        fair = (sum(totals) + sum(flops for flops, _, _ in with_flops)) / len(totals)
+        for flops, slices, holders in sorted(with_flops, key=lambda item: -item[0]):
             if channel.owned_by_all:
                 owner = 0
             elif len(holders) == len(loads):
-                while heap[0][:2] != (loads[heap[0][2]], elements[heap[0][2]]):  # outdated
+                while heap[0][:2] != (totals[heap[0][2]], elements[heap[0][2]]):  # outdated
                     heapq.heappop(heap)
                 owner = heap[0][2]
+                home = self.entries[slices[0].entry].momentum_holder(slices[0].box)
+                if home is not None and totals[home // size] + flops <= fair:
+                    owner = home // size
             else:
-                owner = min(holders, key=lambda peer: (loads[peer], elements[peer], peer))
-            numel = regions.numel(unit.box)
-            loads[owner] += flops
+                teams = {peer // size for peer in holders}
+                owner = min(teams, key=lambda team: (totals[team], elements[team], team))
+            numel = regions.numel(slices[-1].box)
+            totals[owner] += flops
             elements[owner] += numel
-            heapq.heappush(heap, (loads[owner], elements[owner], owner))
-            cost = UnitCost(flops, numel * channel.wire.itemsize, unit.count)
-            queues[owner].setdefault(cost, []).append(unit)
+            heapq.heappush(heap, (totals[owner], elements[owner], owner))
+            cost = UnitCost(flops, numel * channel.wire.itemsize, slices[-1].count)
+            for member, piece in enumerate(slices, owner * size):
+                queues[member].setdefault(cost, []).append(piece)
+        loads[:] = [totals[peer // size] for peer in range(len(loads))]
         return queues

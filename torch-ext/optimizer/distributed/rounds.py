@@ -8,11 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, Optional
 
-from .staging import GatheredBytes, Staging
-
-# Chunks in flight that hide the traffic of both ways: one is gathered, one orthogonalized, one
-# scattered.
-HIDING_IN_FLIGHT = 3
+from .staging import HIDING_IN_FLIGHT, GatheredBytes, Staging
 
 # Waiting for other owners, as a share of a rank's FLOPs: what is not worth larger chunks, and what
 # is worth one chunk less in flight.
@@ -91,10 +87,10 @@ class Partitioner:
 
     def _take(self, queue: Queue, left: list[int], flops: int, nbytes: int) -> list[int]:
         """The costliest units that fit into what remains, one after the other."""
-        taken, matrices = [], self.staging.chunk_size
+        taken, matrices = [], self.staging.limits.chunk_size
         for (cost, _), number in zip(queue, left):
             number = min(number, flops // cost.flops, nbytes // cost.bytes)
-            if self.staging.chunk_size > 0:
+            if self.staging.limits.chunk_size > 0:
                 number = min(number, matrices // cost.matrices)
             taken.append(number)
             flops -= number * cost.flops

@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+import itertools
+import sys
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Optional
+
+import torch
 
 from ..matrices import Block
 from . import regions
+from .machine import DEFAULT_MACHINE
 from .units import Channel, Entry, Unit
+
+# Chunks in flight that hide the traffic of both ways: one is gathered, one orthogonalized, one
+# scattered.
+HIDING_IN_FLIGHT = 3
 
 # A span, in bytes of its copy in opmath.
 SPAN_BYTES = {"cpu": 256 << 10}
 DEFAULT_SPAN_BYTES = 64 << 20
 
-# A batch, in bytes of its copy in opmath: a few matrices fill an accelerator, and where state is
-# streamed each batch waits for its own; on CPUs a batch that stays in the cache is faster than a
-# large one.
+# A batch, in bytes of its copy in opmath: on CPUs one that stays in the cache, which is faster than
+# a large one; on accelerators a share of their memory, since each batch costs some twenty launches.
+# Where state is streamed each batch waits for its own, and a few matrices fill an accelerator.
 BATCH_BYTES = {"cpu": 2 << 20}
-DEFAULT_BATCH_BYTES = 128 << 20
+BATCH_OF_MEMORY = 1 / 160
+STREAMED_BATCH_BYTES = 128 << 20
 
 # A batch as a share of the weights that a rank holds, where that is less (but not less than a
 # chunk).
@@ -28,29 +39,61 @@ BATCH_SHARE = 0.125
 # the most that helps. Between them, there are so many chunks.
 CHUNK_BYTES = {"cpu": (512 << 10, 2 << 20)}
 DEFAULT_CHUNK_BYTES = (4 << 20, 64 << 20)
-CHUNKS = 6
+CHUNKS = 4
 
-# The bound on staging, as multiples of the bytes of the local weights and of the largest matrix: a
-# little less than the bound on the memory of a step, for small tensors that are not counted.
-STAGING_OF_LOCAL = 1.45
-STAGING_OF_LARGEST = 3.85
+# The bound on staging: on accelerators a share of their memory; on CPUs multiples of the bytes of
+# the local weights and of the largest matrix, a little less than the bound on the memory of a step,
+# for small tensors that are not counted.
+STAGING_OF_MEMORY = 0.1
+STAGING_OF_LOCAL_AND_LARGEST = {"cpu": (1.45, 3.85)}
 
-# The least that the bound on staging comes to, in bytes: of an accelerator's memory it is nothing.
-LEAST_STAGING = {"cpu": 0}
-DEFAULT_LEAST_STAGING = 512 << 20
+# Chunks of a further lane that are gathered from the beginning of a step, and the most that these
+# take of the room of their lane, on top of what the lane before them has in flight.
+GATHERS_AHEAD = 4
+AHEAD_OF_ROOM = 0.25
 
 GatheredBytes = tuple[int, int]  # in a chunk, by the busiest owner and by all owners
 
 
-def matrices_per_batch(
-    entry: Entry, block: Block, chunk_size: int, most_bytes: Optional[int] = None
-) -> int:
-    """How many matrices of a block are orthogonalized in one batch."""
-    if chunk_size > 0:
-        return chunk_size
-    limit = BATCH_BYTES.get(entry.device.type, DEFAULT_BATCH_BYTES)
-    limit = limit if most_bytes is None else min(limit, most_bytes)
-    return max(1, limit // (block.rows * block.cols * entry.opmath.itemsize))
+@dataclass(frozen=True)
+class Limits:
+    """How much a rank does at once.
+
+    Args:
+        chunk_size: matrices that a rank orthogonalizes per chunk; −1 chooses by bytes.
+        warmup_step: chunks in flight ahead of the one being orthogonalized.
+        streams: momentum comes from host memory, and chunks wait for it: no more chunks are in
+            flight than hide each other's traffic.
+        memory: bytes of an accelerator's memory, the least among the ranks that share a plan.
+        staging_bytes: the bound on staging; None takes that of the device.
+    """
+
+    chunk_size: int = -1
+    warmup_step: int = 5
+    streams: bool = False
+    memory: float = DEFAULT_MACHINE.memory
+    staging_bytes: Optional[int] = None
+
+    @property
+    def in_flight(self) -> int:
+        """The most chunks that may be in flight."""
+        return min(self.warmup_step + 1, HIDING_IN_FLIGHT if self.streams else sys.maxsize)
+
+    def batch_bytes(self, device: torch.device) -> int:
+        """The most of a batch, in bytes of its copy in opmath."""
+        of_memory = int(self.memory * BATCH_OF_MEMORY)
+        limit = BATCH_BYTES.get(device.type, of_memory)
+        return min(limit, STREAMED_BATCH_BYTES) if self.streams else limit
+
+    def matrices_per_batch(
+        self, entry: Entry, block: Block, most_bytes: Optional[int] = None
+    ) -> int:
+        """How many matrices of a block are orthogonalized in one batch."""
+        if self.chunk_size > 0:
+            return self.chunk_size
+        limit = self.batch_bytes(entry.device)
+        limit = limit if most_bytes is None else min(limit, most_bytes)
+        return max(1, limit // (block.rows * block.cols * entry.opmath.itemsize))
 
 
 class Staging:
@@ -60,28 +103,25 @@ class Staging:
         entries: of the plan.
         channel: of the lane.
         units: of the lane.
-        chunk_size, warmup_step: of the plan.
+        limits: of the plan.
 
     Attributes:
         mean_replicas: how many peers hold a weight, as a mean over all weights.
+        shares: whether all peers get all updates alike, each in one buffer.
         batch_bytes: the share of a rank's weights that bounds a batch; None where nothing is
             staged.
         chunk_bytes: what one owner gathers in a chunk, as a rule.
+        least_bytes: what all owners together gather in a chunk at least, where there is so much;
+            0 where users bound staging.
         room: bytes for chunks in flight, beside what a batch is orthogonalized in.
     """
 
     def __init__(
-        self,
-        entries: Sequence[Entry],
-        channel: Channel,
-        units: Sequence[Unit],
-        chunk_size: int,
-        warmup_step: int,
+        self, entries: Sequence[Entry], channel: Channel, units: Sequence[Unit], limits: Limits
     ):
         self.entries = entries
         self.channel = channel
-        self.chunk_size = chunk_size
-        self.warmup_step = warmup_step
+        self.limits = limits
         self.ranks = len(channel.peers)
         elements: Counter[int] = Counter()  # of each entry
         for unit in units:
@@ -89,54 +129,71 @@ class Staging:
         total = sum(elements.values())
         replicas = (n * entries[e].replica_count(channel.rank) for e, n in elements.items())
         self.mean_replicas = sum(replicas) / max(1, total)
+        self.shares = self.mean_replicas == self.ranks > 1
         device = channel.device.type
         self.batch_bytes: Optional[int] = None
-        self.chunk_bytes = BATCH_BYTES.get(device, DEFAULT_BATCH_BYTES)
+        self.chunk_bytes = limits.batch_bytes(channel.device)
+        self.least_bytes = 0
         if self.ranks > 1:
             held = total * self.mean_replicas / self.ranks  # elements of the weights on a rank
             least, most = CHUNK_BYTES.get(device, DEFAULT_CHUNK_BYTES)
+            self.least_bytes = 0 if limits.staging_bytes else least
             self.batch_bytes = max(least, int(BATCH_SHARE * held * channel.opmath.itemsize))
             share = int(held * channel.wire.itemsize) // CHUNKS
             # An owner scatters each update once to every replica.
             self.chunk_bytes = int(max(least, min(most, share)) / self.mean_replicas)
         self._in_place = all(entries[number].scatters_in_place for number in elements)
-        sizes = [regions.numel(unit.box) * entries[unit.entry].dtype.itemsize for unit in units]
-        bound = STAGING_OF_LOCAL * (sum(sizes) * self.mean_replicas / self.ranks)
-        bound += STAGING_OF_LARGEST * max(sizes)
-        bound = max(bound, LEAST_STAGING.get(device, DEFAULT_LEAST_STAGING))
+        bound = limits.staging_bytes or STAGING_OF_MEMORY * limits.memory
+        if limits.staging_bytes is None and device in STAGING_OF_LOCAL_AND_LARGEST:
+            of_local, of_largest = STAGING_OF_LOCAL_AND_LARGEST[device]
+            sizes = [regions.numel(unit.box) * entries[unit.entry].dtype.itemsize for unit in units]
+            local = sum(sizes) * self.mean_replicas / self.ranks
+            bound = of_local * local + of_largest * max(sizes)
         self.room = bound - max(map(self._workspace_bytes, units))
 
     def in_flight(self, gathered: Sequence[GatheredBytes]) -> int:
         """How many chunks may be in flight; the same number on all ranks."""
-        in_flight, most = 1, min(self.warmup_step + 1, len(gathered))
+        in_flight, most = 1, min(self.limits.in_flight, len(gathered))
         while in_flight < most and self.has_room(gathered, in_flight + 1):
             in_flight += 1
         return in_flight
 
     def has_room(self, gathered: Sequence[GatheredBytes], in_flight: int) -> bool:
-        """Whether so many chunks fit, and the buffers that one of them is scattered from."""
+        """Whether so many chunks fit, and buffers that two of them are scattered from and into.
+
+        One of these is orthogonalized, the other one's scatter is under way.
+        """
         size, wide = self.channel.wire.itemsize, self.channel.opmath.itemsize
         span = SPAN_BYTES.get(self.channel.device.type, DEFAULT_SPAN_BYTES) if wide > size else 0
-        gathers, scatters = [], []  # bytes of each chunk, and of its scatter with a copy in opmath
+        gathers, scatters, copies = self._gathers(gathered), [], []
         for most, total in gathered:
             held = total * self.mean_replicas / self.ranks
-            gathers.append(int(most * self.mean_replicas + held))
-            copy = min(span, int(held) * wide // size)
-            scatters.append(copy if self._in_place else gathers[-1] + copy)
-        at_once = (gathers[at : at + in_flight] for at in range(len(gathers)))
-        return max(map(sum, at_once)) + max(scatters) <= self.room
+            scatters.append(held + (0 if self.shares else most * self.mean_replicas))
+            copies.append(min(span, held * wide / size))  # of what was scattered, in opmath
+        at_once = max(sum(gathers[at : at + in_flight]) for at in range(len(gathers)))
+        at_once += 0 if self._in_place else max(scatters) * min(2, in_flight)
+        return at_once + max(copies) <= self.room
+
+    def gathers_ahead(self, gathered: Sequence[GatheredBytes]) -> int:
+        """How many chunks may be gathered while the lane before is worked off, on top of it."""
+        sums = itertools.accumulate(self._gathers(gathered[:GATHERS_AHEAD]))
+        return sum(nbytes <= AHEAD_OF_ROOM * self.room for nbytes in sums)
+
+    def _gathers(self, gathered: Sequence[GatheredBytes]) -> list[float]:
+        """Bytes that each chunk is gathered from and into, on its busiest owner."""
+        return [most + total / self.ranks for most, total in gathered]
 
     def _workspace_bytes(self, unit: Unit) -> int:
         """For a batch: matrices twice, products of their shorter sides, and copies in opmath."""
-        entry, block = self.entries[unit.entry], unit.block
-        numel = regions.numel(unit.box)
+        entry, block, size = self.entries[unit.entry], unit.block, self.channel.team_size
+        numel = regions.numel(unit.slices(size)[-1].box)  # the last one is the largest
         arithmetic = entry.recipe.dtype
-        squares = 4 if entry.recipe.form(block.rows, block.cols).is_gram else 2
+        squares = 4 if entry.recipe.form(block.rows, block.cols, size > 1).is_gram else 2
         copies = 1 if arithmetic == entry.wire else 2  # beside what was gathered
         short = min(block.rows, block.cols)
         nbytes = (copies * numel + squares * unit.count * short**2) * arithmetic.itemsize
         nbytes += numel * entry.wire.itemsize
-        batch = matrices_per_batch(entry, block, self.chunk_size, self.batch_bytes)
+        batch = self.limits.matrices_per_batch(entry, block, self.batch_bytes)
         nbytes *= max(1, batch // unit.count)
         if entry.second_moment:  # squares, matrix by matrix
             nbytes += block.rows * block.cols * entry.opmath.itemsize

@@ -1,4 +1,4 @@
-"""Sends a chunk's momentum to the owners and the updates back, by all-to-all or all-gather.
+"""Sends the momentum of a chunk to the owners, and the updates back to the ranks of the lane.
 
 A transport is made for one chunk in one step, and holds its buffers. The collective that one call
 launches, a later call waits for; waiting makes the current stream wait, not the host, and all later
@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..scratch import Scratch
-from . import regions, wire
-from .chunks import Batch, Chunk, Traffic, views_of_boxes
-from .collectives import all_gather_slots
+from . import wire
+from .chunks import Batch, Chunk, Traffic
+from .collectives import gather_over_ranks, share_slots
 from .plan import Lane
 
 
@@ -27,6 +27,7 @@ class Transport:
     Args:
         chunk, lane: what travels.
         process_group: of the lane's peers; None where this rank is alone.
+        team_group: of the team of this rank; None where each matrix has one owner.
         scratch: what buffers are taken from.
 
     Attributes:
@@ -34,16 +35,20 @@ class Transport:
         updates: of this rank's bundles, once they have been scattered.
     """
 
-    def __init__(self, chunk: Chunk, lane: Lane, process_group: Any, scratch: Scratch):
+    def __init__(
+        self, chunk: Chunk, lane: Lane, process_group: Any, team_group: Any, scratch: Scratch
+    ):
         self.chunk = chunk
         self.lane = lane
         self._process_group = process_group
+        self._team_group = team_group
         self._scratch = scratch
         self._is_local = len(lane.peers) == 1
         self.momentum = self.updates = self._take(chunk.gather.kept + sum(chunk.gather.sent))
         self._gathered: Optional[Tensor] = None  # momentum of other ranks
         self._scattered: Optional[Tensor] = None  # updates for other ranks, for each its own
-        self._work: Any = None
+        self._works: list[Any] = []
+        self._exponents: list[Tensor] = []  # of the units assembled last, (n, …) each
 
     def gather(self) -> None:
         """Starts to send the momentum to the owners."""
@@ -61,12 +66,12 @@ class Transport:
         scatter = self.chunk.scatter
         if not self.chunk.in_place:
             self.updates = self._take(scatter.kept + sum(scatter.received))
-        if not (self.chunk.slot or self._is_local or self.lane.owned_by_all):
+        if not (self.chunk.slots or self._is_local or self.lane.owned_by_all):
             in_place = self.chunk.in_place
             self._scattered = self._gathered if in_place else self._take(sum(scatter.sent))
 
     def assemble(self, batch: Batch) -> Tensor:
-        """Whole units, (n, *shape of each), which may be overwritten."""
+        """The units of a batch, (n, *shape of each), which may be overwritten."""
         shape = (len(batch.units), *batch.units[0].shape)
         if self._gathered is None:
             return self.momentum[batch.gathered[0].start :][: math.prod(shape)].view(shape)
@@ -74,18 +79,27 @@ class Transport:
         targets: list[Tensor] = []
         sources: list[Tensor] = []
         exponents: list[Tensor] = []
-        for part in batch.gathered:
-            buffer = self.momentum if part.peer == self.lane.this_peer else self._gathered
-            stop = part.start + part.numel * shape[0]
-            targets += [X[(slice(None), *regions.slices(box))] for box in part.boxes]
-            if part.boxes:
-                sources += views_of_boxes(buffer[part.start : stop], part.boxes, shape[0])
-                behind = buffer[stop:][: shape[0] * len(part.boxes)]
-                exponents += behind.view(shape[0], -1).unbind(1) if self.lane.scaled else []
-        torch._foreach_copy_(targets, sources)
-        if self.lane.scaled:
-            wire.unify_scales(targets, torch.stack(exponents))
+        for run in batch.gathered_runs:
+            is_own = run.first.peer == self.lane.this_peer
+            buffer = self.momentum if is_own else self._gathered
+            targets += run.in_units(X)
+            sources += run.in_buffer(buffer, len(X))
+            if self.lane.scaled:
+                trailer = (len(X), len(run.first.boxes))
+                behind = run.behind(buffer, len(X), math.prod(trailer)).unflatten(1, trailer)
+                exponents += behind.transpose(0, 1).unbind(2)  # (n, peers) of each box
+        if exponents and self._team_group is not None:
+            largest = torch.cat(exponents, 1).amax(1)
+            exponents.append(gather_over_ranks(largest, self._team_group).T)
+        wire.copy_parts(sources, targets, exponents)
+        self._exponents = exponents
         return X
+
+    def scales(self) -> Optional[Tensor]:
+        """What the units that were assembled last have been divided by, (n,); None is 1."""
+        if not self._exponents:
+            return None
+        return torch.cat(self._exponents, 1).amax(1).to(torch.float32).exp2_()
 
     def stage_updates(self, units: Tensor, squares: Optional[Tensor], batch: Batch) -> None:
         """Copies the updates of a batch into the buffers that they are scattered from.
@@ -96,35 +110,34 @@ class Transport:
             batch: of the units.
         """
         targets, sources = [], []
-        for part in batch.scattered:
+        for run in batch.scattered_runs:
             buffer = self._scattered
-            if buffer is None or part.peer == self.lane.this_peer:
+            if buffer is None or run.first.peer == self.lane.this_peer:
                 buffer = self.updates
-            stop = part.start + part.numel * len(batch.units)
-            if part.boxes:
-                sources += [units[(slice(None), *regions.slices(box))] for box in part.boxes]
-                targets += views_of_boxes(buffer[part.start : stop], part.boxes, len(batch.units))
+            sources += run.in_units(units)
+            targets += run.in_buffer(buffer, len(units))
             if squares is not None:
-                wire.write_numbers(squares, buffer, stop)
+                numel = squares.numel() * wire.elements_of_numbers(buffer.dtype)
+                wire.write_numbers(squares, run.behind(buffer, len(units), numel))
         if targets:
-            torch._foreach_copy_(targets, sources)
+            wire.copy_parts(sources, targets)
 
     def scatter(self) -> None:
         """Starts to send the updates to the ranks that hold the weights."""
         for buffer in (self.momentum, self._gathered):
             if buffer is not None and buffer is not self.updates and buffer is not self._scattered:
                 self._scratch.give(buffer)
-        if self.chunk.slot:
-            self._work = all_gather_slots(self.updates, self._process_group)
+        if self.chunk.slots:
+            self._works = share_slots(self.updates, self.chunk.slots, self._process_group)
         elif self._scattered is not None:
             received = self.updates[self.chunk.scatter.kept :]
             self._exchange(self._scattered, received, self.chunk.scatter)
 
     def wait(self) -> None:
-        """Waits for the collective that was launched last."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
+        """Waits for the collectives that were launched last."""
+        for work in self._works:
+            work.wait()
+        self._works = []
 
     def release(self) -> None:
         """Gives the buffers of updates back to the scratch."""
@@ -137,4 +150,5 @@ class Transport:
 
     def _exchange(self, sent: Tensor, received: Tensor, traffic: Traffic) -> None:
         sizes, group = (list(traffic.received), list(traffic.sent)), self._process_group
-        self._work = dist.all_to_all_single(received, sent, *sizes, group=group, async_op=True)
+        work = dist.all_to_all_single(received, sent, *sizes, group=group, async_op=True)
+        self._works = [work]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Optional
 
 import torch
@@ -14,6 +15,9 @@ from ..matrices import Block, Matrices
 from ..newton_schulz import Recipe
 from . import regions
 from .regions import Region, Sharding
+
+# Rows and columns that slices begin at multiples of: kernels load 16 entries of a row at once.
+SLICE_ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
@@ -107,19 +111,20 @@ class Entry:
         """Factor on the update of a matrix."""
         return update_scale(block.rows, block.cols, self.adjust_lr)
 
-    def cost(self, block: Block) -> int:
-        """FLOPs to orthogonalize one matrix."""
-        return self.recipe.flops(block.rows, block.cols)
+    def cost(self, block: Block, length: Optional[int] = None) -> int:
+        """FLOPs to orthogonalize one matrix, or a slice whose longer side has ``length``."""
+        return self.recipe.flops(block.rows, block.cols, length)
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Matrices of one parameter that have one owner.
+    """Matrices of one parameter, or slices of them, that have one owner.
 
     Args:
         entry: number of its entry.
         block: that the matrices are of.
-        box: of the block: the matrices, and all of their rows and columns.
+        box: of the block: the matrices, and all of their rows and columns; of slices, an interval
+            of their longer side.
     """
 
     entry: int
@@ -135,6 +140,53 @@ class Unit:
     def count(self) -> int:
         """How many matrices."""
         return regions.numel(self.box[: self.block.row_axis])
+
+    @property
+    def rows(self) -> int:
+        """Rows of each matrix, or slice."""
+        return math.prod(self.shape[self.block.row_axis : self.block.col_axis])
+
+    @property
+    def cols(self) -> int:
+        """Columns of each matrix, or slice."""
+        return math.prod(self.shape[self.block.col_axis :])
+
+    @property
+    def length(self) -> Optional[int]:
+        """Of slices, the length of the longer side; None of whole matrices."""
+        is_tall = self.block.rows > self.block.cols
+        length, whole = (self.rows, self.block.rows) if is_tall else (self.cols, self.block.cols)
+        return length if length < whole else None
+
+    @property
+    def matrices(self) -> tuple[int, Block, Region]:
+        """Equal for slices of the same matrices."""
+        return self.entry, self.block, self.box[: self.block.row_axis]
+
+    def slices(self, count: int) -> list[Unit]:
+        """The unit in ``count`` slices of about the same size, the last one the largest; itself
+        where it is too short.
+
+        What is cut is the longest axis of the longer side, at multiples of `SLICE_ALIGNMENT` where
+        it has enough of these.
+        """
+        if count == 1:  # as a rule
+            return [self]
+        block = self.block
+        axes = range(block.row_axis, block.col_axis)
+        if block.rows <= block.cols:
+            axes = range(block.col_axis, len(block.axes))
+        axis = max(axes, key=lambda axis: block.shape[axis])
+        size = block.shape[axis]
+        if size < count:
+            return [self]
+        step = SLICE_ALIGNMENT if size >= count * SLICE_ALIGNMENT else 1
+        cuts = [index * (size // step) // count * step for index in range(count)]
+        boxes = (
+            (*self.box[:axis], interval, *self.box[axis + 1 :])
+            for interval in zip(cuts, (*cuts[1:], size))
+        )
+        return [replace(self, box=box) for box in boxes]
 
     def parts(self, region: Region) -> list[Region]:
         """The boxes of its block that a region of the stored tensor has of it."""
@@ -152,6 +204,7 @@ class Channel:
         peers: global ranks, ascending; one rank alone exchanges nothing.
         this_peer: index of this rank in ``peers``.
         owned_by_all: every peer orthogonalizes every matrix, and nothing is scattered.
+        team_size: so many consecutive peers own a matrix together, each a slice of it.
         wire: dtype of the buffers.
         opmath: dtype of element-wise arithmetic.
         device: of the local tensors.
@@ -160,6 +213,7 @@ class Channel:
     peers: tuple[int, ...]
     this_peer: int
     owned_by_all: bool
+    team_size: int
     wire: torch.dtype
     opmath: torch.dtype
     device: torch.device
@@ -168,6 +222,12 @@ class Channel:
     def rank(self) -> int:
         """Global rank of this process."""
         return self.peers[self.this_peer]
+
+    @property
+    def team(self) -> tuple[int, ...]:
+        """Global ranks of the team of this process."""
+        first = self.this_peer - self.this_peer % self.team_size
+        return self.peers[first : first + self.team_size]
 
     @property
     def scaled(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import inspect
 import math
 import weakref
@@ -102,6 +103,11 @@ def with_local(tensor: Tensor, local_tensor: Tensor) -> Tensor:
     if not is_dtensor(tensor):
         return local_tensor
     return DTensor(local_tensor, tensor._spec, requires_grad=False)  # type: ignore[attr-defined]
+
+
+def this_rank() -> int:
+    """The global rank; 0 without torch.distributed."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def compute_device(tensor: Tensor) -> torch.device:
@@ -308,6 +314,11 @@ def world_timeout(*device_types: str) -> timedelta:
     return dist.distributed_c10d.default_pg_timeout
 
 
+def key_of_ranks(ranks: Sequence[int]) -> str:
+    """A name for a set of ranks in keys of a store, which would be long with a thousand names."""
+    return hashlib.sha256(repr(tuple(ranks)).encode()).hexdigest()
+
+
 _groups = GroupCache()
 
 
@@ -336,7 +347,7 @@ def process_group(tensor: Tensor, ranks: Sequence[int], replicas: Optional[Repli
         bound, world.bound_device_id = world.bound_device_id, None  # or all ranks had to take part
         try:
             group_rank = ranks.index(dist.get_rank())
-            name: Any = f"optimizer/{'-'.join(map(str, ranks))}"
+            name: Any = f"optimizer/{key_of_ranks(ranks)}"
             group, _ = c10d._new_process_group_helper(
                 len(ranks), group_rank, list(ranks), backend, store, name, timeout=timeout
             )

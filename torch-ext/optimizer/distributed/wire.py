@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +15,10 @@ from ..newton_schulz import Recipe
 # 2^26 times smaller, where a part without scale would lose gradients under 6e-5.
 _LARGEST = 13
 _SMALLEST_EXPONENT = -110  # so that no factor leaves fp32
+
+
+# Parts that one kernel copies: of more, torch's copies of all peers' at once are fewer launches.
+_MOST_BY_KERNEL = 128
 
 
 def wire_of(recipe: Recipe) -> torch.dtype:
@@ -49,19 +54,78 @@ def scale_down(parts: Sequence[Tensor], outputs: Sequence[Tensor], largest: Tens
     return exponents
 
 
-def unify_scales(parts: Sequence[Tensor], exponents: Tensor) -> None:
+def scale_down_by_kernel(
+    momenta: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    exponents: Sequence[Tensor],
+    largest: Sequence[Tensor],
+    **how: Any,
+) -> None:
+    """Does what `scale_down` does, from what the parts were made of.
+
+    Args:
+        momenta, grads: as `core.update_momentum` left them.
+        outputs: in fp16.
+        exponents: one element for each output, in fp16, which its exponent is written to.
+        largest: likewise, the largest magnitude that was measured.
+        how: nesterov and so on, see `elementwise.scale_momentum`.
+    """
+    from ..triton_kernels import elementwise
+
+    elementwise.scale_momentum(
+        momenta,
+        grads,
+        outputs,
+        exponents=exponents,
+        largest=largest,
+        highest=_LARGEST,
+        least=_SMALLEST_EXPONENT,
+        **how,
+    )
+
+
+def copy_parts(
+    sources: Sequence[Tensor], targets: Sequence[Tensor], exponents: Sequence[Tensor] = ()
+) -> None:
+    """Copies parts of n matrices each, and brings those of each matrix to one scale.
+
+    Args:
+        sources: (n, peers, …), as `scale_down` left them; of any dtype where they have no scale.
+        targets: of the same shapes.
+        exponents: (n, peers) of each source, and (n, …) of what else is of these matrices; none
+            where sources have no scale.
+    """
+    parts = sum(target.shape[1] for target in targets)
+    if parts <= _MOST_BY_KERNEL and triton_kernels.is_used_on(targets[0].device.type):
+        from ..triton_kernels import elementwise
+
+        inputs, outputs = (
+            [part for of_run in runs for part in of_run.unbind(1)] for runs in (sources, targets)
+        )
+        elementwise.copy(inputs, outputs, torch.cat(list(exponents), 1) if exponents else None)
+        return
+    torch._foreach_copy_(list(targets), list(sources))
+    if exponents:
+        unify_scales(targets, exponents)
+
+
+def unify_scales(parts: Sequence[Tensor], exponents: Sequence[Tensor]) -> None:
     """Brings the parts of each matrix to one scale, in place: that of its largest part.
 
     Numbers that fall under the range of fp16 thereby are 2^-37 of the largest magnitude.
 
     Args:
-        parts: of n matrices each, (n, …) in fp16, as `scale_down` left them.
-        exponents: (parts, n).
+        parts: of n matrices each, (n, …), or of several peers, (n, peers, …), in fp16, as
+            `scale_down` left them.
+        exponents: (n,) or (n, peers) for each of these, and of what else is of these matrices.
     """
-    exponents = exponents.to(torch.float32)
-    factors = torch.exp2(exponents - exponents.amax(dim=0)).to(parts[0].dtype)
-    for part, factor in zip(parts, factors):
-        part.mul_(factor.view(-1, *(1 for _ in part.shape[1:])))
+    of_all = torch.cat([of_part.reshape(len(of_part), -1) for of_part in exponents], dim=1)
+    largest = of_all.amax(dim=1).to(torch.float32)
+    for part, of_part in zip(parts, exponents):
+        below = of_part.to(torch.float32) - largest.view(-1, *(1 for _ in of_part.shape[1:]))
+        factors = torch.exp2(below).to(part.dtype)
+        part.mul_(factors.view(*factors.shape, *(1 for _ in part.shape[factors.dim() :])))
 
 
 def elements_of_numbers(wire: torch.dtype) -> int:
@@ -69,11 +133,15 @@ def elements_of_numbers(wire: torch.dtype) -> int:
     return 1 if wire.itemsize >= 4 else 4
 
 
-def write_numbers(numbers: Tensor, buffer: Tensor, start: int) -> None:
-    """Writes numbers exactly: where the wire has 16 bits, each byte of their fp32 as a number."""
-    if elements_of_numbers(buffer.dtype) > 1:
+def write_numbers(numbers: Tensor, target: Tensor) -> None:
+    """Writes numbers exactly: where the wire has 16 bits, each byte of their fp32 as a number.
+
+    Args:
+        target: their elements, flat, or so in each row.
+    """
+    if elements_of_numbers(target.dtype) > 1:
         numbers = numbers.to(torch.float32).contiguous().view(torch.uint8)
-    buffer[start : start + numbers.numel()].copy_(numbers.flatten())
+    target.copy_(numbers.flatten())
 
 
 def read_numbers(buffer: Tensor, start: int, count: int) -> Tensor:
