@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Optional
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.profiler import record_function
 
+from .core import clip_weights
 from .cpu_offload import CPUOffload, Prefetcher
 from .cpu_offload.rows import AdamWRows
+from .cpu_offload.windows import Fetch, fill_windows
 from .distributed.regions import shard_interval
 from .distributed.replicas import Replicas, is_divided
 from .distributed.utils import is_dense, is_dtensor, local
 from .parameters.options import Group
+from .state.specs import keys_of
+from .weight_rounding import Noise, as_int16, round_into, widen
 
 if TYPE_CHECKING:
     from .distributed.zero2 import MeanGradients, RowAllGather
+    from .qk_clip.clip import Clipping
+    from .state.rounding import Rounding
+
+# Weights in bf16 that are updated in fp32 at once, in bytes.
+FP32_WINDOW_BYTES = 16 << 20
 
 # Devices whose fused kernel keeps `step` beside the parameter.
 FUSED_DEVICES = ("cpu", "cuda", "xpu", "mps")
@@ -69,7 +79,9 @@ class AdamWStep:
         state: of each parameter.
         replicas: those that average gradients and divide the work, in ZeRO-2.
         offload: where the state lives.
-        prefetcher: what brings it.
+        rounding: tells what weights are rounded by that are updated in fp32.
+        clipping: scales biases and weights of projections, behind their update.
+        prefetcher: what brings the state.
 
     Attributes:
         parts: in the order of their updates.
@@ -84,21 +96,26 @@ class AdamWStep:
         state: Mapping[Tensor, MutableMapping[str, Tensor]],
         replicas: Optional[Replicas],
         offload: CPUOffload,
+        rounding: Rounding,
+        clipping: Optional[Clipping],
         prefetcher: Prefetcher,
     ):
         self._groups = [group for group in groups if not group.use_muon]
         self._present = [[p for p in g.params if g.takes_part(p)] for g in self._groups]
         self._state = state
         self._offload = offload
+        self._rounding = rounding
+        self._clipping = clipping
         self._prefetcher = prefetcher
         self._replicas = replicas
         self._rows: dict[int, AdamWRows] = {}
         self._gathering: list[RowAllGather] = []
         if not prefetcher.is_enqueued:
             for group, params in enumerate(self._present):
-                moments = [(state[p]["exp_avg"], state[p]["exp_avg_sq"]) for p in params]
+                keys = [keys_of(self._groups[group], param.dtype) for param in params]
                 fetches = [
-                    [*offload.fetches(first), *offload.fetches(second)] for first, second in moments
+                    [fetch for key in keys for fetch in self._fetches(state[param][key], key)]
+                    for param, keys in zip(params, keys)
                 ]
                 prefetcher.add_windows(self._key(group), fetches)
         self.parts = [
@@ -135,7 +152,7 @@ class AdamWStep:
         """Updates one part."""
         part = self.parts[number]
         if part.group not in self._rows:
-            self._rows[part.group] = self._rows_of(self._present[part.group])
+            self._rows[part.group] = self._rows_of(part.group)
         rows, options = self._rows[part.group], self._groups[part.group]
         window = self._prefetcher.window(self._key(part.group), part.window)
         with window as fetched, record_function("Muon.adamw"):
@@ -161,32 +178,67 @@ class AdamWStep:
         for rows in self._gathering:
             rows.wait()
 
+    def _fetches(self, tensor: Tensor, key: str) -> list[Fetch]:
+        """The fetch of a tensor of state, if it takes one."""
+        is_residual = key == "weight_residual"
+        part = as_int16(self._offload.current(tensor)) if is_residual else None
+        return self._offload.fetches(tensor, part)
+
     def _key(self, group: int) -> tuple[str, int]:
         return "adamw", group
 
-    def _rows_of(self, params: Sequence[Tensor]) -> AdamWRows:
-        rows = AdamWRows([], [], [], [], [])
-        for param in params:
-            weights, state = local(param), self._state[param]
+    def _rows_of(self, group: int) -> AdamWRows:
+        options = self._groups[group]
+        rows = AdamWRows([], [], [], [], [], [], [])
+        for param in self._present[group]:
+            weights, state, rounded_by = local(param), self._state[param], None
+            if options.updates_in_fp32(param.dtype):
+                rounded_by = self._rounding.of(param, options)
+            clip = None if self._clipping is None else self._clipping.scale(param)
+            if clip is not None:  # the devices differ for parameters in host memory only
+                clip = clip.to(weights.device)
             if param in self._averaged:
                 grad = self.means.result(self._averaged[param])
                 if param in self._divided:
                     assert self._replicas is not None
                     ranks, rank = len(self._replicas.ranks), self._replicas.group.rank()
-                    weights = weights[slice(*shard_interval(weights.shape[0], ranks, rank))]
+                    own = slice(*shard_interval(weights.shape[0], ranks, rank))
+                    weights, clip = weights[own], None if clip is None else clip[own]
+                    if isinstance(rounded_by, Noise):  # a residual is of these rows alone
+                        rounded_by = rounded_by[own]
             elif param.grad is None:
                 grad = torch.zeros_like(weights)
             else:
                 grad = local(param.grad)
+            rows.rounded_by.append(rounded_by)
             rows.params.append(weights)
-            rows.grads.append(grad.to(weights.dtype))
+            rows.grads.append(grad.to(weights.dtype) if rounded_by is None else grad)
             rows.exp_avgs.append(self._offload.current(state["exp_avg"]))
             rows.exp_avg_sqs.append(self._offload.current(state["exp_avg_sq"]))
             rows.steps.append(state["step"])
+            rows.clip.append(clip)
         return rows
 
 
 def _update(rows: AdamWRows, options: Group) -> None:
+    """Updates rows, in fp32 those that are rounded by something, and clips them."""
+    in_fp32 = [by is not None for by in rows.rounded_by]
+    others = rows.only([not wide for wide in in_fp32]) if any(in_fp32) else rows
+    if others.params:
+        _update_as_they_are(others, options)
+    rows_in_fp32: Any = rows.only(in_fp32)
+    devices = {param.device for param in rows_in_fp32.params}
+    fetches = [[Fetch(param, param.device, True)] for param in rows_in_fp32.params]
+    for _, pieces in fill_windows(fetches, dict.fromkeys(devices, FP32_WINDOW_BYTES)):
+        part = rows_in_fp32.in_window([(piece, ()) for piece in pieces])
+        exact = widen(part.params, part.rounded_by)
+        grads = [grad.to(torch.float32) for grad in part.grads]
+        _update_as_they_are(replace(part, params=exact, grads=grads), options)
+        round_into(exact, part.params, part.rounded_by)
+    clip_weights(rows.params, rows.clip, rounded_by=rows.rounded_by)
+
+
+def _update_as_they_are(rows: AdamWRows, options: Group) -> None:
     """Updates rows by torch's functional, those that its fused kernel takes and the others."""
     kinds: dict[tuple[bool, bool], list[bool]] = {}
     for number, param in enumerate(rows.params):

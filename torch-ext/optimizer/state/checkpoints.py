@@ -12,7 +12,15 @@ from ..distributed import utils as dtensors
 from ..distributed.plan import Entry
 from ..parameters.default_groups import default_is_muon
 from ..parameters.options import STRUCTURE, Group, Settings, is_number
-from .specs import KEPT_DTYPE, KEYS, ExpectedState, check_tensors, converted, expected_state
+from .specs import (
+    KEPT_DTYPE,
+    KEYS,
+    ExpectedState,
+    check_tensors,
+    converted,
+    expected_state,
+    moments_dtype,
+)
 
 RawGroup = Mapping[str, Any]  # as torch has it, in an optimizer or a checkpoint
 
@@ -152,7 +160,7 @@ def check_and_divide(
             name, saved_state = group.name_of(index), states.get(saved_id, {})
             expected = expected_state(param, entry, settings)
             _divide(saved_state, expected, param, saved)
-            _check_algorithm(saved_state, live.get(param, {}), group, saved, name)
+            _check_algorithm(saved_state, live.get(param, {}), group, saved, name, param.dtype)
             check_tensors(saved_state, expected, "checkpoint", name, param)
             # Kernels trust that this rank's part of a DTensor has the size that it should have.
             for key, (shape, placed) in expected.items():
@@ -231,7 +239,12 @@ def _divide(
 
 
 def _check_algorithm(
-    saved_state: Mapping[str, Any], live: Mapping[str, Any], group: Group, saved: Group, name: str
+    saved_state: Mapping[str, Any],
+    live: Mapping[str, Any],
+    group: Group,
+    saved: Group,
+    name: str,
+    dtype: torch.dtype,
 ) -> None:
     """Checks that the saved state is of the algorithm that is to go on from it, and complete.
 
@@ -242,6 +255,7 @@ def _check_algorithm(
     Args:
         saved_state, live: state of the parameter in the checkpoint, and in the optimizer.
         group, saved: its group in the optimizer, and in the checkpoint.
+        name, dtype: of the parameter.
     """
     other = "exp_avg" if group.use_muon else "momentum_buffer"
     if saved_state.get(other) is not None:
@@ -258,6 +272,21 @@ def _check_algorithm(
         raise ValueError(
             f"the checkpoint has beta2={saved.beta2}, but its second moment of {name} has not been "
             f"read, since this optimizer has none: construct it with beta2={saved.beta2}"
+        )
+    has_residual = saved_state.get("weight_residual") is not None
+    is_kept = saved.weight_rounding == "exact" and saved.updates_in_fp32(dtype)
+    if has_residual and not is_kept:
+        remedy = "load weights that exact_weights() gave, and take the residual out"
+        if dtype == torch.bfloat16:  # loaded in place, where a residual was and the file has none
+            remedy = "load into an optimizer without the option, and set it in param_groups then"
+        raise ValueError(
+            f"{name} is {dtype}, and its group in the checkpoint has weight_rounding="
+            f"{saved.weight_rounding!r}, but there is a weight_residual of it beside: {remedy}"
+        )
+    if is_kept and saved_state and not has_residual and group.weight_rounding != "exact":
+        raise ValueError(
+            f"the checkpoint has weight_rounding='exact', but its residual of {name} has not been "
+            "read, since this optimizer has none: construct it with weight_rounding='exact'"
         )
 
 
@@ -293,7 +322,7 @@ def without_tensors(states: Mapping[Any, Any], saved_groups: Sequence[RawGroup])
 
 
 def place_tensors(
-    groups: Sequence[RawGroup],
+    groups: Sequence[Group],
     state: MutableMapping[Any, dict[str, Any]],
     saved_groups: Sequence[RawGroup],
     states: Mapping[Any, dict[str, Any]],
@@ -310,7 +339,7 @@ def place_tensors(
     """
     taken: set[int] = set()  # where tensors begin that are used as they are
     for group, saved in zip(groups, saved_groups):
-        for param, saved_id in zip(group["params"], saved["params"]):
+        for param, saved_id in zip(group.params, saved["params"]):
             if saved_id not in states:
                 continue
             loaded = state[param]
@@ -319,8 +348,9 @@ def place_tensors(
                 if key not in KEYS:
                     state[param][key] = loaded[key]
                 elif isinstance(value, Tensor):
-                    dtype = value.dtype if key in KEPT_DTYPE else param.dtype
-                    home = home_of(param, group["use_muon"])
+                    is_kept = key in KEPT_DTYPE
+                    dtype = value.dtype if is_kept else moments_dtype(group, param.dtype)
+                    home = home_of(param, group.use_muon)
                     state[param][key] = converted(_with_own_memory(value, taken), dtype, home)
 
 

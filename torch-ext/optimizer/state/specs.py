@@ -15,10 +15,10 @@ from ..distributed.replicas import is_divided
 from ..parameters.options import FLOATING_DTYPES, Group, Settings
 
 # The tensors that can be large, unlike AdamW's ``step``, which is one number.
-KEYS = ("momentum_buffer", "second_momentum_buffer", "exp_avg", "exp_avg_sq")
+KEYS = ("momentum_buffer", "second_momentum_buffer", "exp_avg", "exp_avg_sq", "weight_residual")
 
-# These may have another dtype than their parameter, and are loaded in the one they were saved in.
-KEPT_DTYPE = ("momentum_buffer", "second_momentum_buffer")
+# These are loaded in the dtype they were saved in.
+KEPT_DTYPE = ("momentum_buffer", "second_momentum_buffer", "weight_residual")
 
 
 # By key of a tensor of state its shape, and its mesh and placements; None for a plain tensor.
@@ -41,13 +41,26 @@ class Spec:
     device: torch.device  # of the parameter's local tensor
 
 
-def keys_of(group: Group) -> tuple[str, ...]:
-    """The tensors of state that every trainable parameter of a group has."""
-    if not group.use_muon:
-        return ("exp_avg", "exp_avg_sq")
-    if group.beta2 is None:
-        return ("momentum_buffer",)
-    return ("momentum_buffer", "second_momentum_buffer")
+def keys_of(group: Group, dtype: torch.dtype) -> list[str]:
+    """The tensors of state that a trainable parameter of a group has, by its dtype."""
+    keys = ["momentum_buffer"] if group.use_muon else ["exp_avg", "exp_avg_sq"]
+    if group.use_muon and group.beta2 is not None:
+        keys.append("second_momentum_buffer")
+    if group.weight_rounding == "exact" and group.updates_in_fp32(dtype):
+        keys.append("weight_residual")
+    return keys
+
+
+def moments_dtype(group: Group, dtype: torch.dtype) -> torch.dtype:
+    """Of AdamW's moments, and of momentum where nothing else is asked for, by the parameter's."""
+    return torch.float32 if group.updates_in_fp32(dtype) else dtype
+
+
+def momentum_dtype(group: Group, dtype: torch.dtype) -> Optional[torch.dtype]:
+    """Of the momentum of a parameter of that dtype; None is that of the gradient at first."""
+    if group.momentum_dtype is None and group.updates_in_fp32(dtype):
+        return torch.float32
+    return group.momentum_dtype
 
 
 def expected_state(param: Tensor, entry: Optional[Entry], settings: Settings) -> ExpectedState:
@@ -63,14 +76,16 @@ def expected_state(param: Tensor, entry: Optional[Entry], settings: Settings) ->
         replicas = settings.divided
         if replicas is not None and is_divided(param.shape, len(replicas.ranks)):
             placed = dtensors.state_placements_of(param, replicas) or placed
-        return {"exp_avg": (param.shape, placed), "exp_avg_sq": (param.shape, placed)}
+        moments = dict.fromkeys(("exp_avg", "exp_avg_sq"), (param.shape, placed))
+        return {**moments, "weight_residual": (torch.Size([*param.shape, 2]), placed)}
     m = entry.matrices
-    numbers = torch.Size([*m.shape[: m.row_dim], sum(map(m.long_sides, m.blocks))])
+    numbers = torch.Size([*m.shape[: m.row_dim], sum(map(m.all_moments, m.blocks))])
     return {
         "momentum_buffer": (
             param.shape,
             dtensors.state_placements_of(param, settings.process_group) or placed,
         ),
+        "weight_residual": (torch.Size([*param.shape, 2]), placed),
         # Experts lie as the parameter's do, each with all its numbers.
         "second_momentum_buffer": (numbers, dtensors.expert_placements_of(param, m.row_dim)),
     }
@@ -81,13 +96,14 @@ def specs_of(
 ) -> dict[str, Spec]:
     """The tensors of state that a parameter has, by their keys. To be called under ``no_grad``."""
     dtypes = {
-        "momentum_buffer": group.momentum_dtype or dtensors.grad_dtype(param),
+        "momentum_buffer": momentum_dtype(group, param.dtype) or dtensors.grad_dtype(param),
         "second_momentum_buffer": torch.float32,
-        "exp_avg": param.dtype,
-        "exp_avg_sq": param.dtype,
+        "weight_residual": torch.uint8,
+        "exp_avg": moments_dtype(group, param.dtype),
+        "exp_avg_sq": moments_dtype(group, param.dtype),
     }
     expected, local, specs = expected_state(param, entry, settings), dtensors.local(param), {}
-    for key in keys_of(group):
+    for key in keys_of(group, param.dtype):
         shape, placed = expected[key]
         if shape == param.shape and placed == dtensors.mesh_placements_of(param):
             local_shape, stride = tuple(local.shape), _dense_stride(param)  # in its memory order
@@ -164,11 +180,13 @@ def check_tensors(
             continue
         where = f"{key} of {name} in the {source}"
         is_tensor = isinstance(value, Tensor)
-        if not is_tensor or not (
-            value.is_complex() if param.is_complex() else value.dtype in FLOATING_DTYPES
-        ):
+        wanted, dtypes = "bf16, fp16, fp32 or fp64", set(FLOATING_DTYPES)
+        if key == "weight_residual":
+            wanted, dtypes = "bytes", {torch.uint8}
+        elif param.is_complex():
+            wanted, dtypes = "complex numbers", {torch.complex64, torch.complex128}
+        if not is_tensor or value.dtype not in dtypes:
             actual = value.dtype if is_tensor else type(value).__name__
-            wanted = "complex numbers" if param.is_complex() else "bf16, fp16, fp32 or fp64"
             raise ValueError(f"{where} is {actual}, no tensor of {wanted}")
         if value.layout != torch.strided or value.is_meta:
             actual = "on meta" if value.is_meta else f"sparse ({value.layout})"

@@ -14,7 +14,7 @@ from ..cpu_offload import CPUOffload, Destination
 from ..distributed import utils as dtensors
 from ..distributed.plan import Entry
 from ..parameters.options import Group, Settings
-from .specs import KEYS, converted, keys_of, specs_of, zeros
+from .specs import KEYS, converted, keys_of, moments_dtype, momentum_dtype, specs_of, zeros
 
 State = MutableMapping[Any, dict[str, Any]]  # of an optimizer
 META = torch.device("meta")
@@ -63,17 +63,22 @@ class StateStore:
         """Creates whatever state is missing, for all trainable parameters, on all ranks alike."""
         on_host: list[tuple[dict[str, Tensor], str, Tensor, Destination]] = []
         for group, group_entries in zip(groups, entries):
-            keys = keys_of(group)
             for param, entry in zip(group.params, group_entries):
+                keys = keys_of(group, param.dtype)
+                if param in state and "weight_residual" not in keys:
+                    # Steps without it go on from the weight as it is.
+                    state[param].pop("weight_residual", None)
                 if not param.requires_grad:
                     continue
                 param_state = state[param]
+                # Options and the parameter's dtype may be changed at any time.
                 if group.use_muon:
-                    self._convert(param_state, "momentum_buffer", group.momentum_dtype)
+                    dtype = momentum_dtype(group, param.dtype)
+                    self._convert(param_state, "momentum_buffer", dtype)
                 else:
                     adamw.init_step(param, param_state, group)
-                    for key in keys:  # as the parameter's, which may be changed at any time, too
-                        self._convert(param_state, key, param.dtype)
+                    for key in ("exp_avg", "exp_avg_sq"):
+                        self._convert(param_state, key, moments_dtype(group, param.dtype))
                 absent = [key for key in keys if param_state.get(key) is None]
                 if not absent:
                     continue
