@@ -7,10 +7,12 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import reference as ref
 from kernel import optimizer
+from ranks import run_ranks
 from reference import relative_error
 
 presets = optimizer.presets
@@ -83,6 +85,7 @@ SOURCES = {
         lambda params, **arguments: presets.moonlight(muon_params=params, **arguments),
     ),
     "dion": (ref.DionReference, presets.dion),
+    "emerging_optimizers": (ref.EmergingReference, presets.emerging_optimizers),
 }
 ARGUMENTS = {
     "motif": [
@@ -109,6 +112,13 @@ ARGUMENTS = {
         dict(lr=0.02, mu=0.9, nesterov=True, weight_decay=0.3, adjust_lr="rms_norm"),
         dict(adjust_lr=None, epsilon=1e-6),
         dict(use_polar_express=True, cautious_wd=True, weight_decay=0.3),
+    ],
+    "emerging_optimizers": [
+        dict(),
+        dict(lr=0.02, extra_scale_factor=0.2, weight_decay=0.3, nesterov=True, num_ns_steps=3),
+        dict(coefficient_type="polar_express", num_ns_steps=9, scale_mode="shape_scaling"),
+        dict(coefficient_type="deepseekv4", num_ns_steps=10, scale_mode="unit_rms_norm"),
+        dict(coefficient_type="simple", num_ns_steps=6, extra_scale_factor=0.5),
     ],
 }
 CASES = [(name, arguments) for name in SOURCES for arguments in ARGUMENTS[name]]
@@ -193,7 +203,8 @@ def test_a_missing_gradient_is_what_it_is_in_the_source(name):
         assert relative_error(optim.state[p]["momentum_buffer"], B) < 1e-6
 
 
-@pytest.mark.parametrize("name", SOURCES)
+# The preset of Emerging-Optimizers multiplies the rate, which is another tensor then.
+@pytest.mark.parametrize("name", [name for name in SOURCES if name != "emerging_optimizers"])
 def test_learning_rates_may_be_tensors(name):
     optim, params, source, initial = beside_source(
         name, {"lr": torch.tensor(0.02)}, ns_dtype=torch.float32
@@ -582,6 +593,191 @@ def test_gradients_stay_behind_a_step_but_with_motifs_preset_as_in_the_sources(n
         p.grad = G
     optim.step()
     assert all((p.grad is None) is (name == "motif") for p in params)
+
+
+# -- twenty steps --------------------------------------------------------------------------------
+
+
+TWENTY = {
+    **{name: (*SOURCES[name], {}) for name in SOURCES},
+    "keller_jordan, small": (*SOURCES["keller_jordan"], {}),
+    "dion's Polar Express": (*SOURCES["dion"], dict(use_polar_express=True)),
+    "dion's NorMuon": (ref.NorMuonReference, presets.normuon, {}),
+    "torch's Gram form": (
+        ref.TorchGramReference,
+        presets.torch_muon,
+        dict(use_gram_newton_schulz=True),
+    ),
+    "nanochat of February": (ref.NanochatReference, "2026-02", {}),
+    "nanochat of July": (ref.NanochatJulyReference, "2026-07", {}),
+}
+
+
+class Regression(nn.Module):
+    """Two layers and a head, of `SHAPES`' kinds: square, tall, wide."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        shapes = [(24, 24), (64, 24), (16, 64)]
+        self.weights = nn.ParameterList(parameters(shapes, dtype=dtype))
+        self.inputs, self.targets = randn(64, 24, dtype=dtype), randn(64, 16, seed=9, dtype=dtype)
+
+    def gradients(self, t):
+        x = self.inputs.roll(t, 0)[:32]
+        for W in self.weights:
+            x = torch.tanh(x @ W.mT)
+        loss = (x - self.targets.roll(t, 0)[:32]).square().mean()
+        return torch.autograd.grad(loss, list(self.weights))
+
+
+@pytest.mark.parametrize("kind", ["random", "training"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", TWENTY)
+def test_twenty_steps_in_exact_arithmetic_are_those_of_each_source(name, dtype, kind):
+    make_source, preset, arguments = TWENTY[name]
+    model = Regression(dtype)
+    params = list(model.weights)
+    initial = copies(params)
+    if isinstance(preset, str):
+        hyper = dict(lr=0.02, momentum=0.95, beta2=0.9, weight_decay=0.2)
+        source = make_source(params, **hyper)
+        groups = [{"kind": "muon", "params": params, "ns_steps": 5, **hyper}]
+        optim = optimizer.MuonAdamW(groups, version=preset, ns_dtype=dtype, comm_dtype=dtype)
+    else:
+        source = make_source(params, **arguments)
+        optim = optimizer.Muon(**preset(params, **arguments), ns_dtype=dtype, comm_dtype=dtype)
+    for t in range(1, 21):
+        grads = model.gradients(t) if kind == "training" else gradients(params, t)
+        grads = [G * 1e-3 for G in grads] if "small" in name else grads
+        for p, G in zip(params, grads):
+            p.grad = G.clone()
+        source.step(grads)
+        optim.step()
+    check(params, initial, source.weights, 3e-4)
+
+
+@pytest.mark.parametrize("version", ["2026-02", "2026-07"])
+def test_muon_adamw_computes_bfloat16_parameters_of_adamw_in_fp32(version):
+    """Weights and moments are rounded once a step, as nanochat of July 2026 does."""
+    (p,) = vectors = parameters([(300,)], dtype=torch.bfloat16)
+    W, m, v = (x.clone() for x in (p.detach(), torch.zeros_like(p), torch.zeros_like(p)))
+    how = dict(lr=0.01, betas=(0.8, 0.95), eps=1e-10, weight_decay=0.1)
+    optim = optimizer.MuonAdamW([{"kind": "adamw", "params": vectors, **how}], version=version)
+    for t in range(1, 11):
+        (p.grad,) = gradients(vectors, t)
+        new = ref.adamw_update(
+            *(x.double() for x in (W, p.grad, m, v)), t, 0.01, (0.8, 0.95), 1e-10, 0.1
+        )
+        W, m, v = (x.to(torch.bfloat16) for x in new)
+        optim.step()
+    # A sum that lies between two numbers may go either way by its fp32 roundings.
+    assert (p != W).float().mean() < 0.02
+    assert relative_error(p.detach(), W.double()) < 1e-4
+
+
+def test_an_unknown_version_of_nanochat_is_refused():
+    with pytest.raises(ValueError, match=r"version must be one of '2026-02', '2026-07', found '1'"):
+        optimizer.MuonAdamW(nanochat_groups(parameters(), []), version="1")
+
+
+def of_all_ranks(dist_class):
+    """What `MuonAdamW` of July makes of each rank's own gradients."""
+    params, vectors = parameters(), parameters([(8,), (6, 5)], seed=50)
+    before, vectors_before = copies(params), copies(vectors)
+    hyper = dict(lr=0.02, momentum=0.95, beta2=0.9, weight_decay=0.2)
+    source = ref.NanochatJulyReference(params, **hyper)
+    adamw = nanochat_reference(params, vectors)[1]
+    make = optimizer.DistMuonAdamW if dist_class else optimizer.MuonAdamW
+    optim = make(nanochat_groups(params, vectors), version="2026-07", ns_dtype=torch.float32)
+    for t in range(1, 4):
+        for each, of in ((params, source), (vectors, adamw)):
+            theirs = [gradients(each, 10 * t + rank) for rank in range(dist.get_world_size())]
+            for p, G in zip(each, theirs[dist.get_rank()]):
+                p.grad = G
+            of.step([sum(grads) / len(theirs) for grads in zip(*theirs)])
+        optim.step()
+    check(params, before, source.weights, BFLOAT16)  # updates travel in bf16
+    check(vectors, vectors_before, adamw.weights, 1e-5)
+
+
+@pytest.mark.parametrize("dist_class", [False, True])
+def test_julys_muon_adamw_is_one_class_for_one_rank_and_many(dist_class):
+    run_ranks(of_all_ranks, 2, dist_class)
+
+
+# -- torch's Gram form ---------------------------------------------------------------------------
+
+
+GRAM = dict(use_gram_newton_schulz=True)
+TRIPLES = [[3.0, -4.0, 2.0], [2.0, -1.5, 0.5], [1.5, -0.5, 0.0]]
+
+
+@pytest.mark.parametrize("of_group", [False, True])
+def test_torchs_gram_form_has_coefficients_of_its_own_for_matrices_that_are_not_square(of_group):
+    params = parameters()
+    initial, source = copies(params), ref.TorchGramReference(params, TRIPLES, lr=0.02)
+    config = {"gram_ns_coefficients": TRIPLES, "gram_ns_reset_iterations": [2]}
+    if of_group:
+        given = presets.torch_muon([{"params": params, **GRAM, **config}], lr=0.02)
+    else:
+        config = {**config, "use_cuda_graph": True}
+        given = presets.torch_muon(params, lr=0.02, **GRAM, gram_newton_schulz_config=config)
+    optim = optimizer.Muon(**given, ns_dtype=torch.float32)
+    assert [group["ns_algorithm"] for group in optim.param_groups] == ["auto", "gram"]
+    run(3, (optim, params, source))
+    check(params, initial, source.weights, FLOAT32)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (dict(gram_newton_schulz_config={}), "needs use_gram_newton_schulz=True"),
+        (dict(GRAM, gram_newton_schulz_config={"resets": [2]}), "has no argument 'resets'"),
+    ],
+)
+def test_torchs_gram_form_refuses_what_torch_refuses(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        presets.torch_muon(parameters(), **arguments)
+
+
+# -- Emerging-Optimizers -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (dict(coefficient_type="aol"), "coefficient_type must be one of 'simple'.*found 'aol'"),
+        (dict(coefficient_type="quintic", num_ns_steps=6), "would begin anew"),
+        (dict(scale_mode="none"), "scale_mode must be one of 'spectral'"),
+        (dict(extra_scale_factor=0.0), "extra_scale_factor must be a number > 0"),
+        (dict(weight_decay_method="l2"), "weight_decay_method must be 'decoupled'"),
+    ],
+)
+def test_emerging_optimizers_refuses_what_has_no_counterpart(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        presets.emerging_optimizers(parameters(), **arguments)
+
+
+@pytest.mark.parametrize("steps", [3, 5, 7])
+def test_emerging_optimizers_continues_cans_with_its_last_triple(steps):
+    arguments = dict(coefficient_type="cans", num_ns_steps=steps)
+    params = parameters(dtype=torch.float64)
+    initial, source = copies(params), ref.EmergingReference(params, **arguments)
+    optim = optimizer.Muon(**presets.emerging_optimizers(params, **arguments))
+    run(3, (optim, params, source))
+    check(params, initial, source.weights, 1e-5)
+
+
+def test_the_extra_scale_multiplies_the_update_but_not_the_decay_of_groups_too():
+    params = parameters()
+    arguments = dict(lr=0.05, weight_decay=0.4, momentum=0.9)
+    initial, source = (
+        copies(params),
+        ref.EmergingReference(params, extra_scale_factor=0.2, **arguments),
+    )
+    given = presets.emerging_optimizers([{"params": params, **arguments}], extra_scale_factor=0.2)
+    run(3, (optimizer.Muon(**given, ns_dtype=torch.float32), params, source))
+    check(params, initial, source.weights, FLOAT32)
 
 
 def test_motifs_options_may_be_replaced():

@@ -21,9 +21,10 @@ from torch import Tensor
 
 from .distributed import utils as dtensors
 from .muon import Muon
+from .newton_schulz import FAMILIES, Triple
 from .parameters import validation
 from .parameters.foreign_words import proposal
-from .parameters.options import GROUP_OPTIONS, Group, is_int
+from .parameters.options import GROUP_OPTIONS, Group, is_int, is_number
 
 Params = Iterable[Any]  # tensors, (name, tensor) pairs, or group dicts
 
@@ -39,32 +40,57 @@ def motif(params: Params, lr: Any = 1e-3, **arguments: Any) -> dict[str, Any]:
     groups = validation.as_groups(params)
     for number, group in enumerate(groups):
         _check_keys(group, number, "Motif's Muon", GROUP_OPTIONS)
-    return {"params": groups, "lr": lr, "ns_coefficients": "you", **arguments}
+    how = {"ns_coefficients": "you", "ns_eps_absolute": 1e-7}
+    return {"params": groups, "lr": lr, **how, **arguments}
 
 
 def torch_muon(params: Params, lr: Any = 1e-3, **arguments: Any) -> dict[str, Any]:
     """``torch.optim.Muon``: averaged momentum, one triple of coefficients for every step.
 
     torch divides by max(norm, eps); here eps is added to the norm of the matrix scaled to a largest
-    magnitude of 1, so gradients below eps keep their direction.
+    magnitude of 1, so gradients below eps keep their direction. The Gram form restarts where it is
+    safe, whatever ``gram_ns_reset_iterations`` says: that changes roundings alone.
 
     Args:
         params: tensors, (name, tensor) pairs, or groups, which may have the arguments below.
         lr: learning rate.
         arguments: ``weight_decay`` (0.1), ``momentum`` (0.95), ``nesterov`` (True),
             ``ns_coefficients`` (one (a, b, c), the quintic), ``eps`` (1e-7), ``ns_steps`` (5),
-            ``adjust_lr_fn`` (None: the original scale).
+            ``adjust_lr_fn`` (None: the original scale). Later versions' too:
+            ``use_gram_newton_schulz`` (False) orthogonalizes matrices that are not square in the
+            Gram form, with the coefficients of ``gram_newton_schulz_config``, a dict of
+            ``gram_ns_coefficients`` (the quintic five times), ``gram_ns_reset_iterations`` and
+            ``use_cuda_graph``, which are left alone.
 
     Raises:
-        ValueError: unknown ``adjust_lr_fn``.
+        ValueError: unknown ``adjust_lr_fn``; a ``gram_newton_schulz_config`` with unknown keys, or
+            without ``use_gram_newton_schulz``.
     """
-    _check_arguments(arguments, "torch.optim.Muon", ["lr", *_TORCH_DEFAULTS])
-    defaults = {**_TORCH_DEFAULTS, **arguments}
-    groups = []
-    muon_keys = {"lr", *_TORCH_DEFAULTS}
-    for group in _muon_groups(params, "torch.optim.Muon", muon_keys, GROUP_OPTIONS):
-        options = {key: group.pop(key) for key in _TORCH_DEFAULTS if key in group}
-        groups.append({**group, **_from_torch({**defaults, **options})} if options else group)
+    config = arguments.pop("gram_newton_schulz_config", None)
+    _check_arguments(arguments, "torch.optim.Muon", ["lr", *_TORCH_DEFAULTS, *_TORCH_GRAM])
+    defaults = {**_TORCH_DEFAULTS, **_TORCH_GRAM, **arguments}
+    if config is not None:
+        if not defaults["use_gram_newton_schulz"]:
+            raise ValueError("gram_newton_schulz_config needs use_gram_newton_schulz=True")
+        _check_arguments(config, "gram_newton_schulz_config", list(_TORCH_GRAM)[1:])
+        defaults.update({key: value for key, value in config.items() if value is not None})
+    groups: list[dict[str, Any]] = []
+    muon_keys = {"lr", *_TORCH_DEFAULTS, *_TORCH_GRAM}
+    for number, group in enumerate(
+        _muon_groups(params, "torch.optim.Muon", muon_keys, GROUP_OPTIONS)
+    ):
+        given = {key: group.pop(key) for key in defaults if key in group and key != "lr"}
+        options = {**defaults, **given}
+        group = {**group, **(_from_torch(options) if given else {})}
+        if not (options["use_gram_newton_schulz"] and group["use_muon"]):
+            groups.append(group)
+            continue
+        group = validation.normalize_group(group, f"param_groups[{number}]")
+        square = [p.shape[0] == p.shape[-1] for p in group["params"]]
+        groups.append(_subset(group, square))
+        triples = tuple(map(tuple, options["gram_ns_coefficients"]))
+        form = {"ns_algorithm": "gram", "ns_coefficients": triples, "ns_steps": len(triples)}
+        groups.append({**_subset(group, [not each for each in square]), **form})
     fixed = {"momentum_style": "ema", "none_grad": False}
     return {"params": groups, "lr": lr, **fixed, **_from_torch(defaults)}
 
@@ -77,6 +103,12 @@ _TORCH_DEFAULTS = {
     "eps": 1e-7,
     "ns_steps": 5,
     "adjust_lr_fn": None,
+}
+_TORCH_GRAM = {
+    "use_gram_newton_schulz": False,
+    "gram_ns_coefficients": ((3.4445, -4.7750, 2.0315),) * 5,
+    "gram_ns_reset_iterations": (),
+    "use_cuda_graph": False,
 }
 
 
@@ -145,6 +177,7 @@ def keller_jordan(
         "adjust_lr": "original",
         "momentum_style": "ema",
         "missing_grad": "zero",
+        "ns_eps_absolute": 1e-7,
         "flatten": True,
         "none_grad": False,
         **({} if process_group is None else {"process_group": process_group}),
@@ -182,6 +215,7 @@ def moonlight(
         "adamw_betas": adamw_betas,
         "adamw_eps": adamw_eps,
         "ns_coefficients": "quintic",
+        "ns_eps_absolute": 1e-7,
         "none_grad": False,
     }
 
@@ -254,7 +288,7 @@ def dion(
             momentum=options["mu"],
             adjust_lr=scales[scale],
             cautious=options["cautious_wd"],
-            ns_eps=options["epsilon"],
+            ns_eps_absolute=options["epsilon"],
             adamw_betas=(options["beta1"], options["beta2"]),
             adamw_eps=options["epsilon"],
         )
@@ -283,6 +317,134 @@ def dion(
     }
 
 
+@dtensors.refuses_groups_before_init("distributed_mesh")
+def normuon(
+    params: Params,
+    distributed_mesh: Any = None,
+    lr: Any = 0.01,
+    mu: float = 0.95,
+    muon_beta2: float = 0.95,
+    use_polar_express: bool = True,
+    **arguments: Any,
+) -> dict[str, Any]:
+    """microsoft/dion's ``NorMuon``: its ``Muon``, with a second moment for each row of a matrix.
+
+    Where matrices are sharded, the source normalizes each shard by itself; this one does whole
+    matrices.
+
+    Args:
+        params, distributed_mesh, lr, mu, use_polar_express, arguments: as for `dion`.
+        muon_beta2: decay of the second moment, for all groups.
+    """
+    given = dion(params, distributed_mesh, lr, mu, use_polar_express=use_polar_express, **arguments)
+    return {**given, "beta2": muon_beta2, "second_moment_side": "rows"}
+
+
+def emerging_optimizers(
+    params: Params,
+    lr: Any = 3e-4,
+    momentum: float = 0.95,
+    weight_decay: float = 0.01,
+    nesterov: bool = False,
+    weight_decay_method: str = "decoupled",
+    fp32_matmul_prec: str = "medium",
+    coefficient_type: str = "quintic",
+    num_ns_steps: int = 5,
+    scale_mode: str = "spectral",
+    extra_scale_factor: float = 1.0,
+    use_syrk: bool = False,
+    **unknown: Any,
+) -> dict[str, Any]:
+    """NVIDIA's Emerging-Optimizers' ``Muon``, which Megatron-LM trains with.
+
+    Averaged momentum, the coefficients of `you`, which it calls ``"quintic"``. Its scales and
+    ``extra_scale_factor`` multiply the learning rate but not the decay: groups get the learning
+    rate times, and the decay over, a factor, 5·extra_scale_factor of ``"spectral"``.
+
+    Args:
+        params: tensors, or groups with ``lr``, ``momentum``, ``weight_decay``.
+        fp32_matmul_prec, use_syrk: left alone; ``ns_dtype`` of `Muon` decides.
+        coefficient_type: ``"simple"``, ``"quintic"``, ``"polar_express"`` (eight triples of its
+            own), ``"cans"``, ``"cubic5"`` or ``"deepseekv4"``.
+        scale_mode: ``"spectral"``, ``sqrt(max(rows, cols))``; ``"shape_scaling"``,
+            ``sqrt(max(1, rows/cols))``; ``"unit_rms_norm"``, ``sqrt(rows/cols)``.
+
+    Raises:
+        ValueError: another way of decay; ``"aol"``, which turns the largest singular values around
+            there (``ns_coefficients="aol"`` of `Muon` does not), and ``"custom"``; more steps of
+            ``"quintic"`` or ``"cubic5"`` than these have, which would begin anew.
+    """
+    source = "Emerging-Optimizers' Muon"
+    _check_arguments(unknown, source, _arguments_of(emerging_optimizers))
+    if weight_decay_method != "decoupled":
+        raise ValueError(f"weight_decay_method must be 'decoupled', found {weight_decay_method!r}")
+    if scale_mode not in _EMERGING_SCALES:
+        known = ", ".join(map(repr, _EMERGING_SCALES))
+        raise ValueError(f"scale_mode must be one of {known}, found {scale_mode!r}")
+    if not is_number(extra_scale_factor) or extra_scale_factor <= 0:
+        raise ValueError(f"extra_scale_factor must be a number > 0, found {extra_scale_factor!r}")
+    scale, factor = _EMERGING_SCALES[scale_mode]
+    factor *= extra_scale_factor
+    groups = []
+    for group in _muon_groups(params, source, {"lr", "momentum", "weight_decay"}, GROUP_OPTIONS):
+        if group["use_muon"] and ("lr" in group or "weight_decay" in group):
+            group["lr"] = group.get("lr", lr) * factor
+            group["weight_decay"] = group.get("weight_decay", weight_decay) / factor
+        groups.append(group)
+    return {
+        "params": groups,
+        "lr": lr * factor,
+        "momentum": momentum,
+        "weight_decay": weight_decay / factor,
+        "nesterov": nesterov,
+        "momentum_style": "ema",
+        "adjust_lr": scale,
+        "none_grad": False,
+        "ns_coefficients": _emerging_triples(coefficient_type, num_ns_steps),
+        "ns_steps": num_ns_steps,
+    }
+
+
+# Their names of scales: the same here, and what remains of them.
+_EMERGING_SCALES = {
+    "spectral": ("match_rms_adamw", 5.0),
+    "shape_scaling": ("original", 1.0),
+    "unit_rms_norm": ("spectral", 1.0),
+}
+_EMERGING_POLAR_EXPRESS = (
+    (8.2051, -22.9019, 16.4607),
+    (4.0664, -2.8612, 0.5184),
+    (3.9096, -2.8234, 0.5250),
+    (3.2856, -2.4153, 0.4853),
+    (2.2779, -1.6198, 0.3985),
+    (1.8726, -1.2307, 0.3585),
+    (1.8564, -1.2132, 0.3568),
+    (1.8750, -1.2500, 0.3750),
+)
+
+
+def _emerging_triples(coefficient_type: str, steps: int) -> Any:
+    """Emerging-Optimizers' coefficients, as it continues them, in the words of this package."""
+    names = {"simple": "quintic", "quintic": "you"}
+    names.update((name, name) for name in ("cans", "cubic5", "deepseekv4"))
+    if coefficient_type not in (*names, "polar_express"):
+        known = ", ".join(map(repr, (*names, "polar_express")))
+        raise ValueError(f"coefficient_type must be one of {known}, found {coefficient_type!r}")
+    if coefficient_type == "simple":
+        return "quintic"
+    triples: tuple[Triple, ...] = _EMERGING_POLAR_EXPRESS
+    if coefficient_type != "polar_express":
+        triples = FAMILIES[names[coefficient_type]].triples
+        if steps == len(triples):
+            return names[coefficient_type]
+    if steps > len(triples) and coefficient_type in ("quintic", "cubic5"):
+        raise ValueError(
+            f"num_ns_steps={steps} would begin anew with the {len(triples)} coefficients of "
+            f"{coefficient_type!r}, which can turn updates around: at most {len(triples)}"
+        )
+    return triples[:steps] + triples[-1:] * (steps - len(triples))
+
+
 def _by_heads(group: dict[str, Any], heads: int, where: str) -> list[dict[str, Any]]:
     """Divides a group by the number of rows that a head of its matrices has."""
     group = validation.normalize_group(group, where)
@@ -304,21 +466,34 @@ def _by_heads(group: dict[str, Any], heads: int, where: str) -> list[dict[str, A
 class MuonAdamW(Muon):
     """nanochat's ``MuonAdamW``: Polar Express, factored second moment, cautious decay.
 
+    Its version of July 2026 also equilibrates rows before the iteration and renormalizes behind it,
+    and is one class for one and many ranks: where torch.distributed is initialized it does what
+    `DistMuonAdamW` does, over all ranks.
+
     Args:
         param_groups: groups with ``kind``: ``"muon"`` (``lr``, ``momentum``, ``ns_steps``,
             ``beta2``, ``weight_decay``; ``beta2=None`` means 0) or ``"adamw"`` (``lr``, ``betas``,
             ``eps``, ``weight_decay``). The keys stay live: schedules may set them at any time.
+        version: of nanochat's formulas, ``"2026-02"`` or ``"2026-07"``.
         options: further ones of `Muon`, such as ``ns_dtype``.
 
     The learning rate, decay and betas are not rounded to the parameters' dtype, and the momentum of
     each matrix is its own state entry.
 
     Raises:
-        ValueError: an unknown ``kind``; whatever `Muon` raises.
+        ValueError: an unknown ``kind`` or ``version``; whatever `Muon` raises.
     """
 
-    def __init__(self, param_groups: list[dict[str, Any]], **options: Any):
+    def __init__(
+        self, param_groups: list[dict[str, Any]], *, version: str = "2026-02", **options: Any
+    ):
+        if version not in _NANOCHAT_VERSIONS:
+            known = ", ".join(map(repr, _NANOCHAT_VERSIONS))
+            raise ValueError(f"version must be one of {known}, found {version!r}")
+        if version == "2026-07" and dtensors.world_size() > 1:
+            options = {"process_group": dtensors.world(), "grad_reduce": "mean", **options}
         fixed: dict[str, Any] = {
+            **_NANOCHAT_VERSIONS[version],
             "ns_coefficients": "polar_express",
             "momentum_style": "ema",
             "adjust_lr": "original",
@@ -353,6 +528,17 @@ class MuonAdamW(Muon):
             options = {key: group.get(name) for key, name in _NANOCHAT_KEYS.items()}
         return super()._translate({**group, **options})
 
+
+# What differs between versions: the input is divided by factor·norm + eps.
+_NANOCHAT_VERSIONS: dict[str, dict[str, Any]] = {
+    "2026-02": {"ns_norm_factor": 1.02, "ns_eps_absolute": 1e-6},
+    "2026-07": {
+        "ns_norm_factor": 1.01,
+        "ns_eps_absolute": 1e-6,
+        "ns_equilibrate": True,
+        "ns_renormalize": True,
+    },
+}
 
 # What nanochat calls options of AdamW's groups.
 _NANOCHAT_KEYS = {"adamw_betas": "betas", "adamw_eps": "eps"}

@@ -1,0 +1,185 @@
+"""Recipes of published models: each takes a model that is built as they are, and refuses others."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from kernel import optimizer
+
+recipes, Muon = optimizer.recipes, optimizer.Muon
+SIZES = {"qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
+
+
+def linear(rows, cols):
+    return nn.Linear(cols, rows, bias=False)
+
+
+class Experts(nn.Module):
+    """As transformers stacks them."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.randn(4, 32, 32) * 0.1)
+        self.down_proj = nn.Parameter(torch.randn(4, 32, 16) * 0.1)
+
+
+class DeepseekV3(nn.Module):
+    """The parameters of DeepSeek-V3, Moonlight and Kimi K2, small, under their names."""
+
+    def __init__(self, stacked=True, query_latent=True):
+        super().__init__()
+        torch.manual_seed(0)
+        self.config = SimpleNamespace(**SIZES)
+        self.model = nn.Module()
+        self.model.embed_tokens = nn.Embedding(100, 32)
+        self.model.layers = nn.ModuleList()
+        for number in range(2):
+            layer, attention, mlp = nn.Module(), nn.Module(), nn.Module()
+            if query_latent:
+                attention.q_a_proj, attention.q_b_proj = linear(24, 32), linear(48, 24)
+            else:
+                attention.q_proj = linear(48, 32)
+            attention.kv_a_proj_with_mqa, attention.kv_b_proj = linear(20, 32), linear(64, 16)
+            attention.o_proj = linear(32, 32)
+            attention.kv_a_layernorm = nn.RMSNorm(16)
+            if number:
+                mlp.gate = linear(4, 32)
+                mlp.experts = Experts() if stacked else nn.ModuleList([nn.Module()])
+                if not stacked:
+                    mlp.experts[0].up_proj, mlp.experts[0].down_proj = (
+                        linear(16, 32),
+                        linear(32, 16),
+                    )
+            else:
+                mlp.up_proj, mlp.down_proj = linear(64, 32), linear(32, 64)
+            layer.self_attn, layer.mlp, layer.input_layernorm = attention, mlp, nn.RMSNorm(32)
+            self.model.layers.append(layer)
+        self.lm_head = linear(100, 32)
+
+
+def step(model, optim, **how):
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    optim.step(**how)
+    for name, p in model.named_parameters():
+        assert not torch.equal(p, before[name]) and p.isfinite().all(), name
+    return before
+
+
+@pytest.mark.parametrize("query_latent", [True, False])
+@pytest.mark.parametrize("stacked", [True, False])
+@pytest.mark.parametrize("recipe, lr", [(recipes.moonlight, 4.2e-4), (recipes.kimi_k2, 2e-4)])
+def test_recipes_of_latent_attention_train_every_parameter(recipe, lr, stacked, query_latent):
+    model = DeepseekV3(stacked, query_latent)
+    optim = Muon(**recipe(model), ns_dtype=torch.float32)
+    muon, adamw = optim.param_groups
+    assert muon["lr"] == adamw["lr"] == lr and muon["weight_decay"] == 0.1
+    assert {name for name in optim.names[1] if "norm" not in name} == {
+        "model.embed_tokens.weight",
+        "lm_head.weight",
+    }
+    assert "model.layers.1.mlp.gate.weight" in optim.names[0]
+    step(model, optim)
+    if stacked:  # gate and up projections of each expert apart
+        rows = {row["name"]: row["matrices"] for row in optim.summary().rows}
+        assert rows["model.layers.1.mlp.experts.gate_up_proj"] == 8
+        assert rows["model.layers.1.mlp.experts.down_proj"] == 4
+
+
+def test_kimi_k2_clips_logits_above_100_in_latent_attention():
+    model, twin = DeepseekV3(), DeepseekV3()
+    for each, logit in ((model, 400.0), (twin, 100.0)):
+        optim = Muon(**recipes.kimi_k2(each), ns_dtype=torch.float32)
+        torch.manual_seed(1)
+        step(each, optim, qk_logits={0: torch.tensor([logit, 50.0, 50.0, 50.0]), 1: None})
+    clipped, left = (
+        dict(each.named_parameters())["model.layers.0.self_attn.q_b_proj.weight"]
+        for each in (model, twin)
+    )
+    expected = left.detach().clone()
+    expected[:8] *= 0.5  # the root of 100/400, without rotation
+    expected[8:12] *= 0.25
+    torch.testing.assert_close(clipped, expected)
+
+
+def test_glm_5s_split_as_it_is_documented_has_a_matrix_for_each_head():
+    model = DeepseekV3()
+    split = {"q_b_proj": 12, "kv_b_proj": "([head] (k=8 + v=8)) dim"}
+    groups = optimizer.get_default_muon_param_groups(model, expert_keys=["experts"])
+    rows = Muon(groups, split=split).summary().rows
+    matrices = {row["name"].split(".")[-2]: row["matrices"] for row in rows}
+    assert matrices["q_b_proj"] == 4 and matrices["kv_b_proj"] == 8
+
+
+@pytest.mark.parametrize("name", ["moonlight", "kimi_k2"])
+@pytest.mark.parametrize("part", ["kv_b_proj", "kv_a_proj_with_mqa", "experts", "embed_tokens"])
+def test_models_without_the_parts_are_refused(name, part):
+    model = DeepseekV3()
+    for module in list(model.modules()):
+        if hasattr(module, part):
+            delattr(module, part)
+    with pytest.raises(ValueError, match=rf"recipes\.{name} names {part}"):
+        getattr(recipes, name)(model)
+
+
+def test_kimi_k2_needs_the_sizes_of_heads():
+    model = DeepseekV3()
+    del model.config.v_head_dim
+    with pytest.raises(ValueError, match=r"needs model\.config\.v_head_dim"):
+        recipes.kimi_k2(model)
+
+
+class NanochatGPT(nn.Module):
+    """The parameters of nanochat's GPT of July 2026, small."""
+
+    def __init__(self, width=48):
+        super().__init__()
+        torch.manual_seed(0)
+        block = nn.Module()
+        block.attn, block.mlp = nn.Module(), nn.Module()
+        for name in ("c_q", "c_k", "c_v", "c_proj"):
+            setattr(block.attn, name, linear(width, width))
+        block.attn.ve_gate = linear(4, 12)
+        block.mlp.c_fc, block.mlp.c_proj = linear(4 * width, width), linear(width, 4 * width)
+        self.transformer = nn.ModuleDict(
+            {"wte": nn.Embedding(64, width), "h": nn.ModuleList([block])}
+        )
+        self.lm_head = linear(64, width)
+        self.resid_lambdas = nn.Parameter(torch.ones(1))
+        self.x0_lambdas = nn.Parameter(torch.zeros(1))
+        self.smear_gate = linear(1, 24)
+        self.smear_lambda = nn.Parameter(torch.zeros(1))
+        self.backout_lambda = nn.Parameter(torch.full((1,), 0.2))
+        self.value_embeds = nn.ModuleDict({"0": nn.Embedding(64, width)})
+
+
+def test_nanochats_recipe_has_a_group_for_every_parameter_with_the_rates_of_its_width():
+    model = NanochatGPT()
+    optim = optimizer.MuonAdamW(**recipes.nanochat(model), ns_dtype=torch.float32)
+    rates = {name: g["lr"] for g, names in zip(optim.param_groups, optim.names) for name in names}
+    assert rates["lm_head.weight"] == pytest.approx(0.008 * 4)  # (48/768)^-½
+    assert rates["transformer.wte.weight"] == pytest.approx(0.3 * 4)
+    assert rates["value_embeds.0.weight"] == pytest.approx(0.15 * 4)
+    assert rates["resid_lambdas"] == pytest.approx(0.005) and rates["x0_lambdas"] == 0.5
+    assert rates["smear_gate.weight"] == 0.2
+    assert rates["transformer.h.0.attn.ve_gate.weight"] == 0.02
+    muon = optim.param_groups[-1]
+    assert muon["ns_equilibrate"] and muon["ns_renormalize"] and muon["ns_norm_factor"] == 1.01
+    assert len(rates) == len(list(model.parameters()))
+    step(model, optim)
+
+
+def test_nanochats_recipe_refuses_missing_parts_and_parameters_of_its_own():
+    model = NanochatGPT()
+    del model.x0_lambdas
+    with pytest.raises(ValueError, match=r"recipes\.nanochat names x0_lambdas"):
+        recipes.nanochat(model)
+    model = NanochatGPT()
+    model.final_norm = nn.RMSNorm(48)
+    with pytest.raises(ValueError, match=r"no group for final_norm\.weight"):
+        recipes.nanochat(model)
