@@ -29,7 +29,7 @@ def find(subject: Subject, advice: Remedy) -> Iterator[Trap]:
         if d.param.ndim > 2 and (d.reason.endswith(DIMENSIONS) or d.reason == "is_muon_func")
     ]
     total = numel(subject.trainable)
-    experts = {d.name: key for d in left if (key := _expert_key(d, subject)) is not None}
+    experts = {d.name: key for d in left if (key := expert_key(d, subject)) is not None}
     if experts:
         keys = advice.applied_to(subject.options).get("expert_keys") or ()
         yield Trap(
@@ -82,7 +82,7 @@ def find(subject: Subject, advice: Remedy) -> Iterator[Trap]:
         )
 
 
-def _expert_key(decision: Decision, subject: Subject) -> Optional[str]:
+def expert_key(decision: Decision, subject: Subject) -> Optional[str]:
     """The component of its name that holds experts, if the name or the config tells of any."""
     if isinstance(subject.info(decision).layer, _CONVOLUTIONS):
         return None

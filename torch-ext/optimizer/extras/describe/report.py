@@ -88,19 +88,19 @@ class Description:
         )
         lines += ["", self.rates] if self.rates else []
         for number, trap in enumerate(self.warnings, 1):
-            lines += ["", *_lines_of(trap, f"{number}. ")]
+            lines += ["", *lines_of(trap, f"{number}. ")]
         if self.notes:
             lines.append("")
         for kind, notes in table.collect_by(self.notes, lambda note: note.kind).items():
             for note in notes[:_NOTES]:
-                lines += _lines_of(note, "Note: ")
+                lines += lines_of(note, "Note: ")
             if notes[_NOTES:]:
                 lines.append(f"Note: … and {len(notes) - _NOTES} more of kind {kind!r}, in .notes")
         lines += ["", "Write:" if self.warnings else "No traps found. Write:", ""]
         return "\n".join([*lines, *(f"    {line}".rstrip() for line in self.code.splitlines())])
 
 
-def _lines_of(trap: Trap, prefix: str) -> list[str]:
+def lines_of(trap: Trap, prefix: str) -> list[str]:
     indent = " " * 3
     lines = [f"{prefix}{trap.what}"]
     if trap.write:

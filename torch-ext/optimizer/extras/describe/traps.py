@@ -271,17 +271,19 @@ def _shared(subject: Subject, advice: Remedy) -> Iterator[Trap]:
 
 def _narrow(subject: Subject, advice: Remedy) -> Iterator[Trap]:
     """Weights of so few digits that small steps round away."""
+    is_kept = subject.options.get("weight_rounding", "nearest") != "nearest"
     for dtype in (torch.bfloat16, torch.float16):
         narrow = [d for d in subject.trainable if d.param.dtype == dtype]
-        if narrow:
+        if narrow and not (is_kept and dtype == torch.bfloat16):
             lost = round(4 / torch.finfo(dtype).eps)  # half a digit of a weight just below 1
+            keep = 'give weight_rounding="exact", or ' if dtype == torch.bfloat16 else ""
             yield Trap(
                 "narrow",
                 f"{counted(narrow, 'parameter')} in {text(dtype)}",
                 names_of(narrow),
                 f"what a step changes by less than 1/{lost} of its size rounds away, norms at 1 "
-                "with AdamW's usual rates among it; keep weights in fp32, under torch.autocast or "
-                "FSDP2's MixedPrecisionPolicy",
+                f"with AdamW's usual rates among it; {keep}keep weights in fp32, under "
+                "torch.autocast or FSDP2's MixedPrecisionPolicy",
             )
 
 

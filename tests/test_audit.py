@@ -1,0 +1,356 @@
+"""Audits: what steps did to every matrix, on every layout, and what is found where it is wrong."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from checkpointed import LAYOUTS, Run
+from counters import Counter
+from kernel import optimizer
+from layouts import case, whole
+from ranks import run_ranks
+
+Host = optimizer.SimulatedHost
+CLIP: dict[str, Any] = {"clip_config": {"head_dim": 8, "threshold": 1.0}}
+LOGITS = {0: torch.tensor([3.0, 0.5]), 1: torch.tensor([0.5, 2.0])}
+KINDS: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "QK-Clip": CLIP,
+    "bf16": {"change": lambda model: model.bfloat16()},
+    "exact": {"change": lambda model: model.bfloat16(), "weight_rounding": "exact", **CLIP},
+}
+
+
+def matrices_of(run: Run) -> dict[str, nn.Parameter]:
+    muon = [group for group in run.optim.param_groups if group["use_muon"]]
+    ids = {id(p) for group in muon for p in group["params"] if p.requires_grad}
+    return {name: p for name, p in run.model.named_parameters() if id(p) in ids}
+
+
+def norm(tensor: torch.Tensor) -> float:
+    return whole(tensor).detach().double().norm().item()
+
+
+def audited(layouts: tuple[str, ...], kinds: tuple[str, ...]) -> None:
+    for layout in layouts:
+        for kind in kinds:
+            with case(f"{layout}, {kind}"):
+                check(layout, KINDS[kind])
+
+
+def check(layout: str, options: dict[str, Any]) -> None:
+    """Numbers are those of whole tensors, and bits those of a run without."""
+    run, twin = Run.on(layout, **options), Run.on(layout, **options)
+    logits = LOGITS if "clip_config" in options else None
+    audit = run.optim.audit()
+    expected = []
+    for number in range(2):
+        rows = {}
+        for each in (run, twin):
+            each.give_gradients(number)
+        before = weights_of(run)
+        for name, p in matrices_of(run).items():
+            rows[name] = {"gradient": 0.0 if p.grad is None else norm(p.grad)}
+            rows[name]["weight"] = before[name].norm().item()
+        run.optim.step(qk_logits=logits)
+        twin.optim.step(qk_logits=logits)
+        after = weights_of(run)
+        for name, p in matrices_of(run).items():
+            rows[name]["change"] = (after[name] - before[name]).norm().item()
+            rows[name]["momentum"] = norm(run.optim.state[p]["momentum_buffer"])
+        expected.append(rows)
+    audit.stop()
+    report = audit.report()
+    for mine, other in zip(run.held().items(), twin.held().items()):
+        assert mine[0] == other[0]
+        assert torch.equal(
+            *(t.to_local() if hasattr(t, "to_local") else t for _, t in (mine, other))
+        )
+    assert len(report.steps) == 2
+    for found, rows in zip(report.steps, expected):
+        assert found.keys() == rows.keys()
+        for name, row in rows.items():
+            if name.startswith("idle"):
+                assert found[name]["absent"] and not found[name]["owners"]
+                continue
+            for what, value in row.items():
+                assert found[name][what] == pytest.approx(value, rel=1e-3, abs=1e-6), (name, what)
+            assert found[name]["owners"] and found[name]["matrices"] >= 1
+            assert 0.5 < found[name]["relative_rank"] < 1.4, name
+            is_fp32 = options.get("change") is None or "weight_rounding" in options
+            assert (found[name]["lost"] == 0.0) == is_fp32, name
+    assert any("sigma" in row for row in report.steps[-1].values())
+    assert report.findings[0].startswith("1 of ") and "had no gradient: idle" in report.findings[0]
+    metrics = run.optim.metrics()
+    assert metrics["muon/without_gradient"] == 1.0
+    assert all(math.isfinite(value) for value in metrics.values())
+
+
+def weights_of(run: Run) -> dict[str, torch.Tensor]:
+    exact = run.optim.exact_weights()
+    return {
+        name: whole(exact.get(name, p)).detach().double() for name, p in matrices_of(run).items()
+    }
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_an_audit_has_the_norms_of_whole_tensors_and_changes_no_bit(ranks):
+    kinds = ("defaults", "exact") if ranks == 4 else tuple(KINDS)
+    run_ranks(audited, ranks, LAYOUTS[ranks], kinds)
+
+
+def test_offloaded_state_is_audited_alike():
+    reports = []
+    for is_on in (False, True):
+        run = Run.on("one device", change=lambda model: model.bfloat16(), weight_rounding="exact")
+        if is_on:
+            run.optim.turn_on_cpu_offload(slot_bytes=16384, backend=Host(delay=1e-5))
+        with run.optim.audit() as audit:
+            run.train(range(3))
+        run.train([3])  # which it does not watch any more
+        reports.append(audit.report())
+    assert len(reports[0].steps) == len(reports[1].steps) == 3
+    for one, other in zip(*(report.steps[-1].items() for report in reports)):
+        assert one[0] == other[0]
+        for key, value in one[1].items():
+            if isinstance(value, float):
+                assert other[1][key] == pytest.approx(value, rel=1e-4, abs=1e-9), (one[0], key)
+
+
+def in_slices(owners: int) -> None:
+    options = {"ns_dtype": None, "comm_dtype": None, "owners_per_matrix": owners}
+    reports = []
+    for each in (options, {**options, "owners_per_matrix": 1}):
+        run = Run.on("FSDP2", regroup=lambda gs: [{**g, "beta2": None} for g in gs], **each)
+        with run.optim.audit() as audit:
+            run.train(range(2))
+        reports.append(audit.report())
+    sliced, whole_ones = (report.steps[-1] for report in reports)
+    assert any(len(row["owners"]) == owners for row in sliced.values())
+    for name, row in whole_ones.items():
+        assert sliced[name]["matrices"] == row["matrices"], name
+        assert sliced[name]["relative_rank"] == pytest.approx(row["relative_rank"], abs=0.2), name
+    assert reports[0].findings == reports[1].findings
+
+
+def test_slices_of_a_matrix_count_as_one():
+    run_ranks(in_slices, 2, 2)
+
+
+def unlike() -> None:
+    """A step is audited on one rank alone, and all updates of another have NaN."""
+    run = Run.on("FSDP2")
+    audit = run.optim.audit()
+    audit.is_on = dist.get_rank() == 0
+    run.train([0])
+    audit.is_on = True
+    for step in range(1, 4):
+        run.give_gradients(step)
+        for p in run.model.parameters():
+            if p.grad is not None:
+                p.grad = p.grad * math.nan
+        run.optim.step()
+    first, second = audit.report().findings[:2]
+    assert first.startswith("ranks have audited different numbers of steps, [4, 3]")
+    assert second.startswith("13 of 14 matrices have Inf or NaN")
+    assert math.isnan(run.optim.metrics()["muon/weight_norm"])
+
+
+def test_reports_of_ranks_that_differ_and_of_nan_come_to_an_end():
+    run_ranks(unlike, 2)
+
+
+def test_matrices_may_come_and_go_while_an_audit_is_on():
+    model = Blocks()
+    optim = optimizer.Muon(optimizer.get_default_muon_param_groups(model, expert_keys=["experts"]))
+    late = nn.Parameter(torch.ones(4, 4))
+
+    def step() -> None:
+        for p in (*model.parameters(), late):
+            p.grad = torch.randn_like(p) if p.requires_grad else None
+        optim.step()
+
+    with optim.audit() as audit:
+        step()
+        model.layers[0].requires_grad_(False)
+        step()
+        optim.add_param_group({"params": [late], "names": ["late"], "use_muon": True})
+        step()
+    steps = audit.report().steps
+    assert ["layers.0.weight" in rows for rows in steps] == [True, False, False]
+    assert ["late" in rows for rows in steps] == [False, False, True]
+    assert optim.metrics()["muon/orthogonalized"] == 8.0
+
+
+# -- findings --------------------------------------------------------------------------------------
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(24, 24, bias=False) for _ in range(4))
+        self.experts = nn.Parameter(torch.randn(4, 24, 24) / 5)
+        self.lm_head = nn.Linear(24, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        x = torch.tanh(torch.einsum("bi,eoi->bo", x, self.experts))
+        return self.lm_head(x)
+
+
+def report_of(
+    model: nn.Module | None = None,
+    spoil: Callable[[nn.Module, int], None] = lambda model, step: None,
+    regroup: Callable[[list[dict]], list[dict]] = lambda groups: groups,
+    **options: Any,
+) -> Any:
+    model = model or Blocks()
+    groups = optimizer.get_default_muon_param_groups(model, expert_keys=["experts"])
+    optim = optimizer.Muon(regroup(groups), lr=1e-3, **options)
+    dtype = next(model.parameters()).dtype
+    with optim.audit() as audit:
+        for number in range(3):
+            torch.manual_seed(number)
+            x = torch.randn(256, 24, dtype=dtype)
+            loss = nn.functional.cross_entropy(model(x), torch.randint(10, (256,)))
+            loss.backward()
+            spoil(model, number)
+            optim.step()
+            optim.zero_grad()
+    return audit.report()
+
+
+def all_adamw(groups: list[dict]) -> list[dict]:
+    muon, adamw = groups
+    params = [*muon["params"], *adamw["params"]]
+    return [{"params": params, "names": [*muon["names"], *adamw["names"]], "use_muon": False}]
+
+
+def one_adamw(groups: list[dict]) -> list[dict]:
+    muon, adamw = groups
+    last = {"params": muon["params"][-1:], "names": muon["names"][-1:], "use_muon": False}
+    return [{**muon, "params": muon["params"][:-1], "names": muon["names"][:-1]}, adamw, last]
+
+
+def as_slab(groups: list[dict]) -> list[dict]:
+    muon, adamw = groups
+    return [{**muon, "expert_keys": [], "flatten": True}, adamw]
+
+
+def scaled(name: str, factor: float) -> Callable[[nn.Module, int], None]:
+    def spoil(model: nn.Module, step: int) -> None:
+        for key, param in model.named_parameters():
+            if param.grad is not None and name in key:
+                param.grad.mul_(factor)
+
+    return spoil
+
+
+def missing(model: nn.Module, step: int) -> None:
+    model.layers[1].weight.grad = None
+
+
+def one_row(model: nn.Module, step: int) -> None:
+    model.layers[2].weight.grad[1:] = 0.0
+
+
+def vanishing(model: nn.Module, step: int) -> None:
+    scaled("", 1.0 if step == 0 else 1e-9)(model, step)
+
+
+def not_finite(model: nn.Module, step: int) -> None:
+    if step == 2:
+        model.layers[0].weight.grad[0, 0] = math.nan
+
+
+def tiny_weights() -> nn.Module:
+    model = Blocks()
+    with torch.no_grad():
+        model.layers[3].weight.mul_(1e-4)
+    return model
+
+
+FAILURES: dict[str, tuple[dict[str, Any], str]] = {
+    "everything on AdamW": ({"regroup": all_adamw}, "no matrix was orthogonalized: layers.0"),
+    "one on AdamW": (
+        {"regroup": one_adamw},
+        "AdamW trains layers.3.weight, whose like in other layers",
+    ),
+    "no gradient": ({"spoil": missing}, "1 of 5 matrices had no gradient: layers.1.weight"),
+    "zeros": (
+        {"spoil": scaled("layers.2", 0.0)},
+        "1 of 5 matrices had gradients of zeros: layers.2",
+    ),
+    "clipped to nothing": ({"spoil": vanishing}, "gradients are 1e-09 of the momentum"),
+    "a slab of experts": (
+        {"regroup": as_slab},
+        "experts are orthogonalized as one matrix each, for all experts",
+    ),
+    "one row": ({"spoil": one_row}, "1 of 5 matrices have updates of a rank under 0.1"),
+    "NaN": ({"spoil": not_finite}, "1 of 5 matrices have Inf or NaN: layers.0.weight"),
+    "coefficients that diverge": (
+        {"ns_coefficients": (3.4445, -4.775, 3.2), "ns_steps": 3},
+        "1 of 5 matrices have updates with singular values above 1.5",
+    ),
+    "rounded to nothing": (
+        {"model": lambda: Blocks().bfloat16()},
+        "5 of 5 matrices have lost over 30%",
+    ),
+    "weights that are too small": (
+        {"model": tiny_weights},
+        "the update of layers.3.weight is ",
+    ),
+}
+
+
+def test_a_healthy_run_has_no_finding():
+    report = report_of()
+    assert report.findings == []
+    assert str(report).startswith("no finding")
+    for rounding in ("exact", "stochastic"):
+        report = report_of(Blocks().bfloat16(), weight_rounding=rounding)
+        assert report.findings == [], rounding
+
+
+def test_an_audit_without_steps_says_so():
+    optim = optimizer.Muon(optimizer.get_default_muon_param_groups(Blocks()))
+    assert str(optim.audit().report()).startswith("1. no step was audited")
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_each_failure_is_the_first_finding(name):
+    options, message = FAILURES[name]
+    if "model" in options:
+        options = {**options, "model": options["model"]()}
+    report = report_of(**options)
+    assert report.findings[0].startswith(message), report.findings
+    assert str(report).startswith(f"1. {message}")
+
+
+# -- cost ------------------------------------------------------------------------------------------
+
+
+def test_without_an_audit_a_step_does_nothing_more():
+    """Counted operations: before one was made, and behind it."""
+    counts = []
+    run = Run.on("one device")
+    run.train(range(2))
+    for number in (2, 3):
+        run.give_gradients(number)
+        with Counter() as counter:
+            run.optim.step()
+        counts.append(counter.operations)
+        with run.optim.audit():
+            run.train([9])
+        assert run.optim.metrics()
+    assert counts[0] == counts[1]
+    assert Run.on("one device").optim.metrics() == {}

@@ -1,0 +1,488 @@
+"""`Muon.audit`: what steps did to every matrix, as numbers, and as findings in words.
+
+While it is on, a step leaves norms on the device, and copies of a few updates. They are read when
+somebody asks, so that no step waits. What a rank has is its own parts of the matrices, and of the
+matrices that it owns the updates: `Audit.report` brings all together.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from statistics import median
+from typing import Any, NamedTuple, Optional
+
+import torch
+from torch import Tensor
+
+from ..cpu_offload.prefetcher import Fetched
+from ..cpu_offload.rows import WeightRows
+from ..distributed import utils as dtensors
+from ..distributed.collectives import gather_texts
+from ..distributed.plan import Entry, Plan, Unit
+from ..parameters.default_groups import default_is_muon
+from ..parameters.names import has_component
+from ..parameters.options import Group
+from ..step.step import Step
+from ..weight_rounding import widen
+
+# Bounds of what is healthy, beyond which there is a finding.
+SMALLEST_RANK = 0.1  # of the update, over the shorter side
+LARGEST_SIGMA = 1.5  # singular value of an orthogonalized matrix
+LARGEST_OUTLIER = 20.0  # relative change of a matrix, over the median of all
+MOST_LOST = 0.3  # of an update, by rounding
+LEAST_GRADIENT = 1e-6  # of all gradients, over the momentum
+
+NORMS = ("gradient", "momentum", "weight", "update", "change", "lost")
+QUANTILES = (0.0, 0.1, 0.5, 0.9, 1.0)
+
+
+@dataclass
+class StepRecord:
+    """What a rank has of one step.
+
+    Args:
+        plan: of the step.
+        absent: names of matrices that had no gradient.
+        norms: for what, of which parameters, (n,) on the device.
+        owned: names of the parameters of matrices that this rank has orthogonalized, which share
+            of each (a slice, where a team has it), shorter sides, and the Frobenius norms of their
+            polar factors, (n,) on the device.
+        samples: names, and polar factors (rows, cols).
+    """
+
+    plan: Plan
+    absent: list[str]
+    norms: list[tuple[str, list[str], Tensor]] = field(default_factory=list)
+    owned: list[tuple[list[str], float, list[int], Tensor]] = field(default_factory=list)
+    samples: list[tuple[str, Tensor]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What steps did; ``print`` shows findings first.
+
+    Args:
+        findings: what is wrong, the worst first, each with what to do; empty of a healthy run.
+        steps: for each step that was audited, by the names of Muon's parameters: ``gradient``,
+            ``momentum``, ``weight``, ``update``, ``change`` and ``lost``, Frobenius norms: of the
+            gradient as `step` got it, of the momentum, of the weight before, of the update with
+            decay in fp32, of what became of the weight (with QK-Clip), and of what rounding it took
+            from the update; ``matrices``, a count; ``owners``, global ranks; ``relative_rank``, the
+            squared norm of the polar factors over that of orthogonal matrices; and of some
+            ``sigma``, the singular values of one polar factor at the quantiles 0, 0.1, 0.5, 0.9, 1.
+    """
+
+    findings: list[str]
+    steps: list[dict[str, dict[str, Any]]]
+
+    def __str__(self) -> str:
+        lines = [f"{number}. {text}" for number, text in enumerate(self.findings, 1)]
+        lines = lines or ["no finding"]
+        if self.steps:
+            lines.append(f"the last of {len(self.steps)} steps:")
+            width = max(map(len, self.steps[-1]), default=0)
+            lines.append(f"{'':{width}}  change/weight      lost  rel. rank  owners")
+        for name, row in self.steps[-1].items() if self.steps else ():
+            relative = _ratio(row["change"], row["weight"])
+            lost, owners = _ratio(row["lost"], row["update"]), ", ".join(map(str, row["owners"]))
+            rank = f"{row['relative_rank']:9.2f}" if row["owners"] else f"{'–':>9}"
+            lines.append(f"{name:{width}}  {relative:13.2e}  {lost:8.1e}  {rank}  {owners}")
+        return "\n".join(lines)
+
+
+class Audit:
+    """Watches an optimizer's steps until `stop`; as a context, until its end.
+
+    Attributes:
+        is_on: whether it watches.
+        steps: records of the last steps that it has watched, ``keep`` at most; their samples take
+            memory on the device.
+    """
+
+    def __init__(self, keep: int) -> None:
+        self.is_on = True
+        self.steps: deque[StepRecord] = deque(maxlen=keep)
+        self._groups: Sequence[Group] = ()
+        self._seen = 0  # matrices that this rank has orthogonalized in the step
+        self._due = -1  # the number of the one whose polar factor is kept
+
+    def stop(self) -> None:
+        self.is_on = False
+
+    def __enter__(self) -> Audit:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
+
+    # -- in a step -----------------------------------------------------------------------------
+
+    def begin(self, step: Step, absent: Iterable[int]) -> None:
+        """Begins the record of a step, of whose plan these entries take no part."""
+        self._groups = step.groups
+        names = [step.plan.entries[number].name for number in absent]
+        self._record = StepRecord(step.plan, names)
+        # One matrix of each step, another one every time.
+        self._due, self._seen = (self._due + 1) % max(1, self._seen), 0
+
+    def momentum(self, units: Sequence[Unit], fetched: Optional[Fetched], rows: Any) -> None:
+        """Norms of parts of the gradient, and of the momentum that it was added to."""
+        names = self._names(units, fetched)
+        self._add_norms("gradient", names, rows.grads)
+        self._add_norms("momentum", names, rows.momenta)
+
+    def orthogonalized(self, units: Sequence[Unit], U: Tensor) -> None:
+        """Norms of polar factors, (matrices, rows, cols), of units one after the other."""
+        entries = self._record.plan.entries
+        names = [entries[unit.entry].name for unit in units for _ in range(unit.count)]
+        sides = [min(unit.block.rows, unit.block.cols) for unit in units for _ in range(unit.count)]
+        norms = torch.linalg.vector_norm(U, dim=(-2, -1), dtype=_widened(U))
+        share = U[0].numel() / (units[0].block.rows * units[0].block.cols)
+        self._record.owned.append((names, share, sides, norms))
+        place = self._due - self._seen
+        if 0 <= place < len(U) and units[0].length is None:  # a slice has other singular values
+            self._record.samples.append((names[place], U[place].clone()))
+        self._seen += len(U)
+
+    def weights(
+        self,
+        units: Sequence[Unit],
+        fetched: Optional[Fetched],
+        rows: WeightRows,
+        update: Callable[[WeightRows], None],
+        clip: Callable[[WeightRows], None],
+    ) -> None:
+        """Updates and clips parts of the weights; norms of what becomes of them."""
+        names, before = self._names(units, fetched), _exact(rows)
+        wanted = None
+        if rows.weights[0].dtype.itemsize == 2:
+            copies = [[tensor.clone() for tensor in column] for column in (before, rows.updates)]
+            wide = replace(rows, weights=copies[0], updates=copies[1], rounded_by=None)
+            update(wide)
+            wanted = wide.weights
+        update(rows)
+        updated = _exact(rows)
+        clip(rows)
+        wanted = updated if wanted is None else wanted
+        self._add_norms("weight", names, before)
+        self._add_norms("update", names, torch._foreach_sub(wanted, before))
+        self._add_norms("lost", names, torch._foreach_sub(updated, wanted))
+        self._add_norms("change", names, torch._foreach_sub(_exact(rows), before))
+
+    def end(self) -> None:
+        """Keeps the record of a step that has come to its end."""
+        self.steps.append(self._record)
+
+    def _names(self, units: Sequence[Unit], fetched: Optional[Fetched]) -> list[str]:
+        """Of each row of a window, or of all."""
+        if fetched is not None:
+            units = [units[piece.row] for piece, _ in fetched]
+        return [self._record.plan.entries[unit.entry].name for unit in units]
+
+    def _add_norms(self, what: str, names: list[str], tensors: Sequence[Tensor]) -> None:
+        dtype = _widened(tensors[0])
+        norms = torch.stack(torch._foreach_norm(list(tensors), 2, dtype))
+        self._record.norms.append((what, names, norms))
+
+    # -- afterwards ----------------------------------------------------------------------------
+
+    def rows(self, record: StepRecord) -> dict[str, dict[str, Any]]:
+        """This rank's share of `Report.steps`: squares of norms, to be added over ranks."""
+        rank, rows = record.plan.rank, dict[str, dict[str, Any]]()
+        copies: dict[tuple[str, str], int] = {}
+        for entry in record.plan.entries:
+            rows[entry.name] = {
+                **dict.fromkeys(NORMS, 0.0),
+                **{
+                    "matrices": 0.0,
+                    "owners": [],
+                    "relative_rank": 0.0,
+                    "absent": entry.name in record.absent,
+                },
+                "held_by": dtensors.key_of_ranks(
+                    (rank,) if entry.sharding is None else entry.sharding.ranks
+                ),
+            }
+            sharding = entry.sharding
+            holders = 1 if sharding is None else len(sharding.peers(rank, (), replicas=True))
+            # Each replica adds its norms of the same weights. Where replicas divide the momentum,
+            # each has norms of its own part of momentum and gradient.
+            for what in NORMS:
+                is_divided = entry.momentum is not None and what in ("gradient", "momentum")
+                copies[entry.name, what] = 1 if is_divided else holders
+        for what, names, norms in record.norms:
+            for name, norm in zip(names, norms.tolist()):
+                rows[name][what] += norm**2 / copies[name, what]
+        for names, share, sides, norms in record.owned:
+            for name, side, norm in zip(names, sides, norms.tolist()):
+                rows[name]["matrices"] += share
+                rows[name]["owners"] = [rank]
+                rows[name]["relative_rank"] += norm**2 / side
+        return rows
+
+    def _rows_with_sigma(self, record: StepRecord) -> dict[str, dict[str, Any]]:
+        rows = self.rows(record)
+        for name, U in record.samples:
+            if not U.isfinite().all():  # it has none
+                continue
+            sigma = torch.linalg.svdvals(U.to(_widened(U)))
+            at = torch.tensor(QUANTILES, dtype=sigma.dtype, device=sigma.device)
+            rows[name]["sigma"] = torch.quantile(sigma, at).tolist()
+        return rows
+
+    def report(self) -> Report:
+        """What the steps have done, over all ranks, which all have to call this; they wait for the
+        device, and send each other a few numbers for each matrix and step."""
+        mine = json.dumps(
+            [[self._rows_with_sigma(record) for record in self.steps], self._judged()]
+        )
+        texts = gather_texts(mine) if dtensors.world_size() > 1 else [mine]
+        everything = [json.loads(text) for text in texts]
+        steps = [_merged(rows) for rows in zip(*(steps for steps, _ in everything))]
+        of_ranks = zip(*(lists for _, lists in everything))
+        judged = [sorted(set(chain.from_iterable(lists))) for lists in of_ranks]
+        findings, counts = list(_findings(steps, *judged)), [len(steps) for steps, _ in everything]
+        if len(set(counts)) > 1:
+            findings.insert(
+                0,
+                f"ranks have audited different numbers of steps, {counts}, so that numbers may be "
+                "sums over different ones: turn audits on and off alike",
+            )
+        return Report(findings, steps)
+
+    def _judged(self) -> tuple[list[str], list[str], list[str]]:
+        """Names of this rank's parameters: of `_adamws`, of `_slabs`, and rounded at random."""
+        entries = self.steps[-1].plan.entries if self.steps else ()
+        at_random = [
+            entry.name
+            for entry in entries
+            if self._groups[entry.group].weight_rounding == "stochastic"
+        ]
+        return _adamws(self._groups), _slabs(entries), at_random
+
+    def metrics(self) -> dict[str, float]:
+        """See `Muon.metrics`."""
+        if not self.steps:
+            return {}
+        rows = self.rows(self.steps[-1]).values()
+        total = {what: math.sqrt(sum(row[what] for row in rows)) for what in NORMS}
+        owned = sum(row["matrices"] for row in rows)
+        return {
+            **{f"muon/{what}_norm": total[what] for what in ("gradient", "momentum", "weight")},
+            "muon/change_over_weight": _ratio(total["change"], total["weight"]),
+            "muon/lost_by_rounding": _ratio(total["lost"], total["update"]),
+            "muon/orthogonalized": float(owned),
+            "muon/without_gradient": float(sum(row["absent"] for row in rows)),
+            "muon/relative_rank": _ratio(sum(row["relative_rank"] for row in rows), owned),
+        }
+
+
+def _exact(rows: WeightRows) -> list[Tensor]:
+    """Copies of the weights in the dtype of arithmetic, with their residuals."""
+    if rows.rounded_by is not None:
+        return widen(rows.weights, rows.rounded_by)
+    return [weight.to(_widened(weight), copy=True) for weight in rows.weights]
+
+
+def _widened(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def _ratio(one: float, other: float) -> float:
+    return one / other if other else 0.0
+
+
+def _merged(of_ranks: Iterable[Mapping[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """The rows of one step, of what all ranks have.
+
+    Of parameters that several meshes hold, as replicas without a mesh of their own do, those of the
+    first mesh.
+    """
+    merged: dict[str, dict[str, Any]] = {}
+    for rows in of_ranks:
+        for name, row in rows.items():
+            so_far = merged.setdefault(name, row)
+            if so_far is row or so_far["held_by"] != row["held_by"]:
+                continue
+            for key in (*NORMS, "matrices", "owners", "relative_rank"):
+                so_far[key] += row[key]
+            so_far["absent"] |= row["absent"]
+            if "sigma" in row:
+                so_far["sigma"] = row["sigma"]
+    for row in merged.values():
+        del row["held_by"]
+        row.update({what: math.sqrt(row[what]) for what in NORMS})
+        row["relative_rank"] = _ratio(row["relative_rank"], row["matrices"])
+        row["matrices"] = round(row["matrices"])
+    return merged
+
+
+# -- findings ----------------------------------------------------------------------------------
+
+
+def _adamws(groups: Sequence[Group]) -> list[str]:
+    """Names of matrices that AdamW trains, while Muon trains others of the same name and shape in
+    other layers, or the names of all that Muon could train where it trains none."""
+
+    def named(is_muon: bool) -> list[tuple[str, Tensor]]:
+        return [
+            (name, param)
+            for group in groups
+            if group.use_muon is is_muon
+            for name, param in zip(group.names or (), group.params)
+            if param.requires_grad
+        ]
+
+    def kind(name: str, param: Tensor) -> tuple[str, torch.Size]:
+        return re.sub(r"\d+", "*", name), param.shape
+
+    kinds = {kind(name, param) for name, param in named(True)}
+    left = [(name, param) for name, param in named(False) if default_is_muon(name, param)]
+    return [name for name, param in left if not kinds or kind(name, param) in kinds]
+
+
+def _slabs(entries: Iterable[Entry]) -> list[str]:
+    """Names of experts that are read as one matrix."""
+    return [
+        entry.name
+        for entry in entries
+        if has_component(entry.name, ("experts",))
+        and len(entry.matrices.blocks) == 1
+        and math.prod(entry.matrices.shape[: entry.matrices.row_dim]) == 1
+        and math.prod(entry.matrices.blocks[0].shape[: entry.matrices.blocks[0].row_axis]) == 1
+    ]
+
+
+def _findings(
+    steps: Sequence[Mapping[str, Mapping[str, Any]]],
+    left_to_adamw: list[str],
+    slabs: list[str],
+    at_random: list[str],
+) -> Iterator[str]:
+    """The worst first.
+
+    Args:
+        steps: of `Report`.
+        left_to_adamw, slabs: names, see `_adamws` and `_slabs`.
+        at_random: names of those of which rounding takes from a step what it gives to another.
+    """
+    if not steps:
+        yield "no step was audited"
+        return
+    names = list(steps[-1])
+    if not names:
+        to_adamw = f": {_some(left_to_adamw)} went to AdamW" if left_to_adamw else ""
+        yield (
+            f"no matrix was orthogonalized{to_adamw}. Make groups with "
+            "get_default_muon_param_groups(model); describe(model) says why"
+        )
+        return
+    if left_to_adamw:
+        yield (
+            f"AdamW trains {_some(left_to_adamw)}, whose like in other layers Muon trains: were "
+            "they meant to part?"
+        )
+    if slabs:
+        yield (
+            f"{_some(slabs)} are orthogonalized as one matrix each, for all experts: name them in "
+            "expert_keys, or split them"
+        )
+    share = median(
+        _ratio(*(math.hypot(*(row[what] for row in rows.values())) for what in NORMS[:2]))
+        for rows in steps
+    )
+    if 0.0 < share < LEAST_GRADIENT:
+        yield f"gradients are {share:.0e} of the momentum: are they clipped or unscaled to nothing?"
+    for check in _CHECKS:
+        judged = {n: [check.is_so(rows[n]) for rows in steps if n in rows] for n in names}
+        found = [name for name, are in judged.items() if (all if check.in_all else any)(are)]
+        if check is _LOSES:
+            found = [name for name in found if name not in at_random]
+        if found:
+            many = f"{len(found)} of {len(names)} matrices"
+            yield f"{many} {check.what}: {_some(found)}. {check.advice}"
+    changes = {
+        name: median(_ratio(rows[name]["update"], rows[name]["weight"]) for rows in steps)
+        for name in names
+        if all(name in rows for rows in steps)
+    }
+    middle = median(changes.values()) if changes else 0.0
+    for name, change in sorted(changes.items(), key=lambda item: -item[1]):
+        if middle and change > LARGEST_OUTLIER * middle:
+            yield (
+                f"the update of {name} is {change / middle:.0f} times the median of all, relative "
+                f"to its weights ({change:.1e}): are these too small at first, or its lr too large?"
+            )
+
+
+class _Check(NamedTuple):
+    """What may be wrong with a matrix.
+
+    Args:
+        is_so: of a row of `Report.steps`.
+        in_all: whether it has to be so in all steps; else one is enough.
+        what: of it, in words.
+        advice: what to do about it.
+    """
+
+    is_so: Callable[[Mapping[str, Any]], bool]
+    in_all: bool
+    what: str
+    advice: str
+
+
+def _is_flat(row: Mapping[str, Any]) -> bool:
+    has_update = row["matrices"] > 0 and row["gradient"] > 0
+    return has_update and row["relative_rank"] < SMALLEST_RANK
+
+
+_LOSES = _Check(
+    lambda row: _ratio(row["lost"], row["update"]) > MOST_LOST,
+    in_all=False,
+    what=f"have lost over {MOST_LOST:.0%} of an update to rounding",
+    advice='weight_rounding="exact" keeps it',
+)
+_CHECKS = (
+    _Check(
+        lambda row: not all(math.isfinite(row[what]) for what in NORMS),
+        in_all=False,
+        what="have Inf or NaN",
+        advice='nonfinite="skip" leaves such matrices as they are',
+    ),
+    _Check(
+        lambda row: row["absent"],
+        in_all=True,
+        what="had no gradient",
+        advice="Are they used, and of the model that is trained?",
+    ),
+    _Check(
+        lambda row: not row["absent"] and row["gradient"] == 0.0,
+        in_all=True,
+        what="had gradients of zeros",
+        advice="Is their part of the model frozen or cut off?",
+    ),
+    _Check(
+        _is_flat,
+        in_all=True,
+        what=f"have updates of a rank under {SMALLEST_RANK:g} of their shorter side",
+        advice="Do gradients reach all of their rows?",
+    ),
+    _Check(
+        lambda row: row.get("sigma", [0.0])[-1] > LARGEST_SIGMA,
+        in_all=False,
+        what=f"have updates with singular values above {LARGEST_SIGMA:g}",
+        advice="Do ns_coefficients diverge?",
+    ),
+    _LOSES,
+)
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more

@@ -1,0 +1,230 @@
+"""Finds what groups and options show to be wrong before any step, by the traps of `describe`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Optional
+
+import torch
+from torch import Tensor, nn
+
+from ...distributed import regions
+from ...matrices import Matrices
+from ...muon import Muon
+from ...parameters.default_groups import Decision, decide
+from ...parameters.modules import infos_of
+from ...parameters.names import matches, normalize_name
+from ..describe.convolutions import EXPERTS, expert_key
+from ..describe.fused import fused_in, is_stored_transposed
+from ..describe.remedy import Remedy, Trap
+from ..describe.subject import Subject, names_of
+from ..describe.table import collect_by, counted
+from ..describe.traps import find_warnings
+
+# Advice about what a caller may well mean: rates, and convolutions left to AdamW.
+_ADVICE = ("lr", "convolutions", "dimensions")
+_OF_RANKS = ("replicas", "flat")
+_READ = ("expert_keys", "split", "flatten", "adjust_lr")
+_ROUTERS = ("router", "gate", "wg")
+# What stacks of experts are called that take the layer's input, and that give its output.
+_UP, _DOWN = ("w1", "w3", "gate", "up", "gate_proj", "up_proj"), ("w2", "down", "down_proj")
+
+
+def named(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters by their names without the components that wrappers add."""
+    return {normalize_name(name): param for name, param in model.named_parameters()}
+
+
+def find_strangers(
+    model: nn.Module, optim: Muon, reference: nn.Module, frozen: Sequence[str]
+) -> Iterator[Trap]:
+    """Parameters that the optimizer, the sharded and the unsharded model do not all have."""
+    params, twins = named(model), named(reference)
+    held = {id(p) for group in optim.param_groups for p in group["params"]}
+    strange = len(held - {id(p) for p in params.values()})
+    if strange:
+        yield Trap(
+            "replaced",
+            f"groups made before sharding: they hold {strange} of {len(held)} parameters that the "
+            "model does not have",
+            tuple(name for name, p in params.items() if id(p) not in held),
+            "fully_shard, .to_empty() and others put new parameters there, which nothing trains",
+            Remedy(wording="make groups and optimizer from the model as it is trained"),
+        )
+        return
+    others = tuple(sorted(params.keys() ^ twins.keys()))
+    if others:
+        what = f"{counted(others, 'parameter')} only before or only behind layout_fn"
+        why = "parameters that it adds, ties or renames can't be compared: model_fn makes them"
+        yield Trap("names", f"{what}: {others[0]}", others, why)
+    shapes = {n: (tuple(p.shape), tuple(twins[n].shape)) for n, p in params.items() if n in twins}
+    changed = [name for name, (found, right) in shapes.items() if found != right]
+    if changed:
+        found, right = shapes[changed[0]]
+        kind = "a transposed stack or matrix" if {*found} == {*right} else "another shape"
+        what = f"{kind}: {changed[0]} is {found} behind layout_fn and {right} before"
+        yield Trap("shape", what, tuple(changed), "matrices are read from what is trained")
+    still = [n for n, p in params.items() if not (p.requires_grad and id(p) in held)]
+    yield from find_frozen(still, len(params), frozen, "requires_grad=False, or in no group")
+
+
+def find_frozen(names: Sequence[str], total: int, meant: Sequence[str], why: str) -> Iterator[Trap]:
+    """Parameters that do not train and are not meant to stay as they are."""
+    names = [name for name in names if not any(matches(name, pattern) for pattern in meant)]
+    if names:
+        what = f"frozen: nothing trains {len(names)} of {total} parameters"
+        remedy = Remedy(wording="selfcheck(..., frozen=[…]) where that is meant, names or patterns")
+        yield Trap("frozen", what, tuple(names), why, remedy)
+
+
+def find_misread(model: nn.Module, optim: Muon, reference: nn.Module) -> Iterator[Trap]:
+    """Matrices that the optimizer reads otherwise than the model holds them; what `describe` warns
+    of: of replicas and flat parameters as they are sharded, of all else in the unsharded model,
+    whose modules still tell their sizes."""
+    views = {id(p): view for view in optim._read_groups() for p in view.params}
+    trained = {
+        name: {key: getattr(views[id(p)], key) for key in ("use_muon", *_READ)}
+        for name, p in named(model).items()
+        if p.requires_grad and id(p) in views
+    }
+    sharded = _subject(model, trained, {"process_group": optim.process_group})
+    yield from (trap for trap in find_warnings(sharded)[0] if trap.kind in _OF_RANKS)
+    readings: list[dict[str, Any]] = []
+    for each in trained.values():
+        if each["use_muon"] and each not in readings:
+            readings.append(each)
+    # A pattern of one group's may be about another's matrices.
+    ignored = (*_ADVICE, *_OF_RANKS, *(("expert_keys", "split") if len(readings) > 1 else ()))
+    for reading in readings or [{}]:
+        alike = {n: each for n, each in trained.items() if each == reading or not each["use_muon"]}
+        given = {key: reading[key] for key in _READ if reading.get(key) is not None}
+        subject = _subject(reference, alike, given)
+        yield from _stacks(subject)
+        yield from _splits(subject)
+        yield from (trap for trap in find_warnings(subject)[0] if trap.kind not in ignored)
+
+
+def _subject(model: nn.Module, trained: Mapping[str, Any], options: Mapping[str, Any]) -> Subject:
+    """Parameters that are trained, with the algorithms of their groups, in place of the default."""
+    algorithms = {True: "Muon", False: "AdamW"}
+    decisions = [
+        dataclasses.replace(d, algorithm=algorithms[trained[d.name]["use_muon"]])
+        for d in decide(model)
+        if d.name in trained
+    ]
+    return Subject(model, decisions, infos_of(model), None, options)
+
+
+# Of each fault of stacks: its kind, what it is, why it matters, and what to write.
+_FAULTS = {
+    "slab": (
+        "experts",
+        "experts not named: {} of experts trained as one slab each",
+        "all experts of a stack share singular values: an idle one gets updates of the others",
+        "expert_keys=[…] of (experts, rows, cols), or split= the rows of one expert",
+    ),
+    "order": (
+        "transposed",
+        "a transposed stack: {} whose first dimension does not count experts",
+        "expert_keys takes leading dimensions to count matrices",
+        "(experts, rows, cols)",
+    ),
+    "sides": (
+        "transposed",
+        "a transposed stack: {} stored (experts, in, out)",
+        "adjust_lr scales by sqrt(rows/cols), which is upside down for them",
+        'adjust_lr="match_rms_adamw"',
+    ),
+}
+
+
+def _stacks(subject: Subject) -> Iterator[Trap]:
+    """Stacks of experts that are one slab, or whose dimensions are in another order."""
+    muons = subject.by_algorithm("Muon")
+    for fault, decisions in collect_by(muons, lambda d: _fault(d, subject)).items():
+        if fault is not None:
+            kind, what, why, write = _FAULTS[fault]
+            what = what.format(counted(decisions, "stack"))
+            yield Trap(kind, what, names_of(decisions), why, Remedy(wording=write))
+
+
+def _fault(decision: Decision, subject: Subject) -> Optional[str]:
+    key, (count, width) = expert_key(decision, subject), _experts(decision, subject)
+    if key is None or not _is_stack(decision, key, count):
+        return None
+    shape, matrices = tuple(decision.param.shape), subject.read(decision)
+    if matrices.row_dim == 0 and all(block.rows == shape[0] for block in matrices.blocks):
+        return "slab"
+    if matrices.row_dim and count in shape and count not in shape[: matrices.row_dim]:
+        return "order"
+    is_upright = subject.options.get("adjust_lr") not in ("original", "spectral")
+    if is_upright or is_stored_transposed(decision, subject):  # which `describe` warns of
+        return None
+    word = decision.name.removesuffix(".weight").split(".")[-1]
+    inner, outer = shape[-1:-3:-1] if word in _UP else shape[-2:]
+    is_turned = word in _UP + _DOWN and inner != width and outer == width
+    return "sides" if is_turned else None
+
+
+def _experts(decision: Decision, subject: Subject) -> tuple[Optional[int], Optional[int]]:
+    """How many experts a stack has and how wide their input is: by the router, or by a config."""
+    for module in subject.info(decision).above[:2]:
+        for name, child in module.named_children():
+            weight = getattr(child, "weight", None) if name in _ROUTERS else None
+            if isinstance(weight, Tensor) and weight.ndim == 2:
+                return weight.shape[0], weight.shape[1]
+    return subject.look_up(decision, EXPERTS), None
+
+
+def _is_stack(decision: Decision, key: str, count: Optional[int]) -> bool:
+    """Whether a tensor holds several experts, unlike those of ``experts.3`` and shared ones."""
+    components, shape = decision.name.split("."), decision.param.shape
+    if len(shape) > 2:
+        return True
+    behind = components[components.index(key) :]
+    is_one = "shared" in key or "expert" not in key or any(c.isdigit() for c in behind)
+    return not is_one and count is not None and shape[0] > count and shape[0] % count == 0
+
+
+def _splits(subject: Subject) -> Iterator[Trap]:
+    """Splits of fused weights that cut elsewhere than between what they hold."""
+    wrong = []
+    for decision in subject.by_algorithm("Muon"):
+        split = subject.options.get("split")
+        fused = fused_in(decision, subject) if split is not None else None
+        if fused is None or fused.split is None:
+            continue
+        actual = subject.read(decision)
+        right = {**subject.options, "split": {decision.name: fused.split}}
+        known = dataclasses.replace(subject, options=right).read(decision)
+        is_whole = len(actual.blocks) * actual.count(actual.blocks[0]) == 1  # `describe` says so
+        if not is_whole and _mixes(actual, known):
+            wrong.append((decision, fused))
+    if wrong:
+        (first, fused), *_ = wrong
+        yield Trap(
+            "split",
+            f"a wrong split: matrices of {first.name} have rows of several of {fused.holds}",
+            tuple(decision.name for decision, _ in wrong),
+            "each matrix is orthogonalized by itself: it has to lie within one of them",
+            Remedy(wording=f"split={{{first.name!r}: {fused.split!r}}}"),
+        )
+
+
+def _mixes(actual: Matrices, known: Matrices) -> bool:
+    """Whether a matrix of one reading has elements of several blocks of another."""
+    blocks_of = torch.empty(known.shape, dtype=torch.int16)
+    for number, block in enumerate(known.blocks):
+        _view(block, blocks_of).fill_(number)
+    for block in actual.blocks:
+        numbers = _view(block, blocks_of).reshape(-1, block.rows * block.cols)
+        if bool((numbers != numbers[:, :1]).any()):
+            return True
+    return False
+
+
+def _view(block: Any, tensor: Tensor) -> Tensor:
+    """A block's elements in a whole tensor: (matrices…, rows…, cols…)."""
+    everything = regions.whole(tensor.shape)
+    return block.local_part(regions.whole(block.shape), everything).of(tensor)
