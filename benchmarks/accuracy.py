@@ -18,6 +18,10 @@ by a power of two (distributed/wire.py), before a bf16 one rounded to bf16. fp16
 arithmetic. A CPU reproduces it, with products in fp32, one rounding, and mirrored halves, in the
 form that an accelerator takes.
 
+``--owners`` has matrices owned by teams of 1, 2, 4 and 8 (`owners_per_matrix`), whose members are
+threads: each has a slice, and rounds what it adds to the sum over the team, in the arithmetic's own
+dtype, as a ring of ranks does. One owner takes the same Gram form beside the default.
+
 Momentum is taken from a run of examples/train.py: its width is 128, and in a second run 512. Lines
 are the worst of all shapes, or of all matrices of the last layer.
 """
@@ -25,11 +29,15 @@ are the worst of all shapes, or of all matrices of the last layer.
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -70,6 +78,7 @@ class Setting:
 
 
 PLAIN = "plain bf16 loop"
+ONCE = "auto_one_restart"
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 WIRES = {FP16: FP16, BF16: BF16, FP32: None}
@@ -79,6 +88,12 @@ DEFAULTS = {
     "fp32": Setting(FP32, None),
     "fp32, bf16 wire": Setting(FP32, BF16),
     "fp32, fp16 wire": Setting(FP32, FP16),
+}
+RESTARTS = {
+    "fp16": DEFAULTS["accelerators: fp16"],
+    "fp16, one restart": Setting(FP16, FP16, algorithm=ONCE, accelerators=True),
+    "bf16": DEFAULTS["CPUs: bf16"],
+    "bf16, one restart": Setting(BF16, BF16, algorithm=ONCE),
 }
 
 
@@ -137,6 +152,43 @@ def errors_of_plain_loop(kernel: Any, matrix: Decomposed, device: torch.device) 
         X = a * X + (b * A + c * (A @ A)) @ X
     U = (X.mT if tall else X).cpu().double()
     return compare(U, matrix, family.triples, family, setting)
+
+
+def errors_of_team(
+    kernel: Any, matrix: Decomposed, setting: Setting, members: int, device: torch.device
+) -> Errors:
+    ns, (rows, cols) = kernel.newton_schulz, matrix.G.shape
+    recipe = ns.recipe_for(
+        setting.family, None, setting.algorithm, setting.norm, setting.dtype, FP32, device
+    )
+    sent = through_wire(kernel, matrix.G.to(device), setting.wire)
+    (block,) = kernel.matrices.read_as_matrices((rows, cols), False, False, None).blocks
+    whole = kernel.distributed.regions.whole((rows, cols))
+    slices = kernel.distributed.units.Unit(0, block, whole).slices(members)
+    boxes = [kernel.distributed.regions.slices(piece.box) for piece in slices]
+    barrier, placed = threading.Barrier(members), [sent] * members
+
+    def orthogonalize(member: int) -> Tensor:
+        def gather(tensor: Tensor) -> Tensor:
+            placed[member] = tensor.clone()
+            barrier.wait()
+            tensors = torch.stack(placed)
+            barrier.wait()
+            return tensors
+
+        def add(tensor: Tensor) -> None:
+            first, *others = gather(tensor)
+            tensor.copy_(functools.reduce(torch.add, others, first))
+
+        team = ns.Team(rows, cols, add, gather)
+        piece, scratch = sent[boxes[member]].unsqueeze(0).clone(), kernel.scratch.Scratch()
+        eps = ns.iteration.Eps(1e-7)
+        return ns.iteration.orthogonalize(piece, recipe, eps, True, scratch, team)[0]
+
+    with ThreadPoolExecutor(members) as threads:
+        U = torch.cat(list(threads.map(orthogonalize, range(members))), int(rows <= cols))
+    triples = recipe.form(rows, cols, True).triples
+    return compare(U.cpu().double(), matrix, triples, ns.FAMILIES[setting.family], setting)
 
 
 def compare(
@@ -238,6 +290,24 @@ def other_row(name: str, found: dict[str, Errors]) -> list[str]:
     return row
 
 
+RESTART_COLUMNS = (
+    "input",
+    *(f"{name}: {of}" for name in RESTARTS for of in ("error", "σ")),
+)
+
+
+def restart_row(
+    kernel: Any, name: str, matrices: Sequence[Decomposed], measure: Callable
+) -> list[str]:
+    row, limits = [name], kernel.newton_schulz.restarts.MOST_GROWTH
+    for setting in RESTARTS.values():
+        # One restart also where it is not taken, to show why.
+        with patch.dict(limits, clear=setting.algorithm == ONCE):
+            e = worst([measure(matrix, setting) for matrix in matrices])
+        row += [percent(e.error), sigmas(e)]
+    return row
+
+
 def percent(value: float) -> str:
     return f"{value:.1%}" if value >= 0.1 else f"{value:.2%}" if value >= 1e-3 else f"{value:.1e}"
 
@@ -248,6 +318,25 @@ def sigmas(errors: Errors) -> str:
 
 def null(errors: Errors) -> str:
     return f"{errors.null:.2f}" if errors.null else ""
+
+
+TEAMS = (1, 2, 4, 8)
+OWNERS_COLUMNS = (
+    *("input", "arithmetic", "default: error", *(f"{k}: error" for k in TEAMS)),
+    *(f"{TEAMS[-1]}: σ", f"{TEAMS[-1]}: null"),
+)
+
+
+def owners_rows(
+    name: str, matrices: Sequence[Decomposed], measure: Callable, by_team: Callable
+) -> Iterator[list[str]]:
+    for setting in map(DEFAULTS.get, ("accelerators: fp16", "CPUs: bf16", "fp32")):
+        assert setting is not None
+        default = worst([measure(matrix, setting) for matrix in matrices])
+        found = [worst([by_team(matrix, setting, k) for matrix in matrices]) for k in TEAMS]
+        dtype = str(setting.dtype).removeprefix("torch.")
+        errors = [percent(e.error) for e in (default, *found)]
+        yield [name, dtype, *errors, sigmas(found[-1]), null(found[-1])]
 
 
 ALL_COLUMNS = (
@@ -295,7 +384,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     assert __doc__
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--all", action="store_true", help="also every family, form, arithmetic")
+    parser.add_argument("--owners", action="store_true", help="only several owners of a matrix")
     inputs = (*MADE, "momentum")
+    parser.add_argument("--restarts", action="store_true", help="only: as is safe, or one")
     parser.add_argument("--inputs", nargs="+", choices=inputs, default=inputs, help="which")
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=FAMILIES)
     parser.add_argument("--norm", nargs="+", default=["frobenius"], help="of --all; or schatten4")
@@ -310,6 +401,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
     device, kernel = pick_device(), load_kernel()
     measure = partial(errors_of, kernel, device=device)
 
+    shapes = ", ".join(f"{rows} × {cols}" for rows, cols in options.shapes)
+    if options.owners:
+        by_team = partial(errors_of_team, kernel, device=torch.device("cpu"))  # by threads
+        rows = [
+            row
+            for name, matrices in inputs_of(options)
+            for row in owners_rows(name, matrices, measure, by_team)
+        ]
+        title = f"Owners of a matrix: slices of it in teams of 1 to {TEAMS[-1]}, {shapes}"
+        show(title, OWNERS_COLUMNS, rows, markdown=options.markdown, left=2)
+        print(f"{ADVICE}\n{machine(device)}")
+        return
+    if options.restarts:
+        rows = [
+            restart_row(kernel, name, matrices, measure) for name, matrices in inputs_of(options)
+        ]
+        title = f"Restarts as many as are safe, and one, {shapes}, {device.type}"
+        show(title, RESTART_COLUMNS, rows, markdown=options.markdown, width=200)
+        return
     settings = all_settings(options) if options.all else []
     default_rows: list[list[str]] = []
     other_rows: list[list[str]] = []
@@ -323,7 +433,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         default_rows.append(default_row(name, found))
         other_rows.append(other_row(name, found))
         long_rows += all_rows(name, matrices, settings, measure)
-    shapes = ", ".join(f"{rows} × {cols}" for rows, cols in options.shapes)
     title = f"Accelerators' default (fp16, its wire, auto, polar_express), {shapes}, {device.type}"
     show(title, DEFAULT_COLUMNS, default_rows, markdown=options.markdown)
     title = f"CPUs' default (bf16, bf16 wire), and fp32, {shapes}, {device.type}"

@@ -44,7 +44,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from timing import load_kernel, machine, milliseconds, show, synchronize
+from timing import NS_DTYPES, load_kernel, machine, milliseconds, show, synchronize
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
 from counters import count
@@ -158,11 +158,12 @@ def run_as_rank(arguments: argparse.Namespace) -> None:
 
 def step_table(arguments: argparse.Namespace, device: torch.device) -> None:
     ranks = dist.get_world_size()
+    ns_dtype = getattr(torch, arguments.ns_dtype) if arguments.ns_dtype else None
     torch.manual_seed(0)
     layers = transformer(arguments.layers, arguments.dim, arguments.ffn)
     params = shard(Model(layers).to(device), init_device_mesh(device.type, (ranks,)))
     optimizers = {
-        OURS: muon(params),
+        OURS: muon(params, ns_dtype=ns_dtype),
         THEIRS: torch_muon(params),
         ADAMW: torch.optim.AdamW(params, fused=True),
     }
@@ -479,6 +480,7 @@ def main() -> None:
     parser.add_argument("--wire", nargs="+", type=int, help="bytes that a rank sends at once")
     parser.add_argument("--markdown", action="store_true", help="print tables in markdown")
     parser.add_argument("--without-torch", action="store_true", help=f"leave {THEIRS} out")
+    parser.add_argument("--ns-dtype", choices=NS_DTYPES, help="this package's arithmetic")
     parser.add_argument("--matrices", type=int, default=1000, help="of the host's table")
     parser.add_argument("--mesh", type=int, default=64, help="ranks of the host's table")
     arguments = parser.parse_args()

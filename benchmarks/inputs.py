@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -41,11 +42,16 @@ def power_law(rows: int, cols: int, generator: Generator) -> Tensor:
     return with_spectrum(sigmas, rows, cols, generator)
 
 
-def spiked(rows: int, cols: int, generator: Generator) -> Tensor:
-    """One direction has half of the squares, a power law the others, as momentum may early on."""
-    sigmas = 1 / torch.arange(min(rows, cols), dtype=torch.float64).clamp_min_(1)
-    sigmas[0] = sigmas[1:].norm()
-    return with_spectrum(sigmas, rows, cols, generator)
+def spiked(share: float) -> Callable[[int, int, Generator], Tensor]:
+    """One direction has that share of the squares, a power law the others, as momentum may early
+    on."""
+
+    def make(rows: int, cols: int, generator: Generator) -> Tensor:
+        sigmas = 1 / torch.arange(min(rows, cols), dtype=torch.float64).clamp_min_(1)
+        sigmas[0] = sigmas[1:].norm() * math.sqrt(share / (1 - share))
+        return with_spectrum(sigmas, rows, cols, generator)
+
+    return make
 
 
 def low_rank(
@@ -77,7 +83,8 @@ MADE: dict[str, Callable[[int, int, Generator], Tensor]] = {
     "condition 1e4": ill_conditioned(1e4),
     "condition 1e8": ill_conditioned(1e8),
     "power law": power_law,
-    "spiked": spiked,
+    "spiked": spiked(0.5),
+    "spiked, 85%": spiked(0.85),
     "rank s/4": low_rank(divisor=4),
     "rank s/16": low_rank(divisor=16),
     "rank 2": low_rank(2, scale=512),  # which 16 bits do not hold

@@ -65,12 +65,13 @@ def cpu_as_accelerator() -> Iterator[None]:
     iteration, survey = module("newton_schulz.iteration"), module("parameters.survey")
     configs, symmetric = module("triton_kernels.configs"), module("triton_kernels.symmetric")
     by_cpus = (
-        *(chunks.SPAN_BYTES, staging.BATCH_BYTES, staging.CHUNK_BYTES, staging.LEAST_STAGING),
+        *(chunks.SPAN_BYTES, staging.BATCH_BYTES, staging.CHUNK_BYTES),
+        staging.STAGING_OF_LOCAL_AND_LARGEST,
         iteration.NORMALIZE_BYTES,
     )
 
-    def recipe_for(*options_and_device: Any) -> Any:
-        return recipe(*options_and_device[:-1], CUDA)
+    def recipe_for(*options: Any, **more: Any) -> Any:
+        return recipe(*options[:-2], CUDA, options[-1], **more)
 
     recipe = survey.recipe_for
     h100 = configs.CompileTarget("nvidia_h100", "sm_90", "cuda", processors=132)

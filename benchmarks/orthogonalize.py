@@ -14,7 +14,8 @@ step. FLOPs are counted, not timed:
 
 Plain torch is the textbook iteration in bf16, by bmm. torch.optim.Muon's function takes one matrix:
 of a batch it is called for each. On CPUs a second table has the arithmetic that is chosen by
-default beside fp32 and bf16, and fp32 in exact mode, one matrix after the other. What the kernels
+default beside fp32 and bf16, and fp32 in exact mode, one matrix after the other, and the ratio of
+torch.optim.Muon's function to the default, the median over the rounds. What the kernels
 of symmetric products contribute on accelerators, symmetric_products.py tells.
 """
 
@@ -23,6 +24,8 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
+import operator
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -34,8 +37,10 @@ from torch.optim._muon import _zeropower_via_newtonschulz
 
 from symmetric_products import ON_ACCELERATORS, Shape, parse_shape
 from timing import (
+    LEAST_SAMPLE,
     Ceilings,
     Seconds,
+    add_cpu_time,
     least_sample,
     load_kernel,
     machine,
@@ -109,14 +114,16 @@ def arithmetics_of(kernel: Any) -> dict[str, Callable[[Tensor], object]]:
     }
 
 
-def arithmetic_row(kernel: Any, shape: Shape, rounds: int) -> list[str]:
+def arithmetic_row(kernel: Any, shape: Shape, rounds: int, clock: Callable[[], float]) -> list[str]:
     """Least milliseconds of each arithmetic on one shape."""
     G, arithmetics = torch.randn(shape), arithmetics_of(kernel)
     calls = {name: partial(function, G) for name, function in arithmetics.items()}
-    least = {name: min(of) for name, of in take_turns(calls, rounds, 0.02).items()}
+    seconds = take_turns(calls, rounds, LEAST_SAMPLE["cpu"], clock)
+    least = {name: min(of) for name, of in seconds.items()}
+    ratio = statistics.median(map(operator.truediv, seconds[THEIRS], seconds[DEFAULT]))
     faster = min(least["fp32"], least["bf16"])
     times = (milliseconds([seconds])[0] for seconds in least.values())
-    return [name_of(shape), *times, f"{least[DEFAULT] / faster:.2f}"]
+    return [name_of(shape), *times, f"{least[DEFAULT] / faster:.2f}", f"{ratio:.2f}"]
 
 
 def plain_flops(rows: int, cols: int, steps: int = 5) -> int:
@@ -156,6 +163,7 @@ def time_shape(
     device: torch.device,
     ceilings: Ceilings,
     rounds: int,
+    clock: Callable[[], float],
 ) -> Seconds:
     inputs = inputs_of(shape, device)
 
@@ -164,7 +172,8 @@ def time_shape(
         return lambda: function(next(cycle))
 
     calls = {name: in_turn(contender.function) for name, contender in contenders.items()}
-    seconds = take_turns({**calls, **ceilings.contenders}, rounds, least_sample(device))
+    calls = {**calls, **ceilings.contenders}
+    seconds = take_turns(calls, rounds, least_sample(device), clock)
     ceilings.take(seconds)
     return seconds
 
@@ -213,6 +222,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--ceiling", nargs="+", type=int, help="sides of the square products")
+    add_cpu_time(parser)
     parser.add_argument("--markdown", action="store_true", help="print tables in markdown")
     options = parser.parse_args(arguments)
     device, kernel = pick_device(), load_kernel()
@@ -221,7 +231,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     dtypes = [c.dtype for of_shape in contenders.values() for c in of_shape.values()]
     ceilings = Ceilings(device, dtypes, options.ceiling)
     seconds = {
-        shape: time_shape(contenders[shape], shape, device, ceilings, options.rounds)
+        shape: time_shape(contenders[shape], shape, device, ceilings, options.rounds, options.clock)
         for shape in shapes
     }
     rows = [row for s in shapes for row in rows_of(s, contenders[s], seconds[s], ceilings)]
@@ -233,7 +243,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if device.type == "cpu":
         title = f"Least ms by arithmetic, {options.rounds} rounds"
         columns = ["matrices", *arithmetics_of(kernel), "default / faster\nof fp32, bf16"]
-        rows = [arithmetic_row(kernel, shape, options.rounds) for shape in shapes]
+        columns.append(f"{THEIRS}\n/ default")
+        rows = [arithmetic_row(kernel, s, options.rounds, options.clock) for s in shapes]
         show(title, columns, rows, markdown=options.markdown)
     print(f"{machine(device)}; {ceilings}")
 

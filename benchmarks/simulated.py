@@ -235,13 +235,15 @@ def as_on_accelerators(clocks: Clocks) -> Iterator[None]:
     core, chunks, staging = map(_module, ("core", "distributed.chunks", "distributed.staging"))
     iteration, products = map(_module, ("newton_schulz.iteration", "newton_schulz.products"))
     by_cpus = (
-        *(chunks.SPAN_BYTES, staging.BATCH_BYTES, staging.CHUNK_BYTES, staging.LEAST_STAGING),
+        *(chunks.SPAN_BYTES, staging.BATCH_BYTES, staging.CHUNK_BYTES),
+        staging.STAGING_OF_LOCAL_AND_LARGEST,
         iteration.NORMALIZE_BYTES,
     )
     with ExitStack() as stack:
         for name, charge in _ELEMENTWISE.items():
             stack.enter_context(patch.object(core, name, charge(clocks)))
-        stack.enter_context(patch.object(iteration, "_normalize_exactly", _normalization(clocks)))
+        normalize = _normalization(clocks, iteration.Divisor)
+        stack.enter_context(patch.object(iteration, "_normalize_exactly", normalize))
         ways = products.PRODUCTS
         stack.enter_context(patch.dict(ways, in_fp32=_products(clocks, products._sides)))
         for table in by_cpus:
@@ -272,11 +274,12 @@ _ELEMENTWISE: dict[str, Callable[[Clocks], Callable[..., Any]]] = {
 }
 
 
-def _normalization(clocks: Clocks) -> Callable[..., tuple[Tensor, ...]]:
-    def normalize(G: Tensor, factor: float, eps: float, scale: float, out: Tensor) -> Any:
+def _normalization(clocks: Clocks, divisor: Callable[..., Any]) -> Callable[..., Any]:
+    def normalize(G: Tensor, factor: float, eps: Any, scale: float, out: Tensor, team: Any) -> Any:
         clocks.compute([G])
         clocks.compute([G, out])
-        return torch.empty(2, len(G), 1, 1).unbind()  # sizes, and what is left of them
+        size, *rest = torch.empty(4, len(G), 1, 1).unbind()
+        return size, eps.relative, divisor(*rest)
 
     return normalize
 

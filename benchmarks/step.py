@@ -39,7 +39,9 @@ from orthogonalize import plain_flops
 from timing import (
     COPIED,
     DEFAULT_COPIED,
+    NS_DTYPES,
     Ceilings,
+    add_cpu_time,
     least_sample,
     load_kernel,
     machine,
@@ -139,10 +141,12 @@ def check_room(
 # -- step ------------------------------------------------------------------------------------------
 
 
-def optimizers_of(names: Sequence[str], params: list[Any], kernel: Any) -> dict[str, Any]:
+def optimizers_of(
+    names: Sequence[str], params: list[Any], kernel: Any, ns_dtype: torch.dtype | None = None
+) -> dict[str, Any]:
     def ours() -> Any:
         groups = [{"params": params, "use_muon": True, "none_grad": False}]
-        return kernel.Muon(groups, lr=1e-3, weight_decay=0.1)
+        return kernel.Muon(groups, lr=1e-3, weight_decay=0.1, ns_dtype=ns_dtype)
 
     def of_dion() -> Any:
         from dion import Muon  # type: ignore[import-not-found]
@@ -179,21 +183,22 @@ COLUMNS = (
 def measure(shapes: Shapes, options: argparse.Namespace, device: torch.device) -> None:
     kernel, names = load_kernel(), [CONTENDERS[name] for name in options.contenders]
     dtype = getattr(torch, options.dtype)
+    ns_dtype = getattr(torch, options.ns_dtype) if options.ns_dtype else None
     numel = sum(rows * cols * count for (rows, cols), count in shapes.items())
     check_room(numel, dtype, names, device)
     recipe = kernel.newton_schulz.recipe_for(
-        "polar_express", None, "auto", "frobenius", None, dtype, device
+        "polar_express", None, "auto", "frobenius", ns_dtype, dtype, device
     )
     forms = flops_of_forms(shapes, recipe)
     plain = sum(plain_flops(*sides) * count for sides, count in shapes.items())
 
     params = tensors_of(shapes, dtype, device)
-    optimizers = optimizers_of(names, params, kernel)
+    optimizers = optimizers_of(names, params, kernel, ns_dtype)
     copied = min(COPIED.get(device.type, DEFAULT_COPIED), max(1 << 20, numel))
     ceilings = Ceilings(device, [recipe.dtype], options.ceiling, copied)
     steps = {name: optimizer.step for name, optimizer in optimizers.items()}
     calls = {**steps, **ceilings.contenders}
-    seconds = take_turns(calls, options.rounds, least_sample(device))
+    seconds = take_turns(calls, options.rounds, least_sample(device), options.clock)
     ceilings.take(seconds)
 
     traffic = 5 * dtype.itemsize * numel  # momentum has the gradients' dtype
@@ -261,12 +266,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--dim", type=int, default=512, help="without --model")
     parser.add_argument("--ffn", type=int, default=2048, help="without --model")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--ns-dtype", choices=NS_DTYPES, help="this package's arithmetic")
     parser.add_argument(
         "--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS), help="which"
     )
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--ceiling", nargs="+", type=int, help="sides of the square products")
     parser.add_argument("--snapshot", type=Path, help="file, on CUDA devices: see above")
+    add_cpu_time(parser)
     parser.add_argument("--markdown", action="store_true", help="print the table in markdown")
     options = parser.parse_args(arguments)
     device = pick_device()

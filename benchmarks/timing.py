@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -22,11 +23,14 @@ CHECKOUT = Path(__file__).resolve().parent.parent
 # The variable that names a file, to which `show` appends every table as one line of JSON.
 TABLES = "BENCHMARK_TABLES"
 
+# Arithmetics of the iteration that benchmarks of steps take by name, in place of the default's.
+NS_DTYPES = ("bfloat16", "float16", "float32")
+
 Seconds = dict[str, list[float]]  # of one call, by contender
 
 # How long a sample lasts at least, by repeating calls: on an accelerator, so long that waiting for
-# it, some 20 µs, is lost in it.
-LEAST_SAMPLE = {"cpu": 0.005}
+# it, some 20 µs, is lost in it; on a CPU, so is the first call, which finds another's caches.
+LEAST_SAMPLE = {"cpu": 0.05}
 DEFAULT_LEAST_SAMPLE = 0.02
 
 # Sides of the square products whose best rate is the ceiling, and elements of a copy in fp32.
@@ -81,7 +85,10 @@ def _cpu_flags() -> list[str]:
 
 
 def take_turns(
-    contenders: Mapping[str, Callable[[], object]], rounds: int, least_sample: float = 0.0
+    contenders: Mapping[str, Callable[[], object]],
+    rounds: int,
+    least_sample: float = 0.0,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Seconds:
     """Seconds of a call, one sample of each contender in every round: A B C A B C …
 
@@ -90,26 +97,40 @@ def take_turns(
     Args:
         contenders: called twice before anything is counted.
         least_sample: seconds that a sample lasts at least: calls are repeated, and averaged.
+        clock: `time.process_time` leaves out what other processes of a shared machine take.
     """
     calls = {}
     for name, call in contenders.items():
         call()
-        once = seconds_of(call, 1)
+        once = seconds_of(call, 1, clock)
         calls[name] = max(1, round(least_sample / max(once, 1e-6)))
     seconds: Seconds = {name: [] for name in contenders}
     for _ in range(rounds):
         for name, call in contenders.items():
-            seconds[name].append(seconds_of(call, calls[name]))
+            seconds[name].append(seconds_of(call, calls[name], clock))
     return seconds
 
 
-def seconds_of(call: Callable[[], object], calls: int) -> float:
+def seconds_of(
+    call: Callable[[], object], calls: int, clock: Callable[[], float] = time.perf_counter
+) -> float:
     synchronize()
-    start = time.perf_counter()
+    start = clock()
     for _ in range(calls):
         call()
     synchronize()
-    return (time.perf_counter() - start) / calls
+    return (clock() - start) / calls
+
+
+def add_cpu_time(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--cpu-time",
+        dest="clock",
+        action="store_const",
+        const=time.process_time,
+        default=time.perf_counter,
+        help="measure the process's CPU time: of one thread, on a machine that others use",
+    )
 
 
 def least_sample(device: torch.device) -> float:

@@ -85,10 +85,29 @@ class Finding(NamedTuple):
         return self.microseconds < self.current_microseconds
 
 
-def candidates(kind: Any, dtype: str, dry: bool, short: bool = False) -> list[Any]:
+# Of tiles twice as wide, shared memory feeds all of the tensor cores, of square ones four fifths
+# (docs/performance.md). Descriptors free the registers that pointers take: with three stages two
+# programs fit a processor, and one multiplies while the other stores.
+HOPPER = ("sm_90", "sm_100", "sm_103")
+WIDE_OR_IN_BULK = [
+    dict(block=128, block_k=64, num_warps=8, num_stages=3, width=2),
+    dict(block=128, block_k=64, num_warps=8, num_stages=3, width=2, descriptors=True),
+    dict(block=128, block_k=64, num_warps=8, num_stages=4, width=2, descriptors=True),
+    dict(block=128, block_k=64, num_warps=8, num_stages=3, descriptors=True),
+    dict(block=128, block_k=64, num_warps=8, num_stages=4, descriptors=True),
+    dict(block=64, block_k=64, num_warps=4, num_stages=4, descriptors=True),
+    dict(block=64, block_k=64, num_warps=4, num_stages=4, width=2, descriptors=True),
+]
+
+
+def candidates(
+    kind: Any, dtype: str, dry: bool, short: bool = False, architecture: str = ""
+) -> list[Any]:
     """Configurations to time; more groups of columns are tried on the fastest (`tune`)."""
     if dry:
-        return [kind(16, 16, 4, stages, group=2) for stages in (1, 2)]
+        plain = [kind(16, 16, 4, stages, group=2) for stages in (1, 2)]
+        return [*plain, kind(16, 16, 4, 2, width=2, descriptors=True)]
+    more = WIDE_OR_IN_BULK if dtype != "float32" and architecture in HOPPER else []
     blocks = (64, 128, 256) if dtype != "float32" else (32, 64, 128)
     blocks_k = (32, 64, 128) if dtype != "float32" else (16, 32)
     tried = itertools.product(blocks, blocks_k, (4, 8), (2, 3, 4, 5))
@@ -99,7 +118,7 @@ def candidates(kind: Any, dtype: str, dry: bool, short: bool = False) -> list[An
         for block, block_k, warps, stages in tried
         # Of accumulators alone, more than a thread's registers.
         if block * block <= 32 * warps * 255
-    ]
+    ] + [kind(**fields) for fields in more]
 
 
 def tune(
@@ -108,6 +127,7 @@ def tune(
     dtype: str,
     current: Any,
     device: str,
+    architecture: str,
     clock: Callable,
     arguments: argparse.Namespace,
 ) -> Finding:
@@ -133,7 +153,8 @@ def tune(
             raise RuntimeError(f"{config} gives another product at {size} in {dtype}")
         return clock(run) * 1e3
 
-    tried = candidates(type(current), dtype, arguments.dry_run, arguments.short)
+    dry, short = arguments.dry_run, arguments.short
+    tried = candidates(type(current), dtype, dry, short, architecture)
     times = {config: microseconds(config) for config in tried}
     fastest = min(times, key=lambda config: times[config])
     for group in (1, 4, 16):
@@ -181,7 +202,7 @@ def text_of(document: dict[str, Any]) -> str:
 
 
 COLUMNS = (
-    *("dtype", "s", "k", "batch", "tile", "warps", "stages", "group", "µs"),
+    *("dtype", "s", "k", "batch", "tile", "loads", "warps", "stages", "group", "µs"),
     *("µs so far", "TFLOP/s", "bmm µs", "× bmm", "refused"),
 )
 
@@ -190,7 +211,9 @@ def row_of(finding: Finding) -> list[str]:
     (s, k, batch), config = finding.size, finding.config
     speed = 2 * batch * s * s * k / finding.microseconds / 1e6
     return [
-        *(finding.dtype, str(s), str(k), str(batch), f"{config.block}×{config.block_k}"),
+        *(finding.dtype, str(s), str(k), str(batch)),
+        f"{config.block}×{config.width * config.block}×{config.block_k}",
+        "in bulk" if config.descriptors else "by pointers",
         *(str(config.num_warps), str(config.num_stages)),
         *(str(config.group), f"{finding.microseconds:.1f}"),
         *(f"{finding.current_microseconds:.1f}", f"{speed:.0f}"),
@@ -233,7 +256,9 @@ def main() -> int:
     for dtype in arguments.dtypes or (("float16",) if arguments.short else DTYPES):
         for size in DRY_SIZES if arguments.dry_run else sizes:
             current = configs.choose(getattr(torch, dtype), *size, True, target)
-            findings.append(tune(symmetric, size, dtype, current, device, clock, arguments))
+            findings.append(
+                tune(symmetric, size, dtype, current, device, target.architecture, clock, arguments)
+            )
             print(f"{dtype} {size}: {findings[-1].config}", file=sys.stderr)
 
     title = f"Tuned symmetric products on {target.device}; TFLOP/s as if all tiles were computed"

@@ -221,11 +221,17 @@ def test_a_folder_stands_for_its_config(tmp_path):
         ("hsdp:*x0", "0 does not divide 64 ranks"),
         ("hsdp:*x*", "hsdp:*x*: only one of R, P may be *"),
         ("ep:5", "5 does not divide 64 ranks"),
+        ("fsdp:8+tp:4", r"fsdp:8\+tp:4: 8 × 4 is not 64 ranks"),
     ],
 )
 def test_wrong_layouts_are_refused(text, problem):
     with pytest.raises(ValueError, match=problem.replace("*", r"\*")):
         deployment.parse_layout(text, 64)
+
+
+def test_shards_over_tensor_parallelism_may_be_counted():
+    layout = deployment.parse_layout("fsdp:16+tp:4", 64)
+    assert (layout.kind, layout.mesh) == ("fsdp+tp", (16, 4))
 
 
 def test_a_star_takes_the_rest_of_the_ranks():
@@ -331,12 +337,25 @@ EXPERTS = [
 
 
 class Exchanges(TorchDispatchMode):
-    """Bytes of every all-to-all and all-gather of a rank, in order, (directions, links)."""
+    """Bytes of every all-to-all and all-gather of a rank, in order, (directions, links).
+
+    Broadcasts of ascending ranks are one, of the bytes of all.
+    """
 
     def __init__(self, rank: int) -> None:
         super().__init__()
         self.near = np.arange(RANKS) // RANKS_PER_HOST == rank // RANKS_PER_HOST
         self.found: list[np.ndarray] = []
+        self.broadcast = (-1, 0)  # the rank that the last one came from, and bytes so far
+        self.broadcast_sent = 0.0  # by this rank, in rings
+
+    def ring(self, group: Any, nbytes: int) -> np.ndarray:
+        """What a rank sends on of so many bytes, in rings of which one rank of a host leaves it."""
+        ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(group))
+        sent = nbytes * (len(ranks) - 1) // len(ranks)
+        hosts = len({rank // RANKS_PER_HOST for rank in ranks})
+        away = sent * hosts / len(ranks) if hosts > 1 else 0
+        return np.array(2 * [[sent - away, away]]).round()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func._opname == "alltoall_base_":
@@ -351,24 +370,32 @@ class Exchanges(TorchDispatchMode):
                 output.zero_()
                 stand_in = input.new_zeros(len(ranks))
                 args = (stand_in, stand_in.clone(), group, [], [], *args[5:])
-        if func._opname == "_allgather_base_":  # in rings of which one rank of a host leaves it
-            ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(args[2]))
-            sent = args[1].numel() * args[1].element_size() * (len(ranks) - 1)
-            hosts = len({rank // RANKS_PER_HOST for rank in ranks})
-            away = sent * hosts / len(ranks) if hosts > 1 else 0
-            self.found.append(np.array(2 * [[sent - away, away]]).round())
+        if func._opname == "_allgather_base_":
+            self.found.append(self.ring(args[2], args[0].numel() * args[0].element_size()))
+        if func._opname == "broadcast_":
+            (tensor,), group, root = args[:3]
+            last, nbytes = self.broadcast
+            if root > last >= 0:
+                self.found.pop()
+            else:
+                nbytes = 0
+            self.broadcast = root, nbytes + tensor.numel() * tensor.element_size()
+            self.found.append(self.ring(group, self.broadcast[1]))
+            self.broadcast_sent += tensor.numel() * tensor.element_size() * (RANKS - 1) / RANKS
+        elif func._opname.startswith(("all", "_all")):
+            self.broadcast = (-1, 0)
         return func(*args, **(kwargs or {}))
 
 
 def predicted(lanes: list[costs.LaneCosts], rank: int) -> list[np.ndarray]:
     """(directions, links) of a rank's collectives, in the order of their launch."""
     launched: list[np.ndarray] = []
-
-    for lane in lanes:
-        for do, chunk in scheduler.chunk_order(len(lane.bytes), lane.in_flight):
-            if do is not scheduler.Do.UPDATE:
-                way = costs.GATHER if do is scheduler.Do.GATHER else costs.SCATTER
-                launched.append(lane.bytes[chunk, way, :, :, lane.peers.index(rank)])
+    order = scheduler.lanes_order([(len(la.bytes), la.in_flight, la.ahead) for la in lanes])
+    for do, number, chunk in order:
+        lane = lanes[number]
+        if do is not scheduler.Do.UPDATE:
+            way = costs.GATHER if do is scheduler.Do.GATHER else costs.SCATTER
+            launched.append(lane.bytes[chunk, way, :, :, lane.peers.index(rank)])
     return launched
 
 
@@ -456,10 +483,12 @@ def step_as_many_ranks(text: str, weights: list[Weight], options: dict[str, Any]
             ).all
         else:
             check_padded(np.asarray(exchanges.found), predicted(lanes, rank), len(weights))
-        messages = around.count + sum(2 * len(lane.bytes) for lane in lanes)
+        messages = around.count + sum(len(lane.bytes) + lane.launched.sum() for lane in lanes)
         sent = around.sent + found.bytes[:, costs.SENT, :, rank].sum()
         assert len(counted.messages) == messages, rank
-        check_padded(counted.sent, sent, len(weights) * messages)
+        by_roots = sum(c.sent for c in counted.messages if "broadcast" in c.name)
+        counted_sent = counted.sent - by_roots + exchanges.broadcast_sent
+        check_padded(counted_sent, sent, len(weights) * messages)
     return max((len(lane.bytes) for lane in found.lanes), default=0)
 
 
@@ -596,6 +625,19 @@ def test_zero2_differs_from_ddp_in_what_averages_send_and_in_memory():
     assert found["zero2"].held.max() == 2 * total + muon / 8 + 2 * (total - muon) / 8
 
 
+def test_zero2_on_one_rank_averages_nothing():
+    found = reports_of("llama-3-8b", 1, "ddp", "zero2")
+    assert found["zero2"].costs.averages is None
+    assert found["zero2"].timeline.seconds == found["ddp"].timeline.seconds
+
+
+def test_zero2_of_matrices_too_small_for_so_many_owners_is_refused():
+    args = plan.parse_args(["--owners-per-matrix", "8"])
+    small = [Weight("q.weight", (6, 4)), Weight("up.weight", (10, 6))]
+    with pytest.raises(ValueError, match="too small for 8 owners each"):
+        plan.report_of(optimizer, small, deployment.parse_layout("zero2", 8), 8, args)
+
+
 @pytest.mark.parametrize(
     ("text", "held", "backward"),  # of an element, by how often a rank holds it
     [
@@ -673,7 +715,7 @@ def test_the_script_prints_layouts_side_by_side_and_draws_them(tmp_path):
     assert picture.stat().st_size > 10_000
     table = [*command[:5], "--ranks", "8", "--ranks", "16", "--layout", "ddp", "--markdown"]
     done = subprocess.run(table, capture_output=True, text=True, timeout=120, check=True)
-    assert [line.count("|") for line in done.stdout.splitlines()] == [14] * 4
+    assert [line.count("|") for line in done.stdout.splitlines()] == [15] * 4
     wrong = subprocess.run(
         [*command, "--layout", "ep"], capture_output=True, text=True, check=False
     )

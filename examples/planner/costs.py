@@ -38,16 +38,23 @@ class LaneCosts:
         flops: of orthogonalization, (chunks, peers).
         bytes: on the wire, (chunks, ways, directions, links, peers).
         kept: bytes in the buffers that stay on their rank, (chunks, ways, peers).
+        launched: collectives that scatter each chunk, (chunks,).
         in_flight: chunks under way at once.
+        ahead: chunks gathered while another lane is worked off.
         first_used: numbers of the entries that each chunk is the first to need.
+        sums: bytes that each peer sends to sum Gram matrices over its team, by link, and how many
+            collectives that are, (chunks, 3, peers).
     """
 
     peers: tuple[int, ...]
     flops: Ints
     bytes: Ints
     kept: Ints
+    launched: Ints
     in_flight: int
+    ahead: int
     first_used: tuple[tuple[int, ...], ...]
+    sums: Ints
 
 
 @dataclass(frozen=True)
@@ -94,6 +101,18 @@ class Costs:
     def bound(self) -> float:
         """FLOPs that the most loaded rank has at least, however whole matrices are assigned."""
         return max(float(self.flops.mean()), float(self.largest))
+
+    def limit(self, machine: Any) -> float:
+        """Seconds that a step is measured against: with ideal overlap, but for one chunk of six.
+
+        That is the longer of the arithmetic of the busiest owner and the traffic of the busiest
+        link, a sixth of the shorter, and the latency of one collective each way.
+        """
+        compute = self.flops.max() / machine.flops
+        here, away = self.bytes.sum(0).max((0, 2))  # over directions and ranks
+        wire = max(here / machine.host_bytes, away / machine.network_bytes)
+        latency = 2 * machine.latency if wire else 0.0
+        return float(max(compute, wire) + min(compute, wire) / 6 + latency)
 
     @cached_property
     def makespan(self) -> int:
@@ -145,7 +164,8 @@ def costs_of(
         for lane in map(functools.partial(LaneUnits, entries), plan.lanes):
             for rank in members:
                 peers = lane.entry.peers(rank)
-                order = (-len(peers), peers, str(lane.lane.wire), str(lane.lane.opmath))
+                formats = (str(lane.lane.wire), str(lane.lane.opmath))
+                order = (-len(peers), peers, -lane.lane.team_size, *formats)
                 if order not in lanes:
                     lanes[order] = lane.costs(peers, hosts[list(peers)])
         for entry, flops in _local_flops(plan).items():
@@ -195,11 +215,13 @@ class UnitKind:
         entry: one that they may be of.
         block: of their parameters.
         box: of one of them.
+        length: of the longer side of slices; None of whole matrices.
     """
 
     entry: Any
     block: Any
     box: tuple[tuple[int, int], ...]
+    length: int | None
 
     @property
     def matrices(self) -> int:
@@ -209,7 +231,13 @@ class UnitKind:
 
     @property
     def flops(self) -> int:
-        return self.matrices * self.entry.cost(self.block)
+        return self.matrices * self.entry.cost(self.block, self.length)
+
+    def summed(self) -> tuple[int, int]:
+        """Bytes per expert, and how often, that its owners sum over their team."""
+        recipe, short = self.entry.recipe, min(self.block.rows, self.block.cols)
+        sums = len(recipe.form(self.block.rows, self.block.cols, True).segments)
+        return self.matrices * sums * short**2 * recipe.dtype.itemsize, sums
 
     def weights(self, peers: tuple[int, ...]) -> Ints:
         """Elements of a unit, per expert, whose weights each peer has, (peers,)."""
@@ -279,7 +307,8 @@ class LaneUnits:
                 lies = *place, entry.momentum_holder(unit.box)
                 key = (number_of[unit.entry], *lies)
                 if key not in by_key:
-                    by_key[key] = UnitKind(entry, unit.block, unit.box), np.zeros(shape, np.int64)
+                    kind = UnitKind(entry, unit.block, unit.box, unit.length)
+                    by_key[key] = kind, np.zeros(shape, np.int64)
                 experts = math.prod(stop - start for start, stop in unit.box[:row_dim])
                 by_key[key][1][chunk, owner] += experts
         self.counts = tuple(by_key.values())
@@ -316,13 +345,34 @@ class LaneUnits:
             moved[at, SCATTER] += _exchanged(back, counts[at], everyone, hosts)[:, ::-1]
             kept[at, GATHER] += counts[at] * out
             kept[at, SCATTER] += counts[at] * back
+        launched = np.ones(chunks, np.int64)
         for chunk, planned in enumerate(self.lane.chunks):
-            if planned.slot:  # an all-gather, in a ring
-                sent = planned.slot * wire * (len(peers) - 1)
+            if planned.slots:  # every rank sends on what it gets, in a ring
+                total = sum(planned.slots) * wire
+                sent = total * (len(peers) - 1) // len(peers)
                 here, away = Ring(1, sent).by_link(len(peers), len(np.unique(hosts)))
                 moved[chunk, SCATTER] = np.array([here, away]).round()[:, None]
-                kept[chunk, SCATTER] = planned.slot * wire - sent  # received in place
-        return LaneCosts(peers, self.flops, moved, kept, self.lane.in_flight, self.first_used)
+                kept[chunk, SCATTER] = total - 2 * sent  # received in place
+                if len(set(planned.slots)) > 1:  # broadcasts
+                    launched[chunk] = np.count_nonzero(planned.slots)
+        sums = self._team_sums(hosts)
+        flights = self.lane.in_flight, self.lane.ahead
+        return LaneCosts(peers, self.flops, moved, kept, launched, *flights, self.first_used, sums)
+
+    def _team_sums(self, hosts: Ints) -> Ints:
+        """What each peer sends to sum over its team, by rings, (chunks, 3, peers)."""
+        size = self.lane.team_size
+        sums = np.zeros((len(self.lane.rounds), 3, len(hosts)), np.int64)
+        if size > 1:
+            teams = hosts.reshape(-1, size)
+            link = np.repeat(np.where((teams == teams[:, :1]).all(1), HOST, NETWORK), size)
+            for kind, counts in self.counts:
+                nbytes, calls = kind.summed()
+                for place in (HOST, NETWORK):
+                    sums[:, place] += 2 * (size - 1) * counts * nbytes // size * (link == place)
+                batches = (counts > 0) * (calls + 1)  # the norms are gathered as well
+                sums[:, 2] += batches
+        return sums
 
 
 def _exchanged(held: Ints, counts: Ints, replica: Ints, hosts: Ints) -> Ints:

@@ -3,7 +3,7 @@
     fsdp              Shard(0) on all ranks
     hsdp:RxP          R replicas of P shards; then :redundant (each replica does all the work) or
                       :spread (a matrix has one owner among all replicas), else what is faster
-    fsdp+tp:N         FSDP2 over tensor parallelism on N ranks
+    fsdp[:P]+tp:N     FSDP2, of P shards, over tensor parallelism on N ranks
     ep:N              experts divided among N ranks, then by FSDP2; all else FSDP2 on all ranks
     ddp, zero2        plain weights, momentum in row shards; zero2 also reduces the gradients
 
@@ -27,10 +27,10 @@ import torch
 
 from planner.architectures import Weight
 
-KINDS = ("fsdp", "hsdp:RxP[:spread|:redundant]", "fsdp+tp:N", "ep:N", "ddp", "zero2")
+KINDS = ("fsdp", "hsdp:RxP[:spread|:redundant]", "fsdp[:P]+tp:N", "ep:N", "ddp", "zero2")
 _PATTERN = re.compile(
     r"(?P<plain>fsdp|ddp|zero2)"
-    r"|(?P<divided>fsdp\+tp|ep):(?P<inner>\d+)"
+    r"|(?P<divided>fsdp(:(?P<outer>\d+))?\+tp|ep):(?P<inner>\d+)"
     r"|hsdp:(?P<replicas>\d+|\*)x(?P<shards>\d+|\*)(?P<how>:spread|:redundant)?"
 )
 
@@ -72,7 +72,10 @@ def parse_layout(text: str, ranks: int) -> Layout:
         inner = int(found["inner"])
         if not inner or ranks % inner:
             raise ValueError(f"{text}: {inner} does not divide {ranks} ranks")
-        return Layout(text, found["divided"], (ranks // inner, inner))
+        if found["outer"] and int(found["outer"]) * inner != ranks:
+            raise ValueError(f"{text}: {found['outer']} × {inner} is not {ranks} ranks")
+        kind = "ep" if found["divided"].startswith("ep") else "fsdp+tp"
+        return Layout(text, kind, (ranks // inner, inner))
     mesh = _replicas_and_shards(text, found["replicas"], found["shards"], ranks)
     how = found["how"] or ""
     return Layout(f"hsdp:{mesh[0]}x{mesh[1]}{how}", "hsdp", mesh, how[1:] or "auto")

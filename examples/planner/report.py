@@ -22,7 +22,8 @@ chunks: what matrices travel in. in flight: begun and not ended; at most --warmu
   more than the bound on staging memory allows. --chunk-size makes chunks of so many matrices.
 staged: buffers of the chunks in flight. Nothing here says that the model fits: activations, and
   what is being orthogonalized, come on top of this and of weights, gradients and state.
-step: estimated, without element-wise work. traffic shows: while the slowest ranks do not compute.
+step: estimated, without element-wise work. limit: the longer of arithmetic and traffic, each on the
+  rank that has most, and a sixth of the shorter, which is the part that cannot hide.
 gradients: only zero2 averages them in the step. Elsewhere DDP or FSDP2 does it in backward, which
   no other row counts."""
 
@@ -88,11 +89,11 @@ class Report:
         }
 
     def _times(self) -> dict[str, str]:
-        seconds = self.timeline.seconds
-        shows = max(0.0, seconds - self.costs.makespan / self.machine.flops)
+        seconds, limit = self.timeline.seconds, self.costs.limit(self.machine)
         return {
             "step, ms": number(1e3 * seconds),
-            "of which traffic shows, ms": number(1e3 * shows),
+            "limit, ms": number(1e3 * limit),
+            "step / limit": f"{seconds / limit:.2f}" if limit else "0",
         }
 
     def _gigabytes(self, elements: float) -> str:
@@ -143,7 +144,8 @@ MARKDOWN = (
     "weights, gradients and state, GB, most",
     "staged, GB, most",
     "step, ms",
-    "of which traffic shows, ms",
+    "limit, ms",
+    "step / limit",
 )
 
 

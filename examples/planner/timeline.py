@@ -72,33 +72,53 @@ def simulate(scheduler: Any, costs: Costs, machine: Any, rank: int | None = None
         rank: whose timeline; None is the one with the most FLOPs.
     """
     rank = costs.busiest if rank is None else rank
-    free = np.zeros(len(costs.local_flops))  # when each rank has done its work so far
+    clock = _Clock(len(costs.local_flops))
     spans: list[Span] = []
-    staged, first = 0, 0
-    lanes = costs.lanes_of(rank)
-
-    def without_traffic() -> None:
-        start = free[rank]
-        free[:] += costs.local_flops / machine.flops
-        if costs.local_flops[rank]:
-            spans.append(Span("compute", -1, start, free[rank]))
-
-    for number, lane in enumerate(lanes):
+    lanes, first = costs.lanes_of(rank), 0
+    runs = []
+    for lane in lanes:
         averages = None if costs.averages is None else _Averaging(costs.averages)
-        run = _LaneRun(lane, machine, free, lane.peers.index(rank), first, spans, averages)
+        place = lane.peers.index(rank)
+        runs.append(_LaneRun(lane, machine, clock, place, first, spans, averages))
+        first += len(lane.flops)
 
-        has_gathered = number > 0
-        for do, chunk in scheduler.chunk_order(len(lane.flops), lane.in_flight):
-            if not has_gathered and do is not scheduler.Do.GATHER:
-                has_gathered = True
-                without_traffic()
-                run.update_others()
-            run.does[do.name](chunk)
+    def without_traffic(share: float) -> None:
+        start = clock.free[rank]
+        clock.free += share * costs.local_flops / machine.flops
+        if costs.local_flops[rank]:
+            spans.append(Span("compute", -1, start, clock.free[rank]))
+
+    may_be_ahead = costs.averages is None
+    sizes = [(len(lane.flops), lane.in_flight, lane.ahead * may_be_ahead) for lane in lanes]
+    order = list(scheduler.lanes_order(sizes))
+    computing = [at for at, (do, _, _) in enumerate(order) if do is scheduler.Do.ORTHOGONALIZE]
+    for at, (do, number, chunk) in enumerate(order):
+        if at == computing[0]:
+            without_traffic(0.5)
+            runs[number].update_others()
+        runs[number].does[do.name](chunk)
+        if at == computing[-1]:
+            without_traffic(0.5)
+    for run in runs:
         run.finish()
-        staged, first = max(staged, run.most_held), first + len(lane.flops)
     if not lanes:
-        without_traffic()
-    return Timeline(rank, tuple(spans), float(free[rank]), staged)
+        without_traffic(1.0)
+    staged = max((run.most_held for run in runs), default=0)
+    return Timeline(rank, tuple(spans), float(clock.free[rank]), staged)
+
+
+class _Clock:
+    """What time it is, for the lanes of a rank together.
+
+    Attributes:
+        free: when each rank of the world has done its work so far, in seconds.
+        wire: when the last collective ends; lanes share the links.
+        held: bytes that each rank of the world has in the buffers of chunks in flight.
+    """
+
+    def __init__(self, ranks: int):
+        self.free, self.held = np.zeros(ranks), np.zeros(ranks, np.int64)
+        self.wire = 0.0
 
 
 class _Averaging:
@@ -128,7 +148,7 @@ class _LaneRun:
     """The chunks of a lane, on all its ranks at once.
 
     Args:
-        free: when each rank of the world is free, in seconds; moved on.
+        clock: of all lanes; moved on.
         this_peer: index of the peer whose spans are kept.
         first: number of the lane's first chunk.
         spans: filled.
@@ -139,17 +159,15 @@ class _LaneRun:
         self,
         lane: LaneCosts,
         machine: Any,
-        free: np.ndarray,
+        clock: _Clock,
         this_peer: int,
         first: int,
         spans: list[Span],
         averaging: _Averaging | None,
     ):
         self.lane, self.machine, self.spans, self.averaging = lane, machine, spans, averaging
-        self.free, self.peers = free, np.array(lane.peers)
+        self.clock, self.peers = clock, np.array(lane.peers)
         self.this_peer, self.first = this_peer, first
-        self.wire = 0.0  # when the last collective ends
-        self.held = np.zeros(len(lane.peers), np.int64)
         self.most_held = 0
         self.arrivals: dict[int, float] = {}  # of what was sent last, by chunk
         self.does = {
@@ -189,35 +207,39 @@ class _LaneRun:
     def _hold(self, chunk: int, way: int, sign: int = 1) -> None:
         """Takes the two buffers of one way, or gives them back."""
         size = self.lane.bytes[chunk, way].sum((0, 1)) + self.lane.kept[chunk, way]
-        self.held += sign * size
-        self.most_held = max(self.most_held, int(self.held.max()))
+        self.clock.held[self.peers] += sign * size
+        self.most_held = max(self.most_held, int(self.clock.held.max()))
 
     def _exchange(self, chunk: int, way: int) -> float:
         """When an all-to-all that is launched now ends."""
         moved = self.lane.bytes[chunk, way]
-        start = max(self.wire, float(self.free[self.peers].max()))
-        self.wire = start
+        start = max(self.clock.wire, float(self.clock.free[self.peers].max()))
+        self.clock.wire = start
         if moved.any():
             here = moved[:, HOST].max() / self.machine.host_bytes
             away = moved[:, NETWORK].max() / self.machine.network_bytes
-            self.wire += max(here, away) + self.machine.latency
-        self.spans.append(Span(WAYS[way], self.first + chunk, start, self.wire))
-        return self.wire
+            launched = self.lane.launched[chunk] if way == SCATTER else 1
+            self.clock.wire += max(here, away) + launched * self.machine.latency
+        self.spans.append(Span(WAYS[way], self.first + chunk, start, self.clock.wire))
+        return self.clock.wire
 
     def _ring(self, ring: Ring) -> float:
         """When a collective of ZeRO-2 that is launched now ends."""
-        start = max(self.wire, float(self.free[self.peers].max()))
-        self.wire = start + ring.seconds(len(self.peers), self.machine)
-        self.spans.append(Span("average", -1, start, self.wire))
-        return self.wire
+        start = max(self.clock.wire, float(self.clock.free[self.peers].max()))
+        self.clock.wire = start + ring.seconds(len(self.peers), self.machine)
+        self.spans.append(Span("average", -1, start, self.clock.wire))
+        return self.clock.wire
 
     def _wait(self, arrival: float) -> None:
-        self.free[self.peers] = np.maximum(self.free[self.peers], arrival)
+        self.clock.free[self.peers] = np.maximum(self.clock.free[self.peers], arrival)
 
     def _compute(self, chunk: int) -> None:
-        start = self.free[self.peers[self.this_peer]]
-        self.free[self.peers] += self.lane.flops[chunk] / self.machine.flops
-        stop = self.free[self.peers[self.this_peer]]
+        start = self.clock.free[self.peers[self.this_peer]]
+        here, away, calls = self.lane.sums[chunk]
+        speeds = self.machine.host_bytes, self.machine.network_bytes
+        summing = here / speeds[0] + away / speeds[1] + calls * self.machine.latency
+        self.clock.free[self.peers] += self.lane.flops[chunk] / self.machine.flops + summing
+        stop = self.clock.free[self.peers[self.this_peer]]
         if stop > start:
             self.spans.append(Span("compute", self.first + chunk, start, stop))
 
