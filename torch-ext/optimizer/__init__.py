@@ -23,6 +23,8 @@ __all__ = [
     "newton_schulz",
     "presets",
     "qk_clip",
+    "recipes",
+    "selfcheck",
 ]
 
 
@@ -32,6 +34,10 @@ def __getattr__(name: str) -> Any:
         from .extras.describe import describe
 
         return describe
+    if name == "selfcheck":
+        from .extras.selfcheck import selfcheck
+
+        return selfcheck
     if name == "SimulatedHost":
         from .extras.simulated_host import SimulatedHost
 
@@ -43,6 +49,10 @@ def __getattr__(name: str) -> Any:
 
         globals().update(MuonAdamW=MuonAdamW, DistMuonAdamW=DistMuonAdamW)
         return globals()[name]  # the import has set presets itself
+    if name == "recipes":
+        from .recipes import kimi_k2  # noqa: F401  # which sets recipes here
+
+        return globals()[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Optional
 
 from .adamw import AdamWPart
 from .distributed.plan import Plan, ranks_sort_key
@@ -112,42 +112,92 @@ def chunk_order(chunks: int, in_flight: int) -> Iterator[tuple[Do, int]]:
             updated += 1
 
 
+def lanes_order(lanes: Sequence[tuple[int, int, int]]) -> Iterator[tuple[Do, int, int]]:
+    """The order of the chunks of a rank's lanes, each with its lane's number.
+
+    Lanes come one after the other, but for what lets the next one begin while the last one's
+    traffic ends: its first gathers are launched at the very beginning, and the last updates of a
+    lane wait until the next lane's first chunk is orthogonalized. All ranks launch the collectives
+    of all lanes in one order that way: first the first gathers, lane by lane, then all others.
+
+    Args:
+        lanes: of each, how many chunks it has, how many may be in flight, and how many of these are
+            gathered at the beginning, where it is not the first.
+    """
+    rests: list[list[tuple[Do, int, int]]] = []
+    for number, (chunks, in_flight, ahead) in enumerate(lanes):
+        order = [(do, number, chunk) for do, chunk in chunk_order(chunks, in_flight)]
+        begun = min(chunks, in_flight, ahead if number else chunks)
+        yield from order[:begun]
+        rests.append(order[begun:])
+    updates: list[tuple[Do, int, int]] = []  # that the last lane has left
+    for rest in rests:
+        computing = [at for at, (do, _, _) in enumerate(rest, 1) if do is Do.ORTHOGONALIZE]
+        yield from rest[: computing[0]]
+        yield from updates
+        yield from rest[computing[0] : computing[-1]]
+        updates = rest[computing[-1] :]
+    yield from updates
+
+
 def schedule(plan: Plan, inputs: ScheduleInputs) -> tuple[Event, ...]:
     """All that a rank does in a step of a plan, in order.
 
-    Local lanes and AdamW come while the first chunks of the first lane are gathered. In ZeRO-2
-    AdamW has traffic of its own, which has its place among the lanes: while those of the same ranks
-    are gathered, or between the others. In another place two ranks would use one process group in
-    different orders, since each may have another first lane.
+    Local lanes come while the first chunks are gathered, and while the last ones are scattered.
+    AdamW comes while the first chunks are gathered. In ZeRO-2 it has traffic of its own, which has
+    its place among the lanes: while those of the same ranks are gathered, or between the others. In
+    another place two ranks would use one process group in different orders, since each may have
+    another first lane.
     """
-    averaging, count = inputs.averaging, len(plan.lanes)
+    averaging = inputs.averaging
     interleaves = inputs.prefetch_bytes is not None and averaging is None
-    adamw = [] if interleaves else _adamw(inputs)
-    adamw_lane, under_gathers = 0, count > 0
-    if averaging is not None and len(averaging.ranks) > 1:
-        key = ranks_sort_key(averaging.ranks)
-        adamw_lane = sum(ranks_sort_key(lane.peers) < key for lane in plan.lanes)
-        under_gathers = adamw_lane < count and plan.lanes[adamw_lane].peers == averaging.ranks
-    local = [
-        Event(do, number, chunk)
-        for number, lane in enumerate(plan.local_lanes, count)
-        for do, chunk in chunk_order(len(lane.chunks), in_flight=1)
-    ]
-    events = [Event(Do.FLAG, number) for number in inputs.flagged_lanes]
-    for number, lane in enumerate(plan.lanes):
-        order = chunk_order(len(lane.chunks), lane.in_flight)
-        lane_events = [Event(do, number, chunk) for do, chunk in order]
-        gathers = next(at for at, event in enumerate(lane_events) if event.do is not Do.GATHER)
-        events += adamw if number == adamw_lane and not under_gathers else []
-        events += lane_events[:gathers]
-        events += local if number == 0 else []
-        events += adamw if number == adamw_lane and under_gathers else []
-        events += lane_events[gathers:]
-    events += [] if plan.lanes else local
-    events += adamw if adamw_lane == count else []
+    # Gradients are averaged in the order of lanes: a gather ahead would need all of them.
+    may_be_ahead = averaging is None
+    lanes = [(len(lane.chunks), lane.in_flight, lane.ahead * may_be_ahead) for lane in plan.lanes]
+    traffic = [Event(*event) for event in lanes_order(lanes)]
+    computing = [at for at, event in enumerate(traffic) if event.do is Do.ORTHOGONALIZE]
+    first, last = (computing[0], computing[-1] + 1) if computing else (0, 0)
+    before, behind = _local_events(plan)
+    events = [*traffic[:first], *before, *traffic[first:last], *behind, *traffic[last:]]
+    if not interleaves:
+        at = _place_of_adamw(events, plan, averaging)
+        events[at:at] = _adamw(inputs)
+    events = [*(Event(Do.FLAG, number) for number in inputs.flagged_lanes), *events]
     if averaging is not None:
         return tuple(_with_averaging(events, plan, averaging))
     return tuple(_interleave(events, plan, inputs) if interleaves else events)
+
+
+def _local_events(plan: Plan) -> tuple[list[Event], list[Event]]:
+    """Local lanes, in two parts of about as much work."""
+    chunks = [
+        (number, chunk, sum(map(plan.flops, lane.chunks[chunk].batches)))
+        for number, lane in enumerate(plan.local_lanes, len(plan.lanes))
+        for chunk in range(len(lane.chunks))
+    ]
+    half, done = sum(flops for _, _, flops in chunks) / 2, 0.0
+    parts: tuple[list[Event], list[Event]] = [], []
+    for number, chunk, flops in chunks:
+        is_behind = bool(plan.lanes) and done + flops / 2 > half
+        parts[is_behind].extend(Event(do, number, chunk) for do, _ in chunk_order(1, 1))
+        done += flops
+    return parts
+
+
+def _place_of_adamw(events: Sequence[Event], plan: Plan, averaging: Optional[Averaging]) -> int:
+    """Where AdamW's parts come among the events."""
+    number, under_gathers = 0, True
+    if averaging is not None and len(averaging.ranks) > 1:
+        key = ranks_sort_key(averaging.ranks)
+        number = sum(ranks_sort_key(lane.peers) < key for lane in plan.lanes)
+        in_lanes = number < len(plan.lanes)
+        under_gathers = in_lanes and plan.lanes[number].peers == averaging.ranks
+    of_lane = (
+        at
+        for at, event in enumerate(events)
+        if event.lane == number and (event.do is Do.ORTHOGONALIZE or not under_gathers)
+    )
+    return next(of_lane, len(events)) if number < len(plan.lanes) else len(events)
 
 
 def _with_averaging(events: Sequence[Event], plan: Plan, averaging: Averaging) -> Iterator[Event]:

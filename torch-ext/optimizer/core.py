@@ -15,6 +15,7 @@ from torch import Tensor
 
 from . import triton_kernels
 from .scratch import Scratch
+from .weight_rounding import RoundedBy, round_into, widen
 
 Number = Union[float, Tensor]
 
@@ -58,7 +59,7 @@ def update_momentum(
 ) -> None:
     """B ← μB + wG, and what is to be orthogonalized into ``outputs``: wG + μB, or B.
 
-    w is 1 (classical) or 1 − μ (ema), negative to maximize. Gradients are only read.
+    w is `gradient_weight`. Gradients are only read.
 
     Args:
         buffers, grads: momentum B and gradients G, local tensors of equal shapes.
@@ -66,10 +67,10 @@ def update_momentum(
         keep: booleans that broadcast to each gradient; where False the buffer stays as it is and
             the output is zero.
         wanted: whether anybody reads the outputs; they are scratch where not.
-        largest: one element for each output, set to its largest magnitude, NaN where there is one;
-            only of outputs that are wanted and not empty.
+        largest: one element for each output, raised to its largest magnitude, NaN where there is
+            one; only of outputs that are not empty.
     """
-    weight = (1.0 if style == "classical" else 1.0 - momentum) * (-1.0 if maximize else 1.0)
+    weight = gradient_weight(momentum, style, maximize)
     if triton_kernels.is_used_on(buffers[0].device.type):
         from .triton_kernels import elementwise
 
@@ -99,7 +100,7 @@ def update_momentum(
     if keep is not None:
         for buffer, old, kept in zip(buffers, before, keep):
             buffer.copy_(torch.where(kept, buffer, old))
-    if not wanted:
+    if not wanted and largest is None:
         return
     if nesterov:
         torch._foreach_copy_(outputs, grads)
@@ -112,16 +113,21 @@ def update_momentum(
         for output, kept in zip(outputs, keep):
             output.masked_fill_(~kept, 0.0)
     if largest is not None:
-        torch._foreach_copy_(largest, torch._foreach_norm(outputs, math.inf))
+        torch._foreach_maximum_(largest, torch._foreach_norm(outputs, math.inf))
 
 
-def second_moment(U: Tensor, scratch: Scratch) -> Tensor:
-    """Mean of U² along the shorter side, (n, max(rows, cols)), in fp32 (fp64 for fp64 input).
+def gradient_weight(momentum: float, style: str, maximize: bool) -> float:
+    """w of `update_momentum`: 1 (classical) or 1 − μ (ema), negative to maximize."""
+    return (1.0 if style == "classical" else 1.0 - momentum) * (-1.0 if maximize else 1.0)
+
+
+def second_moment(U: Tensor, of_rows: bool, scratch: Scratch) -> Tensor:
+    """Mean of U² of each row, (n, rows), or of each column, in fp32 (fp64 for fp64 input).
 
     Args:
         U: (n, rows, cols).
     """
-    dim = -1 if U.shape[-2] >= U.shape[-1] else -2
+    dim = -1 if of_rows else -2
     dtype = torch.promote_types(U.dtype, torch.float32)
     if U.device.type != "cpu":  # their norms widen what they read, and need no copy
         # The order of a sum depends on the batch, which shows in 16 bits only.
@@ -136,12 +142,12 @@ def second_moment(U: Tensor, scratch: Scratch) -> Tensor:
 
 
 def second_moment_factor(
-    V: Tensor,  # (n, long), fp32, updated in place
-    v: Tensor,  # (n, long)
+    V: Tensor,  # (n, numbers), fp32, updated in place
+    v: Tensor,  # (n, numbers)
     beta2: float,
     keep: Optional[Tensor] = None,  # (n,)
 ) -> Tensor:
-    """What an update is multiplied with along its longer side, (n, long).
+    """What an update is multiplied with along its rows, or columns, (n, numbers).
 
     V ← lerp(V, v, 1 − β2); rsqrt(max(V, 1e-10)), rescaled to the Frobenius norm that the update had
     (Li et al. 2025, arXiv:2510.05491, as nanochat has it).
@@ -169,6 +175,7 @@ def update_weights(
     factors: Optional[list[Tensor]] = None,
     keep: Optional[list[Tensor]] = None,
     together: Optional[Tensor] = None,
+    rounded_by: Optional[list[RoundedBy]] = None,
 ) -> None:
     """W ← W − (Δ + decay·W), Δ = rate·factor·U, in one rounding; U may be overwritten.
 
@@ -182,14 +189,23 @@ def update_weights(
         factors: broadcast to each update.
         keep: booleans that broadcast to each weight; where False the weight stays as it is.
         together: the tensor that the updates are all of, where there is one.
+        rounded_by: what weights in bf16 are rounded by, from fp32; None rounds to the nearest.
     """
     if triton_kernels.is_used_on(weights[0].device.type):
         from .triton_kernels import elementwise
 
         elementwise.update_weights(
-            weights, updates, rate=rate, decay=decay, cautious=cautious, factors=factors, keep=keep
+            weights,
+            updates,
+            rate=rate,
+            decay=decay,
+            cautious=cautious,
+            factors=factors,
+            keep=keep,
+            rounded_by=rounded_by,
         )
         return
+    exact = weights if rounded_by is None else widen(weights, rounded_by)
     if factors is not None:
         torch._foreach_mul_(updates, factors)
     if together is not None:
@@ -199,9 +215,9 @@ def update_weights(
             update.mul_(rate)
     else:
         torch._foreach_mul_(updates, rate)
-    deltas, decayed = updates, weights
+    deltas, decayed = updates, exact
     if cautious:
-        decayed = [torch.where(d * w >= 0, w, 0.0) for d, w in zip(deltas, weights)]
+        decayed = [torch.where(d * w >= 0, w, 0.0) for d, w in zip(deltas, exact)]
     if isinstance(decay, Tensor):  # an alpha= would be read from the device
         for delta, weight in zip(deltas, decayed):
             delta.add_(weight.to(delta.dtype) * decay)
@@ -210,13 +226,16 @@ def update_weights(
     if keep is not None:
         for delta, kept in zip(deltas, keep):
             delta.masked_fill_(~kept, 0.0)
-    torch._foreach_sub_(weights, deltas)
+    torch._foreach_sub_(exact, deltas)
+    if rounded_by is not None:
+        round_into(exact, weights, rounded_by)
 
 
 def clip_weights(
     weights: Sequence[Tensor],
     scales: Sequence[Optional[Tensor]],
     keep: Optional[Sequence[Tensor]] = None,
+    rounded_by: Optional[Sequence[Optional[RoundedBy]]] = None,
 ) -> None:
     """W ← scale·W.
 
@@ -224,7 +243,17 @@ def clip_weights(
         weights: local tensors.
         scales: broadcast to each weight; None leaves it as it is.
         keep: booleans that broadcast to each weight; where False it stays as it is.
+        rounded_by: as for `update_weights`; None of a weight that is rounded to the nearest.
     """
     for index, scale in enumerate(scales):
-        if scale is not None:
-            weights[index].mul_(scale if keep is None else torch.where(keep[index], scale, 1.0))
+        if scale is None:
+            continue
+        if keep is not None:
+            scale = torch.where(keep[index], scale, 1.0)
+        rounding = None if rounded_by is None else rounded_by[index]
+        if rounding is None:
+            weights[index].mul_(scale)
+            continue
+        (exact,) = widen([weights[index]], [rounding])
+        again = rounding if isinstance(rounding, Tensor) else rounding.again()
+        round_into([exact.mul_(scale)], [weights[index]], [again])

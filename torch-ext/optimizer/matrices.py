@@ -164,24 +164,34 @@ class Matrices:
         row_dim: the dimension that counts rows; those before it count experts, those behind it are
             the columns.
         blocks: that the tensor falls into.
+        moments_of_rows: whether a second moment has a number for each row of wide matrices, too.
     """
 
     shape: tuple[int, ...]
     row_dim: int
     blocks: tuple[Block, ...]
+    moments_of_rows: bool = False
 
     def count(self, block: Block) -> int:
         """Matrices of a block in each expert."""
         return math.prod(block.shape[self.row_dim : block.row_axis])
 
-    def long_sides(self, block: Block) -> int:
-        """Elements of the second moment of a block in each expert."""
-        return self.count(block) * max(block.rows, block.cols)
+    def has_moment_of_rows(self, block: Block) -> bool:
+        """Whether the second moment has a number for each row of a matrix, not for each column."""
+        return self.moments_of_rows or block.rows >= block.cols
 
-    def long_sides_interval(self, block: Block) -> Interval:
+    def moments(self, block: Block) -> int:
+        """Elements of the second moment of one matrix."""
+        return block.rows if self.has_moment_of_rows(block) else block.cols
+
+    def all_moments(self, block: Block) -> int:
+        """Elements of the second moment of a block in each expert."""
+        return self.count(block) * self.moments(block)
+
+    def moments_interval(self, block: Block) -> Interval:
         """Which elements of the second moment of an expert are a block's."""
-        start = sum(map(self.long_sides, self.blocks[: self.blocks.index(block)]))
-        return start, start + self.long_sides(block)
+        start = sum(map(self.all_moments, self.blocks[: self.blocks.index(block)]))
+        return start, start + self.all_moments(block)
 
 
 def read_as_matrices(shape: Sequence[int], is_expert: bool, flatten: bool, split: Any) -> Matrices:

@@ -15,7 +15,7 @@ from .async_utils import Event
 from .cpu_offload import Backend, CPUOffload, Hooks
 from .distributed import agreement
 from .distributed import utils as dtensors
-from .distributed.machine import Machine
+from .distributed.machine import Machine, memory_of
 from .distributed.plan import EMPTY_PLAN, Plan
 from .distributed.replicas import Replicas
 from .parameters import options, validation
@@ -27,6 +27,7 @@ from .qk_clip.logit_source import NO_STATS, Logits, LogitSource
 from .state import checkpoints
 from .state.integrity import Integrity
 from .state.origin import in_words_of_this_package, names_source
+from .state.rounding import Rounding
 from .state.specs import check_state
 from .state.store import StateStore
 from .step.grad_scaler import Scaling, forget_where_it_raises, is_asked_by_lightning
@@ -35,6 +36,7 @@ from .step.notes import take_notes
 from .step.step import Prepared, Step
 
 if TYPE_CHECKING:
+    from .extras.audit import Audit
     from .extras.summary import Summary
     from .qk_clip.clip import Clipping, QKClip
 
@@ -99,17 +101,37 @@ class Muon(torch.optim.Optimizer):
         ns_coefficients: a name in `newton_schulz.FAMILIES`, one (a, b, c) for all iterations, or a
             list of those of each iteration, which sets ``ns_steps``.
         ns_algorithm: ``"standard"``; ``"gram"``, which iterates on matrices of the shorter side
-            alone and touches the whole ones a few times; or ``"auto"``, what is faster for the
-            shape (`newton_schulz.forms`): `summary` tells what was taken, and why.
+            alone and touches the whole ones a few times; ``"auto"``, what is faster for the
+            shape (`newton_schulz.forms`): `summary` tells what was taken, and why; or
+            ``"auto_one_restart"``, for which the Gram form restarts only once, as its authors have
+            it, in fp16: fewer FLOPs, and less exact (docs/accuracy.md).
         ns_norm: ``"frobenius"`` or ``"schatten4"``, how the input is normalized.
         ns_dtype: arithmetic of the iteration; None is fp16 on accelerators, bf16 on CPUs with
             instructions for it, else fp32, and fp64 for fp64 weights. Given as fp32 or fp64, with
             ``comm_dtype``, it makes steps exact: the same bits on every layout.
         ns_eps: added to the norm of the matrix scaled to a largest magnitude of 1.
+        ns_eps_absolute: added to the norm itself, as the sources of `presets` have it, so that
+            smaller gradients make smaller updates; None is 0.
+        ns_norm_factor: what the norm is multiplied with; None is the family's: 1.02 of Polar
+            Express, 1 of others.
+        ns_equilibrate: first scale each row of a matrix, as it is stored, to the mean norm of its
+            rows (MuonEq, arXiv:2603.28254). Not with ``owners_per_matrix``.
+        ns_renormalize: scale U to the Frobenius norm sqrt(min(rows, cols)) (Muon+,
+            arXiv:2602.21545). Not with ``owners_per_matrix``.
         beta2: decay of the factored second moment; None turns it off.
+        second_moment_side: it has a number for each index of a matrix's ``"longer"`` side, or of
+            its ``"rows"`` whatever its shape.
         cautious: decay a weight only where the update moves it towards zero or not at all.
         decay_lr: decay by lr (``"base"``) or by lr·scale (``"adjusted"``).
-        momentum_dtype: dtype of the momentum buffer; None is the gradient's.
+        momentum_dtype: dtype of the momentum buffer; None is the gradient's, and fp32 where
+            ``weight_rounding`` has weights updated in fp32.
+        weight_rounding: how updated weights in bf16 are rounded, Muon's and AdamW's:
+            ``"nearest"``, which loses all of an update smaller than 2^-9 of a weight; ``"exact"``,
+            with 16 more bits of each weight as state, so that steps are those of fp32 weights; or
+            ``"stochastic"``, at random, so that updates count on average (docs/accuracy.md). Of
+            other dtypes it changes nothing; fp16 is refused.
+        rounding_seed: for ``"stochastic"``: a weight's random numbers depend on it, on the name of
+            the parameter, on the weight's place in it and on how many steps there were.
         missing_grad: ``"raise"`` raises where only some ranks have a gradient, and skips a matrix
             that has none on any; ``"zero"`` counts absent gradients as zeros. Replicas with already
             averaged gradients must still all have one, or none.
@@ -135,8 +157,15 @@ class Muon(torch.optim.Optimizer):
         clip_mode: of a key head that several query heads read: ``"shared"``, it and each query head
             take half of the strongest, and of its own, clip (as logarithms); ``"exact"``, the query
             heads make up for it, so that each logit is scaled by its own clip and no more.
-        machine: the speeds by which ``"auto"`` estimates, a `Machine`; None takes those of the
+        machine: the speeds by which each ``"auto"`` estimates, a `Machine`; None takes those of the
             device type in `distributed.machine.MACHINES`. For all groups.
+        staging_bytes: the most memory that matrices on their way between ranks may take on a rank,
+            where one chunk of them fits; None is 10 % of an accelerator's memory, and on CPUs a few
+            times that of the local weights (docs/layouts.md). For all groups.
+        owners_per_matrix: how many ranks orthogonalize a matrix together where it is sharded, each
+            a slice of its longer side: for more ranks than matrices (docs/layouts.md). ``"auto"``
+            is 1, 2, 4 or 8, what is fastest by an estimate. Not with ``beta2``, in exact mode or
+            with ``use_distributed_muon``. For all groups.
         process_group: ranks that all hold the same plain parameters. They divide Muon's work and
             its momentum, which becomes a DTensor, ``Shard(0)``. Also a mesh of one dimension.
             Not pickled: set `process_group` again. ``torch.distributed.group.WORLD`` is None before
@@ -192,10 +221,17 @@ class Muon(torch.optim.Optimizer):
         ns_norm: str = "frobenius",
         ns_dtype: Optional[torch.dtype] = None,
         ns_eps: float = 1e-7,
+        ns_eps_absolute: Optional[float] = None,
+        ns_norm_factor: Optional[float] = None,
+        ns_equilibrate: bool = False,
+        ns_renormalize: bool = False,
         beta2: Optional[float] = None,
+        second_moment_side: str = "longer",
         cautious: bool = False,
         decay_lr: str = "base",
         momentum_dtype: Optional[torch.dtype] = None,
+        weight_rounding: str = "nearest",
+        rounding_seed: int = 0,
         missing_grad: str = "raise",
         nonfinite: str = "propagate",
         split: Any = None,
@@ -207,6 +243,8 @@ class Muon(torch.optim.Optimizer):
         consistency_check: str = "step",
         hsdp: str = "auto",
         machine: Optional[Machine] = None,
+        staging_bytes: Optional[int] = None,
+        owners_per_matrix: Union[int, str] = 1,
         process_group: Any = None,
         grad_reduce: Optional[str] = None,
         clip_mode: str = "shared",
@@ -222,8 +260,10 @@ class Muon(torch.optim.Optimizer):
         self._names: list[Optional[list[str]]] = []
         self._offload = CPUOffload()
         self._store = StateStore(self._offload)
+        self._rounding = Rounding(self._offload)
         self._integrity = Integrity()
         self._logits = LogitSource()
+        self._audit: Optional[Audit] = None
         self._clip: Optional[QKClip] = None  # while groups are added: a layer may be in several
         self._forget_plans()
         super().__init__(validation.as_groups(params), defaults)
@@ -248,6 +288,8 @@ class Muon(torch.optim.Optimizer):
         validation.check_keys(group, self._defaults_of(group), where)
         options.settle_steps(group, "ns_steps" in group)
         group = {"names": None, **self._defaults_of(group), **group}
+        if group["weight_rounding"] == "stochastic":  # else a checkpoint's would not be looked for
+            group.setdefault("rounding_step", 0)
         group_view = self._translate({**group, "where": where})
         group_view.validate()
         entries_of(group_view, len(self.param_groups), self._settings)  # checks them
@@ -296,6 +338,7 @@ class Muon(torch.optim.Optimizer):
 
     def _translate(self, group: dict[str, Any]) -> Group:
         """The view of a group; subclasses whose groups have other keys rename these first."""
+        group.setdefault("rounding_step", 0)
         return Group(**{key: group[key] for key in Group.__dataclass_fields__})
 
     def _defaults_of(self, group: Mapping[str, Any]) -> dict[str, Any]:
@@ -394,9 +437,14 @@ class Muon(torch.optim.Optimizer):
                 self._store.mark_checked(
                     self.state, (p for group in step.groups for p in group.params)
                 )
+            self._rounding.begin(step.groups, self.state)
             with step, triton_kernels.off(self._agreement.lacks_kernels):
                 scaling.unscale(step.groups)
                 pipeline.run(step)
+            self._rounding.end()
+            for group in self.param_groups:
+                if group["weight_rounding"] == "stochastic":
+                    group["rounding_step"] = group.get("rounding_step", 0) + 1
             self._prepared = None if self._offload.has_state else step.prepared
             self._last = step.plan, step.prepared.schedule
             self._agreement.steps += 1
@@ -415,6 +463,16 @@ class Muon(torch.optim.Optimizer):
             None where ranks skip the step.
         """
         self._agreement.begin()
+        if self._settings.memory is None:
+            memory: Optional[float] = None
+            try:
+                memory = self._least_memory()
+            except (RuntimeError, ValueError):
+                if error is None:
+                    raise
+            if memory is None and error is not None:  # which is the cause, or says more
+                raise error
+            self._settings = dataclasses.replace(self._settings, memory=memory)
         lacked_kernels, no_kernels = self._agreement.lacks_kernels, None
         try:
             if error is None:
@@ -430,9 +488,7 @@ class Muon(torch.optim.Optimizer):
         except BaseException as raised:
             error = raised
         survey = self._survey
-        sets = self._sets() if error is not None else set(survey.shared)
-        if self._settings.replicas is not None:  # may share parameters that this rank does not have
-            sets.add(self._settings.replicas)
+        sets = self._sets() if error is not None else self._with_replicas(set(survey.shared))
 
         def notes() -> Mapping[agreement.Ranks, agreement.StepNotes]:
             clip_lines = clipping.notes if clipping else {}
@@ -469,8 +525,10 @@ class Muon(torch.optim.Optimizer):
             self.state,
             self._settings,
             self._offload,
+            self._rounding,
             clipping,
             self._prepared,
+            None if is_dry or self._audit is None or not self._audit.is_on else self._audit,
         )
 
     def _begin_clipping(
@@ -492,7 +550,22 @@ class Muon(torch.optim.Optimizer):
         """The sets of ranks that share parameters with this one."""
         params = (param for group in self.param_groups for param in group["params"])
         sets = {shared_with(param, self._settings) for param in params}
-        return {ranks for ranks in sets if ranks is not None}
+        return self._with_replicas({ranks for ranks in sets if ranks is not None})
+
+    def _with_replicas(self, sets: set[agreement.Ranks]) -> set[agreement.Ranks]:
+        """The sets, and the ranks of the process group: these may share parameters that this rank
+        does not have."""
+        replicas = self._settings.replicas
+        return sets if replicas is None else {*sets, replicas}
+
+    def _least_memory(self) -> float:
+        """Bytes of memory that the plan may count on, the same on all ranks that step together."""
+        machine = self._settings.machine
+        params = (param for group in self.param_groups for param in group["params"])
+        devices = {dtensors.compute_device(param) for param in params}
+        memory = machine.memory if machine is not None else min(map(memory_of, devices), default=0)
+        how_often = self._settings.consistency_check
+        return self._agreement.least_memory(how_often, self._sets(), memory)
 
     def _identify(self, ranks: agreement.Ranks) -> str:
         """Tells this optimizer from others that these ranks share, and this step from others."""
@@ -605,6 +678,46 @@ class Muon(torch.optim.Optimizer):
                 where = "with its parameters: CPU offload is on, but they are on the CPU"
         return summarize(groups, survey, plan, self._settings, where, clipped)
 
+    # -- audit ---------------------------------------------------------------------------------
+
+    def audit(self, keep: int = 100) -> Audit:
+        """Watches what steps do from now on: as a context, or until the ``stop()`` of the result.
+
+        Only one audit watches, the last one.
+
+        Args:
+            keep: how many of the last steps to keep. Of each, the polar factor of one matrix stays
+                in the memory of the device.
+
+        Its ``report()``, to be called on all ranks, says for each matrix whether it had a gradient
+        and who orthogonalized it, the singular values of a sample of updates, how large gradient,
+        momentum and update were, and what rounding took away; and first of all what is wrong.
+
+        Steps take the same bits, and a few norms and copies more; they wait for nothing.
+
+        >>> with optimizer.audit() as audit:
+        ...     for batch in batches:
+        ...         train(batch)
+        >>> print(audit.report())
+        """
+        from .extras.audit import Audit
+
+        if self._audit is not None:
+            self._audit.stop()
+        self._audit = Audit(keep)
+        return self._audit
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers of the last step that an `audit` has watched, for any logger; empty without one.
+
+        Of what this rank holds: ``muon/gradient_norm``, ``muon/momentum_norm``,
+        ``muon/weight_norm``, ``muon/change_over_weight``, ``muon/lost_by_rounding`` (of the
+        update), ``muon/orthogonalized`` and ``muon/without_gradient`` (how many),
+        ``muon/relative_rank`` (of the updates, over their shorter sides). Waits for the device, but
+        for no other rank.
+        """
+        return {} if self._audit is None else self._audit.metrics()
+
     # -- QK-Clip -------------------------------------------------------------------------------
 
     def set_qk_logits(self, qk_logits: Optional[Mapping[Any, Any]]) -> None:
@@ -662,6 +775,7 @@ class Muon(torch.optim.Optimizer):
         self._integrity.check(accept_void=True)
         groups = self._read_groups()
         self._create_state(groups)
+        self._rounding.begin(groups, self.state)
         self._offload.flush()
         held = {id(param) for group in groups for param in group.params}
         params = [key for key in self.state if isinstance(key, Tensor)]  # others are the user's own
@@ -673,6 +787,48 @@ class Muon(torch.optim.Optimizer):
         for group in state_dict["param_groups"]:
             group.update({k: str(v) for k, v in group.items() if isinstance(v, torch.dtype)})
         return state_dict
+
+    @torch.no_grad()
+    def exact_weights(self) -> dict[str, Tensor]:
+        """The weights of ``weight_rounding="exact"`` in fp32, by the names of their parameters.
+
+        New tensors, placed as the parameters are. To be called on all ranks alike: where replicas
+        divide AdamW's state, they send each other its rows.
+
+        >>> state_dict = {**model.state_dict(), **optimizer.exact_weights()}
+        """
+        params = self._params_with_residuals()
+        return {name: self._rounding.exact(param) for name, param in params.items()}
+
+    @torch.no_grad()
+    def load_exact_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Sets weights and their residuals to weights in fp32, as `exact_weights` gives them.
+
+        Not all have to be given. To be called behind `load_state_dict`, whose residuals would
+        replace these.
+
+        Raises:
+            ValueError: a name that has no residual here, or a tensor that does not fit it; nothing
+                was loaded.
+        """
+        params = self._params_with_residuals()
+        for name, value in weights.items():
+            validation.check_exact_weight(name, value, params.get(name))
+        for name, value in weights.items():
+            self._rounding.set_exact(params[name], value)
+
+    def _params_with_residuals(self) -> dict[str, Tensor]:
+        """Parameters by name whose state has a residual, which is that of the weight as it is."""
+        self._integrity.check()
+        groups = self._read_groups()
+        self._create_state(groups)
+        self._rounding.begin(groups, self.state)
+        return {
+            group.name_of(index): param
+            for group in groups
+            for index, param in enumerate(group.params)
+            if param in self._rounding.residuals
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in torch.optim, but momentum keeps its dtype, and missing group keys get defaults.
@@ -700,10 +856,9 @@ class Muon(torch.optim.Optimizer):
         def restore(_: torch.optim.Optimizer) -> None:
             self._offload.clear()
             saved, states = loaded["param_groups"], loaded["state"]
-            checkpoints.place_tensors(
-                self.param_groups, self.state, saved, states, self._offload.state_device
-            )
-            self._create_state(self._read_groups())
+            groups = self._read_groups()
+            checkpoints.place_tensors(groups, self.state, saved, states, self._offload.state_device)
+            self._create_state(groups)
             self._integrity.finish_loading()
 
         # `check` runs after the user's hooks before loading, `restore` before those after it.
@@ -819,6 +974,7 @@ class Muon(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         self._integrity.check()
+        self._rounding.begin(self._read_groups(), self.state)
         self._offload.flush()
         kept = ("_settings", "_offload", "_clip", "_integrity")
         return {
@@ -834,11 +990,13 @@ class Muon(torch.optim.Optimizer):
         super().__setstate__(state)
         self.defaults.pop("differentiable", None)  # torch adds it, and groups would inherit it
         self._store = StateStore(self._offload)
+        self._rounding = Rounding(self._offload)
         self._forget_plans()
         if is_unpickled:
             if self.cpu_offload == "backward":
                 self._offload.hooks = Hooks(self, None)
             self._logits = LogitSource()
+            self._audit = None
             self._registration = agreement.Registration(self._sets)
 
     # -- CPU offload -----------------------------------------------------------------------------

@@ -23,8 +23,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import compress
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
@@ -35,10 +36,12 @@ from .async_utils import Do, Event
 from .cpu_offload.rows import MomentumRows, WeightRows
 from .distributed import regions, wire
 from .distributed.chunks import Batch, Bundle, Span
+from .distributed.collectives import add_over_ranks, gather_over_ranks
 from .distributed.plan import Lane, Unit
 from .distributed.transport import Transport
-from .newton_schulz import newton_schulz
-from .parameters.options import Group, is_exact
+from .newton_schulz import Team
+from .newton_schulz.iteration import Eps, orthogonalize
+from .parameters.options import Group
 from .step.step import MOMENTUM, NONFINITE, SECOND_MOMENT, WEIGHTS, SpanParts, Step
 
 
@@ -58,22 +61,25 @@ def run(step: Step) -> None:
 def update_momentum_and_gather(event: Event, step: Step) -> None:
     """B ← μB + G on all ranks; starts to send what is to be orthogonalized to the owners."""
     chunk, lane = step.prepared.chunk(event)
-    process_group = step.prepared.process_groups[event.lane]
-    transport = Transport(chunk, lane, process_group, step.scratch)
+    prepared, number = step.prepared, event.lane
+    groups = prepared.process_groups[number], prepared.team_groups[number]
+    transport = Transport(chunk, lane, *groups, step.scratch)
     step.transports[event.chunk] = transport
     exponents: list[tuple[int, Tensor]] = []
     with record_function("Muon.momentum"):
-        for span in chunk.momentum:
+        for span, members in step.together(chunk.momentum, lane):
             exponents += _update_span_momentum(span, transport.momentum, lane, step)
-            step.release_gradients(span)
+            for member in members:
+                step.release_gradients(member)
         for start, values in exponents:  # last, since spans write the gaps where these lie, too
             transport.momentum[start : start + len(values)].copy_(values)
     transport.gather()
 
 
 def orthogonalize_and_scatter(event: Event, step: Step) -> None:
-    """U ← the polar factors of whole matrices on their owners; starts to send the updates back."""
+    """U ← the polar factors of matrices, or slices, on their owners; starts to send them back."""
     chunk, _ = step.prepared.chunk(event)
+    team_group = step.prepared.team_groups[event.lane]
     transport = step.transports[event.chunk]
     transport.finish_gather()
     with record_function("Muon.orthogonalize"):
@@ -81,10 +87,14 @@ def orthogonalize_and_scatter(event: Event, step: Step) -> None:
             present, X = step.present(batch.units), transport.assemble(batch)
             packed = _to_front(X, present)
             if len(packed):
-                U = _polar_factors(packed, batch, step)
+                U = _polar_factors(packed, present, batch, transport, team_group, step)
+                if step.audit is not None:
+                    units = batch.units if present is None else compress(batch.units, present)
+                    step.audit.orthogonalized(list(units), U)
                 squares = None
                 if step.group(batch.units[0]).beta2 is not None:
-                    squares = core.second_moment(U, step.scratch).view(len(packed), -1)
+                    of_rows = step.has_moment_of_rows(batch.units[0])
+                    squares = core.second_moment(U, of_rows, step.scratch).view(len(packed), -1)
                     squares = _to_places(squares, present, None)
                 U = _to_places(U.view(packed.shape), present, X)
                 transport.stage_updates(U, squares, batch)
@@ -97,7 +107,7 @@ def update_weights(event: Event, step: Step) -> None:
     transport = step.transports.pop(event.chunk)
     transport.wait()
     with record_function("Muon.weights"):
-        for span in chunk.weights:
+        for span, _ in step.together(chunk.weights, lane, is_scatter=True):
             _update_span_weights(span, transport.updates, lane, step)
     transport.release()
 
@@ -111,10 +121,14 @@ def _update_span_momentum(
     """Updates the momentum of a span; what is to be orthogonalized goes into the buffer.
 
     Returns:
-        With an fp16 wire, for each bundle where its exponents start in the buffer, and these.
+        With an fp16 wire, for each bundle where its exponents start in the buffer, and these, if
+        they are still to be written.
     """
     start, stop = span[0].start, span[-1].start + span[-1].numel
     is_staged = span[0].is_staged  # else another replica sends the same
+    if step.uses_lists(lane) and (lane.scaled or not is_staged):
+        _update_momentum_in_place(span, buffer[start:], is_staged, lane, step)
+        return []
     if is_staged:
         sent = buffer[start:stop]
         is_scaled, dtype = lane.scaled, core.update_dtype(lane.wire, lane.opmath, lane.device)
@@ -129,12 +143,15 @@ def _update_span_momentum(
         return []
     largest: Optional[Tensor] = None
     if is_scaled:
-        largest = torch.empty(len(rows.momenta), dtype=wanted.dtype, device=wanted.device)
+        largest = torch.zeros(len(rows.momenta), dtype=wanted.dtype, device=wanted.device)
         if step.prefetcher.is_idle:
             rows.largest = list(largest.unbind())
     step.has_written = True
     for fetched in step.prefetcher.windows((MOMENTUM, id(span))):
-        _apply_momentum(rows.in_window(fetched), step.group(parts.units[0]), is_staged)
+        part = rows.in_window(fetched)
+        _apply_momentum(part, step.group(parts.units[0]), is_staged)
+        if step.audit is not None:
+            step.audit.momentum(parts.units, fetched, part)
     if largest is not None:
         if rows.largest is None:  # windows may have had pieces of them
             norms = torch._foreach_norm(rows.outputs, torch.inf)
@@ -146,6 +163,47 @@ def _update_span_momentum(
     if is_staged and wanted is not sent:
         sent.copy_(wanted)
     return []
+
+
+def _update_momentum_in_place(
+    span: Span, sent: Tensor, is_staged: bool, lane: Lane, step: Step
+) -> None:
+    """Updates the momentum of a span first, then makes of it what is sent, scaled, if any is.
+
+    Args:
+        sent: the buffer from where the span begins.
+    """
+    parts = step.momentum(span)
+    grads = step.grads(parts)
+    if not grads:
+        return
+    step.has_written = True
+    rows = MomentumRows(parts.tensors, grads, parts.tensors, step.keep(parts))
+    options = step.group(parts.units[0])
+    if is_staged:
+        largest = torch.zeros(len(grads), dtype=lane.opmath, device=lane.device)
+        rows.largest = list(largest.unbind())
+    _apply_momentum(rows, options, wanted=False)
+    if step.audit is not None:
+        step.audit.momentum(parts.units, None, rows)
+    if rows.largest is None:
+        return
+    exponents: list[Tensor] = []
+    for bundle in span:
+        if bundle.numel:
+            begin = bundle.trailer - span[0].start
+            exponents += sent[begin : begin + len(bundle.local_parts)].unbind()
+    wire.scale_down_by_kernel(
+        rows.momenta,
+        rows.grads,
+        step.views(sent, span),
+        exponents,
+        rows.largest,
+        momentum=options.momentum,
+        weight=core.gradient_weight(options.momentum, options.momentum_style, options.maximize),
+        nesterov=options.nesterov,
+        keep=rows.keep,
+    )
 
 
 def _apply_momentum(rows: MomentumRows, options: Group, wanted: bool) -> None:
@@ -167,21 +225,35 @@ def _apply_momentum(rows: MomentumRows, options: Group, wanted: bool) -> None:
 # -- orthogonalization -------------------------------------------------------------------------
 
 
-def _polar_factors(X: Tensor, batch: Batch, step: Step) -> Tensor:
-    """Polar factors of all matrices of whole units (n, *shape of each), (matrices, rows, cols)."""
+def _polar_factors(
+    X: Tensor,
+    present: Optional[Sequence[bool]],
+    batch: Batch,
+    transport: Transport,
+    team_group: Any,
+    step: Step,
+) -> Tensor:
+    """Polar factors of all matrices of units (n, *shape of each), (matrices, rows, cols).
+
+    Of slices, that of each matrix, by all members of a team. Members launch the same collectives in
+    the same order: they have the same batches, and come to a lane's chunks as all its peers do. So
+    of all collectives that ranks wait for, one has been reached by all of its ranks.
+    """
     unit = batch.units[0]
     entry, options = step.plan.entries[unit.entry], step.group(unit)
-    return newton_schulz(
-        X.view(-1, unit.block.rows, unit.block.cols),
-        options.ns_steps,
-        options.ns_coefficients,
-        norm=options.ns_norm,
-        algorithm=options.ns_algorithm,
-        dtype=entry.recipe.dtype,
-        eps=options.ns_eps,
-        scratch=step.scratch,
-        batch_invariant=is_exact(options, step.settings),
-    )
+    team: Optional[Team] = None
+    if team_group is not None:
+        add = partial(add_over_ranks, group=team_group)
+        gather = partial(gather_over_ranks, group=team_group)
+        team = Team(unit.block.rows, unit.block.cols, add, gather)
+    eps = Eps(options.ns_eps, options.ns_eps_absolute or 0.0)
+    if eps.absolute != 0.0 or options.ns_equilibrate:
+        scales = transport.scales()
+        if scales is not None:
+            scales = _to_front(scales, present).repeat_interleave(unit.count)
+            eps = eps._replace(divided_by=scales.view(-1, 1, 1))
+    matrices = X.view(-1, unit.rows, unit.cols)
+    return orthogonalize(matrices, entry.recipe, eps, True, step.scratch, team)
 
 
 def _to_front(X: Tensor, present: Optional[Sequence[bool]]) -> Tensor:
@@ -231,13 +303,14 @@ def _update_span_weights(span: Span, updates: Tensor, lane: Lane, step: Step) ->
     if options.beta2 is not None:
         factors = [f for bundle in span for f in _second_moment_factors(bundle, updates, step)]
     views = step.views(U, span)
-    rows = WeightRows(parts.tensors, views, factors, step.keep(parts), step.clip(parts))
+    rounded_by, keep, scales = step.rounded_by(parts), step.keep(parts), step.clip(parts)
+    rows = WeightRows(rounded_by, parts.tensors, views, factors, keep, scales)
     if not rows.weights:
         return
     step.has_written = True
     decay_scale = scale if options.decay_lr == "adjusted" else 1.0
-    for fetched in step.prefetcher.windows((WEIGHTS, id(span))):
-        part = rows.in_window(fetched)
+
+    def update(part: WeightRows) -> None:
         core.update_weights(
             part.weights,
             part.updates,
@@ -247,9 +320,20 @@ def _update_span_weights(span: Span, updates: Tensor, lane: Lane, step: Step) ->
             factors=part.factors,
             keep=part.keep,
             together=U if part.updates is views else None,
+            rounded_by=part.rounded_by,
         )
+
+    def clip(part: WeightRows) -> None:
         if part.clip is not None:
-            core.clip_weights(part.weights, part.clip, part.keep)
+            core.clip_weights(part.weights, part.clip, part.keep, part.rounded_by)
+
+    for fetched in step.prefetcher.windows((WEIGHTS, id(span))):
+        part = rows.in_window(fetched)
+        if step.audit is not None:
+            step.audit.weights(parts.units, fetched, part, update, clip)
+        else:
+            update(part)
+            clip(part)
 
 
 def _second_moment_factors(bundle: Bundle, updates: Tensor, step: Step) -> list[Tensor]:
@@ -276,18 +360,16 @@ def _second_moment_factors(bundle: Bundle, updates: Tensor, step: Step) -> list[
         assert beta2 is not None
         factor = core.second_moment_factor(flat, v.view(flat.shape), beta2, keep).view(V.shape)
         torch._foreach_copy_(views, list(V))
-        factors = _factors_of_parts(factor, bundle)
+        factors = _factors_of_parts(factor, bundle, step.has_moment_of_rows(units[0]))
     return factors
 
 
-def _factors_of_parts(factor: Tensor, bundle: Bundle) -> list[Tensor]:
+def _factors_of_parts(factor: Tensor, bundle: Bundle, of_rows: bool) -> list[Tensor]:
     """Slices factors, which are shaped like V, to this rank's parts; they broadcast to them."""
     unit = bundle.units[0]
-    block, long_side = unit.block, slice(unit.block.row_axis, unit.block.col_axis)
-    if block.rows < block.cols:
-        long_side = slice(block.col_axis, None)
-    axes = range(len(unit.shape))
-    along = {*axes[: block.row_axis], *axes[long_side]}
+    block, axes = unit.block, range(len(unit.shape))
+    side = slice(block.row_axis, block.col_axis) if of_rows else slice(block.col_axis, None)
+    along = {*axes[: block.row_axis], *axes[side]}
     factor = factor.view(
         -1, *(size if axis in along else 1 for axis, size in enumerate(unit.shape))
     )

@@ -8,6 +8,7 @@ from typing import Optional, TypeVar
 
 from torch import Tensor
 
+from ..weight_rounding import Noise, RoundedBy
 from .prefetcher import Fetched
 from .windows import narrow
 
@@ -29,13 +30,15 @@ class Rows:
         """
         if fetched is None:
             return self
+        present = [(name, column) for name, column in vars(self).items() if column is not None]
+        # Noise is in the place of residuals, but in no memory.
+        present.sort(key=lambda named: isinstance(named[1][0], Noise))
         columns = {
             name: [
                 tensors[n] if n < len(tensors) else narrow(column[piece.row], piece.slices)
                 for piece, tensors in fetched
             ]
-            for n, (name, column) in enumerate(vars(self).items())
-            if column is not None
+            for n, (name, column) in enumerate(present)
         }
         return replace(self, **columns)
 
@@ -62,8 +65,10 @@ class MomentumRows(Rows):
 
 @dataclass
 class WeightRows(Rows):
-    """Weights W, updates U, factors on them, where to update, and what W is scaled with then."""
+    """Weights W, what they are rounded by, updates U, factors on them, where to update, and what W
+    is scaled with then."""
 
+    rounded_by: Optional[list[RoundedBy]]
     weights: list[Tensor]
     updates: list[Tensor]
     factors: Optional[list[Tensor]] = None
@@ -73,13 +78,16 @@ class WeightRows(Rows):
 
 @dataclass
 class AdamWRows(Rows):
-    """AdamW's moments, weights, gradients and steps."""
+    """AdamW's moments, what weights are rounded by (None of those that are rounded to the nearest),
+    weights, gradients, steps, and what weights are scaled with then."""
 
     exp_avgs: list[Tensor]
     exp_avg_sqs: list[Tensor]
+    rounded_by: list[Optional[RoundedBy]]
     params: list[Tensor]
     grads: list[Tensor]
     steps: list[Tensor]
+    clip: list[Optional[Tensor]]
 
     def in_window(self, fetched: Optional[Fetched]) -> AdamWRows:
         """A row in several pieces counts one step: with its last piece; others count a copy."""

@@ -55,6 +55,11 @@ FOREIGN_WORDS: dict[Any, ForeignWord] = {
     "coefficient_type": ForeignWord("ns_coefficients"),
     "num_ns_steps": ForeignWord("ns_steps"),
     "scale_mode": ForeignWord("adjust_lr"),
+    # Gram Newton-Schulz's
+    "ns_epsilon": ForeignWord("ns_eps"),
+    "gram_newton_schulz_num_restarts": ForeignWord(
+        "ns_algorithm", "'auto_one_restart' restarts once, 'auto' as often as is safe"
+    ),
     # trainers'
     "learning_rate": ForeignWord("lr"),
     "adamw_lr": ForeignWord("lr", "in the group with use_muon=False"),

@@ -18,6 +18,7 @@ from .. import newton_schulz, split_notation
 from ..distributed import agreement, hsdp
 from ..distributed.machine import Machine
 from ..distributed.replicas import Replicas
+from ..weight_rounding import MODES as ROUNDINGS
 
 # How parameters are read as matrices: facts of the model, which no checkpoint changes.
 STRUCTURE = ("expert_keys", "split", "flatten")
@@ -121,6 +122,7 @@ class Group:
         names: their names, in the same order, or None.
         where: what messages call the group.
         use_muon: whether Muon trains them, or AdamW.
+        rounding_step: how many steps have drawn random numbers for ``weight_rounding``.
 
     The further fields are the options of a group, described in `Muon`.
     """
@@ -129,6 +131,7 @@ class Group:
     names: Optional[list[str]]
     where: str
     use_muon: bool
+    rounding_step: int
     lr: Union[float, Tensor] = _is(
         Option(_is_learning_rate, "a finite number ≥ 0 or a tensor of one element")
     )
@@ -165,10 +168,19 @@ class Group:
     ns_norm: str = _is(_one_of(*newton_schulz.NORMS))
     ns_dtype: Optional[torch.dtype] = _is(_OPTIONAL_DTYPE)
     ns_eps: float = _is(_NONNEGATIVE)
+    ns_eps_absolute: Optional[float] = _is(_optional(*_NONNEGATIVE))
+    ns_norm_factor: Optional[float] = _is(
+        _optional(lambda value: is_number(value) and value > 0, "a finite number > 0")
+    )
+    ns_equilibrate: bool = _is(_BOOL)
+    ns_renormalize: bool = _is(_BOOL)
     beta2: Optional[float] = _is(_optional(*_FRACTION))
+    second_moment_side: str = _is(_one_of("longer", "rows"))
     cautious: bool = _is(_BOOL)
     decay_lr: str = _is(_one_of("base", "adjusted"))
     momentum_dtype: Optional[torch.dtype] = _is(_OPTIONAL_DTYPE)
+    weight_rounding: str = _is(_one_of(*ROUNDINGS))
+    rounding_seed: int = _is(Option(is_int, "an int"))
     missing_grad: str = _is(_one_of("raise", "zero"))
     nonfinite: str = _is(_one_of("propagate", "skip"))
     expert_keys: Optional[Sequence[str]] = _is(
@@ -199,12 +211,21 @@ class Group:
         """Whether this step updates a parameter of the group."""
         return param.requires_grad and (param.grad is not None or self.missing_grad == "zero")
 
+    def updates_in_fp32(self, dtype: torch.dtype) -> bool:
+        """Whether weights of that dtype are updated in fp32, and rounded by `weight_rounding`."""
+        return self.weight_rounding != "nearest" and dtype == torch.bfloat16
+
     def validate(self) -> None:
         """Checks every option; a ValueError says its key, what was found and what is accepted."""
         for key, option in {"use_muon": _BOOL, **GROUP_OPTIONS}.items():
             option.check(f"{self.where}: {key}", getattr(self, key))
         if isinstance(self.lr, Tensor) and self.foreach and not self.capturable:
             raise ValueError(f"{self.where}: a tensor lr with foreach=True needs capturable=True")
+        if self.capturable and self.weight_rounding == "stochastic":
+            raise ValueError(
+                f"{self.where}: weight_rounding='stochastic' is not capturable, as a graph would "
+                "replay the random numbers of one step; 'exact' is"
+            )
         try:
             newton_schulz.resolve(self.ns_coefficients, self.ns_steps)
         except ValueError as error:
@@ -226,11 +247,14 @@ GROUP_OPTIONS = _options_of(Group)
 
 
 def settle_steps(group: dict[str, Any], is_explicit: bool) -> None:
-    """Lets a list of coefficients set ``ns_steps`` where the caller has not set that explicitly."""
-    coefficients = group.get("ns_coefficients")
+    """Lets coefficients that were made for a count of iterations set ``ns_steps`` where the caller
+    has not set that explicitly."""
+    coefficients, families = group.get("ns_coefficients"), newton_schulz.FAMILIES
     is_list = isinstance(coefficients, (list, tuple)) and not newton_schulz.is_triple(coefficients)
     if not is_explicit and is_list and coefficients:
         group["ns_steps"] = len(coefficients)
+    elif not is_explicit and isinstance(coefficients, str) and coefficients in families:
+        group["ns_steps"] = families[coefficients].steps
     elif "ns_steps" in group and isinstance(group["ns_steps"], DefaultSteps):
         group["ns_steps"] = int(group["ns_steps"])  # checkpoints must not hold our classes
 
@@ -256,13 +280,27 @@ class Settings:
     machine: Optional[Machine] = _is(
         _optional(lambda value: isinstance(value, Machine), "a Machine")
     )
+    staging_bytes: Optional[int] = _is(
+        _optional(lambda value: is_int(value) and value > 0, "an int > 0")
+    )
+    owners_per_matrix: Union[int, str] = _is(
+        Option(
+            lambda value: (
+                value == "auto" if isinstance(value, str) else is_int(value) and value > 0
+            ),
+            "an int > 0 or 'auto'",
+        )
+    )
     process_group: Optional[Replicas] = _is(
         _optional(lambda value: isinstance(value, Replicas), "Replicas")
     )
     grad_reduce: Optional[str] = _is(
         Option(lambda value: value in (None, "mean"), "one of None or 'mean'")
     )
-    streams: bool = False  # state, from the host: no argument, but what a method turns on
+    # No arguments: whether state comes from the host, which a method turns on; and the least memory
+    # of the devices of all ranks, in bytes, which the first step finds out.
+    streams: bool = False
+    memory: Optional[float] = None
 
     @property
     def replicas(self) -> Optional[agreement.Ranks]:
@@ -278,6 +316,11 @@ class Settings:
         """Checks these options, as `Group.validate` does those of a group."""
         for key, option in SETTINGS.items():
             option.check(key, getattr(self, key))
+        if self.use_distributed_muon and self.owners_per_matrix != 1:
+            raise ValueError(
+                "use_distributed_muon=True has every rank orthogonalize all of each matrix: leave "
+                f"owners_per_matrix={self.owners_per_matrix!r} out"
+            )
         if self.process_group is not None:
             self.process_group.check_alive()
         elif self.grad_reduce is not None:

@@ -53,7 +53,7 @@ def hidden_layers(
             continue
         stack: Optional[nn.Module] = None
         for module, component in zip(info.around, reversed(info.path)):
-            if not (component.isdigit() and type(module) is nn.Sequential):
+            if not (component.isdigit() and _is_sequential(module)):
                 break
             stack = module
         matrices = [] if stack is None else [p for p in stack.parameters() if p.ndim == 2]
@@ -222,8 +222,13 @@ def _is_in_a_layer(info: ParamInfo) -> bool:
     The layers of an ``nn.Sequential`` that makes up the model are no list of layers.
     """
     indices = sum(component.isdigit() for component in info.path)
-    is_direct = len(info.around) > 0 and type(info.around[0]) is nn.Sequential
+    is_direct = len(info.around) > 0 and _is_sequential(info.around[0])
     return indices > (1 if is_direct else 0)
+
+
+def _is_sequential(module: nn.Module) -> bool:
+    """Whether it is an ``nn.Sequential`` itself, also behind fully_shard, which subclasses it."""
+    return type(module).__name__ in ("Sequential", "FSDPSequential")
 
 
 def _is_head(decision: Decision, info: ParamInfo, muons: Sequence[Decision]) -> bool:

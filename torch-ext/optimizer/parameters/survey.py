@@ -12,22 +12,24 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Optional
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ..distributed import agreement, hsdp, regions, wire
 from ..distributed import utils as dtensors
+from ..distributed.machine import DEFAULT_MACHINE
 from ..distributed.plan import Entry, Planner
 from ..matrices import Matrices, read_as_matrices
 from ..newton_schulz import recipe_for
 from . import validation
 from .names import has_component, matches
-from .options import STRUCTURE, Group, Settings
+from .options import STRUCTURE, Group, Settings, is_exact
 
 # What plans, and what is carried by a plan, depend on, beside the parameters.
 _PLANNED = (
     *("use_muon", "capturable", "foreach", "nonfinite", "adjust_lr", "momentum_dtype", *STRUCTURE),
+    "weight_rounding",
     *("ns_steps", "ns_coefficients", "ns_algorithm", "ns_norm", "ns_dtype"),
+    *("ns_norm_factor", "ns_equilibrate", "ns_renormalize", "second_moment_side"),
 )
 
 
@@ -54,14 +56,14 @@ class Survey:
         names: of each group, what messages call its parameters.
         entries: of each group, its parameters as a plan sees them; None for AdamW's.
         shared: by the ranks of every mesh that a parameter is on, and of the process group.
-        planners: of the trainable entries, by whether state is streamed.
+        planners: of the trainable entries, by whether state is streamed, and by memory.
     """
 
     facts: list[tuple]
     names: list[list[str]]
     entries: list[list[Optional[Entry]]]
     shared: dict[agreement.Ranks, Shared] = field(default_factory=lambda: defaultdict(Shared))
-    planners: dict[bool, Planner] = field(default_factory=dict)
+    planners: dict[tuple, Planner] = field(default_factory=dict)
 
     @property
     def all_entries(self) -> list[Entry]:
@@ -69,21 +71,26 @@ class Survey:
 
     def planner(self, groups: Sequence[Group], settings: Settings) -> Planner:
         """Makes the plans of this survey's steps."""
-        if settings.streams not in self.planners:
+        key = settings.streams, settings.memory
+        if key not in self.planners:
             trainable = [
                 entry
                 for entry in self.all_entries
                 if groups[entry.group].params[entry.index].requires_grad
             ]
-            self.planners[settings.streams] = Planner(
+            self.planners[key] = Planner(
                 trainable,
-                this_rank(),
+                dtensors.this_rank(),
+                owned_by_all=settings.use_distributed_muon,
+                owners_per_matrix=settings.owners_per_matrix,
+                machine=settings.machine,
                 chunk_size=settings.chunk_size,
                 warmup_step=settings.warmup_step,
-                owned_by_all=settings.use_distributed_muon,
                 streams=settings.streams,
+                memory=settings.memory or DEFAULT_MACHINE.memory,
+                staging_bytes=settings.staging_bytes,
             )
-        return self.planners[settings.streams]
+        return self.planners[key]
 
 
 NO_SURVEY = Survey([()], [], [])  # equals that of no groups
@@ -145,7 +152,7 @@ def survey_groups(groups: Sequence[Group], settings: Settings, last: Survey) -> 
         survey.names.append(names)
         survey.entries.append(entries)
     if not settings.use_distributed_muon:
-        rank, machine = this_rank(), settings.machine
+        rank, machine = dtensors.this_rank(), settings.machine
         entries_left = iter(hsdp.share_work(survey.all_entries, rank, settings.hsdp, machine))
         survey.entries = [
             [None if entry is None else next(entries_left) for entry in entries]
@@ -165,10 +172,6 @@ def _line(name: str, param: Tensor, group: Group, entry: Optional[Entry]) -> str
     return line
 
 
-def this_rank() -> int:
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-
-
 def entries_of(group: Group, number: int, settings: Settings) -> list[Optional[Entry]]:
     """A group's parameters as a plan sees them, all of them checked; None for AdamW's.
 
@@ -176,13 +179,14 @@ def entries_of(group: Group, number: int, settings: Settings) -> list[Optional[E
         ValueError: wrong names or parameters, matrices that can't be read as asked for.
     """
     validation.check_params(group, settings)
+    validation.check_owners(group, settings)
     if not group.use_muon:
         return [None] * len(group.params)
     return [_entry(group, number, index, settings) for index in range(len(group.params))]
 
 
 def _entry(group: Group, number: int, index: int, settings: Settings) -> Entry:
-    param = group.params[index]
+    param, of_rows = group.params[index], group.second_moment_side == "rows"
     device = dtensors.compute_device(param)
     replicas = None if dtensors.is_dtensor(param) else settings.process_group
     recipe = recipe_for(
@@ -193,12 +197,16 @@ def _entry(group: Group, number: int, index: int, settings: Settings) -> Entry:
         group.ns_dtype,
         param.dtype,
         device,
+        is_exact(group, settings),
+        norm_factor=group.ns_norm_factor,
+        equilibrate=group.ns_equilibrate,
+        renormalize=group.ns_renormalize,
     )
     return Entry(
         name=group.name_of(index),
         group=number,
         index=index,
-        matrices=matrices_of(group, index),
+        matrices=replace(matrices_of(group, index), moments_of_rows=of_rows),
         sharding=dtensors.sharding_of(param) if replicas is None else replicas.weights,
         dtype=param.dtype,
         device=device,
@@ -217,7 +225,7 @@ def _check_shard(param: Tensor, name: str) -> None:
     Only a rank that holds another part can see that. So a step checks it, in which all ranks hear
     of it, and not the constructor.
     """
-    sharding, rank = dtensors.sharding_of(param), this_rank()
+    sharding, rank = dtensors.sharding_of(param), dtensors.this_rank()
     if sharding is None or rank not in sharding.ranks:
         return
     expected, held = regions.shape_of(sharding.region(param.shape, rank)), dtensors.raw_local(param)

@@ -10,7 +10,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
@@ -88,7 +88,7 @@ def check_keys(group: Mapping[str, Any], known: Iterable[str], where: str) -> No
     A text under ``name`` is what Lightning's monitors call a group; torchtitan tells every group
     whether it is ``fused``.
     """
-    known = {"params", "names", "param_names", "use_muon", "fused", *known}
+    known = {"params", "names", "param_names", "use_muon", "fused", "rounding_step", *known}
     for key, value in group.items():
         if key in known or (key == "name" and isinstance(value, str)):
             continue
@@ -118,6 +118,12 @@ def check_params(group: Group, settings: Settings) -> None:
             raise ValueError(f"{name} appears twice in {where}; give tied weights once")
         seen.add(id(param))
         _check_param(param, name, group.use_muon)
+        if group.weight_rounding != "nearest" and param.dtype == torch.float16:
+            raise ValueError(
+                f"{name} is float16, of which 16 more bits do not make fp32, so that "
+                f"weight_rounding={group.weight_rounding!r} is for bfloat16 alone: convert the "
+                "model, or leave weight_rounding='nearest'"
+            )
         if group.capturable and group.foreach is not None and param.device.type == "cpu":
             raise ValueError(
                 f"{name} is on the CPU, where capturable=True leaves no choice of foreach: "
@@ -129,6 +135,51 @@ def check_params(group: Group, settings: Settings) -> None:
             raise ValueError(
                 f"{name} is on {param.device.type}, for which process_group has no backend; name "
                 'one for each device: init_process_group("cpu:gloo,cuda:nccl")'
+            )
+
+
+def check_exact_weight(name: str, value: Any, param: Optional[Tensor]) -> None:
+    """Checks a weight in fp32 for a parameter; None where no parameter of the name has a residual.
+
+    Raises:
+        ValueError: it does not fit.
+    """
+    if param is None:
+        raise ValueError(
+            f"there is no trainable parameter {name!r} in bfloat16 with weight_rounding='exact'"
+        )
+    placed = dtensors.mesh_placements_of(param)
+    if (
+        not isinstance(value, Tensor)
+        or (value.dtype, value.shape) != (torch.float32, param.shape)
+        or dtensors.mesh_placements_of(value) != placed
+    ):
+        raise ValueError(
+            f"{name} needs a tensor of {tuple(param.shape)} in float32, "
+            f"{dtensors.describe(param)}, as exact_weights() gives it"
+        )
+
+
+def check_owners(group: Group, settings: Settings) -> None:
+    """What slices of a matrix, on several owners, do not do."""
+    if not group.use_muon or settings.owners_per_matrix == 1:
+        return
+    where = f"{group.where}: owners_per_matrix={settings.owners_per_matrix!r}"
+    if options.is_exact(group, settings):
+        raise ValueError(
+            f"{where} sums over ranks, in an order of each layout, where ns_dtype and comm_dtype "
+            "ask for exact steps: leave owners_per_matrix out, or one of these"
+        )
+    if group.beta2 is not None:
+        raise ValueError(
+            f"{where} has each owner see a slice of the update, where "
+            "the second moment takes all of it: set beta2=None, or leave owners_per_matrix out"
+        )
+    for key in ("ns_equilibrate", "ns_renormalize"):
+        if getattr(group, key):
+            raise ValueError(
+                f"{where} has each owner see a slice of a matrix, where {key}=True takes norms of "
+                f"all of it: set {key}=False, or leave owners_per_matrix out"
             )
 
 

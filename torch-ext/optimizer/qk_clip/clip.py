@@ -13,9 +13,10 @@ from torch import Tensor
 from ..distributed import utils as dtensors
 from ..distributed.collectives import max_over_ranks
 from ..distributed.plan import ranks_sort_key
+from ..distributed.utils import this_rank
 from ..parameters.names import normalize_name
 from ..parameters.options import Group, Settings
-from ..parameters.survey import Survey, shared_with, this_rank
+from ..parameters.survey import Survey, shared_with
 from ..parameters.validation import warn
 from .config import ClipConfig, LayerKey
 from .logit_source import Logits
@@ -63,15 +64,8 @@ class Clipping:
         parameter is no projection."""
         return self._scales().get(id(param))
 
-    def finish(self, groups: Sequence[Group]) -> None:
-        """Clips what is not Muon's: biases, and weights that AdamW trains."""
-        scales = self._scales()
-        for group in groups:
-            for param in group.params:
-                if id(param) in scales and group.takes_part(param) and not group.use_muon:
-                    rows = dtensors.local(param)
-                    # The devices differ for parameters in host memory only.
-                    rows.mul_(scales[id(param)].to(rows.device))
+    def finish(self) -> None:
+        """Takes the step into account."""
         if self.counter is not None:
             self.counter.count(self.packed_logits)
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from ..distributed import regions
 from ..distributed import utils as dtensors
 from ..distributed.collectives import max_over_ranks
-from ..parameters.survey import this_rank
+from ..distributed.utils import this_rank
 from .logit_source import Logits
 from .projections import Layer
 

@@ -12,14 +12,17 @@ from collections.abc import Sequence
 from typing import Optional
 
 import torch
+from torch import Tensor
 
 from .. import core, triton_kernels
 from ..distributed import wire
 from ..distributed.plan import Lane, Plan
-from ..newton_schulz import Recipe
-from ..newton_schulz.iteration import orthogonalize
+from ..newton_schulz import Recipe, Team
+from ..newton_schulz.iteration import Eps, orthogonalize
 from ..parameters.options import Group
 from ..scratch import Scratch
+from ..state.specs import momentum_dtype
+from ..weight_rounding import Noise, RoundedBy, noise_key
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +42,9 @@ def try_kernels(plan: Plan, groups: Sequence[Group]) -> Optional[Exception]:
                 for batch in chunk.batches:
                     unit = batch.units[0]
                     recipe, block = plan.entries[unit.entry].recipe, unit.block
-                    shape = plan.count(batch), block.rows, block.cols
-                    _try_batch(lane.device, lane.wire, recipe, shape)
+                    shape = plan.count(batch), unit.rows, unit.cols
+                    of_team = (block.rows, block.cols) if lane.team_size > 1 else None
+                    _try_batch(lane.device, lane.wire, recipe, shape, of_team)
     except torch.OutOfMemoryError:
         raise  # which the step would, too
     except Exception as error:  # of Triton, of what it compiles with, of the driver
@@ -51,24 +55,39 @@ def try_kernels(plan: Plan, groups: Sequence[Group]) -> Optional[Exception]:
 def _try_elementwise(lane: Lane, group: Group, dtype: torch.dtype) -> None:
     """Updates a matrix of zeros in the dtypes and by the options of a group."""
     W, G = (torch.zeros(32, 32, dtype=dtype, device=lane.device) for _ in range(2))
-    B = W.to(group.momentum_dtype or dtype)
+    B = W.to(momentum_dtype(group, dtype) or dtype)
     sent = torch.zeros(32, 32, dtype=lane.wire, device=lane.device)
-    out = sent.to(lane.opmath) if lane.scaled else sent
     largest = torch.zeros(1, dtype=lane.opmath, device=lane.device)
     keep = [W == 0] if group.nonfinite == "skip" else None
     core.update_momentum(
         [B],
         [G],
-        [out],
+        [B if lane.scaled else sent],
         momentum=group.momentum,
         nesterov=group.nesterov,
         style=group.momentum_style,
         maximize=group.maximize,
         keep=keep,
+        wanted=not lane.scaled,
         largest=[largest[0]] if lane.scaled else None,
     )
+    exponents = []
     if lane.scaled:
-        wire.scale_down([out], [sent], largest)
+        exponents = [sent[0, :1]]
+        wire.scale_down([B.to(lane.opmath)], [sent], largest)
+        wire.scale_down_by_kernel(
+            [B],
+            [G],
+            [sent],
+            exponents,
+            [largest[0]],
+            momentum=group.momentum,
+            weight=core.gradient_weight(group.momentum, group.momentum_style, group.maximize),
+            nesterov=group.nesterov,
+            keep=keep,
+        )
+    parts = sent[None, None]  # of one matrix, of one peer
+    wire.copy_parts([parts], [torch.zeros_like(parts)], [of_part[None] for of_part in exponents])
     core.update_weights(
         [W],
         [sent],
@@ -77,12 +96,27 @@ def _try_elementwise(lane: Lane, group: Group, dtype: torch.dtype) -> None:
         cautious=group.cautious,
         factors=None if group.beta2 is None else [torch.ones_like(B[:, :1], dtype=lane.opmath)],
         keep=keep,
+        rounded_by=_rounded_by(W, group),
     )
+
+
+def _rounded_by(W: Tensor, group: Group) -> Optional[list[RoundedBy]]:
+    if not group.updates_in_fp32(W.dtype):
+        return None
+    if group.weight_rounding == "exact":
+        return [torch.zeros_like(W, dtype=torch.int16)]
+    return [Noise(noise_key(0, 0, ""), W.to("meta"))]
 
 
 @functools.cache
 def _try_batch(
-    device: torch.device, wire: torch.dtype, recipe: Recipe, shape: tuple[int, int, int]
+    device: torch.device,
+    wire: torch.dtype,
+    recipe: Recipe,
+    shape: tuple[int, int, int],
+    of_team: Optional[tuple[int, int]],
 ) -> None:
-    zeros = torch.zeros(shape, dtype=wire, device=device)
-    orthogonalize(zeros, recipe, 1e-7, True, Scratch())
+    zeros, team = torch.zeros(shape, dtype=wire, device=device), None
+    if of_team is not None:  # alone: nothing is exchanged before ranks have agreed
+        team = Team(*of_team, add=lambda tensor: None, gather=lambda tensor: tensor.unsqueeze(0))
+    orthogonalize(zeros, recipe, Eps(1e-7), True, Scratch(), team)

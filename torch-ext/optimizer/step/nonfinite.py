@@ -40,14 +40,15 @@ class FiniteMask:
             parts: of them that this rank has, with their boxes, and the gradient or momentum there.
             group: of the lane's peers; None without any.
         """
-        counts = [unit.count for unit in units]
-        finite = torch.ones(sum(counts), dtype=torch.uint8, device=lane.device)
-        flags_by_unit = {id(unit): flags for unit, flags in zip(units, finite.split(counts))}
+        counts = {unit.matrices: unit.count for unit in units}  # once for all slices
+        finite = torch.ones(sum(counts.values()), dtype=torch.uint8, device=lane.device)
+        flags = dict(zip(counts, finite.split(list(counts.values()))))
+        flags_by_unit = {id(unit): flags[unit.matrices] for unit in units}
         for unit, box, part in parts:
             matrices = unit.block.row_axis  # so many axes count them
-            flags = flags_by_unit[id(unit)].view(unit.shape[:matrices])
+            of_unit = flags_by_unit[id(unit)].view(unit.shape[:matrices])
             is_finite = torch.isfinite(part).flatten(matrices).all(dim=-1)
-            flags[regions.slices(box[:matrices])].mul_(is_finite.to(flags.device))
+            of_unit[regions.slices(box[:matrices])].mul_(is_finite.to(finite.device))
         if group is not None:
             op = dist.ReduceOp.MIN
             self._work.append(dist.all_reduce(finite, op, group=group, async_op=True))

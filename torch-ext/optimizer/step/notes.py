@@ -76,7 +76,7 @@ def take_notes(
 def _setting_lines(settings: Settings, ranks: Ranks) -> list[str]:
     """The settings; ranks of another mesh may each have a process group of their own."""
     values = {**vars(settings), "state streamed (turn_on_cpu_offload)": settings.streams}
-    del values["streams"]
+    del values["streams"], values["memory"]
     if ranks != settings.replicas:
         del values["process_group"]
     return [f"{key} = {value!r}" for key, value in values.items()]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 import torch
 from torch import Tensor
 
-from .. import adamw
+from .. import adamw, triton_kernels
 from ..async_utils import Averaging, Do, Event, ScheduleInputs, schedule
 from ..cpu_offload import CPUOffload, Fetch, Prefetcher
 from ..distributed import regions
@@ -23,10 +23,13 @@ from ..distributed.transport import Transport
 from ..matrices import LocalPart
 from ..parameters.options import Group, Settings
 from ..scratch import Scratch
+from ..state.rounding import Rounding
+from ..weight_rounding import RoundedBy, as_int16
 from .gradients import Gradients
 from .nonfinite import FiniteMask
 
 if TYPE_CHECKING:
+    from ..extras.audit import Audit
     from ..qk_clip.clip import Clipping
 
 State = Mapping[Tensor, MutableMapping[str, Tensor]]
@@ -73,17 +76,24 @@ class Prepared:
         self.weights = [dtensors.local(param) for param in params]
         self.momenta = [offload.current(param_state["momentum_buffer"]) for param_state in state]
         self._addresses = _addresses(self.weights) + _addresses(self.momenta)
-        self.process_groups: list[Any] = [
-            dtensors.process_group(
-                params[lane.owners[0][0].entry], lane.peers, settings.process_group
-            )
-            for lane in plan.lanes
+
+        def group_of(lane: Lane, ranks: Sequence[int]) -> Any:
+            param = params[lane.owners[0][0].entry]
+            return dtensors.process_group(param, ranks, settings.process_group)
+
+        # Made in one order on all ranks: those of lanes, then those of teams, by their lanes.
+        self.process_groups = [group_of(lane, lane.peers) for lane in plan.lanes]
+        self.team_groups = [
+            group_of(lane, lane.team) if lane.team_size > 1 else None for lane in plan.lanes
         ]
-        self.process_groups += [None] * len(plan.local_lanes)
+        for groups in (self.process_groups, self.team_groups):
+            groups += [None] * len(plan.local_lanes)
         self.schedule: tuple[Event, ...] = ()
         self.last_reads: dict[Optional[int], list[int]] = {}
         self._schedule_inputs: Optional[ScheduleInputs] = None
         self._parts: dict[int, SpanParts] = {}  # by id of a span
+        self._places: dict[int, list[tuple[torch.Size, tuple[int, ...], int]]] = {}  # likewise
+        self._joined: dict[int, list[tuple[Span, Sequence[Span]]]] = {}  # by id of spans
 
     def holds(self, params: Sequence[Tensor], state: Sequence[Mapping[str, Tensor]]) -> bool:
         """Whether all storages are still those that the parts were taken from."""
@@ -124,20 +134,51 @@ class Prepared:
             )
         return parts
 
+    def places(self, span: Span) -> list[tuple[torch.Size, tuple[int, ...], int]]:
+        """Sizes, strides and offset of each part in a flat tensor that begins where a span does."""
+        places = self._places.get(id(span))
+        if places is None:
+            filled = [bundle for bundle in span if bundle.numel]
+            numel = max((bundle.start + bundle.numel for bundle in filled), default=0)
+            flat = torch.empty(numel, device="meta")
+            places = self._places[id(span)] = [
+                (view.shape, view.stride(), int(view.storage_offset()) - span[0].start)
+                for bundle in filled
+                for view in bundle.views(flat[bundle.start : bundle.start + bundle.numel])
+            ]
+        return places
+
+    def joined(self, spans: Sequence[Span], is_scatter: bool) -> list[tuple[Span, Sequence[Span]]]:
+        """Spans of a chunk that are updated alike as one, each with those that it is made of."""
+        joined = self._joined.get(id(spans))
+        if joined is None:
+            alike: dict[tuple, list[Span]] = {}
+            for span in spans:
+                unit = span[0].units[0]
+                entry = self.plan.entries[unit.entry]
+                scale = entry.scale(unit.block) if is_scatter else None
+                key = span[0].is_staged, entry.group, entry.dtype, scale
+                alike.setdefault(key, []).append(span)
+            chain = itertools.chain.from_iterable
+            joined = [(tuple(chain(members)), members) for members in alike.values()]
+            self._joined[id(spans)] = joined
+        return joined
+
 
 class Step:
     """One step of a plan.
 
     Args:
-        plan, groups, state, settings, offload, clipping: what the step works on.
+        plan, groups, state, settings, offload, rounding, clipping: what the step works on.
         absent: numbers of the plan's entries that take no part, for lack of a gradient. Those that
             ranks share are in no lane; those that are whole on this rank are passed over.
         prepared: of the last step, unless there was state in host memory.
+        audit: takes notes of what the step does, if one does.
 
     Attributes:
         prefetcher: brings state from host memory, window by window; idle where none is there.
         gradients: as they are, or averaged over replicas.
-        transports: of the chunks in flight, by the numbers of their lane and their param_state.
+        transports: of the chunks in flight, by the numbers of their lane and of the chunk in it.
         finite: which matrices are updated, of those that may be skipped.
         has_written: whether parameters or state may have changed.
     """
@@ -154,13 +195,17 @@ class Step:
         state: State,
         settings: Settings,
         offload: CPUOffload,
+        rounding: Rounding,
         clipping: Optional[Clipping],
         prepared: Optional[Prepared],
+        audit: Optional[Audit],
     ):
         self.plan = plan
         self.groups = groups
         self.settings = settings
         self.clipping = clipping
+        self._rounding = rounding
+        self.audit = audit
         self.scratch = Scratch()
         self.finite = FiniteMask(plan)
         self.transports: dict[tuple[int, int], Transport] = {}
@@ -173,7 +218,9 @@ class Step:
             plan, self._params, groups, absent, settings.divided, self.scratch
         )
         self._last_prepared = prepared if prepared is not None and prepared.plan is plan else None
-        self._on_host: set[int] = set()  # entries that are in host memory, but not their use
+        self._on_host: set[int] = (
+            set()
+        )  # entries whose weights are in host memory, but are updated on a device
         if self._last_prepared is None:
             self._on_host = {n for n, param in enumerate(self._params) if offload.is_on_host(param)}
 
@@ -187,6 +234,8 @@ class Step:
             once = bool(self._on_host)
             self.prefetcher = self._offload.begin_step(self.plan, participants, once=once)
             self._prepare()
+            if self.audit is not None:
+                self.audit.begin(self, self._absent)
         except BaseException:
             self.__exit__()
             raise
@@ -202,7 +251,8 @@ class Step:
             prepared = Prepared(self.plan, self._params, state, self.settings, self._offload)
         self.prepared, divided, averaging = prepared, self.settings.divided, None
         self.adamw = adamw.AdamWStep(
-            self.groups, self._state, divided, self._offload, self.prefetcher
+            *(self.groups, self._state, divided, self._offload, self._rounding, self.clipping),
+            self.prefetcher,
         )
         if divided is not None:
             averaging = Averaging(
@@ -232,7 +282,9 @@ class Step:
         torch.autograd.graph.increment_version([self._params[number] for number in numbers])
         self.adamw.wait()
         if self.clipping is not None:
-            self.clipping.finish(self.groups)
+            self.clipping.finish()
+        if self.audit is not None:
+            self.audit.end()
 
     # -- what events work on -------------------------------------------------------------------
 
@@ -254,13 +306,28 @@ class Step:
         chosen: Any = (list(itertools.compress(column, present)) for column in parts)
         return SpanParts(*chosen)
 
+    def uses_lists(self, lane: Lane) -> bool:
+        """Whether all that a chunk has is updated by kernels of any number of tensors at once.
+
+        They need no copy of it in opmath. What comes from host memory comes span by span.
+        """
+        return triton_kernels.is_used_on(lane.device.type) and self.prefetcher.is_idle
+
+    def together(
+        self, spans: Sequence[Span], lane: Lane, is_scatter: bool = False
+    ) -> Sequence[tuple[Span, Sequence[Span]]]:
+        """What to update in one call, and the spans of a chunk that it is made of."""
+        if self.uses_lists(lane):
+            return self.prepared.joined(spans, is_scatter)
+        return [(span, (span,)) for span in spans]
+
     def views(self, flat: Tensor, span: Span) -> list[Tensor]:
         """Views of a flat tensor, which begins where a span does, one for each part of the span."""
-        views: list[Tensor] = []
-        for bundle in span:
-            if bundle.numel:
-                place = bundle.start - span[0].start
-                views += bundle.views(flat[place : place + bundle.numel])
+        start = flat.storage_offset()
+        views = [
+            flat.as_strided(size, stride, start + offset)
+            for size, stride, offset in self.prepared.places(span)
+        ]
         present = self.present(u for bundle in span for u in bundle.units for _ in bundle.boxes)
         return views if present is None else list(itertools.compress(views, present))
 
@@ -299,14 +366,31 @@ class Step:
             for scale, shape, part in zip(scales, shapes, parts.local_parts)
         ]
 
+    def rounded_by(self, parts: SpanParts) -> Optional[list[RoundedBy]]:
+        """What the weights of a span are rounded by, where they are updated in fp32."""
+        if not parts.units:
+            return None
+        entry = self.plan.entries[parts.units[0].entry]
+        if not self.groups[entry.group].updates_in_fp32(entry.dtype):
+            return None
+        rounded_by: list[RoundedBy] = []
+        for unit, part in zip(parts.units, parts.local_parts):
+            by = self._rounding.of(self._params[unit.entry], self.groups[entry.group])
+            rounded_by.append(part.of(by) if isinstance(by, Tensor) else by.viewed(part.of))
+        return rounded_by
+
+    def has_moment_of_rows(self, unit: Unit) -> bool:
+        """Whether V of a unit's matrices has a number for each row, not for each column."""
+        return self.plan.entries[unit.entry].matrices.has_moment_of_rows(unit.block)
+
     def second_moment(self, unit: Unit) -> Tensor:
-        """V of a unit's matrices, a view (experts…, matrices of each…, long side)."""
+        """V of a unit's matrices, a view (experts…, matrices of each…, numbers of one)."""
         entry, block = self.plan.entries[unit.entry], unit.block
         row_dim, counting = entry.matrices.row_dim, slice(entry.matrices.row_dim, block.row_axis)
         held = entry.region(self.plan.rank)[:row_dim]
         experts = regions.slices(regions.relative(unit.box[:row_dim], held))
         V = self._offload.current(self.prepared.state[unit.entry]["second_momentum_buffer"])
-        V = V[(*experts, slice(*entry.matrices.long_sides_interval(block)))]
+        V = V[(*experts, slice(*entry.matrices.moments_interval(block)))]
         V = V.unflatten(-1, (*block.shape[counting], -1))
         return V[(..., *regions.slices(unit.box[counting]), slice(None))]
 
@@ -380,13 +464,18 @@ class Step:
         return self._offload.fetches(buffer, self.second_moment(unit))
 
     def _weight_fetches(self, parts: SpanParts) -> list[list[Fetch]]:
-        """Fetches for each part of the weights that is on the host."""
-        return [
-            [Fetch(part, self.plan.entries[unit.entry].device, True)]
-            if unit.entry in self._on_host
-            else []
-            for unit, part in zip(parts.units, parts.tensors)
-        ]
+        """Fetches for each part of the weights and its residual, as far as the host has them."""
+        rows = []
+        for unit, local_part, tensor in zip(parts.units, parts.local_parts, parts.tensors):
+            fetches, entry = list[Fetch](), self.plan.entries[unit.entry]
+            residual = self._state[self._params[unit.entry]].get("weight_residual")
+            if residual is not None and self.groups[entry.group].weight_rounding == "exact":
+                part = local_part.of(as_int16(self._offload.current(residual)))
+                fetches += self._offload.fetches(residual, part)
+            if unit.entry in self._on_host:
+                fetches.append(Fetch(tensor, entry.device, True))
+            rows.append(fetches)
+        return rows
 
 
 def _addresses(tensors: Sequence[Tensor]) -> list[int]:
