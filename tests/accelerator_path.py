@@ -14,6 +14,7 @@ import json
 import math
 import sys
 import tempfile
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -44,8 +45,8 @@ ALLOCATIONS = ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_s
 
 # Numbers of matrices, one for each, are not accessed in vectors: arguments of kernels by name, and
 # small tensors of torch's operations.
-NUMBERS = ("largest", "norms", "exponents", "factor", "keep", "alpha", "beta")
-NUMBERS += ("size_out", "rest_out", "exponents_out")
+NUMBERS = ("largest", "exponents", "all_exponents", "inverse", "numbers", "factor", "keep")
+NUMBERS += ("alpha", "beta")
 NUMBERS_BYTES = 1024
 
 
@@ -107,6 +108,7 @@ class Case:
 
 CASES = {
     "llama-3-8b, rank 0 of 8": Case(llama_8b, 8),
+    "llama-3-8b, rank 0 of 64": Case(llama_8b, 64),
     "30B of experts, rank 0 of 8": Case(experts_30b, 8),
     "1,000 of 64 × 64, rank 0 of 64": Case(small_matrices, 64),
     "four layers, rank 0 of 8": Case(partial(llama_8b, 4), 8, steps=5),
@@ -186,11 +188,12 @@ class Training:
             param.grad = self.grads[name]
         self.optimizer.step()
 
-    def storages(self) -> set[int]:
-        """Addresses of the storages of weights, gradients and state."""
+    def storages(self) -> list[tuple[int, int]]:
+        """First addresses, and the ones behind the last, of weights, gradients and state."""
         state = [list(own.values()) for own in self.optimizer.state.values()]
         tensors = [*self.params.values(), *self.grads.values(), *tree_leaves(state)]
-        return {local(t).untyped_storage().data_ptr() for t in tensors if isinstance(t, Tensor)}
+        storages = [local(t).untyped_storage() for t in tensors if isinstance(t, Tensor)]
+        return [(s.data_ptr(), s.data_ptr() + s.nbytes()) for s in storages]
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -202,14 +205,14 @@ class Watch(TorchDispatchMode):
 
     Args:
         facts: written to.
-        model: addresses of the storages of weights, gradients and state, whose layout the user
-            has chosen: their pointers are not looked at.
+        model: first and last addresses of the storages of weights, gradients and state, whose
+            layout the user has chosen: their pointers are not looked at.
     """
 
-    def __init__(self, facts: Facts, model: set[int]):
+    def __init__(self, facts: Facts, model: Sequence[tuple[int, int]]):
         super().__init__()
         self.facts = facts
-        self.model = model
+        self.model = sorted(model)
         self.operations: Counter[str] = Counter()
         self.collectives: Counter[str] = Counter()
 
@@ -227,7 +230,7 @@ class Watch(TorchDispatchMode):
         elif func.is_view and is_here:
             self.facts.views += 1
         elif name not in ALLOCATIONS and (is_here or _is_fake(result)):
-            self.operations[name] += 1
+            self.operations[name] += _copies(*args) if name == "_foreach_copy_" else 1
             for tensor in tree_leaves((args, kwargs, result)):
                 if isinstance(tensor, Fake) and _nbytes(tensor) >= NUMBERS_BYTES:
                     self.look(name, tensor)
@@ -235,15 +238,26 @@ class Watch(TorchDispatchMode):
 
     def look(self, what: str, tensor: Tensor) -> None:
         """Takes a tensor's pointer down, unless it is the model's."""
-        nbytes = _nbytes(tensor)
-        if nbytes == 0 or tensor.untyped_storage().data_ptr() in self.model:
+        nbytes, of = _nbytes(tensor), f"{what} {tensor.dtype} {tuple(tensor.shape)}"
+        self.look_at(of, tensor.data_ptr() if nbytes else 0, nbytes)
+
+    def look_at(self, what: str, address: int, nbytes: int) -> None:
+        """Takes an address down, unless it is in the model."""
+        before = bisect_right(self.model, (address, sys.maxsize))
+        if nbytes == 0 or (before and address < self.model[before - 1][1]):
             return
         self.facts.bytes += nbytes
-        if tensor.data_ptr() % stub_driver.ALIGNMENT:
-            offset = tensor.data_ptr() % stub_driver.ALIGNMENT
-            key = f"{what} {tensor.dtype} +{offset} {tuple(tensor.shape)}"
+        offset = address % stub_driver.ALIGNMENT
+        if offset:
+            key = f"{what} +{offset}"
             self.facts.misaligned[key] = self.facts.misaligned.get(key, 0) + 1
             self.facts.misaligned_bytes += nbytes
+
+
+def _copies(targets: Sequence[Tensor], sources: Sequence[Tensor], *_: Any) -> int:
+    """Kernels that torch launches to copy a list: one by one, where not all are contiguous."""
+    is_fast = all(t.is_contiguous() and s.is_contiguous() for t, s in zip(targets, sources))
+    return 1 if is_fast else len(targets)
 
 
 def _nbytes(tensor: Tensor) -> int:
@@ -271,12 +285,13 @@ def wrong_grid(launch: stub_driver.Launch) -> str:
     """Why a launch's programs do not cover its tensors once; empty where they do."""
     given = launch.arguments
     if "ROWS" in given:  # one tile for each program
-        slices, rows, cols = given["shape"]
-        tensors = next(iter(given.values())).shape[0]
-        if tensors * slices * rows * cols != next(iter(given.values())).numel():
-            return f"{launch.kernel}: shape {given['shape']} is not that of its tensors"
-        tiles = tensors * slices * -(-rows // given["ROWS"]) * -(-cols // given["COLS"])
-    elif launch.kernel == "_combine_kernel":  # one tensor for each program
+        tiles, (slices, rows) = 0, given["shape"]
+        for first, length in zip(given["firsts"], given["lengths"]):
+            if first != tiles and first < launch.grid[0]:  # behind the last there is padding
+                return f"{launch.kernel}: an item begins at {first}, and not at {tiles}"
+            if first == tiles and tiles < launch.grid[0]:
+                tiles += slices * -(-rows // given["ROWS"]) * -(-length // given["COLS"])
+    elif launch.kernel == "_sizes_kernel":  # one matrix for each program
         tiles = given["programs"] // given["count"]
     elif "count" in given:  # of numbers
         tiles = -(-given["count"] // given["BLOCK"])
@@ -319,8 +334,11 @@ def _watch(training: Training, facts: Facts, stub: stub_driver.StubDriver, devic
     stub.reset()
     stub.records_arguments = True
     watch = Watch(facts, training.storages())
+    copies = device.operations["copy_"]
     with watch:
         training.step()
+    # They are done before a mode sees them.
+    watch.operations["copy_"] = device.operations["copy_"] - copies
     stub.records_arguments = False
     events = [event["event"] for event in training.optimizer.summary(schedule=True).schedule]
     facts.chunks = sum(event.startswith("orthogonalize") for event in events)
@@ -337,6 +355,18 @@ def _watch(training: Training, facts: Facts, stub: stub_driver.StubDriver, devic
         for name, value in launch.arguments.items():
             if isinstance(value, Tensor) and name not in NUMBERS:
                 watch.look(f"{launch.kernel} {name}", value)
+            elif f"{name}_strides" in launch.arguments and value and name not in NUMBERS:
+                _look_at_items(launch, name, watch)
+
+
+def _look_at_items(launch: stub_driver.Launch, name: str, watch: Watch) -> None:
+    """Looks at the addresses of one of the arguments that has one for each item."""
+    given = launch.arguments
+    numel = math.prod(given["shape"])
+    for address, first, length in zip(given[name], given["firsts"], given["lengths"]):
+        if first < launch.grid[0]:
+            of = f"{launch.kernel} {name} {(*given['shape'], length)}"
+            watch.look_at(of, address, numel * length)
 
 
 def main(names: Sequence[str]) -> None:

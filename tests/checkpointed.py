@@ -75,7 +75,7 @@ class Network(nn.Module):
 
 
 def sharded(model: Network, layout: str) -> None:
-    ranks = dist.get_world_size()
+    ranks = world_size()
     if layout in ("TP", "FSDP2 + TP"):
         tp = ranks if layout == "TP" else 2
         mesh = init_device_mesh("cpu", (ranks // tp, tp), mesh_dim_names=("dp", "tp"))
@@ -197,7 +197,7 @@ class Run:
         for name, p in self.model.named_parameters():
             grad = torch.randn(p.shape, generator=generator)
             if p.requires_grad and not name.startswith("idle"):
-                p.grad = part_for(p, grad)
+                p.grad = part_for(p, grad.to(p.dtype))
 
     def held(self) -> dict[str, Any]:
         """Weights and state by name: what this rank holds, itself."""

@@ -847,6 +847,20 @@ def test_heads_are_what_the_modules_say(name):
     assert muon["names"] == expected
 
 
+def groups_before_and_after_sharding() -> list[list[str]]:
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Sequential(nn.Embedding(40, 16), nn.Linear(16, 16), nn.Linear(16, 40))
+    before, _ = get_default_muon_param_groups(model)
+    fully_shard(model)
+    after, _ = get_default_muon_param_groups(model)
+    return [before["names"], after["names"]]
+
+
+def test_a_sequential_that_fully_shard_has_made_a_class_of_its_own_keeps_its_head():
+    assert run_ranks(groups_before_and_after_sharding, 1) == [[["1.weight"]] * 2]
+
+
 def test_a_model_without_a_matrix_of_muons_is_warned_of():
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(32, 10))
     with pytest.warns(UserWarning, match="no parameter of this model is Muon's"):

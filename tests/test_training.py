@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import io
 import json
 import subprocess
 import sys
@@ -149,3 +151,32 @@ def test_a_trace_has_the_phases_of_every_rank_and_makes_a_plot(tmp_path):
         trace = json.loads((tmp_path / f"rank{rank}.json").read_text())
         assert phases <= {event.get("name") for event in trace["traceEvents"]}
     assert (tmp_path / "step.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("ranks", "arguments"),
+    [
+        (2, ["--layout", "fsdp"]),
+        (2, ["--layout", "ddp"]),
+        (3, ["--layout", "zero2"]),
+        (4, ["--layout", "fsdp:2+tp:2"]),
+        (4, ["--layout", "hsdp:2x2"]),
+        (4, ["--layout", "ep:2", "--experts", "4"]),
+    ],
+    ids=lambda value: "" if isinstance(value, int) else value[1],
+)
+def test_selfcheck_finds_nothing_in_the_examples_layouts(ranks, arguments):
+    for printed in run_ranks(selfcheck_on_this_rank, ranks, arguments, timeout=300):
+        assert printed.startswith("no finding\n3 steps on") or not printed
+
+
+def selfcheck_on_this_rank(arguments: list[str]) -> str:
+    sys.path.insert(0, str(EXAMPLES))
+    tests_own = sys.modules.pop("ranks")
+    import selfcheck
+
+    sys.modules["ranks"] = tests_own
+    sys.argv = ["selfcheck.py", *arguments]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        selfcheck.main()
+    return printed.getvalue()

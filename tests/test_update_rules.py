@@ -151,12 +151,27 @@ OPTIONS = {
     "adjusted decay, original scale": dict(decay_lr="adjusted", adjust_lr="original"),
     "second moment": dict(beta2=0.95),
     "second moment without memory": dict(beta2=0.0),
+    "second moment of rows": dict(beta2=0.95, second_moment_side="rows"),
+    "second moment of rows, blocks": dict(beta2=0.9, second_moment_side="rows", split=4),
     "maximize": dict(maximize=True),
     "schatten4": dict(ns_norm="schatten4"),
     "three quintic steps": dict(ns_coefficients="quintic", ns_steps=3),
     "seven steps": dict(ns_steps=7),
     "explicit coefficients": dict(ns_coefficients=TRIPLES),
     "a large eps": dict(ns_eps=0.1),
+    "a large absolute eps": dict(ns_eps_absolute=10.0),
+    "a large absolute eps, schatten4": dict(ns_eps_absolute=10.0, ns_norm="schatten4"),
+    "another norm factor": dict(ns_norm_factor=1.5),
+    "rows equilibrated": dict(ns_equilibrate=True),
+    "rows equilibrated, absolute eps": dict(ns_equilibrate=True, ns_eps_absolute=10.0),
+    "renormalized": dict(ns_renormalize=True, ns_steps=3, ns_coefficients="quintic"),
+    "nanochat of July": dict(
+        NANOCHAT,
+        ns_equilibrate=True,
+        ns_renormalize=True,
+        ns_norm_factor=1.01,
+        ns_eps_absolute=1e-6,
+    ),
     "nonfinite skip, all finite": dict(nonfinite="skip"),
     "nonfinite skip, second moment": dict(nonfinite="skip", beta2=0.9, cautious=True),
     "nanochat": NANOCHAT,
@@ -198,6 +213,19 @@ def test_scales_give_the_references_numbers(adjust_lr, decay_lr, dtype):
 @pytest.mark.parametrize("family", ref.FAMILIES)
 def test_families_give_the_references_numbers(family, ns_norm, dtype):
     follow(SHAPES, dict(ns_coefficients=family, ns_norm=ns_norm), dtype=dtype, steps=2)
+
+
+@PRECISIONS
+@pytest.mark.parametrize("ns_norm", ["frobenius", "schatten4"])
+@pytest.mark.parametrize("ns_algorithm", ["standard", "gram"])
+@pytest.mark.parametrize("family", ref.LONGER_AND_SHORTER)
+def test_families_of_other_counts_set_the_count(family, ns_algorithm, ns_norm, dtype):
+    given = dict(ns_coefficients=family, ns_norm=ns_norm)
+    count = len(ref.LONGER_AND_SHORTER[family])
+    constructor = dict(dtype=dtype, steps=2, ns_algorithm=ns_algorithm)
+    run = follow(SHAPES, given, as_reference={"ns_steps": count}, **constructor)
+    assert run.optimizer.param_groups[0]["ns_steps"] == count
+    follow(SHAPES, [dict(given, lr=0.05)] * 3, as_reference={"ns_steps": count}, **constructor)
 
 
 def test_options_differ_by_group():
