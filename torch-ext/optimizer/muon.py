@@ -288,10 +288,10 @@ class Muon(torch.optim.Optimizer):
         validation.check_keys(group, self._defaults_of(group), where)
         options.settle_steps(group, "ns_steps" in group)
         group = {"names": None, **self._defaults_of(group), **group}
-        if group["weight_rounding"] == "stochastic":  # else a checkpoint's would not be looked for
-            group.setdefault("rounding_step", 0)
         group_view = self._translate({**group, "where": where})
         group_view.validate()
+        if group_view.weight_rounding == "stochastic":  # else no checkpoint's would be looked for
+            group.setdefault("rounding_step", 0)
         entries_of(group_view, len(self.param_groups), self._settings)  # checks them
         validation.check_unshared(group_view, self.param_groups)
         if self._clip is not None:

@@ -66,6 +66,7 @@ class Clipping:
 
     def finish(self) -> None:
         """Takes the step into account."""
+        self._scales()  # a rank that holds no row of a projection has not waited for the maxima
         if self.counter is not None:
             self.counter.count(self.packed_logits)
 
