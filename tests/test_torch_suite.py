@@ -459,8 +459,10 @@ def test_foreach_is_the_loop_under_another_default_dtype(kind, default):
 @both
 def test_dtypes_may_be_mixed(kind):
     """mixed_device_dtype, on one device"""
-    dtypes = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
     for kwargs in inputs_of_both_forms(kind):
+        dtypes = [torch.float64, torch.float32, torch.bfloat16]
+        if "weight_rounding" not in kwargs:  # which refuses it
+            dtypes.append(torch.float16)
         results = []
         for foreach in (False, True):
             torch.manual_seed(0)
@@ -470,7 +472,7 @@ def test_dtypes_may_be_mixed(kind):
                 for p in params:
                     p.grad = torch.rand_like(p)
                 optim.step()
-            assert [p.dtype for p in params] == list(dtypes)
+            assert [p.dtype for p in params] == dtypes
             results.append([p.detach() for p in params])
         for p, q in zip(*results):
             eps = torch.finfo(p.dtype).eps
