@@ -1,4 +1,4 @@
-"""docs/reliability.md names a test in every row of its tables, or ahead of them; they exist."""
+"""docs/reliability.md names a test for every promise, tests/README.md the tests of every module."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import pytest
 TESTS = Path(__file__).parent
 DOCUMENT = TESTS.parent / "docs" / "reliability.md"
 REFERENCE = re.compile(r"`(test_\w+\.py)::(test_\w+)(\[[^`]*\])?`")
+
+PACKAGE = TESTS.parent / "torch-ext" / "optimizer"
 
 pytestmark = pytest.mark.skipif(not DOCUMENT.exists(), reason="the Hub's builder has no docs")
 
@@ -40,3 +42,15 @@ def test_every_table_or_row_names_tests_that_exist():
 def test_tests_that_are_named_exist():
     for file, name, _ in REFERENCE.findall(DOCUMENT.read_text()):
         assert name in functions_of(file), f"{file} has no {name}"
+
+
+def test_every_module_and_every_file_of_tests_is_in_the_table_of_tests():
+    text = (TESTS / "README.md").read_text()
+    assert set(re.findall(r"test_\w+", text)) == {file.stem for file in TESTS.glob("test_*.py")}
+    rows = re.findall(r"^\| `([^`]+)` \|", text, re.MULTILINE)
+    modules = {file.relative_to(PACKAGE).as_posix() for file in PACKAGE.rglob("*.py")}
+    without_tests = {"__init__.py", "scratch.py", "extras/__init__.py", "extras/simulated_host.py"}
+    for module in modules - without_tests:
+        assert any(module.startswith(row) for row in rows), f"{module} is in no row"
+    for row in rows:
+        assert any(module.startswith(row) for module in modules), f"{row} is no module"

@@ -1,0 +1,142 @@
+"""Breaks one line of the engine at a time, and shows which tests notice.
+
+    python scripts/mutate.py --results runs/mutants.json
+
+Each mutant is tried in a clone of the last commit: first by the tests that tests/README.md lists
+for its module, until one fails, then, if all of them pass, by all that `make test` runs. Run again
+with the same results, the script goes on where it was interrupted.
+"""
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = Path("torch-ext", "optimizer")
+
+
+class Mutant(NamedTuple):
+    """A line of a module, of which ``before`` becomes ``after``; it occurs once in the module."""
+
+    module: str
+    before: str
+    after: str
+
+
+MUTANTS = [
+    Mutant("core.py", "torch._foreach_add_(outputs, buffers, alpha=momentum)", "pass"),
+    Mutant("core.py", "0.2 * math.sqrt(max(rows, cols))", "0.2 * math.sqrt(min(rows, cols))"),
+    Mutant("core.py", "d * w >= 0, w, 0.0", "d * w <= 0, w, 0.0"),
+    Mutant("core.py", "v, 1.0 - beta2)", "v, beta2)"),
+    Mutant("pipeline.py", 'if options.decay_lr == "adjusted" else', "if False else"),
+    Mutant("pipeline.py", "reversed(_moves(present))", "_moves(present)"),
+    Mutant(
+        "newton_schulz/iteration.py",
+        "closer = _size(norm_of_R.sqrt_(),",
+        "closer = _size(norm_of_R,",
+    ),
+    Mutant("newton_schulz/iteration.py", "alpha, beta = alpha / scale, beta / scale", "pass"),
+    Mutant("newton_schulz/restarts.py", "return planned + tuple(", "return () and tuple("),
+    Mutant("matrices.py", "start - index * stride, stop - index * stride", "start, stop"),
+    Mutant("split_notation.py", "start += _size(summand, sizes) * stride", "start += stride"),
+    Mutant(
+        "distributed/regions.py", "if placement is not None and placement.strided:", "if False:"
+    ),
+    Mutant(
+        "distributed/regions.py",
+        "if placement is None else placement.dim in dims",
+        "if placement is None else True",
+    ),
+    Mutant("distributed/wire.py", "largest = of_all.amax(dim=1)", "largest = of_all.amin(dim=1)"),
+    Mutant("distributed/hsdp.py", "spread=True) < redundant", "spread=True) > redundant"),
+    Mutant("distributed/rounds.py", "number = min(number, matrices // cost.matrices)", "pass"),
+    Mutant(
+        "distributed/zero2.py", "slot_rows.zero_()\n            else:", "pass\n            else:"
+    ),
+    Mutant(
+        "distributed/agreement.py",
+        "have_changed or differ or _FAIL in votes",
+        "have_changed or _FAIL in votes",
+    ),
+    Mutant(
+        "distributed/agreement.py",
+        'if how_often != "plan" or may_skip or',
+        'if how_often != "plan" or',
+    ),
+    Mutant("distributed/replicas.py", "* norms.maximum(norms[0])", "* norms.minimum(norms[0]) * 0"),
+    Mutant(
+        "async_utils.py", "if computed - updated > 1 or not gathering or makes_room:", "if True:"
+    ),
+    Mutant("step/nonfinite.py", "op = dist.ReduceOp.MIN", "op = dist.ReduceOp.MAX"),
+    Mutant("step/grad_scaler.py", "self._optimizer.grad_scale = None", "pass"),
+    Mutant("qk_clip/scales.py", "torch.cat([least.sqrt(), one])", "torch.cat([least, one])"),
+    Mutant("qk_clip/clip.py", "self._scales()  # a rank", "pass  # a rank"),
+    Mutant(
+        "state/specs.py",
+        "return torch.float32 if group.updates_in_fp32(dtype) else dtype",
+        "return dtype",
+    ),
+    Mutant("state/checkpoints.py", "if saved.use_muon != group.use_muon:", "if False:"),
+    Mutant("weight_rounding.py", "bits + 0x8000 if", "bits + 0x7FFF if"),
+    Mutant("adamw.py", "clip_weights(rows.params, rows.clip, rounded_by=rows.rounded_by)", "pass"),
+    Mutant("cpu_offload/prefetcher.py", "self._backend.wait(COMPUTE, placed.arrived)", "pass"),
+]
+
+
+def tests_of(module: str) -> list[str]:
+    """The test files of a module, from the table in tests/README.md: its longest prefix there."""
+    table = (ROOT / "tests" / "README.md").read_text()
+    rows = dict(re.findall(r"^\| `([^`]+)` \|.*\| ([^|]+) \|$", table, re.M))
+    files = rows[max((prefix for prefix in rows if module.startswith(prefix)), key=len)]
+    return [f"tests/{name}.py" for name in re.findall(r"test_\w+", files)]
+
+
+def failing_test(checkout: Path, tests: list[str]) -> str:
+    """The first test that fails, "" where none does."""
+    run = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "auto", "-m", "not slow", *tests]
+    output = subprocess.run(run, cwd=checkout, capture_output=True, text=True).stdout
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.M)
+    if failed is None and not re.search(r"^\d+ passed", output, re.M):
+        raise RuntimeError(output[-2000:])
+    return failed[1] if failed else ""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--results", type=Path, default=ROOT / "runs" / "mutants.json")
+    args = parser.parse_args()
+    known = json.loads(args.results.read_text()) if args.results.exists() else {}
+    args.results.parent.mkdir(parents=True, exist_ok=True)
+    for mutant in MUTANTS:
+        key = f"{mutant.module}: {mutant.before} → {mutant.after}"
+        if key not in known:
+            start = time.monotonic()
+            with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
+                checkout = Path(folder, "checkout")
+                subprocess.run(["git", "clone", "-q", ROOT, checkout], check=True)
+                module = checkout / PACKAGE / mutant.module
+                text = module.read_text()
+                if text.count(mutant.before) != 1:
+                    raise SystemExit(f"{key}: found {text.count(mutant.before)} times, not once")
+                module.write_text(text.replace(mutant.before, mutant.after))
+                killer = failing_test(checkout, tests_of(mutant.module)) or failing_test(
+                    checkout, []
+                )
+            known[key] = {"killer": killer, "seconds": round(time.monotonic() - start)}
+            args.results.write_text(json.dumps(known, indent=1, ensure_ascii=False))
+        print(
+            f"{known[key]['seconds']:5} s  {known[key]['killer'] or 'SURVIVES':90}  {key}",
+            flush=True,
+        )
+    killed = sum(bool(known_one["killer"]) for known_one in known.values())
+    print(f"{killed} of {len(MUTANTS)} mutants die")
+
+
+if __name__ == "__main__":
+    main()
