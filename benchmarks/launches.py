@@ -3,7 +3,7 @@
     make bench BENCHMARKS=benchmarks/launches.py
 
 Counted on tensors of real shapes that are "on" a device which is not there (tests/fake_device.py),
-with Triton's own launcher and a stub of the driver behind it (tests/stub_driver.py): launches of
+with Triton's own launcher and a stub of the driver below it (tests/stub_driver.py): launches of
 Triton's kernels, torch's operations that are kernels or copies, collectives. ``--rounds`` times the
 host beside: the same step on tensors of the CPU, which is told to be the accelerator, with
 operations that write large tensors replaced by nothing. So it has Python, dispatch and Triton's

@@ -1,4 +1,4 @@
-"""What a run leaves behind: one row a step, kept in memory, in a CSV file and in a plot."""
+"""What a run leaves: one row a step, kept in memory, in a CSV file and in a plot."""
 
 from __future__ import annotations
 

@@ -120,8 +120,8 @@ def set_gradients(model: Transformer) -> None:
 def spans_of(events: Any, device: torch.device) -> Iterator[Span]:
     """Phases and transfers on the device, in milliseconds since the host began the step.
 
-    The traffic of a rank ends in the order in which it is launched. It is launched right behind a
-    chunk's momentum, to the owners, or right behind its orthogonalization, back from them.
+    The traffic of a rank ends in the order in which it is launched. It is launched right after a
+    chunk's momentum, to the owners, or right after its orthogonalization, back from them.
     """
     events = sorted(events, key=lambda event: event.time_range.start)
     begin = next(e for e in events if e.name.startswith("Optimizer.step")).time_range.start

@@ -191,7 +191,7 @@ class Run(Stateful):
         return mean_over_ranks(torch.stack(losses).mean())
 
     def largest_logits(self, batch: Batch) -> tuple[float, float]:
-        """What the update's own forward saw, over all ranks, and what its batch has behind it."""
+        """What the update's own forward saw, over all ranks, and what its batch has after it."""
         seen = self.optimizer.qk_clip_stats()["max_logit"]  # type: ignore[attr-defined]
         self.losses(batch)
         self.reshard()

@@ -39,7 +39,7 @@ class Command:
     """One process of Python.
 
     Args:
-        words: behind the interpreter.
+        words: after the interpreter.
         full: further words, with --full.
         fake: in the place of all these without a device; nothing is run where there are none.
         before: in front of the interpreter.

@@ -257,7 +257,7 @@ class _Step:
             for parts, there in zip(run.in_units(units), run.in_buffer(buffer, len(units))):
                 assert torch.equal(there, parts)
             trailer = self.trailer(lane, batch.units, run.first.boxes)
-            assert (run.behind(buffer, len(units), len(trailer)) == torch.tensor(trailer)).all()
+            assert (run.after(buffer, len(units), len(trailer)) == torch.tensor(trailer)).all()
 
     def unpack(self, lane: Any, chunk: Any, updates: torch.Tensor) -> None:
         """Updates a rank's weights with what has come back."""

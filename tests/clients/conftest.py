@@ -1,9 +1,12 @@
-"""Examples are imported by name; nothing asks the Hub."""
+"""Examples are imported by name; nothing asks the Hub; every training is audited."""
 
 import os
 import sys
 import types
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "clients"
 sys.path.insert(0, str(EXAMPLES))
@@ -15,3 +18,11 @@ os.environ["OMP_NUM_THREADS"] = "1"
 # the module that describes these fails to load; no test needs them.
 sys.path.append(str(Path(sys.prefix) / "vision"))
 sys.modules.setdefault("torchvision._meta_registrations", types.ModuleType("no operators"))
+
+
+@pytest.fixture(autouse=True)
+def audited() -> Iterator[None]:
+    import audits  # loads the kernel
+
+    with audits.healthy():
+        yield

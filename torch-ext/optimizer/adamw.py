@@ -80,7 +80,7 @@ class AdamWStep:
         replicas: those that average gradients and divide the work, in ZeRO-2.
         offload: where the state lives.
         rounding: tells what weights are rounded by that are updated in fp32.
-        clipping: scales biases and weights of projections, behind their update.
+        clipping: scales biases and weights of projections, after their update.
         prefetcher: what brings the state.
 
     Attributes:

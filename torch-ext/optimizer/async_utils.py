@@ -105,7 +105,7 @@ def chunk_order(chunks: int, in_flight: int) -> Iterator[tuple[Do, int]]:
             yield Do.ORTHOGONALIZE, computed
             computed += 1
         gathering = begun - computed
-        # Room for the chunk behind the next one: gathered later, it would hide under nothing.
+        # Room for the chunk after the next one: gathered later, it would hide under nothing.
         makes_room = begun < chunks and gathering < 2
         if computed - updated > 1 or not gathering or makes_room:
             yield Do.UPDATE, updated
@@ -157,8 +157,8 @@ def schedule(plan: Plan, inputs: ScheduleInputs) -> tuple[Event, ...]:
     traffic = [Event(*event) for event in lanes_order(lanes)]
     computing = [at for at, event in enumerate(traffic) if event.do is Do.ORTHOGONALIZE]
     first, last = (computing[0], computing[-1] + 1) if computing else (0, 0)
-    before, behind = _local_events(plan)
-    events = [*traffic[:first], *before, *traffic[first:last], *behind, *traffic[last:]]
+    before, after = _local_events(plan)
+    events = [*traffic[:first], *before, *traffic[first:last], *after, *traffic[last:]]
     if not interleaves:
         at = _place_of_adamw(events, plan, averaging)
         events[at:at] = _adamw(inputs)
@@ -178,8 +178,8 @@ def _local_events(plan: Plan) -> tuple[list[Event], list[Event]]:
     half, done = sum(flops for _, _, flops in chunks) / 2, 0.0
     parts: tuple[list[Event], list[Event]] = [], []
     for number, chunk, flops in chunks:
-        is_behind = bool(plan.lanes) and done + flops / 2 > half
-        parts[is_behind].extend(Event(do, number, chunk) for do, _ in chunk_order(1, 1))
+        is_after = bool(plan.lanes) and done + flops / 2 > half
+        parts[is_after].extend(Event(do, number, chunk) for do, _ in chunk_order(1, 1))
         done += flops
     return parts
 
@@ -222,7 +222,7 @@ def _launches(do: Do, launched: int, needed: int, buckets: int) -> list[Event]:
 
 
 def _adamw(inputs: ScheduleInputs) -> list[Event]:
-    """AdamW's parts in order, their gradients averaged ahead, their rows gathered behind them."""
+    """AdamW's parts in order, their gradients averaged ahead, their rows gathered after them."""
     averaging, parts = inputs.averaging, inputs.adamw_parts
     if averaging is None:
         return [Event(Do.ADAMW, number=number) for number in range(len(parts))]

@@ -161,7 +161,7 @@ class Matrices:
 
     Args:
         shape: of the stored tensor: (experts…, rows, cols), or (rows, rest…) where flattened.
-        row_dim: the dimension that counts rows; those before it count experts, those behind it are
+        row_dim: the dimension that counts rows; those before it count experts, those after it are
             the columns.
         blocks: that the tensor falls into.
         moments_of_rows: whether a second moment has a number for each row of wide matrices, too.

@@ -140,7 +140,7 @@ def keller_jordan(
 
     Averaged momentum, quintic, scale sqrt(max(1, rows/cols)), absent gradients count as zeros,
     convolutions read as (out, rest). Their scale comes from the two sides of the kernel in the
-    source, which makes it 1: they get a group of their own, behind the one they came in.
+    source, which makes it 1: they get a group of their own, after the one they came in.
 
     Args:
         params: tensors, or groups with ``use_muon`` as ``MuonWithAuxAdam`` takes them (there
@@ -466,7 +466,7 @@ def _by_heads(group: dict[str, Any], heads: int, where: str) -> list[dict[str, A
 class MuonAdamW(Muon):
     """nanochat's ``MuonAdamW``: Polar Express, factored second moment, cautious decay.
 
-    Its version of July 2026 also equilibrates rows before the iteration and renormalizes behind it,
+    Its version of July 2026 also equilibrates rows before the iteration and renormalizes after it,
     and is one class for one and many ranks: where torch.distributed is initialized it does what
     `DistMuonAdamW` does, over all ranks.
 

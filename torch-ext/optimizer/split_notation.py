@@ -2,7 +2,7 @@
 
 ``"(group (q=512 + k=128 + v=128)) dim"`` describes a tensor (rows, cols). Its rows are groups, each
 of 512 rows of queries, 128 of keys and 128 of values. Axes in parentheses are nested, the outer one
-first. ``+`` puts parts behind each other, and each part is a matrix: here all groups' rows of
+first. ``+`` puts parts one after another, and each part is a matrix: here all groups' rows of
 queries are one. An axis in brackets gives one matrix for each of its indices instead of joining
 them: ``"([head] 64) dim"`` are heads of 64 rows. An axis is a name, whose size follows from the
 tensor's, a size, or both. Of the names in a dimension one can be without a size, and may occur more
@@ -65,7 +65,7 @@ def parts_of(split: Any, rows: int, cols: Sequence[int]) -> tuple[list[Part], li
     Args:
         split: a list of row counts, a number of rows, the notation, or None.
         rows: of the tensor.
-        cols: its sizes behind those, several where they are flattened.
+        cols: its sizes after those, several where they are flattened.
 
     Returns:
         The parts of the rows, and for each part of the columns what it has of each dimension.

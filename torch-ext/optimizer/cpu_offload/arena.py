@@ -134,7 +134,7 @@ class Arena:
 
 
 def _full_segments(ends: list[int]) -> Iterator[tuple[int, int, int]]:
-    """Segments as full as they get: number of the first tensor, that behind the last one, bytes.
+    """Segments as full as they get: number of the first tensor, that after the last one, bytes.
 
     Args:
         ends: ``ends[i]`` is where tensor i would begin, were all in one segment.
@@ -149,7 +149,7 @@ def _full_segments(ends: list[int]) -> Iterator[tuple[int, int, int]]:
 def _power_of_two_segments(ends: list[int]) -> Iterator[tuple[int, int, int]]:
     """Segments as `_full_segments` gives them, but of 2^k bytes, with the smallest sum.
 
-    A large tensor may leave up to half of its segment to the tensors behind it.
+    A large tensor may leave up to half of its segment to the tensors after it.
     """
     count = len(ends) - 1
     # The best segments from each tensor on: bytes of all of them; minus the number of the tensor

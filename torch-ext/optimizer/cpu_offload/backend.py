@@ -62,7 +62,7 @@ class Backend:
         return self._streams[name]
 
     def record(self, on: str) -> Any:
-        """An event behind everything that has been given to a queue so far."""
+        """An event after everything that has been given to a queue so far."""
         return self._stream(on).record_event()  # without timing, which would cost
 
     def wait(self, on: str, event: Any) -> None:

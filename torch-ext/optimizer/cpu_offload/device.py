@@ -41,7 +41,7 @@ class _Reload:
     window: Window
     memory: Tensor  # of the window, on the device
     is_dirty: bool = False  # newer than host memory
-    written_back: Optional[Any] = None  # event behind the copies to the host
+    written_back: Optional[Any] = None  # event after the copies to the host
 
 
 class OffloadDevice:
@@ -52,7 +52,7 @@ class OffloadDevice:
         self.arena = Arena(backend.device, drain=backend.drain)
         self._reloads: list[_Reload] = []
         self._writing_back: deque[_Reload] = deque()  # in the order of their copies
-        self._arrived: Optional[Any] = None  # event behind reloads that no step has waited for
+        self._arrived: Optional[Any] = None  # event after reloads that no step has waited for
 
     def reload(self, tensors: Sequence[OffloadedTensor], streams: Sequence[Any]) -> None:
         """Starts to copy to the device what is not reloaded yet and may be.
@@ -73,7 +73,7 @@ class OffloadDevice:
             for stream in streams:
                 backend.wait(IN, stream.record_event())
             self._wait_write_back()
-            self._arrived = window.copy_in(backend, memory)  # behind all earlier ones
+            self._arrived = window.copy_in(backend, memory)  # after all earlier ones
             for tensor, (view,) in zip(tensors, window.views(memory)):
                 tensor.device_copy = view
             self._reloads.append(_Reload(tensors, window, memory))

@@ -212,7 +212,7 @@ class PrefetchRing:
             return None
         for placed in overlapping:
             self._in_ring.remove(placed)
-        # A copy back is behind those before it, and behind the use of what it copies.
+        # A copy back is after those before it, and after the use of what it copies.
         copied = [placed for placed in overlapping if placed.window.copies_out]
         for placed in dict.fromkeys((*copied[-1:], *overlapping[-1:])):
             self._backend.wait(IN, placed.freed)

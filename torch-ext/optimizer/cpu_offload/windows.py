@@ -80,13 +80,13 @@ class Window:
         ]
 
     def copy_in(self, backend: Backend, memory: Tensor) -> Any:
-        """Starts copies to the window's memory on the device; returns an event behind them."""
+        """Starts copies to the window's memory on the device; returns an event after them."""
         targets = [memory[c.offset : c.offset + c.host.numel()] for c in self.copies_in]
         backend.copy(IN, targets, [c.host for c in self.copies_in])
         return backend.record(IN)
 
     def copy_out(self, backend: Backend, memory: Tensor) -> Any:
-        """Starts copies of what was written, back to the host; returns an event behind them."""
+        """Starts copies of what was written, back to the host; returns an event after them."""
         sources = [memory[c.offset : c.offset + c.host.numel()] for c in self.copies_out]
         backend.copy(OUT, [c.host for c in self.copies_out], sources)
         return backend.record(OUT)

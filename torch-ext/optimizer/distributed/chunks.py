@@ -63,7 +63,7 @@ class Bundle:
         return len(self.units) * sum(map(regions.numel, self.boxes))
 
     def views(self, flat: Tensor) -> Iterator[Tensor]:
-        """Views of the parts, unit by unit, of a flat tensor that has them one behind the other."""
+        """Views of the parts, unit by unit, of a flat tensor that has them one after the other."""
         views = views_of_boxes(flat, self.boxes, len(self.units))
         return itertools.chain.from_iterable(zip(*(view.unbind(0) for view in views)))
 
@@ -146,7 +146,7 @@ class PeerRun(NamedTuple):
             views.append(units.as_strided(shape, (stride, step, *strides), start))
         return views
 
-    def behind(self, buffer: Tensor, count: int, numel: int) -> Tensor:
+    def after(self, buffer: Tensor, count: int, numel: int) -> Tensor:
         """A view of what follows the parts of ``count`` units, (peers, numel)."""
         start = buffer.storage_offset() + self.first.start + count * self.first.numel
         return buffer.as_strided((self.peers, numel), (self.step, 1), start)
@@ -205,9 +205,9 @@ class Chunk:
 
     This rank's bundles lie in two buffers, momentum that it sends and updates that it receives.
     Either begins with what this rank owns; then comes what it sends to, or receives from, each
-    peer. Between two ranks travel, batch by batch, the parts of the units one behind the other,
+    peer. Between two ranks travel, batch by batch, the parts of the units one after the other,
     then their trailer: an exponent for each part when they are gathered (with an fp16 wire), mean
-    squares of the update when they are scattered (with a second moment). Padding behind it brings
+    squares of the update when they are scattered (with a second moment). Padding after it brings
     the next batch to a multiple of `ALIGNMENT_BYTES`.
 
     Args:
@@ -332,7 +332,7 @@ class _Direction:
 
         Args:
             batches: of each owner; this rank comes first.
-            slots: of the owners in the buffer of this rank; else they lie behind each other.
+            slots: of the owners in the buffer of this rank; else they lie one after another.
         """
         this_peer, peers = self.channel.this_peer, range(len(self.channel.peers))
         bundles: list[Bundle] = []
@@ -395,7 +395,7 @@ class _Direction:
             yield Bundle(members, boxes, local_parts, start + first * numel, trailer, is_staged)
 
     def _spans(self, bundles: Iterable[Bundle]) -> tuple[Span, ...]:
-        """Bundles that are updated alike and lie one behind the other in a buffer, while they fit.
+        """Bundles that are updated alike and lie one after the other in a buffer, while they fit.
 
         Alike are those of one group, one dtype and, of weights, one scale.
         """
@@ -439,7 +439,7 @@ class _Direction:
         return (unit.block.local_part(box, held) for box in self._block_boxes(unit, this_peer))
 
     def _trailer_numel(self, unit: Unit, boxes: tuple[Region, ...]) -> int:
-        """Elements behind a unit's parts: for their exponents, or for mean squares of its update.
+        """Elements after a unit's parts: for their exponents, or for mean squares of its update.
 
         Where updates are scattered in place, the elements of exponents stay free.
         """

@@ -72,7 +72,7 @@ class Connections:
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Gathers tensors of one shape from all ranks: (ranks, *shape), in order."""
-        both = self._size > self._power  # each proxy's and that of the rank behind it
+        both = self._size > self._power  # each proxy's and that of the rank after it
         gathered = tensor.expand(1, 1 + both, *tensor.shape)
         if 0 in self._groups:
             gathered = self._exchange(0, tensor[None])[None]

@@ -86,8 +86,8 @@ class Transport:
             sources += run.in_buffer(buffer, len(X))
             if self.lane.scaled:
                 trailer = (len(X), len(run.first.boxes))
-                behind = run.behind(buffer, len(X), math.prod(trailer)).unflatten(1, trailer)
-                exponents += behind.transpose(0, 1).unbind(2)  # (n, peers) of each box
+                after = run.after(buffer, len(X), math.prod(trailer)).unflatten(1, trailer)
+                exponents += after.transpose(0, 1).unbind(2)  # (n, peers) of each box
         if exponents and self._team_group is not None:
             largest = torch.cat(exponents, 1).amax(1)
             exponents.append(gather_over_ranks(largest, self._team_group).T)
@@ -118,7 +118,7 @@ class Transport:
             targets += run.in_buffer(buffer, len(units))
             if squares is not None:
                 numel = squares.numel() * wire.elements_of_numbers(buffer.dtype)
-                wire.write_numbers(squares, run.behind(buffer, len(units), numel))
+                wire.write_numbers(squares, run.after(buffer, len(units), numel))
         if targets:
             wire.copy_parts(sources, targets)
 

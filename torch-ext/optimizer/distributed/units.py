@@ -34,7 +34,7 @@ class Entry:
         device: of its local tensor.
         wire: dtype in which momentum and updates travel.
         recipe: how its matrices are orthogonalized, which sets their cost.
-        second_moment: whether owners send mean squares of the update behind it.
+        second_moment: whether owners send mean squares of the update after it.
         momentum: how its momentum lies, where that differs from its weights: replicas of weights
             may divide the momentum.
         spread: each matrix has one owner among all replicas, not one in each of them.
@@ -238,7 +238,7 @@ class Channel:
 def boxes_and_holders(
     m: Matrices, held: Sequence[Region]
 ) -> Iterator[tuple[Block, Region, tuple[int, ...]]]:
-    """The units that each expert falls into: block, box behind the experts, and who holds parts.
+    """The units that each expert falls into: block, box after the experts, and who holds parts.
 
     Args:
         m: of the whole tensor.

@@ -29,7 +29,7 @@ class Products(NamedTuple):
             ``tall`` says which, whatever the shape of X, and so it does to ``apply``.
         symmetric: ``(A, B, alpha, beta, C, out)``: alpha·AB + beta·C into ``out``.
         apply: ``(Q, X, alpha, beta, out)``: alpha·QX + beta·X, or alpha·XQ + beta·X of a tall X.
-        padding: entries behind each row of symmetric matrices. Where rows are 2^k bytes apart, a
+        padding: entries after each row of symmetric matrices. Where rows are 2^k bytes apart, a
             column falls on few lines of a CPU's cache, and a mirror image takes twice the time.
     """
 

@@ -79,7 +79,7 @@ def unnamed_heads(
     """
     vocabularies, last = _vocabularies(model), last_matrix(model)
     is_all = sum(d.param.ndim > 1 for d in decisions if d.algorithm != "frozen") == 1
-    is_behind_convolutions = [d.param.ndim for d in decisions].count(2) == 1 and any(
+    follows_convolutions = [d.param.ndim for d in decisions].count(2) == 1 and any(
         d.param.ndim > 3 for d in decisions
     )
     reasons: dict[str, str] = {}
@@ -99,7 +99,7 @@ def unnamed_heads(
         elif (
             decision.param is last
             and not is_all
-            and (is_behind_convolutions or _is_head(decision, info, muons))
+            and (follows_convolutions or _is_head(decision, info, muons))
         ):
             reasons[decision.name] = f"head: the model's last layer, {shape}"
         elif (component := _called_a_head(info)) and (
@@ -227,7 +227,7 @@ def _is_in_a_layer(info: ParamInfo) -> bool:
 
 
 def _is_sequential(module: nn.Module) -> bool:
-    """Whether it is an ``nn.Sequential`` itself, also behind fully_shard, which subclasses it."""
+    """Whether it is an ``nn.Sequential`` itself, also after fully_shard, which subclasses it."""
     return type(module).__name__ in ("Sequential", "FSDPSequential")
 
 

@@ -33,7 +33,7 @@ class Rounding:
     def __init__(self, offload: CPUOffload):
         self.residuals: dict[Tensor, Tensor] = {}
         self._offload = offload
-        self._versions: dict[Tensor, tuple[int, int]] = {}  # behind the last step
+        self._versions: dict[Tensor, tuple[int, int]] = {}  # after the last step
         self._names: dict[Tensor, str] = {}
 
     def begin(self, groups: Sequence[Group], state: State) -> None:

@@ -258,7 +258,7 @@ def copy(
     Args:
         inputs: (n, …) each; with exponents, what was scaled by 2^−e, and comes to be by that of the
             largest e of its matrix. The factor is rounded to the dtype of outputs, in 16 bits.
-        exponents: (n, at least len(inputs)), contiguous, of the inputs' dtype; those behind the
+        exponents: (n, at least len(inputs)), contiguous, of the inputs' dtype; those after the
             inputs' are of other parts of the matrices.
     """
     numbers, parts = None, 0

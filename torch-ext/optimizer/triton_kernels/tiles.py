@@ -72,7 +72,7 @@ class Launch(NamedTuple):
         is_aligned: whether wide tensors and rows can be accessed in vectors.
 
     Columns, firsts and lengths are padded to a power of two, or each number of items would be
-    another compilation; the padding begins behind the last program.
+    another compilation; the padding begins after the last program.
     """
 
     columns: tuple[Optional[tuple[int, ...]], ...]

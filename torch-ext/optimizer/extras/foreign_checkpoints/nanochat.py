@@ -70,7 +70,7 @@ def _unstack(
         rank, row = divmod(number, length)
         if stacks[rank] and bool(stacks[rank]["momentum_buffer"][row].any()):
             raise ValueError(
-                f"{source.ranks[rank].where} has momentum behind the {len(targets)} matrices of "
+                f"{source.ranks[rank].where} has momentum after the {len(targets)} matrices of "
                 f"{name}, where the last ranks have zeros: give the state dicts in the order of "
                 "the ranks"
             )

@@ -29,7 +29,7 @@ from .sources import SavedGroup, SourceOptimizer
 
 
 def merge_convolutions(groups: Sequence[Group]) -> list[list[int]]:
-    """`presets.keller_jordan` puts convolutions into a group behind that of their matrices."""
+    """`presets.keller_jordan` puts convolutions into a group after that of their matrices."""
     source_groups: list[list[int]] = []
     for number, group in enumerate(groups):
         is_convolutions = (

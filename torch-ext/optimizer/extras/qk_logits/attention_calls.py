@@ -97,7 +97,7 @@ class CallReporter:
 
     Args:
         modules: may call attention functions.
-        report: a method, held weakly; called behind each attention function of any thread, in that
+        report: a method, held weakly; called after each attention function of any thread, in that
             thread, with what reads a `Call` from its arguments, which may raise.
     """
 
@@ -136,7 +136,7 @@ class CallReporter:
 
 
 class _Patch:
-    """Puts functions that report behind the names of all open reporters, those of all threads."""
+    """Puts functions that report under the names of all open reporters, those of all threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -208,10 +208,10 @@ class QKLogitRecorder:
 
     def _hook(self, record: _Record) -> None:
         module, hooks = record.module, self._handles
-        before, behind = _ForwardHook(self._before, record), _ForwardHook(self._behind, record)
+        before, after = _ForwardHook(self._before, record), _ForwardHook(self._after, record)
         hooks.append(module.register_forward_pre_hook(before))
         # First of all: attention in other hooks is not the module's.
-        hooks.append(module.register_forward_hook(behind, prepend=True, always_call=True))
+        hooks.append(module.register_forward_hook(after, prepend=True, always_call=True))
         query = record.query if record.attends else None
         if isinstance(query, nn.Module):
             hooks.append(query.register_forward_pre_hook(_ForwardHook(self._before_query, record)))
@@ -238,7 +238,7 @@ class QKLogitRecorder:
         if forward is not None and forward.is_recorded:
             record.note_rows(getattr(projection, "weight", None))
 
-    def _behind(self, record: _Record, module: nn.Module, args: Any, output: Any) -> None:
+    def _after(self, record: _Record, module: nn.Module, args: Any, output: Any) -> None:
         forward = self._running.find(record)
         if forward is None:  # another hook raised before ours was called
             return

@@ -79,7 +79,7 @@ def selfcheck(
 
     Takes a few steps in exact arithmetic. In each, the gradients of the sharded model, each rank on
     its part of the batch, are compared with those of the whole model on all of it; then both take
-    the sharded model's gradients, so that Muon's matrices have to be the same bits behind the step.
+    the sharded model's gradients, so that Muon's matrices have to be the same bits after the step.
     At last it loads a checkpoint of the sharded run into one process.
 
     It tells of groups made before sharding; of experts that are not named, as a slab or AdamW's; of
@@ -151,7 +151,7 @@ def _check(
 def _stages(
     functions: Any, frozen: Sequence[str], steps: int, seed: int, facts: list[str]
 ) -> Iterator[list[Trap]]:
-    """What each stage finds on this rank; all ranks end behind the same one."""
+    """What each stage finds on this rank; all ranks end after the same one."""
     model_fn, layout_fn, batch_fn, loss_fn, backward_fn = functions
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

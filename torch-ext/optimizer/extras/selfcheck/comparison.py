@@ -158,7 +158,7 @@ class Run:
     # -- weights and state -----------------------------------------------------------------------
 
     def compare_weights(self) -> list[Trap]:
-        """The first that is not as the unsharded run's behind a step of the same gradients."""
+        """The first that is not as the unsharded run's after a step of the same gradients."""
         start = named(self.started)
         for name, param in self.params.items():
             found, right = whole(param.detach()), self.twins[name].detach()

@@ -55,7 +55,7 @@ def find_strangers(
         return
     others = tuple(sorted(params.keys() ^ twins.keys()))
     if others:
-        what = f"{counted(others, 'parameter')} only before or only behind layout_fn"
+        what = f"{counted(others, 'parameter')} only before or only after layout_fn"
         why = "parameters that it adds, ties or renames can't be compared: model_fn makes them"
         yield Trap("names", f"{what}: {others[0]}", others, why)
     shapes = {n: (tuple(p.shape), tuple(twins[n].shape)) for n, p in params.items() if n in twins}
@@ -63,7 +63,7 @@ def find_strangers(
     if changed:
         found, right = shapes[changed[0]]
         kind = "a transposed stack or matrix" if {*found} == {*right} else "another shape"
-        what = f"{kind}: {changed[0]} is {found} behind layout_fn and {right} before"
+        what = f"{kind}: {changed[0]} is {found} after layout_fn and {right} before"
         yield Trap("shape", what, tuple(changed), "matrices are read from what is trained")
     still = [n for n, p in params.items() if not (p.requires_grad and id(p) in held)]
     yield from find_frozen(still, len(params), frozen, "requires_grad=False, or in no group")
@@ -182,8 +182,8 @@ def _is_stack(decision: Decision, key: str, count: Optional[int]) -> bool:
     components, shape = decision.name.split("."), decision.param.shape
     if len(shape) > 2:
         return True
-    behind = components[components.index(key) :]
-    is_one = "shared" in key or "expert" not in key or any(c.isdigit() for c in behind)
+    after = components[components.index(key) :]
+    is_one = "shared" in key or "expert" not in key or any(c.isdigit() for c in after)
     return not is_one and count is not None and shape[0] > count and shape[0] % count == 0
 
 
