@@ -50,49 +50,50 @@ class Muon(torch.optim.Optimizer):
 
     For each matrix W with gradient G, momentum buffer B and learning rate lr::
 
-        B ← μB + G                         momentum_style="classical"; "ema": μB + (1 − μ)G
-        U ← newton_schulz(G + μB)          with Nesterov; otherwise newton_schulz(B)
+        B ← μB + w·G                       w = 1; with momentum_style="ema" w = 1 − μ
+        U ← newton_schulz(w·G + μB)        with Nesterov; otherwise newton_schulz(B)
         U ← U / sqrt(running mean of U²)   only with beta2, per row or column, norm preserved
         W ← W·(1 − lr·weight_decay) − lr·scale·U
 
-    where scale is 0.2·sqrt(max(rows, cols)) by default, which makes learning rate and weight decay
-    tuned for AdamW fit (Liu et al. 2025, arXiv:2502.16982).
+    where scale is 0.2·sqrt(max(rows, cols)) by default, with which a learning rate and a weight
+    decay that were tuned for AdamW fit (Liu et al. 2025, arXiv:2502.16982).
 
-    U does not depend on the scale of gradients: where all of a run are multiplied by 2^k, matrices
-    take the same steps to the bit, short of under- and overflow. A loss scale or
-    ``clip_grad_norm_`` changes what one batch weighs in the momentum and roundings, no more.
+    U does not depend on the scale of gradients: with all gradients of a run multiplied by 2^k,
+    matrices take the same steps to the bit, unless numbers under- or overflow. A loss scale or
+    ``clip_grad_norm_`` changes only roundings, and what one batch weighs in the momentum.
 
     Args:
-        params: parameter groups, dicts with ``params`` and ``use_muon``. A group with
-            ``use_muon=True`` holds matrices and may hold their ``names``, in the same order; (name,
-            parameter) pairs do too. Any hyperparameter below can be a key of a group.
-        lr: learning rate, a number or a tensor of one element. Ranks compare numbers and tensors on
-            the CPU; that of a tensor on a device is not compared, as reading it would wait.
+        params: parameter groups: dicts with ``params``, and with ``use_muon``, which is True for
+            matrices. ``params`` holds tensors, and ``names`` their names in the same order, or it
+            holds (name, parameter) pairs. A group may have any option below as a key, but for those
+            of all groups (`options.CONSTRUCTOR_ONLY`).
+        lr: learning rate, a number or a tensor of one element. Ranks compare it, except a tensor on
+            a device: reading that would make the host wait.
         momentum: μ.
         nesterov: whether to look ahead along the momentum.
         ns_steps: iterations of the orthogonalization.
         weight_decay: decoupled weight decay.
         adamw_betas, adamw_eps: AdamW's, in groups with ``use_muon=False``.
         none_grad: set ``p.grad`` of Muon's matrices to None as soon as `step` has read it; not with
-            ``capturable``. That frees memory within the step where gradients are tensors of their
-            own; FSDP2's are views of one buffer for each module, of another stream's pool.
-            AdamW's gradients stay. Behind a step, a gradient norm is therefore that of AdamW's
-            parameters alone, ``zero_grad(set_to_none=False)`` finds None, and without any
-            ``zero_grad`` only AdamW's gradients add up. False leaves all gradients where they are.
+            ``capturable``. That frees memory within the step if each gradient has its own memory;
+            FSDP2's gradients are views of one buffer per module. AdamW's gradients stay. So after a
+            step a gradient norm is that of AdamW's parameters alone,
+            ``zero_grad(set_to_none=False)`` leaves None, and without ``zero_grad`` only AdamW's
+            gradients add up. False leaves all gradients where they are.
         debug: log a `summary` whenever there is something new to plan, at level INFO.
         clip_config: QK-Clip: ``{"head_dim": 128, "threshold": 100}`` rescales query and key
             projections of heads whose largest attention logit, as given to `step`, was above the
             threshold. Further keys: ``q_indices`` and ``k_indices``, the heads that each logit
-            scales; of multi-head latent attention ``is_mla=True``, ``qk_nope_head_dim``,
-            ``qk_rope_head_dim`` and ``v_head_dim``; ``row_map`` for fused projections and for other
-            names than wq, q_proj, … Where layers differ, a mapping from layers (numbers, or the
+            scales; for multi-head latent attention ``is_mla=True``, ``qk_nope_head_dim``,
+            ``qk_rope_head_dim`` and ``v_head_dim``; ``row_map`` for fused projections and for names
+            other than wq, q_proj, … If layers differ, give a mapping from layers (numbers, or the
             beginnings of names) to such dicts or None, or a function of a layer. docs/qk-clip.md
-            has all of it.
-        warmup_step: how many chunks of matrices may be on their way beside the one at work, where
-            the bound on staging memory (docs/layouts.md) lets them.
+            explains all of these.
+        warmup_step: the most chunks of matrices that may be under way beside the one that is
+            orthogonalized; the bound on staging memory (docs/layouts.md) may allow fewer.
         chunk_size: matrices that a rank orthogonalizes per chunk; −1 chooses by bytes.
         use_distributed_muon: every rank gathers and orthogonalizes every matrix of a DTensor, as a
-            reference; otherwise one rank does.
+            reference; without it owners do (docs/layouts.md).
         expert_keys: whole components of names of stacked experts ``(experts…, rows, cols)``; groups
             made with `get_default_muon_param_groups` bring their own.
         adjust_lr: update scale, ``"match_rms_adamw"`` 0.2·sqrt(max(rows, cols)), ``"original"``
@@ -100,27 +101,28 @@ class Muon(torch.optim.Optimizer):
         momentum_style: ``"classical"`` or ``"ema"``, see above.
         ns_coefficients: a name in `newton_schulz.FAMILIES`, one (a, b, c) for all iterations, or a
             list of those of each iteration, which sets ``ns_steps``.
-        ns_algorithm: ``"standard"``; ``"gram"``, which iterates on matrices of the shorter side
-            alone and touches the whole ones a few times; ``"auto"``, what is faster for the
-            shape (`newton_schulz.forms`): `summary` tells what was taken, and why; or
-            ``"auto_one_restart"``, for which the Gram form restarts only once, as its authors have
-            it, in fp16: fewer FLOPs, and less exact (docs/accuracy.md).
-        ns_norm: ``"frobenius"`` or ``"schatten4"``, how the input is normalized.
-        ns_dtype: arithmetic of the iteration; None is fp16 on accelerators, bf16 on CPUs with
-            instructions for it, else fp32, and fp64 for fp64 weights. Given as fp32 or fp64, with
-            ``comm_dtype``, it makes steps exact: the same bits on every layout.
+        ns_algorithm: ``"standard"``; ``"gram"``, which iterates on square matrices of the shorter
+            side and multiplies whole matrices only a few times; ``"auto"``, the faster of the two
+            for the shape (`newton_schulz.forms`; `summary` tells which, and why); or
+            ``"auto_one_restart"``, the same, but the Gram form restarts only once in fp16, as its
+            authors have it: fewer FLOPs, and less exact (docs/accuracy.md).
+        ns_norm: ``"frobenius"`` or ``"schatten4"``, the norm that a matrix is divided by first.
+        ns_dtype: arithmetic of the iteration. None takes fp64 for fp64 weights; else fp16 on
+            accelerators (fp32 on MPS), bf16 on CPUs with instructions for it, fp32 on other CPUs.
+            Where this and ``comm_dtype`` both are given as fp32 or fp64, steps are exact: the same
+            bits on every layout.
         ns_eps: added to the norm of the matrix scaled to a largest magnitude of 1.
         ns_eps_absolute: added to the norm itself, as the sources of `presets` have it, so that
             smaller gradients make smaller updates; None is 0.
-        ns_norm_factor: what the norm is multiplied with; None is the family's: 1.02 of Polar
-            Express, 1 of others.
+        ns_norm_factor: the norm is multiplied with this; None takes what the coefficients come
+            with: 1.02 for Polar Express, 1 for others.
         ns_equilibrate: first scale each row of a matrix, as it is stored, to the mean norm of its
             rows (MuonEq, arXiv:2603.28254). Not with ``owners_per_matrix``.
         ns_renormalize: scale U to the Frobenius norm sqrt(min(rows, cols)) (Muon+,
             arXiv:2602.21545). Not with ``owners_per_matrix``.
         beta2: decay of the factored second moment; None turns it off.
-        second_moment_side: it has a number for each index of a matrix's ``"longer"`` side, or of
-            its ``"rows"`` whatever its shape.
+        second_moment_side: the second moment has one number for each index of a matrix's
+            ``"longer"`` side, or for each of its ``"rows"``, whatever its shape.
         cautious: decay a weight only where the update moves it towards zero or not at all.
         decay_lr: decay by lr (``"base"``) or by lr·scale (``"adjusted"``).
         momentum_dtype: dtype of the momentum buffer; None is the gradient's, and fp32 where
@@ -128,15 +130,15 @@ class Muon(torch.optim.Optimizer):
         weight_rounding: how updated weights in bf16 are rounded, Muon's and AdamW's:
             ``"nearest"``, which loses all of an update smaller than 2^-9 of a weight; ``"exact"``,
             with 16 more bits of each weight as state, so that steps are those of fp32 weights; or
-            ``"stochastic"``, at random, so that updates count on average (docs/accuracy.md). Of
-            other dtypes it changes nothing; fp16 is refused.
+            ``"stochastic"``, at random, so that updates count on average (docs/accuracy.md). It
+            changes nothing for fp32 and fp64 weights, and raises for fp16 weights.
         rounding_seed: for ``"stochastic"``: a weight's random numbers depend on it, on the name of
             the parameter, on the weight's place in it and on how many steps there were.
         missing_grad: ``"raise"`` raises where only some ranks have a gradient, and skips a matrix
-            that has none on any; ``"zero"`` counts absent gradients as zeros. Replicas with already
-            averaged gradients must still all have one, or none.
-        nonfinite: ``"skip"`` leaves a matrix as it is whose gradient has Inf or NaN, or whose fp16
-            momentum would have it.
+            that has none on any; ``"zero"`` counts absent gradients as zeros. Either way, replicas
+            whose gradients are averaged already must all have one, or none.
+        nonfinite: ``"skip"`` leaves a matrix as it is if its gradient has Inf or NaN, or if its
+            fp16 momentum would.
         split: read one tensor as several matrices: rows of each block, one number of rows for all,
             the notation of axes, as in ``"(group (q=512 + k=128 + v=128)) dim"`` (docs/options.md),
             or a mapping from name patterns to any of these.
@@ -148,34 +150,39 @@ class Muon(torch.optim.Optimizer):
         comm_dtype: format in which momentum and updates travel between ranks; None is that of the
             arithmetic, but bf16 for fp32. fp16 travels with a scale per rank and matrix. For all
             groups.
-        consistency_check: how often ranks compare notes before a collective: every ``"step"``;
-            ``"plan"``, in the first step and after parameters or options that all of them share
-            have changed, which missing gradients do not; or never (``"off"``). For all groups.
+        consistency_check: when ranks compare notes before a collective: in every ``"step"``; with
+            ``"plan"`` in the first step and after a change of parameters, or of options that the
+            plan depends on, that all ranks share, but not for missing gradients; or never
+            (``"off"``). For all groups.
         hsdp: what replicas of DTensors do: ``"redundant"``, each orthogonalizes every matrix;
             ``"spread"``, they share the work and send each other the updates; ``"auto"``, what
             is faster by an estimate (`distributed.hsdp`). For all groups.
-        clip_mode: of a key head that several query heads read: ``"shared"``, it and each query head
-            take half of the strongest, and of its own, clip (as logarithms); ``"exact"``, the query
-            heads make up for it, so that each logit is scaled by its own clip and no more.
-        machine: the speeds by which each ``"auto"`` estimates, a `Machine`; None takes those of the
-            device type in `distributed.machine.MACHINES`. For all groups.
-        staging_bytes: the most memory that matrices on their way between ranks may take on a rank,
-            where one chunk of them fits; None is 10 % of an accelerator's memory, and on CPUs a few
-            times that of the local weights (docs/layouts.md). For all groups.
-        owners_per_matrix: how many ranks orthogonalize a matrix together where it is sharded, each
-            a slice of its longer side: for more ranks than matrices (docs/layouts.md). ``"auto"``
-            is 1, 2, 4 or 8, what is fastest by an estimate. Not with ``beta2``, in exact mode or
-            with ``use_distributed_muon``. For all groups.
-        process_group: ranks that all hold the same plain parameters. They divide Muon's work and
-            its momentum, which becomes a DTensor, ``Shard(0)``. Also a mesh of one dimension.
-            Not pickled: set `process_group` again. ``torch.distributed.group.WORLD`` is None before
-            ``init_process_group``, which is refused under torchrun. For all groups.
+        clip_mode: what QK-Clip does where several query heads read one key head. ``"shared"``
+            scales each query head by the root of its own clip, and the key head by the root of the
+            strongest; with ``"exact"`` the query heads make up for the scale of the key head, so
+            that each logit is scaled by its own clip and no more. For all groups.
+        machine: a `Machine`, with the speeds from which each ``"auto"`` estimates and the memory of
+            which staging takes a share; None takes the speeds of the device type in
+            `distributed.machine.MACHINES`, and the memory of the devices. For all groups.
+        staging_bytes: the most memory that matrices on their way between ranks may take on a rank;
+            one chunk is always allowed. None takes 10 % of an accelerator's memory, and on CPUs 1.5
+            times the local weights and 4 times the largest matrix (docs/layouts.md). For all
+            groups.
+        owners_per_matrix: how many ranks orthogonalize a sharded matrix together, each a slice of
+            its longer side, which pays with more ranks than matrices (docs/layouts.md). ``"auto"``
+            takes 1, 2, 4 or 8, by an estimate. Not with ``beta2``, ``ns_equilibrate``,
+            ``ns_renormalize`` or ``use_distributed_muon``, nor in exact mode. For all groups.
+        process_group: the ranks that hold the same plain parameters, a process group or a mesh of
+            one dimension. They divide Muon's work and its momentum, which becomes a DTensor,
+            ``Shard(0)``. Pickles do not hold it: set `process_group` again.
+            ``torch.distributed.group.WORLD`` is None before ``init_process_group``; to pass that
+            None under torchrun raises. For all groups.
         grad_reduce: None where gradients are averaged already, as under DDP; ``"mean"`` averages
             them over ``process_group`` within the step, and divides AdamW's state too (ZeRO-2).
 
     Raises:
-        ValueError: wrong input, with the parameter's name; nothing was changed.
-        TypeError: an unknown argument, with what to write instead.
+        ValueError: wrong input; the message names the parameter, and nothing was changed.
+        TypeError: an unknown argument; the message says what to write instead.
 
     Example:
         >>> groups = get_default_muon_param_groups(model)
@@ -184,15 +191,15 @@ class Muon(torch.optim.Optimizer):
         >>> optimizer.step()
     """
 
-    _survey: Survey  # the latest
-    _agreed: Survey  # the one that ranks last agreed on
-    _compared: bool  # whether replicas have compared what they hold
-    _warned: bool  # whether a step without gradients was warned of
-    _prepared: Optional[Prepared]  # tensors that the last step has prepared
-    _tried: Optional[Plan]  # whose kernels were tried last
+    _survey: Survey  # of the groups as they were when last read
+    _agreed: Survey  # the survey that ranks last agreed on
+    _compared: bool  # whether replicas have compared their weights and gradients
+    _warned: bool  # whether there was a warning of a step without gradients
+    _prepared: Optional[Prepared]  # what the last step leaves for the next one to reuse
+    _tried: Optional[Plan]  # the plan whose kernels were tried last
     _last: tuple[Plan, tuple[Event, ...]]  # plan and schedule of the last step
-    _untrained: int  # how many steps, up to the last one, had gradients for AdamW alone
-    _checked_keys: dict[int, set[Any]]  # of each group, as `_check_keys` last found them
+    _untrained: int  # consecutive steps, up to the last, in which only AdamW had gradients
+    _checked_keys: dict[int, set[Any]]  # by number of a group, the keys it had at the last check
 
     @explains_unknown_arguments(options.ARGUMENTS)
     @dtensors.refuses_groups_before_init("process_group")
@@ -264,7 +271,7 @@ class Muon(torch.optim.Optimizer):
         self._integrity = Integrity()
         self._logits = LogitSource()
         self._audit: Optional[Audit] = None
-        self._clip: Optional[QKClip] = None  # while groups are added: a layer may be in several
+        self._clip: Optional[QKClip] = None  # set below: a layer may be in several groups
         self._forget_plans()
         super().__init__(validation.as_groups(params), defaults)
         groups = self._read_groups()
@@ -290,15 +297,16 @@ class Muon(torch.optim.Optimizer):
         group = {"names": None, **self._defaults_of(group), **group}
         group_view = self._translate({**group, "where": where})
         group_view.validate()
-        if group_view.weight_rounding == "stochastic":  # else no checkpoint's would be looked for
+        if group_view.weight_rounding == "stochastic":  # so that loading restores it
             group.setdefault("rounding_step", 0)
-        entries_of(group_view, len(self.param_groups), self._settings)  # checks them
+        entries_of(group_view, len(self.param_groups), self._settings)  # raises if one is wrong
         validation.check_unshared(group_view, self.param_groups)
         if self._clip is not None:
-            self._clip.find([*self._read_groups(), group_view])  # checks them
+            self._clip.find([*self._read_groups(), group_view])  # raises if a layer does not fit
         validation.warn_about_overshoot(group_view)
         names = group.pop("names")
-        # torch wants param_names in all groups or in none. Here they may be in some: hide them.
+        # torch wants param_names in all groups or in none. Some groups may have them here, so hide
+        # them from torch.
         hidden = [shown.pop("param_names", None) for shown in (*self.param_groups, group)]
         try:
             super().add_param_group(group)
@@ -312,13 +320,13 @@ class Muon(torch.optim.Optimizer):
     def names(self) -> list[Optional[list[str]]]:
         """For each group the names of its parameters, in order, or None.
 
-        They are no group keys: torch.distributed.checkpoint would look for them in checkpoints.
-        ``param_names``, torch's own key, stays in the groups that were given it.
+        Groups have no key for them, for which torch.distributed.checkpoint would look in
+        checkpoints. ``param_names``, torch's own key, stays in the groups that were given it.
         """
         return [view.names for view in self._read_groups()]
 
     def _read_groups(self) -> list[Group]:
-        """What the rest of the package reads of each group, made anew from the group as it is."""
+        """Views of all groups as they are now; the rest of the package reads only these."""
         if len(self._names) != len(self.param_groups):
             raise ValueError(
                 f"there are {len(self.param_groups)} param_groups where {len(self._names)} were "
@@ -342,7 +350,7 @@ class Muon(torch.optim.Optimizer):
         return Group(**{key: group[key] for key in Group.__dataclass_fields__})
 
     def _defaults_of(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """What keys missing from a group are set to."""
+        """The values of keys that a group lacks."""
         return {key: self.defaults[key] for key in GROUP_OPTIONS}
 
     @property
@@ -370,49 +378,49 @@ class Muon(torch.optim.Optimizer):
 
         Args:
             closure: re-evaluates the model and returns the loss.
-            qk_logits: for QK-Clip, of each layer the largest attention logit of each query head in
-                this step's forward, (heads,), or of each entry of ``q_indices``; on the weights'
-                device, or the CPU. Layers are told by number, or by the FQN of their attention.
-                Of ranks that share the weights and pass different logits, the maximum counts. A
-                rank that has seen nothing of a layer passes None. Heads with Inf or NaN are left
-                alone, and counted. Without ``qk_logits`` the step takes what `set_qk_logits`
-                was given, else what `qk_recorder` has recorded, else it clips nothing.
+            qk_logits: for QK-Clip, by layer: the largest attention logit of each query head in this
+                step's forward, (heads,), or of each entry of ``q_indices``; on the weights' device
+                or on the CPU. A layer is its number, or the FQN of its attention. Where ranks share
+                the weights and pass different logits, the maximum counts. A rank that has seen
+                nothing of a layer passes None. QK-Clip leaves heads with Inf or NaN alone, and
+                counts them. Without ``qk_logits`` the step takes what `set_qk_logits` was given,
+                else what `qk_recorder` has recorded; else it clips nothing.
 
         Returns:
             What the closure returned, or None.
 
-        Under a `torch.amp.GradScaler` it unscales gradients in place unless that was done before,
-        and does nothing where any rank that shares parameters with this one found Inf or NaN.
+        Under a `torch.amp.GradScaler` the step unscales gradients in place, unless the caller has
+        done so, and does nothing if this rank, or one that it steps with, found Inf or NaN.
 
         Raises:
             ValueError: wrong gradients, hyperparameters or logits; no parameter and no state was
                 changed.
-            RuntimeError: this step or an earlier one failed after it had begun to write, or when
-                other ranks may have: nothing goes on before a checkpoint is loaded. An error before
-                that is raised as it is.
+            RuntimeError: this step or an earlier one failed after this rank, or another one, may
+                have begun to write: load a checkpoint before you go on. Earlier errors are raised
+                as they are.
         """
         loss, error = None, None
         try:
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
-        except BaseException as raised:  # again, once the other ranks know
+        except BaseException as raised:  # is raised again once the other ranks know
             error = raised
         self._update(error, qk_logits)
         return loss
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """torch.amp.GradScaler then calls every step, and says which to skip."""
+        """Whether torch.amp.GradScaler is to call every step, and to say which ones to skip."""
         return not is_asked_by_lightning()
 
     @staticmethod
     def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
-        """The step with its hooks: where one raises, nothing of what a GradScaler said is kept."""
+        """Wraps the step and its hooks: if they raise, what a GradScaler said is dropped."""
         return forget_where_it_raises(torch.optim.Optimizer.profile_hook_step(func))
 
-    @torch._disable_dynamo  # a compiled step() is this one, called from compiled code
-    @torch.inference_mode(False)  # what a step makes may outlive it, and be changed outside of it
+    @torch._disable_dynamo  # compiled code calls this function, and does not trace into it
+    @torch.inference_mode(False)  # else the state that a step makes could not be changed later
     @torch.no_grad()
     def _update(self, error: Optional[BaseException], qk_logits: Optional[Logits]) -> None:
         scaling = Scaling(self)
@@ -423,7 +431,7 @@ class Muon(torch.optim.Optimizer):
                 return True  # an interrupt comes between any two lines
             if step is not None and (step.has_written or step.gradients.has_released):
                 return True
-            # Where other ranks may go they write, even if this one fails.
+            # If the other ranks may go on, they write, even if this rank fails.
             return scaling.has_unscaled or self._agreement.may_go
 
         with self._integrity.changing("step()", has_begun):
@@ -452,10 +460,10 @@ class Muon(torch.optim.Optimizer):
     def _prepare(
         self, error: Optional[BaseException], qk_logits: Optional[Logits], scaling: Scaling
     ) -> Optional[Step]:
-        """A step, all of it checked; raises on all ranks alike, before anything was written.
+        """Checks everything and makes a step; raises on all ranks alike before it writes anything.
 
         Args:
-            error: what kept this rank from getting this far.
+            error: an error that this rank has met before, or None.
             qk_logits: as given to the step.
             scaling: what a GradScaler says.
 
@@ -470,7 +478,7 @@ class Muon(torch.optim.Optimizer):
             except (RuntimeError, ValueError):
                 if error is None:
                     raise
-            if memory is None and error is not None:  # which is the cause, or says more
+            if memory is None and error is not None:  # the caller's error says more
                 raise error
             self._settings = dataclasses.replace(self._settings, memory=memory)
         lacked_kernels, no_kernels = self._agreement.lacks_kernels, None
@@ -479,7 +487,7 @@ class Muon(torch.optim.Optimizer):
                 self._integrity.check()
                 groups, plan, absent = self._plan()
                 scaling.check(groups)
-                # torch.distributed.checkpoint steps with lr=0 to have state, which changes nothing.
+                # With lr=0 torch.distributed.checkpoint makes a step that only creates state.
                 is_dry = not self.state and all(_is_zero(group.lr) for group in groups)
                 clipping = self._begin_clipping(qk_logits, groups, is_dry)
                 if plan is not self._tried and not self._agreement.lacks_kernels:
@@ -553,8 +561,7 @@ class Muon(torch.optim.Optimizer):
         return self._with_replicas({ranks for ranks in sets if ranks is not None})
 
     def _with_replicas(self, sets: set[agreement.Ranks]) -> set[agreement.Ranks]:
-        """The sets, and the ranks of the process group: these may share parameters that this rank
-        does not have."""
+        """Adds the ranks of the process group, which may share parameters that this rank lacks."""
         replicas = self._settings.replicas
         return sets if replicas is None else {*sets, replicas}
 
@@ -570,11 +577,11 @@ class Muon(torch.optim.Optimizer):
     def _identify(self, ranks: agreement.Ranks) -> str:
         """Tells this optimizer from others that these ranks share, and this step from others."""
         number = self._registration.number(ranks)
-        return f"the one made behind {number} others, {self._agreement.steps} steps made"
+        return f"the one made after {number} others, with {self._agreement.steps} steps so far"
 
     def _compare_replicas(self, groups: list[Group]) -> None:
-        """Checks, before a first step, that ranks hold equal plain parameters and gradients, and
-        each its own part of their state; raises ValueError."""
+        """Checks before a first step that ranks hold equal plain parameters and gradients, and that
+        each rank holds its own part of the state; raises ValueError if not."""
         replicas = self._settings.process_group
         if replicas is None:
             return
@@ -590,7 +597,7 @@ class Muon(torch.optim.Optimizer):
             raise ValueError(problem)
 
     def _divided_state(self, param: Tensor) -> Optional[Tensor]:
-        """What this rank holds of a plain parameter's momentum, where replicas divide it."""
+        """This rank's rows of a parameter's momentum or first moment, if replicas divide it."""
         for key in ("momentum_buffer", "exp_avg"):
             value = self.state.get(param, {}).get(key)
             if dtensors.is_dtensor(value) and value.placements[0].is_shard():
@@ -598,7 +605,7 @@ class Muon(torch.optim.Optimizer):
         return None
 
     def _plan(self) -> tuple[list[Group], Plan, set[int]]:
-        """Groups, checked, the plan of the step, and which of its entries take no part in it."""
+        """The checked groups, the plan of the step, and which of its entries take no part."""
         self._settings.validate()
         groups = self._read_groups()
         survey = self._take_survey(groups)
@@ -634,12 +641,12 @@ class Muon(torch.optim.Optimizer):
         self._check_keys()
         params = ((p, group.use_muon) for group in groups for p in group.params)
         streams = self.cpu_offload == "stream" and self._offload.can_offload(params)
-        if streams is not self._settings.streams:  # fewer chunks are begun ahead
+        if streams is not self._settings.streams:  # the plan depends on it
             self._settings = dataclasses.replace(self._settings, streams=streams)
         return survey_groups(groups, self._settings, self._survey)
 
     def _check_keys(self) -> None:
-        """Checks the keys of each group whose keys are others than at the last check."""
+        """Checks the keys of each group in which they have changed since the last check."""
         for number, group in enumerate(self.param_groups):
             if group.keys() != self._checked_keys.get(number):
                 where = f"param_groups[{number}]"
@@ -647,13 +654,14 @@ class Muon(torch.optim.Optimizer):
                 self._checked_keys[number] = set(group)
 
     def summary(self, schedule: bool = False) -> Summary:
-        """What a step does with every parameter, for a person to read: ``print(optim.summary())``.
+        """Says what a step does with every parameter: ``print(optim.summary())``.
 
-        Made from the plan of a step in which all trainable parameters have a gradient, without
-        talking to other ranks. `Summary.rows` and `Summary.totals` hold it as plain data.
+        The summary is made from the plan of a step in which all trainable parameters have a
+        gradient, without talking to other ranks. `Summary.rows` and `Summary.totals` are plain
+        data.
 
         Args:
-            schedule: add what this rank has done in the last step, event by event, in its order.
+            schedule: also list the events of this rank's last step, in order.
         """
         groups = self._read_groups()
         # The survey is not kept, as other ranks may not call this.
@@ -681,19 +689,21 @@ class Muon(torch.optim.Optimizer):
     # -- audit ---------------------------------------------------------------------------------
 
     def audit(self, keep: int = 100) -> Audit:
-        """Watches what steps do from now on: as a context, or until the ``stop()`` of the result.
+        """Starts an audit, which watches steps to the end of its context, or until its ``stop()``.
 
-        Only one audit watches, the last one.
+        A new audit stops the one before it.
 
         Args:
-            keep: how many of the last steps to keep. Of each, the polar factor of one matrix stays
-                in the memory of the device.
+            keep: how many of the last steps to keep. Each keeps one polar factor in the memory of
+                the device.
 
-        Its ``report()``, to be called on all ranks, says for each matrix whether it had a gradient
-        and who orthogonalized it, the singular values of a sample of updates, how large gradient,
-        momentum and update were, and what rounding took away; and first of all what is wrong.
+        Call the audit's ``report()`` on all ranks. It says first what is wrong; then for each
+        matrix whether it had a gradient and which ranks orthogonalized it, how large gradient,
+        momentum and update were, and what rounding took away; and the singular values of a sample
+        of polar factors.
 
-        Steps take the same bits, and a few norms and copies more; they wait for nothing.
+        Steps give the same bits as without an audit. They compute a few norms and copies more, and
+        wait for nothing.
 
         >>> with optimizer.audit() as audit:
         ...     for batch in batches:
@@ -710,25 +720,25 @@ class Muon(torch.optim.Optimizer):
     def metrics(self) -> dict[str, float]:
         """Numbers of the last step that an `audit` has watched, for any logger; empty without one.
 
-        Of what this rank holds: ``muon/gradient_norm``, ``muon/momentum_norm``,
-        ``muon/weight_norm``, ``muon/change_over_weight``, ``muon/lost_by_rounding`` (of the
-        update), ``muon/orthogonalized`` and ``muon/without_gradient`` (how many),
-        ``muon/relative_rank`` (of the updates, over their shorter sides). Waits for the device, but
-        for no other rank.
+        They cover what this rank holds: ``muon/gradient_norm``, ``muon/momentum_norm``,
+        ``muon/weight_norm``, ``muon/change_over_weight``, ``muon/lost_by_rounding`` (a share of the
+        update), ``muon/orthogonalized`` (matrices) and ``muon/without_gradient`` (parameters),
+        ``muon/relative_rank`` (rank of the polar factors over their shorter sides). The host waits
+        for the device, but for no other rank.
         """
         return {} if self._audit is None else self._audit.metrics()
 
     # -- QK-Clip -------------------------------------------------------------------------------
 
     def set_qk_logits(self, qk_logits: Optional[Mapping[Any, Any]]) -> None:
-        """Gives the next `step` its ``qk_logits``, where a trainer calls it without arguments."""
+        """Sets ``qk_logits`` of the next `step`, for trainers that call it without arguments."""
         self._logits.next_logits = qk_logits
 
     @property
     def qk_recorder(self) -> Any:
-        """What `step` takes its logits from: a `QKLogitRecorder`, or whatever has its ``take()``.
+        """The recorder that `step` takes logits from: a `QKLogitRecorder`, or what has ``take()``.
 
-        Copies and pickles of the optimizer have none.
+        Copies and pickles of the optimizer have no recorder.
         """
         return self._logits.recorder
 
@@ -742,10 +752,10 @@ class Muon(torch.optim.Optimizer):
         """What QK-Clip saw and did, as plain numbers. Makes the host wait for the device.
 
         Returns:
-            Of the last step that had logits ``max_logit``, ``heads`` (how many logits there were),
-            ``clipped`` and ``nonfinite`` (how many of them), and the same by layer in ``layers``,
-            with ``max_logits``, where NaN shows as Inf; of all steps, ``steps`` that had logits,
-            ``total_clipped`` and ``total_nonfinite``. Not in checkpoints.
+            For the last step that had logits: ``max_logit``, ``heads`` (how many logits), of these
+            ``clipped`` and ``nonfinite``, and ``layers``, which has the same by layer, and
+            ``max_logits``, in which NaN shows as Inf. For all steps: ``steps`` (how many had
+            logits), ``total_clipped`` and ``total_nonfinite``. Checkpoints do not hold them.
         """
         return {**NO_STATS, "layers": {}} if self._clip is None else self._clip.stats()
 
@@ -753,9 +763,10 @@ class Muon(torch.optim.Optimizer):
 
     @property
     def is_broken(self) -> bool:
-        """Whether a `step` or a load has left some of weights and state behind the rest.
+        """Whether weights and state do not belong together: a `step` or a load broke off, or
+        `discard_state` was called.
 
-        `load_state_dict` mends it, beside weights of the same checkpoint.
+        `load_state_dict` mends that; load the model's weights from the same checkpoint.
         """
         return self._integrity.is_broken
 
@@ -764,13 +775,14 @@ class Muon(torch.optim.Optimizer):
         self._store.create_missing(self.state, groups, entries, self._settings)
 
     def state_dict(self) -> dict[str, Any]:
-        """As in torch.optim, with the state created if need be, and dtypes of options as text.
+        """As in torch.optim; missing state is created first, and dtypes of options become text.
 
-        torch.distributed.checkpoint takes no dtypes in full state dicts. Offloaded state is what is
-        in host memory, which steps go on to change.
+        (torch.distributed.checkpoint takes no dtypes in full state dicts.) Offloaded state is given
+        as the tensors in host memory, which later steps change.
 
         Raises:
-            RuntimeError: a `step` broke off, so that its state is of no use; see `discard_state`.
+            RuntimeError: a `step` or a load broke off, so the state is of no use; see
+                `discard_state`.
         """
         self._integrity.check(accept_void=True)
         groups = self._read_groups()
@@ -778,7 +790,7 @@ class Muon(torch.optim.Optimizer):
         self._rounding.begin(groups, self.state)
         self._offload.flush()
         held = {id(param) for group in groups for param in group.params}
-        params = [key for key in self.state if isinstance(key, Tensor)]  # others are the user's own
+        params = [key for key in self.state if isinstance(key, Tensor)]  # other keys are the user's
         swapped_out = {p: self.state.pop(p) for p in params if id(p) not in held}
         try:
             state_dict = super().state_dict()
@@ -792,8 +804,8 @@ class Muon(torch.optim.Optimizer):
     def exact_weights(self) -> dict[str, Tensor]:
         """The weights of ``weight_rounding="exact"`` in fp32, by the names of their parameters.
 
-        New tensors, placed as the parameters are. To be called on all ranks alike: where replicas
-        divide AdamW's state, they send each other its rows.
+        The tensors are new, and placed as the parameters are. Call this on all ranks alike: where
+        replicas divide AdamW's state, they send each other rows of it.
 
         >>> state_dict = {**model.state_dict(), **optimizer.exact_weights()}
         """
@@ -804,8 +816,8 @@ class Muon(torch.optim.Optimizer):
     def load_exact_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Sets weights and their residuals to weights in fp32, as `exact_weights` gives them.
 
-        Not all have to be given. To be called behind `load_state_dict`, whose residuals would
-        replace these.
+        You need not give all weights. Call this after `load_state_dict`, which would replace the
+        residuals.
 
         Raises:
             ValueError: a name that has no residual here, or a tensor that does not fit it; nothing
@@ -818,7 +830,7 @@ class Muon(torch.optim.Optimizer):
             self._rounding.set_exact(params[name], value)
 
     def _params_with_residuals(self) -> dict[str, Tensor]:
-        """Parameters by name whose state has a residual, which is that of the weight as it is."""
+        """Parameters that have a residual, by name; the residuals fit the weights as they are."""
         self._integrity.check()
         groups = self._read_groups()
         self._create_state(groups)
@@ -866,7 +878,7 @@ class Muon(torch.optim.Optimizer):
             self.register_load_state_dict_pre_hook(check),
             self.register_load_state_dict_post_hook(restore, prepend=True),
         ]
-        # What inference mode makes could not be changed outside of it.
+        # Tensors made in inference mode could not be changed outside of it.
         enabled = torch.is_grad_enabled()
         try:
             with (
@@ -882,10 +894,10 @@ class Muon(torch.optim.Optimizer):
     def _check_saved(
         self, states: dict[Any, Any], param_groups: Sequence[dict[str, Any]]
     ) -> list[dict[str, Any]]:
-        """Checks the state and the groups of a checkpoint, and divides the state as this one is.
+        """Checks a checkpoint's state and groups, and divides the state as this optimizer's is.
 
         Returns:
-            The groups with every key.
+            The groups of the checkpoint, with every key.
         """
         checkpoints.check_count(self.param_groups, param_groups)
         param_groups = list(map(in_words_of_this_package, param_groups, self.param_groups))
@@ -913,23 +925,23 @@ class Muon(torch.optim.Optimizer):
     ) -> None:
         """Takes over the state of another optimizer, from its checkpoint.
 
-        The package's `extras.foreign_checkpoints` says how parameters are matched, what is
-        converted how, and has an example of each kind.
+        The package's `extras.foreign_checkpoints` says how parameters are matched and state is
+        converted, and has an example of each kind.
 
         Args:
-            states: a state dict, already loaded: ``torch.load(path, weights_only=True)``; a list of
-                those of all ranks, in order, or of two optimizers; or a mapping ``{"muon": …,
-                "adamw": …}``, in which None has those parameters start anew. Every rank of this
-                optimizer gets all of it, and takes its part without traffic.
+            states: a loaded state dict, ``torch.load(path, weights_only=True)``; a list of the
+                state dicts of all ranks, in order, or of two optimizers; or a mapping
+                ``{"muon": …, "adamw": …}``, in which None makes these parameters start anew. Give
+                all of it to every rank; each takes its part without traffic.
             kind: what wrote ``states``: ``"torch_muon"``, ``"torch_adamw"``, ``"motif"``,
                 ``"llamafactory"`` (Moonlight's), ``"nanochat"`` or ``"keller_jordan"``.
-            params: parameters, (name, parameter) pairs, or names: all of them, in the order in
-                which the other optimizer was given them, whatever it made of that. Needed where
-                names and the preset's groups do not tell which parameter is which.
-            hyperparameters: bring ``lr``, ``weight_decay``, ``momentum``, ``nesterov``, ``beta2``,
-                betas, eps, ``maximize`` and what schedulers keep in groups (``initial_lr``, …), as
-                far as both have them; False keeps the groups as they are. How matrices are
-                orthogonalized and scaled always stays.
+            params: all parameters, as tensors, (name, parameter) pairs or names, in the order in
+                which the other optimizer was given them. Needed where names and the preset's groups
+                do not tell which parameter is which.
+            hyperparameters: take over ``lr``, ``weight_decay``, ``momentum``, ``nesterov``,
+                ``beta2``, betas, eps, ``maximize`` and what schedulers keep in groups
+                (``initial_lr``, …), if both optimizers have them; False keeps this optimizer's. The
+                options of orthogonalization and scale never change.
 
         Raises:
             ValueError: something does not fit, with the parameter's name; nothing was loaded.
@@ -958,12 +970,12 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def discard_state(self) -> None:
-        """Sets all state to zeros, for a checkpoint to be loaded into.
+        """Sets all state to zeros, so that a checkpoint can be loaded into it.
 
-        `load_state_dict` alone repairs an optimizer whose `step` broke off. But
-        torch.distributed.checkpoint loads into what `state_dict` gives, which raises then, as what
-        it gave could be saved just as well. After this it gives zeros, while `step` goes on to
-        raise until `load_state_dict` has been called. To be called on all ranks alike.
+        If a `step` broke off, `load_state_dict` is all that the optimizer needs. But
+        torch.distributed.checkpoint loads into the tensors of `state_dict`, which raises after such
+        a step, lest they be saved. After `discard_state` it returns zeros, and `step` raises until
+        `load_state_dict` has been called. Call this on all ranks alike.
         """
         self._integrity.discard()
         self._forget_tensors()
@@ -1001,7 +1013,7 @@ class Muon(torch.optim.Optimizer):
 
     # -- CPU offload -----------------------------------------------------------------------------
 
-    @torch.inference_mode(False)  # memory that it makes could not be changed outside of it
+    @torch.inference_mode(False)  # else the memory made here could not be changed later
     @torch.no_grad()
     def turn_on_cpu_offload(
         self,
@@ -1013,30 +1025,30 @@ class Muon(torch.optim.Optimizer):
     ) -> None:
         """Keeps optimizer state in page-locked host memory between steps, from now on.
 
-        Results are the same to the bit. To be called on all ranks alike, at any time; again, to
-        change how. Where parameters are on the CPU, nothing happens.
+        Results are the same to the bit. Call this on all ranks alike, at any time, and again to
+        change the arguments. Without a ``backend`` it does nothing for parameters on the CPU.
 
         Args:
             mode: how state comes to a step. ``"stream"`` carries it through the device piece by
-                piece, under the step's arithmetic; ``"bulk"`` brings all of it before the step and
-                all of it back behind it; ``"backward"`` brings that of a parameter when its
-                gradient is there, and writes back under the next forward.
+                piece while the step computes; ``"bulk"`` copies all of it to the device before the
+                step, and back after it; ``"backward"`` copies the state of a parameter when its
+                gradient is there, and copies it back after the step, while training goes on.
             slot_bytes: device memory that ``"stream"`` takes, within the step only; None is 5 % of
                 the device's state or 512 MiB, whichever is more.
-            model: for ``"backward"``, the model: before the forward of each of its modules that has
-                parameters, memory is let go that has been written back (but not in compiled
-                forwards); without it, that happens when the next backward begins.
-            backend: makes the copies, in place of the devices' streams; parameters on a CPU are
-                offloaded, too: a `SimulatedHost` shows what happens without an accelerator.
+            model: for ``"backward"``: the forward of each module of the model that has parameters
+                first frees memory whose state is back on the host (but not in compiled forwards).
+                Without a model the next backward frees it.
+            backend: makes the copies in place of the devices' streams; it also offloads the state
+                of parameters on a CPU: a `SimulatedHost` shows what happens without an accelerator.
 
         Raises:
             ValueError: an unknown mode; ``slot_bytes`` below 1; a model without parameters of this
-                optimizer; no backend. Nothing was changed.
+                optimizer; a ``backend`` of another type. Nothing was changed.
         """
         self._offload.turn_on(self, mode, slot_bytes, model, backend)
         self._forget_tensors()
 
-    @torch.inference_mode(False)  # memory that it makes could not be changed outside of it
+    @torch.inference_mode(False)  # else the memory made here could not be changed later
     @torch.no_grad()
     def turn_off_cpu_offload(self) -> None:
         """Brings all state back to where its parameters are, for good."""
@@ -1049,11 +1061,11 @@ class Muon(torch.optim.Optimizer):
         return self._offload.mode if self._offload.is_on else None
 
     def synchronize_offload(self) -> None:
-        """Makes the host wait until all state is in host memory, and nothing of it on devices.
+        """Makes the host wait until all state is in host memory, and no copy of it on a device.
 
-        To be called before reading or changing what ``optim.state`` holds by hand: before that it
-        may be incomplete, or older than on the device. `state_dict` makes the host wait by itself,
-        but leaves on the device what was reloaded.
+        Call it before you read or change tensors of ``optim.state``: they may be incomplete, or
+        older than their copies on the device. `state_dict` waits by itself, and leaves on the
+        device what was reloaded.
         """
         self._offload.evict()
 
@@ -1061,9 +1073,8 @@ class Muon(torch.optim.Optimizer):
     def manual_offload(self) -> bool:
         """Whether what is reloaded stays until `offload` is called.
 
-        While this is set, neither ``step()`` nor the hooks of ``"backward"`` bring or write back
-        anything on their own, but for what ``step()`` needs and finds on the host only: that is
-        streamed.
+        While this is set, neither ``step()`` nor the hooks of ``"backward"`` reload or write back
+        anything on their own. ``step()`` streams the state that it needs and that is not reloaded.
         """
         return self._offload.manual
 
@@ -1072,10 +1083,10 @@ class Muon(torch.optim.Optimizer):
         self._offload.manual = bool(manual)
 
     def set_param_tags(self, tags: Mapping[Union[Tensor, str], Hashable]) -> None:
-        """Sorts parameters into groups for `reload_group`, instead of any earlier ones.
+        """Tags parameters for `reload_group`; earlier tags are dropped.
 
         Args:
-            tags: of parameters, or of their names; None as a tag is none.
+            tags: by parameter or by name; None means no tag.
 
         Raises:
             ValueError: something that is no parameter of this optimizer.
@@ -1090,8 +1101,8 @@ class Muon(torch.optim.Optimizer):
 
         Args:
             tag: from `set_param_tags`.
-            sync_streams: streams whose work so far the copies wait for, beside the current one's:
-                those from which memory may come that has just been freed.
+            sync_streams: further streams for whose work so far the copies wait: those whose memory
+                has just been freed, since the copies may get it.
 
         Raises:
             ValueError: no parameter has that tag.
@@ -1099,13 +1110,13 @@ class Muon(torch.optim.Optimizer):
         self._offload.reload(self.state, self._offload.tagged(tag), sync_streams)
 
     def reload_untagged(self, sync_streams: Sequence[Any] = ()) -> None:
-        """The same for all parameters without a tag."""
+        """Starts to bring the state of all parameters without a tag to the device."""
         params = (param for group in self.param_groups for param in group["params"])
         untagged = (param for param in params if param not in self._offload.tags)
         self._offload.reload(self.state, untagged, sync_streams)
 
     def wait_reload(self) -> None:
-        """Makes the current stream wait for all that is being reloaded; ``step()`` does it, too."""
+        """Makes the current stream wait for all reloads; ``step()`` does so by itself."""
         self._offload.wait_reload()
 
     @torch.inference_mode(False)
@@ -1113,8 +1124,8 @@ class Muon(torch.optim.Optimizer):
     def offload(self) -> None:
         """Starts to write reloaded state back.
 
-        Its device memory is let go when that is done, as seen by the next call of any of these
-        methods, of ``step()``, or by a forward of ``model`` in the mode ``"backward"``.
+        The next call of one of these methods or of ``step()``, or a forward of ``model`` in the
+        mode ``"backward"``, frees the device memory if the copies are done by then.
         """
         self._offload.offload()
 
@@ -1130,13 +1141,13 @@ class Muon(torch.optim.Optimizer):
         self._forget_tensors()
 
     def _forget_tensors(self) -> None:
-        """Lets go of what steps keep of weights and state, which would keep their memory."""
+        """Drops the views of weights and state that steps reuse, which would keep memory alive."""
         self._prepared = None
         self._store.recheck()
 
 
 def _make_clip(clip_config: Any, clip_mode: Any) -> Optional[QKClip]:
-    """QK-Clip as configured, loaded where it is used."""
+    """Makes QK-Clip as configured; imports its code only if it is on."""
     if clip_config is None and clip_mode == "shared":
         return None
     from .qk_clip.clip import QKClip
@@ -1147,5 +1158,5 @@ def _make_clip(clip_config: Any, clip_mode: Any) -> Optional[QKClip]:
 
 
 def _is_zero(lr: Any) -> bool:
-    """Without waiting for a device."""
+    """Whether a learning rate is zero; False for a tensor on a device, which stays unread."""
     return (not isinstance(lr, Tensor) or lr.device.type == "cpu") and bool(lr == 0)

@@ -1,22 +1,22 @@
 """Runs a step: momentum → gather → orthogonalize → scatter → update, chunk by chunk.
 
-Every rank updates the momentum of what it holds and sends it to the owners of the matrices; the
-owners orthogonalize whole matrices and send every rank its part of the update. Where a rank holds
-whole matrices the same happens without traffic, which is all that happens on one device.
+Every rank updates the momentum of what it holds and sends it to the owners of the matrices. The
+owners orthogonalize matrices, or slices of them, and send every rank its part of the update. The
+matrices that a rank holds whole take the same way without traffic; on one device all of them do.
 
-The schedule, a list of events made by `async_utils`, fixes the order of all this. The names of what
-a plan is made of (lane, chunk, batch, unit, bundle, span) are explained in docs/how-it-works.md.
-All units of a batch, and of a span, have one group of hyperparameters and one shape of matrices, so
-the first stands for all. Matrices without a gradient that ranks share are in no lane; those that
-are whole on this rank are passed over here (``step.present``).
+The schedule, a tuple of events made by `async_utils`, fixes the order. docs/how-it-works.md
+explains what a plan is made of: lanes, chunks, batches, units, bundles, spans. All units of a batch
+have one group of hyperparameters and one shape of matrices; all units of a span have one group, one
+dtype and, for weights, one scale. So the code reads these from the first unit. A matrix without a
+gradient is in no lane if ranks share it; if it is whole on this rank, `Step.present` leaves it out.
 
-An event asks the step for tensors: ``step.momentum`` and ``step.weights``, which may be in host
-memory, from where ``step.prefetcher`` brings them window by window; ``step.grads``, as they are or
-averaged; ``step.keep``, where to update. A chunk travels by a `distributed.transport.Transport`.
+An event asks the step for tensors. ``step.momentum`` and ``step.weights`` may be in host memory;
+``step.prefetcher`` then brings them to the device window by window. ``step.grads`` are gradients as
+they are, or averaged; ``step.keep`` says where to update. A `Transport` carries a chunk.
 
 In traces of torch.profiler the events are ``Muon.momentum``, ``Muon.orthogonalize``,
-``Muon.weights`` and ``Muon.adamw``; ``Muon.agree`` is the hosts' exchange before a step.
-record_function is a context manager here, since one decorator would serve all threads.
+``Muon.weights`` and ``Muon.adamw``; ``Muon.agree`` is the exchange of notes before a step. Each
+event makes a record_function of its own; threads would share that of a decorator.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ def run(step: Step) -> None:
     step.end()
 
 
-# -- the way of a chunk ------------------------------------------------------------------------
+# -- events of a chunk -------------------------------------------------------------------------
 
 
 def update_momentum_and_gather(event: Event, step: Step) -> None:
-    """B ← μB + G on all ranks; starts to send what is to be orthogonalized to the owners."""
+    """Updates momentum, B ← μB + wG, on all ranks, and starts to send the owners their input."""
     chunk, lane = step.prepared.chunk(event)
     prepared, number = step.prepared, event.lane
     groups = prepared.process_groups[number], prepared.team_groups[number]
@@ -67,17 +67,17 @@ def update_momentum_and_gather(event: Event, step: Step) -> None:
     step.transports[event.chunk] = transport
     exponents: list[tuple[int, Tensor]] = []
     with record_function("Muon.momentum"):
-        for span, members in step.together(chunk.momentum, lane):
-            exponents += _update_span_momentum(span, transport.momentum, lane, step)
-            for member in members:
-                step.release_gradients(member)
-        for start, values in exponents:  # last, since spans write the gaps where these lie, too
+        for joined, spans in step.together(chunk.momentum, lane):
+            exponents += _update_span_momentum(joined, transport.momentum, lane, step)
+            for span in spans:
+                step.release_gradients(span)
+        for start, values in exponents:  # after all spans, which also write where exponents lie
             transport.momentum[start : start + len(values)].copy_(values)
     transport.gather()
 
 
 def orthogonalize_and_scatter(event: Event, step: Step) -> None:
-    """U ← the polar factors of matrices, or slices, on their owners; starts to send them back."""
+    """Computes U, the polar factors, on the owners of matrices, and starts to send U back."""
     chunk, _ = step.prepared.chunk(event)
     team_group = step.prepared.team_groups[event.lane]
     transport = step.transports[event.chunk]
@@ -118,14 +118,14 @@ def update_weights(event: Event, step: Step) -> None:
 def _update_span_momentum(
     span: Span, buffer: Tensor, lane: Lane, step: Step
 ) -> list[tuple[int, Tensor]]:
-    """Updates the momentum of a span; what is to be orthogonalized goes into the buffer.
+    """Updates the momentum of a span, and writes the input of orthogonalization into the buffer.
 
     Returns:
-        With an fp16 wire, for each bundle where its exponents start in the buffer, and these, if
-        they are still to be written.
+        With an fp16 wire, the exponents of each bundle and where they start in the buffer; empty if
+        they are written already.
     """
     start, stop = span[0].start, span[-1].start + span[-1].numel
-    is_staged = span[0].is_staged  # else another replica sends the same
+    is_staged = span[0].is_staged  # if not, another replica sends this momentum
     if step.uses_lists(lane) and (lane.scaled or not is_staged):
         _update_momentum_in_place(span, buffer[start:], is_staged, lane, step)
         return []
@@ -153,7 +153,7 @@ def _update_span_momentum(
         if step.audit is not None:
             step.audit.momentum(parts.units, fetched, part)
     if largest is not None:
-        if rows.largest is None:  # windows may have had pieces of them
+        if rows.largest is None:  # not measured yet: a window may hold a piece of a tensor
             norms = torch._foreach_norm(rows.outputs, torch.inf)
             torch._foreach_copy_(list(largest.unbind()), norms)
         exponents = wire.scale_down(rows.outputs, step.views(sent, span), largest)
@@ -168,10 +168,10 @@ def _update_span_momentum(
 def _update_momentum_in_place(
     span: Span, sent: Tensor, is_staged: bool, lane: Lane, step: Step
 ) -> None:
-    """Updates the momentum of a span first, then makes of it what is sent, scaled, if any is.
+    """Updates the momentum of a span in place, then writes what this rank sends of it, scaled.
 
     Args:
-        sent: the buffer from where the span begins.
+        sent: the buffer, from the beginning of the span on.
     """
     parts = step.momentum(span)
     grads = step.grads(parts)
@@ -207,7 +207,7 @@ def _update_momentum_in_place(
 
 
 def _apply_momentum(rows: MomentumRows, options: Group, wanted: bool) -> None:
-    """Updates momentum, and writes the outputs where they are wanted."""
+    """Updates momentum, and writes the outputs if they are ``wanted``."""
     core.update_momentum(
         rows.momenta,
         rows.grads,
@@ -233,11 +233,18 @@ def _polar_factors(
     team_group: Any,
     step: Step,
 ) -> Tensor:
-    """Polar factors of all matrices of units (n, *shape of each), (matrices, rows, cols).
+    """Computes the polar factors of units.
 
-    Of slices, that of each matrix, by all members of a team. Members launch the same collectives in
-    the same order: they have the same batches, and come to a lane's chunks as all its peers do. So
-    of all collectives that ranks wait for, one has been reached by all of its ranks.
+    Members of a team compute them together, each for its slice of every matrix. They launch the
+    same collectives in the same order, since they have the same batches, and take a lane's chunks
+    in the order of all its peers. So among the collectives that ranks wait for, there is one that
+    all of its ranks have reached.
+
+    Args:
+        X: the units, (n, *shape of each).
+
+    Returns:
+        The polar factors, or slices of them, (matrices, rows, cols).
     """
     unit = batch.units[0]
     entry, options = step.plan.entries[unit.entry], step.group(unit)
@@ -257,7 +264,7 @@ def _polar_factors(
 
 
 def _to_front(X: Tensor, present: Optional[Sequence[bool]]) -> Tensor:
-    """The units that are present: the last of them move to the places of absent ones."""
+    """Moves present units from the end to the places of absent ones; returns the present units."""
     if present is None:
         return X
     _copy_units(X, *_moves(present))
@@ -265,7 +272,7 @@ def _to_front(X: Tensor, present: Optional[Sequence[bool]]) -> Tensor:
 
 
 def _to_places(packed: Tensor, present: Optional[Sequence[bool]], out: Optional[Tensor]) -> Tensor:
-    """The inverse of `_to_front`, in ``out`` or a new tensor; absent units are undefined there."""
+    """Undoes `_to_front`, in ``out`` or in a new tensor; absent units are undefined in it."""
     if present is None:
         return packed
     if out is None:
@@ -276,7 +283,7 @@ def _to_places(packed: Tensor, present: Optional[Sequence[bool]], out: Optional[
 
 
 def _moves(present: Sequence[bool]) -> tuple[list[int], list[int]]:
-    """Numbers of absent units at the front, and of as many present ones at the end."""
+    """The numbers of absent units at the front, and of as many present units at the end."""
     count = sum(present)
     absent = [number for number in range(count) if not present[number]]
     return absent, [number for number in range(count, len(present)) if present[number]]
@@ -291,7 +298,7 @@ def _copy_units(units: Tensor, to: Sequence[int], source: Sequence[int]) -> None
 
 
 def _update_span_weights(span: Span, updates: Tensor, lane: Lane, step: Step) -> None:
-    """Applies this rank's parts of the updates to its weights; the updates may be overwritten."""
+    """Applies this rank's parts of the updates to its weights; may overwrite the updates."""
     parts = step.weights(span)
     received = updates[span[0].start : span[-1].start + span[-1].numel]
     U = step.scratch.in_dtype(received, core.update_dtype(lane.wire, lane.opmath, lane.device))
@@ -337,14 +344,17 @@ def _update_span_weights(span: Span, updates: Tensor, lane: Lane, step: Step) ->
 
 
 def _second_moment_factors(bundle: Bundle, updates: Tensor, step: Step) -> list[Tensor]:
-    """Updates V of a bundle's units; returns factors on this rank's parts of the update."""
+    """Updates V, the second moments of a bundle's units, and returns this rank's factors.
+
+    There is one factor for each of this rank's parts of the update, which is multiplied with it.
+    """
     factors: list[Tensor] = []
     present = step.present(bundle.units)
     units = list(bundle.units if present is None else compress(bundle.units, present))
     if not units:
         return factors
     views = [step.second_moment(unit) for unit in units]
-    for fetched in step.prefetcher.windows((SECOND_MOMENT, id(bundle))):  # exactly one
+    for fetched in step.prefetcher.windows((SECOND_MOMENT, id(bundle))):  # runs once
         if fetched is not None:
             views = [tensors[0] if tensors else views[piece.row] for piece, tensors in fetched]
         V = torch.stack(views)  # (n, experts…, matrices of each…, long side)
@@ -352,7 +362,7 @@ def _second_moment_factors(bundle: Bundle, updates: Tensor, step: Step) -> list[
         rows = numbers.view(len(bundle.units), *V.shape[1:])
         v = rows if present is None else torch.stack(list(compress(rows.unbind(), present)))
         dtype = step.plan.entries[units[0].entry].recipe.dtype
-        v = v.to(torch.promote_types(dtype, torch.float32))  # in which the owner computed it
+        v = v.to(torch.promote_types(dtype, torch.float32))  # as the owner computed it
         keep = None
         if step.may_skip(units[0]):
             keep = torch.cat([step.finite.of(unit) for unit in units])
@@ -365,7 +375,7 @@ def _second_moment_factors(bundle: Bundle, updates: Tensor, step: Step) -> list[
 
 
 def _factors_of_parts(factor: Tensor, bundle: Bundle, of_rows: bool) -> list[Tensor]:
-    """Slices factors, which are shaped like V, to this rank's parts; they broadcast to them."""
+    """Cuts factors, which are shaped like V, into those of this rank's parts; these broadcast."""
     unit = bundle.units[0]
     block, axes = unit.block, range(len(unit.shape))
     side = slice(block.row_axis, block.col_axis) if of_rows else slice(block.col_axis, None)
@@ -380,11 +390,11 @@ def _factors_of_parts(factor: Tensor, bundle: Bundle, of_rows: bool) -> list[Ten
     return list(itertools.chain.from_iterable(zip(*views)))
 
 
-# -- what else a step does ---------------------------------------------------------------------
+# -- other events of a step --------------------------------------------------------------------
 
 
 def flag_nonfinite(event: Event, step: Step) -> None:
-    """With nonfinite="skip": which matrices of a lane have a finite gradient, and momentum."""
+    """For nonfinite="skip", finds the matrices of a lane with finite gradient and momentum."""
     lane = step.plan.all_lanes[event.lane]
     units = [unit for unit, _ in lane.owners if step.may_skip(unit)]
     parts = _numbers_to_flag(lane, step)
@@ -392,7 +402,7 @@ def flag_nonfinite(event: Event, step: Step) -> None:
 
 
 def _numbers_to_flag(lane: Lane, step: Step) -> Iterator[tuple[Unit, regions.Region, Tensor]]:
-    """This rank's parts of units that may be skipped, with their boxes and what must be finite."""
+    """Yields this rank's parts of units that may be skipped: unit, box, and what must be finite."""
     for span in (span for chunk in lane.chunks for span in chunk.momentum):
         parts = step.momentum(span)
         if not parts.units or not step.may_skip(parts.units[0]):
@@ -406,10 +416,10 @@ def _numbers_to_flag(lane: Lane, step: Step) -> Iterator[tuple[Unit, regions.Reg
 def _next_momentum(
     span: Span, parts: SpanParts, grads: list[Tensor], lane: Lane, step: Step
 ) -> list[Tensor]:
-    """What this step would make of parts of the momentum, which stay as they are."""
+    """Returns parts of the momentum as this step would make them; changes nothing."""
     unread = [torch.empty(part.shape, dtype=lane.opmath, device=lane.device) for part in grads]
     rows = MomentumRows(parts.tensors, grads, unread)
-    for fetched in step.prefetcher.windows((NONFINITE, id(span))):  # exactly one
+    for fetched in step.prefetcher.windows((NONFINITE, id(span))):  # runs once
         rows = rows.in_window(fetched)
         rows.momenta = [momentum.clone() for momentum in rows.momenta]
         _apply_momentum(rows, step.group(parts.units[0]), wanted=False)
@@ -417,7 +427,7 @@ def _next_momentum(
 
 
 def update_adamw(event: Event, step: Step) -> None:
-    """AdamW of one part of the parameters that are not Muon's."""
+    """Updates one part of AdamW's parameters (`AdamWPart`)."""
     step.has_written = True
     step.adamw.update(event.number)
 
