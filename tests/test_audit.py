@@ -159,7 +159,7 @@ def unlike() -> None:
         run.optim.step()
     first, second = audit.report().findings[:2]
     assert first.startswith("ranks have audited different numbers of steps, [4, 3]")
-    assert second.startswith("13 of 14 matrices have Inf or NaN")
+    assert second.startswith("13 of 14 matrices have Inf or NaN since audited step ")
     assert math.isnan(run.optim.metrics()["muon/weight_norm"])
 
 
@@ -215,7 +215,7 @@ def report_of(
 ) -> Any:
     model = model or Blocks()
     groups = optimizer.get_default_muon_param_groups(model, expert_keys=["experts"])
-    optim = optimizer.Muon(regroup(groups), lr=1e-3, **options)
+    optim = optimizer.Muon(regroup(groups), **{"lr": 1e-3, **options})
     dtype = next(model.parameters()).dtype
     with optim.audit() as audit:
         for number in range(3):
@@ -239,6 +239,15 @@ def one_adamw(groups: list[dict]) -> list[dict]:
     muon, adamw = groups
     last = {"params": muon["params"][-1:], "names": muon["names"][-1:], "use_muon": False}
     return [{**muon, "params": muon["params"][:-1], "names": muon["names"][:-1]}, adamw, last]
+
+
+def experts_on_adamw(groups: list[dict]) -> list[dict]:
+    muon, adamw = groups
+    (at,) = [number for number, name in enumerate(muon["names"]) if name == "experts"]
+    return [
+        {**muon, **{key: [*muon[key][:at], *muon[key][at + 1 :]] for key in ("params", "names")}},
+        {**adamw, **{key: [*adamw[key], muon[key][at]] for key in ("params", "names")}},
+    ]
 
 
 def as_slab(groups: list[dict]) -> list[dict]:
@@ -293,10 +302,23 @@ FAILURES: dict[str, tuple[dict[str, Any], str]] = {
     "clipped to nothing": ({"spoil": vanishing}, "gradients are 1e-09 of the momentum"),
     "a slab of experts": (
         {"regroup": as_slab},
-        "experts are orthogonalized as one matrix each, for all experts",
+        "experts are stacks of experts that AdamW trains, or that are orthogonalized as one",
     ),
     "one row": ({"spoil": one_row}, "1 of 5 matrices have updates of a rank under 0.1"),
-    "NaN": ({"spoil": not_finite}, "1 of 5 matrices have Inf or NaN: layers.0.weight"),
+    "NaN": (
+        {"spoil": not_finite},
+        "1 of 5 matrices have Inf or NaN since audited step 3, first in the gradient: layers.0",
+    ),
+    "clipped to nothing from the beginning": (
+        {"spoil": scaled("", 1e-9)},
+        "gradients have a root mean square of ",
+    ),
+    "no learning rate": ({"lr": 0.0}, "5 of 5 matrices did not change: "),
+    "a learning rate for another scale": ({"lr": 3.0}, "updates are "),
+    "experts on AdamW": (
+        {"regroup": experts_on_adamw},
+        "experts are stacks of experts that AdamW trains",
+    ),
     "coefficients that diverge": (
         {"ns_coefficients": (3.4445, -4.775, 3.2), "ns_steps": 3},
         "1 of 5 matrices have updates with singular values above 1.5",
@@ -307,7 +329,7 @@ FAILURES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "weights that are too small": (
         {"model": tiny_weights},
-        "the update of layers.3.weight is ",
+        "1 of 5 matrices have updates over 20 times the median, relative to their weights: ",
     ),
 }
 
@@ -319,6 +341,29 @@ def test_a_healthy_run_has_no_finding():
     for rounding in ("exact", "stochastic"):
         report = report_of(Blocks().bfloat16(), weight_rounding=rounding)
         assert report.findings == [], rounding
+
+
+def test_weights_that_begin_at_zero_are_no_finding():
+    model = Blocks()
+    nn.init.zeros_(model.layers[3].weight)
+    assert report_of(model).findings == []
+
+
+def replicas_apart() -> None:
+    model = Blocks()
+    optim = optimizer.Muon(optimizer.get_default_muon_param_groups(model, expert_keys=["experts"]))
+    with optim.audit() as audit:
+        for step in range(2):
+            torch.manual_seed(10 * step + dist.get_rank())
+            for p in model.parameters():
+                p.grad = torch.randn_like(p)
+            optim.step()
+    message = "4 of 5 matrices are plain tensors that have other weights on other ranks: layers.0"
+    assert audit.report().findings[0].startswith(message)
+
+
+def test_replicas_whose_weights_part_are_found():
+    run_ranks(replicas_apart, 2)
 
 
 def test_an_audit_without_steps_says_so():

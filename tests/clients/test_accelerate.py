@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import accelerate_fsdp2
 import ranked
 from kernel import optimizer
-from plain import FP32, Trained, assert_same, linear, whole_weights_of
+from plain import FP32, Trained, assert_same, batch_of, linear, whole_weights_of
 from plain import train as train_plainly
 
 STEPS = 12
@@ -86,7 +86,7 @@ def ranks_hold_state() -> dict[str, tuple[int, int]]:
         accelerator.device_placement = asks
         model, _ = accelerator.prepare(model, optim)
         before = len(optim.state)
-        model(input_ids=torch.ones(2, 8, dtype=torch.long)).logits.sum().backward()
+        model(**batch_of(0, 16)).loss.backward()
         optim.step()
         counts[asks] = before, len(optim.state)
         accelerator.free_memory()

@@ -36,10 +36,13 @@ SMALLEST_RANK = 0.1  # of the update, over the shorter side
 LARGEST_SIGMA = 1.5  # singular value of an orthogonalized matrix
 LARGEST_OUTLIER = 20.0  # relative change of a matrix, over the median of all
 MOST_LOST = 0.3  # of an update, by rounding
+LARGEST_CHANGE = 0.5  # of the median matrix in a step, relative
 LEAST_GRADIENT = 1e-6  # of all gradients, over the momentum
+LEAST_RMS = 1e-8  # root mean square of all gradients: AdamW's usual eps
 
 NORMS = ("gradient", "momentum", "weight", "update", "change", "lost")
 QUANTILES = (0.0, 0.1, 0.5, 0.9, 1.0)
+_EXPERTS = ("experts",)
 
 
 @dataclass
@@ -73,8 +76,9 @@ class Report:
             ``momentum``, ``weight``, ``update``, ``change`` and ``lost``, Frobenius norms: of the
             gradient as `step` got it, of the momentum, of the weight before, of the update with
             decay in fp32, of what became of the weight (with QK-Clip), and of what rounding it took
-            from the update; ``matrices``, a count; ``owners``, global ranks; ``relative_rank``, the
-            squared norm of the polar factors over that of orthogonal matrices; and of some
+            from the update; ``numel``; ``matrices``, a count; ``owners``, global ranks;
+            ``relative_rank``, the squared norm of the polar factors over that of orthogonal
+            matrices; ``absent``, without a gradient; ``differs``, between replicas; and of some
             ``sigma``, the singular values of one polar factor at the quantiles 0, 0.1, 0.5, 0.9, 1.
     """
 
@@ -204,6 +208,9 @@ class Audit:
                     "owners": [],
                     "relative_rank": 0.0,
                     "absent": entry.name in record.absent,
+                    "numel": math.prod(entry.matrices.shape),
+                    "is_plain": entry.sharding is None and not has_component(entry.name, _EXPERTS),
+                    "differs": False,
                 },
                 "held_by": dtensors.key_of_ranks(
                     (rank,) if entry.sharding is None else entry.sharding.ranks
@@ -264,7 +271,7 @@ class Audit:
             for entry in entries
             if self._groups[entry.group].weight_rounding == "stochastic"
         ]
-        return _adamws(self._groups), _slabs(entries), at_random
+        return _adamws(self._groups), _slabs(self._groups, entries), at_random
 
     def metrics(self) -> dict[str, float]:
         """See `Muon.metrics`."""
@@ -308,7 +315,11 @@ def _merged(of_ranks: Iterable[Mapping[str, dict[str, Any]]]) -> dict[str, dict[
     for rows in of_ranks:
         for name, row in rows.items():
             so_far = merged.setdefault(name, row)
-            if so_far is row or so_far["held_by"] != row["held_by"]:
+            if so_far is row:
+                continue
+            if so_far["held_by"] != row["held_by"]:
+                is_replica = so_far["is_plain"] and row["is_plain"]
+                so_far["differs"] |= is_replica and so_far["weight"] != row["weight"]
                 continue
             for key in (*NORMS, "matrices", "owners", "relative_rank"):
                 so_far[key] += row[key]
@@ -316,7 +327,7 @@ def _merged(of_ranks: Iterable[Mapping[str, dict[str, Any]]]) -> dict[str, dict[
             if "sigma" in row:
                 so_far["sigma"] = row["sigma"]
     for row in merged.values():
-        del row["held_by"]
+        del row["held_by"], row["is_plain"]
         row.update({what: math.sqrt(row[what]) for what in NORMS})
         row["relative_rank"] = _ratio(row["relative_rank"], row["matrices"])
         row["matrices"] = round(row["matrices"])
@@ -347,12 +358,19 @@ def _adamws(groups: Sequence[Group]) -> list[str]:
     return [name for name, param in left if not kinds or kind(name, param) in kinds]
 
 
-def _slabs(entries: Iterable[Entry]) -> list[str]:
-    """Names of experts that are read as one matrix."""
-    return [
+def _slabs(groups: Sequence[Group], entries: Iterable[Entry]) -> list[str]:
+    """Names of stacks of experts that AdamW trains, or that are read as one matrix."""
+    to_adamw = [
+        name
+        for group in groups
+        if not group.use_muon
+        for name, param in zip(group.names or (), group.params)
+        if param.ndim > 2 and has_component(name, _EXPERTS)
+    ]
+    return to_adamw + [
         entry.name
         for entry in entries
-        if has_component(entry.name, ("experts",))
+        if has_component(entry.name, _EXPERTS)
         and len(entry.matrices.blocks) == 1
         and math.prod(entry.matrices.shape[: entry.matrices.row_dim]) == 1
         and math.prod(entry.matrices.blocks[0].shape[: entry.matrices.blocks[0].row_axis]) == 1
@@ -390,15 +408,10 @@ def _findings(
         )
     if slabs:
         yield (
-            f"{_some(slabs)} are orthogonalized as one matrix each, for all experts: name them in "
-            "expert_keys, or split them"
+            f"{_some(slabs)} are stacks of experts that AdamW trains, or that are orthogonalized "
+            "as one matrix each: name them in expert_keys, or split them"
         )
-    share = median(
-        _ratio(*(math.hypot(*(row[what] for row in rows.values())) for what in NORMS[:2]))
-        for rows in steps
-    )
-    if 0.0 < share < LEAST_GRADIENT:
-        yield f"gradients are {share:.0e} of the momentum: are they clipped or unscaled to nothing?"
+    yield from _findings_of_gradients(steps)
     for check in _CHECKS:
         judged = {n: [check.is_so(rows[n]) for rows in steps if n in rows] for n in names}
         found = [name for name, are in judged.items() if (all if check.in_all else any)(are)]
@@ -407,18 +420,62 @@ def _findings(
         if found:
             many = f"{len(found)} of {len(names)} matrices"
             yield f"{many} {check.what}: {_some(found)}. {check.advice}"
+    yield from _findings_of_sizes(steps, names)
+
+
+def _findings_of_gradients(steps: Sequence[Mapping[str, Mapping[str, Any]]]) -> Iterator[str]:
+    """What is wrong with gradients of all matrices at once, or with numbers since some step."""
+    totals = [
+        [math.hypot(*(row[what] for row in rows.values())) for what in ("gradient", "momentum")]
+        for rows in steps
+    ]
+    share = median(_ratio(*of_both) for of_both in totals)
+    numel = sum(row["numel"] for row in steps[-1].values())
+    rms = median(gradient for gradient, _ in totals) / math.sqrt(max(1, numel))
+    if 0.0 < share < LEAST_GRADIENT:
+        yield f"gradients are {share:.0e} of the momentum: are they clipped or unscaled to nothing?"
+    elif 0.0 < rms < LEAST_RMS:
+        yield (
+            f"gradients have a root mean square of {rms:.0e}, which is less than AdamW's eps: are "
+            "they clipped or unscaled to nothing?"
+        )
+    for number, rows in enumerate(steps, 1):
+        bad = [what for what in NORMS if any(not math.isfinite(r[what]) for r in rows.values())]
+        if bad:
+            found = {n for rows in steps for n, row in rows.items() if not _is_finite(row)}
+            advice = "Is lr too large?"
+            if bad[0] == "gradient":
+                advice = 'nonfinite="skip" leaves such matrices as they are'
+            yield (
+                f"{len(found)} of {len(rows)} matrices have Inf or NaN since audited step "
+                f"{number}, first in the {bad[0]}: {_some(sorted(found))}. {advice}"
+            )
+            return
+
+
+def _is_finite(row: Mapping[str, Any]) -> bool:
+    return all(math.isfinite(row[what]) for what in NORMS)
+
+
+def _findings_of_sizes(
+    steps: Sequence[Mapping[str, Mapping[str, Any]]], names: Sequence[str]
+) -> Iterator[str]:
+    """Updates that are too large for their weights; weights that begin at zero have no size."""
     changes = {
         name: median(_ratio(rows[name]["update"], rows[name]["weight"]) for rows in steps)
         for name in names
-        if all(name in rows for rows in steps)
+        if all(name in rows for rows in steps) and steps[0][name]["weight"] > 0.0
     }
     middle = median(changes.values()) if changes else 0.0
-    for name, change in sorted(changes.items(), key=lambda item: -item[1]):
-        if middle and change > LARGEST_OUTLIER * middle:
-            yield (
-                f"the update of {name} is {change / middle:.0f} times the median of all, relative "
-                f"to its weights ({change:.1e}): are these too small at first, or its lr too large?"
-            )
+    if middle > LARGEST_CHANGE:
+        yield f"updates are {middle:.1g} of the weights in each step: is lr too large?"
+    far = sorted((change, n) for n, change in changes.items() if change > LARGEST_OUTLIER * middle)
+    if middle and far:
+        yield (
+            f"{len(far)} of {len(names)} matrices have updates over {LARGEST_OUTLIER:g} times the "
+            f"median, relative to their weights: {_some([n for _, n in far[::-1]])}. Are these too "
+            "small at first, or their lr too large?"
+        )
 
 
 class _Check(NamedTuple):
@@ -450,22 +507,28 @@ _LOSES = _Check(
 )
 _CHECKS = (
     _Check(
-        lambda row: not all(math.isfinite(row[what]) for what in NORMS),
+        lambda row: row["differs"],
         in_all=False,
-        what="have Inf or NaN",
-        advice='nonfinite="skip" leaves such matrices as they are',
+        what="are plain tensors that have other weights on other ranks",
+        advice="Are gradients averaged? DDP does that, or grad_reduce with a process_group",
     ),
     _Check(
         lambda row: row["absent"],
         in_all=True,
         what="had no gradient",
-        advice="Are they used, and of the model that is trained?",
+        advice="Are they of the model that is trained, and is zero_grad() after step()?",
     ),
     _Check(
         lambda row: not row["absent"] and row["gradient"] == 0.0,
         in_all=True,
         what="had gradients of zeros",
-        advice="Is their part of the model frozen or cut off?",
+        advice="Is their part of the model detached or cut off?",
+    ),
+    _Check(
+        lambda row: row["gradient"] > 0.0 and row["change"] == 0.0,
+        in_all=True,
+        what="did not change",
+        advice="Is lr zero, or too small for their dtype?",
     ),
     _Check(
         _is_flat,
