@@ -5,9 +5,9 @@ A preset returns the keyword arguments of `Muon`, groups included: its user chan
     optimizer = Muon(**presets.torch_muon(matrices, lr=0.02))
 
 All presets raise a ValueError for an argument or a group key that the source does not have, or
-that has no counterpart. Further options of `Muon` go to `Muon`, beside the preset's. Behind a step
-gradients are what they are in the source: still there (``none_grad=False``), but for `motif`, which
-sets those of matrices to None.
+that has no counterpart. Further options of `Muon` go to `Muon`, beside the preset's. After a step
+gradients are what they are in the source: still there (``none_grad=False``), except with `motif`,
+which sets those of matrices to None.
 """
 
 from __future__ import annotations
