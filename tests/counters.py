@@ -180,10 +180,6 @@ def transient_bytes(optimizer: torch.optim.Optimizer) -> int:
     return count(optimizer.step).peak_bytes
 
 
-def local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
 def _tensors(tree: Any) -> Iterator[Tensor]:
     """All that own memory: a wrapper's storage is none."""
     for leaf in tree_leaves(tree):
