@@ -12,14 +12,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from kernel import optimizer
-from layouts import ADAMW_ROUNDING, EXACT, Experts, assert_same, part, part_for, whole
+from layouts import ADAMW_ROUNDING, EXACT, assert_same, local, part, part_for, whole
+from models import Experts
 
 SAVED_AT = 3  # steps before a checkpoint
 
@@ -212,10 +219,7 @@ class Run:
     def copy(self) -> dict[str, Any]:
         """Of `held`, and the hyperparameters."""
         return {
-            "held": {
-                name: (t.to_local() if hasattr(t, "to_local") else t).detach().clone()
-                for name, t in self.held().items()
-            },
+            "held": {name: local(t).clone() for name, t in self.held().items()},
             "groups": hyperparameters(self.optim),
         }
 
@@ -253,6 +257,27 @@ class Run:
             assert held[name].dtype == value.dtype, name
             assert_same(name, held[name], value, atol)
         assert not groups or hyperparameters(self.optim) == expected["groups"]
+
+
+def save_checkpoint(run: Run, directory: Path, **how: Any) -> None:
+    weights, state = get_state_dict(run.model, run.optim, options=StateDictOptions(**how))
+    dcp.save({"model": weights, "optim": state}, checkpoint_id=directory)
+
+
+def load_checkpoint(
+    run: Run, directory: Path, prepare: Callable[[Any], Any] = lambda content: content, **how: Any
+) -> None:
+    options = StateDictOptions(**how)
+    weights, state = get_state_dict(run.model, run.optim, options=options)
+    content = prepare({"model": weights, "optim": state})
+    dcp.load(content, checkpoint_id=directory)
+    set_state_dict(
+        run.model,
+        run.optim,
+        model_state_dict=content["model"],
+        optim_state_dict=content["optim"],
+        options=options,
+    )
 
 
 def world_size() -> int:

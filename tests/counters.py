@@ -117,6 +117,37 @@ class Counter(TorchDispatchMode):
         self._bytes -= size
 
 
+class Operations(TorchDispatchMode):
+    """The names of torch's operations while active, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+class RefusesToRead(TorchDispatchMode):
+    """Raises where values move between devices, or decide on a result's value or shape.
+
+    Args:
+        on_host: a number that only the host has, which may be read.
+    """
+
+    READS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "_unique2", "equal")
+
+    def __init__(self, on_host: Tensor | None = None) -> None:
+        super().__init__()
+        self.on_host = on_host
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func._opname not in self.READS or args[0] is self.on_host, func
+        assert func._opname != "_to_copy" or "device" not in (kwargs or {}), func
+        return func(*args, **(kwargs or {}))
+
+
 def count(step: Callable[[], object]) -> Counter:
     """What one call does."""
     with Counter() as counter, _count_raw_gloo(counter):
@@ -147,10 +178,6 @@ def _count_raw_gloo(counter: Counter) -> Iterator[None]:
 def transient_bytes(optimizer: torch.optim.Optimizer) -> int:
     """The most a step holds beyond what was there before it."""
     return count(optimizer.step).peak_bytes
-
-
-def local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:

@@ -7,7 +7,6 @@ Either tensors placed by hand (`Weight`, `check`), or models that torch's own wr
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -259,6 +258,11 @@ def random(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator)
     return torch.randn(shape, generator=generator).to(dtype)
 
 
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """The same numbers of a seed in every dtype, but for rounding."""
+    return random(shape, dtype, torch.Generator().manual_seed(seed))
+
+
 def lay(tensor: torch.Tensor, memory: str) -> torch.Tensor:
     """A copy whose elements, of a DTensor those that this rank holds, lie as told."""
     if not isinstance(tensor, DTensor):
@@ -273,6 +277,11 @@ def lay(tensor: torch.Tensor, memory: str) -> torch.Tensor:
     )
 
 
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -280,37 +289,9 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 def assert_same(name: str, ours: torch.Tensor, expected: torch.Tensor, atol: float) -> None:
     expected = part_for(ours, expected.detach())
     assert ours.shape == expected.shape, name
-    ours, expected = (t.to_local() if isinstance(t, DTensor) else t for t in (ours, expected))
     torch.testing.assert_close(
-        ours.detach(), expected, rtol=0, atol=atol, msg=lambda text: f"{name}: {text}"
+        local(ours), local(expected), rtol=0, atol=atol, msg=lambda text: f"{name}: {text}"
     )
-
-
-class Experts(nn.Module):
-    def __init__(self, count: int, cols: int, rows: int):
-        super().__init__()
-        self.w1 = nn.Parameter(torch.randn(count, rows, cols) / cols**0.5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.einsum("bi,eoi->bo", x, self.w1) / len(self.w1)
-
-
-class Model(nn.Module):
-    """Row counts that 2, 4 and 8 ranks divide evenly, unevenly, and into empty shards."""
-
-    def __init__(self, widths: Sequence[int] = (16, 24, 10, 3, 1, 32), experts: int = 6):
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed_tokens = nn.Embedding(50, widths[0])
-        self.layers = nn.ModuleList(nn.Linear(i, o) for i, o in itertools.pairwise(widths))
-        self.experts = Experts(experts, widths[-1], 20)
-        self.lm_head = nn.Linear(20, 50, bias=False)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed_tokens(tokens)
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return self.lm_head(self.experts(x))
 
 
 def make(model: nn.Module, **options) -> torch.optim.Optimizer:

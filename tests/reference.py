@@ -261,14 +261,6 @@ def decays(U: Tensor, W: Tensor) -> Tensor:
     return mask.masked_fill((U != 0) & (U.abs() < too_near), math.nan)
 
 
-def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """‖actual − expected‖_F over ‖expected‖_F, of the elements whose expected value is known."""
-    known = ~expected.isnan()  # see `decays`
-    assert known.float().mean() > 0.95
-    difference = (actual.double() - expected.double())[known].norm().item()
-    return difference / max(expected.double()[known].norm().item(), 1e-300)
-
-
 def qk_scales(logits, threshold, q_indices, k_indices, mode="shared"):
     """Kimi K2 (arXiv 2507.20534), algorithm 1: what rows of each head are multiplied with.
 

@@ -14,7 +14,7 @@ from torch import nn
 from checkpointed import LAYOUTS, Run
 from counters import Counter
 from kernel import optimizer
-from layouts import case, whole
+from layouts import case, local, whole
 from ranks import run_ranks
 
 Host = optimizer.SimulatedHost
@@ -70,9 +70,7 @@ def check(layout: str, options: dict[str, Any]) -> None:
     report = audit.report()
     for mine, other in zip(run.held().items(), twin.held().items()):
         assert mine[0] == other[0]
-        assert torch.equal(
-            *(t.to_local() if hasattr(t, "to_local") else t for _, t in (mine, other))
-        )
+        assert torch.equal(local(mine[1]), local(other[1]))
     assert len(report.steps) == 2
     for found, rows in zip(report.steps, expected):
         assert found.keys() == rows.keys()

@@ -34,17 +34,17 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     get_state_dict,
     set_optimizer_state_dict,
-    set_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.profiler import record_function
 
 from breaking import Fault, Interrupt, fail
-from checkpointed import Run
+from checkpointed import Run, load_checkpoint, save_checkpoint
+from comparisons import assert_equal
 from kernel import optimizer
-from layouts import EXACT, case, part, part_for
+from layouts import EXACT, case, local, part, part_for
 from ranks import Outcome, rank_outcomes, run_ranks
 
 Muon = optimizer.Muon
@@ -134,12 +134,6 @@ class Training:
 
     def gradients(self) -> list[Any]:
         return [p.grad if p.grad is None else (p.grad, p.grad.clone()) for p in self.params]
-
-
-def assert_equal(found: Mapping[Any, torch.Tensor], expected: Mapping[Any, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for key, value in expected.items():
-        assert torch.equal(found[key], value), key
 
 
 def are_equal(found: Mapping[Any, torch.Tensor], expected: Mapping[Any, torch.Tensor]) -> bool:
@@ -457,14 +451,10 @@ class World:
         """Copies of what this rank has of weights and state."""
         self.optim.synchronize_offload()
         return {
-            (number, key): local(value).detach().clone()
+            (number, key): local(value).clone()
             for number, p in enumerate(self.params)
             for key, value in {"weight": p, **self.optim.state.get(p, {})}.items()
         }
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @dataclass(frozen=True)
@@ -653,23 +643,10 @@ def test_a_fault_of_one_rank_in_any_phase_raises_on_all_within_the_timeout(fault
 SAVED_AFTER, KILLED_IN, END = 2, 4, 6  # steps
 
 
-def checkpoint_of(run: Run) -> dict[str, Any]:
-    model_state, optim_state = get_state_dict(run.model, run.optim)
-    return {"model": model_state, "optim": optim_state}
-
-
-def load_checkpoint(run: Run, directory: str) -> None:
-    """As torch's tutorials have it: in place, into what the optimizer gives."""
-    state = checkpoint_of(run)
-    dcp.load(state, checkpoint_id=directory)
-    weights, optim = state["model"], state["optim"]
-    set_state_dict(run.model, run.optim, model_state_dict=weights, optim_state_dict=optim)
-
-
 def train_until_killed(layout: str, directory: str, phase: Phase) -> None:
     run = Run.on(layout)
     run.train(range(SAVED_AFTER))
-    dcp.save(checkpoint_of(run), checkpoint_id=directory)
+    save_checkpoint(run, directory)
     run.train(range(SAVED_AFTER, KILLED_IN))
     with faulty(phase, kill):
         run.train([KILLED_IN])
@@ -719,7 +696,7 @@ def repair(how: str, directory: str) -> None:
     dist.barrier()  # until it is written
     run, full = Run.on("FSDP2"), StateDictOptions(full_state_dict=True)
     run.train(range(SAVED_AFTER))
-    dcp.save(checkpoint_of(run), checkpoint_id=directory)
+    save_checkpoint(run, directory)
     whole_state = copy.deepcopy(get_optimizer_state_dict(run.model, run.optim, options=full))
     run.train(range(SAVED_AFTER, KILLED_IN))
     if dist.get_rank() == VICTIM:
@@ -727,7 +704,7 @@ def repair(how: str, directory: str) -> None:
         with raises, Fault("end Muon.weights", 2):  # of the matrices that are shared
             run.train([KILLED_IN])
         with pytest.raises(RuntimeError, match=EARLIER):
-            checkpoint_of(run)
+            get_state_dict(run.model, run.optim)
         with pytest.raises(RuntimeError, match=f"{EARLIER}.*OutOfMemoryError"):
             run.train([KILLED_IN])
     else:

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils._pytree import tree_map_only
 
-from checkpointed import LAYOUTS, SAVED_AT, Network, Run
+from checkpointed import LAYOUTS, SAVED_AT, Network, Run, load_checkpoint, save_checkpoint
 from kernel import optimizer
 from layouts import assert_same, case, whole
 from ranks import rank_outcomes, run_ranks
@@ -129,27 +129,6 @@ def test_a_checkpoint_resumes_on_every_layout(ranks, layout, tmp_path):
 
 
 # -- formats ---------------------------------------------------------------------------------------
-
-
-def save_by_dcp(run: Run, directory: Path, **how: Any) -> None:
-    weights, state = get_state_dict(run.model, run.optim, options=StateDictOptions(**how))
-    dcp.save({"model": weights, "optim": state}, checkpoint_id=directory)
-
-
-def load_by_dcp(
-    run: Run, directory: Path, prepare: Callable[[Any], Any] = lambda content: content, **how: Any
-) -> None:
-    options = StateDictOptions(**how)
-    weights, state = get_state_dict(run.model, run.optim, options=options)
-    content = prepare({"model": weights, "optim": state})
-    dcp.load(content, checkpoint_id=directory)
-    set_state_dict(
-        run.model,
-        run.optim,
-        model_state_dict=content["model"],
-        optim_state_dict=content["optim"],
-        options=options,
-    )
 
 
 def save_optimizer_alone(run: Run, directory: Path, **how: Any) -> None:
@@ -297,11 +276,11 @@ FLAT = ("flatten_optimizer_state_dict", True)
 HOST = ("cpu_offload", True)
 SENT = {"broadcast_from_rank0": True}
 FORMATS: dict[str, Format] = {
-    "sharded": format_of(save_by_dcp, load_by_dcp),
-    "sharded, flattened": format_of(save_by_dcp, load_by_dcp, FLAT),
-    "sharded, cpu_offload": format_of(save_by_dcp, load_by_dcp, HOST),
-    "sharded, flattened, cpu_offload": format_of(save_by_dcp, load_by_dcp, FLAT, HOST),
-    "sharded, not strict": format_of(save_by_dcp, load_by_dcp, ("strict", False)),
+    "sharded": format_of(save_checkpoint, load_checkpoint),
+    "sharded, flattened": format_of(save_checkpoint, load_checkpoint, FLAT),
+    "sharded, cpu_offload": format_of(save_checkpoint, load_checkpoint, HOST),
+    "sharded, flattened, cpu_offload": format_of(save_checkpoint, load_checkpoint, FLAT, HOST),
+    "sharded, not strict": format_of(save_checkpoint, load_checkpoint, ("strict", False)),
     "optimizer alone": format_of(save_optimizer_alone, load_optimizer_alone),
     "optimizer alone, flattened": format_of(save_optimizer_alone, load_optimizer_alone, FLAT),
     "full": format_of(save_whole, load_whole),
@@ -313,8 +292,12 @@ FORMATS: dict[str, Format] = {
     "a file per rank, mmap": format_of(
         save_parts, load_parts, of_load={"mmap": True}, reshards=False
     ),
-    "async, thread": Format(partial(save_async, kind=AsyncCheckpointerType.THREAD), load_by_dcp),
-    "async, process": Format(partial(save_async, kind=AsyncCheckpointerType.PROCESS), load_by_dcp),
+    "async, thread": Format(
+        partial(save_async, kind=AsyncCheckpointerType.THREAD), load_checkpoint
+    ),
+    "async, process": Format(
+        partial(save_async, kind=AsyncCheckpointerType.PROCESS), load_checkpoint
+    ),
     "no_dist": format_of(save_without_ranks, load_without_ranks, reshards=False),
 }
 SAVED_ON = ("FSDP2", "FSDP2 + TP", "HSDP, spread", "ZeRO-2")  # on 4 ranks
@@ -436,14 +419,14 @@ def load_often(layout: str, directory: Path) -> None:
     """Into an optimizer that was trained on other gradients, twice, with steps in between."""
     run = Run.on(layout)
     run.train(range(SAVED_AT))
-    save_by_dcp(run, directory)
+    save_checkpoint(run, directory)
     run.train([SAVED_AT])
     run.write(directory / "expected.pt")
     dist.barrier()
     other = Run.on(layout)
     other.train(range(20, 22))
     for _ in range(2):
-        load_by_dcp(other, directory)
+        load_checkpoint(other, directory)
         other.train([SAVED_AT])
         other.check(directory / "expected.pt")
 
@@ -516,7 +499,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
 def save_once(layout: str, directory: Path, **options: Any) -> None:
     run = Run.on(layout, **options)
     run.train(range(SAVED_AT))
-    save_by_dcp(run, directory)
+    save_checkpoint(run, directory)
 
 
 def load_broken(layout: str, directory: Path, words: str) -> None:
@@ -655,8 +638,8 @@ FOREIGN: dict[str, tuple[dict[str, Any], str | None, str | None, str]] = {
 
 
 def load_copies(run: Run, directory: Path, **how: Any) -> None:
-    """As `load_by_dcp`, with nothing overwritten before all was read."""
-    load_by_dcp(run, directory, copy_of, **how)
+    """As `load_checkpoint`, with nothing overwritten before all was read."""
+    load_checkpoint(run, directory, copy_of, **how)
 
 
 def load_whole_at_once(run: Run, directory: Path) -> None:
@@ -673,7 +656,7 @@ def load_optimizer_of_parts(run: Run, directory: Path) -> None:
 def save_all(layout: str, directory: Path) -> None:
     run = Run.on(layout)
     run.train(range(SAVED_AT))
-    save_by_dcp(run, directory, **dict([FLAT]))
+    save_checkpoint(run, directory, **dict([FLAT]))
     save_whole(run, directory)
     save_parts(run, directory)
     run.train([SAVED_AT])
@@ -722,7 +705,7 @@ def load_of_a_larger_model(layout: str, directory: Path) -> None:
 def save_without_a_step(layout: str, directory: Path) -> None:
     run = Run.on(layout)
     run.train(range(SAVED_AT))
-    save_by_dcp(run, directory)
+    save_checkpoint(run, directory)
     save_whole(run, directory)
     save_parts(run, directory)
     run.write(directory / "expected.pt")
@@ -817,10 +800,10 @@ def load_into_another_dtype(directory: Path) -> None:
     """dcp.load writes into the momentum there is: its dtype decides what is read."""
     run = Run.on("FSDP2", momentum_dtype=torch.float64)
     run.train(range(SAVED_AT))
-    save_by_dcp(run, directory)
+    save_checkpoint(run, directory)
     dist.barrier()
     other = Run.on("FSDP2")
-    load_by_dcp(other, directory)
+    load_checkpoint(other, directory)
     name = "momentum_buffer of blocks.0.up.weight"
     expected = run.held()[name].to_local()
     found = other.held()[name].to_local()
@@ -939,10 +922,10 @@ def load_file_beside_other_beta2(flatten: bool, directory: Path) -> None:
     run = Run.on("FSDP2")
     run.train([0])
     how = {"flatten_optimizer_state_dict": flatten}
-    save_by_dcp(run, directory, **how)
+    save_checkpoint(run, directory, **how)
     other = Run.on("FSDP2", regroup=without_beta2)
     with pytest.raises(ValueError, match=r"beta2=0\.9.*blocks\.0\.wq"):
-        load_by_dcp(other, directory, **how)
+        load_checkpoint(other, directory, **how)
 
 
 @pytest.mark.parametrize("flatten", [False, True], ids=["nested", "flattened"])
@@ -957,13 +940,13 @@ def load_tensor_lr(layout: str, flatten: bool, directory: Path) -> None:
     for step in range(SAVED_AT):
         run.train([step])
         schedule.step()
-    save_by_dcp(run, directory, **how)
+    save_checkpoint(run, directory, **how)
     run.train([SAVED_AT])
     run.write(directory / "expected.pt")
     dist.barrier()
     other = Run.on(layout, zeroed=True, lr=torch.tensor(0.5))
     LambdaLR(other.optim, lambda step: 1.0)
-    load_by_dcp(other, directory, **how)
+    load_checkpoint(other, directory, **how)
     assert isinstance(other.optim.param_groups[0]["lr"], torch.Tensor)
     other.train([SAVED_AT])
     other.check(directory / "expected.pt")

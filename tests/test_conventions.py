@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-import io
 import pickle
 import threading
 from collections.abc import Callable, Iterator
@@ -22,7 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import _apply_optimizer_in_backward
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 from torch.func import functional_call
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import lr_scheduler, swa_utils
@@ -31,14 +30,13 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from comparisons import assert_equal, assert_same_training, through_torch_save
 from kernel import optimizer
-from layouts import EXACT, part, part_for, whole
+from layouts import EXACT, local, part, part_for, whole
 from ranks import run_ranks
 from test_state import (
     SCHEDULERS,
     Model,
-    assert_equal,
-    assert_same_training,
     build,
     set_gradients,
     train,
@@ -93,8 +91,7 @@ def copies_of_dtensors() -> None:
 
 
 def local_state(optim: Any, param: Any) -> dict[str, torch.Tensor]:
-    own = optim.state[param]
-    return {k: v.to_local() if isinstance(v, DTensor) else v for k, v in own.items()}
+    return {key: local(value) for key, value in optim.state[param].items()}
 
 
 def test_copies_and_pickles_of_an_optimizer_of_dtensors_go_on_alike():
@@ -456,12 +453,10 @@ def test_a_scheduler_saved_beside_the_optimizer_resumes_bit_by_bit(name, tensor)
 
     first = make()
     run(*first, seed=0)
-    file = io.BytesIO()
-    torch.save([each.state_dict() for each in first], file)
+    states = through_torch_save([each.state_dict() for each in first])
     expected = run(*first, seed=3)
     second = make()
-    file.seek(0)
-    for each, saved in zip(second, torch.load(file, weights_only=True)):
+    for each, saved in zip(second, states):
         each.load_state_dict(saved)
     assert run(*second, seed=3) == expected
     assert_same_training(*first[:2], *second[:2])

@@ -12,10 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from counters import count, transient_bytes
+from counters import RefusesToRead, count, transient_bytes
 from kernel import optimizer
 from ranks import run_ranks
 
@@ -285,24 +284,6 @@ def experts_cost() -> dict[str, float]:
 
 def test_experts_that_are_whole_on_a_rank_stay_there():
     assert run_ranks(experts_cost, 4) == 4 * [{"sent": 0, "messages": 0}]
-
-
-class RefusesToRead(TorchDispatchMode):
-    """Raises where the value or the shape of a result depends on what a device holds.
-
-    Args:
-        on_host: a number that only the host has, which may be read.
-    """
-
-    def __init__(self, on_host=None):
-        super().__init__()
-        self.on_host = on_host
-
-    READS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "_unique2", "equal")
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        assert func._opname not in self.READS or args[0] is self.on_host, func
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from comparisons import assert_equal
 from kernel import optimizer
 from ranks import run_ranks
 
@@ -103,23 +104,6 @@ def snapshot(optim: torch.optim.Optimizer) -> list[Any]:
     return held
 
 
-def assert_same(found: Any, expected: Any) -> None:
-    assert type(found) is type(expected)
-    if isinstance(found, torch.Tensor):
-        assert found.dtype == expected.dtype and found.layout == expected.layout
-        assert torch.equal(found.to_dense(), expected.to_dense())
-    elif isinstance(found, dict):
-        assert list(found) == list(expected)
-        for key in found:
-            assert_same(found[key], expected[key])
-    elif isinstance(found, list):
-        assert len(found) == len(expected)
-        for one, other in zip(found, expected):
-            assert_same(one, other)
-    else:
-        assert found == expected
-
-
 def assert_refused(
     optim: torch.optim.Optimizer,
     call: Callable[[], Any],
@@ -129,7 +113,7 @@ def assert_refused(
     """The call raises, the message has all patterns, and nothing that `optim` holds changed."""
     before = snapshot(optim)
     assert_raises(call, *patterns, error=error)
-    assert_same(snapshot(optim), before)
+    assert_equal(snapshot(optim), before)
 
 
 def assert_raises(
@@ -149,7 +133,7 @@ def assert_steps_like(optim: Any, twin: Any) -> None:
         each.step()
     for p, other, old in zip(all_params(optim), all_params(twin), before):
         assert torch.equal(p, other) and not torch.equal(p, old)
-        assert_same(dict(optim.state[p]), dict(twin.state[other]))
+        assert_equal(dict(optim.state[p]), dict(twin.state[other]))
 
 
 # What is no list of groups
@@ -404,7 +388,7 @@ def test_a_bad_last_group_is_refused_at_construction(bad):
     groups = good_groups()
     before = copy.deepcopy(groups)
     assert_raises(lambda: Muon([*groups, make(groups)]), *patterns)
-    assert_same(groups, before)
+    assert_equal(groups, before)
 
 
 @bad_groups
@@ -607,7 +591,7 @@ def test_use_muon_set_later_is_obeyed_or_refused(value):
         optim.step()
     except ValueError as error:
         assert "use_muon" in str(error)
-        assert_same(snapshot(optim), before)
+        assert_equal(snapshot(optim), before)
     else:
         state = optim.state[optim.param_groups[1]["params"][0]]
         assert state["momentum_buffer" if value else "exp_avg"].any()
@@ -771,7 +755,7 @@ def assert_steps_wholly_or_not_at_all(optim: torch.optim.Optimizer) -> None:
     try:
         optim.step()
     except ValueError:
-        assert_same(snapshot(optim), before)
+        assert_equal(snapshot(optim), before)
     else:
         for p, weight in zip(all_params(optim), weights):
             assert not torch.equal(p, weight)
@@ -1020,7 +1004,7 @@ def refuse_gradients_of_another_layout() -> None:
             for steps in range(2):
                 before = snapshot_without(optim, sharded)
                 assert_raises(optim.step, W, r"Shard\(dim=0\)|S\(0\)", "redistribute")
-                assert_same(snapshot_without(optim, sharded), before)
+                assert_equal(snapshot_without(optim, sharded), before)
                 assert bool(optim.state) is bool(steps)
                 sharded.grad = on_one_rank_dtensor("shard")
                 optim.step()

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from kernel import optimizer
-from layouts import EXACT, Group, Twins, Weight, assert_same, build, case, part, part_for
+from layouts import EXACT, Group, Twins, Weight, assert_same, build, case, local, part, part_for
 from ranks import DEVICE, rank_outcomes, run_ranks
 
 
@@ -325,7 +325,7 @@ def take_steps(twins: Twins, steps: int) -> None:
 def local_copy(tensor: Any) -> Any:
     if not isinstance(tensor, torch.Tensor):
         return copy.copy(tensor)
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().clone()
+    return local(tensor).clone()
 
 
 @dataclass

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import gc
-import io
 import random
 import warnings
 import weakref
@@ -21,14 +20,16 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import lr_scheduler
 from torch.utils._pytree import tree_leaves
 
 import foreign_sources as sources
+from comparisons import assert_equal, through_torch_save
 from kernel import optimizer
 from layouts import case as named
+from layouts import part_for, whole
 from ranks import run_ranks
 
 Muon, MuonAdamW, presets = optimizer.Muon, optimizer.MuonAdamW, optimizer.presets
@@ -67,41 +68,12 @@ def gradient(p: torch.Tensor, t: int, index: int) -> torch.Tensor:
     return torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p.dtype)
 
 
-def part_for(p: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    if not isinstance(p, DTensor):
-        return value.clone()
-    return distribute_tensor(value, p.device_mesh, p.placements, src_data_rank=None)
-
-
 def train(params: Params, optimizers: Sequence[Any], steps: range) -> None:
     for t in steps:
         for index, p in enumerate(params):
             p.grad = part_for(p, gradient(p, t, index))
         for each in optimizers:
             each.step()
-
-
-def through_file(value: Any) -> Any:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=True)
-
-
-def assert_equal(found: Any, expected: Any) -> None:
-    """Bit-equal, through dicts and lists."""
-    if isinstance(found, torch.Tensor):
-        assert found.dtype == expected.dtype and torch.equal(found, expected)
-    elif isinstance(found, dict):
-        assert found.keys() == expected.keys()
-        for key in found:
-            assert_equal(found[key], expected[key])
-    elif isinstance(found, (list, tuple)):
-        assert len(found) == len(expected)
-        for one, other in zip(found, expected):
-            assert_equal(one, other)
-    else:
-        assert found == expected
 
 
 def by_shape(params: Params) -> list[Params]:
@@ -370,7 +342,7 @@ def train_source(case: Case, path: Path | None = None) -> Trained:
     train(params, optimizers, range(STEPS))
     own = [each.state_dict() for each in optimizers]
     before = [p.detach().clone() for p in params]
-    files = [through_file(own)]
+    files = [through_torch_save(own)]
     if path is not None:
         torch.save(own, path / f"rank{dist.get_rank()}.pt")
         dist.barrier()
@@ -422,7 +394,7 @@ def go_on(
     ours.load_foreign_state_dict(source.states(case), kind=case.kind)
     train(params, [ours], range(STEPS, 2 * STEPS))
     for index, (p, before, after) in enumerate(zip(params, source.before, source.after)):
-        p = p.full_tensor() if isinstance(p, DTensor) else p
+        p = whole(p)
         error = (p.detach() - after).norm() / (after - before).norm()
         assert error < FLOAT64, (index, tuple(p.shape), error)
     return ours
@@ -524,7 +496,7 @@ def test_torchs_own_muon_and_adamw_go_on(dtype):
     theirs = torchs_own(muon, others)
     theirs[0].param_groups[0]["lr"] = theirs[1].param_groups[0]["lr"] = lr
     train([*muon, *others], theirs, range(STEPS))
-    saved = through_file([each.state_dict() for each in theirs])
+    saved = through_torch_save([each.state_dict() for each in theirs])
     before = [p.detach().clone() for p in (*muon, *others)]
     params = [nn.Parameter(p.clone()) for p in before]
     groups = in_groups(params[: len(muon)], params[len(muon) :])
@@ -623,7 +595,7 @@ def test_one_adamw_of_everything_gives_moments_and_seeds_momentum(form, style):
     is_named, params = FORMS[form]
     model = Model()
     theirs = adamw_beside(model, named=is_named, weight_decay=0.3)
-    saved, other = through_file(theirs.state_dict()), copy.deepcopy(model)
+    saved, other = through_torch_save(theirs.state_dict()), copy.deepcopy(model)
     ours = ours_of(other, momentum_style=style, momentum=0.75)
     if form == "names":  # of a frozen one, which no group has, there is only the name
         ours.add_param_group({"params": [("x", nn.Parameter(torch.zeros(3)))], "use_muon": False})
@@ -679,7 +651,7 @@ def test_state_by_names_is_told_by_names(kind, flatten):
             q.requires_grad_(True)
     options = StateDictOptions(flatten_optimizer_state_dict=flatten)
     state = {p: dict(own) for p, own in theirs.state.items()}
-    saved = through_file(get_optimizer_state_dict(model, theirs, options=options))
+    saved = through_torch_save(get_optimizer_state_dict(model, theirs, options=options))
     for q in model.frozen.parameters():
         q.requires_grad_(False)
     saved = {k: v for k, v in saved.items() if "frozen" not in k} if flatten else saved
@@ -712,7 +684,7 @@ def test_a_scheduler_goes_on_from_a_checkpoint_of_another_optimizer(make):
         train_model(model, theirs, 1)
         schedule.step()
     ours = ours_of(model)
-    saved, at = through_file(theirs.state_dict()), through_file(schedule.state_dict())
+    saved, at = through_torch_save(theirs.state_dict()), through_torch_save(schedule.state_dict())
     ours.load_foreign_state_dict(saved, kind="torch_adamw", params=model.parameters())
     rates = [group["lr"] for group in ours.param_groups]
     resumed = make(ours)
@@ -767,7 +739,9 @@ def test_different_hyperparameters_within_one_group_are_refused():
 def test_a_checkpoint_from_before_the_first_step_brings_its_hyperparameters():
     for case in ALONE.values():
         muon, others = weights(case.shapes, 0), weights(OTHERS, 1)
-        states = case.pack([through_file([o.state_dict() for o in case.source(muon, others)])])
+        states = case.pack(
+            [through_torch_save([o.state_dict() for o in case.source(muon, others)])]
+        )
         ours = case.ours(muon, others)
         ours.load_foreign_state_dict(states, kind=case.kind)
         assert all(group["lr"] != WRONG["lr"] for group in ours.param_groups)
@@ -826,7 +800,10 @@ def test_nanochats_second_moments_of_experts_are_each_their_own():
     group = dict(kind="muon", lr=0.02, momentum=0.9, ns_steps=5, beta2=0.9, weight_decay=0.2)
     source = sources.Nanochat([{**group, "params": params}])
     train(params, [source], range(STEPS))
-    saved, copies = through_file(source.state_dict()), [nn.Parameter(p.clone()) for p in params]
+    saved, copies = (
+        through_torch_save(source.state_dict()),
+        [nn.Parameter(p.clone()) for p in params],
+    )
     pairs = [(f"experts.{i}", p) for i, p in enumerate(copies)]
     ours = MuonAdamW([{**group, "params": pairs, "expert_keys": ["experts"]}])
     ours.load_foreign_state_dict(saved, kind="nanochat")
@@ -946,7 +923,7 @@ def load_under_fsdp2() -> None:
     for each, params in ((model, model.parameters()), (sharded, None)):  # by order, by names
         optimizers.append(ours_of(each, momentum_style="ema"))
         optimizers[-1].load_foreign_state_dict(
-            through_file(theirs.state_dict()), kind="torch_adamw", params=params
+            through_torch_save(theirs.state_dict()), kind="torch_adamw", params=params
         )
     for _ in range(STEPS):
         for each, optim in zip((model, sharded), optimizers):

@@ -13,6 +13,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import reference as ref
+from comparisons import relative_error
 from kernel import optimizer
 
 ns = optimizer.newton_schulz
@@ -28,10 +29,6 @@ ODD = [(17, 4096), (97, 33), (64, 64), (1, 37), (37, 1), (1, 1), (130, 61)]
 def randn(*shape, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=generator, dtype=FP64)
-
-
-def relative_error(actual, expected):
-    return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
 
 
 def form_of(
@@ -314,7 +311,7 @@ def test_the_input_is_never_modified_whatever_its_strides(dtype, algorithm, norm
 # -- accelerators' arithmetic ----------------------------------------------------------------------
 
 
-def largest_singular_value(U):
+def spectral_norm(U):
     U = U.double()
     return torch.linalg.eigvalsh(U.mT @ U if U.shape[0] > U.shape[1] else U @ U.mT).max().sqrt()
 
@@ -338,7 +335,7 @@ def test_fp16_is_close_to_the_polynomial_on_any_spectrum(kind, bound, shape):
     for algorithm in ("standard", "gram"):
         U = newton_schulz(G.float(), algorithm=algorithm, dtype=FP16)
         assert relative_error(U, expected) < bound
-        assert largest_singular_value(U) < 1.25
+        assert spectral_norm(U) < 1.25
 
 
 @pytest.mark.parametrize("norm", NORMS)
@@ -355,7 +352,7 @@ def test_the_gram_form_lets_no_singular_value_grow(family, dtype, norm):
         for algorithm in ("gram", "standard")
     )
     for kind, found, expected in zip(matrices, U, standard):
-        assert largest_singular_value(found) < 1.05 * largest_singular_value(expected) + 0.1, kind
+        assert spectral_norm(found) < 1.05 * spectral_norm(expected) + 0.1, kind
 
 
 def spectrum(kind: str, s: int) -> torch.Tensor:
@@ -383,8 +380,8 @@ def test_more_steps_blow_no_singular_value_up_in_the_form_that_auto_takes(
     recipe = ns.recipe_for(family, steps, "auto", norm, dtype, FP32, CPU)
     assert recipe.form(*G.shape).is_gram
     standard = newton_schulz(G, steps, family, algorithm="standard", **options)
-    assert largest_singular_value(standard) < 1.25
-    assert largest_singular_value(newton_schulz(G, steps, family, **options)) < 1.4
+    assert spectral_norm(standard) < 1.25
+    assert spectral_norm(newton_schulz(G, steps, family, **options)) < 1.4
 
 
 ASKED_FOR = [
@@ -405,9 +402,9 @@ ASKED_FOR = [
 def test_more_steps_blow_no_singular_value_up_in_the_gram_form(family, steps, norm, dtype, kind):
     G, options = with_spectrum(spectrum(kind, 64), 96).float(), {"norm": norm, "dtype": dtype}
     standard = newton_schulz(G, steps, family, algorithm="standard", **options)
-    assert largest_singular_value(standard) < 1.25
+    assert spectral_norm(standard) < 1.25
     gram = newton_schulz(G, steps, family, algorithm="gram", **options)
-    assert largest_singular_value(gram) < 1.4
+    assert spectral_norm(gram) < 1.4
 
 
 def test_what_came_in_fp16_is_not_rounded_again():

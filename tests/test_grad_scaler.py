@@ -11,9 +11,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-from counters import local
 from kernel import optimizer
-from layouts import EXACT, Group, Twins, Weight, part_for
+from layouts import EXACT, Group, Twins, Weight, local, part_for
 from ranks import run_ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -66,7 +65,7 @@ def contents(twins: Twins) -> list[torch.Tensor]:
     """Clones of what this rank holds of weights and state."""
     state = [twins.ours.state[p] for _, p, _ in twins.pairs]
     values = [p for _, p, _ in twins.pairs] + [v for own in state for v in own.values()]
-    return [local(value).detach().clone() for value in values]
+    return [local(value).clone() for value in values]
 
 
 def steps_with_an_overflow_on_one_rank(layout: str, unscaled: bool, first: bool) -> None:

@@ -32,9 +32,7 @@ import test_replicas
 from layouts import (
     EXACT,
     VARIANTS,
-    Experts,
     Group,
-    Model,
     Twins,
     Weight,
     backward,
@@ -45,6 +43,7 @@ from layouts import (
     part_for,
     whole,
 )
+from models import Experts, Model
 from ranks import DEVICE, run_ranks
 
 pytestmark = pytest.mark.usefixtures("traced")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import io
 import itertools
 import math
 import os
@@ -21,7 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import reference as ref
+from comparisons import relative_error, through_torch_save
 from kernel import optimizer
+from layouts import randn
 
 newton_schulz = optimizer.newton_schulz.newton_schulz
 flops = optimizer.newton_schulz.flops
@@ -31,15 +32,6 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 SHAPES = [(40, 16), (16, 40), (24, 24), (64, 64), (33, 65), (17, 4096)]
 RANK_ONE_SHAPES = [(1, 37), (37, 1), (1, 1)]
 TRIPLES = [(3.0, -4.0, 2.0), (2.0, -1.5, 0.5), (1.5, -0.5, 0.0)]
-
-
-def randn(*shape, seed=0, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator).to(dtype)
-
-
-def relative_error(actual, expected):
-    return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
 
 
 def singular_values(U):
@@ -478,10 +470,7 @@ def test_one_triple_is_scheduled_saved_and_loaded_like_other_coefficients():
         assert optim.param_groups[0]["ns_coefficients"] == triple
         optim.param_groups[0].update(steps, lr=0.1)  # a step takes any number of them
     resumed = optimizer.Muon([groups[2]])
-    file = io.BytesIO()
-    torch.save(ours.state_dict(), file)
-    file.seek(0)
-    resumed.load_state_dict(torch.load(file, weights_only=True))
+    resumed.load_state_dict(through_torch_save(ours.state_dict()))
     assert resumed.param_groups[0]["ns_coefficients"] == triple
     listed = optimizer.Muon(
         [{"params": [torch.nn.Parameter(torch.eye(4))], "use_muon": True}],

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from comparisons import assert_equal, assert_same_training
 from kernel import optimizer
 from layouts import case
 from race_detector import COMPUTE, IN, OUT, Recorder
@@ -205,7 +206,7 @@ class Pair:
 
     def compare(self) -> None:
         for index, (p, q) in enumerate(self.params):
-            assert equal(p, q), f"parameter {index}, {tuple(p.shape)}"
+            assert_equal(p, q, f"parameter {index}, {tuple(p.shape)}")
         assert_equal(self.ours.state_dict(), self.twin.state_dict())
 
     def step_and_compare(self, count: int = 1) -> None:
@@ -217,30 +218,6 @@ class Pair:
         backend = how.setdefault("backend", host(self.steps))
         self.ours.turn_on_cpu_offload(**how)
         return backend
-
-
-def equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """To the bit; NaN is itself."""
-    same = one.dtype == other.dtype and one.shape == other.shape
-    return same and torch.equal(one.detach().nan_to_num(7e3), other.detach().nan_to_num(7e3))
-
-
-def assert_equal(found: Any, expected: Any, path: str = "") -> None:
-    """Through dicts, in the order of their keys, and lists; strides and dtypes too."""
-    if isinstance(found, torch.Tensor):
-        assert equal(found, expected), path
-        assert found.stride() == expected.stride(), path
-        assert found.device == expected.device, path
-    elif isinstance(found, dict):
-        assert list(found) == list(expected), path
-        for key, value in found.items():
-            assert_equal(value, expected[key], f"{path}/{key}")
-    elif isinstance(found, (list, tuple)):
-        assert len(found) == len(expected), path
-        for index, pair in enumerate(zip(found, expected)):
-            assert_equal(*pair, f"{path}/{index}")
-    else:
-        assert found == expected, path
 
 
 def tensors_of(optim: Any) -> list[torch.Tensor]:
@@ -366,8 +343,7 @@ def test_state_comes_under_the_backward_and_leaves_under_the_next_forward(watche
     for step in range(4):
         train(model, optim, step, backwards=1 + step % 2)
         train(other, twin, step, backwards=1 + step % 2)
-    assert_equal(list(model.parameters()), list(other.parameters()))
-    assert_equal(optim.state_dict(), twin.state_dict())
+    assert_same_training(model, optim, other, twin)
     state = sum(t.nbytes for t in tensors_of(optim))
     assert seen[0] == 0  # there is none yet
     assert all(state <= nbytes <= 2 * state for nbytes in seen[1:])  # all came by itself
@@ -660,8 +636,7 @@ def test_torchs_functions_for_distributed_checkpoints_see_no_difference(kind):
         other.load_state_dict(model.state_dict())
         train(model, optim, step)
         train(other, twin, step)
-        assert_equal(list(model.parameters()), list(other.parameters()))
-        assert_equal(optim.state_dict(), twin.state_dict())
+        assert_same_training(model, optim, other, twin)
 
 
 # -- by hand ---------------------------------------------------------------------------------------
@@ -800,7 +775,8 @@ def test_capturable_steps_with_offload_are_refused_before_anything_is_changed():
     pair.give_gradients()
     with pytest.raises(ValueError, match="capturable=False"):
         pair.ours.step()
-    assert all(equal(p, q) for p, q in pair.params)
+    for p, q in pair.params:
+        assert_equal(p, q)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import importlib
-import io
 import pickle
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +24,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from comparisons import through_torch_save
 from fake_device import CUDA, Device, MixedDevices, fake_device
 from kernel import optimizer
 from ranks import run_ranks
@@ -47,12 +47,9 @@ Make = Callable[[Tensor], Tensor]  # a parameter, or its gradient, of its value 
 
 
 @pytest.fixture
-def device() -> Iterator[Device]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # for matrices as small as these
+def device(one_thread) -> Iterator[Device]:
     with fake_device() as device:
         yield device
-    torch.set_num_threads(threads)
 
 
 def on_device(value: Tensor) -> Tensor:
@@ -434,10 +431,7 @@ def test_what_torch_saves_is_loaded_to_the_host(device):
     training = Training()
     training.turn_on()
     training.step()
-    file = io.BytesIO()
-    torch.save(training.optimizer.state_dict(), file)
-    file.seek(0)
-    checkpoint = torch.load(file, weights_only=False)
+    checkpoint = through_torch_save(training.optimizer.state_dict(), weights_only=False)
     other = Training()
     other.turn_on()
     other.optimizer.load_state_dict(checkpoint)

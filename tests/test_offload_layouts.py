@@ -23,9 +23,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from counters import local
+from comparisons import assert_equal, assert_same_training
 from kernel import optimizer
-from layouts import EXACT, Group, Model, Twins, Weight, backward, case, make, part_for
+from layouts import EXACT, Group, Twins, Weight, backward, case, local, make, part_for
+from models import Model
 from ranks import rank_outcomes, run_ranks
 
 pytestmark = pytest.mark.usefixtures("traced")
@@ -141,28 +142,6 @@ class Pair:
         assert_equal(self.ours.state_dict(), self.twin.state_dict())
 
 
-def assert_equal(found: Any, expected: Any, path: str = "") -> None:
-    """To the bit, with layouts, strides, and the order of keys; NaN is itself."""
-    assert type(found) is type(expected), path
-    if isinstance(found, DTensor):
-        assert found.placements == expected.placements, path
-        assert found.shape == expected.shape and found.stride() == expected.stride(), path
-        assert_equal(found.to_local(), expected.to_local(), path)
-    elif isinstance(found, torch.Tensor):
-        assert found.dtype == expected.dtype and found.stride() == expected.stride(), path
-        assert torch.equal(found.nan_to_num(7e3), expected.nan_to_num(7e3)), path
-    elif isinstance(found, dict):
-        assert list(found) == list(expected), path
-        for key, value in found.items():
-            assert_equal(value, expected[key], f"{path}/{key}")
-    elif isinstance(found, (list, tuple)):
-        assert len(found) == len(expected), path
-        for index, both in enumerate(zip(found, expected)):
-            assert_equal(*both, f"{path}/{index}")
-    else:
-        assert found == expected, path
-
-
 def step_offloaded(layouts: dict[str, Layout]) -> None:
     meshes = {shape: init_device_mesh("cpu", shape) for shape in (LINE, SQUARE)}
     """Each way of one layout, of the others the first and another one in turn."""
@@ -221,12 +200,6 @@ def train(model: nn.Module, optim: Any, steps: Sequence[int]) -> None:
         backward(model, step)
         optim.step()
         optim.zero_grad()
-
-
-def assert_same_training(model: nn.Module, optim: Any, other: nn.Module, twin: Any) -> None:
-    for p, q in zip(model.parameters(), other.parameters()):
-        assert_equal(p.detach(), q.detach())
-    assert_equal(optim.state_dict(), twin.state_dict())
 
 
 def train_fsdp2() -> None:

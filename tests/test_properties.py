@@ -10,7 +10,6 @@ import contextlib
 import copy
 import dataclasses
 import inspect
-import io
 import pickle
 import tempfile
 import warnings
@@ -26,6 +25,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from comparisons import through_torch_save
 from kernel import optimizer
 from layouts import EXACT, MEMORY, STEPS, Twins, build
 from rank_pool import RankPool
@@ -61,19 +61,13 @@ Muon = optimizer.Muon
 GROUP_OPTIONS = optimizer.muon.GROUP_OPTIONS
 CONSTRUCTOR = sorted(inspect.signature(Muon).parameters.keys() - {"params", "process_group"})
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor"),
+    pytest.mark.usefixtures("one_thread"),
+]
 
 # Of examples: a few, and as many as a minute or two allow.
 TIMES = [1, pytest.param(10, marks=pytest.mark.slow)]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """As on ranks."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
@@ -311,13 +305,6 @@ def test_experts_blocks_and_flattened_tensors_are_matrices_of_their_own(count, s
 
 def through_pickle(saved: Any) -> Any:
     return pickle.loads(pickle.dumps(saved))
-
-
-def through_torch_save(saved: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(saved, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 def through_distributed(saved: Any) -> Any:

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
@@ -27,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from counters import count
 from kernel import optimizer
 from layouts import EXACT, Group, Twins, Weight, case, whole
+from models import Attention
 from ranks import rank_outcomes, run_ranks
 
 pytestmark = pytest.mark.usefixtures("traced")
@@ -400,36 +400,17 @@ def test_all_ranks_raise_before_anything_moved(what, message):
 # -- models whose logits are recorded ------------------------------------------------------------
 
 
-class Attention(nn.Module):
-    """Grouped-query, with a bias; one of keys would get a gradient of rounding errors only."""
-
-    def __init__(self):
-        super().__init__()
-        self.wq = nn.Linear(16, 24)
-        self.wk, self.wv = (nn.Linear(16, 12, bias=False) for _ in range(2))
-        self.wo = nn.Linear(24, 16, bias=False)
-
-    def forward(self, x):
-        q, k, v = (w(x).unflatten(-1, (-1, 6)).transpose(1, 2) for w in self.projections)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return x + self.wo(y.transpose(1, 2).flatten(-2))
-
-    @property
-    def projections(self):
-        return self.wq, self.wk, self.wv
-
-
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList(Attention() for _ in range(2))
+        self.layers = nn.ModuleList(Attention(16, 4, 2, 6) for _ in range(2))
         for param in self.parameters():
             param.data.mul_(2.0)
 
     def forward(self, x):
         for layer in self.layers:
-            x = layer(x)
+            x = x + layer(x)
         return x
 
 

@@ -13,11 +13,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from counters import count
+from counters import Operations, RefusesToRead, count
 from kernel import optimizer
 
 max_qk_logits = optimizer.qk_clip.max_qk_logits
@@ -286,15 +285,6 @@ def test_blocks_above_the_diagonal_are_not_computed():
     assert counter.get_total_flops() == 2 * 2 * 4 * 8 * (8 * 9 // 2) * 8 * 8
 
 
-class RefusesToRead(TorchDispatchMode):
-    READS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "_unique2", "equal")
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        assert func._opname not in self.READS, func
-        assert func._opname != "_to_copy" or "device" not in (kwargs or {}), func
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_is_read_from_the_device(kind):
     inputs, out = inputs_of(kind), torch.zeros(HEADS.get(kind, (4, 4))[0])
@@ -307,20 +297,10 @@ def test_nothing_is_read_from_the_device(kind):
 def test_16_bit_products_on_cuda_are_asked_for_in_fp32():
     with FakeTensorMode():  # which makes no products, and slices nothing without CUDA
         q = torch.empty(2, 4, 70, 8, dtype=torch.bfloat16, device="cuda")
-        with Names() as counted:
+        with Operations() as counted:
             scores = logits._products(q, q.narrow(1, 0, 2))
     assert scores.shape == (2, 4, 70, 70) and scores.dtype == torch.float32
     assert "bmm.dtype" in counted.names and "_to_copy.default" not in counted.names
-
-
-class Names(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.names = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.add(func.__name__)
-        return func(*args, **(kwargs or {}))
 
 
 # Compiled

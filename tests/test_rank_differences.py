@@ -15,26 +15,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from kernel import optimizer
-from layouts import EXACT
+from layouts import EXACT, part, part_for, randn
 from ranks import rank_outcomes, run_ranks
 
 STEPS = 12
 
 
-def randn(*shape: int, seed: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def placed(tensor: torch.Tensor, mesh: DeviceMesh, placements: Any) -> torch.Tensor:
-    return distribute_tensor(tensor, mesh, placements, src_data_rank=None)  # without traffic
-
-
 def weight_on(mesh: DeviceMesh, *shape: int, seed: int = 0) -> nn.Parameter:
-    return nn.Parameter(placed(randn(*shape, seed=seed), mesh, [Shard(0)]))
+    return nn.Parameter(part(randn(*shape, seed=seed), mesh, [Shard(0)]))
 
 
 def muon(params: list[nn.Parameter], **options: Any) -> Any:
@@ -45,10 +37,7 @@ def muon(params: list[nn.Parameter], **options: Any) -> Any:
 def give_gradients(params: list[nn.Parameter], step: int) -> None:
     for number, param in enumerate(params):
         grad = randn(*param.shape, seed=1000 * step + number)
-        if isinstance(param.data, torch.distributed.tensor.DTensor):
-            param.grad = placed(grad, param.device_mesh, param.placements)
-        else:
-            param.grad = grad
+        param.grad = part_for(param, grad)
 
 
 def refused(optim: Any) -> str:
@@ -282,7 +271,7 @@ def test_what_a_rank_makes_for_itself_shifts_nothing():
 
 def tensor_rates_apart():
     mesh, rank = init_device_mesh("cpu", (2,)), dist.get_rank()
-    params = [nn.Parameter(placed(torch.ones(6, 4), mesh, [Replicate()]))]
+    params = [nn.Parameter(part(torch.ones(6, 4), mesh, [Replicate()]))]
     optim = muon(params, lr=torch.tensor(0.02))
     give_gradients(params, 0)
     optim.step()
@@ -315,7 +304,7 @@ def test_who_waits_for_a_rank_that_never_compares_is_told_of_it():
 def shards_cut_otherwise():
     mesh = init_device_mesh("cpu", (4, 2))
     placements = [_StridedShard(0, split_factor=2), Shard(0)]
-    params = [nn.Parameter(placed(torch.ones(9, 4), mesh, placements))]
+    params = [nn.Parameter(part(torch.ones(9, 4), mesh, placements))]
     optim = muon(params)
     give_gradients(params, 0)
     return refused(optim)

@@ -29,16 +29,17 @@ from layouts import (
     STEPS,
     VARIANTS,
     Group,
-    Model,
     Twins,
     Weight,
     assert_same,
     backward,
     case,
+    local,
     make,
     part_for,
     whole,
 )
+from models import Model
 from ranks import DEVICE, rank_outcomes, run_ranks
 
 pytestmark = pytest.mark.usefixtures("traced")
@@ -227,9 +228,8 @@ def state_bytes(kind: str) -> tuple[int, int]:
     held = total = 0
     for state in optim.state.values():
         for value in state.values():
-            local = value.to_local() if isinstance(value, DTensor) else value
-            held += local.numel() * local.element_size()
-            total += value.numel() * value.element_size()
+            held += local(value).nbytes
+            total += value.nbytes
     return held, total
 
 

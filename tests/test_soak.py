@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -40,7 +40,8 @@ from torch.distributed.tensor.parallel import (
 from torch.optim import lr_scheduler
 
 from kernel import optimizer
-from layouts import EXACT, Experts, Weight, part, part_for, whole
+from layouts import EXACT, Weight, local, part, part_for, whole
+from models import Attention, Experts
 from ranks import run_ranks
 
 Host = optimizer.SimulatedHost
@@ -110,26 +111,11 @@ LOOSE = [
 ]
 
 
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.wq = nn.Linear(DIM, HEADS * HEAD_DIM)
-        self.wk = nn.Linear(DIM, KV_HEADS * HEAD_DIM, bias=False)
-        self.wv = nn.Linear(DIM, KV_HEADS * HEAD_DIM, bias=False)
-        self.wo = nn.Linear(HEADS * HEAD_DIM, DIM, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        projected = (w(x).unflatten(-1, (-1, HEAD_DIM)) for w in (self.wq, self.wk, self.wv))
-        q, k, v = (t.transpose(1, 2) for t in projected)  # (batch, heads of this rank, tokens, dim)
-        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return self.wo(y.transpose(1, 2).flatten(-2))
-
-
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(DIM)
-        self.attention = Attention()
+        self.attention = Attention(DIM, HEADS, KV_HEADS, HEAD_DIM)
         self.up = nn.Linear(DIM, 24)
         self.down = nn.Linear(24, DIM, bias=False)
 
@@ -495,10 +481,6 @@ class Soak:
 
 def failing() -> float:
     raise ValueError("no more data")
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def resources() -> dict[str, int]:

@@ -17,7 +17,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from counters import count
 from kernel import optimizer
-from layouts import EXACT, Group, Model, Twins, Weight, backward, part
+from layouts import EXACT, Group, Twins, Weight, backward, part
+from models import Model
 from ranks import run_ranks
 
 FIELDS = {

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import io
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,10 +23,10 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from comparisons import assert_equal, through_torch_save
 from kernel import optimizer
 from layouts import case
 from test_errors import BAD_VALUES
-from test_state import assert_equal
 
 GROUP_OPTIONS = optimizer.muon.GROUP_OPTIONS
 
@@ -643,11 +642,8 @@ def test_what_is_saved_loads_as_weights_only(kind, names):
         params = new_params()
         optim = kind(with_names(params, names), **kwargs)
         steps(optim, params)
-        file = io.BytesIO()
-        torch.save(optim.state_dict(), file)
         for weights_only in (True, False):
-            file.seek(0)
-            loaded = torch.load(file, weights_only=weights_only)
+            loaded = through_torch_save(optim.state_dict(), weights_only)
             assert_equal(loaded, optim.state_dict())
 
 

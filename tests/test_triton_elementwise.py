@@ -42,12 +42,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array", "ignore
 
 
 @pytest.fixture(autouse=True)
-def seeded():
+def seeded(one_thread):
     torch.manual_seed(0)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the interpreter's turns are too short to wake others
-    yield
-    torch.set_num_threads(threads)
 
 
 # -- tensors in all layouts ------------------------------------------------------------------------

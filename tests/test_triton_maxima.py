@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._subclasses import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from counters import Operations
 from kernel import optimizer
 from test_qk_logits import KINDS, attend, documents, inputs_of, logits, per_head, reference
 
@@ -165,16 +165,6 @@ def test_heads_without_a_pair_have_minus_infinity(B, Tq, Tk):
 # Launches
 
 
-class Names(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(func.__name__)
-        return func(*args, **(kwargs or {}))
-
-
 def test_running_maxima_take_one_launch_and_nothing_else(monkeypatch):
     launched = []
 
@@ -186,7 +176,7 @@ def test_running_maxima_take_one_launch_and_nothing_else(monkeypatch):
     inputs = {name: on_device(value) for name, value in inputs_of("MLA", Tq=300).items()}
     ids, bias = on_device(documents(2, 300)), torch.zeros(300, device=DEVICE)
     out = torch.full((4,), -math.inf, device=DEVICE)
-    with Names() as mode:
+    with Operations() as mode:
         max_qk_logits(**inputs, document_ids=ids, attn_mask=bias, out=out)
     assert launched == [(2 * 4 * 3,)]
     assert set(mode.names) <= {

@@ -25,11 +25,10 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
-from torch.distributed.tensor import DTensor
 
-from checkpointed import LAYOUTS, Network, Run
+from checkpointed import LAYOUTS, Network, Run, load_checkpoint, save_checkpoint
 from kernel import optimizer
-from layouts import case, part_for
+from layouts import case, local, part_for
 from ranks import run_ranks
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -81,11 +80,6 @@ def rounded(exact: torch.Tensor) -> torch.Tensor:
     return torch.ldexp(nearest, exponent - 8).to(torch.bfloat16)
 
 
-def held(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-
-
 def assert_exact(run: Run, twin: Run) -> None:
     exact = run.optim.exact_weights()
     twins = dict(twin.model.named_parameters())
@@ -94,14 +88,14 @@ def assert_exact(run: Run, twin: Run) -> None:
     for name, param in run.model.named_parameters():
         if not param.requires_grad:
             continue
-        expected = held(twins[name])
-        assert torch.equal(held(exact[name]), expected), name
-        assert torch.equal(held(param), rounded(expected)), name
+        expected = local(twins[name])
+        assert torch.equal(local(exact[name]), expected), name
+        assert torch.equal(local(param), rounded(expected)), name
         state, twin_state = run.optim.state[param], twin.optim.state[twins[name]]
         assert state.keys() - twin_state.keys() == {"weight_residual"}
         for key, value in twin_state.items():
             assert state[key].dtype == value.dtype, f"{key} of {name}"
-            assert torch.equal(held(state[key]), held(value)), f"{key} of {name}"
+            assert torch.equal(local(state[key]), local(value)), f"{key} of {name}"
 
 
 # -- exact -----------------------------------------------------------------------------------------
@@ -294,23 +288,6 @@ def test_a_loaded_residual_survives_whichever_is_loaded_first(first):
 # -- checkpoints -----------------------------------------------------------------------------------
 
 
-def save(run: Run, directory: Path) -> None:
-    model, optim = get_state_dict(run.model, run.optim)
-    dcp.save({"model": model, "optim": optim}, checkpoint_id=directory)
-
-
-def load(run: Run, directory: Path) -> None:
-    model, optim = get_state_dict(run.model, run.optim)
-    content = {"model": model, "optim": optim}
-    dcp.load(content, checkpoint_id=directory)
-    set_state_dict(
-        run.model,
-        run.optim,
-        model_state_dict=content["model"],
-        optim_state_dict=content["optim"],
-    )
-
-
 RUNS = {
     "exact": exact_run,
     "fp32": fp32_run,
@@ -323,14 +300,14 @@ RUNS = {
 def begin(name: str, layout: str, directory: Path) -> None:
     run = RUNS[name](layout)
     train(run, range(3))
-    save(run, directory / name)
+    save_checkpoint(run, directory / name)
     run.write(directory / f"{name} then.pt")
 
 
 def resume(names: tuple[str, ...], layout: str, directory: Path) -> None:
     runs = {name: RUNS[name](layout, zeroed=True) for name in names}
     for name, run in runs.items():
-        load(run, directory / name)
+        load_checkpoint(run, directory / name)
         run.check(directory / f"{name} then.pt", groups=False)
         train(run, range(3, 5))
     if "exact" in runs:
@@ -364,10 +341,10 @@ def convert(layout: str, directory: Path) -> None:
         checkpoint_id=directory / "exact",
     )
     wide = fp32_run(layout, zeroed=True)
-    load(wide, directory / "exact")
+    load_checkpoint(wide, directory / "exact")
     for each in (stays, wide):
         train(each, range(2, 4))
-    save(wide, directory / "fp32")
+    save_checkpoint(wide, directory / "fp32")
     back = exact_run(layout, zeroed=True)
     model, optim = get_state_dict(back.model, back.optim)
     content = {"model": {**model, **back.optim.exact_weights()}, "optim": optim}
@@ -406,7 +383,7 @@ def test_a_run_that_goes_on_turns_the_option_on_behind_loading(tmp_path):
     """A checkpoint brings its groups' options, this one too."""
     before = Run.on("one device", change=in_bf16)
     train(before, [0])
-    save(before, tmp_path)
+    save_checkpoint(before, tmp_path)
     run = exact_run("one device")
     model, optim = get_state_dict(run.model, run.optim)
     content = {"model": model, "optim": optim}
@@ -415,7 +392,7 @@ def test_a_run_that_goes_on_turns_the_option_on_behind_loading(tmp_path):
     with pytest.raises(ValueError, match="without the option, and set it in param_groups then"):
         set_optimizer_state_dict(run.model, run.optim, content["optim"])
     run = Run.on("one device", change=in_bf16, zeroed=True)
-    load(run, tmp_path)
+    load_checkpoint(run, tmp_path)
     for group in run.optim.param_groups:
         group["weight_rounding"] = "exact"
     for name, value in run.optim.exact_weights().items():
@@ -477,7 +454,7 @@ class ExampleRun:
         if self.trained is not self.model:
             with torch.no_grad():
                 for seen, param in zip(self.model.parameters(), self.trained.parameters()):
-                    held(seen).copy_(rounded(held(param)))
+                    local(seen).copy_(rounded(local(param)))
 
 
 def train_example(steps: range, directory: Path) -> None:
@@ -501,7 +478,7 @@ def train_example(steps: range, directory: Path) -> None:
     assert runs["exact"].losses == runs["fp32"].losses
     exact = runs["exact"].optim.exact_weights()
     for name, param in runs["fp32"].trained.named_parameters():
-        assert torch.equal(held(exact[name]), held(param)), name
+        assert torch.equal(local(exact[name]), local(param)), name
 
 
 @pytest.mark.slow

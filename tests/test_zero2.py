@@ -20,9 +20,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from counters import count, local
+from counters import count
 from kernel import optimizer
-from layouts import ADAMW_ROUNDING, case
+from layouts import ADAMW_ROUNDING, case, local
 from ranks import run_ranks
 
 adamw = optimizer.adamw

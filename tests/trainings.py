@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 
+from comparisons import assert_equal
 from layouts import (
     ADAMW_ROUNDING,
     EXACT,
@@ -24,6 +24,7 @@ from layouts import (
     Twins,
     Weight,
     lay,
+    local,
     part_for,
     random,
     whole,
@@ -166,16 +167,6 @@ def check_inputs_unchanged(twins: Twins, case: Case, logits: Any) -> None:
 
 def surroundings() -> tuple[Any, ...]:
     return torch.get_default_dtype(), torch.is_grad_enabled(), torch.get_num_threads()
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-
-
-def assert_equal(found: torch.Tensor, expected: torch.Tensor, name: str) -> None:
-    torch.testing.assert_close(
-        found, expected, rtol=0, atol=0, equal_nan=True, msg=lambda text: f"{name}: {text}"
-    )
 
 
 def compare(twins: Twins) -> None:
