@@ -20,6 +20,9 @@ _exchanges = itertools.count()  # the same number on all ranks, which exchange i
 class Alone(Exception):
     """One rank raised, and others may be in a collective with it: what ``check`` would return."""
 
+    def __str__(self) -> str:
+        return "one rank raised, and the others have not answered"
+
 
 def run_on_ranks(check: Callable[..., Any], arguments: tuple[Any, ...], ranks: int) -> Any:
     """What ``check(*arguments)`` returns on rank 0: plain data, as JSON has it.
