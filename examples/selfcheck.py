@@ -199,6 +199,9 @@ def functions_of(args: argparse.Namespace) -> tuple[Any, Any]:
 
 def main() -> None:
     args = parse_args()
+    if not dist.is_initialized():
+        start = "torchrun --standalone --nproc-per-node 2 examples/selfcheck.py"
+        raise SystemExit(f"selfcheck.py checks a layout of ranks, which torchrun starts: {start}")
     try:
         model_fn, layout_fn = functions_of(args)
     except ValueError as error:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +16,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LambdaLR
 
 from kernel import optimizer
 from rank_pool import RankPool
@@ -77,6 +79,28 @@ class Attention(nn.Module):
         return self.proj(y.transpose(1, 2).flatten(-2))
 
 
+class FullAttention(Attention):
+    """As many key heads as query heads, in one weight or in three."""
+
+    def __init__(self, is_fused: bool):
+        super().__init__()
+        self.num_kv_heads = HEADS
+        if is_fused:
+            self.qkv = nn.Linear(DIM, 3 * DIM)
+        else:
+            del self.qkv
+            self.q_proj, self.k_proj, self.v_proj = (nn.Linear(DIM, DIM) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if hasattr(self, "qkv"):
+            q, k, v = self.qkv(x).chunk(3, dim=-1)
+        else:
+            q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.proj(y.transpose(1, 2).flatten(-2))
+
+
 class Model(nn.Module):
     def __init__(self, order: str):
         super().__init__()
@@ -93,6 +117,17 @@ class Model(nn.Module):
             x = x + layer["attn"](x)
             x = x + layer["moe"](layer["norm"](x))
         return self.lm_head(x)
+
+
+def with_full_attention(is_fused: bool) -> nn.Module:
+    model = Model("experts first")
+    for layer in model.layers:
+        layer["attn"] = FullAttention(is_fused)
+    return model
+
+
+def dense() -> nn.Module:
+    return nn.Sequential(nn.Embedding(50, DIM), nn.Linear(DIM, DIM), nn.Linear(DIM, 50))
 
 
 EXPERT_KEYS = ["experts"]
@@ -133,9 +168,28 @@ def zero2(model: nn.Module) -> Any:
     return model, muon(model, process_group=dist.group.WORLD, grad_reduce="mean")
 
 
-def advised(model: nn.Module) -> Any:
-    fully_shard(model)
-    return model
+def mixed(model: nn.Module, **options: Any) -> Any:
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    return model, muon(model, **options)
+
+
+def in_fp64(model: nn.Module) -> Any:
+    return fsdp(model.double())
+
+
+def scheduled(model: nn.Module) -> Any:
+    model, optim = fsdp(model)
+    LambdaLR(optim, lambda step: 1 / (1 + step))
+    return model, optim
+
+
+def with_random_numbers_of_each_rank(model: nn.Module) -> Any:
+    torch.manual_seed(dist.get_rank())
+    return fsdp(model)
+
+
+def random_tokens(_: int) -> Tensor:
+    return torch.randint(50, (4, 16))
 
 
 def groups_made_before_sharding(model: nn.Module) -> Any:
@@ -162,10 +216,46 @@ def frozen_half(model: nn.Module) -> Any:
     return fsdp(model)
 
 
+def frozen_elsewhere_on_each_rank(model: nn.Module) -> Any:
+    model.layers[dist.get_rank()].requires_grad_(False)
+    return fsdp(model)
+
+
 def half_in_no_group(model: nn.Module) -> Any:
     fully_shard(model)
     groups = optimizer.get_default_muon_param_groups(model.layers[0], expert_keys=EXPERT_KEYS)
     return model, optimizer.Muon(groups, split=SPLIT)
+
+
+def all_by_adamw(model: nn.Module) -> Any:
+    fully_shard(model)
+    return model, optimizer.Muon([{"params": list(model.parameters()), "use_muon": False}])
+
+
+def made_anew(model: nn.Module) -> Any:
+    fully_shard(model)
+    nn.init.zeros_(model.lm_head.weight)
+    return model, muon(model)
+
+
+def nothing(*_: Any) -> None:
+    """A function without its return, or without its backward."""
+
+
+def twice(_: nn.Module, loss: Tensor) -> None:
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def not_a_number(_: nn.Module, loss: Tensor) -> None:
+    (loss * float("nan")).backward()
+
+
+def experts_doubled(model: nn.Module, loss: Tensor) -> None:
+    """As where expert parallelism does not average."""
+    loss.backward()
+    for layer in model.layers:
+        layer["moe"].experts.w1.grad.mul_(2)
 
 
 def divided_by_hand(_: nn.Module, loss: Tensor) -> None:
@@ -227,9 +317,10 @@ def turned(model: nn.Module) -> Any:
 
 def reported(layout: Any, order: str, options: dict[str, Any]) -> tuple[str, list[str], str]:
     """What all ranks say: first line, kinds, the whole report."""
+    model_fn = options.pop("model_fn", functools.partial(Model, order))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        report = optimizer.selfcheck(functools.partial(Model, order), layout, steps=2, **options)
+        report = optimizer.selfcheck(model_fn, layout, steps=2, **options)
     assert bool(report) == (not report.findings)
     return str(report).splitlines()[0], [trap.kind for trap in report.findings], str(report)
 
@@ -253,6 +344,31 @@ def test_a_healthy_run_yields_no_finding(pool, layout):
     assert "of Muon's bit-equal to the unsharded run's" in text
 
 
+HEALTHY: dict[str, tuple[Any, dict[str, Any]]] = {
+    "bf16, whose rounding is all that a bias of keys gets": (
+        functools.partial(mixed, split=None),
+        {"model_fn": functools.partial(with_full_attention, False)},
+    ),
+    "fp64": (in_fp64, {}),
+    "a schedule's keys in the groups": (scheduled, {}),
+    "batches of random numbers": (
+        with_random_numbers_of_each_rank,
+        {"batch_fn": random_tokens},
+    ),
+    "gradients of parameters in no group": (
+        half_in_no_group,
+        {"frozen": ["embed", "layers.1", "lm_head"]},
+    ),
+}
+
+
+@pytest.mark.parametrize("what", HEALTHY)
+def test_what_is_as_it_should_be_is_no_finding(pool, what):
+    layout, options = HEALTHY[what]
+    line, _, text = check(pool, layout, **options)
+    assert line == "no finding", text
+
+
 FAILURES: dict[str, tuple[Any, dict[str, Any]]] = {
     "groups made before sharding": (groups_made_before_sharding, {}),
     "averaged twice: the gradient of embed.weight is 0.5": (fsdp, {"backward_fn": divided_by_hand}),
@@ -266,7 +382,13 @@ FAILURES: dict[str, tuple[Any, dict[str, Any]]] = {
     "stacked experts left to AdamW": (functools.partial(fsdp, expert_keys=None), {}),
     "experts not named: 4 stacks": (flattened, {}),
     "experts not named: 4 stacks of": (fsdp, {"order": "slab"}),
-    "no gradient arrives at embed.weight": (unsynchronized, {}),
+    "no gradient at any parameter": (unsynchronized, {}),
+    "no gradient at any": (fsdp, {"backward_fn": nothing}),
+    "the gradient of embed.weight is not finite": (fsdp, {"backward_fn": not_a_number}),
+    "experts.w1 is 2 times": (fsdp, {"backward_fn": experts_doubled}),
+    "experts.w1 is 2": (mixed, {"backward_fn": experts_doubled}),
+    "TypeError: model_fn returns the model, found NoneType": (fsdp, {"model_fn": nothing}),
+    "TypeError: layout_fn returns a model, (model, Muon)": (nothing, {}),
     "layers.1.attn.proj.weight is not bit-equal": (changed_behind_the_step, {}),
     "has another momentum_buffer of layers.0.attn.qkv.weight": (saved_otherwise, {}),
     "a transposed stack or matrix": (turned, {}),
@@ -276,6 +398,10 @@ FAILURES: dict[str, tuple[Any, dict[str, Any]]] = {
         {"order": "in, out"},
     ),
     "a wrong split": (functools.partial(fsdp, split={"qkv": [DIM // 2, DIM, DIM // 2]}), {}),
+    "a wrong split: matrices of layers.0.attn.qkv.weight": (
+        functools.partial(fsdp, split={"qkv": [DIM * 3 // 2] * 2}),
+        {"model_fn": functools.partial(with_full_attention, True)},
+    ),
     "but split=[16, 16, 16] adds up to": (functools.partial(fsdp, split={"qkv": [DIM] * 3}), {}),
     "hold Q, K and V in one tensor": (functools.partial(fsdp, split=None), {}),
 }
@@ -288,13 +414,35 @@ def test_a_failure_is_named_in_the_first_line(pool, words):
     assert words in line, text
 
 
+CAUSES: dict[str, tuple[Any, dict[str, Any]]] = {
+    'split={"qkv": [16, 16, 16]}': FAILURES["a wrong split: matrices of layers.0.attn.qkv.weight"],
+    "Not all ranks find the same": (frozen_elsewhere_on_each_rank, {}),
+    "layout_fn has changed it": (made_anew, {}),
+    "or backward() ran twice": (fsdp, {"backward_fn": twice}),
+    "AdamW trains all of them, by their groups": (all_by_adamw, {"model_fn": dense}),
+}
+
+
+@pytest.mark.parametrize("words", CAUSES)
+def test_a_report_names_the_cause(pool, words):
+    layout, options = CAUSES[words]
+    assert words in (text := check(pool, layout, **options)[2]), text
+
+
 def test_what_a_function_raises_is_a_finding(pool):
-    line, kinds, _ = check(pool, raises)
+    line, kinds, text = check(pool, raises)
     assert line == "1. ZeroDivisionError: no ranks to divide by" and kinds == ["raised"]
+    assert f"→ {__file__}:" in text and text.count(".py:") == 1  # not lines of the package
+    text = check(pool, raises_within_torch)[2]
+    assert ", in raises_within_torch\n" in text and text.count(".py:") == 2
 
 
 def raises(model: nn.Module) -> Any:
     raise ZeroDivisionError("no ranks to divide by")
+
+
+def raises_within_torch(model: nn.Module) -> Any:
+    return fully_shard(model, mesh=init_device_mesh("cpu", (3,)))
 
 
 def test_what_is_meant_to_be_frozen_is_no_finding(pool):
@@ -329,9 +477,45 @@ if __name__ == "__main__":
 """
 
 
+def started(tmp_path: Path, *changes: tuple[str, str]) -> subprocess.CompletedProcess[str]:
+    script, source = tmp_path / "check.py", SCRIPT
+    for old, new in changes:
+        assert old in source
+        source = source.replace(old, new)
+    script.write_text(source)
+    return subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300)
+
+
 @pytest.mark.slow
 def test_a_plain_process_starts_ranks(tmp_path):
-    script = tmp_path / "check.py"
-    script.write_text(SCRIPT)
-    run = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=200)
+    run = started(tmp_path)
     assert run.stdout.startswith("no finding\n2 steps on 3 ranks"), run.stdout + run.stderr
+
+
+@pytest.mark.slow
+def test_what_one_rank_raises_while_others_wait_for_it_is_a_finding(tmp_path):
+    raising = "if torch.distributed.get_rank() == 1:\n        raise OSError('no such disk')\n"
+    wait = "    torch.distributed.barrier()\n    fully_shard(model)"
+    run = started(tmp_path, ("fully_shard(model)\n", f"{raising}{wait}\n"))
+    assert run.stdout.startswith("1. OSError: no such disk"), run.stdout + run.stderr
+    assert "rank 1: 1. OSError: no such disk" in run.stderr  # all that torchrun shows
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("selfcheck(model_fn", "selfcheck(lambda: model_fn()"),
+        (
+            "    print(",
+            "    def batch_fn(step): pass\n    batch_fn.__qualname__ = 'none'\n    print(",
+        ),
+        ('if __name__ == "__main__"', "if True"),
+    ],
+    ids=["lambda", "not at the top level", "no guard"],
+)
+def test_functions_that_processes_cant_import_are_refused(tmp_path, change):
+    error = started(tmp_path, change).stderr
+    assert "ValueError: processes that are started import the script" in error.splitlines()[-1], (
+        error
+    )

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ...distributed import utils as dtensors
-from ...parameters.default_groups import BY_NAME, unmatched_keys
+from ...parameters.default_groups import BY_NAME, default_is_muon, unmatched_keys
 from ...parameters.modules import class_names
 from ...parameters.names import did_you_mean, matches
 from ...parameters.output_heads import last_matrix, may_be_a_head, unnamed_heads
@@ -62,14 +62,17 @@ def find_notes(subject: Subject, advice: Remedy) -> list[Trap]:
 
 
 def _nothing(subject: Subject) -> Trap:
-    what, why = "no parameter is Muon's", "there is nothing to train"
+    what, why, remedy = "no parameter is Muon's", "there is nothing to train", Remedy()
     if not subject.decisions:
         what = "the model has no parameters"
     elif not subject.trainable:
         what = "every parameter is frozen"
+    elif any(default_is_muon(decision.name, decision.param) for decision in subject.trainable):
+        why = "AdamW trains all of them, by their groups"
+        remedy = Remedy(wording="get_default_muon_param_groups(model)")
     else:
         why = "AdamW trains all of them: there are no matrices but embeddings and output heads"
-    return Trap("nothing", what, (), why)
+    return Trap("nothing", what, (), why, remedy)
 
 
 def _flat(subject: Subject, advice: Remedy) -> Iterator[Trap]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Optional
 
@@ -19,12 +20,13 @@ from ..describe.remedy import Remedy, Trap
 from ..describe.report import describe, lines_of
 from ..describe.table import counted
 from .comparison import Run
-from .ranks import gather_json, run_on_ranks
+from .ranks import Alone, gather_json, run_on_ranks
 from .structure import find_frozen, find_misread, find_strangers
 
 # What leaves nothing to compare, or would be found again by each comparison.
 _ENDS = {"replaced", "names", "shape", "flat", "nothing", "replicas", "raised"}
 _ENDS |= {"gradient", "weights"}
+_ENDED = "What comes after that was not checked: mend it, and check again"
 _SAMPLES, _TOKENS = 4, 32  # of each rank
 
 
@@ -99,8 +101,8 @@ def selfcheck(
             or process group whose ranks see different data, which is all ranks unless it is given,
             as with tensor parallelism.
         batch_fn: from the number of a step to a batch for all ranks: tensors, in any containers,
-            whose first dimension is samples, a multiple of the ranks. None: random tokens,
-            (samples, 32), below the first embedding's size.
+            whose first dimension is samples, a multiple of the ranks. torch's random numbers are
+            seeded for it. None: random tokens, (samples, 32), below the first embedding's size.
         loss_fn: from a model and a batch to the mean loss of the samples.
         backward_fn: what training does with the sharded model and the loss of a rank until
             ``step()``, where that is more than ``loss.backward()``. It clips nothing.
@@ -111,6 +113,11 @@ def selfcheck(
 
     Returns:
         The report: true where it has no ``findings``. What a function raises is a finding, too.
+
+    Raises:
+        ValueError: ranks are to be started, and can't import the functions.
+        Exception: from what a function raised on one rank, while others may be in a collective. The
+            rank prints the report.
 
     Example:
         >>> def layout_fn(model):
@@ -124,7 +131,7 @@ def selfcheck(
     """
     functions = (model_fn, layout_fn, batch_fn, loss_fn, backward_fn)
     findings, facts = run_on_ranks(_check, (functions, tuple(frozen), steps, seed), ranks)
-    return Report([_trap(*finding) for finding in findings], facts)
+    return _report(findings, facts)
 
 
 def _check(
@@ -135,15 +142,27 @@ def _check(
     facts: list[str] = []
     stages = _stages(functions, frozen, steps, seed, facts)
     while True:
+        raised: Optional[Exception] = None
         try:
             traps: Optional[list[Trap]] = next(stages, None)
         except Exception as error:
-            traps = [_raised(error)]
-        for of_rank in gather_json([_data(trap) for trap in traps or ()]):
+            traps, raised = [_raised(error)], error
+        data = [_data(trap) for trap in traps or ()]
+        try:
+            answers = gather_json(data, raised is not None)
+        except dist.DistStoreError:
+            if raised is None:
+                raise
+            findings += data
+            print(f"rank {dist.get_rank()}: {_report(findings, [_ENDED])}", file=sys.stderr)
+            raise Alone(findings, [_ENDED]) from raised
+        for of_rank in answers:
             known = {kind for kind, *_ in findings}
             findings += [finding for finding in of_rank if finding[0] not in known]
         if any(kind in _ENDS for kind, *_ in findings):
-            return findings, ["What comes after that was not checked: mend it, and check again"]
+            return findings, [_ENDED]
+        if any(of_rank != answers[0] for of_rank in answers):
+            return findings, ["Not all ranks find the same", _ENDED]
         if traps is None:
             return findings, facts
 
@@ -156,6 +175,8 @@ def _stages(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         reference = model_fn()
+    if not isinstance(reference, nn.Module):
+        raise TypeError(f"model_fn returns the model, found {type(reference).__name__}")
     if any(p.is_meta for p in reference.parameters()):
         raise ValueError("model_fn gives a model on meta: it has to have weights")
     model, optim, data = _sharded(layout_fn(copy.deepcopy(reference)))
@@ -164,23 +185,26 @@ def _stages(
 
     device = next(model.parameters()).device
     run = Run(model.eval(), optim, reference.to(device).eval(), data, loss_fn, backward_fn)
-    yield run.compare_weights()
+    yield run.compare_weights("layout_fn has changed it: model_fn makes the weights")
     for step in range(steps):
-        batch = _tokens(reference, data[1], seed + step) if batch_fn is None else batch_fn(step)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed + step)
+            batch = _tokens(reference, data[1]) if batch_fn is None else batch_fn(step)
         yield run.backward(tree_map_only(Tensor, lambda tensor: tensor.to(device), batch))
         optim.step()
         run.reference_optim.step()
-        yield run.compare_weights()
-        optim.zero_grad()
+        yield run.compare_weights("gradients were the same bits: the step, or a hook, changed it")
+        model.zero_grad()  # of parameters in no group, too
     idle = [name for name in run.params if name in (run.idle or ())]
     yield list(find_frozen(idle, len(run.params), frozen, "no step has given them a gradient"))
     yield run.compare_checkpoint()
     others = len(run.params) - len(run.exact)
+    moved = f"within {run.weights:.1g} of what they moved" if run.weights else "equal"
+    noisy = f", but {counted(run.noisy, 'parameter')} within bf16's rounding" if run.noisy else ""
     facts += [
         f"{steps} steps on {dist.get_world_size()} ranks: {counted(run.exact, 'parameter')} of "
-        f"Muon's bit-equal to the unsharded run's, {others} others within {run.weights:.1g} of "
-        "what they moved",
-        f"gradients within {run.gradients:.1g} of those of the whole batch",
+        f"Muon's bit-equal to the unsharded run's, {others} others {moved}",
+        f"gradients within {run.gradients:.1g} of those of the whole batch{noisy}",
         "the checkpoint, loaded by one process, has the same weights and state",
     ]
 
@@ -189,7 +213,7 @@ def _sharded(returned: Any) -> tuple[nn.Module, Muon, tuple[int, int]]:
     """Model, optimizer in exact mode, and which part of the data, from what layout_fn returned."""
     parts: list[Any] = list(returned) if isinstance(returned, tuple) else [returned]
     model, optim, ranks = [*parts, None, None][:3]
-    if optim is None:
+    if optim is None and isinstance(model, nn.Module):
         advised = describe(model)
         optim = Muon(advised.groups(), **advised.options())
     if not isinstance(model, nn.Module) or not isinstance(optim, Muon):
@@ -211,28 +235,36 @@ def _sharded(returned: Any) -> tuple[nn.Module, Muon, tuple[int, int]]:
     return model, optim, (ranks.mesh.flatten().tolist().index(dist.get_rank()), ranks.size())
 
 
-def _tokens(model: nn.Module, parts: int, seed: int) -> Tensor:
+def _tokens(model: nn.Module, parts: int) -> Tensor:
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     if not tables:
         raise ValueError("the model has no nn.Embedding, so it takes no tokens: give batch_fn")
-    generator = torch.Generator().manual_seed(seed)
-    size = (_SAMPLES * parts, _TOKENS)
-    return torch.randint(tables[0].num_embeddings, size, generator=generator)
+    return torch.randint(tables[0].num_embeddings, (_SAMPLES * parts, _TOKENS))
 
 
 def _raised(error: Exception) -> Trap:
-    """What an exception says, and where in its traceback it came from."""
-    places, trace = [], error.__traceback__
+    """What an exception says, the caller's line that led to it, and the line that raised it."""
+    packages, trace = ("torch.", __name__.rpartition("extras.")[0]), error.__traceback__
+    callers, last = "", ""
     while trace is not None:
-        places.append(f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}")
+        code = trace.tb_frame.f_code
+        last = f"{code.co_filename}:{trace.tb_lineno}, in {code.co_name}"
+        if not f"{trace.tb_frame.f_globals.get('__name__')}.".startswith(packages):
+            callers = last
         trace = trace.tb_next
-    what = f"{type(error).__name__}: {error}"
-    return Trap("raised", what, (), f"at {', '.join(places[-4:])}")
+    places = "\n".join(dict.fromkeys(filter(None, (callers, last))))
+    return Trap("raised", f"{type(error).__name__}: {error}", (), "", Remedy(wording=places))
 
 
 def _data(trap: Trap) -> list[Any]:
     return [trap.kind, trap.what, list(trap.parameters), trap.why, trap.write]
 
 
-def _trap(kind: str, what: str, parameters: Sequence[str], why: str, write: str) -> Trap:
-    return Trap(kind, what, tuple(parameters), why, Remedy(wording=write))
+def _report(findings: Sequence[Sequence[Any]], facts: list[str]) -> Report:
+    return Report(
+        [
+            Trap(kind, what, tuple(parameters), why, Remedy(wording=write))
+            for kind, what, parameters, why, write in findings
+        ],
+        facts,
+    )

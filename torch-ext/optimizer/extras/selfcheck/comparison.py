@@ -23,6 +23,9 @@ from .structure import named
 # Gradients differ by rounding, which bf16 within a model makes up to some percent of them. Of a
 # parameter with hardly any gradient, such as a bias of keys, rounding is all there is.
 ROUNDING, LEAST = 0.05, 1e-3
+# Where even the smallest difference is more than fp32's, the model may run in bf16: then what
+# differs by no more than so many times the rounding of bf16 is as it should be.
+FP32, NOISE = 1e-5, 4
 ADAMW_ROUNDING = 1e-3  # of what a weight moved, where it is no narrower than fp32
 _WHOLE = StateDictOptions(full_state_dict=True)
 
@@ -47,6 +50,7 @@ class Run:
 
     gradients: float = 0.0  # the largest relative difference
     weights: float = 0.0  # of those that can't be the same bits, of what they moved
+    noisy: set[str] = dataclasses.field(default_factory=set)  # whose gradients are mostly rounding
     idle: Optional[set[str]] = None  # parameters that have had no gradient in any step
 
     def __post_init__(self) -> None:
@@ -70,43 +74,75 @@ class Run:
             options = {key: getattr(view, key) for key in GROUP_OPTIONS}
             own = {"params": [params[n] for n in names], "names": names, "use_muon": view.use_muon}
             groups.append({**options, **own})
-        return Muon(groups, comm_dtype=torch.float32)
+        optim = Muon(groups, comm_dtype=self.optim._settings.comm_dtype)
+        for group, given in zip(optim.param_groups, self.optim.param_groups):
+            group.update({key: given[key] for key in given.keys() - group.keys()})  # a schedule's
+        return optim
 
     # -- gradients -----------------------------------------------------------------------------
 
     def backward(self, batch: Any) -> list[Trap]:
         """Computes and compares gradients of a batch; the whole model then takes the other's."""
         self.backward_fn(self.model, self.loss_fn(self.model, part_of(batch, *self.data)))
-        expected = self._gradients_of(batch)
+        expected = self._gradients_of(batch, self.reference)
         numel = sum(map(Tensor.numel, expected.values()))
         total = sum(gradient.square().sum().item() for gradient in expected.values())
         different: dict[str, Tensor] = {}
+        errors: dict[str, float] = {}
         idle, averages = set(), []
         for name, right in expected.items():
             param, twin = self.params[name], self.twins[name]
             found = self._whole_gradient(param)
-            error = (found - right).norm().item()
-            size = max(right.norm().item(), LEAST * (total / numel * right.numel()) ** 0.5)
-            if error and not error <= ROUNDING * size:
+            size = max(right.norm().item(), LEAST * (total / numel * right.numel()) ** 0.5, 1e-30)
+            error = (found - right).norm().item() / size
+            if error or right.any():
+                errors[name] = error
+            if not error <= ROUNDING:
                 different[name] = found
-            elif error:
-                self.gradients = max(self.gradients, error / size)
+            else:
+                self.gradients = max(self.gradients, error)
             if not found.any():
                 idle.add(name)
             elif param.grad is not None and self._averaged_by_step(param) is not None:
                 averages.append(bool((param.grad - found).norm() <= 1e-6 * found.norm()))
             twin.grad = None if param.grad is None else found.to(twin.dtype)
         self.idle = idle if self.idle is None else self.idle & idle
+        if different and len(idle) == len(expected):
+            why = "backward() has not run, or zero_grad() has, or FSDP2's gradient sync is off"
+            return [Trap("gradient", "no gradient at any parameter", tuple(different), why)]
+        if different and not min(errors.values()) <= FP32:
+            noise = self._noise(batch)
+            for name in different.keys() & noise.keys():
+                error = (different[name] - expected[name]).norm().item()
+                if error <= NOISE * noise[name] < float("inf"):
+                    self.noisy.add(name)
+                    del different[name]
         if different:
             return [self._explain(different, expected, batch)]
         return [_TWICE] if averages and all(averages) and self.data[1] > 1 else []
 
-    def _gradients_of(self, batch: Any) -> dict[str, Tensor]:
-        """Of the whole model: of the parameters that the sharded one trains."""
-        self.reference.zero_grad()
-        self.loss_fn(self.reference, batch).backward()
-        twins = {n: self.twins[n] for n, param in self.params.items() if param.requires_grad}
+    def _gradients_of(self, batch: Any, model: nn.Module) -> dict[str, Tensor]:
+        """Of a whole model: of the parameters that the sharded one trains."""
+        model.zero_grad()
+        self.loss_fn(model, batch).backward()
+        twins = {n: p for n, p in named(model).items() if self.params[n].requires_grad}
         return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in twins.items()}
+
+    def _noise(self, batch: Any) -> dict[str, float]:
+        """How far the whole model's gradients are off in bf16; nothing if it does not run so."""
+
+        def run_in(dtype: torch.dtype) -> dict[str, Tensor]:
+            def cast(tensor: Tensor) -> Tensor:
+                return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+            model = copy.deepcopy(self.reference)._apply(cast)
+            return self._gradients_of(tree_map_only(Tensor, cast, batch), model)
+
+        try:
+            narrow, wide = run_in(torch.bfloat16), run_in(torch.float32)
+        except RuntimeError:
+            return {}
+        return {name: (narrow[name] - right).norm().item() for name, right in wide.items()}
 
     def _averaged_by_step(self, param: Tensor) -> Any:
         """The ranks over which the step averages a gradient, if it does."""
@@ -130,17 +166,21 @@ class Run:
         is_scaled = (found - factor * right).norm() <= ROUNDING * abs(factor) * right.norm()
         counts = [n for n in range(2, world + 1) if world % n == 0 and is_scaled]
         what = f"the gradient of {name} is {factor:.3g} times that of the unsharded run"
+        if not found.isfinite().all():
+            too = "" if right.isfinite().all() else ", nor is that of the unsharded run"
+            why = "the learning rate is too high, or something divides by zero"
+            return Trap("gradient", f"the gradient of {name} is not finite{too}", names, why)
         if not found.any():
             return Trap("gradient", f"no gradient arrives at {name}", names, "it is detached")
         if any(abs(factor * n - 1) < ROUNDING for n in counts):
             why = "ranks divide it twice by their number, or loss_fn is a sum over the batch"
             return Trap("gradient", f"averaged twice: {what}", names, why)
         if any(abs(factor / n - 1) < ROUNDING for n in counts):
-            why = "it is the sum over ranks, which nothing has divided by their number"
+            why = "nothing has divided the sum over ranks by their number, or backward() ran twice"
             return Trap("gradient", f"not averaged but summed: {what}", names, why)
         if is_scaled:
             return Trap("gradient", what, names, "something scales or clips it before step()")
-        own = self._gradients_of(part_of(batch, *self.data))[name]
+        own = self._gradients_of(part_of(batch, *self.data), self.reference)[name]
         if (found - own).norm() <= ROUNDING * own.norm():
             what = f"not averaged: the gradient of {name} is that of each rank's own data"
             write = "fully_shard or DDP, or Muon(groups, process_group=…, grad_reduce='mean')"
@@ -148,7 +188,8 @@ class Run:
         error = ((found - right).norm() / right.norm()).item()
         return Trap(
             "gradient",
-            f"the gradient of {name} is {error:.1g} of its size off that of the unsharded run",
+            f"the gradient of {name} differs by {error:.1g} times its norm from that of the "
+            "unsharded run",
             names,
             "ranks exchange something else than a mean; or nothing adds up what each has of it, as "
             "of a norm of heads under tensor parallelism; or ranks have to see the same data, as "
@@ -157,11 +198,15 @@ class Run:
 
     # -- weights and state -----------------------------------------------------------------------
 
-    def compare_weights(self) -> list[Trap]:
-        """The first that is not as the unsharded run's after a step of the same gradients."""
+    def compare_weights(self, why: str) -> list[Trap]:
+        """The first that is not as the unsharded run's, at first or after a step of the same
+        gradients, and why that may be."""
         start = named(self.started)
         for name, param in self.params.items():
             found, right = whole(param.detach()), self.twins[name].detach()
+            if not (found.isfinite().all() and right.isfinite().all()):
+                what = f"{name} has elements that are not finite"
+                return [Trap("weights", what, (name,), "the learning rate is too high, or a NaN")]
             if name in self.exact or not param.requires_grad:
                 error = 0.0 if torch.equal(found, right) else 1.0
             else:
@@ -172,8 +217,8 @@ class Run:
                 turned = right.mT if right.ndim > 1 else right
                 is_turned = found.shape == turned.shape and torch.equal(found, turned)
                 what = f"{name} is not bit-equal to" if name in self.exact else f"{name} is not"
-                what = f"a transposed stack or matrix: {name}, of" if is_turned else what
-                why = "gradients were the same bits, so layout_fn or the step has changed it"
+                if is_turned:
+                    what = f"a transposed stack or matrix: {name} is the transpose of"
                 return [Trap("weights", f"{what} that of the unsharded run", (name,), why)]
         return []
 

@@ -13,7 +13,15 @@ import torch.distributed as dist
 from torch.multiprocessing import start_processes
 
 _TIMEOUT = timedelta(minutes=5)  # until the others end where one rank has died
+_GRACE = timedelta(seconds=10)  # for the others, where one rank has raised, to raise, too
 _exchanges = itertools.count()  # the same number on all ranks, which exchange in the same order
+
+
+class Alone(Exception):
+    """One rank raised, and others may be in a collective with it: what ``check`` would return."""
+
+    def __str__(self) -> str:
+        return "one rank raised, and the others have not answered"
 
 
 def run_on_ranks(check: Callable[..., Any], arguments: tuple[Any, ...], ranks: int) -> Any:
@@ -22,6 +30,10 @@ def run_on_ranks(check: Callable[..., Any], arguments: tuple[Any, ...], ranks: i
     It runs in this process where a process group is initialized or torchrun has started ranks.
     Otherwise ``ranks`` processes are started for it, which meet over gloo on the CPU. They import
     the main script, then unpickle the arguments.
+
+    Raises:
+        Alone: from what one rank raised, where the ranks were there before.
+        ValueError: processes can't import the functions.
     """
     if dist.is_initialized():
         return check(*arguments)
@@ -33,23 +45,51 @@ def run_on_ranks(check: Callable[..., Any], arguments: tuple[Any, ...], ranks: i
             dist.destroy_process_group()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     whole = (ranks, store.port, check, arguments)
-    start_processes(_run_rank, whole, nprocs=ranks, start_method="spawn")
+    try:
+        start_processes(_run_rank, whole, nprocs=ranks, start_method="spawn")
+    except Exception as error:
+        if not store.check(["begun"]):
+            raise ValueError(
+                "processes that are started import the script, and could not take the functions "
+                f"from it ({str(error).strip().splitlines()[0]}): write it to a file, load the "
+                "package and define the functions at its top level, no lambdas, and call selfcheck "
+                'below if __name__ == "__main__":. Or start the script by torchrun'
+            ) from None
+        if not store.check(["result"]):
+            raise
     return json.loads(store.get("result"))
 
 
 def _run_rank(rank: int, ranks: int, port: int, check: Callable[..., Any], arguments: Any) -> None:
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    store.set("begun", "")
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=_TIMEOUT)
-    result = check(*arguments)
+    try:
+        result = check(*arguments)
+    except Alone as ended:  # whose process ends, and with it the others
+        store.compare_set("result", "", json.dumps(ended.args))
+        raise
     if rank == 0:
         store.set("result", json.dumps(result))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def gather_json(value: Any) -> list[Any]:
-    """The values of all ranks, in order, as JSON has them."""
+def gather_json(value: Any, has_raised: bool = False) -> list[Any]:
+    """The values of all ranks, in order, as JSON has them.
+
+    All ranks that have raised give the value of the first: its end may be what the others raise.
+
+    Raises:
+        DistStoreError: this rank has raised, and others have not answered soon.
+    """
     store, key = dist.distributed_c10d._get_default_store(), f"selfcheck/{next(_exchanges)}"
-    store.set(f"{key}/{dist.get_rank()}", json.dumps(value))
-    return [json.loads(store.get(f"{key}/{rank}")) for rank in range(dist.get_world_size())]
+    text = json.dumps(value)
+    if has_raised:
+        text = store.compare_set(f"{key}/raised", "", text).decode()
+    store.set(f"{key}/{dist.get_rank()}", text)
+    keys = [f"{key}/{rank}" for rank in range(dist.get_world_size())]
+    if has_raised:
+        store.wait(keys, _GRACE)
+    return [json.loads(store.get(key)) for key in keys]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Optional
 
@@ -203,22 +204,25 @@ def _splits(subject: Subject) -> Iterator[Trap]:
             wrong.append((decision, fused))
     if wrong:
         (first, fused), *_ = wrong
+        splits = {decision.name: fused.split for decision, fused in wrong}
         yield Trap(
             "split",
             f"a wrong split: matrices of {first.name} have rows of several of {fused.holds}",
-            tuple(decision.name for decision, _ in wrong),
+            tuple(splits),
             "each matrix is orthogonalized by itself: it has to lie within one of them",
-            Remedy(wording=f"split={{{first.name!r}: {fused.split!r}}}"),
+            Remedy(split=splits, matrices=names_of(subject.by_algorithm("Muon"))),
         )
 
 
 def _mixes(actual: Matrices, known: Matrices) -> bool:
-    """Whether a matrix of one reading has elements of several blocks of another."""
-    blocks_of = torch.empty(known.shape, dtype=torch.int16)
-    for number, block in enumerate(known.blocks):
-        _view(block, blocks_of).fill_(number)
+    """Whether a matrix of one reading has elements of several matrices of another."""
+    matrices_of, number = torch.empty(known.shape, dtype=torch.int32), itertools.count()
+    for block in known.blocks:
+        view = _view(block, matrices_of)
+        for matrix in itertools.product(*map(range, block.shape[: block.row_axis])):
+            view[matrix] = next(number)
     for block in actual.blocks:
-        numbers = _view(block, blocks_of).reshape(-1, block.rows * block.cols)
+        numbers = _view(block, matrices_of).reshape(-1, block.rows * block.cols)
         if bool((numbers != numbers[:, :1]).any()):
             return True
     return False
