@@ -38,10 +38,14 @@ MUTANTS = [
     Mutant("pipeline.py", "reversed(_moves(present))", "_moves(present)"),
     Mutant(
         "newton_schulz/iteration.py",
-        "closer = _size(norm_of_R.sqrt_(),",
-        "closer = _size(norm_of_R,",
+        "schatten4_size = _size(norm_of_R.sqrt_(),",
+        "schatten4_size = _size(norm_of_R,",
     ),
-    Mutant("newton_schulz/iteration.py", "alpha, beta = alpha / scale, beta / scale", "pass"),
+    Mutant(
+        "newton_schulz/iteration.py",
+        "alpha, beta = alpha / magnification, beta / magnification",
+        "pass",
+    ),
     Mutant("newton_schulz/restarts.py", "return planned + tuple(", "return () and tuple("),
     Mutant("matrices.py", "start - index * stride, stop - index * stride", "start, stop"),
     Mutant("split_notation.py", "start += _size(summand, sizes) * stride", "start += stride"),

@@ -27,15 +27,15 @@ if TYPE_CHECKING:
     from .qk_clip.clip import Clipping
     from .state.rounding import Rounding
 
-# Weights in bf16 that are updated in fp32 at once, in bytes.
+# Bytes of weights in bf16 that are updated in fp32 at once.
 FP32_WINDOW_BYTES = 16 << 20
 
-# Devices whose fused kernel keeps `step` beside the parameter.
+# Devices with a fused kernel, which reads `step` on the parameter's device.
 FUSED_DEVICES = ("cpu", "cuda", "xpu", "mps")
 
 
 def is_fused(param: Tensor, options: Group) -> bool:
-    """Whether this parameter takes torch's fused kernel; ``foreach`` given either way means no."""
+    """Whether torch's fused kernel may update a parameter; it may not if ``foreach`` is set."""
     return (
         options.foreach is None
         and param.device.type in FUSED_DEVICES
@@ -44,7 +44,7 @@ def is_fused(param: Tensor, options: Group) -> bool:
 
 
 def init_step(param: Tensor, state: MutableMapping[str, Tensor], options: Group) -> None:
-    """Adds ``step``, () in fp32, where it is missing, and moves it to where its kernel reads it."""
+    """Creates ``step``, () in fp32, if it is missing; moves it to where torch's AdamW reads it."""
     if "step" not in state:
         state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
     on_device = options.capturable or is_fused(param, options)
@@ -54,12 +54,12 @@ def init_step(param: Tensor, state: MutableMapping[str, Tensor], options: Group)
 
 
 class AdamWPart(NamedTuple):
-    """Parameters that are updated at once: all of a group, or those of one window of its moments.
+    """What one event updates: a group of AdamW's parameters, or what one window has of it.
 
     Args:
         group: number of the group among AdamW's.
         window: number of the window among the group's.
-        nbytes: of the moments that the window brings.
+        nbytes: bytes of state that the window brings; 0 if no state of the group is offloaded.
     """
 
     group: int
@@ -71,21 +71,22 @@ class AdamWStep:
     """AdamW (Loshchilov & Hutter 2019, algorithm 2) in one step, part by part.
 
     It works on the local shards of DTensors, as AdamW is element-wise. Gradients are only read;
-    with ``missing_grad="zero"`` an absent one counts as zeros. In ZeRO-2 each rank updates its rows
-    of plain parameters, with mean gradients, and gets the others' rows.
+    with ``missing_grad="zero"`` an absent gradient counts as zeros. In ZeRO-2 plain parameters take
+    mean gradients; each rank updates its rows of those that are divided, and gets the other rows
+    from the other ranks.
 
     Args:
-        groups: all of them; Muon's are passed over.
+        groups: all groups of the optimizer; Muon's are passed over.
         state: of each parameter.
-        replicas: those that average gradients and divide the work, in ZeRO-2.
-        offload: where the state lives.
-        rounding: tells what weights are rounded by that are updated in fp32.
-        clipping: scales biases and weights of projections, after their update.
-        prefetcher: what brings the state.
+        replicas: the replicas that average gradients and divide the work, in ZeRO-2; else None.
+        offload: knows where the state lives.
+        rounding: has the residuals and noise of weights that are updated in fp32.
+        clipping: has QK-Clip's factors on query and key projections, applied after the update.
+        prefetcher: brings offloaded state to the device.
 
     Attributes:
         parts: in the order of their updates.
-        means: of the averaged gradients, in ZeRO-2 only.
+        means: averages gradients; in ZeRO-2 only.
     """
 
     means: MeanGradients
@@ -101,7 +102,7 @@ class AdamWStep:
         prefetcher: Prefetcher,
     ):
         self._groups = [group for group in groups if not group.use_muon]
-        self._present = [[p for p in g.params if g.takes_part(p)] for g in self._groups]
+        self._taking_part = [[p for p in g.params if g.takes_part(p)] for g in self._groups]
         self._state = state
         self._offload = offload
         self._rounding = rounding
@@ -111,16 +112,16 @@ class AdamWStep:
         self._rows: dict[int, AdamWRows] = {}
         self._gathering: list[RowAllGather] = []
         if not prefetcher.is_enqueued:
-            for group, params in enumerate(self._present):
-                keys = [keys_of(self._groups[group], param.dtype) for param in params]
+            for group, params in enumerate(self._taking_part):
+                keys_by_param = [keys_of(self._groups[group], param.dtype) for param in params]
                 fetches = [
                     [fetch for key in keys for fetch in self._fetches(state[param][key], key)]
-                    for param, keys in zip(params, keys)
+                    for param, keys in zip(params, keys_by_param)
                 ]
                 prefetcher.add_windows(self._key(group), fetches)
         self.parts = [
             AdamWPart(group, window, nbytes)
-            for group, params in enumerate(self._present)
+            for group, params in enumerate(self._taking_part)
             if params
             for window, nbytes in enumerate(prefetcher.window_bytes(self._key(group)))
         ]
@@ -129,22 +130,22 @@ class AdamWStep:
         if replicas is not None:
             from .distributed.zero2 import MeanGradients  # loaded where it is used
 
-            plain = [p for params in self._present for p in params if not is_dtensor(p)]
+            plain = [p for params in self._taking_part for p in params if not is_dtensor(p)]
             self._averaged = {param: number for number, param in enumerate(plain)}
             divided = [is_divided(param.shape, len(replicas.ranks)) for param in plain]
             self._divided = {param for param, is_cut in zip(plain, divided) if is_cut}
             self.means = MeanGradients(plain, divided, replicas.group)
 
     def buckets_needed(self) -> list[int]:
-        """How many buckets of gradients have to be averaged before each part."""
+        """For each part, how many buckets of gradients have to be averaged before it."""
         needed, count = [], 0
-        for params in self._present:
+        for params in self._taking_part:
             count += sum(param in self._averaged for param in params)
             needed.append(self.means.bucket_plan.prefix_counts[count])
         return [needed[part.group] for part in self.parts]
 
     def enqueue(self, number: int) -> None:
-        """Announces what a part is going to need of the host's memory."""
+        """Enqueues the window of offloaded state that a part is going to use."""
         part = self.parts[number]
         self._prefetcher.enqueue(self._key(part.group), part.window)
 
@@ -160,26 +161,26 @@ class AdamWStep:
         is_last = number + 1 == len(self.parts) or self.parts[number + 1].group != part.group
         if is_last:
             del self._rows[part.group]
-            # A DTensor's counter is not its shard's, and torch's fused kernel leaves both alone.
-            for param in self._present[part.group]:
+            # A DTensor and its shard have a version counter each; the fused kernel changes neither.
+            for param in self._taking_part[part.group]:
                 torch.autograd.graph.increment_version(param)
 
     def share_rows(self, group: int) -> None:
-        """Starts to send the replicas the rows of a group that this rank has updated."""
+        """Starts the all-gather that brings every replica the updated rows of a group."""
         from .distributed.zero2 import RowAllGather
 
         assert self._replicas is not None
-        divided = [param for param in self._present[group] if param in self._divided]
+        divided = [param for param in self._taking_part[group] if param in self._divided]
         self._gathering.append(RowAllGather(divided, self._replicas.group))
         self._gathering[-1].launch()
 
     def wait(self) -> None:
-        """Waits for what replicas send each other."""
+        """Waits until the rows of all replicas have come."""
         for rows in self._gathering:
             rows.wait()
 
     def _fetches(self, tensor: Tensor, key: str) -> list[Fetch]:
-        """The fetch of a tensor of state, if it takes one."""
+        """The fetch that brings a tensor of state to its device; an empty list if it needs none."""
         is_residual = key == "weight_residual"
         part = as_int16(self._offload.current(tensor)) if is_residual else None
         return self._offload.fetches(tensor, part)
@@ -188,24 +189,25 @@ class AdamWStep:
         return "adamw", group
 
     def _rows_of(self, group: int) -> AdamWRows:
+        """The local tensors of a group's parameters, or this rank's rows of those."""
         options = self._groups[group]
         rows = AdamWRows([], [], [], [], [], [], [])
-        for param in self._present[group]:
+        for param in self._taking_part[group]:
             weights, state, rounded_by = local(param), self._state[param], None
             if options.updates_in_fp32(param.dtype):
                 rounded_by = self._rounding.of(param, options)
             clip = None if self._clipping is None else self._clipping.scale(param)
-            if clip is not None:  # the devices differ for parameters in host memory only
+            if clip is not None:  # the two devices differ only for parameters in host memory
                 clip = clip.to(weights.device)
             if param in self._averaged:
                 grad = self.means.result(self._averaged[param])
                 if param in self._divided:
                     assert self._replicas is not None
                     ranks, rank = len(self._replicas.ranks), self._replicas.group.rank()
-                    own = slice(*shard_interval(weights.shape[0], ranks, rank))
-                    weights, clip = weights[own], None if clip is None else clip[own]
-                    if isinstance(rounded_by, Noise):  # a residual is of these rows alone
-                        rounded_by = rounded_by[own]
+                    interval = slice(*shard_interval(weights.shape[0], ranks, rank))
+                    weights, clip = weights[interval], None if clip is None else clip[interval]
+                    if isinstance(rounded_by, Noise):  # a residual has these rows only
+                        rounded_by = rounded_by[interval]
             elif param.grad is None:
                 grad = torch.zeros_like(weights)
             else:
@@ -221,11 +223,11 @@ class AdamWStep:
 
 
 def _update(rows: AdamWRows, options: Group) -> None:
-    """Updates rows, in fp32 those that are rounded by something, and clips them."""
+    """Updates rows, then clips them; rows with a residual or noise are updated in fp32."""
     in_fp32 = [by is not None for by in rows.rounded_by]
-    others = rows.only([not wide for wide in in_fp32]) if any(in_fp32) else rows
-    if others.params:
-        _update_as_they_are(others, options)
+    unwidened = rows.only([not widens for widens in in_fp32]) if any(in_fp32) else rows
+    if unwidened.params:
+        _call_adamw(unwidened, options)
     rows_in_fp32: Any = rows.only(in_fp32)
     devices = {param.device for param in rows_in_fp32.params}
     fetches = [[Fetch(param, param.device, True)] for param in rows_in_fp32.params]
@@ -233,16 +235,16 @@ def _update(rows: AdamWRows, options: Group) -> None:
         part = rows_in_fp32.in_window([(piece, ()) for piece in pieces])
         exact = widen(part.params, part.rounded_by)
         grads = [grad.to(torch.float32) for grad in part.grads]
-        _update_as_they_are(replace(part, params=exact, grads=grads), options)
+        _call_adamw(replace(part, params=exact, grads=grads), options)
         round_into(exact, part.params, part.rounded_by)
     clip_weights(rows.params, rows.clip, rounded_by=rows.rounded_by)
 
 
-def _update_as_they_are(rows: AdamWRows, options: Group) -> None:
-    """Updates rows by torch's functional, those that its fused kernel takes and the others."""
+def _call_adamw(rows: AdamWRows, options: Group) -> None:
+    """Updates rows by torch's functional AdamW; one call serves all that take the same kernel."""
     kinds: dict[tuple[bool, bool], list[bool]] = {}
     for number, param in enumerate(rows.params):
-        # No graph captures what CPUs do, and torch's loop refuses to be capturable there.
+        # No graph captures what CPUs do, and torch's loop over tensors refuses capturable=True.
         capturable = options.capturable and param.device.type != "cpu"
         fused = is_fused(param, options) and _are_dense(
             param, rows.grads[number], rows.exp_avgs[number], rows.exp_avg_sqs[number]
@@ -251,18 +253,18 @@ def _update_as_they_are(rows: AdamWRows, options: Group) -> None:
         chosen[number] = True
     beta1, beta2 = options.adamw_betas
     for (fused, capturable), chosen in kinds.items():
-        some = rows.only(chosen) if len(kinds) > 1 else rows
+        same_kind = rows.only(chosen) if len(kinds) > 1 else rows
         adamw(
-            some.params,
-            some.grads,
-            some.exp_avgs,
-            some.exp_avg_sqs,
+            same_kind.params,
+            same_kind.grads,
+            same_kind.exp_avgs,
+            same_kind.exp_avg_sqs,
             [],
-            some.steps,
+            same_kind.steps,
             foreach=False if fused else options.foreach,
             fused=fused,
             capturable=capturable,
-            has_complex=any(param.is_complex() for param in some.params),
+            has_complex=any(param.is_complex() for param in same_kind.params),
             amsgrad=False,
             beta1=beta1,
             beta2=beta2,
@@ -274,10 +276,10 @@ def _update_as_they_are(rows: AdamWRows, options: Group) -> None:
 
 
 def _are_dense(param: Tensor, *others: Tensor) -> bool:
-    """Whether all tensors fill their memory in one order.
+    """Whether all tensors fill their memory densely, in the same order of dimensions.
 
-    torch's fused kernel takes their storages for flat arrays, and would write the wrong elements of
-    any others.
+    torch's fused kernel treats tensors as flat arrays; where one lies otherwise, it would write the
+    wrong elements.
     """
     shape, stride = param.shape, param.stride()
     return all(t.shape == shape and t.stride() == stride for t in others) and is_dense(param)

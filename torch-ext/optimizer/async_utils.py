@@ -1,12 +1,13 @@
-"""Decides the order of a step: a pure function makes the schedule, a list of events, before it.
+"""Decides the order of a step: before the step, a pure function makes its schedule of events.
 
-A lane is worked off chunk by chunk: momentum is updated and gathered by the owners, the owners
-orthogonalize, the updates are scattered, weights are updated. While one chunk is orthogonalized,
-the next ones are being gathered, and the one before is being scattered. Between chunks a step
-updates AdamW's parameters, and averages gradients in ZeRO-2.
+Each chunk of a lane goes through the same events: ranks update momentum and the owners gather it;
+the owners orthogonalize it and scatter the updates; ranks update weights. While one chunk is
+orthogonalized, the next chunks are being gathered and the one before it is being scattered. Between
+chunks a step updates AdamW's parameters and, in ZeRO-2, averages gradients.
 
-Ranks that share a lane launch its collectives in one order, since the order follows from what they
-have in common: the number of chunks, how many may be in flight, which gradients are present.
+Ranks that share a lane launch its collectives in the same order, since that order follows from what
+they have in common: the number of chunks, the number that may be in flight, and which parameters
+have gradients.
 """
 
 from __future__ import annotations
@@ -19,30 +20,31 @@ from typing import NamedTuple, Optional
 from .adamw import AdamWPart
 from .distributed.plan import Plan, ranks_sort_key
 
-# Buckets of gradients that are averaged ahead of the one that is needed next.
+# How many buckets of gradients are averaged ahead of the bucket that the next event needs.
 BUCKETS_AHEAD = 2
 
 
 class Do(enum.Enum):
     """What an event does."""
 
-    AVERAGE = "average gradients"  # of matrices, one bucket of them, over replicas
-    FLAG = "flag Inf and NaN"  # in the gradients of a lane
-    GATHER = "momentum, gather"  # of a chunk; its gather is launched
-    ORTHOGONALIZE = "orthogonalize, scatter"  # of a chunk; its scatter is launched
-    UPDATE = "update weights"  # of a chunk
-    AVERAGE_OTHERS = "average AdamW's gradients"  # one bucket of them
-    ADAMW = "AdamW"  # of one part of its parameters
-    SHARE_ROWS = "gather AdamW's rows"  # that each replica has updated, of one group
+    AVERAGE = "average gradients"  # launches the mean over replicas of one bucket of Muon's
+    FLAG = "flag Inf and NaN"  # finds the matrices of one lane that have them
+    GATHER = "momentum, gather"  # updates the momentum of one chunk, launches its gather
+    ORTHOGONALIZE = "orthogonalize, scatter"  # orthogonalizes one chunk, launches its scatter
+    UPDATE = "update weights"  # updates the weights of one chunk
+    AVERAGE_OTHERS = "average AdamW's gradients"  # launches the mean of one bucket
+    ADAMW = "AdamW"  # updates one part of its parameters, see `AdamWPart`
+    SHARE_ROWS = "gather AdamW's rows"  # brings all replicas the updated rows of one group
 
 
 class Event(NamedTuple):
     """One thing that a rank does in a step.
 
     Args:
-        do: what.
-        lane: of a chunk, the number of its lane among all lanes of the plan; else −1.
-        number: of the chunk, the bucket, AdamW's part, or the group of AdamW's.
+        do: what the rank does.
+        lane: for events of a lane, its number in `Plan.all_lanes`; else −1.
+        number: that of the chunk in its lane, of the bucket, of AdamW's part, or of the group among
+            AdamW's.
     """
 
     do: Do
@@ -51,7 +53,7 @@ class Event(NamedTuple):
 
     @property
     def chunk(self) -> tuple[int, int]:
-        """The chunk, by the numbers of its lane and its own."""
+        """Identifies the chunk: the number of its lane, and its number in the lane."""
         return self.lane, self.number
 
 
@@ -60,10 +62,10 @@ class Averaging:
     """The buckets of gradients that ZeRO-2 averages, and the events that wait for them.
 
     Args:
-        ranks: that average, ascending.
-        buckets: how many hold gradients of matrices.
-        needed: how many of these each chunk waits for, by the numbers of its lane and its own.
-        adamw_needed: how many buckets of AdamW's gradients each part of AdamW waits for.
+        ranks: the ranks that average, ascending.
+        buckets: how many buckets hold gradients of matrices.
+        needed: how many of these buckets each chunk waits for, by `Event.chunk`.
+        adamw_needed: how many buckets of AdamW's gradients each of AdamW's parts waits for.
     """
 
     ranks: tuple[int, ...]
@@ -77,11 +79,11 @@ class ScheduleInputs:
     """What the order of a step depends on, beside its plan.
 
     Args:
-        adamw_parts: of AdamW's parameters.
-        prefetch_bytes: of momentum that comes from host memory for each chunk, by the numbers of
-            its lane and its own; None where no state is offloaded.
-        averaging: of gradients, where ZeRO-2 has traffic.
-        flagged_lanes: numbers of the lanes in which matrices with Inf or NaN are skipped.
+        adamw_parts: AdamW's parts, in the order of their updates.
+        prefetch_bytes: bytes of momentum that each chunk brings from host memory, by `Event.chunk`;
+            None if no state is offloaded.
+        averaging: what ZeRO-2 averages; None without ZeRO-2.
+        flagged_lanes: numbers of the lanes with matrices that are skipped if they have Inf or NaN.
     """
 
     adamw_parts: Sequence[AdamWPart]
@@ -91,10 +93,11 @@ class ScheduleInputs:
 
 
 def chunk_order(chunks: int, in_flight: int) -> Iterator[tuple[Do, int]]:
-    """The order of a lane's chunks, of which at most ``in_flight`` are begun and not updated.
+    """Yields what a rank does with the chunks of a lane, each with the number of its chunk.
 
-    While chunk k is orthogonalized, the next ones are being gathered and, where ``in_flight``
-    allows three, chunk k − 1 is being scattered.
+    At most ``in_flight`` chunks are under way: their gather was launched, and their weights are not
+    updated. While chunk k is orthogonalized, the next chunks are being gathered and, if
+    ``in_flight`` is at least 3, chunk k − 1 is being scattered.
     """
     begun = computed = updated = 0
     while updated < chunks:
@@ -105,7 +108,7 @@ def chunk_order(chunks: int, in_flight: int) -> Iterator[tuple[Do, int]]:
             yield Do.ORTHOGONALIZE, computed
             computed += 1
         gathering = begun - computed
-        # Room for the chunk after the next one: gathered later, it would hide under nothing.
+        # An update makes room for one more gather, which nothing would hide if it began later.
         makes_room = begun < chunks and gathering < 2
         if computed - updated > 1 or not gathering or makes_room:
             yield Do.UPDATE, updated
@@ -113,45 +116,49 @@ def chunk_order(chunks: int, in_flight: int) -> Iterator[tuple[Do, int]]:
 
 
 def lanes_order(lanes: Sequence[tuple[int, int, int]]) -> Iterator[tuple[Do, int, int]]:
-    """The order of the chunks of a rank's lanes, each with its lane's number.
+    """Yields what a rank does with the chunks of all its lanes, with numbers of lane and chunk.
 
-    Lanes come one after the other, but for what lets the next one begin while the last one's
-    traffic ends: its first gathers are launched at the very beginning, and the last updates of a
-    lane wait until the next lane's first chunk is orthogonalized. All ranks launch the collectives
-    of all lanes in one order that way: first the first gathers, lane by lane, then all others.
+    One lane follows the other, with two exceptions, so that a lane can begin while the traffic of
+    the lane before it ends. The first gathers of all lanes come at the very beginning, and the last
+    updates of a lane wait until the first chunk of the next lane is orthogonalized. All ranks
+    launch collectives in one order that way: the first gathers lane by lane, then all others lane
+    by lane.
 
     Args:
-        lanes: of each, how many chunks it has, how many may be in flight, and how many of these are
-            gathered at the beginning, where it is not the first.
+        lanes: for each lane, how many chunks it has, how many may be in flight, and how many of the
+            latter are gathered at the beginning. The first lane gathers as many as may be in
+            flight.
     """
-    rests: list[list[tuple[Do, int, int]]] = []
+    remaining_orders: list[list[tuple[Do, int, int]]] = []
     for number, (chunks, in_flight, ahead) in enumerate(lanes):
         order = [(do, number, chunk) for do, chunk in chunk_order(chunks, in_flight)]
         begun = min(chunks, in_flight, ahead if number else chunks)
         yield from order[:begun]
-        rests.append(order[begun:])
-    updates: list[tuple[Do, int, int]] = []  # that the last lane has left
-    for rest in rests:
-        computing = [at for at, (do, _, _) in enumerate(rest, 1) if do is Do.ORTHOGONALIZE]
-        yield from rest[: computing[0]]
-        yield from updates
-        yield from rest[computing[0] : computing[-1]]
-        updates = rest[computing[-1] :]
-    yield from updates
+        remaining_orders.append(order[begun:])
+    last_updates: list[tuple[Do, int, int]] = []  # of the lane before
+    for remaining in remaining_orders:
+        computing = [at for at, (do, _, _) in enumerate(remaining, 1) if do is Do.ORTHOGONALIZE]
+        yield from remaining[: computing[0]]
+        yield from last_updates
+        yield from remaining[computing[0] : computing[-1]]
+        last_updates = remaining[computing[-1] :]
+    yield from last_updates
 
 
 def schedule(plan: Plan, inputs: ScheduleInputs) -> tuple[Event, ...]:
-    """All that a rank does in a step of a plan, in order.
+    """All events of a rank's step of a plan, in order.
 
-    Local lanes come while the first chunks are gathered, and while the last ones are scattered.
-    AdamW comes while the first chunks are gathered. In ZeRO-2 it has traffic of its own, which has
-    its place among the lanes: while those of the same ranks are gathered, or between the others. In
-    another place two ranks would use one process group in different orders, since each may have
-    another first lane.
+    Half of the work of local lanes comes while the first chunks are gathered, and half while the
+    last ones are scattered. AdamW comes while the first chunks are gathered.
+
+    In ZeRO-2 AdamW communicates, too, so it has a fixed position in the order of lanes. If the
+    averaging ranks have a lane, AdamW comes while the first chunks of that lane are gathered; if
+    not, it comes where their lane would be. In any other position, ranks whose first lanes differ
+    would use one process group in different orders.
     """
     averaging = inputs.averaging
     interleaves = inputs.prefetch_bytes is not None and averaging is None
-    # Gradients are averaged in the order of lanes: a gather ahead would need all of them.
+    # Gradients are averaged in the order of lanes: gathers ahead would wait for nearly all of them.
     may_be_ahead = averaging is None
     lanes = [(len(lane.chunks), lane.in_flight, lane.ahead * may_be_ahead) for lane in plan.lanes]
     traffic = [Event(*event) for event in lanes_order(lanes)]
@@ -169,7 +176,10 @@ def schedule(plan: Plan, inputs: ScheduleInputs) -> tuple[Event, ...]:
 
 
 def _local_events(plan: Plan) -> tuple[list[Event], list[Event]]:
-    """Local lanes, in two parts of about as much work."""
+    """The events of local lanes, in two parts of about as much work.
+
+    The second part is empty if no lane has traffic.
+    """
     chunks = [
         (number, chunk, sum(map(plan.flops, lane.chunks[chunk].batches)))
         for number, lane in enumerate(plan.local_lanes, len(plan.lanes))
@@ -185,23 +195,23 @@ def _local_events(plan: Plan) -> tuple[list[Event], list[Event]]:
 
 
 def _place_of_adamw(events: Sequence[Event], plan: Plan, averaging: Optional[Averaging]) -> int:
-    """Where AdamW's parts come among the events."""
+    """The index among the events before which AdamW's parts come."""
     number, under_gathers = 0, True
     if averaging is not None and len(averaging.ranks) > 1:
         key = ranks_sort_key(averaging.ranks)
         number = sum(ranks_sort_key(lane.peers) < key for lane in plan.lanes)
         in_lanes = number < len(plan.lanes)
         under_gathers = in_lanes and plan.lanes[number].peers == averaging.ranks
-    of_lane = (
+    places = (
         at
         for at, event in enumerate(events)
         if event.lane == number and (event.do is Do.ORTHOGONALIZE or not under_gathers)
     )
-    return next(of_lane, len(events)) if number < len(plan.lanes) else len(events)
+    return next(places, len(events)) if number < len(plan.lanes) else len(events)
 
 
 def _with_averaging(events: Sequence[Event], plan: Plan, averaging: Averaging) -> Iterator[Event]:
-    """Launches buckets of matrices' gradients ahead of the events that wait for them."""
+    """Yields the events; before each, launches of the buckets of gradients that it needs."""
     launched = 0
     for event in events:
         needed = 0
@@ -216,13 +226,23 @@ def _with_averaging(events: Sequence[Event], plan: Plan, averaging: Averaging) -
 
 
 def _launches(do: Do, launched: int, needed: int, buckets: int) -> list[Event]:
-    """Launches the buckets that are needed and have not been launched, and some ahead of them."""
+    """The launches of buckets up to the ``needed`` ones, and of some ahead, but for ``launched``.
+
+    Args:
+        do: the event that launches a bucket.
+        launched: how many buckets have been launched.
+        needed: how many buckets the next event waits for; 0 launches none.
+        buckets: how many there are.
+    """
     end = min(needed + BUCKETS_AHEAD, buckets) if needed else 0
     return [Event(do, number=bucket) for bucket in range(launched, end)]
 
 
 def _adamw(inputs: ScheduleInputs) -> list[Event]:
-    """AdamW's parts in order, their gradients averaged ahead, their rows gathered after them."""
+    """AdamW's events: means of gradients are launched before the parts that need them.
+
+    The rows of a group are gathered after its last part.
+    """
     averaging, parts = inputs.averaging, inputs.adamw_parts
     if averaging is None:
         return [Event(Do.ADAMW, number=number) for number in range(len(parts))]
@@ -238,11 +258,12 @@ def _adamw(inputs: ScheduleInputs) -> list[Event]:
 
 
 def _interleave(events: Sequence[Event], plan: Plan, inputs: ScheduleInputs) -> Iterator[Event]:
-    """Puts AdamW's parts between the chunks, where state comes from the host.
+    """Puts AdamW's parts between the chunks, for steps whose state comes from the host.
 
-    AdamW's own arithmetic is too little to hide that. Each chunk is followed by as many parts as
-    keep the bytes that have come in step with the arithmetic that hides them: all of it but that of
-    the last chunk, which hides what is left to write back.
+    AdamW's own arithmetic is too short to hide the copies of its state. After each chunk as many
+    parts follow as keep two shares equal: of the bytes that have come, and of the arithmetic that
+    hides them. The arithmetic of the last chunk does not count, since it hides what is left to
+    write back.
     """
     prefetch_bytes, parts = inputs.prefetch_bytes, inputs.adamw_parts
     assert prefetch_bytes is not None

@@ -1,7 +1,7 @@
-"""The arithmetic of one update beside the iteration: momentum; then scale, second moment, weights.
+"""Computes all of an update except the polar factor: momentum, scale, second moment, weights.
 
-Nothing here knows about process groups or parameter groups; every function works on lists of local
-tensors or on batches of matrices, so that it can be tested with plain tensors.
+Every function takes lists of local tensors or batches of matrices. None of them knows process
+groups or parameter groups, so plain tensors can test them.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ Number = Union[float, Tensor]
 
 
 def update_scale(rows: int, cols: int, adjust_lr: str) -> float:
-    """Factor on the orthogonalized update.
+    """The factor that an orthogonalized update is multiplied with.
 
-    ``match_rms_adamw``: 0.2·sqrt(max(rows, cols)) brings its RMS to AdamW's (Liu et al. 2025,
-    arXiv:2502.16982, section 2.2). ``original``: sqrt(max(1, rows/cols)) (Jordan et al. 2024).
-    ``spectral``: sqrt(rows/cols), an RMS → RMS operator norm of 1 (Yang et al. 2023,
-    arXiv:2310.17813, condition 1).
+    ``match_rms_adamw``: 0.2·sqrt(max(rows, cols)), which gives the update the RMS of AdamW's (Liu
+    et al. 2025, arXiv:2502.16982, section 2.2). ``original``: sqrt(max(1, rows/cols)) (Jordan et
+    al. 2024). ``spectral``: sqrt(rows/cols), which makes the RMS → RMS operator norm 1 (Yang et al.
+    2023, arXiv:2310.17813, condition 1). ``none``: 1.
     """
     if rows == 0 or cols == 0 or adjust_lr == "none":
         return 1.0
@@ -37,9 +37,10 @@ def update_scale(rows: int, cols: int, adjust_lr: str) -> float:
 
 
 def update_dtype(wire: torch.dtype, opmath: torch.dtype, device: torch.device) -> torch.dtype:
-    """What `update_momentum` writes and `update_weights` reads of a buffer in the dtype ``wire``.
+    """The dtype that `update_momentum` writes and `update_weights` reads, for a buffer in ``wire``.
 
-    Kernels convert as they go; torch's functions want a copy in ``opmath``.
+    Kernels convert elements as they go, so they take the buffer itself; torch's functions need a
+    copy in ``opmath``.
     """
     return wire if triton_kernels.is_used_on(device.type) else opmath
 
@@ -57,18 +58,19 @@ def update_momentum(
     wanted: bool = True,
     largest: Optional[list[Tensor]] = None,
 ) -> None:
-    """B ← μB + wG, and what is to be orthogonalized into ``outputs``: wG + μB, or B.
+    """B ← μB + wG; writes the input of orthogonalization, wG + μB with Nesterov, else B.
 
     w is `gradient_weight`. Gradients are only read.
 
     Args:
         buffers, grads: momentum B and gradients G, local tensors of equal shapes.
-        outputs: of the same shapes, of `update_dtype` or wider; overwritten.
-        keep: booleans that broadcast to each gradient; where False the buffer stays as it is and
-            the output is zero.
-        wanted: whether anybody reads the outputs; they are scratch where not.
-        largest: one element for each output, raised to its largest magnitude, NaN where there is
-            one; only of outputs that are not empty.
+        outputs: for the input of orthogonalization, of the same shapes, of `update_dtype` or
+            wider; overwritten.
+        keep: which elements to update, booleans that broadcast to each gradient; where one is
+            False, the buffer stays as it is and the output is zero.
+        wanted: whether the caller reads the outputs; if not, they may serve as scratch.
+        largest: one element for each output, which is raised to the output's largest magnitude, or
+            to NaN if the output has one; no output may be empty then.
     """
     weight = gradient_weight(momentum, style, maximize)
     if triton_kernels.is_used_on(buffers[0].device.type):
@@ -86,13 +88,13 @@ def update_momentum(
             largest=largest,
         )
         return
-    if keep is not None:  # a product with zero would keep Inf and NaN: they have to be replaced
+    if keep is not None:  # a product with zero would not remove Inf and NaN
         grads = [torch.where(kept, grad, 0.0) for grad, kept in zip(grads, keep)]
         before = [buffer.clone() for buffer in buffers]
     if all(b.dtype.itemsize >= out.dtype.itemsize for b, out in zip(buffers, outputs)):
         torch._foreach_mul_(buffers, momentum)
         torch._foreach_add_(buffers, grads, alpha=weight)
-    else:  # one rounding, which is the same wherever an element lies: torch's with alpha is not
+    else:  # round once; torch's alpha= would make the rounding depend on where an element lies
         torch._foreach_copy_(outputs, buffers)
         torch._foreach_mul_(outputs, momentum)
         torch._foreach_add_(outputs, grads, alpha=weight)
@@ -117,25 +119,33 @@ def update_momentum(
 
 
 def gradient_weight(momentum: float, style: str, maximize: bool) -> float:
-    """w of `update_momentum`: 1 (classical) or 1 − μ (ema), negative to maximize."""
+    """The weight w of gradients in `update_momentum`: 1 (classical) or 1 − μ (ema).
+
+    It is negated to maximize.
+    """
     return (1.0 if style == "classical" else 1.0 - momentum) * (-1.0 if maximize else 1.0)
 
 
 def second_moment(U: Tensor, of_rows: bool, scratch: Scratch) -> Tensor:
-    """Mean of U² of each row, (n, rows), or of each column, in fp32 (fp64 for fp64 input).
+    """The mean of U² over each row, (n, rows), or over each column, (n, cols).
 
     Args:
         U: (n, rows, cols).
+        of_rows: whether each mean is that of one row, not of one column.
+
+    Returns:
+        The means in fp32, or in fp64 of fp64.
     """
     dim = -1 if of_rows else -2
     dtype = torch.promote_types(U.dtype, torch.float32)
-    if U.device.type != "cpu":  # their norms widen what they read, and need no copy
-        # The order of a sum depends on the batch, which shows in 16 bits only.
+    if U.device.type != "cpu":  # accelerators' norms widen what they read, and need no copy
+        # The order of a sum depends on the batch. In 16 bits that may show; in fp32 and fp64, which
+        # exact mode uses, matrices are taken one at a time.
         parts = U.split(1 if U.dtype == dtype else len(U))
         norms = [torch.linalg.vector_norm(part, dim=dim, dtype=dtype) for part in parts]
         return torch.cat(norms).square_().div_(U.shape[dim])
     means = []
-    for matrix in U:  # one by one: their squares take twice the bytes of U in bf16
+    for matrix in U:  # one at a time: the squares of all would take twice the bytes of U in bf16
         square = scratch.empty("opmath", matrix.shape, dtype, U.device).copy_(matrix).square_()
         means.append(square.mean(dim=dim))
     return torch.stack(means)
@@ -147,22 +157,24 @@ def second_moment_factor(
     beta2: float,
     keep: Optional[Tensor] = None,  # (n,)
 ) -> Tensor:
-    """What an update is multiplied with along its rows, or columns, (n, numbers).
+    """Updates V ← lerp(V, v, 1 − β2); returns factors on the rows, or columns, of updates.
 
-    V ← lerp(V, v, 1 − β2); rsqrt(max(V, 1e-10)), rescaled to the Frobenius norm that the update had
-    (Li et al. 2025, arXiv:2510.05491, as nanochat has it).
+    The factors, (n, numbers), are rsqrt(max(V, 1e-10)), rescaled so that each update keeps its
+    Frobenius norm (Li et al. 2025, arXiv:2510.05491, as nanochat has it).
 
     Args:
-        v: `second_moment` of the update.
-        keep: where False, V of that matrix stays as it is.
+        V: mean squares of earlier updates.
+        v: `second_moment` of the updates.
+        beta2: share of V that stays.
+        keep: the matrices whose V is updated; where one is False, V of that matrix stays as it is.
     """
     updated = torch.lerp(V.to(v.dtype), v, 1.0 - beta2)
     V.copy_(updated if keep is None else torch.where(keep[:, None], updated, V))
-    step = V.to(v.dtype).clamp_min(1e-10).rsqrt_()
-    # The number of columns summed over cancels in the quotient of the two norms.
+    factors = V.to(v.dtype).clamp_min(1e-10).rsqrt_()
+    # v has means, not sums: the number of elements behind each cancels in norm / norm_after.
     norm = v.sum(dim=-1, keepdim=True).sqrt_()
-    norm_after = (v * step.square()).sum(dim=-1, keepdim=True).sqrt_().clamp_min_(1e-10)
-    return step * (norm / norm_after)
+    norm_after = (v * factors.square()).sum(dim=-1, keepdim=True).sqrt_().clamp_min_(1e-10)
+    return factors * (norm / norm_after)
 
 
 def update_weights(
@@ -177,19 +189,22 @@ def update_weights(
     together: Optional[Tensor] = None,
     rounded_by: Optional[list[RoundedBy]] = None,
 ) -> None:
-    """W ← W − (Δ + decay·W), Δ = rate·factor·U, in one rounding; U may be overwritten.
+    """W ← W − (Δ + decay·W) with Δ = rate·factor·U; rounds W once, and may overwrite U.
 
     Args:
         weights: local tensors, any floating dtype.
         updates: U, of the same shapes, of `update_dtype` or wider.
-        rate: learning rate times scale; like ``decay`` a number, or a tensor of one element, which
-            is not read by the host where it is on the weights' device.
+        rate: learning rate times scale; like ``decay`` a number, or a tensor of one element. The
+            host does not read a tensor that is on the weights' device.
         decay: learning rate times weight decay.
         cautious: decay only where Δ·W ≥ 0 (Chen et al. 2025, arXiv:2510.12402).
-        factors: broadcast to each update.
-        keep: booleans that broadcast to each weight; where False the weight stays as it is.
-        together: the tensor that the updates are all of, where there is one.
-        rounded_by: what weights in bf16 are rounded by, from fp32; None rounds to the nearest.
+        factors: what each update is multiplied with; they broadcast to it.
+        keep: which elements to update, booleans that broadcast to each weight; where one is False,
+            the weight stays as it is.
+        together: a tensor that contains all updates, if there is one: it is multiplied by ``rate``
+            at once.
+        rounded_by: residuals or noise by which weights in bf16 are rounded from fp32; None rounds
+            to the nearest.
     """
     if triton_kernels.is_used_on(weights[0].device.type):
         from .triton_kernels import elementwise
@@ -218,7 +233,7 @@ def update_weights(
     deltas, decayed = updates, exact
     if cautious:
         decayed = [torch.where(d * w >= 0, w, 0.0) for d, w in zip(deltas, exact)]
-    if isinstance(decay, Tensor):  # an alpha= would be read from the device
+    if isinstance(decay, Tensor):  # the host would read an alpha= from the device
         for delta, weight in zip(deltas, decayed):
             delta.add_(weight.to(delta.dtype) * decay)
     elif decay != 0.0:
@@ -241,9 +256,10 @@ def clip_weights(
 
     Args:
         weights: local tensors.
-        scales: broadcast to each weight; None leaves it as it is.
-        keep: booleans that broadcast to each weight; where False it stays as it is.
-        rounded_by: as for `update_weights`; None of a weight that is rounded to the nearest.
+        scales: a factor for each weight, which broadcasts to it; None leaves the weight as it is.
+        keep: which elements to scale, booleans that broadcast to each weight.
+        rounded_by: as for `update_weights`, which has used them already; None for each weight that
+            is rounded to the nearest.
     """
     for index, scale in enumerate(scales):
         if scale is None:
@@ -255,5 +271,5 @@ def clip_weights(
             weights[index].mul_(scale)
             continue
         (exact,) = widen([weights[index]], [rounding])
-        again = rounding if isinstance(rounding, Tensor) else rounding.again()
-        round_into([exact.mul_(scale)], [weights[index]], [again])
+        second_rounding = rounding if isinstance(rounding, Tensor) else rounding.again()
+        round_into([exact.mul_(scale)], [weights[index]], [second_rounding])

@@ -20,9 +20,9 @@ class Axis(NamedTuple):
     """An index that counts along one dimension of a tensor.
 
     Args:
-        dim: of the tensor.
-        size: how many indices.
-        stride: how far it is from one to the next, in that dimension.
+        dim: the tensor's dimension.
+        size: how many values the index takes.
+        stride: how far two consecutive values are apart in that dimension.
     """
 
     dim: int
@@ -34,15 +34,15 @@ class LocalPart(NamedTuple):
     """Where a part of some matrices lies in a rank's local tensor.
 
     Args:
-        starts: where it begins, in each dimension of the tensor.
-        axes: with the sizes of the part.
+        starts: where the part begins, in each dimension of the tensor.
+        axes: the axes of the matrices' block, with the sizes of the part.
     """
 
     starts: tuple[int, ...]
     axes: tuple[Axis, ...]
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The part of a local tensor, a view."""
+        """The part, as a view of a local tensor."""
         strides = tensor.stride()
         offset = sum(start * stride for start, stride in zip(self.starts, strides))
         return tensor.as_strided(
@@ -56,14 +56,14 @@ class LocalPart(NamedTuple):
 class Block:
     """Matrices of one shape in a stored tensor.
 
-    An element of theirs has a coordinate on each axis: which expert and matrix, then on the axes
-    that are joined to its row, then on those that are joined to its column. A box of coordinates
-    is a `Region` of the block.
+    Each element has one coordinate on each axis. The first coordinates say which expert and which
+    matrix it is in, the next ones together its row, and the last ones together its column. A box
+    of coordinates is a `Region` of the block.
 
     Args:
-        axes: in the order of coordinates. Those of one dimension nest: an index of an outer one
-            spans all of the inner ones.
-        row_axis: number of the first axis of rows; those before it count matrices.
+        axes: in the order of coordinates. Axes of one dimension nest: one index of an outer axis
+            spans all indices of the inner axes.
+        row_axis: number of the first axis of rows; the axes before it count matrices.
         col_axis: number of the first axis of columns.
         starts: where the block begins, in each dimension of the stored tensor.
     """
@@ -89,7 +89,7 @@ class Block:
 
     @functools.cached_property
     def _is_dense(self) -> bool:
-        """Whether coordinates are indices of the stored tensor, but for where the block begins."""
+        """Whether coordinates are indices of the stored tensor, relative to ``starts``."""
         return all(axis[::2] == (dim, 1) for dim, axis in enumerate(self.axes))
 
     def __post_init__(self) -> None:
@@ -100,9 +100,9 @@ class Block:
 
     @functools.lru_cache(maxsize=1 << 16)  # noqa: B019
     def boxes(self, region: Region) -> tuple[Region, ...]:
-        """The boxes that make up what a region of the stored tensor has of the block.
+        """What a region of the stored tensor has of the block, as boxes.
 
-        There is one, or none, but where the region begins or ends within an index of an outer axis.
+        There is at most one box, unless the region begins or ends within an index of an outer axis.
         """
         intervals = list(regions.relative(region, tuple((start, start) for start in self.starts)))
         if self._is_dense:
@@ -120,7 +120,7 @@ class Block:
         return tuple(tuple(part[number] for number in range(len(self.axes))) for part in chosen)
 
     def local_part(self, box: Region, held: Region) -> LocalPart:
-        """Where a box lies in the local tensor of a rank that holds a region of the stored one."""
+        """Where a box lies in a local tensor, which is the region ``held`` of the stored tensor."""
         starts = [start - first for start, (first, _) in zip(self.starts, held)]
         for axis, (start, _) in zip(self.axes, box):
             starts[axis.dim] += start * axis.stride
@@ -130,15 +130,16 @@ class Block:
 
 
 def _boxes(axes: Sequence[Axis], interval: Interval) -> Iterator[tuple[Interval, ...]]:
-    """Boxes of the elements of nested axes that lie in an interval of their dimension."""
+    """Yields boxes with all elements of nested axes that lie in an interval of their dimension."""
     if not axes:
         if interval[0] <= 0 < interval[1]:
             yield ()
         return
     (_, size, stride), inner = axes[0], axes[1:]
-    extent = 1 + sum((axis.size - 1) * axis.stride for axis in inner)  # of one index
+    extent = 1 + sum((axis.size - 1) * axis.stride for axis in inner)  # of one outer index
     start, stop = interval
-    first = min(size, max(0, (start - extent) // stride + 1))  # whose extent the interval touches
+    # The interval touches the outer indices [first, last), and has [whole_first, whole_last) whole.
+    first = min(size, max(0, (start - extent) // stride + 1))
     last = max(first, min(size, -(-stop // stride)))
     whole_first = min(last, max(first, -(-start // stride)))
     whole_last = max(whole_first, min(last, (stop - extent) // stride + 1))
@@ -160,11 +161,11 @@ class Matrices:
     """How a stored tensor is read as matrices.
 
     Args:
-        shape: of the stored tensor: (experts…, rows, cols), or (rows, rest…) where flattened.
-        row_dim: the dimension that counts rows; those before it count experts, those after it are
-            the columns.
-        blocks: that the tensor falls into.
-        moments_of_rows: whether a second moment has a number for each row of wide matrices, too.
+        shape: of the stored tensor: (experts…, rows, cols), or (rows, rest…) if flattened.
+        row_dim: the dimension that counts rows; dimensions before it count experts, and those after
+            it are the columns.
+        blocks: the blocks that the tensor falls into.
+        moments_of_rows: whether a second moment has a number for each row even of wide matrices.
     """
 
     shape: tuple[int, ...]
@@ -189,22 +190,24 @@ class Matrices:
         return self.count(block) * self.moments(block)
 
     def moments_interval(self, block: Block) -> Interval:
-        """Which elements of the second moment of an expert are a block's."""
+        """The interval of an expert's second moment that belongs to a block."""
         start = sum(map(self.all_moments, self.blocks[: self.blocks.index(block)]))
         return start, start + self.all_moments(block)
 
 
 def read_as_matrices(shape: Sequence[int], is_expert: bool, flatten: bool, split: Any) -> Matrices:
-    """The matrices of a stored tensor.
+    """Reads a stored tensor as matrices.
 
     Args:
         shape: of the whole tensor.
-        is_expert: leading dimensions count experts.
-        flatten: read more than two dimensions as (dim 0, all the rest).
-        split: rows of each matrix, one number for all of them, the notation of axes, or None.
+        is_expert: whether leading dimensions count experts.
+        flatten: whether to read more than two dimensions as (dim 0, all the rest).
+        split: the number of rows of each matrix, as a list or one number for all, or the notation
+            of axes, or None.
 
     Raises:
-        ValueError: not a matrix; a split that does not fit it. Completes "<parameter> …".
+        ValueError: the tensor is no matrix, or the split does not fit. The text continues
+            "<parameter> …".
     """
     shape = tuple(shape)
     if len(shape) < 2:
@@ -225,7 +228,12 @@ def read_as_matrices(shape: Sequence[int], is_expert: bool, flatten: bool, split
 
 
 def _block(experts: Sequence[int], parts: Sequence[Part]) -> Block:
-    """The matrices that have these parts of the rows and of the columns, in each expert."""
+    """The block of the matrices that, in each expert, have these parts of the rows and columns.
+
+    Args:
+        experts: the sizes of the leading dimensions.
+        parts: the part of the rows, then a part of each dimension of the columns.
+    """
     counting = [Axis(dim, size) for dim, size in enumerate(experts)]
     joined: list[list[Axis]] = []
     for dim, part in enumerate(parts, len(experts)):
@@ -239,7 +247,10 @@ def _block(experts: Sequence[int], parts: Sequence[Part]) -> Block:
 
 
 def _merged(axes: Sequence[Axis], least: int = 1) -> list[Axis]:
-    """The same indices by fewer axes: none of one index, and one for evenly spaced neighbours."""
+    """Counts the same indices by fewer axes, but by at least ``least``, which is 0 or 1.
+
+    Axes of one index are dropped, and neighbours that are evenly spaced are joined.
+    """
     merged: list[Axis] = []
     for axis in axes:
         if axis.size == 1 and len(axes) > least:

@@ -2,11 +2,13 @@
 
 ``"(group (q=512 + k=128 + v=128)) dim"`` describes a tensor (rows, cols). Its rows are groups, each
 of 512 rows of queries, 128 of keys and 128 of values. Axes in parentheses are nested, the outer one
-first. ``+`` puts parts one after another, and each part is a matrix: here all groups' rows of
-queries are one. An axis in brackets gives one matrix for each of its indices instead of joining
-them: ``"([head] 64) dim"`` are heads of 64 rows. An axis is a name, whose size follows from the
-tensor's, a size, or both. Of the names in a dimension one can be without a size, and may occur more
-than once: ``"dim (c + c + c)"`` are three matrices of equal width, side by side.
+first. ``+`` puts parts one after another, and each part is a matrix: here the rows of queries of
+all groups form one matrix. An axis in brackets gives one matrix for each of its indices instead of
+joining them: ``"([head] 64) dim"`` are heads of 64 rows.
+
+An axis is written as a name, a size, or both. In each dimension one name may have no size, which
+then follows from the tensor's; this name may occur more than once: ``"dim (c + c + c)"`` are three
+matrices of equal width, side by side.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ _EXAMPLE = "as in '(group (q=512 + k=128 + v=128)) dim'"
 
 
 class Loop(NamedTuple):
-    """An axis of a part: how many indices, how far apart, and whether each has a matrix."""
+    """An axis of a part: how many indices, how far apart, and whether each is another matrix."""
 
     size: int
     stride: int
@@ -33,9 +35,9 @@ class Part(NamedTuple):
     """Indices of one dimension that belong to the same matrices.
 
     Args:
-        start: the first of them.
-        loops: nested, the outer one first.
-        names: of its axes.
+        start: the first index.
+        loops: the nested axes that give the other indices, the outer one first.
+        names: the names of these axes, as far as they have names.
     """
 
     start: int
@@ -43,7 +45,7 @@ class Part(NamedTuple):
     names: tuple[str, ...] = ()
 
     def indices(self) -> list[int]:
-        """All of them, ascending."""
+        """All indices of the part, ascending."""
         steps = (range(0, loop.size * loop.stride, loop.stride) for loop in self.loops)
         return [self.start + sum(offsets) for offsets in itertools.product(*steps)]
 
@@ -59,19 +61,19 @@ _Product = list  # of terms, the outer one first
 
 
 def parts_of(split: Any, rows: int, cols: Sequence[int]) -> tuple[list[Part], list[list[Part]]]:
-    """The parts that rows and columns fall into; any of the first with any of the others is one
-    or more matrices.
+    """The parts that rows and columns fall into; each pair of them is one or more matrices.
 
     Args:
         split: a list of row counts, a number of rows, the notation, or None.
         rows: of the tensor.
-        cols: its sizes after those, several where they are flattened.
+        cols: the tensor's sizes after the rows; several if they are flattened.
 
     Returns:
-        The parts of the rows, and for each part of the columns what it has of each dimension.
+        The parts of the rows; and the parts of the columns, each a list with one `Part` for each
+        dimension of the columns.
 
     Raises:
-        ValueError: the split does not fit. Completes "<parameter> …".
+        ValueError: the split does not fit. The text continues "<parameter> …".
     """
     whole = [Part(0, (Loop(size, 1),)) for size in cols]
     if not isinstance(split, str):
@@ -87,7 +89,7 @@ def parts_of(split: Any, rows: int, cols: Sequence[int]) -> tuple[list[Part], li
 
 
 def _consecutive(split: Any, rows: int) -> list[Part]:
-    """Blocks of consecutive rows; equal ones that follow each other are one part."""
+    """Cuts rows into matrices of consecutive rows; neighbours with equal counts are one part."""
     if split is None:
         return [Part(0, (Loop(rows, 1),))]
     if not isinstance(split, Sequence):
@@ -108,7 +110,7 @@ def parse(notation: str) -> tuple[_Product, _Product]:
     """The terms of the rows and of the columns.
 
     Raises:
-        ValueError: it is no such notation. Says what is wrong with it.
+        ValueError: the text is not in the notation; the message says why.
     """
     tokens = list(_tokens(notation))
     product = _product(tokens, notation)
@@ -161,31 +163,31 @@ def resolve(product: _Product, total: int, what: str, source: str) -> list[Part]
     """The parts that a dimension of ``total`` indices falls into.
 
     Args:
-        product: of the dimension.
-        total: its size.
-        what: its indices are called in messages.
-        source: of the product, as messages call it.
+        product: the terms of the dimension.
+        total: size of the dimension.
+        what: what messages call the indices of the dimension.
+        source: what messages call the text that the product comes from.
 
     Raises:
-        ValueError: sizes that don't fit. Completes "<parameter> …".
+        ValueError: sizes don't fit. The text continues "<parameter> …".
     """
     axes = list(_axes(product))
     sizes = {axis.name: axis.size for axis in axes if axis.name and axis.size is not None}
     unknown = dict.fromkeys(a.name for a in axes if a.size is None and a.name not in sizes)
-    does = f"has {total} {what}, which {source}"
+    subject = f"has {total} {what}, which {source}"
     if len(unknown) > 1:
-        raise ValueError(f"{does} does not tell: give sizes of all but one of {list(unknown)}")
+        raise ValueError(f"{subject} does not tell: give sizes of all but one of {list(unknown)}")
     if any(axis.size not in (None, sizes.get(axis.name, axis.size)) for axis in axes):
-        raise ValueError(f"{does} can't part: a name has two sizes")
-    for name in unknown:  # the size is linear in it, or it is nested in itself
-        first, second, third = (_size(product, {**sizes, name: n}) for n in (0, 1, 2))
-        if third - second != second - first or not second - first:
-            raise ValueError(f"{does} can't part: {name!r} is nested in itself")
-        sizes[name] = (total - first) // (second - first)
+        raise ValueError(f"{subject} can't part: a name has two sizes")
+    for name in unknown:  # the total is linear in the size of a name that is not nested in itself
+        with_0, with_1, with_2 = (_size(product, {**sizes, name: n}) for n in (0, 1, 2))
+        if with_2 - with_1 != with_1 - with_0 or not with_1 - with_0:
+            raise ValueError(f"{subject} can't part: {name!r} is nested in itself")
+        sizes[name] = (total - with_0) // (with_1 - with_0)
     if not unknown and _size(product, sizes) != total:
-        raise ValueError(f"{does} has as {_size(product, sizes)}")
+        raise ValueError(f"{subject} has as {_size(product, sizes)}")
     if _size(product, sizes) != total or min(sizes.values(), default=1) < min(1, total):
-        raise ValueError(f"{does} does not divide")
+        raise ValueError(f"{subject} does not divide")
     return _parts(product, 1, sizes)
 
 
@@ -208,7 +210,7 @@ def _size(product: _Product, sizes: dict[str, Any]) -> int:
 
 
 def _parts(product: _Product, stride: int, sizes: dict[str, Any]) -> list[Part]:
-    """The parts of a product whose innermost indices are ``stride`` apart."""
+    """The parts that a product stands for; its innermost indices are ``stride`` apart."""
     parts = [Part(0, ())]
     for term in reversed(product):
         if isinstance(term, _Axis):
@@ -221,9 +223,9 @@ def _parts(product: _Product, stride: int, sizes: dict[str, Any]) -> list[Part]:
                 outer += [part._replace(start=start + part.start) for part in inner]
                 start += _size(summand, sizes) * stride
         parts = [
-            Part(a.start + b.start, a.loops + b.loops, a.names + b.names)
-            for a in outer
-            for b in parts
+            Part(out.start + part.start, out.loops + part.loops, out.names + part.names)
+            for out in outer
+            for part in parts
         ]
         stride *= _size([term], sizes)
     return parts

@@ -1,20 +1,22 @@
 """Rounds weights in bf16 so that small updates count: with a residual, or at random.
 
-Half of the distance between two neighbours in bf16 is 2^-9 of a weight, and rounding to the nearest
-takes away all of an update that is smaller. So weights are updated in fp32, and rounded as
+Half the distance between two neighbours in bf16 is at least 2^-9 of a weight, and rounding to the
+nearest loses every smaller update. So weights are updated in fp32, and rounded as
 
     rounded = (bits + added) & 0xFFFF0000
 
 where ``bits`` are those of the fp32 weight, and the parameter gets the upper half of ``rounded``.
 
-``"exact"`` adds 0x8000, which rounds to the nearest, and ties away from zero. The state has the
-residual, bits − rounded. It fits an int16, as it would not if ties went to even, and brings the
-weight back bit by bit. What rounds above the largest number in bf16 is Inf in the parameter, and
-comes back finite. In the state an int16 is two bytes along one more dimension, because NCCL and
-gloo have no collectives for int16, by which checkpoints gather what is sharded.
+``"exact"`` adds 0x8000: it rounds to the nearest, and ties away from zero. The state keeps the
+residual, bits − rounded, which restores the fp32 weight bit by bit. The residual fits an int16; if
+ties went to even, it would not. A weight that rounds above the largest number in bf16 is Inf in the
+parameter, and finite again when it is restored. The state stores each int16 as two bytes along one
+more dimension: checkpoints gather shards by collectives, and NCCL and gloo have none for int16.
 
-``"stochastic"`` adds a random number of 16 bits, so that a weight is rounded away from zero with
-the probability that makes its expectation right. Inf stays Inf; NaN is one NaN in both.
+``"stochastic"`` adds a random number of 16 bits. A weight is rounded away from zero with the
+probability that makes the expectation of the rounded weight equal to the weight.
+
+In both modes Inf stays Inf, and every NaN becomes the same NaN.
 """
 
 from __future__ import annotations
@@ -28,26 +30,26 @@ from torch import Tensor
 
 MODES = ("nearest", "exact", "stochastic")
 
-# SplitMix64 (Steele, Lea & Flood 2014, doi:10.1145/2660193.2660195), figure 16: the increment and
-# the two multipliers, and how far each shifts.
+# SplitMix64 (Steele, Lea & Flood 2014, doi:10.1145/2660193.2660195), figure 16: the increment, and
+# the shift and the multiplier of each of two rounds.
 GAMMA = 0x9E3779B97F4A7C15
 MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 
-# Of a key, below the one that is always set. Its counters are between 2^61 and 2^63 then, so that
-# all of them are integers of the same type to a kernel.
+# Bits of a key below its highest bit, which is always set. So counters lie between 2^61 and 2^63,
+# and a kernel takes all of them for integers of one type.
 _KEY_BITS = 61
-_BLOCK = 1 << 20  # random numbers made at once, which take 8 bytes each
+_BLOCK = 1 << 20  # random numbers that are drawn at once; each takes 8 bytes
 
 
 class Noise:
-    """16 random bits for every element of a tensor, which a key and the element's place tell.
+    """16 random bits for every element of a tensor, which a key and the element's place determine.
 
-    Kernels take it for one more tensor, whose address is a counter.
+    Kernels take noise like a tensor: its ``data_ptr`` is no address, but a counter.
 
     Args:
-        key: of a parameter in a step, from `noise_key`.
-        places: on the meta device, a view that has the tensor's shape, of a tensor with the shape
-            of the whole parameter.
+        key: that of a parameter in a step, from `noise_key`.
+        places: a view, on the meta device, of a tensor with the shape of the whole parameter. Its
+            shape is that of the tensor to be rounded; its strides and offset are the places.
     """
 
     dtype = torch.int64
@@ -58,11 +60,11 @@ class Noise:
         self.shape = places.shape
 
     def again(self) -> Noise:
-        """For another rounding in the same step."""
+        """Other bits, for a second rounding of the same tensor in the same step."""
         return Noise(self._key ^ (1 << (_KEY_BITS - 1)), self._places)
 
     def viewed(self, view: Callable[[Tensor], Tensor]) -> Noise:
-        """That of a view of the tensor."""
+        """The noise of a view of the tensor."""
         return Noise(self._key, view(self._places))
 
     def __getitem__(self, index: Any) -> Noise:
@@ -82,7 +84,7 @@ class Noise:
         return self._key + int(self._places.storage_offset())
 
     def draw(self, device: torch.device) -> Tensor:
-        """The numbers, in [0, 2^16), int32."""
+        """Draws the random numbers, in [0, 2^16), as an int32 tensor."""
         counters = torch.tensor(self.data_ptr(), device=device)
         for dim, (size, stride) in enumerate(zip(self.shape, self.stride())):
             along = torch.arange(size, device=device).mul_(stride)
@@ -104,17 +106,17 @@ def noise_key(seed: int, step: int, name: str) -> int:
     return int.from_bytes(digest, "little") & ((1 << _KEY_BITS) - 1) | (1 << _KEY_BITS)
 
 
-# What a weight is rounded by: its residual, int16 of its shape, or noise.
+# What a weight is rounded by: its residual, an int16 tensor of the weight's shape, or noise.
 RoundedBy = Union[Tensor, Noise]
 
 
 def as_int16(residual: Tensor) -> Tensor:
-    """A view (…) of a residual as the state has it, (…, 2) in uint8."""
+    """Views a residual of the state, (…, 2) in uint8, as int16, (…)."""
     return residual.view(torch.int16).squeeze(-1)
 
 
 def widen(weights: Sequence[Tensor], rounded_by: Sequence[RoundedBy]) -> list[Tensor]:
-    """Weights, which are in bf16, in fp32 with their residuals; new tensors."""
+    """Copies weights in bf16 to new tensors in fp32, and adds their residuals, if they have any."""
     exact = [torch.empty_like(weight, dtype=torch.float32) for weight in weights]
     torch._foreach_copy_(exact, list(weights))
     for weight, residual in zip(exact, rounded_by):
@@ -126,7 +128,7 @@ def widen(weights: Sequence[Tensor], rounded_by: Sequence[RoundedBy]) -> list[Te
 def round_into(
     exact: Sequence[Tensor], weights: Sequence[Tensor], rounded_by: Sequence[RoundedBy]
 ) -> None:
-    """Rounds weights in fp32 into those in bf16, and writes residuals; ``exact`` is overwritten."""
+    """Rounds ``exact``, in fp32, into weights in bf16; writes residuals, overwrites ``exact``."""
     for wide, weight, by in zip(exact, weights, rounded_by):
         bits = wide.masked_fill_(wide.isnan(), torch.nan).view(torch.int32)
         added = bits + 0x8000 if isinstance(by, Tensor) else _add_noise(bits, by)
@@ -137,7 +139,7 @@ def round_into(
 
 
 def _add_noise(bits: Tensor, noise: Noise) -> Tensor:
-    """The sum, in memory of its own; few numbers are drawn at once, as they take much of it."""
+    """Returns bits + noise, a new tensor; draws few numbers at once, since each takes 8 bytes."""
     total = torch.empty_like(bits)
     if not bits.ndim:
         return torch.add(bits, noise.draw(bits.device), out=total)

@@ -1,1 +1,1 @@
-"""Plans who owns each matrix, moves it, makes ranks agree before a step, and reads DTensors."""
+"""Plans who owns each matrix, moves matrices, lets ranks agree before a step, reads DTensors."""

@@ -1,10 +1,10 @@
 """Compares what ranks are about to do before a step's first collective: all step or all raise.
 
-A rank that raises leaves the ranks of its meshes waiting, those leave the ranks of theirs, and so
-on. So all ranks that a chain of meshes connects, a *union*, decide together. In each step every
-rank sends its union one record of fixed size: hashes of its notes, and its vote on whether to step.
-The exchange runs on the CPU over gloo; hosts wait for each other, devices don't. Only when records
-differ do ranks send their notes as text, to name what differs.
+If one rank raised alone, the ranks of its meshes would wait for it, the ranks of their meshes for
+them, and so on. So all ranks that a chain of meshes connects, a *union*, decide together. Before
+each step every rank sends its union one record of fixed size: hashes of its notes, and its vote on
+whether to step. The exchange runs on the CPU over gloo; hosts wait for each other, devices don't.
+Only when records differ do ranks send their notes as text, to name what differs.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from .utils import this_rank, world_timeout
 
 CHECKS = ("step", "plan", "off")
 
-# The vote of a rank, the fourth field of its record, to which it adds whether it lacks kernels.
+# The vote of a rank, the fourth field of its record. A rank that lacks kernels adds _LACKS_KERNELS.
 _GO, _SKIP, _FAIL = range(3)
 _LACKS_KERNELS = 4
 
 # Every exchange starts with one record of six int64. Gloo aborts the process when ranks send
-# different sizes, so even ranks that are not at the same exchange must send the same.
-_DISCOVER, _STEP, _SETS, _NOTES = range(4)  # the stage, its first field: what the sender exchanges
+# different sizes, so ranks must send the same size even when they are at different exchanges.
+_DISCOVER, _STEP, _SETS, _NOTES = range(4)  # first field of a record: what its sender exchanges
 
 _OPTIMIZERS_DIFFER = (
     "ranks {} and {} step different optimizers; let all ranks make, copy, load and step theirs "
@@ -54,7 +54,8 @@ class StepNotes:
         lines: what all ranks of the set must have alike: parameters, their placements, options.
         gradients: names of the parameters that have a gradient.
         owners: a hash of the plan that follows from lines and gradients.
-        optimizer: how many optimizers the ranks made before this one, and how often it has stepped.
+        optimizer: text that says how many optimizers the ranks made before this one, and how often
+            this one has stepped.
     """
 
     lines: Sequence[str]
@@ -69,13 +70,13 @@ class _Disagreement(Exception):
 
 @dataclass(frozen=True)
 class _Union:
-    """The ranks that step together; all of them have the same but for ``sets``.
+    """The ranks that step together; on all of them the fields are equal, except for ``sets``.
 
     Args:
         sets: the sets that this rank is in, `_in_order`.
         ranks: all ranks that a chain of sets connects with this one.
         identity: a hash of all sets of the union.
-        memory: the least of the memories of their devices, in bytes.
+        memory: the least memory of the devices of these ranks, in bytes.
         world: a weak reference to the default process group that has these ranks.
     """
 
@@ -87,17 +88,17 @@ class _Union:
 
 
 class Registration:
-    """Numbers an optimizer in the order of construction, to tell it from one just like it.
+    """Numbers an optimizer in the order of construction, to tell it from others that are equal.
 
-    Each set of ranks counts the optimizers whose parameters it shares, as long as they live or if
-    they have stepped. An optimizer of one rank alone, or one made and dropped, shifts no number.
+    Each set of ranks counts the optimizers whose parameters it shares, if they are alive or have
+    stepped. So an optimizer of one rank alone, or one that was made and dropped, shifts no number.
 
     Args:
         sets: a method of the optimizer that returns the sets of ranks that share its parameters.
     """
 
     _all: list[Registration] = []  # in order of construction
-    _is_collected = True  # no optimizer was made since garbage was collected
+    _is_collected = True  # whether garbage was collected after the last optimizer was made
 
     def __init__(self, sets: Callable[[], set[Ranks]]):
         self._sets_now = weakref.WeakMethod(sets)
@@ -110,7 +111,7 @@ class Registration:
         """How many of the optimizers that ``ranks`` share were made before this one."""
         if ranks not in self._numbers:
             if not Registration._is_collected and len(Registration._all) > 1:
-                gc.collect()  # or unreachable optimizers would live on some ranks only
+                gc.collect()  # else unreachable optimizers would be alive on some ranks only
             Registration._is_collected = True
             living = [o for o in Registration._all if o._numbers or o._sets_now() is not None]
             Registration._all = living
@@ -127,22 +128,23 @@ class Registration:
 class Agreement:
     """Decides with the other ranks whether they step; remembers which ranks these are.
 
-    Copies and pickles start afresh. All ranks of a union use theirs from the start, or none does.
+    Copies and pickles start afresh. So either all ranks of a union go on with a fresh one, or none.
 
     Attributes:
-        may_go: whether other ranks may step because of this rank's vote in the last comparison;
-            also where the comparison broke off here, since others may have received all records.
+        may_go: whether other ranks may step, given this rank's vote in the last comparison. If this
+            rank has voted to go and the comparison then breaks off here, it stays True, since other
+            ranks may have received all records.
         has_compared: whether notes were compared in this step.
         lacks_kernels: whether one of the ranks can't launch Triton's kernels, so that none does;
             as last agreed.
-        steps: how many steps were made since this object was.
+        steps: how many steps were made since this object was made.
     """
 
     def __init__(self) -> None:
         self.may_go = self.has_compared = self.lacks_kernels = False
         self.steps = 0
         self._union: Optional[_Union] = None
-        self._memory = 0.0  # of this rank's device, as last told
+        self._memory = 0.0  # of this rank's device, as last given to `least_memory`
         self._structure: Optional[Mapping[Ranks, Any]] = None  # of the last agreement
 
     def __reduce__(self) -> tuple:
@@ -155,15 +157,15 @@ class Agreement:
     def least_memory(self, how_often: str, sets: Collection[Ranks], memory: float) -> float:
         """The least memory of the devices of the ranks that step together, in bytes.
 
-        Before a first comparison ranks find each other here; later on they have.
+        The first call also finds out which ranks these are.
 
         Args:
-            how_often: one of `CHECKS`; where ranks never compare notes, a default is assumed.
-            sets: as of `decide`.
+            how_often: one of `CHECKS`; if ranks never compare notes, a default is assumed.
+            sets: as for `decide`.
             memory: of this rank's device.
 
         Raises:
-            ValueError, RuntimeError: as `check`.
+            ValueError, RuntimeError: as for `check`.
         """
         self._memory = memory
         sets = self._shared(sets)
@@ -186,21 +188,22 @@ class Agreement:
         skip: Optional[bool],
         no_kernels: Optional[Exception] = None,
     ) -> bool:
-        """Whether the ranks skip a step; raises on all alike where one of them can't make it.
+        """Whether the ranks skip a step; if one of them can't make the step, all of them raise.
 
         Args:
             how_often: one of `CHECKS`.
-            structure: what this rank shares with each of its sets, comparable.
+            structure: what this rank shares with each of its sets; compared with that of the last
+                agreement.
             sets: the ranks that share parameters with this one, mesh by mesh.
-            notes: makes the notes of this step; not called where there is an error.
-            error: what keeps this rank from making the step.
-            skip: whether this rank is to skip it; None where none ever is.
-            no_kernels: why this rank can't launch Triton's kernels from now on.
+            notes: makes the notes of this step; not called if there is an error.
+            error: what keeps this rank from making the step, or None.
+            skip: whether this rank is to skip the step; None if nothing here ever skips steps.
+            no_kernels: why this rank can't launch Triton's kernels from now on, or None.
 
         Raises:
             ValueError: ranks would do different things.
-            RuntimeError: a rank did not come, or died meanwhile; or one can't launch kernels, in a
-                step in which the others don't hear of it.
+            RuntimeError: a rank did not come, or died meanwhile; or this rank can't launch kernels
+                in a step in which ranks compare nothing, so that the others don't hear of it.
         """
         is_due = self._is_due(how_often, structure, skip is not None)
         has_others = any(len(ranks) > 1 for ranks in sets)
@@ -235,8 +238,9 @@ class Agreement:
     def _is_due(self, how_often: str, structure: Mapping[Ranks, Any], may_skip: bool) -> bool:
         """Whether this step compares notes.
 
-        With ``"plan"`` it does where what the whole union shares has changed, which all its ranks
-        see. What only some ranks share does not count: the others would not come to compare.
+        With ``"plan"`` it does if what the whole union shares has changed, since all its ranks see
+        that. A change of what only some ranks share does not count: the other ranks would not come
+        to compare.
         """
         if not _can_compare():
             return False
@@ -259,10 +263,11 @@ class Agreement:
         """Compares notes with all ranks of this rank's union.
 
         Args:
-            notes: what this rank is to share with the ranks of each set, or with some of them.
-            error: why this rank can't step, or None. Where there is one, notes don't matter.
+            notes: by ranks, what this rank must have in common with them; the ranks are a set or a
+                part of one.
+            error: why this rank can't step, or None. If there is an error, notes are ignored.
             sets: the ranks that share parameters with this one, mesh by mesh. Sets of one rank, or
-                without this one, don't matter. All ranks of each set make this call, and so do
+                without this one, are ignored. All ranks of each set make this call, and so do
                 ranks that had sets at the last call, even if they have none any more.
             skip: whether this rank is to skip the step.
 
@@ -290,22 +295,22 @@ class Agreement:
             return skip
 
     def _shared(self, sets: Iterable[Ranks]) -> tuple[Ranks, ...]:
-        """The sets that matter, in order."""
+        """The sets that have this rank and others, `_in_order`."""
         rank = this_rank()
         return _in_order(ranks for ranks in sets if len(ranks) > 1 and rank in ranks)
 
     @contextlib.contextmanager
     def _closing(self, groups: Iterable[Ranks]) -> Iterator[None]:
-        """Closes the connections of these groups where an exchange breaks off.
+        """A context for exchanges: if one breaks off, the connections of these groups are closed.
 
-        It leaves its own group unusable. Closing the others spares the ranks that wait for this one
-        their timeout.
+        The exchange leaves the group it was in unusable. Closing the other groups spares the ranks
+        that wait for this one their timeout.
         """
         try:
             yield
-        except _Disagreement as problem:
+        except _Disagreement as disagreement:
             self.may_go = False
-            raise ValueError(str(problem)) from None
+            raise ValueError(str(disagreement)) from None
         except BaseException:
             self._union = None
             for ranks in groups:
@@ -320,10 +325,10 @@ class Agreement:
         error: Optional[str],
         skip: bool,
     ) -> Optional[bool]:
-        """Whether the ranks of a union skip; None where all agree that the union has changed.
+        """Whether the ranks of a union skip the step; None if the union itself has changed.
 
         A rank whose sets have changed still sends its record to the union as it was, since it can't
-        know whose sets have changed as well.
+        know which other ranks have changed their sets, too.
         """
         vote = _FAIL if error is not None else _SKIP if skip else _GO
         record = _record(union, sets, notes, vote)
@@ -357,9 +362,9 @@ def _error_text(error: Optional[BaseException]) -> Optional[str]:
 
 
 def _in_order(sets: Iterable[Ranks]) -> tuple[Ranks, ...]:
-    """Sorts sets as all ranks go through them, or they would wait for each other.
+    """Sorts sets into the one order in which all ranks exchange; else ranks would block each other.
 
-    Larger sets come first, which show contradictions before a rank waits in a smaller one in vain.
+    Larger sets come first: they show contradictions before a rank waits in vain in a smaller set.
     """
     return tuple(sorted(sets, key=ranks_sort_key))
 
@@ -372,11 +377,12 @@ def _record(
     Its fields are the stage, the union, whether this rank's sets have changed, its vote, and the
     hashes of lines and of gradients.
 
-    The hashes of all sets go in as one weighted sum, so that the size depends on nothing. The
-    weights of a set add up to 0, and those of no part of it do: n − 1 for the first rank, −1 for
-    each other rank. Where all ranks of each set have the same hash, the sum over the union is 0
-    modulo 2⁶⁴. Where they don't, it is 0 by a chance of less than 1 in 2⁴⁸ (for up to 2¹⁶ ranks):
-    each hash covers the ranks of its set as well, so sets with equal notes don't cancel out.
+    The hashes of all sets are added with weights, so that every record has the same size. In a set
+    of n ranks the first rank's weight is n − 1, and that of each other rank −1: the weights of the
+    set add up to 0, those of any part of it don't. If all ranks of each set have the same hash, the
+    sum over the union is 0 modulo 2⁶⁴. If they don't, it is 0 by a chance of less than 1 in 2⁴⁸
+    (for up to 2¹⁶ ranks). Each hash covers the ranks of its set as well, so that sets with equal
+    notes don't cancel out.
     """
     rank = dist.get_rank()
     lines = gradients = 0
@@ -384,8 +390,8 @@ def _record(
         for ranks in notes:
             weight = len(ranks) - 1 if rank == ranks[0] else -1
             lines += weight * _digest(ranks, [notes[ranks].optimizer, *notes[ranks].lines])
-            present = sorted(set(notes[ranks].gradients))
-            gradients += weight * _digest(ranks, [*present, notes[ranks].owners])
+            names = sorted(set(notes[ranks].gradients))
+            gradients += weight * _digest(ranks, [*names, notes[ranks].owners])
     lines, gradients = ((total + 2**63) % 2**64 - 2**63 for total in (lines, gradients))
     return [_STEP, union.identity, int(union.sets != sets), vote, lines, gradients]
 
@@ -393,7 +399,7 @@ def _record(
 def _exchange_details(
     ranks: Ranks, stage: int, error: Optional[str], content: Sequence
 ) -> tuple[Optional[str], dict[int, Any]]:
-    """The error of the first of ``ranks`` that has one, and the content of each rank."""
+    """Exchanges errors and contents: the error of the first rank that has one, and all contents."""
     texts, _ = _exchange_text(ranks, stage, [error, content])
     details = dict(zip(ranks, texts))
     errors = (f"rank {rank}: {text}" for rank, (text, _) in details.items() if text is not None)
@@ -401,7 +407,7 @@ def _exchange_details(
 
 
 def _find_difference(union: Ranks, notes: Mapping[Ranks, StepNotes], error: Optional[str]) -> str:
-    """Says what keeps a union from stepping, by the notes of all its ranks; the same on each."""
+    """Says, from the notes of all its ranks, what keeps a union from stepping; on each the same."""
     content = [(ranks, list(n.lines), list(n.gradients), n.optimizer) for ranks, n in notes.items()]
     failure, contents = _exchange_details(union, _NOTES, error, content)
     if failure is not None:
@@ -414,7 +420,7 @@ def _find_difference(union: Ranks, notes: Mapping[Ranks, StepNotes], error: Opti
     for ranks in _in_order(notes_by_set):
         by_rank, first = notes_by_set[ranks], ranks[0]
         if not any(rank_notes.lines for rank_notes in by_rank.values()):
-            # Part of a mesh, of which a rank without any gradient there has no notes.
+            # These ranks are part of a mesh; one without any gradient there has taken no notes.
             for rank in ranks:
                 by_rank.setdefault(rank, StepNotes([], []))
         for rank in ranks:
@@ -447,11 +453,12 @@ def _find_difference(union: Ranks, notes: Mapping[Ranks, StepNotes], error: Opti
 
 
 def _missing_gradients(notes_by_set: Mapping[Ranks, Mapping[int, StepNotes]]) -> list[str]:
+    """Says for each parameter with a gradient on some ranks only which ranks lack it."""
     missing = []
     for ranks in _in_order(notes_by_set):
-        present = {rank: set(notes_by_set[ranks][rank].gradients) for rank in ranks}
-        for name in sorted(set().union(*present.values())):
-            lacking = [rank for rank in ranks if name not in present[rank]]
+        names = {rank: set(notes_by_set[ranks][rank].gradients) for rank in ranks}
+        for name in sorted(set().union(*names.values())):
+            lacking = [rank for rank in ranks if name not in names[rank]]
             if lacking:
                 missing.append(f"{name} on ranks {lacking}")
     return missing
@@ -474,7 +481,7 @@ def _digest(ranks: Ranks, lines: Sequence[str]) -> int:
 
 
 def _can_compare() -> bool:
-    """Whether there are other ranks; with a fake process group there are none."""
+    """Whether there are ranks to compare with; in a fake process group there are none."""
     return dist.is_available() and dist.is_initialized() and dist.get_backend() != "fake"
 
 
@@ -483,13 +490,12 @@ def _discover(sets: tuple[Ranks, ...], memory: float) -> _Union:
 
     In a round, every rank tells the ranks of each of its sets which sets it has heard of. Let the
     distance of two ranks be the least number of sets that lead from one to the other, and D the
-    largest in the union. After t rounds a rank has heard of the sets of every rank at distance t or
-    less, by induction: the next rank on a shortest path knew them a round earlier. It has heard of
-    all when it knows the sets of every rank that is named in sets it knows: not before that is so,
-    and after at most D rounds. From then on it knows D, which depends on nothing but the sets. So
-    all ranks can stop after round D, having done the same exchanges in an order of (round, set)
-    that is the same everywhere, so that no two wait for each other. One set of all ranks makes
-    D = 1.
+    largest distance in the union. After t rounds a rank has heard of the sets of every rank at
+    distance t or less, by induction: the next rank on a shortest path knew them a round earlier. A
+    rank has heard of all sets exactly when it knows the sets of every rank that is named in sets it
+    knows, which takes at most D rounds. Then it knows D, which depends only on the sets. So all
+    ranks stop after round D. Each has then done its exchanges in the same order of (round, set), in
+    which no two ranks block each other. With one set of all ranks, D is 1.
 
     Raises:
         _Disagreement: a rank lacks a set that another says it is in. All ranks of the set in which
@@ -500,13 +506,13 @@ def _discover(sets: tuple[Ranks, ...], memory: float) -> _Union:
     rounds = 0
     while True:
         rounds += 1
-        heard = list(sets_of.items())  # before this round: what it brings would multiply in it
+        heard = list(sets_of.items())  # before this round: its news go out in the next one, once
         for ranks in sets:
-            # A rank that has heard of the set at hand only sends no text at all.
+            # A rank that has heard of no set but this one sends no text at all.
             content = heard if heard != [(rank, (ranks,))] else None
             reported: dict[int, tuple[Ranks, ...]] = {}
             reports, memories = _exchange_text(ranks, _DISCOVER, content, int(memory))
-            memory = min(memories)  # of all that have been heard of
+            memory = min(memories)  # the least of all ranks that have been heard of
             for sender, report in zip(ranks, reports):
                 for member, its_sets in report if report is not None else [(sender, [ranks])]:
                     reported[member] = tuple(map(tuple, its_sets))
@@ -524,7 +530,7 @@ def _discover(sets: tuple[Ranks, ...], memory: float) -> _Union:
 
 def _diameter(sets_of: Mapping[int, tuple[Ranks, ...]]) -> int:
     """The largest distance of two ranks of a union: the rounds until each has heard of all."""
-    heard = {rank: 1 << number for number, rank in enumerate(sets_of)}  # of whom, as bits
+    heard = {rank: 1 << number for number, rank in enumerate(sets_of)}  # a bit for each rank
     everyone = (1 << len(sets_of)) - 1
     all_sets, rounds = set().union(*sets_of.values()), 0
     while any(bits != everyone for bits in heard.values()):
@@ -567,8 +573,11 @@ def _exchange_records(ranks: Ranks, fields: Sequence[int]) -> torch.Tensor:
 def _exchange_text(
     ranks: Ranks, stage: int, content: Optional[list], number: int = 0
 ) -> tuple[list[Any], list[int]]:
-    """The content of all ``ranks``, in order, sent as JSON; None where a rank sends none; and a
-    number of each."""
+    """Exchanges content as JSON, and a number.
+
+    Returns:
+        The content of all ``ranks``, in order, None for a rank that sends none; and their numbers.
+    """
     encoded = json.dumps(content).encode() if content is not None else b""
     records = _exchange_records(ranks, [stage, len(encoded), number, 0, 0, 0])
     sizes, numbers = records[:, 1].tolist(), records[:, 2].tolist()

@@ -18,17 +18,17 @@ from .staging import DEFAULT_SPAN_BYTES, SPAN_BYTES, Staging
 from .units import Entry, Unit
 from .wire import elements_of_numbers
 
-# The most that slots of an all-gather may take, as a multiple of what they hold.
+# Slots of an all-gather may take at most so many times the elements that they hold.
 MOST_PADDED = 1.25
 
-# The parts of a batch begin at multiples of so many bytes. Kernels and NCCL load 16 bytes at once
-# from there; and where a matrix lies decides which of their paths CPU kernels take, and so its last
-# bits: one that is whole on its rank begins a cache line, as one that was gathered does.
+# The parts of a batch begin at multiples of so many bytes, from where kernels and NCCL load 16
+# bytes at once. CPU kernels choose a path by a matrix's address, which changes its last bits: so a
+# matrix that is whole on its rank begins at a cache line, as a gathered one does.
 ALIGNMENT_BYTES = 64
 
 
 def views_of_boxes(flat: Tensor, boxes: Sequence[Region], count: int) -> list[Tensor]:
-    """What a buffer has of each box, (count, *shape of the box), of which units lie one by one."""
+    """Views of each box, (count, *shape of the box), in a buffer with ``count`` units in a row."""
     units = flat.view(count, -1)
     views, start = [], 0
     for box in boxes:
@@ -40,15 +40,16 @@ def views_of_boxes(flat: Tensor, boxes: Sequence[Region], count: int) -> list[Te
 
 @dataclass(frozen=True)
 class Bundle:
-    """This rank's parts of some units of one batch, whoever owns it; alike in all of them.
+    """This rank's parts of consecutive units of one batch, whoever owns it.
 
     Args:
-        units: consecutive ones of the batch.
-        boxes: the parts of each unit, in coordinates of the unit's box.
-        local_parts: where they lie in the local tensor, unit by unit.
+        units: consecutive units of the batch.
+        boxes: the parts of each unit, in coordinates of the unit's box; equal for all units.
+        local_parts: where the parts lie in the local tensor, unit by unit.
         start: where the parts begin in the chunk's buffer.
-        trailer: where the exponents or the mean squares of the parts begin there.
-        is_staged: whether the parts have a place there: not momentum that another replica sends.
+        trailer: where their exponents or mean squares begin in that buffer.
+        is_staged: whether the parts have a place in that buffer. Momentum that another replica
+            sends has none.
     """
 
     units: tuple[Unit, ...]
@@ -63,13 +64,13 @@ class Bundle:
         return len(self.units) * sum(map(regions.numel, self.boxes))
 
     def views(self, flat: Tensor) -> Iterator[Tensor]:
-        """Views of the parts, unit by unit, of a flat tensor that has them one after the other."""
+        """Views of the parts in a flat tensor that has them one after the other, unit by unit."""
         views = views_of_boxes(flat, self.boxes, len(self.units))
         return itertools.chain.from_iterable(zip(*(view.unbind(0) for view in views)))
 
 
-# Bundles that one call of element-wise arithmetic updates: of one group, one dtype and, of weights,
-# one scale.
+# Bundles that one call of element-wise arithmetic updates: they have one group, one dtype and, for
+# weights, one scale.
 Span = tuple[Bundle, ...]
 
 
@@ -77,10 +78,10 @@ class PeerPart(NamedTuple):
     """One peer's parts of the units of a batch in one direction, as the owner keeps them.
 
     Args:
-        peer: whose parts they are.
+        peer: the peer whose parts they are.
         boxes: the parts of each unit, in coordinates of the unit's box.
-        start: where the parts begin in the buffer that the owner gathers into or scatters from, or,
-            where the peer is the owner itself, in the buffer of its bundles.
+        start: where the parts begin in the buffer that the owner gathers into or scatters from. If
+            the peer is the owner itself, this is the buffer of its bundles.
     """
 
     peer: int
@@ -89,20 +90,21 @@ class PeerPart(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Elements of each unit."""
+        """Elements of the parts of one unit."""
         return sum(map(regions.numel, self.boxes))
 
 
 class PeerRun(NamedTuple):
-    """Parts of some peers that are shaped alike and lie at equal distances, for one view of all.
+    """Parts of several peers, of equal shapes and at equal distances, so that one view has all.
 
-    Where a mesh cuts one dimension evenly, two runs and this rank's own part are all peers' parts.
+    If a mesh cuts one dimension evenly, this rank's part and two runs, of the peers before it and
+    of those after it, are the parts of all peers.
 
     Args:
-        first: the first peer's.
-        peers: how many.
-        step: elements from one peer's part to the next one's in the owner's buffer.
-        shift: indices from one peer's boxes to the next one's in the unit, by dimension.
+        first: the part of the first peer.
+        peers: how many peers.
+        step: elements from one peer's part to the next peer's in the owner's buffer.
+        shift: indices from one peer's boxes to the next peer's in the unit, by dimension.
     """
 
     first: PeerPart
@@ -111,10 +113,10 @@ class PeerRun(NamedTuple):
     shift: tuple[int, ...] = ()
 
     def with_next(self, part: PeerPart) -> Optional[PeerRun]:
-        """The run and the next peer's part; None where it lies or is shaped otherwise."""
+        """The run with the next peer's part; None if that part has another shape or distance."""
         boxes = list(zip(self.first.boxes, part.boxes))
         shifts = {tuple(there[0] - here[0] for here, there in zip(*pair)) for pair in boxes}
-        shapes = (tuple(map(regions.shape_of, of.boxes)) for of in (self.first, part))
+        shapes = (tuple(map(regions.shape_of, each.boxes)) for each in (self.first, part))
         if len(shifts) > 1 or len(set(shapes)) > 1:
             return None
         distances = (part.start - self.first.start, *itertools.chain(*shifts))
@@ -136,7 +138,7 @@ class PeerRun(NamedTuple):
         return views
 
     def in_units(self, units: Tensor) -> list[Tensor]:
-        """The same views in units, (count, *shape of each)."""
+        """Views of the same boxes in the units themselves, (count, *shape of a unit)."""
         views, (stride, *strides) = [], units.stride()
         step = sum(indices * of_dim for indices, of_dim in zip(self.shift, strides))
         for box in self.first.boxes:
@@ -147,7 +149,7 @@ class PeerRun(NamedTuple):
         return views
 
     def after(self, buffer: Tensor, count: int, numel: int) -> Tensor:
-        """A view of what follows the parts of ``count`` units, (peers, numel)."""
+        """A view of the ``numel`` elements after each peer's parts of ``count`` units."""
         start = buffer.storage_offset() + self.first.start + count * self.first.numel
         return buffer.as_strided((self.peers, numel), (self.step, 1), start)
 
@@ -158,9 +160,9 @@ class Batch:
 
     Args:
         units: of the batch.
-        gathered: what each peer sends of their momentum, this rank first.
-        scattered: what each peer gets of their updates, this rank first; where all peers get the
-            same, only the part of this rank.
+        gathered: what each peer sends of their momentum, this rank's part first.
+        scattered: what each peer gets of their updates, this rank's part first; if all peers get
+            the same, only this rank's part.
     """
 
     units: tuple[Unit, ...]
@@ -177,7 +179,8 @@ class Batch:
 
 
 def _runs(parts: Sequence[PeerPart]) -> list[PeerRun]:
-    """Parts in as few runs as have them all; the owner's, in another buffer, is the first."""
+    """Joins parts into as few runs as possible; the first run is the owner's part alone, which lies
+    in another buffer."""
     runs = [PeerRun(parts[0])]
     for part in parts[1:]:
         longer = runs[-1].with_next(part) if len(runs) > 1 else None
@@ -190,8 +193,8 @@ class Traffic:
     """Elements that travel in one direction.
 
     Args:
-        sent, received: to and from each peer; 0 for this rank itself.
-        kept: that stay on this rank, at the beginning of the buffer of its bundles.
+        sent, received: elements to and from each peer; 0 for this rank itself.
+        kept: elements that stay on this rank, at the beginning of the buffer of its bundles.
     """
 
     sent: tuple[int, ...]
@@ -203,22 +206,23 @@ class Traffic:
 class Chunk:
     """What is gathered, orthogonalized and scattered together, as one rank sees it.
 
-    This rank's bundles lie in two buffers, momentum that it sends and updates that it receives.
-    Either begins with what this rank owns; then comes what it sends to, or receives from, each
-    peer. Between two ranks travel, batch by batch, the parts of the units one after the other,
-    then their trailer: an exponent for each part when they are gathered (with an fp16 wire), mean
-    squares of the update when they are scattered (with a second moment). Padding after it brings
-    the next batch to a multiple of `ALIGNMENT_BYTES`.
+    This rank's bundles lie in two buffers: momentum that it sends, and updates that it receives.
+    Each buffer begins with what this rank owns; what it sends to, or receives from, each peer
+    follows. Two ranks exchange, batch by batch, the parts of the units one after the other, and
+    then a trailer. When the units are gathered, and the wire is fp16, the trailer is an exponent
+    for each part. When they are scattered, and have a second moment, it is mean squares of the
+    update. Padding after the trailer brings the next batch to a multiple of `ALIGNMENT_BYTES`.
 
     Args:
-        momentum, weights: this rank's bundles of all batches, in the order of those buffers, in
-            spans as large as element-wise arithmetic is best done on at once.
-        batches: what this rank owns.
+        momentum, weights: this rank's bundles of all batches, in the order of these buffers. They
+            are joined to spans of the size that suits element-wise arithmetic best.
+        batches: the batches that this rank owns.
         gather, scatter: the traffic.
-        in_place: updates take the places of the momentum that they are made of.
-        slots: where all peers get all updates, the elements that each sends to all others; the
-            buffer of updates has these slots, in the order of peers. Equal ones travel by one
-            all-gather, others by a broadcast each. Empty where peers get different updates.
+        in_place: whether updates take the places of the momentum that they are made of.
+        slots: if all peers get all updates, how many elements each peer sends to all others. The
+            buffer of updates then has a slot of this size for each peer, in their order. Slots of
+            one size travel by one all-gather, slots of several sizes by a broadcast each. Empty if
+            peers get different updates.
     """
 
     momentum: tuple[Span, ...]
@@ -240,7 +244,7 @@ class ChunkBuilder:
         self.gather, self.scatter = _Direction(staging, False), _Direction(staging, True)
 
     def chunk(self, owned: Mapping[int, Sequence[Unit]]) -> Chunk:
-        """The chunk in which each owner orthogonalizes these units."""
+        """The chunk in which each owner, a peer, orthogonalizes the units it has in ``owned``."""
         this_peer = self.channel.this_peer
         if self.channel.owned_by_all:
             owned = {this_peer: [unit for units in owned.values() for unit in units]}
@@ -263,10 +267,10 @@ class ChunkBuilder:
     def _slots(
         self, batches: Mapping[int, Sequence[tuple[Unit, ...]]], entries: Sequence[Entry]
     ) -> tuple[int, ...]:
-        """The elements that each peer sends to all others; empty for an all-to-all.
+        """The elements that each peer sends to all others, see `Chunk`; empty for an all-to-all.
 
-        They are padded to be equal where the padding is little: with the gather of momentum, at
-        most 2 + 2/P bytes per element in bf16 on P ranks.
+        Slots are padded to one size if the padding is little: a rank then sends, with the gather of
+        momentum, at most 2 + 2/P bytes per element in bf16 on P ranks.
         """
         peers, rank = range(len(self.channel.peers)), self.channel.rank
         count = len(peers)
@@ -284,7 +288,7 @@ class ChunkBuilder:
         return (slot,) * count if is_even else tuple(sizes)
 
     def _batches(self, units: Sequence[Unit]) -> list[tuple[Unit, ...]]:
-        """Units that can be orthogonalized together, in batches of a limited size."""
+        """Divides units into batches that can be orthogonalized together, of a limited size."""
         alike: dict[tuple, list[Unit]] = {}
         for unit in units:
             entry = self.entries[unit.entry]
@@ -331,13 +335,14 @@ class _Direction:
         """The layout of a chunk.
 
         Args:
-            batches: of each owner; this rank comes first.
-            slots: of the owners in the buffer of this rank; else they lie one after another.
+            batches: those of each owner; this rank's come first.
+            slots: sizes of the owners' slots in this rank's buffer; without slots, what comes from
+                one owner follows what comes from the owner before.
         """
         this_peer, peers = self.channel.this_peer, range(len(self.channel.peers))
         bundles: list[Bundle] = []
-        parts: list[list[PeerPart]] = []  # of each batch owned here
-        # Elements of this rank's parts, by owner, and of the parts of batches owned here, by peer.
+        parts: list[list[PeerPart]] = []  # of each batch that this rank owns
+        # By owner, elements of this rank's parts; by peer, elements of what this rank owns.
         by_owner, by_peer = [0 for _ in peers], [0 for _ in peers]
         end = unstaged_end = 0
         for owner, owner_batches in batches.items():
@@ -381,12 +386,13 @@ class _Direction:
     def _bundles(
         self, units: tuple[Unit, ...], boxes: tuple[Region, ...], start: int, is_staged: bool
     ) -> Iterator[Bundle]:
-        """This rank's parts of a batch, of which the first begins at ``start``."""
+        """Yields this rank's parts of a batch in bundles; the first one begins at ``start``."""
         numel = sum(map(regions.numel, boxes))
         trailer_numel = self._trailer_numel(units[0], boxes)
         step = len(units)
         if numel:
-            aligned = self.alignment // math.gcd(numel, self.alignment)  # units up to a multiple
+            # The least number of units after which the next one begins at a multiple.
+            aligned = self.alignment // math.gcd(numel, self.alignment)
             step = aligned * max(1, self.span_numel // (numel * aligned))
         for first in range(0, len(units), step):
             members = units[first : first + step]
@@ -395,9 +401,10 @@ class _Direction:
             yield Bundle(members, boxes, local_parts, start + first * numel, trailer, is_staged)
 
     def _spans(self, bundles: Iterable[Bundle]) -> tuple[Span, ...]:
-        """Bundles that are updated alike and lie one after the other in a buffer, while they fit.
+        """Joins bundles that lie one after the other in a buffer to spans of a limited size.
 
-        Alike are those of one group, one dtype and, of weights, one scale.
+        The bundles of a span are updated alike: they have one group, one dtype and, for weights,
+        one scale.
         """
         spans: list[list[Bundle]] = []
         numel, last = 0, None  # of the last span
@@ -414,7 +421,7 @@ class _Direction:
         return tuple(map(tuple, spans))
 
     def _sends(self, unit: Unit, peer: int, owner: int) -> bool:
-        """Whether a peer's part of a unit travels: of replicas of momentum, only one does."""
+        """Whether a peer's part of a unit travels; of replicas of a part of momentum, one does."""
         peers = self.channel.peers
         return self.is_scatter or self.entries[unit.entry].sends_momentum(peers[peer], peers[owner])
 
@@ -428,7 +435,7 @@ class _Direction:
         return tuple(regions.relative(box, unit.box) for box in self._block_boxes(unit, peer))
 
     def _block_boxes(self, unit: Unit, peer: int) -> list[Region]:
-        """The same in coordinates of the block; one box where the peer is alone, and holds all."""
+        """What a peer holds of a unit, in coordinates of the block; all of it if it is alone."""
         is_alone = len(self.channel.peers) == 1
         return [unit.box] if is_alone else unit.parts(self._held(unit, peer))
 
@@ -439,9 +446,9 @@ class _Direction:
         return (unit.block.local_part(box, held) for box in self._block_boxes(unit, this_peer))
 
     def _trailer_numel(self, unit: Unit, boxes: tuple[Region, ...]) -> int:
-        """Elements after a unit's parts: for their exponents, or for mean squares of its update.
+        """Elements that a unit adds to the trailer: exponents, or mean squares of its update.
 
-        Where updates are scattered in place, the elements of exponents stay free.
+        If updates are scattered in place, the elements of exponents travel back unused.
         """
         entry, block = self.entries[unit.entry], unit.block
         if self.is_scatter and entry.second_moment:

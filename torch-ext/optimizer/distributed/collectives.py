@@ -26,14 +26,14 @@ def single_tensor_collective(name: str) -> Callable[..., Any]:
 
 
 def all_gather_slots(buffer: Tensor, group: Any) -> Any:
-    """Starts to fill a flat buffer of one slot for each rank, of which this rank's is filled."""
+    """Starts an all-gather into a flat buffer of one slot for each rank, from this rank's slot."""
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     sent = buffer.chunk(ranks)[rank]
     return single_tensor_collective("all_gather")(buffer, sent, group=group, async_op=True)
 
 
 def share_slots(buffer: Tensor, slots: Sequence[int], group: Any) -> list[Any]:
-    """The same for slots of these sizes: an all-gather of equal ones, else a broadcast of each."""
+    """Does the same for slots of these sizes: one all-gather if they are equal, else broadcasts."""
     if len(set(slots)) == 1:
         return [all_gather_slots(buffer, group)]
     return [
@@ -57,7 +57,7 @@ def gather_over_ranks(tensor: Tensor, group: Any) -> Tensor:
 
 
 def gather_texts(text: str) -> list[str]:
-    """The texts of all ranks of the world, for which the host waits."""
+    """The texts of all ranks of the world; the host waits for them."""
     world, host = dist.group.WORLD, torch.device("cpu")
     device = host if has_backend(world, host) else torch.accelerator.current_accelerator()
     sent = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device)
@@ -69,5 +69,5 @@ def gather_texts(text: str) -> list[str]:
 
 
 def max_over_ranks(tensor: Tensor, group: Any) -> Any:
-    """Starts to set each element to its maximum over ranks; backends differ in the order of NaN."""
+    """Starts to set each element to its maximum over ranks; backends differ in how NaN compares."""
     return dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group, async_op=True)

@@ -23,15 +23,16 @@ MODES = ("auto", "spread", "redundant")
 def share_work(
     entries: Sequence[Entry], rank: int, mode: str, machine: Optional[Machine] = None
 ) -> list[Entry]:
-    """The entries, with ``spread`` set where replicas share the work.
+    """The entries, with ``spread`` set on those whose replicas share the work.
 
-    It is set alike for all entries with the same holders, and on all of these ranks.
+    Entries with the same holders get the same ``spread``, on all of their holders.
 
     Args:
         entries: all Muon parameters.
         rank: global rank.
         mode: one of `MODES`; ``"auto"`` takes what `estimated_seconds` says is faster.
-        machine: to estimate for; None takes that of the device type in `machine.MACHINES`.
+        machine: the machine to estimate for; None takes that of the device type in
+            `machine.MACHINES`.
     """
     by_holders: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for number, entry in enumerate(entries):
@@ -56,26 +57,27 @@ def estimated_seconds(
 ) -> float:
     """Estimated time of a step's orthogonalization and traffic, for entries with the same holders.
 
-    Arithmetic and traffic hide under each other but for one chunk. Either takes as long as on a
-    rank with an equal share, or as the costliest matrix takes its owner where that is more. All
-    owners are taken to be as far from their peers as the first rank is.
+    Arithmetic and traffic overlap, except for one chunk. Each of them takes as long as on a rank
+    with an equal share, or as the costliest matrix takes its owner if that is longer. All owners
+    are assumed to be as far from their peers as the first rank is from its peers.
     """
-    flops = costliest = 0.0  # of a rank on average, of the costliest matrix
+    flops = costliest = 0.0  # a rank's on average, and the costliest matrix's
     sent = costliest_sent = (0.0, 0.0)  # bytes within a host, and to other hosts
     for entry in entries:
         holders = entry.holders(rank)
         shards = entry.holders(holders[0], replicas=False)
         replicas = len(holders) // len(shards) if spread else 1
         beside_first = set(shards[1:])
-        others = [holder for holder in holders if holder not in beside_first]
+        # The first rank, and all ranks of other replicas.
+        first_and_others = [holder for holder in holders if holder not in beside_first]
         m = entry.matrices
         experts = regions.numel(entry.region(rank)[: m.row_dim])
         for block in m.blocks if experts else ():
             cost, count = entry.cost(block), experts * m.count(block)
             size = block.rows * block.cols * entry.wire.itemsize
-            # An owner gathers and scatters within its replica, and scatters to the others.
+            # An owner gathers and scatters within its replica, and scatters to other replicas.
             within = _by_link(2 * size * (len(shards) - 1) / len(shards), shards, machine)
-            between = _by_link(size * (replicas - 1), others, machine)
+            between = _by_link(size * (replicas - 1), first_and_others, machine)
             by_link = (within[0] + between[0], within[1] + between[1])
             owned = count / (len(shards) * replicas)
             flops += owned * cost
@@ -92,9 +94,9 @@ def estimated_seconds(
 
 
 def _by_link(size: float, ranks: Sequence[int], machine: Machine) -> tuple[float, float]:
-    """Of ``size`` bytes from the first rank to all others: those within its host, and the rest."""
+    """How many of ``size`` bytes the first rank sends to the others within its host, and beyond."""
     if len(ranks) == 1:
         return (0.0, 0.0)
-    home = machine.host(ranks[0])
-    near = sum(machine.host(rank) == home for rank in ranks[1:]) / (len(ranks) - 1)
-    return (size * near, size * (1 - near))
+    first_host = machine.host(ranks[0])
+    share_within = sum(machine.host(rank) == first_host for rank in ranks[1:]) / (len(ranks) - 1)
+    return (size * share_within, size * (1 - share_within))

@@ -1,8 +1,8 @@
-"""Assumes speeds of computation and of links, and sizes of memory, by type of device.
+"""Has assumed speeds of computation and of links, and sizes of memory, by type of device.
 
-Speeds are what a run reaches, not what a data sheet promises. They decide `hsdp="auto"` and the
-times that `examples/plan.py` prints; none is measured, so that all ranks decide alike. Of memory,
-ranks tell each other what they have.
+Speeds are what a run reaches, not what a data sheet promises. They decide `hsdp="auto"`,
+`owners_per_matrix="auto"` and the times that `examples/plan.py` prints. No speed is measured, so
+that all ranks decide alike. Memory is only a default here: ranks tell each other what they have.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class Machine:
         flops: FLOP/s in orthogonalization.
         host_bytes: bytes/s that a rank sends to ranks of its host, while it receives as many.
         network_bytes: bytes/s that a rank sends to other hosts, while it receives as many.
-        latency: seconds that a collective takes beside its bytes.
-        ranks_per_host: consecutive global ranks that share a host.
-        memory: bytes of an accelerator's memory, of which staging and batches take shares.
+        latency: seconds that a collective takes on top of the time for its bytes.
+        ranks_per_host: how many consecutive global ranks share a host.
+        memory: bytes of an accelerator's memory; staging and batches take shares of it.
     """
 
     flops: float
@@ -45,8 +45,8 @@ class Machine:
         return rank // self.ranks_per_host
 
 
-# By device type. "cuda" is eight H100s to a host, with NVLink within it and 400 Gbit/s for each of
-# them out of it: two thirds of what either link could do, and half of the bf16 FLOPs.
+# By device type. "cuda" is hosts of eight H100s, linked by NVLink within a host, and by 400 Gbit/s
+# for each H100 between hosts: two thirds of what these links can do, two fifths of the bf16 FLOP/s.
 MACHINES = {
     "cuda": Machine(
         flops=400e12, host_bytes=300e9, network_bytes=33e9, latency=40e-6, ranks_per_host=8
@@ -57,7 +57,7 @@ DEFAULT_MACHINE = MACHINES["cuda"]
 
 
 def memory_of(device: torch.device) -> float:
-    """Bytes of an accelerator's memory; where it does not tell, of `DEFAULT_MACHINE`."""
+    """Bytes of an accelerator's memory; that of `DEFAULT_MACHINE` for a device that can't say."""
     properties_of = getattr(getattr(torch, device.type, None), "get_device_properties", None)
     if device.type == "cpu" or properties_of is None:
         return DEFAULT_MACHINE.memory

@@ -37,10 +37,10 @@ class Lane(Channel):
     Args:
         chunks: in order.
         in_flight: how many chunks may be under way at once.
-        ahead: how many of them may be gathered while another lane is worked off.
-        rounds: of each chunk the units with their owner, a peer (None: all of them), equal on all
-            peers.
-        digest: of the rounds, equal on all peers.
+        ahead: how many of its first chunks may be gathered while the lane before is under way.
+        rounds: for each chunk its units, each with its owner, a peer, or None if all peers own
+            it; equal on all peers.
+        digest: a hash of the rounds, equal on all peers.
     """
 
     chunks: tuple[Chunk, ...]
@@ -51,7 +51,7 @@ class Lane(Channel):
 
     @functools.cached_property
     def owners(self) -> tuple[tuple[Unit, Optional[int]], ...]:
-        """The units of all chunks with their owner."""
+        """The units of all chunks, each with its owner."""
         return tuple(itertools.chain.from_iterable(self.rounds))
 
 
@@ -61,12 +61,12 @@ class Plan:
 
     Args:
         rank: global rank that the plan is for.
-        entries: Muon's parameters, as they are numbered in units.
-        lanes: with traffic, in the order in which all ranks go through them.
-        local_lanes: without traffic. Their units are skipped in a step in which they have no
-            gradient.
-        whole_on_peers: units that another rank among this one's peers holds whole, with that rank,
-            for summaries.
+        entries: Muon's parameters; units refer to them by number.
+        lanes: those with traffic, in the order in which all ranks go through them.
+        local_lanes: those without traffic. They have the units without a gradient, too, which the
+            step then skips.
+        whole_on_peers: the units that one other rank among this rank's peers holds whole, each with
+            the global number of that rank; for summaries.
     """
 
     rank: int
@@ -90,7 +90,7 @@ class Plan:
         return self.count(batch) * self.entries[unit.entry].cost(unit.block, unit.length)
 
 
-# Plans that are kept, of steps in which other entries have gradients.
+# How many plans a planner keeps, each for other absent entries; and how many lists of lanes.
 MOST_PLANS = 8
 
 EMPTY_PLAN = Plan(0, (), (), ())
@@ -99,7 +99,7 @@ UnitHolders = tuple[Unit, tuple[int, ...]]  # a unit, and the peers that hold pa
 
 
 def make_plan(entries: Sequence[Entry], rank: int = 0, **options: Any) -> Plan:
-    """The plan of ``rank`` for entries that all take part; options as of `Planner`."""
+    """The plan of ``rank`` for entries that all take part; ``options`` are those of `Planner`."""
     return Planner(entries, rank, **options).plan()
 
 
@@ -108,19 +108,20 @@ def ranks_sort_key(ranks: tuple[int, ...]) -> tuple:
     return (-len(ranks), ranks)
 
 
-def _key(queue: UnitsByCost) -> Queue:
+def _counted(queue: UnitsByCost) -> Queue:
+    """A peer's queue with the number of units of each cost in place of the units."""
     return tuple((cost, len(alike)) for cost, alike in queue.items())
 
 
 def _evict(cache: dict) -> None:
-    """Clears a full cache: where absent entries change all the time, old plans are of no use."""
+    """Clears a cache that is full: if absent entries always change, old plans are of no use."""
     if len(cache) >= MOST_PLANS:
         cache.clear()
 
 
 @contextlib.contextmanager
 def _without_collection() -> Iterator[None]:
-    """Turns garbage collection off: no piece of a plan is garbage, and the search takes as long."""
+    """Turns garbage collection off, which finds nothing in planning and would double its time."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -133,11 +134,14 @@ def _without_collection() -> Iterator[None]:
 def _fitted(
     owned_in: list[dict[int, list[Unit]]], staging: Staging
 ) -> tuple[list[dict[int, list[Unit]]], list[GatheredBytes]]:
-    """Rounds, divided among fewer owners where chunks would not fit; and what these gather.
+    """Divides rounds into rounds of fewer owners if chunks would not fit otherwise.
 
-    Where all peers get all updates, a round of many owners is large on each of them, and three of
-    its chunks have to fit to hide their traffic. Elsewhere each gets a share. By the device's own
-    bound no round is divided that is little for one chunk.
+    This is done only if all peers get all updates: then a round of many owners is large on every
+    peer, and three of its chunks have to fit to hide their traffic. Otherwise each peer gets only a
+    share. Rounds that are small for one chunk stay as they are, unless the user bounds staging.
+
+    Returns:
+        The rounds, and the bytes that are gathered in each.
     """
     channel, itemsize = staging.channel, staging.channel.wire.itemsize
     in_flight, team_size = min(HIDING_IN_FLIGHT, staging.limits.in_flight), channel.team_size
@@ -152,7 +156,7 @@ def _fitted(
         gathered = []
         for owned in divided:
             sizes = [sum(regions.numel(u.box) for u in units) for units in owned.values()]
-            # Every peer gathers what all own.
+            # If all peers own all units, every peer gathers all of them.
             count = len(channel.peers) if channel.owned_by_all else 1
             gathered.append((max(sizes) * itemsize, sum(sizes) * itemsize * count))
         is_little = max(total for _, total in gathered) <= staging.least_bytes
@@ -168,12 +172,14 @@ class Planner:
     Args:
         entries: Muon's parameters, in one order on all ranks.
         rank: global rank.
-        owned_by_all: every peer orthogonalizes every matrix, as a reference for tests.
-        owners_per_matrix: so many peers, or the most that divide all peers evenly, own a matrix
-            together; all matrices but those whose longer side is shorter than that. ``"auto"`` is
-            what `teams.estimated_seconds` says is fastest, for each channel.
-        machine: to estimate for; None takes that of the device type in `machine.MACHINES`.
-        limits: of `Limits`.
+        owned_by_all: whether every peer orthogonalizes every matrix, as a reference for tests.
+        owners_per_matrix: how many peers own a matrix together: the greatest common divisor of this
+            number and the number of peers. A matrix whose longer side is too short to be cut has
+            one owner. ``"auto"`` takes for each channel what `teams.estimated_seconds` says is
+            fastest.
+        machine: the machine to estimate for; None takes that of the device type in
+            `machine.MACHINES`.
+        limits: fields of `Limits`.
     """
 
     def __init__(
@@ -202,8 +208,8 @@ class Planner:
                 self._add(number, entry)
             if owners_per_matrix != 1:
                 self._form_teams(owners_per_matrix, machine)
-        # Channels, and numbers of the entries that they exchange, by peers: in the order in which
-        # all ranks go through them, or two could wait for each other.
+        # By peers: channels, and numbers of the entries that they exchange. All ranks go through
+        # channels in this order; in different orders two ranks could block each other.
         self.channels: dict[tuple[int, ...], list[Channel]] = defaultdict(list)
         self.exchanged: dict[tuple[int, ...], set[int]] = defaultdict(set)
         for channel in sorted(
@@ -224,11 +230,11 @@ class Planner:
     def plan(self, absent: frozenset[int] = frozenset()) -> Plan:
         """The plan of a step in which some entries take no part.
 
-        Only lanes that exchange these entries are made anew. Units that are whole on this rank stay
-        in the plan.
+        Only lanes that exchange absent entries are made anew. Units of absent entries that are
+        whole on this rank stay in the plan.
 
         Args:
-            absent: numbers of the entries, alike on all ranks that share them.
+            absent: numbers of these entries, alike on all ranks that share them.
         """
         absent &= self.all_exchanged
         if absent not in self.plans:
@@ -249,10 +255,11 @@ class Planner:
         peers = entry.peers(self.rank)
         if not peers:
             return
-        # Local units are rounded as a wire of 32 or 64 bits rounds them on other layouts.
-        rounded = entry.wire if entry.wire.itemsize >= 4 else entry.opmath
+        # Local units have a wire of 32 or 64 bits, too, so that they are rounded as on other
+        # layouts. In place of one of 16 bits they have opmath, which rounds nothing.
+        local_wire = entry.wire if entry.wire.itemsize >= 4 else entry.opmath
         formats = (entry.opmath, entry.device)
-        local = exchanged = self.units[Channel((self.rank,), 0, False, 1, rounded, *formats)]
+        local = exchanged = self.units[Channel((self.rank,), 0, False, 1, local_wire, *formats)]
         if len(peers) > 1:
             this_peer = peers.index(self.rank)
             channel = Channel(peers, this_peer, self.owned_by_all, 1, entry.wire, *formats)
@@ -285,7 +292,7 @@ class Planner:
                 self.units[channel] = [pair for pair in units if len(pair[0].slices(size)) == 1]
 
     def _seconds(self, channel: Channel, machine: Machine, size: int) -> float:
-        """Estimated time of the units of a channel, owned by teams of that size."""
+        """The estimated time of a channel's units if teams of ``size`` peers own them."""
         units, by_teams = self.units[channel], replace(channel, team_size=size)
         staging = Staging(self.entries, by_teams, [unit for unit, _ in units], self.limits)
         loads = [0] * len(channel.peers)
@@ -294,7 +301,7 @@ class Planner:
         return estimated_seconds(staging, queues, partition, machine)
 
     def _units(self, number: int, entry: Entry, peers: tuple[int, ...]) -> Iterator[UnitHolders]:
-        """The units of an entry of which this rank and its peers hold parts."""
+        """Yields the units of an entry of which this rank and its peers hold parts."""
         m = entry.matrices
         experts = entry.region(self.rank)[: m.row_dim]
         if regions.numel(experts) * math.prod(m.shape[m.row_dim :]) == 0:
@@ -331,7 +338,7 @@ class Planner:
         return pieces
 
     def _flops(self, unit: Unit, length: Optional[int] = None) -> int:
-        """FLOPs to orthogonalize a unit, or slices of that length."""
+        """FLOPs to orthogonalize a unit, or slices of it whose longer side has ``length``."""
         block = unit.block
         key = (unit.entry, block.rows, block.cols, length)
         if key not in self.matrix_flops:
@@ -339,7 +346,7 @@ class Planner:
         return unit.count * self.matrix_flops[key]
 
     def _lanes(self, peers: tuple[int, ...], absent: frozenset[int]) -> list[Lane]:
-        """All lanes of the same peers, whose owners have to be chosen together."""
+        """All lanes of these peers; their owners are chosen together, to balance loads of peers."""
         absent &= self.exchanged.get(peers, set())
         if (peers, absent) not in self.lanes:
             _evict(self.lanes)
@@ -356,17 +363,17 @@ class Planner:
         return self.lanes[peers, absent]
 
     def _lane(self, channel: Channel, units: Sequence[UnitHolders], loads: list[int]) -> Lane:
-        """The lane of these units; ``loads`` of its peers grow by what they own."""
+        """The lane of these units; adds what each peer owns to its load in ``loads``."""
         staging = Staging(self.entries, channel, [unit for unit, _ in units], self.limits)
         queues = self._queues(channel, units, loads)
-        keys = list(map(_key, queues))
+        counted = list(map(_counted, queues))
         partition = self._partition(staging, queues, max(loads))
         remaining = [[iter(alike) for alike in queue.values()] for queue in queues]
         owned_in: list[dict[int, list[Unit]]] = []  # each round, by peer
         for counts in partition.rounds:
             owned: dict[int, list[Unit]] = {}
-            for peer, (key, by_cost) in enumerate(zip(keys, remaining)):
-                taken = map(itertools.islice, by_cost, counts.get(key, ()))
+            for peer, (queue, by_cost) in enumerate(zip(counted, remaining)):
+                taken = map(itertools.islice, by_cost, counts.get(queue, ()))
                 owned[peer] = list(itertools.chain.from_iterable(taken))
             owned_in.append({peer: members for peer, members in owned.items() if members})
         owned_in, gathered = _fitted(owned_in, staging)
@@ -393,21 +400,25 @@ class Planner:
         )
 
     def _partition(self, staging: Staging, queues: Sequence[UnitsByCost], load: int) -> Partition:
-        """The queues of a lane's peers in rounds; ``load`` as of `Partitioner.balanced`."""
-        partitioner = Partitioner(Counter(map(_key, queues)), staging)
+        """Partitions the queues of a lane's peers into rounds; for ``load`` see
+        `Partitioner.balanced`."""
+        partitioner = Partitioner(Counter(map(_counted, queues)), staging)
         has_one_queue = staging.channel.owned_by_all or len(queues) == 1
         return partitioner.partition() if has_one_queue else partitioner.balanced(load)
 
     def _queues(
         self, channel: Channel, units: Sequence[UnitHolders], loads: list[int]
     ) -> list[UnitsByCost]:
-        """The units of each owner, by what they cost, costliest first.
+        """Chooses owners; returns the units of each peer by what they cost, costliest first.
 
-        Longest processing time first over FLOPs, ties by elements; only holders own. Who alone has
-        the momentum of a unit owns it as long as the load stays a fair one.
+        The costliest unit is given away first, to the owner with the fewest FLOPs, and of these to
+        the one with the fewest elements (longest processing time first). Only holders of parts of a
+        unit may own it. A peer that alone has the momentum of a unit owns it if its load stays
+        within a fair share.
 
-        Owners are teams, each with a holder, and mostly of one peer. Of a unit each member gets a
-        slice, at the cost of the largest one: so members have the same queues, and the same rounds.
+        Owners are teams, mostly of one peer, which have a holder among them. Each member gets a
+        slice of a unit, at the cost of the largest slice: so members have the same queues, and the
+        same rounds.
         """
         size = channel.team_size
         queues: list[UnitsByCost] = [{} for _ in loads]
@@ -425,7 +436,7 @@ class Planner:
             if channel.owned_by_all:
                 owner = 0
             elif len(holders) == len(loads):
-                while heap[0][:2] != (totals[heap[0][2]], elements[heap[0][2]]):  # outdated
+                while heap[0][:2] != (totals[heap[0][2]], elements[heap[0][2]]):  # is outdated
                     heapq.heappop(heap)
                 owner = heap[0][2]
                 home = self.entries[slices[0].entry].momentum_holder(slices[0].box)

@@ -16,9 +16,9 @@ class ShardedDim:
     """The placement on a mesh dimension that cuts a tensor dimension into shards.
 
     Args:
-        dim: of the tensor.
-        strided: the later mesh dimensions that cut the same tensor dimension were cut first, as
-            FSDP over tensor parallelism does it (torch's ``_StridedShard``).
+        dim: the tensor's dimension.
+        strided: whether later mesh dimensions cut the same tensor dimension before this one does,
+            as in FSDP over tensor parallelism (torch's ``_StridedShard``).
     """
 
     dim: int
@@ -32,7 +32,7 @@ class Sharding:
     Args:
         mesh_shape: ranks in each dimension of the mesh.
         ranks: global ranks in row-major order of the mesh.
-        placements: one for each mesh dimension; None where it replicates.
+        placements: one for each mesh dimension; None for a mesh dimension that replicates.
     """
 
     mesh_shape: tuple[int, ...]
@@ -60,7 +60,7 @@ class Sharding:
 
     @functools.lru_cache(maxsize=1 << 16)  # noqa: B019
     def region(self, shape: tuple[int, ...], rank: int) -> Region:
-        """What ``rank`` holds of a tensor of ``shape``; nothing where it is not in the mesh."""
+        """What ``rank`` holds of a tensor of ``shape``; nothing if it is not in the mesh."""
         if rank not in self.ranks:
             return tuple((0, 0) for _ in shape)
         region, coordinate = list(whole(shape)), self.coordinate(rank)
@@ -74,12 +74,12 @@ class Sharding:
 
     @functools.lru_cache(maxsize=1 << 12)  # noqa: B019
     def peers(self, rank: int, dims: Iterable[int], replicas: bool = False) -> tuple[int, ...]:
-        """Ranks, ascending, that differ from ``rank`` only in how tensor ``dims`` are cut.
+        """The ranks, ascending, whose parts differ from that of ``rank`` only in ``dims``.
 
         Args:
-            rank: global rank; where it is not in the mesh, there are none.
-            dims: of the tensor, hashable.
-            replicas: also those that differ in which replica they hold.
+            rank: global rank; if it is not in the mesh, it has no peers.
+            dims: dimensions of the tensor, hashable.
+            replicas: whether to include the ranks that hold replicas of these parts.
         """
         if rank not in self.ranks:
             return ()
@@ -91,7 +91,7 @@ class Sharding:
 
     @functools.lru_cache(maxsize=1 << 16)  # noqa: B019
     def replica(self, rank: int) -> tuple[int, ...]:
-        """Which replica ``rank`` holds a part of: its indices in the dimensions that replicate."""
+        """Which replica ``rank`` holds a part of: its indices in mesh dimensions that replicate."""
         indices = zip(self.coordinate(rank), self.placements)
         return tuple(index for index, placement in indices if placement is None)
 
@@ -108,7 +108,7 @@ class Sharding:
 
 
 def shard_interval(size: int, parts: int, index: int) -> Interval:
-    """Part ``index`` of ``range(size)`` as `torch.chunk` cuts it: equal, the last ones short."""
+    """Part ``index`` of ``range(size)`` as `torch.chunk` cuts it: the last parts may be shorter."""
     length = -(-size // parts)
     start = min(size, length * index)
     return (start, min(size, start + length))
@@ -131,7 +131,7 @@ def shape_of(region: Region) -> tuple[int, ...]:
 
 
 def overlap(a: Interval, b: Interval) -> Interval:
-    """What two intervals share; empty ones lie within the first."""
+    """What two intervals share; if they share nothing, an empty interval within ``a``."""
     start = min(max(a[0], b[0]), a[1])
     return (start, max(start, min(a[1], b[1])))
 

@@ -21,20 +21,21 @@ if dist.is_available():
 # How far averaged gradients may differ between ranks, as backends may sum in another order on each.
 GRADIENT_ROUNDING = 1e-3
 
-# A tensor of fewer elements is not divided: its state is too small to be worth it.
+# A tensor with fewer elements is not divided: its state is too small to be worth it.
 SMALL_NUMEL = 1024
 
 
 class Replicas:
     """A process group whose ranks hold the same plain parameters and divide their state by rows.
 
-    Copies share the process group. Pickles don't hold it, for it belongs to its process.
+    A deep copy is the object itself. A pickle has None in its place, since a process group belongs
+    to its process.
 
     Args:
         group: the process group, or a mesh of one dimension.
 
     Raises:
-        ValueError: something else, or a group that this rank is not in.
+        ValueError: ``group`` is something else, or does not have this rank.
     """
 
     def __init__(self, group: Any):
@@ -53,7 +54,7 @@ class Replicas:
         self._meshes: dict[str, Any] = {}  # by device type
 
     def check_alive(self) -> None:
-        """Raises ValueError where the process group was destroyed."""
+        """Raises ValueError if the process group was destroyed."""
         try:
             dist.get_process_group_ranks(self.group)
         except (KeyError, ValueError):
@@ -72,9 +73,9 @@ class Replicas:
     ) -> Optional[str]:
         """Says which weights or gradients differ between ranks, or which state does not.
 
-        All ranks get the same answer. State is divided, so two ranks hold the same only where both
-        have loaded a checkpoint that one rank wrote of its shard. The comparison waits for the
-        device, so it is for a first step.
+        All ranks get the same answer, None if there is nothing to say. Each rank has other rows of
+        state; if two have the same, both have loaded the shard that one rank has saved. The
+        comparison waits for the device, so it is made only before a first step.
 
         Args:
             params: name, plain parameter and this rank's shard of its state, if there is any; on
@@ -95,7 +96,8 @@ class Replicas:
                     f"rank {first}: let all ranks of process_group start from the same"
                 )
             sums = self._gather([_sum_of_rows(state).to(device) for _, _, state in on_device])
-            indices = sums[0].nonzero().flatten().tolist()  # parameters whose rows can be told
+            # Parameters whose rows differ, so that their sum tells them from other rows.
+            indices = sums[0].nonzero().flatten().tolist()
             for rank, its_sums in zip(self.ranks[1:], sums[1:]):
                 if indices and torch.equal(its_sums[indices], sums[0, indices]):
                     return (
@@ -133,26 +135,29 @@ class Replicas:
 
 
 def is_divided(shape: Sequence[int], ranks: int) -> bool:
-    """Whether each rank has rows of a tensor that is not Muon's, rather than all of it."""
+    """Whether each rank updates rows of a tensor of AdamW's, rather than all of it."""
     return len(shape) > 0 and shape[0] >= ranks and math.prod(shape) >= SMALL_NUMEL
 
 
 def _sum_of_bits(tensor: Tensor) -> Tensor:
-    """A checksum that depends on no order, () in int64."""
+    """A checksum, () in int64, that does not depend on the order of elements."""
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize]
     return tensor.detach().contiguous().view(integers).sum(dtype=torch.int64)
 
 
 def _sum_of_rows(state: Optional[Tensor]) -> Tensor:
-    """A checksum of a shard's rows, () in int64; 0 where all rows are equal, as zeros are."""
+    """A checksum of a shard's rows, () in int64; 0 if all rows are equal, as in new state."""
     if state is None or not len(state):
         return torch.zeros((), dtype=torch.int64)
     return _sum_of_bits(state).where((state != state[0]).any(), 0)
 
 
 def _norm_of_gradient(param: Tensor) -> Tensor:
-    """The sum of a gradient's magnitudes, which does not underflow, () in fp32; NaN without one."""
+    """The sum of a gradient's magnitudes, () in fp32; NaN if there is no gradient.
+
+    Sums of squares could underflow.
+    """
     if param.grad is None:
         return torch.full((), float("nan"), device=param.device)
     return param.grad.detach().abs().sum(dtype=torch.float32)

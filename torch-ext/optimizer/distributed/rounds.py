@@ -1,7 +1,7 @@
 """Divides the owners' work into rounds, one per chunk, so that owners wait little for each other.
 
-A chunk is exchanged by all owners together, so it lasts as long as the one with most to do: the
-makespan of a step is the sum of that over its chunks.
+All owners exchange a chunk together, so it lasts until the owner with the most to do is done. The
+makespan of a step is the sum of these times over its chunks.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from typing import NamedTuple, Optional
 
 from .staging import HIDING_IN_FLIGHT, GatheredBytes, Staging
 
-# Waiting for other owners, as a share of a rank's FLOPs: what is not worth larger chunks, and what
-# is worth one chunk less in flight.
+# How long owners wait for others, as a share of the busiest owner's FLOPs: up to the first share
+# chunks are not enlarged; beyond the second they are, even if one chunk less fits in flight.
 NEGLIGIBLE_WAIT, BEARABLE_WAIT = 0.02, 0.145
 
-# How much more than the costliest unit others may do beside it: two that cost 55 % of it each are
-# better done in its round than one of them in a round of its own.
+# An owner's load in a round may be so many times the cost of the round's costliest unit; the
+# factors are tried in this order. With 1.1, two units of 55 % of that cost can share a round.
 SLACKS = (1.0, 1.05, 1.1, 1.2, 1.35, 1.5)
 
 
@@ -27,8 +27,10 @@ class UnitCost(NamedTuple):
     matrices: int
 
 
-Queue = tuple[tuple[UnitCost, int], ...]  # of an owner: units of each cost, costliest first
-Counts = dict[Queue, list[int]]  # of owners with these queues: so many units of each cost
+# An owner's queue: how many units of each cost it has, costliest first.
+Queue = tuple[tuple[UnitCost, int], ...]
+# By queue: how many units of each cost in it the owners with this queue take, or have left.
+Counts = dict[Queue, list[int]]
 
 
 class Partition(NamedTuple):
@@ -36,7 +38,7 @@ class Partition(NamedTuple):
 
     Args:
         rounds: the units that owners take, one item for each chunk.
-        makespan: FLOPs until all chunks are done, where each waits for its busiest owner.
+        makespan: FLOPs until all chunks are done, if each chunk waits for its busiest owner.
         gathered: bytes that owners gather in each chunk.
     """
 
@@ -49,7 +51,7 @@ class Partitioner:
     """Partitions the queues of owners into rounds.
 
     Args:
-        owners: how many have which queue.
+        owners: how many owners have each queue.
         staging: of the lane.
     """
 
@@ -59,12 +61,13 @@ class Partitioner:
         self.all: Counts = {queue: [number for _, number in queue] for queue in owners if queue}
 
     def partition(self, most_bytes: int = 0, slack: float = 1.0) -> Partition:
-        """Rounds in which the owners have about as much to do.
+        """Rounds in which owners have about the same load.
 
-        A round ends for an owner where nothing is left that keeps it within ``slack`` times the
-        cost of the costliest next unit, or within an equal share of all rounds where that is more,
-        and within its bytes: a chunk's, or, beside a unit that costs more than that share,
-        ``most_bytes`` where these are more.
+        In each round an owner takes units, costliest first, as long as they fit into two limits.
+        The limit of FLOPs is an equal share (the busiest owner's, divided by the rounds that are
+        left) or, if that is more, ``slack`` times the costliest unit that any owner has left. The
+        limit of bytes is a chunk's, or that of the largest of the owners' next units; if the share
+        is not the limit of FLOPs, it is ``most_bytes`` if that is more.
         """
         chunk_bytes, left = self.staging.chunk_bytes, self.all
         rounds, makespan, gathered = [], 0, []
@@ -86,7 +89,7 @@ class Partitioner:
         return Partition(rounds, makespan, gathered)
 
     def _take(self, queue: Queue, left: list[int], flops: int, nbytes: int) -> list[int]:
-        """The costliest units that fit into what remains, one after the other."""
+        """How many units of each cost fit into ``flops`` and ``nbytes``, costliest units first."""
         taken, matrices = [], self.staging.limits.chunk_size
         for (cost, _), number in zip(queue, left):
             number = min(number, flops // cost.flops, nbytes // cost.bytes)
@@ -101,9 +104,9 @@ class Partitioner:
     def balanced(self, load: int) -> Partition:
         """Rounds in which the owners wait little for each other, as far as memory allows.
 
-        Beside a unit that costs more than what the others gather in a chunk, these idle. They
-        gather more in such a round then, as far as chunks go on to hide each other's traffic, or,
-        where they would wait long otherwise, two chunks do.
+        If a unit of one owner costs more than all that other owners gather in a chunk, these idle
+        beside it. So they gather more in such a round, as long as enough chunks fit to hide their
+        traffic. If owners would still wait long, two chunks are enough.
 
         Args:
             load: FLOPs of the busiest owner, those of local units included.
@@ -128,13 +131,13 @@ class Partitioner:
         return best
 
     def _enlarged(self, best: Partition, enough: float, slack: float, in_flight: int) -> Partition:
-        """The partition, or one with larger rounds that ends sooner, of which ``in_flight`` fit.
+        """The partition ``best``, or one with larger rounds that ends sooner.
 
         Args:
-            best: none of whose rounds is larger than a chunk's bytes.
-            enough: a makespan that is not worth larger rounds.
+            best: a partition that was made without ``most_bytes``.
+            enough: a makespan that need not be improved by larger rounds.
             slack: see `partition`.
-            in_flight: chunks that have to fit into memory.
+            in_flight: how many chunks of the result have to fit into memory, if it is a new one.
         """
         low, high = self.staging.chunk_bytes, max(_bytes(self.all))
         while high - low > self.staging.chunk_bytes // 16:

@@ -16,43 +16,44 @@ from . import regions
 from .machine import DEFAULT_MACHINE
 from .units import Channel, Entry, Unit
 
-# Chunks in flight that hide the traffic of both ways: one is gathered, one orthogonalized, one
+# So many chunks in flight hide traffic both ways: one is gathered, one orthogonalized, one
 # scattered.
 HIDING_IN_FLIGHT = 3
 
-# A span, in bytes of its copy in opmath.
+# The most of a span, in bytes of its copy in opmath.
 SPAN_BYTES = {"cpu": 256 << 10}
 DEFAULT_SPAN_BYTES = 64 << 20
 
-# A batch, in bytes of its copy in opmath: on CPUs one that stays in the cache, which is faster than
-# a large one; on accelerators a share of their memory, since each batch costs some twenty launches.
-# Where state is streamed each batch waits for its own, and a few matrices fill an accelerator.
+# The most of a batch, in bytes of its copy in opmath. On CPUs a batch that stays in the cache is
+# faster than a large one. On accelerators it is a share of their memory, since each batch costs
+# some twenty launches; if state is streamed it is less, since each batch waits for its own state,
+# and a few matrices fill an accelerator.
 BATCH_BYTES = {"cpu": 2 << 20}
 BATCH_OF_MEMORY = 1 / 160
 STREAMED_BATCH_BYTES = 128 << 20
 
-# A batch as a share of the weights that a rank holds, where that is less (but not less than a
-# chunk).
+# The most of a batch as a share of the weights that a rank holds, but at least a smallest chunk.
+# The lesser of this bound and the one above counts.
 BATCH_SHARE = 0.125
 
 # What a rank sends in one chunk, in bytes: the least that makes a collective worth its latency, and
-# the most that helps. Between them, there are so many chunks.
+# the most that helps. Between these bounds a lane has so many chunks.
 CHUNK_BYTES = {"cpu": (512 << 10, 2 << 20)}
 DEFAULT_CHUNK_BYTES = (4 << 20, 64 << 20)
 CHUNKS = 4
 
 # The bound on staging: on accelerators a share of their memory; on CPUs multiples of the bytes of
-# the local weights and of the largest matrix, a little less than the bound on the memory of a step,
-# for small tensors that are not counted.
+# the local weights and of the largest matrix. These are a little below the bound on the memory of a
+# step, which leaves room for small tensors that are not counted.
 STAGING_OF_MEMORY = 0.1
 STAGING_OF_LOCAL_AND_LARGEST = {"cpu": (1.45, 3.85)}
 
-# Chunks of a further lane that are gathered from the beginning of a step, and the most that these
-# take of the room of their lane, on top of what the lane before them has in flight.
+# How many chunks of each lane but the first are gathered from the beginning of a step, at most; and
+# the most that they take of the room of their lane, on top of what the lane before has in flight.
 GATHERS_AHEAD = 4
 AHEAD_OF_ROOM = 0.25
 
-GatheredBytes = tuple[int, int]  # in a chunk, by the busiest owner and by all owners
+GatheredBytes = tuple[int, int]  # in a chunk: by the owner that gathers most, and by all owners
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,8 @@ class Limits:
     Args:
         chunk_size: matrices that a rank orthogonalizes per chunk; −1 chooses by bytes.
         warmup_step: chunks in flight ahead of the one being orthogonalized.
-        streams: momentum comes from host memory, and chunks wait for it: no more chunks are in
-            flight than hide each other's traffic.
+        streams: whether momentum comes from host memory. Chunks wait for it, so no more chunks are
+            in flight then than hide each other's traffic.
         memory: bytes of an accelerator's memory, the least among the ranks that share a plan.
         staging_bytes: the bound on staging; None takes that of the device.
     """
@@ -107,13 +108,13 @@ class Staging:
 
     Attributes:
         mean_replicas: how many peers hold a weight, as a mean over all weights.
-        shares: whether all peers get all updates alike, each in one buffer.
-        batch_bytes: the share of a rank's weights that bounds a batch; None where nothing is
-            staged.
+        shares: whether all peers get all updates.
+        batch_bytes: the share of a rank's weights that bounds a batch; None for a rank that is
+            alone, which stages nothing.
         chunk_bytes: what one owner gathers in a chunk, as a rule.
-        least_bytes: what all owners together gather in a chunk at least, where there is so much;
-            0 where users bound staging.
-        room: bytes for chunks in flight, beside what a batch is orthogonalized in.
+        least_bytes: what all owners together gather in a chunk at least, if there is so much; 0 if
+            the user bounds staging.
+        room: bytes for chunks in flight, beside the workspace in which a batch is orthogonalized.
     """
 
     def __init__(
@@ -159,9 +160,9 @@ class Staging:
         return in_flight
 
     def has_room(self, gathered: Sequence[GatheredBytes], in_flight: int) -> bool:
-        """Whether so many chunks fit, and buffers that two of them are scattered from and into.
+        """Whether so many chunks fit, and the buffers that two of them are scattered from and into.
 
-        One of these is orthogonalized, the other one's scatter is under way.
+        Of these two, one is being orthogonalized, and the scatter of the other is under way.
         """
         size, wide = self.channel.wire.itemsize, self.channel.opmath.itemsize
         span = SPAN_BYTES.get(self.channel.device.type, DEFAULT_SPAN_BYTES) if wide > size else 0
@@ -175,16 +176,16 @@ class Staging:
         return at_once + max(copies) <= self.room
 
     def gathers_ahead(self, gathered: Sequence[GatheredBytes]) -> int:
-        """How many chunks may be gathered while the lane before is worked off, on top of it."""
+        """How many chunks may be gathered while the chunks of the lane before are in flight."""
         sums = itertools.accumulate(self._gathers(gathered[:GATHERS_AHEAD]))
         return sum(nbytes <= AHEAD_OF_ROOM * self.room for nbytes in sums)
 
     def _gathers(self, gathered: Sequence[GatheredBytes]) -> list[float]:
-        """Bytes that each chunk is gathered from and into, on its busiest owner."""
+        """Bytes of the buffers that each chunk is gathered from and into, on its busiest owner."""
         return [most + total / self.ranks for most, total in gathered]
 
     def _workspace_bytes(self, unit: Unit) -> int:
-        """For a batch: matrices twice, products of their shorter sides, and copies in opmath."""
+        """Bytes of workspace for a batch of such units: their matrices, copies, s × s products."""
         entry, block, size = self.entries[unit.entry], unit.block, self.channel.team_size
         numel = regions.numel(unit.slices(size)[-1].box)  # the last one is the largest
         arithmetic = entry.recipe.dtype

@@ -1,8 +1,8 @@
 """Estimates how many peers should own a matrix together, each a slice of it.
 
-Where there are more owners than matrices, ranks idle, and the costliest matrix sets the time of a
-step. A team of k gathers, multiplies and scatters a slice each, in 1/k of the time. But each member
-computes with the same s × s matrices, and the team sums such a matrix in each segment.
+If there are more ranks than matrices, ranks idle, and the costliest matrix sets the time of a step.
+In a team of k each member gathers, multiplies and scatters a slice, in 1/k of the time. But all
+members repeat the products of s × s matrices, and the team sums such a matrix in each segment.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from .units import Entry, Unit
 # Teams that `owners_per_matrix="auto"` tries.
 TEAM_SIZES = (1, 2, 4, 8)
 
-# Of the estimated time of whole matrices, what slices may take at most to be preferred by "auto".
+# "auto" prefers slices if they take at most this share of the estimated time of whole matrices.
 WORTHWHILE = 0.9
 
-UnitsByCost = dict[UnitCost, list[Unit]]  # that a peer owns
+UnitsByCost = dict[UnitCost, list[Unit]]  # the units that a peer owns
 
 
 def fastest(seconds: Callable[[int], float], peers: int) -> int:
-    """The size of teams that is fastest by ``seconds``, or 1 where no other one is by much."""
+    """The size of teams that takes the least ``seconds``; 1 unless another size is much faster."""
     sizes = (size for size in TEAM_SIZES if peers % size == 0)
     return min(sizes, key=lambda size: seconds(size) * (WORTHWHILE if size == 1 else 1.0))
 
@@ -32,14 +32,14 @@ def fastest(seconds: Callable[[int], float], peers: int) -> int:
 def estimated_seconds(
     staging: Staging, queues: Sequence[UnitsByCost], partition: Partition, machine: Machine
 ) -> float:
-    """Estimated time of a lane's orthogonalization and traffic, which hide under each other but for
-    one chunk.
+    """The estimated time of a lane's orthogonalization and traffic, which overlap except for one
+    chunk.
 
     Args:
         staging: of the lane.
         queues: what each peer owns.
         partition: of the queues.
-        machine: to estimate for.
+        machine: the machine to estimate for.
     """
     channel, rounds = staging.channel, len(partition.rounds)
     peers, size = channel.peers, channel.team_size
@@ -49,9 +49,9 @@ def estimated_seconds(
         are_within = all(hosts[at] == hosts[at - at % size] for at in range(len(hosts)))
         speed = machine.host_bytes if are_within else machine.network_bytes
         summed = max(summed_bytes(staging.entries, queue) for queue in queues[::size])
-        # Behind the norms, a matrix of each batch is summed in each segment: about four calls.
+        # After the norms, one matrix of each batch is summed in each segment: about four calls.
         compute += 2 * (size - 1) / size * summed / speed + 4 * rounds * machine.latency
-    # Consecutive ranks fill hosts, so that only the first and the last host may have fewer.
+    # Consecutive ranks fill hosts, so only the first and the last host may have fewer peers.
     same_host = max(map(hosts.count, {hosts[0], hosts[-1]})) / len(peers)
     gathered = sum(max(most, total / len(peers)) for most, total in partition.gathered)
     moved = (1 + staging.mean_replicas) * gathered
@@ -61,7 +61,7 @@ def estimated_seconds(
 
 
 def summed_bytes(entries: Sequence[Entry], queue: UnitsByCost) -> int:
-    """Bytes of the Gram matrices that a team sums, of slices that one of its members owns."""
+    """Bytes of the Gram matrices that a team sums in a step, by the queue of one member."""
     total = 0
     for unit in (unit for alike in queue.values() for unit in alike):
         recipe, block = entries[unit.entry].recipe, unit.block

@@ -1,8 +1,8 @@
 """Sends the momentum of a chunk to the owners, and the updates back to the ranks of the lane.
 
-A transport is made for one chunk in one step, and holds its buffers. The collective that one call
-launches, a later call waits for; waiting makes the current stream wait, not the host, and all later
-work is on that stream. So a buffer may be used again as soon as the scratch has it back.
+A transport is made for one chunk in one step, and holds its buffers. One call launches a
+collective, and a later call waits for it. Waiting makes the current stream wait, not the host, and
+all later work is on that stream. So a buffer may be used again as soon as the scratch has it back.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class Transport:
 
     Args:
         chunk, lane: what travels.
-        process_group: of the lane's peers; None where this rank is alone.
-        team_group: of the team of this rank; None where each matrix has one owner.
+        process_group: that of the lane's peers; None if this rank is alone.
+        team_group: that of the team of this rank; None if each matrix has one owner.
         scratch: what buffers are taken from.
 
     Attributes:
-        momentum: of this rank's bundles.
-        updates: of this rank's bundles, once they have been scattered.
+        momentum: the buffer with the momentum of this rank's bundles.
+        updates: the buffer with the updates of this rank's bundles, once they have been scattered.
     """
 
     def __init__(
@@ -46,9 +46,9 @@ class Transport:
         self._is_local = len(lane.peers) == 1
         self.momentum = self.updates = self._take(chunk.gather.kept + sum(chunk.gather.sent))
         self._gathered: Optional[Tensor] = None  # momentum of other ranks
-        self._scattered: Optional[Tensor] = None  # updates for other ranks, for each its own
+        self._scattered: Optional[Tensor] = None  # updates for other ranks, if these differ
         self._works: list[Any] = []
-        self._exponents: list[Tensor] = []  # of the units assembled last, (n, …) each
+        self._exponents: list[Tensor] = []  # of the batch that was assembled last, (n, …) each
 
     def gather(self) -> None:
         """Starts to send the momentum to the owners."""
@@ -61,7 +61,7 @@ class Transport:
         self._exchange(self.momentum[kept:], self._gathered, self.chunk.gather)
 
     def finish_gather(self) -> None:
-        """Waits for the momentum of what this rank owns, and takes buffers for its updates."""
+        """Waits for the momentum of what this rank owns, and takes buffers for updates."""
         self.wait()
         scatter = self.chunk.scatter
         if not self.chunk.in_place:
@@ -71,7 +71,7 @@ class Transport:
             self._scattered = self._gathered if in_place else self._take(sum(scatter.sent))
 
     def assemble(self, batch: Batch) -> Tensor:
-        """The units of a batch, (n, *shape of each), which may be overwritten."""
+        """Puts the units of a batch together, (n, *shape of each); they may be overwritten."""
         shape = (len(batch.units), *batch.units[0].shape)
         if self._gathered is None:
             return self.momentum[batch.gathered[0].start :][: math.prod(shape)].view(shape)
@@ -96,7 +96,7 @@ class Transport:
         return X
 
     def scales(self) -> Optional[Tensor]:
-        """What the units that were assembled last have been divided by, (n,); None is 1."""
+        """What the units of the batch assembled last have been divided by, (n,); None is 1."""
         if not self._exponents:
             return None
         return torch.cat(self._exponents, 1).amax(1).to(torch.float32).exp2_()
@@ -106,7 +106,7 @@ class Transport:
 
         Args:
             units: orthogonalized, (n, *shape of each).
-            squares: mean squares of each of their matrices, which follow every part.
+            squares: mean squares of each of their matrices, which are sent after every part.
             batch: of the units.
         """
         targets, sources = [], []

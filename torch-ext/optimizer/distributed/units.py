@@ -16,7 +16,7 @@ from ..newton_schulz import Recipe
 from . import regions
 from .regions import Region, Sharding
 
-# Rows and columns that slices begin at multiples of: kernels load 16 entries of a row at once.
+# Slices begin at rows or columns that are multiples of this: kernels load 16 entries at once.
 SLICE_ALIGNMENT = 16
 
 
@@ -25,19 +25,19 @@ class Entry:
     """One Muon parameter as a plan sees it.
 
     Args:
-        name: its FQN, or its place in the groups where it has no name.
+        name: its FQN, or its place in the groups if it has no name.
         group: number of its parameter group.
         index: its index in that group.
         matrices: how the whole tensor is read as matrices.
-        sharding: how its weights lie on a mesh; None where this rank has nobody to share with.
+        sharding: how its weights lie on a mesh; None if this rank shares them with no other rank.
         dtype: of the parameter.
         device: of its local tensor.
         wire: dtype in which momentum and updates travel.
         recipe: how its matrices are orthogonalized, which sets their cost.
         second_moment: whether owners send mean squares of the update after it.
-        momentum: how its momentum lies, where that differs from its weights: replicas of weights
+        momentum: how its momentum lies if it lies otherwise than the weights: replicas of weights
             may divide the momentum.
-        spread: each matrix has one owner among all replicas, not one in each of them.
+        spread: whether each matrix has one owner among all replicas, not one in each replica.
         adjust_lr: how updates are scaled, see `core.update_scale`.
     """
 
@@ -72,7 +72,10 @@ class Entry:
         return self.momentum.region(self.matrices.shape, rank)
 
     def momentum_holder(self, box: Region) -> Optional[int]:
-        """The index in ``momentum.ranks`` of who holds a box's first expert, of stacks of these."""
+        """The index in ``momentum.ranks`` of the rank with the momentum of a box's first expert.
+
+        None if the entry has no experts, or if its momentum lies as its weights do.
+        """
         if self.momentum is None or not self.matrices.row_dim:
             return None
         return box[0][0] // -(-self.matrices.shape[0] // len(self.momentum.ranks))
@@ -87,11 +90,11 @@ class Entry:
         return self.holders(rank, replicas=self.spread)
 
     def holders(self, rank: int, replicas: bool = True) -> tuple[int, ...]:
-        """The ranks that hold parts of the matrices of which ``rank`` does; ascending.
+        """The ranks, ascending, that hold parts of the same matrices as ``rank``.
 
         Args:
             rank: global rank.
-            replicas: also the ranks that hold replicas of such parts.
+            replicas: whether to include the ranks that hold replicas of these parts.
         """
         if self.sharding is None:
             return (rank,)
@@ -104,7 +107,8 @@ class Entry:
 
     @property
     def scatters_in_place(self) -> bool:
-        """Whether exactly the gathered elements are scattered, to the ranks that they came from."""
+        """Whether each rank gets back the update of just the elements that it has sent, and no
+        other numbers."""
         return self.momentum is None and not self.spread and not self.second_moment
 
     def scale(self, block: Block) -> float:
@@ -122,9 +126,9 @@ class Unit:
 
     Args:
         entry: number of its entry.
-        block: that the matrices are of.
-        box: of the block: the matrices, and all of their rows and columns; of slices, an interval
-            of their longer side.
+        block: the block that the matrices are of.
+        box: what the unit has of the block: some matrices with all of their rows and columns; for
+            slices, an interval of the longer side.
     """
 
     entry: int
@@ -133,7 +137,7 @@ class Unit:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of its box."""
+        """Shape of the box."""
         return regions.shape_of(self.box)
 
     @property
@@ -153,22 +157,21 @@ class Unit:
 
     @property
     def length(self) -> Optional[int]:
-        """Of slices, the length of the longer side; None of whole matrices."""
+        """The length of the longer side of slices; None for whole matrices."""
         is_tall = self.block.rows > self.block.cols
         length, whole = (self.rows, self.block.rows) if is_tall else (self.cols, self.block.cols)
         return length if length < whole else None
 
     @property
     def matrices(self) -> tuple[int, Block, Region]:
-        """Equal for slices of the same matrices."""
+        """Identifies the matrices: equal for all slices of them."""
         return self.entry, self.block, self.box[: self.block.row_axis]
 
     def slices(self, count: int) -> list[Unit]:
-        """The unit in ``count`` slices of about the same size, the last one the largest; itself
-        where it is too short.
+        """Cuts the unit into ``count`` slices of about the same size, of which the last is largest.
 
-        What is cut is the longest axis of the longer side, at multiples of `SLICE_ALIGNMENT` where
-        it has enough of these.
+        It cuts the longest axis of the longer side, at multiples of `SLICE_ALIGNMENT` if there are
+        enough of these. If the axis is too short, the unit stays whole.
         """
         if count == 1:  # as a rule
             return [self]
@@ -189,22 +192,22 @@ class Unit:
         return [replace(self, box=box) for box in boxes]
 
     def parts(self, region: Region) -> list[Region]:
-        """The boxes of its block that a region of the stored tensor has of it."""
+        """What a region of the stored tensor has of the unit, as boxes of its block."""
         shared = (regions.intersect(self.box, box) for box in self.block.boxes(region))
         return [box for box in shared if regions.numel(box)]
 
 
 @dataclass(frozen=True)
 class Channel:
-    """What units travel by: the ranks that exchange them, in one format.
+    """The ranks that exchange units, and the format in which units travel.
 
     In a channel a ``rank`` is a global rank, and a ``peer`` an index in ``peers``.
 
     Args:
         peers: global ranks, ascending; one rank alone exchanges nothing.
         this_peer: index of this rank in ``peers``.
-        owned_by_all: every peer orthogonalizes every matrix, and nothing is scattered.
-        team_size: so many consecutive peers own a matrix together, each a slice of it.
+        owned_by_all: whether every peer orthogonalizes every matrix, so that nothing is scattered.
+        team_size: how many consecutive peers own a matrix together, each a slice of it.
         wire: dtype of the buffers.
         opmath: dtype of element-wise arithmetic.
         device: of the local tensors.
@@ -238,11 +241,14 @@ class Channel:
 def boxes_and_holders(
     m: Matrices, held: Sequence[Region]
 ) -> Iterator[tuple[Block, Region, tuple[int, ...]]]:
-    """The units that each expert falls into: block, box after the experts, and who holds parts.
+    """Yields the units that each expert falls into.
+
+    A unit is given by its block, by its box without the axes of experts, and by the peers that hold
+    parts of it.
 
     Args:
-        m: of the whole tensor.
-        held: what each peer holds of it; all peers hold parts of the same experts.
+        m: how the whole tensor is read as matrices.
+        held: what each peer holds of the tensor; all peers hold parts of the same experts.
     """
     for block in m.blocks:
         by_peer = [[box[m.row_dim :] for box in block.boxes(region)] for region in held]
@@ -256,7 +262,8 @@ def boxes_and_holders(
                 if any(regions.numel(regions.intersect(box, part)) for part in boxes)
             )
             if len(holders) == 1 and index and index[-1] and units[-1][1] == holders:
-                *outer, (first, _) = units.pop()[0][: len(index)]  # whole on the same peer: one
+                # Neighbours that the same peer holds whole are one unit.
+                *outer, (first, _) = units.pop()[0][: len(index)]
                 box = (*outer, (first, index[-1] + 1), *whole)
             units.append((box, holders))
         yield from ((block, box, holders) for box, holders in units)

@@ -1,4 +1,4 @@
-"""Converts DTensors to plain data and back; nothing else knows torch's meshes and placements."""
+"""Converts DTensors to plain data and back, so that planning knows no meshes and placements."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if dist.is_available():
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
     from torch.distributed.tensor.placement_types import _StridedShard  # no subclass of Shard
 else:
-    DTensor = ()  # type: ignore[assignment, misc]  # what nothing is an instance of
+    DTensor = ()  # type: ignore[assignment, misc]  # nothing is an instance of this
 
 
 def world_size() -> int:
@@ -49,11 +49,12 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def refuses_groups_before_init(argument: str) -> Callable[[_Function], _Function]:
-    """Decorates a function whose ``argument`` is a process group, or None for none.
+    """Decorates a function whose ``argument`` is a process group, or None for no group.
 
-    ``torch.distributed.group.WORLD`` is None before ``init_process_group``, and would pass for
-    none. So a None that a caller passes is refused where torchrun has started ranks but no process
-    group is initialized. It is no error on one process, nor to leave the argument out.
+    Before ``init_process_group``, ``torch.distributed.group.WORLD`` is None, and would be taken for
+    no group. So the function refuses a None that a caller passes, if torchrun has started ranks but
+    no process group is initialized. A caller may pass None on one process, and may always leave the
+    argument out.
     """
 
     def decorate(function: _Function) -> _Function:
@@ -111,7 +112,7 @@ def this_rank() -> int:
 
 
 def compute_device(tensor: Tensor) -> torch.device:
-    """The device of a parameter's arithmetic: its own, or its mesh's where FSDP2's
+    """The device of a parameter's arithmetic: the parameter's own, or its mesh's if FSDP2's
     CPUOffloadPolicy keeps the parameter in host memory."""
     if tensor.device.type == "cpu" and is_dtensor(tensor):
         device_type = tensor.device_mesh.device_type  # type: ignore[attr-defined]
@@ -150,7 +151,7 @@ def check_placements(tensor: Tensor) -> None:
         return
     try:
         group = mesh.get_all_groups()[0]
-    except (IndexError, RuntimeError):  # no group of this rank's, or none at all, to plan with
+    except (IndexError, RuntimeError):  # a mesh for plans only: no group, or none with this rank
         return
     if not has_backend(group, compute_device(tensor)):
         raise ValueError(
@@ -160,7 +161,7 @@ def check_placements(tensor: Tensor) -> None:
 
 
 def _check_strides(shape: Sequence[int], mesh: Sequence[int], placements: Sequence) -> None:
-    """Strided shards are supported where every local shard is one interval of the dimension."""
+    """Refuses strided shards unless every local shard is one interval of the dimension."""
     for index, placement in enumerate(placements):
         if not isinstance(placement, _StridedShard):
             continue
@@ -211,8 +212,10 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def sharding_of(tensor: Tensor) -> Optional[Sharding]:
-    """How a DTensor lies on its mesh, as plain data, with Partial as Replicate; None for a plain
-    tensor."""
+    """How a DTensor lies on its mesh, as plain data; None for a plain tensor.
+
+    Partial counts as Replicate.
+    """
     mesh_placements = mesh_placements_of(tensor)
     return None if mesh_placements is None else _sharding(*mesh_placements)
 
@@ -230,7 +233,7 @@ def _sharding(mesh: Any, placements: tuple) -> Sharding:
 
 
 def expert_placements_of(param: Tensor, experts: int) -> Optional[tuple]:
-    """Mesh and placements of a DTensor as far as they cut its first ``experts`` dimensions."""
+    """Mesh and placements of a DTensor, if only its first ``experts`` dimensions were cut."""
     if not is_dtensor(param):
         return None
     placements = (
@@ -241,15 +244,18 @@ def expert_placements_of(param: Tensor, experts: int) -> Optional[tuple]:
 
 
 def state_placements_of(param: Tensor, replicas: Optional[Replicas]) -> Optional[tuple]:
-    """Mesh and placements of state that replicas of a plain parameter divide by rows, if any do."""
+    """Mesh and placements of state that replicas of a plain parameter divide by rows.
+
+    None for a DTensor, or if there are no replicas.
+    """
     if replicas is None or is_dtensor(param):
         return None
     return replicas.state_mesh_placements(param.device.type)
 
 
 def shard_tensor(tensor: Tensor, mesh_placements: tuple) -> Tensor:
-    """Makes a DTensor of a plain tensor that all ranks have; copies this rank's shard, where the
-    tensor is, and sends nothing."""
+    """Makes a DTensor of a plain tensor that all ranks have; copies this rank's shard on the
+    tensor's device, and sends nothing."""
     region = _sharding(*mesh_placements).region(tensor.shape, dist.get_rank())
     shard = tensor.detach()[slices(region)].clone(memory_format=torch.contiguous_format)
     return dtensor_of(shard, mesh_placements, tensor.shape, contiguous_stride(tensor.shape))
@@ -278,24 +284,27 @@ def dtensor_of(
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a contiguous tensor, which torch has for tensors without elements, too."""
+    """Strides of a contiguous tensor, as torch has them, also for tensors without elements."""
     sizes = [max(1, size) for size in shape]
     return tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(shape)))
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill their memory, in whatever order."""
+    """Whether the elements fill an interval of memory, in any order of dimensions."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
     return tensor.numel() in (0, last + 1)
 
 
 class GroupCache(dict[tuple[int, ...], Any]):
-    """Process groups by their ranks, for all optimizers, as long as the default one lives."""
+    """Process groups, or what is made of them, by their ranks; all optimizers share a cache.
+
+    Its content is valid as long as the default process group lives.
+    """
 
     _world: Callable[[], Any] = staticmethod(lambda: None)
 
     def current(self) -> GroupCache:
-        """This cache, emptied where the default process group is another than before."""
+        """This cache, emptied if the default process group is another one than before."""
         if self._world() is not dist.group.WORLD:
             self.clear()
             self._world = weakref.ref(dist.group.WORLD)
@@ -303,8 +312,8 @@ class GroupCache(dict[tuple[int, ...], Any]):
 
 
 def world_timeout(*device_types: str) -> timedelta:
-    """The timeout of the default process group, by its backend for the first of these types of
-    device that has one; torch's default where none has."""
+    """The timeout of the default process group: that of its backend for the first of these device
+    types that has one; torch's default if none has."""
     world: Any = dist.group.WORLD
     for device_type in device_types or ("cpu", "cuda", "xpu"):
         try:
@@ -315,7 +324,7 @@ def world_timeout(*device_types: str) -> timedelta:
 
 
 def key_of_ranks(ranks: Sequence[int]) -> str:
-    """A name for a set of ranks in keys of a store, which would be long with a thousand names."""
+    """A short name for a set of ranks, for keys of a store: a list of all ranks could be long."""
     return hashlib.sha256(repr(tuple(ranks)).encode()).hexdigest()
 
 
@@ -323,12 +332,13 @@ _groups = GroupCache()
 
 
 def process_group(tensor: Tensor, ranks: Sequence[int], replicas: Optional[Replicas] = None) -> Any:
-    """A process group of ``ranks`` for tensors like a DTensor, or a replicated one.
+    """A process group of ``ranks``, for a DTensor or for a tensor that replicas hold.
 
-    The group is one of the mesh, that of the replicas, the default one, or a new one. All of
-    ``ranks`` make this call at one place of their programs; no other rank hears of a new group.
-    `dist.new_group` has to be called by all ranks of the world, or names groups by how many a rank
-    is in, so that ranks of different numbers of groups wait under different names.
+    This is a group of the DTensor's mesh, that of the replicas, or the default one, if one of them
+    has these ranks, else a new one. All of ``ranks`` make this call at the same place of their
+    programs; no other rank takes part. `dist.new_group` would not do. Either all ranks of the world
+    have to call it, or it names a group by how many groups a rank is in already, so that ranks in
+    different numbers of groups wait for each other under different names.
     """
     if is_dtensor(tensor):
         mesh = tensor.device_mesh  # type: ignore[attr-defined]
@@ -344,7 +354,8 @@ def process_group(tensor: Tensor, ranks: Sequence[int], replicas: Optional[Repli
         world = c10d._get_default_group()
         backend, store = c10d._world.pg_map[world]
         timeout = world_timeout(device_type)
-        bound, world.bound_device_id = world.bound_device_id, None  # or all ranks had to take part
+        # With a bound device, all ranks of the world would have to take part.
+        bound, world.bound_device_id = world.bound_device_id, None
         try:
             group_rank = ranks.index(dist.get_rank())
             name: Any = f"optimizer/{key_of_ranks(ranks)}"

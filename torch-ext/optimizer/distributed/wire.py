@@ -1,4 +1,4 @@
-"""Decides the format in which momentum and updates travel: dtype, scales, numbers beside them."""
+"""Decides the format in which momentum and updates travel: dtype, scales, further numbers."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from torch import Tensor
 from .. import triton_kernels
 from ..newton_schulz import Recipe
 
-# A part is scaled so that its largest magnitude lies in [2^12, 2^13): fp16 then resolves what is
-# 2^26 times smaller, where a part without scale would lose gradients under 6e-5.
+# A part is scaled so that its largest magnitude lies in [2^12, 2^13): fp16 then resolves numbers
+# that are 2^26 times smaller. Without a scale it would lose gradients under 6e-5.
 _LARGEST = 13
-_SMALLEST_EXPONENT = -110  # so that no factor leaves fp32
+_SMALLEST_EXPONENT = -110  # so that no factor leaves the range of fp32
 
 
-# Parts that one kernel copies: of more, torch's copies of all peers' at once are fewer launches.
+# The most parts that our kernels copy one by one: if there are more, torch's copies, each of the
+# parts of many peers, take fewer launches.
 _MOST_BY_KERNEL = 128
 
 
 def wire_of(recipe: Recipe) -> torch.dtype:
-    """The format in which to travel: as many digits as 16 bits have for the arithmetic to use."""
+    """The dtype of the wire if the user gives none: fp16 or fp64 like the arithmetic, else bf16."""
     if recipe.dtype in (torch.float16, torch.float64):
         return recipe.dtype
     return torch.bfloat16
@@ -34,7 +35,7 @@ def scale_down(parts: Sequence[Tensor], outputs: Sequence[Tensor], largest: Tens
     Args:
         parts: none of them empty; overwritten.
         outputs: of the same shapes.
-        largest: (len(parts),), their largest magnitudes; Inf or NaN where there is one.
+        largest: (len(parts),), the largest magnitude of each part; Inf or NaN if it has one.
 
     Returns:
         The exponents to scale up with, (len(parts),) in fp32: whole numbers that fp16 holds.
@@ -46,7 +47,8 @@ def scale_down(parts: Sequence[Tensor], outputs: Sequence[Tensor], largest: Tens
         elementwise.pack(parts, outputs, exponents)
         return exponents
     exponents = torch.frexp(largest).exponent.clamp_min(_SMALLEST_EXPONENT) - _LARGEST
-    # Zeros set no scale for other parts of their matrix; Inf and NaN are sent as they are.
+    # A part of zeros takes the least exponent, so as to set no scale for other parts of its matrix.
+    # Inf and NaN are sent as they are.
     exponents = torch.where(largest == 0, _SMALLEST_EXPONENT - _LARGEST, exponents)
     exponents = torch.where(torch.isfinite(largest), exponents, 0).to(torch.float32)
     torch._foreach_mul_(list(parts), list(torch.exp2(-exponents)))
@@ -62,13 +64,13 @@ def scale_down_by_kernel(
     largest: Sequence[Tensor],
     **how: Any,
 ) -> None:
-    """Does what `scale_down` does, from what the parts were made of.
+    """Does what `scale_down` does, but makes the parts anew from momentum and gradients.
 
     Args:
         momenta, grads: as `core.update_momentum` left them.
         outputs: in fp16.
-        exponents: one element for each output, in fp16, which its exponent is written to.
-        largest: likewise, the largest magnitude that was measured.
+        exponents: one element for each output, in fp16, into which its exponent is written.
+        largest: one element for each output, the largest magnitude that was measured.
         how: nesterov and so on, see `elementwise.scale_momentum`.
     """
     from ..triton_kernels import elementwise
@@ -88,20 +90,21 @@ def scale_down_by_kernel(
 def copy_parts(
     sources: Sequence[Tensor], targets: Sequence[Tensor], exponents: Sequence[Tensor] = ()
 ) -> None:
-    """Copies parts of n matrices each, and brings those of each matrix to one scale.
+    """Copies parts of n matrices, and brings all parts of a matrix to one scale.
 
     Args:
-        sources: (n, peers, …), as `scale_down` left them; of any dtype where they have no scale.
+        sources: (n, peers, …), as `scale_down` left them; of any dtype if they have no scale.
         targets: of the same shapes.
-        exponents: (n, peers) of each source, and (n, …) of what else is of these matrices; none
-            where sources have no scale.
+        exponents: (n, peers) for each source, then (n, …) for other parts of the same matrices;
+            empty if sources have no scale.
     """
     parts = sum(target.shape[1] for target in targets)
     if parts <= _MOST_BY_KERNEL and triton_kernels.is_used_on(targets[0].device.type):
         from ..triton_kernels import elementwise
 
         inputs, outputs = (
-            [part for of_run in runs for part in of_run.unbind(1)] for runs in (sources, targets)
+            [part for parts_of_run in runs for part in parts_of_run.unbind(1)]
+            for runs in (sources, targets)
         )
         elementwise.copy(inputs, outputs, torch.cat(list(exponents), 1) if exponents else None)
         return
@@ -113,12 +116,13 @@ def copy_parts(
 def unify_scales(parts: Sequence[Tensor], exponents: Sequence[Tensor]) -> None:
     """Brings the parts of each matrix to one scale, in place: that of its largest part.
 
-    Numbers that fall under the range of fp16 thereby are 2^-37 of the largest magnitude.
+    Numbers that this takes below the range of fp16 are at most 2^-37 of the largest magnitude.
 
     Args:
-        parts: of n matrices each, (n, …), or of several peers, (n, peers, …), in fp16, as
-            `scale_down` left them.
-        exponents: (n,) or (n, peers) for each of these, and of what else is of these matrices.
+        parts: of n matrices, (n, …), or of several peers, (n, peers, …), in fp16, as `scale_down`
+            left them.
+        exponents: (n,) or (n, peers) for each of these, then those of other parts of the same
+            matrices.
     """
     of_all = torch.cat([of_part.reshape(len(of_part), -1) for of_part in exponents], dim=1)
     largest = of_all.amax(dim=1).to(torch.float32)
@@ -129,15 +133,16 @@ def unify_scales(parts: Sequence[Tensor], exponents: Sequence[Tensor]) -> None:
 
 
 def elements_of_numbers(wire: torch.dtype) -> int:
-    """How many elements `write_numbers` takes for a number."""
+    """How many elements of the wire's dtype `write_numbers` takes for a number."""
     return 1 if wire.itemsize >= 4 else 4
 
 
 def write_numbers(numbers: Tensor, target: Tensor) -> None:
-    """Writes numbers exactly: where the wire has 16 bits, each byte of their fp32 as a number.
+    """Writes numbers without loss: to a wire of 16 bits, as fp32, each byte in one element.
 
     Args:
-        target: their elements, flat, or so in each row.
+        numbers: of any shape.
+        target: the elements for all numbers, flat; or several rows of as many, written alike.
     """
     if elements_of_numbers(target.dtype) > 1:
         numbers = numbers.to(torch.float32).contiguous().view(torch.uint8)
@@ -145,7 +150,7 @@ def write_numbers(numbers: Tensor, target: Tensor) -> None:
 
 
 def read_numbers(buffer: Tensor, start: int, count: int) -> Tensor:
-    """``count`` numbers that `write_numbers` wrote, flat."""
+    """Reads ``count`` numbers that `write_numbers` wrote; they are flat."""
     each = elements_of_numbers(buffer.dtype)
     elements = buffer[start : start + count * each]
     return elements if each == 1 else elements.to(torch.uint8).view(torch.float32)

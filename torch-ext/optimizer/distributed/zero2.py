@@ -31,12 +31,12 @@ from .collectives import all_gather_slots, single_tensor_collective
 from .regions import shard_interval
 from .utils import grad_dtype
 
-# Staging of one bucket: so large that latency does not count (of 64 ranks, each still gets 1 MiB),
-# or, on CPUs, so small that a packed bucket is still in the cache when it is sent.
+# Bytes of one bucket's staging: so many that latency does not count (even each of 64 ranks gets
+# 1 MiB), or, on CPUs, so few that a packed bucket is still in the cache when it is sent.
 BUCKET_BYTES = {"cpu": 4 << 20}
 DEFAULT_BUCKET_BYTES = 64 << 20
 
-# One is being packed, one is on the wire, one has come: more would take memory and hide nothing.
+# One bucket is packed, one is on the wire, one has come: more would take memory and hide nothing.
 BUCKETS_IN_FLIGHT = 3
 
 
@@ -53,7 +53,7 @@ class BucketTensor:
     in_slots: bool  # whether its rows are cut into a slot for each rank
 
     def slot_numel(self, ranks: int) -> int:
-        """How many elements of a slot the tensor takes; of the only slot where it is not cut."""
+        """Elements that the tensor takes of each slot; of the only slot if it is not cut."""
         slots = ranks if self.in_slots else 1
         return -(-self.shape[0] // slots) * math.prod(self.shape[1:])
 
@@ -79,7 +79,7 @@ class BucketPlan(NamedTuple):
     """All buckets, in the order of the first tensor in each.
 
     Args:
-        buckets: not to be changed.
+        buckets: all users of a cached plan share them, so nobody may change them.
         prefix_counts: for each n, how many buckets hold the first n tensors.
     """
 
@@ -89,11 +89,11 @@ class BucketPlan(NamedTuple):
 
 @functools.lru_cache(maxsize=32)
 def plan_buckets(tensors: tuple[BucketTensor, ...], ranks: int) -> BucketPlan:
-    """Fills buckets with tensors, in their order; one above the limit has a bucket to itself.
+    """Fills buckets with tensors, in their order; a tensor above the limit has a bucket to itself.
 
     Args:
         tensors: equal on all ranks but for their devices' indices.
-        ranks: how many there are.
+        ranks: how many ranks average or gather the tensors.
     """
     buckets: list[Bucket] = []
     prefix_counts = [0]
@@ -119,17 +119,18 @@ def plan_buckets(tensors: tuple[BucketTensor, ...], ranks: int) -> BucketPlan:
 
 
 class MeanGradients:
-    """Averages gradients over a group; of the mean of a divided one, this rank gets its rows.
+    """Averages gradients over a process group; of a divided gradient this rank gets its rows.
 
-    Buckets are launched one after the other, by calls of `launch` that must be alike on all ranks
-    of the group. `result` may be called in any order. Gradients are not changed; one that is alone
-    in its bucket, contiguous, with as many rows for each rank, is sent without a copy.
+    Each call of `launch` launches the next bucket; all ranks of the group must make these calls
+    alike. `result` may be called in any order. Gradients are not changed. A gradient is sent
+    without a copy if it is alone in its bucket, contiguous, and has as many rows for each rank.
 
     Staging is bounded by `BUCKETS_IN_FLIGHT` buckets, each of `BUCKET_BYTES` or of one tensor.
 
     Args:
         params: plain tensors, whose ``grad`` is averaged; an absent one counts as zeros.
-        divided: for each whether this rank gets its rows, maybe none; never of 0-D tensors.
+        divided: for each parameter whether this rank gets only its rows, maybe none; never for 0-D
+            tensors.
         group: process group.
         on_read: called with the number of a tensor once its gradient has been read.
         scratch: what staging is taken from.
@@ -173,7 +174,7 @@ class MeanGradients:
                 sent = staging = self._scratch.take(numel, bucket.dtype, bucket.device)
                 self._pack(sent, bucket)
             mean = sent.new_empty(bucket.numel)
-        else:  # summed in place, and kept: nothing that a later bucket could use
+        else:  # summed in place and kept as the mean, so no staging that a later bucket could take
             sent = mean = torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device)
             self._pack(sent, bucket)
         work = _start_sum(sent, mean, self._group) if bucket.numel else None
@@ -183,7 +184,7 @@ class MeanGradients:
                 self._on_read(index)
 
     def result(self, index: int) -> Tensor:
-        """Hands out a mean, once: this rank's rows of a divided one, (rows here, *rest), or all.
+        """Hands out a mean, once: all of it, or this rank's rows of a divided one, (rows, *rest).
 
         The mean is contiguous and has the dtype that gradients of the parameter have.
 
@@ -215,7 +216,7 @@ class MeanGradients:
             self._means[index] = mean[start : start + math.prod(shape)].view(shape)
 
     def _zero_copy_gradient(self, bucket: Bucket) -> Optional[Tensor]:
-        """The only gradient of a bucket, flat, if it can be sent without a copy."""
+        """The gradient of a bucket that has just one, flat, if it can be sent without a copy."""
         if len(bucket.members) > 1 or _divides_first(bucket):
             return None
         [index] = bucket.members
@@ -242,7 +243,8 @@ class MeanGradients:
 
 
 def bytes_sent(param: Tensor, divided: bool, gathered: bool, ranks: int) -> float:
-    """What each rank sends to average a parameter's gradient and, if so, to gather its rows."""
+    """Bytes that each rank sends to average a parameter's gradient, and to gather its rows if they
+    are ``gathered``."""
     gradient = _gradient_in_bucket(param, divided, ranks)
     size = (ranks - 1) * gradient.slot_numel(ranks) * gradient.dtype.itemsize
     sent = float(size) if gradient.in_slots else 2 * size / ranks
@@ -254,7 +256,7 @@ def bytes_sent(param: Tensor, divided: bool, gathered: bool, ranks: int) -> floa
 
 def _gradient_in_bucket(param: Tensor, divided: bool, ranks: int) -> BucketTensor:
     shape = _shape_with_rows(param)
-    # A reduce-scatter of padded slots is to move no more than an all-reduce of what is in them.
+    # A reduce-scatter of padded slots must not move more than an all-reduce of the rows in them.
     in_slots = divided and -(-shape[0] // ranks) * ranks <= 2 * shape[0]
     return BucketTensor(shape, grad_dtype(param), param.device, in_slots)
 
@@ -276,16 +278,15 @@ class RowAllGather:
     """Brings the rows that each rank has updated to all other ranks of a group.
 
     All ranks call `launch`, then `wait`. In between, only the rows that this rank has updated are
-    defined: a tensor that can be sent without a copy is received in place. Staging is bounded like
-    that of `MeanGradients`.
+    defined: other rows may be arriving in place. Staging is bounded like that of `MeanGradients`.
 
     Args:
-        tensors: plain, whole on each rank, with rows (dimension 0), strided as they like.
+        tensors: plain, whole on each rank, with rows (dimension 0), of any strides.
         group: process group.
     """
 
     def __init__(self, tensors: Sequence[Tensor], group: Any):
-        self._tensors = [tensor.detach() for tensor in tensors]  # of the same version counters
+        self._tensors = [tensor.detach() for tensor in tensors]  # they share version counters
         self._group = group
         self._ranks, self._rank = dist.get_world_size(group), dist.get_rank(group)
         self._scratch = Scratch()
@@ -329,7 +330,7 @@ class RowAllGather:
         if staging is None:  # the rows were received in place, which no version counter has seen
             torch.autograd.graph.increment_version(self._tensors[min(bucket.members)])
             return
-        pairs: list[RowPair] = []  # not of this rank's rows: they may have been changed meanwhile
+        pairs: list[RowPair] = []  # without this rank's rows, which may have been changed since
         slots = staging.view(self._ranks, bucket.numel)
         for index, offset in bucket.members.items():
             tensor = self._tensors[index]
@@ -363,15 +364,15 @@ def _pair_rows(tensor: Tensor, slot_rows: Tensor, first: int, last: int) -> list
         rows_of_full = tensor[first * per_slot : full * per_slot]
         pairs.append((rows_of_full.unflatten(0, (full - first, per_slot)), slot_rows[first:full]))
     if full < last and full * per_slot < rows:
-        rest = tensor[full * per_slot : last * per_slot]
-        pairs.append((rest, slot_rows[full, : rest.shape[0]]))
+        partial_rows = tensor[full * per_slot : last * per_slot]
+        pairs.append((partial_rows, slot_rows[full, : partial_rows.shape[0]]))
     return pairs
 
 
 def _clear_padding(rows: int, slot_rows: Tensor, first: int, last: int) -> None:
-    """Zeroes what a tensor of ``rows`` rows leaves empty of the slots ``first`` to ``last`` − 1.
+    """Zeroes what a tensor of ``rows`` rows leaves empty in the slots ``first`` to ``last`` − 1.
 
-    The buffer might hold NaN there, for which debugging tools watch the wire.
+    The buffer might hold NaN there, and debugging tools watch the wire for NaN.
     """
     per_slot = slot_rows.shape[1]
     if rows < last * per_slot and slot_rows.numel() > 0:
@@ -388,7 +389,7 @@ def _copy_rows(pairs: Sequence[RowPair], into_slots: bool) -> None:
 
 
 def _is_packed(tensor: Tensor, ranks: int) -> bool:
-    """Whether the memory of a tensor is that of a bucket with no other tensor."""
+    """Whether a tensor lies in memory as in a bucket without other tensors."""
     return tensor.is_contiguous() and tensor.shape[0] % ranks == 0
 
 

@@ -1,4 +1,4 @@
-"""Resolves published families of coefficients, or a user's own, to those of each iteration.
+"""Resolves a published family of coefficients, or the user's, to an (a, b, c) for each iteration.
 
 Each iteration maps every singular value σ to aσ + bσ³ + cσ⁵ and leaves the singular vectors as they
 are, so a few well-chosen (a, b, c) push all singular values towards 1.
@@ -20,8 +20,8 @@ Coefficients = Union[str, Sequence[float], Sequence[Sequence[float]]]
 
 DEFAULT_STEPS = 5
 
-# Of a scheduled family, one more step than it was computed for: σ ← (15σ − 10σ³ + 3σ⁵)/8, the
-# quintic with p(1) = 1 and p'(1) = p''(1) = 0 (Björck & Bowie 1971, order 3).
+# Each iteration beyond those that a scheduled family was computed for: σ ← (15σ − 10σ³ + 3σ⁵)/8,
+# the quintic with p(1) = 1 and p'(1) = p''(1) = 0 (Björck & Bowie 1971, order 3).
 CONVERGING: Triple = (15 / 8, -10 / 8, 3 / 8)
 
 
@@ -31,13 +31,13 @@ class Iteration:
 
     Args:
         triples: (a, b, c) of each iteration.
-        norm_factor: the input is divided by its norm times this (a safety margin of the source).
-        safety: in 16-bit arithmetic the polynomials but the last are those of σ/safety: a rounded
-            singular value may exceed the interval that a schedule without margins was made for,
-            and be driven away from 1 from then on.
-        preconditioned: each row of the shorter side is first divided by the root of the sum of
-            magnitudes in its row of XXᵀ, which brings all singular values to at most 1 (AOL, Prach
-            & Lampert 2022, arXiv:2208.03160).
+        norm_factor: the input is divided by its norm times this factor (a margin of the source).
+        safety: in 16-bit arithmetic all polynomials but the last take σ/safety for σ. Rounding may
+            push a singular value out of the interval that a schedule without margins was made for,
+            and the next polynomials would drive it away from 1.
+        preconditioned: whether each row of the shorter side is first divided by the root of the sum
+            of magnitudes in its row of XXᵀ, which brings all singular values to at most 1 (AOL,
+            Prach & Lampert 2022, arXiv:2208.03160).
     """
 
     triples: tuple[Triple, ...]
@@ -56,7 +56,7 @@ class Iteration:
 
 @dataclass(frozen=True)
 class Family(Iteration):
-    """Published polynomials of one name; a family of one triple takes it in every iteration.
+    """Published polynomials of one name; a family of one triple repeats it in every iteration.
 
     Args:
         source: where the literals were published.
@@ -66,7 +66,7 @@ class Family(Iteration):
 
     @property
     def steps(self) -> int:
-        """How many iterations it was made for; 5 of a constant one."""
+        """How many iterations the family was made for; 5 for a family of one triple."""
         return DEFAULT_STEPS if len(self.triples) == 1 else len(self.triples)
 
 
@@ -135,16 +135,20 @@ FAMILIES: dict[str, Family] = {
 
 
 def resolve(coefficients: Coefficients, steps: Optional[int] = None) -> Iteration:
-    """The polynomials of ``steps`` iterations; None is what a family was made for, or the length of
-    an explicit list, else 5.
+    """The polynomials of ``steps`` iterations.
 
-    A constant family repeats, and so does a single (a, b, c). Of a scheduled family, fewer steps
-    take the first ones and more continue with `CONVERGING`: cycling a schedule made for a fixed
-    count can turn the update around.
+    A single triple, of the caller or of a family, repeats. Of a family with a schedule, fewer steps
+    take the first polynomials, and more steps continue with `CONVERGING`: cycling a schedule that
+    was made for a fixed count can turn the update around.
+
+    Args:
+        coefficients: name of a family, one (a, b, c), or a list with one for each iteration.
+        steps: None takes the number that a family was made for, or the length of a list; 5 for one
+            (a, b, c).
 
     Raises:
-        ValueError: no steps; unknown family; something else than a triple of numbers or a list of
-            ``steps`` of them.
+        ValueError: ``steps`` is less than 1; the family is unknown; the coefficients are neither a
+            triple of numbers nor a list of ``steps`` triples.
     """
     if steps is not None and steps < 1:
         raise ValueError(f"steps must be at least 1, found {steps!r}")
@@ -187,13 +191,13 @@ def _is_finite(value: object) -> bool:
         return False
     try:
         return math.isfinite(value)
-    except OverflowError:  # an int that no float is as large as
+    except OverflowError:  # an int that is too large for a float
         return False
 
 
 @functools.cache
 def overshoot(name: str, steps: int) -> Optional[float]:
-    """Largest singular value of a shortened schedule where it exceeds 1.5, else None.
+    """The largest singular value that a shortened schedule makes, if it exceeds 1.5; else None.
 
     The first polynomials of a schedule overshoot on purpose and count on the later ones.
     """

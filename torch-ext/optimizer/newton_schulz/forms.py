@@ -1,4 +1,4 @@
-"""Decides for each shape the form of the iteration, standard or Gram, its dtype and its cost.
+"""Decides in which form matrices of a shape are iterated, standard or Gram; tells dtype and cost.
 
 The choice depends on shape, dtypes and device type alone, never on batch or mesh: a matrix takes
 the same path on every layout.
@@ -18,17 +18,19 @@ from .restarts import one_restart, plan_restarts, segments
 
 ALGORITHMS = ("auto", "standard", "gram", "auto_one_restart")
 
-# Symmetric products are computed by halves from this shorter side on, in blocks or tiles of this
-# side: under it the products of the halves are too small to run at full speed. On CPUs, where the
-# mirror image is copied, a factor has to have so many entries as well. In fp32 products take so
-# long that halves always pay; exact mode keeps the halves, and the last bits, that it always had.
+# A symmetric product is computed by halves if the shorter side is at least HALVES_FROM, in blocks
+# or tiles of BLOCK_SIDES: for shorter sides, blocks are too small to be multiplied at full speed.
+# CPUs copy the mirror image, so there a factor must also have at least BLOCKS_FROM entries. In fp32
+# products take so long that halves always pay. For exact mode these limits never change, so that
+# its last bits stay the same.
 HALVES_FROM = 512
 BLOCK_SIDES = {"blocks": 256, "fp32 blocks": 256, "exact blocks": 256, "tiles": 128}
 BLOCKS_FROM = {"blocks": 1 << 20, "exact blocks": 1 << 20}
 
-# The Gram form is taken from this shorter side on, and where it takes at most this share of the
-# standard form's FLOPs, by the kind of product: it does more of its work in small products.
-# benchmarks/orthogonalize.py and benchmarks/accuracy.py show times and errors of both.
+# The Gram form is chosen if the shorter side is at least GRAM_FROM, and if it takes at most the
+# share GRAM_FLOPS, by the kind of product, of the standard form's FLOPs. The share is less than 1
+# since the Gram form does more of its work in small products. benchmarks/orthogonalize.py and
+# benchmarks/accuracy.py show times and errors of both.
 GRAM_FROM = 512
 GRAM_FLOPS = {**dict.fromkeys(("whole", *BLOCK_SIDES), 0.92), "tiles": 0.95}
 
@@ -39,9 +41,10 @@ class Form:
 
     Args:
         triples: the polynomials.
-        restarts: after which iterations X is brought up to date: after all, in the standard form.
+        restarts: after which iterations, before the last, X is brought up to date; in the standard
+            form, after each of them.
         products: how symmetric products are computed, a key of `products.PRODUCTS`.
-        why: in a few words.
+        why: why this form was chosen, in a few words.
     """
 
     triples: tuple[Triple, ...]
@@ -51,7 +54,7 @@ class Form:
 
     @property
     def segments(self) -> list[tuple[int, int]]:
-        """First and last (exclusive) iteration between two restarts."""
+        """The iterations of each segment, [start, stop): those between two restarts."""
         return segments(self.restarts, len(self.triples))
 
     @property
@@ -61,9 +64,10 @@ class Form:
     def flops(self, rows: int, cols: int, length: Optional[int] = None) -> int:
         """FLOPs for one matrix, or a slice of it, a multiply-add counted as two.
 
-        With s ≤ l the two sides and whole products, a segment of m iterations takes 4s²l for XXᵀ
-        and QX and 2s³·(m + 3(m − 1)), without squares where c = 0. Symmetric products by halves
-        take little more than half of it.
+        Let s ≤ l be the two sides. With whole products, a segment of m iterations takes 4s²l for
+        XXᵀ and QX, and 2s³·(m + 3(m − 1)) for products of s × s matrices: m squares, fewer if some
+        c = 0, and 3 further products in each iteration but one. A symmetric product by halves takes
+        little more than half of its FLOPs.
 
         Args:
             rows, cols: of the matrix.
@@ -80,14 +84,14 @@ class Form:
         return total
 
     def _symmetric(self, s: int, k: int) -> int:
-        """FLOPs of (s, k) times (k, s), whose blocks end at the diagonal."""
+        """FLOPs of a symmetric product (s, k) × (k, s), in blocks that end at the diagonal."""
         block = block_side(self.products, s, k)
         ends = [min(s, start + block) for start in range(0, s, block)]
         return sum(2 * (end - start) * end * k for start, end in zip([0, *ends], ends))
 
 
 def block_side(products: str, s: int, k: int) -> int:
-    """Side of the blocks, or tiles, in which (s, k) times (k, s) is computed: s where whole."""
+    """Side of the blocks, or tiles, in which (s, k) × (k, s) is computed; s for a whole product."""
     return BLOCK_SIDES.get(products, s) if s * k >= BLOCKS_FROM.get(products, 0) else s
 
 
@@ -99,9 +103,10 @@ class Recipe:
         algorithm: of `ALGORITHMS`.
         norm: what matrices are divided by first.
         dtype: arithmetic of the iteration.
-        batch_invariant: one matrix after the other, in the forms that keep exact mode's bits.
-        equilibrate: rows are brought to one norm first.
-        renormalize: what comes out is brought to the norm of a polar factor.
+        batch_invariant: whether matrices are taken one at a time, with the products that keep exact
+            mode's bits.
+        equilibrate: whether rows are brought to one norm first.
+        renormalize: whether the result is brought to the norm of a polar factor.
     """
 
     iteration: Iteration
@@ -117,8 +122,8 @@ class Recipe:
     def form(self, rows: int, cols: int, sliced: bool = False) -> Form:
         """The form for matrices (rows, cols).
 
-        ``"auto"`` is the Gram form where a team has slices of them (``sliced``): it sums over the
-        team where it restarts, and the standard form in every iteration.
+        If a team has slices of them (``sliced``), ``"auto"`` is the Gram form: the Gram form sums
+        over the team only once in each segment, the standard form in every iteration.
         """
         s, l = min(rows, cols), max(rows, cols)
         triples, products = self.iteration.in_arithmetic(self.dtype), self._products(s, l)
@@ -132,7 +137,7 @@ class Recipe:
             return gram
         if sliced:
             return replace(gram, why="of slices it sums least often over their owners")
-        # fp16 on CPUs stands in for accelerators' arithmetic, so it takes the form that they take.
+        # fp16 on CPUs imitates the arithmetic of accelerators, so it takes the form that they take.
         counted = "tiles" if products == "in_fp32" else products
         costs = (replace(form, products=counted).flops(s, l) for form in (gram, standard))
         share = next(costs) / max(1, next(costs))
@@ -143,11 +148,14 @@ class Recipe:
 
     @functools.lru_cache(maxsize=4096)  # noqa: B019 (there are few recipes)
     def flops(self, rows: int, cols: int, length: Optional[int] = None) -> int:
-        """What `form` takes for one matrix, or for a slice whose longer side has ``length``."""
+        """FLOPs of `form` for one matrix, or for a slice whose longer side has ``length``."""
         return self.form(rows, cols, length is not None).flops(rows, cols, length)
 
     def takes_whole_bf16(self, form: Form, rows: int, cols: int) -> bool:
-        """Whether CPUs multiply such matrices in bf16 by whole products, one after the other."""
+        """Whether a CPU takes such matrices through the standard form in bf16 by whole products.
+
+        A single one of them takes a shorter path in `iteration`.
+        """
         s, l = min(rows, cols), max(rows, cols)
         is_bf16 = self.device_type == "cpu" and self.dtype == torch.bfloat16
         is_whole = block_side(form.products, s, l) == s
@@ -171,7 +179,7 @@ class Recipe:
                 return "exact blocks"
             return "blocks" if self.dtype == torch.bfloat16 else "fp32 blocks"
         has_kernels = self.device_type in triton_kernels.DEVICE_TYPES
-        # Of rows that do not begin at multiples of 16 entries, kernels load each entry by itself.
+        # If rows do not begin at multiples of 16 entries, kernels load each entry by itself.
         fits = self.dtype != torch.float64 and s % 16 == l % 16 == 0
         return "tiles" if has_kernels and fits else "whole"
 
@@ -206,9 +214,10 @@ def recipe_for(
 def default_dtype(matrix_dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """Arithmetic of the iteration where ``ns_dtype`` is None.
 
-    float64 stays float64. Accelerators take float16, as fast as bfloat16 and eight times as exact;
-    singular values of at most about 1 fit its range. CPUs take bfloat16 where they have
-    instructions for its products, else float32: float16 is far slower there. Apple's take float32.
+    float64 stays float64. Accelerators take float16, which is as fast as bfloat16 and eight times
+    as exact; singular values of at most about 1 fit its range. Only Apple's GPUs take float32. CPUs
+    take bfloat16 if they have instructions for its products, else float32: float16 is far slower
+    there.
     """
     if matrix_dtype == torch.float64:
         return torch.float64
@@ -219,16 +228,16 @@ def default_dtype(matrix_dtype: torch.dtype, device: torch.device) -> torch.dtyp
 
 @functools.cache
 def _cpu_multiplies_bfloat16() -> bool:
-    """Whether the CPU has instructions for products in bfloat16, and oneDNN, which has kernels for
-    them, may use them.
+    """Whether the CPU has instructions for products in bfloat16, and oneDNN may use them.
 
-    On x86 oneDNN says that it supports bfloat16 on every CPU with AVX-512, where it widens every
-    operand to fp32 and takes five times as long as in fp32. So the instructions count as well.
+    On x86 oneDNN says that it supports bfloat16 on every CPU with AVX-512. Without the instructions
+    it widens every operand to fp32, and takes five times as long as in fp32. So this asks for the
+    instructions, too.
     """
     probe = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
     if probe is None or not torch.backends.mkldnn.is_available() or not probe():
         return False
-    if not torch.cpu._is_avx2_supported():  # not x86, since there oneDNN asks for more
+    if not torch.cpu._is_avx2_supported():  # not x86: there oneDNN asks for more than AVX2
         return True
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 

@@ -1,15 +1,21 @@
 """Orthogonalizes matrices: brings them to norm 1 and iterates, in the standard or the Gram form.
 
-On X of shape (s, l), s ≤ l, transposed where it is tall, one iteration is X ← aX + (bR + cR²)X with
-R = XXᵀ (Jordan et al. 2024). In its Gram form (Zhang, Amsel, Chen & Dao 2026, "Gram Newton-Schulz")
-several iterations are made on matrices of s × s alone:
+Let X be (s, l) with s ≤ l; a tall matrix counts as transposed. One iteration is
+X ← aX + (bR + cR²)X with R = XXᵀ (Jordan et al. 2024). In the Gram form (Zhang, Amsel, Chen & Dao
+2026, "Gram Newton-Schulz") several iterations work on s × s matrices alone:
 
     Z = bR + cR²       Q ← ZQ + aQ       T = RZ + aR,  R ← ZT + aT       …       X ← QX
 
-A segment is what happens between two updates of X. The standard form is segments of one iteration.
+The iterations between two updates of X are a segment. The standard form has segments of one
+iteration.
 
-A team iterates on slices, intervals of the longer side. XXᵀ is the sum of that of all slices, and
-all else is done to each slice alone, by the same Q. So a team sums once in each segment.
+Before the iteration a matrix is divided by its largest magnitude, and then by its *size*, which is
+norm_factor·norm + eps, or 1 where that is 0. In fp16 a matrix is only multiplied by a power of two;
+the first segment does what is left of the division, with a `Divisor`.
+
+Each member of a team holds a slice of X, an interval of its longer side. XXᵀ is the sum of this
+product over all slices; then every member multiplies its slice with the same Q. So a team sums once
+in each segment.
 """
 
 from __future__ import annotations
@@ -29,25 +35,25 @@ from .forms import ALGORITHMS, Recipe, block_side, recipe_for
 from .products import PRODUCTS, Products, full_precision
 
 NORMS = ("frobenius", "schatten4")
-_LEAST_ROW_NORM = 1e-6  # of rows that are equilibrated; smaller ones stay smaller
-_LEAST_NORM = 1e-6  # that is renormalized
-# The largest absolute eps over a matrix's largest magnitude: divided by it the matrix vanishes, and
-# the square of more would overflow.
+_LEAST_ROW_NORM = 1e-6  # the least that equilibration divides a row by: smaller rows stay smaller
+_LEAST_NORM = 1e-6  # the least that renormalization divides a matrix by
+# A bound on the quotient of an absolute eps and a matrix's largest magnitude. Divided by the bound
+# the matrix vanishes already, and the square of more would overflow.
 _MOST_EPS = 1e18
 _SIDES = (-2, -1)
 
-# Matrices are brought to norm 1 in fp32, this many bytes of it at once: on CPUs what caches hold.
+# Bytes of fp32 numbers that are brought to norm 1 at once; on CPUs, what caches hold.
 NORMALIZE_BYTES = {"cpu": 1 << 20}
 DEFAULT_NORMALIZE_BYTES = 64 << 20
 
 
 class Team(NamedTuple):
-    """Who iterate on slices of the same matrices together, in the same order of calls.
+    """The team that a rank iterates in; all members make the same calls in the same order.
 
     Args:
         rows, cols: of the whole matrices.
         add: replaces a tensor by its sum over the team, equal on all members.
-        gather: the tensors of all members, stacked in a new dimension 0.
+        gather: returns the tensors of all members, stacked in a new dimension 0.
     """
 
     rows: int
@@ -77,26 +83,27 @@ def newton_schulz(
 
     Args:
         G: matrices (..., rows, cols), real floating point; leading dimensions are a batch.
-        steps: number of iterations; None is what the coefficients were made for, 5 of a triple.
-        coefficients: a family of `FAMILIES`, one (a, b, c) for all iterations, or a list of those
-            of each iteration.
-        norm: ``"frobenius"`` or ``"schatten4"`` (‖XXᵀ‖_F^½, a tighter bound on the largest
-            singular value), what matrices are divided by first.
-        algorithm: ``"standard"``, ``"gram"``, or ``"auto"``: what is faster for the shape;
-            ``"auto_one_restart"``, where the Gram form restarts once, as its authors have it, as
-            long as no singular value diverges: in bf16 it mostly would.
+        steps: number of iterations; None takes the number that the coefficients were made for, 5
+            for a triple.
+        coefficients: a family of `FAMILIES`, one (a, b, c) for all iterations, or a list with one
+            for each iteration.
+        norm: what matrices are divided by first: ``"frobenius"``, or ``"schatten4"``, ‖XXᵀ‖_F^½,
+            which is a tighter bound on the largest singular value.
+        algorithm: ``"standard"``, ``"gram"``, or ``"auto"``, which takes the faster one for the
+            shape. ``"auto_one_restart"`` is ``"auto"`` with one restart in the Gram form, as its
+            authors have it, unless a singular value would diverge; in bf16 one mostly would.
         dtype: arithmetic of the iteration; None picks by device (`default_dtype`).
         eps: added to the norm of the matrix after its largest magnitude was scaled to 1, so that
             it acts alike on a matrix and on 1e-30 times that matrix.
         eps_absolute: added to the norm of the matrix itself, as most other Muons have it.
-        norm_factor: what the norm is multiplied with; None is the family's.
+        norm_factor: what the norm is multiplied with; None takes the family's.
         equilibrate: first scale each row to the mean norm of rows, see `_equilibrate`.
         renormalize: scale U to the Frobenius norm sqrt(min(rows, cols)), that of a polar factor.
-        scratch: buffers to work in; with them, ``G`` is overwritten and U lies in one of them.
-            Without them ``G`` is not modified and U is new.
-        batch_invariant: orthogonalize one matrix after the other, so that none depends, by a bit,
-            on which others are in ``G``. Libraries pick kernels by the size of a batch, and with
-            several threads their sums then differ in the last bits.
+        scratch: buffers to work in; with them ``G`` may be overwritten, and U lies in ``G`` or in
+            one of them. Without them ``G`` is not modified and U is new.
+        batch_invariant: orthogonalize one matrix at a time, so that no bit of a result depends on
+            the other matrices in ``G``. Libraries pick kernels by the size of a batch, so with
+            several threads their sums would differ in the last bits.
 
     Returns:
         U (..., rows, cols) in the arithmetic dtype. Zero matrices give zeros, matrices with Inf or
@@ -137,9 +144,10 @@ class Eps(NamedTuple):
     """What is added to the norms that matrices are divided by.
 
     Args:
-        relative: to the norm of a matrix whose largest magnitude has been divided out.
-        absolute: to the norm itself.
-        divided_by: what the matrices have been divided by, (n, 1, 1); None is 1.
+        relative: added to the norm of a matrix after it was divided by its largest magnitude.
+        absolute: added to the norm of the matrix itself.
+        divided_by: what the matrices were divided by before they came here, (n, 1, 1), which
+            therefore divides ``absolute`` as well; None is 1.
     """
 
     relative: float
@@ -147,15 +155,15 @@ class Eps(NamedTuple):
     divided_by: Optional[Tensor] = None
 
     def scaled(self, value: float) -> Union[float, Tensor]:
-        """A value divided as the matrices have been."""
+        """A value for the matrices themselves, divided as they were before they came here."""
         return value if self.divided_by is None else value / self.divided_by
 
     def over(self, largest: Tensor) -> Union[float, Tensor]:
-        """The sum, for matrices whose largest magnitudes, (n, 1, 1), have been divided out."""
+        """All of eps, for matrices that are divided by their largest magnitudes, (n, 1, 1)."""
         if self.absolute == 0.0:
             return self.relative
         dtype = torch.promote_types(largest.dtype, torch.float32)
-        largest = largest.to(dtype).masked_fill(largest == 0, 1.0)  # zeros
+        largest = largest.to(dtype).masked_fill(largest == 0, 1.0)
         absolute = self.scaled(self.absolute) / largest
         return absolute.clamp_(max=_MOST_EPS).add_(self.relative)
 
@@ -168,8 +176,11 @@ def orthogonalize(
     scratch: Scratch,
     team: Optional[Team] = None,
 ) -> Tensor:
-    """Polar factors of a batch, by a recipe; may be in ``batch``, if it may be overwritten, or in
-    ``scratch``. With a team, slices of matrices, and of their polar factors."""
+    """Polar factors of a batch, by a recipe.
+
+    The result may lie in ``scratch`` or, if ``overwrite`` allows it, in ``batch``. With a team, the
+    batch has slices of matrices, and the result has slices of their polar factors.
+    """
     if batch.numel() == 0:
         return batch.to(recipe.dtype, copy=True)
     if not recipe.batch_invariant:
@@ -178,7 +189,7 @@ def orthogonalize(
         U = batch
     else:
         U = scratch.empty("U", batch.shape, recipe.dtype, batch.device)
-    # Libraries pick kernels by alignment as well: each matrix is computed in the same memory.
+    # Libraries pick kernels by alignment as well, so each matrix is computed in the same memory.
     single = scratch.empty("single", batch[:1].shape, batch.dtype, batch.device)
     for matrix, polar_factor in zip(batch.split(1), U.split(1)):
         alone = single.copy_(matrix)
@@ -194,7 +205,7 @@ def _orthogonalize_together(
     scratch: Scratch,
     team: Optional[Team] = None,
 ) -> Tensor:
-    """`orthogonalize`, of all matrices at once."""
+    """Does what `orthogonalize` does, for all matrices at once."""
     n, rows, cols = batch.shape
     if team is not None:
         rows, cols = team.rows, team.cols
@@ -205,14 +216,15 @@ def _orthogonalize_together(
         X = batch
     else:
         X = scratch.empty("X", batch.shape, recipe.dtype, batch.device)
-    factor, scale = recipe.iteration.norm_factor, 1.0
-    rest: Optional[Divisor] = None  # what X is still to be divided by, as the first segment does
+    factor = recipe.iteration.norm_factor
+    magnification = 1.0  # X is this many times the normalized matrix
+    pending: Optional[Divisor] = None  # what the first segment still has to divide X by
     if recipe.dtype == torch.float16:
-        # The entries of a large matrix of norm 1 would be lost under 6e-5: a power of two brings
-        # them nearer to 1. The norm comes to less than 2^7, and sums of a part of XXᵀ to less than
-        # 2^14 or so: nothing overflows where a library keeps these in fp16, too.
-        scale = 2.0 ** min(6, int(math.log2(rows * cols) / 2))
-        size, added, rest = _normalize_exactly(batch, factor, eps, scale, X, team)
+        # A large matrix of norm 1 has entries under 6e-5, which fp16 would lose: a power of two
+        # brings them nearer to 1. The norm comes to less than 2^7, and partial sums of XXᵀ to less
+        # than 2^14 or so: nothing overflows even if a library keeps these in fp16.
+        magnification = 2.0 ** min(6, int(math.log2(rows * cols) / 2))
+        size, added, pending = _normalize_exactly(batch, factor, eps, magnification, X, team)
     elif team is not None:
         size, added = _normalize_slices(batch, factor, eps, team, X)
     else:
@@ -225,7 +237,7 @@ def _orthogonalize_together(
     if team is not None:
         products = products.of_slices(tall=rows > cols)
     Y = scratch.empty("Y", X.shape, X.dtype, X.device)
-    # One tensor: allocators return several large ones to the system and fetch them for each call.
+    # One tensor for all: allocators would return several large ones to the system after each call.
     padding = products.padding if block_side(form.products, side, side) < side else 0
     shape = (4 if form.is_gram else 2, n, side, side + padding)
     squares = scratch.empty("squares", shape, X.dtype, X.device)[..., :side].unbind(0)  # R, Z, Q, T
@@ -234,22 +246,24 @@ def _orthogonalize_together(
         return _renormalize(X) if recipe.renormalize else X
     with full_precision(X.dtype, X.device.type):
         for start, stop in form.segments:
-            R = products.gram(X, scale**-2, None if rest is None else rest.of_gram, squares[0])
+            factor_of_gram = None if pending is None else pending.of_gram
+            R = products.gram(X, magnification**-2, factor_of_gram, squares[0])
             if team is not None:
                 team.add(R)
-            if start == 0 and recipe.norm == "schatten4":  # X is of size 1 by the Frobenius norm
+            if start == 0 and recipe.norm == "schatten4":  # after the Frobenius norm
                 dtype = torch.promote_types(R.dtype, torch.float32)
                 norm_of_R = torch.linalg.vector_norm(R, dim=_SIDES, keepdim=True, dtype=dtype)
-                closer = _size(norm_of_R.sqrt_(), factor, added / size)
-                R.div_(closer.square())
-                rest = _divisor(closer if rest is None else rest.value * closer, scale)
+                schatten4_size = _size(norm_of_R.sqrt_(), factor, added / size)
+                R.div_(schatten4_size.square())
+                value = schatten4_size if pending is None else pending.value * schatten4_size
+                pending = _divisor(value, magnification)
             if start == 0 and recipe.iteration.preconditioned:
                 _precondition(X, R, is_tall=rows > cols)
-            inverse = None if rest is None else rest.inverse
+            inverse = None if pending is None else pending.inverse
             Q, alpha, beta = _segment(R, form.triples[start:stop], inverse, products, squares[1:])
-            rest = None
+            pending = None
             if stop == len(form.triples):
-                alpha, beta = alpha / scale, beta / scale
+                alpha, beta = alpha / magnification, beta / magnification
             X, Y = products.apply(Q, X, alpha, beta, Y), X
     return _renormalize(X) if recipe.renormalize else X
 
@@ -259,8 +273,8 @@ def _standard_form_of_one(
 ) -> Tensor:
     """The standard form of one matrix by whole products; X and the buffers are overwritten.
 
-    The general loop takes a tenth longer on CPUs at 256 × 256, for its products of batches of one
-    and for what it does between products.
+    The general loop takes a tenth longer on CPUs at 256 × 256: it multiplies batches of one, and
+    does more between products.
     """
     is_tall = X.shape[0] > X.shape[1]
     for a, b, c in triples:
@@ -280,33 +294,33 @@ def _segment(
     products: Products,
     buffers: Sequence[Tensor],
 ) -> tuple[Tensor, float, float]:
-    """Q, α and β of the update X ← αQX + βX that the iterations of a segment make together.
+    """Q, α and β of X ← αQX + βX, the update that the iterations of a segment make together.
 
-    X is multiplied by ``inverse``, (n, 1, 1), at that, where it is not None.
+    If ``inverse``, (n, 1, 1), is given, the update also multiplies X by it.
     """
     Z, *more = buffers
-    alone = len(triples) == 1
+    is_single = len(triples) == 1
     for step, (a, b, c) in enumerate(triples):
-        if c == 0.0 and alone and inverse is None:
+        if c == 0.0 and is_single and inverse is None:
             return R, b, a
         Z = torch.mul(R, b, out=Z) if c == 0.0 else products.symmetric(R, R, c, b, R, Z)
-        if alone and inverse is None:
+        if is_single and inverse is None:
             return Z, 1.0, a
         if step < len(triples) - 1:
             T = products.symmetric(R, Z, 1.0, a, R, more[-1])
             R = products.symmetric(Z, T, 1.0, a, T, R)
         if step == 0:  # Q = Z + aI
-            Q = Z if alone else more[0]
+            Q = Z if is_single else more[0]
             _add_to_diagonal(Z, a, inverse, Q)
         else:
             Q, spare = more
-            Q = products.symmetric(Z, Q, 1.0, a, Q, spare)  # Z last, as in R: roundings agree
+            Q = products.symmetric(Z, Q, 1.0, a, Q, spare)  # ZQ, as R is ZT: roundings agree
             more = [Q, more[0]]
     return Q, 1.0, 0.0
 
 
 def _add_to_diagonal(Z: Tensor, a: float, inverse: Optional[Tensor], out: Tensor) -> None:
-    """(Z + aI)·inverse of every matrix into ``out``, which may be Z."""
+    """Writes (Z + aI)·inverse of every matrix into ``out``, which may be Z."""
     if triton_kernels.is_used_on(Z.device.type) and Z.dtype != torch.float64:
         from ..triton_kernels import elementwise
 
@@ -323,11 +337,13 @@ def _add_to_diagonal(Z: Tensor, a: float, inverse: Optional[Tensor], out: Tensor
 
 
 class Divisor(NamedTuple):
-    """What matrices are still to be divided by, (n, 1, 1).
+    """What the first segment still has to divide matrices by; each field is (n, 1, 1).
 
     Args:
-        value, inverse: that, and its inverse.
-        of_gram: what their Gram matrices are multiplied with, (scale·value)^-2.
+        value: the divisor.
+        inverse: its inverse.
+        of_gram: the factor that makes XXᵀ the Gram matrix of the normalized matrices:
+            (magnification·value)^-2.
     """
 
     value: Tensor
@@ -335,18 +351,19 @@ class Divisor(NamedTuple):
     of_gram: Tensor
 
 
-def _divisor(value: Tensor, scale: float) -> Divisor:
-    return Divisor(value, value.reciprocal(), value.square().reciprocal_().mul_(scale**-2))
+def _divisor(value: Tensor, magnification: float) -> Divisor:
+    of_gram = value.square().reciprocal_().mul_(magnification**-2)
+    return Divisor(value, value.reciprocal(), of_gram)
 
 
 def _precondition(X: Tensor, R: Tensor, is_tall: bool) -> None:
-    """Divides, in place, each row of the shorter side of X by the root of the sum of magnitudes in
-    its row of R = XXᵀ, and R accordingly."""
+    """Divides each row of the shorter side of X by the root of the sum of magnitudes in its row of
+    R = XXᵀ, and makes R fit the new X; both in place."""
     dtype = torch.promote_types(R.dtype, torch.float32)
     sums = torch.linalg.vector_norm(R, 1, dim=-1, keepdim=True, dtype=dtype)  # (n, s, 1)
-    scale = sums.masked_fill_(sums == 0, 1.0).rsqrt_()
-    R.mul_(scale * scale.mT)
-    X.mul_(scale.mT if is_tall else scale)
+    row_factors = sums.masked_fill_(sums == 0, 1.0).rsqrt_()
+    R.mul_(row_factors * row_factors.mT)
+    X.mul_(row_factors.mT if is_tall else row_factors)
 
 
 def _renormalize(U: Tensor) -> Tensor:
@@ -354,12 +371,12 @@ def _renormalize(U: Tensor) -> Tensor:
     dtype = torch.promote_types(U.dtype, torch.float32)
     parts = U.split(1 if U.device.type == "cpu" else len(U))  # CPUs copy 16 bits to widen them
     norms = [torch.linalg.vector_norm(U_i, 2, _SIDES, True, dtype=dtype) for U_i in parts]
-    wanted = math.sqrt(min(U.shape[-2:]))
-    return U.mul_(torch.cat(norms).clamp_min_(_LEAST_NORM).reciprocal_().mul_(wanted))
+    polar_norm = math.sqrt(min(U.shape[-2:]))
+    return U.mul_(torch.cat(norms).clamp_min_(_LEAST_NORM).reciprocal_().mul_(polar_norm))
 
 
 def _size(norm: Tensor, factor: float, eps: Union[float, Tensor]) -> Tensor:
-    """What a matrix of that norm is divided by: 1 for a zero matrix without eps."""
+    """The sizes of matrices with these norms, factor·norm + eps, or 1 for 0; overwrites norms."""
     size = norm.mul_(factor).add_(eps)
     return size.masked_fill_(size == 0, 1.0)
 
@@ -372,17 +389,17 @@ def _normalize(
     scratch: Scratch,
     out: Tensor,
 ) -> Tensor:
-    """Divides each matrix by its size, factor·‖G‖_F + eps, rounding once into ``out``.
+    """Divides each matrix by its largest magnitude, then by its size; rounds once into ``out``.
 
     Returns:
-        The sizes, of matrices whose largest magnitude has been divided out, (n, 1, 1) in fp32 or
-        fp64; not finite of a matrix with Inf or NaN.
+        The sizes, (n, 1, 1) in fp32 or fp64, which are those after the first division: factor·‖G‖_F
+        + eps. Not finite for a matrix with Inf or NaN.
     """
     n, rows, cols = G.shape
     dtype = torch.promote_types(G.dtype, torch.float32)
     limit = NORMALIZE_BYTES.get(G.device.type, DEFAULT_NORMALIZE_BYTES)
     at_once = max(1, limit // (4 * rows * cols))
-    # A large matrix in 16 bits goes by in rows, twice, rather than being copied to fp32 whole.
+    # A large matrix that comes or goes in 16 bits is widened some rows at a time, twice, not whole.
     rounds_on_cpu = G.device.type == "cpu" and out.dtype.itemsize == 2
     by_rows = G.dtype != dtype or rounds_on_cpu
     rows_at_once = max(1, limit // (4 * at_once * cols)) if by_rows else rows
@@ -408,7 +425,7 @@ def _normalize(
         for slice_of_G, output in zip(slices, targets):
             if split:
                 X = slice_of_G if buffers is None else _divided(slice_of_G, largest, buffers)
-            if rounds_on_cpu:  # where out= would allocate what is rounded
+            if rounds_on_cpu:  # on CPUs out= would allocate the quotient before it is rounded
                 output.copy_(X.div_(size))
             else:
                 torch.div(X, size, out=output)
@@ -419,30 +436,32 @@ def _normalize(
 def _equilibrate(G: Tensor, eps: Eps, overwrite: bool, scratch: Scratch) -> tuple[Tensor, Eps]:
     """Scales each row to ‖G‖_F/√rows, the mean norm of rows (MuonEq, arXiv:2603.28254).
 
-    As nanochat has it, rows of norms under 1e-6 are taken for rows of that norm. What is returned
-    are rows of norm √cols instead, whose entries fit every format, and eps for these; G itself, if
-    it may be overwritten.
+    A row with a norm under 1e-6 is scaled as if its norm were 1e-6, as nanochat has it.
+
+    Returns:
+        A multiple of that matrix, with rows of norm √cols, whose entries fit every format; it lies
+        in G if that may be overwritten. Then eps for this multiple.
     """
     n, rows, cols = G.shape
     dtype = torch.promote_types(G.dtype, torch.float32)
     out = G if overwrite else scratch.empty("equilibrated", G.shape, G.dtype, G.device)
-    least = torch.ones((n, rows, 1), dtype=dtype, device=G.device)
-    least.mul_(eps.scaled(_LEAST_ROW_NORM))
+    least_norms = torch.ones((n, rows, 1), dtype=dtype, device=G.device)
+    least_norms.mul_(eps.scaled(_LEAST_ROW_NORM))
     limit = NORMALIZE_BYTES.get(G.device.type, DEFAULT_NORMALIZE_BYTES)
     at_once = max(1, limit // (dtype.itemsize * cols))
     norms = []
-    for some, output, least_norm in zip(
-        *(of.view(n * rows, -1).split(at_once) for of in (G.contiguous(), out, least))
+    for rows_of_G, output, least_norm in zip(
+        *(t.view(n * rows, -1).split(at_once) for t in (G.contiguous(), out, least_norms))
     ):
-        X = scratch.empty("opmath", some.shape, dtype, G.device).copy_(some)
+        X = scratch.empty("opmath", rows_of_G.shape, dtype, G.device).copy_(rows_of_G)
         largest = torch.linalg.vector_norm(X, math.inf, -1, True)
         largest.masked_fill_(largest == 0, 1.0)  # zeros stay zeros
         norms.append(torch.linalg.vector_norm(X.div_(largest), dim=-1, keepdim=True).mul_(largest))
-        scale = largest.div_(torch.maximum(norms[-1], least_norm)).mul_(math.sqrt(cols))
-        output.copy_(X.mul_(scale))
+        factors = largest.div_(torch.maximum(norms[-1], least_norm)).mul_(math.sqrt(cols))
+        output.copy_(X.mul_(factors))
     if eps.absolute != 0.0:
-        whole = torch.linalg.vector_norm(torch.cat(norms).view(n, rows, 1), dim=1, keepdim=True)
-        divided_by = whole.div_(math.sqrt(rows * cols))
+        norm = torch.linalg.vector_norm(torch.cat(norms).view(n, rows, 1), dim=1, keepdim=True)
+        divided_by = norm.div_(math.sqrt(rows * cols))
         if eps.divided_by is not None:
             divided_by.mul_(eps.divided_by)
         eps = eps._replace(divided_by=divided_by)
@@ -450,7 +469,7 @@ def _equilibrate(G: Tensor, eps: Eps, overwrite: bool, scratch: Scratch) -> tupl
 
 
 def _largest(G: Tensor) -> Tensor:
-    """The largest magnitude of each matrix, (n, 1, 1), NaN where there is one."""
+    """The largest magnitude of each matrix, (n, 1, 1); NaN if the matrix has one."""
     if len(G) == 1 and G.device.type == "cpu":  # amax over two dimensions is slow in 16 bits
         lowest, highest = torch.aminmax(G)
     else:
@@ -461,7 +480,7 @@ def _largest(G: Tensor) -> Tensor:
 def _normalize_slices(
     G: Tensor, factor: float, eps: Eps, team: Team, out: Tensor
 ) -> tuple[Tensor, Union[float, Tensor]]:
-    """Does to slices what `_normalize` does to matrices; returns the sizes, and eps over them."""
+    """Does to slices what `_normalize` does to matrices; returns the sizes, and the eps in them."""
     dtype = torch.promote_types(G.dtype, torch.float32)
     slice_of_G = G.to(dtype, copy=True)
     largest = torch.linalg.vector_norm(slice_of_G, math.inf, _SIDES, True)
@@ -475,9 +494,12 @@ def _normalize_slices(
 
 
 def _of_whole_matrices(largest: Tensor, norm: Tensor, team: Team) -> tuple[Tensor, Tensor]:
-    """The largest magnitudes of matrices, 1 of zeros, and their norms when that is divided out.
+    """The largest magnitudes of whole matrices, 1 for zeros, and the norms of the matrices divided
+    by them.
 
-    ``largest`` and ``norm`` are those of this member's slices, 0 of zeros.
+    Args:
+        largest: the largest magnitudes of this member's slices; 0 for a slice of zeros.
+        norm: the norms of these slices divided by ``largest``; 0 for a slice of zeros.
     """
     largest_of_each, norm_of_each = team.gather(torch.stack((largest, norm))).unbind(1)
     largest = largest_of_each.amax(0)
@@ -486,7 +508,7 @@ def _of_whole_matrices(largest: Tensor, norm: Tensor, team: Team) -> tuple[Tenso
 
 
 def _divided(G: Tensor, largest: Tensor, scratch: Optional[Scratch]) -> Tensor:
-    """G divided in the dtype of ``largest``: in a buffer, or in place where there are none."""
+    """G / largest, in the dtype of ``largest``: in a scratch buffer, or without one in place."""
     if scratch is None:
         return G.div_(largest)
     X = scratch.empty("opmath", G.shape, largest.dtype, G.device)
@@ -497,27 +519,27 @@ def _normalize_exactly(
     G: Tensor,
     factor: float,
     eps: Eps,
-    scale: float,
+    magnification: float,
     out: Tensor,
     team: Optional[Team] = None,
 ) -> tuple[Tensor, Union[float, Tensor], Divisor]:
-    """Multiplies each matrix by a power of two that brings its size near ``scale``, in fp16.
+    """Multiplies each matrix by a power of two that brings its size near ``magnification``.
 
-    What came in fp16, scaled by a power of two for the wire, is not rounded again. G may be
-    ``out``.
+    The products go to ``out``, in fp16, which may be G. A power of two rounds nothing, so a matrix
+    that came in fp16 keeps its digits.
 
     Returns:
-        The sizes as `_normalize` has them; what of them is eps; and what ``out`` is still to be
-        divided by, NaN of a matrix with Inf or NaN.
+        The sizes, as `_normalize` has them; the eps in them; and what ``out`` still has to be
+        divided by, which is NaN for a matrix with Inf or NaN.
     """
     dtype = torch.promote_types(G.dtype, torch.float32)
     if team is None and triton_kernels.is_used_on(G.device.type):
         from ..triton_kernels import elementwise
 
-        sizes = elementwise.measure(G, factor=factor, eps=eps.relative, scale=scale)
+        sizes = elementwise.measure(G, factor=factor, eps=eps.relative, scale=magnification)
         elementwise.pack_batch(G, out, sizes.exponents)
         largest, _, size, *divisor = (numbers.view(-1, 1, 1) for numbers in sizes[:6])
-        return _add_absolute(eps, largest, size, Divisor(*divisor), scale)
+        return _add_absolute(eps, largest, size, Divisor(*divisor), magnification)
     largest = torch.linalg.vector_norm(G, math.inf, _SIDES, True, dtype=dtype)  # (n, 1, 1)
     is_zero = largest == 0
     largest.masked_fill_(is_zero, 1.0)
@@ -526,32 +548,36 @@ def _normalize_exactly(
     if team is not None:
         largest, norm = _of_whole_matrices(largest.masked_fill_(is_zero, 0.0), norm, team)
     size = _size(norm, factor, eps.relative)
-    rest = size * _mantissa(largest)
-    exponents = _exponent(largest) + _exponent(rest) - int(math.log2(scale))
-    half = exponents // 2  # a power of two for the whole may leave the range of fp32
+    remaining = size * _mantissa(largest)  # the divisor, but for the power of two in `largest`
+    exponents = _exponent(largest) + _exponent(remaining) - int(math.log2(magnification))
+    half = exponents // 2  # in two factors: a single power of two may leave the range of fp32
     out.copy_(torch.ldexp(torch.ldexp(G.to(dtype), -half), half - exponents))
-    return _add_absolute(eps, largest, size, _divisor(_mantissa(rest), scale), scale)
+    pending = _divisor(_mantissa(remaining), magnification)
+    return _add_absolute(eps, largest, size, pending, magnification)
 
 
 def _add_absolute(
-    eps: Eps, largest: Tensor, size: Tensor, rest: Divisor, scale: float
+    eps: Eps, largest: Tensor, size: Tensor, pending: Divisor, magnification: float
 ) -> tuple[Tensor, Union[float, Tensor], Divisor]:
-    """The sizes with an absolute eps, all of eps, and what is still to be divided by then.
+    """Adds an absolute eps to sizes that have the relative one, and to the pending divisor.
 
-    Matrices themselves are not divided by it: in fp16 the small ones would vanish.
+    The matrices are not divided by it already: in fp16 small ones would vanish.
+
+    Returns:
+        The sizes, the eps in them, and the pending divisor.
     """
     added = eps.over(largest)
     if not isinstance(added, Tensor):
-        return size, added, rest
-    whole = size + (added - eps.relative)
-    return whole, added, _divisor(rest.value * (whole / size), scale)
+        return size, added, pending
+    full_size = size + (added - eps.relative)
+    return full_size, added, _divisor(pending.value * (full_size / size), magnification)
 
 
 def _exponent(values: Tensor) -> Tensor:
-    """k, where 2^k is the greatest power of two not above a value; whole numbers."""
+    """The whole number k of each value for which 2^k ≤ value < 2^(k + 1)."""
     return torch.frexp(values).exponent - 1
 
 
 def _mantissa(values: Tensor) -> Tensor:
-    """What is left of values when their `_exponent` is divided out, in [1, 2); NaN of Inf."""
+    """Each value over 2^k, where k is its `_exponent`: a number in [1, 2); NaN for Inf and NaN."""
     return torch.where(torch.isfinite(values), torch.frexp(values).mantissa * 2, math.nan)

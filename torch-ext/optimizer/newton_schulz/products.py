@@ -1,7 +1,8 @@
-"""Computes products that are symmetric: whole, or one half only, in blocks or tiles.
+"""Computes symmetric products: whole, or only one half of each, in blocks or tiles.
 
-One set of three functions for each way, over batches: R = XXᵀ, and αAB + βC of matrices that
-commute, both symmetric; and the multiplication of X by such a matrix, on its shorter side.
+`PRODUCTS` has three functions over batches for each of these ways. Two make symmetric products,
+R = XXᵀ, and αAB + βC of symmetric matrices that commute; the third multiplies X, on its shorter
+side, by such a product.
 """
 
 from __future__ import annotations
@@ -24,13 +25,15 @@ class Products(NamedTuple):
     """One way to multiply.
 
     Args:
-        gram: ``(X, alpha, scale, out)``: alpha·XXᵀ, or XᵀX of a tall X, into ``out``; where there
-            is a tensor ``scale``, (n, 1, 1) and of about alpha's size, scale·XXᵀ. A keyword
-            ``tall`` says which, whatever the shape of X, and so it does to ``apply``.
-        symmetric: ``(A, B, alpha, beta, C, out)``: alpha·AB + beta·C into ``out``.
-        apply: ``(Q, X, alpha, beta, out)``: alpha·QX + beta·X, or alpha·XQ + beta·X of a tall X.
-        padding: entries after each row of symmetric matrices. Where rows are 2^k bytes apart, a
-            column falls on few lines of a CPU's cache, and a mirror image takes twice the time.
+        gram: ``(X, alpha, scale, out)`` writes alpha·XXᵀ, or alpha·XᵀX of a tall X, into ``out``. A
+            tensor ``scale``, (n, 1, 1), takes the place of alpha, which has to be about as large.
+            The keyword ``tall`` says whether X counts as tall, whatever its shape.
+        symmetric: ``(A, B, alpha, beta, C, out)`` writes alpha·AB + beta·C into ``out``.
+        apply: ``(Q, X, alpha, beta, out)`` writes alpha·QX + beta·X, or alpha·XQ + beta·X of a tall
+            X, into ``out``; ``tall`` as for ``gram``.
+        padding: unused entries after each row of symmetric matrices. If rows were 2^k bytes apart,
+            a column would fall on few lines of a CPU's cache, and a mirror image would take twice
+            the time.
     """
 
     gram: Callable[..., Tensor]
@@ -39,16 +42,16 @@ class Products(NamedTuple):
     padding: int = 0
 
     def of_slices(self, tall: bool) -> Products:
-        """The same for slices of matrices that are tall or not; a slice may be either.
+        """These functions for slices of matrices that are tall or not, which a slice can't tell.
 
-        Without padding, which sums over ranks do not take.
+        There is no padding, since sums over ranks do not take padded matrices.
         """
-        gram, apply = (partial(way, tall=tall) for way in (self.gram, self.apply))
+        gram, apply = (partial(function, tall=tall) for function in (self.gram, self.apply))
         return Products(gram, self.symmetric, apply)
 
 
-# What torch lets cuBLAS do with operands of a dtype, by default or as users ask: sum parts of k in
-# 16 bits, take TF32.
+# For operands of each dtype, torch's switches, and the values at which cuBLAS neither reduces parts
+# of a sum in 16 bits nor takes TF32. Torch's defaults or users may have set other values.
 _SWITCHES: dict[torch.dtype, dict[str, Any]] = {
     torch.float16: {
         "allow_fp16_reduced_precision_reduction": False,
@@ -59,14 +62,14 @@ _SWITCHES: dict[torch.dtype, dict[str, Any]] = {
 }
 
 
-_switching = threading.RLock()  # switches are the process's, and another thread would restore them
+_switching = threading.RLock()  # switches are global: another thread could restore them too early
 
 
 @contextlib.contextmanager
 def full_precision(dtype: torch.dtype, device_type: str) -> Iterator[None]:
-    """Lets cuBLAS multiply with sums in fp32; the user's switches are back afterwards.
+    """A context in which cuBLAS sums in fp32; it restores the user's switches at its end.
 
-    Not in graphs of torch.compile, which guards these switches.
+    It does nothing in graphs of torch.compile, which guards these switches.
     """
     if device_type != "cuda" or dtype not in _SWITCHES or torch.compiler.is_compiling():
         yield
@@ -77,14 +80,15 @@ def full_precision(dtype: torch.dtype, device_type: str) -> Iterator[None]:
         try:
             for name, value in _SWITCHES[dtype].items():
                 before[name] = getattr(matmul, name)
-                split_k = getattr(matmul, f"{name}_split_k", None)  # set together, if torch has it
+                # Some versions of torch have a second switch, to be set with the first one.
+                split_k = getattr(matmul, f"{name}_split_k", None)
                 if split_k is not None:
                     before[name], value = (before[name], split_k), (value, split_k)
                 setattr(matmul, name, value)
             yield
         finally:
             for name, value in before.items():
-                if name == "fp32_precision":  # what was inherited comes back by itself
+                if name == "fp32_precision":  # "none" inherits the value again, if it was inherited
                     setattr(matmul, name, "none")
                 if getattr(matmul, name) != value:
                     setattr(matmul, name, value)
@@ -95,7 +99,7 @@ def _is_tall(X: Tensor, tall: Optional[bool]) -> bool:
 
 
 def _sides(X: Tensor, tall: Optional[bool] = None) -> tuple[Tensor, Tensor]:
-    """The factors, X and Xᵀ, of the smaller of X's two Gram matrices, or the one asked for."""
+    """The factors, X and Xᵀ, of the smaller Gram matrix of X, or of the one ``tall`` chooses."""
     return (X.mT, X) if _is_tall(X, tall) else (X, X.mT)
 
 
@@ -127,16 +131,17 @@ def _apply_whole(
 def _symmetric_blocks(
     name: str, A: Tensor, B: Tensor, alpha: float, beta: float, C: Tensor, out: Tensor
 ) -> Tensor:
-    """Computes columns from the diagonal down, block by block; the rest is their mirror image.
+    """Computes columns from the diagonal down, block by block, and copies their mirror image.
 
-    One matrix at a time: CPUs multiply into a part of a matrix in place, but not of a batch.
-    Columns rather than rows: libraries repack the right factor, and so each part of it once.
+    It takes one matrix at a time, since CPUs multiply in place into a part of a matrix, but not
+    into a part of a batch. It takes columns rather than rows, since libraries repack the right
+    factor: so they repack each part of that factor once.
     """
     _, s, k = A.shape
     side = block_side(name, s, k)
     if side == s:
         return _product(A, B, alpha, beta, C, out)
-    for A_i, B_i, C_i, out_i in zip(*(of.unbind(0) for of in (A, B, C, out))):
+    for A_i, B_i, C_i, out_i in zip(*(tensor.unbind(0) for tensor in (A, B, C, out))):
         for start in range(0, s, side):
             stop = min(start + side, s)
             block = out_i[start:, start:stop]
@@ -149,8 +154,10 @@ def _symmetric_blocks(
 def _symmetric_exact_blocks(
     A: Tensor, B: Tensor, alpha: float, beta: float, C: Tensor, out: Tensor
 ) -> Tensor:
-    """As `_symmetric_blocks`, by rows up to the diagonal: the last bits differ, and exact mode
-    keeps these."""
+    """Does what `_symmetric_blocks` does, but in rows up to the diagonal.
+
+    The last bits of the two differ, and exact mode keeps the bits of this one.
+    """
     _, s, k = A.shape
     rows = block_side("exact blocks", s, k)
     if rows == s:
@@ -174,11 +181,11 @@ def _block(A: Tensor, B: Tensor, alpha: float, beta: float, C: Tensor, out: Tens
 def _apply_padded(
     Q: Tensor, X: Tensor, alpha: float, beta: float, out: Tensor, tall: Optional[bool] = None
 ) -> Tensor:
-    """One by one where Q has padding: libraries copy batches of it, even of one matrix."""
+    """Multiplies one by one if Q has padding: libraries copy a padded batch, even of one matrix."""
     if Q.stride(-2) == Q.shape[-1]:
         return _apply_whole(Q, X, alpha, beta, out, tall)
     left, right = (X, Q) if _is_tall(X, tall) else (Q, X)
-    for left_i, right_i, X_i, out_i in zip(*(of.unbind(0) for of in (left, right, X, out))):
+    for left_i, right_i, X_i, out_i in zip(*(t.unbind(0) for t in (left, right, X, out))):
         _block(left_i, right_i, alpha, beta, X_i, out_i)
     return out
 
@@ -189,7 +196,7 @@ def _by_blocks(name: str) -> Products:
 
 
 def _mirror(product: Tensor, out: Tensor) -> Tensor:
-    """Rounds the upper triangle of an fp32 product, once, as kernels by tiles do."""
+    """Rounds the upper triangle of an fp32 product once, and mirrors it, as kernels by tiles do."""
     return out.copy_(product.triu().add_(product.triu(1).mT))
 
 
@@ -217,8 +224,8 @@ def _apply_in_fp32(
 def _gram_tiles(
     X: Tensor, alpha: float, scale: Optional[Tensor], out: Tensor, tall: Optional[bool] = None
 ) -> Tensor:
-    of_each = alpha if scale is None else scale.flatten().to(torch.float32)
-    return _symmetric_tiles(*_sides(X, tall), of_each, 0.0, out, out)
+    alphas = alpha if scale is None else scale.flatten().to(torch.float32)
+    return _symmetric_tiles(*_sides(X, tall), alphas, 0.0, out, out)
 
 
 def _symmetric_tiles(
@@ -236,7 +243,7 @@ PRODUCTS = {
     "exact blocks": Products(
         partial(_gram, _symmetric_exact_blocks), _symmetric_exact_blocks, _apply_whole
     ),
-    # For fp16 on CPUs the arithmetic of accelerators: products in fp32, and one rounding.
+    # fp16 on CPUs, in the arithmetic of accelerators: products in fp32 that are rounded once.
     "in_fp32": Products(_gram_in_fp32, _symmetric_in_fp32, _apply_in_fp32),
-    "tiles": Products(_gram_tiles, _symmetric_tiles, _apply_whole),  # by kernels
+    "tiles": Products(_gram_tiles, _symmetric_tiles, _apply_whole),  # by Triton's kernels
 }

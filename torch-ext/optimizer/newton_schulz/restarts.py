@@ -1,16 +1,17 @@
 """Plans the restarts of the Gram form: how many iterations are safe without one.
 
-Within a segment only the Gram matrix R of X is iterated on. By rounding it drifts away from XXᵀ,
-faster with every step; a restart brings X up to date and takes R anew. Here that growth is followed
-to first order. Let X = PΣQᵀ and λ = σ². In the basis P a rounding of a matrix M has entries of
-equal variance, that of one rounding times ‖M‖_F²/s². One iteration, y(λ) = a + bλ + cλ², makes
+Within a segment only the Gram matrix R of X is iterated on. Rounding makes R drift away from XXᵀ,
+faster with every iteration; a restart brings X up to date and computes R from it. This module
+follows the drift to first order. Let X = PΣQᵀ and λ = σ². Seen in the basis P, all entries of the
+rounding error of a matrix M have the same variance: that of one rounding times ‖M‖_F²/s². One
+iteration, y(λ) = a + bλ + cλ², makes
 
     of R:  YRY,  and of its error D at (v, t):  y(λv)·y(λt)·D
     of X:  YX,   and of its error O at (v, t):  y(λv)·O + (b + c(λv + λt))·D·σt
 
-and every product adds its own rounding. What is left of O at the end, relative to the result, is
-the error of a schedule. It is followed for the spectrum of a random square matrix and for one that
-decays over four orders of magnitude: between them lie those of most gradients.
+and every product adds a rounding error. O at the end, relative to the result, is the error of a
+schedule. It is computed for two spectra: that of a random square matrix, and one that decays over
+four orders of magnitude. The spectra of most gradients lie between the two.
 """
 
 from __future__ import annotations
@@ -25,25 +26,26 @@ import torch
 
 from .coefficients import Triple
 
-# The error that a schedule may have, as a multiple of that of the standard form, which restarts
-# after every iteration.
+# The most error that a schedule may have, as a multiple of the error of the standard form, which
+# restarts after every iteration.
 _TOLERATED = 1.5
 
-# What first order does not see: a singular value that stands alone may come to the peak of a
-# polynomial, where little more makes the next ones diverge, and in a Gram matrix it is off by as
-# much as all others have grown meanwhile. Measured on matrices of one large singular value beside
-# any others, that grows to harm where the product of a in a segment exceeds these.
+# First order misses one case. A single large singular value may come to the peak of a polynomial,
+# where a little more makes the next polynomials diverge. Its error in R grows as much as the small
+# singular values grow in the segment. Measurements on matrices with one large singular value beside
+# others show harm where the product of the coefficients a of a segment exceeds these numbers.
 MOST_GROWTH = {torch.bfloat16: 16.0, torch.float16: 64.0}
 MOST_GROWTH_IN_FP32 = 1000.0
 
-_LARGEST_SIDE = 512  # that is told apart: in longer matrices, more averages out
-_POINTS = 16  # of a spectrum, each for many singular values
+_LARGEST_SIDE = 512  # longer sides are planned like this one: more of their errors averages out
+_POINTS = 16  # points of a spectrum; each stands for many singular values
 
-# Iterations of which all subsets are tried as restarts. Later ones change little, and would be
-# many to plan: each is a segment of its own.
+# All subsets of the first so many iterations are tried as restarts. With later iterations, which
+# change little, there would be too many subsets: each later iteration is a segment by itself.
 _MOST_PLANNED = 7
 
-# What the authors of the Gram form simulate, and from where on they refuse a restart.
+# What the authors of the Gram form simulate: points of a spectrum, the error of R, and the
+# condition number from which on they refuse a restart.
 _AUTHORS_POINTS = 1000  # they take 10,000, with the same outcome
 _AUTHORS_ERROR_OF_R = -4e-4
 _AUTHORS_WORST_CONDITION = 1e8
@@ -52,13 +54,13 @@ _AUTHORS_WORST_CONDITION = 1e8
 def plan_restarts(
     triples: tuple[Triple, ...], dtype: torch.dtype, norm: str = "frobenius", side: int = 512
 ) -> tuple[int, ...]:
-    """After which iterations to restart, ascending: as few as keep the accuracy.
+    """The iterations after which to restart, ascending: as few as keep the accuracy.
 
     Args:
         triples: (a, b, c) of each iteration.
         dtype: of the matrices; products are summed up in fp32 or better.
-        norm: ``"frobenius"`` or ``"schatten4"``, which is 1 at the start.
-        side: the shorter one of the matrices.
+        norm: the norm that is 1 at the start, ``"frobenius"`` or ``"schatten4"``.
+        side: the shorter side of the matrices.
     """
     if len(triples) < 2:
         return ()
@@ -70,13 +72,17 @@ def plan_restarts(
 
 @functools.cache
 def one_restart(triples: tuple[Triple, ...], dtype: torch.dtype) -> Optional[int]:
-    """After which iteration the authors of the Gram form restart, once; None where they refuse, or
-    where small singular values grow so much that one that stands alone would diverge.
+    """The one iteration after which the authors of the Gram form restart.
 
-    Zhang, Amsel, Chen & Dao 2026 ("Gram Newton-Schulz", find_best_restarts): all eigenvalues of R
-    are off by the same −4e-4 whenever R is taken, and Q's condition number, the largest of all
-    iterations, should be least. They iterate in fp16. That takes fewer FLOPs than `plan_restarts`,
-    and is less exact (docs/accuracy.md).
+    They are Zhang, Amsel, Chen & Dao 2026 ("Gram Newton-Schulz", find_best_restarts). They assume
+    that all eigenvalues of R are off by −4e-4 whenever R is computed, and choose the restart at
+    which the largest condition number of Q, over all iterations, is least. They iterate in fp16.
+    One restart takes fewer FLOPs than those of `plan_restarts`, and is less exact
+    (docs/accuracy.md).
+
+    Returns:
+        None if the authors refuse every restart, or if small singular values grow so much in a
+        segment that a single large one would diverge.
     """
     positions = range(1, len(triples))
     best = min(positions, key=lambda at: _worst_condition(triples, at), default=None)
@@ -120,7 +126,7 @@ def _plan(triples: tuple[Triple, ...], growth: float, norm: str, side: int) -> t
 
 
 def _growth(triples: Sequence[Triple], restarts: Sequence[int]) -> float:
-    """By how much small singular values grow within a segment, at most."""
+    """The largest factor by which small singular values grow in a segment of several iterations."""
     within = [triples[a:b] for a, b in segments(restarts, len(triples)) if b - a > 1]
     return max((math.prod(abs(a) for a, _, _ in segment) for segment in within), default=1.0)
 
@@ -130,23 +136,23 @@ def predicted_errors(
 ) -> list[float]:
     """‖U − U₀‖_F/‖U₀‖_F for each of the two spectra, where U₀ is U without roundings.
 
-    In units of one rounding's standard deviation, relative: about eps/5.
+    The unit is the relative standard deviation of one rounding, about eps/5.
     """
     return [_error(triples, restarts, sigmas, side) for sigmas in _spectra(norm, side)]
 
 
 def segments(restarts: Sequence[int], count: int) -> list[tuple[int, int]]:
-    """First and last (exclusive) iteration of every segment of ``count`` iterations."""
+    """The segments of ``count`` iterations, [start, stop) each."""
     return list(zip((0, *restarts), (*restarts, count)))
 
 
 def _error(
     triples: Sequence[Triple], restarts: Sequence[int], spectrum: Sequence[float], side: int
 ) -> float:
-    weight = side / _POINTS  # singular values for each that is followed
+    weight = side / _POINTS  # how many singular values each point stands for
 
     def variance(values: Sequence[float]) -> float:
-        """That of an entry of the rounding of a matrix with these singular values."""
+        """The variance of an entry of the rounding error of a matrix with these singular values."""
         return weight * sum(x * x for x in values) / side**2
 
     sigmas = list(spectrum)
@@ -154,7 +160,7 @@ def _error(
     for start, stop in segments(restarts, len(triples)):
         rounding_X = variance(sigmas)
         errors = [[O + rounding_X for O in row] for row in errors]
-        lambdas, before, Q = [x * x for x in sigmas], sigmas, [1.0] * _POINTS
+        lambdas, start_sigmas, Q = [x * x for x in sigmas], sigmas, [1.0] * _POINTS
         drift = [[variance(lambdas)] * _POINTS for _ in sigmas]  # variances of D
         for a, b, c in triples[start:stop]:
             Z = [b * x + c * x * x for x in lambdas]
@@ -163,16 +169,16 @@ def _error(
             T = [x * y for x, y in zip(lambdas, Y)]
             R = [t * y for t, y in zip(T, Y)]
             rounding_Z, rounding_Q, rounding_T, rounding_R = map(variance, (Z, Q, T, R))
-            rounding_Q *= stop - start > 1  # else X ← ZX + aX
+            rounding_Q *= stop - start > 1  # a single iteration has no Q: X ← ZX + aX
             for v, (O, D) in enumerate(zip(errors, drift)):
                 for t, sigma in enumerate(sigmas):
                     slope, squared = b + c * (lambdas[v] + lambdas[t]), Y[v] * Y[v]
-                    O[t] = squared * O[t] + rounding_Q * before[t] * before[t]
+                    O[t] = squared * O[t] + rounding_Q * start_sigmas[t] * start_sigmas[t]
                     O[t] += (slope * slope * D[t] + rounding_Z) * sigma * sigma
                     D[t] = squared * (Y[t] * Y[t] * D[t] + rounding_T) + rounding_R
             lambdas, sigmas = R, [x * y for x, y in zip(sigmas, Y)]
-    size = sum(x * x for x in sigmas)
-    return math.sqrt(weight * sum(map(sum, errors)) / size) if size > 0 else math.inf
+    squares = sum(x * x for x in sigmas)
+    return math.sqrt(weight * sum(map(sum, errors)) / squares) if squares > 0 else math.inf
 
 
 @functools.cache
@@ -182,13 +188,13 @@ def _spectra(norm: str, side: int) -> tuple[list[float], ...]:
     power = {"frobenius": 2, "schatten4": 4}[norm]
     scaled = []
     for sigmas in ([_quarter_circle(p) for p in middles], [10.0 ** (-4.0 * p) for p in middles]):
-        size = (side / _POINTS * sum(x**power for x in sigmas)) ** (1 / power)
-        scaled.append([x / size for x in sigmas])
+        norm_before = (side / _POINTS * sum(x**power for x in sigmas)) ** (1 / power)
+        scaled.append([x / norm_before for x in sigmas])
     return tuple(scaled)
 
 
 def _quarter_circle(p: float) -> float:
-    """Quantile of the singular values of a square Gaussian matrix, the largest being 1."""
+    """Quantile ``p`` of the singular values of a square Gaussian matrix whose largest one is 1."""
     low, high = 0.0, 1.0
     for _ in range(50):
         x = (low + high) / 2

@@ -31,7 +31,9 @@ MOTIFS_NAMES = {"moment1": "exp_avg", "moment2": "exp_avg_sq"}
 def check_structure(state_dict: Any, is_whole: bool = True) -> None:
     """Checks that a checkpoint has the form in which torch.optim writes one.
 
-    It is not whole before the hooks that may yet change what is in it.
+    Args:
+        state_dict: the checkpoint.
+        is_whole: False before hooks that may still change its content; then only its type counts.
     """
     if not isinstance(state_dict, dict):
         raise ValueError(
@@ -85,7 +87,10 @@ def step_count(step: Any) -> Any:
 
 
 def normalize_state(states: Mapping[Any, Any]) -> dict[Any, Any]:
-    """State under the names of torch.optim, with step counts as tensors, whoever wrote it."""
+    """State under the names of torch.optim, with step counts as tensors, whoever wrote it.
+
+    ``states`` is by parameter, as in a checkpoint.
+    """
     normalized = {}
     for saved_id, saved in states.items():
         if isinstance(saved, Mapping):
@@ -116,15 +121,17 @@ def merge_groups(
     saved: Sequence[RawGroup],
     defaults_of: Callable[[RawGroup], dict[str, Any]],
 ) -> list[dict[str, Any]]:
-    """Saved groups with every key: what they lack gets its default, or stays where there is none.
+    """Saved groups with every key.
 
-    How parameters are read as matrices is not the checkpoint's to say.
+    A key that a saved group lacks gets its default or, if it has none, the value of the optimizer's
+    group. The keys of `STRUCTURE`, which say how parameters are read as matrices, keep the values
+    of the optimizer's group.
     """
     merged = []
     for group, saved_group in zip(groups, saved):
         structure = {key: group[key] for key in STRUCTURE if key in group}
-        # Names are not taken: `Muon` keeps its own, and torch would ask for those in its form in
-        # every group that is added.
+        # Names are not taken: `Muon` keeps its own, and if a group had ``param_names``, torch would
+        # ask for them in every group that is added.
         named = ("names", "param_names")
         taken = {k: _as_dtype(v) for k, v in saved_group.items() if k not in named}
         merged.append({**group, **defaults_of(group), **taken, **structure})
@@ -132,7 +139,7 @@ def merge_groups(
 
 
 def _as_dtype(value: Any) -> Any:
-    """A dtype from its text, which is how `Muon.state_dict` writes it."""
+    """A dtype for its text, as which `Muon.state_dict` writes it; any other value as it is."""
     if isinstance(value, str) and value.startswith("torch."):
         dtype = getattr(torch, value[len("torch.") :], None)
         return dtype if isinstance(dtype, torch.dtype) else value
@@ -147,11 +154,12 @@ def check_and_divide(
     live: Mapping[Any, Any],
     settings: Settings,
 ) -> None:
-    """Checks a checkpoint as far as torch does not, and divides its state as the optimizer's is.
+    """Makes the checks of a checkpoint that torch does not make; divides its state as the
+    optimizer's is divided.
 
     Args:
         groups, entries_of_groups, live, settings: of the optimizer, whose state is ``live``.
-        saved_groups, states: of the checkpoint, whose state is changed.
+        saved_groups, states: of the checkpoint; ``states`` is changed.
     """
     _check_rule(groups, saved_groups)
     for group, entries, saved in zip(groups, entries_of_groups, saved_groups):
@@ -176,9 +184,10 @@ def check_and_divide(
 
 
 def _check_rule(groups: Sequence[Group], saved_groups: Sequence[Group]) -> None:
-    """Names what the default rule has moved, where groups have other sizes for that reason alone.
+    """Raises if groups have other sizes only because the default rule has changed since.
 
-    Rules of before went by names; `default_is_muon` does still.
+    The error names the parameters that have moved. Earlier rules went by the names of parameters,
+    as `default_is_muon` still does.
     """
     sizes = [len(group.params) for group in groups]
     saved_sizes = [len(saved.params) for saved in saved_groups]
@@ -220,12 +229,12 @@ def _check_group(group: Group, saved: Group) -> None:
 def _divide(
     saved_state: dict[str, Any], expected: ExpectedState, param: Tensor, saved: Group
 ) -> None:
-    """Where a checkpoint has a whole tensor and the optimizer a DTensor, takes this rank's part.
+    """Takes this rank's part of each whole tensor for which the optimizer has a DTensor.
 
-    So it is with state that replicas divide, and with second moments, which
-    torch.distributed.checkpoint leaves whole when it loads into an optimizer without them. When it
-    loads a flattened state dict without them into an optimizer that has them, it puts empty dicts
-    in their place, which are taken out.
+    These are state that replicas divide, and second moments: torch.distributed.checkpoint leaves
+    second moments whole when it loads them into an optimizer without any. When it loads a flattened
+    state dict without second moments into an optimizer that has them, it puts empty dicts in their
+    place, which are taken out here.
     """
     for key, (shape, placed) in expected.items():
         value = saved_state.get(key)
@@ -246,24 +255,24 @@ def _check_algorithm(
     name: str,
     dtype: torch.dtype,
 ) -> None:
-    """Checks that the saved state is of the algorithm that is to go on from it, and complete.
+    """Checks that the saved state is complete, and of the algorithm that goes on from it.
 
-    Else state that nobody reads would be carried along, and what is read would begin at zero
-    unseen. Second moments can be missing because torch.distributed.checkpoint reads only tensors
-    that the optimizer already has.
+    Otherwise state that nobody reads would be carried along, and state that is read would silently
+    begin at zero. Second moments can be missing because torch.distributed.checkpoint reads only
+    tensors that the optimizer already has.
 
     Args:
         saved_state, live: state of the parameter in the checkpoint, and in the optimizer.
-        group, saved: its group in the optimizer, and in the checkpoint.
+        group, saved: the parameter's group in the optimizer, and in the checkpoint.
         name, dtype: of the parameter.
     """
-    other = "exp_avg" if group.use_muon else "momentum_buffer"
-    if saved_state.get(other) is not None:
-        mine, its = ("Muon's", "AdamW's") if group.use_muon else ("AdamW's", "Muon's")
+    foreign_key = "exp_avg" if group.use_muon else "momentum_buffer"
+    if saved_state.get(foreign_key) is not None:
+        ours, theirs = ("Muon's", "AdamW's") if group.use_muon else ("AdamW's", "Muon's")
         raise ValueError(
-            f"{name} is {mine} here (use_muon={group.use_muon}) but has {other} in the checkpoint, "
-            f"as {its} parameters do; give it to the group it was in, or take its state out. If "
-            "another optimizer wrote the checkpoint, use load_foreign_state_dict"
+            f"{name} is {ours} here (use_muon={group.use_muon}) but has {foreign_key} in the "
+            f"checkpoint, as {theirs} parameters do; give it to the group it was in, or take its "
+            "state out. If another optimizer wrote the checkpoint, use load_foreign_state_dict"
         )
     if saved.beta2 is not None and all(
         state.get("momentum_buffer") is not None and state.get("second_momentum_buffer") is None
@@ -277,7 +286,7 @@ def _check_algorithm(
     is_kept = saved.weight_rounding == "exact" and saved.updates_in_fp32(dtype)
     if has_residual and not is_kept:
         remedy = "load weights that exact_weights() gave, and take the residual out"
-        if dtype == torch.bfloat16:  # loaded in place, where a residual was and the file has none
+        if dtype == torch.bfloat16:  # a load in place kept a residual that the file does not have
             remedy = "load into an optimizer without the option, and set it in param_groups then"
         raise ValueError(
             f"{name} is {dtype}, and its group in the checkpoint has weight_rounding="
@@ -291,13 +300,13 @@ def _check_algorithm(
 
 
 def check_apart(states: Mapping[Any, Any], live: Mapping[Any, Any]) -> None:
-    """Checks that a checkpoint has none of the tensors of live state, which steps have changed."""
+    """Checks that a checkpoint shares no tensors with live state, which a step has changed."""
 
     def storages_of(states: Mapping[Any, Any]) -> set[tuple[torch.device, int]]:
         mappings = (state for state in states.values() if isinstance(state, Mapping))
         values = (value for mapping in mappings for value in mapping.values())
         tensors = [dtensors.local(value) for value in values if isinstance(value, Tensor)]
-        # Tensors without elements, such as parts of DTensors, all have the same address: none.
+        # Tensors without elements, such as empty shards, have no memory to share.
         return {(t.device, t.untyped_storage().data_ptr()) for t in tensors if t.numel()}
 
     if storages_of(states) & storages_of(live):
@@ -308,7 +317,7 @@ def check_apart(states: Mapping[Any, Any], live: Mapping[Any, Any]) -> None:
 
 
 def without_tensors(states: Mapping[Any, Any], saved_groups: Sequence[RawGroup]) -> dict[Any, Any]:
-    """State without the tensors that `place_tensors` loads: torch would cast and move them.
+    """State without the tensors that `place_tensors` loads, since torch would cast and move them.
 
     State that belongs to no parameter stays as it is.
     """
@@ -328,22 +337,24 @@ def place_tensors(
     states: Mapping[Any, dict[str, Any]],
     home_of: Callable[[Tensor, bool], torch.device],
 ) -> None:
-    """Puts the tensors of loaded state beside their parameters, where torch put the rest.
+    """Puts the tensors of loaded state on the devices where they live; torch has put the rest.
 
-    Momentum keeps the dtype it was saved in, AdamW's moments get that of their parameter.
+    The tensors of `KEPT_DTYPE`, such as momentum, keep the dtype that they were saved in; AdamW's
+    moments get the dtype that their parameter calls for.
 
     Args:
-        groups, state: of the optimizer; its state is changed.
+        groups, state: of the optimizer; ``state`` is changed.
         saved_groups, states: of the checkpoint, with all tensors.
-        home_of: the device on which a parameter's state lives.
+        home_of: gives the device on which a parameter's state lives, by the parameter and by
+            whether it is Muon's.
     """
-    taken: set[int] = set()  # where tensors begin that are used as they are
+    taken: set[int] = set()  # addresses of the tensors that are used without a copy
     for group, saved in zip(groups, saved_groups):
         for param, saved_id in zip(group.params, saved["params"]):
             if saved_id not in states:
                 continue
             loaded = state[param]
-            state[param] = {}  # again, in the order in which it was saved
+            state[param] = {}  # made anew, in the order in which it was saved
             for key, value in states[saved_id].items():
                 if key not in KEYS:
                     state[param][key] = loaded[key]
@@ -355,7 +366,8 @@ def place_tensors(
 
 
 def _with_own_memory(value: Tensor, taken: set[int]) -> Tensor:
-    """The tensor, or a copy where its elements, or tensors in ``taken``, may share its memory."""
+    """The tensor, or a copy if its elements may share memory, or if a tensor in ``taken`` has its
+    memory."""
     local = dtensors.local(value)
     if local.numel() and (local.data_ptr() in taken or not dtensors.is_dense(local)):
         return value.clone()

@@ -1,4 +1,4 @@
-"""Knows whether weights and state are of the same step, or an interruption set them apart."""
+"""Knows whether weights and state are of the same step, or whether an interruption parted them."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ class Integrity:
             has_begun: whether anything may have been written when an exception was raised.
 
         Raises:
-            RuntimeError: in place of the error that broke it off. KeyboardInterrupt and its like
-                are raised as they are.
+            RuntimeError: in place of an error that broke the change off after it had begun. Earlier
+                errors, KeyboardInterrupt and its like are raised as they are.
         """
         try:
             yield
@@ -76,7 +76,7 @@ class Integrity:
             self._may_load = False
 
     def begin_loading(self) -> None:
-        """Outside of `loading` this does nothing."""
+        """Marks that a load begins to write; outside of `loading` it does nothing."""
         if self._may_load:
             self._cause = f"load_state_dict() was interrupted. {_AHEAD}"
             self._status = _Status.LOADING

@@ -1,4 +1,4 @@
-"""Tells by the keys of groups which optimizer wrote a checkpoint, and reads those of AdamW."""
+"""Tells by the keys of groups which optimizer wrote a checkpoint; reads groups of torch's AdamW."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..parameters.foreign_words import FOREIGN_WORDS
 
 KEY_OF_THIS_PACKAGE = "momentum_style"  # no other optimizer's groups have it
 
-# What a message tells to write for state dicts of torch's.
+# By kind of torch's optimizers, the arguments that a message says to write.
 _CALLS_FOR_TORCH = {
     "torch_muon": "[muon_state_dict, adamw_state_dict]",
     "torch_adamw": "state_dict, params=model.parameters()",
@@ -21,17 +21,18 @@ _CALLS_FOR_TORCH = {
 def names_source(
     saved_groups: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]
 ) -> Iterator[None]:
-    """Within it, an error of `Muon.load_state_dict` names the optimizer that wrote the checkpoint.
+    """A context in which errors of `Muon.load_state_dict` name who wrote the checkpoint.
 
-    torch's AdamW fits groups that all are AdamW's. torch's Muon never fits, even if shapes do: it
-    keeps the averaged momentum.
+    A checkpoint of torch's AdamW fits if all groups here are AdamW's. One of torch's Muon never
+    fits, even if shapes do: it has averaged momentum.
 
     Args:
         saved_groups: of the checkpoint.
         groups: of this optimizer.
 
     Raises:
-        ValueError: the groups are those of one of torch's; whatever is raised within it.
+        ValueError: the saved groups are those of one of torch's optimizers, and don't fit; or a
+            ValueError was raised in the context, to which likely kinds are added.
     """
     has_muon = any(group["use_muon"] is not False for group in groups)
     fits_adamw = not has_muon and len(saved_groups) == len(groups)
@@ -70,14 +71,14 @@ def in_words_of_this_package(
         foreign = FOREIGN_WORDS.get(key) if key not in group else None
         if foreign is None or (key == "amsgrad" and value):
             renamed[key] = value
-        elif foreign.option is not None:  # others say how torch computes
+        elif foreign.option is not None:  # keys without one say how torch computes
             renamed[foreign.option] = value
     return renamed
 
 
 def kinds_of(options: Mapping[str, Any]) -> tuple[str, ...]:
-    """Which kinds may have written a group, by keys that only they have."""
-    if KEY_OF_THIS_PACKAGE in options or "dampening" in options:  # SGD has momentum, too
+    """The kinds of optimizers that may have written a group, by keys that only they have."""
+    if KEY_OF_THIS_PACKAGE in options or "dampening" in options:  # SGD's have momentum, too
         return ()
     if "kind" in options:
         return ("nanochat",)
@@ -91,6 +92,6 @@ def kinds_of(options: Mapping[str, Any]) -> tuple[str, ...]:
         return ("torch_muon",)
     if "betas" in options:
         return ("torch_adamw",)
-    if "momentum" in options:  # which both of these group by size, with a momentum for each
+    if "momentum" in options:  # both of these make groups by size, each with its momentum
         return ("nanochat", "keller_jordan") if "ns_steps" in options else ("keller_jordan",)
     return ()

@@ -1,4 +1,4 @@
-"""Keeps what weights in bf16 are rounded by, see `weight_rounding`, between the steps."""
+"""Keeps between steps what weights in bf16 are rounded by, see `weight_rounding`."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from ..distributed import utils as dtensors
 from ..parameters.options import Group
 from ..weight_rounding import Noise, RoundedBy, as_int16, noise_key, round_into, widen
 
-State = Mapping[Any, Mapping[str, Any]]
+OptimizerState = Mapping[Any, Mapping[str, Any]]  # by parameter
 
 
 class Rounding:
     """What the weights of an optimizer are rounded by.
 
-    A residual belongs to the weight that a step has rounded. Weights that were changed since, by
-    loading a model for example, count as they are. Their version counters tell, which count what is
-    done to a tensor, but not to its ``.data``, nor by collectives, nor to DTensors by functions
-    whose names begin with ``_foreach``. They are compared only between two steps, so that it does
-    not matter which of model and optimizer is loaded first.
+    A residual belongs to the weight that a step has rounded. If the weight was changed since, for
+    example by loading a model, the weight counts without its residual. Version counters tell. They
+    count changes of a tensor, but not those of its ``.data``, nor those by collectives, nor those
+    of DTensors by functions whose names begin with ``_foreach``. Counters are compared only from
+    one step to the next, so that it does not matter which of model and optimizer is loaded first.
 
     Attributes:
         residuals: by parameter, since the last `begin`.
@@ -36,8 +36,8 @@ class Rounding:
         self._versions: dict[Tensor, tuple[int, int]] = {}  # after the last step
         self._names: dict[Tensor, str] = {}
 
-    def begin(self, groups: Sequence[Group], state: State) -> None:
-        """Sets residuals to zero whose weights were changed since the last step."""
+    def begin(self, groups: Sequence[Group], state: OptimizerState) -> None:
+        """Sets the residuals of weights that were changed since the last step to zero."""
         self.residuals, self._names = {}, {}
         outdated = []
         for group in groups:
@@ -68,17 +68,17 @@ class Rounding:
         return Noise(key, torch.empty(shape, device="meta")[regions.slices(region)])
 
     def end(self) -> None:
-        """Takes note of the weights that a step has left."""
+        """Records the version counters of the weights that a step has left."""
         self._versions = {param: _versions(param) for param in self.residuals}
 
     def exact(self, param: Tensor) -> Tensor:
         """A parameter in fp32 with its residual, a new tensor."""
         weights, residual = dtensors.local(param), self.residuals[param]
         self._offload.wait_reload()
-        rest = self._offload.current(residual).to(weights.device)
-        if dtensors.is_dtensor(residual) and not dtensors.is_dtensor(param):  # replicas' rows
-            rest = dtensors.with_local(residual, rest).full_tensor()  # type: ignore[attr-defined]
-        (exact,) = widen([weights], [as_int16(rest)])
+        kept = self._offload.current(residual).to(weights.device)
+        if dtensors.is_dtensor(residual) and not dtensors.is_dtensor(param):  # divided by replicas
+            kept = dtensors.with_local(residual, kept).full_tensor()  # type: ignore[attr-defined]
+        (exact,) = widen([weights], [as_int16(kept)])
         placed = dtensors.mesh_placements_of(param)
         return (
             exact
@@ -89,18 +89,19 @@ class Rounding:
     def set_exact(self, param: Tensor, value: Tensor) -> None:
         """Sets a parameter and its residual to a tensor in fp32 that lies as the parameter does."""
         weights, residual = dtensors.local(param), self.residuals[param]
-        rest = torch.empty_like(weights, dtype=torch.int16)
-        round_into([dtensors.local(value).to(weights.device, copy=True)], [weights], [rest])
+        rounded_off = torch.empty_like(weights, dtype=torch.int16)
+        round_into([dtensors.local(value).to(weights.device, copy=True)], [weights], [rounded_off])
         if dtensors.is_dtensor(residual) and not dtensors.is_dtensor(param):
             sharding = dtensors.sharding_of(residual)
             assert sharding is not None
-            rest = rest[regions.slices(sharding.region(param.shape, dtensors.this_rank()))]
-        self._offload.evict()  # as above
-        as_int16(self._offload.current(residual)).copy_(rest)
+            region = sharding.region(param.shape, dtensors.this_rank())
+            rounded_off = rounded_off[regions.slices(region)]
+        self._offload.evict()  # a copy on its way would undo what is written, as in `begin`
+        as_int16(self._offload.current(residual)).copy_(rounded_off)
         torch.autograd.graph.increment_version(param)
         self._versions[param] = _versions(param)
 
 
 def _versions(param: Tensor) -> tuple[int, int]:
-    """Of a parameter and of its local tensor, which may be changed apart."""
+    """Version counters of a parameter and of its local tensor: either may be changed alone."""
     return param._version, dtensors.raw_local(param)._version

@@ -1,4 +1,4 @@
-"""Says which tensors of state a parameter has, of which shape and dtype, and checks that."""
+"""Says which tensors of state a parameter has, of which shapes and dtypes, and checks them."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from ..distributed.plan import Entry
 from ..distributed.replicas import is_divided
 from ..parameters.options import FLOATING_DTYPES, Group, Settings
 
-# The tensors that can be large, unlike AdamW's ``step``, which is one number.
+# Keys of the tensors of state that can be large; AdamW's ``step``, one number, is not among them.
 KEYS = ("momentum_buffer", "second_momentum_buffer", "exp_avg", "exp_avg_sq", "weight_residual")
 
-# These are loaded in the dtype they were saved in.
+# Keys of the tensors that are loaded in the dtype they were saved in.
 KEPT_DTYPE = ("momentum_buffer", "second_momentum_buffer", "weight_residual")
 
 
-# By key of a tensor of state its shape, and its mesh and placements; None for a plain tensor.
+# By key, the shape of a tensor of state, and its mesh and placements, None for a plain tensor.
 ExpectedState = dict[str, tuple[torch.Size, Optional[tuple]]]
 
 
 @dataclass(frozen=True)
 class Spec:
-    """One tensor of state before memory for it is allocated.
+    """A tensor of state for which no memory is allocated yet.
 
     This rank holds a part of the tensor, which fills its memory densely.
     """
@@ -52,12 +52,15 @@ def keys_of(group: Group, dtype: torch.dtype) -> list[str]:
 
 
 def moments_dtype(group: Group, dtype: torch.dtype) -> torch.dtype:
-    """Of AdamW's moments, and of momentum where nothing else is asked for, by the parameter's."""
+    """The dtype of AdamW's moments of a parameter of ``dtype``."""
     return torch.float32 if group.updates_in_fp32(dtype) else dtype
 
 
 def momentum_dtype(group: Group, dtype: torch.dtype) -> Optional[torch.dtype]:
-    """Of the momentum of a parameter of that dtype; None is that of the gradient at first."""
+    """The dtype of the momentum of a parameter of ``dtype``.
+
+    None stands for the gradient's dtype when the momentum is created; later any dtype may stay.
+    """
     if group.momentum_dtype is None and group.updates_in_fp32(dtype):
         return torch.float32
     return group.momentum_dtype
@@ -86,7 +89,7 @@ def expected_state(param: Tensor, entry: Optional[Entry], settings: Settings) ->
             dtensors.state_placements_of(param, settings.process_group) or placed,
         ),
         "weight_residual": (torch.Size([*param.shape, 2]), placed),
-        # Experts lie as the parameter's do, each with all its numbers.
+        # Experts lie as the parameter's do; a rank has all numbers of each of its experts.
         "second_momentum_buffer": (numbers, dtensors.expert_placements_of(param, m.row_dim)),
     }
 
@@ -94,7 +97,7 @@ def expected_state(param: Tensor, entry: Optional[Entry], settings: Settings) ->
 def specs_of(
     param: Tensor, entry: Optional[Entry], group: Group, settings: Settings
 ) -> dict[str, Spec]:
-    """The tensors of state that a parameter has, by their keys. To be called under ``no_grad``."""
+    """The tensors of state that a parameter has, by key. To be called under ``no_grad``."""
     dtypes = {
         "momentum_buffer": momentum_dtype(group, param.dtype) or dtensors.grad_dtype(param),
         "second_momentum_buffer": torch.float32,
@@ -180,14 +183,14 @@ def check_tensors(
             continue
         where = f"{key} of {name} in the {source}"
         is_tensor = isinstance(value, Tensor)
-        wanted, dtypes = "bf16, fp16, fp32 or fp64", set(FLOATING_DTYPES)
+        numbers, dtypes = "bf16, fp16, fp32 or fp64", set(FLOATING_DTYPES)
         if key == "weight_residual":
-            wanted, dtypes = "bytes", {torch.uint8}
+            numbers, dtypes = "bytes", {torch.uint8}
         elif param.is_complex():
-            wanted, dtypes = "complex numbers", {torch.complex64, torch.complex128}
+            numbers, dtypes = "complex numbers", {torch.complex64, torch.complex128}
         if not is_tensor or value.dtype not in dtypes:
             actual = value.dtype if is_tensor else type(value).__name__
-            raise ValueError(f"{where} is {actual}, no tensor of {wanted}")
+            raise ValueError(f"{where} is {actual}, no tensor of {numbers}")
         if value.layout != torch.strided or value.is_meta:
             actual = "on meta" if value.is_meta else f"sparse ({value.layout})"
             raise ValueError(f"{where} is {actual}; make it dense")
@@ -197,10 +200,10 @@ def check_tensors(
                 f"where {tuple(shape)} is needed"
             )
         if dtensors.mesh_placements_of(value) != placed:
-            wanted = "plain" if placed is None else f"{list(placed[1])} on {placed[0]}"
+            placement = "plain" if placed is None else f"{list(placed[1])} on {placed[0]}"
             remedy = "load it with torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
             if placed is None:  # as after unpickling, which brings no process group back
                 remedy = f"give the replicas' again, optim.process_group = ..., or {remedy}"
             raise ValueError(
-                f"{where} is {dtensors.describe(value)}, where it should be {wanted}; {remedy}"
+                f"{where} is {dtensors.describe(value)}, where it should be {placement}; {remedy}"
             )

@@ -16,7 +16,7 @@ from ..distributed.plan import Entry
 from ..parameters.options import Group, Settings
 from .specs import KEYS, converted, keys_of, moments_dtype, momentum_dtype, specs_of, zeros
 
-State = MutableMapping[Any, dict[str, Any]]  # of an optimizer
+MutableOptimizerState = MutableMapping[Any, dict[str, Any]]  # by parameter
 META = torch.device("meta")
 
 
@@ -25,7 +25,7 @@ class StateStore:
 
     def __init__(self, offload: CPUOffload):
         self._offload = offload
-        # Each parameter, its state, and the values of that as the last step has left them.
+        # Each parameter, its state, and the values that the last step has left in this state.
         self._checked: Optional[list[tuple[Tensor, dict[str, Any], list[Any]]]] = None
 
     @property
@@ -37,13 +37,13 @@ class StateStore:
         """Makes the next step create missing state and check all of it."""
         self._checked = None
 
-    def mark_checked(self, state: State, params: Iterable[Tensor]) -> None:
+    def mark_checked(self, state: MutableOptimizerState, params: Iterable[Tensor]) -> None:
         """Spares later steps the checks of state, as long as its tensors are the same objects."""
         self._checked = [
             (param, state[param], list(state[param].values())) for param in params if param in state
         ]
 
-    def recheck_replaced(self, state: State) -> None:
+    def recheck_replaced(self, state: MutableOptimizerState) -> None:
         """Makes this step check state if a tensor of it was replaced since the last step."""
         for param, param_state, values in self._checked or ():
             is_same = state.get(param) is param_state and len(param_state) == len(values)
@@ -55,7 +55,7 @@ class StateStore:
     @torch.no_grad()
     def create_missing(
         self,
-        state: State,
+        state: MutableOptimizerState,
         groups: Sequence[Group],
         entries: Sequence[Sequence[Optional[Entry]]],
         settings: Settings,
@@ -66,7 +66,7 @@ class StateStore:
             for param, entry in zip(group.params, group_entries):
                 keys = keys_of(group, param.dtype)
                 if param in state and "weight_residual" not in keys:
-                    # Steps without it go on from the weight as it is.
+                    # Steps without residuals go on from the rounded weight, which outdates these.
                     state[param].pop("weight_residual", None)
                 if not param.requires_grad:
                     continue
@@ -101,8 +101,8 @@ class StateStore:
             self._offload.flush()
             param_state[key] = converted(value, dtype, dtensors.local(value).device)
 
-    def drop_unused(self, state: State, params: Iterable[Tensor]) -> None:
-        """Drops state that is all zeros, of parameters that have left the groups.
+    def drop_unused(self, state: MutableOptimizerState, params: Iterable[Tensor]) -> None:
+        """Drops the state of parameters that have left the groups, if it is all zeros.
 
         A trainer that replaces parameters by their shards may have called `state_dict` before,
         which creates state. That state would keep the whole model alive.

@@ -1,1 +1,1 @@
-"""What a step works on, and what ranks compare before it; `pipeline` runs it."""
+"""What a step works on, and what ranks compare before it; `pipeline` runs the step."""

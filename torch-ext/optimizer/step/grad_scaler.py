@@ -1,8 +1,8 @@
 """Supports torch.amp.GradScaler: all ranks decide alike whether a step is skipped.
 
-By itself a scaler calls ``step()`` on the ranks that have found no Inf or NaN, and not on the
-others. Of an optimizer with ``_step_supports_amp_scaling`` it sets two attributes instead,
-``found_inf`` and ``grad_scale``, for the time of a ``step()`` that it always calls.
+As a rule a scaler calls ``step()`` only on ranks that have found no Inf or NaN. If the optimizer
+has ``_step_supports_amp_scaling``, the scaler calls ``step()`` always, and sets two attributes of
+the optimizer for the time of the call, ``found_inf`` and ``grad_scale``.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from ..parameters.options import Group
 
 
 class Scaling:
-    """What a scaler says of one step, if there is one.
+    """What a scaler, if there is one, says of one step.
 
     Args:
-        optimizer: whose attributes it has set.
+        optimizer: the optimizer whose attributes the scaler has set.
 
     Attributes:
-        skips: whether the step is to be skipped; None where there is no scaler.
-        has_unscaled: whether gradients have been changed: a second time would be once too often.
+        skips: whether the step is to be skipped; None if there is no scaler.
+        has_unscaled: whether gradients have been divided by the scale. If so, a step that fails
+            can't be repeated, since it would divide them again.
     """
 
     def __init__(self, optimizer: Any):
@@ -39,10 +40,10 @@ class Scaling:
         self.has_unscaled = False
 
     def check(self, groups: Sequence[Group]) -> None:
-        """Gradients that are still scaled can be unscaled.
+        """Checks that gradients that are still scaled can be unscaled.
 
         Raises:
-            ValueError: one is fp16, where what is left of small numbers would be lost.
+            ValueError: a gradient is fp16, in which small numbers would be lost.
         """
         if self._scale is None or self.skips:
             return
@@ -67,23 +68,25 @@ class Scaling:
         for device, grads in by_device.items():
             self.has_unscaled = True
             torch._foreach_mul_(grads, self._scale.reciprocal().to(device, non_blocking=True))
-        self._optimizer.grad_scale = None  # a step within hooks of this one has them unscaled
+        self._optimizer.grad_scale = None  # a step in a hook of this step finds them unscaled
 
 
 def is_asked_by_lightning() -> bool:
-    """Whether Lightning reads the property that calls this, and not a scaler.
+    """Whether Lightning, and not a scaler, reads the property that calls this function.
 
-    Of an optimizer with ``_step_supports_amp_scaling`` it expects that gradients are still scaled
-    before the step, and refuses to clip them, in bf16 too. Of others it has them unscaled.
+    If an optimizer has ``_step_supports_amp_scaling``, Lightning expects that its gradients are
+    still scaled before the step, and refuses to clip them, even in bf16. For other optimizers it
+    has gradients unscaled.
     """
     asking = sys._getframe(2).f_globals.get("__name__", "")
     return asking.split(".")[0] in ("lightning", "lightning_fabric", "pytorch_lightning")
 
 
 def forget_where_it_raises(step: Callable[..., Any]) -> Callable[..., Any]:
-    """A step, hooks and all, that leaves nothing of what a scaler has said where it raises.
+    """Wraps a step and its hooks: if they raise, the attributes that a scaler has set are removed.
 
-    The scaler would multiply its scale into what is left, and a step without it would be skipped.
+    Otherwise the scaler would multiply its scale into the one that is left, and a later step
+    without a scaler would be skipped.
     """
 
     @functools.wraps(step)

@@ -20,22 +20,22 @@ if TYPE_CHECKING:
 
 
 class Gradients:
-    """The gradient of each parameter, as far as this rank has its momentum.
+    """The gradients of Muon's parameters: of each, the part whose momentum this rank has.
 
     In ZeRO-2 the gradients of plain parameters are averaged over the replicas, and each replica
     gets its rows of the mean.
 
     Args:
-        plan: whose entries the parameters are.
+        plan: the plan whose entries the parameters are.
         params: in the order of the entries.
         groups: of the optimizer.
         absent: numbers of entries that take no part.
-        replicas: those that average, in ZeRO-2.
+        replicas: the replicas that average gradients, in ZeRO-2; else None.
         scratch: what buffers are taken from.
 
     Attributes:
-        means: of the averaged gradients, in ZeRO-2 only.
-        has_released: whether some gradients are gone.
+        means: averages gradients; in ZeRO-2 only.
+        has_released: whether some gradients were set to None.
     """
 
     means: MeanGradients
@@ -54,19 +54,21 @@ class Gradients:
         self._groups = groups
         self._held: dict[int, Tensor] = {}
         self.has_released = False
-        self._averaged: dict[int, int] = {}  # numbers of entries, in the order of their chunks
+        # By number of an entry, its number among averaged gradients, in the order of chunks.
+        self._averaged: dict[int, int] = {}
         if replicas is None:
             return
         from ..distributed.zero2 import MeanGradients  # loaded where it is used
 
-        self._needed: dict[tuple[int, int], int] = {}  # of each chunk, how many of these
-        for at, lane in enumerate(plan.all_lanes):
+        # How many averaged gradients this chunk and the chunks before it need.
+        self._needed: dict[tuple[int, int], int] = {}
+        for lane_number, lane in enumerate(plan.all_lanes):
             for chunk, units in enumerate(lane.rounds):
                 for unit, _ in units:
                     divided = plan.entries[unit.entry].momentum is not None
                     if divided and unit.entry not in absent:
                         self._averaged.setdefault(unit.entry, len(self._averaged))
-                self._needed[at, chunk] = len(self._averaged)
+                self._needed[lane_number, chunk] = len(self._averaged)
         entries = list(self._averaged)
         self.means = MeanGradients(
             [params[entry] for entry in entries],
@@ -77,7 +79,7 @@ class Gradients:
         )
 
     def buckets_needed(self) -> dict[tuple[int, int], int]:
-        """How many buckets of gradients have to be averaged before each chunk."""
+        """For each chunk, how many buckets of gradients have to be averaged before it."""
         counts = self.means.bucket_plan.prefix_counts
         return {chunk: counts[count] for chunk, count in self._needed.items()}
 
@@ -88,9 +90,10 @@ class Gradients:
         return self._held[number]
 
     def release(self, number: int) -> None:
-        """Lets a gradient go that has been read, where that is asked for.
+        """Sets the gradient of an entry, which has been read, to None if its group asks for that.
 
-        Not in capturable groups: the backward of a replayed graph writes where it was captured.
+        Gradients of capturable groups stay: the backward of a replayed graph writes to the memory
+        that it wrote to when it was captured.
         """
         self._held.pop(number, None)
         group = self._groups[self._plan.entries[number].group]

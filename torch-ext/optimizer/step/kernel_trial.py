@@ -1,7 +1,7 @@
 """Tries the Triton kernels that a plan needs, before ranks agree on a step and anything is written.
 
-Triton compiles a kernel where it is first launched, which takes a C compiler, Python's headers and
-a device that the tiles fit. What fails then must not fail in the middle of a step.
+Triton compiles a kernel when it is first launched, which takes a C compiler, Python's headers and a
+device that the tiles fit. If that fails, it must fail here, not in the middle of a step.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 def try_kernels(plan: Plan, groups: Sequence[Group]) -> Optional[Exception]:
-    """What keeps Triton from compiling or launching the kernels of a plan here; None if nothing."""
+    """Launches the kernels of a plan; returns the error that keeps Triton from it, or None."""
     lanes = [lane for lane in plan.all_lanes if triton_kernels.is_used_on(lane.device.type)]
     if not lanes:
         return None
@@ -46,7 +46,7 @@ def try_kernels(plan: Plan, groups: Sequence[Group]) -> Optional[Exception]:
                     of_team = (block.rows, block.cols) if lane.team_size > 1 else None
                     _try_batch(lane.device, lane.wire, recipe, shape, of_team)
     except torch.OutOfMemoryError:
-        raise  # which the step would, too
+        raise  # the step would raise this, too
     except Exception as error:  # of Triton, of what it compiles with, of the driver
         return error
     return None
@@ -116,7 +116,8 @@ def _try_batch(
     shape: tuple[int, int, int],
     of_team: Optional[tuple[int, int]],
 ) -> None:
+    """Orthogonalizes a batch of zeros; ``of_team`` is the shape of a team's whole matrices."""
     zeros, team = torch.zeros(shape, dtype=wire, device=device), None
-    if of_team is not None:  # alone: nothing is exchanged before ranks have agreed
+    if of_team is not None:  # a team of one: nothing is exchanged before ranks have agreed
         team = Team(*of_team, add=lambda tensor: None, gather=lambda tensor: tensor.unsqueeze(0))
     orthogonalize(zeros, recipe, Eps(1e-7), True, Scratch(), team)

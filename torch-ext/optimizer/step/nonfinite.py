@@ -14,7 +14,7 @@ from ..distributed.plan import Lane, Plan, Unit
 
 
 class FiniteMask:
-    """Which matrices are updated in a step.
+    """Which matrices are finite, and so are updated in a step.
 
     Args:
         plan: of the step.
@@ -36,19 +36,19 @@ class FiniteMask:
 
         Args:
             lane: of the units.
-            units: that may be skipped, alike on all peers.
-            parts: of them that this rank has, with their boxes, and the gradient or momentum there.
-            group: of the lane's peers; None without any.
+            units: the units that may be skipped, alike on all peers.
+            parts: this rank's parts of these units: unit, box, and the gradient or momentum there.
+            group: the process group of the lane's peers; None for a rank that is alone.
         """
         counts = {unit.matrices: unit.count for unit in units}  # once for all slices
         finite = torch.ones(sum(counts.values()), dtype=torch.uint8, device=lane.device)
         flags = dict(zip(counts, finite.split(list(counts.values()))))
         flags_by_unit = {id(unit): flags[unit.matrices] for unit in units}
         for unit, box, part in parts:
-            matrices = unit.block.row_axis  # so many axes count them
-            of_unit = flags_by_unit[id(unit)].view(unit.shape[:matrices])
-            is_finite = torch.isfinite(part).flatten(matrices).all(dim=-1)
-            of_unit[regions.slices(box[:matrices])].mul_(is_finite.to(finite.device))
+            counting_axes = unit.block.row_axis  # the first axes count matrices
+            unit_flags = flags_by_unit[id(unit)].view(unit.shape[:counting_axes])
+            is_finite = torch.isfinite(part).flatten(counting_axes).all(dim=-1)
+            unit_flags[regions.slices(box[:counting_axes])].mul_(is_finite.to(finite.device))
         if group is not None:
             op = dist.ReduceOp.MIN
             self._work.append(dist.all_reduce(finite, op, group=group, async_op=True))
@@ -64,7 +64,8 @@ class FiniteMask:
         return flags
 
     def keep(self, unit: Unit, box: regions.Region) -> Tensor:
-        """Whether to update, for the elements of a part of a unit; broadcasts to them."""
-        matrices = unit.block.row_axis
-        flags = self.of(unit).view(unit.shape[:matrices])[regions.slices(box[:matrices])]
-        return flags.view(*flags.shape, *(1 for _ in box[matrices:]))
+        """Which elements of a part of a unit to update; broadcasts to the part."""
+        counting_axes = unit.block.row_axis
+        flags = self.of(unit).view(unit.shape[:counting_axes])
+        flags = flags[regions.slices(box[:counting_axes])]
+        return flags.view(*flags.shape, *(1 for _ in box[counting_axes:]))

@@ -34,9 +34,9 @@ def take_notes(
 
     Args:
         groups, survey, plan, settings: of this step.
-        absent: numbers of the plan's entries that take no part in it.
-        clip_lines: QK-Clip's lines, for the ranks of a mesh.
-        identify: tells the ranks of a mesh which of their optimizers this is.
+        absent: numbers of the plan's entries that take no part in the step.
+        clip_lines: QK-Clip's lines, by the ranks of a mesh.
+        identify: says, for the ranks of a mesh, which of their optimizers this is.
     """
     lines: dict[Ranks, list[str]] = defaultdict(list)
     gradients: dict[Ranks, list[str]] = defaultdict(list)
@@ -74,7 +74,10 @@ def take_notes(
 
 
 def _setting_lines(settings: Settings, ranks: Ranks) -> list[str]:
-    """The settings; ranks of another mesh may each have a process group of their own."""
+    """The settings as lines; only replicas compare their process group.
+
+    The ranks of a mesh may each have another one.
+    """
     values = {**vars(settings), "state streamed (turn_on_cpu_offload)": settings.streams}
     del values["streams"], values["memory"]
     if ranks != settings.replicas:
@@ -91,10 +94,11 @@ def _in_words(value: Any) -> str:
 
 
 def _gradient_sets(entry: Entry, param: Tensor, rank: int, settings: Settings) -> list[Ranks]:
-    """The sets of ranks that must all take part in an entry that takes part on this rank.
+    """The sets of ranks that all have to take part in an entry, since this rank does.
 
-    A gradient that counts as zeros is absent to the ranks that hold the same part, unless they
-    average: replicas would diverge, or one matrix would be made of the gradient and of zeros.
+    Unless replicas average gradients, those that hold the same part must all have a gradient, or
+    none: a missing one that counts as zeros counts as absent among them. Otherwise replicas would
+    diverge, or a matrix would be made of a gradient and of zeros.
     """
     holders = entry.holders(rank)
     averaged = entry.momentum is not None and settings.divided is not None
@@ -107,9 +111,10 @@ def _gradient_sets(entry: Entry, param: Tensor, rank: int, settings: Settings) -
 
 
 def _adamw_replicas(param: Tensor, group: Group, rank: int, settings: Settings) -> Ranks:
-    """The replicas of what a rank holds of AdamW's parameter, which must all take part in it.
+    """The ranks that hold the same part of AdamW's parameter as this one, and must update it, too.
 
-    Where every rank applies its own gradient, zeros on some ranks only would make replicas diverge.
+    They are none if this rank takes no part. If every rank applies its own gradient, one that is
+    missing on this rank counts as absent: zeros on some ranks only would make replicas diverge.
     """
     sharding = dtensors.sharding_of(param)
     is_averaged = sharding is None and settings.divided is not None

@@ -1,6 +1,7 @@
 """Holds what a step's events work on: parts of parameters and state, gradients, prefetching.
 
-`Prepared` is made once for a plan, and holds as long as the storages stand. `Step` is one step.
+`Prepared` is made once for a plan, and is valid as long as parameters and momentum keep their
+storages. `Step` is one step.
 """
 
 from __future__ import annotations
@@ -32,15 +33,15 @@ if TYPE_CHECKING:
     from ..extras.audit import Audit
     from ..qk_clip.clip import Clipping
 
-State = Mapping[Tensor, MutableMapping[str, Tensor]]
+OptimizerState = Mapping[Tensor, MutableMapping[str, Tensor]]  # by parameter
 
-# What windows of host memory are announced for.
+# What the prefetcher's windows are for: the first item of their keys.
 NONFINITE, MOMENTUM = "nonfinite", "momentum"
 SECOND_MOMENT, WEIGHTS = "second moment", "weights"
 
 
 class SpanParts(NamedTuple):
-    """This rank's parts of the units of a span, in the order of its bundles; empty ones left out.
+    """This rank's parts of the units of a span, in the order of its bundles, without empty parts.
 
     Args:
         units: one for each part.
@@ -56,7 +57,7 @@ class SpanParts(NamedTuple):
 
 
 class Prepared:
-    """What steps of one plan keep: parts of parameters and state for each span, and the schedule.
+    """What the steps of one plan share: parts of parameters and state by span, and the schedule.
 
     ``params`` and ``state`` are in the order of the plan's entries.
     """
@@ -81,19 +82,20 @@ class Prepared:
             param = params[lane.owners[0][0].entry]
             return dtensors.process_group(param, ranks, settings.process_group)
 
-        # Made in one order on all ranks: those of lanes, then those of teams, by their lanes.
+        # All ranks make groups in one order: first those of lanes, then those of teams, by lane.
         self.process_groups = [group_of(lane, lane.peers) for lane in plan.lanes]
         self.team_groups = [
             group_of(lane, lane.team) if lane.team_size > 1 else None for lane in plan.lanes
         ]
-        for groups in (self.process_groups, self.team_groups):
-            groups += [None] * len(plan.local_lanes)
+        for by_lane in (self.process_groups, self.team_groups):
+            by_lane += [None] * len(plan.local_lanes)
         self.schedule: tuple[Event, ...] = ()
         self.last_reads: dict[Optional[int], list[int]] = {}
         self._schedule_inputs: Optional[ScheduleInputs] = None
-        self._parts: dict[int, SpanParts] = {}  # by id of a span
-        self._places: dict[int, list[tuple[torch.Size, tuple[int, ...], int]]] = {}  # likewise
-        self._joined: dict[int, list[tuple[Span, Sequence[Span]]]] = {}  # by id of spans
+        # By id of a span, and `_joined` by id of a chunk's sequence of spans.
+        self._parts: dict[int, SpanParts] = {}
+        self._places: dict[int, list[tuple[torch.Size, tuple[int, ...], int]]] = {}
+        self._joined: dict[int, list[tuple[Span, Sequence[Span]]]] = {}
 
     def holds(self, params: Sequence[Tensor], state: Sequence[Mapping[str, Tensor]]) -> bool:
         """Whether all storages are still those that the parts were taken from."""
@@ -105,7 +107,7 @@ class Prepared:
         if inputs == self._schedule_inputs:
             return
         self._schedule_inputs, self.schedule = inputs, schedule(self.plan, inputs)
-        # By the number of an entry the id of the last span that reads its gradient.
+        # By number of an entry, the id of the last span that reads its gradient.
         last: dict[int, Optional[int]] = dict.fromkeys(range(len(self.params)))
         for event in self.schedule:
             if event.do is Do.GATHER:
@@ -149,7 +151,7 @@ class Prepared:
         return places
 
     def joined(self, spans: Sequence[Span], is_scatter: bool) -> list[tuple[Span, Sequence[Span]]]:
-        """Spans of a chunk that are updated alike as one, each with those that it is made of."""
+        """The spans of a chunk, joined where they are updated alike; each with those it joins."""
         joined = self._joined.get(id(spans))
         if joined is None:
             alike: dict[tuple, list[Span]] = {}
@@ -170,16 +172,17 @@ class Step:
 
     Args:
         plan, groups, state, settings, offload, rounding, clipping: what the step works on.
-        absent: numbers of the plan's entries that take no part, for lack of a gradient. Those that
-            ranks share are in no lane; those that are whole on this rank are passed over.
+        absent: numbers of the plan's entries that take no part, for lack of a gradient. The plan's
+            lanes have none of those that ranks share; the step passes over those that are whole on
+            this rank.
         prepared: of the last step, unless there was state in host memory.
-        audit: takes notes of what the step does, if one does.
+        audit: records what the step does; None without an audit.
 
     Attributes:
-        prefetcher: brings state from host memory, window by window; idle where none is there.
+        prefetcher: brings state from host memory, window by window; idle if there is none.
         gradients: as they are, or averaged over replicas.
-        transports: of the chunks in flight, by the numbers of their lane and of the chunk in it.
-        finite: which matrices are updated, of those that may be skipped.
+        transports: of the chunks in flight, by `Event.chunk`.
+        finite: of the matrices that may be skipped, which ones are finite and so are updated.
         has_written: whether parameters or state may have changed.
     """
 
@@ -192,7 +195,7 @@ class Step:
         plan: Plan,
         groups: Sequence[Group],
         absent: Collection[int],
-        state: State,
+        state: OptimizerState,
         settings: Settings,
         offload: CPUOffload,
         rounding: Rounding,
@@ -218,19 +221,18 @@ class Step:
             plan, self._params, groups, absent, settings.divided, self.scratch
         )
         self._last_prepared = prepared if prepared is not None and prepared.plan is plan else None
-        self._on_host: set[int] = (
-            set()
-        )  # entries whose weights are in host memory, but are updated on a device
+        # Numbers of entries whose weights are in host memory, but are updated on a device.
+        self._on_host: set[int] = set()
         if self._last_prepared is None:
             self._on_host = {n for n, param in enumerate(self._params) if offload.is_on_host(param)}
 
     def __enter__(self) -> Step:
-        others: list[int] = []
+        adamw_ids: list[int] = []  # of the parameters that take part
         if self._offload.has_state:
-            adamw_groups = (group for group in self.groups if not group.use_muon)
-            others = [id(p) for group in adamw_groups for p in group.params if group.takes_part(p)]
+            groups = (group for group in self.groups if not group.use_muon)
+            adamw_ids = [id(p) for group in groups for p in group.params if group.takes_part(p)]
         try:
-            participants = (self._absent, others)
+            participants = (self._absent, adamw_ids)
             once = bool(self._on_host)
             self.prefetcher = self._offload.begin_step(self.plan, participants, once=once)
             self._prepare()
@@ -293,13 +295,14 @@ class Step:
 
     def momentum(self, span: Span) -> SpanParts:
         """Parts of the momentum of a span, of units that take part."""
-        return self._present(self.prepared.parts(span, self.prepared.momenta))
+        return self._without_absent(self.prepared.parts(span, self.prepared.momenta))
 
     def weights(self, span: Span) -> SpanParts:
         """Parts of the weights of a span, of units that take part."""
-        return self._present(self.prepared.parts(span, self.prepared.weights))
+        return self._without_absent(self.prepared.parts(span, self.prepared.weights))
 
-    def _present(self, parts: SpanParts) -> SpanParts:
+    def _without_absent(self, parts: SpanParts) -> SpanParts:
+        """The parts of units that take part."""
         present = self.present(parts.units)
         if present is None:
             return parts
@@ -307,16 +310,17 @@ class Step:
         return SpanParts(*chosen)
 
     def uses_lists(self, lane: Lane) -> bool:
-        """Whether all that a chunk has is updated by kernels of any number of tensors at once.
+        """Whether all spans of a chunk may be updated at once, as kernels take any list of tensors.
 
-        They need no copy of it in opmath. What comes from host memory comes span by span.
+        Torch's functions need a copy of a span in opmath, and what comes from host memory comes
+        span by span: then each span is updated by itself.
         """
         return triton_kernels.is_used_on(lane.device.type) and self.prefetcher.is_idle
 
     def together(
         self, spans: Sequence[Span], lane: Lane, is_scatter: bool = False
     ) -> Sequence[tuple[Span, Sequence[Span]]]:
-        """What to update in one call, and the spans of a chunk that it is made of."""
+        """The spans to update in one call each; each with the spans of the chunk that it joins."""
         if self.uses_lists(lane):
             return self.prepared.joined(spans, is_scatter)
         return [(span, (span,)) for span in spans]
@@ -350,13 +354,13 @@ class Step:
                 self.gradients.release(number)
 
     def keep(self, parts: SpanParts) -> Optional[list[Tensor]]:
-        """Where to update the parts of a span; None where that is everywhere."""
+        """Which elements of each part to update; None for all elements."""
         if not parts.units or not self.may_skip(parts.units[0]):
             return None
         return [self.finite.keep(unit, box) for unit, box in zip(parts.units, parts.boxes)]
 
     def clip(self, parts: SpanParts) -> Optional[list[Optional[Tensor]]]:
-        """What QK-Clip multiplies the rows of the parts with, if it does."""
+        """What QK-Clip multiplies each part with, or None for it; None without QK-Clip."""
         if self.clipping is None:
             return None
         scales = [self.clipping.scale(self._params[unit.entry]) for unit in parts.units]
@@ -367,7 +371,7 @@ class Step:
         ]
 
     def rounded_by(self, parts: SpanParts) -> Optional[list[RoundedBy]]:
-        """What the weights of a span are rounded by, where they are updated in fp32."""
+        """What rounds each part of the weights; None unless they are updated in fp32."""
         if not parts.units:
             return None
         entry = self.plan.entries[parts.units[0].entry]
@@ -380,11 +384,12 @@ class Step:
         return rounded_by
 
     def has_moment_of_rows(self, unit: Unit) -> bool:
-        """Whether V of a unit's matrices has a number for each row, not for each column."""
+        """Whether V, the second moment, of a unit's matrices has a number for each row, not for
+        each column."""
         return self.plan.entries[unit.entry].matrices.has_moment_of_rows(unit.block)
 
     def second_moment(self, unit: Unit) -> Tensor:
-        """V of a unit's matrices, a view (experts…, matrices of each…, numbers of one)."""
+        """V of a unit's matrices: a view (experts…, matrices of each expert…, numbers of each)."""
         entry, block = self.plan.entries[unit.entry], unit.block
         row_dim, counting = entry.matrices.row_dim, slice(entry.matrices.row_dim, block.row_axis)
         held = entry.region(self.plan.rank)[:row_dim]
@@ -399,7 +404,8 @@ class Step:
         return self.group(unit).nonfinite == "skip"
 
     def may_overflow(self, unit: Unit) -> bool:
-        """Whether finite gradients may sum up to Inf; other formats reach as far as 1e38."""
+        """Whether finite gradients may sum up to Inf in the momentum: in fp16, as other dtypes of
+        momentum reach 1e38."""
         return self.prepared.momenta[unit.entry].dtype == torch.float16
 
     # -- what has to be prefetched -------------------------------------------------------------
@@ -418,7 +424,7 @@ class Step:
         }
 
     def _enqueue(self, event: Event) -> None:
-        """Enqueues the windows that an event is going to use, in that order."""
+        """Enqueues the windows that an event is going to use, in the order of their use."""
         if event.do is Do.ADAMW:
             self.adamw.enqueue(event.number)
         elif event.do is Do.GATHER:
@@ -446,7 +452,7 @@ class Step:
         self.prefetcher.enqueue(key)
 
     def _momentum_fetches(self, parts: SpanParts, written: bool = True) -> list[list[Fetch]]:
-        """Fetches for each part of the momentum and its gradient, as far as the host has them."""
+        """Fetches of each part of the momentum and its gradient that are in host memory."""
         rows = []
         for unit, local_part, tensor in zip(parts.units, parts.local_parts, parts.tensors):
             buffer = self.prepared.state[unit.entry]["momentum_buffer"]
@@ -464,7 +470,7 @@ class Step:
         return self._offload.fetches(buffer, self.second_moment(unit))
 
     def _weight_fetches(self, parts: SpanParts) -> list[list[Fetch]]:
-        """Fetches for each part of the weights and its residual, as far as the host has them."""
+        """Fetches of each part of the weights and its residual that are in host memory."""
         rows = []
         for unit, local_part, tensor in zip(parts.units, parts.local_parts, parts.tensors):
             fetches, entry = list[Fetch](), self.plan.entries[unit.entry]
