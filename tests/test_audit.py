@@ -98,7 +98,7 @@ def weights_of(run: Run) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_an_audit_has_the_norms_of_whole_tensors_and_changes_no_bit(ranks):
     kinds = ("defaults", "exact") if ranks == 4 else tuple(KINDS)
     run_ranks(audited, ranks, LAYOUTS[ranks], kinds)

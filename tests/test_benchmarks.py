@@ -64,6 +64,7 @@ def test_absent_compares_steps_by_the_share_of_gradients_that_are_not_there(caps
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="counts sockets as Linux lists them")
 def test_hosts_compares_groups_of_eight_with_one_group_of_all_ranks():
     command = [sys.executable, BENCHMARKS / "hosts.py", "--ranks", "16", "--steps", "2"]
@@ -180,6 +181,7 @@ def test_the_wire_keeps_a_matrix_up_to_a_power_of_two():
     assert float((sent / exact - G).norm() / G.norm()) < 2**-11
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error")
 def test_training_compares_optimizers_at_their_best_rates_and_repeats_no_run(
     capsys, tmp_path, monkeypatch

@@ -908,6 +908,7 @@ def load_beside_other_beta2(layouts: tuple[str, ...], directory: Path) -> None:
                     other.check(directory / "expected.pt")
 
 
+@pytest.mark.slow
 def test_beta2_and_second_moments_are_a_checkpoints_or_it_is_refused(tmp_path):
     run_ranks(load_beside_other_beta2, 2, ("FSDP2",), tmp_path)
 

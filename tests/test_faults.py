@@ -625,8 +625,10 @@ def step_without(layout: str, frozen: bool) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("layout", ["FSDP2", "experts and dense weights"])
+@pytest.mark.parametrize("frozen", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "layout", [pytest.param("FSDP2", marks=pytest.mark.slow), "experts and dense weights"]
+)
 def test_what_lacks_a_gradient_or_is_frozen_on_all_ranks_is_skipped(layout, frozen):
     run_ranks(step_without, 4, layout, frozen)
 
@@ -649,7 +651,13 @@ def step_with_nan(layout: str) -> None:
             twins.compare()
 
 
-@pytest.mark.parametrize("layout", list(LAYOUTS))
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "TP + FSDP2",
+        *(pytest.param(key, marks=pytest.mark.slow) for key in LAYOUTS if key != "TP + FSDP2"),
+    ],
+)
 def test_a_nan_on_one_rank_is_no_fault_and_stays_in_its_matrix(layout):
     run_ranks(step_with_nan, 4, layout)
 
@@ -768,6 +776,7 @@ def world_made_anew():
         dist.init_process_group("gloo", store=prefixed, rank=rank, world_size=size)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(DEVICE != "cpu", reason="makes gloo's groups only")
 def test_groups_go_with_the_process_group_they_were_made_in():
     run_ranks(world_made_anew, 5, timeout=100)

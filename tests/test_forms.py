@@ -133,7 +133,10 @@ def test_where_no_single_restart_will_do_there_are_as_many_as_are_safe():
     assert one == auto and len(one.restarts) > 1
 
 
-@pytest.mark.parametrize("share", [0.5, 0.85, 0.99])
+@pytest.mark.parametrize(
+    "share",
+    [0.85, pytest.param(0.5, marks=pytest.mark.slow), pytest.param(0.99, marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_with_one_restart_a_singular_value_that_stands_alone_does_not_diverge(family, share):
     for power, dtype in itertools.product((0.0, 1.0, 2.0), (FP16, BF16)):
@@ -481,7 +484,9 @@ def test_fp16_on_cpus_takes_the_form_that_it_has_on_accelerators():
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
 @pytest.mark.parametrize("algorithm", ns.ALGORITHMS)
-@pytest.mark.parametrize("family", ["polar_express", "cubic5"])
+@pytest.mark.parametrize(
+    "family", ["polar_express", pytest.param("cubic5", marks=pytest.mark.slow)]
+)
 def test_flops_are_those_that_torch_counts(family, algorithm, dtype):
     for rows, cols in [(24, 24), (40, 16), (512, 1100), (600, 513)]:
         form = form_of(rows, cols, algorithm, dtype, family=family)

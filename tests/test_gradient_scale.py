@@ -19,7 +19,7 @@ presets = optimizer.presets
 SHAPES = [(24, 24), (128, 48), (48, 128), (1, 32)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 # With these no gradient and no momentum leaves the normal numbers of its dtype.
-EXPONENTS = dict.fromkeys(DTYPES, (0, -100, -26, -1, 5, 100)) | {torch.float16: (8, 6, 12)}
+EXPONENTS = dict.fromkeys(DTYPES, (0, -100, 5)) | {torch.float16: (8, 6, 12)}
 OPTIONS = {
     "defaults": {},
     "nanochat's": dict(
@@ -65,7 +65,7 @@ def distance(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
 @pytest.mark.parametrize("ns_norm", ["frobenius", "schatten4"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gradients_times_a_power_of_two_take_the_same_steps_to_the_bit(dtype, ns_norm, options):
-    for ns_dtype in (None, torch.float32, torch.bfloat16, torch.float16):
+    for ns_dtype in (None, torch.float16):
         options = {**options, "ns_norm": ns_norm, "ns_dtype": ns_dtype}
         first, *exponents = EXPONENTS[dtype]
         expected = movement(muon(parameters(dtype), **options), 2.0**first)

@@ -37,7 +37,7 @@ def placed(*of_each):
     return [Weight(*each) for each in of_each]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_they_take_the_steps_of_one_process_on_shards_and_experts(ranks):
     check(
         ranks,
@@ -139,7 +139,13 @@ def moves_as_the_formulas(formats, bound, members=None):
 
 FORMATS = pytest.mark.parametrize(
     ("arithmetic", "wire", "bound"),
-    [(FP16, FP16, 0.02), (FP16, FP32, 0.02), (BF16, BF16, 0.1), (FP32, FP16, 0.02)],
+    [
+        (FP16, FP16, 0.02),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in ((FP16, FP32, 0.02), (BF16, BF16, 0.1), (FP32, FP16, 0.02))
+        ),
+    ],
     ids=str,
 )
 
@@ -149,7 +155,11 @@ def test_small_gradients_move_weights_as_the_formulas_say_in_every_format(arithm
     run_ranks(moves_as_the_formulas, 4, {"ns_dtype": arithmetic, "comm_dtype": wire}, bound)
 
 
-@pytest.mark.parametrize(("arithmetic", "bound"), [(FP16, 0.03), (FP32, 0.1)], ids=str)
+@pytest.mark.parametrize(
+    ("arithmetic", "bound"),
+    [(FP16, 0.03), pytest.param(FP32, 0.1, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_slices_add_the_absolute_eps_to_the_norm_of_the_whole_matrix(arithmetic, bound):
     run_ranks(moves_as_the_formulas, 4, {"ns_dtype": arithmetic}, bound, 2)
 

@@ -132,7 +132,7 @@ def test_fsdp2(ranks):
     run_ranks(fsdp2, ranks, {2: variants, 4: variants[1::4], 8: variants[-1:]}[ranks])
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("ranks", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_fsdp2_shards_of_any_size(ranks):
     def rows(*shapes):
         return [Weight(shape, (ranks,), (0,)) for shape in shapes]
@@ -174,7 +174,7 @@ def test_fsdp2_by_placement_function():
     run_ranks(fsdp2_on_columns, 4, VARIANTS[1])
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("ranks", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_fsdp2_shards_of_columns(ranks):
     def columns(*shapes):
         return [Weight(shape, (ranks,), (len(shape) - 1,)) for shape in shapes]
@@ -409,7 +409,7 @@ def test_hsdp_over_tensor_parallelism():
     run_ranks(tensor_parallelism, 8, ("replicate", "dp", "tp"), (2, 2, 2))
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("ranks", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_rows_and_columns_on_a_tensor_parallel_mesh(ranks):
     check(
         ranks,
@@ -441,7 +441,11 @@ def dense_weights(sizes, before=()):
     }
 
 
-@pytest.mark.parametrize("sizes", [(2, 2), (2, 4), (4, 2)], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [(2, 2), *(pytest.param(sizes, marks=pytest.mark.slow) for sizes in ((2, 4), (4, 2)))],
+    ids=str,
+)
 def test_strided_shards(sizes):
     check(math.prod(sizes), dense_weights(sizes))
 
@@ -456,7 +460,7 @@ def test_replicas_of_strided_shards():
 # -- experts ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("ranks", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_experts_under_fsdp2(ranks):
     def experts(*counts):
         return [Weight((count, 8, 10), (ranks,), (0,)) for count in counts]
@@ -546,7 +550,7 @@ def expert_parallelism(sizes):
             beside(model, twin, **options).step_and_compare()
 
 
-@pytest.mark.parametrize("sizes", [(2, 2), (2, 4)], ids=str)
+@pytest.mark.parametrize("sizes", [(2, 2), pytest.param((2, 4), marks=pytest.mark.slow)], ids=str)
 def test_expert_parallelism_under_fsdp2_beside_dense_weights(sizes):
     run_ranks(expert_parallelism, math.prod(sizes), sizes)
 
@@ -576,7 +580,7 @@ def test_a_nan_in_one_expert_on_one_rank_leaves_that_expert_alone():
 # -- one stored tensor as several matrices, or as another one --------------------------------------
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("ranks", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_blocks_and_heads_cut_by_shards_and_not(ranks):
     def weights(*shapes, dim=0):
         return [Weight(shape, (ranks,), (dim,)) for shape in shapes]
@@ -627,7 +631,7 @@ def test_flattened_convolutions(sizes):
 # -- several of them in one optimizer --------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ranks", [4, 8])
+@pytest.mark.parametrize("ranks", [4, pytest.param(8, marks=pytest.mark.slow)])
 def test_several_meshes_and_placements(ranks):
     tp, ep = (2, ranks // 2), (ranks // 2, 2)
     dense = [Weight((16, 24), tp, (0, 0)), Weight((16, 24), tp, (0, 1)), Weight((9, 8), tp, (0, 1))]

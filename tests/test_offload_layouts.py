@@ -222,6 +222,7 @@ def train_fsdp2() -> None:
             assert backend.allocated_bytes == 0
 
 
+@pytest.mark.slow
 def test_a_model_under_fsdp2_trains_the_same_in_every_mode():
     run_ranks(train_fsdp2, RANKS)
 

@@ -628,7 +628,9 @@ class Regression(nn.Module):
 
 
 @pytest.mark.parametrize("kind", ["random", "training"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str
+)
 @pytest.mark.parametrize("name", TWENTY)
 def test_twenty_steps_in_exact_arithmetic_are_those_of_each_source(name, dtype, kind):
     make_source, preset, arguments = TWENTY[name]

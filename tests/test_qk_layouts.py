@@ -144,7 +144,7 @@ def replicated(kind: str, **options) -> list[Group]:
     return groups_of(kind, None, (), **options)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_plain_parameters_of_a_process_group(ranks):
     cases = [
         (f"{kind}, {options}", replicated(kind), KINDS[kind][0], {"process_group": True, **options})

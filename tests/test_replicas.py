@@ -115,7 +115,7 @@ def step_replicated(kind: str, cases: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("ranks", [1, 2, *(pytest.param(n, marks=SLOW) for n in (3, 8)), 4])
+@pytest.mark.parametrize("ranks", [1, 2, *(pytest.param(n, marks=SLOW) for n in (3, 4, 8))])
 def test_replicated_matrices_take_the_steps_of_one_process(kind, ranks):
     variants = VARIANTS if ranks in (3, 4) else VARIANTS[ranks % 2 :: 2]
     varied = [("many", MATRICES, {**EXACT, **variant}) for variant in variants]
@@ -136,7 +136,7 @@ def train_under_ddp() -> None:
     assert_replicas_alike(twins)
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("ranks", [2, 4, pytest.param(8, marks=SLOW)])
 def test_a_model_under_ddp(ranks):
     run_ranks(train_under_ddp, ranks)
 
@@ -207,7 +207,7 @@ def step_with_adamw(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("ranks", [1, 2, 4, pytest.param(8, marks=SLOW)])
 def test_adamws_parameters_beside_frozen_and_unused_ones(kind, ranks):
     run_ranks(step_with_adamw, ranks, kind)
 
@@ -266,7 +266,9 @@ def step_shards(sizes: tuple[int, ...], dims: tuple[Any, ...], hsdp: str) -> lis
 
 @pytest.mark.parametrize("hsdp", ["spread", "redundant", "auto"])
 @pytest.mark.parametrize(
-    ("sizes", "dims"), [((2, 2), (None, 0)), ((4, 2), (None, 0)), ((2, 2), (0, None))], ids=str
+    ("sizes", "dims"),
+    [((2, 2), (None, 0)), pytest.param((4, 2), (None, 0), marks=SLOW), ((2, 2), (0, None))],
+    ids=str,
 )
 def test_replicas_of_shards_hold_the_same_bits_in_the_default_formats(sizes, dims, hsdp):
     """HSDP, and replicas on a mesh of tensor parallelism."""
@@ -919,7 +921,9 @@ BUCKET_BYTES = import_module(f"{optimizer.__name__}.distributed.zero2").BUCKET_B
 
 
 @pytest.mark.parametrize("options", [{}, {"beta2": 0.9}, {"chunk_size": 1}], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str
+)
 @pytest.mark.parametrize("kind", [*KINDS, "spread"])
 def test_memory_is_bounded_by_local_bytes_and_the_largest_matrix(kind, dtype, options):
     for peak, bound in run_ranks(memory_of, 4, kind, dtype, options):

@@ -218,7 +218,7 @@ def groups_of(weights, names=CASES):
     }
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_split_on_fsdp2_and_tensor_parallelism_takes_the_steps_of_one_device(ranks):
     def weights(shape):
         return [Weight(shape, (ranks,), (dim,)) for dim in (0, 1)]
@@ -227,6 +227,7 @@ def test_every_split_on_fsdp2_and_tensor_parallelism_takes_the_steps_of_one_devi
     check(ranks, groups_of(weights), [{}, {"beta2": 0.9}])
 
 
+@pytest.mark.slow
 def test_every_split_on_fsdp2_over_tensor_parallelism_takes_the_steps_of_one_device():
     def weights(shape):
         return [Weight(shape, (2, 2), dims) for dims in ((0, 0), (0, 1), (1, 1), (None, 0))]
@@ -278,6 +279,7 @@ def stream_and_compare(names):
         twins.step_and_compare()
 
 
+@pytest.mark.slow
 def test_every_split_streamed_from_host_memory_takes_the_steps_of_one_device():
     run_ranks(stream_and_compare, 2, list(CASES))
 

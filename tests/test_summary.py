@@ -402,7 +402,11 @@ PLACED = {
 }
 
 
-@pytest.mark.parametrize("options", [{}, OPTIONS[1], OPTIONS[3], OPTIONS[7]], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, OPTIONS[7], *(pytest.param(OPTIONS[n], marks=pytest.mark.slow) for n in (1, 3))],
+    ids=str,
+)
 @pytest.mark.parametrize("layout", list(PLACED))
 def test_bytes_and_flops_are_those_of_a_step_on_any_mesh(layout, options):
     ranks, *weights = PLACED[layout]

@@ -67,7 +67,10 @@ def wide(shape: tuple[int, ...], *mesh: Any) -> Weight:
     return Weight(shape, *mesh, dtype=FP64)
 
 
-@pytest.mark.parametrize(("ranks", "members"), [(2, 2), (4, 2), (4, 4), (8, 4), (8, 8)])
+@pytest.mark.parametrize(
+    ("ranks", "members"),
+    [(2, 2), (4, 2), *(pytest.param(*n, marks=pytest.mark.slow) for n in ((4, 4), (8, 4), (8, 8)))],
+)
 def test_matrices_of_all_shapes_under_fsdp2(ranks, members):
     def shards(*shapes: tuple[int, ...], dim: int = 0) -> list[Weight]:
         return [wide(shape, (ranks,), (dim,)) for shape in shapes]
@@ -196,11 +199,11 @@ FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
     ("arithmetic", "wire", "bound"),
     [
         (FP16, FP16, 0.02),
-        (BF16, BF16, 0.2),
         (FP32, BF16, 0.1),
-        (FP32, FP16, 0.02),
-        (BF16, FP32, 0.2),
-        (FP16, FP32, 0.02),
+        pytest.param(BF16, BF16, 0.2, marks=pytest.mark.slow),
+        pytest.param(FP32, FP16, 0.02, marks=pytest.mark.slow),
+        pytest.param(BF16, FP32, 0.2, marks=pytest.mark.slow),
+        pytest.param(FP16, FP32, 0.02, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -209,6 +212,7 @@ def test_slices_have_the_errors_of_whole_matrices(arithmetic, wire, bound):
     run_ranks(compare_errors, 4, [(48, 96), (96, 40), (32, 600)], options, bound)
 
 
+@pytest.mark.slow
 def test_symmetric_products_by_blocks_are_summed_over_a_team():
     """From a shorter side of 512 on, where CPUs have padding between the rows of blocks."""
     options = {"ns_dtype": FP32, "comm_dtype": BF16}

@@ -382,7 +382,9 @@ def test_exponents_that_fit_a_wire_are_those_of_torch(dtype, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [FP32, FP64])
-@pytest.mark.parametrize(("factor", "eps"), [(1.01, 1e-7), (1.0, 0.0)])
+@pytest.mark.parametrize(
+    ("factor", "eps"), [(1.01, 1e-7), pytest.param(1.0, 0.0, marks=pytest.mark.slow)]
+)
 def test_sizes_are_those_of_torch(dtype, factor, eps, monkeypatch):
     matrices = magnitudes(dtype).view(-1, 1, 1) * torch.rand(2, 3, device=DEVICE, dtype=dtype)
     sizes = elementwise.measure(matrices, factor=factor, eps=eps, scale=16.0)
@@ -532,7 +534,7 @@ def test_magnitudes_have_a_dtype_of_their_own(of_buffer, of_largest):
 
 
 @pytest.mark.parametrize("peers", [1, 3])
-@pytest.mark.parametrize("runs", [1, 3, 40])
+@pytest.mark.parametrize("runs", [1, 3, pytest.param(40, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("others", [0, 2])  # parts of the matrices that are not copied
 def test_parts_come_to_one_scale_as_by_torch(runs, peers, others):
     wire = optimizer.distributed.wire
@@ -568,6 +570,7 @@ def test_a_multiple_of_the_identity_is_added_as_by_torch(dtype, monkeypatch):
         torch.testing.assert_close(*found, rtol=ULP[dtype], atol=4 * ULP[dtype])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton compiles on Linux")
 def test_kernels_compile_without_spills_and_without_fused_rounding():
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
@@ -671,7 +674,7 @@ def changed_by_core(name: str, dtype: torch.dtype, options: dict, kernels: bool)
 
 @pytest.mark.kernels_ci
 @pytest.mark.parametrize("name", VALUES)
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("dtype", [FP32, pytest.param(BF16, marks=pytest.mark.slow)], ids=str)
 def test_kernels_do_what_core_does_without_them_for_all_options(name, dtype, monkeypatch):
     launched = launches(monkeypatch)
     for values in itertools.product(*VALUES[name].values()):

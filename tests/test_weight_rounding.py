@@ -112,7 +112,7 @@ def step_beside_fp32(layouts: tuple[str, ...]) -> None:
             assert_exact(run, twin)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_exact_steps_are_those_of_fp32_weights_on_every_layout(ranks):
     run_ranks(step_beside_fp32, ranks, LAYOUTS[ranks])
 
@@ -524,7 +524,11 @@ def stochastic_on(layouts: tuple[str, ...], directory: Path, options: dict[str, 
                 run.check(directory / "expected.pt", groups=False)
 
 
-@pytest.mark.parametrize("options", VARIANTS[:2], ids=["defaults", "QK-Clip, cautious"])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param(VARIANTS[0], marks=pytest.mark.slow), VARIANTS[1]],
+    ids=["defaults", "QK-Clip, cautious"],
+)
 def test_random_numbers_are_the_same_on_every_layout(options, tmp_path):
     for ranks in (1, 2, 4):
         run_ranks(stochastic_on, ranks, LAYOUTS[ranks], tmp_path, options)

@@ -138,8 +138,8 @@ class Audit:
     def momentum(self, units: Sequence[Unit], fetched: Optional[Fetched], rows: Any) -> None:
         """Norms of parts of the gradient, and of the momentum that it was added to."""
         names = self._names(units, fetched)
-        self._add_norms("gradient", names, rows.grads)
-        self._add_norms("momentum", names, rows.momenta)
+        for what, tensors in (("gradient", rows.grads), ("momentum", rows.momenta)):
+            self._record.norms.append((what, names, _norms(tensors)))
 
     def orthogonalized(self, units: Sequence[Unit], U: Tensor) -> None:
         """Norms of polar factors, (matrices, rows, cols), of units one after the other."""
@@ -163,8 +163,8 @@ class Audit:
         clip: Callable[[WeightRows], None],
     ) -> None:
         """Updates and clips parts of the weights; norms of what becomes of them."""
-        names, before = self._names(units, fetched), _exact(rows)
-        wanted = None
+        names, before = self._names(units, fetched), _exact(rows, copy=True)
+        wanted: Optional[list[Tensor]] = None  # the updated weights, not rounded
         if rows.weights[0].dtype.itemsize == 2:
             copies = [[tensor.clone() for tensor in column] for column in (before, rows.updates)]
             wide = replace(rows, weights=copies[0], updates=copies[1], rounded_by=None)
@@ -172,12 +172,16 @@ class Audit:
             wanted = wide.weights
         update(rows)
         updated = _exact(rows)
-        clip(rows)
-        wanted = updated if wanted is None else wanted
-        self._add_norms("weight", names, before)
-        self._add_norms("update", names, torch._foreach_sub(wanted, before))
-        self._add_norms("lost", names, torch._foreach_sub(updated, wanted))
-        self._add_norms("change", names, torch._foreach_sub(_exact(rows), before))
+        changes = updates = _norms(torch._foreach_sub(updated, before))
+        lost = torch.zeros_like(updates)
+        if wanted is not None:
+            updates = _norms(torch._foreach_sub(wanted, before))
+            lost = _norms(torch._foreach_sub(updated, wanted))
+        if rows.clip is not None:
+            clip(rows)
+            changes = _norms(torch._foreach_sub(_exact(rows), before))
+        of_all = {"weight": _norms(before), "update": updates, "lost": lost, "change": changes}
+        self._record.norms += [(what, names, norms) for what, norms in of_all.items()]
 
     def end(self) -> None:
         """Keeps the record of a step that has come to its end."""
@@ -188,11 +192,6 @@ class Audit:
         if fetched is not None:
             units = [units[piece.row] for piece, _ in fetched]
         return [self._record.plan.entries[unit.entry].name for unit in units]
-
-    def _add_norms(self, what: str, names: list[str], tensors: Sequence[Tensor]) -> None:
-        dtype = _widened(tensors[0])
-        norms = torch.stack(torch._foreach_norm(list(tensors), 2, dtype))
-        self._record.norms.append((what, names, norms))
 
     # -- afterwards ----------------------------------------------------------------------------
 
@@ -290,11 +289,16 @@ class Audit:
         }
 
 
-def _exact(rows: WeightRows) -> list[Tensor]:
-    """Copies of the weights in the dtype of arithmetic, with their residuals."""
+def _exact(rows: WeightRows, copy: bool = False) -> list[Tensor]:
+    """The weights in the dtype of arithmetic, with their residuals."""
     if rows.rounded_by is not None:
         return widen(rows.weights, rows.rounded_by)
-    return [weight.to(_widened(weight), copy=True) for weight in rows.weights]
+    return [weight.to(_widened(weight), copy=copy) for weight in rows.weights]
+
+
+def _norms(tensors: Sequence[Tensor]) -> Tensor:
+    """Frobenius norms, (tensors,)."""
+    return torch.stack(torch._foreach_norm(list(tensors), 2, _widened(tensors[0])))
 
 
 def _widened(tensor: Tensor) -> torch.dtype:
