@@ -13,6 +13,7 @@ import torch
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 import absent
 import accuracy
+import auditing
 import offload
 import orthogonalize
 import qk_logits
@@ -62,6 +63,12 @@ def test_absent_compares_steps_by_the_share_of_gradients_that_are_not_there(caps
     assert [line.split(" |")[0] for line in printed.splitlines() if "% |" in line] == [
         *("| 0%", "| 5%", "| 50%", "| 95%")
     ]
+
+
+def test_an_audit_is_timed_for_both_dtypes_of_weights(capsys):
+    auditing.main(["--rounds", "1", "--markdown"])
+    printed = capsys.readouterr().out
+    assert all(rows_of(printed, dtype)[0][-1].endswith("%") for dtype in ("float32", "bfloat16"))
 
 
 @pytest.mark.slow
