@@ -29,4 +29,5 @@ def healthy() -> Iterator[None]:
         yield
     for audit in audits:
         if audit.steps:
-            assert audit.report().findings == []
+            findings = audit.report().findings
+            assert not findings, findings
