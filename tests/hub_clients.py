@@ -4,6 +4,7 @@ import copy
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -56,6 +57,11 @@ def show(*values):
 '''
 
 
+def _listen_to_interrupts() -> None:
+    """For a process that is to be interrupted: jobs in the background are started deaf to it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @dataclass
 class Client:
     """A machine: its HF_HOME, and the Hub that it reaches."""
@@ -76,6 +82,7 @@ class Client:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            preexec_fn=_listen_to_interrupts,
         )
 
     def environment(self) -> dict[str, str]:

@@ -375,6 +375,7 @@ def _slabs(groups: Sequence[Group], entries: Iterable[Entry]) -> list[str]:
         entry.name
         for entry in entries
         if has_component(entry.name, _EXPERTS)
+        and math.prod(groups[entry.group].params[entry.index].shape[:-2]) > 1
         and len(entry.matrices.blocks) == 1
         and math.prod(entry.matrices.shape[: entry.matrices.row_dim]) == 1
         and math.prod(entry.matrices.blocks[0].shape[: entry.matrices.blocks[0].row_axis]) == 1
