@@ -57,6 +57,7 @@ def case(request, counted) -> tuple[str, dict[str, Any]]:
     return request.param, counted[request.param]
 
 
+@pytest.mark.slow
 def test_a_step_stays_within_its_budget_of_launches(case):
     name, facts = case
     counted = [sum(facts[kind].values()) for kind in ("launches", "operations", "collectives")]

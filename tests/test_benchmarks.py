@@ -36,6 +36,7 @@ def rows_of(printed: str, first: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
+@pytest.mark.slow
 def test_orthogonalize_compares_every_form_with_plain_torch(capsys):
     orthogonalize.main(
         ["--shapes", "32x64", "24x24x2", "--rounds", "1", "--ceiling", "32", "--markdown"]
@@ -50,6 +51,7 @@ def test_orthogonalize_compares_every_form_with_plain_torch(capsys):
     assert "mm bfloat16 32" in printed
 
 
+@pytest.mark.slow
 def test_orthogonalize_compares_the_default_arithmetic_with_the_others_and_names_the_cpu(capsys):
     orthogonalize.main(["--shapes", "32x64", *TINY])
     printed = capsys.readouterr().out
@@ -65,6 +67,7 @@ def test_absent_compares_steps_by_the_share_of_gradients_that_are_not_there(caps
     ]
 
 
+@pytest.mark.slow
 def test_an_audit_is_timed_for_both_dtypes_of_weights(capsys):
     auditing.main(["--rounds", "1", "--markdown"])
     printed = capsys.readouterr().out
@@ -210,6 +213,7 @@ def test_training_compares_optimizers_at_their_best_rates_and_repeats_no_run(
     assert capsys.readouterr().out == printed and out.read_text() == runs
 
 
+@pytest.mark.slow
 def test_weight_rounding_trains_with_each_way_to_round(tmp_path, capsys):
     picture = tmp_path / "rounding.png"
     command = ["--steps", "2", "--seeds", "1", "--lrs", "0.01", "--markdown"]

@@ -45,6 +45,7 @@ def bytes_between_replicas(replicas: int, shards: int, hsdp: str) -> float:
     return count(optim.step).sent / sum(p.to_local().numel() for p in params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("replicas", "shards"), [(2, 2), (2, 4), (4, 2)])
 def test_hsdp_moves_what_its_choice_says(replicas, shards):
     ranks = replicas * shards

@@ -555,6 +555,7 @@ def resume_with_other_options(layout: str) -> None:
             twins.compare()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["TP + FSDP2", "experts"])
 def test_an_option_of_the_optimizer_that_one_rank_has_otherwise_raises_on_all(layout):
     run_ranks(resume_with_other_options, 4, layout, pg_timeout=20)

@@ -133,6 +133,7 @@ def test_where_no_single_restart_will_do_there_are_as_many_as_are_safe():
     assert one == auto and len(one.restarts) > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "share",
     [0.85, pytest.param(0.5, marks=pytest.mark.slow), pytest.param(0.99, marks=pytest.mark.slow)],
@@ -319,6 +320,7 @@ def spectral_norm(U):
     return torch.linalg.eigvalsh(U.mT @ U if U.shape[0] > U.shape[1] else U @ U.mT).max().sqrt()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(1024, 512)])
 @pytest.mark.parametrize(
     "kind, bound",
@@ -341,6 +343,7 @@ def test_fp16_is_close_to_the_polynomial_on_any_spectrum(kind, bound, shape):
         assert spectral_norm(U) < 1.25
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
@@ -551,6 +554,7 @@ def test_all_ways_to_multiply_agree(rows, cols, monkeypatch):
         assert (Y - expected).abs().max() < 2e-3 * expected.abs().max(), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("restarts", [(1, 2, 3, 4), (3,), (2,)], ids=str)
 @pytest.mark.parametrize("shape", [(64, 96), (96, 64)])

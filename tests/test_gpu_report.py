@@ -57,6 +57,7 @@ def test_every_section_is_reached_and_reported_without_a_device(tmp_path):
         assert f"({picture})" in report and (tmp_path / picture).stat().st_size
 
 
+@pytest.mark.slow
 def test_a_section_that_fails_or_hangs_is_named_and_stops_no_other(monkeypatch, tmp_path, capsys):
     row = {"title": "T", "columns": ["size", "ms"], "rows": [["large", 1.5]]}
     code = "import os, sys; open(os.environ['BENCHMARK_TABLES'], 'a').write(sys.argv[1])"

@@ -150,6 +150,7 @@ FORMATS = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.slow
 @FORMATS
 def test_small_gradients_move_weights_as_the_formulas_say_in_every_format(arithmetic, wire, bound):
     run_ranks(moves_as_the_formulas, 4, {"ns_dtype": arithmetic, "comm_dtype": wire}, bound)

@@ -195,6 +195,7 @@ def test_every_element_comes_to_its_owners_and_back_to_its_holders(owned_by_all)
     assert owned_by_all or found["all_gathers"] > 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("members", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_every_element_comes_to_one_member_of_a_team_and_back(members):
     found = Counter()
@@ -436,6 +437,7 @@ def test_traffic_is_two_bytes_per_local_element_each_way_but_for_ones_own(
     assert 2 * sent == 4 * (ranks - 1) * elements // ranks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("warmup_step", [0, 1, 5])
 @pytest.mark.parametrize("ranks", [4, 8])
 @pytest.mark.parametrize("device", [CPU, CUDA], ids=str)

@@ -130,6 +130,7 @@ def beside_source(name, arguments, dtype=torch.float32, **options):
     return optim, params, source, copies(params)
 
 
+@pytest.mark.slow
 @pytest.mark.kernels_ci
 @EVERY_CASE
 def test_presets_give_their_sources_numbers_in_float32(name, arguments):
@@ -150,6 +151,7 @@ def test_presets_give_their_sources_numbers_in_float64(name, arguments):
         assert relative_error(optim.state[p]["momentum_buffer"], B) < 1e-14
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ns_dtype", [None, torch.bfloat16], ids=str)
 @EVERY_CASE
 def test_presets_stay_near_their_sources_in_the_default_arithmetic(name, arguments, ns_dtype):

@@ -323,6 +323,7 @@ COMPILED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "numel"),  # one head or several to a block
     [*((case, 600) for case in COMPILED), ("masks", 10000)],
@@ -339,6 +340,7 @@ def test_a_compiled_call_is_one_graph_of_the_same_numbers(monkeypatch, case, num
     assert_equal_to_reference({"q": 2 * q.detach(), "k": k}, found, **COMPILED[case])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mask_mod", [None, sliding])
 def test_a_compiled_call_takes_any_length_and_one_graph_holds_one_block(monkeypatch, mask_mod):
     monkeypatch.setitem(logits.BLOCK_NUMEL, "cpu", 4000)

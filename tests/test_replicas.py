@@ -264,6 +264,7 @@ def step_shards(sizes: tuple[int, ...], dims: tuple[Any, ...], hsdp: str) -> lis
     return [coordinate[dims.index(0)], digests]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hsdp", ["spread", "redundant", "auto"])
 @pytest.mark.parametrize(
     ("sizes", "dims"),
@@ -462,6 +463,7 @@ def absent_in_a_replica(layout: str) -> None:
         assert not any(optim.state.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["DDP", "HSDP", "replicated DTensors"])
 def test_zeros_on_one_replica_only_would_part_replicas(layout):
     run_ranks(absent_in_a_replica, 4, layout)
@@ -920,6 +922,7 @@ def memory_of(kind: str, dtype: torch.dtype, options: dict[str, Any]) -> tuple[i
 BUCKET_BYTES = import_module(f"{optimizer.__name__}.distributed.zero2").BUCKET_BYTES["cpu"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"beta2": 0.9}, {"chunk_size": 1}], ids=str)
 @pytest.mark.parametrize(
     "dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str

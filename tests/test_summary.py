@@ -402,6 +402,7 @@ PLACED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [{}, OPTIONS[7], *(pytest.param(OPTIONS[n], marks=pytest.mark.slow) for n in (1, 3))],

@@ -145,6 +145,7 @@ SQUARE: dict[str, Case] = {
 }
 
 
+@pytest.mark.slow
 def test_all_other_layouts_and_what_else_a_step_does():
     run_ranks(step_in_teams, 4, SQUARE)
 
@@ -195,6 +196,7 @@ def compare_errors(shapes: Sequence[tuple[int, int]], options: Mapping[str, Any]
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arithmetic", "wire", "bound"),
     [

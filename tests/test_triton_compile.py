@@ -230,6 +230,7 @@ def compiled() -> dict[str, dict[str, Any]]:
     return results
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_it_compiles_to_matrix_instructions_without_spilling(case, compiled):
     found = compiled[case.name]

@@ -381,6 +381,7 @@ def test_exponents_that_fit_a_wire_are_those_of_torch(dtype, monkeypatch):
     assert torch.equal(elementwise.exponents_to_fit(largest, wire._LARGEST, -110), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [FP32, FP64])
 @pytest.mark.parametrize(
     ("factor", "eps"), [(1.01, 1e-7), pytest.param(1.0, 0.0, marks=pytest.mark.slow)]
@@ -672,6 +673,7 @@ def changed_by_core(name: str, dtype: torch.dtype, options: dict, kernels: bool)
     return [changed, *of_outputs, *(options.get("largest") or ())]
 
 
+@pytest.mark.slow
 @pytest.mark.kernels_ci
 @pytest.mark.parametrize("name", VALUES)
 @pytest.mark.parametrize("dtype", [FP32, pytest.param(BF16, marks=pytest.mark.slow)], ids=str)

@@ -72,6 +72,7 @@ def test_every_kind_of_attention_gives_the_references_numbers(kind, dtype, launc
     assert len(launches) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("Tq", "Tk"), [(1, 40), (40, 1), (13, 300), (300, 13), (129, 257), (256, 128)]
 )

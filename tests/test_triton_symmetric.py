@@ -180,6 +180,7 @@ def test_fp32_is_multiplied_in_full_precision():
 # Tiles
 
 
+@pytest.mark.slow
 @pytest.mark.kernels_ci
 @pytest.mark.parametrize("name", ["wide", "in bulk", "wide, in bulk"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -351,6 +352,7 @@ def views(n, s, k, dtype=torch.float32):
     }
 
 
+@pytest.mark.slow
 @every_variant
 @pytest.mark.parametrize("name", views(1, 1, 1))
 def test_strides_of_the_inputs_do_not_matter(name, config):
@@ -389,6 +391,7 @@ def test_nothing_around_the_output_is_written(config):
 # Memory that is shared, and what is read
 
 
+@pytest.mark.slow
 @every_variant
 @pytest.mark.parametrize("s", [50, 64])
 def test_c_may_be_the_output_itself(s, config):
