@@ -27,14 +27,14 @@ BUCKETS_AHEAD = 2
 class Do(enum.Enum):
     """What an event does."""
 
-    AVERAGE = "average gradients"  # launches the mean over replicas of one bucket of Muon's
+    AVERAGE = "average gradients"  # launches the mean, over replicas, of a bucket of Muon's
     FLAG = "flag Inf and NaN"  # finds the matrices of one lane that have them
     GATHER = "momentum, gather"  # updates the momentum of one chunk, launches its gather
     ORTHOGONALIZE = "orthogonalize, scatter"  # orthogonalizes one chunk, launches its scatter
     UPDATE = "update weights"  # updates the weights of one chunk
     AVERAGE_OTHERS = "average AdamW's gradients"  # launches the mean of one bucket
     ADAMW = "AdamW"  # updates one part of its parameters, see `AdamWPart`
-    SHARE_ROWS = "gather AdamW's rows"  # brings all replicas the updated rows of one group
+    SHARE_ROWS = "gather AdamW's rows"  # brings the updated rows of one group to all replicas
 
 
 class Event(NamedTuple):
@@ -108,7 +108,8 @@ def chunk_order(chunks: int, in_flight: int) -> Iterator[tuple[Do, int]]:
             yield Do.ORTHOGONALIZE, computed
             computed += 1
         gathering = begun - computed
-        # An update makes room for one more gather, which nothing would hide if it began later.
+        # An update makes room for one more gather. With fewer than two under way, that gather has
+        # to begin now: no arithmetic would be left to hide it later.
         makes_room = begun < chunks and gathering < 2
         if computed - updated > 1 or not gathering or makes_room:
             yield Do.UPDATE, updated
@@ -120,14 +121,12 @@ def lanes_order(lanes: Sequence[tuple[int, int, int]]) -> Iterator[tuple[Do, int
 
     One lane follows the other, with two exceptions, so that a lane can begin while the traffic of
     the lane before it ends. The first gathers of all lanes come at the very beginning, and the last
-    updates of a lane wait until the first chunk of the next lane is orthogonalized. All ranks
-    launch collectives in one order that way: the first gathers lane by lane, then all others lane
-    by lane.
+    updates of a lane wait until the first chunk of the next lane is orthogonalized. So all ranks
+    launch collectives in one order: the first gathers lane by lane, then all others lane by lane.
 
     Args:
-        lanes: for each lane, how many chunks it has, how many may be in flight, and how many of the
-            latter are gathered at the beginning. The first lane gathers as many as may be in
-            flight.
+        lanes: for each lane, how many chunks it has, how many may be in flight, and how many of
+            these are gathered at the very beginning; the first lane gathers all of them there.
     """
     remaining_orders: list[list[tuple[Do, int, int]]] = []
     for number, (chunks, in_flight, ahead) in enumerate(lanes):
@@ -137,11 +136,11 @@ def lanes_order(lanes: Sequence[tuple[int, int, int]]) -> Iterator[tuple[Do, int
         remaining_orders.append(order[begun:])
     last_updates: list[tuple[Do, int, int]] = []  # of the lane before
     for remaining in remaining_orders:
-        computing = [at for at, (do, _, _) in enumerate(remaining, 1) if do is Do.ORTHOGONALIZE]
-        yield from remaining[: computing[0]]
+        computed = [at for at, (do, _, _) in enumerate(remaining, 1) if do is Do.ORTHOGONALIZE]
+        yield from remaining[: computed[0]]
         yield from last_updates
-        yield from remaining[computing[0] : computing[-1]]
-        last_updates = remaining[computing[-1] :]
+        yield from remaining[computed[0] : computed[-1]]
+        last_updates = remaining[computed[-1] :]
     yield from last_updates
 
 
@@ -149,7 +148,8 @@ def schedule(plan: Plan, inputs: ScheduleInputs) -> tuple[Event, ...]:
     """All events of a rank's step of a plan, in order.
 
     Half of the work of local lanes comes while the first chunks are gathered, and half while the
-    last ones are scattered. AdamW comes while the first chunks are gathered.
+    last ones are scattered. AdamW comes while the first chunks are gathered; if state comes from
+    the host, it comes between chunks (`_interleave`).
 
     In ZeRO-2 AdamW communicates, too, so it has a fixed position in the order of lanes. If the
     averaging ranks have a lane, AdamW comes while the first chunks of that lane are gathered; if
@@ -158,7 +158,8 @@ def schedule(plan: Plan, inputs: ScheduleInputs) -> tuple[Event, ...]:
     """
     averaging = inputs.averaging
     interleaves = inputs.prefetch_bytes is not None and averaging is None
-    # Gradients are averaged in the order of lanes: gathers ahead would wait for nearly all of them.
+    # Gradients are averaged in the order of lanes. If all lanes began to gather at once, the step
+    # would wait for nearly all gradients at its very beginning.
     may_be_ahead = averaging is None
     lanes = [(len(lane.chunks), lane.in_flight, lane.ahead * may_be_ahead) for lane in plan.lanes]
     traffic = [Event(*event) for event in lanes_order(lanes)]
@@ -226,7 +227,7 @@ def _with_averaging(events: Sequence[Event], plan: Plan, averaging: Averaging) -
 
 
 def _launches(do: Do, launched: int, needed: int, buckets: int) -> list[Event]:
-    """The launches of buckets up to the ``needed`` ones, and of some ahead, but for ``launched``.
+    """The launches of the buckets that are needed and of some more, without those launched already.
 
     Args:
         do: the event that launches a bucket.
@@ -260,10 +261,10 @@ def _adamw(inputs: ScheduleInputs) -> list[Event]:
 def _interleave(events: Sequence[Event], plan: Plan, inputs: ScheduleInputs) -> Iterator[Event]:
     """Puts AdamW's parts between the chunks, for steps whose state comes from the host.
 
-    AdamW's own arithmetic is too short to hide the copies of its state. After each chunk as many
-    parts follow as keep two shares equal: of the bytes that have come, and of the arithmetic that
-    hides them. The arithmetic of the last chunk does not count, since it hides what is left to
-    write back.
+    AdamW's own arithmetic is too short to hide the copies of its state. So after each chunk come as
+    many of its parts as bring the share of bytes copied so far up to the share of arithmetic done
+    so far. The arithmetic of the last chunk does not count, since it hides what is left to write
+    back.
     """
     prefetch_bytes, parts = inputs.prefetch_bytes, inputs.adamw_parts
     assert prefetch_bytes is not None

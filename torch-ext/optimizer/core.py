@@ -1,7 +1,7 @@
 """Computes all of an update except the polar factor: momentum, scale, second moment, weights.
 
-Every function takes lists of local tensors or batches of matrices. None of them knows process
-groups or parameter groups, so plain tensors can test them.
+The functions take numbers, lists of local tensors, or batches of matrices. None of them knows
+process groups or parameter groups, so plain tensors can test them.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def update_momentum(
     if all(b.dtype.itemsize >= out.dtype.itemsize for b, out in zip(buffers, outputs)):
         torch._foreach_mul_(buffers, momentum)
         torch._foreach_add_(buffers, grads, alpha=weight)
-    else:  # round once; torch's alpha= would make the rounding depend on where an element lies
+    else:  # round once; alpha= in 16 bits would round by where in its tensor an element lies
         torch._foreach_copy_(outputs, buffers)
         torch._foreach_mul_(outputs, momentum)
         torch._foreach_add_(outputs, grads, alpha=weight)
@@ -220,7 +220,7 @@ def update_weights(
             rounded_by=rounded_by,
         )
         return
-    exact = weights if rounded_by is None else widen(weights, rounded_by)
+    widened = weights if rounded_by is None else widen(weights, rounded_by)
     if factors is not None:
         torch._foreach_mul_(updates, factors)
     if together is not None:
@@ -230,9 +230,9 @@ def update_weights(
             update.mul_(rate)
     else:
         torch._foreach_mul_(updates, rate)
-    deltas, decayed = updates, exact
+    deltas, decayed = updates, widened
     if cautious:
-        decayed = [torch.where(d * w >= 0, w, 0.0) for d, w in zip(deltas, exact)]
+        decayed = [torch.where(d * w >= 0, w, 0.0) for d, w in zip(deltas, widened)]
     if isinstance(decay, Tensor):  # the host would read an alpha= from the device
         for delta, weight in zip(deltas, decayed):
             delta.add_(weight.to(delta.dtype) * decay)
@@ -241,9 +241,9 @@ def update_weights(
     if keep is not None:
         for delta, kept in zip(deltas, keep):
             delta.masked_fill_(~kept, 0.0)
-    torch._foreach_sub_(exact, deltas)
+    torch._foreach_sub_(widened, deltas)
     if rounded_by is not None:
-        round_into(exact, weights, rounded_by)
+        round_into(widened, weights, rounded_by)
 
 
 def clip_weights(
@@ -270,6 +270,6 @@ def clip_weights(
         if rounding is None:
             weights[index].mul_(scale)
             continue
-        (exact,) = widen([weights[index]], [rounding])
+        (widened,) = widen([weights[index]], [rounding])
         second_rounding = rounding if isinstance(rounding, Tensor) else rounding.again()
-        round_into([exact.mul_(scale)], [weights[index]], [second_rounding])
+        round_into([widened.mul_(scale)], [weights[index]], [second_rounding])

@@ -58,9 +58,10 @@ class Muon(torch.optim.Optimizer):
     where scale is 0.2·sqrt(max(rows, cols)) by default, with which a learning rate and a weight
     decay that were tuned for AdamW fit (Liu et al. 2025, arXiv:2502.16982).
 
-    U does not depend on the scale of gradients: with all gradients of a run multiplied by 2^k,
-    matrices take the same steps to the bit, unless numbers under- or overflow. A loss scale or
-    ``clip_grad_norm_`` changes only roundings, and what one batch weighs in the momentum.
+    Unless ``ns_eps_absolute`` is set, U does not depend on the scale of gradients: with all
+    gradients of a run multiplied by 2^k, matrices take the same steps to the bit, unless numbers
+    under- or overflow. ``clip_grad_norm_`` changes only roundings, and what one batch weighs in the
+    momentum.
 
     Args:
         params: parameter groups: dicts with ``params``, and with ``use_muon``, which is True for
@@ -71,7 +72,8 @@ class Muon(torch.optim.Optimizer):
             a device: reading that would make the host wait.
         momentum: μ.
         nesterov: whether to look ahead along the momentum.
-        ns_steps: iterations of the orthogonalization.
+        ns_steps: iterations of the orthogonalization. Unless given, it is as many as
+            ``ns_coefficients`` are made for: 5 for most families, or the length of a list.
         weight_decay: decoupled weight decay.
         adamw_betas, adamw_eps: AdamW's, in groups with ``use_muon=False``.
         none_grad: set ``p.grad`` of Muon's matrices to None as soon as `step` has read it; not with
@@ -100,7 +102,7 @@ class Muon(torch.optim.Optimizer):
             sqrt(max(1, rows/cols)), ``"spectral"`` sqrt(rows/cols), or ``"none"``.
         momentum_style: ``"classical"`` or ``"ema"``, see above.
         ns_coefficients: a name in `newton_schulz.FAMILIES`, one (a, b, c) for all iterations, or a
-            list of those of each iteration, which sets ``ns_steps``.
+            list with one (a, b, c) for each iteration.
         ns_algorithm: ``"standard"``; ``"gram"``, which iterates on square matrices of the shorter
             side and multiplies whole matrices only a few times; ``"auto"``, the faster of the two
             for the shape (`newton_schulz.forms`; `summary` tells which, and why); or
@@ -137,8 +139,8 @@ class Muon(torch.optim.Optimizer):
         missing_grad: ``"raise"`` raises where only some ranks have a gradient, and skips a matrix
             that has none on any; ``"zero"`` counts absent gradients as zeros. Either way, replicas
             whose gradients are averaged already must all have one, or none.
-        nonfinite: ``"skip"`` leaves a matrix as it is if its gradient has Inf or NaN, or if its
-            fp16 momentum would.
+        nonfinite: ``"skip"`` does not update a matrix whose gradient has Inf or NaN, or whose fp16
+            momentum would overflow; ``"propagate"`` updates it all the same.
         split: read one tensor as several matrices: rows of each block, one number of rows for all,
             the notation of axes, as in ``"(group (q=512 + k=128 + v=128)) dim"`` (docs/options.md),
             or a mapping from name patterns to any of these.
@@ -151,9 +153,10 @@ class Muon(torch.optim.Optimizer):
             arithmetic, but bf16 for fp32. fp16 travels with a scale per rank and matrix. For all
             groups.
         consistency_check: when ranks compare notes before a collective: in every ``"step"``; with
-            ``"plan"`` in the first step and after a change of parameters, or of options that the
-            plan depends on, that all ranks share, but not for missing gradients; or never
-            (``"off"``). For all groups.
+            ``"plan"`` in the first step, and in steps for which the parameters that all ranks
+            share, or options of their plan, have changed; or never (``"off"``). With ``"plan"``,
+            missing gradients are no such change. Under a GradScaler ranks compare in every step,
+            whatever is given here. For all groups.
         hsdp: what replicas of DTensors do: ``"redundant"``, each orthogonalizes every matrix;
             ``"spread"``, they share the work and send each other the updates; ``"auto"``, what
             is faster by an estimate (`distributed.hsdp`). For all groups.
@@ -161,13 +164,13 @@ class Muon(torch.optim.Optimizer):
             scales each query head by the root of its own clip, and the key head by the root of the
             strongest; with ``"exact"`` the query heads make up for the scale of the key head, so
             that each logit is scaled by its own clip and no more. For all groups.
-        machine: a `Machine`, with the speeds from which each ``"auto"`` estimates and the memory of
-            which staging takes a share; None takes the speeds of the device type in
+        machine: a `Machine`: the ``"auto"`` options estimate with its speeds, and staging takes a
+            share of its memory. None takes the speeds of the device type in
             `distributed.machine.MACHINES`, and the memory of the devices. For all groups.
-        staging_bytes: the most memory that matrices on their way between ranks may take on a rank;
-            one chunk is always allowed. None takes 10 % of an accelerator's memory, and on CPUs 1.5
-            times the local weights and 4 times the largest matrix (docs/layouts.md). For all
-            groups.
+        staging_bytes: the most memory that chunks under way, and the workspace of the one that is
+            orthogonalized, may take on a rank; one chunk is always allowed. None takes 10 % of an
+            accelerator's memory, and on CPUs about 1.5 times the local weights and 4 times the
+            largest matrix together (docs/layouts.md). For all groups.
         owners_per_matrix: how many ranks orthogonalize a sharded matrix together, each a slice of
             its longer side, which pays with more ranks than matrices (docs/layouts.md). ``"auto"``
             takes 1, 2, 4 or 8, by an estimate. Not with ``beta2``, ``ns_equilibrate``,
@@ -320,13 +323,16 @@ class Muon(torch.optim.Optimizer):
     def names(self) -> list[Optional[list[str]]]:
         """For each group the names of its parameters, in order, or None.
 
-        Groups have no key for them, for which torch.distributed.checkpoint would look in
-        checkpoints. ``param_names``, torch's own key, stays in the groups that were given it.
+        Names are not a key of the groups, since torch.distributed.checkpoint would look for such a
+        key in checkpoints. Groups that were given ``param_names``, torch's own key, keep it.
         """
         return [view.names for view in self._read_groups()]
 
     def _read_groups(self) -> list[Group]:
-        """Views of all groups as they are now; the rest of the package reads only these."""
+        """Views of all groups as they are now; the rest of the package reads only these.
+
+        Names that were set on a group since the last call are taken over first.
+        """
         if len(self._names) != len(self.param_groups):
             raise ValueError(
                 f"there are {len(self.param_groups)} param_groups where {len(self._names)} were "
@@ -406,7 +412,7 @@ class Muon(torch.optim.Optimizer):
                     loss = closure()
         except BaseException as raised:  # is raised again once the other ranks know
             error = raised
-        self._update(error, qk_logits)
+        self._step_or_raise(error, qk_logits)
         return loss
 
     @property
@@ -422,7 +428,8 @@ class Muon(torch.optim.Optimizer):
     @torch._disable_dynamo  # compiled code calls this function, and does not trace into it
     @torch.inference_mode(False)  # else the state that a step makes could not be changed later
     @torch.no_grad()
-    def _update(self, error: Optional[BaseException], qk_logits: Optional[Logits]) -> None:
+    def _step_or_raise(self, error: Optional[BaseException], qk_logits: Optional[Logits]) -> None:
+        """Runs the step; after an error on any rank, raises before it writes, see `_prepare`."""
         scaling = Scaling(self)
         step: Optional[Step] = None
 
@@ -460,7 +467,10 @@ class Muon(torch.optim.Optimizer):
     def _prepare(
         self, error: Optional[BaseException], qk_logits: Optional[Logits], scaling: Scaling
     ) -> Optional[Step]:
-        """Checks everything and makes a step; raises on all ranks alike before it writes anything.
+        """Checks everything and makes a step.
+
+        If anything is wrong, this raises before anything is written, and on all ranks if they
+        compare notes in this step.
 
         Args:
             error: an error that this rank has met before, or None.
@@ -481,7 +491,7 @@ class Muon(torch.optim.Optimizer):
             if memory is None and error is not None:  # the caller's error says more
                 raise error
             self._settings = dataclasses.replace(self._settings, memory=memory)
-        lacked_kernels, no_kernels = self._agreement.lacks_kernels, None
+        lacked_kernels, kernel_error = self._agreement.lacks_kernels, None
         try:
             if error is None:
                 self._integrity.check()
@@ -491,8 +501,8 @@ class Muon(torch.optim.Optimizer):
                 is_dry = not self.state and all(_is_zero(group.lr) for group in groups)
                 clipping = self._begin_clipping(qk_logits, groups, is_dry)
                 if plan is not self._tried and not self._agreement.lacks_kernels:
-                    no_kernels = try_kernels(plan, groups)
-                    self._tried = plan if no_kernels is None else None
+                    kernel_error = try_kernels(plan, groups)
+                    self._tried = plan if kernel_error is None else None
         except BaseException as raised:
             error = raised
         survey = self._survey
@@ -511,10 +521,10 @@ class Muon(torch.optim.Optimizer):
             notes,
             error,
             scaling.skips,
-            no_kernels,
+            kernel_error,
         )
         if self._agreement.lacks_kernels and not lacked_kernels:
-            triton_kernels.warn_of_doing_without(no_kernels or "another rank can't launch them")
+            triton_kernels.warn_of_doing_without(kernel_error or "another rank can't launch them")
         if survey is not self._agreed:
             self._agreed = survey
             params = (param for group in groups for param in group.params)
@@ -636,6 +646,7 @@ class Muon(torch.optim.Optimizer):
         return survey
 
     def _survey_of(self, groups: list[Group]) -> Survey:
+        """Checks the groups and surveys them; if nothing has changed, this is the kept survey."""
         for group in groups:
             group.validate()
         self._check_keys()
@@ -702,8 +713,8 @@ class Muon(torch.optim.Optimizer):
         momentum and update were, and what rounding took away; and the singular values of a sample
         of polar factors.
 
-        Steps give the same bits as without an audit. They compute a few norms and copies more, and
-        wait for nothing.
+        Steps give the same bits as without an audit. They make a few more norms and copies, and
+        never make the host wait.
 
         >>> with optimizer.audit() as audit:
         ...     for batch in batches:
@@ -722,9 +733,10 @@ class Muon(torch.optim.Optimizer):
 
         They cover what this rank holds: ``muon/gradient_norm``, ``muon/momentum_norm``,
         ``muon/weight_norm``, ``muon/change_over_weight``, ``muon/lost_by_rounding`` (a share of the
-        update), ``muon/orthogonalized`` (matrices) and ``muon/without_gradient`` (parameters),
-        ``muon/relative_rank`` (rank of the polar factors over their shorter sides). The host waits
-        for the device, but for no other rank.
+        update), ``muon/orthogonalized`` (how many matrices), ``muon/without_gradient`` (how many
+        parameters), and ``muon/relative_rank`` (squared Frobenius norms of polar factors over their
+        shorter sides; 1 if all singular values are 1). The host waits for the device, but for no
+        other rank.
         """
         return {} if self._audit is None else self._audit.metrics()
 
@@ -791,11 +803,11 @@ class Muon(torch.optim.Optimizer):
         self._offload.flush()
         held = {id(param) for group in groups for param in group.params}
         params = [key for key in self.state if isinstance(key, Tensor)]  # other keys are the user's
-        swapped_out = {p: self.state.pop(p) for p in params if id(p) not in held}
+        departed = {p: self.state.pop(p) for p in params if id(p) not in held}
         try:
             state_dict = super().state_dict()
         finally:
-            self.state.update(swapped_out)
+            self.state.update(departed)
         for group in state_dict["param_groups"]:
             group.update({k: str(v) for k, v in group.items() if isinstance(v, torch.dtype)})
         return state_dict
@@ -873,12 +885,13 @@ class Muon(torch.optim.Optimizer):
             self._create_state(groups)
             self._integrity.finish_loading()
 
-        # `check` runs after the user's hooks before loading, `restore` before those after it.
+        # `check` runs after the user's pre-hooks, `restore` before the user's post-hooks.
         handles = [
             self.register_load_state_dict_pre_hook(check),
             self.register_load_state_dict_post_hook(restore, prepend=True),
         ]
-        # Tensors made in inference mode could not be changed outside of it.
+        # Tensors that are made in inference mode can't be changed outside of it. The context that
+        # turns it off would also turn gradients on, so their mode is set again.
         enabled = torch.is_grad_enabled()
         try:
             with (
@@ -894,7 +907,7 @@ class Muon(torch.optim.Optimizer):
     def _check_saved(
         self, states: dict[Any, Any], param_groups: Sequence[dict[str, Any]]
     ) -> list[dict[str, Any]]:
-        """Checks a checkpoint's state and groups, and divides the state as this optimizer's is.
+        """Checks a checkpoint's state and groups, and cuts the state as this optimizer shards its.
 
         Returns:
             The groups of the checkpoint, with every key.
@@ -972,10 +985,11 @@ class Muon(torch.optim.Optimizer):
     def discard_state(self) -> None:
         """Sets all state to zeros, so that a checkpoint can be loaded into it.
 
-        If a `step` broke off, `load_state_dict` is all that the optimizer needs. But
-        torch.distributed.checkpoint loads into the tensors of `state_dict`, which raises after such
-        a step, lest they be saved. After `discard_state` it returns zeros, and `step` raises until
-        `load_state_dict` has been called. Call this on all ranks alike.
+        After a `step` that broke off, `load_state_dict` alone makes the optimizer usable again. But
+        torch.distributed.checkpoint loads into the tensors that `state_dict` returns, and after
+        such a step `state_dict` raises, lest a broken state be saved. After `discard_state`, it
+        returns zeros, and `step` raises until `load_state_dict` has been called. Call this on all
+        ranks alike.
         """
         self._integrity.discard()
         self._forget_tensors()
@@ -1101,8 +1115,8 @@ class Muon(torch.optim.Optimizer):
 
         Args:
             tag: from `set_param_tags`.
-            sync_streams: further streams for whose work so far the copies wait: those whose memory
-                has just been freed, since the copies may get it.
+            sync_streams: further streams whose work so far the copies wait for. Name the streams on
+                which memory was just freed, since the copies may be given that memory.
 
         Raises:
             ValueError: no parameter has that tag.

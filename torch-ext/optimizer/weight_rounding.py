@@ -117,19 +117,19 @@ def as_int16(residual: Tensor) -> Tensor:
 
 def widen(weights: Sequence[Tensor], rounded_by: Sequence[RoundedBy]) -> list[Tensor]:
     """Copies weights in bf16 to new tensors in fp32, and adds their residuals, if they have any."""
-    exact = [torch.empty_like(weight, dtype=torch.float32) for weight in weights]
-    torch._foreach_copy_(exact, list(weights))
-    for weight, residual in zip(exact, rounded_by):
+    widened = [torch.empty_like(weight, dtype=torch.float32) for weight in weights]
+    torch._foreach_copy_(widened, list(weights))
+    for weight, residual in zip(widened, rounded_by):
         if isinstance(residual, Tensor):
             weight.view(torch.int32).add_(residual)
-    return exact
+    return widened
 
 
 def round_into(
-    exact: Sequence[Tensor], weights: Sequence[Tensor], rounded_by: Sequence[RoundedBy]
+    widened: Sequence[Tensor], weights: Sequence[Tensor], rounded_by: Sequence[RoundedBy]
 ) -> None:
-    """Rounds ``exact``, in fp32, into weights in bf16; writes residuals, overwrites ``exact``."""
-    for wide, weight, by in zip(exact, weights, rounded_by):
+    """Rounds fp32 into weights in bf16; writes the residuals, and overwrites ``widened``."""
+    for wide, weight, by in zip(widened, weights, rounded_by):
         bits = wide.masked_fill_(wide.isnan(), torch.nan).view(torch.int32)
         added = bits + 0x8000 if isinstance(by, Tensor) else _add_noise(bits, by)
         rounded = added.bitwise_and_(-0x10000)

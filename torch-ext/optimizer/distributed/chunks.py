@@ -46,10 +46,11 @@ class Bundle:
         units: consecutive units of the batch.
         boxes: the parts of each unit, in coordinates of the unit's box; equal for all units.
         local_parts: where the parts lie in the local tensor, unit by unit.
-        start: where the parts begin in the chunk's buffer.
+        start: where the parts begin in the chunk's buffer; for parts that are not staged, in a
+            buffer with these parts alone.
         trailer: where their exponents or mean squares begin in that buffer.
-        is_staged: whether the parts have a place in that buffer. Momentum that another replica
-            sends has none.
+        is_staged: whether the parts have a place in the chunk's buffer. Momentum that another
+            replica sends has none.
     """
 
     units: tuple[Unit, ...]
@@ -169,6 +170,11 @@ class Batch:
     gathered: tuple[PeerPart, ...]
     scattered: tuple[PeerPart, ...]
 
+    @property
+    def matrices(self) -> int:
+        """How many matrices, or slices of matrices, the units have."""
+        return len(self.units) * self.units[0].count
+
     @functools.cached_property
     def gathered_runs(self) -> list[PeerRun]:
         return _runs(self.gathered)
@@ -194,7 +200,8 @@ class Traffic:
 
     Args:
         sent, received: elements to and from each peer; 0 for this rank itself.
-        kept: elements that stay on this rank, at the beginning of the buffer of its bundles.
+        kept: elements of its bundles that stay on this rank; without slots, the buffer begins with
+            them.
     """
 
     sent: tuple[int, ...]
@@ -206,12 +213,13 @@ class Traffic:
 class Chunk:
     """What is gathered, orthogonalized and scattered together, as one rank sees it.
 
-    This rank's bundles lie in two buffers: momentum that it sends, and updates that it receives.
-    Each buffer begins with what this rank owns; what it sends to, or receives from, each peer
-    follows. Two ranks exchange, batch by batch, the parts of the units one after the other, and
-    then a trailer. When the units are gathered, and the wire is fp16, the trailer is an exponent
-    for each part. When they are scattered, and have a second moment, it is mean squares of the
-    update. Padding after the trailer brings the next batch to a multiple of `ALIGNMENT_BYTES`.
+    This rank's bundles lie in two buffers: input of orthogonalization that it sends, and updates
+    that it receives. Unless it has slots, a buffer begins with what this rank owns, and what it
+    sends to, or receives from, each peer follows. Two ranks exchange, batch by batch, the parts of
+    the units one after the other, and then a trailer. When the units are gathered, and the wire is
+    fp16, the trailer is an exponent for each part. When they are scattered, and have a second
+    moment, it is mean squares of the update. Padding after the trailer brings the next batch to a
+    multiple of `ALIGNMENT_BYTES`.
 
     Args:
         momentum, weights: this rank's bundles of all batches, in the order of these buffers. They

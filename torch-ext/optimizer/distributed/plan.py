@@ -37,9 +37,10 @@ class Lane(Channel):
     Args:
         chunks: in order.
         in_flight: how many chunks may be under way at once.
-        ahead: how many of its first chunks may be gathered while the lane before is under way.
-        rounds: for each chunk its units, each with its owner, a peer, or None if all peers own
-            it; equal on all peers.
+        ahead: how many of its first chunks are gathered at the very beginning of a step, unless it
+            is the first lane.
+        rounds: for each chunk its units, each with its owner: the number of a peer, or None if all
+            peers own it; equal on all peers.
         digest: a hash of the rounds, equal on all peers.
     """
 
@@ -65,8 +66,8 @@ class Plan:
         lanes: those with traffic, in the order in which all ranks go through them.
         local_lanes: those without traffic. They have the units without a gradient, too, which the
             step then skips.
-        whole_on_peers: the units that one other rank among this rank's peers holds whole, each with
-            the global number of that rank; for summaries.
+        whole_on_peers: the units that a single rank among this rank's peers holds, and not this
+            rank, each with the global number of that rank; for summaries.
     """
 
     rank: int
@@ -80,14 +81,10 @@ class Plan:
         """Lanes with traffic, then local ones, as events number them."""
         return (*self.lanes, *self.local_lanes)
 
-    def count(self, batch: Batch) -> int:
-        """Matrices in a batch."""
-        return len(batch.units) * batch.units[0].count
-
     def flops(self, batch: Batch) -> int:
         """FLOPs to orthogonalize a batch."""
         unit = batch.units[0]
-        return self.count(batch) * self.entries[unit.entry].cost(unit.block, unit.length)
+        return batch.matrices * self.entries[unit.entry].cost(unit.block, unit.length)
 
 
 # How many plans a planner keeps, each for other absent entries; and how many lists of lanes.

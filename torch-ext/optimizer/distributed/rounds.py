@@ -66,8 +66,9 @@ class Partitioner:
         In each round an owner takes units, costliest first, as long as they fit into two limits.
         The limit of FLOPs is an equal share (the busiest owner's, divided by the rounds that are
         left) or, if that is more, ``slack`` times the costliest unit that any owner has left. The
-        limit of bytes is a chunk's, or that of the largest of the owners' next units; if the share
-        is not the limit of FLOPs, it is ``most_bytes`` if that is more.
+        limit of bytes is the larger of a chunk's and of the largest among the owners' next units.
+        If the costliest unit sets the limit of FLOPs, the limit of bytes is at least
+        ``most_bytes``.
         """
         chunk_bytes, left = self.staging.chunk_bytes, self.all
         rounds, makespan, gathered = [], 0, []

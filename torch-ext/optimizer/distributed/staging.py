@@ -32,12 +32,12 @@ BATCH_BYTES = {"cpu": 2 << 20}
 BATCH_OF_MEMORY = 1 / 160
 STREAMED_BATCH_BYTES = 128 << 20
 
-# The most of a batch as a share of the weights that a rank holds, but at least a smallest chunk.
-# The lesser of this bound and the one above counts.
+# The most of a batch as a share of the weights that a rank holds; a batch may have the bytes of the
+# smallest chunk in any case. The lesser of this bound and the one above counts.
 BATCH_SHARE = 0.125
 
 # What a rank sends in one chunk, in bytes: the least that makes a collective worth its latency, and
-# the most that helps. Between these bounds a lane has so many chunks.
+# the most that helps. Between these bounds a chunk is one of `CHUNKS` equal shares of a lane.
 CHUNK_BYTES = {"cpu": (512 << 10, 2 << 20)}
 DEFAULT_CHUNK_BYTES = (4 << 20, 64 << 20)
 CHUNKS = 4
@@ -62,9 +62,9 @@ class Limits:
 
     Args:
         chunk_size: matrices that a rank orthogonalizes per chunk; −1 chooses by bytes.
-        warmup_step: chunks in flight ahead of the one being orthogonalized.
-        streams: whether momentum comes from host memory. Chunks wait for it, so no more chunks are
-            in flight then than hide each other's traffic.
+        warmup_step: the most chunks in flight beside the one being orthogonalized.
+        streams: whether momentum comes from host memory. Chunks have to wait for it, so only as
+            many are in flight as hide each other's traffic, `HIDING_IN_FLIGHT`.
         memory: bytes of an accelerator's memory, the least among the ranks that share a plan.
         staging_bytes: the bound on staging; None takes that of the device.
     """
@@ -111,9 +111,9 @@ class Staging:
         shares: whether all peers get all updates.
         batch_bytes: the share of a rank's weights that bounds a batch; None for a rank that is
             alone, which stages nothing.
-        chunk_bytes: what one owner gathers in a chunk, as a rule.
-        least_bytes: what all owners together gather in a chunk at least, if there is so much; 0 if
-            the user bounds staging.
+        chunk_bytes: what one owner gathers in a chunk, unless loads differ much.
+        least_bytes: rounds are not divided into rounds of fewer owners if all owners together
+            gather at most so much in each; 0 if the user bounds staging.
         room: bytes for chunks in flight, beside the workspace in which a batch is orthogonalized.
     """
 
@@ -176,7 +176,7 @@ class Staging:
         return at_once + max(copies) <= self.room
 
     def gathers_ahead(self, gathered: Sequence[GatheredBytes]) -> int:
-        """How many chunks may be gathered while the chunks of the lane before are in flight."""
+        """How many chunks may be gathered at the beginning of a step, if another lane is first."""
         sums = itertools.accumulate(self._gathers(gathered[:GATHERS_AHEAD]))
         return sum(nbytes <= AHEAD_OF_ROOM * self.room for nbytes in sums)
 

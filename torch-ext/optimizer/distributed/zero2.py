@@ -3,7 +3,8 @@
 Every rank of a group holds whole parameters and its own gradients. A *divided* tensor is cut along
 dimension 0 as `torch.chunk` cuts it: a reduce-scatter brings each rank the mean gradient of its
 rows, the rank updates these rows, and an all-gather brings them to the other ranks. The gradients
-of smaller tensors are all-reduced, and every rank updates all of their rows.
+of smaller tensors are all-reduced, and every rank updates all of their rows. So are the gradients
+of divided tensors that would be padded to more than twice their rows; ranks update only theirs.
 
 Tensors travel in buckets that follow from shapes alone, so that all ranks launch the same
 collectives in the same order. A bucket of divided tensors has one interval for each rank, a *slot*,

@@ -207,7 +207,7 @@ def order_of(plan: Plan, schedule: Sequence[Event]) -> list[dict[str, Any]]:
             elif event.do is Do.ORTHOGONALIZE:
                 row["sent_bytes"] = sum(chunk.scatter.sent) * lane.wire.itemsize
                 for batch in chunk.batches:
-                    row["matrices"] += plan.count(batch)
+                    row["matrices"] += batch.matrices
                     row["flops"] += plan.flops(batch)
         rows.append(row)
     return rows

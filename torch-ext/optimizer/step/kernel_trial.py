@@ -42,7 +42,7 @@ def try_kernels(plan: Plan, groups: Sequence[Group]) -> Optional[Exception]:
                 for batch in chunk.batches:
                     unit = batch.units[0]
                     recipe, block = plan.entries[unit.entry].recipe, unit.block
-                    shape = plan.count(batch), unit.rows, unit.cols
+                    shape = batch.matrices, unit.rows, unit.cols
                     of_team = (block.rows, block.cols) if lane.team_size > 1 else None
                     _try_batch(lane.device, lane.wire, recipe, shape, of_team)
     except torch.OutOfMemoryError:
