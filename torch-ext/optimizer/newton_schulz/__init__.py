@@ -6,13 +6,13 @@ from .coefficients import (
     FAMILIES,
     Coefficients,
     Family,
-    Iteration,
+    Polynomials,
     Triple,
     is_triple,
     overshoot,
     resolve,
 )
-from .forms import ALGORITHMS, Form, Recipe, default_dtype, flops, recipe_for
+from .forms import ALGORITHMS, Form, Recipe, default_dtype, recipe_for
 from .iteration import NORMS, Team, newton_schulz
 from .restarts import one_restart, plan_restarts
 
@@ -23,12 +23,11 @@ __all__ = [
     "Coefficients",
     "Family",
     "Form",
-    "Iteration",
+    "Polynomials",
     "Recipe",
     "Team",
     "Triple",
     "default_dtype",
-    "flops",
     "is_triple",
     "newton_schulz",
     "one_restart",

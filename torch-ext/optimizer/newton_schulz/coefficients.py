@@ -26,7 +26,7 @@ CONVERGING: Triple = (15 / 8, -10 / 8, 3 / 8)
 
 
 @dataclass(frozen=True)
-class Iteration:
+class Polynomials:
     """What one matrix goes through: the polynomials, and their margins.
 
     Args:
@@ -55,7 +55,7 @@ class Iteration:
 
 
 @dataclass(frozen=True)
-class Family(Iteration):
+class Family(Polynomials):
     """Published polynomials of one name; a family of one triple repeats it in every iteration.
 
     Args:
@@ -134,7 +134,7 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-def resolve(coefficients: Coefficients, steps: Optional[int] = None) -> Iteration:
+def resolve(coefficients: Coefficients, steps: Optional[int] = None) -> Polynomials:
     """The polynomials of ``steps`` iterations.
 
     A single triple, of the caller or of a family, repeats. Of a family with a schedule, fewer steps
@@ -163,7 +163,7 @@ def resolve(coefficients: Coefficients, steps: Optional[int] = None) -> Iteratio
         else:
             missing = steps - len(family.triples)
             triples = family.triples[:steps] + (CONVERGING,) * missing
-        return Iteration(triples, family.norm_factor, family.safety, family.preconditioned)
+        return Polynomials(triples, family.norm_factor, family.safety, family.preconditioned)
     listed: Sequence[Any] = coefficients
     if is_triple(coefficients):
         listed = [coefficients] * (steps or DEFAULT_STEPS)
@@ -178,7 +178,7 @@ def resolve(coefficients: Coefficients, steps: Optional[int] = None) -> Iteratio
             f"ns_coefficients lists {len(triples)} iterations but ns_steps is {steps}: "
             "an explicit list sets the count itself, leave ns_steps out or make them equal"
         )
-    return Iteration(triples)
+    return Polynomials(triples)
 
 
 def is_triple(value: object) -> bool:
@@ -203,10 +203,10 @@ def overshoot(name: str, steps: int) -> Optional[float]:
     """
     if steps >= len(FAMILIES[name].triples):
         return None
-    iteration, points, largest = resolve(name, steps), 2000, 0.0
+    polynomials, points, largest = resolve(name, steps), 2000, 0.0
     for i in range(1, points + 1):
-        x = i / points / iteration.norm_factor
-        for a, b, c in iteration.triples:
+        x = i / points / polynomials.norm_factor
+        for a, b, c in polynomials.triples:
             x = x * (a + x * x * (b + c * x * x))
         largest = max(largest, abs(x))
     return largest if largest > 1.5 else None

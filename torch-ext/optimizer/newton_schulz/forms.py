@@ -13,7 +13,7 @@ from typing import Optional
 import torch
 
 from .. import triton_kernels
-from .coefficients import Coefficients, Iteration, Triple, resolve
+from .coefficients import Coefficients, Polynomials, Triple, resolve
 from .restarts import one_restart, plan_restarts, segments
 
 ALGORITHMS = ("auto", "standard", "gram", "auto_one_restart")
@@ -100,6 +100,7 @@ class Recipe:
     """How a group's matrices are orthogonalized on one type of device, whatever their shape.
 
     Args:
+        polynomials: those of the iterations, before margins for the arithmetic.
         algorithm: of `ALGORITHMS`.
         norm: what matrices are divided by first.
         dtype: arithmetic of the iteration.
@@ -109,7 +110,7 @@ class Recipe:
         renormalize: whether the result is brought to the norm of a polar factor.
     """
 
-    iteration: Iteration
+    polynomials: Polynomials
     algorithm: str
     norm: str
     dtype: torch.dtype
@@ -126,7 +127,7 @@ class Recipe:
         over the team only once in each segment, the standard form in every iteration.
         """
         s, l = min(rows, cols), max(rows, cols)
-        triples, products = self.iteration.in_arithmetic(self.dtype), self._products(s, l)
+        triples, products = self.polynomials.in_arithmetic(self.dtype), self._products(s, l)
         standard = Form(triples, tuple(range(1, len(triples))), products, "as asked for")
         if self.algorithm == "standard":
             return standard
@@ -159,7 +160,7 @@ class Recipe:
         s, l = min(rows, cols), max(rows, cols)
         is_bf16 = self.device_type == "cpu" and self.dtype == torch.bfloat16
         is_whole = block_side(form.products, s, l) == s
-        is_plain = self.norm == "frobenius" and not self.iteration.preconditioned
+        is_plain = self.norm == "frobenius" and not self.polynomials.preconditioned
         return is_bf16 and is_whole and is_plain and not form.is_gram
 
     def _restarts(self, triples: tuple[Triple, ...], s: int) -> tuple[int, ...]:
@@ -204,11 +205,11 @@ def recipe_for(
         ValueError: see `resolve`.
     """
     dtype = dtype or default_dtype(matrix_dtype, device)
-    iteration = resolve(coefficients, steps)
+    polynomials = resolve(coefficients, steps)
     if norm_factor is not None:
-        iteration = replace(iteration, norm_factor=norm_factor)
+        polynomials = replace(polynomials, norm_factor=norm_factor)
     how = algorithm, norm, dtype, device.type, batch_invariant
-    return Recipe(iteration, *how, equilibrate, renormalize)
+    return Recipe(polynomials, *how, equilibrate, renormalize)
 
 
 def default_dtype(matrix_dtype: torch.dtype, device: torch.device) -> torch.dtype:
@@ -240,8 +241,3 @@ def _cpu_multiplies_bfloat16() -> bool:
     if not torch.cpu._is_avx2_supported():  # not x86: there oneDNN asks for more than AVX2
         return True
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-
-
-def flops(rows: int, cols: int, triples: tuple[Triple, ...]) -> int:
-    """FLOPs of the standard form with whole products: 20·s²l + 10·s³ for five quintic steps."""
-    return Form(triples, tuple(range(1, len(triples))), "whole", "").flops(rows, cols)

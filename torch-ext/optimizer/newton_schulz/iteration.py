@@ -216,7 +216,7 @@ def _orthogonalize_together(
         X = batch
     else:
         X = scratch.empty("X", batch.shape, recipe.dtype, batch.device)
-    factor = recipe.iteration.norm_factor
+    factor = recipe.polynomials.norm_factor
     magnification = 1.0  # X is this many times the normalized matrix
     pending: Optional[Divisor] = None  # what the first segment still has to divide X by
     if recipe.dtype == torch.float16:
@@ -257,7 +257,7 @@ def _orthogonalize_together(
                 R.div_(schatten4_size.square())
                 value = schatten4_size if pending is None else pending.value * schatten4_size
                 pending = _divisor(value, magnification)
-            if start == 0 and recipe.iteration.preconditioned:
+            if start == 0 and recipe.polynomials.preconditioned:
                 _precondition(X, R, is_tall=rows > cols)
             inverse = None if pending is None else pending.inverse
             Q, alpha, beta = _segment(R, form.triples[start:stop], inverse, products, squares[1:])
