@@ -57,7 +57,7 @@ MUTANTS = [
         "if placement is None else placement.dim in dims",
         "if placement is None else True",
     ),
-    Mutant("distributed/wire.py", "largest = of_all.amax(dim=1)", "largest = of_all.amin(dim=1)"),
+    Mutant("distributed/wire.py", "dim=1).amax(dim=1", "dim=1).amin(dim=1"),
     Mutant("distributed/hsdp.py", "spread=True) < redundant", "spread=True) > redundant"),
     Mutant("distributed/rounds.py", "number = min(number, matrices // cost.matrices)", "pass"),
     Mutant(

@@ -134,7 +134,7 @@ def test_parts_of_a_matrix_come_to_one_scale_without_rounding():
     parts = parts_of_two_matrices([(1.0, 1e20), (1e-3, 1e20), (3e2, 1e18), (0.0, 1e19)])
     sent, exponents = sent_in_fp16(parts)
     aligned = [part.clone() for part in sent]
-    wire.unify_scales(aligned, exponents.half())
+    wire.unify_scales([part[:, None] for part in aligned], exponents.half()[..., None])
     for part, before, powers in zip(aligned, sent, exponents - exponents.amax(dim=0)):
         assert part.dtype == torch.float16
         exact = before.double() * torch.exp2(powers.double()).view(2, 1, 1)
@@ -150,7 +150,7 @@ def test_alignment_leaves_what_is_not_finite_and_other_matrices_alone(bad):
     expected = parts_of_two_matrices([(1.0, 1.0), (1e-4, 1e-4)])
     expected[1][0, 0, 0] = bad
     aligned, exponents = sent_in_fp16(expected)
-    wire.unify_scales(aligned, exponents)
+    wire.unify_scales([part[:, None] for part in aligned], exponents[..., None])
     assert not aligned[1][0, 0, 0].isfinite()
     second = torch.stack([part[1] for part in aligned]).float()
     ratio = second / torch.stack([part[1] for part in expected])
@@ -190,7 +190,8 @@ def test_parts_of_zeros_set_no_scale():
     parts = [torch.full((1, 4, 4), 1e-10), torch.zeros(1, 4, 4)]
     sent = [torch.empty(1, 4, 4, dtype=torch.float16) for _ in parts]
     largest = torch.stack([p.abs().max() for p in parts])
-    wire.unify_scales(sent, wire.scale_down(parts, sent, largest).view(2, 1))
+    exponents = wire.scale_down(parts, sent, largest).view(2, 1, 1)
+    wire.unify_scales([part[:, None] for part in sent], exponents)
     assert sent[0].abs().min() > 0 and (sent[1] == 0).all()
 
 

@@ -1,8 +1,9 @@
 """Runs a step: momentum → gather → orthogonalize → scatter → update, chunk by chunk.
 
-Every rank updates the momentum of what it holds and sends it to the owners of the matrices. The
-owners orthogonalize matrices, or slices of them, and send every rank its part of the update. The
-matrices that a rank holds whole take the same way without traffic; on one device all of them do.
+Every rank updates the momentum of what it holds, and sends the input of orthogonalization to the
+owners of the matrices. The owners orthogonalize matrices, or slices of them, and send every rank
+its part of the update. The matrices that a rank holds whole pass through the same functions without
+traffic; on one device all of them do.
 
 The schedule, a tuple of events made by `async_utils`, fixes the order. docs/how-it-works.md
 explains what a plan is made of: lanes, chunks, batches, units, bundles, spans. All units of a batch
@@ -12,11 +13,12 @@ gradient is in no lane if ranks share it; if it is whole on this rank, `Step.pre
 
 An event asks the step for tensors. ``step.momentum`` and ``step.weights`` may be in host memory;
 ``step.prefetcher`` then brings them to the device window by window. ``step.grads`` are gradients as
-they are, or averaged; ``step.keep`` says where to update. A `Transport` carries a chunk.
+they are, or averaged; ``step.keep`` says which elements to update. A `Transport` carries a chunk.
 
-In traces of torch.profiler the events are ``Muon.momentum``, ``Muon.orthogonalize``,
-``Muon.weights`` and ``Muon.adamw``; ``Muon.agree`` is the exchange of notes before a step. Each
-event makes a record_function of its own; threads would share that of a decorator.
+Traces of torch.profiler name four kinds of events, ``Muon.momentum``, ``Muon.orthogonalize``,
+``Muon.weights`` and ``Muon.adamw``, and the exchange of notes before a step, ``Muon.agree``. They
+are `record_function` contexts, not decorators: a decorator has one record, which threads that run
+several optimizers would share.
 """
 
 from __future__ import annotations
@@ -62,17 +64,14 @@ def update_momentum_and_gather(event: Event, step: Step) -> None:
     """Updates momentum, B ← μB + wG, on all ranks, and starts to send the owners their input."""
     chunk, lane = step.prepared.chunk(event)
     prepared, number = step.prepared, event.lane
-    groups = prepared.process_groups[number], prepared.team_groups[number]
-    transport = Transport(chunk, lane, *groups, step.scratch)
+    process_groups = prepared.process_groups[number], prepared.team_groups[number]
+    transport = Transport(chunk, lane, *process_groups, step.scratch)
     step.transports[event.chunk] = transport
-    exponents: list[tuple[int, Tensor]] = []
     with record_function("Muon.momentum"):
         for joined, spans in step.together(chunk.momentum, lane):
-            exponents += _update_span_momentum(joined, transport.momentum, lane, step)
+            _update_span_momentum(joined, transport.inputs, lane, step)
             for span in spans:
                 step.release_gradients(span)
-        for start, values in exponents:  # after all spans, which also write where exponents lie
-            transport.momentum[start : start + len(values)].copy_(values)
     transport.gather()
 
 
@@ -106,6 +105,7 @@ def update_weights(event: Event, step: Step) -> None:
     chunk, lane = step.prepared.chunk(event)
     transport = step.transports.pop(event.chunk)
     transport.wait()
+    step.has_written = True
     with record_function("Muon.weights"):
         for span, _ in step.together(chunk.weights, lane, is_scatter=True):
             _update_span_weights(span, transport.updates, lane, step)
@@ -115,35 +115,31 @@ def update_weights(event: Event, step: Step) -> None:
 # -- momentum ----------------------------------------------------------------------------------
 
 
-def _update_span_momentum(
-    span: Span, buffer: Tensor, lane: Lane, step: Step
-) -> list[tuple[int, Tensor]]:
+def _update_span_momentum(span: Span, buffer: Tensor, lane: Lane, step: Step) -> None:
     """Updates the momentum of a span, and writes the input of orthogonalization into the buffer.
 
-    Returns:
-        With an fp16 wire, the exponents of each bundle and where they start in the buffer; empty if
-        they are written already.
+    With an fp16 wire it also writes the parts' exponents.
     """
     start, stop = span[0].start, span[-1].start + span[-1].numel
-    is_staged = span[0].is_staged  # if not, another replica sends this momentum
+    is_staged = span[0].is_staged  # if not, another replica sends this part of the momentum
     if step.uses_lists(lane) and (lane.scaled or not is_staged):
-        _update_momentum_in_place(span, buffer[start:], is_staged, lane, step)
-        return []
+        _update_span_momentum_by_lists(span, buffer[start:], is_staged, lane, step)
+        return
     if is_staged:
         sent = buffer[start:stop]
         is_scaled, dtype = lane.scaled, core.update_dtype(lane.wire, lane.opmath, lane.device)
-        wanted = step.scratch.in_dtype(sent, lane.opmath if is_scaled else dtype)
+        result = step.scratch.in_dtype(sent, lane.opmath if is_scaled else dtype)
     else:
         is_scaled = False
-        wanted = step.scratch.empty("opmath", (stop - start,), lane.opmath, lane.device)
+        result = step.scratch.empty("opmath", (stop - start,), lane.opmath, lane.device)
     parts = step.momentum(span)
-    grads, outputs = step.grads(parts), step.views(wanted, span)
+    grads, outputs = step.grads(parts), step.views(result, span)
     rows = MomentumRows(parts.tensors, grads, outputs, step.keep(parts))
     if not rows.momenta:
-        return []
+        return
     largest: Optional[Tensor] = None
     if is_scaled:
-        largest = torch.zeros(len(rows.momenta), dtype=wanted.dtype, device=wanted.device)
+        largest = torch.zeros(len(rows.momenta), dtype=result.dtype, device=result.device)
         if step.prefetcher.is_idle:
             rows.largest = list(largest.unbind())
     step.has_written = True
@@ -159,16 +155,16 @@ def _update_span_momentum(
         exponents = wire.scale_down(rows.outputs, step.views(sent, span), largest)
         bundles = [bundle for bundle in span if bundle.numel]
         counts = [len(bundle.local_parts) for bundle in bundles]
-        return [(b.trailer, values) for b, values in zip(bundles, exponents.split(counts))]
-    if is_staged and wanted is not sent:
-        sent.copy_(wanted)
-    return []
+        for bundle, values in zip(bundles, exponents.split(counts)):
+            buffer[bundle.trailer : bundle.trailer + len(values)].copy_(values)
+    elif is_staged and result is not sent:
+        sent.copy_(result)
 
 
-def _update_momentum_in_place(
+def _update_span_momentum_by_lists(
     span: Span, sent: Tensor, is_staged: bool, lane: Lane, step: Step
 ) -> None:
-    """Updates the momentum of a span in place, then writes what this rank sends of it, scaled.
+    """Updates the momentum of a span without a copy of it; if staged, writes what is sent, scaled.
 
     Args:
         sent: the buffer, from the beginning of the span on.
@@ -235,10 +231,10 @@ def _polar_factors(
 ) -> Tensor:
     """Computes the polar factors of units.
 
-    Members of a team compute them together, each for its slice of every matrix. They launch the
-    same collectives in the same order, since they have the same batches, and take a lane's chunks
-    in the order of all its peers. So among the collectives that ranks wait for, there is one that
-    all of its ranks have reached.
+    Members of a team compute them together, each for its slice of every matrix. They have the same
+    batches, and all peers of a lane take its chunks in one order. So the members launch the same
+    collectives in the same order as each other and as the lane's gathers and scatters, and ranks
+    cannot wait for each other in a circle.
 
     Args:
         X: the units, (n, *shape of each).
@@ -255,10 +251,10 @@ def _polar_factors(
         team = Team(unit.block.rows, unit.block.cols, add, gather)
     eps = Eps(options.ns_eps, options.ns_eps_absolute or 0.0)
     if eps.absolute != 0.0 or options.ns_equilibrate:
-        scales = transport.scales()
-        if scales is not None:
-            scales = _to_front(scales, present).repeat_interleave(unit.count)
-            eps = eps._replace(divided_by=scales.view(-1, 1, 1))
+        wire_scales = transport.wire_scales()
+        if wire_scales is not None:
+            wire_scales = _to_front(wire_scales, present).repeat_interleave(unit.count)
+            eps = eps._replace(divided_by=wire_scales.view(-1, 1, 1))
     matrices = X.view(-1, unit.rows, unit.cols)
     return orthogonalize(matrices, entry.recipe, eps, True, step.scratch, team)
 
@@ -305,23 +301,22 @@ def _update_span_weights(span: Span, updates: Tensor, lane: Lane, step: Step) ->
     if U is not received:
         U.copy_(received)
     unit = span[0].units[0]
-    options, scale = step.group(unit), step.plan.entries[unit.entry].scale(unit.block)
+    options, update_scale = step.group(unit), step.plan.entries[unit.entry].scale(unit.block)
     factors: Optional[list[Tensor]] = None
     if options.beta2 is not None:
         factors = [f for bundle in span for f in _second_moment_factors(bundle, updates, step)]
     views = step.views(U, span)
-    rounded_by, keep, scales = step.rounded_by(parts), step.keep(parts), step.clip(parts)
-    rows = WeightRows(rounded_by, parts.tensors, views, factors, keep, scales)
+    rounded_by, keep, clip_scales = step.rounded_by(parts), step.keep(parts), step.clip(parts)
+    rows = WeightRows(rounded_by, parts.tensors, views, factors, keep, clip_scales)
     if not rows.weights:
         return
-    step.has_written = True
-    decay_scale = scale if options.decay_lr == "adjusted" else 1.0
+    decay_scale = update_scale if options.decay_lr == "adjusted" else 1.0
 
     def update(part: WeightRows) -> None:
         core.update_weights(
             part.weights,
             part.updates,
-            rate=options.lr * scale,
+            rate=options.lr * update_scale,
             decay=options.lr * options.weight_decay * decay_scale,
             cautious=options.cautious,
             factors=part.factors,
@@ -346,7 +341,7 @@ def _update_span_weights(span: Span, updates: Tensor, lane: Lane, step: Step) ->
 def _second_moment_factors(bundle: Bundle, updates: Tensor, step: Step) -> list[Tensor]:
     """Updates V, the second moments of a bundle's units, and returns this rank's factors.
 
-    There is one factor for each of this rank's parts of the update, which is multiplied with it.
+    This rank's parts of the update are each multiplied with one factor, in their order.
     """
     factors: list[Tensor] = []
     present = step.present(bundle.units)
@@ -355,14 +350,15 @@ def _second_moment_factors(bundle: Bundle, updates: Tensor, step: Step) -> list[
         return factors
     views = [step.second_moment(unit) for unit in units]
     for fetched in step.prefetcher.windows((SECOND_MOMENT, id(bundle))):  # runs once
-        if fetched is not None:
+        if fetched is not None:  # else V is on the device already
             views = [tensors[0] if tensors else views[piece.row] for piece, tensors in fetched]
         V = torch.stack(views)  # (n, experts…, matrices of each…, long side)
         numbers = wire.read_numbers(updates, bundle.trailer, len(bundle.units) * views[0].numel())
-        rows = numbers.view(len(bundle.units), *V.shape[1:])
-        v = rows if present is None else torch.stack(list(compress(rows.unbind(), present)))
+        v = numbers.view(len(bundle.units), *V.shape[1:])  # the owners' `core.second_moment`
+        if present is not None:
+            v = torch.stack(list(compress(v.unbind(), present)))
         dtype = step.plan.entries[units[0].entry].recipe.dtype
-        v = v.to(torch.promote_types(dtype, torch.float32))  # as the owner computed it
+        v = v.to(torch.promote_types(dtype, torch.float32))  # in which the owner computed it
         keep = None
         if step.may_skip(units[0]):
             keep = torch.cat([step.finite.of(unit) for unit in units])
@@ -375,7 +371,7 @@ def _second_moment_factors(bundle: Bundle, updates: Tensor, step: Step) -> list[
 
 
 def _factors_of_parts(factor: Tensor, bundle: Bundle, of_rows: bool) -> list[Tensor]:
-    """Cuts factors, which are shaped like V, into those of this rank's parts; these broadcast."""
+    """Cuts factors of the shape of V into one for each of this rank's parts, to broadcast to it."""
     unit = bundle.units[0]
     block, axes = unit.block, range(len(unit.shape))
     side = slice(block.row_axis, block.col_axis) if of_rows else slice(block.col_axis, None)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .collectives import all_gather_slots
+from .collectives import gather_over_ranks
 from .regions import ShardedDim, Sharding
 
 if dist.is_available():
@@ -88,14 +88,14 @@ class Replicas:
         first = self.ranks[0]
         for device, on_device in by_device.items():
             names = [name for name, _, _ in on_device]
-            bits = self._gather([_sum_of_bits(param) for _, param, _ in on_device])
-            norms = self._gather([_norm_of_gradient(param) for _, param, _ in on_device])
+            bits = self._gather(_sum_of_bits(param) for _, param, _ in on_device)
+            norms = self._gather(_norm_of_gradient(param) for _, param, _ in on_device)
             for rank, index in (bits != bits[0]).nonzero().tolist():
                 return (
                     f"{names[index]} has other weights on rank {self.ranks[rank]} than on "
                     f"rank {first}: let all ranks of process_group start from the same"
                 )
-            sums = self._gather([_sum_of_rows(state).to(device) for _, _, state in on_device])
+            sums = self._gather(_sum_of_rows(state).to(device) for _, _, state in on_device)
             # Parameters whose rows differ, so that their sum tells them from other rows.
             indices = sums[0].nonzero().flatten().tolist()
             for rank, its_sums in zip(self.ranks[1:], sums[1:]):
@@ -116,13 +116,9 @@ class Replicas:
                 )
         return None
 
-    def _gather(self, scalars: Sequence[Tensor]) -> Tensor:
+    def _gather(self, scalars: Iterable[Tensor]) -> Tensor:
         """Gathers scalars from all ranks: (ranks, scalars), on the CPU."""
-        sent = torch.stack(list(scalars))
-        gathered = sent.new_empty((len(self.ranks), len(sent)))
-        gathered[self.group.rank()] = sent
-        all_gather_slots(gathered.view(-1), self.group).wait()
-        return gathered.cpu()
+        return gather_over_ranks(torch.stack(list(scalars)), self.group).cpu()
 
     def __repr__(self) -> str:
         return f"ranks {list(self.ranks)}"

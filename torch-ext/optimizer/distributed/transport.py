@@ -1,4 +1,4 @@
-"""Sends the momentum of a chunk to the owners, and the updates back to the ranks of the lane.
+"""Sends the owners their input of a chunk, and sends the updates back to the ranks of the lane.
 
 A transport is made for one chunk in one step, and holds its buffers. One call launches a
 collective, and a later call waits for it. Waiting makes the current stream wait, not the host, and
@@ -22,7 +22,7 @@ from .plan import Lane
 
 
 class Transport:
-    """Carries the momentum of one chunk to its owners, and their updates back.
+    """Carries the input of orthogonalization to the owners of one chunk, and their updates back.
 
     Args:
         chunk, lane: what travels.
@@ -31,7 +31,7 @@ class Transport:
         scratch: what buffers are taken from.
 
     Attributes:
-        momentum: the buffer with the momentum of this rank's bundles.
+        inputs: the buffer with the input of orthogonalization of this rank's bundles.
         updates: the buffer with the updates of this rank's bundles, once they have been scattered.
     """
 
@@ -44,24 +44,24 @@ class Transport:
         self._team_group = team_group
         self._scratch = scratch
         self._is_local = len(lane.peers) == 1
-        self.momentum = self.updates = self._take(chunk.gather.kept + sum(chunk.gather.sent))
-        self._gathered: Optional[Tensor] = None  # momentum of other ranks
+        self.inputs = self.updates = self._take(chunk.gather.kept + sum(chunk.gather.sent))
+        self._gathered: Optional[Tensor] = None  # input from other ranks
         self._scattered: Optional[Tensor] = None  # updates for other ranks, if these differ
         self._works: list[Any] = []
         self._exponents: list[Tensor] = []  # of the batch that was assembled last, (n, …) each
 
     def gather(self) -> None:
-        """Starts to send the momentum to the owners."""
+        """Starts to send the owners their input."""
         if self._is_local:
             return
         kept = self.chunk.gather.kept
         if self.lane.owned_by_all and kept:
-            self.momentum[kept:].view(-1, kept).copy_(self.momentum[:kept])
+            self.inputs[kept:].view(-1, kept).copy_(self.inputs[:kept])
         self._gathered = self._take(sum(self.chunk.gather.received))
-        self._exchange(self.momentum[kept:], self._gathered, self.chunk.gather)
+        self._exchange(self.inputs[kept:], self._gathered, self.chunk.gather)
 
     def finish_gather(self) -> None:
-        """Waits for the momentum of what this rank owns, and takes buffers for updates."""
+        """Waits for the input of what this rank owns, and takes buffers for updates."""
         self.wait()
         scatter = self.chunk.scatter
         if not self.chunk.in_place:
@@ -74,14 +74,14 @@ class Transport:
         """Puts the units of a batch together, (n, *shape of each); they may be overwritten."""
         shape = (len(batch.units), *batch.units[0].shape)
         if self._gathered is None:
-            return self.momentum[batch.gathered[0].start :][: math.prod(shape)].view(shape)
+            return self.inputs[batch.gathered[0].start :][: math.prod(shape)].view(shape)
         X = self._scratch.empty("gathered", shape, self.lane.wire, self.lane.device)
         targets: list[Tensor] = []
         sources: list[Tensor] = []
         exponents: list[Tensor] = []
         for run in batch.gathered_runs:
             is_own = run.first.peer == self.lane.this_peer
-            buffer = self.momentum if is_own else self._gathered
+            buffer = self.inputs if is_own else self._gathered
             targets += run.in_units(X)
             sources += run.in_buffer(buffer, len(X))
             if self.lane.scaled:
@@ -95,7 +95,7 @@ class Transport:
         self._exponents = exponents
         return X
 
-    def scales(self) -> Optional[Tensor]:
+    def wire_scales(self) -> Optional[Tensor]:
         """What the units of the batch assembled last have been divided by, (n,); None is 1."""
         if not self._exponents:
             return None
@@ -124,7 +124,7 @@ class Transport:
 
     def scatter(self) -> None:
         """Starts to send the updates to the ranks that hold the weights."""
-        for buffer in (self.momentum, self._gathered):
+        for buffer in (self.inputs, self._gathered):
             if buffer is not None and buffer is not self.updates and buffer is not self._scattered:
                 self._scratch.give(buffer)
         if self.chunk.slots:

@@ -30,7 +30,7 @@ def wire_of(recipe: Recipe) -> torch.dtype:
 
 
 def scale_down(parts: Sequence[Tensor], outputs: Sequence[Tensor], largest: Tensor) -> Tensor:
-    """Rounds parts in fp32 into fp16 ``outputs``, each scaled by a power of two to fit.
+    """Rounds parts in fp32 into fp16 ``outputs``, each part scaled by a power of two to fit.
 
     Args:
         parts: none of them empty; overwritten.
@@ -119,17 +119,13 @@ def unify_scales(parts: Sequence[Tensor], exponents: Sequence[Tensor]) -> None:
     Numbers that this takes below the range of fp16 are at most 2^-37 of the largest magnitude.
 
     Args:
-        parts: of n matrices, (n, …), or of several peers, (n, peers, …), in fp16, as `scale_down`
-            left them.
-        exponents: (n,) or (n, peers) for each of these, then those of other parts of the same
-            matrices.
+        parts: of n matrices, from several peers, (n, peers, …), in fp16, as `scale_down` left them.
+        exponents: (n, peers) for each of these, then those of other parts of the same matrices.
     """
-    of_all = torch.cat([of_part.reshape(len(of_part), -1) for of_part in exponents], dim=1)
-    largest = of_all.amax(dim=1).to(torch.float32)
+    largest = torch.cat(list(exponents), dim=1).amax(dim=1, keepdim=True).to(torch.float32)
     for part, of_part in zip(parts, exponents):
-        below = of_part.to(torch.float32) - largest.view(-1, *(1 for _ in of_part.shape[1:]))
-        factors = torch.exp2(below).to(part.dtype)
-        part.mul_(factors.view(*factors.shape, *(1 for _ in part.shape[factors.dim() :])))
+        factors = torch.exp2(of_part.to(torch.float32) - largest).to(part.dtype)
+        part.mul_(factors.view(*factors.shape, *(1 for _ in part.shape[2:])))
 
 
 def elements_of_numbers(wire: torch.dtype) -> int:
