@@ -4,8 +4,9 @@ With ``TEST_DEVICE=cuda`` each rank has a GPU of its own and NCCL beside gloo, t
 that GPU, and a test of more ranks than there are GPUs is skipped. With ``TEST_DEVICE=fake`` each
 has the accelerator of fake_device.py, and gloo. Otherwise ranks see no GPU.
 
-The processes are forked from a server that has imported torch once, which makes a run cost tenths
-of a second. They see the environment as it was when the server started, at the first run.
+The processes are forked from a server that has imported torch and loaded the kernel once, which
+makes a run cost a tenth of a second. They see the environment as it was when the server started, at
+the first run.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -46,6 +48,7 @@ FORKSERVER.set_forkserver_preload(
         "torch.profiler",
         "kernels",
         "pytest",
+        *(["kernel", "reference"] if not IS_FAKE else []),  # the fake device has to come first
     ]
 )
 
@@ -133,6 +136,7 @@ def _run(
     processes, connections = [], {}
     with tempfile.TemporaryDirectory(prefix="ranks-") as scratch:
         try:
+            _start_server()
             for rank in range(world_size):
                 ours, theirs = FORKSERVER.Pipe()
                 process = FORKSERVER.Process(
@@ -169,6 +173,14 @@ def _run(
     if traced is not None:
         traced.traces.append({rank: outcomes[rank].trace for rank in outcomes})
     return outcomes
+
+
+def _start_server() -> None:
+    """Starts the server, unless it runs, where it finds the modules beside this one."""
+    paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("PYTHONPATH", paths.rstrip(os.pathsep))
+        forkserver.ensure_running()
 
 
 def _rank_main(

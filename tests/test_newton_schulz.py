@@ -17,7 +17,6 @@ from pathlib import Path
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
 
 import reference as ref
 from comparisons import relative_error, through_torch_save
@@ -25,7 +24,6 @@ from kernel import optimizer
 from layouts import randn
 
 newton_schulz = optimizer.newton_schulz.newton_schulz
-flops = optimizer.newton_schulz.flops
 FAMILIES = list(ref.FAMILIES)
 SCHEDULED = [family for family in FAMILIES if family not in ref.CONSTANT_FAMILIES]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
@@ -528,34 +526,6 @@ def test_a_group_with_its_own_shortened_schedule_warns():
     group = {"params": [torch.nn.Parameter(randn(4, 6))], "use_muon": True, "ns_steps": 3}
     with pytest.warns(UserWarning, match="3 steps of 'polar_express'"):
         optimizer.Muon([group])
-
-
-# FLOPs
-
-
-def counted_flops(G, steps, coefficients):
-    with FlopCounterMode(display=False) as counter:
-        newton_schulz(G, steps, coefficients, dtype=torch.float32)
-    return counter.get_total_flops()
-
-
-@pytest.mark.parametrize("steps", [1, 5, 7])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_flops_are_those_that_torch_counts(family, steps):
-    triples = ref.coefficients_of(family, steps)
-    for rows, cols in [(24, 24), (40, 16), (16, 40), (1, 9), (9, 1)]:
-        expected = flops(rows, cols, triples)
-        assert expected == counted_flops(randn(rows, cols), steps, family)
-        assert 3 * expected == counted_flops(randn(3, rows, cols), steps, family)
-
-
-@pytest.mark.kernels_ci
-def test_five_quintic_steps_take_20_s2_l_plus_10_s3_flops():
-    for rows, cols in [(24, 24), (40, 16), (16, 40), (768, 3072)]:
-        s, l = sorted((rows, cols))
-        assert flops(rows, cols, ref.FAMILIES["quintic"] * 5) == 20 * s * s * l + 10 * s**3
-        assert flops(rows, cols, ref.FAMILIES["cubic5"]) == 20 * s * s * l
-    assert flops(0, 5, TRIPLES) == flops(5, 0, TRIPLES) == 0
 
 
 # The default arithmetic of CPUs
