@@ -225,7 +225,7 @@ def through_wire(kernel: Any, G: Tensor, wire: torch.dtype | None) -> Tensor:
     exponents = kernel.distributed.wire.scale_down(parts, sent, largest)
     gathered = torch.cat(sent)
     here = [part.unsqueeze(0) for part in gathered.split([len(part) for part in sent])]
-    kernel.distributed.wire.unify_scales(here, exponents.unsqueeze(-1))
+    kernel.distributed.wire.unify_scales(here, exponents.view(-1, 1, 1))
     return gathered
 
 

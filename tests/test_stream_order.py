@@ -126,7 +126,7 @@ def test_all_that_a_step_touches_is_ordered(case, ranks):
         ("bf16 wire", "Transport.wait", "collectives of [0, 1] wrote (all_to_all_single)"),
         ("ZeRO-2", "MeanGradients._finish", "collectives of [0, 1] wrote (reduce_scatter"),
         ("ZeRO-2", "MeanGradients._finish", "collectives of [0, 1] read (all_reduce)"),
-        ("ZeRO-2", "Replicas._gather", "collectives of [0, 1] wrote (all_gather"),
+        ("ZeRO-2", "gather_over_ranks", "collectives of [0, 1] wrote (all_gather"),
         ("second moments, skipping", "FiniteMask.of", "collectives of [0, 1] wrote (all_reduce)"),
         ("streamed", "PrefetchRing.acquire", "stream 0 wrote (copy_)"),
         ("streamed", "PrefetchRing.release", "compute wrote (_foreach_add_)"),
