@@ -35,7 +35,7 @@ MUTANTS = [
     Mutant("core.py", "d * w >= 0, w, 0.0", "d * w <= 0, w, 0.0"),
     Mutant("core.py", "v, 1.0 - beta2)", "v, beta2)"),
     Mutant("pipeline.py", 'if options.decay_lr == "adjusted" else', "if False else"),
-    Mutant("pipeline.py", "reversed(_moves(present))", "_moves(present)"),
+    Mutant("pipeline.py", "_copy_units(out, moved, absent)", "_copy_units(out, absent, moved)"),
     Mutant(
         "newton_schulz/iteration.py",
         "schatten4_size = _size(norm_of_R.sqrt_(),",

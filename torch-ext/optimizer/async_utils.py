@@ -27,7 +27,7 @@ BUCKETS_AHEAD = 2
 class Do(enum.Enum):
     """What an event does."""
 
-    AVERAGE = "average gradients"  # launches the mean, over replicas, of a bucket of Muon's
+    AVERAGE = "average gradients"  # launches the mean, over replicas, of one of Muon's buckets
     FLAG = "flag Inf and NaN"  # finds the matrices of one lane that have them
     GATHER = "momentum, gather"  # updates the momentum of one chunk, launches its gather
     ORTHOGONALIZE = "orthogonalize, scatter"  # orthogonalizes one chunk, launches its scatter
@@ -43,8 +43,8 @@ class Event(NamedTuple):
     Args:
         do: what the rank does.
         lane: for events of a lane, its number in `Plan.all_lanes`; else −1.
-        number: that of the chunk in its lane, of the bucket, of AdamW's part, or of the group among
-            AdamW's.
+        number: the number of a chunk in its lane, of a bucket, of a part of AdamW's, or of one of
+            AdamW's groups.
     """
 
     do: Do
@@ -81,7 +81,7 @@ class ScheduleInputs:
     Args:
         adamw_parts: AdamW's parts, in the order of their updates.
         prefetch_bytes: bytes of momentum that each chunk brings from host memory, by `Event.chunk`;
-            None if no state is offloaded.
+            None if the step prefetches nothing.
         averaging: what ZeRO-2 averages; None without ZeRO-2.
         flagged_lanes: numbers of the lanes with matrices that are skipped if they have Inf or NaN.
     """
@@ -96,8 +96,8 @@ def chunk_order(chunks: int, in_flight: int) -> Iterator[tuple[Do, int]]:
     """Yields what a rank does with the chunks of a lane, each with the number of its chunk.
 
     At most ``in_flight`` chunks are under way: their gather was launched, and their weights are not
-    updated. While chunk k is orthogonalized, the next chunks are being gathered and, if
-    ``in_flight`` is at least 3, chunk k − 1 is being scattered.
+    updated. While chunk k is orthogonalized, the next chunks are being gathered if ``in_flight`` is
+    at least 2, and chunk k − 1 is being scattered if it is at least 3.
     """
     begun = computed = updated = 0
     while updated < chunks:
@@ -108,8 +108,8 @@ def chunk_order(chunks: int, in_flight: int) -> Iterator[tuple[Do, int]]:
             yield Do.ORTHOGONALIZE, computed
             computed += 1
         gathering = begun - computed
-        # An update makes room for one more gather. With fewer than two under way, that gather has
-        # to begin now: no arithmetic would be left to hide it later.
+        # An update makes room for one more gather. If fewer than two gathers are under way, the
+        # next one has to begin now: after the next orthogonalization nothing would hide it.
         makes_room = begun < chunks and gathering < 2
         if computed - updated > 1 or not gathering or makes_room:
             yield Do.UPDATE, updated
@@ -136,11 +136,12 @@ def lanes_order(lanes: Sequence[tuple[int, int, int]]) -> Iterator[tuple[Do, int
         remaining_orders.append(order[begun:])
     last_updates: list[tuple[Do, int, int]] = []  # of the lane before
     for remaining in remaining_orders:
-        computed = [at for at, (do, _, _) in enumerate(remaining, 1) if do is Do.ORTHOGONALIZE]
-        yield from remaining[: computed[0]]
+        # Indices in `remaining`, each one behind an orthogonalization.
+        ends = [at for at, (do, _, _) in enumerate(remaining, 1) if do is Do.ORTHOGONALIZE]
+        yield from remaining[: ends[0]]
         yield from last_updates
-        yield from remaining[computed[0] : computed[-1]]
-        last_updates = remaining[computed[-1] :]
+        yield from remaining[ends[0] : ends[-1]]
+        last_updates = remaining[ends[-1] :]
     yield from last_updates
 
 
@@ -148,8 +149,8 @@ def schedule(plan: Plan, inputs: ScheduleInputs) -> tuple[Event, ...]:
     """All events of a rank's step of a plan, in order.
 
     Half of the work of local lanes comes while the first chunks are gathered, and half while the
-    last ones are scattered. AdamW comes while the first chunks are gathered; if state comes from
-    the host, it comes between chunks (`_interleave`).
+    last ones are scattered. AdamW, too, comes while the first chunks are gathered; but if state
+    comes from the host, AdamW's parts come between the chunks (`_interleave`).
 
     In ZeRO-2 AdamW communicates, too, so it has a fixed position in the order of lanes. If the
     averaging ranks have a lane, AdamW comes while the first chunks of that lane are gathered; if
@@ -161,7 +162,9 @@ def schedule(plan: Plan, inputs: ScheduleInputs) -> tuple[Event, ...]:
     # Gradients are averaged in the order of lanes. If all lanes began to gather at once, the step
     # would wait for nearly all gradients at its very beginning.
     may_be_ahead = averaging is None
-    lanes = [(len(lane.chunks), lane.in_flight, lane.ahead * may_be_ahead) for lane in plan.lanes]
+    lanes = [
+        (len(lane.chunks), lane.in_flight, lane.ahead if may_be_ahead else 0) for lane in plan.lanes
+    ]
     traffic = [Event(*event) for event in lanes_order(lanes)]
     computing = [at for at, event in enumerate(traffic) if event.do is Do.ORTHOGONALIZE]
     first, last = (computing[0], computing[-1] + 1) if computing else (0, 0)
@@ -177,7 +180,7 @@ def schedule(plan: Plan, inputs: ScheduleInputs) -> tuple[Event, ...]:
 
 
 def _local_events(plan: Plan) -> tuple[list[Event], list[Event]]:
-    """The events of local lanes, in two parts of about as much work.
+    """The events of local lanes, in two parts of about equal work.
 
     The second part is empty if no lane has traffic.
     """
@@ -197,18 +200,20 @@ def _local_events(plan: Plan) -> tuple[list[Event], list[Event]]:
 
 def _place_of_adamw(events: Sequence[Event], plan: Plan, averaging: Optional[Averaging]) -> int:
     """The index among the events before which AdamW's parts come."""
-    number, under_gathers = 0, True
+    number, while_gathered = 0, True
     if averaging is not None and len(averaging.ranks) > 1:
         key = ranks_sort_key(averaging.ranks)
         number = sum(ranks_sort_key(lane.peers) < key for lane in plan.lanes)
         in_lanes = number < len(plan.lanes)
-        under_gathers = in_lanes and plan.lanes[number].peers == averaging.ranks
+        while_gathered = in_lanes and plan.lanes[number].peers == averaging.ranks
+    if number == len(plan.lanes):  # that is the number of a local lane
+        return len(events)
     places = (
         at
         for at, event in enumerate(events)
-        if event.lane == number and (event.do is Do.ORTHOGONALIZE or not under_gathers)
+        if event.lane == number and (event.do is Do.ORTHOGONALIZE or not while_gathered)
     )
-    return next(places, len(events)) if number < len(plan.lanes) else len(events)
+    return next(places, len(events))
 
 
 def _with_averaging(events: Sequence[Event], plan: Plan, averaging: Averaging) -> Iterator[Event]:
@@ -230,7 +235,7 @@ def _launches(do: Do, launched: int, needed: int, buckets: int) -> list[Event]:
     """The launches of the buckets that are needed and of some more, without those launched already.
 
     Args:
-        do: the event that launches a bucket.
+        do: what the launches do, `Do.AVERAGE` or `Do.AVERAGE_OTHERS`.
         launched: how many buckets have been launched.
         needed: how many buckets the next event waits for; 0 launches none.
         buckets: how many there are.
@@ -262,9 +267,9 @@ def _interleave(events: Sequence[Event], plan: Plan, inputs: ScheduleInputs) -> 
     """Puts AdamW's parts between the chunks, for steps whose state comes from the host.
 
     AdamW's own arithmetic is too short to hide the copies of its state. So after each chunk come as
-    many of its parts as bring the share of bytes copied so far up to the share of arithmetic done
-    so far. The arithmetic of the last chunk does not count, since it hides what is left to write
-    back.
+    many parts of AdamW as keep the share of bytes that have been copied within the share of the
+    chunks' arithmetic that is done. The last chunk's arithmetic does not count: it hides what is
+    left to write back.
     """
     prefetch_bytes, parts = inputs.prefetch_bytes, inputs.adamw_parts
     assert prefetch_bytes is not None

@@ -68,9 +68,10 @@ def update_momentum(
             wider; overwritten.
         keep: which elements to update, booleans that broadcast to each gradient; where one is
             False, the buffer stays as it is and the output is zero.
-        wanted: whether the caller reads the outputs; if not, they may serve as scratch.
+        wanted: whether the caller reads the outputs. If not, torch's functions may use them as
+            scratch, and kernels do not write them.
         largest: one element for each output, which is raised to the output's largest magnitude, or
-            to NaN if the output has one; no output may be empty then.
+            to NaN if the output has one. With ``largest`` no output may be empty.
     """
     weight = gradient_weight(momentum, style, maximize)
     if triton_kernels.is_used_on(buffers[0].device.type):
@@ -94,7 +95,7 @@ def update_momentum(
     if all(b.dtype.itemsize >= out.dtype.itemsize for b, out in zip(buffers, outputs)):
         torch._foreach_mul_(buffers, momentum)
         torch._foreach_add_(buffers, grads, alpha=weight)
-    else:  # round once; alpha= in 16 bits would round by where in its tensor an element lies
+    else:  # round once: in 16 bits, alpha= rounds an element by its place in the tensor
         torch._foreach_copy_(outputs, buffers)
         torch._foreach_mul_(outputs, momentum)
         torch._foreach_add_(outputs, grads, alpha=weight)
@@ -139,8 +140,8 @@ def second_moment(U: Tensor, of_rows: bool, scratch: Scratch) -> Tensor:
     dim = -1 if of_rows else -2
     dtype = torch.promote_types(U.dtype, torch.float32)
     if U.device.type != "cpu":  # accelerators' norms widen what they read, and need no copy
-        # The order of a sum depends on the batch. In 16 bits that may show; in fp32 and fp64, which
-        # exact mode uses, matrices are taken one at a time.
+        # The order of a sum, and so its last bit, depends on the batch. 16 bits may differ so; in
+        # fp32 and fp64, which exact mode uses, matrices are summed one at a time.
         parts = U.split(1 if U.dtype == dtype else len(U))
         norms = [torch.linalg.vector_norm(part, dim=dim, dtype=dtype) for part in parts]
         return torch.cat(norms).square_().div_(U.shape[dim])
@@ -196,7 +197,7 @@ def update_weights(
         updates: U, of the same shapes, of `update_dtype` or wider.
         rate: learning rate times scale; like ``decay`` a number, or a tensor of one element. The
             host does not read a tensor that is on the weights' device.
-        decay: learning rate times weight decay.
+        decay: learning rate times weight decay, and times scale with decay_lr="adjusted".
         cautious: decay only where Δ·W ≥ 0 (Chen et al. 2025, arXiv:2510.12402).
         factors: what each update is multiplied with; they broadcast to it.
         keep: which elements to update, booleans that broadcast to each weight; where one is False,
@@ -258,8 +259,8 @@ def clip_weights(
         weights: local tensors.
         scales: a factor for each weight, which broadcasts to it; None leaves the weight as it is.
         keep: which elements to scale, booleans that broadcast to each weight.
-        rounded_by: as for `update_weights`, which has used them already; None for each weight that
-            is rounded to the nearest.
+        rounded_by: as `update_weights` has used it, so that noise is drawn anew; None for each
+            weight that is rounded to the nearest.
     """
     for index, scale in enumerate(scales):
         if scale is None:

@@ -55,8 +55,8 @@ class Muon(torch.optim.Optimizer):
         U ← U / sqrt(running mean of U²)   only with beta2, per row or column, norm preserved
         W ← W·(1 − lr·weight_decay) − lr·scale·U
 
-    where scale is 0.2·sqrt(max(rows, cols)) by default, with which a learning rate and a weight
-    decay that were tuned for AdamW fit (Liu et al. 2025, arXiv:2502.16982).
+    where scale is 0.2·sqrt(max(rows, cols)) by default. So a learning rate and a weight decay that
+    were tuned for AdamW fit Muon, too (Liu et al. 2025, arXiv:2502.16982).
 
     Unless ``ns_eps_absolute`` is set, U does not depend on the scale of gradients: with all
     gradients of a run multiplied by 2^k, matrices take the same steps to the bit, unless numbers
@@ -65,9 +65,9 @@ class Muon(torch.optim.Optimizer):
 
     Args:
         params: parameter groups: dicts with ``params``, and with ``use_muon``, which is True for
-            matrices. ``params`` holds tensors, and ``names`` their names in the same order, or it
-            holds (name, parameter) pairs. A group may have any option below as a key, but for those
-            of all groups (`options.CONSTRUCTOR_ONLY`).
+            matrices. ``params`` holds tensors, and ``names`` their names in the same order; or
+            ``params`` holds (name, parameter) pairs. A group may have any option below as a key,
+            except those that hold for all groups (`options.CONSTRUCTOR_ONLY`).
         lr: learning rate, a number or a tensor of one element. Ranks compare it, except a tensor on
             a device: reading that would make the host wait.
         momentum: μ.
@@ -91,8 +91,9 @@ class Muon(torch.optim.Optimizer):
             other than wq, q_proj, … If layers differ, give a mapping from layers (numbers, or the
             beginnings of names) to such dicts or None, or a function of a layer. docs/qk-clip.md
             explains all of these.
-        warmup_step: the most chunks of matrices that may be under way beside the one that is
-            orthogonalized; the bound on staging memory (docs/layouts.md) may allow fewer.
+        warmup_step: the most chunks of matrices that one set of ranks may have under way beside the
+            one that is orthogonalized; the bound on staging memory (docs/layouts.md) may allow
+            fewer.
         chunk_size: matrices that a rank orthogonalizes per chunk; −1 chooses by bytes.
         use_distributed_muon: every rank gathers and orthogonalizes every matrix of a DTensor, as a
             reference; without it owners do (docs/layouts.md).
@@ -274,7 +275,7 @@ class Muon(torch.optim.Optimizer):
         self._integrity = Integrity()
         self._logits = LogitSource()
         self._audit: Optional[Audit] = None
-        self._clip: Optional[QKClip] = None  # set below: a layer may be in several groups
+        self._clip: Optional[QKClip] = None  # set once all groups are added: layers may span them
         self._forget_plans()
         super().__init__(validation.as_groups(params), defaults)
         groups = self._read_groups()
@@ -310,14 +311,15 @@ class Muon(torch.optim.Optimizer):
         names = group.pop("names")
         # torch wants param_names in all groups or in none. Some groups may have them here, so hide
         # them from torch.
-        hidden = [shown.pop("param_names", None) for shown in (*self.param_groups, group)]
+        every_group = (*self.param_groups, group)
+        hidden = [each.pop("param_names", None) for each in every_group]
         try:
             super().add_param_group(group)
             self._names.append(names)
         finally:
-            for shown, param_names in zip((*self.param_groups, group), hidden):
+            for each, param_names in zip(every_group, hidden):
                 if param_names is not None:
-                    shown["param_names"] = param_names
+                    each["param_names"] = param_names
 
     @property
     def names(self) -> list[Optional[list[str]]]:
@@ -335,8 +337,8 @@ class Muon(torch.optim.Optimizer):
         """
         if len(self._names) != len(self.param_groups):
             raise ValueError(
-                f"there are {len(self.param_groups)} param_groups where {len(self._names)} were "
-                "added: use add_param_group, and a new optimizer to leave groups out"
+                f"there are {len(self.param_groups)} param_groups, but {len(self._names)} were "
+                "added: add groups by add_param_group; make a new optimizer to leave groups out"
             )
         for number, group in enumerate(self.param_groups):
             if "names" in group:  # set on the group after construction
@@ -356,12 +358,12 @@ class Muon(torch.optim.Optimizer):
         return Group(**{key: group[key] for key in Group.__dataclass_fields__})
 
     def _defaults_of(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """The values of keys that a group lacks."""
+        """The default of each key that a group may lack; subclasses may have others by group."""
         return {key: self.defaults[key] for key in GROUP_OPTIONS}
 
     @property
     def process_group(self) -> Any:
-        """The ranks of replicated parameters; set it again after unpickling."""
+        """The process group of replicated parameters; set it again after unpickling."""
         replicas = self._settings.process_group
         return None if replicas is None else replicas.group
 
@@ -402,8 +404,8 @@ class Muon(torch.optim.Optimizer):
             ValueError: wrong gradients, hyperparameters or logits; no parameter and no state was
                 changed.
             RuntimeError: this step or an earlier one failed after this rank, or another one, may
-                have begun to write: load a checkpoint before you go on. Earlier errors are raised
-                as they are.
+                have begun to write: load a checkpoint before you go on. An error from before any
+                writing is raised as it is.
         """
         loss, error = None, None
         try:
@@ -429,7 +431,12 @@ class Muon(torch.optim.Optimizer):
     @torch.inference_mode(False)  # else the state that a step makes could not be changed later
     @torch.no_grad()
     def _step_or_raise(self, error: Optional[BaseException], qk_logits: Optional[Logits]) -> None:
-        """Runs the step; after an error on any rank, raises before it writes, see `_prepare`."""
+        """Runs the step, unless `_prepare` raises because of an error on some rank.
+
+        Args:
+            error: what the closure raised, or None.
+            qk_logits: as given to the step.
+        """
         scaling = Scaling(self)
         step: Optional[Step] = None
 
@@ -506,6 +513,7 @@ class Muon(torch.optim.Optimizer):
         except BaseException as raised:
             error = raised
         survey = self._survey
+        # After an error the survey may be out of date.
         sets = self._sets() if error is not None else self._with_replicas(set(survey.shared))
 
         def notes() -> Mapping[agreement.Ranks, agreement.StepNotes]:
@@ -514,17 +522,19 @@ class Muon(torch.optim.Optimizer):
                 groups, survey, plan, absent, self._settings, clip_lines, self._identify
             )
 
+        streams = self._settings.streams
         skips = self._agreement.decide(
             self._settings.consistency_check,
-            {ranks: (shared, self._settings.streams) for ranks, shared in survey.shared.items()},
+            {ranks: (shared, streams) for ranks, shared in survey.shared.items()},
             sets,
             notes,
-            error,
-            scaling.skips,
-            kernel_error,
+            error=error,
+            skip=scaling.skips,
+            no_kernels=kernel_error,
         )
         if self._agreement.lacks_kernels and not lacked_kernels:
             triton_kernels.warn_of_doing_without(kernel_error or "another rank can't launch them")
+        # An error has been raised by now: `decide` does so.
         if survey is not self._agreed:
             self._agreed = survey
             params = (param for group in groups for param in group.params)
@@ -536,6 +546,7 @@ class Muon(torch.optim.Optimizer):
             self._compared = True
         self._warned = self._warned or validation.warn_about_no_gradients(groups)
         self._untrained = validation.warn_about_untrained_matrices(groups, self._untrained)
+        is_audited = self._audit is not None and self._audit.is_on and not is_dry
         return Step(
             plan,
             groups,
@@ -546,12 +557,17 @@ class Muon(torch.optim.Optimizer):
             self._rounding,
             clipping,
             self._prepared,
-            None if is_dry or self._audit is None or not self._audit.is_on else self._audit,
+            self._audit if is_audited else None,
         )
 
     def _begin_clipping(
         self, qk_logits: Optional[Logits], groups: list[Group], is_dry: bool
     ) -> Optional[Clipping]:
+        """QK-Clip of this step; None where it is off, or has no logits.
+
+        A step that only creates state has gradients of zeros. Unless it was given logits, it clips
+        no layer with such gradients.
+        """
         logits, is_recorded = self._logits.take(qk_logits)
         if self._clip is not None:
             only_with_gradient = is_dry and qk_logits is None
@@ -565,13 +581,13 @@ class Muon(torch.optim.Optimizer):
         return None
 
     def _sets(self) -> set[agreement.Ranks]:
-        """The sets of ranks that share parameters with this one."""
+        """The sets of ranks that share parameters with this rank."""
         params = (param for group in self.param_groups for param in group["params"])
         sets = {shared_with(param, self._settings) for param in params}
         return self._with_replicas({ranks for ranks in sets if ranks is not None})
 
     def _with_replicas(self, sets: set[agreement.Ranks]) -> set[agreement.Ranks]:
-        """Adds the ranks of the process group, which may share parameters that this rank lacks."""
+        """Adds the ranks of the process group, even if this rank holds none of their parameters."""
         replicas = self._settings.replicas
         return sets if replicas is None else {*sets, replicas}
 
@@ -602,7 +618,7 @@ class Muon(torch.optim.Optimizer):
             if param.requires_grad and not dtensors.is_dtensor(param)
         ]
         problem = replicas.difference(plain, averaged=self._settings.divided is None)
-        if problem is not None:  # the same on all of them
+        if problem is not None:  # then it is the same on all replicas
             self._agreement.revoke()
             raise ValueError(problem)
 
@@ -765,9 +781,10 @@ class Muon(torch.optim.Optimizer):
 
         Returns:
             For the last step that had logits: ``max_logit``, ``heads`` (how many logits), of these
-            ``clipped`` and ``nonfinite``, and ``layers``, which has the same by layer, and
-            ``max_logits``, in which NaN shows as Inf. For all steps: ``steps`` (how many had
-            logits), ``total_clipped`` and ``total_nonfinite``. Checkpoints do not hold them.
+            ``clipped`` and ``nonfinite``, and ``layers``: by layer ``max_logit``, ``clipped``,
+            ``nonfinite`` and ``max_logits``, in which NaN shows as Inf. For all steps: ``steps``
+            (how many had logits), ``total_clipped`` and ``total_nonfinite``. Checkpoints hold none
+            of these.
         """
         return {**NO_STATS, "layers": {}} if self._clip is None else self._clip.stats()
 
@@ -842,7 +859,10 @@ class Muon(torch.optim.Optimizer):
             self._rounding.set_exact(params[name], value)
 
     def _params_with_residuals(self) -> dict[str, Tensor]:
-        """Parameters that have a residual, by name; the residuals fit the weights as they are."""
+        """Parameters that have a residual, by name.
+
+        Residuals of weights that were changed since the last step are set to zero first.
+        """
         self._integrity.check()
         groups = self._read_groups()
         self._create_state(groups)
@@ -891,7 +911,7 @@ class Muon(torch.optim.Optimizer):
             self.register_load_state_dict_post_hook(restore, prepend=True),
         ]
         # Tensors that are made in inference mode can't be changed outside of it. The context that
-        # turns it off would also turn gradients on, so their mode is set again.
+        # turns it off would also turn gradients on, so this keeps them on or off as they were.
         enabled = torch.is_grad_enabled()
         try:
             with (
@@ -907,7 +927,7 @@ class Muon(torch.optim.Optimizer):
     def _check_saved(
         self, states: dict[Any, Any], param_groups: Sequence[dict[str, Any]]
     ) -> list[dict[str, Any]]:
-        """Checks a checkpoint's state and groups, and cuts the state as this optimizer shards its.
+        """Checks a checkpoint's state and groups, and divides its state as this optimizer's is.
 
         Returns:
             The groups of the checkpoint, with every key.
@@ -944,8 +964,8 @@ class Muon(torch.optim.Optimizer):
         Args:
             states: a loaded state dict, ``torch.load(path, weights_only=True)``; a list of the
                 state dicts of all ranks, in order, or of two optimizers; or a mapping
-                ``{"muon": …, "adamw": …}``, in which None makes these parameters start anew. Give
-                all of it to every rank; each takes its part without traffic.
+                ``{"muon": …, "adamw": …}``; None for one of them makes its parameters start anew.
+                Give all of it to every rank; each takes its part without traffic.
             kind: what wrote ``states``: ``"torch_muon"``, ``"torch_adamw"``, ``"motif"``,
                 ``"llamafactory"`` (Moonlight's), ``"nanochat"`` or ``"keller_jordan"``.
             params: all parameters, as tensors, (name, parameter) pairs or names, in the order in
@@ -1075,7 +1095,7 @@ class Muon(torch.optim.Optimizer):
         return self._offload.mode if self._offload.is_on else None
 
     def synchronize_offload(self) -> None:
-        """Makes the host wait until all state is in host memory, and no copy of it on a device.
+        """Makes the host wait until all state is in host memory; no copy is left on a device.
 
         Call it before you read or change tensors of ``optim.state``: they may be incomplete, or
         older than their copies on the device. `state_dict` waits by itself, and leaves on the

@@ -2,23 +2,24 @@
 
 Every rank updates the momentum of what it holds, and sends the input of orthogonalization to the
 owners of the matrices. The owners orthogonalize matrices, or slices of them, and send every rank
-its part of the update. The matrices that a rank holds whole pass through the same functions without
-traffic; on one device all of them do.
+its part of the update. Matrices of local lanes pass through the same functions without traffic; on
+one device all lanes are local.
 
 The schedule, a tuple of events made by `async_utils`, fixes the order. docs/how-it-works.md
 explains what a plan is made of: lanes, chunks, batches, units, bundles, spans. All units of a batch
 have one group of hyperparameters and one shape of matrices; all units of a span have one group, one
-dtype and, for weights, one scale. So the code reads these from the first unit. A matrix without a
-gradient is in no lane if ranks share it; if it is whole on this rank, `Step.present` leaves it out.
+dtype and, for weights, one scale. So the code reads these from the first unit. Lanes with traffic
+have no matrices without a gradient; local lanes have them, and `Step.present` leaves them out.
 
-An event asks the step for tensors. ``step.momentum`` and ``step.weights`` may be in host memory;
-``step.prefetcher`` then brings them to the device window by window. ``step.grads`` are gradients as
-they are, or averaged; ``step.keep`` says which elements to update. A `Transport` carries a chunk.
+An event asks the step for tensors. Those that `Step.momentum` and `Step.weights` return may lie in
+host memory; `Step.prefetcher` then brings them to the device window by window. `Step.grads` returns
+this rank's gradients, or means over replicas (ZeRO-2); `Step.keep` says which elements to update. A
+`Transport` carries one chunk between ranks.
 
 Traces of torch.profiler name four kinds of events, ``Muon.momentum``, ``Muon.orthogonalize``,
-``Muon.weights`` and ``Muon.adamw``, and the exchange of notes before a step, ``Muon.agree``. They
-are `record_function` contexts, not decorators: a decorator has one record, which threads that run
-several optimizers would share.
+``Muon.weights`` and ``Muon.adamw``, and the exchange of notes before a step, ``Muon.agree``. Each
+time the code enters a new `record_function` context. It decorates no function: a decorator has one
+record, which threads that run several optimizers would share.
 """
 
 from __future__ import annotations
@@ -61,17 +62,20 @@ def run(step: Step) -> None:
 
 
 def update_momentum_and_gather(event: Event, step: Step) -> None:
-    """Updates momentum, B ← μB + wG, on all ranks, and starts to send the owners their input."""
-    chunk, lane = step.prepared.chunk(event)
-    prepared, number = step.prepared, event.lane
-    process_groups = prepared.process_groups[number], prepared.team_groups[number]
-    transport = Transport(chunk, lane, *process_groups, step.scratch)
+    """Updates this rank's momentum, B ← μB + wG, and starts to send the owners their input."""
+    prepared = step.prepared
+    chunk, lane = prepared.chunk(event)
+    process_group, team_group = (
+        prepared.process_groups[event.lane],
+        prepared.team_groups[event.lane],
+    )
+    transport = Transport(chunk, lane, process_group, team_group, step.scratch)
     step.transports[event.chunk] = transport
     with record_function("Muon.momentum"):
-        for joined, spans in step.together(chunk.momentum, lane):
-            _update_span_momentum(joined, transport.inputs, lane, step)
-            for span in spans:
-                step.release_gradients(span)
+        for span, joined_spans in step.together(chunk.momentum, lane):
+            _update_span_momentum(span, transport.inputs, lane, step)
+            for joined in joined_spans:
+                step.release_gradients(joined)
     transport.gather()
 
 
@@ -83,25 +87,27 @@ def orthogonalize_and_scatter(event: Event, step: Step) -> None:
     transport.finish_gather()
     with record_function("Muon.orthogonalize"):
         for batch in chunk.batches:
-            present, X = step.present(batch.units), transport.assemble(batch)
+            present = step.present(batch.units)
+            X = transport.assemble(batch)
             packed = _to_front(X, present)
-            if len(packed):
-                U = _polar_factors(packed, present, batch, transport, team_group, step)
-                if step.audit is not None:
-                    units = batch.units if present is None else compress(batch.units, present)
-                    step.audit.orthogonalized(list(units), U)
-                squares = None
-                if step.group(batch.units[0]).beta2 is not None:
-                    of_rows = step.has_moment_of_rows(batch.units[0])
-                    squares = core.second_moment(U, of_rows, step.scratch).view(len(packed), -1)
-                    squares = _to_places(squares, present, None)
-                U = _to_places(U.view(packed.shape), present, X)
-                transport.stage_updates(U, squares, batch)
+            if not len(packed):
+                continue
+            U = _polar_factors(packed, present, batch, transport, team_group, step)
+            if step.audit is not None:
+                units = batch.units if present is None else compress(batch.units, present)
+                step.audit.orthogonalized(list(units), U)
+            squares: Optional[Tensor] = None
+            if step.group(batch.units[0]).beta2 is not None:
+                of_rows = step.has_moment_of_rows(batch.units[0])
+                squares = core.second_moment(U, of_rows, step.scratch).view(len(packed), -1)
+                squares = _to_places(squares, present, None)
+            U = _to_places(U.view(packed.shape), present, X)
+            transport.stage_updates(U, squares, batch)
     transport.scatter()
 
 
 def update_weights(event: Event, step: Step) -> None:
-    """W ← W − lr·(scale·U + weight_decay·W) on all ranks, each for what it holds."""
+    """Updates this rank's weights, W ← W − lr·(scale·U + weight_decay·W); then clips by QK-Clip."""
     chunk, lane = step.prepared.chunk(event)
     transport = step.transports.pop(event.chunk)
     transport.wait()
@@ -116,21 +122,22 @@ def update_weights(event: Event, step: Step) -> None:
 
 
 def _update_span_momentum(span: Span, buffer: Tensor, lane: Lane, step: Step) -> None:
-    """Updates the momentum of a span, and writes the input of orthogonalization into the buffer.
+    """Updates the momentum of a span; if it is staged, writes the owners' input into the buffer.
 
-    With an fp16 wire it also writes the parts' exponents.
+    With an fp16 wire the exponents of the parts are written, too.
     """
     start, stop = span[0].start, span[-1].start + span[-1].numel
     is_staged = span[0].is_staged  # if not, another replica sends this part of the momentum
+    # Kernels write an unscaled span straight into the buffer, below. Otherwise lists save a copy.
     if step.uses_lists(lane) and (lane.scaled or not is_staged):
         _update_span_momentum_by_lists(span, buffer[start:], is_staged, lane, step)
         return
+    is_scaled = is_staged and lane.scaled
     if is_staged:
         sent = buffer[start:stop]
-        is_scaled, dtype = lane.scaled, core.update_dtype(lane.wire, lane.opmath, lane.device)
+        dtype = core.update_dtype(lane.wire, lane.opmath, lane.device)
         result = step.scratch.in_dtype(sent, lane.opmath if is_scaled else dtype)
     else:
-        is_scaled = False
         result = step.scratch.empty("opmath", (stop - start,), lane.opmath, lane.device)
     parts = step.momentum(span)
     grads, outputs = step.grads(parts), step.views(result, span)
@@ -140,16 +147,16 @@ def _update_span_momentum(span: Span, buffer: Tensor, lane: Lane, step: Step) ->
     largest: Optional[Tensor] = None
     if is_scaled:
         largest = torch.zeros(len(rows.momenta), dtype=result.dtype, device=result.device)
-        if step.prefetcher.is_idle:
+        if step.prefetcher.is_idle:  # else a window may hold a piece of a tensor
             rows.largest = list(largest.unbind())
     step.has_written = True
     for fetched in step.prefetcher.windows((MOMENTUM, id(span))):
-        part = rows.in_window(fetched)
-        _apply_momentum(part, step.group(parts.units[0]), is_staged)
+        window_rows = rows.in_window(fetched)
+        _apply_momentum(window_rows, step.group(parts.units[0]), is_staged)
         if step.audit is not None:
-            step.audit.momentum(parts.units, fetched, part)
+            step.audit.momentum(parts.units, fetched, window_rows)
     if largest is not None:
-        if rows.largest is None:  # not measured yet: a window may hold a piece of a tensor
+        if rows.largest is None:  # not measured with the update
             norms = torch._foreach_norm(rows.outputs, torch.inf)
             torch._foreach_copy_(list(largest.unbind()), norms)
         exponents = wire.scale_down(rows.outputs, step.views(sent, span), largest)
@@ -164,7 +171,9 @@ def _update_span_momentum(span: Span, buffer: Tensor, lane: Lane, step: Step) ->
 def _update_span_momentum_by_lists(
     span: Span, sent: Tensor, is_staged: bool, lane: Lane, step: Step
 ) -> None:
-    """Updates the momentum of a span without a copy of it; if staged, writes what is sent, scaled.
+    """Does what `_update_span_momentum` does, but makes no copy of the span in opmath.
+
+    If the span is staged, a second kernel makes the owners' input anew, scaled for an fp16 wire.
 
     Args:
         sent: the buffer, from the beginning of the span on.
@@ -174,6 +183,7 @@ def _update_span_momentum_by_lists(
     if not grads:
         return
     step.has_written = True
+    # No outputs are wanted, so kernels write none; momentum stands in their place.
     rows = MomentumRows(parts.tensors, grads, parts.tensors, step.keep(parts))
     options = step.group(parts.units[0])
     if is_staged:
@@ -232,9 +242,9 @@ def _polar_factors(
     """Computes the polar factors of units.
 
     Members of a team compute them together, each for its slice of every matrix. They have the same
-    batches, and all peers of a lane take its chunks in one order. So the members launch the same
-    collectives in the same order as each other and as the lane's gathers and scatters, and ranks
-    cannot wait for each other in a circle.
+    batches, and all peers of a lane take its chunks in one order. So all members launch the
+    collectives of the team and those of the lane in one order, and ranks cannot wait for each other
+    in a circle.
 
     Args:
         X: the units, (n, *shape of each).
@@ -250,7 +260,7 @@ def _polar_factors(
         gather = partial(gather_over_ranks, group=team_group)
         team = Team(unit.block.rows, unit.block.cols, add, gather)
     eps = Eps(options.ns_eps, options.ns_eps_absolute or 0.0)
-    if eps.absolute != 0.0 or options.ns_equilibrate:
+    if eps.absolute != 0.0 or options.ns_equilibrate:  # else no result depends on the wire's scale
         wire_scales = transport.wire_scales()
         if wire_scales is not None:
             wire_scales = _to_front(wire_scales, present).repeat_interleave(unit.count)
@@ -263,7 +273,8 @@ def _to_front(X: Tensor, present: Optional[Sequence[bool]]) -> Tensor:
     """Moves present units from the end to the places of absent ones; returns the present units."""
     if present is None:
         return X
-    _copy_units(X, *_moves(present))
+    absent, moved = _moves(present)
+    _copy_units(X, absent, moved)
     return X[: sum(present)]
 
 
@@ -274,7 +285,8 @@ def _to_places(packed: Tensor, present: Optional[Sequence[bool]], out: Optional[
     if out is None:
         out = packed.new_empty((len(present), *packed.shape[1:]))
     out[: len(packed)].copy_(packed)
-    _copy_units(out, *reversed(_moves(present)))
+    absent, moved = _moves(present)
+    _copy_units(out, moved, absent)
     return out
 
 
@@ -312,44 +324,44 @@ def _update_span_weights(span: Span, updates: Tensor, lane: Lane, step: Step) ->
         return
     decay_scale = update_scale if options.decay_lr == "adjusted" else 1.0
 
-    def update(part: WeightRows) -> None:
+    def update(rows: WeightRows) -> None:
         core.update_weights(
-            part.weights,
-            part.updates,
+            rows.weights,
+            rows.updates,
             rate=options.lr * update_scale,
             decay=options.lr * options.weight_decay * decay_scale,
             cautious=options.cautious,
-            factors=part.factors,
-            keep=part.keep,
-            together=U if part.updates is views else None,
-            rounded_by=part.rounded_by,
+            factors=rows.factors,
+            keep=rows.keep,
+            together=U if rows.updates is views else None,  # a window has pieces of U
+            rounded_by=rows.rounded_by,
         )
 
-    def clip(part: WeightRows) -> None:
-        if part.clip is not None:
-            core.clip_weights(part.weights, part.clip, part.keep, part.rounded_by)
+    def clip(rows: WeightRows) -> None:
+        if rows.clip is not None:
+            core.clip_weights(rows.weights, rows.clip, rows.keep, rows.rounded_by)
 
     for fetched in step.prefetcher.windows((WEIGHTS, id(span))):
-        part = rows.in_window(fetched)
+        window_rows = rows.in_window(fetched)
         if step.audit is not None:
-            step.audit.weights(parts.units, fetched, part, update, clip)
+            step.audit.weights(parts.units, fetched, window_rows, update, clip)
         else:
-            update(part)
-            clip(part)
+            update(window_rows)
+            clip(window_rows)
 
 
 def _second_moment_factors(bundle: Bundle, updates: Tensor, step: Step) -> list[Tensor]:
-    """Updates V, the second moments of a bundle's units, and returns this rank's factors.
+    """Updates V, the second moments of a bundle's units.
 
-    This rank's parts of the update are each multiplied with one factor, in their order.
+    Returns:
+        What each of this rank's parts of the update is multiplied with, in the order of the parts.
     """
-    factors: list[Tensor] = []
     present = step.present(bundle.units)
     units = list(bundle.units if present is None else compress(bundle.units, present))
     if not units:
-        return factors
+        return []
     views = [step.second_moment(unit) for unit in units]
-    for fetched in step.prefetcher.windows((SECOND_MOMENT, id(bundle))):  # runs once
+    with step.prefetcher.window((SECOND_MOMENT, id(bundle)), 0) as fetched:
         if fetched is not None:  # else V is on the device already
             views = [tensors[0] if tensors else views[piece.row] for piece, tensors in fetched]
         V = torch.stack(views)  # (n, experts…, matrices of each…, long side)
@@ -366,22 +378,20 @@ def _second_moment_factors(bundle: Bundle, updates: Tensor, step: Step) -> list[
         assert beta2 is not None
         factor = core.second_moment_factor(flat, v.view(flat.shape), beta2, keep).view(V.shape)
         torch._foreach_copy_(views, list(V))
-        factors = _factors_of_parts(factor, bundle, step.has_moment_of_rows(units[0]))
-    return factors
+    return _factors_of_parts(factor, bundle, step.has_moment_of_rows(units[0]))
 
 
 def _factors_of_parts(factor: Tensor, bundle: Bundle, of_rows: bool) -> list[Tensor]:
     """Cuts factors of the shape of V into one for each of this rank's parts, to broadcast to it."""
     unit = bundle.units[0]
     block, axes = unit.block, range(len(unit.shape))
-    side = slice(block.row_axis, block.col_axis) if of_rows else slice(block.col_axis, None)
-    along = {*axes[: block.row_axis], *axes[side]}
-    factor = factor.view(
-        -1, *(size if axis in along else 1 for axis, size in enumerate(unit.shape))
-    )
+    side_axes = slice(block.row_axis, block.col_axis) if of_rows else slice(block.col_axis, None)
+    varies_along = {*axes[: block.row_axis], *axes[side_axes]}
+    sizes = (size if axis in varies_along else 1 for axis, size in enumerate(unit.shape))
+    factor = factor.view(-1, *sizes)
     views = []
     for box in bundle.boxes:
-        index = (slice(*box[axis]) if axis in along else slice(None) for axis in axes)
+        index = (slice(*box[axis]) if axis in varies_along else slice(None) for axis in axes)
         views.append(factor[(slice(None), *index)].unbind(0))
     return list(itertools.chain.from_iterable(zip(*views)))
 
@@ -390,7 +400,10 @@ def _factors_of_parts(factor: Tensor, bundle: Bundle, of_rows: bool) -> list[Ten
 
 
 def flag_nonfinite(event: Event, step: Step) -> None:
-    """For nonfinite="skip", finds the matrices of a lane with finite gradient and momentum."""
+    """For nonfinite="skip", finds the matrices of a lane whose gradients are finite.
+
+    If the momentum is in fp16, the next momentum is looked at in place of the gradient.
+    """
     lane = step.plan.all_lanes[event.lane]
     units = [unit for unit, _ in lane.owners if step.may_skip(unit)]
     parts = _numbers_to_flag(lane, step)
@@ -415,7 +428,7 @@ def _next_momentum(
     """Returns parts of the momentum as this step would make them; changes nothing."""
     unread = [torch.empty(part.shape, dtype=lane.opmath, device=lane.device) for part in grads]
     rows = MomentumRows(parts.tensors, grads, unread)
-    for fetched in step.prefetcher.windows((NONFINITE, id(span))):  # runs once
+    with step.prefetcher.window((NONFINITE, id(span)), 0) as fetched:
         rows = rows.in_window(fetched)
         rows.momenta = [momentum.clone() for momentum in rows.momenta]
         _apply_momentum(rows, step.group(parts.units[0]), wanted=False)

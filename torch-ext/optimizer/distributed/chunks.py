@@ -18,12 +18,12 @@ from .staging import DEFAULT_SPAN_BYTES, SPAN_BYTES, Staging
 from .units import Entry, Unit
 from .wire import elements_of_numbers
 
-# Slots of an all-gather may take at most so many times the elements that they hold.
+# The most elements that the slots of an all-gather may take, over the elements that they hold.
 MOST_PADDED = 1.25
 
-# The parts of a batch begin at multiples of so many bytes, from where kernels and NCCL load 16
-# bytes at once. CPU kernels choose a path by a matrix's address, which changes its last bits: so a
-# matrix that is whole on its rank begins at a cache line, as a gathered one does.
+# The parts of a batch begin at multiples of this many bytes: from there kernels and NCCL load 16
+# bytes at once. CPU kernels choose a path by a matrix's address, and paths differ in the last bits
+# of results. So a matrix that is whole on its rank begins at a cache line, as a gathered one does.
 ALIGNMENT_BYTES = 64
 
 
@@ -98,8 +98,8 @@ class PeerPart(NamedTuple):
 class PeerRun(NamedTuple):
     """Parts of several peers, of equal shapes and at equal distances, so that one view has all.
 
-    If a mesh cuts one dimension evenly, this rank's part and two runs, of the peers before it and
-    of those after it, are the parts of all peers.
+    If a mesh cuts one dimension evenly, three runs have the parts of all peers: one of this rank
+    alone, one of the peers before it, and one of the peers after it.
 
     Args:
         first: the part of the first peer.
@@ -139,7 +139,7 @@ class PeerRun(NamedTuple):
         return views
 
     def in_units(self, units: Tensor) -> list[Tensor]:
-        """Views of the same boxes in the units themselves, (count, *shape of a unit)."""
+        """Views, shaped alike, of the same boxes in ``units``, (count, *shape of a unit)."""
         views, (stride, *strides) = [], units.stride()
         step = sum(indices * of_dim for indices, of_dim in zip(self.shift, strides))
         for box in self.first.boxes:
@@ -214,8 +214,8 @@ class Chunk:
     """What is gathered, orthogonalized and scattered together, as one rank sees it.
 
     This rank's bundles lie in two buffers: input of orthogonalization that it sends, and updates
-    that it receives. Unless it has slots, a buffer begins with what this rank owns, and what it
-    sends to, or receives from, each peer follows. Two ranks exchange, batch by batch, the parts of
+    that it receives. A buffer without slots begins with this rank's parts of what it owns; then
+    comes, peer by peer, what it sends or receives. Two ranks exchange, batch by batch, the parts of
     the units one after the other, and then a trailer. When the units are gathered, and the wire is
     fp16, the trailer is an exponent for each part. When they are scattered, and have a second
     moment, it is mean squares of the update. Padding after the trailer brings the next batch to a
@@ -399,7 +399,7 @@ class _Direction:
         trailer_numel = self._trailer_numel(units[0], boxes)
         step = len(units)
         if numel:
-            # The least number of units after which the next one begins at a multiple.
+            # The least number of units after which the next one is aligned again.
             aligned = self.alignment // math.gcd(numel, self.alignment)
             step = aligned * max(1, self.span_numel // (numel * aligned))
         for first in range(0, len(units), step):
@@ -429,7 +429,7 @@ class _Direction:
         return tuple(map(tuple, spans))
 
     def _sends(self, unit: Unit, peer: int, owner: int) -> bool:
-        """Whether a peer's part of a unit travels; of replicas of a part of momentum, one does."""
+        """Whether a peer's part of a unit travels: updates do, momentum in the owner's replica."""
         peers = self.channel.peers
         return self.is_scatter or self.entries[unit.entry].sends_momentum(peers[peer], peers[owner])
 

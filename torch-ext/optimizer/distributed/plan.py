@@ -2,7 +2,7 @@
 
 A plan is made for one rank, from facts that it shares with the others; no process group is needed.
 The ranks that hold parts of a matrix gather it on one of them, its owner, which scatters the update
-to them. Every rank computes the same owners and rounds, and lays out the chunks of its own buffers.
+to them. All peers compute the same owners and rounds, and each lays the chunks out in its buffers.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Lane(Channel):
     Args:
         chunks: in order.
         in_flight: how many chunks may be under way at once.
-        ahead: how many of its first chunks are gathered at the very beginning of a step, unless it
-            is the first lane.
+        ahead: how many of its first chunks are gathered at the very beginning of a step; the first
+            lane gathers all that may be in flight there.
         rounds: for each chunk its units, each with its owner: the number of a peer, or None if all
             peers own it; equal on all peers.
         digest: a hash of the rounds, equal on all peers.
@@ -64,10 +64,10 @@ class Plan:
         rank: global rank that the plan is for.
         entries: Muon's parameters; units refer to them by number.
         lanes: those with traffic, in the order in which all ranks go through them.
-        local_lanes: those without traffic. They have the units without a gradient, too, which the
-            step then skips.
-        whole_on_peers: the units that a single rank among this rank's peers holds, and not this
-            rank, each with the global number of that rank; for summaries.
+        local_lanes: those without traffic. Their units stay in the plan if they have no gradient;
+            the step passes over them.
+        whole_on_peers: the units that one other rank among this rank's peers holds alone, each with
+            the global number of that rank; for summaries.
     """
 
     rank: int
@@ -87,7 +87,7 @@ class Plan:
         return batch.matrices * self.entries[unit.entry].cost(unit.block, unit.length)
 
 
-# How many plans a planner keeps, each for other absent entries; and how many lists of lanes.
+# How many plans a planner keeps, one for each set of absent entries; and how many lists of lanes.
 MOST_PLANS = 8
 
 EMPTY_PLAN = Plan(0, (), (), ())
@@ -133,9 +133,9 @@ def _fitted(
 ) -> tuple[list[dict[int, list[Unit]]], list[GatheredBytes]]:
     """Divides rounds into rounds of fewer owners if chunks would not fit otherwise.
 
-    This is done only if all peers get all updates: then a round of many owners is large on every
-    peer, and three of its chunks have to fit to hide their traffic. Otherwise each peer gets only a
-    share. Rounds that are small for one chunk stay as they are, unless the user bounds staging.
+    This is done only if all peers get all updates: then a round of many owners is a large chunk on
+    every peer, and three such chunks have to fit to hide their traffic. Otherwise each peer gets
+    only a share. Rounds of few bytes stay as they are, unless the user bounds staging.
 
     Returns:
         The rounds, and the bytes that are gathered in each.
@@ -170,10 +170,10 @@ class Planner:
         entries: Muon's parameters, in one order on all ranks.
         rank: global rank.
         owned_by_all: whether every peer orthogonalizes every matrix, as a reference for tests.
-        owners_per_matrix: how many peers own a matrix together: the greatest common divisor of this
-            number and the number of peers. A matrix whose longer side is too short to be cut has
-            one owner. ``"auto"`` takes for each channel what `teams.estimated_seconds` says is
-            fastest.
+        owners_per_matrix: how many peers own a matrix together; if it does not divide the number of
+            peers, the greatest common divisor of both. A matrix whose longer side is too short to
+            be cut has one owner. ``"auto"`` takes for each channel what `teams.estimated_seconds`
+            says is fastest.
         machine: the machine to estimate for; None takes that of the device type in
             `machine.MACHINES`.
         limits: fields of `Limits`.
@@ -252,8 +252,8 @@ class Planner:
         peers = entry.peers(self.rank)
         if not peers:
             return
-        # Local units have a wire of 32 or 64 bits, too, so that they are rounded as on other
-        # layouts. In place of one of 16 bits they have opmath, which rounds nothing.
+        # Local units keep a wire of 32 or 64 bits, so that they are rounded as on layouts with
+        # traffic. In place of a wire of 16 bits they have opmath, which rounds nothing.
         local_wire = entry.wire if entry.wire.itemsize >= 4 else entry.opmath
         formats = (entry.opmath, entry.device)
         local = exchanged = self.units[Channel((self.rank,), 0, False, 1, local_wire, *formats)]
@@ -262,6 +262,7 @@ class Planner:
             channel = Channel(peers, this_peer, self.owned_by_all, 1, entry.wire, *formats)
             exchanged = self.units[channel]
         for unit, holders in self._units(number, entry, peers):
+            # Every peer keeps the second moment, so owners send it mean squares in any case.
             if len(holders) > 1 or (entry.second_moment and len(peers) > 1):
                 exchanged += [(piece, holders) for piece in self._divide(unit)]
                 continue
@@ -406,16 +407,17 @@ class Planner:
     def _queues(
         self, channel: Channel, units: Sequence[UnitHolders], loads: list[int]
     ) -> list[UnitsByCost]:
-        """Chooses owners; returns the units of each peer by what they cost, costliest first.
+        """Chooses owners, and adds their work to ``loads``; returns each peer's units by cost.
 
-        The costliest unit is given away first, to the owner with the fewest FLOPs, and of these to
-        the one with the fewest elements (longest processing time first). Only holders of parts of a
+        The costliest unit is given away first, to the owner with the fewest FLOPs, and of several
+        such owners to the one with the fewest elements (longest processing time first); so each
+        peer's units come in order of cost, costliest first. Only holders of parts of a
         unit may own it. A peer that alone has the momentum of a unit owns it if its load stays
         within a fair share.
 
-        Owners are teams, mostly of one peer, which have a holder among them. Each member gets a
-        slice of a unit, at the cost of the largest slice: so members have the same queues, and the
-        same rounds.
+        An owner is a team, mostly of one peer, with at least one holder as a member. Each member
+        gets a slice of a unit, at the cost of the largest slice: so members have the same queues,
+        and the same rounds.
         """
         size = channel.team_size
         queues: list[UnitsByCost] = [{} for _ in loads]

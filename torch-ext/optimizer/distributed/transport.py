@@ -1,8 +1,8 @@
 """Sends the owners their input of a chunk, and sends the updates back to the ranks of the lane.
 
 A transport is made for one chunk in one step, and holds its buffers. One call launches a
-collective, and a later call waits for it. Waiting makes the current stream wait, not the host, and
-all later work is on that stream. So a buffer may be used again as soon as the scratch has it back.
+collective, and a later call waits for it. On accelerators the current stream waits, not the host,
+and all later work is on that stream. So a buffer may be used again once the scratch has it back.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Transport:
         if self._is_local:
             return
         kept = self.chunk.gather.kept
-        if self.lane.owned_by_all and kept:
+        if self.lane.owned_by_all and kept:  # every peer gets a copy of this rank's parts
             self.inputs[kept:].view(-1, kept).copy_(self.inputs[:kept])
         self._gathered = self._take(sum(self.chunk.gather.received))
         self._exchange(self.inputs[kept:], self._gathered, self.chunk.gather)
@@ -88,7 +88,7 @@ class Transport:
                 trailer = (len(X), len(run.first.boxes))
                 after = run.after(buffer, len(X), math.prod(trailer)).unflatten(1, trailer)
                 exponents += after.transpose(0, 1).unbind(2)  # (n, peers) of each box
-        if exponents and self._team_group is not None:
+        if exponents and self._team_group is not None:  # all slices of a matrix get one scale
             largest = torch.cat(exponents, 1).amax(1)
             exponents.append(gather_over_ranks(largest, self._team_group).T)
         wire.copy_parts(sources, targets, exponents)

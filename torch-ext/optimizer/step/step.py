@@ -78,14 +78,14 @@ class Prepared:
         self.momenta = [offload.current(param_state["momentum_buffer"]) for param_state in state]
         self._addresses = _addresses(self.weights) + _addresses(self.momenta)
 
-        def group_of(lane: Lane, ranks: Sequence[int]) -> Any:
+        def process_group_of(lane: Lane, ranks: Sequence[int]) -> Any:
             param = params[lane.owners[0][0].entry]
             return dtensors.process_group(param, ranks, settings.process_group)
 
-        # All ranks make groups in one order: first those of lanes, then those of teams, by lane.
-        self.process_groups = [group_of(lane, lane.peers) for lane in plan.lanes]
+        # All ranks make process groups in one order: those of lanes first, then those of teams.
+        self.process_groups = [process_group_of(lane, lane.peers) for lane in plan.lanes]
         self.team_groups = [
-            group_of(lane, lane.team) if lane.team_size > 1 else None for lane in plan.lanes
+            process_group_of(lane, lane.team) if lane.team_size > 1 else None for lane in plan.lanes
         ]
         for by_lane in (self.process_groups, self.team_groups):
             by_lane += [None] * len(plan.local_lanes)
@@ -122,7 +122,10 @@ class Prepared:
         return lane.chunks[event.number], lane
 
     def parts(self, span: Span, tensors: Sequence[Tensor]) -> SpanParts:
-        """The parts of a span, taken out of `momenta` or `weights`."""
+        """The parts of a span, taken out of `momenta` or `weights`.
+
+        A span belongs to only one of the two, so its id alone is the key.
+        """
         parts = self._parts.get(id(span))
         if parts is None:
             filled = [bundle for bundle in span if bundle.numel]
@@ -172,9 +175,8 @@ class Step:
 
     Args:
         plan, groups, state, settings, offload, rounding, clipping: what the step works on.
-        absent: numbers of the plan's entries that take no part, for lack of a gradient. The plan's
-            lanes have none of those that ranks share; the step passes over those that are whole on
-            this rank.
+        absent: numbers of the plan's entries that take no part, for lack of a gradient. Lanes with
+            traffic have none of them; in local lanes the step passes over them.
         prepared: of the last step, unless there was state in host memory.
         audit: records what the step does; None without an audit.
 
@@ -221,7 +223,8 @@ class Step:
             plan, self._params, groups, absent, settings.divided, self.scratch
         )
         self._last_prepared = prepared if prepared is not None and prepared.plan is plan else None
-        # Numbers of entries whose weights are in host memory, but are updated on a device.
+        # Numbers of entries whose weights are in host memory, but are updated on a device. There
+        # are none if the last step has left `prepared`, which it does only without offloaded state.
         self._on_host: set[int] = set()
         if self._last_prepared is None:
             self._on_host = {n for n, param in enumerate(self._params) if offload.is_on_host(param)}
@@ -320,7 +323,7 @@ class Step:
     def together(
         self, spans: Sequence[Span], lane: Lane, is_scatter: bool = False
     ) -> Sequence[tuple[Span, Sequence[Span]]]:
-        """The spans to update in one call each; each with the spans of the chunk that it joins."""
+        """Pairs: a span that one call updates, and the spans of the chunk that are joined in it."""
         if self.uses_lists(lane):
             return self.prepared.joined(spans, is_scatter)
         return [(span, (span,)) for span in spans]
@@ -360,7 +363,7 @@ class Step:
         return [self.finite.keep(unit, box) for unit, box in zip(parts.units, parts.boxes)]
 
     def clip(self, parts: SpanParts) -> Optional[list[Optional[Tensor]]]:
-        """What QK-Clip multiplies each part with, or None for it; None without QK-Clip."""
+        """What QK-Clip multiplies each part with, None for one that it leaves; None without it."""
         if self.clipping is None:
             return None
         scales = [self.clipping.scale(self._params[unit.entry]) for unit in parts.units]

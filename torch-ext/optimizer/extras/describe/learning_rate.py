@@ -71,7 +71,7 @@ def rates_to_try(subject: Subject, advice: Remedy) -> str:
     if scale != "match_rms_adamw" or not muons:
         return ""
     if any(_ATTENTION.search(decision.name) for decision in muons):
-        return "Rates to try: 2 to 8 times the one tuned for AdamW; this is a transformer."
+        return "Rates to try: 4 to 8 times the one tuned for AdamW; this is a transformer."
     return "Rates to try: the one tuned for AdamW, and half of it; this is no transformer."
 
 
