@@ -83,9 +83,7 @@ class CPUOffload:
         if model is not None and not isinstance(model, nn.Module):
             raise ValueError(f"model must be None or a module, found {model!r}")
         if backend is not None and not isinstance(backend, Backend):
-            raise ValueError(
-                f"backend must be None or a cpu_offload.backend.Host, found {backend!r}"
-            )
+            raise ValueError(f"backend must be None or a SimulatedHost, found {backend!r}")
         hooks = Hooks(optimizer, model) if mode == "backward" else None
         if self.hooks is not None:
             self.hooks.remove()
