@@ -65,8 +65,8 @@ class RankError(RuntimeError):
 class Outcome:
     """How one rank ended: with a value, or with the class name of an exception.
 
-    The latter may also be "Crashed" or "TimedOut". `detail` is the traceback, the exit code, or
-    the stack on which the rank hung.
+    The latter may also be "Crashed" or "TimedOut". `detail` is the traceback, or what the rank
+    wrote to stderr before it crashed or hung, with the stacks of its threads at the end.
     """
 
     value: Any = None
@@ -156,12 +156,13 @@ def _run(
                     break
                 for connection in ready:
                     rank = pending.pop(connection)
-                    outcomes[rank] = _receive(connection, processes[rank])
+                    stderr = _stderr_file(scratch, rank)
+                    outcomes[rank] = _receive(connection, processes[rank], stderr)
                     if stop_on_failure and outcomes[rank].error:
                         deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
             if not (stop_on_failure and any(outcome.error for outcome in outcomes.values())):
                 for rank in pending.values():
-                    stack = _stack(processes[rank], _stack_file(scratch, rank))
+                    stack = _stack(processes[rank], _stderr_file(scratch, rank))
                     outcomes[rank] = Outcome(None, "TimedOut", f"no result in {timeout} s", stack)
         finally:
             for process in processes:
@@ -191,7 +192,10 @@ def _rank_main(
     scratch: str,
     pg_timeout: float,
 ) -> None:
-    faulthandler.register(signal.SIGUSR1, file=open(_stack_file(scratch, rank), "w"))  # noqa: SIM115
+    with open(_stderr_file(scratch, rank), "wb") as stderr:
+        os.dup2(stderr.fileno(), 2)  # of the process, so that C++ writes there, too
+    faulthandler.enable(file=2)
+    faulthandler.register(signal.SIGUSR1, file=2)
     try:
         import torch.distributed as dist
 
@@ -241,16 +245,19 @@ def _take_device(rank: int) -> str:
     return f"cpu:gloo,{DEVICE}:{dist.get_default_backend_for_device(DEVICE)}"
 
 
-def _receive(connection: Connection, process: multiprocessing.process.BaseProcess) -> Outcome:
+def _receive(
+    connection: Connection, process: multiprocessing.process.BaseProcess, stderr: Path
+) -> Outcome:
     try:
         return pickle.loads(connection.recv_bytes())
     except (EOFError, ConnectionResetError):
         process.join()
-        return Outcome(None, "Crashed", f"exit code {process.exitcode}")
+        text = stderr.read_text(errors="replace") if stderr.exists() else ""
+        return Outcome(None, "Crashed", f"exit code {process.exitcode}", text)
 
 
-def _stack_file(scratch: str, rank: int) -> Path:
-    return Path(scratch, f"stack-{rank}")
+def _stderr_file(scratch: str, rank: int) -> Path:
+    return Path(scratch, f"stderr-{rank}")
 
 
 def _stack(process: multiprocessing.process.BaseProcess, file: Path) -> str:
@@ -259,4 +266,4 @@ def _stack(process: multiprocessing.process.BaseProcess, file: Path) -> str:
         return ""
     os.kill(process.pid, signal.SIGUSR1)
     time.sleep(0.2)
-    return file.read_text()
+    return file.read_text(errors="replace")

@@ -781,6 +781,14 @@ def test_the_extra_scale_multiplies_the_update_but_not_the_decay_of_groups_too()
     check(params, initial, source.weights, FLOAT32)
 
 
+def test_factors_of_matrices_do_not_reach_adamw():
+    groups = [{"params": parameters(), "use_muon": use_muon} for use_muon in (True, False)]
+    given = presets.emerging_optimizers(groups, lr=0.01, weight_decay=0.1)
+    matrices, others = optimizer.Muon(**given).param_groups
+    assert (matrices["lr"], matrices["weight_decay"]) == (0.05, 0.02)
+    assert (others["lr"], others["weight_decay"]) == (0.01, 0.1)
+
+
 def test_motifs_options_may_be_replaced():
     params = parameters()
     given = presets.motif([{"params": params, "use_muon": True}], ns_coefficients="quintic")

@@ -347,7 +347,7 @@ OPTIONS = [
     {"beta2": 0.9},
     {"comm_dtype": torch.float16},
     {"comm_dtype": torch.float16, "beta2": 0.9},
-    {"comm_dtype": torch.float32, "chunk_size": 1, "beta2": 0.9},
+    {"comm_dtype": torch.float32, "chunk_size": 1, "beta2": 0.9, "second_moment_side": "rows"},
     {"ns_dtype": torch.float64, "beta2": 0.9},
     {"use_distributed_muon": True},
     {"use_distributed_muon": True, "beta2": 0.9, "comm_dtype": torch.float16},
@@ -396,6 +396,7 @@ def test_bytes_and_flops_are_those_of_a_step_under_fsdp2(options):
 PLACED = {
     "tensor parallelism": ([0], [(12, 8), (2, 2), (0, 1)], [(8, 12), (2, 2), (0, 0)]),
     "columns": ([0], [(12, 8), (4,), (1,)], [(8, 3), (4,), (1,)], [(8, 6), (4,), (1,)]),
+    "wide": ([0], [(4, 2048), (4,), (0,)]),
     "few rows": ([0], [(1, 8), (4,), (0,)], [(8, 1), (4,), (1,)], [(3, 6), (4,), (0,)]),
     "replicas": ([0, 2], [(12, 8), (2, 2), (None, 0)], [(8, 6), (2, 2), (None, 1)]),
     "experts": ([0, 2], [(4, 8, 12), (2, 2), (0, 1)], [(3, 6, 4), (2, 2), (0, 2)]),

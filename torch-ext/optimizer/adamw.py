@@ -189,7 +189,7 @@ class AdamWStep:
         return "adamw", group
 
     def _rows_of(self, group: int) -> AdamWRows:
-        """The local tensors of a group's parameters, or this rank's rows of those."""
+        """The local tensors of a group's parameters, of divided ones only this rank's rows."""
         options = self._groups[group]
         rows = AdamWRows([], [], [], [], [], [], [])
         for param in self._taking_part[group]:

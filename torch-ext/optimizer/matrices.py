@@ -223,7 +223,9 @@ def read_as_matrices(shape: Sequence[int], is_expert: bool, flatten: bool, split
         )
     row_dim = len(shape) - 2 if is_expert else 0
     rows, cols = parts_of(split, shape[row_dim], shape[row_dim + 1 :])
-    blocks = (_block(shape[:row_dim], (of_rows, *of_cols)) for of_rows in rows for of_cols in cols)
+    blocks = (
+        _block(shape[:row_dim], (row_part, *col_parts)) for row_part in rows for col_parts in cols
+    )
     return Matrices(shape, row_dim, tuple(blocks))
 
 

@@ -142,9 +142,9 @@ class Muon(torch.optim.Optimizer):
             whose gradients are averaged already must all have one, or none.
         nonfinite: ``"skip"`` does not update a matrix whose gradient has Inf or NaN, or whose fp16
             momentum would overflow; ``"propagate"`` updates it all the same.
-        split: read one tensor as several matrices: rows of each block, one number of rows for all,
-            the notation of axes, as in ``"(group (q=512 + k=128 + v=128)) dim"`` (docs/options.md),
-            or a mapping from name patterns to any of these.
+        split: read one tensor as several matrices: a list of the rows of each matrix, one number of
+            rows for all, the notation of axes, as in ``"(group (q=512 + k=128 + v=128)) dim"``
+            (docs/options.md), or a mapping from name patterns to any of these.
         flatten: read tensors of more than two dimensions as (dim 0, all the rest).
         maximize, foreach: as in torch.optim.
         capturable: as in torch.optim, the step may be captured in a CUDA graph: gradients stay
@@ -358,7 +358,7 @@ class Muon(torch.optim.Optimizer):
         return Group(**{key: group[key] for key in Group.__dataclass_fields__})
 
     def _defaults_of(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """The default of each key that a group may lack; subclasses may have others by group."""
+        """Defaults of the keys that a group may lack; in subclasses they can depend on it."""
         return {key: self.defaults[key] for key in GROUP_OPTIONS}
 
     @property

@@ -98,8 +98,8 @@ def orthogonalize_and_scatter(event: Event, step: Step) -> None:
                 step.audit.orthogonalized(list(units), U)
             squares: Optional[Tensor] = None
             if step.group(batch.units[0]).beta2 is not None:
-                of_rows = step.has_moment_of_rows(batch.units[0])
-                squares = core.second_moment(U, of_rows, step.scratch).view(len(packed), -1)
+                by_row = step.has_moment_of_rows(batch.units[0])
+                squares = core.second_moment(U, by_row, step.scratch).view(len(packed), -1)
                 squares = _to_places(squares, present, None)
             U = _to_places(U.view(packed.shape), present, X)
             transport.stage_updates(U, squares, batch)
@@ -128,7 +128,8 @@ def _update_span_momentum(span: Span, buffer: Tensor, lane: Lane, step: Step) ->
     """
     start, stop = span[0].start, span[-1].start + span[-1].numel
     is_staged = span[0].is_staged  # if not, another replica sends this part of the momentum
-    # Kernels write an unscaled span straight into the buffer, below. Otherwise lists save a copy.
+    # Kernels write an unscaled span straight into the buffer, below. For other spans the code
+    # below would make a copy in opmath, which kernels that take lists of tensors do not need.
     if step.uses_lists(lane) and (lane.scaled or not is_staged):
         _update_span_momentum_by_lists(span, buffer[start:], is_staged, lane, step)
         return
@@ -324,22 +325,24 @@ def _update_span_weights(span: Span, updates: Tensor, lane: Lane, step: Step) ->
         return
     decay_scale = update_scale if options.decay_lr == "adjusted" else 1.0
 
-    def update(rows: WeightRows) -> None:
+    def update(window_rows: WeightRows) -> None:
         core.update_weights(
-            rows.weights,
-            rows.updates,
+            window_rows.weights,
+            window_rows.updates,
             rate=options.lr * update_scale,
             decay=options.lr * options.weight_decay * decay_scale,
             cautious=options.cautious,
-            factors=rows.factors,
-            keep=rows.keep,
-            together=U if rows.updates is views else None,  # a window has pieces of U
-            rounded_by=rows.rounded_by,
+            factors=window_rows.factors,
+            keep=window_rows.keep,
+            together=U if window_rows.updates is views else None,  # a window has pieces of U
+            rounded_by=window_rows.rounded_by,
         )
 
-    def clip(rows: WeightRows) -> None:
-        if rows.clip is not None:
-            core.clip_weights(rows.weights, rows.clip, rows.keep, rows.rounded_by)
+    def clip(window_rows: WeightRows) -> None:
+        if window_rows.clip is not None:
+            core.clip_weights(
+                window_rows.weights, window_rows.clip, window_rows.keep, window_rows.rounded_by
+            )
 
     for fetched in step.prefetcher.windows((WEIGHTS, id(span))):
         window_rows = rows.in_window(fetched)
@@ -370,7 +373,7 @@ def _second_moment_factors(bundle: Bundle, updates: Tensor, step: Step) -> list[
         if present is not None:
             v = torch.stack(list(compress(v.unbind(), present)))
         dtype = step.plan.entries[units[0].entry].recipe.dtype
-        v = v.to(torch.promote_types(dtype, torch.float32))  # in which the owner computed it
+        v = v.to(torch.promote_types(dtype, torch.float32))  # the owner computed it in this dtype
         keep = None
         if step.may_skip(units[0]):
             keep = torch.cat([step.finite.of(unit) for unit in units])
@@ -381,11 +384,11 @@ def _second_moment_factors(bundle: Bundle, updates: Tensor, step: Step) -> list[
     return _factors_of_parts(factor, bundle, step.has_moment_of_rows(units[0]))
 
 
-def _factors_of_parts(factor: Tensor, bundle: Bundle, of_rows: bool) -> list[Tensor]:
-    """Cuts factors of the shape of V into one for each of this rank's parts, to broadcast to it."""
+def _factors_of_parts(factor: Tensor, bundle: Bundle, by_row: bool) -> list[Tensor]:
+    """Cuts ``factor``, of V's shape, into pieces that broadcast to this rank's parts."""
     unit = bundle.units[0]
     block, axes = unit.block, range(len(unit.shape))
-    side_axes = slice(block.row_axis, block.col_axis) if of_rows else slice(block.col_axis, None)
+    side_axes = slice(block.row_axis, block.col_axis) if by_row else slice(block.col_axis, None)
     varies_along = {*axes[: block.row_axis], *axes[side_axes]}
     sizes = (size if axis in varies_along else 1 for axis, size in enumerate(unit.shape))
     factor = factor.view(-1, *sizes)

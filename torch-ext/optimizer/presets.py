@@ -45,7 +45,7 @@ def motif(params: Params, lr: Any = 1e-3, **arguments: Any) -> dict[str, Any]:
 
 
 def torch_muon(params: Params, lr: Any = 1e-3, **arguments: Any) -> dict[str, Any]:
-    """``torch.optim.Muon``: averaged momentum, one triple of coefficients for every step.
+    """``torch.optim.Muon``: averaged momentum, one (a, b, c) for all iterations.
 
     torch divides by max(norm, eps); here eps is added to the norm of the matrix scaled to a largest
     magnitude of 1, so gradients below eps keep their direction. The Gram form restarts where it is
@@ -56,11 +56,11 @@ def torch_muon(params: Params, lr: Any = 1e-3, **arguments: Any) -> dict[str, An
         lr: learning rate.
         arguments: ``weight_decay`` (0.1), ``momentum`` (0.95), ``nesterov`` (True),
             ``ns_coefficients`` (one (a, b, c), the quintic), ``eps`` (1e-7), ``ns_steps`` (5),
-            ``adjust_lr_fn`` (None: the original scale). Later versions' too:
+            ``adjust_lr_fn`` (None: the original scale). It also takes those of later versions:
             ``use_gram_newton_schulz`` (False) orthogonalizes matrices that are not square in the
-            Gram form, with the coefficients of ``gram_newton_schulz_config``, a dict of
-            ``gram_ns_coefficients`` (the quintic five times), ``gram_ns_reset_iterations`` and
-            ``use_cuda_graph``, which are left alone.
+            Gram form, with the ``gram_ns_coefficients`` (the quintic five times) of the dict
+            ``gram_newton_schulz_config``. Its other keys, ``gram_ns_reset_iterations`` and
+            ``use_cuda_graph``, have no effect.
 
     Raises:
         ValueError: unknown ``adjust_lr_fn``; a ``gram_newton_schulz_config`` with unknown keys, or
@@ -139,8 +139,9 @@ def keller_jordan(
     """Keller Jordan's ``Muon``, ``SingleDeviceMuon``, ``MuonWithAuxAdam`` and their like.
 
     Averaged momentum, quintic, scale sqrt(max(1, rows/cols)), absent gradients count as zeros,
-    convolutions read as (out, rest). Their scale comes from the two sides of the kernel in the
-    source, which makes it 1: they get a group of their own, after the one they came in.
+    convolutions read as (out, rest). The source takes the scale of a convolution from the two sides
+    of its kernel: it is 1 unless the kernel is higher than wide. So convolutions get a group of
+    their own, after the one they came in.
 
     Args:
         params: tensors, or groups with ``use_muon`` as ``MuonWithAuxAdam`` takes them (there
@@ -149,7 +150,7 @@ def keller_jordan(
             gradients; the source takes the default group, ``torch.distributed.group.WORLD``.
 
     Raises:
-        ValueError: a convolution whose kernel is higher than wide, whose scale has no name here.
+        ValueError: a convolution whose kernel is higher than wide: no ``adjust_lr`` has its scale.
     """
     _check_arguments(unknown, "Keller Jordan's Muon", _arguments_of(keller_jordan))
     source, muon_keys = "Keller Jordan's Muon", {"lr", "weight_decay", "momentum"}
@@ -245,16 +246,16 @@ def dion(
 
     Args:
         params: tensors, or groups with an ``algorithm``, ``"muon"`` (the default) or ``"adamw"``,
-            and any of the arguments below (of AdamW's two betas, ``beta1`` and ``beta2``), and
+            and any of the arguments below (``beta1`` and ``beta2`` in place of ``betas``), and
             ``num_heads`` or ``split_sizes``.
         distributed_mesh: a process group of replicas divides the work among them, as in the
-            source; a mesh is left alone, since DTensors say how they are sharded.
+            source; a mesh has no effect, since DTensors say how they are sharded.
         adjust_lr: ``"spectral_norm"``, ``"rms_norm"`` or None.
         flatten: tensors of more than two dimensions as (dim 0, rest). Without it the source takes
             them for stacked matrices: name those by ``expert_keys`` here.
-        use_triton: left alone; kernels are used where they run.
-        cautious_wd: decay only where update and weight agree; of matrices alone, so that groups of
-            AdamW need ``cautious_wd=False`` or no decay.
+        use_triton: has no effect; kernels are used where they run.
+        cautious_wd: decay only where update and weight agree in sign. Only matrices can have it:
+            groups of AdamW need ``cautious_wd=False`` or no decay.
         use_polar_express: Polar Express instead of `you`, the default of the source's later
             versions.
 
@@ -329,8 +330,8 @@ def normuon(
 ) -> dict[str, Any]:
     """microsoft/dion's ``NorMuon``: its ``Muon``, with a second moment for each row of a matrix.
 
-    Where matrices are sharded, the source normalizes each shard by itself; this one does whole
-    matrices.
+    Where matrices are sharded, the source normalizes each shard by itself; this package normalizes
+    whole matrices.
 
     Args:
         params, distributed_mesh, lr, mu, use_polar_express, arguments: as for `dion`.
@@ -358,21 +359,23 @@ def emerging_optimizers(
     """NVIDIA's Emerging-Optimizers' ``Muon``, which Megatron-LM trains with.
 
     Averaged momentum, the coefficients of `you`, which it calls ``"quintic"``. Its scales and
-    ``extra_scale_factor`` multiply the learning rate but not the decay: groups get the learning
-    rate times, and the decay over, a factor, 5·extra_scale_factor of ``"spectral"``.
+    ``extra_scale_factor`` multiply the learning rate but not the decay. So the preset multiplies
+    learning rates by a factor, and divides decays by it: ``extra_scale_factor``, or 5 times that
+    with ``"spectral"``.
 
     Args:
         params: tensors, or groups with ``lr``, ``momentum``, ``weight_decay``.
-        fp32_matmul_prec, use_syrk: left alone; ``ns_dtype`` of `Muon` decides.
+        fp32_matmul_prec, use_syrk: have no effect; ``ns_dtype`` of `Muon` decides.
         coefficient_type: ``"simple"``, ``"quintic"``, ``"polar_express"`` (eight triples of its
             own), ``"cans"``, ``"cubic5"`` or ``"deepseekv4"``.
         scale_mode: ``"spectral"``, ``sqrt(max(rows, cols))``; ``"shape_scaling"``,
             ``sqrt(max(1, rows/cols))``; ``"unit_rms_norm"``, ``sqrt(rows/cols)``.
 
     Raises:
-        ValueError: another way of decay; ``"aol"``, which turns the largest singular values around
-            there (``ns_coefficients="aol"`` of `Muon` does not), and ``"custom"``; more steps of
-            ``"quintic"`` or ``"cubic5"`` than these have, which would begin anew.
+        ValueError: another ``weight_decay_method``; ``"aol"``, which in the source turns the
+            largest singular values around (``ns_coefficients="aol"`` of `Muon` does not), and
+            ``"custom"``; more steps than ``"quintic"`` or ``"cubic5"`` have coefficients: the
+            source would begin them anew.
     """
     source = "Emerging-Optimizers' Muon"
     _check_arguments(unknown, source, _arguments_of(emerging_optimizers))
@@ -387,9 +390,10 @@ def emerging_optimizers(
     factor *= extra_scale_factor
     groups = []
     for group in _muon_groups(params, source, {"lr", "momentum", "weight_decay"}, GROUP_OPTIONS):
-        if group["use_muon"] and ("lr" in group or "weight_decay" in group):
-            group["lr"] = group.get("lr", lr) * factor
-            group["weight_decay"] = group.get("weight_decay", weight_decay) / factor
+        own_factor = factor if group["use_muon"] else 1.0  # AdamW's updates have no such scale
+        if "lr" in group or "weight_decay" in group or own_factor != factor:
+            group["lr"] = group.get("lr", lr) * own_factor
+            group["weight_decay"] = group.get("weight_decay", weight_decay) / own_factor
         groups.append(group)
     return {
         "params": groups,
@@ -405,7 +409,7 @@ def emerging_optimizers(
     }
 
 
-# Their names of scales: the same here, and what remains of them.
+# By Emerging-Optimizers' scale: ``adjust_lr``, and the factor from its scale to theirs.
 _EMERGING_SCALES = {
     "spectral": ("match_rms_adamw", 5.0),
     "shape_scaling": ("original", 1.0),
@@ -424,7 +428,10 @@ _EMERGING_POLAR_EXPRESS = (
 
 
 def _emerging_triples(coefficient_type: str, steps: int) -> Any:
-    """Emerging-Optimizers' coefficients, as it continues them, in the words of this package."""
+    """The ``ns_coefficients`` of Emerging-Optimizers: a family's name, or a triple for each step.
+
+    A list that is too short is continued by its last triple, as the source does.
+    """
     names = {"simple": "quintic", "quintic": "you"}
     names.update((name, name) for name in ("cans", "cubic5", "deepseekv4"))
     if coefficient_type not in (*names, "polar_express"):
@@ -477,8 +484,8 @@ class MuonAdamW(Muon):
         version: of nanochat's formulas, ``"2026-02"`` or ``"2026-07"``.
         options: further ones of `Muon`, such as ``ns_dtype``.
 
-    The learning rate, decay and betas are not rounded to the parameters' dtype, and the momentum of
-    each matrix is its own state entry.
+    Unlike in nanochat, the learning rate, decay and betas are not rounded to the parameters' dtype,
+    and each matrix has a momentum buffer of its own in the state.
 
     Raises:
         ValueError: an unknown ``kind`` or ``version``; whatever `Muon` raises.

@@ -4,9 +4,10 @@ A recipe takes a model and returns keyword arguments: its user writes one line::
 
     optimizer = Muon(**recipes.kimi_k2(model))
 
-Beside each number stands its source. What a source does not say is said to be so, and is then the
-one of a source that it builds on. Learning rates are those at the top of a schedule, which is the
-trainer's. A ValueError is raised for a model without the parts that the recipe names.
+Beside each number stands its source. Where a source does not give a number, a comment says so, and
+the number is that of another source, on which it builds. Learning rates are the highest of a
+schedule; the schedule itself is up to the trainer. A ValueError is raised for a model without the
+parts that the recipe names.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ def kimi_k2(model: nn.Module, lr: Any = 2e-4) -> dict[str, Any]:
     return {**moonlight(model, lr), "clip_config": clip}
 
 
-# By their components of names; of several in one string, one is enough.
+# Components of names that a model must have; of several in one string, one is enough.
 _DEEPSEEK_V3 = (
     "embed_tokens",
     "q_b_proj q_proj",
@@ -119,15 +120,16 @@ def nanochat(
     Raises:
         ValueError: a part is missing, or a parameter belongs to none.
     """
-    width = 768  # that the rates of embeddings and head are for
+    width = 768  # for which the source gives the rates of embeddings and head
     for name, param in model.named_parameters():
         if normalize_name(name) == "transformer.wte.weight":
             width = param.shape[1]
     unembedding_lr, embedding_lr = (
         rate * (width / 768) ** -0.5 for rate in (unembedding_lr, embedding_lr)
     )
-    # All numbers: ``GPT.setup_optimizer`` in nanochat/gpt.py. By the beginnings of names.
-    of_parts: dict[tuple[str, ...], tuple[float, tuple[float, float], float]] = {
+    # By the beginnings of names: lr, betas and decay, all from ``GPT.setup_optimizer`` in
+    # nanochat/gpt.py.
+    adamw_options: dict[tuple[str, ...], tuple[float, tuple[float, float], float]] = {
         ("lm_head",): (unembedding_lr, (0.8, 0.96), 0.01),
         ("transformer.wte",): (embedding_lr, (0.8, 0.995), 0.001),
         ("value_embeds",): (0.5 * embedding_lr, (0.8, 0.995), 0.01),
@@ -136,7 +138,7 @@ def nanochat(
         ("smear_gate", "smear_lambda", "backout_lambda"): (0.2, (0.8, 0.95), 0.0),
     }
     groups = []
-    for parts, (lr, betas, decay) in of_parts.items():
+    for parts, (lr, betas, decay) in adamw_options.items():
         how = {"kind": "adamw", "lr": lr, "betas": betas, "eps": 1e-10, "weight_decay": decay}
         groups.append({**_part(model, parts), **how})
     matrices = {**_part(model, ("transformer.h",)), "kind": "muon", "lr": matrix_lr}
@@ -156,10 +158,10 @@ def _part(model: nn.Module, parts: Sequence[str]) -> dict[str, Any]:
     named = {normalize_name(name): param for name, param in model.named_parameters()}
     chosen: dict[str, nn.Parameter] = {}
     for part in parts:
-        of_part = {name: p for name, p in named.items() if f"{name}.".startswith(f"{part}.")}
-        if not of_part:
+        matching = {name: p for name, p in named.items() if f"{name}.".startswith(f"{part}.")}
+        if not matching:
             raise ValueError(f"recipes.nanochat names {part}, which {_name(model)} has not")
-        chosen.update(of_part)
+        chosen.update(matching)
     return {"params": list(chosen.values()), "names": list(chosen)}
 
 

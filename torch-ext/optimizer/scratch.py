@@ -37,7 +37,7 @@ class Scratch:
         return self._buffers[key][:numel].view(tuple(shape))
 
     def in_dtype(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """The flat tensor itself where it has that dtype, else one of its size, of any numbers."""
+        """The flat tensor itself where it has that dtype, else an uncleared buffer of its size."""
         if tensor.dtype == dtype:
             return tensor
         return self.empty("in dtype", tensor.shape, dtype, tensor.device, torch.zeros)

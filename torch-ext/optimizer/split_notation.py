@@ -78,9 +78,9 @@ def parts_of(split: Any, rows: int, cols: Sequence[int]) -> tuple[list[Part], li
     whole = [Part(0, (Loop(size, 1),)) for size in cols]
     if not isinstance(split, str):
         return _consecutive(split, rows), [whole]
-    of_rows, of_cols = parse(split)
-    row_parts = resolve(of_rows, rows, "rows", f"split={split!r}")
-    col_parts = resolve(of_cols, math.prod(cols), "columns", f"split={split!r}")
+    row_terms, col_terms = parse(split)
+    row_parts = resolve(row_terms, rows, "rows", f"split={split!r}")
+    col_parts = resolve(col_terms, math.prod(cols), "columns", f"split={split!r}")
     if len(cols) == 1:
         return row_parts, [[part] for part in col_parts]
     if len(col_parts) > 1 or any(loop.counts_matrices for loop in col_parts[0].loops):

@@ -41,7 +41,7 @@ class Arena:
     """Host memory of the state of an optimizer.
 
     Args:
-        device: which copies go to and from; with a cpu, memory is ordinary.
+        device: the one that copies go to and come from; for a CPU, memory is ordinary.
         register: page-locks memory, given its address and bytes; raises RuntimeError where it
             can't. By default the driver's call where ``device`` is CUDA's or ROCm's, and none
             elsewhere.
@@ -134,7 +134,7 @@ class Arena:
 
 
 def _full_segments(ends: list[int]) -> Iterator[tuple[int, int, int]]:
-    """Segments as full as they get: number of the first tensor, that after the last one, bytes.
+    """Segments as full as they get: number of the first tensor, of that after the last, bytes.
 
     Args:
         ends: ``ends[i]`` is where tensor i would begin, were all in one segment.

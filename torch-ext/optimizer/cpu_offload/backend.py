@@ -19,7 +19,7 @@ COMPUTE, IN, OUT = "compute", "in", "out"
 
 
 def __getattr__(name: str) -> Any:
-    """`SimulatedHost` under its former name, which messages and older programs have."""
+    """`SimulatedHost` under its former name, which older programs have."""
     if name == "Host":
         from ..extras.simulated_host import SimulatedHost
 
@@ -30,7 +30,7 @@ def __getattr__(name: str) -> Any:
 class Backend:
     """Copies, events and memory of an accelerator, whose streams for copies are made when used."""
 
-    hosts_parameters = False  # whether parameters on a CPU pass for what an accelerator computes
+    hosts_parameters = False  # whether CPU parameters count as an accelerator's, in host memory
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -86,7 +86,7 @@ class Backend:
         event.synchronize()
 
     def drain(self) -> None:
-        """Makes the host wait for all copies, where they don't keep the memory they use."""
+        """Makes the host wait for all copies, which may not keep alive the memory they use."""
         for stream in self._streams.values():
             stream.synchronize()
 

@@ -31,7 +31,7 @@ DEVICE_TYPES = ("cuda", "xpu", "mtia", "hpu", "npu", "privateuseone")
 
 State = Mapping[Any, Any]  # of an optimizer
 Params = Iterable[tuple[Tensor, bool]]  # and whether they are Muon's
-# State to be offloaded: that of its parameter, its key there, itself, and where it is used.
+# A tensor to be offloaded: the state of its parameter, its key there, the tensor, where it is used.
 KeyedState = tuple[MutableMapping[str, Tensor], str, Tensor, Destination]
 
 
@@ -238,9 +238,10 @@ class CPUOffload:
         """What prefetches the offloaded state for a step, but for what is reloaded.
 
         Args:
-            plan, participants: the very same, and equal, for steps that use the same state in one
-                order; what was prepared for the last step is used again then.
-            once: not only state is prefetched, so the tensors may be others in the next step.
+            plan, participants: steps with the same object as plan, and equal participants, use the
+                same state in one order; such a step uses again what was prepared for the last one.
+            once: whether more than state is prefetched. Then the tensors may be others in the next
+                step, and nothing is kept for it.
         """
         for offload_device in self._devices.values():
             offload_device.backend.set_step_stream()
@@ -266,7 +267,7 @@ class CPUOffload:
         return prefetcher
 
     def end_step(self, hosted: Iterable[torch.device]) -> None:
-        """Writes back what was reloaded, unless that is the caller's to do.
+        """Writes back what was reloaded, unless `manual` leaves that to the user.
 
         Args:
             hosted: devices that have updated parameters in host memory: whoever reads these next

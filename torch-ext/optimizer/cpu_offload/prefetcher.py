@@ -132,7 +132,7 @@ class PrefetchRing:
     """The windows of a step on one device.
 
     Args:
-        device: which.
+        device: on which the windows are used.
         slot_bytes: device memory for them; a window that is larger gets as much as it needs.
     """
 

@@ -66,7 +66,7 @@ class MomentumRows(Rows):
 @dataclass
 class WeightRows(Rows):
     """Weights W, what they are rounded by, updates U, factors on them, where to update, and what W
-    is scaled with then."""
+    is scaled with after the update."""
 
     rounded_by: Optional[list[RoundedBy]]
     weights: list[Tensor]
@@ -79,7 +79,7 @@ class WeightRows(Rows):
 @dataclass
 class AdamWRows(Rows):
     """AdamW's moments, what weights are rounded by (None of those that are rounded to the nearest),
-    weights, gradients, steps, and what weights are scaled with then."""
+    weights, gradients, steps, and what weights are scaled with after the update."""
 
     exp_avgs: list[Tensor]
     exp_avg_sqs: list[Tensor]
@@ -90,7 +90,8 @@ class AdamWRows(Rows):
     clip: list[Optional[Tensor]]
 
     def in_window(self, fetched: Optional[Fetched]) -> AdamWRows:
-        """A row in several pieces counts one step: with its last piece; others count a copy."""
+        """As in `Rows`. The step of a row in several pieces is counted with the last piece; the
+        other pieces count in copies."""
         rows = super().in_window(fetched)
         if fetched is not None:
             steps = ((piece, self.steps[piece.row]) for piece, _ in fetched)

@@ -41,7 +41,7 @@ class RowPiece(NamedTuple):
 
     row: int  # its number
     slices: Optional[Index]  # take the piece out of each of the row's tensors; None takes it all
-    fetches: tuple[Fetch, ...]  # of the piece of each offloaded one
+    fetches: tuple[Fetch, ...]  # of the row's offloaded tensors, the piece of each
     is_last: bool = True  # piece of the row
 
 

@@ -132,7 +132,7 @@ class Agreement:
 
     Attributes:
         may_go: whether other ranks may step, given this rank's vote in the last comparison. If this
-            rank has voted to go and the comparison then breaks off here, it stays True, since other
+            rank has voted to go and its comparison then breaks off, it stays True, since other
             ranks may have received all records.
         has_compared: whether notes were compared in this step.
         lacks_kernels: whether one of the ranks can't launch Triton's kernels, so that none does;
@@ -197,7 +197,7 @@ class Agreement:
             sets: the ranks that share parameters with this one, mesh by mesh.
             notes: makes the notes of this step; not called if there is an error.
             error: what keeps this rank from making the step, or None.
-            skip: whether this rank is to skip the step; None if nothing here ever skips steps.
+            skip: whether this rank is to skip the step; None if there is no GradScaler.
             no_kernels: why this rank can't launch Triton's kernels from now on, or None.
 
         Raises:
@@ -407,7 +407,7 @@ def _exchange_details(
 
 
 def _find_difference(union: Ranks, notes: Mapping[Ranks, StepNotes], error: Optional[str]) -> str:
-    """Says, from the notes of all its ranks, what keeps a union from stepping; on each the same."""
+    """Says, from the notes of all its ranks, what keeps a union from stepping; the same on each."""
     content = [(ranks, list(n.lines), list(n.gradients), n.optimizer) for ranks, n in notes.items()]
     failure, contents = _exchange_details(union, _NOTES, error, content)
     if failure is not None:

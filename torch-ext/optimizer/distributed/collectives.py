@@ -33,7 +33,8 @@ def all_gather_slots(buffer: Tensor, group: Any) -> Any:
 
 
 def share_slots(buffer: Tensor, slots: Sequence[int], group: Any) -> list[Any]:
-    """Does the same for slots of these sizes: one all-gather if they are equal, else broadcasts."""
+    """Starts to gather slots of these sizes: by `all_gather_slots` if they are equal, else by a
+    broadcast of each slot."""
     if len(set(slots)) == 1:
         return [all_gather_slots(buffer, group)]
     return [

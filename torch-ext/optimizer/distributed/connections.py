@@ -35,7 +35,7 @@ class NoConnection(RuntimeError):
     """Gloo can't connect the ranks, although all of them have come; its text says why."""
 
 
-# Ranks of a group, a power of two: as many as commonly share a host. On one host one round does.
+# Ranks of a group, a power of two: as many as commonly share a host, which then needs one round.
 _GROUP = 8
 
 

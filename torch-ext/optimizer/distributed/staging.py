@@ -20,20 +20,20 @@ from .units import Channel, Entry, Unit
 # scattered.
 HIDING_IN_FLIGHT = 3
 
-# The most of a span, in bytes of its copy in opmath.
+# How large a span may be, in bytes of its copy in opmath.
 SPAN_BYTES = {"cpu": 256 << 10}
 DEFAULT_SPAN_BYTES = 64 << 20
 
-# The most of a batch, in bytes of its copy in opmath. On CPUs a batch that stays in the cache is
-# faster than a large one. On accelerators it is a share of their memory, since each batch costs
-# some twenty launches; if state is streamed it is less, since each batch waits for its own state,
-# and a few matrices fill an accelerator.
+# How large a batch may be, in bytes of its copy in opmath. On CPUs a batch that stays in the cache
+# is faster than a large one. On accelerators the bound is a share of their memory, since each batch
+# costs some twenty launches; if state is streamed it is less, since each batch waits for its own
+# state, and a few matrices fill an accelerator.
 BATCH_BYTES = {"cpu": 2 << 20}
 BATCH_OF_MEMORY = 1 / 160
 STREAMED_BATCH_BYTES = 128 << 20
 
-# The most of a batch as a share of the weights that a rank holds; a batch may have the bytes of the
-# smallest chunk in any case. The lesser of this bound and the one above counts.
+# How large a batch may be, as a share of the weights that a rank holds; a batch may have the bytes
+# of the smallest chunk in any case. The lesser of this bound and the one above counts.
 BATCH_SHARE = 0.125
 
 # What a rank sends in one chunk, in bytes: the least that makes a collective worth its latency, and
@@ -81,9 +81,9 @@ class Limits:
         return min(self.warmup_step + 1, HIDING_IN_FLIGHT if self.streams else sys.maxsize)
 
     def batch_bytes(self, device: torch.device) -> int:
-        """The most of a batch, in bytes of its copy in opmath."""
-        of_memory = int(self.memory * BATCH_OF_MEMORY)
-        limit = BATCH_BYTES.get(device.type, of_memory)
+        """How large a batch may be, in bytes of its copy in opmath."""
+        memory_share = int(self.memory * BATCH_OF_MEMORY)
+        limit = BATCH_BYTES.get(device.type, memory_share)
         return min(limit, STREAMED_BATCH_BYTES) if self.streams else limit
 
     def matrices_per_batch(
@@ -146,10 +146,10 @@ class Staging:
         self._in_place = all(entries[number].scatters_in_place for number in elements)
         bound = limits.staging_bytes or STAGING_OF_MEMORY * limits.memory
         if limits.staging_bytes is None and device in STAGING_OF_LOCAL_AND_LARGEST:
-            of_local, of_largest = STAGING_OF_LOCAL_AND_LARGEST[device]
+            local_factor, largest_factor = STAGING_OF_LOCAL_AND_LARGEST[device]
             sizes = [regions.numel(unit.box) * entries[unit.entry].dtype.itemsize for unit in units]
             local = sum(sizes) * self.mean_replicas / self.ranks
-            bound = of_local * local + of_largest * max(sizes)
+            bound = local_factor * local + largest_factor * max(sizes)
         self.room = bound - max(map(self._workspace_bytes, units))
 
     def in_flight(self, gathered: Sequence[GatheredBytes]) -> int:

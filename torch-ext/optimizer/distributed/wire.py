@@ -123,8 +123,8 @@ def unify_scales(parts: Sequence[Tensor], exponents: Sequence[Tensor]) -> None:
         exponents: (n, peers) for each of these, then those of other parts of the same matrices.
     """
     largest = torch.cat(list(exponents), dim=1).amax(dim=1, keepdim=True).to(torch.float32)
-    for part, of_part in zip(parts, exponents):
-        factors = torch.exp2(of_part.to(torch.float32) - largest).to(part.dtype)
+    for part, part_exponents in zip(parts, exponents):
+        factors = torch.exp2(part_exponents.to(torch.float32) - largest).to(part.dtype)
         part.mul_(factors.view(*factors.shape, *(1 for _ in part.shape[2:])))
 
 

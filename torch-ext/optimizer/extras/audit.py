@@ -1,8 +1,8 @@
 """`Muon.audit`: what steps did to every matrix, as numbers, and as findings in words.
 
 While it is on, a step leaves norms on the device, and copies of a few updates. They are read when
-somebody asks, so that no step waits. What a rank has is its own parts of the matrices, and of the
-matrices that it owns the updates: `Audit.report` brings all together.
+somebody asks, so that no step waits. A rank records its own parts of the matrices, and the updates
+of the matrices that it owns; `Audit.report` brings together what all ranks have recorded.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class StepRecord:
     Args:
         plan: of the step.
         absent: names of matrices that had no gradient.
-        norms: for what, of which parameters, (n,) on the device.
+        norms: what they are of, one of `NORMS`; names of parameters; norms, (n,) on the device.
         owned: names of the parameters of matrices that this rank has orthogonalized, which share
             of each (a slice, where a team has it), shorter sides, and the Frobenius norms of their
             polar factors, (n,) on the device.
@@ -128,7 +128,7 @@ class Audit:
     # -- in a step -----------------------------------------------------------------------------
 
     def begin(self, step: Step, absent: Iterable[int]) -> None:
-        """Begins the record of a step, of whose plan these entries take no part."""
+        """Begins the record of a step; ``absent`` are entries of its plan that take no part."""
         self._groups = step.groups
         names = [step.plan.entries[number].name for number in absent]
         self._record = StepRecord(step.plan, names)
@@ -180,15 +180,15 @@ class Audit:
         if rows.clip is not None:
             clip(rows)
             changes = _norms(torch._foreach_sub(_exact(rows), before))
-        of_all = {"weight": _norms(before), "update": updates, "lost": lost, "change": changes}
-        self._record.norms += [(what, names, norms) for what, norms in of_all.items()]
+        measured = {"weight": _norms(before), "update": updates, "lost": lost, "change": changes}
+        self._record.norms += [(what, names, norms) for what, norms in measured.items()]
 
     def end(self) -> None:
         """Keeps the record of a step that has come to its end."""
         self.steps.append(self._record)
 
     def _names(self, units: Sequence[Unit], fetched: Optional[Fetched]) -> list[str]:
-        """Of each row of a window, or of all."""
+        """Names of the parameters of a window's rows, or of all units if there is no window."""
         if fetched is not None:
             units = [units[piece.row] for piece, _ in fetched]
         return [self._record.plan.entries[unit.entry].name for unit in units]
@@ -235,7 +235,7 @@ class Audit:
     def _rows_with_sigma(self, record: StepRecord) -> dict[str, dict[str, Any]]:
         rows = self.rows(record)
         for name, U in record.samples:
-            if not U.isfinite().all():  # it has none
+            if not U.isfinite().all():  # then it has no singular values
                 continue
             sigma = torch.linalg.svdvals(U.to(_widened(U)))
             at = torch.tensor(QUANTILES, dtype=sigma.dtype, device=sigma.device)
@@ -243,7 +243,7 @@ class Audit:
         return rows
 
     def report(self) -> Report:
-        """What the steps have done, over all ranks, which all have to call this; they wait for the
+        """What the steps have done on all ranks. All ranks have to call this; they wait for the
         device, and send each other a few numbers for each matrix and step."""
         mine = json.dumps(
             [[self._rows_with_sigma(record) for record in self.steps], self._judged()]
@@ -251,8 +251,8 @@ class Audit:
         texts = gather_texts(mine) if dtensors.world_size() > 1 else [mine]
         everything = [json.loads(text) for text in texts]
         steps = [_merged(rows) for rows in zip(*(steps for steps, _ in everything))]
-        of_ranks = zip(*(lists for _, lists in everything))
-        judged = [sorted(set(chain.from_iterable(lists))) for lists in of_ranks]
+        columns = zip(*(lists for _, lists in everything))
+        judged = [sorted(set(chain.from_iterable(lists))) for lists in columns]
         findings, counts = list(_findings(steps, *judged)), [len(steps) for steps, _ in everything]
         if len(set(counts)) > 1:
             findings.insert(
@@ -310,10 +310,10 @@ def _ratio(one: float, other: float) -> float:
 
 
 def _merged(of_ranks: Iterable[Mapping[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """The rows of one step, of what all ranks have.
+    """The rows of one step, merged from those of all ranks.
 
-    Of parameters that several meshes hold, as replicas without a mesh of their own do, those of the
-    first mesh.
+    Where several meshes hold a parameter, as replicas without a common mesh do, its row is that of
+    the first mesh.
     """
     merged: dict[str, dict[str, Any]] = {}
     for rows in of_ranks:
@@ -388,12 +388,13 @@ def _findings(
     slabs: list[str],
     at_random: list[str],
 ) -> Iterator[str]:
-    """The worst first.
+    """Yields all findings, the worst first.
 
     Args:
         steps: of `Report`.
         left_to_adamw, slabs: names, see `_adamws` and `_slabs`.
-        at_random: names of those of which rounding takes from a step what it gives to another.
+        at_random: names of parameters that are rounded at random: what one step loses, another
+            gains.
     """
     if not steps:
         yield "no step was audited"
@@ -408,8 +409,8 @@ def _findings(
         return
     if left_to_adamw:
         yield (
-            f"AdamW trains {_some(left_to_adamw)}, whose like in other layers Muon trains: were "
-            "they meant to part?"
+            f"AdamW trains {_some(left_to_adamw)}, whose like in other layers Muon trains: is that "
+            "what you meant?"
         )
     if slabs:
         yield (
@@ -487,9 +488,9 @@ class _Check(NamedTuple):
     """What may be wrong with a matrix.
 
     Args:
-        is_so: of a row of `Report.steps`.
+        is_so: whether a matrix has the fault, by its row in `Report.steps`.
         in_all: whether it has to be so in all steps; else one is enough.
-        what: of it, in words.
+        what: the fault, in words.
         advice: what to do about it.
     """
 

@@ -143,7 +143,7 @@ def summarize(
                 "bytes": traffic,
                 "clipped": param.requires_grad and id(param) in clipped,
             }
-    # FLOPs of each rank, by those it shares with.
+    # FLOPs of each rank, by the peers that share the work on an entry.
     loads: dict[tuple[int, ...], Counter[int]] = defaultdict(Counter)
     for unit, owners, lane in _units(plan):
         entry = plan.entries[unit.entry]
@@ -248,7 +248,7 @@ def _bytes_moved(plan: Plan, lane: Lane, unit: Unit, owner: int) -> int:
         return elements * lane.wire.itemsize
     elements += entry.replica_count(owner) * numel - held(entry.region(owner))
     if entry.second_moment:
-        moments = (len(lane.peers) - 1) * unit.count * max(unit.block.rows, unit.block.cols)
+        moments = (len(lane.peers) - 1) * unit.count * entry.matrices.moments(unit.block)
         elements += moments * elements_of_numbers(lane.wire)
     return elements * lane.wire.itemsize
 

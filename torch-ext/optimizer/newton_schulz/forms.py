@@ -137,7 +137,7 @@ class Recipe:
         if self.algorithm == "gram":
             return gram
         if sliced:
-            return replace(gram, why="of slices it sums least often over their owners")
+            return replace(gram, why="it needs the fewest sums over the owners of slices")
         # fp16 on CPUs imitates the arithmetic of accelerators, so it takes the form that they take.
         counted = "tiles" if products == "in_fp32" else products
         costs = (replace(form, products=counted).flops(s, l) for form in (gram, standard))
@@ -216,9 +216,9 @@ def default_dtype(matrix_dtype: torch.dtype, device: torch.device) -> torch.dtyp
     """Arithmetic of the iteration where ``ns_dtype`` is None.
 
     float64 stays float64. Accelerators take float16, which is as fast as bfloat16 and eight times
-    as exact; singular values of at most about 1 fit its range. Only Apple's GPUs take float32. CPUs
-    take bfloat16 if they have instructions for its products, else float32: float16 is far slower
-    there.
+    as exact; singular values of at most about 1 fit its range. Of accelerators, only Apple's GPUs
+    take float32. CPUs take bfloat16 if they have instructions for its products, else float32: on
+    CPUs float16 is far slower.
     """
     if matrix_dtype == torch.float64:
         return torch.float64

@@ -146,8 +146,8 @@ class Eps(NamedTuple):
     Args:
         relative: added to the norm of a matrix after it was divided by its largest magnitude.
         absolute: added to the norm of the matrix itself.
-        divided_by: what the matrices were divided by before they came here, (n, 1, 1), which
-            therefore divides ``absolute`` as well; None is 1.
+        divided_by: what the matrices have been divided by already, (n, 1, 1). It therefore divides
+            ``absolute`` as well; None is 1.
     """
 
     relative: float
@@ -155,7 +155,7 @@ class Eps(NamedTuple):
     divided_by: Optional[Tensor] = None
 
     def scaled(self, value: float) -> Union[float, Tensor]:
-        """A value for the matrices themselves, divided as they were before they came here."""
+        """A value meant for the original matrices, divided as the matrices have been."""
         return value if self.divided_by is None else value / self.divided_by
 
     def over(self, largest: Tensor) -> Union[float, Tensor]:
@@ -407,8 +407,8 @@ def _normalize(
     sizes = []
     parts = [(G, out, eps)]
     if at_once < n:
-        of_each = eps.split(at_once) if isinstance(eps, Tensor) else itertools.repeat(eps)
-        parts = list(zip(G.split(at_once), out.split(at_once), of_each))
+        eps_parts = eps.split(at_once) if isinstance(eps, Tensor) else itertools.repeat(eps)
+        parts = list(zip(G.split(at_once), out.split(at_once), eps_parts))
     for matrices, outputs, added in parts:
         # Squares of values under 1e-19 vanish in fp32: bring the largest magnitude to 1 first.
         largest = _largest(matrices).to(dtype)
@@ -561,7 +561,7 @@ def _add_absolute(
 ) -> tuple[Tensor, Union[float, Tensor], Divisor]:
     """Adds an absolute eps to sizes that have the relative one, and to the pending divisor.
 
-    The matrices are not divided by it already: in fp16 small ones would vanish.
+    The matrices themselves are not divided by it yet: in fp16 small ones would vanish.
 
     Returns:
         The sizes, the eps in them, and the pending divisor.

@@ -32,7 +32,8 @@ EMBEDDINGS_AND_HEADS = frozenset(
     )
 )
 
-# Heads of several layers: the last of them. Linear maps of pixels, as convolutions are elsewhere.
+# The last layers of heads that have several layers; and linear maps of patches of pixels, which
+# elsewhere are convolutions.
 HEAD_PATHS = ("classifier.out_proj", "classification_head.out_proj")
 PATCH_PATHS = ("patch_embed.proj", "patch_embeddings.projection", "patch_embedder.input_proj")
 
@@ -47,7 +48,7 @@ _ADAPTERS_ELEMENTWISE = "oft_R"  # PEFT: halves of skew matrices, called oft_R.<
 # Name components of adapters (PEFT) between a layer and its own weight.
 ADAPTER_COMPONENTS = frozenset({"base_layer", "original_module"})
 
-# A beginning and an end of reasons, by which they are told from others.
+# How some reasons begin or end; other modules recognize these reasons by it.
 BY_NAME = "embedding or head by name"
 DIMENSIONS = "dimensions"
 
@@ -211,12 +212,13 @@ def get_default_muon_param_groups(
     """Muon's and AdamW's parameter groups of a model, frozen parameters left out.
 
     Weights of ``nn.Embedding`` and whatever is tied to one are AdamW's whatever their name, and so
-    are output heads that the model's structure shows. `describe` tells of each parameter where it
-    goes and why, and of which nobody can be sure.
+    are output heads that the model's structure shows. `describe` tells where each parameter goes
+    and why, and which ones nobody can be sure of.
 
     Args:
         model: the model, sharded or not.
-        is_muon_func: ``(name, param)`` or ``(name, param, expert_keys)`` to whether it is Muon's.
+        is_muon_func: a function of ``(name, param)`` or of ``(name, param, expert_keys)`` that says
+            whether Muon trains the parameter.
         expert_keys: see `default_is_muon`; the Muon group keeps them.
         adamw_keys: whole components of names that AdamW trains whatever they hold, for example
             ``["router"]``.
@@ -291,7 +293,8 @@ def unmatched_keys(
 
 
 def _check_not_flattened(model: nn.Module) -> None:
-    """FSDP1 leaves no matrices: all of the model would be AdamW's, and nothing would say so."""
+    """Refuses a model under FSDP1, which leaves no matrices: all parameters would silently be
+    AdamW's."""
     fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())
     wrappers = [module for module in model.modules() if isinstance(module, fsdp)]
     if any(wrapper.sharding_strategy.name != "NO_SHARD" for wrapper in wrappers):
@@ -309,7 +312,7 @@ def takes_expert_keys(function: Callable[..., bool]) -> bool:
     except (TypeError, ValueError):  # builtins have no signature
         return False
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    if len(positional) >= 3:  # a third one with a default is the caller's own, unless it says so
+    if len(positional) >= 3:  # one with a default is the caller's, unless called expert_keys
         third = positional[2]
         return third.name == "expert_keys" or third.default is third.empty
     return any(p.kind == p.VAR_POSITIONAL for p in parameters)

@@ -1,4 +1,4 @@
-"""Lists words of other optimizers, and proposes an option in place of a word that is none.
+"""Lists words of other optimizers, and proposes an option in place of a word that is no option.
 
 The constructor, group keys, presets and `describe` all propose by this table.
 """

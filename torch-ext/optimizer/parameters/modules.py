@@ -42,7 +42,7 @@ class ParamInfo:
 
     @property
     def is_original(self) -> bool:
-        """Whether it is what a parametrization computes the layer's weight from."""
+        """Whether the parameter is what a parametrization computes the layer's weight from."""
         return isinstance(self.module, ParametrizationList) and len(self.above) > 1
 
     @property
@@ -124,5 +124,5 @@ def read(source: Any, key: str) -> Any:
 
 
 def class_names(thing: object) -> Iterator[str]:
-    """Names of its class and bases: to import these, or their library, would cost too much."""
+    """Names of a thing's class and its bases: to import the classes would cost too much."""
     return (cls.__name__ for cls in type(thing).__mro__)

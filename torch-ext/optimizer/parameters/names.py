@@ -27,7 +27,7 @@ def has_component(name: str, keys: Optional[Sequence[str]]) -> bool:
 def did_you_mean(keys: Iterable[str], names: Iterable[str]) -> str:
     """The end of a message about keys without a match: components of names that are much like them.
 
-    A key with dots is compared with as many components. Nothing is like it: the end is empty.
+    A key with dots is compared with as many components. The end is empty if none is like a key.
     """
     split, near = [normalize_name(name).split(".") for name in names], []
     for key in keys:

@@ -39,7 +39,7 @@ class Option(NamedTuple):
     expected: str
 
     def check(self, name: str, value: Any) -> None:
-        """Raises ValueError where the value is none for the option of that name."""
+        """Raises ValueError if the option, whose name is ``name``, does not accept the value."""
         if not self.accepts(value):
             raise ValueError(f"{name} must be {self.expected}, found {value!r}")
 
@@ -69,7 +69,7 @@ def _is_learning_rate(value: Any) -> bool:
     if isinstance(value, Tensor):
         if value.numel() != 1 or value.is_complex():
             return False
-        if value.device.type != "cpu":  # its value stays unread: that would wait for the device
+        if value.device.type != "cpu":  # it stays unread: to read it would wait for the device
             return True
         value = value.item()
     # Schedules that end at zero may end a rounding error below it.
@@ -297,8 +297,8 @@ class Settings:
     grad_reduce: Optional[str] = _is(
         Option(lambda value: value in (None, "mean"), "one of None or 'mean'")
     )
-    # No arguments: whether state comes from the host, which a method turns on; and the least memory
-    # of the devices of all ranks, in bytes, which the first step finds out.
+    # Not arguments: whether state comes from the host, which a method turns on; and the least
+    # memory of the devices of ranks that step together, in bytes, which the first step finds out.
     streams: bool = False
     memory: Optional[float] = None
 

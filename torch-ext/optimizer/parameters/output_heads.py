@@ -1,4 +1,4 @@
-"""Detects embeddings and output heads whose names do not show it, and layers that are none.
+"""Detects embeddings and heads that names do not show, and layers that are heads by name alone.
 
 The evidence is a side as long as a vocabulary, or that the model's last linear layer makes
 predictions.
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 # What the last layer of a model is called where it makes predictions.
 _HEAD_WORDS = {"head", "heads", "logit", "logits", "classifier", "final", "score"}
 _HEAD_WORDS |= {"pred", "prediction", "predictions", "predictor"}
-# From the stream to patches, in diffusers; and the layers that scale and shift by the time.
+# In diffusers: the layer from the residual stream to patches; the layers that compute scales and
+# shifts from the time.
 _LAST_OF_DIFFUSION = re.compile(r"(\w+_)?proj_out(_2)?")
 _MODULATION = re.compile(r"adaln|modulation|norm_out|proj_out_1", re.IGNORECASE)
 # What stacks of layers are called whose last one makes predictions.
@@ -29,8 +30,8 @@ _HEAD_STACK = re.compile(
     r"(head|logits?|predict)_\w+|logits|(\w+_)?(heads?|predictor|predictions?)|(class|bbox)_embed|final_layer"
 )
 _POSITIONS = re.compile(r"pos(ition\w*)?_?emb\w*$|wpe$")  # tables of no vocabulary
-_FEW = 16  # outputs: fewer are no hidden layer's
-_LARGE = 1000  # a vocabulary that no hidden size is mistaken for, if it is 8 × the embedding's
+_FEW = 16  # outputs: no hidden layer has so few, or fewer
+_LARGE = 1000  # a side that is this long, and over 8 × the other side, is no hidden size
 
 
 def hidden_layers(
@@ -43,7 +44,7 @@ def hidden_layers(
     and LongCat's ``router.classifier`` chooses experts.
 
     Args:
-        named: what would be AdamW's for its name.
+        named: the parameters that would be AdamW's because of their names.
         decisions: of all parameters of the model.
     """
     hidden = set()
@@ -103,7 +104,7 @@ def unnamed_heads(
         ):
             reasons[decision.name] = f"head: the model's last layer, {shape}"
         elif (component := _called_a_head(info)) and (
-            # What takes as few may be an input layer: of boxes, say, which this one predicts.
+            # A layer that takes so few may be an input layer, of boxes that this head predicts.
             shape[0] <= _FEW < shape[-1] or _gives_to_nobody(decision, decisions, infos)
         ):
             reasons[decision.name] = f"head: the last layer of {component}"
@@ -120,13 +121,13 @@ def _is_last_of_diffusion(info: ParamInfo) -> bool:
 
 
 def _called_a_head(info: ParamInfo) -> str:
-    """The component that is called a head: the layer itself, or a stack whose last it is; or ""."""
+    """The component called a head, the layer or a stack that ends with it; "" if none is."""
     if not (info.attribute.startswith("weight") or info.is_original):
         return ""
     inner = info.layer
     for depth, (module, component) in enumerate(zip((inner, *info.around), info.path[::-1]), 1):
         if not isinstance(module, nn.ModuleList) or isinstance(inner, nn.ModuleList):
-            inner = module  # of a list of heads, one for each layer, each is a stack
+            inner = module  # in a list with a head for each layer, each head is a stack
         if _HEAD_STACK.fullmatch(component):
             if any(outer.isdigit() for outer in info.path[:-depth]):
                 return ""
@@ -183,7 +184,7 @@ def _vocabularies(model: nn.Module) -> dict[int, str]:
     """Sizes of the embeddings' vocabularies, and what says so."""
     sizes: dict[int, str] = {}
     for path, module in model.named_modules():
-        # A table of as many rows as columns may as well be of positions, beside square matrices.
+        # A square table may be of positions, and square matrices may have its size.
         is_larger = (
             isinstance(module, nn.Embedding) and module.num_embeddings > module.embedding_dim
         )
@@ -199,7 +200,8 @@ def _vocabularies(model: nn.Module) -> dict[int, str]:
 def _is_hidden_size(
     size: int, decision: Decision, decisions: Sequence[Decision], infos: ParamInfos
 ) -> bool:
-    """Whether an earlier linear layer gives what a later one takes, and this is one of the two."""
+    """Whether an earlier linear layer gives ``size`` numbers, which a later one takes, and the
+    parameter belongs to one of the two."""
     gives, takes = [], []
     for index, other in enumerate(decisions):
         info = infos[id(other.param)][0]

@@ -24,7 +24,8 @@ from . import validation
 from .names import has_component, matches
 from .options import STRUCTURE, Group, Settings, is_exact
 
-# What plans, and what is carried by a plan, depend on, beside the parameters.
+# The options of which a change makes the next step plan and check state anew; beside these,
+# `_facts` has whether there is a beta2.
 _PLANNED = (
     *("use_muon", "capturable", "foreach", "nonfinite", "adjust_lr", "momentum_dtype", *STRUCTURE),
     "weight_rounding",
@@ -39,8 +40,8 @@ class Shared:
 
     Args:
         lines: one for each parameter.
-        groups: the groups of these parameters by their numbers, each as the name of its first
-            parameter, since ranks may number groups apart, and the options that a plan depends on.
+        groups: by number of a group of these parameters, the name of its first parameter, since
+            ranks may number groups differently, and the options that a plan depends on.
     """
 
     lines: list[str] = field(default_factory=list)
@@ -52,7 +53,7 @@ class Survey:
     """What there is to plan, until it changes.
 
     Args:
-        facts: of each group, what it was made from.
+        facts: of each group, what the survey was made from.
         names: of each group, what messages call its parameters.
         entries: of each group, its parameters as a plan sees them; None for AdamW's.
         shared: by the ranks of every mesh that a parameter is on, and of the process group.
@@ -93,7 +94,7 @@ class Survey:
         return self.planners[key]
 
 
-NO_SURVEY = Survey([()], [], [])  # equals that of no groups
+NO_SURVEY = Survey([()], [], [])  # facts that no groups have, so that the next survey is made
 
 
 def _facts(group: Group) -> tuple:
@@ -186,7 +187,7 @@ def entries_of(group: Group, number: int, settings: Settings) -> list[Optional[E
 
 
 def _entry(group: Group, number: int, index: int, settings: Settings) -> Entry:
-    param, of_rows = group.params[index], group.second_moment_side == "rows"
+    param, moments_of_rows = group.params[index], group.second_moment_side == "rows"
     device = dtensors.compute_device(param)
     replicas = None if dtensors.is_dtensor(param) else settings.process_group
     recipe = recipe_for(
@@ -206,7 +207,7 @@ def _entry(group: Group, number: int, index: int, settings: Settings) -> Entry:
         name=group.name_of(index),
         group=number,
         index=index,
-        matrices=replace(matrices_of(group, index), moments_of_rows=of_rows),
+        matrices=replace(matrices_of(group, index), moments_of_rows=moments_of_rows),
         sharding=dtensors.sharding_of(param) if replicas is None else replicas.weights,
         dtype=param.dtype,
         device=device,

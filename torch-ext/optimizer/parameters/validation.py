@@ -83,10 +83,10 @@ def normalize_group(param_group: Any, where: str) -> dict[str, Any]:
 
 
 def check_keys(group: Mapping[str, Any], known: Iterable[str], where: str) -> None:
-    """Other keys than the options are the user's own, unless they look like a mistyped option.
+    """Refuses keys that hold for all groups, and keys that look like a mistyped option.
 
-    A text under ``name`` is what Lightning's monitors call a group; torchtitan tells every group
-    whether it is ``fused``.
+    Other keys are the user's own. Lightning's monitors read a text under ``name``, and torchtitan
+    sets ``fused`` in every group.
     """
     known = {"params", "names", "param_names", "use_muon", "fused", "rounding_step", *known}
     for key, value in group.items():
@@ -161,7 +161,7 @@ def check_exact_weight(name: str, value: Any, param: Optional[Tensor]) -> None:
 
 
 def check_owners(group: Group, settings: Settings) -> None:
-    """What slices of a matrix, on several owners, do not do."""
+    """Refuses several owners of a matrix in exact mode, and with options that need all of it."""
     if not group.use_muon or settings.owners_per_matrix == 1:
         return
     where = f"{group.where}: owners_per_matrix={settings.owners_per_matrix!r}"
@@ -184,7 +184,7 @@ def check_owners(group: Group, settings: Settings) -> None:
 
 
 def check_unshared(group: Group, others: Iterable[Mapping[str, Any]]) -> None:
-    """No parameter is in two groups."""
+    """Checks that no parameter of the group is in another group, too."""
     taken = {id(p): number for number, other in enumerate(others) for p in other["params"]}
     for index, param in enumerate(group.params):
         if id(param) in taken:
@@ -222,7 +222,7 @@ def _check_param(param: Any, name: str, use_muon: bool) -> None:
 
 
 def check_gradients(group: Group) -> None:
-    """Gradients are dense, and lie as their parameters do."""
+    """Checks that gradients are dense, and lie as their parameters do."""
     for index, param in enumerate(group.params):
         grad = param.grad
         if grad is None:
@@ -253,7 +253,12 @@ def check_capturable(
     settings: Settings,
     use_of: Callable[[Tensor, bool], Any],
 ) -> None:
-    """Groups that a graph is to capture have no state in host memory, and no traffic."""
+    """Checks that groups that a graph is to capture have no state in host memory, and no traffic.
+
+    Args:
+        groups, plan, settings: of this step.
+        use_of: `CPUOffload.destination`.
+    """
     capturable = [group for group in groups if group.capturable]
     for group in capturable:
         for index, param in enumerate(group.params):
@@ -331,7 +336,7 @@ def have_no_gradients(groups: Sequence[Group]) -> bool:
 
 
 def check_not_replaced(groups: Sequence[Group]) -> None:
-    """Where no parameter has a gradient, the model holds no other parameters in their places."""
+    """If no parameter has a gradient, checks that the model holds no others in their places."""
     for group in groups if have_no_gradients(groups) else ():
         for index, param in enumerate(group.params):
             if param.requires_grad and was_replaced(param):

@@ -65,7 +65,7 @@ class Clipping:
         return self._scales().get(id(param))
 
     def finish(self) -> None:
-        """Takes the step into account."""
+        """Waits for the maxima, and counts what the step has clipped."""
         self._scales()  # a rank that holds no row of a projection has not waited for the maxima
         if self.counter is not None:
             self.counter.count(self.packed_logits)
@@ -82,7 +82,7 @@ class QKClip:
         self.config = config
         self._has_warned = False  # of a step without logits
         self._has_warned_of_ranks = False  # that may see other logits
-        self._survey: Optional[Survey] = None  # of which the layers were packed
+        self._survey: Optional[Survey] = None  # the one that the layers were packed from
         self._packed_layers: list[PackedLayers] = []
         self._layers = Layers({}, {})
         self._unshared: list[str] = []  # prefixes of layers whose weights are plain
@@ -109,7 +109,7 @@ class QKClip:
         if not layers:
             warn(
                 "clip_config: no query or key projection was found among the names of parameters; "
-                "row_map tells of other names"
+                "give other names in row_map"
             )
         if self.config.unmatched:
             warn(f"clip_config: no layer was found for {quote(list(self.config.unmatched))}")
@@ -198,8 +198,8 @@ class QKClip:
             warn(
                 f"QK-Clip: the weights of {quote(self._unshared)} are plain tensors, which the "
                 "optimizer takes for this rank's own. If other ranks hold them too, as under DDP, "
-                "they see other logits, and their weights part: give Muon their process_group, or "
-                "step() logits that were reduced, qk_clip.reduce_qk_logits(logits)"
+                "they see other logits, and their weights diverge: give Muon their process_group, "
+                "or step() logits that were reduced, qk_clip.reduce_qk_logits(logits)"
             )
 
     def _pack_layers(self, groups: Sequence[Group], survey: Survey, settings: Settings) -> None:
@@ -259,14 +259,14 @@ class QKClip:
 
 
 def _warn_of_unknown(layers: Sequence[Any], groups: Sequence[Group]) -> None:
-    """Warns of attention that was recorded and is trained, but none of its projections is known."""
+    """Warns of attention that was recorded and is trained, but whose projections are not known."""
     names = [normalize_name(name) for group in groups for name in group.names or ()]
     trained = [layer for layer in layers if any(name.startswith(f"{layer}.") for name in names)]
     if trained:
         warn(
             f"clip_config: qk_recorder saw the attention in {quote(trained)}, of whose parameters "
-            "none is known as a query or key projection, so it is not clipped: row_map tells of "
-            "other names"
+            "none is known as a query or key projection, so it is not clipped: give other names in "
+            "row_map"
         )
 
 

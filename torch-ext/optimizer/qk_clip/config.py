@@ -48,7 +48,7 @@ class LayerConfig:
     q_indices: Optional[tuple[int, ...]]
     k_indices: Optional[tuple[int, ...]]
     mode: str  # "shared" or "exact", see `Muon`
-    # Of multi-head latent attention the rows of a head without rotation, with it, and of values.
+    # Of multi-head latent attention, the rows of a head without rotation, with it, and of values.
     latent: Optional[tuple[int, ...]]
     # By the name of a projection the one of `KINDS` that it is like, the first rows of its query
     # heads and of its key heads, or both in the notation of ``split``.

@@ -28,7 +28,7 @@ class LogitSource:
         self.next_logits: Optional[Logits] = None
 
     def take(self, qk_logits: Optional[Logits]) -> tuple[Optional[Logits], bool]:
-        """The logits of a step, and whether the recorder has them."""
+        """The logits of a step, and whether they are those of the recorder."""
         next_logits, self.next_logits = self.next_logits, None
         recorded = None if self.recorder is None else self.recorder.take()
         logits = next_logits if qk_logits is None else qk_logits

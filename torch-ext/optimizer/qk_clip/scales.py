@@ -33,7 +33,7 @@ class PackedLayers:
     of a layer, then its key heads. All tables that need no logits are made once.
 
     Args:
-        ranks: all that hold shards or replicas of the weights; None where this one is alone.
+        ranks: all that hold shards or replicas of the weights; None where maxima are not shared.
         device: where the weights of the layers are updated.
     """
 
@@ -97,7 +97,7 @@ class PackedLayers:
         """
         above = self.is_clipped(logits)
         gamma = torch.where(above, self.thresholds / logits, 1.0)
-        gamma.clamp_min_(torch.finfo(gamma.dtype).tiny)  # or roots of it might be no divisors
+        gamma.clamp_min_(torch.finfo(gamma.dtype).tiny)  # else its root, a divisor, could be 0
         logit_indices, head_indices = self._pairs
         ones = gamma.new_ones(len(self._divisors))
         least = ones.scatter_reduce(0, head_indices, gamma[logit_indices], "amin")  # γ of each head
@@ -114,12 +114,12 @@ class PackedLayers:
 
 
 def _head_tables(layers: Sequence[Layer], heads: int) -> tuple[Tensor, Tensor]:
-    """Pairs of a logit and a head that it scales, (2, pairs); for each head the one by the root of
-    whose γ its own γ is divided, (heads,).
+    """Pairs of a logit and a head that it scales, (2, pairs); and the divisors of heads, (heads,).
 
-    A head is divided by its own root, which gives sqrt(γ). With ``clip_mode="exact"``, a query head
-    is divided by the root of its key head, which gives γ/κ, or by entry ``heads``, which is 1,
-    where no key head is scaled.
+    A divisor is the number of a head: a head's scale is its γ over the root of its divisor's γ. A
+    head that is its own divisor gets sqrt(γ). With ``clip_mode="exact"`` the divisor of a query
+    head is its key head, whose scale is κ: that gives γ/κ. Where no key head is scaled, it is
+    ``heads``, of which the root is 1.
     """
     pairs: list[tuple[int, int]] = []
     divisors = list(range(heads))
@@ -137,7 +137,7 @@ def _head_tables(layers: Sequence[Layer], heads: int) -> tuple[Tensor, Tensor]:
 
 
 def read_layer_logits(value: Any, layer: Layer, packed: PackedLayers) -> Tensor:
-    """Checks the logits of a layer: (n,), with −inf for those that only other ranks have.
+    """Checks and returns a layer's logits, (n,), with −inf for those that only other ranks have.
 
     Raises:
         ValueError: logits that are not one number for each head, or lie on another device, or are a
@@ -216,7 +216,7 @@ def reduce_qk_logits(logits: Logits, group: Any = None) -> dict[Any, Tensor]:
         New tensors, in fp32 or wider. NaN on any rank is Inf on all.
 
     Raises:
-        ValueError: of a layer there are no logits, or those of some heads only.
+        ValueError: a layer has no logits, or those of some heads only.
     """
     dtype = torch.float32
     for layer, value in logits.items():

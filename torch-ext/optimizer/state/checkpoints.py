@@ -139,7 +139,7 @@ def merge_groups(
 
 
 def _as_dtype(value: Any) -> Any:
-    """A dtype for its text, as which `Muon.state_dict` writes it; any other value as it is."""
+    """The dtype for a text, as which `Muon.state_dict` writes dtypes; any other value as it is."""
     if isinstance(value, str) and value.startswith("torch."):
         dtype = getattr(torch, value[len("torch.") :], None)
         return dtype if isinstance(dtype, torch.dtype) else value
@@ -184,10 +184,10 @@ def check_and_divide(
 
 
 def _check_rule(groups: Sequence[Group], saved_groups: Sequence[Group]) -> None:
-    """Raises if groups have other sizes only because the default rule has changed since.
+    """Raises if groups have other sizes only because the default rule has changed.
 
-    The error names the parameters that have moved. Earlier rules went by the names of parameters,
-    as `default_is_muon` still does.
+    The error names the parameters that have moved since the checkpoint was saved. Earlier rules
+    went by the names of parameters, as `default_is_muon` still does.
     """
     sizes = [len(group.params) for group in groups]
     saved_sizes = [len(saved.params) for saved in saved_groups]

@@ -25,7 +25,7 @@ class Integrity:
 
     def __init__(self) -> None:
         self._status = _Status.WHOLE
-        self._cause = ""  # why the status is another one, in words
+        self._cause = ""  # why the status is not WHOLE, in words
         self._may_load = False  # whether `loading` is active
 
     @property

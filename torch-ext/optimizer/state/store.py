@@ -66,7 +66,7 @@ class StateStore:
             for param, entry in zip(group.params, group_entries):
                 keys = keys_of(group, param.dtype)
                 if param in state and "weight_residual" not in keys:
-                    # Steps without residuals go on from the rounded weight, which outdates these.
+                    # Steps without residuals go on from rounded weights: old residuals do not fit.
                     state[param].pop("weight_residual", None)
                 if not param.requires_grad:
                     continue

@@ -43,8 +43,8 @@ def try_kernels(plan: Plan, groups: Sequence[Group]) -> Optional[Exception]:
                     unit = batch.units[0]
                     recipe, block = plan.entries[unit.entry].recipe, unit.block
                     shape = batch.matrices, unit.rows, unit.cols
-                    of_team = (block.rows, block.cols) if lane.team_size > 1 else None
-                    _try_batch(lane.device, lane.wire, recipe, shape, of_team)
+                    whole = (block.rows, block.cols) if lane.team_size > 1 else None
+                    _try_batch(lane.device, lane.wire, recipe, shape, whole)
     except torch.OutOfMemoryError:
         raise  # the step would raise this, too
     except Exception as error:  # of Triton, of what it compiles with, of the driver
@@ -87,7 +87,7 @@ def _try_elementwise(lane: Lane, group: Group, dtype: torch.dtype) -> None:
             keep=keep,
         )
     parts = sent[None, None]  # of one matrix, of one peer
-    wire.copy_parts([parts], [torch.zeros_like(parts)], [of_part[None] for of_part in exponents])
+    wire.copy_parts([parts], [torch.zeros_like(parts)], [exponent[None] for exponent in exponents])
     core.update_weights(
         [W],
         [sent],
@@ -114,10 +114,10 @@ def _try_batch(
     wire: torch.dtype,
     recipe: Recipe,
     shape: tuple[int, int, int],
-    of_team: Optional[tuple[int, int]],
+    whole: Optional[tuple[int, int]],
 ) -> None:
-    """Orthogonalizes a batch of zeros; ``of_team`` is the shape of a team's whole matrices."""
+    """Orthogonalizes a batch of zeros: whole matrices, or slices of matrices of shape ``whole``."""
     zeros, team = torch.zeros(shape, dtype=wire, device=device), None
-    if of_team is not None:  # a team of one: nothing is exchanged before ranks have agreed
-        team = Team(*of_team, add=lambda tensor: None, gather=lambda tensor: tensor.unsqueeze(0))
+    if whole is not None:  # a team of one: nothing is exchanged before ranks have agreed
+        team = Team(*whole, add=lambda tensor: None, gather=lambda tensor: tensor.unsqueeze(0))
     orthogonalize(zeros, recipe, Eps(1e-7), True, Scratch(), team)

@@ -76,7 +76,7 @@ def take_notes(
 def _setting_lines(settings: Settings, ranks: Ranks) -> list[str]:
     """The settings as lines; only replicas compare their process group.
 
-    The ranks of a mesh may each have another one.
+    The ranks of a mesh may have different process groups.
     """
     values = {**vars(settings), "state streamed (turn_on_cpu_offload)": settings.streams}
     del values["streams"], values["memory"]
@@ -97,8 +97,8 @@ def _gradient_sets(entry: Entry, param: Tensor, rank: int, settings: Settings) -
     """The sets of ranks that all have to take part in an entry, since this rank does.
 
     Unless replicas average gradients, those that hold the same part must all have a gradient, or
-    none: a missing one that counts as zeros counts as absent among them. Otherwise replicas would
-    diverge, or a matrix would be made of a gradient and of zeros.
+    none: among them a missing gradient counts as absent, even with ``missing_grad="zero"``.
+    Otherwise replicas would diverge, or a matrix would be made of a gradient and of zeros.
     """
     holders = entry.holders(rank)
     averaged = entry.momentum is not None and settings.divided is not None

@@ -92,7 +92,7 @@ class Prepared:
         self.schedule: tuple[Event, ...] = ()
         self.last_reads: dict[Optional[int], list[int]] = {}
         self._schedule_inputs: Optional[ScheduleInputs] = None
-        # By id of a span, and `_joined` by id of a chunk's sequence of spans.
+        # Caches, by id of a span; `_joined` by id of a chunk's sequence of spans.
         self._parts: dict[int, SpanParts] = {}
         self._places: dict[int, list[tuple[torch.Size, tuple[int, ...], int]]] = {}
         self._joined: dict[int, list[tuple[Span, Sequence[Span]]]] = {}
@@ -363,7 +363,7 @@ class Step:
         return [self.finite.keep(unit, box) for unit, box in zip(parts.units, parts.boxes)]
 
     def clip(self, parts: SpanParts) -> Optional[list[Optional[Tensor]]]:
-        """What QK-Clip multiplies each part with, None for one that it leaves; None without it."""
+        """Factors of QK-Clip on each part, None for parts that it leaves; None without QK-Clip."""
         if self.clipping is None:
             return None
         scales = [self.clipping.scale(self._params[unit.entry]) for unit in parts.units]

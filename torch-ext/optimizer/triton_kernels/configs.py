@@ -27,7 +27,7 @@ DTYPES = ("float16", "bfloat16", "float32")
 @dataclass(frozen=True)
 class SymmetricConfig:
     """Tiles of `symmetric.symmetric_product`; "config" in the files has a key for each field, but
-    for those that are as by default.
+    may lack ``width`` and ``descriptors``, which then have their defaults.
 
     Args:
         block: rows and columns of a tile of the output.
@@ -49,7 +49,7 @@ class SymmetricConfig:
     descriptors: bool = False
 
     def programs(self, s: int) -> int:
-        """How many compute one (s, s) matrix."""
+        """How many programs compute one (s, s) matrix."""
         return self.width * symmetric_tiles(s, self.width * self.block)
 
     def __post_init__(self) -> None:
@@ -88,7 +88,9 @@ class Rule:
 
     Args:
         aligned: holds only where all operands can be loaded in vectors.
-        min_s, min_tiles_per_processor: holds from there on, over all matrices of the batch.
+        min_s: holds from this s on.
+        min_tiles_per_processor: holds from so many programs for each processor on, those of all
+            matrices of the batch counted.
     """
 
     architectures: list[str]
@@ -128,9 +130,9 @@ def choose(
     """The configuration measured nearest to these sizes on that device, else the first rule's that
     holds.
 
-    Operands were measured that can be loaded in vectors; others are left to the rules. Large tiles
-    reuse more of what they load, but there must be enough of them for all processors, and s must
-    fill them. No rule asks for k, which says how long a tile takes, whatever its size.
+    Only operands that can be loaded in vectors were measured; for others the rules decide. Large
+    tiles reuse more of what they load, but there must be enough of them for all processors, and s
+    must fill them. No rule asks for k, which says how long a tile takes, whatever its size.
     """
     name = str(dtype).rpartition(".")[2]
     # Tiles of fp16 and bf16 cost the same: either stands in for the other.

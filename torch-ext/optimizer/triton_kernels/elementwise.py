@@ -24,7 +24,7 @@ from .tiles import Column, Launch, launches
 Number = Union[float, Tensor]
 
 _PARTIALS = 1024  # read at once where they are combined
-_NUMBERS = 256  # of tensors, one for each, in a program
+_NUMBERS = 256  # that one program computes, one for each tensor
 _LAUNCH = {"num_warps": 4, "enable_fp_fusion": False}
 
 _GAMMA = tl.constexpr(GAMMA)
@@ -68,9 +68,9 @@ def scale_momentum(
     highest: int,
     least: int,
 ) -> None:
-    """Makes the outputs that `update_momentum` has measured, times 2^−e, of what it was given.
+    """Makes the outputs that `update_momentum` has measured, times 2^−e, from B and G.
 
-    To read buffers and gradients again takes less than to write outputs in fp32 and read those.
+    Reading B and G again takes less time than writing outputs in fp32 and reading them.
 
     Args:
         buffers, grads, momentum, weight, nesterov, keep: as `update_momentum` had and left them.
@@ -159,18 +159,18 @@ def update_weights(
 
 
 class Sizes(NamedTuple):
-    """Of the matrices of a batch, (n,) each.
+    """What `measure` returns of the matrices of a batch, (n,) each.
 
     Args:
         largest: magnitudes; NaN where there is one.
-        norm: Frobenius norms over these, which neither underflow nor overflow; not finite where
-            there is Inf or NaN, and 0 of zeros.
-        size: what matrices whose largest magnitude has been divided out are divided by.
-        rest: what they are still to be divided by beside a power of two, in [1, 2); NaN of a matrix
+        norm: Frobenius norms divided by ``largest``, so that they neither underflow nor overflow;
+            not finite where there is Inf or NaN, and 0 of zeros.
+        size: what matrices are divided by after ``largest``.
+        rest: what matrices are to be divided by beside a power of two, in [1, 2); NaN of a matrix
             with Inf or NaN.
         inverse: of ``rest``.
         of_gram: what Gram matrices are multiplied with, (scale·rest)^-2.
-        exponents: of that power of two, for `pack`, in fp32.
+        exponents: of that power of two, for `pack_batch`, in fp32.
     """
 
     largest: Tensor
@@ -234,7 +234,7 @@ def pack(inputs: Sequence[Tensor], outputs: Sequence[Tensor], exponents: Tensor)
 
 
 def pack_batch(matrices: Tensor, out: Tensor, exponents: Tensor) -> None:
-    """The same of a batch (n, rows, cols), which may be ``out``."""
+    """Does what `pack` does, for a batch (n, rows, cols), which may be ``out``."""
     _pack([matrices], [out], [exponents], exponents.device, whole_dims=1)
 
 
@@ -256,8 +256,9 @@ def copy(
     """Inputs into outputs of any floating dtype; with exponents, parts of matrices at one scale.
 
     Args:
-        inputs: (n, …) each; with exponents, what was scaled by 2^−e, and comes to be by that of the
-            largest e of its matrix. The factor is rounded to the dtype of outputs, in 16 bits.
+        inputs: (n, …) each; with exponents, parts that were each scaled by its 2^−e. Outputs are
+            scaled by 2^−e of the largest e of their matrix. The factor between the two is rounded
+            to the dtype of outputs, in 16 bits.
         exponents: (n, at least len(inputs)), contiguous, of the inputs' dtype; those after the
             inputs' are of other parts of the matrices.
     """
@@ -682,7 +683,7 @@ def _random_16_bits(counter):
 
 @triton.jit
 def _chosen(values, firsts):
-    """Of one value for each item that of this program's item: the last that has begun."""
+    """Picks the value of this program's item, the last that has begun, from one for each item."""
     value = values[0]
     for number in tl.static_range(1, len(values)):
         value = tl.where(tl.program_id(0) >= firsts[number], values[number], value)
@@ -761,7 +762,7 @@ def _opmath(*dtypes: torch.dtype) -> torch.dtype:
 def _numbers(
     values: Sequence[Number], dtype: torch.dtype, device: torch.device
 ) -> tuple[list[Number], bool]:
-    """What a kernel takes numbers as, and whether that is tensors: it takes floats in fp32 only."""
+    """Numbers as a kernel takes them, and whether as tensors: it takes floats for fp32 only."""
     values = [  # reading what is on the host waits for no device
         float(v) if isinstance(v, Tensor) and v.is_cpu and device.type != "cpu" else v
         for v in values

@@ -39,8 +39,8 @@ def raise_maxima(
     """Raises ``out`` to the largest ``scale · (q·k + q_rope·k_rope)`` of each head's pairs.
 
     Products of 16-bit inputs are exact, those of fp32 are not cut to TF32; sums are in fp32. NaN in
-    the logit of a pair that counts gives NaN, and what the others hold does not matter. The result
-    does not depend on the order in which programs end.
+    the logit of a pair that counts gives NaN, and the logits of other pairs do not matter. The
+    result does not depend on the order in which programs end.
 
     Args:
         query_ids, key_ids: integers; pairs of equal ones count.

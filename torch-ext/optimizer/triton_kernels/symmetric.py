@@ -41,16 +41,16 @@ def symmetric_product(
     """``out = alpha · A @ B + beta · C + diagonal · I`` of every matrix, where that is symmetric.
 
     Only the entries on and above the diagonal are computed; each is stored in its mirror's place
-    too, so the result is exactly symmetric. That the sum is symmetric is the caller's knowledge,
-    and not checked. Products and sums are in fp32 (fp32 input is not cut to TF32), with one
-    rounding to the dtype of ``out``. Nothing is allocated, and the host waits for nothing.
+    too, so the result is exactly symmetric. It is not checked that the sum is symmetric. Products
+    and sums are in fp32 (fp32 input is not cut to TF32), with one rounding to the dtype of ``out``.
+    Nothing is allocated, and the host waits for nothing.
 
     Args:
         A, B: fp16, bf16 or fp32, of one dtype, with any strides; they may be one tensor.
         alpha, beta: a number, or one for each matrix: a tensor (n,) in fp32 on the same device.
         C: fp16, bf16 or fp32, any strides. Not read where beta is 0; what lies below its diagonal
-            is never used. May be A or B; may be ``out`` itself, for a tile reads of it only the
-            place that it writes, and no tile the other one's mirror image.
+            is never used. May be A or B; may be ``out`` itself, since a tile reads only the entries
+            of it that it writes, and none that another tile's mirror image is written to.
         diagonal: added to the diagonal.
         out: fp16, bf16 or fp32, whatever the inputs have; any strides, but memory of its own.
         config: tiles to use; None looks them up (`configs.choose`).
@@ -101,8 +101,8 @@ def launch(
         )
     # Left to itself, Triton launches on the current device.
     with torch.accelerator.device_index(out.device.index):
-        # One program for each tile: where collectives hold some of the processors, the others take
-        # what is left, which they could not of programs that have a share of the tiles each.
+        # One program for each tile, not for a share of the tiles: where collectives hold some
+        # processors, the other processors then take all tiles in turn.
         _symmetric_kernel[(matrices * per_matrix,)](
             *(left, right, read, out),
             alpha if isinstance(alpha, Tensor) else float(alpha),

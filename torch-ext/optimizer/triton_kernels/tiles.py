@@ -20,8 +20,8 @@ from torch import Tensor
 _TILE = 2048
 _SQUARE_TILE = (32, 64)  # where rows are contiguous in one tensor and columns in another
 
-# Each program looks through the items of its launch for its own: of more, that would take longer
-# than its tile.
+# Each program looks through the items of its launch for its own: with more items, that would take
+# longer than its tile.
 MOST_ITEMS = 32
 
 _ALIGNMENT = 16  # bytes of addresses, and elements of rows, that vectors take
@@ -97,8 +97,8 @@ def launches(
     """Yields as few launches as have all items; empty ones are left out.
 
     Args:
-        wide: columns, lists of tensors; those of an item have one shape. None is no column, but not
-            the first.
+        wide: columns, lists of tensors; the tensors of an item have one shape. Any column but the
+            first may be None.
         broadcast: columns that broadcast to these, or None.
         numbers: columns of tensors of one element and one dtype, or None.
         whole_dims: so many leading dimensions are slices, rows and elements as they are; others
@@ -118,7 +118,7 @@ def launches(
         if layout not in tilings:
             tilings[layout] = _tiling_of(tensors[:shaped], whole_dims)
         tiling = tilings[layout]
-        if tiling is None:  # it goes by in slices, which have fewer dimensions, at the end
+        if tiling is None:  # its slices, which have fewer dimensions, become items at the end
             shape = tensors[0].shape
             slices = [tensor.expand(shape).unbind(whole_dims) for tensor in tensors[:shaped]]
             items += [(*one, *tensors[shaped:]) for one in zip(*slices)]

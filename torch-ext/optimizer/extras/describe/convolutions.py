@@ -12,10 +12,10 @@ from .remedy import Remedy, Trap, literal
 from .subject import Subject, names_of, numel
 from .table import counted
 
-# The least share of what is trained that convolutions have where they are a trap: below, as the
+# Convolutions are a trap if they are at least this share of what is trained. Of fewer, such as the
 # patch embedding of a transformer or the stem before one, AdamW is right or does not matter.
 SHARE = 0.1
-SHARE_OF_OTHERS = 0.01  # of tensors of which nobody can tell what they are
+SHARE_OF_OTHERS = 0.01  # the same for tensors of which nobody can tell what they are
 _MOST_CHANNELS = 4  # of images; as few come into a depthwise convolution
 _CONVOLUTIONS = (nn.modules.conv._ConvNd,)
 # What configurations and modules call their number of experts.
@@ -83,7 +83,7 @@ def find(subject: Subject, advice: Remedy) -> Iterator[Trap]:
 
 
 def expert_key(decision: Decision, subject: Subject) -> Optional[str]:
-    """The component of its name that holds experts, if the name or the config tells of any."""
+    """The component of a parameter's name that holds experts, if name or config tells of any."""
     if isinstance(subject.info(decision).layer, _CONVOLUTIONS):
         return None
     components = decision.name.split(".")

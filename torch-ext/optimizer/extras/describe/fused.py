@@ -140,7 +140,7 @@ def fused_in(decision: Decision, subject: Subject) -> Optional[Fused]:
 
 
 def _oriented(fused: Fused, names: str, info: ParamInfo) -> Fused:
-    """The same where the rows are columns, as Conv1D stores them."""
+    """The weight as it is, or with its matrices side by side where Conv1D has rows as columns."""
     if not info.is_conv1d:
         return fused
     sizes = fused.split if isinstance(fused.split, list) else ["…"] * len(names.split())

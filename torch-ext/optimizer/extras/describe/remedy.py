@@ -60,7 +60,7 @@ class Remedy:
     wording: str = ""
 
     def then(self, other: Remedy) -> Remedy:
-        """Both: of an option that both set the other's value counts."""
+        """Both remedies in one; if both set an option, the value of ``other`` counts."""
         return Remedy(
             options={**self.options, **other.options},
             leave=self.leave + other.leave,
@@ -73,7 +73,7 @@ class Remedy:
         )
 
     def applied_to(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """The caller's options as they are to be."""
+        """The caller's options, changed by the remedy."""
         merged = {**options, **self.options}
         return {k: v for k, v in merged.items() if v is not None or k not in self.options}
 
@@ -198,7 +198,7 @@ def _is_muon(subject: Subject, advice: Remedy) -> list[str]:
     if advice.take:
         condition, others = _condition(subject, advice.take)
         leave += others
-    if function is default_is_muon:  # which goes by names: what modules have decided is told apart
+    if function is default_is_muon:  # it goes by names: what modules have decided is listed
         leave += [d.name for d in subject.by_algorithm("AdamW") if d.reason.startswith("head")]
         keep = [d.name for d in subject.by_algorithm("Muon") if d.reason == "matrix, no head"]
     lines = ["def is_muon(name, param, expert_keys=None):"]
@@ -239,7 +239,7 @@ def _condition(subject: Subject, take: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def _split_patterns(remedy: Remedy) -> dict[str, Any]:
-    """Row counts by patterns, of row counts by name, which match no other matrix of Muon's."""
+    """The remedy's row counts by patterns, which match no other matrix of Muon's."""
     by_pattern: dict[str, Any] = {}
     for names in collect_by(remedy.split, lambda name: repr(remedy.split[name])).values():
         others = list(set(remedy.matrices) - set(names))
@@ -248,7 +248,7 @@ def _split_patterns(remedy: Remedy) -> dict[str, Any]:
 
 
 def _patterns(names: Sequence[str], others: Sequence[str]) -> list[str]:
-    """The fewest that match all of the names and none of the others."""
+    """A few patterns that match all of the names and none of the others; else the names."""
     common = [
         component
         for component in reversed(names[0].split("."))

@@ -160,8 +160,8 @@ def describe(
     _check(options)
     keys = {"expert_keys": as_keys(expert_keys), "adamw_keys": as_keys(adamw_keys)}
     decisions, infos = decide(model, is_muon_func, **keys), infos_of(model)
-    of_groups = {**keys, "adamw_lr": adamw_lr, "decay_vectors": decay_vectors}
-    subject = Subject(model, decisions, infos, is_muon_func, {**of_groups, **options})
+    group_arguments = {**keys, "adamw_lr": adamw_lr, "decay_vectors": decay_vectors}
+    subject = Subject(model, decisions, infos, is_muon_func, {**group_arguments, **options})
     traps, advice = find_warnings(subject)
     return Description(
         rows=[
@@ -192,7 +192,7 @@ def _check(options: dict[str, Any]) -> None:
             raise TypeError(refusal("describe", key, ARGUMENTS))
         if key in GROUP_OPTIONS:
             GROUP_OPTIONS[key].check(key, value)
-    with warnings.catch_warnings():  # what it would say of no parameters is nobody's
+    with warnings.catch_warnings():  # they would be about the lack of parameters
         warnings.simplefilter("ignore")
         Muon([{"params": [], "use_muon": True, "names": []}], **options)
 

@@ -24,7 +24,8 @@ class Subject:
         decisions: for all parameters.
         infos: of all parameters.
         is_muon_func: what the decisions were made by.
-        options: `Muon`'s as far as the caller gave them, and ``expert_keys``.
+        options: what the caller gave of the arguments of `Muon` and
+            `get_default_muon_param_groups`.
     """
 
     model: nn.Module

@@ -9,7 +9,7 @@ from typing import Any, Callable, TypeVar
 
 from .. import summary
 
-LINES = 28  # of the table of parameters: beside totals, traps and code, it leaves a screen
+LINES = 28  # of the table of parameters, which fits a screen with totals, traps and code
 _LISTED = 3  # lines of names beside a trap
 _INDEX = re.compile(r"(?<![^.])(\d+)(?![^.])")  # a component of a name
 _DIGITS = re.compile(r"(\d+)")  # anywhere in a name
@@ -33,7 +33,7 @@ def fold(names: Iterable[str]) -> list[str]:
 
 
 def glob(names: Iterable[str]) -> list[str]:
-    """Shell-style patterns for the same: ``layers.*.wq.weight``."""
+    """Shell-style patterns for what `fold` makes one name of: ``layers.*.wq.weight``."""
     return [re.sub(r"\{[^}]*\}", "*", folded) for folded in fold(names)]
 
 

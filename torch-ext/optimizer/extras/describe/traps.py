@@ -19,7 +19,7 @@ from .remedy import Remedy, Trap, literal
 from .subject import Subject, names_of, numel
 from .table import collect_by, counted, fold, text
 
-# Pure: from the model and the advice so far to traps, each with the remedy that it adds.
+# A pure function of the model and the advice so far; yields traps, each with the remedy it adds.
 Finder = Callable[[Subject, Remedy], Iterator[Trap]]
 
 _EXPLAINS_NONE = ("flat", "convolutions", "experts", "dimensions")
@@ -330,6 +330,6 @@ def _unusual(subject: Subject, advice: Remedy) -> Iterator[Trap]:
 
 
 def _is_quantized(param: torch.Tensor) -> bool:
-    """Packed into integers, or by bitsandbytes, whose class may float."""
+    """Whether a parameter is packed into integers, or of a class of bitsandbytes, of any dtype."""
     is_packed = not {"Params4bit", "Int8Params"}.isdisjoint(class_names(param))
     return is_packed or not (param.is_floating_point() or param.is_complex())

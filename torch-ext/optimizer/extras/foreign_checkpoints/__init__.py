@@ -15,13 +15,14 @@ they hold whole tensors, or DTensors that lie as the parameters do.
 
 Parameters are matched by names where both sides have names for all of them; else by position, which
 fits where the preset of the source made the groups from what the source was given; else by
-``params``. Of two optimizers each takes its own among these, which may include frozen ones.
+``params``. Of two optimizers, each takes its own parameters from ``params``, which may include
+frozen ones.
 
-AdamW's moments and steps are taken as they are. Momentum keeps its dtype; with constant μ the
-averaged one (``"ema"``) is 1 − μ of the summed one (``"classical"``), and it becomes what its group
-has. A matrix that AdamW trained begins with ``exp_avg`` as averaged momentum; it brings its rates
-only to ``adjust_lr="match_rms_adamw"``, and no ``momentum``. Second moments of nanochat's are taken
-by groups with ``beta2``. The tensors are copied.
+AdamW's moments and steps are taken as they are. Momentum keeps its dtype, and is converted to the
+style of its group: with constant μ averaged momentum (``"ema"``) is 1 − μ times summed momentum
+(``"classical"``). A matrix that AdamW trained begins with ``exp_avg`` as averaged momentum; its
+group takes the rates of AdamW only with ``adjust_lr="match_rms_adamw"``, and no ``momentum``.
+Groups with ``beta2`` take nanochat's second moments. The tensors are copied.
 
 Example:
     >>> load = functools.partial(torch.load, weights_only=True)

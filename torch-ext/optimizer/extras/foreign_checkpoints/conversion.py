@@ -214,7 +214,7 @@ def _convert(saved: SavedState, group: Group, expected: ExpectedState) -> dict[s
 
 
 def _momentum_factor(saved: SavedState, group: Group) -> float:
-    """From one style to the other: with constant μ, averaged momentum is 1 − μ of summed."""
+    """What momentum is multiplied with: with constant μ, averaged is 1 − μ times summed."""
     if saved.momentum_style == group.momentum_style:
         return 1.0
     if group.momentum_style == "ema":

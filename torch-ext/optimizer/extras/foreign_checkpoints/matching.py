@@ -70,7 +70,8 @@ class TargetOptimizer:
     Args:
         groups: the parameters of each group.
         source_groups: numbers of groups that are one group of the source.
-        params: the parameters in the order in which the source was given them; None if untold.
+        params: the parameters in the order in which the source was given them; None if the user
+            has not given them.
     """
 
     groups: Sequence[Sequence[TargetParam]]
@@ -85,7 +86,7 @@ class TargetOptimizer:
         return [group for group in chosen if group]
 
     def ordered(self, use_muon: Optional[bool]) -> list[TargetParam]:
-        """Those parameters in the order of the source, if it was told, else of the groups."""
+        """The parameters of `grouped` in one list, in the order of ``params``, else of groups."""
         if self.params is not None:
             return [target for target in self.params if use_muon in (None, target.use_muon)]
         return [target for group in self.grouped(use_muon) for target in group]
@@ -102,7 +103,7 @@ def target_optimizer(
     Args:
         groups: of the optimizer.
         names: what messages call their parameters.
-        params: the order that the user told: tensors, (name, tensor) pairs, or names.
+        params: as the user gave them, in order: tensors, (name, tensor) pairs, or names.
         source_groups: see `TargetOptimizer`.
 
     Raises:

@@ -153,7 +153,7 @@ def _in_saved_order(
 
 
 def _momentum_shape(source: SourceOptimizer, saved_id: Any) -> Optional[Shape]:
-    """That of one parameter's momentum, whichever rank has it."""
+    """The shape of one parameter's momentum, whichever rank has it."""
     for rank in source.ranks:
         buffer = rank.param_state(saved_id).get("momentum_buffer")
         if isinstance(buffer, Tensor):
@@ -193,9 +193,9 @@ def group_by_size(source: SourceOptimizer, optimizer: TargetOptimizer) -> list[l
 
 
 def _size_of(source: SourceOptimizer, group: SavedGroup) -> tuple[Optional[Shape], int]:
-    """Shape and number of elements of the parameters of a group that one size has made.
+    """Shape and number of elements of the parameters of a group, which have one size.
 
-    A momentum of one dimension more is a stack of all.
+    If the group is a stack (`is_stack`), its momentum has one dimension more.
     """
     update, zero = group.options.get("update_buffer"), group.options.get("zero_buffer")
     if isinstance(zero, Tensor):
@@ -210,7 +210,7 @@ def _size_of(source: SourceOptimizer, group: SavedGroup) -> tuple[Optional[Shape
 
 
 def is_stack(source: SourceOptimizer, group: SavedGroup) -> bool:
-    """Whether the first parameter of a group has the momentum of all: it has the second moment."""
+    """Whether the first parameter of a group has the state of all: then it has second moments."""
     return any("second_momentum_buffer" in rank.param_state(group.ids[0]) for rank in source.ranks)
 
 

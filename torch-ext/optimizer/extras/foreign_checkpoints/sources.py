@@ -1,7 +1,7 @@
 """Detects which optimizer wrote a state dict, checks it, and brings it to a common form.
 
-They may be as torch.optim writes them, keyed by name, flattened, or one for each rank. Nothing is
-unpickled, copied or changed.
+State dicts may be as torch.optim writes them, keyed by name, flattened, or one for each rank.
+Nothing is unpickled, copied or changed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Reports calls of torch's attention functions, with the queries and keys of their logits.
 
-While any `CallReporter` is open, the names by which models call them stand for functions that
-report what they are called with. A torch function mode would see calls by any name, but Dynamo
+While any `CallReporter` is open, the names by which models call attention functions stand for
+functions that report their arguments. A torch function mode would see calls by any name, but Dynamo
 traces through it whatever is compiled within a forward, which fails for some of torch's methods.
 """
 
@@ -92,11 +92,11 @@ class Call:
 class CallReporter:
     """Reports attention calls between `open` and `close`, which nest.
 
-    Covers `F.scaled_dot_product_attention` and `flex_attention`, and in the files that ``modules``
-    come from also other names of theirs, and compiled ones of the latter.
+    Covers `F.scaled_dot_product_attention` and `flex_attention`; in the files that ``modules`` come
+    from, other names of these functions, too, and names of a compiled `flex_attention`.
 
     Args:
-        modules: may call attention functions.
+        modules: those that may call attention functions.
         report: a method, held weakly; called after each attention function of any thread, in that
             thread, with what reads a `Call` from its arguments, which may raise.
     """
@@ -277,7 +277,7 @@ def read(
         masks: further arguments of `max_qk_logits`; those that are None are left out.
 
     Raises:
-        ValueError: nested tensors, or DTensors that are not whole but for heads and batch.
+        ValueError: nested tensors, or DTensors that are sharded by more than heads and batch.
     """
     if q.is_nested or k.is_nested:
         raise ValueError("attends to nested tensors")

@@ -39,8 +39,8 @@ DEFAULT_BLOCK_NUMEL = 8 << 20
 BLOCK_SIDE = {"cpu": 256}
 DEFAULT_BLOCK_SIDE = 512
 
-# Additive masks exclude a pair by -inf, by their dtype's minimum, or by a sum of such; what is no
-# more than this (in fp16, half of the minimum) is none of a bias.
+# Additive masks exclude a pair by -inf, by their dtype's minimum, or by a sum of such. A number
+# that is no more than this (in fp16, half of the minimum) excludes its pair; others are a bias.
 EXCLUDED = -1e8
 
 
@@ -63,7 +63,7 @@ def max_qk_logits(
 
     S_max of QK-Clip (Kimi K2, arXiv:2507.20534, algorithm 1): the logits before the softmax. A pair
     counts where every mask that is given admits it. A head without such a pair gets -inf; NaN in
-    the logit of one that counts gives NaN, and what the others hold does not matter.
+    the logit of a pair that counts gives NaN, and the logits of other pairs do not matter.
 
     Products of 16-bit inputs are exact and added up in fp32: rounded to bf16, a logit and thereby a
     clip would be wrong by up to 0.2 %. Autocast does not apply. Nothing is read from the device,

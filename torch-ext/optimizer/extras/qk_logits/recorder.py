@@ -249,8 +249,8 @@ class QKLogitRecorder:
             record.is_blind |= not forward.saw_attention
 
     def _leave(self, last: _RunningForward, ended: bool) -> None:
-        """Forgets the innermost forwards of this thread up to the last, and, unless that has ended,
-        what they recorded; those within it never ended."""
+        """Forgets the innermost forwards of this thread up to ``last``, and what they recorded, as
+        those within ``last`` never ended; but keeps what ``last`` recorded if it has ``ended``."""
         forward = None
         while forward is not last:
             forward = self._running.forwards.pop()
@@ -465,8 +465,8 @@ def _empty_maxima(count: int, device: torch.device) -> Tensor:
     return torch.full((count,), -math.inf, dtype=torch.float32, device=device)
 
 
-# By their keys: as constants, Dynamo can call the two functions below with them as it traces. They
-# are called then only, not when what was traced runs.
+# Records by their keys. Keys are constants, so Dynamo can call the two functions below with them
+# while it traces. They are called only then, not when what was traced runs.
 _RECORDS: weakref.WeakValueDictionary[str, _Record] = weakref.WeakValueDictionary()
 
 

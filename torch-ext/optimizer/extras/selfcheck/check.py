@@ -96,10 +96,10 @@ def selfcheck(
 
     Args:
         model_fn: makes the model, whole and with weights, of a size that a rank can train twice.
-        layout_fn: shards it by the training's own code. Returns the sharded model; or that and the
-            `Muon`, instead of which it gets the one that `describe` advises; or those and the mesh
-            or process group whose ranks see different data, which is all ranks unless it is given,
-            as with tensor parallelism.
+        layout_fn: shards it by the training's own code. Returns the sharded model; or the model and
+            its `Muon`, by default the one that `describe` advises; or these two and the mesh or
+            process group whose ranks see different data, by default all ranks: tensor parallelism
+            needs it.
         batch_fn: from the number of a step to a batch for all ranks: tensors, in any containers,
             whose first dimension is samples, a multiple of the ranks. torch's random numbers are
             seeded for it. None: random tokens, (samples, 32), below the first embedding's size.
@@ -156,12 +156,12 @@ def _check(
             findings += data
             print(f"rank {dist.get_rank()}: {_report(findings, [_ENDED])}", file=sys.stderr)
             raise Alone(findings, [_ENDED]) from raised
-        for of_rank in answers:
+        for answer in answers:
             known = {kind for kind, *_ in findings}
-            findings += [finding for finding in of_rank if finding[0] not in known]
+            findings += [finding for finding in answer if finding[0] not in known]
         if any(kind in _ENDS for kind, *_ in findings):
             return findings, [_ENDED]
-        if any(of_rank != answers[0] for of_rank in answers):
+        if any(answer != answers[0] for answer in answers):
             return findings, ["Not all ranks find the same", _ENDED]
         if traps is None:
             return findings, facts

@@ -82,7 +82,7 @@ class Run:
     # -- gradients -----------------------------------------------------------------------------
 
     def backward(self, batch: Any) -> list[Trap]:
-        """Computes and compares gradients of a batch; the whole model then takes the other's."""
+        """Compares gradients of a batch; then gives those of the sharded model to the whole one."""
         self.backward_fn(self.model, self.loss_fn(self.model, part_of(batch, *self.data)))
         expected = self._gradients_of(batch, self.reference)
         numel = sum(map(Tensor.numel, expected.values()))
@@ -122,7 +122,7 @@ class Run:
         return [_TWICE] if averages and all(averages) and self.data[1] > 1 else []
 
     def _gradients_of(self, batch: Any, model: nn.Module) -> dict[str, Tensor]:
-        """Of a whole model: of the parameters that the sharded one trains."""
+        """Gradients of a whole model, of the parameters that the sharded one trains."""
         model.zero_grad()
         self.loss_fn(model, batch).backward()
         twins = {n: p for n, p in named(model).items() if self.params[n].requires_grad}
@@ -199,8 +199,8 @@ class Run:
     # -- weights and state -----------------------------------------------------------------------
 
     def compare_weights(self, why: str) -> list[Trap]:
-        """The first that is not as the unsharded run's, at first or after a step of the same
-        gradients, and why that may be."""
+        """The first parameter that is not as in the unsharded run, before the first step or after a
+        step with the same gradients; ``why`` says what may be the cause."""
         start = named(self.started)
         for name, param in self.params.items():
             found, right = whole(param.detach()), self.twins[name].detach()
@@ -223,7 +223,7 @@ class Run:
         return []
 
     def compare_checkpoint(self) -> list[Trap]:
-        """Saves the sharded run, loads it into one process's, and compares weights and state."""
+        """Saves the sharded run, loads it as one process would, and compares weights and state."""
         weights, states = get_state_dict(self.model, self.optim, options=_WHOLE)
         optim = self.unsharded_optim(self.started)
         set_state_dict(
@@ -257,12 +257,12 @@ _TWICE = Trap(
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor; of a DTensor's ranks all have to call this."""
+    """All of a tensor; all ranks of a DTensor have to call this."""
     return tensor.full_tensor() if dtensors.is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def part_of(batch: Any, index: int, parts: int) -> Any:
-    """One of as many equal parts of a batch's samples, the first dimension of its tensors."""
+    """Part ``index`` of ``parts`` equal parts of a batch's samples, dimension 0 of its tensors."""
 
     def cut(tensor: Tensor) -> Tensor:
         if len(tensor) % parts:

@@ -79,7 +79,7 @@ def _run_rank(rank: int, ranks: int, port: int, check: Callable[..., Any], argum
 def gather_json(value: Any, has_raised: bool = False) -> list[Any]:
     """The values of all ranks, in order, as JSON has them.
 
-    All ranks that have raised give the value of the first: its end may be what the others raise.
+    All ranks that have raised give the value of the first, since others may raise because it ended.
 
     Raises:
         DistStoreError: this rank has raised, and others have not answered soon.

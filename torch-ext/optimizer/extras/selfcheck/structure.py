@@ -80,8 +80,8 @@ def find_frozen(names: Sequence[str], total: int, meant: Sequence[str], why: str
 
 
 def find_misread(model: nn.Module, optim: Muon, reference: nn.Module) -> Iterator[Trap]:
-    """Matrices that the optimizer reads otherwise than the model holds them; what `describe` warns
-    of: of replicas and flat parameters as they are sharded, of all else in the unsharded model,
+    """Matrices that the optimizer reads otherwise than the model holds them; and what `describe`
+    warns of: replicas and flat parameters in the sharded model, all else in the unsharded one,
     whose modules still tell their sizes."""
     views = {id(p): view for view in optim._read_groups() for p in view.params}
     trained = {
