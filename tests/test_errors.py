@@ -26,6 +26,7 @@ from torch import nn
 
 from comparisons import assert_equal
 from kernel import optimizer
+from layouts import params_of, set_gradients
 from ranks import run_ranks
 
 Muon = optimizer.Muon
@@ -68,29 +69,19 @@ def adamw_group(*params: Any, **options: Any) -> dict[str, Any]:
     return {"params": list(params), "use_muon": False, **options}
 
 
-def all_params(optim: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [p for group in optim.param_groups for p in group["params"]]
-
-
-def set_gradients(optim: torch.optim.Optimizer, seed: int = 0) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    for p in all_params(optim):
-        p.grad = torch.randn(p.shape, generator=generator)
-
-
 def trained(steps: int, **options: Any) -> Any:
     """An optimizer after some steps, with gradients for the next one."""
     optim = Muon(good_groups(), **options)
     for step in range(steps):
-        set_gradients(optim, seed=step)
+        set_gradients(params_of(optim), seed=step)
         optim.step()
-    set_gradients(optim, seed=steps)
+    set_gradients(params_of(optim), seed=steps)
     return optim
 
 
 def snapshot(optim: torch.optim.Optimizer) -> list[Any]:
     """Copies of all that an optimizer holds; does not create state."""
-    assert {id(p) for p in optim.state} <= {id(p) for p in all_params(optim)}
+    assert {id(p) for p in optim.state} <= {id(p) for p in params_of(optim)}
     held: list[Any] = [len(optim.param_groups)]
     for group in optim.param_groups:
         # Names set on a group go to `optim.names`.
@@ -127,11 +118,11 @@ def assert_raises(
 
 def assert_steps_like(optim: Any, twin: Any) -> None:
     """Both take one more step from the same gradients, to the same bits."""
-    before = [p.detach().clone() for p in all_params(optim)]
+    before = [p.detach().clone() for p in params_of(optim)]
     for each in (optim, twin):
-        set_gradients(each, seed=99)
+        set_gradients(params_of(each), seed=99)
         each.step()
-    for p, other, old in zip(all_params(optim), all_params(twin), before):
+    for p, other, old in zip(params_of(optim), params_of(twin), before):
         assert torch.equal(p, other) and not torch.equal(p, old)
         assert_equal(dict(optim.state[p]), dict(twin.state[other]))
 
@@ -401,7 +392,7 @@ def test_a_bad_added_group_is_refused_and_the_optimizer_goes_on(bad):
     assert_steps_like(optim, twin)
     added = parameter(3, 3)
     optim.add_param_group(muon_group(added, names=[W]))
-    set_gradients(optim)
+    set_gradients(params_of(optim))
     optim.step()
     assert "momentum_buffer" in optim.state[added]
 
@@ -416,7 +407,7 @@ def test_an_explicit_list_sets_the_steps_of_a_group_added_later():
     optim = Muon(good_groups())
     optim.add_param_group(muon_group(parameter(3, 3), ns_coefficients=[(2.0, -1.5, 0.5)] * 3))
     assert optim.param_groups[-1]["ns_steps"] == 3
-    set_gradients(optim)
+    set_gradients(params_of(optim))
     optim.step()
 
 
@@ -582,9 +573,9 @@ def test_use_muon_set_later_to_no_bool_stops_the_step(number, value):
 def test_use_muon_set_later_is_obeyed_or_refused(value):
     optim = Muon([muon_group(parameter(4, 4)), {"params": parameter(4, 4), "use_muon": not value}])
     for seed in range(2):
-        set_gradients(optim, seed)
+        set_gradients(params_of(optim), seed)
         optim.step()
-    set_gradients(optim)
+    set_gradients(params_of(optim))
     optim.param_groups[1]["use_muon"] = value
     before = snapshot(optim)
     try:
@@ -691,9 +682,9 @@ def test_a_bad_live_key_of_nanochats_groups_is_refused(number, key, value):
     groups[number][key] = value
     assert_raises(lambda: optimizer.MuonAdamW(groups), rf"param_groups\[{number}\]", key)
     optim = optimizer.MuonAdamW(nanochat_groups())
-    set_gradients(optim)
+    set_gradients(params_of(optim))
     optim.step()
-    set_gradients(optim)
+    set_gradients(params_of(optim))
     optim.param_groups[number][key] = value
     assert_refused(optim, optim.step, rf"param_groups\[{number}\]", key)
 
@@ -730,7 +721,7 @@ def test_the_gradient_of_a_sparse_embedding_stops_the_step():
 
 def test_a_sparse_gradient_of_a_nameless_parameter_is_told_by_its_place():
     optim = Muon([muon_group(parameter(3, 3)), adamw_group(parameter(2), parameter(3, 3))])
-    set_gradients(optim)
+    set_gradients(params_of(optim))
     optim.param_groups[1]["params"][1].grad = torch.eye(3).to_sparse()
     assert_refused(optim, optim.step, r"param_groups\[1\]\['params'\]\[1\]", "sparse")
 
@@ -751,13 +742,13 @@ def test_a_closure_that_raises_changes_nothing():
 
 def assert_steps_wholly_or_not_at_all(optim: torch.optim.Optimizer) -> None:
     before = snapshot(optim)
-    weights = [p.detach().clone() for p in all_params(optim)]
+    weights = [p.detach().clone() for p in params_of(optim)]
     try:
         optim.step()
     except ValueError:
         assert_equal(snapshot(optim), before)
     else:
-        for p, weight in zip(all_params(optim), weights):
+        for p, weight in zip(params_of(optim), weights):
             assert not torch.equal(p, weight)
 
 
@@ -792,12 +783,12 @@ def test_a_float8_matrix_never_leaves_half_a_step():
     except ValueError as error:
         assert W in str(error) and "float8" in str(error)
         return
-    for p in all_params(optim):
+    for p in params_of(optim):
         p.grad = torch.ones(4, 4).to(p.dtype)
-    before = [p.detach().clone() for p in all_params(optim)]
+    before = [p.detach().clone() for p in params_of(optim)]
     with pytest.raises(ValueError, match=W):
         optim.step()
-    for p, weight in zip(all_params(optim), before):
+    for p, weight in zip(params_of(optim), before):
         assert torch.equal(p.view(torch.uint8), weight.view(torch.uint8))
 
 
@@ -1016,7 +1007,7 @@ def snapshot_without(optim: Any, sharded: torch.Tensor) -> list[Any]:
     """`snapshot` with the shards of one DTensor in its place."""
     held: list[Any] = [sharded.to_local().detach().clone()]
     held += [v.to_local().clone() for v in optim.state.get(sharded, {}).values() if v.ndim]
-    for p in all_params(optim):
+    for p in params_of(optim):
         if p is not sharded:
             state = optim.state.get(p, {})
             held += [p.detach().clone(), {key: value.clone() for key, value in state.items()}]
@@ -1024,7 +1015,7 @@ def snapshot_without(optim: Any, sharded: torch.Tensor) -> list[Any]:
 
 
 def set_gradients_without(optim: Any, sharded: torch.Tensor) -> None:
-    for p in all_params(optim):
+    for p in params_of(optim):
         if p is not sharded:
             p.grad = torch.randn_like(p)
 
@@ -1246,7 +1237,7 @@ def test_schedulers_that_keep_keys_in_groups_run(make):
     optim = trained(1)
     schedule = make(optim)
     for _ in range(3):
-        set_gradients(optim)
+        set_gradients(params_of(optim))
         optim.step()
         schedule.step()
     trained(0).load_state_dict(copy.deepcopy(optim.state_dict()))

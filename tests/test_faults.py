@@ -25,7 +25,19 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from kernel import optimizer
-from layouts import EXACT, Group, Twins, Weight, assert_same, build, case, local, part, part_for
+from layouts import (
+    EXACT,
+    Group,
+    Twins,
+    Weight,
+    assert_same,
+    build,
+    case,
+    local,
+    params_of,
+    part,
+    part_for,
+)
 from ranks import DEVICE, rank_outcomes, run_ranks
 
 
@@ -369,9 +381,8 @@ class Saved:
 
     @classmethod
     def of(cls, optim: torch.optim.Optimizer) -> Saved:
-        params = [p for group in optim.param_groups for p in group["params"]]
         groups = [{**group, "params": list(group["params"])} for group in optim.param_groups]
-        return cls(groups, optim.names, [(p, p.grad) for p in params])
+        return cls(groups, optim.names, [(p, p.grad) for p in params_of(optim)])
 
     def put_back(self, optim: torch.optim.Optimizer) -> None:
         for group, saved, names in zip(optim.param_groups, self.groups, self.names):

@@ -35,6 +35,7 @@ from torch.optim.optimizer import (
 from breaking import Fault
 from comparisons import assert_equal, assert_same_training, through_torch_save
 from kernel import optimizer
+from layouts import params_of, set_gradients
 from ranks import run_ranks
 
 Muon = optimizer.Muon
@@ -102,12 +103,6 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.parameters() if p.requires_grad]
 
 
-def set_gradients(model: nn.Module, seed: int = 0) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    for p in trainable(model):
-        p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
-
-
 # When state comes to be
 
 FIRST_CALLS = {
@@ -124,7 +119,7 @@ first_calls = pytest.mark.parametrize("call", FIRST_CALLS.values(), ids=FIRST_CA
 @first_calls
 def test_all_state_is_created_at_the_first_call_and_none_before(call):
     model, optim = build(beta2=0.9)
-    set_gradients(model)
+    set_gradients(trainable(model))
     assert not optim.state
     model.qkv.weight.grad = None  # state comes all the same
     repr(optim)
@@ -156,7 +151,7 @@ def swap_parameters(optim: Any, make: Callable[[nn.Parameter], nn.Parameter]) ->
     """As trainers do between construction and the first step; returns the new parameters."""
     for group in optim.param_groups:
         group["params"] = [make(p) for p in group["params"]]
-    return [p for group in optim.param_groups for p in group["params"]]
+    return params_of(optim)
 
 
 @pytest.mark.kernels_ci
@@ -827,7 +822,7 @@ def test_a_model_may_change_its_dtype_between_steps(dtype):
 
 def break_off(model: nn.Module, optim: Any) -> None:
     """A step that fails when momentum has been updated."""
-    set_gradients(model)
+    set_gradients(trainable(model))
     with pytest.raises(RuntimeError, match="broke off"), Fault("begin Muon.orthogonalize", 1):
         optim.step()
     assert optim.is_broken
@@ -908,7 +903,7 @@ def test_state_of_torchs_adamw_loads_into_an_adamw_group(kind):
     )
 
     def step(model: nn.Module, optim: Any, seed: int) -> None:
-        set_gradients(model, seed)
+        set_gradients(trainable(model), seed)
         optim.step()
 
     for seed in range(5):
@@ -1148,7 +1143,7 @@ def test_a_scheduler_sets_what_it_sets_for_torchs_sgd(name, tensor):
             assert isinstance(group["lr"], torch.Tensor) is isinstance(theirs["lr"], torch.Tensor)
         seen.add(float(optim.param_groups[0]["lr"]))
         before = model.qkv.weight.detach().clone()
-        set_gradients(model, seed)
+        set_gradients(trainable(model), seed)
         optim.step()
         sgd.step()
         assert (model.qkv.weight != before).any() or not optim.param_groups[0]["lr"]
@@ -1193,7 +1188,7 @@ def test_a_tensor_learning_rate_is_the_number(lr, options):
     other, twin = build(lr=lr, **options)
     for seed in range(3):
         for each, of in ((optim, model), (twin, other)):
-            set_gradients(of, seed)
+            set_gradients(trainable(of), seed)
             each.step()
     for p, q in zip(model.parameters(), other.parameters()):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
@@ -1285,7 +1280,7 @@ def test_state_dict_hooks_fire():
 @pytest.mark.parametrize("none_grad", [False, True])
 def test_gradients_stay_or_go_as_asked_and_are_never_written(none_grad):
     model, optim = build(none_grad=none_grad)
-    set_gradients(model)
+    set_gradients(trainable(model))
     held = {p: p.grad for p in trainable(model)}
     values = {p: grad.clone() for p, grad in held.items()}
     optim.step()
@@ -1298,7 +1293,7 @@ def test_gradients_stay_or_go_as_asked_and_are_never_written(none_grad):
 @pytest.mark.parametrize("none_grad", [False, True])
 def test_gradients_that_nobody_clears_add_up_for_those_that_keep_them(none_grad):
     model, optim = build(none_grad=none_grad)
-    set_gradients(model)
+    set_gradients(trainable(model))
     first = {p: p.grad.clone() for p in trainable(model)}
     optim.step()
     optim.zero_grad(set_to_none=False)
@@ -1320,7 +1315,7 @@ def test_gradients_that_nobody_clears_add_up_for_those_that_keep_them(none_grad)
 @pytest.mark.parametrize("set_to_none", [False, True])
 def test_zero_grad_zeroes_or_drops(set_to_none):
     model, optim = build(none_grad=False)
-    set_gradients(model)
+    set_gradients(trainable(model))
     optim.step()
     optim.zero_grad(set_to_none=set_to_none)
     for p in trainable(model):
@@ -1371,8 +1366,8 @@ def test_a_compiled_step_is_the_step(options):
     other, twin = build(**options)
     compiled = torch.compile(twin.step, backend="eager")
     for seed in range(3):
-        set_gradients(model, seed)
-        set_gradients(other, seed)
+        set_gradients(trainable(model), seed)
+        set_gradients(trainable(other), seed)
         gradients = [p.grad.clone() for p in trainable(other)]
         optim.step()
         compiled()
@@ -1435,7 +1430,7 @@ def test_state_that_was_never_stepped_goes_with_the_parameters_that_are_swapped_
 
 def test_state_of_parameters_that_come_back_is_as_they_left_it():
     model, optim = build()
-    set_gradients(model)
+    set_gradients(trainable(model))
     optim.step()
     before, old = copy.deepcopy(optim.state_dict()), [g["params"] for g in optim.param_groups]
     swap_parameters(optim, lambda p: nn.Parameter(p.detach().clone()))

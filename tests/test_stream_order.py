@@ -15,6 +15,7 @@ from torch.distributed.tensor import Shard
 
 from fake_device import CUDA
 from kernel import optimizer
+from layouts import params_of
 from rank_pool import RankPool
 from stream_order import ordered_device
 
@@ -97,7 +98,7 @@ def train(case: str, dropped: str | None = None) -> tuple[list[str], int, list[s
     torch.set_num_threads(1)
     with ordered_device(lambda _, site: site == dropped) as recorder:
         optim = make(*CASES[case])
-        params = [param for group in optim.param_groups for param in group["params"]]
+        params = params_of(optim)
         mesh = getattr(params[0].data, "device_mesh", None)
         generator = torch.Generator().manual_seed(1)
         for _ in range(STEPS):
