@@ -33,14 +33,8 @@ from torch.optim.optimizer import (
 from comparisons import assert_equal, assert_same_training, through_torch_save
 from kernel import optimizer
 from layouts import EXACT, local, params_of, part, set_gradients, whole
+from one_device import SCHEDULERS, Model, build, train, trainable
 from ranks import run_ranks
-from test_state import (
-    SCHEDULERS,
-    Model,
-    build,
-    train,
-    trainable,
-)
 
 Muon = optimizer.Muon
 GROUP_OPTIONS = optimizer.muon.GROUP_OPTIONS
