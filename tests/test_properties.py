@@ -40,12 +40,6 @@ from strategies import (
     qk_garbage,
     some_of,
 )
-from test_errors import (
-    assert_steps_like,
-    good_groups,
-    muon_group,
-    trained,
-)
 from trainings import (
     Case,
     assert_equal,
@@ -54,6 +48,7 @@ from trainings import (
     takes_the_steps_of_one_process,
     twins_of,
 )
+from wrong_input import assert_steps_like, good_groups, muon_group, trained
 
 Muon = optimizer.Muon
 GROUP_OPTIONS = optimizer.muon.GROUP_OPTIONS

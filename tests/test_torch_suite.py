@@ -26,7 +26,7 @@ from torch.optim.optimizer import (
 from comparisons import assert_equal, through_torch_save
 from kernel import optimizer
 from layouts import case, set_gradients
-from test_errors import BAD_VALUES
+from wrong_input import BAD_VALUES
 
 GROUP_OPTIONS = optimizer.muon.GROUP_OPTIONS
 
