@@ -31,6 +31,11 @@ def arguments(code: str, space: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def everything(name: str, param: torch.Tensor) -> bool:
+    """An `is_muon_func` that takes all parameters for Muon's."""
+    return True
+
+
 def take_a_step(optim: torch.optim.Optimizer) -> None:
     """With random gradients; every parameter moves and stays finite."""
     params = params_of(optim)

@@ -162,7 +162,7 @@ def test_pipeline_stages_compare_notes_among_themselves_only():
     assert [outcome.error for outcome in outcomes] == [None, None, "ValueError", "ValueError"]
 
 
-def count_exchanges(consistency_check):
+def exchanges_of_three_steps(consistency_check):
     mesh = init_device_mesh(DEVICE, (2,))
     group = sharded_group(mesh, none_grad=False)
     optim = optimizer.Muon([group], lr=0.1, consistency_check=consistency_check)
@@ -182,7 +182,7 @@ def count_exchanges(consistency_check):
 
 @pytest.mark.parametrize(("check", "exchanges"), [("step", 3), ("plan", 1), ("off", 0)])
 def test_consistency_check_says_how_often_ranks_compare_notes(check, exchanges):
-    assert run_ranks(count_exchanges, 2, check) == [exchanges] * 2
+    assert run_ranks(exchanges_of_three_steps, 2, check) == [exchanges] * 2
 
 
 def ranks_in_different_numbers_of_groups():

@@ -668,7 +668,7 @@ def change_dtype(pair: Pair) -> None:
         pair.step()
 
 
-def save(pair: Pair) -> None:
+def save_what_is_reloaded(pair: Pair) -> None:
     pair.ours.manual_offload = True
     for _ in range(3):
         pair.step()
@@ -688,7 +688,7 @@ SCENARIOS: dict[str, tuple[dict[str, Any], Callable[[Pair], None]]] = {
     "load": ({}, load_what_is_reloaded),
     "turn off": ({"mode": "bulk"}, turn_off_what_is_reloaded),
     "change dtype": ({"slot_bytes": NARROW}, change_dtype),
-    "save": ({"mode": "backward"}, save),
+    "save": ({"mode": "backward"}, save_what_is_reloaded),
 }
 
 

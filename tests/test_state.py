@@ -767,7 +767,7 @@ def test_a_model_may_change_its_dtype_between_steps(dtype):
         assert all(moment.dtype == dtype for moment in moments)
 
 
-def break_off(model: nn.Module, optim: Any) -> None:
+def break_off_midway(model: nn.Module, optim: Any) -> None:
     """A step that fails when momentum has been updated."""
     set_gradients(trainable(model))
     with pytest.raises(RuntimeError, match="broke off"), Fault("begin Muon.orthogonalize", 1):
@@ -783,7 +783,7 @@ def test_a_checkpoint_that_became_the_live_state_repairs_nothing():
     for own in (optim.state_dict(), torch.load(io.BytesIO(file.getvalue()))):
         optim.load_state_dict(own)  # whose tensors are the state now
         train(model, optim, 1)
-        break_off(model, optim)
+        break_off_midway(model, optim)
         with pytest.raises(ValueError, match="load the file again"):
             optim.load_state_dict(own)
         assert optim.is_broken
@@ -796,7 +796,7 @@ def test_a_shallow_copy_is_as_broken_as_the_state_it_shares():
     model, optim = build()
     train(model, optim, 1)
     shared = copy.copy(optim)
-    break_off(model, optim)
+    break_off_midway(model, optim)
     with pytest.raises(RuntimeError, match="An earlier step"):
         shared.step()
 
