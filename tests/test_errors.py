@@ -41,10 +41,7 @@ from wrong_input import (
 Muon = optimizer.Muon
 GROUP_OPTIONS = optimizer.muon.GROUP_OPTIONS
 
-
-@pytest.fixture(autouse=True)
-def seeded_on_one_thread(one_thread):
-    torch.manual_seed(0)
+pytestmark = pytest.mark.usefixtures("seeded_on_one_thread")
 
 
 def snapshot(optim: torch.optim.Optimizer) -> list[Any]:
@@ -546,7 +543,7 @@ def test_logits_without_a_clip_config_are_refused(steps):
 # nanochat's groups
 
 
-def nanochat_groups() -> list[dict[str, Any]]:
+def groups_by_kind() -> list[dict[str, Any]]:
     return [
         {"kind": "muon", "params": [parameter(4, 4)], "lr": 0.02, "beta2": 0.9},
         {"kind": "adamw", "params": [parameter(3)], "lr": 0.1, "betas": (0.8, 0.95), "eps": 1e-10},
@@ -555,7 +552,7 @@ def nanochat_groups() -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("kind", [None, "Muon", "sgd", True])
 def test_an_unknown_kind_is_refused(kind):
-    groups = nanochat_groups()
+    groups = groups_by_kind()
     groups[1]["kind"] = kind
     assert_raises(lambda: optimizer.MuonAdamW(groups), r"param_groups\[1\]", "kind", "'adamw'")
 
@@ -574,10 +571,10 @@ def test_an_unknown_kind_is_refused(kind):
     ],
 )
 def test_a_bad_live_key_of_nanochats_groups_is_refused(number, key, value):
-    groups = nanochat_groups()
+    groups = groups_by_kind()
     groups[number][key] = value
     assert_raises(lambda: optimizer.MuonAdamW(groups), rf"param_groups\[{number}\]", key)
-    optim = optimizer.MuonAdamW(nanochat_groups())
+    optim = optimizer.MuonAdamW(groups_by_kind())
     set_gradients(params_of(optim))
     optim.step()
     set_gradients(params_of(optim))
@@ -846,7 +843,7 @@ def test_a_checkpoint_that_does_not_fit_loads_nothing(edit, steps):
 @pytest.mark.parametrize("number", [0, 1])
 @pytest.mark.parametrize("value", [None, torch.ones(2), torch.ones((), device="meta")], ids=str)
 def test_use_muon_of_another_type_in_a_checkpoint_of_nanochats_groups_is_refused(number, value):
-    optim = optimizer.MuonAdamW(nanochat_groups())
+    optim = optimizer.MuonAdamW(groups_by_kind())
     saved = optim.state_dict()
     edit_group(saved, number, use_muon=value)
     assert_raises(
@@ -1041,7 +1038,7 @@ def test_an_argument_that_muon_does_not_have_is_answered_with_what_to_write(word
     assert_raises(lambda: Muon(good_groups(), **{word: 1}), says, error=TypeError)
     says = says.replace("Muon", "MuonAdamW", 1)
     if word not in ("betas", "eps"):  # nanochat's
-        make = lambda: optimizer.MuonAdamW(nanochat_groups(), **{word: 1})  # noqa: E731
+        make = lambda: optimizer.MuonAdamW(groups_by_kind(), **{word: 1})  # noqa: E731
         assert_raises(make, says, error=TypeError)
     says = says.replace("MuonAdamW", "describe", 1)
     assert_raises(lambda: optimizer.describe(model(), **{word: 1}), says, error=TypeError)

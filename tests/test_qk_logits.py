@@ -22,13 +22,9 @@ from kernel import optimizer
 
 max_qk_logits = optimizer.qk_clip.max_qk_logits
 logits = inspect.getmodule(max_qk_logits)
-
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
-
-@pytest.fixture(autouse=True)
-def one_thread_only(one_thread):
-    torch.manual_seed(0)
+pytestmark = pytest.mark.usefixtures("seeded_on_one_thread")
 
 
 def assert_equal_to_reference(inputs, found=None, **options):
