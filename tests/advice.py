@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from kernel import optimizer
+from layouts import params_of
 
 
 def run(code: str, model: nn.Module, **names: Any) -> dict[str, Any]:
@@ -30,9 +31,14 @@ def arguments(code: str, space: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def everything(name: str, param: torch.Tensor) -> bool:
+    """An `is_muon_func` that takes all parameters for Muon's."""
+    return True
+
+
 def take_a_step(optim: torch.optim.Optimizer) -> None:
     """With random gradients; every parameter moves and stays finite."""
-    params = [p for group in optim.param_groups for p in group["params"]]
+    params = params_of(optim)
     before = [p.detach().clone() for p in params]
     for p in params:
         p.grad = torch.randn_like(p)

@@ -30,6 +30,10 @@ from models import Experts
 
 SAVED_AT = 3  # steps before a checkpoint
 
+# QK-Clip for `FeedForward.wq` and `wk`, and logits of which some are above the threshold.
+CLIP: dict[str, Any] = {"clip_config": {"head_dim": 8, "threshold": 1.0}}
+LOGITS = {0: torch.tensor([3.0, 0.5]), 1: torch.tensor([0.5, 2.0])}
+
 # By number of ranks; the model has matrices of fewer rows than there are ranks from two of them on.
 LAYOUTS: dict[int, tuple[str, ...]] = {
     1: ("one device",),

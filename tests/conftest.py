@@ -74,3 +74,9 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def seeded_on_one_thread(one_thread):
+    """The same numbers of torch's own generator, whatever ran before."""
+    torch.manual_seed(0)

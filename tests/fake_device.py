@@ -29,6 +29,8 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
@@ -411,3 +413,10 @@ def fake_device(
             yield _device
         finally:
             gc.collect()  # memory that is page-locked needs the driver when it goes
+
+
+def rows_at(value: Tensor, mesh: DeviceMesh, device: torch.device) -> DTensor:
+    """A DTensor, of which each rank's rows are on the host or on the device of its mesh."""
+    utils, layout = optimizer.distributed.utils, (mesh, (Shard(0),))
+    part = utils.shard_tensor(value, layout).to_local().to(device)
+    return utils.dtensor_of(part, layout, value.shape, value.stride())

@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kernels.backends import _backend
 
+from checkout import ROOT
 from loopback_hub import Files, Hub, Repository
 
-ROOT = Path(__file__).parent.parent
 PUBLISH = ROOT / "scripts" / "publish.py"
 KERNEL = "org/optimizer"
+VARIANT = f"build/torch-{_backend().name}"
 
 Contents = dict[str, Repository]
 

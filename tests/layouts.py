@@ -252,6 +252,19 @@ def part_for(param: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     return part(tensor, param.device_mesh, param.placements)
 
 
+def params_of(optim: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """All parameters, in the order of groups."""
+    return [p for group in optim.param_groups for p in group["params"]]
+
+
+def set_gradients(params: Iterable[torch.Tensor], seed: int = 0, scale: float = 1.0) -> None:
+    """Random gradients, the same numbers on every layout."""
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    for p in params:
+        grad = scale * torch.randn(p.shape, generator=generator)
+        p.grad = part_for(p, grad.to(p.dtype))
+
+
 def random(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
     if dtype.is_complex:
         return torch.randn(shape, generator=generator, dtype=dtype)

@@ -159,7 +159,7 @@ def test_rounds_are_the_largest_distance_of_two_ranks():
         assert agreement._diameter(sets_of) == max(distances(sets, range(ranks)).values())
 
 
-def count_exchanges(steps):
+def exchanges_of(steps):
     """Runs steps, given as the sets of each; returns how many gathers each took on this rank."""
     totals, calls, shared, gather = [0], [], Agreement(), agreement._all_gather
 
@@ -175,16 +175,16 @@ def count_exchanges(steps):
 
 
 def test_a_step_takes_one_exchange_and_a_single_set_one_more_at_first():
-    assert run_ranks(count_exchanges, 3, [((0, 1, 2),)] * 3) == [[2, 1, 1]] * 3
+    assert run_ranks(exchanges_of, 3, [((0, 1, 2),)] * 3) == [[2, 1, 1]] * 3
 
 
 def test_a_chain_takes_one_exchange_a_step_too():
-    for counts in run_ranks(count_exchanges, 4, [CHAIN] * 3):
+    for counts in run_ranks(exchanges_of, 4, [CHAIN] * 3):
         assert counts[1:] == [1, 1]
 
 
 def test_ranks_without_company_exchange_nothing():
-    assert run_ranks(count_exchanges, 2, [(), ((0,), (1,))]) == [[0, 0]] * 2
+    assert run_ranks(exchanges_of, 2, [(), ((0,), (1,))]) == [[0, 0]] * 2
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_ranks_without_company_exchange_nothing():
 )
 def test_sets_may_change_on_all_their_ranks(after):
     steps = [CHAIN, CHAIN, after, after, CHAIN, CHAIN]
-    for rank, counts in enumerate(run_ranks(count_exchanges, 5, steps)):
+    for rank, counts in enumerate(run_ranks(exchanges_of, 5, steps)):
         connected = any(rank in ranks for ranks in after)
         assert counts[3] == int(connected)
         assert counts[5] == int(rank != 4)

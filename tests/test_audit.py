@@ -11,15 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from checkpointed import LAYOUTS, Run
+from checkpointed import CLIP, LAYOUTS, LOGITS, Run
 from counters import Counter
 from kernel import optimizer
 from layouts import case, local, whole
 from ranks import run_ranks
 
 Host = optimizer.SimulatedHost
-CLIP: dict[str, Any] = {"clip_config": {"head_dim": 8, "threshold": 1.0}}
-LOGITS = {0: torch.tensor([3.0, 0.5]), 1: torch.tensor([0.5, 2.0])}
 KINDS: dict[str, dict[str, Any]] = {
     "defaults": {},
     "QK-Clip": CLIP,

@@ -44,7 +44,7 @@ from breaking import Fault, Interrupt, fail
 from checkpointed import Run, load_checkpoint, save_checkpoint
 from comparisons import assert_equal
 from kernel import optimizer
-from layouts import EXACT, case, local, part, part_for
+from layouts import EXACT, case, local, params_of, part, set_gradients
 from ranks import Outcome, rank_outcomes, run_ranks
 
 Muon = optimizer.Muon
@@ -95,17 +95,16 @@ class Training:
         groups = [others] if self.kind == "AdamW alone" else [matrices, others]
         options = {"lr": 0.05, "ns_dtype": torch.float32, "expert_keys": ["experts"]}
         self.optim = Muon(groups, **options, **KINDS[self.kind])
-        self.params = [p for group in groups for p in group["params"]]
+        self.params = params_of(self.optim)
         if self.kind in ("streamed", "bulk"):
             mode = "stream" if self.kind == "streamed" else "bulk"
             self.optim.turn_on_cpu_offload(mode, slot_bytes=16384, backend=Host())
 
     def give_gradients(self, step: int) -> None:
-        generator = torch.Generator().manual_seed(step + 1)
-        for index, p in enumerate(self.params):
-            p.grad = torch.randn(p.shape, generator=generator)
-            if self.kind == "missing gradients" and index in (1, 3):
-                p.grad = None
+        set_gradients(self.params, step + 1)
+        if self.kind == "missing gradients":
+            for index in (1, 3):
+                self.params[index].grad = None
 
     def step(self) -> None:
         logits = torch.tensor([3.0, 0.5]), torch.tensor([0.5, 4.0])
@@ -435,15 +434,13 @@ class World:
                 groups.append({"params": [experts], "names": ["experts.w"], "use_muon": True})
                 options["expert_keys"] = ["experts"]
             options.update(CLIP, nonfinite="skip")
-        self.params = [p for group in groups for p in group["params"]]
         self.optim = Muon(groups, **options)
+        self.params = params_of(self.optim)
         if layout == "offloaded":
             self.optim.turn_on_cpu_offload(slot_bytes=16384, backend=NamedHost())
 
     def step(self, step: int, closure: Any = None) -> None:
-        generator = torch.Generator().manual_seed(step)
-        for p in self.params:
-            p.grad = part_for(p, torch.randn(p.shape, generator=generator))
+        set_gradients(self.params, step)
         logits = None if self.layout == "chain" else {0: torch.tensor([3.0, 0.5])}
         self.optim.step(closure, qk_logits=logits)
 

@@ -13,26 +13,20 @@ import subprocess
 import sys
 import tomllib
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 from kernels import Metadata, get_local_kernel
 from kernels._rust import Build, Digest, DigestAlgorithm, DigestValidationError
 from kernels.backends import _backend
 
+from checkout import PACKAGE, ROOT, SOURCES, each_source
 from hub_clients import commit, git
 from kernel import optimizer
 
-ROOT = Path(__file__).parent.parent
-PACKAGE = ROOT / "torch-ext" / "optimizer"
 BUILD_SCRIPT = ROOT / "scripts" / "build.py"
-SOURCES = sorted(PACKAGE.rglob("*.py"))
 BACKENDS = ["cpu", "cuda", "metal", "rocm", "xpu"]
 HERE = _backend().name
 
-each_source = pytest.mark.parametrize(
-    "source", SOURCES, ids=[str(source.relative_to(PACKAGE)) for source in SOURCES]
-)
 needs_build_script = pytest.mark.skipif(
     not BUILD_SCRIPT.exists(), reason="scripts/ is not part of the published sources"
 )

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils._pytree import tree_map_only
 
-from checkpointed import LAYOUTS, SAVED_AT, Network, Run, load_checkpoint, save_checkpoint
+from checkpointed import CLIP, LAYOUTS, SAVED_AT, Network, Run, load_checkpoint, save_checkpoint
 from kernel import optimizer
 from layouts import assert_same, case, whole
 from ranks import rank_outcomes, run_ranks
@@ -46,17 +46,14 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 def save(layout: str, directory: Path) -> None:
     run = Run.on(layout, even=False)
     run.train(range(SAVED_AT))
-    weights, state = get_state_dict(run.model, run.optim)
-    dcp.save({"model": weights, "optim": state}, checkpoint_id=directory)
+    save_checkpoint(run, directory)
     run.train([SAVED_AT])
     run.write(directory / "expected.pt")
 
 
 def load(layout: str, directory: Path) -> None:
     run = Run.on(layout, zeroed=True, even=False)
-    weights, state = get_state_dict(run.model, run.optim)
-    dcp.load({"model": weights, "optim": state}, checkpoint_id=directory)
-    set_state_dict(run.model, run.optim, model_state_dict=weights, optim_state_dict=state)
+    load_checkpoint(run, directory)
     run.train([SAVED_AT])
     run.check(directory / "expected.pt")
 
@@ -337,8 +334,7 @@ def test_every_format_resumes_on_other_layouts(name, tmp_path):
 
 # -- fresh and trained optimizers ------------------------------------------------------------------
 
-CLIP = {"clip_config": {"head_dim": 8, "threshold": 1.0}}
-LOGITS = {layer: torch.tensor([100.0, 50.0]) for layer in (0, 1)}
+HIGH_LOGITS = {layer: torch.tensor([100.0, 50.0]) for layer in (0, 1)}
 
 
 def take_fresh_state(layouts: tuple[str, ...], flatten: bool, tensor_lr: bool) -> None:
@@ -348,7 +344,7 @@ def take_fresh_state(layouts: tuple[str, ...], flatten: bool, tensor_lr: bool) -
             run, twin = Run.on(layout, **CLIP, **lr), Run.on(layout, **CLIP, **lr)
             schedule = LambdaLR(run.optim, lambda step: 1 / (1 + step))
             before, lrs = run.copy(), schedule.get_last_lr()
-            run.optim.set_qk_logits(LOGITS)
+            run.optim.set_qk_logits(HIGH_LOGITS)
             options = StateDictOptions(flatten_optimizer_state_dict=flatten)
             state = get_optimizer_state_dict(run.model, run.optim, options=options)
             check_every_parameter_has_state(run, state, flatten)

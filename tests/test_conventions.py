@@ -32,16 +32,9 @@ from torch.optim.optimizer import (
 
 from comparisons import assert_equal, assert_same_training, through_torch_save
 from kernel import optimizer
-from layouts import EXACT, local, part, part_for, whole
+from layouts import EXACT, local, params_of, part, set_gradients, whole
+from one_device import SCHEDULERS, Model, build, train, trainable
 from ranks import run_ranks
-from test_state import (
-    SCHEDULERS,
-    Model,
-    build,
-    set_gradients,
-    train,
-    trainable,
-)
 
 Muon = optimizer.Muon
 GROUP_OPTIONS = optimizer.muon.GROUP_OPTIONS
@@ -79,8 +72,7 @@ def copies_of_dtensors() -> None:
     for seed in (2, 3):
         step(model, optim, seed)
         for copied in copies:
-            params = [p for group in copied.param_groups for p in group["params"]]
-            set_sharded_gradients(params, seed)
+            set_gradients(params_of(copied), seed)
             copied.step()
     for copied in copies:
         for group, theirs in zip(optim.param_groups, copied.param_groups):
@@ -109,15 +101,8 @@ def sharded(**options: Any) -> tuple[nn.Module, Any]:
     return model, Muon(groups, **{"lr": 0.02, **EXACT, **options})
 
 
-def set_sharded_gradients(params: Any, seed: int, sign: float = 1.0) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    for p in params:
-        p.grad = part_for(p, sign * torch.randn(p.shape, generator=generator))
-
-
 def step(model: nn.Module, optim: Any, seed: int, sign: float = 1.0) -> None:
-    params = [p for group in optim.param_groups for p in group["params"]]
-    set_sharded_gradients(params, seed, sign)
+    set_gradients(params_of(optim), seed, sign)
     optim.step()
 
 
@@ -175,7 +160,7 @@ def test_two_lists_of_names_that_differ_raise():
 def test_names_in_a_checkpoint_are_not_taken_and_stop_no_group_from_being_added():
     model = nn.Linear(4, 4)
     theirs = torch.optim.AdamW(list(model.named_parameters()), lr=0.1)
-    set_gradients(model)
+    set_gradients(trainable(model))
     theirs.step()
     saved = copy.deepcopy(theirs.state_dict())
     assert saved["param_groups"][0]["param_names"]
@@ -284,7 +269,7 @@ def test_foreach_changes_no_bit_of_a_matrix_and_adamw_by_rounding_only(choice):
     other, twin = build(beta2=0.9, foreach=choice)
     for seed in range(3):
         for each, of in ((optim, model), (twin, other)):
-            set_gradients(of, seed)
+            set_gradients(trainable(of), seed)
             each.step()
     for group, theirs in zip(optim.param_groups, twin.param_groups):
         for p, q in zip(group["params"], theirs["params"]):
@@ -328,8 +313,8 @@ def test_maximize_is_the_step_of_negated_gradients_bit_for_bit(options):
     model, optim = build(maximize=True, **options)
     other, twin = build(**options)
     for seed in range(3):
-        set_gradients(model, seed)
-        set_gradients(other, seed)
+        set_gradients(trainable(model), seed)
+        set_gradients(trainable(other), seed)
         for p in trainable(other):
             p.grad.neg_()
         optim.step()
@@ -374,7 +359,7 @@ def add_group_on_ranks() -> None:
         assert torch.equal(p.to_local(), old)
     if dist.get_rank() == 1:
         optim.add_param_group(late)
-    set_sharded_gradients([p for group in optim.param_groups for p in group["params"]], 1)
+    set_gradients(params_of(optim), 1)
     alone = nn.Parameter(torch.arange(12.0).view(4, 3))
     alone.grad = whole(param.grad)
     reference = Muon([{"params": [alone], "use_muon": True}], lr=0.5, **EXACT)
@@ -401,7 +386,7 @@ def test_a_step_that_raises_fires_the_hooks_before_it_and_none_behind_it():
         register_optimizer_step_post_hook(lambda *_: seen.append("global post")),
     ]
     try:
-        set_gradients(model)
+        set_gradients(trainable(model))
         model.embed.weight.grad = model.embed.weight.grad.to_sparse()
         with pytest.raises(ValueError, match="sparse"):
             optim.step()
@@ -416,7 +401,7 @@ def test_a_step_that_raises_fires_the_hooks_before_it_and_none_behind_it():
 
 def test_a_hook_may_replace_the_arguments_of_the_step():
     model, optim = build()
-    set_gradients(model)
+    set_gradients(trainable(model))
     optim.register_step_pre_hook(lambda _, args, kwargs: ((*args[:1], lambda: 7), {}))
     assert optim.step() == 7
 
@@ -426,7 +411,7 @@ def test_what_a_closure_returns_is_returned_as_it_is(loss):
     model, optim = build()
 
     def closure() -> Any:
-        set_gradients(model)
+        set_gradients(trainable(model))
         return loss
 
     assert optim.step(closure) is loss
@@ -445,7 +430,7 @@ def test_a_scheduler_saved_beside_the_optimizer_resumes_bit_by_bit(name, tensor)
     def run(model: Model, optim: Any, schedule: Any, seed: int) -> list[Any]:
         seen = []
         for each in range(3):
-            set_gradients(model, seed + each)
+            set_gradients(trainable(model), seed + each)
             optim.step()
             schedule.step(1.0) if name == "ReduceLROnPlateau" else schedule.step()
             seen += [(float(group["lr"]), group["momentum"]) for group in optim.param_groups]
@@ -525,7 +510,7 @@ def test_modes_of_torch_around_the_step_change_no_bit_of_it_nor_of_state(mode, o
     other, twin = build(**options)
     for seed in range(4):
         for each, of in ((optim, model), (twin, other)):
-            set_gradients(of, seed)
+            set_gradients(trainable(of), seed)
             with mode() if each is optim and seed != 2 else contextlib.nullcontext():
                 each.step()  # state is made under the mode, and then used without it
                 saved = copy.deepcopy(each.state_dict())
@@ -537,8 +522,7 @@ def modes_on_ranks() -> None:
     for mode in MODES.values():
         (model, optim), (other, twin) = (sharded(beta2=0.9) for _ in range(2))
         for seed in range(3):
-            params = [p for group in optim.param_groups for p in group["params"]]
-            set_sharded_gradients(params, seed)
+            set_gradients(params_of(optim), seed)
             with mode() if seed != 1 else contextlib.nullcontext():
                 optim.step()
             step(other, twin, seed)
@@ -672,7 +656,7 @@ def test_an_averaged_model_and_its_batch_norm_follow():
 
 def clipped_norms() -> None:
     _, optim = sharded()
-    params = [p for group in optim.param_groups for p in group["params"]]
+    params = params_of(optim)
     plain = [nn.Parameter(whole(p.detach()).clone()) for p in params]
     groups = [
         {"params": plain[:1], "use_muon": True},
@@ -681,7 +665,7 @@ def clipped_norms() -> None:
     twin = Muon(groups, lr=0.02, **EXACT)
     assert len(optim.param_groups[0]["params"]) == 1
     for seed in range(2):
-        set_sharded_gradients(params, seed)
+        set_gradients(params, seed)
         for p, q in zip(params, plain):
             q.grad = whole(p.grad).clone()
         for of in (params, plain):
@@ -709,7 +693,7 @@ def gradients_left() -> None:
                 model = nn.Linear(8, 12)
                 groups = optimizer.muon.get_default_muon_param_groups(model)
                 optim = Muon(groups, none_grad=none_grad, **settings)
-            set_sharded_gradients([p for g in optim.param_groups for p in g["params"]], 0)
+            set_gradients(params_of(optim), 0)
             optim.step()
             for param_group in optim.param_groups:
                 for p in param_group["params"]:
@@ -752,8 +736,8 @@ def test_a_compiled_step_follows_schedules_and_stops_compiling(none_grad):
     compiled = torch.compile(optim.step)
     frames = []
     for seed in range(12):
-        set_gradients(model, seed)
-        set_gradients(other, seed)
+        set_gradients(trainable(model), seed)
+        set_gradients(trainable(other), seed)
         gradients = [p.grad.clone() for p in trainable(model)]
         compiled()
         twin.step()
@@ -766,8 +750,8 @@ def test_a_compiled_step_follows_schedules_and_stops_compiling(none_grad):
         frames.append(frames_compiled())
     assert frames[2] == frames[-1], "something is compiled again"
     torch._dynamo.reset()  # what was compiled is forgotten, what the optimizer knows is not
-    set_gradients(model)
-    set_gradients(other)
+    set_gradients(trainable(model))
+    set_gradients(trainable(other))
     compiled()
     twin.step()
     assert_same_training(model, optim, other, twin)

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 
-from advice import arguments, follow, kinds, names_of, reasons, run
+from advice import arguments, everything, follow, kinds, names_of, reasons, run
 from kernel import optimizer
 from ranks import run_ranks
 
@@ -755,10 +755,6 @@ def test_weights_stored_in_out_are_told_of_a_scale_that_is_not_symmetric():
 
 
 # What Muon would refuse, and what it is given by mistake
-
-
-def everything(name, param):
-    return True
 
 
 def test_what_muon_would_refuse_is_told():

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from advice import follow, kinds, names_of
+from advice import everything, follow, kinds, names_of
 from kernel import optimizer
 
 describe = optimizer.describe
@@ -128,10 +128,6 @@ def test_what_repeats_is_printed_once():
     description = follow(many, is_muon_func=everything)
     assert kinds(description.warnings) == ["refused"]
     assert len(description.warnings[0].parameters) == 30
-
-
-def everything(name, param):
-    return True
 
 
 def test_names_and_models_that_are_hardly_any():

@@ -17,10 +17,10 @@ from kernels import get_kernel
 from torch import nn
 
 import reference as ref
+from checkout import ROOT
 from comparisons import relative_error_of_known
 from kernel import optimizer
 
-ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "examples" / "README.md"])
 SOURCES = sorted((ROOT / "torch-ext").rglob("*.py"))
 

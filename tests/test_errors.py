@@ -14,11 +14,9 @@ import re
 import warnings
 import weakref
 from collections.abc import Callable
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -26,71 +24,29 @@ from torch import nn
 
 from comparisons import assert_equal
 from kernel import optimizer
+from layouts import params_of, set_gradients
 from ranks import run_ranks
+from wrong_input import (
+    BAD_VALUES,
+    INF,
+    NAN,
+    adamw_group,
+    assert_steps_like,
+    good_groups,
+    muon_group,
+    parameter,
+    trained,
+)
 
 Muon = optimizer.Muon
 GROUP_OPTIONS = optimizer.muon.GROUP_OPTIONS
-NAN, INF = float("nan"), float("inf")
 
-
-@pytest.fixture(autouse=True)
-def seeded_on_one_thread(one_thread):
-    torch.manual_seed(0)
-
-
-def parameter(*shape: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
-    return nn.Parameter(torch.randn(shape, dtype=dtype))
-
-
-def good_groups() -> list[dict[str, Any]]:
-    """Both kinds of groups, and each kind behind the other."""
-    return [
-        {
-            "params": [parameter(4, 6), parameter(5, 5)],
-            "names": ["layers.0.w1.weight", "layers.0.w2.weight"],
-            "use_muon": True,
-        },
-        {
-            "params": [parameter(7), parameter(3, 2)],
-            "names": ["norm.weight", "embed.weight"],
-            "use_muon": False,
-        },
-        {"params": [parameter(6, 4)], "names": ["layers.1.w1.weight"], "use_muon": True},
-        {"params": [parameter(2)], "names": ["head.bias"], "use_muon": False},
-    ]
-
-
-def muon_group(*params: Any, **options: Any) -> dict[str, Any]:
-    return {"params": list(params), "use_muon": True, **options}
-
-
-def adamw_group(*params: Any, **options: Any) -> dict[str, Any]:
-    return {"params": list(params), "use_muon": False, **options}
-
-
-def all_params(optim: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [p for group in optim.param_groups for p in group["params"]]
-
-
-def set_gradients(optim: torch.optim.Optimizer, seed: int = 0) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    for p in all_params(optim):
-        p.grad = torch.randn(p.shape, generator=generator)
-
-
-def trained(steps: int, **options: Any) -> Any:
-    """An optimizer after some steps, with gradients for the next one."""
-    optim = Muon(good_groups(), **options)
-    for step in range(steps):
-        set_gradients(optim, seed=step)
-        optim.step()
-    set_gradients(optim, seed=steps)
-    return optim
+pytestmark = pytest.mark.usefixtures("seeded_on_one_thread")
 
 
 def snapshot(optim: torch.optim.Optimizer) -> list[Any]:
     """Copies of all that an optimizer holds; does not create state."""
-    assert {id(p) for p in optim.state} <= {id(p) for p in all_params(optim)}
+    assert {id(p) for p in optim.state} <= {id(p) for p in params_of(optim)}
     held: list[Any] = [len(optim.param_groups)]
     for group in optim.param_groups:
         # Names set on a group go to `optim.names`.
@@ -123,17 +79,6 @@ def assert_raises(
         call()
     for pattern in patterns:
         assert re.search(pattern, str(caught.value)), f"no {pattern!r} in: {caught.value}"
-
-
-def assert_steps_like(optim: Any, twin: Any) -> None:
-    """Both take one more step from the same gradients, to the same bits."""
-    before = [p.detach().clone() for p in all_params(optim)]
-    for each in (optim, twin):
-        set_gradients(each, seed=99)
-        each.step()
-    for p, other, old in zip(all_params(optim), all_params(twin), before):
-        assert torch.equal(p, other) and not torch.equal(p, old)
-        assert_equal(dict(optim.state[p]), dict(twin.state[other]))
 
 
 # What is no list of groups
@@ -401,7 +346,7 @@ def test_a_bad_added_group_is_refused_and_the_optimizer_goes_on(bad):
     assert_steps_like(optim, twin)
     added = parameter(3, 3)
     optim.add_param_group(muon_group(added, names=[W]))
-    set_gradients(optim)
+    set_gradients(params_of(optim))
     optim.step()
     assert "momentum_buffer" in optim.state[added]
 
@@ -416,73 +361,12 @@ def test_an_explicit_list_sets_the_steps_of_a_group_added_later():
     optim = Muon(good_groups())
     optim.add_param_group(muon_group(parameter(3, 3), ns_coefficients=[(2.0, -1.5, 0.5)] * 3))
     assert optim.param_groups[-1]["ns_steps"] == 3
-    set_gradients(optim)
+    set_gradients(params_of(optim))
     optim.step()
 
 
 # Options of a group, one by one
 
-TOO_LARGE = 10**400  # for any float
-NO_NUMBERS = [NAN, INF, -INF, -1.0, True, None, "0.1", 1j, [0.1], Fraction(1, 2), TOO_LARGE]
-NO_FRACTIONS = [*NO_NUMBERS, 1.0, 1.5]
-NO_BOOLS = [1, 0, "yes", 0.5]
-NO_NAMES = ["unheard of", "", True, 1, ["none"], np.ones(2)]
-NO_DTYPES = ["bfloat16", torch.int8, torch.complex64, torch.bool, 32, True, np.ones(2)]
-NO_FAMILIES = [
-    "newton",
-    "",
-    None,
-    5,
-    (3.4445, -4.7750),
-    (3.4445, NAN, 2.0315),
-    (3.4445, -4.7750, TOO_LARGE),
-    [],
-    [(1.0, 2.0)] * 5,
-    [(1.0, 2.0, 3.0, 4.0)] * 5,
-    [("a", "b", "c")] * 5,
-    [(NAN, 0.0, 0.0)] * 5,
-    [(2.0, -INF, 0.5)] * 5,
-    [None] * 5,
-]
-BAD_VALUES: dict[str, list[Any]] = {
-    "lr": [*NO_NUMBERS, torch.ones(2), torch.ones(0)],
-    "momentum": NO_FRACTIONS,
-    "nesterov": [*NO_BOOLS, None],
-    "ns_steps": [0, -1, 5.0, True, None, "5", NAN, 1001, TOO_LARGE],
-    "weight_decay": NO_NUMBERS,
-    "adamw_betas": [0.9, (0.9,), (0.9, 0.95, 0.99), None, "ab", (0.9, None)]
-    + [(0.9, bad) for bad in (1.0, -0.1, NAN, True)]
-    + [(bad, 0.9) for bad in (1.0, -0.1, NAN, True)],
-    "adamw_eps": NO_NUMBERS,
-    "none_grad": [*NO_BOOLS, None],
-    "adjust_lr": [*NO_NAMES, None],
-    "momentum_style": [*NO_NAMES, None],
-    "ns_coefficients": NO_FAMILIES,
-    "ns_algorithm": [*NO_NAMES, None],
-    "ns_norm": [*NO_NAMES, None],
-    "ns_dtype": NO_DTYPES,
-    "ns_eps": NO_NUMBERS,
-    "ns_eps_absolute": [bad for bad in NO_NUMBERS if bad is not None],
-    "ns_norm_factor": [0.0, *(bad for bad in NO_NUMBERS if bad is not None)],
-    "ns_equilibrate": [*NO_BOOLS, None],
-    "ns_renormalize": [*NO_BOOLS, None],
-    "beta2": [bad for bad in NO_FRACTIONS if bad is not None],
-    "second_moment_side": [*NO_NAMES, None],
-    "cautious": [*NO_BOOLS, None],
-    "decay_lr": [*NO_NAMES, None],
-    "momentum_dtype": NO_DTYPES,
-    "weight_rounding": [*NO_NAMES, None],
-    "rounding_seed": [1.0, "1", True, None],
-    "missing_grad": [*NO_NAMES, None],
-    "nonfinite": [*NO_NAMES, None],
-    "expert_keys": ["experts", [1], ["experts", None], 3, True],
-    "split": [0, -1, True, 2.0, NAN, [], [2, -2], [4, 0], [2, True], [2.0, 2.0], [[2], [2]]]
-    + ["qkv", {"w1": 0}, {"w1": []}, {"w1": "2"}, {1: 2}, {"w1": {"weight": 2}}],
-    "flatten": [*NO_BOOLS, None],
-    "maximize": [*NO_BOOLS, None],
-    "capturable": [*NO_BOOLS, None],
-    "foreach": NO_BOOLS,
-}
 bad_values = pytest.mark.parametrize(
     "key, value",
     [
@@ -582,9 +466,9 @@ def test_use_muon_set_later_to_no_bool_stops_the_step(number, value):
 def test_use_muon_set_later_is_obeyed_or_refused(value):
     optim = Muon([muon_group(parameter(4, 4)), {"params": parameter(4, 4), "use_muon": not value}])
     for seed in range(2):
-        set_gradients(optim, seed)
+        set_gradients(params_of(optim), seed)
         optim.step()
-    set_gradients(optim)
+    set_gradients(params_of(optim))
     optim.param_groups[1]["use_muon"] = value
     before = snapshot(optim)
     try:
@@ -659,7 +543,7 @@ def test_logits_without_a_clip_config_are_refused(steps):
 # nanochat's groups
 
 
-def nanochat_groups() -> list[dict[str, Any]]:
+def groups_by_kind() -> list[dict[str, Any]]:
     return [
         {"kind": "muon", "params": [parameter(4, 4)], "lr": 0.02, "beta2": 0.9},
         {"kind": "adamw", "params": [parameter(3)], "lr": 0.1, "betas": (0.8, 0.95), "eps": 1e-10},
@@ -668,7 +552,7 @@ def nanochat_groups() -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("kind", [None, "Muon", "sgd", True])
 def test_an_unknown_kind_is_refused(kind):
-    groups = nanochat_groups()
+    groups = groups_by_kind()
     groups[1]["kind"] = kind
     assert_raises(lambda: optimizer.MuonAdamW(groups), r"param_groups\[1\]", "kind", "'adamw'")
 
@@ -687,13 +571,13 @@ def test_an_unknown_kind_is_refused(kind):
     ],
 )
 def test_a_bad_live_key_of_nanochats_groups_is_refused(number, key, value):
-    groups = nanochat_groups()
+    groups = groups_by_kind()
     groups[number][key] = value
     assert_raises(lambda: optimizer.MuonAdamW(groups), rf"param_groups\[{number}\]", key)
-    optim = optimizer.MuonAdamW(nanochat_groups())
-    set_gradients(optim)
+    optim = optimizer.MuonAdamW(groups_by_kind())
+    set_gradients(params_of(optim))
     optim.step()
-    set_gradients(optim)
+    set_gradients(params_of(optim))
     optim.param_groups[number][key] = value
     assert_refused(optim, optim.step, rf"param_groups\[{number}\]", key)
 
@@ -730,7 +614,7 @@ def test_the_gradient_of_a_sparse_embedding_stops_the_step():
 
 def test_a_sparse_gradient_of_a_nameless_parameter_is_told_by_its_place():
     optim = Muon([muon_group(parameter(3, 3)), adamw_group(parameter(2), parameter(3, 3))])
-    set_gradients(optim)
+    set_gradients(params_of(optim))
     optim.param_groups[1]["params"][1].grad = torch.eye(3).to_sparse()
     assert_refused(optim, optim.step, r"param_groups\[1\]\['params'\]\[1\]", "sparse")
 
@@ -751,13 +635,13 @@ def test_a_closure_that_raises_changes_nothing():
 
 def assert_steps_wholly_or_not_at_all(optim: torch.optim.Optimizer) -> None:
     before = snapshot(optim)
-    weights = [p.detach().clone() for p in all_params(optim)]
+    weights = [p.detach().clone() for p in params_of(optim)]
     try:
         optim.step()
     except ValueError:
         assert_equal(snapshot(optim), before)
     else:
-        for p, weight in zip(all_params(optim), weights):
+        for p, weight in zip(params_of(optim), weights):
             assert not torch.equal(p, weight)
 
 
@@ -792,12 +676,12 @@ def test_a_float8_matrix_never_leaves_half_a_step():
     except ValueError as error:
         assert W in str(error) and "float8" in str(error)
         return
-    for p in all_params(optim):
+    for p in params_of(optim):
         p.grad = torch.ones(4, 4).to(p.dtype)
-    before = [p.detach().clone() for p in all_params(optim)]
+    before = [p.detach().clone() for p in params_of(optim)]
     with pytest.raises(ValueError, match=W):
         optim.step()
-    for p, weight in zip(all_params(optim), before):
+    for p, weight in zip(params_of(optim), before):
         assert torch.equal(p.view(torch.uint8), weight.view(torch.uint8))
 
 
@@ -959,7 +843,7 @@ def test_a_checkpoint_that_does_not_fit_loads_nothing(edit, steps):
 @pytest.mark.parametrize("number", [0, 1])
 @pytest.mark.parametrize("value", [None, torch.ones(2), torch.ones((), device="meta")], ids=str)
 def test_use_muon_of_another_type_in_a_checkpoint_of_nanochats_groups_is_refused(number, value):
-    optim = optimizer.MuonAdamW(nanochat_groups())
+    optim = optimizer.MuonAdamW(groups_by_kind())
     saved = optim.state_dict()
     edit_group(saved, number, use_muon=value)
     assert_raises(
@@ -1016,7 +900,7 @@ def snapshot_without(optim: Any, sharded: torch.Tensor) -> list[Any]:
     """`snapshot` with the shards of one DTensor in its place."""
     held: list[Any] = [sharded.to_local().detach().clone()]
     held += [v.to_local().clone() for v in optim.state.get(sharded, {}).values() if v.ndim]
-    for p in all_params(optim):
+    for p in params_of(optim):
         if p is not sharded:
             state = optim.state.get(p, {})
             held += [p.detach().clone(), {key: value.clone() for key, value in state.items()}]
@@ -1024,7 +908,7 @@ def snapshot_without(optim: Any, sharded: torch.Tensor) -> list[Any]:
 
 
 def set_gradients_without(optim: Any, sharded: torch.Tensor) -> None:
-    for p in all_params(optim):
+    for p in params_of(optim):
         if p is not sharded:
             p.grad = torch.randn_like(p)
 
@@ -1154,7 +1038,7 @@ def test_an_argument_that_muon_does_not_have_is_answered_with_what_to_write(word
     assert_raises(lambda: Muon(good_groups(), **{word: 1}), says, error=TypeError)
     says = says.replace("Muon", "MuonAdamW", 1)
     if word not in ("betas", "eps"):  # nanochat's
-        make = lambda: optimizer.MuonAdamW(nanochat_groups(), **{word: 1})  # noqa: E731
+        make = lambda: optimizer.MuonAdamW(groups_by_kind(), **{word: 1})  # noqa: E731
         assert_raises(make, says, error=TypeError)
     says = says.replace("MuonAdamW", "describe", 1)
     assert_raises(lambda: optimizer.describe(model(), **{word: 1}), says, error=TypeError)
@@ -1246,7 +1130,7 @@ def test_schedulers_that_keep_keys_in_groups_run(make):
     optim = trained(1)
     schedule = make(optim)
     for _ in range(3):
-        set_gradients(optim)
+        set_gradients(params_of(optim))
         optim.step()
         schedule.step()
     trained(0).load_state_dict(copy.deepcopy(optim.state_dict()))

@@ -25,7 +25,19 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from kernel import optimizer
-from layouts import EXACT, Group, Twins, Weight, assert_same, build, case, local, part, part_for
+from layouts import (
+    EXACT,
+    Group,
+    Twins,
+    Weight,
+    assert_same,
+    build,
+    case,
+    local,
+    params_of,
+    part,
+    part_for,
+)
 from ranks import DEVICE, rank_outcomes, run_ranks
 
 
@@ -150,7 +162,7 @@ def test_pipeline_stages_compare_notes_among_themselves_only():
     assert [outcome.error for outcome in outcomes] == [None, None, "ValueError", "ValueError"]
 
 
-def count_exchanges(consistency_check):
+def exchanges_of_three_steps(consistency_check):
     mesh = init_device_mesh(DEVICE, (2,))
     group = sharded_group(mesh, none_grad=False)
     optim = optimizer.Muon([group], lr=0.1, consistency_check=consistency_check)
@@ -170,7 +182,7 @@ def count_exchanges(consistency_check):
 
 @pytest.mark.parametrize(("check", "exchanges"), [("step", 3), ("plan", 1), ("off", 0)])
 def test_consistency_check_says_how_often_ranks_compare_notes(check, exchanges):
-    assert run_ranks(count_exchanges, 2, check) == [exchanges] * 2
+    assert run_ranks(exchanges_of_three_steps, 2, check) == [exchanges] * 2
 
 
 def ranks_in_different_numbers_of_groups():
@@ -369,9 +381,8 @@ class Saved:
 
     @classmethod
     def of(cls, optim: torch.optim.Optimizer) -> Saved:
-        params = [p for group in optim.param_groups for p in group["params"]]
         groups = [{**group, "params": list(group["params"])} for group in optim.param_groups]
-        return cls(groups, optim.names, [(p, p.grad) for p in params])
+        return cls(groups, optim.names, [(p, p.grad) for p in params_of(optim)])
 
     def put_back(self, optim: torch.optim.Optimizer) -> None:
         for group, saved, names in zip(optim.param_groups, self.groups, self.names):

@@ -11,7 +11,7 @@ from torch.distributed.tensor import Shard
 from torch.nn.utils import clip_grad_norm_
 
 from kernel import optimizer
-from layouts import EXACT, part, part_for, whole
+from layouts import EXACT, params_of, part, part_for, whole
 from ranks import run_ranks
 
 presets = optimizer.presets
@@ -37,7 +37,7 @@ def parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
 
 def movement(optim: torch.optim.Optimizer, factor: float, seed: int = 1) -> list[torch.Tensor]:
     """Of each parameter in three steps whose gradients are multiplied by a factor."""
-    params = [p for group in optim.param_groups for p in group["params"]]
+    params = params_of(optim)
     before = [whole(p.detach()).clone() for p in params]
     generator = torch.Generator().manual_seed(seed)
     for _ in range(3):

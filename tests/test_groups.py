@@ -15,6 +15,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 from kernel import optimizer
 from ranks import rank_outcomes, run_ranks
+from wrong_input import parameter
 
 Muon = optimizer.Muon
 default_is_muon = optimizer.muon.default_is_muon
@@ -177,19 +178,15 @@ WRAPPED_NAMES = [
 def module_of(parameters: dict[str, nn.Parameter]) -> nn.Module:
     """A model with parameters of these names."""
     root = nn.Module()
-    for name, parameter in parameters.items():
+    for name, param in parameters.items():
         *path, last = name.split(".")
         owner = root
         for part in path:
             if part not in dict(owner.named_children()):
                 owner.add_module(part, nn.Module())
             owner = owner.get_submodule(part)
-        owner.register_parameter(last, parameter)
+        owner.register_parameter(last, param)
     return root
-
-
-def parameter(*shape: int) -> nn.Parameter:
-    return nn.Parameter(torch.randn(shape))
 
 
 def names_of(groups: list[dict[str, Any]]) -> tuple[list[str], list[str]]:

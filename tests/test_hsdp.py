@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kernel import optimizer
-from test_plan import CUDA, ShardedDim, Sharding, entries_of
+from plans import CUDA, ShardedDim, Sharding, entries_of, sharded
 
 hsdp, machine = optimizer.distributed.hsdp, optimizer.distributed.machine
 
@@ -55,7 +55,7 @@ def test_all_ranks_decide_alike():
 def test_a_choice_is_for_whatever_has_replicas(choice):
     entries = [
         *entries_of([(64, 64)], replicated(2, 4)),
-        *entries_of([(64, 64)], Sharding((8,), tuple(range(8)), (ShardedDim(0),))),
+        *entries_of([(64, 64)], sharded(8)),
         *entries_of([(64, 64)], None),
     ]
     told = [e.spread for e in hsdp.share_work(entries, 3, choice)]

@@ -11,14 +11,13 @@ import sys
 
 import pytest
 from kernels import Metadata
-from kernels.backends import _backend
 
-from hub_clients import KERNEL, ROOT, Client, branch
+from checkout import ROOT
+from hub_clients import KERNEL, VARIANT, Client, branch
 from loopback_hub import Fault
 
 pytestmark = pytest.mark.slow
 
-VARIANT = f"build/torch-{_backend().name}"
 DEAD = "http://127.0.0.1:9"  # the discard port: nothing listens
 
 

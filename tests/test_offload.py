@@ -28,14 +28,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from comparisons import assert_equal, assert_same_training
 from kernel import optimizer
 from layouts import case
+from offloaded import (
+    MODES,
+    REST,
+    TINY,
+    TRAININGS,
+    Host,
+    Muon,
+    Pair,
+    adamw_group_of,
+    host,
+    models,
+    muon_group_of,
+    tensors_of,
+)
 from race_detector import COMPUTE, IN, OUT, Recorder
 
-Muon = optimizer.Muon
-Host = optimizer.SimulatedHost
-
-MODES = ("stream", "bulk", "backward")
-TINY, MIDDLE, LARGE = 16384, 60_000, 1 << 24  # tiny: 192 elements of AdamW at once
-DELAY = 2e-5  # seconds, before a copy of the stand-in
+MIDDLE, LARGE = 60_000, 1 << 24
+EXPLICIT = [(1.5, -0.5, 0.0)]  # one iteration: few figures where only bytes matter
 
 # How offload is on: the mode, and what streams may take.
 WAYS = {
@@ -49,180 +59,6 @@ WAYS = {
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def host(seed: int = 0) -> Any:
-    return Host(delay=DELAY, seed=seed)
-
-
-# -- what is trained -------------------------------------------------------------------------------
-
-MATRICES = ((16, 24), (24, 16), (72, 40), (8, 8), (1, 30), (30, 1), (3, 12), (0, 4), (4, 0))
-REST = ((130, 24), (7,), (1,), (), (0,), (70, 6))
-
-
-def params_of(
-    shapes: Sequence[tuple[int, ...]], dtype: torch.dtype = torch.float32, transposed: bool = False
-) -> list[nn.Parameter]:
-    generator = torch.Generator().manual_seed(len(shapes))
-    values = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
-    if transposed:
-        values = [v.mT.contiguous().mT if v.ndim > 1 else v for v in values]
-    return [nn.Parameter(value) for value in values]
-
-
-def muon_group(shapes: Sequence[tuple[int, ...]], stem: str = "layers", **options: Any) -> Any:
-    kept = {key: options.pop(key) for key in ("dtype", "transposed") if key in options}
-    params = params_of(shapes, **kept)
-    names = [f"{stem}.{index}.weight" for index in range(len(params))]
-    return {"params": params, "names": names, "use_muon": True, **options}
-
-
-def adamw_group(shapes: Sequence[tuple[int, ...]] = REST, **options: Any) -> Any:
-    kept = {key: options.pop(key) for key in ("dtype", "transposed") if key in options}
-    return {"params": params_of(shapes, **kept), "use_muon": False, **options}
-
-
-def mixed() -> list[Any]:
-    return [muon_group(MATRICES), adamw_group()]
-
-
-def experts() -> list[Any]:
-    return [
-        muon_group(((3, 8, 12), (2, 12, 8), (0, 4, 6)), "experts", expert_keys=["experts"]),
-        muon_group(((6, 4, 3), (5, 2, 2, 3)), "convolutions", flatten=True),
-        muon_group(((24, 16), (24, 8)), "fused", split=[8, 16]),
-        muon_group(((24, 16),), "grouped", split="(group (q=5 + k=3)) (c + c)"),
-        adamw_group(((6,), (40, 8))),
-    ]
-
-
-def dtypes() -> list[Any]:
-    bf16, fp32 = torch.bfloat16, torch.float32
-    return [
-        muon_group(((16, 24), (40, 12)), dtype=bf16, momentum_dtype=fp32),
-        muon_group(((16, 24), (40, 12)), "narrow", momentum_dtype=bf16),
-        adamw_group(((40, 24), (9,)), dtype=bf16),
-    ]
-
-
-def half() -> list[Any]:
-    shapes = ((16, 24), (40, 12), (8, 8))
-    return [muon_group(shapes, dtype=torch.float16), adamw_group(((9,),))]
-
-
-def transposed() -> list[Any]:
-    return [
-        muon_group(MATRICES, transposed=True),
-        muon_group(((3, 8, 12),), "experts", transposed=True, expert_keys=["experts"]),
-        adamw_group(transposed=True),
-    ]
-
-
-def with_gaps() -> list[Any]:
-    """Every other column of something larger, whose state has no gaps."""
-    groups = mixed()
-    for group in groups:
-        wide = [torch.stack([p.detach(), p.detach()], dim=-1) for p in group["params"]]
-        group["params"] = [nn.Parameter(value[..., 0]) for value in wide]
-    return groups
-
-
-def matrices_only() -> list[Any]:
-    return [muon_group(MATRICES)]
-
-
-def adamw_only() -> list[Any]:
-    return [adamw_group()]
-
-
-EXACT = {"ns_dtype": torch.float32}
-EXPLICIT = [(1.5, -0.5, 0.0)]  # one iteration: few figures where only bytes matter
-TRAININGS: dict[str, tuple[Callable[[], list[Any]], dict[str, Any]]] = {
-    "classical": (mixed, {}),
-    "ema, without nesterov": (mixed, {"momentum_style": "ema", "nesterov": False}),
-    "second moments, cautious": (mixed, {"beta2": 0.9, "cautious": True, "decay_lr": "adjusted"}),
-    "skips NaN": (mixed, {"nonfinite": "skip", "beta2": 0.9}),
-    "fp16 arithmetic": (mixed, {"ns_dtype": torch.float16, "comm_dtype": torch.float16}),
-    "bf16 arithmetic": (mixed, {"ns_dtype": torch.bfloat16, "beta2": 0.9}),
-    "matrix by matrix": (mixed, {"chunk_size": 1, "beta2": 0.9}),
-    "missing gradients": (mixed, {"beta2": 0.9}),
-    "missing gradients as zeros": (mixed, {"missing_grad": "zero", "beta2": 0.9}),
-    "tensor lr": (mixed, {"lr": torch.tensor(0.01)}),
-    "foreach": (mixed, {"foreach": True}),
-    "no foreach, maximize": (mixed, {"foreach": False, "maximize": True}),
-    "momentum that overflows": (half, {"nonfinite": "skip", "beta2": 0.9}),
-    "experts, flattened, split": (experts, {"beta2": 0.9}),
-    "experts, skips NaN": (experts, {"beta2": 0.9, "nonfinite": "skip", "chunk_size": 1}),
-    "dtypes": (dtypes, {"beta2": 0.9}),
-    "transposed": (transposed, {"beta2": 0.9}),
-    "with gaps": (with_gaps, {"beta2": 0.9}),
-    "matrices only": (matrices_only, {"none_grad": False}),
-    "AdamW only": (adamw_only, {}),
-    "gram": (mixed, {"ns_algorithm": "gram", "momentum_dtype": torch.float64}),
-}
-
-
-class Pair:
-    """Two optimizers of the same parameters, to take the same steps; one is to be offloaded."""
-
-    def __init__(self, training: str = "classical", **options: Any):
-        groups, own = TRAININGS[training]
-        both = {"lr": 0.01, **EXACT, **own, **options}
-        self.training = training
-        self.ours, self.twin = (Muon(groups(), **copy.deepcopy(both)) for _ in range(2))
-        self.steps = 0
-
-    @property
-    def params(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
-        ours, twin = (
-            [p for group in optim.param_groups for p in group["params"]]
-            for optim in (self.ours, self.twin)
-        )
-        return list(zip(ours, twin))
-
-    def give_gradients(self) -> None:
-        """Those of ours come by a backward, which the hooks of a mode hear of."""
-        generator = torch.Generator().manual_seed(self.steps)
-        self.ours.zero_grad()
-        for index, (p, q) in enumerate(self.params):
-            if "missing" in self.training and (index + self.steps) % 3 == 0:
-                q.grad = None
-                continue
-            q.grad = torch.randn(q.shape, generator=generator).to(q.dtype)
-            if "overflows" in self.training and q.ndim > 1:
-                q.grad.abs_().mul_(1.6e4)
-            if "NaN" in self.training and (index + self.steps) % 4 == 0 and q.numel() > 1:
-                q.grad.view(-1)[q.numel() // 2] = float("nan")
-            (p * q.grad).sum().backward() if "NaN" not in self.training else p.backward(q.grad)
-            p.grad = q.grad.clone()  # to the bit, and to its strides
-        self.steps += 1
-
-    def step(self, count: int = 1) -> None:
-        for _ in range(count):
-            self.give_gradients()
-            self.ours.step()
-            self.twin.step()
-
-    def compare(self) -> None:
-        for index, (p, q) in enumerate(self.params):
-            assert_equal(p, q, f"parameter {index}, {tuple(p.shape)}", strides=True)
-        assert_equal(self.ours.state_dict(), self.twin.state_dict(), strides=True)
-
-    def step_and_compare(self, count: int = 1) -> None:
-        self.step(count)
-        self.compare()
-
-    def turn_on(self, **how: Any) -> Any:
-        """The backend."""
-        backend = how.setdefault("backend", host(self.steps))
-        self.ours.turn_on_cpu_offload(**how)
-        return backend
-
-
-def tensors_of(optim: Any) -> list[torch.Tensor]:
-    """Of the state, without step counts."""
-    return [t for own in optim.state.values() for key, t in own.items() if key != "step"]
 
 
 # -- the same bits ---------------------------------------------------------------------------------
@@ -295,33 +131,9 @@ def test_a_group_that_is_added_is_offloaded_too():
     backend = pair.turn_on(mode="backward")
     pair.step()
     for optim in (pair.ours, pair.twin):
-        optim.add_param_group(muon_group(((20, 20),), "more"))
+        optim.add_param_group(muon_group_of(((20, 20),), "more"))
     pair.step_and_compare(2)
     assert backend.allocated_bytes <= sum(t.nbytes for t in tensors_of(pair.ours)) * 2
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(30, 16)
-        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
-        self.head = nn.Linear(16, 30, bias=False)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = x + torch.tanh(layer(x))
-        return self.head(x)
-
-
-def models(**options: Any) -> tuple[tuple[Model, Any], tuple[Model, Any]]:
-    torch.manual_seed(0)
-    model = Model()
-    pairs = []
-    for each in (model, copy.deepcopy(model)):
-        groups = optimizer.muon.get_default_muon_param_groups(each)
-        pairs.append((each, Muon(groups, **{"lr": 0.01, **EXACT, **options})))
-    return pairs[0], pairs[1]
 
 
 def train(model: nn.Module, optim: Any, step: int, backwards: int = 1) -> None:
@@ -392,7 +204,7 @@ def test_slots_are_5_percent_of_the_state_but_not_below_512_MiB(monkeypatch):
     offload = importlib.import_module(f"{optimizer.__name__}.cpu_offload.offload")
     assert offload.SLOT_SHARE == 0.05 and offload.LEAST_SLOT_BYTES == 512 * 2**20
     monkeypatch.setattr(offload, "LEAST_SLOT_BYTES", 1000)
-    optim = Muon([muon_group(((512, 128),) * 6)], lr=0.01, ns_coefficients=EXPLICIT)
+    optim = Muon([muon_group_of(((512, 128),) * 6)], lr=0.01, ns_coefficients=EXPLICIT)
     backend = Host()
     optim.turn_on_cpu_offload(backend=backend)
     for p in optim.param_groups[0]["params"]:
@@ -415,7 +227,7 @@ LAYER = ((192, 192), (48, 192), (48, 192), (192, 192), (512, 192), (512, 192), (
 
 @pytest.mark.parametrize("early", [True, False], ids=["before the state", "after it"])
 def test_host_memory_is_the_states_within_2_percent_and_goes_with_offload(early):
-    groups = [muon_group(LAYER * 2), adamw_group(((1000, 192), (192,), (192,), (192,)))]
+    groups = [muon_group_of(LAYER * 2), adamw_group_of(((1000, 192), (192,), (192,), (192,)))]
     optim = Muon(groups, lr=0.01, beta2=0.9, ns_coefficients=EXPLICIT)
     if not early:
         optim.state_dict()
@@ -795,13 +607,7 @@ def test_without_an_accelerator_it_costs_nothing(mode):
 # -- order -----------------------------------------------------------------------------------------
 
 
-def small() -> list[Any]:
-    """Windows of several tensors, of one, and of a part."""
-    return [muon_group(((16, 24), (40, 16), (1, 30))), adamw_group(((60, 8), (3,)))]
-
-
 NARROW = 8192  # less than the state of what follows
-TRAININGS["small"] = small, {"beta2": 0.9, "chunk_size": 1}
 
 
 def stream_what_is_on_its_way_back(pair: Pair) -> None:
@@ -862,7 +668,7 @@ def change_dtype(pair: Pair) -> None:
         pair.step()
 
 
-def save(pair: Pair) -> None:
+def save_what_is_reloaded(pair: Pair) -> None:
     pair.ours.manual_offload = True
     for _ in range(3):
         pair.step()
@@ -882,7 +688,7 @@ SCENARIOS: dict[str, tuple[dict[str, Any], Callable[[Pair], None]]] = {
     "load": ({}, load_what_is_reloaded),
     "turn off": ({"mode": "bulk"}, turn_off_what_is_reloaded),
     "change dtype": ({"slot_bytes": NARROW}, change_dtype),
-    "save": ({"mode": "backward"}, save),
+    "save": ({"mode": "backward"}, save_what_is_reloaded),
 }
 
 

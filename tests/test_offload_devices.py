@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from comparisons import through_torch_save
-from fake_device import CUDA, Device, MixedDevices, fake_device
+from fake_device import CUDA, Device, MixedDevices, fake_device, rows_at
 from kernel import optimizer
 from ranks import run_ranks
 
@@ -54,13 +54,6 @@ def device(one_thread) -> Iterator[Device]:
 
 def on_device(value: Tensor) -> Tensor:
     return value.to(CUDA)
-
-
-def sharded(value: Tensor, mesh: DeviceMesh, at: torch.device) -> Tensor:
-    """A DTensor, of which each rank's rows are on the host or on the device of its mesh."""
-    layout = (mesh, (Shard(0),))
-    part = dtensors.shard_tensor(value, layout).to_local().to(at)
-    return dtensors.dtensor_of(part, layout, value.shape, value.stride())
 
 
 def seeded(name: str, seed: int) -> Tensor:
@@ -454,7 +447,7 @@ def mesh_of_all() -> DeviceMesh:
 
 def placed(at: torch.device) -> Make:
     mesh = mesh_of_all()
-    return lambda value: sharded(value, mesh, at)
+    return lambda value: rows_at(value, mesh, at)
 
 
 def check_layout(training: Training) -> None:

@@ -24,17 +24,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from comparisons import assert_equal, assert_same_training
-from kernel import optimizer
 from layouts import EXACT, Group, Twins, Weight, backward, case, local, make, part_for
 from models import Model
+from offloaded import TINY, Host, Pair
 from ranks import rank_outcomes, run_ranks
 
 pytestmark = pytest.mark.usefixtures("traced")
 
-Host = optimizer.SimulatedHost
-
 RANKS = 4
-TINY = 16384
 SMALL = 32768  # torch's fused AdamW rounds alike where pieces have 64 elements times any number
 WAYS = ({"slot_bytes": TINY}, {"mode": "bulk"}, {"mode": "backward"})
 
@@ -103,7 +100,7 @@ LAYOUTS: dict[str, Layout] = {
 }
 
 
-class Pair:
+class PairOnLayout(Pair):
     """Two optimizers of the same parameters on the same layout; one is to be offloaded."""
 
     def __init__(self, layout: Layout, meshes: dict[tuple[int, ...], Any]):
@@ -117,11 +114,8 @@ class Pair:
         self.own_gradients = kind == "ZeRO-2"
         self.steps = 0
 
-    def params(self, optim: Any) -> list[nn.Parameter]:
-        return [p for group in optim.param_groups for p in group["params"]]
-
-    def step(self) -> None:
-        for index, (p, q) in enumerate(zip(self.params(self.ours), self.params(self.twin))):
+    def give_gradients(self) -> None:
+        for index, (p, q) in enumerate(self.params):
             own = self.own_gradients and not isinstance(p, DTensor)
             seed = 1000 * self.steps + 10 * index + (dist.get_rank() if own else 0)
             generator = torch.Generator().manual_seed(seed)
@@ -131,15 +125,7 @@ class Pair:
             q.grad = part_for(p, grad)
             p.backward(q.grad)  # hooks hear of it
             p.grad = q.grad.clone()
-        self.ours.step()
-        self.twin.step()
         self.steps += 1
-
-    def step_and_compare(self) -> None:
-        self.step()
-        for index, (p, q) in enumerate(zip(self.params(self.ours), self.params(self.twin))):
-            assert_equal(p.detach(), q.detach(), f"parameter {index}", strides=True)
-        assert_equal(self.ours.state_dict(), self.twin.state_dict(), strides=True)
 
 
 def step_offloaded(layouts: dict[str, Layout]) -> None:
@@ -150,7 +136,7 @@ def step_offloaded(layouts: dict[str, Layout]) -> None:
             if turn and number not in (0, 1 + turn % 2):
                 continue
             with case(f"{name}, {how}"):
-                pair, backend = Pair(layout, meshes), Host(delay=2e-5, seed=dist.get_rank())
+                pair, backend = PairOnLayout(layout, meshes), Host(delay=2e-5, seed=dist.get_rank())
                 if number % 2:
                     pair.step_and_compare()
                 pair.ours.turn_on_cpu_offload(backend=backend, **how)
@@ -161,7 +147,7 @@ def step_offloaded(layouts: dict[str, Layout]) -> None:
                 pair.ours.turn_off_cpu_offload()
                 pair.step_and_compare()
         with case(f"{name}, toggled"):
-            pair = Pair(layout, meshes)
+            pair = PairOnLayout(layout, meshes)
             for how in WAYS:
                 pair.ours.turn_on_cpu_offload(backend=Host(), **how)
                 pair.step_and_compare()
@@ -299,7 +285,7 @@ def test_distributed_checkpoints_see_no_difference():
 
 
 def disagree(mode: str, steps_before: int) -> bool:
-    pair = Pair(LAYOUTS["FSDP2"], {LINE: init_device_mesh("cpu", LINE)})
+    pair = PairOnLayout(LAYOUTS["FSDP2"], {LINE: init_device_mesh("cpu", LINE)})
     for _ in range(steps_before):
         pair.step()
     if dist.get_rank() == 1:
@@ -324,7 +310,7 @@ def test_modes_that_change_no_plan_may_differ():
 
 
 def copied(kind: str) -> None:
-    pair = Pair(LAYOUTS[kind], {LINE: init_device_mesh("cpu", LINE)})
+    pair = PairOnLayout(LAYOUTS[kind], {LINE: init_device_mesh("cpu", LINE)})
     pair.step()
     pair.ours.turn_on_cpu_offload(slot_bytes=TINY, backend=Host(delay=2e-5))
     pair.step()

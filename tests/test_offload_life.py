@@ -14,16 +14,16 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 
 from kernel import optimizer
-from test_offload import (
+from offloaded import (
     MODES,
     TINY,
     Host,
     Muon,
     Pair,
-    adamw_group,
+    adamw_group_of,
     host,
     models,
-    muon_group,
+    muon_group_of,
     tensors_of,
 )
 
@@ -96,7 +96,7 @@ def test_parameters_that_leave_the_groups_and_come_back_have_their_newest_state(
     pair.step()  # newer on the device than on the host
     swapped = [optim.param_groups[1]["params"] for optim in (pair.ours, pair.twin)]
     for optim in (pair.ours, pair.twin):
-        optim.param_groups[1]["params"] = adamw_group(((5, 5),))["params"]
+        optim.param_groups[1]["params"] = adamw_group_of(((5, 5),))["params"]
     pair.step_and_compare()
     for optim, params in zip((pair.ours, pair.twin), swapped):
         optim.param_groups[1]["params"] = params
@@ -118,7 +118,7 @@ def test_an_error_within_a_step_gives_the_devices_memory_back(mode):
     pair, backend = offloaded(mode)
     pair.give_gradients()
     (p, _), *_ = pair.params
-    p.grad = Failing(p.grad)
+    p.grad = Uncomputable(p.grad)
     with pytest.raises(RuntimeError, match="broke off: ArithmeticError"):
         pair.ours.step()
     backend.synchronize(backend.record("out"))
@@ -143,7 +143,7 @@ def test_an_error_as_a_step_begins_gives_the_devices_memory_back(mode, monkeypat
     assert backend.allocated_bytes == 0
 
 
-class Failing(torch.Tensor):
+class Uncomputable(torch.Tensor):
     """A gradient with which nothing can be computed."""
 
     @staticmethod
@@ -188,7 +188,7 @@ def test_models_with_hooks_are_copied_and_pickled_and_lose_them_with_the_optimiz
 
 def test_parameters_that_are_swapped_have_hooks_and_the_old_ones_are_let_go_of():
     for _ in range(20):  # in most of them the new one gets the id of the old one, were that free
-        optim, backend = Muon([muon_group(((16, 16),))], lr=0.01), host()
+        optim, backend = Muon([muon_group_of(((16, 16),))], lr=0.01), host()
         optim.turn_on_cpu_offload("backward", backend=backend)
         params = optim.param_groups[0]["params"]
         old = weakref.ref(params.pop())
@@ -215,7 +215,7 @@ def test_groups_that_come_later_have_hooks_and_are_planned_for():
     optim = Muon([{"params": [], "use_muon": True}], lr=0.01)
     backend = host()
     optim.turn_on_cpu_offload("backward", backend=backend)
-    optim.add_param_group(muon_group(((16, 16),)))
+    optim.add_param_group(muon_group_of(((16, 16),)))
     (p,) = optim.param_groups[1]["params"]
     for _ in range(2):
         p.sum().backward()
@@ -225,7 +225,7 @@ def test_groups_that_come_later_have_hooks_and_are_planned_for():
     optim.turn_on_cpu_offload("stream", slot_bytes=TINY)
     empty = Muon([{"params": [], "use_muon": True}], lr=0.01)
     empty.turn_on_cpu_offload(backend=host())
-    empty.add_param_group(muon_group(((16, 16),)))
+    empty.add_param_group(muon_group_of(((16, 16),)))
     assert "in host memory" in str(empty.summary()) and empty._settings.streams
 
 

@@ -16,7 +16,6 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,56 +25,11 @@ import torch
 
 from kernel import optimizer
 from layouts import axes_of
+from plans import CPU, CUDA, ShardedDim, Sharding, entries_of, entry, sharded
 from simulation import simulate
 
-matrices = optimizer.matrices
 regions = optimizer.distributed.regions
-planning = optimizer.distributed.plan
-Entry, make_plan = planning.Entry, planning.make_plan
-recipe_for = optimizer.newton_schulz.recipe_for
-Sharding, ShardedDim = regions.Sharding, regions.ShardedDim
-
-CPU = torch.device("cpu")
-CUDA = torch.device("cuda")  # a name: plans need no device
-
-
-def sharded(ranks: int, dim: int | None = 0) -> Any:
-    return Sharding((ranks,), tuple(range(ranks)), (None if dim is None else ShardedDim(dim),))
-
-
-def entry(
-    shape: Sequence[int],
-    sharding: Any,
-    number: int = 0,
-    split: Any = None,
-    flatten: bool = False,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device = CPU,
-    wire: torch.dtype = torch.bfloat16,
-    second_moment: bool = False,
-    momentum: Any = None,
-    spread: bool = False,
-) -> Any:
-    is_expert = len(shape) > 2 and not flatten
-    return Entry(
-        name=f"layers.{number}.weight",
-        group=int(second_moment),  # as an option of groups
-        index=number,
-        matrices=matrices.read_as_matrices(shape, is_expert, flatten, split),
-        sharding=sharding,
-        dtype=dtype,
-        device=device,
-        wire=wire,
-        recipe=recipe_for("polar_express", 5, "auto", "frobenius", None, dtype, device),
-        second_moment=second_moment,
-        momentum=momentum,
-        spread=spread,
-    )
-
-
-def entries_of(shapes: Sequence[Sequence[int]], sharding: Any, **options: Any) -> list[Any]:
-    return [entry(shape, sharding, number, **options) for number, shape in enumerate(shapes)]
-
+make_plan = optimizer.distributed.plan.make_plan
 
 # -- random sets of parameters ---------------------------------------------------------------------
 

@@ -7,7 +7,6 @@ import importlib
 import json
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,17 +27,16 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from checkout import EXAMPLES
 from counters import count
 from kernel import optimizer
 from ranks import run_ranks
 
-sys.path.append(str(Path(__file__).parent.parent / "examples"))
+sys.path.append(str(EXAMPLES))
 
 import plan
 from planner import averaging, costs, deployment, memory, report, timeline
 from planner.architectures import MODELS, Weight, read_config, weights_of
-
-EXAMPLES = Path(__file__).parent.parent / "examples"
 
 scheduler = optimizer.async_utils
 

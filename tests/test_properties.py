@@ -27,7 +27,7 @@ from torch import nn
 
 from comparisons import through_torch_save
 from kernel import optimizer
-from layouts import EXACT, MEMORY, STEPS, Twins, build
+from layouts import EXACT, MEMORY, STEPS, Twins, build, params_of, set_gradients
 from rank_pool import RankPool
 from strategies import (
     ADAMW_OPTIONS,
@@ -40,14 +40,6 @@ from strategies import (
     qk_garbage,
     some_of,
 )
-from test_errors import (
-    all_params,
-    assert_steps_like,
-    good_groups,
-    muon_group,
-    set_gradients,
-    trained,
-)
 from trainings import (
     Case,
     assert_equal,
@@ -56,6 +48,7 @@ from trainings import (
     takes_the_steps_of_one_process,
     twins_of,
 )
+from wrong_input import assert_steps_like, good_groups, muon_group, trained
 
 Muon = optimizer.Muon
 GROUP_OPTIONS = optimizer.muon.GROUP_OPTIONS
@@ -131,7 +124,7 @@ def train(groups: list[dict[str, Any]], gradients: Any, **options: Any) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of schedules that end early
         optim = Muon(groups, **{**EXACT, **options})
-    params = [p for group in optim.param_groups for p in group["params"]]
+    params = params_of(optim)
     for step in range(STEPS):
         for p, grad in zip(params, gradients(step), strict=True):
             p.grad = grad.clone()
@@ -145,7 +138,7 @@ def group_of(values: Any, **options: Any) -> dict[str, Any]:
 
 def results(optim: Any) -> list[dict[str, torch.Tensor]]:
     """Of each parameter itself and its state."""
-    params = [p for group in optim.param_groups for p in group["params"]]
+    params = params_of(optim)
     return [{"weight": p.detach(), **optim.state[p]} for p in params]
 
 
@@ -414,7 +407,7 @@ def quietly() -> Iterator[None]:
 def held_by(optim: Any) -> str:
     """All that an optimizer holds, to compare; creates no state."""
     of_groups = [{k: v for k, v in g.items() if k != "names"} for g in optim.param_groups]
-    params = [*all_params(optim), *optim.state]
+    params = [*params_of(optim), *optim.state]
     own = [
         (p.grad if p.is_leaf else None, optim.state.get(p, {}))
         for p in params
@@ -468,7 +461,7 @@ def test_garbage_as_an_argument_is_refused_or_used(key, value):
     except ValueError as error:
         assert str(error)
     else:
-        set_gradients(optim)
+        set_gradients(params_of(optim))
         refused_or_used(optim, copy.deepcopy(optim), lambda: None)
 
 
@@ -500,7 +493,7 @@ def without_the_last(optim: Any) -> None:
 
 
 def set_gradients_where_possible(optim: Any) -> None:
-    for p in all_params(optim):
+    for p in params_of(optim):
         p.grad = torch.ones_like(p) if p.is_leaf else None
 
 
@@ -511,10 +504,10 @@ def test_garbage_as_logits_is_refused_or_used(logits):
     group = muon_group(*params, names=names)
     optim = Muon([group], clip_config={"head_dim": 2, "threshold": 1.0})
     for step in range(2):
-        set_gradients(optim, step)
+        set_gradients(params_of(optim), step)
         with quietly():
             optim.step()
-    set_gradients(optim, 2)
+    set_gradients(params_of(optim), 2)
     given_logits = frozen(logits)
     refused_or_used(optim, copy.deepcopy(optim), lambda: None, qk_logits=logits)
     assert frozen(logits) == given_logits
@@ -531,7 +524,7 @@ def test_garbage_as_a_clip_config_is_refused_or_used(config):
     except ValueError as error:
         assert str(error)
     else:
-        set_gradients(optim)
+        set_gradients(params_of(optim))
         refused_or_used(
             optim, copy.deepcopy(optim), lambda: None, qk_logits={0: torch.tensor([3.0, 0.5])}
         )
@@ -554,7 +547,7 @@ def test_a_garbled_checkpoint_is_refused_or_loaded_as_a_whole(data, steps):
         assert_steps_like(optim, twin)
     else:
         assert frozen(saved) == kept
-        set_gradients(optim)
+        set_gradients(params_of(optim))
         refused_or_used(optim, None, lambda: None)
 
 

@@ -13,14 +13,13 @@ import time
 
 import pytest
 from kernels._rust import DigestValidationError
-from kernels.backends import _backend
 
-from hub_clients import KERNEL, PUBLISH, ROOT, branch, commit, git
+from checkout import ROOT
+from hub_clients import KERNEL, PUBLISH, VARIANT, branch, commit, git
 from loopback_hub import Fault, Hub
 
 pytestmark = pytest.mark.slow
 
-VARIANT = f"build/torch-{_backend().name}"
 BUILD = [sys.executable, ROOT / "scripts" / "build.py"]
 
 

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 import reference
 from counters import count
 from kernel import optimizer
+from layouts import set_gradients
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -821,9 +822,7 @@ def test_offloaded_state_changes_nothing():
         if offload:
             optim.turn_on_cpu_offload(slot_bytes=16384, backend=Host())
         for step in range(3):
-            generator = torch.Generator().manual_seed(step)
-            for param in params.values():
-                param.grad = torch.randn(param.shape, generator=generator)
+            set_gradients(params.values(), step)
             optim.step(qk_logits={0: torch.tensor([3.0, 9.0, 12.0, 50.0])})
         results.append({name: p.detach().clone() for name, p in params.items()})
     assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])

@@ -367,7 +367,7 @@ def step_with(what: str) -> None:
         groups = [{**g, "names": n} for g, n in zip(optim.param_groups, names)]
         optim = optimizer.Muon(groups, lr=0.0, clip_config={"head_dim": 6, "threshold": 5 + rank})
     if what == "a recorder that fails on one rank" and rank == 0:
-        optim.qk_recorder = Failing()
+        optim.qk_recorder = FailingRecorder()
         logits = None
     try:
         optim.step(qk_logits=logits)
@@ -375,7 +375,7 @@ def step_with(what: str) -> None:
         assert all((p.to_local() == 1).all() for p in params) and not optim.state
 
 
-class Failing:
+class FailingRecorder:
     def take(self):
         raise ValueError("no attention was seen")
 

@@ -16,67 +16,15 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
+from attention_inputs import HEADS, KINDS, attend, documents, inputs_of, maxima_of, per_head
 from counters import Operations, RefusesToRead, count
 from kernel import optimizer
 
 max_qk_logits = optimizer.qk_clip.max_qk_logits
 logits = inspect.getmodule(max_qk_logits)
-
-HEADS = {"MHA": (4, 4), "GQA": (6, 2), "MQA": (3, 1)}
-KINDS = [*HEADS, "MLA", "MLA, a key per head"]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
-
-@pytest.fixture(autouse=True)
-def one_thread_only(one_thread):
-    torch.manual_seed(0)
-
-
-def inputs_of(kind="GQA", dtype=torch.float32, B=2, Tq=37, Tk=None, D=8, R=4):
-    """Arguments by name."""
-    Tk = Tq if Tk is None else Tk
-    Hq, Hk = HEADS.get(kind, (4, 4))
-    made = {"q": torch.randn(B, Hq, Tq, D), "k": torch.randn(B, Hk, Tk, D)}
-    if kind.startswith("MLA"):
-        made["q_rope"] = torch.randn(B, Hq, Tq, R)
-        made["k_rope"] = torch.randn(B, 1 if kind == "MLA" else Hk, Tk, R)
-    return {name: tensor.to(dtype) for name, tensor in made.items()}
-
-
-def reference(
-    q, k, scale=None, causal=True, q_rope=None, k_rope=None, document_ids=None, mask_mod=None,
-    attn_mask=None,
-):  # fmt: skip
-    """All scores at once, in float64, every head by itself, every mask pair by pair."""
-    (B, Hq, Tq, D), (Hk, Tk) = q.shape, k.shape[1:3]
-    maxima = []
-    for h in range(Hq):
-        of_head = []
-        for b in range(B):
-            scores = q[b, h].double() @ k[b, h * Hk // Hq].double().T
-            width = D
-            if q_rope is not None:
-                key = k_rope[b, h if k_rope.shape[1] > 1 else 0]
-                scores = scores + q_rope[b, h].double() @ key.double().T
-                width += q_rope.shape[-1]
-            scores = scores * (width**-0.5 if scale is None else scale)
-            i, j = torch.arange(Tq)[:, None], torch.arange(Tk)
-            seen = torch.ones(Tq, Tk, dtype=torch.bool)
-            if causal:
-                seen &= i >= j
-            if document_ids is not None:
-                pair = document_ids if isinstance(document_ids, tuple) else [document_ids] * 2
-                of_q, of_k = (ids if ids.dim() == 1 else ids[b] for ids in pair)
-                seen &= of_q[:, None] == of_k
-            if mask_mod is not None:
-                seen &= mask_mod(torch.tensor(b), torch.tensor(h), i, j)
-            if attn_mask is not None:
-                mask = attn_mask.expand(B, Hq, Tq, Tk)[b, h]
-                seen &= mask if mask.dtype == torch.bool else mask > -30000
-            of_head.append(torch.where(seen, scores, -math.inf).flatten())
-        of_head = torch.cat(of_head)
-        maxima.append(of_head.max() if len(of_head) else torch.tensor(-math.inf).double())
-    return torch.stack(maxima)
+pytestmark = pytest.mark.usefixtures("seeded_on_one_thread")
 
 
 def assert_equal_to_reference(inputs, found=None, **options):
@@ -84,14 +32,10 @@ def assert_equal_to_reference(inputs, found=None, **options):
     options.pop("block_size", None)
     dtype = inputs["q"].dtype
     assert found.dtype == torch.promote_types(dtype, torch.float32)
-    expected = reference(**inputs, **options)
+    expected = maxima_of(**inputs, **options)
     # What 16-bit inputs hold is exact, so that roundings are those of sums in fp32.
     rtol = 1e-12 if dtype == torch.float64 else 3e-6
     torch.testing.assert_close(found.double(), expected, rtol=rtol, atol=rtol, equal_nan=True)
-
-
-def documents(B, T, count=4):
-    return torch.randint(0, count, (B, T)).sort(-1).values
 
 
 # The reference's numbers
@@ -163,10 +107,6 @@ def test_16_bit_products_are_not_rounded():
 
 def sliding(b, h, i, j):
     return (i - j).abs() <= 3
-
-
-def per_head(b, h, i, j):
-    return (i - j) % (h + 2) == 0
 
 
 def per_entry(b, h, i, j):
@@ -304,15 +244,6 @@ def test_16_bit_products_on_cuda_are_asked_for_in_fp32():
 
 
 # Compiled
-
-
-def attend(q, k, **options):
-    """What surrounds the call in a model: gradients flow through everything but the maxima."""
-    heads = [q.shape[1], k.shape[1]]
-    q, k = torch.cat((q * 2.0, k), 1).split(heads, 1)  # views of one tensor
-    maxima = max_qk_logits(q, k, **options)
-    return maxima, (q @ k.mT.repeat_interleave(q.shape[1] // k.shape[1], 1)).square().mean()
-
 
 COMPILED = {
     "causal": {},

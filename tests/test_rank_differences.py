@@ -19,7 +19,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from kernel import optimizer
-from layouts import EXACT, part, part_for, randn
+from layouts import EXACT, params_of, part, part_for, randn
 from ranks import rank_outcomes, run_ranks
 
 STEPS = 12
@@ -42,13 +42,12 @@ def give_gradients(params: list[nn.Parameter], step: int) -> None:
 
 def refused(optim: Any) -> str:
     """What `step` raises, in seconds, having changed nothing."""
-    before = [p.detach().clone() for group in optim.param_groups for p in group["params"]]
+    before = [p.detach().clone() for p in params_of(optim)]
     start = time.monotonic()
     with pytest.raises(ValueError) as caught:
         optim.step()
     assert time.monotonic() - start < 10
-    after = [p for group in optim.param_groups for p in group["params"]]
-    assert all(torch.equal(*pair) for pair in zip(before, after))
+    assert all(torch.equal(*pair) for pair in zip(before, params_of(optim)))
     return str(caught.value)
 
 

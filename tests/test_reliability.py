@@ -5,15 +5,14 @@ from __future__ import annotations
 import ast
 import functools
 import re
-from pathlib import Path
 
 import pytest
 
-TESTS = Path(__file__).parent
-DOCUMENT = TESTS.parent / "docs" / "reliability.md"
-REFERENCE = re.compile(r"`(test_\w+\.py)::(test_\w+)(\[[^`]*\])?`")
+from checkout import PACKAGE, ROOT
 
-PACKAGE = TESTS.parent / "torch-ext" / "optimizer"
+TESTS = ROOT / "tests"
+DOCUMENT = ROOT / "docs" / "reliability.md"
+REFERENCE = re.compile(r"`(test_\w+\.py)::(test_\w+)(\[[^`]*\])?`")
 
 pytestmark = pytest.mark.skipif(not DOCUMENT.exists(), reason="the Hub's builder has no docs")
 

@@ -37,6 +37,7 @@ from layouts import (
     local,
     make,
     part_for,
+    set_gradients,
     whole,
 )
 from models import Model
@@ -718,9 +719,7 @@ def load_of_one_rank(kind: str, folder: str) -> None:
     optim = optimizer.Muon(groups, **options_of(kind))
 
     def step(seed: int) -> None:
-        generator = torch.Generator(DEVICE).manual_seed(seed)
-        for p in params:
-            p.grad = torch.randn(p.shape, generator=generator)
+        set_gradients(params, seed)
         optim.step()
 
     step(0)

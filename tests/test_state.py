@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.optim import lr_scheduler, swa_utils
+from torch.optim import lr_scheduler
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -35,6 +35,8 @@ from torch.optim.optimizer import (
 from breaking import Fault
 from comparisons import assert_equal, assert_same_training, through_torch_save
 from kernel import optimizer
+from layouts import params_of, set_gradients
+from one_device import SCHEDULERS, Model, build, groups_of, train, trainable
 from ranks import run_ranks
 
 Muon = optimizer.Muon
@@ -46,66 +48,6 @@ EXPLICIT = [(2.0, -1.5, 0.5), (1.875, -1.25, 0.375), (1.5, -0.5, 0.0)]
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-class Model(nn.Module):
-    """A bit of everything: matrices, a fused one, experts, a convolution, vectors, an embedding."""
-
-    def __init__(self, dtype: torch.dtype = torch.float32):
-        super().__init__()
-        self.embed = nn.Embedding(10, 6)
-        self.conv = nn.Conv1d(6, 4, 3, padding=1)
-        self.qkv = nn.Linear(4, 12)
-        self.down = nn.Linear(12, 4, bias=False)
-        self.experts = nn.Parameter(torch.randn(3, 4, 6) / 4)
-        self.frozen = nn.Parameter(torch.ones(6, 6), requires_grad=False)
-        self.head = nn.Linear(6, 10, bias=False)
-        self.to(dtype)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens)  # (batch, length, 6)
-        x = self.conv(x.mT).mT
-        x = x + self.down(torch.tanh(self.qkv(x)))
-        x = torch.einsum("bli,eio->blo", x, self.experts)
-        return self.head(x @ self.frozen)
-
-
-def groups_of(model: nn.Module) -> list[dict[str, Any]]:
-    """Muon's matrices, its convolution, AdamW's."""
-    groups = optimizer.muon.get_default_muon_param_groups(model, expert_keys=["experts"])
-    conv = {"params": [], "names": [], "use_muon": True, "flatten": True}
-    for index in reversed(range(len(groups[1]["params"]))):
-        if groups[1]["params"][index].ndim == 3:
-            for key in ("params", "names"):
-                conv[key].append(groups[1][key].pop(index))
-    return [groups[0], conv, groups[1]]
-
-
-def build(dtype: torch.dtype = torch.float32, seed: int = 0, **options: Any) -> tuple[Model, Any]:
-    torch.manual_seed(seed)
-    model = Model(dtype)
-    return model, Muon(groups_of(model), **{"lr": 0.01, **options})
-
-
-def train(model: nn.Module, optim: Any, steps: int, seed: int = 0, schedule: Any = None) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    for _ in range(steps):
-        tokens = torch.randint(0, 10, (4, 5), generator=generator)
-        model(tokens).float().square().mean().backward()
-        optim.step()
-        optim.zero_grad()
-        if schedule is not None:
-            schedule.step()
-
-
-def trainable(model: nn.Module) -> list[nn.Parameter]:
-    return [p for p in model.parameters() if p.requires_grad]
-
-
-def set_gradients(model: nn.Module, seed: int = 0) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    for p in trainable(model):
-        p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
 
 
 # When state comes to be
@@ -124,7 +66,7 @@ first_calls = pytest.mark.parametrize("call", FIRST_CALLS.values(), ids=FIRST_CA
 @first_calls
 def test_all_state_is_created_at_the_first_call_and_none_before(call):
     model, optim = build(beta2=0.9)
-    set_gradients(model)
+    set_gradients(trainable(model))
     assert not optim.state
     model.qkv.weight.grad = None  # state comes all the same
     repr(optim)
@@ -156,7 +98,7 @@ def swap_parameters(optim: Any, make: Callable[[nn.Parameter], nn.Parameter]) ->
     """As trainers do between construction and the first step; returns the new parameters."""
     for group in optim.param_groups:
         group["params"] = [make(p) for p in group["params"]]
-    return [p for group in optim.param_groups for p in group["params"]]
+    return params_of(optim)
 
 
 @pytest.mark.kernels_ci
@@ -825,9 +767,9 @@ def test_a_model_may_change_its_dtype_between_steps(dtype):
         assert all(moment.dtype == dtype for moment in moments)
 
 
-def break_off(model: nn.Module, optim: Any) -> None:
+def break_off_midway(model: nn.Module, optim: Any) -> None:
     """A step that fails when momentum has been updated."""
-    set_gradients(model)
+    set_gradients(trainable(model))
     with pytest.raises(RuntimeError, match="broke off"), Fault("begin Muon.orthogonalize", 1):
         optim.step()
     assert optim.is_broken
@@ -841,7 +783,7 @@ def test_a_checkpoint_that_became_the_live_state_repairs_nothing():
     for own in (optim.state_dict(), torch.load(io.BytesIO(file.getvalue()))):
         optim.load_state_dict(own)  # whose tensors are the state now
         train(model, optim, 1)
-        break_off(model, optim)
+        break_off_midway(model, optim)
         with pytest.raises(ValueError, match="load the file again"):
             optim.load_state_dict(own)
         assert optim.is_broken
@@ -854,7 +796,7 @@ def test_a_shallow_copy_is_as_broken_as_the_state_it_shares():
     model, optim = build()
     train(model, optim, 1)
     shared = copy.copy(optim)
-    break_off(model, optim)
+    break_off_midway(model, optim)
     with pytest.raises(RuntimeError, match="An earlier step"):
         shared.step()
 
@@ -908,7 +850,7 @@ def test_state_of_torchs_adamw_loads_into_an_adamw_group(kind):
     )
 
     def step(model: nn.Module, optim: Any, seed: int) -> None:
-        set_gradients(model, seed)
+        set_gradients(trainable(model), seed)
         optim.step()
 
     for seed in range(5):
@@ -1093,31 +1035,6 @@ def test_training_resumes_bit_by_bit_through_files(flatten, tmp_path):
 
 # Schedulers
 
-SCHEDULERS: dict[str, Callable[[Any], Any]] = {
-    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda t: 0.9**t),
-    "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda t: 0.9),
-    "StepLR": lambda o: lr_scheduler.StepLR(o, 2),
-    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [2, 4]),
-    "ConstantLR": lambda o: lr_scheduler.ConstantLR(o, 0.5, 3),
-    "LinearLR": lambda o: lr_scheduler.LinearLR(o, 0.1, total_iters=4),
-    "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.9),
-    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
-        o,
-        [lr_scheduler.LinearLR(o, 0.1, total_iters=3), lr_scheduler.CosineAnnealingLR(o, 4)],
-        milestones=[3],
-    ),
-    "PolynomialLR": lambda o: lr_scheduler.PolynomialLR(o, 5, power=2.0),
-    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 4),
-    "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(
-        [lr_scheduler.ConstantLR(o, 0.5, 3), lr_scheduler.ExponentialLR(o, 0.9)], optimizer=o
-    ),
-    "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=1),
-    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.001, 0.1, step_size_up=2),
-    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
-    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=10),
-    "SWALR": lambda o: swa_utils.SWALR(o, 0.001, anneal_epochs=3),
-}
-
 
 def test_every_scheduler_of_torch_is_tried():
     bases = (lr_scheduler.LRScheduler, lr_scheduler._LRScheduler)
@@ -1148,7 +1065,7 @@ def test_a_scheduler_sets_what_it_sets_for_torchs_sgd(name, tensor):
             assert isinstance(group["lr"], torch.Tensor) is isinstance(theirs["lr"], torch.Tensor)
         seen.add(float(optim.param_groups[0]["lr"]))
         before = model.qkv.weight.detach().clone()
-        set_gradients(model, seed)
+        set_gradients(trainable(model), seed)
         optim.step()
         sgd.step()
         assert (model.qkv.weight != before).any() or not optim.param_groups[0]["lr"]
@@ -1193,7 +1110,7 @@ def test_a_tensor_learning_rate_is_the_number(lr, options):
     other, twin = build(lr=lr, **options)
     for seed in range(3):
         for each, of in ((optim, model), (twin, other)):
-            set_gradients(of, seed)
+            set_gradients(trainable(of), seed)
             each.step()
     for p, q in zip(model.parameters(), other.parameters()):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
@@ -1285,7 +1202,7 @@ def test_state_dict_hooks_fire():
 @pytest.mark.parametrize("none_grad", [False, True])
 def test_gradients_stay_or_go_as_asked_and_are_never_written(none_grad):
     model, optim = build(none_grad=none_grad)
-    set_gradients(model)
+    set_gradients(trainable(model))
     held = {p: p.grad for p in trainable(model)}
     values = {p: grad.clone() for p, grad in held.items()}
     optim.step()
@@ -1298,7 +1215,7 @@ def test_gradients_stay_or_go_as_asked_and_are_never_written(none_grad):
 @pytest.mark.parametrize("none_grad", [False, True])
 def test_gradients_that_nobody_clears_add_up_for_those_that_keep_them(none_grad):
     model, optim = build(none_grad=none_grad)
-    set_gradients(model)
+    set_gradients(trainable(model))
     first = {p: p.grad.clone() for p in trainable(model)}
     optim.step()
     optim.zero_grad(set_to_none=False)
@@ -1320,7 +1237,7 @@ def test_gradients_that_nobody_clears_add_up_for_those_that_keep_them(none_grad)
 @pytest.mark.parametrize("set_to_none", [False, True])
 def test_zero_grad_zeroes_or_drops(set_to_none):
     model, optim = build(none_grad=False)
-    set_gradients(model)
+    set_gradients(trainable(model))
     optim.step()
     optim.zero_grad(set_to_none=set_to_none)
     for p in trainable(model):
@@ -1371,8 +1288,8 @@ def test_a_compiled_step_is_the_step(options):
     other, twin = build(**options)
     compiled = torch.compile(twin.step, backend="eager")
     for seed in range(3):
-        set_gradients(model, seed)
-        set_gradients(other, seed)
+        set_gradients(trainable(model), seed)
+        set_gradients(trainable(other), seed)
         gradients = [p.grad.clone() for p in trainable(other)]
         optim.step()
         compiled()
@@ -1435,7 +1352,7 @@ def test_state_that_was_never_stepped_goes_with_the_parameters_that_are_swapped_
 
 def test_state_of_parameters_that_come_back_is_as_they_left_it():
     model, optim = build()
-    set_gradients(model)
+    set_gradients(trainable(model))
     optim.step()
     before, old = copy.deepcopy(optim.state_dict()), [g["params"] for g in optim.param_groups]
     swap_parameters(optim, lambda p: nn.Parameter(p.detach().clone()))

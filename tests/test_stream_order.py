@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,14 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard
 
-from fake_device import CUDA
+from fake_device import CUDA, rows_at
 from kernel import optimizer
+from layouts import params_of
 from rank_pool import RankPool
 from stream_order import ordered_device
-
-dtensors = importlib.import_module(f"{optimizer.__name__}.distributed.utils")
 
 pytestmark = pytest.mark.skipif(
     torch.backends.cuda.is_built(), reason="the device is made for builds without CUDA"
@@ -80,11 +77,7 @@ def make(options: dict[str, Any], mode: str | None) -> torch.optim.Optimizer:
 
 
 def placed(value: torch.Tensor, mesh: DeviceMesh | None) -> torch.Tensor:
-    if mesh is None:
-        return value.to(CUDA)
-    layout = (mesh, (Shard(0),))
-    part = dtensors.shard_tensor(value, layout).to_local().to(CUDA)
-    return dtensors.dtensor_of(part, layout, value.shape, value.stride())
+    return value.to(CUDA) if mesh is None else rows_at(value, mesh, CUDA)
 
 
 def train(case: str, dropped: str | None = None) -> tuple[list[str], int, list[str]]:
@@ -97,7 +90,7 @@ def train(case: str, dropped: str | None = None) -> tuple[list[str], int, list[s
     torch.set_num_threads(1)
     with ordered_device(lambda _, site: site == dropped) as recorder:
         optim = make(*CASES[case])
-        params = [param for group in optim.param_groups for param in group["params"]]
+        params = params_of(optim)
         mesh = getattr(params[0].data, "device_mesh", None)
         generator = torch.Generator().manual_seed(1)
         for _ in range(STEPS):

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from counters import count
 from kernel import optimizer
-from layouts import EXACT, Group, Twins, Weight, backward, part
+from layouts import EXACT, Group, Twins, Weight, backward, params_of, part
 from models import Model
 from ranks import run_ranks
 
@@ -143,9 +143,8 @@ def test_algorithms_are_told():
 
 def test_flops_are_those_of_a_step():
     optim = optimizer.Muon(awkward_groups())
-    for group in optim.param_groups:
-        for param in group["params"]:
-            param.grad = torch.randn_like(param) if param.requires_grad else None
+    for param in params_of(optim):
+        param.grad = torch.randn_like(param) if param.requires_grad else None
     summary = optim.summary()
     with FlopCounterMode(display=False) as counter:
         optim.step()
@@ -281,14 +280,13 @@ def test_a_summary_changes_nothing():
     first = optim.summary()
     assert not optim.state
     assert [group.keys() for group in optim.param_groups] == [group.keys() for group in groups]
-    for group in optim.param_groups:
-        for param in group["params"]:
-            param.grad = torch.randn_like(param)
+    for param in params_of(optim):
+        param.grad = torch.randn_like(param)
     assert not optim.state
-    weights = [p.detach().clone() for group in optim.param_groups for p in group["params"]]
+    weights = [p.detach().clone() for p in params_of(optim)]
     second = optim.summary()
     assert (first.rows, first.totals) == (second.rows, second.totals)
-    now = [p for group in optim.param_groups for p in group["params"]]
+    now = params_of(optim)
     assert all(torch.equal(p, old) for p, old in zip(now, weights))
     assert all(p.grad is not None for p in now)
 

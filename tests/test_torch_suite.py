@@ -25,8 +25,8 @@ from torch.optim.optimizer import (
 
 from comparisons import assert_equal, through_torch_save
 from kernel import optimizer
-from layouts import case
-from test_errors import BAD_VALUES
+from layouts import case, set_gradients
+from wrong_input import BAD_VALUES
 
 GROUP_OPTIONS = optimizer.muon.GROUP_OPTIONS
 
@@ -579,10 +579,8 @@ def test_it_can_be_printed(kind):
 
 
 def steps(optim: Any, params: list[nn.Parameter], count: int = 3, seed: int = 0) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    for _ in range(count):
-        for p in params:
-            p.grad = torch.randn(p.shape, generator=generator)
+    for step in range(count):
+        set_gradients(params, count * seed + step)
         optim.step()
 
 

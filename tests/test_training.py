@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from checkout import EXAMPLES
 from ranks import run_ranks
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
 TINY = ["--steps", "8", "--eval-every", "2", "--warmup", "2", "--eval-batches", "2"]
 
 pytestmark = pytest.mark.slow

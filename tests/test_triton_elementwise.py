@@ -36,14 +36,11 @@ INF, NAN = float("inf"), float("nan")
 # Twice what rounding to the nearest takes: the interpreter rounds to bf16 towards zero.
 ULP = {BF16: 2.0**-7, FP16: 2.0**-10, FP32: 2.0**-23, FP64: 2.0**-52}
 
-
-# The interpreter's.
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array", "ignore:invalid value")
-
-
-@pytest.fixture(autouse=True)
-def seeded(one_thread):
-    torch.manual_seed(0)
+pytestmark = [
+    pytest.mark.usefixtures("seeded_on_one_thread"),
+    # The interpreter's.
+    pytest.mark.filterwarnings("ignore:Conversion of an array", "ignore:invalid value"),
+]
 
 
 # -- tensors in all layouts ------------------------------------------------------------------------

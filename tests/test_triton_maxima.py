@@ -6,6 +6,7 @@ Runs on an accelerator where there is one, else in Triton's interpreter.
 from __future__ import annotations
 
 import importlib
+import inspect
 import math
 import types
 
@@ -15,13 +16,14 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
+from attention_inputs import KINDS, attend, documents, inputs_of, maxima_of, per_head
 from counters import Operations
 from kernel import optimizer
-from test_qk_logits import KINDS, attend, documents, inputs_of, logits, per_head, reference
 
 pytest.importorskip("triton")
 kernels = importlib.import_module(f"{optimizer.__name__}.triton_kernels.logit_maxima")
 max_qk_logits = optimizer.max_qk_logits
+logits = inspect.getmodule(max_qk_logits)
 
 DEVICE = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -57,7 +59,7 @@ def assert_equal_to_reference(inputs, found=None, **options):
     if found is None:
         given = {name: on_device(value) for name, value in {**inputs, **options}.items()}
         found = max_qk_logits(**given)
-    expected = reference(**inputs, **options)
+    expected = maxima_of(**inputs, **options)
     # What 16-bit inputs hold is exact, so that roundings are those of sums in fp32.
     torch.testing.assert_close(found.double().cpu(), expected, rtol=3e-6, atol=3e-6, equal_nan=True)
 
@@ -117,7 +119,7 @@ def test_masks_as_torchs_attention_takes_them(shape, launches):
 def test_what_masked_pairs_hold_does_not_matter(worst):
     inputs = inputs_of(B=1)
     q, k = inputs["q"], inputs["k"]
-    expected = reference(q[:, :, :36], k)
+    expected = maxima_of(q[:, :, :36], k)
     q[:, 1, 36] = worst  # the last query of head 1, of no pair that counts
     k[:, :, 36] = worst
     mask = torch.ones(37, 1, dtype=torch.bool)
@@ -144,7 +146,7 @@ def test_nan_is_above_infinity_and_seen_by_its_head_only():
 def test_maxima_of_either_sign_are_raised_and_never_lowered(sign):
     q, k = (tensor.abs() for tensor in inputs_of().values())
     q = sign * q
-    expected = reference(q, k)
+    expected = maxima_of(q, k)
     for held in (-math.inf, -1e30, -0.0, 0.0, 1e30, math.inf):
         out = torch.full((6,), held, device=DEVICE)
         found = max_qk_logits(on_device(q), on_device(k), out=out)
@@ -196,7 +198,7 @@ def test_an_attention_call_that_is_recorded_takes_one_launch(launches):
 
         def forward(self, x):
             q, k = (f(x).unflatten(-1, (4, 8)).transpose(1, 2) for f in (self.wq, self.wk))
-            self.largest = reference(q.detach().cpu(), k.detach().cpu())
+            self.largest = maxima_of(q.detach().cpu(), k.detach().cpu())
             return x + F.scaled_dot_product_attention(q, k, k, is_causal=True).mean()
 
     model = nn.Sequential(Attention(), Attention()).to(DEVICE)

@@ -18,11 +18,9 @@ import pytest
 import torch
 from torch import nn
 
+from checkout import PACKAGE, each_source
 from comparisons import through_torch_save
 from kernel import optimizer
-
-PACKAGE = Path(__file__).parent.parent / "torch-ext" / "optimizer"
-SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 # Of the standard library. What is not here needs a look before it is added: nothing that reads or
 # writes files or the network, starts processes, unpickles, or asks the environment.
@@ -65,10 +63,6 @@ RULED_OUT = {
     *("gather_object", "scatter_object_list", "rpc", "multiprocessing", "package"),
 }
 ALLOWED = {("json", "loads"), ("json", "dumps")}
-
-each_source = pytest.mark.parametrize(
-    "source", SOURCES, ids=[str(source.relative_to(PACKAGE)) for source in SOURCES]
-)
 
 
 def imports(tree: ast.AST) -> Iterator[tuple[str, set[str]]]:

@@ -26,15 +26,13 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from checkpointed import LAYOUTS, Network, Run, load_checkpoint, save_checkpoint
+from checkout import EXAMPLES
+from checkpointed import CLIP, LAYOUTS, LOGITS, Network, Run, load_checkpoint, save_checkpoint
 from kernel import optimizer
 from layouts import case, local, part_for
 from ranks import run_ranks
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
 Host = optimizer.SimulatedHost
-CLIP: dict[str, Any] = {"clip_config": {"head_dim": 8, "threshold": 1.0}}
-LOGITS = {0: torch.tensor([3.0, 0.5]), 1: torch.tensor([0.5, 2.0])}
 VARIANTS: list[dict[str, Any]] = [
     {},
     {**CLIP, "cautious": True},

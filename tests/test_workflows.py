@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from checkout import ROOT
 from hub_clients import git
 
-ROOT = Path(__file__).parent.parent
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 PUBLISH, TESTS, GPU = (
     ROOT / ".github" / "workflows" / f"{name}.yml" for name in ("publish", "tests", "gpu")

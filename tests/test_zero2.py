@@ -634,7 +634,7 @@ def moments_of(shapes: Any) -> dict[str, torch.Tensor]:
     return found
 
 
-def save(path: str, shapes: Any) -> None:
+def save_moments(path: str, shapes: Any) -> None:
     moments = moments_of(shapes)
     for number, moment in enumerate(moments.values()):
         whole = numbers(moment.shape, torch.float32, number, exact=False)
@@ -643,7 +643,7 @@ def save(path: str, shapes: Any) -> None:
     dcp.save(moments, checkpoint_id=path)
 
 
-def load(path: str, shapes: Any) -> None:
+def load_moments(path: str, shapes: Any) -> None:
     moments = moments_of(shapes)
     dcp.load(moments, checkpoint_id=path)
     for number, moment in enumerate(moments.values()):
@@ -652,6 +652,6 @@ def load(path: str, shapes: Any) -> None:
 
 
 def test_checkpoints_of_divided_state_load_on_other_numbers_of_ranks(tmp_path):
-    run_ranks(save, 3, str(tmp_path), MODEL)
-    run_ranks(load, 2, str(tmp_path), MODEL)
-    run_ranks(load, 8, str(tmp_path), MODEL)
+    run_ranks(save_moments, 3, str(tmp_path), MODEL)
+    run_ranks(load_moments, 2, str(tmp_path), MODEL)
+    run_ranks(load_moments, 8, str(tmp_path), MODEL)

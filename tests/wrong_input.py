@@ -1,0 +1,129 @@
+"""Optimizers to be given wrong input, and wrong values of every option of a group."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from comparisons import assert_equal
+from kernel import optimizer
+from layouts import params_of, set_gradients
+
+NAN, INF = float("nan"), float("inf")
+
+TOO_LARGE = 10**400  # for any float
+NO_NUMBERS = [NAN, INF, -INF, -1.0, True, None, "0.1", 1j, [0.1], Fraction(1, 2), TOO_LARGE]
+NO_FRACTIONS = [*NO_NUMBERS, 1.0, 1.5]
+NO_BOOLS = [1, 0, "yes", 0.5]
+NO_NAMES = ["unheard of", "", True, 1, ["none"], np.ones(2)]
+NO_DTYPES = ["bfloat16", torch.int8, torch.complex64, torch.bool, 32, True, np.ones(2)]
+NO_FAMILIES = [
+    "newton",
+    "",
+    None,
+    5,
+    (3.4445, -4.7750),
+    (3.4445, NAN, 2.0315),
+    (3.4445, -4.7750, TOO_LARGE),
+    [],
+    [(1.0, 2.0)] * 5,
+    [(1.0, 2.0, 3.0, 4.0)] * 5,
+    [("a", "b", "c")] * 5,
+    [(NAN, 0.0, 0.0)] * 5,
+    [(2.0, -INF, 0.5)] * 5,
+    [None] * 5,
+]
+BAD_VALUES: dict[str, list[Any]] = {
+    "lr": [*NO_NUMBERS, torch.ones(2), torch.ones(0)],
+    "momentum": NO_FRACTIONS,
+    "nesterov": [*NO_BOOLS, None],
+    "ns_steps": [0, -1, 5.0, True, None, "5", NAN, 1001, TOO_LARGE],
+    "weight_decay": NO_NUMBERS,
+    "adamw_betas": [0.9, (0.9,), (0.9, 0.95, 0.99), None, "ab", (0.9, None)]
+    + [(0.9, bad) for bad in (1.0, -0.1, NAN, True)]
+    + [(bad, 0.9) for bad in (1.0, -0.1, NAN, True)],
+    "adamw_eps": NO_NUMBERS,
+    "none_grad": [*NO_BOOLS, None],
+    "adjust_lr": [*NO_NAMES, None],
+    "momentum_style": [*NO_NAMES, None],
+    "ns_coefficients": NO_FAMILIES,
+    "ns_algorithm": [*NO_NAMES, None],
+    "ns_norm": [*NO_NAMES, None],
+    "ns_dtype": NO_DTYPES,
+    "ns_eps": NO_NUMBERS,
+    "ns_eps_absolute": [bad for bad in NO_NUMBERS if bad is not None],
+    "ns_norm_factor": [0.0, *(bad for bad in NO_NUMBERS if bad is not None)],
+    "ns_equilibrate": [*NO_BOOLS, None],
+    "ns_renormalize": [*NO_BOOLS, None],
+    "beta2": [bad for bad in NO_FRACTIONS if bad is not None],
+    "second_moment_side": [*NO_NAMES, None],
+    "cautious": [*NO_BOOLS, None],
+    "decay_lr": [*NO_NAMES, None],
+    "momentum_dtype": NO_DTYPES,
+    "weight_rounding": [*NO_NAMES, None],
+    "rounding_seed": [1.0, "1", True, None],
+    "missing_grad": [*NO_NAMES, None],
+    "nonfinite": [*NO_NAMES, None],
+    "expert_keys": ["experts", [1], ["experts", None], 3, True],
+    "split": [0, -1, True, 2.0, NAN, [], [2, -2], [4, 0], [2, True], [2.0, 2.0], [[2], [2]]]
+    + ["qkv", {"w1": 0}, {"w1": []}, {"w1": "2"}, {1: 2}, {"w1": {"weight": 2}}],
+    "flatten": [*NO_BOOLS, None],
+    "maximize": [*NO_BOOLS, None],
+    "capturable": [*NO_BOOLS, None],
+    "foreach": NO_BOOLS,
+}
+
+
+def parameter(*shape: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
+    return nn.Parameter(torch.randn(shape, dtype=dtype))
+
+
+def good_groups() -> list[dict[str, Any]]:
+    """Both kinds of groups, and each kind behind the other."""
+    return [
+        {
+            "params": [parameter(4, 6), parameter(5, 5)],
+            "names": ["layers.0.w1.weight", "layers.0.w2.weight"],
+            "use_muon": True,
+        },
+        {
+            "params": [parameter(7), parameter(3, 2)],
+            "names": ["norm.weight", "embed.weight"],
+            "use_muon": False,
+        },
+        {"params": [parameter(6, 4)], "names": ["layers.1.w1.weight"], "use_muon": True},
+        {"params": [parameter(2)], "names": ["head.bias"], "use_muon": False},
+    ]
+
+
+def muon_group(*params: Any, **options: Any) -> dict[str, Any]:
+    return {"params": list(params), "use_muon": True, **options}
+
+
+def adamw_group(*params: Any, **options: Any) -> dict[str, Any]:
+    return {"params": list(params), "use_muon": False, **options}
+
+
+def trained(steps: int, **options: Any) -> Any:
+    """An optimizer after some steps, with gradients for the next one."""
+    optim = optimizer.Muon(good_groups(), **options)
+    for step in range(steps):
+        set_gradients(params_of(optim), seed=step)
+        optim.step()
+    set_gradients(params_of(optim), seed=steps)
+    return optim
+
+
+def assert_steps_like(optim: Any, twin: Any) -> None:
+    """Both take one more step from the same gradients, to the same bits."""
+    before = [p.detach().clone() for p in params_of(optim)]
+    for each in (optim, twin):
+        set_gradients(params_of(each), seed=99)
+        each.step()
+    for p, other, old in zip(params_of(optim), params_of(twin), before):
+        assert torch.equal(p, other) and not torch.equal(p, old)
+        assert_equal(dict(optim.state[p]), dict(twin.state[other]))
