@@ -30,6 +30,7 @@ from wrong_input import (
     BAD_VALUES,
     INF,
     NAN,
+    TOO_LARGE,
     adamw_group,
     assert_steps_like,
     good_groups,
@@ -525,6 +526,7 @@ def test_a_bad_parameter_swapped_in_later_stops_the_step(replacement, pattern, s
     "key, value",
     [("chunk_size", bad) for bad in (0, -2, 2.5, True, None, "4")]
     + [("warmup_step", bad) for bad in (-1, 1.5, None)]
+    + [("staging_bytes", bad) for bad in (0, 1e9, TOO_LARGE)]
     + [("comm_dtype", bad) for bad in (torch.int8, torch.complex64, "bfloat16", 16)]
     + [("consistency_check", bad) for bad in ("always", None, True)],
 )

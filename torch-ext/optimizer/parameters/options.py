@@ -281,7 +281,8 @@ class Settings:
         _optional(lambda value: isinstance(value, Machine), "a Machine")
     )
     staging_bytes: Optional[int] = _is(
-        _optional(lambda value: is_int(value) and value > 0, "an int > 0")
+        # `is_number` is False for an int that no float is as large as.
+        _optional(lambda value: is_int(value) and is_number(value) and value > 0, "an int > 0")
     )
     owners_per_matrix: Union[int, str] = _is(
         Option(
