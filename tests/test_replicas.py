@@ -557,6 +557,18 @@ def test_other_weights_on_a_rank_raise_before_the_first_step(kind):
         assert "a has other weights on rank 1" in outcome.message
 
 
+def whose_sums_were_rounded_otherwise() -> None:
+    param = nn.Parameter(torch.ones(16, 8))
+    optim = optimizer.Muon([{"params": [param], "use_muon": True}], **options_of("DDP"))
+    param.grad = torch.full_like(param, 1.0 + 1e-6 * dist.get_rank())
+    optim.step()
+    assert not torch.equal(param, torch.ones(16, 8))
+
+
+def test_averaged_gradients_may_differ_between_ranks_by_rounding():
+    run_ranks(whose_sums_were_rounded_otherwise, 2)
+
+
 def test_gradients_that_nobody_averaged_raise_before_the_first_step():
     for outcome in rank_outcomes(that_were_not_averaged, 2, "DDP", 0):
         assert outcome.error == "ValueError"
