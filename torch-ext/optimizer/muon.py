@@ -58,10 +58,10 @@ class Muon(torch.optim.Optimizer):
     where scale is 0.2·sqrt(max(rows, cols)) by default. So a learning rate and a weight decay that
     were tuned for AdamW fit Muon, too (Liu et al. 2025, arXiv:2502.16982).
 
-    Unless ``ns_eps_absolute`` is set, U does not depend on the scale of gradients: with all
-    gradients of a run multiplied by 2^k, matrices take the same steps to the bit, unless numbers
-    under- or overflow. ``clip_grad_norm_`` changes only roundings, and what one batch weighs in the
-    momentum.
+    Unless ``ns_eps_absolute`` or ``ns_equilibrate`` is set, U does not depend on the scale of
+    gradients: with all gradients of a run multiplied by 2^k, matrices take the same steps to the
+    bit, unless numbers under- or overflow. ``clip_grad_norm_`` changes only roundings, and what one
+    batch weighs in the momentum.
 
     Args:
         params: parameter groups: dicts with ``params``, and with ``use_muon``, which is True for
@@ -114,7 +114,7 @@ class Muon(torch.optim.Optimizer):
             accelerators (fp32 on MPS), bf16 on CPUs with instructions for it, fp32 on other CPUs.
             Where this and ``comm_dtype`` both are given as fp32 or fp64, steps are exact: the same
             bits on every layout.
-        ns_eps: added to the norm of the matrix scaled to a largest magnitude of 1.
+        ns_eps: added to the norm of the matrix after its largest magnitude was scaled to 1.
         ns_eps_absolute: added to the norm itself, as the sources of `presets` have it, so that
             smaller gradients make smaller updates; None is 0.
         ns_norm_factor: the norm is multiplied with this; None takes what the coefficients come
@@ -128,8 +128,8 @@ class Muon(torch.optim.Optimizer):
             ``"longer"`` side, or for each of its ``"rows"``, whatever its shape.
         cautious: decay a weight only where the update moves it towards zero or not at all.
         decay_lr: decay by lr (``"base"``) or by lr·scale (``"adjusted"``).
-        momentum_dtype: dtype of the momentum buffer; None is the gradient's, and fp32 where
-            ``weight_rounding`` has weights updated in fp32.
+        momentum_dtype: dtype of the momentum buffer; None is the gradient's, or fp32 for
+            bf16 weights whose ``weight_rounding`` is not ``"nearest"``.
         weight_rounding: how updated weights in bf16 are rounded, Muon's and AdamW's:
             ``"nearest"``, which loses all of an update smaller than 2^-9 of a weight; ``"exact"``,
             with 16 more bits of each weight as state, so that steps are those of fp32 weights; or
@@ -173,9 +173,10 @@ class Muon(torch.optim.Optimizer):
             accelerator's memory, and on CPUs about 1.5 times the local weights and 4 times the
             largest matrix together (docs/layouts.md). For all groups.
         owners_per_matrix: how many ranks orthogonalize a sharded matrix together, each a slice of
-            its longer side, which pays with more ranks than matrices (docs/layouts.md). ``"auto"``
-            takes 1, 2, 4 or 8, by an estimate. Not with ``beta2``, ``ns_equilibrate``,
-            ``ns_renormalize`` or ``use_distributed_muon``, nor in exact mode. For all groups.
+            its longer side, which pays with about as many ranks as matrices, or more
+            (docs/layouts.md). ``"auto"`` takes 1, 2, 4 or 8, by an estimate. Not with ``beta2``,
+            ``ns_equilibrate``, ``ns_renormalize`` or ``use_distributed_muon``, nor in exact mode.
+            For all groups.
         process_group: the ranks that hold the same plain parameters, a process group or a mesh of
             one dimension. They divide Muon's work and its momentum, which becomes a DTensor,
             ``Shard(0)``. Pickles do not hold it: set `process_group` again.
@@ -534,7 +535,7 @@ class Muon(torch.optim.Optimizer):
         )
         if self._agreement.lacks_kernels and not lacked_kernels:
             triton_kernels.warn_of_doing_without(kernel_error or "another rank can't launch them")
-        # An error has been raised by now: `decide` does so.
+        # If there was an error, `decide` has raised it.
         if survey is not self._agreed:
             self._agreed = survey
             params = (param for group in groups for param in group.params)
@@ -875,7 +876,7 @@ class Muon(torch.optim.Optimizer):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in torch.optim, but momentum keeps its dtype, and missing group keys get defaults.
+        """As in torch.optim, but momentum keeps its saved dtype; missing group keys get defaults.
 
         How parameters are read as matrices (``expert_keys``, ``split``, ``flatten``) stays as
         constructed.
@@ -1069,11 +1070,12 @@ class Muon(torch.optim.Optimizer):
                 gradient is there, and copies it back after the step, while training goes on.
             slot_bytes: device memory that ``"stream"`` takes, within the step only; None is 5 % of
                 the device's state or 512 MiB, whichever is more.
-            model: for ``"backward"``: the forward of each module of the model that has parameters
-                first frees memory whose state is back on the host (but not in compiled forwards).
+            model: for ``"backward"``: before the forward of each module that has parameters, except
+                in compiled forwards, device memory is freed whose state is back on the host.
                 Without a model the next backward frees it.
             backend: makes the copies in place of the devices' streams; it also offloads the state
-                of parameters on a CPU: a `SimulatedHost` shows what happens without an accelerator.
+                of parameters on a CPU: with a `SimulatedHost` you can try offload without an
+                accelerator.
 
         Raises:
             ValueError: an unknown mode; ``slot_bytes`` below 1; a model without parameters of this
@@ -1158,8 +1160,8 @@ class Muon(torch.optim.Optimizer):
     def offload(self) -> None:
         """Starts to write reloaded state back.
 
-        The next call of one of these methods or of ``step()``, or a forward of ``model`` in the
-        mode ``"backward"``, frees the device memory if the copies are done by then.
+        The device memory is freed by the next ``step()``, reload, `wait_reload` or `offload`, or by
+        a forward of ``model`` in the mode ``"backward"``, if the copies are done by then.
         """
         self._offload.offload()
 

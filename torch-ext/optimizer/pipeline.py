@@ -8,8 +8,9 @@ one device all lanes are local.
 The schedule, a tuple of events made by `async_utils`, fixes the order. docs/how-it-works.md
 explains what a plan is made of: lanes, chunks, batches, units, bundles, spans. All units of a batch
 have one group of hyperparameters and one shape of matrices; all units of a span have one group, one
-dtype and, for weights, one scale. So the code reads these from the first unit. Lanes with traffic
-have no matrices without a gradient; local lanes have them, and `Step.present` leaves them out.
+dtype and, for weights, one scale. So the code reads these from the first unit. Matrices without a
+gradient are not planned into lanes with traffic. They are in local lanes, where the code leaves
+them out by `Step.present`.
 
 An event asks the step for tensors. Those that `Step.momentum` and `Step.weights` return may lie in
 host memory; `Step.prefetcher` then brings them to the device window by window. `Step.grads` returns
@@ -128,8 +129,8 @@ def _update_span_momentum(span: Span, buffer: Tensor, lane: Lane, step: Step) ->
     """
     start, stop = span[0].start, span[-1].start + span[-1].numel
     is_staged = span[0].is_staged  # if not, another replica sends this part of the momentum
-    # Kernels write an unscaled span straight into the buffer, below. For other spans the code
-    # below would make a copy in opmath, which kernels that take lists of tensors do not need.
+    # After this branch, kernels write a staged, unscaled span straight into the buffer; all else
+    # goes through a copy in opmath. Kernels that take lists of tensors do not need that copy.
     if step.uses_lists(lane) and (lane.scaled or not is_staged):
         _update_span_momentum_by_lists(span, buffer[start:], is_staged, lane, step)
         return
@@ -174,7 +175,9 @@ def _update_span_momentum_by_lists(
 ) -> None:
     """Does what `_update_span_momentum` does, but makes no copy of the span in opmath.
 
-    If the span is staged, a second kernel makes the owners' input anew, scaled for an fp16 wire.
+    The kernel that updates momentum does not write the owners' input. If the span is staged, it
+    measures that input, and a second kernel computes it again and writes it, scaled for an fp16
+    wire.
 
     Args:
         sent: the buffer, from the beginning of the span on.
