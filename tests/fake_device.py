@@ -144,7 +144,7 @@ class Device:
     Attributes:
         memory: its bytes.
         operations: how often each was done there, by name.
-        host_operations: the same of operations between tensors of the host.
+        host_operations: how often each operation was done between tensors of the host, by name.
         computes: whether operations there are done; else their results are made, undefined.
         waits: what made the host wait, by operation: values that it reads from the device, and
             copies that are blocking, or from or to memory that is not page-locked.
