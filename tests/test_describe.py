@@ -110,6 +110,10 @@ def moe(transposed: bool = False) -> nn.Module:
     return nn.ModuleDict({"embed_tokens": nn.Embedding(50, 16), "layers": nn.ModuleList(layers)})
 
 
+def test_a_router_behind_stacked_experts_goes_where_the_code_puts_it():
+    follow(nn.ModuleDict({"experts": Experts(), "router": nn.Linear(16, 3)}))
+
+
 def resnet() -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(3, 8, 7),

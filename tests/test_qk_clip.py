@@ -671,7 +671,7 @@ WRONG_CONFIGS = [
     ({"head_dim": 2, "row_map": {"x": "wz"}}, "'x' is like 'wz', which is none of wq"),
     ({"head_dim": 2, "row_map": {"x": "(q k"}}, r"row_map\['x'\]: '\(q k' has '\('"),
     ({"head_dim": 2, "row_map": {"q_proj": "(q=3 + k=5) d"}}, "parts 'q' that are no heads of 2"),
-    ({"head_dim": 2, "row_map": {"q_proj": "(q=3 + k=6) d"}}, "q_proj.* has as 9"),
+    ({"head_dim": 2, "row_map": {"q_proj": "(q=3 + k=6) d"}}, "q_proj.* counts as 9"),
     ({"head_dim": 2, "row_map": {"q_proj": "(a=3 + b=5) d"}}, "has no part 'q' or 'k'"),
     ({"head_dim": 2, "row_map": {"x": {"query": [0]}}}, r"row_map\['x'\] must be"),
     ({"head_dim": 2, "row_map": {"q_proj": {"q": [0, 7]}}}, "from row 7 on, but .* has 8 rows"),

@@ -185,7 +185,7 @@ def resolve(product: _Product, total: int, what: str, source: str) -> list[Part]
             raise ValueError(f"{subject} can't part: {name!r} is nested in itself")
         sizes[name] = (total - with_0) // (with_1 - with_0)
     if not unknown and _size(product, sizes) != total:
-        raise ValueError(f"{subject} has as {_size(product, sizes)}")
+        raise ValueError(f"{subject} counts as {_size(product, sizes)}")
     if _size(product, sizes) != total or min(sizes.values(), default=1) < min(1, total):
         raise ValueError(f"{subject} does not divide")
     return _parts(product, 1, sizes)

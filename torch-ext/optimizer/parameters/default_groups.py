@@ -157,7 +157,7 @@ def decide(
         ValueError: no model, or one with parameters that have no shape yet.
     """
     if not isinstance(model, nn.Module):
-        raise ValueError(f"takes a model (nn.Module), found a {type(model).__name__}")
+        raise ValueError(f"give the model (nn.Module) itself, found a {type(model).__name__}")
     with_keys = takes_expert_keys(is_muon_func)
     embeddings: dict[int, str] = {}
     for path, module in model.named_modules():

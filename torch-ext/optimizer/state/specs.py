@@ -203,7 +203,7 @@ def check_tensors(
             placement = "plain" if placed is None else f"{list(placed[1])} on {placed[0]}"
             remedy = "load it with torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
             if placed is None:  # as after unpickling, which brings no process group back
-                remedy = f"give the replicas' again, optim.process_group = ..., or {remedy}"
+                remedy = f"give the process group again, optim.process_group = ..., or {remedy}"
             raise ValueError(
                 f"{where} is {dtensors.describe(value)}, where it should be {placement}; {remedy}"
             )

@@ -16,6 +16,7 @@ from ...parameters.default_groups import (
     DIMENSIONS,
     Decision,
     default_is_muon,
+    get_default_muon_param_groups,
     groups_of,
     takes_expert_keys,
 )
@@ -76,6 +77,11 @@ class Remedy:
         """The caller's options, changed by the remedy."""
         merged = {**options, **self.options}
         return {k: v for k, v in merged.items() if v is not None or k not in self.options}
+
+    @property
+    def needs_a_rule(self) -> bool:
+        """Whether the groups need a function ``is_muon``, beside other arguments."""
+        return bool(self.leave or self.take or self.only_matrices)
 
     def muons(self, subject: Subject) -> list[Decision]:
         """The parameters that are Muon's once the advice is taken."""
@@ -138,7 +144,7 @@ def script(subject: Subject, advice: Remedy) -> str:
     """Code that runs where ``model`` and ``optimizer`` are at hand."""
     lines = list(advice.header)
     arguments = ["model"]
-    if advice.leave or advice.take or advice.only_matrices:
+    if advice.needs_a_rule:
         lines += [*_is_muon(subject, advice), ""]
         arguments.append("is_muon_func=is_muon")
     elif subject.is_muon_func is not default_is_muon:
@@ -166,6 +172,9 @@ def advised_options(subject: Subject, advice: Remedy) -> dict[str, Any]:
 
 def advised_groups(subject: Subject, advice: Remedy) -> list[dict[str, Any]]:
     """The parameter groups that the script makes."""
+    arguments = _group_arguments(subject, advice)
+    if not advice.needs_a_rule:  # expert_keys may change what the default rule takes for a head
+        return get_default_muon_param_groups(subject.model, subject.is_muon_func, **arguments)
     muons = {decision.name for decision in advice.muons(subject)}
     if advice.take:
         muons -= set(_condition(subject, advice.take)[1])
@@ -173,7 +182,6 @@ def advised_groups(subject: Subject, advice: Remedy) -> list[dict[str, Any]]:
         replace(decision, algorithm="Muon" if decision.name in muons else "AdamW")
         for decision in subject.trainable
     ]
-    arguments = _group_arguments(subject, advice)
     del arguments["adamw_keys"]
     remember_owners(subject.model)
     return groups_of(decisions, **arguments)

@@ -77,7 +77,7 @@ class QKLogitRecorder:
 
     def __init__(self, model: nn.Module, modules: Optional[Sequence[str]] = None):
         if not isinstance(model, nn.Module):
-            raise ValueError(f"takes a model (nn.Module), found a {type(model).__name__}")
+            raise ValueError(f"QKLogitRecorder takes an nn.Module, found a {type(model).__name__}")
         patterns = [modules] if isinstance(modules, str) else modules
         records = [_Record(*chosen) for chosen in _attention_modules(model, patterns).items()]
         for record in records:
