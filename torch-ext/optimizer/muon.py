@@ -566,8 +566,8 @@ class Muon(torch.optim.Optimizer):
     ) -> Optional[Clipping]:
         """QK-Clip of this step; None where it is off, or has no logits.
 
-        A step that only creates state has gradients of zeros. Unless it was given logits, it clips
-        no layer with such gradients.
+        In a step with lr=0 and no state yet, which may be one that only creates state, layers whose
+        gradients are zeros on all ranks are clipped only if the step was given ``qk_logits``.
         """
         logits, is_recorded = self._logits.take(qk_logits)
         if self._clip is not None:
@@ -1071,7 +1071,7 @@ class Muon(torch.optim.Optimizer):
             slot_bytes: device memory that ``"stream"`` takes, within the step only; None is 5 % of
                 the device's state or 512 MiB, whichever is more.
             model: for ``"backward"``: before the forward of each module that has parameters, except
-                in compiled forwards, device memory is freed whose state is back on the host.
+                in compiled forwards, the device memory of state that is back on the host is freed.
                 Without a model the next backward frees it.
             backend: makes the copies in place of the devices' streams; it also offloads the state
                 of parameters on a CPU: with a `SimulatedHost` you can try offload without an

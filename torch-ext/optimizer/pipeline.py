@@ -18,9 +18,9 @@ this rank's gradients, or means over replicas (ZeRO-2); `Step.keep` says which e
 `Transport` carries one chunk between ranks.
 
 Traces of torch.profiler name four kinds of events, ``Muon.momentum``, ``Muon.orthogonalize``,
-``Muon.weights`` and ``Muon.adamw``, and the exchange of notes before a step, ``Muon.agree``. Each
-time the code enters a new `record_function` context. It decorates no function: a decorator has one
-record, which threads that run several optimizers would share.
+``Muon.weights`` and ``Muon.adamw``, and the exchange of notes before a step, ``Muon.agree``. The
+code enters a new `record_function` context each time, and decorates no function: a decorator has
+one record, which threads that run several optimizers would share.
 """
 
 from __future__ import annotations
@@ -295,7 +295,7 @@ def _to_places(packed: Tensor, present: Optional[Sequence[bool]], out: Optional[
 
 
 def _moves(present: Sequence[bool]) -> tuple[list[int], list[int]]:
-    """The numbers of absent units at the front, and of as many present units at the end."""
+    """The indices of absent units at the front, and of as many present units at the end."""
     count = sum(present)
     absent = [number for number in range(count) if not present[number]]
     return absent, [number for number in range(count, len(present)) if present[number]]
