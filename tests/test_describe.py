@@ -110,10 +110,6 @@ def moe(transposed: bool = False) -> nn.Module:
     return nn.ModuleDict({"embed_tokens": nn.Embedding(50, 16), "layers": nn.ModuleList(layers)})
 
 
-def test_a_router_behind_stacked_experts_goes_where_the_code_puts_it():
-    follow(nn.ModuleDict({"experts": Experts(), "router": nn.Linear(16, 3)}))
-
-
 def resnet() -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(3, 8, 7),
@@ -147,6 +143,10 @@ def test_a_plain_llama_has_no_trap_and_the_code_of_the_readme():
     assert told["layers.0.attention.wq.weight"] == "matrix"
     assert told["norm.weight"] == "vector"
     assert "output" in told["output.weight"]
+
+
+def test_a_router_behind_stacked_experts_goes_where_the_code_puts_it():
+    follow(nn.ModuleDict({"experts": Experts(), "router": nn.Linear(16, 3)}))
 
 
 def test_rows_are_plain_data_of_every_parameter_in_the_models_order():

@@ -66,10 +66,8 @@ def update_momentum_and_gather(event: Event, step: Step) -> None:
     """Updates this rank's momentum, B ← μB + wG, and starts to send the owners their input."""
     prepared = step.prepared
     chunk, lane = prepared.chunk(event)
-    process_group, team_group = (
-        prepared.process_groups[event.lane],
-        prepared.team_groups[event.lane],
-    )
+    process_group = prepared.process_groups[event.lane]
+    team_group = prepared.team_groups[event.lane]
     transport = Transport(chunk, lane, process_group, team_group, step.scratch)
     step.transports[event.chunk] = transport
     with record_function("Muon.momentum"):
