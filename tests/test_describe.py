@@ -110,6 +110,14 @@ def moe(transposed: bool = False) -> nn.Module:
     return nn.ModuleDict({"embed_tokens": nn.Embedding(50, 16), "layers": nn.ModuleList(layers)})
 
 
+def test_groups_of_a_model_without_muons_matrices_repeat_no_warning():
+    description = describe(nn.Sequential(nn.Embedding(50, 16), nn.LayerNorm(16)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        muon, adamw = description.groups()
+    assert muon["names"] == [] and len(adamw["names"]) == 3
+
+
 def resnet() -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(3, 8, 7),

@@ -15,8 +15,8 @@ from ...distributed import utils as dtensors
 from ...parameters.default_groups import (
     DIMENSIONS,
     Decision,
+    decide,
     default_is_muon,
-    get_default_muon_param_groups,
     groups_of,
     takes_expert_keys,
 )
@@ -173,16 +173,18 @@ def advised_options(subject: Subject, advice: Remedy) -> dict[str, Any]:
 def advised_groups(subject: Subject, advice: Remedy) -> list[dict[str, Any]]:
     """The parameter groups that the script makes."""
     arguments = _group_arguments(subject, advice)
-    if not advice.needs_a_rule:  # expert_keys may change what the default rule takes for a head
-        return get_default_muon_param_groups(subject.model, subject.is_muon_func, **arguments)
-    muons = {decision.name for decision in advice.muons(subject)}
-    if advice.take:
-        muons -= set(_condition(subject, advice.take)[1])
-    decisions = [
-        replace(decision, algorithm="Muon" if decision.name in muons else "AdamW")
-        for decision in subject.trainable
-    ]
-    del arguments["adamw_keys"]
+    adamw_keys = arguments.pop("adamw_keys")
+    if advice.needs_a_rule:
+        muons = {decision.name for decision in advice.muons(subject)}
+        if advice.take:
+            muons -= set(_condition(subject, advice.take)[1])
+        decisions = [
+            replace(decision, algorithm="Muon" if decision.name in muons else "AdamW")
+            for decision in subject.trainable
+        ]
+    else:  # anew: expert_keys may change what the default rule takes for a head
+        expert_keys = arguments["expert_keys"]
+        decisions = decide(subject.model, subject.is_muon_func, expert_keys, adamw_keys)
     remember_owners(subject.model)
     return groups_of(decisions, **arguments)
 
