@@ -395,3 +395,15 @@ def test_without_an_audit_a_step_does_nothing_more():
         assert run.optim.metrics()
     assert counts[0] == counts[1]
     assert Run.on("one device").optim.metrics() == {}
+
+
+def test_polar_factors_are_told_apart_where_another_matrix_has_no_gradient():
+    params = {name: nn.Parameter(torch.randn(16, 16)) for name in ("idle", "row", "full")}
+    optim = optimizer.Muon([{"params": list(params.items()), "use_muon": True}])
+    params["full"].grad = torch.randn(16, 16)
+    params["row"].grad = torch.zeros(16, 16).index_fill(0, torch.tensor([3]), 1.0)
+    with optim.audit() as audit:
+        optim.step()
+    (rows,) = audit.report().steps
+    assert rows["idle"]["absent"]
+    assert rows["row"]["relative_rank"] < 0.2 < 0.5 < rows["full"]["relative_rank"]

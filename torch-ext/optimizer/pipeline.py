@@ -2,15 +2,15 @@
 
 Every rank updates the momentum of what it holds, and sends the input of orthogonalization to the
 owners of the matrices. The owners orthogonalize matrices, or slices of them, and send every rank
-its part of the update. Matrices of local lanes pass through the same functions without traffic; on
-one device all lanes are local.
+its part of the update. Matrices that lie whole on this rank, in a local lane, pass through the same
+functions without traffic; on one device all lanes are local.
 
 The schedule, a tuple of events made by `async_utils`, fixes the order. docs/how-it-works.md
 explains what a plan is made of: lanes, chunks, batches, units, bundles, spans. All units of a batch
 have one group of hyperparameters and one shape of matrices; all units of a span have one group, one
-dtype and, for weights, one scale. So the code reads these from the first unit. Matrices without a
-gradient are not planned into lanes with traffic. They are in local lanes, where the code leaves
-them out by `Step.present`.
+dtype and, for weights, one scale. So the code reads these from the first unit. A matrix without a
+gradient is left out of lanes with traffic. In a local lane it stays, and the code leaves it out by
+`Step.present`.
 
 An event asks the step for tensors. Those that `Step.momentum` and `Step.weights` return may lie in
 host memory; `Step.prefetcher` then brings them to the device window by window. `Step.grads` returns
@@ -63,7 +63,10 @@ def run(step: Step) -> None:
 
 
 def update_momentum_and_gather(event: Event, step: Step) -> None:
-    """Updates this rank's momentum, B ← μB + wG, and starts to send the owners their input."""
+    """Updates this rank's momentum, B ← μB + wG, and starts to send the owners their input.
+
+    The weight w is `core.gradient_weight`.
+    """
     prepared = step.prepared
     chunk, lane = prepared.chunk(event)
     process_group = prepared.process_groups[event.lane]
@@ -93,8 +96,7 @@ def orthogonalize_and_scatter(event: Event, step: Step) -> None:
                 continue
             U = _polar_factors(packed, present, batch, transport, team_group, step)
             if step.audit is not None:
-                units = batch.units if present is None else compress(batch.units, present)
-                step.audit.orthogonalized(list(units), U)
+                step.audit.orthogonalized(_units_to_front(batch.units, present), U)
             squares: Optional[Tensor] = None
             if step.group(batch.units[0]).beta2 is not None:
                 by_row = step.has_moment_of_rows(batch.units[0])
@@ -121,14 +123,14 @@ def update_weights(event: Event, step: Step) -> None:
 
 
 def _update_span_momentum(span: Span, buffer: Tensor, lane: Lane, step: Step) -> None:
-    """Updates the momentum of a span; if it is staged, writes the owners' input into the buffer.
+    """Updates the momentum of a span, and writes the owners' input into the buffer.
 
-    With an fp16 wire the exponents of the parts are written, too.
+    If the span is not staged, no input is written: another replica sends it. On a scaled fp16 wire
+    the input of each part is divided by a power of two, whose exponent is written, too. That takes
+    a copy in opmath, except with kernels that take lists of tensors.
     """
     start, stop = span[0].start, span[-1].start + span[-1].numel
-    is_staged = span[0].is_staged  # if not, another replica sends this part of the momentum
-    # After this branch, kernels write a staged, unscaled span straight into the buffer; all else
-    # goes through a copy in opmath. Kernels that take lists of tensors do not need that copy.
+    is_staged = span[0].is_staged
     if step.uses_lists(lane) and (lane.scaled or not is_staged):
         _update_span_momentum_by_lists(span, buffer[start:], is_staged, lane, step)
         return
@@ -147,7 +149,7 @@ def _update_span_momentum(span: Span, buffer: Tensor, lane: Lane, step: Step) ->
     largest: Optional[Tensor] = None
     if is_scaled:
         largest = torch.zeros(len(rows.momenta), dtype=result.dtype, device=result.device)
-        if step.prefetcher.is_idle:  # else a window may hold a piece of a tensor
+        if step.prefetcher.is_idle:  # else a window may hold only a piece of a part
             rows.largest = list(largest.unbind())
     step.has_written = True
     for fetched in step.prefetcher.windows((MOMENTUM, id(span))):
@@ -156,7 +158,7 @@ def _update_span_momentum(span: Span, buffer: Tensor, lane: Lane, step: Step) ->
         if step.audit is not None:
             step.audit.momentum(parts.units, fetched, window_rows)
     if largest is not None:
-        if rows.largest is None:  # not measured with the update
+        if rows.largest is None:  # then they are measured here, on whole parts
             norms = torch._foreach_norm(rows.outputs, torch.inf)
             torch._foreach_copy_(list(largest.unbind()), norms)
         exponents = wire.scale_down(rows.outputs, step.views(sent, span), largest)
@@ -173,9 +175,9 @@ def _update_span_momentum_by_lists(
 ) -> None:
     """Does what `_update_span_momentum` does, but makes no copy of the span in opmath.
 
-    The kernel that updates momentum does not write the owners' input. If the span is staged, it
-    measures that input, and a second kernel computes it again and writes it, scaled for an fp16
-    wire.
+    The kernel that updates momentum does not write the owners' input. If the span is staged, that
+    kernel finds the largest magnitude of each part of the input, and a second one computes the
+    input again and writes it, scaled.
 
     Args:
         sent: the buffer, from the beginning of the span on.
@@ -262,7 +264,8 @@ def _polar_factors(
         gather = partial(gather_over_ranks, group=team_group)
         team = Team(unit.block.rows, unit.block.cols, add, gather)
     eps = Eps(options.ns_eps, options.ns_eps_absolute or 0.0)
-    if eps.absolute != 0.0 or options.ns_equilibrate:  # else no result depends on the wire's scale
+    # Only with these does U depend on the power of two that the wire has divided a matrix by.
+    if eps.absolute != 0.0 or options.ns_equilibrate:
         wire_scales = transport.wire_scales()
         if wire_scales is not None:
             wire_scales = _to_front(wire_scales, present).repeat_interleave(unit.count)
@@ -278,6 +281,16 @@ def _to_front(X: Tensor, present: Optional[Sequence[bool]]) -> Tensor:
     absent, moved = _moves(present)
     _copy_units(X, absent, moved)
     return X[: sum(present)]
+
+
+def _units_to_front(units: Sequence[Unit], present: Optional[Sequence[bool]]) -> list[Unit]:
+    """The present units, in the order in which `_to_front` leaves them."""
+    packed = list(units)
+    if present is not None:
+        for to, source in zip(*_moves(present)):
+            packed[to] = packed[source]
+        del packed[sum(present) :]
+    return packed
 
 
 def _to_places(packed: Tensor, present: Optional[Sequence[bool]], out: Optional[Tensor]) -> Tensor:
@@ -368,7 +381,7 @@ def _second_moment_factors(bundle: Bundle, updates: Tensor, step: Step) -> list[
     with step.prefetcher.window((SECOND_MOMENT, id(bundle)), 0) as fetched:
         if fetched is not None:  # else V is on the device already
             views = [tensors[0] if tensors else views[piece.row] for piece, tensors in fetched]
-        V = torch.stack(views)  # (n, experts…, matrices of each…, long side)
+        V = torch.stack(views)  # (n, experts…, matrices of each…, rows or columns)
         numbers = wire.read_numbers(updates, bundle.trailer, len(bundle.units) * views[0].numel())
         v = numbers.view(len(bundle.units), *V.shape[1:])  # the owners' `core.second_moment`
         if present is not None:
