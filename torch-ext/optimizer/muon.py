@@ -119,8 +119,8 @@ class Muon(torch.optim.Optimizer):
             smaller gradients make smaller updates; None is 0.
         ns_norm_factor: the norm is multiplied with this; None takes what the coefficients come
             with: 1.02 for Polar Express, 1 for others.
-        ns_equilibrate: first scale each row of a matrix, as it is stored, to the mean norm of its
-            rows (MuonEq, arXiv:2603.28254). Not with ``owners_per_matrix``.
+        ns_equilibrate: first scale each row of a matrix, as it is stored, to the root mean square
+            of the norms of its rows (MuonEq, arXiv:2603.28254). Not with ``owners_per_matrix``.
         ns_renormalize: scale U to the Frobenius norm sqrt(min(rows, cols)) (Muon+,
             arXiv:2602.21545). Not with ``owners_per_matrix``.
         beta2: decay of the factored second moment; None turns it off.
@@ -154,10 +154,10 @@ class Muon(torch.optim.Optimizer):
             arithmetic, but bf16 for fp32. fp16 travels with a scale per rank and matrix. For all
             groups.
         consistency_check: when ranks compare notes before a collective: in every ``"step"``; with
-            ``"plan"`` in the first step, and in steps for which the parameters that all ranks
-            share, or options of their plan, have changed; or never (``"off"``). With ``"plan"``,
-            missing gradients are no such change. Under a GradScaler ranks compare in every step,
-            whatever is given here. For all groups.
+            ``"plan"`` in the first step, in the first one after `load_state_dict`, and where a
+            parameter that all ranks share, or an option that its plan depends on, has changed; or
+            never (``"off"``). With ``"plan"``, missing gradients are no such change. Under a
+            GradScaler ranks compare in every step, whatever is given here. For all groups.
         hsdp: what replicas of DTensors do: ``"redundant"``, each orthogonalizes every matrix;
             ``"spread"``, they share the work and send each other the updates; ``"auto"``, what
             is faster by an estimate (`distributed.hsdp`). For all groups.
@@ -490,15 +490,13 @@ class Muon(torch.optim.Optimizer):
         """
         self._agreement.begin()
         if self._settings.memory is None:
-            memory: Optional[float] = None
+            failure: Optional[BaseException] = None
             try:
-                memory = self._least_memory()
-            except (RuntimeError, ValueError):
-                if error is None:
-                    raise
-            if memory is None and error is not None:  # the caller's error says more
-                raise error
-            self._settings = dataclasses.replace(self._settings, memory=memory)
+                self._settings = dataclasses.replace(self._settings, memory=self._least_memory())
+            except (RuntimeError, ValueError) as raised:
+                failure = raised if error is None else error  # the caller's error says more
+            if failure is not None:
+                raise failure
         lacked_kernels, kernel_error = self._agreement.lacks_kernels, None
         try:
             if error is None:
@@ -566,8 +564,9 @@ class Muon(torch.optim.Optimizer):
     ) -> Optional[Clipping]:
         """QK-Clip of this step; None where it is off, or has no logits.
 
-        In a step with lr=0 and no state yet, which may be one that only creates state, layers whose
-        gradients are zeros on all ranks are clipped only if the step was given ``qk_logits``.
+        A step with lr=0 and no state yet may be torch.distributed.checkpoint's, which only creates
+        state. Unless ``qk_logits`` were passed to it, it clips only layers whose gradient is not
+        zero on some rank.
         """
         logits, is_recorded = self._logits.take(qk_logits)
         if self._clip is not None:
@@ -730,8 +729,8 @@ class Muon(torch.optim.Optimizer):
         momentum and update were, and what rounding took away; and the singular values of a sample
         of polar factors.
 
-        Steps give the same bits as without an audit. They make a few more norms and copies, and
-        never make the host wait.
+        Steps give the same bits as without an audit. An audited step makes more norms and copies,
+        computes the update of 16-bit weights twice, and never makes the host wait.
 
         >>> with optimizer.audit() as audit:
         ...     for batch in batches:

@@ -97,7 +97,7 @@ def newton_schulz(
             it acts alike on a matrix and on 1e-30 times that matrix.
         eps_absolute: added to the norm of the matrix itself, as most other Muons have it.
         norm_factor: what the norm is multiplied with; None takes the family's.
-        equilibrate: first scale each row to the mean norm of rows, see `_equilibrate`.
+        equilibrate: first scale rows to the root mean square of their norms, see `_equilibrate`.
         renormalize: scale U to the Frobenius norm sqrt(min(rows, cols)), that of a polar factor.
         scratch: buffers to work in; with them ``G`` may be overwritten, and U lies in ``G`` or in
             one of them. Without them ``G`` is not modified and U is new.
@@ -434,7 +434,7 @@ def _normalize(
 
 
 def _equilibrate(G: Tensor, eps: Eps, overwrite: bool, scratch: Scratch) -> tuple[Tensor, Eps]:
-    """Scales each row to ‖G‖_F/√rows, the mean norm of rows (MuonEq, arXiv:2603.28254).
+    """Scales each row to ‖G‖_F/√rows, the root mean square of rows' norms (arXiv:2603.28254).
 
     A row with a norm under 1e-6 is scaled as if its norm were 1e-6, as nanochat has it.
 
