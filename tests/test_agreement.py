@@ -524,6 +524,18 @@ def test_all_ranks_of_a_chain_plan_for_the_least_memory(how_often):
     assert run_ranks(memory_of_a_chain, 4, how_often) == [expected] * 4
 
 
+def test_an_unpickled_optimizer_plans_for_the_memory_of_its_own_device():
+    muon, found = importlib.import_module(f"{optimizer.__name__}.muon"), []
+    optim = optimizer.Muon([{"params": [nn.Parameter(torch.ones(4, 4))], "use_muon": True}])
+    for memory in (80e9, 24e9):
+        with mock.patch.object(muon, "memory_of", lambda device, memory=memory: memory):
+            optim = pickle.loads(pickle.dumps(optim))
+            optim.param_groups[0]["params"][0].grad = torch.ones(4, 4)
+            optim.step()
+            found.append(optim._settings.memory)
+    assert found == [80e9, 24e9]
+
+
 def closure_recovers():
     mesh = init_device_mesh("cpu", (2,))
     param = nn.Parameter(distribute_tensor(torch.ones(6, 4), mesh, [Shard(0)]))

@@ -55,8 +55,9 @@ class Muon(torch.optim.Optimizer):
         U ← U / sqrt(running mean of U²)   only with beta2, per row or column, norm preserved
         W ← W·(1 − lr·weight_decay) − lr·scale·U
 
-    where scale is 0.2·sqrt(max(rows, cols)) by default. So a learning rate and a weight decay that
-    were tuned for AdamW fit Muon, too (Liu et al. 2025, arXiv:2502.16982).
+    where scale is 0.2·sqrt(max(rows, cols)) by default (Liu et al. 2025, arXiv:2502.16982). So a
+    weight decay that was tuned for AdamW fits Muon, too, and AdamW's learning rate is where to
+    begin a search.
 
     Unless ``ns_eps_absolute`` or ``ns_equilibrate`` is set, U does not depend on the scale of
     gradients: with all gradients of a run multiplied by 2^k, matrices take the same steps to the
@@ -91,10 +92,11 @@ class Muon(torch.optim.Optimizer):
             other than wq, q_proj, … If layers differ, give a mapping from layers (numbers, or the
             beginnings of names) to such dicts or None, or a function of a layer. docs/qk-clip.md
             explains all of these.
-        warmup_step: the most chunks of matrices that one set of ranks may have under way beside the
-            one that is orthogonalized; the bound on staging memory (docs/layouts.md) may allow
-            fewer.
-        chunk_size: matrices that a rank orthogonalizes per chunk; −1 chooses by bytes.
+        warmup_step: the most chunks of matrices that a lane, ranks that exchange matrices in one
+            format, may have under way beside the one that is orthogonalized. The bound on staging
+            memory (docs/layouts.md) and streamed state may allow fewer.
+        chunk_size: the most matrices that a rank orthogonalizes per chunk; −1 leaves that to the
+            bounds on bytes, which hold in any case.
         use_distributed_muon: every rank gathers and orthogonalizes every matrix of a DTensor, as a
             reference; without it owners do (docs/layouts.md).
         expert_keys: whole components of names of stacked experts ``(experts…, rows, cols)``; groups
@@ -107,8 +109,9 @@ class Muon(torch.optim.Optimizer):
         ns_algorithm: ``"standard"``; ``"gram"``, which iterates on square matrices of the shorter
             side and multiplies whole matrices only a few times; ``"auto"``, the faster of the two
             for the shape (`newton_schulz.forms`; `summary` tells which, and why); or
-            ``"auto_one_restart"``, the same, but the Gram form restarts only once in fp16, as its
-            authors have it: fewer FLOPs, and less exact (docs/accuracy.md).
+            ``"auto_one_restart"``, the same, but the Gram form restarts only once in fp16, if the
+            coefficients allow it, as its authors have it: fewer FLOPs, and less exact
+            (docs/accuracy.md).
         ns_norm: ``"frobenius"`` or ``"schatten4"``, the norm that a matrix is divided by first.
         ns_dtype: arithmetic of the iteration. None takes fp64 for fp64 weights; else fp16 on
             accelerators (fp32 on MPS), bf16 on CPUs with instructions for it, fp32 on other CPUs.
@@ -161,15 +164,17 @@ class Muon(torch.optim.Optimizer):
         hsdp: what replicas of DTensors do: ``"redundant"``, each orthogonalizes every matrix;
             ``"spread"``, they share the work and send each other the updates; ``"auto"``, what
             is faster by an estimate (`distributed.hsdp`). For all groups.
-        clip_mode: what QK-Clip does where several query heads read one key head. ``"shared"``
-            scales each query head by the root of its own clip, and the key head by the root of the
-            strongest; with ``"exact"`` the query heads make up for the scale of the key head, so
-            that each logit is scaled by its own clip and no more. For all groups.
-        machine: a `Machine`: the ``"auto"`` options estimate with its speeds, and staging takes a
-            share of its memory. None takes the speeds of the device type in
-            `distributed.machine.MACHINES`, and the memory of the devices. For all groups.
-        staging_bytes: the most memory that chunks under way, and the workspace of the one that is
-            orthogonalized, may take on a rank; one chunk is always allowed. None takes 10 % of an
+        clip_mode: what QK-Clip does where several query heads read one key head. A head that is
+            clipped has γ = threshold / logit, any other 1. ``"shared"`` scales each query head by
+            √γ, and the key head by the root of the smallest γ; with ``"exact"`` the query heads
+            make up for the scale of the key head, so that each logit is scaled by its own γ. For
+            all groups.
+        machine: a `Machine`: ``"auto"`` of ``hsdp`` and ``owners_per_matrix`` estimates with its
+            speeds, and staging takes a share of its memory. None takes the speeds of the device
+            type in `distributed.machine.MACHINES`, and the memory of the devices. For all groups.
+        staging_bytes: the most memory that the chunks of a lane that are under way, and the
+            workspace of the one that is orthogonalized, may take on a rank; one chunk is always
+            allowed. None takes 10 % of an
             accelerator's memory, and on CPUs about 1.5 times the local weights and 4 times the
             largest matrix together (docs/layouts.md). For all groups.
         owners_per_matrix: how many ranks orthogonalize a sharded matrix together, each a slice of
@@ -196,7 +201,7 @@ class Muon(torch.optim.Optimizer):
         >>> optimizer.step()
     """
 
-    _survey: Survey  # of the groups as they were when last read
+    _survey: Survey  # the one that was kept last, of the groups as they were then
     _agreed: Survey  # the survey that ranks last agreed on
     _compared: bool  # whether replicas have compared their weights and gradients
     _warned: bool  # whether there was a warning of a step without gradients
@@ -332,7 +337,7 @@ class Muon(torch.optim.Optimizer):
         return [view.names for view in self._read_groups()]
 
     def _read_groups(self) -> list[Group]:
-        """Views of all groups as they are now; the rest of the package reads only these.
+        """Views of all groups as they are now; most of the package reads only these.
 
         Names that were set on a group since the last call are taken over first.
         """
@@ -565,8 +570,8 @@ class Muon(torch.optim.Optimizer):
         """QK-Clip of this step; None where it is off, or has no logits.
 
         A step with lr=0 and no state yet may be torch.distributed.checkpoint's, which only creates
-        state. Unless ``qk_logits`` were passed to it, it clips only layers whose gradient is not
-        zero on some rank.
+        state. Unless it was given ``qk_logits``, that step clips only layers of which at least one
+        rank has a gradient other than zeros.
         """
         logits, is_recorded = self._logits.take(qk_logits)
         if self._clip is not None:
@@ -724,10 +729,10 @@ class Muon(torch.optim.Optimizer):
             keep: how many of the last steps to keep. Each keeps one polar factor in the memory of
                 the device.
 
-        Call the audit's ``report()`` on all ranks. It says first what is wrong; then for each
-        matrix whether it had a gradient and which ranks orthogonalized it, how large gradient,
-        momentum and update were, and what rounding took away; and the singular values of a sample
-        of polar factors.
+        Call the audit's ``report()`` on all ranks, and print what it returns: first what is wrong,
+        then for each parameter how much it changed, what rounding took away, and which ranks
+        orthogonalized it. The report's ``steps`` also have the norms of gradient, momentum and
+        update, and the singular values of a sample of polar factors.
 
         Steps give the same bits as without an audit. An audited step makes more norms and copies,
         computes the update of 16-bit weights twice, and never makes the host wait.
@@ -747,7 +752,8 @@ class Muon(torch.optim.Optimizer):
     def metrics(self) -> dict[str, float]:
         """Numbers of the last step that an `audit` has watched, for any logger; empty without one.
 
-        They cover what this rank holds: ``muon/gradient_norm``, ``muon/momentum_norm``,
+        They are this rank's share; the squares of norms, added over ranks, are those of whole
+        tensors, so replicas divide them: ``muon/gradient_norm``, ``muon/momentum_norm``,
         ``muon/weight_norm``, ``muon/change_over_weight``, ``muon/lost_by_rounding`` (a share of the
         update), ``muon/orthogonalized`` (how many matrices), ``muon/without_gradient`` (how many
         parameters), and ``muon/relative_rank`` (squared Frobenius norms of polar factors over their
@@ -1043,6 +1049,7 @@ class Muon(torch.optim.Optimizer):
                 self._offload.hooks = Hooks(self, None)
             self._logits = LogitSource()
             self._audit = None
+            self._settings = dataclasses.replace(self._settings, memory=None)  # of other devices
             self._registration = agreement.Registration(self._sets)
 
     # -- CPU offload -----------------------------------------------------------------------------
@@ -1108,8 +1115,9 @@ class Muon(torch.optim.Optimizer):
     def manual_offload(self) -> bool:
         """Whether what is reloaded stays until `offload` is called.
 
-        While this is set, neither ``step()`` nor the hooks of ``"backward"`` reload or write back
-        anything on their own. ``step()`` streams the state that it needs and that is not reloaded.
+        While this is set, neither ``step()`` nor the hooks of ``"backward"`` reload anything, or
+        write back what was reloaded. ``step()`` streams state that is not reloaded to the device
+        and back.
         """
         return self._offload.manual
 
