@@ -8,9 +8,9 @@ functions without traffic; on one device all lanes are local.
 The schedule, a tuple of events made by `async_utils`, fixes the order. docs/how-it-works.md
 explains what a plan is made of: lanes, chunks, batches, units, bundles, spans. All units of a batch
 have one group of hyperparameters and one shape of matrices; all units of a span have one group, one
-dtype and, for weights, one scale. So the code reads these from the first unit. A matrix without a
-gradient is left out of lanes with traffic. In a local lane it stays, and the code leaves it out by
-`Step.present`.
+dtype and, for weights, one scale. So the code reads these from the first unit. A matrix that
+takes no part, for lack of a gradient, is left out of lanes with traffic. In a local lane it stays,
+and the code leaves it out by `Step.present`.
 
 An event asks the step for tensors. Those that `Step.momentum` and `Step.weights` return may lie in
 host memory; `Step.prefetcher` then brings them to the device window by window. `Step.grads` returns
@@ -158,7 +158,7 @@ def _update_span_momentum(span: Span, buffer: Tensor, lane: Lane, step: Step) ->
         if step.audit is not None:
             step.audit.momentum(parts.units, fetched, window_rows)
     if largest is not None:
-        if rows.largest is None:  # then they are measured here, on whole parts
+        if rows.largest is None:  # then magnitudes are measured here, of whole parts
             norms = torch._foreach_norm(rows.outputs, torch.inf)
             torch._foreach_copy_(list(largest.unbind()), norms)
         exponents = wire.scale_down(rows.outputs, step.views(sent, span), largest)
