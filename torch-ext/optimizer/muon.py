@@ -85,15 +85,14 @@ class Muon(torch.optim.Optimizer):
             gradients add up. False leaves all gradients where they are.
         debug: log a `summary` whenever there is something new to plan, at level INFO.
         clip_config: QK-Clip: ``{"head_dim": 128, "threshold": 100}`` rescales query and key
-            projections of heads whose largest attention logit, as given to `step`, was above the
-            threshold. Further keys: ``q_indices`` and ``k_indices``, the heads that each logit
-            scales; for multi-head latent attention ``is_mla=True``, ``qk_nope_head_dim``,
-            ``qk_rope_head_dim`` and ``v_head_dim``; ``row_map`` for fused projections and for names
-            other than wq, q_proj, … If layers differ, give a mapping from layers (numbers, or the
-            beginnings of names) to such dicts or None, or a function of a layer. docs/qk-clip.md
-            explains all of these.
-        warmup_step: the most chunks of matrices that a lane, ranks that exchange matrices in one
-            format, may have under way beside the one that is orthogonalized. The bound on staging
+            projections of heads whose largest attention logit was above the threshold. Further
+            keys: ``q_indices`` and ``k_indices``, the heads that each logit scales; for multi-head
+            latent attention ``is_mla=True``, ``qk_nope_head_dim``, ``qk_rope_head_dim`` and
+            ``v_head_dim``; ``row_map`` for fused projections and for names other than wq, q_proj, …
+            If layers differ, give a mapping from layers (numbers, or the beginnings of names) to
+            such dicts or None, or a function of a layer. docs/qk-clip.md explains all of these.
+        warmup_step: the most chunks of matrices that a lane (ranks that exchange matrices in one
+            format) may have under way beside the one that is orthogonalized. The bound on staging
             memory (docs/layouts.md) and streamed state may allow fewer.
         chunk_size: the most matrices that a rank orthogonalizes per chunk; −1 leaves that to the
             bounds on bytes, which hold in any case.
@@ -122,8 +121,8 @@ class Muon(torch.optim.Optimizer):
             smaller gradients make smaller updates; None is 0.
         ns_norm_factor: the norm is multiplied with this; None takes what the coefficients come
             with: 1.02 for Polar Express, 1 for others.
-        ns_equilibrate: first scale each row of a matrix, as it is stored, to the root mean square
-            of the norms of its rows (MuonEq, arXiv:2603.28254). Not with ``owners_per_matrix``.
+        ns_equilibrate: first scale each row of a matrix, as stored, to the root mean square of the
+            rows' norms (MuonEq, arXiv:2603.28254). Not with ``owners_per_matrix``.
         ns_renormalize: scale U to the Frobenius norm sqrt(min(rows, cols)) (Muon+,
             arXiv:2602.21545). Not with ``owners_per_matrix``.
         beta2: decay of the factored second moment; None turns it off.
@@ -172,9 +171,8 @@ class Muon(torch.optim.Optimizer):
         machine: a `Machine`: ``"auto"`` of ``hsdp`` and ``owners_per_matrix`` estimates with its
             speeds, and staging takes a share of its memory. None takes the speeds of the device
             type in `distributed.machine.MACHINES`, and the memory of the devices. For all groups.
-        staging_bytes: the most memory that the chunks of a lane that are under way, and the
-            workspace of the one that is orthogonalized, may take on a rank; one chunk is always
-            allowed. None takes 10 % of an
+        staging_bytes: the most memory on a rank for a lane's chunks under way, with the workspace
+            of the one that is orthogonalized; one chunk is always allowed. None takes 10 % of an
             accelerator's memory, and on CPUs about 1.5 times the local weights and 4 times the
             largest matrix together (docs/layouts.md). For all groups.
         owners_per_matrix: how many ranks orthogonalize a sharded matrix together, each a slice of
@@ -409,8 +407,8 @@ class Muon(torch.optim.Optimizer):
         Raises:
             ValueError: wrong gradients, hyperparameters or logits; no parameter and no state was
                 changed.
-            RuntimeError: this step or an earlier one failed after this rank, or another one, may
-                have begun to write: load a checkpoint before you go on. An error from before any
+            RuntimeError: this step or an earlier one failed when this rank or another might already
+                have written: load a checkpoint before you go on. An error from before any
                 writing is raised as it is.
         """
         loss, error = None, None
@@ -437,7 +435,7 @@ class Muon(torch.optim.Optimizer):
     @torch.inference_mode(False)  # else the state that a step makes could not be changed later
     @torch.no_grad()
     def _step_or_raise(self, error: Optional[BaseException], qk_logits: Optional[Logits]) -> None:
-        """Runs the step, unless `_prepare` raises because of an error on some rank.
+        """Runs the step, unless `_prepare` raises or ranks skip it.
 
         Args:
             error: what the closure raised, or None.
@@ -611,8 +609,9 @@ class Muon(torch.optim.Optimizer):
         return f"the one made after {number} others, with {self._agreement.steps} steps so far"
 
     def _compare_replicas(self, groups: list[Group]) -> None:
-        """Checks before a first step that ranks hold equal plain parameters and gradients, and that
-        each rank holds its own part of the state; raises ValueError if not."""
+        """Checks before a first step that ranks hold equal plain parameters and, unless the step
+        averages them, gradients, and that each rank holds its own part of the state; raises
+        ValueError if not."""
         replicas = self._settings.process_group
         if replicas is None:
             return
@@ -752,13 +751,13 @@ class Muon(torch.optim.Optimizer):
     def metrics(self) -> dict[str, float]:
         """Numbers of the last step that an `audit` has watched, for any logger; empty without one.
 
-        They are this rank's share; the squares of norms, added over ranks, are those of whole
-        tensors, so replicas divide them: ``muon/gradient_norm``, ``muon/momentum_norm``,
-        ``muon/weight_norm``, ``muon/change_over_weight``, ``muon/lost_by_rounding`` (a share of the
-        update), ``muon/orthogonalized`` (how many matrices), ``muon/without_gradient`` (how many
-        parameters), and ``muon/relative_rank`` (squared Frobenius norms of polar factors over their
-        shorter sides; 1 if all singular values are 1). The host waits for the device, but for no
-        other rank.
+        They are this rank's share: squares of norms, divided by the number of replicas, add up over
+        ranks to those of whole tensors. The keys are ``muon/gradient_norm``,
+        ``muon/momentum_norm``, ``muon/weight_norm``, ``muon/change_over_weight``,
+        ``muon/lost_by_rounding`` (a share of the update), ``muon/orthogonalized`` (how many
+        matrices), ``muon/without_gradient`` (how many of Muon's parameters, not divided), and
+        ``muon/relative_rank`` (squared Frobenius norms of polar factors over their shorter sides; 1
+        if all singular values are 1). The host waits for the device, but for no other rank.
         """
         return {} if self._audit is None else self._audit.metrics()
 
@@ -1116,7 +1115,7 @@ class Muon(torch.optim.Optimizer):
         """Whether what is reloaded stays until `offload` is called.
 
         While this is set, neither ``step()`` nor the hooks of ``"backward"`` reload anything, or
-        write back what was reloaded. ``step()`` streams state that is not reloaded to the device
+        write back what was reloaded. State that is not reloaded, ``step()`` streams to the device
         and back.
         """
         return self._offload.manual
@@ -1144,8 +1143,8 @@ class Muon(torch.optim.Optimizer):
 
         Args:
             tag: from `set_param_tags`.
-            sync_streams: further streams whose work so far the copies wait for. Name the streams on
-                which memory was just freed, since the copies may be given that memory.
+            sync_streams: further streams; the copies wait for their work so far. Name the streams
+                on which memory was just freed, since the copies may be given that memory.
 
         Raises:
             ValueError: no parameter has that tag.
