@@ -95,7 +95,7 @@ class Muon(torch.optim.Optimizer):
             format) may have under way beside the one that is orthogonalized. The bound on staging
             memory (docs/layouts.md) and streamed state may allow fewer.
         chunk_size: the most matrices that a rank orthogonalizes per chunk; −1 leaves that to the
-            bounds on bytes, which hold in any case.
+            bounds on bytes, of which a number lifts that on batches.
         use_distributed_muon: every rank gathers and orthogonalizes every matrix of a DTensor, as a
             reference; without it owners do (docs/layouts.md).
         expert_keys: whole components of names of stacked experts ``(experts…, rows, cols)``; groups
@@ -108,8 +108,8 @@ class Muon(torch.optim.Optimizer):
         ns_algorithm: ``"standard"``; ``"gram"``, which iterates on square matrices of the shorter
             side and multiplies whole matrices only a few times; ``"auto"``, the faster of the two
             for the shape (`newton_schulz.forms`; `summary` tells which, and why); or
-            ``"auto_one_restart"``, the same, but the Gram form restarts only once in fp16, if the
-            coefficients allow it, as its authors have it: fewer FLOPs, and less exact
+            ``"auto_one_restart"``, the same, but the Gram form restarts only once, if the
+            coefficients allow it, as its authors have it in fp16: fewer FLOPs, and less exact
             (docs/accuracy.md).
         ns_norm: ``"frobenius"`` or ``"schatten4"``, the norm that a matrix is divided by first.
         ns_dtype: arithmetic of the iteration. None takes fp64 for fp64 weights; else fp16 on
@@ -148,7 +148,8 @@ class Muon(torch.optim.Optimizer):
             rows for all, the notation of axes, as in ``"(group (q=512 + k=128 + v=128)) dim"``
             (docs/options.md), or a mapping from name patterns to any of these.
         flatten: read tensors of more than two dimensions as (dim 0, all the rest).
-        maximize, foreach: as in torch.optim.
+        maximize, foreach: as in torch.optim, but ``foreach=None`` takes a fused kernel for AdamW's
+            parameters where there is one.
         capturable: as in torch.optim, the step may be captured in a CUDA graph: gradients stay
             where they are, whatever ``none_grad`` says. Only without traffic between ranks and
             without CPU offload.
