@@ -390,7 +390,7 @@ def go_on(
     muon, others = params[: len(case.shapes)], params[len(case.shapes) :]
     ours = case.ours(muon, others, **options)
     if offload:
-        ours.turn_on_cpu_offload()
+        ours.turn_on_cpu_offload(backend=optimizer.SimulatedHost())
     ours.load_foreign_state_dict(source.states(case), kind=case.kind)
     train(params, [ours], range(STEPS, 2 * STEPS))
     for index, (p, before, after) in enumerate(zip(params, source.before, source.after)):

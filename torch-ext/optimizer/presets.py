@@ -4,10 +4,10 @@ A preset returns the keyword arguments of `Muon`, groups included: its user chan
 
     optimizer = Muon(**presets.torch_muon(matrices, lr=0.02))
 
-All presets raise a ValueError for an argument or a group key that the source does not have, or
-that has no counterpart. Further options of `Muon` go to `Muon`, beside the preset's. After a step
-gradients are what they are in the source: still there (``none_grad=False``), except with `motif`,
-which sets those of matrices to None.
+Presets raise a ValueError for an argument or a group key that neither the source nor this package
+has, or that has no counterpart. Further options of `Muon` go to `Muon`, beside the preset's. After
+a step gradients are what they are in the source: still there (``none_grad=False``), except with
+`motif`, which sets those of matrices to None.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ def torch_muon(params: Params, lr: Any = 1e-3, **arguments: Any) -> dict[str, An
     safe, whatever ``gram_ns_reset_iterations`` says: that changes roundings alone.
 
     Args:
-        params: tensors, (name, tensor) pairs, or groups, which may have the arguments below.
+        params: tensors, (name, tensor) pairs, or groups, which may have the arguments below,
+            except the config of the Gram form.
         lr: learning rate.
         arguments: ``weight_decay`` (0.1), ``momentum`` (0.95), ``nesterov`` (True),
             ``ns_coefficients`` (one (a, b, c), the quintic), ``eps`` (1e-7), ``ns_steps`` (5),
@@ -246,8 +247,8 @@ def dion(
 
     Args:
         params: tensors, or groups with an ``algorithm``, ``"muon"`` (the default) or ``"adamw"``,
-            and any of the arguments below (``beta1`` and ``beta2`` in place of ``betas``), and
-            ``num_heads`` or ``split_sizes``.
+            and arguments of its hyperparameters (``beta1`` and ``beta2`` in place of ``betas``),
+            and ``num_heads`` or ``split_sizes``.
         distributed_mesh: a process group of replicas divides the work among them, as in the
             source; a mesh has no effect, since DTensors say how they are sharded.
         adjust_lr: ``"spectral_norm"``, ``"rms_norm"`` or None.
@@ -430,7 +431,8 @@ _EMERGING_POLAR_EXPRESS = (
 def _emerging_triples(coefficient_type: str, steps: int) -> Any:
     """The ``ns_coefficients`` of Emerging-Optimizers: a family's name, or a triple for each step.
 
-    A list that is too short is continued by its last triple, as the source does.
+    Lists that are too short go on with their last triple, as in the source, except those which the
+    source would begin anew.
     """
     names = {"simple": "quintic", "quintic": "you"}
     names.update((name, name) for name in ("cans", "cubic5", "deepseekv4"))

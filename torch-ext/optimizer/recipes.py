@@ -127,8 +127,8 @@ def nanochat(
     unembedding_lr, embedding_lr = (
         rate * (width / 768) ** -0.5 for rate in (unembedding_lr, embedding_lr)
     )
-    # By the beginnings of names: lr, betas and decay, all from ``GPT.setup_optimizer`` in
-    # nanochat/gpt.py.
+    # By the beginnings of names: lr, betas and decay. These and the options below are from
+    # ``GPT.setup_optimizer`` in nanochat/gpt.py.
     adamw_options: dict[tuple[str, ...], tuple[float, tuple[float, float], float]] = {
         ("lm_head",): (unembedding_lr, (0.8, 0.96), 0.01),
         ("transformer.wte",): (embedding_lr, (0.8, 0.995), 0.001),
