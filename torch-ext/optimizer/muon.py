@@ -95,7 +95,7 @@ class Muon(torch.optim.Optimizer):
             format) may have under way beside the one that is orthogonalized. The bound on staging
             memory (docs/layouts.md) and streamed state may allow fewer.
         chunk_size: the most matrices that a rank orthogonalizes per chunk; −1 leaves that to the
-            bounds on bytes, of which a number lifts that on batches.
+            bounds on bytes, and a number lifts the one on batches.
         use_distributed_muon: every rank gathers and orthogonalizes every matrix of a DTensor, as a
             reference; without it owners do (docs/layouts.md).
         expert_keys: whole components of names of stacked experts ``(experts…, rows, cols)``; groups
@@ -108,8 +108,8 @@ class Muon(torch.optim.Optimizer):
         ns_algorithm: ``"standard"``; ``"gram"``, which iterates on square matrices of the shorter
             side and multiplies whole matrices only a few times; ``"auto"``, the faster of the two
             for the shape (`newton_schulz.forms`; `summary` tells which, and why); or
-            ``"auto_one_restart"``, the same, but the Gram form restarts only once, if the
-            coefficients allow it, as its authors have it in fp16: fewer FLOPs, and less exact
+            ``"auto_one_restart"``, the same, but the Gram form restarts only once, where its
+            authors restart, if coefficients and dtype allow it: fewer FLOPs, and less exact
             (docs/accuracy.md).
         ns_norm: ``"frobenius"`` or ``"schatten4"``, the norm that a matrix is divided by first.
         ns_dtype: arithmetic of the iteration. None takes fp64 for fp64 weights; else fp16 on
@@ -128,7 +128,7 @@ class Muon(torch.optim.Optimizer):
         beta2: decay of the factored second moment; None turns it off.
         second_moment_side: the second moment has one number for each index of a matrix's
             ``"longer"`` side, or for each of its ``"rows"``, whatever its shape.
-        cautious: decay a weight only where the update moves it towards zero or not at all.
+        cautious: decay a weight only where the update does not move it away from zero.
         decay_lr: decay by lr (``"base"``) or by lr·scale (``"adjusted"``).
         momentum_dtype: dtype of the momentum buffer; None is the gradient's, or fp32 for
             bf16 weights whose ``weight_rounding`` is not ``"nearest"``.
@@ -610,9 +610,8 @@ class Muon(torch.optim.Optimizer):
         return f"the one made after {number} others, with {self._agreement.steps} steps so far"
 
     def _compare_replicas(self, groups: list[Group]) -> None:
-        """Checks before a first step that ranks hold equal plain parameters and, unless the step
-        averages them, gradients, and that each rank holds its own part of the state; raises
-        ValueError if not."""
+        """Checks before a first step that ranks hold equal plain parameters, equal gradients unless
+        the step averages these, and each its own part of the state; raises ValueError if not."""
         replicas = self._settings.process_group
         if replicas is None:
             return
@@ -752,8 +751,8 @@ class Muon(torch.optim.Optimizer):
     def metrics(self) -> dict[str, float]:
         """Numbers of the last step that an `audit` has watched, for any logger; empty without one.
 
-        They are this rank's share: squares of norms, divided by the number of replicas, add up over
-        ranks to those of whole tensors. The keys are ``muon/gradient_norm``,
+        They are this rank's share: squares of norms, already divided among replicas, add up
+        over ranks to those of whole tensors. The keys are ``muon/gradient_norm``,
         ``muon/momentum_norm``, ``muon/weight_norm``, ``muon/change_over_weight``,
         ``muon/lost_by_rounding`` (a share of the update), ``muon/orthogonalized`` (how many
         matrices), ``muon/without_gradient`` (how many of Muon's parameters, not divided), and
@@ -933,7 +932,7 @@ class Muon(torch.optim.Optimizer):
     def _check_saved(
         self, states: dict[Any, Any], param_groups: Sequence[dict[str, Any]]
     ) -> list[dict[str, Any]]:
-        """Checks a checkpoint's state and groups, and divides its state as this optimizer's is.
+        """Checks a checkpoint's state and groups, and divides its state like this optimizer's.
 
         Returns:
             The groups of the checkpoint, with every key.
@@ -1076,8 +1075,9 @@ class Muon(torch.optim.Optimizer):
                 gradient is there, and copies it back after the step, while training goes on.
             slot_bytes: device memory that ``"stream"`` takes, within the step only; None is 5 % of
                 the device's state or 512 MiB, whichever is more.
-            model: for ``"backward"``: before the forward of each module that has parameters, except
-                in compiled forwards, the device memory of state that is back on the host is freed.
+            model: for ``"backward"``: before its forward, unless that is compiled, each module with
+                parameters of this optimizer frees the device memory of state that is back on the
+                host.
                 Without a model the next backward frees it.
             backend: makes the copies in place of the devices' streams; it also offloads the state
                 of parameters on a CPU: with a `SimulatedHost` you can try offload without an
@@ -1116,8 +1116,7 @@ class Muon(torch.optim.Optimizer):
         """Whether what is reloaded stays until `offload` is called.
 
         While this is set, neither ``step()`` nor the hooks of ``"backward"`` reload anything, or
-        write back what was reloaded. State that is not reloaded, ``step()`` streams to the device
-        and back.
+        write back what was reloaded. ``step()`` streams all other state to the device and back.
         """
         return self._offload.manual
 
