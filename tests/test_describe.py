@@ -110,14 +110,6 @@ def moe(transposed: bool = False) -> nn.Module:
     return nn.ModuleDict({"embed_tokens": nn.Embedding(50, 16), "layers": nn.ModuleList(layers)})
 
 
-def test_groups_of_a_model_without_muons_matrices_repeat_no_warning():
-    description = describe(nn.Sequential(nn.Embedding(50, 16), nn.LayerNorm(16)))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        muon, adamw = description.groups()
-    assert muon["names"] == [] and len(adamw["names"]) == 3
-
-
 def resnet() -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(3, 8, 7),
@@ -155,6 +147,14 @@ def test_a_plain_llama_has_no_trap_and_the_code_of_the_readme():
 
 def test_a_router_behind_stacked_experts_goes_where_the_code_puts_it():
     follow(nn.ModuleDict({"experts": Experts(), "router": nn.Linear(16, 3)}))
+
+
+def test_groups_of_a_model_without_muons_matrices_repeat_no_warning():
+    description = describe(nn.Sequential(nn.Embedding(50, 16), nn.LayerNorm(16)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        muon, adamw = description.groups()
+    assert muon["names"] == [] and len(adamw["names"]) == 3
 
 
 def test_rows_are_plain_data_of_every_parameter_in_the_models_order():
