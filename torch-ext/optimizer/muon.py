@@ -1048,7 +1048,6 @@ class Muon(torch.optim.Optimizer):
                 self._offload.hooks = Hooks(self, None)
             self._logits = LogitSource()
             self._audit = None
-            self._settings = dataclasses.replace(self._settings, memory=None)  # of other devices
             self._registration = agreement.Registration(self._sets)
 
     # -- CPU offload -----------------------------------------------------------------------------
@@ -1174,6 +1173,7 @@ class Muon(torch.optim.Optimizer):
     def _forget_plans(self) -> None:
         self._survey = self._agreed = NO_SURVEY
         self._agreement = agreement.Agreement()
+        self._settings = dataclasses.replace(self._settings, memory=None)  # as ranks agree anew
         self._compared = False
         self._tried = None
         self._warned = False
