@@ -59,6 +59,7 @@ def what_is_asked(device: Device) -> list[tuple[Any, str, Any]]:
             lambda device=None: setattr(memory, "peak", memory.now),
         ),
         (torch.cuda, "is_available", lambda: True),
+        (torch.cuda, "is_current_stream_capturing", lambda: False),
         (torch.cuda, "set_device", lambda device: None),
         (torch.cuda, "get_device_name", lambda device=None: "no device"),
         (torch.cuda.memory, "_record_memory_history", lambda **_: None),

@@ -46,6 +46,7 @@ def launches(monkeypatch, one_thread) -> list[int]:
     monkeypatch.setattr(kernels, "_maxima_kernel", Spied())
     used = types.SimpleNamespace(is_used_on=lambda device_type: True)
     monkeypatch.setattr(logits, "triton_kernels", used)
+    monkeypatch.setattr(logits, "_has_failed", False)  # nor is it afterwards, whatever a test does
     return found
 
 
@@ -173,7 +174,7 @@ def test_running_maxima_take_one_launch_and_nothing_else(monkeypatch):
 
     class Counted:  # the interpreter has operations of its own
         def __getitem__(self, grid):
-            return lambda *args, **options: launched.append(grid)
+            return lambda *args, BLOCK, **options: launched.append((grid, BLOCK))
 
     monkeypatch.setattr(kernels, "_maxima_kernel", Counted())
     inputs = {name: on_device(value) for name, value in inputs_of("MLA", Tq=300).items()}
@@ -181,7 +182,8 @@ def test_running_maxima_take_one_launch_and_nothing_else(monkeypatch):
     out = torch.full((4,), -math.inf, device=DEVICE)
     with Operations() as mode:
         max_qk_logits(**inputs, document_ids=ids, attn_mask=bias, out=out)
-    assert launched == [(2 * 4 * 3,)]
+    ((grid, block),) = launched
+    assert grid == (2 * 4 * -(-300 // block),)
     assert set(mode.names) <= {
         "view.default",
         "view.dtype",
@@ -270,7 +272,7 @@ def test_without_a_c_compiler_a_forward_is_recorded_in_blocks(monkeypatch):
 
 
 def test_lazily_negated_inputs_and_those_of_functorch_are_done_in_blocks(launches):
-    q, k = (torch.randn(1, 2, 5, 16, dtype=torch.complex64) for _ in range(2))
+    q, k = (torch.randn(1, 2, 5, 16, dtype=torch.complex64).to(DEVICE) for _ in range(2))
     negated = q.conj().imag
     assert negated.is_neg()
     expected = max_qk_logits(negated.resolve_neg(), k.imag, 0.25)
