@@ -6,6 +6,13 @@ TORCH ?=
 VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
+# HERE: anything takes $(PYTHON) with the packages that it has, and installs nothing: for machines
+# with a torch of their own (ROCm, XPU, another CUDA), or without a network.
+HERE ?=
+ifneq ($(HERE),)
+PY := $(PYTHON)
+INSTALLED := has-packages
+endif
 CLIENTS := .venv-clients
 CLIENTS_INSTALLED := $(CLIENTS)/.installed
 
@@ -22,7 +29,7 @@ SLOW ?=
 BENCHMARKS ?= $(addprefix benchmarks/,step.py distributed_step.py orthogonalize.py accuracy.py offload.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help build train test test-clients lint format bench gpu clean
+.PHONY: help has-packages build train test test-clients lint format bench gpu clean
 
 help:
 	@echo "make build   build every Hub variant into build/"
@@ -33,19 +40,38 @@ help:
 	@echo "make lint    ruff and mypy"
 	@echo "make format  let ruff rewrite the sources"
 	@echo "make bench   time steps and orthogonalization, and show its accuracy (BENCHMARKS=script, ARGS=options)"
-	@echo "make gpu     prove on GPUs what CPUs cannot, in ten minutes, and write runs/gpu/report.md (ARGS=--full,"
-	@echo "             --fake)"
+	@echo "make gpu     prove on GPUs what CPUs cannot, in ten minutes, and write runs/gpu/report.md (HERE=1: with the"
+	@echo "             Python, torch and packages that are there; ARGS=--full, --fake, \"--seconds 420\")"
 	@echo "make clean   remove outputs and caches (not the environment)"
 
 CHECK_PYTHON := $(PYTHON) -c 'import sys; \
 	sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed: make PYTHON=...")'
 
+HAS_PACKAGES := $(PYTHON) -c 'import importlib.util, sys; \
+	names = "torch numpy kernels rich matplotlib pytest xdist".split(); \
+	missing = [name for name in names if importlib.util.find_spec(name) is None]; \
+	sys.exit(f"{sys.executable} lacks {missing}: see requirements.txt" if missing else 0)'
+
+has-packages:
+	@$(CHECK_PYTHON)
+	@$(HAS_PACKAGES)
+
+# Makes an environment, in the place of one that was made here before, of nobody else's folder.
+define ENVIRONMENT
+	@$(CHECK_PYTHON)
+	@if [ -n "$$(ls -A $(1) 2>/dev/null)" ] && [ ! -e $(1)/.made-by-make ] && [ ! -e $(1)/.installed ]; then \
+		echo "$(1) is not an environment that make has made: remove it, or name another folder" >&2; exit 1; fi
+	rm -rf $(1)
+	mkdir -p $(1)
+	@touch $(1)/.made-by-make
+	$(PYTHON) -m venv $(1)
+endef
+
 # Starting from an empty environment repairs an interrupted install and drops what is no longer
 # required; the stamp is written last, so that neither passes for a complete one. GPU builds of torch
 # bring the Triton that fits them; beside its CPU build this one interprets and compiles the kernels.
-$(INSTALLED): requirements.txt requirements-triton.txt
-	@$(CHECK_PYTHON)
-	$(PYTHON) -m venv --clear $(VENV)
+$(VENV)/.installed: requirements.txt requirements-triton.txt
+	$(call ENVIRONMENT,$(VENV))
 	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' requirements.txt > $(VENV)/requirements.txt
 	$(PY) -m pip install --no-input --quiet --disable-pip-version-check -r $(VENV)/requirements.txt
 	@$(PY) -c 'import triton' 2>/dev/null || \
@@ -53,8 +79,7 @@ $(INSTALLED): requirements.txt requirements-triton.txt
 	@touch $@
 
 $(CLIENTS_INSTALLED): requirements-clients.txt requirements-vision.txt requirements-triton.txt
-	@$(CHECK_PYTHON)
-	$(PYTHON) -m venv --clear $(CLIENTS)
+	$(call ENVIRONMENT,$(CLIENTS))
 	$(CLIENTS)/bin/python -m pip install --no-input --quiet --disable-pip-version-check -r $<
 	@$(CLIENTS)/bin/python -c 'import triton' 2>/dev/null || $(CLIENTS)/bin/python -m pip install \
 		--no-input --quiet --disable-pip-version-check --no-deps -r requirements-triton.txt
@@ -76,10 +101,10 @@ export COUNT_RANKS
 train: build
 	@counts=$$($(PY) -c "$$COUNT_RANKS") && set -- $$counts && set -x && \
 	LOCAL_KERNELS="org/optimizer=$(CURDIR)" OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$$2} \
-	$(VENV)/bin/torchrun --standalone --nproc-per-node=$$1 examples/compare.py $(ARGS)
+	$(PY) -m torch.distributed.run --standalone --nproc-per-node=$$1 examples/compare.py $(ARGS)
 
 # Other releases declare other types, so lint is for the one in requirements.txt.
-test: $(if $(TORCH),$(INSTALLED),lint)
+test: $(if $(TORCH)$(HERE),$(INSTALLED),lint)
 	$(PY) -m pytest -n auto --maxprocesses 4 --dist worksteal $(if $(SLOW),,-m "not slow") $(ARGS)
 
 test-clients: $(CLIENTS_INSTALLED)

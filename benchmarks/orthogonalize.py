@@ -246,7 +246,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         columns.append(f"{THEIRS}\n/ default")
         rows = [arithmetic_row(kernel, s, options.rounds, options.clock) for s in shapes]
         show(title, columns, rows, markdown=options.markdown)
-    print(f"{machine(device)}; {ceilings}")
+    print(f"{machine(device)}; {ceilings.tell()}")
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import math
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -122,20 +123,31 @@ def tensors_of(shapes: Shapes, dtype: torch.dtype, device: torch.device) -> list
     return params
 
 
-def check_room(
-    numel: int, dtype: torch.dtype, contenders: Sequence[str], device: torch.device
-) -> None:
-    """Weights, gradients and all states fit, with a tenth to spare for what steps allocate."""
-    needed = numel * dtype.itemsize * (2 + sum(STATES[name] for name in contenders))
+def room_for(numel: int, options: argparse.Namespace) -> float:
+    """Bytes of weights, gradients and all states, with a tenth for what steps allocate."""
+    tensors = 2 + sum(STATES[CONTENDERS[name]] for name in options.contenders)
+    return 1.1 * numel * getattr(torch, options.dtype).itemsize * tensors
+
+
+def check_room(numel: int, options: argparse.Namespace, device: torch.device) -> None:
     if device.type == "cpu":
         return
-    free, _ = torch.accelerator.get_memory_info()
-    if 1.1 * needed > free:
+    needed, (free, _) = room_for(numel, options), torch.accelerator.get_memory_info()
+    if needed > free:
         raise SystemExit(
             f"{needed / 2**30:.0f} GiB of weights, gradients and states, and "
             f"{free / 2**30:.0f} GiB are free: leave some out with --contenders, take --dtype "
-            "bfloat16, a --share, or fewer --layers"
+            "bfloat16, a --share, or --layers fit"
         )
+
+
+def layers_that_fit(options: argparse.Namespace) -> int:
+    """How many of the model's layers the device has memory for."""
+    free, _ = torch.accelerator.get_memory_info()
+    for layers in range(MODELS[options.model]["num_hidden_layers"], 1, -1):
+        if room_for(sum(map(math.prod, of_model(options.model, layers))), options) <= free:
+            return layers
+    return 1
 
 
 # -- step ------------------------------------------------------------------------------------------
@@ -185,7 +197,7 @@ def measure(shapes: Shapes, options: argparse.Namespace, device: torch.device) -
     dtype = getattr(torch, options.dtype)
     ns_dtype = getattr(torch, options.ns_dtype) if options.ns_dtype else None
     numel = sum(rows * cols * count for (rows, cols), count in shapes.items())
-    check_room(numel, dtype, names, device)
+    check_room(numel, options, device)
     recipe = kernel.newton_schulz.recipe_for(
         "polar_express", None, "auto", "frobenius", ns_dtype, dtype, device
     )
@@ -221,6 +233,8 @@ def measure(shapes: Shapes, options: argparse.Namespace, device: torch.device) -
         rows.append(row)
     rows.append(["floor", milliseconds([floor])[0], "–", "–", "1.00", "–", f"{forms / plain:.3f}"])
     what = options.model or "a small transformer"
+    if options.layers is not None:
+        what = f"{options.layers} layers of {what}"
     share = f", rank 0's share of {options.share}" if options.share else ""
     title = (
         f"One step, {what}{share}: {len(params)} matrices, {numel / 1e6:.1f} M parameters, "
@@ -230,7 +244,7 @@ def measure(shapes: Shapes, options: argparse.Namespace, device: torch.device) -
     print(
         f"floor: {floor * 1e3:.1f} ms = {for_products * 1e3:.1f} ms for {forms / 1e9:.0f} GFLOP "
         f"({forms / plain:.3f} × plain) + {for_traffic * 1e3:.1f} ms for {traffic / 2**20:.0f} MiB"
-        f"\n{machine(device)}; {ceilings}"
+        f"\n{machine(device)}; {ceilings.tell()}"
     )
     if options.snapshot:
         tell_snapshot(optimizers[OURS], numel * dtype.itemsize, options)
@@ -262,7 +276,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=MODELS, help="all of its matrices that are Muon's")
     parser.add_argument("--share", type=int, help="of --model, rank 0's of so many ranks")
-    parser.add_argument("--layers", type=int, help="12, or all of --model")
+    parser.add_argument(
+        "--layers",
+        type=lambda text: text if text == "fit" else int(text),
+        help="12, or all of --model; fit: of --model as many as the device has memory for",
+    )
     parser.add_argument("--dim", type=int, default=512, help="without --model")
     parser.add_argument("--ffn", type=int, default=2048, help="without --model")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
@@ -279,6 +297,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     device = pick_device()
     if options.snapshot and (device.type != "cuda" or "ours" not in options.contenders):
         parser.error("--snapshot is for a CUDA device, and for ours among the --contenders")
+    if options.layers == "fit":
+        if options.model is None or options.share or device.type == "cpu":
+            parser.error("--layers fit is for a --model without --share, on an accelerator")
+        options.layers = layers_that_fit(options)
     if options.model is None:
         if options.share:
             parser.error("--share needs a --model")

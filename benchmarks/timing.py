@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import platform
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -41,9 +43,18 @@ DEFAULT_COPIED = 256 << 20
 
 
 def load_kernel() -> Any:
+    """The package; from now on it is an error if Triton's kernels should run here and can't.
+
+    The optimizer goes on without them, and its figures would be those of torch's operations.
+    """
     if (CHECKOUT / "build").is_dir():  # made by `make build`
         os.environ.setdefault("LOCAL_KERNELS", f"org/optimizer={CHECKOUT}")
-    return get_kernel("org/optimizer", version=1, trust_remote_code=["org/optimizer"])
+    kernel = get_kernel("org/optimizer", version=1, trust_remote_code=["org/optimizer"])
+    warnings.filterwarnings("error", message="Triton's kernels are not used")
+    kernels, device = kernel.triton_kernels, pick_device().type
+    if device in kernels.DEVICE_TYPES and importlib.util.find_spec("triton") is None:
+        raise SystemExit("Triton is not installed, so that its kernels can't be measured")
+    return kernel
 
 
 def pick_device() -> torch.device:
@@ -196,13 +207,18 @@ class Ceilings:
         names = [name for name in self.work if name.startswith(prefix)]
         return max(self.work[name] / min(self.seconds[name]) for name in names)
 
-    def __str__(self) -> str:
-        lines = [
-            f"{name}: {work / min(self.seconds[name]) / 1e9:.0f} "
-            f"{'GB/s' if name == 'copy' else 'GFLOP/s'}"
+    def tell(self) -> str:
+        """A line for people; a table, too, where `TABLES` names a file."""
+        rows = [
+            [
+                name.replace("torch.", ""),
+                f"{work / min(self.seconds[name]) / 1e9:.0f}",
+                "GB/s" if name == "copy" else "GFLOP/s",
+            ]
             for name, work in self.work.items()
         ]
-        return "ceilings: " + ", ".join(lines).replace("torch.", "")
+        record("Ceilings", ("what", "rate", "unit"), rows)
+        return "ceilings: " + ", ".join(f"{name}: {rate} {unit}" for name, rate, unit in rows)
 
 
 # -- tables ----------------------------------------------------------------------------------------
@@ -221,11 +237,7 @@ def show(
 
     The table is data, too, where `TABLES` names a file.
     """
-    if path := os.environ.get(TABLES):
-        names = [column.replace("\n", " ") for column in columns]
-        table = {"title": title, "columns": names, "rows": [[*map(_value_of, r)] for r in rows]}
-        with open(path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(table, ensure_ascii=False) + "\n")
+    record(title, columns, rows)
     if markdown:
         header = " | ".join(columns).replace("\n", " ")
         print(f"{title}\n\n| {header} |")
@@ -241,6 +253,15 @@ def show(
     for row in rows:
         printed.add_row(*row)
     Console(width=width).print(printed)
+
+
+def record(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Appends a table to the file that `TABLES` names, if it names one."""
+    if path := os.environ.get(TABLES):
+        names = [column.replace("\n", " ") for column in columns]
+        table = {"title": title, "columns": names, "rows": [[*map(_value_of, r)] for r in rows]}
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(table, ensure_ascii=False) + "\n")
 
 
 def _value_of(cell: str) -> float | str:

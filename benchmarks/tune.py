@@ -8,9 +8,10 @@ are faster than that one, all go to triton_kernels/configs/<device>.json, in the
 the same sizes. A configuration is looked up there by the nearest size, and nothing is timed while
 training.
 
-`--short` tries fewer sizes and candidates, of one dtype, in about a minute. `--dry-run` goes the
-same way with tiny sizes and no clock, in Triton's interpreter where there is no GPU, and writes
-nothing.
+The file is written after each size. A candidate that gives another product than bmm is left out and
+named, and makes the exit status 1. `--short` tries fewer sizes and candidates, of one dtype, in
+about a minute; after `--seconds` no further candidate is tried. `--dry-run` goes the same way with
+tiny sizes and no clock, in Triton's interpreter where there is no GPU, and writes nothing.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import json
 import math
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -78,6 +80,7 @@ class Finding(NamedTuple):
     bmm_microseconds: float
     candidates: int
     refused: int  # too much shared memory, too many registers
+    wrong: int = 0  # another product than bmm's
     current_microseconds: float = math.nan  # of what is looked up so far
 
     @property
@@ -130,45 +133,60 @@ def tune(
     architecture: str,
     clock: Callable,
     arguments: argparse.Namespace,
+    end: float = math.inf,
 ) -> Finding:
+    """Times candidates until ``end``, on the monotonic clock; the rest is left out."""
     s, k, batch = size
     generator = torch.Generator(device).manual_seed(0)
     X = torch.randn(batch, s, k, generator=generator, device=device).to(getattr(torch, dtype))
     expected = torch.bmm(X, X.mT)
     out = torch.empty_like(expected)
     bound = TOLERANCE[dtype] * expected.abs().amax().item()
+    refused: list[Any] = []
+    wrong: list[Any] = []
 
     def microseconds(config: Any) -> float:
         def run() -> None:
             symmetric.symmetric_product(X, X.mT, out=out, config=config)
 
+        out.fill_(math.nan)  # what a candidate does not write is seen
         try:
             run()
         except Exception as error:  # Triton raises what the backend says; any is a refusal
             if arguments.dry_run:
                 raise
             print(f"{config} was refused: {str(error)[:100]!r}", file=sys.stderr)
+            refused.append(config)
             return math.inf
-        if (out - expected).abs().amax().item() > bound or not torch.equal(out, out.mT):
-            raise RuntimeError(f"{config} gives another product at {size} in {dtype}")
+        is_near = (out - expected).abs().amax().item() <= bound  # not with NaN
+        if not is_near or not torch.equal(out, out.mT):
+            print(f"{config} gives another product at {size} in {dtype}", file=sys.stderr)
+            wrong.append(config)
+            return math.inf
         return clock(run) * 1e3
 
+    times = {current: microseconds(current)}
+
+    def time_until_end(configs: Sequence[Any]) -> None:
+        for config in configs:
+            if time.monotonic() < end and config not in times:
+                times[config] = microseconds(config)
+
+    def fastest() -> Any:
+        return min(times, key=lambda config: times[config])
+
     dry, short = arguments.dry_run, arguments.short
-    tried = candidates(type(current), dtype, dry, short, architecture)
-    times = {config: microseconds(config) for config in tried}
-    fastest = min(times, key=lambda config: times[config])
-    for group in (1, 4, 16):
-        config = dataclasses.replace(fastest, group=group)
-        times[config] = microseconds(config)
-    fastest = min(times, key=lambda config: times[config])
-    refused = sum(time == math.inf for time in times.values())
-    if refused == len(times):
-        raise RuntimeError(f"no configuration runs at {size} in {dtype}")
+    time_until_end(candidates(type(current), dtype, dry, short, architecture))
+    time_until_end([dataclasses.replace(fastest(), group=group) for group in (1, 4, 16)])
+    if len(refused) + len(wrong) == len(times):
+        raise RuntimeError(f"no configuration gives the product at {size} in {dtype}")
     bmm = clock(lambda: torch.bmm(X, X.mT, out=out)) * 1e3
-    so_far = microseconds(current)
-    if not times[fastest] < WORTHWHILE * so_far:
-        fastest, times[current] = current, so_far
-    return Finding(size, dtype, fastest, times[fastest], bmm, len(tried), refused, so_far)
+    best = fastest()
+    failed = len(refused), len(wrong)
+    so_far = min(times[current], microseconds(current))  # again, on a device that is warm by now
+    if so_far < math.inf and not times[best] < WORTHWHILE * so_far:
+        best, times[current] = current, so_far
+    return Finding(size, dtype, best, times[best], bmm, len(times), *failed, so_far)
 
 
 def document(device: str, findings: list[Finding], kept: Sequence[Any] = ()) -> dict[str, Any]:
@@ -203,7 +221,7 @@ def text_of(document: dict[str, Any]) -> str:
 
 COLUMNS = (
     *("dtype", "s", "k", "batch", "tile", "loads", "warps", "stages", "group", "µs"),
-    *("µs so far", "TFLOP/s", "bmm µs", "× bmm", "refused"),
+    *("µs so far", "TFLOP/s", "bmm µs", "× bmm", "refused", "wrong"),
 )
 
 
@@ -219,7 +237,7 @@ def row_of(finding: Finding) -> list[str]:
         *(f"{finding.current_microseconds:.1f}", f"{speed:.0f}"),
         *(f"{finding.bmm_microseconds:.1f}",),
         f"{finding.bmm_microseconds / finding.microseconds:.2f}",
-        f"{finding.refused}/{finding.candidates}",
+        *(f"{finding.refused}/{finding.candidates}", f"{finding.wrong}"),
     ]
 
 
@@ -227,6 +245,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, help="all, or one of a --short run")
     parser.add_argument("--short", action="store_true", help="fewer sizes and candidates")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="for all sizes")
     parser.add_argument("--dry-run", action="store_true", help="tiny sizes, no clock, no file")
     arguments = parser.parse_args()
 
@@ -240,6 +259,7 @@ def main() -> int:
     optimizer = load_kernel()
     configs = import_module(f"{optimizer.__name__}.triton_kernels.configs")
     symmetric = import_module(f"{optimizer.__name__}.triton_kernels.symmetric")
+    end = time.monotonic() + arguments.seconds
     from triton.testing import do_bench  # clears the L2 cache before every run
 
     def clock(run: Callable[[], object]) -> float:
@@ -251,30 +271,41 @@ def main() -> int:
 
     where = torch.empty(0, device=device).device  # with its index
     target = configs.compile_target(where)
+    path = CONFIGS / f"{target.device}.json"
+    kept = json.loads(path.read_text(encoding="utf-8"))["entries"] if path.exists() else []
     sizes = SHORT_SIZES if arguments.short else SIZES
-    findings = []
+    findings: list[Finding] = []
+    left_out: list[str] = []
+    status = 0
     for dtype in arguments.dtypes or (("float16",) if arguments.short else DTYPES):
         for size in DRY_SIZES if arguments.dry_run else sizes:
+            if time.monotonic() > end:
+                left_out.append(f"no time was left for {size} in {dtype}")
+                continue
             current = configs.choose(getattr(torch, dtype), *size, True, target)
-            findings.append(
-                tune(symmetric, size, dtype, current, device, target.architecture, clock, arguments)
-            )
+            about = current, device, target.architecture, clock, arguments, end
+            try:
+                findings.append(tune(symmetric, size, dtype, *about))
+            except RuntimeError as error:
+                left_out.append(str(error))
+                status = 1
+                continue
             print(f"{dtype} {size}: {findings[-1].config}", file=sys.stderr)
+            written = document(target.device, findings, kept)
+            configs.parse_measured(json.loads(text_of(written)), path.name)  # as a user's step does
+            if not arguments.dry_run and any(finding.is_better for finding in findings):
+                path.write_text(text_of(written), encoding="utf-8")
 
     title = f"Tuned symmetric products on {target.device}; TFLOP/s as if all tiles were computed"
     show(title, COLUMNS, [row_of(finding) for finding in findings])
-    path = CONFIGS / f"{target.device}.json"
-    kept = json.loads(path.read_text(encoding="utf-8"))["entries"] if path.exists() else []
-    written = document(target.device, findings, kept)
-    configs.parse_measured(json.loads(text_of(written)), path.name)  # raises what a user would meet
     if arguments.dry_run:
         print("A dry run: nothing was timed or written.")
     elif not any(finding.is_better for finding in findings):
         print("Nothing is faster than what is looked up so far: nothing was written.")
     else:
-        path.write_text(text_of(written), encoding="utf-8")
         print(f"Wrote {path}; `make build` puts it into the kernel.")
-    return 0
+    print("".join(f"not tuned: {why}\n" for why in left_out), end="")
+    return 1 if any(finding.wrong for finding in findings) else status
 
 
 if __name__ == "__main__":

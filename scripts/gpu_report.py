@@ -1,15 +1,21 @@
 """Shows on a machine with GPUs what CPUs cannot, in one command, and writes a report.
 
-    make gpu                      # ten minutes on one device, longer where there are several
-    make gpu ARGS=--full          # the longest tests and all sizes, too
+    make gpu                      # ten minutes on one device, half an hour where there are several
+    make gpu HERE=1               # with the Python, torch and packages that are there
     make gpu ARGS="--sections step memory"
+    make gpu ARGS="--seconds 420 --to FOLDER"
+    make gpu ARGS=--full          # the longest tests and all sizes, too
     make gpu ARGS=--fake          # no device: shows that every section runs and is reported
 
 A section is some processes, one after the other, which share a limit of time and have a log of
-their own in runs/gpu/; one that fails does not stop the others. runs/gpu/report.md has machine,
-versions and commands, every table that was printed, the figures beside their aims, and pictures of
-the times and rates; tables.json has the tables. Both are written anew after each section, so that
-what was found outlives the run.
+their own in runs/gpu/; one that fails does not stop the others. Those that measure no time run side
+by side. One deadline holds for all; sections come in the order of their worth, so that it cuts off
+the least.
+
+runs/gpu/report.md has machine, versions and commands, every table that was printed, the figures
+beside their aims, and pictures of the times and rates; tables.json has the tables. Both are written
+after each section, so that what was found outlives the run. So is a copy in the folder of --to: the
+report, the tables, the pictures, and gpu.tgz, which has all of runs/gpu and the tuned tiles.
 
 Exits with 1, and names them, where sections failed: a test did, a bound of accuracy was not kept, a
 command ended in an error or took too long. An aim that is not met is named, but no failure: times
@@ -19,9 +25,7 @@ depend on the machine. What was not run is named with the reason.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
-import math
 import os
 import platform
 import shlex
@@ -29,45 +33,32 @@ import shutil
 import signal
 import subprocess
 import sys
+import tarfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import torch
 
-from gpu_sections import AIMS, CHECKOUT, SECTIONS, Aim, Machine, Section
+from gpu_figures import FAKE, PICTURES, Table, draw, judge, lines_of
+from gpu_sections import AIMS, CHECKOUT, SECTIONS, Machine, Section
 
-sys.path.append(str(CHECKOUT / "examples"))
-from plots import drawing, label_rows, save
-
-FAKE = "Made without a device: no figure below says anything about one."
-PATIENCE = 2  # times as long as it should take may a section take before it is stopped,
-FULL = 6  # and as many times that with --full, or on a CPU with --fake
+SLOW = 6  # times as long may all take with --full, or on a CPU with --fake
+LEAST = 15  # seconds without which no section is started
 OUTCOMES = ("failure", "error", "skipped")  # other than success, as pytest writes them
-COLOURS = ("#2563eb", "#f59e0b", "#10b981", "#dc2626", "#7c3aed", "#4b5563")
+TILES = CHECKOUT / "torch-ext/optimizer/triton_kernels/configs"
+PACKAGES = ("triton", "numpy", "kernels", "huggingface_hub", "pytest")
 
-Record = Mapping[str, Any]  # a row, by column
-
-
-@dataclass(frozen=True)
-class Table:
-    """As benchmarks/timing.py writes it."""
-
-    title: str
-    columns: list[str]
-    rows: list[list[Any]]
-
-    def records(self) -> list[Record]:
-        return [dict(zip(self.columns, row)) for row in self.rows]
-
-    def markdown(self) -> str:
-        return f"{self.title}\n\n{lines_of([self.columns, *self.rows])}"
+running: set[subprocess.Popen[bytes]] = set()
+interrupted = threading.Event()
 
 
 @dataclass
@@ -90,22 +81,49 @@ class Result:
 # -- running ---------------------------------------------------------------------------------------
 
 
-def run_section(section: Section, machine: Machine, options: argparse.Namespace) -> Result:
-    result = Result(section)
+def run_sections(machine: Machine, options: argparse.Namespace) -> Iterator[Result]:
+    """Runs those that were asked for; gives each as soon as it has ended."""
+    slow = SLOW if options.full or options.fake else 1
+    deadline = time.monotonic() + (options.seconds or machine.seconds * slow)
+    chosen = [section for section in SECTIONS if section.name in options.sections]
+
+    def result_of(section: Section) -> Result:
+        print(f"{section.name}: {section.what} …", flush=True)
+        end = min(deadline, time.monotonic() + section.seconds * slow)
+        return run_section(section, machine, options, end)
+
+    with ThreadPoolExecutor() as pool:
+        try:
+            together = [pool.submit(result_of, s) for s in chosen if not s.is_timed]
+            for future in as_completed(together):
+                yield future.result()
+            for section in (section for section in chosen if section.is_timed):
+                yield result_of(section)
+        except BaseException:  # the pool's end waits for what its threads have started
+            interrupted.set()
+            for process in list(running):
+                kill(process)
+            raise
+
+
+def run_section(
+    section: Section, machine: Machine, options: argparse.Namespace, end: float
+) -> Result:
+    """Runs its commands until then, on the monotonic clock."""
+    result, start = Result(section), time.monotonic()
     commands = [command for command in section.commands if command.line(options)]
     if options.fake:
         result.missing = None if commands else "there is no part of it without a device"
     else:
         result.missing = section.missing(machine)
+    if result.missing is None and end - start < min(LEAST, section.seconds):
+        result.missing = "no time was left"
     if result.missing:
         return result
     tables = CHECKOUT / options.out / f"{section.name}.jsonl"
     environment = {"LOCAL_KERNELS": f"org/optimizer={CHECKOUT}", **os.environ}
     environment["BENCHMARK_TABLES"] = str(tables)
     tests = tables.with_suffix(".xml")
-    start = time.monotonic()
-    patience = PATIENCE * (FULL if options.full or options.fake else 1)
-    deadline = start + section.seconds * patience
     with open(tables.with_suffix(".log"), "w", encoding="utf-8") as log:
         for command in commands:
             line = command.line(options)
@@ -113,7 +131,7 @@ def run_section(section: Section, machine: Machine, options: argparse.Namespace)
             log.write(f"$ {line}\n")
             log.flush()
             variables = {**environment, **command.variables(options)}
-            left = deadline - time.monotonic()
+            left = end - time.monotonic()
             why = run(f"{line}{outcomes_to(tests, line)}", machine, variables, log, left)
             result.failures += [f"{why}: {line}"] if why else []
             result.tables += tables_of(tables, tests)
@@ -133,8 +151,9 @@ def tables_of(tables: Path, tests: Path) -> list[Table]:
         found.append(outcomes_of(ElementTree.fromstring(tests.read_text(encoding="utf-8"))))
         tests.unlink()
     if tables.exists():
-        lines = tables.read_text(encoding="utf-8").splitlines()
-        found += [Table(**json.loads(line)) for line in lines]
+        # A command that was stopped may have left part of a line.
+        lines = tables.read_text(encoding="utf-8").splitlines(keepends=True)
+        found += [Table(**json.loads(line)) for line in lines if line.endswith("\n")]
         tables.unlink()
     return found
 
@@ -166,75 +185,35 @@ def run(
         stdin=subprocess.DEVNULL,
         start_new_session=True,
     )
+    running.add(process)
+    if interrupted.is_set():
+        kill(process)
     try:
         code = process.wait(max(0.0, seconds))
         return f"exit code {code}" if code else None
     except subprocess.TimeoutExpired:
         return "not done in time"
     finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        kill(process)
         process.wait()
+        running.discard(process)
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """With all that it started."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 # -- the report ------------------------------------------------------------------------------------
 
 
-def lines_of(rows: Sequence[Sequence[Any]]) -> str:
-    """A table in markdown, its first row the header."""
-    head, *rest = [f"| {' | '.join(str(c).removesuffix('.0') for c in row)} |" for row in rows]
-    return "\n".join([head, "|---" * len(rows[0]) + "|", *rest])
-
-
-def figures_of(aim: Aim, tables: Sequence[Table]) -> Iterator[tuple[str, float, str]]:
-    """Where it is, a figure, and what it is compared with."""
-    for table in tables:
-        if not {aim.column, aim.beside} <= set(table.columns):
-            continue
-        for record in table.records():
-            if aim.key is not None and record.get(aim.key) != aim.row:
-                continue
-            figure, baseline = record[aim.column], baseline_of(aim, record, table)
-            if baseline is None or not isinstance(figure, float):
-                continue
-            if aim.relative:
-                figure /= baseline[aim.column]
-            name = "" if aim.baseline is None else f"{aim.baseline}, "
-            words = [cell for cell in record.values() if isinstance(cell, str) and cell != "–"]
-            where = f"{table.title}: {', '.join(words[:3])}"
-            yield where, figure, f"{name}{aim.beside}: {baseline[aim.beside]}"
-
-
-def baseline_of(aim: Aim, record: Record, table: Table) -> Record | None:
-    """The row that has another value of the key, and those left of it in common."""
-    if aim.baseline is None or aim.key is None:
-        return record
-    left = table.columns[: table.columns.index(aim.key)]
-    wanted = {**{column: record[column] for column in left}, aim.key: aim.baseline}
-    fitting = (
-        other
-        for other in table.records()
-        if all(other[column] == value for column, value in wanted.items())
-    )
-    return next(fitting, None)
-
-
-def judge(aim: Aim, tables: Sequence[Table], fake: bool) -> list[list[str]]:
-    """Rows of the table of aims, one for each figure."""
-    bound = f"≥ {aim.least:.3g}" if aim.least > float("-inf") else f"≤ {aim.most:.3g}"
-    rows = []
-    for where, figure, baseline in figures_of(aim, tables):
-        met = "met" if aim.least <= figure <= aim.most else "NOT met"
-        verdict = "no device" if fake else met
-        rows.append([aim.what, bound, f"{figure:.3g}", baseline, verdict, where])
-    return rows or [[aim.what, bound, "–", "", "not measured", ""]]
-
-
-def machine_lines() -> list[str]:
+def machine_lines(commit: str | None) -> list[str]:
     """Devices, driver, versions, and the commit."""
     versions = [f"Python {platform.python_version()}", f"torch {torch.__version__}"]
-    if importlib.util.find_spec("triton"):
-        versions.append(f"triton {version('triton')}")
+    for package in PACKAGES:
+        with suppress(PackageNotFoundError):
+            versions.append(f"{package} {version(package)}")
     if torch.version.cuda:
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
         versions += [f"CUDA {torch.version.cuda}", f"NCCL {nccl}"]
@@ -242,13 +221,20 @@ def machine_lines() -> list[str]:
         versions.append(f"ROCm {torch.version.hip}")
     query = "--query-gpu=name,driver_version,memory.total,clocks.max.sm,power.limit"
     devices = output_of("nvidia-smi", query, "--format=csv,noheader")
+    described = output_of("git", "describe", "--always", "--dirty", "--abbrev=40")
     return [
         *(devices.splitlines() or ["nvidia-smi tells of no device"]),
         f"{platform.platform()}, {os.cpu_count()} CPUs",
         ", ".join(versions),
-        f"commit {output_of('git', 'describe', '--always', '--dirty', '--abbrev=40')}",
+        f"compilers: {', '.join(map(first_line, (('gcc',), ('nvcc',))))}",
+        f"commit {commit or described or 'unknown: name it with --commit'}",
         time.strftime("%Y-%m-%d %H:%M:%S %z"),
     ]
+
+
+def first_line(command: Sequence[str]) -> str:
+    lines = output_of(*command, "--version").splitlines()
+    return lines[0] if lines else f"no {command[0]}"
 
 
 def output_of(*command: str) -> str:
@@ -284,105 +270,29 @@ def report(results: Sequence[Result], about: Sequence[str], options: argparse.Na
     return "\n\n".join(parts) + "\n"
 
 
-def is_positive(value: Any) -> bool:
-    return isinstance(value, float) and value > 0  # no NaN
+def write(results: list[Result], about: Sequence[str], options: argparse.Namespace) -> None:
+    """What was found so far, in the order of the sections."""
+    folder, names = CHECKOUT / options.out, [section.name for section in SECTIONS]
+    results.sort(key=lambda result: names.index(result.section.name))
+    draw([table for result in results for table in result.tables], folder, options.fake)
+    (folder / "report.md").write_text(report(results, about, options), encoding="utf-8")
+    data = {r.section.name: [asdict(table) for table in r.tables] for r in results}
+    (folder / "tables.json").write_text(json.dumps(data, indent=1), encoding="utf-8")
+    if options.to:
+        copy(folder, options.to)
 
 
-@dataclass(frozen=True)
-class Panel:
-    """Tables in a picture: a row of dots for each row, or, without ``row``, for each table.
-
-    Args:
-        table: how their titles begin.
-        row: columns that name a row of dots.
-        series: the column that names a dot, unless ``columns`` do.
-        columns: values.
-    """
-
-    table: str
-    row: Sequence[str]
-    series: str | None
-    columns: Sequence[str]
-
-    def dots(self, tables: Sequence[Table]) -> dict[str, dict[str, float]]:
-        found: dict[str, dict[str, float]] = {}
-        for table in (table for table in tables if table.title.startswith(self.table)):
-            for record in table.records():
-                name = ", ".join(str(record[c]).removesuffix(".0") for c in self.row)
-                name = name or table.title.removeprefix(self.table).strip(", ")[:60]
-                place = found.setdefault(name, {})
-                for column in (c for c in self.columns if is_positive(record.get(c))):
-                    dot = column if self.series is None else record[self.series]
-                    place.setdefault(dot, record[column])
-        return found
-
-
-PICTURES = {
-    "times.png": (
-        "least ms",
-        [
-            Panel("One step", (), "optimizer", ["least ms"]),
-            Panel("One step", (), "offload", ["least ms"]),
-            Panel("QK-Clip", (), "", ["least ms"]),
-            Panel(
-                "Maxima of causal attention logits",
-                ("B × Hq/Hk × T × D", "dtype"),
-                "contender",
-                ["least ms"],
-            ),
-        ],
-    ),
-    "rates.png": (
-        "TFLOP/s; of traffic, GB/s",
-        [
-            Panel(
-                "Symmetric products by halves, torch.float16",
-                ("product", "matrices"),
-                None,
-                ["kernel, effective TFLOP/s", "library, effective TFLOP/s"],
-            ),
-            Panel("Orthogonalization", ("matrices",), "contender", ["effective TFLOP/s"]),
-            Panel("All-to-alls", ("KiB sent",), None, ["GB/s to others"]),
-        ],
-    ),
-}
-
-
-def draw(tables: Sequence[Table], options: argparse.Namespace) -> None:
-    for name, (unit, panels) in PICTURES.items():
-        drawn = []
-        for panel in panels:
-            fitting = [table for table in tables if panel.series in (None, *table.columns)]
-            if dots := panel.dots(fitting):
-                drawn.append((panel.table, dots))
-        if drawn:
-            draw_dots(drawn, unit, CHECKOUT / options.out / name, options.fake)
-
-
-def draw_dots(
-    panels: Sequence[tuple[str, dict[str, dict[str, float]]]], unit: str, path: Path, fake: bool
-) -> None:
-    heights = [len(dots) + 3 for _, dots in panels]
-    with drawing() as plt:
-        size = (10, 0.3 * sum(heights) + 1)
-        figure, grid = plt.subplots(len(panels), figsize=size, height_ratios=heights, squeeze=False)
-        for axes, (title, dots) in zip(grid[:, 0], panels):
-            series = dict.fromkeys(name for row in dots.values() for name in row)
-            for colour, name in zip(COLOURS, series):
-                points = [(row[name], at) for at, row in enumerate(dots.values()) if name in row]
-                axes.plot(*zip(*points), "o", color=colour, label=name)
-            label_rows(axes, list(dots))
-            powers = [math.log10(value) for row in dots.values() for value in row.values()]
-            decades = 10.0 ** math.floor(min(powers)), 10.0 ** math.ceil(max(powers))
-            axes.set(xscale="log", xlim=decades, title=title)
-            axes.xaxis.set_major_formatter("{x:g}")
-            axes.xaxis.set_minor_formatter("")
-            axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
-        grid[-1, 0].set_xlabel(unit)
-        if fake:
-            figure.suptitle(FAKE, color="#dc2626")
-        figure.tight_layout()
-        save(figure, path)
+def copy(folder: Path, to: Path) -> None:
+    """The report with what it shows, and an archive of everything, to another folder."""
+    to.mkdir(parents=True, exist_ok=True)
+    archive = to / "gpu.tgz.part"  # renamed when complete: a kill leaves the last one
+    with tarfile.open(archive, "w:gz") as tar:
+        tar.add(folder, "gpu")
+        tar.add(TILES, "tiles")
+    archive.rename(to / "gpu.tgz")
+    for name in ("report.md", "tables.json", *PICTURES):
+        if (folder / name).exists():
+            shutil.copyfile(folder / name, to / name)
 
 
 # -- command line ----------------------------------------------------------------------------------
@@ -395,28 +305,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--full", action="store_true", help="the longest tests and all sizes, too")
     parser.add_argument("--fake", action="store_true", help="tiny sizes without a device")
     parser.add_argument("--sections", nargs="+", choices=names, default=names, help="which")
+    parser.add_argument("--seconds", type=int, help="until all is stopped; see above")
     parser.add_argument("--out", type=Path, default=Path("runs/gpu"), help="folder")
+    parser.add_argument("--to", type=Path, help="folder of a copy: at most five files")
+    parser.add_argument("--commit", help="of these files, where there is no git to ask")
     options = parser.parse_args(arguments)
-    if options.fake and torch.backends.cuda.is_built():
-        parser.error("--fake is for builds of torch without CUDA")
+    if options.fake and torch.accelerator.is_available():
+        parser.error("--fake is for machines without a device")
     machine = Machine.here()
     if not machine.devices and not options.fake:
         said = output_of("nvidia-smi", "--list-gpus") or "nothing"
         print(f"torch {torch.__version__} finds no GPU; nvidia-smi: {said}", file=sys.stderr)
-        print("ARGS=--fake tries this command without one.", file=sys.stderr)
+        print(
+            "make gpu HERE=1 takes the torch of `python3` (another with PYTHON=); ", file=sys.stderr
+        )
+        print("ARGS=--fake tries this command without a GPU.", file=sys.stderr)
         return 1
     folder = CHECKOUT / options.out
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    about, results = machine_lines(), []
-    for section in (section for section in SECTIONS if section.name in options.sections):
-        print(f"{section.name}: {section.what} …", flush=True)
-        results.append(run_section(section, machine, options))
-        print(f"  {results[-1]} ({results[-1].seconds:.0f} s)", flush=True)
-        draw([table for result in results for table in result.tables], options)
-        (folder / "report.md").write_text(report(results, about, options), encoding="utf-8")
-        data = {r.section.name: [asdict(table) for table in r.tables] for r in results}
-        (folder / "tables.json").write_text(json.dumps(data, indent=1), encoding="utf-8")
+    (folder / "nvidia-smi.txt").write_text(output_of("nvidia-smi", "-q"), encoding="utf-8")
+    about, results = machine_lines(options.commit), []
+    for result in run_sections(machine, options):
+        results.append(result)
+        print(f"  {result.section.name}: {result} ({result.seconds:.0f} s)", flush=True)
+        write(results, about, options)
     return conclude(results, options)
 
 
@@ -433,6 +346,10 @@ def conclude(results: Sequence[Result], options: argparse.Namespace) -> int:
         ("not run", [f"{r.section.name}: {r.missing}" for r in results if r.missing]),
         ("aims that are not met", [f"{row[0]}: {row[2]} ({row[5]})" for row in missed]),
         ("FAILED", [f"{r.section.name}: {why}" for r in failed for why in r.failures]),
+        (
+            "tests that failed",
+            [row[1] for table in tables for row in table.rows if row[0] in OUTCOMES[:2]],
+        ),
     ):
         if lines:
             print(f"{title}:")

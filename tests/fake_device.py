@@ -194,7 +194,8 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     is_here = bool(fakes)
     if kwargs.get("device") is not None:
         is_here = _is_cuda(kwargs["device"])
-        kwargs["device"] = "cpu"
+        if is_here:
+            kwargs["device"] = "cpu"
     does = func if _device.computes or not is_here else partial(_uncomputed, func)
     result = does(*args, **kwargs)
     if not is_here:

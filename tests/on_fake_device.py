@@ -40,9 +40,18 @@ def put_there() -> None:
 
 def what_is_asked(device: Device) -> list[tuple[Any, str, Any]]:
     memory, empty, generator = device.memory, torch.empty, torch.Generator
+    waits = 0  # before those that are an error
 
     def unlocked(*size: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
         return empty(*size, **kwargs)  # without CUDA, torch locks no pages
+
+    def watch(mode: str) -> None:
+        """CUDA raises at a wait itself, this when it is watched no more."""
+        nonlocal waits
+        if mode == "error":
+            waits = device.waits.total()
+        elif device.waits.total() > waits:
+            raise RuntimeError(f"the host waits for the device: {dict(device.waits)}")
 
     return [
         (torch, "empty", unlocked),
@@ -60,6 +69,7 @@ def what_is_asked(device: Device) -> list[tuple[Any, str, Any]]:
         ),
         (torch.cuda, "is_available", lambda: True),
         (torch.cuda, "is_current_stream_capturing", lambda: False),
+        (torch.cuda, "set_sync_debug_mode", watch),
         (torch.cuda, "set_device", lambda device: None),
         (torch.cuda, "get_device_name", lambda device=None: "no device"),
         (torch.cuda.memory, "_record_memory_history", lambda **_: None),

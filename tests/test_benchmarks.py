@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -148,6 +150,33 @@ def test_models_too_large_for_a_cpu_are_refused(capsys):
     with pytest.raises(SystemExit):
         step.main(["--model", "llama-3-8b"])
     assert "--layers" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("gib", "layers"), [(78, 21), (139, 32), (1, 1)])
+def test_as_many_layers_are_taken_as_fit(gib, layers, monkeypatch):
+    free = gib << 30, gib << 30
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda device=None: free)
+    options = SimpleNamespace(model="llama-3-8b", contenders=["ours", "torch"], dtype="float32")
+    assert step.layers_that_fit(options) == layers
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+def test_a_step_without_the_kernels_that_it_should_have_is_no_figure(monkeypatch):
+    kernel = timing.load_kernel()
+    monkeypatch.setattr(kernel.triton_kernels, "DEVICE_TYPES", ("cpu",))
+    elementwise = importlib.import_module(f"{kernel.__name__}.triton_kernels.elementwise")
+
+    def fails(*arguments, **constants):
+        raise RuntimeError("Failed to find C compiler.")
+
+    monkeypatch.setattr(elementwise, "_launch", fails)
+    sizes = ["--layers", "1", "--dim", "32", "--ffn", "64"]
+    arguments = [*sizes, *TINY, "--contenders", "ours"]
+    with pytest.raises(RuntimeWarning, match="C compiler"):
+        step.main(arguments)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match="Triton is not installed"):
+        step.main(arguments)
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import itertools
 import json
 import math
 import sys
+import types
 from importlib import import_module, util
 from pathlib import Path
 
@@ -695,7 +696,7 @@ def test_the_tuner_runs_dry_and_writes_nothing(monkeypatch, capsys):
 
 def test_what_the_tuner_writes_is_what_is_looked_up(tmp_path, monkeypatch):
     tune = tuner()
-    found = tune.Finding(tune.Size(1024, 2048, 3), "float16", SMALL, 1.25, 2.5, 9, 1)
+    found = tune.Finding(tune.Size(1024, 2048, 3), "float16", SMALL, 1.25, 2.5, 9, 1, 0)
     text = tune.text_of(tune.document("written", [found, found]))
     (tmp_path / "written.json").write_text(text)
     monkeypatch.setattr(configs, "DIRECTORY", tmp_path)
@@ -705,13 +706,51 @@ def test_what_the_tuner_writes_is_what_is_looked_up(tmp_path, monkeypatch):
 
 def test_what_the_tuner_found_of_other_sizes_is_kept():
     tune = tuner()
-    one, other = (tune.Finding(tune.Size(s, 8, 1), "float16", SMALL, 1, 2, 9, 1) for s in (16, 32))
+    one, other = (
+        tune.Finding(tune.Size(s, 8, 1), "float16", SMALL, 1, 2, 9, 1, 0) for s in (16, 32)
+    )
     kept = tune.document("d", [one, other])["entries"]
     better = one._replace(microseconds=0.5)
     assert tune.document("d", [better], kept)["entries"] == [
         {**kept[0], "microseconds": 0.5},
         kept[1],
     ]
+
+
+@pytest.mark.parametrize("spoilt", [16, 4])
+def test_a_wrong_candidate_is_left_out_and_loses_no_other(spoilt, monkeypatch, capsys):
+    groups = []
+
+    def multiply(A, B, *, out, config):
+        groups.append(config.group)
+        torch.bmm(A, B, out=out)
+        out[0, 0, -1] += 9.0 * (config.group == spoilt)
+
+    def clock(run):
+        run()
+        return {16: 1.0, 4: 2.0, 1: 3.0, 2: 4.0}.get(groups[-1], 5.0)
+
+    tune, kernel = tuner(), types.SimpleNamespace(symmetric_product=multiply)
+    options = types.SimpleNamespace(dry_run=True, short=False)
+    about = "float16", SMALL, DEVICE, "", clock, options
+    found = tune.tune(kernel, tune.DRY_SIZES[0], *about)
+    assert (found.refused, found.wrong) == (0, 1)
+    assert found.config.group == {16: 4, 4: 16}[spoilt] and found.is_better
+    assert "gives another product" in capsys.readouterr().err
+
+
+def test_without_time_only_what_is_looked_up_so_far_is_timed():
+    tune, calls = tuner(), []
+
+    def multiply(A, B, *, out, config):
+        calls.append(config)
+        torch.bmm(A, B, out=out)
+
+    kernel = types.SimpleNamespace(symmetric_product=multiply)
+    options = types.SimpleNamespace(dry_run=True, short=False)
+    about = "float16", SMALL, DEVICE, "", lambda run: 1.0, options, -math.inf
+    found = tune.tune(kernel, tune.DRY_SIZES[0], *about)
+    assert found.config == SMALL and set(calls) == {SMALL} and not found.is_better
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="there is something to tune")
