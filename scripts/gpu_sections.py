@@ -158,7 +158,7 @@ SECTIONS = [
                 f"{PARALLEL}",
                 full='-m "slow or not slow"',  # the last one holds
                 fake=f'-m pytest -q {KERNEL_TESTS} -m "not slow" '
-                f'-k "not compile and {NOT_IMITATED}" -p kernels_on_fake_device {PARALLEL}',
+                f'-k "not compile and {NOT_IMITATED}" -p tests.kernels_on_fake_device {PARALLEL}',
             )
         ],
         is_timed=False,

@@ -1,6 +1,6 @@
 """A pytest plugin: Triton's interpreter runs kernels on tensors of a device that isn't there.
 
-    python -m pytest -p kernels_on_fake_device tests/test_triton_maxima.py
+    python -m pytest -p tests.kernels_on_fake_device tests/test_triton_maxima.py
 
 Tests take the path of an accelerator, an H100 with its tiles. Tensors are those of fake_device.py,
 and kernels compute on what these hold; a tensor of the host that is given to a kernel raises, as it
