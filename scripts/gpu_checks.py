@@ -59,6 +59,13 @@ SMALL: list[Shape] = [(32, 48), (16, 32), (96, 32), (32, 96)]
 ODD: list[Shape] = [(768, 768), (512, 2048), (1536, 384), (255, 650)]
 SMALL_ODD: list[Shape] = [(64, 96), (96, 64), (33, 50)]
 
+# Of steps that are repeated: the weights' dtype, and options.
+STEPS: list[tuple[torch.dtype, dict[str, Any]]] = [
+    (FP32, {}),
+    (BF16, {"weight_rounding": "exact", "beta2": 0.95}),
+    (FP32, {"beta2": 0.95, "cautious": True}),
+]
+
 
 class Checks:
     """What the checks share, and what they found.
@@ -116,6 +123,11 @@ class Checks:
             optim.step()
         synchronize()
         return [param.detach().clone() for param in (*params, *others)]
+
+
+def words(dtype: torch.dtype, options: dict[str, Any]) -> str:
+    """For a row of the table."""
+    return ", ".join([str(dtype).removeprefix("torch."), *options])
 
 
 def seconds_of(call: Callable[[], object]) -> float:
@@ -209,24 +221,20 @@ def kernels(checks: Checks) -> None:
 
 
 def repeat(checks: Checks) -> None:
-    for dtype, options in (
-        (FP32, {}),
-        (BF16, {"weight_rounding": "exact"}),
-        (FP32, {"beta2": 0.95, "cautious": True}),
-    ):
+    for dtype, options in STEPS:
         one, two = (checks.steps(dtype, **options) for _ in range(2))
-        what = f"{dtype} {options or ''}".replace("torch.", "").strip()
+        what = words(dtype, options)
         assert all(map(torch.equal, one, two)), f"{what}: other bits"
         assert all(bool(weight.isfinite().all()) for weight in one), f"{what}: not finite"
         checks.note("repeat", what, "the same bits")
 
 
 def offload(checks: Checks) -> None:
-    for dtype, options in ((FP32, {}), (BF16, {"weight_rounding": "exact", "beta2": 0.95})):
+    for dtype, options in STEPS[:2]:
         plain = checks.steps(dtype, **options)
         streamed = checks.steps(dtype, offload=True, **options)
-        what = f"{dtype} {options or ''}, streamed".replace("torch.", "")
-        assert all(map(torch.equal, plain, streamed)), f"{what}: other bits"
+        what = words(dtype, options)
+        assert all(map(torch.equal, plain, streamed)), f"{what}: other bits if streamed"
         checks.note("offload", what, "the bits of steps without offload")
 
 

@@ -58,6 +58,8 @@ WAITING += ("item", "tolist", "__float__", "__int__", "__bool__", "__index__")
 # By which torch says that there is no such device, from C++ and from Python.
 ABSENT = ("not linked with support for cuda", "not compiled with CUDA enabled")
 ABSENT += ("Found no NVIDIA driver", "driver version is insufficient")  # builds with CUDA
+# And what it says of tensors whose device has no kernels, or that have no memory of their own.
+ABSENT += ("Could not run 'aten::", "is not supported for tensor subclasses")
 
 
 class MixedDevices(RuntimeError):

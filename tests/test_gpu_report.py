@@ -44,7 +44,7 @@ def run_fake(monkeypatch, tmp_path, *sections, options=()):
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is a device")
 def test_every_section_is_reached_and_reported_without_a_device(tmp_path):
     command = [sys.executable, CHECKOUT / "scripts" / "gpu_report.py", "--fake", "--out", tmp_path]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=550, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1200, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     report = (tmp_path / "report.md").read_text()
     assert gpu_figures.FAKE in report and gpu_figures.FAKE in done.stdout

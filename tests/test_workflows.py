@@ -168,6 +168,26 @@ def test_make_builds_what_it_proves_on_a_gpu():
     assert prove.endswith("python scripts/gpu_report.py --full")
 
 
+@pytest.mark.skipif(not shutil.which("make"), reason="needs make")
+@pytest.mark.parametrize("target", ["gpu", "train", "bench", "test"])
+def test_make_takes_the_python_at_hand_and_installs_nothing(target):
+    command = ["make", target, "--no-print-directory", "-nB", "HERE=1", "PYTHON=some-python"]
+    made = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    assert "pip" not in made and ".venv" not in made
+    assert "some-python" in made
+
+
+@pytest.mark.skipif(not shutil.which("make"), reason="needs make")
+def test_make_empties_no_folder_that_it_has_not_made(tmp_path):
+    mine = tmp_path / "environment" / "mine"
+    mine.mkdir(parents=True)
+    for target, variable in (("build", "VENV"), ("test-clients", "CLIENTS")):
+        command = ["make", target, f"{variable}={mine.parent}", f"PYTHON={sys.executable}"]
+        made = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
+        assert made.returncode and "is not an environment that make has made" in made.stderr
+        assert mine.exists()
+
+
 def test_every_triton_from_the_pinned_one_on_compiles_the_kernels():
     job = parsed(TESTS)["jobs"]["other-triton"]
     versions = [tuple(map(int, v.split("."))) for v in job["strategy"]["matrix"]["triton"]]
