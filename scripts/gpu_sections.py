@@ -282,13 +282,12 @@ SECTIONS = [
     ),
     Section(
         "whole-step",
-        "a step of as many layers of Llama 3 8B as fit, beside torch.optim.Muon",
+        "the same of as many whole layers of Llama 3 8B as fit",
         45,
         [
             Command(
-                "benchmarks/step.py --model llama-3-8b --layers fit --contenders ours torch "
-                "--rounds 3",
-                fake=f"{ON_FAKE} benchmarks/step.py {FAKE_STEP} --contenders ours torch",
+                "benchmarks/step.py --model llama-3-8b --layers fit --rounds 3",
+                fake=f"{ON_FAKE} benchmarks/step.py {FAKE_STEP}",
             )
         ],
     ),
