@@ -352,13 +352,13 @@ def profile(checks: Checks, step: Callable[[], object]) -> None:
     with torch.profiler.profile(activities=activities) as recorded:
         step()
         synchronize()
-    table = recorded.key_averages().table(sort_by="self_cuda_time_total", row_limit=40)
+    table = recorded.key_averages().table(sort_by="self_device_time_total", row_limit=40)
     (checks.out / "profile.txt").write_text(table)
     recorded.export_chrome_trace(str(checks.out / "trace.json.gz"))
     work = [
         (event.name, event.time_range.start, event.time_range.end)
         for event in recorded.events()
-        if event.device_type == torch.autograd.DeviceType.CUDA
+        if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation
     ]
     rows, idle, largest = times_by_kernel(work)
     columns = ("kernel, of one step", "calls", "ms", "share")

@@ -10,6 +10,7 @@ import sys
 import tarfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -231,6 +232,19 @@ def test_tests_of_kernels_are_all_there_but_those_that_compile_for_other_chips()
     assert "tests/test_triton_symmetric.py" in gpu_sections.KERNEL_TESTS
     assert "tests/test_triton_elementwise.py" in gpu_sections.KERNEL_TESTS
     assert "compile" not in gpu_sections.KERNEL_TESTS
+
+
+def test_a_check_that_fails_is_named_and_stops_no_other(monkeypatch, tmp_path, capsys):
+    def broken(checks):
+        raise AssertionError("other bits")
+
+    monkeypatch.setattr(gpu_checks, "CHECKS", {"broken": broken, "fine": lambda checks: None})
+    options = SimpleNamespace(small=True, out=tmp_path)
+    checks = gpu_checks.Checks(gpu_checks.load_kernel(), options)
+    assert gpu_checks.run(checks, ["broken", "fine"]) == 1
+    printed = capsys.readouterr().out
+    assert "FAILED: AssertionError: other bits" in printed and "fine: passed" in printed
+    assert printed.endswith("FAILED: broken\n")
 
 
 # -- figures beside aims ---------------------------------------------------------------------------
