@@ -234,7 +234,7 @@ def measure(shapes: Shapes, options: argparse.Namespace, device: torch.device) -
     rows.append(["floor", milliseconds([floor])[0], "–", "–", "1.00", "–", f"{forms / plain:.3f}"])
     what = options.model or "a small transformer"
     if options.layers is not None:
-        what = f"{options.layers} layers of {what}"
+        what = f"{what}, layers: {options.layers}"
     share = f", rank 0's share of {options.share}" if options.share else ""
     title = (
         f"One step, {what}{share}: {len(params)} matrices, {numel / 1e6:.1f} M parameters, "

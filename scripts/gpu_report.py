@@ -88,7 +88,7 @@ def run_sections(machine: Machine, options: argparse.Namespace) -> Iterator[Resu
     chosen = [section for section in SECTIONS if section.name in options.sections]
 
     def result_of(section: Section) -> Result:
-        print(f"{section.name}: {section.what} …", flush=True)
+        print(f"{section.name}: {section.what} …\n", end="", flush=True)  # of threads
         end = min(deadline, time.monotonic() + section.seconds * slow)
         return run_section(section, machine, options, end)
 

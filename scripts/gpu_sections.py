@@ -282,7 +282,7 @@ SECTIONS = [
     ),
     Section(
         "whole-step",
-        "the same of as many whole layers of Llama 3 8B as fit",
+        "a step of as many layers of Llama 3 8B as fit, beside the same optimizers and a floor",
         45,
         [
             Command(
