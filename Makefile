@@ -4,6 +4,7 @@ PYTHON ?= python3
 # TORCH: a release to use in place of the one in requirements.txt, in an environment of its own.
 TORCH ?=
 VENV := .venv$(if $(TORCH),-torch-$(TORCH))
+override VENV := $(patsubst %/,%,$(VENV))
 PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 # HERE: anything takes $(PYTHON) with the packages that it has, and installs nothing: for machines
@@ -14,6 +15,10 @@ PY := $(PYTHON)
 INSTALLED := has-packages
 endif
 CLIENTS := .venv-clients
+override CLIENTS := $(patsubst %/,%,$(CLIENTS))
+ifneq ($(words $(VENV))$(words $(CLIENTS)),11)
+$(error VENV and CLIENTS are one word each)
+endif
 CLIENTS_INSTALLED := $(CLIENTS)/.installed
 
 # NPROC: ranks of `make train`. By default one per accelerator, or up to four that share the CPU.
@@ -56,15 +61,17 @@ has-packages:
 	@$(CHECK_PYTHON)
 	@$(HAS_PACKAGES)
 
-# Makes an environment, in the place of one that was made here before, of nobody else's folder.
+# Makes an environment, in the place of one that was made here before, of nobody else's folder. The
+# mark that tells them apart is there first and stays, so that an interrupted run can be repeated.
 define ENVIRONMENT
 	@$(CHECK_PYTHON)
-	@if [ -n "$$(ls -A $(1) 2>/dev/null)" ] && [ ! -e $(1)/.made-by-make ] && [ ! -e $(1)/.installed ]; then \
-		echo "$(1) is not an environment that make has made: remove it, or name another folder" >&2; exit 1; fi
-	rm -rf $(1)
-	mkdir -p $(1)
-	@touch $(1)/.made-by-make
-	$(PYTHON) -m venv $(1)
+	@if [ -L "$(1)" ] || [ -n "$$(ls -A "$(1)" 2>/dev/null)" ] && \
+		[ ! -e "$(1)/.made-by-make" ] && [ ! -e "$(1)/.installed" ]; then \
+		echo "$(1) is no environment that make has made: remove it, or name another folder" >&2; exit 1; fi
+	mkdir -p "$(1)"
+	@touch "$(1)/.made-by-make"
+	find "$(1)" -mindepth 1 ! -name .made-by-make -delete
+	$(PYTHON) -m venv "$(1)"
 endef
 
 # Starting from an empty environment repairs an interrupted install and drops what is no longer

@@ -221,14 +221,14 @@ def measure(shapes: Shapes, options: argparse.Namespace, device: torch.device) -
     rows = []
     for name, optimizer in optimizers.items():
         least = min(seconds[name])
-        ratio = f"{least / min(seconds[THEIRS]):.2f}" if THEIRS in seconds else "–"
+        ratio = f"{least / min(seconds[THEIRS]):.3f}" if THEIRS in seconds else "–"
         transient = flops = "–"
         if name != DION:
             transient = f"{transient_bytes(optimizer) / (numel * dtype.itemsize):.2f}"
         if name in (OURS, THEIRS):
             done = forms if name == OURS and unseen else counted_flops(optimizer)
             flops = f"{done / plain:.3f}"
-        over_floor = "–" if name == ADAMW else f"{least / floor:.2f}"
+        over_floor = "–" if name == ADAMW else f"{least / floor:.3f}"
         row = [name, *milliseconds(seconds[name]), ratio, over_floor, transient, flops]
         rows.append(row)
     rows.append(["floor", milliseconds([floor])[0], "–", "–", "1.00", "–", f"{forms / plain:.3f}"])

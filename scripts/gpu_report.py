@@ -15,7 +15,7 @@ the least.
 runs/gpu/report.md has machine, versions and commands, every table that was printed, the figures
 beside their aims, and pictures of the times and rates; tables.json has the tables. Both are written
 after each section, so that what was found outlives the run. So is a copy in the folder of --to: the
-report, the tables, the pictures, and gpu.tgz, which has all of runs/gpu and the tuned tiles.
+report, the tables, the pictures, and in archives all of runs/gpu and the tuned tiles.
 
 Exits with 1, and names them, where sections failed: a test did, a bound of accuracy was not kept, a
 command ended in an error or took too long. An aim that is not met is named, but no failure: times
@@ -36,6 +36,7 @@ import sys
 import tarfile
 import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -53,6 +54,8 @@ from gpu_sections import AIMS, CHECKOUT, SECTIONS, Machine, Section
 
 SLOW = 6  # times as long may all take with --full, or on a CPU with --fake
 LEAST = 15  # seconds without which no section is started
+GRACE = 10  # seconds in which a command that is stopped may write what it has
+TITLE = "# What `make gpu` found"
 OUTCOMES = ("failure", "error", "skipped")  # other than success, as pytest writes them
 TILES = CHECKOUT / "torch-ext/optimizer/triton_kernels/configs"
 PACKAGES = ("triton", "numpy", "kernels", "huggingface_hub", "pytest")
@@ -84,7 +87,8 @@ class Result:
 def run_sections(machine: Machine, options: argparse.Namespace) -> Iterator[Result]:
     """Runs those that were asked for; gives each as soon as it has ended."""
     slow = SLOW if options.full or options.fake else 1
-    deadline = time.monotonic() + (options.seconds or machine.seconds * slow)
+    seconds = machine.seconds * slow if options.seconds is None else options.seconds
+    deadline = time.monotonic() + seconds
     chosen = [section for section in SECTIONS if section.name in options.sections]
 
     def result_of(section: Section) -> Result:
@@ -122,7 +126,6 @@ def run_section(
         return result
     tables = CHECKOUT / options.out / f"{section.name}.jsonl"
     environment = {"LOCAL_KERNELS": f"org/optimizer={CHECKOUT}", **os.environ}
-    environment["BENCHMARK_TABLES"] = str(tables)
     tests = tables.with_suffix(".xml")
     with open(tables.with_suffix(".log"), "w", encoding="utf-8") as log:
         for command in commands:
@@ -131,6 +134,8 @@ def run_section(
             log.write(f"$ {line}\n")
             log.flush()
             variables = {**environment, **command.variables(options)}
+            if not is_pytest(line):  # whose tests may run a benchmark
+                variables["BENCHMARK_TABLES"] = str(tables)
             left = end - time.monotonic()
             why = run(f"{line}{outcomes_to(tests, line)}", machine, variables, log, left)
             result.failures += [f"{why}: {line}"] if why else []
@@ -139,16 +144,21 @@ def run_section(
     return result
 
 
+def is_pytest(line: str) -> bool:
+    return " -m pytest " in line
+
+
 def outcomes_to(file: Path, line: str) -> str:
     """The option by which pytest writes there how tests ended."""
-    return f" --junitxml {shlex.quote(str(file))}" if " -m pytest " in line else ""
+    return f" --junitxml {shlex.quote(str(file))}" if is_pytest(line) else ""
 
 
 def tables_of(tables: Path, tests: Path) -> list[Table]:
     """What a command left in the files, which are gone afterwards."""
     found = []
     if tests.exists():
-        found.append(outcomes_of(ElementTree.fromstring(tests.read_text(encoding="utf-8"))))
+        with suppress(ElementTree.ParseError):  # of a command that was stopped
+            found.append(outcomes_of(ElementTree.fromstring(tests.read_text(encoding="utf-8"))))
         tests.unlink()
     if tables.exists():
         # A command that was stopped may have left part of a line.
@@ -192,6 +202,9 @@ def run(
         code = process.wait(max(0.0, seconds))
         return f"exit code {code}" if code else None
     except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)  # pytest says then what has failed
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE)
         return "not done in time"
     finally:
         kill(process)
@@ -253,7 +266,7 @@ def report(results: Sequence[Result], about: Sequence[str], options: argparse.Na
         for r in results
     ]
     aims = ["aim", "bound", "figure", "beside", "", "where"]
-    parts = ["# What `make gpu` found"]
+    parts = [TITLE]
     if options.fake:
         parts.append(f"**{FAKE}**")
     parts += ["\n".join(f"- {line}" for line in about)]
@@ -274,25 +287,56 @@ def write(results: list[Result], about: Sequence[str], options: argparse.Namespa
     """What was found so far, in the order of the sections."""
     folder, names = CHECKOUT / options.out, [section.name for section in SECTIONS]
     results.sort(key=lambda result: names.index(result.section.name))
-    draw([table for result in results for table in result.tables], folder, options.fake)
+    try:
+        draw([table for result in results for table in result.tables], folder, options.fake)
+    except Exception:  # pictures are worth less than the rest
+        traceback.print_exc()
     (folder / "report.md").write_text(report(results, about, options), encoding="utf-8")
     data = {r.section.name: [asdict(table) for table in r.tables] for r in results}
     (folder / "tables.json").write_text(json.dumps(data, indent=1), encoding="utf-8")
     if options.to:
-        copy(folder, options.to)
+        copy(folder, CHECKOUT / options.to)
 
 
 def copy(folder: Path, to: Path) -> None:
-    """The report with what it shows, and an archive of everything, to another folder."""
-    to.mkdir(parents=True, exist_ok=True)
-    archive = to / "gpu.tgz.part"  # renamed when complete: a kill leaves the last one
-    with tarfile.open(archive, "w:gz") as tar:
-        tar.add(folder, "gpu")
-        tar.add(TILES, "tiles")
-    archive.rename(to / "gpu.tgz")
-    for name in ("report.md", "tables.json", *PICTURES):
-        if (folder / name).exists():
-            shutil.copyfile(folder / name, to / name)
+    """The report with what it shows, and archives of everything, to another folder.
+
+    The allocator's record has an archive of its own, since it can be larger than all the rest.
+    """
+    files = sorted(file for file in folder.iterdir() if file.is_file())
+    records = [file for file in files if file.suffix == ".pickle"]
+    for name, wanted in (
+        ("gpu.tgz", [*(file for file in files if file not in records), TILES]),
+        ("memory.tgz", records),
+    ):
+        part = to / f"{name}.part"  # renamed when complete: a kill leaves the last one
+        with tarfile.open(part, "w:gz") as tar:
+            for file in wanted:
+                tar.add(file, file.name)
+        part.rename(to / name)
+    for file in files:
+        if file.name in ("report.md", "tables.json", *PICTURES):
+            shutil.copyfile(file, to / file.name)
+
+
+def folders_of(options: argparse.Namespace) -> Path:
+    """The empty folder of --out, and that of --to is there.
+
+    Raises:
+        ValueError: a folder holds what this script has not written.
+    """
+    folder, to = CHECKOUT / options.out, options.to and CHECKOUT / options.to
+    report = folder / "report.md"
+    if folder.exists() and any(folder.iterdir()):
+        if not report.is_file() or not report.read_text(encoding="utf-8").startswith(TITLE):
+            raise ValueError(f"--out {options.out} is no folder of an earlier report")
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    if to:
+        to.mkdir(parents=True, exist_ok=True)
+        if to.samefile(folder):
+            raise ValueError("--to is another folder than --out")
+    return folder
 
 
 # -- command line ----------------------------------------------------------------------------------
@@ -307,7 +351,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--sections", nargs="+", choices=names, default=names, help="which")
     parser.add_argument("--seconds", type=int, help="until all is stopped; see above")
     parser.add_argument("--out", type=Path, default=Path("runs/gpu"), help="folder")
-    parser.add_argument("--to", type=Path, help="folder of a copy: at most five files")
+    parser.add_argument("--to", type=Path, help="folder of a copy")
     parser.add_argument("--commit", help="of these files, where there is no git to ask")
     options = parser.parse_args(arguments)
     if options.fake and torch.accelerator.is_available():
@@ -321,11 +365,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         print("ARGS=--fake tries this command without a GPU.", file=sys.stderr)
         return 1
-    folder = CHECKOUT / options.out
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    try:
+        folder = folders_of(options)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    about: list[str] = machine_lines(options.commit)
+    results: list[Result] = []
+    write(results, about, options)
     (folder / "nvidia-smi.txt").write_text(output_of("nvidia-smi", "-q"), encoding="utf-8")
-    about, results = machine_lines(options.commit), []
     for result in run_sections(machine, options):
         results.append(result)
         print(f"  {result.section.name}: {result} ({result.seconds:.0f} s)", flush=True)
@@ -358,5 +405,11 @@ def conclude(results: Sequence[Result], options: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
+def start(arguments: Sequence[str] | None = None) -> int:
+    """As a process of its own, whose end is that of all it has started."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    return main(arguments)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(start())

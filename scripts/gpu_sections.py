@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -61,7 +62,9 @@ class Command:
         words = [self.before, "python", self.words, self.full if options.full else ""]
         if options.fake:
             words = ["python", self.fake] if self.fake else []
-        return " ".join(word for word in words if word).replace("OUT/", f"{options.out}/")
+        return " ".join(word for word in words if word).replace(
+            "OUT/", f"{shlex.quote(str(options.out))}/"
+        )
 
     def variables(self, options: argparse.Namespace) -> Mapping[str, str]:
         return {"TEST_DEVICE": "fake"} if options.fake else self.environment
@@ -131,6 +134,7 @@ KERNEL_TESTS = " ".join(
     for path in sorted((CHECKOUT / "tests").glob("test_triton_*.py"))
     if path.name != "test_triton_compile.py"  # for other chips, on a CPU
 )
+AT_HAND = "not compile_without_spills"  # which is of other chips
 PARALLEL = f"-n {min(8, os.cpu_count() or 1)} --dist worksteal"
 LLAMA_SHARE = "benchmarks/step.py --model llama-3-8b --share 8 --rounds 5"
 FAKE_STEP = "--layers 1 --dim 32 --ffn 64 --rounds 1 --ceiling 32"
@@ -143,6 +147,7 @@ NO_CACHE = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # of freed memory, whose mis
 NOT_IMITATED = " or ".join(
     (
         *("captured", "replayed_step", "lazily_negated", "call_that_is_recorded"),
+        "compiled_graph",
         "((around_the_output or upper_triangle) and wide)",
     )
 )
@@ -156,11 +161,12 @@ SECTIONS = [
         [
             Command(
                 # Of the quick subset some are slow, and the only ones that load tiles in bulk.
-                f'-m pytest -q {KERNEL_TESTS} -m "not slow or kernels_ci" -k "not compile" '
+                f'-m pytest -q {KERNEL_TESTS} -m "not slow or kernels_ci" -k "{AT_HAND}" '
                 f"{PARALLEL}",
                 full='-m "slow or not slow"',  # the last one holds
                 fake=f'-m pytest -q {KERNEL_TESTS} -m "not slow" '
-                f'-k "not (compile or {NOT_IMITATED})" -p tests.kernels_on_fake_device {PARALLEL}',
+                f'-k "{AT_HAND} and not ({NOT_IMITATED})" '
+                f"-p tests.kernels_on_fake_device {PARALLEL}",
             )
         ],
         is_timed=False,
@@ -213,13 +219,14 @@ SECTIONS = [
         ],
     ),
     Section(
-        "products",
-        "each kernel of symmetric products beside the whole product of cuBLAS, by shape",
-        60,
+        "offload",
+        "a step with its state on the device, in host memory, and streamed; the link's speed",
+        70,
         [
             Command(
-                "benchmarks/symmetric_products.py --rounds 5",
-                fake="benchmarks/symmetric_products.py --rounds 1",
+                "benchmarks/offload.py --share llama-3-8b --repeats 5",
+                full="qwen3-30b-a3b",
+                fake="benchmarks/offload.py --share llama-3-8b --layers 1",
             )
         ],
     ),
@@ -233,6 +240,17 @@ SECTIONS = [
                 fake="benchmarks/tune.py --short --dry-run",
             ),
             Command("scripts/build.py"),  # what follows is measured with them
+        ],
+    ),
+    Section(
+        "products",
+        "each kernel of symmetric products beside the whole product of cuBLAS, by shape",
+        60,
+        [
+            Command(
+                "benchmarks/symmetric_products.py --rounds 5",
+                fake="benchmarks/symmetric_products.py --rounds 1",
+            )
         ],
     ),
     Section(
@@ -250,18 +268,6 @@ SECTIONS = [
                 "benchmarks/orthogonalize.py --rounds 5",
                 fake=f"{ON_FAKE} benchmarks/orthogonalize.py --shapes 32x64 --rounds 1 "
                 "--ceiling 32",
-            )
-        ],
-    ),
-    Section(
-        "offload",
-        "a step with its state on the device, in host memory, and streamed; the link's speed",
-        70,
-        [
-            Command(
-                "benchmarks/offload.py --share llama-3-8b --repeats 5",
-                full="qwen3-30b-a3b",
-                fake="benchmarks/offload.py --share llama-3-8b --layers 1",
             )
         ],
     ),

@@ -152,35 +152,75 @@ def test_what_was_found_is_in_another_folder_after_each_section(monkeypatch, tmp
     sections = writing("first"), writing("second", seen)
     status, report = run_fake(monkeypatch, tmp_path, *sections, options=options)
     assert status == 0
-    assert {path.name for path in to.iterdir()} == {"report.md", "tables.json", "gpu.tgz"}
+    archives = {"gpu.tgz", "memory.tgz"}
+    assert {path.name for path in to.iterdir()} == {"report.md", "tables.json", *archives}
     assert (to / "report.md").read_text() == report and "- commit c0ffee" in report
     with tarfile.open(to / "gpu.tgz") as archive:
         names = archive.getnames()
-    assert {"gpu/first.log", "gpu/second.log", "gpu/report.md", "tiles"} <= set(names)
-    assert len(gpu_report.PICTURES) + 3 <= 8
+    assert {"first.log", "second.log", "report.md", "configs/heuristic.json"} <= set(names)
+    assert len(gpu_report.PICTURES) + 4 <= 8
 
 
-def test_an_interrupt_leaves_no_process_behind(tmp_path):
-    script = f"""
-import sys
+@pytest.mark.slow
+def test_a_test_that_failed_before_the_end_of_its_section_is_named(monkeypatch, tmp_path, capsys):
+    file = tmp_path / "test_some.py"
+    file.write_text("import time\ndef test_bad(): assert False\ndef test_long(): time.sleep(99)\n")
+    words = f"-m pytest -q -c /dev/null -p no:cacheprovider {file} -n 2"  # in processes of its own
+    section = Section("some", "tests", 60, [Command("", fake=words)])
+    monkeypatch.setattr(gpu_report, "LEAST", 1)
+    run_fake(monkeypatch, tmp_path, section, options=["--seconds", "5"])
+    assert "some: not done in time" in (printed := capsys.readouterr().out)
+    assert "test_bad" in printed.split("tests that failed:")[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--out", ""], "no folder of an earlier report"),
+        (["--out", "."], "no folder of an earlier report"),
+        (["--out", "HERE/mine"], "no folder of an earlier report"),
+        (["--out", "HERE/new", "--to", "HERE/new"], "another folder"),
+        (["--out", "HERE/new", "--to", "HERE/mine/file"], "File exists"),
+    ],
+)
+def test_a_folder_that_is_not_its_own_is_left_alone(monkeypatch, tmp_path, capsys, options, says):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "file").write_text("mine")
+    monkeypatch.setattr(gpu_report, "SECTIONS", [writing("never")])
+    with pytest.raises(SystemExit):
+        gpu_report.main(["--fake", *(word.replace("HERE", str(tmp_path)) for word in options)])
+    assert says in capsys.readouterr().err and (tmp_path / "mine" / "file").exists()
+
+
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_leaves_no_process_behind(tmp_path, end):
+    script = tmp_path / "script.py"
+    script.write_text(f"""
+import signal, sys
 sys.path[:0] = [{str(CHECKOUT / "scripts")!r}, {str(Path(__file__).parent)!r}]
 import gpu_report
+from gpu_sections import Section
 from test_gpu_report import writing
+
 told = "open('{tmp_path}/' + str(os.getpid()), 'w'); time.sleep(99)"
-sections = [writing(name, told, is_timed=False) for name in "ab"]
-gpu_report.SECTIONS = [s.__class__(s.name, "", 60, [*s.commands, *s.commands], is_timed=False)
-                       for s in sections]
-gpu_report.main(["--fake", "--out", "{tmp_path}/out"])
-"""
-    process = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.DEVNULL)
+gpu_report.SECTIONS = [
+    Section(name, "", 60, 2 * writing(name, told).commands, is_timed=False) for name in "ab"
+]
+sys.exit(gpu_report.start(["--fake", "--out", "{tmp_path}/out"]))
+""")
+    process = subprocess.Popen([sys.executable, script], stderr=subprocess.DEVNULL)
+
+    def started() -> set[str]:
+        return {path.name for path in tmp_path.iterdir() if path.name.isdigit()}
+
     deadline = time.monotonic() + 120
-    while len(numbers := [p.name for p in tmp_path.iterdir() if p.name.isdigit()]) < 2:
+    while len(numbers := started()) < 2:
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(20) != 0
+    process.send_signal(end)
+    assert process.wait(30) != 0
+    assert started() == numbers  # nor was the next command started
     assert not any(Path("/proc", number).exists() for number in numbers)
-    assert sorted(p.name for p in tmp_path.iterdir() if p.name.isdigit()) == sorted(numbers)
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is a device")

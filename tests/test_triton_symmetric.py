@@ -753,6 +753,21 @@ def test_without_time_only_what_is_looked_up_so_far_is_timed():
     assert found.config == SMALL and set(calls) == {SMALL} and not found.is_better
 
 
+def test_sizes_that_are_not_tuned_keep_what_is_looked_up_so_far(monkeypatch):
+    tune, target = tuner(), configs.CompileTarget("written", "sm_90", "cuda", 132)
+    sizes = tune.SIZES[1:]
+    before = [configs.choose(torch.float16, *size, True, target) for size in sizes]
+    untuned = [("float16", *pair) for pair in zip(sizes, before)]
+    found = tune.Finding(tune.SIZES[0], "float16", SMALL, 1.25, 2.5, 9, 1, 0)
+    kept = tune.document("written", [found], (), untuned)
+    again = tune.document("written", [found._replace(microseconds=1.0)], kept["entries"], untuned)
+    assert len(again["entries"]) == len(kept["entries"]) == len(tune.SIZES)
+    entries = configs.parse_measured(kept, "written.json")
+    monkeypatch.setattr(configs, "measured", lambda device: entries)
+    assert configs.choose(torch.float16, *tune.SIZES[0], True, target) == SMALL
+    assert [configs.choose(torch.float16, *size, True, target) for size in sizes] == before
+
+
 @pytest.mark.skipif(DEVICE != "cpu", reason="there is something to tune")
 def test_the_tuner_says_that_there_is_no_gpu(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["tune.py"])

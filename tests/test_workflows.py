@@ -180,12 +180,35 @@ def test_make_takes_the_python_at_hand_and_installs_nothing(target):
 @pytest.mark.skipif(not shutil.which("make"), reason="needs make")
 def test_make_empties_no_folder_that_it_has_not_made(tmp_path):
     mine = tmp_path / "environment" / "mine"
-    mine.mkdir(parents=True)
+    mine.parent.mkdir()
+    mine.touch()
+    link = tmp_path / "link"
+    link.symlink_to(mine.parent)
+    refused = "is no environment that make has made"
     for target, variable in (("build", "VENV"), ("test-clients", "CLIENTS")):
-        command = ["make", target, f"{variable}={mine.parent}", f"PYTHON={sys.executable}"]
-        made = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
-        assert made.returncode and "is not an environment that make has made" in made.stderr
-        assert mine.exists()
+        for folder, why in (
+            *((mine.parent, refused), (f"{link}/", refused), (tmp_path, refused), (mine, "")),
+            *(("", "one word"), (f"{mine.parent} {tmp_path}/other", "one word")),
+        ):
+            command = ["make", target, f"{variable}={folder}", f"PYTHON={sys.executable}"]
+            made = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
+            assert made.returncode and why in made.stderr, folder
+            assert mine.is_file(), folder
+
+
+@pytest.mark.skipif(not shutil.which("make"), reason="needs make")
+def test_an_environment_that_make_has_begun_is_begun_again(tmp_path):
+    folder = tmp_path / "environment"
+    (folder / "lib").mkdir(parents=True)
+    (folder / "lib" / "half").touch()
+    (folder / ".made-by-make").touch()
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\n[ "$2" != venv ] || { ls -A "$3"; exit 9; }\n')
+    python.chmod(0o755)
+    command = ["make", "build", f"VENV={folder}", f"PYTHON={python}"]
+    made = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
+    assert made.returncode and made.stdout.splitlines()[-1] == ".made-by-make"
+    assert [path.name for path in folder.iterdir()] == [".made-by-make"]
 
 
 def test_every_triton_from_the_pinned_one_on_compiles_the_kernels():
