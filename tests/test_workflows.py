@@ -1,5 +1,6 @@
 """The workflows of .github can't be run here: that they are well-formed and name what exists."""
 
+import json
 import re
 import shutil
 import subprocess
@@ -127,10 +128,48 @@ def test_what_is_installed_beside_the_token_has_hashes_and_the_tested_versions()
         assert pinned[name] == required(name)
 
 
-def test_the_builder_is_pinned_to_a_commit():
+def test_the_builder_is_pinned_to_a_commit_and_locked_at_it():
     flake = (ROOT / "flake.nix").read_text()
     (builder,) = re.findall(r'\.url = "(.*)"', flake)
-    assert re.fullmatch("github:huggingface/kernels/[0-9a-f]{40}", builder)
+    rev = re.fullmatch("github:huggingface/kernels/([0-9a-f]{40})", builder)[1]
+    nodes = json.loads((ROOT / "flake.lock").read_text())["nodes"]
+    assert nodes["kernel-builder"]["locked"]["rev"] == rev
+    assert all("narHash" in node["locked"] for name, node in nodes.items() if name != "root")
+    # With a lock that Nix would have to write, the builder is not told the kernel's commit.
+    commands = [step["run"] for step in steps(parsed(PUBLISH)) if "run" in step]
+    invoked = re.findall(r"\bnix (?:build|eval|run) .*", "\n".join(commands))
+    assert invoked and all("--no-write-lock-file" in command for command in invoked)
+
+
+ENDS = {
+    "there": ("nix", {}, (True, "")),
+    "installed": ("apt-get", {"CI": "true"}, (True, "update install")),
+    "not installed": ("", {}, (True, "could not be installed")),
+    "not installed, on a runner": ("", {"CI": "true"}, (False, "could not be installed")),
+}
+
+
+@pytest.mark.parametrize(("present", "environment", "end"), ENDS.values(), ids=ENDS)
+def test_ci_installs_nix_where_it_is_absent_and_says_so_where_it_cannot(
+    tmp_path, present, environment, end
+):
+    scripts = {
+        "make": 'echo "make $*"',
+        "sudo": 'shift; exec "$@"',
+        "nix": "",
+        "apt-get": f'echo "$1" >&2; [ "$1" = update ] || cp {tmp_path}/make {tmp_path}/nix',
+    }
+    for name in {"make", "sudo", present} - {""}:
+        (tmp_path / name).write_text(f"#!/bin/sh\n{scripts[name]}\n")
+        (tmp_path / name).chmod(0o755)
+    for tool in ("bash", "cp", "dirname", "id", "sh"):
+        (tmp_path / tool).symlink_to(shutil.which(tool))
+    environment = {"PATH": str(tmp_path), **environment}
+    done = subprocess.run([ROOT / ".ci" / "run"], env=environment, capture_output=True, text=True)
+    goes_on, said = end
+    assert done.stdout == ("make test SLOW=1\nmake test-clients\n" if goes_on else "")
+    assert (done.returncode == 0) == goes_on
+    assert said in " ".join(done.stderr.split()) and bool(said) == bool(done.stderr)
 
 
 def test_all_tests_run_with_the_pinned_torch_and_quick_ones_with_the_oldest_and_the_newest():
