@@ -10,5 +10,8 @@
       path = ./.;
       # What the tests import beside torch and pytest: they load the kernel as users do.
       pythonCheckInputs = python: [ python.kernels python.numpy ];
+      # The builder also has releases of torch that it bundles nothing for. Without them, what
+      # ciTests runs and redistributable rebuilds is what the bundle holds.
+      torchVersions = builtins.filter (version: version.bundleBuild);
     };
 }
