@@ -125,7 +125,10 @@ def copy_package(package: Path, variant: Path, suffixes: Sequence[str]) -> None:
     """Copy the files that build.toml's `pyext` names; a variant holds the package's files flat."""
     if not (package / "__init__.py").is_file():
         raise FileNotFoundError(f"{package / '__init__.py'} does not exist")
+    left_by_the_builder = package / "_ops.py"  # the Hub's, of another build
     for file in sorted(package.rglob("*")):
+        if file == left_by_the_builder:
+            continue
         if file.is_file() and file.suffix.lstrip(".") in suffixes:
             target = variant / file.relative_to(package)
             target.parent.mkdir(parents=True, exist_ok=True)
