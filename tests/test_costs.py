@@ -57,7 +57,6 @@ def test_hsdp_moves_what_its_choice_says(replicas, shards):
     assert within + back < 2 + 2 / replicas
 
 
-@pytest.mark.kernels_ci
 @pytest.mark.parametrize(
     ("family", "squares"), [("quintic", 5), ("polar_express", 5), ("cubic5", 0)]
 )

@@ -229,7 +229,6 @@ def test_nothing_is_printed(capsys):
 # Wrapped, sharded, on meta
 
 
-@pytest.mark.kernels_ci
 def test_a_model_on_meta_is_described_as_any_other():
     with torch.device("meta"):
         model = Llama(dim=4096, layers=32, vocabulary=128_256)
@@ -678,7 +677,6 @@ def test_expert_keys_that_match_nothing_are_told_without_a_warning_of_pythons():
     assert 'expert_keys=["experts"]' in follow(moe(), expert_keys=["expert"]).code
 
 
-@pytest.mark.kernels_ci
 def test_convolutions_of_a_resnet_are_told_to_be_flattened():
     description = follow(resnet())
     assert kinds(description.warnings) == ["convolutions"]

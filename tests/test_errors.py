@@ -328,7 +328,6 @@ bad_groups = pytest.mark.parametrize("bad", BAD_GROUPS.values(), ids=BAD_GROUPS)
 
 
 @bad_groups
-@pytest.mark.kernels_ci
 def test_a_bad_last_group_is_refused_at_construction(bad):
     make, patterns = bad
     groups = good_groups()
@@ -390,7 +389,6 @@ def option_error(group: int, key: str) -> list[str]:
 
 
 @bad_values
-@pytest.mark.kernels_ci
 def test_a_bad_argument_is_refused(key, value):
     assert_raises(lambda: Muon(good_groups(), **{key: value}), *option_error(0, key))
 

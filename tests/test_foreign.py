@@ -487,7 +487,6 @@ def test_the_sources_save_the_keys_that_torchs_own_muon_saves():
     assert found["state"][0].keys() == expected["state"][0].keys()
 
 
-@pytest.mark.kernels_ci
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_torchs_own_muon_and_adamw_go_on(dtype):
     shapes = [(96, 96), (128, 48), (48, 128)]  # fewer numbers round too far apart in bfloat16
@@ -588,7 +587,6 @@ FORMS = {
 }
 
 
-@pytest.mark.kernels_ci
 @pytest.mark.parametrize("style", ["ema", "classical"])
 @pytest.mark.parametrize("form", FORMS)
 def test_one_adamw_of_everything_gives_moments_and_seeds_momentum(form, style):

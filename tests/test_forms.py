@@ -254,7 +254,6 @@ def test_no_steps_are_refused():
 # -- the same matrix -------------------------------------------------------------------------------
 
 
-@pytest.mark.kernels_ci
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype, bound", [(FP64, 1e-8), (FP32, 1e-3)])

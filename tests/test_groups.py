@@ -219,7 +219,6 @@ def assert_trains(groups: list[dict[str, Any]], **options: Any) -> None:
         assert p.numel() == 0 or not torch.equal(p, old)
 
 
-@pytest.mark.kernels_ci
 @table
 def test_each_name_and_shape_goes_where_it_belongs(name, shape, expert_keys, expected):
     assert default_is_muon(name, parameter(*shape), expert_keys) is expected
@@ -532,7 +531,6 @@ class Callable2:
         return of_three(name, p, expert_keys)
 
 
-@pytest.mark.kernels_ci
 @pytest.mark.parametrize(
     "is_muon",
     [

@@ -204,6 +204,7 @@ def mixed_precision():
     assert twins.ours.state[model.layers[0].weight]["momentum_buffer"].dtype == torch.float32
 
 
+@pytest.mark.kernels_ci
 def test_mixed_precision_keeps_weights_and_momentum_in_fp32():
     run_ranks(mixed_precision, 2)
 

@@ -92,7 +92,6 @@ def test_one_row_one_column_and_one_number_give_the_references_numbers(dtype, fa
         assert relative_error(U, expected) < tolerance(dtype, family, shape), shape
 
 
-@pytest.mark.kernels_ci
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 def test_a_large_odd_shape_gives_the_references_numbers(dtype, bound, family):
@@ -203,7 +202,6 @@ def test_the_norm_of_bfloat16_input_keeps_float32_digits():
 SHAPES_ODD_AND_EVEN = [(40, 16), (16, 40), (24, 24), (17, 33), (128, 96), (1, 37), (37, 1), (1, 1)]
 
 
-@pytest.mark.kernels_ci
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_batch_invariant_batches_give_bit_for_bit_what_their_matrices_give_alone(dtype, family):
@@ -229,7 +227,6 @@ def test_batch_invariant_products_are_of_one_matrix_each():
             newton_schulz(randn(5, 24, 40), dtype=torch.float32)
 
 
-@pytest.mark.kernels_ci
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 5e-2)])
 def test_a_batch_gives_about_what_its_matrices_give_alone(dtype, tolerance):
     for shape in SHAPES_ODD_AND_EVEN:
@@ -298,7 +295,6 @@ def test_no_graph_is_recorded():
 # Awkward matrices
 
 
-@pytest.mark.kernels_ci
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("norm", ["frobenius", "schatten4"])
 @pytest.mark.parametrize("family", FAMILIES)
@@ -350,7 +346,6 @@ def test_decaying_and_low_rank_spectra_give_finite_bounded_factors(dtype, family
             assert singular_values(U).max() < 1.5
 
 
-@pytest.mark.kernels_ci
 @pytest.mark.parametrize("norm", ["frobenius", "schatten4"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_power_of_two_in_front_changes_nothing(dtype, norm):
@@ -511,7 +506,6 @@ def test_a_shortened_schedule_that_overshoots_warns_at_construction(family, step
     assert len(caught) == 1
 
 
-@pytest.mark.kernels_ci
 @pytest.mark.parametrize("family", FAMILIES)
 def test_schedules_that_do_not_overshoot_do_not_warn(family):
     with warnings.catch_warnings():

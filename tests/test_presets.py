@@ -131,7 +131,6 @@ def beside_source(name, arguments, dtype=torch.float32, **options):
 
 
 @pytest.mark.slow
-@pytest.mark.kernels_ci
 @EVERY_CASE
 def test_presets_give_their_sources_numbers_in_float32(name, arguments):
     optim, params, source, initial = beside_source(name, arguments, ns_dtype=torch.float32)
@@ -437,7 +436,6 @@ class Moe(nn.Module):
             p.data.copy_(randn(*p.shape, seed=i))
 
 
-@pytest.mark.kernels_ci
 def test_dions_groups_give_its_numbers_and_adamws():
     params, others = parameters(), parameters([(5, 4)], seed=50)
     matrices, twins, initial = copies(params), copies(others), copies([*params, *others])
@@ -832,7 +830,6 @@ def nanochat_beside(options, dtype=torch.float32, **ours):
     return optim, params, vectors, source, adamw
 
 
-@pytest.mark.kernels_ci
 @pytest.mark.parametrize("options", NANOCHAT, ids=str)
 def test_muon_adamw_gives_nanochats_numbers_in_float32(options):
     optim, params, vectors, source, adamw = nanochat_beside(options, ns_dtype=torch.float32)

@@ -41,7 +41,6 @@ def assert_equal_to_reference(inputs, found=None, **options):
 # The reference's numbers
 
 
-@pytest.mark.kernels_ci
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_attention_gives_the_references_numbers(kind, dtype):

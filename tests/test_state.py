@@ -101,7 +101,6 @@ def swap_parameters(optim: Any, make: Callable[[nn.Parameter], nn.Parameter]) ->
     return params_of(optim)
 
 
-@pytest.mark.kernels_ci
 @first_calls
 @pytest.mark.parametrize(
     "make",
@@ -453,7 +452,6 @@ TRANSPORTS: dict[str, Callable[[Any], Any]] = {
 
 @each_with(TRANSPORTS, "options, transport")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.kernels_ci
 def test_a_loaded_state_dict_resumes_bit_by_bit(options, transport, dtype):
     model, optim = build(dtype, **options)
     train(model, optim, 5)
@@ -580,7 +578,6 @@ def wide_options(optim: Any) -> dict[str, Any]:
 
 @each_with(COPIES, "options, duplicate")
 @pytest.mark.parametrize("steps", [0, 3])
-@pytest.mark.kernels_ci
 def test_a_copied_optimizer_has_all_options_and_trains_bit_by_bit(options, steps, duplicate):
     model, optim = build(**options)
     train(model, optim, steps)
@@ -655,7 +652,6 @@ def test_a_copied_nanochat_optimizer_trains_bit_by_bit():
 # Older and foreign checkpoints
 
 
-@pytest.mark.kernels_ci
 @pytest.mark.parametrize("key", [*GROUP_OPTIONS, "use_muon"])
 def test_a_group_key_missing_from_a_checkpoint_gets_its_default(key):
     model, optim = build()
@@ -828,7 +824,6 @@ def test_a_dtensor_around_a_part_of_another_size_is_refused():
     run_ranks(load_parts_of_another_size, 2)
 
 
-@pytest.mark.kernels_ci
 def test_moments_under_their_old_names_load():
     model, optim = build()
     train(model, optim, 3)
@@ -1047,7 +1042,6 @@ def test_every_scheduler_of_torch_is_tried():
     assert known == set(SCHEDULERS) - {"SWALR"}
 
 
-@pytest.mark.kernels_ci
 @pytest.mark.parametrize("tensor", [False, True], ids=["number", "tensor"])
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_a_scheduler_sets_what_it_sets_for_torchs_sgd(name, tensor):
@@ -1084,7 +1078,6 @@ def test_a_linear_decay_to_zero_can_be_followed_to_its_end(total):
     assert abs(optim.param_groups[0]["lr"]) < 1e-15
 
 
-@pytest.mark.kernels_ci
 def test_one_cycle_cycles_momentum():
     model, optim = build()
     schedule = lr_scheduler.OneCycleLR(optim, 0.1, total_steps=10)
@@ -1299,7 +1292,6 @@ def test_a_compiled_step_is_the_step(options):
             assert torch.equal(q.grad, grad)
 
 
-@pytest.mark.kernels_ci
 @options_matrix
 def test_repr_shows_every_group_and_option(options):
     model, optim = build(**options)

@@ -24,6 +24,7 @@ from torch.distributed.fsdp import fully_shard
 
 from kernel import optimizer
 from layouts import Group, Weight, make, part_for, step_placed, whole
+from marks import slow_if_interpreted
 from ranks import rank_outcomes, run_ranks
 
 pytest.importorskip("triton")
@@ -670,10 +671,9 @@ def changed_by_core(name: str, dtype: torch.dtype, options: dict, kernels: bool)
     return [changed, *of_outputs, *(options.get("largest") or ())]
 
 
-@pytest.mark.slow
-@pytest.mark.kernels_ci
+@slow_if_interpreted
 @pytest.mark.parametrize("name", VALUES)
-@pytest.mark.parametrize("dtype", [FP32, pytest.param(BF16, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 def test_kernels_do_what_core_does_without_them_for_all_options(name, dtype, monkeypatch):
     launched = launches(monkeypatch)
     for values in itertools.product(*VALUES[name].values()):

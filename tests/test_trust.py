@@ -78,7 +78,6 @@ def attributes(tree: ast.AST) -> Iterator[ast.Attribute]:
     return (node for node in ast.walk(tree) if isinstance(node, ast.Attribute))
 
 
-@pytest.mark.kernels_ci
 @each_source
 def test_no_module_that_reaches_outside_is_imported(source):
     tree, file = ast.parse(source.read_text()), source.relative_to(PACKAGE).as_posix()
@@ -100,7 +99,6 @@ def test_no_module_that_reaches_outside_is_imported(source):
         assert used <= FOR_ONE_PURPOSE[file, top], f"{file} uses {used} of {top}"
 
 
-@pytest.mark.kernels_ci
 @each_source
 def test_nothing_unpickles_runs_text_reads_the_environment_or_sends_objects(source):
     tree = ast.parse(source.read_text())

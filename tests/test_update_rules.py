@@ -188,7 +188,6 @@ def test_momentum_styles_give_the_references_numbers(style, nesterov, dtype):
     follow(SHAPES, dict(momentum_style=style, nesterov=nesterov, momentum=0.8), dtype=dtype)
 
 
-@pytest.mark.kernels_ci
 @PRECISIONS
 @pytest.mark.parametrize("decay_lr", ["base", "adjusted"])
 @pytest.mark.parametrize("adjust_lr", ["match_rms_adamw", "original", "spectral", "none"])
@@ -304,7 +303,6 @@ def test_a_split_tensor_steps_as_its_blocks(split, dtype, options):
     follow([(24, 10), (24, 30), (24, 24)], dict(options, split=split), dtype=dtype)
 
 
-@pytest.mark.kernels_ci
 def test_split_by_name_patterns_reaches_only_the_names_that_match():
     names = [
         "layers.0.attention.qkv.weight",
@@ -669,7 +667,6 @@ def test_the_default_arithmetic_stays_near_the_reference(dtype, ns_dtype, option
 # Chunks
 
 
-@pytest.mark.kernels_ci
 @PLAIN_AND_FULL
 @pytest.mark.parametrize("arithmetic", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("chunk_size", [1, 2, 3, 100])
