@@ -15,7 +15,6 @@ import tempfile
 import tomllib
 from collections.abc import Sequence
 from contextlib import suppress
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -104,13 +103,13 @@ def write_variant(source: Path, variant: Path, backend: str, commit: str | None)
         "version": general["version"],
         "kernels-minver": "0.14.0",  # as the Hub's builder declares for this form of metadata
         "license": general["license"],
+        **({"source": general["source"]} if "source" in general else {}),
         "python-depends": [],
         "kernel-depends": [],
         "backend": {"type": backend},
         "digest": {"algorithm": "sha256", "files": digests(variant)},
-        # The builder's version is a required field; its parts used here are the library's.
         "provenance": {
-            "kernel-builder": {"version": version("kernels")},
+            "kernel-builder": {"version": "none (scripts/build.py)"},  # the field is required
             **({"kernel": git} if git else {}),
         },
     }

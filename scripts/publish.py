@@ -54,6 +54,7 @@ def main() -> None:
     parser.add_argument(
         "--tag", help="refuse unless this git tag is one of the version's: v1, v1.2"
     )
+    parser.add_argument("--repository", help="refuse unless this URL is the source in build.toml")
     parser.add_argument(
         "--same-as", type=Path, help="refuse unless the variants there hold the same"
     )
@@ -77,6 +78,9 @@ def publish(args: argparse.Namespace) -> None:
             version = f"v{config['general']['version']}"
             if args.tag and not re.fullmatch(rf"{version}(\.\d+)*", args.tag):
                 raise ValueError(f"tag {args.tag} is not of {version}, the version in build.toml")
+            origin = config["general"].get("source")
+            if args.repository and args.repository != origin:
+                raise ValueError(f"{args.repository} is not {origin}, the source in build.toml")
             try:
                 require_committed(args.source)
             except ValueError as error:
@@ -140,10 +144,12 @@ def render_card(source: Path, repo_id: str) -> str:
     )
     return template.render(
         repo_id=repo_id,
+        version=general["version"],
         functions=exported_names(package / "__init__.py"),
         layers=None,
         has_benchmark=(source / "benchmarks" / "benchmark.py").exists(),
         upstream=general.get("upstream"),
+        source=general.get("source"),
         license=general["license"].lower(),
     )
 

@@ -182,7 +182,6 @@ def releases(tmp_path_factory):
             module.write_text(f"{module.read_text()}\nRELEASE = {source.name!r}\n")
         edit(package / "muon.py", "momentum: float = 0.95,", f"momentum: float = {momentum},")
     edit(second / "build.toml", "version = 1", "version = 2")
-    edit(second / "CARD.md", "version=1", "version=2")
     edit(changed / "CARD.md", "Muon for PyTorch models,", "Muon, changed, for PyTorch models,")
     (changed / "benchmarks" / "tune.py").unlink()
     for source in (changed, second):

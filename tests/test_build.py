@@ -45,7 +45,7 @@ def test_build_toml_is_accepted_and_complete():
     config = tomllib.loads((ROOT / "build.toml").read_text())
     assert config.keys() == {"general", "torch-noarch"}
     assert config["general"].keys() == {
-        *("name", "version", "edition", "license", "backends", "hub")
+        *("name", "version", "edition", "license", "source", "backends", "hub")
     }
     assert config["general"]["name"] == "optimizer"
     assert config["general"]["version"] == 1
@@ -171,12 +171,16 @@ def test_card_renders_with_what_the_builder_passes():
     variables = pytest.importorskip("jinja2.meta").find_undeclared_variables(
         jinja2.Environment().parse(source)
     )
-    assert variables <= {"repo_id", "functions", "layers", "has_benchmark", "upstream", "license"}
-    # The version is not among them.
-    (version,) = set(re.findall(r"(?:version=|--revision v)(\d+)", source))
-    assert int(version) == tomllib.loads((ROOT / "build.toml").read_text())["general"]["version"]
+    passed = {"repo_id", "version", "functions", "layers", "has_benchmark", "upstream", "source"}
+    assert variables <= passed | {"license"}
+    assert not re.search(r"(?:version=|--revision v)\d", source)
     text = jinja2.Template(source, trim_blocks=True).render(
-        repo_id="org/optimizer", functions=["Muon"], has_benchmark=True, license="apache-2.0"
+        repo_id="org/optimizer",
+        version=1,
+        functions=["Muon"],
+        has_benchmark=True,
+        source="https://github.com/org/optimizer",
+        license="apache-2.0",
     )
     front_matter = text.split("---\n")[1]
     assert front_matter == "license: apache-2.0\nlibrary_name: kernels\ntags:\n  - kernels\n"
@@ -360,7 +364,11 @@ def test_variants_have_valid_digests_and_metadata(builder, source):
         assert (metadata.id, metadata.license) == (build_id, "Apache-2.0")
         assert str(metadata.backend.backend_type) == backend
         assert metadata.python_depends == [] and metadata.kernel_depends == []
+        assert (
+            metadata.source == tomllib.loads((ROOT / "build.toml").read_text())["general"]["source"]
+        )
         assert metadata.provenance.kernel is None and not metadata.provenance.dirty
+        assert metadata.provenance.kernel_builder.version == "none (scripts/build.py)"
         actual = Digest.hash_variant(DigestAlgorithm.SHA256, variant)
         metadata.digest.validate(actual)
         files = {str(file.relative_to(PACKAGE)) for file in SOURCES}
@@ -493,6 +501,37 @@ def test_a_release_of_links_or_submodules_is_refused(source, tmp_path, kind):
     refused = subprocess.run(release, capture_output=True, text=True)
     assert refused.returncode and "optimizer/linked" in refused.stderr
     assert "is a link or a submodule" in refused.stderr and not (source / "build").exists()
+
+
+@needs_build_script
+@pytest.mark.skipif(not shutil.which("git"), reason="needs git")
+@pytest.mark.parametrize("options", [[], ["--release"]], ids=["work tree", "release"])
+def test_clones_of_a_commit_give_the_same_bytes_under_any_umask_locale_and_time(
+    source, tmp_path, options
+):
+    git(source, "init", "--quiet")
+    commit(source)
+    ascii_only = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    settings = [
+        (0o022, 1_000_000_000, {"LC_ALL": "C.UTF-8", "TZ": "UTC", "PYTHONHASHSEED": "1"}),
+        (0o077, 2_000_000_000, {**ascii_only, "TZ": "Asia/Tokyo", "PYTHONHASHSEED": "2"}),
+    ]
+    builds = []
+    for umask, seconds, variables in settings:
+        clone = tmp_path / f"clone-{umask:o}"
+        subprocess.run(["git", "clone", "--quiet", source, clone], check=True, umask=umask)
+        for file in (clone / "torch-ext").rglob("*"):
+            os.utime(file, (seconds, seconds))
+        subprocess.run(
+            [sys.executable, BUILD_SCRIPT, "--source", clone, *options],
+            env={**os.environ, **variables},
+            check=True,
+            capture_output=True,
+            umask=umask,
+        )
+        files = (file for file in (clone / "build").rglob("*") if file.is_file())
+        builds.append({file.relative_to(clone): file.read_bytes() for file in files})
+    assert len(builds[0]) > len(BACKENDS) and builds[0] == builds[1]
 
 
 @needs_build_script

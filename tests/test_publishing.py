@@ -40,6 +40,9 @@ def test_publishing_puts_the_kernel_on_its_branch_and_the_card_on_main(releases,
     assert branch(releases.first, "v1") == {".gitattributes": b""} | built | benchmarks
     card = branch(releases.first, "main")["README.md"].decode()
     assert f'get_kernel("{KERNEL}", version=1' in card and "- `Muon`" in card
+    assert "https://github.com/org/optimizer" in card
+    second = branch(releases.both, "main")["README.md"].decode()
+    assert f'get_kernel("{KERNEL}", version=2' in second and "--revision v2 " in second
     assert len(releases.first[KERNEL].commits) == 3, "each branch gets one commit"
 
 
@@ -133,10 +136,13 @@ def test_a_build_is_verified_against_its_digests(releases, tmp_path, monkeypatch
         publish.verify(tmp_path)
 
 
-def test_a_tag_of_another_version_and_a_build_of_other_sources_are_refused(
+def test_another_version_another_repository_and_a_build_of_other_sources_are_refused(
     hub, client, releases, tmp_path
 ):
     assert "v2.1 is not of v1" in client.refused(releases.sources, "--tag", "v2.1")
+    elsewhere = "https://github.com/someone/optimizer"
+    refused = client.refused(releases.sources, "--repository", elsewhere)
+    assert f"{elsewhere} is not https://github.com/org/optimizer, the source in" in refused
     other = tmp_path / "other"
     build = [*BUILD, "--output", other, "--backend", "cpu", "--source"]
     subprocess.run([*build, releases.changed_sources], check=True, capture_output=True)
