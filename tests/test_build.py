@@ -137,7 +137,8 @@ def in_the_builder(tmp_path):
     def run(*arguments: str) -> None:
         done = subprocess.run(
             [sys.executable, "-c", BUILDERS_PYTHON.format(absent=absent), *arguments],
-            env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+            # One thread, since threads that wait for a busy core take time of another.
+            env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "OMP_NUM_THREADS": "1"},
             cwd=tmp_path,
             capture_output=True,
             text=True,
@@ -152,8 +153,10 @@ def in_the_builder(tmp_path):
 def test_the_quick_tests_pass_in_the_builder_and_stay_quick(in_the_builder):
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     in_the_builder("tests", "-m", "kernels_ci")
-    # The Hub recommends a minute. Neighbours on the same cores can make 10 seconds four times that.
-    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 60
+    seconds = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before
+    # The Hub recommends a minute at most. Two quiet cores take a quarter of that, busy ones more.
+    print(f"{seconds:.1f} s of CPU")
+    assert seconds < 60
 
 
 @needs_build_script
