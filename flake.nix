@@ -1,6 +1,7 @@
 {
   description = "Flake for the optimizer kernel";
 
+  # The edition in build.toml moves together with this commit.
   inputs.kernel-builder.url = "github:huggingface/kernels/8ac69fc542a4306eade0759ef7c45b4f2ae57df0";
 
   outputs =
