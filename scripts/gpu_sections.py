@@ -160,9 +160,7 @@ SECTIONS = [
         150,
         [
             Command(
-                # Of the quick subset some are slow, and the only ones that load tiles in bulk.
-                f'-m pytest -q {KERNEL_TESTS} -m "not slow or kernels_ci" -k "{AT_HAND}" '
-                f"{PARALLEL}",
+                f'-m pytest -q {KERNEL_TESTS} -m "not slow" -k "{AT_HAND}" {PARALLEL}',
                 full='-m "slow or not slow"',  # the last one holds
                 fake=f'-m pytest -q {KERNEL_TESTS} -m "not slow" '
                 f'-k "{AT_HAND} and not ({NOT_IMITATED})" '
@@ -315,8 +313,7 @@ SECTIONS = [
         150,
         [
             Command(
-                f'-m pytest -q {KERNEL_TESTS} -m "kernels_ci and not slow"',
-                full="-m kernels_ci",
+                f"-m pytest -q {KERNEL_TESTS} -m kernels_ci",
                 before="compute-sanitizer --tool memcheck --report-api-errors no "
                 "--target-processes application-only --error-exitcode 9",
                 environment=NO_CACHE,
