@@ -134,6 +134,8 @@ KERNEL_TESTS = " ".join(
     for path in sorted((CHECKOUT / "tests").glob("test_triton_*.py"))
     if path.name != "test_triton_compile.py"  # for other chips, on a CPU
 )
+# Each kernel, with every way to load tiles.
+SANITIZED = "float64s or tiles or factors_of or beta_is_zero or any_shape or kind_of or round_w"
 AT_HAND = "not compile_without_spills"  # which is of other chips
 PARALLEL = f"-n {min(8, os.cpu_count() or 1)} --dist worksteal"
 LLAMA_SHARE = "benchmarks/step.py --model llama-3-8b --share 8 --rounds 5"
@@ -309,11 +311,11 @@ SECTIONS = [
     ),
     Section(
         "sanitizer",
-        "compute-sanitizer's memcheck over the quick tests of the kernels",
+        "compute-sanitizer's memcheck over a test or two of each kernel",
         150,
         [
             Command(
-                f"-m pytest -q {KERNEL_TESTS} -m kernels_ci",
+                f'-m pytest -q {KERNEL_TESTS} -m "not slow" -k "{SANITIZED}"',
                 before="compute-sanitizer --tool memcheck --report-api-errors no "
                 "--target-processes application-only --error-exitcode 9",
                 environment=NO_CACHE,

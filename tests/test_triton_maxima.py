@@ -19,6 +19,7 @@ from torch._subclasses import FakeTensorMode
 from attention_inputs import KINDS, attend, documents, inputs_of, maxima_of, per_head
 from counters import Operations
 from kernel import optimizer
+from marks import one_dtype_is_quick
 
 pytest.importorskip("triton")
 kernels = importlib.import_module(f"{optimizer.__name__}.triton_kernels.logit_maxima")
@@ -65,8 +66,7 @@ def assert_equal_to_reference(inputs, found=None, **options):
     torch.testing.assert_close(found.double().cpu(), expected, rtol=3e-6, atol=3e-6, equal_nan=True)
 
 
-@pytest.mark.kernels_ci
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@one_dtype_is_quick
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_attention_gives_the_references_numbers(kind, dtype, launches):
     inputs, ids = inputs_of(kind, dtype), documents(2, 37)

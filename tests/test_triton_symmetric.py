@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from kernel import optimizer
-from marks import slow_if_interpreted
+from marks import one_dtype_is_quick, slow_if_interpreted
 
 triton = pytest.importorskip("triton")
 tl = triton.language
@@ -96,8 +96,7 @@ def product(A, B, out_dtype=None, **options):
 # Float64's numbers
 
 
-@pytest.mark.kernels_ci
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@one_dtype_is_quick
 def test_a_gram_matrix_is_float64s(dtype):
     for n, s, k in [(2, 33, 40), (1, 1, 37), (1, 37, 1), (1, 1, 1), (2, 16, 32)]:
         X = randn(n, s, k, dtype=dtype)
@@ -190,11 +189,17 @@ def test_fp32_is_multiplied_in_full_precision():
 # Tiles
 
 
+TILES = ("wide", "in bulk", "wide, in bulk")
+
+
 @slow_if_interpreted
-@pytest.mark.parametrize("name", ["wide", "in bulk", "wide, in bulk"])
 @pytest.mark.parametrize(
-    "dtype",
-    [pytest.param(torch.float16, marks=pytest.mark.kernels_ci), torch.bfloat16, torch.float32],
+    ("dtype", "name"),
+    [
+        *itertools.product((torch.bfloat16, torch.float32), TILES),
+        *((torch.float16, name) for name in TILES[:2]),
+        pytest.param(torch.float16, TILES[2], marks=pytest.mark.kernels_ci),
+    ],
     ids=str,
 )
 def test_how_tiles_are_loaded_and_joined_changes_no_bit(dtype, name):
