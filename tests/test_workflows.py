@@ -244,7 +244,7 @@ def test_an_environment_that_make_has_begun_is_begun_again(tmp_path):
     python = tmp_path / "python"
     python.write_text('#!/bin/sh\n[ "$2" != venv ] || { ls -A "$3"; exit 9; }\n')
     python.chmod(0o755)
-    command = ["make", "build", f"VENV={folder}", f"PYTHON={python}"]
+    command = ["make", "build", "--no-print-directory", f"VENV={folder}", f"PYTHON={python}"]
     made = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
     assert made.returncode and made.stdout.splitlines()[-1] == ".made-by-make"
     assert [path.name for path in folder.iterdir()] == [".made-by-make"]
