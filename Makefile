@@ -53,7 +53,7 @@ CHECK_PYTHON := $(PYTHON) -c 'import sys; \
 	sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed: make PYTHON=...")'
 
 HAS_PACKAGES := $(PYTHON) -c 'import importlib.util, sys; \
-	names = "torch numpy kernels rich matplotlib pytest xdist".split(); \
+	names = "torch numpy kernels huggingface_hub rich matplotlib pytest xdist".split(); \
 	missing = [name for name in names if importlib.util.find_spec(name) is None]; \
 	sys.exit(f"{sys.executable} lacks {missing}: see requirements.txt" if missing else 0)'
 

@@ -8,9 +8,9 @@
     make gpu ARGS=--fake          # no device: shows that every section runs and is reported
 
 A section is some processes, one after the other, which share a limit of time and have a log of
-their own in runs/gpu/; one that fails does not stop the others. Those that measure no time run side
-by side. One deadline holds for all; sections come in the order of their worth, so that it cuts off
-the least.
+their own in runs/gpu/; one that fails does not stop the others. Those that test what is
+measured later run side by side, the others alone. One deadline holds for all; sections come in the
+order of their worth, so that it cuts off the least.
 
 runs/gpu/report.md has machine, versions and commands, every table that was printed, the figures
 beside their aims, and pictures of the times and rates; tables.json has the tables. Both are written
@@ -98,10 +98,10 @@ def run_sections(machine: Machine, options: argparse.Namespace) -> Iterator[Resu
 
     with ThreadPoolExecutor() as pool:
         try:
-            together = [pool.submit(result_of, s) for s in chosen if not s.is_timed]
+            together = [pool.submit(result_of, s) for s in chosen if not s.runs_alone]
             for future in as_completed(together):
                 yield future.result()
-            for section in (section for section in chosen if section.is_timed):
+            for section in (section for section in chosen if section.runs_alone):
                 yield result_of(section)
         except BaseException:  # the pool's end waits for what its threads have started
             interrupted.set()

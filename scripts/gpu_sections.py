@@ -80,7 +80,7 @@ class Section:
         seconds: after which its commands, together, are stopped.
         commands: in order, whether or not one fails.
         missing: why it can't be run on a machine, or None.
-        is_timed: whether it measures time, and so runs alone; the others run side by side.
+        runs_alone: as what measures time has to; the others run side by side, before these.
     """
 
     name: str
@@ -88,7 +88,7 @@ class Section:
     seconds: int
     commands: Sequence[Command]
     missing: Callable[[Machine], str | None] = lambda machine: None
-    is_timed: bool = True
+    runs_alone: bool = True
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ SECTIONS = [
                 f"-p tests.kernels_on_fake_device {PARALLEL}",
             )
         ],
-        is_timed=False,
+        runs_alone=False,
     ),
     Section(
         "accuracy",
@@ -182,7 +182,7 @@ SECTIONS = [
                 fake=f'{ON_FAKE} benchmarks/accuracy.py --check --quick --inputs Gaussian "rank 1"',
             )
         ],
-        is_timed=False,
+        runs_alone=False,
     ),
     Section(
         "waits",
@@ -195,7 +195,7 @@ SECTIONS = [
             ),
             Command(f"-m pytest -q tests/test_offload_memory.py {PARALLEL}"),
         ],
-        is_timed=False,
+        runs_alone=False,
     ),
     Section(
         "checks",

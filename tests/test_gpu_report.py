@@ -124,7 +124,7 @@ def test_after_the_deadline_nothing_is_started_and_what_runs_is_stopped(
     assert "| first | 1.5 |" in report and "| long | 1.5 |" in report
 
 
-def test_what_measures_no_time_runs_side_by_side_and_before_the_rest(monkeypatch, tmp_path):
+def test_what_need_not_run_alone_runs_side_by_side_and_before_the_rest(monkeypatch, tmp_path):
     # Each waits for the file of the other.
     meets = [
         f"open('{tmp_path}/{one}', 'w'); "
@@ -137,7 +137,7 @@ def test_what_measures_no_time_runs_side_by_side_and_before_the_rest(monkeypatch
         monkeypatch,
         tmp_path,
         writing("timed", after),
-        *(writing(f"untimed {n}", text, is_timed=False) for n, text in enumerate(meets)),
+        *(writing(f"untimed {n}", text, runs_alone=False) for n, text in enumerate(meets)),
     )
     assert status == 0
     assert re.findall(r"^## ([\w ]+): it writes", report, re.MULTILINE) == [
@@ -204,7 +204,7 @@ from test_gpu_report import writing
 
 told = "open('{tmp_path}/' + str(os.getpid()), 'w'); time.sleep(99)"
 gpu_report.SECTIONS = [
-    Section(name, "", 60, 2 * writing(name, told).commands, is_timed=False) for name in "ab"
+    Section(name, "", 60, 2 * writing(name, told).commands, runs_alone=False) for name in "ab"
 ]
 sys.exit(gpu_report.start(["--fake", "--out", "{tmp_path}/out"]))
 """)
