@@ -56,7 +56,7 @@ show(refused, optimizer.__name__, train(optimizer))
 
 
 def test_a_trusted_publisher_needs_no_trust_remote_code(hub, client, trained):
-    hub.trusted.add("org")
+    hub.trusted.add(KERNEL.partition("/")[0])
     script = 'optimizer = get_kernel("org/optimizer", version=1)\nshow(train(optimizer))'
     assert client.python(script) == [trained[0]]
 
@@ -215,7 +215,7 @@ def test_locked_kernels_stay_what_they_were_when_the_version_is_republished(
     lock = project / "kernels.lock"
     with pytest.raises(AssertionError, match="is not from a trusted publisher"):
         client.tool("kernels", "lock", project)
-    hub.trusted.add("org")
+    hub.trusted.add(KERNEL.partition("/")[0])
     client.tool("kernels", "lock", project)
     assert f'"commit": "{commit_of(releases.first)}"' in lock.read_text()
     hub.trusted.clear()
