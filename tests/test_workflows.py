@@ -1,6 +1,7 @@
 """The workflows of .github can't be run here: that they are well-formed and name what exists."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -162,14 +163,24 @@ def test_ci_installs_nix_where_it_is_absent_and_says_so_where_it_cannot(
     for name in {"make", "sudo", present} - {""}:
         (tmp_path / name).write_text(f"#!/bin/sh\n{scripts[name]}\n")
         (tmp_path / name).chmod(0o755)
-    for tool in ("bash", "cp", "dirname", "id", "sh"):
+    for tool in ("bash", "cp", "date", "dirname", "id", "sh"):
         (tmp_path / tool).symlink_to(shutil.which(tool))
     environment = {"PATH": str(tmp_path), **environment}
     done = subprocess.run([ROOT / ".ci" / "run"], env=environment, capture_output=True, text=True)
     goes_on, said = end
-    assert done.stdout == ("make test SLOW=1\nmake test-clients\n" if goes_on else "")
+    assert done.stdout == ("make test SLOW=1 ARGS=-rs\nmake test-clients\n" if goes_on else "")
     assert (done.returncode == 0) == goes_on
     assert said in " ".join(done.stderr.split()) and bool(said) == bool(done.stderr)
+
+
+def test_a_run_that_takes_too_long_leaves_slow_tests_out_and_names_them():
+    slow = "test_docs.py::test_distances_at_small_gradients_are_those_that_are_documented"
+    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider"]
+    command += ["tests/test_docs.py"]
+    environment = {**os.environ, "SLOW_UNTIL": "0"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert f"no time was left for tests/{slow}" in done.stdout
+    assert re.search(r"^[1-9]\d* passed, 1 skipped", done.stdout, re.MULTILINE), done.stdout
 
 
 def test_all_tests_run_with_the_pinned_torch_and_quick_ones_with_the_oldest_and_the_newest():
