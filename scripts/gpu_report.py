@@ -356,6 +356,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.fake and torch.accelerator.is_available():
         parser.error("--fake is for machines without a device")
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a background job
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     machine = Machine.here()
     if not machine.devices and not options.fake:
         said = output_of("nvidia-smi", "--list-gpus") or "nothing"
