@@ -41,20 +41,35 @@ def run_fake(monkeypatch, tmp_path, *sections, options=()):
 # -- without a device ------------------------------------------------------------------------------
 
 
+def reported(folder, sections):
+    """The run of these sections without a device, and its report."""
+    command = [sys.executable, CHECKOUT / "scripts" / "gpu_report.py", "--fake", "--out", folder]
+    command += ["--sections", *sections]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1200, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done, (folder / "report.md").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is a device")
+def test_tests_of_kernels_mix_no_tensors_of_host_and_device(tmp_path):
+    _, report = reported(tmp_path, ["kernels"])
+    passed = int(re.search(r"^\| passed \|  \| (\d+) \|", report, re.MULTILINE)[1])
+    assert passed > 300 and "failure" not in report
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is a device")
 def test_every_section_is_reached_and_reported_without_a_device(tmp_path):
-    command = [sys.executable, CHECKOUT / "scripts" / "gpu_report.py", "--fake", "--out", tmp_path]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1200, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    report = (tmp_path / "report.md").read_text()
+    _, *others = (section.name for section in SECTIONS)
+    done, report = reported(tmp_path, others)
     assert gpu_figures.FAKE in report and gpu_figures.FAKE in done.stdout
     first, _ = report.split("## Aims")
     results = dict(re.findall(r"^\| ([\w-]+) \| [^|]+ \| ([^|]+) \|", first, re.MULTILINE))
     for name in ("step-tuned", "sanitizer"):
         alone = results.pop(name)
         assert alone.startswith("not run") and f"{name}: {alone[9:]}" in done.stdout
-    assert set(results.values()) == {"passed"} and len(results) == len(SECTIONS) - 2
+    assert set(results.values()) == {"passed"} and len(results) == len(SECTIONS) - 3
     for aim in AIMS:
         assert aim.what in report
     assert " met |" not in report  # nor missed: no figure says anything
