@@ -190,6 +190,11 @@ def tune(
     return Finding(size, dtype, best, times[best], bmm, len(times), *failed, so_far)
 
 
+def entry_of(dtype: str, size: Size, config: Any) -> dict[str, Any]:
+    about = {"operation": "symmetric", "dtype": dtype, **size._asdict()}
+    return {**about, "config": dataclasses.asdict(config)}
+
+
 def document(
     device: str,
     findings: list[Finding],
@@ -209,10 +214,7 @@ def document(
     day = datetime.datetime.now(datetime.UTC).date()
     entries = [
         {
-            "operation": "symmetric",
-            "dtype": finding.dtype,
-            **finding.size._asdict(),
-            "config": dataclasses.asdict(finding.config),
+            **entry_of(finding.dtype, finding.size, finding.config),
             "microseconds": round(finding.microseconds, 1),
             "bmm_microseconds": round(finding.bmm_microseconds, 1),
         }
@@ -222,12 +224,7 @@ def document(
     entries += [e for e in kept if (e["dtype"], e["s"], e["k"], e["batch"]) not in measured]
     known = {(entry["dtype"], entry["s"], entry["k"], entry["batch"]) for entry in entries}
     entries += [
-        {
-            "operation": "symmetric",
-            "dtype": dtype,
-            **size._asdict(),
-            "config": dataclasses.asdict(config),
-        }
+        entry_of(dtype, size, config)
         for dtype, size, config in untuned
         if (dtype, *size) not in known
     ]

@@ -28,6 +28,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -47,6 +48,7 @@ from timing import (
     load_kernel,
     milliseconds,
     pick_device,
+    seconds_of,
     show,
     synchronize,
     take_turns,
@@ -133,14 +135,6 @@ def words(dtype: torch.dtype, options: dict[str, Any]) -> str:
     return ", ".join([str(dtype).removeprefix("torch."), *options])
 
 
-def seconds_of(call: Callable[[], object]) -> float:
-    synchronize()
-    start = time.perf_counter()
-    call()
-    synchronize()
-    return time.perf_counter() - start
-
-
 @contextmanager
 def without_waits(device: torch.device) -> Iterator[None]:
     """What makes the host wait for the device is an error."""
@@ -166,13 +160,13 @@ def cold(checks: Checks) -> None:
 
     optim = checks.muon(checks.params(SMALL if checks.small else LARGE))
     if not checks.has_kernels:
-        checks.note("cold", "first step", seconds_of(optim.step), "s")
+        checks.note("cold", "first step", seconds_of(optim.step, 1), "s")
         return
     from triton import knobs
 
     with knobs.compilation.scope():
         knobs.compilation.listener = listen
-        checks.note("cold", "first step, nothing compiled before", seconds_of(optim.step), "s")
+        checks.note("cold", "first step, nothing compiled before", seconds_of(optim.step, 1), "s")
         checks.note("cold", "kernels compiled in it", len(compiled))
         checks.note("cold", "time of compiling in it", sum(compiled), "s")
         assert compiled, "no kernel was compiled: the first step was another one"
@@ -213,7 +207,7 @@ def kernels(checks: Checks) -> None:
             optim = checks.muon(params)
             for _ in range(2):
                 optim.step()
-            least = min(seconds_of(optim.step) for _ in range(3))
+            least = min(seconds_of(optim.step, 1) for _ in range(3))
             checks.note("kernels", f"step by {what}", least * 1e3, "ms")
             weights.append([param.detach().clone() for param in params])
     for start, one, other in zip(checks.params(shapes), *weights):
@@ -286,7 +280,7 @@ def step_of_rank(checks: Checks) -> None:
         [32] if checks.small else None,
         1 << 20 if checks.small else COPIED.get(checks.device.type, DEFAULT_COPIED),
     )
-    checks.note("rank", "first step", seconds_of(optim.step), "s")
+    checks.note("rank", "first step", seconds_of(optim.step, 1), "s")
     calls = {OURS: optim.step, **ceilings.contenders}
     rounds = 1 if checks.small else 5
     seconds = take_turns(calls, rounds, least_sample(checks.device))
@@ -317,6 +311,7 @@ def step_of_rank(checks: Checks) -> None:
     profile(checks, optim.step)
 
 
+@dataclass(frozen=True)
 class Floor:
     """What a rank's step can't do without.
 
@@ -326,8 +321,9 @@ class Floor:
         dtype: of the arithmetic.
     """
 
-    def __init__(self, flops: int, nbytes: int, dtype: torch.dtype) -> None:
-        self.flops, self.nbytes, self.dtype = flops, nbytes, dtype
+    flops: int
+    nbytes: int
+    dtype: torch.dtype
 
 
 def rank_of_llama(checks: Checks) -> tuple[Any, Floor, list[Any]]:

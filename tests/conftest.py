@@ -77,7 +77,7 @@ SLOW_UNTIL = float(os.environ.get("SLOW_UNTIL", "inf"))
 
 
 def pytest_collection_modifyitems(items):
-    if math.inf > SLOW_UNTIL:
+    if math.isfinite(SLOW_UNTIL):
         names = {item.path.name for item in items}
         places = {name: hashlib.sha256(f"{SLOW_UNTIL} {name}".encode()).digest() for name in names}
         items.sort(key=lambda item: places[item.path.name])
