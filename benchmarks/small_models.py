@@ -30,7 +30,8 @@ class Task:
     draw: Callable[[int, int], Batch]  # the batch of a seed and a step
     validation: Callable[[], list[Batch]]
     steps: int
-    rates: tuple[float, ...]  # learning rates to try, each twice the one before
+    rates: tuple[float, ...]  # of matrices, to try first, each twice the one before
+    rest_rates: tuple[float, ...]  # of everything else
 
 
 # -- bytes -----------------------------------------------------------------------------------------
@@ -58,8 +59,8 @@ def validation_bytes() -> list[Batch]:
 
 def transformer(dim: int, hidden_dim: int, steps: int) -> Task:
     build = partial(ByteModel, dim, hidden_dim)
-    rates = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)
-    return Task(build, draw_bytes, validation_bytes, steps, rates)
+    rates, rest_rates = (2e-3, 4e-3, 8e-3), (4e-3, 8e-3, 1.6e-2)
+    return Task(build, draw_bytes, validation_bytes, steps, rates, rest_rates)
 
 
 # -- digits ----------------------------------------------------------------------------------------
@@ -112,8 +113,8 @@ def cnn() -> nn.Module:
 
 
 def digits(build: Callable[[], nn.Module], steps: int) -> Task:
-    rates = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
-    return Task(build, draw_digits, validation_digits, steps, rates)
+    rates = (4e-3, 8e-3, 1.6e-2)
+    return Task(build, draw_digits, validation_digits, steps, rates, rates)
 
 
 TASKS = {

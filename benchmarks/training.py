@@ -3,12 +3,12 @@
     make bench BENCHMARKS=benchmarks/training.py    # an hour on one core, without the largest
     make bench BENCHMARKS=benchmarks/training.py ARGS="--models mlp cnn --widths"    # minutes
 
-Both optimizers have the best of the same five learning rates, each twice the one before; where the
-best is at an edge, rates beyond it are tried, too, and of Muon 2 and 4 times AdamW's best in any
-case. One seed chooses the rates, several compare them. Weight decay, warm-up, decay and batches are
-the same, and Muon's groups and options are those that `describe` advises. Then a transformer of
-several widths is trained with each `adjust_lr`, while AdamW's parameters keep one learning rate, to
-show how the best rate of the matrices moves with width.
+Both optimizers have one learning rate for the matrices that Muon trains and another for the rest:
+the best pair of a grid, which begins with the same three by three rates for both, each twice the
+one before, and grows beyond an edge that the best pair lies at. One seed chooses the pair, three
+others compare. Weight decay, warm-up, decay and batches are the same, and the groups are those that
+`describe` advises. Then a transformer of several widths is trained with each `adjust_lr`, while the
+rest keeps one learning rate, to show how the best rate of the matrices moves with width.
 
 Every run that ends is a line of --out, and a run that is found there is not repeated. Seconds are
 steps times the median time of a step; the two optimizers' steps take turns, so that whatever else
@@ -21,7 +21,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -37,13 +37,13 @@ from small_models import TASKS, Batch, Task, transformer
 from timing import load_kernel, machine, pick_device, show, take_turns
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "examples"))
+from grid_search import Rates, best_of, grid_search
 from history import COLOURS
 from plots import GREY, drawing, save
 
 Curve = list[tuple[int, float]]  # validation losses after so many steps
-Sweep = dict[float, Curve]  # by learning rate
+Grid = dict[Rates, float]  # last losses, by the rates of the matrices and of the rest
 
-MOST_BEYOND = 3  # rates that are tried beyond an edge
 ADJUST_LR = ("match_rms_adamw", "original", "spectral")
 WIDTH_RATES = (5e-3, 1e-2, 2e-2, 4e-2, 8e-2)
 WIDTH_ADAMW_RATE = 3e-3
@@ -53,16 +53,20 @@ WEIGHT_DECAY = 0.1
 # -- training --------------------------------------------------------------------------------------
 
 
-def make_optimizer(model: nn.Module, name: str, lr: float, **options: Any) -> torch.optim.Optimizer:
-    if name == "AdamW":
-        betas = (0.9, 0.95)
-        return torch.optim.AdamW(
-            model.parameters(), lr, betas, weight_decay=WEIGHT_DECAY, fused=True
-        )
+def make_optimizer(
+    model: nn.Module, name: str, lr: float, adamw_lr: float, **options: Any
+) -> torch.optim.Optimizer:
+    """AdamW or Muon, with ``lr`` for the matrices of Muon and ``adamw_lr`` for the rest."""
     kernel = load_kernel()
-    advised = kernel.describe(model, weight_decay=WEIGHT_DECAY, **options)
-    # The advice has another rate where it finds one too large or small, and all are tried here.
-    return kernel.Muon(advised.groups(), **{**advised.options(), "lr": lr})
+    advised = kernel.describe(model, weight_decay=WEIGHT_DECAY, adamw_lr=adamw_lr, **options)
+    if name == "Muon":
+        # The advice has another rate where it finds one too large or small, and all are tried here.
+        return kernel.Muon(advised.groups(), **{**advised.options(), "lr": lr})
+    groups = [
+        {"params": group["params"], "lr": lr if group["use_muon"] else adamw_lr}
+        for group in advised.groups()
+    ]
+    return torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=WEIGHT_DECAY, fused=True)
 
 
 def loss_of(model: nn.Module, batch: Batch) -> Tensor:
@@ -81,11 +85,13 @@ def to_device(batch: Batch) -> Batch:
     return batch[0].to(pick_device()), batch[1].to(pick_device())
 
 
-def train(task: Task, steps: int, name: str, lr: float, seed: int, **options: Any) -> Curve:
+def train(
+    task: Task, steps: int, name: str, lr: float, adamw_lr: float, seed: int, **options: Any
+) -> Curve:
     """Twenty validations of a run with linear warm-up over a tenth of it, then linear decay."""
     torch.manual_seed(seed)
     model = task.build().to(pick_device())
-    optimizer = make_optimizer(model, name, lr, **options)
+    optimizer = make_optimizer(model, name, lr, adamw_lr, **options)
     warmup = max(1, steps // 10)
     decay = max(1, steps - warmup)
     schedule = LambdaLR(optimizer, lambda step: min((step + 1) / warmup, (steps - step) / decay))
@@ -108,7 +114,7 @@ def time_steps(task: Task, rounds: int) -> dict[str, Any]:
     batch, contenders = to_device(task.draw(0, 0)), {}
     for name in COLOURS:
         model = task.build().to(pick_device())
-        contenders[name] = partial(update, model, make_optimizer(model, name, 1e-3), batch)
+        contenders[name] = partial(update, model, make_optimizer(model, name, 1e-3, 1e-3), batch)
     seconds = take_turns(contenders, rounds)
     medians = {name: median(samples) for name, samples in seconds.items()}
     return {"seconds": medians, "machine": machine(pick_device())}
@@ -123,9 +129,13 @@ class Runs:
         lines = map(json.loads, path.read_text().splitlines() if path.exists() else [])
         self.done = {json.dumps(line["settings"]): line for line in lines}
 
-    def train(self, model: str, task: Task, name: str, lr: float, seed: int, **more: Any) -> Curve:
+    def train(
+        self, model: str, task: Task, name: str, rates: Rates, seed: int, **more: Any
+    ) -> Curve:
         steps = self.steps or task.steps
-        options = {"steps": steps, "name": name, "lr": float(f"{lr:.6g}"), "seed": seed, **more}
+        lr, adamw_lr = (float(f"{rate:.6g}") for rate in rates)
+        options: dict[str, Any] = {"steps": steps, "name": name, "lr": lr, "adamw_lr": adamw_lr}
+        options |= {"seed": seed, **more}
         settings = {"model": model, **options}
         return self.find_or_make(settings, lambda: {"losses": train(task, **options)})["losses"]
 
@@ -146,29 +156,21 @@ def last(curve: Curve) -> float:
     return curve[-1][1]
 
 
-def best_of(sweep: Sweep) -> float:
-    return min(sweep, key=lambda rate: last(sweep[rate]))
+def of_matrices(grid: Grid) -> dict[float, float]:
+    """Losses by the rate of the matrices, in its order, where the rest has its best rate."""
+    rest = best_of(grid)[1]
+    return {lr: loss for (lr, adamw_lr), loss in sorted(grid.items()) if adamw_lr == rest}
 
 
-def sweep_of(train_at: Callable[[float], Curve], rates: Iterable[float]) -> Sweep:
-    """Curves in the order of rates, of which there are more where the best is at an edge."""
-    sweep = {rate: train_at(rate) for rate in rates}
-    for _ in range(MOST_BEYOND):
-        best = best_of(sweep)
-        if best not in (min(sweep), max(sweep)):
-            break
-        beyond = best / 2 if best == min(sweep) else best * 2
-        sweep[beyond] = train_at(beyond)
-    return dict(sorted(sweep.items()))
-
-
-def between_rates(sweep: Sweep) -> float:
-    """The lowest point of a parabola, in log2 of rates, through the best one and its neighbours."""
-    best, rates = best_of(sweep), list(sweep)
+def between_rates(grid: Grid) -> float:
+    """The lowest point of a parabola, in log2 of the matrices' rates, through the best one and its
+    neighbours."""
+    losses = of_matrices(grid)
+    best, rates = best_of(grid)[0], list(losses)
     at = rates.index(best)
     if at in (0, len(rates) - 1):
         return best
-    below, lowest, above = (last(sweep[rate]) for rate in rates[at - 1 : at + 2])
+    below, lowest, above = (losses[rate] for rate in rates[at - 1 : at + 2])
     curvature = below - 2 * lowest + above
     if not 0 < curvature < math.inf:  # three equal losses, or a neighbour diverges
         return best
@@ -181,8 +183,8 @@ def between_rates(sweep: Sweep) -> float:
 @dataclass(frozen=True)
 class Comparison:
     model: str
-    sweeps: dict[str, Sweep]  # by optimizer, of the first seed
-    finals: dict[str, list[Curve]]  # by optimizer, at its best rate, of every seed
+    grids: dict[str, Grid]  # by optimizer, of seed 0
+    finals: dict[str, list[Curve]]  # by optimizer, at its best rates, of the other seeds
     seconds: dict[str, float]  # median of a step, by optimizer
     machine: str
 
@@ -191,8 +193,8 @@ class Comparison:
         numel = sum(param.numel() for param in TASKS[self.model].build().parameters())
         return f"{self.model}, {numel / 1e6:.2g} M"
 
-    def best(self, name: str) -> float:
-        return best_of(self.sweeps[name])
+    def best(self, name: str) -> Rates:
+        return best_of(self.grids[name])
 
     def mean_curve(self, name: str) -> Curve:
         points = zip(*self.finals[name])
@@ -209,34 +211,39 @@ class Comparison:
         return math.inf
 
 
+def last_loss(train_at: Callable[[Rates, int], Curve], rates: Rates) -> float:
+    """Of seed 0, which chooses the rates."""
+    return last(train_at(rates, 0))
+
+
 def compare(runs: Runs, model: str, seeds: int, rounds: int) -> Comparison:
-    task, sweeps, finals = TASKS[model], {}, {}
-    rates = {*task.rates}
-    for name in COLOURS:  # AdamW first
-        sweeps[name] = sweep_of(partial(runs.train, model, task, name, seed=0), rates)
-        best = best_of(sweeps[name])
-        finals[name] = [runs.train(model, task, name, best, seed) for seed in range(seeds)]
-        rates |= {*sweeps[name], 2 * best, 4 * best}
+    task, grids, finals = TASKS[model], {}, {}
+
+    for name in COLOURS:
+        train_at = partial(runs.train, model, task, name)
+        grids[name] = grid_search(partial(last_loss, train_at), task.rates, task.rest_rates)
+        best = best_of(grids[name])
+        finals[name] = [train_at(best, seed) for seed in range(1, seeds + 1)]
     timing = runs.find_or_make({"model": model, "rounds": rounds}, lambda: time_steps(task, rounds))
-    return Comparison(model, sweeps, finals, timing["seconds"], timing["machine"])
+    return Comparison(model, grids, finals, timing["seconds"], timing["machine"])
 
 
-def compare_widths(runs: Runs, widths: Sequence[int]) -> dict[str, dict[int, Sweep]]:
-    """Sweeps by `adjust_lr` and width."""
+def compare_widths(runs: Runs, widths: Sequence[int]) -> dict[str, dict[int, Grid]]:
+    """Losses by `adjust_lr` and width."""
 
-    def sweep_at(dim: int, adjust_lr: str) -> Sweep:
+    def grid_at(dim: int, adjust_lr: str) -> Grid:
         model, task = f"width-{dim}", transformer(dim, 3 * dim, steps=100)
-        options: dict[str, Any] = {"seed": 0, "adjust_lr": adjust_lr, "adamw_lr": WIDTH_ADAMW_RATE}
-        return sweep_of(partial(runs.train, model, task, "Muon", **options), WIDTH_RATES)
+        train_at = partial(runs.train, model, task, "Muon", adjust_lr=adjust_lr)
+        return grid_search(partial(last_loss, train_at), WIDTH_RATES, [WIDTH_ADAMW_RATE])
 
-    return {how: {dim: sweep_at(dim, how) for dim in widths} for how in ADJUST_LR}
+    return {how: {dim: grid_at(dim, how) for dim in widths} for how in ADJUST_LR}
 
 
 # -- tables and the plot ---------------------------------------------------------------------------
 
 
 def show_losses(comparisons: Sequence[Comparison], markdown: bool) -> None:
-    columns = "model, parameters|AdamW's lr|loss|Muon's lr|loss|Muon's / AdamW's lr"
+    columns = "model, parameters|AdamW's lr, rest|loss|Muon's lr, rest|loss|Muon's / AdamW's lr"
     columns += "|steps to AdamW's loss|AdamW's step, ms|Muon's|seconds to AdamW's loss"
     rows = []
     for c in comparisons:
@@ -245,30 +252,32 @@ def show_losses(comparisons: Sequence[Comparison], markdown: bool) -> None:
         for name in COLOURS:
             losses = [last(curve) for curve in c.finals[name]]
             spread = stdev(losses) if len(losses) > 1 else 0.0
-            row += [f"{c.best(name):g}", f"{fmean(losses):.3f} ± {spread:.3f}"]
-        row += [f"{c.best('Muon') / c.best('AdamW'):g} ×", f"{reached:.0f} of {steps}"]
+            rates = ", ".join(f"{rate:g}" for rate in c.best(name))
+            row += [rates, f"{fmean(losses):.3f} ± {spread:.3f}"]
+        row += [f"{c.best('Muon')[0] / c.best('AdamW')[0]:g} ×", f"{reached:.0f} of {steps}"]
         row += [f"{1e3 * seconds[name]:.1f}" for name in COLOURS]
         row += [f"{reached * seconds['Muon']:.1f} of {steps * seconds['AdamW']:.1f}"]
         rows.append(row)
-    title = "Validation losses at the best rates"
-    show(title, columns.split("|"), rows, markdown=markdown, width=170)
+    title = "Validation losses at the best rates, other seeds"
+    show(title, columns.split("|"), rows, markdown=markdown, width=180)
 
 
 def show_rates(comparisons: Sequence[Comparison], markdown: bool) -> None:
-    rates = sorted({rate for c in comparisons for s in c.sweeps.values() for rate in s})
+    grids = [(c.model, name, grid) for c in comparisons for name, grid in c.grids.items()]
+    rates = sorted({lr for _, _, grid in grids for lr, _ in grid})
     rows = []
-    for c in comparisons:
-        for name, sweep in c.sweeps.items():
-            losses = [f"{last(sweep[rate]):.3f}" if rate in sweep else "" for rate in rates]
-            rows.append([f"{c.model}, {name}", *losses])
-    columns = ["learning rate", *(f"{rate:g}" for rate in rates)]
-    show("Validation losses by learning rate, seed 0", columns, rows, markdown=markdown, width=170)
+    for model, name, grid in grids:
+        for rest in sorted({adamw_lr for _, adamw_lr in grid}):
+            losses = [f"{grid[lr, rest]:.3f}" if (lr, rest) in grid else "" for lr in rates]
+            rows.append([f"{model}, {name}", f"{rest:g}", *losses])
+    columns = ["learning rate of matrices", "rest", *(f"{rate:g}" for rate in rates)]
+    show("Validation losses by learning rates, seed 0", columns, rows, markdown=markdown, width=170)
 
 
-def show_widths(widths: dict[str, dict[int, Sweep]], markdown: bool) -> None:
+def show_widths(widths: dict[str, dict[int, Grid]], markdown: bool) -> None:
     rows = []
-    for adjust_lr, sweeps in widths.items():
-        cells = [f"{between_rates(s):.2g} ({last(s[best_of(s)]):.3f})" for s in sweeps.values()]
+    for adjust_lr, grids in widths.items():
+        cells = [f"{between_rates(grid):.2g} ({min(grid.values()):.3f})" for grid in grids.values()]
         rows.append([adjust_lr, *cells])
     columns = ["adjust_lr", *(f"width {dim}" for dim in widths[ADJUST_LR[0]])]
     show("Best learning rate of the matrices (and its loss)", columns, rows, markdown=markdown)
@@ -284,13 +293,13 @@ def plot(path: Path, comparisons: Sequence[Comparison], widths: dict) -> None:
         for c, by_step, by_rate in zip(comparisons, *grid[:2]):
             for name, colour in COLOURS.items():
                 draw(by_step, c.mean_curve(name), name, colour)
-                draw_sweep(by_rate, c.sweeps[name], name, colour)
+                draw_rates(by_rate, c.grids[name], name, colour)
             by_step.set_title(c.title, fontsize=11)
             by_step.set_xlabel("Step")
-        for (adjust_lr, sweeps), axes in zip(widths.items(), grid[2]):
-            for number, (dim, sweep) in enumerate(sweeps.items()):
-                colour = plt.get_cmap("viridis")(number / len(sweeps))
-                draw_sweep(axes, sweep, f"width {dim}", colour)
+        for (adjust_lr, grids), axes in zip(widths.items(), grid[2]):
+            for number, (dim, losses) in enumerate(grids.items()):
+                colour = plt.get_cmap("viridis")(number / len(grids))
+                draw_rates(axes, losses, f"width {dim}", colour)
             axes.set_title(adjust_lr, fontsize=11)
         for axes in grid[:, 0]:
             axes.set_ylabel("Validation loss")
@@ -304,11 +313,10 @@ def plot(path: Path, comparisons: Sequence[Comparison], widths: dict) -> None:
         save(figure, path)
 
 
-def draw_sweep(axes: Any, sweep: Sweep, label: str, colour: Any) -> None:
-    points = [(rate, last(curve)) for rate, curve in sweep.items()]
-    draw(axes, points, label, colour, marker=".")
-    axes.plot(best_of(sweep), last(sweep[best_of(sweep)]), color=colour, marker="o")
-    axes.set(xscale="log", xlabel="Learning rate")
+def draw_rates(axes: Any, grid: Grid, label: str, colour: Any) -> None:
+    draw(axes, [*of_matrices(grid).items()], label, colour, marker=".")
+    axes.plot(best_of(grid)[0], grid[best_of(grid)], color=colour, marker="o")
+    axes.set(xscale="log", xlabel="Matrices' learning rate")
     axes.xaxis.set_minor_formatter("")
 
 
@@ -329,7 +337,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--models", nargs="*", choices=list(TASKS), default=usual)
     parser.add_argument("--widths", nargs="*", type=int, default=[32, 64, 128, 256])
     parser.add_argument("--steps", type=int, help="of every run; default: each model's")
-    parser.add_argument("--seeds", type=int, default=3, help="at the best rate")
+    parser.add_argument("--seeds", type=int, default=3, help="at the best rates, beside seed 0")
     parser.add_argument("--rounds", type=int, default=100, help="steps that are timed")
     parser.add_argument("--out", type=Path, default=Path("runs/training.jsonl"))
     parser.add_argument("--plot", type=Path, default=Path("runs/training.png"))

@@ -2,48 +2,54 @@
 
     torchrun --standalone --nproc-per-node 2 examples/compare.py
 
-AdamW gets the best of three learning rates by seed 0, Muon a single one; then both run with every
-seed. All runs share one launch, because starting the processes takes nearly as long as a run.
+Both optimizers have one learning rate for the matrices that Muon trains and another for the rest.
+Seed 0 chooses each optimizer's pair from the same grid, other seeds compare. All runs share one
+launch, because starting the processes takes nearly as long as a run.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
 
-from history import History, plot
+from grid_search import Rates, best_of, grid_search, is_at_edge
+from history import COLOURS, History, plot
 from ranks import launch, rank, world_size
 from train import TrainConfig, option, parse_config, train
 
-ADAMW_LRS = (1e-3, 2e-3, 4e-3)
+MATRICES = (4e-3, 8e-3, 1.6e-2)
+REST = (1e-2, 2e-2, 4e-2)
 
 
 @dataclass(frozen=True)
 class CompareConfig:
     steps: int = option(200, "updates of every run")
-    seeds: int = option(3, "seeds of the final comparison")
-    muon_lr: float = option(1e-2, "Muon's peak learning rate")
+    seeds: int = option(3, "seeds of the comparison, beside the one that chooses the rates")
     eval_every: int = option(20, "updates between validations")
     experts: int = option(0, "experts per layer; 0 is a dense model")
     out: str = option("runs", "folder for compare.png and the logs")
-    quick: bool = option(False, "20 steps and one seed, only to see that everything runs")
+    quick: bool = option(
+        False, "20 steps, one pair of rates and one seed, only to see that everything runs"
+    )
 
 
 def main() -> None:
     config = parse_config(CompareConfig, __doc__.splitlines()[0])
     if config.quick:
         config = replace(config, steps=20, seeds=1, eval_every=10)
+    matrices, rest = ([8e-3], [2e-2]) if config.quick else (MATRICES, REST)
     warm_up_process(config)
 
     runs = Runs(config)
-    sweep = {lr: runs.train("adamw", lr, seed=0) for lr in ADAMW_LRS}
-    best_lr = min(sweep, key=lambda lr: sweep[lr].final_val_loss)
-    seeds = range(1, config.seeds)
-    adamw = [sweep[best_lr], *(runs.train("adamw", best_lr, seed) for seed in seeds)]
-    muon = [runs.train("muon", config.muon_lr, seed) for seed in range(config.seeds)]
+    grids, finals = {}, {}
+    for name in COLOURS:
+        grids[name] = grid_search(partial(runs.loss_at, name), matrices, rest)
+        best = best_of(grids[name])
+        finals[name] = [runs.train(name, best, seed) for seed in range(1, config.seeds + 1)]
     if rank() == 0:
-        report(config, sweep, best_lr, adamw, muon)
+        report(config, grids, finals)
 
 
 class Runs:
@@ -51,17 +57,21 @@ class Runs:
 
     def __init__(self, config: CompareConfig) -> None:
         self.config = config
-        self.total = len(ADAMW_LRS) + (config.seeds - 1) + config.seeds
         self.started = 0
 
-    def train(self, optimizer: str, lr: float, seed: int) -> History:
+    def loss_at(self, optimizer: str, rates: Rates) -> float:
+        return self.train(optimizer, rates, seed=0).final_val_loss
+
+    def train(self, optimizer: str, rates: Rates, seed: int) -> History:
         self.started += 1
-        label = f"[{self.started}/{self.total}] {optimizer:<5} lr {lr:<5g} seed {seed}"
-        name = f"{optimizer}-lr{lr:g}-seed{seed}"
+        lr, adamw_lr = rates
+        label = f"[{self.started}] {optimizer:<5} lr {lr:g}, rest {adamw_lr:g}, seed {seed}"
+        name = f"{optimizer.lower()}-lr{lr:g}-rest{adamw_lr:g}-seed{seed}"
         run = replace(
             train_config(self.config),
-            optimizer=optimizer,
+            optimizer=optimizer.lower(),
             lr=lr,
+            adamw_lr=adamw_lr,
             seed=seed,
             out=str(Path(self.config.out, "compare", name)),
         )
@@ -81,32 +91,38 @@ def warm_up_process(config: CompareConfig) -> None:
 
 
 def report(
-    config: CompareConfig,
-    sweep: dict[float, History],
-    best_lr: float,
-    adamw: list[History],
-    muon: list[History],
+    config: CompareConfig, grids: dict[str, dict[Rates, float]], finals: dict[str, list[History]]
 ) -> None:
     out = Path(config.out)
-    gaps = [a.final_val_loss - m.final_val_loss for a, m in zip(adamw, muon)]
+    best = {name: best_of(grid) for name, grid in grids.items()}
+    gaps = [a.final_val_loss - m.final_val_loss for a, m in zip(*finals.values())]
     plot(
         out / "compare.png",
         f"After {config.steps} steps Muon's loss is {difference(fmean(gaps))} AdamW's",
         f"Validation loss, mean of {config.seeds} seeds; bands from lowest to highest",
-        {f"AdamW (lr {best_lr:g})": adamw, f"Muon (lr {config.muon_lr:g})": muon},
+        {f"{name} (lr {best[name][0]:g}, rest {best[name][1]:g})": finals[name] for name in finals},
     )
+    for name, grid in grids.items():
+        show_grid(name, grid)
     print(f"\nValidation loss (nats per byte) after {config.steps} steps, ranks: {world_size()}\n")
-    by_seed = f"{'by seed':<{8 * len(muon)}}"
-    print(f"{'':<6} {'lr':>6}   {'mean ± std':<15} {by_seed} {'seconds':>8} {'tokens/s':>9}")
-    for name, lr, histories in (("AdamW", best_lr, adamw), ("Muon", config.muon_lr, muon)):
-        print(f"{name:<6} {lr:>6g}   {summary_line(histories)}")
-    others = ", ".join(f"{h.final_val_loss:.3f} at {lr:g}" for lr, h in sweep.items())
-    print(f"\nAdamW's learning rates, seed 0: {others}")
-    if best_lr in (min(sweep), max(sweep)):
-        print("The best of them is at an edge: AdamW may do better beyond it.")
-
-    print(f"Muon's loss is {difference(fmean(gaps))} AdamW's; least by any seed: {min(gaps):.3f}")
+    by_seed = f"{'other seeds':<{8 * len(gaps)}}"
+    print(f"{'':<6} {'lr, rest':>13}   {'mean ± std':<15} {by_seed} {'seconds':>8} {'tokens/s':>9}")
+    for name, histories in finals.items():
+        rates = ", ".join(f"{rate:g}" for rate in best[name])
+        print(f"{name:<6} {rates:>13}   {summary_line(histories)}")
+    print(f"\nMuon's loss is {difference(fmean(gaps))} AdamW's; least by any seed: {min(gaps):.3f}")
     print(f"plot: {out / 'compare.png'}\nlogs: {out / 'compare'}/*/log.csv")
+
+
+def show_grid(name: str, grid: dict[Rates, float]) -> None:
+    matrices, rest = (sorted({*rates}) for rates in zip(*grid))
+    print(f"\n{name}, seed 0: loss by learning rate of matrices (across) and of the rest (down)\n")
+    print(f"{'':<8}" + "".join(f"{lr:>8g}" for lr in matrices))
+    for adamw_lr in rest:
+        losses = "".join(f"{grid[lr, adamw_lr]:>8.3f}" for lr in matrices)
+        print(f"{adamw_lr:<8g}{losses}")
+    if is_at_edge(grid):
+        print(f"The best pair is at an edge: {name} may do better beyond it.")
 
 
 def difference(gap: float) -> str:

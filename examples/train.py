@@ -58,7 +58,8 @@ def option(default: Any, help: str, **kwargs: Any) -> Any:
 @dataclass(frozen=True)
 class TrainConfig:
     optimizer: str = option("muon", "which optimizer", choices=("muon", "adamw"))
-    lr: float = option(1e-2, "peak learning rate; AdamW wants about a fifth of Muon's")
+    lr: float = option(1e-2, "peak learning rate; AdamW's for matrices is about a fifth of Muon's")
+    adamw_lr: float = option(0.0, "peak rate of embeddings, head and norms; 0: as --lr")
     weight_decay: float = option(0.1, "decoupled weight decay, on every parameter")
     steps: int = option(200, "updates that the learning-rate schedule spans")
     warmup: int = option(20, "updates of linear warm-up; a linear decay to 0 follows")
@@ -382,17 +383,18 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> None:
 
 
 def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimizer:
-    if config.optimizer == "adamw":
+    kernel = load_kernel()
+    expert_keys = ["experts"] if config.experts else None
+    groups = kernel.get_default_muon_param_groups(
+        model, expert_keys=expert_keys, adamw_lr=config.adamw_lr or config.lr
+    )
+    if config.optimizer == "adamw":  # the same groups, so that both have two learning rates
         return torch.optim.AdamW(
-            model.parameters(),
-            lr=config.lr,
+            [{"params": group["params"], "lr": group.get("lr", config.lr)} for group in groups],
             betas=(0.9, 0.95),
             weight_decay=config.weight_decay,
             fused=True,
         )
-    kernel = load_kernel()
-    expert_keys = ["experts"] if config.experts else None
-    groups = kernel.get_default_muon_param_groups(model, expert_keys=expert_keys)
     optimizer = kernel.Muon(
         groups,
         lr=config.lr,
@@ -495,8 +497,9 @@ def without_clip(config: TrainConfig) -> TrainConfig:
 def report(config: TrainConfig, history: History) -> None:
     name, last = {"muon": "Muon", "adamw": "AdamW"}[config.optimizer], history.last
     loss = f"validation loss {history.final_val_loss:.4f} nats per byte"
+    rates = f"lr {config.lr:g}" + (f", rest {config.adamw_lr:g}" if config.adamw_lr else "")
     print(
-        f"{name}, lr {config.lr:g}: {last.step} of {config.steps} steps in {last.seconds:.1f} s, "
+        f"{name}, {rates}: {last.step} of {config.steps} steps in {last.seconds:.1f} s, "
         f"{history.tokens_per_second:,.0f} tokens/s, "
         f"{loss if history.validations else 'no validation yet'}"
     )
@@ -504,7 +507,7 @@ def report(config: TrainConfig, history: History) -> None:
         print(f"log: {Path(config.out, 'log.csv')}; no plot before the first validation")
     elif config.out:
         picture = Path(config.out, "loss.png")
-        subtitle = f"Validation loss, and training loss (pale); lr {config.lr:g}"
+        subtitle = f"Validation loss, and training loss (pale); {rates}"
         plot(picture, f"{name}, ranks: {world_size()}", subtitle, {name: [history]})
         print(f"plot: {picture}\nlog: {Path(config.out, 'log.csv')}")
 

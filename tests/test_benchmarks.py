@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
+import itertools
+import json
 import os
 import subprocess
 import sys
@@ -26,6 +29,7 @@ import timing
 import training
 import weight_rounding
 from fake_device import CUDA, fake_device
+from grid_search import grid_search, is_at_edge
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 CPU = torch.device("cpu")
@@ -226,16 +230,18 @@ def test_training_compares_optimizers_at_their_best_rates_and_repeats_no_run(
     capsys, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(training, "WIDTH_RATES", (1e-2,))
-    monkeypatch.setattr(training, "MOST_BEYOND", 0)
+    mlp = dataclasses.replace(training.TASKS["mlp"], rates=(1e-2,), rest_rates=(2e-2,))
+    monkeypatch.setitem(training.TASKS, "mlp", mlp)
     out, picture = tmp_path / "runs.jsonl", tmp_path / "training.png"
     options = "--models mlp --widths 16 --steps 2 --seeds 2 --rounds 1 --markdown"
     command = f"{options} --out {out} --plot {picture}".split()
     training.main(command)
     printed, runs = capsys.readouterr().out, out.read_text()
     best, *by_rate = rows_of(printed, "mlp")
-    adamw, muon = float(best[1]), float(best[3])
-    assert best[5] == f"{muon / adamw:g} ×" and best[6].endswith(" of 2")
-    assert [row[0] for row in by_rate] == ["mlp, AdamW", "mlp, Muon"]
+    assert best[1] == best[3] == "0.01, 0.02" and best[5] == "1 ×" and best[6].endswith(" of 2")
+    assert [row[:2] for row in by_rate] == [["mlp, AdamW", "0.02"], ["mlp, Muon", "0.02"]]
+    seeds = [json.loads(line)["settings"].get("seed") for line in runs.splitlines()]
+    assert seeds[:6] == [0, 1, 2] * 2, "one seed chooses the rates, others compare"
     assert [len(rows_of(printed, f"{how} ")) for how in training.ADJUST_LR] == [1, 1, 1]
     assert f"torch {torch.__version__}" in printed and picture.stat().st_size
     training.main(command)
@@ -256,16 +262,31 @@ def test_weight_rounding_trains_with_each_way_to_round(tmp_path, capsys):
 def test_rates_that_describe_advises_against_are_tried_as_they_are(adjust_lr):
     for lr in (1e-5, 1.0):
         model = training.TASKS["mlp"].build()
-        muon = training.make_optimizer(model, "Muon", lr, adjust_lr=adjust_lr, adamw_lr=3e-3)
+        muon = training.make_optimizer(model, "Muon", lr, 3e-3, adjust_lr=adjust_lr)
         used = [(group["use_muon"], group["lr"], group["adjust_lr"]) for group in muon.param_groups]
         assert used == [(True, lr, adjust_lr), (False, 3e-3, adjust_lr)]
 
 
-def test_a_best_rate_at_an_edge_asks_for_rates_beyond_it():
-    def at(rate):
-        return [(1, abs(rate - 0.1))]
+def test_both_optimizers_have_one_rate_for_the_same_matrices_and_one_for_the_rest():
+    model = training.TASKS["transformer-s"].build()
+    rates = []
+    for name in ("AdamW", "Muon"):
+        groups = training.make_optimizer(model, name, 1e-2, 2e-2).param_groups
+        rates.append({param: group["lr"] for group in groups for param in group["params"]})
+    assert rates[0] == rates[1] and {*rates[0].values()} == {1e-2, 2e-2}
+    assert rates[0].keys() == {*model.parameters()}
 
-    assert list(training.sweep_of(at, [0.4, 0.8])) == [0.05, 0.1, 0.2, 0.4, 0.8]
+
+def test_a_best_pair_of_rates_at_an_edge_asks_for_rates_beyond_it():
+    def at(rates):
+        return abs(rates[0] - 0.1) + abs(rates[1] - 3.2)
+
+    losses = grid_search(at, [0.4, 0.8], [1.6, 3.2])
+    assert min(losses, key=losses.get) == (0.1, 3.2)
+    assert {*losses} == {*itertools.product([0.05, 0.1, 0.2, 0.4, 0.8], [1.6, 3.2, 6.4])}
+    assert not is_at_edge(losses)
+    assert is_at_edge(grid_search(at, [0.4, 0.8], [1.6], most_beyond=0))
+    assert {*grid_search(at, [0.4], [0.8])} == {(0.4, 0.8)}
 
 
 @pytest.mark.parametrize(
@@ -278,8 +299,8 @@ def test_a_best_rate_at_an_edge_asks_for_rates_beyond_it():
     ],
 )
 def test_a_best_rate_lies_on_a_parabola_through_its_neighbours(losses, lowest):
-    sweep = {2.0**n: [(1, loss)] for n, loss in enumerate(losses)}
-    assert training.between_rates(sweep) == pytest.approx(lowest)
+    grid = {(2.0**n, 1.0): loss for n, loss in enumerate(losses)}
+    assert training.between_rates(grid) == pytest.approx(lowest)
 
 
 def test_steps_to_adamws_loss_lie_between_two_validations():
