@@ -59,7 +59,7 @@ def validation_bytes() -> list[Batch]:
 
 def transformer(dim: int, hidden_dim: int, steps: int) -> Task:
     build = partial(ByteModel, dim, hidden_dim)
-    rates, rest_rates = (2e-3, 4e-3, 8e-3), (4e-3, 8e-3, 1.6e-2)
+    rates, rest_rates = (4e-3, 8e-3, 1.6e-2), (1.6e-2, 3.2e-2, 6.4e-2)
     return Task(build, draw_bytes, validation_bytes, steps, rates, rest_rates)
 
 

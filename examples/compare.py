@@ -20,7 +20,7 @@ from ranks import launch, rank, world_size
 from train import TrainConfig, option, parse_config, train
 
 MATRICES = (4e-3, 8e-3, 1.6e-2)
-REST = (1e-2, 2e-2, 4e-2)
+REST = (1.6e-2, 3.2e-2, 6.4e-2)
 
 
 @dataclass(frozen=True)
