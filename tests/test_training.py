@@ -94,12 +94,12 @@ def test_a_run_writes_its_log_and_its_plot(tmp_path):
 
 
 def test_muon_reaches_a_loss_well_below_that_of_adamw(tmp_path):
-    # One seed and AdamW's best learning rate; `make train` shows three of each.
+    # One seed, and the best rates of both, which `make train` finds; it compares three seeds.
     final = {}
-    for name, lr in (("adamw", "2e-3"), ("muon", "1e-2")):
-        run("--optimizer", name, "--lr", lr, "--out", tmp_path / name)
+    for name, lr, rest in (("adamw", 8e-3, 6.4e-2), ("muon", 1.6e-2, 3.2e-2)):
+        run("--optimizer", name, "--lr", lr, "--adamw-lr", rest, "--out", tmp_path / name)
         final[name] = float(losses(tmp_path / name)[-1][2])
-    assert final["muon"] < final["adamw"] - 0.3
+    assert final["muon"] < final["adamw"] - 0.1
 
 
 @pytest.mark.parametrize(
