@@ -15,7 +15,7 @@ import tempfile
 import tomllib
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from kernels._rust import Build, Digest, DigestAlgorithm, Metadata
@@ -124,14 +124,17 @@ def copy_package(package: Path, variant: Path, suffixes: Sequence[str]) -> None:
     """Copy the files that build.toml's `pyext` names; a variant holds the package's files flat."""
     if not (package / "__init__.py").is_file():
         raise FileNotFoundError(f"{package / '__init__.py'} does not exist")
-    left_by_the_builder = package / "_ops.py"  # the Hub's, of another build
     for file in sorted(package.rglob("*")):
-        if file == left_by_the_builder:
-            continue
-        if file.is_file() and file.suffix.lstrip(".") in suffixes:
-            target = variant / file.relative_to(package)
+        path = file.relative_to(package).as_posix()
+        if file.is_file() and is_taken(path, suffixes):
+            target = variant / path
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, target)
+
+
+def is_taken(path: str, suffixes: Sequence[str]) -> bool:
+    """Whether a build takes this file of the package; the Hub's builder may leave an _ops.py."""
+    return path != "_ops.py" and PurePosixPath(path).suffix.lstrip(".") in suffixes
 
 
 def digests(variant: Path) -> dict[str, str]:
@@ -140,16 +143,55 @@ def digests(variant: Path) -> dict[str, str]:
 
 
 def git_status(source: Path) -> dict[str, object] | None:
-    """Commit and dirtiness of the sources; None outside a checkout or before its first commit."""
-    sources = ["--", "build.toml", "torch-ext"]
+    """Commit of the sources, and whether a build takes anything that is not in it.
+
+    None outside a checkout or before its first commit.
+    """
+    commit = commit_of(source)
+    return None if commit is None else {"commit": commit, "dirty": is_dirty(source, commit)}
+
+
+def commit_of(source: Path) -> str | None:
     try:
         commit = git(source, "rev-parse", "HEAD").strip()
         # An unpacked release inside somebody else's checkout is not a part of it.
-        tracked = git(source, "ls-files", *sources)
-        changed = git(source, "status", "--porcelain", *sources)
+        return commit if committed_files(source, commit, "build.toml", "torch-ext") else None
     except (OSError, subprocess.CalledProcessError):
         return None
-    return {"commit": commit, "dirty": bool(changed)} if tracked else None
+
+
+def is_dirty(source: Path, commit: str) -> bool:
+    """Whether a build of `source` takes other files than one of the commit, or other contents.
+
+    Contents are compared, since `git status` passes over files that git ignores, and over those
+    that it was told to take for unchanged.
+    """
+    config = read_config(source)
+    folder = f"torch-ext/{config['general']['name'].replace('-', '_')}/"
+    suffixes = config["torch-noarch"]["pyext"]
+
+    def is_input(path: str) -> bool:
+        in_package = path.startswith(folder) and is_taken(path.removeprefix(folder), suffixes)
+        return in_package or path == "build.toml"
+
+    files = [source / "build.toml", *(source / folder).rglob("*")]
+    paths = [file.relative_to(source).as_posix() for file in files if file.is_file()]
+    inputs = list(filter(is_input, paths))
+    hashes = git(source, "hash-object", "--no-filters", "--", *inputs).split()
+    committed = committed_files(source, commit, "build.toml", folder)
+    blobs = {path: blob for path, (_, blob) in committed.items() if is_input(path)}
+    return dict(zip(inputs, hashes, strict=True)) != blobs
+
+
+def committed_files(source: Path, commit: str, *paths: str) -> dict[str, tuple[str, str]]:
+    """Mode and blob of each file that the commit has under `paths`."""
+    entries = git(source, "ls-tree", "-r", "-z", commit, "--", *paths).split("\0")[:-1]
+    files = {}
+    for entry in entries:
+        description, path = entry.split("\t", 1)
+        mode, _, blob = description.split()
+        files[path] = (mode, blob)
+    return files
 
 
 def export_commit(source: Path, folder: Path) -> str:
@@ -158,14 +200,11 @@ def export_commit(source: Path, folder: Path) -> str:
     Git's blobs are written, and no file of the work tree is opened: a link could lead to what must
     not be published, and git can be told to take a changed file for unchanged.
     """
-    status = git_status(source)
-    if status is None:
+    commit = commit_of(source)
+    if commit is None:
         raise ValueError(f"{source} is in no commit of a git repository: commit it first")
-    commit = str(status["commit"])
     released = ["build.toml", "torch-ext", "benchmarks", "CARD.md"]
-    for entry in git(source, "ls-tree", "-r", "-z", commit, "--", *released).split("\0")[:-1]:
-        description, path = entry.split("\t", 1)
-        mode, _, blob = description.split()
+    for path, (mode, blob) in committed_files(source, commit, *released).items():
         if mode not in ("100644", "100755"):
             raise ValueError(f"{path} is a link or a submodule: a release holds files only")
         (folder / path).parent.mkdir(parents=True, exist_ok=True)

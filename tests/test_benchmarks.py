@@ -9,16 +9,20 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.optim._muon import _zeropower_via_newtonschulz
+from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 import absent
 import accuracy
 import auditing
+import benchmark
 import offload
 import orthogonalize
 import qk_logits
@@ -63,6 +67,56 @@ def test_orthogonalize_compares_the_default_arithmetic_with_the_others_and_names
     printed = capsys.readouterr().out
     assert "| matrices | default | fp32 | bf16 | fp32, exact mode | torch.optim.Muon's |" in printed
     assert ("avx512_bf16" in printed) == torch.cpu._is_avx512_bf16_supported()
+
+
+class Products(TorchDispatchMode):
+    """Counts products by their shapes, and names all operations."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts, self.dtypes, self.names = Counter(), set(), set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.add(function.name())
+        if function.name().endswith(("mm", "mm.out")):
+            self.counts[tuple(tuple(arg.shape) for arg in args)] += 1
+            self.dtypes |= {arg.dtype for arg in args}
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("name", "workload"),
+    [("Orthogonalize", "experts"), pytest.param("Step", "layer", marks=pytest.mark.slow)],
+)
+def test_the_hubs_benchmark_compares_with_torchs_iteration_in_the_same_arithmetic(name, workload):
+    torch.manual_seed(0)
+    compared = getattr(benchmark, name)()
+    compared.kernel = timing.load_kernel()
+    getattr(compared, f"setup_{workload}")()
+    getattr(compared, f"benchmark_{workload}")()
+    with Products() as products:
+        expected = getattr(compared, f"verify_{workload}")()
+    assert torch.allclose(compared.out, expected, atol=1e-2)  # as the runner has it
+    shapes = [G.shape for G in (compared.G if name == "Orthogonalize" else compared.weights)]
+    with Products() as of_torch:
+        for shape in shapes:
+            _zeropower_via_newtonschulz(torch.empty(shape, device="meta"), (1.0, 1.0, 1.0), 5, 1e-7)
+    assert products.counts == of_torch.counts and len(products.counts) > 1
+    assert products.dtypes == {compared.kernel.newton_schulz.default_dtype(torch.float32, CPU)}
+    assert not any("linalg" in name for name in products.names - {"aten::linalg_vector_norm"})
+
+
+def test_the_hubs_benchmark_refuses_a_kernel_that_is_wrong():
+    compared = benchmark.Orthogonalize()
+    kernel = timing.load_kernel()
+    wrong = SimpleNamespace(
+        FAMILIES=kernel.newton_schulz.FAMILIES,
+        newton_schulz=lambda G: kernel.newton_schulz.newton_schulz(G, coefficients="quintic"),
+    )
+    compared.kernel = SimpleNamespace(newton_schulz=wrong)
+    compared.setup_experts()
+    with pytest.raises(RuntimeError, match="relative error"):
+        compared.benchmark_experts()
 
 
 def test_absent_compares_steps_by_the_share_of_gradients_that_are_not_there(capsys):

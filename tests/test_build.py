@@ -443,6 +443,37 @@ def test_id_and_provenance_tell_uncommitted_work(builder, source, tmp_path):
 
 @needs_build_script
 @pytest.mark.skipif(not shutil.which("git"), reason="needs git")
+@pytest.mark.parametrize("what", ["ignored", "assumed unchanged", "skipped", "link", "absent"])
+def test_a_build_of_the_work_tree_tells_all_that_is_not_in_the_commit(builder, source, what):
+    git(source, "init", "--quiet")
+    commit(source)
+    package = source / "torch-ext" / "optimizer"
+    (source / ".git" / "info" / "exclude").write_text("ignored.json\n__pycache__\nbuild\n")
+    (package / "__pycache__").mkdir(exist_ok=True)
+    (package / "__pycache__" / "muon.pyc").write_text("no build takes bytecode")
+    assert builder.git_status(source)["dirty"] is False
+    if what == "ignored":
+        (package / "ignored.json").write_text("{}")
+    elif what == "link":  # the commit holds the link, a build what it leads to
+        text = (package / "muon.py").read_text()
+        (source / "outside.py").write_text(f"{text}CHANGED = True\n")
+        (package / "muon.py").unlink()
+        (package / "muon.py").symlink_to(source / "outside.py")
+        commit(source)
+    elif what == "absent":
+        git(source, "update-index", "--skip-worktree", "torch-ext/optimizer/presets.py")
+        (package / "presets.py").unlink()
+    else:
+        mark = {"assumed unchanged": "--assume-unchanged", "skipped": "--skip-worktree"}[what]
+        git(source, "update-index", mark, "torch-ext/optimizer/muon.py")
+        (package / "muon.py").write_text("CHANGED = True\n")
+    (build_id,) = builder.build(source, source / "build", [HERE])
+    metadata = Metadata.read_from_file(source / "build" / f"torch-{HERE}" / "metadata.json")
+    assert build_id.endswith("_dirty") and metadata.provenance.dirty
+
+
+@needs_build_script
+@pytest.mark.skipif(not shutil.which("git"), reason="needs git")
 def test_a_release_names_what_is_in_no_commit(builder, source):
     with pytest.raises(ValueError, match="is in no commit of a git repository"):
         builder.export_commit(source, source / "exported")

@@ -122,6 +122,46 @@ def test_other_bytes_of_the_same_size_are_loaded_unless_the_documented_check_is_
     assert "DigestValidationError" in found and "muon.py" in found
 
 
+def test_the_documented_check_refuses_what_python_would_load_and_no_digest_covers(
+    client, trained, tmp_path
+):
+    # As a folder, muon would be loaded in place of muon.py. Who owns what core.py leads to can
+    # change it after the check.
+    names = ["__pycache__/muon.cpython.pyc", "muon.pyc", "muon", "muon.so", "core.py"]
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    found, bytecode, result = client.python(f"""
+from kernels import install_kernel
+
+folder = install_kernel("org/optimizer", version=1, trust_remote_code=["org/optimizer"])
+check = {documented("Verify what was fetched")!r}
+outside, found = Path({str(outside)!r}), []
+for planted in (folder / name for name in {names!r}):
+    content = planted.read_bytes() if planted.exists() else None
+    if planted.suffix == ".pyc":
+        planted.parent.mkdir(exist_ok=True)
+        planted.write_bytes(b"")
+    elif content is None:
+        planted.symlink_to(outside)
+    else:
+        planted.unlink()
+        (outside / planted.name).write_bytes(content)
+        planted.symlink_to(outside / planted.name)
+    found.append(attempt(exec, check, {{}}))
+    planted.unlink()
+    if content is not None:
+        planted.write_bytes(content)
+exec(check, {{}})
+result = train(load())
+exec(check, {{}})
+show(found, list(map(str, folder.rglob("*.pyc"))), result)
+""")
+    for name, told in zip(names, found, strict=True):
+        assert told.startswith("RuntimeError: ")
+        assert f"{VARIANT}/{name} is bytecode or a link" in told
+    assert bytecode == [] and result == trained[0]
+
+
 def test_files_of_another_size_are_refused_and_do_not_stay(hub, client, trained):
     path = f"{VARIANT}/muon.py"
     hub.corrupted[path] = b"RELEASE = 'cut short'\n"

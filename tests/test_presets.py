@@ -489,6 +489,51 @@ def test_dions_options_of_groups_give_its_numbers(own, scale):
     check(params, initial, source.weights, FLOAT32)
 
 
+@pytest.mark.parametrize("name", ["dion", "normuon"])
+def test_flattened_convolutions_of_one_shape_are_matrices_of_their_own_as_in_dion(name):
+    """With a second moment for each row (out, in · height · width) of NorMuon."""
+    params = parameters([(8, 4, 3, 3), (8, 4, 3, 3), (8, 6)])
+    initial = [p.detach().flatten(1).clone() for p in params]
+    make_source = {"dion": ref.DionReference, "normuon": ref.NorMuonReference}[name]
+    source = make_source(initial, lr=0.02, weight_decay=0.3)
+    preset = getattr(presets, name)
+    optim = optimizer.Muon(
+        **preset(params, lr=0.02, weight_decay=0.3, flatten=True), ns_dtype=torch.float32
+    )
+    for t in range(1, 4):
+        grads = gradients(params, t)
+        for p, G in zip(params, grads):
+            p.grad = G.clone()
+        source.step([G.flatten(1) for G in grads])
+        optim.step()
+    check([p.detach().flatten(1) for p in params], initial, source.weights, FLOAT32)
+
+
+def test_heads_of_stacked_matrices_are_refused_for_their_dimensions_and_split_does_it():
+    stacked = parameters([(4, 8, 16)])[0]
+    with pytest.raises(ValueError, match=r"two dimensions, found \(4, 8, 16\).* set split"):
+        presets.dion([{"params": [("experts.w", stacked)], "num_heads": 2}])
+    given = presets.dion([("experts.w", stacked)], lr=0.02)
+    given["params"][0]["split"] = 4
+    optim = optimizer.Muon(**given, expert_keys=["experts"], ns_dtype=torch.float32)
+    initial = list(stacked.detach().clone())
+    source = ref.DionReference(initial, lr=0.02, num_heads=2)
+    stacked.grad = gradients([stacked], 1)[0]
+    source.step(list(stacked.grad))
+    optim.step()
+    check(list(stacked.detach()), initial, source.weights, FLOAT32)
+
+
+@pytest.mark.parametrize("empty", [[], ()], ids=["list", "tuple"])
+@pytest.mark.parametrize("name", [*SOURCES, "normuon"])
+def test_presets_refuse_an_empty_list_as_the_class_does(name, empty):
+    preset = SOURCES[name][1] if name in SOURCES else presets.normuon
+    if name == "motif":  # which takes groups
+        preset = presets.motif
+    with pytest.raises(ValueError, match="empty"):
+        optimizer.Muon(**preset(empty))
+
+
 def test_dion_refuses_heads_that_are_none_or_are_split():
     for group in ({"num_heads": 0}, {"num_heads": 2, "split_sizes": [2, 2]}):
         with pytest.raises(ValueError, match="num_heads"):

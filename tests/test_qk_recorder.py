@@ -507,6 +507,15 @@ def test_attention_that_is_not_seen_is_an_error_of_take():
     assert_recorded_nothing(recorder)
 
 
+def test_eager_attention_is_refused_with_the_argument_of_transformers_that_helps():
+    model = Model()
+    recorder = Recorder(model)
+    model.attentions[1].attend = lambda q, k, v: (q @ q.mT).softmax(-1) @ q
+    model(tokens())
+    with pytest.raises(ValueError, match=r'attn_implementation="sdpa"; in other .*obs'):
+        recorder.take()
+
+
 def assert_recorded_nothing(recorder: Any) -> None:
     found = recorder.take().values()
     assert all(maxima is None or (maxima == -math.inf).all() for maxima in found)

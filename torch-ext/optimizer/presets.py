@@ -5,9 +5,9 @@ A preset returns the keyword arguments of `Muon`, groups included: its user chan
     optimizer = Muon(**presets.torch_muon(matrices, lr=0.02))
 
 Presets raise a ValueError for an argument or a group key that neither the source nor this package
-has, or that has no counterpart. Further options of `Muon` go to `Muon`, beside the preset's. After
-a step gradients are what they are in the source: still there (``none_grad=False``), except with
-`motif`, which sets those of matrices to None.
+has, or that has no counterpart, and for an empty list of parameters. Further options of `Muon` go
+to `Muon`, beside the preset's. After a step gradients are what they are in the source: still there
+(``none_grad=False``), except with `motif`, which sets those of matrices to None.
 """
 
 from __future__ import annotations
@@ -204,10 +204,13 @@ def moonlight(
     corrects first. The two differ by what eps weighs in the first steps.
     """
     _check_arguments(unknown, "Moonlight's Muon", _arguments_of(moonlight))
+    matrices, others = list(muon_params or ()), list(adamw_params or ())
+    if not matrices and not others:
+        raise ValueError("Moonlight's Muon got empty lists of muon_params and adamw_params")
     return {
         "params": [
-            {"params": list(muon_params or ()), "use_muon": True},
-            {"params": list(adamw_params or ()), "use_muon": False},
+            {"params": matrices, "use_muon": True},
+            {"params": others, "use_muon": False},
         ],
         "lr": lr,
         "weight_decay": wd,
@@ -252,8 +255,9 @@ def dion(
         distributed_mesh: a process group of replicas divides the work among them, as in the
             source; a mesh has no effect, since DTensors say how they are sharded.
         adjust_lr: ``"spectral_norm"``, ``"rms_norm"`` or None.
-        flatten: tensors of more than two dimensions as (dim 0, rest). Without it the source takes
-            them for stacked matrices: name those by ``expert_keys`` here.
+        flatten: tensors of more than two dimensions as (dim 0, rest). Until its pull request 121
+            the source then took all tensors of one shape for one matrix. Without ``flatten`` it
+            takes them for stacked matrices: name those by ``expert_keys`` here.
         use_triton: has no effect; kernels are used where they run.
         cautious_wd: decay only where update and weight agree in sign. Only matrices can have it:
             groups of AdamW need ``cautious_wd=False`` or no decay.
@@ -263,7 +267,7 @@ def dion(
     Raises:
         ValueError: what has no counterpart: ``newton_schulz_func``, ``use_gram_newton_schulz``, an
             ``algorithm`` that this package does not have (``"lion"``); an unknown scale;
-            ``num_heads`` that do not divide the rows.
+            ``num_heads`` that do not divide the rows, or of a tensor that is no matrix.
     """
     if newton_schulz_func or use_gram_newton_schulz:
         key = "newton_schulz_func" if newton_schulz_func else "use_gram_newton_schulz"
@@ -332,7 +336,8 @@ def normuon(
     """microsoft/dion's ``NorMuon``: its ``Muon``, with a second moment for each row of a matrix.
 
     Where matrices are sharded, the source normalizes each shard by itself; this package normalizes
-    whole matrices.
+    whole matrices. With ``flatten=True`` these are (dim 0, rest), as in the source since its pull
+    request 121; before, it had a second moment for each row of each kernel of a convolution.
 
     Args:
         params, distributed_mesh, lr, mu, use_polar_express, arguments: as for `dion`.
@@ -460,7 +465,13 @@ def _by_heads(group: dict[str, Any], heads: int, where: str) -> list[dict[str, A
     if not is_int(heads) or heads < 1:
         raise ValueError(f"{where}: num_heads must be an int ≥ 1, found {heads!r}")
     for param in group["params"]:
-        if param.ndim != 2 or param.shape[0] % heads:
+        if param.ndim != 2:
+            raise ValueError(
+                f"{where}: num_heads is for tensors of two dimensions, found {tuple(param.shape)}; "
+                "for stacked matrices set split, the rows of a head, on the group that the preset "
+                "returns"
+            )
+        if param.shape[0] % heads:
             raise ValueError(
                 f"{where}: num_heads={heads} must divide the rows of every matrix, found "
                 f"{tuple(param.shape)}"
@@ -581,7 +592,9 @@ def _muon_groups(
 ) -> list[dict[str, Any]]:
     """Copies of groups, Muon's unless they say otherwise; anything else as one Muon group."""
     params = [params] if isinstance(params, Tensor) else list(params)
-    if not params or not isinstance(params[0], dict):
+    if not params:
+        raise ValueError(f"{source} got an empty parameter list")
+    if not isinstance(params[0], dict):
         return [{"params": params, "use_muon": True}]
     groups = [{"use_muon": True, **group} for group in params]
     for number, group in enumerate(groups):

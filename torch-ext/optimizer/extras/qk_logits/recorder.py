@@ -396,7 +396,11 @@ class _Record:
         if self.maxima is not None:
             maxima = self.maxima.clone()
         if self.is_blind:
-            problem = f"ran, but no attention call was seen: {OBSERVE}, or leave it out by modules="
+            problem = (
+                "ran, but no attention call was seen: give models of transformers "
+                f'attn_implementation="sdpa"; in other models {OBSERVE}, or leave it out by '
+                "modules="
+            )
             if isinstance(self.module, nn.MultiheadAttention):
                 problem = "ran, but called no attention function: give it need_weights=False"
         elif self.is_compiled and not self.is_observed and not self.forwards:
