@@ -458,6 +458,7 @@ class Muon(torch.optim.Optimizer):
             if step is None:
                 return
             if not self._store.is_checked:
+                self._store.copy_created(self.state, step.groups)
                 self._store.create_missing(
                     self.state, step.groups, self._survey.entries, self._settings
                 )
@@ -811,8 +812,9 @@ class Muon(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As in torch.optim; missing state is created first, and dtypes of options become text.
 
-        (torch.distributed.checkpoint takes no dtypes in full state dicts.) Offloaded state is given
-        as the tensors in host memory, which later steps change.
+        (torch.distributed.checkpoint takes no dtypes in full state dicts.) The tensors are those of
+        the state, which later steps change; only created state that no step has read yet is copied
+        by the first step, so that what was taken before it can be loaded to begin again.
 
         Raises:
             RuntimeError: a `step` or a load broke off, so the state is of no use; see
@@ -830,6 +832,11 @@ class Muon(torch.optim.Optimizer):
             state_dict = super().state_dict()
         finally:
             self.state.update(departed)
+        # A later step, or a change of options, may replace tensors in the optimizer's own dicts.
+        state_dict["state"] = {
+            key: dict(value) if isinstance(value, dict) else value
+            for key, value in state_dict["state"].items()
+        }
         for group in state_dict["param_groups"]:
             group.update({k: str(v) for k, v in group.items() if isinstance(v, torch.dtype)})
         return state_dict
@@ -882,7 +889,8 @@ class Muon(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in torch.optim, but momentum keeps its saved dtype; missing group keys get defaults.
 
-        How parameters are read as matrices (``expert_keys``, ``split``, ``flatten``) stays as
+        Tensors that are not this optimizer's own are copied, so that the given ones stay as they
+        are. How parameters are read as matrices (``expert_keys``, ``split``, ``flatten``) stays as
         constructed.
 
         Raises:
@@ -891,11 +899,13 @@ class Muon(torch.optim.Optimizer):
         """
         checkpoints.check_structure(state_dict, is_whole=False)
         loaded: dict[str, Any] = {}
+        own: set[tuple[torch.device, int]] = set()  # storages whose tensors are used again
 
         def check(_: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
             checkpoints.check_structure(saved)
             if self._integrity.is_broken and not self._integrity.is_void:
                 checkpoints.check_apart(saved["state"], self.state)
+            own.update(checkpoints.storages_of(self._store.without_created(self.state)))
             states = checkpoints.normalize_state(saved["state"])
             with names_source(saved["param_groups"], self.param_groups):
                 merged = self._check_saved(states, saved["param_groups"])
@@ -906,7 +916,7 @@ class Muon(torch.optim.Optimizer):
             self._offload.clear()
             saved, states = loaded["param_groups"], loaded["state"]
             groups = self._read_groups()
-            checkpoints.place_tensors(groups, self.state, saved, states, self._offload.state_device)
+            checkpoints.place_tensors(groups, self.state, saved, states, self._offload, own)
             self._create_state(groups)
             self._integrity.finish_loading()
 
