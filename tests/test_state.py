@@ -210,6 +210,29 @@ def test_state_has_the_documented_keys_shapes_and_dtypes(dtype, momentum_dtype):
             assert state[key].shape == p.shape and state[key].dtype == dtype
 
 
+BEFORE_GRADIENTS: dict[str, Callable[..., Any]] = {
+    "nothing": lambda model, optim: None,
+    "state_dict": lambda model, optim: optim.state_dict(),
+    "get_optimizer_state_dict": get_optimizer_state_dict,
+}
+
+
+@pytest.mark.parametrize("call", BEFORE_GRADIENTS.values(), ids=BEFORE_GRADIENTS)
+def test_momentum_of_fp32_gradients_of_bf16_weights_is_fp32_where_any_dtype_is_taken(call):
+    model, momentum = nn.Linear(6, 4, bias=False, dtype=torch.bfloat16), torch.zeros(4, 6)
+    optim = Muon([{"params": list(model.named_parameters()), "use_muon": True}], momentum=0.9)
+    model.weight.grad_dtype = None
+    call(model, optim)
+    for seed in range(3):
+        grad = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed))
+        model.weight.grad = grad
+        optim.step()
+        momentum = 0.9 * momentum + grad
+    found = optim.state[model.weight]["momentum_buffer"]
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, momentum)
+
+
 def test_the_factored_second_moment_counts_the_longer_side_of_each_block():
     fused, heads = nn.Parameter(torch.randn(10, 4)), nn.Parameter(torch.randn(6, 5))
     optim = Muon(

@@ -131,7 +131,8 @@ class Muon(torch.optim.Optimizer):
         cautious: decay a weight only where the update does not move it away from zero.
         decay_lr: decay by lr (``"base"``) or by lr·scale (``"adjusted"``).
         momentum_dtype: dtype of the momentum buffer; None is the gradient's, or fp32 for
-            bf16 weights whose ``weight_rounding`` is not ``"nearest"``.
+            bf16 weights whose ``weight_rounding`` is not ``"nearest"``, or which take gradients of
+            any dtype (torch's ``grad_dtype=None``).
         weight_rounding: how updated weights in bf16 are rounded, Muon's and AdamW's:
             ``"nearest"``, which loses all of an update smaller than 2^-9 of a weight; ``"exact"``,
             with 16 more bits of each weight as state, so that steps are those of fp32 weights; or
