@@ -1107,6 +1107,40 @@ def test_taking_the_state_of_a_fresh_optimizer_changes_nothing(options, flatten)
     assert all(p.grad is None for p in model.parameters())
     for p in (model.qkv.weight, model.experts, model.conv.weight):
         assert not optim.state[p]["momentum_buffer"].any()
+    other, twin = build(**options)
+    for pair in ((model, optim), (other, twin)):
+        train(*pair, 2)
+    assert_same_training(model, optim, other, twin)
+
+
+def test_taking_the_state_of_a_fresh_optimizer_draws_no_random_numbers():
+    options = {"weight_rounding": "stochastic", "weight_decay": 0.0}
+    runs = [build(torch.bfloat16, **options) for _ in range(2)]
+    get_optimizer_state_dict(*runs[0])
+    for model, optim in runs:
+        train(model, optim, 2)
+    assert_same_training(*runs[0], *runs[1])
+
+
+def step_without_lr(averages: bool) -> None:
+    torch.set_num_threads(1)
+    mesh = init_device_mesh("cpu", (2,))
+    for nonzero_rank, counted in ((None, 0), (1, 1), (0, 1)):
+        whole = torch.ones(4, 2)
+        param = nn.Parameter(whole if averages else distribute_tensor(whole, mesh, [Shard(0)]))
+        options = {"process_group": dist.group.WORLD, "grad_reduce": "mean"} if averages else {}
+        optim = Muon([{"params": [param], "use_muon": False}], lr=0.0, **options)
+        for steps in (counted, counted + 1):  # only the first step can create the state
+            param.grad = torch.zeros_like(param)
+            if dist.get_rank() == nonzero_rank:
+                optimizer.distributed.utils.raw_local(param.grad).fill_(1.0)
+            optim.step()
+            assert optim.state[param]["step"] == steps
+
+
+@pytest.mark.parametrize("averages", [False, True], ids=["FSDP2", "ZeRO-2"])
+def test_ranks_decide_together_whether_a_fresh_step_without_lr_counts(averages):
+    run_ranks(step_without_lr, 2, averages)
 
 
 @pytest.mark.parametrize("warm", [False, True], ids=["fresh", "trained"])

@@ -472,7 +472,7 @@ class Muon(torch.optim.Optimizer):
                 pipeline.run(step)
             self._rounding.end()
             for group in self.param_groups:
-                if group["weight_rounding"] == "stochastic":
+                if group["weight_rounding"] == "stochastic" and not self._agreement.only_creates:
                     group["rounding_step"] = group.get("rounding_step", 0) + 1
             self._prepared = None if self._offload.has_state else step.prepared
             self._last = step.plan, step.prepared.schedule
@@ -504,6 +504,7 @@ class Muon(torch.optim.Optimizer):
             if failure is not None:
                 raise failure
         lacked_kernels, kernel_error = self._agreement.lacks_kernels, None
+        only_creates = False
         try:
             if error is None:
                 self._integrity.check()
@@ -511,6 +512,7 @@ class Muon(torch.optim.Optimizer):
                 scaling.check(groups)
                 # With lr=0 torch.distributed.checkpoint makes a step that only creates state.
                 is_dry = not self.state and all(_is_zero(group.lr) for group in groups)
+                only_creates = is_dry and not any(map(_has_gradient, groups))
                 clipping = self._begin_clipping(qk_logits, groups, is_dry)
                 if plan is not self._tried and not self._agreement.lacks_kernels:
                     kernel_error = try_kernels(plan, groups)
@@ -536,6 +538,7 @@ class Muon(torch.optim.Optimizer):
             error=error,
             skip=scaling.skips,
             no_kernels=kernel_error,
+            only_creates=only_creates,
         )
         if self._agreement.lacks_kernels and not lacked_kernels:
             triton_kernels.warn_of_doing_without(kernel_error or "another rank can't launch them")
@@ -563,6 +566,7 @@ class Muon(torch.optim.Optimizer):
             clipping,
             self._prepared,
             self._audit if is_audited else None,
+            self._agreement.only_creates,
         )
 
     def _begin_clipping(
@@ -1208,6 +1212,12 @@ def _make_clip(clip_config: Any, clip_mode: Any) -> Optional[QKClip]:
 
     config = read_clip_config(clip_config, clip_mode)
     return None if config is None else QKClip(config)
+
+
+def _has_gradient(group: Group) -> bool:
+    """Whether a group has a gradient with a number other than zero; waits for the device."""
+    grads = (param.grad for param in group.params if param.grad is not None)
+    return any(bool(dtensors.local(grad).any()) for grad in grads)
 
 
 def _is_zero(lr: Any) -> bool:
