@@ -1042,7 +1042,7 @@ class Muon(torch.optim.Optimizer):
         self._integrity.check()
         self._rounding.begin(self._read_groups(), self.state)
         self._offload.flush()
-        kept = ("_settings", "_offload", "_clip", "_integrity")
+        kept = ("_settings", "_offload", "_clip", "_integrity", "_rounding")
         return {
             **super().__getstate__(),
             "_names": self.names,
@@ -1056,9 +1056,11 @@ class Muon(torch.optim.Optimizer):
         super().__setstate__(state)
         self.defaults.pop("differentiable", None)  # torch adds it, and groups would inherit it
         self._store = StateStore(self._offload)
-        self._rounding = Rounding(self._offload)
+        if not is_unpickled:
+            self._rounding = Rounding(self._offload)
         self._forget_plans()
         if is_unpickled:
+            self._rounding.begin_copy(self.state)
             if self.cpu_offload == "backward":
                 self._offload.hooks = Hooks(self, None)
             self._logits = LogitSource()

@@ -235,12 +235,17 @@ def _divide(
     These are state that replicas divide, and second moments: torch.distributed.checkpoint leaves
     second moments whole when it loads them into an optimizer without any. When it loads a flattened
     state dict without second moments into an optimizer that has them, it puts empty dicts in their
-    place, which are taken out here.
+    place, which are taken out here. Steps read the two bytes of a residual as one number, so
+    residuals become contiguous.
     """
     for key, (shape, placed) in expected.items():
         value = saved_state.get(key)
         if isinstance(value, dict) and not value and saved.beta2 is None:
             del saved_state[key]
+        if key == "weight_residual" and isinstance(value, Tensor) and value.layout == torch.strided:
+            local = dtensors.local(value)
+            if not local.is_contiguous():
+                value = saved_state[key] = dtensors.with_local(value, local.contiguous())
         if placed is None or not isinstance(value, Tensor) or dtensors.is_dtensor(value):
             continue
         is_whole = key == "second_momentum_buffer" or not dtensors.is_dtensor(param)

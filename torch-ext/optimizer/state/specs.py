@@ -205,6 +205,8 @@ def check_tensors(
         if value.layout != torch.strided or value.is_meta:
             actual = "on meta" if value.is_meta else f"sparse ({value.layout})"
             raise ValueError(f"{where} is {actual}; make it dense")
+        if key == "weight_residual" and not dtensors.raw_local(value).is_contiguous():
+            raise ValueError(f"{where} is not contiguous: make it so, by .contiguous()")
         if value.shape != shape:
             raise ValueError(
                 f"{key} of {name} has shape {tuple(value.shape)} in the {source}, "
