@@ -349,6 +349,51 @@ def test_without_beta2_there_is_no_second_moment_until_it_is_set():
     assert "second_momentum_buffer" not in optim.state[model.conv.weight]
 
 
+@pytest.mark.parametrize("offload", [False, True], ids=["", "offload"])
+@pytest.mark.parametrize("frozen", [False, True], ids=["", "frozen"])
+def test_a_group_whose_algorithm_changes_saves_and_loads_the_state_of_the_new_one(frozen, offload):
+    model, optim = build(beta2=0.9)
+    if offload:
+        optim.turn_on_cpu_offload(backend=optimizer.SimulatedHost())
+    train(model, optim, 2)
+    muon, adamw = optim.param_groups[0], optim.param_groups[-1]
+    matrix, head = muon["params"][0], adamw["params"].pop()
+    optim.names[-1].pop()
+    optim.add_param_group({"params": [head], "names": ["head"], "use_muon": False})
+    for param in (matrix, head):
+        param.requires_grad_(not frozen)
+    for group in (muon, optim.param_groups[-1]):
+        group["use_muon"] = not group["use_muon"]
+    train(model, optim, 1)
+    saved = copy.deepcopy(optim.state_dict())
+    kept = [optim.state[param].keys() for param in (matrix, head)]
+    if frozen:
+        assert kept == [set(), set()]
+    else:
+        muons = {"momentum_buffer", "second_momentum_buffer"}
+        assert kept == [{"step", "exp_avg", "exp_avg_sq"}, muons]
+        assert optim.state[matrix]["step"] == 1
+    optim.load_state_dict(saved)
+    assert_equal(optim.state_dict(), saved)
+    train(model, optim, 1)
+
+
+@pytest.mark.parametrize("change", [{"beta2": 0.9}, {"weight_rounding": "exact"}], ids=str)
+def test_an_option_with_state_may_be_set_while_a_parameter_is_frozen(change):
+    model, optim = build(torch.bfloat16)
+    train(model, optim, 2)
+    model.qkv.weight.requires_grad_(False)
+    for group in optim.param_groups:
+        group.update(change)
+    saved = through_torch_save(optim.state_dict())
+    momentum = optim.state[model.qkv.weight]["momentum_buffer"].clone()
+    optim.load_state_dict(saved)
+    assert_equal(optim.state_dict(), saved)
+    model.qkv.weight.requires_grad_(True)
+    assert_equal(optim.state[model.qkv.weight]["momentum_buffer"], momentum)
+    train(model, optim, 1)
+
+
 OPTIONS: dict[str, dict[str, Any]] = {
     "defaults": {},
     "all else": {

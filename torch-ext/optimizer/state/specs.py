@@ -17,6 +17,7 @@ from ..parameters.options import FLOATING_DTYPES, Group, Settings
 # Keys of the tensors of state that can be large; AdamW's ``step``, one number, is not among them.
 KEYS = ("momentum_buffer", "second_momentum_buffer", "exp_avg", "exp_avg_sq", "weight_residual")
 
+MUON_KEYS = ("momentum_buffer", "second_momentum_buffer")
 ADAMW_KEYS = ("step", "exp_avg", "exp_avg_sq")
 
 # Keys of the tensors that are loaded in the dtype they were saved in.

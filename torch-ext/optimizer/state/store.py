@@ -15,7 +15,17 @@ from ..cpu_offload import CPUOffload, Destination
 from ..distributed import utils as dtensors
 from ..distributed.plan import Entry
 from ..parameters.options import Group, Settings
-from .specs import KEYS, converted, keys_of, moments_dtype, momentum_dtype, specs_of, zeros
+from .specs import (
+    ADAMW_KEYS,
+    KEYS,
+    MUON_KEYS,
+    converted,
+    keys_of,
+    moments_dtype,
+    momentum_dtype,
+    specs_of,
+    zeros,
+)
 
 MutableOptimizerState = MutableMapping[Any, dict[str, Any]]  # by parameter
 META = torch.device("meta")
@@ -103,7 +113,12 @@ class StateStore:
         entries: Sequence[Sequence[Optional[Entry]]],
         settings: Settings,
     ) -> None:
-        """Creates whatever state is missing, for all trainable parameters, on all ranks alike."""
+        """Creates whatever state is missing, on all ranks alike.
+
+        All trainable parameters have state, and frozen ones that were trained before. State of the
+        other algorithm is dropped if ``use_muon`` of the group was changed: no step
+        goes on from it, and `load_state_dict` refuses it.
+        """
         on_host: list[tuple[dict[str, Tensor], str, Tensor, Destination]] = []
         for group, group_entries in zip(groups, entries):
             for param, entry in zip(group.params, group_entries):
@@ -111,7 +126,14 @@ class StateStore:
                 if param in state and "weight_residual" not in keys:
                     # Steps without residuals go on from rounded weights: old residuals do not fit.
                     state[param].pop("weight_residual", None)
-                if not param.requires_grad:
+                # The entry that every trained parameter has, of this algorithm and of the other.
+                main, other = "momentum_buffer", "exp_avg"
+                if not group.use_muon:
+                    main, other = other, main
+                if state.get(param, {}).get(other) is not None:
+                    for key in ADAMW_KEYS if group.use_muon else MUON_KEYS:
+                        state[param].pop(key, None)
+                if not param.requires_grad and state.get(param, {}).get(main) is None:
                     continue
                 param_state = state[param]
                 # Options and the parameter's dtype may be changed at any time.
