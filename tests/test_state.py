@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import functools
 import inspect
-import io
 import pickle
 import re
 import weakref
@@ -34,6 +33,7 @@ from torch.optim.optimizer import (
 
 from breaking import Fault
 from comparisons import assert_equal, assert_same_training, through_torch_save
+from counters import count
 from kernel import optimizer
 from layouts import params_of, set_gradients
 from one_device import SCHEDULERS, Model, build, groups_of, train, trainable
@@ -210,6 +210,29 @@ def test_state_has_the_documented_keys_shapes_and_dtypes(dtype, momentum_dtype):
             assert state[key].shape == p.shape and state[key].dtype == dtype
 
 
+BEFORE_GRADIENTS: dict[str, Callable[..., Any]] = {
+    "nothing": lambda model, optim: None,
+    "state_dict": lambda model, optim: optim.state_dict(),
+    "get_optimizer_state_dict": get_optimizer_state_dict,
+}
+
+
+@pytest.mark.parametrize("call", BEFORE_GRADIENTS.values(), ids=BEFORE_GRADIENTS)
+def test_momentum_of_fp32_gradients_of_bf16_weights_is_fp32_where_any_dtype_is_taken(call):
+    model, momentum = nn.Linear(6, 4, bias=False, dtype=torch.bfloat16), torch.zeros(4, 6)
+    optim = Muon([{"params": list(model.named_parameters()), "use_muon": True}], momentum=0.9)
+    model.weight.grad_dtype = None
+    call(model, optim)
+    for seed in range(3):
+        grad = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed))
+        model.weight.grad = grad
+        optim.step()
+        momentum = 0.9 * momentum + grad
+    found = optim.state[model.weight]["momentum_buffer"]
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, momentum)
+
+
 def test_the_factored_second_moment_counts_the_longer_side_of_each_block():
     fused, heads = nn.Parameter(torch.randn(10, 4)), nn.Parameter(torch.randn(6, 5))
     optim = Muon(
@@ -324,6 +347,51 @@ def test_without_beta2_there_is_no_second_moment_until_it_is_set():
     train(model, optim, 1)
     assert optim.state[model.qkv.weight]["second_momentum_buffer"].any()
     assert "second_momentum_buffer" not in optim.state[model.conv.weight]
+
+
+@pytest.mark.parametrize("offload", [False, True], ids=["", "offload"])
+@pytest.mark.parametrize("frozen", [False, True], ids=["", "frozen"])
+def test_a_group_whose_algorithm_changes_saves_and_loads_the_state_of_the_new_one(frozen, offload):
+    model, optim = build(beta2=0.9)
+    if offload:
+        optim.turn_on_cpu_offload(backend=optimizer.SimulatedHost())
+    train(model, optim, 2)
+    muon, adamw = optim.param_groups[0], optim.param_groups[-1]
+    matrix, head = muon["params"][0], adamw["params"].pop()
+    optim.names[-1].pop()
+    optim.add_param_group({"params": [head], "names": ["head"], "use_muon": False})
+    for param in (matrix, head):
+        param.requires_grad_(not frozen)
+    for group in (muon, optim.param_groups[-1]):
+        group["use_muon"] = not group["use_muon"]
+    train(model, optim, 1)
+    saved = copy.deepcopy(optim.state_dict())
+    kept = [optim.state[param].keys() for param in (matrix, head)]
+    if frozen:
+        assert kept == [set(), set()]
+    else:
+        muons = {"momentum_buffer", "second_momentum_buffer"}
+        assert kept == [{"step", "exp_avg", "exp_avg_sq"}, muons]
+        assert optim.state[matrix]["step"] == 1
+    optim.load_state_dict(saved)
+    assert_equal(optim.state_dict(), saved)
+    train(model, optim, 1)
+
+
+@pytest.mark.parametrize("change", [{"beta2": 0.9}, {"weight_rounding": "exact"}], ids=str)
+def test_an_option_with_state_may_be_set_while_a_parameter_is_frozen(change):
+    model, optim = build(torch.bfloat16)
+    train(model, optim, 2)
+    model.qkv.weight.requires_grad_(False)
+    for group in optim.param_groups:
+        group.update(change)
+    saved = through_torch_save(optim.state_dict())
+    momentum = optim.state[model.qkv.weight]["momentum_buffer"].clone()
+    optim.load_state_dict(saved)
+    assert_equal(optim.state_dict(), saved)
+    model.qkv.weight.requires_grad_(True)
+    assert_equal(optim.state[model.qkv.weight]["momentum_buffer"], momentum)
+    train(model, optim, 1)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -505,16 +573,117 @@ def test_loaded_moments_get_the_dtype_of_their_parameter_and_momentum_keeps_its_
             assert_equal(twin.state[q][key], value.float() if moment else value)
 
 
-def test_loading_copies_no_tensor_that_fits():
+def reset(model: nn.Module, optim: Any, weights: Any, snapshot: Any) -> None:
+    model.load_state_dict(weights)
+    optim.load_state_dict(snapshot)
+
+
+@pytest.mark.parametrize("is_loaded", [False, True], ids=["taken", "taken and loaded"])
+@options_matrix
+def test_a_state_dict_taken_before_the_first_step_resets_the_optimizer(options, is_loaded):
+    model, optim = build(**options)
+    weights, start = copy.deepcopy(model.state_dict()), optim.state_dict()
+    saved = copy.deepcopy(start)
+    if is_loaded:
+        optim.load_state_dict(start)
+    for _ in range(2):
+        train(model, optim, 3)
+        assert_equal(start, saved)
+        reset(model, optim, weights, start)
+    train(model, optim, 3)
+    other, twin = build(**options)
+    train(other, twin, 3)
+    assert_same_training(model, optim, other, twin)
+
+
+def test_a_state_dict_taken_before_offload_was_turned_on_resets_the_optimizer():
+    model, optim = build(beta2=0.9)
+    weights, start = copy.deepcopy(model.state_dict()), optim.state_dict()
+    saved = copy.deepcopy(start)
+    optim.turn_on_cpu_offload(backend=optimizer.SimulatedHost())
+    offloaded = optim.state_dict()
+    train(model, optim, 3)
+    assert_equal([start["state"], offloaded["state"]], [saved["state"]] * 2)
+    reset(model, optim, weights, offloaded)
+    train(model, optim, 2)
+    other, twin = build(beta2=0.9)
+    train(other, twin, 2)
+    assert_equal([p.detach() for p in model.parameters()], [p.detach() for p in other.parameters()])
+
+
+def reset_shards(grad_reduce: str | None) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (2,))
+    params = [nn.Parameter(torch.randn(5, 4)) for _ in range(2)]
+    options: dict[str, Any] = {"process_group": dist.group.WORLD, "grad_reduce": grad_reduce}
+    if grad_reduce is None:
+        params, options = [nn.Parameter(distribute_tensor(p, mesh, [Shard(0)])) for p in params], {}
+    groups = [{"params": [p], "use_muon": m} for p, m in zip(params, (True, False))]
+    optim = Muon(groups, lr=0.1, **options)
+    start, weights = optim.state_dict(), [p.detach().clone() for p in params]
+    runs = []
+    for _ in range(2):
+        for seed in range(3):
+            set_gradients(params, seed)
+            optim.step()
+        runs.append([p.detach().clone() for p in params])
+        optim.load_state_dict(start)
+        for param, weight in zip(params, weights):
+            param.detach().copy_(weight)
+    assert_equal(*runs)
+
+
+@pytest.mark.parametrize("grad_reduce", [None, "mean"], ids=["FSDP2", "ZeRO-2"])
+def test_a_state_dict_taken_before_the_first_step_resets_the_state_of_every_rank(grad_reduce):
+    run_ranks(reset_shards, 2, grad_reduce)
+
+
+def test_a_loaded_state_dict_stays_as_it_was_given():
     model, optim = build(beta2=0.9)
     train(model, optim, 2)
-    saved = through_torch_save(optim.state_dict())
-    twin = build(seed=1, beta2=0.9)[1]
-    twin.load_state_dict(saved)
-    loaded = twin.state_dict()["state"]
-    for number, state in saved["state"].items():
-        for key in set(state) - {"step"}:
-            assert loaded[number][key] is state[key]
+    saved, weights = through_torch_save(optim.state_dict()), copy.deepcopy(model.state_dict())
+    given = copy.deepcopy(saved)
+    runs = [build(seed=seed, beta2=0.9) for seed in (1, 2)]
+    for other, twin in (*runs, runs[0]):  # two optimizers, and one of them twice
+        reset(other, twin, weights, given)
+        train(other, twin, 2, seed=3)
+    assert_equal(given, saved)
+    assert_same_training(*runs[0], *runs[1])
+
+
+def load_in_place(optim: Any, folder: Any) -> dict[str, Any]:
+    """Reads files into the tensors of a fresh optimizer's state dict."""
+    content = {"optim": optim.state_dict()}
+    dcp.load(content, checkpoint_id=folder, no_dist=True)
+    return content["optim"]
+
+
+def test_a_load_in_place_takes_no_memory_of_its_own(tmp_path):
+    model, optim = build(beta2=0.9)
+    train(model, optim, 2)
+    dcp.save({"optim": optim.state_dict()}, checkpoint_id=tmp_path, no_dist=True)
+    other, twin = build(beta2=0.9)
+    read = load_in_place(twin, tmp_path)
+    assert count(lambda: twin.load_state_dict(read)).peak_bytes < 1000
+    train(other, twin, 1)
+    state = twin.state_dict()["state"]
+    for number, tensors in read["state"].items():
+        assert all(state[number][key] is tensor for key, tensor in tensors.items())
+
+
+def test_a_load_in_place_is_a_load_without_another_one(tmp_path):
+    model, optim = build(beta2=0.9)
+    train(model, optim, 2)
+    dcp.save({"optim": optim.state_dict()}, checkpoint_id=tmp_path, no_dist=True)
+    other, twin = build(beta2=0.9)
+    read = load_in_place(twin, tmp_path)
+    other.load_state_dict(model.state_dict())
+    assert_equal(twin.state_dict()["state"], optim.state_dict()["state"])
+    for pair in ((model, optim), (other, twin)):
+        train(*pair, 2, seed=1)
+    assert_same_training(model, optim, other, twin)
+    assert read
 
 
 def test_tensors_missing_from_a_checkpoint_are_zeros():
@@ -523,15 +692,32 @@ def test_tensors_missing_from_a_checkpoint_are_zeros():
     saved = through_torch_save(optim.state_dict())
     del saved["state"][0]["momentum_buffer"]
     saved["state"][1]["second_momentum_buffer"] = None
-    saved["state"][5] = {"step": saved["state"][5]["step"]}
+    saved["state"][5] = {}
     twin = build(seed=1, beta2=0.9)[1]
     twin.load_state_dict(saved)
     found = twin.state_dict()["state"]
     for number, key in ((0, "momentum_buffer"), (1, "second_momentum_buffer"), (5, "exp_avg")):
         expected = optim.state_dict()["state"][number][key]
         assert_equal(found[number][key], torch.zeros_like(expected))
-    assert found[5]["step"] == 2
+    assert found[5]["step"] == 0
     assert_equal(found[2], optim.state_dict()["state"][2])
+
+
+@pytest.mark.parametrize("absent", ["step", "exp_avg", "exp_avg_sq"])
+def test_state_of_adamw_without_one_of_its_entries_is_refused_by_name(absent):
+    model, optim = build()
+    train(model, optim, 2)
+    saved = through_torch_save(optim.state_dict())
+    weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optim.state_dict())
+    del saved["state"][5][absent]
+    with pytest.raises(ValueError, match=rf"of conv\.bias in the checkpoint lack {absent}:"):
+        optim.load_state_dict(saved)
+    assert_equal([model.state_dict(), optim.state_dict()], [weights, state])
+    del optim.state[model.conv.bias][absent]
+    set_gradients(trainable(model))
+    with pytest.raises(ValueError, match=rf"of conv\.bias in the state lack {absent}:"):
+        optim.step()
+    assert_equal(model.state_dict(), weights)
 
 
 def test_loading_adds_no_keys_to_the_groups():
@@ -772,21 +958,20 @@ def break_off_midway(model: nn.Module, optim: Any) -> None:
     assert optim.is_broken
 
 
-def test_a_checkpoint_that_became_the_live_state_repairs_nothing():
+def test_a_state_dict_that_is_the_live_state_repairs_nothing_and_one_from_a_file_does():
     model, optim = build()
     train(model, optim, 1)
-    file = io.BytesIO()
-    torch.save(optim.state_dict(), file)
-    for own in (optim.state_dict(), torch.load(io.BytesIO(file.getvalue()))):
-        optim.load_state_dict(own)  # whose tensors are the state now
+    own = optim.state_dict()
+    saved = through_torch_save(own)
+    for _ in range(2):
         train(model, optim, 1)
         break_off_midway(model, optim)
         with pytest.raises(ValueError, match="load the file again"):
             optim.load_state_dict(own)
         assert optim.is_broken
-        optim.load_state_dict(torch.load(io.BytesIO(file.getvalue())))
+        optim.load_state_dict(saved)
         assert not optim.is_broken
-        train(model, optim, 1)
+        own = optim.state_dict()
 
 
 def test_a_shallow_copy_is_as_broken_as_the_state_it_shares():
@@ -967,6 +1152,40 @@ def test_taking_the_state_of_a_fresh_optimizer_changes_nothing(options, flatten)
     assert all(p.grad is None for p in model.parameters())
     for p in (model.qkv.weight, model.experts, model.conv.weight):
         assert not optim.state[p]["momentum_buffer"].any()
+    other, twin = build(**options)
+    for pair in ((model, optim), (other, twin)):
+        train(*pair, 2)
+    assert_same_training(model, optim, other, twin)
+
+
+def test_taking_the_state_of_a_fresh_optimizer_draws_no_random_numbers():
+    options = {"weight_rounding": "stochastic", "weight_decay": 0.0}
+    runs = [build(torch.bfloat16, **options) for _ in range(2)]
+    get_optimizer_state_dict(*runs[0])
+    for model, optim in runs:
+        train(model, optim, 2)
+    assert_same_training(*runs[0], *runs[1])
+
+
+def step_without_lr(averages: bool) -> None:
+    torch.set_num_threads(1)
+    mesh = init_device_mesh("cpu", (2,))
+    for nonzero_rank, counted in ((None, 0), (1, 1), (0, 1)):
+        whole = torch.ones(4, 2)
+        param = nn.Parameter(whole if averages else distribute_tensor(whole, mesh, [Shard(0)]))
+        options = {"process_group": dist.group.WORLD, "grad_reduce": "mean"} if averages else {}
+        optim = Muon([{"params": [param], "use_muon": False}], lr=0.0, **options)
+        for steps in (counted, counted + 1):  # only the first step can create the state
+            param.grad = torch.zeros_like(param)
+            if dist.get_rank() == nonzero_rank:
+                optimizer.distributed.utils.raw_local(param.grad).fill_(1.0)
+            optim.step()
+            assert optim.state[param]["step"] == steps
+
+
+@pytest.mark.parametrize("averages", [False, True], ids=["FSDP2", "ZeRO-2"])
+def test_ranks_decide_together_whether_a_fresh_step_without_lr_counts(averages):
+    run_ranks(step_without_lr, 2, averages)
 
 
 @pytest.mark.parametrize("warm", [False, True], ids=["fresh", "trained"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import pickle
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import fields
@@ -267,6 +268,55 @@ def test_weights_that_were_changed_win_before_another_step_has_seen_them(how):
     names = ["lm_head.weight"] if how == "frozen" else sorted(exact)
     for name in names:
         assert torch.equal(exact[name], model.get_parameter(name).float()), name
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))],
+    ids=["deepcopy", "pickle"],
+)
+def test_weights_of_a_copy_that_were_changed_win_before_its_first_step(copied):
+    run = exact_run("one device")
+    train(run, range(2))
+    expected = run.optim.exact_weights()
+    for changed in (False, True):
+        model, optim = copied((run.model, run.optim))
+        if changed:
+            model.load_state_dict(Network(True).bfloat16().state_dict())
+            expected = {name: model.get_parameter(name).float() for name in expected}
+        for name, value in optim.exact_weights().items():
+            assert torch.equal(value, expected[name]), name
+
+
+def test_a_shallow_copy_keeps_the_residuals_that_it_shares():
+    run = exact_run("one device")
+    train(run, range(2))
+    shared = copy.copy(run.optim)
+    train(run, [2])
+    expected = run.optim.exact_weights()
+    for name, value in shared.exact_weights().items():
+        assert torch.equal(value, expected[name]), name
+
+
+def test_residuals_of_another_memory_order_load():
+    run, other = exact_run("one device"), exact_run("one device")
+    train(run, range(2))
+    saved = copy.deepcopy(run.optim.state_dict())
+    for state in saved["state"].values():
+        state["weight_residual"] = torch.stack(state["weight_residual"].unbind(-1)).movedim(0, -1)
+    other.model.load_state_dict(run.model.state_dict())
+    other.optim.load_state_dict(saved)
+    for each in (run, other):
+        train(each, [2])
+    expected = run.optim.exact_weights()
+    for name, value in other.optim.exact_weights().items():
+        assert torch.equal(value, expected[name]), name
+    param, before = other.model.lm_head.weight, copy.deepcopy(other.model.state_dict())
+    state = other.optim.state[param]
+    state["weight_residual"] = torch.stack(state["weight_residual"].unbind(-1)).movedim(0, -1)
+    with pytest.raises(ValueError, match=r"weight_residual of lm_head.weight .* not contiguous"):
+        train(other, [3])
+    assert all(torch.equal(value, before[name]) for name, value in other.model.named_parameters())
 
 
 @pytest.mark.parametrize("first", ["model", "optimizer"])

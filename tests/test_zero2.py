@@ -655,3 +655,31 @@ def test_checkpoints_of_divided_state_load_on_other_numbers_of_ranks(tmp_path):
     run_ranks(save_moments, 3, str(tmp_path), MODEL)
     run_ranks(load_moments, 2, str(tmp_path), MODEL)
     run_ranks(load_moments, 8, str(tmp_path), MODEL)
+
+
+def average_gradients_of_any_dtype() -> None:
+    torch.set_num_threads(1)
+    params = [nn.Parameter(torch.zeros(64, 32, dtype=torch.bfloat16)) for _ in range(3)]
+    groups = [{"params": params[:2], "use_muon": True, "momentum": 0.0, "missing_grad": "zero"}]
+    groups.append({"params": params[2:], "use_muon": False, "weight_rounding": "exact"})
+    optim = optimizer.Muon(groups, process_group=dist.group.WORLD, grad_reduce="mean")
+    grads = [
+        [numbers((64, 32), torch.float32, (number, rank), False) for rank in range(2)]
+        for number in range(3)
+    ]
+    grads[1][1] = None
+    for param, by_rank in zip(params, grads):
+        param.grad_dtype = None
+        param.grad = by_rank[dist.get_rank()]
+    optim.step()
+    for param, by_rank in zip(params, grads):
+        mean = sum(grad for grad in by_rank if grad is not None) / 2
+        state = optim.state[param]
+        average = state["momentum_buffer"] if "exp_avg" not in state else state["exp_avg"] / 0.1
+        assert average.dtype == torch.float32
+        torch.testing.assert_close(local(average), rows_here(mean))
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="gradients have one dtype")
+def test_fp32_gradients_of_bf16_weights_that_take_any_dtype_are_averaged_in_fp32():
+    run_ranks(average_gradients_of_any_dtype, 2)

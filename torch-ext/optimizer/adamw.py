@@ -83,6 +83,7 @@ class AdamWStep:
         rounding: has the residuals and noise of weights that are updated in fp32.
         clipping: has QK-Clip's factors on query and key projections, applied after the update.
         prefetcher: brings offloaded state to the device.
+        counts: whether the step counts, or only creates state.
 
     Attributes:
         parts: in the order of their updates.
@@ -100,7 +101,9 @@ class AdamWStep:
         rounding: Rounding,
         clipping: Optional[Clipping],
         prefetcher: Prefetcher,
+        counts: bool = True,
     ):
+        self._counts = counts
         self._groups = [group for group in groups if not group.use_muon]
         self._taking_part = [[p for p in g.params if g.takes_part(p)] for g in self._groups]
         self._state = state
@@ -217,7 +220,7 @@ class AdamWStep:
             rows.grads.append(grad.to(weights.dtype) if rounded_by is None else grad)
             rows.exp_avgs.append(self._offload.current(state["exp_avg"]))
             rows.exp_avg_sqs.append(self._offload.current(state["exp_avg_sq"]))
-            rows.steps.append(state["step"])
+            rows.steps.append(state["step"] if self._counts else state["step"].clone())
             rows.clip.append(clip)
         return rows
 

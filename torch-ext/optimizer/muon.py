@@ -131,7 +131,8 @@ class Muon(torch.optim.Optimizer):
         cautious: decay a weight only where the update does not move it away from zero.
         decay_lr: decay by lr (``"base"``) or by lr·scale (``"adjusted"``).
         momentum_dtype: dtype of the momentum buffer; None is the gradient's, or fp32 for
-            bf16 weights whose ``weight_rounding`` is not ``"nearest"``.
+            bf16 weights whose ``weight_rounding`` is not ``"nearest"``, or which take gradients of
+            any dtype (torch's ``grad_dtype=None``).
         weight_rounding: how updated weights in bf16 are rounded, Muon's and AdamW's:
             ``"nearest"``, which loses all of an update smaller than 2^-9 of a weight; ``"exact"``,
             with 16 more bits of each weight as state, so that steps are those of fp32 weights; or
@@ -458,6 +459,7 @@ class Muon(torch.optim.Optimizer):
             if step is None:
                 return
             if not self._store.is_checked:
+                self._store.copy_created(self.state, step.groups)
                 self._store.create_missing(
                     self.state, step.groups, self._survey.entries, self._settings
                 )
@@ -470,7 +472,7 @@ class Muon(torch.optim.Optimizer):
                 pipeline.run(step)
             self._rounding.end()
             for group in self.param_groups:
-                if group["weight_rounding"] == "stochastic":
+                if group["weight_rounding"] == "stochastic" and not self._agreement.only_creates:
                     group["rounding_step"] = group.get("rounding_step", 0) + 1
             self._prepared = None if self._offload.has_state else step.prepared
             self._last = step.plan, step.prepared.schedule
@@ -502,6 +504,7 @@ class Muon(torch.optim.Optimizer):
             if failure is not None:
                 raise failure
         lacked_kernels, kernel_error = self._agreement.lacks_kernels, None
+        only_creates = False
         try:
             if error is None:
                 self._integrity.check()
@@ -509,6 +512,7 @@ class Muon(torch.optim.Optimizer):
                 scaling.check(groups)
                 # With lr=0 torch.distributed.checkpoint makes a step that only creates state.
                 is_dry = not self.state and all(_is_zero(group.lr) for group in groups)
+                only_creates = is_dry and not any(map(_has_gradient, groups))
                 clipping = self._begin_clipping(qk_logits, groups, is_dry)
                 if plan is not self._tried and not self._agreement.lacks_kernels:
                     kernel_error = try_kernels(plan, groups)
@@ -534,6 +538,7 @@ class Muon(torch.optim.Optimizer):
             error=error,
             skip=scaling.skips,
             no_kernels=kernel_error,
+            only_creates=only_creates,
         )
         if self._agreement.lacks_kernels and not lacked_kernels:
             triton_kernels.warn_of_doing_without(kernel_error or "another rank can't launch them")
@@ -561,6 +566,7 @@ class Muon(torch.optim.Optimizer):
             clipping,
             self._prepared,
             self._audit if is_audited else None,
+            self._agreement.only_creates,
         )
 
     def _begin_clipping(
@@ -811,8 +817,9 @@ class Muon(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As in torch.optim; missing state is created first, and dtypes of options become text.
 
-        (torch.distributed.checkpoint takes no dtypes in full state dicts.) Offloaded state is given
-        as the tensors in host memory, which later steps change.
+        (torch.distributed.checkpoint takes no dtypes in full state dicts.) The tensors are those of
+        the state, which later steps change; only created state that no step has read yet is copied
+        by the first step, so that what was taken before it can be loaded to begin again.
 
         Raises:
             RuntimeError: a `step` or a load broke off, so the state is of no use; see
@@ -830,6 +837,11 @@ class Muon(torch.optim.Optimizer):
             state_dict = super().state_dict()
         finally:
             self.state.update(departed)
+        # A later step, or a change of options, may replace tensors in the optimizer's own dicts.
+        state_dict["state"] = {
+            key: dict(value) if isinstance(value, dict) else value
+            for key, value in state_dict["state"].items()
+        }
         for group in state_dict["param_groups"]:
             group.update({k: str(v) for k, v in group.items() if isinstance(v, torch.dtype)})
         return state_dict
@@ -882,7 +894,8 @@ class Muon(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in torch.optim, but momentum keeps its saved dtype; missing group keys get defaults.
 
-        How parameters are read as matrices (``expert_keys``, ``split``, ``flatten``) stays as
+        Tensors that are not this optimizer's own are copied, so that the given ones stay as they
+        are. How parameters are read as matrices (``expert_keys``, ``split``, ``flatten``) stays as
         constructed.
 
         Raises:
@@ -891,11 +904,13 @@ class Muon(torch.optim.Optimizer):
         """
         checkpoints.check_structure(state_dict, is_whole=False)
         loaded: dict[str, Any] = {}
+        own: set[tuple[torch.device, int]] = set()  # storages whose tensors are used again
 
         def check(_: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
             checkpoints.check_structure(saved)
             if self._integrity.is_broken and not self._integrity.is_void:
                 checkpoints.check_apart(saved["state"], self.state)
+            own.update(checkpoints.storages_of(self._store.without_created(self.state)))
             states = checkpoints.normalize_state(saved["state"])
             with names_source(saved["param_groups"], self.param_groups):
                 merged = self._check_saved(states, saved["param_groups"])
@@ -906,7 +921,7 @@ class Muon(torch.optim.Optimizer):
             self._offload.clear()
             saved, states = loaded["param_groups"], loaded["state"]
             groups = self._read_groups()
-            checkpoints.place_tensors(groups, self.state, saved, states, self._offload.state_device)
+            checkpoints.place_tensors(groups, self.state, saved, states, self._offload, own)
             self._create_state(groups)
             self._integrity.finish_loading()
 
@@ -1027,7 +1042,7 @@ class Muon(torch.optim.Optimizer):
         self._integrity.check()
         self._rounding.begin(self._read_groups(), self.state)
         self._offload.flush()
-        kept = ("_settings", "_offload", "_clip", "_integrity")
+        kept = ("_settings", "_offload", "_clip", "_integrity", "_rounding")
         return {
             **super().__getstate__(),
             "_names": self.names,
@@ -1041,9 +1056,11 @@ class Muon(torch.optim.Optimizer):
         super().__setstate__(state)
         self.defaults.pop("differentiable", None)  # torch adds it, and groups would inherit it
         self._store = StateStore(self._offload)
-        self._rounding = Rounding(self._offload)
+        if not is_unpickled:
+            self._rounding = Rounding(self._offload)
         self._forget_plans()
         if is_unpickled:
+            self._rounding.begin_copy(self.state)
             if self.cpu_offload == "backward":
                 self._offload.hooks = Hooks(self, None)
             self._logits = LogitSource()
@@ -1197,6 +1214,12 @@ def _make_clip(clip_config: Any, clip_mode: Any) -> Optional[QKClip]:
 
     config = read_clip_config(clip_config, clip_mode)
     return None if config is None else QKClip(config)
+
+
+def _has_gradient(group: Group) -> bool:
+    """Whether a group has a gradient with a number other than zero; waits for the device."""
+    grads = (param.grad for param in group.params if param.grad is not None)
+    return any(bool(dtensors.local(grad).any()) for grad in grads)
 
 
 def _is_zero(lr: Any) -> bool:

@@ -122,10 +122,16 @@ def compute_device(tensor: Tensor) -> torch.device:
 
 
 def grad_dtype(param: Tensor) -> torch.dtype:
-    """The dtype of a parameter's gradient, also where there is none on this rank."""
+    """The dtype that holds a parameter's gradients, also where there is none on this rank.
+
+    A parameter whose ``grad_dtype`` is None takes gradients of any dtype. They count as fp32, or as
+    the parameter's dtype if that is wider: so all ranks know the dtype before any gradient, and the
+    zeros of torch.distributed.checkpoint do not decide it.
+    """
     if not param.is_leaf:  # torch raises for tensors that are no leaves
         return param.dtype
-    return getattr(param, "grad_dtype", None) or param.dtype
+    dtype = getattr(param, "grad_dtype", param.dtype)
+    return torch.promote_types(param.dtype, torch.float32) if dtype is None else dtype
 
 
 def check_placements(tensor: Tensor) -> None:

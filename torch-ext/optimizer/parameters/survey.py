@@ -109,7 +109,7 @@ def _facts(group: Group) -> tuple:
                 p.shape,
                 p.stride() if p.layout == torch.strided else p.layout,
                 p.dtype,
-                p.is_leaf and getattr(p, "grad_dtype", None),
+                dtensors.grad_dtype(p),
                 p.device,
                 dtensors.mesh_placements_of(p),
                 p.requires_grad,

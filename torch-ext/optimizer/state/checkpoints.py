@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, MutableMapping, Sequence
 from typing import Any, Callable, Optional
 
 import torch
 from torch import Tensor
 
+from ..cpu_offload import CPUOffload
 from ..distributed import utils as dtensors
 from ..distributed.plan import Entry
 from ..parameters.default_groups import default_is_muon
@@ -98,8 +99,8 @@ def normalize_state(states: Mapping[Any, Any]) -> dict[Any, Any]:
             step: Any = saved.get("step")
             if is_number(step):
                 saved["step"] = torch.tensor(float(step), dtype=torch.float32, device="cpu")
-            elif isinstance(step, Tensor):  # torch's AdamW takes no other dtype
-                saved["step"] = step.reshape(()).to(torch.float32)
+            elif isinstance(step, Tensor) and (step.ndim or step.dtype != torch.float32):
+                saved["step"] = step.reshape(()).to(torch.float32)  # torch's AdamW takes no other
             for key, value in saved.items():
                 if isinstance(value, Tensor) and value.is_inference():
                     saved[key] = value.clone()  # a step could not change the given one
@@ -234,12 +235,17 @@ def _divide(
     These are state that replicas divide, and second moments: torch.distributed.checkpoint leaves
     second moments whole when it loads them into an optimizer without any. When it loads a flattened
     state dict without second moments into an optimizer that has them, it puts empty dicts in their
-    place, which are taken out here.
+    place, which are taken out here. Steps read the two bytes of a residual as one number, so
+    residuals become contiguous.
     """
     for key, (shape, placed) in expected.items():
         value = saved_state.get(key)
         if isinstance(value, dict) and not value and saved.beta2 is None:
             del saved_state[key]
+        if key == "weight_residual" and isinstance(value, Tensor) and value.layout == torch.strided:
+            local = dtensors.local(value)
+            if not local.is_contiguous():
+                value = saved_state[key] = dtensors.with_local(value, local.contiguous())
         if placed is None or not isinstance(value, Tensor) or dtensors.is_dtensor(value):
             continue
         is_whole = key == "second_momentum_buffer" or not dtensors.is_dtensor(param)
@@ -301,19 +307,24 @@ def _check_algorithm(
 
 def check_apart(states: Mapping[Any, Any], live: Mapping[Any, Any]) -> None:
     """Checks that a checkpoint shares no tensors with live state, which a step has changed."""
-
-    def storages_of(states: Mapping[Any, Any]) -> set[tuple[torch.device, int]]:
-        mappings = (state for state in states.values() if isinstance(state, Mapping))
-        values = (value for mapping in mappings for value in mapping.values())
-        tensors = [dtensors.local(value) for value in values if isinstance(value, Tensor)]
-        # Tensors without elements, such as empty shards, have no memory to share.
-        return {(t.device, t.untyped_storage().data_ptr()) for t in tensors if t.numel()}
-
     if storages_of(states) & storages_of(live):
         raise ValueError(
             "the checkpoint's tensors are those of this optimizer, which a step that broke off has "
             "changed: load the file again"
         )
+
+
+def storages_of(states: Mapping[Any, Any]) -> set[tuple[torch.device, int]]:
+    """The storages of the tensors of state, by device and address."""
+    mappings = (state for state in states.values() if isinstance(state, Mapping))
+    values = (mapping.get(key) for mapping in mappings for key in (*KEYS, "step"))
+    tensors = [dtensors.local(value) for value in values if isinstance(value, Tensor)]
+    # Tensors without elements, such as empty shards, have no memory to share.
+    return {_storage_of(t) for t in tensors if t.layout == torch.strided and t.numel()}
+
+
+def _storage_of(tensor: Tensor) -> tuple[torch.device, int]:
+    return tensor.device, tensor.untyped_storage().data_ptr()
 
 
 def without_tensors(states: Mapping[Any, Any], saved_groups: Sequence[RawGroup]) -> dict[Any, Any]:
@@ -334,42 +345,54 @@ def place_tensors(
     groups: Sequence[Group],
     state: MutableMapping[Any, dict[str, Any]],
     saved_groups: Sequence[RawGroup],
-    states: Mapping[Any, dict[str, Any]],
-    home_of: Callable[[Tensor, bool], torch.device],
+    states: MutableMapping[Any, dict[str, Any]],
+    offload: CPUOffload,
+    kept: Collection[tuple[torch.device, int]],
 ) -> None:
     """Puts the tensors of loaded state on the devices where they live; torch has put the rest.
 
     The tensors of `KEPT_DTYPE`, such as momentum, keep the dtype that they were saved in; AdamW's
-    moments get the dtype that their parameter calls for.
+    moments get the dtype that their parameter calls for. Tensors of the caller are copied, since
+    the caller may load them again, or into another optimizer.
 
     Args:
         groups, state: of the optimizer; ``state`` is changed.
-        saved_groups, states: of the checkpoint, with all tensors.
-        home_of: gives the device on which a parameter's state lives, by the parameter and by
-            whether it is Muon's.
+        saved_groups, states: of the checkpoint, with all tensors; ``states`` is emptied, so that
+            no more than one tensor is held twice.
+        offload: knows where state lives.
+        kept: storages of the optimizer's own state, `storages_of`, whose tensors are used again, so
+            that a load in place, as by torch.distributed.checkpoint, takes no more memory.
     """
     taken: set[int] = set()  # addresses of the tensors that are used without a copy
+
+    def apart(value: Tensor) -> Tensor:
+        local = dtensors.local(value)
+        if local.numel() and (
+            _storage_of(local) not in kept
+            or local.data_ptr() in taken
+            or not dtensors.is_dense(local)  # elements may share memory
+        ):
+            return value.clone()
+        taken.add(local.data_ptr())
+        return value
+
     for group, saved in zip(groups, saved_groups):
         for param, saved_id in zip(group.params, saved["params"]):
             if saved_id not in states:
                 continue
             loaded = state[param]
             state[param] = {}  # made anew, in the order in which it was saved
-            for key, value in states[saved_id].items():
+            for key, value in states.pop(saved_id).items():
                 if key not in KEYS:
-                    state[param][key] = loaded[key]
+                    value = loaded[key]
+                    is_step = key == "step" and isinstance(value, Tensor)
+                    state[param][key] = apart(value) if is_step else value
                 elif isinstance(value, Tensor):
                     is_kept = key in KEPT_DTYPE
                     dtype = value.dtype if is_kept else moments_dtype(group, param.dtype)
-                    home = home_of(param, group.use_muon)
-                    state[param][key] = converted(_with_own_memory(value, taken), dtype, home)
-
-
-def _with_own_memory(value: Tensor, taken: set[int]) -> Tensor:
-    """The tensor, or a copy if its elements may share memory, or if a tensor in ``taken`` has its
-    memory."""
-    local = dtensors.local(value)
-    if local.numel() and (local.data_ptr() in taken or not dtensors.is_dense(local)):
-        return value.clone()
-    taken.add(local.data_ptr())
-    return value
+                    home = offload.state_device(param, group.use_muon)
+                    placed = converted(value, dtype, home)
+                    # State that is offloaded is copied to its host memory in any case.
+                    is_copied = offload.destination(param, group.use_muon) is not None
+                    is_new = placed is not value or is_copied
+                    state[param][key] = placed if is_new else apart(placed)

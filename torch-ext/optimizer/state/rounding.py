@@ -25,16 +25,31 @@ class Rounding:
     count changes of a tensor, but not those of its ``.data``, nor those by collectives, nor those
     of DTensors by functions whose names begin with ``_foreach``. Counters are compared only from
     one step to the next, so that it does not matter which of model and optimizer is loaded first.
+    The parameters of a copy have counters of their own, which count from the copy on.
+
+    Args:
+        offload: knows where residuals live.
+        has_stepped: whether this is a copy of one that has counters of an earlier step.
 
     Attributes:
         residuals: by parameter, since the last `begin`.
     """
 
-    def __init__(self, offload: CPUOffload):
+    def __init__(self, offload: CPUOffload, has_stepped: bool = False):
         self.residuals: dict[Tensor, Tensor] = {}
         self._offload = offload
+        self._has_stepped = has_stepped
         self._versions: dict[Tensor, tuple[int, int]] = {}  # after the last step
         self._names: dict[Tensor, str] = {}
+
+    def __reduce__(self) -> tuple:
+        return Rounding, (self._offload, bool(self._versions))
+
+    def begin_copy(self, state: OptimizerState) -> None:
+        """Records the version counters of copied weights, to which their residuals belong."""
+        params = (param for param in state if isinstance(param, Tensor))
+        if self._has_stepped:
+            self._versions = {p: _versions(p) for p in params if "weight_residual" in state[p]}
 
     def begin(self, groups: Sequence[Group], state: OptimizerState) -> None:
         """Sets the residuals of weights that were changed since the last step to zero."""

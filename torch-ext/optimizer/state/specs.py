@@ -17,6 +17,9 @@ from ..parameters.options import FLOATING_DTYPES, Group, Settings
 # Keys of the tensors of state that can be large; AdamW's ``step``, one number, is not among them.
 KEYS = ("momentum_buffer", "second_momentum_buffer", "exp_avg", "exp_avg_sq", "weight_residual")
 
+MUON_KEYS = ("momentum_buffer", "second_momentum_buffer")
+ADAMW_KEYS = ("step", "exp_avg", "exp_avg_sq")
+
 # Keys of the tensors that are loaded in the dtype they were saved in.
 KEPT_DTYPE = ("momentum_buffer", "second_momentum_buffer", "weight_residual")
 
@@ -175,8 +178,17 @@ def check_tensors(
 ) -> None:
     """Checks tensors of one parameter's state: kind of numbers, shape, mesh and placements.
 
-    ``source`` says where the state is, and ``name`` which parameter's, for messages.
+    AdamW's state has to be complete: without one of its entries, steps would be many times too long
+    or too short. ``source`` says where the state is, and ``name`` which parameter's, for messages.
     """
+    if "exp_avg" in expected:
+        present = [key for key in ADAMW_KEYS if param_state.get(key) is not None]
+        absent = [key for key in ADAMW_KEYS if key not in present]
+        if present and absent:
+            raise ValueError(
+                f"{' and '.join(present)} of {name} in the {source} lack {' and '.join(absent)}: "
+                "AdamW needs all three, or none to start from zeros"
+            )
     for key, (shape, placed) in expected.items():
         value = param_state.get(key)
         if value is None:
@@ -194,6 +206,8 @@ def check_tensors(
         if value.layout != torch.strided or value.is_meta:
             actual = "on meta" if value.is_meta else f"sparse ({value.layout})"
             raise ValueError(f"{where} is {actual}; make it dense")
+        if key == "weight_residual" and not dtensors.raw_local(value).is_contiguous():
+            raise ValueError(f"{where} is not contiguous: make it so, by .contiguous()")
         if value.shape != shape:
             raise ValueError(
                 f"{key} of {name} has shape {tuple(value.shape)} in the {source}, "

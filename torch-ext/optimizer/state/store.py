@@ -8,13 +8,24 @@ from typing import Any, Optional
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from .. import adamw
 from ..cpu_offload import CPUOffload, Destination
 from ..distributed import utils as dtensors
 from ..distributed.plan import Entry
 from ..parameters.options import Group, Settings
-from .specs import KEYS, converted, keys_of, moments_dtype, momentum_dtype, specs_of, zeros
+from .specs import (
+    ADAMW_KEYS,
+    KEYS,
+    MUON_KEYS,
+    converted,
+    keys_of,
+    moments_dtype,
+    momentum_dtype,
+    specs_of,
+    zeros,
+)
 
 MutableOptimizerState = MutableMapping[Any, dict[str, Any]]  # by parameter
 META = torch.device("meta")
@@ -27,6 +38,8 @@ class StateStore:
         self._offload = offload
         # Each parameter, its state, and the values that the last step has left in this state.
         self._checked: Optional[list[tuple[Tensor, dict[str, Any], list[Any]]]] = None
+        # By parameter, the keys of state that was created since the last step.
+        self._created: MutableMapping[Tensor, list[str]] = WeakTensorKeyDictionary()
 
     @property
     def is_checked(self) -> bool:
@@ -42,6 +55,7 @@ class StateStore:
         self._checked = [
             (param, state[param], list(state[param].values())) for param in params if param in state
         ]
+        self._created = WeakTensorKeyDictionary()
 
     def recheck_replaced(self, state: MutableOptimizerState) -> None:
         """Makes this step check state if a tensor of it was replaced since the last step."""
@@ -50,6 +64,45 @@ class StateStore:
             if not (is_same and all(map(operator.is_, param_state.values(), values))):
                 self._checked = None
                 return
+
+    def without_created(self, state: MutableOptimizerState) -> dict[Any, dict[str, Any]]:
+        """State without what was created since the last step, unless it was written in place, as
+        torch.distributed.checkpoint does."""
+        return {
+            param: {
+                key: value
+                for key, value in state[param].items()
+                if key not in keys or dtensors.local(value).any()
+            }
+            for param in state
+            for keys in [self._created.get(param, ()) if isinstance(param, Tensor) else ()]
+            if isinstance(state[param], dict)
+        }
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def copy_created(self, state: MutableOptimizerState, groups: Sequence[Group]) -> None:
+        """Copies state that was created since the last step, before this step changes it.
+
+        State dicts may hold it; loaded again, they have to reset the state, as torch.optim's do.
+        """
+        on_host: list[tuple[dict[str, Tensor], str, Tensor, Destination]] = []
+        for group in groups if self._created else ():
+            for param in group.params:
+                param_state = state.get(param, {})
+                destination = self._offload.destination(param, group.use_muon)
+                for key in self._created.get(param, ()):
+                    value = param_state.get(key)
+                    if value is None:
+                        continue
+                    if destination is not None and key in KEYS:
+                        on_host.append((param_state, key, value, destination))
+                    else:
+                        copied = dtensors.local(value).clone()
+                        param_state[key] = dtensors.with_local(value, copied)
+        if on_host:
+            self._offload.evict()
+            self._offload.move_to_host(on_host)
 
     @torch.inference_mode(False)  # state made under it could not be changed outside of it
     @torch.no_grad()
@@ -60,7 +113,12 @@ class StateStore:
         entries: Sequence[Sequence[Optional[Entry]]],
         settings: Settings,
     ) -> None:
-        """Creates whatever state is missing, for all trainable parameters, on all ranks alike."""
+        """Creates whatever state is missing, on all ranks alike.
+
+        All trainable parameters have state, and frozen ones that were trained before. State of the
+        other algorithm is dropped if ``use_muon`` of the group was changed: no step
+        goes on from it, and `load_state_dict` refuses it.
+        """
         on_host: list[tuple[dict[str, Tensor], str, Tensor, Destination]] = []
         for group, group_entries in zip(groups, entries):
             for param, entry in zip(group.params, group_entries):
@@ -68,7 +126,14 @@ class StateStore:
                 if param in state and "weight_residual" not in keys:
                     # Steps without residuals go on from rounded weights: old residuals do not fit.
                     state[param].pop("weight_residual", None)
-                if not param.requires_grad:
+                # The entry that every trained parameter has, of this algorithm and of the other.
+                main, other = "momentum_buffer", "exp_avg"
+                if not group.use_muon:
+                    main, other = other, main
+                if state.get(param, {}).get(other) is not None:
+                    for key in ADAMW_KEYS if group.use_muon else MUON_KEYS:
+                        state[param].pop(key, None)
+                if not param.requires_grad and state.get(param, {}).get(main) is None:
                     continue
                 param_state = state[param]
                 # Options and the parameter's dtype may be changed at any time.
@@ -76,6 +141,8 @@ class StateStore:
                     dtype = momentum_dtype(group, param.dtype)
                     self._convert(param_state, "momentum_buffer", dtype)
                 else:
+                    if "step" not in param_state:
+                        self._created.setdefault(param, []).append("step")
                     adamw.init_step(param, param_state, group)
                     for key in ("exp_avg", "exp_avg_sq"):
                         self._convert(param_state, key, moments_dtype(group, param.dtype))
@@ -84,6 +151,7 @@ class StateStore:
                     continue
                 specs = specs_of(param, entry, group, settings)
                 destination = self._offload.destination(param, group.use_muon)
+                self._created.setdefault(param, []).extend(absent)
                 for key in absent:
                     if destination is None:
                         param_state[key] = zeros(specs[key])

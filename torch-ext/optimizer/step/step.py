@@ -179,6 +179,7 @@ class Step:
             traffic have none of them; in local lanes the step passes over them.
         prepared: of the last step, unless there was state in host memory.
         audit: records what the step does; None without an audit.
+        only_creates: whether the step only creates state, and does not count as one of AdamW.
 
     Attributes:
         prefetcher: brings state from host memory, window by window; idle if there is none.
@@ -204,6 +205,7 @@ class Step:
         clipping: Optional[Clipping],
         prepared: Optional[Prepared],
         audit: Optional[Audit],
+        only_creates: bool = False,
     ):
         self.plan = plan
         self.groups = groups
@@ -217,6 +219,7 @@ class Step:
         self.has_written = False
         self._params = [groups[entry.group].params[entry.index] for entry in plan.entries]
         self._absent = absent
+        self._only_creates = only_creates
         self._state = state
         self._offload = offload
         self.gradients = Gradients(
@@ -258,6 +261,7 @@ class Step:
         self.adamw = adamw.AdamWStep(
             *(self.groups, self._state, divided, self._offload, self._rounding, self.clipping),
             self.prefetcher,
+            not self._only_creates,
         )
         if divided is not None:
             averaging = Averaging(
