@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .. import newton_schulz
+from ..distributed import regions
 from ..distributed import utils as dtensors
 from ..distributed.collectives import has_backend
 from ..distributed.plan import Plan
@@ -240,7 +241,7 @@ def check_gradients(group: Group) -> None:
                 "FSDP2 around tensor parallelism does it by itself"
             )
         shape, grad_shape = dtensors.raw_local(param).shape, dtensors.raw_local(grad).shape
-        if shape != grad_shape:
+        if not regions.is_same_shape(shape, grad_shape):
             raise ValueError(
                 f"{group.name_of(index)} has a gradient of which this rank holds "
                 f"{tuple(grad_shape)}, but of the parameter {tuple(shape)}"

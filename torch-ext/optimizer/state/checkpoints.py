@@ -8,6 +8,7 @@ from typing import Any, Callable, Optional
 import torch
 from torch import Tensor
 
+from ..distributed import regions
 from ..distributed import utils as dtensors
 from ..distributed.plan import Entry
 from ..parameters.default_groups import default_is_muon
@@ -176,7 +177,7 @@ def check_and_divide(
                     continue
                 local = dtensors.local(saved_state[key])
                 needed = dtensors.local_shape(shape, placed)
-                if local.shape != needed:
+                if not regions.is_same_shape(local.shape, needed):
                     raise ValueError(
                         f"of {key} of {name} in the checkpoint this rank holds "
                         f"{tuple(local.shape)}, where it should be {tuple(needed)}"
