@@ -974,13 +974,31 @@ def warnings_of(model: nn.Module, optim: Any, steps: int) -> list[str]:
 
 def test_matrices_that_were_replaced_after_the_groups_were_made_are_warned_of_once():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    optim = matrices_and_biases(model)
+    named = list(model.named_parameters())  # groups by hand, which know no module
+    optim = Muon(
+        [
+            {"params": [pair for pair in named if pair[1].ndim == ndim], "use_muon": ndim == 2}
+            for ndim in (1, 2)
+        ]
+    )
     assert not warnings_of(model, optim, 4)
     for layer in model:
         layer.weight = parameter(4, 4)
     assert not warnings_of(model, optim, 2)
     (message,) = warnings_of(model, optim, 6)
     assert "test_errors.py: no matrix of Muon's had a gradient in the last 3 steps" in message
+
+
+@pytest.mark.parametrize("attribute", ["weight", "bias"])
+def test_one_parameter_that_was_replaced_stops_the_step(attribute):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optim = matrices_and_biases(model)
+    assert not warnings_of(model, optim, 2)
+    optim.zero_grad()
+    setattr(model[1], attribute, parameter(*getattr(model[1], attribute).shape))
+    model(torch.ones(2, 4)).sum().backward()
+    says = rf"no gradient on 1\.{attribute}, and by now the model holds another parameter"
+    assert_refused(optim, optim.step, says)
 
 
 def test_two_steps_in_a_row_that_use_no_matrix_are_not_warned_of():

@@ -223,9 +223,16 @@ def _check_param(param: Any, name: str, use_muon: bool) -> None:
 
 
 def check_gradients(group: Group) -> None:
-    """Checks that gradients are dense, and lie as their parameters do."""
+    """Checks that gradients are dense, and lie as their parameters do, which have memory."""
     for index, param in enumerate(group.params):
         grad = param.grad
+        if group.takes_part(param) and dtensors.lacks_memory(param):
+            what = "a gradient" if grad is not None else "missing_grad='zero'"
+            raise ValueError(
+                f"{group.name_of(index)} has {what}, but its memory was freed: groups must hold "
+                "the parameters that the model has outside of its forward, and those of idle "
+                "modules must have no gradient"
+            )
         if grad is None:
             continue
         if grad.layout != torch.strided:
@@ -337,14 +344,15 @@ def have_no_gradients(groups: Sequence[Group]) -> bool:
 
 
 def check_not_replaced(groups: Sequence[Group]) -> None:
-    """If no parameter has a gradient, checks that the model holds no others in their places."""
-    for group in groups if have_no_gradients(groups) else ():
+    """Checks of parameters without a gradient that the model holds no others in their places."""
+    for group in groups:
         for index, param in enumerate(group.params):
-            if param.requires_grad and was_replaced(param):
+            if param.grad is None and param.requires_grad and was_replaced(param):
+                name = group.name_of(index)
                 raise ValueError(
-                    "step() found no gradient on any parameter, and by now the model holds another "
-                    f"parameter as {group.name_of(index)} than its groups: make the groups and the "
-                    "optimizer after fully_shard, .to_empty() or whatever replaced it"
+                    f"step() found no gradient on {name}, and by now the model holds another "
+                    f"parameter as {name} than its groups: make the groups and the optimizer after "
+                    "fully_shard, .to_empty() or whatever replaced it"
                 )
 
 

@@ -40,7 +40,7 @@ class Scaling:
         self.has_unscaled = False
 
     def check(self, groups: Sequence[Group]) -> None:
-        """Reads whether the step is to be skipped, and checks that scaled gradients can be unscaled.
+        """Reads whether to skip the step, and checks that scaled gradients can be unscaled.
 
         To be called where the other ranks hear of an error.
 
