@@ -222,6 +222,26 @@ def _check_param(param: Any, name: str, use_muon: bool) -> None:
         raise ValueError(f"{name} {error}") from None
 
 
+def check_list_operations(group: Group) -> None:
+    """Tries operations of a step on copies of weights whose class has operations of its own."""
+    for index, param in enumerate(group.params):
+        held = dtensors.raw_local(param)
+        if not param.requires_grad or type(held).__torch_dispatch__ is Tensor.__torch_dispatch__:
+            continue
+        try:
+            copied = held.detach().clone()
+            zeros = torch.zeros(held.shape, dtype=held.dtype, device=held.device)
+            torch._foreach_add_([copied], [zeros])
+            if group.use_muon:
+                copied.as_strided(copied.shape, copied.stride()).data_ptr()
+        except Exception as error:
+            raise ValueError(
+                f"{group.name_of(index)} is a {type(held).__name__}, of which lists can't be "
+                f"updated ({type(error).__name__}): freeze it, or take an optimizer of the library "
+                "that made it"
+            ) from error
+
+
 def check_gradients(group: Group) -> None:
     """Checks that gradients are dense, and lie as their parameters do, which have memory."""
     for index, param in enumerate(group.params):
