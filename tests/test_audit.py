@@ -330,6 +330,26 @@ FAILURES: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("largest", [1e18, 1e36, 1e-24, 1e-35])
+def test_gradients_whose_squares_leave_the_range_of_numbers_have_their_norms(largest, dtype):
+    torch.manual_seed(0)
+    magnitude = largest**5 if dtype == torch.float64 else largest
+    param = nn.Parameter(torch.randn(24, 24, dtype=dtype))
+    optim = optimizer.Muon([{"params": [param], "names": ["wq.weight"], "use_muon": True}])
+    with optim.audit() as audit:
+        for _ in range(2):
+            gradient = torch.randn(24, 24, dtype=dtype)
+            param.grad = gradient * magnitude
+            optim.step()
+    report = audit.report()
+    row = report.steps[-1]["wq.weight"]
+    assert row["gradient"] / magnitude == pytest.approx(gradient.norm().item(), rel=1e-4)
+    assert 0.0 < row["momentum"] < math.inf
+    assert optim.metrics()["muon/gradient_norm"] == row["gradient"]
+    assert not any("zeros" in finding or "Inf" in finding for finding in report.findings)
+
+
 def test_a_healthy_run_has_no_finding():
     report = report_of()
     assert report.findings == []

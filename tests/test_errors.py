@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from comparisons import assert_equal
 from kernel import optimizer
@@ -974,13 +975,31 @@ def warnings_of(model: nn.Module, optim: Any, steps: int) -> list[str]:
 
 def test_matrices_that_were_replaced_after_the_groups_were_made_are_warned_of_once():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    optim = matrices_and_biases(model)
+    named = list(model.named_parameters())  # groups by hand, which know no module
+    optim = Muon(
+        [
+            {"params": [pair for pair in named if pair[1].ndim == ndim], "use_muon": ndim == 2}
+            for ndim in (1, 2)
+        ]
+    )
     assert not warnings_of(model, optim, 4)
     for layer in model:
         layer.weight = parameter(4, 4)
     assert not warnings_of(model, optim, 2)
     (message,) = warnings_of(model, optim, 6)
     assert "test_errors.py: no matrix of Muon's had a gradient in the last 3 steps" in message
+
+
+@pytest.mark.parametrize("attribute", ["weight", "bias"])
+def test_one_parameter_that_was_replaced_stops_the_step(attribute):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optim = matrices_and_biases(model)
+    assert not warnings_of(model, optim, 2)
+    optim.zero_grad()
+    setattr(model[1], attribute, parameter(*getattr(model[1], attribute).shape))
+    model(torch.ones(2, 4)).sum().backward()
+    says = rf"no gradient on 1\.{attribute}, and by now the model holds another parameter"
+    assert_refused(optim, optim.step, says)
 
 
 def test_two_steps_in_a_row_that_use_no_matrix_are_not_warned_of():
@@ -1011,6 +1030,49 @@ def test_no_warning_of_untrained_matrices_where_there_are_none_or_they_may_be_so
     assert not warnings_of(frozen, optim, 4)
     idle = Experts()
     assert not warnings_of(idle, matrices_and_biases(idle, expert_keys=["experts"]), 4)
+
+
+# Weights of classes of their own
+
+
+class Int8Weight(torch.Tensor):
+    """Integers with a scale, which does one tensor's operations, and none of lists."""
+
+    @staticmethod
+    def __new__(cls, integers: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return torch.Tensor._make_wrapper_subclass(cls, integers.shape, dtype=scale.dtype)
+
+    def __init__(self, integers: torch.Tensor, scale: torch.Tensor) -> None:
+        self.integers, self.scale = integers, scale
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.clone.default):
+            made = cls(func(args[0].integers), func(args[0].scale))
+            return return_and_correct_aliasing(func, args, kwargs, made)
+        if any(word in str(func) for word in ("foreach", "fused", "as_strided")):
+            raise NotImplementedError(f"{cls.__name__} has no {func}")
+        plain = [a.integers * a.scale if isinstance(a, cls) else a for a in args]
+        return func(*plain, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("use_muon", [True, False])
+def test_a_weight_of_a_class_without_list_operations_stops_the_step_before_anything_changed(
+    use_muon,
+):
+    integers = torch.randint(-127, 128, (4, 6), dtype=torch.int8)
+    quantized = nn.Parameter(Int8Weight(integers, torch.tensor(0.01)))
+    group = muon_group if use_muon else adamw_group
+    groups = [group(("a", parameter(4, 6))), group(("b", quantized))]
+    optim = Muon(groups)
+    a, b = params_of(optim)
+    a.grad, b.grad = torch.ones(4, 6), torch.ones(4, 6)
+    before = a.detach().clone()
+    assert_raises(optim.step, "b is a Int8Weight, of which lists can't be updated")
+    assert not optim.state and not optim.is_broken and torch.equal(a, before)
+    b.requires_grad_(False)  # as quantized weights under adapters are
+    optim.step()
+    assert not torch.equal(a, before)
 
 
 # Words of other optimizers, and typos

@@ -133,6 +133,75 @@ def test_missing_grad_zero_counts_an_absent_gradient_as_zeros():
     assert not torch.equal(first, torch.ones(6, 4))
 
 
+def weights_without_memory():
+    mesh = init_device_mesh(DEVICE, (2,))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 6)))
+    fully_shard(model[1], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    x = torch.ones(2, 4)
+    with torch.no_grad():
+        model(x)  # leaves the root's own parameters whole, until they are freed after a backward
+    for call in (optimizer.get_default_muon_param_groups, optimizer.describe):
+        with pytest.raises(ValueError, match=r"0\.weight is whole for a while"):
+            call(model)
+    named = list(model.named_parameters())
+    groups = [
+        {"params": [(n, p) for n, p in named if p.ndim == ndim], "use_muon": ndim == 2}
+        for ndim in (1, 2)
+    ]
+    optim = optimizer.Muon(groups, lr=0.1)
+    model(x).square().sum().backward()
+    optimizer.get_default_muon_param_groups(model)  # by now shards are back
+    for _, p in named[:2]:
+        assert p.grad is None and p.untyped_storage().size() == 0
+    before = [local(p).clone() for _, p in named[2:]]
+    optim.step()
+    for (name, p), old in zip(named[2:], before, strict=True):
+        assert not torch.equal(local(p), old), name
+    optim.state_dict()
+    messages = []
+    for _, freed in named[:2]:
+        model(x).square().sum().backward()
+        if dist.get_rank() == 1:
+            freed.grad = torch.ones(freed.shape)
+        before = [local(p).clone() for _, p in named[2:]]
+        with pytest.raises(ValueError) as raised:
+            optim.step()
+        messages.append(str(raised.value))
+        assert all(torch.equal(local(p), old) for (_, p), old in zip(named[2:], before))
+        freed.grad = None
+        optim.step()
+        optim.zero_grad()
+    return messages
+
+
+def test_a_weight_without_memory_is_passed_over_or_raises_by_name_on_all_ranks():
+    for messages in run_ranks(weights_without_memory, 2, pg_timeout=15):
+        for name, message in zip(("0.weight", "0.bias"), messages, strict=True):
+            assert f"{name} has a gradient, but its memory was freed" in message
+
+
+def experts_without_memory():
+    idle, *others = params = [nn.Parameter(torch.full((4, 6), float(n))) for n in range(3)]
+    optim = optimizer.Muon([{"params": params, "use_muon": True}], lr=0.1, none_grad=False)
+    for step in range(4):
+        for p in others:
+            p.grad = torch.ones(4, 6)
+        idle.grad = None if step % 2 else torch.ones(4, 6)
+        idle.untyped_storage().resize_(0 if step % 2 else 4 * 6 * 4)
+        if step % 2 == 0:
+            idle.data.fill_(1.0)
+        before = [p.detach().clone() for p in others]
+        optim.step()
+        assert not any(torch.equal(p, old) for p, old in zip(others, before))
+    idle.untyped_storage().resize_(4 * 6 * 4)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="sizes storages by hand")
+def test_an_expert_whose_memory_comes_and_goes_is_trained_while_it_is_there():
+    experts_without_memory()
+
+
 def absent_everywhere():
     mesh = init_device_mesh(DEVICE, (2,))
     optim = optimizer.Muon([sharded_group(mesh)], lr=0.1)

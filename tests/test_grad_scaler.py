@@ -121,6 +121,47 @@ def test_a_sharded_scaler_keeps_the_scales_of_all_ranks_equal():
     assert run_ranks(scales_of_a_sharded_scaler, 4) == [[1024.0, 512.0, 512.0]] * 4
 
 
+def step_without_a_gradient_on_one_rank() -> None:
+    torch.set_num_threads(1)
+    twins, scaler = twins_on("ZeRO-2", missing_grad="zero"), new_scaler()
+    for step in range(2):
+        set_scaled(twins, step, scaler.get_scale())
+        for _, p, q in twins.pairs:
+            q.grad = q.grad / 2  # the mean with zeros
+            if dist.get_rank() == 1:
+                p.grad = None
+        scaler.step(twins.ours)
+        # Without new_scale torch raises "No inf checks were recorded" on this rank.
+        scaler.update(scaler.get_scale())
+        twins.reference.step()
+    twins.compare()
+
+
+def test_a_rank_without_any_gradient_votes_to_go_on():
+    run_ranks(step_without_a_gradient_on_one_rank, 2, timeout=60, pg_timeout=15)
+
+
+def step_where_found_inf_cannot_be_read() -> str:
+    torch.set_num_threads(1)
+    twins = twins_on("DDP", consistency_check="plan")
+    set_scaled(twins, 0, 1.0)
+    twins.ours.step()
+    set_scaled(twins, 1, 1.0)
+    before = contents(twins)
+    # As a scaler sets it; a number on a device that has failed can't be read.
+    twins.ours.found_inf = torch.zeros((), device="meta" if dist.get_rank() == 1 else "cpu")
+    with pytest.raises((ValueError, RuntimeError)) as raised:
+        twins.ours.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, contents(twins), strict=True))
+    assert not twins.ours.is_broken
+    return str(raised.value)
+
+
+def test_what_a_scaler_says_that_cannot_be_read_on_one_rank_raises_on_all():
+    words = run_ranks(step_where_found_inf_cannot_be_read, 2, timeout=60, pg_timeout=15)
+    assert words[0].startswith("rank 1: ") and words[1] in words[0]
+
+
 def scale_fp16(layout: str) -> str:
     torch.set_num_threads(1)
     twins, scaler = twins_on(layout), new_scaler()

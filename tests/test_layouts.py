@@ -18,6 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
@@ -39,6 +43,7 @@ from layouts import (
     beside,
     case,
     check,
+    local,
     part,
     part_for,
     whole,
@@ -405,6 +410,40 @@ def test_tensor_parallelism(ranks):
 @pytest.mark.slow
 def test_fsdp2_over_tensor_parallelism(sizes):
     run_ranks(tensor_parallelism, math.prod(sizes), ("dp", "tp"), sizes)
+
+
+def fsdp2_over_a_shard_without_columns():
+    torch.manual_seed(0)
+    mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("dp", "tp"))
+    model = nn.Sequential(nn.Linear(1, 6, bias=False), nn.Linear(6, 4, bias=False))
+    twin = copy.deepcopy(model)
+    parallelize_module(model, mesh["tp"], {"0": RowwiseParallel(), "1": ColwiseParallel()})
+    fully_shard(model, mesh=mesh["dp"])
+    empty = model[0].weight
+    assert mesh["tp"].get_local_rank() == 0 or local(empty).shape == (0, 0)  # of (3, 0)
+    twins = beside(model, twin, beta2=0.9)
+
+    def step_and_compare(seed):
+        generator = torch.Generator(DEVICE).manual_seed(seed)
+        for _, p, q in twins.pairs:
+            q.grad = torch.randn(q.shape, generator=generator)
+            # torch's own backward of an empty shard raises.
+            p.grad = part_for(p, q.grad) if local(p).numel() else torch.zeros_like(p)
+        twins.ours.step()
+        twins.reference.step()
+        _, p, q = twins.pairs[0]
+        expected = local(part_for(p, q.detach()))
+        assert torch.equal(local(p).view(expected.shape), expected)
+        assert local(twins.ours.state[p]["momentum_buffer"]).shape == local(p).shape
+
+    step_and_compare(seed=1)
+    state_dict = get_optimizer_state_dict(model, twins.ours)
+    set_optimizer_state_dict(model, twins.ours, state_dict)
+    step_and_compare(seed=2)
+
+
+def test_fsdp2_over_a_tensor_parallel_shard_without_columns():
+    run_ranks(fsdp2_over_a_shard_without_columns, 4)
 
 
 def test_hsdp_over_tensor_parallelism():

@@ -650,6 +650,7 @@ class Muon(torch.optim.Optimizer):
         for group, entries in zip(groups, survey.entries):
             validation.check_gradients(group)
             if not self._store.is_checked:
+                validation.check_list_operations(group)
                 check_state(group, entries, self.state, self._settings)
         planner = survey.planner(groups, self._settings)
         absent = {

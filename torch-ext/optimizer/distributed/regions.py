@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Optional
@@ -128,6 +129,14 @@ def numel(region: Region) -> int:
 
 def shape_of(region: Region) -> tuple[int, ...]:
     return tuple(stop - start for start, stop in region)
+
+
+def is_same_shape(held: Sequence[int], expected: Sequence[int]) -> bool:
+    """Whether two shapes are equal, or neither has elements.
+
+    Of a shard without columns, FSDP2 around tensor parallelism holds (0, 0) for (rows, 0).
+    """
+    return tuple(held) == tuple(expected) or 0 == math.prod(held) == math.prod(expected)
 
 
 def overlap(a: Interval, b: Interval) -> Interval:

@@ -137,6 +137,8 @@ def is_divided(shape: Sequence[int], ranks: int) -> bool:
 
 def _sum_of_bits(tensor: Tensor) -> Tensor:
     """A checksum, () in int64, that does not depend on the order of elements."""
+    if tensor.untyped_storage().nbytes() == 0:  # no elements, or their memory was freed
+        return torch.zeros((), dtype=torch.int64, device=tensor.device)
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize]
     return tensor.detach().contiguous().view(integers).sum(dtype=torch.int64)

@@ -96,6 +96,12 @@ def raw_local(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def lacks_memory(tensor: Tensor) -> bool:
+    """Whether the storage of this rank's elements was freed, as FSDP2 frees whole parameters."""
+    held = raw_local(tensor)
+    return held.untyped_storage().nbytes() == 0 and held.numel() > 0
+
+
 def with_local(tensor: Tensor, local_tensor: Tensor) -> Tensor:
     """A tensor placed like ``tensor``, around another local shard of the same shape and dtype.
 

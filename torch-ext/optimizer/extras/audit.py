@@ -196,7 +196,7 @@ class Audit:
     # -- afterwards ----------------------------------------------------------------------------
 
     def rows(self, record: StepRecord) -> dict[str, dict[str, Any]]:
-        """This rank's share of `Report.steps`: squares of norms, to be added over ranks."""
+        """This rank's share of `Report.steps`: norms whose squares add up over ranks."""
         rank, rows = record.plan.rank, dict[str, dict[str, Any]]()
         copies: dict[tuple[str, str], int] = {}
         for entry in record.plan.entries:
@@ -224,7 +224,8 @@ class Audit:
                 copies[entry.name, what] = 1 if is_divided else holders
         for what, names, norms in record.norms:
             for name, norm in zip(names, norms.tolist()):
-                rows[name][what] += norm**2 / copies[name, what]
+                share = norm / math.sqrt(copies[name, what])
+                rows[name][what] = math.hypot(rows[name][what], share)
         for names, share, sides, norms in record.owned:
             for name, side, norm in zip(names, sides, norms.tolist()):
                 rows[name]["matrices"] += share
@@ -277,7 +278,7 @@ class Audit:
         if not self.steps:
             return {}
         rows = self.rows(self.steps[-1]).values()
-        total = {what: math.sqrt(sum(row[what] for row in rows)) for what in NORMS}
+        total = {what: math.hypot(*(row[what] for row in rows)) for what in NORMS}
         owned = sum(row["matrices"] for row in rows)
         return {
             **{f"muon/{what}_norm": total[what] for what in ("gradient", "momentum", "weight")},
@@ -297,8 +298,16 @@ def _exact(rows: WeightRows, copy: bool = False) -> list[Tensor]:
 
 
 def _norms(tensors: Sequence[Tensor]) -> Tensor:
-    """Frobenius norms, (tensors,)."""
-    return torch.stack(torch._foreach_norm(list(tensors), 2, _widened(tensors[0])))
+    """Frobenius norms, (tensors,).
+
+    Tensors are divided by their largest magnitude first, since squares in fp32 overflow from 1e19
+    on, and underflow below 1e-23.
+    """
+    dtype = _widened(tensors[0])
+    largest = torch.stack(torch._foreach_norm(list(tensors), torch.inf, dtype))
+    scales = torch.where(largest.isfinite() & (largest > 0.0), largest, 1.0)
+    scaled = (tensor.to(dtype) / scale for tensor, scale in zip(tensors, scales.unbind()))
+    return torch.stack([torch.linalg.vector_norm(tensor) for tensor in scaled]) * scales
 
 
 def _widened(tensor: Tensor) -> torch.dtype:
@@ -325,14 +334,15 @@ def _merged(of_ranks: Iterable[Mapping[str, dict[str, Any]]]) -> dict[str, dict[
                 is_replica = so_far["is_plain"] and row["is_plain"]
                 so_far["differs"] |= is_replica and so_far["weight"] != row["weight"]
                 continue
-            for key in (*NORMS, "matrices", "owners", "relative_rank"):
+            for key in NORMS:
+                so_far[key] = math.hypot(so_far[key], row[key])
+            for key in ("matrices", "owners", "relative_rank"):
                 so_far[key] += row[key]
             so_far["absent"] |= row["absent"]
             if "sigma" in row:
                 so_far["sigma"] = row["sigma"]
     for row in merged.values():
         del row["held_by"], row["is_plain"]
-        row.update({what: math.sqrt(row[what]) for what in NORMS})
         row["relative_rank"] = _ratio(row["relative_rank"], row["matrices"])
         row["matrices"] = round(row["matrices"])
     return merged

@@ -12,7 +12,7 @@ from typing import Any, Callable, Optional, Union
 import torch
 from torch import nn
 
-from .modules import infos_of
+from .modules import infos_of, unsharded_ids
 from .names import did_you_mean, has_component, normalize_name
 from .output_heads import hidden_layers, unnamed_heads
 from .owners import remember_owners
@@ -154,7 +154,8 @@ def decide(
     matrix is one, and some heads and embeddings have names that do not say so.
 
     Raises:
-        ValueError: no model, or one with parameters that have no shape yet.
+        ValueError: no model, or one with parameters that have no shape yet, or that FSDP2 has
+            gathered for a while.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"give the model (nn.Module) itself, found a {type(model).__name__}")
@@ -164,9 +165,15 @@ def decide(
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             for param in module.parameters():  # of its parametrizations too
                 embeddings.setdefault(id(param), normalize_name(path))
-    decisions = []
+    decisions, unsharded = [], unsharded_ids(model)
     for name, param in model.named_parameters():
         name, embedding = normalize_name(name), embeddings.get(id(param))
+        if id(param) in unsharded:
+            raise ValueError(
+                f"{name} is whole for a while, as fully_shard leaves parameters after a forward "
+                "without a backward: call reshard() of the module that holds it, which puts its "
+                "shard back"
+            )
         if nn.parameter.is_lazy(param):
             raise ValueError(f"{name} has no shape yet: run the model once, on any batch, first")
         if not param.requires_grad:

@@ -5,6 +5,7 @@ Nothing here reads a weight.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Optional
@@ -81,6 +82,19 @@ def infos_of(model: nn.Module) -> ParamInfos:
             if all(name != other.name for other in infos):
                 infos.append(ParamInfo(name, module, attribute, above))
     return by_param
+
+
+def unsharded_ids(model: nn.Module) -> set[int]:
+    """Ids of the whole parameters that FSDP2 puts in place of shards for a while."""
+    fsdp_module = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+    ids: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, fsdp_module):
+            state: Any = module._get_fsdp_state()
+            groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+            params = [param for group in groups if group is not None for param in group.fsdp_params]
+            ids |= {id(getattr(param, "_unsharded_param", None)) for param in params}
+    return ids
 
 
 def look_up(model: nn.Module, info: ParamInfo, keys: Sequence[str]) -> Optional[int]:

@@ -230,7 +230,7 @@ def _check_shard(param: Tensor, name: str) -> None:
     if sharding is None or rank not in sharding.ranks:
         return
     expected, held = regions.shape_of(sharding.region(param.shape, rank)), dtensors.raw_local(param)
-    if held.shape != expected:
+    if not regions.is_same_shape(held.shape, expected):
         raise ValueError(
             f"{name} is {dtensors.describe(param)}, of which this rank should hold {expected}, but "
             f"it holds {tuple(held.shape)}: shards must be cut as torch.chunk does"

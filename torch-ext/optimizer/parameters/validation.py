@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .. import newton_schulz
+from ..distributed import regions
 from ..distributed import utils as dtensors
 from ..distributed.collectives import has_backend
 from ..distributed.plan import Plan
@@ -221,10 +222,37 @@ def _check_param(param: Any, name: str, use_muon: bool) -> None:
         raise ValueError(f"{name} {error}") from None
 
 
+def check_list_operations(group: Group) -> None:
+    """Tries operations of a step on copies of weights whose class has operations of its own."""
+    for index, param in enumerate(group.params):
+        held = dtensors.raw_local(param)
+        if not param.requires_grad or type(held).__torch_dispatch__ is Tensor.__torch_dispatch__:
+            continue
+        try:
+            copied = held.detach().clone()
+            zeros = torch.zeros(held.shape, dtype=held.dtype, device=held.device)
+            torch._foreach_add_([copied], [zeros])
+            if group.use_muon:
+                copied.as_strided(copied.shape, copied.stride()).data_ptr()
+        except Exception as error:
+            raise ValueError(
+                f"{group.name_of(index)} is a {type(held).__name__}, of which lists can't be "
+                f"updated ({type(error).__name__}): freeze it, or take an optimizer of the library "
+                "that made it"
+            ) from error
+
+
 def check_gradients(group: Group) -> None:
-    """Checks that gradients are dense, and lie as their parameters do."""
+    """Checks that gradients are dense, and lie as their parameters do, which have memory."""
     for index, param in enumerate(group.params):
         grad = param.grad
+        if group.takes_part(param) and dtensors.lacks_memory(param):
+            what = "a gradient" if grad is not None else "missing_grad='zero'"
+            raise ValueError(
+                f"{group.name_of(index)} has {what}, but its memory was freed: groups must hold "
+                "the parameters that the model has outside of its forward, and those of idle "
+                "modules must have no gradient"
+            )
         if grad is None:
             continue
         if grad.layout != torch.strided:
@@ -240,7 +268,7 @@ def check_gradients(group: Group) -> None:
                 "FSDP2 around tensor parallelism does it by itself"
             )
         shape, grad_shape = dtensors.raw_local(param).shape, dtensors.raw_local(grad).shape
-        if shape != grad_shape:
+        if not regions.is_same_shape(shape, grad_shape):
             raise ValueError(
                 f"{group.name_of(index)} has a gradient of which this rank holds "
                 f"{tuple(grad_shape)}, but of the parameter {tuple(shape)}"
@@ -336,14 +364,15 @@ def have_no_gradients(groups: Sequence[Group]) -> bool:
 
 
 def check_not_replaced(groups: Sequence[Group]) -> None:
-    """If no parameter has a gradient, checks that the model holds no others in their places."""
-    for group in groups if have_no_gradients(groups) else ():
+    """Checks of parameters without a gradient that the model holds no others in their places."""
+    for group in groups:
         for index, param in enumerate(group.params):
-            if param.requires_grad and was_replaced(param):
+            if param.grad is None and param.requires_grad and was_replaced(param):
+                name = group.name_of(index)
                 raise ValueError(
-                    "step() found no gradient on any parameter, and by now the model holds another "
-                    f"parameter as {group.name_of(index)} than its groups: make the groups and the "
-                    "optimizer after fully_shard, .to_empty() or whatever replaced it"
+                    f"step() found no gradient on {name}, and by now the model holds another "
+                    f"parameter as {name} than its groups: make the groups and the optimizer after "
+                    "fully_shard, .to_empty() or whatever replaced it"
                 )
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..cpu_offload import CPUOffload
+from ..distributed import regions
 from ..distributed import utils as dtensors
 from ..distributed.plan import Entry
 from ..parameters.default_groups import default_is_muon
@@ -177,7 +178,7 @@ def check_and_divide(
                     continue
                 local = dtensors.local(saved_state[key])
                 needed = dtensors.local_shape(shape, placed)
-                if local.shape != needed:
+                if not regions.is_same_shape(local.shape, needed):
                     raise ValueError(
                         f"of {key} of {name} in the checkpoint this rank holds "
                         f"{tuple(local.shape)}, where it should be {tuple(needed)}"

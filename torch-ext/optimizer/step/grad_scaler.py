@@ -26,25 +26,31 @@ class Scaling:
         optimizer: the optimizer whose attributes the scaler has set.
 
     Attributes:
-        skips: whether the step is to be skipped; None if there is no scaler.
+        skips: whether the step is to be skipped, False until `check` has read it; None if there is
+            no scaler.
         has_unscaled: whether gradients have been divided by the scale. If so, a step that fails
             can't be repeated, since it would divide them again.
     """
 
     def __init__(self, optimizer: Any):
         self._optimizer = optimizer
-        found_inf: Optional[Tensor] = getattr(optimizer, "found_inf", None)
-        # Waits for the device, as a scaler does for itself before any other optimizer's step.
-        self.skips = None if found_inf is None else bool(found_inf.item())
+        self._found_inf: Any = getattr(optimizer, "found_inf", None)
+        self.skips = None if self._found_inf is None else False
         self._scale: Optional[Tensor] = getattr(optimizer, "grad_scale", None)
         self.has_unscaled = False
 
     def check(self, groups: Sequence[Group]) -> None:
-        """Checks that gradients that are still scaled can be unscaled.
+        """Reads whether to skip the step, and checks that scaled gradients can be unscaled.
+
+        To be called where the other ranks hear of an error.
 
         Raises:
             ValueError: a gradient is fp16, in which small numbers would be lost.
         """
+        if self._found_inf is not None:
+            # Waits for the device, as a scaler does for itself before any other optimizer's step.
+            # On a rank without any gradient, the sum over devices is the integer 0.
+            self.skips = bool(self._found_inf)
         if self._scale is None or self.skips:
             return
         for group in groups:

@@ -74,7 +74,13 @@ class Prepared:
         self.params = params
         self.state = state
         self.sharded = [number for number, p in enumerate(params) if dtensors.is_dtensor(p)]
-        self.weights = [dtensors.local(param) for param in params]
+        # Of a weight without memory, which takes no part, there are views all the same.
+        self.weights = [
+            dtensors.local(param).to("meta")
+            if dtensors.lacks_memory(param)
+            else dtensors.local(param)
+            for param in params
+        ]
         self.momenta = [offload.current(param_state["momentum_buffer"]) for param_state in state]
         self._addresses = _addresses(self.weights) + _addresses(self.momenta)
 
