@@ -409,8 +409,8 @@ class Muon(torch.optim.Optimizer):
             ValueError: wrong gradients, hyperparameters or logits; no parameter and no state was
                 changed.
             RuntimeError: this step or an earlier one failed when this rank or another might already
-                have written: load a checkpoint before you go on. An error from before any
-                writing is raised as it is.
+                have written: load a checkpoint before you go on, or call `accept_partial_step`. An
+                error from before any writing is raised as it is.
         """
         loss, error = None, None
         try:
@@ -453,7 +453,11 @@ class Muon(torch.optim.Optimizer):
             # If the other ranks may go on, they write, even if this rank fails.
             return scaling.has_unscaled or self._agreement.may_go
 
-        with self._integrity.changing("step()", has_begun):
+        def has_parted() -> bool:
+            has_exchanged = step is not None and step.has_exchanged
+            return self._agreement.may_go and not (has_exchanged and not self._has_replicas())
+
+        with self._integrity.changing("step()", has_begun, has_parted):
             step = self._prepare(error, qk_logits, scaling)
             if step is None:
                 return
@@ -465,16 +469,30 @@ class Muon(torch.optim.Optimizer):
                     self.state, (p for group in step.groups for p in group.params)
                 )
             self._rounding.begin(step.groups, self.state)
-            with step, triton_kernels.off(self._agreement.lacks_kernels):
-                scaling.unscale(step.groups)
-                pipeline.run(step)
-            self._rounding.end()
-            for group in self.param_groups:
-                if group["weight_rounding"] == "stochastic":
-                    group["rounding_step"] = group.get("rounding_step", 0) + 1
+            try:
+                with step, triton_kernels.off(self._agreement.lacks_kernels):
+                    scaling.unscale(step.groups)
+                    pipeline.run(step)
+            finally:
+                self._rounding.end()
+            self._count_rounding_step()
             self._prepared = None if self._offload.has_state else step.prepared
             self._last = step.plan, step.prepared.schedule
             self._agreement.steps += 1
+
+    def _count_rounding_step(self) -> None:
+        for group in self.param_groups:
+            if group["weight_rounding"] == "stochastic":
+                group["rounding_step"] = group.get("rounding_step", 0) + 1
+
+    def _has_replicas(self) -> bool:
+        """Whether other ranks hold the same part of one of this rank's parameters."""
+        rank, replicas = dtensors.this_rank(), self._settings.replicas
+        for param in (param for group in self.param_groups for param in group["params"]):
+            sharding = dtensors.sharding_of(param)
+            if len(replicas or () if sharding is None else sharding.peers(rank, (), True)) > 1:
+                return True
+        return False
 
     def _prepare(
         self, error: Optional[BaseException], qk_logits: Optional[Logits], scaling: Scaling
@@ -505,6 +523,7 @@ class Muon(torch.optim.Optimizer):
         try:
             if error is None:
                 self._integrity.check()
+                self._agreement.check_together()
                 groups, plan, absent = self._plan()
                 scaling.check(groups)
                 # With lr=0 torch.distributed.checkpoint makes a step that only creates state.
@@ -800,7 +819,8 @@ class Muon(torch.optim.Optimizer):
         """Whether weights and state do not belong together: a `step` or a load broke off, or
         `discard_state` was called.
 
-        `load_state_dict` mends that; load the model's weights from the same checkpoint.
+        `load_state_dict` mends that; load the model's weights from the same checkpoint. After a
+        step that broke off, `accept_partial_step` goes on without a checkpoint.
         """
         return self._integrity.is_broken
 
@@ -815,7 +835,7 @@ class Muon(torch.optim.Optimizer):
         as the tensors in host memory, which later steps change.
 
         Raises:
-            RuntimeError: a `step` or a load broke off, so the state is of no use; see
+            RuntimeError: a `step` or a load broke off; see `accept_partial_step` and
                 `discard_state`.
         """
         self._integrity.check(accept_void=True)
@@ -1005,6 +1025,37 @@ class Muon(torch.optim.Optimizer):
             settings=self._settings,
         )
         self.load_state_dict(state_dict)
+
+    @torch.no_grad()
+    def accept_partial_step(self) -> None:
+        """Accepts that a step broke off, by an interrupt or an error, so that training goes on.
+
+        Some parameters, or their momentum, are a step ahead of others, and stay so. Afterwards
+        `state_dict`, `step` and copies work again. Gradients are those that the step has left: call
+        `zero_grad` and go on with the next batch.
+
+        Call this on all ranks alike, also on those whose step was whole. If a rank's step broke off
+        before its last exchange with other ranks, or if other ranks hold the same parameters and
+        may have updated them differently, then state can be saved, but the next step raises on all
+        ranks that share parameters: start a fresh launch from what was saved.
+
+        Raises:
+            RuntimeError: a load broke off, or `discard_state` was called; nothing was changed.
+
+        Example:
+            >>> try:
+            ...     train()
+            ... except KeyboardInterrupt:
+            ...     if optimizer.is_broken:
+            ...         optimizer.accept_partial_step()
+        """
+        self._integrity.check_acceptable()
+        self._create_state(self._read_groups())  # the first step may have made only some of it
+        if self.is_broken:
+            self._count_rounding_step()  # as ranks have done whose step was whole
+        has_parted = self._integrity.accept() or self._agreement.has_parted
+        self._forget_plans()
+        self._agreement.has_parted = has_parted
 
     @torch.no_grad()
     def discard_state(self) -> None:
