@@ -137,15 +137,15 @@ BAD_GROUPS = {
     # names
     "names too few": (
         lambda _: muon_group(parameter(3, 3), parameter(3, 3), names=[W]),
-        [r"param_groups\[4\]", "1 names for 2 parameters", "one for each"],
+        [r"param_groups\[4\]", "1 name for 2 parameters", "one for each"],
     ),
     "names too many": (
         lambda _: muon_group(parameter(3, 3), names=[GOOD, W]),
-        [r"param_groups\[4\]", "2 names for 1 parameters", "one for each"],
+        [r"param_groups\[4\]", "2 names for 1 parameter;", "one for each"],
     ),
     "names too few for AdamW": (
         lambda _: adamw_group(parameter(3), parameter(3), names=[W]),
-        [r"param_groups\[4\]", "1 names for 2 parameters"],
+        [r"param_groups\[4\]", "1 name for 2 parameters"],
     ),
     "names that are no strings": (
         lambda _: muon_group(parameter(3, 3), names=[0]),
@@ -487,9 +487,18 @@ def test_names_set_later_of_another_length_stop_the_step(names):
     optim = trained(1)
     twin, good = copy.deepcopy(optim), optim.names[0]
     optim.param_groups[0]["names"] = names
-    assert_refused(optim, optim.step, r"param_groups\[0\]", f"{len(names)} names for 2 parameters")
+    assert_refused(optim, optim.step, r"param_groups\[0\]", r"\d names? for 2 parameters; give one")
     optim.param_groups[0]["names"] = good
     assert_steps_like(optim, twin)
+
+
+def test_a_group_that_an_engine_has_flattened_is_told_from_a_wrong_count_of_names():
+    optim = Muon([muon_group(parameter(3, 3), parameter(3, 3), names=[GOOD, W])])
+    flat = parameter(18)  # as DeepSpeed's ZeRO puts in their place
+    flat.grad = torch.ones(18)
+    optim.param_groups[0]["params"] = [flat]
+    says = r"param_groups\[0\]: 2 names for 1 parameter; .* flattened .* fully_shard"
+    assert_raises(optim.step, says)
 
 
 @pytest.mark.parametrize("steps", [0, 2])

@@ -99,6 +99,10 @@ def check_keys(group: Mapping[str, Any], known: Iterable[str], where: str) -> No
             raise ValueError(f"{where} has a key {key!r} that means nothing here; {instead}")
 
 
+def _count(things: Sequence[Any], noun: str) -> str:
+    return f"{len(things)} {noun}" + "s" * (len(things) != 1)
+
+
 def check_params(group: Group, settings: Settings) -> None:
     """Checks names and tensors of a group; `survey` checks how matrices are read."""
     params, names, where = group.params, group.names, group.where
@@ -107,10 +111,15 @@ def check_params(group: Group, settings: Settings) -> None:
         if not isinstance(names, (list, tuple)) or not all(isinstance(n, str) for n in names):
             raise ValueError(f"{where}: names must be a list of str, found {names!r}")
         if len(names) != len(params):
-            raise ValueError(
-                f"{where}: {len(names)} names for {len(params)} parameters; give one for each, "
-                "in the same order"
-            )
+            counts = f"{_count(names, 'name')} for {_count(params, 'parameter')}"
+            remedy = "give one for each, in the same order"
+            vectors = [param for param in params if getattr(param, "ndim", None) == 1]
+            if group.use_muon and vectors and len(params) < len(names):
+                remedy = (
+                    "an engine seems to have flattened several matrices into one tensor, as "
+                    "DeepSpeed's ZeRO and FSDP1 do. Muon needs the matrices: shard by fully_shard"
+                )
+            raise ValueError(f"{where}: {counts}; {remedy}")
     seen: set[int] = set()
     for index, param in enumerate(params):
         name = group.name_of(index)
