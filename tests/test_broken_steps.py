@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -377,6 +377,218 @@ def test_discarded_state_is_zeros_to_load_into_and_not_to_step_from():
         training.step()
 
 
+# -- accepted as it is -----------------------------------------------------------------------------
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "gradients still scaled"])
+def test_a_partial_step_is_accepted_wherever_it_was_interrupted(kind):
+    undisturbed, accepted = Training(kind), 0
+    undisturbed.train(range(1))
+    start = of_weights(undisturbed.everything())
+    undisturbed.train([1])
+    end = of_weights(undisturbed.everything())
+    for number in itertools.count(2, 401):
+        with case(f"interrupt {number}"):
+            training, interrupting = Training(kind), Interrupt(number)
+            training.train(range(1))
+            training.give_gradients(1)
+            with interrupting, suppress(KeyboardInterrupt):
+                training.step()
+            if interrupting.left > 0:
+                break
+            if not training.optim.is_broken:
+                continue
+            training.optim.accept_partial_step()
+            accepted += 1
+            assert not is_marked(training.optim)
+            found = training.everything()
+            for place, weight in of_weights(found).items():
+                step = (end[place] - start[place]).abs().max()
+                assert (weight - start[place]).abs().max() <= 1.5 * step
+            saved = copy.deepcopy(training.optim.state_dict())
+            pickle.loads(pickle.dumps(training.optim))
+            resumed = Training(kind)
+            with torch.no_grad():
+                for p, weight in zip(resumed.params, training.params):
+                    p.copy_(weight)
+            resumed.optim.load_state_dict(saved)
+            for going_on in (training, resumed):
+                going_on.train([2])
+            assert_equal(training.everything(), resumed.everything())
+    assert accepted
+
+
+def test_an_accepted_step_counts_where_it_was_made_and_only_there():
+    """Muon's matrices have made it; AdamW's parameters train as if it had not been."""
+    training, matrices, others = Training("plain"), Training("plain"), Training("AdamW alone")
+    training.train(range(2))
+    training.give_gradients(2)
+    with pytest.raises(KeyboardInterrupt), Fault("begin Muon.adamw", 1, interrupt):
+        training.step()
+    with pytest.raises(RuntimeError, match=r"was interrupted.*accept_partial_step\(\).*or load"):
+        training.optim.state_dict()
+    training.optim.accept_partial_step()
+    training.train([3])
+    matrices.train(range(4))
+    training_all, others_all = training.everything(), others.params
+    for step in (0, 1, 3):
+        set_gradients(training.params, step + 1)  # the same gradients for the same parameters
+        for p, twin in zip(others_all, training.params[5:]):
+            p.grad = twin.grad
+        others.step()
+    for number in range(5):
+        for key in ("weight", "momentum_buffer"):
+            place = number, key
+            assert torch.equal(training_all[place], matrices.everything()[place])
+    for number, p in enumerate(others_all, 5):
+        assert torch.equal(training_all[number, "weight"], p)
+        assert training_all[number, "step"] == 3
+
+
+def test_an_accepted_step_keeps_the_low_bits_of_exact_weights():
+    def made() -> Any:
+        params = [nn.Parameter(torch.full(shape, 0.7).bfloat16()) for shape in ((8, 12), (8,))]
+        groups = [
+            {"params": params[:1], "use_muon": True, "names": ["w.weight"]},
+            {"params": params[1:], "use_muon": False, "names": ["w.bias"]},
+        ]
+        return Muon(groups, lr=1e-3, weight_rounding="exact"), params
+
+    (optim, params), (undisturbed, its_params) = made(), made()
+    for step in range(3):
+        for each in (params, its_params):
+            set_gradients(each, step)
+        undisturbed.step()
+        if step < 2:
+            optim.step()
+    with pytest.raises(KeyboardInterrupt), Fault("begin Muon.adamw", 1, interrupt):
+        optim.step()
+    optim.accept_partial_step()
+    found, expected = optim.exact_weights()["w.weight"], undisturbed.exact_weights()["w.weight"]
+    assert torch.equal(found, expected)
+    assert not torch.equal(found, params[0].float())
+
+
+def test_only_a_step_can_be_accepted_not_a_load_nor_discarded_state():
+    training = broken()
+    training.optim.discard_state()
+    with pytest.raises(RuntimeError, match="load the last checkpoint"):
+        training.optim.accept_partial_step()
+    assert training.optim.is_broken
+    trained = Training("plain")
+    trained.train(range(1))
+    saved = copy.deepcopy(trained.optim.state_dict())
+    for own in saved["state"].values():  # which have to be converted
+        own.update({key: value.double() for key, value in own.items() if key == "exp_avg"})
+    for number in itertools.count(1):
+        training = Training("plain")
+        with pytest.raises(RuntimeError) as raised, Fault("aten.", number):
+            training.optim.load_state_dict(copy.deepcopy(saved))
+        if training.optim.is_broken:
+            break
+    assert "accept_partial_step" not in str(raised.value)
+    with pytest.raises(RuntimeError, match="An earlier load_state_dict"):
+        training.optim.accept_partial_step()
+    assert training.optim.is_broken
+
+
+def sharded(**options: Any) -> tuple[Any, list[nn.Parameter]]:
+    """Two matrices and a bias on two ranks, each a shard or, with a process group, all."""
+    torch.manual_seed(0)
+    tensors = [torch.randn(8, 12), torch.randn(12, 8), torch.randn(8)]
+    if not options:
+        mesh = init_device_mesh("cpu", (2,))
+        tensors = [part(tensor, mesh, [Shard(0)]) for tensor in tensors]
+    params = [nn.Parameter(tensor) for tensor in tensors]
+    groups = [
+        {"params": params[:2], "use_muon": True, "names": ["a.weight", "b.weight"]},
+        {"params": params[2:], "use_muon": False, "names": ["a.bias"]},
+    ]
+    return Muon(groups, **{**EXACT, "lr": 0.05, "chunk_size": 1, **options}), params
+
+
+def step_interrupted(optim: Any, params: list[nn.Parameter], step: int, point: str) -> None:
+    set_gradients(params, step)
+    with pytest.raises(KeyboardInterrupt), Fault(point, 1, interrupt):
+        optim.step()
+
+
+def accept_behind_the_last_exchange() -> None:
+    (optim, params), (undisturbed, its_params) = sharded(), sharded()
+    for step in range(3):
+        set_gradients(its_params, step)
+        undisturbed.step()
+        if step < 2:
+            set_gradients(params, step)
+            optim.step()
+    if dist.get_rank() == 1:
+        step_interrupted(optim, params, 2, "end Muon.weights")
+        optim.accept_partial_step()
+    else:
+        set_gradients(params, 2)
+        optim.step()
+    before = [local(p).detach().clone() for p in params]
+    set_gradients(params, 3)
+    with pytest.raises(ValueError, match="step different optimizers"):  # only one has accepted
+        optim.step()
+    assert all(torch.equal(local(p), b) for p, b in zip(params, before))
+    optim.accept_partial_step()
+    optim.state_dict()
+    for each in (optim, undisturbed):
+        set_gradients(params if each is optim else its_params, 3)
+        each.step()
+    assert all(torch.equal(local(p), local(q)) for p, q in zip(params, its_params))
+
+
+def test_ranks_that_all_accept_go_on_if_exchanges_were_over():
+    run_ranks(accept_behind_the_last_exchange, 2)
+
+
+def accept_and_only_save(point: str, replicated: bool) -> None:
+    optim, params = sharded(**({"process_group": dist.group.WORLD} if replicated else {}))
+    for step in range(2):
+        set_gradients(params, step)
+        optim.step()
+    if dist.get_rank() == 1 or not replicated:
+        step_interrupted(optim, params, 2, point)
+    else:
+        set_gradients(params, 2)
+        optim.step()
+    optim.accept_partial_step()
+    optim.accept_partial_step()  # changes nothing more
+    before = [local(p).detach().clone() for p in params]
+    saved = copy.deepcopy(optim.state_dict())
+    set_gradients(params, 3)
+    error = RuntimeError if dist.get_rank() == 1 or not replicated else ValueError
+    with pytest.raises(error, match="start a fresh launch"):
+        optim.step()
+    assert not optim.is_broken
+    assert all(torch.equal(local(p), b) for p, b in zip(params, before))
+    launched, its_params = sharded(**({"process_group": dist.group.WORLD} if replicated else {}))
+    with torch.no_grad():
+        for p, weight in zip(its_params, params):
+            local(p).copy_(local(weight))
+            if replicated:
+                dist.broadcast(p, 0)  # as rank 0 has saved it
+    launched.load_state_dict(saved)
+    set_gradients(its_params, 3)
+    launched.step()
+
+
+@pytest.mark.parametrize(
+    ("point", "replicated"),
+    [("in Muon.momentum: aten._foreach_mul_", False), ("end Muon.weights", True)],
+)
+def test_ranks_that_exchanges_or_replicas_have_parted_can_save_and_all_refuse_to_step(
+    point, replicated
+):
+    run_ranks(accept_and_only_save, 2, point, replicated)
+
+
 # -- on ranks, in every phase ----------------------------------------------------------------------
 
 RANKS, VICTIM = 4, 1
@@ -497,10 +709,6 @@ OWN = {"out of memory": "OutOfMemoryError", "interrupted": "KeyboardInterrupt"}
 
 def kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def interrupt() -> None:
-    raise KeyboardInterrupt
 
 
 def stop() -> None:

@@ -138,15 +138,15 @@ BAD_GROUPS = {
     # names
     "names too few": (
         lambda _: muon_group(parameter(3, 3), parameter(3, 3), names=[W]),
-        [r"param_groups\[4\]", "1 names for 2 parameters", "one for each"],
+        [r"param_groups\[4\]", "1 name for 2 parameters", "one for each"],
     ),
     "names too many": (
         lambda _: muon_group(parameter(3, 3), names=[GOOD, W]),
-        [r"param_groups\[4\]", "2 names for 1 parameters", "one for each"],
+        [r"param_groups\[4\]", "2 names for 1 parameter;", "one for each"],
     ),
     "names too few for AdamW": (
         lambda _: adamw_group(parameter(3), parameter(3), names=[W]),
-        [r"param_groups\[4\]", "1 names for 2 parameters"],
+        [r"param_groups\[4\]", "1 name for 2 parameters"],
     ),
     "names that are no strings": (
         lambda _: muon_group(parameter(3, 3), names=[0]),
@@ -488,9 +488,18 @@ def test_names_set_later_of_another_length_stop_the_step(names):
     optim = trained(1)
     twin, good = copy.deepcopy(optim), optim.names[0]
     optim.param_groups[0]["names"] = names
-    assert_refused(optim, optim.step, r"param_groups\[0\]", f"{len(names)} names for 2 parameters")
+    assert_refused(optim, optim.step, r"param_groups\[0\]", r"\d names? for 2 parameters; give one")
     optim.param_groups[0]["names"] = good
     assert_steps_like(optim, twin)
+
+
+def test_a_group_that_an_engine_has_flattened_is_told_from_a_wrong_count_of_names():
+    optim = Muon([muon_group(parameter(3, 3), parameter(3, 3), names=[GOOD, W])])
+    flat = parameter(18)  # as DeepSpeed's ZeRO puts in their place
+    flat.grad = torch.ones(18)
+    optim.param_groups[0]["params"] = [flat]
+    says = r"param_groups\[0\]: 2 names for 1 parameter; .* flattened .* fully_shard"
+    assert_raises(optim.step, says)
 
 
 @pytest.mark.parametrize("steps", [0, 2])
@@ -1000,6 +1009,47 @@ def test_one_parameter_that_was_replaced_stops_the_step(attribute):
     model(torch.ones(2, 4)).sum().backward()
     says = rf"no gradient on 1\.{attribute}, and by now the model holds another parameter"
     assert_refused(optim, optim.step, says)
+
+
+def test_an_optimizer_that_trains_nothing_says_so_once():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optim = matrices_and_biases(model)
+    assert not warnings_of(model, optim, 1)
+    model.requires_grad_(False)  # as for adapters that the groups do not have
+    adapted = nn.Sequential(model, nn.Linear(4, 4))
+    (message,) = warnings_of(adapted, optim, 3)
+    assert "test_errors.py: step() trains nothing, as all parameters are frozen" in message
+    for layer in model:
+        layer.bias.requires_grad_(True)
+    optim = Muon(
+        [
+            muon_group(*(layer.weight for layer in model)),
+            adamw_group(*(layer.bias for layer in model)),
+        ]
+    )
+    (message,) = warnings_of(model, optim, 3)
+    assert "step() trains no matrix by Muon, as all of them are frozen" in message
+    params = (p for p in model.parameters())
+    list(params)
+    optim = Muon([muon_group(*params)])
+    (message,) = warnings_of(model, optim, 3)
+    assert "step() trains nothing, as all parameters are missing" in message
+
+
+def test_groups_that_share_one_tensor_as_lr_are_warned_of_when_they_are_made():
+    groups = [muon_group(parameter(4, 4)), muon_group(parameter(4, 4)), adamw_group(parameter(4))]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        Muon([dict(group) for group in groups], lr=torch.tensor(0.1))
+    (warning,) = caught
+    assert "share one tensor as lr" in str(warning.message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        apart = Muon([{**group, "lr": torch.tensor(0.1)} for group in groups])
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(apart, factor=0.5, patience=0)
+    for _ in range(2):
+        scheduler.step(1.0)
+    assert [float(group["lr"]) for group in apart.param_groups] == pytest.approx([0.05] * 3)
 
 
 def test_two_steps_in_a_row_that_use_no_matrix_are_not_warned_of():

@@ -56,6 +56,15 @@ def test_what_a_workflow_runs_exists(path):
 
 
 @each_workflow
+def test_no_checkout_leaves_credentials_to_the_commands_after_it(path):
+    checkouts = [
+        step for step in steps(parsed(path)) if step.get("uses", "").startswith("actions/checkout@")
+    ]
+    assert checkouts
+    assert all(step["with"]["persist-credentials"] is False for step in checkouts)
+
+
+@each_workflow
 def test_actions_of_others_are_pinned_to_a_commit(path):
     workflow = parsed(path)
     used = [step["uses"] for step in steps(workflow) if "uses" in step]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Optional, Union
+from typing import TYPE_CHECKING, Any, Optional, TypeVar, Union, cast
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +44,22 @@ if TYPE_CHECKING:
 __all__ = ["Muon", "default_is_muon", "get_default_muon_param_groups"]
 
 logger = logging.getLogger(__name__)
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def _through_wrappers(method: _Function) -> _Function:
+    """Decorates a method that sets attributes, so that these are set on the optimizer itself.
+
+    A wrapper that derives from the optimizer's class and forwards attributes, as Lightning's does,
+    inherits methods. It would forward what they read, and keep what they set.
+    """
+
+    @functools.wraps(method)
+    def call(self: Muon, *args: Any, **kwargs: Any) -> Any:
+        return method(self._registration.optimizer, *args, **kwargs)
+
+    return cast(_Function, call)
 
 
 class Muon(torch.optim.Optimizer):
@@ -204,7 +221,8 @@ class Muon(torch.optim.Optimizer):
     _survey: Survey  # the one that was kept last, of the groups as they were then
     _agreed: Survey  # the survey that ranks last agreed on
     _compared: bool  # whether replicas have compared their weights and gradients
-    _warned: bool  # whether there was a warning of a step without gradients
+    _warned: bool  # whether there was a warning of a step that trains nothing
+    _warned_of_rows: bool  # whether there was a warning of a state dict with this rank's rows
     _prepared: Optional[Prepared]  # what the last step leaves for the next one to reuse
     _tried: Optional[Plan]  # the plan whose kernels were tried last
     _last: tuple[Plan, tuple[Event, ...]]  # plan and schedule of the last step
@@ -314,6 +332,7 @@ class Muon(torch.optim.Optimizer):
         if self._clip is not None:
             self._clip.find([*self._read_groups(), group_view])  # raises if a layer does not fit
         validation.warn_about_overshoot(group_view)
+        validation.warn_about_shared_lr(group, self.param_groups)
         names = group.pop("names")
         # torch wants param_names in all groups or in none. Some groups may have them here, so hide
         # them from torch.
@@ -374,6 +393,7 @@ class Muon(torch.optim.Optimizer):
         return None if replicas is None else replicas.group
 
     @process_group.setter
+    @_through_wrappers
     @dtensors.refuses_groups_before_init("process_group")
     def process_group(self, process_group: Any) -> None:
         replicas = None if process_group is None else Replicas(process_group)
@@ -410,8 +430,8 @@ class Muon(torch.optim.Optimizer):
             ValueError: wrong gradients, hyperparameters or logits; no parameter and no state was
                 changed.
             RuntimeError: this step or an earlier one failed when this rank or another might already
-                have written: load a checkpoint before you go on. An error from before any
-                writing is raised as it is.
+                have written: load a checkpoint before you go on, or call `accept_partial_step`. An
+                error from before any writing is raised as it is.
         """
         loss, error = None, None
         try:
@@ -454,7 +474,11 @@ class Muon(torch.optim.Optimizer):
             # If the other ranks may go on, they write, even if this rank fails.
             return scaling.has_unscaled or self._agreement.may_go
 
-        with self._integrity.changing("step()", has_begun):
+        def has_parted() -> bool:
+            has_exchanged = step is not None and step.has_exchanged
+            return self._agreement.may_go and not (has_exchanged and not self._has_replicas())
+
+        with self._integrity.changing("step()", has_begun, has_parted):
             step = self._prepare(error, qk_logits, scaling)
             if step is None:
                 return
@@ -467,16 +491,30 @@ class Muon(torch.optim.Optimizer):
                     self.state, (p for group in step.groups for p in group.params)
                 )
             self._rounding.begin(step.groups, self.state)
-            with step, triton_kernels.off(self._agreement.lacks_kernels):
-                scaling.unscale(step.groups)
-                pipeline.run(step)
-            self._rounding.end()
-            for group in self.param_groups:
-                if group["weight_rounding"] == "stochastic" and not self._agreement.only_creates:
-                    group["rounding_step"] = group.get("rounding_step", 0) + 1
+            try:
+                with step, triton_kernels.off(self._agreement.lacks_kernels):
+                    scaling.unscale(step.groups)
+                    pipeline.run(step)
+            finally:
+                self._rounding.end()
+            self._count_rounding_step()
             self._prepared = None if self._offload.has_state else step.prepared
             self._last = step.plan, step.prepared.schedule
             self._agreement.steps += 1
+
+    def _count_rounding_step(self) -> None:
+        for group in self.param_groups:
+            if group["weight_rounding"] == "stochastic" and not self._agreement.only_creates:
+                group["rounding_step"] = group.get("rounding_step", 0) + 1
+
+    def _has_replicas(self) -> bool:
+        """Whether other ranks hold the same part of one of this rank's parameters."""
+        rank, replicas = dtensors.this_rank(), self._settings.replicas
+        for param in (param for group in self.param_groups for param in group["params"]):
+            sharding = dtensors.sharding_of(param)
+            if len(replicas or () if sharding is None else sharding.peers(rank, (), True)) > 1:
+                return True
+        return False
 
     def _prepare(
         self, error: Optional[BaseException], qk_logits: Optional[Logits], scaling: Scaling
@@ -508,6 +546,7 @@ class Muon(torch.optim.Optimizer):
         try:
             if error is None:
                 self._integrity.check()
+                self._agreement.check_together()
                 groups, plan, absent = self._plan()
                 scaling.check(groups)
                 # With lr=0 torch.distributed.checkpoint makes a step that only creates state.
@@ -726,6 +765,7 @@ class Muon(torch.optim.Optimizer):
 
     # -- audit ---------------------------------------------------------------------------------
 
+    @_through_wrappers
     def audit(self, keep: int = 100) -> Audit:
         """Starts an audit, which watches steps to the end of its context, or until its ``stop()``.
 
@@ -807,7 +847,8 @@ class Muon(torch.optim.Optimizer):
         """Whether weights and state do not belong together: a `step` or a load broke off, or
         `discard_state` was called.
 
-        `load_state_dict` mends that; load the model's weights from the same checkpoint.
+        `load_state_dict` mends that; load the model's weights from the same checkpoint. After a
+        step that broke off, `accept_partial_step` goes on without a checkpoint.
         """
         return self._integrity.is_broken
 
@@ -823,7 +864,7 @@ class Muon(torch.optim.Optimizer):
         by the first step, so that what was taken before it can be loaded to begin again.
 
         Raises:
-            RuntimeError: a `step` or a load broke off, so the state is of no use; see
+            RuntimeError: a `step` or a load broke off; see `accept_partial_step` and
                 `discard_state`.
         """
         self._integrity.check(accept_void=True)
@@ -831,6 +872,7 @@ class Muon(torch.optim.Optimizer):
         self._create_state(groups)
         self._rounding.begin(groups, self.state)
         self._offload.flush()
+        self._warn_about_divided_state(groups)
         held = {id(param) for group in groups for param in group.params}
         params = [key for key in self.state if isinstance(key, Tensor)]  # other keys are the user's
         departed = {p: self.state.pop(p) for p in params if id(p) not in held}
@@ -846,6 +888,16 @@ class Muon(torch.optim.Optimizer):
         for group in state_dict["param_groups"]:
             group.update({k: str(v) for k, v in group.items() if isinstance(v, torch.dtype)})
         return state_dict
+
+    def _warn_about_divided_state(self, groups: Sequence[Group]) -> None:
+        """Warns once of state that replicas divide, unless torch.distributed.checkpoint asks."""
+        if self._warned_of_rows or len(self._settings.replicas or ()) < 2:
+            return
+        plain = (p for group in groups for p in group.params if not dtensors.is_dtensor(p))
+        is_divided = any(self._divided_state(param) is not None for param in plain)
+        if is_divided and not validation.is_called_by("torch.distributed.checkpoint"):
+            validation.warn_about_divided_state()
+            self._warned_of_rows = True
 
     @torch.no_grad()
     def exact_weights(self) -> dict[str, Tensor]:
@@ -892,6 +944,7 @@ class Muon(torch.optim.Optimizer):
             if param in self._rounding.residuals
         }
 
+    @_through_wrappers
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in torch.optim, but momentum keeps its saved dtype; missing group keys get defaults.
 
@@ -1022,6 +1075,39 @@ class Muon(torch.optim.Optimizer):
         )
         self.load_state_dict(state_dict)
 
+    @_through_wrappers
+    @torch.no_grad()
+    def accept_partial_step(self) -> None:
+        """Accepts that a step broke off, by an interrupt or an error, so that training goes on.
+
+        Some parameters, or their momentum, are a step ahead of others, and stay so. Afterwards
+        `state_dict`, `step` and copies work again. Gradients are those that the step has left: call
+        `zero_grad` and go on with the next batch.
+
+        Call this on all ranks alike, also on those whose step was whole. If a rank's step broke off
+        before its last exchange with other ranks, or if other ranks hold the same parameters and
+        may have updated them differently, then state can be saved, but the next step raises on all
+        ranks that share parameters: start a fresh launch from what was saved.
+
+        Raises:
+            RuntimeError: a load broke off, or `discard_state` was called; nothing was changed.
+
+        Example:
+            >>> try:
+            ...     train()
+            ... except KeyboardInterrupt:
+            ...     if optimizer.is_broken:
+            ...         optimizer.accept_partial_step()
+        """
+        self._integrity.check_acceptable()
+        self._create_state(self._read_groups())  # the first step may have made only some of it
+        if self.is_broken:
+            self._count_rounding_step()  # as ranks have done whose step was whole
+        has_parted = self._integrity.accept() or self._agreement.has_parted
+        self._forget_plans()
+        self._agreement.has_parted = has_parted
+
+    @_through_wrappers
     @torch.no_grad()
     def discard_state(self) -> None:
         """Sets all state to zeros, so that a checkpoint can be loaded into it.
@@ -1070,6 +1156,7 @@ class Muon(torch.optim.Optimizer):
 
     # -- CPU offload -----------------------------------------------------------------------------
 
+    @_through_wrappers
     @torch.inference_mode(False)  # else the memory made here could not be changed later
     @torch.no_grad()
     def turn_on_cpu_offload(
@@ -1107,6 +1194,7 @@ class Muon(torch.optim.Optimizer):
         self._offload.turn_on(self, mode, slot_bytes, model, backend)
         self._forget_tensors()
 
+    @_through_wrappers
     @torch.inference_mode(False)  # else the memory made here could not be changed later
     @torch.no_grad()
     def turn_off_cpu_offload(self) -> None:
@@ -1194,7 +1282,7 @@ class Muon(torch.optim.Optimizer):
         self._settings = dataclasses.replace(self._settings, memory=None)  # as ranks agree anew
         self._compared = False
         self._tried = None
-        self._warned = False
+        self._warned = self._warned_of_rows = False
         self._checked_keys = {}
         self._untrained = 0
         self._last = EMPTY_PLAN, ()

@@ -53,6 +53,7 @@ def run(step: Step) -> None:
     """Updates all parameters."""
     if step.clipping is not None:
         step.clipping.reduce(step.settings)
+    step.has_exchanged = step.prepared.last_exchange is None
     with step.prefetcher:
         for event in step.prepared.schedule:
             DOES[event.do](event, step)
@@ -112,6 +113,8 @@ def update_weights(event: Event, step: Step) -> None:
     chunk, lane = step.prepared.chunk(event)
     transport = step.transports.pop(event.chunk)
     transport.wait()
+    if event == step.prepared.last_exchange:
+        step.has_exchanged = True
     step.has_written = True
     with record_function("Muon.weights"):
         for span, _ in step.together(chunk.weights, lane, is_scatter=True):

@@ -108,6 +108,11 @@ class Registration:
         Registration._all.append(self)
         Registration._is_collected = False
 
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer, which may be asked for through a wrapper of it."""
+        return self._sets_now().__self__  # type: ignore[union-attr]
+
     def number(self, ranks: Ranks) -> int:
         """How many of the optimizers that ``ranks`` share were made before this one."""
         if ranks not in self._numbers:
@@ -141,10 +146,13 @@ class Agreement:
         only_creates: whether the step only creates state, on all ranks: there was no state, the
             learning rate is 0, and all gradients are zeros.
         steps: how many steps were made since this object was made.
+        has_parted: whether a step broke off on this rank, and was accepted, where ranks can no
+            longer step together.
     """
 
     def __init__(self) -> None:
-        self.may_go = self.has_compared = self.lacks_kernels = self.only_creates = False
+        self.may_go = self.has_compared = self.lacks_kernels = False
+        self.only_creates = self.has_parted = False
         self.steps = 0
         self._union: Optional[_Union] = None
         self._memory = 0.0  # of this rank's device, as last given to `least_memory`
@@ -156,6 +164,15 @@ class Agreement:
     def begin(self) -> None:
         """Begins a step, in which this rank has not voted yet."""
         self.may_go = self.has_compared = False
+
+    def check_together(self) -> None:
+        """Raises RuntimeError where ranks can no longer step together."""
+        if self.has_parted:
+            raise RuntimeError(
+                "step() broke off on this rank, which other ranks exchange matrices or share "
+                "parameters with, and they can't know how far it came: save state_dict() and start "
+                "a fresh launch from it"
+            )
 
     def least_memory(self, how_often: str, sets: Collection[Ranks], memory: float) -> float:
         """The least memory of the devices of the ranks that step together, in bytes.

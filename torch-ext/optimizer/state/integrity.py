@@ -5,18 +5,23 @@ from __future__ import annotations
 import contextlib
 import enum
 from collections.abc import Callable, Iterator
+from typing import Optional
 
 _AHEAD = "Some parameters and their state may be a step ahead of others"
 _LOAD = "load the last checkpoint into the model, and into the optimizer by load_state_dict()"
 _LOAD_OR_DISCARD = (
     f"{_LOAD}, or call discard_state() before torch.distributed.checkpoint loads in place"
 )
+_ACCEPT_OR_LOAD = (
+    f"call accept_partial_step() to go on from there or to save; or {_LOAD_OR_DISCARD}"
+)
 
 
 class _Status(enum.Enum):
     WHOLE = enum.auto()  # weights and state are of the same step
     LOADING = enum.auto()  # a load has begun to write
-    BROKEN = enum.auto()  # a step or a load broke off; only a load mends that
+    PARTIAL = enum.auto()  # a step broke off, which can be accepted
+    BROKEN = enum.auto()  # a load broke off; only a load mends that
     VOID = enum.auto()  # broken, and all state was set to zeros for a load in place
 
 
@@ -27,6 +32,7 @@ class Integrity:
         self._status = _Status.WHOLE
         self._cause = ""  # why the status is not WHOLE, in words
         self._may_load = False  # whether `loading` is active
+        self._has_parted = False  # whether a step that broke off has left ranks apart
 
     @property
     def is_broken(self) -> bool:
@@ -39,16 +45,38 @@ class Integrity:
     def check(self, accept_void: bool = False) -> None:
         """Raises RuntimeError where weights and state are broken."""
         if self.is_broken and not (accept_void and self.is_void):
-            remedy = _LOAD if self.is_void else _LOAD_OR_DISCARD
-            raise RuntimeError(f"An earlier {self._cause}: {remedy}")
+            raise RuntimeError(f"An earlier {self._cause}: {self._remedy}")
+
+    @property
+    def _remedy(self) -> str:
+        remedies = {_Status.PARTIAL: _ACCEPT_OR_LOAD, _Status.VOID: _LOAD}
+        return remedies.get(self._status, _LOAD_OR_DISCARD)
+
+    def check_acceptable(self) -> None:
+        """Raises RuntimeError where more is wrong than that a step broke off."""
+        if self._status is not _Status.PARTIAL:
+            self.check()
+
+    def accept(self) -> bool:
+        """Accepts a step that broke off. Returns whether it has left ranks apart."""
+        has_parted = self.is_broken and self._has_parted
+        self._status = _Status.WHOLE
+        return has_parted
 
     @contextlib.contextmanager
-    def changing(self, what: str, has_begun: Callable[[BaseException], bool]) -> Iterator[None]:
+    def changing(
+        self,
+        what: str,
+        has_begun: Callable[[BaseException], bool],
+        has_parted: Optional[Callable[[], bool]] = None,
+    ) -> Iterator[None]:
         """A context for what changes weights or state; an error in it may leave them broken.
 
         Args:
             what: what changes them, in words.
             has_begun: whether anything may have been written when an exception was raised.
+            has_parted: for a step: whether this rank and others, after an exception, can no longer
+                step together.
 
         Raises:
             RuntimeError: in place of an error that broke the change off after it had begun. Earlier
@@ -60,9 +88,11 @@ class Integrity:
             if has_begun(error):
                 self._cause = f"{what} was interrupted. {_AHEAD}"
                 self._status = _Status.BROKEN
+                if has_parted is not None:
+                    self._status, self._has_parted = _Status.PARTIAL, has_parted()
                 if isinstance(error, Exception):
                     self._cause = f"{what} broke off: {type(error).__name__}: {error}. {_AHEAD}"
-                    raise RuntimeError(f"{self._cause}: {_LOAD_OR_DISCARD}") from error
+                    raise RuntimeError(f"{self._cause}: {self._remedy}") from error
             raise
 
     @contextlib.contextmanager

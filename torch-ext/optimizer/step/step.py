@@ -59,7 +59,8 @@ class SpanParts(NamedTuple):
 class Prepared:
     """What the steps of one plan share: parts of parameters and state by span, and the schedule.
 
-    ``params`` and ``state`` are in the order of the plan's entries.
+    ``params`` and ``state`` are in the order of the plan's entries. ``last_exchange`` is the event
+    that waits for the last updates from other ranks, None without traffic.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class Prepared:
         for by_lane in (self.process_groups, self.team_groups):
             by_lane += [None] * len(plan.local_lanes)
         self.schedule: tuple[Event, ...] = ()
+        self.last_exchange: Optional[Event] = None
         self.last_reads: dict[Optional[int], list[int]] = {}
         self._schedule_inputs: Optional[ScheduleInputs] = None
         # Caches, by id of a span; `_joined` by id of a chunk's sequence of spans.
@@ -113,6 +115,9 @@ class Prepared:
         if inputs == self._schedule_inputs:
             return
         self._schedule_inputs, self.schedule = inputs, schedule(self.plan, inputs)
+        lanes = range(len(self.plan.lanes))
+        updates = [e for e in self.schedule if e.do is Do.UPDATE and e.lane in lanes]
+        self.last_exchange = updates[-1] if updates else None
         # By number of an entry, the id of the last span that reads its gradient.
         last: dict[int, Optional[int]] = dict.fromkeys(range(len(self.params)))
         for event in self.schedule:
@@ -193,6 +198,7 @@ class Step:
         transports: of the chunks in flight, by `Event.chunk`.
         finite: of the matrices that may be skipped, which ones are finite and so are updated.
         has_written: whether parameters or state may have changed.
+        has_exchanged: whether the last updates from other ranks have come.
     """
 
     prepared: Prepared
@@ -222,7 +228,7 @@ class Step:
         self.scratch = Scratch()
         self.finite = FiniteMask(plan)
         self.transports: dict[tuple[int, int], Transport] = {}
-        self.has_written = False
+        self.has_written = self.has_exchanged = False
         self._params = [groups[entry.group].params[entry.index] for entry in plan.entries]
         self._absent = absent
         self._only_creates = only_creates
