@@ -896,9 +896,10 @@ class Muon(torch.optim.Optimizer):
             checkpoints.check_structure(saved)
             if self._integrity.is_broken and not self._integrity.is_void:
                 checkpoints.check_apart(saved["state"], self.state)
-            states = checkpoints.normalize_state(saved["state"])
+            states = checkpoints.normalize_state(checkpoints.states_by_id(saved))
             with names_source(saved["param_groups"], self.param_groups):
                 merged = self._check_saved(states, saved["param_groups"])
+            checkpoints.check_all_listed(states, merged)
             loaded.update(saved, state=states, param_groups=merged)
             return {**loaded, "state": checkpoints.without_tensors(states, merged)}
 
