@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -198,6 +199,14 @@ def names_of(groups: list[dict[str, Any]]) -> tuple[list[str], list[str]]:
     return muon["names"], adamw["names"]
 
 
+WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "torch.compile": lambda m: torch.compile(m, backend="eager"),
+    "DataParallel": nn.DataParallel,
+    "checkpoint_wrapper": checkpoint_wrapper,
+    "all of them": lambda m: checkpoint_wrapper(torch.compile(nn.DataParallel(m), backend="eager")),
+}
+
+
 def assert_aligned(groups: list[dict[str, Any]], model: nn.Module) -> None:
     """Every trainable parameter of the model is there once, under its own name."""
     expected = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -294,47 +303,39 @@ def test_names_stand_in_the_models_order_beside_their_parameters():
 
 
 @pytest.mark.kernels_ci
-@pytest.mark.parametrize(
-    "wrap",
-    [
-        pytest.param(lambda m: torch.compile(m, backend="eager"), id="torch.compile"),
-        pytest.param(lambda m: nn.DataParallel(m), id="DataParallel"),
-        pytest.param(lambda m: checkpoint_wrapper(m), id="checkpoint_wrapper"),
-        pytest.param(
-            lambda m: checkpoint_wrapper(torch.compile(nn.DataParallel(m), backend="eager")),
-            id="all of them",
-        ),
-    ],
-)
-def test_a_wrapped_model_gives_the_groups_of_the_model(wrap):
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+def test_a_wrapped_model_gives_the_groups_of_the_model_under_its_own_keys(wrap):
     model = Llama()
     expected = get_default_muon_param_groups(model)
-    found = get_default_muon_param_groups(wrap(model))
-    assert names_of(found) == names_of(expected)
+    assert_same_groups(wrap(model), expected)
+
+
+def assert_same_groups(wrapped: nn.Module, expected: list[dict[str, Any]]) -> None:
+    found, keys = get_default_muon_param_groups(wrapped), wrapped.state_dict(keep_vars=True)
     for group, other in zip(found, expected):
-        assert all(p is q for p, q in zip(group["params"], other["params"]))
-    assert_aligned(found, model)
+        assert list(map(id, group["params"])) == list(map(id, other["params"]))
+        assert all(keys[name] is p for name, p in zip(group["names"], group["params"]))
 
 
 def test_wrapped_layers_give_the_groups_of_the_model():
     model = Llama()
-    expected = names_of(get_default_muon_param_groups(model))
+    expected = get_default_muon_param_groups(model)
     for index, layer in enumerate(model.layers):
         layer["wq"] = checkpoint_wrapper(torch.compile(layer["wq"], backend="eager"))
         model.layers[index] = checkpoint_wrapper(layer)
     model.lm_head = torch.compile(model.lm_head, backend="eager")
     model.tok = checkpoint_wrapper(model.tok)
-    assert names_of(get_default_muon_param_groups(model)) == expected
+    assert_same_groups(model, expected)
 
 
-def names_under_ddp() -> tuple[list[str], list[str]]:
-    model = nn.parallel.DistributedDataParallel(Llama(tied=True))
-    return names_of(get_default_muon_param_groups(model))
+def groups_under_ddp() -> None:
+    model = Llama(tied=True)
+    expected = get_default_muon_param_groups(model)
+    assert_same_groups(nn.parallel.DistributedDataParallel(model), expected)
 
 
 def test_a_model_in_ddp_gives_the_groups_of_the_model():
-    expected = names_of(get_default_muon_param_groups(Llama(tied=True)))
-    assert run_ranks(names_under_ddp, 1) == [expected]
+    run_ranks(groups_under_ddp, 1)
 
 
 @pytest.mark.parametrize("head_first", [False, True])
@@ -558,6 +559,45 @@ def test_a_custom_function_gets_what_it_takes(is_muon):
     assert "layers.0.w1.weight" in adamw and "lm_head.weight" in adamw
     assert_aligned(groups, model)
     assert_trains(groups)
+
+
+class Mixer(nn.Module):
+    """With a weight of its own beside that of a layer called ``module``, as wrappers call it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = nn.Linear(6, 12, bias=False)
+        self.weight = nn.Parameter(torch.randn(12, 6))
+        self.experts = nn.Parameter(torch.randn(3, 6, 6))
+
+
+def wrapped_layers(model: nn.Sequential) -> nn.Module:
+    layers = [checkpoint_wrapper(model[0]), torch.compile(model[1], backend="eager")]
+    return nn.DataParallel(nn.Sequential(*layers))
+
+
+WRAPS = {"plain": lambda model: model, "layers, too": wrapped_layers, **WRAPPERS}
+
+
+@pytest.mark.parametrize(
+    "is_muon", [default_is_muon, lambda name, p, keys: default_is_muon(name, p, keys)]
+)
+@pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+def test_names_of_a_wrapped_model_mean_the_same_parameters_as_keys_and_patterns(wrap, is_muon):
+    model = nn.Sequential(Mixer(), Mixer())
+    first, second = model
+    wrapped = wrap(model)
+    name_of = {id(p): name for name, p in wrapped.named_parameters()}
+    groups = get_default_muon_param_groups(
+        wrapped,
+        is_muon,
+        expert_keys=[name_of[id(second.experts)]],
+        adamw_keys=[name_of[id(second.weight)]],
+    )
+    params = [first.weight, first.module.weight, second.experts, second.module.weight]
+    assert list(map(id, groups[0]["params"])) == list(map(id, params))
+    optim = Muon(groups, split={name_of[id(second.module.weight)]: 4})
+    assert [row["matrices"] for row in optim.summary().rows[:4]] == [1, 1, 3, 3]
 
 
 def test_a_custom_function_gets_names_without_wrapper_parts():

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -1246,6 +1247,42 @@ def test_training_resumes_bit_by_bit_through_files(flatten, tmp_path):
     train(model, optim, 3, seed=1)
     train(other, twin, 3, seed=1)
     assert_same_training(model, optim, other, twin)
+
+
+def test_training_resumes_from_a_file_that_dcp_has_converted_for_torch_load(tmp_path):
+    """Its state is under the ids of the groups as text."""
+    model, optim = build(beta2=0.9)
+    train(model, optim, 3)
+    content = {"model": model.state_dict(), "optim": optim.state_dict()}
+    dcp.save(content, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    dcp_to_torch_save(tmp_path / "dcp", tmp_path / "converted.pt")
+    saved = torch.load(tmp_path / "converted.pt", weights_only=True)
+    other, twin = build(seed=1, beta2=0.9)
+    other.load_state_dict(saved["model"])
+    twin.load_state_dict(saved["optim"])
+    assert_equal(twin.state_dict(), optim.state_dict())
+    train(model, optim, 3, seed=1)
+    train(other, twin, 3, seed=1)
+    assert_same_training(model, optim, other, twin)
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        (["layers.0.wq.weight"], "of parameter 'layers.0.wq.weight', which none of its groups"),
+        ([99], "of parameter 99, which none of its groups lists"),
+        ([0, "0"], "has state of parameter 0 twice"),
+    ],
+)
+def test_state_under_other_ids_than_the_groups_is_refused(ids, message):
+    model, optim = build()
+    train(model, optim, 1)
+    saved, before = copy.deepcopy(optim.state_dict()), copy.deepcopy(optim.state_dict())
+    momentum = saved["state"].pop(0)
+    saved["state"].update(dict.fromkeys(ids, momentum))
+    with pytest.raises(ValueError, match=message):
+        optim.load_state_dict(saved)
+    assert_equal(optim.state_dict(), before)
 
 
 # Schedulers

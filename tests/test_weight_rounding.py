@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_optimizer_state_dict,
@@ -331,6 +332,138 @@ def test_a_loaded_residual_survives_whichever_is_loaded_first(first):
     expected = run.optim.exact_weights()
     for name, value in other.optim.exact_weights().items():
         assert torch.equal(value, expected[name]), name
+
+
+# -- names -----------------------------------------------------------------------------------------
+
+
+class Beside(nn.Module):
+    """A matrix of its own beside that of a layer called ``module``, as wrappers call it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = nn.Linear(6, 4)
+        self.weight = nn.Parameter(torch.zeros(4, 6))
+
+
+def of_layers() -> nn.Module:
+    return nn.Sequential(Beside(), nn.Linear(4, 4), nn.Linear(4, 2))
+
+
+def compiled(model: nn.Module) -> nn.Module:
+    return torch.compile(model, backend="eager")
+
+
+def wrapped_layers(model: nn.Module) -> nn.Module:
+    model[0], model[1] = checkpoint_wrapper(model[0]), compiled(model[1])
+    return model
+
+
+WRAPS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "plain": lambda model: model,
+    "a component called module at the root": lambda model: model[0],
+    "compile": compiled,
+    "checkpoint_wrapper": checkpoint_wrapper,
+    "DataParallel": nn.DataParallel,
+    "layers": wrapped_layers,
+    "all": lambda model: compiled(nn.DataParallel(checkpoint_wrapper(wrapped_layers(model)))),
+}
+
+
+def check_keys(wrap: Callable[[nn.Module], nn.Module], **options: Any) -> None:
+    """Weights that bf16 does not hold come from `load_exact_weights` to a model in fp32."""
+    model, wide = wrap(of_layers().bfloat16()), wrap(of_layers())
+    groups = optimizer.get_default_muon_param_groups(model)
+    optim = optimizer.Muon(groups, weight_rounding="exact", **options)
+    weights = {
+        name: torch.full(p.shape, number + 2**-15)
+        for number, (name, p) in enumerate(model.named_parameters(), start=1)
+    }
+    optim.load_exact_weights(weights)
+    wide.load_state_dict({**model.state_dict(), **optim.exact_weights()})
+    for name, p in wide.named_parameters():
+        assert torch.equal(p, weights[name]), name
+
+
+@pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+def test_exact_weights_have_the_models_own_keys_however_it_is_wrapped(wrap):
+    check_keys(wrap)
+
+
+def check_keys_under_ddp() -> None:
+    group = dist.group.WORLD
+    for wrap in (nn.parallel.DistributedDataParallel, ddp_of_compiled):
+        check_keys(wrap)
+        check_keys(wrap, process_group=group)
+        check_keys(wrap, process_group=group, grad_reduce="mean")
+
+
+def ddp_of_compiled(model: nn.Module) -> nn.Module:
+    return nn.parallel.DistributedDataParallel(compiled(model))
+
+
+def test_exact_weights_have_the_models_own_keys_under_ddp():
+    run_ranks(check_keys_under_ddp, 2)
+
+
+def two_weights(*names: str) -> tuple[list[nn.Parameter], Any]:
+    params = [nn.Parameter(torch.zeros(4, 4, dtype=torch.bfloat16)) for _ in names]
+    group = {"params": params, "names": list(names), "use_muon": True}
+    return params, optimizer.Muon([group], weight_rounding="exact")
+
+
+def test_exact_weights_load_into_a_model_that_is_wrapped_otherwise():
+    params, optim = two_weights("_orig_mod.0.weight", "_orig_mod.1.weight")
+    ones = torch.ones(4, 4)
+    optim.load_exact_weights({"0.weight": ones, "module._orig_mod.1.weight": 2 * ones})
+    assert torch.equal(params[0], ones.bfloat16()) and torch.equal(params[1], 2 * ones.bfloat16())
+
+
+def test_exact_weights_of_two_parameters_of_one_name_are_refused():
+    params, optim = two_weights("weight", "weight")
+    with pytest.raises(ValueError, match="2 parameters are called weight, so that exact weights"):
+        optim.exact_weights()
+    with pytest.raises(ValueError, match="2 parameters are called weight, so that exact weights"):
+        optim.load_exact_weights({"weight": torch.ones(4, 4)})
+    assert not any(map(torch.any, params))
+
+
+def test_exact_weights_need_names():
+    param = nn.Parameter(torch.zeros(4, 4, dtype=torch.bfloat16))
+    optim = optimizer.Muon([{"params": [param], "use_muon": True}], weight_rounding="exact")
+    with pytest.raises(ValueError, match=r"param_groups\[0\]: exact weights need names"):
+        optim.exact_weights()
+
+
+@pytest.mark.parametrize(
+    ("names", "given", "message"),
+    [
+        (["a.weight", "_orig_mod.a.weight"], ["module.a.weight"], "no trainable .*'module.a.we"),
+        (["a.weight", "b.weight"], ["a.weight", "_orig_mod.a.weight"], "a.weight, which is given"),
+    ],
+)
+def test_exact_weights_whose_parameter_cannot_be_told_change_nothing(names, given, message):
+    params, optim = two_weights(*names)
+    with pytest.raises(ValueError, match=message):
+        optim.load_exact_weights(dict.fromkeys(given, torch.ones(4, 4)))
+    assert not any(map(torch.any, params))
+
+
+def test_random_rounding_does_not_depend_on_wrappers():
+    def train_wrapped(wrap: Callable[[nn.Module], nn.Module]) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = wrap(of_layers().bfloat16())
+        groups = optimizer.get_default_muon_param_groups(model)
+        optim = optimizer.Muon(groups, lr=1e-3, weight_rounding="stochastic")
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        optim.step()
+        return [p.detach() for p in model.parameters()]
+
+    expected = train_wrapped(WRAPS["plain"])
+    for name in ("compile", "DataParallel", "all"):
+        for weight, other in zip(train_wrapped(WRAPS[name]), expected):
+            assert torch.equal(weight, other), name
 
 
 # -- checkpoints -----------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from .distributed.replicas import Replicas
 from .parameters import options, validation
 from .parameters.default_groups import default_is_muon, get_default_muon_param_groups
 from .parameters.foreign_words import explains_unknown_arguments
+from .parameters.names import find_name, state_dict_key
 from .parameters.options import GROUP_OPTIONS, SETTINGS, Group
 from .parameters.survey import NO_SURVEY, Survey, entries_of, shared_with, survey_groups
 from .qk_clip.logit_source import NO_STATS, Logits, LogitSource
@@ -901,35 +902,48 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def exact_weights(self) -> dict[str, Tensor]:
-        """The weights of ``weight_rounding="exact"`` in fp32, by the names of their parameters.
+        """The weights of ``weight_rounding="exact"`` in fp32, by their keys in the model's
+        ``state_dict()``.
 
-        The tensors are new, and placed as the parameters are. Call this on all ranks alike: where
-        replicas divide AdamW's state, they send each other rows of it.
+        The keys are the names in the groups, which are those of the model that the groups were made
+        from, with the prefixes of torch.compile and DDP if it has them. A weight that the model
+        holds twice has the first of its names. The tensors are new, and placed as the parameters
+        are. Call this on all ranks alike: where replicas divide AdamW's state, they send each other
+        rows of it.
+
+        Raises:
+            ValueError: groups without names, or two parameters of one name.
 
         >>> state_dict = {**model.state_dict(), **optimizer.exact_weights()}
         """
         params = self._params_with_residuals()
-        return {name: self._rounding.exact(param) for name, param in params.items()}
+        return {key: self._rounding.exact(param) for key, param in params.items()}
 
     @torch.no_grad()
     def load_exact_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Sets weights and their residuals to weights in fp32, as `exact_weights` gives them.
 
-        You need not give all weights. Call this after `load_state_dict`, which would replace the
-        residuals.
+        You need not give all weights. Their names may have other prefixes of torch.compile, DDP and
+        activation checkpointing than the groups' names have. Call this after `load_state_dict`,
+        which would replace the residuals.
 
         Raises:
-            ValueError: a name that has no residual here, or a tensor that does not fit it; nothing
-                was loaded.
+            ValueError: a name that has no residual here or may be several parameters', two names of
+                one parameter, or a tensor that does not fit; nothing was loaded.
         """
-        params = self._params_with_residuals()
+        params, values = self._params_with_residuals(), {}
+        find = find_name(name for group in self._read_groups() for name in group.names or ())
         for name, value in weights.items():
-            validation.check_exact_weight(name, value, params.get(name))
-        for name, value in weights.items():
-            self._rounding.set_exact(params[name], value)
+            key = state_dict_key(find(name) or name)
+            validation.check_exact_weight(name, value, params.get(key))
+            if key in values:
+                raise ValueError(f"{name} is {key}, which is given twice")
+            values[key] = value
+        for key, value in values.items():
+            self._rounding.set_exact(params[key], value)
 
     def _params_with_residuals(self) -> dict[str, Tensor]:
-        """Parameters that have a residual, by name.
+        """Parameters that have a residual, by their keys in the model's ``state_dict()``.
 
         Residuals of weights that were changed since the last step are set to zero first.
         """
@@ -937,12 +951,7 @@ class Muon(torch.optim.Optimizer):
         groups = self._read_groups()
         self._create_state(groups)
         self._rounding.begin(groups, self.state)
-        return {
-            group.name_of(index): param
-            for group in groups
-            for index, param in enumerate(group.params)
-            if param in self._rounding.residuals
-        }
+        return self._rounding.by_key(groups)
 
     @_through_wrappers
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -965,9 +974,10 @@ class Muon(torch.optim.Optimizer):
             if self._integrity.is_broken and not self._integrity.is_void:
                 checkpoints.check_apart(saved["state"], self.state)
             own.update(checkpoints.storages_of(self._store.without_created(self.state)))
-            states = checkpoints.normalize_state(saved["state"])
+            states = checkpoints.normalize_state(checkpoints.states_by_id(saved))
             with names_source(saved["param_groups"], self.param_groups):
                 merged = self._check_saved(states, saved["param_groups"])
+            checkpoints.check_all_listed(states, merged)
             loaded.update(saved, state=states, param_groups=merged)
             return {**loaded, "state": checkpoints.without_tensors(states, merged)}
 

@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 
 from .parameters.default_groups import get_default_muon_param_groups
-from .parameters.names import has_component, normalize_name
+from .parameters.names import has_component, normalize_name, state_dict_key
 
 # Liu et al. 2025, "Muon is Scalable for LLM Training", arXiv:2502.16982, of Moonlight.
 _MOONLIGHT_MUON: dict[str, Any] = {
@@ -146,7 +146,8 @@ def nanochat(
     groups.append({**matrices, **how})
     taken = {id(param) for group in groups for param in group["params"]}
     for name, param in model.named_parameters():
-        if id(param) not in taken or (param.ndim != 2 and name in groups[-1]["names"]):
+        is_muons = state_dict_key(name) in groups[-1]["names"]
+        if id(param) not in taken or (param.ndim != 2 and is_muons):
             raise ValueError(f"recipes.nanochat has no group for {name}, {tuple(param.shape)}")
     for group in groups:
         group["initial_lr"] = group["lr"]
@@ -155,10 +156,12 @@ def nanochat(
 
 def _part(model: nn.Module, parts: Sequence[str]) -> dict[str, Any]:
     """Parameters and names of nanochat's GPT that begin with any of these parts."""
-    named = {normalize_name(name): param for name, param in model.named_parameters()}
+    named = {state_dict_key(name): param for name, param in model.named_parameters()}
     chosen: dict[str, nn.Parameter] = {}
     for part in parts:
-        matching = {name: p for name, p in named.items() if f"{name}.".startswith(f"{part}.")}
+        matching = {
+            k: p for k, p in named.items() if f"{normalize_name(k)}.".startswith(f"{part}.")
+        }
         if not matching:
             raise ValueError(f"recipes.nanochat names {part}, which {_name(model)} has not")
         chosen.update(matching)

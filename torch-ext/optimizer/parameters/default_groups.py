@@ -13,7 +13,13 @@ import torch
 from torch import nn
 
 from .modules import infos_of, unsharded_ids
-from .names import did_you_mean, has_component, normalize_name
+from .names import (
+    did_you_mean,
+    has_component,
+    normalize_name,
+    normalize_names,
+    state_dict_key,
+)
 from .output_heads import hidden_layers, unnamed_heads
 from .owners import remember_owners
 
@@ -111,7 +117,8 @@ def _is_embedding_or_head(component: str) -> bool:
 def _owning_components(name: str) -> list[str]:
     """The name's components that tell what the parameter is: ``[…, "wq", "weight"]``.
 
-    Indices of lists are looked through, and so are parametrizations and what adapters wrap:
+    Indices of lists are looked through, and so are parametrizations and what adapters or a
+    ``module`` within the model wrap:
     ``lm_head.0.weight``, ``lm_head.parametrizations.weight.original0`` and
     ``lm_head.modules_to_save.default.weight`` all are ``lm_head``'s ``weight``.
     """
@@ -122,7 +129,8 @@ def _owning_components(name: str) -> list[str]:
     if "modules_to_save" in components[:-2]:  # PEFT: followed by the adapter's name
         index = components.index("modules_to_save")
         components = [*components[:index], *components[index + 2 :]]
-    return [c for c in components if not c.isdigit() and c not in ADAPTER_COMPONENTS] or [""]
+    wrappers = {*ADAPTER_COMPONENTS, "module"}
+    return [c for c in components if not c.isdigit() and c not in wrappers] or [""]
 
 
 @dataclass(frozen=True)
@@ -131,12 +139,14 @@ class Decision:
 
     Args:
         name: FQN of the parameter, without the components that wrappers add.
+        key: FQN of the parameter in the model's ``state_dict()``.
         param: the parameter.
         algorithm: ``"Muon"``, ``"AdamW"`` or ``"frozen"``.
         reason: why, in a few words.
     """
 
     name: str
+    key: str
     param: torch.Tensor
     algorithm: str
     reason: str
@@ -164,10 +174,13 @@ def decide(
     for path, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             for param in module.parameters():  # of its parametrizations too
-                embeddings.setdefault(id(param), normalize_name(path))
+                embeddings.setdefault(id(param), state_dict_key(path))
     decisions, unsharded = [], unsharded_ids(model)
-    for name, param in model.named_parameters():
-        name, embedding = normalize_name(name), embeddings.get(id(param))
+    params = dict(model.named_parameters())
+    keys = list(map(state_dict_key, params))
+    normalized_keys = _normalize_keys(expert_keys, keys)
+    for name, key, param in zip(normalize_names(params), keys, params.values()):
+        embedding = embeddings.get(id(param))
         if id(param) in unsharded:
             raise ValueError(
                 f"{name} is whole for a while, as fully_shard leaves parameters after a forward "
@@ -179,17 +192,18 @@ def decide(
         if not param.requires_grad:
             decision = "frozen", "requires_grad=False"
         elif embedding is not None:
-            is_tied = not name.startswith(f"{embedding}." if embedding else "")
-            decision = "AdamW", f"tied to {embedding}" if is_tied else "embedding"
-        elif has_component(name, adamw_keys):
+            is_tied = not key.startswith(f"{embedding}." if embedding else "")
+            reason = f"tied to {normalize_name(embedding)}" if is_tied else "embedding"
+            decision = "AdamW", reason
+        elif has_component(key, adamw_keys):
             decision = "AdamW", "adamw_keys"
         elif is_muon_func is default_is_muon:
-            is_muon, reason = _judge(name, param, expert_keys)
+            is_muon, reason = _judge(key, param, expert_keys)
             decision = "Muon" if is_muon else "AdamW", reason
         else:
-            arguments = (name, param, expert_keys) if with_keys else (name, param)
+            arguments = (name, param, normalized_keys) if with_keys else (name, param)
             decision = "Muon" if is_muon_func(*arguments) else "AdamW", "is_muon_func"
-        decisions.append(Decision(name, param, *decision))
+        decisions.append(Decision(name, key, param, *decision))
     if is_muon_func is not default_is_muon:
         return decisions
     infos = infos_of(model)
@@ -204,6 +218,23 @@ def decide(
     return [
         replace(d, algorithm="AdamW", reason=heads[d.name]) if d.name in heads else d
         for d in decisions
+    ]
+
+
+def _normalize_keys(
+    expert_keys: Optional[Sequence[str]], names: Sequence[str]
+) -> Optional[list[str]]:
+    """Expert keys for normalized names: without DDP's ``module`` where a name begins with a key."""
+
+    def is_beginning(key: str, name: str) -> bool:
+        begins = f"{normalize_name(name)}.".startswith(f"{normalize_name(key)}.")
+        return begins and has_component(name, [key])
+
+    if expert_keys is None:
+        return None
+    return [
+        normalize_name(key) if any(is_beginning(key, name) for name in names) else key
+        for key in expert_keys
     ]
 
 
@@ -237,8 +268,9 @@ def get_default_muon_param_groups(
         ValueError: no model; one that FSDP1 has flattened.
 
     Returns:
-        Two groups, ``use_muon`` True and False, with ``params`` and ``names``; either may be empty.
-        With ``decay_vectors=False`` a third one, AdamW's as well.
+        Two groups, ``use_muon`` True and False, with ``params`` and ``names``, which are the keys
+        of the model's ``state_dict()``; either may be empty. With ``decay_vectors=False`` a third
+        one, AdamW's as well.
     """
     expert_keys, adamw_keys = as_keys(expert_keys), as_keys(adamw_keys)
     decisions = decide(model, is_muon_func, expert_keys, adamw_keys)
@@ -281,7 +313,7 @@ def groups_of(
             if number == 1 and decision.param.ndim < 2:
                 number = len(groups) - 1
             groups[number]["params"].append(decision.param)
-            groups[number]["names"].append(decision.name)
+            groups[number]["names"].append(decision.key)
     return groups
 
 
@@ -293,7 +325,7 @@ def unmatched_keys(
     decisions: Sequence[Decision], expert_keys: Optional[Sequence[str]]
 ) -> list[str]:
     """Expert keys that are a component of no name."""
-    names = [decision.name for decision in decisions]
+    names = [decision.key for decision in decisions]
     return [
         key for key in expert_keys or () if not any(has_component(name, [key]) for name in names)
     ]

@@ -4,24 +4,73 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Optional
 
-# What wrappers add to a parameter's name: torch.compile, activation checkpointing, FSDP1, DDP.
-WRAPPER_COMPONENTS = frozenset(
-    {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "module"}
-)
+# What torch.compile, activation checkpointing and FSDP1 add to a parameter's name, anywhere in it.
+_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+_NOT_IN_STATE_DICTS = _WRAPPERS - {"_orig_mod"}
+WRAPPER_COMPONENTS = _WRAPPERS | {"module"}  # DDP's
 
 
 def normalize_name(name: str) -> str:
-    """The parameter's name without the components that wrappers add: ``layers.0.wq.weight``."""
-    return ".".join(c for c in name.split(".") if c not in WRAPPER_COMPONENTS)
+    """The parameter's name without the components that wrappers add: ``layers.0.wq.weight``.
+
+    ``module`` is DDP's at the beginning only. Elsewhere it may be a part of the model.
+    """
+    components = _without(name, _WRAPPERS).split(".")
+    return ".".join(itertools.dropwhile(lambda component: component == "module", components))
+
+
+def state_dict_key(name: str) -> str:
+    """The key in the model's ``state_dict()`` of a parameter that ``named_parameters()`` names."""
+    return _without(name, _NOT_IN_STATE_DICTS)
+
+
+def _without(name: str, components: Container[str]) -> str:
+    return ".".join(c for c in name.split(".") if c not in components)
+
+
+def normalize_names(names: Iterable[str]) -> list[str]:
+    """Normalized names of a model's parameters; as they are where two would become one."""
+    names = list(names)
+    normalized = list(map(normalize_name, names))
+    return normalized if len(set(normalized)) == len(set(names)) else names
+
+
+def find_name(names: Iterable[str]) -> Callable[[str], Optional[str]]:
+    """Finds which of ``names`` is meant by a name: itself, or the one that only wrappers tell from
+    it; None where there is no such name, or several."""
+    forms: list[Callable[[str], str]] = [
+        str,
+        lambda name: _without(name, _WRAPPERS),
+        normalize_name,
+    ]
+    alike: list[dict[str, list[str]]] = [{} for _ in forms]
+    for name in names:
+        for form, by_form in zip(forms, alike):
+            by_form.setdefault(form(name), []).append(name)
+
+    def find(name: str) -> Optional[str]:
+        fitting = (by_form.get(form(name)) for form, by_form in zip(forms, alike))
+        first = next(filter(None, fitting), [])
+        return first[0] if len(first) == 1 else None
+
+    return find
 
 
 def has_component(name: str, keys: Optional[Sequence[str]]) -> bool:
     """Whether any whole component of ``name`` is one of ``keys`` (a key may itself have dots)."""
-    dotted = f".{normalize_name(name)}."
-    return any(f".{key}." in dotted for key in keys or ())
+    compared = (_to_compare(name, key) for key in keys or ())
+    return any(f".{key}." in f".{name}." for name, key in compared)
+
+
+def _to_compare(name: str, pattern: str) -> tuple[str, str]:
+    """Both without the components that wrappers add; ``module`` stays where the pattern has it."""
+    pattern = _without(pattern, _WRAPPERS)
+    has_module = pattern.startswith("module.")
+    return _without(name, _WRAPPERS) if has_module else normalize_name(name), pattern
 
 
 def did_you_mean(keys: Iterable[str], names: Iterable[str]) -> str:
@@ -30,7 +79,7 @@ def did_you_mean(keys: Iterable[str], names: Iterable[str]) -> str:
     A key with dots is compared with as many components. The end is empty if none is like a key.
     """
     split, near = [normalize_name(name).split(".") for name in names], []
-    for key in keys:
+    for key in map(normalize_name, keys):
         count = key.count(".") + 1
         runs = {".".join(c[i : i + count]) for c in split for i in range(len(c) - count + 1)}
         near += difflib.get_close_matches(key, runs, n=1, cutoff=0.6)
@@ -39,4 +88,4 @@ def did_you_mean(keys: Iterable[str], names: Iterable[str]) -> str:
 
 def matches(name: str, pattern: str) -> bool:
     """Whether a shell-style pattern fits the whole name, or whole components of it do."""
-    return fnmatch.fnmatchcase(normalize_name(name), pattern) or has_component(name, [pattern])
+    return fnmatch.fnmatchcase(*_to_compare(name, pattern)) or has_component(name, [pattern])

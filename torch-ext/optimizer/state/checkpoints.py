@@ -62,7 +62,39 @@ def check_structure(state_dict: Any, is_whole: bool = True) -> None:
             if saved_id in seen:
                 raise ValueError(f"the checkpoint has parameter {saved_id!r} twice in its groups")
             seen.add(saved_id)
-            _check_saved_state(states.get(saved_id, {}), saved_id)
+
+
+def states_by_id(state_dict: Mapping[str, Any]) -> dict[Any, Any]:
+    """A checkpoint's state under the ids that its groups list.
+
+    ``dcp_to_torch_save`` of torch.distributed.checkpoint writes state under the same ids as text.
+
+    Raises:
+        ValueError: state of one parameter twice, or in another form than torch.optim's.
+    """
+    ids = {saved_id for group in state_dict["param_groups"] for saved_id in group["params"]}
+    by_text = {str(saved_id): saved_id for saved_id in ids}
+    states: dict[Any, Any] = {}
+    for key, saved in state_dict["state"].items():
+        saved_id = key if key in ids else by_text.get(str(key), key)
+        if saved_id in states:
+            raise ValueError(f"the checkpoint has state of parameter {saved_id!r} twice")
+        states[saved_id] = saved
+        if saved_id in ids:
+            _check_saved_state(saved, saved_id)
+    return states
+
+
+def check_all_listed(states: Mapping[Any, Any], saved_groups: Sequence[RawGroup]) -> None:
+    """Checks that groups list all parameters that have state, which would be lost otherwise."""
+    ids = {saved_id for saved in saved_groups for saved_id in saved["params"]}
+    for saved_id, saved in states.items():
+        has_tensors = isinstance(saved, Mapping) and not saved.keys().isdisjoint(KEYS)
+        if has_tensors and saved_id not in ids:
+            raise ValueError(
+                f"the checkpoint has state of parameter {saved_id!r}, which none of its groups "
+                "lists in its params"
+            )
 
 
 def _check_saved_state(saved: Any, saved_id: Any) -> None:

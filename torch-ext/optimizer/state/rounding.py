@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from ..cpu_offload import CPUOffload
 from ..distributed import regions
 from ..distributed import utils as dtensors
+from ..parameters.names import normalize_name, state_dict_key
 from ..parameters.options import Group
 from ..weight_rounding import Noise, RoundedBy, as_int16, noise_key, round_into, widen
 
@@ -59,7 +61,7 @@ class Rounding:
             for index, param in enumerate(group.params):
                 if not group.updates_in_fp32(param.dtype):
                     continue
-                self._names[param] = group.name_of(index)
+                self._names[param] = normalize_name(group.name_of(index))
                 # A parameter that is frozen now has a residual if it was trained before.
                 residual = state.get(param, {}).get("weight_residual")
                 if group.weight_rounding == "exact" and residual is not None:
@@ -85,6 +87,32 @@ class Rounding:
     def end(self) -> None:
         """Records the version counters of the weights that a step has left."""
         self._versions = {param: _versions(param) for param in self.residuals}
+
+    def by_key(self, groups: Sequence[Group]) -> dict[str, Tensor]:
+        """Parameters that have a residual, by their keys in the model's ``state_dict()``.
+
+        Raises:
+            ValueError: one has no name, or another parameter of the optimizer has the same.
+        """
+        counts = Counter(state_dict_key(n) for group in groups for n in group.names or ())
+        by_key = {}
+        for group in groups:
+            for index, param in enumerate(group.params):
+                if param not in self.residuals:
+                    continue
+                if group.names is None:
+                    raise ValueError(
+                        f"{group.where}: exact weights need names, the keys of the model's "
+                        'state_dict(): give the group "names", one for each parameter'
+                    )
+                key = state_dict_key(group.names[index])
+                if counts[key] > 1:
+                    raise ValueError(
+                        f"{counts[key]} parameters are called {key}, so that exact weights can't "
+                        "tell them apart: give groups the names of one module that holds all models"
+                    )
+                by_key[key] = param
+        return by_key
 
     def exact(self, param: Tensor) -> Tensor:
         """A parameter in fp32 with its residual, a new tensor."""

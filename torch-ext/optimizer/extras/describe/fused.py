@@ -80,7 +80,7 @@ def find(subject: Subject, advice: Remedy) -> Iterator[Trap]:
     weights = [
         (decision.name, fused)
         for decision in muons
-        if not any(matches(decision.name, pattern) for pattern in split)
+        if not any(matches(decision.key, pattern) for pattern in split)
         if (fused := fused_in(decision, subject)) is not None
     ]
     alike = collect_by(weights, lambda weight: (weight[1].holds, repr(weight[1].split)))

@@ -94,7 +94,7 @@ class Remedy:
             and (
                 d.algorithm == "Muon"
                 or d.name in self.take
-                or (d.reason.endswith(DIMENSIONS) and has_component(d.name, expert_keys))
+                or (d.reason.endswith(DIMENSIONS) and has_component(d.key, expert_keys))
             )
         ]
 

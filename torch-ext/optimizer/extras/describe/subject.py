@@ -56,7 +56,7 @@ class Subject:
         """
         keys, split = self.options.get("expert_keys"), self.options.get("split")
         flatten = self.options.get("flatten", False)
-        return read_by_options(decision.param.shape, decision.name, keys, split, flatten)
+        return read_by_options(decision.param.shape, decision.key, keys, split, flatten)
 
 
 def names_of(decisions: Iterable[Decision]) -> tuple[str, ...]:

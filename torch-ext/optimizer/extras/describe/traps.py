@@ -143,7 +143,7 @@ def _unmatched(subject: Subject, advice: Remedy) -> Iterator[Trap]:
             Remedy({"expert_keys": rest or None}),
         )
     split = subject.options.get("split")
-    names = names_of(subject.by_algorithm("Muon"))
+    names = [decision.key for decision in subject.by_algorithm("Muon")]
     patterns = split if isinstance(split, Mapping) else {}
     unmatched = [p for p in patterns if not any(matches(name, p) for name in names)]
     if unmatched:
@@ -166,9 +166,10 @@ def _refused(subject: Subject, advice: Remedy) -> Iterator[Trap]:
         except ValueError as error:
             by_flatten = decision.param.ndim > 2 and "flatten" in str(error)
             cause = "flatten" if by_flatten else "split" if decision.param.ndim > 1 else "vector"
-            errors.append((cause, decision.name, str(error)))
+            errors.append((cause, decision, str(error)))
     for cause, refused in collect_by(errors, lambda error: error[0]).items():
-        names = tuple(name for _, name, _ in refused)
+        decisions = [decision for _, decision, _ in refused]
+        names = names_of(decisions)
         if cause == "vector":
             remedy = Remedy(only_matrices=True, wording="param.ndim > 1 and … in is_muon_func")
         elif cause == "flatten":
@@ -176,7 +177,7 @@ def _refused(subject: Subject, advice: Remedy) -> Iterator[Trap]:
         else:
             split = advice.applied_to(subject.options).get("split")
             patterns = split if isinstance(split, Mapping) else {}
-            kept = [p for p in patterns if not any(matches(name, p) for name in names)]
+            kept = [p for p in patterns if not any(matches(d.key, p) for d in decisions)]
             remedy = Remedy({"split": {p: patterns[p] for p in kept} or None}, wording="split=…")
         what, why = names[0], refused[0][2]
         if len(names) > 1:

@@ -10,7 +10,7 @@ from typing import Any, Optional
 
 from torch import Tensor
 
-from ...parameters.names import normalize_name
+from ...parameters.names import find_name, normalize_name
 from ...parameters.options import Group
 from .sources import SourceOptimizer
 
@@ -24,7 +24,7 @@ class TargetParam:
 
     Args:
         name: what messages call it.
-        fqn: its normalized name, where the optimizer has one.
+        fqn: its name in its group, where it has one.
         shape: of the whole tensor; None of a name that no group of the optimizer has.
         position: None where no group of the optimizer has the parameter.
         use_muon: whether it is Muon's.
@@ -113,7 +113,7 @@ def target_optimizer(
         [
             TargetParam(
                 names[number][index],
-                normalize_name(group.names[index]) if group.names is not None else None,
+                group.names[index] if group.names is not None else None,
                 tuple(param.shape),
                 (number, index),
                 group.use_muon,
@@ -135,11 +135,12 @@ def _in_order(
         for index, param in enumerate(group.params)
     }
     by_name = {target.fqn: target for group in targets for target in group if target.fqn}
-    ordered: dict[Any, TargetParam] = {}  # by normalized name or id
+    find = find_name(target.fqn for group in targets for target in group if target.fqn)
+    ordered: dict[Any, TargetParam] = {}  # by name or id
     for item in params:
         name, param = item if isinstance(item, tuple) and len(item) == 2 else (None, item)
         if isinstance(param, str):
-            key: Any = normalize_name(param)
+            key: Any = find(param) or param
             target = by_name.get(key) or TargetParam(param, key)
         elif isinstance(param, Tensor):
             key = id(param)
@@ -168,8 +169,9 @@ def match_groups(source: SourceOptimizer, optimizer: TargetOptimizer) -> list[li
     )
     if has_names and optimizer.params is None:
         by_name = {target.fqn: target for target in targets}
+        find = find_name(target.fqn for target in targets if target.fqn)
         return [
-            [by_name.get(name) or TargetParam(name, name) for name in group.names or ()]
+            [by_name.get(find(name)) or TargetParam(name, name) for name in group.names or ()]
             for group in source.groups
         ]
     lengths = [len(group.ids) for group in source.groups]
@@ -209,7 +211,7 @@ def check_names(source: SourceOptimizer, groups: Sequence[Sequence[TargetParam]]
     """Checks that parameters matched by order have the names that the checkpoint has for them."""
     for group, targets in zip(source.groups, groups):
         for name, target in zip(group.names or (), targets):
-            if target.fqn not in (None, name):
+            if target.fqn is not None and normalize_name(target.fqn) != normalize_name(name):
                 raise ValueError(
                     f"{target.name} is where {source.where} has {name}: give the parameters in "
                     "the order they were saved in"

@@ -12,7 +12,6 @@ from typing import Any, Optional
 
 from torch import Tensor
 
-from ...parameters.names import normalize_name
 from ...state.checkpoints import step_count
 from ...state.origin import KEY_OF_THIS_PACKAGE, kinds_of
 from .hyperparameters import check_options
@@ -224,7 +223,7 @@ def _names_of(group: Mapping[str, Any]) -> Optional[list[str]]:
         names = names if isinstance(names, (list, tuple)) else []
         texts = [name for name in names if isinstance(name, str)]
         if texts and len(texts) == len(ids):
-            return [normalize_name(name) for name in texts]
+            return texts
     return None
 
 

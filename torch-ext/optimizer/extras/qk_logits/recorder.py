@@ -603,11 +603,14 @@ def _is_computed_again() -> bool:
 
 def _attention_modules(model: nn.Module, patterns: Optional[Sequence[str]]) -> dict[str, nn.Module]:
     """The modules to hook, by name."""
-    modules = {  # the same name again is what a wrapper wraps
-        normalize_name(name): module
+    named = {
+        name: module
         for name, module in model.named_modules()
         if type(module).forward is not nn.Module.forward
     }
+    # The same normalized name again is what a wrapper wraps.
+    full_names = {normalize_name(name): name for name in named}
+    modules = {name: named[full_name] for name, full_name in full_names.items()}
     if patterns is None:
         chosen = {
             name: module
@@ -624,7 +627,7 @@ def _attention_modules(model: nn.Module, patterns: Optional[Sequence[str]]) -> d
         raise ValueError("modules must be None or patterns, found none")
     chosen = {}
     for pattern in patterns:
-        fitting = [name for name in modules if matches(name, pattern)]
+        fitting = [name for name in modules if matches(full_names[name], pattern)]
         if not fitting:
             raise ValueError(f"no module fits {pattern!r}; there are {_listed(modules)}")
         for name in fitting:

@@ -15,7 +15,7 @@ from ...matrices import Matrices
 from ...muon import Muon
 from ...parameters.default_groups import Decision, decide
 from ...parameters.modules import infos_of
-from ...parameters.names import matches, normalize_name
+from ...parameters.names import matches, normalize_name, normalize_names
 from ..describe.convolutions import EXPERTS, expert_key
 from ..describe.fused import fused_in, is_stored_transposed
 from ..describe.remedy import Remedy, Trap
@@ -34,7 +34,8 @@ _UP, _DOWN = ("w1", "w3", "gate", "up", "gate_proj", "up_proj"), ("w2", "down", 
 
 def named(model: nn.Module) -> dict[str, nn.Parameter]:
     """Parameters by their names without the components that wrappers add."""
-    return {normalize_name(name): param for name, param in model.named_parameters()}
+    params = dict(model.named_parameters())
+    return dict(zip(normalize_names(params), params.values()))
 
 
 def find_strangers(
@@ -72,7 +73,8 @@ def find_strangers(
 
 def find_frozen(names: Sequence[str], total: int, meant: Sequence[str], why: str) -> Iterator[Trap]:
     """Parameters that do not train and are not meant to stay as they are."""
-    names = [name for name in names if not any(matches(name, pattern) for pattern in meant)]
+    patterns = {*meant, *map(normalize_name, meant)}
+    names = [name for name in names if not any(matches(name, pattern) for pattern in patterns)]
     if names:
         what = f"frozen: nothing trains {len(names)} of {total} parameters"
         remedy = Remedy(wording="selfcheck(..., frozen=[…]) where that is meant, names or patterns")
