@@ -992,6 +992,47 @@ def test_matrices_that_were_replaced_after_the_groups_were_made_are_warned_of_on
     assert "test_errors.py: no matrix of Muon's had a gradient in the last 3 steps" in message
 
 
+def test_an_optimizer_that_trains_nothing_says_so_once():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optim = matrices_and_biases(model)
+    assert not warnings_of(model, optim, 1)
+    model.requires_grad_(False)  # as for adapters that the groups do not have
+    adapted = nn.Sequential(model, nn.Linear(4, 4))
+    (message,) = warnings_of(adapted, optim, 3)
+    assert "test_errors.py: step() trains nothing, as all parameters are frozen" in message
+    for layer in model:
+        layer.bias.requires_grad_(True)
+    optim = Muon(
+        [
+            muon_group(*(layer.weight for layer in model)),
+            adamw_group(*(layer.bias for layer in model)),
+        ]
+    )
+    (message,) = warnings_of(model, optim, 3)
+    assert "step() trains no matrix by Muon, as all of them are frozen" in message
+    params = (p for p in model.parameters())
+    list(params)
+    optim = Muon([muon_group(*params)])
+    (message,) = warnings_of(model, optim, 3)
+    assert "step() trains nothing, as all parameters are missing" in message
+
+
+def test_groups_that_share_one_tensor_as_lr_are_warned_of_when_they_are_made():
+    groups = [muon_group(parameter(4, 4)), muon_group(parameter(4, 4)), adamw_group(parameter(4))]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        Muon([dict(group) for group in groups], lr=torch.tensor(0.1))
+    (warning,) = caught
+    assert "share one tensor as lr" in str(warning.message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        apart = Muon([{**group, "lr": torch.tensor(0.1)} for group in groups])
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(apart, factor=0.5, patience=0)
+    for _ in range(2):
+        scheduler.step(1.0)
+    assert [float(group["lr"]) for group in apart.param_groups] == pytest.approx([0.05] * 3)
+
+
 def test_two_steps_in_a_row_that_use_no_matrix_are_not_warned_of():
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
     optim = matrices_and_biases(model)
@@ -1011,13 +1052,9 @@ class Experts(nn.Module):
 
 
 def test_no_warning_of_untrained_matrices_where_there_are_none_or_they_may_be_so():
-    """A pipeline's stage without matrices, frozen ones, experts that idle."""
+    """A pipeline's stage without matrices, experts that idle."""
     stage = nn.LayerNorm(4)
     assert not warnings_of(stage, matrices_and_biases(stage), 4)
-    frozen = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
-    optim = matrices_and_biases(frozen)
-    frozen[0].weight.requires_grad_(False)
-    assert not warnings_of(frozen, optim, 4)
     idle = Experts()
     assert not warnings_of(idle, matrices_and_biases(idle, expert_keys=["experts"]), 4)
 

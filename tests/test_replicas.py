@@ -9,13 +9,16 @@ from __future__ import annotations
 import copy
 import hashlib
 import pickle
+import warnings
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -753,6 +756,65 @@ def test_what_one_rank_saved_of_divided_state_is_refused_when_all_have_loaded_it
     for outcome in rank_outcomes(load_of_one_rank, 2, kind, str(tmp_path)):
         assert outcome.error == "ValueError"
         assert "state of a is that of the same rows on ranks 0 and 1" in outcome.message
+
+
+def warnings_of_saving(kind: str, folder: str) -> None:
+    params = [nn.Parameter(torch.ones(6, 4)), nn.Parameter(torch.ones(8))]
+    groups = [{"params": params[:1], "use_muon": True}, {"params": params[1:], "use_muon": False}]
+    optim = optimizer.Muon(groups, **options_of(kind))
+    set_gradients(params, 0)
+    optim.step()
+    model = nn.ParameterList(params)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        get_optimizer_state_dict(model, optim)
+        assert not caught
+        for _ in range(2):
+            optim.state_dict()
+    (warning,) = caught
+    assert "torch.save on rank 0" in str(warning.message)
+    assert Path(warning.filename).name == "test_replicas.py"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_state_that_one_rank_alone_would_save_in_vain_is_warned_of_once(kind, tmp_path):
+    run_ranks(warnings_of_saving, 2, kind, str(tmp_path))
+
+
+class Wrapper:
+    """Derives from the optimizer's class and forwards attributes, as Lightning's wrapper does."""
+
+    def __init__(self, optim: torch.optim.Optimizer):
+        self.optimizer = optim
+        self.__class__ = type("Wrapper", (Wrapper, type(optim)), {})
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.optimizer, name)
+
+
+def reach_through_a_wrapper() -> None:
+    param = nn.Parameter(torch.ones(6, 4))
+    optim = optimizer.Muon([{"params": [param], "use_muon": True, "names": ["a"]}])
+    wrapper = Wrapper(optim)
+    wrapper.process_group = dist.group.WORLD
+    assert optim.process_group is dist.group.WORLD
+    with wrapper.audit() as audit:
+        set_gradients([param], 0)
+        wrapper.step()
+    assert len(audit.report().steps) == 1
+    wrapper.turn_on_cpu_offload()
+    assert optim.cpu_offload == "stream"
+    saved = copy.deepcopy(wrapper.state_dict())
+    saved["param_groups"][0]["lr"] = 0.25
+    wrapper.load_state_dict(saved)
+    assert optim.param_groups[0]["lr"] == 0.25 and "param_groups" not in vars(wrapper)
+
+
+def test_what_is_set_through_a_wrapper_that_derives_from_the_class_reaches_the_optimizer():
+    run_ranks(reach_through_a_wrapper, 2)
 
 
 def load_of_rows_that_are_alike(kind: str, folder: str) -> None:

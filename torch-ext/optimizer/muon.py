@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Optional, Union
+from typing import TYPE_CHECKING, Any, Optional, TypeVar, Union, cast
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +44,22 @@ if TYPE_CHECKING:
 __all__ = ["Muon", "default_is_muon", "get_default_muon_param_groups"]
 
 logger = logging.getLogger(__name__)
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def _through_wrappers(method: _Function) -> _Function:
+    """Decorates a method that sets attributes, so that these are set on the optimizer itself.
+
+    A wrapper that derives from the optimizer's class and forwards attributes, as Lightning's does,
+    inherits methods. It would forward what they read, and keep what they set.
+    """
+
+    @functools.wraps(method)
+    def call(self: Muon, *args: Any, **kwargs: Any) -> Any:
+        return method(self._registration.optimizer, *args, **kwargs)
+
+    return cast(_Function, call)
 
 
 class Muon(torch.optim.Optimizer):
@@ -203,7 +220,8 @@ class Muon(torch.optim.Optimizer):
     _survey: Survey  # the one that was kept last, of the groups as they were then
     _agreed: Survey  # the survey that ranks last agreed on
     _compared: bool  # whether replicas have compared their weights and gradients
-    _warned: bool  # whether there was a warning of a step without gradients
+    _warned: bool  # whether there was a warning of a step that trains nothing
+    _warned_of_rows: bool  # whether there was a warning of a state dict with this rank's rows
     _prepared: Optional[Prepared]  # what the last step leaves for the next one to reuse
     _tried: Optional[Plan]  # the plan whose kernels were tried last
     _last: tuple[Plan, tuple[Event, ...]]  # plan and schedule of the last step
@@ -313,6 +331,7 @@ class Muon(torch.optim.Optimizer):
         if self._clip is not None:
             self._clip.find([*self._read_groups(), group_view])  # raises if a layer does not fit
         validation.warn_about_overshoot(group_view)
+        validation.warn_about_shared_lr(group, self.param_groups)
         names = group.pop("names")
         # torch wants param_names in all groups or in none. Some groups may have them here, so hide
         # them from torch.
@@ -373,6 +392,7 @@ class Muon(torch.optim.Optimizer):
         return None if replicas is None else replicas.group
 
     @process_group.setter
+    @_through_wrappers
     @dtensors.refuses_groups_before_init("process_group")
     def process_group(self, process_group: Any) -> None:
         replicas = None if process_group is None else Replicas(process_group)
@@ -738,6 +758,7 @@ class Muon(torch.optim.Optimizer):
 
     # -- audit ---------------------------------------------------------------------------------
 
+    @_through_wrappers
     def audit(self, keep: int = 100) -> Audit:
         """Starts an audit, which watches steps to the end of its context, or until its ``stop()``.
 
@@ -843,6 +864,7 @@ class Muon(torch.optim.Optimizer):
         self._create_state(groups)
         self._rounding.begin(groups, self.state)
         self._offload.flush()
+        self._warn_about_divided_state(groups)
         held = {id(param) for group in groups for param in group.params}
         params = [key for key in self.state if isinstance(key, Tensor)]  # other keys are the user's
         departed = {p: self.state.pop(p) for p in params if id(p) not in held}
@@ -853,6 +875,16 @@ class Muon(torch.optim.Optimizer):
         for group in state_dict["param_groups"]:
             group.update({k: str(v) for k, v in group.items() if isinstance(v, torch.dtype)})
         return state_dict
+
+    def _warn_about_divided_state(self, groups: Sequence[Group]) -> None:
+        """Warns once of state that replicas divide, unless torch.distributed.checkpoint asks."""
+        if self._warned_of_rows or len(self._settings.replicas or ()) < 2:
+            return
+        plain = (p for group in groups for p in group.params if not dtensors.is_dtensor(p))
+        is_divided = any(self._divided_state(param) is not None for param in plain)
+        if is_divided and not validation.is_called_by("torch.distributed.checkpoint"):
+            validation.warn_about_divided_state()
+            self._warned_of_rows = True
 
     @torch.no_grad()
     def exact_weights(self) -> dict[str, Tensor]:
@@ -899,6 +931,7 @@ class Muon(torch.optim.Optimizer):
             if param in self._rounding.residuals
         }
 
+    @_through_wrappers
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in torch.optim, but momentum keeps its saved dtype; missing group keys get defaults.
 
@@ -1026,6 +1059,7 @@ class Muon(torch.optim.Optimizer):
         )
         self.load_state_dict(state_dict)
 
+    @_through_wrappers
     @torch.no_grad()
     def accept_partial_step(self) -> None:
         """Accepts that a step broke off, by an interrupt or an error, so that training goes on.
@@ -1057,6 +1091,7 @@ class Muon(torch.optim.Optimizer):
         self._forget_plans()
         self._agreement.has_parted = has_parted
 
+    @_through_wrappers
     @torch.no_grad()
     def discard_state(self) -> None:
         """Sets all state to zeros, so that a checkpoint can be loaded into it.
@@ -1103,6 +1138,7 @@ class Muon(torch.optim.Optimizer):
 
     # -- CPU offload -----------------------------------------------------------------------------
 
+    @_through_wrappers
     @torch.inference_mode(False)  # else the memory made here could not be changed later
     @torch.no_grad()
     def turn_on_cpu_offload(
@@ -1140,6 +1176,7 @@ class Muon(torch.optim.Optimizer):
         self._offload.turn_on(self, mode, slot_bytes, model, backend)
         self._forget_tensors()
 
+    @_through_wrappers
     @torch.inference_mode(False)  # else the memory made here could not be changed later
     @torch.no_grad()
     def turn_off_cpu_offload(self) -> None:
@@ -1227,7 +1264,7 @@ class Muon(torch.optim.Optimizer):
         self._settings = dataclasses.replace(self._settings, memory=None)  # as ranks agree anew
         self._compared = False
         self._tried = None
-        self._warned = False
+        self._warned = self._warned_of_rows = False
         self._checked_keys = {}
         self._untrained = 0
         self._last = EMPTY_PLAN, ()

@@ -107,6 +107,11 @@ class Registration:
         Registration._all.append(self)
         Registration._is_collected = False
 
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer, which may be asked for through a wrapper of it."""
+        return self._sets_now().__self__  # type: ignore[union-attr]
+
     def number(self, ranks: Ranks) -> int:
         """How many of the optimizers that ``ranks`` share were made before this one."""
         if ranks not in self._numbers:

@@ -301,6 +301,35 @@ def warn(problem: str) -> None:
     warnings.warn(problem, stacklevel=level)
 
 
+def is_called_by(module: str) -> bool:
+    """Whether the first caller outside of this package is in a module of torch, or below it."""
+    package = os.path.dirname(os.path.dirname(__file__))
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(package):
+        frame = frame.f_back
+    return frame.f_globals.get("__name__", "").startswith(module)
+
+
+def warn_about_divided_state() -> None:
+    """Warns of a state dict that is of use only together with those of the other ranks."""
+    warn(
+        "state_dict() has only this rank's rows of the state that process_group divides: a file "
+        "that one rank alone saves of it (torch.save on rank 0) is of no use to resume from. Save "
+        "by torch.distributed.checkpoint, or each rank a file, or leave process_group out"
+    )
+
+
+def warn_about_shared_lr(group: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> None:
+    """Warns when a second group takes the same tensor as its learning rate."""
+    lr = group["lr"]
+    if isinstance(lr, Tensor) and sum(other["lr"] is lr for other in others) == 1:
+        warn(
+            "groups share one tensor as lr: what changes it for one group changes it for all, and "
+            "ReduceLROnPlateau cuts it once for each group. Give each group a tensor of its own, "
+            '"lr": lr.clone(), unless you set it yourself'
+        )
+
+
 def warn_about_unmatched_split(split: Any, groups: Iterable[Group]) -> None:
     """Warns of name patterns that match no matrix at all."""
     names = [name for group in groups if group.use_muon for name in group.names or ()]
@@ -357,7 +386,22 @@ def check_not_replaced(groups: Sequence[Group]) -> None:
 
 
 def warn_about_no_gradients(groups: Sequence[Group]) -> bool:
-    """Warns where there are parameters but not one gradient; returns whether it did."""
+    """Warns where a step trains nothing, or none of Muon's matrices; returns whether it did."""
+    if not any(p.requires_grad for group in groups for p in group.params):
+        state = "frozen" if any(group.params for group in groups) else "missing: groups are empty"
+        warn(
+            f"step() trains nothing, as all parameters are {state}. Were they frozen after the "
+            "groups were made, or a generator of parameters used up? Make groups and optimizer "
+            "from the parameters that are to be trained"
+        )
+        return True
+    matrices = [p for group in groups if group.use_muon for p in group.params]
+    if matrices and not any(p.requires_grad for p in matrices):
+        warn(
+            "step() trains no matrix by Muon, as all of them are frozen. If others are trained in "
+            "their place, as with adapters, make groups and optimizer from those"
+        )
+        return True
     if not have_no_gradients(groups):
         return False
     warn(
