@@ -21,13 +21,17 @@ from .owners import remember_owners
 EMBEDDINGS_AND_HEADS = frozenset(
     (
         *("embed", "embed_in", "embed_out", "embed_positions", "embed_tokens", "embedding"),
-        *("embeddings", "word_embeddings", "token_embedding", "token_type_embeddings", "tok_emb"),
-        *("tok_embedding", "tok_embeddings", "wte", "shared", "value_embeds", "patch_embed"),
-        *("position_embedding", "position_embeddings", "positional_embedding", "pos_emb"),
-        *("pos_embed", "pos_embedding", "wpe", "rel_pos_h", "rel_pos_w"),
+        *("emb", "embedding_table", "embeddings", "word_embeddings", "word_embedding"),
+        *("word_emb", "word_embed"),
+        *("token_embedding", "token_embeddings", "token_embedding_table", "token_emb"),
+        *("token_embed", "token_type_embeddings", "tok_emb", "tok_embed", "tok_embedding"),
+        *("tok_embeddings", "wte", "shared", "value_embeds", "patch_embed"),
+        *("position_embedding", "position_embeddings", "position_embedding_table"),
+        *("positional_embedding", "pos_emb", "pos_embed", "pos_embedding", "pos_embeddings"),
+        *("wpe", "rel_pos_h", "rel_pos_w"),
         *("relative_position_bias_table", "unembed", "unembedding", "patch_embedding"),
         *("lm_head", "lm_heads", "head", "heads", "output", "output_layer", "classifier", "score"),
-        *("qa_outputs", "seq_relationship"),
+        *("logits", "to_logits", "qa_outputs", "seq_relationship"),
         *("lora_embedding_A", "lora_embedding_B"),  # PEFT: (rank, vocabulary) and (dim, rank)
     )
 )
@@ -61,7 +65,8 @@ def default_is_muon(
     True for matrices, and for tensors of more dimensions that ``expert_keys`` names (the leading
     dimensions count experts), unless the component that owns the parameter is an embedding or an
     output head, or the parameter is a bias, complex, or known to be no linear map (Mamba's A_log).
-    Convolutions are AdamW's unless asked for.
+    Convolutions are AdamW's unless asked for. Some heads and hidden layers share a name: to tell
+    these apart, `get_default_muon_param_groups` looks at the model's modules, too.
 
     Args:
         name: fully qualified name, e.g. ``"layers.0.attention.wq.weight"``.
