@@ -82,3 +82,24 @@ def test_the_public_names_are_there():
     for name in optimizer.__all__:
         assert hasattr(optimizer, name)
     assert optimizer.__all__[0] == "Muon"
+    assert dir(optimizer) == sorted(optimizer.__all__)
+    assert dir(optimizer.recipes) == ["kimi_k2", "moonlight", "nanochat"]
+    for module in (optimizer.presets, optimizer.muon):
+        assert not {"Any", "FAMILIES", "validation"} & {*dir(module)}
+        assert all(hasattr(module, name) for name in dir(module))
+
+
+def test_an_optimizer_prints_a_line_for_each_group():
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 16))
+    optim = optimizer.Muon(
+        optimizer.get_default_muon_param_groups(model, adamw_lr=0.5), beta2=0.9, split={"0": [8, 8]}
+    )
+    assert repr(optim).splitlines() == [
+        "Muon (",
+        "    0: Muon, 2 parameters, lr=0.001, weight_decay=0.1, beta2=0.9, split={'0': [8, 8]}",
+        "    1: AdamW, 2 parameters, lr=0.5, weight_decay=0.1",
+        ")",
+    ]
+    group = {"params": [model[0].weight], "kind": "muon", "lr": 0.02}
+    printed = repr(optimizer.MuonAdamW([group]))
+    assert printed.startswith("MuonAdamW (\n    0: Muon, 1 parameter, lr=0.02, ")

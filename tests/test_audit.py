@@ -55,7 +55,7 @@ def check(layout: str, options: dict[str, Any]) -> None:
             each.give_gradients(number)
         before = weights_of(run)
         for name, p in matrices_of(run).items():
-            rows[name] = {"gradient": 0.0 if p.grad is None else norm(p.grad)}
+            rows[name] = {"gradient": 0.0 if p.grad is None else norm(p.grad), "nonzero": 1.0}
             rows[name]["weight"] = before[name].norm().item()
         run.optim.step(qk_logits=logits)
         twin.optim.step(qk_logits=logits)
@@ -357,6 +357,49 @@ def test_a_healthy_run_has_no_finding():
     for rounding in ("exact", "stochastic"):
         report = report_of(Blocks().bfloat16(), weight_rounding=rounding)
         assert report.findings == [], rounding
+
+
+class Bigrams(nn.Module):
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = nn.Embedding(vocabulary, 24)
+        self.layers = nn.ModuleList(nn.Linear(24, 24, bias=False) for _ in range(2))
+        self.fc_out = nn.Linear(24, vocabulary, bias=False)
+
+    def findings(self, words_are_muons: bool) -> str:
+        """Of three steps in which Muon trains all other matrices."""
+        groups: list[dict[str, Any]] = [
+            {"params": [], "use_muon": True},
+            {"params": [], "use_muon": False},
+        ]
+        for name, param in self.named_parameters():
+            is_adamws = name.startswith("words") and not words_are_muons
+            groups[is_adamws]["params"].append((name, param))
+        optim = optimizer.Muon(groups, lr=1e-3)
+        with optim.audit() as audit:
+            for number in range(3):
+                torch.manual_seed(number)
+                tokens = torch.randint(self.words.num_embeddings, (2, 64))
+                x = self.words(tokens[0])
+                for layer in self.layers:
+                    x = x + torch.tanh(layer(x))
+                nn.functional.cross_entropy(self.fc_out(x), tokens[1]).backward()
+                optim.step()
+                optim.zero_grad()
+        return "\n".join(audit.report().findings)
+
+
+def test_embeddings_and_heads_that_muon_trains_are_found():
+    found = Bigrams(1000).findings(words_are_muons=True)
+    assert "fc_out.weight (1000 rows, as of a vocabulary)" in found
+    assert "words.weight (1000 rows, as of a vocabulary)" in found
+    sparse = (
+        "1 of 4 matrices had gradients that are zero in over 75% of their elements: words.weight"
+    )
+    assert sparse in found and "adamw_keys" in found
+    found = Bigrams(65).findings(words_are_muons=False)
+    assert found.startswith("Muon trains fc_out.weight (as many rows as words.weight).")
 
 
 def test_weights_that_begin_at_zero_are_no_finding():

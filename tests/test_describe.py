@@ -576,7 +576,7 @@ def test_convolutions_in_groups_are_one_matrix_for_each_group():
     model = nn.ModuleDict({"stem": stem, "layers": nn.ModuleList(layers)})
     description = follow(model)
     options = arguments(description.code, run(description.code, model))
-    assert options["flatten"] and options["split"] == {"layers": 16}
+    assert options["convolutions"] and options["split"] == {"layers": 16}
 
 
 def test_rates_to_try_are_those_of_models_of_its_kind():
@@ -681,7 +681,17 @@ def test_convolutions_of_a_resnet_are_told_to_be_flattened():
     description = follow(resnet())
     assert kinds(description.warnings) == ["convolutions"]
     assert description.warnings[0].parameters == ("1.0.weight", "2.0.weight")
-    assert "flatten=True" in description.code
+    assert "convolutions=True" in description.code and "def " not in description.code
+
+
+def test_convolutions_of_a_cnn_are_told_though_its_linear_layers_are_larger():
+    layers = nn.Conv2d(3, 32, 3), nn.Conv2d(32, 64, 3), nn.Conv2d(64, 64, 3)
+    linear = nn.Linear(6272, 128), nn.Linear(128, 10)
+    description = follow(nn.Sequential(*layers, nn.Flatten(), *linear))
+    (trap,) = description.warnings
+    assert trap.what == "2 convolutions left to AdamW: 6% of what is trained"
+    assert "groups(model, convolutions=True)" in trap.write
+    assert len(description.code.splitlines()) == 2
 
 
 def test_a_patch_embedding_is_no_convolution_to_flatten():
@@ -780,6 +790,20 @@ def test_patterns_that_match_nothing_are_told():
     description = follow(Llama(), split={"wqkv": 4, "wq": 4})
     assert kinds(description.warnings) == ["split"]
     assert 'split={"wq": 4}' in description.code
+
+
+@pytest.mark.parametrize(
+    "model, option, wrong",
+    [
+        (lambda: nn.TransformerEncoderLayer(16, 2), "split", {"in_proj": 4}),
+        (moe, "expert_keys", ["expert"]),
+    ],
+)
+def test_no_advice_contradicts_another(model, option, wrong):
+    """Of patterns and keys that match nothing, and of what they should have said."""
+    description = follow(model(), **{option: wrong})
+    assert len(description.warnings) > 1
+    assert f"{option}=None" not in str(description)
 
 
 def test_options_are_those_of_muon():

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ast
 import inspect
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -154,6 +157,19 @@ def test_a_folder_without_a_build_raises_the_words_that_are_documented(monkeypat
         r"^\| `(Cannot find [^`]*)`", (ROOT / "docs" / "errors.md").read_text(), re.MULTILINE
     )
     assert words in str(caught.value)
+
+
+def test_a_forgotten_export_raises_the_words_that_are_documented(tmp_path):
+    forgotten = "LOCAL_KERNELS", "HF_HUB_OFFLINE", "HF_TOKEN"
+    env = {key: value for key, value in os.environ.items() if key not in forgotten}
+    env.update(HF_HOME=str(tmp_path), HF_ENDPOINT="http://127.0.0.1:9")  # where nobody listens
+    call = 'get_kernel("org/optimizer", version=1, trust_remote_code=["org/optimizer"])'
+    code = f"from kernels import get_kernel; {call}"
+    run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert run.returncode
+    (error,) = re.findall(r"^[\w.]*?(\w+): ", run.stderr.splitlines()[-1])
+    for document in (ROOT / "README.md", ROOT / "docs" / "errors.md"):
+        assert f"`{error}`" in document.read_text(), document.name
 
 
 # -- docs/migration.md -----------------------------------------------------------------------------

@@ -71,6 +71,21 @@ TABLE = [
     ("decode.low_classifier.weight", (12, 16, 1, 1), None, False),
     ("pre_classifier.weight", (16, 16), None, True),
     ("vision.patch_embed.proj.weight", (16, 48), None, False),
+    # Tutorials' language models, and hidden layers whose names are like theirs
+    ("token_embedding_table.weight", (65, 8), None, False),
+    ("position_embedding_table.weight", (16, 8), None, False),
+    ("token_emb.weight", (32, 8), None, False),
+    ("emb.weight", (32, 8), None, False),
+    ("word_embedding.weight", (32, 8), None, False),
+    ("to_logits.weight", (32, 8), None, False),
+    ("net.to_logits.1.weight", (32, 8), None, False),
+    ("logits.weight", (32, 8), None, False),
+    ("pre_logits.fc1.weight", (16, 8), None, True),
+    ("time_emb_proj.weight", (16, 8), None, True),
+    ("blocks.0.emb_layers.1.weight", (16, 8), None, True),
+    ("blocks.0.fc_out.weight", (8, 8), None, True),
+    ("blocks.0.attn.proj_out.weight", (8, 8), None, True),
+    ("decoder.weight", (8, 8), None, True),
     # BERT
     ("bert.embeddings.word_embeddings.weight", (32, 8), None, False),
     ("bert.embeddings.position_embeddings.weight", (16, 8), None, False),
@@ -476,8 +491,9 @@ def test_groups_made_with_expert_keys_are_taken_as_they_are():
     assert_trains(groups, expert_keys=["experts"])
 
 
-def test_without_expert_keys_stacked_experts_are_adamws():
-    groups = get_default_muon_param_groups(moe())
+def test_without_expert_keys_stacked_experts_are_adamws_and_a_warning_has_the_keys():
+    with pytest.warns(UserWarning, match=r"gate_up_proj and others.*expert_keys=\['experts'\]"):
+        groups = get_default_muon_param_groups(moe())
     muon, adamw = names_of(groups)
     assert muon == ["shared_expert.weight"]
     assert {"experts.gate_up_proj", "experts.down_proj"} <= set(adamw)
@@ -722,6 +738,34 @@ def under_fsdp1(strategy: str) -> list[int]:
     return [len(group["params"]) for group in get_default_muon_param_groups(model)]
 
 
+def test_experts_that_are_named_or_meant_for_adamw_are_not_warned_of():
+    with warnings.catch_warnings(action="error"):
+        get_default_muon_param_groups(moe(), expert_keys=["experts"])
+        muon, _ = get_default_muon_param_groups(moe(), expert_keys=[])
+        get_default_muon_param_groups(moe(), lambda name, p: p.ndim == 2)
+    assert muon["names"] == ["shared_expert.weight"]
+
+
+def test_experts_that_only_the_config_tells_of_are_warned_of():
+    model = nn.ModuleDict({"ffn": nn.ParameterDict({"w1": torch.ones(4, 8, 8)})})
+    model.config = {"num_experts": 4}
+    with pytest.warns(UserWarning, match=r"100% of what is trained.*ffn\.w1\..*keys=\['w1'\]"):
+        get_default_muon_param_groups(model)
+
+
+def test_convolutions_are_muons_by_one_argument():
+    layers = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3), nn.Conv2d(8, 8, 3, groups=8)
+    model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(32, 16), nn.Linear(16, 10))
+    for rule in (default_is_muon, lambda name, p: p.ndim == 2 and len(p) > 10):
+        groups = get_default_muon_param_groups(model, rule, convolutions=True)
+        muon, _ = names_of(groups)
+        assert muon == ["1.weight", "4.weight"]
+        assert_aligned(groups, model)
+        assert_trains(groups)
+    muon, _ = get_default_muon_param_groups(model, adamw_keys=["1"], convolutions=True)
+    assert muon["names"] == ["4.weight"]
+
+
 @pytest.mark.slow
 def test_a_model_that_fsdp1_has_flattened_raises():
     """None of its parameters would be Muon's."""
@@ -732,7 +776,8 @@ def test_a_model_that_fsdp1_has_flattened_raises():
 
 def test_experts_that_were_given_to_adamw_are_warned_of():
     model = nn.ModuleDict({"experts": nn.ParameterDict({"w1": torch.ones(2, 4, 4)})})
-    groups = get_default_muon_param_groups(model)
+    groups = get_default_muon_param_groups(model, expert_keys=[])
+    del groups[0]["expert_keys"]
     with pytest.warns(UserWarning, match=r"names experts\.w1, which is in a group with use_muon"):
         optimizer.Muon(groups, expert_keys=["experts"])
     with warnings.catch_warnings(action="error"):

@@ -6,6 +6,7 @@ import copy
 import itertools
 import re
 from importlib import import_module
+from typing import Any
 
 import pytest
 import torch
@@ -213,6 +214,49 @@ def test_a_name_that_leaves_no_room_for_the_other_columns_has_a_line_of_its_own(
     assert lines[4][:shape].rstrip() == names[2]
     assert lines[4][shape:].startswith("16×8×4 (16 matrices) ")
     assert all(len(line) <= 100 for line in str(summary).splitlines())
+
+
+def summary_of(muon: dict[str, tuple], adamw: dict[str, tuple], is_named: bool = True) -> Any:
+    """Of matrices of these names and shapes."""
+    groups = []
+    for use_muon, shapes in ((True, muon), (False, adamw)):
+        params = [(name, nn.Parameter(torch.ones(shape))) for name, shape in shapes.items()]
+        params = params if is_named else [param for _, param in params]
+        groups.append({"params": params, "use_muon": use_muon})
+    return optimizer.Muon(groups).summary()
+
+
+LAYER = {"l.0.w.weight": (32, 8)}
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+def test_matrices_with_a_vocabulary_are_noted(is_named):
+    muon = {"tokens.weight": (2000, 8), **LAYER, "out.weight": (2000, 8)}
+    summary = summary_of(muon, {}, is_named)
+    names = [summary.rows[index]["name"] for index in (0, 2)]
+    assert [note.split()[1] for note in summary.notes] == names
+    assert str(summary).splitlines()[-2:] == summary.notes
+    head = {"fc.weight": (65, 8), **LAYER}
+    (note,) = summary_of(head, {"emb.weight": (65, 8)}, is_named).notes
+    assert "has as many rows as " in note
+
+
+@pytest.mark.parametrize(
+    "muon, adamw",
+    [
+        pytest.param(
+            {"l.1.w": (65, 8), "fc.weight": (65, 8)}, {"emb.weight": (65, 8)}, id="hidden"
+        ),
+        pytest.param({"fc.weight": (16, 8)}, {"wpe.weight": (16, 8)}, id="positions"),
+        pytest.param(
+            {f"l.{i}.kv_b.weight": (4096, 64) for i in range(2)}, {}, id="latent attention"
+        ),
+        pytest.param({"head.lora_B.default.weight": (2000, 8)}, {}, id="adapters"),
+        pytest.param({"fc1.weight": (64, 6272), "fc2.weight": (64, 64)}, {}, id="many inputs"),
+    ],
+)
+def test_matrices_of_hidden_layers_are_not_noted(muon, adamw):
+    assert summary_of({**LAYER, **muon}, adamw).notes == []
 
 
 def test_nameless_parameters_are_told_by_their_place():

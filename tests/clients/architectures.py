@@ -32,7 +32,7 @@ class Architecture:
         muon: keys of what is Muon's.
         adamw: keys of what is AdamW's.
         advised: keys of what is AdamW's until the advice of `describe` is taken: stacked experts,
-            and convolutions where these are a tenth of the model or more.
+            and convolutions where these are a tenth of the model or more, or most of its layers.
         unsure: names of the contested ones, which `describe` has to say, without ``.weight``.
         why: the reason where a class is not plain.
     """

@@ -142,7 +142,7 @@ EXPECTED: dict[str, Expected] = {
     "swin": Expected(),
     "clip": Expected(notes="unsure unsure"),
     "qwen2_vl": Expected(warnings="fused", advised={"split": {"qkv": [64, 64, 64]}}),
-    "resnet": Expected(warnings="convolutions", advised={"flatten": True}),
+    "resnet": Expected(warnings="convolutions", advised={"convolutions": True}),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import logging
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Optional, TypeVar, Union, cast
@@ -43,6 +44,11 @@ if TYPE_CHECKING:
     from .qk_clip.clip import Clipping, QKClip
 
 __all__ = ["Muon", "default_is_muon", "get_default_muon_param_groups"]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
 
 logger = logging.getLogger(__name__)
 
@@ -386,6 +392,22 @@ class Muon(torch.optim.Optimizer):
     def _defaults_of(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """Defaults of the keys that a group may lack; in subclasses they can depend on it."""
         return {key: self.defaults[key] for key in GROUP_OPTIONS}
+
+    def __repr__(self) -> str:
+        """A line for each group: its algorithm and rates, and what differs from Muon's defaults."""
+        defaults = inspect.signature(Muon).parameters
+        lines = []
+        for number, group in enumerate(self.param_groups):
+            view = self._translate({**group, "names": None, "where": ""})
+            keys = GROUP_OPTIONS if view.use_muon else ("adamw_betas", "adamw_eps")
+            others = [key for key in keys if key not in ("lr", "weight_decay")]
+            shown = ["lr", "weight_decay"]
+            shown += [key for key in others if getattr(view, key) != defaults[key].default]
+            options = ", ".join(f"{key}={getattr(view, key)!r}" for key in shown)
+            algorithm = "Muon" if view.use_muon else "AdamW"
+            count = f"{len(view.params)} parameter{'s' * (len(view.params) != 1)}"
+            lines.append(f"    {number}: {algorithm}, {count}, {options}\n")
+        return f"{type(self).__name__} (\n{''.join(lines)})"
 
     @property
     def process_group(self) -> Any:

@@ -26,6 +26,23 @@ from .parameters import validation
 from .parameters.foreign_words import proposal
 from .parameters.options import GROUP_OPTIONS, Group, is_int, is_number
 
+__all__ = [
+    "DistMuonAdamW",
+    "MuonAdamW",
+    "dion",
+    "emerging_optimizers",
+    "keller_jordan",
+    "moonlight",
+    "motif",
+    "normuon",
+    "torch_muon",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 Params = Iterable[Any]  # tensors, (name, tensor) pairs, or group dicts
 
 

@@ -20,6 +20,13 @@ from torch import nn
 from .parameters.default_groups import get_default_muon_param_groups
 from .parameters.names import has_component, normalize_name, state_dict_key
 
+__all__ = ["kimi_k2", "moonlight", "nanochat"]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 # Liu et al. 2025, "Muon is Scalable for LLM Training", arXiv:2502.16982, of Moonlight.
 _MOONLIGHT_MUON: dict[str, Any] = {
     "momentum": 0.95,  # section 2.2, "Other Hyper-parameters"

@@ -28,6 +28,7 @@ from ..distributed.plan import Entry, Plan, Unit
 from ..parameters.default_groups import default_is_muon
 from ..parameters.names import has_component
 from ..parameters.options import Group
+from ..parameters.output_heads import with_a_vocabulary
 from ..step.step import Step
 from ..weight_rounding import widen
 
@@ -37,12 +38,15 @@ LARGEST_SIGMA = 1.5  # singular value of an orthogonalized matrix
 LARGEST_OUTLIER = 20.0  # relative change of a matrix, over the median of all
 MOST_LOST = 0.3  # of an update, by rounding
 LARGEST_CHANGE = 0.5  # of the median matrix in a step, relative
+LEAST_NONZERO = 0.25  # of a gradient's elements; embeddings have fewer, as batches use few tokens
 LEAST_GRADIENT = 1e-6  # of all gradients, over the momentum
 LEAST_RMS = 1e-8  # root mean square of all gradients: AdamW's usual eps
 
 NORMS = ("gradient", "momentum", "weight", "update", "change", "lost")
 QUANTILES = (0.0, 0.1, 0.5, 0.9, 1.0)
 _EXPERTS = ("experts",)
+_SUMMED = (*NORMS, "nonzero")  # whose squares are added over ranks and parts
+_OF_MOMENTUM = ("gradient", "momentum", "nonzero")  # divided where replicas divide momentum
 
 
 @dataclass
@@ -79,7 +83,8 @@ class Report:
             from the update; ``numel``; ``matrices``, a count; ``owners``, global ranks;
             ``relative_rank``, the squared norm of the polar factors over that of orthogonal
             matrices; ``absent``, without a gradient; ``differs``, between replicas; and of some
-            ``sigma``, the singular values of one polar factor at the quantiles 0, 0.1, 0.5, 0.9, 1.
+            ``sigma``, the singular values of one polar factor at the quantiles 0, 0.1, 0.5, 0.9, 1;
+            ``nonzero``, the share of the gradient's elements that are not zero.
     """
 
     findings: list[str]
@@ -140,6 +145,8 @@ class Audit:
         names = self._names(units, fetched)
         for what, tensors in (("gradient", rows.grads), ("momentum", rows.momenta)):
             self._record.norms.append((what, names, _norms(tensors)))
+        counts = torch.stack([grad.count_nonzero() for grad in rows.grads])
+        self._record.norms.append(("nonzero", names, counts.float().sqrt()))
 
     def orthogonalized(self, units: Sequence[Unit], U: Tensor) -> None:
         """Norms of polar factors, (matrices, rows, cols), of units one after the other."""
@@ -201,7 +208,7 @@ class Audit:
         copies: dict[tuple[str, str], int] = {}
         for entry in record.plan.entries:
             rows[entry.name] = {
-                **dict.fromkeys(NORMS, 0.0),
+                **dict.fromkeys(_SUMMED, 0.0),
                 **{
                     "matrices": 0.0,
                     "owners": [],
@@ -219,8 +226,8 @@ class Audit:
             holders = 1 if sharding is None else len(sharding.peers(rank, (), replicas=True))
             # Each replica adds its norms of the same weights. Where replicas divide the momentum,
             # each has norms of its own part of momentum and gradient.
-            for what in NORMS:
-                is_divided = entry.momentum is not None and what in ("gradient", "momentum")
+            for what in _SUMMED:
+                is_divided = entry.momentum is not None and what in _OF_MOMENTUM
                 copies[entry.name, what] = 1 if is_divided else holders
         for what, names, norms in record.norms:
             for name, norm in zip(names, norms.tolist()):
@@ -263,15 +270,17 @@ class Audit:
             )
         return Report(findings, steps)
 
-    def _judged(self) -> tuple[list[str], list[str], list[str]]:
-        """Names of this rank's parameters: of `_adamws`, of `_slabs`, and rounded at random."""
+    def _judged(self) -> tuple[list[str], list[str], list[str], list[str]]:
+        """Names of this rank's parameters: of `_adamws`, of `_slabs`, rounded at random, and those
+        that may be embeddings or heads, with the reason."""
         entries = self.steps[-1].plan.entries if self.steps else ()
         at_random = [
             entry.name
             for entry in entries
             if self._groups[entry.group].weight_rounding == "stochastic"
         ]
-        return _adamws(self._groups), _slabs(self._groups, entries), at_random
+        tables = [f"{name} ({why})" for name, why in with_a_vocabulary(self._groups).items()]
+        return _adamws(self._groups), _slabs(self._groups, entries), at_random, tables
 
     def metrics(self) -> dict[str, float]:
         """See `Muon.metrics`."""
@@ -334,7 +343,7 @@ def _merged(of_ranks: Iterable[Mapping[str, dict[str, Any]]]) -> dict[str, dict[
                 is_replica = so_far["is_plain"] and row["is_plain"]
                 so_far["differs"] |= is_replica and so_far["weight"] != row["weight"]
                 continue
-            for key in NORMS:
+            for key in _SUMMED:
                 so_far[key] = math.hypot(so_far[key], row[key])
             for key in ("matrices", "owners", "relative_rank"):
                 so_far[key] += row[key]
@@ -343,6 +352,7 @@ def _merged(of_ranks: Iterable[Mapping[str, dict[str, Any]]]) -> dict[str, dict[
                 so_far["sigma"] = row["sigma"]
     for row in merged.values():
         del row["held_by"], row["is_plain"]
+        row["nonzero"] = _ratio(row["nonzero"] ** 2, row["numel"])
         row["relative_rank"] = _ratio(row["relative_rank"], row["matrices"])
         row["matrices"] = round(row["matrices"])
     return merged
@@ -397,6 +407,7 @@ def _findings(
     left_to_adamw: list[str],
     slabs: list[str],
     at_random: list[str],
+    tables: list[str],
 ) -> Iterator[str]:
     """Yields all findings, the worst first.
 
@@ -405,6 +416,7 @@ def _findings(
         left_to_adamw, slabs: names, see `_adamws` and `_slabs`.
         at_random: names of parameters that are rounded at random: what one step loses, another
             gains.
+        tables: names of matrices that may be embeddings or heads, with the reason.
     """
     if not steps:
         yield "no step was audited"
@@ -427,6 +439,8 @@ def _findings(
             f"{_some(slabs)} are stacks of experts that AdamW trains, or that are orthogonalized "
             "as one matrix each: name them in expert_keys, or split them"
         )
+    if tables:
+        yield f"Muon trains {_some(tables)}. Are they embeddings or heads? {_TO_ADAMW}"
     yield from _findings_of_gradients(steps)
     for check in _CHECKS:
         judged = {n: [check.is_so(rows[n]) for rows in steps if n in rows] for n in names}
@@ -510,6 +524,13 @@ class _Check(NamedTuple):
     advice: str
 
 
+_TO_ADAMW = "AdamW trains these better: name them in adamw_keys of get_default_muon_param_groups"
+
+
+def _is_sparse(row: Mapping[str, Any]) -> bool:
+    return row["matrices"] == 1 and 0.0 < row["nonzero"] < LEAST_NONZERO
+
+
 def _is_flat(row: Mapping[str, Any]) -> bool:
     has_update = row["matrices"] > 0 and row["gradient"] > 0
     return has_update and row["relative_rank"] < SMALLEST_RANK
@@ -551,6 +572,12 @@ _CHECKS = (
         in_all=True,
         what=f"have updates of a rank under {SMALLEST_RANK:g} of their shorter side",
         advice="Do gradients reach all of their rows?",
+    ),
+    _Check(
+        _is_sparse,
+        in_all=True,
+        what=f"had gradients that are zero in over {1 - LEAST_NONZERO:.0%} of their elements",
+        advice=f"Are they embeddings? {_TO_ADAMW}",
     ),
     _Check(
         lambda row: row.get("sigma", [0.0])[-1] > LARGEST_SIGMA,

@@ -18,6 +18,7 @@ from ..distributed.plan import Entry, Lane, Plan, Unit
 from ..distributed.replicas import is_divided
 from ..distributed.wire import elements_of_numbers
 from ..parameters.options import Group, Settings
+from ..parameters.output_heads import with_a_vocabulary
 from ..parameters.survey import Survey
 
 COLUMNS = ("parameter", "shape", "owner", "FLOPs", "moved by all")
@@ -42,11 +43,13 @@ class Summary:
         schedule: of the last step, where it was asked for, the events in their order: ``event``,
             ``what`` it is done to, and of chunks the ``matrices`` that this rank orthogonalizes,
             ``flops`` and ``sent_bytes``.
+        notes: about matrices of Muon's that may be embeddings or output heads.
     """
 
     rows: list[dict[str, Any]]
     totals: dict[str, Any]
     schedule: list[dict[str, Any]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
         t = self.totals
@@ -57,6 +60,7 @@ class Summary:
             f"{t['in_flight']}",
             f"balance: {t['balance']:.2f}, the most FLOPs of a rank over the mean",
             f"state: {t['state']}",
+            *self.notes,
         ]
         if self.schedule:
             lines.append("order of the last step:")
@@ -159,7 +163,12 @@ def summarize(
             row["bytes"] += sum(_bytes_moved(plan, lane, unit, rank) for rank in owners)
     for row in rows.values():
         row["owners"] = sorted(row["owners"])
-    return Summary(list(rows.values()), _totals(plan, loads, round(averaging), state))
+    notes = [
+        f"note: {name} has {why}; AdamW trains embeddings and heads better than Muon"
+        for name, why in with_a_vocabulary(groups).items()
+    ]
+    totals = _totals(plan, loads, round(averaging), state)
+    return Summary(list(rows.values()), totals, notes=notes)
 
 
 def _totals(

@@ -12,7 +12,8 @@ from typing import Any, Callable, Optional, Union
 import torch
 from torch import nn
 
-from .modules import infos_of, unsharded_ids
+from .higher_dimensions import MOST_CHANNELS, expert_key, is_kernel
+from .modules import ParamInfos, infos_of, unsharded_ids
 from .names import (
     did_you_mean,
     has_component,
@@ -27,13 +28,17 @@ from .owners import remember_owners
 EMBEDDINGS_AND_HEADS = frozenset(
     (
         *("embed", "embed_in", "embed_out", "embed_positions", "embed_tokens", "embedding"),
-        *("embeddings", "word_embeddings", "token_embedding", "token_type_embeddings", "tok_emb"),
-        *("tok_embedding", "tok_embeddings", "wte", "shared", "value_embeds", "patch_embed"),
-        *("position_embedding", "position_embeddings", "positional_embedding", "pos_emb"),
-        *("pos_embed", "pos_embedding", "wpe", "rel_pos_h", "rel_pos_w"),
+        *("emb", "embedding_table", "embeddings", "word_embeddings", "word_embedding"),
+        *("word_emb", "word_embed"),
+        *("token_embedding", "token_embeddings", "token_embedding_table", "token_emb"),
+        *("token_embed", "token_type_embeddings", "tok_emb", "tok_embed", "tok_embedding"),
+        *("tok_embeddings", "wte", "shared", "value_embeds", "patch_embed"),
+        *("position_embedding", "position_embeddings", "position_embedding_table"),
+        *("positional_embedding", "pos_emb", "pos_embed", "pos_embedding", "pos_embeddings"),
+        *("wpe", "rel_pos_h", "rel_pos_w"),
         *("relative_position_bias_table", "unembed", "unembedding", "patch_embedding"),
         *("lm_head", "lm_heads", "head", "heads", "output", "output_layer", "classifier", "score"),
-        *("qa_outputs", "seq_relationship"),
+        *("logits", "to_logits", "qa_outputs", "seq_relationship"),
         *("lora_embedding_A", "lora_embedding_B"),  # PEFT: (rank, vocabulary) and (dim, rank)
     )
 )
@@ -67,7 +72,8 @@ def default_is_muon(
     True for matrices, and for tensors of more dimensions that ``expert_keys`` names (the leading
     dimensions count experts), unless the component that owns the parameter is an embedding or an
     output head, or the parameter is a bias, complex, or known to be no linear map (Mamba's A_log).
-    Convolutions are AdamW's unless asked for.
+    Convolutions are AdamW's unless asked for. Some heads and hidden layers share a name: to tell
+    these apart, `get_default_muon_param_groups` looks at the model's modules, too.
 
     Args:
         name: fully qualified name, e.g. ``"layers.0.attention.wq.weight"``.
@@ -157,6 +163,7 @@ def decide(
     is_muon_func: Callable[..., bool] = default_is_muon,
     expert_keys: Optional[Sequence[str]] = None,
     adamw_keys: Optional[Sequence[str]] = None,
+    convolutions: bool = False,
 ) -> list[Decision]:
     """What `get_default_muon_param_groups` does with each parameter of the model, in its order.
 
@@ -204,9 +211,22 @@ def decide(
             arguments = (name, param, normalized_keys) if with_keys else (name, param)
             decision = "Muon" if is_muon_func(*arguments) else "AdamW", "is_muon_func"
         decisions.append(Decision(name, key, param, *decision))
-    if is_muon_func is not default_is_muon:
-        return decisions
     infos = infos_of(model)
+    if is_muon_func is default_is_muon:
+        decisions = _by_modules(model, infos, decisions)
+    if convolutions:
+        kernels = {decision.name for decision in convolutions_of(model, infos, decisions)}
+        decisions = [
+            replace(d, algorithm="Muon", reason="convolution") if d.name in kernels else d
+            for d in decisions
+        ]
+    return decisions
+
+
+def _by_modules(
+    model: nn.Module, infos: ParamInfos, decisions: Sequence[Decision]
+) -> list[Decision]:
+    """The decisions by names, corrected where the modules show heads, or that there are none."""
     named = [d for d in decisions if d.reason.startswith(BY_NAME)]
     hidden = hidden_layers(infos, named, decisions)
     decisions = [
@@ -238,6 +258,26 @@ def _normalize_keys(
     ]
 
 
+def convolutions_of(
+    model: nn.Module, infos: ParamInfos, decisions: Sequence[Decision]
+) -> list[Decision]:
+    """Convolutions that are AdamW's and may be Muon's: of many channels each way, neither of pixels
+    nor depthwise, and no heads."""
+    kernels = [
+        decision
+        for decision in decisions
+        if decision.algorithm == "AdamW"
+        and (decision.reason.endswith(DIMENSIONS) or decision.reason == "is_muon_func")
+        and decision.param.ndim > 2
+        and is_kernel(infos[id(decision.param)][0], decision.param)
+        and min(decision.param.shape[:2]) > MOST_CHANNELS
+        and expert_key(model, infos[id(decision.param)][0], decision.param) is None
+    ]
+    muons = [decision for decision in decisions if decision.algorithm == "Muon"]
+    heads = unnamed_heads(model, infos, decisions, [*muons, *kernels]) if kernels else {}
+    return [decision for decision in kernels if decision.name not in heads]
+
+
 def get_default_muon_param_groups(
     model: nn.Module,
     is_muon_func: Callable[..., bool] = default_is_muon,
@@ -246,6 +286,7 @@ def get_default_muon_param_groups(
     adamw_keys: Union[str, Sequence[str], None] = None,
     adamw_lr: Any = None,
     decay_vectors: bool = True,
+    convolutions: bool = False,
 ) -> list[dict[str, Any]]:
     """Muon's and AdamW's parameter groups of a model, frozen parameters left out.
 
@@ -263,6 +304,8 @@ def get_default_muon_param_groups(
         adamw_lr: learning rate of AdamW's group; None leaves it to the optimizer's ``lr``.
         decay_vectors: False gives norms' weights, biases and other parameters of less than two
             dimensions a group of their own, without weight decay.
+        convolutions: True gives Muon the convolutions of over four channels each way, too, read as
+            matrices (first dimension, all the rest): its group says ``flatten=True``.
 
     Raises:
         ValueError: no model; one that FSDP1 has flattened.
@@ -273,7 +316,7 @@ def get_default_muon_param_groups(
         one, AdamW's as well.
     """
     expert_keys, adamw_keys = as_keys(expert_keys), as_keys(adamw_keys)
-    decisions = decide(model, is_muon_func, expert_keys, adamw_keys)
+    decisions = decide(model, is_muon_func, expert_keys, adamw_keys, convolutions)
     _check_not_flattened(model)
     remember_owners(model)
     names = [decision.name for decision in decisions]
@@ -288,7 +331,33 @@ def get_default_muon_param_groups(
             "write",
             stacklevel=2,
         )
-    return groups_of(decisions, expert_keys, adamw_lr, decay_vectors)
+    if expert_keys != []:
+        _warn_about_experts(model, decisions, expert_keys or ())
+    return groups_of(decisions, expert_keys, adamw_lr, decay_vectors, convolutions)
+
+
+def _warn_about_experts(
+    model: nn.Module, decisions: Sequence[Decision], expert_keys: Sequence[str]
+) -> None:
+    """Warns of stacked experts that no expert key names, so that they are AdamW's."""
+    infos = infos_of(model)
+    keys = {
+        decision.name: expert_key(model, infos[id(decision.param)][0], decision.param)
+        for decision in decisions
+        if decision.algorithm == "AdamW" and decision.reason.endswith(DIMENSIONS)
+    }
+    left = {name: key for name, key in keys.items() if key is not None}
+    if left:
+        trained = [d for d in decisions if d.algorithm != "frozen"]
+        numel = sum(d.param.numel() for d in trained if d.name in left)
+        share = numel / sum(d.param.numel() for d in trained)
+        names = f"{next(iter(left))}{' and others' if len(left) > 1 else ''}"
+        warnings.warn(
+            f"stacked experts, {share:.0%} of what is trained, are left to AdamW: {names}. Muon "
+            f"trains them by expert_keys={[*expert_keys, *dict.fromkeys(left.values())]}; "
+            "expert_keys=[] leaves them to AdamW without this warning",
+            stacklevel=3,
+        )
 
 
 def groups_of(
@@ -296,6 +365,7 @@ def groups_of(
     expert_keys: Optional[Sequence[str]],
     adamw_lr: Any,
     decay_vectors: bool,
+    convolutions: bool,
 ) -> list[dict[str, Any]]:
     """The groups of decisions; see `get_default_muon_param_groups`."""
     rate = {} if adamw_lr is None else {"lr": adamw_lr}
@@ -305,6 +375,8 @@ def groups_of(
     ]
     if expert_keys is not None:
         groups[0]["expert_keys"] = list(expert_keys)
+    if convolutions:
+        groups[0]["flatten"] = True
     if not decay_vectors:
         groups.append({**groups[1], "params": [], "names": [], "weight_decay": 0.0})
     for decision in decisions:

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Optional
 
-from torch import nn
-
-from ...parameters.default_groups import DIMENSIONS, Decision
+from ...parameters.default_groups import DIMENSIONS, convolutions_of
+from ...parameters.higher_dimensions import MOST_CHANNELS, expert_key, is_kernel
+from .learning_rate import is_transformer
 from .remedy import Remedy, Trap, literal
 from .subject import Subject, names_of, numel
 from .table import counted
 
-# Convolutions are a trap if they are at least this share of what is trained. Of fewer, such as the
-# patch embedding of a transformer or the stem before one, AdamW is right or does not matter.
+# Convolutions are a trap if they are at least this share of what is trained, or more than Muon's
+# matrices, as in a CNN whose linear layers are large. Of fewer, such as the patch embedding of a
+# transformer or the stem before one, AdamW is right or does not matter.
 SHARE = 0.1
 SHARE_OF_OTHERS = 0.01  # the same for tensors of which nobody can tell what they are
-_MOST_CHANNELS = 4  # of images; as few come into a depthwise convolution
-_CONVOLUTIONS = (nn.modules.conv._ConvNd,)
-# What configurations and modules call their number of experts.
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "n_experts")
 
 
 def find(subject: Subject, advice: Remedy) -> Iterator[Trap]:
@@ -29,7 +25,8 @@ def find(subject: Subject, advice: Remedy) -> Iterator[Trap]:
         if d.param.ndim > 2 and (d.reason.endswith(DIMENSIONS) or d.reason == "is_muon_func")
     ]
     total = numel(subject.trainable)
-    experts = {d.name: key for d in left if (key := expert_key(d, subject)) is not None}
+    keys_of = {d.name: expert_key(subject.model, subject.info(d), d.param) for d in left}
+    experts = {name: key for name, key in keys_of.items() if key is not None}
     if experts:
         keys = advice.applied_to(subject.options).get("expert_keys") or ()
         yield Trap(
@@ -43,25 +40,27 @@ def find(subject: Subject, advice: Remedy) -> Iterator[Trap]:
             ),
         )
     rest = [d for d in left if d.name not in experts]
-    # Of many channels each way: neither of pixels nor depthwise.
-    kernels = [
-        d for d in rest if _is_kernel(d, subject) and min(d.param.shape[:2]) > _MOST_CHANNELS
-    ]
-    if kernels and numel(kernels) >= SHARE * total:
+    kernels = convolutions_of(subject.model, subject.infos, subject.decisions)
+    layers, muons = [subject.info(d).layer for d in rest], subject.by_algorithm("Muon")
+    dense = sum(getattr(layer, "groups", 0) == 1 for layer in layers)
+    is_cnn = dense > len(muons) and not is_transformer(muons)
+    if kernels and (is_cnn or numel(kernels) >= SHARE * total):
         yield Trap(
             "convolutions",
             f"{counted(kernels, 'convolution')} left to AdamW: {numel(kernels) / total:.0%} of "
             "what is trained",
             names_of(kernels),
             "as matrices (first dimension, all the rest) they can be Muon's; those with at most "
-            f"{_MOST_CHANNELS} channels on a side, depthwise or of pixels, stay with AdamW",
+            f"{MOST_CHANNELS} channels on a side, depthwise or of pixels, stay with AdamW",
             Remedy(
-                options={"flatten": True},
+                options={"convolutions": True},
                 take=names_of(kernels),
-                wording="is_muon_func that takes them, and Muon(groups, {})",
+                wording="get_default_muon_param_groups(model, {})",
             ),
         )
-    others = [d for d in rest if not _is_kernel(d, subject) and min(d.param.shape[-2:]) >= 8]
+    others = [
+        d for d in rest if not is_kernel(subject.info(d), d.param) and min(d.param.shape[-2:]) >= 8
+    ]
     if others and numel(others) >= SHARE_OF_OTHERS * total:
         name = others[0].name
         component = next((c for c in reversed(name.split(".")) if c != "weight"), name)
@@ -80,23 +79,3 @@ def find(subject: Subject, advice: Remedy) -> Iterator[Trap]:
                 wording=expert_keys,
             ),
         )
-
-
-def expert_key(decision: Decision, subject: Subject) -> Optional[str]:
-    """The component of a parameter's name that holds experts, if name or config tells of any."""
-    if isinstance(subject.info(decision).layer, _CONVOLUTIONS):
-        return None
-    components = decision.name.split(".")
-    for component in components:
-        if "expert" in component.lower() and not component.endswith("bias"):
-            return component
-    is_moe = any("moe" in component.lower().split("_") for component in components)
-    count = subject.look_up(decision, EXPERTS)
-    if (count is not None and decision.param.shape[0] == count > 1) or is_moe:
-        named = [c for c in components if not c.isdigit() and c != "weight"]
-        return named[-1] if named else None
-    return None
-
-
-def _is_kernel(decision: Decision, subject: Subject) -> bool:
-    return isinstance(subject.info(decision).layer, _CONVOLUTIONS) or decision.param.ndim > 3

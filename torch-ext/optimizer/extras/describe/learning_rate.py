@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Optional
 
 from ...core import update_scale
+from ...parameters.default_groups import Decision
 from .fused import is_stored_transposed
 from .remedy import LR, Remedy, Trap, number
 from .subject import Subject, names_of
@@ -70,9 +71,14 @@ def rates_to_try(subject: Subject, advice: Remedy) -> str:
     muons = advice.muons(subject)
     if scale != "match_rms_adamw" or not muons:
         return ""
-    if any(_ATTENTION.search(decision.name) for decision in muons):
+    if is_transformer(muons):
         return "Rates to try: 4 to 8 times the one tuned for AdamW; this is a transformer."
     return "Rates to try: the one tuned for AdamW, and half of it; this is no transformer."
+
+
+def is_transformer(muons: Iterable[Decision]) -> bool:
+    """Whether some of Muon's matrices are called as those of attention are."""
+    return any(_ATTENTION.search(decision.name) for decision in muons)
 
 
 def _fits(moved: Optional[float], scale: str) -> bool:

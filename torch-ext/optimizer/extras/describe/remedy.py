@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import keyword
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,7 +29,6 @@ WIDTH = 88
 LR = {"match_rms_adamw": 1e-3, "original": 0.02, "spectral": 0.01, "none": 0.02}
 ADAMW_LR = 3e-4  # where Muon's is on a scale of its own
 WORLD = "torch.distributed.group.WORLD"
-_MOST_LEFT = 6  # names that a condition on shapes takes by mistake, to be left one by one
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,7 @@ class Remedy:
     @property
     def needs_a_rule(self) -> bool:
         """Whether the groups need a function ``is_muon``, beside other arguments."""
-        return bool(self.leave or self.take or self.only_matrices)
+        return bool(self.leave or self.only_matrices)
 
     def muons(self, subject: Subject) -> list[Decision]:
         """The parameters that are Muon's once the advice is taken."""
@@ -137,7 +136,10 @@ def _beside(remedy: Remedy) -> str:
 
 
 # Arguments of `get_default_muon_param_groups` beside the model and ``is_muon_func``.
-GROUP_ARGUMENTS = {"expert_keys": None, "adamw_keys": None, "adamw_lr": None, "decay_vectors": True}
+GROUP_ARGUMENTS = {
+    **dict.fromkeys(("expert_keys", "adamw_keys", "adamw_lr")),
+    **{"decay_vectors": True, "convolutions": False},
+}
 
 
 def script(subject: Subject, advice: Remedy) -> str:
@@ -176,15 +178,13 @@ def advised_groups(subject: Subject, advice: Remedy) -> list[dict[str, Any]]:
     adamw_keys = arguments.pop("adamw_keys")
     if advice.needs_a_rule:
         muons = {decision.name for decision in advice.muons(subject)}
-        if advice.take:
-            muons -= set(_condition(subject, advice.take)[1])
         decisions = [
             replace(decision, algorithm="Muon" if decision.name in muons else "AdamW")
             for decision in subject.trainable
         ]
     else:  # anew: expert_keys may change what the default rule takes for a head
-        expert_keys = arguments["expert_keys"]
-        decisions = decide(subject.model, subject.is_muon_func, expert_keys, adamw_keys)
+        keys = arguments["expert_keys"], adamw_keys, arguments["convolutions"]
+        decisions = decide(subject.model, subject.is_muon_func, *keys)
     remember_owners(subject.model)
     return groups_of(decisions, **arguments)
 
@@ -205,9 +205,6 @@ def _group_arguments(subject: Subject, advice: Remedy) -> dict[str, Any]:
 def _is_muon(subject: Subject, advice: Remedy) -> list[str]:
     """A function that is the caller's, or the default, but for what the advice is about."""
     function, leave, keep = subject.is_muon_func, list(advice.leave), []
-    if advice.take:
-        condition, others = _condition(subject, advice.take)
-        leave += others
     if function is default_is_muon:  # it goes by names: what modules have decided is listed
         leave += [d.name for d in subject.by_algorithm("AdamW") if d.reason.startswith("head")]
         keep = [d.name for d in subject.by_algorithm("Muon") if d.reason == "matrix, no head"]
@@ -222,30 +219,8 @@ def _is_muon(subject: Subject, advice: Remedy) -> list[str]:
     if keep:
         test = f"if name in {literal(keep, WIDTH - 20)}:"
         lines += [*(f"    {line}" for line in test.splitlines()), "        return True"]
-    if advice.take:
-        lines += [f"    if {condition}:  # convolutions", "        return True"]
     keys = ", expert_keys" if takes_expert_keys(function) else ""
     return [*lines, f"    return {_name_of(function, 'is_muon')}(name, param{keys})"]
-
-
-def _condition(subject: Subject, take: Sequence[str]) -> tuple[str, list[str]]:
-    """A condition that all of the names fulfil, and the names of other parameters that do."""
-    conditions: dict[str, Callable[[torch.Tensor], bool]] = {
-        "param.ndim == 4": lambda p: p.ndim == 4,
-        "param.ndim == 3": lambda p: p.ndim == 3,
-        "param.ndim > 2": lambda p: p.ndim > 2,
-        "param.ndim > 2 and min(param.shape[:2]) > 4": (
-            lambda p: p.ndim > 2 and min(p.shape[:2]) > 4
-        ),
-    }
-    best: tuple[str, list[str]] = (f"name in {list(take)!r}", [])
-    fewest = _MOST_LEFT + 1
-    for condition, holds in conditions.items():
-        names = [d.name for d in subject.trainable if holds(d.param)]
-        others = [name for name in names if name not in take]
-        if set(take) <= set(names) and len(others) < fewest:
-            best, fewest = (condition, others), len(others)
-    return best
 
 
 def _split_patterns(remedy: Remedy) -> dict[str, Any]:

@@ -119,6 +119,7 @@ def describe(
     adamw_keys: Union[str, Sequence[str], None] = None,
     adamw_lr: Any = None,
     decay_vectors: bool = True,
+    convolutions: bool = False,
     **options: Any,
 ) -> Description:
     """Which parameters of a model go where and why, which traps there are, and the code to write.
@@ -128,9 +129,9 @@ def describe(
     Groups are decided by the code of `get_default_muon_param_groups`.
 
     It tells of tied weights; heads and embeddings that names don't reveal; projections fused in one
-    tensor (``split``); stacked experts (``expert_keys``) and convolutions (``flatten``) left to
-    AdamW; a learning rate that does not fit ``adjust_lr``; weights stored (in, out); several ranks
-    without ``process_group``; flat parameters of FSDP1; what Muon would refuse; and others.
+    tensor (``split``); stacked experts (``expert_keys``) and ``convolutions`` left to AdamW; a
+    learning rate that does not fit ``adjust_lr``; weights stored (in, out); several ranks without
+    ``process_group``; flat parameters of FSDP1; what Muon would refuse; and others.
 
     A learning rate is judged by how much of its own size a weight would move per step,
     ``lr · scale · sqrt(3·cols / max(rows, cols))``: an orthogonal matrix has an RMS of
@@ -141,7 +142,7 @@ def describe(
 
     Args:
         model: the model, as it will be trained: sharded and wrapped already.
-        is_muon_func, expert_keys, adamw_keys, adamw_lr, decay_vectors: as
+        is_muon_func, expert_keys, adamw_keys, adamw_lr, decay_vectors, convolutions: as
             `get_default_muon_param_groups` takes them.
         options: as `Muon` takes them: ``lr``, ``adjust_lr``, ``split``, ``process_group``, …
 
@@ -159,8 +160,10 @@ def describe(
     """
     _check(options)
     keys = {"expert_keys": as_keys(expert_keys), "adamw_keys": as_keys(adamw_keys)}
-    decisions, infos = decide(model, is_muon_func, **keys), infos_of(model)
+    decisions = decide(model, is_muon_func, **keys, convolutions=convolutions)
+    infos = infos_of(model)
     group_arguments = {**keys, "adamw_lr": adamw_lr, "decay_vectors": decay_vectors}
+    group_arguments["convolutions"] = convolutions
     subject = Subject(model, decisions, infos, is_muon_func, {**group_arguments, **options})
     traps, advice = find_warnings(subject)
     return Description(

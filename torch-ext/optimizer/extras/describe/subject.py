@@ -55,7 +55,7 @@ class Subject:
             ValueError: it would not. Completes "<parameter> …".
         """
         keys, split = self.options.get("expert_keys"), self.options.get("split")
-        flatten = self.options.get("flatten", False)
+        flatten = self.options.get("flatten") or self.options.get("convolutions", False)
         return read_by_options(decision.param.shape, decision.key, keys, split, flatten)
 
 

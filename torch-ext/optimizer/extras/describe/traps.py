@@ -11,6 +11,7 @@ from torch import nn
 
 from ...distributed import utils as dtensors
 from ...parameters.default_groups import BY_NAME, default_is_muon, unmatched_keys
+from ...parameters.higher_dimensions import EXPERTS
 from ...parameters.modules import class_names
 from ...parameters.names import did_you_mean, matches
 from ...parameters.output_heads import last_matrix, may_be_a_head, unnamed_heads
@@ -140,7 +141,7 @@ def _unmatched(subject: Subject, advice: Remedy) -> Iterator[Trap]:
             (),
             "a key is a whole component of names, or several: 'experts', 'mlp.experts'"
             + did_you_mean(unmatched, names_of(subject.decisions)),
-            Remedy({"expert_keys": rest or None}),
+            Remedy({"expert_keys": rest or None}, wording=f"leave out {literal(unmatched)}"),
         )
     split = subject.options.get("split")
     names = [decision.key for decision in subject.by_algorithm("Muon")]
@@ -153,7 +154,10 @@ def _unmatched(subject: Subject, advice: Remedy) -> Iterator[Trap]:
             (),
             "a pattern is a whole component of names, or a shell-style pattern of whole names"
             + did_you_mean(unmatched, names),
-            Remedy({"split": {p: patterns[p] for p in patterns if p not in unmatched} or None}),
+            Remedy(
+                {"split": {p: patterns[p] for p in patterns if p not in unmatched} or None},
+                wording=f"leave out {literal(unmatched)}",
+            ),
         )
 
 
@@ -231,7 +235,7 @@ def _unsure(subject: Subject, advice: Remedy) -> Iterator[Trap]:
 def _routers(subject: Subject, advice: Remedy) -> Iterator[Trap]:
     """Matrices that choose experts."""
     routers = [d for d in advice.muons(subject) if _component(d.name) in ROUTERS]
-    counts = {d.name: subject.look_up(d, convolutions.EXPERTS) for d in routers}
+    counts = {d.name: subject.look_up(d, EXPERTS) for d in routers}
     routers = [d for d in routers if counts[d.name] in d.param.shape]
     if routers:
         yield Trap(

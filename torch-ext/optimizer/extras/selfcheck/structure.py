@@ -14,9 +14,9 @@ from ...distributed import regions
 from ...matrices import Matrices
 from ...muon import Muon
 from ...parameters.default_groups import Decision, decide
+from ...parameters.higher_dimensions import EXPERTS, expert_key
 from ...parameters.modules import infos_of
 from ...parameters.names import matches, normalize_name, normalize_names
-from ..describe.convolutions import EXPERTS, expert_key
 from ..describe.fused import fused_in, is_stored_transposed
 from ..describe.remedy import Remedy, Trap
 from ..describe.subject import Subject, names_of
@@ -153,7 +153,8 @@ def _stacks(subject: Subject) -> Iterator[Trap]:
 
 
 def _fault(decision: Decision, subject: Subject) -> Optional[str]:
-    key, (count, width) = expert_key(decision, subject), _experts(decision, subject)
+    key = expert_key(subject.model, subject.info(decision), decision.param)
+    count, width = _experts(decision, subject)
     if key is None or not _is_stack(decision, key, count):
         return None
     shape, matrices = tuple(decision.param.shape), subject.read(decision)
