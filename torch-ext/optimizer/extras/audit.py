@@ -80,7 +80,7 @@ class Report:
             ``momentum``, ``weight``, ``update``, ``change`` and ``lost``, Frobenius norms: of the
             gradient as `step` got it, of the momentum, of the weight before, of the update with
             decay in fp32, of what became of the weight (with QK-Clip), and of what rounding it took
-            from the update; ``numel``; ``matrices``, a count; ``owners``, global ranks;
+            from the update; ``shape``; ``numel``; ``matrices``, a count; ``owners``, global ranks;
             ``relative_rank``, the squared norm of the polar factors over that of orthogonal
             matrices; ``absent``, without a gradient; ``differs``, between replicas; and of some
             ``sigma``, the singular values of one polar factor at the quantiles 0, 0.1, 0.5, 0.9, 1;
@@ -214,6 +214,7 @@ class Audit:
                     "owners": [],
                     "relative_rank": 0.0,
                     "absent": entry.name in record.absent,
+                    "shape": list(entry.matrices.shape),
                     "numel": math.prod(entry.matrices.shape),
                     "is_plain": entry.sharding is None and not has_component(entry.name, _EXPERTS),
                     "differs": False,
@@ -528,7 +529,9 @@ _TO_ADAMW = "AdamW trains these better: name them in adamw_keys of get_default_m
 
 
 def _is_sparse(row: Mapping[str, Any]) -> bool:
-    return row["matrices"] == 1 and 0.0 < row["nonzero"] < LEAST_NONZERO
+    """Whether it may be an embedding; gradients of wide matrices behind ReLU have zeros, too."""
+    is_tall = len(row["shape"]) == 2 and row["shape"][0] > row["shape"][1]
+    return is_tall and row["matrices"] == 1 and 0.0 < row["nonzero"] < LEAST_NONZERO
 
 
 def _is_flat(row: Mapping[str, Any]) -> bool:
