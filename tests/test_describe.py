@@ -582,8 +582,11 @@ def test_convolutions_in_groups_are_one_matrix_for_each_group():
 def test_rates_to_try_are_those_of_models_of_its_kind():
     transformer = of_layers("q_proj", nn.Linear(16, 16))
     perceptron = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32), nn.Linear(32, 4))
-    assert "4 to 8 times the one tuned for AdamW" in str(describe(transformer))
-    assert "the one tuned for AdamW, and half of it" in str(describe(perceptron))
+    matrices = "lr, for the matrices, "
+    rest = "adamw_lr, for the rest, once and twice that lr. Without adamw_lr, lr drives both."
+    assert f"{matrices}4 to 8 times the rate tuned for AdamW" in str(describe(transformer))
+    assert f"{matrices}the rate tuned for AdamW and half of it" in str(describe(perceptron))
+    assert rest in str(describe(transformer)) and rest in str(describe(perceptron))
     assert describe(transformer, adjust_lr="original", lr=0.02).rates == ""
     assert describe(nn.Embedding(8, 4)).rates == ""
 

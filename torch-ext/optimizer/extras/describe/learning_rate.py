@@ -72,8 +72,16 @@ def rates_to_try(subject: Subject, advice: Remedy) -> str:
     if scale != "match_rms_adamw" or not muons:
         return ""
     if is_transformer(muons):
-        return "Rates to try: 4 to 8 times the one tuned for AdamW; this is a transformer."
-    return "Rates to try: the one tuned for AdamW, and half of it; this is no transformer."
+        matrices = (
+            "4 to 8 times the rate tuned for AdamW (2 to 4 times, if that was for matrices alone), "
+            "as this is a transformer"
+        )
+    else:
+        matrices = "the rate tuned for AdamW and half of it, as this is no transformer"
+    return (
+        f"Rates to try: lr, for the matrices, {matrices}; adamw_lr, for the rest, once and twice "
+        "that lr. Without adamw_lr, lr drives both."
+    )
 
 
 def is_transformer(muons: Iterable[Decision]) -> bool:
