@@ -1011,6 +1011,19 @@ def test_one_parameter_that_was_replaced_stops_the_step(attribute):
     assert_refused(optim, optim.step, says)
 
 
+def test_a_parameter_in_whose_place_another_of_the_groups_is_trained_stops_no_step():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    optim = matrices_and_biases(model)
+    model[1].weight = model[0].weight  # tied after the groups were made
+    model[2].weight = parameter(4, 4)
+    optim.add_param_group(muon_group(model[2].weight))
+    weights = [model[0].weight.clone(), model[2].weight.clone()]
+    model(torch.ones(2, 4)).sum().backward()
+    optim.step()
+    assert not torch.equal(model[0].weight, weights[0])
+    assert not torch.equal(model[2].weight, weights[1])
+
+
 def test_an_optimizer_that_trains_nothing_says_so_once():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     optim = matrices_and_biases(model)

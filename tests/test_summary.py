@@ -253,6 +253,7 @@ def test_matrices_with_a_vocabulary_are_noted(is_named):
         ),
         pytest.param({"head.lora_B.default.weight": (2000, 8)}, {}, id="adapters"),
         pytest.param({"fc1.weight": (64, 6272), "fc2.weight": (64, 64)}, {}, id="many inputs"),
+        pytest.param({"0.weight": (1024, 64), "2.weight": (64, 1024)}, {}, id="wide layer"),
     ],
 )
 def test_matrices_of_hidden_layers_are_not_noted(muon, adamw):

@@ -399,7 +399,9 @@ class Muon(torch.optim.Optimizer):
         defaults = inspect.signature(Muon).parameters
         lines = []
         for number, group in enumerate(self.param_groups):
-            view = self._translate({**group, "names": None, "where": ""})
+            view = self._translate(
+                {**self._defaults_of(group), **group, "names": None, "where": ""}
+            )
             keys = GROUP_OPTIONS if view.use_muon else ("adamw_betas", "adamw_eps")
             others = [key for key in keys if key not in ("lr", "weight_decay")]
             shown = ["lr", "weight_decay"]
@@ -1129,8 +1131,7 @@ class Muon(torch.optim.Optimizer):
             >>> try:
             ...     train()
             ... except KeyboardInterrupt:
-            ...     if optimizer.is_broken:
-            ...         optimizer.accept_partial_step()
+            ...     optimizer.accept_partial_step()
         """
         self._integrity.check_acceptable()
         self._create_state(self._read_groups())  # the first step may have made only some of it

@@ -118,8 +118,8 @@ def with_a_vocabulary(groups: Sequence[Group]) -> dict[str, str]:
     """Muon's matrices that may be embeddings or heads, and why, where no model is at hand.
 
     They have as many rows as an embedding of AdamW's, or at least a thousand and over eight times
-    their columns. A number of rows is a hidden size if it is also a side of a layer's matrix, or
-    that of more than two matrices.
+    their columns. A number of rows is a hidden size if it is also a side of a layer's matrix, a
+    number of columns, or that of the rows of more than two matrices.
     """
 
     def matrices(is_muon: bool) -> list[tuple[str, int, int, bool]]:
@@ -136,6 +136,7 @@ def with_a_vocabulary(groups: Sequence[Group]) -> dict[str, str]:
     hidden = {side for _, *sides, is_in_a_layer in muons if is_in_a_layer for side in sides}
     alike = Counter(rows for _, rows, _, _ in muons)
     hidden |= {rows for rows, count in alike.items() if count > 2}
+    hidden |= {cols for _, _, cols, _ in muons}
     tables = {
         rows: f"as many rows as {name}"
         for name, rows, cols, is_in_a_layer in matrices(False)

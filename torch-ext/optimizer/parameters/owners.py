@@ -7,6 +7,7 @@ the groups hold. Neither torch nor checkpoints see what is remembered, and it ke
 from __future__ import annotations
 
 import weakref
+from typing import Optional
 
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -27,8 +28,8 @@ def remember_owners(model: nn.Module) -> None:
                 _owners[param] = (weakref.ref(module), attribute)
 
 
-def was_replaced(param: Tensor) -> bool:
-    """Whether the module that held a parameter is known to hold another one in its place.
+def replacement_of(param: Tensor) -> Optional[Tensor]:
+    """The parameter that the module of ``param`` is known to hold in its place by now, or None.
 
     FSDP2 puts unsharded parameters into modules for a while: these do not count, as the sharded
     ones come back.
@@ -37,8 +38,8 @@ def was_replaced(param: Tensor) -> bool:
     module = module_ref()
     current = None if module is None else module._parameters.get(attribute)
     if current is None or current is param:
-        return False
-    return _mesh_dimensions(current) >= _mesh_dimensions(param)
+        return None
+    return current if _mesh_dimensions(current) >= _mesh_dimensions(param) else None
 
 
 def _mesh_dimensions(param: Tensor) -> int:

@@ -24,7 +24,7 @@ from . import options
 from .foreign_words import proposal
 from .names import did_you_mean, has_component, matches
 from .options import Group, Settings
-from .owners import was_replaced
+from .owners import replacement_of
 
 _WRITE_THIS = (
     "Muon takes a list of parameter groups that say use_muon, for example "
@@ -402,10 +402,17 @@ def have_no_gradients(groups: Sequence[Group]) -> bool:
 
 
 def check_not_replaced(groups: Sequence[Group]) -> None:
-    """Checks of parameters without a gradient that the model holds no others in their places."""
+    """Checks of parameters without a gradient that the model holds no others in their places.
+
+    Others that the groups have, too, are trained: tied weights, or a larger embedding that
+    `add_param_group` was given.
+    """
     for group in groups:
         for index, param in enumerate(group.params):
-            if param.grad is None and param.requires_grad and was_replaced(param):
+            if param.grad is not None or not param.requires_grad:
+                continue
+            other = replacement_of(param)
+            if other is not None and not any(p is other for g in groups for p in g.params):
                 name = group.name_of(index)
                 raise ValueError(
                     f"step() found no gradient on {name}, and by now the model holds another "

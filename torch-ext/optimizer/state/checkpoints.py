@@ -15,6 +15,7 @@ from ..distributed.plan import Entry
 from ..parameters.default_groups import default_is_muon
 from ..parameters.options import STRUCTURE, Group, Settings, is_number
 from .specs import (
+    ADAMW_KEYS,
     KEPT_DTYPE,
     KEYS,
     ExpectedState,
@@ -204,6 +205,8 @@ def check_and_divide(
             _divide(saved_state, expected, param, saved)
             _check_algorithm(saved_state, live.get(param, {}), group, saved, name, param.dtype)
             check_tensors(saved_state, expected, "checkpoint", name, param)
+            if "exp_avg" in expected:
+                _check_complete(saved_state, name)
             # Kernels trust that this rank's part of a DTensor has the size that it should have.
             for key, (shape, placed) in expected.items():
                 if placed is None or saved_state.get(key) is None:
@@ -335,6 +338,21 @@ def _check_algorithm(
         raise ValueError(
             f"the checkpoint has weight_rounding='exact', but its residual of {name} has not been "
             "read, since this optimizer has none: construct it with weight_rounding='exact'"
+        )
+
+
+def _check_complete(saved_state: Mapping[str, Any], name: str) -> None:
+    """Checks that all of AdamW's entries are there, or none: steps would be far too long or short.
+
+    Live state is not checked: where memory ran out between two entries, the next step makes the
+    other ones.
+    """
+    present = [key for key in ADAMW_KEYS if saved_state.get(key) is not None]
+    absent = [key for key in ADAMW_KEYS if key not in present]
+    if present and absent:
+        raise ValueError(
+            f"{' and '.join(present)} of {name} in the checkpoint lack {' and '.join(absent)}: "
+            "AdamW needs all three, or none to start from zeros"
         )
 
 

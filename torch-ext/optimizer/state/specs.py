@@ -178,17 +178,8 @@ def check_tensors(
 ) -> None:
     """Checks tensors of one parameter's state: kind of numbers, shape, mesh and placements.
 
-    AdamW's state has to be complete: without one of its entries, steps would be many times too long
-    or too short. ``source`` says where the state is, and ``name`` which parameter's, for messages.
+    ``source`` says where the state is, and ``name`` which parameter's, for messages.
     """
-    if "exp_avg" in expected:
-        present = [key for key in ADAMW_KEYS if param_state.get(key) is not None]
-        absent = [key for key in ADAMW_KEYS if key not in present]
-        if present and absent:
-            raise ValueError(
-                f"{' and '.join(present)} of {name} in the {source} lack {' and '.join(absent)}: "
-                "AdamW needs all three, or none to start from zeros"
-            )
     for key, (shape, placed) in expected.items():
         value = param_state.get(key)
         if value is None:
