@@ -583,7 +583,7 @@ def test_rates_to_try_are_those_of_models_of_its_kind():
     transformer = of_layers("q_proj", nn.Linear(16, 16))
     perceptron = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32), nn.Linear(32, 4))
     matrices = "lr, for the matrices, "
-    rest = "adamw_lr, for the rest, once and twice that lr. Without adamw_lr, lr drives both."
+    rest = "adamw_lr, for the rest, 1 to 4 times that lr. Without adamw_lr, lr drives both."
     assert f"{matrices}4 to 8 times the rate tuned for AdamW" in str(describe(transformer))
     assert f"{matrices}the rate tuned for AdamW and half of it" in str(describe(perceptron))
     assert rest in str(describe(transformer)) and rest in str(describe(perceptron))

@@ -79,7 +79,7 @@ def rates_to_try(subject: Subject, advice: Remedy) -> str:
     else:
         matrices = "the rate tuned for AdamW and half of it, as this is no transformer"
     return (
-        f"Rates to try: lr, for the matrices, {matrices}; adamw_lr, for the rest, once and twice "
+        f"Rates to try: lr, for the matrices, {matrices}; adamw_lr, for the rest, 1 to 4 times "
         "that lr. Without adamw_lr, lr drives both."
     )
 
