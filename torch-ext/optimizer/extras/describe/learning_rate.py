@@ -79,8 +79,8 @@ def rates_to_try(subject: Subject, advice: Remedy) -> str:
     else:
         matrices = "the rate tuned for AdamW and half of it, as this is no transformer"
     return (
-        f"Rates to try: lr, for the matrices, {matrices}; adamw_lr, for the rest, 1 to 4 times "
-        "that lr. Without adamw_lr, lr drives both."
+        f"Rates to try: lr, for the matrices, {matrices};\n"
+        "adamw_lr, for the rest, 1 to 4 times that lr. Without adamw_lr, lr drives both."
     )
 
 
