@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 
 from timing import CHECKOUT, add_cpu_time, load_kernel, machine, milliseconds, show, take_turns
 
-sys.path.insert(0, str(CHECKOUT / "examples"))
+sys.path.append(str(CHECKOUT / "examples"))
 from model import ModelConfig, Transformer
 
 DTYPES = (torch.float32, torch.bfloat16)
