@@ -1,6 +1,6 @@
 """Does Muon pay, and at which learning rate: small models trained with AdamW and with Muon.
 
-    make bench BENCHMARKS=benchmarks/training.py    # an hour on one core, without the largest
+    make bench BENCHMARKS=benchmarks/training.py    # hours on one core, without the largest
     make bench BENCHMARKS=benchmarks/training.py ARGS="--models mlp cnn --widths"    # minutes
 
 Both optimizers have one learning rate for the matrices that Muon trains and another for the rest:

@@ -652,19 +652,19 @@ def test_a_loaded_state_dict_stays_as_it_was_given():
     assert_same_training(*runs[0], *runs[1])
 
 
-def load_in_place(optim: Any, folder: Any) -> dict[str, Any]:
-    """Reads files into the tensors of a fresh optimizer's state dict."""
-    content = {"optim": optim.state_dict()}
+def load_in_place(folder: Any) -> tuple[Any, Any, dict[str, Any]]:
+    """A trained model and optimizer, fresh ones, and the state dict of the fresh optimizer, into
+    whose tensors that of the trained one was read from files."""
+    trained, fresh = build(beta2=0.9), build(beta2=0.9)
+    train(*trained, 2)
+    dcp.save({"optim": trained[1].state_dict()}, checkpoint_id=folder, no_dist=True)
+    content = {"optim": fresh[1].state_dict()}
     dcp.load(content, checkpoint_id=folder, no_dist=True)
-    return content["optim"]
+    return trained, fresh, content["optim"]
 
 
 def test_a_load_in_place_takes_no_memory_of_its_own(tmp_path):
-    model, optim = build(beta2=0.9)
-    train(model, optim, 2)
-    dcp.save({"optim": optim.state_dict()}, checkpoint_id=tmp_path, no_dist=True)
-    other, twin = build(beta2=0.9)
-    read = load_in_place(twin, tmp_path)
+    _, (other, twin), read = load_in_place(tmp_path)
     assert count(lambda: twin.load_state_dict(read)).peak_bytes < 1000
     train(other, twin, 1)
     state = twin.state_dict()["state"]
@@ -673,11 +673,7 @@ def test_a_load_in_place_takes_no_memory_of_its_own(tmp_path):
 
 
 def test_a_load_in_place_is_a_load_without_another_one(tmp_path):
-    model, optim = build(beta2=0.9)
-    train(model, optim, 2)
-    dcp.save({"optim": optim.state_dict()}, checkpoint_id=tmp_path, no_dist=True)
-    other, twin = build(beta2=0.9)
-    read = load_in_place(twin, tmp_path)
+    (model, optim), (other, twin), read = load_in_place(tmp_path)
     other.load_state_dict(model.state_dict())
     assert_equal(twin.state_dict()["state"], optim.state_dict()["state"])
     for pair in ((model, optim), (other, twin)):

@@ -23,7 +23,7 @@ from .distributed.replicas import Replicas
 from .parameters import options, validation
 from .parameters.default_groups import default_is_muon, get_default_muon_param_groups
 from .parameters.foreign_words import explains_unknown_arguments
-from .parameters.names import find_name, state_dict_key
+from .parameters.names import counted, find_name, state_dict_key
 from .parameters.options import GROUP_OPTIONS, SETTINGS, Group
 from .parameters.survey import NO_SURVEY, Survey, entries_of, shared_with, survey_groups
 from .qk_clip.logit_source import NO_STATS, Logits, LogitSource
@@ -408,7 +408,7 @@ class Muon(torch.optim.Optimizer):
             shown += [key for key in others if getattr(view, key) != defaults[key].default]
             options = ", ".join(f"{key}={getattr(view, key)!r}" for key in shown)
             algorithm = "Muon" if view.use_muon else "AdamW"
-            count = f"{len(view.params)} parameter{'s' * (len(view.params) != 1)}"
+            count = counted(view.params, "parameter")
             lines.append(f"    {number}: {algorithm}, {count}, {options}\n")
         return f"{type(self).__name__} (\n{''.join(lines)})"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import itertools
-from collections.abc import Callable, Container, Iterable, Sequence
-from typing import Optional
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
+from typing import Any, Optional
 
 # What torch.compile, activation checkpointing and FSDP1 add to a parameter's name, anywhere in it.
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
@@ -89,3 +89,8 @@ def did_you_mean(keys: Iterable[str], names: Iterable[str]) -> str:
 def matches(name: str, pattern: str) -> bool:
     """Whether a shell-style pattern fits the whole name, or whole components of it do."""
     return fnmatch.fnmatchcase(*_to_compare(name, pattern)) or has_component(name, [pattern])
+
+
+def counted(things: Collection[Any], singular: str, plural: str = "") -> str:
+    """1 matrix, 2 matrices."""
+    return f"{len(things)} {singular if len(things) == 1 else plural or singular + 's'}"

@@ -10,6 +10,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import FrameType
 from typing import Any, Optional
 
 import torch
@@ -22,7 +23,7 @@ from ..distributed.collectives import has_backend
 from ..distributed.plan import Plan
 from . import options
 from .foreign_words import proposal
-from .names import did_you_mean, has_component, matches
+from .names import counted, did_you_mean, has_component, matches
 from .options import Group, Settings
 from .owners import replacement_of
 
@@ -100,10 +101,6 @@ def check_keys(group: Mapping[str, Any], known: Iterable[str], where: str) -> No
             raise ValueError(f"{where} has a key {key!r} that means nothing here; {instead}")
 
 
-def _count(things: Sequence[Any], noun: str) -> str:
-    return f"{len(things)} {noun}" + "s" * (len(things) != 1)
-
-
 def check_params(group: Group, settings: Settings) -> None:
     """Checks names and tensors of a group; `survey` checks how matrices are read."""
     params, names, where = group.params, group.names, group.where
@@ -112,7 +109,7 @@ def check_params(group: Group, settings: Settings) -> None:
         if not isinstance(names, (list, tuple)) or not all(isinstance(n, str) for n in names):
             raise ValueError(f"{where}: names must be a list of str, found {names!r}")
         if len(names) != len(params):
-            counts = f"{_count(names, 'name')} for {_count(params, 'parameter')}"
+            counts = f"{counted(names, 'name')} for {counted(params, 'parameter')}"
             remedy = "give one for each, in the same order"
             vectors = [param for param in params if getattr(param, "ndim", None) == 1]
             if group.use_muon and vectors and len(params) < len(names):
@@ -319,23 +316,27 @@ def check_capturable(
                 )
 
 
+_PACKAGE = os.path.dirname(os.path.dirname(__file__))
+
+
 def warn(problem: str) -> None:
     """Warns, and blames the first caller outside of this package and of torch."""
-    package = os.path.dirname(os.path.dirname(__file__))
-    inner = (package, os.path.dirname(torch.__file__))
-    frame, level = sys._getframe(), 1
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(inner):
-        frame, level = frame.f_back, level + 1
+    _, level = _caller_outside(_PACKAGE, os.path.dirname(torch.__file__))
     warnings.warn(problem, stacklevel=level)
 
 
 def is_called_by(module: str) -> bool:
     """Whether the first caller outside of this package is in a module of torch, or below it."""
-    package = os.path.dirname(os.path.dirname(__file__))
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(package):
-        frame = frame.f_back
+    frame, _ = _caller_outside(_PACKAGE)
     return frame.f_globals.get("__name__", "").startswith(module)
+
+
+def _caller_outside(*folders: str) -> tuple[FrameType, int]:
+    """The first frame of no file in these folders, and its level as the caller of this counts."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(folders):
+        frame, level = frame.f_back, level + 1
+    return frame, level
 
 
 def warn_about_divided_state() -> None:

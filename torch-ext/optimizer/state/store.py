@@ -68,16 +68,16 @@ class StateStore:
     def without_created(self, state: MutableOptimizerState) -> dict[Any, dict[str, Any]]:
         """State without what was created since the last step, unless it was written in place, as
         torch.distributed.checkpoint does."""
-        return {
-            param: {
-                key: value
-                for key, value in state[param].items()
-                if key not in keys or dtensors.local(value).any()
-            }
-            for param in state
-            for keys in [self._created.get(param, ()) if isinstance(param, Tensor) else ()]
-            if isinstance(state[param], dict)
-        }
+        kept = {}
+        for param, param_state in state.items():
+            if isinstance(param_state, dict):
+                created = self._created.get(param, ()) if isinstance(param, Tensor) else ()
+                kept[param] = {
+                    key: value
+                    for key, value in param_state.items()
+                    if key not in created or dtensors.local(value).any()
+                }
+        return kept
 
     @torch.inference_mode(False)
     @torch.no_grad()

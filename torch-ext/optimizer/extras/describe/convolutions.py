@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 from ...parameters.default_groups import DIMENSIONS, convolutions_of
 from ...parameters.higher_dimensions import MOST_CHANNELS, expert_key, is_kernel
+from ...parameters.names import counted
 from .learning_rate import is_transformer
 from .remedy import Remedy, Trap, literal
 from .subject import Subject, names_of, numel
-from .table import counted
 
 # Convolutions are a trap if they are at least this share of what is trained, or more than Muon's
 # matrices, as in a CNN whose linear layers are large. Of fewer, such as the patch embedding of a

@@ -15,10 +15,10 @@ from torch import nn
 
 from ...parameters.default_groups import Decision
 from ...parameters.modules import ParamInfo, class_names, read, size_in
-from ...parameters.names import matches
+from ...parameters.names import counted, matches
 from .remedy import Remedy, Trap
 from .subject import Subject, names_of
-from .table import collect_by, counted
+from .table import collect_by
 
 # What configurations and modules call their numbers of attention heads, and the size of one.
 HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "nheads")

@@ -9,10 +9,10 @@ from typing import Any, Optional
 
 from ...core import update_scale
 from ...parameters.default_groups import Decision
+from ...parameters.names import counted
 from .fused import is_stored_transposed
 from .remedy import LR, Remedy, Trap, number
 from .subject import Subject, names_of
-from .table import counted
 
 _ATTENTION = re.compile(r"at+n|attention|qkv|q_proj|\bwq\b", re.IGNORECASE)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, Callable, TypeVar
 
 from .. import summary
@@ -123,11 +123,6 @@ def listed(names: Iterable[str]) -> list[str]:
 
 def text(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def counted(things: Collection[Any], singular: str, plural: str = "") -> str:
-    """1 matrix, 2 matrices."""
-    return f"{len(things)} {singular if len(things) == 1 else plural or singular + 's'}"
 
 
 def count(number: int) -> str:

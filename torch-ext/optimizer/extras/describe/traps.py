@@ -13,12 +13,12 @@ from ...distributed import utils as dtensors
 from ...parameters.default_groups import BY_NAME, default_is_muon, unmatched_keys
 from ...parameters.higher_dimensions import EXPERTS
 from ...parameters.modules import class_names
-from ...parameters.names import did_you_mean, matches
+from ...parameters.names import counted, did_you_mean, matches
 from ...parameters.output_heads import last_matrix, may_be_a_head, unnamed_heads
 from . import convolutions, fused, learning_rate
 from .remedy import Remedy, Trap, literal
 from .subject import Subject, names_of, numel
-from .table import collect_by, counted, fold, text
+from .table import collect_by, fold, text
 
 # A pure function of the model and the advice so far; yields traps, each with the remedy it adds.
 Finder = Callable[[Subject, Remedy], Iterator[Trap]]

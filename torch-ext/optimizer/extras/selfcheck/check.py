@@ -16,9 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map_only
 
 from ...muon import Muon
+from ...parameters.names import counted
 from ..describe.remedy import Remedy, Trap
 from ..describe.report import describe, lines_of
-from ..describe.table import counted
 from .comparison import Run
 from .ranks import Alone, gather_json, run_on_ranks
 from .structure import find_frozen, find_misread, find_strangers

@@ -16,11 +16,11 @@ from ...muon import Muon
 from ...parameters.default_groups import Decision, decide
 from ...parameters.higher_dimensions import EXPERTS, expert_key
 from ...parameters.modules import infos_of
-from ...parameters.names import matches, normalize_name, normalize_names
+from ...parameters.names import counted, matches, normalize_name, normalize_names
 from ..describe.fused import fused_in, is_stored_transposed
 from ..describe.remedy import Remedy, Trap
 from ..describe.subject import Subject, names_of
-from ..describe.table import collect_by, counted
+from ..describe.table import collect_by
 from ..describe.traps import find_warnings
 
 # Advice about what a caller may well mean: rates, and convolutions left to AdamW.
