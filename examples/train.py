@@ -58,7 +58,7 @@ def option(default: Any, help: str, **kwargs: Any) -> Any:
 @dataclass(frozen=True)
 class TrainConfig:
     optimizer: str = option("muon", "which optimizer", choices=("muon", "adamw"))
-    lr: float = option(1e-2, "peak learning rate; for matrices Muon wants 2 to 4 times AdamW's")
+    lr: float = option(1e-2, "peak learning rate; of the matrices alone, with --adamw-lr")
     adamw_lr: float = option(0.0, "peak rate of embeddings, head and norms; 0: as --lr")
     weight_decay: float = option(0.1, "decoupled weight decay, on every parameter")
     steps: int = option(200, "updates that the learning-rate schedule spans")

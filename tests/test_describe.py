@@ -584,8 +584,8 @@ def test_rates_to_try_are_those_of_models_of_its_kind():
     perceptron = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32), nn.Linear(32, 4))
     matrices = "lr, for the matrices, "
     rest = "adamw_lr, for the rest, 1 to 4 times that lr. Without adamw_lr, lr drives both."
-    assert f"{matrices}4 to 8 times the rate tuned for AdamW" in str(describe(transformer))
-    assert f"{matrices}the rate tuned for AdamW and half of it" in str(describe(perceptron))
+    assert f"{matrices}4 to 8 times AdamW's tuned rate" in str(describe(transformer))
+    assert f"{matrices}AdamW's tuned rate and half of it" in str(describe(perceptron))
     assert rest in str(describe(transformer)) and rest in str(describe(perceptron))
     assert describe(transformer, adjust_lr="original", lr=0.02).rates == ""
     assert describe(nn.Embedding(8, 4)).rates == ""
@@ -749,6 +749,11 @@ def test_learning_rates_are_judged_by_their_scale(dim, lr, scale, verdict):
     assert kinds(description.warnings) == ([] if verdict is None else ["lr"])
     if verdict is not None:
         assert f"too {verdict}" in description.warnings[0].what
+
+
+def test_a_rate_that_is_advised_is_not_called_too_large():
+    tuned_for_adamw = 0.008  # the matrices of a transformer as wide, in docs/performance.md
+    assert "lr" not in kinds(describe(Llama(dim=128), lr=4 * tuned_for_adamw).warnings)
 
 
 def test_a_learning_rate_that_suits_the_other_scale_is_told_so():

@@ -196,7 +196,7 @@ def ingredients(section: str) -> dict[str, Any]:
         **{"torch": torch, "optimizer": optimizer, "get_kernel": lambda *_, **__: optimizer},
         **{"Muon": optimizer.Muon, "presets": optimizer.presets},
         **{"model": model, "matrices": matrices, "others": others, "groups": groups},
-        **{"adamw_lr": 1e-3, "adamw_weight_decay": 0.1, "adamw_betas": (0.9, 0.95)},
+        **{"lr": 1e-3, "rest_lr": 1e-3, "adamw_weight_decay": 0.1, "adamw_betas": (0.9, 0.95)},
     }
 
 

@@ -80,9 +80,9 @@ class Muon(torch.optim.Optimizer):
         W ← W·(1 − lr·weight_decay) − lr·scale·U
 
     where scale is 0.2·sqrt(max(rows, cols)) by default (Liu et al. 2025, arXiv:2502.16982). So a
-    weight decay that was tuned for AdamW fits Muon, too, and AdamW's learning rate is where to
-    begin a search. ``lr`` is for the matrices, and for the rest, too, unless its group has another:
-    ``adamw_lr`` of `get_default_muon_param_groups` sets that.
+    weight decay that was tuned for AdamW fits Muon, too; `describe` prints which multiples of
+    AdamW's learning rate to try. ``lr`` is for the matrices, and for the rest, too, unless its
+    group has another: ``adamw_lr`` of `get_default_muon_param_groups` sets that.
 
     Unless ``ns_eps_absolute`` or ``ns_equilibrate`` is set, U does not depend on the scale of
     gradients: with all gradients of a run multiplied by 2^k, matrices take the same steps to the

@@ -62,7 +62,9 @@ FOREIGN_WORDS: dict[Any, ForeignWord] = {
     ),
     # trainers'
     "learning_rate": ForeignWord("lr"),
-    "adamw_lr": ForeignWord("lr", "in the group with use_muon=False"),
+    "adamw_lr": ForeignWord(
+        "lr", "in the group with use_muon=False, as get_default_muon_param_groups(adamw_lr=…) does"
+    ),
     "muon_lr": ForeignWord("lr", "in the group with use_muon=True"),
 }
 

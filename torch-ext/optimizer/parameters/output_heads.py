@@ -117,7 +117,7 @@ def unnamed_heads(
 def with_a_vocabulary(groups: Sequence[Group]) -> dict[str, str]:
     """Muon's matrices that may be embeddings or heads, and why, where no model is at hand.
 
-    They have as many rows as an embedding of AdamW's, or at least a thousand and over eight times
+    They have as many rows as an embedding of AdamW's, or at least a thousand and over six times
     their columns. A number of rows is a hidden size if it is also a side of a layer's matrix, a
     number of columns, or that of the rows of more than two matrices.
     """
@@ -149,7 +149,7 @@ def with_a_vocabulary(groups: Sequence[Group]) -> dict[str, str]:
             continue
         if rows in tables:
             reasons[name] = tables[rows]
-        elif rows >= _LARGE and rows > 8 * cols:
+        elif rows >= _LARGE and rows > 6 * cols:
             reasons[name] = f"{rows} rows, as of a vocabulary"
     return reasons
 

@@ -17,7 +17,7 @@ from .subject import Subject, names_of
 _ATTENTION = re.compile(r"at+n|attention|qkv|q_proj|\bwq\b", re.IGNORECASE)
 
 # How much of its own size a weight moves per step; `describe` tells where the bounds come from.
-MOST = 0.12
+MOST = 0.16
 LEAST = {"match_rms_adamw": 2e-6, "original": 1e-3, "spectral": 1e-3, "none": 1e-3}
 
 
@@ -48,14 +48,14 @@ def find(subject: Subject, advice: Remedy) -> Iterator[Trap]:
     # Where another scale is advised, so is a rate that fits it.
     if moved is None or _fits(moved, scale) or "adjust_lr" in advice.options:
         return
-    usual, other = f"rates around {number(LR[scale])} are meant", "match_rms_adamw"
-    if scale == "match_rms_adamw":
-        usual, other = "rates like AdamW's are meant, 1e-4 to 1e-2", "original"
+    other = "original" if scale == "match_rms_adamw" else "match_rms_adamw"
     fits_other = _fits(_relative_update(subject, advice, other), other)
     alternative = f', or adjust_lr="{other}", whose rates it is like' if fits_other else ""
-    too = "large" if moved > MOST else "small"
     if moved > MOST:
-        usual += f", here up to about {number(float(f'{lr * MOST / moved:.1g}'))}"
+        too = "large"
+        usual = f"rates up to about {number(float(f'{lr * MOST / moved:.1g}'))} are meant here"
+    else:
+        too, usual = "small", f"rates around {number(LR[scale])} are meant"
     yield Trap(
         "lr",
         f'lr={number(lr)} is too {too} for adjust_lr="{scale}"',
@@ -73,11 +73,11 @@ def rates_to_try(subject: Subject, advice: Remedy) -> str:
         return ""
     if is_transformer(muons):
         matrices = (
-            "4 to 8 times the rate tuned for AdamW (2 to 4 times, if that was for matrices alone), "
-            "as this is a transformer"
+            "4 to 8 times AdamW's tuned rate if AdamW had one for everything,\n"
+            "2 to 4 times its rate for matrices if it had two, as this is a transformer"
         )
     else:
-        matrices = "the rate tuned for AdamW and half of it, as this is no transformer"
+        matrices = "AdamW's tuned rate and half of it, as this is no transformer"
     return (
         f"Rates to try: lr, for the matrices, {matrices};\n"
         "adamw_lr, for the rest, 1 to 4 times that lr. Without adamw_lr, lr drives both."

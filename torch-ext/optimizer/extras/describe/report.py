@@ -136,7 +136,7 @@ def describe(
     A learning rate is judged by how much of its own size a weight would move per step,
     ``lr · scale · sqrt(3·cols / max(rows, cols))``: an orthogonal matrix has an RMS of
     1/sqrt(max(rows, cols)), and torch initializes weights with one of 1/sqrt(3·cols). Too large is
-    more than 12 %, since what is known to work stays under 9 %. Too small is less than 0.0002 %
+    more than 16 %, since what is known to work stays under 15 %. Too small is less than 0.0002 %
     with ``adjust_lr="match_rms_adamw"``, since fine-tuning goes down to 1e-6, and less than 0.1 %
     with the other scales, where an AdamW-like 3e-4 moves weights by 0.05 %.
 
