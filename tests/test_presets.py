@@ -561,6 +561,26 @@ def test_dion_refuses_options_it_cannot_honour(groups, arguments, message):
         presets.dion(groups, **arguments)
 
 
+@pytest.mark.parametrize("name", [*sorted(SOURCES.keys() - {"moonlight"}), "normuon"])
+def test_presets_keep_the_algorithm_of_default_groups(name):
+    model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 4), nn.Linear(4, 9))
+    groups = optimizer.get_default_muon_param_groups(model)
+    optim = optimizer.Muon(**getattr(presets, name)(groups))
+    for group, given in zip(optim.param_groups, groups):
+        assert group["use_muon"] is given["use_muon"]
+        assert len(group["params"]) == len(given["params"])
+
+
+def test_dion_refuses_a_group_of_both_algorithms():
+    with pytest.raises(ValueError, match=r"param_groups\[0\] has algorithm='muon' and use_muon=Fal"):
+        presets.dion([{"params": parameters(), "algorithm": "muon", "use_muon": False}])
+
+
+def test_moonlight_takes_a_tensor():
+    optim = optimizer.Muon(**presets.moonlight(muon_params=parameters()[0]))
+    assert [len(group["params"]) for group in optim.param_groups] == [1, 0]
+
+
 def test_dions_adamw_without_decay_needs_no_caution():
     groups = [{"params": parameters(), "algorithm": "adamw", "weight_decay": 0.0}]
     assert optimizer.Muon(**presets.dion(groups, cautious_wd=True)).param_groups

@@ -221,7 +221,8 @@ def moonlight(
     corrects first. The two differ by what eps weighs in the first steps.
     """
     _check_arguments(unknown, "Moonlight's Muon", _arguments_of(moonlight))
-    matrices, others = list(muon_params or ()), list(adamw_params or ())
+    matrices = [] if muon_params is None else _as_list(muon_params)
+    others = [] if adamw_params is None else _as_list(adamw_params)
     if not matrices and not others:
         raise ValueError("Moonlight's Muon got empty lists of muon_params and adamw_params")
     return {
@@ -267,7 +268,7 @@ def dion(
 
     Args:
         params: tensors, or groups with an ``algorithm``, ``"muon"`` (the default) or ``"adamw"``,
-            and arguments of its hyperparameters (``beta1`` and ``beta2`` in place of ``betas``),
+            or with ``use_muon``, and arguments of its hyperparameters (``beta1`` and ``beta2`` in place of ``betas``),
             and ``num_heads`` or ``split_sizes``.
         distributed_mesh: a process group of replicas divides the work among them, as in the
             source; a mesh has no effect, since DTensors say how they are sharded.
@@ -297,9 +298,12 @@ def dion(
     groups = []
     for number, group in enumerate(_muon_groups(params, "dion's Muon", keys, keys)):
         where = f"param_groups[{number}]"
-        algorithm = group.pop("algorithm", "muon")
+        is_muons = group["use_muon"]  # True, too, where the group does not say
+        algorithm = group.pop("algorithm", "muon" if is_muons else "adamw")
         if algorithm not in ("muon", "adamw"):
             raise ValueError(f"algorithm must be 'muon' or 'adamw', found {algorithm!r}")
+        if algorithm == "muon" and not is_muons:
+            raise ValueError(f"{where} has algorithm='muon' and use_muon=False; give one of them")
         options = {key: group.pop(key, default) for key, default in defaults.items()}
         scale = options["adjust_lr"]
         if scale not in scales:
@@ -608,7 +612,7 @@ def _muon_groups(
     params: Params, source: str, muon_keys: Collection[str], adamw_keys: Collection[str]
 ) -> list[dict[str, Any]]:
     """Copies of groups, Muon's unless they say otherwise; anything else as one Muon group."""
-    params = [params] if isinstance(params, Tensor) else list(params)
+    params = _as_list(params)
     if not params:
         raise ValueError(f"{source} got an empty parameter list")
     if not isinstance(params[0], dict):
@@ -617,6 +621,10 @@ def _muon_groups(
     for number, group in enumerate(groups):
         _check_keys(group, number, source, muon_keys if group["use_muon"] else adamw_keys)
     return groups
+
+
+def _as_list(params: Params) -> list[Any]:
+    return [params] if isinstance(params, Tensor) else list(params)
 
 
 def _arguments_of(function: Callable[..., Any]) -> list[str]:
