@@ -463,16 +463,17 @@ def test_an_accepted_step_counts_where_it_was_made_and_only_there():
         assert training_all[number, "step"] == 3
 
 
-def test_an_accepted_step_keeps_the_low_bits_of_exact_weights():
-    def made() -> Any:
-        params = [nn.Parameter(torch.full(shape, 0.7).bfloat16()) for shape in ((8, 12), (8,))]
-        groups = [
-            {"params": params[:1], "use_muon": True, "names": ["w.weight"]},
-            {"params": params[1:], "use_muon": False, "names": ["w.bias"]},
-        ]
-        return Muon(groups, lr=1e-3, weight_rounding="exact"), params
+def in_bfloat16(weight_rounding: str) -> tuple[Any, list[nn.Parameter]]:
+    params = [nn.Parameter(torch.full(shape, 0.7).bfloat16()) for shape in ((8, 12), (8,))]
+    groups = [
+        {"params": params[:1], "use_muon": True, "names": ["w.weight"]},
+        {"params": params[1:], "use_muon": False, "names": ["w.bias"]},
+    ]
+    return Muon(groups, lr=1e-3, weight_rounding=weight_rounding), params
 
-    (optim, params), (undisturbed, its_params) = made(), made()
+
+def test_an_accepted_step_keeps_the_low_bits_of_exact_weights():
+    (optim, params), (undisturbed, its_params) = in_bfloat16("exact"), in_bfloat16("exact")
     for step in range(3):
         for each in (params, its_params):
             set_gradients(each, step)
@@ -485,6 +486,37 @@ def test_an_accepted_step_keeps_the_low_bits_of_exact_weights():
     found, expected = optim.exact_weights()["w.weight"], undisturbed.exact_weights()["w.weight"]
     assert torch.equal(found, expected)
     assert not torch.equal(found, params[0].float())
+
+
+@pytest.mark.parametrize("weight_rounding", ["exact", "stochastic"])
+def test_a_step_interrupted_at_its_last_lines_is_accepted_as_the_whole_step(weight_rounding):
+    def interrupted(number: int) -> tuple[Any, Interrupt, bool]:
+        optim, params = in_bfloat16(weight_rounding)
+        for step in range(2):
+            set_gradients(params, step)
+            if step == 0:
+                optim.step()
+        with Interrupt(number) as interrupting, suppress(KeyboardInterrupt):
+            optim.step()
+        was_broken = optim.is_broken
+        optim.accept_partial_step()
+        return optim, interrupting, was_broken
+
+    whole, counting, _ = interrupted(1 << 30)
+    lines, accepted = (1 << 30) - counting.left, 0
+    expected = [p.detach() for group in whole.param_groups for p in group["params"]]
+    for number in range(lines - 40, lines):
+        optim, _, was_broken = interrupted(number)
+        found = [p.detach() for group in optim.param_groups for p in group["params"]]
+        if not all(map(torch.equal, found, expected)):
+            continue
+        accepted += was_broken
+        if weight_rounding == "exact":
+            kept, exact = optim.exact_weights(), whole.exact_weights()
+            assert all(torch.equal(kept[name], exact[name]) for name in exact), number
+        else:
+            assert [group["rounding_step"] for group in optim.param_groups] == [2, 2], number
+    assert accepted > 10
 
 
 def test_only_a_step_can_be_accepted_not_a_load_nor_discarded_state():

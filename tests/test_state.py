@@ -596,6 +596,35 @@ def test_a_state_dict_taken_before_the_first_step_resets_the_optimizer(options, 
     assert_same_training(model, optim, other, twin)
 
 
+def loaded_again(optim: Any) -> Any:
+    optim.load_state_dict(through_torch_save(optim.state_dict()))
+    return optim
+
+
+@pytest.mark.parametrize(
+    "as_new",
+    [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair)), None],
+    ids=["deepcopy", "pickle", "load"],
+)
+@options_matrix
+def test_a_state_dict_of_a_fresh_copy_or_load_resets_the_optimizer(options, as_new):
+    model, optim = build(**options)
+    optim.state_dict()  # creates state, which the copy has, too
+    if as_new is None:
+        loaded_again(optim)
+    else:
+        model, optim = as_new((model, optim))
+    weights, start = copy.deepcopy(model.state_dict()), optim.state_dict()
+    saved = copy.deepcopy(start)
+    train(model, optim, 3)
+    assert_equal(start, saved)
+    reset(model, optim, weights, start)
+    train(model, optim, 3)
+    other, twin = build(**options)
+    train(other, twin, 3)
+    assert_same_training(model, optim, other, twin)
+
+
 def test_a_state_dict_taken_before_offload_was_turned_on_resets_the_optimizer():
     model, optim = build(beta2=0.9)
     weights, start = copy.deepcopy(model.state_dict()), optim.state_dict()

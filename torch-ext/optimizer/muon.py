@@ -491,6 +491,7 @@ class Muon(torch.optim.Optimizer):
         """
         scaling = Scaling(self)
         step: Optional[Step] = None
+        self._rounding.expect_step(self.param_groups)
 
         def has_begun(raised: BaseException) -> bool:
             if step is not None and not isinstance(raised, Exception):
@@ -516,22 +517,18 @@ class Muon(torch.optim.Optimizer):
                 self._store.mark_checked(
                     self.state, (p for group in step.groups for p in group.params)
                 )
-            self._rounding.begin(step.groups, self.state)
+            self._rounding.begin_step(step.groups, self.state)
             try:
                 with step, triton_kernels.off(self._agreement.lacks_kernels):
                     scaling.unscale(step.groups)
                     pipeline.run(step)
             finally:
                 self._rounding.end()
-            self._count_rounding_step()
+            if not self._agreement.only_creates:
+                self._rounding.count_step(self.param_groups)
             self._prepared = None if self._offload.has_state else step.prepared
             self._last = step.plan, step.prepared.schedule
             self._agreement.steps += 1
-
-    def _count_rounding_step(self) -> None:
-        for group in self.param_groups:
-            if group["weight_rounding"] == "stochastic" and not self._agreement.only_creates:
-                group["rounding_step"] = group.get("rounding_step", 0) + 1
 
     def _has_replicas(self) -> bool:
         """Whether other ranks hold the same part of one of this rank's parameters."""
@@ -898,6 +895,7 @@ class Muon(torch.optim.Optimizer):
         self._create_state(groups)
         self._rounding.begin(groups, self.state)
         self._offload.flush()
+        self._store.count_zeros_as_created(self.state)
         self._warn_about_divided_state(groups)
         held = {id(param) for group in groups for param in group.params}
         params = [key for key in self.state if isinstance(key, Tensor)]  # other keys are the user's
@@ -1135,8 +1133,10 @@ class Muon(torch.optim.Optimizer):
         """
         self._integrity.check_acceptable()
         self._create_state(self._read_groups())  # the first step may have made only some of it
-        if self.is_broken:
-            self._count_rounding_step()  # as ranks have done whose step was whole
+        if self.is_broken:  # as if the step had been whole, as it was on other ranks
+            self._rounding.end_interrupted()
+            if not self._agreement.only_creates:
+                self._rounding.count_step(self.param_groups)
         has_parted = self._integrity.accept() or self._agreement.has_parted
         self._forget_plans()
         self._agreement.has_parted = has_parted

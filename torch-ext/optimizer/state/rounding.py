@@ -42,6 +42,8 @@ class Rounding:
         self._offload = offload
         self._has_stepped = has_stepped
         self._versions: dict[Tensor, tuple[int, int]] = {}  # after the last step
+        self._has_ended = True  # whether these are of the last step
+        self._next_steps: list[int] = []  # by group, what ``rounding_step`` is after this step
         self._names: dict[Tensor, str] = {}
 
     def __reduce__(self) -> tuple:
@@ -73,6 +75,11 @@ class Rounding:
             for residual in outdated:
                 self._offload.current(residual).zero_()
 
+    def begin_step(self, groups: Sequence[Group], state: OptimizerState) -> None:
+        """As `begin`; from now on until `end`, weights change by the step alone."""
+        self.begin(groups, state)
+        self._has_ended = False
+
     def of(self, param: Tensor, group: Group) -> RoundedBy:
         """What this rank's part of a parameter is rounded by in this step."""
         if group.weight_rounding == "exact":
@@ -87,6 +94,22 @@ class Rounding:
     def end(self) -> None:
         """Records the version counters of the weights that a step has left."""
         self._versions = {param: _versions(param) for param in self.residuals}
+        self._has_ended = True
+
+    def end_interrupted(self) -> None:
+        """Ends a step that an interrupt may have kept from ending."""
+        if not self._has_ended:
+            self.end()
+
+    def expect_step(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Notes what `count_step` sets ``rounding_step`` to, however often it is called."""
+        self._next_steps = [group.get("rounding_step", 0) + 1 for group in groups]
+
+    def count_step(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Counts the step that was expected, in groups whose weights are rounded at random."""
+        for group, step in zip(groups, self._next_steps):
+            if group["weight_rounding"] == "stochastic":
+                group["rounding_step"] = step
 
     def by_key(self, groups: Sequence[Group]) -> dict[str, Tensor]:
         """Parameters that have a residual, by their keys in the model's ``state_dict()``.

@@ -40,6 +40,7 @@ class StateStore:
         self._checked: Optional[list[tuple[Tensor, dict[str, Any], list[Any]]]] = None
         # By parameter, the keys of state that was created since the last step.
         self._created: MutableMapping[Tensor, list[str]] = WeakTensorKeyDictionary()
+        self._has_stepped = False  # since a load or copy, which begin with a new store
 
     @property
     def is_checked(self) -> bool:
@@ -56,6 +57,24 @@ class StateStore:
             (param, state[param], list(state[param].values())) for param in params if param in state
         ]
         self._created = WeakTensorKeyDictionary()
+        self._has_stepped = True
+
+    def count_zeros_as_created(self, state: MutableOptimizerState) -> None:
+        """Before the first step: takes loaded or copied state for created where all of it is zeros.
+
+        A state dict that is taken of it then resets the optimizer, as one of created state does.
+        Reads tensors up to the first that is not zeros.
+        """
+        if self._has_stepped:
+            return
+        found = {
+            param: [key for key in own if key not in self._created.get(param, ())]
+            for param, own in state.items()
+            if isinstance(param, Tensor) and own.keys() <= {*KEYS, "step"}
+        }
+        if not any(dtensors.local(state[p][key]).any() for p, keys in found.items() for key in keys):
+            for param, keys in found.items():
+                self._created.setdefault(param, []).extend(keys)
 
     def recheck_replaced(self, state: MutableOptimizerState) -> None:
         """Makes this step check state if a tensor of it was replaced since the last step."""
