@@ -572,7 +572,9 @@ def test_presets_keep_the_algorithm_of_default_groups(name):
 
 
 def test_dion_refuses_a_group_of_both_algorithms():
-    with pytest.raises(ValueError, match=r"param_groups\[0\] has algorithm='muon' and use_muon=Fal"):
+    with pytest.raises(
+        ValueError, match=r"param_groups\[0\] has algorithm='muon' and use_muon=Fal"
+    ):
         presets.dion([{"params": parameters(), "algorithm": "muon", "use_muon": False}])
 
 

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import inspect
 import pickle
+import re
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -711,12 +712,12 @@ def test_a_load_in_place_is_a_load_without_another_one(tmp_path):
     assert read
 
 
-def test_tensors_missing_from_a_checkpoint_are_zeros():
+def test_parameters_missing_from_a_checkpoint_start_from_zeros():
     model, optim = build(beta2=0.9)
     train(model, optim, 2)
     saved = through_torch_save(optim.state_dict())
-    del saved["state"][0]["momentum_buffer"]
-    saved["state"][1]["second_momentum_buffer"] = None
+    saved["state"][0] = dict.fromkeys(saved["state"][0])
+    del saved["state"][1]
     saved["state"][5] = {}
     twin = build(seed=1, beta2=0.9)[1]
     twin.load_state_dict(saved)
@@ -738,6 +739,24 @@ def test_state_of_adamw_without_one_of_its_entries_is_refused_by_name(absent):
     with pytest.raises(ValueError, match=rf"of conv\.bias in the checkpoint lack {absent}:"):
         optim.load_state_dict(saved)
     assert_equal([model.state_dict(), optim.state_dict()], [weights, state])
+
+
+@pytest.mark.parametrize("is_trained", [False, True], ids=["fresh", "trained"])
+@pytest.mark.parametrize("absent", ["momentum_buffer", "second_momentum_buffer", "weight_residual"])
+def test_state_of_muon_without_one_of_its_tensors_is_refused_by_name(absent, is_trained):
+    options = {"beta2": 0.9, "weight_rounding": "exact"}
+    model, optim = build(torch.bfloat16, **options)
+    train(model, optim, 2)
+    saved = through_torch_save(optim.state_dict())
+    del saved["state"][1][absent]
+    other, twin = build(torch.bfloat16, seed=1, **options)
+    train(other, twin, 2 * is_trained)
+    state = copy.deepcopy(twin.state_dict())
+    names = {param: name for name, param in model.named_parameters()}
+    name = re.escape(names[optim.param_groups[0]["params"][1]])
+    with pytest.raises(ValueError, match=rf"of {name} in the checkpoint lack {absent}:"):
+        twin.load_state_dict(saved)
+    assert_equal(twin.state_dict(), state)
 
 
 def test_loading_adds_no_keys_to_the_groups():

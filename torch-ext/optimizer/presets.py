@@ -268,8 +268,8 @@ def dion(
 
     Args:
         params: tensors, or groups with an ``algorithm``, ``"muon"`` (the default) or ``"adamw"``,
-            or with ``use_muon``, and arguments of its hyperparameters (``beta1`` and ``beta2`` in place of ``betas``),
-            and ``num_heads`` or ``split_sizes``.
+            or with ``use_muon``, and arguments of its hyperparameters (``beta1`` and ``beta2`` in
+            place of ``betas``), and ``num_heads`` or ``split_sizes``.
         distributed_mesh: a process group of replicas divides the work among them, as in the
             source; a mesh has no effect, since DTensors say how they are sharded.
         adjust_lr: ``"spectral_norm"``, ``"rms_norm"`` or None.

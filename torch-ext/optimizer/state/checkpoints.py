@@ -22,6 +22,7 @@ from .specs import (
     check_tensors,
     converted,
     expected_state,
+    keys_of,
     moments_dtype,
 )
 
@@ -197,6 +198,7 @@ def check_and_divide(
         saved_groups, states: of the checkpoint; ``states`` is changed.
     """
     _check_rule(groups, saved_groups)
+    kept = {key for state in states.values() for key in state if state[key] is not None}
     for group, entries, saved in zip(groups, entries_of_groups, saved_groups):
         _check_group(group, saved)
         for index, (param, entry, saved_id) in enumerate(zip(group.params, entries, saved.params)):
@@ -205,8 +207,9 @@ def check_and_divide(
             _divide(saved_state, expected, param, saved)
             _check_algorithm(saved_state, live.get(param, {}), group, saved, name, param.dtype)
             check_tensors(saved_state, expected, "checkpoint", name, param)
-            if "exp_avg" in expected:
-                _check_complete(saved_state, name)
+            keys = ADAMW_KEYS if "exp_avg" in expected else ("momentum_buffer",)
+            others = [key for key in keys_of(saved, param.dtype) if key in kept - {*keys}]
+            _check_complete(saved_state, name, [*keys, *others])
             # Kernels trust that this rank's part of a DTensor has the size that it should have.
             for key, (shape, placed) in expected.items():
                 if placed is None or saved_state.get(key) is None:
@@ -341,18 +344,22 @@ def _check_algorithm(
         )
 
 
-def _check_complete(saved_state: Mapping[str, Any], name: str) -> None:
-    """Checks that all of AdamW's entries are there, or none: steps would be far too long or short.
+def _check_complete(saved_state: Mapping[str, Any], name: str, keys: Sequence[str]) -> None:
+    """Checks that all entries of a parameter are there, or none: steps would be wrong silently.
 
     Live state is not checked: where memory ran out between two entries, the next step makes the
     other ones.
+
+    Args:
+        keys: what the parameter needs. Second moments and residuals are among them only if another
+            parameter of the checkpoint has them: weights that were in fp32 have had no residuals.
     """
-    present = [key for key in ADAMW_KEYS if saved_state.get(key) is not None]
-    absent = [key for key in ADAMW_KEYS if key not in present]
+    present = [key for key in keys if saved_state.get(key) is not None]
+    absent = [key for key in keys if key not in present]
     if present and absent:
         raise ValueError(
             f"{' and '.join(present)} of {name} in the checkpoint lack {' and '.join(absent)}: "
-            "AdamW needs all three, or none to start from zeros"
+            "give all of them, or none to start from zeros"
         )
 
 

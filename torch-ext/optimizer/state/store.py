@@ -72,7 +72,9 @@ class StateStore:
             for param, own in state.items()
             if isinstance(param, Tensor) and own.keys() <= {*KEYS, "step"}
         }
-        if not any(dtensors.local(state[p][key]).any() for p, keys in found.items() for key in keys):
+        if not any(
+            dtensors.local(state[p][key]).any() for p, keys in found.items() for key in keys
+        ):
             for param, keys in found.items():
                 self._created.setdefault(param, []).extend(keys)
 
