@@ -759,6 +759,32 @@ def test_state_of_muon_without_one_of_its_tensors_is_refused_by_name(absent, is_
     assert_equal(twin.state_dict(), state)
 
 
+def test_groups_of_an_earlier_default_rule_are_made_as_the_error_says():
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w1 = nn.Parameter(torch.randn(4, 8, 16))
+
+    layers = nn.ModuleList(nn.ModuleDict({"experts": Experts()}) for _ in range(2))
+    model = nn.ModuleDict({"emb": nn.Embedding(32, 8), "layers": layers})
+    model["predictor"] = nn.Linear(8, 32, bias=False)  # a head now, by the vocabulary
+    names = {
+        "model": model,
+        "default_is_muon": optimizer.default_is_muon,
+        "get_default_muon_param_groups": optimizer.get_default_muon_param_groups,
+    }
+    earlier = optimizer.get_default_muon_param_groups(
+        model, lambda *args: optimizer.default_is_muon(*args), expert_keys=["experts"]
+    )
+    saved = through_torch_save(Muon(earlier).state_dict())
+    now = Muon(optimizer.get_default_muon_param_groups(model, expert_keys=["experts"]))
+    with pytest.raises(ValueError, match=r"predictor\.weight went to AdamW") as refused:
+        now.load_state_dict(saved)
+    groups = eval(str(refused.value).split(" make them by ")[1], names)
+    assert [group["names"] for group in groups] == [group["names"] for group in earlier]
+    Muon(groups).load_state_dict(saved)
+
+
 def test_loading_adds_no_keys_to_the_groups():
     optim = build()[1]
     keys = [set(group) for group in optim.param_groups]

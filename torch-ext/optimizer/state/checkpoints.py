@@ -243,11 +243,13 @@ def _check_rule(groups: Sequence[Group], saved_groups: Sequence[Group]) -> None:
     )
     moved = len(to_adamw) - len(to_muon)
     if saved_sizes == [sizes[0] + moved, sizes[1] - moved]:
+        keys = f", expert_keys={list(groups[0].expert_keys)}" if groups[0].expert_keys else ""
         raise ValueError(
             "the checkpoint's groups were made by an earlier default rule, since when "
             f"{', '.join(to_adamw) or 'nothing'} went to AdamW and "
             f"{', '.join(to_muon) or 'nothing'} to Muon. To go on with its groups, make them by "
-            "get_default_muon_param_groups(model, lambda name, param: default_is_muon(name, param))"
+            "get_default_muon_param_groups(model, lambda name, param, keys: "
+            f"default_is_muon(name, param, keys){keys})"
         )
 
 
