@@ -186,6 +186,8 @@ def run(
     """Why it failed, or None; what it started is gone either way."""
     programs = {"python": sys.executable, "compute-sanitizer": machine.sanitizer}
     words = [programs.get(word) or word for word in shlex.split(line)]
+    if interrupted.is_set():
+        return "interrupted"
     process = subprocess.Popen(
         words,
         cwd=CHECKOUT,
@@ -196,7 +198,7 @@ def run(
         start_new_session=True,
     )
     running.add(process)
-    if interrupted.is_set():
+    if interrupted.is_set():  # since then
         kill(process)
     try:
         code = process.wait(max(0.0, seconds))
