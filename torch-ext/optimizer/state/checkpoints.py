@@ -198,7 +198,8 @@ def check_and_divide(
         saved_groups, states: of the checkpoint; ``states`` is changed.
     """
     _check_rule(groups, saved_groups)
-    kept = {key for state in states.values() for key in state if state[key] is not None}
+    of_params = [states.get(saved_id, {}) for saved in saved_groups for saved_id in saved.params]
+    kept = {key for state in of_params for key, value in state.items() if value is not None}
     for group, entries, saved in zip(groups, entries_of_groups, saved_groups):
         _check_group(group, saved)
         for index, (param, entry, saved_id) in enumerate(zip(group.params, entries, saved.params)):
