@@ -981,9 +981,7 @@ def memory_of(kind: str, dtype: torch.dtype, options: dict[str, Any]) -> tuple[i
     else:
         params = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in shapes]
         options = {**options, **options_of(kind)}
-    options["ns_dtype"] = (
-        dtype  # on any CPU, also one that would take fp32 for want of instructions
-    )
+    options["ns_dtype"] = dtype  # CPUs without instructions for bf16 would take fp32
     optim = optimizer.Muon([{"params": params, "use_muon": True, "none_grad": False}], **options)
     for p in params:
         p.grad = torch.ones_like(p)

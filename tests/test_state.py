@@ -583,6 +583,11 @@ def reset(model: nn.Module, optim: Any, weights: Any, snapshot: Any) -> None:
 @options_matrix
 def test_a_state_dict_taken_before_the_first_step_resets_the_optimizer(options, is_loaded):
     model, optim = build(**options)
+    check_reset(model, optim, build(**options), is_loaded)
+
+
+def check_reset(model: nn.Module, optim: Any, fresh: Any, is_loaded: bool = False) -> None:
+    """Checks that a state dict taken now makes both train as fresh ones, again and again."""
     weights, start = copy.deepcopy(model.state_dict()), optim.state_dict()
     saved = copy.deepcopy(start)
     if is_loaded:
@@ -592,38 +597,25 @@ def test_a_state_dict_taken_before_the_first_step_resets_the_optimizer(options, 
         assert_equal(start, saved)
         reset(model, optim, weights, start)
     train(model, optim, 3)
-    other, twin = build(**options)
-    train(other, twin, 3)
-    assert_same_training(model, optim, other, twin)
+    train(*fresh, 3)
+    assert_same_training(model, optim, *fresh)
 
 
-def loaded_again(optim: Any) -> Any:
-    optim.load_state_dict(through_torch_save(optim.state_dict()))
-    return optim
+def loaded(pair: Any) -> Any:
+    pair[1].load_state_dict(through_torch_save(pair[1].state_dict()))
+    return pair
 
 
 @pytest.mark.parametrize(
     "as_new",
-    [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair)), None],
+    [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair)), loaded],
     ids=["deepcopy", "pickle", "load"],
 )
 @options_matrix
 def test_a_state_dict_of_a_fresh_copy_or_load_resets_the_optimizer(options, as_new):
     model, optim = build(**options)
     optim.state_dict()  # creates state, which the copy has, too
-    if as_new is None:
-        loaded_again(optim)
-    else:
-        model, optim = as_new((model, optim))
-    weights, start = copy.deepcopy(model.state_dict()), optim.state_dict()
-    saved = copy.deepcopy(start)
-    train(model, optim, 3)
-    assert_equal(start, saved)
-    reset(model, optim, weights, start)
-    train(model, optim, 3)
-    other, twin = build(**options)
-    train(other, twin, 3)
-    assert_same_training(model, optim, other, twin)
+    check_reset(*as_new((model, optim)), build(**options))
 
 
 def test_a_state_dict_taken_before_offload_was_turned_on_resets_the_optimizer():

@@ -209,7 +209,7 @@ def check_and_divide(
             _check_algorithm(saved_state, live.get(param, {}), group, saved, name, param.dtype)
             check_tensors(saved_state, expected, "checkpoint", name, param)
             keys = ADAMW_KEYS if "exp_avg" in expected else ("momentum_buffer",)
-            others = [key for key in keys_of(saved, param.dtype) if key in kept - {*keys}]
+            others = [k for k in keys_of(saved, param.dtype) if k in kept and k not in keys]
             _check_complete(saved_state, name, [*keys, *others])
             # Kernels trust that this rank's part of a DTensor has the size that it should have.
             for key, (shape, placed) in expected.items():
