@@ -74,7 +74,7 @@ def rates_to_try(subject: Subject, advice: Remedy) -> str:
     if is_transformer(muons):
         matrices = (
             "4 to 8 times AdamW's tuned rate if AdamW had one for everything,\n"
-            "2 to 4 times its rate for matrices if it had two, as this is a transformer"
+            "2 to 8 times its rate for matrices if it had two, as this is a transformer"
         )
     else:
         matrices = "AdamW's tuned rate and half of it, as this is no transformer"
