@@ -156,6 +156,21 @@ def count(step: Callable[[], object]) -> Counter:
     return counter
 
 
+def calls_of(function: Callable[[], Any]) -> tuple[Any, int]:
+    """What it returns, and how many Python functions it calls."""
+    calls = 0
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        return function(), calls
+    finally:
+        sys.setprofile(None)
+
+
 @contextmanager
 def _count_raw_gloo(counter: Counter) -> Iterator[None]:
     backend: Any = getattr(dist, "ProcessGroupGloo", None)
@@ -232,21 +247,6 @@ def _sent(name: str, named: dict[str, Any], inputs: Any, group: dist.ProcessGrou
     if kind in ("send", "isend"):
         return n
     raise NotImplementedError(f"no formula for the bytes of {name}")
-
-
-def calls_of(function: Callable[[], Any]) -> tuple[Any, int]:
-    """What it returns, and how many Python functions it calls."""
-    calls = 0
-
-    def count(frame: Any, event: str, argument: Any) -> None:
-        nonlocal calls
-        calls += event == "call"
-
-    sys.setprofile(count)
-    try:
-        return function(), calls
-    finally:
-        sys.setprofile(None)
 
 
 def _plain(name: str) -> str:

@@ -8,7 +8,6 @@ import ast
 import importlib.util
 import os
 import re
-import resource
 import shutil
 import subprocess
 import sys
@@ -151,10 +150,7 @@ def in_the_builder(tmp_path):
 @needs_build_script
 @pytest.mark.slow
 def test_the_quick_tests_pass_in_the_builder(in_the_builder):
-    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     in_the_builder("tests", "-m", "kernels_ci")
-    seconds = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before
-    print(f"{seconds:.1f} s of CPU, of the minute that the Hub recommends")
 
 
 @needs_build_script
