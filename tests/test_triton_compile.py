@@ -161,6 +161,12 @@ def maxima_cases(chip: Chip) -> list[Case]:
             name += "-vectors" if rule.aligned else "-masked"
             job = maxima_job(chip, dtype, config, rule.aligned)
             cases[name] = Case(name, chip, job, uses_matrices)
+            if dtype == "bfloat16" and rule.aligned:  # all of a head's width at once
+                whole = {"WHOLE": True, "BLOCK_WIDTH": logit_maxima.WHOLE_WIDTH}
+                whole |= dict.fromkeys(("q_rope", "k_rope", "rope_width"))
+                whole |= dict.fromkeys(("q_rope_steps", "k_rope_steps"))
+                job = {**job, "arguments": {**job["arguments"], **whole}}
+                cases[f"{name}-whole"] = Case(f"{name}-whole", chip, job, uses_matrices)
     return list(cases.values())
 
 
@@ -179,6 +185,7 @@ def maxima_job(chip: Chip, dtype: str, config: Any, aligned: bool) -> dict[str, 
         **{f"{name}_ids_steps": ["i32", 1] for name in ("query", "key")},
         "mask_steps": None if aligned else ["i32"] * 4,
         "CAUSAL": True,
+        "WHOLE": False,
         "INTERPRETED": False,
         "BLOCK": config.block,
         "KEYS": min(config.block, logit_maxima.KEYS),

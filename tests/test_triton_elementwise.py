@@ -730,7 +730,9 @@ def test_kernels_round_weights_as_core_does_to_the_bit(by):
         results.append((whole_weights, residuals))
     for one, other in zip(*results):
         for a, b in zip(one, other):
-            assert torch.equal(a.view(torch.int16), b.view(torch.int16))
+            assert torch.equal(a.isnan(), b.isnan())  # of which there are many, by their bits
+            a, b = (t.masked_fill(t.isnan(), 0).view(torch.int16) for t in (a, b))
+            assert torch.equal(a, b)
 
 
 OPTIONS = {

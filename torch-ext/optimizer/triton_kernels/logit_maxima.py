@@ -19,6 +19,7 @@ from .configs import SymmetricConfig
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 KEYS = 64  # of a tile, at most: with as many as queries, registers would spill
+WHOLE_WIDTH = 128  # of heads whose queries are loaded once, in 16 bits
 
 
 def raise_maxima(
@@ -61,6 +62,8 @@ def raise_maxima(
         config = with_two_tiles(rule, q.dtype)
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = attn_mask.view(torch.uint8)
+    is_whole = D <= WHOLE_WIDTH and q.dtype.itemsize == 2 and q_rope is None
+    block_width = max(16, triton.next_power_of_2(D)) if is_whole else config.block_k
     programs = B * Hq * -(-Tq // config.block)
     # Left to itself, Triton launches on the current device.
     with torch.accelerator.device_index(q.device.index):
@@ -70,10 +73,11 @@ def raise_maxima(
             *(D, None if q_rope is None else q_rope.shape[3], out.stride(0)),
             *map(_steps, (q, k, q_rope, k_rope, query_ids, key_ids, attn_mask)),
             CAUSAL=causal,
+            WHOLE=is_whole,
             INTERPRETED=INTERPRETED,
             BLOCK=config.block,
             KEYS=min(config.block, KEYS),
-            BLOCK_WIDTH=config.block_k,
+            BLOCK_WIDTH=block_width,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
             enable_fp_fusion=False,  # as in all kernels; the products are not affected
@@ -151,9 +155,10 @@ def _maxima_kernel(
     key_ids_steps,
     mask_steps,
     CAUSAL: tl.constexpr,
+    WHOLE: tl.constexpr,  # the width is at most BLOCK_WIDTH
     INTERPRETED: tl.constexpr,
     BLOCK: tl.constexpr,  # queries of a tile
-    KEYS: tl.constexpr,  # of a tile
+    KEYS: tl.constexpr,  # of a tile; BLOCK is a multiple
     BLOCK_WIDTH: tl.constexpr,
 ):
     # A program has a tile of the queries of a head. The last tiles, which causal attention gives
@@ -166,15 +171,18 @@ def _maxima_kernel(
     key_head = head // group
 
     # Beyond the end, the last query stands again, and the last key: no maximum changes. Bases have
-    # 64 bits and advance; offsets within a tile have 32.
+    # 64 bits; offsets within a tile have 32.
     rows = tl.minimum(tl.arange(0, BLOCK), queries - 1 - first)
     skipped = first.to(tl.int64)
-    advance = tl.full([], KEYS, tl.int64)
     q += batch * q_steps[0] + head * q_steps[1] + skipped * q_steps[2]
     k += batch * k_steps[0] + key_head * k_steps[1]
+    of_queries = None
+    if WHOLE:
+        of_queries = _tile_of_queries(q, rows, q_steps, width, BLOCK_WIDTH)
     if q_rope is not None:
         q_rope += batch * q_rope_steps[0] + head * q_rope_steps[1] + skipped * q_rope_steps[2]
         k_rope += batch * k_rope_steps[0] + key_head * k_rope_steps[1]
+    query_id = None
     if query_ids is not None:
         query_ids += batch * query_ids_steps[0] + skipped * query_ids_steps[1]
         query_id = tl.load(query_ids + rows * query_ids_steps[1]).to(tl.int64)
@@ -182,34 +190,28 @@ def _maxima_kernel(
     if mask is not None:
         mask += batch * mask_steps[0] + head * mask_steps[1] + skipped * mask_steps[2]
 
+    # Keys that causal attention gives to all queries of the tile, then those that it gives to some.
     best = tl.full((BLOCK, KEYS), float("-inf"), tl.float32)
-    end = keys
+    middle = keys
     if CAUSAL:
-        end = tl.minimum(keys, first + BLOCK)
-    for start in range(0, end, KEYS):
-        cols = tl.minimum(tl.arange(0, KEYS), keys - 1 - start)
-        scores = tl.zeros((BLOCK, KEYS), dtype=tl.float32)
-        scores = _add_products(
-            scores, q, k, rows, cols, q_steps, k_steps, width, BLOCK_WIDTH, INTERPRETED
-        )
-        k += advance * k_steps[2]
-        if q_rope is not None:
-            scores = _add_products(
-                scores, q_rope, k_rope, rows, cols, q_rope_steps, k_rope_steps, rope_width,
-                BLOCK_WIDTH, INTERPRETED,
-            )  # fmt: skip
-            k_rope += advance * k_rope_steps[2]
-        if CAUSAL:
-            scores = tl.where(first + rows[:, None] < start + cols[None, :], float("-inf"), scores)
-        if query_ids is not None:
-            key_id = tl.load(key_ids + cols * key_ids_steps[1]).to(tl.int64)
-            scores = tl.where(query_id[:, None] != key_id[None, :], float("-inf"), scores)
-            key_ids += advance * key_ids_steps[1]
-        if mask is not None:
-            bias = tl.load(mask + rows[:, None] * mask_steps[2] + cols[None, :] * mask_steps[3])
-            scores = tl.where(bias.to(tl.float32) <= largest_excluded, float("-inf"), scores)
-            mask += advance * mask_steps[3]
+        middle = tl.minimum(first, keys // KEYS * KEYS)
+    for start in range(0, middle, KEYS):
+        scores = _scores(
+            of_queries, q, k, q_rope, k_rope, query_id, key_ids, mask, rows, start, keys, width,
+            rope_width, largest_excluded, q_steps, k_steps, q_rope_steps, k_rope_steps,
+            key_ids_steps, mask_steps, BLOCK, KEYS, BLOCK_WIDTH, INTERPRETED,
+        )  # fmt: skip
         best = tl.maximum(best, scores, propagate_nan=tl.PropagateNan.ALL)
+    if CAUSAL:
+        for start in range(middle, tl.minimum(keys, first + BLOCK), KEYS):
+            scores = _scores(
+                of_queries, q, k, q_rope, k_rope, query_id, key_ids, mask, rows, start, keys, width,
+                rope_width, largest_excluded, q_steps, k_steps, q_rope_steps, k_rope_steps,
+                key_ids_steps, mask_steps, BLOCK, KEYS, BLOCK_WIDTH, INTERPRETED,
+            )  # fmt: skip
+            cols = tl.minimum(tl.arange(0, KEYS), keys - 1 - start)
+            scores = tl.where(first + rows[:, None] < start + cols[None, :], float("-inf"), scores)
+            best = tl.maximum(best, scores, propagate_nan=tl.PropagateNan.ALL)
 
     # Bits of floats as signed integers order like them where the sign is plus, else the other way;
     # NaN without a sign is above Inf.
@@ -225,6 +227,71 @@ def _maxima_kernel(
     tl.atomic_max(out, bits, mask=(bits >= 0) & (held == held))
     unsigned = out.to(tl.pointer_type(tl.uint32), bitcast=True)
     tl.atomic_min(unsigned, bits.to(tl.uint32, bitcast=True), mask=(bits < 0) & (held == held))
+
+
+@triton.jit
+def _scores(
+    of_queries,
+    q,
+    k,
+    q_rope,
+    k_rope,
+    query_id,
+    key_ids,
+    mask,
+    rows,
+    start,
+    keys,
+    width,
+    rope_width,
+    largest_excluded,
+    q_steps,
+    k_steps,
+    q_rope_steps,
+    k_rope_steps,
+    key_ids_steps,
+    mask_steps,
+    BLOCK: tl.constexpr,
+    KEYS: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Products of a tile of queries and the keys from ``start`` on; −Inf where a pair is masked."""
+    cols = tl.minimum(tl.arange(0, KEYS), keys - 1 - start)
+    skipped = tl.cast(start, tl.int64)
+    k += skipped * k_steps[2]
+    scores = tl.zeros((BLOCK, KEYS), dtype=tl.float32)
+    if of_queries is not None:
+        inner = tl.arange(0, BLOCK_WIDTH)
+        offsets = inner[:, None] * k_steps[3] + cols[None, :] * k_steps[2]
+        of_keys = tl.load(k + offsets, mask=inner[:, None] < width, other=0.0)
+        scores = _multiply(of_queries, of_keys, scores, INTERPRETED)
+    else:
+        scores = _add_products(
+            scores, q, k, rows, cols, q_steps, k_steps, width, BLOCK_WIDTH, INTERPRETED
+        )
+    if q_rope is not None:
+        k_rope += skipped * k_rope_steps[2]
+        scores = _add_products(
+            scores, q_rope, k_rope, rows, cols, q_rope_steps, k_rope_steps, rope_width,
+            BLOCK_WIDTH, INTERPRETED,
+        )  # fmt: skip
+    if query_id is not None:
+        key_ids += skipped * key_ids_steps[1]
+        key_id = tl.load(key_ids + cols * key_ids_steps[1]).to(tl.int64)
+        scores = tl.where(query_id[:, None] != key_id[None, :], float("-inf"), scores)
+    if mask is not None:
+        mask += skipped * mask_steps[3]
+        bias = tl.load(mask + rows[:, None] * mask_steps[2] + cols[None, :] * mask_steps[3])
+        scores = tl.where(bias.to(tl.float32) <= largest_excluded, float("-inf"), scores)
+    return scores
+
+
+@triton.jit
+def _tile_of_queries(q, rows, q_steps, width, BLOCK_WIDTH: tl.constexpr):
+    inner = tl.arange(0, BLOCK_WIDTH)
+    offsets = rows[:, None] * q_steps[2] + inner[None, :] * q_steps[3]
+    return tl.load(q + offsets, mask=inner[None, :] < width, other=0.0)
 
 
 @triton.jit
@@ -247,13 +314,18 @@ def _add_products(
         left = width - start
         of_queries = tl.load(q + q_offsets, mask=inner[None, :] < left, other=0.0)
         of_keys = tl.load(k + k_offsets, mask=inner[:, None] < left, other=0.0)
-        if INTERPRETED:  # which multiplies bf16 as if it were integers
-            of_queries = of_queries.to(tl.float32)
-            of_keys = of_keys.to(tl.float32)
-        scores = tl.dot(of_queries, of_keys, scores, input_precision="ieee")
+        scores = _multiply(of_queries, of_keys, scores, INTERPRETED)
         q += BLOCK_WIDTH * q_steps[3]
         k += BLOCK_WIDTH * k_steps[3]
     return scores
+
+
+@triton.jit
+def _multiply(of_queries, of_keys, scores, INTERPRETED: tl.constexpr):
+    if INTERPRETED:  # which multiplies bf16 as if it were integers
+        of_queries = of_queries.to(tl.float32)
+        of_keys = of_keys.to(tl.float32)
+    return tl.dot(of_queries, of_keys, scores, input_precision="ieee")
 
 
 # TRITON_INTERPRET was set when triton was imported.

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Optional, Union
+from typing import Any, NamedTuple, Optional, Union
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.compiler import CompiledKernel
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import configs
@@ -82,55 +83,116 @@ def launch(
         return out
     if not isinstance(beta, Tensor) and beta == 0:
         C = None
-    operands = [A, B, out] if C is None else [A, B, out, C]
-    aligned = s % 16 == 0 and k % 16 == 0 and all(map(_is_aligned, operands))
-    target = configs.compile_target(out.device)
-    if config is None:
-        config = configs.choose(A.dtype, s, k, matrices, aligned, target)
-    wide = config.block * config.width
-    even = s % wide == 0 and k % config.block_k == 0
-    per_matrix = config.programs(s)
     read = out if C is None else C  # a pointer must be given even where it is not used
+    # All that Triton specializes a kernel for, which takes it 20 µs to find out at each launch.
+    layout = (
+        *(out.device, A.dtype, out.dtype, read.dtype, C is None, config),
+        *(A.data_ptr() % 16, B.data_ptr() % 16, read.data_ptr() % 16, out.data_ptr() % 16),
+        *(A.shape, A.stride(), B.stride(), read.stride(), out.stride()),
+        *(_layout_of(alpha), _layout_of(beta)),
+    )
+    prepared = _prepared.get(layout)
+    if prepared is None:
+        if len(_prepared) >= _MOST_PREPARED:
+            _prepared.clear()
+        prepared = _prepared[layout] = _prepare(A, B, alpha, beta, C, out, config)
     left: Operand = A
     right: Operand = B
-    in_bulk = config.descriptors and _can_be_described(A) and _can_be_described(B)
-    if in_bulk:
-        left, right = (
-            _descriptor(A, config.block, config.block_k),
-            _descriptor(B, config.block_k, wide),
-        )
+    if prepared.tiles is not None:
+        left, right = _descriptor(A, *prepared.tiles[0]), _descriptor(B, *prepared.tiles[1])
+    arguments = (
+        *(left, right, read, out),
+        alpha if isinstance(alpha, Tensor) else float(alpha),
+        beta if isinstance(beta, Tensor) else float(beta),
+        *(float(diagonal), prepared.per_matrix, s, k),
+        *(*A.stride(), *B.stride(), *read.stride(), *out.stride()),
+        alpha.stride(0) if isinstance(alpha, Tensor) else 0,
+        beta.stride(0) if isinstance(beta, Tensor) else 0,
+    )
+    # One program for each tile, not for a share of the tiles: where collectives hold some
+    # processors, the other processors then take all tiles in turn.
+    grid = (matrices * prepared.per_matrix, 1, 1)
     # Left to itself, Triton launches on the current device.
     with torch.accelerator.device_index(out.device.index):
-        # One program for each tile, not for a share of the tiles: where collectives hold some
-        # processors, the other processors then take all tiles in turn.
-        _symmetric_kernel[(matrices * per_matrix,)](
-            *(left, right, read, out),
-            alpha if isinstance(alpha, Tensor) else float(alpha),
-            beta if isinstance(beta, Tensor) else float(beta),
-            *(float(diagonal), per_matrix, s, k),
-            *(*A.stride(), *B.stride(), *read.stride(), *out.stride()),
-            alpha.stride(0) if isinstance(alpha, Tensor) else 0,
-            beta.stride(0) if isinstance(beta, Tensor) else 0,
-            ALPHAS=isinstance(alpha, Tensor),
-            BETAS=isinstance(beta, Tensor),
-            HAS_C=C is not None,
-            DESCRIPTORS=in_bulk,
-            A_TRANSPOSED=A.stride(2) != 1,
-            B_TRANSPOSED=B.stride(2) != 1,
-            EVEN=even,
-            LONG_OFFSETS=any(_extent(X.shape[1:], X.stride()[1:]) > INT32_MAX for X in operands),
-            INTERPRETED=INTERPRETED,
-            BLOCK=config.block,
-            BLOCK_K=config.block_k,
-            WIDTH=config.width,
-            GROUP=config.group,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
-            # Else what a tile adds to its products is rounded otherwise by one compiler and layout
-            # than by another. The products are not affected.
-            enable_fp_fusion=False,
-        )
+        if prepared.compiled is not None:
+            prepared.compiled[grid](*arguments, *prepared.constants.values())
+            return out
+        compiled = _symmetric_kernel[grid](*arguments, **prepared.constants, **prepared.options)
+    if isinstance(compiled, CompiledKernel) and _is_nvidia(out.device):  # others specialize more
+        _prepared[layout] = prepared._replace(compiled=compiled)
     return out
+
+
+class _Prepared(NamedTuple):
+    """What follows from the layout of operands.
+
+    Args:
+        per_matrix: programs for one matrix.
+        tiles: of A and of B, where they are loaded in bulk.
+        constants: arguments that the kernel is compiled for, in its order.
+        options: Triton's own.
+        compiled: the kernel, once it was launched.
+    """
+
+    per_matrix: int
+    tiles: Optional[tuple[tuple[int, int], tuple[int, int]]]
+    constants: dict[str, Any]
+    options: dict[str, Any]
+    compiled: Optional[CompiledKernel] = None
+
+
+_MOST_PREPARED = 4096
+_prepared: dict[tuple, _Prepared] = {}
+
+
+def _layout_of(scalar: Scalar) -> Any:
+    """What Triton specializes of it."""
+    if not isinstance(scalar, Tensor):
+        return None
+    return scalar.stride(0), scalar.data_ptr() % 16 == 0
+
+
+def _is_nvidia(device: torch.device) -> bool:
+    return configs.compile_target(device).backend == "cuda"
+
+
+def _prepare(
+    A: Tensor,
+    B: Tensor,
+    alpha: Scalar,
+    beta: Scalar,
+    C: Optional[Tensor],
+    out: Tensor,
+    config: Optional[SymmetricConfig],
+) -> _Prepared:
+    matrices, s, k = A.shape
+    operands = [A, B, out] if C is None else [A, B, out, C]
+    aligned = s % 16 == 0 and k % 16 == 0 and all(map(_is_aligned, operands))
+    if config is None:
+        target = configs.compile_target(out.device)
+        config = configs.choose(A.dtype, s, k, matrices, aligned, target)
+    wide = config.block * config.width
+    in_bulk = config.descriptors and _can_be_described(A) and _can_be_described(B)
+    constants = dict(
+        ALPHAS=isinstance(alpha, Tensor),
+        BETAS=isinstance(beta, Tensor),
+        HAS_C=C is not None,
+        DESCRIPTORS=in_bulk,
+        A_TRANSPOSED=A.stride(2) != 1,
+        B_TRANSPOSED=B.stride(2) != 1,
+        EVEN=s % wide == 0 and k % config.block_k == 0,
+        LONG_OFFSETS=any(_extent(X.shape[1:], X.stride()[1:]) > INT32_MAX for X in operands),
+        INTERPRETED=INTERPRETED,
+        BLOCK=config.block,
+        BLOCK_K=config.block_k,
+        WIDTH=config.width,
+        GROUP=config.group,
+    )
+    # Without fusion, or what a tile adds to its products is rounded otherwise by one compiler and
+    # layout than by another. The products are not affected.
+    options = dict(num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=False)
+    tiles = ((config.block, config.block_k), (config.block_k, wide)) if in_bulk else None
+    return _Prepared(config.programs(s), tiles, constants, options)
 
 
 def _is_aligned(operand: Tensor) -> bool:

@@ -108,16 +108,13 @@ def launches(
     given = [column for column in columns if column is not None]
     wide_count = len(wide) - wide.count(None)
     shaped = wide_count + len(broadcast) - broadcast.count(None)
-    tilings: dict[tuple, Optional[_Tiling]] = {}
     alike: dict[tuple, list[_Item]] = {}
     items = list(zip(*given))
     for tensors in items:
         if not tensors[0].numel():
             continue
         layout = tuple([(t.shape, t.stride(), t.dtype) for t in tensors[:shaped]])
-        if layout not in tilings:
-            tilings[layout] = _tiling_of(tensors[:shaped], whole_dims)
-        tiling = tilings[layout]
+        tiling = _tiling_of(layout, whole_dims)
         if tiling is None:  # its slices, which have fewer dimensions, become items at the end
             shape = tensors[0].shape
             slices = [tensor.expand(shape).unbind(whole_dims) for tensor in tensors[:shaped]]
@@ -134,11 +131,23 @@ def launches(
             yield _launch(part, columns, len(columns) - len(numbers), is_aligned)
 
 
-def _tiling_of(tensors: Sequence[Tensor], whole_dims: int) -> Optional[_Tiling]:
-    """The tiling of an item, whose tensors are broadcast to the first one's shape."""
-    shape = tensors[0].shape
-    strides = tuple([tensor.expand(shape).stride() for tensor in tensors])
-    return _tiling(shape, strides, tuple([tensor.dtype for tensor in tensors]), whole_dims)
+@functools.lru_cache(maxsize=4096)
+def _tiling_of(layout: tuple, whole_dims: int) -> Optional[_Tiling]:
+    """The tiling of an item, whose tensors are broadcast to the first one's shape.
+
+    Args:
+        layout: of each tensor the shape, the strides and the dtype.
+    """
+    shape = layout[0][0]
+    strides = tuple([_expanded(shape, *tensor[:2]) for tensor in layout])
+    return _tiling(shape, strides, tuple([tensor[2] for tensor in layout]), whole_dims)
+
+
+def _expanded(shape: Shape, sizes: Shape, strides: Shape) -> Shape:
+    """Strides of a tensor that is expanded to that shape."""
+    added = len(shape) - len(sizes)
+    own = zip(sizes, strides, shape[added:])
+    return (*[0] * added, *(0 if size == 1 < whole else step for size, step, whole in own))
 
 
 def _launch(
@@ -164,7 +173,6 @@ def _launch(
     )
 
 
-@functools.lru_cache(maxsize=4096)
 def _tiling(
     shape: Shape, strides: tuple[Shape, ...], dtypes: tuple[torch.dtype, ...], whole_dims: int
 ) -> Optional[_Tiling]:
