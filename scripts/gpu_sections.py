@@ -172,6 +172,21 @@ SECTIONS = [
         runs_alone=False,
     ),
     Section(
+        "sanitizer",
+        "compute-sanitizer's memcheck over a test or two of each kernel",
+        150,
+        [
+            Command(
+                f'-m pytest -q {KERNEL_TESTS} -m "not slow" -k "{SANITIZED}"',
+                before="compute-sanitizer --tool memcheck --report-api-errors no "
+                "--target-processes application-only --error-exitcode 9",
+                environment=NO_CACHE,
+            )
+        ],
+        no_sanitizer,
+        runs_alone=False,
+    ),
+    Section(
         "accuracy",
         "errors of orthogonalization by the kernels themselves, as in docs/accuracy.md",
         170,
@@ -308,20 +323,6 @@ SECTIONS = [
                 "--snapshot OUT/memory.pickle",
             )
         ],
-    ),
-    Section(
-        "sanitizer",
-        "compute-sanitizer's memcheck over a test or two of each kernel",
-        150,
-        [
-            Command(
-                f'-m pytest -q {KERNEL_TESTS} -m "not slow" -k "{SANITIZED}"',
-                before="compute-sanitizer --tool memcheck --report-api-errors no "
-                "--target-processes application-only --error-exitcode 9",
-                environment=NO_CACHE,
-            )
-        ],
-        no_sanitizer,
     ),
     Section(
         "layouts",

@@ -77,9 +77,10 @@ def symmetric_cases(chip: Chip) -> list[Case]:
             config = rule.config
             key = f"{chip.architecture}-symmetric-{config.block}x{config.block_k}"
             uses_matrices = dtype != "float32" or chip.has_fp32_matrices
-            if dtype == "bfloat16" and rule.aligned:
+            if rule.even or (dtype == "bfloat16" and rule.aligned):
+                key += f"-{config.num_warps}"
                 job = symmetric_job(chip, dtype, dtype, config, even=True, aligned=True)
-                cases[f"{key}-plain"] = Case(f"{key}-{dtype}-even", chip, job, uses_matrices)
+                cases[f"{key}-{dtype}"] = Case(f"{key}-{dtype}-even", chip, job, uses_matrices)
             elif dtype != "bfloat16":
                 job = symmetric_job(chip, dtype, "float32", config, False, rule.aligned)
                 cases[f"{key}-{dtype}"] = Case(f"{key}-{dtype}-masked", chip, job, uses_matrices)

@@ -49,6 +49,7 @@ every_variant = pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANT
 def nothing_prepared(monkeypatch):
     """What tests pretend of devices and limits is not kept for later launches."""
     monkeypatch.setattr(symmetric, "_prepared", {})
+    monkeypatch.setattr(symmetric.launching, "_kept", {})
 
 
 def plain_config(config):
@@ -146,6 +147,7 @@ def test_a_launch_that_was_prepared_gives_the_same_bits(config):
         options = {"beta": 0.5, "C": C, "alpha": alpha, "diagonal": 2.0, "config": config}
         prepared = product(X, X.mT, **options)
         symmetric._prepared.clear()
+        symmetric.launching._kept.clear()
         assert torch.equal(prepared, product(X, X.mT, **options))
         assert_product(prepared, expected_product(X, X.mT, alpha, 0.5, C, 2.0), terms=4.0)
 
@@ -352,6 +354,7 @@ def test_wide_offsets_change_no_bit(monkeypatch):
     expected = product(X, X.mT, beta=0.5, C=C, config=SMALL)
     monkeypatch.setattr(symmetric, "INT32_MAX", 5)
     symmetric._prepared.clear()
+    symmetric.launching._kept.clear()
     assert torch.equal(product(X, X.mT, beta=0.5, C=C, config=SMALL), expected)
 
 
@@ -573,7 +576,9 @@ def test_the_heuristic_has_a_rule_for_every_size(dtype, architecture, backend, p
     name = str(dtype).removeprefix("torch.")
     rules = configs.rules_of(name, architecture, backend)
     possible = {rule.config for rule in rules}  # what test_triton_compile.py compiles
-    sizes = itertools.product((1, 17, 128, 512, 4096, 65536), (1, 4096), (1, 128), (False, True))
+    sizes = itertools.product(
+        (1, 17, 128, 512, 4096, 4112, 65536), (1, 4096), (1, 128), (False, True)
+    )
     found = {choose(dtype, *size, target) for size in sizes}
     assert found == possible
 

@@ -88,6 +88,7 @@ class Rule:
 
     Args:
         aligned: holds only where all operands can be loaded in vectors.
+        even: holds only where the last tiles are whole: masks take registers.
         min_s: holds from this s on.
         min_tiles_per_processor: holds from so many programs for each processor on, those of all
             matrices of the batch counted.
@@ -97,6 +98,7 @@ class Rule:
     dtypes: list[str]
     config: SymmetricConfig
     aligned: bool = False
+    even: bool = False
     min_s: int = 0
     min_tiles_per_processor: float = 0
 
@@ -151,7 +153,8 @@ def choose_by_rule(
     for rule in rules_of(name, target.architecture, target.backend):
         programs = batch * rule.config.programs(s)
         enough = programs >= rule.min_tiles_per_processor * target.processors
-        if s >= rule.min_s and enough and (aligned or not rule.aligned):
+        fits = (aligned or not rule.aligned) and not (rule.even and s % rule.config.block)
+        if s >= rule.min_s and enough and fits:
             return rule.config
     raise ValueError(f"heuristic.json has no rule for symmetric in {name} on {target}")
 
@@ -206,14 +209,20 @@ def parse_rules(document: Any, source: str) -> list[Rule]:
     """heuristic.json: ``schema``, ``why`` (how the numbers were found) and ``rules``, in order.
 
     A rule has ``operation``, ``architectures`` (or backends), ``dtypes``, ``config``, and, if it
-    is not to hold everywhere, ``aligned``, ``min_s`` and ``min_tiles_per_processor`` (see `Rule`).
+    is not to hold everywhere, ``aligned``, ``even``, ``min_s`` and ``min_tiles_per_processor``
+    (see `Rule`).
 
     Raises:
         ValueError: keys unknown or missing, values of the wrong type or range.
     """
     _check_keys(document, {"schema": int, "why": str, "rules": list}, {}, source)
     keys = {"operation": str, "architectures": list, "dtypes": list, "config": dict}
-    conditions = {"aligned": bool, "min_s": int, "min_tiles_per_processor": (int, float)}
+    conditions = {
+        "aligned": bool,
+        "even": bool,
+        "min_s": int,
+        "min_tiles_per_processor": (int, float),
+    }
     rules = []
     for index, rule in enumerate(document["rules"]):
         where = f"{source}, rule {index}"

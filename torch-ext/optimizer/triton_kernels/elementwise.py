@@ -19,6 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..weight_rounding import GAMMA, MIX, RoundedBy
+from . import launching
+from .launching import layout_of
 from .tiles import Column, Launch, launches
 
 Number = Union[float, Tensor]
@@ -197,14 +199,13 @@ def measure(matrices: Tensor, *, factor: float, eps: float, scale: float) -> Siz
     _launch(_measure_kernel, launch, device, partials, launch.programs, **types)
     numbers = torch.empty((6, count), dtype=dtype, device=device)
     exponents = torch.empty(count, dtype=torch.float32, device=device)
-    with torch.accelerator.device_index(device.index):
-        _sizes_kernel[(count,)](
-            *(partials, numbers, exponents, launch.programs, launch.programs // count),
-            *(factor, eps, int(math.log2(scale)), scale**-2),
-            BITS=_BITS[dtype],
-            BLOCK=_PARTIALS,
-            **_LAUNCH,
-        )
+    arguments = (
+        *(partials, numbers, exponents, launch.programs, launch.programs // count),
+        *(factor, eps, int(math.log2(scale)), scale**-2),
+    )
+    key = ("sizes", *map(layout_of, arguments))
+    constants = {"BITS": _BITS[dtype], "BLOCK": _PARTIALS}
+    launching.launch(_sizes_kernel, key, device, count, arguments, constants, **_LAUNCH)
     return Sizes(*numbers, exponents)  # type: ignore[call-arg]  # six numbers
 
 
@@ -292,16 +293,23 @@ def add_to_diagonal(Z: Tensor, inverse: Optional[Tensor], diagonal: float, out: 
 def _launch(
     kernel: Any, launch: Launch, device: torch.device, *arguments: Any, **constants: Any
 ) -> None:
-    """Launches on that device: left to itself, Triton takes the current one."""
-    constants = {"ROWS": launch.rows, "COLS": launch.cols, **constants, **_LAUNCH}
-    with torch.accelerator.device_index(device.index):
-        kernel[(launch.programs,)](
-            *launch.columns,
-            *arguments,
-            *(launch.firsts, launch.lengths, launch.shape, *launch.strides),
-            ALIGNED=launch.is_aligned,
-            **constants,
-        )
+    key = (
+        *(kernel.__name__, len(launch.firsts), launch.dtypes, launch.shape, launch.strides),
+        *(launch.rows, launch.cols, launch.is_aligned, layout_of(launch.programs)),
+        *(layout_of(max(launch.lengths)), *map(layout_of, arguments), *constants.values()),
+    )
+    constants = {
+        **constants,
+        "ALIGNED": launch.is_aligned,
+        "ROWS": launch.rows,
+        "COLS": launch.cols,
+    }
+    arguments = (
+        *launch.columns,
+        *arguments,
+        *(launch.firsts, launch.lengths, launch.shape, *launch.strides),
+    )
+    launching.launch(kernel, key, device, launch.programs, arguments, constants, **_LAUNCH)
 
 
 # -- kernels ---------------------------------------------------------------------------------------

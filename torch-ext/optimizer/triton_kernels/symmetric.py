@@ -15,11 +15,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.compiler import CompiledKernel
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from . import configs
+from . import configs, launching
 from .configs import SymmetricConfig
+from .launching import layout_of
 
 Scalar = Union[float, Tensor]  # a tensor holds one number for each matrix, (n,) in fp32
 Operand = Union[Tensor, TensorDescriptor]
@@ -84,18 +84,17 @@ def launch(
     if not isinstance(beta, Tensor) and beta == 0:
         C = None
     read = out if C is None else C  # a pointer must be given even where it is not used
-    # All that Triton specializes a kernel for, which takes it 20 µs to find out at each launch.
-    layout = (
-        *(out.device, A.dtype, out.dtype, read.dtype, C is None, config),
+    key = (
+        *("symmetric", A.dtype, out.dtype, read.dtype, C is None, config),
         *(A.data_ptr() % 16, B.data_ptr() % 16, read.data_ptr() % 16, out.data_ptr() % 16),
         *(A.shape, A.stride(), B.stride(), read.stride(), out.stride()),
         *(_layout_of(alpha), _layout_of(beta)),
     )
-    prepared = _prepared.get(layout)
+    prepared = _prepared.get((key, out.device))
     if prepared is None:
         if len(_prepared) >= _MOST_PREPARED:
             _prepared.clear()
-        prepared = _prepared[layout] = _prepare(A, B, alpha, beta, C, out, config)
+        prepared = _prepared[key, out.device] = _prepare(A, B, alpha, beta, C, out, config)
     left: Operand = A
     right: Operand = B
     if prepared.tiles is not None:
@@ -111,15 +110,11 @@ def launch(
     )
     # One program for each tile, not for a share of the tiles: where collectives hold some
     # processors, the other processors then take all tiles in turn.
-    grid = (matrices * prepared.per_matrix, 1, 1)
-    # Left to itself, Triton launches on the current device.
-    with torch.accelerator.device_index(out.device.index):
-        if prepared.compiled is not None:
-            prepared.compiled[grid](*arguments, *prepared.constants.values())
-            return out
-        compiled = _symmetric_kernel[grid](*arguments, **prepared.constants, **prepared.options)
-    if isinstance(compiled, CompiledKernel) and _is_nvidia(out.device):  # others specialize more
-        _prepared[layout] = prepared._replace(compiled=compiled)
+    programs = matrices * prepared.per_matrix
+    launching.launch(
+        *(_symmetric_kernel, key, out.device, programs, arguments, prepared.constants),
+        **prepared.options,
+    )
     return out
 
 
@@ -129,16 +124,13 @@ class _Prepared(NamedTuple):
     Args:
         per_matrix: programs for one matrix.
         tiles: of A and of B, where they are loaded in bulk.
-        constants: arguments that the kernel is compiled for, in its order.
-        options: Triton's own.
-        compiled: the kernel, once it was launched.
+        constants, options: of the launch.
     """
 
     per_matrix: int
     tiles: Optional[tuple[tuple[int, int], tuple[int, int]]]
     constants: dict[str, Any]
     options: dict[str, Any]
-    compiled: Optional[CompiledKernel] = None
 
 
 _MOST_PREPARED = 4096
@@ -146,14 +138,7 @@ _prepared: dict[tuple, _Prepared] = {}
 
 
 def _layout_of(scalar: Scalar) -> Any:
-    """What Triton specializes of it."""
-    if not isinstance(scalar, Tensor):
-        return None
-    return scalar.stride(0), scalar.data_ptr() % 16 == 0
-
-
-def _is_nvidia(device: torch.device) -> bool:
-    return configs.compile_target(device).backend == "cuda"
+    return (scalar.stride(0), *layout_of(scalar)) if isinstance(scalar, Tensor) else None
 
 
 def _prepare(
