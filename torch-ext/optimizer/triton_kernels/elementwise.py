@@ -152,7 +152,7 @@ def update_weights(
             U_DTYPE=_TL[U],
             FACTOR_DTYPE=None if factor is None else _TL[factor],
             ON_DEVICE=on_device,
-            DECAYS=isinstance(decay, Tensor) or decay != 0.0,
+            DECAYS=isinstance(decay, Tensor) or bool(decay != 0.0),
             CAUTIOUS=cautious,
             KEEP=kept is not None,
             RESIDUAL=residual is not None,
@@ -293,10 +293,13 @@ def add_to_diagonal(Z: Tensor, inverse: Optional[Tensor], diagonal: float, out: 
 def _launch(
     kernel: Any, launch: Launch, device: torch.device, *arguments: Any, **constants: Any
 ) -> None:
+    # Triton specializes each number of a tuple, whatever `do_not_specialize` says.
+    addresses = [address for column in launch.columns if column for address in column]
     key = (
-        *(kernel.__name__, len(launch.firsts), launch.dtypes, launch.shape, launch.strides),
-        *(launch.rows, launch.cols, launch.is_aligned, layout_of(launch.programs)),
-        *(layout_of(max(launch.lengths)), *map(layout_of, arguments), *constants.values()),
+        *(kernel.__name__, launch.dtypes, launch.firsts, launch.lengths, launch.shape),
+        *(launch.strides, launch.rows, launch.cols, launch.is_aligned),
+        tuple([address % 16 == 0 for address in addresses]),
+        *(*map(layout_of, arguments), *constants.values()),
     )
     constants = {
         **constants,
@@ -772,7 +775,7 @@ def _numbers(
 ) -> tuple[list[Number], bool]:
     """Numbers as a kernel takes them, and whether as tensors: it takes floats for fp32 only."""
     values = [  # reading what is on the host waits for no device
-        float(v) if isinstance(v, Tensor) and v.is_cpu and device.type != "cpu" else v
+        v if isinstance(v, Tensor) and (device.type == "cpu" or not v.is_cpu) else float(v)
         for v in values
     ]
     on_device = dtype != torch.float32 or any(isinstance(v, Tensor) for v in values)

@@ -61,5 +61,5 @@ def layout_of(argument: Any) -> Any:
     if isinstance(argument, Tensor):
         return argument.dtype, argument.data_ptr() % 16 == 0
     if isinstance(argument, int):
-        return argument == 1, argument % 16 == 0, argument > INT32_MAX
+        return type(argument), argument == 1, argument % 16 == 0, abs(argument) > INT32_MAX
     return type(argument)

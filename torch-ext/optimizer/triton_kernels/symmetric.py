@@ -198,8 +198,10 @@ def _can_be_described(operand: Tensor) -> bool:
     rows = operand if operand.stride(2) == 1 else operand.mT
     matrices, count, length = rows.shape
     per_matrix, step, unit = rows.stride()
-    follow = step >= length and (
-        matrices == 1 or (per_matrix >= count * step and per_matrix % step == 0)
+    follow = (
+        step >= length
+        and step % 16 == 0
+        and (matrices == 1 or (per_matrix >= count * step and per_matrix % step == 0))
     )
     return rows.numel() > 0 and unit == 1 and follow and _is_aligned(operand)
 
