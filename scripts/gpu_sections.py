@@ -132,7 +132,7 @@ def no_sanitizer(machine: Machine) -> str | None:
 KERNEL_TESTS = " ".join(
     str(path.relative_to(CHECKOUT))
     for path in sorted((CHECKOUT / "tests").glob("test_triton_*.py"))
-    if path.name != "test_triton_compile.py"  # for other chips, on a CPU
+    if path.name not in ("test_triton_compile.py", "test_triton_launching.py")  # of no device
 )
 # Each kernel, with every way to load tiles.
 SANITIZED = "float64s or tiles or factors_of or beta_is_zero or any_shape or kind_of or round_w"
