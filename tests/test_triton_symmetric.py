@@ -52,6 +52,12 @@ def nothing_prepared(monkeypatch):
     monkeypatch.setattr(symmetric.launching, "_kept", {})
 
 
+def forget():
+    """The next launch is prepared, and its kernel looked up, as the first of its layout."""
+    symmetric._prepared.clear()
+    symmetric.launching._kept.clear()
+
+
 def plain_config(config):
     """The variant whose bits another must have: on a device `SMALL`, in the interpreter its width.
 
@@ -146,8 +152,7 @@ def test_a_launch_that_was_prepared_gives_the_same_bits(config):
     ]:
         options = {"beta": 0.5, "C": C, "alpha": alpha, "diagonal": 2.0, "config": config}
         prepared = product(X, X.mT, **options)
-        symmetric._prepared.clear()
-        symmetric.launching._kept.clear()
+        forget()
         assert torch.equal(prepared, product(X, X.mT, **options))
         assert_product(prepared, expected_product(X, X.mT, alpha, 0.5, C, 2.0), terms=4.0)
 
@@ -353,8 +358,7 @@ def test_wide_offsets_change_no_bit(monkeypatch):
     X, C = randn(3, 50, 24), gram(randn(3, 50, 24))
     expected = product(X, X.mT, beta=0.5, C=C, config=SMALL)
     monkeypatch.setattr(symmetric, "INT32_MAX", 5)
-    symmetric._prepared.clear()
-    symmetric.launching._kept.clear()
+    forget()
     assert torch.equal(product(X, X.mT, beta=0.5, C=C, config=SMALL), expected)
 
 

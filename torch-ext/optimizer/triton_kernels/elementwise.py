@@ -218,10 +218,13 @@ def exponents_to_fit(largest: Tensor, highest: int, least: int) -> Tensor:
         least: of what is less than 2^(least − 1), as zeros are, e is least − highest.
     """
     exponents = torch.empty_like(largest, dtype=torch.float32)
-    with torch.accelerator.device_index(largest.device.index):
-        _exponents_kernel[(-(-len(largest) // _NUMBERS),)](
-            *(largest, exponents, len(largest), highest, least), BLOCK=_NUMBERS, **_LAUNCH
-        )
+    arguments = largest, exponents, len(largest), highest, least
+    key = ("exponents", *map(layout_of, arguments))
+    programs = -(-len(largest) // _NUMBERS)
+    constants = {"BLOCK": _NUMBERS}
+    launching.launch(
+        _exponents_kernel, key, largest.device, programs, arguments, constants, **_LAUNCH
+    )
     return exponents
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from . import configs
 from .configs import SymmetricConfig
+from .symmetric import multiply
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 KEYS = 64  # of a tile, at most: with as many as queries, registers would spill
@@ -178,7 +179,9 @@ def _maxima_kernel(
     k += batch * k_steps[0] + key_head * k_steps[1]
     of_queries = None
     if WHOLE:
-        of_queries = _tile_of_queries(q, rows, q_steps, width, BLOCK_WIDTH)
+        inner = tl.arange(0, BLOCK_WIDTH)
+        offsets = rows[:, None] * q_steps[2] + inner[None, :] * q_steps[3]
+        of_queries = tl.load(q + offsets, mask=inner[None, :] < width, other=0.0)
     if q_rope is not None:
         q_rope += batch * q_rope_steps[0] + head * q_rope_steps[1] + skipped * q_rope_steps[2]
         k_rope += batch * k_rope_steps[0] + key_head * k_rope_steps[1]
@@ -195,22 +198,19 @@ def _maxima_kernel(
     middle = keys
     if CAUSAL:
         middle = tl.minimum(first, keys // KEYS * KEYS)
-    for start in range(0, middle, KEYS):
-        scores = _scores(
-            of_queries, q, k, q_rope, k_rope, query_id, key_ids, mask, rows, start, keys, width,
-            rope_width, largest_excluded, q_steps, k_steps, q_rope_steps, k_rope_steps,
-            key_ids_steps, mask_steps, BLOCK, KEYS, BLOCK_WIDTH, INTERPRETED,
-        )  # fmt: skip
-        best = tl.maximum(best, scores, propagate_nan=tl.PropagateNan.ALL)
-    if CAUSAL:
-        for start in range(middle, tl.minimum(keys, first + BLOCK), KEYS):
+    for part in tl.static_range(2 if CAUSAL else 1):
+        begin = 0 if part == 0 else middle
+        end = middle if part == 0 else tl.minimum(keys, first + BLOCK)
+        for start in range(begin, end, KEYS):
             scores = _scores(
                 of_queries, q, k, q_rope, k_rope, query_id, key_ids, mask, rows, start, keys, width,
                 rope_width, largest_excluded, q_steps, k_steps, q_rope_steps, k_rope_steps,
                 key_ids_steps, mask_steps, BLOCK, KEYS, BLOCK_WIDTH, INTERPRETED,
             )  # fmt: skip
-            cols = tl.minimum(tl.arange(0, KEYS), keys - 1 - start)
-            scores = tl.where(first + rows[:, None] < start + cols[None, :], float("-inf"), scores)
+            if part == 1:
+                cols = tl.minimum(tl.arange(0, KEYS), keys - 1 - start)
+                unused = first + rows[:, None] < start + cols[None, :]
+                scores = tl.where(unused, float("-inf"), scores)
             best = tl.maximum(best, scores, propagate_nan=tl.PropagateNan.ALL)
 
     # Bits of floats as signed integers order like them where the sign is plus, else the other way;
@@ -265,7 +265,7 @@ def _scores(
         inner = tl.arange(0, BLOCK_WIDTH)
         offsets = inner[:, None] * k_steps[3] + cols[None, :] * k_steps[2]
         of_keys = tl.load(k + offsets, mask=inner[:, None] < width, other=0.0)
-        scores = _multiply(of_queries, of_keys, scores, INTERPRETED)
+        scores = multiply(of_queries, of_keys, scores, INTERPRETED)
     else:
         scores = _add_products(
             scores, q, k, rows, cols, q_steps, k_steps, width, BLOCK_WIDTH, INTERPRETED
@@ -288,13 +288,6 @@ def _scores(
 
 
 @triton.jit
-def _tile_of_queries(q, rows, q_steps, width, BLOCK_WIDTH: tl.constexpr):
-    inner = tl.arange(0, BLOCK_WIDTH)
-    offsets = rows[:, None] * q_steps[2] + inner[None, :] * q_steps[3]
-    return tl.load(q + offsets, mask=inner[None, :] < width, other=0.0)
-
-
-@triton.jit
 def _add_products(
     scores,
     q,
@@ -314,18 +307,10 @@ def _add_products(
         left = width - start
         of_queries = tl.load(q + q_offsets, mask=inner[None, :] < left, other=0.0)
         of_keys = tl.load(k + k_offsets, mask=inner[:, None] < left, other=0.0)
-        scores = _multiply(of_queries, of_keys, scores, INTERPRETED)
+        scores = multiply(of_queries, of_keys, scores, INTERPRETED)
         q += BLOCK_WIDTH * q_steps[3]
         k += BLOCK_WIDTH * k_steps[3]
     return scores
-
-
-@triton.jit
-def _multiply(of_queries, of_keys, scores, INTERPRETED: tl.constexpr):
-    if INTERPRETED:  # which multiplies bf16 as if it were integers
-        of_queries = of_queries.to(tl.float32)
-        of_keys = of_keys.to(tl.float32)
-    return tl.dot(of_queries, of_keys, scores, input_precision="ieee")
 
 
 # TRITON_INTERPRET was set when triton was imported.

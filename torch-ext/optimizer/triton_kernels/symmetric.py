@@ -19,13 +19,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import configs, launching
 from .configs import SymmetricConfig
-from .launching import layout_of
+from .launching import INT32_MAX, layout_of
 
 Scalar = Union[float, Tensor]  # a tensor holds one number for each matrix, (n,) in fp32
 Operand = Union[Tensor, TensorDescriptor]
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-INT32_MAX = 2**31 - 1
 
 
 def symmetric_product(
@@ -372,7 +371,7 @@ def _symmetric_kernel(
         for start in range(0, k, BLOCK_K):  # what lies outside is 0
             a = _load_tile(a_ptr, at, first_row, start, BLOCK, BLOCK_K, A_TRANSPOSED)
             b = _load_tile(b_ptr, at, start, first_col, BLOCK_K, WIDTH * BLOCK, B_TRANSPOSED)
-            acc = _multiply(a, b, acc, INTERPRETED)
+            acc = multiply(a, b, acc, INTERPRETED)
     else:
         inner = tl.arange(0, BLOCK_K)
         if LONG_OFFSETS:
@@ -393,7 +392,7 @@ def _symmetric_kernel(
                 b_mask = (inner[:, None] < left) & (cols[None, :] < s)
                 a = tl.load(a_base + a_offsets, mask=a_mask, other=0.0)
                 b = tl.load(b_base + b_offsets, mask=b_mask, other=0.0)
-            acc = _multiply(a, b, acc, INTERPRETED)
+            acc = multiply(a, b, acc, INTERPRETED)
             a_base += advance * a_col
             b_base += advance * b_row
 
@@ -440,7 +439,7 @@ def _load_tile(descriptor, matrix, row, col, ROWS, COLS, TRANSPOSED: tl.constexp
 
 
 @triton.jit
-def _multiply(a, b, acc, INTERPRETED: tl.constexpr):
+def multiply(a, b, acc, INTERPRETED: tl.constexpr):
     if INTERPRETED:  # which multiplies bf16 as if it were integers
         a = a.to(tl.float32)
         b = b.to(tl.float32)
