@@ -2,6 +2,8 @@
 
     make bench BENCHMARKS=benchmarks/training.py    # hours on one core, without the largest
     make bench BENCHMARKS=benchmarks/training.py ARGS="--models mlp cnn --widths"    # minutes
+    make bench BENCHMARKS=benchmarks/training.py \
+        ARGS="--models transformer-s transformer-m --wires fp32 bf16 --ranks 2 --steps 600"
 
 Both optimizers have one learning rate for the matrices that Muon trains and another for the rest:
 the best pair of a grid, which begins with the same three by three rates for both, each twice the
@@ -9,6 +11,9 @@ one before, and grows beyond an edge that the best pair lies at. One seed choose
 others compare. Weight decay, warm-up, decay and batches are the same, and the groups are those that
 `describe` advises. Then a transformer of several widths is trained with each `adjust_lr`, while the
 rest keeps one learning rate, to show how the best rate of the matrices moves with width.
+
+With --wires, instead: does it matter in which format momentum and updates travel? The model lies on
+--ranks ranks by FSDP2, and Muon trains it with each wire and each arithmetic of the iteration.
 
 Every run that ends is a line of --out, and a run that is found there is not repeated. Seconds are
 steps times the median time of a step; the two optimizers' steps take turns, so that whatever else
@@ -24,17 +29,23 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.optim.lr_scheduler import LambdaLR
 
 from small_models import TASKS, Batch, Task, transformer
 from timing import load_kernel, machine, pick_device, show, take_turns
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+from ranks import run_ranks  # type: ignore[attr-defined]  # mypy takes examples/ranks.py
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "examples"))
 from grid_search import Rates, best_of, grid_search
@@ -48,6 +59,8 @@ ADJUST_LR = ("match_rms_adamw", "original", "spectral")
 WIDTH_RATES = (5e-3, 1e-2, 2e-2, 4e-2, 8e-2)
 WIDTH_ADAMW_RATE = 3e-3
 WEIGHT_DECAY = 0.1
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 # -- training --------------------------------------------------------------------------------------
@@ -90,23 +103,53 @@ def train(
 ) -> Curve:
     """Twenty validations of a run with linear warm-up over a tenth of it, then linear decay."""
     torch.manual_seed(seed)
-    model = task.build().to(pick_device())
+    model = on_all_ranks(task.build().to(pick_device()))
     optimizer = make_optimizer(model, name, lr, adamw_lr, **options)
     warmup = max(1, steps // 10)
     decay = max(1, steps - warmup)
     schedule = LambdaLR(optimizer, lambda step: min((step + 1) / warmup, (steps - step) / decay))
-    validation = [to_device(batch) for batch in task.validation()]
+    validation = [to_device(share_of(batch)) for batch in task.validation()]
     curve = []
     for step in range(1, steps + 1):
-        update(model, optimizer, to_device(task.draw(seed, step - 1)))
+        update(model, optimizer, to_device(share_of(task.draw(seed, step - 1))))
         schedule.step()
         if step % max(1, steps // 20) == 0 or step == steps:
             model.eval()
             with torch.no_grad():
-                loss = fmean(loss_of(model, batch).item() for batch in validation)
+                losses = [loss_of(model, batch) for batch in validation]
+            loss = mean_over_ranks(torch.stack(losses).mean())
             model.train()
             curve.append((step, loss if math.isfinite(loss) else math.inf))
     return curve
+
+
+def on_all_ranks(model: nn.Module) -> nn.Module:
+    """The model under FSDP2, each layer's weights gathered at once, if there are ranks."""
+    if dist.is_initialized():
+        for layer in model.transformer.layers:
+            fully_shard(layer)
+        fully_shard(model)
+    return model
+
+
+def share_of(batch: Batch) -> Batch:
+    """The rows of a batch, which all ranks draw alike, that this rank trains on."""
+    if not dist.is_initialized():
+        return batch
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    return batch[0][rank::ranks], batch[1][rank::ranks]
+
+
+def mean_over_ranks(value: Tensor) -> float:
+    if dist.is_initialized():
+        dist.all_reduce(value)
+        value /= dist.get_world_size()
+    return value.item()
+
+
+def train_as_rank(model: str, ns_dtype: str, comm_dtype: str, **options: Any) -> Curve:
+    dtypes = {"ns_dtype": DTYPES[ns_dtype], "comm_dtype": DTYPES[comm_dtype]}
+    return train(TASKS[model], name="Muon", **options, **dtypes)
 
 
 def time_steps(task: Task, rounds: int) -> dict[str, Any]:
@@ -239,6 +282,34 @@ def compare_widths(runs: Runs, widths: Sequence[int]) -> dict[str, dict[int, Gri
     return {how: {dim: grid_at(dim, how) for dim in widths} for how in ADJUST_LR}
 
 
+Wires = dict[tuple[str, str, str], list[float]]  # last losses, by model, arithmetic and wire
+
+
+def compare_wires(
+    runs: Runs,
+    models: Sequence[str],
+    ranks: int,
+    seeds: int,
+    arithmetics: Sequence[str],
+    wires: Sequence[str],
+) -> Wires:
+    """Muon's, in the middle of the rates that a model tries first; wires take turns."""
+    load_kernel()  # which tells ranks where it is
+    losses: Wires = {}
+    for model, seed, arithmetic, wire in product(models, range(seeds), arithmetics, wires):
+        task = TASKS[model]
+        options = {"steps": runs.steps or task.steps, "lr": task.rates[1]}
+        options |= {"adamw_lr": task.rest_rates[1], "seed": seed}
+        options |= {"ns_dtype": arithmetic, "comm_dtype": wire}
+
+        def run(model: str = model, options: dict[str, Any] = options) -> dict[str, Any]:
+            return {"losses": run_ranks(train_as_rank, ranks, model, timeout=7200, **options)[0]}
+
+        made = runs.find_or_make({"model": model, "ranks": ranks, **options}, run)
+        losses.setdefault((model, arithmetic, wire), []).append(last(made["losses"]))
+    return losses
+
+
 # -- tables and the plot ---------------------------------------------------------------------------
 
 
@@ -281,6 +352,21 @@ def show_widths(widths: dict[str, dict[int, Grid]], markdown: bool) -> None:
         rows.append([adjust_lr, *cells])
     columns = ["adjust_lr", *(f"width {dim}" for dim in widths[ADJUST_LR[0]])]
     show("Best learning rate of the matrices (and its loss)", columns, rows, markdown=markdown)
+
+
+def show_wires(losses: Wires, markdown: bool) -> None:
+    rows = []
+    for (model, arithmetic, wire), of_seeds in losses.items():
+        first = next(iter(each for key, each in losses.items() if key[:2] == (model, arithmetic)))
+        behind = [loss - other for loss, other in zip(of_seeds, first)]
+        spread = stdev(behind) if len(behind) > 1 else 0.0
+        by_seed = " ".join(f"{loss:.4f}" for loss in of_seeds)
+        mean = f"{fmean(of_seeds):.4f}"
+        rows.append(
+            [model, arithmetic, wire, by_seed, mean, f"{fmean(behind):+.4f} ± {spread:.4f}"]
+        )
+    columns = ["model", "arithmetic", "wire", "by seed", "mean", "over the first wire"]
+    show("Validation losses by wire", columns, rows, markdown=markdown, width=140)
 
 
 def plot(path: Path, comparisons: Sequence[Comparison], widths: dict) -> None:
@@ -339,11 +425,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, help="of every run; default: each model's")
     parser.add_argument("--seeds", type=int, default=3, help="at the best rates, beside seed 0")
     parser.add_argument("--rounds", type=int, default=100, help="steps that are timed")
+    parser.add_argument(
+        "--wires", nargs="+", choices=DTYPES, help="formats to compare, first first"
+    )
+    parser.add_argument("--arithmetics", nargs="+", choices=DTYPES, default=["fp32", "bf16"])
+    parser.add_argument("--ranks", type=int, default=2, help="with --wires")
     parser.add_argument("--out", type=Path, default=Path("runs/training.jsonl"))
     parser.add_argument("--plot", type=Path, default=Path("runs/training.png"))
     parser.add_argument("--markdown", action="store_true")
     args = parser.parse_args(argv)
     runs = Runs(args.out, args.steps)
+    if args.wires:
+        wires = (args.ranks, args.seeds, args.arithmetics, args.wires)
+        show_wires(compare_wires(runs, args.models, *wires), args.markdown)
+        print(f"{machine('cpu')}, a thread for each rank\nruns: {args.out}")
+        return
     comparisons = [compare(runs, model, args.seeds, args.rounds) for model in args.models]
     widths = compare_widths(runs, args.widths)
     if comparisons:
