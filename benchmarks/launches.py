@@ -74,7 +74,7 @@ def cpu_as_accelerator() -> Iterator[None]:
         return recipe(*options[:-2], CUDA, options[-1], **more)
 
     recipe = survey.recipe_for
-    h100 = configs.CompileTarget("nvidia_h100", "sm_90", "cuda", processors=132)
+    h100 = configs.CompileTarget("NVIDIA H100", "sm_90", "cuda", processors=132)
     with ExitStack() as stack:
         for owner, name, value in (
             (survey, "recipe_for", recipe_for),

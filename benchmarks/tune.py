@@ -1,17 +1,17 @@
-"""Finds the fastest tiles for this GPU and writes them where the package looks them up.
+"""Finds the fastest tiles for this GPU, and prints what the package is to look up.
 
     make bench BENCHMARKS=benchmarks/tune.py
 
 For each size, every candidate is timed with a cold L2 cache beside torch.bmm of the full product,
 and beside the configuration that is looked up so far; its result is compared with bmm's. Where some
-are faster than that one, all go to triton_kernels/configs/<device>.json, in the place of entries of
-the same sizes. A configuration is looked up there by the nearest size, and nothing is timed while
-training.
+are faster than that one, the device's entries of `MEASURED` in triton_kernels/configs.py are
+printed, those of other sizes included: put them there, and `make build` puts them into the kernel.
+A configuration is looked up there by the nearest size, and nothing is timed while training.
 
-The file is written after each size. A candidate that gives another product than bmm is left out and
-named, and makes the exit status 1. `--short` tries fewer sizes and candidates, of one dtype, in
-about a minute; after `--seconds` no further candidate is tried. `--dry-run` goes the same way with
-tiny sizes and no clock, in Triton's interpreter where there is no GPU, and writes nothing.
+A candidate that gives another product than bmm is left out and named, and makes the exit status 1.
+`--short` tries fewer sizes and candidates, of one dtype, in about a minute; after `--seconds` no
+further candidate is tried. `--dry-run` goes the same way with tiny sizes and no clock, in Triton's
+interpreter where there is no GPU.
 """
 
 from __future__ import annotations
@@ -20,21 +20,18 @@ import argparse
 import dataclasses
 import datetime
 import itertools
-import json
 import math
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from timing import load_kernel, show
 
-CONFIGS = Path(__file__).resolve().parent.parent / "torch-ext/optimizer/triton_kernels/configs"
 DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -190,53 +187,43 @@ def tune(
     return Finding(size, dtype, best, times[best], bmm, len(times), *failed, so_far)
 
 
-def entry_of(dtype: str, size: Size, config: Any) -> dict[str, Any]:
-    about = {"operation": "symmetric", "dtype": dtype, **size._asdict()}
-    return {**about, "config": dataclasses.asdict(config)}
+Key = tuple[str, int, int, int]  # dtype, s, k, batch
 
 
-def document(
-    device: str,
-    findings: list[Finding],
-    kept: Sequence[Any] = (),
-    untuned: Sequence[tuple[str, Size, Any]] = (),
-) -> dict[str, Any]:
-    """What is written.
+def entries_of(
+    findings: Sequence[Finding], kept: Mapping[Key, Any], untuned: Mapping[Key, Any]
+) -> dict[Key, Any]:
+    """The device's entries of `MEASURED`.
 
     Args:
         kept: entries of earlier, of which those of other sizes remain.
-        untuned: dtypes and sizes with what is looked up so far, which they keep: else they would
-            take what is fastest for the nearest of the others.
+        untuned: what is looked up so far for other sizes, which they keep: else they would take
+            what is fastest for the nearest of those measured.
     """
+    return {**untuned, **kept, **{(f.dtype, *f.size): f.config for f in findings}}
+
+
+def text_of(device: str, entries: Mapping[Key, Any]) -> str:
+    """The entries as they stand in the source, with what measured them."""
     import triton
 
     versions = f"torch {torch.__version__}, triton {triton.__version__}"
     day = datetime.datetime.now(datetime.UTC).date()
-    entries = [
-        {
-            **entry_of(finding.dtype, finding.size, finding.config),
-            "microseconds": round(finding.microseconds, 1),
-            "bmm_microseconds": round(finding.bmm_microseconds, 1),
-        }
-        for finding in findings
-    ]
-    measured = {(entry["dtype"], entry["s"], entry["k"], entry["batch"]) for entry in entries}
-    entries += [e for e in kept if (e["dtype"], e["s"], e["k"], e["batch"]) not in measured]
-    known = {(entry["dtype"], entry["s"], entry["k"], entry["batch"]) for entry in entries}
-    entries += [
-        entry_of(dtype, size, config)
-        for dtype, size, config in untuned
-        if (dtype, *size) not in known
-    ]
-    why = f"Measured with benchmarks/tune.py, {versions}, {day}."
-    return {"schema": 1, "device": device, "why": why, "entries": entries}
+    lines = [f"        {key}: {source_of(config)}," for key, config in entries.items()]
+    head = f"    # By benchmarks/tune.py, {versions}, {day}.\n    {device!r}: {{\n"
+    return head + "\n".join(lines) + "\n    },\n"
 
 
-def text_of(document: dict[str, Any]) -> str:
-    """JSON with an entry in each line."""
-    head = {key: value for key, value in document.items() if key != "entries"}
-    lines = ",\n".join(f"    {json.dumps(entry)}" for entry in document["entries"])
-    return json.dumps(head, indent=2)[:-2] + f',\n  "entries": [\n{lines}\n  ]\n}}\n'
+def source_of(config: Any) -> str:
+    """The call that makes a configuration, without what it has by default."""
+    arguments = []
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.default is dataclasses.MISSING:
+            arguments.append(repr(value))
+        elif value != field.default:
+            arguments.append(f"{field.name}={value!r}")
+    return f"SymmetricConfig({', '.join(arguments)})"
 
 
 COLUMNS = (
@@ -266,7 +253,7 @@ def main() -> int:
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, help="all, or one of a --short run")
     parser.add_argument("--short", action="store_true", help="fewer sizes and candidates")
     parser.add_argument("--seconds", type=float, default=math.inf, help="for all sizes")
-    parser.add_argument("--dry-run", action="store_true", help="tiny sizes, no clock, no file")
+    parser.add_argument("--dry-run", action="store_true", help="tiny sizes and no clock")
     arguments = parser.parse_args()
 
     accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -291,16 +278,15 @@ def main() -> int:
 
     where = torch.empty(0, device=device).device  # with its index
     target = configs.compile_target(where)
-    path = CONFIGS / f"{target.device}.json"
-    kept = json.loads(path.read_text(encoding="utf-8"))["entries"] if path.exists() else []
     sizes = SHORT_SIZES if arguments.short else SIZES
     findings: list[Finding] = []
     dtypes = arguments.dtypes or (("float16",) if arguments.short else DTYPES)
-    untuned = [
-        (dtype, size, configs.choose(getattr(torch, dtype), *size, True, target))
+    kept = configs.MEASURED.get(target.device, {})
+    untuned = {
+        (dtype, *size): configs.choose(getattr(torch, dtype), *size, True, target)
         for dtype in dtypes
         for size in SIZES
-    ]
+    }
     left_out: list[str] = []
     status = 0
     for dtype in dtypes:
@@ -317,21 +303,16 @@ def main() -> int:
                 status = 1
                 continue
             print(f"{dtype} {size}: {findings[-1].config}", file=sys.stderr)
-            written = document(target.device, findings, kept, untuned)
-            configs.parse_measured(json.loads(text_of(written)), path.name)  # as a user's step does
-            if not arguments.dry_run and any(finding.is_better for finding in findings):
-                part = path.with_suffix(".part")  # a kill leaves the last complete file
-                part.write_text(text_of(written), encoding="utf-8")
-                part.replace(path)
 
     title = f"Tuned symmetric products on {target.device}; TFLOP/s as if all tiles were computed"
     show(title, COLUMNS, [row_of(finding) for finding in findings])
     if arguments.dry_run:
-        print("A dry run: nothing was timed or written.")
+        print("A dry run: nothing was timed.")
     elif not any(finding.is_better for finding in findings):
-        print("Nothing is faster than what is looked up so far: nothing was written.")
+        print("Nothing is faster than what is looked up so far.")
     else:
-        print(f"Wrote {path}; `make build` puts it into the kernel.")
+        print("For `MEASURED` in torch-ext/optimizer/triton_kernels/configs.py:\n")
+        print(text_of(target.device, entries_of(findings, kept, untuned)))
     print("".join(f"not tuned: {why}\n" for why in left_out), end="")
     return 1 if any(finding.wrong for finding in findings) else status
 

@@ -15,7 +15,7 @@ order of their worth, so that it cuts off the least.
 runs/gpu/report.md has machine, versions and commands, every table that was printed, the figures
 beside their aims, and pictures of the times and rates; tables.json has the tables. Both are written
 after each section, so that what was found outlives the run. So is a copy in the folder of --to: the
-report, the tables, the pictures, and in archives all of runs/gpu and the tuned tiles.
+report, the tables, the pictures, and in archives all of runs/gpu.
 
 Exits with 1, and names them, where sections failed: a test did, a bound of accuracy was not kept, a
 command ended in an error or took too long. An aim that is not met is named, but no failure: times
@@ -57,7 +57,6 @@ LEAST = 15  # seconds without which no section is started
 GRACE = 10  # seconds in which a command that is stopped may write what it has
 TITLE = "# What `make gpu` found"
 OUTCOMES = ("failure", "error", "skipped")  # other than success, as pytest writes them
-TILES = CHECKOUT / "torch-ext/optimizer/triton_kernels/configs"
 PACKAGES = ("triton", "numpy", "kernels", "huggingface_hub", "pytest")
 
 running: set[subprocess.Popen[bytes]] = set()
@@ -308,7 +307,7 @@ def copy(folder: Path, to: Path) -> None:
     files = sorted(file for file in folder.iterdir() if file.is_file())
     records = [file for file in files if file.suffix == ".pickle"]
     for name, wanted in (
-        ("gpu.tgz", [*(file for file in files if file not in records), TILES]),
+        ("gpu.tgz", [file for file in files if file not in records]),
         ("memory.tgz", records),
     ):
         part = to / f"{name}.part"  # renamed when complete: a kill leaves the last one

@@ -247,14 +247,13 @@ SECTIONS = [
     ),
     Section(
         "tuning",
-        "tiles of symmetric products, written if they are faster than those looked up so far",
+        "tiles of symmetric products that are faster than those looked up so far",
         100,
         [
             Command(
                 "benchmarks/tune.py --short --seconds 85",
                 fake="benchmarks/tune.py --short --dry-run",
             ),
-            Command("scripts/build.py"),  # what follows is measured with them
         ],
     ),
     Section(
@@ -267,12 +266,6 @@ SECTIONS = [
                 fake="benchmarks/symmetric_products.py --rounds 1",
             )
         ],
-    ),
-    Section(
-        "step-tuned",
-        "the step of one rank's share once more, with the tiles that tuning found",
-        40,
-        [Command(LLAMA_SHARE)],
     ),
     Section(
         "shapes",

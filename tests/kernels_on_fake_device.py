@@ -58,7 +58,7 @@ def put_there() -> None:
     GridExecutor.__call__ = on_what_is_held
     elementwise.launches = of_the_device
     configs = import_module(f"{kernels}.configs")
-    h100 = configs.CompileTarget("nvidia_h100_80gb_hbm3", "sm_90", "cuda", 132)
+    h100 = configs.CompileTarget("NVIDIA H100 80GB HBM3", "sm_90", "cuda", 132)
     configs.compile_target = lambda device: h100
 
 

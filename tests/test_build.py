@@ -401,10 +401,10 @@ def test_id_follows_the_content_and_nothing_else(builder, source, tmp_path):
     init = source / "torch-ext" / "optimizer" / "__init__.py"
     init.write_text(init.read_text() + "CHANGED = True\n")
     second = build()
-    data = source / "torch-ext" / "optimizer" / "data.json"
+    data = source / "torch-ext" / "optimizer" / "data.py"
     data.write_text("{}")
     third = build()
-    data.rename(data.with_name("other.json"))
+    data.rename(data.with_name("other.py"))
     assert len({first, second, third, build()}) == 4
     assert sorted(path.name for path in (tmp_path / "output").iterdir()) == [f"torch-{HERE}"]
 
@@ -425,7 +425,7 @@ def test_id_and_provenance_tell_uncommitted_work(builder, source, tmp_path):
     assert clean.provenance.kernel.commit == git(source, "rev-parse", "HEAD")
     assert not clean.provenance.dirty
 
-    new = source / "torch-ext" / "optimizer" / "new.json"
+    new = source / "torch-ext" / "optimizer" / "new.py"
     ids = set()
     for content in ("1", "2"):
         new.write_text(content)
@@ -442,12 +442,12 @@ def test_a_build_of_the_work_tree_tells_all_that_is_not_in_the_commit(builder, s
     git(source, "init", "--quiet")
     commit(source)
     package = source / "torch-ext" / "optimizer"
-    (source / ".git" / "info" / "exclude").write_text("ignored.json\n__pycache__\nbuild\n")
+    (source / ".git" / "info" / "exclude").write_text("ignored.py\n__pycache__\nbuild\n")
     (package / "__pycache__").mkdir(exist_ok=True)
     (package / "__pycache__" / "muon.pyc").write_text("no build takes bytecode")
     assert builder.git_status(source)["dirty"] is False
     if what == "ignored":
-        (package / "ignored.json").write_text("{}")
+        (package / "ignored.py").write_text("{}")
     elif what == "link":  # the commit holds the link, a build what it leads to
         text = (package / "muon.py").read_text()
         (source / "outside.py").write_text(f"{text}CHANGED = True\n")
@@ -476,9 +476,9 @@ def test_a_release_names_what_is_in_no_commit(builder, source):
     builder.require_committed(source)
     package = source / "torch-ext" / "optimizer"
     (source / "notes").mkdir()
-    for path in (source / "notes" / "new.md", package / "ignored.json", package / "__init__.py"):
+    for path in (source / "notes" / "new.md", package / "ignored.py", package / "__init__.py"):
         path.write_text("[]")
-    (source / ".git" / "info" / "exclude").write_text("ignored.json\n")
+    (source / ".git" / "info" / "exclude").write_text("ignored.py\n")
     with pytest.raises(ValueError) as refusal:
         builder.require_committed(source)
     for path in ("notes/new.md", "optimizer/__init__.py"):
@@ -493,14 +493,14 @@ def test_a_release_holds_the_commits_files_whatever_git_does_not_look_at(source,
     git(source, "init", "--quiet")
     commit(source)
     package = source / "torch-ext" / "optimizer"
-    (source / ".git" / "info" / "exclude").write_text("ignored.json\nbuild\n")
-    (package / "ignored.json").write_text("{}")
+    (source / ".git" / "info" / "exclude").write_text("ignored.py\nbuild\n")
+    (package / "ignored.py").write_text("{}")
     git(source, "update-index", mark, "torch-ext/optimizer/__init__.py")
     (package / "__init__.py").write_text("changed = True\n")
     release = [sys.executable, BUILD_SCRIPT, "--release", "--source", source, "--backend", HERE]
     subprocess.run(release, check=True, capture_output=True)
     variant = source / "build" / f"torch-{HERE}"
-    assert not (variant / "ignored.json").exists()
+    assert not (variant / "ignored.py").exists()
     assert (variant / "__init__.py").read_bytes() == (PACKAGE / "__init__.py").read_bytes()
     provenance = Metadata.read_from_file(variant / "metadata.json").provenance
     assert provenance.kernel.commit == git(source, "rev-parse", "HEAD") and not provenance.dirty
@@ -583,7 +583,7 @@ def test_parallel_builds_leave_one_whole_build(builder, source, tmp_path):
     for index in range(4):
         sources.append(tmp_path / f"source-{index}")
         shutil.copytree(source, sources[-1])
-        (sources[-1] / "torch-ext" / "optimizer" / "index.json").write_text(str(index))
+        (sources[-1] / "torch-ext" / "optimizer" / "index.py").write_text(str(index))
     output = tmp_path / "output"
     with ThreadPoolExecutor(len(sources)) as pool:
         built = pool.map(lambda root: builder.build(root, output, [HERE]), sources * 5)

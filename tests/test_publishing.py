@@ -115,7 +115,7 @@ def test_what_git_does_not_look_at_is_published_as_it_is_in_the_commit(
     source = tmp_path / "source"
     subprocess.run(["git", "clone", "--quiet", releases.sources, source], check=True)
     (source / ".git" / "info" / "exclude").write_text("ignored.*\n")
-    (source / "torch-ext" / "optimizer" / "ignored.json").write_text("{}")
+    (source / "torch-ext" / "optimizer" / "ignored.py").write_text("{}")
     (source / "benchmarks" / "ignored.py").symlink_to("/proc/self/environ")
     for path in ("benchmarks/step.py", "CARD.md", "torch-ext/optimizer/muon.py", "build.toml"):
         git(source, "update-index", "--assume-unchanged", path)

@@ -73,7 +73,7 @@ def symmetric_cases(chip: Chip) -> list[Case]:
     """
     cases = {}
     for dtype in ("bfloat16", "float16", "float32"):
-        for rule in configs.rules_of(dtype, chip.architecture, chip.backend):
+        for rule in configs.rules_of(getattr(torch, dtype), chip.architecture, chip.backend):
             config = rule.config
             key = f"{chip.architecture}-symmetric-{config.block}x{config.block_k}"
             uses_matrices = dtype != "float32" or chip.has_fp32_matrices
@@ -155,7 +155,7 @@ def maxima_cases(chip: Chip) -> list[Case]:
     mask, too, and any strides."""
     cases = {}
     for dtype in ("bfloat16", "float32"):
-        for rule in configs.rules_of(dtype, chip.architecture, chip.backend):
+        for rule in configs.rules_of(getattr(torch, dtype), chip.architecture, chip.backend):
             config = logit_maxima.with_two_tiles(rule.config, getattr(torch, dtype))
             uses_matrices = dtype != "float32" or chip.has_fp32_matrices
             name = f"{chip.architecture}-maxima-{config.block}x{config.block_k}-{dtype}"

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import itertools
-import json
 import math
 import sys
 import types
@@ -577,8 +576,7 @@ def choose(dtype, s, k, batch, aligned, target):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_heuristic_has_a_rule_for_every_size(dtype, architecture, backend, processors):
     target = configs.CompileTarget("unknown", architecture, backend, processors)
-    name = str(dtype).removeprefix("torch.")
-    rules = configs.rules_of(name, architecture, backend)
+    rules = configs.rules_of(dtype, architecture, backend)
     possible = {rule.config for rule in rules}  # what test_triton_compile.py compiles
     sizes = itertools.product(
         (1, 17, 128, 512, 4096, 4112, 65536), (1, 4096), (1, 128), (False, True)
@@ -602,29 +600,24 @@ def test_large_tiles_are_for_many_of_them():
     assert choose(torch.float16, 4096, 4096, 1, False, target).block == 64
 
 
-ENTRY = {"operation": "symmetric", "dtype": "float16", "s": 1024, "k": 1024, "batch": 1}
-CONFIG = dataclasses.asdict(SMALL)
+@pytest.fixture
+def measured(monkeypatch):
+    """Takes the place of what was measured, for tests that change it."""
+    monkeypatch.setattr(configs, "MEASURED", {})
+    configs.choose.cache_clear()
+    yield configs.MEASURED
+    configs.choose.cache_clear()
 
 
-def measured_file(*entries, **changes):
-    return {"schema": 1, "device": "chip", "why": "a test", "entries": list(entries), **changes}
-
-
-def entry(s, k=1024, batch=1, dtype="float16", group=8, **more):
-    config = {**CONFIG, "group": group}
-    return {**ENTRY, "dtype": dtype, "s": s, "k": k, "batch": batch, "config": config, **more}
-
-
-def test_the_nearest_measurement_comes_before_the_heuristic(tmp_path, monkeypatch):
-    entries = [
-        entry(1024, group=1),
-        entry(4096, 4096, group=2),
-        entry(768, 2048, 128, group=3, microseconds=1.5, bmm_microseconds=2),
-        entry(1024, dtype="float32", group=4),
-        entry(1024, dtype="bfloat16", group=5),
+def test_the_nearest_measurement_comes_before_the_heuristic(measured):
+    keys = [
+        ("float16", 1024, 1024, 1),
+        ("float16", 4096, 4096, 1),
+        ("float16", 768, 2048, 128),
+        ("float32", 1024, 1024, 1),
+        ("bfloat16", 1024, 1024, 1),
     ]
-    (tmp_path / "chip.json").write_text(json.dumps(measured_file(*entries)))
-    monkeypatch.setattr(configs, "DIRECTORY", tmp_path)
+    measured["chip"] = {key: dataclasses.replace(SMALL, group=n) for n, key in enumerate(keys, 1)}
     target = configs.CompileTarget("chip", "sm_90", "cuda", 132)
     sizes = [(1000, 1000, 1), (8192, 8192, 1), (900, 1024, 64), (1, 1, 1)]
     assert [choose(torch.float16, *size, True, target).group for size in sizes] == [1, 2, 3, 1]
@@ -633,79 +626,12 @@ def test_the_nearest_measurement_comes_before_the_heuristic(tmp_path, monkeypatc
     assert choose(torch.bfloat16, 4096, 4096, 1, True, target).group == 2
 
 
-def test_operands_that_were_not_measured_are_left_to_the_heuristic(tmp_path, monkeypatch):
-    for file in configs.DIRECTORY.glob("*.json"):
-        (tmp_path / file.name).write_text(file.read_text())
-    (tmp_path / "single.json").write_text(json.dumps(measured_file(entry(1024), device="single")))
-    monkeypatch.setattr(configs, "DIRECTORY", tmp_path)
-    target = configs.CompileTarget("single", "sm_90", "cuda", 132)
+def test_operands_that_were_not_measured_are_left_to_the_heuristic(measured):
+    measured["chip"] = {("float16", 1024, 1024, 1): SMALL}
+    target = configs.CompileTarget("chip", "sm_90", "cuda", 132)
     assert choose(torch.float16, 1024, 1024, 1, True, target) == SMALL
     assert choose(torch.float16, 1024, 1024, 1, False, target).block == 64
     assert choose(torch.float32, 1024, 1024, 1, True, target).block == 64
-
-
-def test_every_file_that_is_shipped_is_valid():
-    names = sorted(path.name for path in configs.DIRECTORY.glob("*.json"))
-    assert "heuristic.json" in names
-    for name in names:
-        document = json.loads((configs.DIRECTORY / name).read_text())
-        parse = configs.parse_rules if name == "heuristic.json" else configs.parse_measured
-        assert parse(document, name)
-        assert document["why"]
-
-
-RULE = {"operation": "symmetric", "architectures": ["sm_90"], "dtypes": ["float16"]}
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"speed": 3}, "chip.json: unknown keys .'speed'."),
-        ({"schema": 2}, "schema 2 is not 1"),
-        ({"device": "other"}, "chip.json is of another device, 'other'"),
-        ({"entries": [entry(8, speed=1)]}, "entry 0: unknown keys .'speed'."),
-        ({"entries": [{**ENTRY}]}, "entry 0: unknown keys .., missing keys .'config'."),
-        ({"entries": [entry(True)]}, "s has the wrong type, found True"),
-        ({"entries": [entry(0)]}, "must be positive"),
-        ({"entries": [entry(8, dtype="int8")]}, "dtype must be one of"),
-        ({"entries": [entry(8, operation="product")]}, "operation must be one of.*'product'"),
-        ({"entries": [{**ENTRY, "config": {**CONFIG, "tile": 8}}]}, "config: unknown keys .'tile'"),
-        ({"entries": [{**ENTRY, "config": {**CONFIG, "block": 48}}]}, "power of two"),
-        ({"entries": [{**ENTRY, "config": {**CONFIG, "num_stages": 0}}]}, "positive integer"),
-        ({"entries": [{**ENTRY, "config": {**CONFIG, "width": 3}}]}, "width must be 1 or 2"),
-        ({"entries": [{**ENTRY, "config": {**CONFIG, "descriptors": 1}}]}, "has the wrong type"),
-    ],
-)
-def test_files_of_measurements_are_validated(change, message):
-    with pytest.raises(ValueError, match=message):
-        configs.parse_measured(measured_file(**change), "chip.json")
-
-
-@pytest.mark.parametrize(
-    "rule, message",
-    [
-        ({**RULE, "config": CONFIG, "max_s": 3}, "rule 0: unknown keys .'max_s'."),
-        (RULE, "missing keys .'config'."),
-        ({**RULE, "config": CONFIG, "aligned": 1}, "aligned has the wrong type"),
-        ({**RULE, "config": CONFIG, "dtypes": ["fp16"]}, "dtype must be one of"),
-        ({**RULE, "config": {"block": 16}}, "missing keys"),
-        ([], "expected an object"),
-    ],
-)
-def test_rules_of_the_heuristic_are_validated(rule, message):
-    with pytest.raises(ValueError, match=message):
-        configs.parse_rules({"schema": 1, "why": "", "rules": [rule]}, "heuristic.json")
-
-
-def test_files_from_before_there_were_descriptors_are_read():
-    config = {key: CONFIG[key] for key in ("block", "block_k", "num_warps", "num_stages", "group")}
-    (measured,) = configs.parse_measured(measured_file({**ENTRY, "config": config}), "chip.json")
-    assert measured.config == SMALL
-
-
-def test_names_of_devices_become_names_of_files():
-    assert configs.normalized("NVIDIA H200") == "nvidia_h200"
-    assert configs.normalized("AMD Instinct MI300X (OAM)") == "amd_instinct_mi300x_oam"
 
 
 def test_looking_up_a_device_is_done_once():
@@ -727,36 +653,33 @@ def tuner():
     return module
 
 
-def test_the_tuner_runs_dry_and_writes_nothing(monkeypatch, capsys):
+def test_the_tuner_runs_dry(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["tune.py", "--dry-run", "--dtypes", "float16"])
-    tune = tuner()
-    before = {path: path.stat().st_mtime_ns for path in tune.CONFIGS.iterdir()}
-    assert tune.main() == 0
-    assert "nothing was timed or written" in capsys.readouterr().out
-    assert {path: path.stat().st_mtime_ns for path in tune.CONFIGS.iterdir()} == before
+    assert tuner().main() == 0
+    assert "nothing was timed" in capsys.readouterr().out
 
 
-def test_what_the_tuner_writes_is_what_is_looked_up(tmp_path, monkeypatch):
+def test_what_the_tuner_prints_is_what_is_looked_up(measured):
     tune = tuner()
-    found = tune.Finding(tune.Size(1024, 2048, 3), "float16", SMALL, 1.25, 2.5, 9, 1, 0)
-    text = tune.text_of(tune.document("written", [found, found]))
-    (tmp_path / "written.json").write_text(text)
-    monkeypatch.setattr(configs, "DIRECTORY", tmp_path)
-    first, second = configs.measured("written")
-    assert first == second == configs.Measured("float16", 1024, 2048, 3, SMALL)
+    wide = VARIANTS["wide, in bulk"]
+    entries = {("float16", 1024, 2048, 3): SMALL, ("float32", 64, 64, 1): wide}
+    text = tune.text_of("chip", entries)
+    assert max(map(len, text.splitlines())) <= 100
+    measured.update(eval("{" + text + "}", {"SymmetricConfig": SymmetricConfig}))
+    assert measured == {"chip": entries}
+    target = configs.CompileTarget("chip", "sm_90", "cuda", 132)
+    assert choose(torch.float32, 64, 64, 1, True, target) == wide
 
 
 def test_what_the_tuner_found_of_other_sizes_is_kept():
     tune = tuner()
-    one, other = (
-        tune.Finding(tune.Size(s, 8, 1), "float16", SMALL, 1, 2, 9, 1, 0) for s in (16, 32)
-    )
-    kept = tune.document("d", [one, other])["entries"]
-    better = one._replace(microseconds=0.5)
-    assert tune.document("d", [better], kept)["entries"] == [
-        {**kept[0], "microseconds": 0.5},
-        kept[1],
-    ]
+    found = tune.Finding(tune.Size(16, 8, 1), "float16", SMALL, 0.5, 2, 9, 1, 0)
+    wide = VARIANTS["wide"]
+    kept = {("float16", s, 8, 1): wide for s in (16, 32)}
+    assert tune.entries_of([found], kept, {("float16", 32, 8, 1): SMALL}) == {
+        ("float16", 16, 8, 1): SMALL,
+        ("float16", 32, 8, 1): wide,
+    }
 
 
 @pytest.mark.parametrize("spoilt", [16, 4])
@@ -795,19 +718,14 @@ def test_without_time_only_what_is_looked_up_so_far_is_timed():
     assert found.config == SMALL and set(calls) == {SMALL} and not found.is_better
 
 
-def test_sizes_that_are_not_tuned_keep_what_is_looked_up_so_far(monkeypatch):
-    tune, target = tuner(), configs.CompileTarget("written", "sm_90", "cuda", 132)
-    sizes = tune.SIZES[1:]
-    before = [configs.choose(torch.float16, *size, True, target) for size in sizes]
-    untuned = [("float16", *pair) for pair in zip(sizes, before)]
+def test_sizes_that_are_not_tuned_keep_what_is_looked_up_so_far(measured):
+    tune, target = tuner(), configs.CompileTarget("chip", "sm_90", "cuda", 132)
+    before = {("float16", *s): choose(torch.float16, *s, True, target) for s in tune.SIZES}
     found = tune.Finding(tune.SIZES[0], "float16", SMALL, 1.25, 2.5, 9, 1, 0)
-    kept = tune.document("written", [found], (), untuned)
-    again = tune.document("written", [found._replace(microseconds=1.0)], kept["entries"], untuned)
-    assert len(again["entries"]) == len(kept["entries"]) == len(tune.SIZES)
-    entries = configs.parse_measured(kept, "written.json")
-    monkeypatch.setattr(configs, "measured", lambda device: entries)
-    assert configs.choose(torch.float16, *tune.SIZES[0], True, target) == SMALL
-    assert [configs.choose(torch.float16, *size, True, target) for size in sizes] == before
+    measured["chip"] = tune.entries_of([found], {}, before)
+    configs.choose.cache_clear()
+    after = {("float16", *s): choose(torch.float16, *s, True, target) for s in tune.SIZES}
+    assert after == {**before, ("float16", *tune.SIZES[0]): SMALL}
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="there is something to tune")

@@ -1,37 +1,26 @@
 """Decides with which tiles a kernel is launched, from measurements or else a heuristic.
 
-Measurements of a device, and the heuristic's rules, are data in configs/*.json. Nothing is timed
-while training: a configuration follows from dtype, sizes and device alone.
+Both are below: `MEASURED`, of single devices, and `RULES`. Nothing is timed while training: a
+configuration follows from dtype, sizes and device alone.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import json
 import math
-import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
-
-DIRECTORY = Path(__file__).parent / "configs"
-SCHEMA = 1
-
-OPERATIONS = ("symmetric",)
-DTYPES = ("float16", "bfloat16", "float32")
 
 
 @dataclass(frozen=True)
 class SymmetricConfig:
-    """Tiles of `symmetric.symmetric_product`; "config" in the files has a key for each field, but
-    may lack ``width`` and ``descriptors``, which then have their defaults.
+    """Tiles of `symmetric.symmetric_product`.
 
     Args:
-        block: rows and columns of a tile of the output.
-        block_k: how much of k is loaded at once.
+        block: rows and columns of a tile of the output, a power of two from 16 on.
+        block_k: how much of k is loaded at once, a power of two from 16 on.
         num_warps, num_stages: warps of a program; loads in flight (Triton's own meaning).
         group: columns of tiles computed together, for reuse in L2.
         width: tiles side by side that a program computes, 1 or 2: they share the rows of A.
@@ -52,25 +41,13 @@ class SymmetricConfig:
         """How many programs compute one (s, s) matrix."""
         return self.width * symmetric_tiles(s, self.width * self.block)
 
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.name != "descriptors" and (type(value) is not int or value < 1):
-                raise ValueError(f"{field.name} must be a positive integer, found {value!r}")
-        for name, least in (("block", 16), ("block_k", 16), ("num_warps", 1)):
-            value = getattr(self, name)
-            if value < least or value & (value - 1):
-                raise ValueError(f"{name} must be a power of two from {least} on, found {value}")
-        if self.width > 2:
-            raise ValueError(f"width must be 1 or 2, found {self.width}")
-
 
 @dataclass(frozen=True)
 class CompileTarget:
     """What a kernel is compiled for.
 
     Args:
-        device: the device's name in lower case with underscores, such as ``nvidia_h200``.
+        device: the device's name, such as ``NVIDIA H200``.
         architecture: ``sm_90``, ``gfx942``, …; ``xpu``; ``interpreter``.
         backend: ``cuda``, ``hip``, ``xpu`` or ``interpreter``.
         processors: streaming multiprocessors, compute units.
@@ -94,8 +71,6 @@ class Rule:
             matrices of the batch counted.
     """
 
-    architectures: list[str]
-    dtypes: list[str]
     config: SymmetricConfig
     aligned: bool = False
     even: bool = False
@@ -103,20 +78,48 @@ class Rule:
     min_tiles_per_processor: float = 0
 
 
-@dataclass(frozen=True)
-class Measured:
-    """The fastest configuration found for one size on one device."""
+# The fastest configurations found on a device, by (dtype, s, k, batch): benchmarks/tune.py prints
+# what to put here.
+MEASURED: dict[str, dict[tuple[str, int, int, int], SymmetricConfig]] = {}
 
-    dtype: str
-    s: int
-    k: int
-    batch: int
-    config: SymmetricConfig
+# For devices without measurements: the rules of an architecture, or else of a backend, in order.
+# Those of even tiles on sm_90 were measured on an H200, where two programs fit a processor, and one
+# multiplies while the other stores. Others follow from compiling: the largest tiles that keep all
+# operands in registers and shared memory without spilling (tests/test_triton_compile.py). Entries
+# that cannot be loaded in vectors pass through registers, hence smaller tiles for what is not
+# aligned. fp32 is multiplied in full precision, without matrix instructions on NVIDIA.
+_INTERPRETER = (
+    Rule(SymmetricConfig(128, 128, 4, 1), min_s=65),
+    Rule(SymmetricConfig(64, 64, 4, 1), min_s=17),
+    Rule(SymmetricConfig(16, 64, 4, 1)),
+)
+_large = functools.partial(Rule, aligned=True, min_s=192, min_tiles_per_processor=0.75)
+_SM_80 = (
+    _large(SymmetricConfig(128, 64, 8, 3)),
+    Rule(SymmetricConfig(64, 64, 4, 4), aligned=True),
+    Rule(SymmetricConfig(64, 32, 4, 4)),
+)
+_SM_100 = (_large(SymmetricConfig(128, 64, 8, 4)), *_SM_80[1:])
+_SM_90 = (_large(SymmetricConfig(128, 64, 4, 3), even=True), *_SM_100)
+_GFX9 = (
+    _large(SymmetricConfig(128, 64, 8, 2)),
+    Rule(SymmetricConfig(64, 64, 4, 2), aligned=True),
+    Rule(SymmetricConfig(64, 32, 4, 2)),
+)
+_OTHERS = (Rule(SymmetricConfig(64, 32, 4, 3)),)
+_SM_FP32 = (Rule(SymmetricConfig(64, 32, 8, 3)),)
+_GFX9_FP32 = (Rule(SymmetricConfig(64, 32, 4, 2)),)
+_OTHERS_FP32 = (Rule(SymmetricConfig(64, 32, 8, 2)),)
 
-    def distance(self, s: int, k: int, batch: int) -> float:
-        """How far these sizes are from the measured ones, in octaves, added up."""
-        pairs = ((self.s, s), (self.k, k), (self.batch, batch))
-        return sum(abs(math.log2(size / max(1, wanted))) for size, wanted in pairs)
+# By architecture or backend, and by how many bytes the dtype has.
+RULES: dict[str, dict[int, Sequence[Rule]]] = {
+    "interpreter": {2: _INTERPRETER, 4: _INTERPRETER},
+    **{key: {2: _SM_80, 4: _SM_FP32} for key in ("sm_80", "sm_86", "sm_89")},
+    "sm_90": {2: _SM_90, 4: _SM_FP32},
+    **{key: {2: _SM_100, 4: _SM_FP32} for key in ("sm_100", "sm_103")},
+    **{key: {2: _GFX9, 4: _GFX9_FP32} for key in ("gfx90a", "gfx942", "gfx950")},
+    **{key: {2: _OTHERS, 4: _OTHERS_FP32} for key in ("cuda", "hip", "xpu")},
+}
 
 
 def symmetric_tiles(s: int, block: int) -> int:
@@ -139,45 +142,35 @@ def choose(
     name = str(dtype).rpartition(".")[2]
     # Tiles of fp16 and bf16 cost the same: either stands in for the other.
     names = ("float16", "bfloat16") if dtype.itemsize == 2 else (name,)
-    entries = [entry for entry in measured(target.device) if aligned and entry.dtype in names]
-    if entries:
-        return min(entries, key=lambda e: (e.distance(s, k, batch), e.dtype != name)).config
-    return choose_by_rule(dtype, s, batch, aligned, target)
+    measured = MEASURED.get(target.device, {}) if aligned else {}
+
+    def distance(key: tuple[str, int, int, int]) -> tuple[float, bool]:
+        """How far the measured sizes are from these, in octaves, added up."""
+        pairs = zip(key[1:], (s, k, batch))
+        return sum(abs(math.log2(size / max(1, own))) for size, own in pairs), key[0] != name
+
+    nearest = min((key for key in measured if key[0] in names), key=distance, default=None)
+    if nearest is None:
+        return choose_by_rule(dtype, s, batch, aligned, target)
+    return measured[nearest]
 
 
 def choose_by_rule(
     dtype: torch.dtype, s: int, batch: int, aligned: bool, target: CompileTarget
 ) -> SymmetricConfig:
     """The configuration of the first rule that holds, see `choose`."""
-    name = str(dtype).rpartition(".")[2]
-    for rule in rules_of(name, target.architecture, target.backend):
+    for rule in rules_of(dtype, target.architecture, target.backend):
         programs = batch * rule.config.programs(s)
         enough = programs >= rule.min_tiles_per_processor * target.processors
         fits = (aligned or not rule.aligned) and not (rule.even and s % rule.config.block)
         if s >= rule.min_s and enough and fits:
             return rule.config
-    raise ValueError(f"heuristic.json has no rule for symmetric in {name} on {target}")
+    raise ValueError(f"no rule for a symmetric product in {dtype} holds on {target}")
 
 
-@functools.cache
-def rules_of(dtype: str, architecture: str, backend: str) -> list[Rule]:
+def rules_of(dtype: torch.dtype, architecture: str, backend: str) -> Sequence[Rule]:
     """The heuristic's rules for the architecture; where there are none, for the backend."""
-    path = DIRECTORY / "heuristic.json"
-    rules = parse_rules(json.loads(path.read_text(encoding="utf-8")), path.name)
-    for name in (architecture, backend):
-        fitting = [rule for rule in rules if name in rule.architectures and dtype in rule.dtypes]
-        if fitting:
-            return fitting
-    return []
-
-
-@functools.cache
-def measured(device: str) -> list[Measured]:
-    """What benchmarks/tune.py wrote for a device; empty where there is no file."""
-    path = DIRECTORY / f"{device}.json"
-    if device == "heuristic" or not path.is_file():
-        return []
-    return parse_measured(json.loads(path.read_text(encoding="utf-8")), path.name)
+    return RULES[architecture if architecture in RULES else backend][dtype.itemsize]
 
 
 @functools.cache
@@ -187,105 +180,11 @@ def compile_target(device: torch.device) -> CompileTarget:
         return CompileTarget("interpreter", "interpreter", "interpreter", processors=4)
     if device.type == "xpu":
         xpu = torch.xpu.get_device_properties(device)
-        return CompileTarget(normalized(xpu.name), "xpu", "xpu", xpu.gpu_subslice_count)
+        return CompileTarget(xpu.name, "xpu", "xpu", xpu.gpu_subslice_count)
     properties = torch.cuda.get_device_properties(device)
     if torch.version.hip:
         architecture, backend = properties.gcnArchName.partition(":")[0], "hip"
     else:
         architecture, backend = f"sm_{properties.major}{properties.minor}", "cuda"
     processors = properties.multi_processor_count
-    return CompileTarget(normalized(properties.name), architecture, backend, processors)
-
-
-def normalized(device_name: str) -> str:
-    """``NVIDIA H200`` becomes ``nvidia_h200``: a file's name."""
-    return re.sub(r"[^a-z0-9]+", "_", device_name.lower()).strip("_")
-
-
-# Files
-
-
-def parse_rules(document: Any, source: str) -> list[Rule]:
-    """heuristic.json: ``schema``, ``why`` (how the numbers were found) and ``rules``, in order.
-
-    A rule has ``operation``, ``architectures`` (or backends), ``dtypes``, ``config``, and, if it
-    is not to hold everywhere, ``aligned``, ``even``, ``min_s`` and ``min_tiles_per_processor``
-    (see `Rule`).
-
-    Raises:
-        ValueError: keys unknown or missing, values of the wrong type or range.
-    """
-    _check_keys(document, {"schema": int, "why": str, "rules": list}, {}, source)
-    keys = {"operation": str, "architectures": list, "dtypes": list, "config": dict}
-    conditions = {
-        "aligned": bool,
-        "even": bool,
-        "min_s": int,
-        "min_tiles_per_processor": (int, float),
-    }
-    rules = []
-    for index, rule in enumerate(document["rules"]):
-        where = f"{source}, rule {index}"
-        _check_keys(rule, keys, conditions, where)
-        config = _parse_config(rule, rule["dtypes"], where)
-        set_conditions = {key: rule[key] for key in conditions if key in rule}
-        rules.append(Rule(rule["architectures"], rule["dtypes"], config, **set_conditions))
-    return rules
-
-
-def parse_measured(document: Any, source: str) -> list[Measured]:
-    """<device>.json: ``schema``, ``device``, ``why`` (versions, date) and ``entries``.
-
-    An entry has ``operation``, ``dtype``, ``s``, ``k``, ``batch`` and ``config``; it may have
-    ``microseconds`` and ``bmm_microseconds``, as measured.
-
-    Raises:
-        ValueError: keys unknown or missing, values of the wrong type or range.
-    """
-    _check_keys(document, {"schema": int, "device": str, "why": str, "entries": list}, {}, source)
-    if f"{document['device']}.json" != source:
-        raise ValueError(f"{source} is of another device, {document['device']!r}")
-    sizes = {"s": int, "k": int, "batch": int}
-    keys = {"operation": str, "dtype": str, "config": dict, **sizes}
-    times = {"microseconds": (int, float), "bmm_microseconds": (int, float)}
-    entries = []
-    for index, entry in enumerate(document["entries"]):
-        where = f"{source}, entry {index}"
-        _check_keys(entry, keys, times, where)
-        if min(entry[size] for size in sizes) < 1:
-            raise ValueError(f"{where}: s, k and batch must be positive, found {entry}")
-        config = _parse_config(entry, [entry["dtype"]], where)
-        entries.append(Measured(entry["dtype"], entry["s"], entry["k"], entry["batch"], config))
-    return entries
-
-
-def _check_keys(document: Any, required: dict, optional: dict, where: str) -> None:
-    if not isinstance(document, dict):
-        raise ValueError(f"{where}: expected an object, found {document!r}")
-    unknown = sorted(document.keys() - required.keys() - optional.keys())
-    missing = sorted(required.keys() - document.keys())
-    if unknown or missing:
-        raise ValueError(f"{where}: unknown keys {unknown}, missing keys {missing}")
-    for key, value in document.items():
-        kind = required.get(key) or optional[key]
-        if not isinstance(value, kind) or isinstance(value, bool) != (kind is bool):
-            raise ValueError(f"{where}: {key} has the wrong type, found {value!r}")
-    if document.get("schema", SCHEMA) != SCHEMA:
-        raise ValueError(f"{where}: schema {document['schema']} is not {SCHEMA}")
-
-
-def _parse_config(entry: dict, dtypes: list, where: str) -> SymmetricConfig:
-    for dtype in dtypes:
-        if dtype not in DTYPES:
-            raise ValueError(f"{where}: dtype must be one of {DTYPES}, found {dtype!r}")
-    operation, config = entry["operation"], entry["config"]
-    if operation not in OPERATIONS:
-        raise ValueError(f"{where}: operation must be one of {list(OPERATIONS)}: {operation!r}")
-    names = [field.name for field in dataclasses.fields(SymmetricConfig)]
-    optional = {"width": int, "descriptors": bool}
-    required = {name: int for name in names if name not in optional}
-    _check_keys(config, required, optional, f"{where}, config")
-    try:
-        return SymmetricConfig(**config)
-    except ValueError as error:
-        raise ValueError(f"{where}, config: {error}") from None
+    return CompileTarget(properties.name, architecture, backend, processors)
