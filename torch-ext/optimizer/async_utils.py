@@ -28,7 +28,6 @@ class Do(enum.Enum):
     """What an event does."""
 
     AVERAGE = "average gradients"  # launches the mean, over replicas, of one of Muon's buckets
-    FLAG = "flag Inf and NaN"  # finds the matrices of one lane that have them
     GATHER = "momentum, gather"  # updates the momentum of one chunk, launches its gather
     ORTHOGONALIZE = "orthogonalize, scatter"  # orthogonalizes one chunk, launches its scatter
     UPDATE = "update weights"  # updates the weights of one chunk
@@ -83,13 +82,11 @@ class ScheduleInputs:
         prefetch_bytes: bytes of momentum that each chunk brings from host memory, by `Event.chunk`;
             None if the step prefetches nothing.
         averaging: what ZeRO-2 averages; None without ZeRO-2.
-        flagged_lanes: numbers of the lanes with matrices that are skipped if they have Inf or NaN.
     """
 
     adamw_parts: Sequence[AdamWPart]
     prefetch_bytes: Mapping[tuple[int, int], int] | None
     averaging: Averaging | None
-    flagged_lanes: Sequence[int]
 
 
 def chunk_order(chunks: int, in_flight: int) -> Iterator[tuple[Do, int]]:
@@ -173,9 +170,8 @@ def schedule(plan: Plan, inputs: ScheduleInputs) -> tuple[Event, ...]:
     if not interleaves:
         at = _place_of_adamw(events, plan, averaging)
         events[at:at] = _adamw(inputs)
-    events = [*(Event(Do.FLAG, number) for number in inputs.flagged_lanes), *events]
     if averaging is not None:
-        return tuple(_with_averaging(events, plan, averaging))
+        return tuple(_with_averaging(events, averaging))
     return tuple(_interleave(events, plan, inputs) if interleaves else events)
 
 
@@ -216,15 +212,11 @@ def _place_of_adamw(events: Sequence[Event], plan: Plan, averaging: Optional[Ave
     return next(places, len(events))
 
 
-def _with_averaging(events: Sequence[Event], plan: Plan, averaging: Averaging) -> Iterator[Event]:
+def _with_averaging(events: Sequence[Event], averaging: Averaging) -> Iterator[Event]:
     """Yields the events; before each, launches of the buckets of gradients that it needs."""
     launched = 0
     for event in events:
-        needed = 0
-        if event.do is Do.GATHER:
-            needed = averaging.needed[event.chunk]
-        elif event.do is Do.FLAG:
-            needed = averaging.needed[event.lane, len(plan.all_lanes[event.lane].chunks) - 1]
+        needed = averaging.needed[event.chunk] if event.do is Do.GATHER else 0
         launches = _launches(Do.AVERAGE, launched, needed, averaging.buckets)
         launched += len(launches)
         yield from launches

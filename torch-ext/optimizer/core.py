@@ -54,7 +54,6 @@ def update_momentum(
     nesterov: bool,
     style: str,
     maximize: bool,
-    keep: Optional[list[Tensor]] = None,
     wanted: bool = True,
     largest: Optional[list[Tensor]] = None,
 ) -> None:
@@ -66,8 +65,6 @@ def update_momentum(
         buffers, grads: momentum B and gradients G, local tensors of equal shapes.
         outputs: for the input of orthogonalization, of the same shapes, of `update_dtype` or
             wider; overwritten.
-        keep: which elements to update, booleans that broadcast to each gradient; where one is
-            False, the buffer stays as it is and the output is zero.
         wanted: whether the caller reads the outputs. If not, torch's functions may use them as
             scratch, and kernels do not write them.
         largest: one element for each output, which is raised to the output's largest magnitude, or
@@ -84,14 +81,10 @@ def update_momentum(
             momentum=momentum,
             weight=weight,
             nesterov=nesterov,
-            keep=keep,
             wanted=wanted,
             largest=largest,
         )
         return
-    if keep is not None:  # a product with zero would not remove Inf and NaN
-        grads = [torch.where(kept, grad, 0.0) for grad, kept in zip(grads, keep)]
-        before = [buffer.clone() for buffer in buffers]
     if all(b.dtype.itemsize >= out.dtype.itemsize for b, out in zip(buffers, outputs)):
         torch._foreach_mul_(buffers, momentum)
         torch._foreach_add_(buffers, grads, alpha=weight)
@@ -100,9 +93,6 @@ def update_momentum(
         torch._foreach_mul_(outputs, momentum)
         torch._foreach_add_(outputs, grads, alpha=weight)
         torch._foreach_copy_(buffers, outputs)
-    if keep is not None:
-        for buffer, old, kept in zip(buffers, before, keep):
-            buffer.copy_(torch.where(kept, buffer, old))
     if not wanted and largest is None:
         return
     if nesterov:
@@ -112,9 +102,6 @@ def update_momentum(
         torch._foreach_add_(outputs, buffers, alpha=momentum)
     else:
         torch._foreach_copy_(outputs, buffers)
-    if keep is not None:
-        for output, kept in zip(outputs, keep):
-            output.masked_fill_(~kept, 0.0)
     if largest is not None:
         torch._foreach_maximum_(largest, torch._foreach_norm(outputs, math.inf))
 
@@ -156,7 +143,6 @@ def second_moment_factor(
     V: Tensor,  # (n, numbers), fp32, updated in place
     v: Tensor,  # (n, numbers)
     beta2: float,
-    keep: Optional[Tensor] = None,  # (n,)
 ) -> Tensor:
     """Updates V ← lerp(V, v, 1 − β2); returns factors on the rows, or columns, of updates.
 
@@ -167,10 +153,8 @@ def second_moment_factor(
         V: mean squares of earlier updates.
         v: `second_moment` of the updates.
         beta2: share of V that stays.
-        keep: the matrices whose V is updated; where one is False, V of that matrix stays as it is.
     """
-    updated = torch.lerp(V.to(v.dtype), v, 1.0 - beta2)
-    V.copy_(updated if keep is None else torch.where(keep[:, None], updated, V))
+    V.copy_(torch.lerp(V.to(v.dtype), v, 1.0 - beta2))
     factors = V.to(v.dtype).clamp_min(1e-10).rsqrt_()
     # v has means, not sums: the number of elements behind each cancels in norm / norm_after.
     norm = v.sum(dim=-1, keepdim=True).sqrt_()
@@ -186,7 +170,6 @@ def update_weights(
     decay: Number,
     cautious: bool,
     factors: Optional[list[Tensor]] = None,
-    keep: Optional[list[Tensor]] = None,
     together: Optional[Tensor] = None,
     rounded_by: Optional[list[RoundedBy]] = None,
 ) -> None:
@@ -200,8 +183,6 @@ def update_weights(
         decay: learning rate times weight decay, and times scale with decay_lr="adjusted".
         cautious: decay only where Δ·W ≥ 0 (Chen et al. 2025, arXiv:2510.12402).
         factors: what each update is multiplied with; they broadcast to it.
-        keep: which elements to update, booleans that broadcast to each weight; where one is False,
-            the weight stays as it is.
         together: a tensor that contains all updates, if there is one: it is multiplied by ``rate``
             at once.
         rounded_by: residuals or noise by which weights in bf16 are rounded from fp32; None rounds
@@ -217,7 +198,6 @@ def update_weights(
             decay=decay,
             cautious=cautious,
             factors=factors,
-            keep=keep,
             rounded_by=rounded_by,
         )
         return
@@ -239,9 +219,6 @@ def update_weights(
             delta.add_(weight.to(delta.dtype) * decay)
     elif decay != 0.0:
         torch._foreach_add_(deltas, decayed, alpha=decay)
-    if keep is not None:
-        for delta, kept in zip(deltas, keep):
-            delta.masked_fill_(~kept, 0.0)
     torch._foreach_sub_(widened, deltas)
     if rounded_by is not None:
         round_into(widened, weights, rounded_by)
@@ -250,7 +227,6 @@ def update_weights(
 def clip_weights(
     weights: Sequence[Tensor],
     scales: Sequence[Optional[Tensor]],
-    keep: Optional[Sequence[Tensor]] = None,
     rounded_by: Optional[Sequence[Optional[RoundedBy]]] = None,
 ) -> None:
     """W ← scale·W.
@@ -258,15 +234,12 @@ def clip_weights(
     Args:
         weights: local tensors.
         scales: a factor for each weight, which broadcasts to it; None leaves the weight as it is.
-        keep: which elements to scale, booleans that broadcast to each weight.
         rounded_by: as `update_weights` has used it, so that noise is drawn anew; None for each
             weight that is rounded to the nearest.
     """
     for index, scale in enumerate(scales):
         if scale is None:
             continue
-        if keep is not None:
-            scale = torch.where(keep[index], scale, 1.0)
         rounding = None if rounded_by is None else rounded_by[index]
         if rounding is None:
             weights[index].mul_(scale)

@@ -168,8 +168,6 @@ class Muon(torch.optim.Optimizer):
         missing_grad: ``"raise"`` raises where only some ranks have a gradient, and skips a matrix
             that has none on any; ``"zero"`` counts absent gradients as zeros. Either way, replicas
             whose gradients are averaged already must all have one, or none.
-        nonfinite: ``"skip"`` does not update a matrix whose gradient has Inf or NaN, or whose fp16
-            momentum would overflow; ``"propagate"`` updates it all the same.
         split: read one tensor as several matrices: a list of the rows of each matrix, one number of
             rows for all, the notation of axes, as in ``"(group (q=512 + k=128 + v=128)) dim"``
             (docs/options.md), or a mapping from name patterns to any of these.
@@ -276,7 +274,6 @@ class Muon(torch.optim.Optimizer):
         weight_rounding: str = "nearest",
         rounding_seed: int = 0,
         missing_grad: str = "raise",
-        nonfinite: str = "propagate",
         split: Any = None,
         flatten: bool = False,
         maximize: bool = False,

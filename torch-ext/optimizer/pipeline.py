@@ -14,8 +14,8 @@ and the code leaves it out by `Step.present`.
 
 An event asks the step for tensors. Those that `Step.momentum` and `Step.weights` return may lie in
 host memory; `Step.prefetcher` then brings them to the device window by window. `Step.grads` returns
-this rank's gradients, or means over replicas (ZeRO-2); `Step.keep` says which elements to update. A
-`Transport` carries one chunk between ranks.
+this rank's gradients, or means over replicas (ZeRO-2). A `Transport` carries one chunk between
+ranks.
 
 Traces of torch.profiler name four kinds of events, ``Muon.momentum``, ``Muon.orthogonalize``,
 ``Muon.weights`` and ``Muon.adamw``, and the exchange of notes before a step, ``Muon.agree``. The
@@ -26,7 +26,7 @@ one record, which threads that run several optimizers would share.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import compress
 from typing import Any, Optional
@@ -38,7 +38,7 @@ from torch.profiler import record_function
 from . import core
 from .async_utils import Do, Event
 from .cpu_offload.rows import MomentumRows, WeightRows
-from .distributed import regions, wire
+from .distributed import wire
 from .distributed.chunks import Batch, Bundle, Span
 from .distributed.collectives import add_over_ranks, gather_over_ranks
 from .distributed.plan import Lane, Unit
@@ -46,7 +46,7 @@ from .distributed.transport import Transport
 from .newton_schulz import Team
 from .newton_schulz.iteration import Eps, orthogonalize
 from .parameters.options import Group
-from .step.step import MOMENTUM, NONFINITE, SECOND_MOMENT, WEIGHTS, SpanParts, Step
+from .step.step import MOMENTUM, SECOND_MOMENT, WEIGHTS, Step
 
 
 def run(step: Step) -> None:
@@ -146,7 +146,7 @@ def _update_span_momentum(span: Span, buffer: Tensor, lane: Lane, step: Step) ->
         result = step.scratch.empty("opmath", (stop - start,), lane.opmath, lane.device)
     parts = step.momentum(span)
     grads, outputs = step.grads(parts), step.views(result, span)
-    rows = MomentumRows(parts.tensors, grads, outputs, step.keep(parts))
+    rows = MomentumRows(parts.tensors, grads, outputs)
     if not rows.momenta:
         return
     largest: Optional[Tensor] = None
@@ -191,7 +191,7 @@ def _update_span_momentum_by_lists(
         return
     step.has_written = True
     # No outputs are wanted, so kernels write none; momentum stands in their place.
-    rows = MomentumRows(parts.tensors, grads, parts.tensors, step.keep(parts))
+    rows = MomentumRows(parts.tensors, grads, parts.tensors)
     options = step.group(parts.units[0])
     if is_staged:
         largest = torch.zeros(len(grads), dtype=lane.opmath, device=lane.device)
@@ -215,7 +215,6 @@ def _update_span_momentum_by_lists(
         momentum=options.momentum,
         weight=core.gradient_weight(options.momentum, options.momentum_style, options.maximize),
         nesterov=options.nesterov,
-        keep=rows.keep,
     )
 
 
@@ -229,7 +228,6 @@ def _apply_momentum(rows: MomentumRows, options: Group, wanted: bool) -> None:
         nesterov=options.nesterov,
         style=options.momentum_style,
         maximize=options.maximize,
-        keep=rows.keep,
         wanted=wanted,
         largest=rows.largest,
     )
@@ -336,8 +334,7 @@ def _update_span_weights(span: Span, updates: Tensor, lane: Lane, step: Step) ->
     if options.beta2 is not None:
         factors = [f for bundle in span for f in _second_moment_factors(bundle, updates, step)]
     views = step.views(U, span)
-    rounded_by, keep, clip_scales = step.rounded_by(parts), step.keep(parts), step.clip(parts)
-    rows = WeightRows(rounded_by, parts.tensors, views, factors, keep, clip_scales)
+    rows = WeightRows(step.rounded_by(parts), parts.tensors, views, factors, step.clip(parts))
     if not rows.weights:
         return
     decay_scale = update_scale if options.decay_lr == "adjusted" else 1.0
@@ -350,16 +347,13 @@ def _update_span_weights(span: Span, updates: Tensor, lane: Lane, step: Step) ->
             decay=options.lr * options.weight_decay * decay_scale,
             cautious=options.cautious,
             factors=window_rows.factors,
-            keep=window_rows.keep,
             together=U if window_rows.updates is views else None,  # a window has pieces of U
             rounded_by=window_rows.rounded_by,
         )
 
     def clip(window_rows: WeightRows) -> None:
         if window_rows.clip is not None:
-            core.clip_weights(
-                window_rows.weights, window_rows.clip, window_rows.keep, window_rows.rounded_by
-            )
+            core.clip_weights(window_rows.weights, window_rows.clip, window_rows.rounded_by)
 
     for fetched in step.prefetcher.windows((WEIGHTS, id(span))):
         window_rows = rows.in_window(fetched)
@@ -391,12 +385,9 @@ def _second_moment_factors(bundle: Bundle, updates: Tensor, step: Step) -> list[
             v = torch.stack(list(compress(v.unbind(), present)))
         dtype = step.plan.entries[units[0].entry].recipe.dtype
         v = v.to(torch.promote_types(dtype, torch.float32))  # the owner computed it in this dtype
-        keep = None
-        if step.may_skip(units[0]):
-            keep = torch.cat([step.finite.of(unit) for unit in units])
         flat, beta2 = V.view(-1, V.shape[-1]), step.group(units[0]).beta2
         assert beta2 is not None
-        factor = core.second_moment_factor(flat, v.view(flat.shape), beta2, keep).view(V.shape)
+        factor = core.second_moment_factor(flat, v.view(flat.shape), beta2).view(V.shape)
         torch._foreach_copy_(views, list(V))
     return _factors_of_parts(factor, bundle, step.has_moment_of_rows(units[0]))
 
@@ -419,42 +410,6 @@ def _factors_of_parts(factor: Tensor, bundle: Bundle, by_row: bool) -> list[Tens
 # -- other events of a step --------------------------------------------------------------------
 
 
-def flag_nonfinite(event: Event, step: Step) -> None:
-    """For nonfinite="skip", finds the matrices of a lane whose gradients are finite.
-
-    If the momentum is in fp16, the next momentum is looked at in place of the gradient.
-    """
-    lane = step.plan.all_lanes[event.lane]
-    units = [unit for unit, _ in lane.owners if step.may_skip(unit)]
-    parts = _numbers_to_flag(lane, step)
-    step.finite.flag(lane, units, parts, step.prepared.process_groups[event.lane])
-
-
-def _numbers_to_flag(lane: Lane, step: Step) -> Iterator[tuple[Unit, regions.Region, Tensor]]:
-    """Yields this rank's parts of units that may be skipped: unit, box, and what must be finite."""
-    for span in (span for chunk in lane.chunks for span in chunk.momentum):
-        parts = step.momentum(span)
-        if not parts.units or not step.may_skip(parts.units[0]):
-            continue
-        numbers = step.grads(parts)
-        if step.may_overflow(parts.units[0]):
-            numbers = _next_momentum(span, parts, numbers, lane, step)
-        yield from zip(parts.units, parts.boxes, numbers)
-
-
-def _next_momentum(
-    span: Span, parts: SpanParts, grads: list[Tensor], lane: Lane, step: Step
-) -> list[Tensor]:
-    """Returns parts of the momentum as this step would make them; changes nothing."""
-    unread = [torch.empty(part.shape, dtype=lane.opmath, device=lane.device) for part in grads]
-    rows = MomentumRows(parts.tensors, grads, unread)
-    with step.prefetcher.window((NONFINITE, id(span)), 0) as fetched:
-        rows = rows.in_window(fetched)
-        rows.momenta = [momentum.clone() for momentum in rows.momenta]
-        _apply_momentum(rows, step.group(parts.units[0]), wanted=False)
-    return rows.momenta
-
-
 def update_adamw(event: Event, step: Step) -> None:
     """Updates one part of AdamW's parameters (`AdamWPart`)."""
     step.has_written = True
@@ -463,7 +418,6 @@ def update_adamw(event: Event, step: Step) -> None:
 
 DOES: dict[Do, Callable[[Event, Step], None]] = {
     Do.AVERAGE: lambda event, step: step.gradients.means.launch(),
-    Do.FLAG: flag_nonfinite,
     Do.GATHER: update_momentum_and_gather,
     Do.ORTHOGONALIZE: orthogonalize_and_scatter,
     Do.UPDATE: update_weights,

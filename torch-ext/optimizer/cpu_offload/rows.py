@@ -54,25 +54,23 @@ class Rows:
 
 @dataclass
 class MomentumRows(Rows):
-    """Momentum B, gradients G, what is to be orthogonalized, and where to update at all."""
+    """Momentum B, gradients G, and what is to be orthogonalized."""
 
     momenta: list[Tensor]
     grads: list[Tensor]
     outputs: list[Tensor]
-    keep: Optional[list[Tensor]] = None
     largest: Optional[list[Tensor]] = None  # magnitudes of the outputs, to be written
 
 
 @dataclass
 class WeightRows(Rows):
-    """Weights W, what they are rounded by, updates U, factors on them, where to update, and what W
-    is scaled with after the update."""
+    """Weights W, what they are rounded by, updates U, factors on them, and what W is scaled with
+    after the update."""
 
     rounded_by: Optional[list[RoundedBy]]
     weights: list[Tensor]
     updates: list[Tensor]
     factors: Optional[list[Tensor]] = None
-    keep: Optional[list[Tensor]] = None
     clip: Optional[list[Optional[Tensor]]] = None
 
 

@@ -210,7 +210,7 @@ def order_of(plan: Plan, schedule: Sequence[Event]) -> list[dict[str, Any]]:
             lane = plan.all_lanes[event.lane]
             of_ranks = f"of {_ranks(lane.peers)}" if len(lane.peers) > 1 else "without traffic"
             chunk = lane.chunks[event.number]
-            row["what"] = of_ranks if event.do is Do.FLAG else f"chunk {event.number} {of_ranks}"
+            row["what"] = f"chunk {event.number} {of_ranks}"
             if event.do is Do.GATHER:
                 row["sent_bytes"] = sum(chunk.gather.sent) * lane.wire.itemsize
             elif event.do is Do.ORTHOGONALIZE:

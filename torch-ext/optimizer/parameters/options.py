@@ -182,7 +182,6 @@ class Group:
     weight_rounding: str = _is(_one_of(*ROUNDINGS))
     rounding_seed: int = _is(Option(is_int, "an int"))
     missing_grad: str = _is(_one_of("raise", "zero"))
-    nonfinite: str = _is(_one_of("propagate", "skip"))
     expert_keys: Optional[Sequence[str]] = _is(
         _optional(
             lambda value: (

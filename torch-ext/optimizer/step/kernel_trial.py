@@ -58,7 +58,6 @@ def _try_elementwise(lane: Lane, group: Group, dtype: torch.dtype) -> None:
     B = W.to(momentum_dtype(group, dtype) or dtype)
     sent = torch.zeros(32, 32, dtype=lane.wire, device=lane.device)
     largest = torch.zeros(1, dtype=lane.opmath, device=lane.device)
-    keep = [W == 0] if group.nonfinite == "skip" else None
     core.update_momentum(
         [B],
         [G],
@@ -67,7 +66,6 @@ def _try_elementwise(lane: Lane, group: Group, dtype: torch.dtype) -> None:
         nesterov=group.nesterov,
         style=group.momentum_style,
         maximize=group.maximize,
-        keep=keep,
         wanted=not lane.scaled,
         largest=[largest[0]] if lane.scaled else None,
     )
@@ -84,7 +82,6 @@ def _try_elementwise(lane: Lane, group: Group, dtype: torch.dtype) -> None:
             momentum=group.momentum,
             weight=core.gradient_weight(group.momentum, group.momentum_style, group.maximize),
             nesterov=group.nesterov,
-            keep=keep,
         )
     parts = sent[None, None]  # of one matrix, of one peer
     wire.copy_parts([parts], [torch.zeros_like(parts)], [exponent[None] for exponent in exponents])
@@ -95,7 +92,6 @@ def _try_elementwise(lane: Lane, group: Group, dtype: torch.dtype) -> None:
         decay=group.lr * group.weight_decay,
         cautious=group.cautious,
         factors=None if group.beta2 is None else [torch.ones_like(B[:, :1], dtype=lane.opmath)],
-        keep=keep,
         rounded_by=_rounded_by(W, group),
     )
 

@@ -27,7 +27,6 @@ from ..scratch import Scratch
 from ..state.rounding import Rounding
 from ..weight_rounding import RoundedBy, as_int16
 from .gradients import Gradients
-from .nonfinite import FiniteMask
 
 if TYPE_CHECKING:
     from ..extras.audit import Audit
@@ -36,8 +35,7 @@ if TYPE_CHECKING:
 OptimizerState = Mapping[Tensor, MutableMapping[str, Tensor]]  # by parameter
 
 # What the prefetcher's windows are for: the first item of their keys.
-NONFINITE, MOMENTUM = "nonfinite", "momentum"
-SECOND_MOMENT, WEIGHTS = "second moment", "weights"
+MOMENTUM, SECOND_MOMENT, WEIGHTS = "momentum", "second moment", "weights"
 
 
 class SpanParts(NamedTuple):
@@ -45,13 +43,11 @@ class SpanParts(NamedTuple):
 
     Args:
         units: one for each part.
-        boxes: of the parts, in coordinates of their unit's box.
         local_parts: where they lie in the local tensor.
         tensors: the parts themselves, of momentum or of weights.
     """
 
     units: list[Unit]
-    boxes: list[regions.Region]
     local_parts: list[LocalPart]
     tensors: list[Tensor]
 
@@ -144,7 +140,6 @@ class Prepared:
             local_parts = [part for bundle in filled for part in bundle.local_parts]
             parts = self._parts[id(span)] = SpanParts(
                 units,
-                [box for bundle in filled for _ in bundle.units for box in bundle.boxes],
                 local_parts,
                 [part.of(tensors[u.entry]) for u, part in zip(units, local_parts)],
             )
@@ -196,7 +191,6 @@ class Step:
         prefetcher: brings state from host memory, window by window; idle if there is none.
         gradients: as they are, or averaged over replicas.
         transports: of the chunks in flight, by `Event.chunk`.
-        finite: of the matrices that may be skipped, which ones are finite and so are updated.
         has_written: whether parameters or state may have changed.
         has_exchanged: whether the last updates from other ranks have come.
     """
@@ -226,7 +220,6 @@ class Step:
         self._rounding = rounding
         self.audit = audit
         self.scratch = Scratch()
-        self.finite = FiniteMask(plan)
         self.transports: dict[tuple[int, int], Transport] = {}
         self.has_written = self.has_exchanged = False
         self._params = [groups[entry.group].params[entry.index] for entry in plan.entries]
@@ -282,14 +275,10 @@ class Step:
                 self.gradients.buckets_needed(),
                 self.adamw.buckets_needed(),
             )
-        lanes = enumerate(self.plan.all_lanes)
         inputs = ScheduleInputs(
             adamw_parts=self.adamw.parts,
             prefetch_bytes=None if self.prefetcher.is_idle else self._momentum_bytes(),
             averaging=averaging,
-            flagged_lanes=[
-                n for n, lane in lanes if any(self.may_skip(unit) for unit, _ in lane.owners)
-            ],
         )
         prepared.order(inputs)
         if not self.prefetcher.is_enqueued:
@@ -372,12 +361,6 @@ class Step:
             if number not in self._absent:
                 self.gradients.release(number)
 
-    def keep(self, parts: SpanParts) -> Optional[list[Tensor]]:
-        """Which elements of each part to update; None for all elements."""
-        if not parts.units or not self.may_skip(parts.units[0]):
-            return None
-        return [self.finite.keep(unit, box) for unit, box in zip(parts.units, parts.boxes)]
-
     def clip(self, parts: SpanParts) -> Optional[list[Optional[Tensor]]]:
         """Factors of QK-Clip on each part, None for parts that it leaves; None without QK-Clip."""
         if self.clipping is None:
@@ -418,15 +401,6 @@ class Step:
         V = V.unflatten(-1, (*block.shape[counting], -1))
         return V[(..., *regions.slices(unit.box[counting]), slice(None))]
 
-    def may_skip(self, unit: Unit) -> bool:
-        """Whether matrices with Inf or NaN are left as they are."""
-        return self.group(unit).nonfinite == "skip"
-
-    def may_overflow(self, unit: Unit) -> bool:
-        """Whether finite gradients may sum up to Inf in the momentum: in fp16, as other dtypes of
-        momentum reach 1e38."""
-        return self.prepared.momenta[unit.entry].dtype == torch.float16
-
     # -- what has to be prefetched -------------------------------------------------------------
 
     def _momentum_bytes(self) -> dict[tuple[int, int], int]:
@@ -457,27 +431,17 @@ class Step:
                         moments = [self._second_moment_fetches(unit) for unit in units]
                         self._prefetch((SECOND_MOMENT, id(bundle)), moments, single=True)
                 self._prefetch((WEIGHTS, id(span)), self._weight_fetches(self.weights(span)))
-        elif event.do is Do.FLAG:
-            lane = self.plan.all_lanes[event.lane]
-            for span in (span for chunk in lane.chunks for span in chunk.momentum):
-                parts = self.momentum(span)
-                first = parts.units[0] if parts.units else None
-                if first is not None and self.may_skip(first) and self.may_overflow(first):
-                    unchanged = self._momentum_fetches(parts, written=False)
-                    self._prefetch((NONFINITE, id(span)), unchanged, single=True)
 
     def _prefetch(self, key: tuple, rows: Sequence[Sequence[Fetch]], single: bool = False) -> None:
         self.prefetcher.add_windows(key, rows, single)
         self.prefetcher.enqueue(key)
 
-    def _momentum_fetches(self, parts: SpanParts, written: bool = True) -> list[list[Fetch]]:
+    def _momentum_fetches(self, parts: SpanParts) -> list[list[Fetch]]:
         """Fetches of each part of the momentum and its gradient that are in host memory."""
         rows = []
         for unit, local_part, tensor in zip(parts.units, parts.local_parts, parts.tensors):
             buffer = self.prepared.state[unit.entry]["momentum_buffer"]
-            fetches = [
-                fetch._replace(written=written) for fetch in self._offload.fetches(buffer, tensor)
-            ]
+            fetches = self._offload.fetches(buffer, tensor)
             if unit.entry in self._on_host:
                 grad = local_part.of(self.gradients.of(unit.entry))
                 fetches.append(Fetch(grad, self.plan.entries[unit.entry].device, False))

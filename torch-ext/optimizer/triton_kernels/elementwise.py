@@ -42,7 +42,6 @@ def update_momentum(
     momentum: float,
     weight: float,
     nesterov: bool,
-    keep: Optional[Sequence[Tensor]] = None,
     wanted: bool = True,
     largest: Optional[Sequence[Tensor]] = None,
 ) -> None:
@@ -52,7 +51,7 @@ def update_momentum(
     have any strides and floating dtypes; ``largest`` is of outputs before they are rounded, in the
     dtype of the arithmetic. For the other arguments see `core.update_momentum`.
     """
-    for launch in launches((buffers, grads, outputs), (_bytes(keep),), (largest, None)):
+    for launch in launches((buffers, grads, outputs), (), (largest, None)):
         _launch_momentum(launch, buffers[0].device, momentum, weight, nesterov, wanted=wanted)
 
 
@@ -64,7 +63,6 @@ def scale_momentum(
     momentum: float,
     weight: float,
     nesterov: bool,
-    keep: Optional[Sequence[Tensor]] = None,
     largest: Sequence[Tensor],
     exponents: Sequence[Tensor],
     highest: int,
@@ -75,13 +73,12 @@ def scale_momentum(
     Reading B and G again takes less time than writing outputs in fp32 and reading them.
 
     Args:
-        buffers, grads, momentum, weight, nesterov, keep: as `update_momentum` had and left them.
+        buffers, grads, momentum, weight, nesterov: as `update_momentum` had and left them.
         largest: what it measured.
         exponents: e of each output, as `exponents_to_fit` has them; one element each, written.
     """
-    columns = (buffers, grads, outputs), (_bytes(keep),), (largest, exponents)
-    for launch in launches(*columns):
-        device = buffers[0].device
+    device = buffers[0].device
+    for launch in launches((buffers, grads, outputs), (), (largest, exponents)):
         _launch_momentum(launch, device, momentum, weight, nesterov, True, highest, least)
 
 
@@ -95,7 +92,7 @@ def _launch_momentum(
     highest: int = 0,
     least: int = 0,
 ) -> None:
-    B, G, out, kept, largest, exponents = launch.dtypes
+    B, G, out, largest, exponents = launch.dtypes
     dtype = _opmath(B, G, out)
     numbers, on_device = _numbers((momentum, weight), dtype, device)
     _launch(
@@ -110,7 +107,6 @@ def _launch_momentum(
         OUT_DTYPE=_TL[out],
         ON_DEVICE=on_device,
         NESTEROV=nesterov,
-        KEEP=kept is not None,
         WANTED=wanted,
         LARGEST_DTYPE=None if largest is None else _TL[largest],
         EXPONENTS=None if exponents is None else _TL[exponents],
@@ -125,7 +121,6 @@ def update_weights(
     decay: Number,
     cautious: bool,
     factors: Optional[Sequence[Tensor]] = None,
-    keep: Optional[Sequence[Tensor]] = None,
     rounded_by: Optional[Sequence[RoundedBy]] = None,
 ) -> None:
     """W ← W − (Δ + decay·W), Δ = rate·factor·U; in fp32, or fp64 where a tensor has it.
@@ -138,8 +133,8 @@ def update_weights(
     noise: Any = rounded_by
     if rounded_by is not None and isinstance(rounded_by[0], Tensor):
         residuals, noise = rounded_by, None
-    for launch in launches((weights, updates, residuals), (factors, _bytes(keep), noise)):
-        W, U, residual, factor, kept, random = launch.dtypes
+    for launch in launches((weights, updates, residuals), (factors, noise)):
+        W, U, residual, factor, random = launch.dtypes
         dtype = _opmath(W, U)
         numbers, on_device = _numbers((rate, decay), dtype, device)
         _launch(
@@ -154,7 +149,6 @@ def update_weights(
             ON_DEVICE=on_device,
             DECAYS=isinstance(decay, Tensor) or bool(decay != 0.0),
             CAUTIOUS=cautious,
-            KEEP=kept is not None,
             RESIDUAL=residual is not None,
             NOISE=random is not None,
         )
@@ -319,12 +313,12 @@ def _launch(
 
 
 # -- kernels ---------------------------------------------------------------------------------------
-# Arguments that begin with a capital letter, and ``out``, ``keep``, ``factor``, ``residual``,
-# ``noise``, ``largest`` and ``exponents`` with ``firsts``, are tuples of addresses, see
-# `tiles.Launch`; strides are tuples of three. A program has a tile of one item. Offsets have 64
-# bits: there are tensors of more than 2^31 elements.
+# Arguments that begin with a capital letter, and ``out``, ``factor``, ``residual``, ``noise``,
+# ``largest`` and ``exponents`` with ``firsts``, are tuples of addresses, see `tiles.Launch`;
+# strides are tuples of three. A program has a tile of one item. Offsets have 64 bits: there are
+# tensors of more than 2^31 elements.
 
-_ITEMS = ["B", "G", "W", "U", "X", "Z", "out", "keep", "factor", "largest", "exponents"]
+_ITEMS = ["B", "G", "W", "U", "X", "Z", "out", "factor", "largest", "exponents"]
 _ITEMS += ["residual", "noise", "firsts", "lengths"]
 
 
@@ -333,7 +327,6 @@ def _momentum_kernel(
     B,
     G,
     out,
-    keep,
     largest,
     exponents,  # None where the momentum is to be updated
     momentum,
@@ -346,7 +339,6 @@ def _momentum_kernel(
     B_strides,
     G_strides,
     out_strides,
-    keep_strides,
     DTYPE: tl.constexpr,
     B_DTYPE: tl.constexpr,
     G_DTYPE: tl.constexpr,
@@ -354,7 +346,6 @@ def _momentum_kernel(
     EXPONENTS: tl.constexpr,
     ON_DEVICE: tl.constexpr,
     NESTEROV: tl.constexpr,
-    KEEP: tl.constexpr,
     WANTED: tl.constexpr,
     LARGEST_DTYPE: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -365,23 +356,16 @@ def _momentum_kernel(
     weight_ = _number(weight, DTYPE, ON_DEVICE)
     index, row, col, inside = _place(firsts, lengths, shape, ALIGNED, ROWS, COLS)
     B_at = _pointer(B, firsts, B_DTYPE, ALIGNED) + _offsets(index, row, col, B_strides)
-    before = tl.load(B_at, inside, 0.0)
+    after = tl.load(B_at, inside, 0.0)
     G_at = _pointer(G, firsts, G_DTYPE, ALIGNED) + _offsets(index, row, col, G_strides)
     grad = tl.load(G_at, inside, 0.0).to(DTYPE) * weight_
     if EXPONENTS is None:
-        after = _cast(before.to(DTYPE) * momentum_ + grad, B_DTYPE)
-    else:
-        after = before
+        after = _cast(after.to(DTYPE) * momentum_ + grad, B_DTYPE)
+        tl.store(B_at, after, inside)
     result = after.to(DTYPE)
     if NESTEROV:
         result = grad + result * momentum_
-    if KEEP:
-        keep_at = _pointer(keep, firsts, tl.uint8, False) + _offsets(index, row, col, keep_strides)
-        kept = tl.load(keep_at, inside, 0) != 0
-        after = tl.where(kept, after, before)
-        result = tl.where(kept, result, 0.0)
     if EXPONENTS is None:
-        tl.store(B_at, after, inside)
         if LARGEST_DTYPE is not None:
             bits = tl.max(_bits(tl.where(inside, result, 0.0).to(LARGEST_DTYPE)))
             tl.atomic_max(_pointer(largest, firsts, bits.dtype, False), bits, sem="relaxed")
@@ -611,7 +595,6 @@ def _weights_kernel(
     U,
     residual,
     factor,
-    keep,
     noise,
     rate,
     decay,
@@ -622,7 +605,6 @@ def _weights_kernel(
     U_strides,
     residual_strides,
     factor_strides,
-    keep_strides,
     noise_strides,
     DTYPE: tl.constexpr,
     W_DTYPE: tl.constexpr,
@@ -631,7 +613,6 @@ def _weights_kernel(
     ON_DEVICE: tl.constexpr,
     DECAYS: tl.constexpr,
     CAUTIOUS: tl.constexpr,
-    KEEP: tl.constexpr,
     RESIDUAL: tl.constexpr,
     NOISE: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -642,14 +623,14 @@ def _weights_kernel(
     decay_ = _number(decay, DTYPE, ON_DEVICE)
     index, row, col, inside = _place(firsts, lengths, shape, ALIGNED, ROWS, COLS)
     W_at = _pointer(W, firsts, W_DTYPE, ALIGNED) + _offsets(index, row, col, W_strides)
-    before = tl.load(W_at, inside, 0.0)
-    weight = before.to(DTYPE)
+    weight = tl.load(W_at, inside, 0.0)
     if RESIDUAL:
         rest_at = _pointer(residual, firsts, tl.int16, ALIGNED)
         rest_at += _offsets(index, row, col, residual_strides)
         rest = tl.load(rest_at, inside, 0)
-        bits = before.to(tl.float32).to(tl.int32, bitcast=True) + rest
-        weight = bits.to(tl.float32, bitcast=True).to(DTYPE)
+        bits = weight.to(tl.float32).to(tl.int32, bitcast=True) + rest
+        weight = bits.to(tl.float32, bitcast=True)
+    weight = weight.to(DTYPE)
     U_at = _pointer(U, firsts, U_DTYPE, ALIGNED) + _offsets(index, row, col, U_strides)
     delta = tl.load(U_at, inside, 0.0).to(DTYPE)
     if FACTOR_DTYPE is not None:
@@ -674,16 +655,9 @@ def _weights_kernel(
         after = rounded.to(tl.float32, bitcast=True).to(W_DTYPE)
     else:
         after = _cast(weight, W_DTYPE)
-    if KEEP:
-        keep_at = _pointer(keep, firsts, tl.uint8, False) + _offsets(index, row, col, keep_strides)
-        kept = tl.load(keep_at, inside, 0) != 0
-        after = tl.where(kept, after, before)
     tl.store(W_at, after, inside)
     if RESIDUAL:
-        left = (bits - rounded).to(tl.int16)
-        if KEEP:
-            left = tl.where(kept, left, rest)
-        tl.store(rest_at, left, inside)
+        tl.store(rest_at, (bits - rounded).to(tl.int16), inside)
 
 
 @triton.jit
@@ -790,7 +764,3 @@ def _numbers(
             for value in values
         ]
     return values, on_device
-
-
-def _bytes(flags: Optional[Sequence[Tensor]]) -> Optional[list[Tensor]]:
-    return None if flags is None else [flag.view(torch.uint8) for flag in flags]
