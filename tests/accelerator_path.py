@@ -45,8 +45,7 @@ ALLOCATIONS = ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_s
 
 # Numbers of matrices, one for each, are not accessed in vectors: arguments of kernels by name, and
 # small tensors of torch's operations.
-NUMBERS = ("largest", "exponents", "all_exponents", "inverse", "numbers", "factor", "keep")
-NUMBERS += ("alpha", "beta")
+NUMBERS = ("largest", "exponents", "all_exponents", "inverse", "numbers", "factor", "alpha", "beta")
 NUMBERS_BYTES = 1024
 
 

@@ -77,16 +77,15 @@ def elementwise_calls() -> None:
     elementwise = importlib.import_module(f"{optimizer.__name__}.triton_kernels.elementwise")
     W = torch.zeros(256, 512)
     B, G, out = W.clone(), W.to(torch.bfloat16), W.to(torch.bfloat16)
-    kept = torch.ones(256, 1, dtype=torch.bool)
     number, factor = torch.zeros(1), torch.ones(256, 1)
     plain = {"momentum": 0.9, "weight": 1.0, "nesterov": True}
     measured = {"largest": [number[0]]}
     sent, of_parts = out.half(), number.half()
     elementwise.update_momentum([B], [G], [out], **plain)
-    elementwise.update_momentum([G], [G], [out], keep=[kept], wanted=False, **plain)
+    elementwise.update_momentum([G], [G], [out], wanted=False, **plain)
     elementwise.update_momentum([B[:, 1:]], [G[:, 1:]], [out[:, 1:]], **measured, **plain)
     rates = {"rate": 0.1, "decay": 0.01}
-    on_device = {"rate": number, "decay": number, "factors": [factor], "keep": [kept]}
+    on_device = {"rate": number, "decay": number, "factors": [factor]}
     elementwise.update_weights([W], [G], cautious=False, **rates)
     elementwise.update_weights([G], [out], cautious=True, **on_device)
     elementwise.update_weights([W.t()], [G.view(512, 256)], cautious=False, **rates)

@@ -372,7 +372,6 @@ MUON_DEFAULTS = {
     "split": None,
     "flatten": False,
     "expert": False,
-    "nonfinite": "propagate",
     "missing_grad": "raise",
 }
 ADAMW_DEFAULTS = dict(
@@ -432,8 +431,7 @@ class ReferenceMuon:
             stop = start + _moments(W, o)
             V = None if o["beta2"] is None else self.second_moment[i][start:stop]
             start = stop
-            if o["nonfinite"] == "propagate" or G.isfinite().all():
-                self._step_matrix(W, G, B, V, o)
+            self._step_matrix(W, G, B, V, o)
 
     @staticmethod
     def _step_matrix(W, G, B, V, o):

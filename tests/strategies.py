@@ -55,7 +55,6 @@ MUON_OPTIONS: dict[str, st.SearchStrategy[Any]] = {
     "decay_lr": st.sampled_from(["base", "adjusted"]),
     "momentum_dtype": st.sampled_from([None, torch.bfloat16, torch.float32]),
     "missing_grad": st.sampled_from(["raise", "zero"]),
-    "nonfinite": st.sampled_from(["propagate", "skip"]),
     "maximize": st.booleans(),
     "foreach": st.sampled_from([None, False, True]),
 }
@@ -224,8 +223,6 @@ def gradients_of(weight: Weight, group: Group) -> list[str]:
     is_muon = group.options.get("use_muon", True)
     if not is_muon or weight.dtype == torch.float16:
         found = [kind for kind in found if kind not in ("tiny", "large")]
-    if is_muon and group.options.get("nonfinite") == "skip":
-        found.append("nan")
     cut = weight.mesh is not None and all(
         dim is not None for dim, size in zip(weight.dims, weight.mesh) if size > 1
     )

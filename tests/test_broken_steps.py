@@ -67,11 +67,11 @@ ATTENTION = ("layers.0.attn.q_proj.weight", "layers.0.attn.k_proj.weight")
 CLIP = {"clip_config": {"head_dim": 4, "threshold": 1.0}}
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "everything": {"beta2": 0.9, "nonfinite": "skip", "cautious": True, "chunk_size": 1, **CLIP},
+    "everything": {"beta2": 0.9, "cautious": True, "chunk_size": 1, **CLIP},
     "missing gradients": {"missing_grad": "zero", **CLIP},
     "AdamW alone": {},
     "gradients still scaled": {},
-    "streamed": {"beta2": 0.9, "nonfinite": "skip", **CLIP},
+    "streamed": {"beta2": 0.9, **CLIP},
     "bulk": {"beta2": 0.9},
 }
 
@@ -247,7 +247,7 @@ def test_a_step_may_break_off_at_any_operation_and_any_line(kind, fault, steps):
 
 def sweep_on_one_rank(kind: str) -> Counter[str]:
     """A process group of one rank: gradients are averaged by nobody else, and let go of."""
-    options = {"process_group": dist.group.WORLD, "grad_reduce": "mean", "nonfinite": "skip"}
+    options = {"process_group": dist.group.WORLD, "grad_reduce": "mean"}
     KINDS[kind] = options
     return sweep(kind, 1, "out of memory", itertools.count(1, 9))
 
@@ -692,7 +692,7 @@ class World:
                 experts = nn.Parameter(part(torch.randn(4, 8, 12), pairs, [Shard(0), Shard(1)]))
                 groups.append({"params": [experts], "names": ["experts.w"], "use_muon": True})
                 options["expert_keys"] = ["experts"]
-            options.update(CLIP, nonfinite="skip")
+            options.update(CLIP)
         self.optim = Muon(groups, **options)
         self.params = params_of(self.optim)
         if layout == "offloaded":
@@ -732,7 +732,6 @@ PHASES = {
     "between notes and step": Phase("in Muon.agree: aten.any"),  # of what has come
     "state at the first step": Phase("behind Muon.agree: aten.zero_", 3, steps=0),
     "maximum of logits": Phase("behind Muon.agree: c10d.allreduce_"),
-    "flags of nonfinite": Phase("behind Muon.agree: aten.abs", 2),  # of torch.isfinite
     "mean of gradients": Phase("c10d._reduce_scatter_base_", 2, "ZeRO-2"),
     "momentum": Phase("in Muon.momentum: aten._foreach_mul_", 2),
     "momentum, in a chain": Phase("in Muon.momentum: aten._foreach_mul_", 1, "chain"),

@@ -25,7 +25,7 @@ OPTIONS = {
     "nanochat's": dict(
         momentum_style="ema", beta2=0.95, cautious=True, decay_lr="adjusted", adjust_lr="original"
     ),
-    "bf16 momentum": dict(momentum_dtype=torch.bfloat16, nonfinite="skip"),
+    "bf16 momentum": dict(momentum_dtype=torch.bfloat16),
     "gram": dict(ns_algorithm="gram", nesterov=False),
 }
 

@@ -109,16 +109,6 @@ def test_momentum_follows_a_dtype_that_changes(how):
         assert pair.ours.state[pair.params[0][0]]["momentum_buffer"].dtype == dtype
 
 
-@pytest.mark.parametrize("how", WAYS)
-def test_what_is_read_ahead_to_skip_follows_the_option(how):
-    pair = Pair("momentum that overflows")
-    pair.turn_on(**WAYS[how])
-    for nonfinite in ("skip", "propagate", "skip"):
-        for optim in (pair.ours, pair.twin):
-            optim.param_groups[0]["nonfinite"] = nonfinite
-        pair.step_and_compare()
-
-
 def test_pieces_of_a_large_tensor_count_one_step_of_adamw():
     pair = Pair("AdamW only")
     pair.turn_on(slot_bytes=TINY)

@@ -239,9 +239,8 @@ def test_a_step_is_the_same_and_leaves_nothing_on_the_device(mode, device):
     assert device.memory.now == 4 * weights + 4 * len(OTHERS)
 
 
-@pytest.mark.parametrize("nonfinite", ["propagate", "skip"])
-def test_streaming_takes_its_slots_where_the_state_was(nonfinite, device):
-    training = Training(nonfinite=nonfinite) if nonfinite == "skip" else Training()
+def test_streaming_takes_its_slots_where_the_state_was(device):
+    training = Training()
     training.step()
     training.set_gradients()
     off = device.memory.peak_of(training.optimizer.step)
@@ -602,13 +601,13 @@ def test_state_that_replicas_divide_is_on_the_host(options):
 # -- parameters in host memory, as FSDP2's CPUOffloadPolicy has them -----------------------------
 
 
-def train_hosted(device: Device, modes: Sequence[str | None], **options: Any) -> None:
-    expected = Training(placed(CUDA), **options)
+def train_hosted(device: Device, modes: Sequence[str | None]) -> None:
+    expected = Training(placed(CUDA))
     for _ in range(3):
         expected.step()
     # AdamW's arithmetic on the host is that of the device, here.
     for mode in modes:
-        training = Training(placed(CPU), **options)
+        training = Training(placed(CPU))
         if mode is not None:
             training.turn_on(mode)
         resting = device.memory.now
@@ -669,15 +668,11 @@ def test_streaming_parameters_in_host_memory_takes_slots_beside_what_is_computed
     run_ranks(with_device, 2, stream_hosted)
 
 
-def test_parameters_in_host_memory_are_looked_through_for_what_is_not_finite():
-    run_ranks(with_device, 2, train_hosted, ["stream"], nonfinite="skip")
-
-
 VARIANTS: list[dict[str, Any]] = [
     dict(cautious=True, decay_lr="adjusted", comm_dtype=torch.float16),
     dict(momentum_dtype=torch.bfloat16, momentum_style="ema", nesterov=False, maximize=True),
     dict(use_distributed_muon=True, none_grad=False, foreach=True),
-    dict(missing_grad="zero", nonfinite="skip", chunk_size=1),
+    dict(missing_grad="zero", chunk_size=1),
     dict(missing_grad="zero", lr=torch.tensor(0.1), weight_decay=0.0),
     dict(
         clip_config={

@@ -111,7 +111,7 @@ def all_layouts(ranks: int) -> list[tuple]:
         {"clip_mode": "exact", "beta2": 0.9},
         {"hsdp": "spread", "chunk_size": 1},
         {"use_distributed_muon": True, "cautious": True},
-        {"momentum_dtype": torch.bfloat16, "nonfinite": "skip"},
+        {"momentum_dtype": torch.bfloat16},
     ]
     cases = []
     for kind, (config, weights, _) in KINDS.items():

@@ -39,7 +39,7 @@ class Attention(nn.Module):
 
 model = nn.ModuleDict({"embed": nn.Embedding(9, 8), "layers": nn.ModuleList([Attention()])})
 groups = optimizer.get_default_muon_param_groups(model)
-optim = optimizer.Muon(groups, clip_config={"head_dim": 4}, beta2=0.95, nonfinite="skip")
+optim = optimizer.Muon(groups, clip_config={"head_dim": 4}, beta2=0.95)
 optim.turn_on_cpu_offload()
 for param in model.parameters():
     param.grad = torch.randn_like(param)

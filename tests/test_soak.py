@@ -256,7 +256,6 @@ class Soak:
             "weight_decay": [0.0, 0.1],
             "decay_lr": ["base", "adjusted"],
             "adjust_lr": ["match_rms_adamw", "original"],
-            "nonfinite": ["propagate", "skip"],
             "missing_grad": ["raise", "zero"],
             "ns_steps": [3, 5],
             "ns_norm": ["frobenius", "schatten4"],

@@ -415,7 +415,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "decay_lr": "adjusted",
         "momentum_dtype": torch.float64,
         "missing_grad": "zero",
-        "nonfinite": "skip",
         "split": {"qkv": [6, 3, 3], "down": 2},
         "maximize": True,
         "foreach": False,

@@ -47,7 +47,6 @@ def step_in_teams(cases: Mapping[str, Case]) -> None:
                 reduced = "mean" if kind == "ZeRO-2" else None
                 settings.update(process_group=dist.group.WORLD, grad_reduce=reduced)
             twins = Twins.placed([Group(weights, of_group)], meshes, settings, {})
-            twins.ours.defaults["nonfinite"] = of_group.get("nonfinite", "propagate")
             if offload:
                 backend = optimizer.SimulatedHost(delay=2e-5, seed=dist.get_rank())
                 twins.ours.turn_on_cpu_offload(backend=backend)
@@ -128,7 +127,6 @@ SQUARE: dict[str, Case] = {
     ),
     "convolutions": ([wide((6, 10, 3, 3), (4,), (0,))], {"flatten": True}, TEAMS),
     "one matrix in a chunk": (LINE, {}, {**TEAMS, "chunk_size": 1, "warmup_step": 1}),
-    "matrices with NaN": (LINE, {"nonfinite": "skip"}, TEAMS),
     "other options": (
         LINE,
         {

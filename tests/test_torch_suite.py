@@ -107,7 +107,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "decay_lr": {"decay_lr": "adjusted"},
     "momentum_dtype": {"momentum_dtype": torch.bfloat16},
     "missing_grad": {"missing_grad": "zero"},
-    "nonfinite": {"nonfinite": "skip"},
     "weight_rounding": {"weight_rounding": "exact"},
     "rounding_seed": {"rounding_seed": 7},
     "expert_keys": {"expert_keys": ["experts"]},
@@ -136,7 +135,7 @@ def info(kind: type) -> Any:
         optim_inputs_func=inputs_func,
         optim_error_inputs_func=error_inputs_func,
         supported_impls=("foreach",),
-        not_og_supported_flags=("foreach", "maximize", "capturable", "nonfinite", "missing_grad"),
+        not_og_supported_flags=("foreach", "maximize", "capturable", "missing_grad"),
         has_capturable_arg=True,
         supports_complex=kind is AdamW,
     )

@@ -160,8 +160,6 @@ OPTIONS = {
         ns_norm_factor=1.01,
         ns_eps_absolute=1e-6,
     ),
-    "nonfinite skip, all finite": dict(nonfinite="skip"),
-    "nonfinite skip, second moment": dict(nonfinite="skip", beta2=0.9, cautious=True),
     "nanochat": NANOCHAT,
     "nanochat, maximize": dict(NANOCHAT, maximize=True, weight_decay=1.0),
     "cautious second moment": dict(cautious=True, beta2=0.9, weight_decay=1.0),
@@ -169,7 +167,6 @@ OPTIONS = {
     "second moment after schatten4": dict(beta2=0.9, ns_norm="schatten4"),
     "maximize, averaged momentum": dict(maximize=True, momentum_style="ema"),
     "maximize, cautious, no nesterov": dict(maximize=True, cautious=True, nesterov=False),
-    "maximize, nonfinite skip": dict(maximize=True, nonfinite="skip", momentum_style="ema"),
 }
 PRECISIONS = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 
@@ -347,10 +344,9 @@ def test_experts_are_matrices_of_their_own(split, dtype, options):
 
 @PLAIN_AND_FULL
 @PRECISIONS
-@pytest.mark.parametrize("nonfinite", ["propagate", "skip"])
-def test_flattened_convolutions_are_dim_0_by_all_the_rest(nonfinite, dtype, options):
+def test_flattened_convolutions_are_dim_0_by_all_the_rest(dtype, options):
     shapes = [(16, 3, 3, 3), (8, 4, 5), (12, 2, 2, 2, 2), (16, 8, 1, 1), (9, 7)]
-    follow(shapes, dict(options, flatten=True, nonfinite=nonfinite), dtype=dtype, steps=3)
+    follow(shapes, dict(options, flatten=True), dtype=dtype, steps=3)
 
 
 @PLAIN_AND_FULL
@@ -374,8 +370,7 @@ def test_experts_are_experts_also_where_flatten_is_set():
 
 
 @PLAIN_AND_FULL
-@pytest.mark.parametrize("nonfinite", ["propagate", "skip"])
-def test_parameters_may_have_any_strides(nonfinite, options):
+def test_parameters_may_have_any_strides(options):
     def parameters():
         stored = [randn(20, 12, seed=1), randn(30, 48, seed=2), randn(6, 9, seed=3)]
         return [
@@ -384,7 +379,7 @@ def test_parameters_may_have_any_strides(nonfinite, options):
             nn.Parameter(stored[2].as_strided((4, 9), (9, 1), 9)),
         ]
 
-    run = Run(parameters(), dict(options, nonfinite=nonfinite))
+    run = Run(parameters(), dict(options))
     for _ in range(3):
         grads = run.gradients()
         grads[1] = grads[1].t().contiguous().t()
@@ -408,86 +403,8 @@ BAD = pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 
 
 @BAD
-@PRECISIONS
-@pytest.mark.parametrize("style", ["classical", "ema"])
-@pytest.mark.parametrize("nesterov", [True, False])
-def test_skip_leaves_a_matrix_with_a_nonfinite_gradient_as_it_is(bad, dtype, style, nesterov):
-    options = dict(NANOCHAT, nonfinite="skip", momentum_style=style, nesterov=nesterov)
-    run = Run([*SHAPES, (16, 40)], dict(options, weight_decay=1.0), dtype=dtype).step().step()
-    before = [
-        [t.detach().clone() for t in (p, *run.optimizer.state[p].values())] for p in run.params
-    ]
-    grads = run.gradients()
-    grads[1][3, -1] = grads[2][0, 0] = bad  # one of two that share a batch, and one alone
-    run.step(grads)
-    for i, p in enumerate(run.params):
-        same = [
-            torch.equal(t, was) for t, was in zip((p, *run.optimizer.state[p].values()), before[i])
-        ]
-        assert same == [i in (1, 2)] * 3
-    run.step().check()
-
-
-@BAD
-@PLAIN_AND_FULL
-@pytest.mark.parametrize("cut", ["experts", "heads", "blocks", "experts and blocks", "flatten"])
-def test_skip_leaves_only_the_expert_or_block_concerned(cut, options, bad):
-    shape, at, how, told, names = {
-        "experts": ((4, 8, 12), (2, 7, 11), {}, {"expert": True}, ["experts"]),
-        "heads": ((16, 12), (9, 0), {"split": 4}, {}, None),
-        "blocks": ((16, 12), (15, 0), {"split": [10, 5, 1]}, {}, None),
-        "experts and blocks": (
-            (4, 8, 12), (1, 5, 3), {"split": [4, 3, 1]}, {"expert": True}, ["experts"],
-        ),
-        "flatten": ((6, 3, 2, 2), (0, 1, 1, 0), {"flatten": True}, {}, None),
-    }[cut]  # fmt: skip
-    options = dict(options, nonfinite="skip", **how)
-    names = names and [*names, *names]
-    run = Run([shape, shape], options, told, names, expert_keys=names).step()
-    before = run.params[0].detach().clone()
-    grads = run.gradients()
-    grads[0][at] = bad
-    run.step(grads)
-    kept = ref.matrices_of(run.params[0].detach() == before, expert="expert" in told, **how)
-    assert sum(bool(matrix.all()) for matrix in kept) == 1
-    run.step().check()
-
-
-@pytest.mark.parametrize("momentum_dtype", [None, torch.float16])
-@pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_skip_leaves_a_matrix_as_it_is_whose_fp16_momentum_would_overflow(momentum_dtype, sign):
-    dtype = torch.float32 if momentum_dtype else torch.float16
-    params = [nn.Parameter(torch.zeros(8, 6, dtype=dtype)) for _ in range(2)]
-    options = dict(nonfinite="skip", momentum_dtype=momentum_dtype, beta2=0.9)
-    optim = optimizer.Muon([{"params": params, "use_muon": True}], **options)
-    large = torch.full((8, 6), sign, dtype=dtype)
-    large[3, 2] = 6000 * sign  # the sum of which is 20 times as much
-    for step in range(40):
-        before = [[t.detach().clone() for t in (p, *optim.state[p].values())] for p in params]
-        for p, grad in zip(params, (large, torch.ones_like(large))):
-            p.grad = grad.clone()
-        optim.step()
-        for p, held, is_large in zip(params, before, (True, False)):
-            now = (p, *optim.state[p].values())
-            assert all(t.isfinite().all() for t in now)
-            same = [torch.equal(t, was) for t, was in zip(now, held)]
-            assert same == [is_large and step >= 15] * len(held)
-    params[0].grad = -large  # as it decays, it goes on
-    optim.step()
-    assert optim.state[params[0]]["momentum_buffer"].abs().max() < 60000
-    assert not torch.equal(params[0], before[0][0])
-
-
-def test_skip_gives_no_decay_to_what_it_skips():
-    run = Run([(8, 6)], dict(nonfinite="skip", weight_decay=1.0, lr=0.5))
-    run.step([torch.full((8, 6), math.nan)])
-    assert torch.equal(run.params[0], run.initial[0])
-    assert run.optimizer.state[run.params[0]]["momentum_buffer"].abs().max() == 0
-
-
-@BAD
 @pytest.mark.parametrize("cut", ["parameters", "experts", "heads"])
-def test_propagate_keeps_inf_and_nan_within_their_matrix(cut, bad):
+def test_inf_and_nan_stay_within_their_matrix(cut, bad):
     shapes, how, told = {
         "parameters": ([(8, 12)] * 3, {}, {}),
         "experts": ([(3, 8, 12)] * 2, {}, {"expert": True}),
@@ -509,10 +426,9 @@ def test_propagate_keeps_inf_and_nan_within_their_matrix(cut, bad):
 
 
 @PLAIN_AND_FULL
-@pytest.mark.parametrize("nonfinite", ["propagate", "skip"])
 @pytest.mark.parametrize("missing_grad", ["zero", "raise"])
-def test_absent_gradients_are_skipped_or_count_as_zeros(missing_grad, nonfinite, options):
-    options = dict(options, missing_grad=missing_grad, nonfinite=nonfinite)
+def test_absent_gradients_are_skipped_or_count_as_zeros(missing_grad, options):
+    options = dict(options, missing_grad=missing_grad)
     run = Run([*SHAPES, (16, 40)], options).step()
     before = run.params[2].detach().clone()
     grads = run.gradients()
@@ -612,10 +528,9 @@ def test_dtypes_may_be_mixed_in_one_group():
         assert max(run.errors(i)) < (HALF_TOLERANCE[p.dtype] + CAUTIOUS if half else 1e-4)
 
 
-@pytest.mark.parametrize("nonfinite", ["propagate", "skip"])
 @pytest.mark.parametrize("nesterov", [True, False])
-def test_float32_momentum_of_bfloat16_parameters_is_kept_in_float32(nesterov, nonfinite):
-    options = dict(nesterov=nesterov, nonfinite=nonfinite, lr=0.2)
+def test_float32_momentum_of_bfloat16_parameters_is_kept_in_float32(nesterov):
+    options = dict(nesterov=nesterov, lr=0.2)
     run = follow(
         SHAPES, options, dtype=torch.bfloat16, tolerance=3e-2, momentum_dtype=torch.float32
     )
@@ -672,18 +587,17 @@ def test_the_default_arithmetic_stays_near_the_reference(dtype, ns_dtype, option
 @pytest.mark.parametrize("chunk_size", [1, 2, 3, 100])
 def test_the_chunk_size_changes_no_bit(chunk_size, arithmetic, options):
     shapes = [(24, 16), (16, 24), (24, 16), (8, 8), (24, 16), (24, 16), (16, 24), (24, 16)]
-    options = dict(options, nonfinite="skip", ns_dtype=arithmetic)
+    options = dict(options, ns_dtype=arithmetic)
     whole = weights_after(options, shapes)
     assert_equal(weights_after(options, shapes, chunk_size=chunk_size), whole)
 
 
 @PLAIN_AND_FULL
-@pytest.mark.parametrize("nonfinite", ["propagate", "skip"])
 @pytest.mark.parametrize("split", [None, [5, 3]], ids=str)
 @pytest.mark.parametrize("chunk_size", [1, 2, 3, 4, 7])
-def test_experts_cut_into_chunks_change_no_bit(chunk_size, split, nonfinite, options):
+def test_experts_cut_into_chunks_change_no_bit(chunk_size, split, options):
     shapes = [(5, 8, 12), (7, 8, 12), (5, 3, 8, 12), (8, 12), (0, 8, 12), (2, 8, 12)]
-    options = dict(options, nonfinite=nonfinite, split=split)
+    options = dict(options, split=split)
     how = dict(names=[f"experts.{i}" for i in range(6)], expert_keys=["experts"])
     whole = weights_after(options, shapes, **how)
     assert_equal(weights_after(options, shapes, chunk_size=chunk_size, **how), whole)
@@ -727,8 +641,7 @@ def test_the_order_of_parameters_does_not_matter():
 
 
 @PLAIN_AND_FULL
-@pytest.mark.parametrize("nonfinite", ["propagate", "skip"])
-def test_empty_groups_and_empty_matrices_hold_nothing_back(nonfinite, options):
+def test_empty_groups_and_empty_matrices_hold_nothing_back(options):
     filled, vector = nn.Parameter(randn(8, 6)), nn.Parameter(randn(5))
     empty = [nn.Parameter(torch.zeros(shape)) for shape in [(0, 6), (6, 0), (0, 0)]]
     groups = [
@@ -737,7 +650,7 @@ def test_empty_groups_and_empty_matrices_hold_nothing_back(nonfinite, options):
         {"params": [*empty, filled], "use_muon": True},
         {"params": [vector, nn.Parameter(torch.zeros(0))], "use_muon": False},
     ]
-    optim = optimizer.Muon(groups, nonfinite=nonfinite, **options)
+    optim = optimizer.Muon(groups, **options)
     before = filled.detach().clone(), vector.detach().clone()
     for _ in range(2):
         for p in (*empty, filled, vector, groups[3]["params"][1]):
@@ -776,10 +689,10 @@ AWKWARD = {
 @pytest.mark.parametrize("arithmetic", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", AWKWARD)
 def test_awkward_gradients_give_finite_bounded_updates(kind, arithmetic, options):
-    for transpose, nonfinite in itertools.product([False, True], ["propagate", "skip"]):
+    for transpose in (False, True):
         G = AWKWARD[kind]()
         G = G.t().contiguous() if transpose else G
-        options = dict(options, weight_decay=0.0, adjust_lr="none", nonfinite=nonfinite)
+        options = dict(options, weight_decay=0.0, adjust_lr="none")
         run = Run([tuple(G.shape)], dict(options, lr=1.0), ns_dtype=arithmetic)
         for _ in range(3):
             before = run.params[0].detach().clone()

@@ -50,8 +50,8 @@ class Case:
         groups: param groups.
         options: of the optimizer.
         gradients: of each step what it is like, for each weight: how it lies in
-            memory, one of `MEMORY`, or "absent", "zeros", "tiny", "large", "nan", or "absent on one
-            rank", the last.
+            memory, one of `MEMORY`, or "absent", "zeros", "tiny", "large", or "absent on one rank",
+            the last.
         frozen: numbers of weights that get no gradient, and do not require it.
         logits: of each step the largest of each head of layer 0, for QK-Clip.
         replicas: of plain weights: None, they are a rank's own; else "DDP" or "ZeRO-2".
@@ -122,8 +122,6 @@ def give_gradients(twins: Twins, kinds: Any, frozen: Any, generator: torch.Gener
         grad = random(q.shape, q.dtype, generator)
         if kind in ("zeros", "tiny", "large"):
             grad = grad * {"zeros": 0.0, "tiny": 1e-20, "large": 2.0**20}[kind]
-        if kind == "nan":
-            grad.view(-1)[grad.numel() // 2 :][:1] = math.nan
         q.grad = lay(grad, "contiguous")
         p.grad = lay(part_for(p, grad), kind if kind in MEMORY else "contiguous")
         if kind == "absent on one rank":

@@ -67,7 +67,6 @@ BAD_VALUES: dict[str, list[Any]] = {
     "weight_rounding": [*NO_NAMES, None],
     "rounding_seed": [1.0, "1", True, None],
     "missing_grad": [*NO_NAMES, None],
-    "nonfinite": [*NO_NAMES, None],
     "expert_keys": ["experts", [1], ["experts", None], 3, True],
     "split": [0, -1, True, 2.0, NAN, [], [2, -2], [4, 0], [2, True], [2.0, 2.0], [[2], [2]]]
     + ["qkv", {"w1": 0}, {"w1": []}, {"w1": "2"}, {1: 2}, {"w1": {"weight": 2}}],

@@ -476,7 +476,7 @@ def _findings_of_gradients(steps: Sequence[Mapping[str, Mapping[str, Any]]]) -> 
             found = {n for rows in steps for n, row in rows.items() if not _is_finite(row)}
             advice = "Is lr too large?"
             if bad[0] == "gradient":
-                advice = 'nonfinite="skip" leaves such matrices as they are'
+                advice = "Skip such steps, and look for their cause in the loss and the data"
             yield (
                 f"{len(found)} of {len(rows)} matrices have Inf or NaN since audited step "
                 f"{number}, first in the {bad[0]}: {_some(sorted(found))}. {advice}"
