@@ -77,7 +77,7 @@ MUTANTS = [
     Mutant(
         "async_utils.py", "if computed - updated > 1 or not gathering or makes_room:", "if True:"
     ),
-    Mutant("step/grad_scaler.py", "self._optimizer.grad_scale = None", "pass"),
+    Mutant("step/grad_scaler.py", "if reached != everyone and not replicated", "if not reached"),
     Mutant("qk_clip/scales.py", "torch.cat([least.sqrt(), one])", "torch.cat([least, one])"),
     Mutant("qk_clip/clip.py", "self._scales()  # a rank", "pass  # a rank"),
     Mutant(

@@ -33,7 +33,7 @@ from .state.origin import in_words_of_this_package, names_source
 from .state.rounding import Rounding
 from .state.specs import check_state
 from .state.store import StateStore
-from .step.grad_scaler import Scaling, forget_where_it_raises, is_asked_by_lightning
+from .step.grad_scaler import Scaling, scaler_agrees
 from .step.kernel_trial import try_kernels
 from .step.notes import take_notes
 from .step.step import Prepared, Step
@@ -183,8 +183,9 @@ class Muon(torch.optim.Optimizer):
         consistency_check: when ranks compare notes before a collective: in every ``"step"``; with
             ``"plan"`` in the first step, in the first one after `load_state_dict`, and where a
             parameter that all ranks share, or an option that its plan depends on, has changed; or
-            never (``"off"``). With ``"plan"``, missing gradients are no such change. Under a
-            GradScaler ranks compare in every step, whatever is given here. For all groups.
+            never (``"off"``). With ``"plan"``, missing gradients are no such change. Where a
+            GradScaler calls every step (docs/reliability.md), ranks compare in every step, whatever
+            is given here. For all groups.
         hsdp: what replicas of DTensors do: ``"redundant"``, each orthogonalizes every matrix;
             ``"spread"``, they share the work and send each other the updates; ``"auto"``, what
             is faster by an estimate (`distributed.hsdp`). For all groups.
@@ -446,8 +447,10 @@ class Muon(torch.optim.Optimizer):
         Returns:
             What the closure returned, or None.
 
-        Under a `torch.amp.GradScaler` the step unscales gradients in place, unless the caller has
-        done so, and does nothing if this rank, or one that it steps with, found Inf or NaN.
+        Under a `torch.amp.GradScaler`, ranks that step together skip a step together. Where the
+        scaler's own check does not reach all of them, it calls every step: the step then unscales
+        gradients in place, unless the caller has done so, and does nothing if this rank, or one
+        that it steps with, found Inf or NaN.
 
         Raises:
             ValueError: wrong gradients, hyperparameters or logits; no parameter and no state was
@@ -468,13 +471,12 @@ class Muon(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Whether torch.amp.GradScaler is to call every step, and to say which ones to skip."""
-        return not is_asked_by_lightning()
+        """Whether torch.amp.GradScaler is to call every step, and to say which ones to skip.
 
-    @staticmethod
-    def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps the step and its hooks: if they raise, what a GradScaler said is dropped."""
-        return forget_where_it_raises(torch.optim.Optimizer.profile_hook_step(func))
+        True only where a scaler's own check does not reach all ranks that step together.
+        """
+        params = [param for group in self.param_groups for param in group["params"]]
+        return not scaler_agrees(params, self._settings)
 
     @torch._disable_dynamo  # compiled code calls this function, and does not trace into it
     @torch.inference_mode(False)  # else the state that a step makes could not be changed later
@@ -502,7 +504,7 @@ class Muon(torch.optim.Optimizer):
             has_exchanged = step is not None and step.has_exchanged
             return self._agreement.may_go and not (has_exchanged and not self._has_replicas())
 
-        with self._integrity.changing("step()", has_begun, has_parted):
+        with scaling, self._integrity.changing("step()", has_begun, has_parted):
             step = self._prepare(error, qk_logits, scaling)
             if step is None:
                 return

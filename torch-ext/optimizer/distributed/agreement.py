@@ -218,7 +218,7 @@ class Agreement:
             sets: the ranks that share parameters with this one, mesh by mesh.
             notes: makes the notes of this step; not called if there is an error.
             error: what keeps this rank from making the step, or None.
-            skip: whether this rank is to skip the step; None if there is no GradScaler.
+            skip: whether this rank is to skip the step; None unless a GradScaler calls every step.
             no_kernels: why this rank can't launch Triton's kernels from now on, or None.
             only_creates: whether the step only creates state, as far as this rank knows.
 

@@ -1,33 +1,68 @@
-"""Supports torch.amp.GradScaler: all ranks decide alike whether a step is skipped.
+"""Supports torch.amp.GradScaler: ranks that step together skip a step together.
 
-As a rule a scaler calls ``step()`` only on ranks that have found no Inf or NaN. If the optimizer
-has ``_step_supports_amp_scaling``, the scaler calls ``step()`` always, and sets two attributes of
-the optimizer for the time of the call, ``found_inf`` and ``grad_scale``.
+A scaler divides gradients by its scale, looks for Inf and NaN in them, and calls ``step()`` if it
+has found none. It reduces what it has found over the ranks that hold parts of the first gradient.
+Where this does not reach all ranks that step together, some of them would call ``step()`` and wait
+for the others. There the optimizer has ``_step_supports_amp_scaling``: the scaler then calls
+``step()`` always, with gradients that are still scaled, unless the caller has divided them. For the
+time of the call it sets two attributes of the optimizer, ``found_inf`` and ``grad_scale``.
 """
 
 from __future__ import annotations
 
-import functools
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Optional
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ..distributed import utils as dtensors
-from ..parameters.options import Group
+from ..distributed.agreement import Ranks
+from ..parameters.options import Group, Settings
+from ..parameters.survey import shared_with
+
+
+def scaler_agrees(params: Sequence[Tensor], settings: Settings) -> bool:
+    """Whether what a scaler finds is the same on all ranks that step together.
+
+    For each device and dtype, a scaler reduces what it has found in all gradients over the ranks
+    that the first gradient is cut over. That is enough if these are all ranks, or if all gradients
+    are cut over these ranks, and the others hold replicas. Which ranks step together is known
+    without asking them only where they are all ranks.
+    """
+    shared = {shared_with(param, settings) for param in params}
+    if all(ranks is None or len(ranks) == 1 for ranks in shared):
+        return True
+    if settings.divided is not None:  # gradients of replicas differ until the step averages them
+        return False
+    rank, everyone = dist.get_rank(), tuple(range(dist.get_world_size()))
+    first: dict[tuple[torch.device, torch.dtype], Ranks] = {}
+    for param in params:
+        if param.grad is None:
+            continue
+        sharding = dtensors.sharding_of(param)
+        cut = (rank,) if sharding is None else sharding.peers(rank, range(param.ndim))
+        reached = first.setdefault((param.grad.device, param.grad.dtype), cut)
+        replicated = shared_with(param, settings) == everyone and set(reached).issuperset(cut)
+        if reached != everyone and not replicated:
+            return False
+    return True
 
 
 class Scaling:
-    """What a scaler, if there is one, says of one step.
+    """What a scaler, if one calls every step, says of one step.
+
+    As a context it removes the attributes that the scaler has set if the step raises. Otherwise the
+    scaler would multiply its scale into the one that is left, and a later step without a scaler
+    would be skipped.
 
     Args:
         optimizer: the optimizer whose attributes the scaler has set.
 
     Attributes:
-        skips: whether the step is to be skipped, False until `check` has read it; None if there is
-            no scaler.
+        skips: whether the step is to be skipped, False until `check` has read it; None if no scaler
+            has set attributes.
         has_unscaled: whether gradients have been divided by the scale. If so, a step that fails
             can't be repeated, since it would divide them again.
     """
@@ -38,6 +73,14 @@ class Scaling:
         self.skips = None if self._found_inf is None else False
         self._scale: Optional[Tensor] = getattr(optimizer, "grad_scale", None)
         self.has_unscaled = False
+
+    def __enter__(self) -> Scaling:
+        return self
+
+    def __exit__(self, kind: Optional[type[BaseException]], *_: object) -> None:
+        if kind is not None:
+            for attribute in ("found_inf", "grad_scale"):
+                vars(self._optimizer).pop(attribute, None)
 
     def check(self, groups: Sequence[Group]) -> None:
         """Reads whether to skip the step, and checks that scaled gradients can be unscaled.
@@ -74,34 +117,3 @@ class Scaling:
         for device, grads in by_device.items():
             self.has_unscaled = True
             torch._foreach_mul_(grads, self._scale.reciprocal().to(device, non_blocking=True))
-        self._optimizer.grad_scale = None  # a step in a hook of this step finds them unscaled
-
-
-def is_asked_by_lightning() -> bool:
-    """Whether Lightning, and not a scaler, reads the property that calls this function.
-
-    If an optimizer has ``_step_supports_amp_scaling``, Lightning expects that its gradients are
-    still scaled before the step, and refuses to clip them, even in bf16. For other optimizers it
-    has gradients unscaled.
-    """
-    asking = sys._getframe(2).f_globals.get("__name__", "")
-    return asking.split(".")[0] in ("lightning", "lightning_fabric", "pytorch_lightning")
-
-
-def forget_where_it_raises(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a step and its hooks: if they raise, the attributes that a scaler has set are removed.
-
-    Otherwise the scaler would multiply its scale into the one that is left, and a later step
-    without a scaler would be skipped.
-    """
-
-    @functools.wraps(step)
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return step(self, *args, **kwargs)
-        except BaseException:
-            for attribute in ("found_inf", "grad_scale"):
-                vars(self).pop(attribute, None)
-            raise
-
-    return wrapper
