@@ -56,7 +56,6 @@ MUON_OPTIONS: dict[str, st.SearchStrategy[Any]] = {
     "momentum_dtype": st.sampled_from([None, torch.bfloat16, torch.float32]),
     "missing_grad": st.sampled_from(["raise", "zero"]),
     "maximize": st.booleans(),
-    "foreach": st.sampled_from([None, False, True]),
 }
 ADAMW_OPTIONS: dict[str, st.SearchStrategy[Any]] = {
     **{key: MUON_OPTIONS[key] for key in ("weight_decay", "none_grad", "maximize")},
@@ -64,7 +63,6 @@ ADAMW_OPTIONS: dict[str, st.SearchStrategy[Any]] = {
     "lr": st.sampled_from([0.02, 0.0, torch.tensor(0.05)]),
     "adamw_betas": st.sampled_from([(0.9, 0.95), (0.0, 0.999), [0.9, 0.0]]),
     "adamw_eps": st.sampled_from([1e-8, 1e-3]),
-    "foreach": st.sampled_from([None, False, True]),
 }
 SETTINGS: dict[str, st.SearchStrategy[Any]] = {
     "warmup_step": st.integers(0, 5),
@@ -77,9 +75,8 @@ SETTINGS: dict[str, st.SearchStrategy[Any]] = {
 
 
 def some_of(options: Mapping[str, st.SearchStrategy[Any]]) -> st.SearchStrategy[dict[str, Any]]:
-    """Some of the options, which go together; examples shrink to none."""
-    drawn = st.fixed_dictionaries({}, optional=dict(options))
-    return drawn.filter(lambda o: not (o.get("foreach") and isinstance(o.get("lr"), torch.Tensor)))
+    """Some of the options; examples shrink to none."""
+    return st.fixed_dictionaries({}, optional=dict(options))
 
 
 def placed(shape: tuple[int, ...], dtype: torch.dtype, ranks: int) -> st.SearchStrategy[Weight]:

@@ -234,7 +234,6 @@ OTHER_VALUES: dict[str, Any] = {
     "flatten": True,
     "maximize": True,
     "capturable": True,
-    "foreach": False,
 }
 
 
@@ -262,23 +261,6 @@ def test_a_key_that_is_set_on_the_groups_is_the_argument_from_then_on(key):
     assert_same_training(model, optim, other, twin)
 
 
-@pytest.mark.parametrize("choice", [False, True])
-def test_foreach_changes_no_bit_of_a_matrix_and_adamw_by_rounding_only(choice):
-    model, optim = build(beta2=0.9)
-    other, twin = build(beta2=0.9, foreach=choice)
-    for seed in range(3):
-        for each, of in ((optim, model), (twin, other)):
-            set_gradients(trainable(of), seed)
-            each.step()
-    for group, theirs in zip(optim.param_groups, twin.param_groups):
-        for p, q in zip(group["params"], theirs["params"]):
-            torch.testing.assert_close(
-                p,
-                q,
-                **({"rtol": 0, "atol": 0} if group["use_muon"] else {"rtol": 1e-6, "atol": 1e-7}),
-            )
-
-
 @pytest.mark.parametrize("lr", [0.01, torch.tensor(0.01)], ids=["number", "tensor"])
 def test_capturable_groups_step_any_parameter_of_adamw_on_a_cpu(lr):
     """Those of which torch's loop takes care refuse to be capturable there."""
@@ -303,7 +285,7 @@ UPDATES: dict[str, dict[str, Any]] = {
     "second moment, cautious": {"beta2": 0.9, "cautious": True, "weight_decay": 0.9},
     "ema, no nesterov": {"momentum_style": "ema", "nesterov": False},
     "bf16 momentum": {"momentum_dtype": torch.bfloat16},
-    "one by one": {"foreach": False, "chunk_size": 1},
+    "one by one": {"chunk_size": 1},
 }
 
 

@@ -259,7 +259,6 @@ class Soak:
             "missing_grad": ["raise", "zero"],
             "ns_steps": [3, 5],
             "ns_norm": ["frobenius", "schatten4"],
-            "foreach": [None, False],
         }
         key = self.random.choice(list(choices))
         value = self.random.choice(choices[key])

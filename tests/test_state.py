@@ -417,13 +417,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "missing_grad": "zero",
         "split": {"qkv": [6, 3, 3], "down": 2},
         "maximize": True,
-        "foreach": False,
         "comm_dtype": torch.float32,
     },
     "list": {"ns_coefficients": [list(triple) for triple in EXPLICIT]},
     "family": {"ns_coefficients": "quintic", "ns_steps": 7},
     "split": {"split": {"qkv": 4}},
-    "foreach": {"foreach": True},
     "capturable": {"capturable": True},
 }
 options_matrix = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
@@ -1407,7 +1405,7 @@ def test_one_cycle_cycles_momentum():
 )
 @pytest.mark.parametrize(
     "options",
-    [{}, {"decay_lr": "adjusted", "cautious": True}, {"foreach": False}, {"capturable": True}],
+    [{}, {"decay_lr": "adjusted", "cautious": True}, {"capturable": True}],
     ids=str,
 )
 def test_a_tensor_learning_rate_is_the_number(lr, options):

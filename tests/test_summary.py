@@ -112,7 +112,8 @@ def test_blocks_heads_and_experts_count_as_matrices():
 
 def test_algorithms_are_told():
     groups = awkward_groups()
-    groups.append({"params": [nn.Parameter(torch.ones(2))], "use_muon": False, "foreach": True})
+    complex_vector = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    groups.append({"params": [complex_vector], "use_muon": False})
     groups.append(
         {
             "params": [nn.Parameter(torch.ones(4, 4))],
@@ -130,12 +131,12 @@ def test_algorithms_are_told():
         }
     )
     algorithms = [row["algorithm"] for row in optimizer.Muon(groups).summary().rows]
-    *rows, foreach, own, long, square = algorithms
+    *rows, without_kernel, own, long, square = algorithms
     short = "Muon, polar_express ×5, standard (shorter side under 512), "
     assert all(text.startswith(short) for text in rows[:5])
     assert rows[5] == "frozen"
     assert rows[6:] == ["AdamW, fused"] * 4
-    assert foreach == "AdamW"
+    assert without_kernel == "AdamW"
     assert own == "Muon, own coefficients ×7, standard (shorter side under 512), float64"
     why = r"\(0\.\d\d of the standard form's FLOPs\), bfloat16"
     assert re.fullmatch(rf"Muon, quintic ×5, gram, restarted after 2 and 3 {why}", long)

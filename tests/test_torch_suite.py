@@ -134,35 +134,19 @@ def info(kind: type) -> Any:
         kind,
         optim_inputs_func=inputs_func,
         optim_error_inputs_func=error_inputs_func,
-        supported_impls=("foreach",),
-        not_og_supported_flags=("foreach", "maximize", "capturable", "missing_grad"),
+        supported_impls=(),
+        not_og_supported_flags=("maximize", "capturable", "missing_grad"),
         has_capturable_arg=True,
         supports_complex=kind is AdamW,
     )
 
 
 def inputs_of(kind: type, **others: Any) -> Iterator[dict[str, Any]]:
-    """Of all options, each with and without ``foreach``; new tensors each time.
-
-    torch's function leaves ``foreach`` out on CPUs, where it works as well. It can't be chosen for
-    what is capturable there, nor set for a tensor as learning rate.
-    """
-    for given in suite()._get_optim_inputs_including_global_cliquey_kwargs(
-        "cuda", torch.float32, info(kind)
-    ):
+    """All options, with new tensors each time."""
+    for given in info(kind).optim_inputs_func(device="cpu"):
         kwargs = {**given.kwargs, **others}
-        has_no_choice = kwargs.get("capturable") or isinstance(kwargs.get("lr"), torch.Tensor)
-        if has_no_choice and kwargs.pop("foreach"):
-            continue
         print(given.desc, kwargs)  # pytest shows it where a check fails
         yield kwargs
-
-
-def inputs_of_both_forms(kind: type) -> Iterator[dict[str, Any]]:
-    """Those that take either value of ``foreach``, without it."""
-    for kwargs in inputs_of(kind):
-        if kwargs.pop("foreach", False):
-            yield kwargs
 
 
 both = pytest.mark.parametrize("kind", [Muon, AdamW])
@@ -191,14 +175,7 @@ def assert_right_direction(kwargs: dict[str, Any], first: torch.Tensor, last: to
 
 def test_every_option_is_tried():
     tried = {key for kwargs in OPTIONS.values() for key in kwargs}
-    assert set(GROUP_OPTIONS) - {"foreach"} <= tried
-
-
-@both
-def test_descriptions_do_not_say_foreach(kind):
-    """optim_infos_do_not_specify_global_cliquey_kwargs"""
-    for given in info(kind).optim_inputs_func(device="cpu"):
-        assert not {"foreach", "fused", "differentiable"} & given.kwargs.keys()
+    assert set(GROUP_OPTIONS) <= tried
 
 
 # Errors
@@ -313,8 +290,6 @@ def test_groups_under_a_scheduler_go_in_the_right_direction(kind):
 def test_a_tensor_lr_is_the_number(kind, shape):
     """tensor_lr"""
     for kwargs in inputs_of(kind):
-        if kwargs.get("foreach"):
-            continue
         torch.manual_seed(0)
         weight, bias = weight_and_bias()
         twins = [nn.Parameter(p.detach().clone()) for p in (weight, bias)]
@@ -406,73 +381,25 @@ def test_the_valley_of_rosenbrock_is_descended(kind, maximize):
     assert bool(rosenbrock(p) > rosenbrock(start)) is maximize
 
 
-def model_and_input(dtype: torch.dtype) -> tuple[nn.Module, torch.Tensor]:
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(2, 3), nn.Sigmoid(), nn.Linear(3, 1), nn.Sigmoid()).to(dtype)
-    return model, torch.arange(1, 7, dtype=dtype).view(3, 2) / 10
-
-
-def assert_foreach_is_the_loop(kind: type, dtype: torch.dtype) -> None:
-    for kwargs in inputs_of_both_forms(kind):
-        made = []
-        for foreach in (False, True):
-            model, inputs = model_and_input(dtype)
-            scalar = torch.zeros((), dtype=dtype, requires_grad=True)
-            scalar.grad = torch.ones_like(scalar)
-            params = [*model.parameters(), scalar]
-            made.append((model, params, kind(params, **kwargs, foreach=foreach)))
-        for step in range(7):
-            for model, _, optim in made:
-                optim.zero_grad()
-                model[2].requires_grad_(step not in (3, 4))
-                if step != 2:  # then nothing has a gradient
-                    model(inputs).sum().backward()
-                optim.step()
-            (_, params, optim), (_, others, other) = made
-            torch.testing.assert_close(params, others)
-            for p, q in zip(params, others):
-                torch.testing.assert_close(dict(optim.state[p]), dict(other.state[q]))
-                if "step" in optim.state[p]:
-                    assert optim.state[p]["step"].dtype == torch.float32
-
-
-@both
-def test_foreach_is_the_loop(kind):
-    """foreach_matches_forloop"""
-    assert_foreach_is_the_loop(kind, torch.float64)
-
-
-@both
-@pytest.mark.parametrize("default", [torch.float64, torch.float16], ids=str)
-def test_foreach_is_the_loop_under_another_default_dtype(kind, default):
-    """set_default_dtype_works_with_foreach"""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(default)
-    try:
-        assert_foreach_is_the_loop(kind, torch.float64)
-    finally:
-        torch.set_default_dtype(before)
-
-
 @both
 def test_dtypes_may_be_mixed(kind):
     """mixed_device_dtype, on one device"""
-    for kwargs in inputs_of_both_forms(kind):
+    for kwargs in inputs_of(kind):
         dtypes = [torch.float64, torch.float32, torch.bfloat16]
         if "weight_rounding" not in kwargs:  # which refuses it
             dtypes.append(torch.float16)
-        results = []
-        for foreach in (False, True):
-            torch.manual_seed(0)
-            params = [nn.Parameter(torch.rand(2, 3, dtype=dtype)) for dtype in dtypes]
-            optim = kind(params, **kwargs, foreach=foreach)
-            for _ in range(3):
-                for p in params:
-                    p.grad = torch.rand_like(p)
+        torch.manual_seed(0)
+        params = [nn.Parameter(torch.rand(2, 3, dtype=dtype)) for dtype in dtypes]
+        twins = [nn.Parameter(p.detach().clone()) for p in params]
+        together, alone = kind(params, **kwargs), [kind([p], **kwargs) for p in twins]
+        for _ in range(3):
+            for p, q in zip(params, twins):
+                p.grad = torch.rand_like(p)
+                q.grad = p.grad.clone()
+            for optim in (together, *alone):
                 optim.step()
-            assert [p.dtype for p in params] == dtypes
-            results.append([p.detach() for p in params])
-        for p, q in zip(*results):
+        assert [p.dtype for p in params] == dtypes
+        for p, q in zip(params, twins):
             eps = torch.finfo(p.dtype).eps
             torch.testing.assert_close(p, q, rtol=5 * eps, atol=5 * eps)
 

@@ -479,10 +479,9 @@ def test_gradients_keep_their_values_also_for_other_holders(name, none_grad):
         assert p.grad is (None if none_grad else G)
 
 
-@pytest.mark.parametrize("foreach", [None, True, False])
 @pytest.mark.parametrize("maximize", [False, True])
-def test_adamws_gradients_keep_their_values_and_stay(maximize, foreach):
-    params, grads = values_of_gradients(dict(maximize=maximize, foreach=foreach), use_muon=False)
+def test_adamws_gradients_keep_their_values_and_stay(maximize):
+    params, grads = values_of_gradients(dict(maximize=maximize), use_muon=False)
     for i, (p, G) in enumerate(zip(params, grads)):
         assert p.grad is G and torch.equal(G, randn(12, 8, seed=10 + i))
 
@@ -735,11 +734,11 @@ def test_cautious_decay_counts_a_zero_product_as_agreement():
 
 
 @pytest.mark.kernels_ci
-@pytest.mark.parametrize("use_muon, foreach", [(True, None), (False, True), (False, False)])
-def test_version_counters_grow_so_that_autograd_notices(use_muon, foreach):
+@pytest.mark.parametrize("use_muon", [True, False])
+def test_version_counters_grow_so_that_autograd_notices(use_muon):
     shapes = [(8, 6), (6, 8)]
     params = [nn.Parameter(randn(*s)) for s in shapes]
-    optim = optimizer.Muon([{"params": params, "use_muon": use_muon}], foreach=foreach)
+    optim = optimizer.Muon([{"params": params, "use_muon": use_muon}])
     for _ in range(2):
         versions = [p._version for p in params]
         for p in params:
@@ -773,16 +772,8 @@ def test_steps_record_no_graph_and_closures_may():
 # AdamW
 
 
-ADAMW_CHOICES = {
-    "default": (None, dict(fused=True)),
-    "foreach": (True, dict(foreach=True)),
-    "for loop": (False, dict(foreach=False, fused=False)),
-}
-
-
-def adamw_beside_torchs(choice, groups, **constructor):
+def adamw_beside_torchs(groups, **constructor):
     """Muon's AdamW groups and torch.optim.AdamW over copies of them; groups: (params, options)."""
-    foreach, torchs = ADAMW_CHOICES[choice]
     ours = [
         {
             "params": params,
@@ -794,10 +785,10 @@ def adamw_beside_torchs(choice, groups, **constructor):
     copies = [
         {"params": [nn.Parameter(p.detach().clone()) for p in params], **o} for params, o in groups
     ]
-    defaults = dict(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    defaults = dict(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, fused=True)
     return (
-        optimizer.Muon(ours, foreach=foreach, **constructor),
-        torch.optim.AdamW(copies, **defaults, **torchs, **constructor),
+        optimizer.Muon(ours, **constructor),
+        torch.optim.AdamW(copies, **defaults, **constructor),
     )
 
 
@@ -818,10 +809,8 @@ def adamw_groups():
 
 
 @pytest.mark.parametrize("maximize", [False, True])
-@pytest.mark.parametrize("choice", ADAMW_CHOICES)
-def test_adamw_groups_equal_torchs_bit_for_bit(choice, maximize):
-    groups = adamw_groups()
-    muon, adamw = adamw_beside_torchs(choice, groups, maximize=maximize)
+def test_adamw_groups_equal_torchs_bit_for_bit(maximize):
+    muon, adamw = adamw_beside_torchs(adamw_groups(), maximize=maximize)
     for t in range(5):
         for group, theirs in zip(muon.param_groups, adamw.param_groups):
             for i, (p, q) in enumerate(zip(group["params"], theirs["params"])):
@@ -861,7 +850,7 @@ def test_adamw_groups_give_the_references_numbers():
 
 
 def test_adamw_counts_absent_gradients_as_zeros_where_it_is_told_to():
-    ours, torchs = adamw_beside_torchs("default", [([nn.Parameter(randn(6, 5))], {})])
+    ours, torchs = adamw_beside_torchs([([nn.Parameter(randn(6, 5))], {})])
     ours.param_groups[0]["missing_grad"] = "zero"
     for G in (randn(6, 5, seed=1), None, randn(6, 5, seed=2)):
         p, q = (o.param_groups[0]["params"][0] for o in (ours, torchs))
@@ -871,12 +860,11 @@ def test_adamw_counts_absent_gradients_as_zeros_where_it_is_told_to():
     assert torch.equal(p, q)
 
 
-@pytest.mark.parametrize("foreach", [None, False])
-def test_adamw_takes_a_tensor_learning_rate(foreach):
+def test_adamw_takes_a_tensor_learning_rate():
     results = []
     for lr in (torch.tensor(0.125), 0.125):
         p = nn.Parameter(randn(6, 5))
-        optim = optimizer.Muon([{"params": [p], "use_muon": False}], lr=lr, foreach=foreach)
+        optim = optimizer.Muon([{"params": [p], "use_muon": False}], lr=lr)
         for t in range(3):
             p.grad = randn(6, 5, seed=t)
             optim.step()

@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from checkout import EXAMPLES
 from checkpointed import CLIP, LAYOUTS, LOGITS, Network, Run, load_checkpoint, save_checkpoint
+from comparisons import adamw_without_fused_kernel
 from kernel import optimizer
 from layouts import case, local, part_for
 from ranks import run_ranks
@@ -691,10 +692,8 @@ def test_random_numbers_are_those_of_splitmix64():
 
 def stochastic_on(layouts: tuple[str, ...], directory: Path, options: dict[str, Any]) -> None:
     for layout in layouts:
-        with case(layout):
+        with case(layout), adamw_without_fused_kernel():
             run = RUNS["stochastic"](layout, **options)
-            for group in run.optim.param_groups:  # whose fused kernel rounds ends differently
-                group["foreach"] = False
             train(run, range(4))
             if layout == "one device":
                 run.write(directory / "expected.pt")

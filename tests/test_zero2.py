@@ -468,8 +468,7 @@ MODEL = [
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "fused": {},
-    "foreach": {"foreach": True},
-    "one by one": {"foreach": False, "maximize": True},
+    "maximize": {"maximize": True},
     "tensor lr": {"lr": torch.tensor(0.02)},
 }
 

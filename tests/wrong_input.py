@@ -73,7 +73,6 @@ BAD_VALUES: dict[str, list[Any]] = {
     "flatten": [*NO_BOOLS, None],
     "maximize": [*NO_BOOLS, None],
     "capturable": [*NO_BOOLS, None],
-    "foreach": NO_BOOLS,
 }
 
 

@@ -36,8 +36,8 @@ class MuonContainer(OptimizersContainer):
 
 
 def muon(lr: float, **for_all: Any) -> MuonContainer.Config:
-    # foreach: None has torch choose. CUDA graphs, torchtitan's default, need gradients to stay.
-    shared = {"lr": lr, "weight_decay": 0.1, "foreach": None, "none_grad": False}
+    # CUDA graphs, torchtitan's default, need gradients to stay.
+    shared = {"lr": lr, "weight_decay": 0.1, "none_grad": False}
     adamw, muon = {"use_muon": False, **shared}, {"use_muon": True, **shared}
     others = r"(embed\w*|lm_head|output|norm)\.weight$|\.bias$"
     return MuonContainer.Config(

@@ -34,20 +34,16 @@ FP32_WINDOW_BYTES = 16 << 20
 FUSED_DEVICES = ("cpu", "cuda", "xpu", "mps")
 
 
-def is_fused(param: Tensor, options: Group) -> bool:
-    """Whether torch's fused kernel may update a parameter; it may not if ``foreach`` is set."""
-    return (
-        options.foreach is None
-        and param.device.type in FUSED_DEVICES
-        and torch.is_floating_point(param)
-    )
+def is_fused(param: Tensor) -> bool:
+    """Whether torch's fused kernel may update a parameter."""
+    return param.device.type in FUSED_DEVICES and torch.is_floating_point(param)
 
 
 def init_step(param: Tensor, state: MutableMapping[str, Tensor], options: Group) -> None:
     """Creates ``step``, () in fp32, if it is missing; moves it to where torch's AdamW reads it."""
     if "step" not in state:
         state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
-    on_device = options.capturable or is_fused(param, options)
+    on_device = options.capturable or is_fused(param)
     device = local(param).device if on_device else torch.device("cpu")
     if state["step"].device != device:
         state["step"] = state["step"].to(device)
@@ -249,7 +245,7 @@ def _call_adamw(rows: AdamWRows, options: Group) -> None:
     for number, param in enumerate(rows.params):
         # No graph captures what CPUs do, and torch's loop over tensors refuses capturable=True.
         capturable = options.capturable and param.device.type != "cpu"
-        fused = is_fused(param, options) and _are_dense(
+        fused = is_fused(param) and _are_dense(
             param, rows.grads[number], rows.exp_avgs[number], rows.exp_avg_sqs[number]
         )
         chosen = kinds.setdefault((fused, capturable), [False] * len(rows.params))
@@ -264,8 +260,7 @@ def _call_adamw(rows: AdamWRows, options: Group) -> None:
             same_kind.exp_avg_sqs,
             [],
             same_kind.steps,
-            foreach=False if fused else options.foreach,
-            fused=fused,
+            fused=fused or None,  # with None, torch takes foreach on devices that have it
             capturable=capturable,
             has_complex=any(param.is_complex() for param in same_kind.params),
             amsgrad=False,

@@ -172,8 +172,7 @@ class Muon(torch.optim.Optimizer):
             rows for all, the notation of axes, as in ``"(group (q=512 + k=128 + v=128)) dim"``
             (docs/options.md), or a mapping from name patterns to any of these.
         flatten: read tensors of more than two dimensions as (dim 0, all the rest).
-        maximize, foreach: as in torch.optim, but ``foreach=None`` takes a fused kernel for AdamW's
-            parameters where there is one.
+        maximize: as in torch.optim.
         capturable: as in torch.optim, the step may be captured in a CUDA graph: gradients stay
             where they are, whatever ``none_grad`` says. Only without traffic between ranks and
             without CPU offload.
@@ -279,7 +278,6 @@ class Muon(torch.optim.Optimizer):
         flatten: bool = False,
         maximize: bool = False,
         capturable: bool = False,
-        foreach: Optional[bool] = None,
         comm_dtype: Optional[torch.dtype] = None,
         consistency_check: str = "step",
         hsdp: str = "auto",

@@ -266,7 +266,7 @@ def _algorithm(param: Tensor, group: Group, entry: Optional[Entry]) -> str:
     if not param.requires_grad:
         return "frozen"
     if entry is None:
-        return "AdamW, fused" if adamw.is_fused(param, group) else "AdamW"
+        return "AdamW, fused" if adamw.is_fused(param) else "AdamW"
     family = group.ns_coefficients if isinstance(group.ns_coefficients, str) else "own coefficients"
     forms = []
     for shape in dict.fromkeys((block.rows, block.cols) for block in entry.matrices.blocks):

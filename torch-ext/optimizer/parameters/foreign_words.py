@@ -31,7 +31,7 @@ FOREIGN_WORDS: dict[Any, ForeignWord] = {
     # torch.optim.AdamW, Adam and SGD
     "betas": _BETAS,
     "eps": _EPS,
-    "fused": ForeignWord(None, "leave it out: AdamW is fused by itself where foreach is None"),
+    "fused": ForeignWord(None, "leave it out: AdamW is fused by itself"),
     "amsgrad": ForeignWord(None, "leave it out: AdamW has no such variant here"),
     "differentiable": ForeignWord(None, "leave it out: no step can be differentiated here"),
     "decoupled_weight_decay": ForeignWord(None, "leave it out: weight_decay always is decoupled"),

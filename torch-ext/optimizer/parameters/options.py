@@ -200,7 +200,6 @@ class Group:
     flatten: bool = _is(_BOOL)
     maximize: bool = _is(_BOOL)
     capturable: bool = _is(_BOOL)
-    foreach: Optional[bool] = _is(_optional(_BOOL.accepts, "a bool"))
 
     def name_of(self, index: int) -> str:
         """What messages call a parameter: its FQN, or its place in the groups."""
@@ -218,8 +217,6 @@ class Group:
         """Checks every option; a ValueError says its key, what was found and what is accepted."""
         for key, option in {"use_muon": _BOOL, **GROUP_OPTIONS}.items():
             option.check(f"{self.where}: {key}", getattr(self, key))
-        if isinstance(self.lr, Tensor) and self.foreach and not self.capturable:
-            raise ValueError(f"{self.where}: a tensor lr with foreach=True needs capturable=True")
         if self.capturable and self.weight_rounding == "stochastic":
             raise ValueError(
                 f"{self.where}: weight_rounding='stochastic' is not capturable, as a graph would "

@@ -27,7 +27,7 @@ from .options import STRUCTURE, Group, Settings, is_exact
 # The options of which a change makes the next step plan and check state anew; beside these,
 # `_facts` has whether there is a beta2.
 _PLANNED = (
-    *("use_muon", "capturable", "foreach", "adjust_lr", "momentum_dtype", *STRUCTURE),
+    *("use_muon", "capturable", "adjust_lr", "momentum_dtype", *STRUCTURE),
     "weight_rounding",
     *("ns_steps", "ns_coefficients", "ns_algorithm", "ns_norm", "ns_dtype"),
     *("ns_norm_factor", "ns_equilibrate", "ns_renormalize", "second_moment_side"),

@@ -131,11 +131,6 @@ def check_params(group: Group, settings: Settings) -> None:
                 f"weight_rounding={group.weight_rounding!r} is for bfloat16 alone: convert the "
                 "model, or leave weight_rounding='nearest'"
             )
-        if group.capturable and group.foreach is not None and param.device.type == "cpu":
-            raise ValueError(
-                f"{name} is on the CPU, where capturable=True leaves no choice of foreach: "
-                "set foreach=None"
-            )
         if replicas is None or dtensors.is_dtensor(param):
             continue
         if not has_backend(replicas.group, param.device):
