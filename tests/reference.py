@@ -261,13 +261,12 @@ def decays(U: Tensor, W: Tensor) -> Tensor:
     return mask.masked_fill((U != 0) & (U.abs() < too_near), math.nan)
 
 
-def qk_scales(logits, threshold, q_indices, k_indices, mode="shared"):
+def qk_scales(logits, threshold, q_indices, k_indices):
     """Kimi K2 (arXiv 2507.20534), algorithm 1: what rows of each head are multiplied with.
 
     Returns, by head, (plain rows, rotated rows) of queries and plain rows of keys. Logit i is that
-    of q_indices[i] and k_indices[i]. A head with several logits takes the strongest clip. "exact":
-    the key head takes the strongest root κ of its logits, each query head γ/κ. Logits that are no
-    finite numbers clip nothing.
+    of q_indices[i] and k_indices[i]. A head with several logits takes the strongest clip. Logits
+    that are no finite numbers clip nothing.
     """
     gammas = [threshold / m if threshold < m < math.inf else 1.0 for m in map(float, logits)]
     gamma_of_q: dict[int, float] = {}
@@ -277,9 +276,6 @@ def qk_scales(logits, threshold, q_indices, k_indices, mode="shared"):
     for head, gamma in zip(k_indices, gammas):
         keys[head] = min(math.sqrt(gamma), keys.get(head, 1.0))
     queries = {head: (math.sqrt(gamma), gamma) for head, gamma in gamma_of_q.items()}
-    if mode == "exact":
-        for q, k in zip(q_indices, k_indices):
-            queries[q] = (gamma_of_q[q] / keys[k], gamma_of_q[q])
     return queries, keys
 
 

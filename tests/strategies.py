@@ -177,7 +177,6 @@ def projections(draw: st.DrawFn, ranks: int) -> tuple[Named, dict[str, Any], int
     config = {
         "head_dim": head_dim,
         "threshold": draw(st.sampled_from([1.0, 100])),
-        "clip_mode": draw(st.sampled_from(["shared", "exact"])),
     }
     return Named(weights, draw(some_of(MUON_OPTIONS)), names), config, kv_heads * each
 
@@ -319,7 +318,6 @@ def clip_garbage() -> st.SearchStrategy[Any]:
         "qk_nope_head_dim": st.integers(-1, 2),
         "qk_rope_head_dim": st.integers(-1, 2),
         "v_head_dim": st.integers(-1, 2),
-        "clip_mode": st.one_of(st.sampled_from(["shared", "exact"]), garbage()),
         "row_map": st.one_of(rows, garbage()),
     }
     of_layer = st.fixed_dictionaries({"head_dim": known.pop("head_dim")}, optional=known)

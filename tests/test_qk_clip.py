@@ -81,10 +81,10 @@ class Attention:
             found.append(scores.max() / math.sqrt(len(self.q_rows[0][1])))
         return torch.stack(found)
 
-    def clipped(self, params: dict[str, Tensor], logits: Tensor, mode: str) -> dict[str, Tensor]:
+    def clipped(self, params: dict[str, Tensor], logits: Tensor) -> dict[str, Tensor]:
         """What QK-Clip makes of the parameters, in float64, head by head."""
         whole = {name: p.detach().double().clone() for name, p in params.items()}
-        queries, keys = reference.qk_scales(logits, THRESHOLD, *zip(*self.pairs), mode)
+        queries, keys = reference.qk_scales(logits, THRESHOLD, *zip(*self.pairs))
         scaled = [(self.q_rows[h], plain) for h, (plain, _) in queries.items()]
         scaled += [(self.k_rows[h], scale) for h, scale in keys.items()]
         if self.q_rotated:
@@ -198,15 +198,14 @@ def build(attention: Attention, dtype=torch.float32, layers=1, config=None, **op
     return optim, of_layers
 
 
-@pytest.mark.parametrize("mode", ["shared", "exact"])
 @pytest.mark.parametrize("kind", ATTENTIONS)
-def test_rows_are_scaled_as_the_formula_says(kind, mode):
+def test_rows_are_scaled_as_the_formula_says(kind):
     attention = ATTENTIONS[kind]
     for dtype, rtol in ((torch.float64, 1e-12), (torch.float32, 1e-6), (torch.bfloat16, 8e-3)):
-        optim, (params,) = build(attention, dtype, clip_mode=mode)
+        optim, (params,) = build(attention, dtype)
         logits = attention.logits(params)
         assert bool((logits > THRESHOLD).any()), "the case clips nothing"
-        expected = attention.clipped(params, logits, mode)
+        expected = attention.clipped(params, logits)
         before = {name: p.detach().clone() for name, p in params.items()}
         optim.step(qk_logits={0: logits})
         for name, param in params.items():
@@ -215,16 +214,15 @@ def test_rows_are_scaled_as_the_formula_says(kind, mode):
         assert all(torch.equal(params[name], before[name]) for name in untouched)
 
 
-@pytest.mark.parametrize("mode", ["shared", "exact"])
 @pytest.mark.parametrize("kind", ATTENTIONS)
-def test_afterwards_the_largest_logits_are_at_the_threshold(kind, mode):
+def test_afterwards_the_largest_logits_are_at_the_threshold(kind):
     attention = ATTENTIONS[kind]
-    optim, (params,) = build(attention, clip_mode=mode)
+    optim, (params,) = build(attention)
     before = attention.logits(params)
     optim.step(qk_logits={0: before.float()})
     after = attention.logits(params)
     is_above = before > THRESHOLD
-    if mode == "shared" and len(attention.k_rows) < len(attention.q_rows):
+    if len(attention.k_rows) < len(attention.q_rows):
         strongest = torch.zeros_like(is_above)  # others of their key head are clipped further
         for key in range(len(attention.k_rows)):
             of_key = [q for q, k in attention.pairs if k == key]
@@ -234,8 +232,6 @@ def test_afterwards_the_largest_logits_are_at_the_threshold(kind, mode):
     assert is_above.any()
     expected = torch.full_like(after[is_above], THRESHOLD)
     torch.testing.assert_close(after[is_above], expected, rtol=1e-4, atol=0)
-    if mode == "exact":  # the others have not moved
-        torch.testing.assert_close(after[~is_above], before[~is_above], rtol=1e-5, atol=0)
 
 
 def test_it_comes_behind_the_update():
@@ -248,7 +244,7 @@ def test_it_comes_behind_the_update():
     logits = attention.logits(params)
     optim.step(qk_logits={0: logits})
     twin.step()
-    expected = attention.clipped(others, logits, "shared")
+    expected = attention.clipped(others, logits)
     for name, param in params.items():
         torch.testing.assert_close(param.detach().double(), expected[name], rtol=1e-6, atol=1e-9)
         momentum = {"momentum_buffer", "second_momentum_buffer", "exp_avg", "exp_avg_sq"}
@@ -261,7 +257,7 @@ def test_layers_are_clipped_by_their_own_logits_and_counted():
     optim, of_layers = build(attention, layers=3, none_grad=False)
     assert optim.qk_clip_stats()["steps"] == 0
     logits = [attention.logits(params) * scale for params, scale in zip(of_layers, (1, 0.01, 2))]
-    expected = [attention.clipped(p, m, "shared") for p, m in zip(of_layers, logits)]
+    expected = [attention.clipped(p, m) for p, m in zip(of_layers, logits)]
     optim.step(qk_logits=dict(enumerate(logits)))
     for params, want in zip(of_layers, expected):
         for name, param in params.items():
@@ -282,7 +278,7 @@ def test_heads_with_nan_or_inf_are_left_alone_and_counted():
     optim, (params,) = build(attention, none_grad=False)
     logits = torch.full((8,), 2 * THRESHOLD)
     logits[0], logits[5], logits[6] = math.nan, math.inf, -math.inf
-    expected = attention.clipped(params, logits, "shared")
+    expected = attention.clipped(params, logits)
     optim.step(qk_logits={0: logits})
     for name, param in params.items():
         torch.testing.assert_close(param.detach().double(), expected[name], rtol=1e-6, atol=0)
@@ -293,10 +289,9 @@ def test_heads_with_nan_or_inf_are_left_alone_and_counted():
     assert all(torch.isfinite(p).all() for p in params.values())
 
 
-@pytest.mark.parametrize("mode", ["shared", "exact"])
-def test_logits_of_any_size_leave_finite_weights(mode):
+def test_logits_of_any_size_leave_finite_weights():
     config = {"threshold": 1e-6}
-    optim, (params,) = build(ATTENTIONS["grouped-query"], config=config, clip_mode=mode)
+    optim, (params,) = build(ATTENTIONS["grouped-query"], config=config)
     largest = torch.finfo(torch.float32).max
     optim.step(qk_logits={0: torch.tensor([largest, 1e30, 1e-7, 1.0, -largest, 0.0, 1e-6, 2.0])})
     assert all(torch.isfinite(p).all() for p in params.values())
@@ -651,7 +646,6 @@ WRONG_CONFIGS = [
     ({"head_dim": 2, "threshold": 0}, "threshold must be a finite number above 0, found 0"),
     ({"head_dim": 2, "threshold": math.nan}, "threshold must be a finite number above 0"),
     ({"head_dim": 2, "threshold": True}, "threshold must be a finite number above 0"),
-    ({"head_dim": 2, "clip_mode": "both"}, "clip_mode must be one of"),
     ({"head_dim": 2, "q_indices": 4}, "q_indices must be a list of numbers of heads, found 4"),
     ({"head_dim": 2, "q_indices": [-1]}, "q_indices must be a list"),
     ({"head_dim": 2, "q_indices": [0, 4]}, "q_indices has head 4, but layers.0.attn has 4"),
@@ -675,11 +669,6 @@ WRONG_CONFIGS = [
         {"head_dim": 2, "row_map": {"q_proj": {"q": [0, 4], "k": [3]}}},
         "has a head from row 4 on, which is in the one before, that ends with row 4",
     ),
-    (
-        {"head_dim": 2, "clip_mode": "exact", "q_indices": [0, 0], "k_indices": [0, 0]},
-        "needs every query head once",
-    ),
-    ({"head_dim": 2, "clip_mode": "exact", "q_indices": []}, "needs both q_indices and k_indices"),
     ({0: 3}, r"clip_config\[0\] must be a dict of options or None, found 3"),
     ({1.5: CONFIG}, "has a key 1.5, which is neither"),
     ({"layers.0": {"head_dim": 3}}, "8 rows are no heads"),
@@ -691,11 +680,6 @@ WRONG_CONFIGS = [
 def test_wrong_configs_raise_at_once(config, message):
     with pytest.raises(ValueError, match=message):
         muon(projections("layers.0.attn"), clip_config=config)
-
-
-def test_wrong_modes_raise_even_without_a_config():
-    with pytest.raises(ValueError, match="clip_mode must be one of"):
-        muon(projections("layers.0.attn"), clip_mode="some")
 
 
 def test_projections_that_do_not_fit_each_other_raise():
@@ -743,8 +727,8 @@ def test_names_are_needed_and_tell_of_traps():
     with pytest.raises(ValueError, match="5 rows are no heads"):
         optim.add_param_group({"params": [wrong], "use_muon": True})
     assert len(optim.param_groups) == 1
-    with pytest.raises(ValueError, match=r"clip_mode.*for all groups"):
-        muon(named).add_param_group({"params": [], "use_muon": True, "clip_mode": "exact"})
+    with pytest.raises(ValueError, match=r"clip_config.*for all groups"):
+        muon(named).add_param_group({"params": [], "use_muon": True, "clip_config": CONFIG})
 
 
 WRONG_LOGITS = [

@@ -188,11 +188,6 @@ class Muon(torch.optim.Optimizer):
         hsdp: what replicas of DTensors do: ``"redundant"``, each orthogonalizes every matrix;
             ``"spread"``, they share the work and send each other the updates; ``"auto"``, what
             is faster by an estimate (`distributed.hsdp`). For all groups.
-        clip_mode: what QK-Clip does where several query heads read one key head. A head that is
-            clipped has γ = threshold / logit, any other 1. ``"shared"`` scales each query head by
-            √γ, and the key head by the root of the smallest γ; with ``"exact"`` the query heads
-            make up for the scale of the key head, so that each logit is scaled by its own γ. For
-            all groups.
         machine: a `Machine`: ``"auto"`` of ``hsdp`` and ``owners_per_matrix`` estimates with its
             speeds, and staging takes a share of its memory. None takes the speeds of the device
             type in `distributed.machine.MACHINES`, and the memory of the devices. For all groups.
@@ -286,14 +281,13 @@ class Muon(torch.optim.Optimizer):
         owners_per_matrix: Union[int, str] = 1,
         process_group: Any = None,
         grad_reduce: Optional[str] = None,
-        clip_mode: str = "shared",
     ):
         arguments = dict(locals())
         if process_group is not None:
             arguments["process_group"] = Replicas(process_group)
         self._settings = options.Settings(**{key: arguments[key] for key in SETTINGS})
         self._settings.validate()
-        clip = _make_clip(clip_config, clip_mode)
+        clip = _make_clip(clip_config)
         defaults = {key: arguments[key] for key in GROUP_OPTIONS}
         options.settle_steps(defaults, not isinstance(ns_steps, options.DefaultSteps))
         self._names: list[Optional[list[str]]] = []
@@ -1325,15 +1319,14 @@ class Muon(torch.optim.Optimizer):
         self._store.recheck()
 
 
-def _make_clip(clip_config: Any, clip_mode: Any) -> Optional[QKClip]:
+def _make_clip(clip_config: Any) -> Optional[QKClip]:
     """Makes QK-Clip as configured; imports its code only if it is on."""
-    if clip_config is None and clip_mode == "shared":
+    if clip_config is None:
         return None
     from .qk_clip.clip import QKClip
-    from .qk_clip.config import read_clip_config
+    from .qk_clip.config import ClipConfig
 
-    config = read_clip_config(clip_config, clip_mode)
-    return None if config is None else QKClip(config)
+    return QKClip(ClipConfig(clip_config))
 
 
 def _has_gradient(group: Group) -> bool:

@@ -331,7 +331,7 @@ class Settings:
 SETTINGS = _options_of(Settings)
 
 # Arguments of `Muon` that hold for all groups, and are refused as keys of one.
-CONSTRUCTOR_ONLY = (*SETTINGS, "clip_config", "clip_mode")
+CONSTRUCTOR_ONLY = (*SETTINGS, "clip_config")
 ARGUMENTS = frozenset({"params", *GROUP_OPTIONS, *CONSTRUCTOR_ONLY})
 
 

@@ -11,8 +11,6 @@ from .. import split_notation
 from ..parameters.names import normalize_name
 from ..parameters.options import is_int, is_number
 
-MODES = ("shared", "exact")
-
 # Names of parameters whose rows are heads. In multi-head latent attention, the parameters that
 # project a latent up to queries, and to keys and values, have other names.
 LATENT_QUERIES = ("wq_b", "q_b_proj")
@@ -28,7 +26,7 @@ FUSED = ("wqkv", "Wqkv", "qkv", "qkv_proj", "to_qkv", "c_attn", "query_key_value
 _MLA_DIMS = {"qk_nope_head_dim": 1, "qk_rope_head_dim": 0, "v_head_dim": 1}  # with their minima
 _OPTIONS = (
     *("q_indices", "k_indices", "head_dim", "threshold", "is_mla"),
-    *(*_MLA_DIMS, "clip_mode", "row_map"),
+    *(*_MLA_DIMS, "row_map"),
 )
 
 LayerKey = Union[int, str]  # number of a layer, or FQN of its attention
@@ -47,7 +45,6 @@ class LayerConfig:
     # key head that it reads.
     q_indices: Optional[tuple[int, ...]]
     k_indices: Optional[tuple[int, ...]]
-    mode: str  # "shared" or "exact", see `Muon`
     # Of multi-head latent attention, the rows of a head without rotation, with it, and of values.
     latent: Optional[tuple[int, ...]]
     # By the name of a projection the one of `KINDS` that it is like, the first rows of its query
@@ -57,13 +54,7 @@ class LayerConfig:
     def __str__(self) -> str:
         dims = f"heads of {self.head_dim} rows" if self.latent is None else f"MLA {self.latent}"
         heads = f"q_indices {self.q_indices}, k_indices {self.k_indices}"
-        return f"threshold {self.threshold}, {self.mode}, {dims}, {heads}, {self.row_map}"
-
-
-def read_clip_config(clip_config: Any, mode: str) -> Optional[ClipConfig]:
-    """Reads the arguments ``clip_config`` and ``clip_mode`` of `Muon`; raises as `ClipConfig`."""
-    _check(mode in MODES, f"clip_mode must be one of {MODES}, found {mode!r}")
-    return None if clip_config is None else ClipConfig(clip_config, mode)
+        return f"threshold {self.threshold}, {dims}, {heads}, {self.row_map}"
 
 
 class ClipConfig:
@@ -72,7 +63,6 @@ class ClipConfig:
     Args:
         clip_config: options of all layers; a mapping from layers to options or None; or a callable
             from layers to either.
-        mode: the ``clip_mode`` of layers whose options have none.
 
     Attributes:
         row_map_names: names of projections, beside `KINDS`, that a `row_map` may have.
@@ -82,8 +72,7 @@ class ClipConfig:
         ValueError: unknown or missing options, or wrong ones.
     """
 
-    def __init__(self, clip_config: Any, mode: str):
-        self._mode = mode
+    def __init__(self, clip_config: Any):
         self._common: Optional[LayerConfig] = None
         self._by_layer: dict[LayerKey, Optional[LayerConfig]] = {}
         self._function: Optional[Callable[[LayerKey], Any]] = None
@@ -151,7 +140,7 @@ class ClipConfig:
                 close = difflib.get_close_matches(str(key), _OPTIONS, n=1)
                 meant = f"; did you mean {close[0]!r}?" if close else f": {', '.join(_OPTIONS)}"
                 raise ValueError(f"{where} has {key!r}, which is no option{meant}")
-        config = _read_options(options, options.get("clip_mode", self._mode), where)
+        config = _read_options(options, where)
         q, k = config.q_indices, config.k_indices
         if q and k and len(q) != len(k):
             raise ValueError(
@@ -159,25 +148,15 @@ class ClipConfig:
                 "both is about logit i: list a key head once for each query head that reads it, or "
                 "leave both out"
             )
-        if config.mode == "exact":
-            _check(
-                q != () and k != (),
-                f"{where}: clip_mode='exact' needs both q_indices and k_indices, or neither",
-            )
-            _check(
-                q is None or len(set(q)) == len(q),
-                f"{where}: clip_mode='exact' needs every query head once in q_indices, found {q}",
-            )
         return config
 
 
-def _read_options(options: Mapping[str, Any], mode: Any, where: str) -> LayerConfig:
+def _read_options(options: Mapping[str, Any], where: str) -> LayerConfig:
     threshold = options.get("threshold", 100.0)
     _check(
         is_number(threshold) and threshold > 0,
         f"{where}: threshold must be a finite number above 0, found {threshold!r}",
     )
-    _check(mode in MODES, f"{where}: clip_mode must be one of {MODES}, found {mode!r}")
     is_mla = options.get("is_mla", False)
     _check(isinstance(is_mla, bool), f"{where}: is_mla must be True or False, found {is_mla!r}")
     latent_dims = [key for key in _MLA_DIMS if options.get(key) is not None]
@@ -196,7 +175,6 @@ def _read_options(options: Mapping[str, Any], mode: Any, where: str) -> LayerCon
         plain_dim=dims[0],
         q_indices=_read_indices(options.get("q_indices"), f"{where}: q_indices"),
         k_indices=_read_indices(options.get("k_indices"), f"{where}: k_indices"),
-        mode=mode,
         latent=tuple(dims) if is_mla else None,
         row_map=_read_row_map(options.get("row_map"), f"{where}: row_map"),
     )

@@ -9,7 +9,6 @@ heads share, stays. Shapes depend on no value, so that the host waits for nothin
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any, Optional
@@ -52,9 +51,10 @@ class PackedLayers:
         self.thresholds = torch.tensor(thresholds, dtype=self.dtype).to(device, non_blocking=True)
         heads = sum(layer.q_heads + layer.k_heads for layer in layers)
         scale_index, self._shapes = self._index_local_rows(heads)
-        self._pairs, self._divisors, self._scale_index = (
+        self._heads = heads
+        self._pairs, self._scale_index = (
             table.to(device, non_blocking=True)
-            for table in (*_head_tables(layers, heads), scale_index)
+            for table in (_logit_head_pairs(layers), scale_index)
         )
 
     def _index_local_rows(self, heads: int) -> tuple[Tensor, list[tuple[int, ...]]]:
@@ -97,13 +97,10 @@ class PackedLayers:
         """
         above = self.is_clipped(logits)
         gamma = torch.where(above, self.thresholds / logits, 1.0)
-        gamma.clamp_min_(torch.finfo(gamma.dtype).tiny)  # else its root, a divisor, could be 0
         logit_indices, head_indices = self._pairs
-        ones = gamma.new_ones(len(self._divisors))
+        ones = gamma.new_ones(self._heads)
         least = ones.scatter_reduce(0, head_indices, gamma[logit_indices], "amin")  # γ of each head
-        one = gamma.new_ones(1)
-        roots = torch.cat([least.sqrt(), one])
-        table = torch.cat([least / roots[self._divisors], least, one])
+        table = torch.cat([least.sqrt(), least, gamma.new_ones(1)])
         numels = [math.prod(shape) for shape in self._shapes]
         scales = table.index_select(0, self._scale_index).split(numels)
         ids = (id(projection.param) for projection in self.projections)
@@ -113,27 +110,17 @@ class PackedLayers:
         return (logits > self.thresholds) & (logits < math.inf)
 
 
-def _head_tables(layers: Sequence[Layer], heads: int) -> tuple[Tensor, Tensor]:
-    """Pairs of a logit and a head that it scales, (2, pairs); and the divisors of heads, (heads,).
-
-    A divisor is the number of a head: a head's scale is its γ over the root of its divisor's γ. A
-    head that is its own divisor gets sqrt(γ). With ``clip_mode="exact"`` the divisor of a query
-    head is its key head, whose scale is κ: that gives γ/κ. Where no key head is scaled, it is
-    ``heads``, of which the root is 1.
-    """
+def _logit_head_pairs(layers: Sequence[Layer]) -> Tensor:
+    """Pairs of a logit and a head that it scales, (2, pairs)."""
     pairs: list[tuple[int, int]] = []
-    divisors = list(range(heads))
     first_logit = first_query = 0
     for layer in layers:
         first_key = first_query + layer.q_heads
         pairs += [(first_logit + i, first_query + q) for i, q in enumerate(layer.q_indices)]
         pairs += [(first_logit + i, first_key + k) for i, k in enumerate(layer.k_indices)]
-        if layer.config.mode == "exact":
-            for query, key in itertools.zip_longest(layer.q_indices, layer.k_indices):
-                divisors[first_query + query] = heads if key is None else first_key + key
         first_logit += layer.logits
         first_query = first_key + layer.k_heads
-    return torch.tensor(pairs, dtype=torch.int64).view(-1, 2).T.contiguous(), torch.tensor(divisors)
+    return torch.tensor(pairs, dtype=torch.int64).view(-1, 2).T.contiguous()
 
 
 def read_layer_logits(value: Any, layer: Layer, packed: PackedLayers) -> Tensor:
