@@ -220,11 +220,9 @@ def what_each_rank_makes_for_itself():
     if rank == 0:
         print(muon([weight_on(mesh, 6, 4)]).summary())
         optimizer.describe(nn.Linear(4, 4), process_group=dist.group.WORLD)
-    for kept_by_a_cycle in (False, rank == 1):
-        gone = muon([nn.Parameter(torch.ones(6, 4))], lr=0.02)
-        gone.param_groups[0]["params"] = [weight_on(mesh, 6, 4)]
-        gone.myself = gone if kept_by_a_cycle else None
-        del gone
+    gone = muon([nn.Parameter(torch.ones(6, 4))], lr=0.02)
+    gone.param_groups[0]["params"] = [weight_on(mesh, 6, 4)]
+    del gone
     swapped = muon([nn.Parameter(torch.ones(6, 4))], lr=0.02)  # for its shards, as trainers do
     pair = twins_on(mesh)
     del pair[0]
@@ -246,6 +244,21 @@ def what_each_rank_makes_for_itself():
 
 def test_what_a_rank_makes_for_itself_shifts_nothing():
     for message in run_ranks(what_each_rank_makes_for_itself, 2, pg_timeout=10):
+        assert "ranks 0 and 1 step different optimizers" in message
+
+
+def one_more_on_one_rank():
+    mesh, rank = init_device_mesh("cpu", (2,)), dist.get_rank()
+    extra = muon([weight_on(mesh, 6, 4)], lr=0.02) if rank == 0 else None
+    optim = muon([weight_on(mesh, 6, 4)], lr=0.02)
+    give_gradients(optim.param_groups[0]["params"], 0)
+    message = refused(optim)
+    del extra
+    return message
+
+
+def test_an_optimizer_that_only_one_rank_made_is_told_on_all():
+    for message in run_ranks(one_more_on_one_rank, 2, pg_timeout=10):
         assert "ranks 0 and 1 step different optimizers" in message
 
 

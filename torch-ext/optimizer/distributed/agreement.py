@@ -10,7 +10,6 @@ Only when records differ do ranks send their notes as text, to name what differs
 from __future__ import annotations
 
 import contextlib
-import gc
 import hashlib
 import json
 import weakref
@@ -92,21 +91,20 @@ class Registration:
     """Numbers an optimizer in the order of construction, to tell it from others that are equal.
 
     Each set of ranks counts the optimizers whose parameters it shares, if they are alive or have
-    stepped. So an optimizer of one rank alone, or one that was made and dropped, shifts no number.
+    stepped. So an optimizer of one rank alone shifts no number. One that a single rank makes of
+    shared parameters, and that is alive when numbers are given, makes the next step raise.
 
     Args:
         sets: a method of the optimizer that returns the sets of ranks that share its parameters.
     """
 
     _all: list[Registration] = []  # in order of construction
-    _is_collected = True  # whether garbage was collected after the last optimizer was made
 
     def __init__(self, sets: Callable[[], set[Ranks]]):
         self._sets_now = weakref.WeakMethod(sets)
         self._sets = sets()
         self._numbers: dict[Ranks, int] = {}
         Registration._all.append(self)
-        Registration._is_collected = False
 
     @property
     def optimizer(self) -> Any:
@@ -116,9 +114,6 @@ class Registration:
     def number(self, ranks: Ranks) -> int:
         """How many of the optimizers that ``ranks`` share were made before this one."""
         if ranks not in self._numbers:
-            if not Registration._is_collected and len(Registration._all) > 1:
-                gc.collect()  # else unreachable optimizers would be alive on some ranks only
-            Registration._is_collected = True
             living = [o for o in Registration._all if o._numbers or o._sets_now() is not None]
             Registration._all = living
             earlier = living[: living.index(self)]
