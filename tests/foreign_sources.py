@@ -1,5 +1,5 @@
 """Other optimizers as they keep and save state, written from their formulas, in the parameters'
-dtype throughout: Motif's, Moonlight's, nanochat's and Keller Jordan's, of several times.
+dtype throughout: torch's, Motif's, Moonlight's, nanochat's and Keller Jordan's of two releases.
 
 Those of several ranks exchange what they exchange with the default process group.
 """
@@ -163,23 +163,15 @@ class KellerJordan(Source):
 
 
 class KellerJordanBySize(Source):
-    """Earlier: a group for each number of elements, or shape, with a buffer; no decay.
+    """Earlier: a group for each number of elements, with a buffer; no decay."""
 
-    Args:
-        numel: by number of elements, Keller Jordan's; else by shape, nanochat's ``DistMuon``.
-    """
-
-    def __init__(self, params, lr=0.02, momentum=0.95, numel=True):
+    def __init__(self, params, lr=0.02, momentum=0.95):
         params, groups = list(params), []
-        for size in {p.numel() for p in params} if numel else sorted({p.shape for p in params}):
-            chosen = [p for p in params if size == (p.numel() if numel else p.shape)]
-            if numel:
-                b = torch.empty(dist.get_world_size(), size, dtype=torch.bfloat16)
-                views = [b[i] for i in range(len(b))]
-                more = dict(update_buffer=b, update_buffer_views=views)
-            else:
-                more = dict(zero_buffer=torch.zeros_like(chosen[0]))
-            groups.append(dict(params=chosen, **more))
+        for size in {p.numel() for p in params}:
+            b = torch.empty(dist.get_world_size(), size, dtype=torch.bfloat16)
+            views = [b[i] for i in range(len(b))]
+            chosen = [p for p in params if p.numel() == size]
+            groups.append(dict(params=chosen, update_buffer=b, update_buffer_views=views))
         super().__init__(groups, dict(lr=lr, momentum=momentum, nesterov=True, ns_steps=5))
 
     def step_group(self, group):
@@ -192,52 +184,21 @@ class KellerJordanBySize(Source):
             dist.broadcast(p, owner)
 
 
-class KellerJordanFirst(Source):
-    """The first: one group, summed momentum, owners, ``use_muon`` in the state, flat kernels."""
-
-    def __init__(self, muon_params, lr=0.02, momentum=0.95, adamw_params=(), adamw_lr=3e-4):
-        adamw = dict(adamw_betas=(0.95, 0.95), adamw_eps=1e-8, adamw_wd=0.01)
-        own = dict(lr=lr, momentum=momentum, nesterov=True, ns_steps=6)
-        ratio = dict(adamw_lr_ratio=adamw_lr / lr)
-        super().__init__([*muon_params, *adamw_params], {**own, **ratio, **adamw})
-        for params, use_muon in ((muon_params, True), (adamw_params, False)):
-            for p in params:
-                self.state[p]["use_muon"] = use_muon
-
-    def step_group(self, group):
-        lr, turn = group["lr"], 0
-        for p in group["params"]:
-            own = self.state[p]
-            if not own["use_muon"]:
-                options = lr * group["adamw_lr_ratio"], group["adamw_betas"], group["adamw_eps"]
-                keys, update = ("moment1", "moment2"), ref.moonlight_adamw_update
-                adam(p, p.grad, own, *options, group["adamw_wd"], keys=keys, update=update)
-                continue
-            owner, turn = turn % dist.get_world_size(), turn + 1
-            if owner == dist.get_rank():
-                grad, mu = p.grad.flatten(1), group["momentum"]
-                buffer = own.setdefault("momentum_buffer", torch.zeros_like(grad))
-                buffer.copy_(mu * buffer + grad)
-                U = orthogonalize(grad + mu * buffer, "quintic", 6)
-                p.sub_(lr * (max(1, len(grad) / grad.shape[1]) ** 0.5 * U).view_as(p))
-            dist.broadcast(p, owner)
-
-
 class Nanochat(Source):
     """``MuonAdamW``, or ``DistMuonAdamW``: the gradients are the same on all ranks here.
 
     The first matrix of a group has the stack, or this rank's chunk of it.
     """
 
-    def __init__(self, groups, distributed=False, small=1024):
+    small = 1024  # elements; a larger parameter of AdamW is divided by rows
+
+    def __init__(self, groups, distributed=False):
         super().__init__(groups, {})
         self.world = dist.get_world_size() if distributed else 1
         self.rank = dist.get_rank() if distributed else 0
-        self.small = small
 
     def step_group(self, group):
-        kind = group.get("kind", "adamw" if "betas" in group else "muon")
-        (self.step_adamw if kind == "adamw" else self.step_muon)(group)
+        (self.step_adamw if group["kind"] == "adamw" else self.step_muon)(group)
 
     def step_adamw(self, group):
         for p in group["params"]:

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -37,7 +37,7 @@ Muon, MuonAdamW, presets = optimizer.Muon, optimizer.MuonAdamW, optimizer.preset
 # Counts that three ranks do not divide: of one shape four, two and one matrices.
 MATRICES = [(6, 10), (12, 4), (6, 10), (12, 4), (8, 8), (6, 10), (6, 10)]
 KERNELS = [(6, 10), (4, 3, 3, 3), (12, 4), (8, 5, 2, 2), (6, 10), (4, 3, 3, 3), (12, 4)]
-OTHERS = [(9, 120), (6,), (3, 4)]  # nanochat divides the first over ranks, before it did all
+OTHERS = [(9, 120), (6,), (3, 4)]  # nanochat divides the first over ranks
 
 STEPS, RANKS = 3, 3
 DAMAGES = 25
@@ -110,9 +110,9 @@ def of_ranks(files: list[list[Any]]) -> Any:
 
 
 def of_two(files: list[list[Any]]) -> Any:
-    """Muon's and AdamW's, each of all ranks."""
-    muon, adamw = ([own[number] for own in files] for number in (0, 1))
-    return {"muon": muon, "adamw": adamw} if len(files) > 1 else [muon[0], adamw[0]]
+    """Muon's, of all ranks if there are several, and AdamW's."""
+    muon = [own[0] for own in files]
+    return {"muon": muon if len(files) > 1 else muon[0], "adamw": files[0][1]}
 
 
 def in_groups(muon: Params, others: Params, **options: Any) -> list[dict[str, Any]]:
@@ -161,23 +161,8 @@ def our_keller_jordans_matrices(muon: Params, others: Params, **options: Any) ->
     return ours
 
 
-def our_keller_jordans_first(muon: Params, others: Params, **options: Any) -> Any:
-    flat = {"ns_steps": 6, "momentum_style": "classical", "adjust_lr": "original"}
-    given = {**presets.keller_jordan(muon), **flat, "weight_decay": 0.0}
-    ours = Muon(**{**given, **WRONG, **options})
-    ours.add_param_group({"params": others, "use_muon": False, "adamw_betas": (0.5, 0.5)})
-    return ours
-
-
 def our_nanochat(muon: Params, others: Params, **options: Any) -> Any:
     return MuonAdamW(nanochat_groups(muon, others, **WRONG), **options)
-
-
-def our_older_nanochat(muon: Params, others: Params, **options: Any) -> Any:
-    groups = nanochat_groups(muon, others)
-    own = {"ns_coefficients": "quintic", "momentum_style": "ema", "adjust_lr": "original"}
-    groups = [in_groups(muon, [])[0], in_groups([], others)[1]]
-    return Muon(groups, **{**own, "weight_decay": 0.0, **WRONG, **options})
 
 
 def nanochat_groups(muon: Params, others: Params, **options: Any) -> list[dict[str, Any]]:
@@ -200,20 +185,6 @@ def aux_groups(muon: Params, others: Params) -> list[dict[str, Any]]:
         {**own, "params": muon[:4]},
         {**own, "params": muon[4:], "lr": 0.03},
     ]
-
-
-def older_nanochat(muon: Params, others: Params) -> list[Any]:
-    adamw = dict(lr=0.01, betas=(0.8, 0.95), eps=1e-10, weight_decay=0.1)
-    slices = sources.Nanochat([{**adamw, "params": others}], distributed=True, small=0)
-    return [sources.KellerJordanBySize(muon, lr=0.03, momentum=0.9, numel=False), slices]
-
-
-def older_stacked_nanochat(muon: Params, others: Params) -> list[Any]:
-    groups = nanochat_groups(muon, others)
-    for group in groups:
-        del group["kind"]
-    every = [sources.Nanochat(g, distributed=True, small=0) for g in (groups[2:], groups[:2])]
-    return every
 
 
 ALONE = {
@@ -259,7 +230,7 @@ ALONE = {
             sources.KellerJordan(muon, lr=0.03, momentum=0.9),
             adamw_of(others),
         ],
-        lambda files: dict(zip(("muon", "adamw"), files[0])),
+        of_two,
         our_keller_jordans_matrices,
     ),
 }
@@ -271,12 +242,6 @@ DISTRIBUTED = {
         of_ranks,
         our_nanochat,
         ranks=RANKS,
-    ),
-    "nanochat, two optimizers": Case(
-        "nanochat", older_nanochat, of_two, our_older_nanochat, ranks=RANKS
-    ),
-    "nanochat, two optimizers, stacks": Case(
-        "nanochat", older_stacked_nanochat, of_two, our_nanochat, ranks=RANKS
     ),
     "keller_jordan": Case(
         "keller_jordan",
@@ -292,26 +257,16 @@ DISTRIBUTED = {
             sources.KellerJordan(muon, distributed=True, lr=0.03, momentum=0.9),
             adamw_of(others),
         ],
-        lambda files: {"muon": [own[0] for own in files], "adamw": files[0][1]},
+        of_two,
         our_keller_jordans_matrices,
         ranks=RANKS,
     ),
     "keller_jordan, by number of elements": Case(
         "keller_jordan",
         lambda muon, others: [sources.KellerJordanBySize(muon, lr=0.03), adamw_of(others)],
-        lambda files: {"muon": [own[0] for own in files], "adamw": files[0][1]},
+        of_two,
         our_keller_jordans_matrices,
         ranks=RANKS,
-    ),
-    "keller_jordan, the first": Case(
-        "keller_jordan",
-        lambda muon, others: [
-            sources.KellerJordanFirst(muon, lr=0.03, momentum=0.9, adamw_params=others)
-        ],
-        of_ranks,
-        our_keller_jordans_first,
-        (*MATRICES, (4, 3, 3, 3)),
-        RANKS,
     ),
 }
 
@@ -495,7 +450,7 @@ def test_torchs_own_muon_and_adamw_go_on(dtype):
     theirs = torchs_own(muon, others)
     theirs[0].param_groups[0]["lr"] = theirs[1].param_groups[0]["lr"] = lr
     train([*muon, *others], theirs, range(STEPS))
-    saved = through_torch_save([each.state_dict() for each in theirs])
+    saved = through_torch_save(of_two([[each.state_dict() for each in theirs]]))
     before = [p.detach().clone() for p in (*muon, *others)]
     params = [nn.Parameter(p.clone()) for p in before]
     groups = in_groups(params[: len(muon)], params[len(muon) :])
@@ -518,18 +473,11 @@ def saved_momentum(theirs: torch.optim.Optimizer, p: nn.Parameter) -> torch.Tens
     return theirs.state[p]["momentum_buffer"]
 
 
-def test_the_two_state_dicts_of_torch_may_come_in_any_order_or_by_name():
-    saved, case = trained("torch_muon").files[0], ALONE["torch_muon"]
-    for states in (saved, saved[::-1], tuple(saved), {"adamw": saved[1], "muon": saved[0]}):
-        ours = case.ours(weights(MATRICES, 0), weights(OTHERS, 1))
-        ours.load_foreign_state_dict(states, kind="torch_muon")
-        assert ours.state_dict()["state"][len(MATRICES)]["step"] == STEPS
-
-
 @pytest.mark.parametrize("absent", ["muon", "adamw"])
 def test_one_of_two_optimizers_may_start_anew(absent):
-    saved = dict(zip(("muon", "adamw"), trained("torch_muon").files[0]))
-    ours = ALONE["torch_muon"].ours(weights(MATRICES, 0), weights(OTHERS, 1))
+    case = ALONE["torch_muon"]
+    saved = trained("torch_muon").states(case)
+    ours = case.ours(weights(MATRICES, 0), weights(OTHERS, 1))
     del saved[absent]
     with pytest.raises(ValueError, match=f"states has nothing for .*'{absent}': None"):
         ours.load_foreign_state_dict(saved, kind="torch_muon")
@@ -632,9 +580,8 @@ def test_adamws_rates_go_to_matrices_only_with_the_scale_they_fit():
     assert rates == [(0.02, 0.1), (0.01, 0.3)]
 
 
-@pytest.mark.parametrize("flatten", [False, True], ids=["nested", "flat"])
 @pytest.mark.parametrize("kind", ["torch_adamw", "motif"])
-def test_state_by_names_is_told_by_names(kind, flatten):
+def test_state_by_names_is_told_by_names(kind):
     model = Model()
     if kind == "motif":
         groups = optimizer.muon.get_default_muon_param_groups(model)
@@ -647,12 +594,10 @@ def test_state_by_names_is_told_by_names(kind, flatten):
         theirs = adamw_beside(model)
         for q in model.frozen.parameters():  # which torch wants to know, too
             q.requires_grad_(True)
-    options = StateDictOptions(flatten_optimizer_state_dict=flatten)
     state = {p: dict(own) for p, own in theirs.state.items()}
-    saved = through_torch_save(get_optimizer_state_dict(model, theirs, options=options))
+    saved = through_torch_save(get_optimizer_state_dict(model, theirs))
     for q in model.frozen.parameters():
         q.requires_grad_(False)
-    saved = {k: v for k, v in saved.items() if "frozen" not in k} if flatten else saved
     ours = ours_of(model, momentum_style="ema" if kind == "torch_adamw" else "classical")
     ours.load_foreign_state_dict(saved, kind=kind)
     for p in model.parameters():
@@ -752,7 +697,7 @@ def test_a_matrix_that_never_had_a_gradient_starts_with_zeros():
     theirs = torchs_own(muon, others)
     train([*muon[1:], *others], theirs, range(STEPS))
     ours = ALONE["torch_muon"].ours(muon, others)
-    states = [each.state_dict() for each in theirs]
+    states = of_two([[each.state_dict() for each in theirs]])
     ours.load_foreign_state_dict(states, kind="torch_muon")
     assert not ours.state[muon[0]]["momentum_buffer"].any()
     assert ours.state[muon[1]]["momentum_buffer"].any()
@@ -1018,17 +963,16 @@ def stepped_twice(states: Any) -> None:
 
 COMPLETE = "give the state dicts of all ranks"
 FAULTS = [
-    ("torch_muon", lambda states: states[0], None, "states has nothing for .* AdamW's here"),
-    ("torch_muon", lambda states: [states[0]] * 2, None, "two state dicts of Muon"),
+    ("torch_muon", lambda states: states["muon"], None, "states has nothing for .* AdamW's here"),
     ("torch_muon", mixed(swap), None, r"momentum_buffer of .* has shape \(12, 4\), where \(6, 10"),
     ("torch_muon", mixed(drop_a_parameter), None, r"has groups of \[6\] parameters.*\[7\]"),
     ("torch_muon", mixed(other_shape), None, r"has shape \(10, 6\), where \(6, 10\)"),
     ("torch_muon", mixed(integers), None, "torch.int64, no real tensor"),
-    ("torch_muon", lambda states: states, "motif", "states must be a state dict, found a list"),
-    ("torch_muon", lambda states: states[0], "motif", "looks like kind='torch_muon'"),
-    ("torch_muon", lambda states: states[1], "torch_muon", "looks like kind='torch_adamw'"),
-    ("torch_muon", lambda states: states[1], "torch_adamw", r"groups of \[3\] parameters"),
-    ("torch_muon", lambda states: {"optimizer": states[0]}, None, "must be an optimizer's state"),
+    ("torch_muon", lambda states: [*states.values()], None, "be a state dict, found a list"),
+    ("torch_muon", lambda states: states["muon"], "motif", "looks like kind='torch_muon'"),
+    ("torch_muon", lambda states: states["adamw"], None, "looks like kind='torch_adamw'"),
+    ("torch_muon", lambda states: states["adamw"], "torch_adamw", r"groups of \[3\] parameters"),
+    ("torch_muon", lambda states: {"optimizer": states}, None, "must be an optimizer's state"),
     ("torch_muon", lambda states: None, None, "found a NoneType"),
     ("torch_muon", lambda states: states, "muon", "kind must be one of 'torch_muon', "),
     ("motif", mixed(no_step), None, "has no step: is it AdamW's"),
@@ -1060,8 +1004,6 @@ FAULTS_OF_RANKS = [
     ("keller_jordan", reversed_ranks, COMPLETE),
     ("keller_jordan", mixed(stepped_twice, 1), "on different ranks"),
     ("keller_jordan, by number of elements", mixed(drop_a_parameter), "has groups of"),
-    ("keller_jordan, the first", without_a_rank, COMPLETE),
-    ("keller_jordan, the first", mixed(no_flag), "has no use_muon"),
 ]
 
 

@@ -1061,9 +1061,9 @@ class Muon(torch.optim.Optimizer):
 
         Args:
             states: a loaded state dict, ``torch.load(path, weights_only=True)``; a list of the
-                state dicts of all ranks, in order, or of two optimizers; or a mapping
-                ``{"muon": …, "adamw": …}``; None for one of them makes its parameters start anew.
-                Give all of it to every rank; each takes its part without traffic.
+                state dicts of all ranks, in order; or, of two optimizers, a mapping
+                ``{"muon": …, "adamw": …}``, in which None makes their parameters start anew. Give
+                all of it to every rank; each takes its part without traffic.
             kind: what wrote ``states``: ``"torch_muon"``, ``"torch_adamw"``, ``"motif"``,
                 ``"llamafactory"`` (Moonlight's), ``"nanochat"`` or ``"keller_jordan"``.
             params: all parameters, as tensors, (name, parameter) pairs or names, in the order in

@@ -12,7 +12,7 @@ KEY_OF_THIS_PACKAGE = "momentum_style"  # no other optimizer's groups have it
 
 # By kind of torch's optimizers, the arguments that a message says to write.
 _CALLS_FOR_TORCH = {
-    "torch_muon": "[muon_state_dict, adamw_state_dict]",
+    "torch_muon": '{"muon": muon_state_dict, "adamw": adamw_state_dict}',
     "torch_adamw": "state_dict, params=model.parameters()",
 }
 
@@ -84,7 +84,7 @@ def kinds_of(options: Mapping[str, Any]) -> tuple[str, ...]:
         return ("nanochat",)
     if "wd" in options:
         return ("llamafactory",)
-    if "adamw_lr_ratio" in options or "update_buffer" in options:
+    if "update_buffer" in options:
         return ("keller_jordan",)
     if "use_muon" in options:
         return ("motif",) if "adamw_betas" in options else ("keller_jordan",)
@@ -92,6 +92,4 @@ def kinds_of(options: Mapping[str, Any]) -> tuple[str, ...]:
         return ("torch_muon",)
     if "betas" in options:
         return ("torch_adamw",)
-    if "momentum" in options:  # both of these make groups by size, each with its momentum
-        return ("nanochat", "keller_jordan") if "ns_steps" in options else ("keller_jordan",)
-    return ()
+    return ("keller_jordan",) if "momentum" in options else ()

@@ -3,15 +3,17 @@
 `Muon.load_foreign_state_dict` loads what `to_state_dict` makes: the part of the state that this
 rank holds, as a state dict. `KINDS` lists the sources:
 
-- ``"torch_muon"``: torch.optim.Muon's and torch.optim.AdamW's state dicts, in a list.
+- ``"torch_muon"``: torch.optim.Muon's and torch.optim.AdamW's state dicts,
+  ``{"muon": …, "adamw": …}``.
 - ``"torch_adamw"``: torch.optim.AdamW's.
 - ``"motif"``: that of Motif's ``Muon``.
 - ``"llamafactory"``: that of Moonlight's ``Muon``, which LlamaFactory ships.
 - ``"nanochat"``: ``MuonAdamW``'s, or a list of ``DistMuonAdamW``'s, one for each rank.
-- ``"keller_jordan"``: that of any of his Muons, or a list of one for each rank.
+- ``"keller_jordan"``: that of any of his Muons, or a list of one for each rank; with another
+  AdamW, ``{"muon": …, "adamw": …}``.
 
-State dicts that torch.distributed.checkpoint has made, by names, flattened or not, will do where
-they hold whole tensors, or DTensors that lie as the parameters do.
+State dicts by names, as torch.distributed.checkpoint makes them, will do where they hold whole
+tensors, or DTensors that lie as the parameters do.
 
 Parameters are matched by names where both sides have names for all of them; else by position, which
 fits where the preset of the source made the groups from what the source was given; else by
@@ -28,7 +30,8 @@ Example:
     >>> load = functools.partial(torch.load, weights_only=True)
     >>> groups = [{"params": matrices}, {"params": others, "use_muon": False}]
     >>> optimizer = Muon(**presets.torch_muon(groups))
-    >>> optimizer.load_foreign_state_dict([load("muon.pt"), load("adamw.pt")], kind="torch_muon")
+    >>> saved = {"muon": load("muon.pt"), "adamw": load("adamw.pt")}
+    >>> optimizer.load_foreign_state_dict(saved, kind="torch_muon")
     >>> optimizer = Muon(get_default_muon_param_groups(model))
     >>> optimizer.load_foreign_state_dict(load("adamw.pt"), kind="torch_adamw",
     ...                                   params=model.parameters())

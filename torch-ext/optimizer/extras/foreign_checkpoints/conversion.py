@@ -14,7 +14,7 @@ from ...distributed.plan import Entry
 from ...parameters.options import GROUP_OPTIONS, Group, Settings
 from ...parameters.validation import warn
 from ...state.specs import ExpectedState, expected_state
-from . import nanochat, per_parameter, per_rank
+from . import keller_jordan, nanochat, per_parameter
 from .hyperparameters import ADAMW_OPTIONS, MUON_OPTIONS, MUON_OPTIONS_FROM_ADAMW
 from .matching import Position, SavedState, TargetOptimizer, TargetParam, target_optimizer
 from .sources import SourceOptimizer, read_sources
@@ -26,7 +26,7 @@ _READERS: dict[str, tuple[Callable[..., list[SavedState]], Callable[..., list[li
     "motif": (per_parameter.read_motif, per_parameter.keep_groups),
     "llamafactory": (per_parameter.read_moonlight, per_parameter.merge_groups),
     "nanochat": (nanochat.read, per_parameter.keep_groups),
-    "keller_jordan": (per_rank.read, per_rank.merge_convolutions),
+    "keller_jordan": (keller_jordan.read, keller_jordan.merge_convolutions),
 }
 
 

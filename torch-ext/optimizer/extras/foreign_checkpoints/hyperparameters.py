@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ...parameters.options import GROUP_OPTIONS, is_number
+from ...parameters.options import GROUP_OPTIONS
 
 # What torch's schedulers keep in groups, to go on from.
 SCHEDULED = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum")
@@ -23,7 +23,6 @@ _OPTION_OF_KEY = {
     "betas": "adamw_betas",
     "eps": "adamw_eps",
     "wd": "weight_decay",
-    "adamw_wd": "weight_decay",
     **dict.fromkeys(("initial_lr", "max_lr", "min_lr"), "lr"),
     **dict.fromkeys(("base_momentum", "max_momentum"), "momentum"),
 }
@@ -43,8 +42,6 @@ def check_options(options: Mapping[str, Any], where: str) -> None:
             raise ValueError(f"{where}: use_muon must be True or False, found {value!r}")
         if key == "kind" and value not in ("muon", "adamw"):
             raise ValueError(f"{where}: kind must be 'muon' or 'adamw', found {value!r}")
-        if key == "adamw_lr_ratio" and not is_number(value):
-            raise ValueError(f"{where}: adamw_lr_ratio must be a number, found {value!r}")
 
 
 def convert_options(options: Mapping[str, Any], is_muon: bool, prefix: str = "") -> dict[str, Any]:

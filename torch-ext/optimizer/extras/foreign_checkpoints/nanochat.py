@@ -5,9 +5,6 @@ The first parameter of a ``kind="muon"`` group of K matrices has ``momentum_buff
 so ``MuonAdamW`` saves them. ``DistMuonAdamW`` has on each of N ranks ceil(K/N) of them, the last
 ones padding. Of ``kind="adamw"`` it has on each rank all rows of a small parameter, and 1/N of a
 large one's.
-
-Before, there were two optimizers: ``Muon`` or ``DistMuon``, in groups by size (`per_rank`; with
-second moments in such stacks), and ``AdamW`` or ``DistAdamW``, in slices of all parameters.
 """
 
 from __future__ import annotations
@@ -21,24 +18,17 @@ from torch import Tensor
 from .hyperparameters import convert_options
 from .matching import SavedState, TargetOptimizer, TargetParam, match_groups
 from .per_parameter import ADAMW_KEYS, pick
-from .per_rank import group_by_size, is_grouped_by_size, is_stack, read_matched
 from .sources import SavedGroup, SourceOptimizer
 
 _STACKS = ("momentum_buffer", "second_momentum_buffer")
 
 
 def read(source: SourceOptimizer, optimizer: TargetOptimizer) -> list[SavedState]:
-    if is_grouped_by_size(source):
-        matched = group_by_size(source, optimizer)
-        if not any(is_stack(source, group) for group in source.groups if group.ids):
-            return read_matched(source, matched)
-    else:
-        matched = match_groups(source, optimizer)
     saved_states = []
-    for group, targets in zip(source.groups, matched):
+    for group, targets in zip(source.groups, match_groups(source, optimizer)):
         if not targets:
             continue
-        if group.options.get("kind", "muon" if source.use_muon else "adamw") == "muon":
+        if group.options["kind"] == "muon":
             saved_states += _unstack(source, group, targets)
         else:
             saved_states += [_join_rows(source, group, i, t) for i, t in enumerate(targets)]

@@ -67,14 +67,14 @@ def read_motif(source: SourceOptimizer, optimizer: TargetOptimizer) -> list[Save
 def read_moonlight(source: SourceOptimizer, optimizer: TargetOptimizer) -> list[SavedState]:
     saved_states = []
     for group, index, target in saved_params(source, match_groups(source, optimizer)):
-        is_muon = saved_use_muon(source, group, index)
+        is_muon = _saved_use_muon(source, group, index)
         options = {**group.options, "weight_decay": group.options["wd"]}
         options = convert_options(options, is_muon, prefix="adamw_")
         saved_states.append(read_param(source, group, index, target, is_muon, "classical", options))
     return saved_states
 
 
-def saved_use_muon(source: SourceOptimizer, group: SavedGroup, index: int) -> bool:
+def _saved_use_muon(source: SourceOptimizer, group: SavedGroup, index: int) -> bool:
     """The ``use_muon`` that a source keeps in the state of a parameter.
 
     Raises:

@@ -1,6 +1,6 @@
 """Detects which optimizer wrote a state dict, checks it, and brings it to a common form.
 
-State dicts may be as torch.optim writes them, keyed by name, flattened, or one for each rank.
+State dicts may be as torch.optim writes them, keyed by name, or one for each rank.
 Nothing is unpickled, copied or changed.
 """
 
@@ -105,7 +105,7 @@ def read_sources(states: Any, kind: str) -> tuple[list[SourceOptimizer], list[bo
     divided = kind in ("nanochat", "keller_jordan")
     anew: list[bool] = []
     if isinstance(states, Mapping) and states and states.keys() <= {"muon", "adamw"}:
-        if kind not in ("torch_muon", "nanochat", "keller_jordan"):
+        if kind not in ("torch_muon", "keller_jordan"):
             raise ValueError(
                 f"kind={kind!r} has one state dict for Muon's parameters and AdamW's, found "
                 f"{sorted(states)}"
@@ -116,8 +116,6 @@ def read_sources(states: Any, kind: str) -> tuple[list[SourceOptimizer], list[bo
             if states.get(key) is not None
         ]
         anew = [key == "muon" for key, state_dict in states.items() if state_dict is None]
-    elif kind == "torch_muon" and isinstance(states, (list, tuple)):
-        sources = _read_torch(states)
     else:
         source = _source(states, "states", None, divided)
         if kind == "torch_muon" or (kind == "keller_jordan" and _has_only_muon(source)):
@@ -144,25 +142,9 @@ def _source(states: Any, where: str, use_muon: Optional[bool], divided: bool) ->
     return SourceOptimizer(use_muon, ranks)
 
 
-def _read_torch(states: Sequence[Any]) -> list[SourceOptimizer]:
-    """torch's Muon and AdamW, in any order: groups tell which is which."""
-    sources: list[SourceOptimizer] = []
-    for number, item in enumerate(states):
-        state_dict = read_state_dict(item, f"states[{number}]")
-        use_muon = not any("betas" in group.options for group in state_dict.groups)
-        if any(source.use_muon is use_muon for source in sources):
-            raise ValueError(
-                f"states has two state dicts of {'Muon' if use_muon else 'AdamW'}: give one of "
-                "torch.optim.Muon and one of torch.optim.AdamW"
-            )
-        sources.append(SourceOptimizer(use_muon, [state_dict]))
-    return sources
-
-
 def _has_only_muon(source: SourceOptimizer) -> bool:
     """Whether it is a Muon that trains nothing else, beside another optimizer."""
-    keys_beside_adamw = ("use_muon", "adamw_lr_ratio")
-    return not any(key in group.options for group in source.groups for key in keys_beside_adamw)
+    return not any("use_muon" in group.options for group in source.groups)
 
 
 def read_state_dict(state_dict: Any, where: str) -> SavedStateDict:
@@ -171,8 +153,6 @@ def read_state_dict(state_dict: Any, where: str) -> SavedStateDict:
     Raises:
         ValueError: it is neither.
     """
-    if isinstance(state_dict, Mapping) and state_dict and all(map(_is_flat, state_dict)):
-        state_dict = _unflatten(state_dict)
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         raise ValueError(
             f"{where} must be an optimizer's state dict, with 'state' and 'param_groups', found "
@@ -225,21 +205,6 @@ def _names_of(group: Mapping[str, Any]) -> Optional[list[str]]:
         if texts and len(texts) == len(ids):
             return texts
     return None
-
-
-def _is_flat(key: Any) -> bool:
-    return isinstance(key, str) and key.startswith(("state.", "param_groups."))
-
-
-def _unflatten(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """``state.NAME.KEY`` and ``param_groups.NAME.KEY``: each parameter gets a group of its own."""
-    nested: dict[str, dict[str, dict[str, Any]]] = {"state": {}, "param_groups": {}}
-    for flat_key, value in state_dict.items():
-        section, rest = flat_key.split(".", 1)
-        name, _, key = rest.rpartition(".")
-        nested[section].setdefault(name, {})[key] = value
-    groups = [{**options, "params": [name]} for name, options in nested["param_groups"].items()]
-    return {"state": nested["state"], "param_groups": groups}
 
 
 def _check_kind(source: SourceOptimizer, kind: str) -> None:
