@@ -181,7 +181,7 @@ class AdamWStep:
     def _fetches(self, tensor: Tensor, key: str) -> list[Fetch]:
         """The fetch that brings a tensor of state to its device; an empty list if it needs none."""
         is_residual = key == "weight_residual"
-        part = as_int16(self._offload.current(tensor)) if is_residual else None
+        part = as_int16(local(tensor)) if is_residual else None
         return self._offload.fetches(tensor, part)
 
     def _key(self, group: int) -> tuple[str, int]:
@@ -214,8 +214,8 @@ class AdamWStep:
             rows.rounded_by.append(rounded_by)
             rows.params.append(weights)
             rows.grads.append(grad.to(weights.dtype) if rounded_by is None else grad)
-            rows.exp_avgs.append(self._offload.current(state["exp_avg"]))
-            rows.exp_avg_sqs.append(self._offload.current(state["exp_avg_sq"]))
+            rows.exp_avgs.append(local(state["exp_avg"]))
+            rows.exp_avg_sqs.append(local(state["exp_avg_sq"]))
             rows.steps.append(state["step"] if self._counts else state["step"].clone())
             rows.clip.append(clip)
         return rows

@@ -6,15 +6,15 @@ import dataclasses
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Optional, TypeVar, Union, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from . import newton_schulz, pipeline, triton_kernels
 from .async_utils import Event
-from .cpu_offload import Backend, CPUOffload, Hooks
+from .cpu_offload import Backend, CPUOffload
 from .distributed import agreement
 from .distributed import utils as dtensors
 from .distributed.machine import Machine, memory_of
@@ -517,7 +517,7 @@ class Muon(torch.optim.Optimizer):
                 self._rounding.end()
             if not self._agreement.only_creates:
                 self._rounding.count_step(self.param_groups)
-            self._prepared = None if self._offload.has_state else step.prepared
+            self._prepared = step.prepared
             self._last = step.plan, step.prepared.schedule
             self._agreement.steps += 1
 
@@ -731,7 +731,7 @@ class Muon(torch.optim.Optimizer):
             group.validate()
         self._check_keys()
         params = ((p, group.use_muon) for group in groups for p in group.params)
-        streams = self.cpu_offload == "stream" and self._offload.can_offload(params)
+        streams = self.cpu_offload and self._offload.can_offload(params)
         if streams is not self._settings.streams:  # the plan depends on it
             self._settings = dataclasses.replace(self._settings, streams=streams)
         return survey_groups(groups, self._settings, self._survey)
@@ -771,8 +771,8 @@ class Muon(torch.optim.Optimizer):
         clipped = {id(projection.param) for la in layers for projection in la.projections}
         where = "with its parameters"
         params = [(param, group.use_muon) for group in groups for param in group.params]
-        if self.cpu_offload is not None:
-            where = f"in host memory, mode {self.cpu_offload!r}"
+        if self.cpu_offload:
+            where = "in host memory"
             if not self._offload.can_offload(params):
                 where = "with its parameters: CPU offload is on, but they are on the CPU"
         return summarize(groups, survey, plan, self._settings, where, clipped)
@@ -885,7 +885,7 @@ class Muon(torch.optim.Optimizer):
         groups = self._read_groups()
         self._create_state(groups)
         self._rounding.begin(groups, self.state)
-        self._offload.flush()
+        self._offload.synchronize()
         self._store.count_zeros_as_created(self.state)
         self._warn_about_divided_state(groups)
         held = {id(param) for group in groups for param in group.params}
@@ -1153,7 +1153,7 @@ class Muon(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         self._integrity.check()
         self._rounding.begin(self._read_groups(), self.state)
-        self._offload.flush()
+        self._offload.synchronize()
         kept = ("_settings", "_offload", "_clip", "_integrity", "_rounding")
         return {
             **super().__getstate__(),
@@ -1173,8 +1173,6 @@ class Muon(torch.optim.Optimizer):
         self._forget_plans()
         if is_unpickled:
             self._rounding.begin_copy(self.state)
-            if self.cpu_offload == "backward":
-                self._offload.hooks = Hooks(self, None)
             self._logits = LogitSource()
             self._audit = None
             self._registration = agreement.Registration(self._sets)
@@ -1186,37 +1184,28 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def turn_on_cpu_offload(
         self,
-        mode: str = "stream",
         *,
         slot_bytes: Optional[int] = None,
-        model: Optional[nn.Module] = None,
         backend: Optional[Backend] = None,
     ) -> None:
         """Keeps optimizer state in page-locked host memory between steps, from now on.
 
-        Results are the same to the bit. Call this on all ranks alike, at any time, and again to
-        change the arguments. Without a ``backend`` it does nothing for parameters on the CPU.
+        A step carries the state through the device piece by piece, while it computes. Results are
+        the same to the bit. Call this on all ranks alike, at any time, and again to change the
+        arguments. Without a ``backend`` it does nothing for parameters on the CPU.
 
         Args:
-            mode: how state comes to a step. ``"stream"`` carries it through the device piece by
-                piece while the step computes; ``"bulk"`` copies all of it to the device before the
-                step, and back after it; ``"backward"`` copies the state of a parameter when its
-                gradient is there, and copies it back after the step, while training goes on.
-            slot_bytes: device memory that ``"stream"`` takes, within the step only; None is 5 % of
+            slot_bytes: device memory that the state takes, within the step only; None is 5 % of
                 the device's state or 512 MiB, whichever is more.
-            model: for ``"backward"``: before its forward, unless that is compiled, each module with
-                parameters of this optimizer frees the device memory of state that is back on the
-                host.
-                Without a model the next backward frees it.
             backend: makes the copies in place of the devices' streams; it also offloads the state
                 of parameters on a CPU: with a `SimulatedHost` you can try offload without an
                 accelerator.
 
         Raises:
-            ValueError: an unknown mode; ``slot_bytes`` below 1; a model without parameters of this
-                optimizer; a ``backend`` of another type. Nothing was changed.
+            ValueError: ``slot_bytes`` below 1; a ``backend`` of another type. Nothing was changed.
         """
-        self._offload.turn_on(self, mode, slot_bytes, model, backend)
+        params = ((p, g["use_muon"]) for g in self.param_groups for p in g["params"])
+        self._offload.turn_on(self.state, params, slot_bytes, backend)
         self._forget_tensors()
 
     @_through_wrappers
@@ -1228,78 +1217,17 @@ class Muon(torch.optim.Optimizer):
         self._forget_tensors()
 
     @property
-    def cpu_offload(self) -> Optional[str]:
-        """The mode of CPU offload; None while it is off."""
-        return self._offload.mode if self._offload.is_on else None
+    def cpu_offload(self) -> bool:
+        """Whether CPU offload is on."""
+        return self._offload.is_on
 
     def synchronize_offload(self) -> None:
-        """Makes the host wait until all state is in host memory; no copy is left on a device.
+        """Makes the host wait until all state is in host memory.
 
-        Call it before you read or change tensors of ``optim.state``: they may be incomplete, or
-        older than their copies on the device. `state_dict` waits by itself, and leaves on the
-        device what was reloaded.
+        Call it before you read or change tensors of ``optim.state``: they may still be on their way
+        from the device. `state_dict` waits by itself.
         """
-        self._offload.evict()
-
-    @property
-    def manual_offload(self) -> bool:
-        """Whether what is reloaded stays until `offload` is called.
-
-        While this is set, neither ``step()`` nor the hooks of ``"backward"`` reload anything, or
-        write back what was reloaded. ``step()`` streams all other state to the device and back.
-        """
-        return self._offload.manual
-
-    @manual_offload.setter
-    def manual_offload(self, manual: bool) -> None:
-        self._offload.manual = bool(manual)
-
-    def set_param_tags(self, tags: Mapping[Union[Tensor, str], Hashable]) -> None:
-        """Tags parameters for `reload_group`; earlier tags are dropped.
-
-        Args:
-            tags: by parameter or by name; None means no tag.
-
-        Raises:
-            ValueError: something that is no parameter of this optimizer.
-        """
-        params: dict[Any, Tensor] = {id(p): p for g in self.param_groups for p in g["params"]}
-        for group in self._read_groups():
-            params.update(zip(group.names or (), group.params))
-        self._offload.tag(tags, params)
-
-    def reload_group(self, tag: Hashable, sync_streams: Sequence[Any] = ()) -> None:
-        """Starts to bring the state of the parameters with a tag to the device.
-
-        Args:
-            tag: from `set_param_tags`.
-            sync_streams: further streams; the copies wait for their work so far. Name the streams
-                on which memory was just freed, since the copies may be given that memory.
-
-        Raises:
-            ValueError: no parameter has that tag.
-        """
-        self._offload.reload(self.state, self._offload.tagged(tag), sync_streams)
-
-    def reload_untagged(self, sync_streams: Sequence[Any] = ()) -> None:
-        """Starts to bring the state of all parameters without a tag to the device."""
-        params = (param for group in self.param_groups for param in group["params"])
-        untagged = (param for param in params if param not in self._offload.tags)
-        self._offload.reload(self.state, untagged, sync_streams)
-
-    def wait_reload(self) -> None:
-        """Makes the current stream wait for all reloads; ``step()`` does so by itself."""
-        self._offload.wait_reload()
-
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def offload(self) -> None:
-        """Starts to write reloaded state back.
-
-        The device memory is freed by the next ``step()``, reload, `wait_reload` or `offload`, or by
-        a forward of ``model`` in the mode ``"backward"``, if the copies are done by then.
-        """
-        self._offload.offload()
+        self._offload.synchronize()
 
     def _forget_plans(self) -> None:
         self._survey = self._agreed = NO_SURVEY

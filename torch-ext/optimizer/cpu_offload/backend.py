@@ -9,22 +9,12 @@ event recorded on one queue and waited for on another orders the two. The host w
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch import Tensor
 
 COMPUTE, IN, OUT = "compute", "in", "out"
-
-
-def __getattr__(name: str) -> Any:
-    """`SimulatedHost` under its former name, which older programs have."""
-    if name == "Host":
-        from ..extras.simulated_host import SimulatedHost
-
-        return SimulatedHost
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 class Backend:
@@ -35,16 +25,6 @@ class Backend:
     def __init__(self, device: torch.device):
         self.device = device
         self._streams: dict[str, torch.Stream] = {}
-        self._step_stream: Optional[torch.Stream] = None
-
-    def set_step_stream(self) -> None:
-        """Makes the current stream the one that `step_stream` makes current again."""
-        self._step_stream = torch.accelerator.current_stream(self.device)
-
-    def step_stream(self) -> AbstractContextManager[Any]:
-        """A context in which the stream of the last step is current. A hook may run on another
-        stream, and memory that it allocated there would only be reused there."""
-        return nullcontext() if self._step_stream is None else self._step_stream
 
     def allocate(self, nbytes: int) -> Tensor:
         """Uninitialized bytes on the device, for work of the ``COMPUTE`` queue from now on."""
@@ -76,10 +56,6 @@ class Backend:
         with self._stream(on):
             for target, source in zip(targets, sources):
                 target.copy_(source, non_blocking=True)
-
-    def is_done(self, event: Any) -> bool:
-        """Whether everything before an event is done; doesn't wait."""
-        return event.query()
 
     def synchronize(self, event: Any) -> None:
         """Makes the host wait for an event."""

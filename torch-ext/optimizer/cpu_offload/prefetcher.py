@@ -24,8 +24,8 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from .backend import COMPUTE, IN, OUT
-from .device import OffloadDevice
+from .arena import Arena
+from .backend import COMPUTE, IN, OUT, Backend
 from .windows import Fetch, RowPiece, Window, fill_windows
 
 # Larger copies are no faster, and the step waits for the first of them.
@@ -132,16 +132,17 @@ class PrefetchRing:
     """The windows of a step on one device.
 
     Args:
-        device: on which the windows are used.
+        backend: of the device on which the windows are used.
+        arena: the host memory that they come from.
         slot_bytes: device memory for them; a window that is larger gets as much as it needs.
     """
 
-    def __init__(self, device: OffloadDevice, slot_bytes: int):
-        self.arena = device.arena
+    def __init__(self, backend: Backend, arena: Arena, slot_bytes: int):
+        self.arena = arena
         self.windows: list[Window] = []  # in the order in which they are used
         # Some windows arrive while others are used or copied back, each of which frees its room.
         self.max_window_bytes = min(slot_bytes // 8, MAX_WINDOW_BYTES)
-        self._backend = device.backend
+        self._backend = backend
         self._slot_bytes = slot_bytes
         self._ring: Any = None
         self._in_ring: deque[_RingWindow] = deque()

@@ -53,9 +53,6 @@ class SimulatedHost(Backend):
         self.allocated_bytes = 0  # on the "device", now
         self.peak_bytes = 0  # at most so far
 
-    def set_step_stream(self) -> None:
-        """There is one stream."""
-
     def allocate(self, nbytes: int) -> Tensor:
         self.allocated_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
@@ -86,9 +83,6 @@ class SimulatedHost(Backend):
             if self._delay:
                 actions.put(partial(time.sleep, self._random[on].uniform(0.0, self._delay)))
             actions.put(partial(target.copy_, source))
-
-    def is_done(self, event: threading.Event) -> bool:
-        return event.is_set()
 
     def synchronize(self, event: threading.Event) -> None:
         event.wait()

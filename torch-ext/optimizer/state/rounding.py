@@ -71,9 +71,9 @@ class Rounding:
                     if self._versions.get(param, _versions(param)) != _versions(param):
                         outdated.append(residual)
         if outdated:
-            self._offload.evict()  # a copy on its way to the device or back would undo the zeros
+            self._offload.synchronize()  # a copy on its way back would undo the zeros
             for residual in outdated:
-                self._offload.current(residual).zero_()
+                dtensors.local(residual).zero_()
 
     def begin_step(self, groups: Sequence[Group], state: OptimizerState) -> None:
         """As `begin`; from now on until `end`, weights change by the step alone."""
@@ -83,7 +83,7 @@ class Rounding:
     def of(self, param: Tensor, group: Group) -> RoundedBy:
         """What this rank's part of a parameter is rounded by in this step."""
         if group.weight_rounding == "exact":
-            return as_int16(self._offload.current(self.residuals[param]))
+            return as_int16(dtensors.local(self.residuals[param]))
         key = noise_key(group.rounding_seed, group.rounding_step, self._names[param])
         sharding, shape = dtensors.sharding_of(param), tuple(param.shape)
         region = regions.whole(shape)
@@ -140,8 +140,8 @@ class Rounding:
     def exact(self, param: Tensor) -> Tensor:
         """A parameter in fp32 with its residual, a new tensor."""
         weights, residual = dtensors.local(param), self.residuals[param]
-        self._offload.wait_reload()
-        kept = self._offload.current(residual).to(weights.device)
+        self._offload.synchronize()
+        kept = dtensors.local(residual).to(weights.device)
         if dtensors.is_dtensor(residual) and not dtensors.is_dtensor(param):  # divided by replicas
             kept = dtensors.with_local(residual, kept).full_tensor()  # type: ignore[attr-defined]
         (exact,) = widen([weights], [as_int16(kept)])
@@ -162,8 +162,8 @@ class Rounding:
             assert sharding is not None
             region = sharding.region(param.shape, dtensors.this_rank())
             rounded_off = rounded_off[regions.slices(region)]
-        self._offload.evict()  # a copy on its way would undo what is written, as in `begin`
-        as_int16(self._offload.current(residual)).copy_(rounded_off)
+        self._offload.synchronize()  # a copy on its way would undo what is written, as in `begin`
+        as_int16(dtensors.local(residual)).copy_(rounded_off)
         torch.autograd.graph.increment_version(param)
         self._versions[param] = _versions(param)
 

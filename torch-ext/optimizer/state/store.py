@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .. import adamw
-from ..cpu_offload import CPUOffload, Destination
+from ..cpu_offload import CPUOffload
 from ..distributed import utils as dtensors
 from ..distributed.plan import Entry
 from ..parameters.options import Group, Settings
@@ -107,7 +107,7 @@ class StateStore:
 
         State dicts may hold it; loaded again, they have to reset the state, as torch.optim's do.
         """
-        on_host: list[tuple[dict[str, Tensor], str, Tensor, Destination]] = []
+        on_host: list[tuple[dict[str, Tensor], str, Tensor, torch.device]] = []
         for group in groups if self._created else ():
             for param in group.params:
                 param_state = state.get(param, {})
@@ -121,9 +121,7 @@ class StateStore:
                     else:
                         copied = dtensors.local(value).clone()
                         param_state[key] = dtensors.with_local(value, copied)
-        if on_host:
-            self._offload.evict()
-            self._offload.move_to_host(on_host)
+        self._offload.move_to_host(on_host)
 
     @torch.inference_mode(False)  # state made under it could not be changed outside of it
     @torch.no_grad()
@@ -140,7 +138,7 @@ class StateStore:
         other algorithm is dropped if ``use_muon`` of the group was changed: no step
         goes on from it, and `load_state_dict` refuses it.
         """
-        on_host: list[tuple[dict[str, Tensor], str, Tensor, Destination]] = []
+        on_host: list[tuple[dict[str, Tensor], str, Tensor, torch.device]] = []
         for group, group_entries in zip(groups, entries):
             for param, entry in zip(group.params, group_entries):
                 keys = keys_of(group, param.dtype)
@@ -187,7 +185,7 @@ class StateStore:
         """Converts a tensor of state after the dtype that it should have was changed."""
         value = param_state.get(key)
         if dtype is not None and value is not None and value.dtype != dtype:
-            self._offload.flush()
+            self._offload.synchronize()
             param_state[key] = converted(value, dtype, dtensors.local(value).device)
 
     def drop_unused(self, state: MutableOptimizerState, params: Iterable[Tensor]) -> None:
@@ -199,7 +197,7 @@ class StateStore:
         current = {id(param) for param in params}
         departed = [key for key in state if isinstance(key, Tensor) and id(key) not in current]
         if departed:
-            self._offload.flush()
+            self._offload.synchronize()
         for param in departed:
             is_ours = state[param].keys() <= {*KEYS, "step"}
             tensors = state[param].values()

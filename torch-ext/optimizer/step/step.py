@@ -78,7 +78,9 @@ class Prepared:
             else dtensors.local(param)
             for param in params
         ]
-        self.momenta = [offload.current(param_state["momentum_buffer"]) for param_state in state]
+        self.momenta = [dtensors.local(param_state["momentum_buffer"]) for param_state in state]
+        # Numbers of entries whose weights are in host memory, but are updated on a device.
+        self.on_host = {n for n, param in enumerate(params) if offload.is_on_host(param)}
         self._addresses = _addresses(self.weights) + _addresses(self.momenta)
 
         def process_group_of(lane: Lane, ranks: Sequence[int]) -> Any:
@@ -183,7 +185,7 @@ class Step:
         plan, groups, state, settings, offload, rounding, clipping: what the step works on.
         absent: numbers of the plan's entries that take no part, for lack of a gradient. Lanes with
             traffic have none of them; in local lanes the step passes over them.
-        prepared: of the last step, unless there was state in host memory.
+        prepared: of the last step.
         audit: records what the step does; None without an audit.
         only_creates: whether the step only creates state, and does not count as one of AdamW.
 
@@ -231,38 +233,31 @@ class Step:
             plan, self._params, groups, absent, settings.divided, self.scratch
         )
         self._last_prepared = prepared if prepared is not None and prepared.plan is plan else None
-        # Numbers of entries whose weights are in host memory, but are updated on a device. There
-        # are none if the last step has left `prepared`, which it does only without offloaded state.
-        self._on_host: set[int] = set()
-        if self._last_prepared is None:
-            self._on_host = {n for n, param in enumerate(self._params) if offload.is_on_host(param)}
 
     def __enter__(self) -> Step:
+        state, prepared = [self._state[param] for param in self._params], self._last_prepared
+        if prepared is None or not prepared.holds(self._params, state):
+            prepared = Prepared(self.plan, self._params, state, self.settings, self._offload)
+        self.prepared = prepared
         adamw_ids: list[int] = []  # of the parameters that take part
         if self._offload.has_state:
             groups = (group for group in self.groups if not group.use_muon)
             adamw_ids = [id(p) for group in groups for p in group.params if group.takes_part(p)]
-        try:
-            participants = (self._absent, adamw_ids)
-            once = bool(self._on_host)
-            self.prefetcher = self._offload.begin_step(self.plan, participants, once=once)
-            self._prepare()
-            if self.audit is not None:
-                self.audit.begin(self, self._absent)
-        except BaseException:
-            self.__exit__()
-            raise
+        participants, once = (self._absent, adamw_ids), bool(prepared.on_host)
+        self.prefetcher = self._offload.begin_step(self.plan, participants, once=once)
+        self._order()
+        if self.audit is not None:
+            self.audit.begin(self, self._absent)
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Writes offloaded state back, also where an error has ended the step."""
-        self._offload.end_step({self.plan.entries[number].device for number in self._on_host})
+        """Makes the host wait for weights in host memory, also where an error ended the step."""
+        on_host = self.prepared.on_host
+        self._offload.end_step({self.plan.entries[number].device for number in on_host})
 
-    def _prepare(self) -> None:
-        state, prepared = [self._state[param] for param in self._params], self._last_prepared
-        if prepared is None or not prepared.holds(self._params, state):
-            prepared = Prepared(self.plan, self._params, state, self.settings, self._offload)
-        self.prepared, divided, averaging = prepared, self.settings.divided, None
+    def _order(self) -> None:
+        """Orders the events, and enqueues what has to be prefetched for them."""
+        divided, averaging = self.settings.divided, None
         self.adamw = adamw.AdamWStep(
             *(self.groups, self._state, divided, self._offload, self._rounding, self.clipping),
             self.prefetcher,
@@ -280,9 +275,9 @@ class Step:
             prefetch_bytes=None if self.prefetcher.is_idle else self._momentum_bytes(),
             averaging=averaging,
         )
-        prepared.order(inputs)
+        self.prepared.order(inputs)
         if not self.prefetcher.is_enqueued:
-            for event in prepared.schedule:
+            for event in self.prepared.schedule:
                 self._enqueue(event)
 
     def end(self) -> None:
@@ -396,7 +391,7 @@ class Step:
         row_dim, counting = entry.matrices.row_dim, slice(entry.matrices.row_dim, block.row_axis)
         held = entry.region(self.plan.rank)[:row_dim]
         experts = regions.slices(regions.relative(unit.box[:row_dim], held))
-        V = self._offload.current(self.prepared.state[unit.entry]["second_momentum_buffer"])
+        V = dtensors.local(self.prepared.state[unit.entry]["second_momentum_buffer"])
         V = V[(*experts, slice(*entry.matrices.moments_interval(block)))]
         V = V.unflatten(-1, (*block.shape[counting], -1))
         return V[(..., *regions.slices(unit.box[counting]), slice(None))]
@@ -442,7 +437,7 @@ class Step:
         for unit, local_part, tensor in zip(parts.units, parts.local_parts, parts.tensors):
             buffer = self.prepared.state[unit.entry]["momentum_buffer"]
             fetches = self._offload.fetches(buffer, tensor)
-            if unit.entry in self._on_host:
+            if unit.entry in self.prepared.on_host:
                 grad = local_part.of(self.gradients.of(unit.entry))
                 fetches.append(Fetch(grad, self.plan.entries[unit.entry].device, False))
             rows.append(fetches)
@@ -459,9 +454,9 @@ class Step:
             fetches, entry = list[Fetch](), self.plan.entries[unit.entry]
             residual = self._state[self._params[unit.entry]].get("weight_residual")
             if residual is not None and self.groups[entry.group].weight_rounding == "exact":
-                part = local_part.of(as_int16(self._offload.current(residual)))
+                part = local_part.of(as_int16(dtensors.local(residual)))
                 fetches += self._offload.fetches(residual, part)
-            if unit.entry in self._on_host:
+            if unit.entry in self.prepared.on_host:
                 fetches.append(Fetch(tensor, entry.device, True))
             rows.append(fetches)
         return rows
