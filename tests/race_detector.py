@@ -7,7 +7,7 @@ joins it to the waiting queue's. Two accesses to the same bytes, at least one of
 unless the clock of the later one's queue has come to the earlier one.
 
 The host's giving work to queues orders nothing between queues. But what the host knows to be done
-(by `synchronize`, or by `is_done`) is done before all that it gives to any queue afterwards.
+(by `synchronize`) is done before all that it gives to any queue afterwards.
 """
 
 from __future__ import annotations
@@ -98,7 +98,6 @@ class Recorder(optimizer.SimulatedHost):
         self._clocks: dict[str, Clock] = {
             queue: defaultdict(int, {queue: 1}) for queue in (COMPUTE, IN, OUT, HOST)
         }
-        self._complete: Clock = {}
         self._starts: list[int] = []  # of the cells, in order
         self._cells: dict[int, Cell] = {}  # by start
         self._allocated: list[tuple[int, Tensor]] = []  # all ever, and their addresses
@@ -142,23 +141,14 @@ class Recorder(optimizer.SimulatedHost):
             with self._quietly():
                 target.copy_(source)
 
-    def is_done(self, event: Mark) -> bool:
-        """Only once the host knows, or after `complete_all`: programs that poll wait in vain."""
-        known = (self._clocks[HOST], self._complete)
-        if not any(clock.get(event.queue, 0) >= event.time for clock in known):
-            return False
-        _join(self._clocks[HOST], event.clock)
-        return True
-
     def synchronize(self, event: Mark) -> None:
         _join(self._clocks[HOST], event.clock)
 
     # -- for tests
 
-    def complete_all(self) -> None:
-        """The queues have come to their ends; the host learns it when it asks `is_done`."""
-        for queue in (COMPUTE, IN, OUT):
-            _join(self._complete, self.record(queue).clock)
+    def is_done(self, event: Mark) -> bool:
+        """Whether the host knows that all before an event is done."""
+        return self._clocks[HOST].get(event.queue, 0) >= event.time
 
     def touched(self, tensor: Tensor, write: bool, by: str = COMPUTE, label: str = "") -> None:
         """Tells of an access.

@@ -72,7 +72,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "AdamW alone": {},
     "gradients still scaled": {},
     "streamed": {"beta2": 0.9, **CLIP},
-    "bulk": {"beta2": 0.9},
 }
 
 
@@ -96,9 +95,8 @@ class Training:
         options = {"lr": 0.05, "ns_dtype": torch.float32, "expert_keys": ["experts"]}
         self.optim = Muon(groups, **options, **KINDS[self.kind])
         self.params = params_of(self.optim)
-        if self.kind in ("streamed", "bulk"):
-            mode = "stream" if self.kind == "streamed" else "bulk"
-            self.optim.turn_on_cpu_offload(mode, slot_bytes=16384, backend=Host())
+        if self.kind == "streamed":
+            self.optim.turn_on_cpu_offload(slot_bytes=16384, backend=Host())
 
     def give_gradients(self, step: int) -> None:
         set_gradients(self.params, step + 1)
@@ -272,9 +270,8 @@ def test_what_needs_no_state_works_on_a_broken_optimizer_and_repairs_nothing():
     assert optim.qk_clip_stats()["steps"] == 2
     assert "layers.0.w1.weight" in str(optim.summary())
     optim.add_param_group({"params": [nn.Parameter(torch.ones(3))], "use_muon": False})
-    for mode in ("stream", "bulk"):
-        optim.turn_on_cpu_offload(mode, backend=Host())
-        assert_marked(training)
+    optim.turn_on_cpu_offload(backend=Host())
+    assert_marked(training)
     optim.turn_off_cpu_offload()
     assert_marked(training)
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import copy
-import gc
 import importlib
 import io
 import itertools
 import pickle
 import random
-import threading
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,7 +26,6 @@ from comparisons import adamw_without_fused_kernel, assert_equal, assert_same_tr
 from kernel import optimizer
 from layouts import case
 from offloaded import (
-    MODES,
     REST,
     TINY,
     TRAININGS,
@@ -47,14 +43,11 @@ from race_detector import COMPUTE, IN, OUT, Recorder
 MIDDLE, LARGE = 60_000, 1 << 24
 EXPLICIT = [(1.5, -0.5, 0.0)]  # one iteration: few figures where only bytes matter
 
-# How offload is on: the mode, and what streams may take.
 WAYS = {
     "tiny slots": {"slot_bytes": TINY},
     "middle slots": {"slot_bytes": MIDDLE},
     "large slots": {"slot_bytes": LARGE},
     "default slots": {},
-    "bulk": {"mode": "bulk"},
-    "backward": {"mode": "backward"},
 }
 
 
@@ -119,62 +112,19 @@ def test_pieces_of_a_large_tensor_count_one_step_of_adamw():
 
 def test_a_group_that_is_added_is_offloaded_too():
     pair = Pair()
-    backend = pair.turn_on(mode="backward")
+    pair.turn_on(slot_bytes=TINY)
     pair.step()
     for optim in (pair.ours, pair.twin):
         optim.add_param_group(muon_group_of(((20, 20),), "more"))
     pair.step_and_compare(2)
-    assert backend.allocated_bytes <= sum(t.nbytes for t in tensors_of(pair.ours)) * 2
+    assert host_bytes(pair.ours) >= sum(t.nbytes for t in tensors_of(pair.ours))
 
 
-def train(model: nn.Module, optim: Any, step: int, backwards: int = 1) -> None:
-    generator = torch.Generator().manual_seed(step)
-    for _ in range(backwards):
-        tokens = torch.randint(0, 30, (8,), generator=generator)
-        nn.functional.cross_entropy(model(tokens), tokens).backward()
+def train(model: nn.Module, optim: Any, step: int) -> None:
+    tokens = torch.randint(0, 30, (8,), generator=torch.Generator().manual_seed(step))
+    nn.functional.cross_entropy(model(tokens), tokens).backward()
     optim.step()
     optim.zero_grad()
-
-
-@pytest.mark.parametrize("watched", [True, False], ids=["with the model", "without"])
-def test_state_comes_under_the_backward_and_leaves_under_the_next_forward(watched):
-    (model, optim), (other, twin) = models(beta2=0.9)
-    backend = host()
-    optim.turn_on_cpu_offload("backward", model=model if watched else None, backend=backend)
-    seen: list[int] = []
-    optim.register_step_pre_hook(lambda *_: seen.append(backend.allocated_bytes))
-    for step in range(4):
-        train(model, optim, step, backwards=1 + step % 2)
-        train(other, twin, step, backwards=1 + step % 2)
-    assert_same_training(model, optim, other, twin)
-    state = sum(t.nbytes for t in tensors_of(optim))
-    assert seen[0] == 0  # there is none yet
-    assert all(state <= nbytes <= 2 * state for nbytes in seen[1:])  # all came by itself
-    optim.state_dict()  # waits for all that is on its way
-    model(torch.arange(3))
-    assert backend.allocated_bytes == 0
-    optim.turn_off_cpu_offload()
-    train(model, optim, 9)
-    train(other, twin, 9)
-    assert_equal(list(model.parameters()), list(other.parameters()))
-    assert backend.allocated_bytes == 0
-
-
-def test_hooks_do_not_keep_the_optimizer_alive_and_go_with_the_mode():
-    (model, optim), _ = models()
-    backend = Host()
-    optim.turn_on_cpu_offload("backward", model=model, backend=backend)
-    train(model, optim, 0)
-    optim.turn_on_cpu_offload("stream", backend=backend)
-    train(model, optim, 1)
-    model(torch.arange(3)).sum().backward()
-    assert backend.allocated_bytes == 0
-    optim.turn_on_cpu_offload("backward", model=model, backend=backend)
-    alive = weakref.ref(optim)
-    del optim
-    gc.collect()
-    assert alive() is None
-    model(torch.arange(3)).sum().backward()  # its hooks do nothing
 
 
 # -- memory ----------------------------------------------------------------------------------------
@@ -305,37 +255,6 @@ def not_used_yet(pair: Pair) -> Any:
     return pair.turn_on()
 
 
-@situation
-def on_its_way_to_the_device(pair: Pair) -> Any:
-    backend = streamed(pair)
-    pair.ours.reload_untagged()
-    return backend
-
-
-@situation
-def resident_and_newer_than_on_the_host(pair: Pair) -> Any:
-    backend = streamed(pair)
-    pair.ours.manual_offload = True
-    pair.ours.reload_untagged()
-    pair.step(2)
-    return backend
-
-
-@situation
-def on_its_way_back(pair: Pair) -> Any:
-    backend = resident_and_newer_than_on_the_host(pair)
-    pair.ours.offload()
-    return backend
-
-
-@situation
-def under_the_backward(pair: Pair) -> Any:
-    backend = pair.turn_on(mode="backward")
-    pair.step()
-    pair.give_gradients()
-    return backend
-
-
 in_situations = pytest.mark.parametrize("arrange", SITUATIONS.values(), ids=SITUATIONS)
 TRAINED = ("second moments, cautious", "dtypes")
 
@@ -355,7 +274,6 @@ def test_a_state_dict_is_the_one_without_offload(arrange, training):
     [
         *((name, "streamed") for name in SITUATIONS),
         *(("off", name) for name in SITUATIONS),
-        ("resident and newer than on the host", "resident and newer than on the host"),
     ],
 )
 def test_a_state_dict_loads_whichever_of_both_are_offloaded(first, second):
@@ -442,96 +360,7 @@ def test_torchs_functions_for_distributed_checkpoints_see_no_difference(kind):
         assert_same_training(model, optim, other, twin)
 
 
-# -- by hand ---------------------------------------------------------------------------------------
-
-
-def tagged(training: str = "second moments, cautious", **how: Any) -> tuple[Pair, Any]:
-    """Tags by name and by parameter; the third matrix and AdamW's parameters have none."""
-    pair = Pair(training)
-    pair.ours.set_param_tags(
-        {"layers.0.weight": "first", pair.params[1][0]: 1, "layers.3.weight": None}
-    )
-    backend = pair.turn_on(**{"slot_bytes": TINY, **how})
-    pair.ours.manual_offload = True
-    return pair, backend
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_groups_reloaded_by_hand_stay_until_they_are_offloaded(mode):
-    pair, backend = tagged(mode=mode)
-    pair.step_and_compare()
-    assert backend.allocated_bytes == 0  # hooks bring nothing
-    bytes_of = [
-        sum(t.nbytes for k, t in pair.ours.state[p].items() if k != "step") for p, _ in pair.params
-    ]
-    for reload, expected in (
-        (lambda: pair.ours.reload_group("first"), bytes_of[0]),
-        (lambda: pair.ours.reload_group("first"), bytes_of[0]),  # again: nothing
-        (lambda: pair.ours.reload_group(1), sum(bytes_of[:2])),
-        (pair.ours.wait_reload, sum(bytes_of[:2])),
-        (pair.ours.reload_untagged, sum(bytes_of)),
-        (pair.ours.wait_reload, sum(bytes_of)),
-    ):
-        reload()
-        assert expected <= backend.allocated_bytes <= expected + 1000 * len(bytes_of)
-        pair.step_and_compare()
-    pair.ours.offload()
-    pair.ours.offload()
-    pair.compare()  # waits
-    assert backend.allocated_bytes == 0
-    pair.step_and_compare()
-    pair.ours.manual_offload = False
-    pair.step_and_compare(2)
-
-
-def test_reloads_wait_for_the_streams_that_are_named():
-    class Stream:
-        event = threading.Event()
-
-        def record_event(self) -> threading.Event:
-            return self.event
-
-    pair, backend = tagged()
-    pair.step()
-    pair.ours.reload_group("first", sync_streams=[Stream()])
-    come = backend.record(IN)
-    time.sleep(0.01)
-    assert not backend.is_done(come)
-    Stream.event.set()
-    pair.ours.wait_reload()
-    assert backend.is_done(come)
-    pair.step_and_compare()
-
-
-def test_a_step_without_manual_offload_sends_back_what_was_reloaded():
-    pair, backend = tagged()
-    pair.ours.manual_offload = False
-    pair.step()
-    pair.ours.reload_group(1)
-    assert backend.allocated_bytes > 0
-    pair.step_and_compare()
-    assert backend.allocated_bytes == 0
-
-
-def test_reloading_before_there_is_state_while_off_and_without_a_device_does_nothing():
-    for how in ("before the state", "off", "without a device"):
-        pair = Pair()
-        pair.ours.set_param_tags({"layers.0.weight": "first"})
-        if how != "before the state":
-            pair.step()
-        before = tensors_of(pair.ours)
-        backend = pair.turn_on() if how == "before the state" else None
-        if how == "without a device":
-            pair.ours.turn_on_cpu_offload()
-        pair.ours.manual_offload = True
-        for _ in range(2):
-            pair.ours.reload_group("first")
-            pair.ours.reload_untagged()
-            pair.ours.wait_reload()
-            pair.ours.offload()
-        assert backend is None or backend.peak_bytes == 0
-        assert all(one is other for one, other in zip(tensors_of(pair.ours), before))
-        pair.step_and_compare()
+# -- on and off -----------------------------------------------------------------------------------
 
 
 def test_turning_on_and_off_again_changes_nothing():
@@ -555,20 +384,9 @@ def test_turning_on_and_off_again_changes_nothing():
 def test_wrong_input_is_refused_and_changes_nothing():
     pair = Pair()
     optim = pair.ours
-    with pytest.raises(ValueError, match="mode must be one of"):
-        optim.turn_on_cpu_offload("fast", backend=Host())
     for slot_bytes in (0, -1, 1.5, "1 MiB"):
         with pytest.raises(ValueError, match="slot_bytes must be None or an int ≥ 1"):
             optim.turn_on_cpu_offload(slot_bytes=slot_bytes, backend=Host())
-    optim.set_param_tags({"layers.0.weight": "first"})
-    for wrong, found in (("layers.99.weight", "layers.99"), (torch.ones(2, 3), r"shape \(2, 3\)")):
-        with pytest.raises(ValueError, match=found):
-            optim.set_param_tags({"layers.1.weight": "second", wrong: "first"})
-    for on in (False, True):
-        if on:
-            pair.turn_on()
-        with pytest.raises(ValueError, match="the tag 'second'; there are 'first'"):
-            optim.reload_group("second")
     pair.step_and_compare()
 
 
@@ -582,12 +400,11 @@ def test_capturable_steps_with_offload_are_refused_before_anything_is_changed():
         assert_equal(p, q)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_without_an_accelerator_it_costs_nothing(mode):
+def test_without_an_accelerator_it_costs_nothing():
     pair = Pair("second moments, cautious")
     pair.step()
     before = tensors_of(pair.ours)
-    pair.ours.turn_on_cpu_offload(mode, slot_bytes=1)
+    pair.ours.turn_on_cpu_offload(slot_bytes=1)
     pair.step_and_compare()
     assert host_bytes(pair.ours) == 0
     pair.ours.turn_off_cpu_offload()
@@ -601,48 +418,15 @@ def test_without_an_accelerator_it_costs_nothing(mode):
 NARROW = 8192  # less than the state of what follows
 
 
-def stream_what_is_on_its_way_back(pair: Pair) -> None:
-    """Reloaded, and offloaded without waiting, before a step needs it."""
-    pair.step()
-    pair.ours.reload_untagged()
-    pair.ours.manual_offload = True
-    pair.step()
-    pair.ours.offload()
-    pair.step()
-
-
-def reload_by_hand(pair: Pair) -> None:
-    pair.ours.set_param_tags({"layers.0.weight": "first"})
-    pair.ours.manual_offload = True
-    for _ in range(2):
-        pair.step()
-        pair.ours.reload_group("first")
-        pair.step()
-        pair.ours.reload_untagged()
-        pair.step()
-        pair.ours.offload()
-        pair.ours.reload_group("first")
-
-
-def reload_in_vain(pair: Pair) -> None:
+def load(pair: Pair) -> None:
     pair.step()
     for _ in range(2):
-        pair.ours.reload_untagged()
-        pair.ours.offload()
-
-
-def load_what_is_reloaded(pair: Pair) -> None:
-    pair.step()
-    for _ in range(2):
-        state_dict = copy.deepcopy(pair.ours.state_dict())
-        pair.ours.reload_untagged()
-        pair.ours.load_state_dict(state_dict)
+        pair.ours.load_state_dict(copy.deepcopy(pair.ours.state_dict()))
         pair.step()
 
 
-def turn_off_what_is_reloaded(pair: Pair) -> None:
+def turn_off_and_on(pair: Pair) -> None:
     pair.step()
-    pair.ours.reload_untagged()
     backend = pair.ours._offload._backend
     pair.ours.turn_off_cpu_offload()
     pair.step()
@@ -652,34 +436,25 @@ def turn_off_what_is_reloaded(pair: Pair) -> None:
 
 def change_dtype(pair: Pair) -> None:
     pair.step()
-    pair.ours.reload_untagged()
     for dtype in (torch.bfloat16, torch.float32):
         for optim in (pair.ours, pair.twin):
             optim.param_groups[0]["momentum_dtype"] = dtype
         pair.step()
 
 
-def save_what_is_reloaded(pair: Pair) -> None:
-    pair.ours.manual_offload = True
+def save(pair: Pair) -> None:
     for _ in range(3):
         pair.step()
-        pair.ours.reload_untagged()
         pair.compare()
 
 
 SCENARIOS: dict[str, tuple[dict[str, Any], Callable[[Pair], None]]] = {
     "stream": ({"slot_bytes": NARROW}, lambda pair: pair.step(2)),
     "stream through large slots": ({}, lambda pair: pair.step(2)),
-    "stream what is on its way back": ({"slot_bytes": NARROW}, stream_what_is_on_its_way_back),
-    "bulk": ({"mode": "bulk"}, lambda pair: pair.step(3)),
-    "bulk behind offload": ({"mode": "bulk"}, stream_what_is_on_its_way_back),
-    "backward": ({"mode": "backward"}, lambda pair: pair.step(3)),
-    "by hand": ({"slot_bytes": NARROW}, reload_by_hand),
-    "in vain": ({}, reload_in_vain),
-    "load": ({}, load_what_is_reloaded),
-    "turn off": ({"mode": "bulk"}, turn_off_what_is_reloaded),
+    "load": ({}, load),
+    "turn off": ({}, turn_off_and_on),
     "change dtype": ({"slot_bytes": NARROW}, change_dtype),
-    "save": ({"mode": "backward"}, save_what_is_reloaded),
+    "save": ({"slot_bytes": NARROW}, save),
 }
 
 
@@ -698,15 +473,6 @@ def test_nothing_races(scenario):
     assert recorded(scenario).races == []
 
 
-# Where a wait does nothing that others don't do: behind the first of several that follow each
-# other without arithmetic between.
-OFTEN_TWICE = (
-    "OffloadDevice._write_back",
-    "OffloadDevice._wait_write_back",
-    "OffloadDevice.wait_reload",
-)
-
-
 def sites_that_race_without(scenario: str) -> set[str]:
     sites = sorted(set(recorded(scenario).waits))
     return {
@@ -717,24 +483,15 @@ def sites_that_race_without(scenario: str) -> set[str]:
 
 
 def test_no_wait_can_be_left_out():
-    missed: set[str] = set()
-    for scenario in ("stream", "bulk", "backward", "stream what is on its way back"):
-        missed |= sites_that_race_without(scenario)
-    methods = {
-        *("OffloadDevice.reload", "OffloadDevice.wait_reload", "OffloadDevice.offload"),
-        *("OffloadDevice._write_back", "OffloadDevice._wait_write_back"),
-        *("PrefetchRing.open", "PrefetchRing.acquire", "PrefetchRing.release"),
-        *("PrefetchRing._make_room", "PrefetchRing.close"),
-    }
-    assert missed == methods
+    methods = ("open", "acquire", "release", "_make_room", "close")
+    assert sites_that_race_without("stream") == {f"PrefetchRing.{name}" for name in methods}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_no_single_call_of_wait_can_be_left_out(scenario):
     waits = recorded(scenario).waits
-    calls = [place for place, site in enumerate(waits) if site not in OFTEN_TWICE]
-    some = random.Random(scenario).sample(calls, min(len(calls), 8))
+    some = random.Random(scenario).sample(range(len(waits)), min(len(waits), 8))
     assert not [waits[place] for place in some if not recorded(scenario, [place]).races]
 
 
@@ -758,13 +515,12 @@ class Failing(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("how", [{"slot_bytes": NARROW}, {"mode": "bulk"}, {"mode": "backward"}])
-def test_a_step_that_fails_anywhere_leaves_no_race_and_loading_repairs_it(how):
+def test_a_step_that_fails_anywhere_leaves_no_race_and_loading_repairs_it():
     failed = 0
     for number in itertools.count(1, 17):
         pair, recorder = Pair("small"), Recorder()
         with recorder.watching():
-            pair.turn_on(backend=recorder, **how)
+            pair.turn_on(backend=recorder, slot_bytes=NARROW)
             pair.step()
             checkpoint = copy.deepcopy(pair.ours.state_dict())
             pair.give_gradients()
@@ -780,7 +536,6 @@ def test_a_step_that_fails_anywhere_leaves_no_race_and_loading_repairs_it(how):
         saved(pair.ours.state_dict())
         assert recorder.races == []
         assert all(t.isfinite().all() for t in tensors_of(pair.ours))
-        recorder.complete_all()
         pair.ours.turn_off_cpu_offload()
         assert recorder.allocated_bytes == 0, number
     assert failed > 5
@@ -830,8 +585,6 @@ def test_memory_of_the_host_goes_when_all_that_reads_it_is_done(call):
     pair.turn_on(backend=recorder)
     pair.step()
     arguments = [copy.deepcopy(pair.ours.state_dict())] if call == "load_state_dict" else []
-    pair.ours.reload_untagged()
-    pair.ours.wait_reload()  # the device waits, the host doesn't
     read = recorder.record(IN)
     assert not recorder.is_done(read)
     getattr(pair.ours, call)(*arguments)

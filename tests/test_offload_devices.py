@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import importlib
+import itertools
 import pickle
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -37,7 +38,6 @@ pytestmark = pytest.mark.skipif(
 
 CPU = torch.device("cpu")
 SLOT_BYTES = 32768
-MODES = ["stream", "bulk", "backward", "manual"]
 MOMENTS = ["momentum_buffer", "second_momentum_buffer", "exp_avg", "exp_avg_sq"]
 
 MATRICES = {"w1": (96, 64), "w2": (64, 128), "experts": (4, 32, 48), "odd": (33, 20)}
@@ -89,30 +89,12 @@ class Training:
         for name, param in self.params.items():
             param.grad = self.make(seeded(name, self.steps))
 
-    def backward(self) -> None:
-        """Gradients come, and with them what hooks do."""
+    def step(self) -> None:
         self.set_gradients()
-        for param in reversed(self.params.values()):
-            for hook in (param._post_accumulate_grad_hooks or {}).values():
-                hook(param)
+        self.optimizer.step()
 
-    def step(self, mode: str = "stream") -> None:
-        if mode == "manual":
-            self.set_gradients()
-            self.optimizer.reload_group("first")
-            self.optimizer.reload_untagged()
-            self.optimizer.step()
-            self.optimizer.offload()
-        else:
-            self.backward()
-            self.optimizer.step()
-
-    def turn_on(self, mode: str = "stream") -> None:
-        kind = "stream" if mode == "manual" else mode
-        self.optimizer.turn_on_cpu_offload(kind, slot_bytes=SLOT_BYTES)
-        if mode == "manual":
-            self.optimizer.manual_offload = True
-            self.optimizer.set_param_tags({"w1": "first"})
+    def turn_on(self) -> None:
+        self.optimizer.turn_on_cpu_offload(slot_bytes=SLOT_BYTES)
 
     def drop_gradients(self) -> None:
         for param in self.params.values():
@@ -223,18 +205,16 @@ def test_memory_of_the_state_is_locked_while_it_lives(device):
 # -- steps ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_step_is_the_same_and_leaves_nothing_on_the_device(mode, device):
+def test_a_step_is_the_same_and_leaves_nothing_on_the_device(device):
     expected, training = Training(), Training()
-    training.turn_on(mode)
+    training.turn_on()
     for _ in range(3):
         expected.step()
-        training.step(mode)
+        training.step()
     check_equal(training, expected)
     assert devices_of(training) == {CPU}
     del expected
     training.drop_gradients()
-    training.optimizer.wait_reload()  # also lets memory go of what has left before
     weights = sum(param.numel() for param in training.params.values())
     assert device.memory.now == 4 * weights + 4 * len(OTHERS)
 
@@ -249,17 +229,6 @@ def test_streaming_takes_its_slots_where_the_state_was(device):
         training.set_gradients()
         on = device.memory.peak_of(training.optimizer.step)
         assert on <= off - training.state_bytes() + SLOT_BYTES
-
-
-def test_bulk_holds_what_offload_off_does(device):
-    training = Training()
-    training.step()
-    training.set_gradients()
-    off = device.memory.peak_of(training.optimizer.step)
-    training.turn_on("bulk")
-    training.set_gradients()
-    padding = 256 * len(training.state())
-    assert device.memory.peak_of(training.optimizer.step) <= off + padding
 
 
 def test_the_state_s_dtype_may_change_while_it_is_on_the_host(device):
@@ -288,48 +257,9 @@ def test_a_summary_is_made_while_offload_is_on(device):
     assert "w1" in str(training.optimizer.summary())
 
 
-@pytest.mark.parametrize("what", ["state_dict", "load", "copy", "pickle", "turn off", "turn on"])
-def test_state_that_is_newer_on_the_device_is_what_counts(what, device):
-    training, expected = Training(), Training()
-    training.turn_on("manual")
-    training.optimizer.reload_untagged()
-    training.step("manual")
-    expected.step()
-    training.optimizer.reload_group("first")
-    for each in (training, expected):
-        each.set_gradients()
-        each.optimizer.step()
-    found = training
-    if what == "state_dict":
-        saved = training.optimizer.state_dict()
-        training.optimizer.load_state_dict(saved)
-    elif what == "load":
-        checkpoint = copy.deepcopy(expected.optimizer.state_dict())
-        training.optimizer.load_state_dict(checkpoint)
-    elif what == "copy":
-        found = copy.deepcopy(training)
-    elif what == "pickle":
-        found = Training()
-        pair = (training.params, training.optimizer)
-        found.params, found.optimizer = pickle.loads(pickle.dumps(pair))
-        found.steps = training.steps
-    elif what == "turn off":
-        training.optimizer.turn_off_cpu_offload()
-    else:
-        training.optimizer.turn_on_cpu_offload("stream")
-        training.optimizer.offload()
-    check_equal(found, expected)
-    assert devices_of(found) == {CUDA if what == "turn off" else CPU}
-    for each in (found, expected):
-        each.set_gradients()
-        each.optimizer.step()
-    found.optimizer.offload()
-    check_equal(found, expected)
-
-
 def test_parameters_that_are_added_have_their_state_on_the_host(device):
     training = Training()
-    training.turn_on("backward")
+    training.turn_on()
     training.step()
     more = nn.Parameter(torch.ones(16, 24, device="cuda"))
     training.optimizer.add_param_group({"params": [("more", more)], "use_muon": True})
@@ -402,19 +332,18 @@ def test_a_deep_copy_s_state_is_on_the_host_and_its_own(device):
     assert devices_of(copied) == {CPU}
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_pickled_optimizer_goes_on_with_state_on_the_host(mode, device):
+def test_a_pickled_optimizer_goes_on_with_state_on_the_host(device):
     training = Training()
-    training.turn_on(mode)
-    training.step(mode)
+    training.turn_on()
+    training.step()
     training.drop_gradients()
     pair = (training.params, training.optimizer)
     loaded = Training()
     loaded.params, loaded.optimizer = pickle.loads(pickle.dumps(pair))
     loaded.steps = training.steps
     assert devices_of(loaded) == {CPU}
-    training.step(mode)
-    loaded.step(mode)
+    training.step()
+    loaded.step()
     check_equal(loaded, training)
     assert devices_of(loaded) == {CPU}
 
@@ -467,15 +396,13 @@ def train_sharded(device: Device) -> None:
     expected = Training(place)
     for _ in range(3):
         expected.step()
-    for mode in MODES:
-        training = Training(place)
-        training.turn_on(mode)
-        for _ in range(3):
-            training.step(mode)
-            assert devices_of(training) == {CPU}
-        check_layout(training)
-        check_equal(training, expected)
-    training.optimizer.wait_reload()  # also lets memory go of what has left before
+    training = Training(place)
+    training.turn_on()
+    for _ in range(3):
+        training.step()
+        assert devices_of(training) == {CPU}
+    check_layout(training)
+    check_equal(training, expected)
     resting = device.memory.now
     training.optimizer.turn_off_cpu_offload()
     assert devices_of(training) == {CUDA}
@@ -575,16 +502,15 @@ def train_replicas(device: Device, **options: Any) -> None:
     expected = Training(**options)
     for _ in range(3):
         expected.step()
-    for mode in MODES:
-        training = Training(**options)
-        training.turn_on(mode)
-        for _ in range(3):
-            training.step(mode)
-        assert devices_of(training) == {CPU}
-        check_equal(training, expected)
-        momentum = training.optimizer.state[training.params["w1"]]["momentum_buffer"]
-        assert momentum.placements == (Shard(0),)
-        assert momentum.device_mesh.device_type == "cuda"
+    training = Training(**options)
+    training.turn_on()
+    for _ in range(3):
+        training.step()
+    assert devices_of(training) == {CPU}
+    check_equal(training, expected)
+    momentum = training.optimizer.state[training.params["w1"]]["momentum_buffer"]
+    assert momentum.placements == (Shard(0),)
+    assert momentum.device_mesh.device_type == "cuda"
     state_dict = training.optimizer.state_dict()
     training.optimizer.load_state_dict(state_dict)
     assert devices_of(training) == {CPU}
@@ -601,23 +527,21 @@ def test_state_that_replicas_divide_is_on_the_host(options):
 # -- parameters in host memory, as FSDP2's CPUOffloadPolicy has them -----------------------------
 
 
-def train_hosted(device: Device, modes: Sequence[str | None]) -> None:
+def train_hosted(device: Device) -> None:
     expected = Training(placed(CUDA))
     for _ in range(3):
         expected.step()
     # AdamW's arithmetic on the host is that of the device, here.
-    for mode in modes:
+    for is_on in (False, True):
         training = Training(placed(CPU))
-        if mode is not None:
-            training.turn_on(mode)
+        if is_on:
+            training.turn_on()
         resting = device.memory.now
         for _ in range(3):
-            training.backward()
+            training.set_gradients()
             device.operations.clear()
             device.host_operations.clear()
             device.memory.peak = device.memory.now
-            if mode == "manual":
-                training.optimizer.reload_untagged()
             training.optimizer.step()
             assert device.operations["baddbmm"] + device.operations["bmm"] > 0
             assert not device.host_operations["baddbmm"] + device.host_operations["bmm"]
@@ -644,7 +568,7 @@ def train_hosted(device: Device, modes: Sequence[str | None]) -> None:
 
 
 def test_parameters_in_host_memory_are_computed_on_the_device_and_stay():
-    run_ranks(with_device, 2, train_hosted, [None, "stream", "bulk", "manual"])
+    run_ranks(with_device, 2, train_hosted)
 
 
 def transient_bytes(device: Device, training: Training) -> int:
@@ -690,11 +614,11 @@ VARIANTS: list[dict[str, Any]] = [
 
 def train_variants(device: Device, options: dict[str, Any]) -> None:
     every = []
-    for at, mode in [(CUDA, None), (CUDA, "stream"), (CPU, None), (CPU, "stream")]:
+    for at, is_on in itertools.product((CUDA, CPU), (False, True)):
         training = Training(placed(at), **options)
         every.append(training)
-        if mode is not None:
-            training.turn_on(mode)
+        if is_on:
+            training.turn_on()
         for _ in range(2):
             training.set_gradients()
             if "missing_grad" in options:
@@ -705,7 +629,7 @@ def train_variants(device: Device, options: dict[str, Any]) -> None:
                 training.optimizer.set_qk_logits({"": logits})
             training.optimizer.step()
         check_equal(training, every[0])
-        assert devices_of(training) == ({CUDA} if (at, mode) == (CUDA, None) else {CPU})
+        assert devices_of(training) == ({CUDA} if at == CUDA and not is_on else {CPU})
 
 
 @pytest.mark.parametrize("options", VARIANTS, ids=lambda options: " ".join(options))

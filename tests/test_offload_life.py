@@ -5,41 +5,33 @@ from __future__ import annotations
 import copy
 import gc
 import importlib
-import pickle
-import weakref
 
 import pytest
 import torch
-from torch import nn
-from torch._dynamo.testing import CompileCounter
 
 from kernel import optimizer
 from offloaded import (
-    MODES,
     TINY,
     Host,
     Muon,
     Pair,
     adamw_group_of,
     host,
-    models,
     muon_group_of,
-    tensors_of,
 )
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def offloaded(mode: str, **options: object) -> tuple[Pair, object]:
-    pair = Pair(**options)
-    backend = pair.turn_on(mode=mode, slot_bytes=TINY)
+def offloaded() -> tuple[Pair, object]:
+    pair = Pair()
+    backend = pair.turn_on(slot_bytes=TINY)
     pair.step()
     return pair, backend
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_state_is_there_to_be_changed_by_hand_when_offload_is_synchronized(mode):
-    pair, backend = offloaded(mode)
+def test_state_is_there_to_be_changed_by_hand_when_offload_is_synchronized():
+    pair, backend = offloaded()
     pair.ours.synchronize_offload()
     assert backend.allocated_bytes == 0
     pair.compare()
@@ -48,9 +40,8 @@ def test_state_is_there_to_be_changed_by_hand_when_offload_is_synchronized(mode)
     pair.step_and_compare(2)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_step_in_inference_mode_leaves_memory_that_later_ones_can_use(mode):
-    pair, _ = offloaded(mode)
+def test_a_step_in_inference_mode_leaves_memory_that_later_ones_can_use():
+    pair, _ = offloaded()
     pair.give_gradients()
     with torch.inference_mode():
         pair.ours.step()
@@ -58,9 +49,8 @@ def test_a_step_in_inference_mode_leaves_memory_that_later_ones_can_use(mode):
     pair.step_and_compare(2)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_loading_repairs_what_a_copy_that_failed_has_left(mode):
-    pair, backend = offloaded(mode)
+def test_loading_repairs_what_a_copy_that_failed_has_left():
+    pair, backend = offloaded()
     saved = copy.deepcopy(pair.ours.state_dict())
     twins = copy.deepcopy((pair.params, pair.twin))  # weights as of now, and their optimizer
     pair.ours.synchronize_offload()
@@ -77,23 +67,16 @@ def test_loading_repairs_what_a_copy_that_failed_has_left(mode):
         assert torch.isfinite(p).all()
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_one_moment_that_is_replaced_while_the_other_is_on_the_device_counts(mode):
-    pair, _ = offloaded(mode)
-    pair.ours.manual_offload = True
-    pair.ours.reload_untagged()
+def test_a_moment_that_is_replaced_counts():
+    pair, _ = offloaded()
     p, q = pair.params[-1]
     pair.ours.state[p]["exp_avg"] = torch.ones_like(p)
     pair.twin.state[q]["exp_avg"] = torch.ones_like(q)
     pair.step_and_compare(2)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_parameters_that_leave_the_groups_and_come_back_have_their_newest_state(mode):
-    pair, _ = offloaded(mode)
-    pair.ours.manual_offload = True
-    pair.ours.reload_untagged()
-    pair.step()  # newer on the device than on the host
+def test_parameters_that_leave_the_groups_and_come_back_have_their_newest_state():
+    pair, _ = offloaded()
     swapped = [optim.param_groups[1]["params"] for optim in (pair.ours, pair.twin)]
     for optim in (pair.ours, pair.twin):
         optim.param_groups[1]["params"] = adamw_group_of(((5, 5),))["params"]
@@ -104,7 +87,7 @@ def test_parameters_that_leave_the_groups_and_come_back_have_their_newest_state(
 
 
 def test_state_of_parameters_outside_the_groups_comes_back_when_offload_is_turned_off():
-    pair, _ = offloaded("stream")
+    pair, _ = offloaded()
     params = pair.ours.param_groups[1]["params"]
     pair.ours.param_groups[1]["params"] = []
     pair.ours.turn_off_cpu_offload()
@@ -113,33 +96,27 @@ def test_state_of_parameters_outside_the_groups_comes_back_when_offload_is_turne
     pair.step_and_compare()
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_an_error_within_a_step_gives_the_devices_memory_back(mode):
-    pair, backend = offloaded(mode)
+def test_an_error_within_a_step_gives_the_devices_memory_back():
+    pair, backend = offloaded()
     pair.give_gradients()
     (p, _), *_ = pair.params
     p.grad = Uncomputable(p.grad)
     with pytest.raises(RuntimeError, match="broke off: ArithmeticError"):
         pair.ours.step()
-    backend.synchronize(backend.record("out"))
-    pair.ours.wait_reload()
     assert backend.allocated_bytes == 0
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_an_error_as_a_step_begins_gives_the_devices_memory_back(mode, monkeypatch):
-    pair, backend = offloaded(mode)
+def test_an_error_as_a_step_begins_gives_the_devices_memory_back(monkeypatch):
+    pair, backend = offloaded()
     pair.give_gradients()
 
     def fail(*_: object) -> None:
         raise ArithmeticError
 
     with monkeypatch.context() as patch:
-        patch.setattr(type(pair.ours._offload), "current", fail)
+        patch.setattr(type(pair.ours._offload), "fetches", fail)
         with pytest.raises(ArithmeticError):
             pair.ours.step()
-    backend.synchronize(backend.record("out"))
-    pair.ours.wait_reload()
     assert backend.allocated_bytes == 0
 
 
@@ -157,10 +134,8 @@ class Uncomputable(torch.Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_memory_goes_with_the_optimizer_without_the_garbage_collector(mode):
-    pair, backend = offloaded(mode)
-    pair.ours.reload_untagged()
+def test_memory_goes_with_the_optimizer_without_the_garbage_collector():
+    pair, backend = offloaded()
     (arena,) = [device.arena for device in pair.ours._offload._devices.values()]
     assert arena.nbytes > 0
     gc.collect()
@@ -174,70 +149,24 @@ def test_memory_goes_with_the_optimizer_without_the_garbage_collector(mode):
         gc.enable()
 
 
-def test_models_with_hooks_are_copied_and_pickled_and_lose_them_with_the_optimizer():
-    (model, optim), _ = models()
-    optim.turn_on_cpu_offload("backward", model=model, backend=Host())
-    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        copied(torch.arange(4)).sum().backward()
-        assert not tensors_of(optim)
-    del optim
-    gc.collect()
-    assert not any(module._forward_pre_hooks for module in model.modules())
-    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
-
-
-def test_parameters_that_are_swapped_have_hooks_and_the_old_ones_are_let_go_of():
-    for _ in range(20):  # in most of them the new one gets the id of the old one, were that free
-        optim, backend = Muon([muon_group_of(((16, 16),))], lr=0.01), host()
-        optim.turn_on_cpu_offload("backward", backend=backend)
-        params = optim.param_groups[0]["params"]
-        old = weakref.ref(params.pop())
-        params.append(nn.Parameter(torch.ones(16, 16)))
-        optim.state_dict()
-        assert old() is None
-        params[0].sum().backward()
-        assert backend.allocated_bytes > 0
-
-
-@pytest.mark.slow
-def test_hooks_leave_compiled_models_alone():
-    (model, optim), _ = models()
-    optim.turn_on_cpu_offload("backward", model=model, backend=Host(delay=1e-3))
-    counter = CompileCounter()
-    compiled = torch.compile(model, backend=counter, fullgraph=True)
-    for _ in range(6):
-        compiled(torch.arange(4)).sum().backward()
-        optim.step()
-    assert counter.frame_count == 1
-
-
-def test_groups_that_come_later_have_hooks_and_are_planned_for():
+def test_groups_that_come_later_are_planned_for():
     optim = Muon([{"params": [], "use_muon": True}], lr=0.01)
-    backend = host()
-    optim.turn_on_cpu_offload("backward", backend=backend)
+    optim.turn_on_cpu_offload(backend=host())
     optim.add_param_group(muon_group_of(((16, 16),)))
-    (p,) = optim.param_groups[1]["params"]
-    for _ in range(2):
-        p.sum().backward()
-        optim.step()
-    p.sum().backward()
-    assert backend.allocated_bytes > 0
-    optim.turn_on_cpu_offload("stream", slot_bytes=TINY)
-    empty = Muon([{"params": [], "use_muon": True}], lr=0.01)
-    empty.turn_on_cpu_offload(backend=host())
-    empty.add_param_group(muon_group_of(((16, 16),)))
-    assert "in host memory" in str(empty.summary()) and empty._settings.streams
+    assert "in host memory" in str(optim.summary()) and optim._settings.streams
 
 
 def test_it_can_be_told_whether_offload_is_on():
     pair = Pair()
-    assert pair.ours.cpu_offload is None
+    assert pair.ours.cpu_offload is False
     assert pair.ours.summary().totals["state"] == "with its parameters"
-    pair.ours.turn_on_cpu_offload("bulk")
-    assert pair.ours.cpu_offload == "bulk"
+    pair.ours.turn_on_cpu_offload()
+    assert pair.ours.cpu_offload is True
     assert "on the CPU" in pair.ours.summary().totals["state"]
     pair.turn_on()
-    assert pair.ours.summary().totals["state"] == "in host memory, mode 'stream'"
+    assert pair.ours.summary().totals["state"] == "in host memory"
+    pair.ours.turn_off_cpu_offload()
+    assert pair.ours.cpu_offload is False
 
 
 @pytest.mark.parametrize(
@@ -245,8 +174,6 @@ def test_it_can_be_told_whether_offload_is_on():
     [
         ({"backend": Host}, "backend must be"),
         ({"backend": "host"}, "backend must be"),
-        ({"mode": "backward", "model": 3}, "model must be"),
-        ({"mode": "backward", "model": nn.Linear(2, 2)}, "none of this optimizer's parameters"),
         ({"slot_bytes": True}, "slot_bytes must be"),
     ],
 )
@@ -254,9 +181,7 @@ def test_what_makes_no_sense_is_refused_and_turns_nothing_on(how, message):
     pair = Pair()
     with pytest.raises(ValueError, match=message):
         pair.ours.turn_on_cpu_offload(**how)
-    assert pair.ours.cpu_offload is None
-    with pytest.raises(ValueError, match="call set_param_tags first"):
-        pair.ours.reload_group("x")
+    assert not pair.ours.cpu_offload
 
 
 def test_host_memory_is_let_go_of_behind_the_copies():

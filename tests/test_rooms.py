@@ -17,7 +17,7 @@ PACKAGE = Path(optimizer.__file__).parent
 CONVENIENCES = ("extras", "presets", "recipes")
 
 # What users call, and where names of before lead to a convenience.
-FACADES = {"__init__", "muon", "qk_clip.__init__", "cpu_offload.backend"}
+FACADES = {"__init__", "muon", "qk_clip.__init__"}
 
 MODULES = {
     file.relative_to(PACKAGE).with_suffix("").as_posix().replace("/", "."): file
@@ -64,12 +64,11 @@ def test_every_public_name_is_listed_and_there(name):
 
 
 def test_names_of_before_lead_to_the_same():
-    assert optimizer.cpu_offload.backend.Host is optimizer.SimulatedHost
     assert optimizer.distributed.machine.Machine is optimizer.Machine
     assert optimizer.qk_clip.QKLogitRecorder is optimizer.QKLogitRecorder
     assert optimizer.qk_clip.max_qk_logits is optimizer.max_qk_logits
     assert optimizer.muon.get_default_muon_param_groups is optimizer.get_default_muon_param_groups
-    for module in (optimizer, optimizer.qk_clip, optimizer.cpu_offload.backend):
+    for module in (optimizer, optimizer.qk_clip):
         with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
             _ = module.nothing
 

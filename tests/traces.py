@@ -85,8 +85,7 @@ def record(optimizer: type, lines: Trace) -> None:
 
 def _bits(optimizer: Any) -> str:
     """A hash of what this rank holds of weights and state."""
-    if optimizer.cpu_offload is not None:
-        optimizer.synchronize_offload()
+    optimizer.synchronize_offload()
     digest = hashlib.sha256()
     for param in (p for group in optimizer.param_groups for p in group["params"]):
         state = optimizer.state.get(param, {})
