@@ -1,4 +1,4 @@
-"""What CPU offload costs a step: off, bulk and streamed, beside the link between host and device.
+"""What CPU offload costs a step: off and streamed, beside the link between host and device.
 
     make bench BENCHMARKS=benchmarks/offload.py
     make bench BENCHMARKS=benchmarks/offload.py ARGS="--share llama-3-8b --slot-bytes 268435456"
@@ -6,8 +6,8 @@
 One table for each share: what one rank of --ranks has of a model, without the traffic between
 them. It orthogonalizes whole matrices of its share of the layers and, of a mixture of experts, its
 share of every layer's experts, stacked; of other tensors it has as many rows. Weights are bf16,
-momentum is fp32 and AdamW's moments have the weights' dtype. On an accelerator the modes take turns
-(A B C A B C …), each with its own state, and so do the copies that tell the link's rate.
+momentum is fp32 and AdamW's moments have the weights' dtype. On an accelerator both take turns
+(A B A B …), each with its own state, and so do the copies that tell the link's rate.
 
 - × off: a step over the step without offload.
 - exposed: the time of a step above that without offload; "–" where its sign is noise.
@@ -15,9 +15,6 @@ momentum is fp32 and AdamW's moments have the weights' dtype. On an accelerator 
 - ratio: a step over the least that a streamed one can take, the longer of the step without offload
   and one way.
 - peak: device memory above what was there before the step; at rest: state there between steps.
-
-The mode "backward" is left out: it hides copies under a backward and a forward, and a step alone
-can't show how much.
 
 Where there is no accelerator, or with --simulate, the step is simulated: see simulated.py. Windows
 are what was brought one after the other, copies issued those of both directions. --host-cost times
@@ -49,7 +46,7 @@ from timing import machine, milliseconds, pick_device, seconds_of, show, synchro
 sys.path.append(str(Path(__file__).resolve().parent.parent / "examples"))
 from planner.architectures import EXPERTS, MODELS, weights_of
 
-MODES = {"off": None, "bulk": "bulk", "stream": "stream"}
+OFFLOAD = {"off": False, "on": True}
 SHARES = ("llama-3-8b", "qwen3-30b-a3b")
 LINK_BYTES = 256 << 20  # of the copies that tell the link's rate
 SMALL_MATRICES = 1000  # of --host-cost
@@ -201,11 +198,11 @@ def measure(model: str, options: argparse.Namespace, device: torch.device) -> No
     share = share_of(model, options.ranks, options.layers)
     params = [params_of(shapes, device, torch.bfloat16) for shapes in share]
     optimizers, resting = {}, {}
-    for name in dict.fromkeys(["off", *options.mode]):
+    for name, is_on in OFFLOAD.items():
         before = torch.accelerator.memory_allocated()
         optimizer = optimizer_of(share, params, momentum_dtype=options.momentum)
-        if MODES[name] is not None:
-            optimizer.turn_on_cpu_offload(MODES[name], slot_bytes=options.slot_bytes)
+        if is_on:
+            optimizer.turn_on_cpu_offload(slot_bytes=options.slot_bytes)
         optimizer.step()
         synchronize()
         optimizers[name] = optimizer
@@ -219,7 +216,7 @@ def measure(model: str, options: argparse.Namespace, device: torch.device) -> No
     for name, optimizer in optimizers.items():
         nbytes = sum(t.host.nbytes for t in optimizer._offload._offloaded.values())
         least = min(seconds[name])
-        is_on = name != "off"
+        is_on = OFFLOAD[name]
         exposed = difference(seconds[name], seconds["off"])
         rows.append(
             [
@@ -258,10 +255,9 @@ def tell_simulation(model: str, options: argparse.Namespace, simulated: Machine)
         given = {"momentum_dtype": options.momentum, "ns_dtype": torch.float16}
         return optimizer_of(share, params, **given), [*params[0], *params[1]]
 
-    off, rows = simulate(make, simulated, None), []
-    for name in dict.fromkeys(["off", *options.mode]):
-        step = simulate(make, simulated, MODES[name], options.slot_bytes)
-        is_on = name != "off"
+    off, rows = simulate(make, simulated, is_offloaded=False), []
+    for name, is_on in OFFLOAD.items():
+        step = simulate(make, simulated, is_on, options.slot_bytes) if is_on else off
         rows.append(
             [
                 *(name, f"{step.seconds * 1e3:.1f}"),
@@ -288,20 +284,20 @@ def tell_host_cost(options: argparse.Namespace) -> None:
     clocks, cpu = Clocks(Machine()), torch.device("cpu")
     optimizers = {}
     with as_on_accelerators(clocks):
-        for name, mode in MODES.items():
+        for name, is_on in OFFLOAD.items():
             params = params_of(shapes, cpu, torch.bfloat16)
             optimizer = optimizer_of((shapes, []), (params, []), ns_dtype=torch.float16)
-            if mode is not None:
+            if is_on:
                 backend = Simulated(clocks)
-                optimizer.turn_on_cpu_offload(mode, slot_bytes=options.slot_bytes, backend=backend)
+                optimizer.turn_on_cpu_offload(slot_bytes=options.slot_bytes, backend=backend)
             optimizers[name] = optimizer
         steps = {name: optimizer.step for name, optimizer in optimizers.items()}
         rounds = max(LEAST_HOST_ROUNDS, options.repeats)
         seconds = take_turns(steps, rounds)
         profile = cProfile.Profile()
-        profile.runcall(seconds_of, optimizers["stream"].step, 5)
+        profile.runcall(seconds_of, optimizers["on"].step, 5)
     rows = []
-    for name in MODES:
+    for name in OFFLOAD:
         more = difference(seconds[name], seconds["off"])
         median = statistics.median(seconds[name]) / statistics.median(seconds["off"])
         rows.append(
@@ -362,11 +358,7 @@ def short(value: float) -> str:
 
 def parser_of_options() -> argparse.ArgumentParser:
     assert __doc__
-    parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0],
-        epilog='Not timed: "backward". It hides copies under a backward and a forward, and a step '
-        "alone can't show how much.",
-    )
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add(
         "--share",
@@ -387,13 +379,6 @@ def parser_of_options() -> argparse.ArgumentParser:
         help="layers whose matrices this rank has (default: all layers ÷ ranks, at least 1)",
     )
     add(
-        "--mode",
-        nargs="+",
-        choices=MODES,
-        default=list(MODES),
-        help=f'what to time; "off" always is, as the baseline (default: {" ".join(MODES)})',
-    )
-    add(
         "--slot-bytes",
         type=number(int, 1),
         help="bytes of device memory for what is streamed (default: 5 %% of the state, or 512 MiB "
@@ -409,7 +394,7 @@ def parser_of_options() -> argparse.ArgumentParser:
         "--repeats",
         type=number(int, 1),
         default=9,
-        help="rounds in which each mode is measured once; of --host-cost, at least "
+        help="rounds in which each is measured once; of --host-cost, at least "
         f"{LEAST_HOST_ROUNDS} (default %(default)s)",
     )
     add(

@@ -123,9 +123,6 @@ class Simulated(Backend):  # type: ignore[misc, valid-type]
         self.windows = 0
         self.copies, self.nbytes = {IN: 0, OUT: 0}, {IN: 0, OUT: 0}
 
-    def set_step_stream(self) -> None:
-        """There is one stream."""
-
     def record(self, on: str) -> float:
         return self.clocks.now[on]
 
@@ -139,9 +136,6 @@ class Simulated(Backend):  # type: ignore[misc, valid-type]
         for target in targets:
             self.nbytes[on] += target.numel()
             self.clocks.work(on, target.numel() / machine.link + machine.latency)
-
-    def is_done(self, event: float) -> bool:
-        return False  # the host is ahead
 
     def synchronize(self, event: float) -> None:
         pass
@@ -341,7 +335,7 @@ class Step:
 def simulate(
     make: Callable[[], tuple[Any, Sequence[Tensor]]],
     machine: Machine,
-    mode: str | None,
+    is_offloaded: bool,
     slot_bytes: int | None = None,
 ) -> Step:
     """The second step of an optimizer.
@@ -349,15 +343,15 @@ def simulate(
     Args:
         make: gives the optimizer, with ``ns_dtype=torch.float16``, and its parameters, which are on
             the CPU and have gradients.
-        mode: of CPU offload; None is off.
+        is_offloaded: whether CPU offload is on.
         slot_bytes: of CPU offload.
     """
     clocks = Clocks(machine)
     backend, arithmetic = Simulated(clocks), Uncomputed(clocks)
     with as_on_accelerators(clocks), arithmetic:
         optimizer, params = make()
-        if mode is not None:
-            optimizer.turn_on_cpu_offload(mode, slot_bytes=slot_bytes, backend=backend)
+        if is_offloaded:
+            optimizer.turn_on_cpu_offload(slot_bytes=slot_bytes, backend=backend)
         grads = [param.grad for param in params]
         optimizer.step()
         for param, grad in zip(params, grads):

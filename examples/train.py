@@ -4,7 +4,7 @@
     torchrun --standalone --nproc-per-node 4 examples/train.py --tp 2
     torchrun --standalone --nproc-per-node 4 examples/train.py --hsdp 2
     torchrun --standalone --nproc-per-node 2 examples/train.py --zero2
-    torchrun --standalone --nproc-per-node 2 examples/train.py --offload stream
+    torchrun --standalone --nproc-per-node 2 examples/train.py --offload
     torchrun --standalone --nproc-per-node 2 examples/train.py --qk-clip 100
     python examples/train.py --optimizer adamw
 
@@ -82,15 +82,8 @@ class TrainConfig:
     ddp: bool = option(False, "whole weights on every rank, gradients averaged by DDP")
     zero2: bool = option(False, "whole weights on every rank, Muon averages the gradients")
     reshard: bool = option(False, "free gathered weights before backward, to save memory")
-    offload: str = option(
-        "off",
-        "keep Muon's optimizer state in host memory, and bring it piece by piece within a step "
-        "(stream), all at once (bulk), or under the backward; nothing changes on a CPU; without a "
-        "value: stream; default: %(default)s",
-        choices=("off", "stream", "bulk", "backward"),
-        metavar="stream|bulk|backward",
-        nargs="?",
-        const="stream",
+    offload: bool = option(
+        False, "keep Muon's optimizer state in host memory between steps; changes nothing on a CPU"
     )
     qk_clip: float = option(
         0.0,
@@ -298,7 +291,7 @@ def check_layout(config: TrainConfig) -> None:
         raise SystemExit("--zero2 clips nothing: before the step no rank has the mean gradients")
     if config.zero2 and config.optimizer != "muon":
         raise SystemExit("--zero2 is Muon's: torch.optim.AdamW averages no gradients")
-    if config.offload != "off" and config.optimizer != "muon":
+    if config.offload and config.optimizer != "muon":
         raise SystemExit("--offload is Muon's: torch.optim.AdamW keeps its state on the device")
     if not 0 <= config.qk_clip < float("inf"):
         raise SystemExit(f"--qk-clip {config.qk_clip:g} is no bound; 0 is off")
@@ -407,11 +400,11 @@ def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimi
             else None
         ),
     )
-    if config.offload != "off":
+    if config.offload:
         on_host = all(param.device.type == "cpu" for param in model.parameters())
         if on_host and rank() == 0:
-            print(f"--offload {config.offload} has nothing to do: the parameters are on the CPU")
-        optimizer.turn_on_cpu_offload(config.offload, model=model)
+            print("--offload has nothing to do: the parameters are on the CPU")
+        optimizer.turn_on_cpu_offload()
     return optimizer
 
 

@@ -235,7 +235,7 @@ SECTIONS = [
     ),
     Section(
         "offload",
-        "a step with its state on the device, in host memory, and streamed; the link's speed",
+        "a step with its state on the device, and streamed from host memory; the link's speed",
         70,
         [
             Command(
@@ -401,7 +401,7 @@ AIMS = [
         "a streamed step within 1.1 × the longer of arithmetic and copies",
         "ratio",
         "offload",
-        "stream",
+        "on",
         most=1.1,
         baseline="off",
     ),

@@ -58,7 +58,7 @@ def losses(folder: Path) -> list[tuple[str, str, str]]:
     [
         ([], 2),
         (["--experts", 2, "--tp", 2], 2),
-        (["--zero2", "--experts", 2, "--offload", "stream"], 2),
+        (["--zero2", "--experts", 2, "--offload"], 2),
     ],
     ids=str,
 )
