@@ -126,11 +126,6 @@ class CPUOffload:
             return None
         return param.device
 
-    def state_device(self, param: Tensor, is_muon: bool) -> torch.device:
-        """The device on which a parameter's state lives."""
-        is_offloaded = self.destination(param, is_muon) is not None
-        return torch.device("cpu") if is_offloaded else local(param).device
-
     @property
     def has_state(self) -> bool:
         """Whether there is any state in host memory."""

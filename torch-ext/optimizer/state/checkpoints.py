@@ -451,9 +451,9 @@ def place_tensors(
                 elif isinstance(value, Tensor):
                     is_kept = key in KEPT_DTYPE
                     dtype = value.dtype if is_kept else moments_dtype(group, param.dtype)
-                    home = offload.state_device(param, group.use_muon)
-                    placed = converted(value, dtype, home)
                     # State that is offloaded is copied to its host memory in any case.
                     is_copied = offload.destination(param, group.use_muon) is not None
+                    home = torch.device("cpu") if is_copied else dtensors.local(param).device
+                    placed = converted(value, dtype, home)
                     is_new = placed is not value or is_copied
                     state[param][key] = placed if is_new else apart(placed)
