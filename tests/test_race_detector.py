@@ -180,22 +180,19 @@ def test_the_order_in_which_the_host_gives_work_orders_nothing():
     assert len(recorder.races) == 2  # the slot, and the host's memory
 
 
-@pytest.mark.parametrize("how", ["synchronize", "is_done", "not at all"])
-def test_what_the_host_knows_is_before_all_that_it_gives_afterwards(how):
+@pytest.mark.parametrize("knows", [True, False])
+def test_what_the_host_knows_is_before_all_that_it_gives_afterwards(knows):
     recorder = Recorder()
     slot, host = torch.zeros(BYTES, dtype=torch.uint8), torch.zeros(BYTES, dtype=torch.uint8)
     recorder.copy(OUT, [host], [slot])
     event = recorder.record(OUT)
-    if how == "synchronize":
+    if knows:
         recorder.synchronize(event)
-    elif how == "is_done":
-        recorder.complete_all()
-        assert recorder.is_done(event)
     recorder.copy(IN, [slot], [host])
-    assert bool(recorder.races) == (how == "not at all")
+    assert bool(recorder.races) != knows
 
 
-def test_an_event_is_done_when_the_host_waited_or_all_is_complete():
+def test_an_event_is_done_when_the_host_waited():
     recorder = Recorder()
     tensors = [torch.zeros(BYTES, dtype=torch.uint8) for _ in range(2)]
     first = recorder.record(IN)
@@ -206,11 +203,8 @@ def test_an_event_is_done_when_the_host_waited_or_all_is_complete():
     assert not recorder.is_done(second)
     recorder.synchronize(first)
     assert recorder.is_done(first) and not recorder.is_done(second)
-    recorder.complete_all()
-    third = recorder.record(IN)
-    assert recorder.is_done(second) and not recorder.is_done(third)
-    recorder.synchronize(third)
-    assert recorder.is_done(third)
+    recorder.synchronize(second)
+    assert recorder.is_done(second)
 
 
 def test_the_host_has_to_synchronize_before_it_reads():
@@ -314,12 +308,8 @@ def random_program(seed: int) -> tuple[Recorder, bool]:
         elif what < 0.95:
             recorder.wait(queue, event)
             before[queue] |= before[HOST] | behind
-        elif draw.random() < 0.5:
-            recorder.synchronize(event)
-            before[HOST] |= behind
         else:
-            recorder.complete_all()
-            assert recorder.is_done(event)
+            recorder.synchronize(event)
             before[HOST] |= behind
     return recorder, races
 
