@@ -770,8 +770,8 @@ class Muon(torch.optim.Optimizer):
         layers = () if self._clip is None else self._clip.find(groups)
         clipped = {id(projection.param) for la in layers for projection in la.projections}
         where = "with its parameters"
-        params = [(param, group.use_muon) for group in groups for param in group.params]
         if self.cpu_offload:
+            params = ((param, group.use_muon) for group in groups for param in group.params)
             where = "in host memory"
             if not self._offload.can_offload(params):
                 where = "with its parameters: CPU offload is on, but they are on the CPU"
