@@ -336,13 +336,9 @@ class _Stream:
     def record_event(self, *_: Any) -> Any:
         recorder = _device.recorder
         if recorder is None:
-            return SimpleNamespace(query=lambda: True, synchronize=self.synchronize)
+            return SimpleNamespace(synchronize=self.synchronize)
         mark = recorder.record(self.name)
-        return SimpleNamespace(
-            query=lambda: recorder.is_done(mark),
-            synchronize=lambda: recorder.synchronize(mark),
-            mark=mark,
-        )
+        return SimpleNamespace(synchronize=lambda: recorder.synchronize(mark), mark=mark)
 
     def synchronize(self) -> None:
         _device.waits["synchronize"] += 1
