@@ -45,7 +45,7 @@ DEFAULT_COPIED = 256 << 20
 def load_kernel() -> Any:
     """The package; from now on it is an error if Triton's kernels should run here and can't.
 
-    The optimizer goes on without them, and its figures would be those of torch's operations.
+    Figures would be those of torch's operations.
     """
     if (CHECKOUT / "build").is_dir():  # made by `make build`
         os.environ.setdefault("LOCAL_KERNELS", f"org/optimizer={CHECKOUT}")

@@ -199,18 +199,14 @@ def kernels(checks: Checks) -> None:
         checks.note("kernels", "Triton's are not used here", "–")
         return
     shapes, weights = SMALL if checks.small else LARGE, []
-    for what, types in (
-        ("Triton's kernels", checks.kernel.triton_kernels.DEVICE_TYPES),
-        ("torch's operations", ()),
-    ):
-        with patch.object(checks.kernel.triton_kernels, "DEVICE_TYPES", types):
-            params = checks.params(shapes)
-            optim = checks.muon(params)
-            for _ in range(2):
-                optim.step()
-            least = min(seconds_of(optim.step, 1) for _ in range(3))
-            checks.note("kernels", f"step by {what}", least * 1e3, "ms")
-            weights.append([param.detach().clone() for param in params])
+    for what, triton in (("Triton's kernels", True), ("torch's operations", False)):
+        params = checks.params(shapes)
+        optim = checks.muon(params, triton=triton)
+        for _ in range(2):
+            optim.step()
+        least = min(seconds_of(optim.step, 1) for _ in range(3))
+        checks.note("kernels", f"step by {what}", least * 1e3, "ms")
+        weights.append([param.detach().clone() for param in params])
     for start, one, other in zip(checks.params(shapes), *weights):
         off = ((one - other).norm() / (one - start.detach()).norm()).item()
         what = f"{tuple(one.shape)}: difference / change of weights"

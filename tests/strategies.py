@@ -70,6 +70,7 @@ SETTINGS: dict[str, st.SearchStrategy[Any]] = {
     "use_distributed_muon": st.booleans(),
     "consistency_check": st.sampled_from(["step", "plan", "off"]),
     "hsdp": st.sampled_from(["auto", "redundant", "spread"]),
+    "triton": st.booleans(),
     "debug": st.booleans(),
 }
 

@@ -230,7 +230,7 @@ def test_a_step_without_the_kernels_that_it_should_have_is_no_figure(monkeypatch
     monkeypatch.setattr(elementwise, "_launch", fails)
     sizes = ["--layers", "1", "--dim", "32", "--ffn", "64"]
     arguments = [*sizes, *TINY, "--contenders", "ours"]
-    with pytest.raises(RuntimeWarning, match="C compiler"):
+    with pytest.raises(RuntimeError, match="C compiler"):
         step.main(arguments)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SystemExit, match="Triton is not installed"):

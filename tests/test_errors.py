@@ -535,6 +535,7 @@ def test_a_bad_parameter_swapped_in_later_stops_the_step(replacement, pattern, s
     [("chunk_size", bad) for bad in (0, -2, 2.5, True, None, "4")]
     + [("warmup_step", bad) for bad in (-1, 1.5, None)]
     + [("staging_bytes", bad) for bad in (0, 1e9, TOO_LARGE)]
+    + [("triton", bad) for bad in (None, 1, "off")]
     + [("comm_dtype", bad) for bad in (torch.int8, torch.complex64, "bfloat16", 16)]
     + [("consistency_check", bad) for bad in ("always", None, True)],
 )

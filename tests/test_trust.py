@@ -25,7 +25,8 @@ from kernel import optimizer
 # Of the standard library. What is not here needs a look before it is added: nothing that reads or
 # writes files or the network, starts processes, unpickles, or asks the environment.
 MODULES = {
-    *("__future__", "bisect", "collections", "contextlib", "copy", "dataclasses", "datetime"),
+    *("__future__", "bisect", "collections", "contextlib", "contextvars", "copy", "dataclasses"),
+    *("datetime",),
     *("difflib", "enum", "fnmatch", "functools", "gc", "hashlib", "heapq", "inspect", "itertools"),
     *("json", "keyword", "logging", "math", "mmap", "numbers", "operator", "queue", "random", "re"),
     *(

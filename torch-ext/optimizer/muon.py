@@ -34,9 +34,9 @@ from .state.rounding import Rounding
 from .state.specs import check_state
 from .state.store import StateStore
 from .step.grad_scaler import Scaling, scaler_agrees
-from .step.kernel_trial import try_kernels
 from .step.notes import take_notes
 from .step.step import Prepared, Step
+from .step.warm_up import warm_up
 
 if TYPE_CHECKING:
     from .extras.audit import Audit
@@ -195,6 +195,8 @@ class Muon(torch.optim.Optimizer):
             of the one that is orthogonalized; one chunk is always allowed. None takes 10 % of an
             accelerator's memory, and on CPUs about 1.5 times the local weights and 4 times the
             largest matrix together (docs/layouts.md). For all groups.
+        triton: whether Triton's kernels are used on accelerators; without them torch's operations
+            do the same work, and take longer. For all groups.
         owners_per_matrix: how many ranks orthogonalize a sharded matrix together, each a slice of
             its longer side, which pays with about as many ranks as matrices, or more
             (docs/layouts.md). ``"auto"`` takes 1, 2, 4 or 8, by an estimate. Not with ``beta2``,
@@ -225,7 +227,7 @@ class Muon(torch.optim.Optimizer):
     _warned: bool  # whether there was a warning of a step that trains nothing
     _warned_of_rows: bool  # whether there was a warning of a state dict with this rank's rows
     _prepared: Optional[Prepared]  # what the last step leaves for the next one to reuse
-    _tried: Optional[Plan]  # the plan whose kernels were tried last
+    _warmed_up: Optional[Plan]  # the plan whose kernels were compiled last
     _last: tuple[Plan, tuple[Event, ...]]  # plan and schedule of the last step
     _untrained: int  # consecutive steps, up to the last, in which only AdamW had gradients
     _checked_keys: dict[int, set[Any]]  # by number of a group, the keys it had at the last check
@@ -278,6 +280,7 @@ class Muon(torch.optim.Optimizer):
         hsdp: str = "auto",
         machine: Optional[Machine] = None,
         staging_bytes: Optional[int] = None,
+        triton: bool = True,
         owners_per_matrix: Union[int, str] = 1,
         process_group: Any = None,
         grad_reduce: Optional[str] = None,
@@ -496,7 +499,11 @@ class Muon(torch.optim.Optimizer):
             has_exchanged = step is not None and step.has_exchanged
             return self._agreement.may_go and not (has_exchanged and not self._has_replicas())
 
-        with scaling, self._integrity.changing("step()", has_begun, has_parted):
+        with (
+            scaling,
+            self._integrity.changing("step()", has_begun, has_parted),
+            triton_kernels.enabled(self._settings.triton),
+        ):
             step = self._prepare(error, qk_logits, scaling)
             if step is None:
                 return
@@ -510,7 +517,7 @@ class Muon(torch.optim.Optimizer):
                 )
             self._rounding.begin_step(step.groups, self.state)
             try:
-                with step, triton_kernels.off(self._agreement.lacks_kernels):
+                with step:
                     scaling.unscale(step.groups)
                     pipeline.run(step)
             finally:
@@ -555,7 +562,6 @@ class Muon(torch.optim.Optimizer):
                 failure = raised if error is None else error  # the caller's error says more
             if failure is not None:
                 raise failure
-        lacked_kernels, kernel_error = self._agreement.lacks_kernels, None
         only_creates = False
         try:
             if error is None:
@@ -567,9 +573,9 @@ class Muon(torch.optim.Optimizer):
                 is_dry = not self.state and all(_is_zero(group.lr) for group in groups)
                 only_creates = is_dry and not any(map(_has_gradient, groups))
                 clipping = self._begin_clipping(qk_logits, groups, is_dry)
-                if plan is not self._tried and not self._agreement.lacks_kernels:
-                    kernel_error = try_kernels(plan, groups)
-                    self._tried = plan if kernel_error is None else None
+                if self._settings.triton and plan is not self._warmed_up:
+                    warm_up(plan, groups)
+                    self._warmed_up = plan
         except BaseException as raised:
             error = raised
         survey = self._survey
@@ -590,11 +596,8 @@ class Muon(torch.optim.Optimizer):
             notes,
             error=error,
             skip=scaling.skips,
-            no_kernels=kernel_error,
             only_creates=only_creates,
         )
-        if self._agreement.lacks_kernels and not lacked_kernels:
-            triton_kernels.warn_of_doing_without(kernel_error or "another rank can't launch them")
         # If there was an error, `decide` has raised it.
         if survey is not self._agreed:
             self._agreed = survey
@@ -1234,7 +1237,7 @@ class Muon(torch.optim.Optimizer):
         self._agreement = agreement.Agreement()
         self._settings = dataclasses.replace(self._settings, memory=None)  # as ranks agree anew
         self._compared = False
-        self._tried = None
+        self._warmed_up = None
         self._warned = self._warned_of_rows = False
         self._checked_keys = {}
         self._untrained = 0

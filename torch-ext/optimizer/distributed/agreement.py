@@ -31,10 +31,10 @@ from .utils import this_rank, world_timeout
 
 CHECKS = ("step", "plan", "off")
 
-# The vote of a rank, the fourth field of its record. A rank that lacks kernels adds _LACKS_KERNELS,
-# and one for which the step only creates state adds _ONLY_CREATES.
+# The vote of a rank, the fourth field of its record. A rank for which the step only creates state
+# adds _ONLY_CREATES.
 _GO, _SKIP, _FAIL = range(3)
-_LACKS_KERNELS, _ONLY_CREATES = 4, 8
+_ONLY_CREATES = 4
 
 # Every exchange starts with one record of six int64. Gloo aborts the process when ranks send
 # different sizes, so ranks must send the same size even when they are at different exchanges.
@@ -136,8 +136,6 @@ class Agreement:
             rank has voted to go and its comparison then breaks off, it stays True, since other
             ranks may have received all records.
         has_compared: whether notes were compared in this step.
-        lacks_kernels: whether one of the ranks can't launch Triton's kernels, so that none does;
-            as last agreed.
         only_creates: whether the step only creates state, on all ranks: there was no state, the
             learning rate is 0, and all gradients are zeros.
         steps: how many steps were made since this object was made.
@@ -146,8 +144,7 @@ class Agreement:
     """
 
     def __init__(self) -> None:
-        self.may_go = self.has_compared = self.lacks_kernels = False
-        self.only_creates = self.has_parted = False
+        self.may_go = self.has_compared = self.only_creates = self.has_parted = False
         self.steps = 0
         self._union: Optional[_Union] = None
         self._memory = 0.0  # of this rank's device, as last given to `least_memory`
@@ -201,7 +198,6 @@ class Agreement:
         notes: Callable[[], Mapping[Ranks, StepNotes]],
         error: Optional[BaseException],
         skip: Optional[bool],
-        no_kernels: Optional[Exception] = None,
         only_creates: bool = False,
     ) -> bool:
         """Whether the ranks skip a step; if one of them can't make the step, all of them raise.
@@ -214,23 +210,14 @@ class Agreement:
             notes: makes the notes of this step; not called if there is an error.
             error: what keeps this rank from making the step, or None.
             skip: whether this rank is to skip the step; None unless a GradScaler calls every step.
-            no_kernels: why this rank can't launch Triton's kernels from now on, or None.
             only_creates: whether the step only creates state, as far as this rank knows.
 
         Raises:
             ValueError: ranks would do different things.
-            RuntimeError: a rank did not come, or died meanwhile; or this rank can't launch kernels
-                in a step in which ranks compare nothing, so that the others don't hear of it.
+            RuntimeError: a rank did not come, or died meanwhile.
         """
         is_due = self._is_due(how_often, structure, skip is not None)
         has_others = any(len(ranks) > 1 for ranks in sets)
-        if no_kernels is not None and (is_due or not has_others):
-            self.lacks_kernels = True
-        elif no_kernels is not None and error is None:
-            error = RuntimeError(
-                f"this rank can't launch Triton's kernels ({no_kernels}), and with "
-                f"consistency_check={how_often!r} the others don't hear of it: set it to 'step'"
-            )
         self.may_go = error is None and has_others
         self.only_creates = only_creates and (is_due or not has_others)
         skips = bool(skip)
@@ -350,11 +337,10 @@ class Agreement:
         """
         vote = _FAIL if error is not None else _SKIP if skip else _GO
         record = _record(union, sets, notes, vote)
-        record[3] += _LACKS_KERNELS * self.lacks_kernels + _ONLY_CREATES * self.only_creates
+        record[3] += _ONLY_CREATES * self.only_creates
         self.may_go = vote == _GO
         records = _exchange_records(union.ranks, record)
-        have_changed, votes = bool(records[:, 2].any()), (records[:, 3] % _LACKS_KERNELS).tolist()
-        self.lacks_kernels = bool((records[:, 3] & _LACKS_KERNELS).any())
+        have_changed, votes = bool(records[:, 2].any()), (records[:, 3] % _ONLY_CREATES).tolist()
         only_creates = bool((records[:, 3] & _ONLY_CREATES).all())
         differ = bool(records[:, 4:].sum(0).any())  # modulo 2⁶⁴
         agree, skips = not (have_changed or differ or _FAIL in votes), _SKIP in votes

@@ -280,6 +280,7 @@ class Settings:
         # `is_number` is False for an int that no float is as large as.
         _optional(lambda value: is_int(value) and is_number(value) and value > 0, "an int > 0")
     )
+    triton: bool = _is(_BOOL)
     owners_per_matrix: Union[int, str] = _is(
         Option(
             lambda value: (

@@ -14,6 +14,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
+from .. import triton_kernels
 from ..distributed import agreement, hsdp, regions, wire
 from ..distributed import utils as dtensors
 from ..distributed.machine import DEFAULT_MACHINE
@@ -148,7 +149,7 @@ def survey_groups(groups: Sequence[Group], settings: Settings, last: Survey) -> 
             ranks = shared_with(param, settings)
             if ranks is not None:
                 shared = survey.shared[ranks]
-                shared.lines.append(_line(name, param, group, entry))
+                shared.lines.append(_line(name, param, group, entry, settings))
                 shared.groups.setdefault(number, (name, facts[number][-1]))
         survey.names.append(names)
         survey.entries.append(entries)
@@ -162,7 +163,9 @@ def survey_groups(groups: Sequence[Group], settings: Settings, last: Survey) -> 
     return survey
 
 
-def _line(name: str, param: Tensor, group: Group, entry: Optional[Entry]) -> str:
+def _line(
+    name: str, param: Tensor, group: Group, entry: Optional[Entry], settings: Settings
+) -> str:
     """A parameter in words, which must be the same on all ranks that share it."""
     line = f"{name}: {tuple(param.shape)} {param.dtype} {dtensors.describe(param)}"
     dtype = dtensors.grad_dtype(param)
@@ -170,6 +173,11 @@ def _line(name: str, param: Tensor, group: Group, entry: Optional[Entry]) -> str
         line += f", gradients {dtype}"
     if entry is not None and group.ns_dtype is None:  # each rank asks its own machine
         line += f", ns_dtype=None means {entry.recipe.dtype} here"
+    if entry is not None and entry.device.type in triton_kernels.DEVICE_TYPES and settings.triton:
+        if triton_kernels.is_installed():
+            line += ", Triton is installed here"
+        else:
+            line += ", Triton is not installed here"
     return line
 
 

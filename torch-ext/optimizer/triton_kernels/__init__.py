@@ -10,43 +10,49 @@ import functools
 import importlib.util
 import warnings
 from collections.abc import Iterator
-from typing import Union
+from contextvars import ContextVar
 
 # Device types that Triton compiles for; AMD's are "cuda" to torch as well.
 DEVICE_TYPES = ("cuda", "xpu")
 
-_is_off = False
+NEEDS = (
+    "Triton needs a C compiler (gcc, or another that CC names) and Python's headers (python3-dev) "
+    "to launch what it compiles, and a version that fits this torch"
+)
+
+_is_enabled = ContextVar("_is_enabled", default=True)
 
 
 def is_used_on(device_type: str) -> bool:
     """Whether kernels are used for tensors on that type of device; asks no device."""
-    return device_type in DEVICE_TYPES and not _is_off and _has_triton()
+    return device_type in DEVICE_TYPES and _is_enabled.get() and is_installed()
 
 
 @contextlib.contextmanager
-def off(value: bool) -> Iterator[None]:
-    """Lets torch's operations do the work of the kernels, where ``value`` is True."""
-    global _is_off
-    before, _is_off = _is_off, value
+def enabled(value: bool) -> Iterator[None]:
+    """Lets torch's operations do the work of the kernels in this thread where ``value`` is False,
+    and restores what was before at the end."""
+    token = _is_enabled.set(value)
     try:
         yield
     finally:
-        _is_off = before
+        _is_enabled.reset(token)
 
 
-def warn_of_doing_without(problem: Union[str, Exception]) -> None:
+@functools.cache
+def is_installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def warn_of_doing_without(problem: str) -> None:
     """Warns that torch's operations do the work of kernels, and why."""
-    if isinstance(problem, Exception):
-        problem = f"{type(problem).__name__}: {problem}".splitlines()[0]
     warnings.warn(
-        f"Triton's kernels are not used, which takes longer: {problem}. Triton needs a C compiler "
-        "(gcc, or another that CC names) and Python's headers (python3-dev) to launch what it "
-        "compiles",
+        f"Triton's kernels are not used, which takes longer: {problem}",
         RuntimeWarning,
         stacklevel=2,
     )
 
 
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+def first_line_of(error: Exception) -> str:
+    """The class of an error and the first line of its message: compilers write pages."""
+    return f"{type(error).__name__}: {error}".splitlines()[0]

@@ -201,7 +201,8 @@ def _raise_by_kernel(inputs: _Inputs, best: Tensor) -> Optional[Tensor]:
     except Exception as error:  # nothing was launched
         global _has_failed
         _has_failed = True
-        triton_kernels.warn_of_doing_without(error)
+        problem = triton_kernels.first_line_of(error)
+        triton_kernels.warn_of_doing_without(f"{problem}. {triton_kernels.NEEDS}")
         return None
 
 

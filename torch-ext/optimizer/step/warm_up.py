@@ -1,4 +1,4 @@
-"""Tries the Triton kernels that a plan needs, before ranks agree on a step and anything is written.
+"""Compiles the Triton kernels that a plan needs, before ranks compare notes and before any write.
 
 Triton compiles a kernel when it is first launched, which takes a C compiler, Python's headers and a
 device that the tiles fit. If that fails, it must fail here, not in the middle of a step.
@@ -27,32 +27,46 @@ from ..weight_rounding import Noise, RoundedBy, noise_key
 logger = logging.getLogger(__name__)
 
 
-def try_kernels(plan: Plan, groups: Sequence[Group]) -> Optional[Exception]:
-    """Launches the kernels of a plan; returns the error that keeps Triton from it, or None."""
+def warm_up(plan: Plan, groups: Sequence[Group]) -> None:
+    """Launches the kernels of a plan once, on zeros, which compiles those that are new.
+
+    Raises:
+        RuntimeError: Triton can't compile or launch one of them here.
+    """
+    types = {lane.device.type for lane in plan.all_lanes}
+    if not triton_kernels.is_installed() and types.intersection(triton_kernels.DEVICE_TYPES):
+        _warn_once()
     lanes = [lane for lane in plan.all_lanes if triton_kernels.is_used_on(lane.device.type)]
     if not lanes:
-        return None
-    logger.info("trying Triton's kernels, which compiles them where they are new")
+        return
+    logger.info("launching Triton's kernels on zeros, which compiles them where they are new")
     try:
         for lane in lanes:
             entries = [plan.entries[number] for number in {u.entry for u, _ in lane.owners}]
             for group, dtype in {(entry.group, entry.dtype) for entry in entries}:
-                _try_elementwise(lane, groups[group], dtype)
+                _launch_elementwise(lane, groups[group], dtype)
             for chunk in lane.chunks:
                 for batch in chunk.batches:
                     unit = batch.units[0]
                     recipe, block = plan.entries[unit.entry].recipe, unit.block
                     shape = batch.matrices, unit.rows, unit.cols
                     whole = (block.rows, block.cols) if lane.team_size > 1 else None
-                    _try_batch(lane.device, lane.wire, recipe, shape, whole)
+                    _orthogonalize_batch(lane.device, lane.wire, recipe, shape, whole)
     except torch.OutOfMemoryError:
-        raise  # the step would raise this, too
+        raise  # a smaller model helps, and nothing of what follows
     except Exception as error:  # of Triton, of what it compiles with, of the driver
-        return error
-    return None
+        raise RuntimeError(
+            f"Triton's kernels can't be launched here ({triton_kernels.first_line_of(error)}). "
+            f"{triton_kernels.NEEDS}; Muon(..., triton=False), on all ranks, does without them"
+        ) from error
 
 
-def _try_elementwise(lane: Lane, group: Group, dtype: torch.dtype) -> None:
+@functools.cache
+def _warn_once() -> None:
+    triton_kernels.warn_of_doing_without("Triton is not installed")
+
+
+def _launch_elementwise(lane: Lane, group: Group, dtype: torch.dtype) -> None:
     """Updates a matrix of zeros in the dtypes and by the options of a group."""
     W, G = (torch.zeros(32, 32, dtype=dtype, device=lane.device) for _ in range(2))
     B = W.to(momentum_dtype(group, dtype) or dtype)
@@ -105,7 +119,7 @@ def _rounded_by(W: Tensor, group: Group) -> Optional[list[RoundedBy]]:
 
 
 @functools.cache
-def _try_batch(
+def _orthogonalize_batch(
     device: torch.device,
     wire: torch.dtype,
     recipe: Recipe,
