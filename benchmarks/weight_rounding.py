@@ -37,7 +37,7 @@ def train(task: Task, rounding: str, lr: float, steps: int, seed: int) -> Curve:
     groups = kernel.get_default_muon_param_groups(model)
     for group in groups:
         group["params"] = [trained[name] for name in group["names"]]
-    how = {} if rounding == "fp32" else {"weight_rounding": rounding, "rounding_seed": seed}
+    how = {} if rounding == "fp32" else {"weight_rounding": rounding}
     optimizer = kernel.Muon(groups, lr=lr, **how)
     warmup = max(1, steps // 10)
     schedule = LambdaLR(optimizer, lambda n: min((n + 1) / warmup, (steps - n) / (steps - warmup)))

@@ -91,11 +91,12 @@ def elementwise_calls() -> None:
     elementwise.update_weights([W.t()], [G.view(512, 256)], cautious=False, **rates)
     elementwise.update_weights([W] * 32, [G] * 32, cautious=False, **rates)
     residual = torch.zeros(256, 512, dtype=torch.int16)
-    noise = optimizer.weight_rounding.Noise(1 << 61, torch.empty(256, 512, device="meta"))
+    places = torch.empty(256, 512, device="meta")
+    random_bits = optimizer.weight_rounding.RandomBits(1 << 61, places)
     elementwise.update_weights(
-        [G] * 32, [out] * 32, cautious=False, rounded_by=[noise] * 32, **rates
+        [G] * 32, [out] * 32, cautious=False, rounded_by=[random_bits] * 32, **rates
     )
-    for by in ([residual], [noise]):
+    for by in ([residual], [random_bits]):
         elementwise.update_weights([G], [out], cautious=True, rounded_by=by, **on_device)
     lists, largest = ([B] * 32, [G] * 32), [number[0]] * 32
     elementwise.update_momentum(*lists, [B] * 32, wanted=False, largest=largest, **plain)

@@ -227,7 +227,6 @@ OTHER_VALUES: dict[str, Any] = {
     "decay_lr": "adjusted",
     "momentum_dtype": torch.bfloat16,
     "weight_rounding": "stochastic",
-    "rounding_seed": 7,
     "missing_grad": "zero",
     "expert_keys": ["experts", "others"],
     "split": {"qkv": 4},

@@ -108,7 +108,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "momentum_dtype": {"momentum_dtype": torch.bfloat16},
     "missing_grad": {"missing_grad": "zero"},
     "weight_rounding": {"weight_rounding": "exact"},
-    "rounding_seed": {"rounding_seed": 7},
     "expert_keys": {"expert_keys": ["experts"]},
     "split": {"split": 1},
     "flatten": {"flatten": True},

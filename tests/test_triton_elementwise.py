@@ -669,7 +669,7 @@ def test_kernels_do_what_core_does_without_them_for_all_options(name, dtype, mon
 
 
 @pytest.mark.kernels_ci
-@pytest.mark.parametrize("by", ["residuals", "noise"])
+@pytest.mark.parametrize("by", ["residuals", "random bits"])
 def test_kernels_round_weights_as_core_does_to_the_bit(by):
     """In layouts of up to four dimensions; of numbers that arithmetic in fp32 does not round."""
     rounding = optimizer.weight_rounding
@@ -690,9 +690,9 @@ def test_kernels_round_weights_as_core_does_to_the_bit(by):
         updates = [torch.randint(-9, 9, w.shape).to(DEVICE, FP32) / 2**12 for w in weights]
         updates[1].view(-1)[3:5] = torch.tensor([NAN, INF])
         rounded_by = [view(r) for view, r in zip(views, residuals)]
-        if by == "noise":
+        if by == "random bits":
             rounded_by = [
-                rounding.Noise(rounding.noise_key(1, 2, str(n)), view(r.to("meta")))
+                rounding.RandomBits(rounding.random_key(2, str(n)), view(r.to("meta")))
                 for n, (view, r) in enumerate(zip(views, residuals))
             ]
         with steps_by(kernels):

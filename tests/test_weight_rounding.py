@@ -458,7 +458,7 @@ RUNS = {
     "exact": exact_run,
     "fp32": fp32_run,
     "stochastic": lambda layout, **options: Run.on(
-        layout, change=in_bf16, weight_rounding="stochastic", rounding_seed=5, **options
+        layout, change=in_bf16, weight_rounding="stochastic", **options
     ),
 }
 
@@ -668,9 +668,9 @@ def splitmix64(counter: int) -> int:
 def test_random_numbers_are_those_of_splitmix64():
     """Internal, as no step shows which numbers it drew."""
     rounding = optimizer.weight_rounding
-    key = rounding.noise_key(3, 5, "w")
+    key = rounding.random_key(5, "w")
     places = torch.empty(7, 11, device="meta")
-    drawn = rounding.Noise(key, places[2:5, 1::2]).draw(torch.device("cpu"))
+    drawn = rounding.draw(rounding.RandomBits(key, places[2:5, 1::2]), torch.device("cpu"))
     expected = [
         [splitmix64(key + 11 * row + col) >> 48 for col in range(1, 11, 2)] for row in range(2, 5)
     ]
@@ -712,24 +712,32 @@ def test_the_expectation_of_a_rounded_weight_is_the_weight():
         assert set(param.detach().tolist()) == {1.0, 1.0 + 1 / 128}
 
 
-def test_seed_step_and_name_each_change_the_random_numbers():
-    def rounded_up(seed: int = 0, name: str = "w", steps: int = 1) -> torch.Tensor:
-        param = nn.Parameter(torch.ones(4096, dtype=torch.bfloat16))
-        group = {"params": [param], "names": [name], "use_muon": False}
-        optim = optimizer.Muon(
-            [group], lr=1e-3, weight_decay=0.0, weight_rounding="stochastic", rounding_seed=seed
-        )
+def test_step_and_name_or_else_group_and_index_each_change_the_random_numbers():
+    def rounded_up(name: str | None = "w", number: int = 0, steps: int = 1) -> torch.Tensor:
+        """Which weights of a parameter are rounded up, of three: two in a group, one in another."""
+        params = [nn.Parameter(torch.ones(4096, dtype=torch.bfloat16)) for _ in range(3)]
+        names = [str(n) if n != number else name for n in range(3)]
+        groups = [
+            {"params": params[at], "use_muon": False, "names": None if name is None else names[at]}
+            for at in (slice(0, 2), slice(2, 3))
+        ]
+        options = {"lr": 1e-3, "weight_decay": 0.0, "weight_rounding": "stochastic"}
+        optim = optimizer.Muon(groups, **options)
         for _ in range(steps):
             with torch.no_grad():
-                param.fill_(1.0)
+                for param in params:
+                    param.fill_(1.0)
             optim.state.clear()
-            param.grad = -torch.ones_like(param)
+            for param in params:
+                param.grad = -torch.ones_like(param)
             optim.step()
         assert optim.param_groups[0]["rounding_step"] == steps
-        return (param > 1).detach()
+        return (params[number] > 1).detach()
 
     assert torch.equal(rounded_up(), rounded_up())
-    others = [rounded_up(seed=1), rounded_up(name="v"), rounded_up(steps=2)]
+    assert torch.equal(rounded_up(), rounded_up(number=2))
+    others = [rounded_up(name="v"), rounded_up(steps=2)]
+    others += [rounded_up(None, number) for number in range(3)]
     for one, other in itertools.combinations([rounded_up(), *others], 2):
         together = (one & other).double().mean().item()
         assert together == pytest.approx(0.128**2, abs=0.01)  # as if drawn apart

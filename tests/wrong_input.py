@@ -65,7 +65,6 @@ BAD_VALUES: dict[str, list[Any]] = {
     "decay_lr": [*NO_NAMES, None],
     "momentum_dtype": NO_DTYPES,
     "weight_rounding": [*NO_NAMES, None],
-    "rounding_seed": [1.0, "1", True, None],
     "missing_grad": [*NO_NAMES, None],
     "expert_keys": ["experts", [1], ["experts", None], 3, True],
     "split": [0, -1, True, 2.0, NAN, [], [2, -2], [4, 0], [2, True], [2.0, 2.0], [[2], [2]]]

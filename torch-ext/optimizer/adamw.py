@@ -20,7 +20,7 @@ from .distributed.replicas import Replicas, is_divided
 from .distributed.utils import is_dense, is_dtensor, local
 from .parameters.options import Group
 from .state.specs import keys_of
-from .weight_rounding import Noise, as_int16, round_into, widen
+from .weight_rounding import RandomBits, as_int16, round_into, widen
 
 if TYPE_CHECKING:
     from .distributed.zero2 import MeanGradients, RowAllGather
@@ -76,7 +76,7 @@ class AdamWStep:
         state: of each parameter.
         replicas: the replicas that average gradients and divide the work, in ZeRO-2; else None.
         offload: knows where the state lives.
-        rounding: has the residuals and noise of weights that are updated in fp32.
+        rounding: has the residuals and random bits of weights that are updated in fp32.
         clipping: has QK-Clip's factors on query and key projections, applied after the update.
         prefetcher: brings offloaded state to the device.
         counts: whether the step counts, or only creates state.
@@ -205,8 +205,8 @@ class AdamWStep:
                     ranks, rank = len(self._replicas.ranks), self._replicas.group.rank()
                     interval = slice(*shard_interval(weights.shape[0], ranks, rank))
                     weights, clip = weights[interval], None if clip is None else clip[interval]
-                    if isinstance(rounded_by, Noise):  # a residual has these rows only
-                        rounded_by = rounded_by[interval]
+                    if isinstance(rounded_by, RandomBits):  # a residual has these rows only
+                        rounded_by = rounded_by._replace(places=rounded_by.places[interval])
             elif param.grad is None:
                 grad = torch.zeros_like(weights)
             else:
@@ -222,7 +222,7 @@ class AdamWStep:
 
 
 def _update(rows: AdamWRows, options: Group) -> None:
-    """Updates rows, then clips them; rows with a residual or noise are updated in fp32."""
+    """Updates rows, then clips them; rows with a residual or random bits are updated in fp32."""
     in_fp32 = [by is not None for by in rows.rounded_by]
     unwidened = rows.only([not widens for widens in in_fp32]) if any(in_fp32) else rows
     if unwidened.params:

@@ -185,8 +185,8 @@ def update_weights(
         factors: what each update is multiplied with; they broadcast to it.
         together: a tensor that contains all updates, if there is one: it is multiplied by ``rate``
             at once.
-        rounded_by: residuals or noise by which weights in bf16 are rounded from fp32; None rounds
-            to the nearest.
+        rounded_by: residuals or random bits by which weights in bf16 are rounded from fp32; None
+            rounds to the nearest.
     """
     if triton_kernels.is_used_on(weights[0].device.type):
         from .triton_kernels import elementwise
@@ -234,7 +234,7 @@ def clip_weights(
     Args:
         weights: local tensors.
         scales: a factor for each weight, which broadcasts to it; None leaves the weight as it is.
-        rounded_by: as `update_weights` has used it, so that noise is drawn anew; None for each
+        rounded_by: as `update_weights` has used it, so that other bits are drawn; None for each
             weight that is rounded to the nearest.
     """
     for index, scale in enumerate(scales):

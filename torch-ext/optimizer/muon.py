@@ -163,8 +163,6 @@ class Muon(torch.optim.Optimizer):
             with 16 more bits of each weight as state, so that steps are those of fp32 weights; or
             ``"stochastic"``, at random, so that updates count on average (docs/accuracy.md). It
             changes nothing for fp32 and fp64 weights, and raises for fp16 weights.
-        rounding_seed: for ``"stochastic"``: a weight's random numbers depend on it, on the name of
-            the parameter, on the weight's place in it and on how many steps there were.
         missing_grad: ``"raise"`` raises where only some ranks have a gradient, and skips a matrix
             that has none on any; ``"zero"`` counts absent gradients as zeros. Either way, replicas
             whose gradients are averaged already must all have one, or none.
@@ -269,7 +267,6 @@ class Muon(torch.optim.Optimizer):
         decay_lr: str = "base",
         momentum_dtype: Optional[torch.dtype] = None,
         weight_rounding: str = "nearest",
-        rounding_seed: int = 0,
         missing_grad: str = "raise",
         split: Any = None,
         flatten: bool = False,

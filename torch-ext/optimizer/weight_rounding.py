@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any, Callable, Union
+from typing import NamedTuple, Union
 
 import torch
 from torch import Tensor
@@ -38,76 +38,60 @@ MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 # Bits of a key below its highest bit, which is always set. So counters lie between 2^61 and 2^63,
 # and a kernel takes all of them for integers of one type.
 _KEY_BITS = 61
+_SEED = 0  # another one would draw other bits
 _BLOCK = 1 << 20  # random numbers that are drawn at once; each takes 8 bytes
 
 
-class Noise:
-    """16 random bits for every element of a tensor, which a key and the element's place determine.
+class RandomBits(NamedTuple):
+    """What the 16 random bits of each element of a tensor follow from; `draw` makes them.
 
-    Kernels take noise like a tensor: its ``data_ptr`` is no address, but a counter.
+    An element's counter is the key plus the element's place in the whole parameter.
 
     Args:
-        key: that of a parameter in a step, from `noise_key`.
+        key: that of a parameter in a step, from `random_key`.
         places: a view, on the meta device, of a tensor with the shape of the whole parameter. Its
             shape is that of the tensor to be rounded; its strides and offset are the places.
     """
 
-    dtype = torch.int64
+    key: int
+    places: Tensor
 
-    def __init__(self, key: int, places: Tensor):
-        self._key = key
-        self._places = places
-        self.shape = places.shape
+    @property
+    def first_counter(self) -> int:
+        """The counter of the element with index 0 in all dimensions."""
+        return self.key + int(self.places.storage_offset())
 
-    def again(self) -> Noise:
+    def again(self) -> RandomBits:
         """Other bits, for a second rounding of the same tensor in the same step."""
-        return Noise(self._key ^ (1 << (_KEY_BITS - 1)), self._places)
+        return self._replace(key=self.key ^ (1 << (_KEY_BITS - 1)))
 
-    def viewed(self, view: Callable[[Tensor], Tensor]) -> Noise:
-        """The noise of a view of the tensor."""
-        return Noise(self._key, view(self._places))
 
-    def __getitem__(self, index: Any) -> Noise:
-        return Noise(self._key, self._places[index])
+def random_key(step: int, name: str) -> int:
+    """The key of a parameter in a step, the same on all machines and layouts."""
+    digest = hashlib.blake2b(f"{_SEED} {step} {name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") & ((1 << _KEY_BITS) - 1) | (1 << _KEY_BITS)
 
-    def unbind(self, dim: int) -> list[Noise]:
-        return [Noise(self._key, places) for places in self._places.unbind(dim)]
 
-    def expand(self, shape: torch.Size) -> Noise:
-        assert shape == self.shape
-        return self
-
-    def stride(self) -> tuple[int, ...]:
-        return self._places.stride()
-
-    def data_ptr(self) -> int:
-        return self._key + int(self._places.storage_offset())
-
-    def draw(self, device: torch.device) -> Tensor:
-        """Draws the random numbers, in [0, 2^16), as an int32 tensor."""
-        counters = torch.tensor(self.data_ptr(), device=device)
-        for dim, (size, stride) in enumerate(zip(self.shape, self.stride())):
-            along = torch.arange(size, device=device).mul_(stride)
-            counters = counters + along.view(-1, *[1] * (self._places.ndim - dim - 1))
-        bits = counters * _signed(GAMMA)
-        for shift, multiplier in MIX:
-            bits = bits ^ ((bits >> shift) & ((1 << (64 - shift)) - 1))
-            bits = bits * _signed(multiplier)
-        return ((bits >> 48) & 0xFFFF).to(torch.int32)
+def draw(bits: RandomBits, device: torch.device) -> Tensor:
+    """Draws the random bits: numbers in [0, 2^16), as an int32 tensor of the shape of places."""
+    places = bits.places
+    counters = torch.tensor(bits.first_counter, device=device)
+    for dim, (size, stride) in enumerate(zip(places.shape, places.stride())):
+        along = torch.arange(size, device=device).mul_(stride)
+        counters = counters + along.view(-1, *[1] * (places.ndim - dim - 1))
+    mixed = counters * _signed(GAMMA)
+    for shift, multiplier in MIX:
+        mixed = mixed ^ ((mixed >> shift) & ((1 << (64 - shift)) - 1))
+        mixed = mixed * _signed(multiplier)
+    return ((mixed >> 48) & 0xFFFF).to(torch.int32)
 
 
 def _signed(value: int) -> int:
     return value - (1 << 64) if value >> 63 else value
 
 
-def noise_key(seed: int, step: int, name: str) -> int:
-    """The key of a parameter in a step, the same on all machines and layouts."""
-    digest = hashlib.blake2b(f"{seed} {step} {name}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") & ((1 << _KEY_BITS) - 1) | (1 << _KEY_BITS)
-
-
-# What a weight is rounded by: its residual, an int16 tensor of the weight's shape, or noise.
-RoundedBy = Union[Tensor, Noise]
+# What a weight is rounded by: its residual, an int16 tensor of the weight's shape, or random bits.
+RoundedBy = Union[Tensor, RandomBits]
 
 
 def as_int16(residual: Tensor) -> Tensor:
@@ -131,20 +115,21 @@ def round_into(
     """Rounds fp32 into weights in bf16; writes the residuals, and overwrites ``widened``."""
     for wide, weight, by in zip(widened, weights, rounded_by):
         bits = wide.masked_fill_(wide.isnan(), torch.nan).view(torch.int32)
-        added = bits + 0x8000 if isinstance(by, Tensor) else _add_noise(bits, by)
+        added = bits + 0x8000 if isinstance(by, Tensor) else _add_random(bits, by)
         rounded = added.bitwise_and_(-0x10000)
         if isinstance(by, Tensor):
             by.copy_(bits.sub_(rounded))
         weight.view(torch.int16).copy_(rounded.bitwise_right_shift_(16))
 
 
-def _add_noise(bits: Tensor, noise: Noise) -> Tensor:
-    """Returns bits + noise, a new tensor; draws few numbers at once, since each takes 8 bytes."""
+def _add_random(bits: Tensor, by: RandomBits) -> Tensor:
+    """Adds random bits, into a new tensor; draws few at once, since each element takes 8 bytes."""
     total = torch.empty_like(bits)
     if not bits.ndim:
-        return torch.add(bits, noise.draw(bits.device), out=total)
+        return torch.add(bits, draw(by, bits.device), out=total)
     at_once = max(1, _BLOCK * len(bits) // max(1, bits.numel()))
     for start in range(0, len(bits), at_once):
         rows = slice(start, start + at_once)
-        torch.add(bits[rows], noise[rows].draw(bits.device), out=total[rows])
+        drawn = draw(by._replace(places=by.places[rows]), bits.device)
+        torch.add(bits[rows], drawn, out=total[rows])
     return total

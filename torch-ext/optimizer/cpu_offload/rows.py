@@ -8,7 +8,7 @@ from typing import Optional, TypeVar
 
 from torch import Tensor
 
-from ..weight_rounding import Noise, RoundedBy
+from ..weight_rounding import RandomBits, RoundedBy
 from .prefetcher import Fetched
 from .windows import narrow
 
@@ -31,8 +31,8 @@ class Rows:
         if fetched is None:
             return self
         present = [(name, column) for name, column in vars(self).items() if column is not None]
-        # Noise is in the place of residuals, but in no memory.
-        present.sort(key=lambda named: isinstance(named[1][0], Noise))
+        # Random bits are in the place of residuals, but in no memory.
+        present.sort(key=lambda named: isinstance(named[1][0], RandomBits))
         columns = {
             name: [
                 tensors[n] if n < len(tensors) else narrow(column[piece.row], piece.slices)

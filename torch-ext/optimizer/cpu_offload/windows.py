@@ -10,11 +10,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple, Optional, Union
 
 import torch
 from torch import Tensor
 
+from ..weight_rounding import RandomBits
 from .arena import PADDED_TO, Arena
 from .backend import IN, OUT, Backend
 
@@ -171,10 +172,13 @@ def dense_stride(tensor: Tensor) -> tuple[int, ...]:
     return tuple(stride)
 
 
-def narrow(tensor: Optional[Tensor], slices: Optional[Index]) -> Any:
-    """The piece of a tensor, which may be one that broadcasts to the tensors that were divided."""
+def narrow(tensor: Union[Tensor, RandomBits, None], slices: Optional[Index]) -> Any:
+    """The piece of a tensor, which may be one that broadcasts to the tensors that were divided, or
+    of its random bits."""
     if tensor is None or slices is None:
         return tensor
+    if isinstance(tensor, RandomBits):
+        return tensor._replace(places=narrow(tensor.places, slices))
     sizes = zip(tensor.shape, slices)
     return tensor[tuple(slice(None) if size == 1 else interval for size, interval in sizes)]
 

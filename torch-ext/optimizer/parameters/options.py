@@ -180,7 +180,6 @@ class Group:
     decay_lr: str = _is(_one_of("base", "adjusted"))
     momentum_dtype: Optional[torch.dtype] = _is(_OPTIONAL_DTYPE)
     weight_rounding: str = _is(_one_of(*ROUNDINGS))
-    rounding_seed: int = _is(Option(is_int, "an int"))
     missing_grad: str = _is(_one_of("raise", "zero"))
     expert_keys: Optional[Sequence[str]] = _is(
         _optional(

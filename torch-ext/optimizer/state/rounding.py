@@ -14,7 +14,7 @@ from ..distributed import regions
 from ..distributed import utils as dtensors
 from ..parameters.names import normalize_name, state_dict_key
 from ..parameters.options import Group
-from ..weight_rounding import Noise, RoundedBy, as_int16, noise_key, round_into, widen
+from ..weight_rounding import RandomBits, RoundedBy, as_int16, random_key, round_into, widen
 
 OptimizerState = Mapping[Any, Mapping[str, Any]]  # by parameter
 
@@ -84,12 +84,12 @@ class Rounding:
         """What this rank's part of a parameter is rounded by in this step."""
         if group.weight_rounding == "exact":
             return as_int16(dtensors.local(self.residuals[param]))
-        key = noise_key(group.rounding_seed, group.rounding_step, self._names[param])
+        key = random_key(group.rounding_step, self._names[param])
         sharding, shape = dtensors.sharding_of(param), tuple(param.shape)
         region = regions.whole(shape)
         if sharding is not None:
             region = sharding.region(shape, dtensors.this_rank())
-        return Noise(key, torch.empty(shape, device="meta")[regions.slices(region)])
+        return RandomBits(key, torch.empty(shape, device="meta")[regions.slices(region)])
 
     def end(self) -> None:
         """Records the version counters of the weights that a step has left."""

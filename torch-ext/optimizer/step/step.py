@@ -25,7 +25,7 @@ from ..matrices import LocalPart
 from ..parameters.options import Group, Settings
 from ..scratch import Scratch
 from ..state.rounding import Rounding
-from ..weight_rounding import RoundedBy, as_int16
+from ..weight_rounding import RandomBits, RoundedBy, as_int16
 from .gradients import Gradients
 
 if TYPE_CHECKING:
@@ -377,7 +377,10 @@ class Step:
         rounded_by: list[RoundedBy] = []
         for unit, part in zip(parts.units, parts.local_parts):
             by = self._rounding.of(self._params[unit.entry], self.groups[entry.group])
-            rounded_by.append(part.of(by) if isinstance(by, Tensor) else by.viewed(part.of))
+            if isinstance(by, RandomBits):
+                rounded_by.append(by._replace(places=part.of(by.places)))
+            else:
+                rounded_by.append(part.of(by))
         return rounded_by
 
     def has_moment_of_rows(self, unit: Unit) -> bool:

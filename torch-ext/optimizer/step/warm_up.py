@@ -22,7 +22,7 @@ from ..newton_schulz.iteration import Eps, orthogonalize
 from ..parameters.options import Group
 from ..scratch import Scratch
 from ..state.specs import momentum_dtype
-from ..weight_rounding import Noise, RoundedBy, noise_key
+from ..weight_rounding import RandomBits, RoundedBy, random_key
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ def _rounded_by(W: Tensor, group: Group) -> Optional[list[RoundedBy]]:
         return None
     if group.weight_rounding == "exact":
         return [torch.zeros_like(W, dtype=torch.int16)]
-    return [Noise(noise_key(0, 0, ""), W.to("meta"))]
+    return [RandomBits(random_key(0, ""), W.to("meta"))]
 
 
 @functools.cache

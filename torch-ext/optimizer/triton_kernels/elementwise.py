@@ -130,10 +130,10 @@ def update_weights(
     """
     device = weights[0].device
     residuals: Any = None
-    noise: Any = rounded_by
+    random_bits: Any = rounded_by
     if rounded_by is not None and isinstance(rounded_by[0], Tensor):
-        residuals, noise = rounded_by, None
-    for launch in launches((weights, updates, residuals), (factors, noise)):
+        residuals, random_bits = rounded_by, None
+    for launch in launches((weights, updates, residuals), (factors, random_bits)):
         W, U, residual, factor, random = launch.dtypes
         dtype = _opmath(W, U)
         numbers, on_device = _numbers((rate, decay), dtype, device)
@@ -150,7 +150,7 @@ def update_weights(
             DECAYS=isinstance(decay, Tensor) or bool(decay != 0.0),
             CAUTIOUS=cautious,
             RESIDUAL=residual is not None,
-            NOISE=random is not None,
+            RANDOM=random is not None,
         )
 
 
@@ -313,13 +313,13 @@ def _launch(
 
 
 # -- kernels ---------------------------------------------------------------------------------------
-# Arguments that begin with a capital letter, and ``out``, ``factor``, ``residual``, ``noise``,
-# ``largest`` and ``exponents`` with ``firsts``, are tuples of addresses, see `tiles.Launch`;
-# strides are tuples of three. A program has a tile of one item. Offsets have 64 bits: there are
-# tensors of more than 2^31 elements.
+# Arguments that begin with a capital letter, and ``out``, ``factor``, ``residual``, ``largest`` and
+# ``exponents`` with ``firsts``, are tuples of addresses, and ``counters`` one of numbers, see
+# `tiles.Launch`; strides are tuples of three. A program has a tile of one item. Offsets have 64
+# bits: there are tensors of more than 2^31 elements.
 
 _ITEMS = ["B", "G", "W", "U", "X", "Z", "out", "factor", "largest", "exponents"]
-_ITEMS += ["residual", "noise", "firsts", "lengths"]
+_ITEMS += ["residual", "counters", "firsts", "lengths"]
 
 
 @triton.jit(do_not_specialize=[*_ITEMS, "highest", "least"])
@@ -595,7 +595,7 @@ def _weights_kernel(
     U,
     residual,
     factor,
-    noise,
+    counters,
     rate,
     decay,
     firsts,
@@ -605,7 +605,7 @@ def _weights_kernel(
     U_strides,
     residual_strides,
     factor_strides,
-    noise_strides,
+    counters_strides,
     DTYPE: tl.constexpr,
     W_DTYPE: tl.constexpr,
     U_DTYPE: tl.constexpr,
@@ -614,7 +614,7 @@ def _weights_kernel(
     DECAYS: tl.constexpr,
     CAUTIOUS: tl.constexpr,
     RESIDUAL: tl.constexpr,
-    NOISE: tl.constexpr,
+    RANDOM: tl.constexpr,
     ALIGNED: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
@@ -644,10 +644,10 @@ def _weights_kernel(
             decayed = tl.where(delta * weight >= 0.0, decayed, 0.0)
         delta = delta + decayed
     weight = weight - delta
-    if RESIDUAL or NOISE:
+    if RESIDUAL or RANDOM:
         added = 0x8000
-        if NOISE:
-            counter = _chosen(noise, firsts) + _offsets(index, row, col, noise_strides)
+        if RANDOM:
+            counter = _chosen(counters, firsts) + _offsets(index, row, col, counters_strides)
             added = _random_16_bits(counter.to(tl.uint64))
         bits = weight.to(tl.float32).to(tl.int32, bitcast=True)
         bits = tl.where(weight != weight, 0x7FC00000, bits)
@@ -662,7 +662,7 @@ def _weights_kernel(
 
 @triton.jit
 def _random_16_bits(counter):
-    """SplitMix64's upper bits, as `weight_rounding.Noise` draws them."""
+    """SplitMix64's upper bits, as `weight_rounding.draw` has them."""
     bits = counter * _GAMMA
     bits = (bits ^ (bits >> _FIRST_SHIFT)) * _FIRST_MULTIPLIER
     bits = (bits ^ (bits >> _SECOND_SHIFT)) * _SECOND_MULTIPLIER

@@ -1,8 +1,9 @@
 """Cuts tensors of any strides into tiles, and puts many tensors into one launch of a kernel.
 
-A kernel gets the addresses of its tensors as numbers, a tuple for each column of tensors. They
-travel with the launch, as all arguments do: nothing is copied to the device before it, and graphs
-may be captured of it. torch's functions of lists of tensors do it in the same way.
+A kernel gets the addresses of its tensors as numbers, a tuple for each column of tensors; of random
+bits it gets the first counters. They travel with the launch, as all arguments do: nothing is copied
+to the device before it, and graphs may be captured of it. torch's functions of lists of tensors do
+it in the same way.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple, Optional, Union
 
 import torch
 import triton
 from torch import Tensor
+
+from ..weight_rounding import RandomBits
 
 # Elements per program: two vectors of 16 bytes in bf16 for each thread of four warps.
 _TILE = 2048
@@ -27,7 +30,7 @@ MOST_ITEMS = 32
 _ALIGNMENT = 16  # bytes of addresses, and elements of rows, that vectors take
 
 Shape = tuple[int, ...]
-Column = Optional[Sequence[Tensor]]
+Column = Optional[Sequence[Any]]  # of tensors or of random bits
 
 
 class _Tiling(NamedTuple):
@@ -61,7 +64,8 @@ class Launch(NamedTuple):
     """One launch, with a program for each tile of its items, which are one tensor of each column.
 
     Args:
-        columns: for each the addresses of the items' tensors; None for a column that is None.
+        columns: for each the addresses of the items' tensors, or the first counters of their
+            random bits; None for a column that is None.
         dtypes: of the columns; None likewise.
         firsts: of each item, the number of its first program.
         lengths: of each item, the elements of a row.
@@ -99,7 +103,7 @@ def launches(
     Args:
         wide: columns, lists of tensors; the tensors of an item have one shape. Any column but the
             first may be None.
-        broadcast: columns that broadcast to these, or None.
+        broadcast: columns that broadcast to these, random bits among them, or None.
         numbers: columns of tensors of one element and one dtype, or None.
         whole_dims: so many leading dimensions are slices, rows and elements as they are; others
             are merged where they can be.
@@ -110,17 +114,20 @@ def launches(
     shaped = wide_count + len(broadcast) - broadcast.count(None)
     alike: dict[tuple, list[_Item]] = {}
     items = list(zip(*given))
-    for tensors in items:
+    for operands in items:
+        tensors = [o.places if isinstance(o, RandomBits) else o for o in operands]
         if not tensors[0].numel():
             continue
         layout = tuple([(t.shape, t.stride(), t.dtype) for t in tensors[:shaped]])
         tiling = _tiling_of(layout, whole_dims)
         if tiling is None:  # its slices, which have fewer dimensions, become items at the end
             shape = tensors[0].shape
-            slices = [tensor.expand(shape).unbind(whole_dims) for tensor in tensors[:shaped]]
-            items += [(*one, *tensors[shaped:]) for one in zip(*slices)]
+            slices = [_slices(operand, shape, whole_dims) for operand in operands[:shaped]]
+            items += [(*one, *operands[shaped:]) for one in zip(*slices)]
             continue
-        addresses = [tensor.data_ptr() for tensor in tensors]
+        addresses = [
+            o.first_counter if isinstance(o, RandomBits) else o.data_ptr() for o in operands
+        ]
         low_bits = tiling.length
         for address in addresses[:wide_count]:
             low_bits |= address
@@ -129,6 +136,13 @@ def launches(
         for start in range(0, len(members), MOST_ITEMS):
             part = members[start : start + MOST_ITEMS]
             yield _launch(part, columns, len(columns) - len(numbers), is_aligned)
+
+
+def _slices(operand: Union[Tensor, RandomBits], shape: Shape, dim: int) -> Sequence[Any]:
+    """An operand that is broadcast to that shape, slice by slice along a dimension."""
+    if isinstance(operand, RandomBits):
+        return [operand._replace(places=places) for places in operand.places.unbind(dim)]
+    return operand.expand(shape).unbind(dim)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -158,10 +172,11 @@ def _launch(
     lengths = [item[0].length for item in items]
     padding = (1 << (len(items) - 1).bit_length()) - len(items)
     addresses = zip(*[item[1] for item in items], *[items[-1][1]] * padding)
-    strides, dtypes = iter(tiling.strides), iter(tiling.dtypes)
+    numbers = [column[0].dtype for column in columns[with_strides:] if column is not None]
+    strides, dtypes = iter(tiling.strides), iter((*tiling.dtypes, *numbers))
     return Launch(
         tuple([None if column is None else next(addresses) for column in columns]),
-        tuple([None if c is None else next(dtypes, c[0].dtype) for c in columns]),
+        tuple([None if column is None else next(dtypes) for column in columns]),
         (*firsts, *[programs] * padding),
         (*lengths, *lengths[-1:] * padding),
         tiling.shape,
