@@ -18,10 +18,6 @@ by a power of two (distributed/wire.py), before a bf16 one rounded to bf16. fp16
 arithmetic. A CPU reproduces it, with products in fp32, one rounding, and mirrored halves, in the
 form that an accelerator takes.
 
-``--owners`` has matrices owned by teams of 1, 2, 4 and 8 (`owners_per_matrix`), whose members are
-threads: each has a slice, and rounds what it adds to the sum over the team, in the arithmetic's own
-dtype, as a ring of ranks does. One owner takes the same Gram form beside the default.
-
 Momentum is taken from a run of examples/train.py: its width is 128, and in a second run 512. Lines
 are the worst of all shapes, or of all matrices of the last layer.
 """
@@ -29,11 +25,8 @@ are the worst of all shapes, or of all matrices of the last layer.
 from __future__ import annotations
 
 import argparse
-import functools
 import itertools
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -152,43 +145,6 @@ def errors_of_plain_loop(kernel: Any, matrix: Decomposed, device: torch.device) 
         X = a * X + (b * A + c * (A @ A)) @ X
     U = (X.mT if tall else X).cpu().double()
     return compare(U, matrix, family.triples, family, setting)
-
-
-def errors_of_team(
-    kernel: Any, matrix: Decomposed, setting: Setting, members: int, device: torch.device
-) -> Errors:
-    ns, (rows, cols) = kernel.newton_schulz, matrix.G.shape
-    recipe = ns.recipe_for(
-        setting.family, None, setting.algorithm, setting.norm, setting.dtype, FP32, device
-    )
-    sent = through_wire(kernel, matrix.G.to(device), setting.wire)
-    (block,) = kernel.matrices.read_as_matrices((rows, cols), False, False, None).blocks
-    whole = kernel.distributed.regions.whole((rows, cols))
-    slices = kernel.distributed.units.Unit(0, block, whole).slices(members)
-    boxes = [kernel.distributed.regions.slices(piece.box) for piece in slices]
-    barrier, placed = threading.Barrier(members), [sent] * members
-
-    def orthogonalize(member: int) -> Tensor:
-        def gather(tensor: Tensor) -> Tensor:
-            placed[member] = tensor.clone()
-            barrier.wait()
-            tensors = torch.stack(placed)
-            barrier.wait()
-            return tensors
-
-        def add(tensor: Tensor) -> None:
-            first, *others = gather(tensor)
-            tensor.copy_(functools.reduce(torch.add, others, first))
-
-        team = ns.Team(rows, cols, add, gather)
-        piece, scratch = sent[boxes[member]].unsqueeze(0).clone(), kernel.scratch.Scratch()
-        eps = ns.iteration.Eps(1e-7)
-        return ns.iteration.orthogonalize(piece, recipe, eps, True, scratch, team)[0]
-
-    with ThreadPoolExecutor(members) as threads:
-        U = torch.cat(list(threads.map(orthogonalize, range(members))), int(rows <= cols))
-    triples = recipe.form(rows, cols, True).triples
-    return compare(U.cpu().double(), matrix, triples, ns.FAMILIES[setting.family], setting)
 
 
 def compare(
@@ -320,25 +276,6 @@ def null(errors: Errors) -> str:
     return f"{errors.null:.2f}" if errors.null else ""
 
 
-TEAMS = (1, 2, 4, 8)
-OWNERS_COLUMNS = (
-    *("input", "arithmetic", "default: error", *(f"{k}: error" for k in TEAMS)),
-    *(f"{TEAMS[-1]}: σ", f"{TEAMS[-1]}: null"),
-)
-
-
-def owners_rows(
-    name: str, matrices: Sequence[Decomposed], measure: Callable, by_team: Callable
-) -> Iterator[list[str]]:
-    for setting in map(DEFAULTS.get, ("accelerators: fp16", "CPUs: bf16", "fp32")):
-        assert setting is not None
-        default = worst([measure(matrix, setting) for matrix in matrices])
-        found = [worst([by_team(matrix, setting, k) for matrix in matrices]) for k in TEAMS]
-        dtype = str(setting.dtype).removeprefix("torch.")
-        errors = [percent(e.error) for e in (default, *found)]
-        yield [name, dtype, *errors, sigmas(found[-1]), null(found[-1])]
-
-
 ALL_COLUMNS = (
     *("input", "family", "form", "arithmetic", "norm", "error", "polar", "float64: polar"),
     *("σ", "null"),
@@ -384,7 +321,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     assert __doc__
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--all", action="store_true", help="also every family, form, arithmetic")
-    parser.add_argument("--owners", action="store_true", help="only several owners of a matrix")
     inputs = (*MADE, "momentum")
     parser.add_argument("--restarts", action="store_true", help="only: as is safe, or one")
     parser.add_argument("--inputs", nargs="+", choices=inputs, default=inputs, help="which")
@@ -402,17 +338,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     measure = partial(errors_of, kernel, device=device)
 
     shapes = ", ".join(f"{rows} × {cols}" for rows, cols in options.shapes)
-    if options.owners:
-        by_team = partial(errors_of_team, kernel, device=torch.device("cpu"))  # by threads
-        rows = [
-            row
-            for name, matrices in inputs_of(options)
-            for row in owners_rows(name, matrices, measure, by_team)
-        ]
-        title = f"Owners of a matrix: slices of it in teams of 1 to {TEAMS[-1]}, {shapes}"
-        show(title, OWNERS_COLUMNS, rows, markdown=options.markdown, left=2)
-        print(f"{ADVICE}\n{machine(device)}")
-        return
     if options.restarts:
         rows = [
             restart_row(kernel, name, matrices, measure) for name, matrices in inputs_of(options)

@@ -269,7 +269,7 @@ _ELEMENTWISE: dict[str, Callable[[Clocks], Callable[..., Any]]] = {
 
 
 def _normalization(clocks: Clocks, divisor: Callable[..., Any]) -> Callable[..., Any]:
-    def normalize(G: Tensor, factor: float, eps: Any, scale: float, out: Tensor, team: Any) -> Any:
+    def normalize(G: Tensor, factor: float, eps: Any, scale: float, out: Tensor) -> Any:
         clocks.compute([G])
         clocks.compute([G, out])
         size, *rest = torch.empty(4, len(G), 1, 1).unbind()

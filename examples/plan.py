@@ -50,16 +50,9 @@ def report_of(
         machine.ranks_per_host,
         chunk_size=args.chunk_size,
         warmup_step=args.warmup_step,
-        owners_per_matrix=args.owners_per_matrix,
-        machine=machine,
     )
     if layout.kind == "zero2" and costs.lanes:  # one rank averages nothing
-        lane, *others = costs.lanes
-        if others:
-            raise ValueError(
-                f"zero2: some matrices are too small for {args.owners_per_matrix} owners each, and "
-                "averages are planned for all matrices alike: give fewer"
-            )
+        (lane,) = costs.lanes
         averages = averages_of(kernel, entries, weights, lane.first_used, ranks)
         costs = replace(costs, averages=averages)
     scheduler = importlib.import_module(f"{kernel.__name__}.async_utils")
@@ -117,7 +110,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add("--chunk-size", type=int, default=-1)
     add("--warmup-step", type=int, default=5)
-    add("--owners-per-matrix", type=_owners, default=1, help="so many, or auto")
     add("--tflops", type=float, help="that a rank reaches in orthogonalization")
     add("--host-gb-s", type=float, help="that a rank sends within its host")
     add("--network-gb-s", type=float, help="that a rank sends to other hosts")
@@ -135,10 +127,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def _owners(text: str) -> int | str:
-    return text if text == "auto" else max(1, int(text))
-
-
 def check(args: argparse.Namespace) -> None:
     """What can be refused before anything is planned.
 
@@ -153,8 +141,6 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError("--chunk-size must be -1 or at least 1")
     if args.warmup_step < 0:
         raise ValueError("--warmup-step must be at least 0")
-    if args.owners_per_matrix != 1 and args.owners:
-        raise ValueError("--owners tells owners of whole matrices: leave --owners-per-matrix out")
     if args.png is not None:
         folder = args.png.resolve().parent
         missing = folder if folder.exists() else folder.parent

@@ -31,13 +31,11 @@ class Simulated:
     Args:
         lanes: with traffic.
         all_gathers: chunks that came back by one.
-        slices: units that are slices of matrices.
         read: rank and number of the entries whose gradients were asked for.
     """
 
     lanes: int = 0
     all_gathers: int = 0
-    slices: int = 0
     read: set[tuple[int, int]] = field(default_factory=set)
 
 
@@ -46,7 +44,6 @@ def simulate(entries: Sequence[Any], plans: Sequence[Any], chunk_size: int = -1)
 
     - The peers of a lane see the same lane, and come to it without waiting for each other.
     - What a rank expects is what the others send, and none sends anything to itself.
-    - The members of a team have slices of the same matrices, batch by batch: they sum over these.
     - The momentum of every element is read once on each rank that holds it, and gathered by as many
       owners as there should be; they are those that the lane names.
     - Every element of a rank's weights gets its own update, once.
@@ -70,7 +67,7 @@ def simulate(entries: Sequence[Any], plans: Sequence[Any], chunk_size: int = -1)
 
 
 def key(lane: Any) -> tuple:
-    return (lane.peers, lane.team_size, lane.wire, lane.opmath, lane.device)
+    return (lane.peers, lane.wire, lane.opmath, lane.device)
 
 
 class _Step:
@@ -137,20 +134,7 @@ class _Step:
                 assert Counter(mine) == Counter(unit for unit, of in owned if of == owner)
                 matrices = sum(unit.count for unit in mine)
                 assert chunk_size < 0 or matrices <= chunk_size
-            self.teams(first.team_size, chunks)
             self.chunk(lanes, chunks)
-
-    def teams(self, size: int, chunks: Sequence[Any]) -> None:
-        batches = [
-            [[unit.matrices for unit in batch.units] for batch in chunk.batches] for chunk in chunks
-        ]
-        for peer, of_peer in enumerate(batches):
-            assert of_peer == batches[peer - peer % size]
-        units = [unit for chunk in chunks for batch in chunk.batches for unit in batch.units]
-        sliced = [unit for unit in units if unit.length is not None]
-        assert len(sliced) == (len(units) if size > 1 else 0)
-        assert all(unit.length > 0 for unit in sliced)
-        self.seen.slices += len(sliced)
 
     def chunk(self, lanes: Sequence[Any], chunks: Sequence[Any]) -> None:
         first = lanes[0]

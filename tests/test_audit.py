@@ -120,26 +120,6 @@ def test_offloaded_state_is_audited_alike():
                 assert other[1][key] == pytest.approx(value, rel=1e-4, abs=1e-9), (one[0], key)
 
 
-def in_slices(owners: int) -> None:
-    options = {"ns_dtype": None, "comm_dtype": None, "owners_per_matrix": owners}
-    reports = []
-    for each in (options, {**options, "owners_per_matrix": 1}):
-        run = Run.on("FSDP2", regroup=lambda gs: [{**g, "beta2": None} for g in gs], **each)
-        with run.optim.audit() as audit:
-            run.train(range(2))
-        reports.append(audit.report())
-    sliced, whole_ones = (report.steps[-1] for report in reports)
-    assert any(len(row["owners"]) == owners for row in sliced.values())
-    for name, row in whole_ones.items():
-        assert sliced[name]["matrices"] == row["matrices"], name
-        assert sliced[name]["relative_rank"] == pytest.approx(row["relative_rank"], abs=0.2), name
-    assert reports[0].findings == reports[1].findings
-
-
-def test_slices_of_a_matrix_count_as_one():
-    run_ranks(in_slices, 2, 2)
-
-
 def unlike() -> None:
     """A step is audited on one rank alone, and all updates of another have NaN."""
     run = Run.on("FSDP2")

@@ -149,29 +149,12 @@ def test_every_element_comes_to_its_owners_and_back_to_its_holders(owned_by_all)
     assert owned_by_all or found["all_gathers"] > 10
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("members", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
-def test_every_element_comes_to_one_member_of_a_team_and_back(members):
-    found = Counter()
-    for seed in range(80):
-        case = random_case(seed, owned_by_all=False, owners_per_matrix=members)
-        alone = [dataclasses.replace(e, second_moment=False) for e in case.entries]
-        case = dataclasses.replace(case, entries=tuple(alone))
-        try:
-            seen = simulate(case.entries, case.plans(), case.options["chunk_size"])
-        except Exception as error:
-            error.add_note(f"seed {seed}, {case.ranks} ranks, {case.options}")
-            raise
-        found.update(slices=seen.slices, all_gathers=seen.all_gathers)
-    assert found["slices"] > 100 and found["all_gathers"] > 2
-
-
 @pytest.mark.parametrize("averages", [False, True])
 def test_all_ranks_launch_the_collectives_of_all_lanes_in_one_order(averages):
     """Or ranks that share two process groups could wait for each other in each of them."""
     several = 0
     for seed in range(160):
-        plans = random_case(seed, owners_per_matrix=1 + seed % 2).plans()
+        plans = random_case(seed).plans()
         several += max(len(plan.lanes) for plan in plans) > 1
         waits_for: dict[tuple, set[tuple]] = {}
         for launched in map(functools.partial(launches, averages=averages), plans):
@@ -193,7 +176,6 @@ def launches(plan: Any, averages: bool) -> list[tuple]:
     return [
         (
             lanes[event.lane].peers,
-            lanes[event.lane].team_size,
             lanes[event.lane].wire,
             lanes[event.lane].opmath,
             event[0],
@@ -356,14 +338,6 @@ def test_beside_a_costly_matrix_the_others_do_as_much(ranks, device):
     assert max(costly) == loads.largest
     assert min(costly) >= 0.7 * loads.largest
     assert makespan <= 1.10 * loads.pigeonhole
-
-
-@pytest.mark.parametrize(("ranks", "members"), [(64, 1), (256, 2), (1024, 4)])
-def test_auto_takes_several_owners_of_a_matrix_where_owners_run_out(ranks, members):
-    entries = entries_of(LLAMA_3_8B, sharded(ranks), device=CUDA, dtype=torch.bfloat16)
-    (lane,) = make_plan(entries, owners_per_matrix="auto").lanes
-    assert lane.team_size == members
-    assert len({unit.matrices for unit, _ in lane.owners}) * members == len(lane.owners)
 
 
 # -- bytes -----------------------------------------------------------------------------------------

@@ -629,13 +629,6 @@ def test_zero2_on_one_rank_averages_nothing():
     assert found["zero2"].timeline.seconds == found["ddp"].timeline.seconds
 
 
-def test_zero2_of_matrices_too_small_for_so_many_owners_is_refused():
-    args = plan.parse_args(["--owners-per-matrix", "8"])
-    small = [Weight("q.weight", (6, 4)), Weight("up.weight", (10, 6))]
-    with pytest.raises(ValueError, match="too small for 8 owners each"):
-        plan.report_of(optimizer, small, deployment.parse_layout("zero2", 8), 8, args)
-
-
 @pytest.mark.parametrize(
     ("text", "held", "backward"),  # of an element, by how often a rank holds it
     [

@@ -42,8 +42,6 @@ class LaneCosts:
         in_flight: chunks under way at once.
         ahead: chunks gathered while another lane is worked off.
         first_used: numbers of the entries that each chunk is the first to need.
-        sums: bytes that each peer sends to sum Gram matrices over its team, by link, and how many
-            collectives that are, (chunks, 3, peers).
     """
 
     peers: tuple[int, ...]
@@ -54,7 +52,6 @@ class LaneCosts:
     in_flight: int
     ahead: int
     first_used: tuple[tuple[int, ...], ...]
-    sums: Ints
 
 
 @dataclass(frozen=True)
@@ -165,7 +162,7 @@ def costs_of(
             for rank in members:
                 peers = lane.entry.peers(rank)
                 formats = (str(lane.lane.wire), str(lane.lane.opmath))
-                order = (-len(peers), peers, -lane.lane.team_size, *formats)
+                order = (-len(peers), peers, *formats)
                 if order not in lanes:
                     lanes[order] = lane.costs(peers, hosts[list(peers)])
         for entry, flops in _local_flops(plan).items():
@@ -215,13 +212,11 @@ class UnitKind:
         entry: one that they may be of.
         block: of their parameters.
         box: of one of them.
-        length: of the longer side of slices; None of whole matrices.
     """
 
     entry: Any
     block: Any
     box: tuple[tuple[int, int], ...]
-    length: int | None
 
     @property
     def matrices(self) -> int:
@@ -231,13 +226,7 @@ class UnitKind:
 
     @property
     def flops(self) -> int:
-        return self.matrices * self.entry.cost(self.block, self.length)
-
-    def summed(self) -> tuple[int, int]:
-        """Bytes per expert, and how often, that its owners sum over their team."""
-        recipe, short = self.entry.recipe, min(self.block.rows, self.block.cols)
-        sums = len(recipe.form(self.block.rows, self.block.cols, True).segments)
-        return self.matrices * sums * short**2 * recipe.dtype.itemsize, sums
+        return self.matrices * self.entry.cost(self.block)
 
     def weights(self, peers: tuple[int, ...]) -> Ints:
         """Elements of a unit, per expert, whose weights each peer has, (peers,)."""
@@ -307,7 +296,7 @@ class LaneUnits:
                 lies = *place, entry.momentum_holder(unit.box)
                 key = (number_of[unit.entry], *lies)
                 if key not in by_key:
-                    kind = UnitKind(entry, unit.block, unit.box, unit.length)
+                    kind = UnitKind(entry, unit.block, unit.box)
                     by_key[key] = kind, np.zeros(shape, np.int64)
                 experts = math.prod(stop - start for start, stop in unit.box[:row_dim])
                 by_key[key][1][chunk, owner] += experts
@@ -355,24 +344,8 @@ class LaneUnits:
                 kept[chunk, SCATTER] = total - 2 * sent  # received in place
                 if len(set(planned.slots)) > 1:  # broadcasts
                     launched[chunk] = np.count_nonzero(planned.slots)
-        sums = self._team_sums(hosts)
         flights = self.lane.in_flight, self.lane.ahead
-        return LaneCosts(peers, self.flops, moved, kept, launched, *flights, self.first_used, sums)
-
-    def _team_sums(self, hosts: Ints) -> Ints:
-        """What each peer sends to sum over its team, by rings, (chunks, 3, peers)."""
-        size = self.lane.team_size
-        sums = np.zeros((len(self.lane.rounds), 3, len(hosts)), np.int64)
-        if size > 1:
-            teams = hosts.reshape(-1, size)
-            link = np.repeat(np.where((teams == teams[:, :1]).all(1), HOST, NETWORK), size)
-            for kind, counts in self.counts:
-                nbytes, calls = kind.summed()
-                for place in (HOST, NETWORK):
-                    sums[:, place] += 2 * (size - 1) * counts * nbytes // size * (link == place)
-                batches = (counts > 0) * (calls + 1)  # the norms are gathered as well
-                sums[:, 2] += batches
-        return sums
+        return LaneCosts(peers, self.flops, moved, kept, launched, *flights, self.first_used)
 
 
 def _exchanged(held: Ints, counts: Ints, replica: Ints, hosts: Ints) -> Ints:

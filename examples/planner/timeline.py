@@ -235,10 +235,7 @@ class _LaneRun:
 
     def _compute(self, chunk: int) -> None:
         start = self.clock.free[self.peers[self.this_peer]]
-        here, away, calls = self.lane.sums[chunk]
-        speeds = self.machine.host_bytes, self.machine.network_bytes
-        summing = here / speeds[0] + away / speeds[1] + calls * self.machine.latency
-        self.clock.free[self.peers] += self.lane.flops[chunk] / self.machine.flops + summing
+        self.clock.free[self.peers] += self.lane.flops[chunk] / self.machine.flops
         stop = self.clock.free[self.peers[self.this_peer]]
         if stop > start:
             self.spans.append(Span("compute", self.first + chunk, start, stop))

@@ -147,9 +147,9 @@ class Muon(torch.optim.Optimizer):
         ns_norm_factor: the norm is multiplied with this; None takes what the coefficients come
             with: 1.02 for Polar Express, 1 for others.
         ns_equilibrate: first scale each row of a matrix, as stored, to the root mean square of the
-            rows' norms (MuonEq, arXiv:2603.28254). Not with ``owners_per_matrix``.
+            rows' norms (MuonEq, arXiv:2603.28254).
         ns_renormalize: scale U to the Frobenius norm sqrt(min(rows, cols)) (Muon+,
-            arXiv:2602.21545). Not with ``owners_per_matrix``.
+            arXiv:2602.21545).
         beta2: decay of the factored second moment; None turns it off.
         second_moment_side: the second moment has one number for each index of a matrix's
             ``"longer"`` side, or for each of its ``"rows"``, whatever its shape.
@@ -186,20 +186,15 @@ class Muon(torch.optim.Optimizer):
         hsdp: what replicas of DTensors do: ``"redundant"``, each orthogonalizes every matrix;
             ``"spread"``, they share the work and send each other the updates; ``"auto"``, what
             is faster by an estimate (`distributed.hsdp`). For all groups.
-        machine: a `Machine`: ``"auto"`` of ``hsdp`` and ``owners_per_matrix`` estimates with its
-            speeds, and staging takes a share of its memory. None takes the speeds of the device
-            type in `distributed.machine.MACHINES`, and the memory of the devices. For all groups.
+        machine: a `Machine`: ``hsdp="auto"`` estimates with its speeds, and staging takes a share
+            of its memory. None takes the speeds of the device type in
+            `distributed.machine.MACHINES`, and the memory of the devices. For all groups.
         staging_bytes: the most memory on a rank for a lane's chunks under way, with the workspace
             of the one that is orthogonalized; one chunk is always allowed. None takes 10 % of an
             accelerator's memory, and on CPUs about 1.5 times the local weights and 4 times the
             largest matrix together (docs/layouts.md). For all groups.
         triton: whether Triton's kernels are used on accelerators; without them torch's operations
             do the same work, and take longer. For all groups.
-        owners_per_matrix: how many ranks orthogonalize a sharded matrix together, each a slice of
-            its longer side, which pays with about as many ranks as matrices, or more
-            (docs/layouts.md). ``"auto"`` takes 1, 2, 4 or 8, by an estimate. Not with ``beta2``,
-            ``ns_equilibrate``, ``ns_renormalize`` or ``use_distributed_muon``, nor in exact mode.
-            For all groups.
         process_group: the ranks that hold the same plain parameters, a process group or a mesh of
             one dimension. They divide Muon's work and its momentum, which becomes a DTensor,
             ``Shard(0)``. Pickles do not hold it: set `process_group` again.
@@ -278,7 +273,6 @@ class Muon(torch.optim.Optimizer):
         machine: Optional[Machine] = None,
         staging_bytes: Optional[int] = None,
         triton: bool = True,
-        owners_per_matrix: Union[int, str] = 1,
         process_group: Any = None,
         grad_reduce: Optional[str] = None,
     ):

@@ -1,9 +1,9 @@
 """Runs a step: momentum → gather → orthogonalize → scatter → update, chunk by chunk.
 
 Every rank updates the momentum of what it holds, and sends the input of orthogonalization to the
-owners of the matrices. The owners orthogonalize matrices, or slices of them, and send every rank
-its part of the update. Matrices that lie whole on this rank, in a local lane, pass through the same
-functions without traffic; on one device all lanes are local.
+owners of the matrices. The owners orthogonalize them, and send every rank its part of the update.
+Matrices that lie whole on this rank, in a local lane, pass through the same functions without
+traffic; on one device all lanes are local.
 
 The schedule, a tuple of events made by `async_utils`, fixes the order. docs/how-it-works.md
 explains what a plan is made of: lanes, chunks, batches, units, bundles, spans. All units of a batch
@@ -27,9 +27,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import compress
-from typing import Any, Optional
+from typing import Optional
 
 import torch
 from torch import Tensor
@@ -40,10 +39,8 @@ from .async_utils import Do, Event
 from .cpu_offload.rows import MomentumRows, WeightRows
 from .distributed import wire
 from .distributed.chunks import Batch, Bundle, Span
-from .distributed.collectives import add_over_ranks, gather_over_ranks
 from .distributed.plan import Lane, Unit
 from .distributed.transport import Transport
-from .newton_schulz import Team
 from .newton_schulz.iteration import Eps, orthogonalize
 from .parameters.options import Group
 from .step.step import MOMENTUM, SECOND_MOMENT, WEIGHTS, Step
@@ -70,9 +67,7 @@ def update_momentum_and_gather(event: Event, step: Step) -> None:
     """
     prepared = step.prepared
     chunk, lane = prepared.chunk(event)
-    process_group = prepared.process_groups[event.lane]
-    team_group = prepared.team_groups[event.lane]
-    transport = Transport(chunk, lane, process_group, team_group, step.scratch)
+    transport = Transport(chunk, lane, prepared.process_groups[event.lane], step.scratch)
     step.transports[event.chunk] = transport
     with record_function("Muon.momentum"):
         for span, joined_spans in step.together(chunk.momentum, lane):
@@ -85,7 +80,6 @@ def update_momentum_and_gather(event: Event, step: Step) -> None:
 def orthogonalize_and_scatter(event: Event, step: Step) -> None:
     """Computes U, the polar factors, on the owners of matrices, and starts to send U back."""
     chunk, _ = step.prepared.chunk(event)
-    team_group = step.prepared.team_groups[event.lane]
     transport = step.transports[event.chunk]
     transport.finish_gather()
     with record_function("Muon.orthogonalize"):
@@ -95,7 +89,7 @@ def orthogonalize_and_scatter(event: Event, step: Step) -> None:
             packed = _to_front(X, present)
             if not len(packed):
                 continue
-            U = _polar_factors(packed, present, batch, transport, team_group, step)
+            U = _polar_factors(packed, present, batch, transport, step)
             if step.audit is not None:
                 step.audit.orthogonalized(_units_to_front(batch.units, present), U)
             squares: Optional[Tensor] = None
@@ -241,29 +235,18 @@ def _polar_factors(
     present: Optional[Sequence[bool]],
     batch: Batch,
     transport: Transport,
-    team_group: Any,
     step: Step,
 ) -> Tensor:
     """Computes the polar factors of units.
-
-    Members of a team compute them together, each for its slice of every matrix. They have the same
-    batches, and all peers of a lane take its chunks in one order. So all members launch the
-    collectives of the team and those of the lane in one order, and ranks cannot wait for each other
-    in a circle.
 
     Args:
         X: the units, (n, *shape of each).
 
     Returns:
-        The polar factors, or slices of them, (matrices, rows, cols).
+        The polar factors, (matrices, rows, cols).
     """
     unit = batch.units[0]
     entry, options = step.plan.entries[unit.entry], step.group(unit)
-    team: Optional[Team] = None
-    if team_group is not None:
-        add = partial(add_over_ranks, group=team_group)
-        gather = partial(gather_over_ranks, group=team_group)
-        team = Team(unit.block.rows, unit.block.cols, add, gather)
     eps = Eps(options.ns_eps, options.ns_eps_absolute or 0.0)
     # Only with these does U depend on the power of two that the wire has divided a matrix by.
     if eps.absolute != 0.0 or options.ns_equilibrate:
@@ -271,8 +254,8 @@ def _polar_factors(
         if wire_scales is not None:
             wire_scales = _to_front(wire_scales, present).repeat_interleave(unit.count)
             eps = eps._replace(divided_by=wire_scales.view(-1, 1, 1))
-    matrices = X.view(-1, unit.rows, unit.cols)
-    return orthogonalize(matrices, entry.recipe, eps, True, step.scratch, team)
+    matrices = X.view(-1, unit.block.rows, unit.block.cols)
+    return orthogonalize(matrices, entry.recipe, eps, True, step.scratch)
 
 
 def _to_front(X: Tensor, present: Optional[Sequence[bool]]) -> Tensor:

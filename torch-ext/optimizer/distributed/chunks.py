@@ -172,7 +172,7 @@ class Batch:
 
     @property
     def matrices(self) -> int:
-        """How many matrices, or slices of matrices, the units have."""
+        """How many matrices the units have."""
         return len(self.units) * self.units[0].count
 
     @functools.cached_property

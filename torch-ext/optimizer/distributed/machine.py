@@ -1,8 +1,8 @@
 """Has assumed speeds of computation and of links, and sizes of memory, by type of device.
 
-Speeds are what a run reaches, not what a data sheet promises. They decide `hsdp="auto"`,
-`owners_per_matrix="auto"` and the times that `examples/plan.py` prints. No speed is measured, so
-that all ranks decide alike. Memory is only a default here: ranks tell each other what they have.
+Speeds are what a run reaches, not what a data sheet promises. They decide `hsdp="auto"` and the
+times that `examples/plan.py` prints. No speed is measured, so that all ranks decide alike. Memory
+is only a default here: ranks tell each other what they have.
 """
 
 from __future__ import annotations

@@ -17,16 +17,14 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Optional, Union
+from typing import Any, Optional
 
 from ..matrices import Block
 from . import regions
 from .chunks import Batch, Chunk, ChunkBuilder
-from .machine import DEFAULT_MACHINE, MACHINES, Machine
 from .regions import Region
-from .rounds import Partition, Partitioner, Queue, UnitCost
+from .rounds import Partitioner, Queue, UnitCost
 from .staging import HIDING_IN_FLIGHT, GatheredBytes, Limits, Staging
-from .teams import UnitsByCost, estimated_seconds, fastest
 from .units import Channel, Entry, Unit, boxes_and_holders
 
 
@@ -84,7 +82,7 @@ class Plan:
     def flops(self, batch: Batch) -> int:
         """FLOPs to orthogonalize a batch."""
         unit = batch.units[0]
-        return batch.matrices * self.entries[unit.entry].cost(unit.block, unit.length)
+        return batch.matrices * self.entries[unit.entry].cost(unit.block)
 
 
 # How many plans a planner keeps, one for each set of absent entries; and how many lists of lanes.
@@ -93,6 +91,7 @@ MOST_PLANS = 8
 EMPTY_PLAN = Plan(0, (), (), ())
 
 UnitHolders = tuple[Unit, tuple[int, ...]]  # a unit, and the peers that hold parts of it
+UnitsByCost = dict[UnitCost, list[Unit]]  # the units that a peer owns
 
 
 def make_plan(entries: Sequence[Entry], rank: int = 0, **options: Any) -> Plan:
@@ -141,10 +140,10 @@ def _fitted(
         The rounds, and the bytes that are gathered in each.
     """
     channel, itemsize = staging.channel, staging.channel.wire.itemsize
-    in_flight, team_size = min(HIDING_IN_FLIGHT, staging.limits.in_flight), channel.team_size
-    most_teams, parts = max(map(len, owned_in)) // team_size, 1
+    in_flight = min(HIDING_IN_FLIGHT, staging.limits.in_flight)
+    most_owners, parts = max(map(len, owned_in)), 1
     while True:
-        size = -(-most_teams // parts) * team_size  # a team stays together
+        size = -(-most_owners // parts)
         divided = [
             dict(itertools.islice(owned.items(), at, at + size))
             for owned in owned_in
@@ -157,7 +156,7 @@ def _fitted(
             count = len(channel.peers) if channel.owned_by_all else 1
             gathered.append((max(sizes) * itemsize, sum(sizes) * itemsize * count))
         is_little = max(total for _, total in gathered) <= staging.least_bytes
-        may_divide = staging.shares and size > team_size and not is_little
+        may_divide = staging.shares and size > 1 and not is_little
         if not may_divide or staging.has_room(gathered, in_flight):
             return divided, gathered
         parts *= 2
@@ -170,12 +169,6 @@ class Planner:
         entries: Muon's parameters, in one order on all ranks.
         rank: global rank.
         owned_by_all: whether every peer orthogonalizes every matrix, as a reference for tests.
-        owners_per_matrix: how many peers own a matrix together; if it does not divide the number of
-            peers, the greatest common divisor of both. A matrix whose longer side is too short to
-            be cut has one owner. ``"auto"`` takes for each channel what `teams.estimated_seconds`
-            says is fastest.
-        machine: the machine to estimate for; None takes that of the device type in
-            `machine.MACHINES`.
         limits: fields of `Limits`.
     """
 
@@ -185,8 +178,6 @@ class Planner:
         rank: int = 0,
         *,
         owned_by_all: bool = False,
-        owners_per_matrix: Union[int, str] = 1,
-        machine: Optional[Machine] = None,
         **limits: Any,
     ):
         self.entries = tuple(entries)
@@ -203,18 +194,13 @@ class Planner:
         with _without_collection():
             for number, entry in enumerate(self.entries):
                 self._add(number, entry)
-            if owners_per_matrix != 1:
-                self._form_teams(owners_per_matrix, machine)
         # By peers: channels, and numbers of the entries that they exchange. All ranks go through
         # channels in this order; in different orders two ranks could block each other.
         self.channels: dict[tuple[int, ...], list[Channel]] = defaultdict(list)
         self.exchanged: dict[tuple[int, ...], set[int]] = defaultdict(set)
         for channel in sorted(
             self.units,
-            key=lambda c: (
-                *(*ranks_sort_key(c.peers), -c.team_size),
-                *(str(c.wire), str(c.opmath), str(c.device)),
-            ),
+            key=lambda c: (*ranks_sort_key(c.peers), str(c.wire), str(c.opmath), str(c.device)),
         ):
             self.channels[channel.peers].append(channel)
             if len(channel.peers) > 1:
@@ -256,10 +242,10 @@ class Planner:
         # traffic. In place of a wire of 16 bits they have opmath, which rounds nothing.
         local_wire = entry.wire if entry.wire.itemsize >= 4 else entry.opmath
         formats = (entry.opmath, entry.device)
-        local = exchanged = self.units[Channel((self.rank,), 0, False, 1, local_wire, *formats)]
+        local = exchanged = self.units[Channel((self.rank,), 0, False, local_wire, *formats)]
         if len(peers) > 1:
             this_peer = peers.index(self.rank)
-            channel = Channel(peers, this_peer, self.owned_by_all, 1, entry.wire, *formats)
+            channel = Channel(peers, this_peer, self.owned_by_all, entry.wire, *formats)
             exchanged = self.units[channel]
         for unit, holders in self._units(number, entry, peers):
             # Every peer keeps the second moment, so owners send it mean squares in any case.
@@ -272,31 +258,6 @@ class Planner:
                 local += [(piece, (0,)) for piece in self._divide(unit)]
             else:
                 self.whole_on_peers.append((unit, peers[holder]))
-
-    def _form_teams(self, owners_per_matrix: Union[int, str], machine: Optional[Machine]) -> None:
-        """Moves units that several peers are to own into channels of their own."""
-        for channel, units in list(self.units.items()):
-            if len(channel.peers) == 1 or not units:
-                continue
-            if owners_per_matrix == "auto":
-                speeds = machine or MACHINES.get(channel.device.type, DEFAULT_MACHINE)
-                seconds = functools.partial(self._seconds, channel, speeds)
-                size = fastest(seconds, len(channel.peers))
-            else:
-                size = math.gcd(int(owners_per_matrix), len(channel.peers))
-            by_teams = replace(channel, team_size=size)
-            if size > 1:
-                self.units[by_teams] = [pair for pair in units if len(pair[0].slices(size)) > 1]
-                self.units[channel] = [pair for pair in units if len(pair[0].slices(size)) == 1]
-
-    def _seconds(self, channel: Channel, machine: Machine, size: int) -> float:
-        """The estimated time of a channel's units if teams of ``size`` peers own them."""
-        units, by_teams = self.units[channel], replace(channel, team_size=size)
-        staging = Staging(self.entries, by_teams, [unit for unit, _ in units], self.limits)
-        loads = [0] * len(channel.peers)
-        queues = self._queues(by_teams, units, loads)
-        partition = self._partition(staging, queues, max(loads))
-        return estimated_seconds(staging, queues, partition, machine)
 
     def _units(self, number: int, entry: Entry, peers: tuple[int, ...]) -> Iterator[UnitHolders]:
         """Yields the units of an entry of which this rank and its peers hold parts."""
@@ -335,12 +296,12 @@ class Planner:
             pieces += self._divide(replace(unit, box=box))
         return pieces
 
-    def _flops(self, unit: Unit, length: Optional[int] = None) -> int:
-        """FLOPs to orthogonalize a unit, or slices of it whose longer side has ``length``."""
+    def _flops(self, unit: Unit) -> int:
+        """FLOPs to orthogonalize a unit."""
         block = unit.block
-        key = (unit.entry, block.rows, block.cols, length)
+        key = (unit.entry, block.rows, block.cols)
         if key not in self.matrix_flops:
-            self.matrix_flops[key] = self.entries[unit.entry].cost(block, length)
+            self.matrix_flops[key] = self.entries[unit.entry].cost(block)
         return unit.count * self.matrix_flops[key]
 
     def _lanes(self, peers: tuple[int, ...], absent: frozenset[int]) -> list[Lane]:
@@ -365,7 +326,9 @@ class Planner:
         staging = Staging(self.entries, channel, [unit for unit, _ in units], self.limits)
         queues = self._queues(channel, units, loads)
         counted = list(map(_counted, queues))
-        partition = self._partition(staging, queues, max(loads))
+        partitioner = Partitioner(Counter(counted), staging)
+        has_one_queue = channel.owned_by_all or len(queues) == 1
+        partition = partitioner.partition() if has_one_queue else partitioner.balanced(max(loads))
         remaining = [[iter(alike) for alike in queue.values()] for queue in queues]
         owned_in: list[dict[int, list[Unit]]] = []  # each round, by peer
         for counts in partition.rounds:
@@ -397,13 +360,6 @@ class Planner:
             digest=digest.hexdigest(),
         )
 
-    def _partition(self, staging: Staging, queues: Sequence[UnitsByCost], load: int) -> Partition:
-        """Partitions the queues of a lane's peers into rounds; for ``load`` see
-        `Partitioner.balanced`."""
-        partitioner = Partitioner(Counter(map(_counted, queues)), staging)
-        has_one_queue = staging.channel.owned_by_all or len(queues) == 1
-        return partitioner.partition() if has_one_queue else partitioner.balanced(load)
-
     def _queues(
         self, channel: Channel, units: Sequence[UnitHolders], loads: list[int]
     ) -> list[UnitsByCost]:
@@ -414,42 +370,29 @@ class Planner:
         peer's units come in order of cost, costliest first. Only holders of parts of a
         unit may own it. A peer that alone has the momentum of a unit owns it if its load stays
         within a fair share.
-
-        An owner is a team, mostly of one peer, with at least one holder as a member. Each member
-        gets a slice of a unit, at the cost of the largest slice: so members have the same queues,
-        and the same rounds.
         """
-        size = channel.team_size
         queues: list[UnitsByCost] = [{} for _ in loads]
-        totals = [max(loads[first : first + size]) for first in range(0, len(loads), size)]
-        elements = [0] * len(totals)  # of the units that each team owns
-        heap = [(load, 0, team) for team, load in enumerate(totals)]
+        elements = [0] * len(loads)  # of the units that each peer owns
+        heap = [(load, 0, peer) for peer, load in enumerate(loads)]
         heapq.heapify(heap)
-        with_flops = []
-        for unit, holders in units:
-            slices = unit.slices(size)
-            flops = self._flops(unit, slices[-1].length if size > 1 else None)
-            with_flops.append((flops, slices, holders))
-        fair = (sum(totals) + sum(flops for flops, _, _ in with_flops)) / len(totals)
-        for flops, slices, holders in sorted(with_flops, key=lambda item: -item[0]):
+        with_flops = [(self._flops(unit), unit, holders) for unit, holders in units]
+        fair = (sum(loads) + sum(flops for flops, _, _ in with_flops)) / len(loads)
+        for flops, unit, holders in sorted(with_flops, key=lambda item: -item[0]):
             if channel.owned_by_all:
                 owner = 0
             elif len(holders) == len(loads):
-                while heap[0][:2] != (totals[heap[0][2]], elements[heap[0][2]]):  # is outdated
+                while heap[0][:2] != (loads[heap[0][2]], elements[heap[0][2]]):  # is outdated
                     heapq.heappop(heap)
                 owner = heap[0][2]
-                home = self.entries[slices[0].entry].momentum_holder(slices[0].box)
-                if home is not None and totals[home // size] + flops <= fair:
-                    owner = home // size
+                home = self.entries[unit.entry].momentum_holder(unit.box)
+                if home is not None and loads[home] + flops <= fair:
+                    owner = home
             else:
-                teams = {peer // size for peer in holders}
-                owner = min(teams, key=lambda team: (totals[team], elements[team], team))
-            numel = regions.numel(slices[-1].box)
-            totals[owner] += flops
+                owner = min(holders, key=lambda peer: (loads[peer], elements[peer], peer))
+            numel = regions.numel(unit.box)
+            loads[owner] += flops
             elements[owner] += numel
-            heapq.heappush(heap, (totals[owner], elements[owner], owner))
-            cost = UnitCost(flops, numel * channel.wire.itemsize, slices[-1].count)
-            for member, piece in enumerate(slices, owner * size):
-                queues[member].setdefault(cost, []).append(piece)
-        loads[:] = [totals[peer // size] for peer in range(len(loads))]
+            heapq.heappush(heap, (loads[owner], elements[owner], owner))
+            cost = UnitCost(flops, numel * channel.wire.itemsize, unit.count)
+            queues[owner].setdefault(cost, []).append(unit)
         return queues

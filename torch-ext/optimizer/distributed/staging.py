@@ -186,10 +186,10 @@ class Staging:
 
     def _workspace_bytes(self, unit: Unit) -> int:
         """Bytes of workspace for a batch of such units: their matrices, copies, s × s products."""
-        entry, block, size = self.entries[unit.entry], unit.block, self.channel.team_size
-        numel = regions.numel(unit.slices(size)[-1].box)  # the last one is the largest
+        entry, block = self.entries[unit.entry], unit.block
+        numel = regions.numel(unit.box)
         arithmetic = entry.recipe.dtype
-        squares = 4 if entry.recipe.form(block.rows, block.cols, size > 1).is_gram else 2
+        squares = 4 if entry.recipe.form(block.rows, block.cols).is_gram else 2
         copies = 1 if arithmetic == entry.wire else 2  # beside what was gathered
         short = min(block.rows, block.cols)
         nbytes = (copies * numel + squares * unit.count * short**2) * arithmetic.itemsize

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..scratch import Scratch
 from . import wire
 from .chunks import Batch, Chunk, Traffic
-from .collectives import gather_over_ranks, share_slots
+from .collectives import share_slots
 from .plan import Lane
 
 
@@ -27,7 +27,6 @@ class Transport:
     Args:
         chunk, lane: what travels.
         process_group: that of the lane's peers; None if this rank is alone.
-        team_group: that of the team of this rank; None if each matrix has one owner.
         scratch: what buffers are taken from.
 
     Attributes:
@@ -35,13 +34,10 @@ class Transport:
         updates: the buffer with the updates of this rank's bundles, once they have been scattered.
     """
 
-    def __init__(
-        self, chunk: Chunk, lane: Lane, process_group: Any, team_group: Any, scratch: Scratch
-    ):
+    def __init__(self, chunk: Chunk, lane: Lane, process_group: Any, scratch: Scratch):
         self.chunk = chunk
         self.lane = lane
         self._process_group = process_group
-        self._team_group = team_group
         self._scratch = scratch
         self._is_local = len(lane.peers) == 1
         self.inputs = self.updates = self._take(chunk.gather.kept + sum(chunk.gather.sent))
@@ -88,9 +84,6 @@ class Transport:
                 trailer = (len(X), len(run.first.boxes))
                 after = run.after(buffer, len(X), math.prod(trailer)).unflatten(1, trailer)
                 exponents += after.transpose(0, 1).unbind(2)  # (n, peers) of each box
-        if exponents and self._team_group is not None:  # all slices of a matrix get one scale
-            largest = torch.cat(exponents, 1).amax(1)
-            exponents.append(gather_over_ranks(largest, self._team_group).T)
         wire.copy_parts(sources, targets, exponents)
         self._exponents = exponents
         return X

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Optional
 
 import torch
@@ -15,9 +14,6 @@ from ..matrices import Block, Matrices
 from ..newton_schulz import Recipe
 from . import regions
 from .regions import Region, Sharding
-
-# Slices begin at rows or columns that are multiples of this: kernels load 16 entries at once.
-SLICE_ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
@@ -115,20 +111,19 @@ class Entry:
         """Factor on the update of a matrix."""
         return update_scale(block.rows, block.cols, self.adjust_lr)
 
-    def cost(self, block: Block, length: Optional[int] = None) -> int:
-        """FLOPs to orthogonalize one matrix, or a slice whose longer side has ``length``."""
-        return self.recipe.flops(block.rows, block.cols, length)
+    def cost(self, block: Block) -> int:
+        """FLOPs to orthogonalize one matrix."""
+        return self.recipe.flops(block.rows, block.cols)
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Matrices of one parameter, or slices of them, that have one owner.
+    """Matrices of one parameter that have one owner.
 
     Args:
         entry: number of its entry.
         block: the block that the matrices are of.
-        box: what the unit has of the block: some matrices with all of their rows and columns; for
-            slices, an interval of the longer side.
+        box: what the unit has of the block: some matrices with all of their rows and columns.
     """
 
     entry: int
@@ -144,52 +139,6 @@ class Unit:
     def count(self) -> int:
         """How many matrices."""
         return regions.numel(self.box[: self.block.row_axis])
-
-    @property
-    def rows(self) -> int:
-        """Rows of each matrix, or slice."""
-        return math.prod(self.shape[self.block.row_axis : self.block.col_axis])
-
-    @property
-    def cols(self) -> int:
-        """Columns of each matrix, or slice."""
-        return math.prod(self.shape[self.block.col_axis :])
-
-    @property
-    def length(self) -> Optional[int]:
-        """The length of the longer side of slices; None for whole matrices."""
-        is_tall = self.block.rows > self.block.cols
-        length, whole = (self.rows, self.block.rows) if is_tall else (self.cols, self.block.cols)
-        return length if length < whole else None
-
-    @property
-    def matrices(self) -> tuple[int, Block, Region]:
-        """Identifies the matrices: equal for all slices of them."""
-        return self.entry, self.block, self.box[: self.block.row_axis]
-
-    def slices(self, count: int) -> list[Unit]:
-        """Cuts the unit into ``count`` slices of about the same size, of which the last is largest.
-
-        It cuts the longest axis of the longer side, at multiples of `SLICE_ALIGNMENT` if there are
-        enough of these. If the axis is too short, the unit stays whole.
-        """
-        if count == 1:  # as a rule
-            return [self]
-        block = self.block
-        axes = range(block.row_axis, block.col_axis)
-        if block.rows <= block.cols:
-            axes = range(block.col_axis, len(block.axes))
-        axis = max(axes, key=lambda axis: block.shape[axis])
-        size = block.shape[axis]
-        if size < count:
-            return [self]
-        step = SLICE_ALIGNMENT if size >= count * SLICE_ALIGNMENT else 1
-        cuts = [index * (size // step) // count * step for index in range(count)]
-        boxes = (
-            (*self.box[:axis], interval, *self.box[axis + 1 :])
-            for interval in zip(cuts, (*cuts[1:], size))
-        )
-        return [replace(self, box=box) for box in boxes]
 
     def parts(self, region: Region) -> list[Region]:
         """What a region of the stored tensor has of the unit, as boxes of its block."""
@@ -207,7 +156,6 @@ class Channel:
         peers: global ranks, ascending; one rank alone exchanges nothing.
         this_peer: index of this rank in ``peers``.
         owned_by_all: whether every peer orthogonalizes every matrix, so that nothing is scattered.
-        team_size: how many consecutive peers own a matrix together, each a slice of it.
         wire: dtype of the buffers.
         opmath: dtype of element-wise arithmetic.
         device: of the local tensors.
@@ -216,7 +164,6 @@ class Channel:
     peers: tuple[int, ...]
     this_peer: int
     owned_by_all: bool
-    team_size: int
     wire: torch.dtype
     opmath: torch.dtype
     device: torch.device
@@ -225,12 +172,6 @@ class Channel:
     def rank(self) -> int:
         """Global rank of this process."""
         return self.peers[self.this_peer]
-
-    @property
-    def team(self) -> tuple[int, ...]:
-        """Global ranks of the team of this process."""
-        first = self.this_peer - self.this_peer % self.team_size
-        return self.peers[first : first + self.team_size]
 
     @property
     def scaled(self) -> bool:

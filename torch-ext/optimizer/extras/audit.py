@@ -57,16 +57,15 @@ class StepRecord:
         plan: of the step.
         absent: names of matrices that had no gradient.
         norms: what they are of, one of `NORMS`; names of parameters; norms, (n,) on the device.
-        owned: names of the parameters of matrices that this rank has orthogonalized, which share
-            of each (a slice, where a team has it), shorter sides, and the Frobenius norms of their
-            polar factors, (n,) on the device.
+        owned: names of the parameters of matrices that this rank has orthogonalized, shorter sides,
+            and the Frobenius norms of their polar factors, (n,) on the device.
         samples: names, and polar factors (rows, cols).
     """
 
     plan: Plan
     absent: list[str]
     norms: list[tuple[str, list[str], Tensor]] = field(default_factory=list)
-    owned: list[tuple[list[str], float, list[int], Tensor]] = field(default_factory=list)
+    owned: list[tuple[list[str], list[int], Tensor]] = field(default_factory=list)
     samples: list[tuple[str, Tensor]] = field(default_factory=list)
 
 
@@ -154,10 +153,9 @@ class Audit:
         names = [entries[unit.entry].name for unit in units for _ in range(unit.count)]
         sides = [min(unit.block.rows, unit.block.cols) for unit in units for _ in range(unit.count)]
         norms = torch.linalg.vector_norm(U, dim=(-2, -1), dtype=_widened(U))
-        share = U[0].numel() / (units[0].block.rows * units[0].block.cols)
-        self._record.owned.append((names, share, sides, norms))
+        self._record.owned.append((names, sides, norms))
         place = self._due - self._seen
-        if 0 <= place < len(U) and units[0].length is None:  # a slice has other singular values
+        if 0 <= place < len(U):
             self._record.samples.append((names[place], U[place].clone()))
         self._seen += len(U)
 
@@ -210,7 +208,7 @@ class Audit:
             rows[entry.name] = {
                 **dict.fromkeys(_SUMMED, 0.0),
                 **{
-                    "matrices": 0.0,
+                    "matrices": 0,
                     "owners": [],
                     "relative_rank": 0.0,
                     "absent": entry.name in record.absent,
@@ -234,9 +232,9 @@ class Audit:
             for name, norm in zip(names, norms.tolist()):
                 share = norm / math.sqrt(copies[name, what])
                 rows[name][what] = math.hypot(rows[name][what], share)
-        for names, share, sides, norms in record.owned:
+        for names, sides, norms in record.owned:
             for name, side, norm in zip(names, sides, norms.tolist()):
-                rows[name]["matrices"] += share
+                rows[name]["matrices"] += 1
                 rows[name]["owners"] = [rank]
                 rows[name]["relative_rank"] += norm**2 / side
         return rows
@@ -355,7 +353,6 @@ def _merged(of_ranks: Iterable[Mapping[str, dict[str, Any]]]) -> dict[str, dict[
         del row["held_by"], row["is_plain"]
         row["nonzero"] = _ratio(row["nonzero"] ** 2, row["numel"])
         row["relative_rank"] = _ratio(row["relative_rank"], row["matrices"])
-        row["matrices"] = round(row["matrices"])
     return merged
 
 

@@ -151,11 +151,10 @@ def summarize(
     loads: dict[tuple[int, ...], Counter[int]] = defaultdict(Counter)
     for unit, owners, lane in _units(plan):
         entry = plan.entries[unit.entry]
-        flops = unit.count * entry.cost(unit.block, unit.length)
+        flops = unit.count * entry.cost(unit.block)
         loads[entry.peers(plan.rank)].update(dict.fromkeys(owners, flops))
         row = rows[entry.group, entry.index]
-        if not any(start for start, _ in unit.box[unit.block.row_axis :]):  # once for all slices
-            row["matrices"] += unit.count
+        row["matrices"] += unit.count
         row["whole"] = lane is None and (row["whole"] or not row["owners"])
         row["owners"].update(owners)
         row["flops"] += len(owners) * flops

@@ -13,7 +13,7 @@ from .coefficients import (
     resolve,
 )
 from .forms import ALGORITHMS, Form, Recipe, default_dtype, recipe_for
-from .iteration import NORMS, Team, newton_schulz
+from .iteration import NORMS, newton_schulz
 from .restarts import one_restart, plan_restarts
 
 __all__ = [
@@ -25,7 +25,6 @@ __all__ = [
     "Form",
     "Polynomials",
     "Recipe",
-    "Team",
     "Triple",
     "default_dtype",
     "is_triple",

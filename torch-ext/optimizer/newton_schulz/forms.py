@@ -61,19 +61,15 @@ class Form:
     def is_gram(self) -> bool:
         return len(self.restarts) + 1 < len(self.triples)
 
-    def flops(self, rows: int, cols: int, length: Optional[int] = None) -> int:
-        """FLOPs for one matrix, or a slice of it, a multiply-add counted as two.
+    def flops(self, rows: int, cols: int) -> int:
+        """FLOPs for one matrix, a multiply-add counted as two.
 
         Let s ≤ l be the two sides. With whole products, a segment of m iterations takes 4s²l for
         XXᵀ and QX, and 2s³·(m + 3(m − 1)) for products of s × s matrices: m squares, fewer if some
         c = 0, and 3 further products in each iteration but one. A symmetric product by halves takes
         little more than half of its FLOPs.
-
-        Args:
-            rows, cols: of the matrix.
-            length: of the longer side of a slice; None for the whole matrix.
         """
-        s, l = min(rows, cols), length or max(rows, cols)
+        s, l = min(rows, cols), max(rows, cols)
         if s == 0:
             return 0
         total = 0
@@ -120,24 +116,18 @@ class Recipe:
     renormalize: bool = False
 
     @functools.lru_cache(maxsize=4096)  # noqa: B019 (there are few recipes)
-    def form(self, rows: int, cols: int, sliced: bool = False) -> Form:
-        """The form for matrices (rows, cols).
-
-        If a team has slices of them (``sliced``), ``"auto"`` is the Gram form: the Gram form sums
-        over the team only once in each segment, the standard form in every iteration.
-        """
+    def form(self, rows: int, cols: int) -> Form:
+        """The form for matrices (rows, cols)."""
         s, l = min(rows, cols), max(rows, cols)
         triples, products = self.polynomials.in_arithmetic(self.dtype), self._products(s, l)
         standard = Form(triples, tuple(range(1, len(triples))), products, "as asked for")
         if self.algorithm == "standard":
             return standard
-        if self.algorithm != "gram" and s < GRAM_FROM and not sliced:
+        if self.algorithm != "gram" and s < GRAM_FROM:
             return replace(standard, why=f"shorter side under {GRAM_FROM}")
         gram = replace(standard, restarts=self._restarts(triples, s))
         if self.algorithm == "gram":
             return gram
-        if sliced:
-            return replace(gram, why="it needs the fewest sums over the owners of slices")
         # fp16 on CPUs imitates the arithmetic of accelerators, so it takes the form that they take.
         counted = "tiles" if products == "in_fp32" else products
         costs = (replace(form, products=counted).flops(s, l) for form in (gram, standard))
@@ -148,9 +138,9 @@ class Recipe:
         return replace(standard, why=f"the Gram form takes {share:.2f} of its FLOPs{where}")
 
     @functools.lru_cache(maxsize=4096)  # noqa: B019 (there are few recipes)
-    def flops(self, rows: int, cols: int, length: Optional[int] = None) -> int:
-        """FLOPs of `form` for one matrix, or for a slice whose longer side has ``length``."""
-        return self.form(rows, cols, length is not None).flops(rows, cols, length)
+    def flops(self, rows: int, cols: int) -> int:
+        """FLOPs of `form` for one matrix."""
+        return self.form(rows, cols).flops(rows, cols)
 
     def takes_whole_bf16(self, form: Form, rows: int, cols: int) -> bool:
         """Whether a CPU takes such matrices through the standard form in bf16 by whole products.

@@ -12,17 +12,13 @@ iteration.
 Before the iteration a matrix is divided by its largest magnitude, and then by its *size*, which is
 norm_factor·norm + eps, or 1 where that is 0. In fp16 a matrix is only multiplied by a power of two;
 the first segment does what is left of the division, with a `Divisor`.
-
-Each member of a team holds a slice of X, an interval of its longer side. XXᵀ is the sum of this
-product over all slices; then every member multiplies its slice with the same Q. So a team sums once
-in each segment.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, Optional, Union
 
 import torch
@@ -45,21 +41,6 @@ _SIDES = (-2, -1)
 # Bytes of fp32 numbers that are brought to norm 1 at once; on CPUs, what caches hold.
 NORMALIZE_BYTES = {"cpu": 1 << 20}
 DEFAULT_NORMALIZE_BYTES = 64 << 20
-
-
-class Team(NamedTuple):
-    """The team that a rank iterates in; all members make the same calls in the same order.
-
-    Args:
-        rows, cols: of the whole matrices.
-        add: replaces a tensor by its sum over the team, equal on all members.
-        gather: returns the tensors of all members, stacked in a new dimension 0.
-    """
-
-    rows: int
-    cols: int
-    add: Callable[[Tensor], None]
-    gather: Callable[[Tensor], Tensor]
 
 
 @torch.no_grad()
@@ -174,17 +155,15 @@ def orthogonalize(
     eps: Eps,
     overwrite: bool,
     scratch: Scratch,
-    team: Optional[Team] = None,
 ) -> Tensor:
     """Polar factors of a batch, by a recipe.
 
-    The result may lie in ``scratch`` or, if ``overwrite`` allows it, in ``batch``. With a team, the
-    batch has slices of matrices, and the result has slices of their polar factors.
+    The result may lie in ``scratch`` or, if ``overwrite`` allows it, in ``batch``.
     """
     if batch.numel() == 0:
         return batch.to(recipe.dtype, copy=True)
     if not recipe.batch_invariant:
-        return _orthogonalize_together(batch, recipe, eps, overwrite, scratch, team)
+        return _orthogonalize_together(batch, recipe, eps, overwrite, scratch)
     if overwrite and batch.dtype == recipe.dtype:
         U = batch
     else:
@@ -203,12 +182,9 @@ def _orthogonalize_together(
     eps: Eps,
     overwrite: bool,
     scratch: Scratch,
-    team: Optional[Team] = None,
 ) -> Tensor:
     """Does what `orthogonalize` does, for all matrices at once."""
     n, rows, cols = batch.shape
-    if team is not None:
-        rows, cols = team.rows, team.cols
     if recipe.equilibrate:
         batch, eps = _equilibrate(batch, eps, overwrite, scratch)
         overwrite = True
@@ -224,32 +200,26 @@ def _orthogonalize_together(
         # brings them nearer to 1. The norm comes to less than 2^7, and partial sums of XXᵀ to less
         # than 2^14 or so: nothing overflows even if a library keeps these in fp16.
         magnification = 2.0 ** min(6, int(math.log2(rows * cols) / 2))
-        size, added, pending = _normalize_exactly(batch, factor, eps, magnification, X, team)
-    elif team is not None:
-        size, added = _normalize_slices(batch, factor, eps, team, X)
+        size, added, pending = _normalize_exactly(batch, factor, eps, magnification, X)
     else:
         added = eps.relative if eps.absolute == 0.0 else eps.over(_largest(batch))
         size = _normalize(batch, factor, added, overwrite, scratch, X)  # (n, 1, 1)
 
-    form, side = recipe.form(rows, cols, team is not None), min(rows, cols)
+    form, side = recipe.form(rows, cols), min(rows, cols)
     without_kernels = form.products == "tiles" and not triton_kernels.is_used_on(X.device.type)
     products = PRODUCTS["whole" if without_kernels else form.products]
-    if team is not None:
-        products = products.of_slices(tall=rows > cols)
     Y = scratch.empty("Y", X.shape, X.dtype, X.device)
     # One tensor for all: allocators would return several large ones to the system after each call.
     padding = products.padding if block_side(form.products, side, side) < side else 0
     shape = (4 if form.is_gram else 2, n, side, side + padding)
     squares = scratch.empty("squares", shape, X.dtype, X.device)[..., :side].unbind(0)  # R, Z, Q, T
-    if n == 1 and team is None and recipe.takes_whole_bf16(form, rows, cols):
+    if n == 1 and recipe.takes_whole_bf16(form, rows, cols):
         X = _standard_form_of_one(X[0], Y[0], squares[0][0], squares[1][0], form.triples)[None]
         return _renormalize(X) if recipe.renormalize else X
     with full_precision(X.dtype, X.device.type):
         for start, stop in form.segments:
             factor_of_gram = None if pending is None else pending.of_gram
             R = products.gram(X, magnification**-2, factor_of_gram, squares[0])
-            if team is not None:
-                team.add(R)
             if start == 0 and recipe.norm == "schatten4":  # after the Frobenius norm
                 dtype = torch.promote_types(R.dtype, torch.float32)
                 norm_of_R = torch.linalg.vector_norm(R, dim=_SIDES, keepdim=True, dtype=dtype)
@@ -477,36 +447,6 @@ def _largest(G: Tensor) -> Tensor:
     return torch.maximum(highest, -lowest).view(-1, 1, 1)
 
 
-def _normalize_slices(
-    G: Tensor, factor: float, eps: Eps, team: Team, out: Tensor
-) -> tuple[Tensor, Union[float, Tensor]]:
-    """Does to slices what `_normalize` does to matrices; returns the sizes, and the eps in them."""
-    dtype = torch.promote_types(G.dtype, torch.float32)
-    slice_of_G = G.to(dtype, copy=True)
-    largest = torch.linalg.vector_norm(slice_of_G, math.inf, _SIDES, True)
-    divisor = largest.masked_fill(largest == 0, 1.0)
-    norm = torch.linalg.vector_norm(slice_of_G.div_(divisor), dim=_SIDES, keepdim=True)
-    largest, norm = _of_whole_matrices(largest, norm, team)
-    added = eps.over(largest)
-    size = _size(norm, factor, added)
-    torch.mul(slice_of_G.div_(size), divisor / largest, out=out)
-    return size, added
-
-
-def _of_whole_matrices(largest: Tensor, norm: Tensor, team: Team) -> tuple[Tensor, Tensor]:
-    """The largest magnitudes of whole matrices, 1 for zeros, and the norms of the matrices divided
-    by them.
-
-    Args:
-        largest: the largest magnitudes of this member's slices; 0 for a slice of zeros.
-        norm: the norms of these slices divided by ``largest``; 0 for a slice of zeros.
-    """
-    largest_of_each, norm_of_each = team.gather(torch.stack((largest, norm))).unbind(1)
-    largest = largest_of_each.amax(0)
-    largest.masked_fill_(largest == 0, 1.0)
-    return largest, torch.linalg.vector_norm(norm_of_each * (largest_of_each / largest), dim=0)
-
-
 def _divided(G: Tensor, largest: Tensor, scratch: Optional[Scratch]) -> Tensor:
     """G / largest, in the dtype of ``largest``: in a scratch buffer, or without one in place."""
     if scratch is None:
@@ -521,7 +461,6 @@ def _normalize_exactly(
     eps: Eps,
     magnification: float,
     out: Tensor,
-    team: Optional[Team] = None,
 ) -> tuple[Tensor, Union[float, Tensor], Divisor]:
     """Multiplies each matrix by a power of two that brings its size near ``magnification``.
 
@@ -533,7 +472,7 @@ def _normalize_exactly(
         divided by, which is NaN for a matrix with Inf or NaN.
     """
     dtype = torch.promote_types(G.dtype, torch.float32)
-    if team is None and triton_kernels.is_used_on(G.device.type):
+    if triton_kernels.is_used_on(G.device.type):
         from ..triton_kernels import elementwise
 
         sizes = elementwise.measure(G, factor=factor, eps=eps.relative, scale=magnification)
@@ -541,12 +480,9 @@ def _normalize_exactly(
         largest, _, size, *divisor = (numbers.view(-1, 1, 1) for numbers in sizes[:6])
         return _add_absolute(eps, largest, size, Divisor(*divisor), magnification)
     largest = torch.linalg.vector_norm(G, math.inf, _SIDES, True, dtype=dtype)  # (n, 1, 1)
-    is_zero = largest == 0
-    largest.masked_fill_(is_zero, 1.0)
+    largest.masked_fill_(largest == 0, 1.0)
     scaled = torch.ldexp(G.to(dtype), -_exponent(largest))
     norm = torch.linalg.vector_norm(scaled, 2, _SIDES, True).div_(_mantissa(largest))
-    if team is not None:
-        largest, norm = _of_whole_matrices(largest.masked_fill_(is_zero, 0.0), norm, team)
     size = _size(norm, factor, eps.relative)
     remaining = size * _mantissa(largest)  # the divisor, but for the power of two in `largest`
     exponents = _exponent(largest) + _exponent(remaining) - int(math.log2(magnification))

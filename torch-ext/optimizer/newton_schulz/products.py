@@ -27,27 +27,18 @@ class Products(NamedTuple):
     Args:
         gram: ``(X, alpha, scale, out)`` writes alpha·XXᵀ, or alpha·XᵀX of a tall X, into ``out``. A
             tensor ``scale``, (n, 1, 1), takes the place of alpha, which has to be about as large.
-            The keyword ``tall`` says whether X counts as tall, whatever its shape.
         symmetric: ``(A, B, alpha, beta, C, out)`` writes alpha·AB + beta·C into ``out``.
         apply: ``(Q, X, alpha, beta, out)`` writes alpha·QX + beta·X, or alpha·XQ + beta·X of a tall
-            X, into ``out``; ``tall`` as for ``gram``.
+            X, into ``out``.
         padding: unused entries after each row of symmetric matrices. If rows were 2^k bytes apart,
             a column would fall on few lines of a CPU's cache, and a mirror image would take twice
             the time.
     """
 
-    gram: Callable[..., Tensor]
+    gram: Callable[[Tensor, float, Optional[Tensor], Tensor], Tensor]
     symmetric: Symmetric
-    apply: Callable[..., Tensor]
+    apply: Callable[[Tensor, Tensor, float, float, Tensor], Tensor]
     padding: int = 0
-
-    def of_slices(self, tall: bool) -> Products:
-        """These functions for slices of matrices that are tall or not, which a slice can't tell.
-
-        There is no padding, since sums over ranks do not take padded matrices.
-        """
-        gram, apply = (partial(function, tall=tall) for function in (self.gram, self.apply))
-        return Products(gram, self.symmetric, apply)
 
 
 # For operands of each dtype, torch's switches, and the values at which cuBLAS neither reduces parts
@@ -94,13 +85,13 @@ def full_precision(dtype: torch.dtype, device_type: str) -> Iterator[None]:
                     setattr(matmul, name, value)
 
 
-def _is_tall(X: Tensor, tall: Optional[bool]) -> bool:
-    return X.shape[-2] > X.shape[-1] if tall is None else tall
+def _is_tall(X: Tensor) -> bool:
+    return X.shape[-2] > X.shape[-1]
 
 
-def _sides(X: Tensor, tall: Optional[bool] = None) -> tuple[Tensor, Tensor]:
-    """The factors, X and Xᵀ, of the smaller Gram matrix of X, or of the one ``tall`` chooses."""
-    return (X.mT, X) if _is_tall(X, tall) else (X, X.mT)
+def _sides(X: Tensor) -> tuple[Tensor, Tensor]:
+    """The factors, X and Xᵀ, of the smaller Gram matrix of X."""
+    return (X.mT, X) if _is_tall(X) else (X, X.mT)
 
 
 def _product(A: Tensor, B: Tensor, alpha: float, beta: float, C: Tensor, out: Tensor) -> Tensor:
@@ -110,21 +101,14 @@ def _product(A: Tensor, B: Tensor, alpha: float, beta: float, C: Tensor, out: Te
 
 
 def _gram(
-    symmetric: Symmetric,
-    X: Tensor,
-    alpha: float,
-    scale: Optional[Tensor],
-    out: Tensor,
-    tall: Optional[bool] = None,
+    symmetric: Symmetric, X: Tensor, alpha: float, scale: Optional[Tensor], out: Tensor
 ) -> Tensor:
-    symmetric(*_sides(X, tall), alpha, 0.0, out, out)
+    symmetric(*_sides(X), alpha, 0.0, out, out)
     return out if scale is None else out.mul_(scale / alpha)
 
 
-def _apply_whole(
-    Q: Tensor, X: Tensor, alpha: float, beta: float, out: Tensor, tall: Optional[bool] = None
-) -> Tensor:
-    left, right = (X, Q) if _is_tall(X, tall) else (Q, X)
+def _apply_whole(Q: Tensor, X: Tensor, alpha: float, beta: float, out: Tensor) -> Tensor:
+    left, right = (X, Q) if _is_tall(X) else (Q, X)
     return _product(left, right, alpha, beta, X, out)
 
 
@@ -178,13 +162,11 @@ def _block(A: Tensor, B: Tensor, alpha: float, beta: float, C: Tensor, out: Tens
         torch.addmm(C, A, B, alpha=alpha, beta=beta, out=out)
 
 
-def _apply_padded(
-    Q: Tensor, X: Tensor, alpha: float, beta: float, out: Tensor, tall: Optional[bool] = None
-) -> Tensor:
+def _apply_padded(Q: Tensor, X: Tensor, alpha: float, beta: float, out: Tensor) -> Tensor:
     """Multiplies one by one if Q has padding: libraries copy a padded batch, even of one matrix."""
     if Q.stride(-2) == Q.shape[-1]:
-        return _apply_whole(Q, X, alpha, beta, out, tall)
-    left, right = (X, Q) if _is_tall(X, tall) else (Q, X)
+        return _apply_whole(Q, X, alpha, beta, out)
+    left, right = (X, Q) if _is_tall(X) else (Q, X)
     for left_i, right_i, X_i, out_i in zip(*(t.unbind(0) for t in (left, right, X, out))):
         _block(left_i, right_i, alpha, beta, X_i, out_i)
     return out
@@ -200,10 +182,8 @@ def _mirror(product: Tensor, out: Tensor) -> Tensor:
     return out.copy_(product.triu().add_(product.triu(1).mT))
 
 
-def _gram_in_fp32(
-    X: Tensor, alpha: float, scale: Optional[Tensor], out: Tensor, tall: Optional[bool] = None
-) -> Tensor:
-    product = torch.bmm(*_sides(X.float(), tall)).mul_(alpha)
+def _gram_in_fp32(X: Tensor, alpha: float, scale: Optional[Tensor], out: Tensor) -> Tensor:
+    product = torch.bmm(*_sides(X.float())).mul_(alpha)
     return _mirror(product if scale is None else product.mul_(scale / alpha), out)
 
 
@@ -213,19 +193,15 @@ def _symmetric_in_fp32(
     return _mirror(torch.baddbmm(C.float(), A.float(), B.float(), alpha=alpha, beta=beta), out)
 
 
-def _apply_in_fp32(
-    Q: Tensor, X: Tensor, alpha: float, beta: float, out: Tensor, tall: Optional[bool] = None
-) -> Tensor:
+def _apply_in_fp32(Q: Tensor, X: Tensor, alpha: float, beta: float, out: Tensor) -> Tensor:
     X_fp32 = X.float()
-    Y = _apply_whole(Q.float(), X_fp32, alpha, beta, torch.empty_like(X_fp32), tall)
+    Y = _apply_whole(Q.float(), X_fp32, alpha, beta, torch.empty_like(X_fp32))
     return out.copy_(Y)
 
 
-def _gram_tiles(
-    X: Tensor, alpha: float, scale: Optional[Tensor], out: Tensor, tall: Optional[bool] = None
-) -> Tensor:
+def _gram_tiles(X: Tensor, alpha: float, scale: Optional[Tensor], out: Tensor) -> Tensor:
     alphas = alpha if scale is None else scale.flatten().to(torch.float32)
-    return _symmetric_tiles(*_sides(X, tall), alphas, 0.0, out, out)
+    return _symmetric_tiles(*_sides(X), alphas, 0.0, out, out)
 
 
 def _symmetric_tiles(

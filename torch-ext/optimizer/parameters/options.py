@@ -280,14 +280,6 @@ class Settings:
         _optional(lambda value: is_int(value) and is_number(value) and value > 0, "an int > 0")
     )
     triton: bool = _is(_BOOL)
-    owners_per_matrix: Union[int, str] = _is(
-        Option(
-            lambda value: (
-                value == "auto" if isinstance(value, str) else is_int(value) and value > 0
-            ),
-            "an int > 0 or 'auto'",
-        )
-    )
     process_group: Optional[Replicas] = _is(
         _optional(lambda value: isinstance(value, Replicas), "Replicas")
     )
@@ -313,11 +305,6 @@ class Settings:
         """Checks these options, as `Group.validate` does those of a group."""
         for key, option in SETTINGS.items():
             option.check(key, getattr(self, key))
-        if self.use_distributed_muon and self.owners_per_matrix != 1:
-            raise ValueError(
-                "use_distributed_muon=True has every rank orthogonalize all of each matrix: leave "
-                f"owners_per_matrix={self.owners_per_matrix!r} out"
-            )
         if self.process_group is not None:
             self.process_group.check_alive()
         elif self.grad_reduce is not None:

@@ -84,8 +84,6 @@ class Survey:
                 trainable,
                 dtensors.this_rank(),
                 owned_by_all=settings.use_distributed_muon,
-                owners_per_matrix=settings.owners_per_matrix,
-                machine=settings.machine,
                 chunk_size=settings.chunk_size,
                 warmup_step=settings.warmup_step,
                 streams=settings.streams,
@@ -188,7 +186,6 @@ def entries_of(group: Group, number: int, settings: Settings) -> list[Optional[E
         ValueError: wrong names or parameters, matrices that can't be read as asked for.
     """
     validation.check_params(group, settings)
-    validation.check_owners(group, settings)
     if not group.use_muon:
         return [None] * len(group.params)
     return [_entry(group, number, index, settings) for index in range(len(group.params))]

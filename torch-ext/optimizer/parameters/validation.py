@@ -162,29 +162,6 @@ def check_exact_weight(name: str, value: Any, param: Optional[Tensor]) -> None:
         )
 
 
-def check_owners(group: Group, settings: Settings) -> None:
-    """Refuses several owners of a matrix in exact mode, and with options that need all of it."""
-    if not group.use_muon or settings.owners_per_matrix == 1:
-        return
-    where = f"{group.where}: owners_per_matrix={settings.owners_per_matrix!r}"
-    if options.is_exact(group, settings):
-        raise ValueError(
-            f"{where} sums over ranks, in an order of each layout, where ns_dtype and comm_dtype "
-            "ask for exact steps: leave owners_per_matrix out, or one of these"
-        )
-    if group.beta2 is not None:
-        raise ValueError(
-            f"{where} has each owner see a slice of the update, where "
-            "the second moment takes all of it: set beta2=None, or leave owners_per_matrix out"
-        )
-    for key in ("ns_equilibrate", "ns_renormalize"):
-        if getattr(group, key):
-            raise ValueError(
-                f"{where} has each owner see a slice of a matrix, where {key}=True takes norms of "
-                f"all of it: set {key}=False, or leave owners_per_matrix out"
-            )
-
-
 def check_unshared(group: Group, others: Iterable[Mapping[str, Any]]) -> None:
     """Checks that no parameter of the group is in another group, too."""
     taken = {id(p): number for number, other in enumerate(others) for p in other["params"]}

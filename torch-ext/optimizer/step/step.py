@@ -83,17 +83,12 @@ class Prepared:
         self.on_host = {n for n, param in enumerate(params) if offload.is_on_host(param)}
         self._addresses = _addresses(self.weights) + _addresses(self.momenta)
 
-        def process_group_of(lane: Lane, ranks: Sequence[int]) -> Any:
+        def process_group_of(lane: Lane) -> Any:
             param = params[lane.owners[0][0].entry]
-            return dtensors.process_group(param, ranks, settings.process_group)
+            return dtensors.process_group(param, lane.peers, settings.process_group)
 
-        # All ranks make process groups in one order: those of lanes first, then those of teams.
-        self.process_groups = [process_group_of(lane, lane.peers) for lane in plan.lanes]
-        self.team_groups = [
-            process_group_of(lane, lane.team) if lane.team_size > 1 else None for lane in plan.lanes
-        ]
-        for by_lane in (self.process_groups, self.team_groups):
-            by_lane += [None] * len(plan.local_lanes)
+        self.process_groups = [process_group_of(lane) for lane in plan.lanes]
+        self.process_groups += [None] * len(plan.local_lanes)
         self.schedule: tuple[Event, ...] = ()
         self.last_exchange: Optional[Event] = None
         self.last_reads: dict[Optional[int], list[int]] = {}

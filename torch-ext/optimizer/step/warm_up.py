@@ -17,7 +17,7 @@ from torch import Tensor
 from .. import core, triton_kernels
 from ..distributed import wire
 from ..distributed.plan import Lane, Plan
-from ..newton_schulz import Recipe, Team
+from ..newton_schulz import Recipe
 from ..newton_schulz.iteration import Eps, orthogonalize
 from ..parameters.options import Group
 from ..scratch import Scratch
@@ -49,9 +49,8 @@ def warm_up(plan: Plan, groups: Sequence[Group]) -> None:
                 for batch in chunk.batches:
                     unit = batch.units[0]
                     recipe, block = plan.entries[unit.entry].recipe, unit.block
-                    shape = batch.matrices, unit.rows, unit.cols
-                    whole = (block.rows, block.cols) if lane.team_size > 1 else None
-                    _orthogonalize_batch(lane.device, lane.wire, recipe, shape, whole)
+                    shape = batch.matrices, block.rows, block.cols
+                    _orthogonalize_batch(lane.device, lane.wire, recipe, shape)
     except torch.OutOfMemoryError:
         raise  # a smaller model helps, and nothing of what follows
     except Exception as error:  # of Triton, of what it compiles with, of the driver
@@ -120,14 +119,8 @@ def _rounded_by(W: Tensor, group: Group) -> Optional[list[RoundedBy]]:
 
 @functools.cache
 def _orthogonalize_batch(
-    device: torch.device,
-    wire: torch.dtype,
-    recipe: Recipe,
-    shape: tuple[int, int, int],
-    whole: Optional[tuple[int, int]],
+    device: torch.device, wire: torch.dtype, recipe: Recipe, shape: tuple[int, int, int]
 ) -> None:
-    """Orthogonalizes a batch of zeros: whole matrices, or slices of matrices of shape ``whole``."""
-    zeros, team = torch.zeros(shape, dtype=wire, device=device), None
-    if whole is not None:  # a team of one: nothing is exchanged before ranks have agreed
-        team = Team(*whole, add=lambda tensor: None, gather=lambda tensor: tensor.unsqueeze(0))
-    orthogonalize(zeros, recipe, Eps(1e-7), True, Scratch(), team)
+    """Orthogonalizes a batch of zeros."""
+    zeros = torch.zeros(shape, dtype=wire, device=device)
+    orthogonalize(zeros, recipe, Eps(1e-7), True, Scratch())

@@ -227,7 +227,7 @@ def _sharded(returned: Any) -> tuple[nn.Module, Muon, tuple[int, int]]:
         group["ns_dtype"] = dtype
         if not isinstance(group["lr"], Tensor) and group["lr"] == 0:  # a schedule's first
             group["lr"] = 1e-3
-    exact = dataclasses.replace(optim._settings, comm_dtype=dtype, owners_per_matrix=1)
+    exact = dataclasses.replace(optim._settings, comm_dtype=dtype)
     optim._settings, optim.qk_recorder = exact, None
     optim._forget_plans()
     if not isinstance(ranks, DeviceMesh):
