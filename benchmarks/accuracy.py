@@ -30,7 +30,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -58,7 +57,7 @@ class Setting:
     Args:
         dtype: of the arithmetic.
         wire: format in which matrices travel before; None: they do not.
-        family, algorithm, norm: as `newton_schulz` takes them.
+        family, algorithm: as `newton_schulz` takes them.
         accelerators: "auto" is what accelerators take.
     """
 
@@ -66,12 +65,10 @@ class Setting:
     wire: torch.dtype | None
     family: str = "polar_express"
     algorithm: str = "auto"
-    norm: str = "frobenius"
     accelerators: bool = False
 
 
 PLAIN = "plain bf16 loop"
-ONCE = "auto_one_restart"
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 WIRES = {FP16: FP16, BF16: BF16, FP32: None}
@@ -81,12 +78,6 @@ DEFAULTS = {
     "fp32": Setting(FP32, None),
     "fp32, bf16 wire": Setting(FP32, BF16),
     "fp32, fp16 wire": Setting(FP32, FP16),
-}
-RESTARTS = {
-    "fp16": DEFAULTS["accelerators: fp16"],
-    "fp16, one restart": Setting(FP16, FP16, algorithm=ONCE, accelerators=True),
-    "bf16": DEFAULTS["CPUs: bf16"],
-    "bf16, one restart": Setting(BF16, BF16, algorithm=ONCE),
 }
 
 
@@ -121,21 +112,18 @@ class Decomposed:
 def errors_of(kernel: Any, matrix: Decomposed, setting: Setting, device: torch.device) -> Errors:
     ns = kernel.newton_schulz
     algorithm = setting.algorithm
-    recipe = partial(ns.recipe_for, setting.family, None, algorithm, setting.norm, setting.dtype)
+    recipe = partial(ns.recipe_for, setting.family, None, algorithm, setting.dtype)
     planned = torch.device("cuda") if setting.accelerators and device.type == "cpu" else device
     form = recipe(FP32, planned).form(*matrix.G.shape)
     if algorithm == "auto":
         algorithm = "gram" if form.is_gram else "standard"
     sent = through_wire(kernel, matrix.G.to(device), setting.wire)
-    U = ns.newton_schulz(
-        sent, None, setting.family, norm=setting.norm, algorithm=algorithm, dtype=setting.dtype
-    )
-    return compare(U.cpu().double(), matrix, form.triples, ns.FAMILIES[setting.family], setting)
+    U = ns.newton_schulz(sent, None, setting.family, algorithm=algorithm, dtype=setting.dtype)
+    return compare(U.cpu().double(), matrix, form.triples, ns.FAMILIES[setting.family])
 
 
 def errors_of_plain_loop(kernel: Any, matrix: Decomposed, device: torch.device) -> Errors:
-    setting = Setting(BF16, None)
-    family = kernel.newton_schulz.FAMILIES[setting.family]
+    family = kernel.newton_schulz.FAMILIES["polar_express"]
     X = matrix.G.to(device, BF16)
     tall = X.shape[0] > X.shape[1]
     X = X.mT if tall else X
@@ -144,14 +132,13 @@ def errors_of_plain_loop(kernel: Any, matrix: Decomposed, device: torch.device) 
         A = X @ X.mT
         X = a * X + (b * A + c * (A @ A)) @ X
     U = (X.mT if tall else X).cpu().double()
-    return compare(U, matrix, family.triples, family, setting)
+    return compare(U, matrix, family.triples, family)
 
 
 def compare(
-    U: Tensor, matrix: Decomposed, triples: Iterable[Sequence[float]], family: Any, setting: Setting
+    U: Tensor, matrix: Decomposed, triples: Iterable[Sequence[float]], family: Any
 ) -> Errors:
-    power = {"frobenius": 2, "schatten4": 4}[setting.norm]
-    sigmas = matrix.sigmas / (matrix.sigmas**power).sum() ** (1 / power) / family.norm_factor
+    sigmas = matrix.sigmas / matrix.sigmas.norm() / family.norm_factor
     for a, b, c in triples:
         sigmas = a * sigmas + b * sigmas**3 + c * sigmas**5
     same, polar = (matrix.P * sigmas) @ matrix.Qt, matrix.P @ matrix.Qt
@@ -246,24 +233,6 @@ def other_row(name: str, found: dict[str, Errors]) -> list[str]:
     return row
 
 
-RESTART_COLUMNS = (
-    "input",
-    *(f"{name}: {of}" for name in RESTARTS for of in ("error", "σ")),
-)
-
-
-def restart_row(
-    kernel: Any, name: str, matrices: Sequence[Decomposed], measure: Callable
-) -> list[str]:
-    row, limits = [name], kernel.newton_schulz.restarts.MOST_GROWTH
-    for setting in RESTARTS.values():
-        # One restart also where it is not taken, to show why.
-        with patch.dict(limits, clear=setting.algorithm == ONCE):
-            e = worst([measure(matrix, setting) for matrix in matrices])
-        row += [percent(e.error), sigmas(e)]
-    return row
-
-
 def percent(value: float) -> str:
     return f"{value:.1%}" if value >= 0.1 else f"{value:.2%}" if value >= 1e-3 else f"{value:.1e}"
 
@@ -277,16 +246,16 @@ def null(errors: Errors) -> str:
 
 
 ALL_COLUMNS = (
-    *("input", "family", "form", "arithmetic", "norm", "error", "polar", "float64: polar"),
+    *("input", "family", "form", "arithmetic", "error", "polar", "float64: polar"),
     *("σ", "null"),
 )
 
 
 def all_settings(options: argparse.Namespace) -> list[Setting]:
     return [
-        Setting(dtype, WIRES[dtype], family, algorithm, norm)
-        for family, algorithm, dtype, norm in itertools.product(
-            options.families, ("standard", "gram"), WIRES, options.norm
+        Setting(dtype, WIRES[dtype], family, algorithm)
+        for family, algorithm, dtype in itertools.product(
+            options.families, ("standard", "gram"), WIRES
         )
     ]
 
@@ -298,7 +267,7 @@ def all_rows(
         e = worst([measure(matrix, setting) for matrix in matrices])
         dtype = str(setting.dtype).removeprefix("torch.")
         yield [
-            *(name, setting.family, setting.algorithm, dtype, setting.norm),
+            *(name, setting.family, setting.algorithm, dtype),
             *(percent(e.error), percent(e.polar), percent(e.polar_of_float64)),
             *(sigmas(e), null(e)),
         ]
@@ -322,10 +291,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--all", action="store_true", help="also every family, form, arithmetic")
     inputs = (*MADE, "momentum")
-    parser.add_argument("--restarts", action="store_true", help="only: as is safe, or one")
     parser.add_argument("--inputs", nargs="+", choices=inputs, default=inputs, help="which")
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=FAMILIES)
-    parser.add_argument("--norm", nargs="+", default=["frobenius"], help="of --all; or schatten4")
     parser.add_argument("--shapes", nargs="+", type=parse_shape, default=SHAPES, help="ROWSxCOLS")
     parser.add_argument("--quick", action="store_true", help="tiny matrices: to try the script")
     parser.add_argument("--check", action="store_true", help="exit with 1 if a bound is not kept")
@@ -338,13 +305,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     measure = partial(errors_of, kernel, device=device)
 
     shapes = ", ".join(f"{rows} × {cols}" for rows, cols in options.shapes)
-    if options.restarts:
-        rows = [
-            restart_row(kernel, name, matrices, measure) for name, matrices in inputs_of(options)
-        ]
-        title = f"Restarts as many as are safe, and one, {shapes}, {device.type}"
-        show(title, RESTART_COLUMNS, rows, markdown=options.markdown, width=200)
-        return
     settings = all_settings(options) if options.all else []
     default_rows: list[list[str]] = []
     other_rows: list[list[str]] = []

@@ -72,9 +72,7 @@ def entries_of(
     whole_experts: bool = False,
 ) -> list[Any]:
     """Parameters as FSDP2 shards them: along dim 0, experts that travel along dim 1."""
-    recipe = optimizer.newton_schulz.recipe_for(
-        "polar_express", 5, "auto", "frobenius", None, dtype, device
-    )
+    recipe = optimizer.newton_schulz.recipe_for("polar_express", 5, "auto", None, dtype, device)
     by_dim = [
         regions.Sharding((ranks,), tuple(range(ranks)), (regions.ShardedDim(dim),))
         for dim in (0, 1)

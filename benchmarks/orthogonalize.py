@@ -84,9 +84,7 @@ def contenders_of(kernel: Any, shape: Shape, device: torch.device) -> dict[str, 
     _, rows, cols = shape
     found = {}
     for algorithm in ("auto", "standard", "gram"):
-        recipe = ns.recipe_for(
-            "polar_express", None, algorithm, "frobenius", None, torch.float32, device
-        )
+        recipe = ns.recipe_for("polar_express", None, algorithm, None, torch.float32, device)
         form = recipe.form(rows, cols)
         kind = "gram" if form.is_gram else "standard"
         restarts = f", restarts {' '.join(map(str, form.restarts))}"

@@ -198,9 +198,7 @@ def measure(shapes: Shapes, options: argparse.Namespace, device: torch.device) -
     ns_dtype = getattr(torch, options.ns_dtype) if options.ns_dtype else None
     numel = sum(rows * cols * count for (rows, cols), count in shapes.items())
     check_room(numel, options, device)
-    recipe = kernel.newton_schulz.recipe_for(
-        "polar_express", None, "auto", "frobenius", ns_dtype, dtype, device
-    )
+    recipe = kernel.newton_schulz.recipe_for("polar_express", None, "auto", ns_dtype, dtype, device)
     forms = flops_of_forms(shapes, recipe)
     plain = sum(plain_flops(*sides) * count for sides, count in shapes.items())
 

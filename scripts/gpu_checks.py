@@ -365,7 +365,7 @@ def rank_of_llama(checks: Checks) -> tuple[Any, Floor, list[Any]]:
         param.grad = part(param.shape)
     optim = checks.muon(params, lr=1e-3, consistency_check="off")  # others say nothing
     recipe = checks.kernel.newton_schulz.recipe_for(
-        "polar_express", None, "auto", "frobenius", None, FP32, checks.device
+        "polar_express", None, "auto", None, FP32, checks.device
     )
     owned = share_of(shapes, RANKS, checks.device)
     numel = sum(rows * cols for rows, cols in shapes) // RANKS

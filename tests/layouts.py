@@ -50,7 +50,7 @@ VARIANTS: list[dict[str, Any]] = [
     {"warmup_step": 1, "chunk_size": 1, "hsdp": "spread"},
     {"beta2": 0.9, "hsdp": "spread"},
     {"use_distributed_muon": True, "beta2": 0.9},
-    {"momentum_dtype": torch.bfloat16, "ns_norm": "schatten4", "maximize": True},
+    {"momentum_dtype": torch.bfloat16, "maximize": True},
 ]
 
 

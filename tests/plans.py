@@ -45,7 +45,7 @@ def entry(
         dtype=dtype,
         device=device,
         wire=wire,
-        recipe=recipe_for("polar_express", 5, "auto", "frobenius", None, dtype, device),
+        recipe=recipe_for("polar_express", 5, "auto", None, dtype, device),
         second_moment=second_moment,
         momentum=momentum,
         spread=spread,

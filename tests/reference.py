@@ -121,7 +121,6 @@ def iterate(X: Tensor, coefficients) -> Tensor:
 def newton_schulz(
     G: Tensor,
     coefficients,
-    norm="frobenius",
     norm_factor=1.0,
     eps=1e-7,
     eps_absolute=0.0,
@@ -131,10 +130,9 @@ def newton_schulz(
 ) -> Tensor:
     """U = iterate(X) of the normalized input, in float64. G: (rows, cols).
 
-    X = G / max|G|, then X / (‖X‖·norm_factor + eps), where ‖X‖ is the Frobenius norm
-    sqrt(Σσ²) or the Schatten-4 norm (Σσ⁴)^(1/4) = sqrt(‖XXᵀ‖_F). Division by the largest
-    magnitude comes first, so `eps` is relative to it and the scale of G never matters: a
-    source that adds eps to ‖G‖ itself differs by about eps/‖G‖, or not at all where it is
+    X = G / max|G|, then X / (‖X‖·norm_factor + eps), where ‖X‖ is the Frobenius norm. Division by
+    the largest magnitude comes first, so `eps` is relative to it and the scale of G never matters:
+    a source that adds eps to ‖G‖ itself differs by about eps/‖G‖, or not at all where it is
     `eps_absolute`, which is added to ‖G‖. A zero or empty matrix gives zeros of its shape, a
     non-finite entry makes every entry NaN.
     """
@@ -145,13 +143,7 @@ def newton_schulz(
         X = equilibrate(X)
     eps = eps + eps_absolute / X.abs().max()
     X = X / X.abs().max()
-    if norm == "frobenius":
-        size = X.square().sum().sqrt()
-    elif norm == "schatten4":
-        size = (X @ X.T).square().sum().sqrt().sqrt()
-    else:
-        raise ValueError(f"unknown norm {norm!r}")
-    X = X / (size * norm_factor + eps)
+    X = X / (frobenius(X) * norm_factor + eps)
     U = iterate(aol(X) if preconditioned else X, coefficients)
     return renormalize(U) if renormalized else U
 
@@ -354,7 +346,6 @@ MUON_DEFAULTS = {
     "adjust_lr": "match_rms_adamw",
     "momentum_style": "classical",
     "ns_coefficients": "polar_express",
-    "ns_norm": "frobenius",
     "ns_eps": 1e-7,
     "ns_eps_absolute": None,
     "ns_norm_factor": None,
@@ -438,7 +429,7 @@ class ReferenceMuon:
         factor = o["ns_norm_factor"] or norm_factor_of(family)
         how = o["ns_eps"], o["ns_eps_absolute"] or 0.0, o["ns_equilibrate"], o["ns_renormalize"]
         how = *how, family == "aol"
-        U = newton_schulz(direction, coefficients, o["ns_norm"], factor, *how)
+        U = newton_schulz(direction, coefficients, factor, *how)
         if V is not None:
             new_V, U = normalize_second_moment(V, U, o["beta2"], o["second_moment_side"])
             V.copy_(new_V)

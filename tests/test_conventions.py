@@ -214,7 +214,6 @@ OTHER_VALUES: dict[str, Any] = {
     "momentum_style": "ema",
     "ns_coefficients": "quintic",
     "ns_algorithm": "gram",
-    "ns_norm": "schatten4",
     "ns_dtype": torch.float64,
     "ns_eps": 1.0,
     "ns_eps_absolute": 1.0,

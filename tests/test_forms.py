@@ -13,14 +13,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import reference as ref
 from comparisons import relative_error
-from counters import calls_of
 from kernel import optimizer
 
 ns = optimizer.newton_schulz
-newton_schulz, plan_restarts, recipe_for = ns.newton_schulz, ns.plan_restarts, ns.recipe_for
-predicted_errors = ns.restarts.predicted_errors
+newton_schulz, recipe_for = ns.newton_schulz, ns.recipe_for
 FAMILIES = list(ref.FAMILIES)
-NORMS = ["frobenius", "schatten4"]
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")  # names: forms need no device
 ODD = [(17, 4096), (97, 33), (64, 64), (1, 37), (37, 1), (1, 1), (130, 61)]
@@ -36,11 +33,8 @@ def flops_of_standard_form(rows, cols, triples):
     return ns.Form(triples, tuple(range(1, len(triples))), "whole", "").flops(rows, cols)
 
 
-def form_of(
-    rows, cols, algorithm="auto", dtype=None, device=CPU, family="polar_express", norm=None
-):
-    recipe = recipe_for(family, 5, algorithm, norm or NORMS[0], dtype, FP32, device)
-    return recipe.form(rows, cols)
+def form_of(rows, cols, algorithm="auto", dtype=None, device=CPU, family="polar_express", steps=5):
+    return recipe_for(family, steps, algorithm, dtype, FP32, device).form(rows, cols)
 
 
 def with_spectrum(sigmas, cols):
@@ -76,12 +70,10 @@ def hard_matrix(kind, s, l):
 
 
 @functools.cache
-def polynomial_of(kind, s, l, family="polar_express", norm="frobenius"):
+def polynomial_of(kind, s, l, family="polar_express"):
     """The same polynomials in float64, of `hard_matrix`."""
     coefficients = ref.coefficients_of(family, 5)
-    return ref.newton_schulz(
-        hard_matrix(kind, s, l), coefficients, norm, ref.norm_factor_of(family)
-    )
+    return ref.newton_schulz(hard_matrix(kind, s, l), coefficients, ref.norm_factor_of(family))
 
 
 # -- restarts --------------------------------------------------------------------------------------
@@ -93,150 +85,43 @@ def polynomial_of(kind, s, l, family="polar_express", norm="frobenius"):
     [
         ("polar_express", FP16, (2, 3)),
         ("polar_express", BF16, (1, 3)),
+        ("polar_express", FP32, (2, 3)),
         ("quintic", FP16, (3,)),
         ("cubic5", FP16, (3,)),
     ],
 )
 def test_restarts_of_five_steps(family, dtype, restarts):
-    assert plan_restarts(ns.resolve(family, 5).triples, dtype) == restarts
+    assert form_of(512, 2048, "gram", dtype, family=family).restarts == restarts
+    listed = ns.resolve(family, 5).triples
+    assert form_of(512, 2048, "gram", dtype, family=listed).restarts == restarts
 
 
-@pytest.mark.parametrize(
-    "family, steps, restart",
-    [
-        # What find_best_restarts of gram-newton-schulz gives for the same coefficients.
-        *(("polar_express", 3, 2), ("polar_express", 5, 2), ("you", 5, 2), ("quintic", 5, 3)),
-        *(("cubic5", 5, 1), ("quintic", 2, 1)),
-        *(("quintic", 8, None), ("cans", 8, None)),  # it refuses
-        # It has 1, 1, 2 and 2; small singular values grow by 120 to 223 within a segment.
-        *(("cans", 5, None), ("cans", 6, None), ("polar_express", 8, None), ("quintic", 6, None)),
-        ("quintic", 1, None),
-    ],
-)
-def test_one_restart_is_where_the_authors_of_the_gram_form_have_it(family, steps, restart):
-    # Polynomials as fp16 takes them.
-    assert ns.one_restart(ns.resolve(family, steps).in_arithmetic(FP16), FP16) == restart
+def test_every_family_has_restarts_for_the_iterations_that_it_was_made_for():
+    assert list(ns.forms.RESTARTS) == list(ns.FAMILIES)
+    for name, of_dtypes in ns.forms.RESTARTS.items():
+        for restarts in of_dtypes:
+            assert list(restarts) == sorted(set(restarts) & set(range(1, ns.FAMILIES[name].steps)))
 
 
-def test_one_restart_is_taken_where_auto_takes_the_gram_form_and_saves_flops():
-    for shape in ((4096, 14336), (1024, 4096), (2048, 512)):
-        auto, one = (form_of(*shape, a, FP16, CUDA) for a in ("auto", "auto_one_restart"))
-        assert (auto.restarts, one.restarts) == ((2, 3), (2,))
-        assert one.flops(*shape) < 0.85 * auto.flops(*shape)
-        auto, one = (form_of(*shape, a, BF16, CUDA) for a in ("auto", "auto_one_restart"))
-        assert one == auto  # in bf16 some matrices would diverge
-    for shape in ((256, 4096), (1024, 1024)):
-        auto, one = (form_of(*shape, a, FP16, CUDA) for a in ("auto", "auto_one_restart"))
-        assert one.restarts == auto.restarts and not one.is_gram
-
-
-def test_where_no_single_restart_will_do_there_are_as_many_as_are_safe():
-    auto, one = (
-        recipe_for("quintic", 8, algorithm, NORMS[0], FP16, FP32, CUDA).form(4096, 14336)
-        for algorithm in ("auto", "auto_one_restart")
-    )
-    assert one == auto and len(one.restarts) > 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "share",
-    [0.85, pytest.param(0.5, marks=pytest.mark.slow), pytest.param(0.99, marks=pytest.mark.slow)],
-)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_with_one_restart_a_singular_value_that_stands_alone_does_not_diverge(family, share):
-    for power, dtype in itertools.product((0.0, 1.0, 2.0), (FP16, BF16)):
-        G = spiked(share, power, 512, 1024).float()
-        U = newton_schulz(G, 5, family, algorithm="auto_one_restart", dtype=dtype)
-        assert torch.linalg.matrix_norm(U.double(), 2) < 1.4
-
-
-@pytest.mark.parametrize("kind, bound", [("gaussian", 0.01), ("condition 1e4", 0.05)])
-def test_with_one_restart_matrices_of_many_directions_are_float64s(kind, bound):
-    G = hard_matrix(kind, 512, 1024)
-    U = newton_schulz(G.float(), algorithm="auto_one_restart", dtype=FP16)
-    assert relative_error(U, polynomial_of(kind, 512, 1024)) < bound
-
-
-@pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_bf16_restarts_as_often_as_fp16_and_before_small_values_have_grown_much(family, norm):
-    for steps in range(2, 9):
-        triples = ns.resolve(family, steps).triples
-        coarse, fine = (plan_restarts(triples, dtype, norm) for dtype in (BF16, FP16))
-        assert len(coarse) >= len(fine)
-        for start, stop in ns.restarts.segments(coarse, steps):
-            assert stop - start == 1 or math.prod(a for a, _, _ in triples[start:stop]) <= 16
-
-
-def test_one_step_needs_no_restart():
-    assert plan_restarts(((2.0, -1.5, 0.5),), BF16) == plan_restarts((), FP32) == ()
-
-
-@pytest.mark.parametrize("norm", NORMS)
-def test_schedules_keep_the_predicted_error_near_that_of_the_standard_form(norm):
+@pytest.mark.parametrize("dtype, most", [(FP16, 64), (BF16, 16), (FP32, 64)])
+def test_small_singular_values_grow_by_a_bounded_factor_within_a_segment(dtype, most):
     rng = random.Random(0)
     own = [
-        tuple((rng.uniform(1, 3), rng.uniform(-2, 0), rng.uniform(0, 0.5)) for _ in range(steps))
-        for steps in (2, 3, 4, 6)
+        tuple((rng.uniform(1, 9), rng.uniform(-2, 0), rng.uniform(0, 0.5)) for _ in range(steps))
+        for steps in (1, 2, 3, 4, 6, 9)
     ]
-    for triples in (*own, *(ns.resolve(family, 5).triples for family in FAMILIES)):
-        for dtype, side in itertools.product((FP16, BF16), (1, 16, 100, 4096)):
-            restarts = plan_restarts(triples, dtype, norm, side)
-            assert list(restarts) == sorted(set(restarts) & set(range(1, len(triples))))
-            side = min(512, max(16, 2 ** int(math.log2(side))))
-            found = predicted_errors(triples, restarts, norm, side)
-            standard = predicted_errors(triples, tuple(range(1, len(triples))), norm, side)
-            assert not any(f > 1.5 * s for f, s in zip(found, standard))
+    named = [(family, steps) for family in FAMILIES for steps in range(1, 9)]
+    polynomials = (*named, *((triples, None) for triples in own))
+    for (family, steps), side in itertools.product(polynomials, (64, 512)):
+        form = form_of(side, 2048, "gram", dtype, family=family, steps=steps)
+        for start, stop in form.segments:
+            growth = math.prod(a for a, _, _ in form.triples[start:stop])
+            assert stop - start == 1 or growth <= most
 
 
-def test_steps_after_the_seventh_are_segments_of_their_own():
-    restarts = plan_restarts(ns.resolve("quintic", 40).triples, FP16)
-    assert restarts[-33:] == tuple(range(7, 40)) and len(restarts) < 37
-
-
-def test_polynomials_that_diverge_are_planned_like_the_standard_form():
-    assert plan_restarts(((9.0, 50.0, 90.0),) * 8, FP32) == tuple(range(1, 8))
-
-
-def gram_form(G, triples, restarts):
-    """The Gram form with every matrix rounded to fp16, products in float64."""
-    X = round16(G / G.norm() * 2.0**8) / 2.0**8
-    for start, stop in zip((0, *restarts), (*restarts, len(triples))):
-        R, Q = round16(X @ X.T), torch.eye(len(G), dtype=FP64)
-        for step, (a, b, c) in enumerate(triples[start:stop]):
-            Z = round16(b * R + c * R @ R)
-            Q = round16(Z @ Q + a * Q)
-            if step < stop - start - 1:
-                T = round16(R @ Z + a * R)
-                R = round16(Z @ T + a * T)
-        X = round16(Q @ X * 2.0**8) / 2.0**8
-    return X
-
-
-def round16(X):
-    return X.half().double()
-
-
-@pytest.mark.parametrize("restarts", [(), (2,), (3,), (2, 3), (2, 4), (1, 2, 3, 4)], ids=str)
-@pytest.mark.parametrize("family", ["polar_express", "quintic"])
-def test_predicted_errors_are_about_those_that_roundings_make(family, restarts):
-    triples = ns.resolve(family, 5).triples
-    predicted = predicted_errors(triples, restarts, "frobenius", 256)
-    for kind, rounds in zip(("gaussian", "condition 1e4"), predicted):
-        G = hard_matrix(kind, 256, 256)
-        found = relative_error(gram_form(G, triples, restarts), ref.newton_schulz(G, triples))
-        assert found / 4 < rounds * 2.0**-10 / math.sqrt(12) < found * 4
-
-
-@pytest.mark.parametrize("algorithm", ["standard", "gram"])
-def test_fifty_steps_are_planned_in_few_calls(algorithm):
-    """Where the standard form is asked for, no restarts are needed at all."""
-    recipe = ns.recipe_for("quintic", 50, algorithm, "frobenius", FP16, FP32, CPU)
-    ns.restarts._plan.cache_clear()
-    ns.Recipe.form.cache_clear()
-    _, calls = calls_of(lambda: recipe.form(64, 96))
-    assert calls < 50_000
+def test_polynomials_that_diverge_restart_after_every_iteration():
+    form = form_of(64, 96, "gram", FP32, family=((9.0, 50.0, 90.0),) * 8, steps=None)
+    assert form.restarts == tuple(range(1, 8))
 
 
 @pytest.mark.parametrize("algorithm", ns.ALGORITHMS)
@@ -253,17 +138,16 @@ def test_no_steps_are_refused():
 # -- the same matrix -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype, bound", [(FP64, 1e-8), (FP32, 1e-3)])
-def test_the_gram_form_gives_the_references_numbers(dtype, bound, family, norm):
+def test_the_gram_form_gives_the_references_numbers(dtype, bound, family):
     for shape in ODD:
         if family == "cans" and min(shape) == 1 and dtype == FP32:
             continue  # see test_newton_schulz.tolerance: one rounding turns into a hundredth
         G = randn(*shape)
-        U = newton_schulz(G.to(dtype), 5, family, norm=norm, algorithm="gram", dtype=dtype)
+        U = newton_schulz(G.to(dtype), 5, family, algorithm="gram", dtype=dtype)
         coefficients, factor = ref.coefficients_of(family, 5), ref.norm_factor_of(family)
-        assert relative_error(U, ref.newton_schulz(G, coefficients, norm, factor)) < bound, shape
+        assert relative_error(U, ref.newton_schulz(G, coefficients, factor)) < bound, shape
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 6, 7, 12])
@@ -273,10 +157,7 @@ def test_the_gram_form_takes_any_number_of_steps(family, steps):
     G = randn(40, 72)
     U = newton_schulz(G, steps, family, algorithm="gram")
     expected = ref.coefficients_of(family, steps)
-    assert (
-        relative_error(U, ref.newton_schulz(G, expected, "frobenius", ref.norm_factor_of(family)))
-        < 1e-8
-    )
+    assert relative_error(U, ref.newton_schulz(G, expected, ref.norm_factor_of(family))) < 1e-8
 
 
 @pytest.mark.parametrize("algorithm", ["standard", "gram"])
@@ -288,7 +169,7 @@ def test_blocks_give_the_references_numbers(shape, algorithm):
     )
     coefficients = ref.coefficients_of("polar_express", 5)
     U = newton_schulz(G.float(), algorithm=algorithm, dtype=FP32)
-    assert relative_error(U, ref.newton_schulz(G, coefficients, "frobenius", 1.02)) < 1e-4
+    assert relative_error(U, ref.newton_schulz(G, coefficients, 1.02)) < 1e-4
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
@@ -301,16 +182,15 @@ def test_a_batch_gives_bit_for_bit_what_its_matrices_give_alone(algorithm, shape
     assert torch.equal(together, alone)
 
 
-@pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("algorithm", ["standard", "gram"])
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
-def test_the_input_is_never_modified_whatever_its_strides(dtype, algorithm, norm):
+def test_the_input_is_never_modified_whatever_its_strides(dtype, algorithm):
     stored = randn(4, 40, 72).float()
     for G in (stored, stored.mT, stored[:, ::2], stored[..., 3:50], stored[:1].expand(3, -1, -1)):
         before, version = G.clone(), G._version
-        U = newton_schulz(G, norm=norm, algorithm=algorithm, dtype=dtype)
+        U = newton_schulz(G, algorithm=algorithm, dtype=dtype)
         assert torch.equal(G, before) and G._version == version
-        whole = newton_schulz(G.contiguous(), norm=norm, algorithm=algorithm, dtype=dtype)
+        whole = newton_schulz(G.contiguous(), algorithm=algorithm, dtype=dtype)
         # The norm may be summed in another order, which is a rounding of X.
         assert relative_error(U, whole) < {FP32: 1e-3, BF16: 0.1, FP16: 1e-2}[dtype]
 
@@ -347,17 +227,16 @@ def test_fp16_is_close_to_the_polynomial_on_any_spectrum(kind, bound, shape):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_gram_form_lets_no_singular_value_grow(family, dtype, norm):
+def test_the_gram_form_lets_no_singular_value_grow(family, dtype):
     matrices = {kind: hard_matrix(kind, 192, 256) for kind in ("gaussian", "low rank", "power law")}
     # One large singular value, wherever it lies: polynomials have peaks, and diverge beyond.
     for share, power in itertools.product((0.2, 0.5, 0.85), (0.0, 2.0)):
         matrices[f"{share} and a power of {power}"] = spiked(share, power, 192, 256)
     G = torch.stack(list(matrices.values())).float()
     U, standard = (
-        newton_schulz(G, 5, family, norm=norm, algorithm=algorithm, dtype=dtype)
+        newton_schulz(G, 5, family, algorithm=algorithm, dtype=dtype)
         for algorithm in ("gram", "standard")
     )
     for kind, found, expected in zip(matrices, U, standard):
@@ -371,49 +250,56 @@ def spectrum(kind: str, s: int) -> torch.Tensor:
 
 
 BY_DEFAULT = [  # "auto" takes the Gram form here
-    ("polar_express", 8, "schatten4", BF16, "rank 128", 2048),
-    ("polar_express", 10, "schatten4", BF16, "rank 128", 2048),
-    ("polar_express", 10, "schatten4", BF16, "decades 6", 2048),
-    ("quintic", 9, "frobenius", BF16, "decades 10", 2048),
-    ("quintic", 12, "frobenius", FP16, "rank 128", 1024),
-    ("quintic", 12, "frobenius", FP16, "rank 1", 1024),
-    ("quintic", 12, "schatten4", FP16, "rank 1", 1024),
+    ("polar_express", 8, BF16, "rank 128", 2048),
+    ("polar_express", 10, BF16, "rank 128", 2048),
+    ("polar_express", 10, BF16, "decades 6", 2048),
+    ("quintic", 9, BF16, "decades 10", 2048),
+    ("quintic", 12, FP16, "rank 128", 2048),
+    ("quintic", 12, FP16, "rank 1", 2048),
 ]
 
 
-@pytest.mark.parametrize("family, steps, norm, dtype, kind, cols", BY_DEFAULT)
+@pytest.mark.parametrize("family, steps, dtype, kind, cols", BY_DEFAULT)
 def test_more_steps_blow_no_singular_value_up_in_the_form_that_auto_takes(
-    family, steps, norm, dtype, kind, cols
+    family, steps, dtype, kind, cols
 ):
-    G, options = with_spectrum(spectrum(kind, 512), cols).float(), {"norm": norm, "dtype": dtype}
-    recipe = ns.recipe_for(family, steps, "auto", norm, dtype, FP32, CPU)
-    assert recipe.form(*G.shape).is_gram
-    standard = newton_schulz(G, steps, family, algorithm="standard", **options)
+    G = with_spectrum(spectrum(kind, 512), cols).float()
+    assert form_of(512, cols, dtype=dtype, family=family, steps=steps).is_gram
+    standard = newton_schulz(G, steps, family, algorithm="standard", dtype=dtype)
     assert spectral_norm(standard) < 1.25
-    assert spectral_norm(newton_schulz(G, steps, family, **options)) < 1.4
+    assert spectral_norm(newton_schulz(G, steps, family, dtype=dtype)) < 1.4
 
 
-ASKED_FOR = [
-    ("cans", 5, "schatten4", BF16, "decades 6"),  # five steps, as published
-    ("cans", 6, "schatten4", BF16, "decades 1"),
-    ("cans", 8, "schatten4", BF16, "decades 1"),
-    ("you", 8, "schatten4", BF16, "decades 4"),
-    ("polar_express", 8, "frobenius", BF16, "rank 32"),
-    ("polar_express", 10, "schatten4", BF16, "rank 2"),
-    ("quintic", 8, "frobenius", BF16, "decades 12"),
-    ("quintic", 10, "schatten4", FP16, "rank 32"),
-    ("quintic", 12, "schatten4", FP16, "rank 1"),
-    ("cubic5", 10, "schatten4", BF16, "rank 16"),
-]
+OTHERS = {  # polynomials that restart by the rule: no table has them, or the side is short
+    **{f"{family}, 5": (family, 5) for family in FAMILIES},
+    "cans, 6": ("cans", 6),
+    "cans, 8": ("cans", 8),
+    "you, 8": ("you", 8),
+    "polar_express, 7": ("polar_express", 7),
+    "polar_express, 10": ("polar_express", 10),
+    "quintic, 8": ("quintic", 8),
+    "quintic, 12": ("quintic", 12),
+    "cubic5, 10": ("cubic5", 10),
+    "a list": ([(3.4445, -4.7750, 2.0315)] * 6 + [(2.0, -1.5, 0.5)] * 3, None),
+    "a cubic": ([(1.5, -0.5, 0.0)] * 12, None),
+}
 
 
-@pytest.mark.parametrize("family, steps, norm, dtype, kind", ASKED_FOR)
-def test_more_steps_blow_no_singular_value_up_in_the_gram_form(family, steps, norm, dtype, kind):
-    G, options = with_spectrum(spectrum(kind, 64), 96).float(), {"norm": norm, "dtype": dtype}
-    standard = newton_schulz(G, steps, family, algorithm="standard", **options)
-    assert spectral_norm(standard) < 1.25
-    gram = newton_schulz(G, steps, family, algorithm="gram", **options)
-    assert spectral_norm(gram) < 1.4
+@pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_polynomials_blow_no_singular_value_up_in_the_gram_form(name, dtype):
+    coefficients, steps = OTHERS[name]
+    kinds = [f"decades {n}" for n in (1, 2, 4, 8, 12)] + [f"rank {n}" for n in (1, 2, 8, 16, 32)]
+    G = [with_spectrum(spectrum(kind, 64), 96) for kind in kinds]
+    for share, power in itertools.product((0.2, 0.5, 0.85, 0.99), (0.0, 1.0, 2.0)):
+        G.append(spiked(share, power, 64, 96))
+    G, options = torch.stack(G).float(), {"coefficients": coefficients, "dtype": dtype}
+    gram, standard = (
+        newton_schulz(G, steps, algorithm=algorithm, **options)
+        for algorithm in ("gram", "standard")
+    )
+    for found, expected in zip(gram, standard):
+        assert spectral_norm(found) < 1.05 * spectral_norm(expected) + 0.1
 
 
 def test_what_came_in_fp16_is_not_rounded_again():
@@ -422,7 +308,7 @@ def test_what_came_in_fp16_is_not_rounded_again():
     P, Q = (torch.randint(-8, 9, of, generator=generator) for of in ((128, 8), (8, 256)))
     G = (P @ Q).double()
     assert torch.equal(G.half().double(), G)
-    expected = ref.newton_schulz(G, ref.coefficients_of("polar_express", 5), "frobenius", 1.02)
+    expected = ref.newton_schulz(G, ref.coefficients_of("polar_express", 5), 1.02)
     for scale in (1.0, 2.0**-60, 2.0**70):
         U = newton_schulz((G * scale).float(), algorithm="gram", dtype=FP16)
         assert relative_error(U, expected) < 0.03
@@ -430,28 +316,26 @@ def test_what_came_in_fp16_is_not_rounded_again():
     assert relative_error(bent, expected) > 0.03
 
 
-@pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("algorithm", ["standard", "gram"])
-def test_fp16_takes_matrices_of_any_scale(algorithm, norm):
+def test_fp16_takes_matrices_of_any_scale(algorithm):
     G = randn(4, 24, 40).float() * torch.tensor([1.0, 1e-30, 1e30, 0.0]).view(4, 1, 1)
-    U = newton_schulz(G, norm=norm, algorithm=algorithm, dtype=FP16)
-    alone = [newton_schulz(g, norm=norm, algorithm=algorithm, dtype=FP16) for g in G]
+    U = newton_schulz(G, algorithm=algorithm, dtype=FP16)
+    alone = [newton_schulz(g, algorithm=algorithm, dtype=FP16) for g in G]
     assert torch.equal(U, torch.stack(alone))
     assert torch.equal(U[3], torch.zeros(24, 40, dtype=FP16))
     unscaled = randn(4, 24, 40).float()
-    whole = newton_schulz(unscaled, norm=norm, algorithm=algorithm, dtype=FP16)
+    whole = newton_schulz(unscaled, algorithm=algorithm, dtype=FP16)
     assert relative_error(U[:3], whole[:3]) < 1e-2
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("algorithm", ["standard", "gram"])
 @pytest.mark.parametrize("dtype", [FP16, BF16, FP32], ids=str)
-def test_inf_and_nan_stay_within_their_own_matrix(dtype, algorithm, norm, bad):
+def test_inf_and_nan_stay_within_their_own_matrix(dtype, algorithm, bad):
     G = randn(4, 20, 12).float()
-    U = newton_schulz(G, norm=norm, algorithm=algorithm, dtype=dtype)
+    U = newton_schulz(G, algorithm=algorithm, dtype=dtype)
     G[1, 0, -1] = bad
-    found = newton_schulz(G, norm=norm, algorithm=algorithm, dtype=dtype)
+    found = newton_schulz(G, algorithm=algorithm, dtype=dtype)
     assert found[1].isnan().all()
     assert torch.equal(found[[0, 2, 3]], U[[0, 2, 3]])
 
@@ -459,7 +343,7 @@ def test_inf_and_nan_stay_within_their_own_matrix(dtype, algorithm, norm, bad):
 def test_entries_of_large_matrices_stay_within_the_range_of_fp16():
     # Divided by their norm they would be 1e-4, where fp16 has few digits left.
     G = randn(64, 40000)
-    expected = ref.newton_schulz(G, ref.coefficients_of("polar_express", 5), "frobenius", 1.02)
+    expected = ref.newton_schulz(G, ref.coefficients_of("polar_express", 5), 1.02)
     assert relative_error(newton_schulz(G.float(), dtype=FP16), expected) < 5e-3
     spike = torch.zeros(64, 40000)
     spike[3, 5] = 7.0
@@ -558,21 +442,20 @@ def test_all_ways_to_multiply_agree(rows, cols, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("restarts", [(1, 2, 3, 4), (3,), (2,)], ids=str)
 @pytest.mark.parametrize("shape", [(64, 96), (96, 64)])
-def test_kernels_take_the_iteration_where_its_stand_in_takes_it(shape, restarts, norm, monkeypatch):
+def test_kernels_take_the_iteration_where_its_stand_in_takes_it(shape, restarts, monkeypatch):
     products_by_tiles(monkeypatch)
     triples = ns.resolve("polar_express", 5).triples
     G, found = randn(2, *shape).half(), []
     for products in ("tiles", "in_fp32"):
         form = ns.Form(triples, restarts, products, "")
         monkeypatch.setattr(ns.Recipe, "form", lambda *sizes, form=form: form)
-        found.append(newton_schulz(G, norm=norm, dtype=FP16))
+        found.append(newton_schulz(G, dtype=FP16))
     assert relative_error(*found) < 1e-2
     for one, matrix in zip(found[0], G):
         coefficients = ref.coefficients_of("polar_express", 5)
-        assert relative_error(one, ref.newton_schulz(matrix, coefficients, norm, 1.02)) < 2e-2
+        assert relative_error(one, ref.newton_schulz(matrix, coefficients, 1.02)) < 2e-2
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
@@ -600,11 +483,10 @@ def test_kernels_take_matrices_in_fp64_to_fp16(algorithm, monkeypatch):
     assert newton_schulz(G, dtype=FP16).isfinite().all()
 
 
-@pytest.mark.parametrize("norm", ["frobenius", "schatten4"])
-def test_eps_acts_alike_on_a_matrix_of_any_scale_in_fp16(norm):
+def test_eps_acts_alike_on_a_matrix_of_any_scale_in_fp16():
     """It is added where the largest magnitude is 1, not somewhere in [1, 2)."""
-    G, options = torch.randn(24, 40), {"norm": norm, "eps": 10.0}
+    G = torch.randn(24, 40)
     G /= G.abs().max()
     for dtype, bound in ((FP32, 1e-4), (FP16, 2e-2)):
-        one, other = (newton_schulz(of, dtype=dtype, **options).float() for of in (G, 1.9 * G))
+        one, other = (newton_schulz(of, dtype=dtype, eps=10.0).float() for of in (G, 1.9 * G))
         assert (one - other).norm() < bound * one.norm(), dtype

@@ -27,7 +27,7 @@ ALL = {
 VARIANTS = [
     ALL,
     {"ns_equilibrate": True, "beta2": 0.9},
-    {"ns_renormalize": True, "ns_norm": "schatten4", "chunk_size": 1},
+    {"ns_renormalize": True, "chunk_size": 1},
     {**ALL, "use_distributed_muon": True},
     {"beta2": 0.9, "second_moment_side": "rows", "cautious": True},
 ]
@@ -120,7 +120,6 @@ def movement(shape, options, sizes):
 
 SMALL = {
     "absolute eps": {"ns_eps_absolute": 1e-5},
-    "absolute eps, schatten4": {"ns_eps_absolute": 1e-5, "ns_norm": "schatten4"},
     "rows": {"ns_equilibrate": True},
     "rows, absolute eps": {"ns_equilibrate": True, "ns_eps_absolute": 1e-5},
     "all": {**ALL, "ns_eps_absolute": 1e-5, "momentum_style": "ema"},
@@ -157,15 +156,14 @@ def test_small_gradients_move_weights_as_the_formulas_say_in_every_format(arithm
 
 
 @pytest.mark.parametrize("dtype", [FP16, FP32, torch.float64], ids=str)
-@pytest.mark.parametrize("norm", ["frobenius", "schatten4"])
-def test_zero_rows_and_extreme_magnitudes_stay_finite(norm, dtype):
+def test_zero_rows_and_extreme_magnitudes_stay_finite(dtype):
     generator = torch.Generator().manual_seed(0)
     G = torch.randn(5, 12, 20, generator=generator)
     G[0] = 0.0
     G[1, 3:] = 0.0
     G[2] *= 1e-30
     G[3] *= 1e30
-    how = {"norm": norm, "dtype": dtype, "equilibrate": True, "renormalize": True}
+    how = {"dtype": dtype, "equilibrate": True, "renormalize": True}
     U = optimizer.newton_schulz.newton_schulz(G, **how, eps_absolute=1e-6)
     assert U.isfinite().all()
     assert (U[0] == 0).all() and (U[1, 3:] == 0).all() and U[2].norm() < 1e-6

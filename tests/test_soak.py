@@ -253,7 +253,6 @@ class Soak:
             "adjust_lr": ["match_rms_adamw", "original"],
             "missing_grad": ["raise", "zero"],
             "ns_steps": [3, 5],
-            "ns_norm": ["frobenius", "schatten4"],
         }
         key = self.random.choice(list(choices))
         value = self.random.choice(choices[key])

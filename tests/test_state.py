@@ -408,7 +408,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "adjust_lr": "original",
         "momentum_style": "ema",
         "ns_coefficients": EXPLICIT,
-        "ns_norm": "schatten4",
         "ns_dtype": torch.float64,
         "beta2": 0.9,
         "cautious": True,

@@ -93,7 +93,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "ns_coefficients": {"ns_coefficients": "quintic"},
     "ns_coefficients as a list": {"ns_coefficients": [(2.0, -1.5, 0.5), (1.875, -1.25, 0.375)]},
     "ns_algorithm": {"ns_algorithm": "gram"},
-    "ns_norm": {"ns_norm": "schatten4"},
     "ns_dtype": {"ns_dtype": torch.float64},
     "ns_eps": {"ns_eps": 1e-3},
     "ns_eps_absolute": {"ns_eps_absolute": 1e-3},

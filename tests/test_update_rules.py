@@ -142,13 +142,11 @@ OPTIONS = {
     "second moment of rows": dict(beta2=0.95, second_moment_side="rows"),
     "second moment of rows, blocks": dict(beta2=0.9, second_moment_side="rows", split=4),
     "maximize": dict(maximize=True),
-    "schatten4": dict(ns_norm="schatten4"),
     "three quintic steps": dict(ns_coefficients="quintic", ns_steps=3),
     "seven steps": dict(ns_steps=7),
     "explicit coefficients": dict(ns_coefficients=TRIPLES),
     "a large eps": dict(ns_eps=0.1),
     "a large absolute eps": dict(ns_eps_absolute=10.0),
-    "a large absolute eps, schatten4": dict(ns_eps_absolute=10.0, ns_norm="schatten4"),
     "another norm factor": dict(ns_norm_factor=1.5),
     "rows equilibrated": dict(ns_equilibrate=True),
     "rows equilibrated, absolute eps": dict(ns_equilibrate=True, ns_eps_absolute=10.0),
@@ -164,7 +162,6 @@ OPTIONS = {
     "nanochat, maximize": dict(NANOCHAT, maximize=True, weight_decay=1.0),
     "cautious second moment": dict(cautious=True, beta2=0.9, weight_decay=1.0),
     "cautious, adjusted": dict(cautious=True, decay_lr="adjusted", weight_decay=1.0),
-    "second moment after schatten4": dict(beta2=0.9, ns_norm="schatten4"),
     "maximize, averaged momentum": dict(maximize=True, momentum_style="ema"),
     "maximize, cautious, no nesterov": dict(maximize=True, cautious=True, nesterov=False),
 }
@@ -193,18 +190,16 @@ def test_scales_give_the_references_numbers(adjust_lr, decay_lr, dtype):
 
 
 @PRECISIONS
-@pytest.mark.parametrize("ns_norm", ["frobenius", "schatten4"])
 @pytest.mark.parametrize("family", ref.FAMILIES)
-def test_families_give_the_references_numbers(family, ns_norm, dtype):
-    follow(SHAPES, dict(ns_coefficients=family, ns_norm=ns_norm), dtype=dtype, steps=2)
+def test_families_give_the_references_numbers(family, dtype):
+    follow(SHAPES, dict(ns_coefficients=family), dtype=dtype, steps=2)
 
 
 @PRECISIONS
-@pytest.mark.parametrize("ns_norm", ["frobenius", "schatten4"])
 @pytest.mark.parametrize("ns_algorithm", ["standard", "gram"])
 @pytest.mark.parametrize("family", ref.LONGER_AND_SHORTER)
-def test_families_of_other_counts_set_the_count(family, ns_algorithm, ns_norm, dtype):
-    given = dict(ns_coefficients=family, ns_norm=ns_norm)
+def test_families_of_other_counts_set_the_count(family, ns_algorithm, dtype):
+    given = dict(ns_coefficients=family)
     count = len(ref.LONGER_AND_SHORTER[family])
     constructor = dict(dtype=dtype, steps=2, ns_algorithm=ns_algorithm)
     run = follow(SHAPES, given, as_reference={"ns_steps": count}, **constructor)
@@ -217,7 +212,7 @@ def test_options_differ_by_group():
         dict(lr=0.1, momentum=0.5, beta2=0.9),
         dict(lr=0.01, nesterov=False, adjust_lr="none", ns_coefficients="you"),
         dict(lr=0.03, momentum_style="ema", maximize=True, cautious=True, weight_decay=1.0),
-        dict(lr=0.02, split=8, ns_norm="schatten4", decay_lr="adjusted"),
+        dict(lr=0.02, split=8, decay_lr="adjusted"),
     ]
     follow([*SHAPES, (24, 24)], given)
 
@@ -228,7 +223,7 @@ def test_hyperparameters_may_change_between_steps():
         dict(lr=0.05, momentum=0.9),
         dict(lr=0.0, weight_decay=0.5),
         dict(lr=0.02, nesterov=False, beta2=0.5, adjust_lr="original"),
-        dict(momentum_style="ema", ns_coefficients="quintic", ns_norm="schatten4"),
+        dict(momentum_style="ema", ns_coefficients="quintic"),
         dict(maximize=True, cautious=False, decay_lr="adjusted", ns_steps=7),
     ]
     for change in schedule:

@@ -52,7 +52,6 @@ BAD_VALUES: dict[str, list[Any]] = {
     "momentum_style": [*NO_NAMES, None],
     "ns_coefficients": NO_FAMILIES,
     "ns_algorithm": [*NO_NAMES, None],
-    "ns_norm": [*NO_NAMES, None],
     "ns_dtype": NO_DTYPES,
     "ns_eps": NO_NUMBERS,
     "ns_eps_absolute": [bad for bad in NO_NUMBERS if bad is not None],

@@ -118,9 +118,7 @@ def entries_of(
         machine: by which it is decided whether replicas share the work; None: the package's own.
     """
     device = torch.device(device_type)
-    recipe = kernel.newton_schulz.recipe_for(
-        "polar_express", 5, "auto", "frobenius", None, dtype, device
-    )
+    recipe = kernel.newton_schulz.recipe_for("polar_express", 5, "auto", None, dtype, device)
     entries = []
     for index, weight in enumerate(weight for weight in weights if weight.muon):
         sharding = sharding_of(kernel, weight, layout)

@@ -131,12 +131,8 @@ class Muon(torch.optim.Optimizer):
         ns_coefficients: a name in `newton_schulz.FAMILIES`, one (a, b, c) for all iterations, or a
             list with one (a, b, c) for each iteration.
         ns_algorithm: ``"standard"``; ``"gram"``, which iterates on square matrices of the shorter
-            side and multiplies whole matrices only a few times; ``"auto"``, the faster of the two
-            for the shape (`newton_schulz.forms`; `summary` tells which, and why); or
-            ``"auto_one_restart"``, the same, but the Gram form restarts only once, where its
-            authors restart, if coefficients and dtype allow it: fewer FLOPs, and less exact
-            (docs/accuracy.md).
-        ns_norm: ``"frobenius"`` or ``"schatten4"``, the norm that a matrix is divided by first.
+            side and multiplies whole matrices only a few times; or ``"auto"``, the faster of the
+            two for the shape (`newton_schulz.forms`; `summary` tells which, and why).
         ns_dtype: arithmetic of the iteration. None takes fp64 for fp64 weights; else fp16 on
             accelerators (fp32 on MPS), bf16 on CPUs with instructions for it, fp32 on other CPUs.
             Where this and ``comm_dtype`` both are given as fp32 or fp64, steps are exact: the same
@@ -249,7 +245,6 @@ class Muon(torch.optim.Optimizer):
         momentum_style: str = "classical",
         ns_coefficients: newton_schulz.Coefficients = "polar_express",
         ns_algorithm: str = "auto",
-        ns_norm: str = "frobenius",
         ns_dtype: Optional[torch.dtype] = None,
         ns_eps: float = 1e-7,
         ns_eps_absolute: Optional[float] = None,

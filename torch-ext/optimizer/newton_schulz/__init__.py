@@ -13,13 +13,11 @@ from .coefficients import (
     resolve,
 )
 from .forms import ALGORITHMS, Form, Recipe, default_dtype, recipe_for
-from .iteration import NORMS, newton_schulz
-from .restarts import one_restart, plan_restarts
+from .iteration import newton_schulz
 
 __all__ = [
     "ALGORITHMS",
     "FAMILIES",
-    "NORMS",
     "Coefficients",
     "Family",
     "Form",
@@ -29,9 +27,7 @@ __all__ = [
     "default_dtype",
     "is_triple",
     "newton_schulz",
-    "one_restart",
     "overshoot",
-    "plan_restarts",
     "recipe_for",
     "resolve",
 ]

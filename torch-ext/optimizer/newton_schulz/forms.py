@@ -1,4 +1,5 @@
-"""Decides in which form matrices of a shape are iterated, standard or Gram; tells dtype and cost.
+"""Decides in which form matrices of a shape are iterated, standard or Gram, and where the Gram form
+restarts; tells dtype and cost.
 
 The choice depends on shape, dtypes and device type alone, never on batch or mesh: a matrix takes
 the same path on every layout.
@@ -14,9 +15,8 @@ import torch
 
 from .. import triton_kernels
 from .coefficients import Coefficients, Polynomials, Triple, resolve
-from .restarts import one_restart, plan_restarts, segments
 
-ALGORITHMS = ("auto", "standard", "gram", "auto_one_restart")
+ALGORITHMS = ("auto", "standard", "gram")
 
 # A symmetric product is computed by halves if the shorter side is at least HALVES_FROM, in blocks
 # or tiles of BLOCK_SIDES: for shorter sides, blocks are too small to be multiplied at full speed.
@@ -33,6 +33,31 @@ BLOCKS_FROM = {"blocks": 1 << 20, "exact blocks": 1 << 20}
 # benchmarks/accuracy.py show times and errors of both.
 GRAM_FROM = 512
 GRAM_FLOPS = {**dict.fromkeys(("whole", *BLOCK_SIDES), 0.92), "tiles": 0.95}
+
+# Where the Gram form restarts: after which iterations X is brought up to date, and XXᵀ computed
+# from it. In between only R, which stands for XXᵀ, is iterated on, and rounding errors make R drift
+# away from it. By family, for as many iterations as it was made for and a shorter side of at least
+# GRAM_FROM: in bf16, and in other dtypes. These are the fewest restarts with which rounding errors,
+# followed to first order, stay within 1.5 times those of the standard form, for a random square
+# matrix and for singular values over four orders of magnitude; and with which small singular values
+# grow in no segment of several iterations by more than the bounds below.
+RESTARTS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    "quintic": ((2, 3), (3,)),
+    "you": ((1, 3), (3,)),
+    "polar_express": ((1, 3), (2, 3)),
+    "cans": ((1, 2, 3), (2, 3)),
+    "cubic5": ((1, 3), (3,)),
+    "aol": ((1, 2), (2,)),
+    "deepseekv4": ((2, 3, 5, 7, 8, 9), (3, 4, 7, 8, 9)),
+}
+
+# Other polynomials, and shorter sides under GRAM_FROM, where fewer errors average out, have
+# segments of two iterations, or of one where small singular values would grow by more than this in
+# the two. They grow by the product of the coefficients a, and the error of a single large singular
+# value grows as much: it may pass the peak of a polynomial, where a little more makes the next
+# polynomials diverge.
+MOST_GROWTH = 64.0
+MOST_GROWTH_IN_BF16 = 16.0
 
 
 @dataclass(frozen=True)
@@ -55,7 +80,7 @@ class Form:
     @property
     def segments(self) -> list[tuple[int, int]]:
         """The iterations of each segment, [start, stop): those between two restarts."""
-        return segments(self.restarts, len(self.triples))
+        return list(zip((0, *self.restarts), (*self.restarts, len(self.triples))))
 
     @property
     def is_gram(self) -> bool:
@@ -98,7 +123,6 @@ class Recipe:
     Args:
         polynomials: those of the iterations, before margins for the arithmetic.
         algorithm: of `ALGORITHMS`.
-        norm: what matrices are divided by first.
         dtype: arithmetic of the iteration.
         batch_invariant: whether matrices are taken one at a time, with the products that keep exact
             mode's bits.
@@ -108,7 +132,6 @@ class Recipe:
 
     polynomials: Polynomials
     algorithm: str
-    norm: str
     dtype: torch.dtype
     device_type: str
     batch_invariant: bool = False
@@ -150,15 +173,22 @@ class Recipe:
         s, l = min(rows, cols), max(rows, cols)
         is_bf16 = self.device_type == "cpu" and self.dtype == torch.bfloat16
         is_whole = block_side(form.products, s, l) == s
-        is_plain = self.norm == "frobenius" and not self.polynomials.preconditioned
-        return is_bf16 and is_whole and is_plain and not form.is_gram
+        return is_bf16 and is_whole and not self.polynomials.preconditioned and not form.is_gram
 
     def _restarts(self, triples: tuple[Triple, ...], s: int) -> tuple[int, ...]:
-        if self.algorithm == "auto_one_restart":
-            restart = one_restart(triples, self.dtype)
-            if restart is not None:
-                return (restart,)
-        return plan_restarts(triples, self.dtype, self.norm, s)
+        """The restarts of the Gram form, for polynomials with their margins and a shorter side."""
+        is_bf16 = self.dtype == torch.bfloat16
+        for name, (in_bf16, in_others) in RESTARTS.items() if s >= GRAM_FROM else ():
+            if self.polynomials.triples == resolve(name).triples:
+                return in_bf16 if is_bf16 else in_others
+        most = MOST_GROWTH_IN_BF16 if is_bf16 else MOST_GROWTH
+        restarts, start = [], 0
+        for stop in range(1, len(triples)):
+            growth = abs(triples[stop - 1][0] * triples[stop][0])
+            if stop - start == 2 or growth > most:
+                restarts.append(stop)
+                start = stop
+        return tuple(restarts)
 
     def _products(self, s: int, l: int) -> str:
         if self.device_type == "cpu" and self.dtype == torch.float16:
@@ -179,7 +209,6 @@ def recipe_for(
     coefficients: Coefficients,
     steps: Optional[int],
     algorithm: str,
-    norm: str,
     dtype: Optional[torch.dtype],
     matrix_dtype: torch.dtype,
     device: torch.device,
@@ -198,7 +227,7 @@ def recipe_for(
     polynomials = resolve(coefficients, steps)
     if norm_factor is not None:
         polynomials = replace(polynomials, norm_factor=norm_factor)
-    how = algorithm, norm, dtype, device.type, batch_invariant
+    how = algorithm, dtype, device.type, batch_invariant
     return Recipe(polynomials, *how, equilibrate, renormalize)
 
 

@@ -30,7 +30,6 @@ from .coefficients import Coefficients, Triple
 from .forms import ALGORITHMS, Recipe, block_side, recipe_for
 from .products import PRODUCTS, Products, full_precision
 
-NORMS = ("frobenius", "schatten4")
 _LEAST_ROW_NORM = 1e-6  # the least that equilibration divides a row by: smaller rows stay smaller
 _LEAST_NORM = 1e-6  # the least that renormalization divides a matrix by
 # A bound on the quotient of an absolute eps and a matrix's largest magnitude. Divided by the bound
@@ -49,7 +48,6 @@ def newton_schulz(
     steps: Optional[int] = None,
     coefficients: Coefficients = "polar_express",
     *,
-    norm: str = "frobenius",
     algorithm: str = "auto",
     dtype: Optional[torch.dtype] = None,
     eps: float = 1e-7,
@@ -68,11 +66,8 @@ def newton_schulz(
             for a triple.
         coefficients: a family of `FAMILIES`, one (a, b, c) for all iterations, or a list with one
             for each iteration.
-        norm: what matrices are divided by first: ``"frobenius"``, or ``"schatten4"``, ‖XXᵀ‖_F^½,
-            which is a tighter bound on the largest singular value.
         algorithm: ``"standard"``, ``"gram"``, or ``"auto"``, which takes the faster one for the
-            shape. ``"auto_one_restart"`` is ``"auto"`` with one restart in the Gram form, as its
-            authors have it, unless a singular value would diverge; in bf16 one mostly would.
+            shape.
         dtype: arithmetic of the iteration; None picks by device (`default_dtype`).
         eps: added to the norm of the matrix after its largest magnitude was scaled to 1, so that
             it acts alike on a matrix and on 1e-30 times that matrix.
@@ -97,16 +92,12 @@ def newton_schulz(
         raise ValueError(
             f"newton_schulz takes real matrices (..., rows, cols), found {tuple(G.shape)} {G.dtype}"
         )
-    if norm not in NORMS or algorithm not in ALGORITHMS:
-        raise ValueError(
-            f"norm must be one of {NORMS} and algorithm one of {ALGORITHMS}, "
-            f"found {norm!r} and {algorithm!r}"
-        )
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"algorithm must be one of {ALGORITHMS}, found {algorithm!r}")
     recipe = recipe_for(
         coefficients,
         steps,
         algorithm,
-        norm,
         dtype,
         G.dtype,
         G.device,
@@ -200,10 +191,10 @@ def _orthogonalize_together(
         # brings them nearer to 1. The norm comes to less than 2^7, and partial sums of XXᵀ to less
         # than 2^14 or so: nothing overflows even if a library keeps these in fp16.
         magnification = 2.0 ** min(6, int(math.log2(rows * cols) / 2))
-        size, added, pending = _normalize_exactly(batch, factor, eps, magnification, X)
+        pending = _normalize_exactly(batch, factor, eps, magnification, X)
     else:
         added = eps.relative if eps.absolute == 0.0 else eps.over(_largest(batch))
-        size = _normalize(batch, factor, added, overwrite, scratch, X)  # (n, 1, 1)
+        _normalize(batch, factor, added, overwrite, scratch, X)
 
     form, side = recipe.form(rows, cols), min(rows, cols)
     without_kernels = form.products == "tiles" and not triton_kernels.is_used_on(X.device.type)
@@ -220,13 +211,6 @@ def _orthogonalize_together(
         for start, stop in form.segments:
             factor_of_gram = None if pending is None else pending.of_gram
             R = products.gram(X, magnification**-2, factor_of_gram, squares[0])
-            if start == 0 and recipe.norm == "schatten4":  # after the Frobenius norm
-                dtype = torch.promote_types(R.dtype, torch.float32)
-                norm_of_R = torch.linalg.vector_norm(R, dim=_SIDES, keepdim=True, dtype=dtype)
-                schatten4_size = _size(norm_of_R.sqrt_(), factor, added / size)
-                R.div_(schatten4_size.square())
-                value = schatten4_size if pending is None else pending.value * schatten4_size
-                pending = _divisor(value, magnification)
             if start == 0 and recipe.polynomials.preconditioned:
                 _precondition(X, R, is_tall=rows > cols)
             inverse = None if pending is None else pending.inverse
@@ -358,12 +342,11 @@ def _normalize(
     overwrite: bool,
     scratch: Scratch,
     out: Tensor,
-) -> Tensor:
+) -> None:
     """Divides each matrix by its largest magnitude, then by its size; rounds once into ``out``.
 
-    Returns:
-        The sizes, (n, 1, 1) in fp32 or fp64, which are those after the first division: factor·‖G‖_F
-        + eps. Not finite for a matrix with Inf or NaN.
+    The size is that after the first division, factor·‖G‖_F + eps. It is not finite for a matrix
+    with Inf or NaN.
     """
     n, rows, cols = G.shape
     dtype = torch.promote_types(G.dtype, torch.float32)
@@ -374,7 +357,6 @@ def _normalize(
     by_rows = G.dtype != dtype or rounds_on_cpu
     rows_at_once = max(1, limit // (4 * at_once * cols)) if by_rows else rows
     buffers = None if overwrite and G.dtype == dtype else scratch
-    sizes = []
     parts = [(G, out, eps)]
     if at_once < n:
         eps_parts = eps.split(at_once) if isinstance(eps, Tensor) else itertools.repeat(eps)
@@ -399,8 +381,6 @@ def _normalize(
                 output.copy_(X.div_(size))
             else:
                 torch.div(X, size, out=output)
-        sizes.append(size)
-    return sizes[0] if len(sizes) == 1 else torch.cat(sizes)
 
 
 def _equilibrate(G: Tensor, eps: Eps, overwrite: bool, scratch: Scratch) -> tuple[Tensor, Eps]:
@@ -456,20 +436,15 @@ def _divided(G: Tensor, largest: Tensor, scratch: Optional[Scratch]) -> Tensor:
 
 
 def _normalize_exactly(
-    G: Tensor,
-    factor: float,
-    eps: Eps,
-    magnification: float,
-    out: Tensor,
-) -> tuple[Tensor, Union[float, Tensor], Divisor]:
+    G: Tensor, factor: float, eps: Eps, magnification: float, out: Tensor
+) -> Divisor:
     """Multiplies each matrix by a power of two that brings its size near ``magnification``.
 
     The products go to ``out``, in fp16, which may be G. A power of two rounds nothing, so a matrix
     that came in fp16 keeps its digits.
 
     Returns:
-        The sizes, as `_normalize` has them; the eps in them; and what ``out`` still has to be
-        divided by, which is NaN for a matrix with Inf or NaN.
+        What ``out`` still has to be divided by, which is NaN for a matrix with Inf or NaN.
     """
     dtype = torch.promote_types(G.dtype, torch.float32)
     if triton_kernels.is_used_on(G.device.type):
@@ -494,19 +469,16 @@ def _normalize_exactly(
 
 def _add_absolute(
     eps: Eps, largest: Tensor, size: Tensor, pending: Divisor, magnification: float
-) -> tuple[Tensor, Union[float, Tensor], Divisor]:
-    """Adds an absolute eps to sizes that have the relative one, and to the pending divisor.
+) -> Divisor:
+    """Adds an absolute eps to a pending divisor, for matrices whose sizes have the relative one.
 
     The matrices themselves are not divided by it yet: in fp16 small ones would vanish.
-
-    Returns:
-        The sizes, the eps in them, and the pending divisor.
     """
     added = eps.over(largest)
     if not isinstance(added, Tensor):
-        return size, added, pending
+        return pending
     full_size = size + (added - eps.relative)
-    return full_size, added, _divisor(pending.value * (full_size / size), magnification)
+    return _divisor(pending.value * (full_size / size), magnification)
 
 
 def _exponent(values: Tensor) -> Tensor:

@@ -58,7 +58,7 @@ FOREIGN_WORDS: dict[Any, ForeignWord] = {
     # Gram Newton-Schulz's
     "ns_epsilon": ForeignWord("ns_eps"),
     "gram_newton_schulz_num_restarts": ForeignWord(
-        "ns_algorithm", "'auto_one_restart' restarts once, 'auto' as often as is safe"
+        "ns_algorithm", "'auto' and 'gram' restart as often as is safe"
     ),
     # trainers'
     "learning_rate": ForeignWord("lr"),

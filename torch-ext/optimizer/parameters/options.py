@@ -165,7 +165,6 @@ class Group:
         )
     )
     ns_algorithm: str = _is(_one_of(*newton_schulz.ALGORITHMS))
-    ns_norm: str = _is(_one_of(*newton_schulz.NORMS))
     ns_dtype: Optional[torch.dtype] = _is(_OPTIONAL_DTYPE)
     ns_eps: float = _is(_NONNEGATIVE)
     ns_eps_absolute: Optional[float] = _is(_optional(*_NONNEGATIVE))

@@ -30,7 +30,7 @@ from .options import STRUCTURE, Group, Settings, is_exact
 _PLANNED = (
     *("use_muon", "capturable", "adjust_lr", "momentum_dtype", *STRUCTURE),
     "weight_rounding",
-    *("ns_steps", "ns_coefficients", "ns_algorithm", "ns_norm", "ns_dtype"),
+    *("ns_steps", "ns_coefficients", "ns_algorithm", "ns_dtype"),
     *("ns_norm_factor", "ns_equilibrate", "ns_renormalize", "second_moment_side"),
 )
 
@@ -199,7 +199,6 @@ def _entry(group: Group, number: int, index: int, settings: Settings) -> Entry:
         group.ns_coefficients,
         group.ns_steps,
         group.ns_algorithm,
-        group.ns_norm,
         group.ns_dtype,
         param.dtype,
         device,
