@@ -212,7 +212,7 @@ def balance_of(plan: Any, chunk_size: int = -1) -> Balance:
 
     (lane,) = plan.lanes
     costs, loads = [], []
-    for owned in lane.rounds:
+    for owned in lane.units:
         of_chunk = [0] * len(lane.peers)
         for unit, owner in owned:
             number, cost = count_and_cost(unit)
@@ -227,7 +227,7 @@ def balance_of(plan: Any, chunk_size: int = -1) -> Balance:
 def staged_bytes(lane: Any) -> int:
     """Of the largest chunk: what a rank sends, and what the busiest owner gathers."""
     staged = []
-    for owned in lane.rounds:
+    for owned in lane.units:
         gathered = [0] * len(lane.peers)
         for unit, owner in owned:
             gathered[owner] += regions.numel(unit.box)
@@ -292,7 +292,7 @@ def row_of(entries: Sequence[Any], chunk_size: int) -> list[str]:
     (lane,) = plan.lanes
     return [
         *(f"{ratio:.3f}" for ratio in ratios),
-        f"{len(lane.rounds)}",
+        f"{len(lane.units)}",
         f"{lane.in_flight}",
         f"{staged_bytes(lane) / 2**20:.0f}",
         f"{seconds:.1f}",

@@ -61,12 +61,11 @@ def cpu_as_accelerator() -> Iterator[None]:
     def module(name: str) -> Any:
         return import_module(f"{kernel.__name__}.{name}")
 
-    chunks, staging = module("distributed.chunks"), module("distributed.staging")
+    limits = module("distributed.limits")
     iteration, survey = module("newton_schulz.iteration"), module("parameters.survey")
     configs, symmetric = module("triton_kernels.configs"), module("triton_kernels.symmetric")
     by_cpus = (
-        *(chunks.SPAN_BYTES, staging.BATCH_BYTES, staging.CHUNK_BYTES),
-        staging.STAGING_OF_LOCAL_AND_LARGEST,
+        *(limits.SPAN_BYTES, limits.BATCH_BYTES, limits.CHUNK_BYTES),
         iteration.NORMALIZE_BYTES,
     )
 

@@ -124,10 +124,8 @@ def train(
 
 
 def on_all_ranks(model: nn.Module) -> nn.Module:
-    """The model under FSDP2, each layer's weights gathered at once, if there are ranks."""
+    """The model under FSDP2, if there are ranks."""
     if dist.is_initialized():
-        for layer in model.transformer.layers:
-            fully_shard(layer)
         fully_shard(model)
     return model
 
@@ -148,8 +146,8 @@ def mean_over_ranks(value: Tensor) -> float:
 
 
 def train_as_rank(model: str, ns_dtype: str, comm_dtype: str, **options: Any) -> Curve:
-    dtypes = {"ns_dtype": DTYPES[ns_dtype], "comm_dtype": DTYPES[comm_dtype]}
-    return train(TASKS[model], name="Muon", **options, **dtypes)
+    options |= {"ns_dtype": DTYPES[ns_dtype], "comm_dtype": DTYPES[comm_dtype]}
+    return train(TASKS[model], name="Muon", **options)
 
 
 def time_steps(task: Task, rounds: int) -> dict[str, Any]:
@@ -298,7 +296,7 @@ def compare_wires(
     losses: Wires = {}
     for model, seed, arithmetic, wire in product(models, range(seeds), arithmetics, wires):
         task = TASKS[model]
-        options = {"steps": runs.steps or task.steps, "lr": task.rates[1]}
+        options: dict[str, Any] = {"steps": runs.steps or task.steps, "lr": task.rates[1]}
         options |= {"adamw_lr": task.rest_rates[1], "seed": seed}
         options |= {"ns_dtype": arithmetic, "comm_dtype": wire}
 

@@ -26,6 +26,7 @@ from planner.architectures import MODELS, Weight, read_config, weights_of
 from planner.averaging import averages_of
 from planner.costs import costs_of
 from planner.deployment import Layout, entries_of, parse_layout
+from planner.machine import DEFAULT_MACHINE, MACHINES, Machine
 from planner.memory import averaged_in_backward, elements_of_all, elements_of_muon
 from planner.report import LEGEND, Report, compare, markdown_head, markdown_row, owners_table
 from planner.timeline import Timeline, draw, simulate
@@ -39,10 +40,8 @@ def report_of(
     """Plans, counts and simulates one layout."""
     began = time.perf_counter()
     dtype = DTYPES[args.dtype]
-    machine = machine_of(kernel, args)
-    entries = entries_of(
-        kernel, weights, layout, dtype, args.device_type, DTYPES[args.wire], machine=machine
-    )
+    machine = machine_of(args)
+    entries = entries_of(kernel, weights, layout, dtype, args.device_type, DTYPES[args.wire])
     costs = costs_of(
         kernel,
         entries,
@@ -70,9 +69,8 @@ def report_of(
     )
 
 
-def machine_of(kernel: Any, args: argparse.Namespace) -> Any:
-    """The package's figures for this device, but for those given."""
-    machines = importlib.import_module(f"{kernel.__name__}.distributed.machine")
+def machine_of(args: argparse.Namespace) -> Machine:
+    """The figures for this type of device, but for those given."""
     given = {
         "flops": args.tflops and args.tflops * 1e12,
         "host_bytes": args.host_gb_s and args.host_gb_s * 1e9,
@@ -80,7 +78,7 @@ def machine_of(kernel: Any, args: argparse.Namespace) -> Any:
         "latency": None if args.latency_us is None else args.latency_us / 1e6,
         "ranks_per_host": args.ranks_per_host,
     }
-    machine = machines.MACHINES.get(args.device_type, machines.DEFAULT_MACHINE)
+    machine = MACHINES.get(args.device_type, DEFAULT_MACHINE)
     return replace(machine, **{key: value for key, value in given.items() if value is not None})
 
 
@@ -214,7 +212,7 @@ def run(args: argparse.Namespace) -> None:
     if not args.markdown:
         print(LEGEND)
     if args.png:
-        picture(machine_of(kernel, args), tables, timelines, args.png)
+        picture(machine_of(args), tables, timelines, args.png)
 
 
 def title_of(model: str, weights: Sequence[Weight], ranks: int, reports: Sequence[Report]) -> str:
@@ -247,7 +245,7 @@ def show(
 
 
 def picture(
-    machine: Any,
+    machine: Machine,
     tables: Mapping[tuple[str, int], Any],
     timelines: dict[str, Timeline],
     path: Path,

@@ -53,8 +53,8 @@ MUTANTS = [
         "if placement is None else True",
     ),
     Mutant("distributed/wire.py", "dim=1).amax(dim=1", "dim=1).amin(dim=1"),
-    Mutant("distributed/hsdp.py", "spread=True) < redundant", "spread=True) > redundant"),
-    Mutant("distributed/rounds.py", "number = min(number, matrices // cost.matrices)", "pass"),
+    Mutant("distributed/hsdp.py", "return saved > sent", "return saved < sent"),
+    Mutant("distributed/owners.py", "of_owner[2] > limits.matrices", "False"),
     Mutant(
         "distributed/zero2.py", "slot_rows.zero_()\n            else:", "pass\n            else:"
     ),

@@ -120,13 +120,12 @@ class _Step:
             == sorted(first.peers)
         )
         for lane in lanes:
-            same = ("digest", "in_flight", "ahead")
+            same = ("digest", "in_flight", "units", "owned_by_all")
             assert all(getattr(lane, key) == getattr(first, key) for key in same)
-            assert (lane.rounds, lane.owned_by_all) == (first.rounds, first.owned_by_all)
-            assert len(lane.chunks) == len(lane.rounds)
+            assert len(lane.chunks) == len(lane.units)
         named = [unit for unit, _ in first.owners]
         assert len(set(named)) == len(named)
-        for number, owned in enumerate(first.rounds):
+        for number, owned in enumerate(first.units):
             chunks = [lane.chunks[number] for lane in lanes]
             for lane, chunk in zip(lanes, chunks):
                 mine = [unit for batch in chunk.batches for unit in batch.units]

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import itertools
 import os
 import pickle
 import random
 import re
 import time
-from unittest import mock
 
 import pytest
 import torch
@@ -505,35 +503,6 @@ def test_a_closure_that_raises_says_so_where_no_other_rank_comes():
     """Also in a first step, in which ranks find each other before they plan."""
     alone, *_ = rank_outcomes(closure_raises_where_nobody_else_steps, 4, pg_timeout=2)
     assert (alone.error, alone.message) == ("KeyError", "'no batch'")
-
-
-def memory_of_a_chain(how_often):
-    rank = dist.get_rank()
-    muon = importlib.import_module(f"{optimizer.__name__}.muon")  # no rank here has an accelerator
-    with mock.patch.object(muon, "memory_of", lambda device: [40e9, 80e9, 24e9, 80e9][rank]):
-        optim = chained_optimizer(consistency_check=how_often)
-        optim.step()
-        return optim._settings.memory
-
-
-@pytest.mark.parametrize("how_often", ["step", "plan", "off"])
-def test_all_ranks_of_a_chain_plan_for_the_least_memory(how_often):
-    """Those that never compare notes plan for the default, or their plans would differ."""
-    assumed = optimizer.distributed.machine.DEFAULT_MACHINE.memory
-    expected = assumed if how_often == "off" else 24e9
-    assert run_ranks(memory_of_a_chain, 4, how_often) == [expected] * 4
-
-
-def test_an_unpickled_optimizer_plans_for_the_memory_of_its_own_device():
-    muon, found = importlib.import_module(f"{optimizer.__name__}.muon"), []
-    optim = optimizer.Muon([{"params": [nn.Parameter(torch.ones(4, 4))], "use_muon": True}])
-    for memory in (80e9, 24e9):
-        with mock.patch.object(muon, "memory_of", lambda device, memory=memory: memory):
-            optim = pickle.loads(pickle.dumps(optim))
-            optim.param_groups[0]["params"][0].grad = torch.ones(4, 4)
-            optim.step()
-            found.append(optim._settings.memory)
-    assert found == [80e9, 24e9]
 
 
 def closure_recovers():

@@ -171,7 +171,7 @@ def launches(plan: Any, averages: bool) -> list[tuple]:
         ((n, c) for n, lane in enumerate(plan.all_lanes) for c in range(len(lane.chunks))), 0
     )
     averaging = optimizer.async_utils.Averaging(ranks, 0, nothing, ()) if averages else None
-    inputs = optimizer.async_utils.ScheduleInputs((), None, averaging, ())
+    inputs = optimizer.async_utils.ScheduleInputs((), None, averaging)
     lanes = plan.all_lanes
     return [
         (
@@ -328,15 +328,13 @@ def test_a_language_model_is_balanced_in_all_and_chunk_by_chunk(ranks, device):
     assert makespan <= 1.06 * loads.pigeonhole
 
 
-@pytest.mark.parametrize("device", [CPU, CUDA], ids=str)
 @pytest.mark.parametrize("ranks", [8, 16])
-def test_beside_a_costly_matrix_the_others_do_as_much(ranks, device):
+def test_beside_a_costly_matrix_the_others_do_as_much(ranks):
     shapes = [(2048, 2048)] * 2 + [(256, 1024)] * 300 * ranks
-    loads = loads_of(make_plan(entries_of(shapes, sharded(ranks), device=device)))
+    loads = loads_of(make_plan(entries_of(shapes, sharded(ranks), device=CUDA)))
     makespan = sum(max(of_chunk) for of_chunk in loads.by_chunk)
     costly = loads.by_chunk[0]
-    assert max(costly) == loads.largest
-    assert min(costly) >= 0.7 * loads.largest
+    assert loads.largest <= min(costly) <= max(costly) <= 1.1 * loads.largest
     assert makespan <= 1.10 * loads.pigeonhole
 
 
@@ -365,30 +363,25 @@ def test_traffic_is_two_bytes_per_local_element_each_way_but_for_ones_own(
     assert 2 * sent == 4 * (ranks - 1) * elements // ranks
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("warmup_step", [0, 1, 5])
-@pytest.mark.parametrize("ranks", [4, 8])
+@pytest.mark.parametrize("staging_bytes", [None, 100_000])
 @pytest.mark.parametrize("device", [CPU, CUDA], ids=str)
-def test_staging_is_bounded_by_local_bytes_and_the_largest_matrix(ranks, device, warmup_step):
+def test_an_owner_gathers_a_fixed_number_of_bytes_or_one_matrix(device, staging_bytes, warmup_step):
     deepest = 0
-    uneven = [(2048, 2048)] * 2 + [(256, 1024)] * 150 * ranks
+    uneven = [(2048, 2048)] * 2 + [(256, 1024)] * 600
     for shapes in (llama(2, 512, 1536, 128), LLAMA_3_8B, [(1024, 1024)] * 40, uneven):
-        entries = entries_of(shapes, sharded(ranks), device=device, dtype=torch.bfloat16)
-        # Of 4 of the largest matrix, two are what it is orthogonalized in.
-        room = 2 * 2 * max(map(math.prod, shapes))
-        room += 1.5 * 2 * sum(map(math.prod, shapes)) / ranks
-        room = 8.5e9 if device == CUDA else room
-        for rank in range(ranks):
-            (lane,) = make_plan(entries, rank, warmup_step=warmup_step).lanes
-            staged = [
-                c.gather.kept + sum(c.gather.sent) + sum(c.gather.received) for c in lane.chunks
-            ]
-            at_once = [
-                2 * sum(staged[at : at + lane.in_flight])
-                for at in range(len(staged) - lane.in_flight + 1)
-            ]
+        entries = entries_of(shapes, sharded(4), device=device, dtype=torch.bfloat16)
+        most = max(
+            staging_bytes or {"cpu": 1 << 20, "cuda": 64 << 20}[device.type],
+            2 * max(map(math.prod, shapes)),
+        )
+        for rank in range(4):
+            options = {"warmup_step": warmup_step, "staging_bytes": staging_bytes}
+            (lane,) = make_plan(entries, rank, **options).lanes
+            for chunk in lane.chunks:
+                gathered = sum(math.prod(u.shape) for batch in chunk.batches for u in batch.units)
+                assert 2 * gathered <= most
             assert 1 <= lane.in_flight <= warmup_step + 1
-            assert lane.in_flight == 1 or max(at_once) <= room  # updates go back in place
             deepest = max(deepest, lane.in_flight)
     assert deepest == warmup_step + 1
 
@@ -410,7 +403,8 @@ def test_updates_for_all_ranks_are_staged_within_the_bound_and_sent_once(ranks):
     received = [chunk.scatter.kept + sum(chunk.scatter.received) for chunk in lane.chunks]
     assert sum(received) >= sum(map(math.prod, shapes))
     assert all(chunk.slots for chunk in lane.chunks)
-    assert 2 * max(received) * min(2, lane.in_flight) <= 8.5e9
+    most = 32 * (64 << 20) + 2 * max(map(math.prod, shapes))  # and what a rank has to keep aligned
+    assert 2 * max(received) <= most
     if ranks > 8:  # slots as large as the largest would be mostly empty
         assert sum(received) <= 1.01 * sum(map(math.prod, shapes))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
 import subprocess
 import sys
@@ -37,6 +36,7 @@ sys.path.append(str(EXAMPLES))
 import plan
 from planner import averaging, costs, deployment, memory, report, timeline
 from planner.architectures import MODELS, Weight, read_config, weights_of
+from planner.machine import Machine
 
 scheduler = optimizer.async_utils
 
@@ -388,7 +388,7 @@ class Exchanges(TorchDispatchMode):
 def predicted(lanes: list[costs.LaneCosts], rank: int) -> list[np.ndarray]:
     """(directions, links) of a rank's collectives, in the order of their launch."""
     launched: list[np.ndarray] = []
-    order = scheduler.lanes_order([(len(la.bytes), la.in_flight, la.ahead) for la in lanes])
+    order = scheduler.lanes_order([(len(la.bytes), la.in_flight) for la in lanes])
     for do, number, chunk in order:
         lane = lanes[number]
         if do is not scheduler.Do.UPDATE:
@@ -450,7 +450,7 @@ def check_padded(found: Any, predicted: Any, parts: int) -> None:
 def step_as_many_ranks(text: str, weights: list[Weight], options: dict[str, Any]) -> int:
     """Compares what a step does with what was predicted, rank by rank; returns the chunks."""
     # Several chunks of small matrices.
-    optimizer.distributed.staging.CHUNK_BYTES["cpu"] = (256, 1024)
+    optimizer.distributed.limits.CHUNK_BYTES["cpu"] = 1024
     layout = deployment.parse_layout(text, RANKS)
     entries = deployment.entries_of(
         optimizer,
@@ -571,10 +571,9 @@ def test_the_costs_of_a_plan_are_those_of_its_steps(case):
 # -- times, and what is printed --------------------------------------------------------------------
 
 
-def machine(**given: Any) -> Any:
-    machines = importlib.import_module(f"{optimizer.__name__}.distributed.machine")
+def machine(**given: Any) -> Machine:
     speeds = {"flops": 1e12, "host_bytes": 1e11, "network_bytes": 1e10, "latency": 0.0}
-    return machines.Machine(**{**speeds, "ranks_per_host": RANKS_PER_HOST, **given})
+    return Machine(**{**speeds, "ranks_per_host": RANKS_PER_HOST, **given})
 
 
 def simulated(found: costs.Costs, **given: Any) -> timeline.Timeline:

@@ -64,7 +64,6 @@ def test_every_public_name_is_listed_and_there(name):
 
 
 def test_names_of_before_lead_to_the_same():
-    assert optimizer.distributed.machine.Machine is optimizer.Machine
     assert optimizer.qk_clip.QKLogitRecorder is optimizer.QKLogitRecorder
     assert optimizer.qk_clip.max_qk_logits is optimizer.max_qk_logits
     assert optimizer.muon.get_default_muon_param_groups is optimizer.get_default_muon_param_groups

@@ -40,7 +40,6 @@ class LaneCosts:
         kept: bytes in the buffers that stay on their rank, (chunks, ways, peers).
         launched: collectives that scatter each chunk, (chunks,).
         in_flight: chunks under way at once.
-        ahead: chunks gathered while another lane is worked off.
         first_used: numbers of the entries that each chunk is the first to need.
     """
 
@@ -50,7 +49,6 @@ class LaneCosts:
     kept: Ints
     launched: Ints
     in_flight: int
-    ahead: int
     first_used: tuple[tuple[int, ...], ...]
 
 
@@ -282,13 +280,13 @@ class LaneUnits:
 
     def __init__(self, entries: Sequence[Any], lane: Any):
         self.lane, self.entry = lane, entries[lane.owners[0][0].entry]
-        shape = (len(lane.rounds), len(lane.peers))
+        shape = (len(lane.units), len(lane.peers))
         members = dict.fromkeys(unit.entry for unit, _ in lane.owners)
         alike = {number: _anonymous(entries[number]) for number in members}
         numbers = {entry: number for number, entry in enumerate(dict.fromkeys(alike.values()))}
         number_of = {number: numbers[entry] for number, entry in alike.items()}
         by_key: dict[tuple, tuple[UnitKind, Ints]] = {}
-        for chunk, owned in enumerate(lane.rounds):
+        for chunk, owned in enumerate(lane.units):
             for unit, owner in owned:
                 entry = alike[unit.entry]
                 row_dim = entry.matrices.row_dim
@@ -303,7 +301,7 @@ class LaneUnits:
         self.counts = tuple(by_key.values())
         seen: set[int] = set()
         used: list[tuple[int, ...]] = []
-        for owned in lane.rounds:
+        for owned in lane.units:
             of_chunk = dict.fromkeys(unit.entry for unit, _ in owned)
             used.append(tuple(number for number in of_chunk if number not in seen))
             seen.update(of_chunk)
@@ -314,7 +312,7 @@ class LaneUnits:
 
     def costs(self, peers: tuple[int, ...], hosts: Ints) -> LaneCosts:
         """What these ranks exchange, if the lane is theirs; ``hosts`` of each, (peers,)."""
-        wire, chunks = self.lane.wire.itemsize, len(self.lane.rounds)
+        wire, chunks = self.lane.wire.itemsize, len(self.lane.units)
         moved = np.zeros((chunks, 2, 2, 2, len(peers)), np.int64)
         kept = np.zeros((chunks, 2, len(peers)), np.int64)
         everyone = np.zeros(len(peers), np.int64)
@@ -344,8 +342,9 @@ class LaneUnits:
                 kept[chunk, SCATTER] = total - 2 * sent  # received in place
                 if len(set(planned.slots)) > 1:  # broadcasts
                     launched[chunk] = np.count_nonzero(planned.slots)
-        flights = self.lane.in_flight, self.lane.ahead
-        return LaneCosts(peers, self.flops, moved, kept, launched, *flights, self.first_used)
+        return LaneCosts(
+            peers, self.flops, moved, kept, launched, self.lane.in_flight, self.first_used
+        )
 
 
 def _exchanged(held: Ints, counts: Ints, replica: Ints, hosts: Ints) -> Ints:

@@ -103,7 +103,6 @@ def entries_of(
     device_type: str = "cuda",
     wire: torch.dtype | None = None,
     second_moment: bool = False,
-    machine: Any = None,
 ) -> list[Any]:
     """Muon's weights as `distributed.plan.Entry`, one each, with the optimizer's default options.
 
@@ -115,7 +114,6 @@ def entries_of(
         device_type: of the ranks' devices.
         wire: format in which momentum and updates travel; None: the package's choice.
         second_moment: with `beta2`.
-        machine: by which it is decided whether replicas share the work; None: the package's own.
     """
     device = torch.device(device_type)
     recipe = kernel.newton_schulz.recipe_for("polar_express", 5, "auto", None, dtype, device)
@@ -137,7 +135,7 @@ def entries_of(
             spread=layout.replicated,
         )
         entries.append(entry)
-    return kernel.distributed.hsdp.share_work(entries, 0, layout.hsdp, machine)
+    return kernel.distributed.hsdp.share_work(entries, 0, layout.hsdp)
 
 
 def rows_of(kernel: Any, layout: Layout) -> Any:

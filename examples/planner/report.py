@@ -13,13 +13,14 @@ from rich.table import Table
 
 from planner.costs import HOST, NETWORK, RECEIVED, SENT, Costs, Ints
 from planner.deployment import Layout
+from planner.machine import Machine
 from planner.timeline import Timeline
 
 LEGEND = """\
 owners: ranks that orthogonalize. makespan / bound: what a step waits for, chunk after chunk, over
   what no assignment of whole matrices can beat.
-chunks: what matrices travel in. in flight: begun and not ended; at most --warmup-step + 1, and no
-  more than the bound on staging memory allows. --chunk-size makes chunks of so many matrices.
+chunks: what matrices travel in. in flight: begun and not ended; at most --warmup-step + 1.
+  --chunk-size makes chunks of so many matrices.
 staged: buffers of the chunks in flight. Nothing here says that the model fits: activations, and
   what is being orthogonalized, come on top of this and of weights, gradients and state.
 step: estimated, without element-wise work. limit: the longer of arithmetic and traffic, each on the
@@ -53,7 +54,7 @@ class Report:
     itemsize: int
     costs: Costs
     timeline: Timeline
-    machine: Any
+    machine: Machine
     seconds: float
 
     def rows(self) -> dict[str, str]:

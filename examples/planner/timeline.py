@@ -10,6 +10,7 @@ import numpy as np
 
 from planner.averaging import Averages, Ring
 from planner.costs import GATHER, HOST, NETWORK, SCATTER, Costs, LaneCosts
+from planner.machine import Machine
 from plots import GREY, drawing, label_rows, save
 
 WAYS = {GATHER: "gather", SCATTER: "scatter"}
@@ -57,7 +58,7 @@ class Timeline:
         return sum(span.stop - span.start for span in self.spans if span.what == "compute")
 
 
-def simulate(scheduler: Any, costs: Costs, machine: Any, rank: int | None = None) -> Timeline:
+def simulate(scheduler: Any, costs: Costs, machine: Machine, rank: int | None = None) -> Timeline:
     """Runs the chunks of a rank and of all its peers by the package's own scheduler.
 
     Every rank computes on one stream, in the order of the program. An all-to-all starts when all
@@ -68,7 +69,7 @@ def simulate(scheduler: Any, costs: Costs, machine: Any, rank: int | None = None
     Args:
         scheduler: the package's ``async_utils``, which orders the chunks.
         costs: of all ranks.
-        machine: a ``Machine``.
+        machine: its speeds.
         rank: whose timeline; None is the one with the most FLOPs.
     """
     rank = costs.busiest if rank is None else rank
@@ -88,9 +89,9 @@ def simulate(scheduler: Any, costs: Costs, machine: Any, rank: int | None = None
         if costs.local_flops[rank]:
             spans.append(Span("compute", -1, start, clock.free[rank]))
 
-    may_be_ahead = costs.averages is None
-    sizes = [(len(lane.flops), lane.in_flight, lane.ahead * may_be_ahead) for lane in lanes]
-    order = list(scheduler.lanes_order(sizes))
+    sizes = [(len(lane.flops), lane.in_flight) for lane in lanes]
+    ahead = scheduler.GATHERS_AHEAD if costs.averages is None else 0
+    order = list(scheduler.lanes_order(sizes, ahead))
     computing = [at for at, (do, _, _) in enumerate(order) if do is scheduler.Do.ORTHOGONALIZE]
     for at, (do, number, chunk) in enumerate(order):
         if at == computing[0]:
@@ -158,7 +159,7 @@ class _LaneRun:
     def __init__(
         self,
         lane: LaneCosts,
-        machine: Any,
+        machine: Machine,
         clock: _Clock,
         this_peer: int,
         first: int,

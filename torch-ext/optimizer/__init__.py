@@ -5,14 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from . import muon, newton_schulz, qk_clip
-from .distributed.machine import Machine
 from .muon import Muon, default_is_muon, get_default_muon_param_groups
 
 __all__ = [
     "Muon",
     "MuonAdamW",
     "DistMuonAdamW",
-    "Machine",
     "QKLogitRecorder",
     "SimulatedHost",
     "default_is_muon",

@@ -23,6 +23,9 @@ from .distributed.plan import Plan, ranks_sort_key
 # How many buckets of gradients are averaged ahead of the bucket that the next event needs.
 BUCKETS_AHEAD = 2
 
+# How many chunks of each lane but the first are gathered from the beginning of a step, at most.
+GATHERS_AHEAD = 2
+
 
 class Do(enum.Enum):
     """What an event does."""
@@ -113,7 +116,9 @@ def chunk_order(chunks: int, in_flight: int) -> Iterator[tuple[Do, int]]:
             updated += 1
 
 
-def lanes_order(lanes: Sequence[tuple[int, int, int]]) -> Iterator[tuple[Do, int, int]]:
+def lanes_order(
+    lanes: Sequence[tuple[int, int]], gathers_ahead: int = GATHERS_AHEAD
+) -> Iterator[tuple[Do, int, int]]:
     """Yields what a rank does with the chunks of all its lanes, with numbers of lane and chunk.
 
     One lane follows the other, with two exceptions, so that a lane can begin while the traffic of
@@ -122,13 +127,14 @@ def lanes_order(lanes: Sequence[tuple[int, int, int]]) -> Iterator[tuple[Do, int
     launch collectives in one order: the first gathers lane by lane, then all others lane by lane.
 
     Args:
-        lanes: for each lane, how many chunks it has, how many may be in flight, and how many of
-            these are gathered at the very beginning; the first lane gathers all of them there.
+        lanes: for each lane, how many chunks it has, and how many may be in flight.
+        gathers_ahead: how many chunks of a lane are gathered at the very beginning; the first lane
+            gathers all that may be in flight there.
     """
     remaining_orders: list[list[tuple[Do, int, int]]] = []
-    for number, (chunks, in_flight, ahead) in enumerate(lanes):
+    for number, (chunks, in_flight) in enumerate(lanes):
         order = [(do, number, chunk) for do, chunk in chunk_order(chunks, in_flight)]
-        begun = min(chunks, in_flight, ahead if number else chunks)
+        begun = min(chunks, in_flight, gathers_ahead if number else chunks)
         yield from order[:begun]
         remaining_orders.append(order[begun:])
     last_updates: list[tuple[Do, int, int]] = []  # of the lane before
@@ -158,11 +164,9 @@ def schedule(plan: Plan, inputs: ScheduleInputs) -> tuple[Event, ...]:
     interleaves = inputs.prefetch_bytes is not None and averaging is None
     # Gradients are averaged in the order of lanes. If all lanes began to gather at once, the step
     # would wait for nearly all gradients at its very beginning.
-    may_be_ahead = averaging is None
-    lanes = [
-        (len(lane.chunks), lane.in_flight, lane.ahead if may_be_ahead else 0) for lane in plan.lanes
-    ]
-    traffic = [Event(*event) for event in lanes_order(lanes)]
+    lanes = [(len(lane.chunks), lane.in_flight) for lane in plan.lanes]
+    order = lanes_order(lanes, GATHERS_AHEAD if averaging is None else 0)
+    traffic = [Event(*event) for event in order]
     computing = [at for at, event in enumerate(traffic) if event.do is Do.ORTHOGONALIZE]
     first, last = (computing[0], computing[-1] + 1) if computing else (0, 0)
     before, after = _local_events(plan)

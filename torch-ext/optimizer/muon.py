@@ -17,7 +17,6 @@ from .async_utils import Event
 from .cpu_offload import Backend, CPUOffload
 from .distributed import agreement
 from .distributed import utils as dtensors
-from .distributed.machine import Machine, memory_of
 from .distributed.plan import EMPTY_PLAN, Plan
 from .distributed.replicas import Replicas
 from .parameters import options, validation
@@ -117,8 +116,8 @@ class Muon(torch.optim.Optimizer):
             If layers differ, give a mapping from layers (numbers, or the beginnings of names) to
             such dicts or None, or a function of a layer. docs/qk-clip.md explains all of these.
         warmup_step: the most chunks of matrices that a lane (ranks that exchange matrices in one
-            format) may have under way beside the one that is orthogonalized. The bound on staging
-            memory (docs/layouts.md) and streamed state may allow fewer.
+            format) may have under way beside the one that is orthogonalized; with state that is
+            streamed from host memory at most 2.
         chunk_size: the most matrices that a rank orthogonalizes per chunk; −1 leaves that to the
             bounds on bytes, and a number lifts the one on batches.
         use_distributed_muon: every rank gathers and orthogonalizes every matrix of a DTensor, as a
@@ -180,15 +179,11 @@ class Muon(torch.optim.Optimizer):
             GradScaler calls every step (docs/reliability.md), ranks compare in every step, whatever
             is given here. For all groups.
         hsdp: what replicas of DTensors do: ``"redundant"``, each orthogonalizes every matrix;
-            ``"spread"``, they share the work and send each other the updates; ``"auto"``, what
-            is faster by an estimate (`distributed.hsdp`). For all groups.
-        machine: a `Machine`: ``hsdp="auto"`` estimates with its speeds, and staging takes a share
-            of its memory. None takes the speeds of the device type in
-            `distributed.machine.MACHINES`, and the memory of the devices. For all groups.
-        staging_bytes: the most memory on a rank for a lane's chunks under way, with the workspace
-            of the one that is orthogonalized; one chunk is always allowed. None takes 10 % of an
-            accelerator's memory, and on CPUs about 1.5 times the local weights and 4 times the
-            largest matrix together (docs/layouts.md). For all groups.
+            ``"spread"``, they share the work and send each other the updates; ``"auto"`` shares
+            it where that saves enough arithmetic for the bytes (`distributed.hsdp`). For all
+            groups.
+        staging_bytes: how many bytes a rank gathers in a chunk, unless one matrix has more. None is
+            64 MiB on accelerators and 1 MiB on CPUs (docs/layouts.md). For all groups.
         triton: whether Triton's kernels are used on accelerators; without them torch's operations
             do the same work, and take longer. For all groups.
         process_group: the ranks that hold the same plain parameters, a process group or a mesh of
@@ -265,7 +260,6 @@ class Muon(torch.optim.Optimizer):
         comm_dtype: Optional[torch.dtype] = None,
         consistency_check: str = "step",
         hsdp: str = "auto",
-        machine: Optional[Machine] = None,
         staging_bytes: Optional[int] = None,
         triton: bool = True,
         process_group: Any = None,
@@ -540,14 +534,6 @@ class Muon(torch.optim.Optimizer):
             None where ranks skip the step.
         """
         self._agreement.begin()
-        if self._settings.memory is None:
-            failure: Optional[BaseException] = None
-            try:
-                self._settings = dataclasses.replace(self._settings, memory=self._least_memory())
-            except (RuntimeError, ValueError) as raised:
-                failure = raised if error is None else error  # the caller's error says more
-            if failure is not None:
-                raise failure
         only_creates = False
         try:
             if error is None:
@@ -642,15 +628,6 @@ class Muon(torch.optim.Optimizer):
         """Adds the ranks of the process group, even if this rank holds none of their parameters."""
         replicas = self._settings.replicas
         return sets if replicas is None else {*sets, replicas}
-
-    def _least_memory(self) -> float:
-        """Bytes of memory that the plan may count on, the same on all ranks that step together."""
-        machine = self._settings.machine
-        params = (param for group in self.param_groups for param in group["params"])
-        devices = {dtensors.compute_device(param) for param in params}
-        memory = machine.memory if machine is not None else min(map(memory_of, devices), default=0)
-        how_often = self._settings.consistency_check
-        return self._agreement.least_memory(how_often, self._sets(), memory)
 
     def _identify(self, ranks: agreement.Ranks) -> str:
         """Tells this optimizer from others that these ranks share, and this step from others."""
@@ -1221,7 +1198,6 @@ class Muon(torch.optim.Optimizer):
     def _forget_plans(self) -> None:
         self._survey = self._agreed = NO_SURVEY
         self._agreement = agreement.Agreement()
-        self._settings = dataclasses.replace(self._settings, memory=None)  # as ranks agree anew
         self._compared = False
         self._warmed_up = None
         self._warned = self._warned_of_rows = False

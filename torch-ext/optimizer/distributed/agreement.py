@@ -25,7 +25,6 @@ import torch.distributed as dist
 from torch.profiler import record_function
 
 from .connections import NoConnection, Ranks, close_connections, connections_of
-from .machine import DEFAULT_MACHINE
 from .plan import ranks_sort_key
 from .utils import this_rank, world_timeout
 
@@ -76,14 +75,12 @@ class _Union:
         sets: the sets that this rank is in, `_in_order`.
         ranks: all ranks that a chain of sets connects with this one.
         identity: a hash of all sets of the union.
-        memory: the least memory of the devices of these ranks, in bytes.
         world: a weak reference to the default process group that has these ranks.
     """
 
     sets: tuple[Ranks, ...]
     ranks: Ranks
     identity: int
-    memory: float
     world: Callable[[], Any]
 
 
@@ -147,7 +144,6 @@ class Agreement:
         self.may_go = self.has_compared = self.only_creates = self.has_parted = False
         self.steps = 0
         self._union: Optional[_Union] = None
-        self._memory = 0.0  # of this rank's device, as last given to `least_memory`
         self._structure: Optional[Mapping[Ranks, Any]] = None  # of the last agreement
 
     def __reduce__(self) -> tuple:
@@ -165,30 +161,6 @@ class Agreement:
                 "parameters with, and they can't know how far it came: save state_dict() and start "
                 "a fresh launch from it"
             )
-
-    def least_memory(self, how_often: str, sets: Collection[Ranks], memory: float) -> float:
-        """The least memory of the devices of the ranks that step together, in bytes.
-
-        The first call also finds out which ranks these are.
-
-        Args:
-            how_often: one of `CHECKS`; if ranks never compare notes, a default is assumed.
-            sets: as for `decide`.
-            memory: of this rank's device.
-
-        Raises:
-            ValueError, RuntimeError: as for `check`.
-        """
-        self._memory = memory
-        sets = self._shared(sets)
-        if not sets:
-            return memory
-        if how_often == "off" or not _can_compare():
-            return DEFAULT_MACHINE.memory
-        if self._union is None or self._union.world() is not dist.group.WORLD:
-            with self._closing(sets):
-                self._union = _discover(sets, memory)
-        return self._union.memory
 
     def decide(
         self,
@@ -292,7 +264,7 @@ class Agreement:
         with self._closing((*sets, *((*union.sets, union.ranks) if union else ()))):
             while sets or union is not None:
                 if union is None:
-                    union = _discover(sets, self._memory)
+                    union = _discover(sets)
                 skips = self._compare(union, sets, notes, error, skip)
                 if skips is not None:
                     return skips
@@ -405,7 +377,7 @@ def _exchange_details(
     ranks: Ranks, stage: int, error: Optional[str], content: Sequence
 ) -> tuple[Optional[str], dict[int, Any]]:
     """Exchanges errors and contents: the error of the first rank that has one, and all contents."""
-    texts, _ = _exchange_text(ranks, stage, [error, content])
+    texts = _exchange_text(ranks, stage, [error, content])
     details = dict(zip(ranks, texts))
     errors = (f"rank {rank}: {text}" for rank, (text, _) in details.items() if text is not None)
     return next(errors, None), {rank: content for rank, (_, content) in details.items()}
@@ -490,7 +462,7 @@ def _can_compare() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_backend() != "fake"
 
 
-def _discover(sets: tuple[Ranks, ...], memory: float) -> _Union:
+def _discover(sets: tuple[Ranks, ...]) -> _Union:
     """Finds the union that this rank belongs to, by passing on which ranks are in which sets.
 
     In a round, every rank tells the ranks of each of its sets which sets it has heard of. Let the
@@ -516,9 +488,7 @@ def _discover(sets: tuple[Ranks, ...], memory: float) -> _Union:
             # A rank that has heard of no set but this one sends no text at all.
             content = heard if heard != [(rank, (ranks,))] else None
             reported: dict[int, tuple[Ranks, ...]] = {}
-            reports, memories = _exchange_text(ranks, _DISCOVER, content, int(memory))
-            memory = min(memories)  # the least of all ranks that have been heard of
-            for sender, report in zip(ranks, reports):
+            for sender, report in zip(ranks, _exchange_text(ranks, _DISCOVER, content)):
                 for member, its_sets in report if report is not None else [(sender, [ranks])]:
                     reported[member] = tuple(map(tuple, its_sets))
             problem = _contradiction(reported)
@@ -530,7 +500,7 @@ def _discover(sets: tuple[Ranks, ...], memory: float) -> _Union:
         if union == set(sets_of) and rounds >= _diameter(sets_of):
             identity = _digest((), [repr(sorted(all_sets))])
             world = weakref.ref(dist.group.WORLD)
-            return _Union(sets, tuple(sorted(union)), identity, memory, world)
+            return _Union(sets, tuple(sorted(union)), identity, world)
 
 
 def _diameter(sets_of: Mapping[int, tuple[Ranks, ...]]) -> int:
@@ -575,26 +545,20 @@ def _exchange_records(ranks: Ranks, fields: Sequence[int]) -> torch.Tensor:
     return records
 
 
-def _exchange_text(
-    ranks: Ranks, stage: int, content: Optional[list], number: int = 0
-) -> tuple[list[Any], list[int]]:
-    """Exchanges content as JSON, and a number.
-
-    Returns:
-        The content of all ``ranks``, in order, None for a rank that sends none; and their numbers.
-    """
+def _exchange_text(ranks: Ranks, stage: int, content: Optional[list]) -> list[Any]:
+    """The content of all ``ranks``, in order, sent as JSON; None for a rank that sends none."""
     encoded = json.dumps(content).encode() if content is not None else b""
-    records = _exchange_records(ranks, [stage, len(encoded), number, 0, 0, 0])
-    sizes, numbers = records[:, 1].tolist(), records[:, 2].tolist()
+    records = _exchange_records(ranks, [stage, len(encoded), 0, 0, 0, 0])
+    sizes = records[:, 1].tolist()
     if not any(sizes):
-        return [None] * len(ranks), numbers
+        return [None] * len(ranks)
     padded = torch.frombuffer(bytearray(encoded.ljust(max(sizes))), dtype=torch.uint8)
     gathered = _all_gather(ranks, padded)
     buffer = bytearray(gathered.numel())
     torch.frombuffer(buffer, dtype=torch.uint8).copy_(gathered.flatten())
     starts = range(0, len(buffer), len(padded))
     texts = [buffer[start : start + size] for start, size in zip(starts, sizes)]
-    return [json.loads(text) if text else None for text in texts], numbers
+    return [json.loads(text) if text else None for text in texts]
 
 
 def _all_gather(ranks: Ranks, tensor: torch.Tensor) -> torch.Tensor:

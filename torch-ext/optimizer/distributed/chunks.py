@@ -13,9 +13,9 @@ from torch import Tensor
 
 from ..matrices import LocalPart
 from . import regions
+from .limits import DEFAULT_SPAN_BYTES, SPAN_BYTES, Limits
 from .regions import Region
-from .staging import DEFAULT_SPAN_BYTES, SPAN_BYTES, Staging
-from .units import Entry, Unit
+from .units import Channel, Entry, Unit
 from .wire import elements_of_numbers
 
 # The most elements that the slots of an all-gather may take, over the elements that they hold.
@@ -245,11 +245,12 @@ class Chunk:
 class ChunkBuilder:
     """Lays chunks of one lane out in the buffers of this rank."""
 
-    def __init__(self, staging: Staging):
-        self.staging = staging
-        self.entries = staging.entries
-        self.channel = staging.channel
-        self.gather, self.scatter = _Direction(staging, False), _Direction(staging, True)
+    def __init__(self, entries: Sequence[Entry], channel: Channel, limits: Limits):
+        self.entries = entries
+        self.channel = channel
+        self.limits = limits
+        self.gather = _Direction(entries, channel, is_scatter=False)
+        self.scatter = _Direction(entries, channel, is_scatter=True)
 
     def chunk(self, owned: Mapping[int, Sequence[Unit]]) -> Chunk:
         """The chunk in which each owner, a peer, orthogonalizes the units it has in ``owned``."""
@@ -311,9 +312,7 @@ class ChunkBuilder:
         batches = []
         for members in alike.values():
             unit, entry = members[0], self.entries[members[0].entry]
-            limits, share = self.staging.limits, self.staging.batch_bytes
-            most = limits.matrices_per_batch(entry, unit.block, share)
-            size = max(1, most // unit.count)
+            size = max(1, self.limits.matrices_per_batch(entry, unit.block) // unit.count)
             batches += [tuple(members[at : at + size]) for at in range(0, len(members), size)]
         return batches
 
@@ -329,9 +328,9 @@ class _Layout(NamedTuple):
 class _Direction:
     """Lays one direction of a lane's chunks out: gathers of momentum, or scatters of updates."""
 
-    def __init__(self, staging: Staging, is_scatter: bool):
-        self.entries = staging.entries
-        self.channel = staging.channel
+    def __init__(self, entries: Sequence[Entry], channel: Channel, is_scatter: bool):
+        self.entries = entries
+        self.channel = channel
         self.is_scatter = is_scatter
         span_bytes = SPAN_BYTES.get(self.channel.device.type, DEFAULT_SPAN_BYTES)
         self.span_numel = span_bytes // self.channel.opmath.itemsize

@@ -10,19 +10,19 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Optional
 
 from . import regions
-from .machine import DEFAULT_MACHINE, MACHINES, Machine
-from .staging import CHUNKS
 from .units import Entry
 
 MODES = ("auto", "spread", "redundant")
 
+# FLOPs that a rank does in the time in which it sends a byte to another replica. Accelerators: 400
+# TFLOP/s and 33 GB/s, what a host of eight H100s reaches, whose replicas are on different hosts.
+FLOPS_PER_BYTE = {"cpu": 400}
+DEFAULT_FLOPS_PER_BYTE = 12_000
 
-def share_work(
-    entries: Sequence[Entry], rank: int, mode: str, machine: Optional[Machine] = None
-) -> list[Entry]:
+
+def share_work(entries: Sequence[Entry], rank: int, mode: str) -> list[Entry]:
     """The entries, with ``spread`` set on those whose replicas share the work.
 
     Entries with the same holders get the same ``spread``, on all of their holders.
@@ -30,9 +30,7 @@ def share_work(
     Args:
         entries: all Muon parameters.
         rank: global rank.
-        mode: one of `MODES`; ``"auto"`` takes what `estimated_seconds` says is faster.
-        machine: the machine to estimate for; None takes that of the device type in
-            `machine.MACHINES`.
+        mode: one of `MODES`; ``"auto"`` decides by `is_worth_sharing`.
     """
     by_holders: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for number, entry in enumerate(entries):
@@ -41,62 +39,35 @@ def share_work(
     result = list(entries)
     for numbers in by_holders.values():
         alike = [entries[number] for number in numbers]
-        speeds = machine or MACHINES.get(alike[0].device.type, DEFAULT_MACHINE)
-        spread = mode == "spread"
-        if mode == "auto":
-            redundant = estimated_seconds(alike, rank, speeds)
-            spread = estimated_seconds(alike, rank, speeds, spread=True) < redundant
+        spread = mode == "spread" or (mode == "auto" and is_worth_sharing(alike, rank))
         for number in numbers:
             if entries[number].momentum is None:
                 result[number] = replace(entries[number], spread=spread)
     return result
 
 
-def estimated_seconds(
-    entries: Sequence[Entry], rank: int, machine: Machine, spread: bool = False
-) -> float:
-    """Estimated time of a step's orthogonalization and traffic, for entries with the same holders.
+def is_worth_sharing(entries: Sequence[Entry], rank: int) -> bool:
+    """Whether the arithmetic that a rank saves takes longer than sending updates to replicas.
 
-    Arithmetic and traffic overlap, except for one chunk. Each of them takes as long as on a rank
-    with an equal share, or as the costliest matrix takes its owner if that is longer. All owners
-    are assumed to be as far from their peers as the first rank is from its peers.
+    A rank does its share of the FLOPs of a replica, or of all replicas, but at least those of the
+    costliest matrix. If work is shared, it sends each update that it makes to all other replicas.
+
+    Args:
+        entries: those with the same holders.
+        rank: one of the holders.
     """
-    flops = costliest = 0.0  # a rank's on average, and the costliest matrix's
-    sent = costliest_sent = (0.0, 0.0)  # bytes within a host, and to other hosts
+    holders = len(entries[0].holders(rank))
+    alone = shared = sent = 0.0  # FLOPs of a rank, of one that shares the work, and bytes to others
+    costliest = 0
     for entry in entries:
-        holders = entry.holders(rank)
-        shards = entry.holders(holders[0], replicas=False)
-        replicas = len(holders) // len(shards) if spread else 1
-        beside_first = set(shards[1:])
-        # The first rank, and all ranks of other replicas.
-        first_and_others = [holder for holder in holders if holder not in beside_first]
-        m = entry.matrices
+        shards, m = len(entry.holders(rank, replicas=False)), entry.matrices
         experts = regions.numel(entry.region(rank)[: m.row_dim])
         for block in m.blocks if experts else ():
-            cost, count = entry.cost(block), experts * m.count(block)
-            size = block.rows * block.cols * entry.wire.itemsize
-            # An owner gathers and scatters within its replica, and scatters to other replicas.
-            within = _by_link(2 * size * (len(shards) - 1) / len(shards), shards, machine)
-            between = _by_link(size * (replicas - 1), first_and_others, machine)
-            by_link = (within[0] + between[0], within[1] + between[1])
-            owned = count / (len(shards) * replicas)
-            flops += owned * cost
-            sent = (sent[0] + owned * by_link[0], sent[1] + owned * by_link[1])
-            if cost > costliest:
-                costliest, costliest_sent = cost, by_link
-    compute = max(flops, costliest) / machine.flops
-    wire = max(
-        max(sent[0], costliest_sent[0]) / machine.host_bytes,
-        max(sent[1], costliest_sent[1]) / machine.network_bytes,
-    )
-    latency = 2 * CHUNKS * machine.latency if wire else 0.0
-    return max(compute, wire) + min(compute, wire) / CHUNKS + latency
-
-
-def _by_link(size: float, ranks: Sequence[int], machine: Machine) -> tuple[float, float]:
-    """How many of ``size`` bytes the first rank sends to the others within its host, and beyond."""
-    if len(ranks) == 1:
-        return (0.0, 0.0)
-    first_host = machine.host(ranks[0])
-    share_within = sum(machine.host(rank) == first_host for rank in ranks[1:]) / (len(ranks) - 1)
-    return (size * share_within, size * (1 - share_within))
+            matrices, cost = experts * m.count(block), entry.cost(block)
+            alone += matrices * cost / shards
+            shared += matrices * cost / holders
+            costliest = max(costliest, cost)
+            nbytes = matrices * block.rows * block.cols * entry.wire.itemsize
+            sent += nbytes * (holders // shards - 1) / holders
+    saved = max(alone, costliest) - max(shared, costliest)
+    return saved > sent * FLOPS_PER_BYTE.get(entries[0].device.type, DEFAULT_FLOPS_PER_BYTE)

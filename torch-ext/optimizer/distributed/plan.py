@@ -2,7 +2,7 @@
 
 A plan is made for one rank, from facts that it shares with the others; no process group is needed.
 The ranks that hold parts of a matrix gather it on one of them, its owner, which scatters the update
-to them. All peers compute the same owners and rounds, and each lays the chunks out in its buffers.
+to them. All peers compute the same owners and chunks, and each lays the chunks out in its buffers.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ import contextlib
 import functools
 import gc
 import hashlib
-import heapq
 import itertools
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Optional
@@ -22,9 +21,9 @@ from typing import Any, Optional
 from ..matrices import Block
 from . import regions
 from .chunks import Batch, Chunk, ChunkBuilder
+from .limits import MOST_SHARED, Limits
+from .owners import Candidate, ChunkLimits, give_away, into_chunks
 from .regions import Region
-from .rounds import Partitioner, Queue, UnitCost
-from .staging import HIDING_IN_FLIGHT, GatheredBytes, Limits, Staging
 from .units import Channel, Entry, Unit, boxes_and_holders
 
 
@@ -35,23 +34,20 @@ class Lane(Channel):
     Args:
         chunks: in order.
         in_flight: how many chunks may be under way at once.
-        ahead: how many of its first chunks are gathered at the very beginning of a step; the first
-            lane gathers all that may be in flight there.
-        rounds: for each chunk its units, each with its owner: the number of a peer, or None if all
-            peers own it; equal on all peers.
-        digest: a hash of the rounds, equal on all peers.
+        units: of each chunk, each with its owner: the number of a peer, or None if all peers own
+            it; equal on all peers.
+        digest: a hash of the units and their owners, equal on all peers.
     """
 
     chunks: tuple[Chunk, ...]
     in_flight: int
-    ahead: int
-    rounds: tuple[tuple[tuple[Unit, Optional[int]], ...], ...]
+    units: tuple[tuple[tuple[Unit, Optional[int]], ...], ...]
     digest: str
 
     @functools.cached_property
     def owners(self) -> tuple[tuple[Unit, Optional[int]], ...]:
         """The units of all chunks, each with its owner."""
-        return tuple(itertools.chain.from_iterable(self.rounds))
+        return tuple(itertools.chain.from_iterable(self.units))
 
 
 @dataclass(frozen=True)
@@ -91,7 +87,6 @@ MOST_PLANS = 8
 EMPTY_PLAN = Plan(0, (), (), ())
 
 UnitHolders = tuple[Unit, tuple[int, ...]]  # a unit, and the peers that hold parts of it
-UnitsByCost = dict[UnitCost, list[Unit]]  # the units that a peer owns
 
 
 def make_plan(entries: Sequence[Entry], rank: int = 0, **options: Any) -> Plan:
@@ -102,11 +97,6 @@ def make_plan(entries: Sequence[Entry], rank: int = 0, **options: Any) -> Plan:
 def ranks_sort_key(ranks: tuple[int, ...]) -> tuple:
     """Sorts sets of ranks into the order in which all ranks go through their exchanges."""
     return (-len(ranks), ranks)
-
-
-def _counted(queue: UnitsByCost) -> Queue:
-    """A peer's queue with the number of units of each cost in place of the units."""
-    return tuple((cost, len(alike)) for cost, alike in queue.items())
 
 
 def _evict(cache: dict) -> None:
@@ -125,41 +115,6 @@ def _without_collection() -> Iterator[None]:
     finally:
         if collects:
             gc.enable()
-
-
-def _fitted(
-    owned_in: list[dict[int, list[Unit]]], staging: Staging
-) -> tuple[list[dict[int, list[Unit]]], list[GatheredBytes]]:
-    """Divides rounds into rounds of fewer owners if chunks would not fit otherwise.
-
-    This is done only if all peers get all updates: then a round of many owners is a large chunk on
-    every peer, and three such chunks have to fit to hide their traffic. Otherwise each peer gets
-    only a share. Rounds of few bytes stay as they are, unless the user bounds staging.
-
-    Returns:
-        The rounds, and the bytes that are gathered in each.
-    """
-    channel, itemsize = staging.channel, staging.channel.wire.itemsize
-    in_flight = min(HIDING_IN_FLIGHT, staging.limits.in_flight)
-    most_owners, parts = max(map(len, owned_in)), 1
-    while True:
-        size = -(-most_owners // parts)
-        divided = [
-            dict(itertools.islice(owned.items(), at, at + size))
-            for owned in owned_in
-            for at in range(0, len(owned), size)
-        ]
-        gathered = []
-        for owned in divided:
-            sizes = [sum(regions.numel(u.box) for u in units) for units in owned.values()]
-            # If all peers own all units, every peer gathers all of them.
-            count = len(channel.peers) if channel.owned_by_all else 1
-            gathered.append((max(sizes) * itemsize, sum(sizes) * itemsize * count))
-        is_little = max(total for _, total in gathered) <= staging.least_bytes
-        may_divide = staging.shares and size > 1 and not is_little
-        if not may_divide or staging.has_room(gathered, in_flight):
-            return divided, gathered
-        parts *= 2
 
 
 class Planner:
@@ -323,23 +278,10 @@ class Planner:
 
     def _lane(self, channel: Channel, units: Sequence[UnitHolders], loads: list[int]) -> Lane:
         """The lane of these units; adds what each peer owns to its load in ``loads``."""
-        staging = Staging(self.entries, channel, [unit for unit, _ in units], self.limits)
-        queues = self._queues(channel, units, loads)
-        counted = list(map(_counted, queues))
-        partitioner = Partitioner(Counter(counted), staging)
-        has_one_queue = channel.owned_by_all or len(queues) == 1
-        partition = partitioner.partition() if has_one_queue else partitioner.balanced(max(loads))
-        remaining = [[iter(alike) for alike in queue.values()] for queue in queues]
-        owned_in: list[dict[int, list[Unit]]] = []  # each round, by peer
-        for counts in partition.rounds:
-            owned: dict[int, list[Unit]] = {}
-            for peer, (queue, by_cost) in enumerate(zip(counted, remaining)):
-                taken = map(itertools.islice, by_cost, counts.get(queue, ()))
-                owned[peer] = list(itertools.chain.from_iterable(taken))
-            owned_in.append({peer: members for peer, members in owned.items() if members})
-        owned_in, gathered = _fitted(owned_in, staging)
-        digest, builder = hashlib.sha256(), ChunkBuilder(staging)
-        chunks, rounds = [], []
+        candidates = [self._candidate(channel, *pair) for pair in units]
+        owned_in = into_chunks(give_away(candidates, loads), self._chunk_limits(channel, units))
+        digest, builder = hashlib.sha256(), ChunkBuilder(self.entries, channel, self.limits)
+        chunks, units_of_chunks = [], []
         for owned in owned_in:
             pairs = [(unit, peer) for peer, members in owned.items() for unit in members]
             listed = [
@@ -348,51 +290,30 @@ class Planner:
             ]
             digest.update(repr(listed).encode())
             chunks.append(builder.chunk(owned))
-            rounds.append(
+            units_of_chunks.append(
                 tuple((unit, None if channel.owned_by_all else peer) for unit, peer in pairs)
             )
         return Lane(
             **vars(channel),
             chunks=tuple(chunks),
-            in_flight=staging.in_flight(gathered),
-            ahead=staging.gathers_ahead(gathered),
-            rounds=tuple(rounds),
+            in_flight=min(len(chunks), self.limits.in_flight),
+            units=tuple(units_of_chunks),
             digest=digest.hexdigest(),
         )
 
-    def _queues(
-        self, channel: Channel, units: Sequence[UnitHolders], loads: list[int]
-    ) -> list[UnitsByCost]:
-        """Chooses owners, and adds their work to ``loads``; returns each peer's units by cost.
+    def _candidate(self, channel: Channel, unit: Unit, holders: tuple[int, ...]) -> Candidate:
+        numel, flops = regions.numel(unit.box), self._flops(unit)
+        if channel.owned_by_all:  # one list of all units, as of one owner
+            return Candidate(unit, (0,), flops, numel)
+        home = self.entries[unit.entry].momentum_holder(unit.box)
+        return Candidate(unit, holders, flops, numel, home)
 
-        The costliest unit is given away first, to the owner with the fewest FLOPs, and of several
-        such owners to the one with the fewest elements (longest processing time first); so each
-        peer's units come in order of cost, costliest first. Only holders of parts of a
-        unit may own it. A peer that alone has the momentum of a unit owns it if its load stays
-        within a fair share.
-        """
-        queues: list[UnitsByCost] = [{} for _ in loads]
-        elements = [0] * len(loads)  # of the units that each peer owns
-        heap = [(load, 0, peer) for peer, load in enumerate(loads)]
-        heapq.heapify(heap)
-        with_flops = [(self._flops(unit), unit, holders) for unit, holders in units]
-        fair = (sum(loads) + sum(flops for flops, _, _ in with_flops)) / len(loads)
-        for flops, unit, holders in sorted(with_flops, key=lambda item: -item[0]):
-            if channel.owned_by_all:
-                owner = 0
-            elif len(holders) == len(loads):
-                while heap[0][:2] != (loads[heap[0][2]], elements[heap[0][2]]):  # is outdated
-                    heapq.heappop(heap)
-                owner = heap[0][2]
-                home = self.entries[unit.entry].momentum_holder(unit.box)
-                if home is not None and loads[home] + flops <= fair:
-                    owner = home
-            else:
-                owner = min(holders, key=lambda peer: (loads[peer], elements[peer], peer))
-            numel = regions.numel(unit.box)
-            loads[owner] += flops
-            elements[owner] += numel
-            heapq.heappush(heap, (loads[owner], elements[owner], owner))
-            cost = UnitCost(flops, numel * channel.wire.itemsize, unit.count)
-            queues[owner].setdefault(cost, []).append(unit)
-        return queues
+    def _chunk_limits(self, channel: Channel, units: Sequence[UnitHolders]) -> ChunkLimits:
+        matrices = self.limits.chunk_size if self.limits.chunk_size > 0 else None
+        if len(channel.peers) == 1:  # what is not gathered is orthogonalized batch by batch
+            nbytes = self.limits.batch_bytes(channel.device)
+            return ChunkLimits(nbytes // channel.wire.itemsize, None, matrices)
+        elements = self.limits.chunk_bytes(channel.device) // channel.wire.itemsize
+        entries = {self.entries[unit.entry] for unit, _ in units}
+        on_all = all(entry.replica_count(self.rank) == len(channel.peers) for entry in entries)
+        return ChunkLimits(elements, MOST_SHARED * elements if on_all else None, matrices)

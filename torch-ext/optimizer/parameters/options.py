@@ -16,7 +16,6 @@ from torch import Tensor
 
 from .. import newton_schulz, split_notation
 from ..distributed import agreement, hsdp
-from ..distributed.machine import Machine
 from ..distributed.replicas import Replicas
 from ..weight_rounding import MODES as ROUNDINGS
 
@@ -271,9 +270,6 @@ class Settings:
         Option(lambda value: value in agreement.CHECKS, f"one of {agreement.CHECKS}")
     )
     hsdp: str = _is(Option(lambda value: value in hsdp.MODES, f"one of {hsdp.MODES}"))
-    machine: Optional[Machine] = _is(
-        _optional(lambda value: isinstance(value, Machine), "a Machine")
-    )
     staging_bytes: Optional[int] = _is(
         # `is_number` is False for an int that no float is as large as.
         _optional(lambda value: is_int(value) and is_number(value) and value > 0, "an int > 0")
@@ -285,10 +281,7 @@ class Settings:
     grad_reduce: Optional[str] = _is(
         Option(lambda value: value in (None, "mean"), "one of None or 'mean'")
     )
-    # Not arguments: whether state comes from the host, which a method turns on; and the least
-    # memory of the devices of ranks that step together, in bytes, which the first step finds out.
-    streams: bool = False
-    memory: Optional[float] = None
+    streams: bool = False  # no argument: whether state comes from the host, which a method turns on
 
     @property
     def replicas(self) -> Optional[agreement.Ranks]:

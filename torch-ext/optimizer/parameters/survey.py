@@ -17,7 +17,6 @@ from torch import Tensor
 from .. import triton_kernels
 from ..distributed import agreement, hsdp, regions, wire
 from ..distributed import utils as dtensors
-from ..distributed.machine import DEFAULT_MACHINE
 from ..distributed.plan import Entry, Planner
 from ..matrices import Matrices, read_as_matrices
 from ..newton_schulz import recipe_for
@@ -58,14 +57,14 @@ class Survey:
         names: of each group, what messages call its parameters.
         entries: of each group, its parameters as a plan sees them; None for AdamW's.
         shared: by the ranks of every mesh that a parameter is on, and of the process group.
-        planners: of the trainable entries, by whether state is streamed, and by memory.
+        planners: of the trainable entries, by whether state is streamed.
     """
 
     facts: list[tuple]
     names: list[list[str]]
     entries: list[list[Optional[Entry]]]
     shared: dict[agreement.Ranks, Shared] = field(default_factory=lambda: defaultdict(Shared))
-    planners: dict[tuple, Planner] = field(default_factory=dict)
+    planners: dict[bool, Planner] = field(default_factory=dict)
 
     @property
     def all_entries(self) -> list[Entry]:
@@ -73,24 +72,22 @@ class Survey:
 
     def planner(self, groups: Sequence[Group], settings: Settings) -> Planner:
         """Makes the plans of this survey's steps."""
-        key = settings.streams, settings.memory
-        if key not in self.planners:
+        if settings.streams not in self.planners:
             trainable = [
                 entry
                 for entry in self.all_entries
                 if groups[entry.group].params[entry.index].requires_grad
             ]
-            self.planners[key] = Planner(
+            self.planners[settings.streams] = Planner(
                 trainable,
                 dtensors.this_rank(),
                 owned_by_all=settings.use_distributed_muon,
                 chunk_size=settings.chunk_size,
                 warmup_step=settings.warmup_step,
                 streams=settings.streams,
-                memory=settings.memory or DEFAULT_MACHINE.memory,
                 staging_bytes=settings.staging_bytes,
             )
-        return self.planners[key]
+        return self.planners[settings.streams]
 
 
 NO_SURVEY = Survey([()], [], [])  # facts that no groups have, so that the next survey is made
@@ -152,8 +149,8 @@ def survey_groups(groups: Sequence[Group], settings: Settings, last: Survey) -> 
         survey.names.append(names)
         survey.entries.append(entries)
     if not settings.use_distributed_muon:
-        rank, machine = dtensors.this_rank(), settings.machine
-        entries_left = iter(hsdp.share_work(survey.all_entries, rank, settings.hsdp, machine))
+        rank = dtensors.this_rank()
+        entries_left = iter(hsdp.share_work(survey.all_entries, rank, settings.hsdp))
         survey.entries = [
             [None if entry is None else next(entries_left) for entry in entries]
             for entries in survey.entries

@@ -63,7 +63,7 @@ class Gradients:
         # How many averaged gradients this chunk and the chunks before it need.
         self._needed: dict[tuple[int, int], int] = {}
         for lane_number, lane in enumerate(plan.all_lanes):
-            for chunk, units in enumerate(lane.rounds):
+            for chunk, units in enumerate(lane.units):
                 for unit, _ in units:
                     divided = plan.entries[unit.entry].momentum is not None
                     if divided and unit.entry not in absent:

@@ -79,7 +79,7 @@ def _setting_lines(settings: Settings, ranks: Ranks) -> list[str]:
     The ranks of a mesh may have different process groups.
     """
     values = {**vars(settings), "state streamed (turn_on_cpu_offload)": settings.streams}
-    del values["streams"], values["memory"]
+    del values["streams"]
     if ranks != settings.replicas:
         del values["process_group"]
     return [f"{key} = {value!r}" for key, value in values.items()]

@@ -1,0 +1,113 @@
+"""Decides who orthogonalizes which matrix, and which matrices travel in one chunk.
+
+Matrices are given away one by one, the costliest first, each to the rank with the least work so far
+(longest processing time first). So after each of them all ranks have about as much work, and any
+stretch of that list has work for all of them: a chunk is such a stretch. Ranks meet in every chunk,
+and wait there for the one with the most to do.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Optional
+
+from .units import Unit
+
+
+class Candidate(NamedTuple):
+    """A unit that needs an owner.
+
+    Args:
+        unit: which.
+        holders: the peers that hold parts of it; only these may own it.
+        flops: to orthogonalize it.
+        elements: that its owner gathers.
+        home: the peer that alone has its momentum, if one has.
+    """
+
+    unit: Unit
+    holders: tuple[int, ...]
+    flops: int
+    elements: int
+    home: Optional[int] = None
+
+
+Owned = tuple[Candidate, int]  # a unit, and the peer that owns it
+
+
+def give_away(candidates: Sequence[Candidate], loads: list[int]) -> list[Owned]:
+    """Chooses owners: the units in the order in which they are given away, each with its owner.
+
+    Of several peers with the least work, the one with the fewest elements gets a unit. A peer that
+    alone has the momentum of a unit owns it if its load stays within a fair share.
+
+    Args:
+        candidates: of one lane.
+        loads: FLOPs of each peer so far; those of the units are added.
+    """
+    owned = []
+    elements = [0] * len(loads)  # of the units that each peer owns
+    heap = [(load, 0, peer) for peer, load in enumerate(loads)]
+    heapq.heapify(heap)
+    fair = (sum(loads) + sum(candidate.flops for candidate in candidates)) / len(loads)
+    for candidate in sorted(candidates, key=lambda candidate: -candidate.flops):
+        _, holders, flops, numel, home = candidate
+        if len(holders) == len(loads):
+            while heap[0][:2] != (loads[heap[0][2]], elements[heap[0][2]]):  # is outdated
+                heapq.heappop(heap)
+            owner = heap[0][2]
+            if home is not None and loads[home] + flops <= fair:
+                owner = home
+        else:
+            owner = min(holders, key=lambda peer: (loads[peer], elements[peer], peer))
+        loads[owner] += flops
+        elements[owner] += numel
+        heapq.heappush(heap, (loads[owner], elements[owner], owner))
+        owned.append((candidate, owner))
+    return owned
+
+
+@dataclass(frozen=True)
+class ChunkLimits:
+    """Where a chunk ends.
+
+    Args:
+        elements: that an owner gathers in it, unless one unit has more.
+        shared: elements that all owners together gather in it; None without a bound.
+        matrices: of an owner; None without a bound.
+    """
+
+    elements: int
+    shared: Optional[int] = None
+    matrices: Optional[int] = None
+
+
+def into_chunks(owned: Sequence[Owned], limits: ChunkLimits) -> list[dict[int, list[Unit]]]:
+    """Cuts the list of `give_away` into chunks; of each the units by owner, in order of owners.
+
+    An owner gathers more than ``limits.elements`` only as long as it has no more to gather, and no
+    more to do, than with the largest and with the costliest unit of the chunk: beside an owner of
+    one large matrix, others own several small ones.
+    """
+    chunks: list[dict[int, list[Unit]]] = []
+    total = largest = costliest = 0
+    gathered: dict[int, list[int]] = {}  # by owner: elements, FLOPs and matrices in the last chunk
+    for (unit, _, flops, elements, _), owner in owned:
+        so_far = gathered.get(owner, [0, 0, 0])
+        of_owner = [n + more for n, more in zip(so_far, (elements, flops, unit.count))]
+        ends = of_owner[0] > limits.elements and (
+            of_owner[0] > max(largest, elements) or of_owner[1] > max(costliest, flops)
+        )
+        ends = ends or (limits.shared is not None and total + elements > limits.shared)
+        ends = ends or (limits.matrices is not None and of_owner[2] > limits.matrices)
+        if not chunks or (ends and total):
+            chunks.append({})
+            total = largest = costliest = 0
+            gathered, of_owner = {}, [elements, flops, unit.count]
+        chunks[-1].setdefault(owner, []).append(unit)
+        gathered[owner] = of_owner
+        total += elements
+        largest, costliest = max(largest, elements), max(costliest, flops)
+    return [dict(sorted(chunk.items())) for chunk in chunks]
