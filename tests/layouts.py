@@ -49,7 +49,7 @@ VARIANTS: list[dict[str, Any]] = [
     {"warmup_step": 0, "chunk_size": 2, "beta2": 0.9},
     {"warmup_step": 1, "chunk_size": 1, "hsdp": "spread"},
     {"beta2": 0.9, "hsdp": "spread"},
-    {"use_distributed_muon": True, "beta2": 0.9},
+    {"use_distributed_muon": True, "cautious": True, "decay_lr": "adjusted"},
     {"momentum_dtype": torch.bfloat16, "maximize": True},
 ]
 

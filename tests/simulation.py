@@ -84,14 +84,6 @@ class _Step:
         self.read, self.owned, self.updated = (
             [[torch.zeros_like(whole) for whole in self.whole] for _ in plans] for _ in range(3)
         )
-        # Entries of which every peer orthogonalizes what travels, as a reference.
-        self.owned_by_all = {
-            unit.entry
-            for plan in plans
-            for lane in plan.all_lanes
-            if lane.owned_by_all
-            for unit, _ in lane.owners
-        }
 
     def check(self) -> None:
         """The counts of the whole step."""
@@ -107,9 +99,8 @@ class _Step:
                     assert torch.equal(counts[rank][number], expected)
                 if regions.numel(e.region(rank)):
                     assert (rank, number) in self.seen.read  # its gradient is let go then
-            if number not in self.owned_by_all:
-                owners = sum(owned[number] for owned in self.owned)
-                assert (owners == _owners_of_each(e, len(self.plans))).all()
+            owners = sum(owned[number] for owned in self.owned)
+            assert (owners == _owners_of_each(e, len(self.plans))).all()
 
     def lane(self, lanes: Sequence[Any], chunk_size: int) -> None:
         """Plays a lane, as each of its peers has it."""
@@ -120,7 +111,7 @@ class _Step:
             == sorted(first.peers)
         )
         for lane in lanes:
-            same = ("digest", "in_flight", "units", "owned_by_all")
+            same = ("digest", "in_flight", "units")
             assert all(getattr(lane, key) == getattr(first, key) for key in same)
             assert len(lane.chunks) == len(lane.units)
         named = [unit for unit, _ in first.owners]
@@ -129,8 +120,7 @@ class _Step:
             chunks = [lane.chunks[number] for lane in lanes]
             for lane, chunk in zip(lanes, chunks):
                 mine = [unit for batch in chunk.batches for unit in batch.units]
-                owner = None if lane.owned_by_all else lane.this_peer
-                assert Counter(mine) == Counter(unit for unit, of in owned if of == owner)
+                assert Counter(mine) == Counter(unit for unit, of in owned if of == lane.this_peer)
                 matrices = sum(unit.count for unit in mine)
                 assert chunk_size < 0 or matrices <= chunk_size
             self.chunk(lanes, chunks)
@@ -146,7 +136,6 @@ class _Step:
             everything = chunk.scatter.kept + sum(chunk.scatter.received)
             updates.append(torch.full((everything if chunk.slots else chunk.scatter.kept,), NONE))
             sent = 0 if chunk.slots else sum(chunk.scatter.sent)
-            assert not (lane.owned_by_all and sent)
             returned.append(torch.full((sent,), NONE))
             for batch in chunk.batches:
                 units = self.assemble(lane, batch, momentum, came)
@@ -164,21 +153,18 @@ class _Step:
     def pack(self, lane: Any, chunk: Any) -> torch.Tensor:
         """Fills the buffer of momentum that a rank sends."""
         buffer = torch.full((chunk.gather.kept + sum(chunk.gather.sent),), NONE)
-        once = buffer[: chunk.gather.kept] if lane.owned_by_all else buffer
         rank = lane.peers[lane.this_peer]
         for bundle in itertools.chain(*chunk.momentum):
             assert bundle.start % _alignment(lane) == 0
             parts = self.parts(bundle)
             assert len(parts) == bundle.numel
             if bundle.is_staged:
-                _write(once, bundle.start, parts)
+                _write(buffer, bundle.start, parts)
                 if lane.scaled and bundle.numel:
                     exponents = len(bundle.units) * len(bundle.boxes)
-                    _write(once, bundle.trailer, [EXPONENT] * exponents)
+                    _write(buffer, bundle.trailer, [EXPONENT] * exponents)
             self.visit(self.read[rank], rank, bundle, Entry.momentum_region)
             self.seen.read.update((rank, unit.entry) for unit in bundle.units)
-        if lane.owned_by_all and chunk.gather.kept:
-            buffer[chunk.gather.kept :].view(-1, chunk.gather.kept).copy_(once)
         assert _is_full(buffer, lane)
         return buffer
 
@@ -229,7 +215,7 @@ class _Step:
         """Writes every peer's part of the updates where it is sent from."""
         for part in batch.scattered:
             assert part.start % _alignment(lane) == 0
-            assert part.peer == lane.this_peer or not (lane.owned_by_all or chunk.slots)
+            assert part.peer == lane.this_peer or not chunk.slots
             buffer = kept if part.peer == lane.this_peer else sent
             numbers = [unit[regions.slices(box)].flatten() for unit in units for box in part.boxes]
             flat = torch.cat(numbers) if numbers else torch.empty(0)

@@ -66,7 +66,6 @@ ADAMW_OPTIONS: dict[str, st.SearchStrategy[Any]] = {
 SETTINGS: dict[str, st.SearchStrategy[Any]] = {
     "warmup_step": st.integers(0, 5),
     "chunk_size": st.sampled_from([-1, 1, 2, 3]),
-    "use_distributed_muon": st.booleans(),
     "consistency_check": st.sampled_from(["step", "plan", "off"]),
     "hsdp": st.sampled_from(["auto", "redundant", "spread"]),
     "triton": st.booleans(),

@@ -110,7 +110,6 @@ def all_layouts(ranks: int) -> list[tuple]:
         {},
         {"beta2": 0.9},
         {"hsdp": "spread", "chunk_size": 1},
-        {"use_distributed_muon": True, "cautious": True},
         {"momentum_dtype": torch.bfloat16},
     ]
     cases = []

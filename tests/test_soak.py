@@ -425,7 +425,6 @@ class Soak:
             "chunk_size": self.random.choice([-1, 1, 2]),
             "warmup_step": self.random.choice([0, 1, 5]),
             "hsdp": self.random.choice(["redundant", "spread"]),
-            "use_distributed_muon": self.random.random() < 0.2,
             "consistency_check": "step",
         }
         self.done["replaced"] += 1

@@ -7,7 +7,7 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Optional, TypeVar, Union, cast
+from typing import TYPE_CHECKING, Any, Optional, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -120,8 +120,10 @@ class Muon(torch.optim.Optimizer):
             streamed from host memory at most 2.
         chunk_size: the most matrices that a rank orthogonalizes per chunk; −1 leaves that to the
             bounds on bytes, and a number lifts the one on batches.
-        use_distributed_muon: every rank gathers and orthogonalizes every matrix of a DTensor, as a
-            reference; without it owners do (docs/layouts.md).
+        use_distributed_muon: every rank gathers and orthogonalizes every matrix of a DTensor, one
+            after the other, as a plain reference; without it owners do (docs/layouts.md). Not with
+            ``beta2``, ``weight_rounding``, ``capturable``, ``clip_config``, ``process_group``, CPU
+            offload or an audit.
         expert_keys: whole components of names of stacked experts ``(experts…, rows, cols)``; groups
             made with `get_default_muon_param_groups` bring their own.
         adjust_lr: update scale, ``"match_rms_adamw"`` 0.2·sqrt(max(rows, cols)), ``"original"``
@@ -287,6 +289,7 @@ class Muon(torch.optim.Optimizer):
         if clip is not None:
             clip.check_and_warn(groups)
         self._clip = clip
+        self._check_reference(groups)
         self._registration = agreement.Registration(self._sets)
         validation.warn_about_unmatched_split(split, groups)
         validation.warn_about_unread_experts(groups)
@@ -663,6 +666,7 @@ class Muon(torch.optim.Optimizer):
         """The checked groups, the plan of the step, and which of its entries take no part."""
         self._settings.validate()
         groups = self._read_groups()
+        self._check_reference(groups)
         survey = self._take_survey(groups)
         validation.check_not_replaced(groups)
         self._store.recheck_replaced(self.state)
@@ -680,6 +684,21 @@ class Muon(torch.optim.Optimizer):
         plan = planner.plan(frozenset(absent))
         validation.check_capturable(groups, plan, self._settings, self._offload.destination)
         return groups, plan, absent
+
+    def _check_reference(self, groups: list[Group]) -> None:
+        """Raises ValueError for what `reference` does not do, if that makes the steps."""
+        if self._settings.use_distributed_muon:
+            from .reference import check
+
+            others = {
+                "a clip_config": self._clip is not None,
+                "CPU offload": self._offload.is_on,
+                "an audit": self._audit is not None and self._audit.is_on,
+                "weights in host memory": any(
+                    map(self._offload.is_on_host, (p for group in groups for p in group.params))
+                ),
+            }
+            check(groups, self._settings, others)
 
     def _take_survey(self, groups: list[Group]) -> Survey:
         """Checks the groups, and keeps their survey."""

@@ -50,7 +50,12 @@ def run(step: Step) -> None:
     """Updates all parameters."""
     if step.clipping is not None:
         step.clipping.reduce(step.settings)
-    step.has_exchanged = step.prepared.last_exchange is None
+    is_reference = step.settings.use_distributed_muon
+    step.has_exchanged = step.prepared.last_exchange is None and not is_reference
+    if is_reference:
+        from .reference import update_matrices  # loaded where it is used
+
+        update_matrices(step)
     with step.prefetcher:
         for event in step.prepared.schedule:
             DOES[event.do](event, step)

@@ -255,8 +255,6 @@ class ChunkBuilder:
     def chunk(self, owned: Mapping[int, Sequence[Unit]]) -> Chunk:
         """The chunk in which each owner, a peer, orthogonalizes the units it has in ``owned``."""
         this_peer = self.channel.this_peer
-        if self.channel.owned_by_all:
-            owned = {this_peer: [unit for units in owned.values() for unit in units]}
         numbers = {unit.entry for units in owned.values() for unit in units}
         entries = [self.entries[number] for number in numbers]
         owners = sorted(owned, key=lambda peer: (peer != this_peer, peer))
@@ -284,7 +282,7 @@ class ChunkBuilder:
         peers, rank = range(len(self.channel.peers)), self.channel.rank
         count = len(peers)
         on_all = all(entry.replica_count(rank) == count for entry in entries)
-        if count == 1 or self.channel.owned_by_all or not on_all:
+        if count == 1 or not on_all:
             return ()
         numel = self.scatter.numel
         sizes = [
@@ -367,8 +365,7 @@ class _Direction:
                     unstaged_end += self.numel(units, boxes)
             by_owner[owner] = end - begin
         end = 0
-        is_same_for_all = self.is_scatter and (slots or self.channel.owned_by_all)
-        for peer in () if is_same_for_all else peers:
+        for peer in () if slots else peers:
             begin = end
             for units, batch_parts in zip(batches.get(this_peer, ()), parts):
                 if peer != this_peer:
@@ -380,8 +377,6 @@ class _Direction:
         kept = slots[this_peer] if slots else by_owner[this_peer]
         if slots:
             by_owner, by_peer = list(slots), [kept * (peer != this_peer) for peer in peers]
-        elif self.channel.owned_by_all and not self.is_scatter:
-            by_owner = [kept for _ in peers]
         by_owner[this_peer] = 0
         sent, received = (by_peer, by_owner) if self.is_scatter else (by_owner, by_peer)
         return _Layout(

@@ -16,7 +16,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Optional
+from typing import Any
 
 from ..matrices import Block
 from . import regions
@@ -34,18 +34,17 @@ class Lane(Channel):
     Args:
         chunks: in order.
         in_flight: how many chunks may be under way at once.
-        units: of each chunk, each with its owner: the number of a peer, or None if all peers own
-            it; equal on all peers.
+        units: of each chunk, each with its owner, the number of a peer; equal on all peers.
         digest: a hash of the units and their owners, equal on all peers.
     """
 
     chunks: tuple[Chunk, ...]
     in_flight: int
-    units: tuple[tuple[tuple[Unit, Optional[int]], ...], ...]
+    units: tuple[tuple[tuple[Unit, int], ...], ...]
     digest: str
 
     @functools.cached_property
-    def owners(self) -> tuple[tuple[Unit, Optional[int]], ...]:
+    def owners(self) -> tuple[tuple[Unit, int], ...]:
         """The units of all chunks, each with its owner."""
         return tuple(itertools.chain.from_iterable(self.units))
 
@@ -123,7 +122,7 @@ class Planner:
     Args:
         entries: Muon's parameters, in one order on all ranks.
         rank: global rank.
-        owned_by_all: whether every peer orthogonalizes every matrix, as a reference for tests.
+        has_lanes: False for a plan that says which entries there are, and nothing of what to do.
         limits: fields of `Limits`.
     """
 
@@ -132,13 +131,12 @@ class Planner:
         entries: Sequence[Entry],
         rank: int = 0,
         *,
-        owned_by_all: bool = False,
+        has_lanes: bool = True,
         **limits: Any,
     ):
         self.entries = tuple(entries)
         self.rank = rank
         self.limits = Limits(**limits)
-        self.owned_by_all = owned_by_all
         self.units: dict[Channel, list[UnitHolders]] = defaultdict(list)
         # By peers: entry, holder and FLOPs of the units that one of the peers holds whole.
         self.whole_flops: dict[tuple[int, ...], list[tuple[int, int, int]]] = defaultdict(list)
@@ -147,7 +145,7 @@ class Planner:
         # Units of an expert, by matrices, sharding and peers.
         self.expert_units: dict[tuple, list[tuple[Block, Region, tuple[int, ...]]]] = {}
         with _without_collection():
-            for number, entry in enumerate(self.entries):
+            for number, entry in enumerate(self.entries if has_lanes else ()):
                 self._add(number, entry)
         # By peers: channels, and numbers of the entries that they exchange. All ranks go through
         # channels in this order; in different orders two ranks could block each other.
@@ -197,10 +195,10 @@ class Planner:
         # traffic. In place of a wire of 16 bits they have opmath, which rounds nothing.
         local_wire = entry.wire if entry.wire.itemsize >= 4 else entry.opmath
         formats = (entry.opmath, entry.device)
-        local = exchanged = self.units[Channel((self.rank,), 0, False, local_wire, *formats)]
+        local = exchanged = self.units[Channel((self.rank,), 0, local_wire, *formats)]
         if len(peers) > 1:
             this_peer = peers.index(self.rank)
-            channel = Channel(peers, this_peer, self.owned_by_all, entry.wire, *formats)
+            channel = Channel(peers, this_peer, entry.wire, *formats)
             exchanged = self.units[channel]
         for unit, holders in self._units(number, entry, peers):
             # Every peer keeps the second moment, so owners send it mean squares in any case.
@@ -278,7 +276,7 @@ class Planner:
 
     def _lane(self, channel: Channel, units: Sequence[UnitHolders], loads: list[int]) -> Lane:
         """The lane of these units; adds what each peer owns to its load in ``loads``."""
-        candidates = [self._candidate(channel, *pair) for pair in units]
+        candidates = [self._candidate(*pair) for pair in units]
         owned_in = into_chunks(give_away(candidates, loads), self._chunk_limits(channel, units))
         digest, builder = hashlib.sha256(), ChunkBuilder(self.entries, channel, self.limits)
         chunks, units_of_chunks = [], []
@@ -290,9 +288,7 @@ class Planner:
             ]
             digest.update(repr(listed).encode())
             chunks.append(builder.chunk(owned))
-            units_of_chunks.append(
-                tuple((unit, None if channel.owned_by_all else peer) for unit, peer in pairs)
-            )
+            units_of_chunks.append(tuple(pairs))
         return Lane(
             **vars(channel),
             chunks=tuple(chunks),
@@ -301,12 +297,9 @@ class Planner:
             digest=digest.hexdigest(),
         )
 
-    def _candidate(self, channel: Channel, unit: Unit, holders: tuple[int, ...]) -> Candidate:
-        numel, flops = regions.numel(unit.box), self._flops(unit)
-        if channel.owned_by_all:  # one list of all units, as of one owner
-            return Candidate(unit, (0,), flops, numel)
+    def _candidate(self, unit: Unit, holders: tuple[int, ...]) -> Candidate:
         home = self.entries[unit.entry].momentum_holder(unit.box)
-        return Candidate(unit, holders, flops, numel, home)
+        return Candidate(unit, holders, self._flops(unit), regions.numel(unit.box), home)
 
     def _chunk_limits(self, channel: Channel, units: Sequence[UnitHolders]) -> ChunkLimits:
         matrices = self.limits.chunk_size if self.limits.chunk_size > 0 else None

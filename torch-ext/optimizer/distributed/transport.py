@@ -51,8 +51,6 @@ class Transport:
         if self._is_local:
             return
         kept = self.chunk.gather.kept
-        if self.lane.owned_by_all and kept:  # every peer gets a copy of this rank's parts
-            self.inputs[kept:].view(-1, kept).copy_(self.inputs[:kept])
         self._gathered = self._take(sum(self.chunk.gather.received))
         self._exchange(self.inputs[kept:], self._gathered, self.chunk.gather)
 
@@ -62,7 +60,7 @@ class Transport:
         scatter = self.chunk.scatter
         if not self.chunk.in_place:
             self.updates = self._take(scatter.kept + sum(scatter.received))
-        if not (self.chunk.slots or self._is_local or self.lane.owned_by_all):
+        if not (self.chunk.slots or self._is_local):
             in_place = self.chunk.in_place
             self._scattered = self._gathered if in_place else self._take(sum(scatter.sent))
 

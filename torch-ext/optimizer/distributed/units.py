@@ -155,7 +155,6 @@ class Channel:
     Args:
         peers: global ranks, ascending; one rank alone exchanges nothing.
         this_peer: index of this rank in ``peers``.
-        owned_by_all: whether every peer orthogonalizes every matrix, so that nothing is scattered.
         wire: dtype of the buffers.
         opmath: dtype of element-wise arithmetic.
         device: of the local tensors.
@@ -163,7 +162,6 @@ class Channel:
 
     peers: tuple[int, ...]
     this_peer: int
-    owned_by_all: bool
     wire: torch.dtype
     opmath: torch.dtype
     device: torch.device

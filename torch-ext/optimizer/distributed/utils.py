@@ -295,6 +295,15 @@ def dtensor_of(
     return DTensor(local_tensor, spec, requires_grad=False)  # as FSDP2 makes its parameters
 
 
+def gathered(local_tensor: Tensor, like: Tensor) -> Tensor:
+    """The whole tensor, of whose parts, placed as ``like`` is, each rank passes its own."""
+    mesh_placements = mesh_placements_of(like)
+    if mesh_placements is None:
+        return local_tensor
+    stride = contiguous_stride(like.shape)
+    return dtensor_of(local_tensor, mesh_placements, like.shape, stride).full_tensor()  # type: ignore[attr-defined]
+
+
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
     """Strides of a contiguous tensor, as torch has them, also for tensors without elements."""
     sizes = [max(1, size) for size in shape]

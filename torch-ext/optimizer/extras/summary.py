@@ -149,13 +149,16 @@ def summarize(
             }
     # FLOPs of each rank, by the peers that share the work on an entry.
     loads: dict[tuple[int, ...], Counter[int]] = defaultdict(Counter)
-    for unit, owners, lane in _units(plan):
+    is_reference = settings.use_distributed_muon
+    for unit, owners, lane in _gathered_units(plan) if is_reference else _units(plan):
         entry = plan.entries[unit.entry]
         flops = unit.count * entry.cost(unit.block)
-        loads[entry.peers(plan.rank)].update(dict.fromkeys(owners, flops))
+        loads[owners if is_reference else entry.peers(plan.rank)].update(
+            dict.fromkeys(owners, flops)
+        )
         row = rows[entry.group, entry.index]
         row["matrices"] += unit.count
-        row["whole"] = lane is None and (row["whole"] or not row["owners"])
+        row["whole"] = len(owners) == 1 and lane is None and (row["whole"] or not row["owners"])
         row["owners"].update(owners)
         row["flops"] += len(owners) * flops
         if lane is not None:
@@ -166,6 +169,10 @@ def summarize(
         f"note: {name} has {why}; AdamW trains embeddings and heads better than Muon"
         for name, why in with_a_vocabulary(groups).items()
     ]
+    if is_reference:
+        notes.append(
+            "note: every rank gathers and orthogonalizes every matrix; bytes are not counted"
+        )
     totals = _totals(plan, loads, round(averaging), state)
     return Summary(list(rows.values()), totals, notes=notes)
 
@@ -233,10 +240,17 @@ def _units(plan: Plan) -> Iterator[tuple[Unit, tuple[int, ...], Optional[Lane]]]
     """All units of this rank and its peers, the ranks that own them, and where they travel."""
     for lane in plan.all_lanes:
         for unit, owner in lane.owners:
-            owners = lane.peers if owner is None else (lane.peers[owner],)
-            yield unit, owners, lane if len(lane.peers) > 1 else None
+            yield unit, (lane.peers[owner],), lane if len(lane.peers) > 1 else None
     for unit, rank in plan.whole_on_peers:
         yield unit, (rank,), None
+
+
+def _gathered_units(plan: Plan) -> Iterator[tuple[Unit, tuple[int, ...], None]]:
+    """All units of `reference`, and the ranks that each orthogonalize them."""
+    for number, entry in enumerate(plan.entries):
+        ranks = (plan.rank,) if entry.sharding is None else tuple(sorted(entry.sharding.ranks))
+        for block in entry.matrices.blocks:
+            yield Unit(number, block, regions.whole(block.shape)), ranks, None
 
 
 def _bytes_moved(plan: Plan, lane: Lane, unit: Unit, owner: int) -> int:
@@ -251,9 +265,7 @@ def _bytes_moved(plan: Plan, lane: Lane, unit: Unit, owner: int) -> int:
         serving = (p for p in lane.peers if p != owner and entry.sends_momentum(p, owner))
         exponents = sum(len(unit.parts(entry.momentum_region(peer))) for peer in serving)
         # Where updates go back in place, there is room for them too.
-        elements += exponents * (2 if entry.scatters_in_place and not lane.owned_by_all else 1)
-    if lane.owned_by_all:
-        return elements * lane.wire.itemsize
+        elements += exponents * (2 if entry.scatters_in_place else 1)
     elements += entry.replica_count(owner) * numel - held(entry.region(owner))
     if entry.second_moment:
         moments = (len(lane.peers) - 1) * unit.count * entry.matrices.moments(unit.block)

@@ -81,7 +81,7 @@ class Survey:
             self.planners[settings.streams] = Planner(
                 trainable,
                 dtensors.this_rank(),
-                owned_by_all=settings.use_distributed_muon,
+                has_lanes=not settings.use_distributed_muon,
                 chunk_size=settings.chunk_size,
                 warmup_step=settings.warmup_step,
                 streams=settings.streams,
@@ -148,13 +148,11 @@ def survey_groups(groups: Sequence[Group], settings: Settings, last: Survey) -> 
                 shared.groups.setdefault(number, (name, facts[number][-1]))
         survey.names.append(names)
         survey.entries.append(entries)
-    if not settings.use_distributed_muon:
-        rank = dtensors.this_rank()
-        entries_left = iter(hsdp.share_work(survey.all_entries, rank, settings.hsdp))
-        survey.entries = [
-            [None if entry is None else next(entries_left) for entry in entries]
-            for entries in survey.entries
-        ]
+    entries_left = iter(hsdp.share_work(survey.all_entries, dtensors.this_rank(), settings.hsdp))
+    survey.entries = [
+        [None if entry is None else next(entries_left) for entry in entries]
+        for entries in survey.entries
+    ]
     return survey
 
 

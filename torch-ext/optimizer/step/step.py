@@ -186,6 +186,7 @@ class Step:
 
     Attributes:
         prefetcher: brings state from host memory, window by window; idle if there is none.
+        params: in the order of the plan's entries.
         gradients: as they are, or averaged over replicas.
         transports: of the chunks in flight, by `Event.chunk`.
         has_written: whether parameters or state may have changed.
@@ -219,20 +220,20 @@ class Step:
         self.scratch = Scratch()
         self.transports: dict[tuple[int, int], Transport] = {}
         self.has_written = self.has_exchanged = False
-        self._params = [groups[entry.group].params[entry.index] for entry in plan.entries]
+        self.params = [groups[entry.group].params[entry.index] for entry in plan.entries]
         self._absent = absent
         self._only_creates = only_creates
         self._state = state
         self._offload = offload
         self.gradients = Gradients(
-            plan, self._params, groups, absent, settings.divided, self.scratch
+            plan, self.params, groups, absent, settings.divided, self.scratch
         )
         self._last_prepared = prepared if prepared is not None and prepared.plan is plan else None
 
     def __enter__(self) -> Step:
-        state, prepared = [self._state[param] for param in self._params], self._last_prepared
-        if prepared is None or not prepared.holds(self._params, state):
-            prepared = Prepared(self.plan, self._params, state, self.settings, self._offload)
+        state, prepared = [self._state[param] for param in self.params], self._last_prepared
+        if prepared is None or not prepared.holds(self.params, state):
+            prepared = Prepared(self.plan, self.params, state, self.settings, self._offload)
         self.prepared = prepared
         adamw_ids: list[int] = []  # of the parameters that take part
         if self._offload.has_state:
@@ -279,7 +280,7 @@ class Step:
         """Completes what is in flight, and tells autograd what was written."""
         self.release_gradients(None)
         numbers = [number for number in self.prepared.sharded if number not in self._absent]
-        torch.autograd.graph.increment_version([self._params[number] for number in numbers])
+        torch.autograd.graph.increment_version([self.params[number] for number in numbers])
         self.adamw.wait()
         if self.clipping is not None:
             self.clipping.finish()
@@ -287,6 +288,10 @@ class Step:
             self.audit.end()
 
     # -- what events work on -------------------------------------------------------------------
+
+    def takes_part(self, number: int) -> bool:
+        """Whether an entry takes part, by its number."""
+        return number not in self._absent
 
     def group(self, unit: Unit) -> Group:
         return self.groups[self.plan.entries[unit.entry].group]
@@ -355,7 +360,7 @@ class Step:
         """Factors of QK-Clip on each part, None for parts that it leaves; None without QK-Clip."""
         if self.clipping is None:
             return None
-        scales = [self.clipping.scale(self._params[unit.entry]) for unit in parts.units]
+        scales = [self.clipping.scale(self.params[unit.entry]) for unit in parts.units]
         shapes = (self.prepared.weights[unit.entry].shape for unit in parts.units)
         return [
             None if scale is None else part.of(scale.expand(shape))
@@ -371,7 +376,7 @@ class Step:
             return None
         rounded_by: list[RoundedBy] = []
         for unit, part in zip(parts.units, parts.local_parts):
-            by = self._rounding.of(self._params[unit.entry], self.groups[entry.group])
+            by = self._rounding.of(self.params[unit.entry], self.groups[entry.group])
             if isinstance(by, RandomBits):
                 rounded_by.append(by._replace(places=part.of(by.places)))
             else:
@@ -450,7 +455,7 @@ class Step:
         rows = []
         for unit, local_part, tensor in zip(parts.units, parts.local_parts, parts.tensors):
             fetches, entry = list[Fetch](), self.plan.entries[unit.entry]
-            residual = self._state[self._params[unit.entry]].get("weight_residual")
+            residual = self._state[self.params[unit.entry]].get("weight_residual")
             if residual is not None and self.groups[entry.group].weight_rounding == "exact":
                 part = local_part.of(as_int16(dtensors.local(residual)))
                 fetches += self._offload.fetches(residual, part)

@@ -1,0 +1,99 @@
+"""Muon without owners, as a reference: every rank gathers and orthogonalizes every matrix.
+
+``use_distributed_muon=True`` takes this path, one parameter after the other. It shares the formulas
+with the engine, but neither plans nor chunks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from torch import empty
+
+from . import core
+from .distributed import regions
+from .distributed import utils as dtensors
+from .distributed.plan import ranks_sort_key
+from .newton_schulz.iteration import Eps, orthogonalize
+from .parameters.options import Group, Settings
+from .step.step import Step
+
+# Options of groups that this path knows one value of.
+ONLY = {"beta2": None, "weight_rounding": "nearest", "capturable": False}
+
+
+def check(groups: Sequence[Group], settings: Settings, others: dict[str, bool]) -> None:
+    """Raises ValueError for whatever needs the engine.
+
+    Args:
+        groups, settings: of the optimizer.
+        others: by what it is called, whether it is on.
+    """
+    found = [
+        f"{key}={getattr(group, key)!r}"
+        for group in groups
+        if group.use_muon
+        for key, value in ONLY.items()
+        if getattr(group, key) != value
+    ]
+    found += [name for name, is_on in others.items() if is_on]
+    if settings.process_group is not None:
+        found.append("a process_group")
+    if found:
+        raise ValueError(
+            f"use_distributed_muon=True is a plain reference, which can't do {found[0]}: leave one "
+            "of them out"
+        )
+
+
+def update_matrices(step: Step) -> None:
+    """Updates momentum and weights of all parameters of Muon that take part."""
+
+    def order(number: int) -> tuple:  # the same on all ranks, or two of them could wait in a circle
+        return ranks_sort_key(dtensors.ranks_of(step.params[number]) or ())
+
+    for number in sorted(range(len(step.params)), key=order):
+        if step.takes_part(number):
+            _update(number, step)
+    step.has_exchanged = True
+
+
+def _update(number: int, step: Step) -> None:
+    entry, param, weight = step.plan.entries[number], step.params[number], step.prepared.weights
+    group, W, B = step.groups[entry.group], weight[number], step.prepared.momenta[number]
+    look_ahead = empty(W.shape, dtype=entry.opmath, device=W.device)
+    step.has_written = True
+    if W.numel():
+        core.update_momentum(
+            [B],
+            [step.gradients.of(number)],
+            [look_ahead],
+            momentum=group.momentum,
+            nesterov=group.nesterov,
+            style=group.momentum_style,
+            maximize=group.maximize,
+        )
+    # What does not travel is rounded to a wire of 32 or 64 bits all the same, as if it did.
+    wire = entry.wire
+    if wire.itemsize < 4 and not dtensors.is_sharded(param):
+        wire = entry.opmath
+    whole = dtensors.gathered(look_ahead.to(wire), param)
+    everything, held = regions.whole(whole.shape), entry.region(step.plan.rank)
+    for block in entry.matrices.blocks:
+        if not math.prod(block.shape):
+            continue
+        X = block.local_part(regions.whole(block.shape), everything).of(whole)
+        matrices = X.reshape(-1, block.rows, block.cols).contiguous()
+        eps = Eps(group.ns_eps, group.ns_eps_absolute or 0.0)
+        U = orthogonalize(matrices, entry.recipe, eps, False, step.scratch)
+        U, scale = U.to(wire).to(entry.opmath).view(block.shape), entry.scale(block)
+        decay_scale = scale if group.decay_lr == "adjusted" else 1.0
+        for box in block.boxes(held):
+            core.update_weights(
+                [block.local_part(box, held).of(W)],
+                [U[regions.slices(box)].clone()],
+                rate=group.lr * scale,
+                decay=group.lr * group.weight_decay * decay_scale,
+                cautious=group.cautious,
+            )
