@@ -551,6 +551,29 @@ def test_logits_without_a_clip_config_are_refused(steps):
     assert_steps_like(optim, twin)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"beta2": 0.9},
+        {"weight_rounding": "exact"},
+        {"capturable": True},
+        {"clip_config": {"head_dim": 2, "threshold": 100}},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_the_reference_refuses_what_it_does_not_do(options):
+    (key,) = options
+    assert_raises(lambda: Muon(good_groups(), use_distributed_muon=True, **options), key)
+
+
+def test_the_reference_refuses_cpu_offload_and_audits():
+    for turn_on, words in ((Muon.turn_on_cpu_offload, "CPU offload"), (Muon.audit, "an audit")):
+        optim = Muon(good_groups(), use_distributed_muon=True)
+        set_gradients(params_of(optim), 0)
+        turn_on(optim)
+        assert_refused(optim, optim.step, "use_distributed_muon=True", words)
+
+
 # nanochat's groups
 
 

@@ -18,7 +18,7 @@ DEFAULT_CHUNK_BYTES = 64 << 20
 
 # Where every rank gets all updates of a chunk, its owners together gather at most so many times
 # the bytes of one of them.
-MOST_SHARED = 32
+MOST_SHARED = 48
 
 # How large a batch may be, in bytes of its copy in opmath. On CPUs a batch that stays in the cache
 # is faster than a large one. On accelerators each batch costs some twenty launches; but if state is

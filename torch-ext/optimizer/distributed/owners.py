@@ -9,6 +9,7 @@ and wait there for the one with the most to do.
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Optional
@@ -47,12 +48,21 @@ def give_away(candidates: Sequence[Candidate], loads: list[int]) -> list[Owned]:
         candidates: of one lane.
         loads: FLOPs of each peer so far; those of the units are added.
     """
+    turns: Counter[tuple[int, int]] = Counter()  # of units of one cost with one home, how many
+
+    def order(candidate: Candidate) -> tuple[int, int]:
+        """The costliest first; of equals, those with different homes in turn."""
+        if candidate.home is None:
+            return -candidate.flops, 0
+        turns[candidate.flops, candidate.home] += 1
+        return -candidate.flops, turns[candidate.flops, candidate.home]
+
     owned = []
     elements = [0] * len(loads)  # of the units that each peer owns
     heap = [(load, 0, peer) for peer, load in enumerate(loads)]
     heapq.heapify(heap)
     fair = (sum(loads) + sum(candidate.flops for candidate in candidates)) / len(loads)
-    for candidate in sorted(candidates, key=lambda candidate: -candidate.flops):
+    for candidate in sorted(candidates, key=order):
         _, holders, flops, numel, home = candidate
         if len(holders) == len(loads):
             while heap[0][:2] != (loads[heap[0][2]], elements[heap[0][2]]):  # is outdated
