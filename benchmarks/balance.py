@@ -15,16 +15,11 @@ ranks and dtype of the parameters:
 - proven: the same over a bound that holds for any sequence of chunks (see `least_makespan`).
 - chunks, and how many of them may be in flight; MiB of the largest chunk's buffers, there or back;
   host seconds to plan.
-
-With --against-simple, instead: this plan beside a simple one (`SimplePlanner`), on the layouts of
-`examples/plan.py`, by the time of a step that its model of a machine says, by makespan over the
-bound, and by MiB of the buffers of chunks in flight.
 """
 
 from __future__ import annotations
 
 import argparse
-import heapq
 import math
 import sys
 import time
@@ -39,14 +34,11 @@ from rich.console import Console
 from rich.table import Table
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "examples"))
-from plan import parse_args, report_of
 from planner.architectures import MODELS, weights_of
-from planner.deployment import parse_layout
 
 optimizer = get_kernel("org/optimizer", version=1, trust_remote_code=["org/optimizer"])
 matrices, regions = optimizer.matrices, optimizer.distributed.regions
 planning = optimizer.distributed.plan
-chunks, staging = optimizer.distributed.chunks, optimizer.distributed.staging
 
 RANKS = (8, 16, 32, 64, 128, 256, 512, 1024)
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -299,101 +291,6 @@ def row_of(entries: Sequence[Any], chunk_size: int) -> list[str]:
     ]
 
 
-# -- a simple plan ---------------------------------------------------------------------------------
-
-LAYOUTS = ("fsdp", "hsdp:2x*", "ddp", "ep:8")
-
-
-class SimplePlanner(planning.Planner):  # type: ignore[name-defined]
-    """Chunks are stretches of the list in which matrices were given to their owners.
-
-    That list begins with the costliest, and each goes to the owner with the least work so far. So
-    after each matrix all owners have about as much work, and a stretch of the list has work for all
-    of them. In a chunk an owner gathers a fixed number of bytes; it gathers more only as long as it
-    has no more to do, and no more bytes, than with one of the chunk's matrices. If all peers get
-    all updates, all owners together gather at most 48 times that number.
-    """
-
-    chunk_bytes = 64 << 20
-    most_shared = 48
-
-    def _lane(self, channel: Any, units: Sequence[Any], loads: list[int]) -> Any:
-        space = staging.Staging(self.entries, channel, [unit for unit, _ in units], self.limits)
-        most = self.chunk_bytes / space.mean_replicas if space.ranks > 1 else math.inf
-        of_all = self.most_shared * self.chunk_bytes if space.shares else math.inf
-        rounds: list[dict[int, list[Any]]] = [{}]
-        gathered, work, largest, costliest = [0] * len(loads), [0] * len(loads), 0, 0
-        for unit, owner in self._owners(units, loads):
-            size, flops = regions.numel(unit.box) * channel.wire.itemsize, self._flops(unit)
-            above = gathered[owner] + size > max(largest, size) or work[owner] + flops > costliest
-            is_full = gathered[owner] + size > most and above
-            if rounds[-1] and (is_full or sum(gathered) + size > of_all):
-                rounds.append({})
-                gathered, work, largest, costliest = [0] * len(loads), [0] * len(loads), 0, 0
-            rounds[-1].setdefault(owner, []).append(unit)
-            gathered[owner] += size
-            work[owner] += flops
-            largest, costliest = max(largest, size), max(costliest, flops)
-        builder, in_flight = chunks.ChunkBuilder(space), min(len(rounds), self.limits.in_flight)
-        return planning.Lane(
-            **vars(channel),
-            chunks=tuple(builder.chunk(dict(sorted(owned.items()))) for owned in rounds),
-            in_flight=in_flight,
-            ahead=min(in_flight, staging.GATHERS_AHEAD),
-            rounds=tuple(
-                tuple((unit, owner) for owner in sorted(owned) for unit in owned[owner])
-                for owned in rounds
-            ),
-            digest="",
-        )
-
-    def _owners(self, units: Sequence[Any], loads: list[int]) -> Iterator[tuple[Any, int]]:
-        """Units, costliest first, each with its owner; adds to the FLOPs of the owners."""
-        elements = [0] * len(loads)
-        heap = [(load, 0, peer) for peer, load in enumerate(loads)]
-        heapq.heapify(heap)
-        with_flops = [(self._flops(unit), unit, holders) for unit, holders in units]
-        fair = (sum(loads) + sum(flops for flops, _, _ in with_flops)) / len(loads)
-        for flops, unit, holders in sorted(with_flops, key=lambda item: -item[0]):
-            if len(holders) == len(loads):
-                while heap[0][:2] != (loads[heap[0][2]], elements[heap[0][2]]):  # is outdated
-                    heapq.heappop(heap)
-                owner = heap[0][2]
-                home = self.entries[unit.entry].momentum_holder(unit.box)
-                if home is not None and loads[home] + flops <= fair:
-                    owner = home
-            else:
-                owner = min(holders, key=lambda peer: (loads[peer], elements[peer], peer))
-            loads[owner] += flops
-            elements[owner] += regions.numel(unit.box)
-            heapq.heappush(heap, (loads[owner], elements[owner], owner))
-            yield unit, owner
-
-
-def compare_with_simple(arguments: argparse.Namespace) -> None:
-    columns = ["model, layout", "ranks", "ms", "simple", "simple / this", "makespan", "simple"]
-    columns += ["MiB", "simple"]
-    print(f"| {' | '.join(columns)} |", "|---|" + "---:|" * (len(columns) - 1), sep="\n")
-    this = planning.Planner
-    for model in arguments.models:
-        weights = weights_of(MODELS[model])
-        has_experts = any(weight.is_expert for weight in weights)
-        for text in LAYOUTS if has_experts else LAYOUTS[:3]:
-            for ranks in arguments.ranks:
-                layout = parse_layout(text.replace("*", f"{ranks // 2}"), ranks)
-                reports = []
-                for planning.Planner in (this, SimplePlanner):
-                    reports.append(report_of(optimizer, weights, layout, ranks, parse_args([])))
-                planning.Planner = this
-                ms = [1e3 * report.timeline.seconds for report in reports]
-                makespans = [report.costs.makespan / report.costs.bound for report in reports]
-                mib = [report.timeline.staged / 2**20 for report in reports]
-                cells = [f"{model}, `{text}`", f"{ranks}", *(f"{each:.1f}" for each in ms)]
-                cells += [f"{ms[1] / ms[0]:.3f}", *(f"{each:.3f}" for each in makespans)]
-                cells += [f"{each:.0f}" for each in mib]
-                print(f"| {' | '.join(cells)} |", flush=True)
-
-
 def main() -> None:
     assert __doc__
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -402,11 +299,7 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--chunk-size", nargs="+", type=int, default=[-1])
     parser.add_argument("--markdown", action="store_true", help="print the table in markdown")
-    parser.add_argument("--against-simple", action="store_true")
     arguments = parser.parse_args()
-    if arguments.against_simple:
-        compare_with_simple(arguments)
-        return
     (print_markdown if arguments.markdown else print_table)(arguments)
 
 
