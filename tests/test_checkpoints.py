@@ -950,3 +950,35 @@ def load_tensor_lr(layout: str, flatten: bool, directory: Path) -> None:
 @pytest.mark.parametrize("layout", ["FSDP2", "ZeRO-2"])
 def test_a_tensor_learning_rate_is_loaded_as_one(layout, flatten, tmp_path):
     run_ranks(load_tensor_lr, 2, layout, flatten, tmp_path)
+
+
+def wave(param: torch.Tensor, number: int) -> torch.Tensor:
+    places = torch.arange(param.numel(), dtype=torch.float64)
+    return torch.sin(places * (number + 1.3)).view(param.shape).to(param.dtype)
+
+
+@pytest.mark.parametrize("name", ["one_device", "by_name"])
+def test_a_checkpoint_with_keys_that_mean_nothing_loads_with_one_warning(name):
+    """The files were written after two steps, with the weights after a third, by commit 71ead3e,
+    whose groups had options that are gone: ``state_dict()`` of fp32 weights, and
+    ``get_optimizer_state_dict`` of bf16 weights with residuals and second moments."""
+    saved = torch.load(Path(__file__).with_name("data") / f"{name}.pt", weights_only=True)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4)).to(saved["model"]["0.weight"].dtype)
+    model.load_state_dict(saved["model"])
+    options = {"ns_dtype": torch.float32, "comm_dtype": torch.float32}
+    if name == "by_name":
+        options |= {"weight_rounding": "exact", "beta2": 0.9, "momentum_style": "ema"}
+    groups = optimizer.get_default_muon_param_groups(model)
+    optim = optimizer.Muon(groups, lr=1.0, **options)
+    with pytest.warns(UserWarning, match="mean nothing here, and are left out") as warned:
+        if name == "by_name":
+            set_optimizer_state_dict(model, optim, saved["optimizer"])
+        else:
+            optim.load_state_dict(saved["optimizer"])
+    assert len(warned) == 1
+    assert optim.param_groups[0]["lr"] == 0.1
+    for number, param in enumerate(model.parameters()):
+        param.grad = wave(param, 20 + number)
+    optim.step()
+    for key, value in model.state_dict().items():
+        torch.testing.assert_close(value, saved["after"][key])

@@ -22,6 +22,9 @@ from ..weight_rounding import MODES as ROUNDINGS
 # How parameters are read as matrices: facts of the model, which no checkpoint changes.
 STRUCTURE = ("expert_keys", "split", "flatten")
 
+# What torch's schedulers keep in groups, to go on from.
+SCHEDULED = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum")
+
 FLOATING_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 MOST_STEPS = 1000  # far above any use: more would take for ever, or no memory can list them
 

@@ -84,13 +84,17 @@ def normalize_group(param_group: Any, where: str) -> dict[str, Any]:
     return group
 
 
+# Keys that any group may have beside options.
+_NO_OPTIONS = ("params", "names", "param_names", "use_muon", "fused", "rounding_step")
+
+
 def check_keys(group: Mapping[str, Any], known: Iterable[str], where: str) -> None:
     """Refuses keys that hold for all groups, and keys that look like a mistyped option.
 
     Other keys are the user's own. Lightning's monitors read a text under ``name``, and torchtitan
     sets ``fused`` in every group.
     """
-    known = {"params", "names", "param_names", "use_muon", "fused", "rounding_step", *known}
+    known = {*_NO_OPTIONS, *known}
     for key, value in group.items():
         if key in known or (key == "name" and isinstance(value, str)):
             continue
@@ -99,6 +103,28 @@ def check_keys(group: Mapping[str, Any], known: Iterable[str], where: str) -> No
         instead = proposal(key, known, cutoff=0.86)
         if instead is not None:
             raise ValueError(f"{where} has a key {key!r} that means nothing here; {instead}")
+
+
+def without_unknown_keys(
+    saved: Sequence[dict[str, Any]], known: Sequence[Iterable[str]]
+) -> list[dict[str, Any]]:
+    """Groups of a checkpoint without the keys that nothing knows, of which it warns once.
+
+    Args:
+        saved: the groups, checked by `check_keys`.
+        known: for each, the options and the keys of the optimizer's own group.
+    """
+    always = {*_NO_OPTIONS, *options.SCHEDULED, "name"}
+    unknown = {
+        key: None for group, keys in zip(saved, known) for key in group.keys() - {*always, *keys}
+    }
+    if unknown:
+        warnings.warn(
+            f"groups of the checkpoint have keys that mean nothing here, and are left out: "
+            f"{', '.join(sorted(map(str, unknown)))}",
+            stacklevel=2,
+        )
+    return [{k: v for k, v in group.items() if k not in unknown} for group in saved]
 
 
 def check_params(group: Group, settings: Settings) -> None:

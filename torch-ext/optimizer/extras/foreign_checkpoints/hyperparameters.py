@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ...parameters.options import GROUP_OPTIONS
-
-# What torch's schedulers keep in groups, to go on from.
-SCHEDULED = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum")
+from ...parameters.options import GROUP_OPTIONS, SCHEDULED
 
 # Options that are taken over, of Muon's groups and of AdamW's. How a matrix is orthogonalized is
 # not state.
