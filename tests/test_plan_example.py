@@ -337,14 +337,15 @@ EXPERTS = [
 class Exchanges(TorchDispatchMode):
     """Bytes of every all-to-all and all-gather of a rank, in order, (directions, links).
 
-    Broadcasts of ascending ranks are one, of the bytes of all.
+    Broadcasts of ascending ranks into one buffer are one, of the bytes of all.
     """
 
     def __init__(self, rank: int) -> None:
         super().__init__()
         self.near = np.arange(RANKS) // RANKS_PER_HOST == rank // RANKS_PER_HOST
         self.found: list[np.ndarray] = []
-        self.broadcast = (-1, 0)  # the rank that the last one came from, and bytes so far
+        # The rank that the last one came from, bytes so far, and the buffer.
+        self.broadcast: tuple[int, int, torch.UntypedStorage | None] = (-1, 0, None)
         self.broadcast_sent = 0.0  # by this rank, in rings
 
     def ring(self, group: Any, nbytes: int) -> np.ndarray:
@@ -372,16 +373,17 @@ class Exchanges(TorchDispatchMode):
             self.found.append(self.ring(args[2], args[0].numel() * args[0].element_size()))
         if func._opname == "broadcast_":
             (tensor,), group, root = args[:3]
-            last, nbytes = self.broadcast
-            if root > last >= 0:
+            last, nbytes, into = self.broadcast
+            storage = tensor.untyped_storage()
+            if root > last >= 0 and into is not None and into.data_ptr() == storage.data_ptr():
                 self.found.pop()
             else:
                 nbytes = 0
-            self.broadcast = root, nbytes + tensor.numel() * tensor.element_size()
+            self.broadcast = root, nbytes + tensor.numel() * tensor.element_size(), storage
             self.found.append(self.ring(group, self.broadcast[1]))
             self.broadcast_sent += tensor.numel() * tensor.element_size() * (RANKS - 1) / RANKS
         elif func._opname.startswith(("all", "_all")):
-            self.broadcast = (-1, 0)
+            self.broadcast = (-1, 0, None)
         return func(*args, **(kwargs or {}))
 
 
