@@ -279,10 +279,9 @@ class ChunkBuilder:
         Slots are padded to one size if the padding is little: a rank then sends, with the gather of
         momentum, at most 2 + 2/P bytes per element in bf16 on P ranks.
         """
-        peers, rank = range(len(self.channel.peers)), self.channel.rank
+        peers = range(len(self.channel.peers))
         count = len(peers)
-        on_all = all(entry.replica_count(rank) == count for entry in entries)
-        if count == 1 or not on_all:
+        if count == 1 or not self.channel.shares_all(entries):
             return ()
         numel = self.scatter.numel
         sizes = [

@@ -307,6 +307,6 @@ class Planner:
             nbytes = self.limits.batch_bytes(channel.device)
             return ChunkLimits(nbytes // channel.wire.itemsize, None, matrices)
         elements = self.limits.chunk_bytes(channel.device) // channel.wire.itemsize
-        entries = {self.entries[unit.entry] for unit, _ in units}
-        on_all = all(entry.replica_count(self.rank) == len(channel.peers) for entry in entries)
-        return ChunkLimits(elements, MOST_SHARED * elements if on_all else None, matrices)
+        entries = (self.entries[number] for number in {unit.entry for unit, _ in units})
+        shared = MOST_SHARED * elements if channel.shares_all(entries) else None
+        return ChunkLimits(elements, shared, matrices)

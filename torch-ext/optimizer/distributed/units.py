@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Optional
 
@@ -170,6 +170,10 @@ class Channel:
     def rank(self) -> int:
         """Global rank of this process."""
         return self.peers[self.this_peer]
+
+    def shares_all(self, entries: Iterable[Entry]) -> bool:
+        """Whether every peer gets all updates of these entries."""
+        return all(entry.replica_count(self.rank) == len(self.peers) for entry in entries)
 
     @property
     def scaled(self) -> bool:
