@@ -226,11 +226,10 @@ def as_on_accelerators(clocks: Clocks) -> Iterator[None]:
 
     What kernels of this package or products do there is charged, not done.
     """
-    core, chunks, staging = map(_module, ("core", "distributed.chunks", "distributed.staging"))
+    core, limits = map(_module, ("core", "distributed.limits"))
     iteration, products = map(_module, ("newton_schulz.iteration", "newton_schulz.products"))
     by_cpus = (
-        *(chunks.SPAN_BYTES, staging.BATCH_BYTES, staging.CHUNK_BYTES),
-        staging.STAGING_OF_LOCAL_AND_LARGEST,
+        *(limits.SPAN_BYTES, limits.BATCH_BYTES, limits.CHUNK_BYTES),
         iteration.NORMALIZE_BYTES,
     )
     with ExitStack() as stack:

@@ -264,10 +264,12 @@ def test_a_chunk_takes_two_collectives(chunk_size):
 
 
 @pytest.mark.parametrize("options", [{}, {"beta2": 0.9}, {"chunk_size": 1}], ids=str)
-def test_transient_memory_on_ranks_is_bounded_by_local_bytes_and_the_largest_matrix(options):
+def test_transient_memory_on_ranks_is_bounded_by_chunks_and_the_largest_matrix(options):
     shapes = [(4 * rows, 4 * cols) for rows, cols in TRANSFORMER]  # of several chunks
-    for cost in run_ranks(fsdp2_cost, 4, shapes, **options):
-        assert cost["peak"] <= 1.5 * cost["local"] + 4 * cost["largest"]
+    for cost in run_ranks(fsdp2_cost, 4, shapes, staging_bytes=1 << 18, **options):
+        chunk = cost["largest"] / 2  # on a wire of half the weights' bytes
+        # Six chunks of what is sent and gathered; updates of two come back beside them (beta2).
+        assert cost["peak"] <= (6 * 2 + 2 * 2) * chunk + 4 * cost["largest"]
 
 
 def experts_cost() -> dict[str, float]:
@@ -323,12 +325,13 @@ def step_without_reading(options):
         {**muon, "use_muon": True, "split": 2},
         {"params": [("layers.1.wq.weight", other)], "use_muon": False},
     ]
-    clip = {"head_dim": 5, "threshold": 1.0}
-    optim = optimizer.Muon(groups, **options, clip_config=clip)
+    if "use_distributed_muon" not in options:  # the reference clips nothing
+        options["clip_config"] = {"head_dim": 5, "threshold": 1.0}
+    optim = optimizer.Muon(groups, **options)
     optim.state_dict()  # creates state, on meshes that are looked up on the CPU
     logits = {0: torch.tensor([2.0, torch.nan]), 1: torch.ones(8)}
     with RefusesToRead(options.get("lr")):
-        optim.step(qk_logits=logits)
+        optim.step(qk_logits=logits if "clip_config" in options else None)
 
 
 @pytest.mark.parametrize("algorithm", ["auto", "gram"])

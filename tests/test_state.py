@@ -811,7 +811,6 @@ def wide_options(optim: Any) -> dict[str, Any]:
         if dataclasses.is_dataclass(value) and hasattr(value, "chunk_size"):
             found.update(dataclasses.asdict(value))
     assert found
-    del found["memory"]  # of its devices, which a copy asks for anew
     return found
 
 

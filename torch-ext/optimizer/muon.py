@@ -1017,11 +1017,6 @@ class Muon(torch.optim.Optimizer):
         """
         checkpoints.check_count(self.param_groups, param_groups)
         param_groups = list(map(in_words_of_this_package, param_groups, self.param_groups))
-        for number, (group, saved) in enumerate(zip(self.param_groups, param_groups)):
-            where = f"param_groups[{number}] of the checkpoint"
-            validation.check_keys(saved, self._defaults_of(group), where)
-        known = [{*group, *self._defaults_of(group)} for group in self.param_groups]
-        param_groups = validation.without_unknown_keys(param_groups, known)
         merged = checkpoints.merge_groups(self.param_groups, param_groups, self._defaults_of)
         groups = self._read_groups()
         wheres = [f"{group.where} of the checkpoint" for group in groups]
@@ -1031,7 +1026,12 @@ class Muon(torch.optim.Optimizer):
         ]
         entries, live = self._take_survey(groups).entries, self.state
         checkpoints.check_and_divide(groups, entries, saved_groups, states, live, self._settings)
-        return merged
+        known = []
+        for group, saved, where in zip(self.param_groups, param_groups, wheres):
+            defaults = self._defaults_of(group)
+            validation.check_keys(saved, defaults, where)
+            known.append({*group, *defaults})
+        return validation.without_unknown_keys(merged, known)
 
     @torch.no_grad()
     def load_foreign_state_dict(
