@@ -151,7 +151,8 @@ def assert_equal_results(found: Any, expected: Any) -> None:
 
 @holds(12, shapes=shapes_of, options=rules, exponent=st.integers(-60, 60))
 def test_a_power_of_two_in_all_gradients_changes_momentum_alone(shapes, options, exponent):
-    options.pop("ns_eps_absolute", None)  # is added to the norm of the gradients' scale
+    for absolute in ("ns_eps_absolute", "ns_equilibrate"):  # compare norms of the gradients' scale
+        options.pop(absolute, None)
     values, factor = matrices(shapes, 0), 2.0**exponent
     optim, scaled = (
         train(

@@ -116,7 +116,7 @@ class Traced:
             for rank in sorted(run)
         )
         wanted = os.environ.get("TRACES", "")
-        if not text:
+        if not text or not (DIGESTS.exists() or wanted):  # a builder takes no data along
             return
         if wanted not in ("", "new"):
             path = Path(wanted, re.sub(r"[^\w.=,-]+", "_", test))
