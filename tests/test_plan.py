@@ -456,11 +456,13 @@ def test_a_trillion_parameters_on_1024_ranks_are_planned_in_few_calls(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["FSDP", "HSDP 4 × 256"])
-def test_a_trillion_parameters_are_balanced_over_their_owners(name):
+# In the first chunk 61 matrices of attention take as long as 22 experts, whose owners gather 4: a
+# chunk is bounded by bytes. Where every rank does more in all, that is less of it.
+@pytest.mark.parametrize(("name", "most"), [("FSDP", 1.27), ("HSDP 4 × 256", 1.07)])
+def test_a_trillion_parameters_are_balanced_over_their_owners(name, most):
     loads = loads_of(trillion(name)[0])
     assert max(loads.total) <= 1.05 * loads.pigeonhole
-    assert sum(max(of_chunk) for of_chunk in loads.by_chunk) <= 1.15 * loads.pigeonhole
+    assert sum(max(of_chunk) for of_chunk in loads.by_chunk) <= most * loads.pigeonhole
 
 
 @pytest.mark.parametrize("ranks", [8, 64, 1024])
