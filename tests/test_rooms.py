@@ -14,7 +14,7 @@ import pytest
 from kernel import optimizer
 
 PACKAGE = Path(optimizer.__file__).parent
-CONVENIENCES = ("extras", "presets", "recipes")
+CONVENIENCES = ("extras", "presets")
 
 # What users call, and where names of before lead to a convenience.
 FACADES = {"__init__", "muon", "qk_clip.__init__"}

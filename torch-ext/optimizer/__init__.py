@@ -48,9 +48,9 @@ def __getattr__(name: str) -> Any:
         globals().update(MuonAdamW=MuonAdamW, DistMuonAdamW=DistMuonAdamW)
         return globals()[name]  # the import has set presets itself
     if name == "recipes":
-        from .recipes import kimi_k2  # noqa: F401  # which sets recipes here
+        from .extras import recipes
 
-        return globals()[name]
+        return recipes
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -17,8 +17,8 @@ from typing import Any
 
 from torch import nn
 
-from .parameters.default_groups import get_default_muon_param_groups
-from .parameters.names import has_component, normalize_name, state_dict_key
+from ..parameters.default_groups import get_default_muon_param_groups
+from ..parameters.names import has_component, normalize_name, state_dict_key
 
 __all__ = ["kimi_k2", "moonlight", "nanochat"]
 
