@@ -3,6 +3,6 @@
 from .backend import Backend
 from .offload import CPUOffload
 from .prefetcher import Prefetcher
-from .windows import Fetch, narrow
+from .windows import Fetch
 
-__all__ = ["Backend", "CPUOffload", "Fetch", "Prefetcher", "narrow"]
+__all__ = ["Backend", "CPUOffload", "Fetch", "Prefetcher"]

@@ -211,7 +211,7 @@ class CPUOffload:
             rings = {}
             for device, nbytes in sizes.items():
                 slot_bytes = self._slot_bytes or max(int(SLOT_SHARE * nbytes), LEAST_SLOT_BYTES)
-                rings[device] = PrefetchRing(*self._device(device), slot_bytes)
+                rings[device] = PrefetchRing(self._device(device).backend, slot_bytes)
             prefetcher = Prefetcher(rings)
             self._plan, self._participants = plan, participants
         self._prefetcher = None if once else prefetcher

@@ -24,7 +24,6 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from .arena import Arena
 from .backend import COMPUTE, IN, OUT, Backend
 from .windows import Fetch, RowPiece, Window, fill_windows
 
@@ -67,8 +66,7 @@ class Prefetcher:
             for device, ring in self._rings.items()
         }
         self._windows[key] = [
-            Window(pieces, device, self._rings[device].arena)
-            for device, pieces in fill_windows(rows, max_bytes)
+            Window(pieces, device) for device, pieces in fill_windows(rows, max_bytes)
         ]
 
     def enqueue(self, key: Hashable, number: Optional[int] = None) -> None:
@@ -133,12 +131,10 @@ class PrefetchRing:
 
     Args:
         backend: of the device on which the windows are used.
-        arena: the host memory that they come from.
         slot_bytes: device memory for them; a window that is larger gets as much as it needs.
     """
 
-    def __init__(self, backend: Backend, arena: Arena, slot_bytes: int):
-        self.arena = arena
+    def __init__(self, backend: Backend, slot_bytes: int):
         self.windows: list[Window] = []  # in the order in which they are used
         # Some windows arrive while others are used or copied back, each of which frees its room.
         self.max_window_bytes = min(slot_bytes // 8, MAX_WINDOW_BYTES)
@@ -151,7 +147,7 @@ class PrefetchRing:
         """Allocates the ring, and starts to copy windows to it."""
         if not self.windows:
             return
-        sizes = [window.aligned_nbytes for window in self.windows]
+        sizes = [window.nbytes for window in self.windows]
         self._ring = self._backend.allocate(min(max(self._slot_bytes, *sizes), sum(sizes)))
         self._pending = deque(self.windows)
         self._head = 0
@@ -172,7 +168,7 @@ class PrefetchRing:
         placed = self._first_unreleased()
         assert placed is not None
         placed.freed = self._backend.record(COMPUTE)
-        if placed.window.copies_out:
+        if placed.window.is_written:
             self._backend.wait(OUT, placed.freed)
             memory = self._ring[placed.start : placed.stop]
             placed.freed = placed.window.copy_out(self._backend, memory)
@@ -196,11 +192,11 @@ class PrefetchRing:
     def _copy_in(self) -> None:
         """Starts copies of the next windows, as far as there is room."""
         while self._pending:
-            start = self._make_room(self._pending[0].aligned_nbytes)
+            start = self._make_room(self._pending[0].nbytes)
             if start is None:
                 return
             window = self._pending.popleft()
-            self._head = start + window.aligned_nbytes
+            self._head = start + window.nbytes
             arrived = window.copy_in(self._backend, self._ring[start : self._head])
             self._in_ring.append(_RingWindow(window, start, self._head, arrived))
 
@@ -214,7 +210,7 @@ class PrefetchRing:
         for placed in overlapping:
             self._in_ring.remove(placed)
         # A copy back is after those before it, and after the use of what it copies.
-        copied = [placed for placed in overlapping if placed.window.copies_out]
+        copied = [placed for placed in overlapping if placed.window.is_written]
         for placed in dict.fromkeys((*copied[-1:], *overlapping[-1:])):
             self._backend.wait(IN, placed.freed)
         return start

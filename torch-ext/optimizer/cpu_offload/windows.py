@@ -1,8 +1,7 @@
 """Divides offloaded tensors into windows, and gives each tensor its place in a window's memory.
 
 A window holds as much as element-wise arithmetic is done on at once, within a limit: whole tensors,
-or pieces of larger ones. In a window tensors lie as they do in host memory, so that one copy
-carries neighbours.
+or pieces of larger ones.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import torch
 from torch import Tensor
 
 from ..weight_rounding import RandomBits
-from .arena import PADDED_TO, Arena
 from .backend import IN, OUT, Backend
 
 # Alignment of tensors on the device, in bytes, as its own allocator has it.
@@ -47,102 +45,68 @@ class RowPiece(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """An interval of host memory, as flat bytes, and where it begins in its window's memory."""
+    """An interval of host memory, and where it begins in its window's memory; both in bytes."""
 
     host: Tensor
     offset: int
-    written: bool
 
 
 class Window:
     """Pieces of rows that are on one device at the same time.
 
     Attributes:
-        nbytes: of its memory on the device.
-        aligned_nbytes: from its beginning to where another window's memory may begin.
+        nbytes: of its memory on the device, up to where another window's memory may begin.
+        is_written: whether any of it is copied back.
     """
 
-    def __init__(self, pieces: Sequence[RowPiece], device: torch.device, arena: Arena):
+    def __init__(self, pieces: Sequence[RowPiece], device: torch.device):
         self.pieces = pieces
         self.device = device
-        self.copies_in: list[Copy] = []
         self.nbytes = 0
-        self._arena = arena
-        self._last: Any = None  # interval with which the last copy ends
-        fetches = [fetch for piece in pieces for fetch in piece.fetches]
-        offsets: dict[int, int] = {}  # by id of a fetch
-        for fetch in sorted(fetches, key=lambda fetch: fetch.host.data_ptr()):
-            offsets[id(fetch)] = self._append(fetch)
-        self.aligned_nbytes = _aligned(self.nbytes)
-        self.copies_out = [copy for copy in self.copies_in if copy.written]
-        self._views = [
-            [(offsets[id(fetch)], fetch.host, dense_stride(fetch.host)) for fetch in piece.fetches]
-            for piece in pieces
-        ]
+        self._copies_in: list[Copy] = []
+        self._copies_out: list[Copy] = []
+        self._offsets: list[list[int]] = []  # of each piece, where its tensors begin
+        for piece in pieces:
+            self._offsets.append([])
+            for fetch in piece.fetches:
+                self._offsets[-1].append(self.nbytes)
+                copies = []
+                for interval in intervals(fetch.host):
+                    copies.append(Copy(interval.view(torch.uint8), self.nbytes))
+                    self.nbytes += interval.nbytes
+                self.nbytes += -self.nbytes % ALIGNMENT
+                self._copies_in += copies
+                if fetch.written:
+                    self._copies_out += copies
+        self.is_written = bool(self._copies_out)
 
     def copy_in(self, backend: Backend, memory: Tensor) -> Any:
         """Starts copies to the window's memory on the device; returns an event after them."""
-        targets = [memory[c.offset : c.offset + c.host.numel()] for c in self.copies_in]
-        backend.copy(IN, targets, [c.host for c in self.copies_in])
+        hosts, parts = [c.host for c in self._copies_in], _parts(self._copies_in, memory)
+        backend.copy(IN, parts, hosts)
         return backend.record(IN)
 
     def copy_out(self, backend: Backend, memory: Tensor) -> Any:
         """Starts copies of what was written, back to the host; returns an event after them."""
-        sources = [memory[c.offset : c.offset + c.host.numel()] for c in self.copies_out]
-        backend.copy(OUT, [c.host for c in self.copies_out], sources)
+        hosts, parts = [c.host for c in self._copies_out], _parts(self._copies_out, memory)
+        backend.copy(OUT, hosts, parts)
         return backend.record(OUT)
 
     def views(self, memory: Tensor) -> list[tuple[Tensor, ...]]:
         """The tensors of each piece in the window's memory, in the order of its fetches."""
         return [
             tuple(
-                memory[start : start + host.nbytes].view(host.dtype).as_strided(host.shape, stride)
-                for start, host, stride in views
+                memory[start : start + host.nbytes]
+                .view(host.dtype)
+                .as_strided(host.shape, dense_stride(host))
+                for start, (host, _, _) in zip(offsets, piece.fetches)
             )
-            for views in self._views
+            for offsets, piece in zip(self._offsets, self.pieces)
         ]
 
-    def _append(self, fetch: Fetch) -> int:
-        """Appends the copies of a tensor; returns where the tensor begins."""
-        begin = self.nbytes
-        for number, interval in enumerate(intervals(fetch.host)):
-            interval = interval.view(torch.uint8)
-            copy = Copy(interval, self.nbytes, fetch.written)
-            if number == 0:
-                # As far from a boundary as in host memory, so that what is joined to it is, too.
-                offset = _aligned(self.nbytes) + interval.data_ptr() % PADDED_TO
-                copy = self._join(interval, fetch.written) or copy._replace(offset=offset)
-                begin = copy.offset + copy.host.numel() - interval.numel()
-            self.copies_in.append(copy)
-            self.nbytes = copy.offset + copy.host.numel()
-            self._last = interval
-        return begin
 
-    def _join(self, interval: Tensor, written: bool) -> Optional[Copy]:
-        """Removes the last copy and returns one of both, where the interval is its neighbour."""
-        if not self.copies_in or self.copies_in[-1].written != written:
-            return None
-        last, offset, _ = self.copies_in[-1]
-        gap = interval.data_ptr() - last.data_ptr() - last.numel()
-        # Between them there must be nothing but padding, or the copy back would write over it.
-        if gap != 0 and not (0 < gap < PADDED_TO and _are_ends(self._last, interval)):
-            return None
-        both = self._arena.bytes_at(last.data_ptr(), last.numel() + gap + interval.numel())
-        if both is None:
-            return None
-        del self.copies_in[-1]
-        return Copy(both, offset, written)
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
-
-def _are_ends(first: Tensor, second: Tensor) -> bool:
-    """Whether ``first`` ends where its storage does, and ``second`` begins where its own does."""
-    storage = first.untyped_storage()
-    is_end = first.data_ptr() + first.numel() == storage.data_ptr() + storage.nbytes()
-    return is_end and second.data_ptr() == second.untyped_storage().data_ptr()
+def _parts(copies: Sequence[Copy], memory: Tensor) -> list[Tensor]:
+    return [memory[copy.offset : copy.offset + copy.host.numel()] for copy in copies]
 
 
 def intervals(tensor: Tensor) -> Iterator[Tensor]:
