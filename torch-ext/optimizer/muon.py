@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Optional, TypeVar, cast
 
 import torch
@@ -80,69 +80,37 @@ class Muon(torch.optim.Optimizer):
 
     where scale is 0.2·sqrt(max(rows, cols)) by default (Liu et al. 2025, arXiv:2502.16982). So a
     weight decay that was tuned for AdamW fits Muon, too; `describe` prints which multiples of
-    AdamW's learning rate to try. ``lr`` is for the matrices, and for the rest, too, unless its
-    group has another: ``adamw_lr`` of `get_default_muon_param_groups` sets that.
-
-    Unless ``ns_eps_absolute`` or ``ns_equilibrate`` is set, U does not depend on the scale of
-    gradients: with all gradients of a run multiplied by 2^k, matrices take the same steps to the
-    bit, unless numbers under- or overflow. ``clip_grad_norm_`` changes only roundings, and what one
-    batch weighs in the momentum.
+    AdamW's learning rate to try. Unless ``ns_eps_absolute`` or ``ns_equilibrate`` is set, U does
+    not depend on the scale of gradients.
 
     Args:
         params: parameter groups: dicts with ``params``, and with ``use_muon``, which is True for
             matrices. ``params`` holds tensors, and ``names`` their names in the same order; or
             ``params`` holds (name, parameter) pairs. A group may have any option below as a key,
-            except those that hold for all groups (`options.CONSTRUCTOR_ONLY`).
-        lr: learning rate, a number or a tensor of one element. Ranks compare it, except a tensor on
-            a device: reading that would make the host wait.
+            except those for all groups. docs/options.md says more of each.
+        lr: learning rate, a number or a tensor of one element.
         momentum: μ.
         nesterov: whether to look ahead along the momentum.
-        ns_steps: iterations of the orthogonalization. Unless given, it is as many as
-            ``ns_coefficients`` are made for: 5 for most families, or the length of a list.
+        ns_steps: iterations of the orthogonalization; by default as many as ``ns_coefficients`` are
+            made for: 5 for most families, or the length of a list.
         weight_decay: decoupled weight decay.
         adamw_betas, adamw_eps: AdamW's, in groups with ``use_muon=False``.
-        none_grad: set ``p.grad`` of Muon's matrices to None as soon as `step` has read it; not with
-            ``capturable``. That frees memory within the step if each gradient has its own memory;
-            FSDP2's gradients are views of one buffer per module. AdamW's gradients stay. So after a
-            step a gradient norm is that of AdamW's parameters alone,
-            ``zero_grad(set_to_none=False)`` leaves None, and without ``zero_grad`` only AdamW's
-            gradients add up. False leaves all gradients where they are.
-        debug: log a `summary` whenever there is something new to plan, at level INFO.
-        clip_config: QK-Clip: ``{"head_dim": 128, "threshold": 100}`` rescales query and key
-            projections of heads whose largest attention logit was above the threshold. Further
-            keys: ``q_indices`` and ``k_indices``, the heads that each logit scales; for multi-head
-            latent attention ``is_mla=True``, ``qk_nope_head_dim``, ``qk_rope_head_dim`` and
-            ``v_head_dim``; ``row_map`` for fused projections and for names other than wq, q_proj, …
-            If layers differ, give a mapping from layers (numbers, or the beginnings of names) to
-            such dicts or None, or a function of a layer. docs/qk-clip.md explains all of these.
-        warmup_step: the most chunks of matrices that a lane (ranks that exchange matrices in one
-            format) may have under way beside the one that is orthogonalized; with state that is
-            streamed from host memory at most 2.
-        chunk_size: the most matrices that a rank orthogonalizes per chunk; −1 leaves that to the
-            bounds on bytes, and a number lifts the one on batches.
-        use_distributed_muon: every rank gathers and orthogonalizes every matrix of a DTensor, one
-            after the other, as a plain reference; without it owners do (docs/layouts.md). Not with
-            ``beta2``, ``weight_rounding``, ``capturable``, ``clip_config``, ``process_group``, CPU
-            offload or an audit.
+        none_grad: set ``p.grad`` of Muon's matrices to None as soon as `step` has read it, unless
+            ``capturable``; False leaves all gradients where they are.
         expert_keys: whole components of names of stacked experts ``(experts…, rows, cols)``; groups
             made with `get_default_muon_param_groups` bring their own.
-        adjust_lr: update scale, ``"match_rms_adamw"`` 0.2·sqrt(max(rows, cols)), ``"original"``
-            sqrt(max(1, rows/cols)), ``"spectral"`` sqrt(rows/cols), or ``"none"``.
+        adjust_lr: scale: ``"match_rms_adamw"`` 0.2·sqrt(max(rows, cols)), ``"original"``
+            sqrt(max(1, rows/cols)), ``"spectral"`` sqrt(rows/cols), or ``"none"``, 1.
         momentum_style: ``"classical"`` or ``"ema"``, see above.
         ns_coefficients: a name in `newton_schulz.FAMILIES`, one (a, b, c) for all iterations, or a
             list with one (a, b, c) for each iteration.
         ns_algorithm: ``"standard"``; ``"gram"``, which iterates on square matrices of the shorter
-            side and multiplies whole matrices only a few times; or ``"auto"``, the faster of the
-            two for the shape (`newton_schulz.forms`; `summary` tells which, and why).
-        ns_dtype: arithmetic of the iteration. None takes fp64 for fp64 weights; else fp16 on
-            accelerators (fp32 on MPS), bf16 on CPUs with instructions for it, fp32 on other CPUs.
-            Where this and ``comm_dtype`` both are given as fp32 or fp64, steps are exact: the same
-            bits on every layout.
+            side; or ``"auto"``, the faster of the two for the shape.
+        ns_dtype: arithmetic of the iteration; None takes what is fast on the device. If this and
+            ``comm_dtype`` are both given as fp32 or fp64, every layout has the same bits.
         ns_eps: added to the norm of the matrix after its largest magnitude was scaled to 1.
-        ns_eps_absolute: added to the norm itself, as the sources of `presets` have it, so that
-            smaller gradients make smaller updates; None is 0.
-        ns_norm_factor: the norm is multiplied with this; None takes what the coefficients come
-            with: 1.02 for Polar Express, 1 for others.
+        ns_eps_absolute: added to the norm itself, as the sources of `presets` have it; None is 0.
+        ns_norm_factor: multiplies the norm; None takes what the coefficients come with.
         ns_equilibrate: first scale each row of a matrix, as stored, to the root mean square of the
             rows' norms (MuonEq, arXiv:2603.28254).
         ns_renormalize: scale U to the Frobenius norm sqrt(min(rows, cols)) (Muon+,
@@ -152,49 +120,44 @@ class Muon(torch.optim.Optimizer):
             ``"longer"`` side, or for each of its ``"rows"``, whatever its shape.
         cautious: decay a weight only where the update does not move it away from zero.
         decay_lr: decay by lr (``"base"``) or by lr·scale (``"adjusted"``).
-        momentum_dtype: dtype of the momentum buffer; None is the gradient's, or fp32 for
-            bf16 weights whose ``weight_rounding`` is not ``"nearest"``, or which take gradients of
-            any dtype (torch's ``grad_dtype=None``).
-        weight_rounding: how updated weights in bf16 are rounded, Muon's and AdamW's:
-            ``"nearest"``, which loses all of an update smaller than 2^-9 of a weight; ``"exact"``,
-            with 16 more bits of each weight as state, so that steps are those of fp32 weights; or
-            ``"stochastic"``, at random, so that updates count on average (docs/accuracy.md). It
-            changes nothing for fp32 and fp64 weights, and raises for fp16 weights.
+        momentum_dtype: dtype of the momentum buffer; None is the gradient's, or fp32 for bf16
+            weights that are updated in fp32 (``weight_rounding``) or take any gradient.
+        weight_rounding: how updated bf16 weights are rounded, AdamW's, too: ``"nearest"``;
+            ``"exact"``, with 16 more bits of each weight as state; or ``"stochastic"``.
         missing_grad: ``"raise"`` raises where only some ranks have a gradient, and skips a matrix
-            that has none on any; ``"zero"`` counts absent gradients as zeros. Either way, replicas
-            whose gradients are averaged already must all have one, or none.
+            that has none on any; ``"zero"`` counts absent gradients as zeros.
         split: read one tensor as several matrices: a list of the rows of each matrix, one number of
-            rows for all, the notation of axes, as in ``"(group (q=512 + k=128 + v=128)) dim"``
-            (docs/options.md), or a mapping from name patterns to any of these.
+            rows for all, the notation of axes, as in ``"(group (q=512 + k=128 + v=128)) dim"``, or
+            a mapping from name patterns to any of these.
         flatten: read tensors of more than two dimensions as (dim 0, all the rest).
         maximize: as in torch.optim.
-        capturable: as in torch.optim, the step may be captured in a CUDA graph: gradients stay
-            where they are, whatever ``none_grad`` says. Only without traffic between ranks and
-            without CPU offload.
+        capturable: as in torch.optim, the step may be captured in a CUDA graph; only without
+            traffic between ranks and without CPU offload.
+
+    Args for all groups:
+        debug: log a `summary` whenever there is something new to plan, at level INFO.
+        clip_config: QK-Clip, for example ``{"head_dim": 128, "threshold": 100}``: rescales query
+            and key projections of heads whose largest logit was above the threshold. A mapping
+            from layers to such dicts, or a function of a layer, if layers differ; docs/qk-clip.md.
+        warmup_step: the most chunks of matrices that may be under way between the same ranks,
+            beside the one that is orthogonalized.
+        chunk_size: the most matrices that a rank orthogonalizes per chunk; −1 goes by bytes.
+        use_distributed_muon: every rank gathers and orthogonalizes every matrix of a DTensor, one
+            after the other, as a plain reference without owners.
         comm_dtype: format in which momentum and updates travel between ranks; None is that of the
-            arithmetic, but bf16 for fp32. fp16 travels with a scale per rank and matrix. For all
-            groups.
-        consistency_check: when ranks compare notes before a collective: in every ``"step"``; with
-            ``"plan"`` in the first step, in the first one after `load_state_dict`, and where a
-            parameter that all ranks share, or an option that its plan depends on, has changed; or
-            never (``"off"``). With ``"plan"``, missing gradients are no such change. Where a
-            GradScaler calls every step (docs/reliability.md), ranks compare in every step, whatever
-            is given here. For all groups.
+            arithmetic, but bf16 for fp32.
+        consistency_check: when ranks compare notes before a collective: in every ``"step"``, for
+            each new ``"plan"``, or never (``"off"``).
         hsdp: what replicas of DTensors do: ``"redundant"``, each orthogonalizes every matrix;
-            ``"spread"``, they share the work and send each other the updates; ``"auto"`` shares
-            it where that saves enough arithmetic for the bytes (`distributed.hsdp`). For all
-            groups.
-        staging_bytes: how many bytes a rank gathers in a chunk, unless one matrix has more. None is
-            64 MiB on accelerators and 1 MiB on CPUs (docs/layouts.md). For all groups.
-        triton: whether Triton's kernels are used on accelerators; without them torch's operations
-            do the same work, and take longer. For all groups.
+            ``"spread"``, they share the work; ``"auto"`` shares it where that is faster.
+        staging_bytes: how many bytes a rank gathers in a chunk, unless one matrix has more; None is
+            64 MiB on accelerators and 1 MiB on CPUs.
+        triton: whether Triton's kernels are used on accelerators, or torch's operations.
         process_group: the ranks that hold the same plain parameters, a process group or a mesh of
             one dimension. They divide Muon's work and its momentum, which becomes a DTensor,
             ``Shard(0)``. Pickles do not hold it: set `process_group` again.
-            ``torch.distributed.group.WORLD`` is None before ``init_process_group``; to pass that
-            None under torchrun raises. For all groups.
         grad_reduce: None where gradients are averaged already, as under DDP; ``"mean"`` averages
-            them over ``process_group`` within the step, and divides AdamW's state too (ZeRO-2).
+            them over ``process_group`` within the step, and divides AdamW's state, too (ZeRO-2).
 
     Raises:
         ValueError: wrong input; the message names the parameter, and nothing was changed.
@@ -206,17 +169,6 @@ class Muon(torch.optim.Optimizer):
         >>> loss.backward()
         >>> optimizer.step()
     """
-
-    _survey: Survey  # the one that was kept last, of the groups as they were then
-    _agreed: Survey  # the survey that ranks last agreed on
-    _compared: bool  # whether replicas have compared their weights and gradients
-    _warned: bool  # whether there was a warning of a step that trains nothing
-    _warned_of_rows: bool  # whether there was a warning of a state dict with this rank's rows
-    _prepared: Optional[Prepared]  # what the last step leaves for the next one to reuse
-    _warmed_up: Optional[Plan]  # the plan whose kernels were compiled last
-    _last: tuple[Plan, tuple[Event, ...]]  # plan and schedule of the last step
-    _untrained: int  # consecutive steps, up to the last, in which only AdamW had gradients
-    _checked_keys: dict[int, set[Any]]  # by number of a group, the keys it had at the last check
 
     @explains_unknown_arguments(options.ARGUMENTS)
     @dtensors.refuses_groups_before_init("process_group")
@@ -272,7 +224,12 @@ class Muon(torch.optim.Optimizer):
             arguments["process_group"] = Replicas(process_group)
         self._settings = options.Settings(**{key: arguments[key] for key in SETTINGS})
         self._settings.validate()
-        clip = _make_clip(clip_config)
+        clip: Optional[QKClip] = None
+        if clip_config is not None:  # imported only then
+            from .qk_clip.clip import QKClip
+            from .qk_clip.config import ClipConfig
+
+            clip = QKClip(ClipConfig(clip_config))
         defaults = {key: arguments[key] for key in GROUP_OPTIONS}
         options.settle_steps(defaults, not isinstance(ns_steps, options.DefaultSteps))
         self._names: list[Optional[list[str]]] = []
@@ -294,7 +251,23 @@ class Muon(torch.optim.Optimizer):
         validation.warn_about_unmatched_split(split, groups)
         validation.warn_about_unread_experts(groups)
 
-    # -- parameter groups ----------------------------------------------------------------------
+    def _forget_plans(self) -> None:
+        self._survey: Survey = NO_SURVEY  # of the groups as they were when it was made
+        self._agreed: Survey = NO_SURVEY  # the survey that ranks last agreed on
+        self._agreement = agreement.Agreement()
+        self._compared = False  # whether replicas have compared their weights and gradients
+        self._warmed_up: Optional[Plan] = None  # the plan whose kernels were compiled last
+        self._warned = False  # of a step that trains nothing
+        self._warned_of_rows = False  # of a state dict with only this rank's rows
+        self._checked_keys: dict[int, set[Any]] = {}  # of each group at its last check, by number
+        self._untrained = 0  # consecutive steps, up to the last, in which only AdamW had gradients
+        self._last: tuple[Plan, tuple[Event, ...]] = EMPTY_PLAN, ()  # plan and schedule of the step
+        self._forget_tensors()
+
+    def _forget_tensors(self) -> None:
+        """Drops the views of weights and state that steps reuse, which would keep memory alive."""
+        self._prepared: Optional[Prepared] = None
+        self._store.recheck()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, after checking all of it.
@@ -334,8 +307,7 @@ class Muon(torch.optim.Optimizer):
     def names(self) -> list[Optional[list[str]]]:
         """For each group the names of its parameters, in order, or None.
 
-        Names are not a key of the groups, since torch.distributed.checkpoint would look for such a
-        key in checkpoints. Groups that were given ``param_names``, torch's own key, keep it.
+        They are no key of the groups, which torch.distributed.checkpoint would want in checkpoints.
         """
         return [view.names for view in self._read_groups()]
 
@@ -402,8 +374,6 @@ class Muon(torch.optim.Optimizer):
         self._settings = dataclasses.replace(self._settings, process_group=replicas)
         self._forget_plans()
 
-    # -- the step ------------------------------------------------------------------------------
-
     @torch.no_grad()
     def step(
         self,
@@ -414,28 +384,24 @@ class Muon(torch.optim.Optimizer):
 
         Args:
             closure: re-evaluates the model and returns the loss.
-            qk_logits: for QK-Clip, by layer: the largest attention logit of each query head in this
-                step's forward, (heads,), or of each entry of ``q_indices``; on the weights' device
-                or on the CPU. A layer is its number, or the FQN of its attention. Where ranks share
-                the weights and pass different logits, the maximum counts. A rank that has seen
-                nothing of a layer passes None. QK-Clip leaves heads with Inf or NaN alone, and
-                counts them. Without ``qk_logits`` the step takes what `set_qk_logits` was given,
-                else what `qk_recorder` has recorded; else it clips nothing.
+            qk_logits: for QK-Clip, by layer (its number, or the FQN of its attention): the largest
+                attention logit of each query head in this step's forward, (heads,), or of each
+                entry of ``q_indices``, on any device. The maximum over ranks that share the weights
+                counts; None if this rank has seen nothing of a layer. Without ``qk_logits`` the
+                step takes what `set_qk_logits` was given, else what `qk_recorder` has recorded.
 
         Returns:
             What the closure returned, or None.
 
         Under a `torch.amp.GradScaler`, ranks that step together skip a step together. Where the
-        scaler's own check does not reach all of them, it calls every step: the step then unscales
-        gradients in place, unless the caller has done so, and does nothing if this rank, or one
-        that it steps with, found Inf or NaN.
+        scaler's own check does not reach all of them, it calls every step, which then unscales
+        gradients in place, unless the caller has, and does nothing if a rank found Inf or NaN.
 
         Raises:
             ValueError: wrong gradients, hyperparameters or logits; no parameter and no state was
                 changed.
             RuntimeError: this step or an earlier one failed when this rank or another might already
-                have written: load a checkpoint before you go on, or call `accept_partial_step`. An
-                error from before any writing is raised as it is.
+                have written: load a checkpoint before you go on, or call `accept_partial_step`.
         """
         loss, error = None, None
         try:
@@ -453,19 +419,16 @@ class Muon(torch.optim.Optimizer):
 
         True only where a scaler's own check does not reach all ranks that step together.
         """
-        params = [param for group in self.param_groups for param in group["params"]]
-        return not scaler_agrees(params, self._settings)
+        return not scaler_agrees(list(self._params()), self._settings)
+
+    def _params(self) -> Iterator[Tensor]:
+        return (param for group in self.param_groups for param in group["params"])
 
     @torch._disable_dynamo  # compiled code calls this function, and does not trace into it
     @torch.inference_mode(False)  # else the state that a step makes could not be changed later
     @torch.no_grad()
     def _step_or_raise(self, error: Optional[BaseException], qk_logits: Optional[Logits]) -> None:
-        """Runs the step, unless `_prepare` raises or ranks skip it.
-
-        Args:
-            error: what the closure raised, or None.
-            qk_logits: as given to the step.
-        """
+        """Runs the step, unless `_prepare` raises or ranks skip it; ``error`` is the closure's."""
         scaling = Scaling(self)
         step: Optional[Step] = None
         self._rounding.expect_step(self.param_groups)
@@ -514,7 +477,7 @@ class Muon(torch.optim.Optimizer):
     def _has_replicas(self) -> bool:
         """Whether other ranks hold the same part of one of this rank's parameters."""
         rank, replicas = dtensors.this_rank(), self._settings.replicas
-        for param in (param for group in self.param_groups for param in group["params"]):
+        for param in self._params():
             sharding = dtensors.sharding_of(param)
             if len(replicas or () if sharding is None else sharding.peers(rank, (), True)) > 1:
                 return True
@@ -523,18 +486,10 @@ class Muon(torch.optim.Optimizer):
     def _prepare(
         self, error: Optional[BaseException], qk_logits: Optional[Logits], scaling: Scaling
     ) -> Optional[Step]:
-        """Checks everything and makes a step.
+        """Checks everything and makes a step, or None where ranks skip it.
 
-        If anything is wrong, this raises before anything is written, and on all ranks if they
-        compare notes in this step.
-
-        Args:
-            error: an error that this rank has met before, or None.
-            qk_logits: as given to the step.
-            scaling: what a GradScaler says.
-
-        Returns:
-            None where ranks skip the step.
+        If anything is wrong, or was before (``error``), this raises before anything is written, and
+        on all ranks if they compare notes in this step.
         """
         self._agreement.begin()
         only_creates = False
@@ -605,9 +560,8 @@ class Muon(torch.optim.Optimizer):
     ) -> Optional[Clipping]:
         """QK-Clip of this step; None where it is off, or has no logits.
 
-        A step with lr=0 and no state yet may be torch.distributed.checkpoint's, which only creates
-        state. Unless it was given ``qk_logits``, that step clips only layers of which at least one
-        rank has a gradient other than zeros.
+        A dry step may be torch.distributed.checkpoint's, which only creates state. Unless it was
+        given ``qk_logits``, it clips only layers of which a rank has a gradient other than zeros.
         """
         logits, is_recorded = self._logits.take(qk_logits)
         if self._clip is not None:
@@ -623,8 +577,7 @@ class Muon(torch.optim.Optimizer):
 
     def _sets(self) -> set[agreement.Ranks]:
         """The sets of ranks that share parameters with this rank."""
-        params = (param for group in self.param_groups for param in group["params"])
-        sets = {shared_with(param, self._settings) for param in params}
+        sets = {shared_with(param, self._settings) for param in self._params()}
         return self._with_replicas({ranks for ranks in sets if ranks is not None})
 
     def _with_replicas(self, sets: set[agreement.Ranks]) -> set[agreement.Ranks]:
@@ -732,9 +685,8 @@ class Muon(torch.optim.Optimizer):
     def summary(self, schedule: bool = False) -> Summary:
         """Says what a step does with every parameter: ``print(optim.summary())``.
 
-        The summary is made from the plan of a step in which all trainable parameters have a
-        gradient, without talking to other ranks. `Summary.rows` and `Summary.totals` are plain
-        data.
+        It is made from the plan of a step in which all trainable parameters have a gradient,
+        without talking to other ranks. `Summary.rows` and `Summary.totals` are plain data.
 
         Args:
             schedule: also list the events of this rank's last step, in order.
@@ -762,25 +714,17 @@ class Muon(torch.optim.Optimizer):
                 where = "with its parameters: CPU offload is on, but they are on the CPU"
         return summarize(groups, survey, plan, self._settings, where, clipped)
 
-    # -- audit ---------------------------------------------------------------------------------
-
     @_through_wrappers
     def audit(self, keep: int = 100) -> Audit:
         """Starts an audit, which watches steps to the end of its context, or until its ``stop()``.
 
-        A new audit stops the one before it.
+        Call its ``report()`` on all ranks, and print what that returns: first what is wrong, then
+        what steps did to each parameter (docs/audit.md). Steps give the same bits as without an
+        audit. A new audit stops the one before it.
 
         Args:
             keep: how many of the last steps to keep. Each keeps one polar factor in the memory of
                 the device.
-
-        Call the audit's ``report()`` on all ranks, and print what it returns: first what is wrong,
-        then for each parameter how much it changed, what rounding took away, and which ranks
-        orthogonalized it. The report's ``steps`` also have the norms of gradient, momentum and
-        update, and the singular values of a sample of polar factors.
-
-        Steps give the same bits as without an audit. An audited step makes more norms and copies,
-        computes the update of 16-bit weights twice, and never makes the host wait.
 
         >>> with optimizer.audit() as audit:
         ...     for batch in batches:
@@ -798,16 +742,13 @@ class Muon(torch.optim.Optimizer):
         """Numbers of the last step that an `audit` has watched, for any logger; empty without one.
 
         They are this rank's share: squares of norms, already divided among replicas, add up
-        over ranks to those of whole tensors. The keys are ``muon/gradient_norm``,
-        ``muon/momentum_norm``, ``muon/weight_norm``, ``muon/change_over_weight``,
-        ``muon/lost_by_rounding`` (a share of the update), ``muon/orthogonalized`` (how many
-        matrices), ``muon/without_gradient`` (how many of Muon's parameters, not divided), and
-        ``muon/relative_rank`` (squared Frobenius norms of polar factors over their shorter sides; 1
-        if all singular values are 1). The host waits for the device, but for no other rank.
+        over ranks to those of whole tensors. The keys are ``muon/`` before ``gradient_norm``,
+        ``momentum_norm``, ``weight_norm``, ``change_over_weight``, ``lost_by_rounding`` (a share of
+        the update), ``orthogonalized`` (how many matrices), ``without_gradient`` (how many of
+        Muon's parameters, not divided), and ``relative_rank`` (1 if all singular values are 1). The
+        host waits for the device, but for no other rank.
         """
         return {} if self._audit is None else self._audit.metrics()
-
-    # -- QK-Clip -------------------------------------------------------------------------------
 
     def set_qk_logits(self, qk_logits: Optional[Mapping[Any, Any]]) -> None:
         """Sets ``qk_logits`` of the next `step`, for trainers that call it without arguments."""
@@ -817,7 +758,7 @@ class Muon(torch.optim.Optimizer):
     def qk_recorder(self) -> Any:
         """The recorder that `step` takes logits from: a `QKLogitRecorder`, or what has ``take()``.
 
-        Copies and pickles of the optimizer have no recorder.
+        Copies and pickles have none.
         """
         return self._logits.recorder
 
@@ -839,16 +780,10 @@ class Muon(torch.optim.Optimizer):
         """
         return {**NO_STATS, "layers": {}} if self._clip is None else self._clip.stats()
 
-    # -- state -----------------------------------------------------------------------------------
-
     @property
     def is_broken(self) -> bool:
         """Whether weights and state do not belong together: a `step` or a load broke off, or
-        `discard_state` was called.
-
-        `load_state_dict` mends that; load the model's weights from the same checkpoint. After a
-        step that broke off, `accept_partial_step` goes on without a checkpoint.
-        """
+        `discard_state` was called. `load_state_dict` mends that, or `accept_partial_step`."""
         return self._integrity.is_broken
 
     def _create_state(self, groups: list[Group]) -> None:
@@ -856,11 +791,8 @@ class Muon(torch.optim.Optimizer):
         self._store.create_missing(self.state, groups, entries, self._settings)
 
     def state_dict(self) -> dict[str, Any]:
-        """As in torch.optim; missing state is created first, and dtypes of options become text.
-
-        (torch.distributed.checkpoint takes no dtypes in full state dicts.) The tensors are those of
-        the state, which later steps change; only created state that no step has read yet is copied
-        by the first step, so that what was taken before it can be loaded to begin again.
+        """As in torch.optim; missing state is created first, and dtypes of options become text,
+        since torch.distributed.checkpoint takes no dtypes in full state dicts.
 
         Raises:
             RuntimeError: a `step` or a load broke off; see `accept_partial_step` and
@@ -902,13 +834,10 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def exact_weights(self) -> dict[str, Tensor]:
         """The weights of ``weight_rounding="exact"`` in fp32, by their keys in the model's
-        ``state_dict()``.
+        ``state_dict()``, which are the names in the groups.
 
-        The keys are the names in the groups, which are those of the model that the groups were made
-        from, with the prefixes of torch.compile and DDP if it has them. A weight that the model
-        holds twice has the first of its names. The tensors are new, and placed as the parameters
-        are. Call this on all ranks alike: where replicas divide AdamW's state, they send each other
-        rows of it.
+        The tensors are new, and placed as the parameters are. Call this on all ranks alike: where
+        replicas divide AdamW's state, they send each other rows of it.
 
         Raises:
             ValueError: groups without names, or two parameters of one name.
@@ -922,9 +851,8 @@ class Muon(torch.optim.Optimizer):
     def load_exact_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Sets weights and their residuals to weights in fp32, as `exact_weights` gives them.
 
-        You need not give all weights. Their names may have other prefixes of torch.compile, DDP and
-        activation checkpointing than the groups' names have. Call this after `load_state_dict`,
-        which would replace the residuals.
+        You need not give all weights, and what wrappers add to names may differ. Call this after
+        `load_state_dict`, which would replace the residuals.
 
         Raises:
             ValueError: a name that has no residual here or may be several parameters', two names of
@@ -956,8 +884,7 @@ class Muon(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in torch.optim, but momentum keeps its saved dtype; missing group keys get defaults.
 
-        Tensors that are not this optimizer's own are copied, so that the given ones stay as they
-        are. How parameters are read as matrices (``expert_keys``, ``split``, ``flatten``) stays as
+        How parameters are read as matrices (``expert_keys``, ``split``, ``flatten``) stays as
         constructed.
 
         Raises:
@@ -1044,8 +971,7 @@ class Muon(torch.optim.Optimizer):
     ) -> None:
         """Takes over the state of another optimizer, from its checkpoint.
 
-        The package's `extras.foreign_checkpoints` says how parameters are matched and state is
-        converted, and has an example of each kind.
+        `extras.foreign_checkpoints` says how, and has an example of each kind.
 
         Args:
             states: a loaded state dict, ``torch.load(path, weights_only=True)``; a list of the
@@ -1057,10 +983,8 @@ class Muon(torch.optim.Optimizer):
             params: all parameters, as tensors, (name, parameter) pairs or names, in the order in
                 which the other optimizer was given them. Needed where names and the preset's groups
                 do not tell which parameter is which.
-            hyperparameters: take over ``lr``, ``weight_decay``, ``momentum``, ``nesterov``,
-                ``beta2``, betas, eps, ``maximize`` and what schedulers keep in groups
-                (``initial_lr``, …), if both optimizers have them; False keeps this optimizer's. The
-                options of orthogonalization and scale never change.
+            hyperparameters: take over those that both optimizers have, except the options of
+                orthogonalization and scale, and what schedulers keep; False keeps this optimizer's.
 
         Raises:
             ValueError: something does not fit, with the parameter's name; nothing was loaded.
@@ -1092,9 +1016,8 @@ class Muon(torch.optim.Optimizer):
     def accept_partial_step(self) -> None:
         """Accepts that a step broke off, by an interrupt or an error, so that training goes on.
 
-        Some parameters, or their momentum, are a step ahead of others, and stay so. Afterwards
-        `state_dict`, `step` and copies work again. Gradients are those that the step has left: call
-        `zero_grad` and go on with the next batch.
+        Some parameters, or their momentum, are a step ahead of others, and stay so. Gradients are
+        those that the step has left: call `zero_grad` and go on with the next batch.
 
         Call this on all ranks alike, also on those whose step was whole. If a rank's step broke off
         before its last exchange with other ranks, or if other ranks hold the same parameters and
@@ -1103,12 +1026,6 @@ class Muon(torch.optim.Optimizer):
 
         Raises:
             RuntimeError: a load broke off, or `discard_state` was called; nothing was changed.
-
-        Example:
-            >>> try:
-            ...     train()
-            ... except KeyboardInterrupt:
-            ...     optimizer.accept_partial_step()
         """
         self._integrity.check_acceptable()
         self._create_state(self._read_groups())  # the first step may have made only some of it
@@ -1123,13 +1040,11 @@ class Muon(torch.optim.Optimizer):
     @_through_wrappers
     @torch.no_grad()
     def discard_state(self) -> None:
-        """Sets all state to zeros, so that a checkpoint can be loaded into it.
+        """Sets all state to zeros, for torch.distributed.checkpoint to load into it.
 
-        After a `step` that broke off, `load_state_dict` alone makes the optimizer usable again. But
-        torch.distributed.checkpoint loads into the tensors that `state_dict` returns, and after
-        such a step `state_dict` raises, lest a broken state be saved. After `discard_state`, it
-        returns zeros, and `step` raises until `load_state_dict` has been called. Call this on all
-        ranks alike.
+        After a `step` that broke off, `state_dict` raises, so that no broken state is saved. After
+        this, it returns zeros, and `step` raises until `load_state_dict` has been called. Call this
+        on all ranks alike.
         """
         self._integrity.discard()
         self._forget_tensors()
@@ -1165,8 +1080,6 @@ class Muon(torch.optim.Optimizer):
             self._audit = None
             self._registration = agreement.Registration(self._sets)
 
-    # -- CPU offload -----------------------------------------------------------------------------
-
     @_through_wrappers
     @torch.inference_mode(False)  # else the memory made here could not be changed later
     @torch.no_grad()
@@ -1185,9 +1098,8 @@ class Muon(torch.optim.Optimizer):
         Args:
             slot_bytes: device memory that the state takes, within the step only; None is 5 % of
                 the device's state or 512 MiB, whichever is more.
-            backend: makes the copies in place of the devices' streams; it also offloads the state
-                of parameters on a CPU: with a `SimulatedHost` you can try offload without an
-                accelerator.
+            backend: makes the copies in place of the devices' streams: with a `SimulatedHost` you
+                can try offload on a CPU.
 
         Raises:
             ValueError: ``slot_bytes`` below 1; a ``backend`` of another type. Nothing was changed.
@@ -1210,38 +1122,11 @@ class Muon(torch.optim.Optimizer):
         return self._offload.is_on
 
     def synchronize_offload(self) -> None:
-        """Makes the host wait until all state is in host memory.
+        """Waits until all state is in host memory; call it before you read ``optim.state``.
 
-        Call it before you read or change tensors of ``optim.state``: they may still be on their way
-        from the device. `state_dict` waits by itself.
+        `state_dict` waits by itself.
         """
         self._offload.synchronize()
-
-    def _forget_plans(self) -> None:
-        self._survey = self._agreed = NO_SURVEY
-        self._agreement = agreement.Agreement()
-        self._compared = False
-        self._warmed_up = None
-        self._warned = self._warned_of_rows = False
-        self._checked_keys = {}
-        self._untrained = 0
-        self._last = EMPTY_PLAN, ()
-        self._forget_tensors()
-
-    def _forget_tensors(self) -> None:
-        """Drops the views of weights and state that steps reuse, which would keep memory alive."""
-        self._prepared = None
-        self._store.recheck()
-
-
-def _make_clip(clip_config: Any) -> Optional[QKClip]:
-    """Makes QK-Clip as configured; imports its code only if it is on."""
-    if clip_config is None:
-        return None
-    from .qk_clip.clip import QKClip
-    from .qk_clip.config import ClipConfig
-
-    return QKClip(ClipConfig(clip_config))
 
 
 def _has_gradient(group: Group) -> bool:
