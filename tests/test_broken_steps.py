@@ -293,20 +293,6 @@ def of_state(found: Mapping[tuple[int, str], Any]) -> dict[tuple[int, str], Any]
     return {place: value for place, value in found.items() if place[1] != "weight"}
 
 
-def test_state_that_was_half_made_when_memory_ran_out_is_completed_by_the_next_step():
-    expected = Training("AdamW alone")
-    expected.train(range(1))
-    for number in itertools.count(1):
-        training = Training("AdamW alone")
-        with pytest.raises((torch.OutOfMemoryError, RuntimeError)), Fault("aten.", number):
-            training.train(range(1))
-        if is_marked(training.optim):
-            break
-        training.train(range(1))
-        assert_equal(training.everything(), expected.everything())
-    assert number > 6  # a count and two moments of two parameters
-
-
 def test_loading_that_breaks_off_is_marked_and_can_be_repeated():
     trained = Training("everything")
     trained.train(range(3))

@@ -22,9 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.distributed.tensor import Shard
-from torch.func import functional_call
-from torch.nn.utils import clip_grad_norm_
-from torch.optim import lr_scheduler, swa_utils
+from torch.optim import lr_scheduler
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -41,10 +39,6 @@ GROUP_OPTIONS = optimizer.muon.GROUP_OPTIONS
 Host = optimizer.SimulatedHost
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def weights(model: nn.Module) -> list[torch.Tensor]:
-    return [p.detach().clone() for p in model.parameters()]
 
 
 # Copies
@@ -275,44 +269,6 @@ def test_capturable_groups_step_any_parameter_of_adamw_on_a_cpu(lr):
             optim.step()
         results.append([p.detach() for p in params])
     assert_equal(*results)
-
-
-UPDATES: dict[str, dict[str, Any]] = {
-    "defaults": {},
-    "strong decay": {"weight_decay": 0.9, "decay_lr": "adjusted"},
-    "second moment, cautious": {"beta2": 0.9, "cautious": True, "weight_decay": 0.9},
-    "ema, no nesterov": {"momentum_style": "ema", "nesterov": False},
-    "bf16 momentum": {"momentum_dtype": torch.bfloat16},
-    "one by one": {"chunk_size": 1},
-}
-
-
-@pytest.mark.parametrize("options", UPDATES.values(), ids=UPDATES)
-def test_maximize_is_the_step_of_negated_gradients_bit_for_bit(options):
-    model, optim = build(maximize=True, **options)
-    other, twin = build(**options)
-    for seed in range(3):
-        set_gradients(trainable(model), seed)
-        set_gradients(trainable(other), seed)
-        for p in trainable(other):
-            p.grad.neg_()
-        optim.step()
-        twin.step()
-    assert_equal(list(model.parameters()), list(other.parameters()))
-
-
-def maximize_on_ranks() -> None:
-    for options in ({}, {"beta2": 0.9, "cautious": True, "weight_decay": 0.9}):
-        (model, optim), (other, twin) = sharded(maximize=True, **options), sharded(**options)
-        for seed in range(2):
-            step(model, optim, seed)
-            step(other, twin, seed, sign=-1.0)
-        assert_same_shards(model, other)
-
-
-@pytest.mark.slow
-def test_maximize_is_the_step_of_negated_gradients_on_ranks():
-    run_ranks(maximize_on_ranks, 2)
 
 
 # Groups that come later
@@ -554,10 +510,6 @@ def one_of(param: nn.Parameter, matrices: set[int]) -> Any:
 EXPERTS = {"flatten": True}  # a tensor of three dimensions without a name
 
 
-def matrices_of(optim: Any) -> set[int]:
-    return {id(p) for group in optim.param_groups if group["use_muon"] for p in group["params"]}
-
-
 def in_backward_by_hooks(model: Model, matrices: set[int]) -> None:
     def update(optim: Any) -> Callable[[torch.Tensor], None]:
         def hook(_: torch.Tensor) -> None:
@@ -600,68 +552,6 @@ def test_one_optimizer_for_each_parameter_can_step_within_the_backward(arrange):
     assert_equal(list(model.parameters()), list(other.parameters()))
 
 
-def test_gradients_of_a_functional_call_are_those_of_the_model():
-    model, optim = build()
-    other, twin = build()
-    tokens = torch.arange(10).view(2, 5)
-    for _ in range(2):
-        functional_call(model, dict(model.named_parameters()), (tokens,)).square().mean().backward()
-        other(tokens).square().mean().backward()
-        for each in (optim, twin):
-            each.step()
-            each.zero_grad()
-    assert_same_training(model, optim, other, twin)
-
-
-def test_an_averaged_model_and_its_batch_norm_follow():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 6, bias=False), nn.BatchNorm1d(6), nn.Linear(6, 3))
-    optim = Muon(optimizer.muon.get_default_muon_param_groups(model), lr=0.05)
-    averaged = swa_utils.AveragedModel(model)
-    inputs = torch.randn(32, 4)
-    seen = []
-    for _ in range(4):
-        model(inputs).square().mean().backward()
-        optim.step()
-        optim.zero_grad()
-        averaged.update_parameters(model)
-        seen.append(weights(model))
-    for p, *each in zip(averaged.module.parameters(), *seen):
-        torch.testing.assert_close(p, torch.stack(each).mean(0))
-    swa_utils.update_bn([inputs], averaged)
-    hidden = averaged.module[0](inputs)
-    torch.testing.assert_close(averaged.module[1].running_mean, hidden.mean(0))
-
-
-def clipped_norms() -> None:
-    _, optim = sharded()
-    params = params_of(optim)
-    plain = [nn.Parameter(whole(p.detach()).clone()) for p in params]
-    groups = [
-        {"params": plain[:1], "use_muon": True},
-        {"params": plain[1:], "use_muon": False},  # the last layer's weight among them
-    ]
-    twin = Muon(groups, lr=0.02, **EXACT)
-    assert len(optim.param_groups[0]["params"]) == 1
-    for seed in range(2):
-        set_gradients(params, seed)
-        for p, q in zip(params, plain):
-            q.grad = whole(p.grad).clone()
-        for of in (params, plain):
-            clip_grad_norm_(of, 0.1)
-        norm = torch.stack([p.grad.full_tensor().norm() for p in params]).norm()
-        torch.testing.assert_close(norm, torch.tensor(0.1), rtol=1e-3, atol=0)
-        optim.step()
-        twin.step()
-    for p, q in zip(params, plain):
-        torch.testing.assert_close(whole(p), q, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.slow
-def test_clipped_gradients_are_what_the_step_takes_on_ranks_too():
-    run_ranks(clipped_norms, 2)
-
-
 def gradients_left() -> None:
     replicas = {"process_group": dist.group.WORLD}
     for settings in (None, replicas, {**replicas, "grad_reduce": "mean"}):
@@ -682,19 +572,6 @@ def gradients_left() -> None:
 
 def test_gradients_of_matrices_alone_are_gone_behind_a_step_on_ranks_too():
     run_ranks(gradients_left, 2)
-
-
-def fsdp2_gradients_share_memory() -> None:
-    """What docs/tuning.md says of memory under FSDP2."""
-    model = nn.Sequential(nn.Linear(8, 12), nn.LayerNorm(12), nn.Linear(12, 4))
-    fully_shard(model)
-    model(torch.randn(2, 8)).sum().backward()
-    grads = [p.grad.to_local() for p in model.parameters()]
-    assert len({grad.untyped_storage().data_ptr() for grad in grads}) == 1
-
-
-def test_gradients_of_a_module_of_fsdp2_are_views_of_one_buffer():
-    run_ranks(fsdp2_gradients_share_memory, 2)
 
 
 # torch.compile

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -16,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from kernels import get_kernel
 from torch import nn
 
 import reference as ref
@@ -25,8 +21,6 @@ from comparisons import relative_error_of_known
 from kernel import optimizer
 
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "examples" / "README.md"])
-SOURCES = sorted((ROOT / "torch-ext").rglob("*.py"))
-
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 PATH = re.compile(r"`((?:benchmarks|docs|examples|scripts|tests|torch-ext)/[\w./-]+)")
 CODE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -128,48 +122,6 @@ def test_options_are_documented_with_their_defaults():
     parameters = inspect.signature(optimizer.Muon).parameters
     defaults = {name: p.default for name, p in parameters.items() if name != "params"}
     assert documented == defaults
-
-
-def strings(source: Path) -> Iterator[str]:
-    """Of a file; values within f-strings are left out."""
-    for node in ast.walk(ast.parse(source.read_text())):
-        if isinstance(node, ast.JoinedStr):
-            yield "\0".join(part.value for part in node.values if isinstance(part, ast.Constant))
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            yield node.value
-
-
-def test_messages_are_those_of_the_package():
-    known = [text for source in SOURCES for text in strings(source)]
-    listed = (ROOT / "docs" / "errors.md").read_text().partition("## No error, but")[0]
-    messages = [cells[0] for cells in rows(listed) if cells[0].startswith("`")]
-    assert len(messages) > 25
-    for message in messages:
-        for piece in re.split(" *… *", re.match(r"`([^`]*)`", message)[1]):
-            assert any(piece in text for text in known), message
-
-
-def test_a_folder_without_a_build_raises_the_words_that_are_documented(monkeypatch, tmp_path):
-    monkeypatch.setenv("LOCAL_KERNELS", f"org/unbuilt={tmp_path}")
-    with pytest.raises(FileNotFoundError) as caught:
-        get_kernel("org/unbuilt", version=1)
-    (words,) = re.findall(
-        r"^\| `(Cannot find [^`]*)`", (ROOT / "docs" / "errors.md").read_text(), re.MULTILINE
-    )
-    assert words in str(caught.value)
-
-
-def test_a_forgotten_export_raises_the_words_that_are_documented(tmp_path):
-    forgotten = "LOCAL_KERNELS", "HF_HUB_OFFLINE", "HF_TOKEN"
-    env = {key: value for key, value in os.environ.items() if key not in forgotten}
-    env.update(HF_HOME=str(tmp_path), HF_ENDPOINT="http://127.0.0.1:9")  # where nobody listens
-    call = 'get_kernel("org/optimizer", version=1, trust_remote_code=["org/optimizer"])'
-    code = f"from kernels import get_kernel; {call}"
-    run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
-    assert run.returncode
-    (error,) = re.findall(r"^[\w.]*?(\w+): ", run.stderr.splitlines()[-1])
-    for document in (ROOT / "README.md", ROOT / "docs" / "errors.md"):
-        assert f"`{error}`" in document.read_text(), document.name
 
 
 # -- docs/migration.md -----------------------------------------------------------------------------

@@ -16,19 +16,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
-from comparisons import assert_equal, through_torch_save
+from comparisons import assert_equal
 from kernel import optimizer
 from layouts import case, set_gradients
 from wrong_input import BAD_VALUES
-
-GROUP_OPTIONS = optimizer.muon.GROUP_OPTIONS
 
 pytestmark = [
     pytest.mark.slow,  # seconds for importing torch's suite, and every option for every check
@@ -171,11 +164,6 @@ def assert_right_direction(kwargs: dict[str, Any], first: torch.Tensor, last: to
 # The descriptions
 
 
-def test_every_option_is_tried():
-    tried = {key for kwargs in OPTIONS.values() for key in kwargs}
-    assert set(GROUP_OPTIONS) <= tried
-
-
 # Errors
 
 
@@ -265,44 +253,6 @@ def test_steps_go_in_the_right_direction(kind, contiguous, scheduled):
         assert_right_direction(kwargs, first, backward(optim, weight, bias, x))
 
 
-@both
-def test_groups_under_a_scheduler_go_in_the_right_direction(kind):
-    """param_group_with_lrscheduler_goes_right_direction"""
-    for makes in info(kind).scheduler_inputs:
-        torch.manual_seed(0)
-        weight, bias = weight_and_bias()
-        x = torch.randn(5)
-        optim = kind([{"params": [weight]}, {"params": [bias], "lr": 0.01}])
-        schedules = [make(optim) for make in makes]
-        first = backward(optim, weight, bias, x)
-        for _ in range(20):
-            loss = optim.step(lambda: backward(optim, weight, bias, x))  # noqa: B023
-            for schedule in schedules:
-                each = (loss,) if isinstance(schedule, ReduceLROnPlateau) else ()
-                schedule.step(*each)
-        assert backward(optim, weight, bias, x) < first
-
-
-@both
-@pytest.mark.parametrize("shape", [(), (1,)], ids=["0 dimensions", "1 dimension"])
-def test_a_tensor_lr_is_the_number(kind, shape):
-    """tensor_lr"""
-    for kwargs in inputs_of(kind):
-        torch.manual_seed(0)
-        weight, bias = weight_and_bias()
-        twins = [nn.Parameter(p.detach().clone()) for p in (weight, bias)]
-        x = torch.randn(5)
-        optim = kind([weight, bias], **{**kwargs, "lr": 1e-3})
-        other = kind(twins, **{**kwargs, "lr": torch.full(shape, 1e-3)})
-        for _ in range(3):
-            backward(optim, weight, bias, x)
-            backward(other, *twins, x)
-            optim.step()
-            other.step()
-            torch.testing.assert_close([weight, bias], twins)
-        assert other.param_groups[0]["lr"].shape == shape
-
-
 def test_a_complex_parameter_is_a_pair_of_real_ones():
     """complex"""
     for kwargs in inputs_of(AdamW):
@@ -333,35 +283,6 @@ def test_a_complex_parameter_is_a_pair_of_real_ones():
 def rosenbrock(xy: torch.Tensor) -> torch.Tensor:
     x, y = xy.flatten()
     return (1 - x) ** 2 + 100 * (y - x**2) ** 2
-
-
-def test_a_complex_vector_is_its_real_and_imaginary_parts():
-    """complex_2d, by the tracker of torch's suite"""
-    from torch.testing._internal.common_utils import TestCase
-
-    for kwargs in inputs_of(AdamW):
-        torch.manual_seed(0)
-        z = torch.randn(2, dtype=torch.complex64, requires_grad=True)
-        x, y = (part.detach().clone().requires_grad_() for part in (z.real, z.imag))
-        ours, parts = AdamW([z], **kwargs), AdamW([x, y], **kwargs)
-        tracker = suite().TensorTracker()
-        for _ in range(3):
-            for optim in (ours, parts):
-                optim.zero_grad()
-            tracker.add(z.real)
-            tracker.add(z.imag)
-            rosenbrock(z).abs().backward()
-            for part in (x, y):  # compares, and takes the numbers over
-                tracker.pop_check_set(part, TestCase())
-            rosenbrock(torch.complex(x, y)).abs().backward()
-            tracker.add(z.grad.real)
-            tracker.add(z.grad.imag)
-            for part in (x, y):
-                tracker.pop_check_set(part.grad, TestCase())
-            ours.step()
-            parts.step()
-            torch.testing.assert_close(z.detach(), torch.complex(x, y).detach())
-        assert tracker.all_popped()
 
 
 @both
@@ -403,57 +324,6 @@ def test_dtypes_may_be_mixed(kind):
 
 
 @both
-def test_groups_may_differ_in_decay(kind):
-    """param_groups_weight_decay"""
-    for kwargs in inputs_of(kind):
-        torch.manual_seed(0)
-        weight, bias = weight_and_bias()
-        x = torch.randn(5)
-        wide = {key: kwargs.pop(key) for key in set(kwargs) - set(GROUP_OPTIONS)}
-        groups = [
-            {"params": [weight], **kwargs},
-            {"params": [bias], **kwargs, "weight_decay": 0.0},
-        ]
-        optim = kind(groups, **wide)
-        first = backward(optim, weight, bias, x)
-        for _ in range(10):
-            backward(optim, weight, bias, x)
-            optim.step()
-        assert_right_direction(kwargs, first, backward(optim, weight, bias, x))
-
-
-@both
-def test_groups_may_differ_in_lr(kind):
-    """param_groups_lr"""
-    for kwargs in inputs_of(kind):
-        torch.manual_seed(0)
-        weight, bias = weight_and_bias()
-        still = nn.Parameter(torch.randn(2, 2))
-        before = still.detach().clone()
-        x = torch.randn(5)
-        wide = {key: kwargs.pop(key) for key in set(kwargs) - set(GROUP_OPTIONS)}
-        kwargs.setdefault("lr", 1e-3)
-        optim = kind([{"params": [weight, bias], **kwargs}, {"params": [still]}], lr=1e-28, **wide)
-        first = backward(optim, weight, bias, x)
-        for _ in range(10):
-            backward(optim, weight, bias, x)
-            still.grad = torch.rand_like(still)
-            optim.step()
-        assert_right_direction(kwargs, first, backward(optim, weight, bias, x))
-        assert torch.equal(still, before)
-
-
-@both
-def test_without_a_gradient_a_step_changes_nothing(kind):
-    """step_is_noop_when_params_have_no_grad"""
-    params = [torch.randn(2, 3) for _ in range(2)]  # which do not ask for one
-    before = copy.deepcopy(params)
-    for kwargs in inputs_of(kind):
-        assert kind(params, **kwargs).step(lambda: torch.tensor([1])) == 1
-        torch.testing.assert_close(params, before, rtol=0, atol=0)
-
-
-@both
 def test_a_step_of_zeros_changes_nothing_without_decay(kind):
     """step_is_noop_for_zero_grads"""
     for kwargs in inputs_of(kind, weight_decay=0):
@@ -463,40 +333,6 @@ def test_a_step_of_zeros_changes_nothing_without_decay(kind):
             p.grad = torch.zeros_like(p)
         kind(params, **kwargs).step()
         torch.testing.assert_close([p.detach() for p in params], before, rtol=0, atol=0)
-
-
-@both
-def test_gradients_are_never_written(kind):
-    """grads_are_never_inplaced_into"""
-    for kwargs in inputs_of(kind, none_grad=False):
-        params = [nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(4))]
-        optim = kind(params, **kwargs)
-        for p in params:
-            p.grad = torch.rand_like(p)
-        grads = [p.grad.clone() for p in params]
-        versions = [p.grad._version for p in params]
-        for _ in range(2):
-            optim.step()
-        assert [p.grad._version for p in params] == versions
-        torch.testing.assert_close([p.grad for p in params], grads, rtol=0, atol=0)
-
-
-@both
-def test_every_parameter_has_state(kind):
-    """non_empty_state"""
-    for kwargs in inputs_of(kind):
-        model = nn.Linear(5, 5)
-        optim = kind(model.parameters(), **kwargs)
-        model(torch.rand(2, 5)).sum().backward()
-        optim.step()
-        assert len(optim.state) == 2 and all(optim.state.values())
-
-
-@both
-def test_it_can_be_printed(kind):
-    """optimizer_can_be_printed"""
-    for kwargs in inputs_of(kind):
-        assert kind.__name__ in repr(kind([nn.Parameter(torch.randn(2, 3))], **kwargs))
 
 
 # State dicts
@@ -541,158 +377,4 @@ def test_training_goes_on_alike_from_a_state_dict(kind, names, other_names):
         assert known == (["name0", "name1"] if names else [])
 
 
-@both
-def test_a_state_dict_without_newer_keys_loads(kind):
-    """can_load_older_state_dict"""
-    for kwargs in inputs_of(kind):
-        params = new_params()
-        optim = kind(params, **kwargs)
-        steps(optim, params)
-        older = copy.deepcopy(optim.state_dict())
-        for group in older["param_groups"]:
-            for key in info(kind).not_og_supported_flags:
-                del group[key]
-        optim.load_state_dict(older)
-        steps(optim, params)
-
-
-@both
-@named
-def test_what_is_saved_loads_as_weights_only(kind, names):
-    """save_load_equality_with_weights_only"""
-    for kwargs in inputs_of(kind):
-        params = new_params()
-        optim = kind(with_names(params, names), **kwargs)
-        steps(optim, params)
-        for weights_only in (True, False):
-            loaded = through_torch_save(optim.state_dict(), weights_only)
-            assert_equal(loaded, optim.state_dict())
-
-
-@both
-def test_a_step_count_that_is_a_number_loads(kind):
-    """load_nontensor_step"""
-    for kwargs in inputs_of(kind):
-        params = new_params()
-        optim = kind(params, **kwargs)
-        steps(optim, params)
-        saved = copy.deepcopy(optim.state_dict())
-        for state in saved["state"].values():
-            if "step" in state:
-                state["step"] = state["step"].item()
-        optim.load_state_dict(saved)
-        steps(optim, params, count=1)
-
-
-@both
-def test_state_of_an_optimizer_that_is_not_capturable_loads_into_one_that_is(kind):
-    """cpu_load_state_dict, on the CPU"""
-    for given in info(kind).optim_inputs_func(device="cpu"):
-        with case(given.desc):
-            params = new_params()
-            optim = kind(params, **given.kwargs)
-            steps(optim, params)
-            saved = copy.deepcopy(optim.state_dict())
-            for group in saved["param_groups"]:
-                group["capturable"] = True
-            other = kind(params, **{**given.kwargs, "capturable": True})
-            other.load_state_dict(saved)
-            steps(other, params, count=1)
-
-
 # Hooks
-
-
-@both
-def test_hooks_of_state_dicts_fire_and_may_change_them(kind):
-    """state_dict_pre_hook, state_dict_post_hook, state_dict_pre_post_hook"""
-
-    def before(optim: Any) -> None:
-        optim.state["test"] = 1
-
-    def behind(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-        return {**state_dict, "seen": state_dict["state"].pop("test", None)}
-
-    for kwargs in inputs_of(kind):
-        optim = kind(new_params(), **kwargs)
-        pre = optim.register_state_dict_pre_hook(before)
-        assert optim.state_dict()["state"]["test"] == 1
-        optim.register_state_dict_post_hook(behind)
-        state_dict = optim.state_dict()
-        assert state_dict["seen"] == 1 and "test" not in state_dict["state"]
-        pre.remove()
-        del optim.state["test"]
-        assert optim.state_dict()["seen"] is None
-
-
-@both
-def test_hooks_of_loading_fire_in_order_and_may_change_what_is_loaded(kind):
-    """load_state_dict_pre_hook_and_prepend, load_state_dict_post_hook, …_pre_post_hook"""
-
-    def in_place(_: Any, state_dict: dict[str, Any]) -> None:
-        state_dict["param_groups"][0]["lr"] = 0.002
-
-    def anew(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-        state_dict = copy.deepcopy(state_dict)
-        state_dict["param_groups"][0]["lr"] = 0.003
-        return state_dict
-
-    def behind(optim: Any) -> None:
-        optim.state["lr"] = optim.param_groups[0]["lr"]
-
-    for kwargs in inputs_of(kind):
-        optim = kind(new_params(), **kwargs)
-        saved = optim.state_dict()
-        optim.register_load_state_dict_post_hook(behind)
-        optim.load_state_dict(saved)
-        assert optim.state["lr"] == kwargs.get("lr", 1e-3)
-        first = optim.register_load_state_dict_pre_hook(in_place)
-        optim.load_state_dict(optim.state_dict())
-        assert optim.param_groups[0]["lr"] == optim.state["lr"] == 0.002
-        optim.register_load_state_dict_pre_hook(anew, prepend=True)
-        optim.load_state_dict(optim.state_dict())
-        assert optim.param_groups[0]["lr"] == 0.002  # the other one has the last word
-        first.remove()
-        optim.load_state_dict(optim.state_dict())
-        assert optim.param_groups[0]["lr"] == optim.state["lr"] == 0.003
-
-
-@both
-def test_hooks_of_steps_fire_in_torchs_order_until_they_are_removed(kind):
-    """step_pre_hook, step_post_hook, step_all_hooks"""
-    for kwargs in inputs_of(kind):
-        params = new_params()
-        optims = [kind(params, **kwargs), SGD(params)]
-        seen: list[str] = []
-        handles = [
-            register_optimizer_step_pre_hook(lambda *_: seen.append("all, pre")),  # noqa: B023
-            register_optimizer_step_post_hook(lambda *_: seen.append("all, post")),  # noqa: B023
-        ]
-        for optim in optims:
-            handles.append(optim.register_step_pre_hook(lambda *_: seen.append("pre")))  # noqa: B023
-            handles.append(optim.register_step_post_hook(lambda *_: seen.append("post")))  # noqa: B023
-        once = ["all, pre", "pre", "post", "all, post"]
-        try:
-            for count, optim in enumerate((*optims, optims[0]), start=1):
-                optim.step()
-                assert seen == once * count
-        finally:
-            for handle in handles:
-                handle.remove()
-        for optim in optims:
-            optim.step()
-        assert seen == once * 3
-
-
-@both
-def test_a_deepcopy_has_all_public_attributes(kind):
-    """deepcopy_copies_all_public_attrs"""
-
-    def public(optim: Any) -> set[str]:
-        return {name for name in vars(optim) if not name.startswith("_")}
-
-    for kwargs in inputs_of(kind):
-        params = new_params()
-        optim = kind(params, **kwargs)
-        steps(optim, params)
-        assert public(copy.deepcopy(optim)) == public(optim)
