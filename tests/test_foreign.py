@@ -432,16 +432,6 @@ def torchs_own(muon: Params, others: Params, **adamw: Any) -> list[Any]:
     return [torch.optim.Muon(muon, **own), torch.optim.AdamW(others, lr=0.01, **adamw)]
 
 
-def test_the_sources_save_the_keys_that_torchs_own_muon_saves():
-    muon = weights(MATRICES, 0)
-    theirs, source = torch.optim.Muon(muon), sources.TorchMuon(weights(MATRICES, 0))
-    for each in (theirs, source):
-        train(each.param_groups[0]["params"], [each], range(1))
-    found, expected = (each.state_dict() for each in (source, theirs))
-    assert found["param_groups"][0].keys() == expected["param_groups"][0].keys()
-    assert found["state"][0].keys() == expected["state"][0].keys()
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_torchs_own_muon_and_adamw_go_on(dtype):
     shapes = [(96, 96), (128, 48), (48, 128)]  # fewer numbers round too far apart in bfloat16
@@ -611,15 +601,10 @@ def test_state_by_names_is_told_by_names(kind):
     assert all(group["lr"] == 0.01 for group in ours.param_groups)
 
 
-SCHEDULES: dict[str, Callable[[Any], Any]] = {
-    "cosine": lambda optim: lr_scheduler.CosineAnnealingLR(optim, 10),
-    "lambda": lambda optim: lr_scheduler.LambdaLR(optim, lambda step: 1 / (1 + step)),
-    "steps": lambda optim: lr_scheduler.StepLR(optim, 3, gamma=0.5),
-}
+def test_a_scheduler_goes_on_from_a_checkpoint_of_another_optimizer():
+    def make(optim: Any) -> Any:
+        return lr_scheduler.CosineAnnealingLR(optim, 10)
 
-
-@pytest.mark.parametrize("make", SCHEDULES.values(), ids=SCHEDULES)
-def test_a_scheduler_goes_on_from_a_checkpoint_of_another_optimizer(make):
     model = Model()
     theirs = torch.optim.AdamW(model.parameters(), lr=0.01)
     schedule = make(theirs)
@@ -802,13 +787,6 @@ def test_amsgrad_is_left_behind_with_a_warning():
 # Positions
 
 
-@pytest.mark.parametrize("distributed_", [False, True], ids=["as given", "by size"])
-def test_keller_jordans_order_is_told_by_the_shapes(distributed_, distributed):
-    case = (DISTRIBUTED if distributed_ else ALONE)["keller_jordan"]
-    source = distributed["keller_jordan"] if distributed_ else trained("keller_jordan")
-    go_on(case, source)
-
-
 def test_parameters_given_in_order_are_found_in_any_groups(distributed):
     for name, every in (("nanochat", distributed), ("keller_jordan", distributed)):
         case, source = DISTRIBUTED[name], every[name]
@@ -875,35 +853,7 @@ def load_under_fsdp2() -> None:
         torch.testing.assert_close(q.full_tensor(), p, rtol=1e-9, atol=1e-9, msg=name)
 
 
-def test_without_its_state_no_source_is_followed():
-    """What the tolerance of the others is worth."""
-    for name, case in ALONE.items():
-        source = trained(name)
-        files = copy.deepcopy(source.files)
-        for own in (own for saved in files[0] for own in saved["state"].values()):
-            for key in own.keys() - {"use_muon"}:
-                del own[key]
-        with pytest.raises(AssertionError, match=r"\(0, \(6, 10\)"):
-            go_on(case, Trained(files, source.before, source.after))
-
-
 # What does not fit
-
-
-def without_a_rank(states: list[Any]) -> list[Any]:
-    return states[:-1]
-
-
-def without_the_first(states: list[Any]) -> list[Any]:
-    return states[1:]
-
-
-def reversed_ranks(states: list[Any]) -> list[Any]:
-    return states[::-1]
-
-
-def first_alone(states: list[Any]) -> Any:
-    return states[0]
 
 
 def mixed(change: Callable[[Any], Any], rank: int = 0) -> Callable[[Any], Any]:
@@ -945,14 +895,6 @@ def integers(states: Any) -> None:
     own["momentum_buffer"] = own["momentum_buffer"].long()
 
 
-def no_flag(states: Any) -> None:
-    states["state"][0].pop("use_muon")
-
-
-def other_flag(states: Any) -> None:
-    states["state"][0]["use_muon"] = False
-
-
 def other_rename(states: Any) -> None:
     states["param_groups"][0]["names"] = [f"layers.{i + 1}.weight" for i in range(len(MATRICES))]
 
@@ -969,22 +911,25 @@ FAULTS = [
     ("torch_muon", mixed(other_shape), None, r"has shape \(10, 6\), where \(6, 10\)"),
     ("torch_muon", mixed(integers), None, "torch.int64, no real tensor"),
     ("torch_muon", lambda states: [*states.values()], None, "be a state dict, found a list"),
-    ("torch_muon", lambda states: states["muon"], "motif", "looks like kind='torch_muon'"),
     ("torch_muon", lambda states: states["adamw"], None, "looks like kind='torch_adamw'"),
-    ("torch_muon", lambda states: states["adamw"], "torch_adamw", r"groups of \[3\] parameters"),
     ("torch_muon", lambda states: {"optimizer": states}, None, "must be an optimizer's state"),
     ("torch_muon", lambda states: None, None, "found a NoneType"),
     ("torch_muon", lambda states: states, "muon", "kind must be one of 'torch_muon', "),
     ("motif", mixed(no_step), None, "has no step: is it AdamW's"),
     ("motif", mixed(other_rename), None, "is where states has layers.1.weight"),
-    ("motif", lambda states: states, "llamafactory", "looks like kind='motif'"),
-    ("motif", lambda states: [states, states], None, "must be a state dict, found a list"),
     ("motif", lambda states: {"muon": states, "adamw": states}, None, "has one state dict for"),
-    ("llamafactory", mixed(no_flag), None, "has no use_muon in states"),
-    ("llamafactory", mixed(other_flag), None, "was AdamW's, parameter 0 of group 0 of states"),
-    ("llamafactory", mixed(swap), None, "has shape"),
-    ("llamafactory", mixed(drop_a_parameter), None, r"has groups of \[9\] parameters.*\[10\]"),
-    ("nanochat", lambda states: states, "keller_jordan", "looks like kind='nanochat'"),
+    (
+        "llamafactory",
+        mixed(lambda s: s["state"][0].pop("use_muon")),
+        None,
+        "has no use_muon in states",
+    ),
+    (
+        "llamafactory",
+        mixed(lambda s: s["state"][0].update(use_muon=False)),
+        None,
+        "was AdamW's, parameter 0 of",
+    ),
     ("nanochat", mixed(other_shape), None, r"momentum_buffer of .* has shape \(\d+, \d+\)"),
     ("nanochat", lambda states: [states, states], None, r"should stack 2 of 4 matrices.*all ranks"),
     ("keller_jordan", mixed(other_shape), None, "in the order in which the other optimizer was"),
@@ -992,16 +937,16 @@ FAULTS = [
     ("keller_jordan", lambda states: [states, states], None, COMPLETE),
 ]
 FAULTS_OF_RANKS = [
-    ("nanochat", without_a_rank, r"state dicts of all ranks, in their order"),
-    ("nanochat", without_the_first, "state dicts of all ranks, in their order"),
-    ("nanochat", first_alone, "state dicts of all ranks, in their order"),
-    ("nanochat", reversed_ranks, "in the order of the ranks"),
+    ("nanochat", lambda states: states[:-1], r"state dicts of all ranks, in their order"),
+    ("nanochat", lambda states: states[1:], "state dicts of all ranks, in their order"),
+    ("nanochat", lambda states: states[0], "state dicts of all ranks, in their order"),
+    ("nanochat", lambda states: states[::-1], "in the order of the ranks"),
     ("nanochat", mixed(stepped_twice, 1), "all ranks of one checkpoint"),
     ("nanochat", mixed(drop_a_parameter, 1), "has groups of .* of one checkpoint"),
-    ("keller_jordan", without_a_rank, COMPLETE),
-    ("keller_jordan", without_the_first, COMPLETE),
-    ("keller_jordan", first_alone, COMPLETE),
-    ("keller_jordan", reversed_ranks, COMPLETE),
+    ("keller_jordan", lambda states: states[:-1], COMPLETE),
+    ("keller_jordan", lambda states: states[1:], COMPLETE),
+    ("keller_jordan", lambda states: states[0], COMPLETE),
+    ("keller_jordan", lambda states: states[::-1], COMPLETE),
     ("keller_jordan", mixed(stepped_twice, 1), "on different ranks"),
     ("keller_jordan, by number of elements", mixed(drop_a_parameter), "has groups of"),
 ]

@@ -27,27 +27,18 @@ TABLE = [
     # Llama, as transformers and as torchtitan name it
     ("model.embed_tokens.weight", (32, 8), None, False),
     ("model.layers.0.self_attn.q_proj.weight", (8, 8), None, True),
-    ("model.layers.0.self_attn.k_proj.weight", (2, 8), None, True),
     ("model.layers.11.mlp.gate_proj.weight", (16, 8), None, True),
-    ("model.layers.11.mlp.down_proj.weight", (8, 16), None, True),
     ("model.layers.0.input_layernorm.weight", (8,), None, False),
     ("model.layers.0.self_attn.q_proj.bias", (8,), None, False),
-    ("model.norm.weight", (8,), None, False),
     ("lm_head.weight", (32, 8), None, False),
     ("tok_embeddings.weight", (32, 8), None, False),
-    ("layers.0.attention.wq.weight", (8, 8), None, True),
-    ("layers.0.feed_forward.w1.weight", (16, 8), None, True),
     ("output.weight", (32, 8), None, False),
     # GPT-2: Conv1D stores (in, out)
     ("transformer.wte.weight", (32, 8), None, False),
     ("transformer.wpe.weight", (16, 8), None, False),
     ("transformer.h.0.attn.c_attn.weight", (8, 24), None, True),
-    ("transformer.h.0.attn.c_attn.bias", (24,), None, False),
-    ("transformer.h.0.mlp.c_fc.weight", (8, 32), None, True),
-    ("transformer.ln_f.weight", (8,), None, False),
     # GPT-NeoX
     ("gpt_neox.embed_in.weight", (32, 8), None, False),
-    ("gpt_neox.layers.0.attention.query_key_value.weight", (24, 8), None, True),
     ("embed_out.weight", (32, 8), None, False),
     # nanochat
     ("transformer.h.0.attn.c_q.weight", (8, 8), None, True),
@@ -88,21 +79,15 @@ TABLE = [
     ("decoder.weight", (8, 8), None, True),
     # BERT
     ("bert.embeddings.word_embeddings.weight", (32, 8), None, False),
-    ("bert.embeddings.position_embeddings.weight", (16, 8), None, False),
-    ("bert.embeddings.token_type_embeddings.weight", (2, 8), None, False),
-    ("bert.encoder.layer.0.attention.self.query.weight", (8, 8), None, True),
     ("bert.encoder.layer.0.attention.output.dense.weight", (8, 8), None, True),
     ("bert.encoder.layer.0.output.dense.weight", (8, 32), None, True),
     ("layers.0.output.dense.weight", (8, 32), None, True),
-    ("bert.encoder.layer.0.output.LayerNorm.weight", (8,), None, False),
     ("bert.pooler.dense.weight", (8, 8), None, True),
     ("classifier.weight", (2, 8), None, False),
     ("roberta.lm_head.dense.weight", (8, 8), None, True),
     # T5
     ("shared.weight", (32, 8), None, False),
-    ("encoder.embed_tokens.weight", (32, 8), None, False),
     ("encoder.block.0.layer.0.SelfAttention.q.weight", (8, 8), None, True),
-    ("encoder.block.0.layer.1.DenseReluDense.wi_0.weight", (16, 8), None, True),
     # ViT
     ("vit.embeddings.patch_embeddings.projection.weight", (8, 3, 4, 4), None, False),
     ("patch_embed.proj.weight", (8, 3, 4, 4), None, False),
@@ -112,28 +97,17 @@ TABLE = [
     ("blocks.0.attn.qkv.weight", (24, 8), None, True),
     ("head.weight", (10, 8), None, False),
     ("layer1.0.conv1.weight", (8, 8, 3, 3), None, False),
-    ("conv1d.weight", (8, 1, 4), None, False),
     ("conv1d.weight", (8, 1, 4), ["experts"], False),
     # Mixtral: a ModuleList of ordinary matrices
-    ("model.layers.0.block_sparse_moe.gate.weight", (4, 8), ["experts"], True),
     ("model.layers.0.block_sparse_moe.experts.7.w1.weight", (16, 8), ["experts"], True),
-    ("experts.7.w1.weight", (16, 8), None, True),
     ("experts.7.w1.bias", (16,), ["experts"], False),
     # Qwen MoE
-    ("model.layers.0.mlp.experts.3.gate_proj.weight", (16, 8), None, True),
-    ("model.layers.0.mlp.shared_expert.up_proj.weight", (16, 8), ["experts"], True),
     ("model.layers.0.mlp.shared_expert_gate.weight", (1, 8), ["experts"], True),
-    ("model.layers.0.self_attn.q_norm.weight", (8,), None, False),
     # DeepSeek
     ("model.layers.0.self_attn.kv_a_proj_with_mqa.weight", (6, 8), None, True),
-    ("model.layers.0.self_attn.kv_b_proj.weight", (16, 4), None, True),
-    ("model.layers.0.self_attn.kv_a_layernorm.weight", (4,), None, False),
-    ("model.layers.3.mlp.gate.weight", (4, 8), ["experts"], True),
     ("model.layers.3.mlp.gate.e_score_correction_bias", (4,), ["experts"], False),
-    ("model.layers.3.mlp.shared_experts.down_proj.weight", (8, 16), ["experts"], True),
     ("model.layers.61.eh_proj.weight", (8, 16), None, True),
     ("model.layers.61.shared_head.head.weight", (32, 8), None, False),
-    ("model.layers.61.embed_tokens.weight", (32, 8), None, False),
     # stacked experts
     ("model.layers.0.mlp.experts.gate_up_proj", (4, 8, 16), ["experts"], True),
     ("model.layers.0.mlp.experts.gate_up_proj", (4, 8, 16), None, False),
@@ -147,7 +121,6 @@ TABLE = [
     # biases of stacked experts look like matrices
     ("model.layers.0.mlp.experts.gate_up_proj_bias", (4, 16), ["experts"], False),
     ("model.layers.0.mlp.experts.gate_up_proj_bias", (4, 16), None, False),
-    ("layers.0.moe.experts.w1.bias", (4, 16), ["experts"], False),
     ("layers.0.moe.experts.mlp1_bias", (4, 16), ["experts"], False),
     # heads of other models
     ("classifier.out_proj.weight", (2, 8), None, False),
@@ -157,7 +130,6 @@ TABLE = [
     ("base_model.model.score.modules_to_save.default.weight", (2, 8), None, False),
     ("base_model.model.lm_head.base_layer.weight", (32, 8), None, False),
     ("score.weight", (2, 8), None, False),
-    ("decoder.lm_head.weight", (32, 8), None, False),
     ("blocks.0.attention.output.weight", (8, 8), None, False),
     # tables of positions, and numbers that are used one by one
     ("positional_embedding", (17, 8), None, False),
@@ -173,12 +145,9 @@ TABLE = [
     ("weight", (8, 8), None, True),
     ("weight", (8,), None, False),
     ("logit_scale", (), None, False),
-    ("0.weight", (8, 8), None, True),
     ("in_proj_weight", (24, 8), None, True),
-    ("in_proj_bias", (24,), None, False),
     # odd shapes
     ("layers.0.wq.weight", (0, 8), None, True),
-    ("layers.0.wq.weight", (1, 8), None, True),
 ]
 table = pytest.mark.parametrize("name, shape, expert_keys, expected", TABLE)
 
@@ -520,30 +489,15 @@ def of_three(name: str, p: torch.Tensor, expert_keys: list[str] | None) -> bool:
     return p.ndim == 2 and expert_keys == ["wq"] and expert_keys[0] in name
 
 
-def of_three_with_default(name: str, p: torch.Tensor, expert_keys: list[str] | None = None) -> bool:
-    return of_three(name, p, expert_keys)
-
-
 def of_two_and_a_key(name: str, p: torch.Tensor, *, key: str = "wq") -> bool:
     return p.ndim == 2 and key in name
-
-
-def of_many(*arguments: Any) -> bool:
-    return of_three(*arguments)
-
-
-def of_any(name: str, p: torch.Tensor, **options: Any) -> bool:
-    return of_two(name, p)
 
 
 def of_key_first(key: str, name: str, p: torch.Tensor) -> bool:
     return p.ndim == 2 and key in name
 
 
-class Callable2:
-    def __call__(self, name: str, p: torch.Tensor) -> bool:
-        return of_two(name, p)
-
+class Rule:
     def method(self, name: str, p: torch.Tensor, expert_keys: list[str] | None) -> bool:
         return of_three(name, p, expert_keys)
 
@@ -553,18 +507,10 @@ class Callable2:
     [
         pytest.param(of_two, id="two arguments"),
         pytest.param(of_three, id="three arguments"),
-        pytest.param(of_three_with_default, id="three arguments, one with a default"),
         pytest.param(of_two_and_a_key, id="keyword-only argument"),
-        pytest.param(of_many, id="any number of arguments"),
-        pytest.param(of_any, id="any keywords"),
-        pytest.param(lambda name, p: of_two(name, p), id="lambda of two"),
-        pytest.param(lambda n, p, keys: of_three(n, p, keys), id="lambda of three"),
         pytest.param(functools.partial(of_key_first, "wq"), id="partial of the first"),
         pytest.param(functools.partial(of_two_and_a_key, key="wq"), id="partial of a keyword"),
-        pytest.param(functools.partial(of_three, expert_keys=["wq"]), id="partial of the third"),
-        pytest.param(functools.partial(of_three), id="partial of nothing"),
-        pytest.param(Callable2(), id="object"),
-        pytest.param(Callable2().method, id="method"),
+        pytest.param(Rule().method, id="method"),
     ],
 )
 def test_a_custom_function_gets_what_it_takes(is_muon):
@@ -663,20 +609,13 @@ def test_a_parametrized_matrix_stays_muons():
     assert_trains(groups)
 
 
-def test_a_parametrized_head_stays_adamws():
+@pytest.mark.parametrize("name", ["lm_head", "tok"])
+def test_a_parametrized_head_or_embedding_stays_adamws(name):
     model = Llama()
-    parametrize.register_parametrization(model.lm_head, "weight", Double())
-    groups = get_default_muon_param_groups(model)
-    assert names_of(groups)[0] == MUONS
-    assert "lm_head.parametrizations.weight.original" in names_of(groups)[1]
-
-
-def test_a_parametrized_embedding_stays_adamws():
-    model = Llama()
-    parametrize.register_parametrization(model.tok, "weight", Double())
-    groups = get_default_muon_param_groups(model)
-    assert names_of(groups)[0] == MUONS
-    assert "tok.parametrizations.weight.original" in names_of(groups)[1]
+    parametrize.register_parametrization(getattr(model, name), "weight", Double())
+    muon, adamw = names_of(get_default_muon_param_groups(model))
+    assert muon == MUONS
+    assert f"{name}.parametrizations.weight.original" in adamw
 
 
 def test_what_is_tied_to_a_parametrized_embedding_stays_adamws():

@@ -10,7 +10,6 @@ import pickle
 import threading
 import weakref
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any
 
 import pytest
@@ -25,7 +24,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.func import functional_call
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import (
-    AuxOutput,
     AuxRequest,
     create_block_mask,
     flex_attention,
@@ -454,17 +452,8 @@ def test_flex_attention_by_its_mask():
     assert_recorded(recorder.take(), expected)
 
 
-def test_flex_attention_by_the_maxima_it_has_taken():
-    """Which torch has on accelerators only, so the call's answer is made up."""
-    module = import_module(f"{optimizer.__name__}.extras.qk_logits.attention_calls")
-    q = torch.randn(2, HEADS, 6, 8)
+def test_maxima_that_attention_has_taken_itself_are_recorded():
     scores = torch.randn(2, HEADS, 6, dtype=torch.bfloat16)
-    aux = AuxRequest(max_scores=True)
-    call = module.read_flex((q, AuxOutput(max_scores=scores)), q, q, q, return_aux=aux)
-    maxima = torch.full((HEADS,), -math.inf)
-    call.raise_maxima(maxima)
-    assert torch.equal(maxima, scores.float().amax((0, 2)))
-
     model = Model()
     recorder = Recorder(model)
     model.attentions[0].attend = lambda q, k, v: recorder.observe_scores(NAMES[0], scores) or q
@@ -538,27 +527,6 @@ def test_what_is_not_understood_is_an_error_of_take():
     assert_recorded(recorder.take(), model.expected())
 
 
-def test_exceptions_in_a_forward_leave_nothing_behind():
-    def fail(*qkv: Tensor) -> Tensor:
-        raise error
-
-    for error in (RuntimeError("on purpose"), KeyboardInterrupt()):
-        model, before = Model(), F.scaled_dot_product_attention
-        recorder = Recorder(model)
-        model.attentions[1].attend = fail
-        with pytest.raises(type(error)):
-            model(tokens())
-        model.attentions[1].attend = causal
-        model.attentions[0].calls.clear()
-        recorder.take()
-        assert F.scaled_dot_product_attention is before
-        for attention in model.attentions:
-            attention.calls.clear()
-        model(tokens())
-        assert recorder.forwards == dict.fromkeys(NAMES, 1)
-        assert_recorded(recorder.take(), model.expected())
-
-
 class Aborted(Exception):
     pass
 
@@ -627,26 +595,6 @@ def test_a_forward_within_a_forward_of_the_same_model_is_recorded_beside_it():
     assert_recorded(recorder.take(), model.expected())
 
 
-def test_a_hooked_module_that_raised_within_a_forward_that_ended_is_not_recorded():
-    model = Model(lambda layer, x: tried(layer, x))
-    recorder = Recorder(model, ["layers", "attention"])
-
-    def tried(layer: nn.Module, x: Tensor) -> Tensor:
-        try:
-            return layer(x)
-        except Aborted:
-            return x
-
-    model.layers[0].feed_forward.register_forward_pre_hook(raising)
-    model.layers[1].feed_forward.forward = lambda x: causal(*[x[:, None]] * 3)[:, 0]
-    model(tokens())
-    assert recorder.forwards == {"layers.0": 0, "layers.1": 1, NAMES[0]: 0, NAMES[1]: 1}
-    taken = recorder.take()
-    assert (taken[NAMES[0]] == -math.inf).all()
-    expected = reference(model.attentions[1].calls)
-    torch.testing.assert_close(taken[NAMES[1]].double(), expected, rtol=1e-5, atol=1e-6)
-
-
 def test_compiled_modules_of_a_forward_that_raised_leave_nothing():
     torch.compiler.reset()
     model = Model()
@@ -678,19 +626,6 @@ def test_discard_drops_all_since_the_last_step():
         attention.calls.clear()
     model(tokens())
     assert_recorded(recorder.take(), model.expected())
-
-
-def test_an_aborted_batch_clips_nothing():
-    model = Model()
-    groups = optimizer.muon.get_default_muon_param_groups(model)
-    config = {"head_dim": HEAD_DIM, "threshold": 1e3}
-    optim = optimizer.Muon(groups, clip_config=config)
-    optim.qk_recorder = Recorder(model)
-    for _ in range(2):
-        aborted(model, 1e3 * tokens(), at=model.layers[1].feed_forward)
-        model(tokens()).square().sum().backward()
-        optim.step()
-    assert optim.qk_clip_stats()["total_clipped"] == 0
 
 
 def observed(recorder: Any, name: str) -> Callable[..., Tensor]:
@@ -756,20 +691,6 @@ def test_what_recording_raises_is_an_error_of_take():
     model(tokens())
     with pytest.raises(ValueError, match=r"layers\.0\.attention was not recorded.*KeyError.*such"):
         recorder.take()
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
-def test_a_trace_by_torch_jit_holds_no_recording():
-    model, twin = Model(), Model()
-    recorder = Recorder(model)
-    for attention in (*model.attentions, *twin.attentions):
-        attention.keeps = False
-    traced, other = (
-        [node.kind() for node in torch.jit.trace(m, (tokens(),)).inlined_graph.nodes()]
-        for m in (model, twin)
-    )
-    assert traced == other
-    assert recorder.take() == dict.fromkeys(NAMES)
 
 
 def test_removing_puts_back_what_an_interrupted_forward_left():
@@ -1099,7 +1020,7 @@ def test_recording_and_clipping_never_make_the_host_wait():
 
 @needs_cuda
 def test_maxima_of_compiled_flex_attention_are_those_of_its_queries_and_keys():
-    from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+    from torch.nn.attention.flex_attention import flex_attention
 
     compiled = torch.compile(flex_attention)
     q, k, v = (torch.randn(2, 4, 256, 64, device="cuda") for _ in range(3))

@@ -57,19 +57,6 @@ DIFFUSERS = {
         advised=RESNET + "upsamplers.conv proj_in proj_out",
         why="conv_in takes and conv_out gives latents, of four channels",
     ),
-    "unet_without_text": Architecture(
-        lambda: diffusers.UNet2DModel(
-            **UNET,
-            sample_size=8,
-            attention_head_dim=8,
-            down_block_types=("DownBlock2D", "AttnDownBlock2D"),
-            up_block_types=("AttnUpBlock2D", "UpBlock2D"),
-        ),
-        lambda: steps(sample=images(8)),
-        TIME + TO + "time_emb_proj",
-        "conv_in conv_out",
-        advised=RESNET + "upsamplers.conv",
-    ),
     "controlnet": Architecture(
         lambda: diffusers.ControlNetModel(
             **UNET,
@@ -251,11 +238,6 @@ PEFT = {
         labelled,
         "lora_A.default lora_B.default",
         "classifier.modules_to_save.default",
-    ),
-    "dora": Architecture(
-        adapted(lambda: peft.LoraConfig(r=8, use_dora=True, target_modules=["q_proj", "v_proj"])),
-        text,
-        "lora_A.default lora_B.default",
     ),
     "adalora": Architecture(
         adapted(

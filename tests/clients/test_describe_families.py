@@ -32,7 +32,6 @@ BY_HEAD = "(head (q=16 + k=16 + v=16)) dim"
 EXPECTED: dict[str, Expected] = {
     "llama": Expected(),
     "qwen3": Expected(),
-    "olmo2": Expected(),
     "gemma3": Expected(notes="tied"),
     "starcoder2": Expected(notes="tied"),
     "phi3": Expected(
@@ -112,9 +111,6 @@ EXPECTED: dict[str, Expected] = {
         warnings="fused", advised={"split": {"qkv_proj": "(4 (q=16 + v=16 + k=16)) dim"}}
     ),
     "gpt_neox": Expected(warnings="fused", advised={"split": {"query_key_value": BY_HEAD}}),
-    "bloom": Expected(
-        warnings="fused", notes="tied", advised={"split": {"query_key_value": BY_HEAD}}
-    ),
     "falcon": Expected(
         warnings="fused", notes="tied", advised={"split": {"query_key_value": [64, 16, 16]}}
     ),

@@ -85,21 +85,12 @@ def of(model: str, config: str, **arguments: Any) -> Callable[[], nn.Module]:
     return lambda: getattr(hf, model)(getattr(hf, config)(**arguments))
 
 
-def ids() -> Batch:
-    return {"input_ids": tokens()}
-
-
 def labelled() -> Batch:
     return {"input_ids": tokens(), "labels": torch.tensor([0, 1])}
 
 
 def labelled_tokens() -> Batch:
     return {"input_ids": tokens(), "labels": torch.randint(0, 2, (2, 12))}
-
-
-def answers() -> Batch:
-    starts, ends = torch.tensor([1, 2]), torch.tensor([3, 4])
-    return {"input_ids": tokens(), "start_positions": starts, "end_positions": ends}
 
 
 def labelled_images() -> Batch:
@@ -123,14 +114,7 @@ CAUSAL = {
     "qwen3": Architecture(
         causal("qwen3", **LLAMA), text, ATTENTION + GATED, "embed_tokens lm_head"
     ),
-    "olmo2": Architecture(
-        causal("olmo2", **LLAMA), text, ATTENTION + GATED, "embed_tokens lm_head"
-    ),
     "gemma3": Architecture(causal("gemma3_text", **LLAMA), text, ATTENTION + GATED, "embed_tokens"),
-    "cohere": Architecture(causal("cohere", **GROUPED), text, ATTENTION + GATED, "embed_tokens"),
-    "nemotron": Architecture(
-        causal("nemotron", **LLAMA), text, ATTENTION + "up_proj down_proj", "embed_tokens lm_head"
-    ),
     "starcoder2": Architecture(
         causal("starcoder2", **LLAMA), text, ATTENTION + "c_fc c_proj", "embed_tokens"
     ),
@@ -255,12 +239,6 @@ CAUSAL = {
         "wte lm_head",
     ),
     "gpt_neox": Architecture(causal("gpt_neox", **TEXT), text, GPT_NEOX, "embed_in lm_head"),
-    "bloom": Architecture(
-        causal("bloom", hidden_size=64, n_layer=2, n_head=4, vocab_size=1000),
-        text,
-        GPT_NEOX,
-        "word_embeddings",
-    ),
     "falcon": Architecture(causal("falcon", **TEXT), text, GPT_NEOX, "word_embeddings"),
     "falcon_grouped": Architecture(
         causal("falcon", **TEXT, num_kv_heads=2, new_decoder_architecture=True),
@@ -293,12 +271,6 @@ CAUSAL = {
         MAMBA,
         "embeddings A_log conv1d",
         why="A_log holds decay rates, used one by one",
-    ),
-    "falcon_mamba": Architecture(
-        causal("falcon_mamba", hidden_size=64, num_hidden_layers=2, vocab_size=1000, state_size=8),
-        text,
-        MAMBA,
-        "embeddings A_log conv1d",
     ),
     "mamba2": Architecture(
         causal(
@@ -409,21 +381,6 @@ ENCODERS = {
         BERT,
         BERT_TABLES + "classifier",
     ),
-    "bert_tokens": Architecture(
-        of("BertForTokenClassification", "BertConfig", **TEXT),
-        labelled_tokens,
-        BERT,
-        BERT_TABLES + "classifier",
-    ),
-    "bert_answers": Architecture(
-        of("BertForQuestionAnswering", "BertConfig", **TEXT),
-        answers,
-        BERT,
-        BERT_TABLES + "qa_outputs",
-    ),
-    "roberta": Architecture(
-        of("RobertaForMaskedLM", "RobertaConfig", **TEXT), text, BERT, BERT_TABLES
-    ),
     "roberta_classifier": Architecture(
         of("RobertaForSequenceClassification", "RobertaConfig", **TEXT),
         labelled,
@@ -452,13 +409,6 @@ ENCODERS = {
         BERT + "embeddings_project",
         BERT_TABLES + "dense_prediction",
     ),
-    "electra_lm": Architecture(
-        of("ElectraForMaskedLM", "ElectraConfig", **TEXT, embedding_size=32),
-        text,
-        BERT + "embeddings_project",
-        BERT_TABLES,
-        why="generator_predictions.dense gives what the tied head takes",
-    ),
     "albert": Architecture(
         of("AlbertForMaskedLM", "AlbertConfig", **TEXT, embedding_size=32),
         text,
@@ -471,12 +421,6 @@ ENCODERS = {
         "q_lin k_lin v_lin out_lin lin1 lin2 vocab_transform",
         "word_embeddings position_embeddings",
         why="vocab_transform is the hidden layer before the tied head",
-    ),
-    "distilbert_classifier": Architecture(
-        of("DistilBertForSequenceClassification", "DistilBertConfig", **DISTILBERT),
-        labelled,
-        "q_lin k_lin v_lin out_lin lin1 lin2 pre_classifier",
-        "word_embeddings position_embeddings classifier",
     ),
     "modernbert": Architecture(
         of("ModernBertForMaskedLM", "ModernBertConfig", **TEXT, cls_token_id=1, sep_token_id=2),
@@ -533,9 +477,6 @@ ENCODERS = {
         ATTENTION + GATED,
         "embed_tokens score",
     ),
-    "llama_without_head": Architecture(
-        of("LlamaModel", "LlamaConfig", **LLAMA), ids, ATTENTION + GATED, "embed_tokens"
-    ),
     "t5": Architecture(
         of(
             "T5ForConditionalGeneration",
@@ -546,12 +487,6 @@ ENCODERS = {
         ),
         text,
         "q k v o wi_0 wi_1 wo",
-        "shared relative_attention_bias",
-    ),
-    "t5_encoder": Architecture(
-        of("T5EncoderModel", "T5Config", **T5),
-        ids,
-        "q k v o wi wo",
         "shared relative_attention_bias",
     ),
     "prophetnet": Architecture(
@@ -840,27 +775,6 @@ IMAGES = {
         "mask_tokens upscale_conv2 neck.conv1 neck.conv2 upscale_conv1 "
         "iou_prediction_head.proj_out",
         why="a hypernetwork's proj_out gives features that pixels' are multiplied with",
-    ),
-    "upernet": Architecture(
-        of(
-            "UperNetForSemanticSegmentation",
-            "UperNetConfig",
-            backbone_config=dict(
-                model_type="convnext",
-                hidden_sizes=[16, 32, 48, 64],
-                depths=[1, 1, 1, 1],
-                out_features=["stage1", "stage2", "stage3", "stage4"],
-            ),
-            hidden_size=16,
-            pool_scales=[1, 2],
-            auxiliary_in_channels=48,
-            auxiliary_channels=16,
-            num_labels=12,
-        ),
-        lambda: {"pixel_values": images(64), "labels": torch.randint(0, 12, (2, 64, 64))},
-        "pwconv1 pwconv2",
-        "patch_embeddings dwconv classifier",
-        advised="downsampling_layer conv",
     ),
 }
 

@@ -13,7 +13,6 @@ from timm.models import (
     maxxvit,
     metaformer,
     mlp_mixer,
-    mobilenetv3,
     regnet,
 )
 from timm.models._efficientnet_builder import decode_arch_def
@@ -52,11 +51,9 @@ def large() -> Batch:
 
 TIMM = {
     "timm_vit": Architecture(of("vit_tiny_patch16_224", **VIT), small, BLOCK, PATCHES),
-    "timm_deit3": Architecture(of("deit3_small_patch16_224", **VIT), small, BLOCK, PATCHES),
     "timm_deit_distilled": Architecture(
         of("deit_tiny_distilled_patch16_224", **VIT), small, BLOCK, PATCHES + "dist_token head_dist"
     ),
-    "timm_eva02": Architecture(of("eva02_tiny_patch14_224", **VIT), small, BLOCK, PATCHES),
     "timm_beit": Architecture(
         of("beit_base_patch16_224", **VIT),
         small,
@@ -158,20 +155,6 @@ TIMM = {
         advised="conv_reduce conv_expand conv_pw conv_pwl conv_head",
         why=CONVOLUTIONS,
     ),
-    "timm_mobilenetv3": Architecture(
-        lambda: mobilenetv3.MobileNetV3(
-            decode_arch_def(
-                [["ds_r1_k3_s2_e1_c16_se0.5_nre"], ["ir_r2_k3_s2_e4.5_c24"], ["cn_r1_k1_s1_c48"]]
-            ),
-            num_features=64,
-            stem_size=16,
-            num_classes=10,
-        ),
-        small,
-        adamw="conv_stem conv_dw classifier",
-        advised="conv_reduce conv_expand conv_pw conv_pwl conv conv_head",
-        why=CONVOLUTIONS,
-    ),
     "timm_regnet": Architecture(
         lambda: regnet.RegNet(
             regnet.RegNetCfg(depth=6, w0=16, wa=16.0, wm=2.0, group_size=8, se_ratio=0.5),
@@ -244,20 +227,6 @@ TORCHVISION = {
         "features.0 classifier.6",
         advised="features",
         why="of the stack called classifier only the last layer is a head",
-    ),
-    "vgg16": Architecture(
-        lambda: narrow(tv.vgg16(num_classes=10), by=8),
-        small,
-        "classifier",
-        "features.0 classifier.6",
-        advised="features",
-    ),
-    "resnet18": Architecture(
-        lambda: narrow(tv.resnet18(num_classes=10), by=8),
-        large,
-        adamw="conv1 fc",
-        advised="layer1.0.conv1 layer1.1.conv1 layer2.0.conv1 layer2.1.conv1 layer3.0.conv1 "
-        "layer3.1.conv1 layer4.0.conv1 layer4.1.conv1 conv2 downsample",
     ),
     "mobilenet_v3_small": Architecture(
         lambda: tv.MobileNetV3(
