@@ -17,7 +17,6 @@ import pytest
 import torch
 
 import stub_driver
-from accelerator_path import Facts, Watch, wrong_grid
 from fake_device import CUDA, fake_device
 
 PROGRAM = Path(__file__).parent / "accelerator_path.py"
@@ -83,46 +82,6 @@ def test_pointers_of_collectives_and_kernels_can_be_accessed_in_vectors(case):
     _, facts = case
     misaligned = sorted(facts["misaligned"].items(), key=lambda item: -item[1])
     assert not misaligned, "\n".join(f"{count} × {what}" for what, count in misaligned[:20])
-
-
-def test_a_pointer_that_vectors_do_not_fit_is_told():
-    buffer = torch.empty(1024, dtype=torch.float16)
-    facts = Facts()
-    watch = Watch(facts, model=[])
-    watch.look("sent", buffer[8:])
-    assert not facts.misaligned
-    watch.look("sent", buffer[9:])
-    assert facts.misaligned == {"sent torch.float16 (1015,) +2": 1}
-    assert (facts.misaligned_bytes, facts.bytes) == (2030, 2030 + 2032)
-    start = buffer.data_ptr()
-    Watch(facts, model=[(start, start + 2048)]).look("weights", buffer[9:])
-    assert len(facts.misaligned) == 1
-
-
-@pytest.mark.parametrize(
-    "kernel, arguments, programs",
-    [
-        (
-            "_weights",
-            {
-                "firsts": (0, 4, 8, 12),
-                "lengths": (70, 70, 70, 70),
-                "shape": (1, 40),
-                "ROWS": 32,
-                "COLS": 64,
-            },
-            12,
-        ),
-        ("_sizes_kernel", {"programs": 12, "count": 4}, 3),
-        ("_symmetric_kernel", {"a_ptr": torch.empty(2, 300, 8), "BLOCK": 128, "tiles": 12}, 12),
-    ],
-)
-def test_a_grid_that_leaves_a_tile_out_or_has_one_too_many_is_told(kernel, arguments, programs):
-    def reason(count: int) -> str:
-        return wrong_grid(stub_driver.Launch(kernel, 1, (count, 1, 1), (), arguments))
-
-    assert reason(programs) == ""
-    assert "a grid of" in reason(programs - 1) and "a grid of" in reason(programs + 1)
 
 
 def test_the_fake_device_notes_what_makes_the_host_wait():

@@ -154,36 +154,9 @@ def test_maxima_of_logits_are_timed_beside_attention(capsys):
     assert f"torch {torch.__version__}" in printed
 
 
-def test_the_whole_score_matrix_has_the_same_maxima():
-    q, k = torch.randn(2, 6, 40, 8), torch.randn(2, 2, 40, 8)
-    found = timing.load_kernel().qk_clip.max_qk_logits(q, k)
-    torch.testing.assert_close(qk_logits.whole(q, k), found)
-
-
-def test_plain_torch_is_an_orthogonalization():
-    wide = orthogonalize.plain(torch.randn(3, 16, 48)).double()
-    tall = orthogonalize.plain(torch.randn(3, 48, 16)).double()
-    for U in (wide, tall.mT):
-        sigmas = torch.linalg.svdvals(U)
-        assert sigmas.min() > 0.5 and sigmas.max() < 1.3
-
-
 def test_step_holds_all_contenders_to_a_floor(capsys):
-    step.main(
-        [
-            "--layers",
-            "1",
-            "--dim",
-            "32",
-            "--ffn",
-            "64",
-            "--rounds",
-            "1",
-            "--ceiling",
-            "32",
-            "--markdown",
-        ]
-    )
+    sizes = ["--layers", "1", "--dim", "32", "--ffn", "64"]
+    step.main([*sizes, *TINY])
     printed = capsys.readouterr().out
     (ours,) = rows_of(printed, step.OURS)
     assert float(ours[4]) > 0 and ours[6] == "1.000"
@@ -201,21 +174,6 @@ def test_a_share_of_a_model_is_one_ranks_part_of_its_flops(ranks):
     parts = step.flops_of_forms(whole, recipe) / step.flops_of_forms(share, recipe)
     assert whole.total() == 7 * 32
     assert 0.9 * ranks < parts < 1.1 * ranks
-
-
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator to try it")
-def test_models_too_large_for_a_cpu_are_refused(capsys):
-    with pytest.raises(SystemExit):
-        step.main(["--model", "llama-3-8b"])
-    assert "--layers" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("gib", "layers"), [(78, 21), (139, 32), (1, 1)])
-def test_as_many_layers_are_taken_as_fit(gib, layers, monkeypatch):
-    free = gib << 30, gib << 30
-    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda device=None: free)
-    options = SimpleNamespace(model="llama-3-8b", contenders=["ours", "torch"], dtype="float32")
-    assert step.layers_that_fit(options) == layers
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
@@ -268,14 +226,6 @@ def test_references_of_accuracy_are_those_of_the_formulas(shape):
     assert found.polar == pytest.approx(float((U - polar).norm() / polar.norm()))
 
 
-def test_the_wire_keeps_a_matrix_up_to_a_power_of_two():
-    G = torch.randn(50, 24) * torch.logspace(-6, 2, 50).unsqueeze(1)
-    sent = accuracy.through_wire(timing.load_kernel(), G, torch.float16).double()
-    scale = float(sent.norm() / G.double().norm())
-    exact = 2.0 ** round(torch.tensor(scale).log2().item())
-    assert float((sent / exact - G).norm() / G.norm()) < 2**-11
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("error")
 def test_training_compares_optimizers_at_their_best_rates_and_repeats_no_run(
@@ -308,25 +258,6 @@ def test_weight_rounding_trains_with_each_way_to_round(tmp_path, capsys):
     rows = rows_of(capsys.readouterr().out, "0.01")
     assert [row[1] for row in rows] == list(weight_rounding.COLOURS)
     assert picture.exists()
-
-
-@pytest.mark.parametrize("adjust_lr", training.ADJUST_LR)
-def test_rates_that_describe_advises_against_are_tried_as_they_are(adjust_lr):
-    for lr in (1e-5, 1.0):
-        model = training.TASKS["mlp"].build()
-        muon = training.make_optimizer(model, "Muon", lr, 3e-3, adjust_lr=adjust_lr)
-        used = [(group["use_muon"], group["lr"], group["adjust_lr"]) for group in muon.param_groups]
-        assert used == [(True, lr, adjust_lr), (False, 3e-3, adjust_lr)]
-
-
-def test_both_optimizers_have_one_rate_for_the_same_matrices_and_one_for_the_rest():
-    model = training.TASKS["transformer-s"].build()
-    rates = []
-    for name in ("AdamW", "Muon"):
-        groups = training.make_optimizer(model, name, 1e-2, 2e-2).param_groups
-        rates.append({param: group["lr"] for group in groups for param in group["params"]})
-    assert rates[0] == rates[1] and {*rates[0].values()} == {1e-2, 2e-2}
-    assert rates[0].keys() == {*model.parameters()}
 
 
 def test_a_best_pair_of_rates_at_an_edge_asks_for_rates_beyond_it():
@@ -422,13 +353,6 @@ def test_offload_says_that_it_simulates(capsys):
     assert "fair share" not in printed
 
 
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator to measure")
-def test_offload_says_where_a_share_is_more_than_a_fair_one(capsys):
-    offload.main(["--share", "llama-3-8b", "--ranks", "64"])
-    printed = capsys.readouterr().out
-    assert "a whole layer for this rank: 2.00 × its fair share of 0.50 layers" in printed
-
-
 @pytest.mark.skipif(torch.backends.cuda.is_built(), reason="for builds without CUDA")
 def test_offload_measures_beside_an_accelerator(capsys, monkeypatch):
     monkeypatch.setattr(offload, "share_of", lambda *_: TINY_SHARE)
@@ -465,30 +389,16 @@ def test_offload_measures_beside_an_accelerator(capsys, monkeypatch):
     ("arguments", "refused"),
     [
         ("--ranks 0", "argument --ranks: 0 is not at least 1"),
-        ("--ranks 2.5", "argument --ranks: invalid int value: '2.5'"),
         ("--share qwen3-30b-a3b --ranks 129", "129 is more than qwen3-30b-a3b's experts"),
-        ("--layers 0", "argument --layers: 0 is not at least 1"),
         ("--slot-bytes 0", "argument --slot-bytes: 0 is not at least 1"),
-        ("--repeats 0", "argument --repeats: 0 is not at least 1"),
         ("--link 55", "argument --link: 55 is not at least 1e6"),
-        ("--link nan", "argument --link: nan is not at least 1e6"),
-        ("--link inf", "argument --link: inf is not finite"),
         ("--achieved 0", "argument --achieved: 0 is not above 0 and at most 1"),
-        ("--achieved 1.1", "argument --achieved: 1.1 is not above 0 and at most 1"),
-        ("--launch 2", "argument --launch: 2 is not at least 0 and at most 1"),
     ],
 )
 def test_offload_refuses_nonsense(capsys, arguments, refused):
     with pytest.raises(SystemExit):
         offload.main(arguments.split())
     assert refused in capsys.readouterr().err
-
-
-def test_offload_tells_a_difference_only_where_its_sign_is_no_noise():
-    off = [1.0, 1.1, 1.2, 1.05, 1.3]
-    assert offload.difference([o + 0.25 for o in off], off) == pytest.approx(0.25)
-    assert offload.difference([0.9, 1.4, 1.1, 1.3, 1.0], off) is None
-    assert offload.difference(off, off) is None
 
 
 def test_offload_times_the_hosts_part(capsys, monkeypatch):

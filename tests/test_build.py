@@ -376,17 +376,6 @@ def test_variants_have_valid_digests_and_metadata(builder, source):
 
 
 @needs_build_script
-def test_command_line_builds_one_backend(tmp_path):
-    options = ["--source", ROOT, "--output", tmp_path, "--backend", "cuda"]
-    command = [sys.executable, BUILD_SCRIPT, *options]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    assert "_optimizer_cuda_" in done.stdout
-    assert [path.name for path in tmp_path.iterdir()] == ["torch-cuda"]
-    refused = subprocess.run([*command, "--backend", "abacus"], capture_output=True, text=True)
-    assert refused.returncode != 0 and "abacus" in refused.stderr
-
-
-@needs_build_script
 def test_id_follows_the_content_and_nothing_else(builder, source, tmp_path):
     def build() -> str:
         (build_id,) = builder.build(source, tmp_path / "output", [HERE])
@@ -563,21 +552,6 @@ def test_clones_of_a_commit_give_the_same_bytes_under_any_umask_locale_and_time(
 
 
 @needs_build_script
-def test_the_locale_decides_nothing(tmp_path):
-    options = ["--source", ROOT, "--output", tmp_path]
-    command = [sys.executable, "-X", "warn_default_encoding", ROOT / "scripts" / "build.py"]
-    done = subprocess.run([*command, *options], capture_output=True, text=True, check=True)
-    assert not re.search(r"scripts/\w+\.py:\d+: EncodingWarning", done.stderr)
-
-
-@needs_build_script
-def test_sources_inside_another_checkout_do_not_take_its_commit(builder, source):
-    git(source.parent, "init", "--quiet")
-    git(source.parent, "commit", "--quiet", "--allow-empty", "-m", "other")
-    assert builder.git_status(source) is None
-
-
-@needs_build_script
 def test_parallel_builds_leave_one_whole_build(builder, source, tmp_path):
     sources = []
     for index in range(4):
@@ -593,15 +567,6 @@ def test_parallel_builds_leave_one_whole_build(builder, source, tmp_path):
     assert metadata.id in ids and len(ids) == len(sources)
     metadata.digest.validate(Digest.hash_variant(DigestAlgorithm.SHA256, variant))
     assert [path.name for path in output.iterdir()] == [variant.name]
-
-
-@needs_build_script
-def test_custom_operators_get_the_namespace_of_their_build(builder, source, tmp_path):
-    init = source / "torch-ext" / "optimizer" / "__init__.py"
-    init.write_text("from ._ops import add_op_namespace_prefix, ops\n__all__ = []\n")
-    (build_id,) = builder.build(source, tmp_path / "output", [HERE])
-    loaded = get_local_kernel(tmp_path / "output")
-    assert loaded.add_op_namespace_prefix("gram") == f"{build_id}::gram"
 
 
 @needs_build_script

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -95,13 +93,6 @@ def test_smaller_chunks_take_less_memory():
     assert taken[0] < taken[1] < taken[2]
 
 
-def test_state_takes_one_buffer_per_matrix():
-    params = transformer(1, 64, 128)
-    optim = make(params)
-    optim.step()
-    assert all(list(optim.state[p]) == ["momentum_buffer"] for p in params)
-
-
 def test_memory_does_not_grow_over_steps():
     params = transformer(1, 64, 128)
     optim = make(params, beta2=0.9)
@@ -146,50 +137,6 @@ def test_gathers_send_to_all_others_and_reductions_twice_as_much_as_is_missing()
     for rank, sent in enumerate(run_ranks(gathers_and_reductions, 4)):
         broadcast = 0 if rank else 3 * 28
         assert sent == [3 * 28, 2 * 28 * 3 / 4, 0, 3 * 56, 0, broadcast]
-
-
-def raw_exchange() -> list[float]:
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    store = dist.PrefixStore("raw", dist.distributed_c10d._get_default_store())
-    group = dist.ProcessGroupGloo(store, rank, ranks, timedelta(seconds=30))
-    notes = torch.zeros(ranks, 3, dtype=torch.int64)
-    counter = count(lambda: group.alltoall_base(notes.clone(), notes, [], []).wait())
-    return [counter.sent, counter.sent_in_notes]
-
-
-def test_notes_on_a_group_of_the_backend_alone_are_seen():
-    assert run_ranks(raw_exchange, 3) == 3 * [[0, 2 * 3 * 8]]
-
-
-def full_tensor(rows: int) -> tuple[float, int, int]:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    sharded = distribute_tensor(torch.randn(rows, 6), mesh, [Shard(0)])
-    counter = count(sharded.full_tensor)
-    return counter.sent, len(counter.messages), counter.peak_bytes
-
-
-@pytest.mark.parametrize("rows", [8, 7])  # uneven shards are padded to equal ones
-def test_a_full_tensor_is_one_gather_of_equal_shards(rows):
-    for sent, messages, peak in run_ranks(full_tensor, 4, rows):
-        assert (sent, messages) == (2 * 6 * 4 * 3, 1)
-        if rows == 8:
-            assert peak == 8 * 6 * 4
-
-
-def test_the_peak_is_what_lives_at_one_time():
-    x = torch.randn(1000)
-
-    def work():
-        a = torch.empty(1000)
-        b = a + x  # 8000 bytes
-        del a
-        x.mul_(2)  # in place
-        c = torch.empty(2000)
-        b = b.view(10, 100)  # of the same memory: 12000
-        del b
-        c.add_(torch.empty(1500).sum())  # 14000, and the sum's 4
-
-    assert count(work).peak_bytes == 14_004
 
 
 # Traffic and memory of sharded matrices.

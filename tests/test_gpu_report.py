@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-import signal
 import subprocess
 import sys
-import tarfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +17,6 @@ sys.path.append(str(Path(__file__).parent.parent / "scripts"))
 import gpu_checks
 import gpu_figures
 import gpu_report
-import gpu_sections
 from gpu_sections import AIMS, CHECKOUT, SECTIONS, Command, Machine, Section
 
 COMMANDS = [command for section in SECTIONS for command in section.commands]
@@ -48,14 +45,6 @@ def reported(folder, sections):
     done = subprocess.run(command, capture_output=True, text=True, timeout=1200, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done, (folder / "report.md").read_text()
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is a device")
-def test_tests_of_kernels_mix_no_tensors_of_host_and_device(tmp_path):
-    _, report = reported(tmp_path, ["kernels"])
-    passed = int(re.search(r"^\| passed \|  \| (\d+) \|", report, re.MULTILINE)[1])
-    assert passed > 300 and "failure" not in report
 
 
 @pytest.mark.slow
@@ -97,22 +86,6 @@ def test_a_section_that_fails_or_hangs_is_named_and_stops_no_other(monkeypatch, 
     assert "| fine | it works | passed |" in report
 
 
-def test_tests_that_fail_or_are_skipped_are_told_by_name_and_reason(monkeypatch, tmp_path):
-    file = tmp_path / "test_some.py"
-    file.write_text(
-        "import pytest\n"
-        "def test_good(): pass\n"
-        "def test_bad(): assert False\n"
-        "@pytest.mark.skip(reason='no link')\n"
-        "def test_absent(): pass\n"
-    )
-    command = Command("", fake=f"-m pytest -q -c /dev/null -p no:cacheprovider {file}")
-    status, report = run_fake(monkeypatch, tmp_path, Section("some", "tests", 60, [command]))
-    assert status == 1
-    assert "| passed |  | 1 |" in report
-    assert "| failure | test_bad | 1 |" in report and "| skipped | no link | 1 |" in report
-
-
 def writing(name, text="''", seconds=60, **about):
     """A section of one command, which appends a line to the tables and does what ``text`` says."""
     row = json.dumps({"title": "T", "columns": ["which", "ms"], "rows": [[name, 1.5]]})
@@ -137,55 +110,6 @@ def test_after_the_deadline_nothing_is_started_and_what_runs_is_stopped(
     assert "| first | 1.5 |" in report and "| long | 1.5 |" in report
 
 
-def test_what_need_not_run_alone_runs_side_by_side_and_before_the_rest(monkeypatch, tmp_path):
-    # Each waits for the file of the other.
-    meets = [
-        f"open('{tmp_path}/{one}', 'w'); "
-        f"[time.sleep(0.1) for _ in range(300) if not os.path.exists('{tmp_path}/{other}')]; "
-        f"assert os.path.exists('{tmp_path}/{other}')"
-        for one, other in ("ab", "ba")
-    ]
-    after = f"assert os.path.exists('{tmp_path}/a') and os.path.exists('{tmp_path}/b')"
-    status, report = run_fake(
-        monkeypatch,
-        tmp_path,
-        writing("timed", after),
-        *(writing(f"untimed {n}", text, runs_alone=False) for n, text in enumerate(meets)),
-    )
-    assert status == 0
-    assert re.findall(r"^## ([\w ]+): it writes", report, re.MULTILINE) == [
-        *("timed", "untimed 0", "untimed 1")
-    ]
-
-
-def test_what_was_found_is_in_another_folder_after_each_section(monkeypatch, tmp_path):
-    to = tmp_path / "to"
-    seen = f"open('{to}/report.md').read().index('| first | 1.5 |')"
-    options = ["--to", str(to), "--commit", "c0ffee"]
-    sections = writing("first"), writing("second", seen)
-    status, report = run_fake(monkeypatch, tmp_path, *sections, options=options)
-    assert status == 0
-    archives = {"gpu.tgz", "memory.tgz"}
-    assert {path.name for path in to.iterdir()} == {"report.md", "tables.json", *archives}
-    assert (to / "report.md").read_text() == report and "- commit c0ffee" in report
-    with tarfile.open(to / "gpu.tgz") as archive:
-        names = archive.getnames()
-    assert {"first.log", "second.log", "report.md"} <= set(names)
-    assert len(gpu_report.PICTURES) + 4 <= 8
-
-
-@pytest.mark.slow
-def test_a_test_that_failed_before_the_end_of_its_section_is_named(monkeypatch, tmp_path, capsys):
-    file = tmp_path / "test_some.py"
-    file.write_text("import time\ndef test_bad(): assert False\ndef test_long(): time.sleep(99)\n")
-    words = f"-m pytest -q -c /dev/null -p no:cacheprovider {file} -n 2"  # in processes of its own
-    section = Section("some", "tests", 60, [Command("", fake=words)])
-    monkeypatch.setattr(gpu_report, "LEAST", 1)
-    run_fake(monkeypatch, tmp_path, section, options=["--seconds", "5"])
-    assert "some: not done in time" in (printed := capsys.readouterr().out)
-    assert "test_bad" in printed.split("tests that failed:")[1]
-
-
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -203,37 +127,6 @@ def test_a_folder_that_is_not_its_own_is_left_alone(monkeypatch, tmp_path, capsy
     with pytest.raises(SystemExit):
         gpu_report.main(["--fake", *(word.replace("HERE", str(tmp_path)) for word in options)])
     assert says in capsys.readouterr().err and (tmp_path / "mine" / "file").exists()
-
-
-@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_leaves_no_process_behind(tmp_path, end):
-    script = tmp_path / "script.py"
-    script.write_text(f"""
-import signal, sys
-sys.path[:0] = [{str(CHECKOUT / "scripts")!r}, {str(Path(__file__).parent)!r}]
-import gpu_report
-from gpu_sections import Section
-from test_gpu_report import writing
-
-told = "open('{tmp_path}/' + str(os.getpid()), 'w'); time.sleep(99)"
-gpu_report.SECTIONS = [
-    Section(name, "", 60, 2 * writing(name, told).commands, runs_alone=False) for name in "ab"
-]
-sys.exit(gpu_report.start(["--fake", "--out", "{tmp_path}/out"]))
-""")
-    process = subprocess.Popen([sys.executable, script], stderr=subprocess.DEVNULL)
-
-    def started() -> set[str]:
-        return {path.name for path in tmp_path.iterdir() if path.name.isdigit()}
-
-    deadline = time.monotonic() + 120
-    while len(numbers := started()) < 2:
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.1)
-    process.send_signal(end)
-    assert process.wait(30) != 0
-    assert started() == numbers  # nor was the next command started
-    assert not any(Path("/proc", number).exists() for number in numbers)
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is a device")
@@ -256,12 +149,6 @@ def test_what_a_machine_lacks_is_the_reason_that_a_section_is_not_run():
     }
 
 
-def test_several_devices_have_time_for_the_sections_that_need_them():
-    assert ONE_DEVICE.seconds == 600
-    several = sum(s.seconds for s in SECTIONS if s.missing(ONE_DEVICE))
-    assert Machine(devices=8, sanitizer=None).seconds >= 600 + several
-
-
 def test_gaps_are_between_all_that_a_device_does_and_time_is_by_kernel():
     work = [("b", 10.0, 20.0), ("a", 0.0, 4.0), ("b", 12.0, 15.0), ("a", 26.0, 30.0)]
     rows, idle, largest = gpu_checks.times_by_kernel(work)
@@ -279,12 +166,6 @@ def test_commands_name_files_and_options_that_exist(command):
         known = "".join((CHECKOUT / script).read_text() for script in scripts)
         for option in re.findall(r"--[a-z-]+", line) if scripts else ():
             assert f'"{option}"' in known, option
-
-
-def test_tests_of_kernels_are_all_there_but_those_that_compile_for_other_chips():
-    assert "tests/test_triton_symmetric.py" in gpu_sections.KERNEL_TESTS
-    assert "tests/test_triton_elementwise.py" in gpu_sections.KERNEL_TESTS
-    assert "compile" not in gpu_sections.KERNEL_TESTS
 
 
 def test_a_check_that_fails_is_named_and_stops_no_other(monkeypatch, tmp_path, capsys):
@@ -370,9 +251,3 @@ def test_an_aim_without_a_figure_is_not_measured():
     assert judged("streamed", STEPS, CLIP) == [("–", "", "not measured")]
     alone = table("One step", STEPS.columns, ("Muon (this package)", 50.0, "–", 1.1))
     assert judged("2.3 times", alone) == [("–", "", "not measured")]
-
-
-def test_aims_are_those_of_the_document():
-    text = " ".join((CHECKOUT / "docs" / "performance.md").read_text().split())
-    for aim in AIMS:
-        assert aim.what in text, aim.what

@@ -4,7 +4,6 @@ Some of these pin what kernels 0.17.2 does not do: docs/publishing.md tells its 
 """
 
 import copy
-import json
 import re
 import subprocess
 import sys
@@ -39,10 +38,6 @@ def build_id(contents, version: str = "v1") -> str:
     return Metadata.from_bytes(branch(contents, version)[f"{VARIANT}/metadata.json"]).id
 
 
-def commit_of(contents, version: str = "v1") -> str:
-    return contents[KERNEL].branches[version]
-
-
 def test_a_published_kernel_is_fetched_and_trains_as_the_local_build(client, releases, trained):
     refused, name, result = client.python("""
 refused = attempt(load, trust_remote_code=False)
@@ -53,12 +48,6 @@ show(refused, optimizer.__name__, train(optimizer))
     assert "Set trust_remote_code=True or add the repository ID" in refused
     assert name == build_id(releases.first)
     assert result == trained[0]
-
-
-def test_a_trusted_publisher_needs_no_trust_remote_code(hub, client, trained):
-    hub.trusted.add(KERNEL.partition("/")[0])
-    script = 'optimizer = get_kernel("org/optimizer", version=1)\nshow(train(optimizer))'
-    assert client.python(script) == [trained[0]]
 
 
 def test_two_versions_train_side_by_side_as_each_does_alone(hub, client, releases, trained):
@@ -162,16 +151,6 @@ show(found, list(map(str, folder.rglob("*.pyc"))), result)
     assert bytecode == [] and result == trained[0]
 
 
-def test_files_of_another_size_are_refused_and_do_not_stay(hub, client, trained):
-    path = f"{VARIANT}/muon.py"
-    hub.corrupted[path] = b"RELEASE = 'cut short'\n"
-    (refused,) = client.python("show(attempt(load))")
-    assert "Consistency check failed" in refused and "muon.py" in refused
-    hub.corrupted.clear()
-    check = documented("Verify what was fetched")
-    assert client.python(f"exec({check!r}, {{}})\nshow(train(load()))") == [trained[0]]
-
-
 def test_what_is_not_published_is_named(hub, client):
     repository = hub.repositories[KERNEL]
     files = repository.files("v1")
@@ -206,20 +185,6 @@ show(first, train(optimizer))
     assert [fault.times for fault in hub.faults] == [0] * 4, "not every fault was met"
 
 
-def test_what_an_online_start_leaves_is_not_enough_to_start_offline(hub, client, releases):
-    # kernels asks by commit, so the cache has no name for the branch, and one variant only.
-    client.python("show(load().__name__)")
-    commit = commit_of(releases.first)
-    by_version, by_commit = client.python(
-        f'show(attempt(load), attempt(load, version=None, revision="{commit}"))',
-        HF_HUB_OFFLINE="1",
-    )
-    assert "is not available in the local cache" in by_version
-    assert "Cannot find a local snapshot" in by_commit
-    (unreachable,) = client.python("show(attempt(load))", HF_ENDPOINT=DEAD)
-    assert unreachable.startswith("ConnectError")
-
-
 def test_a_whole_download_starts_offline(client, trained):
     client.tool("hf", "download", KERNEL, "--repo-type", "kernel", "--revision", "v1")
     offline = {"HF_HUB_OFFLINE": "1", "HF_ENDPOINT": DEAD}
@@ -239,63 +204,3 @@ show(train(optimizer), get_local_kernel(Path({str(folder)!r})) is optimizer)
         HF_ENDPOINT=DEAD,
     )
     assert result == trained[0] and same
-
-
-def test_turned_off_telemetry_keeps_kernels_from_loading(client):
-    (refused,) = client.python("show(attempt(load))", HF_HUB_DISABLE_TELEMETRY="1")
-    assert refused.startswith("LocalProtocolError: Illegal header value")
-
-
-def test_locked_kernels_stay_what_they_were_when_the_version_is_republished(
-    hub, client, releases, tmp_path
-):
-    project = tmp_path / "project"
-    project.mkdir()
-    (project / "pyproject.toml").write_text(f'[tool.kernels.dependencies]\n"{KERNEL}" = 1\n')
-    lock = project / "kernels.lock"
-    with pytest.raises(AssertionError, match="is not from a trusted publisher"):
-        client.tool("kernels", "lock", project)
-    hub.trusted.add(KERNEL.partition("/")[0])
-    client.tool("kernels", "lock", project)
-    assert f'"commit": "{commit_of(releases.first)}"' in lock.read_text()
-    hub.trusted.clear()
-
-    hub.repositories[KERNEL] = copy.deepcopy(releases.changed[KERNEL])
-    hub.repositories[KERNEL].commits |= releases.first[KERNEL].commits
-    commit = commit_of(releases.first)
-    names = client.python(f"""
-locked = get_locked_kernel("org/optimizer", lockfile=Path({str(lock)!r}),
-                           trust_remote_code=["org/optimizer"])
-pinned = load(version=None, revision="{commit}")
-show(locked.__name__, pinned.__name__, load().__name__)
-""")
-    first, changed = build_id(releases.first), build_id(releases.changed)
-    assert names == [first, first, changed]
-
-
-def test_a_lock_is_loaded_offline_after_a_whole_download_and_not_after_kernels_download(
-    client, releases, tmp_path
-):
-    commit = commit_of(releases.first)
-    dependency = {"repo-id": KERNEL, "version": 1}
-    lock = json.dumps([{"dependency": dependency, "lock": {"commit": commit}}])
-    (tmp_path / "kernels.lock").write_text(lock)
-    lockfile = f"lockfile=Path({str(tmp_path)!r}, 'kernels.lock')"
-    load = f"show(attempt(load_kernel, 'org/optimizer', {lockfile}))"
-    # It looks for the benchmarks too, which `kernels download` leaves out.
-    client.tool("kernels", "download", "--all-variants", tmp_path)
-    (refused,) = client.python(load, HF_ENDPOINT=DEAD)
-    assert "Cannot find a local snapshot" in refused
-    client.tool("hf", "download", KERNEL, "--repo-type", "kernel", "--revision", commit)
-    assert client.python(load, HF_ENDPOINT=DEAD) == [f"loaded {build_id(releases.first)}"]
-
-
-def test_benchmarks_run_from_a_downloaded_folder(client, tmp_path):
-    # `kernels benchmark org/optimizer` asks for a repository of models.
-    refused = client.command("kernels", "benchmark", KERNEL, "--version", "1")
-    assert refused.returncode and "/api/models/org/optimizer" in refused.stderr
-    folder = tmp_path / "kernel"
-    where = ("--repo-type", "kernel", "--revision", "v1", "--local-dir", folder)
-    client.tool("hf", "download", KERNEL, *where)
-    done = client.command("kernels", "benchmark", folder, "--iterations", "1", "--warmup", "0")
-    assert done.returncode == 0 and "Orthogonalize" in done.stdout + done.stderr, done.stderr

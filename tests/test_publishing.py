@@ -247,9 +247,3 @@ def test_what_the_hub_refuses_is_told_in_a_line_that_says_what_to_do(hub, client
     arrange, told = REFUSALS[name]
     arrange(hub)
     assert told in client.refused(releases.changed_sources)
-
-
-def test_without_the_right_to_create_an_existing_repository_is_published_to(hub, client, releases):
-    no_right(hub, "create")
-    client.publish(releases.changed_sources)
-    assert branch(hub.repositories, "v1") == branch(releases.changed, "v1")

@@ -63,46 +63,6 @@ def test_each_wait_that_is_dropped_is_missed_unless_a_later_one_does_its_work():
     assert recorder.races == []
 
 
-def test_waits_are_dropped_by_place_and_call_site():
-    seen = []
-    recorder = Recorder(dropped=lambda place, site: seen.append((place, site)) or site == "stream")
-    stream(recorder)
-    assert [place for place, _ in seen] == list(range(len(recorder.waits)))
-    assert any("unordered" in race for race in recorder.races)
-
-
-def use(recorder: Recorder, before: bool = True, after: bool = True) -> None:
-    """One copy in and an operation on it, or the other way round."""
-    host, slot = torch.ones(BYTES), recorder.allocate(4 * BYTES).view(torch.float32)
-    if before:
-        recorder.wait(IN, recorder.record(COMPUTE))
-    recorder.copy(IN, [slot], [host])
-    if after:
-        recorder.wait(COMPUTE, recorder.record(IN))
-    with recorder.watching():
-        torch.empty(BYTES).copy_(slot)
-
-
-@pytest.mark.parametrize(
-    ("waits", "expected"),
-    [
-        (
-            {"before": False},
-            "in writes (copy in use) unordered with: compute wrote (allocate in use)",
-        ),
-        ({"after": False}, "compute reads (copy_) unordered with: in wrote (copy in use)"),
-        ({}, None),
-    ],
-)
-def test_races_are_told_readably(waits, expected):
-    recorder = Recorder()
-    use(recorder, **waits)
-    assert len(recorder.races) == (expected is not None)
-    if expected is not None:
-        place = "first in a tensor at byte 0 of allocation 0 (256 bytes)"
-        assert recorder.races == [f"{expected}, {place}"]
-
-
 @pytest.mark.parametrize("waits", [True, False])
 def test_freeing_while_a_copy_out_is_under_way_is_a_race(waits):
     recorder = Recorder()
@@ -123,86 +83,6 @@ def test_using_what_was_freed_is_a_race():
     with recorder.watching():
         slot[3:5].zero_()
     assert len(recorder.races) == 1 and "compute writes (zero_) what was freed" in recorder.races[0]
-
-
-def test_two_reads_are_no_race_and_neither_are_neighbours():
-    recorder = Recorder()
-    host = torch.zeros(4 * BYTES, dtype=torch.uint8)
-    first, second, third, fourth = host.split(BYTES)
-    other = [torch.empty(BYTES, dtype=torch.uint8) for _ in range(2)]
-    recorder.copy(IN, [other[0]], [first])
-    recorder.copy(OUT, [third], [other[1]])
-    recorder.touched(first, write=False)
-    recorder.touched(second, write=True)
-    recorder.touched(fourth, write=True, by=HOST)
-    assert recorder.races == []
-    recorder.touched(host[3 * BYTES - 1 :], write=False)
-    assert len(recorder.races) == 1
-
-
-def test_events_carry_what_their_queue_waited_for_and_only_that():
-    recorder = Recorder()
-    slot, host = recorder.allocate(BYTES), torch.zeros(BYTES, dtype=torch.uint8)
-    early = recorder.record(IN)
-    recorder.wait(IN, recorder.record(COMPUTE))
-    recorder.copy(IN, [slot], [host])
-    recorder.wait(OUT, recorder.record(IN))
-    recorder.wait(COMPUTE, recorder.record(OUT))  # by way of OUT
-    recorder.touched(slot, write=True)
-    assert recorder.races == []
-    recorder.copy(IN, [slot], [host])  # IN knows nothing of that write
-    assert len(recorder.races) == 1
-    recorder.wait(COMPUTE, early)  # behind nothing
-    recorder.touched(slot, write=True)
-    assert len(recorder.races) == 2
-
-
-def test_the_order_in_which_the_host_gives_work_orders_nothing():
-    recorder = Recorder()
-    slot, host = torch.zeros(BYTES, dtype=torch.uint8), torch.zeros(BYTES, dtype=torch.uint8)
-    recorder.copy(IN, [slot], [host])
-    recorder.copy(OUT, [host], [slot])
-    assert len(recorder.races) == 2  # the slot, and the host's memory
-
-
-@pytest.mark.parametrize("knows", [True, False])
-def test_what_the_host_knows_is_before_all_that_it_gives_afterwards(knows):
-    recorder = Recorder()
-    slot, host = torch.zeros(BYTES, dtype=torch.uint8), torch.zeros(BYTES, dtype=torch.uint8)
-    recorder.copy(OUT, [host], [slot])
-    event = recorder.record(OUT)
-    if knows:
-        recorder.synchronize(event)
-    recorder.copy(IN, [slot], [host])
-    assert bool(recorder.races) != knows
-
-
-def test_an_event_is_done_when_the_host_waited():
-    recorder = Recorder()
-    tensors = [torch.zeros(BYTES, dtype=torch.uint8) for _ in range(2)]
-    first = recorder.record(IN)
-    recorder.copy(IN, tensors[:1], tensors[1:])
-    second = recorder.record(IN)
-    assert not recorder.is_done(first) and not recorder.is_done(second)
-    recorder.wait(COMPUTE, second)
-    assert not recorder.is_done(second)
-    recorder.synchronize(first)
-    assert recorder.is_done(first) and not recorder.is_done(second)
-    recorder.synchronize(second)
-    assert recorder.is_done(second)
-
-
-def test_the_host_has_to_synchronize_before_it_reads():
-    for waits in (True, False):
-        recorder = Recorder()
-        slot, host = torch.zeros(BYTES, dtype=torch.uint8), torch.zeros(BYTES, dtype=torch.uint8)
-        recorder.copy(OUT, [host], [slot])
-        event = recorder.record(OUT)
-        recorder.wait(COMPUTE, event)  # orders the device's work, not the host's
-        if waits:
-            recorder.synchronize(event)
-        recorder.touched(host, write=False, by=HOST)
-        assert bool(recorder.races) != waits
 
 
 OPERATIONS = {
@@ -237,27 +117,6 @@ def test_operations_read_and_write_and_views_do_nothing(what):
             torch.ones(3) + 1  # of no interest
         expected = what in OPERATIONS and ("write" in what or not by_reading)
         assert len(recorder.races) == expected, recorder.races
-
-
-def test_copies_allocations_and_ends_within_watching_are_not_computes_operations():
-    recorder = Recorder()
-    with recorder.watching():
-        slot, host = recorder.allocate(BYTES), torch.zeros(BYTES, dtype=torch.uint8)
-        recorder.wait(IN, recorder.record(COMPUTE))
-        recorder.copy(IN, [slot], [host])
-        recorder.wait(OUT, recorder.record(IN))
-        recorder.copy(OUT, [host], [slot])
-        recorder.wait(COMPUTE, recorder.record(OUT))
-        recorder.free(slot)
-    assert recorder.races == []
-
-
-def test_operations_outside_of_watching_are_not_seen():
-    recorder = Recorder()
-    slot, host = torch.zeros(BYTES), torch.zeros(BYTES)
-    recorder.copy(IN, [slot], [host])
-    slot.add_(1)
-    assert recorder.races == []
 
 
 def random_program(seed: int) -> tuple[Recorder, bool]:

@@ -1,7 +1,6 @@
 """The workflows of .github can't be run here: that they are well-formed and name what exists."""
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -151,91 +150,6 @@ def test_the_builder_is_pinned_to_a_commit_and_locked_at_it():
     assert invoked and all("--no-write-lock-file" in command for command in invoked)
 
 
-ENDS = {
-    "there": ("nix", {}, (True, "")),
-    "installed": ("apt-get", {"CI": "true"}, (True, "update install")),
-    "not installed": ("", {}, (True, "could not be installed")),
-    "not installed, on a runner": ("", {"CI": "true"}, (False, "could not be installed")),
-}
-
-
-@pytest.mark.parametrize(("present", "environment", "end"), ENDS.values(), ids=ENDS)
-def test_ci_installs_nix_where_it_is_absent_and_says_so_where_it_cannot(
-    tmp_path, present, environment, end
-):
-    scripts = {
-        "make": 'echo "make $*"',
-        "sudo": 'shift; exec "$@"',
-        "nix": "",
-        "apt-get": f'echo "$1" >&2; [ "$1" = update ] || cp {tmp_path}/make {tmp_path}/nix',
-    }
-    for name in {"make", "sudo", present} - {""}:
-        (tmp_path / name).write_text(f"#!/bin/sh\n{scripts[name]}\n")
-        (tmp_path / name).chmod(0o755)
-    for tool in ("bash", "cp", "date", "dirname", "id", "sh"):
-        (tmp_path / tool).symlink_to(shutil.which(tool))
-    environment = {"PATH": str(tmp_path), **environment}
-    done = subprocess.run([ROOT / ".ci" / "run"], env=environment, capture_output=True, text=True)
-    goes_on, said = end
-    assert done.stdout == ("make test SLOW=1 ARGS=-rs\nmake test-clients\n" if goes_on else "")
-    assert (done.returncode == 0) == goes_on
-    assert said in " ".join(done.stderr.split()) and bool(said) == bool(done.stderr)
-
-
-def test_a_run_that_takes_too_long_leaves_slow_tests_out_and_names_them():
-    slow = "test_docs.py::test_distances_at_small_gradients_are_those_that_are_documented"
-    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider"]
-    command += ["tests/test_docs.py"]
-    environment = {**os.environ, "SLOW_UNTIL": "0"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert f"no time was left for tests/{slow}" in done.stdout
-    assert re.search(r"^[1-9]\d* passed, 1 skipped", done.stdout, re.MULTILINE), done.stdout
-
-
-def test_all_tests_run_with_the_pinned_torch_and_quick_ones_with_the_oldest_and_the_newest():
-    jobs = parsed(TESTS)["jobs"]
-    assert [step["run"] for step in jobs["ci"]["steps"] if "run" in step] == [".ci/run"]
-    other = jobs["other-torch"]
-    oldest, newest = other["strategy"]["matrix"]["torch"]
-    named = re.search(r"for torch (\S+) and newer", (ROOT / "README.md").read_text())[1]
-    assert oldest.startswith(f"{named}.")
-    for step in (step for step in other["steps"] if "run" in step):
-        assert "make test TORCH=${{ matrix.torch }} ARGS=" in step["run"]
-    releases = [tuple(map(int, t.split("."))) for t in (oldest, required("torch"), newest)]
-    assert releases == sorted(releases)
-
-
-def test_a_gpu_is_used_only_where_somebody_names_a_runner_and_its_report_is_kept():
-    workflow = parsed(GPU)
-    assert list(workflow["on"]) == ["workflow_dispatch"]
-    assert workflow["on"]["workflow_dispatch"]["inputs"]["runner"]["required"]
-    (job,) = workflow["jobs"].values()
-    assert job["runs-on"] == "${{ inputs.runner }}"
-    (run,) = [step for step in job["steps"] if "run" in step]
-    # By a variable: what is typed into a form is no part of the script.
-    assert run["run"] == 'make gpu ARGS="$ARGUMENTS"' and list(run["env"]) == ["ARGUMENTS"]
-    upload = job["steps"][-1]
-    assert upload["if"] == "always()" and "runs/gpu" in upload["with"]["path"].split()
-
-
-@pytest.mark.skipif(not shutil.which("make"), reason="needs make")
-def test_make_builds_what_it_proves_on_a_gpu():
-    command = ["make", "gpu", "--no-print-directory", "-nB", "ARGS=--full"]
-    made = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    *_, build, prove = made.splitlines()
-    assert build.endswith("python scripts/build.py")
-    assert prove.endswith("python scripts/gpu_report.py --full")
-
-
-@pytest.mark.skipif(not shutil.which("make"), reason="needs make")
-@pytest.mark.parametrize("target", ["gpu", "train", "bench", "test"])
-def test_make_takes_the_python_at_hand_and_installs_nothing(target):
-    command = ["make", target, "--no-print-directory", "-nB", "HERE=1", "PYTHON=some-python"]
-    made = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    assert "pip" not in made and ".venv" not in made
-    assert "some-python" in made
-
-
 @pytest.mark.skipif(not shutil.which("make"), reason="needs make")
 def test_make_empties_no_folder_that_it_has_not_made(tmp_path):
     mine = tmp_path / "environment" / "mine"
@@ -253,44 +167,3 @@ def test_make_empties_no_folder_that_it_has_not_made(tmp_path):
             made = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
             assert made.returncode and why in made.stderr, folder
             assert mine.is_file(), folder
-
-
-@pytest.mark.skipif(not shutil.which("make"), reason="needs make")
-def test_an_environment_that_make_has_begun_is_begun_again(tmp_path):
-    folder = tmp_path / "environment"
-    (folder / "lib").mkdir(parents=True)
-    (folder / "lib" / "half").touch()
-    (folder / ".made-by-make").touch()
-    python = tmp_path / "python"
-    python.write_text('#!/bin/sh\n[ "$2" != venv ] || { ls -A "$3"; exit 9; }\n')
-    python.chmod(0o755)
-    command = ["make", "build", "--no-print-directory", f"VENV={folder}", f"PYTHON={python}"]
-    made = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
-    assert made.returncode and made.stdout.splitlines()[-1] == ".made-by-make"
-    assert [path.name for path in folder.iterdir()] == [".made-by-make"]
-
-
-def test_every_triton_from_the_pinned_one_on_compiles_the_kernels():
-    job = parsed(TESTS)["jobs"]["other-triton"]
-    versions = [tuple(map(int, v.split("."))) for v in job["strategy"]["matrix"]["triton"]]
-    minors = [minor for _, minor, _ in versions]
-    assert minors == list(range(minors[0], minors[0] + len(minors)))
-    pinned = re.search(r"^triton==(\S+)", (ROOT / "requirements-triton.txt").read_text(), re.M)[1]
-    assert job["strategy"]["matrix"]["triton"][0] == pinned
-    install, _, test = (step["run"] for step in job["steps"] if "run" in step)
-    assert "triton==${{ matrix.triton }}" in install
-    assert 'PYTHONPATH="$RUNNER_TEMP/triton"' in test
-    assert "tests/test_triton_compile.py tests/test_triton_elementwise.py" in test
-
-
-@pytest.mark.skipif(not shutil.which("make"), reason="needs make")
-def test_make_tests_with_another_torch_in_an_environment_of_its_own():
-    options = ["--dry-run", "--always-make", "TORCH=2.10.0", "ARGS=-m kernels_ci"]
-    command = ["make", "test", *options]
-    made = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    assert ".venv-torch-2.10.0/bin/python -m pytest" in made and ".venv/" not in made
-    assert "-m kernels_ci\n" in made
-    (select,) = re.findall(r"(sed .* requirements.txt) > \.venv-torch", made)
-    selected = subprocess.run(["bash", "-c", select], cwd=ROOT, capture_output=True, text=True)
-    pins = (ROOT / "requirements.txt").read_text()
-    assert selected.stdout == pins.replace(f"torch=={required('torch')}", "torch==2.10.0") != pins
