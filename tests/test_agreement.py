@@ -140,23 +140,6 @@ def test_any_connected_sets_will_do(ranks):
     assert all(other == answers[0] for other in answers)
 
 
-def distances(sets, ranks):
-    """Floyd and Warshall's."""
-    table = {pair: 0 if pair[0] == pair[1] else 99 for pair in itertools.product(ranks, ranks)}
-    for members in sets:
-        table.update(dict.fromkeys(itertools.permutations(members, 2), 1))
-    for via, a, b in itertools.product(ranks, ranks, ranks):
-        table[a, b] = min(table[a, b], table[a, via] + table[via, b])
-    return table
-
-
-def test_rounds_are_the_largest_distance_of_two_ranks():
-    for seed, ranks in itertools.product(range(40), (2, 5, 9)):
-        sets = random_sets(seed, ranks)
-        sets_of = {rank: tuple(s for s in sets if rank in s) for rank in range(ranks)}
-        assert agreement._diameter(sets_of) == max(distances(sets, range(ranks)).values())
-
-
 def exchanges_of(steps):
     """Runs steps, given as the sets of each; returns how many gathers each took on this rank."""
     totals, calls, shared, gather = [0], [], Agreement(), agreement._all_gather

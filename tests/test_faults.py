@@ -15,11 +15,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -98,24 +93,6 @@ def test_a_fault_on_one_rank_raises_on_every_rank_and_touches_nothing(fault, wor
     for outcome in rank_outcomes(step_with_fault, 3, fault, pg_timeout=20):
         assert outcome.error == "ValueError", outcome
         assert words in outcome.message
-
-
-def recover():
-    mesh = init_device_mesh(DEVICE, (2,))
-    optim = optimizer.Muon([sharded_group(mesh)], lr=0.1)
-    param = optim.param_groups[0]["params"][1]
-    grad = param.grad
-    if dist.get_rank() == 1:
-        param.grad = None
-    with pytest.raises(ValueError, match=r"b\.weight"):
-        optim.step()
-    param.grad = grad
-    optim.step()
-    assert not torch.equal(param.to_local(), torch.ones(3, 4))
-
-
-def test_after_a_fault_the_next_step_works():
-    run_ranks(recover, 2)
 
 
 def zeros_for_missing():
@@ -202,20 +179,6 @@ def test_an_expert_whose_memory_comes_and_goes_is_trained_while_it_is_there():
     experts_without_memory()
 
 
-def absent_everywhere():
-    mesh = init_device_mesh(DEVICE, (2,))
-    optim = optimizer.Muon([sharded_group(mesh)], lr=0.1)
-    skipped, stepped, _ = optim.param_groups[0]["params"]
-    skipped.grad = None
-    optim.step()
-    assert torch.equal(skipped.to_local(), torch.ones(3, 4))
-    assert not torch.equal(stepped.to_local(), torch.ones(3, 4))
-
-
-def test_a_gradient_absent_on_all_ranks_is_skipped():
-    run_ranks(absent_everywhere, 2)
-
-
 def two_stages():
     rank = dist.get_rank()
     meshes = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("stage", "dp"))
@@ -296,43 +259,6 @@ def plain_state_into_shards():
 
 def test_plain_state_does_not_load_into_a_shard_as_if_it_were_one():
     run_ranks(plain_state_into_shards, 2)
-
-
-def full_state(options):
-    mesh = init_device_mesh(DEVICE, (2,))
-    model = nn.Linear(4, 6, bias=False)
-    fully_shard(model, mesh=mesh)
-    groups = optimizer.muon.get_default_muon_param_groups(model)
-    optim = optimizer.Muon(groups, momentum_dtype=torch.float32, ns_dtype=torch.float32)
-    model(torch.ones(2, 4)).sum().backward()
-    optim.step()
-    how = StateDictOptions(**options)
-    saved = get_optimizer_state_dict(model, optim, options=how)
-    set_optimizer_state_dict(model, optim, saved, options=StateDictOptions(**options))
-    assert optim.param_groups[0]["ns_dtype"] is torch.float32
-
-
-@pytest.mark.parametrize("options", [{}, {"cpu_offload": True}], ids=str)
-def test_options_that_are_dtypes_go_through_distributed_state_dicts(options):
-    run_ranks(full_state, 2, options)
-
-
-def full_state_only_saves():
-    mesh = init_device_mesh(DEVICE, (2,))
-    model = nn.Linear(4, 6, bias=False)
-    fully_shard(model, mesh=mesh)
-    groups = optimizer.muon.get_default_muon_param_groups(model)
-    optim = optimizer.Muon(groups, momentum_dtype=torch.float32)
-    model(torch.ones(2, 4)).sum().backward()
-    optim.step()
-    how = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    saved = get_optimizer_state_dict(model, optim, options=how)
-    return saved.get("state", {}).get("weight", {}).get("momentum_buffer")
-
-
-def test_full_state_dicts_gather_the_momentum():
-    first, _ = run_ranks(full_state_only_saves, 2)
-    assert first.shape == (6, 4)
 
 
 # -- every kind of mesh ------------------------------------------------------------------------

@@ -79,30 +79,6 @@ def polynomial_of(kind, s, l, family="polar_express"):
 # -- restarts --------------------------------------------------------------------------------------
 
 
-@pytest.mark.kernels_ci
-@pytest.mark.parametrize(
-    "family, dtype, restarts",
-    [
-        ("polar_express", FP16, (2, 3)),
-        ("polar_express", BF16, (1, 3)),
-        ("polar_express", FP32, (2, 3)),
-        ("quintic", FP16, (3,)),
-        ("cubic5", FP16, (3,)),
-    ],
-)
-def test_restarts_of_five_steps(family, dtype, restarts):
-    assert form_of(512, 2048, "gram", dtype, family=family).restarts == restarts
-    listed = ns.resolve(family, 5).triples
-    assert form_of(512, 2048, "gram", dtype, family=listed).restarts == restarts
-
-
-def test_every_family_has_restarts_for_the_iterations_that_it_was_made_for():
-    assert list(ns.forms.RESTARTS) == list(ns.FAMILIES)
-    for name, of_dtypes in ns.forms.RESTARTS.items():
-        for restarts in of_dtypes:
-            assert list(restarts) == sorted(set(restarts) & set(range(1, ns.FAMILIES[name].steps)))
-
-
 @pytest.mark.parametrize("dtype, most", [(FP16, 64), (BF16, 16), (FP32, 64)])
 def test_small_singular_values_grow_by_a_bounded_factor_within_a_segment(dtype, most):
     rng = random.Random(0)
@@ -128,11 +104,6 @@ def test_polynomials_that_diverge_restart_after_every_iteration():
 def test_polynomials_that_make_everything_zero_are_planned_too(algorithm):
     U = newton_schulz(torch.randn(8, 12), coefficients=[(0, 0, 0)] * 2, algorithm=algorithm)
     assert torch.equal(U, torch.zeros_like(U))
-
-
-def test_no_steps_are_refused():
-    with pytest.raises(ValueError, match="at least 1, found 0"):
-        newton_schulz(randn(4, 6), 0)
 
 
 # -- the same matrix -------------------------------------------------------------------------------
@@ -363,13 +334,6 @@ def test_the_choice_looks_at_shape_dtype_and_device_type_alone():
     assert form_of(512, 4096, dtype=BF16).is_gram
     assert not form_of(512, 512, dtype=BF16).is_gram  # nothing to gain
     assert form_of(4096, 14336, device=CUDA) == form_of(4096, 14336, dtype=FP16, device=CUDA)
-
-
-def test_fp16_on_cpus_takes_the_form_that_it_has_on_accelerators():
-    for rows, cols in ((512, 512), (640, 960), (512, 4096), (4096, 1024)):
-        here, there = (form_of(rows, cols, dtype=FP16, device=device) for device in (CPU, CUDA))
-        assert here.restarts == there.restarts
-        assert (here.products, there.products) == ("in_fp32", "tiles")
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)

@@ -111,34 +111,6 @@ def test_a_dimension_is_cut_as_torch_chunks_it():
         assert all(0 <= start <= stop <= size for start, stop in found)
 
 
-def test_an_overlap_is_what_both_intervals_hold():
-    intervals = [(start, stop) for start in range(6) for stop in range(start, 6)]
-    for a, b in itertools.product(intervals, intervals):
-        start, stop = regions.overlap(a, b)
-        assert set(range(start, stop)) == set(range(*a)) & set(range(*b))
-        assert a[0] <= start <= stop <= a[1]
-
-
-def test_regions_intersect_dimension_by_dimension_and_slice_what_they_say():
-    rng = random.Random(0)
-    grid = torch.arange(6 * 5 * 4).view(6, 5, 4)
-
-    def interval(size: int) -> tuple[int, int]:
-        return tuple(sorted((rng.randint(0, size), rng.randint(0, size))))
-
-    for _ in range(200):
-        a, b = (tuple(map(interval, grid.shape)) for _ in range(2))
-        both = regions.intersect(a, b)
-        held = [set(grid[regions.slices(region)].flatten().tolist()) for region in (a, b, both)]
-        assert held[2] == held[0] & held[1]
-        assert regions.numel(both) == len(held[2])
-        assert regions.shape_of(both) == tuple(grid[regions.slices(both)].shape)
-        inside = grid[regions.slices(a)][regions.slices(regions.relative(both, a))]
-        assert torch.equal(inside, grid[regions.slices(both)])
-    assert torch.equal(grid[regions.slices(regions.whole(grid.shape))], grid)
-    assert regions.numel(()) == 1
-
-
 # -- shardings -------------------------------------------------------------------------------------
 
 
@@ -155,16 +127,6 @@ def test_every_rank_holds_what_torch_gives_it(seed):
                 assert start in (offset, stop), what
 
 
-def test_ranks_outside_of_the_mesh_hold_nothing_and_have_no_peers():
-    sharding = Sharding((2,), (4, 1), (ShardedDim(0),))
-    assert sharding.region((8, 3), 4) == ((0, 4), (0, 3))
-    assert sharding.region((8, 3), 1) == ((4, 8), (0, 3))
-    assert regions.numel(sharding.region((8, 3), 0)) == 0
-    assert sharding.peers(0, (0, 1)) == ()
-    with pytest.raises(ValueError):
-        sharding.coordinate(0)
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_shards_tile_the_tensor_and_replicas_hold_the_same(seed):
     for mesh, placements, shape in random_cases(100 + seed, 100):
@@ -176,60 +138,6 @@ def test_shards_tile_the_tensor_and_replicas_hold_the_same(seed):
             size for size, p in zip(mesh.shape, placements) if isinstance(p, Replicate)
         )
         assert (counts == replicas).all(), f"{mesh.tolist()}: {placements} of {shape}"
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_peers_differ_in_nothing_but_how_those_dimensions_are_cut(seed):
-    for mesh, placements, _ in random_cases(200 + seed, 50):
-        sharding = sharding_of(mesh, placements)
-        for dims in ((), (0,), (2,), (1, 2), (0, 1, 2)):
-            free = [getattr(p, "dim", None) in dims for p in placements]
-            kept = [number for number, is_free in enumerate(free) if not is_free]
-            for rank in sharding.ranks:
-                mine = sharding.coordinate(rank)
-                peers = sharding.peers(rank, dims)
-                assert rank in peers and list(peers) == sorted(set(peers))
-                assert peers == tuple(
-                    other
-                    for other in sorted(sharding.ranks)
-                    if all(sharding.coordinate(other)[d] == mine[d] for d in kept)
-                )
-                assert all(sharding.peers(other, dims) == peers for other in peers)
-
-
-def test_coordinates_are_places_in_the_mesh():
-    for mesh, placements, _ in random_cases(300, 50):
-        sharding = sharding_of(mesh, placements)
-        for rank in sharding.ranks:
-            assert int(mesh[sharding.coordinate(rank)]) == rank
-
-
-@pytest.mark.parametrize(
-    ("strided", "order"),
-    [
-        ((False, False, False), [0, 1, 2]),
-        ((True, False, False), [1, 2, 0]),
-        ((False, True, False), [0, 2, 1]),
-        ((True, True, False), [2, 1, 0]),
-    ],
-    ids=str,
-)
-def test_a_strided_shard_cuts_what_later_mesh_dimensions_have_cut(strided, order):
-    splits = tuple(ShardedDim(0, is_strided) for is_strided in strided)
-    assert Sharding((2, 2, 2), tuple(range(8)), splits).cutting_order() == order
-
-
-def test_replicas_do_not_change_the_order_of_the_cuts():
-    splits = (ShardedDim(0, strided=True), None, ShardedDim(0))
-    order = Sharding((2, 2, 2), tuple(range(8)), splits).cutting_order()
-    assert order.index(2) < order.index(0)
-
-
-def test_equal_shardings_are_one_key():
-    first, second = (Sharding((2, 2), (0, 1, 2, 3), (ShardedDim(0), None)) for _ in range(2))
-    assert first == second and hash(first) == hash(second)
-    assert first != Sharding((2, 2), (0, 1, 2, 3), (None, ShardedDim(0)))
-    assert first != Sharding((2, 2), (1, 0, 2, 3), (ShardedDim(0), None))
 
 
 # -- DTensors --------------------------------------------------------------------------------------

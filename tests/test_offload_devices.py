@@ -6,7 +6,6 @@ import copy
 import importlib
 import itertools
 import pickle
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,11 +21,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from comparisons import through_torch_save
-from fake_device import CUDA, Device, MixedDevices, fake_device, rows_at
+from fake_device import CUDA, Device, fake_device, rows_at
 from kernel import optimizer
 from ranks import run_ranks
 
@@ -129,34 +126,6 @@ def check_equal(found: Training, expected: Training) -> None:
 
 
 # -- the device itself -----------------------------------------------------------------------
-
-
-def test_what_mixes_devices_raises(device):
-    here, there = torch.ones(4, 4), torch.ones(4, 4, device="cuda")
-    for mix in (
-        lambda: there + here,
-        lambda: here.add_(there),
-        lambda: torch._foreach_add_([there], [here]),
-        lambda: torch._foreach_add_([there], [torch.ones(())]),
-        lambda: torch.stack([here, there]),
-        lambda: there @ here,
-    ):
-        with pytest.raises(MixedDevices):
-            mix()
-    assert torch.equal((there * torch.tensor(2.0)).cpu(), 2 * here)  # a number may be
-
-
-def test_bytes_of_the_device_are_those_of_living_storages(device):
-    first = torch.ones(100, device="cuda")
-    view = first[10:]
-    assert device.memory.now == 400
-    del first
-    assert device.memory.now == 400
-    host = view.cpu()
-    host.copy_(view)
-    del view
-    assert (device.memory.now, device.memory.peak) == (0, 400)
-    assert device.memory.peak_of(lambda: host.to("cuda").zero_()) == 360
 
 
 # -- where state lives -------------------------------------------------------------------------
@@ -317,21 +286,6 @@ def test_a_state_dict_takes_nothing_of_the_device(device):
         assert all(own[key].device == CPU for key in MOMENTS if key in own)
 
 
-def test_a_deep_copy_s_state_is_on_the_host_and_its_own(device):
-    training = Training()
-    training.turn_on()
-    training.step()
-    training.drop_gradients()
-    copied = copy.deepcopy(training)
-    assert devices_of(copied) == {CPU}
-    weights = sum(param.numel() for param in training.params.values())
-    assert device.memory.now == 2 * (4 * weights + 4 * len(OTHERS))
-    training.step()
-    copied.step()
-    check_equal(copied, training)
-    assert devices_of(copied) == {CPU}
-
-
 def test_a_pickled_optimizer_goes_on_with_state_on_the_host(device):
     training = Training()
     training.turn_on()
@@ -346,19 +300,6 @@ def test_a_pickled_optimizer_goes_on_with_state_on_the_host(device):
     loaded.step()
     check_equal(loaded, training)
     assert devices_of(loaded) == {CPU}
-
-
-def test_what_torch_saves_is_loaded_to_the_host(device):
-    training = Training()
-    training.turn_on()
-    training.step()
-    checkpoint = through_torch_save(training.optimizer.state_dict(), weights_only=False)
-    other = Training()
-    other.turn_on()
-    other.optimizer.load_state_dict(checkpoint)
-    assert devices_of(other) == {CPU}
-    for name, value in other.state().items():
-        assert torch.equal(value, training.state()[name]), name
 
 
 # -- ranks ---------------------------------------------------------------------------------------
@@ -639,39 +580,3 @@ def test_options_mix_no_devices(options):
 
 
 # -- launches --------------------------------------------------------------------------------------
-
-
-class Reductions(TorchDispatchMode):
-    """How often each norm and mean is taken."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "norm" in func.__name__ or "mean" in func.__name__:
-            self.counts[func.__name__] += 1
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("shape", [(48, 32), (32, 48)])
-def test_the_second_moments_of_a_batch_in_16_bits_are_one_norm(shape, device):
-    counts = []
-    generator = torch.Generator().manual_seed(0)
-    for matrices in (2, 6):
-        gradients = torch.randn(matrices, *shape, generator=generator)
-        found: list[Tensor] = []
-        for place in (on_device, torch.clone):
-            params = [nn.Parameter(place(torch.zeros(shape))) for _ in gradients]
-            for param, grad in zip(params, gradients):
-                param.grad = place(grad)
-            group = {"params": params, "use_muon": True}
-            optim = optimizer.Muon([group], beta2=0.9, ns_dtype=torch.bfloat16)
-            with Reductions() as reductions:
-                optim.step()
-            if place is on_device:
-                counts.append(reductions.counts)
-            moments = [optim.state[param]["second_momentum_buffer"].cpu() for param in params]
-            found.append(torch.stack(moments))
-        torch.testing.assert_close(*found)
-    assert counts[0] == counts[1]

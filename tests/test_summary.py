@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 import re
-from importlib import import_module
 from typing import Any
 
 import pytest
@@ -195,26 +194,6 @@ def check_table(summary) -> None:
 
 def test_the_table_has_an_aligned_line_for_each_parameter():
     check_table(optimizer.Muon(awkward_groups()).summary())
-
-
-def test_a_name_that_leaves_no_room_for_the_other_columns_has_a_line_of_its_own():
-    names = [
-        "down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_out.0.weight",
-        "base_model.model.model.layers.31.self_attn.q_proj.lora_A.default.weight",
-        "model.layers.0.mlp.experts.gate_up_proj",
-    ]
-    params = [nn.Parameter(torch.ones(shape)) for shape in [(4, 8), (8, 4), (16, 8, 4)]]
-    groups = [{"params": params, "names": names, "use_muon": True, "expert_keys": ["experts"]}]
-    summary = optimizer.Muon(groups, ns_coefficients="quintic").summary()
-    _, _, _, title, *lines = str(summary).splitlines()
-    assert title.startswith("float32, plain: Muon, quintic")
-    (first, *_), (shape, _), *_ = columns_of(str(summary))
-    assert [lines[0], lines[2]] == names[:2]
-    for line, text in zip(lines[1:4:2], ["4×8 ", "8×4 "]):
-        assert not line[first:shape].strip() and line[shape:].startswith(text)
-    assert lines[4][:shape].rstrip() == names[2]
-    assert lines[4][shape:].startswith("16×8×4 (16 matrices) ")
-    assert all(len(line) <= 100 for line in str(summary).splitlines())
 
 
 def summary_of(muon: dict[str, tuple], adamw: dict[str, tuple], is_named: bool = True) -> Any:
@@ -490,10 +469,3 @@ def one_rank_looks() -> None:
 
 def test_one_rank_may_look_at_what_it_would_do():
     run_ranks(one_rank_looks, 2, pg_timeout=10, timeout=40)
-
-
-def test_numbers_are_told_in_three_digits():
-    short = import_module(f"{optimizer.__name__}.extras.summary").short
-    numbers = [0, 7, 999, 999.7, 1000, 999_499, 999_700, 1_234_567, 10**15, 10**18]
-    expected = ["0 ", "7 ", "999 ", "1 k", "1 k", "999 k", "1 M", "1.23 M", "1 P", "1e+03 P"]
-    assert [short(number) for number in numbers] == expected

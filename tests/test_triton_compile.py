@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,7 @@ from kernel import optimizer
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 import tune
 
-triton = pytest.importorskip("triton")
-
-from importlib import import_module  # noqa: E402
+pytest.importorskip("triton")
 
 configs, logit_maxima = (
     import_module(f"{optimizer.__name__}.triton_kernels.{name}")
@@ -247,8 +246,3 @@ def test_it_compiles_to_matrix_instructions_without_spilling(case, compiled):
     assert found["matrix_instructions"] == expected
     assert found["spilled"] <= case.most_spilled, found
     assert found["shared"] <= case.chip.shared_bytes, found
-
-
-def test_names_are_of_one_case_each():
-    names = [case.name for case in CASES]
-    assert len(set(names)) == len(names)

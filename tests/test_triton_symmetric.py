@@ -10,7 +10,6 @@ import heapq
 import itertools
 import math
 import sys
-import types
 from importlib import import_module, util
 from pathlib import Path
 
@@ -626,19 +625,6 @@ def test_the_nearest_measurement_comes_before_the_heuristic(measured):
     assert choose(torch.bfloat16, 4096, 4096, 1, True, target).group == 2
 
 
-def test_operands_that_were_not_measured_are_left_to_the_heuristic(measured):
-    measured["chip"] = {("float16", 1024, 1024, 1): SMALL}
-    target = configs.CompileTarget("chip", "sm_90", "cuda", 132)
-    assert choose(torch.float16, 1024, 1024, 1, True, target) == SMALL
-    assert choose(torch.float16, 1024, 1024, 1, False, target).block == 64
-    assert choose(torch.float32, 1024, 1024, 1, True, target).block == 64
-
-
-def test_looking_up_a_device_is_done_once():
-    device = torch.device(DEVICE, 0) if DEVICE != "cpu" else torch.device("cpu")
-    assert configs.compile_target(device) is configs.compile_target(device)
-
-
 # The tuner
 
 
@@ -669,67 +655,3 @@ def test_what_the_tuner_prints_is_what_is_looked_up(measured):
     assert measured == {"chip": entries}
     target = configs.CompileTarget("chip", "sm_90", "cuda", 132)
     assert choose(torch.float32, 64, 64, 1, True, target) == wide
-
-
-def test_what_the_tuner_found_of_other_sizes_is_kept():
-    tune = tuner()
-    found = tune.Finding(tune.Size(16, 8, 1), "float16", SMALL, 0.5, 2, 9, 1, 0)
-    wide = VARIANTS["wide"]
-    kept = {("float16", s, 8, 1): wide for s in (16, 32)}
-    assert tune.entries_of([found], kept, {("float16", 32, 8, 1): SMALL}) == {
-        ("float16", 16, 8, 1): SMALL,
-        ("float16", 32, 8, 1): wide,
-    }
-
-
-@pytest.mark.parametrize("spoilt", [16, 4])
-def test_a_wrong_candidate_is_left_out_and_loses_no_other(spoilt, monkeypatch, capsys):
-    groups = []
-
-    def multiply(A, B, *, out, config):
-        groups.append(config.group)
-        torch.bmm(A, B, out=out)
-        out[0, 0, -1] += 9.0 * (config.group == spoilt)
-
-    def clock(run):
-        run()
-        return {16: 1.0, 4: 2.0, 1: 3.0, 2: 4.0}.get(groups[-1], 5.0)
-
-    tune, kernel = tuner(), types.SimpleNamespace(symmetric_product=multiply)
-    options = types.SimpleNamespace(dry_run=True, short=False)
-    about = "float16", SMALL, DEVICE, "", clock, options
-    found = tune.tune(kernel, tune.DRY_SIZES[0], *about)
-    assert (found.refused, found.wrong) == (0, 1)
-    assert found.config.group == {16: 4, 4: 16}[spoilt] and found.is_better
-    assert "gives another product" in capsys.readouterr().err
-
-
-def test_without_time_only_what_is_looked_up_so_far_is_timed():
-    tune, calls = tuner(), []
-
-    def multiply(A, B, *, out, config):
-        calls.append(config)
-        torch.bmm(A, B, out=out)
-
-    kernel = types.SimpleNamespace(symmetric_product=multiply)
-    options = types.SimpleNamespace(dry_run=True, short=False)
-    about = "float16", SMALL, DEVICE, "", lambda run: 1.0, options, -math.inf
-    found = tune.tune(kernel, tune.DRY_SIZES[0], *about)
-    assert found.config == SMALL and set(calls) == {SMALL} and not found.is_better
-
-
-def test_sizes_that_are_not_tuned_keep_what_is_looked_up_so_far(measured):
-    tune, target = tuner(), configs.CompileTarget("chip", "sm_90", "cuda", 132)
-    before = {("float16", *s): choose(torch.float16, *s, True, target) for s in tune.SIZES}
-    found = tune.Finding(tune.SIZES[0], "float16", SMALL, 1.25, 2.5, 9, 1, 0)
-    measured["chip"] = tune.entries_of([found], {}, before)
-    configs.choose.cache_clear()
-    after = {("float16", *s): choose(torch.float16, *s, True, target) for s in tune.SIZES}
-    assert after == {**before, ("float16", *tune.SIZES[0]): SMALL}
-
-
-@pytest.mark.skipif(DEVICE != "cpu", reason="there is something to tune")
-def test_the_tuner_says_that_there_is_no_gpu(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["tune.py"])
-    assert tuner().main() == 1
-    assert "There is no GPU here" in capsys.readouterr().err

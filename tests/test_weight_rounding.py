@@ -10,9 +10,7 @@ import copy
 import itertools
 import math
 import pickle
-import sys
 from collections.abc import Callable, Iterable
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +26,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from checkout import EXAMPLES
 from checkpointed import CLIP, LAYOUTS, LOGITS, Network, Run, load_checkpoint, save_checkpoint
 from comparisons import adamw_without_fused_kernel
 from kernel import optimizer
@@ -568,113 +565,7 @@ def test_a_run_that_goes_on_turns_the_option_on_behind_loading(tmp_path):
 # -- the example -----------------------------------------------------------------------------------
 
 
-class ExampleRun:
-    """The example's model in bf16, trained with residuals, or by fp32 weights of which the model
-    gets a copy after each step."""
-
-    def __init__(self, is_exact: bool):
-        sys.path.insert(0, str(EXAMPLES))
-        tests_own = sys.modules.pop("ranks")  # the example has a module of this name, too
-        import train as example
-
-        sys.modules["ranks"] = tests_own
-        self.example, self.config = example, example.TrainConfig()
-        self.batches = example.Batches(self.config, torch.device("cpu"))
-        self.model = self.make().bfloat16()
-        self.trained = self.model if is_exact else self.make().bfloat16().float()
-        for model in {self.model, self.trained}:
-            if dist.is_initialized():
-                example.shard(model, self.config, torch.device("cpu"))
-        rounding = "exact" if is_exact else "nearest"
-        groups = optimizer.get_default_muon_param_groups(self.trained)
-        self.optim = optimizer.Muon(groups, lr=self.config.lr, weight_rounding=rounding)
-        self.losses: list[float] = []
-
-    def make(self) -> nn.Module:
-        torch.manual_seed(0)
-        shared = {f.name for f in fields(self.example.ModelConfig)}
-        options = {k: v for k, v in vars(self.config).items() if k in shared}
-        return self.example.Transformer(
-            self.example.ModelConfig(max_seq_len=self.config.seq_len, **options)
-        )
-
-    def train(self, steps: Iterable[int]) -> None:
-        pairs = list(zip(self.model.parameters(), self.trained.parameters()))
-        for step in steps:
-            for group in self.optim.param_groups:
-                group["lr"] = self.config.lr * self.example.lr_factor(step, self.config)
-            inputs, targets = self.batches.train(step)
-            logits = self.model(inputs)[0]
-            loss = nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
-            loss.backward()
-            self.losses.append(loss.item())
-            for seen, param in pairs:
-                param.grad = seen.grad.to(param.dtype)
-            self.optim.step()
-            self.show_weights()
-            self.model.zero_grad()
-            self.trained.zero_grad()
-
-    def show_weights(self) -> None:
-        """To the model."""
-        if self.trained is not self.model:
-            with torch.no_grad():
-                for seen, param in zip(self.model.parameters(), self.trained.parameters()):
-                    local(seen).copy_(rounded(local(param)))
-
-
-def train_example(steps: range, directory: Path) -> None:
-    """Both, from where the last launch has stopped."""
-    runs = {name: ExampleRun(name == "exact") for name in ("exact", "fp32")}
-    for name, run in runs.items():
-        if steps.start:
-            model, optim = get_state_dict(run.trained, run.optim)
-            content = {"model": model, "optim": optim}
-            dcp.load(content, checkpoint_id=directory / name)
-            set_state_dict(
-                run.trained,
-                run.optim,
-                model_state_dict=content["model"],
-                optim_state_dict=content["optim"],
-            )
-            run.show_weights()
-        run.train(steps)
-        model, optim = get_state_dict(run.trained, run.optim)
-        dcp.save({"model": model, "optim": optim}, checkpoint_id=directory / name)
-    assert runs["exact"].losses == runs["fp32"].losses
-    exact = runs["exact"].optim.exact_weights()
-    for name, param in runs["fp32"].trained.named_parameters():
-        assert torch.equal(local(exact[name]), local(param)), name
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("first", "second"), [(1, 2), (2, 4), (4, 1)])
-def test_200_steps_of_the_example_are_those_of_fp32_weights(first, second, tmp_path):
-    run_ranks(train_example, first, range(100), tmp_path, timeout=500)
-    run_ranks(train_example, second, range(100, 200), tmp_path, timeout=500)
-
-
 # -- stochastic ------------------------------------------------------------------------------------
-
-
-def splitmix64(counter: int) -> int:
-    mask = (1 << 64) - 1
-    z = counter * 0x9E3779B97F4A7C15 & mask
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & mask
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EB & mask
-    return z ^ (z >> 31)
-
-
-def test_random_numbers_are_those_of_splitmix64():
-    """Internal, as no step shows which numbers it drew."""
-    rounding = optimizer.weight_rounding
-    key = rounding.random_key(5, "w")
-    places = torch.empty(7, 11, device="meta")
-    drawn = rounding.draw(rounding.RandomBits(key, places[2:5, 1::2]), torch.device("cpu"))
-    expected = [
-        [splitmix64(key + 11 * row + col) >> 48 for col in range(1, 11, 2)] for row in range(2, 5)
-    ]
-    assert drawn.tolist() == expected
 
 
 def stochastic_on(layouts: tuple[str, ...], directory: Path, options: dict[str, Any]) -> None:

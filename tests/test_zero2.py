@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -37,7 +36,6 @@ MeanGradients, RowAllGather, is_divided = (
     replicas.is_divided,
 )
 
-BUCKET = zero2.BUCKET_BYTES["cpu"]
 SMALL_BUCKET = 64 << 10  # so that few bytes fill several
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -152,43 +150,6 @@ def test_small_tensors_and_those_of_few_rows_are_not_divided():
     assert not is_divided((0, 4096), 1)
 
 
-def pieces(shapes: Sequence[tuple[int, ...]], seed: int = 0) -> tuple:
-    choose = random.Random(seed)
-    return tuple(
-        zero2.BucketTensor(shape, choose.choice(DTYPES), torch.device("cpu"), choose.random() < 0.5)
-        for shape in shapes
-    )
-
-
-@pytest.mark.kernels_ci
-@pytest.mark.parametrize("ranks", [1, 2, 5, 64, 1024])
-def test_buckets_hold_every_tensor_once_without_overlap_and_within_the_limit(ranks):
-    choose = random.Random(ranks)
-    given = pieces([(choose.randrange(3000), choose.randrange(600)) for _ in range(200)])
-    plan = zero2.plan_buckets(given, ranks)
-    assert sorted(i for bucket in plan.buckets for i in bucket.members) == list(range(200))
-    firsts = [min(bucket.members) for bucket in plan.buckets]
-    assert firsts == sorted(firsts)
-    bucket_of = {}
-    for number, bucket in enumerate(plan.buckets):
-        end = 0
-        bucket_of.update(dict.fromkeys(bucket.members, number))
-        for index, offset in bucket.members.items():
-            piece = given[index]
-            assert offset == end
-            assert (piece.dtype, piece.in_slots) == (bucket.dtype, bucket.in_slots)
-            end += piece.slot_numel(ranks)
-        assert bucket.numel == end
-        slots = ranks if bucket.in_slots else 1  # the limit is that of all together
-        is_within = slots * bucket.numel * bucket.dtype.itemsize <= BUCKET
-        assert is_within or len(bucket.members) == 1
-    kinds = {(b.dtype, b.in_slots) for b in plan.buckets if len(b.members) > 1}
-    assert len(kinds) == 2 * len(DTYPES) or ranks == 1024  # where padding makes all of them large
-    assert len(plan.prefix_counts) == 201
-    for first, through in enumerate(plan.prefix_counts):
-        assert through == max((1 + bucket_of[i] for i in range(first)), default=0)
-
-
 # Means
 
 
@@ -201,11 +162,6 @@ def average(shapes: Any, dtypes: Any, exact: bool, by_size: bool) -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_means_whose_sums_are_exact_are_exact(ranks, by_size):
     run_in_small_buckets(average, ranks, SHAPES * 4, DTYPES, True, by_size)
-
-
-@pytest.mark.slow
-def test_means_over_8_ranks():
-    run_in_small_buckets(average, 8, SHAPES * 4, DTYPES, True, False)
 
 
 def test_means_of_any_numbers_are_those_of_float64_within_rounding():
@@ -298,15 +254,6 @@ def test_gradients_can_go_once_they_were_read():
     run_in_small_buckets(free_gradients, 2)
 
 
-def average_early(index: int) -> None:
-    Replicas(SHAPES, DTYPES).averaging().result(index)
-
-
-def test_results_are_refused_before_their_launch():
-    with pytest.raises(RuntimeError, match="the mean of tensor 3 was not launched"):
-        run_ranks(average_early, 2, 3)
-
-
 def launches(seed_by_rank: bool) -> list[tuple[str, float]]:
     """Names and bytes of all collectives; results are asked for in an order of each rank's own."""
     shapes = [(random.Random(i).randrange(1, 300), 70) for i in range(30)] + SHAPES
@@ -364,13 +311,6 @@ def test_a_mean_moves_one_reduce_scatter_of_the_gradients(dtype):
             divided_numel * dtype.itemsize * 3 / 4,
             whole_numel * dtype.itemsize * 2 * 3 / 4,
         ]
-
-
-def test_padding_never_costs_more_than_reducing_whole():
-    shapes = [(1, 3000), (5, 70), (9, 64)]
-    for _, messages in run_in_small_buckets(cost_of_means, 4, shapes, torch.float32, False):
-        whole = sum(math.prod(s) for s in shapes) * 4 * 2 * 3 / 4
-        assert sum(sent for _, sent in messages) <= whole
 
 
 def test_staging_is_a_few_buckets_and_none_for_large_even_gradients():
@@ -619,41 +559,6 @@ def test_adamw_holds_its_share_of_the_state_and_never_more():
     for held, peak, whole in run_ranks(state_bytes, 4):
         assert held <= 1.01 * whole / 4
         assert peak <= 1.01 * held
-
-
-def moments_of(shapes: Any) -> dict[str, torch.Tensor]:
-    """The whole moments: DTensors, or plain where the tensors are small."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    options = group_of([nn.Parameter(torch.zeros(1))])
-    found = {}
-    for number, shape in enumerate(shapes):
-        own: dict[str, torch.Tensor] = {}
-        init_state(nn.Parameter(torch.zeros(shape)), own, options, replicas.Replicas(mesh))
-        found[f"{number}.exp_avg"] = own["exp_avg"]
-    return found
-
-
-def save_moments(path: str, shapes: Any) -> None:
-    moments = moments_of(shapes)
-    for number, moment in enumerate(moments.values()):
-        whole = numbers(moment.shape, torch.float32, number, exact=False)
-        is_cut = isinstance(moment, DTensor)
-        local(moment).copy_(rows_here(whole) if is_cut else whole)
-    dcp.save(moments, checkpoint_id=path)
-
-
-def load_moments(path: str, shapes: Any) -> None:
-    moments = moments_of(shapes)
-    dcp.load(moments, checkpoint_id=path)
-    for number, moment in enumerate(moments.values()):
-        whole = moment.full_tensor() if isinstance(moment, DTensor) else moment
-        assert torch.equal(whole, numbers(whole.shape, torch.float32, number, exact=False))
-
-
-def test_checkpoints_of_divided_state_load_on_other_numbers_of_ranks(tmp_path):
-    run_ranks(save_moments, 3, str(tmp_path), MODEL)
-    run_ranks(load_moments, 2, str(tmp_path), MODEL)
-    run_ranks(load_moments, 8, str(tmp_path), MODEL)
 
 
 def average_gradients_of_any_dtype() -> None:
