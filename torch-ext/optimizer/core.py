@@ -55,7 +55,6 @@ def update_momentum(
     style: str,
     maximize: bool,
     wanted: bool = True,
-    largest: Optional[list[Tensor]] = None,
 ) -> None:
     """B ← μB + wG; writes the input of orthogonalization, wG + μB with Nesterov, else B.
 
@@ -67,8 +66,6 @@ def update_momentum(
             wider; overwritten.
         wanted: whether the caller reads the outputs. If not, torch's functions may use them as
             scratch, and kernels do not write them.
-        largest: one element for each output, which is raised to the output's largest magnitude, or
-            to NaN if the output has one. With ``largest`` no output may be empty.
     """
     weight = gradient_weight(momentum, style, maximize)
     if triton_kernels.is_used_on(buffers[0].device.type):
@@ -82,7 +79,6 @@ def update_momentum(
             weight=weight,
             nesterov=nesterov,
             wanted=wanted,
-            largest=largest,
         )
         return
     if all(b.dtype.itemsize >= out.dtype.itemsize for b, out in zip(buffers, outputs)):
@@ -93,7 +89,7 @@ def update_momentum(
         torch._foreach_mul_(outputs, momentum)
         torch._foreach_add_(outputs, grads, alpha=weight)
         torch._foreach_copy_(buffers, outputs)
-    if not wanted and largest is None:
+    if not wanted:
         return
     if nesterov:
         torch._foreach_copy_(outputs, grads)
@@ -102,8 +98,6 @@ def update_momentum(
         torch._foreach_add_(outputs, buffers, alpha=momentum)
     else:
         torch._foreach_copy_(outputs, buffers)
-    if largest is not None:
-        torch._foreach_maximum_(largest, torch._foreach_norm(outputs, math.inf))
 
 
 def gradient_weight(momentum: float, style: str, maximize: bool) -> float:

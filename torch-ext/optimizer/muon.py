@@ -144,8 +144,8 @@ class Muon(torch.optim.Optimizer):
         chunk_size: the most matrices that a rank orthogonalizes per chunk; −1 goes by bytes.
         use_distributed_muon: every rank gathers and orthogonalizes every matrix of a DTensor, one
             after the other, as a plain reference without owners.
-        comm_dtype: format in which momentum and updates travel between ranks; None is that of the
-            arithmetic, but bf16 for fp32.
+        comm_dtype: format in which momentum and updates travel between ranks: bf16, fp32 or fp64;
+            None is bf16, but fp64 where the arithmetic has it.
         consistency_check: when ranks compare notes before a collective: in every ``"step"``, for
             each new ``"plan"``, or never (``"off"``).
         hsdp: what replicas of DTensors do: ``"redundant"``, each orthogonalizes every matrix;

@@ -42,7 +42,6 @@ from .distributed.chunks import Batch, Bundle, Span
 from .distributed.plan import Lane, Unit
 from .distributed.transport import Transport
 from .newton_schulz.iteration import Eps, orthogonalize
-from .parameters.options import Group
 from .step.step import MOMENTUM, SECOND_MOMENT, WEIGHTS, Step
 
 
@@ -94,7 +93,7 @@ def orthogonalize_and_scatter(event: Event, step: Step) -> None:
             packed = _to_front(X, present)
             if not len(packed):
                 continue
-            U = _polar_factors(packed, present, batch, transport, step)
+            U = _polar_factors(packed, batch, step)
             if step.audit is not None:
                 step.audit.orthogonalized(_units_to_front(batch.units, present), U)
             squares: Optional[Tensor] = None
@@ -127,138 +126,51 @@ def update_weights(event: Event, step: Step) -> None:
 def _update_span_momentum(span: Span, buffer: Tensor, lane: Lane, step: Step) -> None:
     """Updates the momentum of a span, and writes the owners' input into the buffer.
 
-    If the span is not staged, no input is written: another replica sends it. On a scaled fp16 wire
-    the input of each part is divided by a power of two, whose exponent is written, too. That takes
-    a copy in opmath, except with kernels that take lists of tensors.
-    """
-    start, stop = span[0].start, span[-1].start + span[-1].numel
-    is_staged = span[0].is_staged
-    if step.uses_lists(lane) and (lane.scaled or not is_staged):
-        _update_span_momentum_by_lists(span, buffer[start:], is_staged, lane, step)
-        return
-    is_scaled = is_staged and lane.scaled
-    if is_staged:
-        sent = buffer[start:stop]
-        dtype = core.update_dtype(lane.wire, lane.opmath, lane.device)
-        result = step.scratch.in_dtype(sent, lane.opmath if is_scaled else dtype)
-    else:
-        result = step.scratch.empty("opmath", (stop - start,), lane.opmath, lane.device)
-    parts = step.momentum(span)
-    grads, outputs = step.grads(parts), step.views(result, span)
-    rows = MomentumRows(parts.tensors, grads, outputs)
-    if not rows.momenta:
-        return
-    largest: Optional[Tensor] = None
-    if is_scaled:
-        largest = torch.zeros(len(rows.momenta), dtype=result.dtype, device=result.device)
-        if step.prefetcher.is_idle:  # else a window may hold only a piece of a part
-            rows.largest = list(largest.unbind())
-    step.has_written = True
-    for fetched in step.prefetcher.windows((MOMENTUM, id(span))):
-        window_rows = rows.in_window(fetched)
-        _apply_momentum(window_rows, step.group(parts.units[0]), is_staged)
-        if step.audit is not None:
-            step.audit.momentum(parts.units, fetched, window_rows)
-    if largest is not None:
-        if rows.largest is None:  # then magnitudes are measured here, of whole parts
-            norms = torch._foreach_norm(rows.outputs, torch.inf)
-            torch._foreach_copy_(list(largest.unbind()), norms)
-        exponents = wire.scale_down(rows.outputs, step.views(sent, span), largest)
-        bundles = [bundle for bundle in span if bundle.numel]
-        counts = [len(bundle.local_parts) for bundle in bundles]
-        for bundle, values in zip(bundles, exponents.split(counts)):
-            buffer[bundle.trailer : bundle.trailer + len(values)].copy_(values)
-    elif is_staged and result is not sent:
-        sent.copy_(result)
-
-
-def _update_span_momentum_by_lists(
-    span: Span, sent: Tensor, is_staged: bool, lane: Lane, step: Step
-) -> None:
-    """Does what `_update_span_momentum` does, but makes no copy of the span in opmath.
-
-    The kernel that updates momentum does not write the owners' input. If the span is staged, that
-    kernel finds the largest magnitude of each part of the input, and a second one computes the
-    input again and writes it, scaled.
-
-    Args:
-        sent: the buffer, from the beginning of the span on.
+    If the span is not staged, no input is written: another replica sends it.
     """
     parts = step.momentum(span)
     grads = step.grads(parts)
     if not grads:
         return
-    step.has_written = True
-    # No outputs are wanted, so kernels write none; momentum stands in their place.
-    rows = MomentumRows(parts.tensors, grads, parts.tensors)
-    options = step.group(parts.units[0])
+    start, stop = span[0].start, span[-1].start + span[-1].numel
+    sent, is_staged = buffer[start:stop], span[0].is_staged
     if is_staged:
-        largest = torch.zeros(len(grads), dtype=lane.opmath, device=lane.device)
-        rows.largest = list(largest.unbind())
-    _apply_momentum(rows, options, wanted=False)
-    if step.audit is not None:
-        step.audit.momentum(parts.units, None, rows)
-    if rows.largest is None:
-        return
-    exponents: list[Tensor] = []
-    for bundle in span:
-        if bundle.numel:
-            begin = bundle.trailer - span[0].start
-            exponents += sent[begin : begin + len(bundle.local_parts)].unbind()
-    wire.scale_down_by_kernel(
-        rows.momenta,
-        rows.grads,
-        step.views(sent, span),
-        exponents,
-        rows.largest,
-        momentum=options.momentum,
-        weight=core.gradient_weight(options.momentum, options.momentum_style, options.maximize),
-        nesterov=options.nesterov,
-    )
-
-
-def _apply_momentum(rows: MomentumRows, options: Group, wanted: bool) -> None:
-    """Updates momentum, and writes the outputs if they are ``wanted``."""
-    core.update_momentum(
-        rows.momenta,
-        rows.grads,
-        rows.outputs,
-        momentum=options.momentum,
-        nesterov=options.nesterov,
-        style=options.momentum_style,
-        maximize=options.maximize,
-        wanted=wanted,
-        largest=rows.largest,
-    )
+        dtype = core.update_dtype(lane.wire, lane.opmath, lane.device)
+        result = step.scratch.in_dtype(sent, dtype)
+        outputs = step.views(result, span)
+    elif step.uses_lists(lane):
+        outputs = parts.tensors  # in their place: kernels write none that is not wanted
+    else:
+        result = step.scratch.empty("opmath", (stop - start,), lane.opmath, lane.device)
+        outputs = step.views(result, span)
+    rows, options = MomentumRows(parts.tensors, grads, outputs), step.group(parts.units[0])
+    step.has_written = True
+    for fetched in step.prefetcher.windows((MOMENTUM, id(span))):
+        window_rows = rows.in_window(fetched)
+        core.update_momentum(
+            window_rows.momenta,
+            window_rows.grads,
+            window_rows.outputs,
+            momentum=options.momentum,
+            nesterov=options.nesterov,
+            style=options.momentum_style,
+            maximize=options.maximize,
+            wanted=is_staged,
+        )
+        if step.audit is not None:
+            step.audit.momentum(parts.units, fetched, window_rows)
+    if is_staged and result is not sent:
+        sent.copy_(result)
 
 
 # -- orthogonalization -------------------------------------------------------------------------
 
 
-def _polar_factors(
-    X: Tensor,
-    present: Optional[Sequence[bool]],
-    batch: Batch,
-    transport: Transport,
-    step: Step,
-) -> Tensor:
-    """Computes the polar factors of units.
-
-    Args:
-        X: the units, (n, *shape of each).
-
-    Returns:
-        The polar factors, (matrices, rows, cols).
-    """
+def _polar_factors(X: Tensor, batch: Batch, step: Step) -> Tensor:
+    """The polar factors, (matrices, rows, cols), of units of a batch, (n, *shape of each)."""
     unit = batch.units[0]
     entry, options = step.plan.entries[unit.entry], step.group(unit)
     eps = Eps(options.ns_eps, options.ns_eps_absolute or 0.0)
-    # Only with these does U depend on the power of two that the wire has divided a matrix by.
-    if eps.absolute != 0.0 or options.ns_equilibrate:
-        wire_scales = transport.wire_scales()
-        if wire_scales is not None:
-            wire_scales = _to_front(wire_scales, present).repeat_interleave(unit.count)
-            eps = eps._replace(divided_by=wire_scales.view(-1, 1, 1))
     matrices = X.view(-1, unit.block.rows, unit.block.cols)
     return orthogonalize(matrices, entry.recipe, eps, True, step.scratch)
 

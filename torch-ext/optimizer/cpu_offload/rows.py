@@ -59,7 +59,6 @@ class MomentumRows(Rows):
     momenta: list[Tensor]
     grads: list[Tensor]
     outputs: list[Tensor]
-    largest: Optional[list[Tensor]] = None  # magnitudes of the outputs, to be written
 
 
 @dataclass

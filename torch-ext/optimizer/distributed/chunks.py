@@ -48,7 +48,7 @@ class Bundle:
         local_parts: where the parts lie in the local tensor, unit by unit.
         start: where the parts begin in the chunk's buffer; for parts that are not staged, in a
             buffer with these parts alone.
-        trailer: where their exponents or mean squares begin in that buffer.
+        trailer: where mean squares of their updates begin in that buffer.
         is_staged: whether the parts have a place in the chunk's buffer. Momentum that another
             replica sends has none.
     """
@@ -216,10 +216,8 @@ class Chunk:
     This rank's bundles lie in two buffers: input of orthogonalization that it sends, and updates
     that it receives. A buffer without slots begins with this rank's parts of what it owns; then
     comes, peer by peer, what it sends or receives. Two ranks exchange, batch by batch, the parts of
-    the units one after the other, and then a trailer. When the units are gathered, and the wire is
-    fp16, the trailer is an exponent for each part. When they are scattered, and have a second
-    moment, it is mean squares of the update. Padding after the trailer brings the next batch to a
-    multiple of `ALIGNMENT_BYTES`.
+    the units one after the other, and, if they are scattered and have a second moment, a trailer:
+    mean squares of the update. Padding brings the next batch to a multiple of `ALIGNMENT_BYTES`.
 
     Args:
         momentum, weights: this rank's bundles of all batches, in the order of these buffers. They
@@ -389,7 +387,7 @@ class _Direction:
     ) -> Iterator[Bundle]:
         """Yields this rank's parts of a batch in bundles; the first one begins at ``start``."""
         numel = sum(map(regions.numel, boxes))
-        trailer_numel = self._trailer_numel(units[0], boxes)
+        trailer_numel = self._trailer_numel(units[0])
         step = len(units)
         if numel:
             # The least number of units after which the next one is aligned again.
@@ -446,20 +444,15 @@ class _Direction:
         held = self._held(unit, this_peer)
         return (unit.block.local_part(box, held) for box in self._block_boxes(unit, this_peer))
 
-    def _trailer_numel(self, unit: Unit, boxes: tuple[Region, ...]) -> int:
-        """Elements that a unit adds to the trailer: exponents, or mean squares of its update.
-
-        If updates are scattered in place, the elements of exponents travel back unused.
-        """
+    def _trailer_numel(self, unit: Unit) -> int:
+        """Elements that a unit adds to the trailer: mean squares of its update."""
         entry, block = self.entries[unit.entry], unit.block
-        if self.is_scatter and entry.second_moment:
-            numbers = unit.count * entry.matrices.moments(block)
-            return numbers * elements_of_numbers(self.channel.wire)
-        if self.channel.scaled and (entry.scatters_in_place or not self.is_scatter):
-            return len(boxes)
-        return 0
+        if not (self.is_scatter and entry.second_moment):
+            return 0
+        numbers = unit.count * entry.matrices.moments(block)
+        return numbers * elements_of_numbers(self.channel.wire)
 
     def numel(self, units: Sequence[Unit], boxes: tuple[Region, ...]) -> int:
         """Elements of the parts of a batch, trailer and padding included."""
-        each = sum(map(regions.numel, boxes)) + self._trailer_numel(units[0], boxes)
+        each = sum(map(regions.numel, boxes)) + self._trailer_numel(units[0])
         return -(-len(units) * each // self.alignment) * self.alignment

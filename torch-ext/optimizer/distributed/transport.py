@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from typing import Any, Optional
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -44,7 +43,6 @@ class Transport:
         self._gathered: Optional[Tensor] = None  # input from other ranks
         self._scattered: Optional[Tensor] = None  # updates for other ranks, if these differ
         self._works: list[Any] = []
-        self._exponents: list[Tensor] = []  # of the batch that was assembled last, (n, …) each
 
     def gather(self) -> None:
         """Starts to send the owners their input."""
@@ -72,25 +70,13 @@ class Transport:
         X = self._scratch.empty("gathered", shape, self.lane.wire, self.lane.device)
         targets: list[Tensor] = []
         sources: list[Tensor] = []
-        exponents: list[Tensor] = []
         for run in batch.gathered_runs:
             is_own = run.first.peer == self.lane.this_peer
             buffer = self.inputs if is_own else self._gathered
             targets += run.in_units(X)
             sources += run.in_buffer(buffer, len(X))
-            if self.lane.scaled:
-                trailer = (len(X), len(run.first.boxes))
-                after = run.after(buffer, len(X), math.prod(trailer)).unflatten(1, trailer)
-                exponents += after.transpose(0, 1).unbind(2)  # (n, peers) of each box
-        wire.copy_parts(sources, targets, exponents)
-        self._exponents = exponents
+        wire.copy_parts(sources, targets)
         return X
-
-    def wire_scales(self) -> Optional[Tensor]:
-        """What the units of the batch assembled last have been divided by, (n,); None is 1."""
-        if not self._exponents:
-            return None
-        return torch.cat(self._exponents, 1).amax(1).to(torch.float32).exp2_()
 
     def stage_updates(self, units: Tensor, squares: Optional[Tensor], batch: Batch) -> None:
         """Copies the updates of a batch into the buffers that they are scattered from.

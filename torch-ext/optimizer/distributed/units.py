@@ -175,11 +175,6 @@ class Channel:
         """Whether every peer gets all updates of these entries."""
         return all(entry.replica_count(self.rank) == len(self.peers) for entry in entries)
 
-    @property
-    def scaled(self) -> bool:
-        """Whether each part that is gathered is scaled to the range of the wire's dtype."""
-        return self.wire == torch.float16 and len(self.peers) > 1
-
 
 def boxes_and_holders(
     m: Matrices, held: Sequence[Region]

@@ -261,11 +261,6 @@ def _bytes_moved(plan: Plan, lane: Lane, unit: Unit, owner: int) -> int:
 
     entry, numel = plan.entries[unit.entry], regions.numel(unit.box)
     elements = numel - held(entry.momentum_region(owner))
-    if lane.scaled:  # an exponent for each part
-        serving = (p for p in lane.peers if p != owner and entry.sends_momentum(p, owner))
-        exponents = sum(len(unit.parts(entry.momentum_region(peer))) for peer in serving)
-        # Where updates go back in place, there is room for them too.
-        elements += exponents * (2 if entry.scatters_in_place else 1)
     elements += entry.replica_count(owner) * numel - held(entry.region(owner))
     if entry.second_moment:
         moments = (len(lane.peers) - 1) * unit.count * entry.matrices.moments(unit.block)

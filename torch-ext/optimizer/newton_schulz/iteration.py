@@ -118,17 +118,13 @@ class Eps(NamedTuple):
     Args:
         relative: added to the norm of a matrix after it was divided by its largest magnitude.
         absolute: added to the norm of the matrix itself.
-        divided_by: what the matrices have been divided by already, (n, 1, 1). It therefore divides
-            ``absolute`` as well; None is 1.
+        divided_by: what `_equilibrate` has divided the matrices by, (n, 1, 1), and therefore
+            divides ``absolute`` as well.
     """
 
     relative: float
     absolute: float = 0.0
-    divided_by: Optional[Tensor] = None
-
-    def scaled(self, value: float) -> Union[float, Tensor]:
-        """A value meant for the original matrices, divided as the matrices have been."""
-        return value if self.divided_by is None else value / self.divided_by
+    divided_by: Union[float, Tensor] = 1.0
 
     def over(self, largest: Tensor) -> Union[float, Tensor]:
         """All of eps, for matrices that are divided by their largest magnitudes, (n, 1, 1)."""
@@ -136,7 +132,7 @@ class Eps(NamedTuple):
             return self.relative
         dtype = torch.promote_types(largest.dtype, torch.float32)
         largest = largest.to(dtype).masked_fill(largest == 0, 1.0)
-        absolute = self.scaled(self.absolute) / largest
+        absolute = self.absolute / self.divided_by / largest
         return absolute.clamp_(max=_MOST_EPS).add_(self.relative)
 
 
@@ -395,26 +391,20 @@ def _equilibrate(G: Tensor, eps: Eps, overwrite: bool, scratch: Scratch) -> tupl
     n, rows, cols = G.shape
     dtype = torch.promote_types(G.dtype, torch.float32)
     out = G if overwrite else scratch.empty("equilibrated", G.shape, G.dtype, G.device)
-    least_norms = torch.ones((n, rows, 1), dtype=dtype, device=G.device)
-    least_norms.mul_(eps.scaled(_LEAST_ROW_NORM))
     limit = NORMALIZE_BYTES.get(G.device.type, DEFAULT_NORMALIZE_BYTES)
     at_once = max(1, limit // (dtype.itemsize * cols))
     norms = []
-    for rows_of_G, output, least_norm in zip(
-        *(t.view(n * rows, -1).split(at_once) for t in (G.contiguous(), out, least_norms))
-    ):
+    pieces = (t.view(n * rows, -1).split(at_once) for t in (G.contiguous(), out))
+    for rows_of_G, output in zip(*pieces):
         X = scratch.empty("opmath", rows_of_G.shape, dtype, G.device).copy_(rows_of_G)
         largest = torch.linalg.vector_norm(X, math.inf, -1, True)
         largest.masked_fill_(largest == 0, 1.0)  # zeros stay zeros
         norms.append(torch.linalg.vector_norm(X.div_(largest), dim=-1, keepdim=True).mul_(largest))
-        factors = largest.div_(torch.maximum(norms[-1], least_norm)).mul_(math.sqrt(cols))
+        factors = largest.div_(norms[-1].clamp_min(_LEAST_ROW_NORM)).mul_(math.sqrt(cols))
         output.copy_(X.mul_(factors))
     if eps.absolute != 0.0:
         norm = torch.linalg.vector_norm(torch.cat(norms).view(n, rows, 1), dim=1, keepdim=True)
-        divided_by = norm.div_(math.sqrt(rows * cols))
-        if eps.divided_by is not None:
-            divided_by.mul_(eps.divided_by)
-        eps = eps._replace(divided_by=divided_by)
+        eps = eps._replace(divided_by=norm.div_(math.sqrt(rows * cols)))
     return out, eps
 
 

@@ -99,13 +99,19 @@ def _optional(accepts: Callable[[Any], bool], expected: str) -> Option:
     return Option(lambda value: value is None or accepts(value), f"None or {expected}")
 
 
+def _optional_dtype(*dtypes: torch.dtype) -> Option:
+    listed = ", ".join(map(str, dtypes))
+    return _optional(
+        lambda value: isinstance(value, torch.dtype) and value in dtypes, f"one of {listed}"
+    )
+
+
 _BOOL = Option(lambda value: isinstance(value, bool), "True or False")
 _NONNEGATIVE = Option(lambda value: is_number(value) and value >= 0, "a finite number ≥ 0")
 _FRACTION = Option(lambda value: is_number(value) and 0 <= value < 1, "a number in [0, 1)")
-_OPTIONAL_DTYPE = _optional(
-    lambda value: isinstance(value, torch.dtype) and value in FLOATING_DTYPES,
-    "one of torch.bfloat16, torch.float16, torch.float32, torch.float64",
-)
+_OPTIONAL_DTYPE = _optional_dtype(torch.bfloat16, torch.float16, torch.float32, torch.float64)
+# fp16 has no range for gradients: what is under 6e-8 would be lost on the way.
+_OPTIONAL_WIRE = _optional_dtype(torch.bfloat16, torch.float32, torch.float64)
 
 
 def _is(option: Option) -> Any:
@@ -268,7 +274,7 @@ class Settings:
         Option(lambda value: is_int(value) and (value == -1 or value >= 1), "-1 or an int ≥ 1")
     )
     use_distributed_muon: bool = _is(_BOOL)
-    comm_dtype: Optional[torch.dtype] = _is(_OPTIONAL_DTYPE)
+    comm_dtype: Optional[torch.dtype] = _is(_OPTIONAL_WIRE)
     consistency_check: str = _is(
         Option(lambda value: value in agreement.CHECKS, f"one of {agreement.CHECKS}")
     )

@@ -70,34 +70,17 @@ def _launch_elementwise(lane: Lane, group: Group, dtype: torch.dtype) -> None:
     W, G = (torch.zeros(32, 32, dtype=dtype, device=lane.device) for _ in range(2))
     B = W.to(momentum_dtype(group, dtype) or dtype)
     sent = torch.zeros(32, 32, dtype=lane.wire, device=lane.device)
-    largest = torch.zeros(1, dtype=lane.opmath, device=lane.device)
     core.update_momentum(
         [B],
         [G],
-        [B if lane.scaled else sent],
+        [sent],
         momentum=group.momentum,
         nesterov=group.nesterov,
         style=group.momentum_style,
         maximize=group.maximize,
-        wanted=not lane.scaled,
-        largest=[largest[0]] if lane.scaled else None,
     )
-    exponents = []
-    if lane.scaled:
-        exponents = [sent[0, :1]]
-        wire.scale_down([B.to(lane.opmath)], [sent], largest)
-        wire.scale_down_by_kernel(
-            [B],
-            [G],
-            [sent],
-            exponents,
-            [largest[0]],
-            momentum=group.momentum,
-            weight=core.gradient_weight(group.momentum, group.momentum_style, group.maximize),
-            nesterov=group.nesterov,
-        )
     parts = sent[None, None]  # of one matrix, of one peer
-    wire.copy_parts([parts], [torch.zeros_like(parts)], [exponent[None] for exponent in exponents])
+    wire.copy_parts([parts], [torch.zeros_like(parts)])
     core.update_weights(
         [W],
         [sent],

@@ -21,12 +21,11 @@ from torch import Tensor
 from ..weight_rounding import GAMMA, MIX, RoundedBy
 from . import launching
 from .launching import layout_of
-from .tiles import Column, Launch, launches
+from .tiles import Launch, launches
 
 Number = Union[float, Tensor]
 
 _PARTIALS = 1024  # read at once where they are combined
-_NUMBERS = 256  # that one program computes, one for each tensor
 _LAUNCH = {"num_warps": 4, "enable_fp_fusion": False}
 
 _GAMMA = tl.constexpr(GAMMA)
@@ -43,74 +42,30 @@ def update_momentum(
     weight: float,
     nesterov: bool,
     wanted: bool = True,
-    largest: Optional[Sequence[Tensor]] = None,
 ) -> None:
     """B ← μB + wG, and wG + μB, or B, into ``outputs``; in fp32, or fp64 where a tensor has it.
 
     B is rounded once, into its dtype, and the output is made of what it was rounded to. Tensors may
-    have any strides and floating dtypes; ``largest`` is of outputs before they are rounded, in the
-    dtype of the arithmetic. For the other arguments see `core.update_momentum`.
-    """
-    for launch in launches((buffers, grads, outputs), (), (largest, None)):
-        _launch_momentum(launch, buffers[0].device, momentum, weight, nesterov, wanted=wanted)
-
-
-def scale_momentum(
-    buffers: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    outputs: Sequence[Tensor],
-    *,
-    momentum: float,
-    weight: float,
-    nesterov: bool,
-    largest: Sequence[Tensor],
-    exponents: Sequence[Tensor],
-    highest: int,
-    least: int,
-) -> None:
-    """Makes the outputs that `update_momentum` has measured, times 2^−e, from B and G.
-
-    Reading B and G again takes less time than writing outputs in fp32 and reading them.
-
-    Args:
-        buffers, grads, momentum, weight, nesterov: as `update_momentum` had and left them.
-        largest: what it measured.
-        exponents: e of each output, as `exponents_to_fit` has them; one element each, written.
+    have any strides and floating dtypes. For the other arguments see `core.update_momentum`.
     """
     device = buffers[0].device
-    for launch in launches((buffers, grads, outputs), (), (largest, exponents)):
-        _launch_momentum(launch, device, momentum, weight, nesterov, True, highest, least)
-
-
-def _launch_momentum(
-    launch: Launch,
-    device: torch.device,
-    momentum: float,
-    weight: float,
-    nesterov: bool,
-    wanted: bool = True,
-    highest: int = 0,
-    least: int = 0,
-) -> None:
-    B, G, out, largest, exponents = launch.dtypes
-    dtype = _opmath(B, G, out)
-    numbers, on_device = _numbers((momentum, weight), dtype, device)
-    _launch(
-        _momentum_kernel,
-        launch,
-        device,
-        *numbers,
-        *(highest, least),
-        DTYPE=_TL[dtype],
-        B_DTYPE=_TL[B],
-        G_DTYPE=_TL[G],
-        OUT_DTYPE=_TL[out],
-        ON_DEVICE=on_device,
-        NESTEROV=nesterov,
-        WANTED=wanted,
-        LARGEST_DTYPE=None if largest is None else _TL[largest],
-        EXPONENTS=None if exponents is None else _TL[exponents],
-    )
+    for launch in launches((buffers, grads, outputs)):
+        B, G, out = launch.dtypes
+        dtype = _opmath(B, G, out)
+        numbers, on_device = _numbers((momentum, weight), dtype, device)
+        _launch(
+            _momentum_kernel,
+            launch,
+            device,
+            *numbers,
+            DTYPE=_TL[dtype],
+            B_DTYPE=_TL[B],
+            G_DTYPE=_TL[G],
+            OUT_DTYPE=_TL[out],
+            ON_DEVICE=on_device,
+            NESTEROV=nesterov,
+            WANTED=wanted,
+        )
 
 
 def update_weights(
@@ -203,76 +158,23 @@ def measure(matrices: Tensor, *, factor: float, eps: float, scale: float) -> Siz
     return Sizes(*numbers, exponents)  # type: ignore[call-arg]  # six numbers
 
 
-def exponents_to_fit(largest: Tensor, highest: int, least: int) -> Tensor:
-    """Exponents e that bring ``largest``·2^−e to [2^(highest − 1), 2^highest), (n,) in fp32.
-
-    Args:
-        largest: (n,); e is 0 for Inf and NaN.
-        highest: an exponent.
-        least: of what is less than 2^(least − 1), as zeros are, e is least − highest.
-    """
-    exponents = torch.empty_like(largest, dtype=torch.float32)
-    arguments = largest, exponents, len(largest), highest, least
-    key = ("exponents", *map(layout_of, arguments))
-    programs = -(-len(largest) // _NUMBERS)
-    constants = {"BLOCK": _NUMBERS}
-    launching.launch(
-        _exponents_kernel, key, largest.device, programs, arguments, constants, **_LAUNCH
-    )
-    return exponents
-
-
-def pack(inputs: Sequence[Tensor], outputs: Sequence[Tensor], exponents: Tensor) -> None:
-    """``inputs``·2^−e into ``outputs``, of any floating dtype.
-
-    Args:
-        exponents: (len(inputs),) in fp32, whole numbers between −127 and 126.
-    """
-    _pack(inputs, outputs, exponents.unbind(), exponents.device)
-
-
 def pack_batch(matrices: Tensor, out: Tensor, exponents: Tensor) -> None:
-    """Does what `pack` does, for a batch (n, rows, cols), which may be ``out``."""
-    _pack([matrices], [out], [exponents], exponents.device, whole_dims=1)
-
-
-def _pack(
-    inputs: Sequence[Tensor],
-    outputs: Sequence[Tensor],
-    exponents: Column,
-    device: torch.device,
-    whole_dims: int = 0,
-) -> None:
-    for launch in launches((inputs, outputs), (), (exponents,), whole_dims=whole_dims):
-        types = {"X_DTYPE": _TL[launch.dtypes[0]], "OUT_DTYPE": _TL[launch.dtypes[1]]}
-        _launch(_pack_kernel, launch, device, **types)
-
-
-def copy(
-    inputs: Sequence[Tensor], outputs: Sequence[Tensor], exponents: Optional[Tensor] = None
-) -> None:
-    """Inputs into outputs of any floating dtype; with exponents, parts of matrices at one scale.
+    """``matrices``·2^−e into ``out``, of any floating dtype, which may be the same tensor.
 
     Args:
-        inputs: (n, …) each; with exponents, parts that were each scaled by its 2^−e. Outputs are
-            scaled by 2^−e of the largest e of their matrix. The factor between the two is rounded
-            to the dtype of outputs, in 16 bits.
-        exponents: (n, at least len(inputs)), contiguous, of the inputs' dtype; those after the
-            inputs' are of other parts of the matrices.
+        matrices, out: (n, rows, cols).
+        exponents: (n,) in fp32, whole numbers between −127 and 126.
     """
-    numbers, parts = None, 0
-    if exponents is not None:
-        numbers, parts = exponents[0, : len(inputs)].unbind(), exponents.shape[1]
-    for launch in launches((inputs, outputs), (), (numbers,), whole_dims=1):
-        _launch(
-            _copy_kernel,
-            launch,
-            outputs[0].device,
-            *(exponents, parts),
-            X_DTYPE=_TL[launch.dtypes[0]],
-            OUT_DTYPE=_TL[launch.dtypes[1]],
-            PARTS=triton.next_power_of_2(parts),
-        )
+    (launch,) = launches(([matrices], [out]), whole_dims=1)
+    types = {"X_DTYPE": _TL[matrices.dtype], "OUT_DTYPE": _TL[out.dtype]}
+    _launch(_pack_kernel, launch, matrices.device, exponents, **types)
+
+
+def copy(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+    """Inputs into outputs of the same shapes, of any floating dtype."""
+    for launch in launches((inputs, outputs), whole_dims=1):
+        types = {"X_DTYPE": _TL[launch.dtypes[0]], "OUT_DTYPE": _TL[launch.dtypes[1]]}
+        _launch(_copy_kernel, launch, outputs[0].device, **types)
 
 
 def add_to_diagonal(Z: Tensor, inverse: Optional[Tensor], diagonal: float, out: Tensor) -> None:
@@ -313,26 +215,21 @@ def _launch(
 
 
 # -- kernels ---------------------------------------------------------------------------------------
-# Arguments that begin with a capital letter, and ``out``, ``factor``, ``residual``, ``largest`` and
-# ``exponents`` with ``firsts``, are tuples of addresses, and ``counters`` one of numbers, see
-# `tiles.Launch`; strides are tuples of three. A program has a tile of one item. Offsets have 64
-# bits: there are tensors of more than 2^31 elements.
+# Arguments that begin with a capital letter, and ``out``, ``factor`` and ``residual``, are tuples
+# of addresses, and ``counters`` one of numbers, see `tiles.Launch`; strides are tuples of three. A
+# program has a tile of one item. Offsets have 64 bits, for tensors of more than 2^31 elements.
 
-_ITEMS = ["B", "G", "W", "U", "X", "Z", "out", "factor", "largest", "exponents"]
-_ITEMS += ["residual", "counters", "firsts", "lengths"]
+_ITEMS = ["B", "G", "W", "U", "X", "Z", "out", "factor", "residual", "counters"]
+_ITEMS += ["firsts", "lengths"]
 
 
-@triton.jit(do_not_specialize=[*_ITEMS, "highest", "least"])
+@triton.jit(do_not_specialize=[*_ITEMS])
 def _momentum_kernel(
     B,
     G,
     out,
-    largest,
-    exponents,  # None where the momentum is to be updated
     momentum,
     weight,
-    highest,
-    least,
     firsts,
     lengths,
     shape,
@@ -343,11 +240,9 @@ def _momentum_kernel(
     B_DTYPE: tl.constexpr,
     G_DTYPE: tl.constexpr,
     OUT_DTYPE: tl.constexpr,
-    EXPONENTS: tl.constexpr,
     ON_DEVICE: tl.constexpr,
     NESTEROV: tl.constexpr,
     WANTED: tl.constexpr,
-    LARGEST_DTYPE: tl.constexpr,
     ALIGNED: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
@@ -359,24 +254,12 @@ def _momentum_kernel(
     after = tl.load(B_at, inside, 0.0)
     G_at = _pointer(G, firsts, G_DTYPE, ALIGNED) + _offsets(index, row, col, G_strides)
     grad = tl.load(G_at, inside, 0.0).to(DTYPE) * weight_
-    if EXPONENTS is None:
-        after = _cast(after.to(DTYPE) * momentum_ + grad, B_DTYPE)
-        tl.store(B_at, after, inside)
-    result = after.to(DTYPE)
-    if NESTEROV:
-        result = grad + result * momentum_
-    if EXPONENTS is None:
-        if LARGEST_DTYPE is not None:
-            bits = tl.max(_bits(tl.where(inside, result, 0.0).to(LARGEST_DTYPE)))
-            tl.atomic_max(_pointer(largest, firsts, bits.dtype, False), bits, sem="relaxed")
-    else:
-        top = tl.load(_pointer(largest, firsts, LARGEST_DTYPE, False))
-        exponent = _exponent_to_fit(top, highest, least)
-        result = result * _power(-exponent)
-        if tl.program_id(0) == _chosen(firsts, firsts):
-            at = _pointer(exponents, firsts, EXPONENTS, False)
-            tl.store(at, exponent.to(tl.float32).to(EXPONENTS))
+    after = _cast(after.to(DTYPE) * momentum_ + grad, B_DTYPE)
+    tl.store(B_at, after, inside)
     if WANTED:
+        result = after.to(DTYPE)
+        if NESTEROV:
+            result = grad + result * momentum_
         out_at = _pointer(out, firsts, OUT_DTYPE, ALIGNED)
         out_at += _offsets(index, row, col, out_strides)
         tl.store(out_at, _cast(result, OUT_DTYPE), inside)
@@ -452,20 +335,6 @@ def _sizes_kernel(
     tl.store(exponents + matrix, exponent.to(tl.float32))
 
 
-@triton.jit(do_not_specialize=["count", "highest", "least"])
-def _exponents_kernel(largest, out, count, highest, least, BLOCK: tl.constexpr):
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    exponent = _exponent_to_fit(tl.load(largest + at, at < count, 1.0), highest, least)
-    tl.store(out + at, exponent.to(tl.float32), at < count)
-
-
-@triton.jit
-def _exponent_to_fit(top, highest, least):
-    exponent, mantissa = _split(top)
-    exponent = tl.maximum(tl.where(top == 0.0, least, exponent + 1), least) - highest
-    return tl.where(mantissa == mantissa, exponent, 0)
-
-
 @triton.jit
 def _power(exponent):
     """2^e of whole numbers in fp32, exactly, which exp2 need not be."""
@@ -519,20 +388,17 @@ def _pack_kernel(
     COLS: tl.constexpr,
 ):
     index, row, col, inside = _place(firsts, lengths, shape, ALIGNED, ROWS, COLS)
-    exponent = tl.load(_pointer(exponents, firsts, tl.float32, False) + index).to(tl.int32)
+    exponent = tl.load(exponents + index).to(tl.int32)
     at = _pointer(X, firsts, X_DTYPE, ALIGNED) + _offsets(index, row, col, X_strides)
     scaled = _cast(tl.load(at, inside, 0.0) * _power(-exponent), OUT_DTYPE)
     out_at = _pointer(out, firsts, OUT_DTYPE, ALIGNED) + _offsets(index, row, col, out_strides)
     tl.store(out_at, scaled, inside)
 
 
-@triton.jit(do_not_specialize=[*_ITEMS, "parts"])
+@triton.jit(do_not_specialize=[*_ITEMS])
 def _copy_kernel(
     X,
     out,
-    exponents,  # (n, parts), from that of each item on
-    all_exponents,  # None where parts stay as they are
-    parts,
     firsts,
     lengths,
     shape,
@@ -540,7 +406,6 @@ def _copy_kernel(
     out_strides,
     X_DTYPE: tl.constexpr,
     OUT_DTYPE: tl.constexpr,
-    PARTS: tl.constexpr,
     ALIGNED: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
@@ -548,14 +413,6 @@ def _copy_kernel(
     index, row, col, inside = _place(firsts, lengths, shape, ALIGNED, ROWS, COLS)
     at = _pointer(X, firsts, X_DTYPE, ALIGNED) + _offsets(index, row, col, X_strides)
     values = tl.load(at, inside, 0.0)
-    if all_exponents is not None:
-        part = tl.arange(0, PARTS)
-        of_all = tl.load(all_exponents + index * parts + part, part < parts, float("-inf"))
-        exponent = tl.load(_pointer(exponents, firsts, X_DTYPE, False) + index * parts)
-        below = exponent.to(tl.float32) - tl.max(of_all.to(tl.float32))
-        # Rounded to fp16 as a factor, what is less than 2^-24 is 0.
-        factor = tl.where(below < -24.0, 0.0, _power(tl.maximum(below, -24.0).to(tl.int32)))
-        values = values.to(tl.float32) * factor
     out_at = _pointer(out, firsts, OUT_DTYPE, ALIGNED) + _offsets(index, row, col, out_strides)
     tl.store(out_at, _cast(values, OUT_DTYPE), inside)
 

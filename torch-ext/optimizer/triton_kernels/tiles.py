@@ -70,7 +70,7 @@ class Launch(NamedTuple):
         firsts: of each item, the number of its first program.
         lengths: of each item, the elements of a row.
         shape: of each item, (slices, rows).
-        strides: of the columns, but those of numbers, for (slices, rows, elements).
+        strides: of the columns, for (slices, rows, elements).
         rows, cols: of a tile.
         programs: tiles of all items.
         is_aligned: whether wide tensors and rows can be accessed in vectors.
@@ -94,7 +94,6 @@ class Launch(NamedTuple):
 def launches(
     wide: Sequence[Column],
     broadcast: Sequence[Column] = (),
-    numbers: Sequence[Column] = (),
     *,
     whole_dims: int = 0,
 ) -> Iterator[Launch]:
@@ -104,26 +103,23 @@ def launches(
         wide: columns, lists of tensors; the tensors of an item have one shape. Any column but the
             first may be None.
         broadcast: columns that broadcast to these, random bits among them, or None.
-        numbers: columns of tensors of one element and one dtype, or None.
         whole_dims: so many leading dimensions are slices, rows and elements as they are; others
             are merged where they can be.
     """
-    columns = (*wide, *broadcast, *numbers)
+    columns = (*wide, *broadcast)
     given = [column for column in columns if column is not None]
     wide_count = len(wide) - wide.count(None)
-    shaped = wide_count + len(broadcast) - broadcast.count(None)
     alike: dict[tuple, list[_Item]] = {}
     items = list(zip(*given))
     for operands in items:
         tensors = [o.places if isinstance(o, RandomBits) else o for o in operands]
         if not tensors[0].numel():
             continue
-        layout = tuple([(t.shape, t.stride(), t.dtype) for t in tensors[:shaped]])
+        layout = tuple([(t.shape, t.stride(), t.dtype) for t in tensors])
         tiling = _tiling_of(layout, whole_dims)
         if tiling is None:  # its slices, which have fewer dimensions, become items at the end
             shape = tensors[0].shape
-            slices = [_slices(operand, shape, whole_dims) for operand in operands[:shaped]]
-            items += [(*one, *operands[shaped:]) for one in zip(*slices)]
+            items += zip(*[_slices(operand, shape, whole_dims) for operand in operands])
             continue
         addresses = [
             o.first_counter if isinstance(o, RandomBits) else o.data_ptr() for o in operands
@@ -135,7 +131,7 @@ def launches(
     for (_, is_aligned), members in alike.items():
         for start in range(0, len(members), MOST_ITEMS):
             part = members[start : start + MOST_ITEMS]
-            yield _launch(part, columns, len(columns) - len(numbers), is_aligned)
+            yield _launch(part, columns, is_aligned)
 
 
 def _slices(operand: Union[Tensor, RandomBits], shape: Shape, dim: int) -> Sequence[Any]:
@@ -164,23 +160,20 @@ def _expanded(shape: Shape, sizes: Shape, strides: Shape) -> Shape:
     return (*[0] * added, *(0 if size == 1 < whole else step for size, step, whole in own))
 
 
-def _launch(
-    items: Sequence[_Item], columns: Sequence[Column], with_strides: int, is_aligned: bool
-) -> Launch:
+def _launch(items: Sequence[_Item], columns: Sequence[Column], is_aligned: bool) -> Launch:
     tiling, _ = items[0]
     *firsts, programs = accumulate([item[0].tiles for item in items], initial=0)
     lengths = [item[0].length for item in items]
     padding = (1 << (len(items) - 1).bit_length()) - len(items)
     addresses = zip(*[item[1] for item in items], *[items[-1][1]] * padding)
-    numbers = [column[0].dtype for column in columns[with_strides:] if column is not None]
-    strides, dtypes = iter(tiling.strides), iter((*tiling.dtypes, *numbers))
+    strides, dtypes = iter(tiling.strides), iter(tiling.dtypes)
     return Launch(
         tuple([None if column is None else next(addresses) for column in columns]),
         tuple([None if column is None else next(dtypes) for column in columns]),
         (*firsts, *[programs] * padding),
         (*lengths, *lengths[-1:] * padding),
         tiling.shape,
-        tuple([(0, 0, 0) if c is None else next(strides) for c in columns[:with_strides]]),
+        tuple([(0, 0, 0) if c is None else next(strides) for c in columns]),
         tiling.rows,
         tiling.cols,
         programs,
