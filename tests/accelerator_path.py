@@ -45,7 +45,7 @@ ALLOCATIONS = ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_s
 
 # Numbers of matrices, one for each, are not accessed in vectors: arguments of kernels by name, and
 # small tensors of torch's operations.
-NUMBERS = ("largest", "exponents", "all_exponents", "inverse", "numbers", "factor", "alpha", "beta")
+NUMBERS = ("exponents", "inverse", "numbers", "factor", "alpha", "beta")
 NUMBERS_BYTES = 1024
 
 
@@ -292,8 +292,6 @@ def wrong_grid(launch: stub_driver.Launch) -> str:
                 tiles += slices * -(-rows // given["ROWS"]) * -(-length // given["COLS"])
     elif launch.kernel == "_sizes_kernel":  # one matrix for each program
         tiles = given["programs"] // given["count"]
-    elif "count" in given:  # of numbers
-        tiles = -(-given["count"] // given["BLOCK"])
     else:
         matrices, s, _ = given["a_ptr"].shape
         side = -(-s // given["BLOCK"])

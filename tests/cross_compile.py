@@ -79,11 +79,10 @@ def elementwise_calls() -> None:
     B, G, out = W.clone(), W.to(torch.bfloat16), W.to(torch.bfloat16)
     number, factor = torch.zeros(1), torch.ones(256, 1)
     plain = {"momentum": 0.9, "weight": 1.0, "nesterov": True}
-    measured = {"largest": [number[0]]}
-    sent, of_parts = out.half(), number.half()
+    sent = out.half()
     elementwise.update_momentum([B], [G], [out], **plain)
     elementwise.update_momentum([G], [G], [out], wanted=False, **plain)
-    elementwise.update_momentum([B[:, 1:]], [G[:, 1:]], [out[:, 1:]], **measured, **plain)
+    elementwise.update_momentum([B[:, 1:]], [G[:, 1:]], [out[:, 1:]], **plain)
     rates = {"rate": 0.1, "decay": 0.01}
     on_device = {"rate": number, "decay": number, "factors": [factor]}
     elementwise.update_weights([W], [G], cautious=False, **rates)
@@ -98,15 +97,10 @@ def elementwise_calls() -> None:
     )
     for by in ([residual], [random_bits]):
         elementwise.update_weights([G], [out], cautious=True, rounded_by=by, **on_device)
-    lists, largest = ([B] * 32, [G] * 32), [number[0]] * 32
-    elementwise.update_momentum(*lists, [B] * 32, wanted=False, largest=largest, **plain)
-    fits = {"exponents": [of_parts[0]] * 32, "highest": 13, "least": -110, **plain}
-    elementwise.scale_momentum(*lists, [sent] * 32, largest=largest, **fits)
-    elementwise.pack([W], [out], number)
+    elementwise.update_momentum([B] * 32, [G] * 32, [out] * 32, **plain)
     elementwise.measure(W[None], factor=1.01, eps=1e-7, scale=16.0)
     elementwise.pack_batch(W[None], out[None], number)
-    elementwise.exponents_to_fit(number, 13, -110)
-    elementwise.copy([sent[None]] * 32, [sent[None]] * 32, of_parts.expand(1, 32).contiguous())
+    elementwise.copy([out[None]] * 32, [out[None]] * 32)
     elementwise.copy([sent[None]] * 32, [out[None]] * 32)
     elementwise.add_to_diagonal(sent[None, :, :256], number.view(1, 1, 1), 3.4, sent[None, :, :256])
 

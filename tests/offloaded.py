@@ -107,7 +107,7 @@ TRAININGS: dict[str, tuple[Callable[[], list[Any]], dict[str, Any]]] = {
     "classical": (mixed, {}),
     "ema, without nesterov": (mixed, {"momentum_style": "ema", "nesterov": False}),
     "second moments, cautious": (mixed, {"beta2": 0.9, "cautious": True, "decay_lr": "adjusted"}),
-    "fp16 arithmetic": (mixed, {"ns_dtype": torch.float16, "comm_dtype": torch.float16}),
+    "fp16 arithmetic": (mixed, {"ns_dtype": torch.float16}),
     "bf16 arithmetic": (mixed, {"ns_dtype": torch.bfloat16, "beta2": 0.9}),
     "matrix by matrix": (mixed, {"chunk_size": 1, "beta2": 0.9}),
     "missing gradients": (mixed, {"beta2": 0.9}),

@@ -21,7 +21,7 @@ regions = optimizer.distributed.regions
 Entry = optimizer.distributed.plan.Entry
 
 NONE = -1  # nothing has been written here
-EXPONENT, MOMENT = -2, -3  # in trailers
+MOMENT = -3  # in trailers
 
 
 @dataclass
@@ -160,9 +160,6 @@ class _Step:
             assert len(parts) == bundle.numel
             if bundle.is_staged:
                 _write(buffer, bundle.start, parts)
-                if lane.scaled and bundle.numel:
-                    exponents = len(bundle.units) * len(bundle.boxes)
-                    _write(buffer, bundle.trailer, [EXPONENT] * exponents)
             self.visit(self.read[rank], rank, bundle, Entry.momentum_region)
             self.seen.read.update((rank, unit.entry) for unit in bundle.units)
         assert _is_full(buffer, lane)
@@ -188,9 +185,6 @@ class _Step:
                     assert there.numel() and (there == NONE).all()
                     there.copy_(source[at:][: there.numel()].view(there.shape))
                     at += there.numel()
-            if lane.scaled:
-                exponents = source[part.start + count * part.numel :][: count * len(part.boxes)]
-                assert exponents.tolist() == [EXPONENT] * (count * len(part.boxes))
         in_runs = torch.full_like(units, NONE)
         for run in batch.gathered_runs:
             source = momentum if run.first.peer == lane.this_peer else came
@@ -220,12 +214,12 @@ class _Step:
             numbers = [unit[regions.slices(box)].flatten() for unit in units for box in part.boxes]
             flat = torch.cat(numbers) if numbers else torch.empty(0)
             _write(buffer, part.start, flat)
-            _write(buffer, part.start + len(flat), self.trailer(lane, batch.units, part.boxes))
+            _write(buffer, part.start + len(flat), self.trailer(lane, batch.units))
         for run in batch.scattered_runs:
             buffer = kept if run.first.peer == lane.this_peer else sent
             for parts, there in zip(run.in_units(units), run.in_buffer(buffer, len(units))):
                 assert torch.equal(there, parts)
-            trailer = self.trailer(lane, batch.units, run.first.boxes)
+            trailer = self.trailer(lane, batch.units)
             assert (run.after(buffer, len(units), len(trailer)) == torch.tensor(trailer)).all()
 
     def unpack(self, lane: Any, chunk: Any, updates: torch.Tensor) -> None:
@@ -235,7 +229,7 @@ class _Step:
             assert bundle.start % _alignment(lane) == 0
             parts = updates[bundle.start :][: bundle.numel]
             assert torch.equal(parts, self.parts(bundle))
-            trailer = self.trailer(lane, bundle.units, bundle.boxes)
+            trailer = self.trailer(lane, bundle.units)
             assert updates[bundle.trailer :][: len(trailer)].tolist() == trailer
             seen[bundle.start :][: bundle.numel] += 1
             seen[bundle.trailer :][: len(trailer)] += 1
@@ -263,15 +257,13 @@ class _Step:
             assert torch.equal(local, self.unit_of(self.whole, unit)[regions.slices(box)])
             self.unit_of(counts, unit)[regions.slices(box)] += 1
 
-    def trailer(self, lane: Any, units: Sequence[Any], boxes: Sequence[Any]) -> list[int]:
+    def trailer(self, lane: Any, units: Sequence[Any]) -> list[int]:
         """What comes back behind parts of units: mean squares, for the longer side of every matrix
-        in fp32 or wider, or the places that exponents leave between parts that go in place."""
-        e = self.entries[units[0].entry]
-        if e.second_moment:
-            long = sum(max(u.block.rows, u.block.cols) * u.count for u in units)
-            return [MOMENT] * long * (4 if lane.wire.itemsize == 2 else 1)
-        has_places = lane.scaled and e.scatters_in_place
-        return [EXPONENT] * (len(units) * len(boxes)) if has_places else []
+        in fp32 or wider."""
+        if not self.entries[units[0].entry].second_moment:
+            return []
+        long = sum(max(u.block.rows, u.block.cols) * u.count for u in units)
+        return [MOMENT] * long * (4 if lane.wire.itemsize == 2 else 1)
 
 
 def block_of(tensor: torch.Tensor, block: Any) -> torch.Tensor:

@@ -240,7 +240,7 @@ def test_experts_that_are_whole_on_a_rank_stay_there():
     [
         {},
         {"beta2": 0.9, "cautious": True, "decay_lr": "adjusted"},
-        {"comm_dtype": torch.float16},
+        {"comm_dtype": torch.float32},
         {"use_distributed_muon": True, "momentum_style": "ema", "nesterov": False},
         {"lr": torch.tensor(0.01), "maximize": True},
         {"hsdp": "spread", "process_group": "world"},

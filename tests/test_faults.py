@@ -534,7 +534,7 @@ def test_ranks_that_lack_different_gradients_of_one_shape_are_told(dims):
 
 def resume_with_other_options(layout: str) -> None:
     """An optimizer that goes on from another's checkpoint, on one rank with an option of its own"""
-    options = {"chunk_size": 1, "warmup_step": 1, "comm_dtype": torch.float16}
+    options = {"chunk_size": 1, "warmup_step": 1, "comm_dtype": torch.bfloat16}
     for number, (key, value) in enumerate(options.items()):
         with case(key):
             faulty = number + 1

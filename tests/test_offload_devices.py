@@ -534,7 +534,7 @@ def test_streaming_parameters_in_host_memory_takes_slots_beside_what_is_computed
 
 
 VARIANTS: list[dict[str, Any]] = [
-    dict(cautious=True, decay_lr="adjusted", comm_dtype=torch.float16),
+    dict(cautious=True, decay_lr="adjusted", comm_dtype=torch.float32),
     dict(momentum_dtype=torch.bfloat16, momentum_style="ema", nesterov=False, maximize=True),
     dict(none_grad=False),
     dict(missing_grad="zero", chunk_size=1),

@@ -71,7 +71,7 @@ LAYOUTS: dict[str, Layout] = {
     "FSDP2": (SHARDED, {}, ""),
     "FSDP2, one matrix at a time": (SHARDED, {"chunk_size": 1}, ""),
     "FSDP2, nothing ahead": (SHARDED, {"warmup_step": 0, "chunk_size": 2}, ""),
-    "FSDP2, fp16": (SHARDED, {"ns_dtype": torch.float16, "comm_dtype": torch.float16}, ""),
+    "FSDP2, fp16": (SHARDED, {"ns_dtype": torch.float16}, ""),
     "HSDP, spread": (
         [Group(on(SQUARE, (None, 0), (16, 24), (3, 12), (24, 8)), {"beta2": 0.9})],
         {"hsdp": "spread", "chunk_size": 1},

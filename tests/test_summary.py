@@ -368,8 +368,6 @@ def placed(weights, options: dict) -> dict:
 OPTIONS = [
     {},
     {"beta2": 0.9},
-    {"comm_dtype": torch.float16},
-    {"comm_dtype": torch.float16, "beta2": 0.9},
     {"comm_dtype": torch.float32, "chunk_size": 1, "beta2": 0.9, "second_moment_side": "rows"},
     {"ns_dtype": torch.float64, "beta2": 0.9},
 ]
