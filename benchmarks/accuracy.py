@@ -13,10 +13,9 @@ what is zero in Σ stays zero. Errors are relative, in the Frobenius norm:
 
 The plain loop is that of other Muons, with the same polynomials: bf16 throughout, the norm too.
 
-The wire is included: before an fp16 iteration a matrix travels as 4 parts of its rows, each scaled
-by a power of two (distributed/wire.py), before a bf16 one rounded to bf16. fp16 is accelerators'
-arithmetic. A CPU reproduces it, with products in fp32, one rounding, and mirrored halves, in the
-form that an accelerator takes.
+Where a wire is named, the matrix is rounded to its dtype before the iteration. fp16 is
+accelerators' arithmetic. A CPU reproduces it, with products in fp32, one rounding, and mirrored
+halves, in the form that an accelerator takes.
 
 Momentum is taken from a run of examples/train.py: its width is 128, and in a second run 512. Lines
 are the worst of all shapes, or of all matrices of the last layer.
@@ -40,7 +39,6 @@ from timing import load_kernel, machine, pick_device, show
 SHAPES = [(512, 512), (512, 2048), (1024, 1024)]
 MOMENTUM = {128: 100, 512: 30}  # steps by width
 FAMILIES = ("quintic", "you", "polar_express", "cans", "cubic5")
-PARTS = 4  # of a matrix on the wire
 
 # Of the accelerators' default: errors by input, and singular values.
 STRICT = ("Gaussian", "condition 1e4", "condition 1e8", "power law", "spiked")
@@ -56,7 +54,7 @@ class Setting:
 
     Args:
         dtype: of the arithmetic.
-        wire: format in which matrices travel before; None: they do not.
+        wire: dtype in which matrices travel before; None: they do not.
         family, algorithm: as `newton_schulz` takes them.
         accelerators: "auto" is what accelerators take.
     """
@@ -71,13 +69,13 @@ class Setting:
 PLAIN = "plain bf16 loop"
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
-WIRES = {FP16: FP16, BF16: BF16, FP32: None}
+WIRES = {FP16: None, BF16: BF16, FP32: None}
 DEFAULTS = {
-    "accelerators: fp16": Setting(FP16, FP16, accelerators=True),
+    "accelerators: fp16": Setting(FP16, None, accelerators=True),
+    "accelerators: fp16, bf16 wire": Setting(FP16, BF16, accelerators=True),
     "CPUs: bf16": Setting(BF16, BF16),
     "fp32": Setting(FP32, None),
     "fp32, bf16 wire": Setting(FP32, BF16),
-    "fp32, fp16 wire": Setting(FP32, FP16),
 }
 
 
@@ -117,8 +115,8 @@ def errors_of(kernel: Any, matrix: Decomposed, setting: Setting, device: torch.d
     form = recipe(FP32, planned).form(*matrix.G.shape)
     if algorithm == "auto":
         algorithm = "gram" if form.is_gram else "standard"
-    sent = through_wire(kernel, matrix.G.to(device), setting.wire)
-    U = ns.newton_schulz(sent, None, setting.family, algorithm=algorithm, dtype=setting.dtype)
+    G = matrix.G.to(device, setting.wire)
+    U = ns.newton_schulz(G, None, setting.family, algorithm=algorithm, dtype=setting.dtype)
     return compare(U.cpu().double(), matrix, form.triples, ns.FAMILIES[setting.family])
 
 
@@ -158,20 +156,6 @@ def compare(
     )
 
 
-def through_wire(kernel: Any, G: Tensor, wire: torch.dtype | None) -> Tensor:
-    """What an owner gathers, in the wire's format; of scaled parts, up to one power of two."""
-    if wire != FP16:
-        return G if wire is None else G.to(wire)
-    parts = [part.clone() for part in G.chunk(PARTS)]
-    largest = torch.stack([part.abs().amax() for part in parts])
-    sent = [torch.empty_like(part, dtype=wire) for part in parts]
-    exponents = kernel.distributed.wire.scale_down(parts, sent, largest)
-    gathered = torch.cat(sent)
-    here = [part.unsqueeze(0) for part in gathered.split([len(part) for part in sent])]
-    kernel.distributed.wire.unify_scales(here, exponents.view(-1, 1, 1))
-    return gathered
-
-
 def worst(found: Sequence[Errors]) -> Errors:
     def most(field: str) -> float:
         return max(getattr(errors, field) for errors in found)
@@ -205,28 +189,32 @@ def seeded() -> torch.Generator:
 
 # -- tables ----------------------------------------------------------------------------------------
 
-DEFAULT_COLUMNS = ("input", "error", "bound", "σ", "null", "polar", "float64: polar")
+DEFAULT_COLUMNS = (
+    *("input", "error", "bound", "σ", "null", "polar", "float64: polar"),
+    *("bf16 wire: error", "null"),
+)
 
 
 def default_row(name: str, found: dict[str, Errors]) -> list[str]:
     """The accelerators' default and its bounds."""
     e, bound = found["accelerators: fp16"], BOUNDS.get(name, DEFAULT_BOUND)
     passes = e.error < bound and e.largest <= LARGEST_SIGMA
+    of_wire = found["accelerators: fp16, bf16 wire"]
     return [
         *(name, percent(e.error), f"{'pass' if passes else 'FAIL'}: {bound:.0%}"),
         *(sigmas(e), null(e), percent(e.polar), percent(e.polar_of_float64)),
+        *(percent(of_wire.error), null(of_wire)),
     ]
 
 
 OTHER_COLUMNS = (
     *("input", "bf16, bf16 wire: error", "σ", "null", "polar", "fp32: error", "null"),
-    *("fp32, bf16 wire: error", "null", "fp32, fp16 wire: error", "null"),
-    *("plain bf16 loop: error", "null"),
+    *("fp32, bf16 wire: error", "null", "plain bf16 loop: error", "null"),
 )
 
 
 def other_row(name: str, found: dict[str, Errors]) -> list[str]:
-    bf16, *others = (found[setting] for setting in [*list(DEFAULTS)[1:], PLAIN])
+    bf16, *others = (found[setting] for setting in [*list(DEFAULTS)[2:], PLAIN])
     row = [name, percent(bf16.error), sigmas(bf16), null(bf16), percent(bf16.polar)]
     for errors in others:
         row += [percent(errors.error), null(errors)]
@@ -278,7 +266,7 @@ error: to the same polynomials in float64; polar: to the exact polar factor; σ:
 many as the input has that are not zero; null: the largest of the others. Worst of all shapes and
 of all matrices of momentum. Bounds are those of the error; σ must not exceed 1.25.
 Where bf16 is not good enough, set ns_dtype=torch.float32, and, where matrices travel,
-comm_dtype=torch.float16 or torch.float32: with ns_dtype alone they travel in bf16."""
+comm_dtype=torch.float32: with ns_dtype alone they travel in bf16."""
 
 
 def parse_shape(text: str) -> tuple[int, int]:
@@ -318,7 +306,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         default_rows.append(default_row(name, found))
         other_rows.append(other_row(name, found))
         long_rows += all_rows(name, matrices, settings, measure)
-    title = f"Accelerators' default (fp16, its wire, auto, polar_express), {shapes}, {device.type}"
+    title = f"Accelerators' default (fp16, auto, polar_express), {shapes}, {device.type}"
     show(title, DEFAULT_COLUMNS, default_rows, markdown=options.markdown)
     title = f"CPUs' default (bf16, bf16 wire), and fp32, {shapes}, {device.type}"
     show(title, OTHER_COLUMNS, other_rows, markdown=options.markdown, width=170)

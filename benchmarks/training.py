@@ -60,7 +60,7 @@ WIDTH_RATES = (5e-3, 1e-2, 2e-2, 4e-2, 8e-2)
 WIDTH_ADAMW_RATE = 3e-3
 WEIGHT_DECAY = 0.1
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 # -- training --------------------------------------------------------------------------------------

@@ -99,7 +99,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--layout", action="append", help="may be repeated, see below; default: fsdp")
     add("--rank", type=int, help="whose timeline and owners; default: the one with the most FLOPs")
     add("--dtype", choices=DTYPES, default="bf16", help="of the weights")
-    add("--wire", choices=DTYPES, help="comm_dtype; default: fp16, and bf16 on CPUs")
+    add("--wire", choices=("bf16", "fp32"), default="bf16", help="comm_dtype")
     add(
         "--device-type",
         choices=("cpu", "cuda", "xpu"),
@@ -117,7 +117,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--markdown", action="store_true", help="print one table of everything, in markdown")
     add("--png", type=Path, help="draw the timelines")
     args = parser.parse_args(argv)
-    args.wire = args.wire or ("bf16" if args.device_type == "cpu" else "fp16")
     args.ranks = list(dict.fromkeys(args.ranks or [64]))
     args.layout = list(dict.fromkeys(args.layout or ["fsdp"]))
     if not args.model and not args.config:

@@ -264,8 +264,10 @@ def rank(checks: Checks) -> None:
 
 
 class Received:
-    """In the place of an all-to-all: normal values, since zeros are multiplied faster, and a scale
-    among them stays near one. They take time that a step without traffic would not."""
+    """In the place of an all-to-all: normal values, since zeros are multiplied faster.
+
+    They take time that a step without traffic would not.
+    """
 
     def __init__(self) -> None:
         self.sizes: list[tuple[int, torch.dtype]] = []

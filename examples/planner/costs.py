@@ -319,11 +319,7 @@ class LaneUnits:
         for kind, counts in self.counts:
             entry = kind.entry
             out = kind.momentum(peers) * wire
-            if self.lane.scaled:
-                out += (out > 0) * wire  # an exponent goes along
             back = kind.weights(peers) * wire
-            if self.lane.scaled and entry.scatters_in_place:
-                back += (back > 0) * wire  # and its place comes back
             if entry.second_moment:  # mean squares, in 16 bits by four elements each
                 longest = max(kind.block.rows, kind.block.cols)
                 back += kind.matrices * longest * (8 if wire == 2 else wire)
