@@ -36,7 +36,7 @@ BUDGETS = {
     "llama-3-8b, rank 0 of 8": (373, 73, 34),
     "llama-3-8b, rank 0 of 64": (60, 12, 4),
     "1,000 of 64 × 64, rank 0 of 64": (72, 19, 2),
-    "30B of experts, rank 0 of 8": (1324, 214, 8),
+    "30B of experts, rank 0 of 8": (1618, 256, 8),
 }
 
 

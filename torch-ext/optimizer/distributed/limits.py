@@ -24,7 +24,7 @@ MOST_SHARED = 48
 # is faster than a large one. On accelerators each batch costs some twenty launches; but if state is
 # streamed, each waits for its own state, and a few matrices fill an accelerator.
 BATCH_BYTES = {"cpu": 2 << 20}
-DEFAULT_BATCH_BYTES = 512 << 20
+DEFAULT_BATCH_BYTES = 384 << 20
 STREAMED_BATCH_BYTES = 128 << 20
 
 # How large a span may be, in bytes of its copy in opmath.
