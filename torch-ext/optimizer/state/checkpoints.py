@@ -12,7 +12,6 @@ from ..cpu_offload import CPUOffload
 from ..distributed import regions
 from ..distributed import utils as dtensors
 from ..distributed.plan import Entry
-from ..parameters.default_groups import default_is_muon
 from ..parameters.options import STRUCTURE, Group, Settings, is_number
 from .specs import (
     ADAMW_KEYS,
@@ -197,7 +196,6 @@ def check_and_divide(
         groups, entries_of_groups, live, settings: of the optimizer, whose state is ``live``.
         saved_groups, states: of the checkpoint; ``states`` is changed.
     """
-    _check_rule(groups, saved_groups)
     of_params = [states.get(saved_id, {}) for saved in saved_groups for saved_id in saved.params]
     kept = {key for state in of_params for key, value in state.items() if value is not None}
     for group, entries, saved in zip(groups, entries_of_groups, saved_groups):
@@ -222,36 +220,6 @@ def check_and_divide(
                         f"of {key} of {name} in the checkpoint this rank holds "
                         f"{tuple(local.shape)}, where it should be {tuple(needed)}"
                     )
-
-
-def _check_rule(groups: Sequence[Group], saved_groups: Sequence[Group]) -> None:
-    """Raises if groups have other sizes only because the default rule has changed.
-
-    The error names the parameters that have moved since the checkpoint was saved. Earlier rules
-    went by the names of parameters, as `default_is_muon` still does.
-    """
-    sizes = [len(group.params) for group in groups]
-    saved_sizes = [len(saved.params) for saved in saved_groups]
-    if sizes == saved_sizes or [group.use_muon for group in groups] != [True, False]:
-        return
-    to_muon, to_adamw = (
-        [
-            name
-            for name, param in zip(group.names or (), group.params)
-            if default_is_muon(name, param, groups[0].expert_keys) is not group.use_muon
-        ]
-        for group in groups
-    )
-    moved = len(to_adamw) - len(to_muon)
-    if saved_sizes == [sizes[0] + moved, sizes[1] - moved]:
-        keys = f", expert_keys={list(groups[0].expert_keys)}" if groups[0].expert_keys else ""
-        raise ValueError(
-            "the checkpoint's groups were made by an earlier default rule, since when "
-            f"{', '.join(to_adamw) or 'nothing'} went to AdamW and "
-            f"{', '.join(to_muon) or 'nothing'} to Muon. To go on with its groups, make them by "
-            "get_default_muon_param_groups(model, lambda name, param, keys: "
-            f"default_is_muon(name, param, keys){keys})"
-        )
 
 
 def _check_group(group: Group, saved: Group) -> None:

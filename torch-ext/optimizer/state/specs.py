@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Optional
 
 import torch
@@ -26,22 +25,6 @@ KEPT_DTYPE = ("momentum_buffer", "second_momentum_buffer", "weight_residual")
 
 # By key, the shape of a tensor of state, and its mesh and placements, None for a plain tensor.
 ExpectedState = dict[str, tuple[torch.Size, Optional[tuple]]]
-
-
-@dataclass(frozen=True)
-class Spec:
-    """A tensor of state for which no memory is allocated yet.
-
-    This rank holds a part of the tensor, which fills its memory densely.
-    """
-
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    mesh_placements: Optional[tuple]  # of a DTensor; None for a plain tensor
-    local_shape: tuple[int, ...]  # of this rank's part
-    local_stride: tuple[int, ...]
-    device: torch.device  # of the parameter's local tensor
 
 
 def keys_of(group: Group, dtype: torch.dtype) -> list[str]:
@@ -97,47 +80,46 @@ def expected_state(param: Tensor, entry: Optional[Entry], settings: Settings) ->
     }
 
 
-def specs_of(
-    param: Tensor, entry: Optional[Entry], group: Group, settings: Settings
-) -> dict[str, Spec]:
-    """The tensors of state that a parameter has, by key. To be called under ``no_grad``."""
-    dtypes = {
+def zeros(
+    key: str,
+    param: Tensor,
+    entry: Optional[Entry],
+    group: Group,
+    settings: Settings,
+    device: Optional[torch.device] = None,
+) -> Tensor:
+    """A tensor of state as it begins, all zeros. To be called under ``no_grad``.
+
+    Args:
+        key: names the tensor.
+        param, entry, settings: as in `expected_state`.
+        group: the parameter's.
+        device: for the memory; None is that of the parameter's local tensor.
+    """
+    dtype = {
         "momentum_buffer": momentum_dtype(group, param.dtype) or dtensors.grad_dtype(param),
         "second_momentum_buffer": torch.float32,
         "weight_residual": torch.uint8,
-        "exp_avg": moments_dtype(group, param.dtype),
-        "exp_avg_sq": moments_dtype(group, param.dtype),
-    }
-    expected, local, specs = expected_state(param, entry, settings), dtensors.local(param), {}
-    for key in keys_of(group, param.dtype):
-        shape, placed = expected[key]
-        if shape == param.shape and placed == dtensors.mesh_placements_of(param):
-            local_shape, stride = tuple(local.shape), _dense_stride(param)  # in its memory order
-            local_stride = _dense_stride(local)
-        else:
-            local_shape = tuple(shape) if placed is None else dtensors.local_shape(shape, placed)
-            stride = dtensors.contiguous_stride(shape)
-            local_stride = dtensors.contiguous_stride(local_shape)
-        specs[key] = Spec(
-            shape, stride, dtypes[key], placed, local_shape, local_stride, local.device
-        )
-    return specs
+    }.get(key, moments_dtype(group, param.dtype))
+    shape, placed = expected_state(param, entry, settings)[key]
+    local = dtensors.local(param)
+    if shape == param.shape and placed == dtensors.mesh_placements_of(param):
+        local_shape, stride = tuple(local.shape), _dense_stride(param)  # in its memory order
+        local_stride = _dense_stride(local)
+    else:
+        local_shape = tuple(shape) if placed is None else dtensors.local_shape(shape, placed)
+        stride = dtensors.contiguous_stride(shape)
+        local_stride = dtensors.contiguous_stride(local_shape)
+    made = torch.empty_strided(
+        local_shape, local_stride, dtype=dtype, device=device or local.device
+    ).zero_()
+    return made if placed is None else dtensors.dtensor_of(made, placed, shape, stride)
 
 
 def _dense_stride(tensor: Tensor) -> tuple[int, ...]:
     """The stride that torch.zeros_like gives to a tensor like this one, by ``preserve_format``."""
     like = torch.empty_strided(tensor.shape, tensor.stride(), device="meta")
     return torch.empty_like(like, memory_format=torch.preserve_format).stride()
-
-
-def zeros(spec: Spec, device: Optional[torch.device] = None) -> Tensor:
-    """This rank's part of state as it begins, all zeros; by default on the parameter's device."""
-    local = torch.empty_strided(
-        spec.local_shape, spec.local_stride, dtype=spec.dtype, device=device or spec.device
-    ).zero_()
-    if spec.mesh_placements is None:
-        return local
-    return dtensors.dtensor_of(local, spec.mesh_placements, spec.shape, spec.stride)
 
 
 def converted(value: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
