@@ -40,7 +40,7 @@ def singular_values(U):
 def orthogonalized(shape, family, steps=5, dtype=torch.float64):
     coefficients = ref.coefficients_of(family, steps)
     if family == "cans" and dtype == torch.bfloat16:
-        # Documented in `Family.safety`: without it, roundings above the peak of 1.99 explode.
+        # Documented in `Polynomials.safety`: without it, roundings above the peak of 1.99 explode.
         s = 1.01
         guarded = [(a / s, b / s**3, c / s**5) for a, b, c in coefficients[:-1]]
         coefficients = [*guarded, coefficients[-1]]

@@ -122,7 +122,6 @@ def latent(q: str, kv: str, rope: int) -> Attention:
     )
 
 
-qk_clip = optimizer.qk_clip
 ATTENTIONS = {
     "multi-head": grouped("wq", "wk", 4, 4),
     "multi-head, biases": grouped("q_proj", "k_proj", 4, 4, biases=True),
@@ -144,14 +143,14 @@ ATTENTIONS = {
     ),
     "fused, stacked": Attention(
         {"wqkv": (48,)},
-        {"head_dim": 6, "row_map": {"wqkv": qk_clip.stacked_rows(4, 2, 6)}},
+        {"head_dim": 6, "row_map": {"wqkv": "(q=24 + k=12 + v=12) dim"}},
         heads("wqkv", 4, 6),
         heads("wqkv", 2, 6, first=24),
         biases=True,
     ),
-    "fused, by key heads": Attention(
+    "fused, by first rows": Attention(
         {"wqkv": (48,)},
-        {"head_dim": 6, "row_map": {"wqkv": qk_clip.grouped_rows(4, 2, 6)}},
+        {"head_dim": 6, "row_map": {"wqkv": {"q": [0, 6, 24, 30], "k": [12, 36]}}},
         [("wqkv", range(start, start + 6)) for start in (0, 6, 24, 30)],
         [("wqkv", range(start, start + 6)) for start in (12, 36)],
     ),
@@ -433,7 +432,7 @@ def test_weights_that_are_called_by_their_projection():
             {"params": [(n, p) for n, p in named if (p.ndim > 1) is muon], "use_muon": muon}
             for muon in (True, False)
         ]
-        rows = {"in_proj": optimizer.qk_clip.stacked_rows(2, 2, 2)}
+        rows = {"in_proj": "(q=4 + k=4 + v=4) dim"}
         config = {"head_dim": 2, "threshold": THRESHOLD, "row_map": rows}
         optim = optimizer.Muon(groups, lr=0.0, clip_config=config)
         optim.step(qk_logits={0: HIGH[:2]})
@@ -448,7 +447,7 @@ def test_attentions_of_other_names_in_one_block_are_layers_of_their_own():
     cross = projections("decoder.layers.0.cross")
     fused = ("decoder.layers.0.self.qkv.weight", nn.Parameter(torch.ones(24, 4)))
     fused[1].grad = torch.zeros(24, 4)
-    config = {**CONFIG, "row_map": {"qkv": optimizer.qk_clip.stacked_rows(4, 4, 2)}}
+    config = {**CONFIG, "row_map": {"qkv": "(q=8 + k=8 + v=8) dim"}}
     optim = muon([fused, *cross], clip_config=config)
     optim.step(qk_logits={"decoder.layers.0.self": HIGH, "decoder.layers.0.cross": [0.0] * 4})
     assert (fused[1][:16] == 0.5).all() and (fused[1][16:] == 1).all() and not halved(cross)

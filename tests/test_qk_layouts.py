@@ -60,8 +60,8 @@ class Recorder:
 
 GROUPED = {"head_dim": 6}
 LATENT = {"is_mla": True, "qk_nope_head_dim": 3, "qk_rope_head_dim": 2, "v_head_dim": 4}
-FUSED = {"head_dim": 4, "row_map": {"wqkv": optimizer.qk_clip.grouped_rows(4, 2, 4)}}
-STACKED = {"head_dim": 4, "row_map": {"wqkv": optimizer.qk_clip.stacked_rows(4, 2, 4)}}
+FUSED = {"head_dim": 4, "row_map": {"wqkv": "(group (q=8 + k=4 + v=4)) dim"}}
+STACKED = {"head_dim": 4, "row_map": {"wqkv": "(q=16 + k=8 + v=8) dim"}}
 
 # Names and shapes, of weights, then of biases.
 KINDS = {

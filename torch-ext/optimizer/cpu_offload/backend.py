@@ -31,8 +31,8 @@ class Backend:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def free(self, memory: Tensor) -> None:
-        """Is called before memory of `allocate` is let go. By then all queues are done with the
-        memory, or the ``COMPUTE`` queue waits until they are."""
+        """Called before memory from `allocate` is freed, when all queues are done with it, or the
+        ``COMPUTE`` queue waits until they are."""
 
     def _stream(self, name: str) -> torch.Stream:
         if name == COMPUTE:

@@ -218,11 +218,7 @@ class CPUOffload:
         return prefetcher
 
     def end_step(self, hosted: Iterable[torch.device]) -> None:
-        """Makes the host wait for updated parameters, which may be read without any stream next.
-
-        Args:
-            hosted: devices that have updated parameters in host memory.
-        """
+        """Makes the host wait for parameters in host memory that these devices have updated."""
         for device in hosted:
             backend = self._device(device).backend
             backend.synchronize(backend.record(OUT))

@@ -18,7 +18,6 @@ import sys
 from collections import deque
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Optional
 
 import torch
@@ -115,17 +114,6 @@ class Prefetcher:
                 yield fetched
 
 
-@dataclass(eq=False)
-class _RingWindow:
-    """A window in the ring, from its copy to the device until another one takes its place."""
-
-    window: Window
-    start: int  # in the ring
-    stop: int
-    arrived: Any  # event: it is on the device
-    freed: Optional[Any] = None  # event: its place is free; None before its use has ended
-
-
 class PrefetchRing:
     """The windows of a step on one device.
 
@@ -141,7 +129,9 @@ class PrefetchRing:
         self._backend = backend
         self._slot_bytes = slot_bytes
         self._ring: Any = None
-        self._in_ring: deque[_RingWindow] = deque()
+        self._pending: deque[Window] = deque()  # not in the ring yet
+        self._arriving: deque[Window] = deque()  # in the ring, and their use has not ended
+        self._leaving: list[Window] = []  # used, until another one takes their place
 
     def open(self) -> None:
         """Allocates the ring, and starts to copy windows to it."""
@@ -157,60 +147,55 @@ class PrefetchRing:
 
     def acquire(self, window: Window) -> list[tuple[Tensor, ...]]:
         """The tensors of each piece on the device, until the window is released."""
-        placed = self._first_unreleased()
-        if placed is None or placed.window is not window:
+        if not self._arriving or self._arriving[0] is not window:
             raise RuntimeError("windows must be used in the order in which they were announced")
-        self._backend.wait(COMPUTE, placed.arrived)
-        return window.views(self._ring[placed.start : placed.stop])
+        self._backend.wait(COMPUTE, window.arrived)
+        return window.views(self._memory(window))
 
     def release(self) -> None:
         """Ends the use of the window that was acquired."""
-        placed = self._first_unreleased()
-        assert placed is not None
-        placed.freed = self._backend.record(COMPUTE)
-        if placed.window.is_written:
-            self._backend.wait(OUT, placed.freed)
-            memory = self._ring[placed.start : placed.stop]
-            placed.freed = placed.window.copy_out(self._backend, memory)
+        window = self._arriving.popleft()
+        window.freed = self._backend.record(COMPUTE)
+        if window.is_written:
+            self._backend.wait(OUT, window.freed)
+            window.freed = window.copy_out(self._backend, self._memory(window))
+        self._leaving.append(window)
         self._copy_in()
 
     def close(self) -> None:
         """Frees the ring; the current stream waits for the last copy."""
         if self._ring is None:
             return
-        if self._first_unreleased() is not None:  # an error kept it from being used
+        if self._arriving:  # an error kept them from being used
             self._backend.wait(COMPUTE, self._backend.record(IN))
         self._backend.wait(COMPUTE, self._backend.record(OUT))
         self._backend.free(self._ring)
         self._ring = None
-        self._in_ring.clear()
+        self._arriving.clear()
+        self._leaving.clear()
 
-    def _first_unreleased(self) -> Optional[_RingWindow]:
-        """The window that is in use, or else the next one."""
-        return next((placed for placed in self._in_ring if placed.freed is None), None)
+    def _memory(self, window: Window) -> Tensor:
+        return self._ring[window.start : window.start + window.nbytes]
 
     def _copy_in(self) -> None:
         """Starts copies of the next windows, as far as there is room."""
         while self._pending:
-            start = self._make_room(self._pending[0].nbytes)
-            if start is None:
+            window = self._pending[0]
+            if not self._make_room(window):
                 return
-            window = self._pending.popleft()
-            self._head = start + window.nbytes
-            arrived = window.copy_in(self._backend, self._ring[start : self._head])
-            self._in_ring.append(_RingWindow(window, start, self._head, arrived))
+            self._arriving.append(self._pending.popleft())
+            self._head = window.start + window.nbytes
+            window.arrived = window.copy_in(self._backend, self._memory(window))
 
-    def _make_room(self, nbytes: int) -> Optional[int]:
-        """Where the next window goes; None while one whose use has not ended lies there."""
-        start = self._head if self._head + nbytes <= self._ring.numel() else 0
-        stop = start + nbytes
-        overlapping = [p for p in self._in_ring if p.start < stop and start < p.stop]
-        if any(placed.freed is None for placed in overlapping):
-            return None
-        for placed in overlapping:
-            self._in_ring.remove(placed)
+    def _make_room(self, window: Window) -> bool:
+        """Places the next window; False while one whose use has not ended lies there."""
+        window.start = self._head if self._head + window.nbytes <= self._ring.numel() else 0
+        if any(map(window.overlaps, self._arriving)):
+            return False
+        overlapping = [other for other in self._leaving if window.overlaps(other)]
+        self._leaving = [other for other in self._leaving if other not in overlapping]
         # A copy back is after those before it, and after the use of what it copies.
-        copied = [placed for placed in overlapping if placed.window.is_written]
-        for placed in dict.fromkeys((*copied[-1:], *overlapping[-1:])):
-            self._backend.wait(IN, placed.freed)
-        return start
+        written = [other for other in overlapping if other.is_written]
+        for other in dict.fromkeys((*written[-1:], *overlapping[-1:])):
+            self._backend.wait(IN, other.freed)
+        return True

@@ -44,27 +44,27 @@ class RowPiece(NamedTuple):
     is_last: bool = True  # piece of the row
 
 
-class Copy(NamedTuple):
-    """An interval of host memory, and where it begins in its window's memory; both in bytes."""
-
-    host: Tensor
-    offset: int
-
-
 class Window:
     """Pieces of rows that are on one device at the same time.
 
     Attributes:
         nbytes: of its memory on the device, up to where another window's memory may begin.
         is_written: whether any of it is copied back.
+        start: of its memory in the ring, in bytes.
+        arrived, freed: events in this step: it is on the device; its memory is free again.
     """
+
+    start: int
+    arrived: Any
+    freed: Any
 
     def __init__(self, pieces: Sequence[RowPiece], device: torch.device):
         self.pieces = pieces
         self.device = device
         self.nbytes = 0
-        self._copies_in: list[Copy] = []
-        self._copies_out: list[Copy] = []
+        # Intervals of host memory, in bytes, and where each begins in the window's memory.
+        self._copies_in: list[tuple[Tensor, int]] = []
+        self._copies_out: list[tuple[Tensor, int]] = []
         self._offsets: list[list[int]] = []  # of each piece, where its tensors begin
         for piece in pieces:
             self._offsets.append([])
@@ -72,7 +72,7 @@ class Window:
                 self._offsets[-1].append(self.nbytes)
                 copies = []
                 for interval in intervals(fetch.host):
-                    copies.append(Copy(interval.view(torch.uint8), self.nbytes))
+                    copies.append((interval.view(torch.uint8), self.nbytes))
                     self.nbytes += interval.nbytes
                 self.nbytes += -self.nbytes % ALIGNMENT
                 self._copies_in += copies
@@ -80,16 +80,20 @@ class Window:
                     self._copies_out += copies
         self.is_written = bool(self._copies_out)
 
+    def overlaps(self, other: Window) -> bool:
+        """Whether two windows of a ring share memory."""
+        return self.start < other.start + other.nbytes and other.start < self.start + self.nbytes
+
     def copy_in(self, backend: Backend, memory: Tensor) -> Any:
         """Starts copies to the window's memory on the device; returns an event after them."""
-        hosts, parts = [c.host for c in self._copies_in], _parts(self._copies_in, memory)
-        backend.copy(IN, parts, hosts)
+        hosts = [host for host, _ in self._copies_in]
+        backend.copy(IN, [memory[at : at + len(host)] for host, at in self._copies_in], hosts)
         return backend.record(IN)
 
     def copy_out(self, backend: Backend, memory: Tensor) -> Any:
         """Starts copies of what was written, back to the host; returns an event after them."""
-        hosts, parts = [c.host for c in self._copies_out], _parts(self._copies_out, memory)
-        backend.copy(OUT, hosts, parts)
+        hosts = [host for host, _ in self._copies_out]
+        backend.copy(OUT, hosts, [memory[at : at + len(host)] for host, at in self._copies_out])
         return backend.record(OUT)
 
     def views(self, memory: Tensor) -> list[tuple[Tensor, ...]]:
@@ -103,10 +107,6 @@ class Window:
             )
             for offsets, piece in zip(self._offsets, self.pieces)
         ]
-
-
-def _parts(copies: Sequence[Copy], memory: Tensor) -> list[Tensor]:
-    return [memory[copy.offset : copy.offset + copy.host.numel()] for copy in copies]
 
 
 def intervals(tensor: Tensor) -> Iterator[Tensor]:

@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-from .coefficients import (
-    FAMILIES,
-    Coefficients,
-    Family,
-    Polynomials,
-    Triple,
-    is_triple,
-    overshoot,
-    resolve,
-)
-from .forms import ALGORITHMS, Form, Recipe, default_dtype, recipe_for
+from .coefficients import FAMILIES, Coefficients, Triple, is_triple, overshoot, resolve
+from .forms import ALGORITHMS, Recipe, default_dtype, recipe_for
 from .iteration import newton_schulz
 
 __all__ = [
     "ALGORITHMS",
     "FAMILIES",
     "Coefficients",
-    "Family",
-    "Form",
-    "Polynomials",
     "Recipe",
     "Triple",
     "default_dtype",

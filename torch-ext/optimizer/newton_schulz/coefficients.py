@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any, Optional, Union
 
@@ -45,6 +45,11 @@ class Polynomials:
     safety: float = 1.0
     preconditioned: bool = False
 
+    @property
+    def steps(self) -> int:
+        """How many iterations a family was made for; 5 for a family of one triple."""
+        return DEFAULT_STEPS if len(self.triples) == 1 else len(self.triples)
+
     def in_arithmetic(self, dtype: torch.dtype) -> tuple[Triple, ...]:
         """The polynomials to run in ``dtype``."""
         if self.safety == 1.0 or torch.finfo(dtype).bits > 16:
@@ -54,28 +59,12 @@ class Polynomials:
         return guarded + self.triples[-1:]
 
 
-@dataclass(frozen=True)
-class Family(Polynomials):
-    """Published polynomials of one name; a family of one triple repeats it in every iteration.
-
-    Args:
-        source: where the literals were published.
-    """
-
-    source: str = ""
-
-    @property
-    def steps(self) -> int:
-        """How many iterations the family was made for; 5 for a family of one triple."""
-        return DEFAULT_STEPS if len(self.triples) == 1 else len(self.triples)
-
-
-FAMILIES: dict[str, Family] = {
-    "quintic": Family(
-        ((3.4445, -4.7750, 2.0315),),
-        source="Jordan et al. 2024, Muon: an optimizer for hidden layers in neural networks",
-    ),
-    "you": Family(
+# Published polynomials by name; a family of one triple repeats it in every iteration.
+FAMILIES: dict[str, Polynomials] = {
+    # Jordan et al. 2024, Muon: an optimizer for hidden layers in neural networks
+    "quintic": Polynomials(((3.4445, -4.7750, 2.0315),)),
+    # You 2025, per-iteration coefficients by gradient descent
+    "you": Polynomials(
         (
             (4.0848, -6.8946, 2.9270),
             (3.9505, -6.3029, 2.6377),
@@ -83,9 +72,9 @@ FAMILIES: dict[str, Family] = {
             (2.8769, -3.1427, 1.2046),
             (2.8366, -3.0525, 1.2012),
         ),
-        source="You 2025, per-iteration coefficients by gradient descent",
     ),
-    "polar_express": Family(
+    # Amsel et al. 2025, arXiv:2505.16932, 5 iterations, safety 2e-2, cushion 2
+    "polar_express": Polynomials(
         (
             (8.156554524902461, -22.48329292557795, 15.878769915207462),
             (4.042929935166739, -2.808917465908714, 0.5000178451051316),
@@ -94,9 +83,9 @@ FAMILIES: dict[str, Family] = {
             (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
         ),
         norm_factor=1.02,
-        source="Amsel et al. 2025, arXiv:2505.16932, 5 iterations, safety 2e-2, cushion 2",
     ),
-    "cans": Family(
+    # Grishina et al. 2025, arXiv:2506.10935
+    "cans": Polynomials(
         (
             (8.4703, -25.1081, 18.6293),
             (4.1828, -3.1087, 0.5806),
@@ -105,9 +94,9 @@ FAMILIES: dict[str, Family] = {
             (2.2737, -1.6447, 0.4162),
         ),
         safety=1.01,
-        source="Grishina et al. 2025, arXiv:2506.10935",
     ),
-    "cubic5": Family(
+    # optimal cubics composed, same method as polar_express; c = 0 saves the product A²
+    "cubic5": Polynomials(
         (
             (3.3656576, -3.3420992, 0.0),
             (2.5744352, -1.4957376, 0.0),
@@ -115,9 +104,9 @@ FAMILIES: dict[str, Family] = {
             (2.4418906, -1.2764040, 0.0),
             (2.2230472, -0.9630650, 0.0),
         ),
-        source="optimal cubics composed, same method as polar_express; c = 0 saves the product A²",
     ),
-    "aol": Family(
+    # thib-s/flash-newton-schulz, newton_schulz_triton_aol, 4 iterations
+    "aol": Polynomials(
         (
             (4.6051, -9.6552, 5.6769),
             (4.7505, -6.0861, 2.1790),
@@ -125,12 +114,9 @@ FAMILIES: dict[str, Family] = {
             (2.4231, -2.2861, 0.8193),
         ),
         preconditioned=True,
-        source="thib-s/flash-newton-schulz, newton_schulz_triton_aol, 4 iterations",
     ),
-    "deepseekv4": Family(
-        ((3.4445, -4.7750, 2.0315),) * 8 + ((2.0, -1.5, 0.5),) * 2,
-        source="DeepSeek-AI 2026, DeepSeek-V4, section 2.4: 10 iterations in two stages",
-    ),
+    # DeepSeek-AI 2026, DeepSeek-V4, section 2.4: 10 iterations in two stages
+    "deepseekv4": Polynomials(((3.4445, -4.7750, 2.0315),) * 8 + ((2.0, -1.5, 0.5),) * 2),
 }
 
 
@@ -163,7 +149,7 @@ def resolve(coefficients: Coefficients, steps: Optional[int] = None) -> Polynomi
         else:
             missing = steps - len(family.triples)
             triples = family.triples[:steps] + (CONVERGING,) * missing
-        return Polynomials(triples, family.norm_factor, family.safety, family.preconditioned)
+        return replace(family, triples=triples)
     listed: Sequence[Any] = coefficients
     if is_triple(coefficients):
         listed = [coefficients] * (steps or DEFAULT_STEPS)

@@ -165,16 +165,6 @@ class Recipe:
         """FLOPs of `form` for one matrix."""
         return self.form(rows, cols).flops(rows, cols)
 
-    def takes_whole_bf16(self, form: Form, rows: int, cols: int) -> bool:
-        """Whether a CPU takes such matrices through the standard form in bf16 by whole products.
-
-        A single one of them takes a shorter path in `iteration`.
-        """
-        s, l = min(rows, cols), max(rows, cols)
-        is_bf16 = self.device_type == "cpu" and self.dtype == torch.bfloat16
-        is_whole = block_side(form.products, s, l) == s
-        return is_bf16 and is_whole and not self.polynomials.preconditioned and not form.is_gram
-
     def _restarts(self, triples: tuple[Triple, ...], s: int) -> tuple[int, ...]:
         """The restarts of the Gram form, for polynomials with their margins and a shorter side."""
         is_bf16 = self.dtype == torch.bfloat16

@@ -200,9 +200,6 @@ def _orthogonalize_together(
     padding = products.padding if block_side(form.products, side, side) < side else 0
     shape = (4 if form.is_gram else 2, n, side, side + padding)
     squares = scratch.empty("squares", shape, X.dtype, X.device)[..., :side].unbind(0)  # R, Z, Q, T
-    if n == 1 and recipe.takes_whole_bf16(form, rows, cols):
-        X = _standard_form_of_one(X[0], Y[0], squares[0][0], squares[1][0], form.triples)[None]
-        return _renormalize(X) if recipe.renormalize else X
     with full_precision(X.dtype, X.device.type):
         for start, stop in form.segments:
             factor_of_gram = None if pending is None else pending.of_gram
@@ -216,25 +213,6 @@ def _orthogonalize_together(
                 alpha, beta = alpha / magnification, beta / magnification
             X, Y = products.apply(Q, X, alpha, beta, Y), X
     return _renormalize(X) if recipe.renormalize else X
-
-
-def _standard_form_of_one(
-    X: Tensor, Y: Tensor, R: Tensor, Z: Tensor, triples: Sequence[Triple]
-) -> Tensor:
-    """The standard form of one matrix by whole products; X and the buffers are overwritten.
-
-    The general loop takes a tenth longer on CPUs at 256 × 256: it multiplies batches of one, and
-    does more between products.
-    """
-    is_tall = X.shape[0] > X.shape[1]
-    for a, b, c in triples:
-        left, right = (X.mT, X) if is_tall else (X, X.mT)
-        torch.mm(left, right, out=R)
-        Q, alpha = (R, b) if c == 0.0 else (torch.addmm(R, R, R, alpha=c, beta=b, out=Z), 1.0)
-        left, right = (X, Q) if is_tall else (Q, X)
-        torch.addmm(X, left, right, alpha=alpha, beta=a, out=Y)
-        X, Y = Y, X
-    return X
 
 
 def _segment(

@@ -95,9 +95,11 @@ def _sides(X: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _product(A: Tensor, B: Tensor, alpha: float, beta: float, C: Tensor, out: Tensor) -> Tensor:
+    """Writes alpha·AB + beta·C, of two matrices or of two batches, into ``out``."""
+    multiply, add = (torch.mm, torch.addmm) if A.ndim == 2 else (torch.bmm, torch.baddbmm)
     if alpha == 1.0 and beta == 0.0:
-        return torch.bmm(A, B, out=out)
-    return torch.baddbmm(C, A, B, alpha=alpha, beta=beta, out=out)
+        return multiply(A, B, out=out)
+    return add(C, A, B, alpha=alpha, beta=beta, out=out)
 
 
 def _gram(
@@ -107,19 +109,32 @@ def _gram(
     return out if scale is None else out.mul_(scale / alpha)
 
 
-def _apply_whole(Q: Tensor, X: Tensor, alpha: float, beta: float, out: Tensor) -> Tensor:
+def _apply(Q: Tensor, X: Tensor, alpha: float, beta: float, out: Tensor) -> Tensor:
+    """Multiplies one by one if Q has padding: libraries copy a padded batch, even of one matrix."""
     left, right = (X, Q) if _is_tall(X) else (Q, X)
-    return _product(left, right, alpha, beta, X, out)
+    if Q.stride(-2) == Q.shape[-1]:
+        return _product(left, right, alpha, beta, X, out)
+    for left_i, right_i, X_i, out_i in zip(*(t.unbind(0) for t in (left, right, X, out))):
+        _product(left_i, right_i, alpha, beta, X_i, out_i)
+    return out
 
 
 def _symmetric_blocks(
-    name: str, A: Tensor, B: Tensor, alpha: float, beta: float, C: Tensor, out: Tensor
+    name: str,
+    by_rows: bool,
+    A: Tensor,
+    B: Tensor,
+    alpha: float,
+    beta: float,
+    C: Tensor,
+    out: Tensor,
 ) -> Tensor:
     """Computes columns from the diagonal down, block by block, and copies their mirror image.
 
     It takes one matrix at a time, since CPUs multiply in place into a part of a matrix, but not
     into a part of a batch. It takes columns rather than rows, since libraries repack the right
-    factor: so they repack each part of that factor once.
+    factor: so they repack each part of that factor once. Exact mode takes rows up to the diagonal,
+    ``by_rows``: the last bits of the two differ, and exact mode keeps its bits.
     """
     _, s, k = A.shape
     side = block_side(name, s, k)
@@ -127,54 +142,18 @@ def _symmetric_blocks(
         return _product(A, B, alpha, beta, C, out)
     for A_i, B_i, C_i, out_i in zip(*(tensor.unbind(0) for tensor in (A, B, C, out))):
         for start in range(0, s, side):
-            stop = min(start + side, s)
-            block = out_i[start:, start:stop]
-            _block(A_i[start:], B_i[:, start:stop], alpha, beta, C_i[start:, start:stop], block)
-            if stop < s:
-                out_i[start:stop, stop:].copy_(block[side:].mT)
+            block = slice(start, min(start + side, s))
+            rows, cols = (block, slice(block.stop)) if by_rows else (slice(start, None), block)
+            _product(A_i[rows], B_i[:, cols], alpha, beta, C_i[rows, cols], out_i[rows, cols])
+            others = slice(start) if by_rows else slice(block.stop, None)
+            mirrored = (others, block) if by_rows else (block, others)
+            out_i[mirrored].copy_(out_i[mirrored[::-1]].mT)
     return out
 
 
-def _symmetric_exact_blocks(
-    A: Tensor, B: Tensor, alpha: float, beta: float, C: Tensor, out: Tensor
-) -> Tensor:
-    """Does what `_symmetric_blocks` does, but in rows up to the diagonal.
-
-    The last bits of the two differ, and exact mode keeps the bits of this one.
-    """
-    _, s, k = A.shape
-    rows = block_side("exact blocks", s, k)
-    if rows == s:
-        return _product(A, B, alpha, beta, C, out)
-    for A_i, B_i, C_i, out_i in zip(A, B, C, out):
-        for start in range(0, s, rows):
-            stop = min(start + rows, s)
-            block = (slice(start, stop), slice(stop))
-            _block(A_i[start:stop], B_i[:, :stop], alpha, beta, C_i[block], out_i[block])
-            out_i[:start, start:stop].copy_(out_i[start:stop, :start].mT)
-    return out
-
-
-def _block(A: Tensor, B: Tensor, alpha: float, beta: float, C: Tensor, out: Tensor) -> None:
-    if alpha == 1.0 and beta == 0.0:
-        torch.mm(A, B, out=out)
-    else:
-        torch.addmm(C, A, B, alpha=alpha, beta=beta, out=out)
-
-
-def _apply_padded(Q: Tensor, X: Tensor, alpha: float, beta: float, out: Tensor) -> Tensor:
-    """Multiplies one by one if Q has padding: libraries copy a padded batch, even of one matrix."""
-    if Q.stride(-2) == Q.shape[-1]:
-        return _apply_whole(Q, X, alpha, beta, out)
-    left, right = (X, Q) if _is_tall(X) else (Q, X)
-    for left_i, right_i, X_i, out_i in zip(*(t.unbind(0) for t in (left, right, X, out))):
-        _block(left_i, right_i, alpha, beta, X_i, out_i)
-    return out
-
-
-def _by_blocks(name: str) -> Products:
-    symmetric = partial(_symmetric_blocks, name)
-    return Products(partial(_gram, symmetric), symmetric, _apply_padded, padding=32)
+def _by_blocks(name: str, by_rows: bool = False, padding: int = 32) -> Products:
+    symmetric = partial(_symmetric_blocks, name, by_rows)
+    return Products(partial(_gram, symmetric), symmetric, _apply, padding)
 
 
 def _mirror(product: Tensor, out: Tensor) -> Tensor:
@@ -195,7 +174,7 @@ def _symmetric_in_fp32(
 
 def _apply_in_fp32(Q: Tensor, X: Tensor, alpha: float, beta: float, out: Tensor) -> Tensor:
     X_fp32 = X.float()
-    Y = _apply_whole(Q.float(), X_fp32, alpha, beta, torch.empty_like(X_fp32))
+    Y = _apply(Q.float(), X_fp32, alpha, beta, torch.empty_like(X_fp32))
     return out.copy_(Y)
 
 
@@ -213,13 +192,11 @@ def _symmetric_tiles(
 
 
 PRODUCTS = {
-    "whole": Products(partial(_gram, _product), _product, _apply_whole),
+    "whole": Products(partial(_gram, _product), _product, _apply),
     "blocks": _by_blocks("blocks"),
     "fp32 blocks": _by_blocks("fp32 blocks"),
-    "exact blocks": Products(
-        partial(_gram, _symmetric_exact_blocks), _symmetric_exact_blocks, _apply_whole
-    ),
+    "exact blocks": _by_blocks("exact blocks", by_rows=True, padding=0),
     # fp16 on CPUs, in the arithmetic of accelerators: products in fp32 that are rounded once.
     "in_fp32": Products(_gram_in_fp32, _symmetric_in_fp32, _apply_in_fp32),
-    "tiles": Products(_gram_tiles, _symmetric_tiles, _apply_whole),  # by Triton's kernels
+    "tiles": Products(_gram_tiles, _symmetric_tiles, _apply),  # by Triton's kernels
 }

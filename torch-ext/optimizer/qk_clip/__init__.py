@@ -6,19 +6,13 @@ from typing import Any
 
 __all__ = [
     "QKLogitRecorder",
-    "grouped_rows",
     "max_qk_logits",
     "reduce_qk_logits",
-    "stacked_rows",
 ]
 
 
 def __getattr__(name: str) -> Any:
     """Loads what clips, and what observes the attention of a model, when it is first asked for."""
-    if name in ("grouped_rows", "stacked_rows"):
-        from . import config
-
-        return getattr(config, name)
     if name == "reduce_qk_logits":
         from .scales import reduce_qk_logits
 

@@ -72,11 +72,7 @@ class Clipping:
 
 
 class QKClip:
-    """What an optimizer keeps of QK-Clip between steps.
-
-    Args:
-        config: how logits are bounded.
-    """
+    """What an optimizer keeps of QK-Clip between steps."""
 
     def __init__(self, config: ClipConfig):
         self.config = config
@@ -142,10 +138,8 @@ class QKClip:
         """QK-Clip of a step; None where there are no logits.
 
         Args:
-            logits: by layer.
-            is_recorded: a recorder has made them, and may have layers that this optimizer does not
-                train.
-            groups, survey, settings: of the optimizer.
+            is_recorded: a recorder has made the logits, and may have layers that this optimizer
+                does not train.
             is_dry: the step is to change nothing.
             only_with_gradient: leave layers alone whose gradients are zeros on all ranks.
 

@@ -221,30 +221,6 @@ def _read_row_map(row_map: Any, where: str) -> RowMap:
     return rows
 
 
-def stacked_rows(heads: int, kv_heads: int, head_dim: int) -> dict[str, list[int]]:
-    """The `row_map` of a fused projection of all queries, then all keys, then all values."""
-    return {
-        "q": [head * head_dim for head in range(heads)],
-        "k": [head * head_dim for head in range(heads, heads + kv_heads)],
-    }
-
-
-def grouped_rows(heads: int, kv_heads: int, head_dim: int) -> dict[str, list[int]]:
-    """The `row_map` of a fused projection that has, key head by key head, the query heads that
-    read the key head, then the key head, then its values.
-
-    With as many key heads as query heads, a head's rows are its query, its key and its value.
-    """
-    if heads % kv_heads:
-        raise ValueError(f"{heads} query heads can't share {kv_heads} key heads evenly")
-    group = heads // kv_heads
-    size = (group + 2) * head_dim
-    return {
-        "q": [key * size + query * head_dim for key in range(kv_heads) for query in range(group)],
-        "k": [key * size + group * head_dim for key in range(kv_heads)],
-    }
-
-
 def _check(holds: bool, problem: str) -> None:
     if not holds:
         raise ValueError(problem)

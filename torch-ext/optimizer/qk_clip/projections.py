@@ -67,17 +67,12 @@ class Layer:
         return max(len(self.q_indices), len(self.k_indices))
 
 
+@dataclass(frozen=True)
 class Layers:
-    """The layers of an optimizer by their keys, and how logits name them.
+    """The layers of an optimizer by their keys, and how logits name them."""
 
-    Args:
-        bounded: layers whose logits are bounded.
-        unbounded: prefixes of the other layers.
-    """
-
-    def __init__(self, bounded: Mapping[LayerKey, Layer], unbounded: Mapping[LayerKey, str]):
-        self.bounded = bounded
-        self._prefixes = {**{key: layer.prefix for key, layer in bounded.items()}, **unbounded}
+    bounded: Mapping[LayerKey, Layer]  # whose logits are bounded
+    prefixes: Mapping[LayerKey, str]  # of all layers
 
     def match(self, logits: Logits, pass_over_unknown: bool) -> dict[LayerKey, Any]:
         """Maps the key of each bounded layer to its logits.
@@ -97,16 +92,16 @@ class Layers:
             if key is None:
                 raise ValueError(
                     f"qk_logits has {name!r}, where this optimizer has no query and key "
-                    f"projections; it has them in {quote(list(self._prefixes)) or 'no layer'}"
+                    f"projections; it has them in {quote(list(self.prefixes)) or 'no layer'}"
                 )
             if key in matched:
-                raise ValueError(f"qk_logits has the layer {self._prefixes[key]!r} twice")
+                raise ValueError(f"qk_logits has the layer {self.prefixes[key]!r} twice")
             if key in self.bounded:
                 matched[key] = value
         missing = [key for key in self.bounded if key not in matched]
         if missing:
             unknown = self.unknown_names(logits)  # as where a recorder's module is not the model
-            names = quote([self._prefixes[key] for key in missing])
+            names = quote([self.prefixes[key] for key in missing])
             remedy = f". The recorder has {quote(unknown)}, not {names}: make it of the same module"
             raise ValueError(
                 f"qk_logits lacks layers {quote(missing)}: give those of all layers, or None in "
@@ -120,10 +115,10 @@ class Layers:
 
     def _key_of(self, name: Any) -> Optional[LayerKey]:
         """The key of the layer that ``name`` means: its key, number, prefix, or how that begins."""
-        if name in self._prefixes:
+        if name in self.prefixes:
             return name
         if isinstance(name, str):
-            start, prefixes = normalize_name(name), self._prefixes.items()
+            start, prefixes = normalize_name(name), self.prefixes.items()
             keys = [key for key, prefix in prefixes if prefix == start]
             keys = keys or [key for key, prefix in prefixes if prefix.startswith(f"{start}.")]
         else:
@@ -153,15 +148,15 @@ def find_layers(groups: Sequence[Group], config: ClipConfig) -> Layers:
     numbers = [projections[0].number for projections in attentions.values()]
     have_numbers = None not in numbers and len(set(numbers)) == len(numbers)
     bounded: dict[LayerKey, Layer] = {}
-    unbounded: dict[LayerKey, str] = {}
+    prefixes: dict[LayerKey, str] = {}
     for (prefix, projections), number in zip(attentions.items(), numbers):
         key = number if number is not None and have_numbers else prefix
         layer_config = config.layer_config(key, number, prefix, numbers.count(number) == 1)
         if layer_config is not None:
             kinds = {*KINDS, *layer_config.row_map}
             projections = [p for p in projections if p.kind in kinds]
+        prefixes[key] = prefix
         if layer_config is None or not projections:
-            unbounded[key] = prefix
             continue
         projections = [replace(p, head_starts=_head_starts(p, layer_config)) for p in projections]
         heads = _count_heads(projections, layer_config)
@@ -177,7 +172,7 @@ def find_layers(groups: Sequence[Group], config: ClipConfig) -> Layers:
             q_indices=q,
             k_indices=k,
         )
-    return Layers(bounded, unbounded)
+    return Layers(bounded, prefixes)
 
 
 def _projections(groups: Sequence[Group], kinds: set[str]) -> Iterator[Projection]:

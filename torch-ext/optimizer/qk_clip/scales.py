@@ -22,7 +22,7 @@ from ..distributed import utils as dtensors
 from ..distributed.collectives import max_over_ranks
 from ..distributed.utils import this_rank
 from .logit_source import Logits
-from .projections import Layer
+from .projections import Layer, Projection
 
 
 class PackedLayers:
@@ -49,45 +49,52 @@ class PackedLayers:
         self.dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)
         thresholds = [layer.config.threshold for layer in layers for _ in range(layer.logits)]
         self.thresholds = torch.tensor(thresholds, dtype=self.dtype).to(device, non_blocking=True)
-        heads = sum(layer.q_heads + layer.k_heads for layer in layers)
-        scale_index, self._shapes = self._index_local_rows(heads)
-        self._heads = heads
+        self._heads = sum(layer.q_heads + layer.k_heads for layer in layers)
+        self._shapes: list[tuple[int, ...]] = []  # of projections' scales, as they broadcast
+        pairs: list[tuple[int, int]] = []  # of a logit and a head that it scales
+        scale_indices: list[Tensor] = []
+        first_logit = first_query = 0
+        for layer in layers:
+            first_key = first_query + layer.q_heads
+            pairs += [(first_logit + i, first_query + q) for i, q in enumerate(layer.q_indices)]
+            pairs += [(first_logit + i, first_key + k) for i, k in enumerate(layer.k_indices)]
+            for projection in layer.projections:
+                local = self._index_local_rows(projection, layer, first_query)
+                scale_indices.append(local.flatten())
+                columns = projection.param.ndim - projection.row_dims
+                self._shapes.append((*local.shape, *(1,) * columns))
+            first_logit += layer.logits
+            first_query = first_key + layer.k_heads
         self._pairs, self._scale_index = (
             table.to(device, non_blocking=True)
-            for table in (_logit_head_pairs(layers), scale_index)
+            for table in (
+                torch.tensor(pairs, dtype=torch.int64).view(-1, 2).T.contiguous(),
+                torch.cat(scale_indices).to(torch.int32),
+            )
         )
 
-    def _index_local_rows(self, heads: int) -> tuple[Tensor, list[tuple[int, ...]]]:
-        """For each row that this rank holds of the projections, the index of its scale in a table;
-        and the shapes in which the scales of each projection broadcast to its local tensor.
+    def _index_local_rows(self, projection: Projection, layer: Layer, first_query: int) -> Tensor:
+        """For each row that this rank holds of a projection, the index of its scale in a table.
 
         The table has a scale for each head, then one for its rotated rows, then 1, for other rows.
         """
-        first, indices, shapes = 0, [], []
-        for layer in self.layers:
-            stop = first + layer.q_heads + layer.k_heads
-            head_indices = torch.arange(first, stop)[:, None]
-            plain = torch.arange(layer.config.plain_dim)
-            rotated = torch.arange(layer.config.plain_dim, layer.config.head_dim)
-            for projection in layer.projections:
-                q, k = (
-                    torch.tensor(projection.head_starts.get(side, ()), dtype=torch.int64)[:, None]
-                    for side in ("q", "k")
-                )
-                rows = torch.full((projection.rows,), 2 * heads)
-                rows[q + plain] = head_indices[: len(q)]
-                rows[q + rotated] = heads + head_indices[: len(q)]
-                rows[k + plain] = head_indices[layer.q_heads :][: len(k)]
-                param, dims = projection.param, projection.row_dims
-                sharding = dtensors.sharding_of(param)
-                region = regions.whole(param.shape)
-                if sharding is not None:
-                    region = sharding.region(param.shape, self.rank)
-                local = rows.view(param.shape[:dims])[regions.slices(region[:dims])]
-                indices.append(local.flatten())
-                shapes.append((*local.shape, *(1,) * (param.ndim - dims)))
-            first = stop
-        return torch.cat(indices).to(torch.int32), shapes
+        head_indices = torch.arange(first_query, first_query + layer.q_heads + layer.k_heads)
+        plain = torch.arange(layer.config.plain_dim)
+        rotated = torch.arange(layer.config.plain_dim, layer.config.head_dim)
+        q, k = (
+            torch.tensor(projection.head_starts.get(side, ()), dtype=torch.int64)[:, None]
+            for side in ("q", "k")
+        )
+        rows = torch.full((projection.rows,), 2 * self._heads)
+        rows[q + plain] = head_indices[: len(q), None]
+        rows[q + rotated] = self._heads + head_indices[: len(q), None]
+        rows[k + plain] = head_indices[layer.q_heads :, None][: len(k)]
+        param, dims = projection.param, projection.row_dims
+        sharding = dtensors.sharding_of(param)
+        region = regions.whole(param.shape)
+        if sharding is not None:
+            region = sharding.region(param.shape, self.rank)
+        return rows.view(param.shape[:dims])[regions.slices(region[:dims])]
 
     def scales(self, logits: Tensor) -> dict[int, Tensor]:
         """The factors of the local rows of each projection, by id of its parameter.
@@ -108,19 +115,6 @@ class PackedLayers:
 
     def is_clipped(self, logits: Tensor) -> Tensor:
         return (logits > self.thresholds) & (logits < math.inf)
-
-
-def _logit_head_pairs(layers: Sequence[Layer]) -> Tensor:
-    """Pairs of a logit and a head that it scales, (2, pairs)."""
-    pairs: list[tuple[int, int]] = []
-    first_logit = first_query = 0
-    for layer in layers:
-        first_key = first_query + layer.q_heads
-        pairs += [(first_logit + i, first_query + q) for i, q in enumerate(layer.q_indices)]
-        pairs += [(first_logit + i, first_key + k) for i, k in enumerate(layer.k_indices)]
-        first_logit += layer.logits
-        first_query = first_key + layer.k_heads
-    return torch.tensor(pairs, dtype=torch.int64).view(-1, 2).T.contiguous()
 
 
 def read_layer_logits(value: Any, layer: Layer, packed: PackedLayers) -> Tensor:

@@ -34,9 +34,7 @@ MOTIFS_NAMES = {"moment1": "exp_avg", "moment2": "exp_avg_sq"}
 def check_structure(state_dict: Any, is_whole: bool = True) -> None:
     """Checks that a checkpoint has the form in which torch.optim writes one.
 
-    Args:
-        state_dict: the checkpoint.
-        is_whole: False before hooks that may still change its content; then only its type counts.
+    Hooks may still change its content as long as it is not whole; then only its type counts.
     """
     if not isinstance(state_dict, dict):
         raise ValueError(
@@ -122,10 +120,7 @@ def step_count(step: Any) -> Any:
 
 
 def normalize_state(states: Mapping[Any, Any]) -> dict[Any, Any]:
-    """State under the names of torch.optim, with step counts as tensors, whoever wrote it.
-
-    ``states`` is by parameter, as in a checkpoint.
-    """
+    """State under the names of torch.optim, with step counts as tensors, whoever wrote it."""
     normalized = {}
     for saved_id, saved in states.items():
         if isinstance(saved, Mapping):
@@ -276,11 +271,6 @@ def _check_algorithm(
     Otherwise state that nobody reads would be carried along, and state that is read would silently
     begin at zero. Second moments can be missing because torch.distributed.checkpoint reads only
     tensors that the optimizer already has.
-
-    Args:
-        saved_state, live: state of the parameter in the checkpoint, and in the optimizer.
-        group, saved: the parameter's group in the optimizer, and in the checkpoint.
-        name, dtype: of the parameter.
     """
     foreign_key = "exp_avg" if group.use_muon else "momentum_buffer"
     if saved_state.get(foreign_key) is not None:

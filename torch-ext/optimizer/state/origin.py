@@ -26,10 +26,6 @@ def names_source(
     A checkpoint of torch's AdamW fits if all groups here are AdamW's. One of torch's Muon never
     fits, even if shapes do: it has averaged momentum.
 
-    Args:
-        saved_groups: of the checkpoint.
-        groups: of this optimizer.
-
     Raises:
         ValueError: the saved groups are those of one of torch's optimizers, and don't fit; or a
             ValueError was raised in the context, to which likely kinds are added.
@@ -60,9 +56,7 @@ def in_words_of_this_package(
 ) -> dict[str, Any]:
     """A group of torch's AdamW under the keys of this package; any other group as it is.
 
-    Args:
-        saved_group: of the checkpoint.
-        group: of this optimizer; the keys that it has keep their names.
+    Keys that this optimizer's group has keep their names.
     """
     if kinds_of(saved_group) != ("torch_adamw",):
         return dict(saved_group)

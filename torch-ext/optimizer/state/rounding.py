@@ -146,11 +146,9 @@ class Rounding:
             kept = dtensors.with_local(residual, kept).full_tensor()  # type: ignore[attr-defined]
         (exact,) = widen([weights], [as_int16(kept)])
         placed = dtensors.mesh_placements_of(param)
-        return (
-            exact
-            if placed is None
-            else dtensors.dtensor_of(exact, placed, param.shape, param.stride())
-        )
+        if placed is None:
+            return exact
+        return dtensors.dtensor_of(exact, placed, param.shape, param.stride())
 
     def set_exact(self, param: Tensor, value: Tensor) -> None:
         """Sets a parameter and its residual to a tensor in fp32 that lies as the parameter does."""
