@@ -30,7 +30,7 @@ def randn(*shape, seed=0):
 
 def flops_of_standard_form(rows, cols, triples):
     """FLOPs with whole products: 20·s²l + 10·s³ for five quintic steps."""
-    return ns.Form(triples, tuple(range(1, len(triples))), "whole", "").flops(rows, cols)
+    return ns.forms.Form(triples, tuple(range(1, len(triples))), "whole", "").flops(rows, cols)
 
 
 def form_of(rows, cols, algorithm="auto", dtype=None, device=CPU, family="polar_express", steps=5):
@@ -413,7 +413,7 @@ def test_kernels_take_the_iteration_where_its_stand_in_takes_it(shape, restarts,
     triples = ns.resolve("polar_express", 5).triples
     G, found = randn(2, *shape).half(), []
     for products in ("tiles", "in_fp32"):
-        form = ns.Form(triples, restarts, products, "")
+        form = ns.forms.Form(triples, restarts, products, "")
         monkeypatch.setattr(ns.Recipe, "form", lambda *sizes, form=form: form)
         found.append(newton_schulz(G, dtype=FP16))
     assert relative_error(*found) < 1e-2
@@ -441,7 +441,7 @@ def test_kernels_take_matrices_in_fp64_to_fp16(algorithm, monkeypatch):
     monkeypatch.setattr(ns.iteration.triton_kernels, "is_used_on", lambda device_type: True)
     triples = ns.resolve("polar_express", 5).triples
     restarts = (3,) if algorithm == "gram" else (1, 2, 3, 4)
-    form = ns.Form(triples, restarts, "tiles", "")
+    form = ns.forms.Form(triples, restarts, "tiles", "")
     monkeypatch.setattr(ns.Recipe, "form", lambda *sizes: form)
     G = torch.randn(1, 32, 48, dtype=FP64)
     assert newton_schulz(G, dtype=FP16).isfinite().all()
