@@ -20,8 +20,8 @@ from .distributed import utils as dtensors
 from .distributed.plan import EMPTY_PLAN, Plan
 from .distributed.replicas import Replicas
 from .parameters import options, validation
+from .parameters.aliases import refuses_unknown_arguments
 from .parameters.default_groups import default_is_muon, get_default_muon_param_groups
-from .parameters.foreign_words import explains_unknown_arguments
 from .parameters.names import counted, find_name, state_dict_key
 from .parameters.options import GROUP_OPTIONS, SETTINGS, Group
 from .parameters.survey import NO_SURVEY, Survey, entries_of, shared_with, survey_groups
@@ -170,7 +170,7 @@ class Muon(torch.optim.Optimizer):
         >>> optimizer.step()
     """
 
-    @explains_unknown_arguments(options.ARGUMENTS)
+    @refuses_unknown_arguments
     @dtensors.refuses_groups_before_init("process_group")
     def __init__(
         self,

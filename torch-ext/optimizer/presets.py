@@ -23,7 +23,7 @@ from .distributed import utils as dtensors
 from .muon import Muon
 from .newton_schulz import FAMILIES, Triple
 from .parameters import validation
-from .parameters.foreign_words import proposal
+from .parameters.aliases import suggestion
 from .parameters.options import GROUP_OPTIONS, Group, is_int, is_number
 
 __all__ = [
@@ -655,7 +655,7 @@ def _check_keys(group: Iterable[str], number: int, source: str, valid: Collectio
 
 
 def _instead(word: str, valid: Collection[str]) -> str:
-    instead = proposal(word, valid)
+    instead = suggestion(word, valid)
     return f" ({instead})" if instead else ""
 
 

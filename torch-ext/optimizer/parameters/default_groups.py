@@ -5,24 +5,16 @@ from __future__ import annotations
 import inspect
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Callable, Optional, Union
 
 import torch
 from torch import nn
 
-from .higher_dimensions import MOST_CHANNELS, expert_key, is_kernel
-from .modules import ParamInfos, infos_of, unsharded_ids
-from .names import (
-    did_you_mean,
-    has_component,
-    normalize_name,
-    normalize_names,
-    state_dict_key,
-)
+from .modules import ParamInfos, expert_key, infos_of, remember_owners, unsharded_ids
+from .names import did_you_mean, has_component, normalize_name, normalize_names, state_dict_key
 from .output_heads import hidden_layers, unnamed_heads
-from .owners import remember_owners
 
 # What modules of embeddings and output heads are called in the model families of the Hub.
 EMBEDDINGS_AND_HEADS = frozenset(
@@ -56,12 +48,14 @@ _TABLES |= {"prompts", "queries", "query", "table", "token", "tokens"}
 ELEMENTWISE = frozenset({"A_log", "D", "alpha", "gamma", "scale"})
 _ADAPTERS_ELEMENTWISE = "oft_R"  # PEFT: halves of skew matrices, called oft_R.<adapter>.weight
 
-# Name components of adapters (PEFT) between a layer and its own weight.
-ADAPTER_COMPONENTS = frozenset({"base_layer", "original_module"})
+# Name components between a layer and its own weight; the first two are of adapters (PEFT).
+_INNER_WRAPPERS = frozenset({"base_layer", "original_module", "module"})
 
 # How some reasons begin or end; other modules recognize these reasons by it.
 BY_NAME = "embedding or head by name"
 DIMENSIONS = "dimensions"
+
+MOST_CHANNELS = 4  # of images; as few come into a depthwise convolution
 
 
 def default_is_muon(
@@ -123,8 +117,6 @@ def _is_embedding_or_head(component: str) -> bool:
 def _owning_components(name: str) -> list[str]:
     """The name's components that tell what the parameter is: ``[…, "wq", "weight"]``.
 
-    Indices of lists are looked through, and so are parametrizations and what adapters or a
-    ``module`` within the model wrap:
     ``lm_head.0.weight``, ``lm_head.parametrizations.weight.original0`` and
     ``lm_head.modules_to_save.default.weight`` all are ``lm_head``'s ``weight``.
     """
@@ -135,8 +127,7 @@ def _owning_components(name: str) -> list[str]:
     if "modules_to_save" in components[:-2]:  # PEFT: followed by the adapter's name
         index = components.index("modules_to_save")
         components = [*components[:index], *components[index + 2 :]]
-    wrappers = {*ADAPTER_COMPONENTS, "module"}
-    return [c for c in components if not c.isdigit() and c not in wrappers] or [""]
+    return [c for c in components if not c.isdigit() and c not in _INNER_WRAPPERS] or [""]
 
 
 @dataclass(frozen=True)
@@ -185,7 +176,7 @@ def decide(
     decisions, unsharded = [], unsharded_ids(model)
     params = dict(model.named_parameters())
     keys = list(map(state_dict_key, params))
-    normalized_keys = _normalize_keys(expert_keys, keys)
+    normalized_keys = None if expert_keys is None else list(map(normalize_name, expert_keys))
     for name, key, param in zip(normalize_names(params), keys, params.values()):
         embedding = embeddings.get(id(param))
         if id(param) in unsharded:
@@ -212,49 +203,26 @@ def decide(
             decision = "Muon" if is_muon_func(*arguments) else "AdamW", "is_muon_func"
         decisions.append(Decision(name, key, param, *decision))
     infos = infos_of(model)
-    if is_muon_func is default_is_muon:
-        decisions = _by_modules(model, infos, decisions)
+    if is_muon_func is default_is_muon:  # modules show heads, or that there are none
+        named = [d for d in decisions if d.reason.startswith(BY_NAME)]
+        hidden = hidden_layers(infos, named, decisions)
+        decisions = _changed(decisions, "Muon", dict.fromkeys(hidden, "matrix, no head"))
+        muons = [d for d in decisions if d.algorithm == "Muon"]
+        heads = unnamed_heads(model, infos, decisions, muons)
+        decisions = _changed(decisions, "AdamW", heads)
     if convolutions:
-        kernels = {decision.name for decision in convolutions_of(model, infos, decisions)}
-        decisions = [
-            replace(d, algorithm="Muon", reason="convolution") if d.name in kernels else d
-            for d in decisions
-        ]
+        kernels = [decision.name for decision in convolutions_of(model, infos, decisions)]
+        decisions = _changed(decisions, "Muon", dict.fromkeys(kernels, "convolution"))
     return decisions
 
 
-def _by_modules(
-    model: nn.Module, infos: ParamInfos, decisions: Sequence[Decision]
+def _changed(
+    decisions: Sequence[Decision], algorithm: str, reasons: Mapping[str, str]
 ) -> list[Decision]:
-    """The decisions by names, corrected where the modules show heads, or that there are none."""
-    named = [d for d in decisions if d.reason.startswith(BY_NAME)]
-    hidden = hidden_layers(infos, named, decisions)
-    decisions = [
-        replace(d, algorithm="Muon", reason="matrix, no head") if d.name in hidden else d
-        for d in decisions
-    ]
-    muons = [d for d in decisions if d.algorithm == "Muon"]
-    heads = unnamed_heads(model, infos, decisions, muons)
+    """The decisions, with another algorithm for the parameters that have a reason, by name."""
     return [
-        replace(d, algorithm="AdamW", reason=heads[d.name]) if d.name in heads else d
+        replace(d, algorithm=algorithm, reason=reasons[d.name]) if d.name in reasons else d
         for d in decisions
-    ]
-
-
-def _normalize_keys(
-    expert_keys: Optional[Sequence[str]], names: Sequence[str]
-) -> Optional[list[str]]:
-    """Expert keys for normalized names: without DDP's ``module`` where a name begins with a key."""
-
-    def is_beginning(key: str, name: str) -> bool:
-        begins = f"{normalize_name(name)}.".startswith(f"{normalize_name(key)}.")
-        return begins and has_component(name, [key])
-
-    if expert_keys is None:
-        return None
-    return [
-        normalize_name(key) if any(is_beginning(key, name) for name in names) else key
-        for key in expert_keys
     ]
 
 
@@ -264,18 +232,22 @@ def convolutions_of(
     """Convolutions that are AdamW's and may be Muon's: of many channels each way, neither of pixels
     nor depthwise, and no heads."""
     kernels = [
-        decision
-        for decision in decisions
-        if decision.algorithm == "AdamW"
-        and (decision.reason.endswith(DIMENSIONS) or decision.reason == "is_muon_func")
-        and decision.param.ndim > 2
-        and is_kernel(infos[id(decision.param)][0], decision.param)
-        and min(decision.param.shape[:2]) > MOST_CHANNELS
-        and expert_key(model, infos[id(decision.param)][0], decision.param) is None
+        d
+        for d in decisions
+        if is_left_by_dimensions(d)
+        and (d.param.ndim > 3 or infos[id(d.param)][0].is_convolution)
+        and min(d.param.shape[:2]) > MOST_CHANNELS
+        and expert_key(model, infos[id(d.param)][0], d.param) is None
     ]
-    muons = [decision for decision in decisions if decision.algorithm == "Muon"]
+    muons = [d for d in decisions if d.algorithm == "Muon"]
     heads = unnamed_heads(model, infos, decisions, [*muons, *kernels]) if kernels else {}
-    return [decision for decision in kernels if decision.name not in heads]
+    return [d for d in kernels if d.name not in heads]
+
+
+def is_left_by_dimensions(decision: Decision) -> bool:
+    """Whether AdamW has a parameter because it has more than two dimensions."""
+    by_dimensions = decision.reason.endswith(DIMENSIONS) or decision.reason == "is_muon_func"
+    return decision.algorithm == "AdamW" and decision.param.ndim > 2 and by_dimensions
 
 
 def get_default_muon_param_groups(
@@ -341,16 +313,15 @@ def _warn_about_experts(
 ) -> None:
     """Warns of stacked experts that no expert key names, so that they are AdamW's."""
     infos = infos_of(model)
-    keys = {
-        decision.name: expert_key(model, infos[id(decision.param)][0], decision.param)
-        for decision in decisions
-        if decision.algorithm == "AdamW" and decision.reason.endswith(DIMENSIONS)
+    left = {
+        d.name: key
+        for d in decisions
+        if d.algorithm == "AdamW" and d.reason.endswith(DIMENSIONS)
+        if (key := expert_key(model, infos[id(d.param)][0], d.param)) is not None
     }
-    left = {name: key for name, key in keys.items() if key is not None}
     if left:
-        trained = [d for d in decisions if d.algorithm != "frozen"]
-        numel = sum(d.param.numel() for d in trained if d.name in left)
-        share = numel / sum(d.param.numel() for d in trained)
+        sizes = {d.name: d.param.numel() for d in decisions if d.algorithm != "frozen"}
+        share = sum(sizes[name] for name in left) / sum(sizes.values())
         names = f"{next(iter(left))}{' and others' if len(left) > 1 else ''}"
         warnings.warn(
             f"stacked experts, {share:.0%} of what is trained, are left to AdamW: {names}. Muon "
@@ -397,9 +368,8 @@ def unmatched_keys(
     decisions: Sequence[Decision], expert_keys: Optional[Sequence[str]]
 ) -> list[str]:
     """Expert keys that are a component of no name."""
-    names = [decision.key for decision in decisions]
     return [
-        key for key in expert_keys or () if not any(has_component(name, [key]) for name in names)
+        key for key in expert_keys or () if not any(has_component(d.key, [key]) for d in decisions)
     ]
 
 

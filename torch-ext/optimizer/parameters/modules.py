@@ -1,4 +1,4 @@
-"""Finds the modules that hold a parameter, and the sizes that they or their configs give.
+"""Finds the modules that hold a parameter, and what they or their configs say of it.
 
 Nothing here reads a weight.
 """
@@ -6,18 +6,22 @@ Nothing here reads a weight.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Optional
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..distributed import utils as dtensors
 from .names import normalize_name
 
 # What models call their own configuration: transformers, torchtitan, others.
 _CONFIGS = ("config", "model_args", "args")
+# What configurations and modules call their number of experts.
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "n_experts")
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,10 @@ class ParamInfo:
     def around(self) -> tuple[nn.Module, ...]:
         """The modules around the layer, innermost first."""
         return self.above[2:] if self.is_original else self.above
+
+    @property
+    def is_convolution(self) -> bool:
+        return isinstance(self.layer, nn.modules.conv._ConvNd)
 
     @property
     def is_conv1d(self) -> bool:
@@ -140,3 +148,52 @@ def read(source: Any, key: str) -> Any:
 def class_names(thing: object) -> Iterator[str]:
     """Names of a thing's class and its bases: to import the classes would cost too much."""
     return (cls.__name__ for cls in type(thing).__mro__)
+
+
+def expert_key(model: nn.Module, info: ParamInfo, param: Tensor) -> Optional[str]:
+    """The component of a parameter's name that holds experts, if name or config tells of any."""
+    if info.is_convolution:
+        return None
+    components = info.name.split(".")
+    for component in components:
+        if "expert" in component.lower() and not component.endswith("bias"):
+            return component
+    is_moe = any("moe" in component.lower().split("_") for component in components)
+    count = look_up(model, info, EXPERTS)
+    if (count is not None and param.shape[0] == count > 1) or is_moe:
+        named = [c for c in components if not c.isdigit() and c != "weight"]
+        return named[-1] if named else None
+    return None
+
+
+# Of each parameter, weakly, the module that held it when groups were made, and under which name.
+_owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def remember_owners(model: nn.Module) -> None:
+    """Remembers for every parameter of a model the first module that holds it.
+
+    `fully_shard`, and `Module.to_empty` of a model on meta, put other parameters in place of those
+    that groups hold.
+    """
+    held = set()
+    for module in model.modules():
+        for attribute, param in module._parameters.items():
+            if param is not None and id(param) not in held:
+                held.add(id(param))
+                _owners[param] = (weakref.ref(module), attribute)
+
+
+def replacement_of(param: Tensor) -> Optional[Tensor]:
+    """The parameter that the module of ``param`` is known to hold in its place by now, or None.
+
+    FSDP2 puts unsharded parameters into modules for a while: these do not count, as the sharded
+    ones come back.
+    """
+    module_ref, attribute = _owners.get(param, (lambda: None, ""))
+    module = module_ref()
+    current = None if module is None else module._parameters.get(attribute)
+    if current is None or current is param:
+        return None
+    old, new = map(dtensors.mesh_placements_of, (param, current))
+    return current if (new[0].ndim if new else 0) >= (old[0].ndim if old else 0) else None

@@ -22,10 +22,10 @@ from ..distributed import utils as dtensors
 from ..distributed.collectives import has_backend
 from ..distributed.plan import Plan
 from . import options
-from .foreign_words import proposal
+from .aliases import suggestion
+from .modules import replacement_of
 from .names import counted, did_you_mean, has_component, matches
 from .options import Group, Settings
-from .owners import replacement_of
 
 _WRITE_THIS = (
     "Muon takes a list of parameter groups that say use_muon, for example "
@@ -100,7 +100,7 @@ def check_keys(group: Mapping[str, Any], known: Iterable[str], where: str) -> No
             continue
         if key in options.CONSTRUCTOR_ONLY:
             raise ValueError(f"{where} has {key!r}, which is for all groups: give it to Muon(...)")
-        instead = proposal(key, known, cutoff=0.86)
+        instead = suggestion(key, known, cutoff=0.86)
         if instead is not None:
             raise ValueError(f"{where} has a key {key!r} that means nothing here; {instead}")
 

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ..parameters.foreign_words import FOREIGN_WORDS
+from ..parameters.aliases import ALIASES
 
 KEY_OF_THIS_PACKAGE = "momentum_style"  # no other optimizer's groups have it
 
@@ -62,11 +62,11 @@ def in_words_of_this_package(
         return dict(saved_group)
     renamed = {}
     for key, value in saved_group.items():
-        foreign = FOREIGN_WORDS.get(key) if key not in group else None
-        if foreign is None or (key == "amsgrad" and value):
+        option, _ = ALIASES.get(key, (key, "")) if key not in group else (key, "")
+        if key == "amsgrad" and value:
             renamed[key] = value
-        elif foreign.option is not None:  # keys without one say how torch computes
-            renamed[foreign.option] = value
+        elif option is not None:  # keys without one say how torch computes
+            renamed[option] = value
     return renamed
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ...parameters.default_groups import DIMENSIONS, convolutions_of
-from ...parameters.higher_dimensions import MOST_CHANNELS, expert_key, is_kernel
+from ...parameters.default_groups import MOST_CHANNELS, convolutions_of, is_left_by_dimensions
+from ...parameters.modules import expert_key
 from ...parameters.names import counted
 from .learning_rate import is_transformer
 from .remedy import Remedy, Trap, literal
@@ -19,11 +19,7 @@ SHARE_OF_OTHERS = 0.01  # the same for tensors of which nobody can tell what the
 
 
 def find(subject: Subject, advice: Remedy) -> Iterator[Trap]:
-    left = [
-        d
-        for d in subject.by_algorithm("AdamW")
-        if d.param.ndim > 2 and (d.reason.endswith(DIMENSIONS) or d.reason == "is_muon_func")
-    ]
+    left = [d for d in subject.decisions if is_left_by_dimensions(d)]
     total = numel(subject.trainable)
     keys_of = {d.name: expert_key(subject.model, subject.info(d), d.param) for d in left}
     experts = {name: key for name, key in keys_of.items() if key is not None}
@@ -59,7 +55,9 @@ def find(subject: Subject, advice: Remedy) -> Iterator[Trap]:
             ),
         )
     others = [
-        d for d in rest if not is_kernel(subject.info(d), d.param) and min(d.param.shape[-2:]) >= 8
+        d
+        for d in rest
+        if d.param.ndim == 3 and not subject.info(d).is_convolution and min(d.param.shape[-2:]) >= 8
     ]
     if others and numel(others) >= SHARE_OF_OTHERS * total:
         name = others[0].name

@@ -20,8 +20,8 @@ from ...parameters.default_groups import (
     groups_of,
     takes_expert_keys,
 )
+from ...parameters.modules import remember_owners
 from ...parameters.names import has_component, matches
-from ...parameters.owners import remember_owners
 from .subject import Subject
 from .table import collect_by, glob
 

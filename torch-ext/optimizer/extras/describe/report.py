@@ -12,8 +12,8 @@ from torch import nn
 
 from ...distributed import utils as dtensors
 from ...muon import Muon
+from ...parameters.aliases import refusal
 from ...parameters.default_groups import as_keys, decide, default_is_muon
-from ...parameters.foreign_words import refusal
 from ...parameters.modules import infos_of
 from ...parameters.names import WRAPPER_COMPONENTS
 from ...parameters.options import ARGUMENTS, GROUP_OPTIONS
@@ -192,7 +192,7 @@ def describe(
 def _check(options: dict[str, Any]) -> None:
     for key, value in options.items():
         if key not in ARGUMENTS - {"params"}:
-            raise TypeError(refusal("describe", key, ARGUMENTS))
+            raise TypeError(refusal("describe", key))
         if key in GROUP_OPTIONS:
             GROUP_OPTIONS[key].check(key, value)
     with warnings.catch_warnings():  # they would be about the lack of parameters

@@ -11,8 +11,7 @@ from torch import nn
 
 from ...distributed import utils as dtensors
 from ...parameters.default_groups import BY_NAME, default_is_muon, unmatched_keys
-from ...parameters.higher_dimensions import EXPERTS
-from ...parameters.modules import class_names
+from ...parameters.modules import EXPERTS, class_names
 from ...parameters.names import counted, did_you_mean, matches
 from ...parameters.output_heads import last_matrix, may_be_a_head, unnamed_heads
 from . import convolutions, fused, learning_rate

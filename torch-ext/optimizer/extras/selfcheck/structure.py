@@ -14,8 +14,7 @@ from ...distributed import regions
 from ...matrices import Matrices
 from ...muon import Muon
 from ...parameters.default_groups import Decision, decide
-from ...parameters.higher_dimensions import EXPERTS, expert_key
-from ...parameters.modules import infos_of
+from ...parameters.modules import EXPERTS, expert_key, infos_of
 from ...parameters.names import counted, matches, normalize_name, normalize_names
 from ..describe.fused import fused_in, is_stored_transposed
 from ..describe.remedy import Remedy, Trap

@@ -1,0 +1,109 @@
+"""Lists what other optimizers call an option, and suggests an option for a word that is none.
+
+The constructor, group keys, presets and `describe` all go by this table.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from collections.abc import Callable, Collection
+from typing import Any, Optional, TypeVar, cast
+
+from .options import ARGUMENTS
+
+_EPS = "adamw_eps", "for AdamW, 'ns_eps' for the orthogonalization"
+_BETAS = "adamw_betas", "for AdamW; Muon has 'momentum'"
+_BY_GROUP = "groups say use_muon; presets.moonlight makes them"
+
+# By a word of another optimizer: the option, None where there is none, and what else there is to
+# say, or what to do instead.
+ALIASES: dict[Any, tuple[Optional[str], str]] = {
+    # torch.optim.AdamW, Adam and SGD
+    "betas": _BETAS,
+    "eps": _EPS,
+    "fused": (None, "leave it out: AdamW is fused by itself"),
+    "amsgrad": (None, "leave it out: AdamW has no such variant here"),
+    "differentiable": (None, "leave it out: no step can be differentiated here"),
+    "decoupled_weight_decay": (None, "leave it out: weight_decay always is decoupled"),
+    "dampening": ("momentum_style", "'ema' weighs gradients by 1 − momentum"),
+    # torch.optim.Muon
+    "adjust_lr_fn": ("adjust_lr", "torch's None is 'original'"),
+    # Moonlight's
+    "wd": ("weight_decay", ""),
+    "muon_params": ("params", _BY_GROUP),
+    "adamw_params": ("params", _BY_GROUP),
+    # Keller Jordan's
+    "backend_steps": ("ns_steps", ""),
+    # dion's
+    "mu": ("momentum", ""),
+    "beta1": _BETAS,
+    "epsilon": _EPS,
+    "cautious_wd": ("cautious", ""),
+    "distributed_mesh": ("process_group", "and only for replicas without DTensors"),
+    # Emerging-Optimizers'
+    "use_nesterov": ("nesterov", ""),
+    "coefficient_type": ("ns_coefficients", ""),
+    "num_ns_steps": ("ns_steps", ""),
+    "scale_mode": ("adjust_lr", ""),
+    # Gram Newton-Schulz's
+    "ns_epsilon": ("ns_eps", ""),
+    "gram_newton_schulz_num_restarts": (
+        "ns_algorithm",
+        "'auto' and 'gram' restart as often as is safe",
+    ),
+    # trainers'
+    "learning_rate": ("lr", ""),
+    "adamw_lr": (
+        "lr",
+        "in the group with use_muon=False, as get_default_muon_param_groups(adamw_lr=…) does",
+    ),
+    "muon_lr": ("lr", "in the group with use_muon=True"),
+}
+
+
+def suggestion(word: Any, known: Collection[str], cutoff: float = 0.7) -> Optional[str]:
+    """What to write instead of a word that means nothing; None where nothing is known of it.
+
+    An option with words around it, such as ``max_weight_decay``, is no mistyped option.
+
+    Args:
+        known: the words that mean something where this one was written.
+        cutoff: how close a mistyped word is to what it was meant to be, from 0 to 1.
+    """
+    if not isinstance(word, str):
+        return None
+    if word in ALIASES:
+        option, note = ALIASES[word]
+        if option is None:
+            return note
+        if option in known:
+            return f"use {option!r}" + (f" ({note})" if note else "")
+    close = difflib.get_close_matches(word, known, n=1, cutoff=cutoff)
+    if not close or f"_{close[0]}_" in f"_{word}_":
+        return None
+    return f"did you mean {close[0]!r}?"
+
+
+def refusal(caller: str, word: str) -> str:
+    """Says that a function has no such argument of `Muon`'s, and what to write instead."""
+    instead = suggestion(word, ARGUMENTS)
+    problem = f"{caller}() got an unexpected keyword argument {word!r}"
+    return f"{problem}: {instead}" if instead else problem
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def refuses_unknown_arguments(constructor: _Function) -> _Function:
+    """Decorates a constructor with `Muon`'s arguments: the TypeError for any other argument says
+    what to write instead."""
+
+    @functools.wraps(constructor)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        for word in kwargs:
+            if word not in ARGUMENTS:
+                raise TypeError(refusal(type(self).__name__, word))
+        return constructor(self, *args, **kwargs)
+
+    return cast(_Function, checked)
