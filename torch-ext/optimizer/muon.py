@@ -91,19 +91,17 @@ class Muon(torch.optim.Optimizer):
         lr: learning rate, a number or a tensor of one element.
         momentum: μ.
         nesterov: whether to look ahead along the momentum.
-        ns_steps: iterations of the orthogonalization; by default as many as ``ns_coefficients`` are
-            made for: 5 for most families, or the length of a list.
+        ns_steps: iterations; by default as many as ``ns_coefficients`` are made for, mostly 5.
         weight_decay: decoupled weight decay.
         adamw_betas, adamw_eps: AdamW's, in groups with ``use_muon=False``.
-        none_grad: set ``p.grad`` of Muon's matrices to None as soon as `step` has read it, unless
-            ``capturable``; False leaves all gradients where they are.
+        none_grad: set ``p.grad`` of matrices to None once it was read, unless ``capturable``.
         expert_keys: whole components of names of stacked experts ``(experts…, rows, cols)``; groups
             made with `get_default_muon_param_groups` bring their own.
         adjust_lr: scale: ``"match_rms_adamw"`` 0.2·sqrt(max(rows, cols)), ``"original"``
             sqrt(max(1, rows/cols)), ``"spectral"`` sqrt(rows/cols), or ``"none"``, 1.
         momentum_style: ``"classical"`` or ``"ema"``, see above.
         ns_coefficients: a name in `newton_schulz.FAMILIES`, one (a, b, c) for all iterations, or a
-            list with one (a, b, c) for each iteration.
+            list with one for each.
         ns_algorithm: ``"standard"``; ``"gram"``, which iterates on square matrices of the shorter
             side; or ``"auto"``, the faster of the two for the shape.
         ns_dtype: arithmetic of the iteration; None takes what is fast on the device. If this and
@@ -113,34 +111,29 @@ class Muon(torch.optim.Optimizer):
         ns_norm_factor: multiplies the norm; None takes what the coefficients come with.
         ns_equilibrate: first scale each row of a matrix, as stored, to the root mean square of the
             rows' norms (MuonEq, arXiv:2603.28254).
-        ns_renormalize: scale U to the Frobenius norm sqrt(min(rows, cols)) (Muon+,
-            arXiv:2602.21545).
+        ns_renormalize: scale U to Frobenius norm sqrt(min(rows, cols)) (Muon+, arXiv:2602.21545).
         beta2: decay of the factored second moment; None turns it off.
-        second_moment_side: the second moment has one number for each index of a matrix's
-            ``"longer"`` side, or for each of its ``"rows"``, whatever its shape.
+        second_moment_side: a second moment for each index of the ``"longer"`` side, or ``"rows"``.
         cautious: decay a weight only where the update does not move it away from zero.
         decay_lr: decay by lr (``"base"``) or by lr·scale (``"adjusted"``).
-        momentum_dtype: dtype of the momentum buffer; None is the gradient's, or fp32 for bf16
-            weights that are updated in fp32 (``weight_rounding``) or take any gradient.
-        weight_rounding: how updated bf16 weights are rounded, AdamW's, too: ``"nearest"``;
-            ``"exact"``, with 16 more bits of each weight as state; or ``"stochastic"``.
+        momentum_dtype: None is the gradient's, or fp32 for bf16 weights that are updated in fp32.
+        weight_rounding: of updated bf16 weights, AdamW's, too: ``"nearest"``; ``"exact"``, with 16
+            more bits of each weight as state; or ``"stochastic"``.
         missing_grad: ``"raise"`` raises where only some ranks have a gradient, and skips a matrix
             that has none on any; ``"zero"`` counts absent gradients as zeros.
         split: read one tensor as several matrices: a list of the rows of each matrix, one number of
             rows for all, the notation of axes, as in ``"(group (q=512 + k=128 + v=128)) dim"``, or
             a mapping from name patterns to any of these.
         flatten: read tensors of more than two dimensions as (dim 0, all the rest).
-        maximize: as in torch.optim.
-        capturable: as in torch.optim, the step may be captured in a CUDA graph; only without
-            traffic between ranks and without CPU offload.
+        maximize, capturable: as in torch.optim; capturable only without traffic between ranks and
+            without CPU offload.
 
     Args for all groups:
         debug: log a `summary` whenever there is something new to plan, at level INFO.
         clip_config: QK-Clip, for example ``{"head_dim": 128, "threshold": 100}``: rescales query
             and key projections of heads whose largest logit was above the threshold. A mapping
             from layers to such dicts, or a function of a layer, if layers differ; docs/qk-clip.md.
-        warmup_step: the most chunks of matrices that may be under way between the same ranks,
-            beside the one that is orthogonalized.
+        warmup_step: the most chunks under way beside the one that is orthogonalized.
         chunk_size: the most matrices that a rank orthogonalizes per chunk; −1 goes by bytes.
         use_distributed_muon: every rank gathers and orthogonalizes every matrix of a DTensor, one
             after the other, as a plain reference without owners.
@@ -150,7 +143,7 @@ class Muon(torch.optim.Optimizer):
             each new ``"plan"``, or never (``"off"``).
         hsdp: what replicas of DTensors do: ``"redundant"``, each orthogonalizes every matrix;
             ``"spread"``, they share the work; ``"auto"`` shares it where that is faster.
-        staging_bytes: how many bytes a rank gathers in a chunk, unless one matrix has more; None is
+        staging_bytes: bytes that a rank gathers in a chunk, unless one matrix has more; None is
             64 MiB on accelerators and 1 MiB on CPUs.
         triton: whether Triton's kernels are used on accelerators, or torch's operations.
         process_group: the ranks that hold the same plain parameters, a process group or a mesh of
@@ -344,20 +337,19 @@ class Muon(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         """A line for each group: its algorithm and rates, and what differs from Muon's defaults."""
-        defaults = inspect.signature(Muon).parameters
-        lines = []
+        defaults, lines = inspect.signature(Muon).parameters, []
         for number, group in enumerate(self.param_groups):
             view = self._translate(
                 {**self._defaults_of(group), **group, "names": None, "where": ""}
             )
             keys = GROUP_OPTIONS if view.use_muon else ("adamw_betas", "adamw_eps")
-            others = [key for key in keys if key not in ("lr", "weight_decay")]
-            shown = ["lr", "weight_decay"]
-            shown += [key for key in others if getattr(view, key) != defaults[key].default]
-            options = ", ".join(f"{key}={getattr(view, key)!r}" for key in shown)
+            values = {"lr": view.lr, "weight_decay": view.weight_decay}
+            values |= {k: v for k in keys if (v := getattr(view, k)) != defaults[k].default}
+            shown = ", ".join(f"{key}={value!r}" for key, value in values.items())
             algorithm = "Muon" if view.use_muon else "AdamW"
-            count = counted(view.params, "parameter")
-            lines.append(f"    {number}: {algorithm}, {count}, {options}\n")
+            lines.append(
+                f"    {number}: {algorithm}, {counted(view.params, 'parameter')}, {shown}\n"
+            )
         return f"{type(self).__name__} (\n{''.join(lines)})"
 
     @property
@@ -415,10 +407,7 @@ class Muon(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Whether torch.amp.GradScaler is to call every step, and to say which ones to skip.
-
-        True only where a scaler's own check does not reach all ranks that step together.
-        """
+        """Whether torch.amp.GradScaler is to call every step, and to say which ones to skip."""
         return not scaler_agrees(list(self._params()), self._settings)
 
     def _params(self) -> Iterator[Tensor]:
@@ -458,9 +447,7 @@ class Muon(torch.optim.Optimizer):
                 self._store.create_missing(
                     self.state, step.groups, self._survey.entries, self._settings
                 )
-                self._store.mark_checked(
-                    self.state, (p for group in step.groups for p in group.params)
-                )
+                self._store.mark_checked(self.state, self._params())
             self._rounding.begin_step(step.groups, self.state)
             try:
                 with step:
@@ -512,11 +499,13 @@ class Muon(torch.optim.Optimizer):
         # After an error the survey may be out of date.
         sets = self._sets() if error is not None else self._with_replicas(set(survey.shared))
 
+        def identify(ranks: agreement.Ranks) -> str:  # among the optimizers that they share
+            number = self._registration.number(ranks)
+            return f"the one made after {number} others, with {self._agreement.steps} steps so far"
+
         def notes() -> Mapping[agreement.Ranks, agreement.StepNotes]:
             clip_lines = clipping.notes if clipping else {}
-            return take_notes(
-                groups, survey, plan, absent, self._settings, clip_lines, self._identify
-            )
+            return take_notes(groups, survey, plan, absent, self._settings, clip_lines, identify)
 
         streams = self._settings.streams
         skips = self._agreement.decide(
@@ -531,8 +520,7 @@ class Muon(torch.optim.Optimizer):
         # If there was an error, `decide` has raised it.
         if survey is not self._agreed:
             self._agreed = survey
-            params = (param for group in groups for param in group.params)
-            self._store.drop_unused(self.state, params)
+            self._store.drop_unused(self.state, self._params())
         if skips:
             return None
         if self._agreement.has_compared and not self._compared:
@@ -585,14 +573,9 @@ class Muon(torch.optim.Optimizer):
         replicas = self._settings.replicas
         return sets if replicas is None else {*sets, replicas}
 
-    def _identify(self, ranks: agreement.Ranks) -> str:
-        """Tells this optimizer from others that these ranks share, and this step from others."""
-        number = self._registration.number(ranks)
-        return f"the one made after {number} others, with {self._agreement.steps} steps so far"
-
     def _compare_replicas(self, groups: list[Group]) -> None:
-        """Checks before a first step that ranks hold equal plain parameters, equal gradients unless
-        the step averages these, and each its own part of the state; raises ValueError if not."""
+        """Raises ValueError if replicas have other weights, gradients that differ though the step
+        does not average them, or the same part of divided state."""
         replicas = self._settings.process_group
         if replicas is None:
             return
@@ -647,9 +630,7 @@ class Muon(torch.optim.Optimizer):
                 "a clip_config": self._clip is not None,
                 "CPU offload": self._offload.is_on,
                 "an audit": self._audit is not None and self._audit.is_on,
-                "weights in host memory": any(
-                    map(self._offload.is_on_host, (p for group in groups for p in group.params))
-                ),
+                "weights in host memory": any(map(self._offload.is_on_host, self._params())),
             }
             check(groups, self._settings, others)
 
@@ -665,22 +646,16 @@ class Muon(torch.optim.Optimizer):
 
     def _survey_of(self, groups: list[Group]) -> Survey:
         """Checks the groups and surveys them; if nothing has changed, this is the kept survey."""
-        for group in groups:
+        for number, (group, raw) in enumerate(zip(groups, self.param_groups)):
             group.validate()
-        self._check_keys()
+            if raw.keys() != self._checked_keys.get(number):
+                validation.check_keys(raw, self._defaults_of(raw), group.where)
+                self._checked_keys[number] = set(raw)
         params = ((p, group.use_muon) for group in groups for p in group.params)
         streams = self.cpu_offload and self._offload.can_offload(params)
         if streams is not self._settings.streams:  # the plan depends on it
             self._settings = dataclasses.replace(self._settings, streams=streams)
         return survey_groups(groups, self._settings, self._survey)
-
-    def _check_keys(self) -> None:
-        """Checks the keys of each group in which they have changed since the last check."""
-        for number, group in enumerate(self.param_groups):
-            if group.keys() != self._checked_keys.get(number):
-                where = f"param_groups[{number}]"
-                validation.check_keys(group, self._defaults_of(group), where)
-                self._checked_keys[number] = set(group)
 
     def summary(self, schedule: bool = False) -> Summary:
         """Says what a step does with every parameter: ``print(optim.summary())``.
@@ -706,12 +681,9 @@ class Muon(torch.optim.Optimizer):
         plan = survey.planner(groups, self._settings).plan()
         layers = () if self._clip is None else self._clip.find(groups)
         clipped = {id(projection.param) for la in layers for projection in la.projections}
-        where = "with its parameters"
-        if self.cpu_offload:
-            params = ((param, group.use_muon) for group in groups for param in group.params)
-            where = "in host memory"
-            if not self._offload.can_offload(params):
-                where = "with its parameters: CPU offload is on, but they are on the CPU"
+        where = "in host memory" if self._settings.streams else "with its parameters"
+        if self.cpu_offload and not self._settings.streams:
+            where += ": CPU offload is on, but they are on the CPU"
         return summarize(groups, survey, plan, self._settings, where, clipped)
 
     @_through_wrappers
@@ -804,8 +776,8 @@ class Muon(torch.optim.Optimizer):
         self._rounding.begin(groups, self.state)
         self._offload.synchronize()
         self._store.mark_shared(self.state)
-        self._warn_about_divided_state(groups)
-        held = {id(param) for group in groups for param in group.params}
+        self._warn_about_divided_state()
+        held = set(map(id, self._params()))
         params = [key for key in self.state if isinstance(key, Tensor)]  # other keys are the user's
         departed = {p: self.state.pop(p) for p in params if id(p) not in held}
         try:
@@ -821,14 +793,22 @@ class Muon(torch.optim.Optimizer):
             group.update({k: str(v) for k, v in group.items() if isinstance(v, torch.dtype)})
         return state_dict
 
-    def _warn_about_divided_state(self, groups: Sequence[Group]) -> None:
+    def _warn_about_divided_state(self) -> None:
         """Warns once of state that replicas divide, unless torch.distributed.checkpoint asks."""
         if self._warned_of_rows or len(self._settings.replicas or ()) < 2:
             return
-        plain = (p for group in groups for p in group.params if not dtensors.is_dtensor(p))
-        is_divided = any(self._divided_state(param) is not None for param in plain)
+        is_divided = any(
+            self._divided_state(param) is not None
+            for param in self._params()
+            if not dtensors.is_dtensor(param)
+        )
         if is_divided and not validation.is_called_by("torch.distributed.checkpoint"):
-            validation.warn_about_divided_state()
+            validation.warn(
+                "state_dict() has only this rank's rows of the state that process_group divides: a "
+                "file that one rank alone saves of it (torch.save on rank 0) is of no use to "
+                "resume from. Save by torch.distributed.checkpoint, or each rank a file, or leave "
+                "process_group out"
+            )
             self._warned_of_rows = True
 
     @torch.no_grad()
@@ -954,11 +934,9 @@ class Muon(torch.optim.Optimizer):
         ]
         entries, live = self._take_survey(groups).entries, self.state
         checkpoints.check_and_divide(groups, entries, saved_groups, states, live, self._settings)
-        known = []
+        known = [{*group, *self._defaults_of(group)} for group in self.param_groups]
         for group, saved, where in zip(self.param_groups, param_groups, wheres):
-            defaults = self._defaults_of(group)
-            validation.check_keys(saved, defaults, where)
-            known.append({*group, *defaults})
+            validation.check_keys(saved, self._defaults_of(group), where)
         return validation.without_unknown_keys(merged, known)
 
     @torch.no_grad()
@@ -989,11 +967,6 @@ class Muon(torch.optim.Optimizer):
 
         Raises:
             ValueError: something does not fit, with the parameter's name; nothing was loaded.
-
-        Example:
-            >>> states = torch.load("optimizer.pt", weights_only=True)
-            >>> optimizer = Muon(**presets.motif(get_default_muon_param_groups(model)))
-            >>> optimizer.load_foreign_state_dict(states, kind="motif")
         """
         groups = self._read_groups()
         survey = self._take_survey(groups)
@@ -1085,10 +1058,7 @@ class Muon(torch.optim.Optimizer):
     @torch.inference_mode(False)  # else the memory made here could not be changed later
     @torch.no_grad()
     def turn_on_cpu_offload(
-        self,
-        *,
-        slot_bytes: Optional[int] = None,
-        backend: Optional[Backend] = None,
+        self, *, slot_bytes: Optional[int] = None, backend: Optional[Backend] = None
     ) -> None:
         """Keeps optimizer state in page-locked host memory between steps, from now on.
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Optional
 
 from torch import Tensor
@@ -24,7 +24,7 @@ from .muon import Muon
 from .newton_schulz import FAMILIES, Triple
 from .parameters import validation
 from .parameters.aliases import suggestion
-from .parameters.options import GROUP_OPTIONS, Group, is_int, is_number
+from .parameters.options import GROUP_OPTIONS, Group, is_int, is_number, one_of
 
 __all__ = [
     "DistMuonAdamW",
@@ -65,38 +65,34 @@ def torch_muon(params: Params, lr: Any = 1e-3, **arguments: Any) -> dict[str, An
     """``torch.optim.Muon``: averaged momentum, one (a, b, c) for all iterations.
 
     torch divides by max(norm, eps); here eps is added to the norm of the matrix scaled to a largest
-    magnitude of 1, so gradients below eps keep their direction. The Gram form restarts where it is
-    safe, whatever ``gram_ns_reset_iterations`` says: that changes roundings alone.
+    magnitude of 1, so gradients below eps keep their direction.
 
     Args:
         params: tensors, (name, tensor) pairs, or groups, which may have the arguments below,
             except the config of the Gram form.
         lr: learning rate.
-        arguments: ``weight_decay`` (0.1), ``momentum`` (0.95), ``nesterov`` (True),
-            ``ns_coefficients`` (one (a, b, c), the quintic), ``eps`` (1e-7), ``ns_steps`` (5),
-            ``adjust_lr_fn`` (None: the original scale). It also takes those of later versions:
-            ``use_gram_newton_schulz`` (False) orthogonalizes matrices that are not square in the
-            Gram form, with the ``gram_ns_coefficients`` (the quintic five times) of the dict
-            ``gram_newton_schulz_config``. Its other keys, ``gram_ns_reset_iterations`` and
+        arguments: ``weight_decay``, ``momentum``, ``nesterov``, ``ns_coefficients`` (one (a, b,
+            c)), ``eps``, ``ns_steps``, ``adjust_lr_fn`` (None: the original scale). It also takes
+            those of later versions: ``use_gram_newton_schulz`` orthogonalizes matrices that are not
+            square in the Gram form, with the ``gram_ns_coefficients`` of the dict
+            ``gram_newton_schulz_config``, whose other keys, ``gram_ns_reset_iterations`` and
             ``use_cuda_graph``, have no effect.
 
     Raises:
         ValueError: unknown ``adjust_lr_fn``; a ``gram_newton_schulz_config`` with unknown keys, or
             without ``use_gram_newton_schulz``.
     """
-    config = arguments.pop("gram_newton_schulz_config", None)
-    _check_arguments(arguments, "torch.optim.Muon", ["lr", *_TORCH_DEFAULTS, *_TORCH_GRAM])
+    config, source = arguments.pop("gram_newton_schulz_config", None), "torch.optim.Muon"
     defaults = {**_TORCH_DEFAULTS, **_TORCH_GRAM, **arguments}
+    muon_keys = ["lr", *_TORCH_DEFAULTS, *_TORCH_GRAM]
+    _check_arguments(arguments, source, muon_keys)
     if config is not None:
         if not defaults["use_gram_newton_schulz"]:
             raise ValueError("gram_newton_schulz_config needs use_gram_newton_schulz=True")
         _check_arguments(config, "gram_newton_schulz_config", list(_TORCH_GRAM)[1:])
         defaults.update({key: value for key, value in config.items() if value is not None})
     groups: list[dict[str, Any]] = []
-    muon_keys = {"lr", *_TORCH_DEFAULTS, *_TORCH_GRAM}
-    for number, group in enumerate(
-        _muon_groups(params, "torch.optim.Muon", muon_keys, GROUP_OPTIONS)
-    ):
+    for number, group in enumerate(_muon_groups(params, source, muon_keys, GROUP_OPTIONS)):
         given = {key: group.pop(key) for key in defaults if key in group and key != "lr"}
         options = {**defaults, **given}
         group = {**group, **(_from_torch(options) if given else {})}
@@ -104,13 +100,12 @@ def torch_muon(params: Params, lr: Any = 1e-3, **arguments: Any) -> dict[str, An
             groups.append(group)
             continue
         group = validation.normalize_group(group, f"param_groups[{number}]")
-        square = [p.shape[0] == p.shape[-1] for p in group["params"]]
-        groups.append(_subset(group, square))
         triples = tuple(map(tuple, options["gram_ns_coefficients"]))
         form = {"ns_algorithm": "gram", "ns_coefficients": triples, "ns_steps": len(triples)}
-        groups.append({**_subset(group, [not each for each in square]), **form})
-    fixed = {"momentum_style": "ema", "none_grad": False}
-    return {"params": groups, "lr": lr, **fixed, **_from_torch(defaults)}
+        groups.append(_subset(group, lambda p: p.shape[0] == p.shape[-1]))
+        groups.append({**_subset(group, lambda p: p.shape[0] != p.shape[-1]), **form})
+    how = {"momentum_style": "ema", "none_grad": False, **_from_torch(defaults)}
+    return {"params": groups, "lr": lr, **how}
 
 
 _TORCH_DEFAULTS = {
@@ -157,9 +152,8 @@ def keller_jordan(
     """Keller Jordan's ``Muon``, ``SingleDeviceMuon``, ``MuonWithAuxAdam`` and their like.
 
     Averaged momentum, quintic, scale sqrt(max(1, rows/cols)), absent gradients count as zeros,
-    convolutions read as (out, rest). The source takes the scale of a convolution from the two sides
-    of its kernel: it is 1 unless the kernel is higher than wide. So convolutions get a group of
-    their own, after the one they came in.
+    convolutions read as (out, rest), in a group of their own: the source takes the scale of a
+    convolution from the two sides of its kernel, so it is 1 unless the kernel is higher than wide.
 
     Args:
         params: tensors, or groups with ``use_muon`` as ``MuonWithAuxAdam`` takes them (there
@@ -183,8 +177,8 @@ def keller_jordan(
         group = validation.normalize_group(group, f"param_groups[{number}]")
         if any(p.ndim == 4 and p.shape[-2] > p.shape[-1] for p in group["params"]):
             raise ValueError("keller_jordan has no scale for a kernel higher than wide")
-        groups.append(_subset(group, [p.ndim != 4 for p in group["params"]]))
-        convolutions = _subset(group, [p.ndim == 4 for p in group["params"]])
+        groups.append(_subset(group, lambda p: p.ndim != 4))
+        convolutions = _subset(group, lambda p: p.ndim == 4)
         if convolutions["params"]:
             groups.append({**convolutions, "adjust_lr": "none"})
     return {
@@ -273,14 +267,12 @@ def dion(
         distributed_mesh: a process group of replicas divides the work among them, as in the
             source; a mesh has no effect, since DTensors say how they are sharded.
         adjust_lr: ``"spectral_norm"``, ``"rms_norm"`` or None.
-        flatten: tensors of more than two dimensions as (dim 0, rest). Until its pull request 121
-            the source then took all tensors of one shape for one matrix. Without ``flatten`` it
-            takes them for stacked matrices: name those by ``expert_keys`` here.
+        flatten: tensors of more than two dimensions as (dim 0, rest). Without ``flatten`` the
+            source takes them for stacked matrices: name those by ``expert_keys`` here.
         use_triton: has no effect; kernels are used where they run.
         cautious_wd: decay only where update and weight agree in sign. Only matrices can have it:
             groups of AdamW need ``cautious_wd=False`` or no decay.
-        use_polar_express: Polar Express instead of `you`, the default of the source's later
-            versions.
+        use_polar_express: Polar Express instead of `you`, the default of later versions.
 
     Raises:
         ValueError: what has no counterpart: ``newton_schulz_func``, ``use_gram_newton_schulz``, an
@@ -304,33 +296,33 @@ def dion(
             raise ValueError(f"algorithm must be 'muon' or 'adamw', found {algorithm!r}")
         if algorithm == "muon" and not is_muons:
             raise ValueError(f"{where} has algorithm='muon' and use_muon=False; give one of them")
-        options = {key: group.pop(key, default) for key, default in defaults.items()}
-        scale = options["adjust_lr"]
+        own = {key: group.pop(key, default) for key, default in defaults.items()}
+        scale, heads, sizes = own["adjust_lr"], own["num_heads"], own["split_sizes"]
         if scale not in scales:
             raise ValueError(
                 f"adjust_lr must be 'spectral_norm', 'rms_norm' or None, found {scale!r}"
             )
         group.update(
             use_muon=algorithm == "muon",
-            momentum=options["mu"],
+            momentum=own["mu"],
             adjust_lr=scales[scale],
-            cautious=options["cautious_wd"],
-            ns_eps_absolute=options["epsilon"],
-            adamw_betas=(options["beta1"], options["beta2"]),
-            adamw_eps=options["epsilon"],
+            cautious=own["cautious_wd"],
+            ns_eps_absolute=own["epsilon"],
+            adamw_betas=(own["beta1"], own["beta2"]),
+            adamw_eps=own["epsilon"],
         )
         if algorithm == "adamw":
-            if options["cautious_wd"] and group.get("weight_decay", weight_decay):
+            if own["cautious_wd"] and group.get("weight_decay", weight_decay):
                 raise ValueError(
                     f"{where}: AdamW has no cautious decay here: give it cautious_wd=False"
                 )
             groups.append(group)
-        elif options["num_heads"] is not None and options["split_sizes"] is not None:
-            raise ValueError(f"{where} has num_heads and split_sizes; give one of them")
-        elif options["num_heads"] is None:
-            groups.append({**group, "split": options["split_sizes"]})
+        elif heads is None:
+            groups.append({**group, "split": sizes})
+        elif sizes is None:
+            groups += _by_heads(group, heads, where)
         else:
-            groups += _by_heads(group, options["num_heads"], where)
+            raise ValueError(f"{where} has num_heads and split_sizes; give one of them")
     is_group = distributed_mesh is not None and not hasattr(distributed_mesh, "mesh")
     return {
         "params": groups,
@@ -357,8 +349,7 @@ def normuon(
     """microsoft/dion's ``NorMuon``: its ``Muon``, with a second moment for each row of a matrix.
 
     Where matrices are sharded, the source normalizes each shard by itself; this package normalizes
-    whole matrices. With ``flatten=True`` these are (dim 0, rest), as in the source since its pull
-    request 121; before, it had a second moment for each row of each kernel of a convolution.
+    whole matrices.
 
     Args:
         params, distributed_mesh, lr, mu, use_polar_express, arguments: as for `dion`.
@@ -385,10 +376,9 @@ def emerging_optimizers(
 ) -> dict[str, Any]:
     """NVIDIA's Emerging-Optimizers' ``Muon``, which Megatron-LM trains with.
 
-    Averaged momentum, the coefficients of `you`, which it calls ``"quintic"``. Its scales and
-    ``extra_scale_factor`` multiply the learning rate but not the decay. So the preset multiplies
-    learning rates by a factor, and divides decays by it: ``extra_scale_factor``, or 5 times that
-    with ``"spectral"``.
+    Averaged momentum, the coefficients of `you`, which it calls ``"quintic"``. Its scales multiply
+    the learning rate but not the decay. So the preset multiplies learning rates by a factor, and
+    divides decays by it: ``extra_scale_factor``, or 5 times that with ``"spectral"``.
 
     Args:
         params: tensors, or groups with ``lr``, ``momentum``, ``weight_decay``.
@@ -400,17 +390,14 @@ def emerging_optimizers(
 
     Raises:
         ValueError: another ``weight_decay_method``; ``"aol"``, which in the source turns the
-            largest singular values around (``ns_coefficients="aol"`` of `Muon` does not), and
-            ``"custom"``; more steps than ``"quintic"`` or ``"cubic5"`` have coefficients: the
-            source would begin them anew.
+            largest singular values around, and ``"custom"``; more steps than ``"quintic"`` or
+            ``"cubic5"`` have coefficients: the source would begin them anew.
     """
     source = "Emerging-Optimizers' Muon"
     _check_arguments(unknown, source, _arguments_of(emerging_optimizers))
     if weight_decay_method != "decoupled":
         raise ValueError(f"weight_decay_method must be 'decoupled', found {weight_decay_method!r}")
-    if scale_mode not in _EMERGING_SCALES:
-        known = ", ".join(map(repr, _EMERGING_SCALES))
-        raise ValueError(f"scale_mode must be one of {known}, found {scale_mode!r}")
+    one_of(*_EMERGING_SCALES).check("scale_mode", scale_mode)
     if not is_number(extra_scale_factor) or extra_scale_factor <= 0:
         raise ValueError(f"extra_scale_factor must be a number > 0, found {extra_scale_factor!r}")
     scale, factor = _EMERGING_SCALES[scale_mode]
@@ -442,7 +429,12 @@ _EMERGING_SCALES = {
     "shape_scaling": ("original", 1.0),
     "unit_rms_norm": ("spectral", 1.0),
 }
-_EMERGING_POLAR_EXPRESS = (
+# By Emerging-Optimizers' coefficients, the family that has them.
+_EMERGING_FAMILIES = {
+    **{"simple": "quintic", "quintic": "you", "cans": "cans", "cubic5": "cubic5"},
+    **{"deepseekv4": "deepseekv4", "polar_express": None},
+}
+_EMERGING_POLAR_EXPRESS: tuple[Triple, ...] = (
     (8.2051, -22.9019, 16.4607),
     (4.0664, -2.8612, 0.5184),
     (3.9096, -2.8234, 0.5250),
@@ -460,18 +452,11 @@ def _emerging_triples(coefficient_type: str, steps: int) -> Any:
     Lists that are too short go on with their last triple, as in the source, except those which the
     source would begin anew.
     """
-    names = {"simple": "quintic", "quintic": "you"}
-    names.update((name, name) for name in ("cans", "cubic5", "deepseekv4"))
-    if coefficient_type not in (*names, "polar_express"):
-        known = ", ".join(map(repr, (*names, "polar_express")))
-        raise ValueError(f"coefficient_type must be one of {known}, found {coefficient_type!r}")
-    if coefficient_type == "simple":
-        return "quintic"
-    triples: tuple[Triple, ...] = _EMERGING_POLAR_EXPRESS
-    if coefficient_type != "polar_express":
-        triples = FAMILIES[names[coefficient_type]].triples
-        if steps == len(triples):
-            return names[coefficient_type]
+    one_of(*_EMERGING_FAMILIES).check("coefficient_type", coefficient_type)
+    family = _EMERGING_FAMILIES[coefficient_type]
+    triples = _EMERGING_POLAR_EXPRESS if family is None else FAMILIES[family].triples
+    if family == "quintic" or (family is not None and steps == len(triples)):
+        return family
     if steps > len(triples) and coefficient_type in ("quintic", "cubic5"):
         raise ValueError(
             f"num_ns_steps={steps} would begin anew with the {len(triples)} coefficients of "
@@ -497,19 +482,18 @@ def _by_heads(group: dict[str, Any], heads: int, where: str) -> list[dict[str, A
                 f"{where}: num_heads={heads} must divide the rows of every matrix, found "
                 f"{tuple(param.shape)}"
             )
-    rows = [param.shape[0] // heads for param in group["params"]]
-    return [
-        {**_subset(group, [count == split for count in rows]), "split": split}
-        for split in dict.fromkeys(rows)
-    ]
+
+    def with_rows(rows: int) -> dict[str, Any]:
+        return {**_subset(group, lambda p: p.shape[0] == rows), "split": rows // heads}
+
+    return list(map(with_rows, dict.fromkeys(p.shape[0] for p in group["params"])))
 
 
 class MuonAdamW(Muon):
     """nanochat's ``MuonAdamW``: Polar Express, factored second moment, cautious decay.
 
     Its version of July 2026 also equilibrates rows before the iteration and renormalizes after it,
-    and is one class for one and many ranks: where torch.distributed is initialized it does what
-    `DistMuonAdamW` does, over all ranks.
+    and does what `DistMuonAdamW` does where torch.distributed is initialized, over all ranks.
 
     Args:
         param_groups: groups with ``kind``: ``"muon"`` (``lr``, ``momentum``, ``ns_steps``,
@@ -528,9 +512,7 @@ class MuonAdamW(Muon):
     def __init__(
         self, param_groups: list[dict[str, Any]], *, version: str = "2026-02", **options: Any
     ):
-        if version not in _NANOCHAT_VERSIONS:
-            known = ", ".join(map(repr, _NANOCHAT_VERSIONS))
-            raise ValueError(f"version must be one of {known}, found {version!r}")
+        one_of(*_NANOCHAT_VERSIONS).check("version", version)
         if version == "2026-07" and dtensors.world_size() > 1:
             options = {"process_group": dtensors.world(), "grad_reduce": "mean", **options}
         fixed: dict[str, Any] = {
@@ -590,7 +572,7 @@ class DistMuonAdamW(MuonAdamW):
 
     Every rank comes with the gradients of its own batch. ``step()`` averages them by
     reduce-scatter, each rank keeps the state of its rows, owners orthogonalize, updates are
-    gathered. Counts of matrices, numbers of rows and sizes of groups are free.
+    gathered.
 
     Args:
         param_groups: as for `MuonAdamW`, the same on all ranks.
@@ -659,7 +641,8 @@ def _instead(word: str, valid: Collection[str]) -> str:
     return f" ({instead})" if instead else ""
 
 
-def _subset(group: Mapping[str, Any], chosen: Sequence[bool]) -> dict[str, Any]:
-    """The group with only the chosen parameters and their names."""
+def _subset(group: Mapping[str, Any], condition: Callable[[Tensor], bool]) -> dict[str, Any]:
+    """The group with only the parameters that meet a condition, and their names."""
+    chosen = list(map(condition, group["params"]))
     keys = group.keys() & {"params", "names", "param_names"}
     return {**group, **{key: list(itertools.compress(group[key], chosen)) for key in keys}}

@@ -28,9 +28,9 @@ from ..distributed.plan import Entry, Plan, Unit
 from ..parameters.default_groups import default_is_muon
 from ..parameters.names import has_component
 from ..parameters.options import Group
-from ..parameters.output_heads import with_a_vocabulary
 from ..step.step import Step
 from ..weight_rounding import widen
+from .summary import with_a_vocabulary
 
 # Bounds of what is healthy, beyond which there is a finding.
 SMALLEST_RANK = 0.1  # of the update, over the shorter side

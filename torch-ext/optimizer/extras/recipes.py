@@ -61,7 +61,16 @@ def moonlight(model: nn.Module, lr: Any = 4.2e-4) -> dict[str, Any]:
         ValueError: no such parts.
     """
     _require(model, "moonlight", _DEEPSEEK_V3)
-    return {"params": _groups(model), "lr": lr, **_stacked(model), **_MOONLIGHT_MUON}
+    experts = [
+        name
+        for name, param in model.named_parameters()
+        if param.ndim == 3 and has_component(name, ["experts"])
+    ]
+    groups = get_default_muon_param_groups(model, expert_keys=["experts"] if experts else None)
+    arguments = {"params": groups, "lr": lr, **_MOONLIGHT_MUON}
+    if any(has_component(name, ["gate_up_proj"]) for name in experts):
+        arguments["split"] = {"experts.gate_up_proj": "(n + n) dim"}
+    return arguments
 
 
 def kimi_k2(model: nn.Module, lr: Any = 2e-4) -> dict[str, Any]:
@@ -170,7 +179,9 @@ def _part(model: nn.Module, parts: Sequence[str]) -> dict[str, Any]:
             k: p for k, p in named.items() if f"{normalize_name(k)}.".startswith(f"{part}.")
         }
         if not matching:
-            raise ValueError(f"recipes.nanochat names {part}, which {_name(model)} has not")
+            raise ValueError(
+                f"recipes.nanochat names {part}, which this {type(model).__name__} has not"
+            )
         chosen.update(matching)
     return {"params": list(chosen.values()), "names": list(chosen)}
 
@@ -181,25 +192,6 @@ def _require(model: nn.Module, recipe: str, parts: Sequence[str]) -> None:
     for part in parts:
         if not any(has_component(name, part.split()) for name in names):
             wanted = " or ".join(part.split())
-            raise ValueError(f"recipes.{recipe} names {wanted}, which {_name(model)} has not")
-
-
-def _name(model: nn.Module) -> str:
-    return f"this {type(model).__name__}"
-
-
-def _groups(model: nn.Module) -> list[dict[str, Any]]:
-    keys = ["experts"] if any(_is_stacked(n, p) for n, p in model.named_parameters()) else None
-    return get_default_muon_param_groups(model, expert_keys=keys)
-
-
-def _stacked(model: nn.Module) -> dict[str, Any]:
-    """Options by which gate and up projections that are stored as one are two matrices."""
-    names = [name for name, param in model.named_parameters() if _is_stacked(name, param)]
-    if any(has_component(name, ["gate_up_proj"]) for name in names):
-        return {"split": {"experts.gate_up_proj": "(n + n) dim"}}
-    return {}
-
-
-def _is_stacked(name: str, param: nn.Parameter) -> bool:
-    return param.ndim == 3 and has_component(name, ["experts"])
+            raise ValueError(
+                f"recipes.{recipe} names {wanted}, which this {type(model).__name__} has not"
+            )

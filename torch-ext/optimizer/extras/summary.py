@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -18,12 +19,13 @@ from ..distributed.plan import Entry, Lane, Plan, Unit
 from ..distributed.replicas import is_divided
 from ..distributed.wire import elements_of_numbers
 from ..parameters.options import Group, Settings
-from ..parameters.output_heads import with_a_vocabulary
+from ..parameters.output_heads import LARGE, POSITIONS
 from ..parameters.survey import Survey
 
 COLUMNS = ("parameter", "shape", "owner", "FLOPs", "moved by all")
 NUMBERS = COLUMNS[3:]  # aligned to the right
 WIDTH = 100  # of the printed lines; only a longer name makes one longer
+_LAYER = re.compile(r"\.\d+\.")  # in the name of a parameter of a list of layers
 
 
 @dataclass(frozen=True)
@@ -316,3 +318,42 @@ def short(number: float) -> str:
             return f"{number:.3g} {unit}"
         number /= 1000
     return f"{number:.3g} P"
+
+
+def with_a_vocabulary(groups: Sequence[Group]) -> dict[str, str]:
+    """Muon's matrices that may be embeddings or heads, and why, where no model is at hand.
+
+    They have as many rows as an embedding of AdamW's, or at least a thousand and over six times
+    their columns. A number of rows is a hidden size if it is also a side of a layer's matrix, a
+    number of columns, or that of the rows of more than two matrices.
+    """
+
+    def matrices(is_muon: bool) -> list[tuple[str, int, int, bool]]:
+        """Names, rows and columns, and whether the matrix is known to be in a list of layers."""
+        return [
+            (name, *param.shape, bool(_LAYER.search(name)))
+            for group in groups
+            if group.use_muon is is_muon
+            for name, param in zip(map(group.name_of, range(len(group.params))), group.params)
+            if param.requires_grad and param.ndim == 2
+        ]
+
+    muons = matrices(True)
+    hidden = {side for _, *sides, is_in_a_layer in muons if is_in_a_layer for side in sides}
+    alike = Counter(rows for _, rows, _, _ in muons)
+    hidden |= {rows for rows, count in alike.items() if count > 2}
+    hidden |= {cols for _, _, cols, _ in muons}
+    tables = {
+        rows: f"as many rows as {name}"
+        for name, rows, cols, is_in_a_layer in matrices(False)
+        if rows > cols > 1 and not (is_in_a_layer or POSITIONS.search(name.removesuffix(".weight")))
+    }
+    reasons: dict[str, str] = {}
+    for name, rows, cols, is_in_a_layer in muons:
+        if is_in_a_layer or rows in hidden or "lora_" in name:
+            continue
+        if rows in tables:
+            reasons[name] = tables[rows]
+        elif rows >= LARGE and rows > 6 * cols:
+            reasons[name] = f"{rows} rows, as of a vocabulary"
+    return reasons

@@ -88,7 +88,11 @@ def _judge(
     words = set(attribute.split("_"))
     if words & {"bias", "biases"}:  # (experts, out) look like a matrix
         return False, "bias"
-    matched = [c for c in (module, attribute) if _is_embedding_or_head(c)]
+    matched = [
+        c
+        for c in (module, attribute)
+        if c in EMBEDDINGS_AND_HEADS or (c.endswith("_classifier") and not c.startswith("pre_"))
+    ]
     paths = HEAD_PATHS + (PATCH_PATHS if param.ndim == 2 else ())
     matched += [path for path in paths if components[-3:-1] == path.split(".")]
     if words & _TABLES and not words & {"proj", "weight"}:
@@ -107,11 +111,6 @@ def _judge(
     if has_component(name, expert_keys):
         return True, "stacked experts"
     return False, f"{param.ndim} {DIMENSIONS}"
-
-
-def _is_embedding_or_head(component: str) -> bool:
-    is_classifier = component.endswith("_classifier") and not component.startswith("pre_")
-    return component in EMBEDDINGS_AND_HEADS or is_classifier
 
 
 def _owning_components(name: str) -> list[str]:

@@ -42,18 +42,14 @@ def normalize_names(names: Iterable[str]) -> list[str]:
 def find_name(names: Iterable[str]) -> Callable[[str], Optional[str]]:
     """Finds which of ``names`` is meant by a name: itself, or the one that only wrappers tell from
     it; None where there is no such name, or several."""
-    forms: list[Callable[[str], str]] = [
-        str,
-        lambda name: _without(name, _WRAPPERS),
-        normalize_name,
-    ]
-    alike: list[dict[str, list[str]]] = [{} for _ in forms]
+    forms = [lambda name: name, lambda name: _without(name, _WRAPPERS), normalize_name]
+    alike: dict[tuple[int, str], list[str]] = {}
     for name in names:
-        for form, by_form in zip(forms, alike):
-            by_form.setdefault(form(name), []).append(name)
+        for number, form in enumerate(forms):
+            alike.setdefault((number, form(name)), []).append(name)
 
     def find(name: str) -> Optional[str]:
-        fitting = (by_form.get(form(name)) for form, by_form in zip(forms, alike))
+        fitting = (alike.get((number, form(name))) for number, form in enumerate(forms))
         first = next(filter(None, fitting), [])
         return first[0] if len(first) == 1 else None
 

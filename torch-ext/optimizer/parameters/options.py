@@ -30,15 +30,10 @@ MOST_STEPS = 1000  # far above any use: more would take for ever, or no memory c
 
 
 class Option(NamedTuple):
-    """What an option may be.
+    """What an option may be."""
 
-    Args:
-        accepts: whether a value is valid; must not read a tensor on a device.
-        expected: completes "… must be", in the error message.
-    """
-
-    accepts: Callable[[Any], bool]
-    expected: str
+    accepts: Callable[[Any], bool]  # must not read a tensor on a device
+    expected: str  # completes "… must be", in the error message
 
     def check(self, name: str, value: Any) -> None:
         """Raises ValueError if the option, whose name is ``name``, does not accept the value."""
@@ -87,10 +82,14 @@ def _is_split(value: Any) -> bool:
     if isinstance(value, str):  # `Group.validate` reads it
         return True
     counts = value if isinstance(value, (list, tuple)) else [value]
-    return len(counts) > 0 and all(is_int(count) and count > 0 for count in counts)
+    return len(counts) > 0 and _are(counts, lambda count: is_int(count) and count > 0)
 
 
-def _one_of(*words: str) -> Option:
+def _are(values: Any, accepts: Callable[[Any], bool]) -> bool:
+    return isinstance(values, (list, tuple)) and all(map(accepts, values))
+
+
+def one_of(*words: str) -> Option:
     listed = ", ".join(map(repr, words))
     return Option(lambda value: isinstance(value, str) and value in words, f"one of {listed}")
 
@@ -121,9 +120,7 @@ def _is(option: Option) -> Any:
 
 @dataclass(eq=False)
 class Group:
-    """A parameter group as the package reads it: a view of one of torch's dicts, made by `Muon`.
-
-    Nothing is validated when a view is made, and a view does not follow later changes of the dict.
+    """A parameter group as the package reads it: a copy of one of torch's dicts, not validated yet.
 
     Args:
         params: the parameters; in the group of a checkpoint, the ids of their state.
@@ -154,25 +151,21 @@ class Group:
     weight_decay: float = _is(_NONNEGATIVE)
     adamw_betas: tuple[float, float] = _is(
         Option(
-            lambda value: (
-                isinstance(value, (tuple, list))
-                and len(value) == 2
-                and all(map(_FRACTION.accepts, value))
-            ),
+            lambda value: _are(value, _FRACTION.accepts) and len(value) == 2,
             "two numbers in [0, 1)",
         )
     )
     adamw_eps: float = _is(_NONNEGATIVE)
     none_grad: bool = _is(_BOOL)
-    adjust_lr: str = _is(_one_of("match_rms_adamw", "original", "spectral", "none"))
-    momentum_style: str = _is(_one_of("classical", "ema"))
+    adjust_lr: str = _is(one_of("match_rms_adamw", "original", "spectral", "none"))
+    momentum_style: str = _is(one_of("classical", "ema"))
     ns_coefficients: newton_schulz.Coefficients = _is(
         Option(
             lambda value: isinstance(value, (str, list, tuple)),
             f"one of {', '.join(newton_schulz.FAMILIES)}, an (a, b, c), or a list of them",
         )
     )
-    ns_algorithm: str = _is(_one_of(*newton_schulz.ALGORITHMS))
+    ns_algorithm: str = _is(one_of(*newton_schulz.ALGORITHMS))
     ns_dtype: Optional[torch.dtype] = _is(_OPTIONAL_DTYPE)
     ns_eps: float = _is(_NONNEGATIVE)
     ns_eps_absolute: Optional[float] = _is(_optional(*_NONNEGATIVE))
@@ -182,18 +175,15 @@ class Group:
     ns_equilibrate: bool = _is(_BOOL)
     ns_renormalize: bool = _is(_BOOL)
     beta2: Optional[float] = _is(_optional(*_FRACTION))
-    second_moment_side: str = _is(_one_of("longer", "rows"))
+    second_moment_side: str = _is(one_of("longer", "rows"))
     cautious: bool = _is(_BOOL)
-    decay_lr: str = _is(_one_of("base", "adjusted"))
+    decay_lr: str = _is(one_of("base", "adjusted"))
     momentum_dtype: Optional[torch.dtype] = _is(_OPTIONAL_DTYPE)
-    weight_rounding: str = _is(_one_of(*ROUNDINGS))
-    missing_grad: str = _is(_one_of("raise", "zero"))
+    weight_rounding: str = _is(one_of(*ROUNDINGS))
+    missing_grad: str = _is(one_of("raise", "zero"))
     expert_keys: Optional[Sequence[str]] = _is(
         _optional(
-            lambda value: (
-                isinstance(value, (list, tuple)) and all(isinstance(k, str) for k in value)
-            ),
-            "a list of name components",
+            lambda value: _are(value, lambda key: isinstance(key, str)), "a list of name components"
         )
     )
     split: Any = _is(
@@ -324,8 +314,5 @@ ARGUMENTS = frozenset({"params", *GROUP_OPTIONS, *CONSTRUCTOR_ONLY})
 
 
 def is_exact(group: Group, settings: Settings) -> bool:
-    """Whether the group is in exact mode: the same bits on every layout and machine.
-
-    Arithmetic and wire have to be given as fp32 or fp64. What None chooses is made for speed.
-    """
+    """Whether the group is in exact mode: the same bits on every layout and machine."""
     return {group.ns_dtype, settings.comm_dtype} <= {torch.float32, torch.float64}

@@ -7,7 +7,6 @@ predictions.
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Optional
 
@@ -18,7 +17,6 @@ from .names import normalize_name
 
 if TYPE_CHECKING:
     from .default_groups import Decision
-    from .options import Group
 
 # What the last layer of a model is called where it makes predictions.
 _HEAD_WORDS = {"head", "heads", "logit", "logits", "classifier", "final", "score"}
@@ -31,10 +29,9 @@ _MODULATION = re.compile(r"adaln|modulation|norm_out|proj_out_1", re.IGNORECASE)
 _HEAD_STACK = re.compile(
     r"(head|logits?|predict)_\w+|logits|(\w+_)?(heads?|predictor|predictions?)|(class|bbox)_embed|final_layer"
 )
-_POSITIONS = re.compile(r"pos(ition\w*)?_?emb\w*$|wpe$")  # tables of no vocabulary
-_LAYER = re.compile(r"\.\d+\.")  # in the name of a parameter of a list of layers
+POSITIONS = re.compile(r"pos(ition\w*)?_?emb\w*$|wpe$")  # tables of no vocabulary
 _FEW = 16  # outputs: no hidden layer has so few, or fewer
-_LARGE = 1000  # a side that is this long, and over 8 × the other side, is no hidden size
+LARGE = 1000  # a side that is this long, and over 8 × the other side, is no hidden size
 
 
 def hidden_layers(
@@ -93,7 +90,7 @@ def unnamed_heads(
             continue
         size = next((s for s in shape if s in vocabularies), None) if len(shape) == 2 else None
         if size is not None and (
-            (size >= _LARGE and size > 8 * (shape[1] if shape[0] == size else shape[0]))
+            (size >= LARGE and size > 8 * (shape[1] if shape[0] == size else shape[0]))
             # Within layers a hidden size may happen to be that of a small vocabulary.
             or not (_is_in_a_layer(info) or _is_hidden_size(size, decision, decisions, infos))
         ):
@@ -111,46 +108,6 @@ def unnamed_heads(
             shape[0] <= _FEW < shape[-1] or _gives_to_nobody(decision, decisions, infos)
         ):
             reasons[decision.name] = f"head: the last layer of {component}"
-    return reasons
-
-
-def with_a_vocabulary(groups: Sequence[Group]) -> dict[str, str]:
-    """Muon's matrices that may be embeddings or heads, and why, where no model is at hand.
-
-    They have as many rows as an embedding of AdamW's, or at least a thousand and over six times
-    their columns. A number of rows is a hidden size if it is also a side of a layer's matrix, a
-    number of columns, or that of the rows of more than two matrices.
-    """
-
-    def matrices(is_muon: bool) -> list[tuple[str, int, int, bool]]:
-        """Names, rows and columns, and whether the matrix is known to be in a list of layers."""
-        return [
-            (name, *param.shape, bool(_LAYER.search(name)))
-            for group in groups
-            if group.use_muon is is_muon
-            for name, param in zip(map(group.name_of, range(len(group.params))), group.params)
-            if param.requires_grad and param.ndim == 2
-        ]
-
-    muons = matrices(True)
-    hidden = {side for _, *sides, is_in_a_layer in muons if is_in_a_layer for side in sides}
-    alike = Counter(rows for _, rows, _, _ in muons)
-    hidden |= {rows for rows, count in alike.items() if count > 2}
-    hidden |= {cols for _, _, cols, _ in muons}
-    tables = {
-        rows: f"as many rows as {name}"
-        for name, rows, cols, is_in_a_layer in matrices(False)
-        if rows > cols > 1
-        and not (is_in_a_layer or _POSITIONS.search(name.removesuffix(".weight")))
-    }
-    reasons: dict[str, str] = {}
-    for name, rows, cols, is_in_a_layer in muons:
-        if is_in_a_layer or rows in hidden or "lora_" in name:
-            continue
-        if rows in tables:
-            reasons[name] = tables[rows]
-        elif rows >= _LARGE and rows > 6 * cols:
-            reasons[name] = f"{rows} rows, as of a vocabulary"
     return reasons
 
 
@@ -231,7 +188,7 @@ def _vocabularies(model: nn.Module) -> dict[int, str]:
         is_larger = (
             isinstance(module, nn.Embedding) and module.num_embeddings > module.embedding_dim
         )
-        if is_larger and not _POSITIONS.search(path):
+        if is_larger and not POSITIONS.search(path):
             sizes.setdefault(module.num_embeddings, f"the number of rows of {normalize_name(path)}")
         for config in configs_of(module):
             size = size_in(config, ["vocab_size"])

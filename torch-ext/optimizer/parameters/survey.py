@@ -94,10 +94,8 @@ NO_SURVEY = Survey([()], [], [])  # facts that no groups have, so that the next 
 
 
 def _facts(group: Group) -> tuple:
-    """All that a survey of a group depends on, comparable, cheap enough for every step.
-
-    The options come last.
-    """
+    """All that a survey of a group depends on, comparable, cheap enough for every step; the options
+    come last."""
     return (
         [
             (
@@ -167,10 +165,7 @@ def _line(
     if entry is not None and group.ns_dtype is None:  # each rank asks its own machine
         line += f", ns_dtype=None means {entry.recipe.dtype} here"
     if entry is not None and entry.device.type in triton_kernels.DEVICE_TYPES and settings.triton:
-        if triton_kernels.is_installed():
-            line += ", Triton is installed here"
-        else:
-            line += ", Triton is not installed here"
+        line += f", Triton is {'' if triton_kernels.is_installed() else 'not '}installed here"
     return line
 
 
@@ -222,8 +217,7 @@ def _entry(group: Group, number: int, index: int, settings: Settings) -> Entry:
 def _check_shard(param: Tensor, name: str) -> None:
     """Checks that this rank holds the part of a DTensor that its placements say.
 
-    Only a rank that holds another part can see that. So a step checks it, in which all ranks hear
-    of it, and not the constructor.
+    Only a rank that holds another part can see that: a step checks it, where all ranks hear of it.
     """
     sharding, rank = dtensors.sharding_of(param), dtensors.this_rank()
     if sharding is None or rank not in sharding.ranks:
@@ -243,20 +237,15 @@ def matrices_of(group: Group, index: int) -> Matrices:
         ValueError: not a matrix; names missing where experts or name patterns need them.
     """
     shape, names = group.params[index].shape, group.names
-    expert_keys, split, flatten = (getattr(group, key) for key in STRUCTURE)
-    needs_names: Optional[str] = None
-    if isinstance(split, Mapping):
-        needs_names = "a split by name patterns"
-    elif expert_keys and len(shape) > 2:
-        needs_names = "expert_keys"
-    if names is None and needs_names:
+    by_pattern = isinstance(group.split, Mapping)
+    if names is None and (by_pattern or (group.expert_keys and len(shape) > 2)):
+        what = "a split by name patterns" if by_pattern else "expert_keys"
         raise ValueError(
-            f'{group.where}: {needs_names} needs names: give the group "names", one for each '
-            "parameter"
+            f'{group.where}: {what} needs names: give the group "names", one for each parameter'
         )
     name = names[index] if names is not None else None
     try:
-        return read_by_options(shape, name, expert_keys, split, flatten)
+        return read_by_options(shape, name, group.expert_keys, group.split, group.flatten)
     except ValueError as error:
         raise ValueError(f"{group.name_of(index)} {error}") from None
 

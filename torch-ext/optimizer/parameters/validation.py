@@ -74,14 +74,15 @@ def normalize_group(param_group: Any, where: str) -> dict[str, Any]:
     if shown is not None and group.setdefault("names", shown) != shown:
         raise ValueError(f"{where} has names and other param_names; give one of them")
     pairs = [p for p in params if isinstance(p, tuple)]
-    if pairs and (len(pairs) != len(params) or "names" in group):
-        raise ValueError(f"{where}: give all parameters as (name, parameter), or none, or names")
-    if pairs and not all(len(p) == 2 and isinstance(p[0], str) for p in pairs):
-        raise ValueError(f"{where}: pairs in params must be (name, parameter)")
     if pairs:
-        group["names"], params = [name for name, _ in pairs], [param for _, param in pairs]
-    group["params"] = params
-    return group
+        if len(pairs) != len(params) or "names" in group:
+            raise ValueError(
+                f"{where}: give all parameters as (name, parameter), or none, or names"
+            )
+        if not all(len(p) == 2 and isinstance(p[0], str) for p in pairs):
+            raise ValueError(f"{where}: pairs in params must be (name, parameter)")
+        group["names"], params = map(list, zip(*pairs))
+    return {**group, "params": params}
 
 
 # Keys that any group may have beside options.
@@ -167,11 +168,7 @@ def check_params(group: Group, settings: Settings) -> None:
 
 
 def check_exact_weight(name: str, value: Any, param: Optional[Tensor]) -> None:
-    """Checks a weight in fp32 for a parameter; None where no parameter of the name has a residual.
-
-    Raises:
-        ValueError: it does not fit.
-    """
+    """Checks a weight in fp32 for a parameter, which is None if none of the name has a residual."""
     if param is None:
         raise ValueError(
             f"there is no trainable parameter {name!r} in bfloat16 with weight_rounding='exact'"
@@ -287,9 +284,7 @@ def check_capturable(
 ) -> None:
     """Checks that groups that a graph is to capture have no state in host memory, and no traffic.
 
-    Args:
-        groups, plan, settings: of this step.
-        use_of: `CPUOffload.destination`.
+    ``use_of`` is `CPUOffload.destination`.
     """
     capturable = [group for group in groups if group.capturable]
     for group in capturable:
@@ -324,7 +319,7 @@ def warn(problem: str) -> None:
 
 
 def is_called_by(module: str) -> bool:
-    """Whether the first caller outside of this package is in a module of torch, or below it."""
+    """Whether the first caller outside of this package is in that module, or below it."""
     frame, _ = _caller_outside(_PACKAGE)
     return frame.f_globals.get("__name__", "").startswith(module)
 
@@ -335,15 +330,6 @@ def _caller_outside(*folders: str) -> tuple[FrameType, int]:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(folders):
         frame, level = frame.f_back, level + 1
     return frame, level
-
-
-def warn_about_divided_state() -> None:
-    """Warns of a state dict that is of use only together with those of the other ranks."""
-    warn(
-        "state_dict() has only this rank's rows of the state that process_group divides: a file "
-        "that one rank alone saves of it (torch.save on rank 0) is of no use to resume from. Save "
-        "by torch.distributed.checkpoint, or each rank a file, or leave process_group out"
-    )
 
 
 def warn_about_shared_lr(group: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> None:
@@ -393,13 +379,6 @@ def warn_about_overshoot(group: Group) -> None:
         )
 
 
-def have_no_gradients(groups: Sequence[Group]) -> bool:
-    """Whether there are parameters to train but not one gradient."""
-    if any(p.requires_grad and p.grad is not None for group in groups for p in group.params):
-        return False
-    return any(p.requires_grad for group in groups for p in group.params)
-
-
 def check_not_replaced(groups: Sequence[Group]) -> None:
     """Checks of parameters without a gradient that the model holds no others in their places.
 
@@ -422,27 +401,27 @@ def check_not_replaced(groups: Sequence[Group]) -> None:
 
 def warn_about_no_gradients(groups: Sequence[Group]) -> bool:
     """Warns where a step trains nothing, or none of Muon's matrices; returns whether it did."""
-    if not any(p.requires_grad for group in groups for p in group.params):
+    trained = [p for group in groups for p in group.params if p.requires_grad]
+    matrices = [p for group in groups if group.use_muon for p in group.params]
+    if not trained:
         state = "frozen" if any(group.params for group in groups) else "missing: groups are empty"
         warn(
             f"step() trains nothing, as all parameters are {state}. Were they frozen after the "
             "groups were made, or a generator of parameters used up? Make groups and optimizer "
             "from the parameters that are to be trained"
         )
-        return True
-    matrices = [p for group in groups if group.use_muon for p in group.params]
-    if matrices and not any(p.requires_grad for p in matrices):
+    elif matrices and not any(p.requires_grad for p in matrices):
         warn(
             "step() trains no matrix by Muon, as all of them are frozen. If others are trained in "
             "their place, as with adapters, make groups and optimizer from those"
         )
-        return True
-    if not have_no_gradients(groups):
+    elif all(p.grad is None for p in trained):
+        warn(
+            "step() found no gradient on any parameter: nothing is updated. Were the groups made "
+            "before the model was sharded or moved? Make them from the parameters it has now"
+        )
+    else:
         return False
-    warn(
-        "step() found no gradient on any parameter: nothing is updated. Were the groups made "
-        "before the model was sharded or moved? Make them from the parameters it has now"
-    )
     return True
 
 

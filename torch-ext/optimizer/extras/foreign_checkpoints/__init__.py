@@ -37,6 +37,8 @@ Example:
     ...                                   params=model.parameters())
     >>> optimizer = Muon(**presets.moonlight(muon_params=matrices, adamw_params=others))
     >>> optimizer.load_foreign_state_dict(load("optimizer.pt"), kind="llamafactory")
+    >>> optimizer = Muon(**presets.motif(get_default_muon_param_groups(model)))
+    >>> optimizer.load_foreign_state_dict(load("optimizer.pt"), kind="motif")
     >>> optimizer = DistMuonAdamW(param_groups)
     >>> ranks = [load(f"optim_021400_rank{rank}.pt") for rank in range(8)]
     >>> optimizer.load_foreign_state_dict(ranks, kind="nanochat")
