@@ -631,8 +631,9 @@ class Muon(torch.optim.Optimizer):
                 "CPU offload": self._offload.is_on,
                 "an audit": self._audit is not None and self._audit.is_on,
                 "weights in host memory": any(map(self._offload.is_on_host, self._params())),
+                "a process_group": self._settings.process_group is not None,
             }
-            check(groups, self._settings, others)
+            check(groups, others)
 
     def _take_survey(self, groups: list[Group]) -> Survey:
         """Checks the groups, and keeps their survey."""
@@ -678,13 +679,9 @@ class Muon(torch.optim.Optimizer):
     def _summarize(self, groups: list[Group], survey: Survey) -> Summary:
         from .extras.summary import summarize
 
-        plan = survey.planner(groups, self._settings).plan()
         layers = () if self._clip is None else self._clip.find(groups)
         clipped = {id(projection.param) for la in layers for projection in la.projections}
-        where = "in host memory" if self._settings.streams else "with its parameters"
-        if self.cpu_offload and not self._settings.streams:
-            where += ": CPU offload is on, but they are on the CPU"
-        return summarize(groups, survey, plan, self._settings, where, clipped)
+        return summarize(groups, survey, self._settings, self.cpu_offload, clipped)
 
     @_through_wrappers
     def audit(self, keep: int = 100) -> Audit:

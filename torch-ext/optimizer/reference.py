@@ -16,20 +16,15 @@ from .distributed import regions
 from .distributed import utils as dtensors
 from .distributed.plan import ranks_sort_key
 from .newton_schulz.iteration import Eps, orthogonalize
-from .parameters.options import Group, Settings
+from .parameters.options import Group
 from .step.step import Step
 
 # Options of groups that this path knows one value of.
 ONLY = {"beta2": None, "weight_rounding": "nearest", "capturable": False}
 
 
-def check(groups: Sequence[Group], settings: Settings, others: dict[str, bool]) -> None:
-    """Raises ValueError for whatever needs the engine.
-
-    Args:
-        groups, settings: of the optimizer.
-        others: by what it is called, whether it is on.
-    """
+def check(groups: Sequence[Group], others: dict[str, bool]) -> None:
+    """Raises ValueError for whatever needs the engine: options of groups, or others that are on."""
     found = [
         f"{key}={getattr(group, key)!r}"
         for group in groups
@@ -38,8 +33,6 @@ def check(groups: Sequence[Group], settings: Settings, others: dict[str, bool]) 
         if getattr(group, key) != value
     ]
     found += [name for name, is_on in others.items() if is_on]
-    if settings.process_group is not None:
-        found.append("a process_group")
     if found:
         raise ValueError(
             f"use_distributed_muon=True is a plain reference, which can't do {found[0]}: leave one "

@@ -107,19 +107,21 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 def summarize(
     groups: Sequence[Group],
     survey: Survey,
-    plan: Plan,
     settings: Settings,
-    state: str,
+    offloads: bool,
     clipped: Collection[int],
 ) -> Summary:
-    """The summary of a plan in which all trainable parameters take part.
+    """The summary of this rank's plan, in which all trainable parameters take part.
 
     Args:
-        groups, survey, settings: what the plan was made from.
-        plan: a plan of this rank.
-        state: where it is, in words.
+        groups, survey, settings: what the plan is made from.
+        offloads: whether CPU offload is on.
         clipped: ids of the parameters that QK-Clip scales.
     """
+    plan = survey.planner(groups, settings).plan()
+    state = "in host memory" if settings.streams else "with its parameters"
+    if offloads and not settings.streams:
+        state += ": CPU offload is on, but they are on the CPU"
     rows: dict[tuple[int, int], dict[str, Any]] = {}  # by group and index in it
     averaging = 0.0
     for number, (group, entries) in enumerate(zip(groups, survey.entries)):
