@@ -180,8 +180,7 @@ class AdamWStep:
 
     def _fetches(self, tensor: Tensor, key: str) -> list[Fetch]:
         """The fetch that brings a tensor of state to its device; an empty list if it needs none."""
-        is_residual = key == "weight_residual"
-        part = as_int16(local(tensor)) if is_residual else None
+        part = as_int16(local(tensor)) if key == "weight_residual" else None
         return self._offload.fetches(tensor, part)
 
     def _key(self, group: int) -> tuple[str, int]:

@@ -263,11 +263,7 @@ class Muon(torch.optim.Optimizer):
         self._store.recheck()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, after checking all of it.
-
-        Raises:
-            ValueError: no ``use_muon``, wrong names, hyperparameters or parameters.
-        """
+        """Adds a group, after checking all of it; raises ValueError if anything is wrong."""
         where = f"param_groups[{len(self.param_groups)}]"
         group = validation.normalize_group(param_group, where)
         validation.check_keys(group, self._defaults_of(group), where)
@@ -847,10 +843,7 @@ class Muon(torch.optim.Optimizer):
             self._rounding.set_exact(params[key], value)
 
     def _params_with_residuals(self) -> dict[str, Tensor]:
-        """Parameters that have a residual, by their keys in the model's ``state_dict()``.
-
-        Residuals of weights that were changed since the last step are set to zero first.
-        """
+        """Parameters that have a residual, by their keys in the model's ``state_dict()``."""
         self._integrity.check()
         groups = self._read_groups()
         self._create_state(groups)
@@ -915,11 +908,8 @@ class Muon(torch.optim.Optimizer):
     def _check_saved(
         self, states: dict[Any, Any], param_groups: Sequence[dict[str, Any]]
     ) -> list[dict[str, Any]]:
-        """Checks a checkpoint's state and groups, and divides its state like this optimizer's.
-
-        Returns:
-            The groups of the checkpoint, with every key.
-        """
+        """Checks a checkpoint's state and groups, and divides its state like this optimizer's;
+        returns its groups, with every key."""
         checkpoints.check_count(self.param_groups, param_groups)
         param_groups = list(map(in_words_of_this_package, param_groups, self.param_groups))
         merged = checkpoints.merge_groups(self.param_groups, param_groups, self._defaults_of)
@@ -1028,12 +1018,9 @@ class Muon(torch.optim.Optimizer):
         self._integrity.check()
         self._rounding.begin(self._read_groups(), self.state)
         self._offload.synchronize()
-        kept = ("_settings", "_offload", "_clip", "_integrity", "_rounding")
-        return {
-            **super().__getstate__(),
-            "_names": self.names,
-            **{key: vars(self)[key] for key in kept},
-        }
+        keys = ("_settings", "_offload", "_clip", "_integrity", "_rounding")
+        kept = {key: vars(self)[key] for key in keys}
+        return {**super().__getstate__(), "_names": self.names, **kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         is_unpickled = "_store" not in vars(self)

@@ -111,9 +111,7 @@ def without_unknown_keys(
 ) -> list[dict[str, Any]]:
     """Groups of a checkpoint without the keys that nothing knows, of which it warns once.
 
-    Args:
-        saved: the groups, checked by `check_keys`.
-        known: for each, the options and the keys of the optimizer's own group.
+    ``known`` has, for each, the options and the keys of the optimizer's own group.
     """
     always = {*_NO_OPTIONS, *options.SCHEDULED, "name"}
     unknown = {
