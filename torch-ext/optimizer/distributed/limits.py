@@ -25,7 +25,7 @@ MOST_SHARED = 48
 # streamed, each waits for its own state, and a few matrices fill an accelerator.
 BATCH_BYTES = {"cpu": 2 << 20}
 DEFAULT_BATCH_BYTES = 384 << 20
-STREAMED_BATCH_BYTES = 128 << 20
+STREAMED_BATCH_BYTES = 64 << 20
 
 # How large a span may be, in bytes of its copy in opmath.
 SPAN_BYTES = {"cpu": 256 << 10}
