@@ -908,23 +908,3 @@ def test_adamws_rate_and_undecayed_vectors_are_arguments():
     optim = optimizer.Muon([muon, adamw, vectors], lr=0.02, weight_decay=0.1)
     assert [g["lr"] for g in optim.param_groups] == [0.02, 1e-4, 1e-4]
     assert [g["weight_decay"] for g in optim.param_groups] == [0.1, 0.1, 0.0]
-
-
-MOVED = {
-    "fc": (lambda: Head(fc=nn.Linear(32, 3)), r"fc\.weight went to AdamW and nothing to Muon"),
-    "a stack": (
-        lambda: Head(classifier=classifier(32, 48, 10)),
-        r"nothing went to AdamW and classifier\.0\.weight to Muon",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", MOVED)
-def test_a_checkpoint_of_groups_by_the_rule_of_before_names_what_has_moved(name):
-    build, message = MOVED[name]
-    model = build()
-    by_name = get_default_muon_param_groups(model, lambda name, p: default_is_muon(name, p))
-    saved = optimizer.Muon(by_name).state_dict()
-    with pytest.raises(ValueError, match=message):
-        optimizer.Muon(get_default_muon_param_groups(model)).load_state_dict(saved)
-    optimizer.Muon(by_name).load_state_dict(saved)
