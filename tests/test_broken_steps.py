@@ -641,7 +641,7 @@ class World:
         torch.manual_seed(0)
         self.layout = layout
         options: dict[str, Any] = {**EXACT, "lr": 0.05, "chunk_size": 1, "warmup_step": 1}
-        matrices = [(8, 12), (8, 12), *[(12, 8), (16, 20), (20, 8)] * 2]  # two for each rank
+        matrices = [(8, 12), (8, 12), *[(12, 8), (16, 20)] * 5]  # three for each rank
         shapes = [*matrices, (8,), (600, 16)]
         if layout == "chain":
             groups = []
@@ -662,7 +662,7 @@ class World:
                     mesh, placements = init_device_mesh("cpu", (2, 2)), [Replicate(), Shard(0)]
                     options["hsdp"] = "spread"
                 params = [nn.Parameter(part(p.detach(), mesh, placements)) for p in params]
-            names = [*ATTENTION, *(f"layers.{number}.w1.weight" for number in range(6))]
+            names = [*ATTENTION, *(f"layers.{number}.w1.weight" for number in range(10))]
             others = ["layers.0.attn.q_proj.bias", "embed_tokens.weight"]
             groups = [
                 {"params": params[:-2], "names": names, "use_muon": True, "beta2": 0.9},
