@@ -493,9 +493,9 @@ CASES = {  # layout, weights, options, chunks at least
     "fsdp, some experts": ("fsdp", EXPERTS, {"beta2": 0.9}, 1),
     "hsdp": ("hsdp:4x16:redundant", DENSE, {"chunk_size": 1, "warmup_step": 1}, 2),
     "hsdp, shared": ("hsdp:4x16:spread", [*DENSE, *EXPERTS], {"beta2": 0.9}, 2),
-    "ddp": ("ddp", [*DENSE, *EXPERTS], {"comm_dtype": torch.float16, "chunk_size": 1}, 2),
+    "ddp": ("ddp", [*DENSE, *EXPERTS], {"comm_dtype": torch.float32, "chunk_size": 1}, 2),
     "zero2": ("zero2", [*DENSE, *EXPERTS, *OTHERS], {"chunk_size": 1}, 2),
-    "fsdp over tp": ("fsdp+tp:4", [*DENSE, *EXPERTS], {"comm_dtype": torch.float16}, 1),
+    "fsdp over tp": ("fsdp+tp:4", [*DENSE, *EXPERTS], {"comm_dtype": torch.float32}, 1),
     "ep": ("ep:4", [*DENSE, *EXPERTS], {}, 1),
 }
 
