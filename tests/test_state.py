@@ -135,6 +135,7 @@ def test_parameters_on_the_meta_device_can_be_swapped_for_real_ones():
     with torch.device("meta"):
         model = Model()
     optim = Muon(groups_of(model), lr=0.01)
+    assert optim.state_dict()["state"]
     real = swap_parameters(optim, lambda p: nn.Parameter(torch.randn(p.shape)))
     for p in real:
         p.grad = torch.randn_like(p)
@@ -534,6 +535,37 @@ def test_a_state_dict_of_a_fresh_copy_or_load_resets_the_optimizer(options, as_n
     model, optim = build(**options)
     optim.state_dict()  # creates state, which the copy has, too
     check_reset(*as_new((model, optim)), build(**options))
+
+
+def test_state_that_is_created_beside_other_state_stays_zeros_in_a_state_dict():
+    def joins(optim: Any, weight: nn.Parameter) -> None:
+        train_alone(optim, weight)
+        optim.add_param_group({"params": [nn.Parameter(torch.randn(4, 6))], "use_muon": True})
+
+    def has_beta2(optim: Any, weight: nn.Parameter) -> None:
+        train_alone(optim, weight)
+        optim.param_groups[0]["beta2"] = 0.9
+
+    def has_residuals(optim: Any, weight: nn.Parameter) -> None:
+        optim.load_exact_weights({"w": torch.randn(weight.shape)})
+
+    def train_alone(optim: Any, weight: nn.Parameter) -> None:
+        for p in params_of(optim):
+            p.grad = torch.randn_like(p)
+        optim.step()
+
+    for change, key in (
+        (joins, "momentum_buffer"),
+        (has_beta2, "second_momentum_buffer"),
+        (has_residuals, "momentum_buffer"),
+    ):
+        weight = nn.Parameter(torch.randn(6, 4).bfloat16())
+        group = {"params": [weight], "names": ["w"], "use_muon": True, "weight_rounding": "exact"}
+        optim = Muon([group], lr=0.1)
+        change(optim, weight)
+        created = list(optim.state_dict()["state"].values())[-1][key]
+        train_alone(optim, weight)
+        assert not created.any(), change
 
 
 def test_a_state_dict_taken_before_offload_was_turned_on_resets_the_optimizer():

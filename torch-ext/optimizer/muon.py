@@ -439,7 +439,7 @@ class Muon(torch.optim.Optimizer):
             if step is None:
                 return
             if not self._store.is_checked:
-                self._store.copy_shared(self.state, step.groups)
+                self._store.copy_created(self.state, step.groups)
                 self._store.create_missing(
                     self.state, step.groups, self._survey.entries, self._settings
                 )
@@ -768,7 +768,7 @@ class Muon(torch.optim.Optimizer):
         self._create_state(groups)
         self._rounding.begin(groups, self.state)
         self._offload.synchronize()
-        self._store.mark_shared(self.state)
+        self._store.count_zeros_as_created(self.state)
         self._warn_about_divided_state()
         held = set(map(id, self._params()))
         params = [key for key in self.state if isinstance(key, Tensor)]  # other keys are the user's
@@ -869,8 +869,7 @@ class Muon(torch.optim.Optimizer):
             checkpoints.check_structure(saved)
             if self._integrity.is_broken and not self._integrity.is_void:
                 checkpoints.check_apart(saved["state"], self.state)
-            if not self._store.is_fresh(self.state):
-                own.update(checkpoints.storages_of(self.state))
+            own.update(checkpoints.storages_of(self._store.without_created(self.state)))
             states = checkpoints.normalize_state(checkpoints.states_by_id(saved))
             with names_source(saved["param_groups"], self.param_groups):
                 merged = self._check_saved(states, saved["param_groups"])

@@ -8,6 +8,7 @@ from typing import Any, Optional
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from .. import adamw
 from ..cpu_offload import CPUOffload
@@ -36,8 +37,9 @@ class StateStore:
         self._offload = offload
         # Each parameter, its state, and the values that the last step has left in this state.
         self._checked: Optional[list[tuple[Tensor, dict[str, Any], list[Any]]]] = None
+        # By parameter, the keys of state that was created since the last step.
+        self._created: MutableMapping[Tensor, list[str]] = WeakTensorKeyDictionary()
         self._has_stepped = False  # since a load or copy, which begin with a new store
-        self._is_shared = False  # whether a state dict holds state that no step has read yet
 
     @property
     def is_checked(self) -> bool:
@@ -53,26 +55,27 @@ class StateStore:
         self._checked = [
             (param, state[param], list(state[param].values())) for param in params if param in state
         ]
-        self._has_stepped, self._is_shared = True, False
+        self._created = WeakTensorKeyDictionary()
+        self._has_stepped = True
 
-    def is_fresh(self, state: MutableOptimizerState) -> bool:
-        """Whether all state is zeros that no step has read since they were made, loaded or copied.
+    def count_zeros_as_created(self, state: MutableOptimizerState) -> None:
+        """Before the first step: takes loaded or copied state for created where all of it is zeros.
 
+        A state dict that is taken of it then resets the optimizer, as one of created state does.
         Reads tensors up to the first that is not zeros.
         """
-        values = (
-            param_state.get(key)
-            for param, param_state in state.items()
-            if isinstance(param, Tensor)
-            for key in (*KEYS, "step")
-        )
-        return not self._has_stepped and not any(
-            dtensors.local(value).any() for value in values if value is not None
-        )
-
-    def mark_shared(self, state: MutableOptimizerState) -> None:
-        """Notes that a state dict holds the state; if that is fresh, the first step copies it."""
-        self._is_shared = self.is_fresh(state)
+        if self._has_stepped:
+            return
+        found = {
+            param: [key for key in own if key not in self._created.get(param, ())]
+            for param, own in state.items()
+            if isinstance(param, Tensor) and own.keys() <= {*KEYS, "step"}
+        }
+        if not any(
+            dtensors.local(state[p][key]).any() for p, keys in found.items() for key in keys
+        ):
+            for param, keys in found.items():
+                self._created.setdefault(param, []).extend(keys)
 
     def recheck_replaced(self, state: MutableOptimizerState) -> None:
         """Makes this step check state if a tensor of it was replaced since the last step."""
@@ -82,22 +85,37 @@ class StateStore:
                 self._checked = None
                 return
 
+    def without_created(self, state: MutableOptimizerState) -> dict[Any, dict[str, Any]]:
+        """State without what was created since the last step, unless it was written in place, as
+        torch.distributed.checkpoint does."""
+        kept = {}
+        for param, param_state in state.items():
+            if isinstance(param_state, dict):
+                created = self._created.get(param, ()) if isinstance(param, Tensor) else ()
+                kept[param] = {
+                    key: value
+                    for key, value in param_state.items()
+                    if key not in created or dtensors.local(value).any()
+                }
+        return kept
+
     @torch.inference_mode(False)
     @torch.no_grad()
-    def copy_shared(self, state: MutableOptimizerState, groups: Sequence[Group]) -> None:
-        """Copies fresh state that state dicts hold, before the first step changes it.
+    def copy_created(self, state: MutableOptimizerState, groups: Sequence[Group]) -> None:
+        """Copies state that was created since the last step, before this step changes it.
 
-        Loaded again, those state dicts have to reset the state, as torch.optim's do.
+        State dicts may hold it; loaded again, they have to reset the state, as torch.optim's do.
         """
         on_host: list[tuple[dict[str, Tensor], str, Tensor, torch.device]] = []
-        for group in groups if self._is_shared else ():
+        for group in groups if self._created else ():
             for param in group.params:
                 param_state = state.get(param, {})
                 destination = self._offload.destination(param, group.use_muon)
-                for key, value in param_state.items():
-                    if key not in (*KEYS, "step") or value is None:
+                for key in self._created.get(param, ()):
+                    value = param_state.get(key)
+                    if value is None:
                         continue
-                    if destination is not None and key != "step":
+                    if destination is not None and key in KEYS:
                         on_host.append((param_state, key, value, destination))
                     else:
                         copied = dtensors.local(value).clone()
@@ -141,6 +159,8 @@ class StateStore:
                     dtype = momentum_dtype(group, param.dtype)
                     self._convert(param_state, "momentum_buffer", dtype)
                 else:
+                    if "step" not in param_state:
+                        self._created.setdefault(param, []).append("step")
                     adamw.init_step(param, param_state, group)
                     for key in ("exp_avg", "exp_avg_sq"):
                         self._convert(param_state, key, moments_dtype(group, param.dtype))
@@ -148,6 +168,7 @@ class StateStore:
                 if not absent:
                     continue
                 destination = self._offload.destination(param, group.use_muon)
+                self._created.setdefault(param, []).extend(absent)
                 for key in absent:
                     device = None if destination is None else META
                     value = zeros(key, param, entry, group, settings, device)
