@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import itertools
 import json
 import os
 import subprocess
@@ -33,7 +32,6 @@ import timing
 import training
 import weight_rounding
 from fake_device import CUDA, fake_device
-from grid_search import grid_search, is_at_edge
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 CPU = torch.device("cpu")
@@ -260,18 +258,6 @@ def test_weight_rounding_trains_with_each_way_to_round(tmp_path, capsys):
     assert picture.exists()
 
 
-def test_a_best_pair_of_rates_at_an_edge_asks_for_rates_beyond_it():
-    def at(rates):
-        return abs(rates[0] - 0.1) + abs(rates[1] - 3.2)
-
-    losses = grid_search(at, [0.4, 0.8], [1.6, 3.2])
-    assert min(losses, key=losses.get) == (0.1, 3.2)
-    assert {*losses} == {*itertools.product([0.05, 0.1, 0.2, 0.4, 0.8], [1.6, 3.2, 6.4])}
-    assert not is_at_edge(losses)
-    assert is_at_edge(grid_search(at, [0.4, 0.8], [1.6], most_beyond=0))
-    assert {*grid_search(at, [0.4], [0.8])} == {(0.4, 0.8)}
-
-
 @pytest.mark.parametrize(
     ("losses", "lowest"),
     [
@@ -333,15 +319,6 @@ def test_a_simulated_step_keeps_to_its_bounds(bound):
     assert simulated_step(True, machine) == stream
 
 
-def test_simulated_arithmetic_takes_its_work_over_the_rates_of_the_machine():
-    machine = simulated.Machine(flops=1e12, achieved=0.5, memory=1e30, launch=0.0)
-    recipe = timing.load_kernel().newton_schulz.recipe_for(
-        "polar_express", None, "auto", None, torch.float32, torch.device("cuda")
-    )
-    flops = 16 * recipe.form(512, 1024).flops(512, 1024)
-    assert simulated_step(False, machine).seconds == pytest.approx(flops / 5e11, rel=1e-3)
-
-
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator to measure")
 def test_offload_says_that_it_simulates(capsys):
     offload.main(["--share", "llama-3-8b", "--layers", "1", "--markdown"])
@@ -383,31 +360,6 @@ def test_offload_measures_beside_an_accelerator(capsys, monkeypatch):
     assert on["GB each way"] == f"{state / 1e9:.2f}" and on["at rest MiB"] == "0"
     assert float(on["× off"]) > 0 and float(on["ratio"]) > 0
     assert offload.LEGEND in printed and "link, GB/s each way: to the device" in printed
-
-
-@pytest.mark.parametrize(
-    ("arguments", "refused"),
-    [
-        ("--ranks 0", "argument --ranks: 0 is not at least 1"),
-        ("--share qwen3-30b-a3b --ranks 129", "129 is more than qwen3-30b-a3b's experts"),
-        ("--slot-bytes 0", "argument --slot-bytes: 0 is not at least 1"),
-        ("--link 55", "argument --link: 55 is not at least 1e6"),
-        ("--achieved 0", "argument --achieved: 0 is not above 0 and at most 1"),
-    ],
-)
-def test_offload_refuses_nonsense(capsys, arguments, refused):
-    with pytest.raises(SystemExit):
-        offload.main(arguments.split())
-    assert refused in capsys.readouterr().err
-
-
-def test_offload_times_the_hosts_part(capsys, monkeypatch):
-    monkeypatch.setattr(offload, "SMALL_MATRICES", 20)
-    offload.main(["--host-cost", "--repeats", "1", "--markdown"])
-    printed = capsys.readouterr().out
-    assert "5 rounds" in printed and "function calls" in printed
-    ((*_, more, times),) = rows_of(printed, "off |")
-    assert more == times == "–"
 
 
 @pytest.mark.slow

@@ -168,16 +168,6 @@ def test_wrong_layouts_are_refused(text, problem):
         deployment.parse_layout(text, 64)
 
 
-def test_shards_over_tensor_parallelism_may_be_counted():
-    layout = deployment.parse_layout("fsdp:16+tp:4", 64)
-    assert (layout.kind, layout.mesh) == ("fsdp+tp", (16, 4))
-
-
-def test_a_star_takes_the_rest_of_the_ranks():
-    assert deployment.parse_layout("hsdp:*x8", 64) == deployment.parse_layout("hsdp:8x8", 64)
-    assert deployment.parse_layout("hsdp:2x*:spread", 64).mesh == (2, 32)
-
-
 class Block(nn.Module):
     """One weight of each kind, of the names of `of_block`."""
 
@@ -560,12 +550,6 @@ def test_zero2_differs_from_ddp_in_what_averages_send_and_in_memory():
     muon = sum(weight.numel for weight in weights_of(MODELS["llama-3-8b"]) if weight.muon)
     assert found["ddp"].held.max() == 2 * total + muon / 8 + 2 * (total - muon)
     assert found["zero2"].held.max() == 2 * total + muon / 8 + 2 * (total - muon) / 8
-
-
-def test_zero2_on_one_rank_averages_nothing():
-    found = reports_of("llama-3-8b", 1, "ddp", "zero2")
-    assert found["zero2"].costs.averages is None
-    assert found["zero2"].timeline.seconds == found["ddp"].timeline.seconds
 
 
 @pytest.mark.parametrize(

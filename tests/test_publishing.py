@@ -15,7 +15,7 @@ import pytest
 from kernels._rust import DigestValidationError
 
 from checkout import ROOT
-from hub_clients import KERNEL, PUBLISH, VARIANT, branch, commit, git
+from hub_clients import KERNEL, PUBLISH, VARIANT, branch
 from loopback_hub import Fault, Hub
 
 pytestmark = pytest.mark.slow
@@ -49,11 +49,6 @@ def test_publishing_puts_the_kernel_on_its_branch_and_the_card_on_main(releases,
 def test_publishing_again_changes_nothing(hub, client, releases):
     client.publish(releases.sources)
     assert hub.repositories == releases.first
-
-
-def test_files_that_vanished_from_the_sources_vanish_from_the_hub(releases):
-    before, after = branch(releases.first, "v1"), branch(releases.changed, "v1")
-    assert before.keys() - after.keys() == {"benchmarks/tune.py"}
 
 
 def test_another_repository_can_be_named_and_be_private(hub, client, releases):
@@ -96,33 +91,6 @@ def test_what_is_in_no_commit_is_not_published(hub, client, releases, tmp_path):
     assert dry.returncode == 0 and "would be refused" in dry.stderr and "stray.py" in dry.stderr
     assert "stray.py" not in dry.stdout
     assert not hub.requests
-
-
-@pytest.mark.parametrize("path", ["benchmarks/notes.py", "torch-ext/optimizer/notes.py"])
-def test_a_link_in_the_commit_is_refused_and_not_followed(hub, client, releases, tmp_path, path):
-    source = tmp_path / "source"
-    subprocess.run(["git", "clone", "--quiet", releases.sources, source], check=True)
-    (source / path).symlink_to("/proc/self/environ")  # which holds the token
-    commit(source)
-    for option in ([], ["--dry-run"]):
-        assert f"{path} is a link or a submodule" in client.refused(source, *option)
-    assert not hub.requests
-
-
-def test_what_git_does_not_look_at_is_published_as_it_is_in_the_commit(
-    hub, client, releases, tmp_path
-):
-    source = tmp_path / "source"
-    subprocess.run(["git", "clone", "--quiet", releases.sources, source], check=True)
-    (source / ".git" / "info" / "exclude").write_text("ignored.*\n")
-    (source / "torch-ext" / "optimizer" / "ignored.py").write_text("{}")
-    (source / "benchmarks" / "ignored.py").symlink_to("/proc/self/environ")
-    for path in ("benchmarks/step.py", "CARD.md", "torch-ext/optimizer/muon.py", "build.toml"):
-        git(source, "update-index", "--assume-unchanged", path)
-        (source / path).unlink()
-        (source / path).symlink_to("/proc/self/environ")
-    client.publish(source)
-    assert hub.repositories == releases.first
 
 
 def test_a_build_is_verified_against_its_digests(releases, tmp_path, monkeypatch):

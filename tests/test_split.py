@@ -258,15 +258,6 @@ def test_experts_parted_by_columns_on_every_mesh_take_the_steps_of_one_device():
     )
 
 
-def test_parts_on_a_wire_of_16_bits_come_back_whole():
-    def weights(shape):
-        return [Weight(shape, (4,), (0,))]
-
-    names = ("by query group", "gate and up, row by row", "groups in groups")
-    variants = [{"comm_dtype": torch.bfloat16, "ns_dtype": torch.float32}]
-    check(4, groups_of(weights, names), variants, atol=2e-2)
-
-
 def stream_and_compare(names):
     """Steps whose momentum is streamed from host memory are those of one device."""
     for name in names:

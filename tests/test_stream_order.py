@@ -38,7 +38,6 @@ CLIPPED = {"clip_config": {"threshold": 2.0, "head_dim": 4}}
 # chunks are in flight together.
 CASES: dict[str, tuple[dict[str, Any], bool]] = {
     "fp16 arithmetic": ({"ns_dtype": torch.float16}, False),
-    "bf16 arithmetic": ({"ns_dtype": torch.bfloat16}, False),
     "second moments": ({"beta2": 0.9}, False),
     "QK-Clip": (CLIPPED, False),
     "ZeRO-2": ({"grad_reduce": "mean"}, False),
@@ -115,7 +114,6 @@ def test_all_that_a_step_touches_is_ordered(case, ranks):
     "case, site, queue",
     [
         ("fp16 arithmetic", "Transport.wait", "collectives of [0, 1] wrote (all_to_all_single)"),
-        ("bf16 arithmetic", "Transport.wait", "collectives of [0, 1] wrote (all_to_all_single)"),
         ("ZeRO-2", "MeanGradients._finish", "collectives of [0, 1] wrote (reduce_scatter"),
         ("ZeRO-2", "MeanGradients._finish", "collectives of [0, 1] read (all_reduce)"),
         ("ZeRO-2", "gather_over_ranks", "collectives of [0, 1] wrote (all_gather"),
