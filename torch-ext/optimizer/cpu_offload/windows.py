@@ -65,11 +65,12 @@ class Window:
         # Intervals of host memory, in bytes, and where each begins in the window's memory.
         self._copies_in: list[tuple[Tensor, int]] = []
         self._copies_out: list[tuple[Tensor, int]] = []
-        self._offsets: list[list[int]] = []  # of each piece, where its tensors begin
+        # Of each piece, where its tensors begin, the tensors, and their strides on the device.
+        self._places: list[list[tuple[int, Tensor, tuple[int, ...]]]] = []
         for piece in pieces:
-            self._offsets.append([])
+            self._places.append([])
             for fetch in piece.fetches:
-                self._offsets[-1].append(self.nbytes)
+                self._places[-1].append((self.nbytes, fetch.host, dense_stride(fetch.host)))
                 copies = []
                 for interval in intervals(fetch.host):
                     copies.append((interval.view(torch.uint8), self.nbytes))
@@ -100,12 +101,10 @@ class Window:
         """The tensors of each piece in the window's memory, in the order of its fetches."""
         return [
             tuple(
-                memory[start : start + host.nbytes]
-                .view(host.dtype)
-                .as_strided(host.shape, dense_stride(host))
-                for start, (host, _, _) in zip(offsets, piece.fetches)
+                memory[start : start + host.nbytes].view(host.dtype).as_strided(host.shape, stride)
+                for start, host, stride in places
             )
-            for offsets, piece in zip(self._offsets, self.pieces)
+            for places in self._places
         ]
 
 
