@@ -344,11 +344,11 @@ def train_sharded(device: Device) -> None:
         assert devices_of(training) == {CPU}
     check_layout(training)
     check_equal(training, expected)
-    resting = device.memory.now
+    resting = device.memory.settled()
     training.optimizer.turn_off_cpu_offload()
     assert devices_of(training) == {CUDA}
     check_layout(training)
-    assert device.memory.now == resting + training.state_bytes()
+    assert device.memory.settled() == resting + training.state_bytes()
     training.step()
     assert "w1" in str(training.optimizer.summary())
 
@@ -366,22 +366,22 @@ def checkpoint_sharded(device: Device) -> None:
     saved.step()
     for each in (saved, training):
         each.drop_gradients()
-    resting = device.memory.now
+    resting = device.memory.settled()
     largest = 4 * max(param.numel() for param in training.params.values())
 
     training.optimizer.load_state_dict(saved.optimizer.state_dict())
-    assert device.memory.now <= resting
+    assert device.memory.settled() <= resting
     check_same_state(training, saved)
 
     training.step()
     model = nn.ParameterDict(saved.params)
     other = nn.ParameterDict(training.params)
     training.drop_gradients()
-    device.memory.peak = device.memory.now
+    device.memory.peak = device.memory.settled()
     state = get_optimizer_state_dict(model, saved.optimizer)
     set_optimizer_state_dict(other, training.optimizer, state)
     assert device.memory.peak <= resting + largest
-    assert device.memory.now <= resting
+    assert device.memory.settled() <= resting
     check_same_state(training, saved)
 
     saved.steps = training.steps
@@ -477,18 +477,18 @@ def train_hosted(device: Device) -> None:
         training = Training(placed(CPU))
         if is_on:
             training.turn_on()
-        resting = device.memory.now
+        resting = device.memory.settled()
         for _ in range(3):
             training.set_gradients()
             device.operations.clear()
             device.host_operations.clear()
-            device.memory.peak = device.memory.now
+            device.memory.peak = device.memory.settled()
             training.optimizer.step()
             assert device.operations["baddbmm"] + device.operations["bmm"] > 0
             assert not device.host_operations["baddbmm"] + device.host_operations["bmm"]
             assert device.host_operations["_fused_adamw_"] == 1
             assert not device.operations["_fused_adamw_"]
-            assert device.memory.now == resting
+            assert device.memory.settled() == resting
             assert {dtensors.local(p).device for p in training.params.values()} == {CPU}
             assert devices_of(training) == {CPU}
         check_equal(training, expected)
@@ -505,7 +505,7 @@ def train_hosted(device: Device) -> None:
     training.step()
     copied.step()
     check_equal(training, copied)
-    assert device.memory.now == resting
+    assert device.memory.settled() == resting
 
 
 def test_parameters_in_host_memory_are_computed_on_the_device_and_stay():
@@ -516,7 +516,7 @@ def transient_bytes(device: Device, training: Training) -> int:
     """Bytes that a later step takes of the device beside what is there before it."""
     for _ in range(2):
         training.set_gradients()
-        resting = device.memory.now
+        resting = device.memory.settled()
         peak = device.memory.peak_of(training.optimizer.step)
     return peak - resting
 
