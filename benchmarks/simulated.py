@@ -235,8 +235,7 @@ def as_on_accelerators(clocks: Clocks) -> Iterator[None]:
     with ExitStack() as stack:
         for name, charge in _ELEMENTWISE.items():
             stack.enter_context(patch.object(core, name, charge(clocks)))
-        normalize = _normalization(clocks, iteration.Divisor)
-        stack.enter_context(patch.object(iteration, "_normalize_exactly", normalize))
+        stack.enter_context(patch.object(iteration, "_normalize", _normalization(clocks)))
         ways = products.PRODUCTS
         stack.enter_context(patch.dict(ways, in_fp32=_products(clocks, products._sides)))
         for table in by_cpus:
@@ -267,11 +266,10 @@ _ELEMENTWISE: dict[str, Callable[[Clocks], Callable[..., Any]]] = {
 }
 
 
-def _normalization(clocks: Clocks, divisor: Callable[..., Any]) -> Callable[..., Any]:
-    def normalize(G: Tensor, factor: float, eps: Any, scale: float, out: Tensor) -> Any:
+def _normalization(clocks: Clocks) -> Callable[..., None]:
+    def normalize(G: Tensor, *arguments: Any) -> None:
         clocks.compute([G])
-        clocks.compute([G, out])
-        return divisor(*torch.empty(3, len(G), 1, 1).unbind())
+        clocks.compute([G, arguments[-1]])
 
     return normalize
 
@@ -287,7 +285,7 @@ def _products(clocks: Clocks, sides: Callable[[Tensor], tuple[Tensor, Tensor]]) 
         clocks.compute([*read, out], n * flops)
         return out
 
-    def gram(X: Tensor, alpha: float, factor: Tensor | None, out: Tensor) -> Tensor:
+    def gram(X: Tensor, alpha: float, out: Tensor) -> Tensor:
         return halves([X], sides(X)[0], out)
 
     def symmetric(

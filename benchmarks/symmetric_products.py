@@ -93,7 +93,7 @@ def rows_of(
 def _gram_calls(symmetric_product: Callable[..., object], A: Tensor) -> Calls:
     out = torch.empty(len(A), A.shape[1], A.shape[1], dtype=A.dtype, device=A.device)
     calls: Calls = {
-        "kernel": lambda: symmetric_product(A, A.mT, out=out),
+        "kernel": lambda: symmetric_product(A, A.mT, 1.0, 0.0, out, out),
         "bmm": lambda: torch.bmm(A, A.mT, out=out),
     }
     if len(A) == 1:
@@ -104,7 +104,7 @@ def _gram_calls(symmetric_product: Callable[..., object], A: Tensor) -> Calls:
 def _square_calls(symmetric_product: Callable[..., object], A: Tensor) -> Calls:
     (b, c), out = SQUARE, torch.empty_like(A)
     calls: Calls = {
-        "kernel": lambda: symmetric_product(A, A, alpha=c, beta=b, C=A, out=out),
+        "kernel": lambda: symmetric_product(A, A, c, b, A, out),
         "baddbmm": lambda: torch.baddbmm(A, A, A, alpha=c, beta=b, out=out),
     }
     if len(A) == 1:

@@ -145,7 +145,7 @@ def tune(
 
     def microseconds(config: Any) -> float:
         def run() -> None:
-            symmetric.symmetric_product(X, X.mT, out=out, config=config)
+            symmetric.symmetric_product(X, X.mT, 1.0, 0.0, out, out, config)
 
         out.fill_(math.nan)  # what a candidate does not write is seen
         try:

@@ -52,7 +52,7 @@ MUTANTS = [
         "if placement is None else placement.dim in dims",
         "if placement is None else True",
     ),
-    Mutant("distributed/wire.py", "dim=1).amax(dim=1", "dim=1).amin(dim=1"),
+    Mutant("distributed/wire.py", "numbers.to(torch.float32)", "numbers.to(torch.bfloat16)"),
     Mutant("distributed/hsdp.py", "return saved > sent", "return saved < sent"),
     Mutant("distributed/owners.py", "of_owner[2] > limits.matrices", "False"),
     Mutant(
@@ -73,7 +73,7 @@ MUTANTS = [
         "async_utils.py", "if computed - updated > 1 or not gathering or makes_room:", "if True:"
     ),
     Mutant("step/grad_scaler.py", "if reached != everyone and not replicated", "if not reached"),
-    Mutant("qk_clip/scales.py", "torch.cat([least.sqrt(), one])", "torch.cat([least, one])"),
+    Mutant("qk_clip/scales.py", "torch.cat([least.sqrt(), least,", "torch.cat([least, least,"),
     Mutant("qk_clip/clip.py", "self._scales()  # a rank", "pass  # a rank"),
     Mutant(
         "state/specs.py",

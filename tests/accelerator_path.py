@@ -45,7 +45,7 @@ ALLOCATIONS = ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_s
 
 # Numbers of matrices, one for each, are not accessed in vectors: arguments of kernels by name, and
 # small tensors of torch's operations.
-NUMBERS = ("exponents", "inverse", "numbers", "factor", "alpha", "beta")
+NUMBERS = ("partials", "sizes", "divided_by", "factor", "alpha", "beta")
 NUMBERS_BYTES = 1024
 
 

@@ -98,11 +98,12 @@ def elementwise_calls() -> None:
     for by in ([residual], [random_bits]):
         elementwise.update_weights([G], [out], cautious=True, rounded_by=by, **on_device)
     elementwise.update_momentum([B] * 32, [G] * 32, [out] * 32, **plain)
-    elementwise.measure(W[None], factor=1.01, eps=1e-7, scale=16.0)
-    elementwise.pack_batch(W[None], out[None], number)
+    for matrices, divided_by in ((W, None), (out, number)):
+        elementwise.normalize(
+            matrices[None], sent[None], 1.01, 1e-7, 1e-8, divided_by, 1e18, magnification=16.0
+        )
     elementwise.copy([out[None]] * 32, [out[None]] * 32)
     elementwise.copy([sent[None]] * 32, [out[None]] * 32)
-    elementwise.add_to_diagonal(sent[None, :, :256], number.view(1, 1, 1), 3.4, sent[None, :, :256])
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -178,51 +179,83 @@ def test_where_nobody_wants_outputs_buffers_may_be_given_for_them(layout):
     assert_rounded(B.tensor, 0.5 * B.before + G.before, B.before.abs() + G.before.abs())
 
 
-def measure(values: torch.Tensor) -> tuple[float, float]:
-    """Largest magnitude and norm over it."""
-    sizes = elementwise.measure(values.to(DEVICE)[None], factor=1.0, eps=0.0, scale=1.0)
-    largest, norm, *_ = sizes
-    return largest.item(), norm.item()
+# -- norms -----------------------------------------------------------------------------------------
 
 
-def test_matrices_of_a_batch_are_measured_each_by_itself():
+iteration = importlib.import_module(f"{optimizer.__name__}.newton_schulz.iteration")
+
+
+def normalized(G: torch.Tensor, dtype=FP32, eps=(0.0,), magnification=1.0, kernels=True, out=None):
+    """A batch brought to norm ``magnification`` by kernels, or by torch's functions."""
+    out = torch.full_like(G, GUARD, dtype=dtype) if out is None else out
+    used = types.SimpleNamespace(is_used_on=lambda device_type: kernels)
+    with patch.object(iteration, "triton_kernels", used):
+        scratch = optimizer.scratch.Scratch()
+        iteration._normalize(G, 1.01, iteration.Eps(*eps), magnification, False, scratch, out)
+    return out
+
+
+def assert_normalized(G: torch.Tensor) -> None:
+    expected = G.double() / G.double().norm(dim=(1, 2), keepdim=True).clamp_min(1e-300) / 1.01
+    torch.testing.assert_close(normalized(G).double(), expected, rtol=1e-5, atol=0.0)
+
+
+def test_matrices_of_a_batch_are_normalized_each_by_itself():
     scales = torch.tensor([1.0, 1e-30, 0.0], device=DEVICE).view(3, 1, 1)
     G = torch.randn(3, 33, 130, device=DEVICE) * scales
     for matrices in (G, G.half() + 0, G.mT, G[:, ::2, 5:]):
-        largest, norms, *_ = elementwise.measure(matrices, factor=1.0, eps=0.0, scale=1.0)
-        tops = matrices.double().abs().amax(dim=(1, 2))
-        assert torch.equal(largest.double(), tops)
-        expected = matrices.double().norm(dim=(1, 2)) / tops.where(tops != 0, 1.0)
-        torch.testing.assert_close(norms.double(), expected, rtol=1e-5, atol=0.0)
+        assert_normalized(matrices)
 
 
 @pytest.mark.parametrize("magnitude", [1e-38, 1e-30, 1.0, 1e30, 1e38])
 def test_norms_neither_underflow_nor_overflow(magnitude):
-    G = torch.randn(70, 60)
-    G *= magnitude / G.abs().max()
-    largest, norm = measure(G)
-    assert largest == G.abs().max()
-    assert norm == pytest.approx((G.double().norm() / G.abs().max().double()).item(), rel=1e-5)
+    G = torch.randn(1, 70, 60, device=DEVICE)
+    assert_normalized(G * (magnitude / G.abs().max()))
 
 
-def test_the_largest_magnitude_says_where_there_is_inf_or_nan():
-    for bad, expected in ((INF, INF), (-INF, INF), (NAN, NAN)):
-        G = torch.randn(70, 60)
-        G[69, 3] = bad
-        assert measure(G)[0] == pytest.approx(expected, nan_ok=True)
-    G[0, 0] = INF  # beside a NaN
-    assert math.isnan(measure(G)[0])
-    assert measure(torch.zeros(70, 60)) == (0.0, 0.0)
+@pytest.mark.parametrize("bad", [INF, -INF, NAN])
+def test_a_matrix_with_inf_or_nan_becomes_nan(bad):
+    G = torch.randn(2, 70, 60, device=DEVICE)
+    G[1, 69, 3] = bad
+    out = normalized(G)
+    assert torch.equal(out[0], normalized(G[:1])[0]) and out[1, 69, 3].isnan()
+    G[1, 0, 0] = INF  # beside a NaN
+    assert normalized(G)[1, 69, 3].isnan()
 
 
-def test_magnitudes_of_more_tiles_than_are_combined_at_once(monkeypatch):
+def test_matrices_of_more_tiles_than_are_combined_at_once(monkeypatch):
     monkeypatch.setattr(elementwise, "_PARTIALS", 4)
     for place in (0, -1):
-        G = torch.randn(150, 210)
+        G = torch.randn(1, 150, 210, device=DEVICE)
         G.view(-1)[place] = 9.0
-        largest, norm = measure(G)
-        assert largest == 9.0
-        assert norm == pytest.approx((G.double().norm() / 9.0).item(), rel=1e-5)
+        assert_normalized(G)
+
+
+@pytest.mark.parametrize("eps", [(1e-7,), (1e-7, 1e-3), (0.0, 1.0)], ids=str)
+@pytest.mark.parametrize("out_dtype", [FP16, BF16, FP32])
+@pytest.mark.parametrize("dtype", [FP16, BF16, FP32])
+def test_a_batch_is_normalized_as_by_torch(dtype, out_dtype, eps):
+    scales = torch.tensor([1.0, 1e-4, 0.0, 37.0], device=DEVICE).view(4, 1, 1)
+    G = (torch.randn(4, 24, 40, device=DEVICE) * scales).to(dtype)
+    divided_by = torch.tensor([1.0, 3.0, 1.0, 0.5], device=DEVICE).view(4, 1, 1)
+    for given in (eps, (*eps, divided_by)[: 3 if len(eps) == 2 else 1]):
+        by_kernels, by_torch = (
+            normalized(G, out_dtype, given, 32.0, kernels) for kernels in (True, False)
+        )
+        # The interpreter rounds to bf16 towards zero.
+        rtol = max(1e-6, 2 * ULP[out_dtype])
+        torch.testing.assert_close(by_kernels, by_torch, rtol=rtol, atol=0)
+
+
+def test_a_batch_may_be_normalized_in_place():
+    G = torch.randn(2, 33, 40, device=DEVICE, dtype=BF16)
+    expected = normalized(G, BF16)
+    with patch.object(
+        iteration, "triton_kernels", types.SimpleNamespace(is_used_on=lambda _: True)
+    ):
+        scratch = optimizer.scratch.Scratch()
+        iteration._normalize(G, 1.01, iteration.Eps(0.0), 1.0, True, scratch, G)
+    assert torch.equal(G, expected)
 
 
 # -- weights ---------------------------------------------------------------------------------------
@@ -294,64 +327,6 @@ def test_offsets_beyond_32_bits():
     assert torch.equal(W.flatten().cpu(), torch.arange(-1.0, 29.0).to(BF16))
 
 
-# -- packing ---------------------------------------------------------------------------------------
-
-
-def magnitudes(dtype):
-    """Positive numbers of all sizes, those at which a power of two begins, 0, Inf and NaN."""
-    generator = torch.Generator().manual_seed(0)
-    info = torch.finfo(dtype)
-    least, most = math.log2(info.smallest_normal), math.log2(info.max)
-    spread = torch.linspace(least - 20, most - 1, 300, dtype=torch.float64)
-    drawn = torch.exp2(spread) * (1 + torch.rand(300, dtype=torch.float64, generator=generator))
-    edges = [0.0, INF, NAN, 1.0, 2.0, info.smallest_normal, info.max, 1 - info.eps / 2]
-    return torch.cat([drawn, torch.tensor(edges, dtype=torch.float64)]).to(DEVICE, dtype)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [FP32, FP64])
-@pytest.mark.parametrize(
-    ("factor", "eps"), [(1.01, 1e-7), pytest.param(1.0, 0.0, marks=pytest.mark.slow)]
-)
-def test_sizes_are_those_of_torch(dtype, factor, eps, monkeypatch):
-    matrices = magnitudes(dtype).view(-1, 1, 1) * torch.rand(2, 3, device=DEVICE, dtype=dtype)
-    sizes = elementwise.measure(matrices, factor=factor, eps=eps, scale=16.0)
-    largest, norms, size, rest, inverse, of_gram, exponents = sizes
-    top = largest.where(largest != 0, 1.0)
-    expected = norms * factor + eps
-    expected = expected.where(expected != 0, 1.0)
-    # Kernels take numbers in fp32.
-    torch.testing.assert_close(
-        size, expected, rtol=0 if dtype == FP32 else 1e-7, atol=0, equal_nan=True
-    )
-    finite = largest.isfinite()
-    product = size * torch.frexp(top).mantissa * 2
-    assert torch.equal(rest[finite], (torch.frexp(product).mantissa * 2)[finite])
-    assert rest[~finite].isnan().all()
-    assert torch.equal(inverse[finite], rest[finite].reciprocal())
-    assert torch.equal(of_gram[finite], rest[finite].square().reciprocal() * 2.0**-8)
-    power = torch.frexp(top).exponent + torch.frexp(product).exponent - 2 - 4
-    assert torch.equal(exponents[finite], power.clamp(-126, 126)[finite].to(FP32))
-
-
-@pytest.mark.parametrize("absolute", [0.0, 1e-3])
-@pytest.mark.parametrize("dtype", [FP16, BF16, FP32])
-def test_a_batch_in_fp16_is_normalized_as_by_torch(dtype, absolute, monkeypatch):
-    iteration = importlib.import_module(f"{optimizer.__name__}.newton_schulz.iteration")
-    scales = torch.tensor([1.0, 1e-4, 0.0, 37.0]).view(4, 1, 1)
-    G = (torch.randn(4, 24, 40) * scales).to(DEVICE, dtype)
-    found = []
-    for kernels in (True, False):
-        used = types.SimpleNamespace(is_used_on=lambda device_type, kernels=kernels: kernels)
-        monkeypatch.setattr(iteration, "triton_kernels", used)
-        out = torch.empty_like(G, dtype=FP16)
-        eps = iteration.Eps(1e-7, absolute)
-        found.append((*iteration._normalize_exactly(G, 1.01, eps, 32.0, out), out))
-    for by_kernels, by_torch in zip(*found):
-        assert by_kernels.shape == by_torch.shape
-        torch.testing.assert_close(by_kernels, by_torch, rtol=2e-3, atol=0)
-
-
 # -- launches --------------------------------------------------------------------------------------
 
 
@@ -381,7 +356,7 @@ def launches(monkeypatch) -> list[int]:
             pass
 
     monkeypatch.setattr(elementwise.launching, "_kept", Forgetful())
-    for name in ("_momentum_kernel", "_weights_kernel", "_pack_kernel"):
+    for name in ("_momentum_kernel", "_weights_kernel"):
         kernel = getattr(elementwise, name)
         monkeypatch.setattr(elementwise, name, Spied(kernel, found))
     return found
@@ -429,22 +404,6 @@ def test_parts_are_copied_as_by_torch(runs, peers):
         assert torch.equal(whole, torch.stack(sources, 1))
 
 
-@pytest.mark.parametrize("dtype", [FP16, BF16, FP32])
-def test_a_multiple_of_the_identity_is_added_as_by_torch(dtype, monkeypatch):
-    iteration = importlib.import_module(f"{optimizer.__name__}.newton_schulz.iteration")
-    Z = torch.randn(3, 70, 70).to(DEVICE, dtype)
-    for inverse in (None, torch.rand(3, 1, 1, device=DEVICE) + 0.5):
-        found = []
-        for kernels in (True, False):
-            used = types.SimpleNamespace(is_used_on=lambda device_type, kernels=kernels: kernels)
-            monkeypatch.setattr(iteration, "triton_kernels", used)
-            out = torch.full_like(Z, GUARD)
-            iteration._add_to_diagonal(Z, 3.4445, inverse, out)
-            found.append(out)
-        # The interpreter rounds to bf16 towards zero, and products before they are added.
-        torch.testing.assert_close(*found, rtol=ULP[dtype], atol=4 * ULP[dtype])
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton compiles on Linux")
 def test_kernels_compile_without_spills_and_without_fused_rounding():
@@ -461,13 +420,11 @@ def test_kernels_compile_without_spills_and_without_fused_rounding():
     assert set(counts) == {"80", "90", "100", "gfx942"} and len(set(counts.values())) == 1
     for fact in facts:
         assert fact["spills"] == 0, fact
-        # AMD divides with fused operations, which the norms alone need. The diagonal is fused by
-        # intent.
-        divides = fact["kernel"] in ("_measure_kernel", "_sizes_kernel")
-        divides = divides and fact["architecture"] == "gfx942"
-        assert fact["fused"] == 0 or divides or fact["kernel"] == "_diagonal_kernel", fact
+        # AMD divides with fused operations, which the norms alone need.
+        divides = fact["kernel"] in ("_measure_kernel", "_sizes_kernel", "_divide_kernel")
+        assert fact["fused"] == 0 or (divides and fact["architecture"] == "gfx942"), fact
     vectors = {fact["kernel"] for fact in facts if fact["vectors"]}
-    assert vectors >= {"_momentum_kernel", "_weights_kernel", "_pack_kernel", "_copy_kernel"}
+    assert vectors >= {"_momentum_kernel", "_weights_kernel", "_divide_kernel", "_copy_kernel"}
 
 
 # -- steps -----------------------------------------------------------------------------------------

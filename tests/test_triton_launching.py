@@ -76,14 +76,10 @@ def test_launches_of_batches_have_one_key_only_where_they_need_one_kernel(launch
     for n, rows, cols, offset in itertools.product((1, 2, 16), (1, 16, 33), (1, 40, 64), (0, 1, 8)):
         X = tensor((n, rows, cols), torch.float32, offset)
         numbers = torch.zeros(n + 1)[offset % 2 :][:n]
-        elementwise.pack_batch(X, tensor(X.shape, torch.bfloat16, 0), numbers)
-        elementwise.measure(X, factor=1.0, eps=1e-7, scale=4.0)
-        S = tensor((n, rows, rows), torch.float32, offset)
-        for diagonal in (0.5, True, 1):
-            elementwise.add_to_diagonal(S, numbers.view(n, 1, 1), diagonal, S)
+        for divided_by, factor in itertools.product((None, numbers), (1.01, 1)):
+            sixteen = tensor(X.shape, torch.bfloat16, 0)
+            elementwise.normalize(X, sixteen, factor, 1e-7, 0.0, divided_by, 1e18, 4.0)
         out = torch.zeros(n, rows, rows)
-        for alpha, C, config in itertools.product((1.0, numbers), (None, out), CONFIGS):
-            beta = 0.0 if C is None else 0.5
-            how = {"alpha": alpha, "beta": beta, "C": C, "config": config}
-            symmetric.launch(X, X.mT, diagonal=0.0, out=out, **how)
+        for alpha, beta, config in itertools.product((1.0, 1), (0.0, 0.5), CONFIGS):
+            symmetric.symmetric_product(X, X.mT, alpha, beta, out, out, config)
     assert launches.again > 100

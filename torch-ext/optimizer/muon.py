@@ -83,74 +83,19 @@ class Muon(torch.optim.Optimizer):
     AdamW's learning rate to try. Unless ``ns_eps_absolute`` or ``ns_equilibrate`` is set, U does
     not depend on the scale of gradients.
 
+    docs/options.md says what each argument does and may be; defaults suit most trainings. All but
+    those that it lists under "For all groups" may be keys of a group, too.
+
     Args:
         params: parameter groups: dicts with ``params``, and with ``use_muon``, which is True for
             matrices. ``params`` holds tensors, and ``names`` their names in the same order; or
-            ``params`` holds (name, parameter) pairs. A group may have any option below as a key,
-            except those for all groups. docs/options.md says more of each.
-        lr: learning rate, a number or a tensor of one element.
-        momentum: μ.
-        nesterov: whether to look ahead along the momentum.
-        ns_steps: iterations; by default as many as ``ns_coefficients`` are made for, mostly 5.
-        weight_decay: decoupled weight decay.
+            ``params`` holds (name, parameter) pairs.
+        lr: learning rate, a number or a tensor of one element; for both algorithms.
+        weight_decay: decoupled, for both.
+        momentum, nesterov: μ, and whether to look ahead along the momentum.
         adamw_betas, adamw_eps: AdamW's, in groups with ``use_muon=False``.
-        none_grad: set ``p.grad`` of matrices to None once it was read, unless ``capturable``.
-        expert_keys: whole components of names of stacked experts ``(experts…, rows, cols)``; groups
-            made with `get_default_muon_param_groups` bring their own.
-        adjust_lr: scale: ``"match_rms_adamw"`` 0.2·sqrt(max(rows, cols)), ``"original"``
-            sqrt(max(1, rows/cols)), ``"spectral"`` sqrt(rows/cols), or ``"none"``, 1.
-        momentum_style: ``"classical"`` or ``"ema"``, see above.
-        ns_coefficients: a name in `newton_schulz.FAMILIES`, one (a, b, c) for all iterations, or a
-            list with one for each.
-        ns_algorithm: ``"standard"``; ``"gram"``, which iterates on square matrices of the shorter
-            side; or ``"auto"``, the faster of the two for the shape.
-        ns_dtype: arithmetic of the iteration; None takes what is fast on the device. If this and
-            ``comm_dtype`` are both given as fp32 or fp64, every layout has the same bits.
-        ns_eps: added to the norm of the matrix after its largest magnitude was scaled to 1.
-        ns_eps_absolute: added to the norm itself, as the sources of `presets` have it; None is 0.
-        ns_norm_factor: multiplies the norm; None takes what the coefficients come with.
-        ns_equilibrate: first scale each row of a matrix, as stored, to the root mean square of the
-            rows' norms (MuonEq, arXiv:2603.28254).
-        ns_renormalize: scale U to Frobenius norm sqrt(min(rows, cols)) (Muon+, arXiv:2602.21545).
-        beta2: decay of the factored second moment; None turns it off.
-        second_moment_side: a second moment for each index of the ``"longer"`` side, or ``"rows"``.
-        cautious: decay a weight only where the update does not move it away from zero.
-        decay_lr: decay by lr (``"base"``) or by lr·scale (``"adjusted"``).
-        momentum_dtype: None is the gradient's, or fp32 for bf16 weights that are updated in fp32.
-        weight_rounding: of updated bf16 weights, AdamW's, too: ``"nearest"``; ``"exact"``, with 16
-            more bits of each weight as state; or ``"stochastic"``.
-        missing_grad: ``"raise"`` raises where only some ranks have a gradient, and skips a matrix
-            that has none on any; ``"zero"`` counts absent gradients as zeros.
-        split: read one tensor as several matrices: a list of the rows of each matrix, one number of
-            rows for all, the notation of axes, as in ``"(group (q=512 + k=128 + v=128)) dim"``, or
-            a mapping from name patterns to any of these.
-        flatten: read tensors of more than two dimensions as (dim 0, all the rest).
-        maximize, capturable: as in torch.optim; capturable only without traffic between ranks and
-            without CPU offload.
-
-    Args for all groups:
-        debug: log a `summary` whenever there is something new to plan, at level INFO.
-        clip_config: QK-Clip, for example ``{"head_dim": 128, "threshold": 100}``: rescales query
-            and key projections of heads whose largest logit was above the threshold. A mapping
-            from layers to such dicts, or a function of a layer, if layers differ; docs/qk-clip.md.
-        warmup_step: the most chunks under way beside the one that is orthogonalized.
-        chunk_size: the most matrices that a rank orthogonalizes per chunk; −1 goes by bytes.
-        use_distributed_muon: every rank gathers and orthogonalizes every matrix of a DTensor, one
-            after the other, as a plain reference without owners.
-        comm_dtype: format in which momentum and updates travel between ranks: bf16, fp32 or fp64;
-            None is bf16, but fp64 where the arithmetic has it.
-        consistency_check: when ranks compare notes before a collective: in every ``"step"``, for
-            each new ``"plan"``, or never (``"off"``).
-        hsdp: what replicas of DTensors do: ``"redundant"``, each orthogonalizes every matrix;
-            ``"spread"``, they share the work; ``"auto"`` shares it where that is faster.
-        staging_bytes: bytes that a rank gathers in a chunk, unless one matrix has more; None is
-            64 MiB on accelerators and 1 MiB on CPUs.
-        triton: whether Triton's kernels are used on accelerators, or torch's operations.
         process_group: the ranks that hold the same plain parameters, a process group or a mesh of
-            one dimension. They divide Muon's work and its momentum, which becomes a DTensor,
-            ``Shard(0)``. Pickles do not hold it: set `process_group` again.
-        grad_reduce: None where gradients are averaged already, as under DDP; ``"mean"`` averages
-            them over ``process_group`` within the step, and divides AdamW's state, too (ZeRO-2).
+            one dimension. Sharded parameters, DTensors, say themselves where they lie.
 
     Raises:
         ValueError: wrong input; the message names the parameter, and nothing was changed.

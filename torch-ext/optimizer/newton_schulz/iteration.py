@@ -10,16 +10,14 @@ The iterations between two updates of X are a segment. The standard form has seg
 iteration.
 
 Before the iteration a matrix is divided by its largest magnitude, and then by its *size*, which is
-norm_factor·norm + eps, or 1 where that is 0. In fp16 a matrix is only multiplied by a power of two;
-the first segment does what is left of the division, with a `Divisor`.
+norm_factor·norm + eps, or 1 where that is 0.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, Optional, Union
+from typing import NamedTuple, Optional
 
 import torch
 from torch import Tensor
@@ -34,7 +32,7 @@ _LEAST_ROW_NORM = 1e-6  # the least that equilibration divides a row by: smaller
 _LEAST_NORM = 1e-6  # the least that renormalization divides a matrix by
 # A bound on the quotient of an absolute eps and a matrix's largest magnitude. Divided by the bound
 # the matrix vanishes already, and the square of more would overflow.
-_MOST_EPS = 1e18
+MOST_EPS = 1e18
 _SIDES = (-2, -1)
 
 # Bytes of fp32 numbers that are brought to norm 1 at once; on CPUs, what caches hold.
@@ -119,21 +117,24 @@ class Eps(NamedTuple):
         relative: added to the norm of a matrix after it was divided by its largest magnitude.
         absolute: added to the norm of the matrix itself.
         divided_by: what `_equilibrate` has divided the matrices by, (n, 1, 1), and therefore
-            divides ``absolute`` as well.
+            divides ``absolute`` as well; None for 1.
     """
 
     relative: float
     absolute: float = 0.0
-    divided_by: Union[float, Tensor] = 1.0
+    divided_by: Optional[Tensor] = None
 
-    def over(self, largest: Tensor) -> Union[float, Tensor]:
-        """All of eps, for matrices that are divided by their largest magnitudes, (n, 1, 1)."""
+    def add_to(self, norms: Tensor, largest: Tensor, of: slice) -> Tensor:
+        """Adds to norms of matrices that were divided by their largest magnitudes.
+
+        Args:
+            norms, largest: of some of the matrices, (n, 1, 1); norms are overwritten.
+            of: which of the matrices.
+        """
         if self.absolute == 0.0:
-            return self.relative
-        dtype = torch.promote_types(largest.dtype, torch.float32)
-        largest = largest.to(dtype).masked_fill(largest == 0, 1.0)
-        absolute = self.absolute / self.divided_by / largest
-        return absolute.clamp_(max=_MOST_EPS).add_(self.relative)
+            return norms.add_(self.relative)
+        absolute = self.absolute / (1.0 if self.divided_by is None else self.divided_by[of])
+        return norms.add_((absolute / largest).clamp_(max=MOST_EPS).add_(self.relative))
 
 
 def orthogonalize(
@@ -179,18 +180,12 @@ def _orthogonalize_together(
         X = batch
     else:
         X = scratch.empty("X", batch.shape, recipe.dtype, batch.device)
-    factor = recipe.polynomials.norm_factor
-    magnification = 1.0  # X is this many times the normalized matrix
-    pending: Optional[Divisor] = None  # what the first segment still has to divide X by
-    if recipe.dtype == torch.float16:
-        # A large matrix of norm 1 has entries under 6e-5, which fp16 would lose: a power of two
-        # brings them nearer to 1. The norm comes to less than 2^7, and partial sums of XXᵀ to less
-        # than 2^14 or so: nothing overflows even if a library keeps these in fp16.
-        magnification = 2.0 ** min(6, int(math.log2(rows * cols) / 2))
-        pending = _normalize_exactly(batch, factor, eps, magnification, X)
-    else:
-        added = eps.relative if eps.absolute == 0.0 else eps.over(_largest(batch))
-        _normalize(batch, factor, added, overwrite, scratch, X)
+    # A large matrix of norm 1 has entries under 6e-5, which fp16 would lose: a power of two brings
+    # them nearer to 1. The norm comes to less than 2^7, and partial sums of XXᵀ to less than 2^14
+    # or so: nothing overflows even if a library keeps these in fp16.
+    is_magnified = recipe.dtype == torch.float16
+    magnification = 2.0 ** min(6, int(math.log2(rows * cols) / 2)) if is_magnified else 1.0
+    _normalize(batch, recipe.polynomials.norm_factor, eps, magnification, overwrite, scratch, X)
 
     form, side = recipe.form(rows, cols), min(rows, cols)
     without_kernels = form.products == "tiles" and not triton_kernels.is_used_on(X.device.type)
@@ -202,13 +197,10 @@ def _orthogonalize_together(
     squares = scratch.empty("squares", shape, X.dtype, X.device)[..., :side].unbind(0)  # R, Z, Q, T
     with full_precision(X.dtype, X.device.type):
         for start, stop in form.segments:
-            factor_of_gram = None if pending is None else pending.of_gram
-            R = products.gram(X, magnification**-2, factor_of_gram, squares[0])
+            R = products.gram(X, magnification**-2, squares[0])
             if start == 0 and recipe.polynomials.preconditioned:
                 _precondition(X, R, is_tall=rows > cols)
-            inverse = None if pending is None else pending.inverse
-            Q, alpha, beta = _segment(R, form.triples[start:stop], inverse, products, squares[1:])
-            pending = None
+            Q, alpha, beta = _segment(R, form.triples[start:stop], products, squares[1:])
             if stop == len(form.triples):
                 alpha, beta = alpha / magnification, beta / magnification
             X, Y = products.apply(Q, X, alpha, beta, Y), X
@@ -218,70 +210,25 @@ def _orthogonalize_together(
 def _segment(
     R: Tensor,  # (n, s, s), overwritten
     triples: Sequence[Triple],
-    inverse: Optional[Tensor],
     products: Products,
     buffers: Sequence[Tensor],
 ) -> tuple[Tensor, float, float]:
-    """Q, α and β of X ← αQX + βX, the update that the iterations of a segment make together.
-
-    If ``inverse``, (n, 1, 1), is given, the update also multiplies X by it.
-    """
-    Z, *more = buffers
-    is_single = len(triples) == 1
+    """Q, α and β of X ← αQX + βX, the update that the iterations of a segment make together."""
+    if len(triples) == 1:
+        (a, b, c), Z = triples[0], buffers[0]
+        return (R, b, a) if c == 0.0 else (products.symmetric(R, R, c, b, R, Z), 1.0, a)
+    Z, Q, spare = buffers
     for step, (a, b, c) in enumerate(triples):
-        if c == 0.0 and is_single and inverse is None:
-            return R, b, a
         Z = torch.mul(R, b, out=Z) if c == 0.0 else products.symmetric(R, R, c, b, R, Z)
-        if is_single and inverse is None:
-            return Z, 1.0, a
         if step < len(triples) - 1:
-            T = products.symmetric(R, Z, 1.0, a, R, more[-1])
+            T = products.symmetric(R, Z, 1.0, a, R, spare)
             R = products.symmetric(Z, T, 1.0, a, T, R)
         if step == 0:  # Q = Z + aI
-            Q = Z if is_single else more[0]
-            _add_to_diagonal(Z, a, inverse, Q)
-        else:
-            Q, spare = more
-            Q = products.symmetric(Z, Q, 1.0, a, Q, spare)  # ZQ, as R is ZT: roundings agree
-            more = [Q, more[0]]
+            Z.diagonal(dim1=-2, dim2=-1).add_(a)
+            Q, Z = Z, Q
+        else:  # ZQ, as R is ZT: roundings agree
+            Q, spare = products.symmetric(Z, Q, 1.0, a, Q, spare), Q
     return Q, 1.0, 0.0
-
-
-def _add_to_diagonal(Z: Tensor, a: float, inverse: Optional[Tensor], out: Tensor) -> None:
-    """Writes (Z + aI)·inverse of every matrix into ``out``, which may be Z."""
-    if triton_kernels.is_used_on(Z.device.type) and Z.dtype != torch.float64:
-        from ..triton_kernels import elementwise
-
-        elementwise.add_to_diagonal(Z, inverse, a, out)
-        return
-    diagonal = out.diagonal(dim1=-2, dim2=-1)
-    if inverse is None:
-        if out is not Z:
-            out.copy_(Z)
-        diagonal.add_(a)
-    else:
-        torch.mul(Z, inverse, out=out)
-        diagonal.add_(inverse.squeeze(-1), alpha=a)
-
-
-class Divisor(NamedTuple):
-    """What the first segment still has to divide matrices by; each field is (n, 1, 1).
-
-    Args:
-        value: the divisor.
-        inverse: its inverse.
-        of_gram: the factor that makes XXᵀ the Gram matrix of the normalized matrices:
-            (magnification·value)^-2.
-    """
-
-    value: Tensor
-    inverse: Tensor
-    of_gram: Tensor
-
-
-def _divisor(value: Tensor, magnification: float) -> Divisor:
-    of_gram = value.square().reciprocal_().mul_(magnification**-2)
-    return Divisor(value, value.reciprocal(), of_gram)
 
 
 def _precondition(X: Tensor, R: Tensor, is_tall: bool) -> None:
@@ -303,16 +250,11 @@ def _renormalize(U: Tensor) -> Tensor:
     return U.mul_(torch.cat(norms).clamp_min_(_LEAST_NORM).reciprocal_().mul_(polar_norm))
 
 
-def _size(norm: Tensor, factor: float, eps: Union[float, Tensor]) -> Tensor:
-    """The sizes of matrices with these norms, factor·norm + eps, or 1 for 0; overwrites norms."""
-    size = norm.mul_(factor).add_(eps)
-    return size.masked_fill_(size == 0, 1.0)
-
-
 def _normalize(
     G: Tensor,
     factor: float,
-    eps: Union[float, Tensor],  # (n, 1, 1)
+    eps: Eps,
+    magnification: float,
     overwrite: bool,
     scratch: Scratch,
     out: Tensor,
@@ -320,8 +262,13 @@ def _normalize(
     """Divides each matrix by its largest magnitude, then by its size; rounds once into ``out``.
 
     The size is that after the first division, factor·‖G‖_F + eps. It is not finite for a matrix
-    with Inf or NaN.
+    with Inf or NaN. The quotient is multiplied by ``magnification``, a power of two.
     """
+    if triton_kernels.is_used_on(G.device.type) and torch.float64 not in (G.dtype, out.dtype):
+        from ..triton_kernels import elementwise
+
+        elementwise.normalize(G, out, factor, *eps, MOST_EPS, magnification)
+        return
     n, rows, cols = G.shape
     dtype = torch.promote_types(G.dtype, torch.float32)
     limit = NORMALIZE_BYTES.get(G.device.type, DEFAULT_NORMALIZE_BYTES)
@@ -331,23 +278,21 @@ def _normalize(
     by_rows = G.dtype != dtype or rounds_on_cpu
     rows_at_once = max(1, limit // (4 * at_once * cols)) if by_rows else rows
     buffers = None if overwrite and G.dtype == dtype else scratch
-    parts = [(G, out, eps)]
-    if at_once < n:
-        eps_parts = eps.split(at_once) if isinstance(eps, Tensor) else itertools.repeat(eps)
-        parts = list(zip(G.split(at_once), out.split(at_once), eps_parts))
-    for matrices, outputs, added in parts:
+    for start in range(0, n, at_once):
+        part = slice(start, start + at_once)
         # Squares of values under 1e-19 vanish in fp32: bring the largest magnitude to 1 first.
-        largest = _largest(matrices).to(dtype)
+        largest = _largest(G[part]).to(dtype)
         largest.masked_fill_(largest == 0, 1.0)  # (n, 1, 1)
         split = rows_at_once < rows
-        slices = matrices.split(rows_at_once, dim=-2) if split else [matrices]
-        targets = outputs.split(rows_at_once, dim=-2) if split else [outputs]
+        slices = G[part].split(rows_at_once, dim=-2) if split else [G[part]]
+        targets = out[part].split(rows_at_once, dim=-2) if split else [out[part]]
         norms = []
         for slice_of_G in slices:
             X = _divided(slice_of_G, largest, buffers)
             norms.append(torch.linalg.vector_norm(X, dim=_SIDES, keepdim=True))
         norm = torch.linalg.vector_norm(torch.stack(norms), dim=0) if split else norms[0]
-        size = _size(norm, factor, added)
+        size = eps.add_to(norm.mul_(factor), largest, part)
+        size.masked_fill_(size == 0, 1.0).div_(magnification)
         for slice_of_G, output in zip(slices, targets):
             if split:
                 X = slice_of_G if buffers is None else _divided(slice_of_G, largest, buffers)
@@ -401,59 +346,3 @@ def _divided(G: Tensor, largest: Tensor, scratch: Optional[Scratch]) -> Tensor:
         return G.div_(largest)
     X = scratch.empty("opmath", G.shape, largest.dtype, G.device)
     return torch.div(G, largest, out=X) if G.dtype == X.dtype else X.copy_(G).div_(largest)
-
-
-def _normalize_exactly(
-    G: Tensor, factor: float, eps: Eps, magnification: float, out: Tensor
-) -> Divisor:
-    """Multiplies each matrix by a power of two that brings its size near ``magnification``.
-
-    The products go to ``out``, in fp16, which may be G. A power of two rounds nothing, so a matrix
-    that came in fp16 keeps its digits.
-
-    Returns:
-        What ``out`` still has to be divided by, which is NaN for a matrix with Inf or NaN.
-    """
-    dtype = torch.promote_types(G.dtype, torch.float32)
-    if triton_kernels.is_used_on(G.device.type):
-        from ..triton_kernels import elementwise
-
-        sizes = elementwise.measure(G, factor=factor, eps=eps.relative, scale=magnification)
-        elementwise.pack_batch(G, out, sizes.exponents)
-        largest, _, size, *divisor = (numbers.view(-1, 1, 1) for numbers in sizes[:6])
-        return _add_absolute(eps, largest, size, Divisor(*divisor), magnification)
-    largest = torch.linalg.vector_norm(G, math.inf, _SIDES, True, dtype=dtype)  # (n, 1, 1)
-    largest.masked_fill_(largest == 0, 1.0)
-    scaled = torch.ldexp(G.to(dtype), -_exponent(largest))
-    norm = torch.linalg.vector_norm(scaled, 2, _SIDES, True).div_(_mantissa(largest))
-    size = _size(norm, factor, eps.relative)
-    remaining = size * _mantissa(largest)  # the divisor, but for the power of two in `largest`
-    exponents = _exponent(largest) + _exponent(remaining) - int(math.log2(magnification))
-    half = exponents // 2  # in two factors: a single power of two may leave the range of fp32
-    out.copy_(torch.ldexp(torch.ldexp(G.to(dtype), -half), half - exponents))
-    pending = _divisor(_mantissa(remaining), magnification)
-    return _add_absolute(eps, largest, size, pending, magnification)
-
-
-def _add_absolute(
-    eps: Eps, largest: Tensor, size: Tensor, pending: Divisor, magnification: float
-) -> Divisor:
-    """Adds an absolute eps to a pending divisor, for matrices whose sizes have the relative one.
-
-    The matrices themselves are not divided by it yet: in fp16 small ones would vanish.
-    """
-    added = eps.over(largest)
-    if not isinstance(added, Tensor):
-        return pending
-    full_size = size + (added - eps.relative)
-    return _divisor(pending.value * (full_size / size), magnification)
-
-
-def _exponent(values: Tensor) -> Tensor:
-    """The whole number k of each value for which 2^k ≤ value < 2^(k + 1)."""
-    return torch.frexp(values).exponent - 1
-
-
-def _mantissa(values: Tensor) -> Tensor:
-    """Each value over 2^k, where k is its `_exponent`: a number in [1, 2); NaN for Inf and NaN."""
-    return torch.where(torch.isfinite(values), torch.frexp(values).mantissa * 2, math.nan)

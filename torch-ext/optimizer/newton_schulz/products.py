@@ -11,7 +11,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple, Optional, Union
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,8 +25,7 @@ class Products(NamedTuple):
     """One way to multiply.
 
     Args:
-        gram: ``(X, alpha, scale, out)`` writes alpha·XXᵀ, or alpha·XᵀX of a tall X, into ``out``. A
-            tensor ``scale``, (n, 1, 1), takes the place of alpha, which has to be about as large.
+        gram: ``(X, alpha, out)`` writes alpha·XXᵀ, or alpha·XᵀX of a tall X, into ``out``.
         symmetric: ``(A, B, alpha, beta, C, out)`` writes alpha·AB + beta·C into ``out``.
         apply: ``(Q, X, alpha, beta, out)`` writes alpha·QX + beta·X, or alpha·XQ + beta·X of a tall
             X, into ``out``.
@@ -35,7 +34,7 @@ class Products(NamedTuple):
             the time.
     """
 
-    gram: Callable[[Tensor, float, Optional[Tensor], Tensor], Tensor]
+    gram: Callable[[Tensor, float, Tensor], Tensor]
     symmetric: Symmetric
     apply: Callable[[Tensor, Tensor, float, float, Tensor], Tensor]
     padding: int = 0
@@ -102,11 +101,8 @@ def _product(A: Tensor, B: Tensor, alpha: float, beta: float, C: Tensor, out: Te
     return add(C, A, B, alpha=alpha, beta=beta, out=out)
 
 
-def _gram(
-    symmetric: Symmetric, X: Tensor, alpha: float, scale: Optional[Tensor], out: Tensor
-) -> Tensor:
-    symmetric(*_sides(X), alpha, 0.0, out, out)
-    return out if scale is None else out.mul_(scale / alpha)
+def _gram(symmetric: Symmetric, X: Tensor, alpha: float, out: Tensor) -> Tensor:
+    return symmetric(*_sides(X), alpha, 0.0, out, out)
 
 
 def _apply(Q: Tensor, X: Tensor, alpha: float, beta: float, out: Tensor) -> Tensor:
@@ -161,9 +157,8 @@ def _mirror(product: Tensor, out: Tensor) -> Tensor:
     return out.copy_(product.triu().add_(product.triu(1).mT))
 
 
-def _gram_in_fp32(X: Tensor, alpha: float, scale: Optional[Tensor], out: Tensor) -> Tensor:
-    product = torch.bmm(*_sides(X.float())).mul_(alpha)
-    return _mirror(product if scale is None else product.mul_(scale / alpha), out)
+def _gram_in_fp32(X: Tensor, alpha: float, out: Tensor) -> Tensor:
+    return _mirror(torch.bmm(*_sides(X.float())).mul_(alpha), out)
 
 
 def _symmetric_in_fp32(
@@ -178,17 +173,12 @@ def _apply_in_fp32(Q: Tensor, X: Tensor, alpha: float, beta: float, out: Tensor)
     return out.copy_(Y)
 
 
-def _gram_tiles(X: Tensor, alpha: float, scale: Optional[Tensor], out: Tensor) -> Tensor:
-    alphas = alpha if scale is None else scale.flatten().to(torch.float32)
-    return _symmetric_tiles(*_sides(X), alphas, 0.0, out, out)
-
-
 def _symmetric_tiles(
-    A: Tensor, B: Tensor, alpha: Union[float, Tensor], beta: float, C: Tensor, out: Tensor
+    A: Tensor, B: Tensor, alpha: float, beta: float, C: Tensor, out: Tensor
 ) -> Tensor:
     from ..triton_kernels import symmetric
 
-    return symmetric.launch(A, B, alpha, beta, C, 0.0, out, None)
+    return symmetric.symmetric_product(A, B, alpha, beta, C, out)
 
 
 PRODUCTS = {
@@ -198,5 +188,6 @@ PRODUCTS = {
     "exact blocks": _by_blocks("exact blocks", by_rows=True, padding=0),
     # fp16 on CPUs, in the arithmetic of accelerators: products in fp32 that are rounded once.
     "in_fp32": Products(_gram_in_fp32, _symmetric_in_fp32, _apply_in_fp32),
-    "tiles": Products(_gram_tiles, _symmetric_tiles, _apply),  # by Triton's kernels
+    # By Triton's kernels.
+    "tiles": Products(partial(_gram, _symmetric_tiles), _symmetric_tiles, _apply),
 }

@@ -9,9 +9,8 @@ element becomes the same bits wherever it lies, and ranks of different layouts a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Optional, Union
+from typing import Any, Optional, Union
 
 import torch
 import triton
@@ -109,65 +108,41 @@ def update_weights(
         )
 
 
-class Sizes(NamedTuple):
-    """What `measure` returns of the matrices of a batch, (n,) each.
+def normalize(
+    matrices: Tensor,
+    out: Tensor,
+    factor: float,
+    eps: float,
+    eps_absolute: float,
+    divided_by: Optional[Tensor],
+    most_eps: float,
+    magnification: float,
+) -> None:
+    """Divides matrices by their largest magnitudes and sizes, as `newton_schulz.iteration` has it.
 
     Args:
-        largest: magnitudes; NaN where there is one.
-        norm: Frobenius norms divided by ``largest``, so that they neither underflow nor overflow;
-            not finite where there is Inf or NaN, and 0 of zeros.
-        size: what matrices are divided by after ``largest``.
-        rest: what matrices are to be divided by beside a power of two, in [1, 2); NaN of a matrix
-            with Inf or NaN.
-        inverse: of ``rest``.
-        of_gram: what Gram matrices are multiplied with, (scale·rest)^-2.
-        exponents: of that power of two, for `pack_batch`, in fp32.
+        matrices, out: (n, rows, cols), not empty, of any strides, in fp32 or less; they may be one
+            tensor.
+        factor: norms are multiplied with it.
+        eps, eps_absolute, divided_by: see `iteration.Eps`.
+        most_eps: bounds an absolute eps over a largest magnitude.
+        magnification: a power of two that ``out`` is multiplied with.
     """
-
-    largest: Tensor
-    norm: Tensor
-    size: Tensor
-    rest: Tensor
-    inverse: Tensor
-    of_gram: Tensor
-    exponents: Tensor
-
-
-def measure(matrices: Tensor, *, factor: float, eps: float, scale: float) -> Sizes:
-    """What matrices are divided by, as `newton_schulz.iteration` has it for fp16.
-
-    Args:
-        matrices: (n, rows, cols), not empty, of any strides; in fp32 arithmetic, or fp64 of fp64.
-        factor, eps: the size is factor·norm + eps, or 1 where that is 0.
-        scale: a power of two that the size is brought near to.
-    """
-    count, device, dtype = len(matrices), matrices.device, _opmath(matrices.dtype)
+    count, device = len(matrices), matrices.device
     (launch,) = launches(([matrices],), whole_dims=1)
-    partials = torch.empty((2, launch.programs), dtype=dtype, device=device)
-    types = {"X_DTYPE": _TL[matrices.dtype], "DTYPE": _TL[dtype]}
-    _launch(_measure_kernel, launch, device, partials, launch.programs, **types)
-    numbers = torch.empty((6, count), dtype=dtype, device=device)
-    exponents = torch.empty(count, dtype=torch.float32, device=device)
+    partials = torch.empty((2, launch.programs), device=device)
+    _launch(_measure_kernel, launch, device, partials, launch.programs, X_DTYPE=_TL[matrices.dtype])
+    sizes = torch.empty((2, count), device=device)
     arguments = (
-        *(partials, numbers, exponents, launch.programs, launch.programs // count),
-        *(factor, eps, int(math.log2(scale)), scale**-2),
+        *(partials, sizes, divided_by, launch.programs, launch.programs // count),
+        *(factor, eps, eps_absolute, most_eps, magnification),
     )
     key = ("sizes", *map(layout_of, arguments))
-    constants = {"BITS": _BITS[dtype], "BLOCK": _PARTIALS}
+    constants = {"BLOCK": _PARTIALS}
     launching.launch(_sizes_kernel, key, device, count, arguments, constants, **_LAUNCH)
-    return Sizes(*numbers, exponents)  # type: ignore[call-arg]  # six numbers
-
-
-def pack_batch(matrices: Tensor, out: Tensor, exponents: Tensor) -> None:
-    """``matrices``·2^−e into ``out``, of any floating dtype, which may be the same tensor.
-
-    Args:
-        matrices, out: (n, rows, cols).
-        exponents: (n,) in fp32, whole numbers between −127 and 126.
-    """
     (launch,) = launches(([matrices], [out]), whole_dims=1)
     types = {"X_DTYPE": _TL[matrices.dtype], "OUT_DTYPE": _TL[out.dtype]}
-    _launch(_pack_kernel, launch, matrices.device, exponents, **types)
+    _launch(_divide_kernel, launch, device, sizes, count, **types)
 
 
 def copy(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
@@ -175,18 +150,6 @@ def copy(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
     for launch in launches((inputs, outputs), whole_dims=1):
         types = {"X_DTYPE": _TL[launch.dtypes[0]], "OUT_DTYPE": _TL[launch.dtypes[1]]}
         _launch(_copy_kernel, launch, outputs[0].device, **types)
-
-
-def add_to_diagonal(Z: Tensor, inverse: Optional[Tensor], diagonal: float, out: Tensor) -> None:
-    """(Z + diagonal·I)·inverse, of which Z·inverse is rounded first.
-
-    Args:
-        Z, out: (n, s, s), in fp32 or less.
-        inverse: (n, 1, 1) in fp32; None is 1.
-    """
-    (launch,) = launches(([Z], [out]), whole_dims=3)
-    types = {"X_DTYPE": _TL[Z.dtype], "OUT_DTYPE": _TL[out.dtype]}
-    _launch(_diagonal_kernel, launch, Z.device, inverse, diagonal, **types)
 
 
 def _launch(
@@ -219,7 +182,7 @@ def _launch(
 # of addresses, and ``counters`` one of numbers, see `tiles.Launch`; strides are tuples of three. A
 # program has a tile of one item. Offsets have 64 bits, for tensors of more than 2^31 elements.
 
-_ITEMS = ["B", "G", "W", "U", "X", "Z", "out", "factor", "residual", "counters"]
+_ITEMS = ["B", "G", "W", "U", "X", "out", "factor", "residual", "counters"]
 _ITEMS += ["firsts", "lengths"]
 
 
@@ -275,107 +238,63 @@ def _measure_kernel(
     shape,
     X_strides,
     X_DTYPE: tl.constexpr,
-    DTYPE: tl.constexpr,
     ALIGNED: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
     index, row, col, inside = _place(firsts, lengths, shape, ALIGNED, ROWS, COLS)
     at = _pointer(X, firsts, X_DTYPE, ALIGNED) + _offsets(index, row, col, X_strides)
-    values = tl.load(at, inside, 0.0).to(DTYPE)
-    largest = tl.max(_bits(values)).to(DTYPE, bitcast=True)
+    values = tl.load(at, inside, 0.0).to(tl.float32)
+    largest = tl.max(_bits(values)).to(tl.float32, bitcast=True)
     scaled = values / tl.where(largest == 0, 1.0, largest)
     tl.store(partials + tl.program_id(0), largest)
     tl.store(partials + programs + tl.program_id(0), tl.sum(scaled * scaled))
 
 
-@triton.jit(do_not_specialize=["programs", "count", "log2_scale"])
+@triton.jit(do_not_specialize=["programs", "count"])
 def _sizes_kernel(
     partials,  # (2, matrices, count): largest magnitudes of tiles, and sums of squares over them
-    numbers,  # (6, matrices), see `Sizes`
-    exponents,
+    sizes,  # (2, matrices): what matrices are divided by first, and then
+    divided_by,  # (matrices,), None for 1
     programs,
     count,
     factor,
     eps,
-    log2_scale,
-    scale_of_gram,
-    BITS: tl.constexpr,
+    eps_absolute,
+    most_eps,
+    magnification,
     BLOCK: tl.constexpr,
 ):
     """Combines what was measured of the tiles of a matrix, in their order, to its size."""
-    DTYPE: tl.constexpr = partials.dtype.element_ty
     matrix = tl.program_id(0).to(tl.int64)
     partials += matrix * count
-    top = tl.zeros((BLOCK,), dtype=BITS)
+    top = tl.zeros((BLOCK,), dtype=tl.int32)
     for start in range(0, count, BLOCK):
         at = start + tl.arange(0, BLOCK)
         top = tl.maximum(top, _bits(tl.load(partials + at, at < count, 0.0)))
-    largest = tl.max(top).to(DTYPE, bitcast=True)
-    divisor = tl.where(largest == 0, 1.0, largest)
-    squares = tl.zeros((BLOCK,), dtype=DTYPE)
+    largest = tl.max(top).to(tl.float32, bitcast=True)
+    largest = tl.where(largest == 0, 1.0, largest)
+    squares = tl.zeros((BLOCK,), dtype=tl.float32)
     for start in range(0, count, BLOCK):
         at = start + tl.arange(0, BLOCK)
-        ratio = tl.load(partials + at, at < count, 0.0) / divisor
+        ratio = tl.load(partials + at, at < count, 0.0) / largest
         squares += tl.load(partials + programs + at, at < count, 0.0) * ratio * ratio
-    norm = tl.sqrt(tl.sum(squares))
-    exponent_of_top, top_mantissa = _split(divisor)
-    size = norm * factor + eps
-    size = tl.where(size == 0.0, 1.0, size)
-    exponent, rest = _split(size * top_mantissa)
-    exponent = tl.minimum(tl.maximum(exponent_of_top + exponent - log2_scale, -126), 126)
-    matrices = tl.num_programs(0)
-    numbers += matrix
-    tl.store(numbers, largest)
-    tl.store(numbers + matrices, norm)
-    tl.store(numbers + 2 * matrices, size)
-    tl.store(numbers + 3 * matrices, rest)
-    tl.store(numbers + 4 * matrices, _inverse(rest))
-    tl.store(numbers + 5 * matrices, _inverse(rest * rest) * scale_of_gram)
-    tl.store(exponents + matrix, exponent.to(tl.float32))
+    absolute = eps_absolute
+    if divided_by is not None:
+        absolute = absolute / tl.load(divided_by + matrix)
+    added = eps + tl.minimum(absolute / largest, most_eps)
+    size = tl.sqrt(tl.sum(squares)) * factor + added
+    size = tl.where(size == 0.0, 1.0, size) / magnification
+    tl.store(sizes + matrix, largest)
+    tl.store(sizes + tl.num_programs(0) + matrix, size)
 
 
-@triton.jit
-def _power(exponent):
-    """2^e of whole numbers in fp32, exactly, which exp2 need not be."""
-    return ((127 + exponent) << 23).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _inverse(x):
-    if x.dtype == tl.float64:
-        return 1.0 / x
-    else:
-        return tl.div_rn(1.0, x)  # else some compilers are content with less
-
-
-@triton.jit
-def _split(x):
-    """k and m of numbers m·2^k that are not negative, with m in [1, 2); of Inf and NaN, m is NaN.
-
-    Of 0 the two are of no meaning.
-    """
-    if x.dtype == tl.float64:
-        tiny = x < 2.0**-1022
-        bits = tl.where(tiny, x * 2.0**53, x).to(tl.int64, bitcast=True)
-        biased = (bits >> 52) & 0x7FF
-        mantissa = ((bits & 0xFFFFFFFFFFFFF) | 0x3FF0000000000000).to(tl.float64, bitcast=True)
-        exponent = (biased - tl.where(tiny, 1023 + 53, 1023)).to(tl.int32)
-        return exponent, tl.where(biased == 0x7FF, float("nan"), mantissa)
-    else:
-        tiny = x < 2.0**-126
-        bits = tl.where(tiny, x * 2.0**24, x).to(tl.int32, bitcast=True)
-        biased = (bits >> 23) & 0xFF
-        mantissa = ((bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True)
-        exponent = biased - tl.where(tiny, 127 + 24, 127)
-        return exponent, tl.where(biased == 0xFF, float("nan"), mantissa)
-
-
-@triton.jit(do_not_specialize=[*_ITEMS])
-def _pack_kernel(
+@triton.jit(do_not_specialize=[*_ITEMS, "count"])
+def _divide_kernel(
     X,
     out,
-    exponents,
+    sizes,  # (2, count)
+    count,
     firsts,
     lengths,
     shape,
@@ -388,11 +307,11 @@ def _pack_kernel(
     COLS: tl.constexpr,
 ):
     index, row, col, inside = _place(firsts, lengths, shape, ALIGNED, ROWS, COLS)
-    exponent = tl.load(exponents + index).to(tl.int32)
     at = _pointer(X, firsts, X_DTYPE, ALIGNED) + _offsets(index, row, col, X_strides)
-    scaled = _cast(tl.load(at, inside, 0.0) * _power(-exponent), OUT_DTYPE)
+    values = tl.load(at, inside, 0.0).to(tl.float32)
+    values = values / tl.load(sizes + index) / tl.load(sizes + count + index)
     out_at = _pointer(out, firsts, OUT_DTYPE, ALIGNED) + _offsets(index, row, col, out_strides)
-    tl.store(out_at, scaled, inside)
+    tl.store(out_at, _cast(values, OUT_DTYPE), inside)
 
 
 @triton.jit(do_not_specialize=[*_ITEMS])
@@ -415,35 +334,6 @@ def _copy_kernel(
     values = tl.load(at, inside, 0.0)
     out_at = _pointer(out, firsts, OUT_DTYPE, ALIGNED) + _offsets(index, row, col, out_strides)
     tl.store(out_at, _cast(values, OUT_DTYPE), inside)
-
-
-@triton.jit(do_not_specialize=[*_ITEMS])
-def _diagonal_kernel(
-    Z,
-    out,
-    inverse,  # (n,), None for 1
-    diagonal,
-    firsts,
-    lengths,
-    shape,
-    Z_strides,
-    out_strides,
-    X_DTYPE: tl.constexpr,
-    OUT_DTYPE: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-):
-    index, row, col, inside = _place(firsts, lengths, shape, ALIGNED, ROWS, COLS)
-    factor = 1.0
-    if inverse is not None:
-        factor = tl.load(inverse + index)
-    at = _pointer(Z, firsts, X_DTYPE, ALIGNED) + _offsets(index, row, col, Z_strides)
-    scaled = _cast(tl.load(at, inside, 0.0).to(tl.float32) * factor, OUT_DTYPE).to(tl.float32)
-    # In one rounding, as torch's addition has it.
-    scaled = tl.where(row == col, tl.fma(diagonal, factor, scaled), scaled)
-    out_at = _pointer(out, firsts, OUT_DTYPE, ALIGNED) + _offsets(index, row, col, out_strides)
-    tl.store(out_at, _cast(scaled, OUT_DTYPE), inside)
 
 
 @triton.jit(do_not_specialize=[*_ITEMS])
@@ -582,11 +472,8 @@ def _cast(x, dtype: tl.constexpr):
 
 @triton.jit
 def _bits(x):
-    """Magnitudes as integers, which order like them, with NaN above Inf."""
-    if x.dtype == tl.float64:
-        return x.to(tl.int64, bitcast=True) & 0x7FFFFFFFFFFFFFFF
-    else:
-        return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    """Magnitudes in fp32 as integers, which order like them, with NaN above Inf."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 # -- arguments -------------------------------------------------------------------------------------
@@ -597,7 +484,6 @@ _TL = {
     torch.float32: tl.float32,
     torch.float64: tl.float64,
 }
-_BITS = {torch.float32: tl.int32, torch.float64: tl.int64}
 
 
 def _opmath(*dtypes: torch.dtype) -> torch.dtype:

@@ -11,7 +11,6 @@ import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Optional, Union
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -19,93 +18,59 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import configs, launching
 from .configs import SymmetricConfig
-from .launching import INT32_MAX, layout_of
+from .launching import INT32_MAX
 
-Scalar = Union[float, Tensor]  # a tensor holds one number for each matrix, (n,) in fp32
 Operand = Union[Tensor, TensorDescriptor]
-
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def symmetric_product(
     A: Tensor,  # (n, s, k)
     B: Tensor,  # (n, k, s)
-    *,
-    alpha: Scalar = 1.0,
-    beta: Scalar = 0.0,
-    C: Optional[Tensor] = None,  # (n, s, s)
-    diagonal: float = 0.0,
+    alpha: float,
+    beta: float,
+    C: Tensor,  # (n, s, s)
     out: Tensor,  # (n, s, s)
     config: Optional[SymmetricConfig] = None,
 ) -> Tensor:
-    """``out = alpha · A @ B + beta · C + diagonal · I`` of every matrix, where that is symmetric.
+    """``out = alpha · A @ B + beta · C`` of every matrix, where that is symmetric.
 
     Only the entries on and above the diagonal are computed; each is stored in its mirror's place
-    too, so the result is exactly symmetric. It is not checked that the sum is symmetric. Products
-    and sums are in fp32 (fp32 input is not cut to TF32), with one rounding to the dtype of ``out``.
-    Nothing is allocated, and the host waits for nothing.
+    too, so the result is exactly symmetric. Nothing is checked, neither that the sum is symmetric
+    nor that operands fit. Products and sums are in fp32 (fp32 input is not cut to TF32), with one
+    rounding to the dtype of ``out``. Nothing is allocated, and the host waits for nothing.
 
     Args:
         A, B: fp16, bf16 or fp32, of one dtype, with any strides; they may be one tensor.
-        alpha, beta: a number, or one for each matrix: a tensor (n,) in fp32 on the same device.
         C: fp16, bf16 or fp32, any strides. Not read where beta is 0; what lies below its diagonal
             is never used. May be A or B; may be ``out`` itself, since a tile reads only the entries
             of it that it writes, and none that another tile's mirror image is written to.
-        diagonal: added to the diagonal.
-        out: fp16, bf16 or fp32, whatever the inputs have; any strides, but memory of its own.
+        out: fp16, bf16 or fp32, whatever the inputs have; any strides. Programs write it while
+            others read: it shares no memory with A or B, nor with a C that is not ``out`` itself.
         config: tiles to use; None looks them up (`configs.choose`).
 
     Returns:
         ``out``.
-
-    Raises:
-        ValueError: shapes, dtypes or devices that do not fit; ``out`` overlapping itself, A, B, or
-            a C that is not ``out`` itself; beta without C.
     """
-    _validate(A, B, C, out, alpha, beta)
-    return launch(A, B, alpha, beta, C, diagonal, out, config)
-
-
-def launch(
-    A: Tensor,
-    B: Tensor,
-    alpha: Scalar,
-    beta: Scalar,
-    C: Optional[Tensor],
-    diagonal: float,
-    out: Tensor,
-    config: Optional[SymmetricConfig],
-) -> Tensor:
-    """`symmetric_product` of operands that are known to fit."""
     matrices, s, k = A.shape
     if matrices == 0 or s == 0:
         return out
-    if not isinstance(beta, Tensor) and beta == 0:
-        C = None
-    read = out if C is None else C  # a pointer must be given even where it is not used
     key = (
-        *("symmetric", A.dtype, out.dtype, read.dtype, C is None, config),
-        *(A.data_ptr() % 16, B.data_ptr() % 16, read.data_ptr() % 16, out.data_ptr() % 16),
-        *(A.shape, A.stride(), B.stride(), read.stride(), out.stride()),
-        *(_layout_of(alpha), _layout_of(beta)),
+        *("symmetric", A.dtype, out.dtype, C.dtype, beta == 0.0, config),
+        *(A.data_ptr() % 16, B.data_ptr() % 16, C.data_ptr() % 16, out.data_ptr() % 16),
+        *(A.shape, A.stride(), B.stride(), C.stride(), out.stride()),
     )
     prepared = _prepared.get((key, out.device))
     if prepared is None:
         if len(_prepared) >= _MOST_PREPARED:
             _prepared.clear()
-        prepared = _prepared[key, out.device] = _prepare(A, B, alpha, beta, C, out, config)
+        prepared = _prepared[key, out.device] = _prepare(A, B, beta != 0.0, C, out, config)
     left: Operand = A
     right: Operand = B
     if prepared.tiles is not None:
         left, right = _descriptor(A, *prepared.tiles[0]), _descriptor(B, *prepared.tiles[1])
     arguments = (
-        *(left, right, read, out),
-        alpha if isinstance(alpha, Tensor) else float(alpha),
-        beta if isinstance(beta, Tensor) else float(beta),
-        *(float(diagonal), prepared.per_matrix, s, k),
-        *(*A.stride(), *B.stride(), *read.stride(), *out.stride()),
-        alpha.stride(0) if isinstance(alpha, Tensor) else 0,
-        beta.stride(0) if isinstance(beta, Tensor) else 0,
+        *(left, right, C, out, float(alpha), float(beta), prepared.per_matrix, s, k),
+        *(*A.stride(), *B.stride(), *C.stride(), *out.stride()),
     )
     # One program for each tile, not for a share of the tiles: where collectives hold some
     # processors, the other processors then take all tiles in turn.
@@ -136,21 +101,16 @@ _MOST_PREPARED = 4096
 _prepared: dict[tuple, _Prepared] = {}
 
 
-def _layout_of(scalar: Scalar) -> Any:
-    return (scalar.stride(0), *layout_of(scalar)) if isinstance(scalar, Tensor) else None
-
-
 def _prepare(
     A: Tensor,
     B: Tensor,
-    alpha: Scalar,
-    beta: Scalar,
-    C: Optional[Tensor],
+    has_C: bool,
+    C: Tensor,
     out: Tensor,
     config: Optional[SymmetricConfig],
 ) -> _Prepared:
     matrices, s, k = A.shape
-    operands = [A, B, out] if C is None else [A, B, out, C]
+    operands = [A, B, out, C] if has_C else [A, B, out]
     aligned = s % 16 == 0 and k % 16 == 0 and all(map(_is_aligned, operands))
     if config is None:
         target = configs.compile_target(out.device)
@@ -158,9 +118,7 @@ def _prepare(
     wide = config.block * config.width
     in_bulk = config.descriptors and _can_be_described(A) and _can_be_described(B)
     constants = dict(
-        ALPHAS=isinstance(alpha, Tensor),
-        BETAS=isinstance(beta, Tensor),
-        HAS_C=C is not None,
+        HAS_C=has_C,
         DESCRIPTORS=in_bulk,
         A_TRANSPOSED=A.stride(2) != 1,
         B_TRANSPOSED=B.stride(2) != 1,
@@ -219,87 +177,6 @@ def _descriptor(operand: Tensor, rows: int, cols: int) -> TensorDescriptor:
     return TensorDescriptor(operand, shape, [per_matrix, *steps], tile)
 
 
-def _validate(
-    A: Tensor, B: Tensor, C: Optional[Tensor], out: Tensor, alpha: Scalar, beta: Scalar
-) -> None:
-    matrices, s, k = A.shape if A.ndim == 3 else (-1, -1, -1)
-    square = (matrices, s, s)
-    if B.shape != (matrices, k, s) or any(X.shape != square for X in (out, C) if X is not None):
-        raise ValueError(
-            "symmetric_product takes A (n, s, k), B (n, k, s), C and out (n, s, s), found "
-            f"A {tuple(A.shape)}, B {tuple(B.shape)}, "
-            f"C {None if C is None else tuple(C.shape)}, out {tuple(out.shape)}"
-        )
-    operands = {"A": A, "B": B, "out": out}
-    if C is not None:
-        operands["C"] = C
-    dtypes = {name: tensor.dtype for name, tensor in operands.items()}
-    if A.dtype != B.dtype or any(dtype not in DTYPES for dtype in dtypes.values()):
-        raise ValueError(
-            "symmetric_product takes fp16, bf16 or fp32, and A and B of one dtype, found "
-            + ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
-        )
-    for name, value in (("alpha", alpha), ("beta", beta)):
-        if isinstance(value, Tensor):
-            if value.shape != (matrices,) or value.dtype != torch.float32:
-                raise ValueError(
-                    f"{name} must be a number or a float32 tensor ({matrices},), one for each "
-                    f"matrix, found {value.dtype} {tuple(value.shape)}"
-                )
-            operands[name] = value
-    if C is None and (isinstance(beta, Tensor) or beta != 0):
-        raise ValueError(f"beta is {beta!r}, but there is no C to multiply")
-    devices = {name: tensor.device for name, tensor in operands.items()}
-    if len(set(devices.values())) > 1:
-        raise ValueError(
-            "operands must be on one device, found "
-            + ", ".join(f"{name} on {device}" for name, device in devices.items())
-        )
-    if out.device.type == "cpu" and not INTERPRETED:
-        raise ValueError(
-            "symmetric_product runs on accelerators; operands are on cpu, which takes "
-            "TRITON_INTERPRET=1 before triton is imported"
-        )
-    _validate_memory(operands)
-
-
-def _validate_memory(operands: dict[str, Tensor]) -> None:
-    """``out`` is written to while other programs still read: what they read must lie elsewhere."""
-    out = operands["out"]
-    extent = 1
-    for stride, size in sorted(zip(out.stride(), out.shape)):
-        if size > 1:
-            if stride < extent:
-                raise ValueError(
-                    "entries of out must not share memory, found strides "
-                    f"{out.stride()} for shape {tuple(out.shape)}"
-                )
-            extent += (size - 1) * stride
-    first, last = _memory(out)
-    for name, operand in operands.items():
-        if name == "out" or 0 in operand.shape or 0 in out.shape:
-            continue
-        at, until = _memory(operand)
-        if first < until and at < last and (name != "C" or _entries(operand) != _entries(out)):
-            hint = "; C may be out itself, entry for entry" if name == "C" else ""
-            raise ValueError(
-                f"out and {name} overlap in memory: bytes {first:#x} to {last:#x} and "
-                f"{at:#x} to {until:#x}{hint}"
-            )
-
-
-def _entries(tensor: Tensor) -> tuple[int, torch.dtype, list[int]]:
-    """Where a tensor's entries lie: address, dtype, strides of dimensions longer than 1."""
-    strides = [step for step, size in zip(tensor.stride(), tensor.shape) if size > 1]
-    return tensor.data_ptr(), tensor.dtype, strides
-
-
-def _memory(tensor: Tensor) -> tuple[int, int]:
-    """A tensor's first byte, and the one after its last."""
-    first = tensor.data_ptr()
-    return first, first + _extent(tensor.shape, tensor.stride()) * tensor.element_size()
-
-
 @functools.lru_cache(maxsize=4096)
 def _extent(shape: Sequence[int], strides: Sequence[int]) -> int:
     """How many elements there are from the first to the last, gaps included."""
@@ -307,15 +184,14 @@ def _extent(shape: Sequence[int], strides: Sequence[int]) -> int:
 
 
 # Whether these are 1, or divisible by 16, is not worth another compilation.
-@triton.jit(do_not_specialize=["per_matrix", "alpha_stride", "beta_stride"])
+@triton.jit(do_not_specialize=["per_matrix"])
 def _symmetric_kernel(
     a_ptr,  # (matrices, s, k), where DESCRIPTORS a descriptor
     b_ptr,  # (matrices, k, s), likewise
-    c_ptr,  # (matrices, s, s)
+    c_ptr,  # (matrices, s, s), read where HAS_C
     out_ptr,  # (matrices, s, s)
-    alpha,  # a number, or where ALPHAS a pointer (matrices,)
-    beta,  # likewise by BETAS
-    diagonal,
+    alpha,
+    beta,
     per_matrix,
     s,
     k,
@@ -331,10 +207,6 @@ def _symmetric_kernel(
     out_matrix,
     out_row,
     out_col,
-    alpha_stride,
-    beta_stride,
-    ALPHAS: tl.constexpr,
-    BETAS: tl.constexpr,
     HAS_C: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
     A_TRANSPOSED: tl.constexpr,  # columns are contiguous; read where DESCRIPTORS
@@ -396,10 +268,6 @@ def _symmetric_kernel(
             a_base += advance * a_col
             b_base += advance * b_row
 
-    if ALPHAS:
-        alpha = tl.load(alpha + matrix * alpha_stride)
-    if BETAS:
-        beta = tl.load(beta + matrix * beta_stride)
     c_base = c_ptr + matrix * c_matrix
     out_base = out_ptr + matrix * out_matrix
     for half in tl.static_range(WIDTH):
@@ -409,9 +277,8 @@ def _symmetric_kernel(
             halves = acc.reshape(BLOCK, 2, BLOCK).permute(0, 2, 1).split()
             tile, end = halves[half], tl.where(row <= col + half, s, 0)
         tile *= alpha
-        tile += tl.where(rows[:, None] == cols[None, :], diagonal, 0.0)
         if HAS_C:
-            # Where beta is 0, C may be anything, NaN too: it is not read.
+            # Beta is not 0 here. That rows depend on it keeps registers from being spilled.
             read_rows = tl.where(beta != 0.0, end, 0)
             c_offsets = rows[:, None] * c_row + cols[None, :] * c_col
             c_mask = (rows[:, None] < read_rows) & (cols[None, :] < s)
