@@ -43,7 +43,7 @@ FAMILIES = ("quintic", "you", "polar_express", "cans", "cubic5")
 # Of the accelerators' default: errors by input, and singular values.
 STRICT = ("Gaussian", "condition 1e4", "condition 1e8", "power law", "spiked")
 BOUNDS = dict.fromkeys(STRICT, 0.02)
-BOUNDS |= {"rank 2": 0.3, "rank 1": 0.3}
+BOUNDS |= {"rank s/16": 0.07, "rank 2": 0.3, "rank 1": 0.3}
 DEFAULT_BOUND = 0.05
 LARGEST_SIGMA = 1.25
 

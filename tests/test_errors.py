@@ -1210,14 +1210,6 @@ def test_a_checkpoint_of_torchs_optimizers_names_what_loads_it(make, groups):
     optim.load_foreign_state_dict(theirs.state_dict(), kind=make.__name__, params=params)
 
 
-def test_amsgrad_in_a_checkpoint_of_torchs_adamw_is_refused():
-    weight = parameter(3)
-    theirs = torch.optim.AdamW([weight], amsgrad=True)
-    optim = Muon([adamw_group(weight)])
-    says = ["a key 'amsgrad'", "AdamW has no such variant", "'torch_adamw'"]
-    assert_refused(optim, lambda: optim.load_state_dict(theirs.state_dict()), *says)
-
-
 def test_a_checkpoint_of_another_muon_that_does_not_load_names_what_loads_it():
     optim = Muon(good_groups()[:2])
     saved = copy.deepcopy(optim.state_dict())

@@ -915,34 +915,6 @@ def test_moments_under_their_old_names_load():
     assert_equal(twin.state_dict(), optim.state_dict())
 
 
-@pytest.mark.parametrize("kind", [{"fused": True}, {"foreach": True}, {"foreach": False}, {}])
-def test_state_of_torchs_adamw_loads_into_an_adamw_group(kind):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
-    theirs = torch.optim.AdamW(
-        model.parameters(), 0.01, (0.8, 0.99), eps=1e-6, weight_decay=0.2, **kind
-    )
-
-    def step(model: nn.Module, optim: Any, seed: int) -> None:
-        set_gradients(trainable(model), seed)
-        optim.step()
-
-    for seed in range(5):
-        step(model, theirs, seed)
-    other = copy.deepcopy(model)
-    ours = Muon([{"params": list(other.parameters()), "use_muon": False}])
-    ours.load_state_dict(through_torch_save(theirs.state_dict()))
-    assert ours.param_groups[0]["lr"] == 0.01
-    assert ours.param_groups[0]["adamw_betas"] == (0.8, 0.99)
-    assert not ours.param_groups[0].keys() & {"betas", "eps", "fused", "amsgrad"}
-    for seed in range(5, 10):
-        step(model, theirs, seed)
-        step(other, ours, seed)
-    for p, q in zip(model.parameters(), other.parameters()):
-        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
-        assert ours.state[q]["step"] == 10
-
-
 @pytest.mark.parametrize(
     "number",
     [

@@ -7,6 +7,7 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Optional, TypeVar, cast
 
 import torch
@@ -28,7 +29,6 @@ from .parameters.survey import NO_SURVEY, Survey, entries_of, shared_with, surve
 from .qk_clip.logit_source import NO_STATS, Logits, LogitSource
 from .state import checkpoints
 from .state.integrity import Integrity
-from .state.origin import in_words_of_this_package, names_source
 from .state.rounding import Rounding
 from .state.specs import check_state
 from .state.store import StateStore
@@ -816,7 +816,7 @@ class Muon(torch.optim.Optimizer):
                 checkpoints.check_apart(saved["state"], self.state)
             own.update(checkpoints.storages_of(self._store.without_created(self.state)))
             states = checkpoints.normalize_state(checkpoints.states_by_id(saved))
-            with names_source(saved["param_groups"], self.param_groups):
+            with _names_source(saved["param_groups"]):
                 merged = self._check_saved(states, saved["param_groups"])
             checkpoints.check_all_listed(states, merged)
             loaded.update(saved, state=states, param_groups=merged)
@@ -855,7 +855,6 @@ class Muon(torch.optim.Optimizer):
         """Checks a checkpoint's state and groups, and divides its state like this optimizer's;
         returns its groups, with every key."""
         checkpoints.check_count(self.param_groups, param_groups)
-        param_groups = list(map(in_words_of_this_package, param_groups, self.param_groups))
         merged = checkpoints.merge_groups(self.param_groups, param_groups, self._defaults_of)
         groups = self._read_groups()
         wheres = [f"{group.where} of the checkpoint" for group in groups]
@@ -1026,6 +1025,15 @@ class Muon(torch.optim.Optimizer):
         `state_dict` waits by itself.
         """
         self._offload.synchronize()
+
+
+def _names_source(saved_groups: Sequence[Mapping[str, Any]]) -> AbstractContextManager[None]:
+    """A context in which errors name another optimizer that wrote the checkpoint."""
+    if all(checkpoints.OWN_KEY in group for group in saved_groups):
+        return nullcontext()
+    from .extras.foreign_checkpoints.origin import names_source
+
+    return names_source(saved_groups)
 
 
 def _has_gradient(group: Group) -> bool:

@@ -27,6 +27,8 @@ from .specs import (
 
 RawGroup = Mapping[str, Any]  # as torch has it, in an optimizer or a checkpoint
 
+OWN_KEY = "momentum_style"  # the groups of no other optimizer have it
+
 # What Motif's optimizer calls the moments of AdamW.
 MOTIFS_NAMES = {"moment1": "exp_avg", "moment2": "exp_avg_sq"}
 

@@ -12,9 +12,9 @@ from typing import Any, Optional
 
 from torch import Tensor
 
-from ...state.checkpoints import step_count
-from ...state.origin import KEY_OF_THIS_PACKAGE, kinds_of
+from ...state.checkpoints import OWN_KEY, step_count
 from .hyperparameters import check_options
+from .origin import kinds_of
 
 # Keys under which any source keeps a tensor of state.
 _MOMENTUM_KEYS = ("momentum_buffer", "second_momentum_buffer")
@@ -214,7 +214,7 @@ def _check_kind(source: SourceOptimizer, kind: str) -> None:
             if kind in kinds or (source.use_muon is False and "torch_adamw" in kinds):
                 continue
             where = f"{rank.where}['param_groups'][{number}]"
-            if KEY_OF_THIS_PACKAGE in group.options:
+            if OWN_KEY in group.options:
                 raise ValueError(f"{where} is this package's own: use load_state_dict")
             guess = f"; it looks like kind={kinds[0]!r}" if kinds else ""
             raise ValueError(

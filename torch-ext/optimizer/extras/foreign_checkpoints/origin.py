@@ -1,4 +1,4 @@
-"""Tells by the keys of groups which optimizer wrote a checkpoint; reads groups of torch's AdamW."""
+"""Tells by the keys of groups which optimizer wrote a checkpoint."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ..parameters.aliases import ALIASES
-
-KEY_OF_THIS_PACKAGE = "momentum_style"  # no other optimizer's groups have it
+from ...state.checkpoints import OWN_KEY
 
 # By kind of torch's optimizers, the arguments that a message says to write.
 _CALLS_FOR_TORCH = {
@@ -18,24 +16,18 @@ _CALLS_FOR_TORCH = {
 
 
 @contextlib.contextmanager
-def names_source(
-    saved_groups: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]
-) -> Iterator[None]:
+def names_source(saved_groups: Sequence[Mapping[str, Any]]) -> Iterator[None]:
     """A context in which errors of `Muon.load_state_dict` name who wrote the checkpoint.
 
-    A checkpoint of torch's AdamW fits if all groups here are AdamW's. One of torch's Muon never
-    fits, even if shapes do: it has averaged momentum.
-
     Raises:
-        ValueError: the saved groups are those of one of torch's optimizers, and don't fit; or a
-            ValueError was raised in the context, to which likely kinds are added.
+        ValueError: the saved groups are those of one of torch's optimizers, which never fit, even
+            if shapes do: its keys are others, and its Muon has averaged momentum. Or a ValueError
+            was raised in the context, to which likely kinds are added.
     """
-    has_muon = any(group["use_muon"] is not False for group in groups)
-    fits_adamw = not has_muon and len(saved_groups) == len(groups)
     kinds = [kinds_of(group) for group in saved_groups]
     shared = [kind for kind in kinds[0] if all(kind in each for each in kinds)] if kinds else []
     for kind, call in _CALLS_FOR_TORCH.items():
-        if kind in shared and not (kind == "torch_adamw" and fits_adamw):
+        if kind in shared:
             raise ValueError(
                 f"the checkpoint is of kind {kind!r}, as the keys of its groups show: "
                 f"load_foreign_state_dict({call}, kind={kind!r}) converts it"
@@ -51,28 +43,9 @@ def names_source(
         ) from None
 
 
-def in_words_of_this_package(
-    saved_group: Mapping[str, Any], group: Mapping[str, Any]
-) -> dict[str, Any]:
-    """A group of torch's AdamW under the keys of this package; any other group as it is.
-
-    Keys that this optimizer's group has keep their names.
-    """
-    if kinds_of(saved_group) != ("torch_adamw",):
-        return dict(saved_group)
-    renamed = {}
-    for key, value in saved_group.items():
-        option, _ = ALIASES.get(key, (key, "")) if key not in group else (key, "")
-        if key == "amsgrad" and value:
-            renamed[key] = value
-        elif option is not None:  # keys without one say how torch computes
-            renamed[option] = value
-    return renamed
-
-
 def kinds_of(options: Mapping[str, Any]) -> tuple[str, ...]:
     """The kinds of optimizers that may have written a group, by keys that only they have."""
-    if KEY_OF_THIS_PACKAGE in options or "dampening" in options:  # SGD's have momentum, too
+    if OWN_KEY in options or "dampening" in options:  # SGD's have momentum, too
         return ()
     if "kind" in options:
         return ("nanochat",)
