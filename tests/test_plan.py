@@ -335,6 +335,16 @@ def test_beside_a_costly_matrix_the_others_do_as_much(ranks):
     assert makespan <= 1.10 * loads.pigeonhole
 
 
+def test_small_matrices_that_few_owners_get_join_chunks_in_which_all_have_work():
+    shapes = llama(10, 128, 448, 16)  # 30 large matrices: 2 of 16 owners have one less
+    entries = entries_of(shapes, sharded(16))
+    plans = [make_plan(entries, rank, staging_bytes=1) for rank in range(16)]
+    loads = loads_of(plans[0])
+    assert len(loads.by_chunk) == 3
+    assert all(min(of_chunk) > 0.75 * max(of_chunk) for of_chunk in loads.by_chunk)
+    simulate(entries, plans)
+
+
 # -- bytes -----------------------------------------------------------------------------------------
 
 
@@ -366,7 +376,8 @@ def test_traffic_is_two_bytes_per_local_element_each_way_but_for_ones_own(
 def test_an_owner_gathers_a_fixed_number_of_bytes_or_one_matrix(device, staging_bytes, warmup_step):
     deepest = 0
     uneven = [(2048, 2048)] * 2 + [(256, 1024)] * 600
-    for shapes in (llama(2, 512, 1536, 128), LLAMA_3_8B, [(1024, 1024)] * 40, uneven):
+    tail = llama(10, 1024, 3584, 128)  # two owners have one less of the large matrices
+    for shapes in (llama(2, 512, 1536, 128), LLAMA_3_8B, [(1024, 1024)] * 40, uneven, tail):
         entries = entries_of(shapes, sharded(4), device=device, dtype=torch.bfloat16)
         most = max(
             staging_bytes or {"cpu": 1 << 20, "cuda": 64 << 20}[device.type],

@@ -2,8 +2,9 @@
 
 Matrices are given away one by one, the costliest first, each to the rank with the least work so far
 (longest processing time first). So after each of them all ranks have about as much work, and any
-stretch of that list has work for all of them: a chunk is such a stretch. Ranks meet in every chunk,
-and wait there for the one with the most to do.
+stretch of that list has work for all of them: a chunk is such a stretch, but small matrices fill
+gaps in the chunks before. Ranks meet in every chunk, and wait there for the one with the most to
+do.
 """
 
 from __future__ import annotations
@@ -94,17 +95,31 @@ class ChunkLimits:
     matrices: Optional[int] = None
 
 
+# How many of the last chunks that have ended a unit may join; to search all would take long.
+LOOK_BACK = 4
+
+# A chunk that has ended: its units, and the elements and FLOPs that it has room for, by owner.
+Ended = tuple[dict[int, list[Unit]], dict[int, tuple[int, int]]]
+
+
 def into_chunks(owned: Sequence[Owned], limits: ChunkLimits) -> list[dict[int, list[Unit]]]:
     """Cuts the list of `give_away` into chunks; of each the units by owner, in order of owners.
 
     An owner gathers more than ``limits.elements`` only as long as it has no more to gather, and no
     more to do, than with the largest and with the costliest unit of the chunk: beside an owner of
     one large matrix, others own several small ones.
+
+    A unit that would begin a chunk joins an earlier one instead if its owner gathers less there
+    than owners do on average, and does less than the costliest unit takes. Otherwise small matrices
+    that only a few owners get would fill chunks in which all others wait. Chunks that are bounded
+    by ``limits.shared`` or ``limits.matrices`` have no such room.
     """
     chunks: list[dict[int, list[Unit]]] = []
+    ended: list[Ended] = []
     total = largest = costliest = 0
     gathered: dict[int, list[int]] = {}  # by owner: elements, FLOPs and matrices in the last chunk
-    for (unit, _, flops, elements, _), owner in owned:
+    for candidate, owner in owned:
+        unit, _, flops, elements, _ = candidate
         so_far = gathered.get(owner, [0, 0, 0])
         of_owner = [n + more for n, more in zip(so_far, (elements, flops, unit.count))]
         ends = of_owner[0] > limits.elements and (
@@ -112,7 +127,14 @@ def into_chunks(owned: Sequence[Owned], limits: ChunkLimits) -> list[dict[int, l
         )
         ends = ends or (limits.shared is not None and total + elements > limits.shared)
         ends = ends or (limits.matrices is not None and of_owner[2] > limits.matrices)
-        if not chunks or (ends and total):
+        ends = ends and total > 0
+        if ends and _joins(candidate, owner, ended[-LOOK_BACK:]):
+            continue
+        if ends and limits.shared is None and limits.matrices is None:
+            mean = total // len(gathered)
+            room = {peer: (mean - n, costliest - f) for peer, (n, f, _) in gathered.items()}
+            ended.append((chunks[-1], room))
+        if ends or not chunks:
             chunks.append({})
             total = largest = costliest = 0
             gathered, of_owner = {}, [elements, flops, unit.count]
@@ -121,3 +143,14 @@ def into_chunks(owned: Sequence[Owned], limits: ChunkLimits) -> list[dict[int, l
         total += elements
         largest, costliest = max(largest, elements), max(costliest, flops)
     return [dict(sorted(chunk.items())) for chunk in chunks]
+
+
+def _joins(candidate: Candidate, owner: int, ended: Sequence[Ended]) -> bool:
+    """Adds a unit to the first of these chunks in which its owner has room, if there is one."""
+    for units, room in ended:
+        elements, flops = room.get(owner, (-1, -1))
+        if candidate.elements <= elements and candidate.flops <= flops:
+            units[owner].append(candidate.unit)
+            room[owner] = elements - candidate.elements, flops - candidate.flops
+            return True
+    return False
