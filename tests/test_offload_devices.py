@@ -544,9 +544,9 @@ VARIANTS: list[dict[str, Any]] = [
             "head_dim": 32,
             "threshold": 2.0,
             "row_map": {
-                "w1": {"q": [0, 48]},
-                "w2": {"k": [0, 32]},
-                "norm": {"k": [0, 32]},
+                "w1": "(q=32 + 16 + q=32 + 16) d",
+                "w2": "(k=64) d",
+                "norm": "(k=64) d",
             },
         }
     ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Callable, Optional, Union
+from typing import Any, Optional, Union
 
 from .. import split_notation
 from ..parameters.names import normalize_name
@@ -20,9 +20,6 @@ LATENT_KEYS = ("wkv_b", "kv_b_proj")
 SIDES = {**dict.fromkeys(QUERIES, "q"), **dict.fromkeys((*KEYS, *LATENT_KEYS), "k")}
 KINDS = tuple(SIDES)
 
-# Usual names of fused projections, and nn.MultiheadAttention's.
-FUSED = ("wqkv", "Wqkv", "qkv", "qkv_proj", "to_qkv", "c_attn", "query_key_value", "in_proj")
-
 _MLA_DIMS = {"qk_nope_head_dim": 1, "qk_rope_head_dim": 0, "v_head_dim": 1}  # with their minima
 _OPTIONS = (
     *("q_indices", "k_indices", "head_dim", "threshold", "is_mla"),
@@ -30,8 +27,6 @@ _OPTIONS = (
 )
 
 LayerKey = Union[int, str]  # number of a layer, or FQN of its attention
-HeadStarts = Sequence[int]  # first rows of heads
-RowMap = Mapping[str, Union[str, tuple[HeadStarts, HeadStarts]]]
 
 
 @dataclass(frozen=True)
@@ -47,9 +42,9 @@ class LayerConfig:
     k_indices: Optional[tuple[int, ...]]
     # Of multi-head latent attention, the rows of a head without rotation, with it, and of values.
     latent: Optional[tuple[int, ...]]
-    # By the name of a projection the one of `KINDS` that it is like, the first rows of its query
-    # heads and of its key heads, or both in the notation of ``split``.
-    row_map: RowMap
+    # By the name of a projection the one of `KINDS` that it is like, or the rows of its query heads
+    # and of its key heads in the notation of ``split``.
+    row_map: Mapping[str, str]
 
     def __str__(self) -> str:
         dims = f"heads of {self.head_dim} rows" if self.latent is None else f"MLA {self.latent}"
@@ -61,8 +56,7 @@ class ClipConfig:
     """How logits are bounded: in all layers alike, or in each by options of its own.
 
     Args:
-        clip_config: options of all layers; a mapping from layers to options or None; or a callable
-            from layers to either.
+        clip_config: options of all layers, or a mapping from layers to options or None.
 
     Attributes:
         row_map_names: names of projections, beside `KINDS`, that a `row_map` may have.
@@ -75,15 +69,12 @@ class ClipConfig:
     def __init__(self, clip_config: Any):
         self._common: Optional[LayerConfig] = None
         self._by_layer: dict[LayerKey, Optional[LayerConfig]] = {}
-        self._function: Optional[Callable[[LayerKey], Any]] = None
-        if callable(clip_config):
-            self._function = clip_config
-        elif not isinstance(clip_config, Mapping):
+        if not isinstance(clip_config, Mapping):
             raise ValueError(
-                "clip_config must be a dict of options, a mapping from layers to such dicts, or a "
-                f"function of a layer, found {clip_config!r}"
+                "clip_config must be a dict of options, or a mapping from layers to such dicts, "
+                f"found {clip_config!r}"
             )
-        elif not clip_config or any(key in _OPTIONS for key in clip_config):
+        if not clip_config or any(key in _OPTIONS for key in clip_config):
             self._common = self._read(clip_config, "clip_config")
         else:
             for key, options in clip_config.items():
@@ -97,22 +88,17 @@ class ClipConfig:
         self.unmatched: set[LayerKey] = set(self._by_layer)
         configs = [self._common, *self._by_layer.values()]
         self.row_map_names = {name for config in configs if config for name in config.row_map}
-        if self._function is not None:  # it can be called for layers only once names are matched
-            self.row_map_names = set(FUSED)
 
     def layer_config(
-        self, key: LayerKey, number: Optional[int], prefix: str, is_only: bool
+        self, number: Optional[int], prefix: str, is_only: bool
     ) -> Optional[LayerConfig]:
         """The configuration of a layer; None where the layer is left alone.
 
         Args:
-            key: tells the layer from all others.
             number: the last number in its name.
             prefix: FQN of its attention.
             is_only: whether no other layer has that number.
         """
-        if self._function is not None:
-            return self._read(self._function(key), f"clip_config({key!r})")
         if self._common is not None:
             return self._common
         parts = prefix.split(".")
@@ -133,8 +119,10 @@ class ClipConfig:
         if options is None:
             return None
         if not isinstance(options, Mapping):
-            hint = "" if self._function else f"; options are {', '.join(_OPTIONS)}"
-            raise ValueError(f"{where} must be a dict of options or None, found {options!r}{hint}")
+            raise ValueError(
+                f"{where} must be a dict of options or None, found {options!r}; options are "
+                f"{', '.join(_OPTIONS)}"
+            )
         for key in options:
             if key not in _OPTIONS:
                 close = difflib.get_close_matches(str(key), _OPTIONS, n=1)
@@ -189,36 +177,22 @@ def _read_indices(value: Any, where: str) -> Optional[tuple[int, ...]]:
     return tuple(int(index) for index in value)
 
 
-def _read_row_map(row_map: Any, where: str) -> RowMap:
+def _read_row_map(row_map: Any, where: str) -> dict[str, str]:
     if row_map is None:
         return {}
     _check(isinstance(row_map, Mapping), f"{where} must be a mapping from names, found {row_map!r}")
-    rows: dict[str, Union[str, tuple[HeadStarts, HeadStarts]]] = {}
     for name, value in row_map.items():
-        if isinstance(value, str):
-            if value not in KINDS:
-                _check(
-                    not value.isidentifier(),
-                    f"{where}: {name!r} is like {value!r}, which is none of {', '.join(KINDS)}",
-                )
-                try:
-                    split_notation.parse(value)
-                except ValueError as error:
-                    raise ValueError(f"{where}[{name!r}]: {error}") from None
-            rows[name] = value
-        elif isinstance(value, Mapping) and value and not value.keys() - {"q", "k"}:
-            q, k = (
-                _read_indices(value.get(side), f"{where}[{name!r}][{side!r}]") or ()
-                for side in ("q", "k")
-            )
-            rows[name] = (q, k)
-        else:
-            raise ValueError(
-                f'{where}[{name!r}] must be {{"q": first rows of the query heads, "k": first '
-                f"rows of the key heads}}, the notation of split, or one of {', '.join(KINDS)}, "
-                f"found {value!r}"
-            )
-    return rows
+        _check(
+            isinstance(value, str) and (value in KINDS or not value.isidentifier()),
+            f"{where}[{name!r}] must be the notation of split, or one of {', '.join(KINDS)}, found "
+            f"{value!r}",
+        )
+        if value not in KINDS:
+            try:
+                split_notation.parse(value)
+            except ValueError as error:
+                raise ValueError(f"{where}[{name!r}]: {error}") from None
+    return dict(row_map)
 
 
 def _check(holds: bool, problem: str) -> None:

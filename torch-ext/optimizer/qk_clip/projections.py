@@ -21,11 +21,12 @@ from .config import (
     LATENT_QUERIES,
     SIDES,
     ClipConfig,
-    HeadStarts,
     LayerConfig,
     LayerKey,
 )
 from .logit_source import Logits
+
+HeadStarts = Sequence[int]  # first rows of heads
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,7 @@ def find_layers(groups: Sequence[Group], config: ClipConfig) -> Layers:
     prefixes: dict[LayerKey, str] = {}
     for (prefix, projections), number in zip(attentions.items(), numbers):
         key = number if number is not None and have_numbers else prefix
-        layer_config = config.layer_config(key, number, prefix, numbers.count(number) == 1)
+        layer_config = config.layer_config(number, prefix, numbers.count(number) == 1)
         if layer_config is not None:
             kinds = {*KINDS, *layer_config.row_map}
             projections = [p for p in projections if p.kind in kinds]
@@ -236,26 +237,9 @@ def _head_starts(projection: Projection, config: LayerConfig) -> Mapping[str, He
     """The first rows of a projection's query heads and of its key heads, by side."""
     kind = config.row_map.get(projection.kind, projection.kind)
     rows, name = projection.rows, projection.name
-    where = f"clip_config: row_map[{projection.kind!r}]"
-    if isinstance(kind, str) and kind not in SIDES:
-        kind = _starts_by_axes(kind, rows, config, f"{where}: {name}")
-    if not isinstance(kind, str):
-        sizes = config.head_dim, config.plain_dim
-        heads = [(start, start + size) for starts, size in zip(kind, sizes) for start in starts]
-        end = 0
-        for start, stop in sorted(heads):
-            if stop > rows:
-                raise ValueError(
-                    f"{where} has a head of {stop - start} rows from row {start} on, but {name} "
-                    f"has {rows} rows"
-                )
-            if start < end:
-                raise ValueError(
-                    f"{where} has a head from row {start} on, which is in the one before, that "
-                    f"ends with row {end - 1}"
-                )
-            end = stop
-        return {side: starts for side, starts in zip("qk", kind) if starts}
+    if kind not in SIDES:
+        where = f"clip_config: row_map[{projection.kind!r}]: {name}"
+        return _starts_by_axes(kind, rows, config, where)
     size, meaning = config.head_dim, "head_dim"
     if config.latent is None:
         if kind in (*LATENT_QUERIES, *LATENT_KEYS):
@@ -282,24 +266,25 @@ def _head_starts(projection: Projection, config: LayerConfig) -> Mapping[str, He
 
 def _starts_by_axes(
     notation: str, rows: int, config: LayerConfig, where: str
-) -> tuple[HeadStarts, HeadStarts]:
+) -> Mapping[str, HeadStarts]:
     """The first rows of the heads in the parts that the notation of ``split`` names q and k."""
     product, _ = split_notation.parse(notation)
     try:
         parts = split_notation.resolve(product, rows, "rows", repr(notation))
     except ValueError as error:
         raise ValueError(f"{where} {error}") from None
-    starts: list[HeadStarts] = []
+    starts: dict[str, HeadStarts] = {}
     for side, size in ("q", config.head_dim), ("k", config.plain_dim):
         named = (part.indices() for part in parts if side in part.names)
         indices = sorted(itertools.chain.from_iterable(named))
         heads = [indices[at : at + size] for at in range(0, len(indices), size)]
         if any(head != list(range(head[0], head[0] + size)) for head in heads):
             raise ValueError(f"{where} has parts {side!r} that are no heads of {size} rows")
-        starts.append([head[0] for head in heads])
-    if not any(starts):
+        if heads:
+            starts[side] = [head[0] for head in heads]
+    if not starts:
         raise ValueError(f"{where} has no part 'q' or 'k' in {notation!r}")
-    return starts[0], starts[1]
+    return starts
 
 
 def _count_heads(projections: Sequence[Projection], config: LayerConfig) -> dict[str, int]:
@@ -316,8 +301,7 @@ def _count_heads(projections: Sequence[Projection], config: LayerConfig) -> dict
                     f"{name} has {len(starts)} heads, but other parameters of the layer have "
                     f"{heads[side]}"
                 )
-        like = config.row_map.get(kind)
-        size = sizes.setdefault(like if isinstance(like, str) else kind, projection.rows)
+        size = sizes.setdefault(config.row_map.get(kind, kind), projection.rows)
         if projection.rows != size:
             raise ValueError(
                 f"{name} has {projection.rows} rows, but others of its projection {size}"
@@ -326,8 +310,7 @@ def _count_heads(projections: Sequence[Projection], config: LayerConfig) -> dict
         if other is not projection:
             raise ValueError(
                 f"{other.name} and {name} would be clipped by the same logits; let clip_config be "
-                "a mapping from prefixes of names, or a function, that gives only one of them a "
-                "config"
+                "a mapping from prefixes of names that gives only one of them a config"
             )
         if projection.head_starts.keys() - weight_sides:
             raise ValueError(
